@@ -144,6 +144,7 @@ samples = lambda info: None
 init = lambda key: LlamaLMHeadModel.init(hax.Axis("vocab", tokenizer_size), model_config, key=key)
 """,
     "docs/data.md": "",
+    "docs/extending.md": "",
     "docs/quickstart.md": "",
     "docs/testing.md": "",
 }
@@ -168,6 +169,7 @@ AFTER = {
     "docs/tunix.md": "assert isinstance(hooks[0], lockstep.tunix.SampleHooks)",
     "docs/protocol.md": "assert len(completions) == 1 and prepared.shared == [False]",
     "docs/checkpoints.md": "assert state is None and 'step-1' in os.listdir(trainer.checkpoints)",
+    "docs/extending.md": "assert top_n_sigma(jnp.array([[0.0, 2.0]]), jnp.array([0.5])).tolist() == [1.5]",
     "docs/data.md": "assert FORMAT.fields == ('question', 'answers')",
     "docs/quickstart.md": "assert (callback.rounds, callback.skipped_rounds) == (2, 0)",
 }

@@ -2,6 +2,7 @@
 
 import dataclasses
 import enum
+import math
 from typing import ClassVar
 
 from lockstep.errors import ConfigError, PromptError
@@ -37,7 +38,7 @@ class SamplingRules:
     so far. Each does nothing at its default.
     """
 
-    FILTERS: ClassVar[tuple[str, ...]] = ("top_k", "top_p", "min_p")
+    FILTERS: ClassVar[tuple[str, ...]] = ("top_k", "top_p", "min_p", "filters")
     PENALTIES: ClassVar[tuple[str, ...]] = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 
     max_new_tokens: int
@@ -52,6 +53,9 @@ class SamplingRules:
     min_p: float = 0.0
     """Draw from the tokens that are at least this times as probable as the most probable one (Nguyen et al. 2024,
     https://arxiv.org/abs/2407.01082); 0: from all."""
+    filters: tuple[str, ...] = ()
+    """Filters of your own, each as ``module:function=value``, applied after the others in the order of their names: a
+    function of scores and values that returns the least score to draw from (docs/extending.md)."""
     repetition_penalty: float = 1.0
     """Positive logits of tokens in the prompt or in the completion so far are divided by this, negative ones multiplied
     (CTRL, Keskar et al. 2019, https://arxiv.org/abs/1909.05858); 1: no penalty."""
@@ -122,6 +126,30 @@ class SamplingRules:
             )
         if not 0 <= self.min_p <= 1:
             raise ConfigError(f"min_p is {self.min_p}; it must be 0 to 1. Use 0 to draw from all tokens.")
+        if len(self.filter_values()) < len(self.filters):
+            raise ConfigError(f"filters is {list(self.filters)}, which has a filter twice. Give each one value.")
+
+    def filter_values(self) -> dict[str, float]:
+        """Return the value of each of ``filters`` by ``module:function``, in the order of the names.
+
+        Raises:
+            ConfigError: One is not written as ``module:function=value`` with a finite value.
+        """
+        given: object = self.filters
+        if isinstance(given, str):
+            raise ConfigError(f"filters is {given!r}; it must be a list of texts. Use [{given!r}].")
+        found: dict[str, float] = {}
+        for text in self.filters:
+            name, _, value = text.rpartition("=")
+            try:
+                found[name] = float(value)
+            except ValueError:
+                found[name] = math.nan
+            if not (all(name.partition(":")) and math.isfinite(found[name])):
+                raise ConfigError(
+                    f"filters has {text!r}; one is module:function=value, such as my_filters:top_n_sigma=1.5."
+                )
+        return dict(sorted(found.items()))
 
     def _check_penalties(self) -> None:
         if not 0.01 <= self.repetition_penalty <= 100:
@@ -144,7 +172,8 @@ class SamplingParams(SamplingRules):
     2. ``logit_bias`` is added; what is not in ``allowed_token_ids`` is ruled out, and so are stop tokens
        before ``min_tokens``;
     3. temperature (0: the largest logit is taken, and what follows does nothing);
-    4. filters on the distribution after temperature: ``top_k``, then ``top_p`` of what top-k left, then ``min_p``.
+    4. filters on the distribution after temperature: ``top_k``, then ``top_p`` of what top-k left, then ``min_p``, then
+       ``filters``.
 
     Wherever logits are equal, the lowest token id comes first.
 
@@ -223,6 +252,10 @@ class SamplingParams(SamplingRules):
     def has_penalties(self) -> bool:
         """Whether logits depend on the tokens so far."""
         return self.is_set(*self.PENALTIES)
+
+    def own_filters(self) -> dict[str, float]:
+        """Return `filter_values` of an answer that is drawn; a greedy one needs none."""
+        return self.filter_values() if self.temperature > 0 else {}
 
     @property
     def has_filters(self) -> bool:

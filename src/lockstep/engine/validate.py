@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 
+from lockstep.engine.sampling.filters import find_filter
 from lockstep.errors import ConfigError, PromptError
 from lockstep.types import Request
 
@@ -65,6 +66,8 @@ def checked(requests: Iterable[Request], rows: int, vocab_size: int | None = Non
 
 def _check_sampling(request: Request, vocab: int) -> None:
     number, params = request.prompt_id, request.params
+    for name in params.filter_values():
+        find_filter(name)
     tokens_of = {"logit_bias": [token for token, _ in params.logit_bias], "allowed_token_ids": params.allowed_token_ids}
     for name, tokens in tokens_of.items():
         for token in tokens or ():

@@ -24,6 +24,7 @@ OTHER_RULES = {
     "top_k": 3,
     "top_p": 0.25,
     "min_p": 0.125,
+    "filters": ("my_filters:mine=0.5",),
     "repetition_penalty": 1.5,
     "presence_penalty": 0.75,
     "frequency_penalty": -0.75,

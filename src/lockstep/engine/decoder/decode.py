@@ -51,6 +51,7 @@ def decode_function(
             given["temperature"],
             stop_ids,
             {name: given[name] for name in like.sampling.arrays()},
+            more_filters=capacity.more_filters,
             active=remaining > 0,
             local_vocab=weights.embed.shape[0] if weights.lm_head is None else weights.lm_head.shape[1],
             decode_mesh=decode_mesh,

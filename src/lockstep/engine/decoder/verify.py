@@ -77,6 +77,7 @@ def verify_function(
             given["temperature"],
             stop_ids,
             {name: given[name] for name in like.decode.sampling.arrays()},
+            more_filters=capacity.more_filters,
             active=given["remaining"] > 0,
             local_vocab=weights.embed.shape[0] if weights.lm_head is None else weights.lm_head.shape[1],
             decode_mesh=decode_mesh,

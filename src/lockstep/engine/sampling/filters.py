@@ -5,18 +5,21 @@ ascending), so a filter is two numbers per slot: the least score kept, and the l
 score. Both are found by bisection over the bits of the score, and decided by sums of integers, which are the same in
 whatever order they are added. `find_threshold` asks for the search only where a `Shortlist` does not decide.
 
-A new filter is a function here and its entry in `FILTERS`, a field in `lockstep.types` whose name is in ``FILTERS``
-there too, and an array in `lockstep.engine.schedule.SamplingBatch`.
+A filter of a user's own is a function in any module (`find_filter`). One with a key of its own is a function here and
+its entry in `FILTERS`, a field in `lockstep.types` whose name is in ``FILTERS`` there too, and an array in
+`lockstep.engine.schedule.SamplingBatch`.
 """
 
 import dataclasses
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt
 
+from lockstep.plugins import load_object
 from lockstep.types import SamplingParams
 
 _SLACK = 1e-6
@@ -63,7 +66,8 @@ class Filter:
     """One filter on the distribution after temperature.
 
     Args:
-        name: The field of `SamplingParams`, and the name by which `plan` finds the filter in a compiled program.
+        name: The field of `SamplingParams`, or ``module:function``; the name by which `plan` finds the filter in a
+            compiled program.
         parameter: The field of `lockstep.engine.schedule.SamplingBatch` that has its parameter for each slot.
         narrows: Whether the filter does anything in each slot, by the parameter.
         apply: The filter: takes all tokens of the vocabulary, the threshold so far and the parameter; returns a
@@ -81,7 +85,7 @@ class Filter:
         Args:
             params: The parameters of the request.
         """
-        return params.is_set(self.name)
+        return self.name in params.filter_values() if ":" in self.name else params.is_set(self.name)
 
 
 def keep_all(slots: int) -> TokenThreshold:
@@ -218,7 +222,40 @@ FILTERS = (
 )
 """The filters in the order in which they are applied."""
 
-assert tuple(each.name for each in FILTERS) == SamplingParams.FILTERS, "a request would not know that it has a filter"
+assert (*(each.name for each in FILTERS), "filters") == SamplingParams.FILTERS, "a request would not know its filters"
+
+
+@functools.cache
+def find_filter(name: str) -> Filter:
+    """Import a filter of a user's own: a function of scores ``[slot, token]`` and values ``[slot]``.
+
+    It returns the least score ``[slot]`` that is drawn from, in float32. Scores are logits after temperature and the
+    filters before, -inf for what is ruled out; the most probable token is always kept.
+
+    Args:
+        name: ``module:function``.
+
+    Raises:
+        ConfigError: There is no such module, or no such function in it.
+    """
+    least_score: Callable[[Array, Array], Array] = load_object(name, "filter")
+
+    def apply(candidates: Candidates, threshold: TokenThreshold, values: Array) -> TokenThreshold:
+        kept = jnp.where(threshold.mask(candidates), candidates.scores, -jnp.inf)
+        found = jnp.minimum(least_score(kept, values), jnp.max(kept, axis=1)).astype(jnp.float32)
+        least = sortable_bits(found[:, None])[:, 0]
+        # A least score that is nan keeps what is kept, as values of slots without this filter are nan.
+        tighter = ~jnp.isnan(values) & ~jnp.isnan(found) & (least > threshold.least)
+        return TokenThreshold(jnp.where(tighter, least, threshold.least), jnp.where(tighter, _ALL_IDS, threshold.last))
+
+    return Filter(name=name, parameter="more_filters", narrows=lambda values: ~jnp.isnan(values), apply=apply)
+
+
+def filters_of(names: Iterable[str]) -> list[Filter]:
+    """Return filters by their names, in the order in which they are applied: `FILTERS`, then users' own by name."""
+    names = set(names)
+    own = sorted(names - {each.name for each in FILTERS})
+    return [*(each for each in FILTERS if each.name in names), *map(find_filter, own)]
 
 
 def _largest_bound(enough: Callable[[Array], Array], slots: int) -> UInt[Array, " slot"]:

@@ -1,14 +1,14 @@
 """From logits to tokens, with the features that the requests use and no others; their order is in `SamplingParams`."""
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt
 
-from lockstep.engine.sampling.filters import FILTERS, Candidates
+from lockstep.engine.sampling.filters import FILTERS, Candidates, filters_of
 from lockstep.engine.sampling.logits_processors import (
     TokenCounts,
     add_token,
@@ -125,6 +125,7 @@ def start_sampler(
     given: Mapping[str, Array],
     *,
     active: Bool[Array, " slot"],
+    more_filters: Sequence[str] = (),
     local_vocab: int,
     decode_mesh: DecodeMesh,
 ) -> tuple[Sampler, TokenCounts | None]:
@@ -136,6 +137,7 @@ def start_sampler(
         stop_ids: The stop tokens of each slot, padded with -1.
         given: The arrays of a `SamplingBatch`, this replica's entry alone.
         active: Whether the slot has something to sample.
+        more_filters: The names of the users' own filters, see `Capacity`.
         local_vocab: The number of tokens of this device's part of the vocabulary.
         decode_mesh: The decode mesh.
 
@@ -144,6 +146,7 @@ def start_sampler(
         penalties.
     """
     filters = {each.name: given[each.parameter] for each in FILTERS if each.parameter in given}
+    filters |= {name: given["more_filters"][:, at] for at, name in enumerate(more_filters)}
     state = SamplingState(words, temperature, filters)
     first = first_id(local_vocab, decode_mesh)
     counts = None
@@ -233,7 +236,7 @@ def sample(
 def active_features(state: SamplingState, active: Bool[Array, " slot"], decode_mesh: DecodeMesh) -> ActiveFeatures:
     """Returns the features that any active slot of any replica needs; one collective."""
     random = active & (state.temperature > 0)
-    filters = [each for each in FILTERS if each.name in state.filters]
+    filters = filters_of(state.filters)
     needs = [random, *(random & each.narrows(state.filters[each.name]) for each in filters)]
     flags = jnp.stack([jnp.any(need) for need in needs]).astype(jnp.int32)
     if decode_mesh.replica_axes:
@@ -249,7 +252,8 @@ def never_used(requested: Iterable[SamplingParams]) -> frozenset[str]:
         requested: The sampling parameters of all requests.
     """
     random = [params for params in requested if params.temperature > 0]
-    filters = {each.name: any(map(each.is_requested, random)) for each in FILTERS}
+    names = {*(each.name for each in FILTERS), *(name for params in random for name in params.own_filters())}
+    filters = {each.name: any(map(each.is_requested, random)) for each in filters_of(names)}
     needs = {"temperature": bool(random), **filters, **scopes_needed(filters)}
     return frozenset(name for name, needed in needs.items() if not needed)
 

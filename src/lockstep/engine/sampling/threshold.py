@@ -1,19 +1,19 @@
 """Which tokens may be drawn: the filters, on a vocabulary that is split over the devices of a replica."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from lockstep.engine.sampling.filters import FILTERS, Candidates, Filter, TokenThreshold, keep_all
+from lockstep.engine.sampling.filters import FILTERS, Candidates, Filter, TokenThreshold, filters_of, keep_all
 from lockstep.engine.sampling.shortlist import Shortlist
 from lockstep.placement import DecodeMesh
 
 _ALL, _LISTED = "filters", "shortlist"
 """The scopes of the conditions around all filters, and around those that a short list decides."""
 
-_WITH_LIST, _WITHOUT = FILTERS[:2], FILTERS[2:]
+_WITH_LIST = FILTERS[:2]
 
 
 def scopes_needed(filters: Mapping[str, bool]) -> dict[str, bool]:
@@ -38,7 +38,7 @@ def find_threshold(
 
     Args:
         scores: The processed logits divided by the temperature, this device's part of the vocabulary.
-        parameters: The parameter ``[slot]`` of each of `FILTERS`, by the filter's name.
+        parameters: The parameter ``[slot]`` of each filter by its name.
         features: Whether any slot of any replica needs the filter, by the filter's name; scalars.
         decode_mesh: The decode mesh; the vocabulary is split over its tensor axes.
 
@@ -65,7 +65,7 @@ def find_threshold(
         least, last = jax.lax.all_gather(pair, decode_mesh.tensor_axes, axis=1, tiled=True)[:, :slots]
         return TokenThreshold(jax.lax.bitcast_convert_type(least, jnp.uint32), last)
 
-    needed = jnp.any(jnp.stack([features[each.name] for each in FILTERS]))
+    needed = jnp.any(jnp.stack(list(features.values())))
     with jax.named_scope(_ALL):
         return jax.lax.cond(needed, filtered, lambda scores: keep_all(scores.shape[0]), scores)
 
@@ -83,7 +83,7 @@ def _threshold(
     def apply(each: Filter) -> Callable[[TokenThreshold], TokenThreshold]:
         return lambda threshold: each.apply(candidates, threshold, parameters[each.name])
 
-    def search(threshold: TokenThreshold, filters: tuple[Filter, ...]) -> TokenThreshold:
+    def search(threshold: TokenThreshold, filters: Sequence[Filter]) -> TokenThreshold:
         for each in filters:
             with jax.named_scope(each.name):
                 threshold = jax.lax.cond(features[each.name], apply(each), lambda same: same, threshold)
@@ -94,9 +94,9 @@ def _threshold(
         # A true condition is what a plan counts, and what is nearly always the case.
         return jax.lax.cond(jnp.all(decided), lambda: found, lambda: search(threshold, _WITH_LIST))
 
-    threshold = keep_all(scores.shape[0])
+    threshold, filters = keep_all(scores.shape[0]), filters_of(features)
     if not with_list:
-        return search(threshold, FILTERS)
+        return search(threshold, filters)
     with jax.named_scope(_LISTED):
         threshold = jax.lax.cond(features["top_k"] | features["top_p"], listed, lambda same: same, threshold)
-    return search(threshold, _WITHOUT)
+    return search(threshold, [each for each in filters if each not in _WITH_LIST])

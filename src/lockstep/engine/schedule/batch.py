@@ -37,6 +37,7 @@ class Capacity:
         prefill_sequences: The most sequences that one replica prefills in a launch; 0 for any number.
         idle_replicas: The number of replicas that are given no sequences; the others are evenly spaced.
         draft_tokens: The most tokens of a sequence that a launch verifies; 0 where there are no programs that verify.
+        more_filters: The names of the users' own filters that the decode program has, sorted.
     """
 
     replicas: int
@@ -59,6 +60,7 @@ class Capacity:
     prefill_sequences: int = 0
     idle_replicas: int = 0
     draft_tokens: int = 0
+    more_filters: tuple[str, ...] = ()
 
     @property
     def verify_widths(self) -> tuple[int, ...]:
@@ -72,6 +74,15 @@ class Capacity:
     def active_replicas(self) -> range:
         """The indices of the replicas that are given sequences."""
         return range(0, self.replicas, self.replicas // (self.replicas - self.idle_replicas))
+
+    def at_least(self, other: "Capacity") -> "Capacity":
+        """This capacity with nothing smaller than in another one."""
+
+        def larger(new: Any, old: Any) -> Any:
+            return tuple(sorted({*new, *old})) if isinstance(new, tuple) else max(new, old)
+
+        names = [field.name for field in dataclasses.fields(self)]
+        return Capacity(**{name: larger(getattr(self, name), getattr(other, name)) for name in names})
 
     def with_slots(self, slots: int) -> "Capacity":
         """This capacity with ``slots`` per replica, and no more sequences than they have room for."""

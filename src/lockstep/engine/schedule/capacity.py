@@ -67,6 +67,12 @@ def check_capacity(capacity: Capacity, requests: Seq[Request]) -> None:
                 f"prompt {request.prompt_id} has {len(request.params.stop_token_ids)} stop token ids; the programs "
                 f"were built for {capacity.stop_ids}. Give fewer stop_token_ids."
             )
+        for name in request.params.own_filters():
+            if name not in capacity.more_filters:
+                raise CapacityError(
+                    f"prompt {request.prompt_id} needs the filter {name!r} of the sampler; the programs were built "
+                    f"with {', '.join(capacity.more_filters) or 'none'}. Prepare the engine with this request too."
+                )
         for feature, size in sampling_sizes([request.params]).items():
             if size > getattr(capacity, feature):
                 raise CapacityError(

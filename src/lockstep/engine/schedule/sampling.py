@@ -52,6 +52,8 @@ class SamplingBatch:
     """The probability to keep; 1 keeps all tokens."""
     log_min_p: Float32[np.ndarray, "replica slot"] | None
     """The natural log of ``min_p``, computed on the host, the same in every layout; -inf keeps all tokens."""
+    more_filters: Float32[np.ndarray, "replica slot filter"] | None
+    """The value of each of the users' own filters, in the order of `Capacity.more_filters`; nan keeps all tokens."""
     stop_from: Int32[np.ndarray, "replica slot"] | None
     """The first position that a stop token may have."""
     history: Int32[np.ndarray, "replica slot length"] | None
@@ -66,6 +68,8 @@ class SamplingBatch:
     """The bias of each of ``bias_ids``."""
     allowed_ids: Int32[np.ndarray, "replica slot allowed_ids"] | None
     """The token ids that may be sampled, padded with -1; nothing but -1 allows every token."""
+    filter_names: tuple[str, ...] = ()
+    """`Capacity.more_filters`."""
 
     @classmethod
     def empty(cls, capacity: Any) -> "SamplingBatch":
@@ -80,6 +84,10 @@ class SamplingBatch:
             top_k=np.zeros(slots, np.int32) if capacity.filters else None,
             top_p=np.ones(slots, np.float32) if capacity.filters else None,
             log_min_p=np.full(slots, -np.inf, np.float32) if capacity.filters else None,
+            more_filters=np.full((*slots, len(capacity.more_filters)), np.nan, np.float32)
+            if capacity.more_filters
+            else None,
+            filter_names=capacity.more_filters,
             stop_from=np.zeros(slots, np.int32) if capacity.min_tokens else None,
             history=np.full((*slots, length), -1, np.int32) if capacity.penalties else None,
             prompt_length=np.zeros(slots, np.int32) if capacity.penalties else None,
@@ -102,6 +110,9 @@ class SamplingBatch:
             self.top_k[at] = min(params.top_k or 0, np.iinfo(np.int32).max)
             self.top_p[at] = params.top_p
             self.log_min_p[at] = math.log(params.min_p) if params.min_p > 0 else -np.inf
+            for name, value in params.own_filters().items():
+                assert self.more_filters is not None
+                self.more_filters[at][self.filter_names.index(name)] = value
         if params.rules_out_stops:
             assert self.stop_from is not None
             self.stop_from[at] = len(prompt) + params.min_tokens
@@ -133,9 +144,10 @@ class SamplingBatch:
 
     def copy(self) -> "SamplingBatch":
         """Returns a copy of all arrays."""
-        return dataclasses.replace(self, **{name: array.copy() for name, array in self.arrays().items()})
+        arrays: dict[str, Any] = {name: array.copy() for name, array in self.arrays().items()}
+        return dataclasses.replace(self, **arrays)
 
     def arrays(self) -> dict[str, np.ndarray]:
         """Returns the arrays of the features that the program has, by field."""
         every = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return {name: array for name, array in every.items() if array is not None}
+        return {name: array for name, array in every.items() if isinstance(array, np.ndarray)}

@@ -40,6 +40,7 @@ class Demand:
         stop_ids: The most stop tokens that a request has.
         copies_pages: Whether several sequences have the same prompt, and prefill ends on a partial page.
         sampling: What the requests ask of the sampler, by the name in `Capacity`.
+        more_filters: The names of the users' own filters, sorted.
         drafts: Whether any request has drafts.
     """
 
@@ -55,6 +56,7 @@ class Demand:
     stop_ids: int
     copies_pages: bool
     sampling: Mapping[str, int]
+    more_filters: tuple[str, ...] = ()
     drafts: bool = False
 
     @classmethod
@@ -78,6 +80,7 @@ class Demand:
             stop_ids=max(len(request.params.stop_token_ids) for request in requests),
             copies_pages=_copies_pages(requests, page_size),
             sampling=sampling_sizes(request.params for request in requests),
+            more_filters=tuple(sorted({name for request in requests for name in request.params.own_filters()})),
             drafts=any(request.drafts is not None for request in requests),
         )
 
@@ -137,11 +140,11 @@ def desired_capacity(
         prefill_sequences=config.max_seqs_in_prefill or 0,
         idle_replicas=model.decode_mesh.replicas - active,
         draft_tokens=min(_VERIFIED * steps, demand.new_tokens) if demand.drafts else 0,
+        more_filters=demand.more_filters,
         **demand.sampling,
     )
     if before is not None:
-        pairs = ((f.name, getattr(wanted, f.name), getattr(before, f.name)) for f in dataclasses.fields(wanted))
-        wanted = Capacity(**{name: max(new, old) for name, new, old in pairs})
+        wanted = wanted.at_least(before)
     pages = wanted.slots * wanted.pages_per_sequence + 1
     return dataclasses.replace(wanted, pages=min(pages, config.max_pages or pages))
 

@@ -20,6 +20,7 @@ from lockstep.engine.sampling.shortlist import SIZE
 from lockstep.engine.schedule import sampling_sizes
 from lockstep.engine.schedule.sampling import SamplingBatch
 from lockstep.engine.schedule.sequence import Sequence
+from lockstep.errors import ConfigError
 from lockstep.placement.decode_mesh import make_decode_mesh
 from lockstep.placement.device.program import without_source_locations
 from lockstep.types import Request, SamplingParams
@@ -39,6 +40,10 @@ def state_of(params: list[SamplingParams], words: np.ndarray) -> SamplingState:
             "top_k": np.array([p.top_k or 0 for p in params], np.int32),
             "top_p": np.array([p.top_p for p in params], np.float32),
             "min_p": np.array([math.log(p.min_p) if p.min_p else -math.inf for p in params], np.float32),
+            **{
+                name: np.array([p.filter_values().get(name, math.nan) for p in params], np.float32)
+                for name in sorted({name for p in params for name in p.filter_values()})
+            },
         },
     )
 
@@ -223,7 +228,7 @@ SOME = {"top_k": 3, "top_p": 0.5, "min_p": 0.1}
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("asked", [{}, *({name: SOME[name]} for name in SamplingParams.FILTERS)], ids=str)
+@pytest.mark.parametrize("asked", [{}, *({name: SOME[name]} for name in SOME)], ids=str)
 def test_a_request_has_filters_where_one_of_them_is_requested(asked: dict[str, Any], temperature: float) -> None:
     params = SamplingParams(max_new_tokens=1, temperature=temperature, **asked)
     requested = [each.name for each in ALL_FILTERS if each.is_requested(params)]
@@ -252,3 +257,51 @@ def test_the_oracle_knows_what_rounding_can_move_over_an_edge(seed: int, filters
     may, surely, found = kept_within(scores, params, slack), kept_within(scores, params, -slack), kept(rounded, params)
     assert np.all(surely <= found) and np.all(found <= may)
     assert np.array_equal(kept_within(scores, params, 1e-9), kept(scores, params))
+
+
+def top_n_sigma(scores: Any, n: Any) -> Any:
+    """Scores within n standard deviations of the largest (Tang et al. 2024, arXiv 2411.07641)."""
+    real = jnp.isfinite(scores)
+    count = jnp.sum(real, axis=1)
+    mean = jnp.sum(jnp.where(real, scores, 0.0), axis=1) / count
+    spread = jnp.sqrt(jnp.sum(jnp.where(real, (scores - mean[:, None]) ** 2, 0.0), axis=1) / count)
+    return jnp.max(scores, axis=1) - n * spread
+
+
+def beyond_the_largest(scores: Any, by: Any) -> Any:
+    return jnp.max(scores, axis=1) + by
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_a_filter_of_a_users_own_comes_after_the_others_and_only_where_it_is_asked_for(tensor: int) -> None:
+    name = f"{__name__}:top_n_sigma"
+    logits = np.tile(np.random.default_rng(0).normal(size=(1, VOCAB)).astype(np.float32) * 2, (3 * 512, 1))
+    asked = [{"top_k": 12, "filters": (f"{name}=1.2",)}, {"top_k": 12}, {"filters": (f"{name}=1.2",)}]
+    params = [SamplingParams(max_new_tokens=1, temperature=1.5, **each) for each in asked for _ in range(512)]
+    tokens = draw(logits, params, tensor).token.reshape(3, 512)
+    scores = np.sort(logits[0].astype(np.float64) / 1.5)[::-1]
+    for drawn, left in ((tokens[0], scores[:12]), (tokens[2], scores)):
+        least = left[0] - 1.2 * left.std()
+        assert set(drawn.tolist()) == {i for i in range(VOCAB) if logits[0, i] / 1.5 >= least}
+    assert len(set(tokens[1].tolist())) == 12
+
+
+def test_the_most_probable_token_is_always_kept() -> None:
+    params = SamplingParams(max_new_tokens=1, temperature=1.0, filters=(f"{__name__}:beyond_the_largest=3",))
+    logits = np.array([[0.0, 2.0, 2.0, 1.0]], np.float32)
+    assert {int(draw(logits, [params], first_seed=seed).token[0]) for seed in range(20)} == {1, 2}
+
+
+@pytest.mark.parametrize(
+    ("filters", "text"),
+    [
+        (("top_n_sigma=1",), "one is module:function=value, such as"),
+        (("my:f",), "filters has 'my:f'; one is module:function=value"),
+        (("my:f=nan",), "filters has 'my:f=nan'"),
+        (("my:f=1", "my:f=2"), "has a filter twice"),
+        ("my:f=1", "it must be a list of texts"),
+    ],
+)
+def test_filters_are_written_as_name_and_value(filters: Any, text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        SamplingParams(max_new_tokens=1, temperature=1.0, filters=filters)
