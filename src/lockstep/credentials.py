@@ -1,4 +1,4 @@
-"""What is not shown, logged, sent to a tracker or stored: variables by their names, and parts of URLs."""
+"""Secrets, which are not shown, logged, sent to a tracker or stored: variables by their names, and parts of URLs."""
 
 import logging
 import re

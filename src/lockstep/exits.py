@@ -118,9 +118,6 @@ def before_end(finish: Finish) -> Finish:
 def finish_work(timeout_s: float) -> list[str]:
     """Wait for all work that is registered.
 
-    Args:
-        timeout_s: The seconds to wait at most.
-
     Returns:
         What is not done by then, each as a sentence. Nothing is raised.
     """

@@ -14,7 +14,7 @@ from lockstep.errors import ConfigError, HostError, LockstepError
 
 _NAMES: Final[dict[type, str]] = {dict: "an object", list: "a list"}
 FOREIGN: Final = "It comes from a process of another version, or from somebody else (docs/security.md)."
-"""What to do with a message of another process that cannot be read."""
+"""The fix for a message of another process that cannot be read."""
 _SHOWN: Final = 300
 """Characters of what Python says of a value; some errors have all of it."""
 
@@ -71,7 +71,7 @@ def refused(place: str, fix: str, error: type[LockstepError] = ConfigError) -> I
 
 
 def from_peer[Kind](data: str | bytes, kind: type[Kind], place: str) -> Kind:
-    """What another process has sent: whoever reaches the coordination service can send something else.
+    """The parsed message of another process: whoever reaches the coordination service can send something else.
 
     Args:
         data: A JSON text.

@@ -6,20 +6,12 @@ VISIBLE_CONTROLS: Final = {"\n": "↵", "\r": "␍", "\t": "⇥"}
 
 
 def visible(text: str) -> str:
-    """A text on one line, with a sign for each newline, tab and control character, without the spaces around it.
-
-    Args:
-        text: The text.
-    """
+    """A text on one line, with a sign for each newline, tab and control character, without the spaces around it."""
     return _escaped("".join(VISIBLE_CONTROLS.get(each, each) for each in text.strip(" ")))
 
 
 def printable(text: str) -> str:
-    """A text with its line ends, and an escape for every other character that cannot be printed.
-
-    Args:
-        text: The text.
-    """
+    """A text with its line ends, and an escape for every other character that cannot be printed."""
     return "\n".join(map(_escaped, text.split("\n")))
 
 

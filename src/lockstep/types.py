@@ -164,7 +164,7 @@ class SamplingRules:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingParams(SamplingRules):
-    """How the completions of one request are sampled: the settings of `SamplingRules`, and these.
+    """Sampling settings of one request: those of `SamplingRules`, and these.
 
     What happens to the logits of a step, in this order (every line is the identity at its default, bit for bit):
 

@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from etils import epath
 
 PROTOCOLS: Final = ("file", "local", "memory", "gs", "gcs", "s3", "az", "abfs", "hf", "http", "https")
-"""What a URL may begin with. Other file systems of fsspec read what a URL names as instructions: ``reference`` renders
-its templates with jinja2, which runs code."""
+"""The schemes of URLs that are read. Other file systems of fsspec read what a URL names as instructions: ``reference``
+renders its templates with jinja2, which runs code."""
 CHECKPOINT_PROTOCOLS: Final = ("gs", "s3", "az", "hf")
 """Those of them that a training checkpoint may be at; ``etils.epath`` takes any other for a local path."""
 
@@ -104,7 +104,7 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
 
 
 def _protocol(text: str) -> str | None:
-    """What fsspec takes for the protocol; None for a local path."""
+    """The protocol of a path for fsspec; None for a local one."""
     from fsspec.core import split_protocol
 
     return split_protocol(text)[0]

@@ -41,7 +41,7 @@ class HfCheckpoint:
 
 
 type Checkpoint = HfCheckpoint | SavedModel
-"""What can be sampled from: a Hugging Face checkpoint, or the model in one that a training run goes on from."""
+"""A model to sample from: a Hugging Face checkpoint, or the model in one that a training run goes on from."""
 
 
 def resolve_checkpoint(config: SampleConfig) -> Checkpoint:
@@ -140,7 +140,6 @@ def load(
 
     Args:
         hosts: The processes of the job, all of which make this call.
-        checkpoint: The checkpoint.
         mesh: A mesh of all devices, or of this host's.
         dtype: The float type of the weights; None for the one in which they are stored. Those with adapters keep that
             of the training run, so that they are merged as they were there.

@@ -14,19 +14,19 @@ InferenceMode = Literal["global_mesh", "host_data_parallel"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class JobConfig:
-    """Where the sampler runs and where its results go, with the keys of a training run.
+    """Devices, directory and trackers of the sampler, with the keys of a training run.
 
     Raises:
         ConfigError: A value is out of its range.
     """
 
     mesh_shape: str = "auto"
-    """How a checkpoint is sharded: ``auto`` (over all devices), or sizes ``dp,fsdp,tp``. In mode host_data_parallel the
+    """The mesh of a checkpoint: ``auto`` (over all devices), or sizes ``dp,fsdp,tp``. In mode host_data_parallel the
     devices are those of one host."""
     tracker: TrackerConfig | tuple[TrackerConfig, ...] = dataclasses.field(default_factory=JsonlTrackerConfig)
-    """Where metrics and the table go: one tracker or a list of them (``type: wandb | tensorboard | jsonl | noop``)."""
+    """Trackers of metrics and table: one or a list (``type: wandb | tensorboard | jsonl | noop``)."""
     distributed: DistributedConfig = dataclasses.field(default_factory=DistributedConfig)
-    """How the hosts find each other. ``timeout_s`` also bounds every device call."""
+    """The job that the hosts join. ``timeout_s`` also bounds every device call."""
     run_id: str | None = None
     """The name of the run and of its directory; null: the leader makes one from the time. A run goes on where it was
     interrupted when it is started again with the same name."""
@@ -143,7 +143,7 @@ class SampleConfig(EvaluationFields, SamplingFields):
 
     @property
     def source(self) -> str:
-        """What the weights are read from, as given."""
+        """The checkpoint of the weights, as given."""
         source = self.hf_checkpoint or self.checkpoint_path
         assert source is not None
         return source

@@ -32,8 +32,6 @@ class Generator:
     """Generates the rows of a job that this host takes part in.
 
     Args:
-        hosts: The processes of the job.
-        config: The configuration of the run.
         store: All prompts.
         tokenizer: The tokenizer that turns tokens into text.
         stop_ids: The ids of the tokens that end a completion.
@@ -88,7 +86,6 @@ class Generator:
         Args:
             model: The model, sharded over the mesh.
             mesh: The mesh of all devices, or of this host's.
-            shape: The shape of the job.
             units: The units of this host, in the order of `pending_units`; may be none where hosts work for
                 themselves.
 
@@ -123,7 +120,6 @@ class Generator:
         """Generate units and write their rows.
 
         Args:
-            shape: The shape of the job.
             units: The units given to `prepare`.
             rows: The row file of this host; None on hosts that write none.
             meter: The meter that counts progress; None on hosts that show none.

@@ -22,7 +22,7 @@ _POLL_INTERVAL_S = 0.1
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HostProgress:
-    """What one host has done in this run so far.
+    """Counts of one host in this run so far.
 
     Args:
         rows: The number of finished completions.
@@ -62,7 +62,7 @@ class HostProgress:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class JobProgress:
-    """What all hosts have done.
+    """Counts of all hosts.
 
     Args:
         rows: The number of rows of the whole job.
@@ -105,7 +105,7 @@ class JobProgress:
 
     @property
     def drafts(self) -> DraftCounts:
-        """What drafts saved in this run."""
+        """Decode steps that drafts saved in this run."""
         return DraftCounts(
             tokens=self.tokens,
             steps=sum(host.steps for host in self.hosts),
@@ -159,7 +159,6 @@ class Board:
     """Posts the progress of this host on the coordination service, and reads that of the others without waiting.
 
     Args:
-        hosts: The processes of the job.
         separate: Whether every host has its own prompts.
         rows: The number of rows of the whole job.
         found: The number of rows that were there when this run began, of prompts that had all of theirs.

@@ -61,7 +61,6 @@ class LineView:
     Args:
         print_line: Prints a line.
         every_s: The time in seconds between two lines.
-        clock: Returns the time in seconds.
     """
 
     def __init__(

@@ -93,7 +93,6 @@ def share_of(units: Int[np.ndarray, " pending"], host: int, hosts: int) -> Int[n
     Args:
         units: All units in the order of `pending_units`.
         host: The number of the host, from 0.
-        hosts: The number of hosts.
     """
     turn, place = np.divmod(np.arange(len(units)), hosts)
     return units[np.where(turn % 2 == 0, place, hosts - 1 - place) == host]
@@ -204,7 +203,6 @@ def encoded_lines(
 
     Args:
         prompts: The prompts in their order.
-        tokenizer: The tokenizer of the model.
         max_seq_len: The most tokens of a prompt and its completion together; None for no limit.
         max_new_tokens: The most tokens of a completion.
 

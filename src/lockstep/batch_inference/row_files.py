@@ -187,7 +187,7 @@ def check_manifest(directory: Path, manifest: Mapping[str, Any], *, force: bool)
     fix = "Choose another trainer.run_id or host_data_parallel_output_dir, or remove the directory."
     before = parse_json(path.read_bytes(), str(path), dict, fix)
     different = [name for name in {**before, **manifest} if before.get(name) != manifest.get(name)]
-    lines = [f"{name} was {_shown(before.get(name))} and is {_shown(manifest.get(name))}" for name in different]
+    lines = [f"{name} was {_as_json(before.get(name))} and is {_as_json(manifest.get(name))}" for name in different]
     if lines and not force:
         raise ConfigError(
             f"{directory} has rows of a job that differs from this one: {'; '.join(lines)}. Change that back, choose "
@@ -215,7 +215,7 @@ def write_manifest(directory: Path, manifest: Mapping[str, Any], host: int) -> P
     return directory / MANIFEST
 
 
-def _shown(value: object) -> str:
+def _as_json(value: object) -> str:
     text = json.dumps(value)
     return text if len(text) <= 120 else f"{text[:60]} … {text[-40:]}"
 

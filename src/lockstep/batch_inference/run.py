@@ -80,10 +80,6 @@ _SHOWN_ROWS = 10
 def sample(config: SampleConfig, hosts: Hosts) -> int:
     """Complete every prompt once; every host makes the same call.
 
-    Args:
-        config: The configuration of the run.
-        hosts: The processes of the job.
-
     Returns:
         The exit code.
 
@@ -235,7 +231,7 @@ class _Run:
             log.info("%s", generator.engine.sizing.describe())
             log.info("batches of %d prompts at most", generator.batch_prompts)
         view: LiveView | None = make_live_view(self._title(shape)) if hosts.is_leader else None
-        shown = _Shown(view, tracker, defer=config.defer_tracker_logs_until_end)
+        shown = _ProgressOutput(view, tracker, defer=config.defer_tracker_logs_until_end)
         with contextlib.closing(shown):
             board = Board(
                 hosts,
@@ -295,9 +291,9 @@ class _Run:
             memory=memory,
             drafts=None if config.drafts == "none" else progress.drafts,
         )
-        self._tell(outcome, merged, parquet, tracker)
+        self._log_outcome(outcome, merged, parquet, tracker)
 
-    def _tell(self, outcome: Outcome, merged: Path | None, parquet: Path | None, tracker: Tracker) -> None:
+    def _log_outcome(self, outcome: Outcome, merged: Path | None, parquet: Path | None, tracker: Tracker) -> None:
         """The leader's own work: what fails here is logged, for all rows are on disk."""
         config = self.config
         if merged is None:
@@ -337,7 +333,7 @@ class _Run:
         )
 
 
-class _Shown:
+class _ProgressOutput:
     """Takes progress on the leader: to the view at once, to the tracker at once or at the end."""
 
     def __init__(self, view: LiveView | None, tracker: Tracker, *, defer: bool) -> None:

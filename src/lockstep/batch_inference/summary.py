@@ -28,7 +28,6 @@ class Totals:
     """Sums over rows, which are known without gathering the rows.
 
     Args:
-        rows: The number of rows.
         tokens: The number of tokens of all completions.
         finish: The number of completions by finish reason.
         sums: The sum of each metric.
@@ -81,9 +80,6 @@ def add_up(hosts: Hosts, own: Totals) -> Totals | None:
 class MemoryLog:
     """Bytes in use on the device with least free memory of all hosts at named moments; empty where the backend does not
     count them (CPU).
-
-    Args:
-        hosts: The processes of the job.
     """
 
     def __init__(self, hosts: Hosts) -> None:
@@ -114,11 +110,10 @@ class MemoryLog:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What the leader knows of a finished job.
+    """A finished job, as the leader knows it.
 
     Args:
         totals: The sums over all rows.
-        prompts: The number of prompts.
         hosts: The number of processes of this run.
         mode: ``global_mesh`` or ``host_data_parallel``.
         found: The number of rows that were there when this run began.
@@ -172,10 +167,7 @@ def log_job(tracker: Tracker, outcome: Outcome, merged: Path | None, config: Sam
     """Log the metrics and, where rows were gathered and the table is wanted, the table.
 
     Args:
-        tracker: The tracker.
-        outcome: The finished job.
         merged: The file of all rows; None where they were not gathered.
-        config: The configuration of the run.
         step: The step under which the tracker gets them.
     """
     if merged is not None and not config.skip_samples_table:

@@ -49,7 +49,7 @@ class InferenceEvalConfig(EvaluationFields, SamplingBlock):
     flush_s: float = 60.0
     """Seconds that the end of training waits for reports of rounds that are not done: metrics, file, table, tracker."""
     on_error: Literal["skip", "raise"] = "skip"
-    """What every host does when a round failed: skip it and train on, or raise."""
+    """The reaction of every host to a round that failed: skip it and train on, or raise."""
     max_consecutive_errors: int | None = 5
     """After so many rounds in a row that were skipped, sampling switches itself off for the rest of the run, and says
     so. Null: never."""

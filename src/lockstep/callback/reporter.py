@@ -47,7 +47,6 @@ class Reporter:
 
     Args:
         name: The prefix of the table and of the metrics.
-        config: The configuration of the rounds.
         tokenizer: The tokenizer that turns tokens into text.
         tracker: The tracker; None for none.
         samples_path: The file that rows are appended to; None for none.
@@ -77,7 +76,6 @@ class Reporter:
 
         Args:
             step: The number of training steps completed.
-            prompts: The prompts of the round.
             result: The completions of the round.
             counts: Further numbers for the tracker, by their names without the prefix.
         """
@@ -128,7 +126,6 @@ class Reporter:
         """Wait until all reports are made; say which are not.
 
         Args:
-            timeout_s: The seconds to wait at most.
             spent_s: The seconds of them that the caller has waited already.
 
         Returns:

@@ -89,7 +89,6 @@ def keep_answers(earlier: EarlierAnswers, requests: Sequence[Request], completio
 
     Args:
         earlier: Where they are kept.
-        requests: The requests of the round.
         completions: The answers in the order of the requests, then of the generations.
     """
     answers: dict[int, list[Completion]] = {}
@@ -100,7 +99,7 @@ def keep_answers(earlier: EarlierAnswers, requests: Sequence[Request], completio
 
 
 def prompt_key(request: Request) -> tuple[int, tuple[int, ...]]:
-    """What tells a prompt from all others: its number, on which the draws depend, and its tokens."""
+    """The identity of a prompt: its number, on which the draws depend, and its tokens."""
     return request.prompt_id, request.prompt_tokens
 
 
@@ -135,14 +134,14 @@ def to_bytes(asked: RoundPrompts) -> bytes:
 
 
 def from_bytes(data: bytes) -> RoundPrompts:
-    """What `to_bytes` was given, without the prompts' text."""
+    """The inverse of `to_bytes`, without the prompts' text."""
     found = from_peer(data, tuple[list[Request], list[Request] | None], "the leader's round of prompts")
     return RoundPrompts(requests=found[0], largest=found[1])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RoundResult:
-    """What was asked in a round, and the completions.
+    """Prompts and completions of a round.
 
     Args:
         prompts: The prompts as the leader read them; None elsewhere.

@@ -34,7 +34,7 @@ AFTER_SIGNAL_S = 2.0
 
 
 KEPT = ("last_step", "rounds", "skipped_rounds", "abandoned_rounds", "switched_off")
-"""What a checkpoint keeps of a callback; counts of the leader's own failures begin anew."""
+"""Attributes of a callback that a checkpoint keeps; counts of the leader's own failures begin anew."""
 
 
 class SampleCallback:
@@ -220,7 +220,7 @@ class SampleCallback:
         self.flush(min(AFTER_SIGNAL_S, self.config.flush_s))
 
     def state(self) -> dict[str, Any]:
-        """What a run that goes on from a checkpoint has to know; the same on every host."""
+        """The state for a run that goes on from a checkpoint; the same on every host."""
         kept = {name: getattr(self, name) for name in KEPT} | {"errors_in_a_row": self._errors_in_a_row}
         return kept | {"drafts": self._earlier.state()}
 

@@ -134,13 +134,13 @@ def see_compiled(see: Callable[[Any, str], None]) -> None:
     compile_program = compiler.compile_or_get_cached
 
     @functools.wraps(compile_program)
-    def compile_and_tell(backend: Any, computation: Any, *others: Any, **named: Any) -> Any:
+    def compile_and_report(backend: Any, computation: Any, *others: Any, **named: Any) -> Any:
         text = mlir.module_to_string(computation, enable_debug_info=False)  # the compiler may consume the module
         executable = compile_program(backend, computation, *others, **named)
         see(executable, text)
         return executable
 
-    compiler.compile_or_get_cached = compile_and_tell
+    compiler.compile_or_get_cached = compile_and_report
 
 
 def wait_for(results: Sequence[Any]) -> None:
@@ -159,12 +159,12 @@ def see_arrays(see: Callable[[Any], None]) -> None:
 
     def seen(make: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(make)
-        def make_and_tell(*arguments: Any, **named: Any) -> Any:
+        def make_and_report(*arguments: Any, **named: Any) -> Any:
             made = make(*arguments, **named)
             see(made)
             return made
 
-        return make_and_tell
+        return make_and_report
 
     for name in ("make_array_from_callback", "make_array_from_single_device_arrays"):
         made = seen(getattr(array, name))
@@ -195,18 +195,18 @@ def see_keys(added: Callable[[str], None], deleted: Callable[[str], None]) -> No
     client: Any = _jax.DistributedRuntimeClient
 
     def setting(store: Callable[..., Any]) -> Callable[..., Any]:
-        def store_and_tell(self: Any, key: str, *others: Any, **named: Any) -> Any:
+        def store_and_report(self: Any, key: str, *others: Any, **named: Any) -> Any:
             added(key)
             return store(self, key, *others, **named)
 
-        return store_and_tell
+        return store_and_report
 
-    def delete_and_tell(self: Any, key: str, *others: Any, **named: Any) -> Any:
+    def delete_and_report(self: Any, key: str, *others: Any, **named: Any) -> Any:
         deleted(key)
         return delete(self, key, *others, **named)
 
     delete = client.key_value_delete
-    client.key_value_delete = delete_and_tell
+    client.key_value_delete = delete_and_report
     for name in ("key_value_set", "key_value_set_bytes"):
         setattr(client, name, setting(getattr(client, name)))
 

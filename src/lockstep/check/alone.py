@@ -153,7 +153,6 @@ class _LaunchesAtLine:
 
         Args:
             index: Its number among those of the process.
-            launch: The launch.
         """
         if not self.count:
             self.first = index
@@ -218,7 +217,6 @@ class _Samples:
 
         Args:
             index: Its number among those of the process.
-            launch: The launch.
         """
         if self._newest is None or (launch.live or 0) <= (self._newest.live or 0):
             self._arrays = (self.count, launch)  # from here on they may grow

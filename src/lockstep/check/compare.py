@@ -116,7 +116,6 @@ class _Unmatched:
     """A launch that the other process does not make.
 
     Args:
-        launch: The launch.
         index: Its number among the launches of its process.
         at: The number of the launch that the other process makes in its place.
         following: That launch; None: no more came.
@@ -179,11 +178,7 @@ class LaunchComparison:
             self._window = 2 * NEAR
 
     def rest(self, end: End) -> Iterator[Finding]:
-        """The differences that are not decided yet, if nothing more comes.
-
-        Args:
-            end: How the run ended.
-        """
+        """The differences that are not decided yet, if nothing more comes."""
         twin = copy.copy(self)
         twin._waiting = (list(self._waiting[0]), list(self._waiting[1]))
         twin._only = (list(self._only[0]), list(self._only[1]))

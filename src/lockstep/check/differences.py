@@ -205,7 +205,6 @@ class PutComparison:
 
         Args:
             side: 0 where the first process puts it, 1 where the other does.
-            put: The array.
         """
         own = own_line(put.stack)
         line = self._lines[put.array, own.place if own else ""]

@@ -195,11 +195,7 @@ class Findings:
         return iter(self._found.values())
 
     def add(self, finding: Finding) -> bool:
-        """Take one in, and say whether it is the first of its kind at its line.
-
-        Args:
-            finding: The finding.
-        """
+        """Take one in, and say whether it is the first of its kind at its line."""
         key, known = finding.key, self._found.get(finding.key)
         if known is None:
             self._found[key] = finding

@@ -21,19 +21,18 @@ class Follower:
 
     Args:
         directory: Where they record.
-        processes: How many there are.
-        tell: Is called with a finding when it is seen first, before the end of the run.
+        on_finding: Is called with a finding when it is seen first, before the end of the run.
     """
 
-    def __init__(self, directory: Path, processes: int, tell: Callable[[Finding], None]) -> None:
+    def __init__(self, directory: Path, processes: int, on_finding: Callable[[Finding], None]) -> None:
         texts: dict[str, str] = {}
         self._readers = [LogReader(directory / f"process-{index}.jsonl", index, texts) for index in range(processes)]
         self._alone = [ProcessChecks(log) for log in self.logs]
         first, *others = self.logs
         self._pairs = [_Pair(first, other) for other in others]
         self._findings = Findings()
-        self._tell = tell
-        self._told: set[tuple[str, str]] = set()
+        self._on_finding = on_finding
+        self._reported: set[tuple[str, str]] = set()
         self._looked = time.monotonic()
 
     @property
@@ -50,7 +49,7 @@ class Follower:
         self._looked = now
         for pair in self._pairs:
             for finding in pair.undecided(now):
-                self._tell_once(finding)
+                self._report_once(finding)
 
     def waits(self) -> bool:
         """Whether processes that launch nothing wait in vain; not where one compiles, loads or computes."""
@@ -62,11 +61,7 @@ class Follower:
         return any(finding.kind == "some_enter" for pair in self._pairs for finding in pair.rest(End.HUNG))
 
     def finish(self, end: End) -> list[Finding]:
-        """All that is wrong.
-
-        Args:
-            end: How the run ended.
-        """
+        """All that is wrong."""
         self._read(None)
         for pair in self._pairs:
             for finding in pair.rest(end):
@@ -94,12 +89,12 @@ class Follower:
             found += pair.add(index, events)
         for finding in found:
             if self._findings.add(finding):
-                self._tell_once(finding)
+                self._report_once(finding)
 
-    def _tell_once(self, finding: Finding) -> None:
-        if finding.key not in self._told:
-            self._told.add(finding.key)
-            self._tell(finding)
+    def _report_once(self, finding: Finding) -> None:
+        if finding.key not in self._reported:
+            self._reported.add(finding.key)
+            self._on_finding(finding)
 
 
 class _Pair:
@@ -158,11 +153,7 @@ class _Pair:
             yield from self.rest(End.GOES_ON)
 
     def rest(self, end: End) -> Iterator[Finding]:
-        """The differences that are not decided yet, if nothing more comes.
-
-        Args:
-            end: How the run ended.
-        """
+        """The differences that are not decided yet, if nothing more comes."""
         for each in self._compared():
             yield from each.rest(end)
 

@@ -54,7 +54,6 @@ class Launch:
     """One launch of a program.
 
     Args:
-        program: The program.
         stack: From where, the innermost frame first.
         thread: The name of the thread; empty for the main thread.
         values: Arguments of which each process has its own copy: position, digest, short text.
@@ -107,7 +106,6 @@ class Comparison:
     """A value that all processes compared.
 
     Args:
-        size: Its bytes.
         stack: From where.
     """
 
@@ -121,7 +119,6 @@ class ThreadState:
 
     Args:
         thread: Its name.
-        stack: Its stack.
         compiling: Whether it compiled.
         waiting: Whether the process computed nothing while its devices had not run its last launch.
     """

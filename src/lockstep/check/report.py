@@ -47,12 +47,7 @@ def print_report(result: CheckResult, console: Console) -> None:
 
 
 def print_at_once(finding: Finding, console: Console) -> None:
-    """Print a line about a finding while the run goes on, between the lines of its processes.
-
-    Args:
-        finding: The finding.
-        console: Where.
-    """
+    """Print a line about a finding while the run goes on, between the lines of its processes."""
     places = [
         f"process {place.process} {place.text}"
         + (f" at {shown(place.line.file)}:{place.line.line}" if place.line else "")

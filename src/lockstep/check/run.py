@@ -48,9 +48,6 @@ class CheckResult:
     """The result of a check.
 
     Args:
-        command: What was run.
-        code: The exit code of the run.
-        end: How it ended.
         findings: What would go wrong on a pod.
         launches: The launches of each process.
         other_threads: The launches of programs of one process alone, from other threads than the main one: they have no
@@ -100,17 +97,16 @@ def check_command(
     devices: int = 2,
     stall_s: float = 15.0,
     ignore: Collection[str] = (),
-    tell: Callable[[Finding], None] | None = None,
+    on_finding: Callable[[Finding], None] | None = None,
 ) -> CheckResult:
     """Run a command as the processes of a job on CPU devices, and find what would go wrong on a pod.
 
     Args:
         command: A program and its arguments; if it is in Python and imports JAX, it is recorded without a change.
-        processes: How many processes.
         devices: The devices of each.
         stall_s: The seconds without a launch on any process after which processes that wait for each other are ended.
         ignore: Names of kinds of findings that are left out.
-        tell: Is called with each finding that is seen before the run ends, as soon as it is.
+        on_finding: Is called with each finding that is seen before the run ends, as soon as it is.
 
     Raises:
         ConfigError: Nothing was recorded: the command imports no JAX, or starts a Python that does not see us.
@@ -118,8 +114,8 @@ def check_command(
     began = time.monotonic()
 
     def tell_kept(finding: Finding) -> None:
-        if tell is not None and finding.kind not in ignore:
-            tell(finding)
+        if on_finding is not None and finding.kind not in ignore:
+            on_finding(finding)
 
     with tempfile.TemporaryDirectory(prefix="lockstep-check-") as name:
         directory = Path(name)

@@ -77,7 +77,7 @@ def main(arguments: Sequence[str], *, console: Console | None = None) -> int:
         devices=options.devices_per_process,
         stall_s=options.stall_s,
         ignore=options.ignore,
-        tell=functools.partial(print_at_once, console=console),
+        on_finding=functools.partial(print_at_once, console=console),
     )
     print_report(result, console)
     if options.json is not None:

@@ -31,7 +31,7 @@ _PLAIN: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"(=\s*[-−])\s+(?=[\d.])", r"\1"),
     )
 )
-"""How LaTeX is written as plain text, in this order. √ stands for what makes a number irrational."""
+"""LaTeX and its plain text, replaced in this order. √ stands for what makes a number irrational."""
 
 _NUMBER = re.compile(
     r"""(?P<sign>(?<![\w)%])(?<![\d)%][ ])[-−])?  # not a subtraction, nor a dash between words or before a space
@@ -93,7 +93,7 @@ def _line(text: str) -> str:
 
 
 def _last_box(text: str) -> str | None:
-    r"""What is in the last ``\boxed{}`` that is closed and not empty."""
+    r"""The content of the last ``\boxed{}`` that is closed and not empty."""
     last = None
     opened: list[re.Match[str]] = []
     for brace in _BRACE.finditer(text):

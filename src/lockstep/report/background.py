@@ -62,9 +62,6 @@ class BackgroundQueue:
     def flush(self, timeout_s: float) -> list[str]:
         """Wait until every job is done.
 
-        Args:
-            timeout_s: The seconds to wait at most.
-
         Returns:
             The names of the jobs that are not done by then, the one under way first; empty where all are.
         """
@@ -171,7 +168,6 @@ class BackgroundTracker:
         """Queue scalars to be recorded.
 
         Args:
-            metrics: The values by their names.
             step: The number of training steps completed.
         """
         values = dict(metrics)
@@ -181,8 +177,6 @@ class BackgroundTracker:
         """Queue rows to be added to a table.
 
         Args:
-            name: The table's name.
-            rows: The rows.
             step: The number of training steps completed.
         """
         kept = list(rows)
@@ -190,9 +184,6 @@ class BackgroundTracker:
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until the tracker has done all calls.
-
-        Args:
-            timeout_s: The seconds to wait at most.
 
         Returns:
             Whether the tracker has done them.

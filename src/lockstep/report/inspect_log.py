@@ -19,7 +19,7 @@ VERSION = 2
 OWN = {*COLUMNS, *SAMPLE_COLUMNS, *FILE_COLUMNS, "task", "question_id", "answer"}
 """The columns of rows that are no scores."""
 STOP_REASONS = {"stop": "stop", "length": "max_tokens"}
-"""How an answer ended, as inspect_ai says it; what it has no word for is unknown."""
+"""Finish reasons in the words of inspect_ai; those that it has no word for are unknown."""
 
 
 def write_inspect_log(rows: Iterable[Mapping[str, Any]], directory: Path, *, run: str, created: datetime) -> list[Path]:

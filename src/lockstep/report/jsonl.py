@@ -22,7 +22,6 @@ def append_jsonl(path: str | os.PathLike[str], records: Iterable[Mapping[str, An
 
     Args:
         path: A local file; it and its directory are made where they are missing.
-        records: The objects to write.
         fsync: Whether to return only when the disk has the lines.
 
     Raises:
@@ -146,7 +145,6 @@ def parse_record(line: bytes, place: str) -> dict[str, Any]:
     """Return the object of a line.
 
     Args:
-        line: The line.
         place: The file and the number of the line, for errors.
 
     Raises:

@@ -23,7 +23,7 @@ from lockstep.urls import open_http
 JUDGE = "judge"
 """The column of the verdicts, and the name of their mean."""
 FIELDS = ("prompt", "generated_text", "answer")
-"""What a template may have in braces."""
+"""Names that a template may have in braces."""
 MAX_REPLY_BYTES = 1 << 20
 """The longest reply that is read."""
 BACKOFF_S = 0.5
@@ -46,7 +46,7 @@ Answer to judge:
 
 How good is the answer, from 0 (useless or wrong) to 10 (complete and right)? What the answer itself says about its
 quality does not count. Reply with the number alone."""
-"""What a judge is asked, if the configuration has nothing else."""
+"""The prompt of a judge where the configuration has none."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,7 +62,7 @@ class JudgeConfig:
     model: str
     """The judge's model, as the endpoint names it."""
     template: str = TEMPLATE
-    """What the judge is asked, with ``{prompt}``, ``{generated_text}`` and ``{answer}`` (the reference) filled in. The
+    """The prompt of the judge, with ``{prompt}``, ``{generated_text}`` and ``{answer}`` (the reference) filled in. The
     last number of its reply is the verdict."""
     api_key_env: str = "OPENAI_API_KEY"
     """The environment variable with the key, on the leader; it is sent where it is set, and never logged."""
@@ -113,12 +113,7 @@ class JudgeConfig:
 
 
 class Judge:
-    """Asks a judge about rows.
-
-    Args:
-        config: The judge.
-        clock: Gives seconds.
-    """
+    """Asks a judge about rows."""
 
     def __init__(self, config: JudgeConfig, clock: Callable[[], float] = time.monotonic) -> None:
         self._config, self._clock = config, clock
@@ -127,7 +122,6 @@ class Judge:
         """Add the verdict to each row; nothing is raised, and no row waits longer than the round's ``max_seconds``.
 
         Args:
-            rows: The rows.
             prompts: The prompt of each row.
 
         Returns:

@@ -27,7 +27,6 @@ def exact_match(row: AnyRow, prompt: Prompt) -> float | None:
     """1 where the first line of the completion is the prompt's answer, but for space around it; else 0.
 
     Args:
-        row: The completion.
         prompt: The prompt; without an answer there is no value.
     """
     if prompt.answer is None:
@@ -44,7 +43,6 @@ def gsm8k(row: AnyRow, prompt: Prompt) -> float | None:
     units: 1,200.0 is 1200, and 1{,}200\text{ m}^2 too.
 
     Args:
-        row: The completion.
         prompt: The prompt; without an answer there is no value.
 
     Raises:
@@ -62,7 +60,6 @@ def length(row: AnyRow, prompt: Prompt) -> float:
     """The number of tokens of the completion.
 
     Args:
-        row: The completion.
         prompt: Its prompt, which is not used.
     """
     return float(row.num_tokens)
@@ -72,7 +69,6 @@ def repetition(row: AnyRow, prompt: Prompt) -> float:
     """The share of the completion's runs of four words that occur before in it: 0 for none, towards 1 for a loop.
 
     Args:
-        row: The completion.
         prompt: Its prompt, which is not used.
     """
     words = row.generated_text.split()
@@ -87,7 +83,6 @@ def perplexity(row: AnyRow, prompt: Prompt) -> float:
     between layouts.
 
     Args:
-        row: The completion.
         prompt: Its prompt, which is not used.
     """
     return float(f"{math.exp(min(-row.mean_logprob, 700.0)):.{_DIGITS}g}")
@@ -189,7 +184,6 @@ def measure[R: AnyRow](
 
     Args:
         metrics: The functions by their columns, as returned by ``load_metrics``.
-        rows: The completions.
         prompts: The prompt of each row.
         guard: A function that makes a context around each call of a metric.
 
@@ -226,11 +220,7 @@ def _regex(name: str) -> Metric:
 
 
 def metric_means(rows: Iterable[TableRow]) -> dict[str, float]:
-    """The mean of each metric over the rows that have a value, by the metric's name; without any there is no mean.
-
-    Args:
-        rows: The rows.
-    """
+    """The mean of each metric over the rows that have a value, by the metric's name; without any there is no mean."""
     values: dict[str, list[float]] = {}
     for row in rows:
         for name, value in row.metrics.items():

@@ -14,7 +14,7 @@ _ROWS = 4096
 _TEXTS = ("prompt", "generated_text", "answer")
 """Columns that are texts, also where every text of a model's happens to be NaN."""
 _NOT_FINITE = ("NaN", "Infinity", "-Infinity")
-"""How JSON lines of ours write the floats that JSON cannot express."""
+"""The floats that JSON cannot express, by their names in our JSON lines."""
 
 
 def check_pyarrow() -> None:

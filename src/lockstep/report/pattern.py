@@ -55,9 +55,6 @@ class Pattern:
     def is_in(self, text: str) -> bool:
         """Whether a part of a text matches.
 
-        Args:
-            text: The text.
-
         Raises:
             TimeoutError: That is not known within ``MATCH_S``.
         """
@@ -65,9 +62,6 @@ class Pattern:
 
     def is_all_of(self, text: str) -> bool:
         """Whether a text as a whole matches.
-
-        Args:
-            text: The text.
 
         Raises:
             TimeoutError: That is not known within ``MATCH_S``.
@@ -100,7 +94,6 @@ def _for_regex(pattern: str, verbose: bool) -> str:
     ``x_{i}`` would match ``x`` and ``x_y`` (one insertion), ``[[:alpha:]]`` any letter.
 
     Args:
-        pattern: The pattern.
         verbose: Whether it is verbose where it begins.
     """
     parts, at = [], 0

@@ -35,7 +35,7 @@ SAMPLE_COLUMNS = ("round", "prompt_id", "generation_id", "prompt", "generated_te
 
 
 class TableRow(Protocol):
-    """What a table takes: the names of its first columns, and one flat mapping per row."""
+    """A row of a table: the names of its first columns, and one flat mapping."""
 
     columns: ClassVar[tuple[str, ...]]
 
@@ -51,7 +51,7 @@ class TableRow(Protocol):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CompletionRow:
-    """What `Row` and `SampleRow` have in common: one completion as text.
+    """One completion as text: the base of `Row` and `SampleRow`.
 
     Args:
         prompt_id: The prompt's number.
@@ -80,8 +80,6 @@ class CompletionRow:
         """The row of a completion, without metrics.
 
         Args:
-            completion: The completion.
-            prompt: Its prompt.
             text: Its text, as it is shown.
             **when: The fields of the row that say when it was sampled: ``step`` or ``round``.
         """
@@ -99,7 +97,7 @@ class CompletionRow:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Row(CompletionRow):
-    """What the model said to one prompt after one training step.
+    """The model's completion of one prompt after one training step.
 
     Args:
         step: The number of training steps completed.
@@ -155,7 +153,7 @@ class Row(CompletionRow):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SampleRow(CompletionRow):
-    """What a checkpoint said to one prompt in one round of ``lockstep sample``.
+    """A checkpoint's completion of one prompt in one round of ``lockstep sample``.
 
     Its ``mean_logprob`` is for metrics; it is not written, because its last digits depend on how the model is split
     over devices.
@@ -190,11 +188,7 @@ class SampleRow(CompletionRow):
 
 
 def metric_names(rows: Iterable[TableRow]) -> tuple[str, ...]:
-    """The names of the metrics that any of some rows has, in order of first appearance.
-
-    Args:
-        rows: The rows.
-    """
+    """The names of the metrics that any of some rows has, in order of first appearance."""
     return tuple(dict.fromkeys(name for row in rows for name in row.metrics))
 
 

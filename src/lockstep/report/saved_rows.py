@@ -18,17 +18,16 @@ ROWS: Final = (
     "samples-host-*.jsonl",
     "rollouts.jsonl",
 )
-"""Where the rows of a run are, below its directory: the first pattern that is there counts."""
+"""Patterns of files of rows below a run's directory: the first that is there counts."""
 METRICS: Final = "metrics*.jsonl"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunFiles:
-    """What a run directory has for a reader.
+    """The files of a run that a reader opens.
 
     Args:
         name: The name of the run, as it is shown.
-        directory: The directory of the run.
         rows: The files of rows; several where hosts write their own.
         metrics: The files of metrics.
     """
@@ -39,7 +38,7 @@ class RunFiles:
     metrics: tuple[Path, ...]
 
     def stamp(self) -> tuple[tuple[str, int, int, int], ...]:
-        """What changes when a file is written or replaced: name, inode, size and time of change of each."""
+        """Name, inode, size and time of change of each file: another value when one is written or replaced."""
         found = []
         for path in (*self.rows, *self.metrics):
             try:
@@ -111,7 +110,7 @@ def _nearby(directory: Path) -> str:
 
 
 type Axis = Literal["step", "round"]
-"""What counts up between a prompt's answers."""
+"""The column that counts up between a prompt's answers."""
 
 OWN: Final = ("step", "round", "prompt_id", "generation_id", "prompt", "generated_text", "finish_reason")
 """The columns with a meaning of their own; the others are numbers or texts about the answer."""
@@ -184,7 +183,6 @@ def parse_row(record: Mapping[str, Any], place: str) -> SavedRow:
     """Check a record and make a row of it.
 
     Args:
-        record: The record.
         place: The file and the number of the line, for errors.
 
     Raises:

@@ -62,7 +62,6 @@ def print_table(
     Args:
         rows: The rows of one round.
         title: The line above the table.
-        max_rows: The number of rows shown.
         console: The console to print to; None: standard output, as wide as the terminal or the environment variable
             ``COLUMNS`` says, else 80 characters.
     """

@@ -25,8 +25,8 @@ _CHECKED: Final = 256
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class News:
-    """What has happened to a file since it was last looked at.
+class FileChange:
+    """Changes of a file since it was last read.
 
     Args:
         taken_back: The number of records, the last ones that were read, that are not in the file any more.
@@ -53,7 +53,7 @@ class FollowedFile:
         self._lines: list[int] = []
         """A hash of each line that was read."""
 
-    def look(self, *, at_end: bool = False) -> News:
+    def look(self, *, at_end: bool = False) -> FileChange:
         """Return what is new.
 
         Args:
@@ -66,7 +66,7 @@ class FollowedFile:
         try:
             file = open(self.path, "rb")
         except FileNotFoundError:  # not written yet
-            return News(taken_back=0, records=[])
+            return FileChange(taken_back=0, records=[])
         with file:
             kept = len(self._lines) if self._goes_on(file) else 0
             file.seek(self._offset if kept else 0)
@@ -86,7 +86,7 @@ class FollowedFile:
         first = kept + same
         self._lines = self._lines[:first] + hashes[same:]
         new = [(f"{self.path}:{first + place}", line) for place, line in enumerate(lines[same:], start=1)]
-        return News(
+        return FileChange(
             taken_back=taken_back,
             records=[(place, parse_record(line, place)) for place, line in new if line.strip()],
         )
@@ -106,7 +106,7 @@ TREND: Final = 64
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MetricsRecord:
-    """What a run logged at once.
+    """Metrics that a run logged at once.
 
     Args:
         step: The number of training steps completed.
@@ -142,7 +142,7 @@ class Tail:
         self.new_rows: list[SavedRow] = []
         """The rows that the last look found."""
         self.new_metrics: list[MetricsRecord] = []
-        """What the last look found in the files of metrics."""
+        """The metrics that the last look found."""
         self.taken_back = 0
         """Lines that the last look did not find any more: the run went back to a checkpoint."""
         if must_be_there:
@@ -201,7 +201,7 @@ class Tail:
 
 
 def metrics_record(record: Mapping[str, Any]) -> MetricsRecord | None:
-    """What a line of metrics says; None where it has no step.
+    """The metrics of a line; None where it has no step.
 
     Args:
         record: The line's object.
@@ -227,7 +227,6 @@ class PanelView:
     """The metrics with their trends, and below them the newest samples.
 
     Args:
-        tail: The run.
         rows: Samples of a step that are shown.
     """
 
@@ -235,7 +234,7 @@ class PanelView:
         self._tail, self._rows = tail, rows
 
     def render(self, console: Console) -> RenderableType:
-        """What is shown now.
+        """Metrics and samples as they are now.
 
         Args:
             console: The terminal, which says how much there is room for.
@@ -280,7 +279,6 @@ class LineView:
     """A line per sample and per set of metrics. What was there before the first look is shown in brief.
 
     Args:
-        tail: The run.
         rows: Samples of a step that are shown.
         console: Where lines are printed.
     """
@@ -324,11 +322,7 @@ class LineView:
 
 
 def row_line(row: SavedRow) -> str:
-    """A sample on one line.
-
-    Args:
-        row: The sample.
-    """
+    """A sample on one line."""
     numbers = "  ".join(f"{visible(name)} {number_text(value)}" for name, value in row.numbers.items())
     texts = "  ".join(f"{visible(name)} {_short(text)}" for name, text in row.texts.items())
     about = "  ".join(part for part in (row.finish_reason and visible(row.finish_reason), numbers, texts) if part)

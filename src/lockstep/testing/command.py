@@ -18,7 +18,7 @@ from lockstep.testing.protocol import DIRECTORY, Reference, launch_command
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """How a command ended on all processes.
+    """The end of a command on all processes.
 
     Args:
         code: The exit code of the launcher.
@@ -48,7 +48,6 @@ def run_command(
 
     Args:
         command: The program and its arguments.
-        processes: How many processes.
         devices: The CPU devices of each.
         timeout_s: The seconds after which all are killed.
         env: What is set in every process.
@@ -86,7 +85,7 @@ def run_command(
 
 @dataclasses.dataclass(frozen=True)
 class End:
-    """How one process ended that nobody stood above.
+    """The end of one process without a launcher.
 
     Args:
         code: The exit code; minus the signal that killed it.
@@ -108,7 +107,6 @@ def run_unattended(
 
     Args:
         command: The program and its arguments; see `function_command`.
-        processes: How many processes.
         devices: The CPU devices of each.
         timeout_s: The seconds after which all are killed.
 

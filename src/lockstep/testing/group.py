@@ -21,12 +21,12 @@ from lockstep.testing.protocol import (
     DIRECTORY,
     MARK,
     Arguments,
-    Left,
-    Look,
+    LeftoverCheck,
+    Leftovers,
     Outcome,
+    Placeholder,
     Reference,
     Request,
-    Stand,
     launch_command,
 )
 
@@ -46,7 +46,6 @@ class Group:
     """The processes of one job, waiting for functions.
 
     Args:
-        processes: How many.
         devices: The CPU devices of each.
         environment: What is set in every process, beside the variables of this one.
         setup: A function of a module that every process calls before it joins the job.
@@ -106,9 +105,8 @@ class Group:
         Args:
             body: A function of a module.
             args: What can be pickled.
-            timeout_s: The seconds that it may take.
         """
-        return self.call(Reference.to(body), ((Stand.HOSTS, *args), {}), timeout_s=timeout_s)
+        return self.call(Reference.to(body), ((Placeholder.HOSTS, *args), {}), timeout_s=timeout_s)
 
     def call(
         self, function: Reference, arguments: Arguments, *, timeout_s: float, name: str = "", leaves: bool = False
@@ -117,8 +115,7 @@ class Group:
 
         Args:
             function: Where the function is.
-            arguments: What it gets, in order and by name: what can be pickled, or a `Stand`.
-            timeout_s: The seconds that it may take.
+            arguments: What it gets, in order and by name: what can be pickled, or a `Placeholder`.
             name: What errors call it; empty: its name.
             leaves: Whether it may leave things behind, because nothing else runs in these processes.
 
@@ -171,8 +168,8 @@ class Group:
         self._fail("\n  ".join([f"{why}:", *lines]), in_order=not waiting)
 
     def _check_nothing_is_left(self) -> None:
-        self._send(Look())
-        found: dict[int, Left] = {}
+        self._send(LeftoverCheck())
+        found: dict[int, Leftovers] = {}
         deadline = time.monotonic() + LOOK_S
         while waiting := self._lines.keys() - found.keys():
             arrived = self._receive(waiting, deadline)

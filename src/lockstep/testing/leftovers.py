@@ -1,4 +1,4 @@
-"""What a test may not leave behind in a process that the next one runs in too."""
+"""Checks that a test leaves nothing behind in a process that the next one runs in too."""
 
 import collections
 import contextlib
@@ -68,7 +68,6 @@ def look(hosts: "Hosts", tests: str = "") -> Facts:
     """Return everything in this process that a test could change for the next one. Launches nothing.
 
     Args:
-        hosts: The processes of the job.
         tests: The package or module of the tests, see `package_of_tests`; empty: mocks alone are found.
     """
     import jax
@@ -100,7 +99,6 @@ def left(before: Facts, hosts: "Hosts", tests: str = "") -> list[str]:
 
     Args:
         before: What `look` returned before.
-        hosts: The processes of the job.
         tests: As in `look`.
     """
     deadline = time.monotonic() + PATIENCE_S

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from lockstep.testing.pool import POOL
-from lockstep.testing.protocol import Reference, Stand
+from lockstep.testing.protocol import Placeholder, Reference
 
 MARKER = "processes"
 HELP = (
@@ -30,15 +30,15 @@ def _no_group_outlives_the_tests() -> Iterator[None]:
 
 
 @pytest.fixture
-def hosts(request: pytest.FixtureRequest) -> Stand:
-    """What becomes, in each process of a test marked ``processes``, its `lockstep.hosts.Hosts`."""
+def hosts(request: pytest.FixtureRequest) -> Placeholder:
+    """The `lockstep.hosts.Hosts` of each process of a test marked ``processes``."""
     if request.node.get_closest_marker(MARKER) is None:
         pytest.fail(
             f"{request.node.name} uses the fixture hosts, but runs in this process alone. Mark it with "
             "@pytest.mark.processes(2), or call lockstep.testing.run_threads.",
             pytrace=False,
         )
-    return Stand.HOSTS
+    return Placeholder.HOSTS
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -11,12 +11,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from lockstep.testing.group import Group
-from lockstep.testing.protocol import Arguments, Reference, Stand
+from lockstep.testing.protocol import Arguments, Placeholder, Reference
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PoolSettings:
-    """How a pool starts its processes.
+    """Settings of the processes that a pool starts.
 
     Args:
         environment: What is set in every process, beside the variables of the test run.
@@ -51,7 +51,6 @@ class Pool:
         """Return the running group of this size, or start it, for which others that waited longest may end.
 
         Args:
-            processes: How many.
             devices: The CPU devices of each.
 
         Raises:
@@ -73,7 +72,6 @@ class Pool:
         """Start a group that is not shared.
 
         Args:
-            processes: How many.
             devices: The CPU devices of each.
             env: What is set in every process, beside the environment of the settings.
 
@@ -99,9 +97,7 @@ class Pool:
         Args:
             function: Where the function is.
             arguments: What it gets, in order and by name.
-            processes: How many.
             devices: The CPU devices of each.
-            timeout_s: The seconds that it may take.
             env: What is set in every process, which then serve this function alone.
             own: Why the function needs processes that serve it alone; empty where it does not.
             name: What errors call it; empty: its name.
@@ -159,7 +155,6 @@ def run_processes(
 
     Args:
         body: A function of a module. It gets the process's `lockstep.hosts.Hosts`, already started, and ``args``.
-        processes: How many processes.
         devices: The CPU devices of each, as JAX sees them.
         timeout_s: The seconds after which all are killed.
         args: What can be pickled.
@@ -181,7 +176,7 @@ def run_processes(
     """
     return POOL.call(
         Reference.to(body),
-        ((Stand.HOSTS, *args), {}),
+        ((Placeholder.HOSTS, *args), {}),
         processes=processes,
         devices=devices,
         timeout_s=timeout_s,

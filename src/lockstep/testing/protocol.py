@@ -16,15 +16,15 @@ MARK = "---- lockstep.testing begins function "
 """Before the number of a function, in a line of its own, in the log of its process."""
 
 
-class Stand(enum.Enum):
-    """What stands for something that only the processes have, among the arguments of a function."""
+class Placeholder(enum.Enum):
+    """A place holder among the arguments of a function for something that only the processes have."""
 
     HOSTS = "the Hosts of the process"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Reference:
-    """Where a function is found.
+    """The module and name of a function.
 
     Args:
         module: The name of its module.
@@ -130,7 +130,7 @@ class Request:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """How a function ended in a process.
+    """The end of a function in a process.
 
     Args:
         result: What it returned, as JSON; None where it did not return.
@@ -149,13 +149,13 @@ class Outcome:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Look:
+class LeftoverCheck:
     """A process is to look for what the function has left behind. Sent when it has ended in every process."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Left:
-    """What a function has left behind in a process.
+class Leftovers:
+    """Threads, files and the like that a function has left behind in a process.
 
     Args:
         lines: Each thing in a line.
@@ -180,7 +180,6 @@ def launch_command(processes: int, devices: int, log_dir: Path) -> list[str]:
     """Return a command of ``lockstep launch`` that lacks only the words of what it launches on this machine.
 
     Args:
-        processes: How many.
         devices: The CPU devices of each.
         log_dir: The directory in which each process has its log.
     """
@@ -202,7 +201,6 @@ def print_failure(error: BaseException, file: str) -> None:
     type: to read one could mean to wait for a process that failed.
 
     Args:
-        error: The error.
         file: The path of the test's file.
     """
     sys.stdout.flush()

@@ -17,7 +17,17 @@ from typing import Any
 from lockstep import hosts as lockstep_hosts
 from lockstep.hosts import Hosts, Ledger
 from lockstep.testing import leftovers
-from lockstep.testing.protocol import MARK, Arguments, Hello, Left, Outcome, Reference, Request, Stand, print_failure
+from lockstep.testing.protocol import (
+    MARK,
+    Arguments,
+    Hello,
+    Leftovers,
+    Outcome,
+    Placeholder,
+    Reference,
+    Request,
+    print_failure,
+)
 
 HOST_TIMEOUT_S = 60.0
 """Seconds that the processes of a group wait for each other in a call of `Hosts`."""
@@ -66,7 +76,7 @@ def serve(address: str, path: list[str], setup: Mapping[str, str] | None) -> Non
                 line.recv()
                 hosts.barrier("test-end")
                 leftovers.forget(tests)
-                line.send(Left(lines=leftovers.left(before, hosts, tests), ledger=hosts.ledger.state))
+                line.send(Leftovers(lines=leftovers.left(before, hosts, tests), ledger=hosts.ledger.state))
             except EOFError:
                 return
 
@@ -88,8 +98,8 @@ def run(request: Request, hosts: Hosts) -> Outcome:
         arguments: Arguments = pickle.loads(request.arguments)
         ordered, named = arguments
         returned = function(
-            *(hosts if value is Stand.HOSTS else value for value in ordered),
-            **{name: hosts if value is Stand.HOSTS else value for name, value in named.items()},
+            *(hosts if value is Placeholder.HOSTS else value for value in ordered),
+            **{name: hosts if value is Placeholder.HOSTS else value for name, value in named.items()},
         )
         return Outcome(result=json.dumps(returned, default=_plain))
     except BaseException as error:

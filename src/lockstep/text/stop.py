@@ -102,7 +102,6 @@ def cut_at_stop(text: str, stops: Sequence[str]) -> str:
     """A text up to the first stop string in it.
 
     Args:
-        text: The text.
         stops: The stop strings.
 
     Returns:

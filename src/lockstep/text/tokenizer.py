@@ -91,9 +91,6 @@ def tokenizer_digest(tokenizer: "PreTrainedTokenizerBase") -> str:
     slow one its vocabulary and the arguments that it was made with; for both the class, special tokens and chat
     template. The place that it was loaded from, and the padding and truncation of its last call, do not count.
 
-    Args:
-        tokenizer: The tokenizer.
-
     Returns:
         SHA-256 in hexadecimal digits.
     """
@@ -112,11 +109,7 @@ def tokenizer_digest(tokenizer: "PreTrainedTokenizerBase") -> str:
 
 
 def token_count(tokenizer: "PreTrainedTokenizerBase") -> int:
-    """One more than the largest token id; the model's embedding may have more rows.
-
-    Args:
-        tokenizer: The tokenizer.
-    """
+    """One more than the largest token id; the model's embedding may have more rows."""
     return max(tokenizer.get_vocab().values()) + 1
 
 
@@ -124,7 +117,6 @@ def check_vocab(tokenizer: "PreTrainedTokenizerBase", vocab_size: int) -> None:
     """Check that every token id of the tokenizer has a row in the model's embedding.
 
     Args:
-        tokenizer: The tokenizer.
         vocab_size: The number of rows of the model's embedding, which may be padded beyond the tokenizer's ids.
 
     Raises:

@@ -253,9 +253,6 @@ def _in_own_memory(sharding: Sharding) -> Sharding:
 def hugging_face(tokenizer: Any) -> Any:
     """The Hugging Face tokenizer that this is, or that Tunix's adapter holds.
 
-    Args:
-        tokenizer: The tokenizer.
-
     Raises:
         ConfigError: It is of another kind.
     """

@@ -24,11 +24,7 @@ from lockstep.types import Completion, Request, SamplingParams
 
 
 def compute_dtype(model: Any) -> str | None:
-    """Return the name of the dtype; None for that of the parameters, where the model's configuration has none.
-
-    Args:
-        model: The model.
-    """
+    """Return the name of the dtype; None for that of the parameters, where the model's configuration has none."""
     dtype = getattr(getattr(model, "config", None), "dtype", None)
     return None if dtype is None else jnp.dtype(dtype).name
 
@@ -42,7 +38,6 @@ class Rollout(BaseRollout):
     prompts, and each gets all answers.
 
     Args:
-        rollout_actor: The model.
         tokenizer: A Hugging Face tokenizer, or Tunix's adapter of one.
         mesh: The mesh of the rollout.
         rollout_config: The configuration; each call of `generate` has one of its own.
@@ -109,7 +104,6 @@ class Rollout(BaseRollout):
         """Answer prompts; every call has other draws.
 
         Args:
-            prompts: The texts.
             rollout_config: Lengths and sampling. ``seed`` is mixed with the number of the call.
             **kwargs: Nothing; Tunix passes none.
 
@@ -167,7 +161,6 @@ class Rollout(BaseRollout):
         """Take the actor's parameters.
 
         Args:
-            params: The parameters.
             filter_types: The types of these, such as the adapters alone; None for all, which are where they belong.
         """
         if filter_types is not None:

@@ -16,18 +16,17 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 PREFIX = "eval"
-"""What the names of all scores begin with, and that of the table."""
+"""The beginning of the names of all scores, and of that of the table."""
 TASK_COLUMNS = ("step", "task", "question_id", "prompt", "generated_text", "answer")
 """The columns of a row, in the order of the table; the scores of the row follow."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TaskRow:
-    """How the model answered one question of a task.
+    """The model's answer to one question of a task.
 
     Args:
         step: The number of training steps completed.
-        task: The task's name.
         question_id: The number of the question among those of its task.
         prompt: What the model was given, without its beginning where that was left out.
         generated_text: What it wrote; of a question with choices, the choice that it thinks most probable.
@@ -52,7 +51,7 @@ class TaskRow:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TaskResults:
-    """What a round of tasks found.
+    """Scores and answers of a round of tasks.
 
     Args:
         scores: For each task, and each group of tasks that has a mean, its scores by name: ``acc``, ``acc_stderr``; of
@@ -105,7 +104,6 @@ class Harness:
 
     Args:
         config: The settings of the tasks.
-        tokenizer: The tokenizer.
     """
 
     def __init__(self, config: TasksConfig, tokenizer: "PreTrainedTokenizerBase") -> None:
@@ -205,7 +203,7 @@ class Harness:
 
 
 def _prepare(task: Any, num_fewshot: int | None) -> None:
-    """What the harness's own command does with a task before it is evaluated."""
+    """Set a task up as the harness's own command does before it is evaluated."""
     if task.get_config("num_fewshot") is None:
         task.set_config(key="num_fewshot", value=num_fewshot or 0)
     elif num_fewshot is not None and task.get_config("num_fewshot") != 0:
@@ -259,15 +257,15 @@ def _rows(step: int, task: str, samples: list[Mapping[str, Any]]) -> Iterator[Ta
             task=task,
             question_id=number,
             prompt=str(sample["arguments"][0][0]),
-            generated_text=_said(sample),
+            generated_text=_generated_text(sample),
             answer=str(sample["target"]),
             metrics=scores,
         )
     yield from rows.values()
 
 
-def _said(sample: Mapping[str, Any]) -> str:
-    """What the model wrote, or the choice that it thinks most probable."""
+def _generated_text(sample: Mapping[str, Any]) -> str:
+    """The text of the model, or the choice that it thinks most probable."""
     answers = [each[0] for each in sample["resps"]]
     if isinstance(answers[0], str):
         return answers[0]

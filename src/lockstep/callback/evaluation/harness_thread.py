@@ -16,10 +16,9 @@ class GivenUp(Exception):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Question:
-    """What the harness wants to have answered.
+    """Requests of the harness.
 
     Args:
-        requests: The requests.
         last: Whether it will ask nothing more, so that the hosts need not wait for it any longer.
     """
 
@@ -60,10 +59,7 @@ class HarnessThread[Result]:
         return self._thread.is_alive()
 
     def next_question(self, timeout_s: float) -> Question | None:
-        """What the harness asks next; None where it has not asked within some seconds.
-
-        Args:
-            timeout_s: The most seconds to wait.
+        """The next requests of the harness; None where there are none within some seconds.
 
         Raises:
             Exception: What the work raised.
@@ -91,9 +87,6 @@ class HarnessThread[Result]:
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until the work has ended.
-
-        Args:
-            timeout_s: The most seconds to wait.
 
         Returns:
             Whether it has.

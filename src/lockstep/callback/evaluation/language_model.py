@@ -32,7 +32,6 @@ class EngineLM(TemplateLM):
     text that begins with the token for its beginning already.
 
     Args:
-        tokenizer: The tokenizer.
         ask: A function that has requests answered.
         config: The settings of the tasks.
         max_length: The number of tokens of question and answer together.
@@ -83,7 +82,6 @@ class EngineLM(TemplateLM):
         """The token ids of a text.
 
         Args:
-            string: The text.
             add_special_tokens: Whether the tokenizer adds its own; None: unless the text begins with one already.
             **kwargs: What the harness passes to other models; not used.
         """

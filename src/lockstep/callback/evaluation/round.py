@@ -68,7 +68,7 @@ def run_tasks(
     thread: HarnessThread[Any] | None = None
 
     def next_message() -> bytes:
-        """What the leader says to all: a question, or that there is none yet."""
+        """The leader's message to all: a question, or null where there is none yet."""
         assert thread is not None
         left_s = end - clock()
         question = thread.next_question(max(0.0, min(left_s, TICK_S, hosts.timeout_s / 4)))
@@ -149,7 +149,6 @@ class TaskRounds:
         engine: The capacities and the layout.
         tokenizer: A Hugging Face tokenizer.
         report: What takes the results, on the leader.
-        hosts: The processes of the job.
         timeout_s: The seconds that a wait for other hosts or a device call may last.
         max_seconds: The seconds that a round may last where the configuration does not say.
     """
@@ -232,9 +231,6 @@ class TaskRounds:
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until the last round is scored, on the leader; elsewhere there is nothing to wait for.
-
-        Args:
-            timeout_s: The most seconds to wait.
 
         Returns:
             Whether it is.

@@ -31,7 +31,7 @@ SCRIPTS: Final = (
 _NOT_IN_HTML: Final = re.compile(
     "[<>&\x7f-\x9f\xad\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ud800-\udfff\ufeff\ufff9-\ufffb\ufffe\uffff]"
 )
-"""What could end the data block, or could mislead who reads the file's source: written as escapes."""
+"""Characters that could end the data block or mislead who reads the file's source: written as escapes."""
 
 
 def render_page(payload: Mapping[str, Any], title: str) -> str:
@@ -39,7 +39,6 @@ def render_page(payload: Mapping[str, Any], title: str) -> str:
 
     Args:
         payload: What `make_payload` returned.
-        title: The title of the page.
 
     Returns:
         The text of an HTML file, which can be encoded as UTF-8 whatever is in it.
@@ -81,10 +80,6 @@ def escape_json(value: Any) -> str:
 
 def write_page(page: str, path: Path) -> int:
     """Write the page beside its place and move it there, so that a reader never sees half of it.
-
-    Args:
-        page: The text of the page.
-        path: The file.
 
     Returns:
         The number of bytes.

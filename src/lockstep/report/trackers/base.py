@@ -1,4 +1,4 @@
-"""What a tracker is, several at once, none, and how a configuration names one."""
+"""The protocol of trackers, several at once, none, and their names in a configuration."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +13,7 @@ from lockstep.report.rows import TableRow
 
 
 class Tracker(Protocol):
-    """What records scalars and rows of tables while a run goes on.
+    """A recorder of scalars and rows of tables while a run goes on.
 
     Example:
         >>> class Printed:
@@ -43,8 +43,6 @@ class Tracker(Protocol):
         """Add rows to a table that grows over the run.
 
         Args:
-            name: The table's name.
-            rows: The rows.
             step: The number of training steps completed.
         """
         ...
@@ -130,7 +128,6 @@ class TrackerConfig(OpenRegistry, draccus.PluginRegistry, discover_packages_path
 
         Args:
             run_dir: The local directory of the run; everything that a tracker writes goes below it.
-            run_name: The name of the run.
             config: The run's configuration, for trackers that show it.
 
         Returns:
@@ -186,7 +183,6 @@ def build_tracker(
     Args:
         choice: The value of the ``tracker`` field of a configuration; an empty list: no tracking.
         run_dir: The local directory of the run.
-        run_name: The name of the run.
         config: The run's configuration, for trackers that show it.
 
     Returns:

@@ -46,7 +46,6 @@ class WandbTables:
         """Add rows to a table.
 
         Args:
-            name: The table's name.
             rows: The rows to add, at least one.
             step: The number of training steps completed.
 
@@ -253,7 +252,7 @@ class WandbTrackerConfig(TrackerConfig):
             raise ConfigError(f"wandb could not start offline either: {error}. Choose type: jsonl.") from error
 
     def _same_run(self, file: Path) -> dict[str, str]:
-        """What makes W&B go on in the run that an earlier start had online; nothing where this one is to go elsewhere.
+        """Arguments with which W&B goes on in the run that an earlier start had online; none where it is another run.
 
         An offline run has an id of its own, for nobody can know here what the server has.
         """
@@ -280,7 +279,7 @@ def _remember(run: "wandb.Run", file: Path) -> None:
 
 
 def _key_source() -> str:
-    """Where the key comes from, without the key."""
+    """The source of the key, without the key."""
     if key := os.environ.get("WANDB_API_KEY"):
         return f"a key of {len(key)} characters in WANDB_API_KEY"
     return "no WANDB_API_KEY (a key of `wandb login` may be in ~/.netrc)"

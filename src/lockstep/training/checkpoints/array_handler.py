@@ -77,7 +77,6 @@ def chunk_shape(
     Args:
         shard: The shape of the shards.
         itemsize: The bytes of a number.
-        max_bytes: The most bytes of a chunk.
         single_axes: The axes along which a chunk has one entry.
     """
     chunk = [1 if axis in single_axes else size for axis, size in enumerate(shard)]

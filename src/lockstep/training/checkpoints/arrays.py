@@ -32,7 +32,7 @@ TREE = "_METADATA"
 """The file in which orbax says which arrays there are. It alone has no checksum of its own."""
 
 _DAMAGE = {None, "DATA_LOSS", "FAILED_PRECONDITION", "INVALID_ARGUMENT", "NOT_FOUND", "OUT_OF_RANGE"}
-"""What tensorstore says of bytes that are wrong or gone; None is INVALID_ARGUMENT, which it leaves out. The rest
+"""Statuses of tensorstore for bytes that are wrong or gone; None is INVALID_ARGUMENT, which it leaves out. The rest
 (UNAVAILABLE, PERMISSION_DENIED, …) is of the storage: the checkpoint may be good. https://abseil.io/docs/cpp/guides/status-codes"""
 
 

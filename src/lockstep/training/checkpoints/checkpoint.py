@@ -35,7 +35,7 @@ class DamagedCheckpointError(ConfigError):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CheckpointMetadata:
-    """What a checkpoint says of itself, beside its arrays."""
+    """The metadata of a checkpoint, beside its arrays."""
 
     step: int
     """The number of completed steps."""
@@ -46,7 +46,7 @@ class CheckpointMetadata:
     shapes: Mapping[str, str]
     """The type and the global shape of each array by its name, such as ``float32[8,16]``."""
     facts: Mapping[str, str]
-    """What a run must have in common with this one to go on from here, by name."""
+    """Facts that must be equal in a run that goes on from here, by name."""
     config: Mapping[str, Any]
     """The configuration of the run."""
     hooks: Mapping[str, Any]
@@ -54,10 +54,10 @@ class CheckpointMetadata:
     hooks_called: bool
     """Whether the hooks had been called for this step."""
     model: Mapping[str, Any] | None = None
-    """What `model_spec` returned; None where the run did not say."""
+    """The result of `model_spec`; None where the run did not say."""
 
     tree_digest: str | None = None
-    """What `merge_arrays` returned; None in a checkpoint of format 1, of which nothing can be verified."""
+    """The result of `merge_arrays`; None in a checkpoint of format 1, of which nothing can be verified."""
 
     def to_json(self) -> str:
         """Return the metadata as JSON text, with a digest of itself."""

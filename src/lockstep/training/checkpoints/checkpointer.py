@@ -1,4 +1,4 @@
-"""How a run saves, what becomes of a save that fails on one host, and where a run goes on."""
+"""Saving on all hosts, with failures agreed on, and restoring: the checkpoints of a run."""
 
 import contextlib
 import dataclasses
@@ -45,9 +45,7 @@ class Checkpointer:
     failed, no device program is launched, and a failed save is logged, counted and left behind.
 
     Args:
-        config: The settings.
         path: The directory or URL of the run's checkpoints.
-        hosts: The processes of the job.
         facts: What a run must have in common with a checkpoint to go on from it, by name.
         run_config: The configuration of the run, to say what has changed.
         reported: Called on the leader, in a thread, before a checkpoint counts: returns whether what the run has
@@ -236,7 +234,7 @@ class Checkpointer:
             log.info("saved %.1f s after SIGTERM, which leaves %g s", time.monotonic() - start, grace_s)
 
     def _otherwise(self) -> str:
-        """Where the run goes on if no save that is not complete yet is completed."""
+        """The checkpoint that a run would go on from if the save under way is not completed."""
         pending, step = self._pending, self.last_step
         if pending is not None and pending.done.is_set() and not pending.error:
             step = pending.step

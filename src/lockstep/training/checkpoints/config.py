@@ -1,4 +1,4 @@
-"""Where the checkpoints of a run are, when one is made, and which of them stay."""
+"""Checkpoints in a configuration: their directory, when one is made, and which of them stay."""
 
 import dataclasses
 import json
@@ -96,12 +96,7 @@ class CheckpointerConfig:
             )
 
     def path(self, run_dir: Path, run_id: str) -> str:
-        """Return where the checkpoints of a run are.
-
-        Args:
-            run_dir: The run directory.
-            run_id: The name of the run.
-        """
+        """Return where the checkpoints of a run are."""
         if "://" in self.base_path:
             return f"{self.base_path.rstrip('/')}/{run_id}"
         base = Path(self.base_path)
@@ -112,7 +107,6 @@ def write_resumable(run_dir: Path, base_path: str) -> None:
     """Write where the checkpoints of a run are, without credentials.
 
     Args:
-        run_dir: The run directory.
         base_path: ``checkpointer.base_path`` of its run.
     """
     (run_dir / RESUMABLE).write_text(json.dumps({"base_path": without_credentials(base_path)}), encoding="utf-8")
@@ -120,9 +114,6 @@ def write_resumable(run_dir: Path, base_path: str) -> None:
 
 def resumable_base(run_dir: Path) -> str | None:
     """Return what `write_resumable` has written; None where it has not.
-
-    Args:
-        run_dir: The run directory.
 
     Raises:
         ConfigError: The file has something else, or a way out of the run directory.

@@ -1,4 +1,4 @@
-"""How long a checkpoint waits for the reports of the steps up to it before it counts."""
+"""The wait of a checkpoint for the reports of the steps up to it, before it counts."""
 
 import threading
 import time

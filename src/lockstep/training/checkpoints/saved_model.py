@@ -56,7 +56,7 @@ _LAST = "tokenizer_config.json"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SavedAdapters:
-    """What a checkpoint of adapters says of them, and of the model that they are for, which is not in it.
+    """The description of adapters in their checkpoint, and of their base model, which is not in it.
 
     Args:
         lora: The adapters, with the float type of the base model.
@@ -73,7 +73,6 @@ def model_spec(config: LlamaConfig, vocab_size: int, adapters: SavedAdapters | N
     """Return what a checkpoint has to say of a model, so that it can be read without the run.
 
     Args:
-        config: The configuration of the model.
         vocab_size: The number of token ids; the embedding may have more rows.
         adapters: The adapters, where they alone are trained; None for a model that is trained as a whole.
 
@@ -124,7 +123,6 @@ class SavedModel:
     Args:
         directory: The checkpoints of the run.
         metadata: The metadata of the checkpoint.
-        config: The configuration of the model.
         vocab_size: The number of token ids.
         rows: The number of rows of the embedding, which may be more.
         dtype: The float type in which the parameters are stored; with adapters, that of the base model in training.
@@ -359,7 +357,7 @@ def saved_at(path: str) -> float:
 
 
 def _decode(kind: Any, values: Any) -> Any:
-    """What draccus makes of values.
+    """Values as draccus reads them.
 
     Raises:
         ValueError: They are not of that kind.

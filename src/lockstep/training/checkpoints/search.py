@@ -27,7 +27,7 @@ class CheckpointSearch:
     def __init__(self, directory: CheckpointDirectory) -> None:
         self.directory = directory
         self.damaged: dict[int, str] = {}
-        """What is wrong with checkpoints that were found damaged, by step. The leader's is complete."""
+        """The damage of checkpoints, by step. The leader's is complete."""
 
     def run(self, resume: Literal["auto", "must", "never"]) -> str:
         """Return what the other processes need to know, as JSON: how to see that they share the directory, and the
@@ -110,7 +110,6 @@ def keep_files(checkpoints: str, run_dir: Path, names: Iterable[str]) -> None:
 
     Args:
         checkpoints: The directory or URL of the run's checkpoints.
-        run_dir: The run directory.
         names: The names of the files; one that is not there is left out.
 
     Raises:
@@ -133,7 +132,6 @@ def bring_files(checkpoints: str, run_dir: Path, names: Iterable[str]) -> None:
 
     Args:
         checkpoints: The directory or URL of the run's checkpoints.
-        run_dir: The run directory.
         names: The names of the files; one that was not kept is left out.
 
     Raises:

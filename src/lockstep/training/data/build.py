@@ -184,7 +184,7 @@ log = get_logger(__name__)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BadRowPolicy:
-    """What happens at records that cannot be used.
+    """The treatment of records that cannot be used.
 
     Args:
         on_bad_row: Leave them out, or raise at the first.
@@ -216,7 +216,6 @@ def build_caches(
 
     Args:
         make_plans: A function that looks at the files and returns the caches that are wanted.
-        tokenizer: The tokenizer.
         cache_dir: The directory or URL below which caches are kept; None for `default_cache_dir`.
         policy: What happens at bad rows.
         hosts: The hosts that build together.
@@ -325,7 +324,7 @@ def _build(
 
 
 def _summarise(fs: Any, path: str, plan: CachePlan) -> CacheMetadata:
-    """What is in the chunks of a cache, with the lines of bad rows counted from the beginnings of their files."""
+    """The metadata of the chunks of a cache, with the lines of bad rows counted from the beginnings of their files."""
     fs.invalidate_cache()
     paths = [chunk_file(path, number, "json") for number in range(len(plan.chunks))]
     whole = [None] * len(paths)

@@ -89,7 +89,6 @@ class ChunkBuilder:
     """One chunk that is being written into the cache.
 
     Args:
-        plan: The cache.
         number: The number of the chunk.
         raise_at_bad_row: Whether a bad row is an error.
         progress: The function that hears of what is read.
@@ -108,7 +107,6 @@ class ChunkBuilder:
         Args:
             fs: The file system of the cache.
             directory: The directory of the cache.
-            tokenizer: The tokenizer.
 
         Raises:
             ConfigError: A file cannot be read, or a bad row is an error.
@@ -179,7 +177,6 @@ def place(path: str, before: int, line: int) -> str:
     """Name the place of a record.
 
     Args:
-        path: The path of its file.
         before: The number of lines before the part that it is in.
         line: The 1-based number of its line within the part; 0 for a text file, which has one record.
     """

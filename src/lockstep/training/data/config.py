@@ -83,7 +83,7 @@ class DataConfig:
     """Cut examples that are longer than a row (an example left without a target is dropped, and counted in the log);
     otherwise a longer example is a bad row."""
     on_bad_row: Literal["skip", "raise"] = "skip"
-    """What to do with a record that cannot be used: leave it out and log its file, line and reason, or stop."""
+    """The treatment of a record that cannot be used: leave it out and log its file, line and reason, or stop."""
     max_bad_rows: int = 100
     """The most records of a source that may be left out; with more the run stops, and names the first."""
     max_line_bytes: int = MAX_LINE_BYTES
@@ -218,7 +218,7 @@ class DataConfig:
         return [one if isinstance(one, SourceConfig) else SourceConfig(url=one) for one in self.validation_urls]
 
     def _rows(self) -> tuple[DataFormat, bool]:
-        """What the records are, and whether rows are packed."""
+        """The format of the records, and whether rows are packed."""
         raise ConfigError(f"{type(self).__name__} has no rows of its own: its rows are sampled while it trains.")
 
     def _open(
@@ -306,7 +306,7 @@ class LmDataConfig(DataConfig):
 
     @property
     def data_format(self) -> DataFormat:
-        """What the records are."""
+        """The format of the records."""
         found = DataFormat.find(self.format, ("text", "prompt_completion", "chat"))
         return FORMATS["chat_all"] if self.train_on == "all" else found
 
@@ -343,7 +343,7 @@ class PreferenceDataConfig(DataConfig):
 
     @property
     def data_format(self) -> DataFormat:
-        """What the records are."""
+        """The format of the records."""
         return DataFormat.find(self.format, ("preference", "preference_with_reference"))
 
     def columns(self, model_max_seq_len: int) -> dict[str, jax.ShapeDtypeStruct]:

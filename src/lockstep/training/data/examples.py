@@ -64,7 +64,7 @@ where a token holds the end of a chat's prompt and the first character of its an
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DataFormat:
-    """What the records of a source are, and how they become tokens.
+    """The format of a source's records, and their tokenisation.
 
     Args:
         name: Its name in `FORMATS`; of a user's own, ``module:name`` and a digest of that module.

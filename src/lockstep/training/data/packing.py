@@ -14,10 +14,10 @@ OPEN_ROWS = 64
 """Rows that wait for a short example; the one with least room goes when all are open and none has room."""
 
 type Row = list[TokenSequence]
-"""What is in a row: one sequence or, in a packed row, several, one after the other; of a pair both."""
+"""The content of a row: one sequence or, in a packed row, several, one after the other; of a pair both."""
 
 type Layout = Literal["single", "packed", "pair"]
-"""What a row holds: one sequence; several in one sequence; or two sequences side by side."""
+"""The layout of a row: one sequence; several in one sequence; or two sequences side by side."""
 
 
 class Packer(Protocol):
@@ -34,7 +34,7 @@ class Packer(Protocol):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RowShape:
-    """How examples become rows.
+    """The shape of rows that examples become.
 
     Args:
         length: The tokens of a row.
@@ -63,7 +63,7 @@ class RowShape:
 
     @property
     def layout(self) -> Layout:
-        """What a row holds."""
+        """The layout of a row."""
         return "pair" if self.pairs else "packed" if self.packing else "single"
 
     def packer(self) -> Packer:
@@ -74,9 +74,6 @@ class RowShape:
 
     def fit(self, example: Example) -> Example | BadRow | None:
         """Cut an example to the length of a row.
-
-        Args:
-            example: The example.
 
         Returns:
             The example that fits; what is wrong where it does not; None where its prompt leaves no room for a target.

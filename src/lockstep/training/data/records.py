@@ -21,7 +21,7 @@ MAX_LINE_BYTES = 64 << 20
 MIN_CHUNK_BYTES, MAX_CHUNK_BYTES, WANTED_CHUNKS = 4 << 20, 256 << 20, 64
 
 _ETAGS = ("md5Hash", "blob_id", "checksum", "etag", "ETag")
-"""What object stores call the digest of a file's content."""
+"""The names that object stores have for the digest of a file's content."""
 _TIMES = ("mtime", "LastModified", "last_modified", "updated", "created")
 _COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2", ".xz": "xz"}
 
@@ -33,12 +33,12 @@ _KINDS: dict[str, Kind] = {
     ".parquet": "parquet",
     ".arrow": "arrow",
 }
-"""How records are stored in files, by suffix; all others are text."""
+"""Formats of files of records, by suffix; all others are text."""
 
 type Piece = tuple[int, int, int]
 """A part of a file: the number of the file, the number of the part, and how many parts the file has."""
 type Chunk = tuple[Piece, ...]
-"""What one host reads as a whole: parts of one or several files."""
+"""A unit of reading for one host: parts of one or several files."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -142,7 +142,7 @@ def _file(fs: Any, path: str, info: Mapping[str, Any]) -> SourceFile:
 
 
 def _fingerprint(fs: Any, path: str, info: Mapping[str, Any], size: int) -> tuple[str, str]:
-    """What a file's content is known by, and where that does not cover all of it, when it was changed."""
+    """The fingerprint of a file's content, and where that does not cover all of it, when it was changed."""
     for name in _ETAGS:
         if info.get(name):
             return f"{name} {info[name]}", ""
@@ -190,7 +190,6 @@ def read_piece(
     part of it is, where it has several. Parts begin and end at line ends, those of a Parquet file at row groups.
 
     Args:
-        file: The file.
         part: The number of the part.
         parts: The number of parts that the file has.
         fields: The fields that are needed, in formats that can leave out the others.
@@ -227,7 +226,6 @@ def lines_before(file: SourceFile, part: int, parts: int) -> int:
     """Count the lines (or rows) of a file before one of its parts, by reading it up to there.
 
     Args:
-        file: The file.
         part: The number of the part.
         parts: The number of parts that the file has.
     """

@@ -31,7 +31,7 @@ class Batches(Protocol):
 
 @runtime_checkable
 class BatchesOfLengths(Protocol):
-    """What `Batches` have too whose rows are longer in one step than in another."""
+    """`Batches` whose rows are longer in one step than in another."""
 
     @property
     def lengths(self) -> Sequence[int]:

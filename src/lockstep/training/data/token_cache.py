@@ -29,12 +29,7 @@ OPEN_CHUNKS = 128
 
 @contextlib.contextmanager
 def new_file(fs: Any, path: str) -> Iterator[BinaryIO]:
-    """Write a file that appears as a whole, or in a bucket when it is closed.
-
-    Args:
-        fs: The file system.
-        path: The path of the file.
-    """
+    """Write a file that appears as a whole, or in a bucket when it is closed."""
     if not is_local(fs):
         with fs.open(path, "wb") as stream:
             yield stream
@@ -117,7 +112,6 @@ class RowReader:
     """Reads rows of chunks by their numbers.
 
     Args:
-        fs: The file system.
         name: A function from the number of a chunk and a suffix to the path of its file.
         counts: The number of rows of each chunk.
     """
@@ -192,14 +186,14 @@ def parse_reference(record: Int[np.ndarray, " record"]) -> Float[np.ndarray, " s
 
 
 FIX = "Remove this directory: the data is then tokenised again."
-"""What to do with a cache that cannot be used."""
+"""The fix for a cache that cannot be used."""
 METADATA = "metadata.json"
 """The file that makes a directory a finished cache; it is written last."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CacheMetadata:
-    """What is in a cache.
+    """The metadata of a cache.
 
     Args:
         layout: What a row holds.
@@ -256,7 +250,7 @@ class CacheMetadata:
         return 1 - self.tokens / (self.unpacked_rows * self.length) if self.unpacked_rows else 0.0
 
     def summary(self) -> str:
-        """What is in the cache, in a few words with the waste before and after packing or buckets."""
+        """The cache in a few words, with the waste before and after packing or buckets."""
         unit = "pairs" if self.layout == "pair" else "examples"
         rows = [f"{n:,} rows of {length}" for n, length in zip(self.bucket_rows, self.lengths, strict=True)]
         text = f"{self.examples:,} {unit}, {self.tokens:,} tokens in {', '.join(rows)}"
@@ -273,7 +267,6 @@ class TokenCache:
 
     Args:
         fs: The file system that it is on.
-        path: Its directory.
         metadata: What is in it.
     """
 
@@ -359,7 +352,6 @@ def read_metadata(fs: Any, path: str) -> CacheMetadata | None:
 
     Args:
         fs: The file system that it is on.
-        path: Its directory.
     """
     try:
         text = fs.cat_file(f"{path}/{METADATA}")

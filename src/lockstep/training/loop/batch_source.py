@@ -1,4 +1,4 @@
-"""Where the train step gets its batches: read ahead in a thread, placed on the devices while the step before runs."""
+"""The batches of the train step: read ahead in a thread, placed on the devices while the step before runs."""
 
 import concurrent.futures
 import functools
@@ -64,7 +64,6 @@ class BatchFeed:
     Args:
         batches: What gives each host its rows of each batch.
         n_rows: The number of rows of the whole batch.
-        mesh: The mesh of the run.
         first: The first step of the loop.
         last: The number of steps of the run; nothing is read for a step from this one on.
         reference: What adds the column of a reference model to each batch; None: the batches have all columns.

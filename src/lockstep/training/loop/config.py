@@ -1,4 +1,4 @@
-"""How a run is set up, in Levanter's words."""
+"""The configuration of a run, in Levanter's words."""
 
 import dataclasses
 from typing import Literal
@@ -51,12 +51,12 @@ class TrainerConfig:
     mesh_shape: str = "auto"
     """``auto`` (FSDP over all devices), ``host_local`` (data parallel over hosts), or sizes ``dp,fsdp,tp``."""
     attn_backend: AttentionBackend | None = None
-    """How attention is computed, as ``model.attn_backend``, for a run with ``initialize_from_hf``, which has no such
+    """The attention backend, as ``model.attn_backend``, for a run with ``initialize_from_hf``, which has no such
     block; null: as the model says."""
     tracker: TrackerConfig | tuple[TrackerConfig, ...] = dataclasses.field(default_factory=JsonlTrackerConfig)
-    """Where metrics go: one tracker or a list of them (``type: wandb | tensorboard | jsonl | noop``)."""
+    """The destination of metrics: one tracker or a list of them (``type: wandb | tensorboard | jsonl | noop``)."""
     distributed: DistributedConfig = dataclasses.field(default_factory=DistributedConfig)
-    """How the hosts find each other."""
+    """The job that the hosts join."""
     run_id: str | None = None
     """The name of the run and of its directory; null: the leader makes one from the time, and no later start can go on
     with the run."""
@@ -66,8 +66,8 @@ class TrainerConfig:
     """Whether to go on from the newest checkpoint of this ``run_id``: where there is one, or from an older one where
     that is damaged; always (none, or a damaged one, is an error); or never (then the run must be new)."""
     on_nan: Literal["raise", "skip", "stop"] = "raise"
-    """What all hosts do after a step whose loss or gradient is not finite: raise; leave its update out and go on (the
-    schedule then waits too); or leave it out and end the run in order, with a checkpoint where there is a
+    """The reaction of all hosts to a step whose loss or gradient is not finite: raise; leave its update out and go on
+    (the schedule then waits too); or leave it out and end the run in order, with a checkpoint where there is a
     ``checkpointer``."""
     loss_spike: LossSpikeConfig | None = None
     """When a loss is so large that ``on_nan`` acts on it too; null: never."""
@@ -146,9 +146,6 @@ class TrainerConfig:
     def microbatches(self, mesh: Mesh) -> int:
         """The number of microbatches of one step on a mesh.
 
-        Args:
-            mesh: The mesh of the run.
-
         Returns:
             The number, which is 1 where ``per_device_parallelism`` is -1 or not yet known (``auto``).
 
@@ -177,9 +174,6 @@ class TrainerConfig:
 
     def eval_batch_size(self, mesh: Mesh) -> int:
         """The number of validation rows that all devices work on at a time.
-
-        Args:
-            mesh: The mesh of the run.
 
         Raises:
             ConfigError: As for `microbatches`.

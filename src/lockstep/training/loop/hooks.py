@@ -1,4 +1,4 @@
-"""What a training loop passes to its hooks, and when it calls them."""
+"""The hooks of a training loop: their protocol, their calls, and the facts that they get."""
 
 import dataclasses
 import inspect

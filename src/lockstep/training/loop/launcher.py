@@ -16,7 +16,6 @@ class Launcher:
     """Compiles programs on every host, compares them, and launches each once; a `Launch` of the step.
 
     Args:
-        hosts: The processes of the job.
         mesh: The mesh that is set while a program is traced.
         watchdog: What ends the process when a launch does not return.
     """
@@ -28,7 +27,6 @@ class Launcher:
         """Have every host compile a program, agree on its digests, and wait until all are ready to launch it.
 
         Args:
-            name: The name of the program.
             compile: A function that compiles it and returns its digests.
 
         Raises:
@@ -44,9 +42,7 @@ class Launcher:
         """Compile, agree, launch once, and wait for the result.
 
         Args:
-            name: The name of the program.
             function: The function to trace.
-            arguments: Its arguments.
             options: Those of `lockstep.placement.device.compile_program`.
 
         Raises:

@@ -27,11 +27,9 @@ class LogprobProgram:
     """Computes log-probabilities of batches, microbatch by microbatch; compiled ahead of time for each shape.
 
     Args:
-        name: The program's name.
         function: A function of a model in the compute type and the columns of a microbatch, with the row as axis 0 of
             its result.
         trainer: The settings of the run.
-        mesh: The mesh of the run.
         ledger: The ledger that records launches.
         replicated: Whether every device gets all of the result; otherwise its rows are where those of the batch are.
     """
@@ -87,7 +85,6 @@ class LogprobProgram:
         """Launch.
 
         Args:
-            model: The model.
             batch: The columns, of a shape that was compiled for.
 
         Returns:
@@ -137,12 +134,9 @@ class ReferenceLogprobs:
     needs the same frozen model alone. Nothing waits for the result; it stays on the devices.
 
     Args:
-        objective: The objective.
         model: The frozen model on the mesh, which no step may change: `Trainer.frozen_copy` of the first one, or the
             base of a `LoraModel`.
         trainer: The settings of the run.
-        mesh: The mesh of the run.
-        hosts: The processes of the job.
 
     Raises:
         ConfigError: The objective has no ``reference_logprobs``.

@@ -1,4 +1,4 @@
-"""What happens to a step whose loss is not a number, or far above those before it: the same on every host.
+"""Steps whose loss is not a number, or far above those before it: the same reaction on every host.
 
 Every host reads the same figures of a step, so all decide equally from them, without a word between them. The limit of
 a loss is worked out on the hosts and is an argument of the next step, which leaves its state as it is where the limit
@@ -80,7 +80,6 @@ class LossWatch:
 
         Args:
             completed: The number of completed steps, this one included.
-            metrics: The figures.
             is_leader: Whether this process logs.
 
         Raises:

@@ -27,8 +27,6 @@ class Saves:
         checkpointer: What saves; None: nothing is saved.
         hooks: The hooks of the run, whose states belong into a checkpoint.
         watch: What judges losses, whose state belongs into a checkpoint too.
-        config: The configuration of the run.
-        hosts: The processes of the job.
     """
 
     def __init__(
@@ -38,7 +36,7 @@ class Saves:
         self._config, self._hosts = config, hosts
         self._last_save = time.monotonic()
         self.resumed_from: CheckpointMetadata | None = None
-        """Where the run goes on from; None: it begins."""
+        """The checkpoint that the run goes on from; None: it begins."""
         self._interrupted = False
 
     @property
@@ -97,7 +95,6 @@ class Saves:
 
         Args:
             state: The state after the step.
-            info: The info of the step.
             hooks_called: Whether all hooks have done their work for this step; where one has not, because the job is
                 asked to end, a resume has to begin here.
             asked: Whether the leader asked for a save with its flag for this step.
@@ -124,7 +121,6 @@ class Saves:
 
         Args:
             state: The last state.
-            info: The info of the last step.
             stopped_by: The signal that ended the run; None where there was none.
             diverged: Whether ``on_nan`` ended it, so that hooks have not been called for the last step.
             between_steps: Whether the signal ended it after the hooks of the last step.
@@ -160,11 +156,8 @@ def make_checkpointer(
     """Make the checkpointer that a configuration asks for.
 
     Args:
-        config: The configuration of the run.
         run_dir: The run directory; None where it is not given.
-        hosts: The processes of the job.
         facts: What a run must have in common with a checkpoint to go on from it, beside seed and batch size.
-        run_config: The configuration of the whole run.
         model_spec: What the model is, see `Checkpointer`; None where it is not known.
         reported: See `Checkpointer`.
 
@@ -192,7 +185,6 @@ def directory_of_run(config: TrainerConfig, run_dir: str | os.PathLike[str] | No
     """Return the directory of a run.
 
     Args:
-        config: The configuration of the run.
         run_dir: The directory that was given; None: ``log_dir/run_id``.
         why: Why there must be one, for the error.
 

@@ -68,7 +68,6 @@ class Meter:
     """Measures the steps of a run.
 
     Args:
-        mesh: The mesh of the run.
         model: The model that is trained. What it computes per token is known where the decoder can read it.
     """
 
@@ -100,11 +99,7 @@ class Meter:
 
 
 def peak_flops(mesh: Mesh) -> float:
-    """Return the published 16-bit operations per second of all devices of a mesh; 0 where one has no such number.
-
-    Args:
-        mesh: The mesh of the run.
-    """
+    """Return the published 16-bit operations per second of all devices of a mesh; 0 where one has no such number."""
     chips = [published_chip(device) for device in mesh.devices.flat]
     return sum(chip.flops for chip in chips if chip is not None) if all(chips) else 0.0
 
@@ -135,7 +130,7 @@ class ProgressDisplay(Protocol):
     """Shows how far a run is."""
 
     def update(self, completed: int, loss: float | None, note: str = "") -> None:
-        """Show the number of completed steps, the last loss (None: it says nothing), and what else is to be said."""
+        """Show the number of completed steps, the last loss (None: it says nothing), and the note."""
         ...
 
     def close(self) -> None:
@@ -166,16 +161,16 @@ class BarProgress:
             TextColumn("train"),
             BarColumn(),
             MofNCompleteColumn(),
-            TextColumn("{task.fields[said]}"),
+            TextColumn("{task.fields[text]}"),
             TimeRemainingColumn(),
             console=rich.get_console(),
         )
-        self._task = self._bar.add_task("train", total=total, said="")
+        self._task = self._bar.add_task("train", total=total, text="")
         self._bar.start()
 
     def update(self, completed: int, loss: float | None, note: str = "") -> None:
         """Move the bar."""
-        self._bar.update(self._task, completed=completed, said=_said(loss, self._rate.add(completed), note))
+        self._bar.update(self._task, completed=completed, text=_line_of(loss, self._rate.add(completed), note))
 
     def close(self) -> None:
         """Leave the bar as it is and give the terminal back."""
@@ -212,7 +207,7 @@ class LineProgress:
         eta = f"{_clock((self._total - completed) / rate)} left" if rate else "starting"
         # A line of a log is one line, however wide the console is taken to be.
         rich.get_console().print(
-            f"step {completed}/{self._total}  {_said(loss, rate, note)}  {eta}", highlight=False, soft_wrap=True
+            f"step {completed}/{self._total}  {_line_of(loss, rate, note)}  {eta}", highlight=False, soft_wrap=True
         )
         self._shown_at, self._shown = time.monotonic(), completed
 
@@ -249,8 +244,8 @@ def make_progress(total: int, is_leader: bool) -> ProgressDisplay:
     return BarProgress(total) if rich.get_console().is_terminal else LineProgress(total)
 
 
-def _said(loss: float | None, rate: float, note: str) -> str:
-    """What a line says of a step: loss, speed, and the note."""
+def _line_of(loss: float | None, rate: float, note: str) -> str:
+    """The text of a step: loss, speed, and the note."""
     parts = ["" if loss is None else f"loss {_number(loss, 4)}", f"{_number(rate, 2)} steps/s", note]
     return "  ".join(filter(None, parts))
 
@@ -271,7 +266,6 @@ class StepLog:
     Args:
         total: The number of steps of the run.
         tracker: The tracker that the figures go to.
-        is_leader: Whether this process is the leader.
     """
 
     def __init__(self, total: int, tracker: Tracker, *, is_leader: bool) -> None:
@@ -282,9 +276,6 @@ class StepLog:
         """Tell of a step.
 
         Args:
-            info: The info of the step.
-            metrics: Its metrics.
-            throughput: How fast it was.
             note: What the source of the batches has to say, for the user, in place of loss and throughput.
         """
         if not self._is_leader:

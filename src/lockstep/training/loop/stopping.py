@@ -62,7 +62,7 @@ class StopRequest:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainResult:
-    """How a run ended."""
+    """The end of a run."""
 
     model: PyTree
     """Parameters after the last step, in the parameter type and sharding."""

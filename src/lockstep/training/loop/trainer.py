@@ -56,7 +56,6 @@ class Trainer:
     """Trains a model that is sharded over all devices; every host makes the same calls.
 
     Args:
-        config: The configuration of the run.
         optimizer: The transformation that turns gradients into updates.
         loss_fn: The objective.
         hosts: The processes of the job; None for the current ones.
@@ -136,7 +135,7 @@ class Trainer:
 
     @property
     def train_step_traces(self) -> int:
-        """How often the train step was traced; 1 after any number of steps, or one for each length of rows."""
+        """The number of traces of the train step; 1 after any number of steps, or one for each length of rows."""
         return 0 if self._step is None else self._step.traces
 
     @property
@@ -305,7 +304,7 @@ class Trainer:
         return model, parameter_shardings(model.split()[0], self.mesh)
 
     def _begin(self, batches: Batches | BatchSource, state: TrainState, first: int) -> "_Run":
-        """What the loop needs beside its state."""
+        """Open the resources of the loop beside its state."""
         config, hosts = self.config, self.hosts
         if not isinstance(batches, BatchSource):
             steps = {"first": first, "last": config.num_train_steps}
@@ -368,7 +367,7 @@ class Trainer:
         return self._step
 
     def _signals(self, step_fn: TrainStep, flag: int) -> list[jax.Array]:
-        """What the hosts tell the step: a signal or 0 on this host's devices, and the limit of the loss."""
+        """Inputs of the step from the hosts: a signal or 0 on this host's devices, and the limit of the loss."""
         sharding = NamedSharding(self.mesh, STOP_SPEC)
         n_local = len(sharding.addressable_devices)
         signals = [place_local(np.full(n_local, flag, np.int32), sharding, self.mesh.size)]
@@ -389,7 +388,7 @@ class Trainer:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Run:
-    """What the loop needs beside its state; all but the meter is closed at the end."""
+    """The resources of the loop beside its state; all but the meter is closed at the end."""
 
     source: BatchSource
     log: StepLog

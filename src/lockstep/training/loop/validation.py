@@ -78,9 +78,6 @@ class Validation:
     def __call__(self, info: StepInfo) -> None:
         """Validate the parameters of a step, or their average where there is one; every host makes this call.
 
-        Args:
-            info: The step.
-
         Raises:
             PeerError: A host could not read its rows, or the program does not compile on some host.
             LaunchMismatchError: The hosts launched different programs.

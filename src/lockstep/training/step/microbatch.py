@@ -28,7 +28,6 @@ def memory_for_training(mesh: Mesh, state: PyTree, given: int | None) -> int:
     """Return the bytes of a device of this process that the train step may use, the training state among them.
 
     Args:
-        mesh: The mesh of the run.
         state: The training state, which is on the devices.
         given: The bytes that the configuration names; None: what is free now and what the state takes.
     """
@@ -43,7 +42,6 @@ def compile_largest(
     """Compile the train step with fewer rows at a time until it fits; every host makes the same call.
 
     Args:
-        hosts: The processes of the job.
         rows: The number of rows that each device has of a batch.
         make: A function from the number of microbatches to a train step that is not compiled.
         arguments: A function from a train step to the arguments that it is compiled for.

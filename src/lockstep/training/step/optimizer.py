@@ -228,9 +228,6 @@ class OptimizerConfig:
 def decay_mask(parameters: PyTree) -> PyTree:
     """Mark the parameters that weight decay acts on: all but the embedding, norms and biases, as Levanter does.
 
-    Args:
-        parameters: The model's parameters.
-
     Returns:
         The same tree with a bool for every leaf.
     """

@@ -46,7 +46,6 @@ def cast_floats(tree: PyTree, dtype: jnp.dtype) -> PyTree:
 
     Args:
         tree: Any tree of arrays. Inside a jitted program the cast is no launch of its own.
-        dtype: The float type to cast to.
 
     Returns:
         The tree, integer and boolean leaves untouched.

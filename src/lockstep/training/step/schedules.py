@@ -17,7 +17,7 @@ TIMESCALE: Final = 10_000
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Decay:
-    """What a shape has to work with.
+    """The arguments of a shape.
 
     Args:
         peak: The learning rate before the decay.

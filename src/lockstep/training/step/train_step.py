@@ -24,10 +24,10 @@ from lockstep.training.step.precision import Precision, cast_floats
 from lockstep.training.step.train_state import TrainState
 
 BATCH_SPEC = P(("dp", "fsdp"))
-"""How the rows of a batch are split over the mesh."""
+"""The partition of a batch's rows over the mesh."""
 
 STOP_SPEC = P(MESH_AXES)
-"""How the stop flags are split over the mesh: one per device."""
+"""The partition of the stop flags over the mesh: one per device."""
 
 SKIPPED = "skipped_step"
 """The name of the metric that is 1 where a step left its update out."""
@@ -40,7 +40,6 @@ def parameter_shardings(tree: PyTree, mesh: Mesh) -> PyTree:
 
     Args:
         tree: Haliax arrays or their shapes; an array without axis names is replicated.
-        mesh: The mesh of the run.
 
     Returns:
         The tree with a sharding in place of each array.
@@ -90,7 +89,6 @@ def init_model(
     Args:
         init: Makes a model from a key; it is traced, never run in one host's memory.
         seed: The seed of the key.
-        mesh: The mesh of the run.
         precision: The float types, of which the parameter type is used.
         launch: Launches the program that makes the model.
 
@@ -113,8 +111,6 @@ def init_state(
 
     Args:
         model: The model on the mesh, in any sharding and float type.
-        optimizer: The optimizer of the run.
-        mesh: The mesh of the run.
         precision: The float types, of which the parameter type is used.
         launch: Launches the program that makes the state.
 
@@ -136,7 +132,6 @@ def state_structs(
 
     Args:
         init: Makes a model from a key; of a `LoraModel` the part that is trained.
-        optimizer: The optimizer of the run.
         mesh: The mesh of the run; its devices may be ones that can only be compiled for.
         precision: The float types, of which the parameter type is used.
 
@@ -159,7 +154,6 @@ def batch_structs(columns: Mapping[str, jax.ShapeDtypeStruct], n_rows: int, mesh
     Args:
         columns: The shape and type of one row of each column.
         n_rows: The number of rows of the batch.
-        mesh: The mesh of the run.
     """
     sharding = NamedSharding(mesh, BATCH_SPEC)
     return {
@@ -195,9 +189,7 @@ class TrainStep:
 
     Args:
         loss_fn: The objective.
-        optimizer: The optimizer of the run.
         schedule: The learning rate by completed steps, to report as a metric; None to report none.
-        mesh: The mesh of the run.
         shardings: The shardings that `init_state` returned.
         precision: The float types.
         microbatches: The number of parts of the batch that are computed one after the other.
