@@ -14,10 +14,9 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.hosts import Hosts, current, digest
-from lockstep.models.adjustable import Settings, adjustable_logits
 from lockstep.models.reader import read_decoder
+from lockstep.models.reader_search import Settings, adjustable_logits, settings_of, suspects
 from lockstep.models.skeleton import as_trainable
-from lockstep.models.suspects import suspects
 from lockstep.placement import mesh_of, place, sources, weight_specs
 from lockstep.placement.device import Program, compile_program, fetch
 
@@ -181,7 +180,7 @@ class _Check:
             with jax.default_matmul_precision("highest"):
                 return jnp.max(_gaps(adjustable_logits(self.config, self._made(parts), ids, settings), theirs))
 
-        settings = self.placed(Settings.of(self.config))
+        settings = self.placed(settings_of(self.config))
         return self._compile("search_reader", compare, [self.parts, self.ids, theirs, settings])
 
     def placed(self, settings: Settings) -> Settings:
@@ -227,7 +226,7 @@ def _likely(check: _Check, program: Program, theirs: Any, gap: float, tolerance:
     def left(settings: Settings) -> float:
         return float(fetch(program(check.parts, check.ids, theirs, check.placed(settings))))
 
-    if not math.isclose(left(Settings.of(check.config)), gap, rel_tol=0.05, abs_tol=tolerance):
+    if not math.isclose(left(settings_of(check.config)), gap, rel_tol=0.05, abs_tol=tolerance):
         return ()
     tried = sorted((left(settings), text) for text, settings in suspects(check.config, check.weights))
     explained = [(rest, text) for rest, text in tried if rest <= max(tolerance, gap / 50)]

@@ -2,15 +2,30 @@
 
 import dataclasses
 
+import haliax as hax
 import jax
 import numpy as np
 import pytest
 
-from lockstep.models import RotaryConfig, Variant
-from lockstep.models.adjustable import Settings
-from lockstep.models.suspects import suspects
+from lockstep.models import RotaryConfig, Variant, read_decoder
+from lockstep.models.reader_search import adjustable_logits, settings_of, suspects
 from tests.tiny import numpy_weights
+from tests.unit.engine.models import FAMILIES, VOCAB, model_on
 from tests.unit.models.test_check_reader import CONFIG
+
+IDS = np.random.default_rng(0).integers(0, VOCAB, (2, 24)).astype(np.int32)
+MARKS = {"gemma": [], "olmo": [pytest.mark.slow], "gemma3": [pytest.mark.slow], "apertus": [pytest.mark.slow]}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(each, marks=MARKS.get(each, [pytest.mark.nightly])) for each in FAMILIES]
+)
+def test_it_is_the_trainable_model(name):
+    model = model_on("1,1,1", FAMILIES[name])
+    config, weights = read_decoder(model)
+    theirs = jax.jit(lambda m: m(hax.named(IDS, ("batch", "position"))).array)(model)
+    ours = jax.jit(adjustable_logits, static_argnums=0)(config, weights, IDS, settings_of(config))
+    np.testing.assert_allclose(ours, theirs, rtol=2e-4, atol=2e-4)
 
 
 def texts(config, **shapes):
@@ -35,7 +50,7 @@ def test_each_is_another_setting_and_has_a_text_of_its_own(variant):
     config = dataclasses.replace(CONFIG, head_dim=16, rope=RotaryConfig(theta=5e5), variant=variant)
     every = list(suspects(config, numpy_weights(config)))
     assert len({text for text, _ in every}) == len(every) > 30
-    base = Settings.of(config)
+    base = settings_of(config)
     for text, settings in every:
         assert not same(settings, base), text
         shapes = [[np.shape(leaf) for leaf in jax.tree.leaves(each)] for each in (settings, base)]
@@ -45,7 +60,7 @@ def test_each_is_another_setting_and_has_a_text_of_its_own(variant):
 def test_what_cannot_be_is_not_tried():
     text = "the layers are ordered by the text of their number: 10 before 2"
     assert text not in texts(CONFIG)
-    (order,) = [s.layers for t, s in texts(dataclasses.replace(CONFIG, num_layers=12)).items() if t == text]
+    (order,) = [s["layers"] for t, s in texts(dataclasses.replace(CONFIG, num_layers=12)).items() if t == text]
     read = sorted(range(12), key=str)  # what such a reader took for layers 0, 1, 2 ...
     assert [read[i] for i in order] == list(range(12))
     many = dataclasses.replace(CONFIG, num_heads=4, num_kv_heads=4)
