@@ -219,7 +219,7 @@ CACHE = {
 }
 
 
-@fuzz(documents(CACHE), documents({"rows": 1}))
+@fuzz(documents(CACHE), documents({"rows": 1, "n_bad": 0}))
 def test_data_cache(directory, metadata, chunk):
     fs, _ = url_to_fs(".")
     (directory / "metadata.json").write_bytes(metadata)

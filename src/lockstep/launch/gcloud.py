@@ -13,7 +13,6 @@ api_lib/util/api_enablement, core/exceptions of SDK 528) and in reports of users
 """
 
 import dataclasses
-import json
 import re
 import shlex
 import subprocess
@@ -21,6 +20,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from lockstep.exits import REFUSED, UNAVAILABLE, UNREACHABLE
+from lockstep.json_text import parse_json
 from lockstep.launch.backend import LaunchError
 
 CALL_S: Final = 300.0
@@ -276,7 +276,8 @@ class Gcloud:
             GcloudError: It failed for another reason.
         """
         try:
-            return json.loads(self.run([*self.command(*words, place=place), "--format=json"]) or "null")
+            text = self.run([*self.command(*words, place=place), "--format=json"]) or "null"
+            return parse_json(text, "what gcloud prints", object, "Run it by hand: what prints beside it?", LaunchError)
         except GcloudError as error:
             if error.cause.name == "gone":
                 return None

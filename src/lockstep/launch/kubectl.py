@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from lockstep.exits import NOT_FOUND, REFUSED, UNREACHABLE
+from lockstep.json_text import parse_json
 from lockstep.launch.backend import LaunchError
 
 CALL_S: Final = 120.0
@@ -94,8 +95,9 @@ class Kubectl:
             LaunchError: See `run`.
         """
         text = self.run("get", *words, "--ignore-not-found", "--output=json")
-        found: dict[str, Any] = json.loads(text) if text.strip() else {}
-        return found
+        if not text.strip():
+            return {}
+        return parse_json(text, "what kubectl prints", dict, "Run it by hand: what prints beside it?", LaunchError)
 
 
 def _explained(words: Sequence[str], said: str) -> LaunchError:

@@ -29,6 +29,9 @@ def test_context_and_namespace_come_first():
 def test_nothing_is_an_empty_object(says):
     says("true")
     assert Kubectl().get("jobset", "x") == {}
+    says("echo Update available; echo '{}'")
+    with pytest.raises(LaunchError, match="what kubectl prints is not JSON: .*Run it by hand"):
+        Kubectl().get("jobset", "x")
 
 
 @pytest.mark.parametrize(

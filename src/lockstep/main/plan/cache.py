@@ -180,7 +180,7 @@ class CompileCache:
         try:
             with gzip.open(path, "rt", encoding="utf-8") as file:
                 return dict(json.load(file))
-        except (OSError, EOFError, ValueError):  # a file that was damaged is compiled again
+        except (OSError, EOFError, ValueError, TypeError, RecursionError):  # a file that was damaged is compiled again
             return None
 
     def _write(self, key: str, values: Mapping[str, Any]) -> None:

@@ -7,7 +7,7 @@ import json
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import rich
@@ -16,9 +16,11 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from lockstep.credentials import get_logger
 from lockstep.errors import ConfigError
 from lockstep.hosts import Hosts, HostThread
+from lockstep.json_text import parse_json, refused
 from lockstep.printable import bytes_text
 from lockstep.training.data.chunk_builder import CachePlan, ChunkBuilder, place, read_chunk
 from lockstep.training.data.token_cache import (
+    FIX,
     METADATA,
     CacheMetadata,
     TokenCache,
@@ -328,7 +330,13 @@ def _summarise(fs: Any, path: str, plan: CachePlan) -> CacheMetadata:
     fs.invalidate_cache()
     paths = [chunk_file(path, number, "json") for number in range(len(plan.chunks))]
     whole = [None] * len(paths)
-    chunks = [json.loads(data) for data in fs.cat_ranges(paths, whole, whole, on_error="raise")]
+    found = fs.cat_ranges(paths, whole, whole, on_error="raise")
+    chunks = [parse_json(data, file, dict, FIX) for file, data in zip(paths, found, strict=True)]
+    with refused(path, FIX):
+        return _summary(chunks, plan)
+
+
+def _summary(chunks: Sequence[Mapping[str, Any]], plan: CachePlan) -> CacheMetadata:
     lines = [0] * len(plan.files)
     bad: list[str] = []
     for pieces, chunk in zip(plan.chunks, chunks, strict=True):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.credentials import without_credentials
 from lockstep.errors import ConfigError
-from lockstep.json_text import parse_json
+from lockstep.json_text import parse_json, refused, typed
 from lockstep.training.data.examples import DataFormat, Example
 from lockstep.training.data.packing import Row, RowShape
 from lockstep.training.data.records import (
@@ -194,6 +194,8 @@ def read_chunk(fs: Any, directory: str, number: int) -> dict[str, Any] | None:
     """
     path = chunk_file(directory, number, "json")
     try:
-        return parse_json(fs.cat_file(path), path, dict, FIX)
+        found = parse_json(fs.cat_file(path), path, dict, FIX)
     except FileNotFoundError:
         return None
+    with refused(path, FIX):
+        return found | {"n_bad": typed(int, found["n_bad"])}

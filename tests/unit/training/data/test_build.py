@@ -8,7 +8,7 @@ import time
 import pytest
 from rich.console import Console
 
-from lockstep.errors import PeerError
+from lockstep.errors import ConfigError, PeerError
 from lockstep.hosts import Hosts, MemoryClient, host_thread
 from lockstep.training import LmDataConfig
 from lockstep.training.data import build, records
@@ -59,6 +59,17 @@ def test_hosts_build_a_share_each_and_find_it_finished_later(config, tmp_path):
     again = [Counting() for _ in range(2)]
     assert run_threads(load, 2, config, again) == [oracle] * 2
     assert [one.calls for one in again] == [0, 0]
+
+
+@pytest.mark.parametrize("text", ["[]", "{", "{}", '{"lines": [1], "n_bad": 0}'])
+def test_a_part_of_a_cache_that_is_none_names_its_directory(config, tmp_path, text):
+    """Hosts share the directory: what is in it may be of somebody else."""
+    load_alone(config, Tokenizer())
+    directory = next(path for path in (tmp_path / "cache").iterdir() if path.name != "locks")
+    next(directory.glob("chunk-*.json")).write_text(text)
+    (directory / "metadata.json").unlink()
+    with pytest.raises(ConfigError, match="Remove this directory: the data is then tokenised again"):
+        load_alone(config, Tokenizer())
 
 
 def load_alone(config, tokenizer):
