@@ -124,16 +124,21 @@ def test_weights_that_sums_of_floats_lose_beside_a_large_one() -> None:
     assert_kept_as_before(rows, [0, 0, 0], [0.9985, 0.999, 0.9995], [0, 0, 0])
 
 
-@pytest.mark.parametrize("with_list", [False, True], ids=["as on TPU", "elsewhere"])
-def test_the_same_is_kept_with_and_without_a_list(with_list: bool) -> None:
+def without_list(scores: Any, parameters: Any) -> Any:
+    """The mask of the kept tokens as one TPU finds it."""
+    features = {each.name: jnp.any(each.narrows(parameters[each.name])) for each in FILTERS}
+    threshold = _threshold(scores, parameters, features, with_list=False)
+    return threshold.mask(Candidates.of(scores, jnp.arange(scores.shape[1])))
+
+
+@pytest.mark.parametrize("mask", [jax.jit(without_list), finder(2)], ids=["as on TPU", "two devices"])
+def test_the_same_is_kept_without_a_list_and_with_the_slots_shared(mask: Any) -> None:
     scores = 4 * jax.random.normal(jax.random.key(0), (SLOTS, LARGE))
     given = {"top_k": np.array([50, 0, 2], np.int32), "top_p": np.array([1.0, 0.9, 0.5], np.float32)}
     given["min_p"] = np.log(np.array([1e-9, 1e-2, 1e-9], np.float32))
-    features = {each.name: jnp.any(each.narrows(given[each.name])) for each in FILTERS}
-    found = jax.jit(functools.partial(_threshold, with_list=with_list))(scores, given, features)
     expected = kept_tokens(scores, *(given[each.name] for each in FILTERS))
     assert 0 < expected.sum() < expected.size
-    np.testing.assert_array_equal(found.mask(Candidates.of(scores, jnp.arange(LARGE, dtype=jnp.int32))), expected)
+    np.testing.assert_array_equal(mask(scores, given), expected)
 
 
 @pytest.mark.parametrize("tensor", [2, 4])
