@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from scipy.stats import chi2
 
 from lockstep.engine.sampling.filters import FILTERS as ALL_FILTERS
-from lockstep.engine.sampling.filters import Candidates, Filter, keep_all, top_p
+from lockstep.engine.sampling.filters import Candidates, Filter, keep_all, mass_of, sum_limbs, top_p
 from lockstep.engine.sampling.sampler import Sampled, SamplingState, active_features, sample
 from lockstep.engine.sampling.shortlist import SIZE
 from lockstep.engine.schedule import sampling_sizes
@@ -86,6 +86,13 @@ LOGITS = {
     "plain": np.array([2.0, -1.0, 0.3, 1.7, 0.0, -4.0, 1.1, 0.9], np.float32),
     "ties": np.array([1.0, 0.5, 1.0, 0.5, 0.5, -np.inf, 1.0, 0.5], np.float32),
 }
+
+
+def test_sums_of_weights_are_exact() -> None:
+    """With carries of every limb: whole multiples of 2**-36, and those that make up 1."""
+    small = np.random.default_rng(0).integers(0, 2**14, (3, 900))
+    np.testing.assert_array_equal(mass_of(sum_limbs(jnp.float32(small * 2.0**-36))), small.sum(axis=1) * 2.0**-36)
+    np.testing.assert_array_equal(mass_of(sum_limbs(jnp.full((1, 2**13), np.float32(2.0**-13)))), [1.0])
 
 
 @pytest.mark.parametrize("temperature", [0.6, 1.0, 1.8])
