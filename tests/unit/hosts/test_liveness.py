@@ -35,6 +35,25 @@ def test_a_connection_that_ends_is_a_process_that_is_gone(job):
     assert lost.get(timeout=10) == (2, "")
 
 
+def test_the_system_ends_the_connection_of_a_machine_that_no_longer_answers(job, monkeypatch):
+    _, lost, connect = job
+    found = []
+
+    def noted(connection, keep_alive=liveness.keep_alive):
+        keep_alive(connection)
+        unacknowledged = getattr(socket, "TCP_USER_TIMEOUT", None)
+        options = [
+            (socket.SOL_SOCKET, socket.SO_KEEPALIVE),
+            *([(socket.IPPROTO_TCP, unacknowledged)] if unacknowledged else []),
+        ]
+        found.append([connection.getsockopt(*option) for option in options])
+
+    monkeypatch.setattr(liveness, "keep_alive", noted)
+    connect("WORD 2\n").close()
+    assert lost.get(timeout=10) == (2, "") and len(found) == 1
+    assert found[0][0] and found[0][1:] in ([], [int(liveness.UNHEARD_S * 1000)])
+
+
 def test_a_process_whose_heart_beats_has_only_lost_its_connection(job):
     clients, lost, connect = job
     clients[1].set("lockstep/heartbeat/1", json.dumps(["decode", 0, time.time() + 3600]).encode())

@@ -1,10 +1,14 @@
 """What a process prints when others have announced that they end; the rest of the file needs real processes."""
 
+import atexit
 import json
+import threading
+from types import SimpleNamespace
 
 import pytest
 
 from lockstep.exits import EXIT_CODES, PEER_FAILED, TERMINATED
+from lockstep.hosts import Hosts, MemoryClient, peers
 from lockstep.hosts.peers import _summarize
 
 
@@ -41,3 +45,21 @@ def test_the_text_of_a_peer_does_not_reach_a_terminal_raw() -> None:
     text = "failed: \x1b]0;title\x07\x1b[2J\rboom\nsecond line\x9b31m\u202e"
     ((reason,), _) = _summarize([json.dumps([text, PEER_FAILED, 1]).encode()])
     assert reason == r"process 1 failed: \x1b]0;title\x07\x1b[2J\rboom" + "\nsecond line\\x9b31m\\u202e"
+
+
+def test_stopping_the_watch_waits_for_its_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One inside a call of the service while the interpreter goes down would abort the process."""
+    answered = threading.Event()
+    monkeypatch.setattr(peers, "STOP_S", 60.0)
+    monkeypatch.setattr(peers, "_watch", lambda *_: answered.wait(60))
+    monkeypatch.setattr(peers, "on_abort", lambda _: lambda: None)
+    monkeypatch.setattr(peers, "Listener", lambda *_: SimpleNamespace(start=lambda: None, missing=None))
+    stop = peers.watch_peers(Hosts(MemoryClient.hub(1)[0]))
+    atexit.unregister(stop)
+    stopping = threading.Thread(target=stop)
+    stopping.start()
+    stopping.join(0.1)
+    assert stopping.is_alive(), "the service has not answered"
+    answered.set()
+    stopping.join(60)
+    assert not stopping.is_alive()
