@@ -1,6 +1,8 @@
 """The fenced blocks of the documentation: what each of them is, what stands around a program, and what is not run."""
 
+import ast
 import dataclasses
+import functools
 import re
 from pathlib import Path
 
@@ -51,7 +53,7 @@ KINDS = {
     "yaml": "is read by the class that it is of, see CONFIGURATIONS",
     "json": "is read by what reads such a file, see CONFIGURATIONS",
     "sh": "every line is read by the parser of its command, and dry-run where it has such a thing, see NOT_PARSED",
-    "text": "what a program prints, or a drawing, compared with it, see OUTPUTS",
+    "text": "what a program prints: its words are those of the sources; or a drawing, see NOT_PRINTED",
 }
 """Languages of blocks, and what is done with each. A block of no language, or of another one, is refused."""
 
@@ -120,6 +122,7 @@ forward = jax.jit(lambda params, ids: as_trainable(tiny.CONFIG, params)(hax.name
 """,
     "docs/engine.md": TINY
     + """
+mesh = make_mesh("1,1,1", jax.devices()[:1])
 model = tiny.CONFIG, tiny.placed_weights(mesh, vocab=tiny.vocab_size())
 """,
     "docs/protocol.md": TINY
@@ -153,7 +156,6 @@ tests/unit/testing/test_plugin.py runs the tests of docs/testing.md."""
 
 SLOW = {
     "docs/your-trainer.md": "compiles forward passes",
-    "docs/engine.md": "compiles prefill and decode; tests/unit/test_engine_page.py runs it on one device",
     "README.md": "imports Levanter, which takes seconds",
     "docs/levanter.md": "imports Levanter's train_lm, which takes seconds",
     "docs/tunix.md": "imports Tunix, which takes seconds",
@@ -169,6 +171,10 @@ AFTER = {
     "docs/tunix.md": "assert isinstance(hooks[0], lockstep.tunix.SampleHooks)",
     "docs/protocol.md": "assert len(completions) == 1 and prepared.shared == [False]",
     "docs/checkpoints.md": "assert state is None and 'step-1' in os.listdir(trainer.checkpoints)",
+    "docs/engine.md": """
+assert [(each.prompt_id, each.generation_id) for each in completions] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+assert all(each.tokens for each in completions) and engine.sizing.describe()
+""",
     "docs/extending.md": "assert top_n_sigma(jnp.array([[0.0, 2.0]]), jnp.array([0.5])).tolist() == [1.5]",
     "docs/data.md": "assert FORMAT.fields == ('question', 'answers')",
     "docs/quickstart.md": "assert (callback.rounds, callback.skipped_rounds) == (2, 0)",
@@ -249,3 +255,29 @@ NOT_RUN = {
     "python -m benchmarks.*, python -m pytest": "minutes; the module's own parser or the file is looked up",
 }
 """What is parsed but not run, and why. Everything else of a line's kind is run: report, tail, launch --dry-run."""
+
+NOT_PRINTED = {
+    "docs/first-pod.md:text:0": "test_first_pod.py compares it with what the lines of the page print",
+    "docs/first-pod.md:text:1": "test_first_pod.py compares it with what the lines of the page print",
+    "docs/first-pod.md:text:2": "test_first_pod.py compares it with what the lines of the page print",
+    "docs/launch-google.md:text:0": "test_snippets.py compares it with what --dry-run prints",
+    "docs/testing.md:text:0": "testing/test_plugin.py compares it with what the tests of the page print",
+    "docs/testing.md:text:1": "testing/test_plugin.py compares it with what the tests of the page print",
+    "docs/scheduler-and-memory.md:text:0": "a formula; tests/oracle.py computes draws with it",
+    "docs/weights-and-layouts.md:text:0": "a drawing",
+}
+"""Blocks of text that are not what a program prints, or that another test compares, and which."""
+
+
+@functools.cache
+def texts_of_the_sources():
+    """Every string of the package; what an f-string puts in is an ellipsis."""
+    found = []
+    for path in (ROOT / "src" / "lockstep").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.JoinedStr):
+                parts = [part.value if isinstance(part, ast.Constant) else "…" for part in node.values]
+                found.append("".join(map(str, parts)))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(re.sub(r"\{\w*\}", "…", node.value))
+    return found

@@ -97,14 +97,3 @@ def test_the_example_runs(name, setup, monkeypatch):
     report = []
     runner.run(test, out=report.append)
     assert runner.tries == len(found) and not runner.failures, "".join(report)
-
-
-def test_a_wrong_example_fails():
-    (example,) = doctest.DocTestParser().get_examples(">>> 1 + 1\n3\n")
-    runner = doctest.DocTestRunner()
-    runner.run(doctest.DocTest([example], {}, "wrong", None, None, None), out=lambda text: None)
-    assert runner.failures == 1
-
-
-def test_no_row_of_the_slow_ones_is_stale():
-    assert set(SLOW) <= set(NAMES)

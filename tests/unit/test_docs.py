@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from lockstep.main.arguments import decode_config
-from lockstep.training import TrainLmConfig
+from tests.snippets import texts_of_the_sources
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "lockstep"
@@ -121,12 +120,6 @@ def test_the_five_lines_of_the_readme_are_those_of_the_example():
     assert levanter in (ROOT / "docs" / "levanter.md").read_text(encoding="utf-8").replace("(samples,", "(config,")
     assert len(snippet.splitlines()) == 5
     assert textwrap.indent(snippet, "    ") in (ROOT / "examples" / "own_loop.py").read_text(encoding="utf-8")
-
-
-def test_the_yaml_of_the_readme_is_read():
-    (snippet,) = [s for s in blocks(ROOT / "README.md", "yaml") if s.startswith("# lockstep train-lm\n")]
-    config = decode_config(TrainLmConfig, yaml.safe_load(snippet), "README.md")
-    assert config.inference_eval.enabled
 
 
 def test_the_quickstart_says_how_often_the_demo_samples():
@@ -241,3 +234,27 @@ def test_every_package_is_on_the_map_and_in_its_picture():
     assert packages <= {code.rstrip("/") for code in re.findall(r"^\| `([\w/]+)`", text, re.MULTILINE)}
     picture = (ROOT / "docs" / "images" / "packages.svg").read_text(encoding="utf-8")
     assert packages <= set(re.findall(r">(\w+)</text>", picture))
+
+
+def missing(text):
+    """Quoted texts that no string of the sources has in one piece; an ellipsis stands for any values."""
+    quoted = [each.rstrip(".") for each in re.findall(r"`([^`]+)`", text)]
+    patterns = {each: ".{0,60}".join(map(re.escape, each.strip("… ").split("…"))) for each in quoted}
+    sources = "\n".join(texts_of_the_sources())
+    return [each for each, pattern in patterns.items() if not re.search(pattern, sources)]
+
+
+def test_messages_that_pages_quote_are_in_the_sources():
+    ours = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8").partition("## What Lockstep says")[2]
+    rows = [row.strip("|\n").split(" | ") for row in tables(ours)[0].splitlines()[2:]]
+    assert len(rows) > 15 and all(len(row) == 3 and all(map(str.strip, row)) for row in rows)
+    assert not [lost for text, *_ in rows for lost in missing(text)]
+    pod = (ROOT / "docs" / "first-pod.md").read_text(encoding="utf-8")
+    assert not missing(" ".join(re.findall(r"`lockstep: [^`\n]+`", pod)))
+    assert missing("`this job has … processors, but … requires …`")
+
+
+def test_what_people_search_for_is_on_the_page_about_troubles():
+    page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    texts = ("program continuator has halted", "unexpected peer", "launch id", "CompileTimeScopedVmemOom")
+    assert not [text for text in (*texts, "Barrier timed out", "/dev/vfio", "REQUIRE_MULTIHOST") if text not in page]

@@ -11,10 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.launch import BACKENDS, parse
-from lockstep.main.commands import COMMANDS
+from lockstep.launch import parse
 from tests.fake_cloud.google_cloud import Cloud
-from tests.unit.test_troubleshooting import missing, texts_of_the_sources
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "first-pod.md").read_text(encoding="utf-8")
@@ -83,17 +81,6 @@ def test_every_exception_is_of_the_page():
     assert sum(map(typed, lines)) > 12
 
 
-@pytest.mark.parametrize("line", [line for line in launches() if " -- " in line])
-def test_every_launch_is_read_by_the_launcher(line):
-    words = shlex.split(line)
-    assert words[:2] == ["python3.12", "infra/launch.py"]
-    options = parse(words[2:])
-    assert options.backend in BACKENDS
-    program, name, *arguments = options.command + [""]
-    assert program == "python" or name in {"--help", *(command.name for command in COMMANDS)}
-    assert all((ROOT / word).exists() for word in arguments if word.startswith(("config/", "examples/")))
-
-
 @pytest.mark.parametrize(
     ("text", "package"),
     [("/models/", "gcsfs"), (".parquet", "pyarrow"), ("type: wandb", "wandb"), ("v5p-64", "jax[tpu]")],
@@ -107,11 +94,6 @@ def test_what_its_configuration_needs_is_installed_on_the_machines(text, package
     for line in lines:
         installed = [one for extra in parse(shlex.split(line)[2:]).extras.split(",") for one in extras[extra]]
         assert any(one.startswith(f"{package}>=") for one in installed), line
-
-
-def test_what_it_quotes_of_ours_is_in_the_sources():
-    quoted = [text for text in re.findall(r"`([^`\n]+)`", PAGE) if text.startswith("lockstep: ")]
-    assert quoted and not missing(" ".join(f"`{text}`" for text in quoted), texts_of_the_sources())
 
 
 class Laptop:
@@ -154,10 +136,6 @@ def shown(texts, output):
     """Whether the lines of a page are in an output, in their order, with any values where they have an ellipsis."""
     pattern = ".*?".join(re.escape(text).replace("…", "[^\n]*") for text in texts.splitlines())
     return re.search(pattern, output, re.DOTALL) is not None
-
-
-def test_what_is_not_shown_is_seen():
-    assert shown("a …\nc", "x\na b\nc\n") and not shown("a …\nc", "c\na b\n")
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 import ast
 import dataclasses
 import functools
+import graphlib
 from pathlib import Path
 
 import pytest
@@ -194,46 +195,18 @@ def test_no_file_is_longer_than_400_lines():
 @pytest.mark.parametrize(
     ("file", "source", "message"),
     [
-        ("engine/schedule/pages.py", "import jax.numpy as jnp", "no jax here"),
         ("engine/schedule/pages.py", "def f():\n    from jax import lax", "no jax here"),
-        ("types.py", "from equinox import Module", "no jax here"),
-        ("engine/engine.py", "from lockstep.training import Trainer", "engine may import only"),
         ("engine/engine.py", "from ..callback import SampleCallback", "engine may import only"),
         ("engine/engine.py", "from lockstep import SampleCallback", "engine may import only"),
-        ("callback/round.py", "import wandb", "wandb only in report/trackers/wandb.py"),
-        ("placement/place.py", "from jax._src import distributed", "jax._src only in check/_jax.py, hosts/_client.py"),
         ("placement/place.py", "from jax import _src", "jax._src only in check/_jax.py, hosts/_client.py"),
-        (
-            "training/loop/trainer.py",
-            "import orbax.checkpoint as ocp",
-            "orbax only in training/checkpoints/array_handler.py, training/checkpoints/arrays.py",
-        ),
-        (
-            "models/llama.py",
-            "from levanter.models import llama",
-            "levanter only in levanter.py, models/levanter_reader.py",
-        ),
-        ("text/stop.py", "from lockstep.hosts import Hosts", "text may import only"),
+        ("engine/schedule/batch.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import jax", None),
+        ("report/trackers/wandb.py", "def build():\n    import wandb", None),
+        ("engine/engine.py", "from .cache import Cache\nfrom ..types import Request", None),
     ],
 )
 def test_a_breach_is_seen(file, source, message):
-    (wrong,) = breaches(imports_of(source, file))
-    assert message in wrong
-
-
-@pytest.mark.parametrize(
-    ("file", "source"),
-    [
-        ("engine/engine.py", "from lockstep.engine.schedule import Scheduler\nimport jax"),
-        ("engine/engine.py", "from .cache import Cache\nfrom ..types import Request"),
-        ("hosts/_client.py", "from jax._src import distributed"),
-        ("report/trackers/wandb.py", "def build():\n    import wandb"),
-        ("engine/schedule/batch.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import jax"),
-        ("__init__.py", "from lockstep.callback import SampleCallback"),
-    ],
-)
-def test_what_is_allowed_passes(file, source):
-    assert not breaches(imports_of(source, file))
+    wrong = breaches(imports_of(source, file))
+    assert len(wrong) == (message is not None) and (message or "") in "".join(wrong)
 
 
 def deep_imports(found: list[Import]) -> list[str]:
@@ -284,32 +257,13 @@ def test_other_packages_are_imported_by_their_face():
     assert not wrong, f"{len(wrong)} of {len(found)}\n" + "\n".join(wrong)
 
 
-def circles(edges: dict[str, set[str]]) -> list[list[str]]:
-    """The groups of modules that import each other, one way or another (Tarjan's strongly connected components)."""
-    index: dict[str, int] = {}
-    low: dict[str, int] = {}
-    stack: list[str] = []
-    found: list[list[str]] = []
-
-    def visit(node: str) -> None:
-        index[node] = low[node] = len(index)
-        stack.append(node)
-        for other in sorted(edges.get(node, ())):
-            if other not in index:
-                visit(other)
-                low[node] = min(low[node], low[other])
-            elif other in stack:
-                low[node] = min(low[node], index[other])
-        if low[node] == index[node]:
-            group = stack[stack.index(node) :]
-            del stack[stack.index(node) :]
-            if len(group) > 1:
-                found.append(sorted(group))
-
-    for node in sorted(edges):
-        if node not in index:
-            visit(node)
-    return found
+def circle(edges: dict[str, set[str]]) -> list[str]:
+    """Modules that import each other in a circle, one circle of them; empty: there is none."""
+    try:
+        graphlib.TopologicalSorter(edges).prepare()
+    except graphlib.CycleError as error:
+        return error.args[1]
+    return []
 
 
 def module_edges() -> dict[str, set[str]]:
@@ -344,9 +298,5 @@ def module_edges() -> dict[str, set[str]]:
 def test_no_module_imports_itself_by_way_of_others():
     edges = module_edges()
     assert len(edges) > 100 and "engine.prepare" in edges["engine.engine"]
-    assert not circles(edges)
-
-
-def test_a_circle_is_seen():
-    assert circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == [["a", "b", "c"]]
-    assert circles({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
+    assert not circle(edges)
+    assert set(circle({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}})) == {"a", "b", "c"}

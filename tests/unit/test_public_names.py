@@ -53,15 +53,6 @@ def test_a_name_is_that_of_its_package(name):
     assert name in dir(lockstep)
 
 
-def test_a_package_is_found_without_an_import_of_its_own():
-    assert lockstep.hosts.Hosts is lockstep.Hosts
-
-
-def test_a_name_that_is_not_there_is_an_attribute_error():
-    with pytest.raises(AttributeError, match="module 'lockstep' has no attribute 'Enigne'"):
-        lockstep.Enigne  # noqa: B018 - to look it up is what is tested
-
-
 def test_who_starts_processes_does_not_wait_for_the_engine():
     found = subprocess.run([sys.executable, "-c", LOOK], capture_output=True, text=True, timeout=120)
     assert (found.returncode, found.stdout.split()) == (0, []), found.stdout + found.stderr

@@ -1,13 +1,18 @@
-"""The release: notes from the changelog, and a workflow whose jobs have an order and the rights they need."""
+"""The release: notes from the changelog, a workflow with the rights that it needs, and extras that fit together."""
 
+import functools
+import importlib.metadata
 import re
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from scripts.release_notes import notes
 from tests.fake_cloud.shellcheck import shellcheck
@@ -103,16 +108,6 @@ def test_what_a_workflow_runs_cannot_be_changed_elsewhere(path):
     assert {"build", "setuptools", "twine"} <= {line.partition("==")[0] for line in named}
 
 
-def test_jobs_come_one_after_the_other(jobs):
-    assert {name: job.get("needs") for name, job in jobs.items()} == {
-        "build": None,
-        "try": "build",
-        "publish": ["build", "try"],
-        "page": ["build", "publish"],
-    }
-    assert all(job["timeout-minutes"] <= 30 for job in jobs.values())
-
-
 def test_only_who_publishes_may(jobs):
     whole = yaml.safe_load(RELEASE.read_text(encoding="utf-8"))
     assert whole["permissions"] == {"contents": "read"} and whole[True] == {"push": {"tags": ["v*"]}}
@@ -124,25 +119,6 @@ def test_only_who_publishes_may(jobs):
     assert "secrets." not in RELEASE.read_text(encoding="utf-8")
     # Who may publish runs nothing of the checkout.
     assert not steps(jobs["publish"], "run") and not any("checkout" in use for use in steps(jobs["publish"], "uses"))
-
-
-def test_the_wheel_is_tried_on_each_python_that_the_package_names(jobs):
-    named = [each.rpartition(" ")[2] for each in PROJECT["classifiers"] if re.search(r":: 3\.\d+$", each)]
-    assert jobs["try"]["strategy"]["matrix"]["python"] == named == ["3.12", "3.13"]
-    assert steps(jobs["try"], "run") == ["scripts/try_wheel.sh python dist/*.whl"]
-
-
-def test_what_a_job_fetches_a_job_before_it_has_kept(jobs):
-    kept = {}
-    for name, job in jobs.items():
-        for step in job["steps"]:
-            if "upload-artifact" in step.get("uses", ""):
-                kept[step["with"]["name"]] = name
-    assert kept == {"dist": "build", "notes": "build"}
-    for name, job in jobs.items():
-        for step in job["steps"]:
-            if "download-artifact" in step.get("uses", ""):
-                assert step["with"].get("name", "dist") in kept and "build" in job["needs"], name
 
 
 def test_commands_of_the_workflow_and_the_script_are_shell(jobs):
@@ -158,3 +134,72 @@ def test_commands_of_the_workflow_and_the_script_are_shell(jobs):
 def test_every_extra_is_on_the_page_about_installing():
     page = (ROOT / "docs" / "install.md").read_text(encoding="utf-8")
     assert set(PROJECT["optional-dependencies"]) <= set(re.findall(r"`(\w+)`", page))
+
+
+# The pins of constraints.txt fit together for every combination of extras, as the installed packages say; nothing is
+# downloaded.
+
+PINS = {
+    canonicalize_name(name): version
+    for name, _, version in (line.partition("==") for line in (ROOT / "constraints.txt").read_text().split())
+}
+BESIDE = "marin-levanter[tpu]"
+"""What is installed beside ours on a TPU where Levanter trains."""
+WANTED = [*PROJECT["optional-dependencies"], BESIDE]
+
+
+@functools.cache
+def needs(name: str, extra: str) -> list[str]:
+    """The requirements of a package with an extra ("" for none), where it is installed in its pinned version."""
+    if name == PROJECT["name"]:
+        return PROJECT["optional-dependencies"][extra] if extra else PROJECT["dependencies"]
+    try:
+        found = importlib.metadata.distribution(name)
+    except importlib.metadata.PackageNotFoundError:
+        return []
+    # What `make test` installs has the pins. The requirements of other versions say nothing about the pins.
+    if found.version != PINS.get(canonicalize_name(name)):
+        pytest.skip(f"{name} {found.version} is installed, which constraints.txt does not pin: make setup-tests")
+    requirements = [Requirement(text) for text in found.requires or []]
+    without = {str(one) for one in requirements if one.marker is None or one.marker.evaluate({"extra": ""})}
+    chosen = {str(one) for one in requirements if one.marker is None or one.marker.evaluate({"extra": extra})}
+    return sorted(chosen - without if extra else without)
+
+
+def requirements(texts: list[str]) -> Iterator[Requirement]:
+    """All requirements of these and of what they need in turn."""
+    todo, seen = [Requirement(text) for text in texts], set()
+    while todo:
+        one = todo.pop()
+        yield one
+        for extra in ("", *one.extras):
+            if (place := (canonicalize_name(one.name), extra)) not in seen:
+                seen.add(place)
+                todo += map(Requirement, needs(one.name, extra))
+
+
+def conflicts(texts: list[str], pins: Mapping[str, str] = PINS) -> list[str]:
+    """What some pins do not satisfy of all that these requirements need."""
+    found = []
+    for one in requirements(texts):
+        pin = pins.get(canonicalize_name(one.name))
+        if pin is not None and not one.specifier.contains(pin, prereleases=True):
+            found.append(f"{one} against {one.name}=={pin}")
+    return found
+
+
+def ours(extra: str) -> list[str]:
+    return [PROJECT["name"], BESIDE] if extra == BESIDE else [f"{PROJECT['name']}[{extra}]"]
+
+
+@pytest.mark.parametrize("extra", WANTED)
+def test_every_extra_resolves_to_the_pins(extra):
+    """Each extra does, to one set of pins, so every combination of them does too."""
+    assert not conflicts(ours(extra))
+
+
+@pytest.mark.parametrize("extra", ["tpu", "plan", BESIDE])
+def test_extras_for_tpus_bring_the_pinned_libtpu_and_no_other(extra):
+    assert any(one.name == "libtpu" for one in requirements(ours(extra)))
+    other = PINS | {"libtpu": "0.0.48.1"}
+    assert any("against libtpu==0.0.48.1" in text for text in conflicts(ours(extra), other))

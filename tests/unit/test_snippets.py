@@ -1,6 +1,5 @@
 """Every fenced block of the documentation is run, or read by what it is written for; tests/snippets.py says which."""
 
-import builtins
 import copy
 import importlib
 import json
@@ -10,13 +9,13 @@ import shutil
 import tomllib
 from pathlib import Path
 
-import numpy as np
 import pytest
 import yaml
 
 from lockstep.errors import ConfigError
 from lockstep.launch import main as launch
 from lockstep.launch import parse as parse_launch
+from lockstep.launch.tpu_vm_backend import TpuVmBackend
 from lockstep.main import cli, doctor_command, eval, plan_command
 from lockstep.main.arguments import decode_config, name_words, parse_arguments, read_values
 from lockstep.main.commands import COMMANDS, configured_commands
@@ -24,9 +23,8 @@ from lockstep.main.plan import topology
 from lockstep.main.reader_arguments import Arguments
 from lockstep.report import Row, append_jsonl
 from tests import snippets
-from tests.snippets import BLOCKS, ROOT
+from tests.snippets import BLOCKS, ROOT, texts_of_the_sources
 from tests.unit.test_first_pod import shown
-from tests.unit.test_troubleshooting import texts_of_the_sources
 
 LATER = ("status", "logs", "stop", "delete")
 
@@ -53,7 +51,7 @@ def test_every_row_is_of_a_block():
     pages = {block.page for block in of("python")}
     assert pages == set(snippets.PROGRAMS) >= set(snippets.SLOW) | set(snippets.AFTER)
     assert {block.name for block in of("yaml", "json")} == set(snippets.CONFIGURATIONS)
-    assert {block.name for block in of("text")} == set(OUTPUTS)
+    assert {block.name for block in of("text")} >= set(snippets.NOT_PRINTED)
     lines = [line for block in of("sh") for line in commands(block)]
     assert not [start for start in snippets.NOT_PARSED if not any(line.startswith(start) for line in lines)]
 
@@ -231,6 +229,29 @@ def test_command_lines_are_read(block, monkeypatch):
         read_line(line)
 
 
+def heads():
+    """The command lines in the comments at the beginnings of the shipped configurations."""
+    for path in sorted((ROOT / "config").rglob("*.yaml")):
+        head = re.match(r"(?:#.*\n)*", path.read_text(encoding="utf-8"))[0]
+        text = "\n".join(line.removeprefix("#").strip() for line in head.splitlines()).replace("\\\n", " ")
+        lines = re.findall(r"^.*(infra/launch\.py .*)$", text, re.MULTILINE)
+        yield pytest.param(path, [line.partition(", also")[0] for line in lines], id=path.name)
+
+
+@pytest.mark.parametrize(("path", "lines"), heads())
+def test_the_head_of_a_configuration_says_how_it_is_launched(path, lines, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    assert lines
+    for words in map(shlex.split, lines):
+        options = parse_launch(words[1:])
+        assert ROOT / options.command[options.command.index("--config_path") + 1] == path
+        read_line(shlex.join(["python", *words]))
+        if options.backend != "local":  # what the run reads on a worker is copied there
+            TpuVmBackend().plan(options)
+            needed = [path.relative_to(ROOT), *re.findall(r"^\w+: (data/\S+)", path.read_text(), re.MULTILINE)]
+            assert all(any(Path(name).is_relative_to(each) for each in options.sync) for name in needed)
+
+
 @pytest.mark.parametrize(
     "line",
     [
@@ -303,7 +324,7 @@ def test_launches_are_shown(words, desk, capsys):
     assert words[-1].strip("'") in out
 
 
-# Outputs and drawings
+# Outputs
 
 
 UNITS = {"KiB", "MiB", "GiB"}
@@ -328,114 +349,18 @@ def words_of_ours(text):
     assert not [run for run in runs if len(run) > 3 and " ".join(run) not in sources]
 
 
-def plan_table(text):
-    """The table of a plan: total and headroom are what a device has, the parts are the total."""
-    unit = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
-
-    def column(name, index):
-        (line,) = [line for line in text.splitlines() if line.startswith(f" {name}")]
-        number, size = re.findall(r"([\d.]+) ([KMG]iB)", line.partition(" of ")[2][9:] or line)[index]
-        return float(number) * unit[size]
-
-    (has,) = re.findall(r"headroom of ([\d.]+) GiB", text)
-    for index in (0, 1):
-        assert column("total", index) + column("headroom", index) == pytest.approx(float(has) * 2**30, rel=2e-4)
-    words_of_ours(text)
+@named([block for block in of("text") if block.name not in snippets.NOT_PRINTED])
+def test_outputs_are_words_of_the_program(block):
+    words_of_ours(block.text)
 
 
-def progress_lines(text):
-    """Lines of progress: the parts of `StepLog`'s line, in its order."""
-    for line in text.splitlines():
-        assert re.fullmatch(
-            r"step \d+/\d+  \S+ steps/s  reward [\d.]+ \(last \d+: [\d.]+\)  "
-            r"rollout [\d.]+ s, reward [\d.]+ s, update [\d.]+ s  (starting|\d+:\d\d left)",
-            line,
-        )
-
-
-def dry_run(text, desk, capsys):
-    """What ``--dry-run`` prints for the first line of the page."""
-    words = shlex.split(commands(next(block for block in of("sh") if block.page == "docs/launch-google.md"))[0])[2:]
+def test_the_dry_run_of_the_page_about_google_is_printed(desk, capsys):
+    blocks = {block.name: block for block in BLOCKS}
+    words = shlex.split(commands(blocks["docs/launch-google.md:sh:0"])[0])[2:]
     at = words.index("--")
     assert launch([*words[:at], "--dry-run", *words[at:]]) == 0
+    text = blocks["docs/launch-google.md:text:0"].text
     assert shown("\n".join(line.rstrip() for line in text.splitlines()), capsys.readouterr().out)
-
-
-def gumbel(text):
-    """The formula of a draw, computed line by line, is the sampler's."""
-    import jax
-    import jax.numpy as jnp
-
-    from lockstep.engine.sampling.noise import gumbel_noise
-
-    lines = dict(re.findall(r"^(\w+) += (.*?)(?: {4,}.*)?$", text, re.MULTILINE))
-    assert list(lines) == ["key", "bits", "u", "gumbel"]
-    names = {
-        "fold_in": lambda key, word: jax.random.key_data(
-            jax.random.fold_in(jax.random.wrap_key_data(key, impl="threefry2x32"), word)
-        ),
-        "threefry2x32": lambda seed: jax.random.key_data(jax.random.key(seed, impl="threefry2x32")),
-        "log": np.log,
-        **{"seed": 3, "prompt_id": 4, "generation_id": 1, "position": 17, "token_id": 42},
-    }
-    for name, formula in lines.items():
-        names[name] = eval_formula(formula.replace("·", "*").replace("2⁻²³", "2.0**-23"), names)
-    ours = gumbel_noise(jnp.array([3, 4, 1], jnp.uint32), jnp.int32(17), jnp.array([42]))
-    assert float(names["gumbel"]) == pytest.approx(float(ours[0]), rel=1e-6)
-
-
-def eval_formula(formula, names):
-    return builtins.eval(formula, {}, names)
-
-
-def decode_mesh(text):
-    """The drawing of a decode mesh: its refined axes, and what they make up."""
-    from types import SimpleNamespace
-
-    from lockstep.placement import decode_mesh as module
-
-    shape = {"dp": 1, "fsdp": 4, "tp": 2}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            module,
-            "Mesh",
-            lambda devices, names, **_: SimpleNamespace(shape=dict(zip(names, devices.shape, strict=True))),
-        )
-        made = module.make_decode_mesh(
-            SimpleNamespace(shape=shape, size=8, devices=np.arange(8).reshape(1, 4, 2)), tensor=4
-        )
-    assert " × ".join(f"{axis} ({size})" for axis, size in made.mesh.shape.items()) in text
-    for name, axes in {**made.training_axes, "replica": made.replica_axes, "tensor": made.tensor_axes}.items():
-        assert not axes or f"{name} = {'·'.join(axes)}" in text, (name, axes)
-
-
-def typed_elsewhere(text):
-    """test_first_pod.py or testing/test_plugin.py compares it with what the lines of the page print."""
-
-
-OUTPUTS = {
-    "README.md:text:0": plan_table,
-    "docs/doctor.md:text:0": words_of_ours,
-    "docs/doctor.md:text:1": words_of_ours,
-    "docs/first-pod.md:text:0": typed_elsewhere,
-    "docs/first-pod.md:text:1": typed_elsewhere,
-    "docs/first-pod.md:text:2": typed_elsewhere,
-    "docs/grpo.md:text:0": progress_lines,
-    "docs/launch-google.md:text:0": dry_run,
-    "docs/plan.md:text:0": plan_table,
-    "docs/scheduler-and-memory.md:text:0": gumbel,
-    "docs/testing.md:text:0": typed_elsewhere,
-    "docs/testing.md:text:1": typed_elsewhere,
-    "docs/testing.md:text:2": words_of_ours,
-    "docs/weights-and-layouts.md:text:0": decode_mesh,
-}
-"""What compares each block of text with the program that it is of."""
-
-
-@named(of("text"))
-def test_outputs_are_those_of_the_program(block, desk, capsys):
-    check = OUTPUTS[block.name]
-    check(block.text, desk, capsys) if check is dry_run else check(block.text)
 
 
 def test_words_that_nothing_prints_are_seen():

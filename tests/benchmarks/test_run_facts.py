@@ -12,18 +12,6 @@ from benchmarks import levanter_round, workers
 from benchmarks.run_facts import ROOT, command, run_facts
 
 RESULTS = ROOT / "benchmarks" / "results"
-FIGURES_ALONE = {
-    "2026-11-20-levanter-round-cpu",
-    *(f"2026-11-23-decode-{name}" for name in ("cpu", "second-cpu", "third-cpu")),
-    *(f"2026-11-23-drafts-{name}" for name in ("cpu", "second-cpu")),
-    *(f"2026-11-23-grpo-{name}" for name in ("meshes", "step-cpu", "step-quick-cpu")),
-    *(f"2026-11-23-grpo-step-tunix-{name}" for name in ("cpu", "quick-cpu")),
-    *(f"2026-11-23-{name}" for name in ("host-cost-second-cpu", "rollout-ahead-cpu")),
-    *(f"2026-11-23-tpu-train-step{name}" for name in ("", "-70b")),
-    *(f"2026-11-23-train-step-{name}" for name in ("cpu", "second-cpu")),
-    *(f"2026-11-24-{name}" for name in ("decode-cpu", "drafts-cpu")),
-}
-"""Results of before `write_json` wrote the facts of the run, to which nobody has added them by hand."""
 
 
 @pytest.mark.parametrize(
@@ -84,10 +72,3 @@ def test_rows_are_read_with_and_without_facts(tmp_path: Path) -> None:
     old = RESULTS / "2026-11-23-tpu-train-step.json"
     workers.write_json(tmp_path / "new.json", json.loads(old.read_text()))
     assert workers.read_rows(tmp_path / "new.json") == workers.read_rows(old)
-
-
-@pytest.mark.parametrize("file", sorted(RESULTS.glob("*.json")), ids=lambda file: file.stem)
-def test_results_say_how_they_came_to_be(file: Path) -> None:
-    found = json.loads(file.read_text(encoding="utf-8"))
-    known = isinstance(found, dict) and ("run" in found or {"date", "command", "machine", "versions"} <= found.keys())
-    assert known != (file.stem in FIGURES_ALONE)

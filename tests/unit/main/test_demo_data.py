@@ -11,7 +11,7 @@ import pytest
 from lockstep.main.demo_data import words
 from lockstep.text import check_vocab, decode, encode, load_tokenizer, read_prompts
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 DEMO = ROOT / "data" / "demo"
 FILES = (
     "train.jsonl",
