@@ -53,6 +53,8 @@ FORBIDDEN = {
     "abandoned": "aborted",
 }
 """Words of our own, and what the field says."""
+SUMMARIES_TO_NAME = {"engine", "hosts", "launch", "main", "models", "placement", *("objectives", "rl", "run")}
+"""Rooms of the package whose summaries may still begin with What, How or Where: to become fewer."""
 PATTERN = "|".join(re.escape(word).replace(r"\ ", r"\s+") for word in FORBIDDEN)
 
 
@@ -88,6 +90,12 @@ def unfit_code(source: str) -> list[str]:
     return [*unfit_words(text), *re.findall(r"^ +\w+: [Oo]f .*", text, re.MULTILINE)]
 
 
+def vague_summaries(source: str) -> list[str]:
+    """Docstrings, those of fields too, that begin with What, How or Where instead of naming the thing."""
+    found = re.findall(r'^ *r?"""((?:What|How|Where) .{0,50})', source, re.MULTILINE)
+    return [f"{text!r}: a summary names the thing ('Free bytes of ...', not 'What is free')" for text in found]
+
+
 def problems(root: Path) -> Iterator[str]:
     """Everything that is wrong below a directory, a line each."""
     total = 0
@@ -112,6 +120,9 @@ def problems(root: Path) -> Iterator[str]:
             part = text.partition("\n## [Unreleased]")[2].partition("\n## ")[0].strip()
             if (lines := len(part.splitlines())) > LINES_OF_THE_CHANGELOG:
                 yield f"{page.name}: {lines} lines of what is not released; at most {LINES_OF_THE_CHANGELOG}"
+    for source in (root / "src").rglob("*.py"):
+        if not SUMMARIES_TO_NAME & set(source.relative_to(root).parts):
+            yield from (f"{source.relative_to(root)}: {each}" for each in vague_summaries(source.read_text("utf-8")))
     for source in sorted(path for folder in CODE for path in (root / folder).rglob("*.py")):
         if source.name not in ("lint_docs.py", "test_docs.py"):  # which have the words themselves
             yield from (

@@ -209,6 +209,7 @@ def test_the_linter_reads_code_and_counts_words(tmp_path, capsys):
     lint = script_at("scripts/lint_docs.py")
     source = 'def f(run):\n    """Do it.\n\n    Args:\n        run: of the job.\n    """\n    # All draw alike.\n'
     assert len(lint.unfit_code(source + 'A = "alike"\n"""Of the job."""\n')) == 3
+    assert len(lint.vague_summaries(source + 'A = 1\n"""What is free."""\nB = 2\n"""Free bytes."""\n')) == 1
     (tmp_path / "docs").mkdir()
     (tmp_path / "docs" / "long.md").write_text("word " * (lint.WORDS_OF_A_PAGE + 1))
     (tmp_path / "README.md").write_text("short\n")

@@ -60,7 +60,7 @@ class WandbTables:
 
 @dataclasses.dataclass(frozen=True)
 class _State:
-    """What is kept of a table beside it."""
+    """The state of a table that is kept beside it."""
 
     table: int
     additions: int
