@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import ConfigError, LockstepError
+from lockstep.json_text import refused
 from lockstep.report.jsonl import parse_record
 
 _ROWS = 4096
@@ -15,6 +16,8 @@ _TEXTS = ("prompt", "generated_text", "answer")
 """Columns that are texts, also where every text of a model's happens to be NaN."""
 _NOT_FINITE = ("NaN", "Infinity", "-Infinity")
 """The floats that JSON cannot express, by their names in our JSON lines."""
+TEXTS, NUMBERS = frozenset(("text", "not finite")), frozenset(("int", "float", "not finite"))
+"""Kinds of values that a column may have together."""
 
 
 def check_pyarrow() -> None:
@@ -47,13 +50,17 @@ def write_parquet(lines: Path, output: Path | None = None) -> Path:
     kinds = _columns(lines)
     types = {"text": pa.string(), "float": pa.float64(), "int": pa.int64(), "bool": pa.bool_()}
     types |= {f"list of {kind}": pa.list_(types[kind]) for kind in ("text", "float", "int")}
-    schema = pa.schema([(name, types[kind]) for name, kind in kinds.items()])
     temporary = path.with_name(f".{path.name}.tmp")
-    with pq.ParquetWriter(temporary, schema) as writer:
-        rows = _rows(lines)
-        while some := [_typed(row, kinds) for row in itertools.islice(rows, _ROWS)]:
-            writer.write_table(pa.Table.from_pylist(some, schema=schema))
-    os.replace(temporary, path)
+    try:
+        with refused(f"{lines} as Parquet", "Correct the rows.", LockstepError):
+            schema = pa.schema([(_text(name), types[kind]) for name, kind in kinds.items()])
+            with pq.ParquetWriter(temporary, schema) as writer:
+                rows = _rows(lines)
+                while some := [_typed(row, kinds) for row in itertools.islice(rows, _ROWS)]:
+                    writer.write_table(pa.Table.from_pylist(some, schema=schema))
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
     return path
 
 
@@ -81,37 +88,39 @@ def _kind(value: Any) -> str:
     if isinstance(value, bool):
         return "bool"
     if isinstance(value, int):
-        return "int"
+        return "int" if -(2**63) <= value < 2**63 else "float"
     if isinstance(value, float):
         return "float"
     if isinstance(value, str):
         return "not finite" if value in _NOT_FINITE else "text"
     if isinstance(value, list):
-        inside = {_kind(each) for each in value}
-        numbers = inside <= {"int", "float", "not finite"}
-        return "none" if not inside else f"list of {'text' if not numbers else 'int' if inside == {'int'} else 'float'}"
+        inside = {_kind(each) for each in value} - {"none"}
+        if len(inside) < 2:
+            return "none" if not inside else f"list of {inside.pop()}"
+        return f"list of {'text' if inside == TEXTS else 'float' if inside <= NUMBERS else 'several kinds'}"
     return type(value).__name__
 
 
 def _one_kind(lines: Path, name: str, kinds: set[str]) -> str:
     kinds = kinds - {"none"}
-    if name in _TEXTS and kinds <= {"text", "not finite"}:
+    if name in _TEXTS and kinds <= TEXTS:
         return "text"
-    if not kinds or kinds <= {"int", "float", "not finite"}:
+    if not kinds or kinds <= NUMBERS:
         # What has no value in any row is a metric, and metrics are numbers; so is what is nowhere finite.
         return "int" if kinds == {"int"} else "float"
-    if kinds <= {"text", "not finite"}:
+    if kinds <= TEXTS:
         return "text"
     if kinds == {"bool"}:
         return "bool"
-    if all(kind.startswith("list of ") for kind in kinds):
+    inside = {kind.removeprefix("list of ") for kind in kinds if kind.startswith("list of ")}
+    if len(inside) == len(kinds) and (inside <= NUMBERS or inside <= TEXTS):
         # A list in which every text is the name of a number may be one of texts.
-        return next(kind for kind in ("list of text", "list of float", "list of int") if kind in kinds)
+        return "list of text" if "text" in inside else "list of int" if inside == {"int"} else "list of float"
     raise LockstepError(f"{lines}: the column {name!r} has values of several kinds: {', '.join(sorted(kinds))}.")
 
 
 def _typed(row: dict[str, Any], kinds: dict[str, str]) -> dict[str, Any]:
-    return {name: _as(value, kinds[name]) for name, value in row.items()}
+    return {_text(name): _as(value, kinds[name]) for name, value in row.items()}
 
 
 def _as(value: Any, kind: str) -> Any:

@@ -49,7 +49,15 @@ def test_rows_of_a_run_may_gain_columns_and_numbers_that_are_not_finite(tmp_path
 
 @pytest.mark.parametrize(
     ("records", "message"),
-    [([], "has no row"), ([{"a": "x"}, {"a": 1}], "the column 'a' has values of several kinds: int, text")],
+    [
+        ([], "has no row"),
+        ([{"a": "x"}, {"a": 1}], "the column 'a' has values of several kinds: int, text"),
+        ([{"a": ["x", 1.5]}], "the column 'a' has values of several kinds: list of several kinds"),
+        ([{"a": ["x"]}, {"a": [1.5]}], "the column 'a' has values of several kinds: list of float, list of text"),
+        ([{"a": [[1]]}], "the column 'a' has values of several kinds: list of list"),
+        ([{"a": [True]}], "the column 'a' has values of several kinds: list of bool"),
+        ([{"a": 10**400}, {"a": 0.5}], "as Parquet cannot be read .*Correct the rows"),
+    ],
 )
 def test_what_has_no_columns_is_refused(tmp_path, records, message):
     pytest.importorskip("pyarrow")
