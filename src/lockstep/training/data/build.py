@@ -7,7 +7,7 @@ import json
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import rich
@@ -16,15 +16,12 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from lockstep.credentials import get_logger
 from lockstep.errors import ConfigError
 from lockstep.hosts import Hosts, HostThread
-from lockstep.json_text import parse_json, refused
 from lockstep.printable import bytes_text
-from lockstep.training.data.chunk_builder import CachePlan, ChunkBuilder, place, read_chunk
+from lockstep.training.data.chunk_builder import CachePlan, ChunkBuilder, read_chunk, summarise_chunks
 from lockstep.training.data.token_cache import (
-    FIX,
     METADATA,
     CacheMetadata,
     TokenCache,
-    chunk_file,
     is_local,
     new_file,
     read_metadata,
@@ -35,6 +32,11 @@ from lockstep.urls import url_to_fs
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+log = get_logger(__name__)
+
+INTERVAL_S = 1.0
+"""Seconds after which the hosts hear of each other while they build."""
+SHOWN_BAD = 5
 FIRST_S, REPORT_S = 2.0, 10.0
 """Seconds until the first line or the bar, so that small data passes in silence, and between two lines."""
 
@@ -177,13 +179,6 @@ class BuildWorker(HostThread):
         self._end_step()
 
 
-INTERVAL_S = 1.0
-"""Seconds after which the hosts hear of each other while they build."""
-SHOWN_BAD = 5
-
-log = get_logger(__name__)
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BadRowPolicy:
     """The treatment of records that cannot be used.
@@ -320,42 +315,9 @@ def _build(
         if scope.index == group[0]:
             for plan, path in missing:
                 with new_file(fs, f"{path}/{METADATA}") as stream:
-                    stream.write(json.dumps(dataclasses.asdict(_summarise(fs, path, plan))).encode())
+                    stream.write(json.dumps(dataclasses.asdict(summarise_chunks(fs, path, plan))).encode())
                 if is_local(fs):
                     remove_dead_files(path)
-
-
-def _summarise(fs: Any, path: str, plan: CachePlan) -> CacheMetadata:
-    """The metadata of the chunks of a cache, with the lines of bad rows counted from the beginnings of their files."""
-    fs.invalidate_cache()
-    paths = [chunk_file(path, number, "json") for number in range(len(plan.chunks))]
-    whole = [None] * len(paths)
-    found = fs.cat_ranges(paths, whole, whole, on_error="raise")
-    chunks = [parse_json(data, file, dict, FIX) for file, data in zip(paths, found, strict=True)]
-    with refused(path, FIX):
-        return _summary(chunks, plan)
-
-
-def _summary(chunks: Sequence[Mapping[str, Any]], plan: CachePlan) -> CacheMetadata:
-    lines = [0] * len(plan.files)
-    bad: list[str] = []
-    for pieces, chunk in zip(plan.chunks, chunks, strict=True):
-        before = []
-        for (number, _, _), read in zip(pieces, chunk["lines"], strict=True):
-            before.append(lines[number])
-            lines[number] += read
-        for piece, line, why in chunk["bad"]:
-            bad.append(f"{place(plan.files[pieces[piece][0]].path, before[piece], line)} {why}")
-    buckets = [chunk["buckets"][bucket] for bucket in range(len(plan.shape.lengths)) for chunk in chunks]
-    return CacheMetadata(
-        layout=plan.shape.layout,
-        lengths=plan.shape.lengths,
-        chunk_rows=tuple(one["rows"] for one in buckets),
-        digests=tuple(one["digest"] for one in buckets),
-        tokens=sum(one["tokens"] for one in buckets),
-        bad=tuple(bad),
-        **{name: sum(chunk[name] for chunk in chunks) for name in ("examples", "unpacked_rows", "dropped", "n_bad")},
-    )
 
 
 def _finished(fs: Any, path: str) -> CacheMetadata:

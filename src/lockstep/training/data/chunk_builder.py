@@ -6,7 +6,7 @@ import functools
 import hashlib
 import itertools
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lockstep.credentials import without_credentials
@@ -24,7 +24,7 @@ from lockstep.training.data.records import (
     make_chunks,
     read_piece,
 )
-from lockstep.training.data.token_cache import FIX, RowWriter, chunk_file, new_file
+from lockstep.training.data.token_cache import FIX, CacheMetadata, RowWriter, chunk_file, new_file
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -199,3 +199,36 @@ def read_chunk(fs: Any, directory: str, number: int) -> dict[str, Any] | None:
         return None
     with refused(path, FIX):
         return found | {"n_bad": typed(int, found["n_bad"])}
+
+
+def summarise_chunks(fs: Any, path: str, plan: CachePlan) -> CacheMetadata:
+    """The metadata of the chunks of a cache, with the lines of bad rows counted from the beginnings of their files."""
+    fs.invalidate_cache()
+    paths = [chunk_file(path, number, "json") for number in range(len(plan.chunks))]
+    whole = [None] * len(paths)
+    found = fs.cat_ranges(paths, whole, whole, on_error="raise")
+    chunks = [parse_json(data, file, dict, FIX) for file, data in zip(paths, found, strict=True)]
+    with refused(path, FIX):
+        return _summary(chunks, plan)
+
+
+def _summary(chunks: Sequence[Mapping[str, Any]], plan: CachePlan) -> CacheMetadata:
+    lines = [0] * len(plan.files)
+    bad: list[str] = []
+    for pieces, chunk in zip(plan.chunks, chunks, strict=True):
+        before = []
+        for (number, _, _), read in zip(pieces, chunk["lines"], strict=True):
+            before.append(lines[number])
+            lines[number] += read
+        for piece, line, why in chunk["bad"]:
+            bad.append(f"{place(plan.files[pieces[piece][0]].path, before[piece], line)} {why}")
+    buckets = [chunk["buckets"][bucket] for bucket in range(len(plan.shape.lengths)) for chunk in chunks]
+    return CacheMetadata(
+        layout=plan.shape.layout,
+        lengths=plan.shape.lengths,
+        chunk_rows=tuple(one["rows"] for one in buckets),
+        digests=tuple(one["digest"] for one in buckets),
+        tokens=sum(one["tokens"] for one in buckets),
+        bad=tuple(bad),
+        **{name: sum(chunk[name] for chunk in chunks) for name in ("examples", "unpacked_rows", "dropped", "n_bad")},
+    )
