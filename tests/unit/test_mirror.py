@@ -28,16 +28,6 @@ ELSEWHERE = {
     "tests/unit/batch_inference/test_run.py": "batch_inference/generate",
     "tests/unit/check/test_launches.py": "check/_jax",
     "tests/unit/engine/test_sampling_fields.py": "training/rl/rollout_config",
-    "tests/unit/launch/agent/test_main.py": "launch/connection",
-    "tests/unit/launch/test_attempt.py": (
-        "launch/agent/files launch/agent/follow launch/agent/supervisor launch/console launch/follower"
-    ),
-    "tests/unit/launch/test_local.py": "launch/processes",
-    "tests/unit/launch/test_main.py": "launch/backends",
-    "tests/unit/launch/test_task_script.py": "launch/output_filter",
-    "tests/unit/launch/test_tpu_vm.py": "launch/pod",
-    "tests/unit/launch/test_tpu_vm_backend.py": "launch/google",
-    "tests/unit/launch/test_worker_jobs.py": "launch/backend launch/worker_backend launch/workers",
     "tests/unit/main/doctor/test_self_test.py": "main/doctor/layout_rounds",
     "tests/unit/main/plan/test_train_step.py": "main/plan/train_state",
     "tests/unit/models/attention/test_kv_dtype.py": "placement/device/float8",

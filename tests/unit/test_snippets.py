@@ -15,7 +15,7 @@ import yaml
 from lockstep.errors import ConfigError
 from lockstep.launch import main as launch
 from lockstep.launch import parse as parse_launch
-from lockstep.launch.tpu_vm_backend import TpuVmBackend
+from lockstep.launch.google import TpuVmBackend
 from lockstep.main import cli, doctor_command, eval, plan_command
 from lockstep.main.arguments import decode_config, name_words, parse_arguments, read_values
 from lockstep.main.commands import COMMANDS, configured_commands

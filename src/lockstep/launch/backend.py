@@ -1,11 +1,129 @@
-"""What a backend of the launcher is."""
+"""A backend of the launcher, and what it is made of: workers, a way to reach them, patience with its platform."""
 
+import abc
 import argparse
+import dataclasses
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from lockstep.errors import LockstepError
-from lockstep.exits import FAILED
+from lockstep.exits import FAILED, UNREACHABLE
+from lockstep.launch.console import Console
 from lockstep.launch.record import JobRecord
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Worker:
+    """One machine of a job, which runs one process of it. Its place in the list is its number.
+
+    Args:
+        name: How it is called in messages: a host name, or ``NAME/3``.
+        environment: Variables with which its process finds the others; public, as they are shown.
+        ports: Ports that must be free on it before the job starts.
+        path: Directories on it that are searched for programs first; ``~`` is its home directory.
+    """
+
+    name: str
+    environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    ports: tuple[int, ...] = ()
+    path: tuple[str, ...] = ()
+
+
+class Transport(Protocol):
+    """A way to run a shell command on each worker."""
+
+    @property
+    def workers(self) -> Sequence[Worker]:
+        """The workers, by number."""
+
+    def argv(self, worker: int, command: str) -> list[str]:
+        """The local command that runs ``command`` in a shell on a worker.
+
+        Its standard input, output and error are those of the remote command: no terminal (``ssh -T``), nothing of its
+        own on standard output. It may take any time to fail when the worker cannot be reached; it must not try again
+        once the remote command has begun. Files are copied over its standard input too.
+        """
+
+
+def jax_environment(coordinator: str, processes: int, index: int) -> dict[str, str]:
+    """The variables with which a process joins its job where JAX cannot find out by itself (lockstep.hosts.config).
+
+    Args:
+        coordinator: Host and port of process 0.
+        processes: How many processes there are.
+        index: This process's number.
+    """
+    return {
+        "LOCKSTEP_COORDINATOR_ADDRESS": coordinator,
+        "LOCKSTEP_NUM_PROCESSES": str(processes),
+        "LOCKSTEP_PROCESS_ID": str(index),
+    }
+
+
+class WorkerBackend(abc.ABC):
+    """A backend whose workers can be reached one by one: it says how to get them, reach them and give them back.
+
+    All methods take the options as parsed; for ``status``, ``logs``, ``stop`` and ``delete`` they come from the job's
+    record, so that they must be plain JSON values. Options that do not fit together are refused (ConfigError) before
+    anything is done, by `plan` too; what the platform refuses is a `LaunchError`.
+    """
+
+    @abc.abstractmethod
+    def add_options(self, parser: argparse.ArgumentParser) -> None:
+        """Add this backend's own options, after ``options.add_worker_options(parser)``."""
+
+    def default_name(self, options: argparse.Namespace) -> str | None:
+        """The job's name where ``--name`` gives none; None: one with the date."""
+        return None
+
+    @abc.abstractmethod
+    def plan(self, options: argparse.Namespace) -> tuple[list[str], Transport]:
+        """For ``--dry-run``: the shell commands of `acquire`, ready to paste, and the transport as it will be."""
+
+    @abc.abstractmethod
+    def acquire(self, options: argparse.Namespace, console: Console) -> Transport:
+        """Create the workers or find them, wait until they can be reached, and show the states as they come.
+
+        It is called again before each retry: what was lost is replaced, what is there is used as it is.
+        """
+
+    @abc.abstractmethod
+    def find(self, options: argparse.Namespace) -> Transport:
+        """The workers of a job that exists: nothing is created, nothing is waited for."""
+
+    def setup_script(self, options: argparse.Namespace) -> str | None:
+        """A POSIX shell script that is run on every worker before the job; a second run must find nothing to do."""
+        return None
+
+    def setup_files(self, options: argparse.Namespace) -> dict[str, bytes]:
+        """Files that `setup_script` needs (a wheel), by name; they are put into the directory that it runs in."""
+        return {}
+
+    def setup_folder(self, options: argparse.Namespace) -> str | None:
+        """For ``--dry-run``: a local directory that the commands of `plan` fill with `setup_files` and ``setup.sh``."""
+        return None
+
+    def why_lost(self, options: argparse.Namespace) -> str | None:
+        """Why the platform took workers away ("node my-pod is PREEMPTED"), None where it did not.
+
+        It is asked every few seconds while a worker cannot be reached, and before a retry.
+        """
+        return None
+
+    @abc.abstractmethod
+    def release(self, options: argparse.Namespace, console: Console) -> None:
+        """Delete the workers that `acquire` created, if it did; ``lockstep launch delete`` calls it."""
+
+
+def root_on_worker(name: str, index: int) -> str:
+    """The directory of a job on a worker; with the worker's number, as several may share a home directory.
+
+    Args:
+        name: The job's name.
+        index: The worker's number.
+    """
+    return f"~/.lockstep/work/{name}/worker-{index}"
 
 
 class LaunchError(LockstepError):
@@ -48,3 +166,44 @@ class Backend(Protocol):
 
     def delete(self, job: JobRecord) -> int:
         """Stop the job and delete what was created for it on the workers, and the workers where `run` created them."""
+
+
+LIMIT_S = 600.0
+"""Seconds after which a platform that cannot be reached ends the launcher, not the job."""
+
+
+class Patience:
+    """Asks again where a platform does not answer.
+
+    Args:
+        console: Where it is said, once for each time that the platform goes away and comes back.
+    """
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._since: float | None = None
+
+    def look[Found](self, ask: Callable[[], Found]) -> Found | None:
+        """What the platform says; None where it cannot be reached now.
+
+        Args:
+            ask: Asks it.
+
+        Raises:
+            LaunchError: It refused, or it has not been reached for ``LIMIT_S``.
+        """
+        try:
+            found = ask()
+        except LaunchError as error:
+            if error.code != UNREACHABLE:
+                raise
+            if self._since is None:
+                self._since = time.monotonic()
+                self._console.say(f"{error}\nThe job goes on; asking again.")
+            if time.monotonic() - self._since > LIMIT_S:
+                raise
+            return None
+        if self._since is not None:
+            self._console.say("it answers again")
+            self._since = None
+        return found

@@ -15,14 +15,13 @@ from typing import IO, Any, Final, Literal
 
 from lockstep.exits import SETUP_FAILED
 from lockstep.json_text import parse_json, refused, typed
-from lockstep.launch.backend import LaunchError
-from lockstep.launch.workers import Transport
+from lockstep.launch.backend import LaunchError, Transport
 from lockstep.printable import printable
 
 GREETING = b"lockstep-agent 1\n"
 """The first line of an answer (lockstep.launch.agent.main)."""
 AGENT = "lockstep.launch.agent"
-MODULES = ("files", "supervisor", "follow", "facts", "main")
+MODULES = ("supervisor", "facts", "main")
 """The agent's modules, each after those that it imports; ``lockstep.redact`` is before them."""
 BOOT = (
     "import json,sys,types\n"

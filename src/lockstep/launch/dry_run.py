@@ -5,10 +5,9 @@ import os
 import re
 import shlex
 
+from lockstep.launch.backend import Transport, root_on_worker
 from lockstep.launch.env_file import JobEnvironment, job_variables
 from lockstep.launch.sync import files_of, is_credential
-from lockstep.launch.worker_backend import root_on_worker
-from lockstep.launch.workers import Transport
 
 
 def show_commands(

@@ -6,9 +6,8 @@ import threading
 import time
 from typing import Any
 
-from lockstep.launch.backend import LaunchError
+from lockstep.launch.backend import LaunchError, Transport
 from lockstep.launch.connection import Connection, DroppedError, answered
-from lockstep.launch.workers import Transport
 
 FIRST_SIGN_S = 60.0
 """Seconds that a connection may take to come about."""
@@ -33,7 +32,7 @@ class Event:
         kind: ``connected``, ``started``, ``output``, ``dropped`` or ``result``.
         data: What was printed.
         text: Why the connection dropped.
-        result: How the command has ended (lockstep.launch.agent.follow.look).
+        result: How the command has ended (lockstep.launch.agent.main.look).
     """
 
     worker: int

@@ -116,7 +116,7 @@ CAUSES: Final = (
         pattern=r"[Qq]uota limit '|[Qq]uota '[^']*' (exceeded|exhausted)|QUOTA_EXCEEDED|quotaExceeded"
         r"|Insufficient (project )?quota|exceeds? quota|QuotaFailure",
         summary="the project's quota for this kind of TPU is used up, or is 0",
-        advice="Ask for more on https://console.cloud.google.com/iam-admin/quotas?project={project} (search for TPU; "
+        advice="Ask for more at https://console.cloud.google.com/iam-admin/quotas in project {project} (search TPU; "
         "spot, on-demand and reserved have quotas of their own, and so have the Cloud TPU API and Compute Engine), "
         "use a smaller --tpu_type, or delete slices that you no longer need",
     ),

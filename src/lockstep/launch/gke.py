@@ -12,17 +12,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from lockstep.exits import DONE, INTERRUPTED, REFUSED, SETUP_FAILED, WORKER_LOST, describe_code
-from lockstep.launch.backend import LaunchError
+from lockstep.launch.backend import LaunchError, Patience
 from lockstep.launch.console import Console
 from lockstep.launch.dry_run import here_document
 from lockstep.launch.gke_manifest import JOB_ID, job_set, secret
 from lockstep.launch.gke_plan import GkePlan, add_gke_options
-from lockstep.launch.gke_pods import PodLogs, PodState, not_started, pod_states, verdict
-from lockstep.launch.google import slice_of
-from lockstep.launch.kubectl import Kubectl
-from lockstep.launch.patience import Patience
+from lockstep.launch.kubectl import Kubectl, PodLogs, PodState, not_started, pod_states, verdict
 from lockstep.launch.processes import signals_to
 from lockstep.launch.record import Attempt, JobRecord, find_record
+from lockstep.launch.slices import slice_of
 
 POLL_S: Final = 5.0
 """Seconds between two looks at the JobSet and its pods."""

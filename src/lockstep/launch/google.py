@@ -1,4 +1,4 @@
-"""What the backends for Google's TPU machines share: options, ssh, and this package on every machine.
+"""The backends ``tpu-vm`` and ``mig``, for Google's TPU machines: options, ssh, and this package on every machine.
 
 Machines are reached by plain ssh, not by ``gcloud … ssh --worker=i``: gcloud runs a command again when its connection
 drops, up to ten times, with the rest of an input that has been read already (AttemptRunWithRetries in SDK 528), and
@@ -11,75 +11,27 @@ import argparse
 import getpass
 import re
 import shlex
+import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
 from lockstep.errors import ConfigError
 from lockstep.launch import setup_vm
-from lockstep.launch.backend import LaunchError
+from lockstep.launch.backend import LaunchError, Transport, Worker, WorkerBackend
 from lockstep.launch.console import Console
 from lockstep.launch.gcloud import Gcloud
+from lockstep.launch.mig import CAPACITY_FLAGS, Mig
 from lockstep.launch.options import add_tpu_options, add_worker_options
-from lockstep.launch.pod import Machine, Pod, Wait
-from lockstep.launch.slices import FAMILIES, Slice, slices
-from lockstep.launch.ssh import SSH_OPTIONS
-from lockstep.launch.worker_backend import WorkerBackend
-from lockstep.launch.workers import Transport, Worker
+from lockstep.launch.pod import Machine, PasteTransport, Pod, SshTransport, Wait
+from lockstep.launch.slices import slice_of
+from lockstep.launch.tpu_vm import TpuVm
 
 COORDINATOR_PORT: Final = "8476"
 """The port of JAX's coordination service. JAX's own since 0.8.1, 8482, is not open in the firewall rule that Google
 makes with a slice (8470, 8471, 8474, 8476, 11211: https://github.com/jax-ml/jax/issues/35905)."""
 MEGASCALE_PORT: Final = 8080
 """The port of MegaScale's coordinator, on the first host of the first slice."""
-
-
-class SshTransport:
-    """Machines behind one ssh each.
-
-    Args:
-        machines: The machines, by number.
-        workers: The same as workers of a job.
-        user: The user on them.
-        key: The file of the ssh key.
-    """
-
-    def __init__(self, machines: Sequence[Machine], workers: Sequence[Worker], user: str, key: str) -> None:
-        self.machines = machines
-        self.workers = workers
-        self.user = user
-        self.key = key
-
-    def argv(self, worker: int, command: str) -> list[str]:
-        """The ssh command, see `Transport`."""
-        machine = self.machines[worker]
-        options = {
-            "IdentitiesOnly": "yes",
-            "StrictHostKeyChecking": "accept-new",
-            # Where gcloud keeps them, under the name that gcloud uses.
-            "UserKnownHostsFile": str(Path("~/.ssh/google_compute_known_hosts").expanduser()),
-            "HostKeyAlias": machine.host_key_alias,
-            "CheckHostIP": "no",
-        }
-        words = [word for name, value in options.items() for word in ("-o", f"{name}={value}")]
-        return ["ssh", *SSH_OPTIONS, "-i", self.key, *words, "--", f"{self.user}@{machine.address}", command]
-
-
-class PasteTransport:
-    """For ``--dry-run``: the same commands by gcloud's own ssh, which needs no address.
-
-    Args:
-        pod: The pod.
-        workers: Its workers.
-    """
-
-    def __init__(self, pod: Pod, workers: Sequence[Worker]) -> None:
-        self._pod = pod
-        self.workers = workers
-
-    def argv(self, worker: int, command: str) -> list[str]:
-        """The command by gcloud, see `Transport`."""
-        return self._pod.ssh_command(worker, command)
 
 
 class GoogleBackend(WorkerBackend):
@@ -299,20 +251,136 @@ class GoogleBackend(WorkerBackend):
         return Gcloud(project=options.project, zone=options.zone)
 
 
-def slice_of(name: str | None) -> Slice | None:
-    """Return the slice of a ``--tpu_type``; None where none is given.
+class TpuVmBackend(GoogleBackend):
+    """Slices by the Cloud TPU API: v4, v5e, v5p, v6e."""
 
-    Args:
-        name: The name, such as ``v5p-64``.
+    title = "tpu-vm: slices by the Cloud TPU API"
 
-    Raises:
-        ConfigError: There is no slice of this name.
-    """
-    if not name:
-        return None
-    if name not in slices():
-        prefix = name.rpartition("-")[0]
-        family = [each for each in slices() if each.rpartition("-")[0] == prefix]
-        known = ", ".join(family) or f"names begin with {', '.join(each.prefix for each in FAMILIES)}, as in v5p-64"
-        raise ConfigError(f"--tpu_type is {name!r}, which is not the name of a slice. Known: {known}.")
-    return slices()[name]
+    def add_own_options(self, parser: argparse.ArgumentParser) -> None:
+        """Add the image of new nodes."""
+        add = parser.add_argument_group(self.title).add_argument
+        add("--runtime_version", default="", help="the image of new machines (default: the one for the --tpu_type)")
+
+    def pod(self, options: argparse.Namespace) -> TpuVm:
+        """The nodes of the options.
+
+        Raises:
+            ConfigError: The kind of slice is not known, or not to this API.
+        """
+        found = slice_of(options.tpu_type)
+        if found is not None and not found.family.runtime_version:
+            raise ConfigError(
+                f"--tpu_type is {found.name}, which the Cloud TPU API does not have. Use --backend mig, or gke."
+            )
+        return TpuVm(
+            gcloud=self._gcloud(options),
+            name=options.tpu_name,
+            slice=found,
+            count=options.slices,
+            capacity=options.capacity_type,
+            runtime_version=options.runtime_version,
+            network=options.network,
+            service_account=options.service_account,
+            internal_ip=options.internal_ip,
+        )
+
+    def hosts(self, options: argparse.Namespace) -> int:
+        """The number of machines of all slices; 0 where their kind is not given."""
+        found = slice_of(options.tpu_type)
+        return found.hosts * int(options.slices) if found else 0
+
+
+WORKER_NUMBER: Final = "http://metadata.google.internal/computeMetadata/v1/instance/attributes/agent-worker-number"
+"""Where a machine reads its number within its slice, as JAX does (GceTpuCluster)."""
+
+
+class MigBackend(GoogleBackend):
+    """Slices by Compute Engine: v5p, v6e, TPU7x."""
+
+    title = "mig: slices by Compute Engine (managed instance groups)"
+
+    def add_own_options(self, parser: argparse.ArgumentParser) -> None:
+        """Add what Compute Engine lets one choose."""
+        add = parser.add_argument_group(self.title).add_argument
+        add("--machine_type", default="", help="for example ct6e-standard-4t, to make a v6e-8 of two machines "
+            "(default: the fewest machines)")  # fmt: skip
+        add("--reservation", default="", help="the reservation of --capacity_type reserved")
+        add("--boot_disk_gb", type=int, default=200, help="the disk of new machines in GB (default 200)")
+
+    def pod(self, options: argparse.Namespace) -> Mig:
+        """The groups of the options.
+
+        Raises:
+            ConfigError: The kind of slice is not known, not to Compute Engine, or does not fit the other options.
+        """
+        found = slice_of(options.tpu_type)
+        machine_type = options.machine_type
+        if found is not None:
+            types = dict(found.family.machine_types)
+            if not types:
+                raise ConfigError(
+                    f"--tpu_type is {found.name}, which Compute Engine does not have. Use --backend tpu-vm, or gke."
+                )
+            machine_type = machine_type or types[found.chips // found.hosts]
+            fitting = [
+                name for chips, name in types.items() if found.chips % chips == 0 and (chips >= 4 or found.chips < 4)
+            ]
+            if machine_type not in fitting:
+                raise ConfigError(
+                    f"--machine_type is {machine_type}, of which no {found.name} can be made. Leave it out, or choose "
+                    f"from {', '.join(fitting)}."
+                )
+        if options.capacity_type not in CAPACITY_FLAGS:
+            raise ConfigError(
+                f"--capacity_type is {options.capacity_type}, which Compute Engine does not have. Use spot, or "
+                "--backend tpu-vm."
+            )
+        if (options.capacity_type == "reserved") != bool(options.reservation):
+            raise ConfigError(
+                "--capacity_type reserved and --reservation NAME belong together: give both (gcloud compute "
+                "reservations list shows yours), or none."
+            )
+        return Mig(
+            gcloud=self._gcloud(options),
+            name=options.tpu_name,
+            slice=found,
+            machine_type=machine_type,
+            count=options.slices,
+            capacity=options.capacity_type,
+            reservation=options.reservation,
+            boot_disk_gb=options.boot_disk_gb,
+            network=options.network,
+            service_account=options.service_account,
+            internal_ip=options.internal_ip,
+        )
+
+    def hosts(self, options: argparse.Namespace) -> int:
+        """The number of machines of all slices; 0 where their kind is not given."""
+        return self.pod(options).hosts * int(options.slices)
+
+    def coordinator(self, transport: SshTransport) -> Machine:
+        """The machine of the first slice that JAX counts as its first; the groups do not tell.
+
+        Raises:
+            LaunchError: No machine says that it is the first.
+        """
+        first = [i for i, machine in enumerate(transport.machines) if machine.slice_id == 0]
+        asked = {}
+        for i in first:
+            command = transport.argv(i, f"curl -sf -H 'Metadata-Flavor: Google' {WORKER_NUMBER}")
+            asked[i] = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True)
+        said = {}
+        for i, process in asked.items():
+            try:
+                said[i] = process.communicate(timeout=60)[0].strip()
+            except subprocess.TimeoutExpired:
+                process.kill()
+                said[i] = ""
+        for i, number in said.items():
+            if number == "0":
+                return transport.machines[i]
+        raise LaunchError(
+            "no machine of the first slice says that it is number 0 (metadata agent-worker-number): "
+            + ", ".join(f"{transport.machines[i].name} says {number or 'nothing'}" for i, number in said.items())
+            + ". Several slices find each other by its address; look at the machines, or use one slice."
+        )

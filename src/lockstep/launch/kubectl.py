@@ -1,15 +1,30 @@
-"""``kubectl``: how it is called, and what its errors mean."""
+"""kubectl, and the pods of a job as it shows them."""
 
 import dataclasses
 import json
 import shutil
 import subprocess
-from collections.abc import Mapping, Sequence
-from typing import Any, Final
+import threading
+import time
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import IO, Any, Final
 
-from lockstep.exits import NOT_FOUND, REFUSED, UNREACHABLE
+from lockstep.exits import (
+    DONE,
+    FAULT,
+    NOT_FOUND,
+    PEER_FAILED,
+    REFUSED,
+    TERMINATED,
+    UNREACHABLE,
+    WORKER_LOST,
+    describe_code,
+)
 from lockstep.json_text import parse_json
 from lockstep.launch.backend import LaunchError
+from lockstep.launch.console import Console
+from lockstep.launch.gke_manifest import CONTAINER, INSTALLED
+from lockstep.launch.record import JobRecord
 
 CALL_S: Final = 120.0
 """Seconds that a call may take that does not follow anything."""
@@ -106,3 +121,233 @@ def _explained(words: Sequence[str], said: str) -> LaunchError:
         if part in said:
             return LaunchError(f"kubectl {words[0]} was refused: {text}\n{advice}", code)
     return LaunchError(f"kubectl {words[0]} failed: {text}", REFUSED)
+
+
+RECONNECT_S = 2.0
+"""Seconds between two connections to the same log."""
+IN_CONSEQUENCE = (PEER_FAILED, TERMINATED)
+"""Codes of pods that another one has ended."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PodState:
+    """What Kubernetes says of a pod.
+
+    Args:
+        name: Its name.
+        uid: Its identity: a pod that is made again has another.
+        process: The number of its process in the job.
+        attempt: The number of the attempt, from 1.
+        phase: ``Pending``, ``Running``, ``Succeeded`` or ``Failed``.
+        waits: Why it does not run yet, in Kubernetes' word; "": it does, or nobody says why.
+        message: The same in more words.
+        code: The exit code of its container; None: it has not ended.
+        ended: When it ended, as Kubernetes writes times, which sort as texts; "": it has not.
+    """
+
+    name: str
+    uid: str
+    process: int
+    attempt: int
+    phase: str
+    waits: str = ""
+    message: str = ""
+    code: int | None = None
+    ended: str = ""
+
+    @property
+    def running(self) -> bool:
+        """Whether its container runs, or may still start."""
+        return self.phase in ("Pending", "Running") and self.code is None
+
+    @property
+    def started(self) -> bool:
+        """Whether there is a log."""
+        return self.code is not None or self.phase == "Running"
+
+    def __str__(self) -> str:
+        if self.code is not None:
+            return describe_code(self.code)
+        reason = f" ({self.waits}{': ' + self.message if self.message else ''})" if self.waits else ""
+        return f"{self.phase}{reason}"
+
+
+def pod_states(found: Mapping[str, Any], hosts: int) -> list[PodState]:
+    """The pods of ``kubectl get pods``, by attempt and process.
+
+    Args:
+        found: What kubectl has said.
+        hosts: The number of hosts of a slice.
+    """
+    return sorted(
+        (_pod_state(each, hosts) for each in found.get("items", ())), key=lambda pod: (pod.attempt, pod.process)
+    )
+
+
+def verdict(job_set: Mapping[str, Any], pods: Iterable[PodState]) -> int | None:
+    """The exit code of a job; None: it has not ended.
+
+    Args:
+        job_set: What kubectl says of the JobSet.
+        pods: All pods that were seen.
+    """
+    state = job_set.get("status", {}).get("terminalState")
+    if not state:
+        return None
+    if state == "Completed":
+        return DONE
+    first = first_failure(pods)
+    return WORKER_LOST if first is None or first.code is None else first.code
+
+
+def first_failure(pods: Iterable[PodState]) -> PodState | None:
+    """The pod of the last attempt that failed first, but one that failed by itself before one that another has ended.
+
+    Args:
+        pods: All pods that were seen.
+    """
+    pods = list(pods)
+    last = max((pod.attempt for pod in pods), default=0)
+    failed = [pod for pod in pods if pod.attempt == last and pod.code]
+    return min(failed, key=lambda pod: (pod.code in IN_CONSEQUENCE, pod.code == FAULT, pod.ended), default=None)
+
+
+def not_started(pods: Iterable[PodState], count: int, installed: Collection[str] | None) -> list[str]:
+    """The processes that the others of a job wait for, and what they wait for in their turn.
+
+    Args:
+        pods: The pods that there are.
+        count: The number of processes of the job.
+        installed: The identities of the pods that have installed what they need; None: nothing is to be installed.
+    """
+    pods = list(pods)
+    last = max((pod.attempt for pod in pods), default=1)
+    present = {pod.process: pod for pod in pods if pod.attempt == last}
+    found = []
+    for process in range(count):
+        pod = present.get(process)
+        if pod is None:
+            found.append(f"process {process} (no pod yet)")
+        elif not pod.started:
+            found.append(f"process {process} ({pod.name}: {pod})")
+        elif pod.code is None and installed is not None and pod.uid not in installed:
+            found.append(f"process {process} ({pod.name}: installing)")
+    return found
+
+
+class PodLogs:
+    """Follows the logs of pods, each over a connection of its own, and keeps them in the job's directory.
+
+    Args:
+        job: The job.
+        kubectl: How its cluster is reached.
+        console: Where lines are shown too; None: nowhere.
+
+    Attributes:
+        installed: The identities of the pods that have installed what they need.
+    """
+
+    def __init__(self, job: JobRecord, kubectl: Kubectl, console: Console | None) -> None:
+        self._job = job
+        self._kubectl = kubectl
+        self._console = console
+        self._threads: dict[str, threading.Thread] = {}
+        self._seen: dict[str, PodState] = {}
+        self.installed: set[str] = set()
+
+    @property
+    def seen(self) -> list[PodState]:
+        """The last state of every pod that `follow` was given."""
+        return list(self._seen.values())
+
+    def follow(self, pod: PodState) -> None:
+        """Show a pod's log from its beginning, in a thread, once there is one.
+
+        Args:
+            pod: Its present state.
+        """
+        self._seen[pod.uid] = pod
+        if pod.started and pod.uid not in self._threads:
+            thread = threading.Thread(target=self._run, args=(pod,), daemon=True)
+            self._threads[pod.uid] = thread
+            thread.start()
+
+    def join(self) -> None:
+        """Wait until all logs have come to their ends, for half a minute at most."""
+        end = time.monotonic() + 30.0
+        for thread in self._threads.values():
+            thread.join(max(0.0, end - time.monotonic()))
+
+    def first_failure(self) -> PodState | None:
+        """The pod that failed first, see `first_failure`."""
+        return first_failure(self.seen)
+
+    def show_kept(self, present: set[int]) -> None:
+        """Show the kept logs of attempts whose pods are gone.
+
+        Args:
+            present: The numbers of the attempts that have pods.
+        """
+        for path in sorted(self._job.directory.glob("attempt-*/worker-*.log")):
+            attempt, process = (int(name.rpartition("-")[2]) for name in (path.parent.name, path.stem))
+            if attempt not in present and self._console is not None:
+                for line in path.read_bytes().splitlines():
+                    self._console.line(f"[{process}] ", line)
+
+    def _run(self, pod: PodState) -> None:
+        path = self._job.log(pod.attempt, pod.process)
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        last = ""
+        with open(path, "wb") as log:
+            while True:
+                since = [f"--since-time={last}"] if last else []
+                words = ("logs", "--follow", "--timestamps", f"--container={CONTAINER}", *since, f"pod/{pod.name}")
+                child = subprocess.Popen(
+                    self._kubectl.argv(*words),
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.DEVNULL,
+                )
+                assert child.stdout is not None
+                last = self._copy(child.stdout, log, pod, last)
+                if child.wait() == 0 or not self._seen[pod.uid].running:
+                    return
+                time.sleep(RECONNECT_S)
+
+    def _copy(self, lines: IO[bytes], log: IO[bytes], pod: PodState, last: str) -> str:
+        """Copy lines that are newer than the time ``last``; return the time of the newest."""
+        for line in lines:
+            when, _, text = line.rstrip(b"\n").partition(b" ")
+            if when.decode() <= last:
+                continue  # from before the connection broke
+            last = when.decode()
+            if text == INSTALLED.encode():
+                self.installed.add(pod.uid)
+            log.write(text + b"\n")
+            log.flush()
+            if self._console is not None:
+                self._console.line(f"[{pod.process}] ", text)
+        return last
+
+
+def _pod_state(found: Mapping[str, Any], hosts: int) -> PodState:
+    meta, status = found["metadata"], found.get("status", {})
+    labels = meta.get("labels", {})
+    index = meta.get("annotations", {}).get("batch.kubernetes.io/job-completion-index", "0")
+    state: Mapping[str, Any] = next((each.get("state", {}) for each in status.get("containerStatuses", ())), {})
+    ended, waiting = state.get("terminated", {}), state.get("waiting", {})
+    unscheduled: Mapping[str, Any] = next(
+        (each for each in status.get("conditions", ()) if each["type"] == "PodScheduled" and each["status"] == "False"),
+        {},
+    )
+    return PodState(
+        name=meta["name"],
+        uid=meta["uid"],
+        process=int(labels.get("jobset.sigs.k8s.io/job-index", "0")) * hosts + int(index),
+        attempt=int(labels.get("jobset.sigs.k8s.io/restart-attempt", "0")) + 1,
+        phase=status.get("phase", "Pending"),
+        waits=waiting.get("reason") or unscheduled.get("reason", ""),
+        message=waiting.get("message") or unscheduled.get("message", ""),
+        code=ended.get("exitCode"),
+        ended=ended.get("finishedAt") or "",
+    )

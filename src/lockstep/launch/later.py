@@ -8,15 +8,13 @@ from typing import Any
 from lockstep.credentials import without_credentials
 from lockstep.errors import LockstepError
 from lockstep.exits import DONE, INTERRUPTED, UNREACHABLE, WORKER_LOST, describe_code
-from lockstep.launch.backend import LaunchError
+from lockstep.launch.attempt import ASKED, Ending, first_failure
+from lockstep.launch.backend import LaunchError, Transport, WorkerBackend, root_on_worker
 from lockstep.launch.connection import Connection, DroppedError, answered, call
 from lockstep.launch.console import Console
 from lockstep.launch.follower import WAITING_EVENTS, Event, Follower
 from lockstep.launch.prepare import on_all
 from lockstep.launch.record import Attempt, JobRecord
-from lockstep.launch.verdict import ASKED, Ending, first_failure
-from lockstep.launch.worker_backend import WorkerBackend, root_on_worker
-from lockstep.launch.workers import Transport
 from lockstep.printable import printable
 
 MARGIN_S = 20.0

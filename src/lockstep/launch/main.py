@@ -1,6 +1,7 @@
 """``lockstep launch``: run, status, logs, stop, delete."""
 
 import argparse
+import importlib
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
@@ -8,11 +9,51 @@ from collections.abc import Mapping, Sequence
 from lockstep.credentials import without_credentials
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.exits import DONE, FAILED, INTERRUPTED
-from lockstep.launch.backend import Backend, LaunchError
-from lockstep.launch.backends import BACKENDS, with_named
+from lockstep.launch.backend import Backend, LaunchError, WorkerBackend
+from lockstep.launch.gke import Gke
+from lockstep.launch.google import MigBackend, TpuVmBackend
+from lockstep.launch.local import Local
 from lockstep.launch.options import PROG, Parser, add_backend_options, given_backend, parse_options, without_debug
 from lockstep.launch.record import load_record
+from lockstep.launch.slurm import Slurm
+from lockstep.launch.ssh import Ssh
+from lockstep.launch.worker_jobs import WorkerJobs
 from lockstep.printable import printable
+
+BACKENDS: dict[str, Backend] = {
+    "gke": Gke(),
+    "local": Local(),
+    "slurm": Slurm(),
+    "ssh": WorkerJobs(Ssh()),
+    "tpu-vm": WorkerJobs(TpuVmBackend()),
+    "mig": WorkerJobs(MigBackend()),
+}
+"""Every backend, by the name that ``--backend`` takes. `WorkerJobs` makes a backend of a `WorkerBackend`."""
+
+
+def with_named(name: str | None, backends: Mapping[str, Backend]) -> Mapping[str, Backend]:
+    """Return the backends and, where the name is that of a class, ``module:Class``, the backend that it makes.
+
+    Args:
+        name: The value of ``--backend``, or what the record of a job has; None where none is given.
+        backends: The backends by name.
+
+    Raises:
+        ConfigError: There is no such class.
+    """
+    if name is None or name in backends or ":" not in name:
+        return backends
+    module_name, _, class_name = name.partition(":")
+    try:
+        found = getattr(importlib.import_module(module_name), class_name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(
+            f"--backend is {name!r}, which cannot be imported ({type(error).__name__}: {error}). Give module:Class, "
+            "with the directory of the module on PYTHONPATH."
+        ) from error
+    backend = found()
+    return {**backends, name: WorkerJobs(backend) if isinstance(backend, WorkerBackend) else backend}
+
 
 LATER = {
     "status": "say what each worker of a job does",

@@ -4,11 +4,13 @@ import dataclasses
 import shlex
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Final, Protocol
 
 from lockstep.exits import UNAVAILABLE
-from lockstep.launch.backend import LaunchError
+from lockstep.launch.backend import LaunchError, Worker
 from lockstep.launch.gcloud import GcloudError
+from lockstep.launch.ssh import SSH_OPTIONS
 
 LABEL: Final = "lockstep-launch"
 """The label of what the launcher made: ``delete`` leaves alone what has none."""
@@ -160,3 +162,51 @@ def duration(seconds: float) -> str:
     if whole < 3600:
         return f"{whole // 60} min {whole % 60} s"
     return f"{whole // 3600} h {whole % 3600 // 60} min"
+
+
+class SshTransport:
+    """Machines behind one ssh each.
+
+    Args:
+        machines: The machines, by number.
+        workers: The same as workers of a job.
+        user: The user on them.
+        key: The file of the ssh key.
+    """
+
+    def __init__(self, machines: Sequence[Machine], workers: Sequence[Worker], user: str, key: str) -> None:
+        self.machines = machines
+        self.workers = workers
+        self.user = user
+        self.key = key
+
+    def argv(self, worker: int, command: str) -> list[str]:
+        """The ssh command, see `Transport`."""
+        machine = self.machines[worker]
+        options = {
+            "IdentitiesOnly": "yes",
+            "StrictHostKeyChecking": "accept-new",
+            # Where gcloud keeps them, under the name that gcloud uses.
+            "UserKnownHostsFile": str(Path("~/.ssh/google_compute_known_hosts").expanduser()),
+            "HostKeyAlias": machine.host_key_alias,
+            "CheckHostIP": "no",
+        }
+        words = [word for name, value in options.items() for word in ("-o", f"{name}={value}")]
+        return ["ssh", *SSH_OPTIONS, "-i", self.key, *words, "--", f"{self.user}@{machine.address}", command]
+
+
+class PasteTransport:
+    """For ``--dry-run``: the same commands by gcloud's own ssh, which needs no address.
+
+    Args:
+        pod: The pod.
+        workers: Its workers.
+    """
+
+    def __init__(self, pod: Pod, workers: Sequence[Worker]) -> None:
+        self._pod = pod
+        self.workers = workers
+
+    def argv(self, worker: int, command: str) -> list[str]:
+        """The command by gcloud, see `Transport`."""
+        return self._pod.ssh_command(worker, command)

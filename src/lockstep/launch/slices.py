@@ -8,6 +8,8 @@ import functools
 import math
 from typing import Final
 
+from lockstep.errors import ConfigError
+
 CHIPS_PER_HOST: Final = 4
 """Chips of each machine of a slice that has several."""
 
@@ -122,3 +124,22 @@ def slices() -> dict[str, Slice]:
             name = f"{family.prefix}-{math.prod(grid) * family.cores_in_name}"
             found[name] = Slice(name=name, family=family, grid=grid)
     return found
+
+
+def slice_of(name: str | None) -> Slice | None:
+    """Return the slice of a ``--tpu_type``; None where none is given.
+
+    Args:
+        name: The name, such as ``v5p-64``.
+
+    Raises:
+        ConfigError: There is no slice of this name.
+    """
+    if not name:
+        return None
+    if name not in slices():
+        prefix = name.rpartition("-")[0]
+        family = [each for each in slices() if each.rpartition("-")[0] == prefix]
+        known = ", ".join(family) or f"names begin with {', '.join(each.prefix for each in FAMILIES)}, as in v5p-64"
+        raise ConfigError(f"--tpu_type is {name!r}, which is not the name of a slice. Known: {known}.")
+    return slices()[name]

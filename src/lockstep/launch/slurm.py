@@ -25,17 +25,51 @@ from lockstep.exits import (
     WORKER_LOST,
     describe_code,
 )
-from lockstep.launch.backend import LaunchError
+from lockstep.launch.backend import LaunchError, Patience
 from lockstep.launch.console import Console
 from lockstep.launch.dry_run import here_document
 from lockstep.launch.env_file import JobEnvironment, job_environment, job_variables
-from lockstep.launch.followed_files import FollowedFiles
 from lockstep.launch.options import add_job_options, count
-from lockstep.launch.patience import Patience
 from lockstep.launch.processes import signals_to
 from lockstep.launch.record import Attempt, JobRecord, find_record, name_from_date, new_record
 from lockstep.launch.slurm_script import CODE, SCRIPT, SECRETS, TASK, SlurmJob, batch_script, secrets_file, task_script
 from lockstep.launch.task_script import filter_files
+
+
+class FollowedFiles:
+    """Shows what is new in ``attempt-N/worker-M.log`` below a directory, each line after ``[M] ``.
+
+    Args:
+        directory: The job's directory.
+        console: Where lines are shown.
+    """
+
+    def __init__(self, directory: Path, console: Console) -> None:
+        self._directory = directory
+        self._console = console
+        self._read: dict[Path, int] = {}
+
+    def read(self, *, last: bool) -> None:
+        """Show the whole lines that have been written since the last call.
+
+        Args:
+            last: Whether no more will be written: then a line without an end is shown too.
+        """
+        for path in sorted(self._directory.glob("attempt-*/worker-*.log"), key=_numbers):
+            with open(path, "rb") as file:
+                file.seek(self._read.get(path, 0))
+                data = file.read()
+            whole = len(data) if last else data.rfind(b"\n") + 1
+            self._read[path] = self._read.get(path, 0) + whole
+            for line in data[:whole].splitlines():
+                self._console.line(f"[{_numbers(path)[1]}] ", line)
+
+
+def _numbers(path: Path) -> tuple[int, int]:
+    """The numbers of the attempt and of the worker."""
+    attempt, worker = re.findall(r"\d+", f"{path.parent.name} {path.name}")
+    return int(attempt), int(worker)
+
 
 POLL_S: Final = 5.0
 """Seconds between two questions to Slurm's controller, which serves all users."""

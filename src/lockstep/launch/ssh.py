@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lockstep.errors import ConfigError
+from lockstep.launch.backend import Worker, WorkerBackend, jax_environment
 from lockstep.launch.console import Console
 from lockstep.launch.options import add_worker_options
-from lockstep.launch.worker_backend import WorkerBackend
-from lockstep.launch.workers import Worker, jax_environment
 
 SSH_OPTIONS = ("-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=15", "-o", "ServerAliveInterval=15")
 """No terminal, no question, and a connection that notices that its other end is gone."""

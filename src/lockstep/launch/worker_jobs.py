@@ -10,17 +10,14 @@ from pathlib import Path
 from lockstep.errors import ConfigError
 from lockstep.exits import DONE, INTERRUPTED, is_retried
 from lockstep.launch.attempt import Outcome, Plan, RunningAttempt
-from lockstep.launch.backend import LaunchError
+from lockstep.launch.backend import LaunchError, Transport, WorkerBackend, root_on_worker
 from lockstep.launch.console import Console
 from lockstep.launch.dry_run import show_commands
 from lockstep.launch.env_file import RESTARTS, JobEnvironment, job_environment, job_variables
 from lockstep.launch.later import Later
-from lockstep.launch.preflight import Limits
-from lockstep.launch.prepare import Preparation, prepare
+from lockstep.launch.prepare import Limits, Preparation, prepare
 from lockstep.launch.record import Attempt, JobRecord, find_record, name_from_date, new_record
 from lockstep.launch.sync import Archive, check_configuration, make_archive
-from lockstep.launch.worker_backend import WorkerBackend, root_on_worker
-from lockstep.launch.workers import Transport
 from lockstep.redact import Redactor
 
 RETRY_PAUSE_S = 2.0

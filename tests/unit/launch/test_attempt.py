@@ -7,11 +7,65 @@ import time
 
 import pytest
 
-from lockstep.exits import INTERRUPTED, KILLED, SETUP_FAILED, UNREACHABLE, WORKER_LOST
-from lockstep.launch.backend import LaunchError
-from lockstep.launch.connection import answered
-from lockstep.launch.console import Console
+from lockstep.exits import (
+    EXIT_CODES,
+    FAULT,
+    INTERRUPTED,
+    KILLED,
+    PEER_FAILED,
+    SETUP_FAILED,
+    TERMINATED,
+    UNREACHABLE,
+    WORKER_LOST,
+)
+from lockstep.launch.attempt import ASKED, CAUSE_S, Ending, can_retry, first_failure
 from tests.fake_cloud.cloud import wait_for
+
+
+def cause(*codes, unreachable=False, all_ended=False, waited_s=0.0):
+    """The number of the worker that is named; endings are given by code, in the order in which they came about."""
+    endings = [Ending(worker=index, code=code, at=100.0 + index) for index, code in enumerate(codes)]
+    # They may be heard of in any order.
+    found = first_failure(endings[::-1], unreachable=unreachable, all_ended=all_ended, waited_s=waited_s)
+    return None if found is None else found.worker
+
+
+def test_the_first_in_time_is_named_and_one_with_an_error_of_its_own_before_those_that_ended_in_consequence():
+    assert cause(0, 3, 1) == 1
+    assert cause(PEER_FAILED, 1) == 1
+    assert cause(134, PEER_FAILED, 1) == 2
+    assert cause(0, 0, all_ended=True) is None
+
+
+def test_without_an_error_of_its_own_there_is_a_wait_for_one():
+    assert cause(PEER_FAILED, PEER_FAILED) is None
+    assert cause(PEER_FAILED, PEER_FAILED, waited_s=CAUSE_S + 0.1) == 0
+    assert cause(0, PEER_FAILED, 137, all_ended=True) == 1
+
+
+def test_a_fault_may_come_of_the_error_of_another_and_comes_before_what_comes_of_it():
+    assert cause(FAULT, 1) == 1 and cause(FAULT, PEER_FAILED) is None
+    assert cause(PEER_FAILED, FAULT, 137, all_ended=True) == 1
+
+
+def test_a_lost_worker_is_the_cause_whatever_the_others_report_of_it():
+    assert cause(1, WORKER_LOST) == 1
+    assert cause(PEER_FAILED, 1, UNREACHABLE) == 2
+    # While one cannot be reached it is not known yet, even where another one has failed.
+    assert cause(1, unreachable=True) is None and cause(1, unreachable=False) == 0
+
+
+@pytest.mark.parametrize("code", sorted(EXIT_CODES))
+def test_what_is_tried_again_is_in_the_table(code):
+    ending = Ending(worker=0, code=code, at=0.0)
+    assert can_retry(ending) == EXIT_CODES[code].retried
+    assert can_retry(ending) == (code in (85, 86, WORKER_LOST, UNREACHABLE, 91, FAULT, TERMINATED, 134, 135, 139))
+
+
+def test_who_stopped_a_job_does_not_want_it_again():
+    assert can_retry(Ending(worker=0, code=TERMINATED, at=0.0, reason="the worker is shut down"))
+    assert not can_retry(Ending(worker=0, code=TERMINATED, at=0.0, reason=ASKED))
+
 
 FAST = ("--no-preflight", "--grace_s", "2", "--name", "job")
 
@@ -67,35 +121,6 @@ def test_a_worker_that_cannot_be_reached_is_named_and_nothing_is_started(cloud):
     assert "error: worker b cannot be reached: ssh: connect to host b port 22: Connection refused" in done.stderr
     assert "Tried for 0.3 s (--unreachable_s)" in done.stderr and "Traceback" not in done.stderr
     assert not (cloud.hosts_directory / "a" / "ran").exists()
-
-
-def test_a_connection_that_drops_loses_no_line_repeats_none_and_runs_nothing_twice(cloud):
-    """One answer is cut off at a byte in the middle of it, then the host is away for a while."""
-    hosts = cloud.add("a", "b")
-    text = """echo ran >> ~/ran; i=0
-    while [ $i -lt 300 ]; do
-        echo line $i; i=$((i+1)); sleep .004
-        [ $i = 100 ] && until [ -e ~/go ]; do sleep .02; done
-    done; exit 0"""
-    process = cloud.start("--hosts", hosts, *FAST, *script(text))
-    # The first connection only looks; that of the command comes after it.
-    wait_for(lambda: len(cloud.calls("a")) == 2)
-    cloud.set("a", "down")
-    wait_for(lambda: "cannot be reached" in (cloud.jobs / "job" / "launcher.log").read_text())
-    cloud.set("a", "drop", 1001)
-    cloud.unset("a", "down")
-    for name in "ab":
-        (cloud.hosts_directory / name / "go").touch()
-    output, errors = process.communicate(timeout=60)
-    assert process.returncode == 0, errors
-    assert not (cloud.hosts_directory / "a.drop").exists() and len(cloud.calls("a")) >= 4
-    assert "worker a cannot be reached, trying again" in errors and "worker a is reached again" in errors
-    wanted = [f"line {i}" for i in range(300)]
-    for index, name in enumerate("ab"):
-        shown = [line for line in output.splitlines() if line.startswith(f"[{index}]")]
-        assert shown == [f"[{index}] {line}" for line in wanted]
-        assert logs(cloud)[index].splitlines() == wanted
-        assert (cloud.hosts_directory / name / "ran").read_text() == "ran\n"
 
 
 @pytest.mark.parametrize("twice", [False, pytest.param(True, marks=pytest.mark.slow)])
@@ -190,26 +215,3 @@ def test_a_worker_without_python_is_no_worker(cloud):
 def test_a_process_that_is_killed_by_a_signal_has_its_code(cloud):
     done = cloud.launch("--hosts", cloud.add("a"), *FAST, *script("kill -9 $$"))
     assert done.returncode == KILLED and "exit code 137, killed" in done.stderr
-
-
-def test_what_the_launcher_says_of_a_worker_moves_no_terminal_and_has_no_credentials(capsys):
-    Console().say("worker a: gone \x1b[2J\x07 at s3://key:hush@bucket/a?sig=hush\nagain")
-    assert capsys.readouterr().err == "launch: worker a: gone \\x1b[2J\\x07 at s3://bucket/a?…\nlaunch: again\n"
-
-
-@pytest.mark.parametrize(
-    ("answer", "why"),
-    [
-        (b"{", "is not JSON"),
-        (b"[]", "is a JSON list"),
-        (b"{}", "it has no state"),
-        (b'{"state": "ended", "code": 0}', "it has no ended"),
-        (b'{"state": "ended", "code": "0", "ended": 1, "reason": ""}', "code is '0'"),
-        (b'{"state": ["ended"]}', "state is"),
-        (b"[" * 60_000, "nested too deeply"),
-    ],
-)
-def test_an_answer_that_is_none_of_the_agents_is_an_error_of_the_launch(answer, why):
-    with pytest.raises(LaunchError, match=f"the answer of a worker .*{why}.*Look at what else its ssh"):
-        answered(answer, "follow")
-    assert answered(b'{"error": "a\\u001b[2J"}', "follow") == {"error": "a\\x1b[2J"}

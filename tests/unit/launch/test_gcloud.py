@@ -40,7 +40,7 @@ NO_ROLE = "PERMISSION_DENIED: Permission 'tpu.nodes.create' denied on resource"
 CASES = [
     (CAPACITY, "capacity", UNAVAILABLE, "another --zone"),
     (STOCKOUT, "capacity", UNAVAILABLE, "another --zone"),
-    (QUOTA, "quota", REFUSED, "iam-admin/quotas?project=my-project"),
+    (QUOTA, "quota", REFUSED, "iam-admin/quotas in project my-project "),
     (COMPUTE_QUOTA, "quota", REFUSED, "smaller --tpu_type"),
     ("RATE_LIMIT_EXCEEDED: Maximum number of CreateNode requests per minute", "rate", UNREACHABLE, "a minute"),
     ('{"code": 9, "message": "Insufficient reserved capacity. Contact"}', "reservation", REFUSED, "reservations list"),

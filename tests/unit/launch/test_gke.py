@@ -12,7 +12,7 @@ import pytest
 
 from lockstep import exits
 from lockstep.launch import main
-from lockstep.launch.gke_pods import PodState
+from lockstep.launch.kubectl import PodState
 from lockstep.launch.record import load_record
 from tests.fake_cloud import fake_kubectl
 
@@ -29,7 +29,7 @@ def cluster(tmp_path, monkeypatch):
     monkeypatch.setenv("FAKE_KUBE", str(tmp_path / "kube"))
     monkeypatch.setenv("LOCKSTEP_JOBS_DIR", str(tmp_path / "jobs"))
     monkeypatch.setattr("lockstep.launch.gke.POLL_S", 0.1)
-    monkeypatch.setattr("lockstep.launch.gke_pods.RECONNECT_S", 0.1)
+    monkeypatch.setattr("lockstep.launch.kubectl.RECONNECT_S", 0.1)
     monkeypatch.setattr("lockstep.launch.gke_manifest.CAUSE_S", 1)
     monkeypatch.chdir(tmp_path)
     return tmp_path

@@ -18,7 +18,7 @@ from tests.fake_cloud.google_cloud import Cloud
 
 @pytest.fixture
 def cloud(tmp_path, monkeypatch):
-    """gcloud in this process; tests/unit/launch/test_mig_backend.py has it as a command."""
+    """gcloud in this process; tests/unit/launch/test_google.py has it as a command."""
     monkeypatch.setenv("FAKE_GOOGLE", str(tmp_path / "cloud"))
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setattr("lockstep.launch.gcloud.subprocess.run", gcloud.run)

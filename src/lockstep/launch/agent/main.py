@@ -8,14 +8,119 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import threading
 import time
 import traceback
 from typing import Any
 
-from lockstep.launch.agent import files
 from lockstep.launch.agent.facts import gather
-from lockstep.launch.agent.follow import ask, follow, look, send, send_result
-from lockstep.launch.agent.supervisor import environment
+from lockstep.launch.agent.supervisor import (
+    EXIT,
+    LEASE,
+    LOG,
+    STATE,
+    STOP,
+    environment,
+    is_locked,
+    read_json,
+    start,
+    write_whole,
+)
+
+POLL_S = 0.1
+"""Seconds between two looks at the log."""
+BEAT_S = 2.0
+"""Seconds between two signs of life of this connection."""
+PIECE = 1 << 16
+"""Bytes of the log in one frame at most."""
+
+
+def send(kind: str, data: bytes | None = None) -> None:
+    """Send a frame: a letter, the length of what follows, and that; without length where nothing does."""
+    head = kind if data is None else f"{kind} {len(data)}"
+    sys.stdout.buffer.write(head.encode() + b"\n" + (data or b""))
+    sys.stdout.buffer.flush()
+
+
+def send_result(result: dict[str, Any]) -> None:
+    """Send the last frame of a connection."""
+    send("R", json.dumps(result).encode())
+
+
+def follow(directory: str, request: dict[str, Any]) -> None:
+    """Start the attempt where that is asked and it is not there, and send its log until it has ended.
+
+    Args:
+        directory: The attempt's directory.
+        request: ``start`` (the specification, or None), ``offset`` in bytes, ``wait`` (False: what there is now).
+    """
+    if request["start"] is not None:
+        start(directory, request["start"])
+        send("S")
+    elif not os.path.isdir(directory):
+        send_result({"state": "absent"})
+        return
+    threading.Thread(target=_obey, args=(directory,), daemon=True).start()
+    offset, beat = request["offset"], 0.0
+    log = os.path.join(directory, LOG)
+    while True:
+        state = look(directory)  # before the log is read: what ended has written all of it
+        while True:
+            piece = _read(log, offset)
+            if not piece:
+                break
+            send("O", piece)
+            offset += len(piece)
+        if state["state"] != "running" or not request["wait"]:
+            send_result(state)
+            return
+        if time.monotonic() - beat > BEAT_S:
+            send("H")
+            beat = time.monotonic()
+        time.sleep(POLL_S)
+
+
+def look(directory: str) -> dict[str, Any]:
+    """The state of an attempt: absent, running, ended (with its code), or lost: its supervisor was killed."""
+    if not os.path.isdir(directory):
+        return {"state": "absent"}
+    locked = is_locked(directory)  # before the note is read, which is written with the lock taken
+    ended = read_json(os.path.join(directory, EXIT))
+    if ended is not None:
+        return dict(ended, state="ended")
+    return dict(read_json(os.path.join(directory, STATE)) or {}, state="running" if locked else "lost")
+
+
+def ask(directory: str, what: str) -> None:
+    """Ask the supervisor for ``stop`` or ``kill``; a kill is not taken back by a stop."""
+    path = os.path.join(directory, STOP)
+    if what == "stop" and os.path.exists(path):
+        return
+    write_whole(path, what.encode())
+
+
+def _read(log: str, offset: int) -> bytes:
+    try:
+        with open(log, "rb") as file:
+            file.seek(offset)
+            return file.read(PIECE)
+    except FileNotFoundError:
+        return b""
+
+
+def _obey(directory: str) -> None:
+    """Do what comes over the connection; when it is gone, so is this process, and nothing renews the lease."""
+    for line in sys.stdin.buffer:
+        word = line.strip().decode(errors="replace")
+        if word == "renew":
+            try:
+                os.utime(os.path.join(directory, LEASE))
+            except FileNotFoundError:
+                pass
+        elif word in ("stop", "kill"):
+            ask(directory, word)
+    os._exit(0)
+
 
 GREETING = b"lockstep-agent 1\n"
 """The first line of an answer; what a login shell has printed before it does not count."""
@@ -54,7 +159,7 @@ def _put(root: str, request: dict[str, Any]) -> dict[str, Any]:
         if hasattr(tarfile, "data_filter"):
             archive.extraction_filter = tarfile.data_filter
         archive.extractall(target)
-    files.write_whole(note, request["digest"].encode())
+    write_whole(note, request["digest"].encode())
     return {}
 
 
@@ -72,9 +177,9 @@ def _setup(root: str, request: dict[str, Any]) -> dict[str, Any]:
     folder = os.path.join(root, "setup")
     os.makedirs(folder, exist_ok=True)
     for name, size in request["files"]:
-        files.write_whole(os.path.join(folder, name), sys.stdin.buffer.read(size), 0o644)
+        write_whole(os.path.join(folder, name), sys.stdin.buffer.read(size), 0o644)
     script = os.path.join(folder, "setup.sh")
-    files.write_whole(script, request["script"].encode(), 0o755)
+    write_whole(script, request["script"].encode(), 0o755)
     process = subprocess.Popen(
         ["sh", script], cwd=folder, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )
@@ -86,14 +191,14 @@ def _setup(root: str, request: dict[str, Any]) -> dict[str, Any]:
 
 def _clear(root: str, request: dict[str, Any]) -> dict[str, Any]:
     """Name every attempt of this job that still runs here; end it (``how``), and wait until it is gone."""
-    running = [path for path in _attempts(root) if files.is_locked(path)]
+    running = [path for path in _attempts(root) if is_locked(path)]
     names = [os.path.basename(path) for path in running]
     if not request["how"]:
         return {"running": names}
     for path in running:
         ask(path, request["how"])
     begin, killed = time.monotonic(), False
-    while any(files.is_locked(path) for path in running):
+    while any(is_locked(path) for path in running):
         waited = time.monotonic() - begin
         if waited > request["timeout_s"] and not killed:
             killed = True
@@ -107,7 +212,7 @@ def _clear(root: str, request: dict[str, Any]) -> dict[str, Any]:
 
 def _status(root: str, request: dict[str, Any]) -> dict[str, Any]:
     directory = os.path.join(root, request["attempt"])
-    log = os.path.join(directory, files.LOG)
+    log = os.path.join(directory, LOG)
     state = look(directory)
     state["time"] = time.time()
     if os.path.exists(log):

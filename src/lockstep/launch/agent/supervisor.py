@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
+import json
 import os
 import select
 import shutil
@@ -12,8 +14,82 @@ import sys
 import time
 from typing import Any, NoReturn
 
-from lockstep.launch.agent import files
 from lockstep.redact import Redactor
+
+LOCK = "lock"
+"""Locked by the supervisor as long as it lives: the kernel gives it back however it ends."""
+LOG = "log"
+"""What the command has printed, without secrets."""
+EXIT = "exit.json"
+"""How the command has ended; written when it and everything it started is gone and the log is whole."""
+STATE = "state.json"
+"""The process number of the command and when it began."""
+LEASE = "lease"
+"""Its time of change is when the launcher was last heard of."""
+STOP = "stop"
+"""``stop`` or ``kill``: what the launcher asks for."""
+
+
+def write_whole(path: str, data: bytes, mode: int = 0o600) -> None:
+    """Write a file, whole or not at all."""
+    temporary = f"{path}.tmp-{os.getpid()}"
+    with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def write_json(path: str, value: Any) -> None:
+    """Write a JSON file, whole or not at all."""
+    write_whole(path, json.dumps(value).encode())
+
+
+def read_json(path: str) -> Any:
+    """Read a JSON file; None where there is none."""
+    try:
+        with open(path, "rb") as file:
+            return json.loads(file.read().decode())
+    except FileNotFoundError:
+        return None
+
+
+def is_locked(directory: str) -> bool:
+    """Whether the supervisor of an attempt lives."""
+    try:
+        descriptor = os.open(os.path.join(directory, LOCK), os.O_RDWR)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return False
+    except OSError:
+        return True
+    finally:
+        os.close(descriptor)
+
+
+def claim(directory: str) -> int | None:
+    """Make the directory of an attempt, with its lock taken; None where it is there: the attempt was started before.
+
+    It appears with the lock in it, by one rename, so that of two connections exactly one starts the command.
+    """
+    temporary = f"{directory}.tmp-{os.getpid()}"
+    os.makedirs(temporary, mode=0o700)
+    lock = os.path.join(temporary, LOCK)
+    descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o600)
+    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    try:
+        os.rename(temporary, directory)  # refused where the other directory has files
+        return descriptor
+    except OSError:
+        os.close(descriptor)
+        os.unlink(lock)
+        os.rmdir(temporary)
+        if os.path.isdir(directory):
+            return None
+        raise
+
 
 POLL_S = 0.1
 """Seconds between two looks at the command, the lease and what the launcher asks for."""
@@ -28,7 +104,7 @@ def start(directory: str, spec: dict[str, Any]) -> bool:
         directory: The attempt's directory.
         spec: ``argv``, ``cwd``, ``path``, ``env``, ``secrets``, ``lease_s`` (None: none), ``grace_s``.
     """
-    lock = files.claim(directory)
+    lock = claim(directory)
     if lock is None:
         return False
     sys.stdout.flush()
@@ -89,8 +165,8 @@ class Supervisor:
     def __init__(self, directory: str, spec: dict[str, Any]) -> None:
         self._directory, self._spec = directory, spec
         self._redactor = Redactor(spec["secrets"].values())
-        self._log = open(self._file(files.LOG), "ab", buffering=0)
-        os.chmod(self._file(files.LOG), 0o600)
+        self._log = open(self._file(LOG), "ab", buffering=0)
+        os.chmod(self._file(LOG), 0o600)
         self._asked = ""  # what the launcher has asked for and was done
         self._kill_at: float | None = None
         self._reason = ""
@@ -115,7 +191,7 @@ class Supervisor:
             self._write(b"error: " + text.encode() + b"\n")
             self._end(127)
             return
-        open(self._file(files.LEASE), "wb").close()
+        open(self._file(LEASE), "wb").close()
         try:
             process = subprocess.Popen(
                 [program or "", *argv[1:]],
@@ -133,7 +209,7 @@ class Supervisor:
             return
         self._process = process
         signal.signal(signal.SIGTERM, lambda *_: self._ask("stop", "the worker is shut down"))
-        files.write_json(self._file(files.STATE), {"pid": process.pid, "started": time.time()})
+        write_json(self._file(STATE), {"pid": process.pid, "started": time.time()})
         self._watch()
         code = process.returncode
         self._end(code if code >= 0 else 128 - code)
@@ -162,7 +238,7 @@ class Supervisor:
                 time.sleep(POLL_S)  # it has closed its output and goes on
             if ended is not None:
                 continue
-            changed = os.stat(self._file(files.LEASE)).st_mtime_ns
+            changed = os.stat(self._file(LEASE)).st_mtime_ns
             if changed != seen:
                 seen, heard = changed, now
             lease = self._spec["lease_s"]
@@ -175,7 +251,7 @@ class Supervisor:
 
     def _look_for_requests(self) -> None:
         try:
-            with open(self._file(files.STOP)) as file:
+            with open(self._file(STOP)) as file:
                 self._ask(file.read().strip(), "the launcher asked for it")
         except FileNotFoundError:
             pass
@@ -203,7 +279,7 @@ class Supervisor:
 
     def _end(self, code: int) -> None:
         os.fsync(self._log.fileno())
-        files.write_json(self._file(files.EXIT), {"code": code, "ended": time.time(), "reason": self._reason})
+        write_json(self._file(EXIT), {"code": code, "ended": time.time(), "reason": self._reason})
 
 
 def _die_with_parent() -> None:

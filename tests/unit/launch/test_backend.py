@@ -3,9 +3,8 @@
 import pytest
 
 from lockstep.exits import REFUSED, UNREACHABLE
-from lockstep.launch.backend import LaunchError
+from lockstep.launch.backend import LaunchError, Patience
 from lockstep.launch.console import Console
-from lockstep.launch.patience import Patience
 
 
 def raise_(error):
@@ -25,6 +24,6 @@ def test_not_for_ever_and_not_after_a_refusal(monkeypatch):
     patience = Patience(Console())
     with pytest.raises(LaunchError, match="may not"):
         patience.look(lambda: raise_(LaunchError("may not", REFUSED)))
-    monkeypatch.setattr("lockstep.launch.patience.LIMIT_S", -1.0)
+    monkeypatch.setattr("lockstep.launch.backend.LIMIT_S", -1.0)
     with pytest.raises(LaunchError, match="no answer"):
         patience.look(lambda: raise_(LaunchError("no answer", UNREACHABLE)))
