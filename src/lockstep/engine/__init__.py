@@ -3,7 +3,7 @@
 from lockstep.engine.audit import Auditor as Auditor
 from lockstep.engine.audit import AuditResult as AuditResult
 from lockstep.engine.audit import audit as audit
-from lockstep.engine.capacity_fields import CapacityFields as CapacityFields
+from lockstep.engine.config import CapacityFields as CapacityFields
 from lockstep.engine.config import EngineConfig as EngineConfig
 from lockstep.engine.config import layout_text as layout_text
 from lockstep.engine.decode_model import DecodeModel as DecodeModel

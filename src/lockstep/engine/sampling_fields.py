@@ -3,8 +3,7 @@
 import dataclasses
 from typing import Any, ClassVar, get_args
 
-from lockstep.engine.capacity_fields import CapacityFields
-from lockstep.engine.config import EngineConfig
+from lockstep.engine.config import CapacityFields, EngineConfig
 from lockstep.engine.drafts import DraftSource
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.types import SamplingParams, SamplingRules

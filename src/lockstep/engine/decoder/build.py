@@ -10,9 +10,8 @@ from jax.sharding import NamedSharding
 
 from lockstep.engine.decode_model import DecodeModel
 from lockstep.engine.decoder.arguments import Batch, pack
-from lockstep.engine.decoder.copy_pages import copy_pages_function
 from lockstep.engine.decoder.decode import decode_function
-from lockstep.engine.decoder.prefill import prefill_function
+from lockstep.engine.decoder.prefill import copy_pages_function, prefill_function
 from lockstep.engine.decoder.prompt_logprobs import prompt_logprobs_function
 from lockstep.engine.decoder.transformer import Transformer
 from lockstep.engine.decoder.verify import verify_function

@@ -1,17 +1,19 @@
-"""The prefill program: writes the K/V of prompt tokens to the pool, one page per row; it computes no logits.
+"""The programs of prompts: prefill writes their K/V to the pool, a page per row; copy_pages copies partial last pages.
 
-The decode program samples the first token from the prompt's last token, so prefill never needs the output layer.
+The decode program samples the first token from the prompt's last token, so prefill computes no logits.
 """
 
 from collections.abc import Callable
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
 from lockstep.engine.decoder.arguments import unpack
 from lockstep.engine.decoder.transformer import Transformer
 from lockstep.engine.idle_replicas import run_if_busy
-from lockstep.engine.schedule import NULL_PAGE, Capacity, PrefillBatch
+from lockstep.engine.schedule import NULL_PAGE, Capacity, CopyPagesBatch, PrefillBatch
 from lockstep.models import DecoderWeights
 from lockstep.models.attention import Attention
 
@@ -52,3 +54,31 @@ def prefill_function(transformer: Transformer, capacity: Capacity, attention: At
         return run_if_busy(capacity, jnp.any(page != NULL_PAGE), fill, pool)
 
     return prefill
+
+
+def copy_pages_function(num_layers: int, capacity: Capacity, attention: Attention) -> Callable[..., Any]:
+    """Returns the function that every device runs, inside ``shard_map`` over the decode mesh.
+
+    It takes the replica's pool and this replica's part of a packed `CopyPagesBatch`. Whole pages are copied; no
+    query sees what they hold beyond the prompt before decode overwrites it.
+
+    Args:
+        num_layers: The number of layers of the model.
+        capacity: The capacities of the programs.
+        attention: The attention of the devices, which copies the pages.
+
+    Returns:
+        A function that returns the pool.
+    """
+    like = CopyPagesBatch.empty(capacity)
+
+    def copy_pages(pool: Any, packed: Array) -> Any:
+        given = unpack(packed[0], like)
+
+        def layer(index: Array, pool: Any) -> Any:
+            source, target = index * capacity.pages + given["source"], index * capacity.pages + given["target"]
+            return jax.tree.map(lambda part: attention.copy_pages(part, source, target), pool)
+
+        return jax.lax.fori_loop(0, num_layers, layer, pool)
+
+    return copy_pages

@@ -8,11 +8,11 @@ from lockstep.engine.schedule.batch import PromptLogprobsBatch as PromptLogprobs
 from lockstep.engine.schedule.batch import VerifyBatch as VerifyBatch
 from lockstep.engine.schedule.capacity import check_capacity as check_capacity
 from lockstep.engine.schedule.capacity import check_length as check_length
-from lockstep.engine.schedule.counts import Counts as Counts
-from lockstep.engine.schedule.counts import DraftCounts as DraftCounts
 from lockstep.engine.schedule.pages import NULL_PAGE as NULL_PAGE
 from lockstep.engine.schedule.pages import PageAllocator as PageAllocator
+from lockstep.engine.schedule.results import Counts as Counts
 from lockstep.engine.schedule.results import DecodeResults as DecodeResults
+from lockstep.engine.schedule.results import DraftCounts as DraftCounts
 from lockstep.engine.schedule.results import as_floats as as_floats
 from lockstep.engine.schedule.sampling import SamplingBatch as SamplingBatch
 from lockstep.engine.schedule.sampling import sampling_sizes as sampling_sizes

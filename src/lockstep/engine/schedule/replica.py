@@ -3,8 +3,7 @@
 from collections import deque
 
 from lockstep.engine.schedule.batch import Capacity
-from lockstep.engine.schedule.pages import PageAllocator
-from lockstep.engine.schedule.prefix import PrefixTable
+from lockstep.engine.schedule.pages import PageAllocator, PrefixTable
 from lockstep.engine.schedule.sequence import Sequence
 
 

@@ -6,7 +6,6 @@ from collections.abc import Sequence as Seq
 
 import numpy as np
 
-from lockstep.engine.schedule.admission import Admission
 from lockstep.engine.schedule.batch import (
     Capacity,
     CopyPagesBatch,
@@ -16,21 +15,20 @@ from lockstep.engine.schedule.batch import (
     VerifyBatch,
 )
 from lockstep.engine.schedule.capacity import check_capacity
-from lockstep.engine.schedule.counts import Counts
 from lockstep.engine.schedule.drafts import Drafter
 from lockstep.engine.schedule.ngrams import Ngrams
+from lockstep.engine.schedule.pages import page_keys, tail_key
 from lockstep.engine.schedule.planning import (
+    Admission,
     PromptLogprobsRow,
     copy_pages_batch,
     num_decode_steps,
     prefill_batch,
     prompt_logprobs_batch,
 )
-from lockstep.engine.schedule.prefix import page_keys, tail_key
-from lockstep.engine.schedule.prompt_logprobs import PromptLogprobs
 from lockstep.engine.schedule.replica import Replica
-from lockstep.engine.schedule.results import DecodeResults
-from lockstep.engine.schedule.sequence import Sequence
+from lockstep.engine.schedule.results import Counts, DecodeResults
+from lockstep.engine.schedule.sequence import PromptLogprobs, Sequence
 from lockstep.engine.schedule.slots import DecodeSlots
 from lockstep.errors import ConfigError
 from lockstep.types import Completion, FinishReason, Request

@@ -1,4 +1,4 @@
-"""The state of one completion while it is generated: its tokens, its pages, its slot."""
+"""The state of one completion while it is generated: tokens, pages, slot, log-probabilities of its prompt."""
 
 import dataclasses
 
@@ -6,9 +6,45 @@ import numpy as np
 from jaxtyping import Int32
 
 from lockstep.engine.schedule.ngrams import Ngrams
-from lockstep.engine.schedule.prompt_logprobs import PromptLogprobs
 from lockstep.engine.schedule.results import FIRST_TOP, LOGPROB, SAMPLED_LOGPROB, TOKEN, as_floats
 from lockstep.types import Completion, FinishReason, Request
+
+
+@dataclasses.dataclass(kw_only=True, eq=False)
+class PromptLogprobs:
+    """The log-probabilities of a prompt so far, from its second token on; filled page by page."""
+
+    request: Request
+    """The request."""
+    logprobs: list[float] = dataclasses.field(default_factory=list)
+    """The natural-log probability of each token."""
+    top_logprobs: list[tuple[tuple[int, float], ...]] = dataclasses.field(default_factory=list)
+    """The most probable (token id, natural-log probability) pairs in place of each token, where requested."""
+
+    @property
+    def done(self) -> bool:
+        """Whether every token but the first has its log-probability."""
+        return len(self.logprobs) == len(self.request.prompt_tokens) - 1
+
+    def add(self, logprobs: np.ndarray, ids: np.ndarray | None, values: np.ndarray | None) -> None:
+        """Appends the log-probabilities of the next tokens.
+
+        Args:
+            logprobs: The log-probabilities ``[token]``.
+            ids: The ids of the most probable tokens ``[token, n]``, most probable first; None where there are none.
+            values: The log-probabilities of ``ids``.
+        """
+        self.logprobs += logprobs.tolist()
+        if count := self.request.params.top_logprobs:
+            assert ids is not None and values is not None
+            pairs = zip(ids[:, :count].tolist(), values[:, :count].tolist(), strict=True)
+            self.top_logprobs += [tuple(zip(*pair, strict=True)) for pair in pairs]
+
+    def result(self) -> tuple[tuple[float | None, ...], tuple[tuple[tuple[int, float], ...], ...]]:
+        """Returns ``prompt_logprobs`` and ``prompt_top_logprobs`` of `Completion`, both empty until all are there."""
+        if not self.done:
+            return (), ()
+        return (None, *self.logprobs), ((), *self.top_logprobs) if self.request.params.top_logprobs else ()
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)

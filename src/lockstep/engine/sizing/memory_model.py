@@ -95,7 +95,7 @@ class MemoryModel:
             return 0
         if self._tpu and not model.lazy and model.dtype == jnp.bfloat16:
             return self._moving
-        # The compiler casts all layers before the loop that moves them; `chunked_cast.cast` keeps it inside.
+        # The compiler casts all layers before the loop that moves them; `placement.reshard.cast` keeps it inside.
         cast = sum(weight.training_bytes for weight in model.leaves)
         return cast + (self._layer_bytes if self._tpu else 0)
 

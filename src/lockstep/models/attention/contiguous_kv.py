@@ -10,8 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Num
 
-from lockstep.models.attention.kv_dtype import to_pool
-from lockstep.models.attention.page_ops import ReadKv, gather_kv
+from lockstep.models.attention.page_ops import ReadKv, gather_kv, to_pool
 from lockstep.models.attention.softmax import ReadChunk, ScoreModifier, attend
 
 CONTEXT_CHUNK = 128

@@ -1,8 +1,14 @@
-"""Reading, writing and copying whole pages of the pool, all at once or one at a time.
+"""Reading, writing and copying whole pages of the pool, all at once or one at a time, and the dtype of its numbers.
 
 The TPU compiler turns a scatter of whole pages into one over another order of the axes, and copies the pool into that
 order and back at every layer; likewise a gather of pages with few heads. One page at a time is read and written in
 place.
+
+Eight bits are E4M3 of Micikevicius et al. 2022 (https://arxiv.org/abs/2209.05433, section 3): a sign, 4 bits of
+exponent, 3 of mantissa, numbers up to 448, NaN and no infinity. There are no scales: a number between 2^-6 and 448 is
+off by at most a sixteenth of itself, whatever its neighbours are, so that nothing has to be calibrated. Where XLA reads
+and writes the pool, a pool in 8 bits is an array of bytes: on CPU it converts arrays of an 8-bit floating type to 16
+bits and back, the whole pool at every step. Kernels take an array of that type as it is.
 """
 
 from collections.abc import Callable
@@ -11,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Num
 
-from lockstep.models.attention.kv_dtype import to_pool
+from lockstep.placement.device import BYTE, FP8, LARGEST_FP8
 
 type ReadKv = Callable[[Array, Array], tuple[Array, Array]]
 """Takes a pool and the pages ``[sequence, page]`` of it that each sequence has; returns K and V
@@ -68,3 +74,19 @@ def copy_pages_one_by_one(
         return jax.lax.dynamic_update_index_in_dim(pool, page, target[row], 0)
 
     return jax.lax.fori_loop(0, source.shape[0], copy, pool)
+
+
+def to_pool(kv: Float[Array, "*shape"], dtype: jnp.dtype) -> Num[Array, "*shape"]:
+    """Rounds K or V to the numbers of a pool, once, when it is written; every reader sees the same rounded numbers.
+
+    In 8 bits finite numbers beyond the largest become the largest; what is not finite becomes NaN, so that a sequence
+    that overflowed is seen to have done so.
+
+    Args:
+        kv: K or V.
+        dtype: The dtype of the pool.
+    """
+    if dtype not in (FP8, BYTE):
+        return kv.astype(dtype)
+    rounded = jnp.where(jnp.isfinite(kv), jnp.clip(kv, -LARGEST_FP8, LARGEST_FP8), jnp.nan).astype(FP8)
+    return jax.lax.bitcast_convert_type(rounded, dtype)

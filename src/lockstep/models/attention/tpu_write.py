@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int, Num
 
-from lockstep.models.attention.kv_dtype import to_pool
+from lockstep.models.attention.page_ops import to_pool
 
 NAME = "write_kv"
 """The name of the kernel in a compiled program."""

@@ -13,12 +13,12 @@ from lockstep.models.attention.contiguous_kv import (
     extend_context_span,
     gather_context,
 )
-from lockstep.models.attention.kv_dtype import to_pool
 from lockstep.models.attention.page_ops import (
     ReadKv,
     copy_pages_one_by_one,
     gather_kv,
     read_kv_page_by_page,
+    to_pool,
     write_pages_one_by_one,
 )
 from lockstep.models.attention.reference import paged_attention

@@ -2,6 +2,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.engine.schedule import NULL_PAGE, PageAllocator
+from lockstep.engine.schedule.pages import PrefixTable, page_keys
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)
@@ -44,3 +45,47 @@ def test_taking_too_many_takes_none() -> None:
     else:
         raise AssertionError("4 pages of 3 were handed out")
     assert allocator.allocate(3) == [1, 2, 3]
+
+
+tokens = st.lists(st.integers(0, 2), max_size=12)
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(tokens, tokens, st.integers(1, 4))
+def test_keys_are_equal_exactly_where_everything_before_is(a: list[int], b: list[int], size: int) -> None:
+    first, second = page_keys(a, size), page_keys(b, size)
+    assert (len(first), len(second)) == (len(a) // size, len(b) // size), "only full pages have keys"
+    for i, (left, right) in enumerate(zip(first, second, strict=False)):
+        assert (left == right) == (a[: (i + 1) * size] == b[: (i + 1) * size])
+
+
+def test_the_same_page_after_another_beginning_has_another_key() -> None:
+    assert page_keys([1, 2, 7, 7], 2)[1] != page_keys([1, 3, 7, 7], 2)[1]
+    assert page_keys([7, 7, 7, 7], 2)[0] != page_keys([7, 7, 7, 7], 2)[1]
+
+
+def test_keys_are_the_same_in_every_process() -> None:
+    (key,) = page_keys([1, 2, 3], 3)
+    assert key.hex() == "4636993d3e1da4e9d6b8f87b79e8f7c6d018580d52661950eabc3845c5897a4d"
+
+
+def test_match_finds_the_longest_run_from_the_start() -> None:
+    table, keys = PrefixTable(), page_keys(range(8), 2)
+    for key, page in zip(keys, (5, 3, 9), strict=False):
+        table.add(key, page)
+    assert table.match(keys) == [5, 3, 9]
+    assert table.match(keys[:2]) == [5, 3]
+    assert table.match(keys[1:]) == [3, 9]
+    assert table.match([*page_keys([9, 9], 2), *keys]) == []
+    table.remove([3, 77])  # 77 was never listed
+    assert table.match(keys) == [5]
+
+
+def test_the_first_page_under_a_key_stays() -> None:
+    table, (key,) = PrefixTable(), page_keys([1], 1)
+    table.add(key, 4)
+    table.add(key, 6)
+    table.remove([6])
+    assert table.match([key]) == [4]
+    table.remove([4])
+    assert table.match([key]) == []

@@ -1,15 +1,16 @@
 """How long a launch is, and what a batch has."""
 
 import numpy as np
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.engine.schedule import Capacity
-from lockstep.engine.schedule.planning import num_decode_steps, prefill_batch, prompt_logprobs_batch
-from lockstep.engine.schedule.prompt_logprobs import PromptLogprobs
+from lockstep.engine.schedule.planning import Admission, num_decode_steps, prefill_batch, prompt_logprobs_batch
 from lockstep.engine.schedule.replica import Replica
-from lockstep.engine.schedule.sequence import Sequence
+from lockstep.engine.schedule.sequence import PromptLogprobs, Sequence
 from lockstep.types import Request
+from tests.unit.engine.schedule.placements import choose
+from tests.unit.engine.schedule.test_replica import PAGE, sequence_of
 from tests.unit.engine.schedule.test_scheduler import capacity_of, request
 
 
@@ -69,3 +70,50 @@ def test_a_row_of_prompt_logprobs_has_each_tokens_successor() -> None:
     assert batch.targets[0].tolist() == [[8, 9, 6, 5], [4, -1, -1, -1]]
     record.add(np.array([-1.0] * 4), None, None)
     assert prompt_logprobs_batch(capacity, replicas)[0].start[0, 0] == 4, "it goes on where it ended"
+
+
+PROMPTS = st.lists(st.integers(0, 1), min_size=1, max_size=8).map(tuple)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.integers(1, 5),
+    st.integers(1, 4),
+    st.integers(6, 16),
+    st.booleans(),
+    st.lists(st.tuples(PROMPTS, st.integers(1, 4), st.booleans(), st.integers(0, 20)), max_size=30),
+)
+def test_it_is_the_choice_of_one_after_the_other(replicas, slots, pages, copies, steps):
+    capacity = capacity_of(page_size=PAGE, slots=slots, pages=pages, replicas=replicas, page_copies=int(copies))
+    made = [Replica(index, capacity) for index in range(replicas)]
+    admission, active = Admission(capacity, made), []
+    for number, (prompt, new, crowded, leaves) in enumerate(steps):
+        sequence = sequence_of(number, prompt, new)
+        found = admission.choose(sequence, crowded=crowded)
+        assert found is choose(made, sequence, crowded)
+        if found is not None:
+            found.admit(sequence)
+            active.append(sequence)
+        elif active:
+            sequence = active.pop(leaves % len(active))
+            found = made[sequence.replica]
+            found.release(sequence)
+        if found is not None:
+            admission.update(found)
+    for sequence in active:
+        made[sequence.replica].release(sequence)
+    assert not made[0].holders, "what nobody has is listed nowhere"
+
+
+def test_replicas_that_are_idle_are_given_nothing() -> None:
+    capacity = capacity_of(page_size=PAGE, slots=2, replicas=4, idle_replicas=2)
+    made = [Replica(index, capacity) for index in capacity.active_replicas]
+    admission, found = Admission(capacity, made), []
+    for number in range(5):
+        sequence = sequence_of(number, (number, number))
+        replica = admission.choose(sequence, crowded=False)
+        found.append(None if replica is None else replica.index)
+        if replica is not None:
+            replica.admit(sequence)
+            admission.update(replica)
+    assert found == [0, 2, 0, 2, None]

@@ -1,6 +1,6 @@
 """The slots, pages and prefill queue of one replica."""
 
-from lockstep.engine.schedule.prefix import page_keys, tail_key
+from lockstep.engine.schedule.pages import page_keys, tail_key
 from lockstep.engine.schedule.replica import Replica
 from lockstep.engine.schedule.sequence import Sequence
 from tests.unit.engine.schedule.placements import fits, num_shared_tokens

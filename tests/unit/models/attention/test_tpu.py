@@ -10,7 +10,7 @@ import pytest
 
 from lockstep.engine import Engine, EngineConfig
 from lockstep.models.attention import Heads, StoredKvHeads, TpuAttention, XlaAttention
-from lockstep.models.attention.kv_dtype import to_pool
+from lockstep.models.attention.page_ops import to_pool
 from lockstep.models.attention.tpu_blocks import Blocks, stored_head_size, stored_heads
 from lockstep.placement.device import BYTE, FP8, as_numbers
 from tests.interpret import kernel_on_cpu

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lockstep.models.attention.kv_dtype import to_pool
+from lockstep.models.attention.page_ops import to_pool
 from lockstep.models.attention.tpu_write import write_entries
 from tests.interpret import kernel_on_cpu
 
