@@ -8,7 +8,8 @@ import sys
 import pytest
 
 from lockstep.errors import ConfigError
-from lockstep.main import cli, doctor
+from lockstep.main import cli
+from lockstep.main import doctor_command as doctor
 
 
 @pytest.fixture
