@@ -30,7 +30,7 @@ ELSEWHERE = {
     "tests/unit/engine/test_sampling_fields.py": "training/rl/rollout_config",
     "tests/unit/main/doctor/test_self_test.py": "main/doctor/layout_rounds",
     "tests/unit/main/plan/test_train_step.py": "main/plan/train_state",
-    "tests/unit/models/attention/test_kv_dtype.py": "placement/device/float8",
+    "tests/unit/models/attention/test_page_ops.py": "placement/device/float8",
     "tests/unit/models/attention/test_reference.py": "models/attention/base",
     "tests/unit/models/hf/test_save.py": "models/hf/save_source",
     "tests/unit/models/test_llama.py": "models/rotary",
