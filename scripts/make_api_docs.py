@@ -85,12 +85,14 @@ SECTIONS = {
         tuple(
             f"lockstep.training.{name}"
             for name in ("Trainer", "TrainerConfig", "OptimizerConfig", "TokenizedRows", "StepInfo", "lm_loss",
-                         "PreferenceObjective", "PairLosses", "DataFormat", "model_spec", "save_tokenizer")
+                         "PreferenceObjective", "PairLosses", "DataFormat", "RewardConfig",
+                         "model_spec", "save_tokenizer")
         ),
     ),
     "Rows, metrics, trackers": (
         "What the leader makes of answers ([extending.md](extending.md#a-metric)).",
-        ("lockstep.report.Row", "lockstep.text.Prompt", "lockstep.report.Tracker", "lockstep.report.JsonlTracker",
+        ("lockstep.report.Row", "lockstep.text.Prompt", "lockstep.report.Tracker", "lockstep.report.TrackerConfig",
+         "lockstep.report.JsonlTracker",
          "lockstep.report.WandbTracker"),
     ),
     "Tests of multi-host code": (

@@ -11,7 +11,7 @@ SOURCE, UNIT = ROOT / "src" / "lockstep", ROOT / "tests" / "unit"
 
 REPOSITORY = {
     f"test_{name}.py"
-    for name in "api_docs bonsai_example docs first_pod imports mirror public_names release snippets".split()
+    for name in "api_docs bonsai_example docs extending first_pod imports mirror public_names release snippets".split()
 }
 """Tests of what is in the repository beside the package. Those of the benchmarks are in ``tests/benchmarks``."""
 
@@ -35,10 +35,7 @@ ELSEWHERE = {
     "tests/unit/models/hf/test_save.py": "models/hf/save_source",
     "tests/unit/models/test_llama.py": "models/rotary",
     "tests/unit/training/data/test_records.py": "training/data/chunk_builder",
-    "tests/unit/training/objectives/test_lm.py": "training/objectives/parts",
-    "tests/unit/training/rl/test_rollouts.py": (
-        "training/rl/answer_rows training/rl/logprob_columns training/rl/rollout_report"
-    ),
+    "tests/unit/training/rl/test_rollouts.py": "training/rl/rollout_report",
     "tests/unit/training/run/test_grpo.py": "training/run/config",
 }
 """Test files that have the tests of modules of other names, and these modules: to become fewer."""

@@ -114,7 +114,20 @@ class CompositeTracker:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrackerConfig(OpenRegistry, draccus.PluginRegistry, discover_packages_path="lockstep.report.trackers"):
-    """Which tracker: ``type: wandb | tensorboard | jsonl | noop``, or ``my_module:MyTrackerConfig`` of your own."""
+    """Which tracker: ``type: wandb | tensorboard | jsonl | noop``, or ``my_module:MyTrackerConfig`` of your own.
+
+    Example:
+        >>> import dataclasses
+        >>> @dataclasses.dataclass(frozen=True, kw_only=True)
+        ... class Elsewhere(lockstep.report.TrackerConfig):
+        ...     directory: str
+        ...
+        ...     def build(self, run_dir, run_name, config=None):
+        ...         return lockstep.report.JsonlTracker(f"{self.directory}/{run_name}")
+        ...
+        >>> Elsewhere(directory="/tmp").directory
+        '/tmp'
+    """
 
     def check(self) -> None:
         """Check that what the tracker needs is installed; call it on the leader alone, before the run's work begins.

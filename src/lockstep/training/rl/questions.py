@@ -11,10 +11,12 @@ from jaxtyping import Int
 from lockstep.credentials import get_logger
 from lockstep.errors import ConfigError, PromptError
 from lockstep.hosts import digest
-from lockstep.text import Prompt, encode
+from lockstep.report import Row
+from lockstep.text import Prompt, cut_at_stop, decode, encode
 from lockstep.training.data import GrpoDataConfig
 from lockstep.training.data.records import BadRow, Record, list_files, read_piece
 from lockstep.training.rl.rewards import RewardConfig
+from lockstep.types import Completion
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -205,3 +207,31 @@ def _prompt(config: GrpoDataConfig, number: int, question: str, answer: str) -> 
 @functools.lru_cache(maxsize=4)
 def _permutation(seed: int, epoch: int, count: int) -> Int[np.ndarray, " question"]:
     return np.random.default_rng((seed, epoch)).permutation(count)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AnswerRows:
+    """Makes rows of answers.
+
+    Args:
+        questions: All questions.
+        tokenizer: The tokenizer that turns tokens into text.
+        stop: The texts that end an answer.
+    """
+
+    questions: Questions
+    tokenizer: "PreTrainedTokenizerBase"
+    stop: Sequence[str]
+
+    def row(self, step: int, question: int, completion: Completion) -> tuple[Row, Prompt]:
+        """Return an answer as a row, and its question.
+
+        Args:
+            step: The number of completed steps when it has been learned from.
+            question: The number of the question.
+            completion: The answer.
+        """
+        prompt = self.questions.prompts[question]
+        text = cut_at_stop(decode(self.tokenizer, completion.tokens), self.stop)
+        row = Row.from_completion(completion, prompt, text, step=step)
+        return dataclasses.replace(row, prompt_id=prompt.id), prompt

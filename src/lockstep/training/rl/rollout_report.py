@@ -10,9 +10,9 @@ from lockstep.credentials import get_logger
 from lockstep.engine.schedule import DraftCounts
 from lockstep.hosts import try_leader_only
 from lockstep.report import BackgroundQueue, Row, Tracker, append_jsonl
-from lockstep.training.rl.answer_rows import AnswerRows
 from lockstep.training.rl.figures import answer_metrics, reward_metrics
 from lockstep.training.rl.groups import Groups
+from lockstep.training.rl.questions import AnswerRows
 from lockstep.training.rl.sampled import Sampled
 
 log = get_logger(__name__)

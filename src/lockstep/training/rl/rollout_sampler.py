@@ -14,9 +14,8 @@ from lockstep.hosts import Hosts, Watchdog, environment
 from lockstep.models import read_decoder
 from lockstep.text import StopFinder, stop_ids, token_count
 from lockstep.training.loop.config import TrainerConfig
-from lockstep.training.rl.answer_rows import AnswerRows
 from lockstep.training.rl.config import GrpoRunFields
-from lockstep.training.rl.questions import Questions
+from lockstep.training.rl.questions import AnswerRows, Questions
 from lockstep.training.rl.rewarding import Rewarder
 from lockstep.training.rl.sampled import Sampled, completions_from_json
 from lockstep.training.rl.scoring import Scoring

@@ -19,15 +19,12 @@ from lockstep.text import token_count
 from lockstep.training.loop.config import TrainerConfig
 from lockstep.training.loop.hooks import StepInfo
 from lockstep.training.objectives.grpo import GrpoConfig, group_advantages
-from lockstep.training.rl.answer_rows import AnswerRows
-from lockstep.training.rl.batch import make_columns
 from lockstep.training.rl.config import GrpoRunFields
 from lockstep.training.rl.figures import RewardTrend, StepClock, StepTimes
 from lockstep.training.rl.groups import Groups, choose_groups
-from lockstep.training.rl.logprob_columns import LogprobColumns
-from lockstep.training.rl.questions import Questions
+from lockstep.training.rl.questions import AnswerRows, Questions
 from lockstep.training.rl.rewarding import Rewarder
-from lockstep.training.rl.rollout import Rollout
+from lockstep.training.rl.rollout import LogprobColumns, Rollout, make_columns
 from lockstep.training.rl.rollout_report import RolloutReport
 from lockstep.training.rl.rollout_sampler import RolloutSampler
 from lockstep.training.rl.sampled import Sampled

@@ -1,4 +1,5 @@
 import dataclasses
+import re
 
 import pytest
 
@@ -16,6 +17,7 @@ def test_a_rollout_is_for_all_iterations_of_all_minibatches():
 
 
 OFF_POLICY = {
+    "filters": ("my_filters:mine=0.5",),
     "top_k": 5,
     "top_p": 0.9,
     "min_p": 0.1,
@@ -43,7 +45,8 @@ def test_every_setting_of_a_rollout_is_known_to_change_the_probabilities_or_not(
 def test_answers_of_other_probabilities_need_the_correction(name, value):
     fields = GrpoRunFields(rollout=RolloutConfig(**{name: value}))
     fields.check_run(16, 300, 2.0)
-    text = rf"rollout\.{name} is {value} and importance_cap is null: .* Set importance_cap to 2 .* rollout\.{name} out"
+    given = rf"rollout\.{name} is {re.escape(str(value))} and importance_cap is null"
+    text = rf"{given}: .* Set importance_cap to 2 .* rollout\.{name} out"
     with pytest.raises(ConfigError, match=text):
         fields.check_run(16, 300, None)
 

@@ -1,13 +1,31 @@
-"""Next-token prediction."""
+"""The result of an objective, sums so that microbatches add up to the loss of one batch; next-token prediction."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import jax.numpy as jnp
-from jaxtyping import Array
+from jaxtyping import Array, Float, PyTree
 
 from lockstep.training.objectives.logprobs import target_mask, token_logprobs
-from lockstep.training.objectives.parts import LossParts
+
+
+class LossParts(NamedTuple):
+    """Sums over a (micro)batch. The loss and each metric are the sum over the whole batch divided by ``weight``."""
+
+    total: Float[Array, ""]
+    """The sum of losses, float32."""
+    weight: Float[Array, ""]
+    """What the sums are divided by, e.g. the number of tokens; it must not depend on the parameters."""
+    metrics: Mapping[str, Float[Array, ""]]
+    """Sums of further metrics by name, with the same weight."""
+
+
+class LossFn(Protocol):
+    """An objective: a pure function of a model in the compute type and a batch of arrays with the row as axis 0."""
+
+    def __call__(self, model: PyTree, batch: Mapping[str, Array], /) -> LossParts:
+        """Compute the sums of one (micro)batch inside the train step."""
+        ...
 
 
 def lm_loss(model: Any, batch: Mapping[str, Array]) -> LossParts:

@@ -1,0 +1,330 @@
+"""Rewards: functions of an answer and its question."""
+
+import dataclasses
+import math
+from collections.abc import Awaitable, Callable, Sequence
+from typing import ClassVar, Final, Literal
+
+import draccus
+
+from lockstep.errors import ConfigError
+from lockstep.plugins import OpenRegistry
+from lockstep.report import Pattern, Row, last_number, load_metric
+from lockstep.text import Prompt
+from lockstep.training.data.records import BadRow
+
+type Reward = Callable[[Row, Prompt], float | Awaitable[float]]
+"""A function of an answer and its question that returns a number, or a coroutine that does."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RewardConfig(OpenRegistry, draccus.ChoiceRegistry):
+    """One component of the reward: ``type: gsm8k | exact_match | format | function | length | overlong | regex``, or
+    ``my_module:MyReward`` for a subclass of your own.
+
+    Raises:
+        ConfigError: A value is out of its range.
+
+    Example:
+        >>> import dataclasses
+        >>> @dataclasses.dataclass(frozen=True, kw_only=True)
+        ... class Brevity(lockstep.training.RewardConfig):
+        ...     most: int
+        ...
+        ...     def build(self, max_new_tokens):
+        ...         return lambda row, prompt: float(len(row.generated_text) <= self.most)
+        ...
+        >>> Brevity(most=20, weight=0.5).label
+        'Brevity'
+    """
+
+    SHAPING: ClassVar[bool] = False
+    """Whether it judges the form of an answer, such as its length, and not whether the answer is right."""
+
+    weight: float = 1.0
+    """What the component is multiplied by in the sum; negative to punish; 0 to log it only."""
+    default: float = 0.0
+    """The value of an answer for which the component raises, returns no number or is late; such answers are counted."""
+    on_failure: Literal["default", "drop_group"] = "default"
+    """What becomes of such an answer: it has ``default``; or nothing is learned from the answers to its question."""
+    name: str | None = None
+    """The name in metrics and tables; null: the type's, or the function's."""
+
+    def __post_init__(self) -> None:
+        for field in ("weight", "default"):
+            if not math.isfinite(getattr(self, field)):
+                raise ConfigError(f"rewards: {self.label}.{field} is {getattr(self, field)}; it must be finite.")
+
+    @property
+    def label(self) -> str:
+        """The name in metrics and tables, before equal ones are numbered."""
+        return self.name or self.get_choice_name(type(self)).rpartition(":")[2]
+
+    def check_answer(self, answer: str) -> None:
+        """Check a reference answer, before training begins.
+
+        Args:
+            answer: The answer of one record.
+
+        Raises:
+            BadRow: The component cannot compare with it.
+        """
+
+    def build(self, max_new_tokens: int) -> Reward:
+        """Return the function; modules of the user's are imported.
+
+        Args:
+            max_new_tokens: The number of tokens that an answer may have.
+
+        Raises:
+            ConfigError: There is no such function, or the settings do not go together.
+        """
+        raise NotImplementedError
+
+
+def labels(rewards: Sequence[RewardConfig]) -> list[str]:
+    """Return the name of each component; further ones of a name are numbered: ``regex``, ``regex_2``.
+
+    Args:
+        rewards: The components.
+    """
+    found: list[str] = []
+    for reward in rewards:
+        label, number = reward.label, 1
+        while label in found:
+            number += 1
+            label = f"{reward.label}_{number}"
+        found.append(label)
+    return found
+
+
+def check_rewards(rewards: Sequence[RewardConfig]) -> None:
+    """Check that there is something to learn from.
+
+    Args:
+        rewards: The components.
+
+    Raises:
+        ConfigError: There is no component with a weight.
+    """
+    if not any(reward.weight for reward in rewards):
+        given = "is empty" if not rewards else "has weights of 0 only"
+        raise ConfigError(f"rewards {given}: nothing could be learned. Use e.g. [{{type: gsm8k}}].")
+
+
+MARK: Final = "####"
+"""What GSM8K writes before a final answer."""
+
+
+@RewardConfig.register_subclass("exact_match")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExactMatchReward(RewardConfig):
+    """1 where the final answer is that of the reference as text, but for space around it; else 0. The final answer is
+    what follows the last ``####``, else the whole text.
+    """
+
+    ignore_case: bool = False
+    """Whether upper and lower case are the same."""
+
+    def build(self, max_new_tokens: int) -> Reward:
+        """See `RewardConfig.build`."""
+
+        def exact_match(row: Row, prompt: Prompt) -> float:
+            assert prompt.answer is not None, "every question has a reference answer"
+            given, expected = final_answer(row.generated_text), final_answer(prompt.answer)
+            if self.ignore_case:
+                given, expected = given.casefold(), expected.casefold()
+            return float(given == expected)
+
+        return exact_match
+
+
+def final_answer(text: str) -> str:
+    """Return the line after the last ``####`` of a solution; the whole text where there is no such mark.
+
+    Args:
+        text: A solution.
+    """
+    _, mark, after = text.rpartition(MARK)
+    return (after.strip().split("\n")[0] if mark else text).strip()
+
+
+@RewardConfig.register_subclass("function")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FunctionReward(RewardConfig):
+    """What a function of an importable module returns for (row, prompt), as for metrics; it may be ``async``.
+
+    Raises:
+        ConfigError: ``function`` is not written as ``module:function``.
+    """
+
+    function: str
+    """``module:function``; its directory must be on ``PYTHONPATH`` on every host."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        module, colon, function = self.function.partition(":")
+        if not (module and colon and function):
+            raise ConfigError(
+                f"rewards: function is {self.function!r}; it must be module:function, such as my_rewards:judge."
+            )
+
+    @property
+    def label(self) -> str:
+        """The name of the function, where no other is given."""
+        return self.name or self.function.rpartition(":")[2]
+
+    def build(self, max_new_tokens: int) -> Reward:
+        """See `RewardConfig.build`."""
+        function: Reward = load_metric(self.function)  # type: ignore[assignment]  # a metric that may be async
+        return function
+
+
+@RewardConfig.register_subclass("gsm8k")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Gsm8kReward(RewardConfig):
+    r"""1 where the number that the answer ends in is that of the reference answer, else 0: the one after the last
+    ``####`` that one follows, else in the last ``\boxed{}``, else the last (Cobbe et al. 2021,
+    https://arxiv.org/abs/2110.14168).
+    """
+
+    def check_answer(self, answer: str) -> None:
+        """See `RewardConfig.check_answer`."""
+        if last_number(answer) is None:
+            raise BadRow(f"has the answer {answer[-80:]!r}, which has no number for the reward {self.label}")
+
+    def build(self, max_new_tokens: int) -> Reward:
+        """See `RewardConfig.build`."""
+        metric = load_metric("gsm8k")
+
+        def gsm8k(row: Row, prompt: Prompt) -> float:
+            value = metric(row, prompt)
+            assert value is not None, "every question has a reference answer"
+            return value
+
+        return gsm8k
+
+
+@RewardConfig.register_subclass("length")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LengthReward(RewardConfig):
+    """The number of tokens of the answer as a share of ``rollout.max_new_tokens``: 0 to 1. A negative weight asks for
+    short answers.
+    """
+
+    SHAPING: ClassVar[bool] = True
+
+    def build(self, max_new_tokens: int) -> Reward:
+        """See `RewardConfig.build`."""
+
+        def length(row: Row, prompt: Prompt) -> float:
+            return row.num_tokens / max_new_tokens
+
+        return length
+
+
+@RewardConfig.register_subclass("overlong")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OverlongReward(RewardConfig):
+    """0 for an answer that ends ``buffer`` tokens before the limit; from there it falls in a straight line to -1 at the
+    limit (Yu et al. 2025, https://arxiv.org/abs/2503.14476, equation 13).
+
+    Raises:
+        ConfigError: The buffer is not at least 1 token.
+    """
+
+    SHAPING: ClassVar[bool] = True
+
+    buffer: int
+    """The number of tokens before ``rollout.max_new_tokens`` from which on an answer is punished."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.buffer < 1:
+            raise ConfigError(f"rewards: {self.label}.buffer is {self.buffer}; it must be at least 1 token. Raise it.")
+
+    def build(self, max_new_tokens: int) -> Reward:
+        """See `RewardConfig.build`."""
+        if self.buffer > max_new_tokens:
+            raise ConfigError(
+                f"rewards: {self.label}.buffer is {self.buffer} and rollout.max_new_tokens is {max_new_tokens}; it "
+                f"must be at most that. Lower it to less than {max_new_tokens}."
+            )
+
+        def overlong(row: Row, prompt: Prompt) -> float:
+            # An answer that was cut has exactly max_new_tokens tokens, where the line has reached -1.
+            return min(0.0, (max_new_tokens - self.buffer - row.num_tokens) / self.buffer)
+
+        return overlong
+
+
+@RewardConfig.register_subclass("format")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FormatReward(RewardConfig):
+    """1 where the whole answer matches a regular expression of Python; else 0.
+
+    Raises:
+        ConfigError: The pattern is not a regular expression.
+    """
+
+    SHAPING: ClassVar[bool] = True
+
+    pattern: str = r".*\n?####\s*\S[^\n]*\s*"
+    """The expression; ``.`` matches a newline too. The default asks for a last line ``#### final answer``."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        compiled(self.label, self.pattern, dot_all=True)
+
+    def build(self, max_new_tokens: int) -> Reward:
+        """See `RewardConfig.build`."""
+        pattern = compiled(self.label, self.pattern, dot_all=True)
+
+        def well_formed(row: Row, prompt: Prompt) -> float:
+            return float(pattern.is_all_of(row.generated_text))
+
+        return well_formed
+
+
+@RewardConfig.register_subclass("regex")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RegexReward(RewardConfig):
+    """1 where a regular expression of Python is found in the answer; else 0.
+
+    Raises:
+        ConfigError: The pattern is not a regular expression.
+    """
+
+    pattern: str
+    """The expression; ``^`` and ``$`` match at every line."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        compiled(self.label, self.pattern, multiline=True)
+
+    def build(self, max_new_tokens: int) -> Reward:
+        """See `RewardConfig.build`."""
+        pattern = compiled(self.label, self.pattern, multiline=True)
+
+        def regex(row: Row, prompt: Prompt) -> float:
+            return float(pattern.is_in(row.generated_text))
+
+        return regex
+
+
+def compiled(label: str, pattern: str, *, multiline: bool = False, dot_all: bool = False) -> Pattern:
+    """Return a compiled expression.
+
+    Args:
+        label: The name of the component, for the error.
+        pattern: The expression.
+        multiline: Whether ``^`` and ``$`` match at every line.
+        dot_all: Whether ``.`` matches a newline too.
+
+    Raises:
+        ConfigError: It is not one.
+    """
+    try:
+        return Pattern(pattern, multiline=multiline, dot_all=dot_all)
+    except ConfigError as error:
+        raise ConfigError(f"rewards: {label}.pattern: {error}") from None
