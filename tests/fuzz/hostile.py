@@ -221,7 +221,7 @@ def fuzz(*strategies: st.SearchStrategy[Any]) -> Callable[[Callable[..., object]
             if SECONDS:
                 seconds = time.monotonic() - begin
                 text = (
-                    f"{read.__name__}: {count:,} examples in {seconds:.0f} s, {accepted:,} read; slowest {slowest:.1f}"
+                    f"{read.__name__}: {count:,} examples in {seconds:.0f} s, {accepted:,} read; slowest {slowest:.2f}"
                 )
                 print(f"\n{text}", flush=True)
 

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import strategies as st
 
 from lockstep.batch_inference.job_progress import Board, HostProgress
-from lockstep.batch_inference.prompt_store import PromptStore
+from lockstep.batch_inference.prompt_store import JobShape, PromptStore
+from lockstep.batch_inference.row_files import RowIndex, agree_on_owners
 from lockstep.batch_inference.summary import MemoryLog, Totals, add_up
 from lockstep.callback.round import from_bytes
 from lockstep.exits import DONE, EXIT_CODES
@@ -158,6 +159,15 @@ def test_what_the_leader_adds_up(directory, progress, totals, memory, findings):
     add_up(Hosts(Forged(head + totals), 1), Totals())
     MemoryLog(Hosts(Forged(head + memory), 1)).of_all("a")
     merge([from_peer(findings, list[Finding], "it")])
+
+
+@fuzz(st.sampled_from((b"\0\0" * 8, b"\xff\xff\1\0" * 4, b"\2\0" * 8, b"\0" * 15)) | st.binary(max_size=20))
+def test_rows_that_the_leader_gives_to_hosts(directory, owners):
+    client = Forged(b"\0\0\0\0" + owners)
+    client.index = client.task = 1
+    client.get = lambda key, timeout_s: client.message
+    index = RowIndex(JobShape(rounds=2, prompts=2, generations=2))
+    assert set(agree_on_owners(Hosts(client, 1), index).tolist()) <= {-1, 0, 1}
 
 
 RESULT = {"state": "ended", "code": 3, "ended": 1.5, "reason": "a"}

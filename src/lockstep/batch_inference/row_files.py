@@ -13,9 +13,9 @@ from jaxtyping import Bool, Int
 
 from lockstep.batch_inference.prompt_store import JobShape
 from lockstep.credentials import get_logger
-from lockstep.errors import ConfigError, LockstepError
+from lockstep.errors import ConfigError, HostError, LockstepError
 from lockstep.hosts import Hosts
-from lockstep.json_text import parse_json
+from lockstep.json_text import FOREIGN, parse_json, refused
 from lockstep.report import append_jsonl, repair_jsonl
 from lockstep.urls import url_to_fs
 
@@ -288,7 +288,12 @@ def agree_on_owners(hosts: Hosts, index: RowIndex) -> Int[np.ndarray, " rows"]:
     found: bytes | None = None
     if posts is not None:
         found = owners([unpack(post, index.shape.rows) for post in posts]).tobytes()
-    return np.frombuffer(hosts.broadcast("owners of rows", found), np.int16)
+    data = hosts.broadcast("owners of rows", found)
+    with refused("the leader's list of rows", FOREIGN, HostError):
+        owner = np.frombuffer(data, np.int16)
+        if len(owner) != index.shape.rows or ((owner < NOWHERE) | (owner >= hosts.count)).any():
+            raise ValueError("it is of another job")
+        return owner
 
 
 def merge(hosts: Hosts, index: RowIndex, owner: Int[np.ndarray, " rows"], directory: Path) -> Path | None:

@@ -53,6 +53,7 @@ from lockstep.batch_inference.summary import (
 )
 from lockstep.credentials import get_logger
 from lockstep.hosts import Hosts, config_digest, leader_only, try_leader_only
+from lockstep.json_text import from_peer
 from lockstep.placement import make_mesh
 from lockstep.report import (
     FINISH_S,
@@ -287,7 +288,7 @@ class _Run:
             tokens=progress.tokens,
             seconds=max((host.seconds for host in progress.hosts), default=0.0),
             load_s=self.load_s,
-            loaded_bytes=sum(int(each) for each in loaded),
+            loaded_bytes=sum(from_peer(each, int, "a host's loaded bytes") for each in loaded),
             memory=memory,
             drafts=None if config.drafts == "none" else progress.drafts,
         )

@@ -109,7 +109,8 @@ class _Examination:
             self._on_all("speed", self._speed)
         if self._config.self_test:
             self._self_test()
-        return int(self._hosts.broadcast_from_leader("doctor/end", lambda: str(self._report.finish()).encode()))
+        code = self._hosts.broadcast_from_leader("doctor/end", lambda: str(self._report.finish()).encode())
+        return from_peer(code, int, "the leader's exit code")
 
     def _add(self, title: str, findings: Iterable[Finding], values: Mapping[str, Any] | None = None) -> None:
         """Have the leader show what all processes found."""

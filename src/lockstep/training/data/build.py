@@ -27,7 +27,7 @@ from lockstep.training.data.token_cache import (
     read_metadata,
     remove_dead_files,
 )
-from lockstep.urls import url_to_fs
+from lockstep.urls import check_bare_name, url_to_fs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -232,7 +232,8 @@ def build_caches(
             phase.share(([plan.key for plan in plans], secrets.token_hex(8)))
         # The leader's: equal copies of a file on several hosts may have been made at different times.
         keys, nonce = phase.shared[0]
-        directories = [f"{root.rstrip('/')}/{key}" for key in keys]
+        names = [check_bare_name(name, "process 0") for name in (nonce, *keys[: len(plans)])]
+        directories = [f"{root.rstrip('/')}/{key}" for key in names[1:]]
         group = _sharing(scope, fs, root, nonce, directories)
         _build(scope, fs, list(zip(plans, directories, strict=True)), tokenizer, policy, group)
         with scope.run_on_all("read", "reading the data cache") as phase:

@@ -9,8 +9,9 @@ import numpy as np
 from jaxtyping import Bool, Float
 
 from lockstep.credentials import get_logger
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, HostError
 from lockstep.hosts import Hosts
+from lockstep.json_text import FOREIGN, refused
 from lockstep.report import Row
 from lockstep.text import Prompt
 from lockstep.training.rl.rewards import Reward, RewardConfig, labels
@@ -119,11 +120,13 @@ class Rewarder:
             }
             phase.share(({number: [_short(found[name]) for name in names] for number, found in own.items()}, texts))
         shared: dict[int, list[Any]] = {}
-        for index, (values, texts) in enumerate(phase.shared):
-            shared |= {int(number): each for number, each in values.items()}
-            self._warn(hosts, index, texts)
-        assert len(shared) == n_answers, "every answer is the share of one host"
-        return self._sum(names, [shared[number] for number in range(n_answers)])
+        with refused("what the processes have shared of their rewards", FOREIGN, HostError):
+            for index, (values, texts) in enumerate(phase.shared):
+                shared |= {int(number): each for number, each in values.items()}
+                self._warn(hosts, index, texts)
+            assert len(shared) == n_answers, "every answer is the share of one host"
+            in_order = [shared[number] for number in range(n_answers)]
+        return self._sum(names, in_order)
 
     def _sum(self, names: Sequence[str], values: Sequence[Sequence[Any]]) -> Rewards:
         components: dict[str, np.ndarray] = {}
