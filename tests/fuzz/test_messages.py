@@ -16,7 +16,14 @@ from lockstep.batch_inference.summary import MemoryLog, Totals, add_up
 from lockstep.callback.round import from_bytes
 from lockstep.exits import DONE, EXIT_CODES
 from lockstep.hosts import Hosts, MemoryClient
-from lockstep.hosts.exchange import agree, all_min, broadcast_from_leader, reasons_to_stop
+from lockstep.hosts.exchange import (
+    agree,
+    all_min,
+    broadcast_from_leader,
+    digest_of,
+    raise_if_different,
+    reasons_to_stop,
+)
 from lockstep.hosts.heartbeat import describe_elsewhere, describe_missing, heartbeats
 from lockstep.hosts.ledger import Ledger
 from lockstep.hosts.liveness import _names
@@ -56,7 +63,8 @@ class Forged(MemoryClient):
 
 
 EXCHANGES = {
-    "agree": (lambda channel: agree(channel, "a", {"b": "c"}, 1), {"b": "c"}),
+    "agree": (lambda channel: agree(channel, "a", {"b": "c"}, 1), [digest_of({"b": "c"})]),
+    "differ": (lambda channel: raise_if_different(channel, "a", {"b": "c"}, 1), {"b": "c"}),
     "least": (lambda channel: all_min(channel, "a", 3, 1), 4),
     "stop": (lambda channel: reasons_to_stop(channel, "a", 1, None, "SIGTERM", 1), [None, "SIGTERM"]),
 }
@@ -71,7 +79,7 @@ def test_exchange(directory, example):
 SHARED = ([1, False], [["a"], "b"], {"a": [1]}, 3, True, "a", [1.5, 2.5])
 OWN = ((1, False), (["a"], "b"), {"a": [1]}, 3, True, "a", [1.5, 2.5])
 PHASE = st.integers(0, len(SHARED) - 1).flatmap(
-    lambda place: st.tuples(st.just(OWN[place]), documents([None, SHARED[place], {"b": "c"}, None]))
+    lambda place: st.tuples(st.just(OWN[place]), documents([None, SHARED[place], digest_of({"b": "c"}), None]))
 )
 
 
@@ -90,16 +98,60 @@ def test_phase(directory, example):
         assert found is None or isinstance(found, type(own))
 
 
+COMBINED = {
+    "agree": [[["d"], None]],
+    "differ": {"b": "process 0: 'c'"},
+    "least": 3,
+    "stop": [[[None], None], [[None, "SIGTERM"], [1, 0]]],
+}
+
+
+@fuzz(
+    st.sampled_from(sorted(COMBINED)).flatmap(
+        lambda name: st.tuples(st.just(name), documents([None, COMBINED[name]], ["process 1", None]))
+    )
+)
+def test_what_is_made_of_all_values(directory, example):
+    """As the process with the service posts it, read by another one."""
+    name, message = example
+    client = Forged(message)
+    client.index = client.task = 1
+    EXCHANGES[name][0](Hosts(client, 1)._channel)
+
+
+@fuzz(
+    st.integers(0, len(SHARED) - 1).flatmap(
+        lambda place: st.tuples(
+            st.just(OWN[place]),
+            documents(
+                [None, [[[None], None], [[SHARED[place]], None], [[digest_of({"b": "c"})], None], [[None], None]]]
+            ),
+        )
+    )
+)
+def test_what_is_made_of_a_phase(directory, example):
+    own, message = example
+    client = Forged(message)
+    client.index = client.task = 1
+    with Hosts(client, 1).run_on_all("a") as phase:
+        phase.agree({"b": "c"})
+        phase.share(own)
+    assert len(phase.shared) == 2
+    if isinstance(own, tuple):
+        assert all(len(each) == len(own) for each in phase.shared)
+
+
 LEDGER = Ledger()
 LEDGER.record("a", "b")
-STATES = documents([None, None, {"b": "c"}, LEDGER.state], [None, None, {"b": "c"}, "1 0"])
+DIGEST = digest_of({"b": "c"})
+STATES = documents([None, None, DIGEST, LEDGER.state], [None, None, DIGEST, "1 0"])
 
 
-@fuzz(STATES, documents([[0, "a", "b"], [1, "c", "d"]]))
-def test_launches(directory, message, entries):
+@fuzz(STATES, documents([[64, "h"]]), documents([[0, "a", "b"], [1, "c", "d"]]))
+def test_launches(directory, message, hashes, entries):
     client = Forged(message)
-    own = client.get_dir
-    client.get_dir = lambda prefix: own(prefix) | ({f"{prefix}/1": entries} if prefix.endswith("each") else {})
+    own, others = client.get_dir, {"es": hashes, "ch": entries}  # of "…, hashes" and "…, each"
+    client.get_dir = lambda prefix: own(prefix) | {f"{prefix}/1": others.get(prefix[-2:], message)}
     hosts = Hosts(client, 1)
     hosts.ledger.record("a", "b")
     with hosts.launch_on_all("a") as found:

@@ -1,14 +1,22 @@
 """Posting values and waiting for every process, with deadlines, errors that name who is missing, and no keys left."""
 
+import contextlib
 import json
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from lockstep.errors import HostError, HostTimeoutError
 from lockstep.hosts._client import Client
 from lockstep.hosts.heartbeat import Heartbeat, heartbeats
+from lockstep.printable import printable
 
 CHUNK_BYTES = 32 << 20
 """Bytes of a piece of a longer value: one message of the service cannot have more than 2 GiB."""
+
+COMBINED = "all"
+"""The last part of the key of what the process with the service makes of all values of an exchange."""
+UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
+"""What is raised for a value that is none of an exchange."""
 
 
 class Channel:
@@ -70,31 +78,70 @@ class Channel:
         except TimeoutError as error:
             raise self._timeout_error("read", key, timeout_s, [process]) from error
 
-    def exchange[T](self, key: str, value: T, timeout_s: float, decode: Callable[[object], T]) -> list[T]:
-        """Post a short JSON value and return those of all processes, by process number.
+    def exchange[T](
+        self,
+        key: str,
+        value: object,
+        timeout_s: float,
+        combine: Callable[[list[Any]], object],
+        decode: Callable[[Any], T],
+    ) -> T:
+        """Post a short JSON value, and return what ``combine`` makes of those of all processes, by process number.
+
+        The process with the service alone reads all values, and posts the result: bytes grow with the number of
+        processes, not with its square, and every wait has a deadline.
+
+        Args:
+            key: The key of the exchange, the same on every process.
+            value: This process's value.
+            timeout_s: The seconds to wait for the other processes.
+            combine: A function of one value or more to a JSON value, the same on every process.
+            decode: What is returned, from the value that ``combine`` has made. Both raise ValueError, TypeError or
+                LookupError for what is none of this exchange.
 
         Raises:
+            HostError: On every process, with the same text: one has posted what is no value of this exchange.
             HostTimeoutError: Not all came within ``timeout_s``; names the missing ones and their last phase.
         """
         self.client.set(f"{key}/{self.client.index}", json.dumps(value).encode())
         self.barrier(key, timeout_s)
-        posts = self.client.get_dir(key)
+        runner = self.client.processes[0]
+        try:
+            if self.client.index == runner:
+                text = self._combined(key, combine, decode)
+                self.client.set(f"{key}/{COMBINED}", text)
+            else:
+                text = self.client.get(f"{key}/{COMBINED}", timeout_s)
+        except TimeoutError as error:
+            raise self._timeout_error("read", key, timeout_s, [runner]) from error
         self.delete_after_barrier(key)
+        wrong = f"process {runner} has posted"
+        with contextlib.suppress(*UNREADABLE):
+            wrong, result = json.loads(text)
+            if wrong is None:
+                wrong = f"process {runner} has posted"
+                return decode(result)
+        raise HostError(
+            f"what {printable(str(wrong))} at {key!r} is not of this exchange. Look for processes of another version, "
+            "and for who else reaches the coordination service (docs/security.md)."
+        )
+
+    def _combined(self, key: str, combine: Callable[[list[Any]], object], decode: Callable[[Any], object]) -> bytes:
+        """What is wrong with what was posted, None where nothing is, and what ``combine`` makes of it."""
+        posts, values = self.client.get_dir(key), []
         # Most often all have posted the same text: each different one is parsed once, whatever the number of processes.
-        values: dict[bytes | None, T] = {}
-        found = []
-        for process in range(self.client.count):
-            text = posts.get(f"{key}/{process}")
-            if text not in values:
-                try:
-                    values[text] = decode(json.loads(text or b""))
-                except (ValueError, TypeError, RecursionError):
-                    raise HostError(
-                        f"what process {process} has posted at {key!r} is not of this exchange. Look for processes of "
-                        "another version, and for who else reaches the coordination service (docs/security.md)."
-                    ) from None
-            found.append(values[text])
-        return found
+        parsed: dict[bytes | None, Any] = {}
+        process = self.client.index
+        try:
+            for process in range(self.client.count):
+                text = posts.get(f"{key}/{process}")
+                if text not in parsed:
+                    parsed[text] = json.loads(text or b"")
+                    decode(combine([parsed[text]]))
+                values.append(parsed[text])
+            return json.dumps([None, combine(values)]).encode()
+        except UNREADABLE:
+            return json.dumps([f"process {process} has posted", None]).encode()
 
     def delete_after_barrier(self, key: str) -> None:
         """Have the leader delete ``key`` and all below it once the next barrier is complete."""

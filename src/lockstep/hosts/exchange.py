@@ -1,8 +1,11 @@
 """What the processes of a job exchange: values that must be equal, the leader's bytes, everybody's bytes, failures."""
 
 import collections
+import functools
 import hashlib
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 from lockstep.credentials import get_logger, without_credentials
 from lockstep.errors import DisagreementError, HostError, PeerError
@@ -18,9 +21,14 @@ MAY_DIFFER = " (may differ)"
 """The end of the name of a value that should be the same on every process: a difference is a warning, not an error."""
 SHOWN_CHARACTERS = 80
 """The longest value that an error shows in full."""
+SHOWN_VALUES = 16
+"""The number of different values that an error shows."""
 ERROR_CHARACTERS = 2000
 """The longest error text that travels to the other processes."""
 _DONE, _FAILED = b"+", b"-"
+
+type Column = tuple[list[Any], list[int] | None]
+"""One value of each process: each different value once, and which of them each process has; see `columns`."""
 
 
 def digest(*parts: bytes | str) -> str:
@@ -36,6 +44,8 @@ def digest(*parts: bytes | str) -> str:
 def agree(channel: Channel, key: str, values: Mapping[str, str], timeout_s: float, *, strict: bool = False) -> None:
     """Return when every process passed the same values.
 
+    One digest is exchanged; the values only where digests differ.
+
     Args:
         channel: This process's end of the service.
         key: The key of the exchange, the same on every process.
@@ -47,40 +57,97 @@ def agree(channel: Channel, key: str, values: Mapping[str, str], timeout_s: floa
         DisagreementError: The values differ; the same text on every process says what differs and who has what.
         HostTimeoutError: Not all came within ``timeout_s``; names the missing ones and their last phase.
     """
-    raise_if_different(channel, key, channel.exchange(key, dict(values), timeout_s, _mapping), strict=strict)
+    read = functools.partial(_digests, channel.client.count)
+    if differs(channel.exchange(key, [digest_of(values)], timeout_s, columns, read)[0]):
+        raise_if_different(channel, key, values, timeout_s, strict=strict)
 
 
 def raise_if_different(
-    channel: Channel, key: str, values: Sequence[Mapping[str, str]], *, strict: bool = False
+    channel: Channel, key: str, values: Mapping[str, str], timeout_s: float, *, strict: bool = False
 ) -> None:
-    """Return when every process has the same values: `agree`, where all of them are known already.
+    """Exchange values of which a digest differs, and say what differs.
 
     Args:
         channel: This process's end of the service; the leader logs, once, a difference that is no error.
-        key: The name that the error gives to the exchange.
-        values: The values of each process, by process number.
+        key: The key of the exchange of digests, the same on every process.
+        values: The values of this process.
+        timeout_s: The seconds to wait for the other processes.
         strict: Whether values whose name ends in `MAY_DIFFER` must be equal too.
 
     Raises:
-        DisagreementError: The values differ; says what differs and who has what.
+        DisagreementError: The values differ; the same text on every process says what differs and who has what.
+        HostTimeoutError: Not all came within ``timeout_s``; names the missing ones and their last phase.
     """
-    names = list(dict.fromkeys(name for one in values for name in one))
-    described = {
-        name: _describe(name, [one.get(name) for one in values])
-        for name in names
-        if len({one.get(name) for one in values}) > 1
-    }
+    # Beside the key, not below it: what is below it is deleted at this very barrier.
+    described = channel.exchange(f"{key}, each", dict(values), timeout_s, _differences, _texts)
     different = [name for name in described if strict or not name.endswith(MAY_DIFFER)]
     if not different:
         if channel.client.index == 0:
             _warn_once(channel, described.values())
-    else:
-        texts = [described[name] for name in different]
-        what = ", ".join(map(repr, different))
-        raise DisagreementError(
-            f"the processes of this job disagree at {shown(key)!r} on {what}. {' '.join(texts)} "
-            "Every process must be started with the same command, configuration, files and library versions."
-        )
+        return
+    texts = [described[name] for name in different]
+    what = ", ".join(map(repr, different))
+    raise DisagreementError(
+        f"the processes of this job disagree at {shown(key)!r} on {what}. {' '.join(texts)} "
+        "Every process must be started with the same command, configuration, files and library versions."
+    )
+
+
+def digest_of(values: Mapping[str, str]) -> str:
+    """Return one digest of values to agree on, by name."""
+    return digest(json.dumps(sorted(values.items())))
+
+
+def columns(rows: Sequence[Sequence[object]]) -> list[Column]:
+    """Return rows by column: each different value once, and which of them each row has.
+
+    None in place of the latter: all have the same, or each its own. An exchange sends it to every process where all
+    need what each has posted.
+
+    Args:
+        rows: A list of JSON values for each process, all of the same length.
+    """
+    found: list[Column] = []
+    for column in zip(*rows, strict=True):
+        numbers: dict[str, int] = {}
+        which = [numbers.setdefault(json.dumps(value), len(numbers)) for value in column]
+        plain = len(numbers) in (1, len(which))
+        found.append(([json.loads(text) for text in numbers], None if plain else which))
+    return found
+
+
+def read_columns(found: Any, number: int, count: int) -> list[Column]:
+    """Return what another process has made by `columns`; ValueError or TypeError for what it cannot be.
+
+    Args:
+        found: A JSON value.
+        number: The number of columns.
+        count: The number of processes.
+    """
+    read: list[Column] = [(values, which) for values, which in found]
+    for values, which in read:
+        if type(values) is not list or (which is None and len(values) not in (1, count)):
+            raise TypeError("no column")
+        if which is not None:
+            typed(list[int], which)
+            if len(which) != count or min(which) < 0 or max(which) >= len(values):
+                raise ValueError("no column")
+    if len(read) != number:
+        raise ValueError(f"{len(read)} columns")
+    return read
+
+
+def differs(column: Column) -> bool:
+    """Whether the processes have different values in a column of `columns`."""
+    return len(column[0]) > 1
+
+
+def spread(column: Column, count: int) -> list[Any]:
+    """Return the values of a column of `columns`, by process number."""
+    values, which = column
+    if which is None:
+        return values * count if len(values) == 1 else list(values)
+    return [values[number] for number in which]
 
 
 def broadcast(channel: Channel, key: str, value: bytes | None, timeout_s: float) -> bytes:
@@ -171,7 +238,7 @@ def all_min(channel: Channel, key: str, value: int, timeout_s: float) -> int:
     Raises:
         HostTimeoutError: Not all came within ``timeout_s``; names the missing ones and their last phase.
     """
-    return min(channel.exchange(key, value, timeout_s, _number))
+    return channel.exchange(key, value, timeout_s, _smallest, functools.partial(typed, int))
 
 
 def reasons_to_stop(
@@ -203,9 +270,12 @@ def reasons_to_stop(
             pass
     elif channel.client.count > 1:
         channel.client.fail_barrier(key)
-    outcomes = channel.exchange(f"{key}/{number}", own, timeout_s, _outcome)
-    raise_if_any_failed(key, [failed for failed, _ in outcomes], error)
-    return {reason for _, reason in outcomes if reason is not None}
+    found = channel.exchange(
+        f"{key}/{number}", own, timeout_s, columns, functools.partial(_outcomes, channel.client.count)
+    )
+    failed, reasons = (spread(column, channel.client.count) for column in found)
+    raise_if_any_failed(key, failed, error)
+    return {reason for reason in reasons if reason is not None}
 
 
 def raise_if_any_failed(key: str, errors: Sequence[str | None], cause: BaseException | None) -> None:
@@ -219,12 +289,12 @@ def raise_if_any_failed(key: str, errors: Sequence[str | None], cause: BaseExcep
     Raises:
         PeerError: At least one process failed. Processes with the same error are named together.
     """
+    if errors.count(None) == len(errors):
+        return
     failed: collections.defaultdict[str, list[int]] = collections.defaultdict(list)
     for process, text in enumerate(errors):
         if text is not None:
             failed[printable(text)].append(process)
-    if not failed:
-        return
     fault = all(map(is_fault, failed))
     if len(errors) == 1:
         raise PeerError(f"{shown(key)} failed: {next(iter(failed))}", fault=fault) from cause
@@ -258,6 +328,16 @@ def name_processes(processes: Iterable[int]) -> str:
     return f"process{'es' if len(numbers) > 1 else ''} {', '.join(parts)}"
 
 
+def _differences(values: Sequence[Mapping[str, str]]) -> dict[str, str]:
+    """What differs, by name, and who has which value."""
+    distinct = {id(one): one for one in values}.values()
+    described = {}
+    for name in dict.fromkeys(name for one in distinct for name in one):
+        if len({typed(str, one[name]) if name in one else None for one in distinct}) > 1:
+            described[name] = _describe(name, [one.get(name) for one in values])
+    return described
+
+
 def _describe(name: str, values: Sequence[str | None]) -> str:
     """Who has which value, the most common value first and named as the majority where it is one."""
     groups: collections.defaultdict[str | None, list[int]] = collections.defaultdict(list)
@@ -265,13 +345,15 @@ def _describe(name: str, values: Sequence[str | None]) -> str:
         groups[value].append(process)
     ordered = sorted(groups.items(), key=lambda group: (-len(group[1]), group[1]))
     texts = []
-    for value, processes in ordered:
+    for value, processes in ordered[:SHOWN_VALUES]:
         who = name_processes(processes)
         if 2 * len(processes) > len(values):
             who += " (the majority)"
         what = "no such value" if value is None else _shorten(value)
         texts.append(f"{who}: {what}")
-    return f"{name}: {'; '.join(texts)}."
+    if len(ordered) > SHOWN_VALUES:
+        texts.append(f"{len(ordered) - SHOWN_VALUES} more values")
+    return f"{printable(name)}: {'; '.join(texts)}."
 
 
 def _shorten(value: str) -> str:
@@ -289,14 +371,22 @@ def _warn_once(channel: Channel, texts: Iterable[str]) -> None:
             )
 
 
-def _mapping(value: object) -> dict[str, str]:
-    return typed(dict[str, str], value)
+def _smallest(values: Sequence[object]) -> int:
+    return min(typed(int, value) for value in values)
 
 
-def _outcome(value: object) -> list[str | None]:
-    failed, reason = typed(list[str | None], value)
-    return [failed, reason]
+def _outcomes(count: int, found: object) -> list[Column]:
+    read = read_columns(found, 2, count)
+    for values, _ in read:
+        typed(list[str | None], values)
+    return read
 
 
-def _number(value: object) -> int:
-    return typed(int, value)
+def _digests(count: int, found: object) -> list[Column]:
+    read = read_columns(found, 1, count)
+    typed(list[str], read[0][0])
+    return read
+
+
+def _texts(found: object) -> dict[str, str]:
+    return typed(dict[str, str], found)

@@ -1,17 +1,21 @@
 """Every device program that this process launched, in order, and the proof that all processes launched the same."""
 
 import collections
+import functools
 import hashlib
 from collections.abc import Callable, Sequence
+from typing import NoReturn
 
 from lockstep.errors import LaunchMismatchError
 from lockstep.hosts.channel import Channel
-from lockstep.hosts.exchange import name_processes
+from lockstep.hosts.exchange import SHOWN_VALUES, name_processes
 from lockstep.json_text import typed
 from lockstep.printable import printable
 
 REMEMBERED = 4096
 """Launches whose names a process keeps; older ones are in the hash alone."""
+SENT = 64
+"""Launches whose names are exchanged where processes have launched different programs."""
 SHOWN_DIGITS = 12
 
 
@@ -21,6 +25,7 @@ class Ledger:
     def __init__(self) -> None:
         self._hash = hashlib.sha256().hexdigest()
         self._launches: collections.deque[tuple[str, str]] = collections.deque(maxlen=REMEMBERED)
+        self._hashes: collections.deque[tuple[int, str]] = collections.deque(maxlen=REMEMBERED // SENT)
         self.count = 0
         """Launches so far."""
         self.before_launch: Callable[[], None] | None = None
@@ -35,6 +40,8 @@ class Ledger:
         self._hash = hashlib.sha256(f"{self._hash} {name} {digest}".encode()).hexdigest()
         self._launches.append((name, digest[:SHOWN_DIGITS]))
         self.count += 1
+        if self.count % SENT == 0:
+            self._hashes.append((self.count, self._hash[:SHOWN_DIGITS]))
         if self.before_launch is not None:
             self.before_launch()
 
@@ -48,6 +55,11 @@ class Ledger:
         """Number and rolling hash of all launches: equal where the same was launched in the same order."""
         return f"{self.count} {self._hash}"
 
+    @property
+    def hashes(self) -> list[tuple[int, str]]:
+        """The number of launches and the start of their hash, after every `SENT` launches, oldest first."""
+        return list(self._hashes)
+
     def last(self, number: int = REMEMBERED) -> list[tuple[int, str, str]]:
         """Index (from 0), name and short digest of up to ``number`` last launches, oldest first."""
         first = self.count - len(self._launches)
@@ -58,15 +70,12 @@ class Ledger:
         return f"{self.count} launches, {self._hash}"
 
 
-def raise_if_launches_differ(
-    channel: Channel, key: str, states: Sequence[str], ledger: Ledger, timeout_s: float
-) -> None:
-    """Return when every process has launched the same programs in the same order; waits only where they have not.
+def raise_different_launches(channel: Channel, key: str, ledger: Ledger, timeout_s: float) -> NoReturn:
+    """Find the first launch that differs: by hashes first, then among `SENT` launches of each process.
 
     Args:
         channel: This process's end of the service.
-        key: The key of the exchange that gave ``states``, the same on every process.
-        states: The state (`Ledger.state`) of each process's ledger, by process number.
+        key: The key of the exchange that found different states, the same on every process.
         ledger: The ledger of this process, unchanged since.
         timeout_s: The seconds to wait for the other processes.
 
@@ -74,18 +83,29 @@ def raise_if_launches_differ(
         LaunchMismatchError: On every process, with the same text: the first launch that differs, and who made which.
         HostTimeoutError: Not all came within ``timeout_s``; names the missing ones and their last phase.
     """
-    if len(set(states)) > 1:
-        # Beside the key, not below it: the leader deletes what is below the key at this very barrier.
-        by_process = channel.exchange(f"{key}, each", ledger.last(), timeout_s, _entries)
-        error = LaunchMismatchError(_describe(key, by_process))
-        error.on_every_process = True
-        raise error
+    # Beside the key, not below it: the leader deletes what is below the key at this very barrier.
+    start = channel.exchange(f"{key}, hashes", ledger.hashes, timeout_s, _last_equal, functools.partial(typed, int))
+    entries = [entry for entry in ledger.last() if start <= entry[0] < start + SENT]
+    describe = functools.partial(_describe, key)
+    text = channel.exchange(f"{key}, each", entries, timeout_s, describe, functools.partial(typed, str))
+    error = LaunchMismatchError(text)
+    error.on_every_process = True
+    raise error
 
 
-def _describe(key: str, entries: Sequence[list[tuple[int, str, str]]]) -> str:
-    by_process = [{index: (printable(name), printable(digest)) for index, name, digest in one} for one in entries]
+def _last_equal(hashes: Sequence[object]) -> int:
+    """The number of launches that are the same on all, as far as hashes tell; at least those before the oldest hash."""
+    by_process = [dict(typed(list[tuple[int, str]], one)) for one in hashes]
+    first = max(min(one, default=SENT) for one in by_process) - SENT
+    while len({one.get(first + SENT) for one in by_process}) == 1 and first + SENT in by_process[0]:
+        first += SENT
+    return first
+
+
+def _describe(key: str, entries: Sequence[object]) -> str:
+    read = [typed(list[tuple[int, str, str]], one) for one in entries]
+    by_process = [{index: (printable(name), printable(digest)) for index, name, digest in one} for one in read]
     first = max(min(one, default=0) for one in by_process)
-    last = max(max(one, default=-1) for one in by_process)
     text = f"the processes of this job launched different device programs, found at {key!r}. "
     for index in sorted({index for one in by_process for index in one if index >= first}):
         made: collections.defaultdict[tuple[str, str] | None, list[int]] = collections.defaultdict(list)
@@ -96,10 +116,10 @@ def _describe(key: str, entries: Sequence[list[tuple[int, str, str]]]) -> str:
                 f"{_launch(launch)} on {name_processes(who)}"
                 for launch, who in sorted(made.items(), key=lambda m: m[1])
             ]
-            text += f"Launch {index} was {'; '.join(parts)}. "
+            text += f"Launch {index} was {'; '.join(parts[:SHOWN_VALUES])}. "
             break
     else:
-        text += f"They differ before launch {first}, which is no longer remembered; the last {last - first + 1} agree. "
+        text += f"They differ before launch {first}, which is no longer remembered. "
     return text + (
         "On a pod such a job hangs or dies. Look for a call that only some processes make (a branch on the process "
         "number, a tracker or metric that uses jax); debug: true finds it before the launch."
@@ -108,7 +128,3 @@ def _describe(key: str, entries: Sequence[list[tuple[int, str, str]]]) -> str:
 
 def _launch(launch: tuple[str, str] | None) -> str:
     return "nothing" if launch is None else f"{launch[0]!r} ({launch[1]})"
-
-
-def _entries(value: object) -> list[tuple[int, str, str]]:
-    return typed(list[tuple[int, str, str]], value)

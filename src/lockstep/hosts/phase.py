@@ -1,11 +1,21 @@
 """A phase that every process goes through: it fails on all where it fails on one, and what must agree is compared."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lockstep.hosts.channel import Channel
-from lockstep.hosts.exchange import error_text, raise_if_any_failed, raise_if_different
-from lockstep.hosts.ledger import Ledger, raise_if_launches_differ
+from lockstep.hosts.exchange import (
+    Column,
+    columns,
+    differs,
+    digest_of,
+    error_text,
+    raise_if_any_failed,
+    raise_if_different,
+    read_columns,
+    spread,
+)
+from lockstep.hosts.ledger import Ledger, raise_different_launches
 from lockstep.json_text import typed
 
 
@@ -54,7 +64,7 @@ class Phase:
         *,
         strict: bool = False,
     ) -> None:
-        """Exchange outcome, shared value, what must agree and the launches, all at once.
+        """Exchange outcome, shared value, digests of what must agree and of the launches, all at once.
 
         Args:
             channel: This process's end of the service.
@@ -71,38 +81,46 @@ class Phase:
             HostTimeoutError: Not all came within ``timeout_s``.
         """
         failed = None if error is None else error_text(error)
-        launches = None if ledger is None else ledger.state
+        state = None if ledger is None else ledger.state
         # What a failed process has gathered so far says nothing.
-        own = [failed, self._own, self._agreed, launches] if error is None else [failed, None, {}, launches]
-        outcomes = channel.exchange(key, own, timeout_s, lambda value: _outcome(value, own))
-        raise_if_any_failed(key, [failed for failed, *_ in outcomes], error)
-        if ledger is not None:
-            raise_if_launches_differ(channel, key, [state for *_, state in outcomes], ledger, timeout_s)
-        raise_if_different(channel, key, [agreed for _, _, agreed, _ in outcomes], strict=strict)
-        self._shared = [shared for _, shared, _, _ in outcomes]
+        own = [failed, self._own, digest_of(self._agreed), state] if error is None else [failed, None, "", state]
+        errors, shared, digests, states = channel.exchange(
+            key, own, timeout_s, columns, lambda found: _outcomes(found, own, channel.client.count)
+        )
+        raise_if_any_failed(key, spread(errors, channel.client.count), error)
+        if ledger is not None and differs(states):
+            raise_different_launches(channel, key, ledger, timeout_s)
+        if differs(digests):
+            raise_if_different(channel, key, self._agreed, timeout_s, strict=strict)
+        self._shared = spread(shared, channel.client.count)
 
 
-def _outcome(value: Any, own: list[Any]) -> list[Any]:
-    failed, shared, agreed, launches = value
-    typed(str | None, failed)  # type: ignore[arg-type]
-    typed(dict[str, str], agreed)
-    if (launches is None) != (own[3] is None) or not isinstance(launches, str | None):
+def _outcomes(found: object, own: list[Any], count: int) -> list[Column]:
+    read = read_columns(found, 4, count)
+    errors, shared, digests, states = (values for values, _ in read)
+    typed(list[str | None], errors)
+    typed(list[str], digests)
+    if any((state is None) != (own[3] is None) for state in typed(list[str | None], states)):
         raise TypeError("no state of launches")
-    if failed is None and not _is_like(shared, own[1]):
+    if errors == [None] and not _are_like(shared, own[1]):
         raise TypeError("shared is something of another kind")
-    return [failed, shared, agreed, launches]
+    return read
 
 
-def _is_like(value: Any, own: Any) -> bool:
-    """Whether a process may have shared a value where this one has shared its own: a tuple has one length on all."""
+def _are_like(values: Sequence[Any], own: Any) -> bool:
+    """Whether processes may have shared these where this one has shared its own: a tuple has one length on all."""
     if own is None:
         return True
+    kinds = set(map(type, values))
     if isinstance(own, int | float):
-        return isinstance(value, int | float) and -(2**63) <= value < 2**63
-    if isinstance(own, tuple):
-        return isinstance(value, list) and len(value) == len(own) and all(map(_is_like, value, own))
+        if kinds <= {bool, int}:  # at once: there may be a thousand
+            return -(2**63) <= min(values) and max(values) < 2**63
+        return kinds <= {bool, int, float} and all(-(2**63) <= value < 2**63 for value in values)
     if isinstance(own, Mapping):
-        return isinstance(value, dict)
+        return kinds <= {dict}
+    if isinstance(own, tuple):
+        lengths = {len(value) for value in values} if kinds <= {list, tuple} else {-1}
+        return lengths <= {len(own)} and all(map(_are_like, zip(*values, strict=True), own))
     if isinstance(own, list):
-        return isinstance(value, list) and (not own or all(_is_like(each, own[0]) for each in value))
-    return value is None or isinstance(value, str)
+        return kinds <= {list} and (not own or all(_are_like(value, own[0]) for value in values))
+    return kinds <= {str, type(None)}

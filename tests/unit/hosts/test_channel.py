@@ -2,7 +2,7 @@
 
 import pytest
 
-from lockstep.errors import HostTimeoutError
+from lockstep.errors import HostError, HostTimeoutError
 from lockstep.hosts import MemoryClient
 from lockstep.hosts import channel as channel_module
 from tests.multiprocess.harness import run_threads
@@ -56,6 +56,67 @@ def test_a_value_that_never_comes_names_the_process_that_did_not_send_it():
 
 def test_everybody_gets_everybodys_value_in_order():
     def body(hosts):
-        return hosts._channel.exchange("e", [hosts.index], 5.0, list)
+        return hosts._channel.exchange(
+            "e", [hosts.index], 5.0, list, list
+        )  # all values in order are what is made of them
 
     assert run_threads(body, 3) == [[[0], [1], [2]]] * 3
+
+
+@pytest.mark.parametrize("value", [b"", b"{", b"[" * 100_000, b'{"a": "b"}', b"7"], ids=range(5))
+def test_what_is_no_value_of_an_exchange_is_the_same_error_on_every_process(value):
+    """Also where it was not this process that read it."""
+
+    def body(hosts):
+        if hosts.index == 1:
+            real = hosts.client.set
+            hosts.client.set = lambda key, text: real(key, value if key.endswith("/1") else text)
+        with pytest.raises(HostError) as caught:
+            hosts.all_min("free", 3) if value != b"7" else hosts.agree("free", {"a": "b"})
+        return str(caught.value)
+
+    (text,) = set(run_threads(body, 3))
+    assert text.startswith("what process 1 has posted at 'lockstep/job/free#1' is not of this exchange. Look for")
+
+
+def test_a_process_that_does_not_say_what_all_have_posted_is_named_after_the_deadline():
+    def body(hosts):
+        hosts.timeout_s = 0.05
+        if hosts.index == 0:
+            real = hosts.client.set
+            hosts.client.set = lambda key, text: None if key.endswith("/all") else real(key, text)
+        try:
+            hosts.agree("settings", {"a": "b"})
+        except HostTimeoutError as error:
+            return str(error)
+
+    leader, other = run_threads(body, 2)
+    assert leader is None
+    assert other.startswith("read 'lockstep/job/settings#1' timed out after 0.05 s") and "Missing: process 0" in other
+
+
+def test_bytes_of_an_exchange_do_not_grow_with_the_square_of_processes():
+    """2.3 KB to agree on, and a value of each process's own: one process reads all, the others what is made of them."""
+    agreed = {f"value {number}": "x" * 64 for number in range(28)}
+
+    def body(hosts):
+        moved = {"set": 0, "get": 0}
+        post, read = hosts.client.set, hosts.client.get
+        hosts.client.set = lambda key, text: (post(key, text), moved.update(set=moved["set"] + len(text)))[0]
+
+        def get(key, timeout_s):
+            text = read(key, timeout_s)
+            moved["get"] += len(text)
+            return text
+
+        hosts.client.get = get
+        hosts.client.get_dir = hosts.client.get_dir if hosts.is_leader else None
+        with hosts.run_on_all("prepare") as phase:
+            phase.agree(agreed)
+            phase.share(hosts.index)
+        assert phase.shared == list(range(32))
+        return moved
+
+    _, *others = run_threads(body, 32)
+    assert max(moved["set"] for moved in others) < 200
+    assert max(moved["get"] for moved in others) < 200 + 32 * 10

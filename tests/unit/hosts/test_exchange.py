@@ -4,8 +4,7 @@ import pytest
 
 from lockstep.errors import DisagreementError, HostError, PeerError
 from lockstep.hosts import Hosts, MemoryClient, digest
-from lockstep.hosts.channel import Channel
-from lockstep.hosts.exchange import name_processes, raise_if_different, shown
+from lockstep.hosts.exchange import name_processes, shown
 from tests.multiprocess.harness import run_threads
 
 
@@ -75,7 +74,21 @@ def test_the_smallest_number_of_all_is_everybodys():
 
 
 def test_values_that_differ_are_told_apart_in_their_first_characters():
-    values = [{"config": "a" * 200}, {"config": "b"}, {"config": "b"}]
-    with pytest.raises(DisagreementError) as caught:
-        raise_if_different(Channel(*MemoryClient.hub(1)), "lockstep/job/x#1", values)
-    assert f"config: processes 1, 2 (the majority): 'b'; process 0: '{'a' * 77}...'." in str(caught.value)
+    def body(hosts):
+        with pytest.raises(DisagreementError) as caught:
+            hosts.agree("x", {"same": "s", "config": "b" if hosts.index else "a" * 200})
+        return str(caught.value)
+
+    (text,) = set(run_threads(body, 3))
+    assert "disagree at 'x' on 'config'. config: processes 1, 2 (the majority): 'b'; " in text
+    assert f"process 0: '{'a' * 77}...'. Every process" in text
+
+
+def test_an_error_shows_some_of_many_different_values():
+    def body(hosts):
+        with pytest.raises(DisagreementError) as caught:
+            hosts.agree("x", {"seed": str(hosts.index)})
+        return str(caught.value)
+
+    (text,) = set(run_threads(body, 20))
+    assert "process 15: '15'; 4 more values." in text

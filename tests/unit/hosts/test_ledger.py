@@ -56,6 +56,29 @@ def test_a_difference_is_named_by_index_processes_and_programs(names, text):
     assert text in texts[0], texts[0]
 
 
+@pytest.mark.parametrize("at", [0, 63, 64, 2999, 3999])
+def test_a_difference_long_ago_is_found_by_hashes_and_few_launches_are_sent(at):
+    def body(hosts):
+        longest = 0
+        post = hosts.client.set
+
+        def note(key, text):
+            nonlocal longest
+            longest = max(longest, len(text))
+            post(key, text)
+
+        hosts.client.set = note
+        names = [f"step {number}" for number in range(4000)]
+        if hosts.index == 1:
+            names[at] = "evaluation"
+        return launched(hosts, {hosts.index: names}), longest
+
+    results = run_threads(body, 3)
+    (text,) = {text for text, _ in results}
+    assert f"Launch {at} was 'step {at}' (digest of st) on processes 0, 2; 'evaluation' (digest of ev) on proc" in text
+    assert max(longest for _, longest in results) < 64 * 50
+
+
 def test_the_same_launches_agree():
     assert run_threads(launched, 3, ["rpd"] * 3) == [None] * 3
 
