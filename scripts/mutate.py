@@ -10,6 +10,7 @@ import argparse
 import ast
 import collections
 import contextlib
+import importlib
 import json
 import os
 import random
@@ -18,10 +19,12 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 import types
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import pytest
 
@@ -180,11 +183,6 @@ class Reached:
         Path(REACHED).write_text(json.dumps({line: sorted(files) for line, files in self._files.items()}))
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    """Note what is reached, where pytest is told to load this file."""
-    config.pluginmanager.register(Reached())
-
-
 def others_of(change: Mutant, reached: Mapping[str, Sequence[str]]) -> list[str]:
     """Return the tests of a room that may notice a change beside the module's own: those that reach its statement and
     those in processes of their own; all where the statement runs as the module is imported.
@@ -201,36 +199,54 @@ def others_of(change: Mutant, reached: Mapping[str, Sequence[str]]) -> list[str]
     return sorted(file for file in found if file.startswith(tuple(room)) and file != own_test(change.path)) + elsewhere
 
 
-def passes(tree: Path, tests: Sequence[str], limit_s: float, *options: str) -> bool:
+def passes(tree: Path, tests: Sequence[str], limit_s: float, *plugins: type[object]) -> bool:
     """Return whether the tests pass in a copy of the tree; those that take longer than ``limit_s`` do not."""
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-xq",
-        "-p",
-        "no:cacheprovider",
-        "-m",
-        "not slow and not nightly",
-        *options,
-        *tests,
-    ]
-    environment = {
-        **os.environ,
-        **{"PYTHONPATH": f"{tree}/src:{tree}/scripts", "TMPDIR": f"{tree}/tmp", "JAX_PLATFORMS": "cpu"},
+    pid = os.fork()
+    if pid == 0:
+        _run(tree, tests, plugins)
+    end, code = time.monotonic() + limit_s, None
+    try:
+        while code is None and time.monotonic() < end:
+            if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+                time.sleep(0.1)
+            else:
+                code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        return code in (0, pytest.ExitCode.NO_TESTS_COLLECTED)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
+        if code is None:
+            os.waitpid(pid, 0)
+
+
+def _run(tree: Path, tests: Sequence[str], plugins: Sequence[type[object]]) -> NoReturn:
+    """Run tests in a process that was forked for them, and end it."""
+    code: int = pytest.ExitCode.INTERNAL_ERROR
+    try:
+        os.setsid()
+        log = os.open(tree / "tmp/log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        os.chdir(tree)
+        for name in [each for each in sys.modules if each.partition(".")[0] == "tests"]:
+            del sys.modules[name]
+        sys.path[0] = f"{tree}/src"
+        options = ["-xq", "-p", "no:cacheprovider", "-m", "not slow and not nightly"]
+        code = pytest.main([*options, *tests], [each() for each in plugins])
+    finally:
+        os._exit(code)
+
+
+def import_others(tree: Path) -> None:
+    """Set what the tests need, and import what takes long and is none of ours: every process of tests has it then."""
+    os.environ |= {
+        **{"PYTHONPATH": f"{tree}/src", "TMPDIR": f"{tree}/tmp", "JAX_PLATFORMS": "cpu"},
         **{"XLA_FLAGS": "--xla_backend_optimization_level=0", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1"},
         "JAX_COMPILATION_CACHE_DIR": f"{ROOT}/build/mutate-cache",
     }
-    with open(tree / "tmp/log", "w") as log:
-        run = subprocess.Popen(command, cwd=tree, env=environment, stdout=log, stderr=log, start_new_session=True)
-        try:
-            return run.wait(limit_s) in (0, pytest.ExitCode.NO_TESTS_COLLECTED)
-        except subprocess.TimeoutExpired:
-            return False
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(run.pid, signal.SIGKILL)
-            run.wait()
+    for name in ("haliax", "hypothesis", "optax", "orbax.checkpoint", "transformers", "jax.experimental.pallas"):
+        importlib.import_module(name)
+    warnings.filterwarnings("ignore", "os.fork")  # no device is used here, so JAX has no threads yet
 
 
 def copy_tree(to: Path) -> None:
@@ -267,7 +283,8 @@ def main() -> None:
         own = {each.path: own_test(each.path) for each in changes}
         own = {path: test for path, test in own.items() if (ROOT / test).is_file()}
         tests = sorted({*own.values()}.union(*(ROOMS[room] for room in options.rooms)))
-        if not passes(tree, tests, len(tests) * options.limit_s, "-p", "mutate"):
+        import_others(tree)
+        if not passes(tree, tests, len(tests) * options.limit_s, Reached):
             raise SystemExit(f"tests fail before anything is broken:\n{(tree / 'tmp/log').read_text()[-4000:]}")
         reached = json.loads((tree / REACHED).read_text())
         for number, change in enumerate(changes, 1):

@@ -7,6 +7,7 @@ import jax
 import pytest
 
 from lockstep.engine import generate_on_all, stream_on_all
+from lockstep.engine.audit import Auditor, AuditResult
 from lockstep.engine.schedule import Counts
 from lockstep.errors import DisagreementError, PeerError
 from lockstep.hosts import Ledger
@@ -151,6 +152,39 @@ def test_a_job_that_is_asked_to_end_launches_nothing(index):
         assert found.ended and len(found.completions) == 3
         assert {(each.finish_reason, each.tokens) for each in found.completions} == {(FinishReason.CANCELLED, ())}
     assert [engine.seen for engine in engines] == [[("measure",)]] * 2
+
+
+class Audit(Auditor):
+    """Finds what it is made to find, once all is answered."""
+
+    def __init__(self):
+        self.ledger = Ledger()
+
+    def prepare(self, model, largest):
+        return {"audit": "digest"}
+
+    def check_memory(self, free):
+        assert free == 8
+
+    def run(self, model, requests, completions, *, around_launch, hosts):
+        assert [each.prompt_id for each in completions] == [each.prompt_id for each in requests]
+        self.ledger.record("audit", "digest")
+        return AuditResult(logprob_gap=0.25)
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_what_is_answered_is_audited_unless_the_job_is_asked_to_end(ends):
+    def audited(hosts):
+        def answered(completions):
+            if ends and hosts.index == 1:
+                hosts.preemption.note(15)
+
+        with hosts.scope("round") as scope:
+            return generate_on_all(scope, lambda: (Engine(), MODEL, Audit()), REQUESTS, on_answered=answered)
+
+    for found in run_threads(audited, 2):
+        assert (found.audit, found.ended) == ((None, True) if ends else (AuditResult(logprob_gap=0.25), False))
+        assert ("audit" in found.seconds) is not ends
 
 
 def test_no_requests_are_no_work():
