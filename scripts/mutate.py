@@ -2,8 +2,8 @@
 
 Each broken copy is given the tests of `make test` for the line's room until one fails: first the file that mirrors the
 module, then the other files whose tests reach the line, as a run before anything is broken has shown. Texts,
-annotations, assertions and calls that only log are left alone. Some changes cannot be seen from outside (a larger
-buffer, a second check of the same thing): the reader judges.
+annotations, assertions, ``strict`` of zip and calls that only log are left alone. Some changes cannot be seen from
+outside (a larger buffer, a second check of the same thing): the reader judges.
 """
 
 import argparse
@@ -92,7 +92,7 @@ def _changes(node: ast.AST, source: bytes, span: Callable[[Any], tuple[int, int]
         return *span(test), f"(not ({source[slice(*span(test))].decode()}))"
 
     match node:
-        case ast.Assert() | ast.JoinedStr() | ast.Expr(value=ast.Constant()):
+        case ast.Assert() | ast.JoinedStr() | ast.Expr(value=ast.Constant()) | ast.keyword(arg="strict"):
             return
         case ast.Expr(value=ast.Call(func=ast.Attribute(attr=name) | ast.Name(id=name))):
             if name in ONLY_SAYS:
