@@ -12,10 +12,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 CODE = ("src", "tests", "benchmarks", "examples", "scripts", "infra", "docs")
 
-WORDS = 60_000
+WORDS = 52_000
 """Words of all documents that are written by hand at most, tables and code included, as ``wc -w`` counts."""
 WORDS_OF_A_PAGE, WORDS_OF_A_DECISION = 2900, 280
-LONGER = {"benchmarks/README.md": 3700, "docs/adr/README.md": 600}
+LONGER = {"benchmarks/README.md": 3000, "docs/adr/README.md": 540, "docs/adr/0012-what-does-not-earn-its-place.md": 500}
 """Words of the pages that have another limit."""
 LINES_OF_THE_CHANGELOG = 20
 """Lines of what is not released, heading and empty lines included."""
