@@ -63,10 +63,10 @@ def body_memory(hosts, directory):
     import jax
 
     from lockstep.models import as_trainable, save_hf
-    from lockstep.models.hf import save, save_plan, save_source, save_writer
+    from lockstep.models.hf import save, save_plan, save_writer
     from lockstep.placement import make_mesh
 
-    for module in (save, save_source, save_writer):
+    for module in (save, save_writer):
         module.PIECE_BYTES = 1 << 20
     save_plan.MIN_PART_BYTES = 1
     config = dataclasses.replace(tiny.CONFIG, hidden_dim=512, num_heads=8)

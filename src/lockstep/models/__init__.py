@@ -19,7 +19,7 @@ from lockstep.models.families.qwen3 import Qwen3Config
 from lockstep.models.families.registry import config_from_hf, config_to_hf, find_preset
 from lockstep.models.from_names import LoraNames, NamesReader, from_names
 from lockstep.models.hf.adapters import ReadPair, merged_rows, save_peft
-from lockstep.models.hf.fingerprint import fingerprint
+from lockstep.models.hf.files import fingerprint
 from lockstep.models.hf.load import load_config, load_hf, read_hf_config
 from lockstep.models.hf.save import SavesTokenizer, export_hf, save_hf
 from lockstep.models.hf.save_plan import SavedTensor
@@ -27,14 +27,14 @@ from lockstep.models.hf.save_writer import Read
 from lockstep.models.llama import LlamaLMHeadModel
 from lockstep.models.lora import LoraConfig, LoraModel, join_trained, split_trained
 from lockstep.models.low_rank import RANK, MergeLora, merge_lora
-from lockstep.models.parameters import (
+from lockstep.models.reader import read_decoder
+from lockstep.models.registry import (
     UnreadableModelError,
     UnreadParameterError,
     check_all_read,
     named_parameters,
+    register_reader,
 )
-from lockstep.models.reader import read_decoder
-from lockstep.models.registry import register_reader
 from lockstep.models.remat import POLICIES, RematPolicy, recomputes_layers
 from lockstep.models.rope import Llama3Scaling, RotaryConfig
 from lockstep.models.skeleton import as_trainable, layer_products, skeleton

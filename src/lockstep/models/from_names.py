@@ -9,7 +9,7 @@ from jaxtyping import PyTree
 
 from lockstep.errors import ConfigError
 from lockstep.models.low_rank import merge_lora
-from lockstep.models.parameters import check_all_read, named_parameters
+from lockstep.models.registry import check_all_read, named_parameters
 from lockstep.models.weights import STACKED, WEIGHT_AXES, DecoderWeights, LayerWeights
 from lockstep.placement import view
 

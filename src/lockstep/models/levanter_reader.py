@@ -26,8 +26,7 @@ from levanter.models.qwen import QwenConfig, QwenLMHeadModel
 
 from lockstep.models.config import Activation, LlamaConfig, Variant
 from lockstep.models.low_rank import MergeLora, unchanged
-from lockstep.models.parameters import UnreadableModelError
-from lockstep.models.registry import read_registered, register_reader, registered_classes
+from lockstep.models.registry import UnreadableModelError, read_registered, register_reader, registered_classes
 from lockstep.models.rope import Llama3Scaling, RotaryConfig
 from lockstep.models.weights import WEIGHT_AXES, DecoderWeights, LayerWeights, haliax_axes
 from lockstep.placement import LazyWeight, axis_specs, resharded, view

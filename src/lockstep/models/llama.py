@@ -18,9 +18,8 @@ from lockstep.models import block
 from lockstep.models.attention import CausalAttention, self_attention
 from lockstep.models.config import LlamaConfig, distinct, layer_kinds
 from lockstep.models.low_rank import Weight, linear
-from lockstep.models.output_layer import float32_logits
+from lockstep.models.named_block import float32_logits, rms_norm, rotary_angles, rotate
 from lockstep.models.remat import scan_policy
-from lockstep.models.rotary import rotary_angles, rotate
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,25 +44,6 @@ class LlamaAxes:
             HeadSize=Axis("head_size", config.head_size),
             Layer=Axis("layer", config.num_layers),
         )
-
-
-def rms_norm(x: NamedArray, weight: NamedArray | None, config: LlamaConfig) -> NamedArray:
-    """Applies RMSNorm to named axes.
-
-    Args:
-        x: The input; it has the axes of ``weight`` and any others.
-        weight: The weight, whose axes are normalised; None for no normalisation.
-        config: The configuration of the model.
-
-    Returns:
-        The normalised input, with the axes and dtype of ``x``.
-    """
-    if weight is None:
-        return x
-    axes = (*(axis for axis in x.axes if axis not in weight.axes), *weight.axes)
-    array = x.rearrange(axes).array
-    normed = block.rms_norm(array, weight.array, config.layer_norm_epsilon, offset=config.variant.norm_offset)
-    return hax.named(normed, axes).rearrange(x.axes)
 
 
 class LlamaAttention(eqx.Module):

@@ -1,6 +1,7 @@
 """A model with low-rank adapters beside frozen weights (LoRA, https://arxiv.org/abs/2106.09685)."""
 
 import dataclasses
+import functools
 import math
 import operator
 import string
@@ -9,17 +10,21 @@ from typing import Any, Final, Literal, Self
 import equinox as eqx
 import haliax as hax
 import jax
+import jax.numpy as jnp
 from haliax import Axis, NamedArray
+from jax.sharding import Mesh
 from jaxtyping import Array, PyTree
 
 from lockstep.errors import ConfigError
+from lockstep.hosts import Hosts, Ledger, Watchdog
 from lockstep.models.config import LlamaConfig
 from lockstep.models.llama import LlamaLMHeadModel
 from lockstep.models.low_rank import RANK, AdaptedWeight, LowRankPair, MergeLora
 from lockstep.models.registry import read_registered, register_reader
 from lockstep.models.skeleton import skeleton
 from lockstep.models.weights import DecoderWeights
-from lockstep.placement import LazyWeight, axis_specs, resharded
+from lockstep.placement import LazyWeight, axis_specs, mesh_of, resharded
+from lockstep.placement.device import Program, compile_program
 
 _HEADS, _KV_HEADS = ("kv_head", "q_heads_per_group", "head_size"), ("kv_head", "head_size")
 MODULES: Final[dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]]] = {
@@ -272,4 +277,60 @@ def _merged_on_the_way(model: LoraModel, name: str) -> LazyWeight:
         dtype=weight.dtype,
         sharding=resharded(weight, axis_specs(weight)),
         stacked=True,
+    )
+
+
+def merge_adapters(model: LoraModel, hosts: Hosts, dtype: Any = None) -> LlamaLMHeadModel:
+    """Makes the model that a model with adapters computes; every host makes this call.
+
+    Until the result is dropped, the devices hold a second copy of the weights that have adapters; other weights are
+    the model's own arrays. The programs are compiled once per run.
+
+    Args:
+        model: The model on the mesh; it is not changed.
+        hosts: The processes of the job.
+        dtype: The dtype of the merged weights; None for that of the frozen ones.
+
+    Returns:
+        The merged model, sharded as the frozen weights are.
+
+    Raises:
+        PeerError: A program does not compile, or fails, on some host; raised on every host.
+        DisagreementError: The hosts compiled different programs.
+    """
+    parts = {name: (model.weight(name).array, pair.a.array, pair.b.array) for name, pair in model.pairs.items()}
+    with hosts.scope("merging adapters") as scope:
+        watchdog = Watchdog(scope, scope.timeout_s)
+        programs: dict[str, Program] = {}
+        with scope.run_on_all("compile", "merging adapters") as phase:
+            for name, arrays in parts.items():
+                structs = [jax.ShapeDtypeStruct(each.shape, each.dtype, sharding=each.sharding) for each in arrays]
+                target = jnp.dtype(structs[0].dtype if dtype is None else dtype)
+                programs[name] = _program(model.merge_of(name), *structs, target, mesh_of(arrays[0]), hosts.ledger)
+                phase.agree({f"{key}, {name}": value for key, value in programs[name].digests.items()})
+        merged = {}
+        with scope.launch_on_all("merge"):
+            for name, arrays in parts.items():
+                with watchdog.watch(f"merging {name}"):
+                    merged[name] = jax.block_until_ready(programs[name](*arrays))
+    return model.with_weights(merged)
+
+
+@functools.lru_cache(maxsize=64)
+def _program(
+    assemble: MergeLora,
+    weight: jax.ShapeDtypeStruct,
+    a: jax.ShapeDtypeStruct,
+    b: jax.ShapeDtypeStruct,
+    dtype: jnp.dtype,
+    mesh: Mesh,
+    ledger: Ledger,
+) -> Program:
+    """The program for all layers of one linear layer, one after the other, so that one is in float32 at a time."""
+
+    def merge(*parts: jax.Array) -> jax.Array:
+        return jax.lax.map(lambda layer: assemble(*layer).astype(dtype), parts)
+
+    return compile_program(
+        "merge_adapter", merge, [weight, a, b], mesh=mesh, ledger=ledger, out_shardings=weight.sharding
     )

@@ -8,8 +8,7 @@ from haliax import NamedArray
 
 from lockstep.models.config import LlamaConfig
 from lockstep.models.llama import LlamaLMHeadModel
-from lockstep.models.parameters import UnreadableModelError
-from lockstep.models.registry import class_name, has_reader, read_registered, register_reader
+from lockstep.models.registry import UnreadableModelError, class_name, has_reader, read_registered, register_reader
 from lockstep.models.weights import WEIGHT_AXES, DecoderWeights, LayerWeights, haliax_axes
 
 

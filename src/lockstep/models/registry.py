@@ -1,14 +1,132 @@
-"""The readers of model classes, by class; `lockstep.models.reader` asks them, whoever wrote them."""
+"""The readers of model classes, by class, and whether a reader has read every parameter of a model."""
 
+import fnmatch
 import functools
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
+import haliax as hax
+import jax
+import jax.numpy as jnp
 from jaxtyping import PyTree
 
+from lockstep.errors import LockstepError
 from lockstep.models.config import LlamaConfig
-from lockstep.models.parameters import UnreadableModelError, check_all_read
 from lockstep.models.weights import DecoderWeights
+from lockstep.placement import sources
+
+NAMED_AT_MOST = 8
+"""The number of parameters that an error names."""
+
+
+class UnreadableModelError(LockstepError, TypeError):
+    """A model that no registered reader can read: names its class and the supported ones.
+
+    Example:
+        >>> lockstep.models.read_decoder("no model")
+        Traceback (most recent call last):
+            ...
+        lockstep.models.registry.UnreadableModelError: a model of class builtins.str cannot be read; supported are ...
+    """
+
+
+class UnreadParameterError(UnreadableModelError):
+    """A model has parameters that its reader did not read, so that samples would be those of another model.
+
+    Example:
+        >>> lockstep.models.check_all_read({"bias": jax.numpy.ones(2)}, lockstep.models.read_decoder(model)[1])
+        Traceback (most recent call last):
+            ...
+        lockstep.models.registry.UnreadParameterError: 1 of the 1 parameters of a builtins.dict are read by no ...
+    """
+
+
+def named_parameters(model: PyTree) -> dict[str, Any]:
+    """The parameters of a model by their paths, as ``layers.0.q.kernel``; nothing is launched.
+
+    A parameter is an array of floats, or of integers of at most 8 bits (a quantized one). The random state, caches and
+    intermediates of a Flax NNX model are none.
+
+    Args:
+        model: Any pytree of arrays, shape structs or tracers, such as an equinox or Flax NNX module or a dict.
+
+    Returns:
+        The arrays themselves; none where ``model`` is no pytree.
+
+    Example:
+        >>> "final_norm" in lockstep.models.named_parameters(model)
+        True
+    """
+    nnx: Any = sys.modules.get("flax.nnx")
+    variable: Any = () if nnx is None else nnx.Variable
+    boxes: Any = (hax.NamedArray,) if nnx is None else (hax.NamedArray, variable)
+    state = () if nnx is None else (nnx.RngState, nnx.Cache, nnx.Intermediate)
+    found = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(model, is_leaf=lambda node: isinstance(node, boxes)):
+        if isinstance(leaf, state):
+            continue
+        value = leaf.get_value() if isinstance(leaf, variable) else leaf
+        value = value.array if isinstance(value, hax.NamedArray) else value
+        for inner, array in jax.tree_util.tree_leaves_with_path(value):
+            if _is_parameter(array):
+                found[jax.tree_util.keystr((*path, *inner), simple=True, separator=".")] = array
+    return found
+
+
+def check_all_read(model: PyTree, weights: PyTree, *, ignore: Sequence[str] = ()) -> None:
+    """Refuses weights that lack a parameter of the model: an adapter, an expert, a bias.
+
+    Every registered reader is checked like this, and `from_names`; call it where a pair of configuration and weights is
+    made without either.
+
+    Args:
+        model: The model, or the pytree of its parameters.
+        weights: The `DecoderWeights` that were read of it.
+        ignore: Names of parameters that the forward pass does not use, or patterns of such: ``value_head.*``.
+
+    Raises:
+        UnreadParameterError: A parameter is in none of the weights; the error names it.
+
+    Example:
+        >>> config, weights = lockstep.models.read_decoder(model)
+        >>> lockstep.models.check_all_read(model, weights)
+    """
+    parameters = named_parameters(model)
+    if not parameters:
+        return
+    read = {id(array) for array in jax.tree.leaves(sources(weights))}
+    unread = [
+        name
+        for name, array in parameters.items()
+        if id(array) not in read and not any(fnmatch.fnmatchcase(name, pattern) for pattern in ignore)
+    ]
+    if unread:
+        raise UnreadParameterError(_text(type(model), unread, len(parameters)))
+
+
+def _text(cls: type, unread: Sequence[str], total: int) -> str:
+    rest = f" and {len(unread) - NAMED_AT_MOST} more" if len(unread) > NAMED_AT_MOST else ""
+    words = " ".join(unread).lower()
+    fix = "Read them"
+    if "lora" in words or "adapter" in words:
+        fix = "Merge adapters with lockstep.models.merge_lora"
+    elif "expert" in words or "moe" in words:
+        fix = "The decoder has no experts: sample from a model without them"
+    return (
+        f"{len(unread)} of the {total} parameters of a {cls.__module__}.{cls.__qualname__} are read by no field of the "
+        f"decoder's weights: {', '.join(unread[:NAMED_AT_MOST])}{rest}. Samples would be those of a model without "
+        f"them. {fix}, or, where the forward pass does not use them, name them in ignore= of register_reader, "
+        "from_names or check_all_read."
+    )
+
+
+def _is_parameter(leaf: Any) -> bool:
+    dtype = getattr(leaf, "dtype", None)
+    if dtype is None or not hasattr(leaf, "shape"):
+        return False
+    return jnp.issubdtype(dtype, jnp.inexact) or (jnp.issubdtype(dtype, jnp.integer) and jnp.iinfo(dtype).bits <= 8)
+
 
 Reader = Callable[[Any], tuple[LlamaConfig, DecoderWeights]]
 

@@ -18,8 +18,7 @@ from tunix.models.qwen3 import model as qwen3
 
 from lockstep.models.config import LlamaConfig, Variant
 from lockstep.models.from_names import Entry, LoraNames, from_names
-from lockstep.models.parameters import UnreadableModelError, named_parameters
-from lockstep.models.registry import register_reader, registered_classes
+from lockstep.models.registry import UnreadableModelError, named_parameters, register_reader, registered_classes
 from lockstep.models.rope import RotaryConfig
 from lockstep.models.weights import DecoderWeights
 

@@ -8,8 +8,9 @@ import pytest
 
 import lockstep
 from lockstep.errors import ConfigError
+from lockstep.hosts import Hosts, MemoryClient
 from lockstep.models import LoraConfig, LoraModel, join_trained, read_decoder, split_trained
-from lockstep.models.lora import MODULES
+from lockstep.models.lora import MODULES, _program, merge_adapters
 from lockstep.placement import COMPUTE_AXES, sources, weight_specs
 from tests.adapters import LORA, merged, mesh_of_model, numpy_merged, with_adapters
 from tests.multiprocess.launches import record_launches
@@ -148,3 +149,28 @@ def test_one_name_in_yaml_arrives_as_its_letters():
     assert LoraConfig(target_modules=tuple("q_proj")).modules == ("q_proj",)
     assert LoraConfig(target_modules=tuple("all-linear")).modules == tuple(MODULES)
     assert LoraConfig(target_modules=("down_proj", "q_proj")).modules == ("q_proj", "down_proj")
+
+
+TWO = LoraConfig(r=3, alpha=6.0, target_modules=("k_proj", "down_proj"))
+
+
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+def test_weights_with_adapters_are_merged_and_others_are_the_very_same(dtype):
+    hosts = Hosts(MemoryClient.hub(1)[0])
+    model = with_adapters(model_on("1,2,2"), TWO)
+    before = _program.cache_info().misses
+    found = merge_adapters(model, hosts, dtype)
+    assert _program.cache_info().misses == before + 2
+    layer, old = found.layers.stacked, model.base.layers.stacked
+    for name, own in (("k_proj", layer.attention.k), ("down_proj", layer.mlp.down)):
+        assert own.array.dtype == (dtype or "float32") and own.axes == model.weight(name).axes
+        assert own.array.sharding.is_equivalent_to(model.weight(name).array.sharding, own.array.ndim)
+        expected = numpy_merged(model)[name].astype(np.float32).astype(own.array.dtype)
+        tolerance = 1e-5 if dtype is None else 2**-7
+        np.testing.assert_allclose(
+            np.asarray(own.array, np.float32), np.asarray(expected, np.float32), rtol=tolerance, atol=tolerance
+        )
+    assert layer.attention.q.array is old.attention.q.array and found.embed.array is model.base.embed.array
+    assert jax.tree.structure(found) == jax.tree.structure(model.base)
+    merge_adapters(with_adapters(model.base, TWO, seed=1), hosts, dtype)
+    assert _program.cache_info().misses == before + 2, "compiled once"

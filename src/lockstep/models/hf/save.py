@@ -14,14 +14,12 @@ from lockstep.errors import ConfigError, PeerError
 from lockstep.hosts import Hosts, current, digest, leader_only
 from lockstep.models.families.registry import config_to_hf
 from lockstep.models.hf.files import INDEX_NAME
-from lockstep.models.hf.load_progress import LOG_INTERVAL_S
+from lockstep.models.hf.load import LOG_INTERVAL_S
 from lockstep.models.hf.save_plan import SavedTensor, index_text, plan_files, saved_tensors
-from lockstep.models.hf.save_source import Direct, Gathered, Pieces, Source
 from lockstep.models.hf.save_target import CONFIG_NAME, SaveTarget, save_target
-from lockstep.models.hf.save_writer import PIECE_BYTES, FileWriter, Read
+from lockstep.models.hf.save_writer import PIECE_BYTES, Direct, FileWriter, Gathered, Pieces, Read, Source
 from lockstep.models.llama import LlamaLMHeadModel
-from lockstep.models.lora import LoraModel
-from lockstep.models.lora_merge import merge_adapters
+from lockstep.models.lora import LoraModel, merge_adapters
 from lockstep.printable import bytes_text
 from lockstep.urls import check_bare_name
 

@@ -1,3 +1,6 @@
+"""Loading checkpoints, and what is told meanwhile."""
+
+import logging
 import re
 import shutil
 from collections.abc import Callable
@@ -13,9 +16,10 @@ from jax.sharding import Mesh
 from safetensors.numpy import load_file, save_file
 
 from lockstep.errors import ConfigError, PeerError
-from lockstep.hosts import Hosts, digest
+from lockstep.hosts import Hosts, MemoryClient, digest
 from lockstep.models import Qwen3Config, load_config, load_hf
 from lockstep.models.hf.files import CheckpointFiles
+from lockstep.models.hf.load import LoadProgress
 from lockstep.placement import COMPUTE_AXES, PARAMETER_AXES, make_mesh
 from tests.counted_files import CountedFiles, HangingFiles, SlowFiles
 from tests.multiprocess.harness import run_threads
@@ -183,3 +187,24 @@ def test_a_mesh_that_does_not_divide_an_axis_is_refused() -> None:
         ConfigError, match=r"axis kv_head of size 2, which mesh axes tp would split into 4; .*mesh_shape"
     ):
         load_hf(str(GOLDEN / "llama3"), mesh_of("1,1,4"))
+
+
+def test_the_leader_says_how_much_it_has_read_how_fast_and_who_is_last(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    for hosts in map(Hosts, reversed(MemoryClient.hub(2))):
+        told: list[tuple[int, int]] = []
+        progress = LoadProgress(hosts, 4 << 20, lambda *counts, told=told: told.append(counts))
+        progress._start -= 2.0
+        progress.show([progress.note(1 << 20), 0.0])
+        progress._last -= 10.0
+        progress.show([progress.note(3 << 20), 0.5])
+        assert hosts.last_phase == "loading the checkpoint, 3.00 MiB of 4.00 MiB read"
+        progress.show([progress.note(4 << 20), 1.0])
+        progress.show([progress.note(4 << 20), 1.0])
+        assert told == [(1 << 20, 4 << 20), (2 << 20, 4 << 20), (1 << 20, 4 << 20)]
+    early, end = (record.getMessage() for record in caplog.records)
+    assert (
+        early.startswith("loading: 3.00 MiB of 4.00 MiB on this host, 1.")
+        and "MiB/s; process 1 is last with 50%" in early
+    )
+    assert end.startswith("loading: 4.00 MiB of 4.00 MiB on this host, ") and end.endswith(" MiB/s")

@@ -23,7 +23,7 @@ from lockstep.models import (
     skeleton,
 )
 from lockstep.models.hf import save_plan
-from lockstep.models.hf.save_source import gather_program
+from lockstep.models.hf.save_writer import gather_program
 from lockstep.placement import PARAMETER_AXES, make_mesh
 from tests import tiny
 from tests.multiprocess.harness import run_threads

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lockstep.models.output_layer import float32_logits
+from lockstep.models.named_block import float32_logits
 
 BATCH, EMBED, VOCAB = hax.Axis("batch", 4), hax.Axis("embed", 16), hax.Axis("vocab", 24)
 

@@ -1,16 +1,40 @@
-"""Requests in a few threads, with bounded memory."""
+"""Rows are read in ranges, by several threads."""
 
 import dataclasses
+import itertools
 import threading
 from collections.abc import Callable, Iterator
 
 import pytest
 
 from lockstep.errors import HostTimeoutError
-from lockstep.models.hf import parallel_reader
-from lockstep.models.hf.parallel_reader import ParallelReader
-from lockstep.models.hf.parameter_read import Request
+from lockstep.models.hf import row_reader
+from lockstep.models.hf.row_reader import ParallelReader, Request, _ranges
 from tests.clock import Clock
+
+
+@pytest.mark.parametrize("most", [1, 3, 7, 100])
+@pytest.mark.parametrize(
+    "devices", [[(0, 5), (5, 10)], [(5, 10), (0, 5)], [(0, 4), (4, 4), (8, 20)], [(3, 4)], [(2, 2)], []]
+)
+def test_ranges_have_every_row_once_and_are_as_few_as_can_be(devices: list[tuple[int, int]], most: int) -> None:
+    ranges = list(_ranges(devices, most))
+    got = {
+        (rows.block, rows.offset + row - rows.start): row
+        for parts in ranges
+        for rows in parts
+        for row in range(rows.start, rows.stop)
+    }
+    expected = {(block, row - start): row for block, (start, stop) in enumerate(devices) for row in range(start, stop)}
+    assert got == expected and sum(rows.stop - rows.start for parts in ranges for rows in parts) == len(expected)
+    for parts in ranges:
+        assert all(one.stop == other.start for one, other in itertools.pairwise(parts))
+        assert parts[-1].stop - parts[0].start <= most
+    runs, last = [], None
+    for row in sorted(expected.values()):
+        runs[-1:] = [runs[-1] + 1] if row - 1 == last else [*runs[-1:], 1]
+        last = row
+    assert len(ranges) == sum(-(-run // most) for run in runs)
 
 
 @dataclasses.dataclass(eq=False)
@@ -68,7 +92,7 @@ def test_what_does_not_come_is_named_and_what_comes_slowly_is_waited_for() -> No
         clock.now += 1.0
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(parallel_reader, "time", clock)
+        patch.setattr(row_reader, "time", clock)
         with ParallelReader([Job(100, run=slow)], limit=1, timeout_s=50) as reader:
             assert reader.wait(0, 3600) == 1, "each request is in time; all of them took 100 s"
     never = threading.Event()

@@ -1,4 +1,4 @@
-"""Rotary position embeddings of the trainable model, with named axes."""
+"""The block of the trainable model on named axes: norms, rotary embeddings, output layer."""
 
 import haliax as hax
 import jax
@@ -8,6 +8,25 @@ from jaxtyping import Array, Int
 
 from lockstep.models import block
 from lockstep.models.config import LlamaConfig, distinct, layer_kinds, rotary_frequencies
+
+
+def rms_norm(x: NamedArray, weight: NamedArray | None, config: LlamaConfig) -> NamedArray:
+    """Applies RMSNorm to named axes.
+
+    Args:
+        x: The input; it has the axes of ``weight`` and any others.
+        weight: The weight, whose axes are normalised; None for no normalisation.
+        config: The configuration of the model.
+
+    Returns:
+        The normalised input, with the axes and dtype of ``x``.
+    """
+    if weight is None:
+        return x
+    axes = (*(axis for axis in x.axes if axis not in weight.axes), *weight.axes)
+    array = x.rearrange(axes).array
+    normed = block.rms_norm(array, weight.array, config.layer_norm_epsilon, offset=config.variant.norm_offset)
+    return hax.named(normed, axes).rearrange(x.axes)
 
 
 def rotary_angles(config: LlamaConfig, Position: Axis, segment_ids: NamedArray | None) -> NamedArray:
@@ -53,3 +72,36 @@ def _positions(segment_ids: NamedArray, Position: Axis) -> NamedArray:
     index = jnp.arange(Position.size)
     first = jnp.where((ids != jnp.roll(ids, 1, axis=-1)) | (index == 0), index, 0)
     return hax.named(index - jax.lax.cummax(first, axis=first.ndim - 1), axes)
+
+
+@jax.custom_vjp
+def float32_logits(x: NamedArray, head: NamedArray) -> NamedArray:
+    """Returns logits in float32, whose gradient is rounded to the dtype of ``x``.
+
+    A gradient in float32 would double what devices exchange of the output layer's gradient.
+
+    Args:
+        x: The hidden states ``[..., embed]``.
+        head: The output layer, with the axes ``embed`` and ``vocab`` in any order.
+
+    Returns:
+        The logits ``[..., vocab]``.
+    """
+    return hax.dot(x, head, axis="embed", preferred_element_type=jnp.float32)
+
+
+def _forward(x: NamedArray, head: NamedArray) -> tuple[NamedArray, tuple[NamedArray, NamedArray]]:
+    return float32_logits(x, head), (x, head)
+
+
+def _backward(factors: tuple[NamedArray, NamedArray], gradient: NamedArray) -> tuple[NamedArray, NamedArray]:
+    x, head = factors
+    gradient = gradient.astype(jnp.result_type(x.array, head.array))
+    of_x = hax.dot(gradient, head, axis="vocab").astype(x.dtype)
+    # The hidden states first: the rule of JAX's own product has the gradient first, and XLA for CPUs turned it over in
+    # memory, and then the result.
+    of_head = hax.dot(x, gradient, axis=[axis for axis in x.axes if axis.name != "embed"]).astype(head.dtype)
+    return of_x.rearrange(x.axes), of_head.rearrange(head.axes)
+
+
+float32_logits.defvjp(_forward, _backward)
