@@ -14,7 +14,7 @@ CODE = ("src", "tests", "benchmarks", "examples", "scripts", "infra", "docs")
 
 WORDS = 52_000
 """Words of all documents that are written by hand at most, tables and code included, as ``wc -w`` counts."""
-WORDS_OF_A_PAGE, WORDS_OF_A_DECISION = 2900, 280
+WORDS_OF_A_PAGE, WORDS_OF_A_DECISION = 2900, 300
 LONGER = {"benchmarks/README.md": 3000, "docs/adr/README.md": 540, "docs/adr/0012-what-does-not-earn-its-place.md": 500}
 """Words of the pages that have another limit."""
 LINES_OF_THE_CHANGELOG = 20
