@@ -17,7 +17,7 @@ from array_record.python.array_record_module import ArrayRecordWriter
 
 from benchmarks.workers import write_json
 from lockstep.training.data.examples import TokenSequence
-from lockstep.training.data.order import RowOrder
+from lockstep.training.data.rows import RowOrder
 from lockstep.training.data.token_cache import RowReader, RowWriter, new_file
 
 BATCH = 64

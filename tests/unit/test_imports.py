@@ -61,7 +61,7 @@ GROUND = set("types errors plugins units exits urls printable credentials redact
 ONLY_IN = {
     "wandb": {"report/trackers/wandb.py"},
     "tensorboardX": {"report/trackers/tensorboard.py"},
-    "grain": {"training/data/order.py"},
+    "grain": {"training/data/rows.py"},
     "jax._src": {"hosts/_client.py", "check/_jax.py"},
     "orbax": {"training/checkpoints/array_handler.py", "training/checkpoints/arrays.py"},
     "tensorstore": {"training/checkpoints/array_handler.py", "training/checkpoints/arrays.py"},

@@ -16,7 +16,7 @@ REPOSITORY = {
 """Tests of what is in the repository beside the package. Those of the benchmarks are in ``tests/benchmarks``."""
 
 ELSEWHERE = {
-    "tests/multiprocess/test_check.py": "check/inject check/run",
+    "tests/multiprocess/test_check.py": "check/inject",
     "tests/multiprocess/test_hosts.py": "testing/command",
     "tests/multiprocess/test_pool.py": "testing/group testing/worker",
     "tests/multiprocess/test_train_preference.py": "training/run/preference",

@@ -4,9 +4,9 @@ from lockstep.check.findings import KINDS as KINDS
 from lockstep.check.findings import Finding as Finding
 from lockstep.check.launches import cache_miss_logger as cache_miss_logger
 from lockstep.check.launches import record_launches as record_launches
-from lockstep.check.report import print_at_once as print_at_once
-from lockstep.check.report import print_report as print_report
-from lockstep.check.report import render_page as render_page
-from lockstep.check.report import write_page as write_page
 from lockstep.check.run import CheckResult as CheckResult
 from lockstep.check.run import check_command as check_command
+from lockstep.check.run import print_at_once as print_at_once
+from lockstep.check.run import print_report as print_report
+from lockstep.check.run import render_page as render_page
+from lockstep.check.run import write_page as write_page

@@ -4,9 +4,8 @@ import collections
 import dataclasses
 from collections.abc import Iterator
 
-from lockstep.check.findings import Finding, Place
+from lockstep.check.findings import Finding, Place, own_line
 from lockstep.check.log import Comparison, Event, Launch, ProcessLog
-from lockstep.check.stack import own_line
 from lockstep.printable import bytes_text
 
 POD_HOSTS = 64

@@ -9,9 +9,8 @@ import linecache
 import re
 from collections.abc import Iterator
 
-from lockstep.check.findings import Finding, Place
+from lockstep.check.findings import Finding, Place, own_line, shown
 from lockstep.check.log import Launch, ProcessLog, Put
-from lockstep.check.stack import own_line, shown
 
 SHOWN_LINES = 6
 """Lines of two programs that are shown where they differ."""

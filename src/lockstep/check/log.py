@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from lockstep.check.stack import Frame, frames, own_line
+from lockstep.check.findings import Frame, frames, own_line
 
 CHUNK = 1 << 18
 """Bytes that are read of a file at a time."""

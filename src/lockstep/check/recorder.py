@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from lockstep.check import _jax, stack
+from lockstep.check import _jax, findings
 
 QUIET_S = 3.0
 """Seconds without a launch after which a process notes where it is."""
@@ -51,7 +51,7 @@ class Recorder:
         self._index = index
         self._lock = threading.RLock()
         self._at = threading.local()
-        self._stacks: dict[stack.Key, int] = {}
+        self._stacks: dict[findings.Key, int] = {}
         self._texts: dict[Any, str] = {}
         self._programs: dict[int, tuple[Any, dict[str, Any]]] = {}
         self._made: dict[int, int] = {}
@@ -78,7 +78,7 @@ class Recorder:
         shared = facts["processes"] != [self._index]
         values = list(_host_values(program, arguments)) if shared else []  # may wait for a device: without the lock
         with self._lock:
-            where = self._at.stack = self._stack(stack.here())
+            where = self._at.stack = self._stack(findings.here())
             line: dict[str, Any] = {"is": "launch", "program": facts["id"], "stack": where, "thread": _thread()}
             if values:
                 line["values"] = values
@@ -110,19 +110,19 @@ class Recorder:
         pieces = {place: digest for place, digest in digests if digest is not None}
         text = f"{array.dtype}{list(array.shape)}"
         with self._lock:
-            self._write({"is": "put", "array": text, "pieces": pieces, "stack": self._stack(stack.here())})
+            self._write({"is": "put", "array": text, "pieces": pieces, "stack": self._stack(findings.here())})
 
     def compares(self, tree: Any) -> None:
         """Note a value that every process compares with that of all others."""
         size = sum(np.asarray(leaf).nbytes for leaf in jax.tree.leaves(tree))
         with self._lock:
-            self._write({"is": "comparison", "bytes": size, "stack": self._stack(stack.here())})
+            self._write({"is": "comparison", "bytes": size, "stack": self._stack(findings.here())})
 
     def key_added(self, key: str) -> None:
         """Note a key of the coordination service, and where it is set."""
         with self._lock:
             self._keys.pop(key, None)
-            self._keys[key] = self._stack(stack.here())
+            self._keys[key] = self._stack(findings.here())
 
     def key_deleted(self, key: str) -> None:
         """Forget a key, or a directory of keys."""
@@ -137,7 +137,7 @@ class Recorder:
         key = tuple(
             (code.co_filename, line, code.co_qualname)
             for code, line in reversed([(each.tb_frame.f_code, each.tb_lineno) for each in _links(trace)])
-            if not stack.is_hidden(code.co_filename)
+            if not findings.is_hidden(code.co_filename)
         )
         with self._lock:
             self._write({"is": "error", "text": f"{kind.__name__}: {value}"[:2000], "stack": self._stack(key)})
@@ -168,8 +168,8 @@ class Recorder:
             main = threading.main_thread().ident
             with self._lock:
                 for ident, frame in sys._current_frames().items():
-                    key = stack.walk(frame)
-                    if ident == main or (key and names.get(ident) != "lockstep-check" and stack.is_own(key[0][0])):
+                    key = findings.walk(frame)
+                    if ident == main or (key and names.get(ident) != "lockstep-check" and findings.is_own(key[0][0])):
                         line = {"is": "where", "thread": names.get(ident, ""), "stack": self._stack(key)}
                         self._put_line(line | {"compiling": _compiles(frame), "waiting": waiting})
             noted = (last, waiting)
@@ -199,7 +199,7 @@ class Recorder:
         self._write({**facts, "text": text})
         return facts
 
-    def _stack(self, key: stack.Key) -> int:
+    def _stack(self, key: findings.Key) -> int:
         number = self._stacks.get(key)
         if number is None:
             number = self._stacks[key] = len(self._stacks)

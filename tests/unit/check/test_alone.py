@@ -1,8 +1,8 @@
 import dataclasses
 
 from lockstep.check.alone import ProcessChecks
+from lockstep.check.findings import Frame
 from lockstep.check.log import Comparison, Launch, ProcessLog, Program
-from lockstep.check.stack import Frame
 
 
 def at(line):

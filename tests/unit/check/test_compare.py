@@ -4,8 +4,8 @@ import random
 import pytest
 
 from lockstep.check.compare import NEAR, End, Gap, LaunchComparison, gaps
+from lockstep.check.findings import Frame
 from lockstep.check.log import Launch, ProcessLog, Program
-from lockstep.check.stack import Frame
 
 
 def at(line, file="train.py"):

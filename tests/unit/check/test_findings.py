@@ -1,5 +1,9 @@
-from lockstep.check.findings import KINDS, Finding, Findings, Place
-from lockstep.check.stack import Frame
+import json
+import sys
+import threading
+
+from lockstep.check import findings
+from lockstep.check.findings import KINDS, Finding, Findings, Frame, Place
 
 
 def finding(line, *processes, kind="order"):
@@ -45,3 +49,24 @@ def test_json_has_the_line_the_stack_and_what_to_change():
         "stack": ["train.py:3 main"],
     }
     assert finding(3, 1).as_json()["fix"] == KINDS["order"].fix
+
+
+def test_the_innermost_own_line_is_found_below_libraries():
+    keys = []
+    json.loads("{}", object_hook=lambda found: keys.append(findings.here()))
+    found = findings.frames(keys[0])
+    own = findings.own_line(found)
+    assert own.file == __file__ and "keys.append" in own.text
+    assert any(frame.file == json.decoder.__file__ and not frame.own for frame in found)
+
+
+def test_without_an_own_line_it_is_the_innermost():
+    library = findings.Frame(file="/x/site-packages/y.py", line=1, function="f", text="", own=False)
+    assert findings.own_line((library,)) is library and findings.own_line(()) is None
+
+
+def test_jax_and_what_only_calls_others_are_left_out():
+    assert findings.is_hidden("/x/site-packages/jax/_src/pjit.py") and findings.is_hidden("<frozen runpy>")
+    assert findings.is_hidden(threading.__file__) and not findings.is_hidden("/x/site-packages/optax/base.py")
+    assert not findings.is_hidden("/home/me/jax/train.py")
+    assert len(findings.walk(sys._getframe())) <= findings.DEEPEST

@@ -4,15 +4,263 @@ Everything that a model or a file says is data: it is in one JSON block, and the
 """
 
 import base64
+import dataclasses
 import hashlib
 import importlib.metadata
 import json
+import math
 import os
 import re
-from collections.abc import Mapping
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any, Final
+
+from lockstep.errors import LockstepError
+from lockstep.report.jsonl import numbered_records
+from lockstep.report.saved_rows import RunFiles, SavedRow, read_rows, require_rows
+
+MAX_POINTS: Final = 1000
+"""Points of a curve; a longer one keeps the lowest and the highest of each of half as many stretches, and where one has
+values that are not finite, the first of them."""
+NOT_CURVES: Final = ("step", "time")
+_NAMED_FLOATS: Final = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Series:
+    """The values of one metric.
+
+    Args:
+        steps: The steps, rising.
+        values: The value at each step.
+        points: The number of points before the curve was thinned.
+    """
+
+    steps: Sequence[int]
+    values: Sequence[float]
+    points: int
+
+
+def read_series(paths: Iterable[Path]) -> dict[str, Series]:
+    """Read the metrics of a run from files that may still be written.
+
+    Args:
+        paths: Files of JSON lines with a ``step`` and numbers.
+
+    Returns:
+        The curves by the metric's name, in order of first appearance. At a step that has several values, as where a
+        run went on from an earlier checkpoint, the last counts. Texts are not curves.
+
+    Raises:
+        LockstepError: A line cannot be read or has no step; the message has file and line.
+        OSError: A file cannot be read.
+    """
+    found: dict[str, dict[int, float]] = {}
+    for path in paths:
+        records, _ = numbered_records(path)
+        for number, record in records:
+            step = record.get("step")
+            if isinstance(step, bool) or not isinstance(step, int):
+                raise LockstepError(
+                    f"{path}:{number}: the column 'step' is {step!r}; a whole number was expected, as in the metrics "
+                    "of a run. Mend or remove the line, or name the file of rows alone in another directory."
+                )
+            for name, value in record.items():
+                if name not in NOT_CURVES and (number_ := _number(value)) is not None:
+                    found.setdefault(name, {})[step] = number_
+    return {name: _series(values) for name, values in found.items()}
+
+
+def _series(values: dict[int, float]) -> Series:
+    steps = sorted(values)
+    kept = steps if len(steps) <= MAX_POINTS else _thinned(steps, [values[step] for step in steps])
+    return Series(steps=kept, values=[values[step] for step in kept], points=len(steps))
+
+
+def _thinned(steps: Sequence[int], values: Sequence[float]) -> list[int]:
+    """The steps that are kept of a curve that is too long, among them the first and the last."""
+    kept = {steps[0], steps[-1]}
+    stretches = MAX_POINTS // 2 - 1
+    for stretch in range(stretches):
+        places = range(stretch * len(steps) // stretches, (stretch + 1) * len(steps) // stretches)
+        finite = [place for place in places if math.isfinite(values[place])]
+        if finite:
+            kept |= {steps[min(finite, key=values.__getitem__)], steps[max(finite, key=values.__getitem__)]}
+        if len(finite) < len(places):
+            kept.add(next(steps[place] for place in places if not math.isfinite(values[place])))
+    return sorted(kept)
+
+
+def _number(value: Any) -> float | None:
+    if isinstance(value, str):
+        return _NAMED_FLOATS.get(value)
+    if isinstance(value, int | float):
+        return float(value)
+    return None
+
+
+FORMAT = 1
+"""The number of this layout, which the page's script expects."""
+_DIGITS = 6
+"""Significant digits of the numbers in the page."""
+
+
+def make_payload(runs: Sequence[RunFiles], *, reload_s: float | None = None) -> dict[str, Any]:
+    """Read one run, or two to be shown side by side.
+
+    Args:
+        runs: The files of the runs.
+        reload_s: The seconds after which the page loads itself again; None for a page that stays as it is.
+
+    Returns:
+        The object that the page's script reads, without anything that JSON cannot express.
+
+    Raises:
+        ConfigError: A run has no rows.
+        LockstepError: A row or a metric cannot be read, or the runs do not go together.
+    """
+    for run in runs:
+        require_rows(run)
+    rows = [[row for path in run.rows for row in read_rows(path)] for run in runs]
+    for run, found in zip(runs, rows, strict=True):
+        if not found:
+            raise LockstepError(f"{_paths(run)} has no rows yet. Wait for the run's first round of samples.")
+    axes = {row.axis: run.name for run, found in zip(runs, rows, strict=True) for row in found}
+    if len(axes) > 1:
+        raise LockstepError(
+            f"rows with a step ({axes['step']}) and rows with a round ({axes['round']}) cannot be shown together. "
+            "Make a report of each."
+        )
+    prompts = _Prompts()
+    notes: list[str] = []
+    shown = [_run(run, found, prompts, notes) for run, found in zip(runs, rows, strict=True)]
+    return {
+        "format": FORMAT,
+        "axis": next(iter(axes)),
+        "made": time.strftime("%Y-%m-%d %H:%M:%S %Z"),
+        "reload_s": reload_s,
+        "prompts": prompts.table,
+        "runs": shown,
+        "notes": notes,
+    }
+
+
+class _Prompts:
+    """The prompts of all runs, each once, in order of first appearance.
+
+    A prompt of a run is the same as one of another run when its text is; within a run, equal texts with several
+    numbers are several prompts, and so are several texts that had the same number one after the other.
+    """
+
+    def __init__(self) -> None:
+        self.table: list[dict[str, Any]] = []
+        """Each prompt's ``key`` in the address, its ``id`` as the run has it, and its ``text``."""
+        self._keys: set[str] = set()
+
+    def places(self, rows: Iterable[SavedRow]) -> list[int]:
+        """The place in the table of each row's prompt."""
+        others: dict[str, list[int]] = {}
+        for place, prompt in enumerate(self.table):
+            others.setdefault(prompt["text"], []).append(place)
+        own: dict[tuple[int | str, str], int] = {}
+        found = []
+        for row in rows:
+            identity = (row.prompt_id, row.prompt)
+            if identity not in own:
+                same = others.get(row.prompt)
+                own[identity] = same.pop(0) if same else self._add(row)
+            found.append(own[identity])
+        return found
+
+    def _add(self, row: SavedRow) -> int:
+        key, number = str(row.prompt_id), 1
+        while key in self._keys:
+            number += 1
+            key = f"{row.prompt_id}.{number}"
+        self._keys.add(key)
+        self.table.append({"key": key, "id": row.prompt_id, "text": row.prompt})
+        return len(self.table) - 1
+
+
+class _Texts:
+    """Distinct texts, each with a number: a model that has learned something says the same at every step."""
+
+    def __init__(self) -> None:
+        self.table: list[str] = []
+        self._places: dict[str, int] = {}
+
+    def place(self, text: str) -> int:
+        if text not in self._places:
+            self._places[text] = len(self.table)
+            self.table.append(text)
+        return self._places[text]
+
+
+def _run(run: RunFiles, rows: Sequence[SavedRow], prompts: _Prompts, notes: list[str]) -> dict[str, Any]:
+    places = prompts.places(rows)
+    last = {
+        (row.when, place, row.generation_id): number
+        for number, (row, place) in enumerate(zip(rows, places, strict=True))
+    }
+    if len(last) < len(rows):
+        notes.append(
+            f"{run.name}: {len(rows) - len(last):,} rows are not shown, because a later row has the same "
+            f"{rows[0].axis}, prompt and generation."
+        )
+    kept = sorted(last.values())
+    shown = [rows[number] for number in kept]
+    texts, reasons = _Texts(), _Texts()
+    series = read_series(run.metrics)
+    for name, curve in series.items():
+        if curve.points > len(curve.steps):
+            notes.append(f"{run.name}: the curve {name} shows {len(curve.steps):,} of its {curve.points:,} points.")
+    return {
+        "name": run.name,
+        "files": [path.name for path in (*run.rows, *run.metrics)],
+        "when": [row.when for row in shown],
+        "prompt": [places[number] for number in kept],
+        "generation": [row.generation_id for row in shown],
+        "text": [texts.place(row.generated_text) for row in shown],
+        "texts": texts.table,
+        "reason": [reasons.place(row.finish_reason) for row in shown],
+        "reasons": reasons.table,
+        "numbers": {name: [_plain(row.numbers.get(name)) for row in shown] for name in _names(shown, "numbers")},
+        "words": {name: [row.texts.get(name) for row in shown] for name in _names(shown, "texts")},
+        "tokens": {
+            str(number): {"texts": [text for text, _ in row.tokens], "logprobs": [_plain(p) for _, p in row.tokens]}
+            for number, row in enumerate(shown)
+            if row.tokens
+        },
+        "series": {name: _curve(curve) for name, curve in series.items()},
+    }
+
+
+def _names(rows: Iterable[SavedRow], kind: str) -> list[str]:
+    """The names of the columns of a kind, metrics before what every row has."""
+    names = dict.fromkeys(name for row in rows for name in getattr(row, kind))
+    return sorted(names, key=lambda name: name in ("num_tokens", "mean_logprob"))
+
+
+def _curve(curve: Series) -> dict[str, Any]:
+    return {"steps": list(curve.steps), "values": [_plain(value) for value in curve.values]}
+
+
+def _plain(value: float | None) -> float | int | str | None:
+    """A number as short as it is useful, whole ones without a point; one that JSON cannot express by its name."""
+    if value is None:
+        return None
+    if not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if value == int(value) and abs(value) < 2**53:
+        return int(value)
+    return float(f"{value:.{_DIGITS}g}")
+
+
+def _paths(run: RunFiles) -> str:
+    return ", ".join(str(path) for path in run.rows)
+
 
 SCRIPTS: Final = (
     "model.js",

@@ -2,6 +2,8 @@
 
 from lockstep.report.trackers.base import (
     CompositeTracker,
+    JsonlTracker,
+    JsonlTrackerConfig,
     NoopTracker,
     NoopTrackerConfig,
     Tracker,
@@ -10,7 +12,6 @@ from lockstep.report.trackers.base import (
     build_tracker,
     check_trackers,
 )
-from lockstep.report.trackers.jsonl import JsonlTracker, JsonlTrackerConfig
 from lockstep.report.trackers.tensorboard import TensorboardTracker, TensorboardTrackerConfig
 from lockstep.report.trackers.wandb import MAX_TABLE_ROWS, WANDB_RUN, WandbTracker, WandbTrackerConfig
 

@@ -1,6 +1,7 @@
 """The protocol of trackers, several at once, none, and their names in a configuration."""
 
 import dataclasses
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -9,6 +10,7 @@ import draccus
 
 from lockstep.credentials import hide_credentials
 from lockstep.plugins import OpenRegistry
+from lockstep.report.jsonl import append_jsonl
 from lockstep.report.rows import TableRow
 
 
@@ -208,3 +210,42 @@ def build_tracker(
     if isinstance(choice, TrackerConfig):
         return choice.build(run_dir, run_name, config)
     return CompositeTracker([each.build(run_dir, run_name, config) for each in choice])
+
+
+class JsonlTracker:
+    """Appends ``{"step": …, "time": …, **metrics}`` to a file of JSON lines.
+
+    Rows are not written: the callback itself keeps every row in ``samples.jsonl``, whatever the tracker.
+
+    Args:
+        path: The local file.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.NamedTemporaryFile(suffix=".jsonl") as file:
+        ...     lockstep.report.JsonlTracker(file.name).log({"loss": 2.5}, step=1)
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+
+    def log(self, metrics: Mapping[str, float | str], *, step: int) -> None:
+        """Append one line. Its ``time`` is in seconds since the epoch."""
+        values = {name: plain(value) for name, value in metrics.items()}
+        append_jsonl(self.path, [{"step": int(step), "time": round(time.time(), 3)} | values])
+
+    def log_rows(self, name: str, rows: Sequence[TableRow], *, step: int) -> None:
+        """Do nothing: rows are in ``samples.jsonl``."""
+
+    def finish(self) -> None:
+        """Do nothing: the system has each line when ``log`` returns."""
+
+
+@TrackerConfig.register_subclass("jsonl")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class JsonlTrackerConfig(TrackerConfig):
+    """JSON lines in ``metrics.jsonl`` below the run's directory."""
+
+    def build(self, run_dir: str | Path, run_name: str, config: Mapping[str, Any] | None = None) -> Tracker:
+        """Start the tracker, see ``TrackerConfig.build``."""
+        return JsonlTracker(Path(run_dir) / "metrics.jsonl")

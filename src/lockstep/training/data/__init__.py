@@ -8,7 +8,7 @@ from lockstep.training.data.config import (
     SourceConfig,
 )
 from lockstep.training.data.examples import DataFormat
-from lockstep.training.data.order import CachedRows
+from lockstep.training.data.rows import CachedRows
 from lockstep.training.data.token_cache import TokenCache
 
 __all__ = [

@@ -14,9 +14,9 @@ from lockstep.text import tokenizer_digest
 from lockstep.training.data.build import BadRowPolicy, build_caches
 from lockstep.training.data.chunk_builder import CachePlan
 from lockstep.training.data.examples import FORMATS, DataFormat
-from lockstep.training.data.order import CachedRows
 from lockstep.training.data.packing import RowShape
 from lockstep.training.data.records import MAX_LINE_BYTES, list_files
+from lockstep.training.data.rows import CachedRows
 from lockstep.training.data.token_cache import TokenCache
 from lockstep.training.objectives import REFERENCE
 

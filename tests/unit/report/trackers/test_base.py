@@ -18,8 +18,10 @@ from lockstep.report import (
     WandbTrackerConfig,
     build_tracker,
     check_trackers,
+    read_jsonl,
     trackers,
 )
+from tests.unit.report.trackers.fakes import row
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -115,3 +117,14 @@ def test_several_trackers_all_get_everything_even_when_one_fails(tmp_path):
     tracker = build_tracker((JsonlTrackerConfig(), NoopTrackerConfig()), tmp_path, "name")
     assert isinstance(tracker, CompositeTracker)
     assert isinstance(tracker.trackers[0], JsonlTracker)
+
+
+def test_jsonl_lines_hold_step_time_and_metrics(tmp_path):
+    tracker = build_tracker(JsonlTrackerConfig(), tmp_path / "run", "name")
+    tracker.log({"train/loss": 1.5}, step=1)
+    tracker.log({"train/loss": float("nan")}, step=2)
+    tracker.log_rows("inference_eval/samples", [row(2, "text")], step=2)
+    tracker.finish()
+    first, second = read_jsonl(tmp_path / "run" / "metrics.jsonl")
+    assert (first["step"], first["train/loss"], second["train/loss"]) == (1, 1.5, "NaN")
+    assert first["time"] <= second["time"]

@@ -4,10 +4,8 @@ import pytest
 from rich.console import Console
 
 from lockstep.check.compare import End
-from lockstep.check.findings import Finding, Place
-from lockstep.check.report import print_at_once, print_report, render_page, write_page
-from lockstep.check.run import CheckResult
-from lockstep.check.stack import Frame
+from lockstep.check.findings import Finding, Frame, Place
+from lockstep.check.run import CheckResult, print_at_once, print_report, render_page, write_page
 
 EVIL = "<script>alert(1)</script> [bold]"
 
