@@ -23,8 +23,7 @@ import numpy as np
 
 from benchmarks.workers import read_rows, write_json
 from lockstep.main.plan.cache import CompileCache, Summary
-from lockstep.main.plan.collectives import collectives, summed
-from lockstep.main.plan.fsdp import fsdp_bytes
+from lockstep.main.plan.collectives import collectives, fsdp_bytes, summed
 from lockstep.main.plan.hlo import Array, Hlo, Op
 from lockstep.main.plan.topology import Topology, topology
 from lockstep.main.plan.traffic import traffic

@@ -13,8 +13,8 @@ import haliax as hax
 from lockstep.engine import Auditor, Engine, EngineConfig
 from lockstep.hosts import Hosts, MemoryClient
 from lockstep.main.doctor import collectives, device_speed
+from lockstep.main.doctor.layout_rounds import LENGTH, PROMPTS, make_tokenizer, shape_for
 from lockstep.main.doctor.self_test import _init
-from lockstep.main.doctor.text_model import LENGTH, PROMPTS, make_tokenizer, shape_for
 from lockstep.main.plan import topology
 from lockstep.models import padded_vocab_size
 from lockstep.placement import data_shards, make_mesh, tensor_sizes

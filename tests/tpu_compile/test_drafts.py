@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.tpu_compile.test_plan import TINY, plan
+from tests.tpu_compile.test_planner import TINY, plan
 from tests.tpu_compile.test_programs import compiled
 
 pytest.importorskip("libtpu", reason="the TPU compiler comes with the extra [plan]")

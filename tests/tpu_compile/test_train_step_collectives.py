@@ -8,8 +8,7 @@ pytest.importorskip("libtpu", reason="the extra [plan] brings the TPU compiler")
 
 from benchmarks.tpu_train_step import CASES, train_step, workload_of
 from lockstep.main.plan.cache import CompileCache
-from lockstep.main.plan.collectives import collectives
-from lockstep.main.plan.fsdp import fsdp_bytes
+from lockstep.main.plan.collectives import collectives, fsdp_bytes
 from lockstep.main.plan.hlo import Hlo
 from lockstep.main.plan.topology import topology
 from lockstep.main.plan.train_state import make_state

@@ -29,7 +29,7 @@ NOT_TYPED = {
     "pip install": "downloads",
     "hf ": "downloads",
     "make setup-tests": "downloads",
-    ".venv/bin/lockstep plan": "compiles for a minute; tests/tpu_compile/test_plan.py plans this configuration",
+    ".venv/bin/lockstep plan": "compiles for a minute; tests/tpu_compile/test_planner.py plans this configuration",
 }
 """What a fake cannot run, and why."""
 

@@ -11,7 +11,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from lockstep.hosts import Hosts
-from lockstep.main.doctor.bench import Loop
+from lockstep.main.doctor.device_speed import Loop
 from lockstep.main.doctor.finding import Finding
 from lockstep.placement.device import Chip, Link, chip_of, compile_program, hops, published_chip
 from lockstep.printable import bytes_text, seconds_text

@@ -15,21 +15,32 @@ from lockstep.errors import ConfigError, HostError
 from lockstep.hosts import DistributedConfig, Hosts, end_process, try_leader_only
 from lockstep.json_text import from_peer
 from lockstep.main.doctor import collectives, device_speed
-from lockstep.main.doctor.asked import Asked
-from lockstep.main.doctor.background import BackgroundCheck, wait_for_all
-from lockstep.main.doctor.bench import time_loops
 from lockstep.main.doctor.calibrate import calibration
-from lockstep.main.doctor.compare import compare, compare_clocks, host_facts
-from lockstep.main.doctor.config import DoctorConfig
-from lockstep.main.doctor.coordination import judge_coordination, measure_coordination
-from lockstep.main.doctor.devices import check_devices, check_memory, check_mesh
-from lockstep.main.doctor.finding import Finding, attempt, failed, merge
-from lockstep.main.doctor.job import Joined, join
-from lockstep.main.doctor.machine import check_disks, check_host, check_variables, run_paths
+from lockstep.main.doctor.config import Asked, DoctorConfig
+from lockstep.main.doctor.device_speed import time_loops
+from lockstep.main.doctor.finding import BackgroundCheck, Finding, attempt, failed, merge, wait_for_all
+from lockstep.main.doctor.job import (
+    Joined,
+    check_devices,
+    check_memory,
+    check_mesh,
+    join,
+    judge_coordination,
+    measure_coordination,
+)
+from lockstep.main.doctor.machine import (
+    check_disks,
+    check_host,
+    check_variables,
+    check_versions,
+    compare,
+    compare_clocks,
+    host_facts,
+    run_paths,
+)
 from lockstep.main.doctor.reach import NETWORK, begin_checks, check_wandb
 from lockstep.main.doctor.report import Report
 from lockstep.main.doctor.self_test import self_test
-from lockstep.main.doctor.versions import check_versions
 from lockstep.placement import make_mesh
 from lockstep.placement.device import save_calibration
 

@@ -1,16 +1,21 @@
-"""This machine: cores, memory, disks, and the variables of the process."""
+"""One machine of a job, its versions, and what differs between the machines."""
 
+import collections
+import importlib.metadata
 import os
 import platform
 import shutil
 import socket
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
+import jax
+from packaging.requirements import Requirement
+
 from lockstep.credentials import SECRET_NAME, without_credentials
-from lockstep.hosts import FLAG_VARIABLES, tpu_chips
+from lockstep.hosts import FLAG_VARIABLES, environment, name_processes, tpu_chips
 from lockstep.main.doctor.finding import Finding
 from lockstep.printable import bytes_text
 
@@ -133,3 +138,167 @@ def check_variables(environment: Mapping[str, str] = os.environ, chips: int | No
 
 def _plural(number: int, noun: str) -> str:
     return f"{number} {noun}{'s' * (number != 1)}"
+
+
+OURS: Final = "jax-lockstep"
+SHOWN_VERSIONS: Final = (OURS, "jax", "jaxlib", "libtpu", "marin-levanter")
+"""The packages whose versions are shown."""
+EXTRAS: Final = {OURS: ("tpu", "levanter", "gcs", "parquet"), "jax": ("tpu",), "marin-levanter": ()}
+"""The packages whose requirements are checked, with the extras whose packages must fit where they are installed."""
+TWICE: Final = {"haliax": "marin-haliax", "levanter": "marin-levanter"}
+"""An older package, and the one that installs the same modules."""
+
+
+def installed_version(name: str) -> str | None:
+    """The version of an installed package; None where it is not installed."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def declared_requirements(name: str) -> Sequence[str]:
+    """What an installed package requires, as it declares it; nothing where it is not installed."""
+    try:
+        return importlib.metadata.requires(name) or ()
+    except importlib.metadata.PackageNotFoundError:
+        return ()
+
+
+def check_versions(
+    version: Callable[[str], str | None] = installed_version,
+    requirements: Callable[[str], Sequence[str]] = declared_requirements,
+) -> list[Finding]:
+    """Compare the installed packages with what lockstep, jax and Levanter require.
+
+    Args:
+        version: A function that gives the version of a package, None where it is not installed.
+        requirements: A function that gives what a package requires.
+
+    Returns:
+        One finding that is ok, or one for each package that does not fit.
+    """
+    found, number = [], 0
+    for name, extras in EXTRAS.items():
+        for text in requirements(name):
+            needed = Requirement(text)
+            if needed.marker is not None and not any(needed.marker.evaluate({"extra": e}) for e in ("", *extras)):
+                continue
+            optional = needed.marker is not None and not needed.marker.evaluate({"extra": ""})
+            have = version(needed.name)
+            if have is None and optional:
+                continue
+            number += 1
+            wanted = f"{needed.name}{needed.specifier}"
+            fix = f"pip install {wanted!r} in this environment."
+            if have is None:
+                found.append(Finding.to_fix("versions", f"{needed.name} is missing; {name} needs {wanted}.", fix))
+            elif not needed.specifier.contains(have, prereleases=True):
+                text = f"{needed.name} {have} is installed; {name} {version(name)} needs {wanted}."
+                found.append(Finding.to_fix("versions", text, fix))
+    for old, new in TWICE.items():
+        if version(old) is not None and version(new) is not None:
+            text = f"{old} {version(old)} and {new} {version(new)} install the same modules, over each other."
+            fix = f"pip uninstall -y {old} {new}, then pip install {new}=={version(new)}."
+            found.append(Finding.to_fix("versions", text, fix))
+    if found:
+        return found
+    shown = [f"{name} {version(name)}" for name in SHOWN_VERSIONS if version(name) is not None]
+    text = f"{', '.join([*shown, f'Python {platform.python_version()}'])}; {number} requirements fit"
+    if version(OURS) is None:
+        fix = "pip install jax-lockstep in this environment, or ignore this in a source tree."
+        text = f"{OURS} is not installed as a package, so its requirements are not known; {text}"
+        return [Finding.warning("versions", text, fix)]
+    return [Finding.ok("versions", text)]
+
+
+CLOCK_S: Final = 1.0
+"""Seconds between two clocks above which messages name the wrong process as silent (`hosts/heartbeat.py`)."""
+SIGNED_S: Final = 300.0
+"""Seconds between two clocks above which cloud services refuse signed requests."""
+SHOWN_CHARACTERS: Final = 100
+"""The longest value that is shown in full."""
+
+
+def host_facts(config_digest: str) -> dict[str, dict[str, str]]:
+    """What this host tells the others about itself.
+
+    Args:
+        config_digest: The digest of the run's configuration.
+
+    Returns:
+        ``must``: what has to be the same on every host; ``should``: what better is; ``own``: what is its own.
+    """
+    device = jax.local_devices()[0]
+    must = {
+        **environment(),
+        "configuration": config_digest,
+        "device kind": device.device_kind,
+        "devices of the process": str(jax.local_device_count()),
+        "runtime of the devices": " ".join(str(device.client.platform_version).split()),
+    }
+    should = {f"variable {name}": value for name, value in run_variables().items()}
+    should |= {"Python": platform.python_version(), "kernel": platform.release()}
+    return {"must": must, "should": should, "own": {"host": socket.gethostname()}}
+
+
+def compare(by_process: Sequence[Mapping[str, Mapping[str, str]]]) -> list[Finding]:
+    """Find what differs between hosts.
+
+    Args:
+        by_process: The facts of each process, by process number.
+
+    Returns:
+        A finding for each fact that differs, which names who has what; one that is ok where none does.
+    """
+    found = []
+    number = 0
+    for kind in ("must", "should"):
+        names = list(dict.fromkeys(name for one in by_process for name in one[kind]))
+        number += len(names)
+        for name in names:
+            values = [one[kind].get(name, "not set") for one in by_process]
+            if len(set(values)) == 1:
+                continue
+            text = f"{name}: {who_has_what(values)}."
+            fix = "Start every process with the same command, configuration, versions and variables."
+            make = Finding.to_fix if kind == "must" else Finding.warning
+            found.append(make("hosts", text, fix))
+    if found:
+        return found
+    machines = len({one["own"]["host"] for one in by_process})
+    text = f"{len(by_process)} process{'es' * (len(by_process) > 1)} on {machines} machine{'s' * (machines > 1)}"
+    return [Finding.ok("hosts", f"{text}; {number} facts (versions, flags, variables, configuration) are the same")]
+
+
+def who_has_what(values: Sequence[str]) -> str:
+    """The processes with each value, the most common value first and named where it is that of the majority.
+
+    Args:
+        values: The value of each process, by process number.
+    """
+    groups: collections.defaultdict[str, list[int]] = collections.defaultdict(list)
+    for process, value in enumerate(values):
+        groups[value].append(process)
+    parts = []
+    for value, processes in sorted(groups.items(), key=lambda group: (-len(group[1]), group[1])):
+        majority = " (the majority)" if 2 * len(processes) > len(values) else ""
+        short = value if len(value) <= SHOWN_CHARACTERS else value[: SHOWN_CHARACTERS - 3] + "..."
+        parts.append(f"{name_processes(processes)}{majority}: {short!r}")
+    return "; ".join(parts)
+
+
+def compare_clocks(times: Sequence[float]) -> Finding:
+    """Compare the clocks of all hosts.
+
+    Args:
+        times: The time of each process, by process number, in seconds since 1970, read just after a barrier.
+    """
+    middle = sorted(times)[len(times) // 2]
+    spread = max(times) - min(times)
+    if spread <= CLOCK_S:
+        return Finding.ok("clocks", f"within {spread * 1e3:.0f} ms of each other")
+    off = [f"process {i} by {t - middle:+.1f} s" for i, t in enumerate(times) if abs(t - middle) > CLOCK_S / 2]
+    text = f"they differ by {spread:.1f} s: {', '.join(off)}."
+    fix = "Start the time service there (systemctl restart chrony or systemd-timesyncd)."
+    return Finding.to_fix("clocks", text, fix) if spread > SIGNED_S else Finding.warning("clocks", text, fix)

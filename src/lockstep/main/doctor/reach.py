@@ -16,9 +16,8 @@ from typing import Any, Final
 
 from lockstep.errors import LockstepError
 from lockstep.json_text import parse_json
-from lockstep.main.doctor.asked import Asked
-from lockstep.main.doctor.background import BackgroundCheck
-from lockstep.main.doctor.finding import Finding
+from lockstep.main.doctor.config import Asked
+from lockstep.main.doctor.finding import BackgroundCheck, Finding
 from lockstep.models import read_hf_config
 from lockstep.text import load_tokenizer
 from lockstep.urls import open_http, url_to_fs

@@ -1,15 +1,12 @@
 """What a configuration would do on a TPU slice, worked out with the TPU compiler and no TPU."""
 
-from lockstep.main.plan.cache import CompileCache, default_directory
-from lockstep.main.plan.compile_progress import CompileProgress
-from lockstep.main.plan.infeasibility import Infeasibility, place_of
-from lockstep.main.plan.meshes import MeshCost, mesh_costs, print_meshes
+from lockstep.main.plan.alternatives import MeshCost, RematCost, mesh_costs, print_meshes, print_remat, remat_costs
+from lockstep.main.plan.cache import CompileCache, CompileProgress, default_directory
 from lockstep.main.plan.planner import Plan, make_plan
-from lockstep.main.plan.remat import RematCost, print_remat, remat_costs
 from lockstep.main.plan.summary import as_json
 from lockstep.main.plan.table import print_plan
 from lockstep.main.plan.topology import Topology, known_names, topology
-from lockstep.main.plan.workload import SamplingWorkload, TrainingWorkload, Workload
+from lockstep.main.plan.workload import Infeasibility, SamplingWorkload, TrainingWorkload, Workload, place_of
 
 __all__ = [
     "CompileCache",

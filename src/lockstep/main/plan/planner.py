@@ -10,16 +10,21 @@ from jax.sharding import Mesh
 from lockstep.engine import Engine, Sizing, never_used
 from lockstep.errors import CapacityError, CompilerError, ConfigError
 from lockstep.main.plan.cache import CompileCache
-from lockstep.main.plan.collectives import Collective, CollectiveSum, collectives, summed
-from lockstep.main.plan.draft_bytes import DraftBytes, draft_bytes
-from lockstep.main.plan.fsdp import FsdpBytes, fsdp_bytes
+from lockstep.main.plan.collectives import Collective, CollectiveSum, FsdpBytes, collectives, fsdp_bytes, summed
 from lockstep.main.plan.hlo import Hlo, vmem
-from lockstep.main.plan.infeasibility import Infeasibility, InfeasibleError, key_in, largest_in, with_common_largest
-from lockstep.main.plan.microbatch import plan_largest_step
 from lockstep.main.plan.topology import Topology, names_of
+from lockstep.main.plan.traffic import DraftBytes, draft_bytes
 from lockstep.main.plan.train_state import State, make_state, model_structs
-from lockstep.main.plan.train_step import TrainStepPlan
-from lockstep.main.plan.workload import SamplingWorkload, Workload
+from lockstep.main.plan.train_step import TrainStepPlan, plan_largest_step
+from lockstep.main.plan.workload import (
+    Infeasibility,
+    InfeasibleError,
+    SamplingWorkload,
+    Workload,
+    key_in,
+    largest_in,
+    with_common_largest,
+)
 from lockstep.models import DecoderWeights, LlamaConfig, read_decoder
 from lockstep.placement import make_mesh
 from lockstep.placement.device import Chip, block_bytes, calibrated, chip_of

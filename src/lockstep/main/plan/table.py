@@ -9,8 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from lockstep.engine import layout_text
-from lockstep.main.plan.collectives import CollectiveSum
-from lockstep.main.plan.fsdp import FsdpBytes, ThinPieces
+from lockstep.main.plan.collectives import CollectiveSum, FsdpBytes, ThinPieces
 from lockstep.main.plan.hlo import vmem
 from lockstep.main.plan.planner import Plan, SamplingPlan
 from lockstep.main.plan.summary import (

@@ -1,6 +1,8 @@
 """Findings of several processes become one report that names who has what."""
 
-from lockstep.main.doctor.finding import Finding, attempt, merge
+import threading
+
+from lockstep.main.doctor.finding import BackgroundCheck, Finding, attempt, merge, wait_for_all
 
 
 def test_what_all_have_is_one_line_without_names():
@@ -37,3 +39,24 @@ def test_a_check_that_raises_is_a_finding():
     (found,) = attempt("mesh", check)
     assert found == Finding.to_fix("mesh", "KeyError: 'no such\\nthing'")
     assert attempt("mesh", lambda: [found, found]) == [found, found]
+
+
+def test_a_check_that_hangs_is_a_finding_and_the_others_are_whole():
+    released = threading.Event()
+    checks = [
+        BackgroundCheck("slow", lambda: Finding.ok("slow", str(released.wait(120))), "Look at the network."),
+        BackgroundCheck("quick", lambda: Finding.ok("quick", "done"), ""),
+        BackgroundCheck("slow too", lambda: Finding.ok("slow too", str(released.wait(120))), "Look at the network."),
+    ]
+    found = wait_for_all(checks, 0.3)
+    released.set()
+    assert [(each.name, each.outcome) for each in found] == [("slow", "fix"), ("quick", "ok"), ("slow too", "fix")]
+    assert found[0].text == "no answer within 0.3 s." and found[0].fix == "Look at the network."
+
+
+def test_a_check_that_raises_in_its_thread_is_a_finding():
+    def check():
+        raise OSError("refused")
+
+    (found,) = BackgroundCheck("bucket", check, "").findings(60)
+    assert found == Finding.to_fix("bucket", "OSError: refused")

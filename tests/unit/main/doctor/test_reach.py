@@ -8,8 +8,8 @@ import threading
 
 import pytest
 
-from lockstep.main.doctor.asked import Asked
-from lockstep.main.doctor.background import wait_for_all
+from lockstep.main.doctor.config import Asked
+from lockstep.main.doctor.finding import wait_for_all
 from lockstep.main.doctor.reach import (
     begin_checks,
     check_checkpoint,

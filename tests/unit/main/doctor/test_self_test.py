@@ -1,5 +1,6 @@
 """The self-test on one process, and what becomes of errors in it."""
 
+import dataclasses
 import time
 
 import jax
@@ -8,7 +9,103 @@ import pytest
 from lockstep.errors import DisagreementError, HostTimeoutError
 from lockstep.hosts import Hosts, MemoryClient
 from lockstep.main.doctor import layout_rounds
-from lockstep.main.doctor.self_test import self_test
+from lockstep.main.doctor.layout_rounds import LayoutResult
+from lockstep.main.doctor.self_test import (
+    TrainingRun,
+    judge_failure,
+    judge_layouts,
+    judge_losses,
+    judge_memory,
+    self_test,
+)
+
+LAYOUTS = ["auto", "training"]
+LOSSES = [value.hex() for value in (4.0, 3.5, 3.25, 3.0, 2.5)]
+PLAIN = TrainingRun(losses=LOSSES, traces=1, used=100)
+GOOD = LayoutResult(
+    layout="auto", state="tested", rounds=2, traces=(1, 1, 1), seconds=4.0, gap=1e-6, answers=("a", "b", "c")
+)
+
+
+def test_equal_losses_are_ok():
+    found = judge_losses("self-test", PLAIN, PLAIN, LAYOUTS)
+    assert found.outcome == "ok"
+    assert found.text.startswith("5 losses are equal bit for bit with and without samples (4.000 to 2.500)")
+
+
+@pytest.mark.parametrize(
+    ("step", "after"),
+    [
+        (0, "nothing was sampled"),
+        (1, "the injected failure"),
+        (2, "the round in layout auto"),
+        (3, "the round in layout training"),
+        (4, "the rounds in all layouts"),
+    ],
+)
+def test_one_bit_of_a_loss_is_found_with_the_round_before_it(step, after):
+    losses = list(LOSSES)
+    losses[step] = (float.fromhex(LOSSES[step]) + 2**-50).hex()
+    found = judge_losses("self-test", PLAIN, dataclasses.replace(PLAIN, losses=losses), LAYOUTS)
+    assert found.outcome == "fix" and found.text.startswith(f"the loss of step {step + 1}, after {after}, is ")
+
+
+def test_a_second_compilation_is_found():
+    found = judge_losses("self-test", PLAIN, dataclasses.replace(PLAIN, traces=2), LAYOUTS)
+    assert found.outcome == "fix" and "traced 2 times" in found.text
+
+
+def test_a_failure_that_is_not_skipped_is_found():
+    assert judge_failure("self-test", 0, 1, 8).text.startswith("the round was skipped on all 8 processes")
+    assert judge_failure("self-test", 1, 0, 8).outcome == "fix"
+
+
+def judged(**changed):
+    first, *others = judge_layouts("self-test", [dataclasses.replace(GOOD, **changed)])
+    assert not others
+    return first.outcome, first.text
+
+
+@pytest.mark.parametrize(
+    ("changed", "outcome", "text"),
+    [
+        ({}, "ok", "2 rounds, the first in 4.0 s; log-probabilities are within 1e-06 of the training forward's"),
+        (
+            {"gap": 0.09, "mean_gap": 0.01, "mean_noise": 0.006},
+            "ok",
+            "0.01 in the mean, of which rounding explains 0.012",
+        ),
+        ({"gap": 0.03, "mean_gap": 0.01, "mean_noise": 0.004}, "warning", "within 0.03"),
+        ({"gap": 0.03, "mean_gap": 0.01}, "warning", "within 0.03"),
+        ({"gap": 2.0, "mean_gap": 0.01, "mean_noise": 0.01}, "fix", "within 2 of"),
+        ({"gap": float("inf")}, "fix", "within inf of"),
+        ({"rounds": 1}, "fix", "1 rounds of 2"),
+        ({"traces": (1, 2)}, "fix", "traced [1, 2] times"),
+        ({"state": "auto"}, "ok", "is the one that auto has chosen"),
+        ({"state": "late"}, "warning", "not tested"),
+    ],
+    ids=str,
+)
+def test_a_layout_is_judged(changed, outcome, text):
+    found = judged(**changed)
+    assert found[0] == outcome and text in found[1]
+
+
+def test_layouts_that_answer_differently_are_named():
+    other = dataclasses.replace(GOOD, layout="training")
+    *_, found = judge_layouts("self-test", [GOOD, other])
+    assert found.text == "2 layouts give the same 3 answers from the same weights"
+    other = dataclasses.replace(other, answers=("a", "x", "y"))
+    *_, found = judge_layouts("self-test", [GOOD, other])
+    assert found.outcome == "warning" and found.text == "other answers than in layout auto, of 3: 2 in training."
+
+
+def test_memory_that_stays_in_use_is_found():
+    assert judge_memory("self-test", PLAIN, PLAIN).outcome == "ok"
+    assert judge_memory("self-test", PLAIN, dataclasses.replace(PLAIN, used=101)).outcome == "warning"
+    assert (
+        judge_memory("self-test", PLAIN, dataclasses.replace(PLAIN, used=None)).text == "not counted on these devices"
+    )
 
 
 def outcomes(monkeypatch, deadline_s=300.0):

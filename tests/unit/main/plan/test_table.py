@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from lockstep.main.plan.fsdp import FsdpBytes, ThinPieces
-from lockstep.main.plan.infeasibility import Infeasibility
+from lockstep.main.plan.collectives import FsdpBytes, ThinPieces
 from lockstep.main.plan.table import _checkpoint, _named, _print_fsdp, print_plan
+from lockstep.main.plan.workload import Infeasibility
 from lockstep.training import CheckpointerConfig, TrainerConfig
 
 REASON = Infeasibility(key="engine.max_seqs", value=64, largest=32, text="too many [sequences]", place="a.yaml:3")

@@ -7,12 +7,11 @@ import jax
 import numpy as np
 import pytest
 
-from lockstep.main.plan.train_state import make_state
+from lockstep.main.plan import Infeasibility, train_step
 from lockstep.main.plan.train_step import largest_that_works, peak, saved_bytes, step_flops
-from lockstep.main.plan.workload import TrainingWorkload, Workload
-from lockstep.models import LoraConfig, skeleton
-from lockstep.placement import make_mesh
-from lockstep.training import OptimizerConfig, TrainerConfig, TrainStep, batch_structs, lm_loss
+from lockstep.main.plan.workload import InfeasibleError, TrainingWorkload, Workload
+from lockstep.models import LoraConfig
+from lockstep.training import OptimizerConfig, TrainerConfig, lm_loss
 from tests.unit.engine.models import LLAMA
 
 
@@ -83,29 +82,6 @@ def test_frozen_weights_cost_two_operations_backward_and_adapters_four():
     assert ours == pytest.approx(frozen + 2 * 3 * adapters * tokens)
 
 
-@pytest.mark.slow
-def test_state_and_step_of_adapters_are_planned():
-    lora = LoraConfig(r=4, base_dtype="bfloat16")
-    workload = dataclasses.replace(workload_of(lora=lora), dtype="bfloat16", mesh_shape="1,4,1")
-    mesh = make_mesh("1,4,1", jax.devices()[:4])
-    state = make_state(workload, mesh)
-    base = sum(leaf.size for leaf in jax.tree.leaves(skeleton(40, workload.model)))
-    assert state.parameters - state.trained == 2 * base // 4
-    assert 2 * state.trained <= state.optimizer <= 2 * state.trained + 64, "two moments of the adapters alone"
-    assert saved_bytes(workload, 2) > 0
-    step = TrainStep(
-        loss_fn=lm_loss, optimizer=OptimizerConfig().build(1000), schedule=None, mesh=mesh, shardings=state.shardings,
-        precision=TrainerConfig().precision, microbatches=1,
-    )  # fmt: skip
-    compiled = step.lower(state.structs, batch_structs(workload.training.columns, 8, mesh)).compile()
-    resident = state.parameters + state.optimizer
-    assert resident <= compiled.memory_analysis().argument_size_in_bytes <= resident + 4096
-    outputs = compiled.memory_analysis().output_size_in_bytes
-    assert state.trained + state.optimizer <= outputs <= state.trained + state.optimizer + 1024, (
-        "the base is not copied"
-    )
-
-
 def test_layers_that_are_computed_twice_cost_a_third_more_and_the_output_does_not():
     twice, once = (step_flops(workload_of(remat=remat), vocab_blocks=False) for remat in (True, False))
     output = 3 * 2 * 16 * 40 * 8 * 32
@@ -137,3 +113,35 @@ def test_the_worst_moment_is_the_compilers_or_arguments_and_temporaries_and_the_
         generated_code_size_in_bytes=10,
     )
     assert peak(SimpleNamespace(memory=memory)) == total
+
+
+def workload(parallelism):
+    found = workload_of()
+    trainer = dataclasses.replace(found.training.trainer, per_device_parallelism=parallelism)
+    return dataclasses.replace(found, training=dataclasses.replace(found.training, trainer=trainer))
+
+
+def plan(parallelism, monkeypatch, key="trainer.per_device_parallelism", largest=2):
+    asked = []
+
+    def plan_step(workload, *rest):
+        asked.append(workload.training.trainer.per_device_parallelism)
+        if asked[-1] in (8, "auto"):
+            raise InfeasibleError(Infeasibility(key=key, value=asked[-1], largest=largest, text="too many"))
+        return "plan"
+
+    monkeypatch.setattr(train_step, "plan_step", plan_step)
+    return train_step.plan_largest_step(workload(parallelism), None, None, None, 0), asked
+
+
+def test_auto_plans_with_the_largest_that_works(monkeypatch):
+    assert plan("auto", monkeypatch) == ("plan", ["auto", 2])
+
+
+@pytest.mark.parametrize(
+    ("parallelism", "key", "largest"),
+    [(8, "trainer.per_device_parallelism", 2), ("auto", "data.max_seq_len", 128)],
+)
+def test_a_number_that_was_given_and_other_reasons_stand(monkeypatch, parallelism, key, largest):
+    with pytest.raises(InfeasibleError, match="too many"):
+        plan(parallelism, monkeypatch, key, largest)

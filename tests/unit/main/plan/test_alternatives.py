@@ -5,13 +5,16 @@ import io
 from types import SimpleNamespace
 from unittest import mock
 
+import jax
 import pytest
 from rich.console import Console
 
-from lockstep.errors import CapacityError
-from lockstep.main.plan import meshes
+from lockstep.errors import CapacityError, CompilerError, HbmError
+from lockstep.main.plan import alternatives
+from lockstep.main.plan.alternatives import mesh_costs, print_meshes, print_remat, remat_costs
 from lockstep.main.plan.collectives import CollectiveSum
-from lockstep.main.plan.meshes import mesh_costs, print_meshes
+from lockstep.models import POLICIES
+from tests.unit.main.plan.test_train_step import workload_of
 
 GATHERS = CollectiveSum(kind="all-gather", count=7, bytes=3 * 2**30, devices=16, crosses_hosts=True)
 INSIDE = CollectiveSum(kind="reduce-scatter", count=2, bytes=2**30, devices=4, crosses_hosts=False)
@@ -48,11 +51,12 @@ def costs(hosts, predict):
         return predict()
 
     time = SimpleNamespace(compute_s=0.75, collectives_s=0.5, step_s=0.75)
+    two = [SimpleNamespace(total=2**30), SimpleNamespace(total=2**31)]
     with (
-        mock.patch.object(meshes, "make_plan", plan),
-        mock.patch.object(meshes, "predict_sampling", predicted),
-        mock.patch.object(meshes, "train_time", lambda plan: time),
-        mock.patch.object(meshes, "moments", lambda plan: [SimpleNamespace(total=2**30), SimpleNamespace(total=2**31)]),
+        mock.patch.object(alternatives, "make_plan", plan),
+        mock.patch.object(alternatives, "predict_sampling", predicted),
+        mock.patch.object(alternatives, "train_time", lambda plan: time),
+        mock.patch.object(alternatives, "moments", lambda plan: two),
     ):
         return mesh_costs(Work(), SimpleNamespace(hosts=hosts), None), asked
 
@@ -80,3 +84,46 @@ def test_a_rollout_that_can_never_fit():
 
     (cost,), _ = costs(1, refused)
     assert not cost.fits and cost.layout is None and cost.needed == 2**31
+
+
+class OnCpu:
+    """Compiles for this machine; the fourth program it refuses, for a CPU has no host memory beside its own."""
+
+    def __init__(self):
+        self.programs = 0
+
+    def __call__(self, lowered, name):
+        self.programs += 1
+        if self.programs == 4:
+            raise CompilerError("no host memory here")
+        found = lowered.compile().memory_analysis()
+        sizes = {name: getattr(found, f"{name}_size_in_bytes") for name in ("argument", "temp", "generated_code")}
+        # What the compiler for CPUs calls the peak is without temporaries.
+        memory = {f"{name}_size_in_bytes": size for name, size in sizes.items()} | {"peak_memory_in_bytes": 0}
+        return SimpleNamespace(memory=SimpleNamespace(**memory))
+
+
+def costs_of(cache, memory=2**40):
+    workload = workload_of()
+    workload = dataclasses.replace(workload, model=dataclasses.replace(workload.model, num_layers=3))
+    return remat_costs(workload, SimpleNamespace(devices=jax.devices()[:1]), cache, memory)
+
+
+@pytest.mark.slow
+def test_each_policy_is_compiled_and_what_keeps_less_computes_more():
+    costs = {cost.policy: cost for cost in costs_of(OnCpu())}
+    assert tuple(costs) == POLICIES
+    assert costs["nothing"].needed > costs["dots"].needed > costs["full"].needed > 0
+    assert costs["nothing"].flops == costs["dots"].flops < costs["full"].flops == costs["offload"].flops
+    assert costs["full"].fits and costs["offload"].error == "no host memory here"
+
+
+def test_a_line_for_each_with_the_verdict():
+    def refuse(lowered, name):
+        raise HbmError("too large", needed=3 * 2**30, limit=2**30)
+
+    console = Console(file=io.StringIO(), width=120)
+    print_remat(costs_of(refuse, 2**30), console)
+    lines = console.file.getvalue().splitlines()
+    assert [line.split()[0] for line in lines[1:5]] == list(POLICIES)
+    assert all("3.00 GiB" in line and line.endswith("does not fit") for line in lines[1:5])

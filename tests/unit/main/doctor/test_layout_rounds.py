@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from lockstep.engine.decode_model import _fits
-from lockstep.main.doctor.text_model import LENGTH, PROMPTS, TEXT, make_rows, make_tokenizer, shape_for
+from lockstep.main.doctor.layout_rounds import LENGTH, PROMPTS, TEXT, make_rows, make_tokenizer, shape_for
 from lockstep.placement import tensor_sizes
 
 
