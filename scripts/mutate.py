@@ -11,6 +11,7 @@ import ast
 import collections
 import contextlib
 import importlib
+import itertools
 import json
 import os
 import random
@@ -31,7 +32,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tests.unit.test_mirror import COVERED_BY  # noqa: E402
+from tests.unit.test_mirror import COVERED, files_for  # noqa: E402
 
 PACKAGE = "src/lockstep"
 ROOMS = {
@@ -63,7 +64,7 @@ class Mutant(NamedTuple):
 
 
 def mutants(path: str, source: bytes) -> Iterator[Mutant]:
-    """Yield every change that can be made to a file and leaves it Python."""
+    """Yield every change that can be made to a file; a few leave something that is not Python (`broken`)."""
     starts = [0]
     for length in map(len, source.splitlines(keepends=True)):
         starts.append(starts[-1] + length)
@@ -72,11 +73,6 @@ def mutants(path: str, source: bytes) -> Iterator[Mutant]:
         return starts[node.lineno - 1] + node.col_offset, starts[node.end_lineno - 1] + node.end_col_offset
 
     for start, stop, text in _changes(ast.parse(source), source, span):
-        broken = source[:start] + text.encode() + source[stop:]
-        try:
-            ast.parse(broken)
-        except SyntaxError:
-            continue
         yield Mutant(path, source[:start].count(b"\n") + 1, start, stop, text)
 
 
@@ -135,23 +131,36 @@ def _changes(node: ast.AST, source: bytes, span: Callable[[Any], tuple[int, int]
                     yield from _changes(each, source, span)
 
 
-def chosen(count: int, seed: int, rooms: list[str], places: list[str]) -> list[Mutant]:
+def broken(source: bytes, change: Mutant) -> bytes | None:
+    """Return a file with a change; None where that is not Python."""
+    changed = source[: change.start] + change.text.encode() + source[change.stop :]
+    with contextlib.suppress(SyntaxError):
+        ast.parse(changed)
+        return changed
+    return None
+
+
+def chosen(tree: Path, count: int, seed: int, rooms: list[str], places: list[str]) -> list[Mutant]:
     """Return one change on each of ``count`` random lines, or on every line of ``places``, as ``path:line``."""
     by_line = collections.defaultdict(list)
     for room in rooms:
-        for path in sorted((ROOT / PACKAGE / room).rglob("*.py")):
-            for mutant in mutants(path.relative_to(ROOT).as_posix(), path.read_bytes()):
+        for path in sorted((tree / PACKAGE / room).rglob("*.py")):
+            for mutant in mutants(path.relative_to(tree).as_posix(), path.read_bytes()):
                 by_line[f"{mutant.path}:{mutant.line}"].append(mutant)
     pick = random.Random(seed)
-    if places:
-        return [mutant for place in places for mutant in by_line[place]]
-    return [pick.choice(by_line[line]) for line in pick.sample(sorted(by_line), min(count, len(by_line)))]
+    lines = pick.sample(sorted(by_line), len(by_line))
+    changes = (change for place in places for change in by_line[place])
+    if not places:
+        changes = (pick.choice(by_line[line]) for line in lines)
+    good = (change for change in changes if broken((tree / change.path).read_bytes(), change) is not None)
+    return list(good if places else itertools.islice(good, count))
 
 
 def own_test(path: str) -> str:
-    """Return the file of the tests of a module, which need not exist."""
+    """Return the file of the tests of a module; nothing for the face of a package."""
     module = Path(path).relative_to(PACKAGE)
-    return COVERED_BY.get(module.as_posix(), f"tests/unit/{module.parent}/test_{module.name}")
+    files = [file.relative_to(ROOT).as_posix() for file in files_for(module) if file.is_file()]
+    return COVERED.get(module.as_posix(), files[0] if files else "")
 
 
 class Reached:
@@ -183,12 +192,12 @@ class Reached:
         Path(REACHED).write_text(json.dumps({line: sorted(files) for line, files in self._files.items()}))
 
 
-def others_of(change: Mutant, reached: Mapping[str, Sequence[str]]) -> list[str]:
+def others_of(tree: Path, change: Mutant, reached: Mapping[str, Sequence[str]]) -> list[str]:
     """Return the tests of a room that may notice a change beside the module's own: those that reach its statement and
     those in processes of their own; all where the statement runs as the module is imported.
     """
     room = ROOMS[Path(change.path).relative_to(PACKAGE).parts[0]]
-    nodes = ast.walk(ast.parse((ROOT / change.path).read_bytes()))
+    nodes = ast.walk(ast.parse((tree / change.path).read_bytes()))
     around = [each for each in nodes if isinstance(each, ast.stmt) and each.lineno <= change.line <= each.end_lineno]
     inner = min(around, key=lambda each: each.end_lineno - each.lineno)
     lines = range(inner.lineno, inner.end_lineno + 1)
@@ -279,9 +288,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="mutate-") as folder:
         tree = Path(folder)
         copy_tree(tree)
-        changes = chosen(options.count, options.seed, options.rooms, options.places)
+        changes = chosen(tree, options.count, options.seed, options.rooms, options.places)
         own = {each.path: own_test(each.path) for each in changes}
-        own = {path: test for path, test in own.items() if (ROOT / test).is_file()}
+        own = {path: test for path, test in own.items() if (tree / test).is_file()}
         tests = sorted({*own.values()}.union(*(ROOMS[room] for room in options.rooms)))
         import_others(tree)
         if not passes(tree, tests, len(tests) * options.limit_s, Reached):
@@ -290,8 +299,8 @@ def main() -> None:
         for number, change in enumerate(changes, 1):
             file = tree / change.path
             whole = file.read_bytes()
-            file.write_bytes(whole[: change.start] + change.text.encode() + whole[change.stop :])
-            steps = [[own[change.path]]] * (change.path in own) + [others_of(change, reached)]
+            steps = [[own[change.path]]] * (change.path in own) + [others_of(tree, change, reached)]
+            file.write_bytes(broken(whole, change) or whole)
             by = next((step[0] for step in steps if step and not passes(tree, step, options.limit_s)), "NOT NOTICED")
             file.write_bytes(whole)
             noticed[by != "NOT NOTICED"] += 1

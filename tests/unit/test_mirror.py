@@ -60,3 +60,13 @@ def test_every_module_has_its_test_file_and_only_these_are_tested_elsewhere():
     without = {module.as_posix() for module in modules() if not any(test.is_file() for test in files_for(module))}
     assert without == set(COVERED), "write their tests, or correct ELSEWHERE"
     assert not [test for test in ELSEWHERE if not (ROOT / test).is_file()]
+
+
+def test_mutate_finds_the_tests_of_every_module_and_room():
+    from scripts import mutate
+
+    assert all((ROOT / mutate.own_test(f"{mutate.PACKAGE}/{module}")).is_file() for module in modules())
+    assert all((ROOT / test).exists() for tests in mutate.ROOMS.values() for test in tests)
+    source = b"def f(x):\n    if x < 2:\n        return x + 1\n"
+    changes = {(each.line, each.text) for each in mutate.mutants("f.py", source)}
+    assert changes == {(2, "(not (x < 2))"), (2, "<="), (2, "3"), (3, "None"), (3, "-"), (3, "2")}
