@@ -12,7 +12,6 @@ class ExitCode:
     """One row of the table.
 
     Args:
-        code: The number.
         meaning: What has happened, in a few words.
         retried: Whether ``--retries`` starts the job again after it: only what another try can cure.
     """

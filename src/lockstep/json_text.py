@@ -74,7 +74,6 @@ def from_peer[Kind](data: str | bytes, kind: type[Kind], place: str) -> Kind:
     """The parsed message of another process: whoever reaches the coordination service can send something else.
 
     Args:
-        data: A JSON text.
         kind: What it must be, as for `typed`.
         place: What it is, for the error.
 

@@ -39,7 +39,6 @@ def sample_callback(
         trainer: Levanter's ``Trainer``, after ``initialize``.
         model: The model that will be trained. With it, a model or prompts that cannot work are refused now; without it,
             after the first step.
-        name: The prefix of the table and of the metrics.
         output_dir: The directory where process 0 appends to ``samples.jsonl``; None for no file.
         hosts: The processes of the job; None for the current ones.
 
@@ -138,9 +137,6 @@ class LevanterTracker:
     ``jnp.zeros(())``, and under a global mesh that is a program on the devices of all processes. The step is
     Levanter's, which counts from 0. W&B gets a round in whatever history entry is open when its report is done:
     Levanter's own tracker refuses a step that it has passed.
-
-    Args:
-        tracker: The trainer's tracker.
 
     Example:
         >>> from lockstep.levanter import LevanterTracker

@@ -17,7 +17,6 @@ class Redactor:
     """Replaces values in a stream.
 
     Args:
-        values: The secret values.
         shortest: The letters of a value below which it is left alone.
     """
 

@@ -73,11 +73,7 @@ class SamplingRules:
     """The seed of the random draws. A draw depends on the seed, the prompt, the generation and the position alone."""
 
     def is_set(self, *names: str) -> bool:
-        """Whether any of these settings has another value than its default.
-
-        Args:
-            names: The names of the settings.
-        """
+        """Whether any of these settings has another value than its default."""
         return any(getattr(self, name) != getattr(type(self), name) for name in names)
 
     def check_rules(self) -> None:

@@ -88,7 +88,6 @@ def check_bare_name(name: object, place: str) -> str:
 
     Args:
         name: What the file says.
-        place: The file, for errors.
 
     Raises:
         ConfigError: It is no name, or the name of something elsewhere.

@@ -84,7 +84,6 @@ class Generator:
         """Choose capacities, compile, and agree, before anything is launched; every host calls it.
 
         Args:
-            model: The model, sharded over the mesh.
             mesh: The mesh of all devices, or of this host's.
             units: The units of this host, in the order of `pending_units`; may be none where hosts work for
                 themselves.

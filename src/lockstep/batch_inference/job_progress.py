@@ -25,7 +25,6 @@ class HostProgress:
     """Counts of one host in this run so far.
 
     Args:
-        rows: The number of finished completions.
         prompts: The number of prompts that have all their completions; a prompt counts once in each round.
         tokens: The number of sampled tokens, those of unfinished completions too.
         seconds: The time spent generating, without compiling.
@@ -67,7 +66,6 @@ class JobProgress:
     Args:
         rows: The number of rows of the whole job.
         found: The number of rows that were there when this run began, of prompts that had all of theirs.
-        generations: The number of rows of a prompt in a round.
         hosts: The progress of each host where each has its own prompts; one entry where all work on the same.
         seconds: The time since generating began, by the leader's clock.
     """
@@ -162,7 +160,6 @@ class Board:
         separate: Whether every host has its own prompts.
         rows: The number of rows of the whole job.
         found: The number of rows that were there when this run began, of prompts that had all of theirs.
-        generations: The number of rows of a prompt in a round.
         show: Called on the leader with the progress of the job, at most every half second.
     """
 

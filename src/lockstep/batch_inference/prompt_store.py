@@ -115,7 +115,6 @@ def prompts_per_batch(sequences: int, generations: int, max_new_tokens: int, cap
 
     Args:
         sequences: The number of sequences that are decoded at a time.
-        generations: The number of completions of a prompt.
         max_new_tokens: The most tokens of a completion.
         cap: The most prompts; None for no cap.
     """

@@ -166,7 +166,6 @@ def check_manifest(directory: Path, manifest: Mapping[str, Any], *, force: bool)
     """Compare a job with the one whose rows are in a directory.
 
     Args:
-        directory: The directory of this host's rows.
         manifest: Everything that decides what the rows are, by name.
         force: Whether to go on whatever differs.
 
@@ -203,7 +202,6 @@ def write_manifest(directory: Path, manifest: Mapping[str, Any], host: int) -> P
     Args:
         directory: The directory of this host's rows; made where it is missing.
         manifest: Everything that decides what the rows are, by name.
-        host: The number of this process.
 
     Returns:
         The file; it appears under its name only when it is complete.
@@ -228,7 +226,6 @@ class RemoteRows:
 
     Args:
         url: The URL of the directory, such as ``gs://bucket/rows``.
-        host: The number of this process.
     """
 
     def __init__(self, url: str, host: int) -> None:

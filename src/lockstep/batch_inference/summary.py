@@ -117,7 +117,6 @@ class Outcome:
         hosts: The number of processes of this run.
         mode: ``global_mesh`` or ``host_data_parallel``.
         found: The number of rows that were there when this run began.
-        tokens: The number of tokens sampled in this run.
         seconds: The time spent generating in this run, on the host that took longest.
         load_s: The seconds that loading the checkpoint took.
         loaded_bytes: The bytes that all hosts read of the checkpoint.

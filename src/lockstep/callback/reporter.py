@@ -46,7 +46,6 @@ class Reporter:
     fails is logged and counted; what is slow, or never returns, delays later reports and nothing else.
 
     Args:
-        name: The prefix of the table and of the metrics.
         tokenizer: The tokenizer that turns tokens into text.
         tracker: The tracker; None for none.
         samples_path: The file that rows are appended to; None for none.
@@ -75,8 +74,6 @@ class Reporter:
         """Queue the report of a round; returns at once.
 
         Args:
-            step: The number of training steps completed.
-            result: The completions of the round.
             counts: Further numbers for the tracker, by their names without the prefix.
         """
         size = len(result.completions)
@@ -87,7 +84,6 @@ class Reporter:
         """Queue numbers for the tracker; returns at once.
 
         Args:
-            step: The number of training steps completed.
             counts: The numbers by their names without the prefix.
         """
         self._put(f"step {step} (skipped)", lambda: self._try("the tracker", step, lambda: self._log(step, counts)))
@@ -96,7 +92,6 @@ class Reporter:
         """Queue the report of a round of tasks; returns at once.
 
         Args:
-            step: The number of training steps completed.
             found: What the tasks found, or why their answers could not be scored.
         """
         if isinstance(found, Exception):
@@ -217,12 +212,7 @@ class Reporter:
 
 
 def scalars(rows: list[Row], result: Generation) -> dict[str, float]:
-    """Return the numbers of a round under the names that a tracker gets, without the prefix.
-
-    Args:
-        rows: The rows of the round, with their metrics.
-        result: The completions of the round.
-    """
+    """Return the numbers of a round under the names that a tracker gets, without the prefix."""
     tokens = sum(row.num_tokens for row in rows)
     return {
         "num_prompts": len({row.prompt_id for row in rows}),

@@ -69,12 +69,7 @@ def read_round_prompts(
 
 
 def with_drafts(asked: RoundPrompts, earlier: EarlierAnswers) -> RoundPrompts:
-    """Returns the prompts of a round with the last answers to each as drafts.
-
-    Args:
-        asked: The prompts of the round.
-        earlier: The answers of earlier rounds.
-    """
+    """Returns the prompts of a round with the last answers to each as drafts."""
 
     def each(requests: Sequence[Request]) -> list[Request]:
         return [dataclasses.replace(request, drafts=earlier.drafts(prompt_key(request))) for request in requests]
@@ -112,7 +107,6 @@ def drawn_prompts(config: InferenceEvalConfig, count: int, step: int) -> list[in
     Args:
         config: A configuration with ``prompts_per_round``.
         count: The number of prompts to draw from.
-        step: The number of completed steps.
     """
     each = config.prompts_per_round
     assert each is not None

@@ -219,7 +219,6 @@ def join_job(address: str, count: int, index: int, joined: Callable[[], None]) -
     Args:
         address: The coordinator, host:port.
         count: How many processes there are.
-        index: The number of this one.
         joined: Is called when it has joined.
     """
     initialize, backends = distributed.initialize, xla_bridge.backends

@@ -173,7 +173,6 @@ class _LaunchesAtLine:
         """The programs that were compiled again.
 
         Args:
-            index: The process.
             began: The index of the first launch of the step. What is made before may have many shapes: an optimizer's
                 state is made by one eager operation after another.
         """
@@ -226,11 +225,7 @@ class _Samples:
         self.last = index
 
     def growth(self, index: int) -> Iterator[Finding]:
-        """Arrays and keys that grew at every step but the first third of them.
-
-        Args:
-            index: The process.
-        """
+        """Arrays and keys that grew at every step but the first third of them."""
         now, third = self._newest, self.count // 3
         if now is None or self._arrays is None or self._keys is None or self.count - third < GROWING_STEPS:
             return

@@ -97,7 +97,6 @@ def alone(one: ProcessLog, launch: Launch, another: ProcessLog, following: Launc
     """One process launches what another does not.
 
     Args:
-        one: The first.
         launch: What it launches.
         another: The other.
         following: What that launches in its place; None: nothing came.
@@ -167,7 +166,6 @@ def compare_arguments(first: ProcessLog, other: ProcessLog, one: Launch, another
     Args:
         first: One process.
         other: Another one.
-        one: A launch of the first.
         another: The launch of the other that belongs to it.
     """
     for (position, digest, short), (_, other_digest, other_short) in zip(one.values, another.values, strict=False):

@@ -19,10 +19,8 @@ class Frame:
     """One line of a call stack.
 
     Args:
-        file: The path of the source file.
         line: The line's number, from 1.
         function: The function that it is in.
-        text: The line itself.
         own: Whether it is the user's, not that of an installed package.
     """
 
@@ -218,7 +216,6 @@ class Place:
     """The part of one process in a finding.
 
     Args:
-        process: Its number.
         text: What it does.
         stack: Where, the innermost frame first; empty: nowhere.
     """

@@ -101,7 +101,6 @@ class _Pair:
     """The comparisons of two processes.
 
     Args:
-        first: The first process of the run.
         other: Another one.
     """
 
@@ -113,11 +112,7 @@ class _Pair:
         self._since: float | None = None
 
     def ahead(self, index: int) -> int:
-        """The number of launches that a process is ahead of the other.
-
-        Args:
-            index: The process.
-        """
+        """The number of launches that a process is ahead of the other."""
         side = self._side(index)
         return max(each.ahead[side] for each in (self._main, self._second))
 
@@ -125,7 +120,6 @@ class _Pair:
         """Take in what a process does next.
 
         Args:
-            index: The process.
             events: What it does.
         """
         side, home = self._side(index), self._logs[self._side(index)].home

@@ -118,7 +118,6 @@ class ThreadState:
     """The state of a thread when nothing was launched for a while.
 
     Args:
-        thread: Its name.
         compiling: Whether it compiled.
         waiting: Whether the process computed nothing while its devices had not run its last launch.
     """
@@ -131,11 +130,7 @@ class ThreadState:
 
 @dataclasses.dataclass(kw_only=True)
 class ProcessLog:
-    """The state of one process so far.
-
-    Args:
-        index: The process.
-    """
+    """The state of one process so far."""
 
     index: int
     launches: int = 0
@@ -173,7 +168,6 @@ class LogReader:
 
     Args:
         file: The file; it need not be there yet.
-        index: The process.
         texts: The StableHLO of programs by digest, which the readers of all processes share.
     """
 

@@ -39,7 +39,6 @@ class Recorder:
 
     Args:
         file: The file, which must not exist.
-        index: The number of this process.
 
     Raises:
         FileExistsError: Another process writes it.

@@ -165,20 +165,12 @@ class BackgroundTracker:
         self._finished = False
 
     def log(self, metrics: Mapping[str, float | str], *, step: int) -> None:
-        """Queue scalars to be recorded.
-
-        Args:
-            step: The number of training steps completed.
-        """
+        """Queue scalars to be recorded."""
         values = dict(metrics)
         self._put(f"log of step {step}", lambda: self._tracker.log(values, step=step))
 
     def log_rows(self, name: str, rows: Sequence[TableRow], *, step: int) -> None:
-        """Queue rows to be added to a table.
-
-        Args:
-            step: The number of training steps completed.
-        """
+        """Queue rows to be added to a table."""
         kept = list(rows)
         self._put(f"rows of step {step}", lambda: self._tracker.log_rows(name, kept, step=step))
 

@@ -119,9 +119,6 @@ def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 def numbered_records(path: str | os.PathLike[str]) -> tuple[list[tuple[int, dict[str, Any]]], int | None]:
     """Read every whole line with its number, of a file that may still be written.
 
-    Args:
-        path: A local file.
-
     Returns:
         The line numbers, from 1, with their objects; and the number of a last line that is not whole, or None.
 
@@ -143,9 +140,6 @@ def numbered_records(path: str | os.PathLike[str]) -> tuple[list[tuple[int, dict
 
 def parse_record(line: bytes, place: str) -> dict[str, Any]:
     """Return the object of a line.
-
-    Args:
-        place: The file and the number of the line, for errors.
 
     Raises:
         LockstepError: The line is not a JSON object.

@@ -77,9 +77,6 @@ def find_run(given: str | os.PathLike[str]) -> RunFiles:
 def require_rows(run: RunFiles) -> None:
     """Check that a run has rows.
 
-    Args:
-        run: The files of the run.
-
     Raises:
         ConfigError: It has none; the message names a run that has, where there is one close by.
     """
@@ -127,8 +124,6 @@ class SavedRow:
         when: The number of training steps completed, or of the round.
         prompt_id: The prompt's number, or its name.
         generation_id: The number of the answer among those of its prompt.
-        prompt: The prompt's text.
-        generated_text: The answer's text.
         finish_reason: Why the answer ended; empty where the file does not say.
         numbers: Further columns that are numbers, by name; None where there is no value.
         texts: Further columns that are texts, by name.
@@ -164,9 +159,6 @@ class SavedRow:
 def read_rows(path: Path) -> list[SavedRow]:
     """Read the rows of a file that may still be written; a last line that is not whole is left out.
 
-    Args:
-        path: A local file of JSON lines.
-
     Returns:
         The rows, in order.
 
@@ -181,9 +173,6 @@ def read_rows(path: Path) -> list[SavedRow]:
 
 def parse_row(record: Mapping[str, Any], place: str) -> SavedRow:
     """Check a record and make a row of it.
-
-    Args:
-        place: The file and the number of the line, for errors.
 
     Raises:
         LockstepError: It is not a row.

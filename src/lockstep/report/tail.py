@@ -109,7 +109,6 @@ class MetricsRecord:
     """Metrics that a run logged at once.
 
     Args:
-        step: The number of training steps completed.
         values: The values by their names, as the file has them.
     """
 
@@ -201,11 +200,7 @@ class Tail:
 
 
 def metrics_record(record: Mapping[str, Any]) -> MetricsRecord | None:
-    """The metrics of a line; None where it has no step.
-
-    Args:
-        record: The line's object.
-    """
+    """The metrics of a line; None where it has no step."""
     step = record.get("step")
     if not isinstance(step, int):
         return None
@@ -331,11 +326,7 @@ def row_line(row: SavedRow) -> str:
 
 
 def metrics_line(record: MetricsRecord) -> str:
-    """A set of metrics on one line.
-
-    Args:
-        record: The metrics.
-    """
+    """A set of metrics on one line."""
     values = "  ".join(f"{visible(name)} {number_text(value)}" for name, value in record.values.items())
     return f"step {record.step}  {values}"
 

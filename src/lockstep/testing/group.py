@@ -103,7 +103,6 @@ class Group:
         """Run ``body(hosts, *args)`` in every process and return what each one returned; see `call`.
 
         Args:
-            body: A function of a module.
             args: What can be pickled.
         """
         return self.call(Reference.to(body), ((Placeholder.HOSTS, *args), {}), timeout_s=timeout_s)
@@ -225,7 +224,6 @@ class Group:
         """End the group, and raise with the reason and every process's log of the present function.
 
         Args:
-            why: The reason.
             patience_s: The seconds in which the processes may end by themselves.
             in_order: Whether all of them wait for the next function, so that they can leave in order.
         """

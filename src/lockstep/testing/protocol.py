@@ -29,7 +29,6 @@ class Reference:
     Args:
         module: The name of its module.
         name: Its name in the module; dots lead through classes.
-        file: The path of the module's file.
     """
 
     module: str
@@ -39,9 +38,6 @@ class Reference:
     @classmethod
     def to(cls, function: Callable[..., Any]) -> "Reference":
         """Return where another process finds a function.
-
-        Args:
-            function: A function of a module.
 
         Raises:
             ValueError: It is defined inside another function, or has no file.
@@ -100,12 +96,7 @@ def _module(name: str, file: str) -> ModuleType:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Hello:
-    """A process has joined its job.
-
-    Args:
-        index: The number of the process.
-        pid: Its number on this machine.
-    """
+    """A process has joined its job."""
 
     index: int
     pid: int
@@ -199,9 +190,6 @@ def print_failure(error: BaseException, file: str) -> None:
 
     ``assert x == y`` has no text of its own in a process that pytest does not run in. Arrays are shown by shape and
     type: to read one could mean to wait for a process that failed.
-
-    Args:
-        file: The path of the test's file.
     """
     sys.stdout.flush()
     traceback.print_exception(error)

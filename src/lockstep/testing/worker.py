@@ -52,8 +52,6 @@ def serve(address: str, path: list[str], setup: Mapping[str, str] | None) -> Non
     """Run each function that is asked for over ``address``, a Unix socket, and answer how it ended and what it left.
 
     Args:
-        address: The path of the socket.
-        path: The import path of the test run.
         setup: The function that runs before the process joins its job.
     """
     extend_import_path(path)
@@ -90,7 +88,6 @@ def run(request: Request, hosts: Hosts) -> Outcome:
     """Run a function; an error that leaves it is printed, with its stack, to the log of this process.
 
     Args:
-        request: The function.
         hosts: The `Hosts` of this process.
     """
     try:

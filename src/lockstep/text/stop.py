@@ -42,9 +42,6 @@ class StopFinder:
     def check(self, stops: Sequence[str]) -> None:
         """Check that every stop string can be found.
 
-        Args:
-            stops: The stop strings.
-
         Raises:
             ConfigError: A stop string is the name of a special token, which has no text.
         """

@@ -34,11 +34,7 @@ class TunixTracker:
         self._wandb: WandbTracker | None = None
 
     def use(self, logger: MetricsLogger) -> None:
-        """Log to this logger from now on.
-
-        Args:
-            logger: The trainer's.
-        """
+        """Log to this logger from now on."""
         if logger is self._logger:
             return
         self._logger = logger

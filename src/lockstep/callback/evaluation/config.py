@@ -64,7 +64,6 @@ class TasksConfig:
         """Whether a round after a step has the tasks with it.
 
         Args:
-            step: The number of completed steps.
             last: Whether the end of training forces the round.
         """
         return bool(self.names) and (last or self.every is None or step % self.every == 0)

@@ -100,11 +100,7 @@ NO_FILTER = "none"
 
 
 class Harness:
-    """The tasks of a configuration; used on the leader alone, and the only place that runs the harness.
-
-    Args:
-        config: The settings of the tasks.
-    """
+    """The tasks of a configuration; used on the leader alone, and the only place that runs the harness."""
 
     def __init__(self, config: TasksConfig, tokenizer: "PreTrainedTokenizerBase") -> None:
         self._config, self._tokenizer = config, tokenizer
@@ -130,7 +126,6 @@ class Harness:
 
         Args:
             ask: A function that has requests answered.
-            step: The number of training steps completed, for the rows.
             max_length: The number of tokens of question and answer together that the model was built for.
 
         Returns:

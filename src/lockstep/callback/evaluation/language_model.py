@@ -33,7 +33,6 @@ class EngineLM(TemplateLM):
 
     Args:
         ask: A function that has requests answered.
-        config: The settings of the tasks.
         max_length: The number of tokens of question and answer together.
         kinds: A function that gives the kinds of requests that the tasks will make.
     """
@@ -94,7 +93,6 @@ class EngineLM(TemplateLM):
         """The text of a chat.
 
         Args:
-            chat_history: Its messages.
             add_generation_prompt: Whether the model's turn begins at the end; otherwise it goes on in the last message.
         """
         text = self.tokenizer.apply_chat_template(

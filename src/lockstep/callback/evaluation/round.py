@@ -201,7 +201,6 @@ class TaskRounds:
         """Run the tasks after a step.
 
         Args:
-            step: The number of training steps completed.
             model: What `lockstep.models.read_decoder` reads; it is not kept.
 
         Returns:

@@ -47,7 +47,6 @@ class WandbTables:
 
         Args:
             rows: The rows to add, at least one.
-            step: The number of training steps completed.
 
         Returns:
             The values to log before the next addition; empty where an earlier start of a resumed run has logged rows

@@ -44,7 +44,6 @@ class _Write:
 
     Args:
         arrays: Specification and shards of each array.
-        context: The context of tensorstore.
     """
 
     def __init__(self, arrays: Sequence[tuple[Any, list[tuple[Any, np.ndarray]]]], context: Any) -> None:

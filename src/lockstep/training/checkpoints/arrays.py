@@ -86,7 +86,6 @@ def read_arrays(
     Each process reads only what its own devices hold.
 
     Args:
-        directory: The directory of the arrays.
         structs: Global shape, type and sharding of the arrays to read, by name.
         tree_digest: What `merge_arrays` returned; None for a checkpoint without checksums.
 
@@ -116,7 +115,6 @@ class ArrayReader:
     """Reads parts of the arrays of a checkpoint to this host's memory, without any device. Threads may share it.
 
     Args:
-        directory: The directory of the arrays.
         checked: Whether chunks have checksums, which checkpoints of format 1 have not.
     """
 
@@ -162,9 +160,6 @@ def _url(directory: "epath.Path") -> str:
 @contextlib.contextmanager
 def damage_named(directory: "epath.Path") -> Iterator[None]:
     """Raise what the block found wrong with the bytes of a checkpoint as damage, with the file.
-
-    Args:
-        directory: The directory of the arrays.
 
     Raises:
         DamagedCheckpointError: A file is not as it was written, or not there.

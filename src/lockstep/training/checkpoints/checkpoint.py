@@ -122,9 +122,6 @@ class CheckpointDirectory:
     def metadata(self, step: int) -> CheckpointMetadata:
         """Read the metadata of a checkpoint.
 
-        Args:
-            step: The number of completed steps.
-
         Raises:
             DamagedCheckpointError: They are not as they were written.
             ConfigError: The checkpoint is of another version.
@@ -140,18 +137,11 @@ class CheckpointDirectory:
         return found
 
     def of(self, step: int) -> "epath.Path":
-        """Return the directory of a checkpoint.
-
-        Args:
-            step: The number of completed steps.
-        """
+        """Return the directory of a checkpoint."""
         return self.path / f"step-{step}"
 
     def begin(self, step: int) -> str:
         """Make a directory for the arrays of a checkpoint; nothing counts before `commit`.
-
-        Args:
-            step: The number of completed steps.
 
         Returns:
             The name of the directory of arrays.
@@ -166,9 +156,6 @@ class CheckpointDirectory:
     def commit(self, metadata: CheckpointMetadata) -> None:
         """Make a checkpoint of what has been written.
 
-        Args:
-            metadata: The metadata of the checkpoint.
-
         Raises:
             OSError: The file cannot be written.
         """
@@ -179,7 +166,6 @@ class CheckpointDirectory:
 
         Args:
             target: The file, in an existing directory.
-            data: Its content.
 
         Raises:
             OSError: It cannot be written.
@@ -197,9 +183,6 @@ class CheckpointDirectory:
     def remove(self, step: int) -> None:
         """Remove a checkpoint or what is there of it, its metadata first, so that no half of it ever counts.
 
-        Args:
-            step: The number of completed steps.
-
         Raises:
             OSError: It cannot be removed.
         """
@@ -210,7 +193,6 @@ class CheckpointDirectory:
         """`remove`, where a failure is nothing but a line in the log.
 
         Args:
-            step: The number of completed steps.
             arrays: The name of a directory of arrays, to remove it alone; None for the whole checkpoint.
         """
         try:

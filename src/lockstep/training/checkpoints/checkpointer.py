@@ -45,7 +45,6 @@ class Checkpointer:
     failed, no device program is launched, and a failed save is logged, counted and left behind.
 
     Args:
-        path: The directory or URL of the run's checkpoints.
         facts: What a run must have in common with a checkpoint to go on from it, by name.
         run_config: The configuration of the run, to say what has changed.
         reported: Called on the leader, in a thread, before a checkpoint counts: returns whether what the run has
@@ -134,9 +133,6 @@ class Checkpointer:
 
         Args:
             state: The state after the step. It may be donated as soon as this returns.
-            step: The number of completed steps.
-            loss: The loss of the last of them.
-            hooks: The states of the hooks.
             hooks_called: Whether the hooks have been called for this step.
         """
         start = time.monotonic()
@@ -193,11 +189,7 @@ class Checkpointer:
 
     @contextlib.contextmanager
     def within_grace(self, step: int) -> Iterator[None]:
-        """Have the leader say whether a save that SIGTERM asked for fits in the time that is left; no report has any.
-
-        Args:
-            step: The number of completed steps.
-        """
+        """On the leader: whether a save that SIGTERM asked for fits in the time that is left; no report has any."""
         if not self._hosts.is_leader:
             yield
             return

@@ -36,11 +36,7 @@ class ReportWait:
         self._training_since: float | None = None
 
     def __call__(self, step: int) -> None:
-        """Wait; say so where reports have fallen behind.
-
-        Args:
-            step: The step of the checkpoint.
-        """
+        """Wait; say so where reports have fallen behind."""
         with self._changed:
             if self._asking:
                 return  # for a checkpoint before this one, which has said so

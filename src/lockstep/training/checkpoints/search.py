@@ -18,11 +18,7 @@ SHARED_BY = "shared.json"
 
 
 class CheckpointSearch:
-    """The search for the checkpoint that a run goes on from; the leader runs it.
-
-    Args:
-        directory: The checkpoints of the run.
-    """
+    """The search for the checkpoint that a run goes on from; the leader runs it."""
 
     def __init__(self, directory: CheckpointDirectory) -> None:
         self.directory = directory

@@ -103,7 +103,6 @@ class Job:
     Args:
         plan: The cache that it is of.
         directory: The directory of that cache.
-        number: The number of the chunk.
     """
 
     plan: CachePlan
@@ -123,8 +122,6 @@ class BuildWorker(HostThread):
     The thread ends with the context, at the next batch of records.
 
     Args:
-        jobs: The chunks.
-        fs: The file system of the caches.
         tokenizer: The tokenizer, which nobody else may use meanwhile.
         raise_at_bad_row: Whether a bad row is an error.
         timeout_s: The seconds in which something must be read.

@@ -38,8 +38,6 @@ class CachePlan:
     """A cache that is wanted.
 
     Args:
-        name: The source's name in messages.
-        files: The files of the source.
         format: What their records are.
         shape: How examples become rows.
         tokenizer_digest: The digest of the tokenizer with its chat template.
@@ -89,7 +87,6 @@ class ChunkBuilder:
     """One chunk that is being written into the cache.
 
     Args:
-        number: The number of the chunk.
         raise_at_bad_row: Whether a bad row is an error.
         progress: The function that hears of what is read.
     """
@@ -103,10 +100,6 @@ class ChunkBuilder:
 
     def build(self, fs: Any, directory: str, tokenizer: "PreTrainedTokenizerBase") -> None:
         """Write the files of the chunk; the last one says that it is complete, and what is in it.
-
-        Args:
-            fs: The file system of the cache.
-            directory: The directory of the cache.
 
         Raises:
             ConfigError: A file cannot be read, or a bad row is an error.
@@ -185,13 +178,7 @@ def place(path: str, before: int, line: int) -> str:
 
 
 def read_chunk(fs: Any, directory: str, number: int) -> dict[str, Any] | None:
-    """Return what is in a chunk; None where it is not complete.
-
-    Args:
-        fs: The file system of the cache.
-        directory: The directory of the cache.
-        number: The number of the chunk.
-    """
+    """Return what is in a chunk; None where it is not complete."""
     path = chunk_file(directory, number, "json")
     try:
         found = parse_json(fs.cat_file(path), path, dict, FIX)

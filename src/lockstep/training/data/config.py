@@ -114,9 +114,6 @@ class DataConfig:
     def row_length(self, model_max_seq_len: int) -> int:
         """Return the number of tokens of a row.
 
-        Args:
-            model_max_seq_len: The number of tokens of the model's longest sequence.
-
         Returns:
             ``max_seq_len``, or the model's where that is null.
 
@@ -135,9 +132,6 @@ class DataConfig:
     def row_lengths(self, model_max_seq_len: int) -> tuple[int, ...]:
         """Return the number of tokens of a row of each bucket, ascending.
 
-        Args:
-            model_max_seq_len: The number of tokens of the model's longest sequence.
-
         Raises:
             ConfigError: The rows would be longer than the model allows, or a bucket's not shorter than the longest.
         """
@@ -152,9 +146,6 @@ class DataConfig:
     def columns(self, model_max_seq_len: int) -> dict[str, jax.ShapeDtypeStruct]:
         """Return shape and type of one row of each column that ``load`` makes, the longest where rows have several
         lengths, without reading any data.
-
-        Args:
-            model_max_seq_len: The number of tokens of the model's longest sequence.
 
         Raises:
             ConfigError: The rows would be longer than the model allows.
@@ -196,7 +187,6 @@ class DataConfig:
 
         Args:
             tokenizer: The tokenizer of the model; chats need its chat template.
-            model_max_seq_len: The number of tokens of the model's longest sequence.
             hosts: The hosts that make this call together; None for this one alone.
 
         Returns:

@@ -47,7 +47,6 @@ class SourceFile:
 
     Args:
         fs: The file system (fsspec) that it is on.
-        path: Its path there, as errors name it.
         size: Its size in bytes, compressed as it is.
         content: What its content is known by; equal for equal copies on several hosts.
         changed: When it was last changed, where ``content`` does not cover all of it; empty otherwise.
@@ -107,9 +106,6 @@ def make_chunks(files: Sequence[SourceFile]) -> tuple[Chunk, ...]:
 
     A compressed file and an Arrow file are read as a whole; others in parts: JSON lines and text at line ends, Parquet
     at row groups.
-
-    Args:
-        files: The files of a source.
 
     Returns:
         The chunks, of half to one and a half of the size that is aimed at. Pieces in order are the files in order.
@@ -190,7 +186,6 @@ def read_piece(
     part of it is, where it has several. Parts begin and end at line ends, those of a Parquet file at row groups.
 
     Args:
-        part: The number of the part.
         parts: The number of parts that the file has.
         fields: The fields that are needed, in formats that can leave out the others.
         max_line_bytes: The bytes of a JSON line at most; a longer one is a bad row.
@@ -226,7 +221,6 @@ def lines_before(file: SourceFile, part: int, parts: int) -> int:
     """Count the lines (or rows) of a file before one of its parts, by reading it up to there.
 
     Args:
-        part: The number of the part.
         parts: The number of parts that the file has.
     """
     if file.kind == "parquet":
@@ -242,8 +236,6 @@ def field(record: Record, name: str, kind: type | tuple[type, ...] = str) -> Any
     """Return one field of a record.
 
     Args:
-        record: The fields of a record.
-        name: The name of the field.
         kind: The type that its value must have, or types of which it must have one.
 
     Raises:

@@ -46,11 +46,7 @@ def new_file(fs: Any, path: str) -> Iterator[BinaryIO]:
 
 
 def remove_dead_files(directory: str) -> None:
-    """Remove what processes that were killed were writing; one that lives has written to its file since.
-
-    Args:
-        directory: A local directory.
-    """
+    """Remove what processes that were killed were writing; one that lives has written to its file since."""
     for path in glob.glob(f"{glob.escape(directory)}/*.tmp"):
         with contextlib.suppress(FileNotFoundError):
             if time.time() - os.path.getmtime(path) > DEAD_S:
@@ -287,9 +283,6 @@ class TokenCache:
     def take(self, numbers: Sequence[int]) -> dict[str, np.ndarray]:
         """Read some rows. All have the length of the longest among them.
 
-        Args:
-            numbers: The numbers of the rows.
-
         Returns:
             The columns ``tokens`` int32 ``[row, position]`` and ``loss_mask`` bool of the same shape, for packed rows
             ``segment_ids`` int32 too; for pairs ``[row, 2, position]``, chosen and rejected, and where the records
@@ -340,8 +333,6 @@ def chunk_file(path: str, chunk: int, suffix: str) -> str:
     """Return the path of a file of a chunk.
 
     Args:
-        path: The directory of the cache.
-        chunk: The number of the chunk.
         suffix: Which file: ``rows``, ``index`` or ``json``.
     """
     return f"{path}/chunk-{chunk:05d}.{suffix}"

@@ -42,7 +42,6 @@ class Launcher:
         """Compile, agree, launch once, and wait for the result.
 
         Args:
-            function: The function to trace.
             options: Those of `lockstep.placement.device.compile_program`.
 
         Raises:
@@ -66,7 +65,6 @@ def named_failure(hosts: Hosts, step: int) -> Iterator[None]:
 
     Args:
         hosts: The processes of the job. With one process the runtime's own error is raised.
-        step: The number of completed steps.
 
     Raises:
         HostError: The runtime failed.

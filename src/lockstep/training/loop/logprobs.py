@@ -29,7 +29,6 @@ class LogprobProgram:
     Args:
         function: A function of a model in the compute type and the columns of a microbatch, with the row as axis 0 of
             its result.
-        trainer: The settings of the run.
         ledger: The ledger that records launches.
         replicated: Whether every device gets all of the result; otherwise its rows are where those of the batch are.
     """
@@ -177,7 +176,6 @@ class ReferenceLogprobs:
 
         Args:
             batch: Global arrays of a shape that was compiled for.
-            step: The number of completed steps, for errors.
 
         Raises:
             HostError: The runtime failed, on several hosts most likely because one of them has died.

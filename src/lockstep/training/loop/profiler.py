@@ -62,7 +62,6 @@ class Profiler:
     Args:
         config: Which steps; None: none.
         directory: The directory that TensorBoard is pointed to; traces are in ``plugins/profile`` below it.
-        process: The number of this process.
     """
 
     def __init__(self, config: ProfilerConfig | None, directory: Path | None, process: int) -> None:

@@ -120,7 +120,6 @@ class Saves:
         """Save after the last step of this loop, unless a signal other than SIGTERM ended it; wait for what is written.
 
         Args:
-            state: The last state.
             stopped_by: The signal that ended the run; None where there was none.
             diverged: Whether ``on_nan`` ended it, so that hooks have not been called for the last step.
             between_steps: Whether the signal ended it after the hooks of the last step.

@@ -25,7 +25,6 @@ class Throughput:
     """The figures of one step.
 
     Args:
-        rows: The number of rows of the batch.
         tokens: The number of token positions of the batch, those that are masked too; None where it has no tokens.
         step_s: The seconds from the launch of the step to its figures.
         wait_s: The seconds before it in which the devices waited for the batch.
@@ -114,7 +113,6 @@ def flops_per_token(model: LlamaConfig, vocab_size: int, length: int, adapters: 
     Args:
         model: The shape of the model.
         vocab_size: The number of columns of the output layer.
-        length: The number of positions of a sequence.
         adapters: The number of weights of the adapters, where they alone are trained; None where all weights are.
     """
     queries = model.num_heads * model.head_size
@@ -149,11 +147,7 @@ class NoProgress:
 
 
 class BarProgress:
-    """A bar that stays at the bottom of a terminal.
-
-    Args:
-        total: The number of steps of the run.
-    """
+    """A bar that stays at the bottom of a terminal."""
 
     def __init__(self, total: int) -> None:
         self._rate = Rate()
@@ -181,7 +175,6 @@ class LineProgress:
     """A line every few seconds.
 
     Args:
-        total: The number of steps of the run.
         every_s: The time in seconds between two lines.
     """
 
@@ -213,11 +206,7 @@ class LineProgress:
 
 
 class Rate:
-    """Steps per second over the last steps.
-
-    Args:
-        window: The number of last steps.
-    """
+    """Steps per second over the last steps."""
 
     def __init__(self, window: int = 50) -> None:
         self._times: deque[tuple[float, int]] = deque(maxlen=window)
@@ -233,7 +222,6 @@ def make_progress(total: int, is_leader: bool) -> ProgressDisplay:
     """Choose how to show progress.
 
     Args:
-        total: The number of steps of the run.
         is_leader: Whether this process is the leader, which alone shows anything.
 
     Returns:
@@ -264,7 +252,6 @@ class StepLog:
     """Tells of steps on the leader; elsewhere it does nothing.
 
     Args:
-        total: The number of steps of the run.
         tracker: The tracker that the figures go to.
     """
 

@@ -174,9 +174,6 @@ class Trainer:
     def frozen_copy(self, model: PyTree) -> PyTree:
         """Copy a model in the compute type, each device only its part, such as the reference of an objective.
 
-        Args:
-            model: The model on the mesh.
-
         Returns:
             The copy, which no step changes.
         """

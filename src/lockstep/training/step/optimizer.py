@@ -242,11 +242,7 @@ def decay_mask(parameters: PyTree) -> PyTree:
 
 
 def completed_updates(opt_state: PyTree) -> Int[Array, ""] | None:
-    """Return the number of updates that the schedule of an optimizer has counted; None where it counts none.
-
-    Args:
-        opt_state: The state of the optimizer.
-    """
+    """Return the number of updates that the schedule of an optimizer has counted; None where it counts none."""
     parts = jax.tree.leaves(opt_state, is_leaf=lambda part: isinstance(part, optax.ScaleByScheduleState))
     return next((part.count for part in parts if isinstance(part, optax.ScaleByScheduleState)), None)
 

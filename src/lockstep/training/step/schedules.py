@@ -23,7 +23,6 @@ class Decay:
         peak: The learning rate before the decay.
         min_ratio: The one after it, as a fraction of that.
         steps: The number of steps of the decay, at least 1.
-        warmup: The number of steps of the warm-up.
     """
 
     peak: float
@@ -106,11 +105,9 @@ def build_schedule(shape: str, *, peak: float, min_ratio: float, warmup: int, de
 
     Args:
         shape: Its name in `SHAPES`, or ``module:function`` of a `Shape`.
-        peak: The largest learning rate.
         min_ratio: The smallest one after the warm-up, as a fraction of the peak.
         warmup: The number of steps of a linear warm-up from 0.
         decay: The number of steps of the decay, the last ones; before it the rate stays at the peak.
-        total: The number of steps of the run.
 
     Returns:
         A function from the number of completed steps to the learning rate of the next.

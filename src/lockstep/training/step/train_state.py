@@ -44,11 +44,7 @@ def average_parameters(decay: float) -> optax.GradientTransformation:
 
 
 def average_of(opt_state: PyTree) -> PyTree | None:
-    """Return the average that the state of an optimizer has; None where it keeps none. Launches nothing.
-
-    Args:
-        opt_state: The state of the optimizer.
-    """
+    """Return the average that the state of an optimizer has; None where it keeps none. Launches nothing."""
     parts = jax.tree.leaves(opt_state, is_leaf=lambda part: isinstance(part, AverageState))
     return next((part.average for part in parts if isinstance(part, AverageState)), None)
 
