@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable
-from typing import Protocol
 
 import rich
 from rich import box
@@ -20,18 +19,6 @@ LISTED_HOSTS = 8
 """The most hosts whose speeds are shown one by one on a line."""
 LINE_S = 10.0
 """Seconds between two lines in a log."""
-
-
-class LiveView(Protocol):
-    """Shows how far a job is."""
-
-    def update(self, job: JobProgress) -> None:
-        """Show the state of the job."""
-        ...
-
-    def close(self) -> None:
-        """Show the last state and stop."""
-        ...
 
 
 class PanelView:
@@ -87,6 +74,9 @@ class LineView:
             self._print(text)
             self._printed = text
         self._pending = None
+
+
+type LiveView = PanelView | LineView
 
 
 def make_live_view(title: str) -> LiveView:

@@ -189,7 +189,7 @@ class Checkpointer:
 
     @contextlib.contextmanager
     def within_grace(self, step: int) -> Iterator[None]:
-        """On the leader: whether a save that SIGTERM asked for fits in the time that is left; no report has any."""
+        """Warn on the leader where a save that SIGTERM asked for may not fit in the time left; no report has any."""
         if not self._hosts.is_leader:
             yield
             return

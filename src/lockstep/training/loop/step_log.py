@@ -6,7 +6,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import rich
@@ -124,55 +124,8 @@ def flops_per_token(model: LlamaConfig, vocab_size: int, length: int, adapters: 
 UNKNOWN = "–"
 
 
-class ProgressDisplay(Protocol):
-    """Shows how far a run is."""
-
-    def update(self, completed: int, loss: float | None, note: str = "") -> None:
-        """Show the number of completed steps, the last loss (None: it says nothing), and the note."""
-        ...
-
-    def close(self) -> None:
-        """Show the last state and stop."""
-        ...
-
-
-class NoProgress:
-    """Shows nothing: used on every host but the leader."""
-
-    def update(self, completed: int, loss: float | None, note: str = "") -> None:
-        """Show nothing."""
-
-    def close(self) -> None:
-        """Do nothing."""
-
-
-class BarProgress:
-    """A bar that stays at the bottom of a terminal."""
-
-    def __init__(self, total: int) -> None:
-        self._rate = Rate()
-        self._bar = Progress(
-            TextColumn("train"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[text]}"),
-            TimeRemainingColumn(),
-            console=rich.get_console(),
-        )
-        self._task = self._bar.add_task("train", total=total, text="")
-        self._bar.start()
-
-    def update(self, completed: int, loss: float | None, note: str = "") -> None:
-        """Move the bar."""
-        self._bar.update(self._task, completed=completed, text=_line_of(loss, self._rate.add(completed), note))
-
-    def close(self) -> None:
-        """Leave the bar as it is and give the terminal back."""
-        self._bar.stop()
-
-
-class LineProgress:
-    """A line every few seconds.
+class ProgressDisplay:
+    """The progress of a run: a bar at the bottom of a terminal, else a line every few seconds.
 
     Args:
         every_s: The time in seconds between two lines.
@@ -180,19 +133,28 @@ class LineProgress:
 
     def __init__(self, total: int, every_s: float = 10.0) -> None:
         self._total, self._every_s, self._rate = total, every_s, Rate()
-        self._shown_at = float("-inf")
-        self._shown = -1
+        self._shown_at, self._shown = float("-inf"), -1
         self._last: tuple[int, float | None, float, str] = (0, None, 0.0, "")
+        self._bar: Progress | None = None
+        if rich.get_console().is_terminal:
+            columns = BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[text]}"), TimeRemainingColumn()
+            self._bar = Progress(TextColumn("train"), *columns, console=rich.get_console())
+            self._bar.add_task("train", total=total, text="")
+            self._bar.start()
 
     def update(self, completed: int, loss: float | None, note: str = "") -> None:
-        """Print a line unless the last one is less than ``every_s`` old."""
+        """Show the number of completed steps, the last loss (None: it says nothing), and the note."""
         self._last = (completed, loss, self._rate.add(completed), note)
-        if time.monotonic() - self._shown_at >= self._every_s:
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], completed=completed, text=_line_of(*self._last[1:]))
+        elif time.monotonic() - self._shown_at >= self._every_s:
             self._show()
 
     def close(self) -> None:
-        """Print the last state unless it was printed already."""
-        if self._shown != self._last[0]:
+        """Give the terminal back; print the last state unless it was printed already."""
+        if self._bar is not None:
+            self._bar.stop()
+        elif self._shown != self._last[0]:
             self._show()
 
     def _show(self) -> None:
@@ -218,20 +180,6 @@ class Rate:
         return (last - first) / (now - start) if last > first and now > start else 0.0
 
 
-def make_progress(total: int, is_leader: bool) -> ProgressDisplay:
-    """Choose how to show progress.
-
-    Args:
-        is_leader: Whether this process is the leader, which alone shows anything.
-
-    Returns:
-        A bar where the console is a terminal, else lines.
-    """
-    if not is_leader:
-        return NoProgress()
-    return BarProgress(total) if rich.get_console().is_terminal else LineProgress(total)
-
-
 def _line_of(loss: float | None, rate: float, note: str) -> str:
     """The text of a step: loss, speed, and the note."""
     parts = ["" if loss is None else f"loss {_number(loss, 4)}", f"{_number(rate, 2)} steps/s", note]
@@ -249,23 +197,23 @@ def _clock(seconds: float) -> str:
 
 
 class StepLog:
-    """Tells of steps on the leader; elsewhere it does nothing.
+    """The report of steps on the leader; elsewhere it does nothing.
 
     Args:
         tracker: The tracker that the figures go to.
     """
 
     def __init__(self, total: int, tracker: Tracker, *, is_leader: bool) -> None:
-        self._tracker, self._is_leader = tracker, is_leader
-        self._progress = make_progress(total, is_leader)
+        self._tracker = tracker
+        self._progress = ProgressDisplay(total) if is_leader else None
 
     def step(self, info: StepInfo, metrics: StepMetrics, throughput: Throughput, note: str = "") -> None:
-        """Tell of a step.
+        """Report a step.
 
         Args:
             note: What the source of the batches has to say, for the user, in place of loss and throughput.
         """
-        if not self._is_leader:
+        if self._progress is None:
             return
         if note:
             self._progress.update(info.next_step, None, f"{note}, update {info.step_duration:.2f} s")
@@ -276,4 +224,5 @@ class StepLog:
 
     def close(self) -> None:
         """Show the last state and give the terminal back."""
-        self._progress.close()
+        if self._progress is not None:
+            self._progress.close()

@@ -8,16 +8,14 @@ from rich.console import Console
 
 from lockstep.models import LlamaConfig
 from lockstep.placement import make_mesh
+from lockstep.report import NoopTracker
 from lockstep.training.loop import step_log
 from lockstep.training.loop.step_log import (
-    BarProgress,
-    LineProgress,
     Meter,
-    NoProgress,
+    ProgressDisplay,
     Rate,
     Throughput,
     flops_per_token,
-    make_progress,
     peak_flops,
 )
 from tests import tiny
@@ -89,16 +87,20 @@ def lines(console):
     return console.file.getvalue().splitlines()
 
 
-def test_only_the_leader_shows_anything():
-    assert isinstance(make_progress(5, is_leader=False), NoProgress)
+def test_only_the_leader_shows_anything(console):
+    step_log.StepLog(5, NoopTracker(), is_leader=False).close()
+    assert not lines(console)
+    step_log.StepLog(5, NoopTracker(), is_leader=True).close()
+    assert len(lines(console)) == 1
 
 
-def test_a_log_gets_lines_and_a_terminal_a_bar(console, monkeypatch):
-    assert isinstance(make_progress(5, is_leader=True), LineProgress)
-    monkeypatch.setattr(rich, "get_console", lambda: Console(file=io.StringIO(), force_terminal=True))
-    bar = make_progress(5, is_leader=True)
+def test_a_terminal_gets_a_bar(monkeypatch):
+    console = Console(file=io.StringIO(), force_terminal=True, width=100)
+    monkeypatch.setattr(rich, "get_console", lambda: console)
+    bar = ProgressDisplay(5)
+    bar.update(3, 2.5)
     bar.close()
-    assert isinstance(bar, BarProgress)
+    assert "3/5" in console.file.getvalue() and "loss 2.5000" in console.file.getvalue()
 
 
 def test_the_rate_is_that_of_the_last_steps(clock):
@@ -110,7 +112,7 @@ def test_the_rate_is_that_of_the_last_steps(clock):
 
 
 def test_a_line_comes_every_so_many_seconds_and_the_last_state_once(console, clock):
-    progress = LineProgress(100, every_s=10.0)
+    progress = ProgressDisplay(100, every_s=10.0)
     for second in range(12):
         clock[0] = float(second)
         progress.update(second, 2.0)
@@ -120,7 +122,7 @@ def test_a_line_comes_every_so_many_seconds_and_the_last_state_once(console, clo
 
 
 def test_a_line_has_loss_speed_and_the_time_that_is_left(console, clock):
-    progress = LineProgress(7300, every_s=0.0)
+    progress = ProgressDisplay(7300, every_s=0.0)
     progress.update(0, float("nan"))
     clock[0] += 2.0
     progress.update(4, 1.25)
