@@ -1,102 +1,58 @@
 """Rows of completions, and what is made of them: files, metrics, tables, tracked runs."""
 
-from lockstep.report.answers import last_number
-from lockstep.report.background import FINISH_S, BackgroundQueue, BackgroundTracker
-from lockstep.report.html import make_payload, render_page, write_page
-from lockstep.report.inspect_log import write_inspect_log
-from lockstep.report.jsonl import append_jsonl, drop_later, read_jsonl, repair_jsonl
-from lockstep.report.judge import JUDGE, Judge, JudgeConfig
-from lockstep.report.metrics import (
-    EvaluationFields,
-    Metric,
-    check_metrics,
-    exact_match,
-    load_metric,
-    load_metrics,
-    measure,
-    metric_means,
-    pass_rates,
-)
-from lockstep.report.parquet import check_pyarrow, write_parquet
-from lockstep.report.pattern import Pattern
-from lockstep.report.rows import COLUMNS, SAMPLE_COLUMNS, Row, SampleRow, TableRow, metric_names
-from lockstep.report.saved_rows import RunFiles, find_run
-from lockstep.report.table import print_table, terminal_table
-from lockstep.report.tail import LineView, PanelView, Tail
-from lockstep.report.trackers import (
-    MAX_TABLE_ROWS,
-    WANDB_RUN,
-    CompositeTracker,
-    JsonlTracker,
-    JsonlTrackerConfig,
-    NoopTracker,
-    NoopTrackerConfig,
-    TensorboardTracker,
-    TensorboardTrackerConfig,
-    Tracker,
-    TrackerChoice,
-    TrackerConfig,
-    WandbTracker,
-    WandbTrackerConfig,
-    build_tracker,
-    check_trackers,
-)
-
-__all__ = [
-    "BackgroundQueue",
-    "BackgroundTracker",
-    "COLUMNS",
-    "CompositeTracker",
-    "EvaluationFields",
-    "FINISH_S",
-    "JUDGE",
-    "JsonlTracker",
-    "JsonlTrackerConfig",
-    "LineView",
-    "Judge",
-    "JudgeConfig",
-    "MAX_TABLE_ROWS",
-    "Metric",
-    "NoopTracker",
-    "NoopTrackerConfig",
-    "PanelView",
-    "Pattern",
-    "Row",
-    "RunFiles",
-    "SampleRow",
-    "SAMPLE_COLUMNS",
-    "TableRow",
-    "Tail",
-    "TensorboardTracker",
-    "TensorboardTrackerConfig",
-    "Tracker",
-    "TrackerChoice",
-    "TrackerConfig",
-    "WANDB_RUN",
-    "WandbTracker",
-    "WandbTrackerConfig",
-    "append_jsonl",
-    "drop_later",
-    "build_tracker",
-    "check_trackers",
-    "check_metrics",
-    "check_pyarrow",
-    "exact_match",
-    "find_run",
-    "last_number",
-    "load_metric",
-    "load_metrics",
-    "make_payload",
-    "measure",
-    "metric_means",
-    "metric_names",
-    "pass_rates",
-    "print_table",
-    "read_jsonl",
-    "render_page",
-    "repair_jsonl",
-    "terminal_table",
-    "write_page",
-    "write_inspect_log",
-    "write_parquet",
-]
+from lockstep.report.answers import last_number as last_number
+from lockstep.report.background import FINISH_S as FINISH_S
+from lockstep.report.background import BackgroundQueue as BackgroundQueue
+from lockstep.report.background import BackgroundTracker as BackgroundTracker
+from lockstep.report.html import make_payload as make_payload
+from lockstep.report.html import render_page as render_page
+from lockstep.report.html import write_page as write_page
+from lockstep.report.inspect_log import write_inspect_log as write_inspect_log
+from lockstep.report.jsonl import append_jsonl as append_jsonl
+from lockstep.report.jsonl import drop_later as drop_later
+from lockstep.report.jsonl import read_jsonl as read_jsonl
+from lockstep.report.jsonl import repair_jsonl as repair_jsonl
+from lockstep.report.judge import JUDGE as JUDGE
+from lockstep.report.judge import Judge as Judge
+from lockstep.report.judge import JudgeConfig as JudgeConfig
+from lockstep.report.metrics import EvaluationFields as EvaluationFields
+from lockstep.report.metrics import Metric as Metric
+from lockstep.report.metrics import check_metrics as check_metrics
+from lockstep.report.metrics import exact_match as exact_match
+from lockstep.report.metrics import load_metric as load_metric
+from lockstep.report.metrics import load_metrics as load_metrics
+from lockstep.report.metrics import measure as measure
+from lockstep.report.metrics import metric_means as metric_means
+from lockstep.report.metrics import pass_rates as pass_rates
+from lockstep.report.parquet import check_pyarrow as check_pyarrow
+from lockstep.report.parquet import write_parquet as write_parquet
+from lockstep.report.pattern import Pattern as Pattern
+from lockstep.report.rows import COLUMNS as COLUMNS
+from lockstep.report.rows import SAMPLE_COLUMNS as SAMPLE_COLUMNS
+from lockstep.report.rows import Row as Row
+from lockstep.report.rows import SampleRow as SampleRow
+from lockstep.report.rows import TableRow as TableRow
+from lockstep.report.rows import metric_names as metric_names
+from lockstep.report.saved_rows import RunFiles as RunFiles
+from lockstep.report.saved_rows import find_run as find_run
+from lockstep.report.table import print_table as print_table
+from lockstep.report.table import terminal_table as terminal_table
+from lockstep.report.tail import LineView as LineView
+from lockstep.report.tail import PanelView as PanelView
+from lockstep.report.tail import Tail as Tail
+from lockstep.report.trackers import MAX_TABLE_ROWS as MAX_TABLE_ROWS
+from lockstep.report.trackers import WANDB_RUN as WANDB_RUN
+from lockstep.report.trackers import CompositeTracker as CompositeTracker
+from lockstep.report.trackers import JsonlTracker as JsonlTracker
+from lockstep.report.trackers import JsonlTrackerConfig as JsonlTrackerConfig
+from lockstep.report.trackers import NoopTracker as NoopTracker
+from lockstep.report.trackers import NoopTrackerConfig as NoopTrackerConfig
+from lockstep.report.trackers import TensorboardTracker as TensorboardTracker
+from lockstep.report.trackers import TensorboardTrackerConfig as TensorboardTrackerConfig
+from lockstep.report.trackers import Tracker as Tracker
+from lockstep.report.trackers import TrackerChoice as TrackerChoice
+from lockstep.report.trackers import TrackerConfig as TrackerConfig
+from lockstep.report.trackers import WandbTracker as WandbTracker
+from lockstep.report.trackers import WandbTrackerConfig as WandbTrackerConfig
+from lockstep.report.trackers import build_tracker as build_tracker
+from lockstep.report.trackers import check_trackers as check_trackers

@@ -1,32 +1,18 @@
 """Text in and out: tokenizers and prompts."""
 
-from lockstep.text.prompts import MAX_LINE_BYTES, Prompt, PromptFields, PromptSource, encode, iter_prompts, read_prompts
-from lockstep.text.stop import StopFinder, cut_at_stop
-from lockstep.text.tokenizer import (
-    check_vocab,
-    decode,
-    load_tokenizer,
-    stop_ids,
-    token_count,
-    token_texts,
-    tokenizer_digest,
-)
-
-__all__ = [
-    "MAX_LINE_BYTES",
-    "Prompt",
-    "PromptFields",
-    "PromptSource",
-    "StopFinder",
-    "check_vocab",
-    "cut_at_stop",
-    "decode",
-    "encode",
-    "iter_prompts",
-    "load_tokenizer",
-    "read_prompts",
-    "stop_ids",
-    "token_count",
-    "token_texts",
-    "tokenizer_digest",
-]
+from lockstep.text.prompts import MAX_LINE_BYTES as MAX_LINE_BYTES
+from lockstep.text.prompts import Prompt as Prompt
+from lockstep.text.prompts import PromptFields as PromptFields
+from lockstep.text.prompts import PromptSource as PromptSource
+from lockstep.text.prompts import encode as encode
+from lockstep.text.prompts import iter_prompts as iter_prompts
+from lockstep.text.prompts import read_prompts as read_prompts
+from lockstep.text.stop import StopFinder as StopFinder
+from lockstep.text.stop import cut_at_stop as cut_at_stop
+from lockstep.text.tokenizer import check_vocab as check_vocab
+from lockstep.text.tokenizer import decode as decode
+from lockstep.text.tokenizer import load_tokenizer as load_tokenizer
+from lockstep.text.tokenizer import stop_ids as stop_ids
+from lockstep.text.tokenizer import token_count as token_count
+from lockstep.text.tokenizer import token_texts as token_texts
+from lockstep.text.tokenizer import tokenizer_digest as tokenizer_digest

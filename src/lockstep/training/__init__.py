@@ -1,146 +1,74 @@
 """Training: configuration, data, objectives, and the loop."""
 
-from lockstep.training.checkpoints.config import CheckpointerConfig, KeepConfig, resumable_base, write_resumable
-from lockstep.training.checkpoints.saved_model import (
-    SavedAdapters,
-    SavedModel,
-    has_checkpoint,
-    model_spec,
-    save_tokenizer,
-    saved_at,
-    saved_model,
-)
-from lockstep.training.checkpoints.search import bring_files, keep_files
-from lockstep.training.data import (
-    CachedRows,
-    DataConfig,
-    DataFormat,
-    GrpoDataConfig,
-    LmDataConfig,
-    PreferenceDataConfig,
-    SourceConfig,
-    TokenCache,
-)
-from lockstep.training.data.rows import Batches, BatchesOfLengths, TokenizedRows
-from lockstep.training.loop.batch_source import BatchFeed, BatchSource
-from lockstep.training.loop.config import TrainerConfig
-from lockstep.training.loop.hooks import Hook, StepInfo
-from lockstep.training.loop.logprobs import ReferenceLogprobs
-from lockstep.training.loop.loss_watch import LossSpikeConfig
-from lockstep.training.loop.profiler import ProfilerConfig
-from lockstep.training.loop.stopping import StopRequest, TrainResult
-from lockstep.training.loop.trainer import Trainer
-from lockstep.training.loop.validation import Validation
-from lockstep.training.objectives import (
-    REFERENCE,
-    DpoConfig,
-    GrpoConfig,
-    GrpoFields,
-    LossFn,
-    LossParts,
-    OrpoConfig,
-    PairLogprobs,
-    PairLosses,
-    PreferenceObjective,
-    SimpoConfig,
-    lm_loss,
-    needs_vocab_blocks,
-)
-from lockstep.training.rl import (
-    ROLLOUTS_FILE,
-    GrpoRunFields,
-    Questions,
-    RewardConfig,
-    Rollouts,
-    load_questions,
-    make_rewarder,
-)
-from lockstep.training.rl.rollout_config import RolloutConfig
-from lockstep.training.run import (
-    HF_DTYPES,
-    TrainConfig,
-    TrainGrpoConfig,
-    TrainLmConfig,
-    TrainPreferenceConfig,
-    TrainSimpoConfig,
-    train,
-)
-from lockstep.training.step.optimizer import OptimizerConfig
-from lockstep.training.step.precision import Precision, parse_precision
-from lockstep.training.step.train_state import TrainState
-from lockstep.training.step.train_step import TrainStep, batch_structs, parameter_shardings, state_structs
-
-__all__ = [
-    "BatchFeed",
-    "BatchSource",
-    "Batches",
-    "BatchesOfLengths",
-    "CachedRows",
-    "CheckpointerConfig",
-    "DataConfig",
-    "DataFormat",
-    "DpoConfig",
-    "GrpoConfig",
-    "GrpoDataConfig",
-    "GrpoFields",
-    "GrpoRunFields",
-    "HF_DTYPES",
-    "Hook",
-    "KeepConfig",
-    "LmDataConfig",
-    "LossFn",
-    "LossParts",
-    "LossSpikeConfig",
-    "OptimizerConfig",
-    "OrpoConfig",
-    "PairLogprobs",
-    "PairLosses",
-    "Precision",
-    "PreferenceDataConfig",
-    "PreferenceObjective",
-    "ProfilerConfig",
-    "Questions",
-    "REFERENCE",
-    "ROLLOUTS_FILE",
-    "ReferenceLogprobs",
-    "RewardConfig",
-    "RolloutConfig",
-    "Rollouts",
-    "SavedAdapters",
-    "SavedModel",
-    "SimpoConfig",
-    "SourceConfig",
-    "StepInfo",
-    "StopRequest",
-    "TokenCache",
-    "TokenizedRows",
-    "TrainConfig",
-    "TrainGrpoConfig",
-    "TrainLmConfig",
-    "TrainPreferenceConfig",
-    "TrainResult",
-    "TrainSimpoConfig",
-    "TrainState",
-    "TrainStep",
-    "Trainer",
-    "TrainerConfig",
-    "Validation",
-    "batch_structs",
-    "bring_files",
-    "has_checkpoint",
-    "keep_files",
-    "lm_loss",
-    "load_questions",
-    "make_rewarder",
-    "model_spec",
-    "needs_vocab_blocks",
-    "parameter_shardings",
-    "parse_precision",
-    "resumable_base",
-    "save_tokenizer",
-    "saved_at",
-    "saved_model",
-    "write_resumable",
-    "state_structs",
-    "train",
-]
+from lockstep.training.checkpoints.config import CheckpointerConfig as CheckpointerConfig
+from lockstep.training.checkpoints.config import KeepConfig as KeepConfig
+from lockstep.training.checkpoints.config import resumable_base as resumable_base
+from lockstep.training.checkpoints.config import write_resumable as write_resumable
+from lockstep.training.checkpoints.saved_model import SavedAdapters as SavedAdapters
+from lockstep.training.checkpoints.saved_model import SavedModel as SavedModel
+from lockstep.training.checkpoints.saved_model import has_checkpoint as has_checkpoint
+from lockstep.training.checkpoints.saved_model import model_spec as model_spec
+from lockstep.training.checkpoints.saved_model import save_tokenizer as save_tokenizer
+from lockstep.training.checkpoints.saved_model import saved_at as saved_at
+from lockstep.training.checkpoints.saved_model import saved_model as saved_model
+from lockstep.training.checkpoints.search import bring_files as bring_files
+from lockstep.training.checkpoints.search import keep_files as keep_files
+from lockstep.training.data import CachedRows as CachedRows
+from lockstep.training.data import DataConfig as DataConfig
+from lockstep.training.data import DataFormat as DataFormat
+from lockstep.training.data import GrpoDataConfig as GrpoDataConfig
+from lockstep.training.data import LmDataConfig as LmDataConfig
+from lockstep.training.data import PreferenceDataConfig as PreferenceDataConfig
+from lockstep.training.data import SourceConfig as SourceConfig
+from lockstep.training.data import TokenCache as TokenCache
+from lockstep.training.data.rows import Batches as Batches
+from lockstep.training.data.rows import BatchesOfLengths as BatchesOfLengths
+from lockstep.training.data.rows import TokenizedRows as TokenizedRows
+from lockstep.training.loop.batch_source import BatchFeed as BatchFeed
+from lockstep.training.loop.batch_source import BatchSource as BatchSource
+from lockstep.training.loop.config import TrainerConfig as TrainerConfig
+from lockstep.training.loop.hooks import Hook as Hook
+from lockstep.training.loop.hooks import StepInfo as StepInfo
+from lockstep.training.loop.logprobs import ReferenceLogprobs as ReferenceLogprobs
+from lockstep.training.loop.loss_watch import LossSpikeConfig as LossSpikeConfig
+from lockstep.training.loop.profiler import ProfilerConfig as ProfilerConfig
+from lockstep.training.loop.stopping import StopRequest as StopRequest
+from lockstep.training.loop.stopping import TrainResult as TrainResult
+from lockstep.training.loop.trainer import Trainer as Trainer
+from lockstep.training.loop.validation import Validation as Validation
+from lockstep.training.objectives import REFERENCE as REFERENCE
+from lockstep.training.objectives import DpoConfig as DpoConfig
+from lockstep.training.objectives import GrpoConfig as GrpoConfig
+from lockstep.training.objectives import GrpoFields as GrpoFields
+from lockstep.training.objectives import LossFn as LossFn
+from lockstep.training.objectives import LossParts as LossParts
+from lockstep.training.objectives import OrpoConfig as OrpoConfig
+from lockstep.training.objectives import PairLogprobs as PairLogprobs
+from lockstep.training.objectives import PairLosses as PairLosses
+from lockstep.training.objectives import PreferenceObjective as PreferenceObjective
+from lockstep.training.objectives import SimpoConfig as SimpoConfig
+from lockstep.training.objectives import lm_loss as lm_loss
+from lockstep.training.objectives import needs_vocab_blocks as needs_vocab_blocks
+from lockstep.training.rl import ROLLOUTS_FILE as ROLLOUTS_FILE
+from lockstep.training.rl import GrpoRunFields as GrpoRunFields
+from lockstep.training.rl import Questions as Questions
+from lockstep.training.rl import RewardConfig as RewardConfig
+from lockstep.training.rl import Rollouts as Rollouts
+from lockstep.training.rl import load_questions as load_questions
+from lockstep.training.rl import make_rewarder as make_rewarder
+from lockstep.training.rl.rollout_config import RolloutConfig as RolloutConfig
+from lockstep.training.run import HF_DTYPES as HF_DTYPES
+from lockstep.training.run import TrainConfig as TrainConfig
+from lockstep.training.run import TrainGrpoConfig as TrainGrpoConfig
+from lockstep.training.run import TrainLmConfig as TrainLmConfig
+from lockstep.training.run import TrainPreferenceConfig as TrainPreferenceConfig
+from lockstep.training.run import TrainSimpoConfig as TrainSimpoConfig
+from lockstep.training.run import train as train
+from lockstep.training.step.optimizer import OptimizerConfig as OptimizerConfig
+from lockstep.training.step.precision import Precision as Precision
+from lockstep.training.step.precision import parse_precision as parse_precision
+from lockstep.training.step.train_state import TrainState as TrainState
+from lockstep.training.step.train_step import TrainStep as TrainStep
+from lockstep.training.step.train_step import batch_structs as batch_structs
+from lockstep.training.step.train_step import parameter_shardings as parameter_shardings
+from lockstep.training.step.train_step import state_structs as state_structs

@@ -1,23 +1,10 @@
 """Training data: files, their tokenised cache, and the rows of each step."""
 
-from lockstep.training.data.config import (
-    DataConfig,
-    GrpoDataConfig,
-    LmDataConfig,
-    PreferenceDataConfig,
-    SourceConfig,
-)
-from lockstep.training.data.examples import DataFormat
-from lockstep.training.data.rows import CachedRows
-from lockstep.training.data.token_cache import TokenCache
-
-__all__ = [
-    "CachedRows",
-    "DataConfig",
-    "DataFormat",
-    "GrpoDataConfig",
-    "LmDataConfig",
-    "PreferenceDataConfig",
-    "SourceConfig",
-    "TokenCache",
-]
+from lockstep.training.data.config import DataConfig as DataConfig
+from lockstep.training.data.config import GrpoDataConfig as GrpoDataConfig
+from lockstep.training.data.config import LmDataConfig as LmDataConfig
+from lockstep.training.data.config import PreferenceDataConfig as PreferenceDataConfig
+from lockstep.training.data.config import SourceConfig as SourceConfig
+from lockstep.training.data.examples import DataFormat as DataFormat
+from lockstep.training.data.rows import CachedRows as CachedRows
+from lockstep.training.data.token_cache import TokenCache as TokenCache
