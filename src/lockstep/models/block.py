@@ -38,7 +38,6 @@ def layer[X: Summable](
     """Apply one layer: attention, then the MLP, each between its norms and added to the residual stream.
 
     Args:
-        x: The residual stream.
         attend: The attention, projections included.
         mlp: The MLP.
         norm: The norm, given a weight; given None it returns its input.
@@ -63,7 +62,6 @@ def rms_norm(
     Args:
         x: The input, whose last axes are those of the weight.
         weight: The weight; None for no norm.
-        epsilon: The number added to the mean square.
         offset: The number added to the weight, which is then multiplied in float32: 1 in Gemma.
         mean: The mean of the squares over the weight's axes, which are kept; None where they are all on this device.
     """
@@ -88,8 +86,6 @@ def rotate(
 
     Args:
         x: The heads; where the angles are fewer than half of one, its last elements are not rotated.
-        cos: The cosines of the angles.
-        sin: The sines of the angles.
     """
     pairs = cos.shape[-1]
     low, high, *rest = jnp.split(x.astype(jnp.float32), list(range(pairs, x.shape[-1], pairs)[:2]), axis=-1)
@@ -100,7 +96,6 @@ def rope_angles(positions: Array, frequencies: list[Any]) -> Float[Array, "... h
     """Return rotary angles in float32 radians.
 
     Args:
-        positions: The integer positions.
         frequencies: For each kind of layer the radians per token ``[half]``.
 
     Returns:
@@ -114,7 +109,6 @@ def scale_queries(q: Float[Array, "... head"], scale: float | None) -> Float[Arr
     """Return queries for which attention, whose own factor is ``head ** -0.5``, has the given one.
 
     Args:
-        q: The queries.
         scale: The factor of attention scores; None for attention's own.
     """
     return q if scale is None else q * jnp.asarray(scale * q.shape[-1] ** 0.5, q.dtype)
@@ -124,7 +118,6 @@ def scale_embedding(x: Float[Array, "..."], scale: float | None) -> Float[Array,
     """Return an embedding times a factor in the embedding's dtype.
 
     Args:
-        x: The rows of the embedding.
         scale: The factor; None for 1.
     """
     return x if scale is None else x * jnp.asarray(scale, x.dtype)
@@ -136,7 +129,6 @@ def hidden(activation: str, up: Array, gate: Array | None, xielu_parameters: tup
     A gated MLP is that of GLU variants (Shazeer 2020, https://arxiv.org/abs/2002.05202, eq. 6).
 
     Args:
-        activation: The name of the activation.
         up: The product with ``up``.
         gate: The product with ``gate``; None for xIELU.
         xielu_parameters: The arguments of `xielu` after the first.
@@ -163,7 +155,6 @@ def soft_cap(x: Array, cap: float | Array | None) -> Array:
     """Return scores or logits within a soft cap: ``cap * tanh(x / cap)`` (Gemma 2).
 
     Args:
-        x: The scores.
         cap: The cap; None for none.
     """
     return x if cap is None else cap * jnp.tanh(x / cap)

@@ -81,8 +81,6 @@ def check_reader(
         model: A model that `lockstep.models.read_decoder` reads.
         forward: The model's own forward pass, jitted: int32 ids ``[batch, position]`` to logits, ``batch`` being the
             number of devices of the model's mesh, and at least 2, split over all of them.
-        length: The number of positions.
-        seed: The seed of the tokens.
         hosts: The processes of the job; None for the current ones.
 
     Returns:

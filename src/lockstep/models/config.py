@@ -258,7 +258,6 @@ class LlamaConfig(ModelConfig):
 
         Args:
             weight: The name of the weight. An embedding that is not the output layer too is looked up by rows: 0.
-            tokens: The number of tokens of the step.
         """
         return float(weight != "embed" or self.tie_word_embeddings)
 
@@ -280,7 +279,6 @@ def rotary_frequencies(config: LlamaConfig, rope: RotaryConfig | None = None) ->
     """Returns the rotary frequency of each pair of elements of a head, in radians per token (`RotaryConfig`).
 
     Args:
-        config: The configuration of the model.
         rope: The rotary embeddings; None for ``config.rope``.
     """
     return (config.rope if rope is None else rope).frequencies(config.head_size)
@@ -292,7 +290,6 @@ class LayerKind:
 
     Args:
         window: The number of positions that a query attends to, its own included; None for all.
-        rope: The rotary embeddings.
     """
 
     window: int | None
@@ -300,11 +297,7 @@ class LayerKind:
 
 
 def layer_kinds(config: LlamaConfig) -> tuple[LayerKind, ...]:
-    """The kind of each layer; a window of ``max_seq_len`` positions or more is none.
-
-    Args:
-        config: The configuration of the model.
-    """
+    """The kind of each layer; a window of ``max_seq_len`` positions or more is none."""
     variant, types = config.variant, config.layer_types
     window = variant.sliding_window
     window = None if window is None or window >= config.max_seq_len else window
@@ -346,7 +339,6 @@ def padded_vocab_size(token_ids: int, tp: int) -> int:
     has the same losses. Levanter rounds to what the mesh needs (``round_axis_for_partitioning``).
 
     Args:
-        token_ids: The number of token ids.
         tp: The size of the mesh axis that splits the vocabulary.
     """
     multiple = math.lcm(VOCAB_MULTIPLE, tp)

@@ -265,8 +265,6 @@ class LlamaLMHeadModel(eqx.Module):
 
         Args:
             Vocab: The vocabulary axis, named "vocab".
-            config: The configuration of the model.
-            key: The key of the random weights.
         """
         ax, std = LlamaAxes.of(config), config.initializer_range
         embed_key, layer_key, head_key = jax.random.split(key, 3)

@@ -100,9 +100,6 @@ class LoraConfig:
     def shapes(self, config: LlamaConfig) -> dict[str, LowRankPair]:
         """Returns the adapters with a `jax.ShapeDtypeStruct` in place of each array, without device work.
 
-        Args:
-            config: The configuration of the model.
-
         Raises:
             ConfigError: As for `init`.
         """
@@ -113,7 +110,6 @@ class LoraConfig:
         """Returns new adapters, which change nothing yet: A is random, B is zero, as in PEFT.
 
         Args:
-            config: The configuration of the model.
             key: The key of the random numbers, which are the same on any mesh; uniform between -1 and 1 divided by the
                 root of the number of inputs.
 
@@ -197,20 +193,12 @@ class LoraModel(eqx.Module):
         return self.adapters
 
     def weight(self, name: str) -> NamedArray:
-        """Returns the frozen weight of a linear layer.
-
-        Args:
-            name: The name of the layer.
-        """
+        """Returns the frozen weight of a linear layer."""
         found: NamedArray = operator.attrgetter(MODULES[name][0])(self.base.layers.stacked)
         return found
 
     def merge_of(self, name: str) -> MergeLora:
-        """Returns what makes one layer's merged weight of the weight and the two factors.
-
-        Args:
-            name: The name of the linear layer.
-        """
+        """Returns what makes one layer's merged weight of the weight and the two factors."""
         weight, pair = self.weight(name), self.pairs[name]
         names = [[axis.name for axis in part.axes if axis.name != "layer"] for part in (pair.a, pair.b, weight)]
         letters = dict(zip((*names[2], RANK), string.ascii_letters, strict=False))
@@ -254,7 +242,6 @@ def join_trained(trained: PyTree, frozen: PyTree) -> PyTree:
 
     Args:
         trained: The trained part, or another in its place.
-        frozen: The frozen part.
     """
     return trained if frozen is None else dataclasses.replace(frozen, adapters=trained)
 
@@ -288,7 +275,6 @@ def merge_adapters(model: LoraModel, hosts: Hosts, dtype: Any = None) -> LlamaLM
 
     Args:
         model: The model on the mesh; it is not changed.
-        hosts: The processes of the job.
         dtype: The dtype of the merged weights; None for that of the frozen ones.
 
     Returns:

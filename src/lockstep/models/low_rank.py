@@ -45,7 +45,6 @@ def linear(x: NamedArray, weight: Weight, axis: AxisSelection) -> NamedArray:
     """Returns the product of an input and a weight.
 
     Args:
-        x: The input.
         weight: The weight, with or without an adapter.
         axis: The axes that the two have in common.
     """

@@ -16,7 +16,6 @@ def rms_norm(x: NamedArray, weight: NamedArray | None, config: LlamaConfig) -> N
     Args:
         x: The input; it has the axes of ``weight`` and any others.
         weight: The weight, whose axes are normalised; None for no normalisation.
-        config: The configuration of the model.
 
     Returns:
         The normalised input, with the axes and dtype of ``x``.
@@ -33,7 +32,6 @@ def rotary_angles(config: LlamaConfig, Position: Axis, segment_ids: NamedArray |
     """Returns the rotary angles of a batch.
 
     Args:
-        config: The configuration of the model.
         Position: The axis of positions.
         segment_ids: The document of each token, with whose beginning positions restart; None: a row is one document.
 

@@ -79,8 +79,6 @@ def adjustable_logits(
     Args:
         config: The configuration, for the sizes alone.
         weights: The weights; computed with in float32.
-        ids: The token ids.
-        settings: The settings.
     """
     weights = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), weights)
     kv, group, head = config.num_kv_heads, config.q_heads_per_group, config.head_size

@@ -149,7 +149,6 @@ def register_reader(
     A parameter of the model that the reader leaves out is an error, so that no sample is that of a model without it.
 
     Args:
-        cls: The model class.
         parameters: Where the parameters of a model are, as a pytree; needed where the model is not one itself.
         ignore: Names of parameters that the forward pass does not use, or patterns of such: ``value_head.*``.
 

@@ -53,9 +53,5 @@ def scan_policy(policy: RematPolicy) -> ScanCheckpointPolicy:
 
 
 def recomputes_layers(policy: RematPolicy) -> bool:
-    """Return whether the backward pass computes the products of each layer a second time.
-
-    Args:
-        policy: The policy.
-    """
+    """Return whether the backward pass computes the products of each layer a second time."""
     return name_of_policy(policy) in ("full", "offload")

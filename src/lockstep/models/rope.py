@@ -93,9 +93,6 @@ class RotaryConfig:
         2021, https://arxiv.org/abs/2104.09864, section 3.2.2), computed in float32 in the order of Hugging Face's code,
         so that long contexts do not drift from the reference.
 
-        Args:
-            head_size: The size of a head in elements.
-
         Returns:
             The frequencies, float32 ``[rotated // 2]``.
         """

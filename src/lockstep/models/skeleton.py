@@ -20,7 +20,6 @@ def skeleton(vocab_size: int, config: LlamaConfig) -> LlamaLMHeadModel:
 
     Args:
         vocab_size: The number of rows of the embedding.
-        config: The configuration of the model.
     """
     key = jax.eval_shape(lambda: jax.random.key(0))
     vocab = Axis("vocab", vocab_size)
@@ -31,11 +30,7 @@ def skeleton(vocab_size: int, config: LlamaConfig) -> LlamaLMHeadModel:
 
 @functools.lru_cache
 def layer_products(config: LlamaConfig) -> float:
-    """The numbers of the weights of all layers that a token is multiplied with.
-
-    Args:
-        config: The configuration of the model.
-    """
+    """The numbers of the weights of all layers that a token is multiplied with."""
     layers = skeleton(1, config).layers
     found = jax.tree_util.tree_leaves_with_path(layers, is_leaf=lambda leaf: isinstance(leaf, NamedArray))
     each = ((path[-1].name, leaf) for path, leaf in found)
@@ -47,7 +42,6 @@ def as_trainable(config: LlamaConfig, weights: DecoderWeights) -> LlamaLMHeadMod
     """The model whose `read_decoder` gives ``(config, weights)``; nothing is copied, so it works on traced arrays too.
 
     Args:
-        config: The configuration of the model.
         weights: Arrays, or tracers inside a traced function.
     """
     layers = {field.name: getattr(weights.layers, field.name) for field in dataclasses.fields(weights.layers)}

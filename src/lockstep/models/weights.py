@@ -103,7 +103,6 @@ def input_dims(name: str, ndim: int) -> tuple[int, ...]:
     """The axes of a layer's weight that its matrix product sums over, counted from the last.
 
     Args:
-        name: The name of the weight.
         ndim: The number of its axes, the layer's among them; those of heads may be flattened.
 
     Returns:
@@ -120,9 +119,5 @@ HALIAX_AXES: Final[Mapping[str, str]] = {"group": "q_heads_per_group", "head": "
 
 
 def haliax_axes(name: str) -> tuple[str, ...]:
-    """The axes of a weight by their names in haliax models.
-
-    Args:
-        name: The name of the weight.
-    """
+    """The axes of a weight by their names in haliax models."""
     return tuple(HALIAX_AXES.get(axis, axis) for axis in WEIGHT_AXES[name])

@@ -20,7 +20,6 @@ class ModelPreset:
     """The configuration that the ``config.json`` of a checkpoint has.
 
     Args:
-        config: The configuration of the model.
         vocab_size: The number of rows of its embedding.
     """
 
@@ -41,7 +40,6 @@ class Family:
         defaults: The values that transformers takes for keys that ``config.json`` lacks.
         read: Returns fields of the configuration, or of its variant, of a ``config.json``.
         write: Returns the keys of ``config.json`` for them.
-        activation_key: The key of the activation.
         presets: The configurations of well-known checkpoints, by the last part of their path.
     """
 
@@ -59,7 +57,6 @@ class Family:
         """The configuration of a ``config.json``.
 
         Args:
-            hf: The parsed file.
             max_seq_len: The longest sequence in tokens; None for ``max_position_embeddings``.
 
         Raises:
@@ -114,7 +111,6 @@ class Family:
         """The content of ``config.json`` for a configuration, which `config_from_hf` may read as another.
 
         Args:
-            config: The configuration of the model.
             vocab_size: The number of rows of the embedding.
         """
         names = {ours: theirs for theirs, ours in ACTIVATIONS.items()}

@@ -50,9 +50,6 @@ def family_of_hf(hf: Mapping[str, Any]) -> Family:
 def family_of(config: LlamaConfig) -> Family:
     """The family as which a model is stored: that of its class, or else the first that loses nothing of it.
 
-    Args:
-        config: The configuration of the model.
-
     Raises:
         ConfigError: Each family's ``config.json`` would describe another model.
     """
@@ -80,7 +77,6 @@ def config_from_hf(hf: Mapping[str, Any], *, max_seq_len: int | None = None) -> 
     transformers 5.
 
     Args:
-        hf: The parsed file.
         max_seq_len: The longest sequence in tokens, in place of ``max_position_embeddings``. None for the file's own.
 
     Returns:
@@ -100,7 +96,6 @@ def config_to_hf(config: LlamaConfig, vocab_size: int) -> dict[str, Any]:
     Qwen2, with ``qk_norm`` Qwen3.
 
     Args:
-        config: The configuration of the model.
         vocab_size: The number of rows of the embedding.
 
     Returns:

@@ -42,7 +42,6 @@ def merged_rows(base: str, dtype: str, lora: LoraConfig, read_pair: ReadPair) ->
     Args:
         base: The directory or URL of the base model's checkpoint.
         dtype: The float type in which training had its weights.
-        lora: The adapters.
         read_pair: Reads the factors of an adapter, in float32; threads may share it.
 
     Raises:
@@ -72,8 +71,6 @@ def save_peft(
 
     Args:
         path: A directory, which appears as a whole and replaces one that is there, or an fsspec URL.
-        config: The configuration of the base model.
-        lora: The adapters.
         base: The name of the base model, for PEFT to say.
         read_pair: Reads the factors of an adapter.
 

@@ -36,10 +36,6 @@ _DTYPES: dict[str, Any] = {
 class TensorFile:
     """One file of tensors, in the format of https://github.com/huggingface/safetensors. Threads may share it.
 
-    Args:
-        filesystem: The fsspec file system.
-        path: The path on it.
-
     Raises:
         ConfigError: The file is not safetensors.
     """

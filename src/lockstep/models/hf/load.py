@@ -45,7 +45,6 @@ class LoadProgress:
     """Counts bytes as they are read; the leader logs how many, how fast, and who is last.
 
     Args:
-        hosts: The hosts that load together.
         total: The bytes that this host will read in all.
         on_read: The function that is called with the bytes that were read; None for none.
     """
@@ -141,7 +140,6 @@ def load_hf(
         path: The local directory or fsspec URL with ``config.json`` and safetensors.
         mesh: The mesh of the trainer. Every host with a device in it makes this call.
         mapping: The axes of the mesh by names of parameter axes.
-        dtype: The dtype of the parameters.
         config: The configuration to use in place of the checkpoint's own, for instance with another ``max_seq_len``;
             None for the checkpoint's own.
         on_read: The function that is called, about every second, with the bytes that this host has read since the last

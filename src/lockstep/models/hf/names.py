@@ -27,12 +27,7 @@ class HFTensor:
 
     @classmethod
     def of(cls, weight: str, template: str) -> Self:
-        """Returns how a weight is stored, as torch has it: outputs before inputs.
-
-        Args:
-            weight: The name of the weight.
-            template: The name of its tensor.
-        """
+        """Returns how a weight is stored, as torch has it: outputs before inputs."""
         named = haliax_axes(weight)
         axes = tuple(axis for axis in named if axis != "layer")
         inputs = ("embed",) if "vocab" in axes else tuple(named[dim] for dim in input_dims(weight, len(named)))
@@ -52,25 +47,10 @@ class HFTensor:
         flat = [axis for group in self.dims for axis in group]
         return np.ascontiguousarray(array.transpose([axes.index(a) for a in flat]).reshape(self.shape(sizes)))
 
-    def stored_slices(self, where: Mapping[str, slice], sizes: Mapping[str, int]) -> tuple[slice, ...]:
-        """Returns the block of the stored tensor that has a part of the parameter, split by slowest axes alone."""
-        slices = []
-        for slowest, *rest in self.dims:
-            inner = math.prod(sizes[axis] for axis in rest)
-            slices.append(slice(where[slowest].start * inner, where[slowest].stop * inner))
-        return tuple(slices)
-
-    def from_stored(
-        self, block: np.ndarray, where: Mapping[str, slice], axes: Sequence[str], sizes: Mapping[str, int]
-    ) -> np.ndarray:
-        """Returns a part of the parameter, in the given order of axes, from a block read with `stored_slices`."""
-        shape: list[int] = []
-        pick: list[slice] = []
-        for slowest, *rest in self.dims:
-            shape += [where[slowest].stop - where[slowest].start, *(sizes[axis] for axis in rest)]
-            pick += [slice(None), *(where[axis] for axis in rest)]
+    def from_stored(self, stored: Any, axes: Sequence[str], sizes: Mapping[str, int]) -> Any:
+        """Converts a stored tensor, or a part of one of these sizes, to the parameter with the given order of axes."""
         flat = [axis for group in self.dims for axis in group]
-        return block.reshape(shape)[tuple(pick)].transpose([flat.index(axis) for axis in axes])
+        return stored.reshape([sizes[axis] for axis in flat]).transpose([flat.index(axis) for axis in axes])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,7 +93,6 @@ def parameters(model: Any, tensors: Mapping[str, str]) -> list[Parameter]:
     """Returns every parameter of a model, or of its skeleton, in the order of the model's tree.
 
     Args:
-        model: The model.
         tensors: The names of the tensors of its family by weight.
 
     Raises:

@@ -27,7 +27,6 @@ class RowLayout:
     """The rows of each stored tensor of a parameter that a device reads, and how they become the parameter.
 
     Args:
-        mesh: The mesh of the model.
         dims: The named axes that each dimension of a stored tensor has, the slowest first.
         axes: The name and size of each axis of the parameter, in order; the first may be ``layer``.
         split: The axes of the mesh that split each axis of the parameter.
@@ -103,10 +102,9 @@ class RowLayout:
         sizes, names = self._sizes, [name for name, _ in self.axes if name != "layer"]
         slowest = {group[0]: axes for group, axes in zip(self.dims, self._stored_split, strict=True)}
         local = {name: size // self._count(slowest.get(name, ())) for name, size in sizes.items()}
-        where = {name: slice(0, size) for name, size in local.items()}
         block = block[:, : local[self.dims[0][0]] * math.prod(sizes[name] for name in self.dims[0][1:])]
         stored = HFTensor("", self.dims)
-        result: Any = jax.vmap(lambda one: stored.from_stored(one, where, names, sizes))(block)
+        result: Any = jax.vmap(lambda one: stored.from_stored(one, names, local))(block)
         result = result if "layer" in sizes else result[0]
         for dim, ((name, size), axes) in enumerate(zip(self.axes, self.split, strict=True)):
             if name not in slowest and (count := self._count(axes)) > 1:
@@ -164,7 +162,6 @@ class RowGather:
         layout: The axes of the parameter, how the mesh splits them, and how they are stored.
         row_axis: The axis that is gathered in part.
         count: The number of its entries.
-        dtype: The dtype of the result.
     """
 
     layout: RowLayout
@@ -178,7 +175,6 @@ class RowGather:
 
         Args:
             tensor: A tensor of a model's array.
-            most_bytes: The most bytes of a piece.
         """
         return cls(
             layout=RowLayout.of(tensor.parameter, sharding_of(tensor.parameter)),
@@ -201,7 +197,6 @@ class RowGather:
         """Gathers the rows; a function to be traced.
 
         Args:
-            array: The parameter.
             where: ``int32[2]``: the layer, and the first entry of the row axis. Entries beyond the last are zeros.
 
         Returns:

@@ -27,7 +27,6 @@ class Request:
     """A range of bytes of a file.
 
     Args:
-        nbytes: The bytes that are read.
         what: The tensor and its file, for errors.
         run: Reads them into the memory of the parameter.
     """
@@ -56,8 +55,6 @@ class ParameterRead:
     """The rows of one parameter that this host reads for its devices.
 
     Args:
-        files: The files of the checkpoint.
-        parameter: The parameter.
         layout: The rows that each device reads.
         dtype: The dtype of the parameter; rows are cast as they come.
     """
@@ -153,7 +150,6 @@ class ParallelReader:
     threads end with the context, or with the request that they are in; they do not keep the interpreter alive.
 
     Args:
-        jobs: The jobs.
         limit: The most bytes of memory.
         timeout_s: The seconds in which at least one of the requests under way must end.
     """

@@ -110,11 +110,7 @@ def export_hf(
         model: The skeleton of the model, with the dtypes of its parameters.
         read: What gives the rows of a tensor; called in a thread of each host, for the tensors that it writes.
         path: See `save_hf`; so are the others.
-        tokenizer: The tokenizer to save with the model.
-        max_shard_bytes: The most bytes of tensors in a file.
-        dtype: The dtype of the stored tensors.
         vocab_size: The number of rows of the vocabulary to save.
-        hosts: The hosts of the job.
 
     Raises:
         PeerError: A host could not read or write; its own error is the cause there.

@@ -28,7 +28,6 @@ class SavedTensor:
     Args:
         parameter: The parameter, as arrays or as shapes.
         layer: The number of the layer; None where the parameter is not per layer.
-        dtype: The dtype in which the tensor is stored.
         vocab_size: The number of rows of the vocabulary that are stored; the parameter may have more.
     """
 
@@ -63,11 +62,7 @@ class SavedTensor:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def pieces(self, most_bytes: int) -> Iterator[tuple[int, int]]:
-        """Yields the entries of the row axis, from and to, of pieces of at most so many bytes; one entry at least.
-
-        Args:
-            most_bytes: The most bytes of a piece.
-        """
+        """Yields the entries of the row axis, from and to, of pieces of at most so many bytes; one entry at least."""
         step = self.rows_in(most_bytes)
         return ((start, min(start + step, self.rows)) for start in range(0, self.rows, step))
 
@@ -162,11 +157,7 @@ def file_header(tensors: Sequence[SavedTensor]) -> bytes:
 
 
 def index_text(files: Mapping[str, Sequence[SavedTensor]]) -> str:
-    """Returns the content of ``model.safetensors.index.json``.
-
-    Args:
-        files: The tensors of each file.
-    """
+    """Returns the content of ``model.safetensors.index.json``."""
     weight_map = {tensor.name: file for file, group in files.items() for tensor in group}
     total = sum(tensor.nbytes for group in files.values() for tensor in group)
     return json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2, sort_keys=True) + "\n"

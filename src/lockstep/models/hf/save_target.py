@@ -55,11 +55,7 @@ class SaveTarget(abc.ABC):
 
     @abc.abstractmethod
     def create(self, name: str) -> contextlib.AbstractContextManager[Writable]:
-        """Return a context in which a file is written; it is complete when the context ends without an error.
-
-        Args:
-            name: The name of the file.
-        """
+        """Return a context in which a file is written; it is complete when the context ends without an error."""
 
     @abc.abstractmethod
     def write_small(self, write: Callable[[str], None]) -> None:
@@ -82,7 +78,6 @@ class LocalTarget(SaveTarget):
     """A directory: files are written beside it, under a name that begins with a dot, and it is renamed at the end.
 
     Args:
-        path: The directory.
         token: See `SaveTarget`.
     """
 

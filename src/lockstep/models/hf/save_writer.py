@@ -30,7 +30,6 @@ class FileWriter(HostThread):
 
     Args:
         target: Where to write.
-        files: The tensors of each file of this host.
         read: What gives the rows; called in the thread, in the order of the files.
         timeout_s: The seconds in which a piece must be read and written.
     """
@@ -222,8 +221,6 @@ def gather_program(gather: RowGather, dtype: np.dtype[Any], ledger: Ledger) -> P
 
     Args:
         gather: What to gather.
-        dtype: The dtype of the parameter.
-        ledger: The ledger that records launches.
     """
     shape = tuple(size for _, size in gather.layout.axes)
     array = jax.ShapeDtypeStruct(shape, dtype, sharding=gather.layout.target)
