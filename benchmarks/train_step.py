@@ -300,7 +300,7 @@ class Record:
 def train_ours(options: argparse.Namespace, record: Record) -> None:
     """``lockstep train-lm``."""
     from lockstep.hosts import run_main
-    from lockstep.main import cli, train  # noqa: F401  (the command is imported when it is called)
+    from lockstep.main import cli, runs  # noqa: F401  (the command is imported when it is called)
     from lockstep.training import Trainer
 
     record.watch(Trainer)

@@ -12,9 +12,8 @@ from typing import Any
 
 from draccus.choice_types import ChoiceType
 
-from lockstep.main.arguments import ordered_fields
+from lockstep.main.arguments import default_value, field_texts, first_paragraph, options_of, ordered_fields
 from lockstep.main.commands import configured_commands
-from lockstep.main.field_docs import default_value, field_texts, first_paragraph, options_of
 
 HEAD = """\
 # Configuration

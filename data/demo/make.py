@@ -1,13 +1,13 @@
 """Writes the demo's data beside itself: training text, held-out prompts and the tokenizer.
 
-Run it as ``python data/demo/make.py``; the same files come out every time. What is in them, `lockstep.main.demo_data`
+Run it as ``python data/demo/make.py``; the same files come out every time. What is in them, `lockstep.main.demo`
 says: all of the text is made there and dedicated to the public domain (CC0-1.0, see LICENSE in this directory).
 """
 
 import argparse
 from pathlib import Path
 
-from lockstep.main.demo_data import split, write_rows, write_tokenizer
+from lockstep.main.demo import split, write_rows, write_tokenizer
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
 """Writes the questions of config/grpo_demo.yaml beside itself.
 
 Run it as ``python data/grpo/make.py``; the same files come out every time. ``sums.jsonl``: sums that the demo trains on
-(`lockstep.main.demo_data`), in the format of GSM8K (https://huggingface.co/datasets/openai/gsm8k), ``question``, and
+(`lockstep.main.demo`), in the format of GSM8K (https://huggingface.co/datasets/openai/gsm8k), ``question``, and
 ``answer`` with the final answer after ``####``. ``held_out.jsonl``: the sums that the demo never trains on, as prompts.
 All of the text is made here and dedicated to the public domain (CC0-1.0, see LICENSE in this directory).
 """
@@ -11,7 +11,7 @@ import json
 import re
 from pathlib import Path
 
-from lockstep.main.demo_data import split
+from lockstep.main.demo import split
 
 QUESTIONS = 64
 

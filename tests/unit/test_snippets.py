@@ -18,9 +18,8 @@ from lockstep.launch import parse as parse_launch
 from lockstep.launch.google import TpuVmBackend
 from lockstep.main import cli, doctor_command, eval, plan_command
 from lockstep.main.arguments import decode_config, name_words, parse_arguments, read_values
-from lockstep.main.commands import COMMANDS, configured_commands
+from lockstep.main.commands import COMMANDS, Arguments, configured_commands
 from lockstep.main.plan import topology
-from lockstep.main.reader_arguments import Arguments
 from lockstep.report import Row, append_jsonl
 from tests import snippets
 from tests.snippets import BLOCKS, ROOT, texts_of_the_sources

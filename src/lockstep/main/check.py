@@ -11,7 +11,7 @@ from rich.console import Console
 
 from lockstep.check import KINDS, check_command, print_at_once, print_report, write_page
 from lockstep.errors import ConfigError
-from lockstep.main.reader_arguments import Arguments, seconds
+from lockstep.main.commands import Arguments, seconds
 
 TEXT: Final = """\
 Runs a command as several processes with CPU devices, sees every launch of a device program on each, compares them, and

@@ -3,15 +3,61 @@
 It is plain text until a command is chosen: a command's module, which imports what the command needs, is imported then.
 """
 
+import argparse
 import dataclasses
 import importlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from lockstep.errors import ConfigError
 
 if TYPE_CHECKING:
     from lockstep.main.plan import Workload
+
+
+class Arguments(argparse.ArgumentParser):
+    """A parser whose errors are those of a configuration.
+
+    Args:
+        command: The word after ``lockstep``.
+        text: What the command does.
+    """
+
+    def __init__(self, command: str, text: str) -> None:
+        super().__init__(
+            prog=f"lockstep {command}",
+            description=text,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+            add_help=False,
+        )
+        self.add_argument("-h", "--help", action="store_true", help="show this text")
+
+    def error(self, message: str) -> NoReturn:
+        """Raise what is wrong with the arguments.
+
+        Raises:
+            ConfigError: Always.
+        """
+        raise ConfigError(f"{message}. See {self.prog} --help.")
+
+
+def seconds(text: str) -> float:
+    """Return a time of at least a tenth of a second, as an argument has it.
+
+    Args:
+        text: The argument.
+
+    Raises:
+        argparse.ArgumentTypeError: It is no such time.
+    """
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0.1 <= value <= 86_400:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds from 0.1 to 86400")
+    return value
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -117,8 +163,8 @@ COMMANDS: Final = (
         name="train-lm",
         purpose=TRAIN,
         summary="train a language model on text, completions or chats",
-        module="lockstep.main.train",
-        function="lm",
+        module="lockstep.main.runs",
+        function="train_lm",
         example="lockstep train-lm --config_path config/demo.yaml --trainer.num_train_steps 100",
         config_class="TrainLmConfig",
         workload_function="lockstep.main.plan_workload:training_workload",
@@ -127,8 +173,8 @@ COMMANDS: Final = (
         name="train-preference",
         purpose=TRAIN,
         summary="train on preference pairs with DPO, ORPO, SimPO or a loss of your own",
-        module="lockstep.main.train",
-        function="preference",
+        module="lockstep.main.runs",
+        function="train_preference",
         example="lockstep train-preference --config_path config/dpo_tiny.yaml --objective.beta 0.3",
         config_class="TrainPreferenceConfig",
         workload_function="lockstep.main.plan_workload:training_workload",
@@ -137,8 +183,8 @@ COMMANDS: Final = (
         name="train-simpo",
         purpose=TRAIN,
         summary="train on preference pairs with SimPO",
-        module="lockstep.main.train",
-        function="simpo",
+        module="lockstep.main.runs",
+        function="train_simpo",
         example="lockstep train-simpo --config_path config/simpo_tiny.yaml --inference_eval.eval_every 10",
         config_class="TrainSimpoConfig",
         workload_function="lockstep.main.plan_workload:training_workload",
@@ -147,8 +193,8 @@ COMMANDS: Final = (
         name="train-grpo",
         purpose=TRAIN,
         summary="reinforcement learning with GRPO on questions with verifiable answers",
-        module="lockstep.main.train",
-        function="grpo",
+        module="lockstep.main.runs",
+        function="train_grpo",
         example="lockstep train-grpo --config_path config/grpo_gsm8k_qwen25_3b_v6e_8.yaml --trainer.seed 1",
         config_class="TrainGrpoConfig",
         workload_function="lockstep.main.plan_workload:training_workload",
@@ -157,7 +203,8 @@ COMMANDS: Final = (
         name="sample",
         purpose=SAMPLE,
         summary="answer prompts from a checkpoint, every prompt exactly once",
-        module="lockstep.main.sample",
+        module="lockstep.main.runs",
+        function="sample",
         example="lockstep sample --hf_checkpoint path/to/Llama-3.1-8B-Instruct --prompts questions.jsonl",
         config_class="SampleConfig",
         workload_function="lockstep.main.plan_workload:sampling_workload",
@@ -269,13 +316,14 @@ COMMANDS: Final = (
         name="completion",
         purpose=SHELL,
         summary="print what bash, zsh or fish needs to complete commands and keys",
-        module="lockstep.main.completion",
+        module="lockstep.main.help",
+        function="completion",
         example="lockstep completion bash > ~/.local/share/bash-completion/completions/lockstep",
         usage="{bash,zsh,fish}",
         description="Prints the completion script of a shell. bash: see the example. zsh: lockstep completion zsh > "
         "~/.zfunc/_lockstep, where fpath has ~/.zfunc. fish: lockstep completion fish > "
         "~/.config/fish/completions/lockstep.fish. Make it again after an upgrade.",
-        options="lockstep.main.completion:add_options",
+        options="lockstep.main.help:add_options",
         joins_job=False,
     ),
 )

@@ -1,7 +1,4 @@
-"""``--help`` of every command, made from the table of commands and the fields of the configurations.
-
-Each command's help is an argparse parser, which shell completion reads too. It reads no values: `arguments` does.
-"""
+"""Help and shell completion, made from the table of commands and the fields of the configurations."""
 
 import argparse
 import dataclasses
@@ -9,13 +6,22 @@ import importlib
 import re
 import textwrap
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
+import shtab
+
 from lockstep.errors import ConfigError
-from lockstep.main.arguments import CONFIG_PATH, choices_of, ordered_fields
+from lockstep.main.arguments import (
+    CONFIG_PATH,
+    choices_of,
+    default_value,
+    field_texts,
+    first_paragraph,
+    options_of,
+    ordered_fields,
+)
 from lockstep.main.commands import COMMANDS, Command
-from lockstep.main.field_docs import default_value, field_texts, first_paragraph, options_of
 
 ADDED_OPTIONS: Final = "options"
 """Title of the group of options that every command has."""
@@ -225,3 +231,53 @@ def _first_sentence(text: str) -> str:
 def _description(command: Command) -> str:
     text = command.description or f"{command.summary[:1].upper()}{command.summary[1:]}."
     return "\n".join(textwrap.wrap(text, WIDTH))
+
+
+SHELLS: Final = ("bash", "zsh", "fish")
+
+
+def completion(arguments: Sequence[str]) -> int:
+    """Print the completion script of a shell.
+
+    Args:
+        arguments: The command line after ``lockstep completion``: the name of the shell.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        ConfigError: There is no such shell.
+    """
+    if len(arguments) != 1 or arguments[0] not in SHELLS:
+        given = " ".join(arguments) or "nothing"
+        raise ConfigError(f"lockstep completion was given {given}; it takes one of {', '.join(SHELLS)}.")
+    print(script(arguments[0]))
+    return 0
+
+
+def script(shell: str) -> str:
+    """The completion script of a shell: text alone, so that the Tab key starts no Python.
+
+    Args:
+        shell: The name of the shell, one of `SHELLS`.
+    """
+    parser = argparse.ArgumentParser(prog="lockstep", description="See what your model says while it trains.")
+    commands = parser.add_subparsers(dest="command")
+    for command in COMMANDS:
+        # A key that two blocks of a launcher share is one word to a shell.
+        each = commands.add_parser(command.name, help=command.summary, add_help=False, conflict_handler="resolve")
+        add_keys(each, command)
+        for action in each._actions:
+            if f"--{CONFIG_PATH}" in action.option_strings:
+                action.complete = shtab.FILE  # type: ignore[attr-defined]
+    text: str = shtab.complete(parser, shell)
+    return text
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add what the command is given, for ``--help``.
+
+    Args:
+        parser: Where to add it.
+    """
+    parser.add_argument("shell", choices=SHELLS, help="whose completion script to print")

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Final
 
 from lockstep.errors import LockstepError
-from lockstep.main.reader_arguments import Arguments, seconds
+from lockstep.main.commands import Arguments, seconds
 from lockstep.printable import bytes_text
 from lockstep.report import RunFiles, find_run, make_payload, render_page, write_page
 

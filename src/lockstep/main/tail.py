@@ -9,7 +9,7 @@ from typing import Final, NoReturn
 from rich.console import Console
 from rich.live import Live
 
-from lockstep.main.reader_arguments import Arguments, seconds
+from lockstep.main.commands import Arguments, seconds
 from lockstep.report import LineView, PanelView, Tail
 
 TEXT: Final = """\

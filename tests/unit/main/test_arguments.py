@@ -5,7 +5,16 @@ import pytest
 
 from lockstep.batch_inference.config import SampleConfig
 from lockstep.errors import ConfigError
-from lockstep.main.arguments import _read_yaml, decode_config, name_words, parse_arguments
+from lockstep.main.arguments import (
+    _read_yaml,
+    decode_config,
+    default_value,
+    field_texts,
+    first_paragraph,
+    name_words,
+    options_of,
+    parse_arguments,
+)
 
 
 class Shape(draccus.ChoiceRegistry):
@@ -129,3 +138,43 @@ def test_a_type_that_is_no_text_is_refused(tmp_path):
     path.write_text("trainer: {tracker: {type: [jsonl]}}\n")
     with pytest.raises(ConfigError, match="'trainer.tracker.type' is \\['jsonl'\\]"):
         parse_arguments(SampleConfig, ["--config_path", str(path)])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Base:
+    """A base.
+
+    Args:
+        first: The first one. None: no
+            first.
+        second: Described here.
+    """
+
+    first: int | None = None
+    second: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Derived(Base):
+    """A class that
+    goes on.
+
+    And says more.
+    """
+
+    second: str = "x"
+    """Described ``again``."""
+    third: list[int] = dataclasses.field(default_factory=lambda: [1])
+
+
+def test_a_field_has_the_text_of_the_last_class_that_says_something():
+    assert field_texts(Derived) == {"first": "The first one. null: no first.", "second": "Described `again`."}
+    assert field_texts(Base)["second"] == "Described here."
+
+
+def test_the_rest():
+    assert first_paragraph(Derived) == "A class that goes on."
+    assert options_of(int | None) == [int] and options_of(str) == [str]
+    defaults = {field.name: default_value(field) for field in dataclasses.fields(Derived)}
+    assert defaults == {"first": None, "second": "x", "third": [1]}
+    assert default_value(dataclasses.fields(Base)[1]) is dataclasses.MISSING
