@@ -27,7 +27,6 @@ ELSEWHERE = {
     "tests/unit/engine/test_sampling_fields.py": "training/rl/rollout_config",
     "tests/unit/models/attention/test_page_ops.py": "placement/device/float8",
     "tests/unit/models/attention/test_reference.py": "models/attention/base",
-    "tests/unit/training/data/test_records.py": "training/data/chunk_builder",
     "tests/unit/training/rl/test_rollouts.py": "training/rl/rollout_report",
     "tests/unit/training/run/test_grpo.py": "training/run/config",
 }

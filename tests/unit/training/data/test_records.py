@@ -44,13 +44,6 @@ def test_a_pair_must_answer_one_prompt(tmp_path):
         config.load(Tokenizer(), 16, 0)
 
 
-def test_too_long_is_a_bad_row_that_names_the_place(tmp_path):
-    urls = write(tmp_path / "x.jsonl", [{"prompt": "a", "completion": "b"}, {"prompt": "abc", "completion": "def"}])
-    config = LmDataConfig(train_urls=urls, format="prompt_completion", max_seq_len=6, on_bad_row="raise")
-    with pytest.raises(ConfigError, match=r"x.jsonl:2 has 8 tokens, but a row has 6.*truncate: true"):
-        config.load(Tokenizer(), 16, 0)
-
-
 @pytest.mark.parametrize("suffix", ["jsonl", "jsonl.gz"])
 def test_a_giant_line_is_a_bad_row_that_is_not_read_whole(tmp_path, suffix, monkeypatch):
     monkeypatch.setattr(records, "MIN_CHUNK_BYTES", 100)
@@ -70,44 +63,6 @@ def test_a_giant_line_is_a_bad_row_that_is_not_read_whole(tmp_path, suffix, monk
     assert [place.rpartition("/")[2] for place in unlimited.caches[0].metadata.bad] == [
         f"x.{suffix}:4 is JSON that is nested too deeply to be read. Write one object per line."
     ]
-
-
-def lines_with_faults(tmp_path, monkeypatch):
-    """60 lines with two faults and empty lines between, cut into many parts."""
-    monkeypatch.setattr(records, "MIN_CHUNK_BYTES", 100)
-    lines = [b'{"text": "line %d"}' % number for number in range(1, 61)]
-    lines[16], lines[41] = b"{broken", b'{"text": "\xff"}'
-    lines[30] = lines[40] = lines[59] = b"  "
-    path = tmp_path / "x.jsonl"
-    path.write_bytes(b"\n".join(lines))
-    return LmDataConfig(train_urls=(str(path),), packing=False, max_seq_len=16)
-
-
-def test_bad_rows_are_counted_and_named_in_whichever_part_they_are(tmp_path, monkeypatch, caplog):
-    rows = lines_with_faults(tmp_path, monkeypatch).load(Tokenizer(), 16, 0)
-    metadata = rows.caches[0].metadata
-    assert len(metadata.chunk_rows) > 5 and metadata.n_bad == 2 and len(rows) == 55
-    assert "x.jsonl:17 is not JSON" in metadata.bad[0] and "x.jsonl:42 is not UTF-8" in metadata.bad[1]
-    assert "2 records left out" in caplog.text and "x.jsonl:17 is not JSON" in caplog.text
-    texts = ["".join(map(chr, row[1 : 1 + mask.sum() - 1])) for row, mask in zip(*columns(rows).values(), strict=True)]
-    assert texts == [f"line {n}" for n in range(1, 61) if n not in (17, 31, 41, 42, 60)]
-
-
-def test_raising_names_the_line_in_the_file(tmp_path, monkeypatch):
-    config = lines_with_faults(tmp_path, monkeypatch)
-    with pytest.raises(ConfigError, match="x.jsonl:17 is not JSON"):
-        LmDataConfig(**{**vars(config), "on_bad_row": "raise"}).load(Tokenizer(), 16, 0)
-    config.load(Tokenizer(), 16, 0)
-    with pytest.raises(ConfigError, match="x.jsonl:17 is not JSON"):  # also where the cache is finished already
-        LmDataConfig(**{**vars(config), "on_bad_row": "raise"}).load(Tokenizer(), 16, 0)
-
-
-def test_too_many_bad_rows_stop_the_run(tmp_path, monkeypatch):
-    config = lines_with_faults(tmp_path, monkeypatch)
-    text = r"2 records cannot be used, but data.max_bad_rows is 1.*x.jsonl:17 is not JSON"
-    for _ in range(2):
-        with pytest.raises(ConfigError, match=text):
-            LmDataConfig(**{**vars(config), "max_bad_rows": 1}).load(Tokenizer(), 16, 0)
 
 
 @pytest.mark.parametrize("make", ["as_parquet", "as_dataset"])
