@@ -12,10 +12,11 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 
 from jax.errors import JaxRuntimeError
 
-from lockstep.errors import HostTimeoutError
+from lockstep.errors import HostTimeoutError, PeerError
 from lockstep.hosts import DistributedConfig, Watchdog, current, run_main, start
 from lockstep.hosts._client import service_address
 from lockstep.hosts.peers import ANNOUNCEMENTS, WAKE_UPS
@@ -104,6 +105,30 @@ def stuck() -> None:
             jax.jit(lambda x: x.sum())(x).block_until_ready()
     else:
         time.sleep(600)
+
+
+def alone_in_a_launch() -> None:
+    """A launch fails on both, which go on; then one fails on one alone, as it is dispatched: the other waits in it."""
+    from lockstep.hosts import watchdog as module
+
+    module.LOOK_S = 0.2
+    hosts = start(DistributedConfig(timeout_s=600))
+    watchdog = Watchdog(hosts, 600.0)
+
+    def launch(work: Callable[[], object]) -> None:
+        with hosts.launch_on_all("generate"):
+            hosts.ledger.record("decode", "d")
+            with watchdog.watch("decode"):
+                work()
+
+    def fail() -> None:
+        raise JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory while allocating 7 bytes")
+
+    with contextlib.suppress(PeerError):
+        launch(fail)
+    launch(lambda: time.sleep(1))
+    print("both went on", flush=True)
+    launch(fail if hosts.index == 1 else lambda: time.sleep(600))
 
 
 def adopt() -> None:

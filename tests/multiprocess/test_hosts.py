@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -175,6 +176,17 @@ def test_watchdog_ends_a_process_that_waits_in_a_collective():
     assert "process 1: last phase 'reading a slow disk'" in report
     assert "lockstep watchdog: last launches here: none" in report
     assert "in stuck" in report and "Terminating process" not in outputs[1]
+
+
+def test_a_launch_that_fails_on_one_process_after_all_agreed_ends_all_within_seconds():
+    """Without the watchdog's time-out, which is 600 s; a launch that fails on all ends none."""
+    start = time.monotonic()
+    codes, outputs = _run_by_hand(["alone_in_a_launch"])
+    assert time.monotonic() - start < 60 and codes == [PEER_FAILED, PEER_FAILED], outputs
+    text = "in 'decode', in which process 1 failed by itself: JaxRuntimeError: RESOURCE_EXHAUSTED: out of memory"
+    assert f"lockstep: process 0 ends: it waits {text}" in outputs[0]
+    assert f"process 1 ends because process 0 failed: {text}" in outputs[1]
+    assert all(output.count("both went on") == 1 for output in outputs)
 
 
 def test_the_service_listens_on_loopback_alone_and_a_forged_end_is_a_failure():

@@ -2,19 +2,28 @@
 
 import contextlib
 import faulthandler
+import json
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 
-from lockstep.exits import WATCHDOG
+from lockstep.errors import HostError
+from lockstep.exits import PEER_FAILED, WATCHDOG
+from lockstep.hosts.exchange import error_text
 from lockstep.hosts.fault import limit_attempts
 from lockstep.hosts.heartbeat import PeerHeartbeat, describe_elsewhere, describe_missing, heartbeats
 from lockstep.hosts.hosts import Hosts
 from lockstep.hosts.peers import announce_exit, end_process
+from lockstep.json_text import typed
+from lockstep.printable import printable
 
 SHOWN_LAUNCHES = 10
 """Number of last launches in the report."""
+LOOK_S = 2.0
+"""Seconds in a block after which it is asked whether another process has failed in it."""
+FAILED_LAUNCH = "lockstep/failed launch"
+"""Key with the last launch that failed on some process: its number, the launch, that of the ledger, and the error."""
 REPORT_S = 5.0
 """Seconds that the report may wait for the coordination service."""
 
@@ -51,6 +60,9 @@ class Watchdog:
                 self._thread.start()
         try:
             yield
+        except Exception as error:
+            self._say_failed(what, error)
+            raise
         finally:
             self._watched = outer
 
@@ -68,16 +80,42 @@ class Watchdog:
     def _run(self) -> None:
         # Every deadline is timeout_s after its watch began, so a check every timeout_s sees it before it has passed:
         # a watch need not wake this thread.
+        interval_s = self.timeout_s if self._hosts.count == 1 else min(LOOK_S, self.timeout_s)
+        before = None
         while True:
             watched = self._watched
             now = time.monotonic()
             if watched is not None and now >= watched[1]:
                 end_process(self._report(watched[0]))
-            time.sleep(self.timeout_s if watched is None else watched[1] - now)
+            if watched is not None and watched is before and self._hosts.count > 1:
+                self._call_with_deadline(self._end_if_failed, watched[0])
+            before = watched
+            time.sleep(interval_s if watched is None else min(interval_s, watched[1] - now))
             with self._lock:
                 if watched is None and self._watched is None:
                     self._thread = None  # idle: the next watch starts a new one
                     return
+
+    def _say_failed(self, what: str, error: Exception) -> None:
+        """Tell the others that this process is not in a launch: where they are, they wait for it in vain."""
+        hosts = self._hosts
+        if hosts.count > 1:
+            with contextlib.suppress(HostError, TimeoutError):
+                words = [hosts.index, what, hosts.ledger.count, error_text(error)]
+                hosts.client.set(FAILED_LAUNCH, json.dumps(words).encode())
+
+    def _end_if_failed(self, what: str) -> None:
+        """End this process where another one has failed in the launch that this one has been in for a while."""
+        hosts = self._hosts
+        with contextlib.suppress(HostError, TimeoutError, ValueError, TypeError, RecursionError):
+            process, failed, count, text = typed(
+                tuple[int, str, int, str], json.loads(hosts.client.peek(FAILED_LAUNCH) or b"")
+            )
+            if (failed, count) == (what, hosts.ledger.count):
+                reason = f"in {what!r}, in which process {process} failed by itself: {printable(text)}"
+                print(f"lockstep: process {hosts.index} ends: it waits {reason}", file=sys.stderr, flush=True)
+                announce_exit(hosts.client, reason)
+                end_process(PEER_FAILED)
 
     def _report(self, what: str) -> int:
         """Say what was waited for, and return the exit code."""

@@ -171,7 +171,7 @@ class Connection:
 
 
 NEEDED: Final = {
-    "facts": ("time", "disk", "busy_ports", "holders", "program", "versions", "path"),
+    "facts": ("time", "disk", "busy_ports", "holders", "small_pages", "program", "versions", "path"),
     "has": ("has",),
     "setup": ("code",),
     "clear": ("running",),
@@ -229,6 +229,7 @@ class Answer:
     disk: dict[str, float] = dataclasses.field(default_factory=dict)
     busy_ports: list[int] = dataclasses.field(default_factory=list)
     holders: list[Holder] = dataclasses.field(default_factory=list)
+    small_pages: bool = False
     program: str | None = None
     versions: dict[str, str] = dataclasses.field(default_factory=dict)
     path: str = ""

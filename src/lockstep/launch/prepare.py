@@ -18,6 +18,9 @@ from lockstep.launch.sync import Archive
 GIB = 1 << 30
 
 
+HUGE_PAGES_FIX = 'sudo sh -c "echo always > /sys/kernel/mm/transparent_hugepage/enabled"'
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Limits:
     """What a worker must have.
@@ -58,6 +61,30 @@ def problems(workers: Sequence[Worker], facts: Sequence[Facts], program: str, li
     for worker, fact in zip(workers, facts, strict=True):
         found += [f"worker {worker.name}: {text}" for text in _own_problems(fact, program, limits)]
     return found + _differences(workers, facts)
+
+
+def advice(workers: Sequence[Worker], facts: Sequence[Facts], environment: Mapping[str, str]) -> list[str]:
+    """What a job survives and would do better without, one line each.
+
+    Args:
+        workers: The workers.
+        facts: The facts of each.
+        environment: Variables of the job, without secrets.
+    """
+    found = []
+    slow = [worker.name for worker, fact in zip(workers, facts, strict=True) if fact.answer["small_pages"]]
+    if slow:
+        found.append(
+            f"transparent huge pages are off on {len(slow)} worker(s), {slow[0]} first: the TPU runtime starts and "
+            f"ends slowly. There: {HUGE_PAGES_FIX}"
+        )
+    cache = environment.get("JAX_COMPILATION_CACHE_DIR", "")
+    if cache and "://" not in cache and len(workers) > 1:
+        found.append(
+            f"JAX_COMPILATION_CACHE_DIR is {cache}. Unless all workers share it, one that is replaced compiles while "
+            "the others wait for it: a gs:// URL has no such skew."
+        )
+    return found
 
 
 def _own_problems(fact: Facts, program: str, limits: Limits) -> list[str]:
@@ -264,6 +291,8 @@ def prepare(transport: Transport, job: Preparation, console: Console) -> list[fl
         time.sleep(PAUSE_S[0])
     if found:
         raise LaunchError("\n".join(found) + "\nNothing was started. (--no-preflight starts all the same.)", PREFLIGHT)
+    for text in advice(transport.workers, facts, job.environment):
+        console.say(text)
     return [fact.skew_s for fact in facts]
 
 

@@ -25,6 +25,7 @@ KEPT_THREADS = {
 """Threads that may stay, by the beginning of their names, and why."""
 KEPT_KEYS = {
     "lockstep/heartbeat/": "one per process, first posted up to half a second after its start and then overwritten",
+    "lockstep/failed launch": "one for the job, overwritten: a launch that failed on some process",
     "lockstep/saved": "one for the job, once something was saved from which another attempt goes on",
 }
 """Keys of the coordination service that may stay, by the beginning of their names, and why."""

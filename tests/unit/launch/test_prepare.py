@@ -81,7 +81,7 @@ def answers(monkeypatch):
             return {"running": []}
         ports = busy.pop(0) if len(busy) > 1 else busy[0]
         facts = {"holders": [], "busy_ports": ports, "disk": {}, "program": "/x", "versions": {}, "path": ""}
-        return {**facts, "time": time.time()}
+        return {**facts, "small_pages": worker == 1, "time": time.time()}
 
     monkeypatch.setattr(module, "call", call)
     monkeypatch.setattr(module, "PAUSE_S", (0.01, 0.01))
@@ -92,6 +92,19 @@ def test_a_job_that_is_started_again_waits_for_what_it_has_used_itself(answers, 
     answers[:] = [[8476], [8476], []]
     assert prepare(transport(1), preparation(), Console()) == [pytest.approx(0.0, abs=0.1)]
     assert capsys.readouterr().err.count("waiting for chips and ports to be free again") == 1
+
+
+def test_what_a_job_survives_is_said_and_no_reason_to_start_nothing(answers, capsys):
+    answers[:] = [[]]
+    job = preparation(environment={"JAX_COMPILATION_CACHE_DIR": "/tmp/cache"}, roots=["~/w"] * 3, cwds=["~"] * 3)
+    assert len(prepare(transport(3), job, Console())) == 3
+    told = capsys.readouterr().err
+    assert "transparent huge pages are off on 1 worker(s), w1 first" in told and "echo always > /sys/kernel" in told
+    assert "JAX_COMPILATION_CACHE_DIR is /tmp/cache. Unless all workers share it" in told
+    prepare(transport(1), preparation(environment={"JAX_COMPILATION_CACHE_DIR": "/tmp/cache"}), Console())
+    shared = {"JAX_COMPILATION_CACHE_DIR": "gs://bucket/cache"}
+    prepare(transport(3), preparation(environment=shared, roots=["~/w"] * 3, cwds=["~"] * 3), Console())
+    assert "COMPILATION" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("replaces", [False, True])

@@ -18,6 +18,7 @@ from lockstep.launch.agent.supervisor import find_program
 
 DEVICES = ("/dev/accel*", "/dev/vfio/*")
 """How the devices of TPU chips are called."""
+HUGE_PAGES = "/sys/kernel/mm/transparent_hugepage/enabled"
 VERSIONS = """
 import importlib.metadata, json, sys
 found = {"python": sys.version.split()[0]}
@@ -46,10 +47,27 @@ def gather(request: dict[str, Any], environ: dict[str, str]) -> dict[str, Any]:
         "disk": {path: shutil.disk_usage(path).free for path in sorted({home, "/tmp"})},
         "busy_ports": [port for port in request["ports"] if is_busy(port)],
         "holders": holders(sudo=request["sudo"]),
+        "small_pages": has_small_pages(),
         "program": find_program(request["program"], environ, os.path.expanduser(request["cwd"])),
         "versions": versions(environ),
         "path": environ["PATH"],
     }
+
+
+def has_small_pages(devices: Sequence[str] = DEVICES, path: str = HUGE_PAGES) -> bool:
+    """Whether there are chips, and memory has small pages alone: their runtime then takes long to start and to end.
+
+    Args:
+        devices: Patterns of the devices' names.
+        path: Where the kernel says when it makes huge pages.
+    """
+    if not any(glob.glob(pattern) for pattern in devices):
+        return False
+    try:
+        with open(path) as file:
+            return "[always]" not in file.read()
+    except OSError:
+        return False
 
 
 def is_busy(port: int) -> bool:

@@ -3,8 +3,11 @@
 import dataclasses
 import functools
 import json
+import os
+import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -31,11 +34,13 @@ from lockstep.main.doctor.job import (
 from lockstep.main.doctor.machine import (
     check_disks,
     check_host,
+    check_huge_pages,
     check_variables,
     check_versions,
     compare,
     compare_clocks,
     host_facts,
+    judge_cache,
     run_paths,
 )
 from lockstep.main.doctor.reach import NETWORK, begin_checks, check_wandb
@@ -67,6 +72,7 @@ def examine(config: DoctorConfig, asked: Asked, distributed: DistributedConfig, 
         *attempt("host", check_host),
         *attempt("disk", lambda: check_disks(run_paths(asked.log_dir))),
         *attempt("variables", check_variables),
+        *attempt("huge pages", check_huge_pages),
     ]
     joined = join(distributed)
     if joined.hosts is None:
@@ -156,12 +162,31 @@ class _Examination:
         times = phase.shared
         if self._hosts.count > 1:
             findings += attempt("clocks", lambda: compare_clocks(times))
+        findings += self._cache()
         latency = measure_coordination(self._hosts)
         with self._hosts.run_on_all("doctor: latencies") as phase:
             phase.share(latency)
         latencies = phase.shared
         findings += attempt("coordination", lambda: judge_coordination(latencies))
         self._add("job", findings, {"facts": facts, "coordination": latencies})
+
+    def _cache(self) -> list[Finding]:
+        """Whether all processes keep compiled programs in one place."""
+        cache = os.environ.get("JAX_COMPILATION_CACHE_DIR", "")
+        mark = f"lockstep-doctor-{secrets.token_hex(8)}"
+
+        def make() -> bytes:
+            if cache and "://" not in cache:
+                Path(cache).mkdir(parents=True, exist_ok=True)
+                (Path(cache) / mark).touch()
+            return mark.encode()
+
+        mark = self._hosts.broadcast_from_leader("doctor: a file in the cache of programs", make).decode()
+        with self._hosts.run_on_all("doctor: the cache of programs") as phase:
+            phase.share("://" in cache or not cache or (Path(cache) / Path(mark).name).exists())
+        if self._hosts.is_leader and cache and "://" not in cache:
+            (Path(cache) / mark).unlink(missing_ok=True)
+        return attempt("compilation cache", lambda: judge_cache(cache, phase.shared))
 
     def _speed(self) -> tuple[list[Finding], dict[str, Any]]:
         """What the devices and the links between them reach, written as a calibration where that is asked."""

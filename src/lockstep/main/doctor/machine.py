@@ -31,6 +31,7 @@ PER_PROCESS: Final = frozenset(
     "TPU_CHIPS_PER_PROCESS_BOUNDS TPU_HOST_BOUNDS MEGASCALE_SLICE_ID".split()
 )
 """Variables that differ between processes by their nature."""
+HUGE_PAGES: Final = "/sys/kernel/mm/transparent_hugepage/enabled"
 HAZARDS: Final = {
     "JAX_DISABLE_JIT": "every operation is then a launch of its own",
     "JAX_DEBUG_NANS": "the host that finds a NaN computes again, operation by operation, and launches what others do "
@@ -134,6 +135,22 @@ def check_variables(environment: Mapping[str, str] = os.environ, chips: int | No
     number = _plural(len(run_variables(environment)), "variable")
     text = f"{number} of JAX, TPU, Hugging Face and W&B, {_plural(len(flags), 'compiler flag')}; {kept}"
     return [Finding.ok("variables", text)]
+
+
+def check_huge_pages(path: str = HUGE_PAGES, chips: int | None = None) -> list[Finding]:
+    """Look at whether the kernel gives programs huge pages, without which the runtime of TPUs starts slowly.
+
+    Args:
+        path: Where the kernel says when it does.
+        chips: The number of TPU chips of this machine; None to count them.
+    """
+    if not (tpu_chips() if chips is None else chips) or not Path(path).exists():
+        return []
+    setting = Path(path).read_text(encoding="utf-8").strip()
+    if "[always]" in setting:
+        return [Finding.ok("huge pages", "transparent huge pages are on")]
+    text = f"transparent huge pages are {setting}: the TPU runtime starts and ends slowly."
+    return [Finding.warning("huge pages", text, f'sudo sh -c "echo always > {path}".')]
 
 
 def _plural(number: int, noun: str) -> str:
@@ -302,3 +319,20 @@ def compare_clocks(times: Sequence[float]) -> Finding:
     text = f"they differ by {spread:.1f} s: {', '.join(off)}."
     fix = "Start the time service there (systemctl restart chrony or systemd-timesyncd)."
     return Finding.to_fix("clocks", text, fix) if spread > SIGNED_S else Finding.warning("clocks", text, fix)
+
+
+def judge_cache(cache: str, shared: Sequence[bool]) -> list[Finding]:
+    """Say whether a host that is replaced finds the programs that the others have compiled.
+
+    Args:
+        cache: The directory of compiled programs on this process; empty: none.
+        shared: For each process, whether it sees the leader's directory, or has none on disk.
+    """
+    if all(shared) or not cache:
+        return []
+    alone = name_processes(index for index, same in enumerate(shared) if not same)
+    text = (
+        f"compiled programs are kept in {cache}, which is another directory on {alone} than on process 0: a host that "
+        "is replaced compiles for minutes while the others wait for it."
+    )
+    return [Finding.warning("compilation cache", text, "Set JAX_COMPILATION_CACHE_DIR to a gs:// URL.")]

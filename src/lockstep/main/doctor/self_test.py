@@ -26,7 +26,7 @@ from lockstep.main.doctor.finding import Finding, failed
 from lockstep.main.doctor.layout_rounds import Layout, LayoutResult, LayoutRounds, make_rows, make_tokenizer, shape_for
 from lockstep.models import LlamaConfig, LlamaLMHeadModel, padded_vocab_size
 from lockstep.placement import data_shards, make_mesh, tensor_sizes
-from lockstep.placement.device import used_bytes
+from lockstep.placement.device import raw_stats, used_bytes
 from lockstep.training import OptimizerConfig, Trainer, TrainerConfig, lm_loss
 
 GAP: Final = 1e-3
@@ -46,11 +46,13 @@ class TrainingRun:
         losses: The loss of each step, in hexadecimal digits.
         traces: How often the train step was traced.
         used: The bytes in use on a device when it was over; None where they are not counted.
+        memory: What the devices of this process reported of their memory, with the backend's names, by when.
     """
 
     losses: Sequence[str]
     traces: int
     used: int | None = None
+    memory: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 def judge_losses(what: str, plain: TrainingRun, sampled: TrainingRun, layouts: Sequence[str]) -> Finding:
@@ -201,6 +203,7 @@ def _self_test(
             f"{what}: layouts",
             lambda: json.dumps([dataclasses.asdict(each) for each in judge_layouts(what, rounds.results())]).encode(),
         )
+    memory = hosts.gather(f"{what}: memory", json.dumps(sampled.memory).encode())
     with hosts.launch_on_all(f"{what}: losses and launches") as phase:
         phase.agree({f"losses {what} samples": " ".join(run.losses) for what, run in _named(plain, sampled)})
     return [
@@ -212,7 +215,10 @@ def _self_test(
             f"{what}: launches",
             f"{hosts.ledger.count} launches since doctor began, the same in the same order on every process",
         ),
-    ], {f"losses {what} samples": list(run.losses) for what, run in _named(plain, sampled)}
+    ], {
+        **{f"losses {what} samples": list(run.losses) for what, run in _named(plain, sampled)},
+        "memory of each process": [from_peer(one, dict[str, Any], "memory of a host") for one in memory or ()],
+    }
 
 
 def _named(plain: TrainingRun, sampled: TrainingRun) -> list[tuple[str, TrainingRun]]:
@@ -229,14 +235,17 @@ def _train(hosts: Hosts, mesh: Mesh, steps: int, dtype: str, rounds: LayoutRound
     trainer = Trainer(config, optimizer.build(steps), lm_loss, hosts, mesh=mesh)
     losses: dict[int, str] = {}
     trainer.add_hook(lambda info: losses.__setitem__(info.step, float(info.loss).hex()))
+    memory = {"before the first step": raw_stats()}
+    trainer.add_hook(lambda info: memory.setdefault("after the first step", raw_stats()) if info.next_step else None)
     if rounds is not None:
         trainer.add_hook(rounds)
+        trainer.add_hook(lambda info: memory.__setitem__("after the last round", raw_stats()))
     vocab = hax.Axis("vocab", padded_vocab_size(len(tokenizer), mesh.shape["tp"]))
     trainer.train(trainer.init_model(functools.partial(_init, vocab, shape)), make_rows(tokenizer, 4 * batch_size))
     traces = trainer.train_step_traces
     del trainer
     gc.collect()
-    return TrainingRun(losses=[losses[step] for step in range(steps)], traces=traces, used=used_bytes())
+    return TrainingRun(losses=[losses[step] for step in range(steps)], traces=traces, used=used_bytes(), memory=memory)
 
 
 def _init(vocab: hax.Axis, shape: LlamaConfig, key: jax.Array) -> LlamaLMHeadModel:

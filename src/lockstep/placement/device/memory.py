@@ -68,6 +68,11 @@ def peak_bytes() -> int | None:
     return _largest("peak_bytes_in_use")
 
 
+def raw_stats() -> list[dict[str, int]]:
+    """What each device of this process reports of its memory, with the backend's own names; empty on a CPU."""
+    return _stats()
+
+
 def block_bytes(leaf: Placed) -> int:
     """The bytes of one array on each of its devices."""
     shape = leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape)
@@ -97,7 +102,8 @@ def _free(device: jax.Device) -> int:
     stats = device.memory_stats()
     if stats and "bytes_limit" in stats:
         limit = int(stats["bytes_limit"])
-        free = limit - int(stats["bytes_in_use"])
+        # What a TPU keeps for the temporaries of its programs is in no array, and nobody else gets it.
+        free = limit - int(stats["bytes_in_use"]) - int(stats.get("bytes_reserved", 0))
         if "largest_free_block_bytes" in stats:
             # An allocator that takes memory from the device as it needs it could still get the rest as one block.
             untouched = limit - int(stats["pool_bytes"]) if "pool_bytes" in stats else 0

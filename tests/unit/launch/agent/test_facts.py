@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from lockstep.launch.agent import facts
+from lockstep.launch.agent.facts import has_small_pages
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="open files are in /proc on Linux only")
@@ -55,3 +56,13 @@ def test_versions_are_those_of_the_python_of_the_job(tmp_path):
     found = facts.versions({"PATH": os.path.dirname(sys.executable)})
     assert found["python"] == sys.version.split()[0]
     assert facts.versions({"PATH": str(tmp_path)}) == {}
+
+
+@pytest.mark.parametrize(("setting", "small"), [("[always] madvise never", False), ("always [madvise] never", True)])
+def test_small_pages_count_where_there_are_chips(tmp_path, setting, small):
+    chip, enabled = tmp_path / "accel0", tmp_path / "enabled"
+    enabled.write_text(setting)
+    assert not has_small_pages([f"{tmp_path}/accel*"], str(enabled)), "no chips"
+    chip.touch()
+    assert has_small_pages([f"{tmp_path}/accel*"], str(enabled)) == small
+    assert not has_small_pages([f"{tmp_path}/accel*"], str(tmp_path / "none"))

@@ -9,11 +9,13 @@ from lockstep.main.doctor import machine
 from lockstep.main.doctor.machine import (
     check_disks,
     check_host,
+    check_huge_pages,
     check_variables,
     check_versions,
     compare,
     compare_clocks,
     host_facts,
+    judge_cache,
     run_paths,
     run_variables,
     who_has_what,
@@ -43,6 +45,16 @@ def test_a_directory_that_cannot_be_written_to_is_named(monkeypatch, tmp_path):
 def test_a_cache_in_a_bucket_is_no_disk():
     assert "compilation cache" not in run_paths(environment={"JAX_COMPILATION_CACHE_DIR": "gs://bucket/cache"})
     assert "compilation cache" in run_paths(environment={"JAX_COMPILATION_CACHE_DIR": "/cache"})
+
+
+def test_small_pages_are_a_warning_where_there_are_chips(tmp_path):
+    file = tmp_path / "enabled"
+    file.write_text("always [madvise] never\n")
+    (found,) = check_huge_pages(str(file), chips=4)
+    assert found.outcome == "warning" and "always [madvise] never" in found.text and "echo always >" in found.fix
+    assert check_huge_pages(str(file), chips=0) == [] == check_huge_pages(str(tmp_path / "none"), chips=4)
+    file.write_text("[always] madvise never\n")
+    assert [each.outcome for each in check_huge_pages(str(file), chips=4)] == ["ok"]
 
 
 def test_secrets_and_what_differs_by_nature_are_not_told():
@@ -178,3 +190,9 @@ def test_long_values_are_shortened():
 def test_clocks(times, outcome, text):
     found = compare_clocks(times)
     assert (found.outcome, found.text) == (outcome, text)
+
+
+def test_a_cache_of_programs_that_hosts_do_not_share_is_named():
+    assert judge_cache("/tmp/cache", [True, True]) == judge_cache("", [True, False]) == []
+    (found,) = judge_cache("/tmp/cache", [True, False, False])
+    assert found.outcome == "warning" and "another directory on processes 1, 2 than on process 0" in found.text

@@ -116,13 +116,19 @@ def outcomes(monkeypatch, deadline_s=300.0):
 
 
 @pytest.mark.slow
-def test_it_passes_and_its_report_has_the_losses(monkeypatch):
+def test_it_passes_and_its_report_has_losses_and_memory(monkeypatch):
+    calls = iter(range(100))
+    monkeypatch.setattr("lockstep.main.doctor.self_test.raw_stats", lambda: [{"bytes_reserved": next(calls)}])
     found, values = outcomes(monkeypatch)
     names = ["losses", "failure on one host", "layout auto", "layout training", "answers", "memory", "launches"]
     assert list(found) == names and {each.outcome for each in found.values()} == {"ok"}
     ((_, numbers),) = values.items()
     assert numbers["losses with samples"] == numbers["losses without samples"]
     assert len(set(numbers["losses with samples"])) == 5
+    (memory,) = numbers["memory of each process"]
+    assert list(memory) == ["before the first step", "after the first step", "after the last round"]
+    before, step, last = (stats[0]["bytes_reserved"] for stats in memory.values())
+    assert before < step < last
 
 
 def test_a_disagreement_is_a_finding_and_not_the_end(monkeypatch):

@@ -81,6 +81,9 @@ def test_a_device_that_is_over_its_limit_has_nothing_free(running):
         ({"largest_free_block_bytes": 3 * GIB}, 3 * GIB),
         ({"largest_free_block_bytes": 15 * GIB}, 7 * GIB),
         ({"largest_free_block_bytes": 0}, 0),
+        # What a TPU keeps for its programs is in no array.
+        ({"bytes_reserved": 2 * GIB}, 5 * GIB),
+        ({"bytes_reserved": 2 * GIB, "largest_free_block_bytes": 6 * GIB}, 5 * GIB),
         # An allocator that has taken 10 of 16 GiB from the device so far.
         ({"largest_free_block_bytes": 0, "pool_bytes": 10 * GIB}, 6 * GIB),
         ({"largest_free_block_bytes": 2 * GIB, "pool_bytes": 16 * GIB}, 2 * GIB),
