@@ -294,7 +294,7 @@ class Drafts:
                 )
 
     def answer(self, generation_id: int) -> tuple[int, ...]:
-        """Returns the guess at a completion; empty where there is none."""
+        """Return the guess at a completion; empty where there is none."""
         return self.answers[generation_id] if generation_id < len(self.answers) else ()
 
 

@@ -156,11 +156,11 @@ class Reporter:
 
         def make_rows() -> None:
             by_id = {prompt.id: prompt for prompt in prompts}
-            asked = [by_id[completion.prompt_id] for completion in result.completions]
-            made = [self._row(step, *each) for each in zip(asked, result.completions, strict=True)]
-            measured, failures = measure(self._metrics, made, asked, guard=leader_only)
+            row_prompts = [by_id[completion.prompt_id] for completion in result.completions]
+            made = [self._row(step, *each) for each in zip(row_prompts, result.completions, strict=True)]
+            measured, failures = measure(self._metrics, made, row_prompts, guard=leader_only)
             if self._judge is not None:
-                measured, unjudged = self._judge.judge(measured, asked)
+                measured, unjudged = self._judge.judge(measured, row_prompts)
                 failures += unjudged
             rows.extend(measured)
             for failure in failures:

@@ -43,7 +43,7 @@ class RoundPrompts:
 def read_round_prompts(
     config: InferenceEvalConfig, tokenizer: "PreTrainedTokenizerBase", step: int = 0
 ) -> RoundPrompts:
-    """Reads and encodes the prompts of the round after ``step``; host-only.
+    """Read and encode the prompts of the round after ``step``; host-only.
 
     Raises:
         PromptError: A prompt or file cannot be used.
@@ -68,19 +68,21 @@ def read_round_prompts(
     )
 
 
-def with_drafts(asked: RoundPrompts, earlier: EarlierAnswers) -> RoundPrompts:
-    """Returns the prompts of a round with the last answers to each as drafts."""
+def with_drafts(round_prompts: RoundPrompts, earlier: EarlierAnswers) -> RoundPrompts:
+    """Return the prompts of a round with the last answers to each as drafts."""
 
     def each(requests: Sequence[Request]) -> list[Request]:
         return [dataclasses.replace(request, drafts=earlier.drafts(prompt_key(request))) for request in requests]
 
     return dataclasses.replace(
-        asked, requests=each(asked.requests), largest=None if asked.largest is None else each(asked.largest)
+        round_prompts,
+        requests=each(round_prompts.requests),
+        largest=None if round_prompts.largest is None else each(round_prompts.largest),
     )
 
 
 def keep_answers(earlier: EarlierAnswers, requests: Sequence[Request], completions: Sequence[Completion]) -> None:
-    """Keeps the answers of a round.
+    """Keep the answers of a round.
 
     Args:
         earlier: Where they are kept.
@@ -121,9 +123,9 @@ def largest_of(requests: Sequence[Request], count: int) -> list[Request]:
     return sorted(requests, key=lambda request: -len(request.prompt_tokens))[:count]
 
 
-def to_bytes(asked: RoundPrompts) -> bytes:
+def to_bytes(round_prompts: RoundPrompts) -> bytes:
     """A round's prompts as they are broadcast: ids and parameters, no text."""
-    lists = (asked.requests, asked.largest)
+    lists = (round_prompts.requests, round_prompts.largest)
     return json.dumps([each and [dataclasses.asdict(request) for request in each] for each in lists]).encode()
 
 
@@ -180,9 +182,9 @@ def run_round(
 
     def read_on_leader() -> bytes:
         nonlocal prompts
-        asked = read()
-        prompts = asked.prompts
-        return to_bytes(asked)
+        round_prompts = read()
+        prompts = round_prompts.prompts
+        return to_bytes(round_prompts)
 
     with hosts.run_on_all("begin", "waiting for all hosts to begin") as begin:
         begin.agree({**facts, **environment(), "debug": str(hosts.debug)})
@@ -193,14 +195,14 @@ def run_round(
         return None
 
     hosts.phase("read prompts")
-    asked = from_bytes(hosts.broadcast_from_leader("prompts", read_on_leader))
+    round_prompts = from_bytes(hosts.broadcast_from_leader("prompts", read_on_leader))
     clock.lap("prompts")
 
     generation = generate_on_all(
         hosts,
         ready,
-        asked.requests,
-        largest=asked.compile_requests,
+        round_prompts.requests,
+        largest=round_prompts.compile_requests,
         find_stop=find_stop,
         max_seconds=max_seconds,
         watchdog=watchdog,
@@ -211,7 +213,7 @@ def run_round(
     if generation.ended:
         return None
     generation = dataclasses.replace(generation, seconds={**clock.seconds, **generation.seconds})
-    return RoundResult(prompts=prompts, requests=asked.requests, generation=generation)
+    return RoundResult(prompts=prompts, requests=round_prompts.requests, generation=generation)
 
 
 def _end(hosts: Hosts) -> None:

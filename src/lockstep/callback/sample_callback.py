@@ -157,7 +157,7 @@ class SampleCallback:
         self.on_step(info, force=force)
 
     def on_step(self, info: Any, force: bool = False) -> None:
-        """Runs a round if one is due after ``info``'s step; every host calls it.
+        """Run a round if one is due after ``info``'s step; every host calls it.
 
         Args:
             info: What has ``model``, and ``next_step`` or ``step``. The model is not kept. Where it has an
@@ -187,7 +187,7 @@ class SampleCallback:
             self.finish()
 
     def finish(self) -> None:
-        """Waits at most ``flush_s`` until all rounds are reported; every host calls it, and waits for the leader.
+        """Wait at most ``flush_s`` until all rounds are reported; every host calls it, and waits for the leader.
 
         Raises:
             HostTimeoutError: a host is missing.
@@ -201,7 +201,7 @@ class SampleCallback:
                 self.flush()
 
     def flush(self, timeout_s: float | None = None) -> bool:
-        """Waits until all rounds so far are reported, on this host alone; says which are not.
+        """Wait until all rounds so far are reported, on this host alone; say which are not.
 
         Args:
             timeout_s: The seconds to wait at most; None: the configuration's ``flush_s``.
@@ -216,7 +216,7 @@ class SampleCallback:
         return self._reporter.flush(limit_s, spent_s=time.monotonic() - begin)
 
     def after_signal(self) -> None:
-        """Waits on this host, at most 2 s, for the last reports: a signal ended the loop without a last call."""
+        """Wait on this host, at most 2 s, for the last reports: a signal ended the loop without a last call."""
         self.flush(min(AFTER_SIGNAL_S, self.config.flush_s))
 
     def state(self) -> dict[str, Any]:
@@ -225,7 +225,7 @@ class SampleCallback:
         return kept | {"drafts": self._earlier.state()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Goes on from what `state` returned in an earlier process.
+        """Go on from what `state` returned in an earlier process.
 
         Args:
             state: That state.
@@ -237,7 +237,7 @@ class SampleCallback:
             self._earlier.load_state(state["drafts"])
 
     def check(self, model: Any) -> None:
-        """Finds out now what would make a round fail, the same on every host: prompts, sizes, model, configuration.
+        """Find out now what would make a round fail, the same on every host: prompts, sizes, model, configuration.
 
         Launches nothing. Training scripts call it before the first step, so that a mistake ends the run there and not
         in the hundredth step.
@@ -256,8 +256,8 @@ class SampleCallback:
                 checked.agree({**self._facts, **environment()})
                 engine, read = self._engine_for(model)
                 if hosts.is_leader:
-                    asked = with_drafts(read_round_prompts(self.config, self._tokenizer), self._earlier)
-                    engine.check(read, asked.compile_requests)
+                    round_prompts = with_drafts(read_round_prompts(self.config, self._tokenizer), self._earlier)
+                    engine.check(read, round_prompts.compile_requests)
                     if self.tasks is not None:
                         self.tasks.check()
 
@@ -321,7 +321,7 @@ class SampleCallback:
             log.warning("%s: the job is asked to end: no tasks after step %d", self.name, step)
 
     def _skip(self, step: int, error: HostError) -> None:
-        """Counts a failed round, the same on every host, and raises ``error`` again where the configuration says so."""
+        """Count a failed round, the same on every host, and raise ``error`` again where the configuration says so."""
         self.skipped_rounds += 1
         if self.config.on_error == "raise":
             raise error
@@ -377,7 +377,7 @@ class SampleCallback:
         return self._auditor
 
     def _log_sizing(self) -> None:
-        """Logs layout and capacities, and why, and what was compiled, as far as they are new."""
+        """Log layout and capacities, and why, and what was compiled, as far as they are new."""
         sizing = self._engine.sizing if self._engine else None
         if sizing is not None and sizing != self._logged_sizing:
             log.info("%s: %s", self.name, sizing.describe())

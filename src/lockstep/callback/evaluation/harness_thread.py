@@ -49,7 +49,7 @@ class HarnessThread[Result]:
         self._questions: queue.SimpleQueue[Question | Exception] = queue.SimpleQueue()
         self._answers: queue.SimpleQueue[list[Completion] | GivenUp] = queue.SimpleQueue()
         self._given_up = threading.Event()
-        self._asked = self._released = False
+        self._has_asked = self._released = False
         self._thread = threading.Thread(target=self._run, name="lockstep-harness", daemon=True)
         self._thread.start()
 
@@ -99,7 +99,7 @@ class HarnessThread[Result]:
             raise GivenUp
         if self._released:
             raise LockstepError("the harness asked again after its last question. This is a fault of the task's.")
-        self._asked = True
+        self._has_asked = True
         self._questions.put(Question(requests=requests, last=last))
         answers = self._answers.get()
         if isinstance(answers, GivenUp):
@@ -113,7 +113,7 @@ class HarnessThread[Result]:
         try:
             with leader_only():
                 result = self._work(self._ask)
-                if self._asked and not self._released:
+                if self._has_asked and not self._released:
                     self._ask([], True)  # its last question was one that needs no model
         except Exception as caught:
             error = caught

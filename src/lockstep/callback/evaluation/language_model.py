@@ -56,7 +56,7 @@ class EngineLM(TemplateLM):
         """When the last answers came."""
         self._ask, self._config, self._kinds = ask, config, kinds
         self._stop_ids = stop_ids(tokenizer)
-        self._asked: set[str] = set()
+        self._answered_kinds: set[str] = set()
 
     @property
     def eot_token_id(self) -> int:
@@ -149,7 +149,7 @@ class EngineLM(TemplateLM):
         Raises:
             ConfigError: A task has a generation argument that is not known here.
         """
-        asked, stops = [], []
+        engine_requests, stops = [], []
         for number, instance in enumerate(requests):
             context, arguments = instance.args
             tokens = self.tok_encode(context) or [self.prefix_token_id]
@@ -157,9 +157,9 @@ class EngineLM(TemplateLM):
             room = max(self.max_length - len(tokens), self.max_length // 2)
             params = self._params(arguments, instance.task_name, room)
             tokens = self._fitting(tokens, self.max_length - params.max_new_tokens)
-            asked.append(Request(prompt_id=number, prompt_tokens=tuple(tokens), params=params))
+            engine_requests.append(Request(prompt_id=number, prompt_tokens=tuple(tokens), params=params))
             stops.append(params.stop)
-        completions = self._answers(asked, "generate_until")
+        completions = self._answers(engine_requests, "generate_until")
         return [
             cut_at_stop(decode(self.tokenizer, each.tokens), stop)
             for each, stop in zip(completions, stops, strict=True)
@@ -197,7 +197,7 @@ class EngineLM(TemplateLM):
     def _score(self, pairs: Sequence[tuple[list[int], list[int]]], kind: str) -> list[tuple[float, bool]]:
         """For each (context, continuation) the continuation's log-probability, and whether it is the greedy one."""
         params = SamplingParams(max_new_tokens=1, prompt_logprobs=True, top_logprobs=1)
-        asked = [
+        engine_requests = [
             Request(
                 prompt_id=number,
                 prompt_tokens=tuple(self._fitting([*context, *continuation], self.max_length - 1)),
@@ -206,8 +206,8 @@ class EngineLM(TemplateLM):
             for number, (context, continuation) in enumerate(pairs)
         ]
         found = []
-        completions = self._answers(asked, kind)
-        for (_, continuation), request, completion in zip(pairs, asked, completions, strict=True):
+        completions = self._answers(engine_requests, kind)
+        for (_, continuation), request, completion in zip(pairs, engine_requests, completions, strict=True):
             # The first token of a prompt has no probability; a continuation that was cut to that length loses it.
             scored = range(max(1, len(request.prompt_tokens) - len(continuation)), len(request.prompt_tokens))
             logprobs = [completion.prompt_logprobs[at] for at in scored]
@@ -222,8 +222,8 @@ class EngineLM(TemplateLM):
         return tokens[-max(1, room) :]
 
     def _answers(self, requests: list[Request], kind: str) -> list[Completion]:
-        self._asked.add(kind)
-        completions = self._ask(requests, set(self._kinds()) <= self._asked) if requests else []
+        self._answered_kinds.add(kind)
+        completions = self._ask(requests, set(self._kinds()) <= self._answered_kinds) if requests else []
         self.requests += len(requests)
         self.answered_at = time.monotonic()
         return completions

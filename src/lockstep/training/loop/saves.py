@@ -90,21 +90,23 @@ class Saves:
         due_s = 60 * self._checkpointer.config.every_minutes
         return SAVE_FLAG if time.monotonic() - self._last_save >= due_s else 0
 
-    def after_step(self, state: TrainState, info: StepInfo, *, hooks_called: bool, asked: bool = False) -> None:
+    def after_step(
+        self, state: TrainState, info: StepInfo, *, hooks_called: bool, save_requested: bool = False
+    ) -> None:
         """Begin a save where one is due.
 
         Args:
             state: The state after the step.
             hooks_called: Whether all hooks have done their work for this step; where one has not, because the job is
                 asked to end, a resume has to begin here.
-            asked: Whether the leader asked for a save with its flag for this step.
+            save_requested: Whether the leader asked for a save with its flag for this step.
         """
         if self._checkpointer is None:
             return
         settings, step = self._checkpointer.config, info.next_step
         self._interrupted = not hooks_called and settings.save_on_preemption
         # The last one comes after the last hooks.
-        due = asked or (settings.every is not None and step % settings.every == 0)
+        due = save_requested or (settings.every is not None and step % settings.every == 0)
         if self._interrupted or (hooks_called and due and step < self._config.num_train_steps):
             self._save(state, info, hooks_called)
 

@@ -260,7 +260,9 @@ class Trainer:
                     if stopped_by or diverged:
                         self._hooks.after_signal()
                         break
-                    self._saves.after_step(state, info, hooks_called=self._hooks.after_step(info), asked=metrics.save)
+                    self._saves.after_step(
+                        state, info, hooks_called=self._hooks.after_step(info), save_requested=metrics.save
+                    )
                 else:
                     if not self._saves.complete:
                         self._hooks.after_last_step(info)
@@ -318,7 +320,7 @@ class Trainer:
         self, run: "_Run", step_fn: TrainStep, state: TrainState, step: int, stop: StopRequest
     ) -> tuple[TrainState, StepInfo, StepMetrics] | None:
         """One step: its batch, the launch, the next batch while the devices work, the figures; None without a batch."""
-        asked = time.perf_counter()
+        requested = time.perf_counter()
         batch = run.source.batch(step, state.model)
         if batch is None:
             return None
@@ -327,7 +329,7 @@ class Trainer:
             state, figures = step_fn(state, batch, *self._signals(step_fn, stop.signal or self._saves.flag()))
             run.source.prepare(step + 1)
             metrics = step_fn.read(figures)
-        speed = run.meter.step(batch, step_s=time.perf_counter() - start, wait_s=start - asked)
+        speed = run.meter.step(batch, step_s=time.perf_counter() - start, wait_s=start - requested)
         info = StepInfo.of(step, state, metrics, speed.step_s)
         run.log.step(info, metrics, speed, getattr(run.source, "progress", ""))
         return state, info, metrics

@@ -1,15 +1,10 @@
 """What a ``tasks`` block refuses, and when tasks are due."""
 
-from pathlib import Path
-
 import pytest
-import yaml
 
 from lockstep.callback import InferenceEvalConfig
 from lockstep.callback.evaluation import TasksConfig
 from lockstep.errors import ConfigError
-from lockstep.main.arguments import decode_config
-from tests.unit.test_docs import blocks
 
 
 @pytest.mark.parametrize(
@@ -37,9 +32,3 @@ def test_tasks_come_with_rounds():
     assert [step for step in range(0, 100, 20) if config.due(step, last=False)] == [0, 40, 80]
     assert config.due(90, last=True) and not TasksConfig().due(40, last=True)
     assert TasksConfig(names=["a"]).due(20, last=False)
-
-
-def test_the_yaml_of_the_page_is_read():
-    snippet = blocks(Path("docs/evaluation.md"), "yaml")[0]
-    config = decode_config(InferenceEvalConfig, yaml.safe_load(snippet)["inference_eval"], "the page")
-    assert config.tasks.names == ["gsm8k", "arc_easy"] and config.judge.model == "gpt-4.1-mini"
