@@ -24,10 +24,8 @@ ELSEWHERE = {
     "tests/tpu_compile/test_blocks.py": "models/attention/tpu_block_table",
     "tests/unit/batch_inference/test_run.py": "batch_inference/generate",
     "tests/unit/check/test_launches.py": "check/_jax",
-    "tests/unit/engine/test_sampling_fields.py": "training/rl/rollout_config",
     "tests/unit/models/attention/test_page_ops.py": "placement/device/float8",
     "tests/unit/models/attention/test_reference.py": "models/attention/base",
-    "tests/unit/training/rl/test_rollouts.py": "training/rl/rollout_report",
     "tests/unit/training/run/test_grpo.py": "training/run/config",
 }
 """Test files that have the tests of modules of other names, and these modules: to become fewer."""

@@ -56,7 +56,7 @@ from lockstep.training.rl import RewardConfig as RewardConfig
 from lockstep.training.rl import Rollouts as Rollouts
 from lockstep.training.rl import load_questions as load_questions
 from lockstep.training.rl import make_rewarder as make_rewarder
-from lockstep.training.rl.rollout_config import RolloutConfig as RolloutConfig
+from lockstep.training.rl.config import RolloutConfig as RolloutConfig
 from lockstep.training.run import HF_DTYPES as HF_DTYPES
 from lockstep.training.run import TrainConfig as TrainConfig
 from lockstep.training.run import TrainGrpoConfig as TrainGrpoConfig

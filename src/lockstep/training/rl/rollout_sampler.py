@@ -15,10 +15,9 @@ from lockstep.models import read_decoder
 from lockstep.text import StopFinder, stop_ids, token_count
 from lockstep.training.loop.config import TrainerConfig
 from lockstep.training.rl.config import GrpoRunFields
+from lockstep.training.rl.groups import Sampled, completions_from_json
 from lockstep.training.rl.questions import AnswerRows, Questions
-from lockstep.training.rl.rewarding import Rewarder
-from lockstep.training.rl.sampled import Sampled, completions_from_json
-from lockstep.training.rl.scoring import Scoring
+from lockstep.training.rl.rewarding import Rewarder, Scoring
 from lockstep.types import Completion, Request
 
 if TYPE_CHECKING:

@@ -20,14 +20,12 @@ from lockstep.training.loop.config import TrainerConfig
 from lockstep.training.loop.hooks import StepInfo
 from lockstep.training.objectives.grpo import GrpoConfig, group_advantages
 from lockstep.training.rl.config import GrpoRunFields
-from lockstep.training.rl.figures import RewardTrend, StepClock, StepTimes
-from lockstep.training.rl.groups import Groups, choose_groups
+from lockstep.training.rl.groups import Groups, Sampled, choose_groups
 from lockstep.training.rl.questions import AnswerRows, Questions
 from lockstep.training.rl.rewarding import Rewarder
 from lockstep.training.rl.rollout import LogprobColumns, Rollout, make_columns
-from lockstep.training.rl.rollout_report import RolloutReport
+from lockstep.training.rl.rollout_report import RewardTrend, RolloutReport, StepClock, StepTimes
 from lockstep.training.rl.rollout_sampler import RolloutSampler
-from lockstep.training.rl.sampled import Sampled
 from lockstep.training.step.train_step import BATCH_SPEC, batch_structs
 from lockstep.types import FinishReason
 

@@ -13,7 +13,7 @@ from lockstep.training.data.rows import Batches
 from lockstep.training.loop.batch_source import BatchSource
 from lockstep.training.loop.config import TrainerConfig
 from lockstep.training.objectives import LossFn, lm_loss
-from lockstep.training.rl.rollout_config import RolloutConfig
+from lockstep.training.rl.config import RolloutConfig
 from lockstep.training.run.setup import DataSource, Setup
 from lockstep.training.step.optimizer import OptimizerConfig
 

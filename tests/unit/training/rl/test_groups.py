@@ -1,15 +1,17 @@
 """Which groups are learned from, and which answers of them."""
 
 import dataclasses
+import json
 
 import numpy as np
 import pytest
 
 from lockstep.errors import ConfigError
 from lockstep.training import StepInfo
-from lockstep.training.rl.groups import Groups, choose_groups
-from lockstep.training.rl.rewarding import Rewards
+from lockstep.training.rl.groups import Groups, Sampled, choose_groups, completions_from_json
+from lockstep.training.rl.rewarding import Rewards, Scoring
 from lockstep.training.rl.rewards import FunctionReward
+from lockstep.types import FinishReason
 from tests import rollouts as runs
 from tests.unit.training.rl.made_up import completion
 from tests.unit.training.rl.parrot import Cut, Parrot
@@ -146,3 +148,13 @@ def test_much_clipping_of_answers_that_are_new_is_said_once(caplog):
     assert [step(0, 0.2), step(1, 0.21), step(2, 0.9)] == [0, 1, 1]
     assert "step 2: clipping takes away the gradient of 21 % of the tokens" in caplog.text
     assert "train/logprob_gap is 0.5" in caplog.text
+
+
+def test_a_checkpoint_keeps_every_answer_bit_for_bit():
+    values = [completion(0, 0, [7, 3]), completion(0, 1, []), completion(1, 0, [9], FinishReason.LENGTH)]
+    odd = float(np.float32(0.1))
+    values.append(dataclasses.replace(values[0], prompt_id=1, generation_id=1, logprobs=(-odd, -1e-30)))
+    before = Sampled(number=3, questions=[5, 2], completions=values, scoring=Scoring({}, workers=0))
+    kept = json.loads(json.dumps(before.to_json()))
+    assert kept["number"] == 3 and kept["questions"] == [5, 2]
+    assert completions_from_json(kept) == values

@@ -8,7 +8,7 @@ import numpy as np
 from lockstep.hosts import Ledger
 from lockstep.models import read_decoder
 from lockstep.training.rl import rollout_sampler
-from lockstep.training.rl.sampled import Sampled
+from lockstep.training.rl.groups import Sampled
 from lockstep.types import Drafts
 from tests import rollouts as runs
 from tests import tiny
