@@ -186,6 +186,7 @@ def test_the_loss_of_a_model_reads_the_columns_that_it_names():
     assert set(config.columns(3, on_policy=True)) == set(batch)
     parts = config(table_model, batch)
     assert float(parts.total / parts.weight) == pytest.approx(-1.2 * 3.0)
+    assert float(parts.metrics["ratio"] / parts.weight) == pytest.approx(2.0)
 
 
 @pytest.mark.parametrize(
