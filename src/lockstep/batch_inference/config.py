@@ -71,12 +71,6 @@ class SampleConfig(EvaluationFields, SamplingFields):
     """``global_mesh``: the model is sharded over the devices of all hosts, which work on the same prompts in lockstep.
     ``host_data_parallel``: every host has the whole model on its own devices and works on its own share of the
     prompts. The draws are the same, and the tokens up to a near-tie that rounding decides."""
-    prompt_field: str = "prompt"
-    """The field of a .jsonl line with the prompt, a text."""
-    messages_field: str = "messages"
-    """The field of a .jsonl line with the messages of a chat, a list of ``{role, content}``."""
-    answer_field: str = "answer"
-    """The field of a .jsonl line with the reference answer."""
     n_rounds: int = 1
     """The number of times that all prompts are answered; round r draws with seed + r."""
     max_prompts_per_batch: int | None = None

@@ -13,7 +13,7 @@ from jaxtyping import Bool, Int
 
 from lockstep.hosts import Hosts
 from lockstep.json_text import from_peer
-from lockstep.text import Prompt, encode
+from lockstep.text import Prompt, PromptFields, encode, warn_of_texts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -143,6 +143,7 @@ class _Line:
     text: str | None
     messages: tuple[dict[str, Any], ...] | None
     answer: str | None
+    fields: dict[str, Any]
     tokens: tuple[int, ...]
 
 
@@ -187,13 +188,14 @@ class PromptStore:
         self._file.seek(self._offsets[number])
         line = self._file.read(self._offsets[number + 1] - self._offsets[number])
         found = from_peer(line, _Line, "a prompt of the leader's")
-        prompt = Prompt(id=number, text=found.text, messages=found.messages, answer=found.answer)
+        prompt = Prompt(id=number, text=found.text, messages=found.messages, answer=found.answer, fields=found.fields)
         return EncodedPrompt(prompt=prompt, tokens=found.tokens)
 
 
 def encoded_lines(
     prompts: Iterator[Prompt],
     tokenizer: "PreTrainedTokenizerBase",
+    fields: PromptFields | None = None,
     *,
     max_seq_len: int | None,
     max_new_tokens: int,
@@ -202,6 +204,7 @@ def encoded_lines(
 
     Args:
         prompts: The prompts in their order.
+        fields: The format that they were read in; None: the default.
         max_seq_len: The most tokens of a prompt and its completion together; None for no limit.
         max_new_tokens: The most tokens of a completion.
 
@@ -211,11 +214,15 @@ def encoded_lines(
     Raises:
         PromptError: A prompt cannot be used; raised when it is reached.
     """
+    texts: Prompt | None = None
     for prompt in prompts:
+        texts = prompt if prompt.messages is None and (prompt.id == 0 or texts) else None
         (tokens,) = encode(tokenizer, [prompt], max_seq_len=max_seq_len, max_new_tokens=max_new_tokens)
         messages = None if prompt.messages is None else [dict(message) for message in prompt.messages]
-        record = {"text": prompt.text, "messages": messages, "answer": prompt.answer, "tokens": tokens}
-        yield json.dumps(record).encode() + b"\n"
+        record = {"text": prompt.text, "messages": messages, "answer": prompt.answer, "fields": dict(prompt.fields)}
+        yield json.dumps({**record, "tokens": tokens}).encode() + b"\n"
+    if texts is not None:
+        warn_of_texts(tokenizer, [texts], fields or PromptFields())
 
 
 def store_prompts(hosts: Hosts, lines: Iterator[bytes] | None, *, piece_bytes: int = PIECE_BYTES) -> PromptStore:

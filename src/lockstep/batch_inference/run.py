@@ -67,7 +67,7 @@ from lockstep.report import (
     print_table,
     write_parquet,
 )
-from lockstep.text import PromptFields, StopFinder, iter_prompts, load_tokenizer, stop_ids, tokenizer_digest
+from lockstep.text import StopFinder, iter_prompts, load_tokenizer, stop_ids, tokenizer_digest
 from lockstep.urls import check_bare_name
 
 if TYPE_CHECKING:
@@ -158,12 +158,10 @@ class _Run:
         hosts.phase("reading prompts")
         lines: Iterator[bytes] | None = None
         if hosts.is_leader:
-            fields = PromptFields(
-                prompt=config.prompt_field, messages=config.messages_field, answer=config.answer_field
-            )
             lines = encoded_lines(
-                iter_prompts(config.prompts, fields, config.max_line_bytes),
+                iter_prompts(config.prompts, config.prompt_fields, config.max_line_bytes),
                 self.tokenizer,
+                config.prompt_fields,
                 max_seq_len=config.engine.max_seq_len,
                 max_new_tokens=config.max_new_tokens,
             )

@@ -12,7 +12,7 @@ from lockstep.engine import EarlierAnswers, Generation, PhaseClock, Ready, gener
 from lockstep.engine.schedule import FindStop
 from lockstep.hosts import Hosts, Watchdog, environment
 from lockstep.json_text import from_peer
-from lockstep.text import Prompt, StopFinder, encode, read_prompts, stop_ids
+from lockstep.text import Prompt, StopFinder, encode, read_prompts, stop_ids, warn_of_texts
 from lockstep.types import Completion, Request
 
 if TYPE_CHECKING:
@@ -50,7 +50,8 @@ def read_round_prompts(
         ConfigError: A stop string can never be found, or there are fewer prompts than a round has.
     """
     StopFinder(tokenizer).check(config.stop)
-    prompts = read_prompts(config.prompts, config.max_line_bytes)
+    prompts = read_prompts(config.prompts, config.prompt_fields, config.max_line_bytes)
+    warn_of_texts(tokenizer, prompts, config.prompt_fields)
     config.check_prompts_per_round(len(prompts))
     params = config.sampling_params(stop_ids(tokenizer))
     encoded = encode(tokenizer, prompts, max_seq_len=config.max_seq_len, max_new_tokens=config.max_new_tokens)

@@ -245,7 +245,7 @@ def _lengths(
     key, source = f"{block}.prompts" if block else "prompts", asked.prompts
     room = None if max_seq_len is None else max_seq_len - params.max_new_tokens
     try:
-        prompts = read_prompts(source, asked.max_line_bytes)
+        prompts = read_prompts(source, asked.prompt_fields, asked.max_line_bytes)
     except PromptError as error:
         if not (isinstance(source, str) and "://" in source and room):
             raise

@@ -10,8 +10,8 @@ from lockstep.errors import ConfigError, LockstepError
 from lockstep.plugins import load_object
 from lockstep.report.answers import last_number, same_number
 from lockstep.report.pattern import Pattern
-from lockstep.report.rows import COLUMNS, SAMPLE_COLUMNS, Row, SampleRow, TableRow, metric_names
-from lockstep.text import MAX_LINE_BYTES, Prompt
+from lockstep.report.rows import COLUMNS, FIELDS, SAMPLE_COLUMNS, Row, SampleRow, TableRow, metric_names
+from lockstep.text import MAX_LINE_BYTES, Prompt, PromptFields, PromptFormat
 
 type AnyRow = Row | SampleRow
 """A row of a training run or of ``lockstep sample``; a metric may read what both have."""
@@ -160,7 +160,7 @@ def _columns(names: Iterable[str], taken: Collection[str] = ()) -> dict[str, str
         column = "regex" if name.startswith(_REGEX) else name.rpartition(":")[2]
         if column == "regex" and column in columns:
             column = f"regex_{sum(each.startswith('regex') for each in columns) + 1}"
-        if column in columns or column in COLUMNS or column in SAMPLE_COLUMNS or column in taken:
+        if column in columns or column in COLUMNS or column in SAMPLE_COLUMNS or column == FIELDS or column in taken:
             raise ConfigError(f"metric {name!r}: the table already has a column {column!r}. Rename or remove it.")
         columns[column] = name
     return columns
@@ -260,6 +260,16 @@ class EvaluationFields:
 
     prompts: list[dict[str, Any] | str] | str = dataclasses.field(default_factory=list)
     """A list of texts, ``{prompt, answer}`` or ``{messages, answer}``, or a .txt or .jsonl file (local or URL)."""
+    prompt_format: PromptFormat | None = None
+    """``chat``: a prompt that is a text is the user's message, through the tokenizer's chat template. ``text``: the
+    model goes on from it. Null: as ``text``, with a warning where the tokenizer has a template and no prompt is a chat.
+    """
+    prompt_field: str = "prompt"
+    """The field of a .jsonl line with the prompt, a text. Fields with no name here go through to the rows."""
+    messages_field: str = "messages"
+    """The field of a .jsonl line with the messages of a chat, a list of ``{role, content}``."""
+    answer_field: str = "answer"
+    """The field of a .jsonl line with the reference answer."""
     max_line_bytes: int = MAX_LINE_BYTES
     """The most bytes of a line of the file of prompts; a longer one is an error, and is not read whole."""
     metrics: list[str] = dataclasses.field(default_factory=list)
@@ -267,3 +277,13 @@ class EvaluationFields:
     ``repetition``, ``perplexity``, or ``module:function`` of (row, prompt) -> float or None (no value)."""
     skip_samples_table: bool = False
     """No table of rows in the tracker and none at the terminal; the scalars are logged."""
+
+    @property
+    def prompt_fields(self) -> PromptFields:
+        """The names of the fields of a prompt, and its format."""
+        return PromptFields(
+            prompt=self.prompt_field,
+            messages=self.messages_field,
+            answer=self.answer_field,
+            format=self.prompt_format,
+        )

@@ -1,6 +1,7 @@
 """Rows as Parquet, where pyarrow is installed."""
 
 import itertools
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.json_text import refused
 from lockstep.report.jsonl import parse_record
+from lockstep.report.rows import FIELDS
 
 _ROWS = 4096
 """Rows that are in memory at a time."""
@@ -68,7 +70,9 @@ def _rows(lines: Path) -> Iterator[dict[str, Any]]:
     with open(lines, "rb") as file:
         for number, line in enumerate(file, start=1):
             if line.endswith(b"\n") and line.strip():
-                yield parse_record(line, f"{lines}:{number}")
+                row = parse_record(line, f"{lines}:{number}")
+                # Objects of users have no one type: they are texts of JSON here.
+                yield row | {FIELDS: json.dumps(row[FIELDS])} if isinstance(row.get(FIELDS), dict) else row
 
 
 def _columns(lines: Path) -> dict[str, str]:

@@ -27,8 +27,11 @@ TOKEN_COLUMNS = ("tokens", "token_logprobs")
 KEPT_COLUMNS = ("token_ids", "logprobs")
 """The columns of a file with each token's id and its natural-log probability: two lists of the same length."""
 
-FILE_COLUMNS = TOKEN_COLUMNS + KEPT_COLUMNS
-"""The columns that only a file has; their values are lists."""
+FIELDS = "fields"
+"""The column of a file with the further fields of a prompt's line, an object."""
+
+FILE_COLUMNS = (*TOKEN_COLUMNS, *KEPT_COLUMNS, FIELDS)
+"""The columns that only a file has; their values are lists, those of `FIELDS` objects."""
 
 SAMPLE_COLUMNS = ("round", "prompt_id", "generation_id", "prompt", "generated_text", "num_tokens")
 """The columns of a row of ``lockstep sample``, in the order of its table; metrics follow."""
@@ -62,6 +65,7 @@ class CompletionRow:
         finish_reason: Why the completion ended: ``stop``, ``length``, ``budget`` or ``cancelled``.
         mean_logprob: The mean natural-log probability of the sampled tokens; 0 where none was sampled.
         metrics: The value of each metric, by the metric's name; None where it has no value for this row.
+        fields: The further fields of the prompt's line, for the file alone.
     """
 
     columns: ClassVar[tuple[str, ...]]
@@ -74,6 +78,7 @@ class CompletionRow:
     finish_reason: str
     mean_logprob: float
     metrics: Mapping[str, float | None] = dataclasses.field(default_factory=dict)
+    fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def from_completion(cls, completion: Completion, prompt: Prompt, text: str, **when: Any) -> Self:
@@ -91,6 +96,7 @@ class CompletionRow:
             num_tokens=len(completion.tokens),
             finish_reason=str(completion.finish_reason),
             mean_logprob=float(np.mean(completion.logprobs)) if completion.logprobs else 0.0,
+            fields=prompt.fields,
             **when,
         )
 
@@ -134,7 +140,8 @@ class Row(CompletionRow):
         """The row as a file has it: ``to_dict``, and the tokens where there are any."""
         columns = zip(TOKEN_COLUMNS, zip(*self.tokens, strict=True), strict=False)
         kept = zip(KEPT_COLUMNS, self.kept or (), strict=False)
-        return self.to_dict() | {name: list(values) for name, values in (*columns, *kept)}
+        further = {FIELDS: dict(self.fields)} if self.fields else {}
+        return self.to_dict() | further | {name: list(values) for name, values in (*columns, *kept)}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Row":
@@ -148,7 +155,8 @@ class Row(CompletionRow):
         """
         metrics = {name: _number(value) for name, value in values.items() if name not in COLUMNS + FILE_COLUMNS}
         columns = {column: values[column] for column in COLUMNS}
-        return cls(**columns | {"mean_logprob": float(columns["mean_logprob"])}, metrics=metrics)
+        columns |= {"mean_logprob": float(columns["mean_logprob"]), FIELDS: values.get(FIELDS, {})}
+        return cls(**columns, metrics=metrics)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -168,9 +176,10 @@ class SampleRow(CompletionRow):
     mean_logprob: float = 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        """The row as it is written: ``SAMPLE_COLUMNS``, how it ended, then its metrics."""
+        """The row as it is written: ``SAMPLE_COLUMNS``, how it ended, its prompt's further fields, its metrics."""
         columns = {column: getattr(self, column) for column in SAMPLE_COLUMNS}
-        return {**columns, "finish_reason": self.finish_reason, **self.metrics}
+        further = {FIELDS: dict(self.fields)} if self.fields else {}
+        return {**columns, "finish_reason": self.finish_reason, **further, **self.metrics}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "SampleRow":
@@ -183,8 +192,8 @@ class SampleRow(CompletionRow):
             KeyError: A column is missing.
         """
         own = (*SAMPLE_COLUMNS, "finish_reason")
-        metrics = {name: _number(value) for name, value in values.items() if name not in own}
-        return cls(**{name: values[name] for name in own}, metrics=metrics)
+        metrics = {name: _number(value) for name, value in values.items() if name not in (*own, FIELDS)}
+        return cls(**{name: values[name] for name in own}, fields=values.get(FIELDS, {}), metrics=metrics)
 
 
 def metric_names(rows: Iterable[TableRow]) -> tuple[str, ...]:

@@ -1,6 +1,7 @@
 """The files of a run, and their rows, checked: of training, of ``lockstep sample``, or written by another program."""
 
 import dataclasses
+import json
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -9,7 +10,7 @@ from typing import Any, Final, Literal
 
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.report.jsonl import numbered_records
-from lockstep.report.rows import FILE_COLUMNS, TOKEN_COLUMNS, Row
+from lockstep.report.rows import FIELDS, FILE_COLUMNS, TOKEN_COLUMNS, Row
 
 ROWS: Final = (
     "samples.jsonl",
@@ -126,7 +127,7 @@ class SavedRow:
         generation_id: The number of the answer among those of its prompt.
         finish_reason: Why the answer ended; empty where the file does not say.
         numbers: Further columns that are numbers, by name; None where there is no value.
-        texts: Further columns that are texts, by name.
+        texts: Further columns that are texts, by name, and the further fields of the prompt's line.
         tokens: Each token's text and natural-log probability; empty where the file does not have them.
     """
 
@@ -190,6 +191,11 @@ def parse_row(record: Mapping[str, Any], place: str) -> SavedRow:
             texts[name] = value
         else:
             raise _wrong(place, name, value, "a number, a text or null")
+    further = record.get(FIELDS, {})
+    if not isinstance(further, Mapping):
+        raise _wrong(place, FIELDS, further, "an object")
+    for name, value in further.items():
+        texts.setdefault(name, value if isinstance(value, str) else json.dumps(value))
     return SavedRow(
         axis=axis,
         when=_count(record, axis, place),

@@ -1,17 +1,23 @@
 """Prompts: reading them from a list or a file, and turning them into token ids."""
 
 import dataclasses
+import functools
 import io
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
+from lockstep.credentials import get_logger
 from lockstep.errors import PromptError
 from lockstep.json_text import parse_json
 from lockstep.urls import url_to_fs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+log = get_logger(__name__)
+
+PromptFormat = Literal["chat", "text"]
 
 type PromptSource = str | Sequence[str | Mapping[str, Any]]
 """A path or URL of a .txt or .jsonl file, or a list of texts and mappings."""
@@ -31,6 +37,7 @@ class Prompt:
         text: The text that the model continues; None for a chat.
         messages: The messages of a chat, ``{"role": …, "content": …}`` each; None for a text.
         answer: The reference answer, which metrics compare with; None where there is none.
+        fields: The further fields of its line, such as an id of the user's.
 
     Raises:
         PromptError: Neither or both of text and messages are given, one of them is empty, or a message is without role
@@ -45,6 +52,7 @@ class Prompt:
     text: str | None = None
     messages: tuple[Mapping[str, str], ...] | None = None
     answer: str | None = None
+    fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if (self.text is None) == (self.messages is None):
@@ -72,27 +80,33 @@ class Prompt:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PromptFields:
-    """The names of the fields of a ``.jsonl`` line.
+    """The names of the fields of a ``.jsonl`` line, and the format of texts.
 
     Args:
         prompt: The field of the prompt, a text.
         messages: The field of the messages of a chat.
         answer: The field of the reference answer.
+        format: ``chat``: a text is the user's message of a chat. ``text``, or None: the model goes on from it; with
+            None `warn_of_texts` says so where the tokenizer has a chat template.
     """
 
     prompt: str = "prompt"
     messages: str = "messages"
     answer: str = "answer"
+    format: PromptFormat | None = None
 
 
-def read_prompts(source: PromptSource, max_line_bytes: int = MAX_LINE_BYTES) -> list[Prompt]:
+def read_prompts(
+    source: PromptSource, fields: PromptFields | None = None, max_line_bytes: int = MAX_LINE_BYTES
+) -> list[Prompt]:
     """Read prompts from a list or a file.
 
     Args:
         source: A list whose items are texts, ``{"prompt": …, "answer": …}`` or ``{"messages": […], "answer": …}``
             (answers are optional); or the path or URL (``gs://…``, through fsspec) of a ``.txt`` file with one prompt
             per line or a ``.jsonl`` file with such an item per line. Empty lines are skipped, and other fields of a
-            ``.jsonl`` line are ignored.
+            ``.jsonl`` line are those of the prompt.
+        fields: The names of the fields in a ``.jsonl`` file, and the format; None: those of `PromptFields`.
         max_line_bytes: The bytes of a line of the file at most.
 
     Returns:
@@ -101,7 +115,7 @@ def read_prompts(source: PromptSource, max_line_bytes: int = MAX_LINE_BYTES) -> 
     Raises:
         PromptError: There are no prompts, a file or a line cannot be read, or a prompt is empty.
     """
-    return list(iter_prompts(source, max_line_bytes=max_line_bytes))
+    return list(iter_prompts(source, fields, max_line_bytes))
 
 
 def iter_prompts(
@@ -111,7 +125,7 @@ def iter_prompts(
 
     Args:
         source: The list or the file, as for `read_prompts`.
-        fields: The names of the fields in a ``.jsonl`` file; None: those of `PromptFields`.
+        fields: The names of the fields in a ``.jsonl`` file, and the format; None: those of `PromptFields`.
         max_line_bytes: The bytes of a line of the file at most.
 
     Yields:
@@ -121,15 +135,16 @@ def iter_prompts(
         PromptError: As for `read_prompts`, when the item is reached.
     """
     items: Iterable[tuple[str, object]]
+    fields = fields or PromptFields()
     if isinstance(source, str):
         items, name, strict = _read_file(source, max_line_bytes), source, False
     else:
         items = ((f"prompts[{index}]", item) for index, item in enumerate(source))
-        name, fields, strict = "prompts", None, True
+        name, fields, strict = "prompts", PromptFields(format=fields.format), True
     index = -1
     for index, (place, item) in enumerate(items):
         try:
-            prompt = _parse(index, item, fields or PromptFields(), strict=strict)
+            prompt = _parse(index, item, fields, strict=strict)
         except PromptError as error:
             raise PromptError(f"{place}: {error}") from None
         yield prompt
@@ -175,6 +190,25 @@ def encode(
     return encoded
 
 
+def warn_of_texts(tokenizer: "PreTrainedTokenizerBase", prompts: Iterable[Prompt], fields: PromptFields) -> None:
+    """Warn, once in a process, where a model for chats is given texts alone and nothing says that it is meant.
+
+    Args:
+        fields: The format that was asked for.
+    """
+    if fields.format is None and tokenizer.chat_template and all(prompt.messages is None for prompt in prompts):
+        _warn_of_texts(str(tokenizer.name_or_path))
+
+
+@functools.cache
+def _warn_of_texts(tokenizer: str) -> None:
+    log.warning(
+        "the tokenizer %r has a chat template and every prompt is a plain text, from which the model goes on as from a "
+        "document. Set prompt_format: chat to ask each as a user's message, or prompt_format: text if it is meant.",
+        tokenizer,
+    )
+
+
 def _encode_one(tokenizer: "PreTrainedTokenizerBase", prompt: Prompt) -> tuple[int, ...]:
     if prompt.text is not None:
         return tuple(int(token) for token in tokenizer.encode(prompt.text))
@@ -195,7 +229,7 @@ def _encode_one(tokenizer: "PreTrainedTokenizerBase", prompt: Prompt) -> tuple[i
 
 def _parse(index: int, item: object, fields: PromptFields, *, strict: bool) -> Prompt:
     if isinstance(item, str):
-        return Prompt(id=index, text=item)
+        return _formatted(index, item, None, {}, fields)
     if not isinstance(item, Mapping):
         raise PromptError(f"{item!r} is not a prompt. Write a text, {{prompt, answer}} or {{messages, answer}}.")
     if strict and (unknown := [key for key in item if key not in INLINE_KEYS]):
@@ -204,7 +238,7 @@ def _parse(index: int, item: object, fields: PromptFields, *, strict: bool) -> P
     if text is None and messages is None:
         raise PromptError(
             f"has neither {fields.prompt!r} nor {fields.messages!r} (its fields: "
-            f"{', '.join(map(str, item)) or 'none'})."
+            f"{', '.join(map(str, item)) or 'none'}). Set prompt_field, or messages_field for a chat, to one of them."
         )
     if text is not None and not isinstance(text, str):
         raise PromptError(f"{fields.prompt!r} is {text!r}; it must be a text. For a chat use {fields.messages!r}.")
@@ -214,7 +248,18 @@ def _parse(index: int, item: object, fields: PromptFields, *, strict: bool) -> P
         not isinstance(messages, Sequence) or not all(isinstance(message, Mapping) for message in messages)
     ):
         raise PromptError(f"{fields.messages!r} is {messages!r}; it must be a list of {{role, content}}.")
-    return Prompt(id=index, text=text, messages=None if messages is None else tuple(messages), answer=answer)
+    further = {str(key): item[key] for key in item if key not in (fields.prompt, fields.messages, fields.answer)}
+    if text is not None and messages is None:
+        return _formatted(index, text, answer, further, fields)
+    return Prompt(
+        id=index, text=text, messages=None if messages is None else tuple(messages), answer=answer, fields=further
+    )
+
+
+def _formatted(index: int, text: str, answer: str | None, further: Mapping[str, Any], fields: PromptFields) -> Prompt:
+    if fields.format == "chat" and text.strip():
+        return Prompt(id=index, messages=({"role": "user", "content": text},), answer=answer, fields=further)
+    return Prompt(id=index, text=text, answer=answer, fields=further)
 
 
 def _read_file(path: str, max_line_bytes: int) -> Iterator[tuple[str, object]]:

@@ -36,7 +36,7 @@ def body_store(hosts, prompts, piece_bytes):
 @pytest.mark.parametrize("piece_bytes", [1, 200, 10**6])
 def test_every_host_gets_the_leaders_prompts_in_pieces(piece_bytes):
     prompts = [
-        Prompt(id=0, text="What is 8 plus 9?", answer="sevénteen"),
+        Prompt(id=0, text="What is 8 plus 9?", answer="sevénteen", fields={"id": "q7", "tags": [1]}),
         Prompt(id=1, messages=({"role": "user", "content": "one\ntwo\u2028"},)),
         *(Prompt(id=i, text=f"prompt {i}") for i in range(2, 9)),
     ]

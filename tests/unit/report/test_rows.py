@@ -6,6 +6,8 @@ import json
 import pytest
 
 from lockstep.report import Row, SampleRow
+from lockstep.report.parquet import write_parquet
+from lockstep.report.saved_rows import parse_row
 from lockstep.text import Prompt
 from lockstep.types import Completion, FinishReason
 from tests.unit.report.test_answers import row
@@ -49,3 +51,19 @@ def test_a_row_of_training_survives_its_file():
     before = Row.from_completion(completion(-1.0), PROMPT, "so", step=7)
     before = dataclasses.replace(before, metrics={"gsm8k": None, "length": 2.0})
     assert Row.from_dict(json.loads(json.dumps(before.to_dict()))) == before
+
+
+@pytest.mark.parametrize(("cls", "when"), [(Row, {"step": 7}), (SampleRow, {"round": 2})])
+def test_further_fields_of_a_prompt_go_through_to_the_file_and_every_reader_of_it(cls, when, tmp_path):
+    prompt = dataclasses.replace(PROMPT, fields={"id": "q7", "level": 3})
+    before = cls.from_completion(completion(-1.0), prompt, "so", **when)
+    record = before.to_record() if isinstance(before, Row) else before.to_dict()
+    assert record["fields"] == {"id": "q7", "level": 3}
+    assert cls.from_dict(json.loads(json.dumps(record))).fields == prompt.fields
+    assert cls.from_dict(json.loads(json.dumps(record))).metrics == {}
+    saved = parse_row(record, "a.jsonl:1")
+    assert (saved.texts["id"], saved.texts["level"]) == ("q7", "3")
+    lines = tmp_path / "rows.jsonl"
+    lines.write_text(json.dumps(record) + "\n")
+    pq = pytest.importorskip("pyarrow.parquet")
+    assert json.loads(pq.read_table(write_parquet(lines)).to_pylist()[0]["fields"]) == prompt.fields

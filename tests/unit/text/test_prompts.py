@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from lockstep.errors import PromptError
-from lockstep.text import Prompt, encode, load_tokenizer, read_prompts
+from lockstep.text import Prompt, PromptFields, encode, load_tokenizer, read_prompts, warn_of_texts
+from lockstep.text import prompts as prompt_module
 
 DEMO_TOKENIZER = Path(__file__).parents[3] / "data" / "demo" / "tokenizer"
 CHAT = {"messages": [{"role": "user", "content": "What is 3 plus 4?"}], "answer": "seven"}
@@ -133,3 +134,36 @@ def test_a_chat_without_a_template_or_one_it_refuses_is_an_error():
     tokenizer.chat_template = None
     with pytest.raises(PromptError, match=r"prompt 0 is a chat, but the tokenizer '.*' has no chat template\. Use a"):
         encode(tokenizer, read_prompts([CHAT]))
+
+
+def test_further_fields_of_a_line_are_the_prompt_s_and_names_may_be_others(tmp_path):
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"ask": "One", "gold": "1", "id": "q7", "level": 3}\n')
+    (prompt,) = read_prompts(str(path), PromptFields(prompt="ask", answer="gold"))
+    assert (prompt.text, prompt.answer, prompt.fields) == ("One", "1", {"id": "q7", "level": 3})
+    with pytest.raises(PromptError, match=r"neither 'prompt'.*\(its fields: ask, gold, id, level\). Set prompt_field"):
+        read_prompts(str(path))
+
+
+def test_texts_are_a_user_s_messages_where_the_format_is_chat(tmp_path):
+    path = tmp_path / "p.txt"
+    path.write_text("One\n")
+    chat = PromptFields(format="chat")
+    for source in (str(path), ["One"], [{"prompt": "One"}]):
+        (prompt,) = read_prompts(source, chat)
+        assert prompt.messages == ({"role": "user", "content": "One"},) and prompt.text is None
+    assert read_prompts([CHAT], chat) == read_prompts([CHAT])
+    with pytest.raises(PromptError, match="prompt 0 is empty"):
+        read_prompts([" "], chat)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "format", "warned"),
+    [(["One"], None, True), (["One"], "text", False), (["One", CHAT], None, False), (["One"], "chat", False)],
+)
+def test_texts_alone_for_a_model_of_chats_are_warned_of_once(tokenizer, prompts, format, warned, caplog, monkeypatch):
+    monkeypatch.setattr(prompt_module, "_warn_of_texts", prompt_module._warn_of_texts.__wrapped__)
+    fields = PromptFields(format=format)
+    assert tokenizer.chat_template
+    warn_of_texts(tokenizer, read_prompts(prompts, fields), fields)
+    assert ("Set prompt_format: chat" in caplog.text) is warned

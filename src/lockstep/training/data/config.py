@@ -349,8 +349,8 @@ class PreferenceDataConfig(DataConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GrpoDataConfig(DataConfig):
-    """The data of `train-grpo`: records in the format of GSM8K, with the fields ``question`` and ``answer``, read whole
-    by every host. A row has prompt and sampled answer together, at most ``max_seq_len`` tokens; ``truncate`` leaves out
+    """The data of `train-grpo`: records with a question and its reference answer, as GSM8K has them, read whole by
+    every host. A row has prompt and sampled answer together, at most ``max_seq_len`` tokens; ``truncate`` leaves out
     the questions that leave too little room for an answer. Held-out questions are those of ``inference_eval``.
     """
 
@@ -358,6 +358,10 @@ class GrpoDataConfig(DataConfig):
     format: Literal["chat", "text"] = "chat"
     """``chat``: the question is the user's message, through the tokenizer's chat template. ``text``: the model goes on
     from the question itself."""
+    question_field: str = "question"
+    """The field of a record with the question, a text."""
+    answer_field: str = "answer"
+    """The field of a record with the reference answer, a text. All other fields reach rewards as ``prompt.fields``."""
     system_prompt: str | None = None
     """The system's message before the question, with ``format: chat``; null: none."""
     instruction: str = ""

@@ -23,9 +23,6 @@ if TYPE_CHECKING:
 
 log = get_logger(__name__)
 
-FIELDS = ("question", "answer")
-"""The fields of a record."""
-
 ORDER_VERSION = 1
 """Grows with every change of what `Questions.drawn` returns, so that no run goes on from a checkpoint of another order.
 """
@@ -55,7 +52,8 @@ class Questions:
         """Return the SHA-256 of all questions and of their order, and its version, for hosts to agree on."""
         answers = [each.answer for each in self.prompts]
         first = self._order(0)[:64].tolist()  # another version of NumPy may shuffle otherwise
-        parts = digest(f"{self.seed} {self.shuffle}", repr(self.tokens), repr(answers), repr(first))
+        further = [repr([sorted(each.fields.items()) for each in self.prompts])] * any(x.fields for x in self.prompts)
+        parts = digest(f"{self.seed} {self.shuffle}", repr(self.tokens), repr(answers), repr(first), *further)
         return f"{parts} (version {ORDER_VERSION} of the order)"
 
     def drawn(self, rollout: int, count: int, attempt: int = 0) -> Int[np.ndarray, " prompt"]:
@@ -150,30 +148,33 @@ def iter_questions(config: GrpoDataConfig, rewards: Sequence[RewardConfig] = ())
     Raises:
         ConfigError: A file or a record cannot be used.
     """
-    for number, (place, question, answer) in enumerate(_read(config, rewards)):
+    for number, (place, record) in enumerate(_read(config, rewards)):
         try:
-            prompt = _prompt(config, number, question, answer)
+            prompt = _prompt(config, number, record)
         except PromptError as error:
             raise ConfigError(f"{place}: {error}") from error
         yield place, prompt
 
 
-def _read(config: GrpoDataConfig, rewards: Sequence[RewardConfig]) -> Iterator[tuple[str, str, str]]:
-    """Yields the place of each question, the question, and its answer."""
+def _read(config: GrpoDataConfig, rewards: Sequence[RewardConfig]) -> Iterator[tuple[str, Record]]:
+    """Yields the place of each question, and its record."""
     if not config.train_urls:
         raise ConfigError("data.train_urls is empty; at least 1 file is needed. List files, e.g. [data/train.jsonl].")
     bad: list[str] = []
     for source in config.train_urls:
         for file in list_files(source if isinstance(source, str) else source.url, "data.train_urls"):
-            for number, _, record in read_piece(file, 0, 1, FIELDS, config.max_line_bytes):
+            for number, _, record in read_piece(file, 0, 1, (), config.max_line_bytes):
                 place = f"{file.path}:{number}"
                 try:
                     if record is None:
                         continue
-                    question, answer = _text(record, "question"), _text(record, "answer")
+                    if isinstance(record, BadRow):
+                        raise record
+                    _text(record, "question", config.question_field)
+                    answer = _text(record, "answer", config.answer_field)
                     for reward in rewards:
                         reward.check_answer(answer)
-                    yield place, question, answer
+                    yield place, record
                 except BadRow as error:
                     bad.append(f"{place} {error}")
                     if config.on_bad_row == "raise" or len(bad) > config.max_bad_rows:
@@ -185,23 +186,22 @@ def _read(config: GrpoDataConfig, rewards: Sequence[RewardConfig]) -> Iterator[t
         log.warning("question left out: %s", each)
 
 
-def _text(record: Record | BadRow, name: str) -> str:
-    if isinstance(record, BadRow):
-        raise record
+def _text(record: Record, what: str, name: str) -> str:
     value = record.get(name)
     if not isinstance(value, str):
-        raise BadRow(f"needs the field {name!r} with a text, and has {sorted(record)}")
+        raise BadRow(f"needs the field {name!r} with a text (data.{what}_field), and has {sorted(record)}")
     return value
 
 
-def _prompt(config: GrpoDataConfig, number: int, question: str, answer: str) -> Prompt:
-    text = question + config.instruction
+def _prompt(config: GrpoDataConfig, number: int, record: Record) -> Prompt:
+    text, answer = record[config.question_field] + config.instruction, record[config.answer_field]
+    fields = {name: record[name] for name in record if name not in (config.question_field, config.answer_field)}
     if config.format == "text":
-        return Prompt(id=number, text=text, answer=answer)
+        return Prompt(id=number, text=text, answer=answer, fields=fields)
     messages: list[Mapping[str, str]] = [{"role": "user", "content": text}]
     if config.system_prompt is not None:
         messages.insert(0, {"role": "system", "content": config.system_prompt})
-    return Prompt(id=number, messages=tuple(messages), answer=answer)
+    return Prompt(id=number, messages=tuple(messages), answer=answer, fields=fields)
 
 
 @functools.lru_cache(maxsize=4)

@@ -105,3 +105,15 @@ def test_a_tokenizer_without_a_chat_template_is_refused(tmp_path):
 def test_a_system_prompt_needs_a_chat():
     with pytest.raises(ConfigError, match=r"data\.system_prompt is given and data\.format is text"):
         GrpoDataConfig(format="text", system_prompt="x")
+
+
+def test_fields_have_names_of_the_user_s_and_all_others_reach_rewards(tmp_path):
+    path = tmp_path / "q.jsonl"
+    path.write_text('{"ask": "2 + 2", "gold": "4", "tests": ["assert f() == 4"]}\n')
+    questions = load(str(path), question_field="ask", answer_field="gold")
+    (prompt,) = questions.prompts
+    assert (prompt.answer, prompt.fields) == ("4", {"tests": ["assert f() == 4"]})
+    path.write_text('{"ask": "2 + 2", "gold": "4", "tests": ["assert f() == 5"]}\n')
+    assert load(str(path), question_field="ask", answer_field="gold").digest() != questions.digest()
+    with pytest.raises(ConfigError, match=r"field 'question' with a text \(data.question_field\), and has \['ask'"):
+        load(str(path))
