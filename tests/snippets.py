@@ -73,6 +73,7 @@ def model_of(mesh):
 """
 
 PROGRAMS = {
+    "docs/grpo.md": "",
     "README.md": TINY
     + """
 import lockstep.levanter
@@ -166,6 +167,11 @@ SLOW = {
 """Pages whose programs `make slow` runs, and why."""
 
 AFTER = {
+    "docs/grpo.md": """
+from types import SimpleNamespace
+row = SimpleNamespace(generated_text="a b", finish_reason="stop")
+assert judge(row, SimpleNamespace(fields={"must_say": ["a", "c"]})) == 0.5
+""",
     "README.md": "assert hooks[-1] == 100",
     "docs/levanter.md": "assert hooks[-1] == 100 and not Config().inference_eval.enabled",
     "docs/tunix.md": "assert isinstance(hooks[0], lockstep.tunix.SampleHooks)",
