@@ -30,10 +30,9 @@ ASKED = "the launcher asked for it"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Ending:
-    """How the command has ended on one worker.
+    """The end of the command on one worker.
 
     Args:
-        worker: The worker's number.
         code: Its exit code.
         at: When, in seconds since 1970 by the launcher's clock.
         reason: What ended it, where it did not end by itself.
@@ -92,7 +91,7 @@ DETACH_S = 1.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """How an attempt ended.
+    """The outcome of an attempt.
 
     Args:
         code: Its exit code.
@@ -108,8 +107,8 @@ class Outcome:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Plan:
-    """What an attempt starts, and how long it waits.
+class AttemptSpec:
+    """The command of an attempt, and its time limits.
 
     Args:
         id: The attempt's name on the workers.
@@ -138,22 +137,23 @@ class RunningAttempt:
     """The command on all workers.
 
     Args:
-        transport: How the workers are reached.
-        plan: What is started.
+        spec: What is started.
         console: Where output goes.
         why_lost: Why the platform took workers away, None where it did not.
     """
 
-    def __init__(self, transport: Transport, plan: Plan, console: Console, why_lost: Callable[[], str | None]) -> None:
-        self._workers, self._plan, self._console, self._why_lost = transport.workers, plan, console, why_lost
+    def __init__(
+        self, transport: Transport, spec: AttemptSpec, console: Console, why_lost: Callable[[], str | None]
+    ) -> None:
+        self._workers, self._spec, self._console, self._why_lost = transport.workers, spec, console, why_lost
         count = len(transport.workers)
         self._events: queue.Queue[Event] = queue.Queue(WAITING_EVENTS)
         self._followers = [
             Follower(
                 transport,
                 index,
-                {"root": plan.roots[index], "attempt": plan.id},
-                dict(plan.starts[index]),
+                {"root": spec.roots[index], "attempt": spec.id},
+                dict(spec.starts[index]),
                 0,
                 self._events,
             )
@@ -161,9 +161,9 @@ class RunningAttempt:
         ]
         self._rest = [b""] * count
         self._last = [collections.deque[bytes](maxlen=LAST_LINES) for _ in range(count)]
-        for path in plan.logs:
+        for path in spec.logs:
             path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        self._logs = [open(path, "wb", buffering=0, opener=_private) for path in plan.logs]
+        self._logs = [open(path, "wb", buffering=0, opener=_private) for path in spec.logs]
         self._endings: dict[int, Ending] = {}
         self._cause: Ending | None = None
         self._cause_text = ""
@@ -176,7 +176,7 @@ class RunningAttempt:
         self._begin = time.monotonic()
         self._all_started: float | None = None
         self._asking: threading.Thread | None = None
-        self._asked = time.monotonic()
+        self._question_at = time.monotonic()
         self._taken = ""  # what the platform has said
 
     def run(self) -> Outcome:
@@ -206,11 +206,11 @@ class RunningAttempt:
         now = time.monotonic()
         for follower in self._followers:
             if follower.worker not in self._endings:
-                follower.tick(self._plan.lease_s if self._plan.foreground else None)
+                follower.tick(self._spec.lease_s if self._spec.foreground else None)
         self._find_lost(now)
         self._find_cause()
         if self._terminate_at is not None and now > self._terminate_at:
-            self._terminate_at, self._kill_at = None, now + min(self._plan.grace_s, OTHERS_S)
+            self._terminate_at, self._kill_at = None, now + min(self._spec.grace_s, OTHERS_S)
             others = self._running()
             if others:
                 self._console.say(f"ending the other {len(others)} process(es)")
@@ -226,7 +226,7 @@ class RunningAttempt:
 
     def _left_alone(self) -> bool:
         """Whether it runs everywhere, and is to run without the launcher."""
-        if self._plan.foreground or self._endings or self._stopped_by is not None:
+        if self._spec.foreground or self._endings or self._stopped_by is not None:
             return False
         if self._all_started is None and all(follower.started for follower in self._followers):
             self._all_started = time.monotonic()
@@ -260,7 +260,7 @@ class RunningAttempt:
             self._end(self._ending(index, event.result))
 
     def _ending(self, index: int, result: dict[str, Any]) -> Ending:
-        now, skew = time.time(), self._plan.skews_s[index]
+        now, skew = time.time(), self._spec.skews_s[index]
         if "error" in result:
             return Ending(worker=index, code=SETUP_FAILED, at=now, reason=result["error"])
         if result["state"] != "ended":
@@ -286,7 +286,7 @@ class RunningAttempt:
         if not away:
             return
         ending = self._stopped_by is not None or self._cause is not None
-        patience = min(self._plan.unreachable_s, GIVE_UP_S if ending else self._plan.unreachable_s)
+        patience = min(self._spec.unreachable_s, GIVE_UP_S if ending else self._spec.unreachable_s)
         if self._first_failure is not None:
             patience = min(patience, UNCLEAR_S)
         for follower in away:
@@ -296,13 +296,13 @@ class RunningAttempt:
                 reason = self._taken or f"it could not be reached for {seconds:.0f} s"
                 code = WORKER_LOST if follower.started else UNREACHABLE
                 self._end(Ending(worker=follower.worker, code=code, at=time.time() - seconds, reason=reason))
-                if follower.started and self._plan.foreground:
+                if follower.started and self._spec.foreground:
                     self._console.say(
                         f"worker {name}: {reason}; if it still runs, it stops the command by itself "
-                        f"{self._plan.lease_s:g} s after it has last heard of this launcher"
+                        f"{self._spec.lease_s:g} s after it has last heard of this launcher"
                     )
-        if now - self._asked > QUESTION_S and (self._asking is None or not self._asking.is_alive()):
-            self._asked = now
+        if now - self._question_at > QUESTION_S and (self._asking is None or not self._asking.is_alive()):
+            self._question_at = now
             self._asking = threading.Thread(target=self._ask_platform, daemon=True)
             self._asking.start()
 
@@ -331,7 +331,7 @@ class RunningAttempt:
         if last and not any(line.startswith(ERROR) for line in last):
             self._console.say("its last lines:")
             self._console.raw("".join(f"[{index}] {line.decode(errors='replace')}\n" for line in last))
-        self._terminate_at = time.monotonic() + min(self._plan.grace_s, REPORT_S)
+        self._terminate_at = time.monotonic() + min(self._spec.grace_s, REPORT_S)
 
     def _describe(self, ending: Ending) -> str:
         why = f" ({ending.reason})" if ending.reason else ""
@@ -353,12 +353,12 @@ class RunningAttempt:
                 self._killed, self._kill_at = True, time.monotonic()
                 continue
             self._console.say(
-                f"{signal.Signals(number).name}, stopping {count} process(es); they have {self._plan.grace_s:g} s to "
+                f"{signal.Signals(number).name}, stopping {count} process(es); they have {self._spec.grace_s:g} s to "
                 "save. Ctrl-C again kills them at once"
             )
             for follower in self._running():
                 follower.ask("stop")
-            self._kill_at = time.monotonic() + self._plan.grace_s + REPORT_S
+            self._kill_at = time.monotonic() + self._spec.grace_s + REPORT_S
 
     def _outcome(self) -> Outcome:
         if self._stopped_by is not None:

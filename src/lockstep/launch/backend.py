@@ -105,7 +105,7 @@ class WorkerBackend(abc.ABC):
         return None
 
     def why_lost(self, options: argparse.Namespace) -> str | None:
-        """Why the platform took workers away ("node my-pod is PREEMPTED"), None where it did not.
+        """The reason why the platform took workers away ("node my-pod is PREEMPTED"), None where it did not.
 
         It is asked every few seconds while a worker cannot be reached, and before a retry.
         """
@@ -117,12 +117,7 @@ class WorkerBackend(abc.ABC):
 
 
 def root_on_worker(name: str, index: int) -> str:
-    """The directory of a job on a worker; with the worker's number, as several may share a home directory.
-
-    Args:
-        name: The job's name.
-        index: The worker's number.
-    """
+    """The directory of a job on a worker; with the worker's number, as several may share a home directory."""
     return f"~/.lockstep/work/{name}/worker-{index}"
 
 
@@ -140,7 +135,7 @@ class LaunchError(LockstepError):
 
 
 class Backend(Protocol):
-    """Where the processes of a job run. Every method but `add_options` returns the launcher's exit code."""
+    """The platform of a job's processes. Every method but `add_options` returns the launcher's exit code."""
 
     def add_options(self, parser: argparse.ArgumentParser) -> None:
         """Add this backend's own options, and the shared groups of `options` that have a meaning for it."""
@@ -184,7 +179,7 @@ class Patience:
         self._since: float | None = None
 
     def look[Found](self, ask: Callable[[], Found]) -> Found | None:
-        """What the platform says; None where it cannot be reached now.
+        """The answer of the platform; None where it cannot be reached now.
 
         Args:
             ask: Asks it.

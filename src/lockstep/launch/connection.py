@@ -30,7 +30,7 @@ BOOT = (
     " exec(compile(text,name,'exec'),module.__dict__)\n"
     f"sys.modules['{AGENT}.main'].main()"
 )
-"""What a worker's Python is told: take the agent from standard input. Nothing is installed on the worker."""
+"""The program of a worker's Python: take the agent from standard input. Nothing is installed on the worker."""
 COMMAND = f"exec python3 -I -c {shlex.quote(BOOT)}"
 """The shell command of every connection."""
 STDERR_BYTES = 2000
@@ -56,8 +56,6 @@ class Connection:
     """A request to the agent on one worker, and its answer.
 
     Args:
-        transport: How the worker is reached.
-        worker: The worker's number.
         request: What the agent is asked for.
         payload: Files or bytes that follow the request.
         stays: Whether words can be sent after that (`send`).
@@ -146,7 +144,7 @@ class Connection:
         raise DroppedError(self.why(b""))
 
     def why(self, noise: bytes) -> str:
-        """What ssh, or the worker's shell, has said."""
+        """The last words of ssh, or of the worker's shell."""
         code = self._process.wait()
         self._errors.seek(0, 2)
         self._errors.seek(max(0, self._errors.tell() - STDERR_BYTES))
@@ -179,7 +177,7 @@ NEEDED: Final = {
     "follow": ("state",),
     "ended": ("code", "ended", "reason"),
 }
-"""What an answer has, by the operation, or of a command that has ended."""
+"""The fields of an answer, by the operation, or of a command that has ended."""
 
 
 def answered(data: bytes, operation: str) -> dict[str, Any]:
@@ -245,8 +243,6 @@ def call(
     """Ask the agent on a worker for something, and wait for its answer.
 
     Args:
-        transport: How the worker is reached.
-        worker: The worker's number.
         request: What is asked for.
         payload: Files or bytes that follow the request.
         on_output: Takes what is printed meanwhile.

@@ -1,4 +1,4 @@
-"""What the launcher shows, and keeps: its own lines, and those of the workers, without the values of secrets."""
+"""The output of the launcher, shown and kept: its own lines and those of the workers, without the values of secrets."""
 
 import os
 import sys
@@ -10,7 +10,7 @@ from lockstep.printable import printable
 from lockstep.redact import Redactor
 
 ERROR = b"error: "
-"""How a line begins in which a process says why it ends (lockstep.hosts.exit)."""
+"""The beginning of a line in which a process says why it ends (lockstep.hosts.exit)."""
 
 
 class Console:
@@ -26,7 +26,7 @@ class Console:
         self._log = log
         self._lock = threading.Lock()
         self._errors: set[bytes] = set()
-        self._said: set[str] = set()
+        self._shown_once: set[str] = set()
         if log is not None:
             log.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
 
@@ -37,14 +37,14 @@ class Console:
 
     def once(self, text: str) -> None:
         """As `say`, but not again what was said before, until it is forgotten."""
-        if text not in self._said:
-            self._said.add(text)
+        if text not in self._shown_once:
+            self._shown_once.add(text)
             self.say(text)
 
     def forget(self, beginning: str) -> bool:
         """Forget what begins so; return whether it was said."""
-        known = {text for text in self._said if text.startswith(beginning)}
-        self._said -= known
+        known = {text for text in self._shown_once if text.startswith(beginning)}
+        self._shown_once -= known
         return bool(known)
 
     def raw(self, text: str) -> None:

@@ -22,11 +22,7 @@ def show_commands(
     """Print the commands that create workers, then those for each worker.
 
     Args:
-        options: The options as parsed.
-        environment: The variables of the user.
-        name: The job's name.
         created: Shell commands that create the workers.
-        transport: How the workers are reached.
         setup: The script that sets a worker up; None: none.
         setup_folder: The directory that ``created`` fills with the script and the files that it needs; None: there
             are none.

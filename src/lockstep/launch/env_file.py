@@ -20,7 +20,7 @@ was saved in between (lockstep.hosts.fault)."""
 
 
 def job_variables(processes: int) -> dict[str, str]:
-    """What every process of a job on other machines is told; ``--env`` may say otherwise.
+    """The variables of every process of a job on other machines; ``--env`` may say otherwise.
 
     Args:
         processes: How many there must be.
@@ -49,9 +49,6 @@ class JobEnvironment:
 def job_environment(options: argparse.Namespace) -> JobEnvironment:
     """Read ``--env`` and ``--env_file``; the first wins where both set a variable.
 
-    Args:
-        options: The options as parsed.
-
     Raises:
         ConfigError: The file cannot be read.
     """
@@ -68,9 +65,6 @@ def read_env_file(path: Path) -> dict[str, str]:
     """Read lines ``NAME=VALUE``; ``export`` before, quotes around a value, empty lines and ``#`` lines are allowed.
 
     Nothing is expanded: a ``$`` is a ``$``.
-
-    Args:
-        path: The file.
 
     Raises:
         ConfigError: The file is not there, or a line has no name.

@@ -28,7 +28,6 @@ class Event:
     """Something that a follower has learnt.
 
     Args:
-        worker: The worker's number.
         kind: ``connected``, ``started``, ``output``, ``dropped`` or ``result``.
         data: What was printed.
         text: Why the connection dropped.
@@ -46,8 +45,6 @@ class Follower(threading.Thread):
     """Follows an attempt on one worker until it has ended there.
 
     Args:
-        transport: How the worker is reached.
-        worker: The worker's number.
         request: ``root`` and ``attempt``.
         start: The specification of the command; None: it was started before.
         offset: Bytes of the log that are known.
@@ -85,9 +82,9 @@ class Follower(threading.Thread):
             except DroppedError as error:
                 if self.connected:
                     self.connected, self.away_since, delay = False, time.monotonic(), DELAYS_S[0]
-                self._tell("dropped", text=str(error))
+                self._publish("dropped", text=str(error))
             except LaunchError as error:
-                self._tell("result", result={"error": str(error)})
+                self._publish("result", result={"error": str(error)})
                 return
             self._finished.wait(delay)
             delay = min(2 * delay, DELAYS_S[1])
@@ -104,20 +101,20 @@ class Follower(threading.Thread):
                 self._sign = time.monotonic()
                 if not self.connected:
                     self.connected = True
-                    self._tell("connected")
+                    self._publish("connected")
                 if kind == "S" and not self.started:
                     self.started = True
-                    self._tell("started")
+                    self._publish("started")
                 elif kind == "O":
                     self._offset += len(data)
-                    self._tell("output", data=data)
+                    self._publish("output", data=data)
                 elif kind == "R":
-                    self._tell("result", result=answered(data, "follow"))
+                    self._publish("result", result=answered(data, "follow"))
         finally:
             self._connection = None
             connection.close()
 
-    def _tell(self, kind: str, data: bytes = b"", text: str = "", result: dict[str, Any] | None = None) -> None:
+    def _publish(self, kind: str, data: bytes = b"", text: str = "", result: dict[str, Any] | None = None) -> None:
         event = Event(worker=self.worker, kind=kind, data=data, text=text, result=result or {})
         while not self._finished.is_set():
             try:

@@ -29,7 +29,7 @@ CALL_S: Final = 300.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cause:
-    """Why gcloud refuses.
+    """A reason why gcloud refuses.
 
     Args:
         name: One word for it.
@@ -191,8 +191,6 @@ class GcloudError(LaunchError):
     Args:
         command: The command that failed, as it can be pasted.
         text: What it printed.
-        zone: The zone of the call.
-        project: The project of the call.
     """
 
     def __init__(self, command: str, text: str, *, zone: str = "", project: str = ""):

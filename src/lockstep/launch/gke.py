@@ -16,7 +16,7 @@ from lockstep.launch.backend import LaunchError, Patience
 from lockstep.launch.console import Console
 from lockstep.launch.dry_run import here_document
 from lockstep.launch.gke_manifest import JOB_ID, job_set, secret
-from lockstep.launch.gke_plan import GkePlan, add_gke_options
+from lockstep.launch.gke_spec import GkeSpec, add_gke_options
 from lockstep.launch.kubectl import Kubectl, PodLogs, PodState, not_started, pod_states, verdict
 from lockstep.launch.processes import signals_to
 from lockstep.launch.record import Attempt, JobRecord, find_record
@@ -29,7 +29,7 @@ SAY_S: Final = 60.0
 NAMED: Final = 8
 """Processes that such a line names."""
 STUCK: Final = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "CreateContainerConfigError")
-"""Why a pod waits that will never start."""
+"""The reasons of pods that wait and will never start."""
 
 
 class Gke:
@@ -41,18 +41,18 @@ class Gke:
 
     def run(self, options: argparse.Namespace) -> int:
         """Create the objects and, in the foreground, show the pods' logs until the JobSet has ended."""
-        plan = GkePlan.of(options)
-        record, cluster = plan.record, Cluster(plan.record)
+        spec = GkeSpec.of(options)
+        record, cluster = spec.record, Cluster(spec.record)
         cluster.make_room(find_record(record.name))
-        job, maps, said = plan.with_files()
+        job, maps, said = spec.with_files()
         record.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         console = Console(log=record.directory / "launcher.log")
         console.say(f"job {job.name}: {job.slices} x {job.slice.name}, {job.pods} pods{said and chr(10)}{said}")
         record = record.with_attempt(Attempt(number=1, id=job.name, started=time.time()))
         record.save()  # whoever starts a job of this name next knows what this one may have left
         try:
-            if plan.environment.secret:
-                cluster.create(secret(job, plan.environment.secret))
+            if spec.environment.secret:
+                cluster.create(secret(job, spec.environment.secret))
             for each in maps:
                 cluster.create(each)
             cluster.create(job_set(job))
@@ -73,14 +73,14 @@ class Gke:
 
     def dry_run(self, options: argparse.Namespace) -> int:
         """Print the manifest and the commands that create the objects, ready to paste."""
-        plan = GkePlan.of(options)
-        kubectl = Cluster(plan.record).kubectl
-        job, _, said = plan.with_files()
-        if plan.environment.secret:
-            names = "".join(f"{name}\n" for name in plan.environment.secret)
+        spec = GkeSpec.of(options)
+        kubectl = Cluster(spec.record).kubectl
+        job, _, said = spec.with_files()
+        if spec.environment.secret:
+            names = "".join(f"{name}\n" for name in spec.environment.secret)
             words = kubectl.argv("create", "secret", "generic", job.name, "--from-env-file=/dev/stdin")
             # A line with a name alone is the variable of kubectl's environment: no value is in a command line.
-            print(f"# The Secret with {', '.join(plan.environment.secret)}, from the variables of your shell:")
+            print(f"# The Secret with {', '.join(spec.environment.secret)}, from the variables of your shell:")
             if options.env_file:
                 path = shlex.quote(os.path.join(".", options.env_file))
                 print(f"(set -a && . {path} && set +a && {shlex.join(words)}) {here_document(names)}")
@@ -142,9 +142,6 @@ class Gke:
 class Cluster:
     """A job's objects on its cluster.
 
-    Args:
-        job: The job.
-
     Attributes:
         count: The number of its processes.
     """
@@ -160,7 +157,7 @@ class Cluster:
         self.count = kind.hosts * int(job.options["slices"])
 
     def look(self) -> tuple[dict[str, Any], list[PodState]]:
-        """What there is of the JobSet, nothing where it is gone, and its pods."""
+        """The JobSet, empty where it is gone, and its pods."""
         found = self.kubectl.get("jobset", self.job.name)
         pods = self.kubectl.get("pods", self._selector)
         return found if self._id in _ids(found) else {}, pod_states(pods, self._hosts)

@@ -29,14 +29,14 @@ CONTAINER: Final = "worker"
 JOB_ID: Final = "lockstep/job-id"
 """The label of all objects and pods of a job with its `GkeJob.id`: what lacks it is not this job's."""
 PARTS: Final = "/lockstep/parts"
-"""Where the ConfigMaps are in a pod, as the files ``part-00``, ``part-01``, …"""
+"""The directory of the ConfigMaps in a pod, as the files ``part-00``, ``part-01``, …"""
 FILES: Final = "/lockstep/files"
-"""Where the files are in a pod once the parts are put together."""
+"""The directory of the files in a pod once the parts are put together."""
 WORKDIR: Final = "/lockstep/work"
-"""Where the command runs in a pod, in the copy of ``--sync``."""
+"""The directory in which the command runs in a pod, in the copy of ``--sync``."""
 SYNCED: Final = "sync.tar.gz"
 INSTALLED: Final = "lockstep: installed, the command starts"
-"""What a pod prints between the two: until then the others wait for it."""
+"""The line that a pod prints between the two: until then the others wait for it."""
 CAUSE_S: Final = 15
 """Seconds that a pod waits which another one has ended, or may have, so that Kubernetes learns of the cause first."""
 PART_BYTES: Final = 1_000_000
@@ -53,16 +53,14 @@ LIMIT_STAYS: Final = 'echo "the limit of locked memory stays at $(ulimit -l) KiB
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GkeJob:
-    """What the objects are made of.
+    """A job on GKE, of which the objects are made.
 
     Args:
         name: The name of all of them.
         id: What no other job has, of this name or another.
-        slice: The TPU slice.
         slices: The number of slices.
         command: What every pod runs.
         image: The container image.
-        environment: Public variables.
         secret_names: The names of the variables in the Secret.
         files: The names of the files in the ConfigMaps.
         parts: The number of ConfigMaps.
@@ -103,9 +101,6 @@ class GkeJob:
 
 def job_set(job: GkeJob) -> dict[str, Any]:
     """The JobSet: a Job for each slice with a pod on each of its hosts.
-
-    Args:
-        job: The job.
 
     Returns:
         The manifest, without secrets. A failure that another try can cure starts all pods again, any other ends them.
@@ -150,7 +145,6 @@ def secret(job: GkeJob, variables: Mapping[str, str]) -> dict[str, Any]:
     """The Secret with the secret variables; it goes to kubectl's standard input and nowhere else.
 
     Args:
-        job: The job.
         variables: The variables.
     """
     data = {name: base64.b64encode(value.encode()).decode() for name, value in variables.items()}
@@ -161,7 +155,6 @@ def config_maps(job: GkeJob, archive: bytes) -> list[dict[str, Any]]:
     """The ConfigMaps with the job's files.
 
     Args:
-        job: The job.
         archive: The files, as a tar archive.
     """
     parts = [archive[at : at + PART_BYTES] for at in range(0, len(archive), PART_BYTES)]
@@ -177,21 +170,12 @@ def config_maps(job: GkeJob, archive: bytes) -> list[dict[str, Any]]:
 
 
 def config_map_name(job: GkeJob, index: int) -> str:
-    """The name of one of the ConfigMaps.
-
-    Args:
-        job: The job.
-        index: Its number.
-    """
+    """The name of one of the ConfigMaps."""
     return f"{job.name}-files-{index:02}"
 
 
 def pod_script(job: GkeJob) -> str:
-    """The Bash of a pod: it puts the files together, installs, and runs its arguments.
-
-    Args:
-        job: The job.
-    """
+    """The Bash of a pod: it puts the files together, installs, and runs its arguments."""
     lines = ["set -u", f"cd {WORKDIR} || exit {SETUP_FAILED}"]
     if not job.privileged:
         lines += [f"ulimit -l {LOCKED_KIB} 2> /dev/null || {{ {LIMIT_STAYS}; }}"]
@@ -282,7 +266,7 @@ def _environment(job: GkeJob) -> list[dict[str, Any]]:
 
 
 def _pod_failure_rules() -> list[dict[str, Any]]:
-    """What a failed pod means: a disruption or a code that another try can cure counts, any other ends the JobSet."""
+    """The rules for a failed pod: a disruption, or a code that another try can cure, counts; others end the JobSet."""
     retried = [row.code for row in EXIT_CODES.values() if row.retried]
     return [
         {"action": "Count", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},

@@ -163,12 +163,12 @@ class GoogleBackend(WorkerBackend):
         return {path.name: path.read_bytes(), "constraints.txt": (setup_vm.ROOT / "constraints.txt").read_bytes()}
 
     def setup_folder(self, options: argparse.Namespace) -> str | None:
-        """Where the commands of `plan` put the wheel, the constraints and the script."""
+        """The directory in which the commands of `plan` put the wheel, the constraints and the script."""
         version = setup_vm.version_of() if self._installs(options) else None
         return str(setup_vm.wheel_path(setup_vm.ROOT, version).parent) if version else None
 
     def why_lost(self, options: argparse.Namespace) -> str | None:
-        """What happened to the pod, if anything did; None too where Google does not answer."""
+        """The fate of the pod, in words; None where there is nothing to say, or Google does not answer."""
         try:
             return self.pod(options).lost()
         except LaunchError:
@@ -291,7 +291,7 @@ class TpuVmBackend(GoogleBackend):
 
 
 WORKER_NUMBER: Final = "http://metadata.google.internal/computeMetadata/v1/instance/attributes/agent-worker-number"
-"""Where a machine reads its number within its slice, as JAX does (GceTpuCluster)."""
+"""The URL at which a machine reads its number within its slice, as JAX does (GceTpuCluster)."""
 
 
 class MigBackend(GoogleBackend):

@@ -101,7 +101,7 @@ class Kubectl:
         return done.stdout
 
     def get(self, *words: str) -> dict[str, Any]:
-        """What ``kubectl get`` says of objects; without items or fields where there are none.
+        """Objects as ``kubectl get`` prints them; without items or fields where there are none.
 
         Args:
             words: Kind and name, or kind and selector.
@@ -131,10 +131,9 @@ IN_CONSEQUENCE = (PEER_FAILED, TERMINATED)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PodState:
-    """What Kubernetes says of a pod.
+    """The state of a pod, as Kubernetes tells it.
 
     Args:
-        name: Its name.
         uid: Its identity: a pod that is made again has another.
         process: The number of its process in the job.
         attempt: The number of the attempt, from 1.
@@ -239,7 +238,6 @@ class PodLogs:
     """Follows the logs of pods, each over a connection of its own, and keeps them in the job's directory.
 
     Args:
-        job: The job.
         kubectl: How its cluster is reached.
         console: Where lines are shown too; None: nowhere.
 

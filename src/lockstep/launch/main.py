@@ -36,7 +36,6 @@ def with_named(name: str | None, backends: Mapping[str, Backend]) -> Mapping[str
 
     Args:
         name: The value of ``--backend``, or what the record of a job has; None where none is given.
-        backends: The backends by name.
 
     Raises:
         ConfigError: There is no such class.
@@ -67,10 +66,6 @@ LATER = {
 def parse(argv: Sequence[str], backends: Mapping[str, Backend] = BACKENDS) -> argparse.Namespace:
     """Read the options before ``--`` and the command after it, see `parse_options`.
 
-    Args:
-        argv: The command line after ``launch run``.
-        backends: The backends by name.
-
     Raises:
         ConfigError: A backend that is given as ``module:Class`` cannot be imported.
     """
@@ -82,7 +77,6 @@ def main(arguments: Sequence[str] | None = None, backends: Mapping[str, Backend]
 
     Args:
         arguments: The command line after ``launch``; None: that of this process.
-        backends: The backends by name.
 
     Returns:
         The exit code.

@@ -10,7 +10,7 @@ from lockstep.launch.backend import Backend
 
 CAPACITY_TYPES = ("on-demand", "spot", "reserved", "best-effort")
 DEBUG = "--debug"
-"""What shows the stack of every error, whatever the command."""
+"""The option that shows the stack of every error, whatever the command."""
 PROG = "lockstep launch"
 USAGE = f"{PROG} [run] [options] -- command [arguments]\n       {PROG} status|logs|stop|delete NAME"
 
@@ -34,7 +34,6 @@ def parse_options(argv: Sequence[str], backends: Mapping[str, Backend]) -> argpa
 
     Args:
         argv: The command line after ``launch`` or ``launch run``.
-        backends: The backends by name.
 
     Returns:
         The common options and those of the chosen backend, and ``command`` as a list.
@@ -70,7 +69,6 @@ def add_backend_options(parser: argparse.ArgumentParser, backends: Mapping[str, 
 
     Args:
         parser: The parser, which lets a later option replace an earlier one.
-        backends: The backends by name.
     """
     add_common_options(parser, backends)
     for backend in backends.values():
@@ -122,12 +120,7 @@ def default_backend(words: Sequence[str]) -> str:
 
 
 def add_common_options(parser: argparse.ArgumentParser, backends: Mapping[str, Backend]) -> None:
-    """Add what every backend has.
-
-    Args:
-        parser: The parser.
-        backends: The backends by name.
-    """
+    """Add what every backend has."""
     add = parser.add_argument_group("all backends").add_argument
     add(
         "--backend",
@@ -147,11 +140,7 @@ def add_common_options(parser: argparse.ArgumentParser, backends: Mapping[str, B
 
 
 def add_job_options(parser: argparse.ArgumentParser) -> None:
-    """Add what backends have whose jobs run on other machines, and can go on without the launcher.
-
-    Args:
-        parser: The parser.
-    """
+    """Add what backends have whose jobs run on other machines, and can go on without the launcher."""
     add = parser.add_argument_group("jobs on other machines").add_argument
     add("--name", help="the job's name for status, logs, stop and delete (default: from the date)")
     add(
@@ -178,11 +167,7 @@ def add_job_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_worker_options(parser: argparse.ArgumentParser) -> None:
-    """Add `add_job_options`, and how the launcher deals with workers that it reaches one by one.
-
-    Args:
-        parser: The parser.
-    """
+    """Add `add_job_options`, and how the launcher deals with workers that it reaches one by one."""
     add_job_options(parser)
     add = parser.add_argument_group("workers").add_argument
     add("--workdir", metavar="DIR", help="where the command runs on a worker (default: the copy of --sync, or home)")
@@ -205,11 +190,7 @@ def add_worker_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_tpu_options(parser: argparse.ArgumentParser) -> None:
-    """Add what backends for TPU slices share.
-
-    Args:
-        parser: The parser.
-    """
+    """Add what backends for TPU slices share."""
     add = parser.add_argument_group("TPU slices").add_argument
     add("--tpu_name", metavar="NAME", help="the name of the slice; one that exists is used as it is")
     add("--tpu_type", metavar="TYPE", help="chip and size, for example v5p-64 or v6e-8")
@@ -219,11 +200,7 @@ def add_tpu_options(parser: argparse.ArgumentParser) -> None:
 
 
 def name_value(text: str) -> tuple[str, str]:
-    """Read ``NAME=VALUE``, as a type of argparse.
-
-    Args:
-        text: What was given.
-    """
+    """Read ``NAME=VALUE``, as a type of argparse."""
     name, sign, value = text.partition("=")
     if not sign:
         raise argparse.ArgumentTypeError(f"{text} has no '='; write NAME=VALUE")
@@ -235,22 +212,14 @@ def name_value(text: str) -> tuple[str, str]:
 
 
 def count(text: str) -> int:
-    """Read a number of at least 1, as a type of argparse.
-
-    Args:
-        text: What was given.
-    """
+    """Read a number of at least 1, as a type of argparse."""
     if int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} is too small; it must be at least 1")
     return int(text)
 
 
 def number(text: str) -> int:
-    """Read a number of at least 0, as a type of argparse.
-
-    Args:
-        text: What was given.
-    """
+    """Read a number of at least 0, as a type of argparse."""
     if int(text) < 0:
         raise argparse.ArgumentTypeError(f"{text} is too small; it must be at least 0")
     return int(text)

@@ -1,4 +1,4 @@
-"""What the launcher needs of a pod that Google rents out: make it, wait for it, find its machines, delete it."""
+"""A pod that Google rents out: make it, wait for it, find its machines, delete it."""
 
 import dataclasses
 import shlex
@@ -127,7 +127,6 @@ class Wait:
         """Look until a slice can be used.
 
         Args:
-            name: The slice.
             look: Returns the state in words, and whether the wait is over.
             undone: What the caller does where it does not come in time, in words.
 
@@ -143,10 +142,9 @@ class Wait:
 
 
 def by_hand(name: str, error: GcloudError, commands: Sequence[Sequence[str]]) -> str:
-    """What to say of a slice that could not be deleted: it may cost money.
+    """The message about a slice that could not be deleted: it may cost money.
 
     Args:
-        name: The slice.
         error: Why.
         commands: Those that delete it.
     """
@@ -200,7 +198,6 @@ class PasteTransport:
 
     Args:
         pod: The pod.
-        workers: Its workers.
     """
 
     def __init__(self, pod: Pod, workers: Sequence[Worker]) -> None:

@@ -1,4 +1,4 @@
-"""What is done on all workers before a job starts: reach them, set them up, copy files, look whether they are fit."""
+"""The preparation of all workers before a job starts: reach them, set them up, copy files, check them."""
 
 import collections
 import dataclasses
@@ -23,7 +23,7 @@ HUGE_PAGES_FIX = 'sudo sh -c "echo always > /sys/kernel/mm/transparent_hugepage/
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What a worker must have.
+    """The needs of a job, which each worker must meet.
 
     Args:
         disk_bytes: Free bytes in the home directory and in ``/tmp``.
@@ -37,7 +37,7 @@ class Limits:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What a worker has said about itself (lockstep.launch.agent.facts).
+    """The facts that a worker tells about itself (lockstep.launch.agent.facts).
 
     Args:
         answer: Its answer.
@@ -49,10 +49,9 @@ class Facts:
 
 
 def problems(workers: Sequence[Worker], facts: Sequence[Facts], program: str, limits: Limits) -> list[str]:
-    """What is wrong with workers, one line each; empty: they are fit.
+    """The problems of workers, one line each; empty: they are fit.
 
     Args:
-        workers: The workers.
         facts: The facts of each.
         program: The program that the job runs.
         limits: What they must have.
@@ -119,7 +118,7 @@ def _own_problems(fact: Facts, program: str, limits: Limits) -> list[str]:
 
 
 def _differences(workers: Sequence[Worker], facts: Sequence[Facts]) -> list[str]:
-    """What has another version on some workers than on most."""
+    """The packages and programs that have another version on some workers than on most."""
     found = []
     for name in ("python", "lockstep", "jax", "libtpu"):
         versions = [fact.answer["versions"].get(name) for fact in facts]
@@ -210,7 +209,7 @@ def in_short(texts: Sequence[str]) -> str:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Preparation:
-    """What workers are prepared for.
+    """The job that workers are prepared for.
 
     Args:
         roots: The job's directory on each worker.
@@ -245,7 +244,6 @@ def prepare(transport: Transport, job: Preparation, console: Console) -> list[fl
     """Prepare every worker.
 
     Args:
-        transport: The workers.
         job: What for.
         console: Says what is done.
 

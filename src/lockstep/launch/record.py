@@ -1,4 +1,4 @@
-"""What is kept of a job on the machine of the launcher: a directory with one JSON file and the logs of all attempts."""
+"""The record of a job on the machine of the launcher: a directory with one JSON file and the logs of all attempts."""
 
 import argparse
 import dataclasses
@@ -47,7 +47,6 @@ class JobRecord:
     """A job: what it is, where, and how its attempts ended. No secret is in it.
 
     Args:
-        name: Its name.
         backend: The name of its backend.
         command: What it runs.
         options: The options that it was started with, as JSON values.
@@ -66,7 +65,7 @@ class JobRecord:
 
     @property
     def directory(self) -> Path:
-        """Where the record and the logs are."""
+        """The directory of the record and the logs."""
         return jobs_directory() / self.name
 
     def log(self, attempt: int, worker: int) -> Path:
@@ -74,7 +73,6 @@ class JobRecord:
 
         Args:
             attempt: The attempt's number.
-            worker: The worker's number.
         """
         return self.directory / f"attempt-{attempt}" / f"worker-{worker}.log"
 
@@ -103,10 +101,6 @@ class JobRecord:
 
 def new_record(options: argparse.Namespace, name: str) -> JobRecord:
     """The record of a job that is about to start; it is not written yet.
-
-    Args:
-        options: The options as parsed.
-        name: The job's name.
 
     Raises:
         ConfigError: The name cannot be that of a directory.
@@ -138,9 +132,6 @@ def jobs_directory() -> Path:
 def find_record(name: str) -> JobRecord | None:
     """The record of a job, None where there is none.
 
-    Args:
-        name: The job's name.
-
     Raises:
         ConfigError: The name cannot be that of a directory, or the record cannot be read or is of another job.
     """
@@ -161,9 +152,6 @@ def find_record(name: str) -> JobRecord | None:
 
 def load_record(name: str) -> JobRecord:
     """The record of a job.
-
-    Args:
-        name: The job's name.
 
     Raises:
         ConfigError: There is no such job.

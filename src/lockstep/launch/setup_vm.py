@@ -97,9 +97,6 @@ class Version:
 def version_of(root: Path = ROOT) -> Version:
     """Return the state of a checkout; it does not change while the launcher runs.
 
-    Args:
-        root: The checkout.
-
     Raises:
         LaunchError: It is none, or there is no git.
     """
@@ -116,22 +113,13 @@ def version_of(root: Path = ROOT) -> Version:
 
 
 def wheel_path(root: Path, version: Version) -> Path:
-    """Return where the wheel of a checkout is kept once it is built.
-
-    Args:
-        root: The checkout.
-        version: Its state.
-    """
+    """Return where the wheel of a checkout is kept once it is built."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return cache / "lockstep" / "wheels" / version.name / f"jax_lockstep-{_number(root)}-py3-none-any.whl"
 
 
 def build_wheel(root: Path, version: Version) -> Path:
     """Build the wheel of a checkout, once for each version, and return its file.
-
-    Args:
-        root: The checkout.
-        version: Its state.
 
     Raises:
         LaunchError: It cannot be built.
@@ -187,16 +175,12 @@ def script(version: Version, wheel_name: str, extras: str) -> str:
 
 
 def programs(version: Version) -> str:
-    """Return the directory on a machine with the programs of a version; ``~`` is the machine's home.
-
-    Args:
-        version: The version.
-    """
+    """Return the directory on a machine with the programs of a version; ``~`` is the machine's home."""
     return f"~/{HOME}/versions/{version.name}/venv/bin"
 
 
 _INSTALLED: Final = ("src", "pyproject.toml", "README.md", "LICENSE", "constraints.txt")
-"""What makes a difference on a machine."""
+"""The files that make a difference on a machine."""
 
 
 def _number(root: Path) -> str:

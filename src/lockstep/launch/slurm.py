@@ -40,7 +40,6 @@ class FollowedFiles:
     """Shows what is new in ``attempt-N/worker-M.log`` below a directory, each line after ``[M] ``.
 
     Args:
-        directory: The job's directory.
         console: Where lines are shown.
     """
 
@@ -88,7 +87,7 @@ ENDED: Final = {
 """States in which Slurm ended a job before its script could note a code (https://slurm.schedmd.com/squeue.html)."""
 
 AWAY: Final = re.compile(r"Unable to contact slurm controller|Socket timed out|Connection refused")
-"""How Slurm's commands say that the controller does not answer."""
+"""The words of Slurm's commands where the controller does not answer."""
 ADVICE: Final = {
     "Invalid partition": "sinfo lists the partitions: choose one with --partition.",
     "Invalid account": "sacctmgr show assoc user=$USER lists your accounts: choose one with --account.",
@@ -97,7 +96,7 @@ ADVICE: Final = {
     "time limit is invalid": "sinfo -o '%P %l' lists the limits: a shorter --time_limit.",
     "Unable to contact slurm controller": "The controller does not answer: try again later.",
 }
-"""What to try, by a part of Slurm's own words."""
+"""Advice, by a part of Slurm's own words."""
 
 
 class Slurm:
@@ -341,5 +340,5 @@ def _slurm(argv: Sequence[str]) -> str:
 
 
 def _advice(said: str) -> str:
-    """What to try, where Slurm's words say what is wrong."""
+    """Advice, where Slurm's words say what is wrong."""
     return next((f" {hint}" for text, hint in ADVICE.items() if text in said), "")

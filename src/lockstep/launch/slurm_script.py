@@ -27,10 +27,9 @@ TIME_LIMIT: Final = re.compile(r"\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}|UNLIMITED|INF
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SlurmJob:
-    """What a batch script is made of.
+    """A job of Slurm, of which the batch script is made.
 
     Args:
-        name: The job's name.
         directory: Where its script, logs and codes are, on a file system that all nodes share.
         command: What every task runs.
         nodes: The number of nodes.
@@ -81,9 +80,6 @@ class SlurmJob:
 
 def batch_script(job: SlurmJob) -> str:
     """The script for ``sbatch``.
-
-    Args:
-        job: The job.
 
     Returns:
         The text of a Bash script without secrets.
@@ -162,7 +158,7 @@ exit "$code"
 
 
 def secrets_file(variables: Mapping[str, str]) -> str:
-    """What the script reads to set the secret variables.
+    """The file that the script reads to set the secret variables.
 
     Args:
         variables: The variables.

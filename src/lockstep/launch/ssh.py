@@ -75,9 +75,6 @@ class Ssh(WorkerBackend):
 def read_hosts(given: str) -> list[str]:
     """The hosts of ``--hosts``: separated by commas, or the lines of a file.
 
-    Args:
-        given: What was given.
-
     Raises:
         ConfigError: There is none, or one is there twice.
     """

@@ -47,7 +47,7 @@ class Archive:
     left_out: Sequence[str] = ()
 
     def warning(self) -> str:
-        """What is said of the files that were left out; "": there are none."""
+        """The sentence that names the files that were left out; "": there are none."""
         if not self.left_out:
             return ""
         more = f" and {len(self.left_out) - SHOWN} more" if len(self.left_out) > SHOWN else ""
@@ -180,7 +180,7 @@ def files_of(given: str) -> Iterator[str]:
 
 
 def _files_of_git(path: str) -> list[str] | None:
-    """What git has or does not ignore; None where it has nothing to say."""
+    """The files that git has or does not ignore; None where it has nothing to say."""
     words = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", "--", path]
     try:
         done = subprocess.run(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)

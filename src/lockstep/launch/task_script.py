@@ -1,4 +1,4 @@
-"""What a process of a job runs where a platform starts it: the command, with secrets taken out of its output."""
+"""The script of a process where a platform starts it: the command, with secrets taken out of its output."""
 
 from pathlib import Path
 from typing import Final

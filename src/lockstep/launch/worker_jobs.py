@@ -9,14 +9,14 @@ from pathlib import Path
 
 from lockstep.errors import ConfigError
 from lockstep.exits import DONE, INTERRUPTED, is_retried
-from lockstep.launch.attempt import Outcome, Plan, RunningAttempt
+from lockstep.launch.attempt import AttemptSpec, Outcome, RunningAttempt
 from lockstep.launch.backend import LaunchError, Transport, WorkerBackend, root_on_worker
 from lockstep.launch.console import Console
 from lockstep.launch.dry_run import show_commands
 from lockstep.launch.env_file import RESTARTS, JobEnvironment, job_environment, job_variables
-from lockstep.launch.later import Later
 from lockstep.launch.prepare import Limits, Preparation, prepare
 from lockstep.launch.record import Attempt, JobRecord, find_record, name_from_date, new_record
+from lockstep.launch.started_job import StartedJob
 from lockstep.launch.sync import Archive, check_configuration, make_archive
 from lockstep.redact import Redactor
 
@@ -142,7 +142,7 @@ class WorkerJobs:
             }
             for worker, cwd in zip(transport.workers, cwds, strict=True)
         ]
-        plan = Plan(
+        spec = AttemptSpec(
             id=attempt.id,
             roots=roots,
             starts=starts,
@@ -154,7 +154,7 @@ class WorkerJobs:
             unreachable_s=options.unreachable_s,
         )
         console.say(f"starting on {count} worker(s), attempt {attempt.number}")
-        return RunningAttempt(transport, plan, console, lambda: self._backend.why_lost(options))
+        return RunningAttempt(transport, spec, console, lambda: self._backend.why_lost(options))
 
     def dry_run(self, options: argparse.Namespace) -> int:
         """Print the commands that create the workers, and what they amount to on each of them."""
@@ -168,21 +168,21 @@ class WorkerJobs:
         return DONE
 
     def status(self, job: JobRecord) -> int:
-        return Later(self._backend, job).status()
+        return StartedJob(self._backend, job).status()
 
     def logs(self, job: JobRecord, *, follow: bool) -> int:
-        return Later(self._backend, job).logs(follow=follow)
+        return StartedJob(self._backend, job).logs(follow=follow)
 
     def stop(self, job: JobRecord) -> int:
-        return Later(self._backend, job).stop()
+        return StartedJob(self._backend, job).stop()
 
     def delete(self, job: JobRecord) -> int:
-        return Later(self._backend, job).delete()
+        return StartedJob(self._backend, job).delete()
 
 
 @dataclasses.dataclass(frozen=True)
 class _Run:
-    """What all attempts of one ``launch run`` share."""
+    """The state that all attempts of one ``launch run`` share."""
 
     options: argparse.Namespace
     environment: JobEnvironment
@@ -205,10 +205,6 @@ def _continued(record: JobRecord) -> JobRecord:
 
 def check_process_count(options: argparse.Namespace, transport: Transport) -> None:
     """Refuse a number of workers that ``--require-process-count`` does not allow, before anything is started.
-
-    Args:
-        options: The options as parsed.
-        transport: The workers.
 
     Raises:
         ConfigError: It is another number.

@@ -21,10 +21,7 @@ from lockstep.json_text import refused
 
 
 def field_texts(cls: type[Any]) -> dict[str, str]:
-    """What is said of each field: the text below it, or its entry under ``Args:``; a parent's where there is none.
-
-    Args:
-        cls: A configuration's dataclass.
+    """The text of each field: the one below it, or its entry under ``Args:``; a parent's where there is none.
 
     Returns:
         The text of each field that has one, by its name: one line, code in single backticks.
@@ -56,11 +53,7 @@ def first_paragraph(documented: Any) -> str:
 
 
 def one_line(text: str) -> str:
-    """A docstring's text in one line, code in single backticks.
-
-    Args:
-        text: The text.
-    """
+    """A docstring's text in one line, code in single backticks."""
     return " ".join(text.split()).replace("``", "`")
 
 
@@ -102,7 +95,6 @@ def parse_arguments[Config](cls: type[Config], arguments: Sequence[str]) -> Conf
     """Build a configuration from a command line.
 
     Args:
-        cls: The configuration's dataclass.
         arguments: ``--config_path FILE`` and ``--key.in.dots VALUE`` or ``--key.in.dots=VALUE``. Values are YAML; of
             several for a key the last wins. The caller handles ``--help``.
 
@@ -122,7 +114,6 @@ def name_words(arguments: Sequence[str], keys: Sequence[str], usage: str) -> lis
     """Put a key before each word of a command line that has none.
 
     Args:
-        arguments: The command line after the command's name.
         keys: The keys of such words, in their order.
         usage: The command line as it may be, for the error.
 
@@ -170,7 +161,6 @@ def decode_config[Config](cls: type[Config], values: Mapping[str, Any], where: s
     """Build a configuration from nested mappings.
 
     Args:
-        cls: The configuration's dataclass.
         values: The values, as read from YAML.
         where: Where the values come from, for errors.
 
@@ -224,9 +214,6 @@ def ordered_fields(cls: type[Any]) -> list[dataclasses.Field[Any]]:
     """The fields of a configuration, its own first, then those that it shares with others.
 
     A field belongs to the class that is the first to have it; a class that only changes its default does not move it.
-
-    Args:
-        cls: A configuration's dataclass.
     """
     fields = {field.name: field for field in dataclasses.fields(cls)}
     ordered: list[dataclasses.Field[Any]] = []

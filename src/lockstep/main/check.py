@@ -21,11 +21,7 @@ Exit code 0 if nothing was found, else 1."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add what the command is given.
-
-    Args:
-        parser: Where to add it.
-    """
+    """Add what the command is given."""
     parser.add_argument("--processes", type=int, default=2, metavar="N", help="how many processes (default: 2)")
     parser.add_argument(
         "--devices_per_process", type=int, default=2, metavar="N", help="CPU devices of each process (default: 2)"
@@ -46,7 +42,6 @@ def main(arguments: Sequence[str], *, console: Console | None = None) -> int:
     """Check a command.
 
     Args:
-        arguments: The command line after ``lockstep check``.
         console: Where the report is printed; None: standard output.
 
     Returns:

@@ -45,9 +45,6 @@ class Arguments(argparse.ArgumentParser):
 def seconds(text: str) -> float:
     """Return a time of at least a tenth of a second, as an argument has it.
 
-    Args:
-        text: The argument.
-
     Raises:
         argparse.ArgumentTypeError: It is no such time.
     """
@@ -99,9 +96,6 @@ class Command:
     def run(self, arguments: Sequence[str]) -> int:
         """Run the command.
 
-        Args:
-            arguments: The command line after the command's name.
-
         Returns:
             The exit code.
 
@@ -122,7 +116,7 @@ class Command:
         return cls
 
     def workload(self, config: Any, model: str | None = None) -> "Workload":
-        """What a configuration asks of the devices.
+        """The workload of a configuration.
 
         Args:
             config: A configuration of this command.

@@ -38,9 +38,6 @@ class ConvertConfig:
 def main(arguments: Sequence[str]) -> int:
     """Convert as the command line says.
 
-    Args:
-        arguments: The command line after ``lockstep convert``.
-
     Returns:
         The exit code.
 
@@ -56,9 +53,6 @@ def main(arguments: Sequence[str]) -> int:
 
 def convert(config: ConvertConfig) -> list[Path]:
     """Convert the rows of a run.
-
-    Args:
-        config: The configuration.
 
     Returns:
         What was written.

@@ -125,23 +125,18 @@ def write_rows(rows: Iterable[Mapping[str, str]], path: Path) -> None:
 
     Args:
         rows: The rows.
-        path: The file.
     """
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
 KIND: Final = "in words"
-"""What the questions of the demo have in common: numbers to spell, which a model learns faster than sums."""
+"""The beginning that the questions of the demo share: numbers to spell, which a model learns faster than sums."""
 PROMPTS: Final = 8
 """The number of questions that the model answers while it learns."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add what the command is given.
-
-    Args:
-        parser: Where to add it.
-    """
+    """Add what the command is given."""
     parser.add_argument("--steps", type=int, metavar="N", help="train steps (default: as demo.yaml says, 100)")
     parser.add_argument(
         "--processes", type=int, choices=(1, 2, 4), default=2, help="processes, with one device each (default: 2)"
@@ -153,9 +148,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: Sequence[str]) -> int:
     """Write what is missing, train, and say what to do next.
-
-    Args:
-        arguments: The command line after ``lockstep demo``.
 
     Returns:
         The exit code of the run.
@@ -229,10 +221,7 @@ def _introduction(directory: Path, processes: int, written: bool) -> str:
 
 
 def closing(run_dir: Path) -> str:
-    """What the model has learnt, and what to do next.
-
-    Args:
-        run_dir: The directory of the run.
+    """The text that shows what the model has learnt, and what to do next.
 
     Returns:
         A text of several lines.

@@ -11,17 +11,14 @@ from rich.console import Console
 from lockstep.errors import ConfigError
 from lockstep.hosts import DistributedConfig
 from lockstep.main.arguments import decode_config, parse_arguments, read_values
-from lockstep.main.doctor import DoctorConfig, examine, read_asked
+from lockstep.main.doctor import DoctorConfig, examine, read_needs
 
 SWITCHES: Final = ("self-test", "self_test")
-"""What may stand without a value."""
+"""The options that may stand without a value."""
 
 
 def main(arguments: Sequence[str]) -> int:
     """Examine as the command line says.
-
-    Args:
-        arguments: The command line after ``lockstep doctor``.
 
     Returns:
         The exit code: 1 where something needs a fix, else 0.
@@ -34,13 +31,13 @@ def main(arguments: Sequence[str]) -> int:
     own, rest = _split(arguments)
     config = parse_arguments(DoctorConfig, own)
     values = read_values(rest)
-    asked = read_asked(config, values)
-    distributed = decode_config(DistributedConfig, asked.distributed, "trainer.distributed")
+    needs = read_needs(config, values)
+    distributed = decode_config(DistributedConfig, needs.distributed, "trainer.distributed")
     distributed = dataclasses.replace(
         distributed, timeout_s=config.timeout_s, initialization_timeout_s=max(1, round(config.timeout_s))
     )
     logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
-    return examine(config, asked, distributed, Console(file=sys.stdout))
+    return examine(config, needs, distributed, Console(file=sys.stdout))
 
 
 def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:

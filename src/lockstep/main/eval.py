@@ -66,9 +66,6 @@ class EvalConfig:
 def main(arguments: Sequence[str]) -> int:
     """Evaluate as the command line says.
 
-    Args:
-        arguments: The command line after ``lockstep eval``.
-
     Returns:
         The exit code.
 
@@ -84,10 +81,6 @@ def main(arguments: Sequence[str]) -> int:
 
 def evaluate(config: EvalConfig, hosts: Hosts) -> int:
     """Run the tasks; every process makes the same call.
-
-    Args:
-        config: The configuration.
-        hosts: The processes of the job.
 
     Returns:
         The exit code.
@@ -128,9 +121,6 @@ def evaluate(config: EvalConfig, hosts: Hosts) -> int:
 
 def named(arguments: Sequence[str]) -> list[str]:
     """The command line with a key before its first word, and names of tasks as the list that they are.
-
-    Args:
-        arguments: The command line after ``lockstep eval``.
 
     Returns:
         The command line as every other command reads it.

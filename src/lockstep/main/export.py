@@ -42,7 +42,7 @@ class ExportConfig:
     """The directory or URL of the base model of a run with ``lora``; null: the one that the run had, which must
     be beside the checkpoints."""
     distributed: DistributedConfig = dataclasses.field(default_factory=DistributedConfig)
-    """How the processes find each other; each of several writes files of its own."""
+    """The settings by which the processes find each other; each of several writes files of its own."""
 
     def __post_init__(self) -> None:
         if self.dtype not in (None, *HF_DTYPES):
@@ -59,9 +59,6 @@ class ExportConfig:
 
 def main(arguments: Sequence[str]) -> int:
     """Export as the command line says.
-
-    Args:
-        arguments: The command line after ``lockstep export``.
 
     Returns:
         The exit code.
@@ -81,10 +78,6 @@ def main(arguments: Sequence[str]) -> int:
 
 def export(config: ExportConfig, hosts: Hosts) -> int:
     """Export; every process makes the same call.
-
-    Args:
-        config: The configuration.
-        hosts: The processes of the job.
 
     Returns:
         The exit code.

@@ -87,7 +87,6 @@ def command_help(command: Command, block: str | None = None) -> str:
     """The text of ``lockstep COMMAND --help``.
 
     Args:
-        command: The command.
         block: The only block of its configuration to list; None: all.
 
     Raises:
@@ -109,8 +108,6 @@ def add_keys(parser: argparse.ArgumentParser, command: Command, block: str | Non
     """Add what a command can be given, in groups.
 
     Args:
-        parser: Where to add it.
-        command: The command.
         block: The only block of its configuration to add; None: all, and the options.
 
     Raises:
@@ -142,7 +139,6 @@ def key_groups(cls: type[Any], name: str = "") -> Iterator[KeyGroup]:
     """The keys of a configuration by block, outermost first.
 
     Args:
-        cls: A configuration's dataclass.
         name: The key that leads to it; "" for a whole configuration.
 
     Yields:
@@ -203,7 +199,7 @@ def _add_group(parser: argparse.ArgumentParser, group: KeyGroup) -> None:
 
 
 def _metavar(kind: Any) -> str:
-    """What a value looks like: a word for each of the types that it may have."""
+    """The shape of a value: a word for each of the types that it may have."""
     words = {str: "TEXT", int: "N", float: "X", Any: "VALUE"}
     shown = []
     for each in options_of(kind):
@@ -275,9 +271,5 @@ def script(shell: str) -> str:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add what the command is given, for ``--help``.
-
-    Args:
-        parser: Where to add it.
-    """
+    """Add what the command is given, for ``--help``."""
     parser.add_argument("shell", choices=SHELLS, help="whose completion script to print")

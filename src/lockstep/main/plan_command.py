@@ -37,11 +37,7 @@ from lockstep.main.plan import (
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the command itself, for ``--help``.
-
-    Args:
-        parser: Where to add them.
-    """
+    """Add the options of the command itself, for ``--help``."""
     what = parser.add_argument_group("what is planned")
     what.add_argument("--topology", metavar="NAME", help="the slice: v4-N, v5p-N, v5litepod-N or v6e-N; required")
     what.add_argument(
@@ -79,9 +75,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: Sequence[str]) -> int:
     """Plan as the command line says.
-
-    Args:
-        arguments: The command line after ``lockstep plan``.
 
     Returns:
         The exit code: 0 if the configuration fits, else 1.

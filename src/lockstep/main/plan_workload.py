@@ -1,4 +1,4 @@
-"""What a command's configuration asks of the devices, for ``lockstep plan``."""
+"""The workload of a command's configuration, for ``lockstep plan``."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -39,11 +39,9 @@ class Shape:
 
 
 def training_workload(name: str, config: TrainConfig, model: str | None = None) -> Workload:
-    """What the configuration of a training command asks of the devices.
+    """The workload of the configuration of a training command.
 
     Args:
-        name: The command's name.
-        config: Its configuration.
         model: The name or the checkpoint of a model that replaces the configuration's own; None: its own.
 
     Raises:
@@ -105,11 +103,9 @@ def _rows_of(config: TrainConfig, most: int) -> tuple[TrainConfig, tuple[Infeasi
 
 
 def sampling_workload(name: str, config: SampleConfig, model: str | None = None) -> Workload:
-    """What the configuration of ``sample`` asks of the devices.
+    """The workload of the configuration of ``sample``.
 
     Args:
-        name: The command's name.
-        config: Its configuration.
         model: The name or the checkpoint of a model that replaces the configuration's own; None: its own.
 
     Raises:

@@ -21,11 +21,7 @@ RELOAD_S: Final = 10.0
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add what the command is given.
-
-    Args:
-        parser: Where to add it.
-    """
+    """Add what the command is given."""
     parser.add_argument("runs", nargs="*", metavar="RUN", help="a run, and another one to compare it with")
     parser.add_argument("--output", "-o", type=Path, metavar="FILE", help="the file (default: report.html of the run)")
     parser.add_argument("--watch", action="store_true", help="write it again whenever the run has written something")
@@ -36,9 +32,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: Sequence[str]) -> int:
     """Make the report.
-
-    Args:
-        arguments: The command line after ``lockstep report``.
 
     Returns:
         The exit code, 0.
@@ -134,7 +127,7 @@ def _has_rows(run: RunFiles) -> bool:
 
 
 def _place(runs: Sequence[RunFiles]) -> Path:
-    """Where the report goes unless told otherwise: beside the rows of the first run."""
+    """The default place of the report: beside the rows of the first run."""
     first = runs[0]
     if len(runs) == 2:
         return first.directory / f"report-{_file_name(first.name)}-and-{_file_name(runs[1].name)}.html"

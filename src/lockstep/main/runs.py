@@ -35,10 +35,6 @@ def train_grpo(arguments: Sequence[str]) -> int:
 def train(cls: type[TrainConfig], arguments: Sequence[str]) -> int:
     """Train as the command line says.
 
-    Args:
-        cls: The class of the command's configuration.
-        arguments: The command line after the command's name.
-
     Returns:
         The exit code, see `lockstep.training.train`.
 

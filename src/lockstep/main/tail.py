@@ -20,11 +20,7 @@ RUN is a run's directory (runs/my-run), or a file of its rows."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add what the command is given.
-
-    Args:
-        parser: Where to add it.
-    """
+    """Add what the command is given."""
     parser.add_argument("run", nargs="?", metavar="RUN", help="the run")
     parser.add_argument("--rows", type=int, default=8, metavar="N", help="samples of a step to show (default: 8)")
     follow = parser.add_mutually_exclusive_group()
@@ -41,7 +37,6 @@ def main(
     """Show a run until Ctrl-C, or once.
 
     Args:
-        arguments: The command line after ``lockstep tail``.
         console: Where it is shown; None: standard output.
         sleep: Waits for some seconds.
 

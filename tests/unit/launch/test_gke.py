@@ -233,7 +233,7 @@ def test_no_secret_is_in_a_command_line_of_the_dry_run(cluster, monkeypatch, cap
 
 def test_a_dry_run_refuses_what_the_run_would_refuse(cluster, monkeypatch, capsys):
     (cluster / "big").write_bytes(os.urandom(20_000))
-    monkeypatch.setattr("lockstep.launch.gke_plan.MAX_PARTS", 0)
+    monkeypatch.setattr("lockstep.launch.gke_spec.MAX_PARTS", 0)
     assert launch("--dry-run", "--sync", "big") == 1
     assert "sync.tar.gz" in capsys.readouterr().err
 

@@ -25,9 +25,9 @@ def test_keys_go_to_doctor_or_to_the_run(called, tmp_path):
     path.write_text("tokenizer: data/demo/tokenizer\ntrainer: {distributed: {heartbeat_timeout_s: 50}}\n")
     arguments = ["--self-test", "--config_path", str(path), "--timeout_s", "20", "--trainer.mesh_shape=1,2,2"]
     assert doctor.main([*arguments, "--buckets", "[gs://mine]"]) == 0
-    config, asked, distributed, _ = called[0]
+    config, needs, distributed, _ = called[0]
     assert config.self_test and config.buckets == ["gs://mine"]
-    assert (asked.tokenizer, asked.mesh_shape, asked.written) == ("data/demo/tokenizer", "1,2,2", ("gs://mine",))
+    assert (needs.tokenizer, needs.mesh_shape, needs.written) == ("data/demo/tokenizer", "1,2,2", ("gs://mine",))
     assert (distributed.timeout_s, distributed.initialization_timeout_s) == (20, 20)
     assert distributed.heartbeat_timeout_s == 50
 

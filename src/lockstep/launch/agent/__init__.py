@@ -1,1 +1,1 @@
-"""What runs on a worker: Python >= 3.8 and its standard library alone, sent over each connection."""
+"""The agent on a worker: Python >= 3.8 and its standard library alone, sent over each connection."""

@@ -1,4 +1,4 @@
-"""What a worker is like before a job: clock, disk, ports, who uses its chips, and the versions of what will run."""
+"""The state of a worker before a job: clock, disk, ports, who uses its chips, and the versions of what will run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import Any
 from lockstep.launch.agent.supervisor import find_program
 
 DEVICES = ("/dev/accel*", "/dev/vfio/*")
-"""How the devices of TPU chips are called."""
+"""The names of the devices of TPU chips."""
 HUGE_PAGES = "/sys/kernel/mm/transparent_hugepage/enabled"
 VERSIONS = """
 import importlib.metadata, json, sys

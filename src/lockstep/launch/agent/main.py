@@ -51,7 +51,6 @@ def follow(directory: str, request: dict[str, Any]) -> None:
     """Start the attempt where that is asked and it is not there, and send its log until it has ended.
 
     Args:
-        directory: The attempt's directory.
         request: ``start`` (the specification, or None), ``offset`` in bytes, ``wait`` (False: what there is now).
     """
     if request["start"] is not None:

@@ -19,9 +19,9 @@ from lockstep.redact import Redactor
 LOCK = "lock"
 """Locked by the supervisor as long as it lives: the kernel gives it back however it ends."""
 LOG = "log"
-"""What the command has printed, without secrets."""
+"""The output of the command, without secrets."""
 EXIT = "exit.json"
-"""How the command has ended; written when it and everything it started is gone and the log is whole."""
+"""The end of the command; written when it and everything it started is gone and the log is whole."""
 STATE = "state.json"
 """The process number of the command and when it began."""
 LEASE = "lease"
@@ -101,7 +101,6 @@ def start(directory: str, spec: dict[str, Any]) -> bool:
     """Start the command of an attempt in a session of its own; False where it was started before.
 
     Args:
-        directory: The attempt's directory.
         spec: ``argv``, ``cwd``, ``path``, ``env``, ``secrets``, ``lease_s`` (None: none), ``grace_s``.
     """
     lock = claim(directory)
@@ -147,7 +146,7 @@ def environment(spec: dict[str, Any]) -> dict[str, str]:
 
 
 def find_program(program: str, environ: dict[str, str], cwd: str) -> str | None:
-    """Where a program is: on PATH, or with a slash in its name, below the directory in which it runs."""
+    """The path of a program: on PATH, or with a slash in its name, below the directory in which it runs."""
     if os.sep in program:
         path = os.path.join(cwd, os.path.expanduser(program))
         return path if os.access(path, os.X_OK) and os.path.isfile(path) else None
@@ -158,7 +157,6 @@ class Supervisor:
     """Runs one command to its end.
 
     Args:
-        directory: The attempt's directory.
         spec: See `start`.
     """
 
@@ -167,7 +165,7 @@ class Supervisor:
         self._redactor = Redactor(spec["secrets"].values())
         self._log = open(self._file(LOG), "ab", buffering=0)
         os.chmod(self._file(LOG), 0o600)
-        self._asked = ""  # what the launcher has asked for and was done
+        self._requested = ""  # what the launcher has asked for and was done
         self._kill_at: float | None = None
         self._reason = ""
 
@@ -258,9 +256,9 @@ class Supervisor:
 
     def _ask(self, what: str, reason: str) -> None:
         """End the command: with ``stop`` it has time, with ``kill`` none."""
-        if what == self._asked or self._asked == "kill":
+        if what == self._requested or self._requested == "kill":
             return
-        self._asked, self._reason = what, self._reason or reason
+        self._requested, self._reason = what, self._reason or reason
         if what == "kill":
             self._signal(signal.SIGKILL)
         else:

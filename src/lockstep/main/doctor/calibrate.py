@@ -10,12 +10,12 @@ import jax
 import numpy as np
 from scipy.optimize import nnls
 
-from lockstep.main.doctor.collectives import Measured
+from lockstep.main.doctor.collectives import CollectiveTime
 from lockstep.main.doctor.device_speed import DeviceSpeed
 from lockstep.placement.device import chip_of
 
 
-def fit_link(measured: Sequence[Measured]) -> dict[str, float]:
+def fit_link(measured: Sequence[CollectiveTime]) -> dict[str, float]:
     """Find the numbers of `Link` that collectives over it tell.
 
     Latency and hop are those, not below 0, whose prediction of the smallest collectives has the least squared error.
@@ -49,7 +49,7 @@ def fit_link(measured: Sequence[Measured]) -> dict[str, float]:
 
 
 def calibration(
-    speeds: Sequence[DeviceSpeed], measured: Sequence[Measured], device: jax.Device, processes: int, number: int
+    speeds: Sequence[DeviceSpeed], measured: Sequence[CollectiveTime], device: jax.Device, processes: int, number: int
 ) -> dict[str, Any]:
     """The content of a calibration file; the same on every process.
 

@@ -1,4 +1,4 @@
-"""How long collectives take, by size and by the devices that take part."""
+"""The time of collectives, by size and by the devices that take part."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -52,8 +52,8 @@ class Group:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Measured:
-    """How long a collective takes.
+class CollectiveTime:
+    """The time of a collective.
 
     Args:
         group: Which devices take part.
@@ -75,7 +75,7 @@ class Measured:
 
     @property
     def turns(self) -> int:
-        """How many times the hops across the group a byte travels: to all devices, for an all-reduce and back."""
+        """The factor on the hops across the group that a byte travels: to all devices, for an all-reduce and back."""
         return (2 if self.kind == "all-reduce" else 1) * self.group.hops
 
     def link(self, chip: Chip) -> Link:
@@ -131,7 +131,6 @@ def build_loops(hosts: Hosts, wanted: Sequence[tuple[Group, Kind, int]]) -> list
     """Compile a loop for each collective.
 
     Args:
-        hosts: The processes of the job.
         wanted: The devices, the kind, and the bytes that each device gives.
     """
     return [_loop(hosts, *one) for one in wanted]
@@ -172,7 +171,7 @@ def _loop(hosts: Hosts, group: Group, kind: Kind, size: int) -> Loop:
     )
 
 
-def judge_collectives(measured: Sequence[Measured]) -> list[Finding]:
+def judge_collectives(measured: Sequence[CollectiveTime]) -> list[Finding]:
     """Say how long all-reduces take, by group and size.
 
     Args:

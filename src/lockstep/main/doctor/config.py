@@ -51,8 +51,8 @@ WRITTEN: Final = frozenset("base_path hf_save_path output output_dir log_dir hos
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Asked:
-    """What a run reaches for.
+class RunNeeds:
+    """The services, files and devices that a run uses.
 
     Args:
         written: The URLs that it writes to.
@@ -61,7 +61,6 @@ class Asked:
         trust_remote_code: The tokenizer whose code may be run; None where none is.
         checkpoint: The checkpoint that it starts from; None where there is none.
         wandb: The settings of its W&B tracker; None where it has none.
-        mesh_shape: The mesh.
         log_dir: The parent of the run directory.
         distributed: The settings of ``trainer.distributed``.
         config_digest: A digest of the configuration but for ``distributed``; ``none`` where there is none.
@@ -79,7 +78,7 @@ class Asked:
     config_digest: str = "none"
 
 
-def read_asked(config: DoctorConfig, values: Mapping[str, Any]) -> Asked:
+def read_needs(config: DoctorConfig, values: Mapping[str, Any]) -> RunNeeds:
     """Read what a run reaches for from its configuration.
 
     Args:
@@ -95,7 +94,7 @@ def read_asked(config: DoctorConfig, values: Mapping[str, Any]) -> Asked:
     tokenizer = values.get("tokenizer") or values.get("hf_checkpoint")  # the one beside it
     # A tokenizer and a checkpoint are looked at by their own readers.
     own = (tokenizer, checkpoint)
-    return Asked(
+    return RunNeeds(
         written=tuple(dict.fromkeys([*config.buckets, *(text for key, text in urls if key in WRITTEN)])),
         read=tuple(dict.fromkeys(text for key, text in urls if key not in WRITTEN and text not in own)),
         tokenizer=tokenizer if isinstance(tokenizer, str) else None,

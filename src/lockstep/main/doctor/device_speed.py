@@ -1,4 +1,4 @@
-"""How fast a device reads its memory and multiplies matrices, measured on all devices at the same time."""
+"""The speed at which a device reads its memory and multiplies matrices, measured on all devices at the same time."""
 
 import dataclasses
 import time
@@ -43,7 +43,6 @@ def time_loops(hosts: Hosts, name: str, build: Callable[[], Sequence[Loop]]) -> 
     """Time some loops; every process makes the same call.
 
     Args:
-        hosts: The processes of the job.
         name: The name of the measurement.
         build: Compiles the loops; launches nothing.
 
@@ -94,7 +93,7 @@ SLOW_HOST: Final = 0.85
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """How large the measured matrices are.
+    """The sizes of the measured matrices.
 
     Args:
         dtype: Their float type.
@@ -121,7 +120,7 @@ _CHIP: Final = Sizes(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DeviceSpeed:
-    """What the devices of one process reach.
+    """The speeds of the devices of one process.
 
     Args:
         bandwidth: The bytes per second that a memory gives to the cores at it.
@@ -145,8 +144,6 @@ def build_loops(hosts: Hosts, devices: Sequence[jax.Device], sizes: Sizes) -> li
     """Compile the two loops; nothing is exchanged between devices in them.
 
     Args:
-        hosts: The processes of the job.
-        devices: All devices.
         sizes: The sizes.
     """
     mesh = Mesh(np.array(devices), ("device",), axis_types=(AxisType.Auto,))
@@ -189,7 +186,7 @@ def build_loops(hosts: Hosts, devices: Sequence[jax.Device], sizes: Sizes) -> li
 
 
 def speeds(seconds: Sequence[Sequence[float]], devices: Sequence[jax.Device], sizes: Sizes) -> list[DeviceSpeed]:
-    """What each process reaches.
+    """The speeds of each process.
 
     Args:
         seconds: The seconds of a turn of each of the two loops, by process.

@@ -19,11 +19,11 @@ from lockstep.hosts import DistributedConfig, Hosts, end_process, try_leader_onl
 from lockstep.json_text import from_peer
 from lockstep.main.doctor import collectives, device_speed
 from lockstep.main.doctor.calibrate import calibration
-from lockstep.main.doctor.config import Asked, DoctorConfig
+from lockstep.main.doctor.config import DoctorConfig, RunNeeds
 from lockstep.main.doctor.device_speed import time_loops
 from lockstep.main.doctor.finding import BackgroundCheck, Finding, attempt, failed, merge, wait_for_all
 from lockstep.main.doctor.job import (
-    Joined,
+    JoinResult,
     check_devices,
     check_memory,
     check_mesh,
@@ -50,12 +50,11 @@ from lockstep.placement import make_mesh
 from lockstep.placement.device import save_calibration
 
 
-def examine(config: DoctorConfig, asked: Asked, distributed: DistributedConfig, console: Console) -> int:
+def examine(config: DoctorConfig, needs: RunNeeds, distributed: DistributedConfig, console: Console) -> int:
     """Do all checks, show what they found, and return the exit code; every process makes the same call.
 
     Args:
-        config: What is asked.
-        asked: What the run reaches for.
+        needs: What the run reaches for.
         distributed: How the processes find each other.
         console: Where the leader shows the report.
 
@@ -66,24 +65,24 @@ def examine(config: DoctorConfig, asked: Asked, distributed: DistributedConfig, 
         PeerError: The report cannot be written.
         HostTimeoutError: A process is missing.
     """
-    reaching = begin_checks(asked)
+    reaching = begin_checks(needs)
     machine = [
         *attempt("versions", check_versions),
         *attempt("host", check_host),
-        *attempt("disk", lambda: check_disks(run_paths(asked.log_dir))),
+        *attempt("disk", lambda: check_disks(run_paths(needs.log_dir))),
         *attempt("variables", check_variables),
         *attempt("huge pages", check_huge_pages),
     ]
     joined = join(distributed)
     if joined.hosts is None:
         return _without_job(config, machine, joined, reaching, console)
-    return _Examination(config, asked, joined.hosts, console).run(machine, joined.finding, reaching)
+    return _Examination(config, needs, joined.hosts, console).run(machine, joined.finding, reaching)
 
 
 def _without_job(
     config: DoctorConfig,
     machine: Sequence[Finding],
-    joined: Joined,
+    joined: JoinResult,
     reaching: Sequence[BackgroundCheck],
     console: Console,
 ) -> int:
@@ -102,22 +101,20 @@ class _Examination:
     """The checks of a process that is in a job, alone or with others.
 
     Args:
-        config: What is asked.
-        asked: What the run reaches for.
-        hosts: The processes of the job.
+        needs: What the run reaches for.
         console: Where the leader shows the report.
     """
 
-    def __init__(self, config: DoctorConfig, asked: Asked, hosts: Hosts, console: Console) -> None:
-        self._config, self._asked, self._hosts = config, asked, hosts
+    def __init__(self, config: DoctorConfig, needs: RunNeeds, hosts: Hosts, console: Console) -> None:
+        self._config, self._needs, self._hosts = config, needs, hosts
         self._report = Report(console, config.json) if hosts.is_leader else Report()
 
     def run(self, machine: Sequence[Finding], joined: Finding, reaching: list[BackgroundCheck]) -> int:
         """Do the checks and return the exit code."""
         with self._hosts.run_on_all("the report's file"):
             self._report.begin()
-        if self._hosts.is_leader and self._asked.wandb is not None:
-            settings, seconds = self._asked.wandb, self._config.reach_s
+        if self._hosts.is_leader and self._needs.wandb is not None:
+            settings, seconds = self._needs.wandb, self._config.reach_s
             reaching = [*reaching, BackgroundCheck("W&B", lambda: check_wandb(settings, seconds), NETWORK)]
         self._add("machine", machine)
         self._job(joined)
@@ -150,9 +147,9 @@ class _Examination:
     def _job(self, joined: Finding) -> None:
         """The processes and their devices, compared."""
         findings = [joined, *attempt("devices", check_devices), *attempt("device memory", check_memory)]
-        findings += attempt("mesh", lambda: check_mesh(self._asked.mesh_shape))
+        findings += attempt("mesh", lambda: check_mesh(self._needs.mesh_shape))
         with self._hosts.run_on_all("doctor: facts of the hosts") as phase:
-            phase.share(host_facts(self._asked.config_digest))
+            phase.share(host_facts(self._needs.config_digest))
         facts = phase.shared
         findings += attempt("hosts", lambda: compare(facts))
         self._hosts.barrier("doctor/clocks")
@@ -189,8 +186,8 @@ class _Examination:
         return attempt("compilation cache", lambda: judge_cache(cache, phase.shared))
 
     def _speed(self) -> tuple[list[Finding], dict[str, Any]]:
-        """What the devices and the links between them reach, written as a calibration where that is asked."""
-        hosts, mesh = self._hosts, _mesh(self._asked.mesh_shape)
+        """The speeds of the devices and of the links between them, written as a calibration where that is asked."""
+        hosts, mesh = self._hosts, _mesh(self._needs.mesh_shape)
         devices = list(mesh.devices.flat)
         sizes = device_speed.sizes_for(devices[0].platform)
         seconds = time_loops(hosts, "device speed", lambda: device_speed.build_loops(hosts, devices, sizes))
@@ -205,12 +202,12 @@ class _Examination:
             for kind in kinds
             for size in collectives.sizes_for(devices[0].platform)
         ]
-        measured: list[collectives.Measured] = []
+        measured: list[collectives.CollectiveTime] = []
         if wanted:
             seconds = time_loops(hosts, "collectives", lambda: collectives.build_loops(hosts, wanted))
             slowest = [max(one[i] for one in seconds) for i in range(len(wanted))]
             measured = [
-                collectives.Measured(group=group, kind=kind, size=size, seconds=taken)
+                collectives.CollectiveTime(group=group, kind=kind, size=size, seconds=taken)
                 for (group, kind, size), taken in zip(wanted, slowest, strict=True)
             ]
             findings += attempt("all-reduce", lambda: collectives.judge_collectives(measured))
@@ -230,7 +227,7 @@ class _Examination:
         self,
         path: str,
         speeds: Sequence[device_speed.DeviceSpeed],
-        measured: Sequence[collectives.Measured],
+        measured: Sequence[collectives.CollectiveTime],
         devices: Sequence[jax.Device],
     ) -> Finding:
         """Write the same calibration file on every process: a run needs it on every host."""
@@ -249,7 +246,7 @@ class _Examination:
 
     def _self_test(self) -> None:
         """Train on the mesh of the run; with several processes, on the one with data parallel hosts too."""
-        shapes = [self._asked.mesh_shape]
+        shapes = [self._needs.mesh_shape]
         if self._hosts.count > 1 and "host_local" not in shapes:
             shapes.append("host_local")
         deadline = time.monotonic() + self._config.self_test_s

@@ -14,7 +14,7 @@ Outcome = Literal["ok", "warning", "fix"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Finding:
-    """What one check found.
+    """The finding of one check.
 
     Args:
         name: The name of what was looked at, a word or two.
@@ -45,11 +45,10 @@ class Finding:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Reported:
+class JobFinding:
     """A finding with the processes that have it.
 
     Args:
-        finding: The finding.
         processes: The numbers of the processes.
         count: The number of processes of the job.
     """
@@ -96,7 +95,7 @@ def failed(name: str, error: BaseException) -> Finding:
     return Finding.to_fix(name, f"{type(error).__name__}: {text[:1500]}")
 
 
-def merge(by_process: Sequence[Sequence[Finding]]) -> list[Reported]:
+def merge(by_process: Sequence[Sequence[Finding]]) -> list[JobFinding]:
     """The findings of all processes, each once, with the processes that have it.
 
     What is ok under one name is one line, however its text differs from host to host: the text is then that of the
@@ -125,7 +124,7 @@ def merge(by_process: Sequence[Sequence[Finding]]) -> list[Reported]:
         if others[key]:
             text = f"{finding.text} (process {processes[key][0]}; {others[key]} more are ok too)"
             finding = dataclasses.replace(finding, text=text)
-        merged.append(Reported(finding=finding, processes=tuple(processes[key]), count=len(by_process)))
+        merged.append(JobFinding(finding=finding, processes=tuple(processes[key]), count=len(by_process)))
     return merged
 
 
@@ -149,7 +148,7 @@ class BackgroundCheck:
         self._found = attempt(self.name, check)
 
     def findings(self, timeout_s: float) -> list[Finding]:
-        """What it found, or that it did not answer.
+        """The findings, or one that says that there was no answer.
 
         Args:
             timeout_s: The seconds since it began that it may take.
@@ -164,7 +163,6 @@ def wait_for_all(checks: Sequence[BackgroundCheck], timeout_s: float) -> list[Fi
     """The findings of several checks, which run at the same time.
 
     Args:
-        checks: The checks.
         timeout_s: The seconds since its beginning that each may take.
     """
     return [finding for check in checks for finding in check.findings(timeout_s)]

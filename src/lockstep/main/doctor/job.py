@@ -26,8 +26,8 @@ PROBE_S: Final = 3.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Joined:
-    """How joining the job ended.
+class JoinResult:
+    """The outcome of joining the job.
 
     Args:
         hosts: The processes of the job; None where this process did not join.
@@ -40,7 +40,7 @@ class Joined:
     waiting: bool = False
 
 
-def join(config: DistributedConfig) -> Joined:
+def join(config: DistributedConfig) -> JoinResult:
     """Join the job as a run does, within ``initialization_timeout_s``.
 
     Args:
@@ -64,9 +64,9 @@ def join(config: DistributedConfig) -> Joined:
     if hosts:
         count = hosts[0].count
         text = "this process is alone" if count == 1 else f"{count} processes have joined"
-        return Joined(hosts=hosts[0], finding=Finding.ok("job", text))
+        return JoinResult(hosts=hosts[0], finding=Finding.ok("job", text))
     if errors:
-        return Joined(hosts=None, finding=_not_joined(errors[0]))
+        return JoinResult(hosts=None, finding=_not_joined(errors[0]))
     address = config.coordinator_address or os.environ.get(COORDINATOR_ADDRESS)
     text = f"not all processes of the job, or not the devices of this one, were there within {timeout_s:g} s"
     text += "." if address is None else f"; the coordinator {address} {probe(address)}."
@@ -74,7 +74,7 @@ def join(config: DistributedConfig) -> Joined:
         "Start the command on every worker (gcloud ... --worker=all, infra/launch.py), let them reach the port of the "
         "coordinator, end other processes that have the chips (sudo lsof /dev/accel* /dev/vfio/*), or raise timeout_s."
     )
-    return Joined(hosts=None, finding=Finding.to_fix("job", text, fix), waiting=True)
+    return JoinResult(hosts=None, finding=Finding.to_fix("job", text, fix), waiting=True)
 
 
 def probe(address: str) -> str:
@@ -105,11 +105,7 @@ SLOW_S: Final = 0.05
 
 
 def measure_coordination(hosts: Hosts) -> dict[str, float]:
-    """Measure this process's median seconds of a barrier and of an exchange; every process makes the same call.
-
-    Args:
-        hosts: The processes of the job.
-    """
+    """Measure this process's median seconds of a barrier and of an exchange; every process makes the same call."""
     barriers, exchanges = [], []
     for number in range(ROUNDS):
         with hosts.scope(f"doctor/latency/{number}") as scope:

@@ -27,7 +27,7 @@ A model on a pod is in pieces, one on each chip, and no host has all of it. So e
 they wait for each other, hear the same question, run the same programs in the same order, and wait for each other \
 again. Then one of them writes down what was said, and training goes on as if nothing had happened.
 """
-"""What the model learns by heart; each character is a token."""
+"""The text that the model learns by heart; each character is a token."""
 PROMPTS: Final = ("A model on a pod ", "every host", "the same", "T")
 LENGTH: Final = 64
 """The tokens of a row."""
@@ -50,7 +50,6 @@ def make_rows(tokenizer: "PreTrainedTokenizerBase", count: int) -> TokenizedRows
     """Windows of the text.
 
     Args:
-        tokenizer: The tokenizer.
         count: The number of rows.
     """
     text = np.array(tokenizer.encode(TEXT), np.int32)
@@ -60,11 +59,7 @@ def make_rows(tokenizer: "PreTrainedTokenizerBase", count: int) -> TokenizedRows
 
 
 def shape_for(mesh: Mesh) -> LlamaConfig:
-    """A small shape whose axes the mesh divides, in training and in every layout of decoding.
-
-    Args:
-        mesh: The training mesh.
-    """
+    """A small shape whose axes the mesh divides, in training and in every layout of decoding."""
     cpu = mesh.devices.flat[0].platform == "cpu"
     head, width = (16, 32) if cpu else (128, 256)  # 128: what the TPU's attention kernel reads at once
     hidden, kv_heads = math.lcm(width, mesh.shape["fsdp"]), math.lcm(2, mesh.shape["tp"])
@@ -92,11 +87,7 @@ type Layout = dict[str, int] | str
 
 @dataclasses.dataclass(frozen=True)
 class UnreadableOnLastHost:
-    """A model that the last process cannot read.
-
-    Args:
-        model: The model.
-    """
+    """A model that the last process cannot read."""
 
     model: Any
 
@@ -111,7 +102,7 @@ def _read(model: UnreadableOnLastHost) -> tuple[LlamaConfig, DecoderWeights]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayoutResult:
-    """What came of a layout.
+    """The outcome of a layout.
 
     Args:
         layout: The layout, as in a configuration.
@@ -166,7 +157,6 @@ class LayoutRounds:
     """A hook of the trainer that samples: a failure after step 1, then a layout after each step, at last all of them.
 
     Args:
-        hosts: The processes of the job.
         layouts: The layouts, ``auto`` first.
         dtype: The float type to decode in.
         directory: Where the leader writes what was said.
@@ -255,7 +245,7 @@ class LayoutRounds:
             callback.finish()
 
     def results(self) -> list[LayoutResult]:
-        """What came of each layout; call it on the leader after `finish`."""
+        """The outcome of each layout; call it on the leader after `finish`."""
         return [self._result(layout, state) for layout, state in self._states.items()]
 
     def _result(self, layout: str, state: str) -> LayoutResult:

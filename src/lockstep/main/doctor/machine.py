@@ -54,7 +54,6 @@ def run_paths(log_dir: str = "runs", environment: Mapping[str, str] = os.environ
 
     Args:
         log_dir: The parent of the run directory.
-        environment: The variables of the process.
     """
     paths = {"run directory": Path(log_dir), "temporary files": Path(tempfile.gettempdir())}
     if cache := environment.get("JAX_COMPILATION_CACHE_DIR"):
@@ -97,11 +96,7 @@ def check_disks(paths: Mapping[str, Path]) -> list[Finding]:
 
 
 def run_variables(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The variables that a run may depend on, without those that differ by nature; secrets without their values.
-
-    Args:
-        environment: The variables of the process.
-    """
+    """The variables that a run may depend on, without those that differ by nature; secrets without their values."""
     names = [name for name in sorted(environment) if name.startswith(PREFIXES)]
     names = [name for name in names if name not in PER_PROCESS and name not in FLAG_VARIABLES]
     return {name: "set" if SECRET_NAME.search(name) else without_credentials(environment[name]) for name in names}
@@ -111,7 +106,6 @@ def check_variables(environment: Mapping[str, str] = os.environ, chips: int | No
     """Look for variables that a run on several hosts does not survive, or that leave TPUs idle.
 
     Args:
-        environment: The variables of the process.
         chips: The number of TPU chips of this machine; None to count them.
     """
     found = []
@@ -175,7 +169,7 @@ def installed_version(name: str) -> str | None:
 
 
 def declared_requirements(name: str) -> Sequence[str]:
-    """What an installed package requires, as it declares it; nothing where it is not installed."""
+    """The requirements of an installed package, as it declares them; nothing where it is not installed."""
     try:
         return importlib.metadata.requires(name) or ()
     except importlib.metadata.PackageNotFoundError:
@@ -238,7 +232,7 @@ SHOWN_CHARACTERS: Final = 100
 
 
 def host_facts(config_digest: str) -> dict[str, dict[str, str]]:
-    """What this host tells the others about itself.
+    """The description of this host for the others.
 
     Args:
         config_digest: The digest of the run's configuration.

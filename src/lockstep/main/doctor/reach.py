@@ -1,4 +1,4 @@
-"""What a run reaches over the network, each looked at in a thread: buckets, W&B, the tokenizer, the checkpoint."""
+"""The reach of a run over the network, each looked at in a thread: buckets, W&B, the tokenizer, the checkpoint."""
 
 import base64
 import functools
@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from lockstep.errors import LockstepError
 from lockstep.json_text import parse_json
-from lockstep.main.doctor.config import Asked
+from lockstep.main.doctor.config import RunNeeds
 from lockstep.main.doctor.finding import BackgroundCheck, Finding
 from lockstep.models import read_hf_config
 from lockstep.text import load_tokenizer
@@ -29,22 +29,22 @@ VIEWER: Final = "query Viewer { viewer { username entity } }"
 """The question that W&B's own client asks first: who the key belongs to."""
 
 
-def begin_checks(asked: Asked) -> list[BackgroundCheck]:
+def begin_checks(needs: RunNeeds) -> list[BackgroundCheck]:
     """Begin to look at everything that every host reaches for.
 
     Args:
-        asked: What the run reaches for.
+        needs: What the run reaches for.
     """
-    checks = [BackgroundCheck(f"bucket {url}", functools.partial(check_written, url), NETWORK) for url in asked.written]
-    checks += [BackgroundCheck(f"data {url}", functools.partial(check_read, url), NETWORK) for url in asked.read]
-    if asked.tokenizer is not None:
+    checks = [BackgroundCheck(f"bucket {url}", functools.partial(check_written, url), NETWORK) for url in needs.written]
+    checks += [BackgroundCheck(f"data {url}", functools.partial(check_read, url), NETWORK) for url in needs.read]
+    if needs.tokenizer is not None:
         checks.append(
             BackgroundCheck(
-                "tokenizer", functools.partial(check_tokenizer, asked.tokenizer, asked.trust_remote_code), NETWORK
+                "tokenizer", functools.partial(check_tokenizer, needs.tokenizer, needs.trust_remote_code), NETWORK
             )
         )
-    if asked.checkpoint is not None:
-        checks.append(BackgroundCheck("checkpoint", functools.partial(check_checkpoint, asked.checkpoint), NETWORK))
+    if needs.checkpoint is not None:
+        checks.append(BackgroundCheck("checkpoint", functools.partial(check_checkpoint, needs.checkpoint), NETWORK))
     return checks
 
 

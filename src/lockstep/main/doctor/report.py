@@ -15,7 +15,7 @@ from rich.table import Table
 
 from lockstep.credentials import hide_credentials, without_credentials
 from lockstep.errors import ConfigError
-from lockstep.main.doctor.finding import Finding, Reported
+from lockstep.main.doctor.finding import Finding, JobFinding
 
 FORMAT: Final = 1
 """The value of ``lockstep_doctor`` in the JSON file."""
@@ -23,7 +23,7 @@ _STYLES: Final = {"ok": "green", "warning": "yellow", "fix": "bold red"}
 
 
 class Report:
-    """What was found so far; the leader's shows it.
+    """The findings so far; the leader's shows them.
 
     Args:
         console: Where it is shown: a table per section at a terminal, else a line per finding. None for nowhere.
@@ -32,7 +32,7 @@ class Report:
 
     def __init__(self, console: Console | None = None, path: str | os.PathLike[str] | None = None) -> None:
         self._console, self._path = console, None if path is None else Path(path)
-        self.sections: dict[str, list[Reported]] = {}
+        self.sections: dict[str, list[JobFinding]] = {}
         self.values: dict[str, Any] = {}
         """Measured numbers and facts, which are in the JSON file alone."""
         self._begun = time.time()
@@ -55,7 +55,7 @@ class Report:
                 f"json is {self._path}, which cannot be written: {error}. Choose another file."
             ) from error
 
-    def add(self, title: str, findings: Sequence[Reported], values: Mapping[str, Any] | None = None) -> None:
+    def add(self, title: str, findings: Sequence[JobFinding], values: Mapping[str, Any] | None = None) -> None:
         """Show a section and keep it.
 
         Args:
@@ -81,10 +81,10 @@ class Report:
         self._write(complete=True)
         return self.exit_code
 
-    def _all(self) -> list[Reported]:
+    def _all(self) -> list[JobFinding]:
         return [each for section in self.sections.values() for each in section]
 
-    def _show(self, title: str, findings: Sequence[Reported]) -> None:
+    def _show(self, title: str, findings: Sequence[JobFinding]) -> None:
         if self._console is None:
             return
         if self._console.is_terminal:
@@ -111,14 +111,14 @@ class Report:
         draft.replace(self._path)
 
 
-def _line(each: Reported) -> str:
+def _line(each: JobFinding) -> str:
     finding = each.finding
     where = f" ({each.where})" if each.where else ""
     fix = f" Fix: {finding.fix}" if finding.fix else ""
     return f"{finding.outcome:<7}  {finding.name}{where}: {finding.text}{fix}"
 
 
-def _table(title: str, findings: Sequence[Reported]) -> Table:
+def _table(title: str, findings: Sequence[JobFinding]) -> Table:
     table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, show_header=False)
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold", ratio=1)

@@ -40,7 +40,7 @@ SEND: Final = "Send this report (--json) and the logs of all processes to the is
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainingRun:
-    """How a run went.
+    """The course of a run.
 
     Args:
         losses: The loss of each step, in hexadecimal digits.
@@ -161,8 +161,6 @@ def self_test(
     """Train with and without samples; every process makes the same call.
 
     Args:
-        hosts: The processes of the job.
-        mesh_shape: The training mesh.
         deadline: The time (`time.monotonic`) on the leader after which no other layout is begun.
         all_layouts: Whether to decode in every layout, or only in that of ``auto`` and in that of training.
 

@@ -1,4 +1,4 @@
-"""What a configuration would do on a TPU slice, worked out with the TPU compiler and no TPU."""
+"""Plans: the memory and time of a configuration on a TPU slice, worked out with the TPU compiler and no TPU."""
 
 from lockstep.main.plan.alternatives import MeshCost, RematCost, mesh_costs, print_meshes, print_remat, remat_costs
 from lockstep.main.plan.cache import CompileCache, CompileProgress, default_directory

@@ -27,7 +27,7 @@ MESH_SHAPES = ("auto", "host_local")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MeshCost:
-    """What a train step, and the rollout that it learns from, take on a mesh at best.
+    """The cost of a train step, and of the rollout that it learns from, on a mesh at best.
 
     Args:
         mesh_shape: The value of ``trainer.mesh_shape``.
@@ -69,9 +69,7 @@ def mesh_costs(
     """Compile the train step for each of `MESH_SHAPES`, and predict its rollout.
 
     Args:
-        workload: What is asked of the devices, with training.
         topology: The slice. On one host both shapes are the same mesh, which is planned once.
-        cache: The compiler.
         calibration: See `make_plan`.
     """
     if calibration is not None:
@@ -136,7 +134,6 @@ def print_meshes(costs: list[MeshCost], console: Console) -> None:
 
     Args:
         costs: What `mesh_costs` returned.
-        console: The console to print to.
     """
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("trainer.mesh_shape", no_wrap=True)
@@ -191,9 +188,6 @@ def remat_costs(workload: Workload, topology: Topology, cache: CompileCache, mem
     """Compile the train step with every policy; nothing else of the plan changes.
 
     Args:
-        workload: What is asked of the devices, with training.
-        topology: The slice.
-        cache: The compiler.
         memory: The bytes of a device that programs may use.
 
     Returns:
@@ -225,7 +219,6 @@ def print_remat(costs: list[RematCost], console: Console) -> None:
 
     Args:
         costs: What `remat_costs` returned.
-        console: The console to print to.
     """
     least = min(cost.flops for cost in costs)
     console.print("model.gradient_checkpointing: HBM per device in the train step, and operations")

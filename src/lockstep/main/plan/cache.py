@@ -143,7 +143,6 @@ class CompileCache:
     """A compiler for one topology that remembers its results, also that a program needs too much memory.
 
     Args:
-        topology: The name of the slice.
         directory: The directory of the results; None: nothing is kept.
         report: A function that is called with (program, what happens) before and after each program.
     """

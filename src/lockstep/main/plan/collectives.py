@@ -32,7 +32,6 @@ class Collective:
     """A collective operation.
 
     Args:
-        name: The operation's name.
         kind: The operation's kind, such as ``all-reduce``.
         times: The number of times that it runs in a launch; in a step, where ``in_step``.
         in_step: Whether it is inside the loop over steps.
@@ -239,7 +238,7 @@ class FsdpBytes:
 
     @property
     def ratio(self) -> float | None:
-        """What is received over the least; None where nothing has to be."""
+        """The bytes received, over the least that must be; None where nothing has to be."""
         return self.received / self.floor if self.floor else None
 
 

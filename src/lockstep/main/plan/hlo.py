@@ -19,7 +19,7 @@ _BITS: Final = {
 _HEAD: Final = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
 _ARRAY: Final = re.compile(r"\b([a-z]\w*)\[([\d,]*)\](\{[^{}]*\})?")
 _METADATA: Final = re.compile(r"kernel_metadata=\{\n.*?\n\}", re.DOTALL)
-"""What a kernel says of itself: the only text of an operation that goes over several lines."""
+"""The description that a kernel has of itself: the only text of an operation that goes over several lines."""
 _BRACKET: Final = re.compile(r"[()]")
 _CALLED: Final = re.compile(r"\b(calls|to_apply|body|condition|\w+_computations?)=\{?((?:%[\w.\-]+(?:, )?)+)")
 
@@ -192,18 +192,13 @@ class Hlo:
 
         Args:
             computation: The name of the computation that has the operation.
-            name: The operation's name.
         """
         op = self.computations[computation].get(name)
         return () if op is None else op.arrays
 
 
 def vmem(text: str) -> int:
-    """The bytes of vector memory of the operation of an optimised TPU program that needs most.
-
-    Args:
-        text: The text of the program.
-    """
+    """The bytes of vector memory of the operation of an optimised TPU program that needs most."""
     found = re.findall(r'"used_scoped_memory_configs":\[\{"memory_space":"1","offset":"\d+","size":"(\d+)"', text)
     return max(map(int, found), default=0)
 

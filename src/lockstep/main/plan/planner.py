@@ -42,7 +42,6 @@ class SamplingPlan:
     """A round of sampling that fits.
 
     Args:
-        workload: What was asked for.
         sizing: The layout, the capacities and what else was considered, as the engine chose them.
         digests: The digest of each program, by the program's name.
         collectives: The collectives of one launch of each program, by its name; those of a decode step are not among
@@ -66,11 +65,9 @@ class SamplingPlan:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What a workload would do on a slice.
+    """The memory and the time of a workload on a slice.
 
     Args:
-        workload: What was asked for.
-        topology: The slice.
         mesh_shape: The size of each axis of the mesh that the model is on, by the axis' name.
         chip: The published numbers of the chip, which the predictions use.
         memory: The bytes of a device that programs may use.
@@ -121,9 +118,6 @@ def make_plan(workload: Workload, topology: Topology, cache: CompileCache, calib
     The train step is compiled in a thread of its own, beside the programs of the engine.
 
     Args:
-        workload: What the configuration asks of the devices.
-        topology: The slice.
-        cache: The compiler.
         calibration: A file of measured numbers of the chip, in place of those that the configuration names; None:
             what the configuration names for sampling, and else published numbers.
 
@@ -239,7 +233,7 @@ def _plan_sampling(
     free: int,
     hosts: Sequence[int],
 ) -> SamplingPlan:
-    """What `Engine.prepare` chooses for a round of sampling: the function that sizes the engine on the pod."""
+    """The sizes that `Engine.prepare` chooses for a round of sampling, by the function that sizes the engine."""
     try:
         engine = Engine(one.engine, mesh, vocab_size=one.vocab_size, compile_with=cache)
         engine.prepare((model, weights), one.requests, free=free)
@@ -270,12 +264,10 @@ def _plan_sampling(
 
 
 def predict_sampling(workload: Workload, one: SamplingWorkload, topology: Topology) -> Sizing:
-    """What the engine would choose for a round of sampling beside the training state, before anything is compiled.
+    """The sizes of the engine for a round of sampling beside the training state, before anything is compiled.
 
     Args:
-        workload: What is asked of the devices.
         one: The round.
-        topology: The slice.
 
     Raises:
         ConfigError: The mesh or a capacity does not fit the slice.

@@ -25,7 +25,6 @@ class Moment:
     """The memory of a device at one moment of a run.
 
     Args:
-        name: The moment's name.
         parts: The bytes per device by what they are for, with the same keys at every moment.
         memory: The bytes of a device that programs may use.
     """
@@ -46,11 +45,7 @@ class Moment:
 
 
 def moments(plan: Plan) -> list[Moment]:
-    """The moments that could need most memory: the train step, and each round of sampling beside the training state.
-
-    Args:
-        plan: The plan.
-    """
+    """The moments that could need most memory: the train step, and each round of sampling beside the training state."""
     state = {"parameters": plan.parameters, "optimizer": plan.optimizer, "reference model": plan.reference}
     found = []
     if plan.training is not None:
@@ -87,9 +82,6 @@ def checkpoint_bytes(plan: Plan) -> int:
     """Return the bytes that a host writes for a checkpoint: trained parameters and optimizer state of its devices.
 
     Where they are replicated, one replica writes them; this is then what the hosts of that replica write.
-
-    Args:
-        plan: The plan.
     """
     return (plan.parameters - plan.frozen + plan.optimizer) * plan.topology.devices_per_host
 
@@ -138,9 +130,6 @@ class StepTime:
 def train_time(plan: Plan) -> StepTime | None:
     """The least time of the train step.
 
-    Args:
-        plan: The plan.
-
     Returns:
         The time; None where no train step is planned.
     """
@@ -188,9 +177,6 @@ class RolloutStep:
 def rollout_step(plan: Plan) -> RolloutStep | None:
     """The least time of a train step and its rollout.
 
-    Args:
-        plan: The plan.
-
     Returns:
         The time; None where no train step learns from a rollout.
     """
@@ -203,9 +189,6 @@ def rollout_step(plan: Plan) -> RolloutStep | None:
 
 def as_json(plan: Plan) -> dict[str, Any]:
     """The plan as ``--json`` writes it; its keys stay as they are when something is renamed in the code.
-
-    Args:
-        plan: The plan.
 
     Returns:
         Plain values: bytes, seconds, names.

@@ -28,12 +28,7 @@ _NAMED: Final = 4
 
 
 def print_plan(plan: Plan, console: Console) -> None:
-    """Print a plan.
-
-    Args:
-        plan: The plan.
-        console: The console to print to.
-    """
+    """Print a plan."""
     mesh = ", ".join(f"{name} {size}" for name, size in plan.mesh_shape.items())
     console.print(f"[bold]{plan.workload.command}[/] on [bold]{escape(plan.topology.describe())}[/]", highlight=False)
     if mesh:
@@ -177,7 +172,7 @@ def _speed(plan: Plan) -> Table:
 
 
 def _drafts(plan: Plan) -> Table:
-    """What verifying promises, beside what decoding one token after the other does."""
+    """The speed that verifying promises, beside that of decoding one token after the other."""
     table = _table("if all drafts are right", "moved per token", "decoded", "a step", "tokens/s", "per chip")
     groups, chips = plan.topology.hosts if plan.workload.one_host else 1, len(plan.topology.devices)
     for one in plan.sampling:

@@ -68,7 +68,7 @@ def _fusion(hlo: Hlo, op: Op, operands: Sequence[Sequence[Array]]) -> int:
 
 
 class _Use(NamedTuple):
-    """How a computation uses a parameter that it does not read as a whole.
+    """The use of a parameter that a computation does not read as a whole.
 
     Args:
         bytes: The bytes that it moves of the parameter.
@@ -82,7 +82,7 @@ class _Use(NamedTuple):
 
 
 def _use(hlo: Hlo, computation: str, number: int) -> _Use | None:
-    """How a computation uses a parameter; None where it reads all of it."""
+    """The use of a parameter in a computation; None where it reads all of it."""
     inside = hlo.computations[computation]
     users: dict[str, list[tuple[Op, int]]] = {}
     for each in inside.values():

@@ -43,10 +43,6 @@ class State:
 def make_state(workload: Workload, mesh: Mesh) -> State:
     """The shapes and the bytes of the parameters and of the optimizer's state.
 
-    Args:
-        workload: What is asked of the devices, with training.
-        mesh: The mesh of the run.
-
     Raises:
         ConfigError: The mesh does not divide an axis of the model.
     """
@@ -78,7 +74,6 @@ def model_structs(workload: Workload, mesh: Mesh) -> LlamaLMHeadModel:
 
     Args:
         workload: What is asked of the devices; its model is used.
-        mesh: The mesh.
 
     Returns:
         The model with a `jax.ShapeDtypeStruct` for each weight.
@@ -95,11 +90,7 @@ def model_structs(workload: Workload, mesh: Mesh) -> LlamaLMHeadModel:
 
 
 def init_trained(workload: Workload) -> Callable[[jax.Array], LlamaLMHeadModel | LoraModel]:
-    """Return what makes the model that is trained, from a key.
-
-    Args:
-        workload: What is asked of the devices, with training.
-    """
+    """Return what makes the model that is trained, from a key."""
     lora = None if workload.training is None else workload.training.lora
 
     def init(key: jax.Array) -> LlamaLMHeadModel | LoraModel:

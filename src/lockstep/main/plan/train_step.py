@@ -54,10 +54,7 @@ def compile_step(
     """Compile the train step as the trainer makes it.
 
     Args:
-        workload: What is asked of the devices, with training.
-        mesh: The mesh of the run.
         state: The training state.
-        cache: The compiler.
         microbatches: The number of parts that a batch is split into.
         length: The number of tokens of a sequence; None: as configured.
 
@@ -88,10 +85,7 @@ def plan_step(workload: Workload, mesh: Mesh, state: State, cache: CompileCache,
     """Compile the train step, or find out what would fit.
 
     Args:
-        workload: What is asked of the devices, with training.
-        mesh: The mesh of the run.
         state: The training state.
-        cache: The compiler.
         memory: The bytes of a device that programs may use.
 
     Raises:
@@ -133,7 +127,6 @@ def saved_bytes(workload: Workload, rows: int) -> int:
     """The bytes that the forward pass of some rows keeps for the backward pass, without the parameters.
 
     Args:
-        workload: What is asked of the devices, with training.
         rows: The number of rows of a device's microbatch.
     """
     training = workload.training
@@ -162,8 +155,6 @@ def makes_vocab_blocks(workload: Workload, mesh: Mesh, microbatches: int) -> boo
     """Return whether a device makes logits in blocks of the vocabulary.
 
     Args:
-        workload: What is asked of the devices, with training.
-        mesh: The mesh of the run.
         microbatches: The number of parts of a batch that are computed one after the other.
     """
     training = workload.training
@@ -181,7 +172,6 @@ def step_flops(workload: Workload, *, vocab_blocks: bool) -> float:
     computed.
 
     Args:
-        workload: What is asked of the devices, with training.
         vocab_blocks: Whether logits are made in blocks (`needs_vocab_blocks`).
     """
     training, config = workload.training, workload.model
@@ -319,10 +309,7 @@ def plan_largest_step(workload: Workload, mesh: Mesh, state: State, cache: Compi
     """Compile the train step; where the number of rows at a time is open, with the largest that fits.
 
     Args:
-        workload: What is asked of the devices, with training.
-        mesh: The mesh of the run.
         state: The training state.
-        cache: The compiler.
         memory: The bytes of a device that programs may use.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What a configuration asks of the devices, without its data, its weights or its trackers."""
+"""The workload of a configuration: the programs that it asks of the devices, without data, weights or trackers."""
 
 import dataclasses
 import re
@@ -60,7 +60,7 @@ def with_common_largest(infeasibilities: Sequence[Infeasibility]) -> list[Infeas
 
 
 def place_of(path: Path | None, key: str, overrides: Sequence[str] = ()) -> str:
-    """Where a key is set.
+    """The place where a key is set.
 
     Args:
         path: The YAML file; None: there is none.
@@ -92,9 +92,6 @@ def place_of(path: Path | None, key: str, overrides: Sequence[str] = ()) -> str:
 def largest_in(text: str) -> int | None:
     """The bound that a message gives a number which is too large: ``Set it to at most 8192``.
 
-    Args:
-        text: The text of an error.
-
     Returns:
         The bound; None where the message has none.
     """
@@ -106,7 +103,6 @@ def key_in(text: str, keys: Mapping[str, str]) -> str | None:
     """The first configuration key that a message names.
 
     Args:
-        text: The text of an error.
         keys: The key with dots, by the name that messages have for it.
 
     Returns:
@@ -213,11 +209,7 @@ class Workload:
     infeasibilities: tuple[Infeasibility, ...] = ()
 
     def calibrated(self, path: str) -> "Workload":
-        """The same with a file of measured numbers of the chip for every round of sampling.
-
-        Args:
-            path: The file.
-        """
+        """The same with a file of measured numbers of the chip for every round of sampling."""
         engines = (dataclasses.replace(each.engine, calibration=path) for each in self.sampling)
         sampling = [
             dataclasses.replace(each, engine=engine) for each, engine in zip(self.sampling, engines, strict=True)

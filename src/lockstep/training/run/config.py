@@ -34,7 +34,7 @@ class TrainConfig:
     """
 
     ROW_NAME: ClassVar[str] = "sequences"
-    """What a row of a batch is called in messages, in the plural."""
+    """The name of a row of a batch in messages, in the plural."""
     SEQUENCES_PER_ROW: ClassVar[int] = 1
     """The number of sequences in a row of a batch: 2 for pairs."""
 
@@ -58,7 +58,7 @@ class TrainConfig:
     inference_eval: InferenceEvalConfig = dataclasses.field(default_factory=lambda: InferenceEvalConfig(enabled=False))
     """The samples while training; without this block there are none."""
     hf_save_path: str | None = None
-    """Where to save the trained model as a Hugging Face checkpoint: a directory, where a relative path is below the run
+    """The place of the trained model as a Hugging Face checkpoint: a directory, where a relative path is below the run
     directory, or a URL; null: nowhere."""
     hf_save_steps: int | None = None
     """The number of steps between two Hugging Face checkpoints while training, at ``<hf_save_path>-step-N``; null: none
@@ -151,7 +151,7 @@ class TrainLmConfig(TrainConfig):
     """Settings of ``train-lm``."""
 
     data: LmDataConfig
-    """What to train on."""
+    """The data to train on."""
 
     @property
     def loss_fn(self) -> LossFn:

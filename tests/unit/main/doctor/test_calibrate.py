@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 
 from lockstep.engine import Engine, EngineConfig
 from lockstep.main.doctor.calibrate import calibration, fit_link
-from lockstep.main.doctor.collectives import Measured, find_groups
+from lockstep.main.doctor.collectives import CollectiveTime, find_groups
 from lockstep.main.doctor.device_speed import DeviceSpeed
 from lockstep.placement import make_mesh
 from lockstep.placement.device import Link, calibrated, chip_named, save_calibration
@@ -52,7 +52,7 @@ def made_by(links, chosen):
         chip = dataclasses.replace(chip_named("TPU v5p", "tpu"), link=link, network=link)
         for kind in ("all-reduce", "all-gather"):
             for size in SIZES:
-                one = Measured(group=group, kind=kind, size=size, seconds=0.0)
+                one = CollectiveTime(group=group, kind=kind, size=size, seconds=0.0)
                 found.append(dataclasses.replace(one, seconds=one.predicted(chip)))
     return found
 

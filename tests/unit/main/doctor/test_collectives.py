@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import Mesh
 
 from lockstep.hosts import Hosts, MemoryClient
-from lockstep.main.doctor.collectives import Group, Measured, build_loops, find_groups, judge_collectives
+from lockstep.main.doctor.collectives import CollectiveTime, Group, build_loops, find_groups, judge_collectives
 from lockstep.placement import make_mesh
 from lockstep.placement.device import chip_named
 
@@ -67,7 +67,7 @@ def test_a_loop_is_the_collective(kind):
 
 def measured(seconds, kind="all-reduce", size=64 << 20, group=None):
     group = group or find_groups(pod((1, 8, 1)))[0]
-    return Measured(group=group, kind=kind, size=size, seconds=seconds)
+    return CollectiveTime(group=group, kind=kind, size=size, seconds=seconds)
 
 
 def test_the_prediction_is_that_of_a_ring():

@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from lockstep.errors import ConfigError
-from lockstep.main.doctor.config import Asked, DoctorConfig, read_asked
+from lockstep.main.doctor.config import DoctorConfig, RunNeeds, read_needs
 
 
 def test_seconds_are_positive():
@@ -36,28 +36,28 @@ VALUES = {
 
 
 def test_urls_go_where_they_are_used():
-    asked = read_asked(DoctorConfig(buckets=["gs://mine"]), VALUES)
-    assert asked.written == ("gs://mine", "gs://out/checkpoints", "gs://out/hf")
-    assert asked.read == ("gs://in/train-*.jsonl.gz", "gs://in/val.jsonl", "gs://in/prompts.jsonl")
-    assert asked.tokenizer == asked.checkpoint == "gs://models/llama"
-    assert asked.wandb is not None and asked.wandb["project"] == "p"
-    assert (asked.mesh_shape, asked.log_dir) == ("1,-1,2", "/logs")
+    needs = read_needs(DoctorConfig(buckets=["gs://mine"]), VALUES)
+    assert needs.written == ("gs://mine", "gs://out/checkpoints", "gs://out/hf")
+    assert needs.read == ("gs://in/train-*.jsonl.gz", "gs://in/val.jsonl", "gs://in/prompts.jsonl")
+    assert needs.tokenizer == needs.checkpoint == "gs://models/llama"
+    assert needs.wandb is not None and needs.wandb["project"] == "p"
+    assert (needs.mesh_shape, needs.log_dir) == ("1,-1,2", "/logs")
 
 
 def test_the_digest_leaves_out_what_each_process_is_told():
     other = {**VALUES, "trainer": {**VALUES["trainer"], "distributed": {"process_id": 2}}}
     changed = {**VALUES, "tokenizer": "other"}
-    first, second, third = (read_asked(DoctorConfig(), one).config_digest for one in (VALUES, other, changed))
+    first, second, third = (read_needs(DoctorConfig(), one).config_digest for one in (VALUES, other, changed))
     assert first == second != third
 
 
 def test_nothing_is_asked_without_a_configuration():
-    assert read_asked(DoctorConfig(), {}) == Asked()
+    assert read_needs(DoctorConfig(), {}) == RunNeeds()
 
 
 @pytest.mark.parametrize("path", sorted(Path("config").rglob("*.yaml")), ids=lambda path: path.name)
 def test_the_shipped_configurations_are_read(path):
     values = yaml.safe_load(path.read_text())
-    asked = read_asked(DoctorConfig(), values)
-    assert asked.tokenizer is not None or "checkpoint_path" in values
-    assert all("://" in url for url in (*asked.written, *asked.read))
+    needs = read_needs(DoctorConfig(), values)
+    assert needs.tokenizer is not None or "checkpoint_path" in values
+    assert all("://" in url for url in (*needs.written, *needs.read))

@@ -13,9 +13,9 @@ from rich.console import Console
 
 from lockstep.errors import PeerError
 from lockstep.hosts import DistributedConfig, Hosts, MemoryClient
-from lockstep.main.doctor import Asked, DoctorConfig, Finding, examine
+from lockstep.main.doctor import DoctorConfig, Finding, RunNeeds, examine
 from lockstep.main.doctor.device_speed import Sizes
-from lockstep.main.doctor.job import Joined
+from lockstep.main.doctor.job import JoinResult
 from lockstep.placement.device import calibrated, chip_of
 
 module = sys.modules["lockstep.main.doctor.examine"]
@@ -27,17 +27,19 @@ SMALL = Sizes(dtype="float32", read=64, rows=1, product=32, read_turns=(1, 3), p
 def joined(monkeypatch):
     """Each thread joins the job that it was given."""
     monkeypatch.setattr(
-        module, "join", lambda config: Joined(hosts=HERE.get(), finding=Finding.ok("job", "3 processes have joined"))
+        module,
+        "join",
+        lambda config: JoinResult(hosts=HERE.get(), finding=Finding.ok("job", "3 processes joined")),
     )
 
 
-def on_threads(count, config, asked=lambda index: Asked()):
+def on_threads(count, config, needs=lambda index: RunNeeds()):
     """Run doctor between threads; the exit codes, and what each of them showed."""
 
     def one(hosts):
         HERE.set(hosts)
         out = io.StringIO()
-        return examine(config, asked(hosts.index), DistributedConfig(), Console(file=out)), out.getvalue()
+        return examine(config, needs(hosts.index), DistributedConfig(), Console(file=out)), out.getvalue()
 
     with concurrent.futures.ThreadPoolExecutor(count) as pool:
         hosts = [Hosts(client, 60.0) for client in MemoryClient.hub(count)]
@@ -59,7 +61,7 @@ def test_the_leader_alone_shows_what_all_found(joined, tmp_path):
 
 
 def test_a_host_with_another_configuration_is_named_and_all_end_with_1(joined):
-    results = on_threads(3, DoctorConfig(measure=False), lambda index: Asked(config_digest=f"{index == 1}"))
+    results = on_threads(3, DoctorConfig(measure=False), lambda index: RunNeeds(config_digest=f"{index == 1}"))
     assert [code for code, _ in results] == [1, 1, 1]
     assert "fix      hosts: configuration: processes 0, 2 (the majority): 'False'; process 1: 'True'." in results[0][1]
 
@@ -67,7 +69,7 @@ def test_a_host_with_another_configuration_is_named_and_all_end_with_1(joined):
 def test_a_directory_that_one_host_cannot_write_to_is_named(joined, tmp_path):
     (tmp_path / "file").write_text("")
     paths = {0: tmp_path, 1: tmp_path / "file" / "below", 2: tmp_path}
-    results = on_threads(3, DoctorConfig(measure=False), lambda index: Asked(written=(str(paths[index]),)))
+    results = on_threads(3, DoctorConfig(measure=False), lambda index: RunNeeds(written=(str(paths[index]),)))
     assert [code for code, _ in results] == [1, 1, 1]
     assert f"fix      bucket {paths[1]} (process 1): writing to it failed: " in results[0][1]
 
@@ -84,8 +86,8 @@ def test_one_process_measures_its_devices_and_writes_them(joined, monkeypatch, t
     hosts, out, path = Hosts(MemoryClient.hub(1)[0]), io.StringIO(), tmp_path / "cpu.json"
     HERE.set(hosts)
     config = DoctorConfig(calibrate=str(path), json=str(tmp_path / "report.json"))
-    asked = Asked(mesh_shape=f"1,{jax.device_count()},1")
-    assert examine(config, asked, DistributedConfig(), Console(file=out)) == 0
+    needs = RunNeeds(mesh_shape=f"1,{jax.device_count()},1")
+    assert examine(config, needs, DistributedConfig(), Console(file=out)) == 0
     kept = json.loads((tmp_path / "report.json").read_text())
     names = [each["name"] for each in kept["sections"]["speed"]]
     assert names == ["memory bandwidth", "matrix products", "all-reduce over fsdp", "calibration"]
@@ -103,7 +105,7 @@ def test_what_fails_on_all_is_a_finding_and_the_report_goes_on(joined, monkeypat
     monkeypatch.setattr(module.device_speed, "build_loops", broken)
     HERE.set(Hosts(MemoryClient.hub(1)[0]))
     out = io.StringIO()
-    assert examine(DoctorConfig(), Asked(), DistributedConfig(), Console(file=out)) == 1
+    assert examine(DoctorConfig(), RunNeeds(), DistributedConfig(), Console(file=out)) == 1
     assert (
         "fix      speed: PeerError: doctor/device speed#1/compile failed: RuntimeError: no such instr" in out.getvalue()
     )
@@ -113,12 +115,12 @@ def test_what_fails_on_all_is_a_finding_and_the_report_goes_on(joined, monkeypat
 def test_without_a_job_this_process_says_what_it_knows(monkeypatch, tmp_path):
     found = Finding.to_fix("job", "not all processes were there within 1 s.")
     ended = []
-    monkeypatch.setattr(module, "join", lambda config: Joined(hosts=None, finding=found, waiting=True))
+    monkeypatch.setattr(module, "join", lambda config: JoinResult(hosts=None, finding=found, waiting=True))
     monkeypatch.setattr(module, "end_process", ended.append)
     out = io.StringIO()
     config = DoctorConfig(json=str(tmp_path / "report.json"))
-    asked = dataclasses.replace(Asked(), written=(str(tmp_path),))
-    assert examine(config, asked, DistributedConfig(), Console(file=out)) == 1
+    needs = dataclasses.replace(RunNeeds(), written=(str(tmp_path),))
+    assert examine(config, needs, DistributedConfig(), Console(file=out)) == 1
     assert ended == [1]
     lines = out.getvalue().splitlines()
     assert lines[0].startswith("ok       versions: ") and lines[4] == f"fix      job: {found.text}"

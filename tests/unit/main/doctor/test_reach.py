@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from lockstep.main.doctor.config import Asked
+from lockstep.main.doctor.config import RunNeeds
 from lockstep.main.doctor.finding import wait_for_all
 from lockstep.main.doctor.reach import (
     begin_checks,
@@ -161,8 +161,10 @@ def test_wandb_without_a_network_or_a_key(monkeypatch, tmp_path):
 def test_all_of_it_at_once_within_the_time(monkeypatch, tmp_path):
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", f"http://127.0.0.1:{closed_port()}")
     monkeypatch.setenv("FSSPEC_GS_TOKEN", "anon")
-    asked = Asked(written=("gs://bucket/out", str(tmp_path)), read=("gs://bucket/in",), tokenizer="data/demo/tokenizer")
-    found = wait_for_all(begin_checks(asked), 3.0)
+    needs = RunNeeds(
+        written=("gs://bucket/out", str(tmp_path)), read=("gs://bucket/in",), tokenizer="data/demo/tokenizer"
+    )
+    found = wait_for_all(begin_checks(needs), 3.0)
     assert {each.name: each.outcome for each in found} == {
         "bucket gs://bucket/out": "fix",
         f"bucket {tmp_path}": "ok",

@@ -1,4 +1,4 @@
-"""What a job on GKE is made of, from the command line: its options, its name, its variables and its files."""
+"""A job on GKE from the command line: its options, its name, its variables and its files."""
 
 import argparse
 import dataclasses
@@ -25,11 +25,7 @@ CONSTRAINTS = "constraints.txt"
 
 
 def add_gke_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the backend.
-
-    Args:
-        parser: The parser.
-    """
+    """Add the options of the backend."""
     add_job_options(parser)
     add = parser.add_argument_group("gke: a JobSet on a cluster").add_argument
     add("--tpu_type", metavar="TYPE", help="chip and size of a slice, for example v5p-64 or v6e-8; required")
@@ -52,14 +48,12 @@ def add_gke_options(parser: argparse.ArgumentParser) -> None:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class GkePlan:
+class GkeSpec:
     """A job before anything of it is created.
 
     Args:
-        options: The options as parsed.
         record: Its record, which is not written yet.
         job: What its objects are made of.
-        environment: Its variables.
         wheel_name: The file name of the wheel; "": none is sent.
     """
 
@@ -70,11 +64,8 @@ class GkePlan:
     wheel_name: str
 
     @classmethod
-    def of(cls, options: argparse.Namespace) -> "GkePlan":
+    def of(cls, options: argparse.Namespace) -> "GkeSpec":
         """Read the options.
-
-        Args:
-            options: The options as parsed.
 
         Raises:
             ConfigError: They do not fit together.

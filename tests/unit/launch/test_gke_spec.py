@@ -8,13 +8,13 @@ from lockstep.errors import ConfigError
 from lockstep.launch import parse
 from lockstep.launch.env_file import job_variables
 from lockstep.launch.gke_manifest import MAX_PARTS
-from lockstep.launch.gke_plan import GkePlan
+from lockstep.launch.gke_spec import GkeSpec
 from lockstep.launch.setup_vm import ROOT
 
 
 def plan(*words, kind="v6e-16"):
     given = ["--tpu_type", kind] if kind else []
-    return GkePlan.of(parse(["--backend", "gke", *given, "--setup", "none", *words, "--", "echo"]))
+    return GkeSpec.of(parse(["--backend", "gke", *given, "--setup", "none", *words, "--", "echo"]))
 
 
 def test_pods_wait_longer_for_each_other_than_processes_of_one_machine():
@@ -68,5 +68,5 @@ def test_the_wheel_of_this_checkout_has_room_to_grow(monkeypatch, tmp_path):
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     options = ["--backend", "gke", "--tpu_type", "v6e-16", "--sync", "config", "--sync", "data", "--", "echo"]
-    job, _, said = GkePlan.of(parse(options)).with_files()
+    job, _, said = GkeSpec.of(parse(options)).with_files()
     assert 1 <= job.parts <= MAX_PARTS // 2 and ".whl" in said and "sync.tar.gz" in said

@@ -1,4 +1,4 @@
-"""What can be done with a job that was started before: its status, its logs, its end."""
+"""Operations on a job that was started before: its status, its logs, its end."""
 
 import dataclasses
 import queue
@@ -21,12 +21,11 @@ MARGIN_S = 20.0
 """Seconds beyond its grace in which a job must have ended."""
 
 
-class Later:
+class StartedJob:
     """The last attempt of a job.
 
     Args:
         backend: Its backend.
-        job: Its record.
     """
 
     def __init__(self, backend: WorkerBackend, job: JobRecord) -> None:
@@ -214,7 +213,7 @@ class Later:
 
 
 def _in_words(state: dict[str, Any]) -> str:
-    """What a worker does, in words."""
+    """The state of a worker, in words."""
     kind = state["state"]
     if kind == "running":
         since = f"running for {state['time'] - state['started']:.0f} s" if "started" in state else "starting"
