@@ -145,6 +145,7 @@ class Checkpointer:
         try:
             with self._hosts.scope("checkpoint") as scope, scope.run_on_all("beginning a checkpoint") as phase:
                 if scope.is_leader:
+                    self._search.wait_removed(step, scope.timeout_s / 2)
                     phase.share(self.directory.begin(step))
         except PeerError as error:
             self._count_failure(step, str(error))

@@ -1,6 +1,7 @@
 """The newest whole checkpoint of a run, and files of its directory that are kept beside the checkpoints."""
 
 import json
+import threading
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -24,6 +25,7 @@ class CheckpointSearch:
         self.directory = directory
         self.damaged: dict[int, str] = {}
         """The damage of checkpoints, by step. The leader's is complete."""
+        self._removed: dict[int, threading.Event] = {}
 
     def run(self, resume: Literal["auto", "must", "never"]) -> str:
         """Return what the other processes need to know, as JSON: how to see that they share the directory, and the
@@ -38,9 +40,7 @@ class CheckpointSearch:
             OSError: The directory cannot be read or written.
         """
         self.directory.path.mkdir(parents=True, exist_ok=True)
-        for step in self.directory.unfinished():
-            log.warning("%s was not complete and is removed", self.directory.of(step))
-            self.directory.discard(step)
+        self._remove_unfinished()
         shared = f"{time.time_ns()}"
         (self.directory.path / SHARED_BY).write_text(shared)
         steps = self.directory.steps()
@@ -56,6 +56,36 @@ class CheckpointSearch:
             )
         metadata = self._newest(steps, resume)
         return json.dumps([shared, metadata and metadata.to_json()])
+
+    def _remove_unfinished(self) -> None:
+        """Remove what interrupted saves have left, in a thread: of a bucket that may take minutes."""
+        left = {step: threading.Event() for step in self.directory.unfinished() if step not in self._removed}
+        self._removed |= left
+
+        def remove() -> None:
+            for step, removed in left.items():
+                self.directory.discard(step)
+                removed.set()
+
+        for step in left:
+            log.warning("%s was not complete and is removed", self.directory.of(step))
+        if left:
+            threading.Thread(target=remove, name="lockstep-checkpoint-removal", daemon=True).start()
+
+    def wait_removed(self, step: int, timeout_s: float) -> None:
+        """Wait until nothing that an interrupted save has left of a step is being removed: a new one goes there.
+
+        Args:
+            step: The number of completed steps.
+            timeout_s: The seconds to wait.
+
+        Raises:
+            TimeoutError: It takes longer.
+        """
+        if step in self._removed and not self._removed[step].wait(timeout_s):
+            raise TimeoutError(
+                f"what an interrupted save has left in {self.directory.of(step)} was not removed within {timeout_s:g} s"
+            )
 
     def _newest(self, steps: list[int], resume: str) -> CheckpointMetadata | None:
         found = None

@@ -213,9 +213,31 @@ def test_the_newest_whole_checkpoint_is_found(tmp_path):
     save(first, 2, 4)
     first.wait()
     first.directory.begin(6)  # a process was killed while it wrote
-    for metadata in run_threads(lambda hosts: make(tmp_path, hosts).find("auto"), 2):
-        assert metadata.step == 4
+
+    def find(hosts):
+        checkpointer = make(tmp_path, hosts)
+        found = checkpointer.find("auto")
+        checkpointer._search.wait_removed(6, 10.0)  # on the leader; the others remove nothing
+        return found.step
+
+    assert run_threads(find, 2) == [4, 4]
     assert not first.directory.of(6).exists()
+
+
+def test_a_save_waits_until_what_was_left_of_its_step_is_removed(tmp_path, monkeypatch):
+    make(tmp_path).directory.begin(1)  # a process was killed while it wrote
+    go, order = threading.Event(), []
+    checkpointer = make(tmp_path)
+    begin, remove = checkpointer.directory.begin, checkpointer.directory.discard
+    monkeypatch.setattr(
+        checkpointer.directory, "discard", lambda step: (go.wait(10), remove(step), order.append("removed"))
+    )
+    monkeypatch.setattr(checkpointer.directory, "begin", lambda step: (order.append("begun"), begin(step))[1])
+    assert checkpointer.find("auto") is None
+    threading.Timer(0.1, go.set).start()
+    save(checkpointer, 1)
+    checkpointer.wait()
+    assert order == ["removed", "begun"] and checkpointer.directory.steps() == [1]
 
 
 def test_what_cannot_be_removed_at_the_start_stops_nobody(tmp_path, monkeypatch, caplog):
@@ -230,9 +252,9 @@ def test_what_cannot_be_removed_at_the_start_stops_nobody(tmp_path, monkeypatch,
     monkeypatch.setattr(module.CheckpointDirectory, "remove", remove)
     second = make(tmp_path)
     assert second.find("auto").step == 2
-    assert "step-4 cannot be removed: directory not empty" in caplog.text
     save(second, 4)
     second.wait()
+    assert "step-4 cannot be removed: directory not empty" in caplog.text
     assert second.directory.steps() == [2, 4] and second.errors == 0
 
 

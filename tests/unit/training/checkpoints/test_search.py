@@ -1,6 +1,7 @@
 """The checkpoint that a run goes on from; test_checkpointer.py has the same between hosts."""
 
 import json
+import threading
 
 import pytest
 
@@ -28,6 +29,21 @@ def damage(search, *steps):
 def found(search, resume="auto"):
     metadata = json.loads(search.run(resume))[1]
     return None if metadata is None else json.loads(metadata)["step"]
+
+
+def test_what_interrupted_saves_have_left_is_removed_while_the_run_begins(search, monkeypatch):
+    """A save of the same step waits for that: it would be removed too."""
+    for step in (5, 7):
+        search.directory.begin(step)
+    go, remove, asked = threading.Event(), search.directory.discard, []
+    monkeypatch.setattr(search.directory, "discard", lambda step: (asked.append(step), go.wait(10), remove(step)))
+    assert found(search) == found(search) == 6, "nobody waits for the removal, and a second look begins none"
+    search.wait_removed(6, 0.0)
+    with pytest.raises(TimeoutError, match=r"step-7 was not removed within 0\.01 s"):
+        search.wait_removed(7, 0.01)
+    go.set()
+    search.wait_removed(7, 10.0)
+    assert search.directory.unfinished() == [] and asked == [5, 7]
 
 
 def test_the_newest_that_is_not_damaged_is_found(search, caplog):
