@@ -13,6 +13,7 @@ def _large(hosts, value):
         got = scope.broadcast("v", value if hosts.is_leader else None)
         rows = scope.gather("w", value[: len(value) - hosts.index])
         pieces = len(hosts.client.get_dir("lockstep/job"))
+        scope.all_min("least", 1)
         scope.barrier("end")
     hosts.barrier("deleted")
     return got, rows, pieces, hosts.client.get_dir("lockstep/job")

@@ -171,6 +171,15 @@ def test_a_template_that_changes_the_prompt_is_a_bad_row():
     assert "does not begin with that of its prompt" in str(found)
 
 
+def test_a_chat_that_the_template_refuses_is_a_bad_row():
+    class Strict(characters.Tokenizer):
+        def apply_chat_template(self, messages, tokenize, add_generation_prompt=False):
+            raise KeyError("roles must alternate")
+
+    (found,) = FORMATS["chat"].tokenize(Strict(), [{"messages": chat("ok")}])
+    assert isinstance(found, BadRow) and "template refuses: 'roles must alternate'" in str(found)
+
+
 def test_chats_need_a_template(tmp_path):
     class Plain(characters.Tokenizer):
         chat_template = None
