@@ -19,14 +19,11 @@ ELSEWHERE = {
     "tests/multiprocess/test_check.py": "check/inject",
     "tests/multiprocess/test_hosts.py": "testing/command",
     "tests/multiprocess/test_pool.py": "testing/group testing/worker",
-    "tests/multiprocess/test_train_preference.py": "training/run/preference",
-    "tests/multiprocess/test_train_simpo.py": "training/run/run",
     "tests/tpu_compile/test_blocks.py": "models/attention/tpu_block_table",
     "tests/unit/batch_inference/test_run.py": "batch_inference/generate",
     "tests/unit/check/test_launches.py": "check/_jax",
     "tests/unit/models/attention/test_page_ops.py": "placement/device/float8",
     "tests/unit/models/attention/test_reference.py": "models/attention/base",
-    "tests/unit/training/run/test_grpo.py": "training/run/config",
 }
 """Test files that have the tests of modules of other names, and these modules: to become fewer."""
 COVERED = {f"{module}.py": test for test, names in ELSEWHERE.items() for module in names.split()}

@@ -63,7 +63,7 @@ def problems(workers: Sequence[Worker], facts: Sequence[Facts], program: str, li
 
 
 def advice(workers: Sequence[Worker], facts: Sequence[Facts], environment: Mapping[str, str]) -> list[str]:
-    """What a job survives and would do better without, one line each.
+    """Faults of workers that a job survives, one line each.
 
     Args:
         workers: The workers.

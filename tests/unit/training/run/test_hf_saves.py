@@ -8,11 +8,10 @@ import jax
 import numpy as np
 import pytest
 
-from lockstep.errors import ConfigError
 from lockstep.hosts import Hosts, MemoryClient
 from lockstep.models import load_hf, read_hf_config
 from lockstep.placement import make_mesh
-from lockstep.training import StepInfo, TrainConfig, TrainerConfig
+from lockstep.training import StepInfo, TrainerConfig
 from lockstep.training.run.hf_saves import HfSaves
 from tests import tiny
 
@@ -71,16 +70,3 @@ def test_a_job_that_is_asked_to_end_gives_up_the_save_for_the_checkpoint(tmp_pat
     hosts.preemption.clear()
     saves.on_step(info(model, 3))
     assert not saves.interrupted and names(tmp_path) == ["hf-step-3"]
-
-
-@pytest.mark.parametrize(
-    ("values", "text"),
-    [
-        ({"hf_save_steps": 0, "hf_save_path": "a"}, "hf_save_steps is 0; it must be at least 1"),
-        ({"hf_save_dtype": "int8", "hf_save_path": "a"}, "hf_save_dtype is 'int8'; it must be float32 or bfloat16"),
-        ({"hf_save_steps": 5}, "hf_save_steps is set and hf_save_path is null"),
-    ],
-)
-def test_values_that_cannot_work(values, text):
-    with pytest.raises(ConfigError, match=text):
-        TrainConfig(data=None, model=tiny.CONFIG, tokenizer=tiny.TOKENIZER, **values)
