@@ -54,7 +54,7 @@ def merged_rows(base: str, dtype: str, lora: LoraConfig, read_pair: ReadPair) ->
         inner = tensor.shape[0] // tensor.rows
         first, last = start * inner, stop * inner
         before = tensor.parameter.first_row
-        rows = files.read(tensor.name, before + first, before + last).astype(jnp.dtype(dtype))
+        rows = files.read_rows(tensor.names, before + first, before + last).astype(jnp.dtype(dtype))
         if tensor.parameter.name in adapted:
             assert tensor.layer is not None, "adapters are of layers"
             low, high = stored_factors(*read_pair(adapted[tensor.parameter.name], tensor.layer))

@@ -7,7 +7,7 @@ import math
 import os
 import pathlib
 import tempfile
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Sequence, Set
 from typing import Any
 
 import ml_dtypes
@@ -183,6 +183,13 @@ class CheckpointFiles:
         """
         with self._named(name):
             return self._opened(name).read(name, start, stop)
+
+    def read_rows(self, names: Sequence[str], start: int, stop: int) -> np.ndarray:
+        """Reads the rows from ``start`` to ``stop`` of tensors of one shape, counted through all of them."""
+        rows = self.shape(names[0])[0]
+        spans = ((name, start - rows * place, stop - rows * place) for place, name in enumerate(names))
+        parts = [self.read(name, max(a, 0), min(b, rows)) for name, a, b in spans if a < rows and b > 0]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     @contextlib.contextmanager
     def _named(self, name: str) -> Iterator[None]:

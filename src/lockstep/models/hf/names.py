@@ -15,10 +15,11 @@ from lockstep.models.weights import haliax_axes, input_dims
 
 @dataclasses.dataclass(frozen=True)
 class HFTensor:
-    """One parameter as Hugging Face stores it: one tensor, or one per layer.
+    """One parameter as Hugging Face stores it: one tensor, or one per layer, or per layer and expert.
 
     Args:
-        template: The tensor's name in the checkpoint, with ``{layer}`` for the number of the layer.
+        template: The tensor's name in the checkpoint, with ``{layer}`` for the number of the layer. With ``{expert}``
+            its rows are those of the experts' tensors, one after the other.
         dims: The named axes flattened into each dimension of the stored tensor, the slowest first.
     """
 
@@ -33,10 +34,6 @@ class HFTensor:
         inputs = ("embed",) if "vocab" in axes else tuple(named[dim] for dim in input_dims(weight, len(named)))
         outputs = tuple(axis for axis in axes if axis not in inputs)
         return cls(template, (outputs, inputs) if inputs else (axes,))
-
-    def name(self, layer: int | None) -> str:
-        """Returns the stored name of one layer's tensor; ``layer`` is None where the parameter is not per layer."""
-        return self.template.format(layer=layer)
 
     def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
         """Returns the stored shape, given the sizes of the named axes."""
@@ -85,8 +82,14 @@ class Parameter:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of its rows of a tensor."""
+        """The shape of its rows of one layer."""
         return self.stored.shape(self.sizes)
+
+    def names(self, layer: int | None) -> list[str]:
+        """Returns the names of the tensors of one layer, whose rows follow one another: one, or one for each expert."""
+        template = self.stored.template
+        experts = range(self.sizes["expert"]) if "{expert}" in template else [None]
+        return [template.format(layer=layer, expert=expert) for expert in experts]
 
 
 def parameters(model: Any, tensors: Mapping[str, str]) -> list[Parameter]:
@@ -113,6 +116,7 @@ def parameters(model: Any, tensors: Mapping[str, str]) -> list[Parameter]:
     by_name = {each.name: each for each in found}
     for name in filter(by_name.__contains__, tensors):
         first_rows[name] = rows.get(tensors[name], 0)
+        assert not (first_rows[name] and "{expert}" in tensors[name]), "rows of several weights in each expert's tensor"
         rows[tensors[name]] = first_rows[name] + by_name[name].shape[0]
     return [dataclasses.replace(each, first_row=first_rows[each.name]) for each in found]
 
@@ -127,6 +131,8 @@ def stored_shapes(found: Sequence[Parameter]) -> dict[str, tuple[int, ...]]:
     for each in found:
         rows, *columns = each.shape
         for layer in each.layers:
-            name = each.stored.name(layer)
-            shapes[name] = (max(each.first_row + rows, shapes.get(name, (0,))[0]), *columns)
+            names = each.names(layer)
+            for name in names:
+                last = each.first_row + rows // len(names)
+                shapes[name] = (max(last, shapes.get(name, (0,))[0]), *columns)
     return shapes

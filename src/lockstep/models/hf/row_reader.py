@@ -78,20 +78,20 @@ class ParameterRead:
     def stored_bytes(self) -> int:
         """The bytes that this host reads."""
         rows = sum(stop - start for start, stop in self._rows)
-        return sum(self._files.row_bytes(self._parameter.stored.name(layer)) for layer in self._parameter.layers) * rows
+        return sum(self._files.row_bytes(self._parameter.names(layer)[0]) for layer in self._parameter.layers) * rows
 
     def begin(self) -> Iterator[Request]:
         """Allocates the memory and returns what is to be read into it, in the order of the files."""
         shape = self.layout.sharding.shard_shape(self.layout.shape)
         self._blocks = [aligned_empty(shape, self._dtype) for _ in self._devices]
         for number, layer in enumerate(self._parameter.layers):
-            name = self._parameter.stored.name(layer)
-            row_bytes = self._files.row_bytes(name)
+            names = self._parameter.names(layer)
+            row_bytes = self._files.row_bytes(names[0])
             for rows in _ranges(self._rows, max(1, CHUNK_BYTES // max(1, row_bytes))):
                 yield Request(
                     nbytes=(rows[-1].stop - rows[0].start) * row_bytes,
-                    what=f"tensor {name} in {self._files.directory}/{self._files.file_of(name)}",
-                    run=functools.partial(self._fill, name, number, rows),
+                    what=f"tensor {names[0]} in {self._files.directory}/{self._files.file_of(names[0])}",
+                    run=functools.partial(self._fill, names, number, rows),
                 )
 
     def place(self) -> jax.Array:
@@ -102,9 +102,9 @@ class ParameterRead:
             self.layout.shape, self.layout.sharding, shards, dtype=self._dtype
         )
 
-    def _fill(self, name: str, layer: int, rows: list[_Rows]) -> None:
+    def _fill(self, names: Sequence[str], layer: int, rows: list[_Rows]) -> None:
         start, first = rows[0].start, self._parameter.first_row
-        stored = self._files.read(name, first + start, first + rows[-1].stop)
+        stored = self._files.read_rows(names, first + start, first + rows[-1].stop)
         for part in rows:
             end = part.offset + part.stop - part.start
             self._blocks[part.block][layer, part.offset : end] = stored[part.start - start : part.stop - start]

@@ -37,9 +37,14 @@ class SavedTensor:
     vocab_size: int
 
     @property
+    def names(self) -> list[str]:
+        """The names in the checkpoint: one, or one for each expert, whose rows follow one another."""
+        return self.parameter.names(self.layer)
+
+    @property
     def name(self) -> str:
-        """The name in the checkpoint."""
-        return self.parameter.stored.name(self.layer)
+        """The first of them."""
+        return self.names[0]
 
     @property
     def row_axis(self) -> str:
@@ -143,14 +148,16 @@ def file_header(tensors: Sequence[SavedTensor]) -> bytes:
     """
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
-    for name, rows in itertools.groupby(tensors, key=lambda tensor: tensor.name):
-        parts = list(rows)
-        start, end = end, end + sum(part.nbytes for part in parts)
-        entries[name] = {
-            "dtype": _DTYPES[parts[0].dtype.name],
-            "shape": [sum(part.shape[0] for part in parts), *parts[0].shape[1:]],
-            "data_offsets": [start, end],
-        }
+    for names, group in itertools.groupby(tensors, key=lambda tensor: tensor.names):
+        parts = list(group)
+        rows, nbytes = (sum(each) // len(names) for each in zip(*((p.shape[0], p.nbytes) for p in parts), strict=True))
+        for name in names:
+            start, end = end, end + nbytes
+            entries[name] = {
+                "dtype": _DTYPES[parts[0].dtype.name],
+                "shape": [rows, *parts[0].shape[1:]],
+                "data_offsets": [start, end],
+            }
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _LENGTH_BYTES)  # the data begins aligned
     return len(text).to_bytes(_LENGTH_BYTES, "little") + text
@@ -158,6 +165,6 @@ def file_header(tensors: Sequence[SavedTensor]) -> bytes:
 
 def index_text(files: Mapping[str, Sequence[SavedTensor]]) -> str:
     """Returns the content of ``model.safetensors.index.json``."""
-    weight_map = {tensor.name: file for file, group in files.items() for tensor in group}
+    weight_map = {name: file for file, group in files.items() for tensor in group for name in tensor.names}
     total = sum(tensor.nbytes for group in files.values() for tensor in group)
     return json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2, sort_keys=True) + "\n"

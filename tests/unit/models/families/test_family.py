@@ -243,6 +243,12 @@ def test_gemma_3_spelled_for_transformers_4_and_5_is_the_same() -> None:
     assert config_from_hf(config_to_hf(config_from_hf(last), 118)) == config_from_hf(last)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_configuration_in_a_training_checkpoint_reads_back(family: str) -> None:
+    config = FAMILIES[family]
+    assert draccus.decode(ModelConfig, json.loads(json.dumps(draccus.encode(config, ModelConfig)))) == config
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Script:
     model: ModelConfig

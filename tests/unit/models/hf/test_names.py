@@ -2,22 +2,28 @@
 
 import dataclasses
 
+import haliax as hax
+import jax
 import numpy as np
 import pytest
+from haliax import Axis
+from jax.sharding import NamedSharding, PartitionSpec
+from safetensors.numpy import load_file
 
 from lockstep.models.families.llama import TENSORS
 from lockstep.models.families.registry import family_of
-from lockstep.models.hf.names import HFTensor, parameters, stored_shapes
+from lockstep.models.hf.files import CheckpointFiles
+from lockstep.models.hf.names import HFTensor, Parameter, parameters, stored_shapes
+from lockstep.models.hf.row_layout import RowGather, RowLayout
+from lockstep.models.hf.row_reader import ParameterRead
+from lockstep.models.hf.save_plan import SavedTensor, file_header
 from lockstep.models.skeleton import skeleton
+from lockstep.placement import make_mesh, place
 from tests.unit.engine.models import FAMILIES, LLAMA
 
 SIZES = {"embed": 6, "kv_head": 4, "q_heads_per_group": 2, "head_size": 3}
 Q = HFTensor("layer.{layer}.q", (("kv_head", "q_heads_per_group", "head_size"), ("embed",)))
 AXES = ("embed", "kv_head", "q_heads_per_group", "head_size")
-
-
-def test_a_name_has_the_number_of_its_layer():
-    assert Q.name(3) == "layer.3.q" and HFTensor("norm", (("embed",),)).name(None) == "norm"
 
 
 def test_axes_are_flattened_into_the_stored_dimensions():
@@ -35,7 +41,7 @@ def test_what_is_stored_is_read_back():
 def test_every_parameter_of_a_family_has_its_tensors(family):
     config = FAMILIES[family]
     found = parameters(skeleton(10, config), family_of(config).tensors)
-    names = [each.stored.name(layer) for each in found for layer in each.layers]
+    names = [name for each in found for layer in each.layers for name in each.names(layer)]
     assert len(set(names)) == len(names) == len(stored_shapes(found))
     assert sum(each.layers == range(2) for each in found) >= 9
 
@@ -48,3 +54,32 @@ def test_shapes_are_those_that_hugging_face_stores():
     assert found["model.layers.0.self_attn.k_proj.weight"] == (2 * 8, 16)
     assert found["model.layers.0.self_attn.o_proj.weight"] == (16, 4 * 8)
     assert found["model.layers.0.mlp.down_proj.weight"] == (16, 24)
+
+
+@pytest.mark.parametrize("spec", [PartitionSpec(None, "tp", "fsdp"), PartitionSpec(None, None, None, ("fsdp", "tp"))])
+def test_one_parameter_has_the_tensors_of_all_experts(spec, tmp_path):
+    axes = (Axis("layer", 2), Axis("expert", 6), Axis("embed", 4), Axis("mlp", 8))
+    values = np.random.default_rng(0).standard_normal([axis.size for axis in axes]).astype(np.float32)
+    sharding = NamedSharding(make_mesh("1,2,2", jax.devices()[:4]), spec)
+    stored = HFTensor("layer.{layer}.expert.{expert}", (("expert", "mlp"), ("embed",)))
+    parameter = Parameter("up", "up", hax.named(place(values, sharding), axes), stored)
+    assert parameter.names(1) == [f"layer.1.expert.{number}" for number in range(6)]
+    assert stored_shapes([parameter]) == {name: (8, 4) for layer in range(2) for name in parameter.names(layer)}
+
+    tensors = [SavedTensor(parameter=parameter, layer=n, dtype=values.dtype, vocab_size=1) for n in range(2)]
+    gather = RowGather.of(tensors[1], 3 * 8 * 4 * 4)  # three experts at a time
+    where = place(np.array([1, 3], np.int32), gather.replicated)
+    np.testing.assert_array_equal(
+        jax.jit(gather.gather)(parameter.value.array, where), tensors[1].to_stored(values[1])[24:]
+    )
+    data = b"".join(tensor.to_stored(values[tensor.layer]).tobytes() for tensor in tensors)
+    (tmp_path / "model.safetensors").write_bytes(file_header(tensors) + data)
+    for name, tensor in load_file(tmp_path / "model.safetensors").items():
+        _, layer, _, expert = name.split(".")
+        np.testing.assert_array_equal(tensor, values[int(layer), int(expert)].T)
+
+    layout = RowLayout.of(parameter, sharding)
+    read = ParameterRead(CheckpointFiles(tmp_path), parameter, layout, values.dtype)
+    for request in read.begin():
+        request.run()
+    np.testing.assert_array_equal(jax.jit(layout.move, out_shardings=layout.target)(read.place()), values)
