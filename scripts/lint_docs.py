@@ -12,10 +12,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 CODE = ("src", "tests", "benchmarks", "examples", "scripts", "infra", "docs")
 
-WORDS = 52_000
-"""Words of all documents that are written by hand at most, tables and code included, as ``wc -w`` counts."""
-WORDS_OF_A_PAGE, WORDS_OF_A_DECISION = 2900, 300
-LONGER = {"benchmarks/README.md": 3000, "docs/adr/README.md": 540, "docs/adr/0012-what-does-not-earn-its-place.md": 500}
+WORDS = 45_000
+"""Words of all documents that are written by hand at most, tables and code included, as ``wc -w`` counts; the page of
+benchmark results has a limit of its own."""
+WORDS_OF_A_PAGE, WORDS_OF_A_DECISION = 2600, 300
+LONGER = {"benchmarks/README.md": 2700, "docs/adr/README.md": 320, "docs/adr/0012-what-does-not-earn-its-place.md": 500}
 """Words of the pages that have another limit."""
 LINES_OF_THE_CHANGELOG = 20
 """Lines of what is not released, heading and empty lines included."""
@@ -102,7 +103,7 @@ def problems(root: Path) -> Iterator[str]:
     for page in documents(root):
         name = page.relative_to(root).as_posix()
         number = len(page.read_text(encoding="utf-8").split())
-        total += number
+        total += number * (page.parent.name != "benchmarks")
         limit = LONGER.get(name, WORDS_OF_A_DECISION if "/adr/" in name else WORDS_OF_A_PAGE)
         if number > limit:
             yield f"{name}: {number} words; at most {limit}: say things once, or in a table"
