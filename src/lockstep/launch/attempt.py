@@ -33,7 +33,6 @@ class Ending:
     """The end of the command on one worker.
 
     Args:
-        code: Its exit code.
         at: When, in seconds since 1970 by the launcher's clock.
         reason: What ended it, where it did not end by itself.
     """
@@ -70,11 +69,7 @@ def first_failure(endings: Sequence[Ending], *, unreachable: bool, all_ended: bo
 
 
 def can_retry(cause: Ending) -> bool:
-    """Whether another try can help: not after an error of the user's, nor where somebody has stopped the job.
-
-    Args:
-        cause: The first failure.
-    """
+    """Whether another try can help: not after an error of the user's, nor where somebody has stopped the job."""
     return cause.reason != ASKED and is_retried(cause.code)
 
 
@@ -94,7 +89,6 @@ class Outcome:
     """The outcome of an attempt.
 
     Args:
-        code: Its exit code.
         cause: Why, in words.
         retry: Whether another try can help.
         detached: Whether it goes on without the launcher.
@@ -111,7 +105,6 @@ class AttemptSpec:
     """The command of an attempt, and its time limits.
 
     Args:
-        id: The attempt's name on the workers.
         roots: The job's directory on each worker.
         starts: The specification of the command for each worker (lockstep.launch.agent.supervisor).
         logs: The file for each worker's output.

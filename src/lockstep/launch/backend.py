@@ -52,7 +52,6 @@ def jax_environment(coordinator: str, processes: int, index: int) -> dict[str, s
     Args:
         coordinator: Host and port of process 0.
         processes: How many processes there are.
-        index: This process's number.
     """
     return {
         "LOCKSTEP_COORDINATOR_ADDRESS": coordinator,

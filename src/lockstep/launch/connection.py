@@ -184,7 +184,6 @@ def answered(data: bytes, operation: str) -> dict[str, Any]:
     """The last frame of a worker, with its texts as a terminal may have them.
 
     Args:
-        data: The frame.
         operation: What the worker was asked for.
 
     Raises:
@@ -246,9 +245,6 @@ def call(
         request: What is asked for.
         payload: Files or bytes that follow the request.
         on_output: Takes what is printed meanwhile.
-
-    Returns:
-        The answer.
 
     Raises:
         DroppedError: The connection failed.

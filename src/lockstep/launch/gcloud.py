@@ -34,7 +34,6 @@ class Cause:
     Args:
         name: One word for it.
         pattern: What gcloud's text then contains.
-        summary: The cause in plain words.
         advice: What to try; ``{zone}`` and ``{project}`` are those of the call.
         code: The launcher's exit code; ``--retries`` tries again after some of them.
     """
@@ -243,7 +242,6 @@ class Gcloud:
         """Run a command line made by `command`, without a shell, and return what it prints.
 
         Args:
-            command: The command line.
             timeout_s: Seconds that it may take.
 
         Raises:

@@ -58,12 +58,9 @@ class GkeJob:
     Args:
         name: The name of all of them.
         id: What no other job has, of this name or another.
-        slices: The number of slices.
         command: What every pod runs.
-        image: The container image.
         secret_names: The names of the variables in the Secret.
         files: The names of the files in the ConfigMaps.
-        parts: The number of ConfigMaps.
         requirement: What ``pip install`` is given before the command runs; "": nothing is installed.
         retries: How often all pods are started again after a failure that another try can cure.
         spot: Whether it runs on spot nodes.
@@ -142,11 +139,7 @@ def job_set(job: GkeJob) -> dict[str, Any]:
 
 
 def secret(job: GkeJob, variables: Mapping[str, str]) -> dict[str, Any]:
-    """The Secret with the secret variables; it goes to kubectl's standard input and nowhere else.
-
-    Args:
-        variables: The variables.
-    """
+    """The Secret with the secret variables; it goes to kubectl's standard input and nowhere else."""
     data = {name: base64.b64encode(value.encode()).decode() for name, value in variables.items()}
     return {"apiVersion": "v1", "kind": "Secret", "metadata": _metadata(job, job.name), "type": "Opaque", "data": data}
 

@@ -139,7 +139,6 @@ class PodState:
         attempt: The number of the attempt, from 1.
         phase: ``Pending``, ``Running``, ``Succeeded`` or ``Failed``.
         waits: Why it does not run yet, in Kubernetes' word; "": it does, or nobody says why.
-        message: The same in more words.
         code: The exit code of its container; None: it has not ended.
         ended: When it ended, as Kubernetes writes times, which sort as texts; "": it has not.
     """
@@ -176,7 +175,6 @@ def pod_states(found: Mapping[str, Any], hosts: int) -> list[PodState]:
 
     Args:
         found: What kubectl has said.
-        hosts: The number of hosts of a slice.
     """
     return sorted(
         (_pod_state(each, hosts) for each in found.get("items", ())), key=lambda pod: (pod.attempt, pod.process)
@@ -215,8 +213,6 @@ def not_started(pods: Iterable[PodState], count: int, installed: Collection[str]
     """The processes that the others of a job wait for, and what they wait for in their turn.
 
     Args:
-        pods: The pods that there are.
-        count: The number of processes of the job.
         installed: The identities of the pods that have installed what they need; None: nothing is to be installed.
     """
     pods = list(pods)
@@ -259,11 +255,7 @@ class PodLogs:
         return list(self._seen.values())
 
     def follow(self, pod: PodState) -> None:
-        """Show a pod's log from its beginning, in a thread, once there is one.
-
-        Args:
-            pod: Its present state.
-        """
+        """Show a pod's log from its beginning, in a thread, once there is one."""
         self._seen[pod.uid] = pod
         if pod.started and pod.uid not in self._threads:
             thread = threading.Thread(target=self._run, args=(pod,), daemon=True)

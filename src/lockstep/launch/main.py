@@ -77,9 +77,6 @@ def main(arguments: Sequence[str] | None = None, backends: Mapping[str, Backend]
 
     Args:
         arguments: The command line after ``launch``; None: that of this process.
-
-    Returns:
-        The exit code.
     """
     words, debug = without_debug(sys.argv[1:] if arguments is None else arguments)
     try:

@@ -33,13 +33,10 @@ class Mig:
     """Slices of one name, each a managed instance group.
 
     Args:
-        gcloud: The project and the zone.
         name: The name of policy, template and group; the groups of several slices are ``name-0``, ``name-1``.
         slice: The kind of slice, or None: only existing groups are used, whatever their kind.
         machine_type: Compute Engine's type of its machines; empty without a kind of slice.
-        count: The number of slices.
         capacity: A key of ``CAPACITY_FLAGS``.
-        reservation: The reservation of ``reserved``.
         boot_disk_gb: The size of the disk.
         network: The network's name, or empty for ``default``.
         service_account: The account of the machines, or empty for the project's default.
@@ -147,7 +144,6 @@ class Mig:
 
         Args:
             worker: Its number, from 0 over all slices.
-            command: The shell command.
         """
         per_slice = self.hosts or worker + 1
         group, index = self.groups[worker // per_slice], worker % per_slice

@@ -76,20 +76,12 @@ def add_backend_options(parser: argparse.ArgumentParser, backends: Mapping[str, 
 
 
 def own_words(words: Sequence[str]) -> Sequence[str]:
-    """The words of a command line before ``--``, after which another program's begin.
-
-    Args:
-        words: The command line.
-    """
+    """The words of a command line before ``--``, after which another program's begin."""
     return words[: words.index("--")] if "--" in words else words
 
 
 def without_debug(words: Sequence[str]) -> tuple[list[str], bool]:
-    """A command line without ``--debug``, and whether it was there; another program's after ``--`` stays with it.
-
-    Args:
-        words: The command line.
-    """
+    """A command line without ``--debug``, and whether it was there; another program's after ``--`` stays with it."""
     own = own_words(words)
     return [word for word in own if word != DEBUG] + list(words[len(own) :]), DEBUG in own
 

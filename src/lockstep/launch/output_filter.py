@@ -12,11 +12,7 @@ import sys
 
 
 def main(names: list[str]) -> None:
-    """Copy standard input to standard output without the values of some variables of the environment.
-
-    Args:
-        names: The names of the variables.
-    """
+    """Copy standard input to standard output without the values of some variables of the environment."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)  # the program's last words come after such a signal
     redactor = importlib.import_module("redact").Redactor([os.environ[name] for name in names if name in os.environ])

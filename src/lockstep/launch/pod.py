@@ -83,8 +83,6 @@ class Wait:
 
     Args:
         say: Shows one line.
-        timeout_s: The seconds that it may last.
-        poll_s: The seconds between two looks.
     """
 
     say: Callable[[str], object]
@@ -168,8 +166,6 @@ class SshTransport:
     Args:
         machines: The machines, by number.
         workers: The same as workers of a job.
-        user: The user on them.
-        key: The file of the ssh key.
     """
 
     def __init__(self, machines: Sequence[Machine], workers: Sequence[Worker], user: str, key: str) -> None:
@@ -194,11 +190,7 @@ class SshTransport:
 
 
 class PasteTransport:
-    """For ``--dry-run``: the same commands by gcloud's own ssh, which needs no address.
-
-    Args:
-        pod: The pod.
-    """
+    """For ``--dry-run``: the same commands by gcloud's own ssh, which needs no address."""
 
     def __init__(self, pod: Pod, workers: Sequence[Worker]) -> None:
         self._pod = pod

@@ -40,7 +40,6 @@ class Facts:
     """The facts that a worker tells about itself (lockstep.launch.agent.facts).
 
     Args:
-        answer: Its answer.
         skew_s: Seconds by which its clock is ahead of the launcher's.
     """
 
@@ -52,8 +51,6 @@ def problems(workers: Sequence[Worker], facts: Sequence[Facts], program: str, li
     """The problems of workers, one line each; empty: they are fit.
 
     Args:
-        facts: The facts of each.
-        program: The program that the job runs.
         limits: What they must have.
     """
     found = []
@@ -66,8 +63,6 @@ def advice(workers: Sequence[Worker], facts: Sequence[Facts], environment: Mappi
     """Faults of workers that a job survives, one line each.
 
     Args:
-        workers: The workers.
-        facts: The facts of each.
         environment: Variables of the job, without secrets.
     """
     found = []

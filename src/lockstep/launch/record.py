@@ -47,10 +47,8 @@ class JobRecord:
     """A job: what it is, where, and how its attempts ended. No secret is in it.
 
     Args:
-        backend: The name of its backend.
         command: What it runs.
         options: The options that it was started with, as JSON values.
-        attempts: Its attempts so far.
         notes: What a backend has to remember of it, as JSON values.
         deleted: Whether ``delete`` has removed it from its workers.
     """
@@ -69,11 +67,7 @@ class JobRecord:
         return jobs_directory() / self.name
 
     def log(self, attempt: int, worker: int) -> Path:
-        """The file with what a worker has printed.
-
-        Args:
-            attempt: The attempt's number.
-        """
+        """The file with what a worker has printed."""
         return self.directory / f"attempt-{attempt}" / f"worker-{worker}.log"
 
     def namespace(self) -> argparse.Namespace:
@@ -83,11 +77,7 @@ class JobRecord:
         )
 
     def with_attempt(self, attempt: Attempt) -> "JobRecord":
-        """The record with an attempt added, or replaced where there is one of this number.
-
-        Args:
-            attempt: The attempt.
-        """
+        """The record with an attempt added, or replaced where there is one of this number."""
         others = [each for each in self.attempts if each.number != attempt.number]
         return dataclasses.replace(self, attempts=(*others, attempt))
 

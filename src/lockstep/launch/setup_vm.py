@@ -141,12 +141,7 @@ def build_wheel(root: Path, version: Version) -> Path:
 
 
 def build_command(source: Path, out: Path) -> list[str]:
-    """Return the command that builds a wheel, with uv if it is there, or else with pip.
-
-    Args:
-        source: The directory with the package.
-        out: The directory for the wheel.
-    """
+    """Return the command that builds a wheel, with uv if it is there, or else with pip."""
     if shutil.which("uv"):
         return ["uv", "build", "--quiet", "--wheel", "--out-dir", str(out), str(source)]
     return [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(out), str(source)]
@@ -157,7 +152,6 @@ def script(version: Version, wheel_name: str, extras: str) -> str:
 
     Args:
         version: What is installed.
-        wheel_name: The file name of the wheel.
         extras: The optional dependencies, such as `EXTRAS`.
     """
     values = {

@@ -32,7 +32,6 @@ class SlurmJob:
     Args:
         directory: Where its script, logs and codes are, on a file system that all nodes share.
         command: What every task runs.
-        nodes: The number of nodes.
         tasks_per_node: The number of processes of the job on each node.
         environment: Public variables of every task.
         has_secrets: Whether there is a file `SECRETS`.
@@ -158,11 +157,7 @@ exit "$code"
 
 
 def secrets_file(variables: Mapping[str, str]) -> str:
-    """The file that the script reads to set the secret variables.
-
-    Args:
-        variables: The variables.
-    """
+    """The file that the script reads to set the secret variables."""
     return "".join(f"export {name}={shlex.quote(value)}\n" for name, value in variables.items())
 
 

@@ -22,11 +22,7 @@ MARGIN_S = 20.0
 
 
 class StartedJob:
-    """The last attempt of a job.
-
-    Args:
-        backend: Its backend.
-    """
+    """The last attempt of a job."""
 
     def __init__(self, backend: WorkerBackend, job: JobRecord) -> None:
         self._backend, self._job = backend, job

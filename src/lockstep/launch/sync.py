@@ -63,7 +63,6 @@ def make_archive(given: Sequence[str], secret: Path | None, target: Path) -> Arc
     Args:
         given: What ``--sync`` names.
         secret: The file of ``--env_file``, which must not be among them.
-        target: The archive to write.
 
     Raises:
         ConfigError: One is not there, not below the present directory, or is the file of secrets; or a link leads out
@@ -138,7 +137,6 @@ def check_configuration(command: Sequence[str], given: Sequence[str], workdir: s
     """Refuse a command whose configuration is a file of this machine that the workers would not have.
 
     Args:
-        command: The command that runs on the workers.
         given: What ``--sync`` names.
         workdir: What ``--workdir`` names, where the workers may have the file; None where the launcher chooses.
 

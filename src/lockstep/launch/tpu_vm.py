@@ -34,10 +34,8 @@ class TpuVm:
     """The nodes of one queued resource, or nodes that somebody made in another way.
 
     Args:
-        gcloud: The project and the zone.
         name: The name of the queued resource and of the node; the nodes of several slices are ``name-0``, ``name-1``.
         slice: The kind of slice, or None: only an existing one is used, whatever its kind.
-        count: The number of slices.
         capacity: A key of ``CAPACITY_FLAGS``.
         runtime_version: The image, or empty for the one that belongs to the kind of slice.
         network: The network's name, or empty for ``default``.
@@ -112,7 +110,6 @@ class TpuVm:
 
         Args:
             worker: Its number, from 0 over all slices.
-            command: The shell command.
         """
         per_slice = self.slice.hosts if self.slice else worker + 1
         return self._ssh(self.nodes[worker // per_slice], worker % per_slice, command)

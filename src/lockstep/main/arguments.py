@@ -69,11 +69,7 @@ def options_of(kind: Any) -> list[Any]:
 
 
 def default_value(field: dataclasses.Field[Any]) -> Any:
-    """The default of a field, made anew where it has a factory; ``dataclasses.MISSING`` where it must be given.
-
-    Args:
-        field: A field of a configuration.
-    """
+    """The default of a field, made anew where it has a factory; ``dataclasses.MISSING`` where it must be given."""
     if field.default is dataclasses.MISSING and field.default_factory is not dataclasses.MISSING:
         return field.default_factory()
     return field.default
@@ -97,9 +93,6 @@ def parse_arguments[Config](cls: type[Config], arguments: Sequence[str]) -> Conf
     Args:
         arguments: ``--config_path FILE`` and ``--key.in.dots VALUE`` or ``--key.in.dots=VALUE``. Values are YAML; of
             several for a key the last wins. The caller handles ``--help``.
-
-    Returns:
-        The configuration.
 
     Raises:
         ConfigError: An argument or the file cannot be read, a key is unknown, or a value is out of its range.
@@ -164,9 +157,6 @@ def decode_config[Config](cls: type[Config], values: Mapping[str, Any], where: s
         values: The values, as read from YAML.
         where: Where the values come from, for errors.
 
-    Returns:
-        The configuration.
-
     Raises:
         ConfigError: A key is unknown, and the message has the closest known one; or a value is missing or wrong.
     """
@@ -226,11 +216,7 @@ def ordered_fields(cls: type[Any]) -> list[dataclasses.Field[Any]]:
 
 
 def choices_of(kind: Any) -> dict[str, Any]:
-    """The choices of a block with a ``type``, by its name; none for any other type or for one of its choices.
-
-    Args:
-        kind: The type of a field.
-    """
+    """The choices of a block with a ``type``, by its name; none for any other type or for one of its choices."""
     for option in options_of(kind):
         if isinstance(option, type) and issubclass(option, ChoiceType):
             choices = dict(option.get_known_choices())

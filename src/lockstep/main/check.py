@@ -44,9 +44,6 @@ def main(arguments: Sequence[str], *, console: Console | None = None) -> int:
     Args:
         console: Where the report is printed; None: standard output.
 
-    Returns:
-        The exit code.
-
     Raises:
         ConfigError: The command line cannot work, or nothing could be recorded.
     """

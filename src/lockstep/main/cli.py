@@ -20,9 +20,6 @@ def run(arguments: Sequence[str]) -> int:
     Args:
         arguments: The command line without the program's name and without ``--debug``.
 
-    Returns:
-        The exit code.
-
     Raises:
         ConfigError: There is no such command, or its configuration cannot work.
     """
@@ -63,9 +60,6 @@ def run_alone(arguments: Sequence[str], debug: bool) -> int:
     Args:
         arguments: The command line without the program's name and without ``--debug``.
         debug: Whether an error is printed with its stack.
-
-    Returns:
-        The exit code.
     """
     try:
         return run(arguments)

@@ -65,7 +65,6 @@ class Command:
         name: The word after ``lockstep``.
         purpose: The heading of ``lockstep --help`` under which it stands.
         summary: What the command does, in a line of ``lockstep --help``.
-        module: The module with its function.
         example: A command line, in the words of ``lockstep COMMAND --help``; lines after the first are indented.
         function: Its name in that module, of ``(arguments) -> exit code``.
         usage: What goes after its name.
@@ -96,9 +95,6 @@ class Command:
     def run(self, arguments: Sequence[str]) -> int:
         """Run the command.
 
-        Returns:
-            The exit code.
-
         Raises:
             ConfigError: The configuration cannot work.
         """
@@ -119,7 +115,6 @@ class Command:
         """The workload of a configuration.
 
         Args:
-            config: A configuration of this command.
             model: The name or the checkpoint of a model that replaces the configuration's own; None: its own.
 
         Raises:

@@ -38,9 +38,6 @@ class ConvertConfig:
 def main(arguments: Sequence[str]) -> int:
     """Convert as the command line says.
 
-    Returns:
-        The exit code.
-
     Raises:
         ConfigError: There are no rows, or the format needs a package that is missing.
     """

@@ -85,7 +85,6 @@ def write_tokenizer(rows: Sequence[Mapping[str, str]], directory: Path) -> None:
     """Train a byte-pair encoding, each digit a token of its own, and write it for AutoTokenizer.
 
     Args:
-        rows: The rows of training.
         directory: Where to write; made where it is not there.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
@@ -121,11 +120,7 @@ def write_tokenizer(rows: Sequence[Mapping[str, str]], directory: Path) -> None:
 
 
 def write_rows(rows: Iterable[Mapping[str, str]], path: Path) -> None:
-    """Write one JSON object per line.
-
-    Args:
-        rows: The rows.
-    """
+    """Write one JSON object per line."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
@@ -190,7 +185,6 @@ def write_demo(directory: Path, command: str) -> bool:
 
     Args:
         directory: Where to write.
-        command: The command line that trains with them.
 
     Returns:
         Whether they were written.

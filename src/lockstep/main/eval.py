@@ -66,9 +66,6 @@ class EvalConfig:
 def main(arguments: Sequence[str]) -> int:
     """Evaluate as the command line says.
 
-    Returns:
-        The exit code.
-
     Raises:
         ConfigError: The configuration cannot work.
         PeerError: A process could not go on.
@@ -81,9 +78,6 @@ def main(arguments: Sequence[str]) -> int:
 
 def evaluate(config: EvalConfig, hosts: Hosts) -> int:
     """Run the tasks; every process makes the same call.
-
-    Returns:
-        The exit code.
 
     Raises:
         PeerError: A process could not go on; raised on every process.

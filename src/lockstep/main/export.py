@@ -60,9 +60,6 @@ class ExportConfig:
 def main(arguments: Sequence[str]) -> int:
     """Export as the command line says.
 
-    Returns:
-        The exit code.
-
     Raises:
         ConfigError: The configuration cannot work.
         PeerError: A process could not read or write.
@@ -78,9 +75,6 @@ def main(arguments: Sequence[str]) -> int:
 
 def export(config: ExportConfig, hosts: Hosts) -> int:
     """Export; every process makes the same call.
-
-    Returns:
-        The exit code.
 
     Raises:
         PeerError: A process could not read or write.

@@ -238,9 +238,6 @@ def completion(arguments: Sequence[str]) -> int:
     Args:
         arguments: The command line after ``lockstep completion``: the name of the shell.
 
-    Returns:
-        The exit code.
-
     Raises:
         ConfigError: There is no such shell.
     """

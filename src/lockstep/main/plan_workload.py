@@ -28,7 +28,6 @@ class Shape:
     """A model's shape and where it was found.
 
     Args:
-        config: The configuration of the model.
         vocab_size: The number of rows of its embedding.
         source: Where the shape was found, for the notes.
     """

@@ -61,8 +61,6 @@ def make_report(runs: Sequence[RunFiles], output: Path, reload_s: float | None =
     """Read the runs, write the page and say so.
 
     Args:
-        runs: The files of one or two runs.
-        output: The file to write.
         reload_s: The seconds after which the page loads itself again; None: it stays as it is.
 
     Raises:
@@ -86,7 +84,6 @@ def watch(given: Sequence[str], output: Path, interval_s: float, sleep: Callable
 
     Args:
         given: The runs as they were named; their files need not be there yet.
-        output: The file to write.
         interval_s: The seconds between two looks, and between two reloads of the page.
         sleep: Waits for some seconds.
 

@@ -37,7 +37,6 @@ def gather(request: dict[str, Any], environ: dict[str, str]) -> dict[str, Any]:
     Args:
         request: ``ports`` that the job will listen on, ``program`` that it runs, ``cwd`` where, ``sudo`` whether it may
             look at processes of other users as root.
-        environ: The variables of the job's command.
     """
     now = time.time()
     home = os.path.expanduser("~")

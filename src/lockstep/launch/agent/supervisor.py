@@ -154,11 +154,7 @@ def find_program(program: str, environ: dict[str, str], cwd: str) -> str | None:
 
 
 class Supervisor:
-    """Runs one command to its end.
-
-    Args:
-        spec: See `start`.
-    """
+    """Runs one command to its end."""
 
     def __init__(self, directory: str, spec: dict[str, Any]) -> None:
         self._directory, self._spec = directory, spec

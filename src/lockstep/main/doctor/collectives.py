@@ -57,7 +57,6 @@ class CollectiveTime:
 
     Args:
         group: Which devices take part.
-        kind: The collective.
         size: The bytes that each device gives.
         seconds: The seconds on the slowest process.
     """

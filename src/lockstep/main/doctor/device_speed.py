@@ -26,7 +26,6 @@ class Loop:
     """A program that does the same some number of times, and another that makes its arguments.
 
     Args:
-        name: The name of what is timed.
         fill: The program that makes the arguments, without arguments of its own.
         run: The program that takes them and a number of turns, and returns what has their result in it.
         turns: The smaller and the larger number of turns; the difference of their seconds is that of the turns between
@@ -43,7 +42,6 @@ def time_loops(hosts: Hosts, name: str, build: Callable[[], Sequence[Loop]]) -> 
     """Time some loops; every process makes the same call.
 
     Args:
-        name: The name of the measurement.
         build: Compiles the loops; launches nothing.
 
     Returns:
@@ -141,11 +139,7 @@ def sizes_for(platform: str) -> Sizes:
 
 
 def build_loops(hosts: Hosts, devices: Sequence[jax.Device], sizes: Sizes) -> list[Loop]:
-    """Compile the two loops; nothing is exchanged between devices in them.
-
-    Args:
-        sizes: The sizes.
-    """
+    """Compile the two loops; nothing is exchanged between devices in them."""
     mesh = Mesh(np.array(devices), ("device",), axis_types=(AxisType.Auto,))
     split = NamedSharding(mesh, P("device"))
     number = mesh.size
@@ -191,7 +185,6 @@ def speeds(seconds: Sequence[Sequence[float]], devices: Sequence[jax.Device], si
     Args:
         seconds: The seconds of a turn of each of the two loops, by process.
         devices: All devices; several of them may share a memory and its cores (CPU).
-        sizes: The sizes that were measured with.
     """
     sharing = len(devices) / count_memories(devices)
     read_bytes = sharing * sizes.read**2 * jnp.dtype(sizes.dtype).itemsize

@@ -47,11 +47,7 @@ def make_tokenizer() -> "PreTrainedTokenizerBase":
 
 
 def make_rows(tokenizer: "PreTrainedTokenizerBase", count: int) -> TokenizedRows:
-    """Windows of the text.
-
-    Args:
-        count: The number of rows.
-    """
+    """Windows of the text."""
     text = np.array(tokenizer.encode(TEXT), np.int32)
     starts = np.random.default_rng(0).integers(0, len(text), count)
     tokens = np.stack([np.take(text, np.arange(start, start + LENGTH), mode="wrap") for start in starts])
@@ -107,7 +103,6 @@ class LayoutResult:
     Args:
         layout: The layout, as in a configuration.
         state: ``tested``, ``auto`` where it is the one that ``auto`` chose, ``late`` where there was no time for it.
-        rounds: The number of rounds with samples.
         traces: How often each of its programs was traced.
         seconds: The seconds of the first round, compiling among them.
         gap: The largest difference between a log-probability and that of the training forward, in nats.
@@ -210,7 +205,6 @@ class LayoutRounds:
         """Make the rounds of a step; every host calls it.
 
         Args:
-            info: The step and the model.
             force: Whether it is the last call, in which there is no round.
         """
         step = info.next_step

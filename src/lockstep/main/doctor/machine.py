@@ -234,9 +234,6 @@ SHOWN_CHARACTERS: Final = 100
 def host_facts(config_digest: str) -> dict[str, dict[str, str]]:
     """The description of this host for the others.
 
-    Args:
-        config_digest: The digest of the run's configuration.
-
     Returns:
         ``must``: what has to be the same on every host; ``should``: what better is; ``own``: what is its own.
     """

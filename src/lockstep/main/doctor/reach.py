@@ -73,11 +73,7 @@ def check_written(url: str) -> Finding:
 
 
 def check_read(url: str) -> Finding:
-    """Look whether a URL, or anything that its wildcards mean, is there.
-
-    Args:
-        url: The URL.
-    """
+    """Look whether a URL, or anything that its wildcards mean, is there."""
     name = f"data {url}"
     try:
         filesystem, path = url_to_fs(url)
@@ -104,11 +100,7 @@ def check_tokenizer(name: str, trust_remote_code: str | None = None) -> Finding:
 
 
 def check_checkpoint(name: str) -> Finding:
-    """Read the ``config.json`` of a checkpoint as a run does.
-
-    Args:
-        name: The directory or URL.
-    """
+    """Read the ``config.json`` of a checkpoint as a run does."""
     try:
         values = read_hf_config(name)
     except LockstepError as error:
@@ -117,12 +109,7 @@ def check_checkpoint(name: str) -> Finding:
 
 
 def check_wandb(settings: Mapping[str, Any], timeout_s: float) -> Finding:
-    """Ask W&B whose key this is.
-
-    Args:
-        settings: The settings of the tracker.
-        timeout_s: The seconds that the request may take.
-    """
+    """Ask W&B whose key this is."""
     if importlib.util.find_spec("wandb") is None:
         return Finding.to_fix("W&B", "the package wandb is not installed.", "pip install 'jax-lockstep[wandb]'")
     mode = settings.get("mode") or os.environ.get("WANDB_MODE") or "online"

@@ -59,9 +59,6 @@ def judge_losses(what: str, plain: TrainingRun, sampled: TrainingRun, layouts: S
     """Say whether training went on as if there were no samples.
 
     Args:
-        what: The name of the self-test.
-        plain: The run without samples.
-        sampled: The run with samples.
         layouts: The layouts in the order of their rounds, of which the first is after step 2.
     """
     name = f"{what}: losses"
@@ -89,10 +86,8 @@ def judge_failure(what: str, rounds: int, skipped: int, processes: int) -> Findi
     """Say whether the injected failure was skipped by all.
 
     Args:
-        what: The name of the self-test.
         rounds: The rounds with samples that the failing callback has made.
         skipped: The rounds that it has skipped.
-        processes: The number of processes.
     """
     name = f"{what}: failure on one host"
     if (rounds, skipped) == (0, 1):
@@ -105,7 +100,6 @@ def judge_layouts(what: str, results: Sequence[LayoutResult]) -> list[Finding]:
     """Say whether each layout answered as the model does, and all of them the same from the same weights.
 
     Args:
-        what: The name of the self-test.
         results: What came of each layout.
     """
     findings = [_judge_layout(f"{what}: layout {one.layout}", one) for one in results]
@@ -114,13 +108,7 @@ def judge_layouts(what: str, results: Sequence[LayoutResult]) -> list[Finding]:
 
 
 def judge_memory(what: str, plain: TrainingRun, sampled: TrainingRun) -> Finding:
-    """Say whether samples have left device memory in use.
-
-    Args:
-        what: The name of the self-test.
-        plain: The run without samples.
-        sampled: The run with samples.
-    """
+    """Say whether samples have left device memory in use."""
     name = f"{what}: memory"
     if plain.used is None or sampled.used is None:
         return Finding.ok(name, "not counted on these devices")

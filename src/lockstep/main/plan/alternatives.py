@@ -36,7 +36,6 @@ class MeshCost:
         needed: The bytes per device at the worst moment.
         received: The bytes that a device receives in the collectives of the update.
         received_across_hosts: The part of ``received`` in collectives between devices of several hosts.
-        collectives: The number of the update's collectives.
         compute_s: The seconds of the update's matrix products.
         collectives_s: The seconds of the update's collectives.
         update_s: The seconds of the update, see `StepTime.step_s`.
@@ -70,7 +69,6 @@ def mesh_costs(
 
     Args:
         topology: The slice. On one host both shapes are the same mesh, which is planned once.
-        calibration: See `make_plan`.
     """
     if calibration is not None:
         workload = workload.calibrated(calibration)
@@ -116,7 +114,6 @@ def with_rollout(cost: MeshCost, sizing: Sizing, resident: int, steps: int) -> M
     """Return the cost with that of the rollout.
 
     Args:
-        cost: The cost of the update.
         sizing: What the engine would choose for the rollout.
         resident: The bytes per device of the training state.
         steps: The number of train steps that learn from a rollout.
@@ -165,7 +162,6 @@ class RematCost:
     """The train step with one policy.
 
     Args:
-        policy: The name of the policy.
         needed: The bytes per device at the worst moment; 0 where the compiler does not say.
         memory: The bytes of a device that programs may use.
         flops: The floating-point operations of a step over all devices.

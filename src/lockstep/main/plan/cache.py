@@ -43,7 +43,6 @@ class CompileProgress:
         """Show what happens to a program.
 
         Args:
-            name: The program's name.
             what: What happens: ``compiling``, which lasts until the next call for the program, or how it ended.
         """
         with self._lock:
@@ -104,7 +103,6 @@ class Summary:
 
     Args:
         memory: The bytes per device.
-        text: The optimised program.
         digest: The digest of the program that was given to the compiler.
         seconds: The seconds that compiling took, when it was done.
         cached: Whether the result was on disk.
@@ -131,11 +129,7 @@ def default_directory() -> Path:
 
 
 def lowered_digest(lowered: jax.stages.Lowered) -> str:
-    """The sha256 of a program as the compiler gets it.
-
-    Args:
-        lowered: The program.
-    """
+    """The sha256 of a program as the compiler gets it."""
     return hashlib.sha256(lowered.as_text().encode()).hexdigest()
 
 
@@ -158,12 +152,8 @@ class CompileCache:
         """Look a program up, or compile it.
 
         Args:
-            lowered: The program.
             name: The program's name, for reports and errors.
             options: Options of XLA for it.
-
-        Returns:
-            The compiler's result.
 
         Raises:
             HbmError, VmemError: The program needs too much memory, by the compiler's word now or when it was kept.

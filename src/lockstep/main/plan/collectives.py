@@ -97,7 +97,6 @@ def collectives(hlo: Hlo, devices: int) -> list[Collective]:
     """All collectives of a program; an asynchronous pair counts once.
 
     Args:
-        hlo: The program.
         devices: The number of devices that the program runs on.
     """
     return [
@@ -117,7 +116,6 @@ def summed(found: Iterable[Collective], hosts: Sequence[int]) -> list[Collective
     """The sums of the collectives between at least two devices, by kind and size of group, most bytes first.
 
     Args:
-        found: The collectives.
         hosts: The process of each device, in the order of the program's devices.
     """
     sums: dict[tuple[str, int, bool], list[int]] = collections.defaultdict(lambda: [0, 0])
@@ -209,7 +207,6 @@ class ThinPieces:
 
     Args:
         parameter: The path of the weight.
-        axis: The name of the axis that is split.
         size: The size of the axis.
         piece: The size of a device's piece of it.
         tile: The size of a tile along it.
@@ -250,7 +247,6 @@ def fsdp_bytes(
     Args:
         model: The parameters as haliax arrays, or their shapes.
         mesh_shape: The size of each axis of the mesh, in its order: ``dp``, ``fsdp``, ``tp``.
-        found: The collectives of the step.
         microbatches: The number of parts of a batch that are computed one after the other.
         itemsize: The bytes of a number in the compute type.
     """

@@ -30,7 +30,6 @@ class Array:
 
     Args:
         dtype: The element type, as HLO names it.
-        dims: The shape.
         in_hbm: Whether the array is in the device's memory; else it is in a memory of the core.
     """
 
@@ -82,7 +81,6 @@ class Run:
     """An operation and how often it runs.
 
     Args:
-        op: The operation.
         computation: The name of the computation that has it.
         times: The number of times that it runs in a launch, where a loop without a known end counts once.
         in_step: Whether it is inside such a loop.
@@ -157,7 +155,6 @@ class Hlo:
 
         Args:
             computation: The name of the computation that has the loop.
-            loop: The loop.
 
         Returns:
             The number of turns; None where the counter's end is not a constant.

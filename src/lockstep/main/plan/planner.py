@@ -75,7 +75,6 @@ class Plan:
         optimizer: The bytes per device of the optimizer's state.
         reference: The bytes per device of a frozen copy of the model.
         training: The train step; None where there is none, or where it does not fit.
-        training_collectives: The collectives of one train step.
         fsdp: What FSDP needs of them and what they are; None where no train step is planned.
         sampling: The rounds of sampling that fit.
         infeasibilities: Why the workload cannot run; none where it can.
@@ -265,9 +264,6 @@ def _plan_sampling(
 
 def predict_sampling(workload: Workload, one: SamplingWorkload, topology: Topology) -> Sizing:
     """The sizes of the engine for a round of sampling beside the training state, before anything is compiled.
-
-    Args:
-        one: The round.
 
     Raises:
         ConfigError: The mesh or a capacity does not fit the slice.

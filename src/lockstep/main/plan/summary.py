@@ -113,7 +113,6 @@ class StepTime:
         compute_s: The seconds of the matrix products at the chip's peak.
         memory_s: The seconds of reading and writing what has to be read and written.
         collectives_s: The seconds of receiving what has to be received over the links.
-        tokens: The number of tokens of a batch.
     """
 
     compute_s: float
@@ -162,7 +161,6 @@ class RolloutStep:
 
     Args:
         rollout_s: The seconds of the rollout, prefill left out, per train step.
-        update_s: The seconds of the update.
     """
 
     rollout_s: float

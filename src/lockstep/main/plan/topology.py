@@ -64,11 +64,7 @@ class Topology:
         return f"{self.name}: {len(self.devices)} chips ({chips}), {hosts} with {self.devices_per_host} each"
 
     def on_host(self, process_index: int = 0) -> tuple[jax.Device, ...]:
-        """The devices of one process, whose ids need not be consecutive.
-
-        Args:
-            process_index: The number of the process.
-        """
+        """The devices of one process, whose ids need not be consecutive."""
         return tuple(device for device in self.devices if device.process_index == process_index)
 
 

@@ -25,7 +25,6 @@ def traffic(hlo: Hlo, kernel: Kernel) -> Iterator[tuple[Run, int]]:
     memory of the core cost nothing. Padding of tiles is not counted.
 
     Args:
-        hlo: The program.
         kernel: A function that gives the bytes of a custom call to a kernel, which the compiler does not know.
 
     Yields:
@@ -122,12 +121,7 @@ def _in_place(op: Op) -> bool:
 
 
 def copies(hlo: Hlo, dims: tuple[int, ...]) -> list[Op]:
-    """The operations that make another array of some dimensions in memory, such as a second page pool.
-
-    Args:
-        hlo: The program.
-        dims: The dimensions.
-    """
+    """The operations that make another array of some dimensions in memory, such as a second page pool."""
     kinds = ("copy", "copy-start", "transpose", "broadcast", "concatenate")
     return [
         run.op
@@ -160,19 +154,11 @@ class StepBytes:
         return self.floor_weights + self.floor_kv
 
     def compiled(self, steps: int) -> float:
-        """The bytes that the program moves per step, a launch's own part spread over its steps.
-
-        Args:
-            steps: The number of steps of a launch.
-        """
+        """The bytes that the program moves per step, a launch's own part spread over its steps."""
         return self.program + self.kernel + self.per_launch / steps
 
     def ratio(self, steps: int) -> float:
-        """The bytes that the program moves over the least that it can move.
-
-        Args:
-            steps: The number of steps of a launch.
-        """
+        """The bytes that the program moves over the least that it can move."""
         return self.compiled(steps) / self.floor
 
 
@@ -193,9 +179,6 @@ def step_bytes(
     result is the pool in its own memory: what it writes, read once and written once.
 
     Args:
-        text: The text of the compiled program.
-        model: The model in the program's layout.
-        sizes: The capacities of the program.
         context: The number of positions that every slot attends to.
         block_pages: The number of pages that the kernel fetches at a time.
         query_blocks: The number of blocks of queries that a sequence has in a step, for each of which its pages are
@@ -242,7 +225,6 @@ class DraftBytes:
         bytes_per_accepted_token: The bytes per device that a step moves, by the tokens that it accepts of all sequences
             of a replica where every draft is right.
         bytes_per_decoded_token: The same of a decode step, which samples one token of each sequence.
-        step_s: The predicted seconds of a step.
         tokens_per_s: The predicted tokens per second, on all devices of the mesh, where every draft is right.
     """
 
@@ -257,7 +239,6 @@ def draft_bytes(engine: Engine, unmet: Collection[str]) -> list[DraftBytes]:
     """Return what each program that verifies moves; none without drafts, or where no kernel reads K and V in place.
 
     Args:
-        engine: A prepared engine.
         unmet: The scopes of conditions that do not hold, see `Hlo`.
     """
     sizing, model = engine.sizing, engine.decode_model

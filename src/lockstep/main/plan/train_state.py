@@ -20,7 +20,6 @@ class State:
 
     Args:
         structs: The state as shapes with shardings.
-        shardings: The shardings of the state.
         parameters: The bytes per device of the model's parameters.
         trained: The bytes per device of those that are trained.
         optimizer: The bytes per device of the optimizer's state.

@@ -32,7 +32,6 @@ class TrainStepPlan:
     """A train step that fits.
 
     Args:
-        summary: The compiler's result.
         batch: The bytes per device of a batch.
         activations: The bytes per device that the forward pass keeps for the backward pass.
         temporaries: The bytes per device of everything else at the worst moment.
@@ -54,12 +53,8 @@ def compile_step(
     """Compile the train step as the trainer makes it.
 
     Args:
-        state: The training state.
         microbatches: The number of parts that a batch is split into.
         length: The number of tokens of a sequence; None: as configured.
-
-    Returns:
-        The compiler's result.
 
     Raises:
         HbmError: The step does not fit a device.
@@ -85,7 +80,6 @@ def plan_step(workload: Workload, mesh: Mesh, state: State, cache: CompileCache,
     """Compile the train step, or find out what would fit.
 
     Args:
-        state: The training state.
         memory: The bytes of a device that programs may use.
 
     Raises:
@@ -309,7 +303,6 @@ def plan_largest_step(workload: Workload, mesh: Mesh, state: State, cache: Compi
     """Compile the train step; where the number of rows at a time is open, with the largest that fits.
 
     Args:
-        state: The training state.
         memory: The bytes of a device that programs may use.
 
     Raises:

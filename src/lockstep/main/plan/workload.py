@@ -23,7 +23,6 @@ class Infeasibility:
         key: The configuration key to change, with dots; ``topology`` for the slice itself.
         value: The value of ``key``, as given or as it follows from the defaults.
         largest: The largest value of ``key`` that works; None: none does.
-        text: The whole reason.
         place: The ``file:line`` of the key, or of where to add it.
     """
 
@@ -35,11 +34,7 @@ class Infeasibility:
 
 
 class InfeasibleError(Exception):
-    """An `Infeasibility`, raised where it is found.
-
-    Args:
-        infeasibility: The reason.
-    """
+    """An `Infeasibility`, raised where it is found."""
 
     def __init__(self, infeasibility: Infeasibility) -> None:
         super().__init__(infeasibility.text)
@@ -119,7 +114,6 @@ class TrainingWorkload:
     Args:
         trainer: The batch size, microbatches, mesh and float types.
         optimizer: The optimizer, whose state is on the devices beside the parameters.
-        loss: The objective.
         columns: The shape and the type of one row of each column of the batch.
         row_key: The configuration key of the length of a row.
         rows: What a row is called in messages: pairs, sequences, answers.
@@ -151,7 +145,6 @@ class SamplingWorkload:
 
     Args:
         name: The block of the configuration that asks for it; empty where it is the whole configuration.
-        engine: The capacities and the layout.
         engine_block: The block that the engine's keys are in.
         requests: Prompts of the right lengths; their token ids mean nothing.
         vocab_size: The number of token ids that may be sampled; None: all.
@@ -166,11 +159,7 @@ class SamplingWorkload:
     steps: int | None = None
 
     def key(self, name: str) -> str:
-        """The key of a setting of this block, with dots, from the root of the configuration.
-
-        Args:
-            name: The setting's name.
-        """
+        """The key of a setting of this block, with dots, from the root of the configuration."""
         block = self.engine_block if name in {f.name for f in dataclasses.fields(EngineConfig)} else self.name
         return f"{block}.{name}" if block else name
 
@@ -181,13 +170,11 @@ class Workload:
 
     Args:
         command: The name of the command that the configuration belongs to.
-        model: The shape of the model.
         model_key: The configuration key that names the model.
         vocab_size: The number of rows of the embedding.
         mesh_shape: The shape of the mesh that the model is on, as in the configuration.
         dtype: The float type of the weights that are sampled from.
         training: The train step; None where there is none.
-        sampling: The rounds of sampling.
         one_host: Whether each host has a mesh of its own.
         hosts: The number of processes that the configuration requires; None: any number.
         notes: What was assumed, a sentence each.

@@ -22,9 +22,6 @@ class HfSaves:
 
     A save that fails while training goes on is logged and counted. When the job is asked to end, a save that is under
     way is given up, because the checkpoint that a resume begins at needs the time; the resumed run then makes it.
-
-    Args:
-        vocab_size: The number of token ids.
     """
 
     name = "hf_saves"
