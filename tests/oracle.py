@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 from lockstep.models import LlamaLMHeadModel, llama, read_decoder
-from lockstep.models.skeleton import skeleton
+from lockstep.models.trainable import skeleton
 from lockstep.types import Completion, FinishReason, Request, SamplingParams
 from tests.sampling_oracle import kept_within, log_softmax, step_of
 

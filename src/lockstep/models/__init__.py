@@ -37,7 +37,7 @@ from lockstep.models.registry import (
 )
 from lockstep.models.remat import POLICIES, RematPolicy, recomputes_layers
 from lockstep.models.rope import Llama3Scaling, RotaryConfig
-from lockstep.models.skeleton import as_trainable, layer_products, skeleton
+from lockstep.models.trainable import as_trainable, layer_products, skeleton
 from lockstep.models.weights import STACKED, TENSOR_DIMS, WEIGHT_AXES, DecoderWeights, LayerWeights, input_dims
 from lockstep.placement import LazyWeight, view
 

@@ -21,7 +21,7 @@ from lockstep.models.config import LlamaConfig
 from lockstep.models.llama import LlamaLMHeadModel
 from lockstep.models.low_rank import RANK, AdaptedWeight, LowRankPair, MergeLora
 from lockstep.models.registry import read_registered, register_reader
-from lockstep.models.skeleton import skeleton
+from lockstep.models.trainable import skeleton
 from lockstep.models.weights import DecoderWeights
 from lockstep.placement import LazyWeight, axis_specs, mesh_of, resharded
 from lockstep.placement.device import Program, compile_program

@@ -11,7 +11,7 @@ import numpy as np
 
 from lockstep.models import LlamaConfig, LlamaLMHeadModel, Qwen2Config, Qwen3Config, Variant
 from lockstep.models.rope import Llama3Scaling, RotaryConfig
-from lockstep.models.skeleton import skeleton
+from lockstep.models.trainable import skeleton
 from lockstep.placement import PARAMETER_AXES, make_mesh, place
 from lockstep.types import Request, SamplingParams
 

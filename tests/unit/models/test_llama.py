@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 from lockstep.errors import ConfigError
 from lockstep.models import LlamaConfig, LlamaLMHeadModel, Qwen2Config, Qwen3Config, RotaryConfig, Variant
-from lockstep.models.skeleton import skeleton
+from lockstep.models.trainable import skeleton
 from lockstep.placement import COMPUTE_AXES, PARAMETER_AXES, make_mesh, place
 
 Vocab = hax.Axis("vocab", 32)

@@ -24,7 +24,7 @@ from lockstep.models import (
     read_decoder,
     register_reader,
 )
-from lockstep.models.skeleton import skeleton
+from lockstep.models.trainable import skeleton
 from lockstep.placement import LazyWeight, mesh_of
 from tests.multiprocess.launches import record_launches
 from tests.tiny import requests

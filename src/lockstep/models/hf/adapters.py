@@ -19,7 +19,7 @@ from lockstep.models.hf.save_plan import SavedTensor
 from lockstep.models.hf.save_target import save_target
 from lockstep.models.hf.save_writer import Read
 from lockstep.models.lora import MODULES, LoraConfig
-from lockstep.models.skeleton import skeleton
+from lockstep.models.trainable import skeleton
 
 type ReadPair = Callable[[str, int], tuple[np.ndarray, np.ndarray]]
 """Returns the two factors of an adapter by the name of the linear layer and the number of the layer."""

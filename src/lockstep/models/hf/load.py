@@ -27,7 +27,7 @@ from lockstep.models.hf.names import Parameter, parameters, stored_shapes
 from lockstep.models.hf.row_layout import RowLayout
 from lockstep.models.hf.row_reader import ParallelReader, ParameterRead
 from lockstep.models.llama import LlamaLMHeadModel
-from lockstep.models.skeleton import skeleton
+from lockstep.models.trainable import skeleton
 from lockstep.placement import PARAMETER_AXES
 from lockstep.placement.device import Program, compile_program
 from lockstep.printable import bytes_text

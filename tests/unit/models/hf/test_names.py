@@ -17,7 +17,7 @@ from lockstep.models.hf.names import HFTensor, Parameter, parameters, stored_sha
 from lockstep.models.hf.row_layout import RowGather, RowLayout
 from lockstep.models.hf.row_reader import ParameterRead
 from lockstep.models.hf.save_plan import SavedTensor, file_header
-from lockstep.models.skeleton import skeleton
+from lockstep.models.trainable import skeleton
 from lockstep.placement import make_mesh, place
 from tests.unit.engine.models import FAMILIES, LLAMA
 

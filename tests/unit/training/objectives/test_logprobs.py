@@ -8,7 +8,7 @@ import pytest
 
 from lockstep.errors import ConfigError
 from lockstep.models import LlamaConfig
-from lockstep.models.skeleton import skeleton
+from lockstep.models.trainable import skeleton
 from lockstep.training import lm_loss
 from lockstep.training.objectives import OutputLayer, logprobs, target_mask, token_logprobs
 from tests.unit.training.objectives.tables import table_model

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 from lockstep.models import LoraConfig, LoraModel, save_hf
-from lockstep.models.skeleton import skeleton
+from lockstep.models.trainable import skeleton
 from lockstep.placement import make_mesh
 from lockstep.training import (
     CheckpointerConfig,
