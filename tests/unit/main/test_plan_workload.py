@@ -151,10 +151,21 @@ def test_a_model_that_is_not_known():
 
 
 @pytest.mark.parametrize(
-    "name", ["meta-llama/Meta-Llama-3-8B-Instruct", "gs://b/models/Llama-3.1-8B-Instruct/", "Qwen/Qwen2.5-3B-Instruct"]
+    ("name", "layers"),
+    [
+        ("meta-llama/Meta-Llama-3-8B-Instruct", 32),
+        ("gs://b/models/Llama-3.1-8B-Instruct/", 32),
+        ("Qwen/Qwen2.5-3B-Instruct", 36),
+        ("google/gemma-2-9b-it", 42),
+        ("google/gemma-3-27b-it", 62),
+        ("allenai/OLMo-2-1124-7B-Instruct", 32),
+        ("microsoft/phi-4", 40),
+    ],
 )
-def test_well_known_checkpoints(name):
-    assert find_preset(name) is not None
+def test_a_well_known_checkpoint_is_planned_by_its_name(name, layers):
+    sample = find_command("sample")
+    config = parse_arguments(sample.config(), ["--hf_checkpoint", name, "--prompts", "[hello]"])
+    assert sample.workload(config).model.num_layers == layers
     assert find_preset(name + "-of-mine") is None
 
 
