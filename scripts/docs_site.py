@@ -76,6 +76,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     source = ROOT / (here.relative_to(PLACE) if here.parts[0] == PLACE else Path("docs") / here)
     if source.suffix == ".md" and here.parts[0] == PLACE and not source.exists():
         return markdown  # the page of a file that is not Markdown
+    if page.file.src_uri == "adr/README.md":
+        markdown += decisions()
     ups = "../" * (len(here.parts) - 1)
 
     def moved(match: re.Match[str]) -> str:
@@ -86,6 +88,14 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         return match[1] + ups + uri + match[3]
 
     return outside_code(markdown, lambda text: LINK.sub(moved, text))
+
+
+def decisions() -> str:
+    """A list of the pages of decisions, by their titles."""
+    pages = sorted((ROOT / "docs" / "adr").glob("0*.md"))
+    titles = [page.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ") for page in pages]
+    links = [f"- [{title.replace('. ', ': ', 1)}]({page.name})" for title, page in zip(titles, pages, strict=True)]
+    return "\n" + "\n".join(links) + "\n"
 
 
 def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:

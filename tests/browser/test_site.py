@@ -43,6 +43,14 @@ def test_files_that_pages_name_have_pages(site):
     assert 'href="repository/benchmarks/index.html"' in (site / "performance.html").read_text(encoding="utf-8")
 
 
+def test_pages_that_scripts_write_are_there(site):
+    for page, text in {"api": "SampleCallback", "configuration": "rollout_ahead", "faults": "never returns"}.items():
+        assert text in (site / f"{page}.html").read_text(encoding="utf-8")
+    titles = (ROOT / "docs" / "adr").glob("0*.md")
+    index = (site / "adr" / "index.html").read_text(encoding="utf-8")
+    assert not [page.name for page in titles if f'href="{page.stem}.html"' not in index]
+
+
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
