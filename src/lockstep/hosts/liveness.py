@@ -16,11 +16,14 @@ from collections.abc import Callable
 
 from lockstep.errors import HostError
 from lockstep.hosts._client import Client, bind_address, service_address
+from lockstep.hosts.config import environment_integer
 from lockstep.hosts.heartbeat import SILENT_S, heartbeats
 from lockstep.printable import printable
 
 LISTENER = "lockstep/liveness"
 """Key with the port of the listener and the word that a process of this job says there."""
+PORT = "LOCKSTEP_LIVENESS_PORT"
+"""The variable with the listener's port, for a firewall that opens few; without it any port is taken."""
 KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
 UNHEARD_S = 30.0
 """Seconds after which the system ends a connection whose other machine does not answer, by `KEEPALIVE`."""
@@ -64,9 +67,7 @@ class Listener:
         """Listen where the service does, tell the others, and watch in a thread that ends with the process."""
         address = bind_address(service_address() or "") or ":0"
         host = address.rpartition(":")[0].strip("[]")
-        listening = socket.create_server(
-            (host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=self._client.count
-        )
+        listening = _listen(host, self._client.count)
         listening.setblocking(False)
         self._selector.register(listening, selectors.EVENT_READ)
         self._client.set(LISTENER, json.dumps([listening.getsockname()[1], self._word.decode()]).encode())
@@ -216,6 +217,14 @@ class Connection:
                     if lines:
                         self._silent = _names(lines[-1])
             return True
+
+
+def _listen(host: str, backlog: int) -> socket.socket:
+    """Listen at the port that `PORT` names, or at any port where there is none, or somebody else listens there."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with contextlib.suppress(OSError, OverflowError):  # taken, or no port at all
+        return socket.create_server((host, environment_integer(PORT) or 0), family=family, backlog=backlog)
+    return socket.create_server((host, 0), family=family, backlog=backlog)
 
 
 def keep_alive(connection: socket.socket) -> None:

@@ -62,6 +62,14 @@ def test_a_process_whose_heart_beats_has_only_lost_its_connection(job):
     assert lost.get(timeout=10)[0] == 2, "the other one, lost later"
 
 
+def test_it_listens_at_the_port_that_a_firewall_opens_and_elsewhere_where_that_is_taken(monkeypatch):
+    with socket.create_server(("", 0)) as free:
+        port = free.getsockname()[1]
+    monkeypatch.setenv(liveness.PORT, str(port))
+    with liveness._listen("", 1) as first, liveness._listen("", 1) as second:
+        assert first.getsockname()[1] == port != second.getsockname()[1]
+
+
 @pytest.mark.parametrize("hello", ["0123456789abcdef 1\n", "WORD 3\n", "WORD -1\n", "WORD\n", "\xff\x00", "x" * 4096])
 def test_a_stranger_is_nobody(job, hello):
     _, lost, connect = job
