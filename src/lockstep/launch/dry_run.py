@@ -6,7 +6,7 @@ import re
 import shlex
 
 from lockstep.launch.backend import Transport, root_on_worker
-from lockstep.launch.env_file import JobEnvironment, job_variables
+from lockstep.launch.environment import JobEnvironment, job_variables
 from lockstep.launch.sync import files_of, is_credential
 
 

@@ -12,9 +12,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from lockstep.exits import EXIT_CODES, FAULT, PEER_FAILED, SETUP_FAILED
-from lockstep.launch.env_file import RESTARTS
+from lockstep.launch.environment import RESTARTS, run_command
 from lockstep.launch.slices import Slice
-from lockstep.launch.task_script import run_command
 
 ACCELERATORS: Final = {
     "v4": "tpu-v4-podslice",

@@ -12,14 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import ConfigError
-from lockstep.launch.env_file import JobEnvironment, job_environment, job_variables
+from lockstep.launch.environment import JobEnvironment, filter_files, job_environment, job_variables
 from lockstep.launch.gke_manifest import FILES, MAX_PARTS, PART_BYTES, SYNCED, GkeJob, config_maps
 from lockstep.launch.options import add_job_options, count
 from lockstep.launch.record import JobRecord, name_from_date, new_record
 from lockstep.launch.setup_vm import EXTRAS, ROOT, build_wheel, version_of, wheel_path
 from lockstep.launch.slices import slice_of
 from lockstep.launch.sync import make_archive
-from lockstep.launch.task_script import filter_files
 
 CONSTRAINTS = "constraints.txt"
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from lockstep.credentials import SECRET_NAME
 from lockstep.errors import ConfigError
 from lockstep.exits import DONE, NOT_FOUND, is_retried
-from lockstep.launch.env_file import RESTARTS, JobEnvironment, job_environment
+from lockstep.launch.environment import RESTARTS, JobEnvironment, job_environment
 from lockstep.launch.options import count, number
 from lockstep.launch.processes import Job, signals_to
 from lockstep.launch.record import JobRecord

@@ -28,12 +28,11 @@ from lockstep.exits import (
 from lockstep.launch.backend import LaunchError, Patience
 from lockstep.launch.console import Console
 from lockstep.launch.dry_run import here_document
-from lockstep.launch.env_file import JobEnvironment, job_environment, job_variables
+from lockstep.launch.environment import JobEnvironment, filter_files, job_environment, job_variables
 from lockstep.launch.options import add_job_options, count
 from lockstep.launch.processes import signals_to
 from lockstep.launch.record import Attempt, JobRecord, find_record, name_from_date, new_record
 from lockstep.launch.slurm_script import CODE, SCRIPT, SECRETS, TASK, SlurmJob, batch_script, secrets_file, task_script
-from lockstep.launch.task_script import filter_files
 
 
 class FollowedFiles:

@@ -9,8 +9,7 @@ from typing import Final
 
 from lockstep.errors import ConfigError
 from lockstep.exits import EXIT_CODES, FAULT, PEER_FAILED, SETUP_FAILED, TERMINATED, WORKER_LOST
-from lockstep.launch.env_file import RESTARTS
-from lockstep.launch.task_script import run_command
+from lockstep.launch.environment import RESTARTS, run_command
 
 SECRETS: Final = "secrets.sh"
 """The file in the job's directory, readable by its owner alone, that sets the secret variables."""

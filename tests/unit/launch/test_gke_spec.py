@@ -6,7 +6,7 @@ import pytest
 
 from lockstep.errors import ConfigError
 from lockstep.launch import parse
-from lockstep.launch.env_file import job_variables
+from lockstep.launch.environment import job_variables
 from lockstep.launch.gke_manifest import MAX_PARTS
 from lockstep.launch.gke_spec import GkeSpec
 from lockstep.launch.setup_vm import ROOT

@@ -5,7 +5,7 @@ import signal
 import subprocess
 import sys
 
-from lockstep.launch.task_script import filter_files
+from lockstep.launch.environment import filter_files
 
 
 def test_it_takes_values_out_across_pieces_and_outlives_the_signal_that_ends_the_program(tmp_path):

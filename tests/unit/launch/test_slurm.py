@@ -14,9 +14,9 @@ import pytest
 from lockstep import exits
 from lockstep.launch import main
 from lockstep.launch.console import Console
+from lockstep.launch.environment import filter_files
 from lockstep.launch.record import load_record
 from lockstep.launch.slurm import FollowedFiles
-from lockstep.launch.task_script import filter_files
 from tests.fake_cloud import fake_slurm
 
 
