@@ -81,9 +81,6 @@ _SHOWN_ROWS = 10
 def sample(config: SampleConfig, hosts: Hosts) -> int:
     """Complete every prompt once; every host makes the same call.
 
-    Returns:
-        The exit code.
-
     Raises:
         PeerError: a host cannot go on; the same on every host.
         DisagreementError: hosts have different configurations, tokenizers or checkpoints.

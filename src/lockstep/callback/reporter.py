@@ -118,13 +118,10 @@ class Reporter:
         self._put(f"the tasks of step {step}", work)
 
     def flush(self, timeout_s: float, spent_s: float = 0.0) -> bool:
-        """Wait until all reports are made; say which are not.
+        """Wait until all reports are made; log which are not, and return whether all are.
 
         Args:
             spent_s: The seconds of them that the caller has waited already.
-
-        Returns:
-            Whether all are made.
         """
         left = self._queue.flush(max(0.0, timeout_s - spent_s))
         if left:

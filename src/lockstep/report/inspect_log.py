@@ -31,9 +31,6 @@ def write_inspect_log(rows: Iterable[Mapping[str, Any]], directory: Path, *, run
         run: The name of the run, which stands for the model.
         created: When the rows were made.
 
-    Returns:
-        The logs.
-
     Raises:
         LockstepError: There is no row.
     """

@@ -105,9 +105,6 @@ def load_metric(name: str) -> Metric:
         name: ``exact_match``, ``gsm8k``, ``length``, ``repetition``, ``perplexity``, ``regex=PATTERN`` (1 where the
             pattern is found in the completion), or ``module:function`` of an importable module.
 
-    Returns:
-        The function.
-
     Raises:
         ConfigError: There is no such metric.
     """

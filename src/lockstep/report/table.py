@@ -23,9 +23,6 @@ def terminal_table(rows: Sequence[Row | SampleRow], *, title: str, max_rows: int
         title: The line above the table.
         max_rows: The number of rows shown; the means below the table are over all rows.
         max_chars: The number of characters shown of a prompt (its end) and of a generated text (its start).
-
-    Returns:
-        A table for ``rich``.
     """
     names = metric_names(rows)
     several = any(row.generation_id for row in rows)

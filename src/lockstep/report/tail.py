@@ -153,13 +153,10 @@ class Tail:
                 )
 
     def look(self, *, at_end: bool = False) -> bool:
-        """Read what is new.
+        """Read what is new; return whether anything is.
 
         Args:
             at_end: Whether nobody writes any more, so that a last line may lack its newline.
-
-        Returns:
-            Whether anything is.
 
         Raises:
             LockstepError: A line is not a record; the message has file and line.

@@ -39,9 +39,6 @@ def load_tokenizer(path: str | os.PathLike[str], trust_remote_code: str | None =
             is read without any network access.
         trust_remote_code: The ``path`` again, where Python code that the tokenizer brings may be run; None: none is.
 
-    Returns:
-        The tokenizer.
-
     Raises:
         ConfigError: There is no such directory or name, or what is there is not a tokenizer, or one with code of
             its own that is not trusted; or ``trust_remote_code`` names another one.
@@ -164,9 +161,6 @@ def decode(tokenizer: "PreTrainedTokenizerBase", tokens: Sequence[int]) -> str:
     Args:
         tokenizer: The tokenizer, as returned by ``load_tokenizer``.
         tokens: The token ids.
-
-    Returns:
-        The text.
     """
     text = tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False)
     assert isinstance(text, str)

@@ -128,9 +128,6 @@ class Harness:
             ask: A function that has requests answered.
             max_length: The number of tokens of question and answer together that the model was built for.
 
-        Returns:
-            Scores and rows.
-
         Raises:
             ConfigError: A task cannot work.
         """

@@ -86,11 +86,7 @@ class HarnessThread[Result]:
         self._answers.put(GivenUp())
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until the work has ended.
-
-        Returns:
-            Whether it has.
-        """
+        """Wait until the work has ended; return whether it has."""
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 

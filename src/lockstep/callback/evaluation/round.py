@@ -229,11 +229,7 @@ class TaskRounds:
         return done
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until the last round is scored, on the leader; elsewhere there is nothing to wait for.
-
-        Returns:
-            Whether it is.
-        """
+        """Wait until the last round is scored, on the leader alone; return whether it is."""
         return self._thread is None or self._thread.wait(timeout_s)
 
     def _start(self, step: int, read: tuple[LlamaConfig, DecoderWeights]) -> HarnessThread[TaskResults]:

@@ -327,10 +327,7 @@ def escape_json(value: Any) -> str:
 
 
 def write_page(page: str, path: Path) -> int:
-    """Write the page beside its place and move it there, so that a reader never sees half of it.
-
-    Returns:
-        The number of bytes.
+    """Write the page beside its place and move it there, so that nobody reads half of it; return the number of bytes.
 
     Raises:
         OSError: The file cannot be written.

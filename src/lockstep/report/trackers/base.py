@@ -145,9 +145,6 @@ class TrackerConfig(OpenRegistry, draccus.PluginRegistry, discover_packages_path
             run_dir: The local directory of the run; everything that a tracker writes goes below it.
             config: The run's configuration, for trackers that show it.
 
-        Returns:
-            The tracker.
-
         Raises:
             ConfigError: The tracker cannot start.
         """

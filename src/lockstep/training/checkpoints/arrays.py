@@ -89,9 +89,6 @@ def read_arrays(
         structs: Global shape, type and sharding of the arrays to read, by name.
         tree_digest: What `merge_arrays` returned; None for a checkpoint without checksums.
 
-    Returns:
-        The arrays by name.
-
     Raises:
         DamagedCheckpointError: A file is not as it was written, or not there.
     """

@@ -214,9 +214,6 @@ def build_caches(
         policy: What happens at bad rows.
         hosts: The hosts that build together.
 
-    Returns:
-        The caches.
-
     Raises:
         PeerError: A host could not read a file or write the cache, or there are more bad rows than allowed.
         DisagreementError: The hosts have different files.

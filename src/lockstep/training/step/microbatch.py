@@ -51,9 +51,6 @@ def compile_largest(
         PeerError: A step does not compile for another reason than memory.
         DisagreementError: The hosts compiled different steps.
         ConfigError: Not even one row at a time fits; the same on every host.
-
-    Returns:
-        The compiled step.
     """
     memory = hosts.all_min("memory of the train step", memory)
     sizes = [size for size in range(rows, 0, -1) if rows % size == 0]

@@ -60,9 +60,6 @@ def parse_precision(policy: str) -> Precision:
         policy: One type for both, or comma-separated ``p=`` (float32 where it is left out) and ``c=`` (that of ``p``
             where it is left out). jmp's ``o=`` is refused, because it would have no effect.
 
-    Returns:
-        The float types.
-
     Raises:
         ConfigError: The string names an unknown key or type.
     """

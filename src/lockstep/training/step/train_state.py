@@ -26,9 +26,6 @@ def average_parameters(decay: float) -> optax.GradientTransformation:
 
     Args:
         decay: The weight of the average before the step.
-
-    Returns:
-        An optax transformation.
     """
 
     def init(parameters: PyTree) -> AverageState:
