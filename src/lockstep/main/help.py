@@ -79,6 +79,7 @@ def overview() -> str:
         "",
         "A command runs on every host of a job at once. Several processes on one machine:",
         "  lockstep launch --processes 2 --devices_per_process 2 -- lockstep COMMAND ...",
+        "All keys, public names and pages as a site: make docs, in a clone of the repository.",
     ]
     return "\n".join(lines)
 

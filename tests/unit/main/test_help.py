@@ -120,6 +120,7 @@ def test_the_overview_has_a_heading_for_each_purpose():
     for command in COMMANDS:
         after = text.partition(f"\n{command.purpose}:\n")[2].partition("\n\n")[0]
         assert f"  {command.name} " in after
+    assert re.search(r"make docs\b.*", text) and "\ndocs: " in (ROOT / "Makefile").read_text()
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda each: each.name)
