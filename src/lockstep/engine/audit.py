@@ -33,7 +33,7 @@ _FULL_PRECISION = ("highest", "float32", "F32_F32_F32")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AuditResult:
-    """How far log-probabilities are from those of the training forward, the same on every host.
+    """Distance of log-probabilities from those of the training forward, the same on every host.
 
     Args:
         logprob_gap: The largest absolute difference between a completion's log-probability and that of the training
@@ -269,7 +269,7 @@ def audit(
     dtype: str | None = None,
     hosts: Hosts | None = None,
 ) -> AuditResult:
-    """How far the log-probabilities of completions are from those of the training forward; every host calls it.
+    """Compares log-probabilities of completions with those of the training forward; every host calls it.
 
     Args:
         model: A model that `lockstep.models.read_decoder` reads, sharded as it was when the completions were made.

@@ -12,7 +12,7 @@ Layout = dict[str, int] | str
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CapacityFields:
-    """How much the engine may hold and where it decodes. Null means that lockstep works it out; a number is a cap.
+    """Capacities and decode layout of the engine. Null means that lockstep works it out; a number is a cap.
 
     `EngineConfig` checks the values.
     """

@@ -1,4 +1,4 @@
-"""What is decided about a model that is to be decoded: one object per layout, for sizing and programs."""
+"""A model in one decode layout, as sizing and programs see it."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""Where the drafts of a request come from: earlier answers to the same prompt, kept on the host, and n-grams."""
+"""Drafts of a request: earlier answers to the same prompt, kept on the host, and n-grams."""
 
 import base64
 import json

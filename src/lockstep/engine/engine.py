@@ -295,7 +295,7 @@ class Engine:
         find_stop: FindStop | None,
         gate: Gate | None,
     ) -> tuple[DecoderWeights, Scheduler]:
-        """What comes before the first launch; where a host fails, none launches."""
+        """The steps before the first launch; where a host fails, none launches."""
         assert self._built is not None, "prepare() comes before run()"
         sizing, error = self._built.sizing, None
         try:

@@ -1,4 +1,4 @@
-"""What all hosts know before each launch: whether one of them failed since the last one, and whether to go on."""
+"""The gate before each launch: whether a host failed since the last one, and whether to go on."""
 
 import time
 from collections.abc import Callable

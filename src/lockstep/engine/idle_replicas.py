@@ -19,7 +19,7 @@ from lockstep.hosts import on_one_machine
 
 
 def count_memories(devices: Sequence[jax.Device]) -> int:
-    """How many memories, each with the cores at it, some devices have.
+    """The number of memories, each with the cores at it, of some devices.
 
     As many as there are devices; but on CPU one for each process, and a single one where all processes are known to run
     on one machine.
@@ -50,7 +50,7 @@ def layout_with_idle_replicas(devices: Sequence[jax.Device]) -> Layout | None:
 
 
 def count_active(layout: Layout, replicas: int) -> int:
-    """How many replicas decode in a layout.
+    """The number of replicas that decode in a layout.
 
     Args:
         layout: The layout in use.

@@ -112,7 +112,7 @@ def _commit_prompt_logprobs(scheduler: Scheduler, batch: PromptLogprobsBatch, pa
 
 
 def _error_of(work: Callable[[], None]) -> Exception | None:
-    """What a piece of work raises: it is raised where all hosts learn of it."""
+    """The error of a piece of work: it is raised where all hosts learn of it."""
     try:
         work()
     except Exception as error:

@@ -21,7 +21,7 @@ from lockstep.types import Request
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """What was compiled, for what, and why in these sizes.
+    """Compiled programs, with the requests and the sizing that they were made for.
 
     Args:
         models: The model in every layout; without arrays.

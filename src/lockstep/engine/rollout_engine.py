@@ -20,7 +20,7 @@ class RolloutEngine(Protocol):
 
     @property
     def ledger(self) -> Ledger:
-        """Where launches are recorded, which hosts compare after each generation."""
+        """The record of launches, which hosts compare after each generation."""
         ...
 
     def free_bytes(self, model: Any) -> int:

@@ -11,7 +11,7 @@ from lockstep.types import SamplingParams, SamplingRules
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingFields(SamplingRules):
-    """How completions are sampled, as a configuration says it."""
+    """The fields of sampling that a configuration has."""
 
     BLOCK: ClassVar[str] = ""
     """The key of the configuration block, for messages; empty where the fields are at the top level."""

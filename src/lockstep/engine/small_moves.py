@@ -210,7 +210,7 @@ def _limit(signature: Any) -> int:
 
 
 def _form(leaf: Any) -> object:
-    """What a weight is made of, but for where that is."""
+    """The identity of a weight, its placement left out."""
     if not isinstance(leaf, LazyWeight):
         return None
     return leaf.assemble, leaf.shape, leaf.dtype, leaf.stacked, leaf.by_layer, jax.tree.structure(leaf.parts)

@@ -59,7 +59,7 @@ class LazyWeight:
 
 @dataclasses.dataclass(frozen=True)
 class Reorder:
-    """How `view` assembles a weight: axis ``i`` of the weight is axis ``order[i]`` of its only part.
+    """The assembly of a weight by `view`: axis ``i`` of the weight is axis ``order[i]`` of its only part.
 
     Args:
         picks: For each axis of the part that the weight does not have, the axis and the index to take.
@@ -151,7 +151,7 @@ def resharded(array: Any, spec: Sequence[Any]) -> Sharding | None:
 
 @dataclasses.dataclass(frozen=True)
 class WeightSpec:
-    """How a weight is made of its parts, without the parts: what a traced function may keep."""
+    """The function that makes a weight of its parts, without the parts: a traced function may keep it."""
 
     assemble: Assemble
     stacked: bool

@@ -1,4 +1,4 @@
-"""Where the trainer has a weight, and how a device gets the part of it that decoding needs."""
+"""The placement of a weight in training, and the way from there to the part that a device decodes with."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ type LayoutTree = Any
 
 @dataclasses.dataclass(frozen=True)
 class LeafLayout:
-    """Where a weight is placed, and how a device gets the part of it that decoding needs.
+    """The placement of a weight, and the way from there to the part that a device decodes with.
 
     Args:
         decode_mesh: The decode mesh.

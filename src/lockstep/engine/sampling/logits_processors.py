@@ -15,7 +15,7 @@ class TokenCounts(NamedTuple):
     prompt: Bool[Array, "slot local_vocab"]
     """Whether the token is in the prompt."""
     answer: Int[Array, "slot local_vocab"]
-    """How often the token is in the answer."""
+    """Occurrences of the token in the answer."""
 
 
 def count_tokens(

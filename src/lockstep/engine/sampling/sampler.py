@@ -28,7 +28,7 @@ _RUN = 128
 
 
 class SamplingState(NamedTuple):
-    """What each slot's draw depends on besides logits and position; constant during a launch."""
+    """The inputs of each slot's draw besides logits and position; constant during a launch."""
 
     words: UInt[Array, "slot 3"]
     """The seed, the prompt number and the generation number."""
@@ -68,7 +68,7 @@ class Sampled(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sampler:
-    """What one launch of the decode program knows of its slots; made anew while it is traced.
+    """The slots of one launch as the decode program sees them; made anew while it is traced.
 
     Args:
         state: The temperature, the filters' parameters and the random words.

@@ -23,11 +23,11 @@ _MATCHED = (3, 2)
 _COMPARED = 16
 """The last tokens of an answer that decide whether it still is side by side with the draft."""
 _LEAST_GAIN = 1.05
-"""How many times as fast as decode verifying must promise to be."""
+"""The speed-up over decode that verifying must promise."""
 _RECENT = 64.0
 """Tokens of a sequence that its share of right ones is taken of, about."""
 _PRIOR_RIGHT, _PRIOR = 6.0, 8.0
-"""What a run begins with: so many right tokens of so many that were guessed."""
+"""The prior of a run: right tokens, and guessed ones."""
 _RISK = 0.04
 """The part of the remaining steps that a step may waste on drafts of which nothing is known."""
 _OF_RUN = 2.0
@@ -49,7 +49,7 @@ class Proposer:
         self._draft = np.array(drafts.answer(generation_id), np.int32)
         self._generation_id, self._ngrams = generation_id, ngrams
         self._shift = 0
-        """How many tokens of the draft correspond to none of the answer, so that the rest of both is side by side."""
+        """The number of draft tokens with no counterpart in the answer, so that the rest of both is side by side."""
 
     def add(self, tokens: Seq[int]) -> None:
         """Takes what the sequence sampled.
@@ -89,13 +89,13 @@ class Proposer:
         return min(max(0, len(self._draft) - len(answer)) or most, most)
 
     def _agreement(self, answer: Seq[int], at: int) -> int:
-        """How many of the last tokens of the answer are in the draft before the place ``at``, side by side."""
+        """The number of last answer tokens that are in the draft before the place ``at``, side by side."""
         size = min(len(answer), max(at, 0), _COMPARED)
         before = self._draft[at - size : at]
         return int((before == np.array(answer[len(answer) - size :][: len(before)])).sum()) if len(before) else 0
 
     def _look_up(self, count: int) -> Int32[np.ndarray, " token"]:
-        """What followed the last tokens where they were before."""
+        """The tokens that followed the last ones where these were before."""
         found = [] if self._ngrams is None else self._ngrams.guess(self._generation_id, count)
         return np.array(found, np.int32)
 

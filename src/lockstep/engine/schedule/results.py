@@ -13,7 +13,7 @@ their log-probabilities."""
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class DecodeResults:
-    """What every slot sampled in a launch."""
+    """The samples of every slot in a launch."""
 
     packed: Int32[np.ndarray, "replica part slot step"]
     """Part 0 has the token ids, -1 where a sequence had already ended. The others have the bits of float32 numbers: the
@@ -62,7 +62,7 @@ def as_floats(bits: Int32[np.ndarray, "*shape"]) -> Float32[np.ndarray, "*shape"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DraftCounts:
-    """What drafts saved.
+    """Counts of drafted tokens and of steps saved.
 
     Args:
         tokens: The number of sampled tokens.
@@ -122,5 +122,5 @@ class Counts:
 
     @property
     def of_drafts(self) -> DraftCounts:
-        """What drafts saved so far."""
+        """Counts of drafts so far."""
         return DraftCounts(tokens=sum(self.tokens), steps=self.steps, drafted=self.drafted, right=self.right)

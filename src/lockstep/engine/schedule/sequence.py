@@ -79,7 +79,7 @@ class Sequence:
     num_prefilled: int = 0
     """The number of tokens whose K/V is written, or is in a launch that writes it."""
     _sampled: list[Int32[np.ndarray, "part token"]] = dataclasses.field(default_factory=list)
-    """What each launch sampled, as in `DecodeResults`."""
+    """The samples of each launch, as in `DecodeResults`."""
     _tokens: list[int] = dataclasses.field(default_factory=list)
     """The token ids of the first launches, made when they are asked for."""
     _num_listed: int = 0

@@ -18,7 +18,7 @@ from lockstep.printable import bytes_text
 from lockstep.types import Request
 
 _WORTH_COMPILING = 1.25
-"""How many times the sequences that decode at a time a larger capacity must allow to be compiled."""
+"""The factor of sequences decoded at a time that makes a larger capacity worth compiling."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -85,7 +85,7 @@ class Chooser:
     def _consider(
         self, model: DecodeModel, requests: Sequence[Request], demand: Demand, before: Sizing | None = None
     ) -> Choice:
-        """What fits in one layout, and how long that would take.
+        """The largest capacity of one layout, and its predicted time.
 
         Pages are no smaller than in ``demand``, and larger where the page tables need it and the configuration allows.
         """
@@ -148,7 +148,7 @@ class Chooser:
         return self.excess.get(layout_text(layout), 0)
 
     def _too_small(self, choices: Sequence[Choice], requests: Sequence[Request], demand: Demand) -> str:
-        """What was needed, what there is, the largest that works, and which knob to turn."""
+        """The text of an infeasibility: need, room, the largest that works, and the key to change."""
         hungry = max(requests, key=lambda r: len(r.prompt_tokens) + r.params.max_new_tokens)
         prompt, new = len(hungry.prompt_tokens), hungry.params.max_new_tokens
         best = min(choices, key=self._needed)

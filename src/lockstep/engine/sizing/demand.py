@@ -1,4 +1,4 @@
-"""What requests ask for: the capacity that they would get if memory had no end, within the caps."""
+"""The demand of requests: the capacity that they would get with unlimited memory, within the caps."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -25,7 +25,7 @@ _VERIFIED = 4
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Demand:
-    """What requests ask for: all that is known of them once they are checked.
+    """The demand of checked requests.
 
     Args:
         page_size: Tokens in a page.

@@ -213,7 +213,7 @@ class MemoryModel:
 
     @functools.cached_property
     def _gathered_outer(self) -> int:
-        """What ``training`` gathers of the weights that are not stacked."""
+        """Bytes that ``training`` gathers of the weights that are not stacked."""
         return sum(weight.decode_bytes for weight in self.model.gathered if not weight.stacked)
 
     @functools.cached_property
@@ -256,7 +256,7 @@ class MemoryModel:
 
 
 def measured(programs: Programs) -> Footprint:
-    """What compiled programs take, by the memory analysis of the compiler itself."""
+    """Bytes of compiled programs, by the compiler's own memory analysis."""
     reshard = weights = 0
     if programs.reshard is not None:
         memory = programs.reshard.memory()

@@ -89,7 +89,7 @@ class Sizing:
 
     @property
     def schedule(self) -> dict[str, str]:
-        """What decides which program is launched next besides the requests, under a name, for hosts to agree on.
+        """The values besides the requests that decide which program is launched next, by name, for hosts to agree on.
 
         No program has it: the costs may come from a calibration file, which each host reads for itself.
         """

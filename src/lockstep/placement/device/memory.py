@@ -69,7 +69,7 @@ def peak_bytes() -> int | None:
 
 
 def raw_stats() -> list[dict[str, int]]:
-    """What each device of this process reports of its memory, with the backend's own names; empty on a CPU."""
+    """Memory statistics of each device of this process, with the backend's own names; empty on a CPU."""
     return _stats()
 
 

@@ -24,7 +24,7 @@ type AroundLaunch = Callable[[str], contextlib.AbstractContextManager[object]]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Compilation:
-    """How a program was compiled.
+    """The compilation of a program.
 
     Args:
         name: The program's name.

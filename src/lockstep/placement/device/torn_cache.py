@@ -19,7 +19,7 @@ from lockstep.credentials import get_logger
 log = get_logger(__name__)
 
 _MESSAGE: Final = "Error reading persistent compilation cache entry for"
-"""How JAX's warning about an entry that it cannot read begins."""
+"""The beginning of JAX's warning about an entry that it cannot read."""
 _ZSTD_MAGIC: Final = b"\x28\xb5\x2f\xfd"
 
 

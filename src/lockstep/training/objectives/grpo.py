@@ -69,7 +69,7 @@ class GrpoFields:
     """Weight of the divergence from the reference model, the model as it was before the first step; 0: there is no
     reference model."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """How the divergence is estimated from the sampled tokens (Schulman 2020, http://joschu.net/blog/kl-approx.html):
+    """The estimator of the divergence from the sampled tokens (Schulman 2020, http://joschu.net/blog/kl-approx.html):
     ``k1`` the log-ratio (its gradient has the mean 0: it measures, it does not pull), ``k2`` half its square, ``k3``
     unbiased and never negative, as in GRPO's paper."""
     use_rollout_logprobs: bool = True
@@ -296,7 +296,7 @@ def grpo_parts(
 def _shares(
     config: GrpoConfig, mask: Bool[Array, "row target"], counts: Float[Array, " row"]
 ) -> tuple[Float[Array, "row target"], Float[Array, ""]]:
-    """What each token counts, and what the sums are divided by."""
+    """The weight of each token, and the divisor of the sums."""
     # The loss of a batch without answers is 0, not 0 / 0; beside a count of 1 this is lost in float32.
     answers = jnp.maximum(jnp.sum(counts > 0, dtype=jnp.float32), 1e-30)
     if config.loss == "dapo":

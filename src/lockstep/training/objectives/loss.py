@@ -15,7 +15,7 @@ class LossParts(NamedTuple):
     total: Float[Array, ""]
     """The sum of losses, float32."""
     weight: Float[Array, ""]
-    """What the sums are divided by, e.g. the number of tokens; it must not depend on the parameters."""
+    """The divisor of the sums, e.g. the number of tokens; it must not depend on the parameters."""
     metrics: Mapping[str, Float[Array, ""]]
     """Sums of further metrics by name, with the same weight."""
 

@@ -10,7 +10,7 @@ from lockstep.training.rl.rewards import Gsm8kReward, RewardConfig, check_reward
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RolloutConfig(SamplingBlock):
-    """How completions are sampled before each step, from the very weights that the step then changes.
+    """Sampling before each step, from the very weights that the step then changes.
 
     Raises:
         ConfigError: A value is out of its range, or would have no effect.
@@ -88,9 +88,9 @@ class GrpoRunFields:
     """Settings of rollouts, rewards and updates."""
 
     rollout: RolloutConfig = dataclasses.field(default_factory=RolloutConfig)
-    """How answers are sampled."""
+    """The sampling of answers."""
     num_iterations: int = 1
-    """How often each answer of a rollout is learned from."""
+    """The number of times that each answer of a rollout is learned from."""
     minibatches: int = 1
     """The number of optimizer steps that the answers of a rollout are split over: a rollout has ``train_batch_size``
     times as many answers, and is sampled once in ``num_iterations`` times as many steps."""

@@ -22,10 +22,10 @@ from lockstep.text import Prompt
 from lockstep.training.rl.rewards import Reward, RewardConfig, labels
 
 type Value = float | str
-"""What a component gave for an answer: a number, or what went wrong."""
+"""The result of a component for an answer: a number, or an error."""
 
 LATE = "late"
-"""What went wrong where there was no value in time."""
+"""The error where there was no value in time."""
 
 
 class Scoring:

@@ -42,11 +42,11 @@ class RewardConfig(OpenRegistry, draccus.ChoiceRegistry):
     """Whether it judges the form of an answer, such as its length, and not whether the answer is right."""
 
     weight: float = 1.0
-    """What the component is multiplied by in the sum; negative to punish; 0 to log it only."""
+    """The factor of the component in the sum; negative to punish; 0 to log it only."""
     default: float = 0.0
     """The value of an answer for which the component raises, returns no number or is late; such answers are counted."""
     on_failure: Literal["default", "drop_group"] = "default"
-    """What becomes of such an answer: it has ``default``; or nothing is learned from the answers to its question."""
+    """The treatment of such an answer: it has ``default``; or nothing is learned from the answers to its question."""
     name: str | None = None
     """The name in metrics and tables; null: the type's, or the function's."""
 
@@ -113,7 +113,7 @@ def check_rewards(rewards: Sequence[RewardConfig]) -> None:
 
 
 MARK: Final = "####"
-"""What GSM8K writes before a final answer."""
+"""The mark before a final answer in GSM8K."""
 
 
 @RewardConfig.register_subclass("exact_match")
@@ -152,7 +152,7 @@ def final_answer(text: str) -> str:
 @RewardConfig.register_subclass("function")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FunctionReward(RewardConfig):
-    """What a function of an importable module returns for (row, prompt), as for metrics; it may be ``async``.
+    """The value of a function of an importable module for (row, prompt), as for metrics; it may be ``async``.
 
     Raises:
         ConfigError: ``function`` is not written as ``module:function``.

@@ -163,7 +163,7 @@ class LogprobColumns:
 
     @property
     def traces(self) -> dict[str, int]:
-        """How often each program was traced, by its column."""
+        """Traces of each program, by its column."""
         return {name: program.traces for name, program in self._programs.items()}
 
     def fill(self, rollout: Rollout, model: PyTree) -> None:

@@ -176,7 +176,7 @@ class StepTimes:
 
 
 class StepClock(PhaseClock):
-    """Where the time of a step goes."""
+    """Seconds of the parts of a step."""
 
     def __init__(self) -> None:
         super().__init__(("rollout_generate", "reward", "logprobs", "update"))

@@ -129,7 +129,7 @@ class Rollouts:
 
     @property
     def logprob_traces(self) -> dict[str, int]:
-        """How often each program that computes log-probabilities was traced, by name."""
+        """Traces of each program that computes log-probabilities, by name."""
         return self._logprobs.traces
 
     @property
