@@ -54,7 +54,7 @@ FORBIDDEN = {
     "abandoned": "aborted",
 }
 """Words of our own, and what the field says."""
-SUMMARIES_TO_NAME = {"engine", "hosts", "models", "placement", "objectives", "rl"}
+SUMMARIES_TO_NAME = {"hosts", "models"}
 """Rooms of the package whose summaries may still begin with What, How or Where: to become fewer."""
 PATTERN = "|".join(re.escape(word).replace(r"\ ", r"\s+") for word in FORBIDDEN)
 
