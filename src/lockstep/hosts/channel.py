@@ -7,7 +7,7 @@ from typing import Any
 
 from lockstep.errors import HostError, HostTimeoutError
 from lockstep.hosts._client import Client
-from lockstep.hosts.heartbeat import Heartbeat, heartbeats
+from lockstep.hosts.heartbeat import Heartbeat, heartbeats, longest_silent
 from lockstep.printable import printable
 
 CHUNK_BYTES = 32 << 20
@@ -153,7 +153,7 @@ class Channel:
         peers = heartbeats(self.client)
         if missing is None:
             missing = [i for i in range(self.client.count) if i not in peers or key not in peers[i].waits]
-        silent = [i for i in missing if i in peers and peers[i].silent]
+        silent = [i for i in longest_silent(peers) if i in missing]
         alive = [f"process {i} ({peers[i]})" for i in missing if silent and i not in silent and i in peers]
         first = silent or missing
         who = [f"process {i} ({peers[i]})" if i in peers else f"process {i} (never seen)" for i in first]

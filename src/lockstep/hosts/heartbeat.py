@@ -141,9 +141,15 @@ def heartbeats(client: Client) -> dict[int, PeerHeartbeat]:
     return found
 
 
+def longest_silent(peers: Mapping[int, PeerHeartbeat]) -> list[int]:
+    """Return the silent processes, the longest silent first: the others may only be slow, or wait for that one."""
+    silent = [(peer.alive_s or 0.0, process) for process, peer in peers.items() if peer.silent]
+    return [process for _, process in sorted(silent)]
+
+
 def describe_missing(peers: Mapping[int, PeerHeartbeat]) -> str:
     """Return a sentence for an error that names the silent processes; empty where there is none."""
-    who = [f"process {i} ({peer})" for i, peer in sorted(peers.items()) if peer.silent]
+    who = [f"process {i} ({peers[i]})" for i in longest_silent(peers)]
     return f" Missing: {', '.join(who)}." if who else ""
 
 

@@ -37,6 +37,18 @@ def test_a_silent_process_is_missing_and_one_that_does_something_else_is_not(mon
     assert "process 1" not in heartbeat.describe_elsewhere(heartbeat.heartbeats(clients[0]), "reading")
 
 
+def test_the_process_that_is_silent_longest_is_named_first(monkeypatch):
+    """On a busy machine the heartbeat of a process that lives may be late too."""
+    clock = Clock(1000.0)
+    monkeypatch.setattr(heartbeat, "time", clock)
+    clients = MemoryClient.hub(3)
+    for process in (2, 0, 1):
+        heartbeat.Heartbeat(clients[process])._post(clock.now)
+        clock.now += 1.0
+    assert heartbeat.longest_silent(heartbeat.heartbeats(clients[0])) == [2, 0]
+    assert heartbeat.describe_missing(heartbeat.heartbeats(clients[0])).startswith(" Missing: process 2 (")
+
+
 def test_missing_processes_are_waited_for_as_long_as_a_heartbeat_can_be_late(monkeypatch):
     clock = Clock(1000.0)
     monkeypatch.setattr(heartbeat, "time", clock)
