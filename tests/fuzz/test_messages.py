@@ -185,8 +185,8 @@ REQUEST = dataclasses.asdict(
     )
 )
 PLAIN = {**REQUEST, "drafts": None}
-LINE = {"text": "a", "messages": None, "answer": None, "tokens": [1, 2]}
-CHAT = {"text": None, "messages": [{"role": "user", "content": "a"}], "answer": "b", "tokens": [1]}
+LINE = {"text": "a", "messages": None, "answer": None, "fields": {}, "tokens": [1, 2]}
+CHAT = {"text": None, "messages": [{"role": "user", "content": "a"}], "answer": "b", "fields": {"id": 7}, "tokens": [1]}
 
 
 @fuzz(documents([[REQUEST, PLAIN], [PLAIN]], [[PLAIN], None]), documents(LINE, CHAT))
