@@ -54,8 +54,6 @@ FORBIDDEN = {
     "abandoned": "aborted",
 }
 """Words of our own, and what the field says."""
-SUMMARIES_TO_NAME = {"hosts", "models"}
-"""Rooms of the package whose summaries may still begin with What, How or Where: to become fewer."""
 PATTERN = "|".join(re.escape(word).replace(r"\ ", r"\s+") for word in FORBIDDEN)
 
 
@@ -122,8 +120,7 @@ def problems(root: Path) -> Iterator[str]:
             if (lines := len(part.splitlines())) > LINES_OF_THE_CHANGELOG:
                 yield f"{page.name}: {lines} lines of what is not released; at most {LINES_OF_THE_CHANGELOG}"
     for source in (root / "src").rglob("*.py"):
-        if not SUMMARIES_TO_NAME & set(source.relative_to(root).parts):
-            yield from (f"{source.relative_to(root)}: {each}" for each in vague_summaries(source.read_text("utf-8")))
+        yield from (f"{source.relative_to(root)}: {each}" for each in vague_summaries(source.read_text("utf-8")))
     for source in sorted(path for folder in CODE for path in (root / folder).rglob("*.py")):
         if source.name not in ("lint_docs.py", "test_docs.py"):  # which have the words themselves
             yield from (

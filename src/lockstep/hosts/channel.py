@@ -16,7 +16,7 @@ CHUNK_BYTES = 32 << 20
 COMBINED = "all"
 """The last part of the key of what the process with the service makes of all values of an exchange."""
 UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
-"""What is raised for a value that is none of an exchange."""
+"""The errors of a value that is none of an exchange."""
 
 
 class Channel:
@@ -127,7 +127,7 @@ class Channel:
         )
 
     def _combined(self, key: str, combine: Callable[[list[Any]], object], decode: Callable[[Any], object]) -> bytes:
-        """What is wrong with what was posted, None where nothing is, and what ``combine`` makes of it."""
+        """The error of what was posted, None where there is none, and the result of ``combine``."""
         posts, values = self.client.get_dir(key), []
         # Most often all have posted the same text: each different one is parsed once, whatever the number of processes.
         parsed: dict[bytes | None, Any] = {}

@@ -1,4 +1,4 @@
-"""How a process finds the others of its job, and how many there must be."""
+"""The job that a process joins: its address, and the number of processes."""
 
 import dataclasses
 import os
@@ -20,7 +20,7 @@ REQUIRE_PROCESS_COUNT = "REQUIRE_JAX_PROCESS_COUNT"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DistributedConfig:
-    """How this process finds the others, and how many there must be (``trainer.distributed`` in YAML).
+    """The address of the job, and the number of its processes (``trainer.distributed`` in YAML).
 
     Raises:
         ConfigError: A value cannot work.

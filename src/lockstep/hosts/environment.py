@@ -1,4 +1,4 @@
-"""What programs and tokens depend on besides their inputs: versions, flags, and the source of this package."""
+"""The environment of programs and tokens: versions, flags, and the source of this package."""
 
 import functools
 import hashlib

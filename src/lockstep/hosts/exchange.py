@@ -1,4 +1,4 @@
-"""What the processes of a job exchange: values that must be equal, the leader's bytes, everybody's bytes, failures."""
+"""Exchanges between the processes of a job: values that must be equal, the leader's bytes, everybody's, failures."""
 
 import collections
 import functools
@@ -329,7 +329,7 @@ def name_processes(processes: Iterable[int]) -> str:
 
 
 def _differences(values: Sequence[Mapping[str, str]]) -> dict[str, str]:
-    """What differs, by name, and who has which value."""
+    """The differences, by name, and who has which value."""
     distinct = {id(one): one for one in values}.values()
     described = {}
     for name in dict.fromkeys(name for one in distinct for name in one):

@@ -1,4 +1,4 @@
-"""What each process did last: one overwritten key per process, which the others read when a wait times out."""
+"""Heartbeats: one overwritten key per process with its last phase, which the others read when a wait times out."""
 
 import collections
 import dataclasses

@@ -78,7 +78,7 @@ class HostThread(abc.ABC):
 
     @abc.abstractmethod
     def _stall(self) -> str:
-        """What a step that does not end looks like, such as "nothing of the checkpoint was written"."""
+        """The description of a step that does not end, such as "nothing of the checkpoint was written"."""
 
     def _end_step(self) -> None:
         """Say that a step has ended."""

@@ -1,4 +1,4 @@
-"""What a process holds to talk to the other processes of its job."""
+"""The processes of a job, as one of them calls them."""
 
 import collections
 import contextlib
@@ -127,7 +127,7 @@ class Hosts:
 
     @property
     def last_phase(self) -> str:
-        """What this process last said it was doing."""
+        """The phase that this process posted last."""
         return self._channel.heartbeat.phase
 
     def phase(self, name: str) -> None:

@@ -44,7 +44,7 @@ STRANGERS = 16
 
 
 class Listener:
-    """What the process that runs the service knows of the others' connections.
+    """The connections of the others, in the process that runs the service.
 
     Args:
         client: The coordination service.
@@ -150,7 +150,7 @@ class Listener:
 
 
 class Connection:
-    """What another process knows by its connection to the one that runs the service.
+    """The connection of another process to the one that runs the service.
 
     Args:
         client: The coordination service.

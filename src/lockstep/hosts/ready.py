@@ -1,4 +1,4 @@
-"""What comes before launches that every process makes: an error on one process is known to all before any launches."""
+"""The preparation of launches that every process makes: an error on one is known to all before any launches."""
 
 import contextlib
 from collections.abc import Iterator

@@ -45,7 +45,7 @@ class ReaderMismatchError(LockstepError, ValueError):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReaderCheck:
-    """How close a reader's model comes to the model itself, the same on every host.
+    """The distance of a reader's model from the model itself, the same on every host.
 
     Args:
         gap: The largest absolute difference of two log-probabilities, over all tokens of the vocabulary, in nats.
@@ -219,7 +219,7 @@ def _tolerance(found: dict[str, np.ndarray]) -> float:
 
 
 def _likely(check: _Check, program: Program, theirs: Any, gap: float, tolerance: float) -> tuple[str, ...]:
-    """What explains the difference: the settings with which hardly any of it is left."""
+    """The settings that explain the difference: hardly any of it is left with them."""
 
     def left(settings: Settings) -> float:
         return float(fetch(program(check.parts, check.ids, theirs, check.placed(settings))))
@@ -233,7 +233,7 @@ def _likely(check: _Check, program: Program, theirs: Any, gap: float, tolerance:
 
 
 def _where(gaps: Float[np.ndarray, " position"], tolerance: float) -> str:
-    """Where to look, by whether the first position differs: its attention has one position to attend to."""
+    """The place to look, by whether the first position differs: its attention has one position to attend to."""
     if gaps[0] <= tolerance:
         return (
             f"The first position agrees ({gaps[0]:.2g}): look at what works between positions, which is rotary "

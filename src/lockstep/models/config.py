@@ -16,7 +16,7 @@ from lockstep.models.rope import RotaryConfig
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "xielu"]
 LayerType = Literal["sliding_attention", "full_attention"]
 SIZE_LIMIT = 1 << 31
-"""What every size of a model is below."""
+"""The bound of every size of a model."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -170,7 +170,7 @@ class LlamaConfig(ModelConfig):
     its input; ``dots``: each layer but its products with weights; ``offload``: as ``full``, with the inputs of layers
     in the memory of the host. ``lockstep plan --remat all`` says what each costs."""
     attn_backend: AttentionBackend = "default"
-    """How training computes attention, in Levanter's words: ``splash``, jax's kernel for TPU, which pads rows to a
+    """The attention of training, in Levanter's words: ``splash``, jax's kernel for TPU, which pads rows to a
     multiple of 128 tokens; ``jax_flash``, blocks of 512 queries on any device; ``vanilla``, all pairs of positions at
     once; ``default``: splash on TPU, jax_flash elsewhere. Samples are decoded by the engine, whatever it is."""
 
@@ -286,7 +286,7 @@ def rotary_frequencies(config: LlamaConfig, rope: RotaryConfig | None = None) ->
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerKind:
-    """What layers of one model may differ in.
+    """The settings in which layers of one model may differ.
 
     Args:
         window: The number of positions that a query attends to, its own included; None for all.

@@ -28,7 +28,7 @@ OPTIONAL: Final = frozenset(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LoraNames:
-    """Where a library keeps the two factors of an adapter.
+    """The names of the two factors of an adapter in a library.
 
     The factor ``a`` has the inputs of the layer and then the rank, ``b`` the rank and then the outputs, each in the
     order of the weight's axes; several inputs or outputs may be flattened into one axis.

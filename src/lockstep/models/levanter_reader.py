@@ -123,7 +123,7 @@ def _read_apertus(model: Any) -> tuple[LlamaConfig, DecoderWeights]:
 def _read(
     model: Any, layers: "_Layers", weights: dict[str, Any], variant: Variant
 ) -> tuple[LlamaConfig, DecoderWeights]:
-    """What all families have in common: attention, embedding and output layer."""
+    """The parts that all families have in common: attention, embedding and output layer."""
     attention = layers.first.self_attn
     if type(attention) not in (Attention, Olmo2Attention):
         raise _unreadable(model, f"its attention is {type(attention).__name__}", "Attention and Olmo2Attention")

@@ -38,7 +38,7 @@ class AdaptedWeight(eqx.Module):
 
 
 type Weight = NamedArray | AdaptedWeight
-"""What a linear layer multiplies with."""
+"""The matrix of a linear layer."""
 
 
 def linear(x: NamedArray, weight: Weight, axis: AxisSelection) -> NamedArray:

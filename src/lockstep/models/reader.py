@@ -1,4 +1,4 @@
-"""How the decoder reads a trained model, whatever library it is written in: by reference, without device work."""
+"""The decoder's view of a trained model, whatever library it is written in: by reference, without device work."""
 
 import importlib
 from typing import Any

@@ -1,4 +1,4 @@
-"""What a reader has wrong most often, as settings of a forward pass: one compiled program tries any of them on a model.
+"""The usual errors of a reader, as settings of a forward pass: one compiled program tries any of them on a model.
 
 The pass is that of `lockstep.models.block` with an attention of its own, in float32, whose settings are numbers that it
 is given. `lockstep.models.check_reader` finds with it which setting or weight a reader has wrong.
@@ -168,7 +168,7 @@ def _capped(x: Array, cap: Array) -> Array:
 
 
 def suspects(config: LlamaConfig, weights: DecoderWeights) -> Iterator[tuple[str, Settings]]:
-    """What may be wrong with what a reader returned, and the settings that would be right then.
+    """A possible error of a reader, and the settings that would be right then.
 
     Args:
         config: The configuration that the reader returned.

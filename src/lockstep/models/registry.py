@@ -138,7 +138,7 @@ PAGES: Final[dict[str, tuple[str, str]]] = {
     "easydel": ("an EasyDeL model", "your-trainer"),
     "maxtext": ("a MaxText model", "your-trainer"),
 }
-"""What a model of a library is called, and the page in ``docs`` that says how it is read, by its top-level package."""
+"""The name of a library's model, and the page in ``docs`` that says how it is read, by its top-level package."""
 
 
 def register_reader(
@@ -180,7 +180,7 @@ def register_reader(
 
 @functools.singledispatch
 def read_registered(model: Any) -> tuple[LlamaConfig, DecoderWeights]:
-    """What the registered reader of the class of ``model`` returns.
+    """The weights that the registered reader of the class of ``model`` returns.
 
     Args:
         model: An instance of a class that a reader is registered for.

@@ -176,7 +176,7 @@ def _with_layer_types(variant: Variant, model: Any, local: Any, rope: RotaryConf
 def _read(
     model: Any, table: Table, *, tied: bool, theta: float, linear_factor: float = 1.0, **values: Any
 ) -> tuple[LlamaConfig, DecoderWeights]:
-    """What all families have in common."""
+    """The parts that all families have in common."""
     config, parameters = model.config, named_parameters(model)
     for name, array in parameters.items():
         if not jnp.issubdtype(array.dtype, jnp.floating):

@@ -1,4 +1,4 @@
-"""What the decoder reads of a model: one pytree of plain arrays, layers stacked, whatever library trains the model.
+"""The weights that the decoder reads: one pytree of plain arrays, layers stacked, whatever library trains the model.
 
 The annotation of each field names the axes of that weight. Nothing else does: which axis the devices of a replica
 split, which axis is that of the kv heads, and the order in which readers must bring the axes follow from `WEIGHT_AXES`.
@@ -115,7 +115,7 @@ def input_dims(name: str, ndim: int) -> tuple[int, ...]:
 
 
 HALIAX_AXES: Final[Mapping[str, str]] = {"group": "q_heads_per_group", "head": "head_size"}
-"""What our trainable model and Levanter's models call axes for which the decoder has a shorter name."""
+"""The names of axes in our trainable model and in Levanter's, by the decoder's shorter ones."""
 
 
 def haliax_axes(name: str) -> tuple[str, ...]:

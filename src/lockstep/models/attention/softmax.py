@@ -15,7 +15,7 @@ type ReadChunk = Callable[[Array | int], tuple[Array, Array]]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ScoreModifier:
-    """What a model does to attention scores besides the causal mask; a field that is None costs nothing.
+    """Changes of attention scores besides the causal mask; a field that is None costs nothing.
 
     Args:
         soft_cap: The soft cap: a score s becomes ``soft_cap * tanh(s / soft_cap)`` (Gemma 2, Riviere et al. 2024,

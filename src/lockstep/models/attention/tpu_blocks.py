@@ -44,7 +44,7 @@ class Blocks:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BlockKey:
-    """What block sizes depend on.
+    """The key of block sizes.
 
     Args:
         generation: The TPU generation: ``v4``, ``v5e``, ``v5p`` or ``v6e``.

@@ -29,7 +29,7 @@ class ModelPreset:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Family:
-    """What is particular to a model family in transformers' checkpoints.
+    """The particulars of a model family in transformers' checkpoints.
 
     Args:
         architecture: The entry of ``architectures`` in ``config.json``.
@@ -140,7 +140,7 @@ class Family:
         }
 
     def changes(self, config: LlamaConfig) -> dict[str, tuple[Any, Any]]:
-        """What a configuration loses as a ``config.json`` of the family: by field what it has, and what is read back.
+        """The fields that a ``config.json`` of the family loses: by name the value, and the one that is read back.
 
         Args:
             config: The configuration, of any family.

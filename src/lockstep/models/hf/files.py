@@ -95,7 +95,7 @@ class TensorFile:
 
 
 def _checked(entry: Any) -> Any:
-    """What a header says of a tensor, if that can be: NumPy counts bytes in 63 bits."""
+    """The entry of a tensor in a header, checked: NumPy counts bytes in 63 bits."""
     sizes = [*entry["shape"], *entry["data_offsets"]]
     if not all(type(each) is int and 0 <= each < 1 << 48 for each in sizes) or len(entry["data_offsets"]) != 2:
         raise ValueError(f"its shape is {entry['shape']!r} at bytes {entry['data_offsets']!r}")
@@ -107,7 +107,7 @@ def _checked(entry: Any) -> Any:
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 AGAIN = "Download the checkpoint again."
-"""What to do where its files do not go together."""
+"""The fix where its files do not go together."""
 _THREADS = 8
 """Headers that are read at a time."""
 

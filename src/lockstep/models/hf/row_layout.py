@@ -1,4 +1,4 @@
-"""How a parameter gets from a checkpoint to its devices, and back: each reads rows of its own, and programs move them.
+"""The rows of a parameter in a checkpoint and on devices: each reads rows of its own, and programs move them.
 
 A stored tensor is row-major, so that some of its rows are one range of bytes, while some of its columns are thousands.
 All devices together read every row once, whatever the sharding; the columns are then exchanged between the devices. To

@@ -255,7 +255,7 @@ class _Save:
 
 
 class _Progress:
-    """What the leader logs while a checkpoint is saved."""
+    """The log of the leader while a checkpoint is saved."""
 
     def __init__(self, hosts: Hosts, path: str, total: int) -> None:
         self._hosts, self._path, self._total = hosts, path, total

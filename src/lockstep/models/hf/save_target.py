@@ -31,7 +31,7 @@ class Writable(Protocol):
 
 
 class SaveTarget(abc.ABC):
-    """Where a checkpoint is saved. The leader begins and ends; every process that sees the place may write files.
+    """The target of a saved checkpoint. The leader begins and ends; every process that sees it may write files.
 
     Args:
         token: A name for this save that no other has, the same on every process.

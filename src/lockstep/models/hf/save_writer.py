@@ -1,4 +1,4 @@
-"""What of a checkpoint a host writes: rows from the devices of all hosts or from anything else, piece by piece."""
+"""The writer of a host's part of a checkpoint: rows from the devices of all hosts or from elsewhere, piece by piece."""
 
 import abc
 import contextlib
@@ -112,10 +112,10 @@ def _as_bytes(rows: np.ndarray) -> Any:
 
 
 class Source(abc.ABC):
-    """Where the rows come from."""
+    """The source of the rows."""
 
     read: Read
-    """What the writing thread calls."""
+    """The function that the writing thread calls."""
 
     @abc.abstractmethod
     def prepare(self) -> None:
@@ -155,7 +155,7 @@ class Direct(Source):
 
 
 type Pieces = Sequence[Sequence[tuple[SavedTensor, int, int]]]
-"""What each host writes, in its order: by the number of the process, a tensor and entries of its row axis."""
+"""The share of each host, in its order: by the number of the process, a tensor and entries of its row axis."""
 
 
 class Gathered(Source):
@@ -202,7 +202,7 @@ class Gathered(Source):
                 self._handover.put(rows)
 
     def _program_and_place(self, tensor: SavedTensor, start: int, _: int) -> tuple[Program, jax.Array]:
-        """What gathers a piece, and the argument that says which."""
+        """The program that gathers a piece, and the argument that says which."""
         gather = RowGather.of(tensor, PIECE_BYTES)
         where = place_argument(np.array([tensor.layer or 0, start], np.int32), gather.replicated)
         return self._programs[gather], where

@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CausalAttention:
-    """What a query's scores are, and which keys it may look at: those at its own position and before.
+    """The scores of queries, and the keys that each may look at: those at its own position and before.
 
     Args:
         scale: The factor of the product of query and key.
