@@ -143,7 +143,7 @@ class _Line:
     text: str | None
     messages: tuple[dict[str, Any], ...] | None
     answer: str | None
-    fields: dict[str, Any]
+    fields: dict[str, Any] = dataclasses.field(default_factory=dict)
     tokens: tuple[int, ...]
 
 
