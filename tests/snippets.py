@@ -189,7 +189,6 @@ assert all(each.tokens for each in completions) and engine.sizing.describe()
 
 CONFIGURATIONS = {
     "README.md:yaml:0": "train-lm",
-    "README.md:yaml:1": "sample",
     "docs/checkpoints.md:yaml:0": "train-lm",
     "docs/checkpoints.md:yaml:1": "train-lm",
     "docs/data.md:yaml:0": "train-lm",

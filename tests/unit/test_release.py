@@ -157,7 +157,7 @@ def needs(name: str, extra: str) -> list[str]:
         found = importlib.metadata.distribution(name)
     except importlib.metadata.PackageNotFoundError:
         return []
-    # What `make test` installs has the pins. The requirements of other versions say nothing about the pins.
+    # Skipped, for the requirements of another version say nothing about the pins; `make test` installs the pinned one.
     if found.version != PINS.get(canonicalize_name(name)):
         pytest.skip(f"{name} {found.version} is installed, which constraints.txt does not pin: make setup-tests")
     requirements = [Requirement(text) for text in found.requires or []]

@@ -192,5 +192,5 @@ def windows(
 
 def layer_types_to_hf(config: LlamaConfig) -> list[str]:
     """The ``layer_types`` of a ``config.json``."""
-    alike = "full_attention" if config.variant.sliding_window is None else "sliding_attention"
-    return list(config.layer_types or (alike,) * config.num_layers)
+    same = "full_attention" if config.variant.sliding_window is None else "sliding_attention"
+    return list(config.layer_types or (same,) * config.num_layers)
