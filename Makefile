@@ -56,8 +56,9 @@ fuzz: setup-tests ## read what somebody could hand over, made up anew, for FUZZ_
 	@LOCKSTEP_FUZZ_SECONDS=$(FUZZ_S) $(PYTHON) -m pytest -s tests/fuzz $(ARGS)
 
 # The variable: without it mkdocs-material prints an advertisement of its successor into every log.
+# The page of the API reads the modules for Levanter and Tunix too, so their packages have to be there.
 docs: ## build the documentation site in build/site; a link or an anchor that leads nowhere is an error
-	@scripts/setup.sh dev docs
+	@scripts/setup.sh dev docs levanter tunix
 	@NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build --quiet --strict
 	@echo "docs: open build/site/index.html"
 
