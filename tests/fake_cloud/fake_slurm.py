@@ -192,9 +192,11 @@ def squeue(words: list[str]) -> int:
     if (home() / "away").exists():
         (home() / "away").unlink()
         sys.exit("slurm_load_jobs error: Unable to contact slurm controller (connect failure)")
-    shown = state(job_directory(option(words, "jobs")))
+    directory = job_directory(option(words, "jobs"))
+    shown = state(directory)
     if shown in ("PENDING", "RUNNING"):
         print(f"{shown} ({'Priority' if shown == 'PENDING' else 'None'})")
+        (directory / f"shown-{shown}").touch()
     return 0
 
 

@@ -61,7 +61,10 @@ def launch(*words, python=None, name="job"):
 
 
 def test_every_task_runs_the_command_and_is_shown_with_its_number(cluster, capfdbinary):
-    text = PRINT + "print(os.environ['REQUIRE_JAX_PROCESS_COUNT'], os.environ['COLOUR'], os.getcwd())"
+    # However slow the launcher is, the job runs until it has seen it run.
+    running = "glob.glob(os.environ['FAKE_SLURM'] + '/*/shown-RUNNING')"
+    seen = f"import glob, os, time\nwhile not {running}: time.sleep(0.02)\n"
+    text = seen + PRINT + "print(os.environ['REQUIRE_JAX_PROCESS_COUNT'], os.environ['COLOUR'], os.getcwd())"
     assert launch("--nodes", "2", "--tasks_per_node", "2", "--env", "COLOUR=deep blue", python=text) == 0
     shown = capfdbinary.readouterr()
     for task in range(4):
