@@ -32,12 +32,12 @@ from lockstep.models.attention.tpu_block_table import BLOCKS
 from lockstep.models.attention.tpu_blocks import BlockKey, stored_head_size, stored_heads, takes
 from lockstep.placement.device import FP8
 
-TABLE = Path(__file__).parents[1] / "src" / "lockstep" / "attention" / "tpu_block_table.py"
+TABLE = Path(__file__).parents[1] / "src" / "lockstep" / "models" / "attention" / "tpu_block_table.py"
 
-TOPOLOGIES = {"v4": "v4-8", "v5e": "v5litepod-4", "v5p": "v5p-8", "v6e": "v6e-4"}
+TOPOLOGIES = {"v4": "v4-8", "v5e": "v5litepod-4", "v5p": "v5p-8", "v6e": "v6e-4", "tpu7x": "tpu7x-8"}
 # Bytes that a kernel may use. VMEM has 32 MiB on v4 (16 per core), 128 on v5e and v6e, 64 per core on v5p
 # (https://jax-ml.github.io/scaling-book/tpus/); a part is left to the compiler for what runs beside the kernel.
-VMEM_LIMIT = {"v4": 14 << 20, "v5e": 96 << 20, "v5p": 48 << 20, "v6e": 96 << 20}
+VMEM_LIMIT = {"v4": 14 << 20, "v5e": 96 << 20, "v5p": 48 << 20, "v6e": 96 << 20, "tpu7x": 48 << 20}
 
 # Query heads, kv heads and head size of models, and the numbers of devices that share them.
 MODELS = {

@@ -21,6 +21,7 @@ class Family:
     Args:
         prefix: The prefix of the names of its slices.
         cores_in_name: The number that a name counts per chip: 2 where it counts TensorCores, 1 where it counts chips.
+        devices_per_chip: The number of JAX devices of a chip.
         grids: The grids of all documented slices, smallest first.
         single_host: The grids that are one machine with all chips.
         source: The page that lists the grids.
@@ -34,6 +35,7 @@ class Family:
     grids: tuple[tuple[int, ...], ...]
     single_host: frozenset[tuple[int, ...]]
     source: str
+    devices_per_chip: int = 1
     runtime_version: str = ""
     machine_types: tuple[tuple[int, str], ...] = ()
     image_family: str = ""
@@ -78,7 +80,7 @@ FAMILIES: Final = (
         image_family=_ACCEL_2204,
     ),
     Family(
-        prefix="tpu7x", cores_in_name=2, grids=_TPU7X, single_host=_ONE_BOARD,
+        prefix="tpu7x", cores_in_name=2, devices_per_chip=2, grids=_TPU7X, single_host=_ONE_BOARD,
         source="https://docs.cloud.google.com/tpu/docs/tpu7x",
         machine_types=((4, "tpu7x-standard-4t"),), image_family="ubuntu-accel-2404-amd64-tpu-tpu7x",
     ),

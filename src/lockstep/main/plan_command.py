@@ -39,7 +39,9 @@ from lockstep.main.plan import (
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command itself, for ``--help``."""
     what = parser.add_argument_group("what is planned")
-    what.add_argument("--topology", metavar="NAME", help="the slice: v4-N, v5p-N, v5litepod-N or v6e-N; required")
+    what.add_argument(
+        "--topology", metavar="NAME", help="the slice (v4-N, v5p-N, v5litepod-N, v6e-N, tpu7x-N); required"
+    )
     what.add_argument(
         "--command", choices=list(planned_commands()), help="whose configuration it is, where that is not clear"
     )

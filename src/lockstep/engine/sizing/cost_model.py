@@ -8,7 +8,7 @@ from lockstep.engine.schedule import Capacity
 from lockstep.engine.sizing.demand import Demand
 from lockstep.engine.sizing.fit import concurrent_sequences
 from lockstep.placement import DecodeMesh
-from lockstep.placement.device import Chip, Link, hops
+from lockstep.placement.device import Chip, Link, hops, on_one_chip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -119,5 +119,7 @@ def verify_costs(sizes: Capacity, predicted: Estimate | None) -> dict[int, float
 def _link(decode_mesh: DecodeMesh, chip: Chip, group: int) -> tuple[Link, int]:
     """The slowest link inside groups of so many consecutive devices, and the hops across the widest of them."""
     groups = decode_mesh.mesh.devices.reshape(-1, group)
+    if chip.core is not None and all(on_one_chip(list(each)) for each in groups):
+        return chip.core, 0
     near = all(len({device.process_index for device in each}) == 1 for each in groups)
     return chip.link if near else chip.network, max(hops(list(each)) for each in groups)

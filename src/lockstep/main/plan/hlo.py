@@ -135,7 +135,7 @@ class Hlo:
                     visit(called["body"][0], times * (turns or 1), in_step or turns is None)
                 elif op.kind == "conditional":
                     visit(self._branch(op, called), times, in_step)
-                elif op.kind in ("call", "async-start"):
+                elif op.kind in ("call", "async-start", "call-start"):  # the last: on a SparseCore of a TPU7x
                     for role in ("called_computations", "to_apply", "calls"):
                         for each in called.get(role, ()):
                             visit(each, times, in_step)

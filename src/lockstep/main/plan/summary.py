@@ -200,6 +200,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "topology": {
             "name": plan.topology.name,
             "grid": list(plan.topology.grid),
+            "chips": plan.topology.chips,
             "devices": len(plan.topology.devices),
             "hosts": plan.topology.hosts,
             "devices_per_host": plan.topology.devices_per_host,

@@ -150,7 +150,7 @@ def _thin(pieces: Sequence[ThinPieces]) -> str:
 
 def _speed(plan: Plan) -> Table:
     table = _table("time at best", "memory (floor)", "compute", "collectives", "together", "tokens/s", "per chip")
-    chips = len(plan.topology.devices)
+    chips = plan.topology.chips
     time = train_time(plan)
     if time is not None:
         rate = time.tokens / time.step_s
@@ -174,7 +174,7 @@ def _speed(plan: Plan) -> Table:
 def _drafts(plan: Plan) -> Table:
     """The speed that verifying promises, beside that of decoding one token after the other."""
     table = _table("if all drafts are right", "moved per token", "decoded", "a step", "tokens/s", "per chip")
-    groups, chips = plan.topology.hosts if plan.workload.one_host else 1, len(plan.topology.devices)
+    groups, chips = plan.topology.hosts if plan.workload.one_host else 1, plan.topology.chips
     for one in plan.sampling:
         for each in one.drafts:
             rate = groups * each.tokens_per_s

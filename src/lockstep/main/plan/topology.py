@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import importlib.util
+import math
 import os
 from typing import Any, Final
 
@@ -24,6 +25,7 @@ COMPILERS: Final[dict[str, tuple[str, dict[str, Any]]]] = {
     "v5p": ("v5p", {}),
     "v5litepod": ("v5e", {}),
     "v6e": ("v6e", {}),
+    "tpu7x": ("tpu7x", {}),  # each TensorCore is a device
 }
 """The TPU compiler's name of each generation that it can be asked for, and options for it."""
 
@@ -43,6 +45,11 @@ class Topology:
     devices: tuple[jax.Device, ...]
 
     @property
+    def chips(self) -> int:
+        """The number of chips, each of which is one device or several."""
+        return math.prod(self.grid)
+
+    @property
     def hosts(self) -> int:
         """The number of processes of a job on the slice."""
         return len({device.process_index for device in self.devices})
@@ -59,9 +66,10 @@ class Topology:
 
     def describe(self) -> str:
         """The slice in one line of text."""
-        chips = "x".join(map(str, self.grid))
+        grid, chips = "x".join(map(str, self.grid)), self.chips
         hosts = f"{self.hosts} host{'s' if self.hosts > 1 else ''}"
-        return f"{self.name}: {len(self.devices)} chips ({chips}), {hosts} with {self.devices_per_host} each"
+        cores = f" of {len(self.devices) // chips} devices" if len(self.devices) > chips else ""
+        return f"{self.name}: {chips} chips ({grid}){cores}, {hosts} with {chips // self.hosts} each"
 
     def on_host(self, process_index: int = 0) -> tuple[jax.Device, ...]:
         """The devices of one process, whose ids need not be consecutive."""

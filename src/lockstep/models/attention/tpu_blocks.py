@@ -47,7 +47,7 @@ class BlockKey:
     """The key of block sizes.
 
     Args:
-        generation: The TPU generation: ``v4``, ``v5e``, ``v5p`` or ``v6e``.
+        generation: The TPU generation: ``v4``, ``v5e``, ``v5p``, ``v6e`` or ``tpu7x``.
         q_heads: The number of query heads of a device, those of padded kv heads included.
         kv_heads: The number of stored kv heads of a device.
         head_size: The stored head size in elements.
@@ -149,7 +149,7 @@ def stored_head_size(head_size: int) -> int:
 
 
 def tpu_generation(device_kind: str) -> str:
-    """Returns the TPU generation of a ``device_kind``: ``v5p`` for ``TPU v5``, ``v5e`` for ``TPU v5 lite``."""
+    """Returns the TPU generation of a ``device_kind``: ``v5e`` for ``TPU v5 lite``, ``tpu7x`` for ``TPU7x``."""
     kind = device_kind.lower()
     match = re.search(r"v(\d+)\s*(lite|e|p)?", kind)
     if match is None:

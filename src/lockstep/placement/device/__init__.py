@@ -7,6 +7,7 @@ from lockstep.placement.device.chips import Link as Link
 from lockstep.placement.device.chips import chip_named as chip_named
 from lockstep.placement.device.chips import chip_of as chip_of
 from lockstep.placement.device.chips import hops as hops
+from lockstep.placement.device.chips import on_one_chip as on_one_chip
 from lockstep.placement.device.chips import published_chip as published_chip
 from lockstep.placement.device.compiler_errors import Compile as Compile
 from lockstep.placement.device.compiler_errors import compile_lowered as compile_lowered

@@ -10,6 +10,7 @@ _TPU_SOURCE = (
     "published: memory: the TPU compiler; bandwidth and operations: https://cloud.google.com/tpu/docs; links: "
     "https://jax-ml.github.io/scaling-book/"
 )
+_TPU7X_SOURCE = "published, memory by the TPU compiler: https://docs.cloud.google.com/tpu/docs/tpu7x"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,6 +56,7 @@ class Chip:
         flops: The 16-bit floating-point operations per second of matrix products.
         link: The interconnect between devices of one host; on a TPU slice, between all devices.
         network: The interconnect between devices of different hosts.
+        core: The interconnect between the devices that are one chip; None where each device is a chip.
         source: The source of the numbers.
     """
 
@@ -64,10 +66,11 @@ class Chip:
     flops: float
     link: Link
     network: Link
+    core: Link | None = None
     source: str = "rough guesses"
 
 
-def _tpu(name: str, memory_gib: float, bandwidth: float, flops: float, link: float) -> Chip:
+def _tpu(name: str, memory_gib: float, bandwidth: float, flops: float, link: float, core: float = 0.0) -> Chip:
     # A ring uses both directions of one axis: two links. https://jax-ml.github.io/scaling-book/sharding/ has about 1 us
     # per hop ("A note on ICI latency"), and one measurement: a gather over 3 hops of a v5e that moves next to nothing
     # takes 8 us (pop quiz 2). So the other 5 are those of any collective.
@@ -79,7 +82,8 @@ def _tpu(name: str, memory_gib: float, bandwidth: float, flops: float, link: flo
         flops=flops,
         link=ici,
         network=ici,
-        source=_TPU_SOURCE,
+        core=Link(bandwidth=core, latency_s=ici.latency_s) if core else None,
+        source=_TPU7X_SOURCE if core else _TPU_SOURCE,
     )
 
 
@@ -103,6 +107,9 @@ _V4 = _tpu("TPU v4", 2 * 15.25, 1.23e12, 275e12, 45e9)
 _V5E = _tpu("TPU v5e", 15.75, 819e9, 197e12, 45e9)
 _V5P = _tpu("TPU v5p", 95.73, 2.765e12, 459e12, 90e9)
 _V6E = _tpu("TPU v6e", 31.24, 1.64e12, 918e12, 90e9)
+# A device is one of the two TensorCores of a chip. Half of 7.37 TB/s and 2,307 TFLOP/s; a link: 1,200 GB/s per chip in
+# six links and both directions; between the cores: six times a link.
+_TPU7X = _tpu("TPU7x core", 94.74, 7.37e12 / 2, 2307e12 / 2, 100e9, core=600e9)
 # https://www.nvidia.com/en-us/data-center/h100/ and /h200/, SXM.
 _H100 = _gpu("H100", 80, 3.35e12)
 _H200 = _gpu("H200", 141, 4.8e12)
@@ -126,6 +133,7 @@ _KINDS = {
     "TPU v5e": _V5E,
     "TPU v6 lite": _V6E,
     "TPU v6e": _V6E,
+    "TPU7x": _TPU7X,
     "NVIDIA H100": _H100,
     "NVIDIA H200": _H200,
 }
@@ -144,6 +152,12 @@ def published_chip(device: jax.Device) -> Chip | None:
     """
     known = any(device.device_kind.startswith(kind) for kind in _KINDS)
     return chip_named(device.device_kind, device.platform) if known else None
+
+
+def on_one_chip(devices: Sequence[jax.Device]) -> bool:
+    """Whether several devices are the cores of one chip, as on TPU7x."""
+    places = {(getattr(each, "slice_index", 0), *(getattr(each, "coords", None) or ())) for each in devices}
+    return len(devices) > 1 and len(places) == 1 and hasattr(devices[0], "coords")
 
 
 def hops(devices: Sequence[jax.Device]) -> int:

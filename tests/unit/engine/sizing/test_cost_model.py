@@ -1,16 +1,20 @@
 """Seconds that decoding should take: what they grow with."""
 
 import dataclasses
+from types import SimpleNamespace
+from unittest.mock import Mock
 
+import numpy as np
 import pytest
 
 from lockstep.engine import EngineConfig
 from lockstep.engine.config import Layout
 from lockstep.engine.decode_model import DecodeModels
 from lockstep.engine.schedule import Capacity
-from lockstep.engine.sizing.cost_model import Estimate, estimate, verify_costs
+from lockstep.engine.sizing.cost_model import Estimate, _link, estimate, verify_costs
 from lockstep.engine.sizing.demand import Demand, desired_capacity
 from lockstep.models import LlamaConfig, Variant, read_decoder
+from lockstep.placement import DecodeMesh
 from lockstep.placement.device import Chip, Link
 from tests.unit.engine.models import LLAMA, mesh_of, model_on, request
 from tests.unit.engine.models import SIZES as SIZES_OF_MODEL
@@ -88,6 +92,15 @@ def test_each_hop_of_a_replica_costs_in_every_collective_of_a_step() -> None:
     reductions = 2 * LLAMA.num_layers + 1
     assert more == pytest.approx((2 * reductions + 2) * 1e-3)
     assert found({"tensor": 1}, far).collectives_s == 0.0
+
+
+def test_a_replica_on_one_chip_exchanges_between_its_cores() -> None:
+    """As on TPU7x, where two devices are one chip: a tensor group of two stays on it, one of four does not."""
+    chip = dataclasses.replace(CHIP, core=Link(bandwidth=6e9, latency_s=1e-6))
+    places = [SimpleNamespace(coords=(x, 0, 0), process_index=0) for x in range(2) for _ in range(2)]
+    decode_mesh = Mock(DecodeMesh, mesh=SimpleNamespace(devices=np.array(places)))
+    assert _link(decode_mesh, chip, 2) == (chip.core, 0) and _link(decode_mesh, chip, 4) == (LINK, 1)
+    assert _link(decode_mesh, CHIP, 2) == (LINK, 0)
 
 
 def test_moving_weights_takes_the_links_and_the_memory_on_both_sides() -> None:

@@ -56,6 +56,29 @@ def test_loops_count_as_they_turn(steps: int | None) -> None:
     assert not after[0].crosses([0, 1, 0, 1]) and after[0].crosses([0, 0, 1, 1])
 
 
+SPARSECORE = """
+HloModule jit_step
+
+%called (x.1: f32[16]) -> f32[16] {
+  %x.1 = f32[16]{0} parameter(0)
+  ROOT %all-reduce.1 = f32[16]{0} all-reduce(%x.1), replica_groups={{0,1},{2,3}}, to_apply=%add
+}
+
+ENTRY %main (x: f32[16]) -> f32[16] {
+  %x = f32[16]{0} parameter(0)
+  %start = ((), (), s32[]{:S(2)}) call-start(), async_execution_thread="sparsecore", to_apply=%called
+  %update = ((f32[16]{0}), f32[16]{0}) call-update(%start, %x)
+  ROOT %done = f32[16]{0} call-done(%update)
+}
+"""
+
+
+def test_a_collective_on_a_sparsecore_counts() -> None:
+    """As the TPU compiler prints what it moves there on TPU7x."""
+    (found,) = collectives(Hlo(SPARSECORE), 4)
+    assert (found.kind, found.times, found.bytes, found.groups) == ("all-reduce", 1, 64, ((0, 1), (2, 3)))
+
+
 def test_what_is_no_program_is_refused() -> None:
     with pytest.raises(ValueError, match="no ENTRY"):
         Hlo("hello")

@@ -14,7 +14,7 @@ from lockstep.main.plan.topology import COMPILERS, known_names, names_of, topolo
 HOSTS = {
     "v4-8": (4, 1), "v4-32": (16, 4), "v5p-8": (4, 1), "v5p-16": (8, 2), "v5p-64": (32, 8), "v5p-512": (256, 64),
     "v5litepod-1": (1, 1), "v5litepod-8": (8, 1), "v5litepod-16": (16, 4), "v6e-8": (8, 1), "v6e-16": (16, 4),
-    "v6e-256": (256, 64),
+    "v6e-256": (256, 64), "tpu7x-8": (8, 1), "tpu7x-128": (128, 16),
 }  # fmt: skip
 
 SCRIPT = """
@@ -35,7 +35,9 @@ def test_names_follow_from_the_grids():
 
 @pytest.mark.parametrize("name", ["v5p-63", "v7x-8", "", "v5p"])
 def test_an_unknown_name_lists_the_known_ones(name):
-    with pytest.raises(ConfigError, match=r"is not known\. Known: v4-8, .*v5p-64.*v5litepod-16.*v6e-256\."):
+    with pytest.raises(
+        ConfigError, match=r"is not known\. Known: v4-8, .*v5p-64.*v5litepod-16.*v6e-256; .*tpu7x-128.*\."
+    ):
         topology(name)
 
 
@@ -49,7 +51,9 @@ def test_every_slice_is_known_to_the_compiler():
     for name, (devices, hosts) in HOSTS.items():
         assert found[name][:2] == [devices, hosts], name
     # What the launcher works out without a compiler is what the compiler says.
-    assert {name: each[:2] for name, each in found.items()} == {n: [s.chips, s.hosts] for n, s in known_names().items()}
+    assert {name: each[:2] for name, each in found.items()} == {
+        n: [s.chips * s.family.devices_per_chip, s.hosts] for n, s in known_names().items()
+    }
     # Every host has as many devices, though their ids need not be consecutive.
     assert all(devices == hosts * mine and of_one == 1 for devices, hosts, of_one, mine in found.values())
 

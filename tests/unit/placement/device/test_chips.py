@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import pytest
 
-from lockstep.placement.device import Link, chip_named, hops
+from lockstep.placement.device import Link, chip_named, hops, on_one_chip
 
 
 @pytest.mark.parametrize(
@@ -16,6 +16,7 @@ from lockstep.placement.device import Link, chip_named, hops
         ("TPU v5", "tpu", "TPU v5p"),
         ("TPU v5 lite", "tpu", "TPU v5e"),
         ("TPU v6 lite", "tpu", "TPU v6e"),
+        ("TPU7x", "tpu", "TPU7x core"),
         ("TPU v9", "tpu", "TPU v5p"),
         ("NVIDIA H100 80GB HBM3", "gpu", "H100"),
         ("NVIDIA H200", "gpu", "H200"),
@@ -39,6 +40,17 @@ def test_chips(kind: str, platform: str, name: str) -> None:
 def test_hops_are_those_of_the_longest_way_through_the_group(coords: list[Any], expected: int) -> None:
     devices: list[Any] = [SimpleNamespace(coords=place) for place in coords]
     assert hops(devices) == expected
+
+
+def test_the_two_devices_of_a_chip_are_near_each_other() -> None:
+    core = chip_named("TPU7x", "tpu")
+    assert 2 * core.bandwidth == 7.37e12 and 2 * core.memory == pytest.approx(192 * 2**30, rel=0.02)
+    assert core.core is not None and core.core.bandwidth > core.link.bandwidth
+    devices: list[Any] = [SimpleNamespace(coords=(x, 0, 0), core_on_chip=core) for x in range(2) for core in range(2)]
+    assert on_one_chip(devices[:2]) and not on_one_chip(devices[1:3]) and not on_one_chip(devices[:1])
+    assert not on_one_chip(jax.devices()[:2])
+    devices[1].slice_index = 1  # the first chip of another slice
+    assert not on_one_chip(devices[:2])
 
 
 def test_devices_without_a_place_are_a_line() -> None:
