@@ -1,4 +1,4 @@
-"""One of each piece that a configuration names as ``my_pieces:name``, with this directory on ``PYTHONPATH``.
+"""One of each piece that a configuration names as ``my_pieces:name``, beside it or on ``PYTHONPATH``.
 
 tests/unit/test_extending.py trains with all of them; docs/extending.md says what each must be.
 """
@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from lockstep.report import TrackerConfig
+from lockstep.text import Prompt
 from lockstep.training import DataFormat, PairLosses, PreferenceObjective, RewardConfig
 
 
@@ -46,6 +47,11 @@ def as_pair(record):
 
 FORMAT = DataFormat.find("preference").converted(as_pair, fields=("question", "good", "bad"))
 """``data: {format: "my_pieces:FORMAT"}``."""
+
+
+def asked(record):
+    """``data: {format: "my_pieces:asked"}`` of ``train-grpo``: a record of another shape as a question."""
+    return Prompt(id=0, text=record["question"], answer=record["good"], fields={"bad": record["bad"]})
 
 
 class Lines:

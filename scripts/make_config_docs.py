@@ -12,7 +12,14 @@ from typing import Any
 
 from draccus.choice_types import ChoiceType
 
-from lockstep.main.arguments import default_value, field_texts, first_paragraph, options_of, ordered_fields
+from lockstep.main.arguments import (
+    default_value,
+    field_texts,
+    first_paragraph,
+    options_of,
+    ordered_fields,
+    refused_keys,
+)
 from lockstep.main.commands import configured_commands
 
 HEAD = """\
@@ -38,7 +45,17 @@ def render() -> str:
     parts.append("## Blocks\n")
     for (key, block), commands in blocks.items():
         where = "" if len(commands) == len(configs) else f" of `lockstep {', '.join(commands)}`"
-        parts.append(_section(f"`{key}`{where}", block, 3))
+        lines = _section(f"`{key}`{where}", block, 3).split("\n")
+        for name in {name for each in commands for name in refused_keys(configs[each])}:
+            refusing = [each for each in commands if name in refused_keys(configs[each])]
+            row = f"| `{name.removeprefix(f'{key}.')}` |"
+            note = f"{row[:-2]} (not of {', '.join(refusing)}) |"
+            lines = [
+                note + x.removeprefix(row) if x.startswith(row) else x
+                for x in lines
+                if len(refusing) < len(commands) or not x.startswith(row)
+            ]
+        parts.append("\n".join(lines))
     return "\n".join(parts)
 
 

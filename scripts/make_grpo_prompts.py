@@ -23,7 +23,7 @@ def prompts(config: TrainGrpoConfig, questions: str) -> Iterator[dict[str, Any]]
     """Every question of a file, with its reference answer."""
     for _, prompt in iter_questions(dataclasses.replace(config.data, train_urls=(questions,))):
         asked = {"prompt": prompt.text} if prompt.messages is None else {"messages": list(prompt.messages)}
-        yield {**asked, "answer": prompt.answer}
+        yield {**prompt.fields, **asked, "answer": prompt.answer}
 
 
 def main() -> None:

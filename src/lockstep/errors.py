@@ -1,5 +1,9 @@
 """Every error that lockstep raises on purpose. Each says what was given, the limit, and what to change."""
 
+import dataclasses
+import functools
+import typing
+
 
 class LockstepError(Exception):
     """Base of all errors that lockstep raises on purpose.
@@ -22,6 +26,27 @@ class ConfigError(LockstepError, ValueError):
             ...
         lockstep.errors.ConfigError: inference_eval.eval_every is 0; it must be at least 1...
     """
+
+
+def refuse_keys(config: typing.Any, command: str, block: str = "") -> None:
+    """Refuse the keys that a configuration shares with other commands and that have no effect in its own.
+
+    Args:
+        config: A dataclass with ``REFUSED``: each such key, relative to the class, and what to do instead. They are in
+            no table of the command's keys.
+        command: The word after ``lockstep``.
+        block: The key of the configuration itself, with a dot at its end; "" for that of a command.
+
+    Raises:
+        ConfigError: One has another value than its default.
+    """
+    for key, instead in config.REFUSED.items():
+        *blocks, name = key.split(".")
+        owner = functools.reduce(getattr, blocks, config)
+        value, default = getattr(owner, name), next(x.default for x in dataclasses.fields(owner) if x.name == name)
+        if value != default:
+            given = list(value) if isinstance(value, tuple) else value
+            raise ConfigError(f"{block}{key} is {given}, which has no effect in {command}. {instead}")
 
 
 class PromptError(LockstepError, ValueError):

@@ -1,6 +1,8 @@
 """Classes and functions of a user's own, by ``module:name``."""
 
 import importlib
+import re
+from pathlib import Path
 from typing import Any, Protocol
 
 from lockstep.errors import ConfigError
@@ -10,7 +12,8 @@ def load_object(name: str, what: str, kind: type | None = None) -> Any:
     """Import the module of ``module:name`` and return what has that name in it.
 
     Args:
-        name: The module, which must be importable on every host, and the name, with a colon between them.
+        name: The module and the name, with a colon between them. Every host must have the module, beside the
+            configuration or on ``PYTHONPATH``.
         what: The key or the thing that it is for, in the words of an error.
         kind: The class that it must be of; None: anything that can be called.
 
@@ -25,15 +28,32 @@ def load_object(name: str, what: str, kind: type | None = None) -> Any:
     try:
         module = importlib.import_module(module_name)
     except Exception as error:  # importing runs the module's own code
+        stem = module_name.removesuffix(".py")
+        fix = f"Write {stem}:{attribute}" if stem != module_name else "Check the name"
         raise ConfigError(
-            f"{what} {name!r}: module {module_name!r} could not be imported ({type(error).__name__}: {error}). Check "
-            "the name, and that its directory is on PYTHONPATH on every host."
+            f"{what} {name!r}: module {module_name!r} could not be imported ({type(error).__name__}: {error}). {fix}, "
+            "and put the module beside the configuration, or its directory on PYTHONPATH, on every host."
         ) from error
     found = getattr(module, attribute, None)
     if not (callable(found) if kind is None else isinstance(found, kind)):
         wanted = "function" if kind is None else kind.__name__
-        raise ConfigError(f"{what} {name!r}: module {module_name!r} has no {wanted} {attribute!r}. Check the name.")
+        raise ConfigError(
+            f"{what} {name!r}: module {module_name!r} has no {wanted} {attribute!r}. Check the name, and that the "
+            f"module is yours: it came from {getattr(module, '__file__', 'Python itself')}."
+        )
     return found
+
+
+def modules_beside(config: str, text: str) -> list[str]:
+    """Return the paths of modules, files and packages, that lie beside a configuration which names them.
+
+    Args:
+        config: The path of the configuration.
+        text: What it says, and the command line: all that may have ``module:name``.
+    """
+    names = {found.partition(".")[0] for found in re.findall(r"([A-Za-z_][\w.]*):[A-Za-z_]", text)}
+    paths = [Path(config).parent / place for name in sorted(names) for place in (f"{name}.py", name)]
+    return [str(path) for path in paths if path.is_file() and path.suffix or (path / "__init__.py").is_file()]
 
 
 class _Registry(Protocol):

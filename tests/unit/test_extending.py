@@ -87,8 +87,10 @@ def test_a_configuration_names_each_and_says_so_when_it_is_written():
     rewards = [{"type": "my_pieces:Brevity", "most": 20, "weight": 0.5}]
     grpo = parse_arguments(
         TrainGrpoConfig,
-        ["--config_path", str(ROOT / "config" / "grpo_demo.yaml"), "--rewards", json.dumps(rewards)],
+        ["--config_path", str(ROOT / "config" / "grpo_demo.yaml"), "--rewards", json.dumps(rewards)]
+        + ["--data.format", "my_pieces:asked"],
     )
+    assert draccus.encode(grpo)["data"]["format"] == "my_pieces:asked"
     assert grpo.rewards[0].label == "Brevity" and grpo.rewards[0].most == 20
 
 

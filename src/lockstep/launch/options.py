@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.launch.backend import Backend
+from lockstep.launch.sync import modules_of_configuration
 
 CAPACITY_TYPES = ("on-demand", "spot", "reserved", "best-effort")
 DEBUG = "--debug"
@@ -61,6 +62,8 @@ def parse_options(argv: Sequence[str], backends: Mapping[str, Backend]) -> argpa
     options.command = argv[cut + 1 :]
     if not options.command:
         parser.error("no command given: put it after '--', as in: launch.py --processes 2 -- lockstep train-lm ...")
+    if getattr(options, "sync", None):
+        options.sync += modules_of_configuration(options.command, options.sync)
     return options
 
 
@@ -148,7 +151,8 @@ def add_job_options(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="PATH",
         help="a file or directory below the present one that is copied to every worker, where the command then runs "
-        "in the copy; of a git repository what git does not ignore; may be repeated",
+        "in the copy; of a git repository what git does not ignore; with the command's configuration come the modules "
+        "beside it that it names (module:name); may be repeated",
     )
     add(
         "--require-process-count",

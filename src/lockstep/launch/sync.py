@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from lockstep.errors import ConfigError
+from lockstep.plugins import modules_beside
 
 LEFT_OUT = {".git", ".venv", "__pycache__", ".mypy_cache", ".pytest_cache", ".ruff_cache"}
 """Directories that are not copied where git does not say what is."""
@@ -143,18 +144,42 @@ def check_configuration(command: Sequence[str], given: Sequence[str], workdir: s
     Raises:
         ConfigError: ``--config_path`` names a file below the present directory that is not copied.
     """
-    words = [word for each in command for word in each.split("=", 1)]
-    paths = [words[i + 1] for i, word in enumerate(words[:-1]) if word in ("--config_path", "--config-path")]
-    for path in paths:
+    for path in _configurations(command) if workdir is None else ():
         relative = os.path.relpath(path)
-        if workdir is not None or os.path.isabs(path) or relative.startswith("..") or not os.path.isfile(relative):
-            continue
         if relative not in {name for each in given for name in files_of(each)}:
             folder = os.path.dirname(relative) or relative
             raise ConfigError(
                 f"--config_path {path} is a file of this machine, and the workers would not find it. Add --sync "
                 f"{folder}, which copies it to them; or, where they have it already, say where: --workdir DIR."
             )
+
+
+def modules_of_configuration(command: Sequence[str], given: Sequence[str]) -> list[str]:
+    """Return the modules beside a command's configuration that it names and ``--sync`` does not bring yet.
+
+    Args:
+        given: What ``--sync`` names.
+
+    Raises:
+        ConfigError: What ``--sync`` names is not there.
+    """
+    found: list[str] = []
+    for path in _configurations(command):
+        text = Path(path).read_text(encoding="utf-8", errors="replace")
+        found += map(os.path.relpath, modules_beside(path, " ".join((text, *command))))
+    copied = {name for each in given if found for name in files_of(each)}
+    return [each for each in found if not copied.issuperset(files_of(each))]
+
+
+def _configurations(command: Sequence[str]) -> list[str]:
+    """The files below the present directory that a command is given as its configuration, as it names them."""
+    words = [word for each in command for word in each.split("=", 1)]
+    paths = [words[i + 1] for i, word in enumerate(words[:-1]) if word in ("--config_path", "--config-path")]
+    return [
+        path
+        for path in paths
+        if not (os.path.isabs(path) or os.path.relpath(path).startswith("..")) and os.path.isfile(path)
+    ]
 
 
 def files_of(given: str) -> Iterator[str]:

@@ -4,7 +4,9 @@ import ast
 import dataclasses
 import difflib
 import inspect
+import os
 import re
+import sys
 import textwrap
 import types
 import typing
@@ -18,6 +20,7 @@ from draccus.utils import DecodingError, ParsingError
 
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.json_text import refused
+from lockstep.plugins import modules_beside
 
 
 def field_texts(cls: type[Any]) -> dict[str, str]:
@@ -133,6 +136,8 @@ def name_words(arguments: Sequence[str], keys: Sequence[str], usage: str) -> lis
 def read_values(arguments: Sequence[str]) -> dict[str, Any]:
     """The values of a command line and its file, before they are made a configuration.
 
+    The directory of the file comes last on ``sys.path`` where a module that it names (``module:name``) is there.
+
     Args:
         arguments: The command line, as for `parse_arguments`.
 
@@ -144,7 +149,13 @@ def read_values(arguments: Sequence[str]) -> dict[str, Any]:
     """
     overrides = dict(_pairs(arguments))
     path = overrides.pop(CONFIG_PATH, None)
-    values: dict[str, Any] = {} if path is None else _read_yaml(str(path))
+    values: dict[str, Any] = {}
+    if path is not None:
+        values, text = _read_yaml(str(path))
+        folder = os.path.dirname(os.path.abspath(path))
+        # Last: a file of the user's takes no name from a package that is imported later.
+        if folder not in sys.path and modules_beside(path, " ".join((text, *arguments))):
+            sys.path.append(folder)
     for key, value in overrides.items():
         _set(values, key, value)
     return values
@@ -185,14 +196,13 @@ def check_keys(kind: Any, value: Any, path: tuple[str, ...], where: str) -> None
         if cls is None:
             return
         hints = typing.get_type_hints(cls)
-        names = [field.name for field in dataclasses.fields(cls)]
+        names = {field.name for field in dataclasses.fields(cls)}
         for key, inner in value.items():
             if key in names:
                 check_keys(hints[key], inner, (*path, key), where)
             elif not (key == CHOICE_TYPE_KEY and choices_of(kind)):
-                raise ConfigError(
-                    f"{where}: unknown key {'.'.join((*path, str(key)))!r}. {_suggest(str(key), names, 'key')}"
-                )
+                known = _suggest(str(key), names - refused_keys(cls), "key")
+                raise ConfigError(f"{where}: unknown key {'.'.join((*path, str(key)))!r}. {known}")
     elif isinstance(value, list):
         for inner_kind in options_of(kind):
             for item_kind in typing.get_args(inner_kind)[:1] if typing.get_origin(inner_kind) in (tuple, list) else ():
@@ -213,6 +223,16 @@ def ordered_fields(cls: type[Any]) -> list[dataclasses.Field[Any]]:
         }
         ordered += [fields[name] for name in inspect.get_annotations(each) if name in fields and name not in above]
     return ordered
+
+
+def refused_keys(cls: type[Any], prefix: str = "") -> set[str]:
+    """The keys that a configuration's class has and refuses (`lockstep.errors.refuse_keys`), with their dots."""
+    found = {prefix + key for key in getattr(cls, "REFUSED", ())}
+    for name, hint in typing.get_type_hints(cls).items():
+        for kind in options_of(hint):
+            if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+                found |= refused_keys(kind, f"{prefix}{name}.")
+    return found
 
 
 def choices_of(kind: Any) -> dict[str, Any]:
@@ -243,7 +263,8 @@ def _pairs(arguments: Sequence[str]) -> Iterator[tuple[str, Any]]:
             ) from None
 
 
-def _read_yaml(path: str) -> dict[str, Any]:
+def _read_yaml(path: str) -> tuple[dict[str, Any], str]:
+    """Values and text of a file."""
     try:
         with open(path, "rb") as file:
             text = file.read(MAX_BYTES + 1).decode()
@@ -259,7 +280,7 @@ def _read_yaml(path: str) -> dict[str, Any]:
         raise ConfigError(f"{path} holds {type(values).__name__}, not a mapping. Write 'key: value' lines.")
     if _is_longer(values, MAX_VALUES):
         raise ConfigError(f"{path} has more than {MAX_VALUES:,} values, those of aliases (*) counted. Write fewer.")
-    return values
+    return values, text
 
 
 def _is_longer(values: Any, limit: int) -> bool:

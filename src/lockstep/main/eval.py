@@ -4,8 +4,9 @@ import dataclasses
 import json
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import ClassVar
 
 import draccus
 import rich
@@ -15,7 +16,7 @@ from lockstep.batch_inference import JobConfig, checkpoint_at, load
 from lockstep.callback.evaluation import PREFIX, TaskResults, TaskRounds, TasksConfig
 from lockstep.credentials import get_logger
 from lockstep.engine import EngineConfig
-from lockstep.errors import ConfigError, LockstepError
+from lockstep.errors import ConfigError, LockstepError, refuse_keys
 from lockstep.hosts import Hosts, config_digest, leader_only, start
 from lockstep.main.arguments import name_words, parse_arguments
 from lockstep.placement import make_mesh
@@ -35,6 +36,8 @@ class EvalConfig:
     Raises:
         ConfigError: A value cannot work.
     """
+
+    REFUSED: ClassVar[Mapping[str, str]] = {"tasks.every": "It is for training. Remove it."}
 
     checkpoint: str
     """A Hugging Face checkpoint, a training run of ours, or one of its checkpoints: a directory or a URL."""
@@ -57,10 +60,7 @@ class EvalConfig:
             raise ConfigError("checkpoint is empty. Give a directory or a URL.")
         if not self.tasks.names:
             raise ConfigError("there are no tasks. Name some: --tasks gsm8k,arc_easy, or the path of a task file.")
-        if self.tasks.every is not None:
-            raise ConfigError(
-                f"tasks.every is {self.tasks.every}; it is for training, and has no effect here. Remove it."
-            )
+        refuse_keys(self, "eval")
 
 
 def main(arguments: Sequence[str]) -> int:

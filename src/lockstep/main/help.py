@@ -6,7 +6,7 @@ import importlib
 import re
 import textwrap
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from typing import Any, Final
 
 import shtab
@@ -20,6 +20,7 @@ from lockstep.main.arguments import (
     first_paragraph,
     options_of,
     ordered_fields,
+    refused_keys,
 )
 from lockstep.main.commands import COMMANDS, Command
 
@@ -136,16 +137,18 @@ def add_keys(parser: argparse.ArgumentParser, command: Command, block: str | Non
         _add_group(parser, group)
 
 
-def key_groups(cls: type[Any], name: str = "") -> Iterator[KeyGroup]:
+def key_groups(cls: type[Any], name: str = "", refused: Set[str] = frozenset()) -> Iterator[KeyGroup]:
     """The keys of a configuration by block, outermost first.
 
     Args:
         name: The key that leads to it; "" for a whole configuration.
+        refused: Keys to leave out, beside those that the configuration refuses.
 
     Yields:
         A block. One that has a ``type`` has the keys of all types.
     """
     prefix = f"{name}." if name else ""
+    refused = refused | refused_keys(cls, prefix)
     hints, texts = typing.get_type_hints(cls), field_texts(cls)
     keys, inner = [], []
     for field in ordered_fields(cls):
@@ -155,8 +158,8 @@ def key_groups(cls: type[Any], name: str = "") -> Iterator[KeyGroup]:
         if choices := choices_of(kind):
             inner.append(_choice_group(key, text, choices))
         elif blocks:
-            inner += key_groups(blocks[0], key)
-        else:
+            inner += key_groups(blocks[0], key, refused)
+        elif key not in refused:
             keys.append(Key(name=key, kind=kind, default=_default(field), text=text))
     yield KeyGroup(name=name, text=_first_sentence(first_paragraph(cls)), keys=keys)
     yield from inner

@@ -6,7 +6,10 @@ import tarfile
 import pytest
 
 from lockstep.errors import ConfigError
+from lockstep.launch.options import parse_options
+from lockstep.launch.ssh import Ssh
 from lockstep.launch.sync import check_configuration, make_archive
+from lockstep.launch.worker_jobs import WorkerJobs
 
 
 @pytest.fixture
@@ -41,6 +44,23 @@ def test_a_configuration_that_the_workers_would_not_find_is_refused(folder, word
 @pytest.mark.parametrize("path", ["none.yaml", "gs://bucket/x.yaml", "/etc/hostname", "../x.yaml"])
 def test_a_configuration_that_is_no_file_below_the_present_directory_is_the_workers(folder, path):
     check_configuration(["lockstep", "train-lm", "--config_path", path], [], None)
+
+
+def test_a_module_that_a_configuration_names_comes_with_it(folder):
+    (folder / "code" / "run.yaml").write_text("rewards: [{type: function, function: 'judge:score'}]\n")
+    (folder / "code" / "judge.py").write_text("def score(row, prompt): ...\n")
+
+    def sync(*given):
+        words = [word for each in given for word in ("--sync", each)]
+        command = ["lockstep", "train-grpo", "--config_path", "code/run.yaml", "--rewards.0.type=a:Length"]
+        return parse_options(
+            ["--backend", "ssh", "--hosts", "a", *words, "--", *command], {"ssh": WorkerJobs(Ssh())}
+        ).sync
+
+    assert sync("code/run.yaml") == ["code/run.yaml", "code/a.py", "code/judge.py"]
+    assert sync("code") == ["code"] and sync() == []
+    archive = make_archive(sync("code/run.yaml"), None, folder / "x.tar.gz")
+    assert names(archive) == ["code/a.py", "code/judge.py", "code/run.yaml"]
 
 
 def test_a_directory_without_git(folder):

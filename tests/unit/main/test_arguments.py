@@ -1,4 +1,5 @@
 import dataclasses
+import sys
 
 import draccus
 import pytest
@@ -15,6 +16,7 @@ from lockstep.main.arguments import (
     options_of,
     parse_arguments,
 )
+from lockstep.plugins import load_object
 
 
 class Shape(draccus.ChoiceRegistry):
@@ -52,6 +54,22 @@ def test_the_command_line_wins_over_the_file_and_later_over_earlier(tmp_path):
     config = parse_arguments(Outer, arguments)
     assert (config.name, config.inner.steps, config.shape) == ("a", 4, Round(radius=5.0))
     assert parse_arguments(Outer, ["--config_path", str(path)]).shape == Round(radius=0.3)
+
+
+def test_a_module_beside_the_file_that_names_it_is_found_and_takes_no_ones_place(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "judge_beside.py").write_text("def score(row, prompt):\n    return 1.0\n")
+    path = tmp_path / "c.yaml"
+    path.write_text("name: a\n")
+    parse_arguments(Outer, ["--config_path", str(path)])
+    assert str(tmp_path) not in sys.path
+    path.write_text("name: judge_beside:score\n")
+    name = parse_arguments(Outer, ["--config_path", str(path)]).name
+    assert load_object(name, "reward")(None, None) == 1.0 and sys.path.index(str(tmp_path)) == len(sys.path) - 1
+    sys.path.remove(str(tmp_path))
+    path.write_text("name: a\n")
+    parse_arguments(Outer, ["--config_path", str(path), "--name", "judge_beside:score"])
+    assert sys.path[-1] == str(tmp_path)
 
 
 def test_a_text_or_a_list_stays_what_it_is():

@@ -34,7 +34,10 @@ def test_the_command_line(words):
         (["some/run", "other", "--tasks", "a"], "'other' is one word too many"),
         (["some/run"], "there are no tasks. Name some: --tasks"),
         (["some/run", "--tasks"], "argument --tasks has no value"),
-        (["some/run", "--tasks", "a", "--tasks.every", "3"], "tasks.every is 3; it is for training"),
+        (
+            ["some/run", "--tasks", "a", "--tasks.every", "3"],
+            "tasks.every is 3, which has no effect in eval. It is for training",
+        ),
     ],
 )
 def test_a_command_line_that_cannot_work(words, message):

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from lockstep.errors import ConfigError
-from lockstep.main.arguments import parse_arguments
+from lockstep.main.arguments import parse_arguments, refused_keys
 from lockstep.main.commands import COMMANDS, configured_commands, find_command, planned_commands
 from lockstep.main.eval import named
 from lockstep.main.help import SHELLS, command_help, completion, key_groups, overview, script
@@ -104,6 +104,30 @@ def test_a_training_command_shows_every_key_of_its_reference():
     assert len(keys) > 10
     text = command_help(find_command("train-lm"))
     assert [key for key in keys if f"--trainer.{key} " not in text] == []
+
+
+REFUSED = {
+    "data.validation_urls": "[x]",
+    "data.length_buckets": "[4]",
+    "data.cache_dir": "x",
+    "trainer.steps_per_eval": "3",
+    "trainer.per_device_eval_parallelism": "2",
+}
+
+
+def test_a_key_that_a_command_refuses_is_in_no_table_of_it():
+    grpo, lm = find_command("train-grpo"), find_command("train-lm")
+    assert refused_keys(grpo.config()) == set(REFUSED) and not refused_keys(lm.config())
+    listed = {key.name for group in key_groups(lm.config()) for key in group.keys}
+    assert listed >= set(REFUSED) and not [key for key in REFUSED if f"--{key} " in command_help(grpo)]
+    for key, value in REFUSED.items():
+        with pytest.raises(ConfigError, match=rf"{key} is .*, which has no effect in train-grpo\. .*[.]$"):
+            parse_arguments(grpo.config(), ["--config_path", "config/grpo_demo.yaml", f"--{key}", value])
+    page = script_at("scripts/make_config_docs.py").render()
+    own = page.partition("### `data` of `lockstep train-grpo`")[2].partition("\n###")[0]
+    assert "`train_urls`" in own and "`cache_dir`" not in own and "`length_buckets`" not in own
+    shared = page.partition("### `trainer`")[2].partition("\n###")[0]
+    assert "\n| `steps_per_eval` (not of train-grpo) |" in shared and "\n| `seed` |" in shared
 
 
 def test_one_block_alone():

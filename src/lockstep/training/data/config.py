@@ -1,15 +1,16 @@
 """Which data to train on and to validate with: text, prompts with completions, chats and preference pairs."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 import jax
 import numpy as np
 
-from lockstep.errors import ConfigError, PeerError
+from lockstep.errors import ConfigError, PeerError, refuse_keys
 from lockstep.hosts import Hosts, MemoryClient
+from lockstep.plugins import load_object
 from lockstep.text import tokenizer_digest
 from lockstep.training.data.build import BadRowPolicy, build_caches
 from lockstep.training.data.chunk_builder import CachePlan
@@ -355,9 +356,16 @@ class GrpoDataConfig(DataConfig):
     """
 
     on_bad_row: Literal["skip", "raise"] = "raise"
-    format: Literal["chat", "text"] = "chat"
+    REFUSED: ClassVar[Mapping[str, str]] = {
+        "validation_urls": "Give held-out questions to inference_eval.prompts, with inference_eval.metrics: [gsm8k].",
+        "length_buckets": "Its rows have one length. Remove it.",
+        "cache_dir": "Questions are not cached. Remove it.",
+    }
+
+    format: str = "chat"
     """``chat``: the question is the user's message, through the tokenizer's chat template. ``text``: the model goes on
-    from the question itself."""
+    from the question itself. ``module:name``: a function of your own that makes a `lockstep.text.Prompt` of a record;
+    what it returns is the question."""
     question_field: str = "question"
     """The field of a record with the question, a text."""
     answer_field: str = "answer"
@@ -374,14 +382,16 @@ class GrpoDataConfig(DataConfig):
                 "data.system_prompt is given and data.format is text, which has no system message. Use format: chat, "
                 "or put the text into data.instruction."
             )
-        if self.validation_urls:
-            raise ConfigError(
-                "data.validation_urls has no effect in train-grpo, whose loss needs sampled answers. Give held-out "
-                "questions to inference_eval.prompts, with inference_eval.metrics: [gsm8k]."
-            )
-        if self.length_buckets:
-            raise ConfigError("data.length_buckets has no effect in train-grpo, whose rows have one length. Remove it.")
-        if self.cache_dir is not None:
-            raise ConfigError("data.cache_dir has no effect in train-grpo: questions are not cached. Remove it.")
+        refuse_keys(self, "train-grpo", "data.")
+        if ":" in self.format:
+            load_object(self.format, "data.format")
+            for name in ("question_field", "answer_field", "system_prompt", "instruction"):
+                if getattr(self, name) != getattr(GrpoDataConfig, name):
+                    raise ConfigError(
+                        f"data.{name} is {getattr(self, name)!r}, which has no effect with data.format "
+                        f"{self.format!r}, a function that makes the whole prompt. Remove it."
+                    )
+        elif self.format not in ("chat", "text"):
+            raise ConfigError(f"data.format is {self.format!r}; it must be chat, text, or module:name of your own.")
         if any(isinstance(one, SourceConfig) and one.weight is not None for one in self.train_urls):
             raise ConfigError("data.train_urls has a weight, which has no effect in train-grpo. Remove it.")

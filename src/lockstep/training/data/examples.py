@@ -159,7 +159,7 @@ def _documents(tokenizer: "PreTrainedTokenizerBase", records: Sequence[Record]) 
 
 def _completions(tokenizer: "PreTrainedTokenizerBase", records: Sequence[Record]) -> list[Example | BadRow]:
     def texts_of(record: Record) -> tuple[str, str]:
-        return _prompt(text=field(record, "prompt")).shown, field(record, "completion")
+        return make_prompt(text=field(record, "prompt")).shown, field(record, "completion")
 
     def examples(good: Sequence[tuple[str, str]]) -> list[Example | BadRow]:
         prompts = _ids(tokenizer, [prompt for prompt, _ in good])
@@ -231,7 +231,7 @@ def _chat(tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Mapping[str, 
         )
     if not isinstance(messages[-1].get("content"), str):
         raise BadRow(f"{side}has an answer without a text as its 'content'. Correct it or remove it.")
-    before = [dict(message) for message in _prompt(messages=tuple(messages[:-1])).messages or ()]
+    before = [dict(message) for message in make_prompt(messages=tuple(messages[:-1])).messages or ()]
     try:
         prompt = tokenizer.apply_chat_template(before, add_generation_prompt=True, tokenize=False)
         text = tokenizer.apply_chat_template([*before, dict(messages[-1])], tokenize=False)
@@ -314,7 +314,12 @@ def _example(prompt: Sequence[int], target: Sequence[int]) -> Example | BadRow:
     return (TokenSequence(len(prompt), [*prompt, *target]),)
 
 
-def _prompt(**values: Any) -> Prompt:
+def make_prompt(**values: Any) -> Prompt:
+    """Return a prompt of a record.
+
+    Raises:
+        BadRow: It is empty or no prompt.
+    """
     try:
         return Prompt(id=0, **values)
     except PromptError as error:

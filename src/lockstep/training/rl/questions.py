@@ -2,7 +2,8 @@
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -11,9 +12,11 @@ from jaxtyping import Int
 from lockstep.credentials import get_logger
 from lockstep.errors import ConfigError, PromptError
 from lockstep.hosts import digest
+from lockstep.plugins import load_object
 from lockstep.report import Row
 from lockstep.text import Prompt, cut_at_stop, decode, encode
 from lockstep.training.data import GrpoDataConfig
+from lockstep.training.data.examples import make_prompt
 from lockstep.training.data.records import BadRow, Record, list_files, read_piece
 from lockstep.training.rl.rewards import RewardConfig
 from lockstep.types import Completion
@@ -148,19 +151,13 @@ def iter_questions(config: GrpoDataConfig, rewards: Sequence[RewardConfig] = ())
     Raises:
         ConfigError: A file or a record cannot be used.
     """
-    for number, (place, record) in enumerate(_read(config, rewards)):
-        try:
-            prompt = _prompt(config, number, record)
-        except PromptError as error:
-            raise ConfigError(f"{place}: {error}") from error
-        yield place, prompt
-
-
-def _read(config: GrpoDataConfig, rewards: Sequence[RewardConfig]) -> Iterator[tuple[str, Record]]:
-    """Yields the place of each question, and its record."""
+    make = functools.partial(_prompt, config)
+    if ":" in config.format:
+        make = functools.partial(_prompt_of_function, load_object(config.format, "data.format"))
     if not config.train_urls:
         raise ConfigError("data.train_urls is empty; at least 1 file is needed. List files, e.g. [data/train.jsonl].")
     bad: list[str] = []
+    numbers = itertools.count()
     for source in config.train_urls:
         for file in list_files(source if isinstance(source, str) else source.url, "data.train_urls"):
             for number, _, record in read_piece(file, 0, 1, (), config.max_line_bytes):
@@ -170,11 +167,11 @@ def _read(config: GrpoDataConfig, rewards: Sequence[RewardConfig]) -> Iterator[t
                         continue
                     if isinstance(record, BadRow):
                         raise record
-                    _text(record, "question", config.question_field)
-                    answer = _text(record, "answer", config.answer_field)
+                    prompt = make(record)
+                    assert prompt.answer is not None
                     for reward in rewards:
-                        reward.check_answer(answer)
-                    yield place, record
+                        reward.check_answer(prompt.answer)
+                    yield place, dataclasses.replace(prompt, id=next(numbers))
                 except BadRow as error:
                     bad.append(f"{place} {error}")
                     if config.on_bad_row == "raise" or len(bad) > config.max_bad_rows:
@@ -193,15 +190,29 @@ def _text(record: Record, what: str, name: str) -> str:
     return value
 
 
-def _prompt(config: GrpoDataConfig, number: int, record: Record) -> Prompt:
-    text, answer = record[config.question_field] + config.instruction, record[config.answer_field]
+def _prompt_of_function(function: Callable[[Record], Prompt], record: Record) -> Prompt:
+    try:
+        found = function(record)
+    except Exception as error:  # it is the user's
+        raise BadRow(f"cannot be converted: {type(error).__name__}: {error}. Correct it.") from error
+    if not isinstance(found, Prompt) or found.answer is None:
+        raise ConfigError(
+            f"data.format: the function returned {found!r:.200}; it must be a lockstep.text.Prompt with an answer, "
+            'which is "" where no reward reads it. Correct it.'
+        )
+    return found
+
+
+def _prompt(config: GrpoDataConfig, record: Record) -> Prompt:
+    text = _text(record, "question", config.question_field) + config.instruction
+    answer = _text(record, "answer", config.answer_field)
     fields = {name: record[name] for name in record if name not in (config.question_field, config.answer_field)}
     if config.format == "text":
-        return Prompt(id=number, text=text, answer=answer, fields=fields)
+        return make_prompt(text=text, answer=answer, fields=fields)
     messages: list[Mapping[str, str]] = [{"role": "user", "content": text}]
     if config.system_prompt is not None:
         messages.insert(0, {"role": "system", "content": config.system_prompt})
-    return Prompt(id=number, messages=tuple(messages), answer=answer, fields=fields)
+    return make_prompt(messages=tuple(messages), answer=answer, fields=fields)
 
 
 @functools.lru_cache(maxsize=4)

@@ -159,7 +159,7 @@ class FunctionReward(RewardConfig):
     """
 
     function: str
-    """``module:function``; its directory must be on ``PYTHONPATH`` on every host."""
+    """``module:function``, a module beside the configuration or on ``PYTHONPATH``, on every host."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -1,11 +1,12 @@
 """The configuration of ``train-grpo``: reinforcement learning on questions with verifiable answers."""
 
 import dataclasses
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar
 
 import jax
 
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, refuse_keys
 from lockstep.hosts import Hosts
 from lockstep.report import Row
 from lockstep.text import StopFinder, token_count
@@ -30,12 +31,17 @@ class TrainGrpoConfig(GrpoFields, GrpoRunFields, TrainConfig):
 
     ROW_NAME: ClassVar[str] = "answers"
     CROSS_ENTROPY: ClassVar[bool] = False
+    REFUSED: ClassVar[Mapping[str, str]] = {
+        "trainer.steps_per_eval": "Held-out questions are answered every inference_eval.eval_every steps. Remove it.",
+        "trainer.per_device_eval_parallelism": "Held-out questions are answered by inference_eval. Remove it.",
+    }
 
     data: GrpoDataConfig
     """Questions with answers that can be checked."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        refuse_keys(self, "train-grpo")
         self.check_loss()
         self.check_run(self.trainer.train_batch_size, self.trainer.distributed.timeout_s, self.importance_cap)
         length, new = self.data.max_seq_len, self.rollout.max_new_tokens

@@ -107,6 +107,40 @@ def test_a_system_prompt_needs_a_chat():
         GrpoDataConfig(format="text", system_prompt="x")
 
 
+def test_an_empty_question_is_a_bad_record(tmp_path):
+    path = write(tmp_path, "What?", " ")
+    with pytest.raises(ConfigError, match=r"q\.jsonl:2 has a prompt that cannot be used: is empty"):
+        load(path, format="text")
+    assert len(load(path, format="text", on_bad_row="skip")) == 1
+
+
+def test_a_function_of_a_users_own_makes_the_prompt(tmp_path, monkeypatch):
+    (tmp_path / "own_questions.py").write_text(
+        "from lockstep.text import Prompt\n"
+        "def ask(record):\n"
+        "    spec = record['extra']\n"
+        "    return Prompt(id=0, text=spec['q'], answer=spec.get('a', ''), fields={'tests': spec['tests']})\n"
+        "def wrong(record):\n"
+        "    return record['extra']['q']\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    path = tmp_path / "q.jsonl"
+    good = [json.dumps({"extra": {"q": f"{n}?", "tests": [n]}}) for n in range(2)]
+    path.write_text("\n".join([*good, '{"other": 1}']) + "\n")
+    with pytest.raises(ConfigError, match=r"q\.jsonl:3 cannot be converted: KeyError: 'extra'"):
+        load(str(path), format="own_questions:ask")
+    questions = load(str(path), format="own_questions:ask", on_bad_row="skip")
+    assert [(each.id, each.text, each.answer, each.fields) for each in questions.prompts] == [
+        (n, f"{n}?", "", {"tests": [n]}) for n in range(2)
+    ]
+    with pytest.raises(ConfigError, match="the function returned '0\\?'; it must be a lockstep.text.Prompt"):
+        load(str(path), format="own_questions:wrong")
+    with pytest.raises(ConfigError, match="data.instruction is 'x', which has no effect with data.format"):
+        load(str(path), format="own_questions:ask", instruction="x")
+    with pytest.raises(ConfigError, match="must be chat, text, or module:name"):
+        load(str(path), format="preference")
+
+
 def test_fields_have_names_of_the_user_s_and_all_others_reach_rewards(tmp_path):
     path = tmp_path / "q.jsonl"
     path.write_text('{"ask": "2 + 2", "gold": "4", "tests": ["assert f() == 4"]}\n')
