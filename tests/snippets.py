@@ -181,7 +181,7 @@ assert judge(row, SimpleNamespace(fields={"must_say": ["a", "c"]})) == 0.5
 assert [(each.prompt_id, each.generation_id) for each in completions] == [(0, 0), (0, 1), (1, 0), (1, 1)]
 assert all(each.tokens for each in completions) and engine.sizing.describe()
 """,
-    "docs/extending.md": "assert top_n_sigma(jnp.array([[0.0, 2.0]]), jnp.array([0.5])).tolist() == [1.5]",
+    "docs/extending.md": "assert above_mean(jnp.array([[0.0, 2.0]]), jnp.array([0.5])).tolist() == [1.5]",
     "docs/data.md": "assert FORMAT.fields == ('question', 'answers')",
     "docs/quickstart.md": "assert (callback.rounds, callback.skipped_rounds) == (2, 0)",
 }

@@ -54,8 +54,9 @@ class SamplingRules:
     """Draw from the tokens that are at least this times as probable as the most probable one (Nguyen et al. 2024,
     https://arxiv.org/abs/2407.01082); 0: from all."""
     filters: tuple[str, ...] = ()
-    """Filters of your own, each as ``module:function=value``, applied after the others in the order of their names: a
-    function of scores and values that returns the least score to draw from (docs/extending.md)."""
+    """Further filters, applied after the others in the order of their names: ``top_n_sigma=1.5`` draws from scores
+    within so many standard deviations of the largest (Tang et al. 2024, https://arxiv.org/abs/2411.07641);
+    ``module:function=value`` is one of your own, which returns the least score to draw from (docs/extending.md)."""
     repetition_penalty: float = 1.0
     """Positive logits of tokens in the prompt or in the completion so far are divided by this, negative ones multiplied
     (CTRL, Keskar et al. 2019, https://arxiv.org/abs/1909.05858); 1: no penalty."""
@@ -126,10 +127,10 @@ class SamplingRules:
             raise ConfigError(f"filters is {list(self.filters)}, which has a filter twice. Give each one value.")
 
     def filter_values(self) -> dict[str, float]:
-        """Return the value of each of ``filters`` by ``module:function``, in the order of the names.
+        """Return the value of each of ``filters`` by its name, in the order of the names.
 
         Raises:
-            ConfigError: One is not written as ``module:function=value`` with a finite value.
+            ConfigError: One is not written as ``name=value`` or ``module:function=value`` with a finite value.
         """
         given: object = self.filters
         if isinstance(given, str):
@@ -141,9 +142,9 @@ class SamplingRules:
                 found[name] = float(value)
             except ValueError:
                 found[name] = math.nan
-            if not (all(name.partition(":")) and math.isfinite(found[name])):
+            if not ((name.isidentifier() or all(name.partition(":"))) and math.isfinite(found[name])):
                 raise ConfigError(
-                    f"filters has {text!r}; one is module:function=value, such as my_filters:top_n_sigma=1.5."
+                    f"filters has {text!r}; one is name=value, such as top_n_sigma=1.5, or module:function=value."
                 )
         return dict(sorted(found.items()))
 

@@ -19,7 +19,7 @@ TABLE = dict(
 """The files of each kind of piece."""
 
 SHIPPED = {
-    "sampling filter": "log_min_p",
+    "sampling filter": "def top_n_sigma|NamedFilter",
     "tracker": "TensorboardTrackerConfig",
     "model family": "Olmo2Config",
     "attention kernel": "XlaAttention",

@@ -5,6 +5,7 @@ from typing import Any, ClassVar, get_args
 
 from lockstep.engine.config import CapacityFields, EngineConfig
 from lockstep.engine.drafts import DraftSource
+from lockstep.engine.sampling.filters import check_named_filters
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.types import SamplingParams, SamplingRules
 
@@ -70,7 +71,7 @@ class SamplingFields(SamplingRules):
                 "min_tokens would do nothing. Remove one of the two."
             )
         try:
-            self.sampling_params(())
+            check_named_filters(self.sampling_params(()).filter_values())
         except LockstepError as error:
             raise self.located(error) from None
 

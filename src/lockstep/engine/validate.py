@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from lockstep.engine.sampling.filters import find_filter
+from lockstep.engine.sampling.filters import check_named_filters, find_filter
 from lockstep.errors import ConfigError, PromptError
 from lockstep.types import Request
 
@@ -66,6 +66,7 @@ def checked(requests: Iterable[Request], rows: int, vocab_size: int | None = Non
 
 def _check_sampling(request: Request, vocab: int) -> None:
     number, params = request.prompt_id, request.params
+    check_named_filters(params.filter_values())
     for name in params.filter_values():
         find_filter(name)
     tokens_of = {"logit_bias": [token for token, _ in params.logit_bias], "allowed_token_ids": params.allowed_token_ids}

@@ -5,20 +5,22 @@ ascending), so a filter is two numbers per slot: the least score kept, and the l
 score. Both are found by bisection over the bits of the score, and decided by sums of integers, which are the same in
 whatever order they are added. `find_threshold` asks for the search only where a `Shortlist` does not decide.
 
-A filter of a user's own is a function in any module (`find_filter`). One with a key of its own is a function here and
-its entry in `FILTERS`, a field in `lockstep.types` whose name is in ``FILTERS`` there too, and an array in
+A filter that the key ``filters`` names is one function of scores: here with its entry in `NAMED`, or in any module of a
+user's. The three with keys of their own also have a field in `lockstep.types` and an array in
 `lockstep.engine.schedule.SamplingBatch`.
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable
-from typing import NamedTuple
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt
 
+from lockstep.errors import ConfigError
 from lockstep.plugins import load_object
 from lockstep.types import SamplingParams
 
@@ -66,7 +68,7 @@ class Filter:
     """One filter on the distribution after temperature.
 
     Args:
-        name: The field of `SamplingParams`, or ``module:function``; the name by which `plan` finds the filter in a
+        name: The field of `SamplingParams`, or the name in its ``filters``; `plan` finds the filter by it in a
             compiled program.
         parameter: The field of `lockstep.engine.schedule.SamplingBatch` that has its parameter for each slot.
         narrows: Whether the filter does anything in each slot, by the parameter.
@@ -85,7 +87,8 @@ class Filter:
         Args:
             params: The parameters of the request.
         """
-        return self.name in params.filter_values() if ":" in self.name else params.is_set(self.name)
+        named = self.parameter == "more_filters"
+        return self.name in params.filter_values() if named else params.is_set(self.name)
 
 
 def keep_all(slots: int) -> TokenThreshold:
@@ -225,20 +228,59 @@ FILTERS = (
 assert (*(each.name for each in FILTERS), "filters") == SamplingParams.FILTERS, "a request would not know its filters"
 
 
+def top_n_sigma(scores: Float[Array, "slot token"], n: Float[Array, " slot"]) -> Float[Array, " slot"]:
+    """Scores within ``n`` standard deviations of the largest (Tang et al. 2024, https://arxiv.org/abs/2411.07641)."""
+    return jnp.max(scores, axis=1) - n * jnp.std(scores, axis=1, where=jnp.isfinite(scores))
+
+
+class NamedFilter(NamedTuple):
+    """A filter that ships, for the key ``filters``."""
+
+    least_score: Callable[[Array, Array], Array]
+    """The function, see `find_filter`."""
+    lowest: float
+    """The least value that it takes."""
+    highest: float = math.inf
+    """The largest value that it takes."""
+
+
+NAMED: Final[Mapping[str, NamedFilter]] = {"top_n_sigma": NamedFilter(top_n_sigma, lowest=0.0)}
+"""The filters that the key ``filters`` knows without a module, such as ``top_n_sigma=1.5``."""
+
+
+def check_named_filters(values: Mapping[str, float]) -> None:
+    """Check the filters that ship; a module of the user's is not imported.
+
+    Args:
+        values: The value of each of ``filters``.
+
+    Raises:
+        ConfigError: There is none of a name, or its value is out of its range.
+    """
+    for name, value in values.items():
+        if ":" in name:
+            continue
+        if name not in NAMED:
+            raise ConfigError(f"filters has {name!r}; it must be {', '.join(NAMED)}, or module:function of your own.")
+        if not NAMED[name].lowest <= value <= NAMED[name].highest:
+            known = f"{NAMED[name].lowest:g} to {NAMED[name].highest:g}"
+            raise ConfigError(f"filters has {name}={value:g}; the value must be {known}. Change it.")
+
+
 @functools.cache
 def find_filter(name: str) -> Filter:
-    """Import a filter of a user's own: a function of scores ``[slot, token]`` and values ``[slot]``.
+    """Return a filter of the key ``filters``: a function of scores ``[slot, token]`` and values ``[slot]``.
 
     It returns the least score ``[slot]`` that is drawn from, in float32. Scores are logits after temperature and the
     filters before, -inf for what is ruled out; the most probable token is always kept.
 
     Args:
-        name: ``module:function``.
+        name: A name in `NAMED`, or ``module:function``, which is imported.
 
     Raises:
         ConfigError: There is no such module, or no such function in it.
     """
-    least_score: Callable[[Array, Array], Array] = load_object(name, "filter")
+    least_score = NAMED[name].least_score if name in NAMED else load_object(name, "filter")
 
     def apply(candidates: Candidates, threshold: TokenThreshold, values: Array) -> TokenThreshold:
         kept = jnp.where(threshold.mask(candidates), candidates.scores, -jnp.inf)
@@ -252,7 +294,7 @@ def find_filter(name: str) -> Filter:
 
 
 def filters_of(names: Iterable[str]) -> list[Filter]:
-    """Return filters by their names, in the order in which they are applied: `FILTERS`, then users' own by name."""
+    """Return filters by their names, in the order in which they are applied: `FILTERS`, then others by name."""
     names = set(names)
     own = sorted(names - {each.name for each in FILTERS})
     return [*(each for each in FILTERS if each.name in names), *map(find_filter, own)]

@@ -13,8 +13,17 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from scipy.stats import chi2
 
+from lockstep.callback import InferenceEvalConfig
 from lockstep.engine.sampling.filters import FILTERS as ALL_FILTERS
-from lockstep.engine.sampling.filters import Candidates, Filter, keep_all, mass_of, sum_limbs, top_p
+from lockstep.engine.sampling.filters import (
+    Candidates,
+    Filter,
+    check_named_filters,
+    keep_all,
+    mass_of,
+    sum_limbs,
+    top_p,
+)
 from lockstep.engine.sampling.sampler import Sampled, SamplingState, active_features, sample
 from lockstep.engine.sampling.shortlist import SIZE
 from lockstep.engine.schedule import sampling_sizes
@@ -279,9 +288,8 @@ def beyond_the_largest(scores: Any, by: Any) -> Any:
     return jnp.max(scores, axis=1) + by
 
 
-@pytest.mark.parametrize("tensor", [1, 2])
-def test_a_filter_of_a_users_own_comes_after_the_others_and_only_where_it_is_asked_for(tensor: int) -> None:
-    name = f"{__name__}:top_n_sigma"
+@pytest.mark.parametrize(("name", "tensor"), [(f"{__name__}:top_n_sigma", 1), ("top_n_sigma", 1), ("top_n_sigma", 2)])
+def test_a_named_filter_comes_after_the_others_and_only_where_it_is_asked_for(name: str, tensor: int) -> None:
     logits = np.tile(np.random.default_rng(0).normal(size=(1, VOCAB)).astype(np.float32) * 2, (3 * 512, 1))
     asked = [{"top_k": 12, "filters": (f"{name}=1.2",)}, {"top_k": 12}, {"filters": (f"{name}=1.2",)}]
     params = [SamplingParams(max_new_tokens=1, temperature=1.5, **each) for each in asked for _ in range(512)]
@@ -302,8 +310,8 @@ def test_the_most_probable_token_is_always_kept() -> None:
 @pytest.mark.parametrize(
     ("filters", "text"),
     [
-        (("top_n_sigma=1",), "one is module:function=value, such as"),
-        (("my:f",), "filters has 'my:f'; one is module:function=value"),
+        (("a.b=1",), "filters has 'a.b=1'; one is name=value, such as top_n_sigma=1.5, or module:function=value"),
+        (("my:f",), "filters has 'my:f'; one is name=value"),
         (("my:f=nan",), "filters has 'my:f=nan'"),
         (("my:f=1", "my:f=2"), "has a filter twice"),
         ("my:f=1", "it must be a list of texts"),
@@ -312,3 +320,12 @@ def test_the_most_probable_token_is_always_kept() -> None:
 def test_filters_are_written_as_name_and_value(filters: Any, text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         SamplingParams(max_new_tokens=1, temperature=1.0, filters=filters)
+
+
+def test_a_filter_that_ships_has_a_range_and_a_key_of_a_configuration_names_it() -> None:
+    assert InferenceEvalConfig(prompts=["x"], temperature=1.0, filters=("top_n_sigma=1.5", "not_imported:f=3"))
+    for text, why in (("top_n_sigma=-1", "the value must be 0 to inf"), ("top_sigma=1", "it must be top_n_sigma, or")):
+        with pytest.raises(ConfigError, match=f"inference_eval: filters has .*{why}"):
+            InferenceEvalConfig(prompts=["x"], temperature=1.0, filters=(text,))
+        with pytest.raises(ConfigError, match=why):
+            check_named_filters(SamplingParams(max_new_tokens=1, temperature=1.0, filters=(text,)).filter_values())
