@@ -1,8 +1,26 @@
 """What a caller may catch, and what is printed once for all processes."""
 
+import argparse
+import ast
+import importlib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
 
 from lockstep import errors
+from lockstep.main.commands import COMMANDS
+from lockstep.main.help import add_keys
+
+ROOT = Path(__file__).parents[2]
+SOURCES = [(path, ast.parse(path.read_text(encoding="utf-8"))) for path in (ROOT / "src" / "lockstep").rglob("*.py")]
+OTHERS = {
+    *("activation_function", "chat_template", "do_sample", "eos_token_id", "sliding_attention", "text_only"),
+    *("arc_easy", "device_put", "host_local", "jax_flash", "lockstep_calibration", "my_module", "my_rewards"),
+    *("--constraint", "--key", "--local-dir", "--location", "--tasks"),  # of pip, hf, gcloud; a stand-in; `eval`'s own
+}
+"""Names in messages that are other programs', values of a key that is no `Literal`, or examples."""
 
 EVERY = [value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, Exception)]
 
@@ -28,3 +46,98 @@ def test_only_what_every_process_raises_with_one_text_is_printed_once():
 def test_a_compiler_error_says_nothing_of_bytes_that_the_compiler_does_not_name():
     error = errors.HbmError("too large")
     assert (str(error), error.needed, error.limit) == ("too large", 0, 0)
+
+
+def messages() -> Iterator[tuple[str, str]]:
+    """Every text of an error or a warning, with its place; what is filled in is a NUL."""
+    calls = {"ConfigError", "BadRow", "Finding", "error", "warn", "warning"}
+    for path, tree in SOURCES:
+        for node in ast.walk(tree):
+            call = node.exc if isinstance(node, ast.Raise) else node
+            if not isinstance(call, ast.Call):
+                continue
+            if call is node and getattr(call.func, "attr", getattr(call.func, "id", "")) not in calls:
+                continue
+            for part in (each for given in (*call.args, *call.keywords) for each in ast.walk(given)):
+                if isinstance(part, ast.JoinedStr):
+                    text = "".join(str(each.value) if isinstance(each, ast.Constant) else "\0" for each in part.values)
+                elif isinstance(part, ast.Constant) and isinstance(part.value, str):
+                    text = part.value
+                else:
+                    continue
+                if " " in text:
+                    yield f"{path.relative_to(ROOT)}:{node.lineno}", text
+
+
+def known_names() -> tuple[set[str], set[str], set[str]]:
+    """Options, configuration keys with their dots, and single names: of keys, their values, and of the sources."""
+    options, keys, names = set(), set(), set(OTHERS)
+    for command in COMMANDS:
+        parser = argparse.ArgumentParser(add_help=False, conflict_handler="resolve")
+        add_keys(parser, command)
+        for action in parser._actions:
+            options |= set(action.option_strings)
+            names |= set(action.choices or ())
+            parts = action.option_strings[0].removeprefix("--").split(".") if action.option_strings else ()
+            keys |= {".".join(parts[: end + 1]) for end in range(len(parts))}
+    for _, tree in SOURCES:
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                names.add(node.name)
+            elif isinstance(node, ast.arg):
+                names.add(node.arg)
+            elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                names.add(node.target.id)
+    return options | OTHERS, keys, names | {key.rpartition(".")[2] for key in keys}
+
+
+def is_importable(name: str) -> bool:
+    module, found = name.split("."), None
+    while module and found is None:
+        try:
+            found = importlib.import_module(".".join(module))
+        except ImportError:
+            module.pop()
+    for part in name.split(".")[len(module) :]:
+        found = getattr(found, part, None)
+    return found is not None
+
+
+def unknown_names(text: str, options: set[str], keys: set[str], names: set[str]) -> set[str]:
+    """The names in a message that nothing has."""
+    blocks, commands = {key.partition(".")[0] for key in keys if "." in key}, {each.name for each in COMMANDS}
+    found = {each for each in re.findall(r"(?<![\w-])--[a-zA-Z][\w.-]*\w", text) if each not in options}
+    dotted = re.findall(r"(?<![\w./:-])[a-z]\w*(?:\.[a-z]\w*)+", text)
+    found |= {each for each in dotted if each.partition(".")[0] in blocks and each not in keys}
+    found |= {each for each in re.findall(r"\blockstep(?:\.\w+)+", text) if not is_importable(each)}
+    found |= set(re.findall(r"(?<![\w.\0/-])[a-z]+(?:_[a-z0-9]+)+(?![\w.]*[(])", text)) - names
+    files = re.findall(r"(?:[\w-]+/)*[\w-]+\.md|(?:examples|config|scripts|infra|benchmarks)/[\w./-]+\w", text)
+    found |= {each for each in files if not (ROOT / each).exists()}
+    return found | {f"lockstep {each}" for each in re.findall(r"\blockstep ([a-z]+-[a-z]+)\b", text)} - {
+        f"lockstep {each}" for each in commands
+    }
+
+
+def test_no_message_names_what_does_not_exist():
+    known, found = known_names(), {text: place for place, text in messages()}
+    assert len(found) > 1000
+    unknown = {place: names for text, place in found.items() if (names := unknown_names(text, *known))}
+    assert not unknown
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Raise data.max_length.",
+        "Use --sink to copy it.",
+        "Call lockstep.models.view_of first.",
+        "See docs/own-trainer.md for it.",
+        "Lower max_new_words to 3.",
+        "Start lockstep train-ppo with it.",
+        "Copy examples/our_loop.py and go on.",
+    ],
+)
+def test_a_message_that_names_what_does_not_exist_is_found(text):
+    known = {"--sync"}, {"data", "data.max_seq_len"}, {"max_new_tokens"}
+    assert unknown_names(text, *known)
+    assert not unknown_names("Set data.max_seq_len, or max_new_tokens, with --sync; docs/grpo.md says how.", *known)

@@ -3,6 +3,7 @@
 import ast
 import dataclasses
 import difflib
+import functools
 import inspect
 import os
 import re
@@ -23,7 +24,8 @@ from lockstep.json_text import refused
 from lockstep.plugins import modules_beside
 
 
-def field_texts(cls: type[Any]) -> dict[str, str]:
+@functools.cache
+def field_texts(cls: type[Any]) -> Mapping[str, str]:
     """The text of each field: the one below it, or its entry under ``Args:``; a parent's where there is none.
 
     Returns:

@@ -149,7 +149,7 @@ def key_groups(cls: type[Any], name: str = "", refused: Set[str] = frozenset()) 
     """
     prefix = f"{name}." if name else ""
     refused = refused | refused_keys(cls, prefix)
-    hints, texts = typing.get_type_hints(cls), field_texts(cls)
+    hints, texts = typing.get_type_hints(cls), field_texts(cls)  # type: ignore[arg-type]  # mypy doubts that a class is hashable
     keys, inner = [], []
     for field in ordered_fields(cls):
         key, kind = prefix + field.name, hints[field.name]

@@ -236,7 +236,7 @@ class TaskRounds:
         if self._thread is not None and self._thread.alive:
             raise LockstepError(
                 "the harness still works on an earlier round: it scores slowly, or hangs. Run the tasks less often "
-                "(tasks.every), or lower tasks.limit."
+                "(inference_eval.tasks.every), or lower inference_eval.tasks.limit."
             )
         length = read[0].max_seq_len  # the thread keeps this alone, and no array
 

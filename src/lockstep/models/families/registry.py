@@ -66,7 +66,7 @@ def family_of(config: LlamaConfig) -> Family:
     lost = ", ".join(f"{name} {want} would be {have}" for name, (want, have) in own.changes(config).items())
     raise ConfigError(
         f"a model with {config.variant} cannot be saved as a Hugging Face checkpoint: as {own.architecture}, {lost}, "
-        f"and none of {', '.join(FAMILIES)} computes it. Leave model.variant at its defaults, or do not save."
+        f"and none of {', '.join(FAMILIES)} computes it. Leave these settings at the family's, or do not save."
     )
 
 
