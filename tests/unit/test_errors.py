@@ -131,7 +131,7 @@ def test_no_message_names_what_does_not_exist():
         "Raise data.max_length.",
         "Use --sink to copy it.",
         "Call lockstep.models.view_of first.",
-        "See docs/own-trainer.md for it.",
+        "See own-trainer.md for it.",
         "Lower max_new_words to 3.",
         "Start lockstep train-ppo with it.",
         "Copy examples/our_loop.py and go on.",

@@ -194,6 +194,12 @@ def describe_change(before: Any, now: Any) -> str:
     """Why programs are compiled again, and what to do, for the log."""
     moved = find_moves(before, now)
     if moved is None:
+        if changed := _other_functions(before, now):
+            return (
+                f"{', '.join(changed[:NAMED_AT_MOST])} {'is' if len(changed) == 1 else 'are'} made by another function "
+                "than before, shapes and dtypes are the same. Let the reader return a LazyWeight whose assemble is "
+                "equal in every round: a function of a module, or a frozen dataclass, no lambda or functools.partial"
+            )
         return "the model has another configuration, other shapes or dtypes than the one before"
     total = sum(block_bytes(move.now) for move in moved)
     more = f" and {len(moved) - NAMED_AT_MOST} more" if len(moved) > NAMED_AT_MOST else ""
@@ -204,15 +210,28 @@ def describe_change(before: Any, now: Any) -> str:
     )
 
 
+def _other_functions(before: Any, now: Any) -> list[str]:
+    """The weights, with their functions, of which nothing but the function is another; none where more is."""
+    (config, old), (other, new) = before, now
+    trees: list[Any] = [jax.tree.structure(weights) for weights in (old, new)]
+    if config != other or trees[0] != trees[1]:
+        return []
+    pairs = zip(jax.tree_util.tree_leaves_with_path(old), jax.tree.leaves(new), strict=True)
+    changed = [(path, one, two) for (path, one), two in pairs if _form(one) != _form(two)]
+    if any(not (_form(one) and _form(two) and _form(one)[1:] == _form(two)[1:]) for _, one, two in changed):
+        return []
+    return [f"{path[-1].name} ({one.assemble!r:.100})" for path, one, _ in changed]
+
+
 def _limit(signature: Any) -> int:
     """Bytes per device that may be moved back."""
     return min(SMALL_BYTES, sum(map(block_bytes, jax.tree.leaves(sources(signature[1])))) // SMALL_SHARE)
 
 
-def _form(leaf: Any) -> object:
+def _form(leaf: Any) -> tuple[Any, ...]:
     """The identity of a weight, its placement left out."""
     if not isinstance(leaf, LazyWeight):
-        return None
+        return ()
     return leaf.assemble, leaf.shape, leaf.dtype, leaf.stacked, leaf.by_layer, jax.tree.structure(leaf.parts)
 
 

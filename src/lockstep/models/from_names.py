@@ -11,11 +11,11 @@ from lockstep.errors import ConfigError
 from lockstep.models.low_rank import merge_lora
 from lockstep.models.registry import check_all_read, named_parameters
 from lockstep.models.weights import STACKED, WEIGHT_AXES, DecoderWeights, LayerWeights
-from lockstep.placement import view
+from lockstep.placement import Pick, axis_groups, view
 
-type Entry = str | tuple[str] | tuple[str, str] | tuple[str, str, Mapping[str, int]]
+type Entry = str | tuple[str] | tuple[str, str] | tuple[str, str, Mapping[str, Pick]]
 """The name of a parameter, with ``{}`` for the number of the layer; how its axes correspond to the weight's, as `view`
-takes it, None or absent where they are the same; and the index of each axis that the weight does not have."""
+takes it, None or absent where they are the same; and what to take of axes, and sizes, as `view` takes them."""
 
 OUTPUTS: Final = frozenset({"o", "down"})
 """The weights whose last axis is the output of their layer; of the other linear layers the first is the input."""
@@ -166,15 +166,14 @@ def _factors(name: str, lora: LoraNames, by_name: Mapping[str, Any]) -> tuple[An
 
 def _with_factors(weight: str, pattern: str, ndim: int, a_ndim: int, b_ndim: int) -> str:
     """The pattern of `merge_lora` from that of `view`: which axes are inputs follows from the weight."""
-    have, want = (side.split() for side in pattern.split("->"))
-    assert len(have) == ndim, f"{pattern} of a weight with {ndim} axes"
-    stacked = ["layer"] * (have[0] == "layer")
+    groups, want = axis_groups(pattern.partition("->")[0]), pattern.partition("->")[2].split()
+    assert len(groups) == ndim, f"{pattern} of a weight with {ndim} axes"
+    stacked = ["layer"] * (groups[0] == ("layer",))
+    have = [group[0] if len(group) == 1 else f"({' '.join(group)})" for group in groups]
     inner = [name for name in want if name != "layer"]
     inputs = inner[:-1] if weight in OUTPUTS else inner[:1]
-    outputs = [name for name in inner if name not in inputs]
-    picked = [name for name in have if name not in want]
-    a = [name for name in have if name in inputs]
-    b = [name for name in have if name in outputs or name in picked]
+    a = [name for name, group in zip(have, groups, strict=True) if set(group) & set(inputs)]
+    b = [name for name in have if name not in a and name != "layer"]
 
     def side(names: list[str], axes: int) -> list[str]:
         return [f"({' '.join(names)})"] if axes == 1 and len(names) > 1 else names

@@ -8,13 +8,14 @@ from typing import Any, Final
 
 import equinox as eqx
 import haliax as hax
+import jax
 import jax.numpy as jnp
 from haliax import NamedArray
 from haliax.axis import AxisSelection
 from jaxtyping import Array
 
 from lockstep.errors import ConfigError
-from lockstep.placement import LazyWeight, axis_specs, resharded, view
+from lockstep.placement import LazyWeight, Pick, axis_groups, axis_specs, resharded, view
 
 RANK: Final = "lora_rank"
 """The name of the axis between the two factors of an adapter; no mesh axis splits it."""
@@ -87,7 +88,7 @@ class MergeLora:
         return self.then(weight.astype(jnp.float32) + self.scale * delta)
 
 
-def merge_lora(weight: Any, a: Any, b: Any, pattern: str, *, scale: float, **picks: int) -> LazyWeight:
+def merge_lora(weight: Any, a: Any, b: Any, pattern: str, *, scale: float, **picks: Pick) -> LazyWeight:
     """A weight with a low-rank adapter as the decoder wants it: ``weight + scale * a b``, made while it is moved.
 
     Nothing is launched or copied. The factors may be placed as they like: they are brought to the blocks of the weight.
@@ -98,9 +99,11 @@ def merge_lora(weight: Any, a: Any, b: Any, pattern: str, *, scale: float, **pic
         b: The second factor, from the rank to the outputs.
         pattern: The names of the axes of the weight, of both factors, and of what the decoder wants, as in
             ``"embed heads head, embed rank, rank heads head -> embed heads head"``. Names in parentheses are one axis
-            of a factor: ``rank (heads head)``. All layers in one array: ``layer`` first, everywhere.
+            of a factor: ``rank (heads head)``; of the weight as in `view`, and then the factor has the same:
+            ``"embed (two mlp), embed rank, rank (two mlp) -> embed mlp"``. All layers in one array: ``layer`` first,
+            everywhere.
         scale: The factor of the product, ``alpha / rank`` in most libraries.
-        **picks: The index to take of each axis that the decoder does not want.
+        **picks: What to take of axes, and sizes, as `lockstep.models.view` takes them.
 
     Returns:
         The weight.
@@ -128,13 +131,17 @@ def merge_lora(weight: Any, a: Any, b: Any, pattern: str, *, scale: float, **pic
     plain = view(weight, f"{sides[0]} -> {want}", **picks)
     every = [list(array) if lists[0] else [array] for array in (weight, a, b)]
     base = every[0][0]
+    for number, joint in enumerate(re.findall(r"\([^)]*\)", sides[0])):  # one axis until the product is added
+        sides = [side.replace(joint, f"joint_{number}") for side in sides]
     names = [name for name in sides[0].split() if name != "layer"]
-    groups = [_groups(side) for side in sides[1:]]
+    groups = [axis_groups(side) for side in sides[1:]]
     _check_factors(pattern, names, groups, base, [every[1][0], every[2][0]], len({len(part) for part in every}))
     if not isinstance(plain, LazyWeight):
         sharding = resharded(base, axis_specs(base))
         plain = LazyWeight((base,), unchanged, base.shape, base.dtype, sharding, stacked=sides[0].startswith("layer "))
-    split = dict(zip(sides[0].split(), axis_specs(base), strict=True))
+    whole = plain.blocks[0] if plain.blocks else None
+    specs = axis_specs(base if whole is None else jax.ShapeDtypeStruct(base.shape, base.dtype, sharding=whole))
+    split = dict(zip(sides[0].split(), specs, strict=True))
     where = [[split.get(group[0]) for group in side] for side in groups]
     inner = [[group for group in side if group != ("layer",)] for side in groups]
     flat = [[name for group in side for name in group] for side in inner]
@@ -151,13 +158,8 @@ def merge_lora(weight: Any, a: Any, b: Any, pattern: str, *, scale: float, **pic
             then=plain.assemble,
             axes=(axes[0], axes[1]) if grouped else None,
         ),
-        blocks=(None, *(resharded(part[0], spec) for part, spec in zip(every[1:], where, strict=True))),
+        blocks=(whole, *(resharded(part[0], spec) for part, spec in zip(every[1:], where, strict=True))),
     )
-
-
-def _groups(side: str) -> list[tuple[str, ...]]:
-    """The axes of a factor, each as the names that are in it."""
-    return [tuple(found.strip("()").split()) for found in re.findall(r"\([^)]*\)|\S+", side)]
 
 
 def _check_factors(

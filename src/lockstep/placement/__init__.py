@@ -5,6 +5,8 @@ from lockstep.placement.decode_mesh import make_decode_mesh as make_decode_mesh
 from lockstep.placement.decode_mesh import tensor_sizes as tensor_sizes
 from lockstep.placement.lazy_weight import Assemble as Assemble
 from lockstep.placement.lazy_weight import LazyWeight as LazyWeight
+from lockstep.placement.lazy_weight import Pick as Pick
+from lockstep.placement.lazy_weight import axis_groups as axis_groups
 from lockstep.placement.lazy_weight import axis_specs as axis_specs
 from lockstep.placement.lazy_weight import is_lazy as is_lazy
 from lockstep.placement.lazy_weight import resharded as resharded

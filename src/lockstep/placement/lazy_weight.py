@@ -1,7 +1,9 @@
 """Weights in another form than the decoder's: described by reference, made while they are resharded."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,10 +14,7 @@ from jaxtyping import Array, PyTree
 from lockstep.errors import ConfigError
 
 type Assemble = Callable[..., Array]
-"""Makes a weight from its parts, whether they are whole arrays or one device's blocks; a stacked one layer by layer.
-
-It must be hashable and equal to the one of the next round: a function of a module, or a frozen dataclass.
-"""
+"""Makes a weight from its parts, whether they are whole arrays or one device's blocks; a stacked one layer by layer."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,13 +23,19 @@ class LazyWeight:
 
     Args:
         parts: The trainer's arrays, by reference. With ``by_layer`` each is a tuple of one array per layer.
-        assemble: Makes the weight from its parts, or one layer of it where it is stacked.
+        assemble: Makes the weight from its parts, or one layer of it where it is stacked. Programs contain it, so it
+            must be hashable and equal to the one of the next round: a function of a module, or a frozen dataclass; a
+            ``lambda`` or ``functools.partial`` that the reader makes is another one at each call, and all programs are
+            compiled again.
         shape: The shape of the weight as the decoder sees it, with the layer axis if it has one.
         dtype: The dtype of the weight.
         sharding: The sharding that the weight would have if it were made in place, without moving anything.
         stacked: Whether its first axis is the layer.
         by_layer: Whether every layer has arrays of its own.
         blocks: For each part the sharding whose blocks ``assemble`` needs, None for the one that it has; () for all.
+
+    Raises:
+        ConfigError: ``assemble`` cannot be hashed.
 
     Example:
         >>> def doubled(block):
@@ -51,10 +56,23 @@ class LazyWeight:
     by_layer: bool = False
     blocks: tuple[Sharding | None, ...] = ()
 
+    def __post_init__(self) -> None:
+        try:
+            hash(self.assemble)
+        except TypeError as error:
+            raise ConfigError(
+                f"the function of a LazyWeight, {self.assemble!r:.200}, cannot be hashed ({error}). Use a function of "
+                "a module, or a frozen dataclass whose fields can be hashed."
+            ) from None
+
     @property
     def ndim(self) -> int:
         """Axes of the weight."""
         return len(self.shape)
+
+
+type Pick = int | tuple[int, int] | slice
+"""An index, a size or a part of an axis, see `view`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,20 +80,26 @@ class Reorder:
     """The assembly of a weight by `view`: axis ``i`` of the weight is axis ``order[i]`` of its only part.
 
     Args:
-        picks: For each axis of the part that the weight does not have, the axis and the index to take.
+        picks: For some axes of the part, once joint ones are taken apart, the axis and the index to take, or the first
+            index and the one after the last.
         order: The order in which the weight has the axes that are left.
+        inner: For each axis of the part the sizes of the axes in it but the first, whose size a block may have less of.
     """
 
-    picks: tuple[tuple[int, int], ...]
+    picks: tuple[tuple[int, int | tuple[int, int]], ...]
     order: tuple[int, ...]
+    inner: tuple[tuple[int, ...], ...]
 
     def __call__(self, block: Array) -> Array:
         """The block in the wanted order."""
-        at = dict(self.picks)
+        if any(self.inner):
+            sizes = zip(block.shape, self.inner, strict=True)
+            block = block.reshape([size for whole, rest in sizes for size in (whole // math.prod(rest), *rest)])
+        at = {axis: slice(*taken) if isinstance(taken, tuple) else taken for axis, taken in self.picks}
         return block[tuple(at.get(axis, slice(None)) for axis in range(block.ndim))].transpose(self.order)
 
 
-def view(array: Any, pattern: str, **picks: int) -> Any:
+def view(array: Any, pattern: str, **picks: Pick) -> Any:
     """A weight as the decoder wants it from an array, or one array per layer, in another order of axes.
 
     Nothing is launched or copied. The first name ``layer`` says that an array holds all layers; a list or tuple has an
@@ -84,7 +108,11 @@ def view(array: Any, pattern: str, **picks: int) -> Any:
     Args:
         array: An array or shape struct, or a list of one for each layer.
         pattern: The names of the array's axes and of the weight's, as in ``"layer out embed -> layer embed out"``.
-        **picks: The index to take of each axis that the weight does not have.
+            Names in parentheses are one axis of the array, the last one running fastest:
+            ``"embed (two mlp) -> embed mlp"``. Where devices share an axis of which the weight takes a part, each of
+            them gets the whole axis while the weight is made.
+        **picks: The index to take of an axis that the weight does not have, with the size of the axis where that is
+            in parentheses: ``two=(0, 2)``; the slice to take of another one, or its size in parentheses.
 
     Returns:
         The array itself where nothing is to be changed, else a `LazyWeight`.
@@ -96,13 +124,19 @@ def view(array: Any, pattern: str, **picks: int) -> Any:
         >>> kernel = jax.ShapeDtypeStruct((2, 48, 32), "float32")
         >>> lockstep.models.view(kernel, "layer out embed -> layer embed out").shape
         (2, 32, 48)
+        >>> lockstep.models.view(kernel, "layer (two mlp) embed -> layer embed mlp", two=(1, 2)).shape  # gate and up
+        (2, 32, 24)
     """
     by_layer = isinstance(array, list | tuple)
     layers = list(array) if by_layer else [array]
     first = layers[0]
-    have, want = (side.split() for side in pattern.split("->"))
-    fits = len(have) == len(set(have)) == first.ndim and sorted(have) == sorted([*want, *picks])
-    if not fits or ("layer" in have and (by_layer or have[0] != "layer" or want[0] != "layer")):
+    groups, want = axis_groups(pattern.partition("->")[0]), pattern.partition("->")[2].split()
+    have = [name for group in groups for name in group]
+    picked = [name for name in picks if name not in want]
+    fits = len(have) == len(set(have)) and len(groups) == first.ndim and sorted(have) == sorted([*want, *picked])
+    if not (fits and set(picks) <= set(have)) or (
+        "layer" in have and (by_layer or groups[0] != ("layer",) or want[0] != "layer")
+    ):
         raise ConfigError(
             f"the pattern {pattern!r} with {picks or 'no picks'} does not fit an array of shape {tuple(first.shape)}: "
             "it must name each axis of the array once, the layer first, and every axis must be wanted or picked."
@@ -114,25 +148,87 @@ def view(array: Any, pattern: str, **picks: int) -> Any:
                 f"the layers of a weight differ: {one} and {other}. All layers must have the same shape, dtype and "
                 "placement."
             )
-    if not by_layer and have == want:
+    if not by_layer and have == want and not picks:
         return array
-    stacked = by_layer or want[0] == "layer"
-    inner = [name for name in have if name != "layer"]
-    left = [name for name in inner if name not in picks]
+    sizes = {
+        name: size
+        for group, whole in zip(groups, first.shape, strict=True)
+        for name, size in _axis_sizes(pattern, group, whole, picks).items()
+    }
+    parts = {name: _taken(pattern, name, sizes[name], name in want, pick) for name, pick in picks.items()}
+    taken = {name: part for name, part in parts.items() if part is not None}
+    specs, kept, where = axis_specs(first), list[Any](), _sharding(first)
+    on_axis = dict(where.mesh.shape) if isinstance(where, NamedSharding) else {}
+    for group, spec in zip(groups, specs, strict=True):
+        count = math.prod(on_axis[name] for name in (spec if isinstance(spec, tuple) else (spec,)) if name)
+        kept.append(spec if group[0] not in taken and sizes[group[0]] % count == 0 else None)
+    split = {group[0]: spec for group, spec in zip(groups, kept, strict=True)}
+    inner = groups[1:] if "layer" in have else groups
+    names = [name for group in inner for name in group]
+    left = [name for name in names if not isinstance(taken.get(name), int)]
     assemble = Reorder(
-        picks=tuple((inner.index(name), index) for name, index in picks.items()),
+        picks=tuple((names.index(name), part) for name, part in taken.items()),
         order=tuple(left.index(name) for name in want if name != "layer"),
+        inner=tuple(tuple(sizes[name] for name in group[1:]) for group in inner),
     )
-    shape = tuple(first.shape[have.index(name)] for name in want)
-    spec = tuple(axis_specs(first)[have.index(name)] for name in want)
+    for name, part in taken.items():
+        sizes[name] = 1 if isinstance(part, int) else part[1] - part[0]
+    shape, spec = tuple(sizes[name] for name in want), tuple(split.get(name) for name in want)
     return LazyWeight(
         parts=(tuple(layers),) if by_layer else (array,),
         assemble=assemble,
         shape=(len(layers), *shape) if by_layer else shape,
         dtype=first.dtype,
         sharding=resharded(first, (None, *spec) if by_layer else spec),
-        stacked=stacked,
+        stacked=by_layer or want[0] == "layer",
         by_layer=by_layer,
+        blocks=() if tuple(kept) == specs else (resharded(first, kept),),
+    )
+
+
+def axis_groups(side: str) -> list[tuple[str, ...]]:
+    """The axes of an array in a pattern, each as the names that are in it."""
+    return [tuple(found.strip("()").split()) for found in re.findall(r"\([^)]*\)|\S+", side)]
+
+
+def _axis_sizes(pattern: str, group: tuple[str, ...], whole: int, picks: Mapping[str, Pick]) -> dict[str, int]:
+    """The size of each axis in one of the array's."""
+    sizes: dict[str, int] = {}
+    for name in group:
+        pick = picks.get(name)
+        if isinstance(pick, tuple):
+            sizes[name] = pick[1]
+        elif isinstance(pick, int) and name in pattern.partition("->")[2].split():
+            sizes[name] = pick
+    open_ = [name for name in group if name not in sizes]
+    if len(open_) > 1:
+        raise ConfigError(
+            f"the pattern {pattern!r} does not say how large {' and '.join(open_)} are, which are {whole} together. "
+            f"Give the size of all but one: {open_[-1]}=SIZE of a wanted axis, {open_[0]}=(INDEX, SIZE) of another."
+        )
+    if open_:
+        sizes[open_[0]] = whole // max(1, math.prod(sizes.values()))
+    if math.prod(sizes.values()) != whole:
+        raise ConfigError(
+            f"the pattern {pattern!r} does not fit: {' x '.join(f'{name} {sizes[name]}' for name in group)} is not the "
+            f"size of the array's axis, {whole}. Correct a size."
+        )
+    return sizes
+
+
+def _taken(pattern: str, name: str, size: int, wanted: bool, pick: Pick) -> int | tuple[int, int] | None:
+    """The part of an axis that the weight takes: an index, or the first and the one after the last; None for all."""
+    if isinstance(pick, slice):
+        first, end = pick.start or 0, size if pick.stop is None else pick.stop
+        if wanted and pick.step in (None, 1) and 0 <= first < end <= size:
+            return first, end
+    elif wanted and isinstance(pick, int):
+        return None
+    elif not wanted and 0 <= (index := pick[0] if isinstance(pick, tuple) else pick) < size:
+        return index
+    raise ConfigError(
+        f"the pattern {pattern!r} cannot take {name}={pick} of an axis of {size}. Of a wanted axis give a slice inside "
+        "of it, of another one an index below its size."
     )
 
 

@@ -14,7 +14,7 @@ from lockstep.engine.decode_model import signature_of
 from lockstep.engine.small_moves import are_small, describe_change, find_moves
 from lockstep.errors import ConfigError
 from lockstep.models import from_names
-from lockstep.placement import place
+from lockstep.placement import LazyWeight, place
 from tests import tiny
 from tests.multiprocess.launches import record_launches
 from tests.unit.engine.models import mesh_of
@@ -128,3 +128,22 @@ def test_another_mesh_is_not_a_small_move():
     one, other = (signature_of(*placed(mesh)) for mesh in (MESH, "1,2,2"))
     moved = find_moves(one, other)
     assert moved is not None and len(moved) == 12 and not are_small(moved, one)
+
+
+def test_a_function_that_is_made_anew_is_named_as_the_reason():
+    config, weights = placed()
+    gate = weights.layers.gate
+
+    def read(assemble):
+        lazy = LazyWeight((gate,), assemble, gate.shape, gate.dtype, gate.sharding, stacked=True)
+        return config, dataclasses.replace(weights, layers=dataclasses.replace(weights.layers, gate=lazy))
+
+    one, other = (signature_of(*read(lambda block: block * 1)) for _ in range(2))
+    assert describe_change(one, other).startswith("gate (<function ") and "no lambda" in describe_change(one, other)
+    assert find_moves(signature_of(*read(same)), signature_of(*read(same))) == ()
+    another = dataclasses.replace(config, max_seq_len=config.max_seq_len + 1), other[1]
+    assert "another configuration" in describe_change(one, another)
+
+
+def same(block):
+    return block

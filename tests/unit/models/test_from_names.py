@@ -85,6 +85,25 @@ def test_layers_may_be_in_one_array():
     np.testing.assert_array_equal(made(weights.layers.v), stacked["kv"][:, 1])
 
 
+@pytest.mark.parametrize("adapted", [False, True])
+def test_a_row_may_be_a_part_of_a_joint_axis_with_its_adapter(adapted):
+    theirs, both = model(), []
+    for each in theirs["blocks"]:
+        del each["gate"], each["up"]
+        each["fused"] = draw(EMBED, 2 * MLP)
+        both.append(each["fused"])
+        if adapted:
+            each |= {"fused_lora_a": draw(EMBED, RANK), "fused_lora_b": draw(RANK, 2 * MLP)}
+            both[-1] = each["fused"] + 2.0 * each["fused_lora_a"] @ each["fused_lora_b"]
+    rows = {
+        name: ("blocks.{}.fused", "embed (two mlp) -> embed mlp", {"two": (at, 2)})
+        for at, name in enumerate(("gate", "up"))
+    }
+    weights = from_names({**TABLE, **rows}, lora=LoraNames(scale=2.0) if adapted else None)(theirs)
+    np.testing.assert_allclose(made(weights.layers.gate), np.stack(both)[..., :MLP], rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(made(weights.layers.up), np.stack(both)[..., MLP:], rtol=1e-5, atol=1e-5)
+
+
 def test_what_no_row_reads_is_named():
     theirs = model(value_head={"kernel": draw(3)})
     theirs["blocks"][1]["q_bias"] = draw(HEADS, HEAD)

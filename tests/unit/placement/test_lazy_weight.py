@@ -70,6 +70,58 @@ def test_what_is_made_is_what_would_have_been_moved(mesh, tensor, by_layer):
         assert have.dtype == dtype
 
 
+def joint_forms(weights: DecoderWeights, by_layer: bool, split: str) -> DecoderWeights:
+    """q, k and v from one array whose last axis has their heads one after the other, gate and up from another one."""
+    layers, mesh = weights.layers, weights.embed.sharding.mesh
+    host = {name: np.asarray(getattr(layers, name)) for name in ("q", "k", "v", "gate", "up")}
+    count, embed = host["q"].shape[:2]
+    heads, kv, size = host["q"][0, 0].size // host["q"].shape[-1], host["k"].shape[2], host["k"].shape[3]
+    qkv = np.concatenate([host[name].reshape(count, embed, -1) for name in "qkv"], axis=2)
+    both = np.stack([host["gate"], host["up"]], axis=2).reshape(count, embed, -1)  # all of gate, then all of up
+    pairs = np.stack([host["gate"], host["up"]], axis=3).reshape(count, embed, -1)  # gate and up of each in turn
+
+    def stored(array):
+        if by_layer:
+            where = NamedSharding(mesh, PartitionSpec(None, split))
+            return [place(np.ascontiguousarray(one), where) for one in array], ""
+        return place(array, NamedSharding(mesh, PartitionSpec(None, None, split))), "layer "
+
+    (qkv, one), (both, _), (pairs, _) = map(stored, (qkv, both, pairs))
+    kv_heads = f"{one}embed (part head) -> {one}embed part head"
+    ends = heads, heads + kv, heads + 2 * kv
+    q = view(qkv, kv_heads, part=slice(0, heads), head=size)
+    k, v = (view(qkv, kv_heads, part=slice(ends[i], ends[i + 1]), head=size) for i in (0, 1))
+    gate = view(both, f"{one}embed (two mlp) -> {one}embed mlp", two=(0, 2))
+    up = view(pairs, f"{one}embed (mlp two) -> {one}embed mlp", two=(1, 2))
+    assert up.sharding.spec[-1] == (split or None) and gate.sharding.spec[-1] is None
+    return dataclasses.replace(weights, layers=dataclasses.replace(layers, q=q, k=k, v=v, gate=gate, up=up))
+
+
+@pytest.mark.parametrize("by_layer", [False, True])
+@pytest.mark.parametrize(("mesh", "tensor", "split"), [("1,2,2", 2, "tp"), ("1,4,1", 1, "fsdp"), ("1,1,1", 1, None)])
+def test_parts_of_joint_axes_are_what_the_weights_were(mesh, tensor, split, by_layer):
+    decode_mesh = make_decode_mesh(mesh_of(mesh), tensor)
+    plain = tiny.placed_weights(mesh_of(mesh))
+    stored = joint_forms(plain, by_layer, split)
+    layouts = leaf_layouts(stored, decode_mesh, TENSOR_DIMS)
+    make, _ = assembly_function(stored, layouts, jnp.dtype(jnp.float32), gather=True)
+    with jax.set_mesh(decode_mesh.mesh):
+        made = jax.jit(make)(sources(stored))
+    for name in ("q", "k", "v", "gate", "up"):
+        want = np.asarray(getattr(plain.layers, name))
+        np.testing.assert_array_equal(np.asarray(getattr(made.layers, name)).reshape(want.shape), want, err_msg=name)
+
+
+def test_an_index_of_an_axis_that_devices_share_is_the_index_of_the_whole_axis():
+    mesh = mesh_of("1,2,1")
+    host = np.arange(12.0, dtype=np.float32).reshape(4, 3)
+    array = place(host, NamedSharding(mesh, PartitionSpec("fsdp")))
+    found = view(array, "four embed -> embed", four=3)
+    (whole,) = found.blocks
+    assert whole.spec == PartitionSpec(None, None) and found.sharding.spec == PartitionSpec(None)
+    np.testing.assert_array_equal(found.assemble(jax.device_put(array, whole)), host[3])
+
+
 def test_a_view_that_changes_nothing_is_the_array():
     array = jnp.zeros((2, 3))
     assert view(array, "a b -> a b") is array
@@ -85,6 +137,12 @@ def test_a_view_that_changes_nothing_is_the_array():
         ((2, 3), "a b -> b", {}, "every axis must be wanted or picked"),
         ((2, 3), "a b -> b a c", {}, "does not fit"),
         ((2, 3), "a layer -> layer a", {}, "the layer first"),
+        ((2, 3), "a b -> b a", {"c": 1}, "does not fit"),
+        ((2, 6), "a (b c) -> a c", {"b": 0}, r"how large b and c are, which are 6 together.*c=SIZE .* b=\(INDEX, SIZE"),
+        ((2, 6), "a (b c) -> a b c", {"c": 4}, "b 1 x c 4 is not the size of the array's axis, 6"),
+        ((2, 6), "a (b c) -> a c", {"b": (3, 3)}, r"cannot take b=\(3, 3\) of an axis of 3"),
+        ((2, 6), "a b -> a b", {"b": slice(4, 9)}, "cannot take b=slice"),
+        ((2, 6), "a b -> a", {"b": slice(4, 5)}, "of another one an index"),
     ],
 )
 def test_a_pattern_that_does_not_fit_is_refused(shape, pattern, picks, text):
@@ -95,3 +153,15 @@ def test_a_pattern_that_does_not_fit_is_refused(shape, pattern, picks, text):
 def test_layers_that_differ_are_refused():
     with pytest.raises(ConfigError, match="the layers of a weight differ"):
         view([jax.numpy.zeros((2, 3)), jax.numpy.zeros((2, 4))], "a b -> b a")
+
+
+def test_a_function_that_cannot_be_hashed_is_refused():
+    @dataclasses.dataclass
+    class Scale:
+        by: float
+
+        def __call__(self, block):
+            return self.by * block
+
+    with pytest.raises(ConfigError, match=r"Scale\(by=2.0\), cannot be hashed .*frozen dataclass"):
+        LazyWeight(parts=(), assemble=Scale(by=2.0), shape=(1,), dtype=jnp.dtype("float32"), sharding=None)
