@@ -23,10 +23,17 @@ class Preemption:
         self._next_look = 0.0
         self.signal: int | None = None
         """The signal that asked this process to end, or None."""
+        self._noted = 0.0
+
+    @property
+    def age_s(self) -> float:
+        """The seconds since the signal; 0 where there was none."""
+        return 0.0 if self.signal is None else time.monotonic() - self._noted
 
     def note(self, number: int) -> None:
         """Remember a signal; does nothing else, so a signal handler may call it."""
         if self.signal is None:
+            self._noted = time.monotonic()
             self.signal = number
 
     def requested(self) -> bool:

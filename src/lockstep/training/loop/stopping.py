@@ -10,8 +10,11 @@ from typing import Any, Self
 
 from jaxtyping import PyTree
 
-from lockstep.hosts import Preemption
+from lockstep.hosts import Hosts
+from lockstep.training.step.train_step import SIGNAL_FLAG, SLOW_FLAG, StepMetrics
 
+SLOW_STEP_S = 2.0
+"""Seconds of a step above which a signal ends the run after the step that it came in, and not after the next."""
 AGAIN_AFTER_S = 1.0
 """Seconds after a signal from which on another one is a second request: a terminal and a launcher may both deliver one
 Ctrl-C."""
@@ -20,16 +23,14 @@ Ctrl-C."""
 class StopRequest:
     """Notes a signal instead of ending the process at once, so that all hosts stop after the same step.
 
-    The train step carries the signal to all hosts; during a round of samples they learn of it between two launches. A
-    second signal ends the process at once. Only the main thread can receive signals; in another thread this does
-    nothing.
-
-    Args:
-        preemption: The requests to end the job; the signal is noted there.
+    The next train step carries the signal to all hosts; where steps are slow, an exchange after each does. During a
+    round of samples they learn of it between two launches. A second signal ends the process at once. Only the main
+    thread can receive signals; in another thread this does nothing.
     """
 
-    def __init__(self, preemption: Preemption) -> None:
-        self._preemption = preemption
+    def __init__(self, hosts: Hosts) -> None:
+        self._hosts, self._preemption = hosts, hosts.preemption
+        self._slow = True  # until a step has been measured
         self._at = 0.0
         self._before: dict[int, Any] = {}
 
@@ -50,6 +51,33 @@ class StopRequest:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._preemption.clear()
+
+    def flag(self, leaders: int) -> int:
+        """Return the stop flag of this host for the next step.
+
+        Args:
+            leaders: The flags of the leader beside `SLOW_FLAG`; 0 on other hosts.
+        """
+        if self.signal is not None:
+            return SIGNAL_FLAG * self.signal
+        return leaders | SLOW_FLAG if self._slow and self._hosts.is_leader else leaders
+
+    def after_step(self, metrics: StepMetrics, step_s: float) -> int | None:
+        """Return the signal that ends the run after this step, on whichever host it came; None where there is none.
+
+        After a step that the leader expected to be slow, by the one before, the hosts ask each other: one barrier.
+        """
+        self._slow = step_s > SLOW_STEP_S
+        if metrics.stop or not metrics.slow:
+            return metrics.stop or None
+        reason = None if self.signal is None else str(self.signal)
+        return max(map(int, self._hosts.reasons_to_stop("end of a slow step", None, reason)), default=None)
+
+    def between_steps(self) -> int:
+        """Return the signal that ended the run while a batch was made, on whichever host it came."""
+        with self._hosts.run_on_all("end of the run") as ended:
+            ended.share(self.signal or 0)
+        return max(ended.shared) or signal.SIGTERM
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self._at == 0.0:

@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import functools
 import os
-import signal
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -231,7 +230,7 @@ class Trainer:
             the same on all hosts, without the forced last hooks; one that comes while the train step is compiled ends
             it after the first step.
         """
-        with StopRequest(self.hosts.preemption) as stop:
+        with StopRequest(self.hosts) as stop:
             return self._train(model, batches, stop)
 
     def _train(self, model: PyTree | TrainState, batches: Batches | BatchSource, stop: StopRequest) -> TrainResult:
@@ -251,11 +250,11 @@ class Trainer:
                 for step in range(info.next_step, config.num_train_steps):
                     advanced = self._advance(run, step_fn, state, step, stop)
                     if advanced is None:
-                        stopped_by, between_steps = self._signal_of_any_host(stop), True
+                        stopped_by, between_steps = stop.between_steps(), True
                         self._hooks.after_signal()
                         break
                     state, info, metrics = advanced
-                    stopped_by = metrics.stop or None
+                    stopped_by = stop.after_step(metrics, info.step_duration)
                     diverged = self._loss_watch.judge(info.next_step, metrics, is_leader=self.hosts.is_leader)
                     if stopped_by or diverged:
                         self._hooks.after_signal()
@@ -282,12 +281,6 @@ class Trainer:
             skipped_steps=self._loss_watch.skipped,
             tracker_errors=self.tracker.errors if isinstance(self.tracker, BackgroundTracker) else 0,
         )
-
-    def _signal_of_any_host(self, stop: StopRequest) -> int:
-        """The signal that ended the run while a batch was made; the same on every host."""
-        with self.hosts.run_on_all("end of the run") as ended:
-            ended.share(stop.signal or 0)
-        return max(ended.shared) or signal.SIGTERM
 
     def _first_state(self, model: PyTree | TrainState) -> tuple[TrainState, PyTree]:
         """The state before the first step of this loop, and its shardings."""
@@ -326,7 +319,7 @@ class Trainer:
             return None
         start = time.perf_counter()
         with named_failure(self.hosts, step), self._watchdog.watch("train_step"), run.profiler.step(step):
-            state, figures = step_fn(state, batch, *self._signals(step_fn, stop.signal or self._saves.flag()))
+            state, figures = step_fn(state, batch, *self._signals(step_fn, stop.flag(self._saves.flag())))
             run.source.prepare(step + 1)
             metrics = step_fn.read(figures)
         speed = run.meter.step(batch, step_s=time.perf_counter() - start, wait_s=start - requested)
@@ -366,7 +359,7 @@ class Trainer:
         return self._step
 
     def _signals(self, step_fn: TrainStep, flag: int) -> list[jax.Array]:
-        """Inputs of the step from the hosts: a signal or 0 on this host's devices, and the limit of the loss."""
+        """Inputs of the step from the hosts: the stop flag on this host's devices, and the limit of the loss."""
         sharding = NamedSharding(self.mesh, STOP_SPEC)
         n_local = len(sharding.addressable_devices)
         signals = [place_local(np.full(n_local, flag, np.int32), sharding, self.mesh.size)]

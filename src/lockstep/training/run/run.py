@@ -139,7 +139,7 @@ def train(config: TrainConfig, hosts: Hosts) -> int:
         result = trainer.train(model if state is None else state, batches)
         del model, state
         saved = None
-        with StopRequest(hosts.preemption):  # a signal from now on must not leave half a checkpoint
+        with StopRequest(hosts):  # a signal from now on must not leave half a checkpoint
             # A machine that is taken away (SIGTERM) leaves what it has; Ctrl-C ends at once.
             if result.stopped_by in (None, signal.SIGTERM) and config.hf_save_path is not None:
                 hosts.phase("saving")

@@ -31,8 +31,10 @@ STOP_SPEC = P(MESH_AXES)
 
 SKIPPED = "skipped_step"
 """The name of the metric that is 1 where a step left its update out."""
-SAVE_FLAG = 1
-"""The stop flag with which the leader asks for a checkpoint; every signal that ends a run is a larger number."""
+SAVE_FLAG, SLOW_FLAG = 1, 2
+"""Stop flags of the leader, added up: a checkpoint is due; steps are slow, see `StopRequest.after_step`."""
+SIGNAL_FLAG = 4
+"""The stop flag of a signal is its number times this, so that it hides those of the leader in the largest flag."""
 
 
 def parameter_shardings(tree: PyTree, mesh: Mesh) -> PyTree:
@@ -179,6 +181,8 @@ class StepMetrics:
     """The largest number of a signal that asked a host to stop; 0 where none did."""
     save: bool
     """Whether the leader asked for a checkpoint; False where a host was asked to stop."""
+    slow: bool
+    """Whether the leader said that steps are slow; False where a host was asked to stop."""
     values: Mapping[str, float]
     """Further metrics by name."""
 
@@ -267,8 +271,8 @@ class TrainStep:
         Args:
             state: The state, which is donated: its arrays are deleted, but for those that are frozen.
             batch: Global arrays by name, with the row as axis 0.
-            stop: The number of the signal on the devices of a host that was asked to stop; `SAVE_FLAG` on those of a
-                leader that wants a checkpoint; 0 on all others.
+            stop: On the devices of a host that was asked to stop `SIGNAL_FLAG` times the number of the signal; on those
+                of the leader `SAVE_FLAG` and `SLOW_FLAG`; 0 on all others.
             limit: With ``skip_bad``, the largest loss with which the step counts; infinity for any.
 
         Returns:
@@ -309,9 +313,12 @@ class TrainStep:
         Args:
             metrics: The second result of a call.
         """
-        loss, stop, *others = (float(x) for x in jax.device_get(metrics.addressable_data(0)))
+        loss, largest, *others = (float(x) for x in jax.device_get(metrics.addressable_data(0)))
         values = dict(zip(self._names, others, strict=True))
-        return StepMetrics(loss=loss, stop=0 if stop == SAVE_FLAG else int(stop), save=stop == SAVE_FLAG, values=values)
+        stop, flags = divmod(int(largest), SIGNAL_FLAG)
+        return StepMetrics(
+            loss=loss, stop=stop, save=bool(flags & SAVE_FLAG), slow=bool(flags & SLOW_FLAG), values=values
+        )
 
     def _step(
         self, state: TrainState, frozen: PyTree, batch: dict[str, Array], stop: Array, *limit: Array

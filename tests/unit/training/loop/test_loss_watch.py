@@ -112,7 +112,7 @@ def test_a_spike_is_skipped_and_a_run_that_goes_on_knows_the_losses_before_it(tm
 
 def metrics(loss, skipped=None, grad_norm=1.0):
     values = {"grad_norm": grad_norm} | ({} if skipped is None else {SKIPPED: skipped})
-    return StepMetrics(loss=loss, stop=0, save=False, values=values)
+    return StepMetrics(loss=loss, stop=0, save=False, slow=False, values=values)
 
 
 def test_the_limit_follows_the_last_good_losses():
