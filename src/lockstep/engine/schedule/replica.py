@@ -25,6 +25,7 @@ class Replica:
         self.num_free_slots = capacity.slots
         """The number of slots without a sequence."""
         self._page_size = capacity.page_size
+        self._most_prefilled = min(capacity.prefill_rows, capacity.prefill_sequences or capacity.prefill_rows)
         self.holders: dict[bytes, set[int]] = {}
         """The replicas that have the K/V of each key of full pages and of tails; shared by all replicas."""
         self._prefixes = PrefixTable(self._hold, self._drop)
@@ -40,6 +41,11 @@ class Replica:
     def prefilling(self) -> bool:
         """Whether prompt tokens wait for prefill."""
         return bool(self._queue)
+
+    @property
+    def fills_prefill(self) -> bool:
+        """Whether enough sequences wait for prefill to fill the replica's rows of a launch, whatever their lengths."""
+        return len(self._queue) >= self._most_prefilled
 
     @property
     def copying(self) -> bool:
@@ -95,14 +101,12 @@ class Replica:
             sequences: The most sequences that the rows belong to; 0 for any number.
         """
         rows: list[tuple[Sequence, int]] = []
-        taken: set[int] = set()
-        while self._queue and len(rows) < count:
-            taken.add(id(self._queue[0]))
-            if sequences and len(taken) > sequences:
-                break
-            sequence = self._queue[0]
-            rows.append((sequence, sequence.num_prefilled))
-            sequence.num_prefilled = min(sequence.num_prefilled + self._page_size, sequence.num_prefill)
+        taken = 0
+        while self._queue and len(rows) < count and not 0 < sequences == taken:
+            sequence, taken = self._queue[0], taken + 1
+            starts = range(sequence.num_prefilled, sequence.num_prefill, self._page_size)[: count - len(rows)]
+            rows += [(sequence, start) for start in starts]
+            sequence.num_prefilled = min(starts[-1] + self._page_size, sequence.num_prefill)
             if sequence.num_prefilled == sequence.num_prefill:
                 self._queue.popleft()
         return rows

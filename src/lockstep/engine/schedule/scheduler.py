@@ -88,7 +88,7 @@ class Scheduler:
         self._admission = Admission(capacity, self._replicas)
         self._by_index = {replica.index: replica for replica in self._replicas}
         self._slots = DecodeSlots(capacity)
-        self._num_active = 0
+        self._num_active, self._admits_more = 0, False
         self._finished, self._stopped = 0, 0
         self._just_finished: list[Sequence] = []
         self._sampled = np.zeros(capacity.replicas, np.int64)
@@ -157,6 +157,8 @@ class Scheduler:
         sequence = self._find(prompt_id, generation_id)
         if sequence.finish_reason is not None:
             return
+        if self._admits_more:
+            self._admit(all_that_fit=True)
         sequence.finish_reason = FinishReason.CANCELLED
         self._ended(sequence)
         if sequence.replica < 0:
@@ -372,9 +374,16 @@ class Scheduler:
         """The part of the tokens so far that ended their sequence before its last."""
         return (self._stopped + 1) / (int(self._sampled.sum()) + self.capacity.steps)
 
-    def _admit(self) -> None:
+    def _admit(self, *, all_that_fit: bool = False) -> None:
+        """Admits the longest-waiting sequences: as many as fit, or as fill the next launch of prefill everywhere.
+
+        The others are admitted while the devices work on that launch. They go where they would have gone before it: no
+        slot or page becomes free until all prefill is done, but by `cancel`, which admits them first.
+        """
         slots = min(self.capacity.sequences, len(self._replicas) * self.capacity.slots)
-        while self._waiting and self._num_active < self.capacity.sequences:
+        unfilled = {replica.index for replica in self._replicas if all_that_fit or not replica.fills_prefill}
+        self._admits_more = not unfilled
+        while self._waiting and self._num_active < self.capacity.sequences and not self._admits_more:
             sequence = self._waiting[0]
             crowded = len(self._waiting) >= slots - self._num_active
             replica = self._admission.choose(sequence, crowded=crowded)
@@ -386,3 +395,6 @@ class Scheduler:
             self._slots.put(sequence)
             if self._drafter is not None:
                 self._drafter.put(sequence)
+            if replica.fills_prefill and not all_that_fit:
+                unfilled.discard(replica.index)
+                self._admits_more = not unfilled
