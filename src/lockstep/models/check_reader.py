@@ -23,6 +23,8 @@ from lockstep.placement.device import Program, compile_program, fetch
 LEAST_TOLERANCE = 5e-4
 """Nats by which log-probabilities in float32 may differ: rounding of some 30 layers stays below."""
 NAMED_AT_MOST = 3
+CLEARLY_BETTER = 10
+"""A difference that rounding could make is a mistake where another setting leaves less than a tenth of it."""
 
 
 class ReaderMismatchError(LockstepError, ValueError):
@@ -31,6 +33,7 @@ class ReaderMismatchError(LockstepError, ValueError):
     Args:
         text: What differs, by how much, and what is likely wrong.
         likely: What is likely wrong, the likeliest first; empty where no guess explains the difference.
+        tried: Every guess that was tried.
 
     Example:
         >>> error = lockstep.models.ReaderMismatchError("...", ("rope.theta is 10000: it should be 1e+06",))
@@ -38,9 +41,10 @@ class ReaderMismatchError(LockstepError, ValueError):
         'rope.theta is 10000: it should be 1e+06'
     """
 
-    def __init__(self, text: str, likely: tuple[str, ...] = ()) -> None:
+    def __init__(self, text: str, likely: tuple[str, ...] = (), tried: tuple[str, ...] = ()) -> None:
         super().__init__(text)
         self.likely = likely
+        self.tried = tried
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,6 +56,9 @@ class ReaderCheck:
         tolerance: The difference that rounding may make. It is large in bfloat16, where a small mistake stays unseen.
         unseen: The weights whose numbers are all equal, as those of norms in a new model are: whether the reader took
             the right one, no check can say.
+        tried: Every usual error of a reader that was looked for; empty where the search cannot compute the model.
+        cannot_tell: Those of them that would be within the tolerance too, such as another epsilon, or a base of rotary
+            embeddings that shows after more positions.
 
     Example:
         >>> lockstep.models.ReaderCheck(gap=0.25, tolerance=0.5, unseen=("final_norm",)).unseen
@@ -61,6 +68,16 @@ class ReaderCheck:
     gap: float
     tolerance: float
     unseen: tuple[str, ...]
+    tried: tuple[str, ...] = ()
+    cannot_tell: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        """The result in some lines, for a terminal."""
+        lines = [f"log-probabilities differ by {self.gap:.2g}, of {self.tolerance:.2g} that rounding may make"]
+        lines.append(f"{len(self.tried)} usual errors of a reader were looked for (.tried)")
+        lines += [f"cannot tell whether {text}" for text in self.cannot_tell]
+        lines += [f"cannot tell whether {name} is the right weight: all its numbers are equal" for name in self.unseen]
+        return "\n".join(lines)
 
 
 def check_reader(
@@ -84,10 +101,11 @@ def check_reader(
         hosts: The processes of the job; None for the current ones.
 
     Returns:
-        The difference and what could not be seen.
+        The difference, what was looked for, and what could not be seen.
 
     Raises:
-        ReaderMismatchError: The difference is more than rounding; names what is likely wrong.
+        ReaderMismatchError: The difference is more than rounding, or hardly any of it is left with another setting;
+            names what is likely wrong.
         PeerError: Something failed on at least one host: the model cannot be read, the forward pass fails, or what it
             returns has another shape. Raised on every host.
 
@@ -109,21 +127,25 @@ def check_reader(
             found = {name: fetch(array) for name, array in compare(check.parts, check.ids, theirs).items()}
         gap, tolerance = float(found["gaps"].max()), _tolerance(found)
         unseen = tuple(name for name, same in zip(check.names, found["constant"], strict=True) if same)
-        if gap <= tolerance:
-            return ReaderCheck(gap=gap, tolerance=tolerance, unseen=unseen)
         with scope.run_on_all("compile the search") as phase:
             program = check.adjustable(theirs)
             phase.agree(program.digests)
         with scope.launch_on_all("search"):
-            likely = _likely(check, program, theirs, gap, tolerance)
+            base, rests = _rests(check, program, theirs)
+    # The search cannot compute every model, such as one with an activation of its own.
+    rests = rests if math.isclose(base, gap, rel_tol=0.05, abs_tol=tolerance) else []
+    tried, likely = tuple(text for _, text in rests), _likely(rests, gap, base, tolerance)
+    if gap <= tolerance and not likely:
+        cannot_tell = tuple(_with_rest(text, rest) for rest, text in rests if rest <= tolerance)
+        return ReaderCheck(gap=gap, tolerance=tolerance, unseen=unseen, tried=tried, cannot_tell=cannot_tell)
     text = (
         f"what the reader returned differs from the model's own forward pass by up to {gap:.3g} in a log-probability; "
         f"rounding makes at most {tolerance:.2g}. "
     )
-    text += f"Likely wrong: {'; or '.join(likely)}." if likely else _where(found["gaps"], tolerance)
+    text += f"Likely wrong: {'; or '.join(likely)}." if likely else _where(found["gaps"], tolerance, len(tried))
     if unseen:
         text += f" Whether {', '.join(unseen)} are right cannot be seen: all their numbers are equal."
-    raise ReaderMismatchError(text, likely)
+    raise ReaderMismatchError(text, likely, tried)
 
 
 class _Check:
@@ -218,28 +240,40 @@ def _tolerance(found: dict[str, np.ndarray]) -> float:
     return max(LEAST_TOLERANCE, 4 * float(found["noise"].max()), 4 * float(found["rounding"]))
 
 
-def _likely(check: _Check, program: Program, theirs: Any, gap: float, tolerance: float) -> tuple[str, ...]:
-    """The settings that explain the difference: hardly any of it is left with them."""
+def _rests(check: _Check, program: Program, theirs: Any) -> tuple[float, list[tuple[float, str]]]:
+    """The difference as the search computes it, and what is left of it with each guess, the least first."""
 
     def left(settings: Settings) -> float:
         return float(fetch(program(check.parts, check.ids, theirs, check.placed(settings))))
 
-    if not math.isclose(left(settings_of(check.config)), gap, rel_tol=0.05, abs_tol=tolerance):
-        return ()
-    tried = sorted((left(settings), text) for text, settings in suspects(check.config, check.weights))
-    explained = [(rest, text) for rest, text in tried if rest <= max(tolerance, gap / 50)]
-    best = [each for each in explained if each[0] <= max(tolerance, 2 * tried[0][0])]
-    return tuple(f"{text} (the difference is then {rest:.2g})" for rest, text in best[:NAMED_AT_MOST])
+    rests = sorted((left(settings), text) for text, settings in suspects(check.config, check.weights))
+    return left(settings_of(check.config)), rests
 
 
-def _where(gaps: Float[np.ndarray, " position"], tolerance: float) -> str:
+def _likely(rests: list[tuple[float, str]], gap: float, base: float, tolerance: float) -> tuple[str, ...]:
+    """The guesses that explain the difference: hardly any of it is left with them."""
+    if gap > tolerance:
+        explained = [each for each in rests if each[0] <= max(tolerance, gap / 50)]
+    else:
+        explained = [each for each in rests if CLEARLY_BETTER * each[0] < base]
+    least = explained[0][0] if explained else 0.0
+    alike = min(max(tolerance, 2 * least), CLEARLY_BETTER * least)
+    return tuple(_with_rest(text, rest) for rest, text in explained[:NAMED_AT_MOST] if rest <= alike)
+
+
+def _with_rest(text: str, rest: float) -> str:
+    return f"{text} (the difference is then {rest:.2g})"
+
+
+def _where(gaps: Float[np.ndarray, " position"], tolerance: float, tried: int) -> str:
     """The place to look, by whether the first position differs: its attention has one position to attend to."""
+    none = f"None of {tried} single changes (.tried of this error) explains the difference; there may be two."
     if gaps[0] <= tolerance:
         return (
             f"The first position agrees ({gaps[0]:.2g}): look at what works between positions, which is rotary "
-            "embeddings, the scale and soft cap of attention, the window, norms of q and k, the order of heads."
+            f"embeddings, the scale and soft cap of attention, the window, norms of q and k, the order of heads. {none}"
         )
     return (
         f"The first position differs already ({gaps[0]:.2g}): look at embedding and its scale, norms, v, o, MLP, "
-        "activation, output layer. No single change that is known explains the difference; there may be two."
+        f"activation, output layer. {none}"
     )

@@ -135,6 +135,28 @@ def placed(mesh="1,1,1", config=CONFIG):
 def test_a_reader_that_is_right_passes(compiled):
     found = check_reader(placed(), lambda ids: numpy_forward(np.asarray(ids)), length=LENGTH)
     assert found.gap < 2e-5 and found.tolerance == 5e-4 and found.unseen == ()
+    assert len(found.tried) > 30 and "gate and up are swapped" in found.tried
+    told = [text for text in found.tried if not any(each.startswith(text) for each in found.cannot_tell)]
+    assert "rope.theta is 10000: it should be 1e+06" in told
+    assert "layer_norm_epsilon is 1e-05: it should be 1e-06" in told
+    assert found.cannot_tell and all(each.startswith("rope.scaling is None") for each in found.cannot_tell), LENGTH
+
+
+def test_an_epsilon_ten_times_too_large_is_named_or_listed(compiled):
+    """Rounding could make either difference: of the first it does not, since hardly any is left with the right one."""
+
+    def check(have, right):
+        config = dataclasses.replace(CONFIG, layer_norm_epsilon=have)
+        return check_reader(placed(config=config), lambda ids: numpy_forward(np.asarray(ids), eps=right), length=LENGTH)
+
+    with pytest.raises(ReaderMismatchError, match=r"up to 0.000.*1e-06: it should be 1e-07") as error:
+        check(1e-6, 1e-7)
+    assert len(error.value.likely) == 1 and len(error.value.tried) > 30
+    found = check(1e-7, 1e-8)
+    (listed,) = [
+        each for each in found.cannot_tell if each.startswith("layer_norm_epsilon is 1e-07: it should be 1e-08")
+    ]
+    assert f"cannot tell whether {listed}" in str(found)
 
 
 @pytest.mark.parametrize("name", WRONG)
@@ -149,7 +171,7 @@ def test_what_no_guess_explains_is_placed_at_least(compiled):
     both = {**rope(theta=3e4), "scale": 0.3}
     with pytest.raises(ReaderMismatchError, match=r"The first position agrees .*rotary embeddings, the scale") as error:
         check_reader(placed(), lambda ids: numpy_forward(np.asarray(ids), **both), length=LENGTH)
-    assert error.value.likely == ()
+    assert error.value.likely == () and f"None of {len(error.value.tried)} single changes" in str(error.value)
     other = {"embed_scale": 1.7}
     with pytest.raises(ReaderMismatchError, match=r"The first position differs already .*embedding and its scale"):
         check_reader(placed(), lambda ids: numpy_forward(np.asarray(ids), **other), length=LENGTH)
