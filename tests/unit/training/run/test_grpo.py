@@ -1,8 +1,10 @@
 """The configuration of train-grpo, and input that cannot work."""
 
 import json
+import re
 import runpy
 import sys
+import tarfile
 from pathlib import Path
 
 import haliax as hax
@@ -10,8 +12,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import yaml
 
 from lockstep.errors import ConfigError
+from lockstep.launch.options import parse_options
+from lockstep.launch.ssh import Ssh
+from lockstep.launch.sync import make_archive
+from lockstep.launch.worker_jobs import WorkerJobs
 from lockstep.main.arguments import parse_arguments
 from lockstep.text import encode, read_prompts
 from lockstep.training import TrainGrpoConfig, load_questions
@@ -125,6 +132,36 @@ def test_what_is_loaded_before_any_device_work(tmp_path):
     tokenizer.chat_template = None
     with pytest.raises(ConfigError, match=r"q\.jsonl:1: .* has no chat template"):
         load("--data.max_seq_len", "32", "--data.format", "chat", tokenizer=tokenizer)
+
+
+def test_data_and_a_reward_of_ones_own_work_where_only_what_was_synced_is(tmp_path, monkeypatch):
+    """As docs/grpo.md says it: the reward of that page, in a file beside the configuration, on a machine of a pod."""
+    mine, pod, tokenizer = tmp_path / "mine", tmp_path / "pod", tiny.tokenizer()
+    (mine / "runs").mkdir(parents=True)
+    pod.mkdir()
+    page = (ROOT / "docs" / "grpo.md").read_text()
+    (reward,) = [each for each in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "def judge" in each]
+    (mine / "runs" / "walk_rewards.py").write_text(reward)
+    record = {"ask": "What is 1 plus 1?", "gold": "It is two.", "must_say": ["two"]}
+    (mine / "runs" / "questions.jsonl").write_text(json.dumps(record) + "\n")
+    given = yaml.safe_load((ROOT / "config" / "grpo_demo.yaml").read_text())
+    given["rewards"] = [{"type": "function", "function": "walk_rewards:judge"}]
+    urls = {"train_urls": ["runs/questions.jsonl"], "question_field": "ask", "answer_field": "gold"}
+    given["data"] |= urls | {"max_seq_len": 64}
+    (mine / "runs" / "my.yaml").write_text(yaml.safe_dump(given))
+    command = ["lockstep", "train-grpo", "--config_path", "runs/my.yaml"]
+    monkeypatch.chdir(mine)
+    words = ["--backend", "ssh", "--hosts", "a", "--sync", "runs/my.yaml", "--sync", "runs/questions.jsonl"]
+    synced = parse_options([*words, "--", *command], {"ssh": WorkerJobs(Ssh())}).sync
+    with tarfile.open(make_archive(synced, None, tmp_path / "x.tar.gz").path) as archive:
+        archive.extractall(pod, filter="data")
+    assert sorted(path.name for path in (pod / "runs").iterdir()) == ["my.yaml", "questions.jsonl", "walk_rewards.py"]
+    monkeypatch.chdir(pod)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    config = parse_arguments(TrainGrpoConfig, command[2:])
+    (prompt,) = config.load(tokenizer, 64, 0).prompts
+    assert (prompt.answer, prompt.fields) == ("It is two.", {"must_say": ["two"]})
+    assert Path(sys.modules.pop("walk_rewards").__file__).parent == pod / "runs"
 
 
 def test_every_reference_answer_is_read_before_training(tmp_path):
