@@ -8,11 +8,13 @@ import sys
 import jax
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 from lockstep.errors import PeerError
-from lockstep.models import LlamaConfig, ReaderMismatchError, Variant, check_reader
+from lockstep.models import LlamaConfig, ReaderMismatchError, Variant, check_reader, from_names
 from lockstep.models.config import rotary_frequencies
 from lockstep.models.rope import Llama3Scaling, RotaryConfig
+from lockstep.placement import place
 from tests.tiny import numpy_weights, placed_weights
 from tests.unit.engine.models import mesh_of
 
@@ -117,8 +119,8 @@ def compiled():
     compile_program = module.compile_program
 
     def once(name, function, arguments, **options):
-        config = inspect.getclosurevars(function).nonlocals["self"].config
-        key = (name, config, str(jax.tree.map(np.shape, arguments)), str(options["mesh"]))
+        check = inspect.getclosurevars(function).nonlocals["self"]
+        key = (name, check.config, str(check.specs), str(jax.tree.map(np.shape, arguments)), str(options["mesh"]))
         if key not in kept:
             kept[key] = compile_program(name, function, arguments, **options)
         return kept[key]
@@ -157,6 +159,36 @@ def test_an_epsilon_ten_times_too_large_is_named_or_listed(compiled):
         each for each in found.cannot_tell if each.startswith("layer_norm_epsilon is 1e-07: it should be 1e-08")
     ]
     assert f"cannot tell whether {listed}" in str(found)
+
+
+@pytest.mark.parametrize("firsts", [(0, 4, 6), (0, 6, 4)])
+def test_a_model_with_joint_arrays_is_read_by_a_table_and_told_of_a_wrong_order(compiled, firsts):
+    mesh, layers = mesh_of("1,1,1"), HOST.layers
+    heads = {"q": CONFIG.num_heads, "k": CONFIG.num_kv_heads, "v": CONFIG.num_kv_heads}
+
+    def put(array):
+        return place(np.ascontiguousarray(array), NamedSharding(mesh, PartitionSpec()))
+
+    model = {"wte": put(HOST.embed), "out": put(HOST.lm_head), "norm": put(HOST.final_norm), "h": []}
+    for i in range(CONFIG.num_layers):
+        attention = np.concatenate([getattr(layers, name)[i].reshape(CONFIG.hidden_dim, -1) for name in "qkv"], axis=1)
+        fused = np.concatenate([layers.gate[i], layers.up[i]], axis=1)
+        rest = {"o": layers.o[i], "down": layers.down[i], "n1": layers.attn_norm[i], "n2": layers.mlp_norm[i]}
+        model["h"].append({name: put(each) for name, each in {"attn": attention, "mlp": fused, **rest}.items()})
+    table = {"embed": "wte", "lm_head": "out", "final_norm": "norm", "attn_norm": "h.{}.n1", "mlp_norm": "h.{}.n2"}
+    table |= {"o": "h.{}.o", "down": "h.{}.down"}
+    table |= {
+        name: ("h.{}.mlp", "embed (two mlp) -> embed mlp", {"two": (at, 2)}) for at, name in enumerate(("gate", "up"))
+    }
+    for name, first in zip("qkv", firsts, strict=True):
+        part = {"part": slice(first, first + heads[name]), "head": CONFIG.head_size}
+        table[name] = ("h.{}.attn", "embed (part head) -> embed part head", part)
+    pair = CONFIG, from_names(table)(model)
+    if firsts == (0, 4, 6):
+        assert check_reader(pair, lambda ids: numpy_forward(np.asarray(ids)), length=LENGTH).gap < 2e-5
+        return
+    with pytest.raises(ReaderMismatchError, match="k and v are swapped"):
+        check_reader(pair, lambda ids: numpy_forward(np.asarray(ids)), length=LENGTH)
 
 
 @pytest.mark.parametrize("name", WRONG)
