@@ -17,7 +17,6 @@ import jax
 from haliax.partitioning import round_axis_for_partitioning
 from levanter.config import main as config_main
 from levanter.data.text.preference import dataset_for_preference_format
-from levanter.distributed import DistributedConfig
 from levanter.dpo import DpoModel, dpo_loss
 from levanter.main.train_dpo import TrainDpoConfig
 from levanter.trainer import Trainer, initialize
@@ -37,9 +36,7 @@ class Config(TrainDpoConfig):
 
 def train(config: Config) -> None:
     """Train the policy. Every process makes the same call."""
-    lockstep.start()  # see examples/levanter_train_lm.py
-    config.trainer.distributed = DistributedConfig(initialize_jax_distributed=False)
-
+    lockstep.levanter.start(config.trainer)  # see examples/levanter_train_lm.py
     initialize(config)
     tokenizer = config.data.the_tokenizer
     optimizer = config.optimizer.build(config.trainer.num_train_steps)

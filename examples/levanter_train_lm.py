@@ -6,6 +6,8 @@ Needs the extra ``levanter``. One process, or two simulated hosts::
     python infra/launch.py --backend local --processes 2 --devices_per_process 2 -- \
         python examples/levanter_train_lm.py --config_path examples/levanter_train_lm.yaml
 
+On a pod, with ``levanter_train_lm_v5p_64.yaml``: docs/first-pod.md.
+
 The configuration is that of Levanter's ``train_lm`` with one block more, ``inference_eval``.
 """
 
@@ -15,9 +17,8 @@ from typing import Any
 import haliax as hax
 import jax
 import levanter.eval
-from haliax.partitioning import round_axis_for_partitioning
+from haliax.partitioning import named_jit, round_axis_for_partitioning
 from levanter.config import main as config_main
-from levanter.distributed import DistributedConfig
 from levanter.main.train_lm import TrainLmConfig
 from levanter.models.lm_model import LmExample, LmHeadModel
 from levanter.trainer import Trainer, initialize
@@ -35,13 +36,20 @@ class Config(TrainLmConfig):
     )
 
 
-def train(config: Config) -> None:
-    """Train from scratch, or from the newest checkpoint of the run. Every process makes the same call."""
-    # One of the two may start jax.distributed. Ours knows infra/launch.py, TPU pods, GKE and Slurm. Without these two
-    # lines Levanter starts it, and sampling uses what it finds.
-    lockstep.start()
-    config.trainer.distributed = DistributedConfig(initialize_jax_distributed=False)
+def pretrained(config: Config, trainer: Trainer, tokenizer: Any) -> LmHeadModel[Any]:
+    """The model of ``initialize_from_hf``, a name or a place of a Hugging Face checkpoint, as ``train_lm`` reads it."""
+    converter = config.model.hf_checkpoint_converter(config.initialize_from_hf).replaced(tokenizer=tokenizer)
+    mapping, mp = trainer.parameter_axis_mapping, trainer.mp
+    kind = config.model.model_type
+    model = converter.load_pretrained(kind, config=config.model, axis_mapping=mapping, dtype=mp.compute_dtype)
+    return named_jit(mp.cast_to_param, mapping)(model)
 
+
+def train(config: Config) -> None:
+    """Train from the newest checkpoint of the run, ``initialize_from_hf`` or scratch. Every process makes the call."""
+    # Joins the job of lockstep launch, a TPU pod, GKE or Slurm. Without this line Levanter starts jax.distributed, and
+    # sampling uses what it finds.
+    lockstep.levanter.start(config.trainer)
     initialize(config)
     tokenizer = config.data.the_tokenizer
     optimizer = config.optimizer.build(config.trainer.num_train_steps)
@@ -55,7 +63,11 @@ def train(config: Config) -> None:
         Pos = config.model.max_Pos.resize(config.train_seq_len or config.model.max_seq_len)
         dataset = config.data.train_set(Pos, config.trainer.batch_schedule, key=data_key)
         held_out = config.data.tagged_eval_sets(Pos)
-        state = trainer.initial_state(training_key, model_init=lambda: config.model.build(Vocab, key=model_key))
+        _, resuming = trainer.checkpoint_load_plan()
+        if config.initialize_from_hf and not resuming:
+            state = trainer.initial_state(training_key, model=pretrained(config, trainer, tokenizer))
+        else:
+            state = trainer.initial_state(training_key, model_init=lambda: config.model.build(Vocab, key=model_key))
 
         if held_out:
             evaluate = levanter.eval.cb_tagged_lm_evaluate(

@@ -48,7 +48,7 @@ SECTIONS = {
     ),
     "In a Levanter run": (
         "Needs the extra `levanter` ([levanter.md](levanter.md)); `trainer` and `state` are those of the script.",
-        ("lockstep.levanter.sample_callback", "lockstep.levanter.LevanterTracker"),
+        ("lockstep.levanter.start", "lockstep.levanter.sample_callback", "lockstep.levanter.LevanterTracker"),
     ),
     "In a Tunix run": (
         "Needs the extra `tunix` ([tunix.md](tunix.md)); `trainer` is that of the script.",

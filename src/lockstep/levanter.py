@@ -12,8 +12,51 @@ from levanter.tracker import CompositeTracker
 
 from lockstep.callback import InferenceEvalConfig, SampleCallback
 from lockstep.errors import ConfigError
-from lockstep.hosts import Hosts
+from lockstep.hosts import DistributedConfig, Hosts
+from lockstep.hosts import start as start_hosts
 from lockstep.report import TableRow, WandbTracker
+
+
+def start(config: Any) -> Hosts:
+    """Join the job in Levanter's place, before ``levanter.trainer.initialize``. Every process makes the same call.
+
+    Levanter's own start knows less: the launcher of this package, a wait with a limit, a peer that failed.
+
+    Args:
+        config: Levanter's ``TrainerConfig``; its ``distributed`` is then set so that Levanter starts nothing.
+
+    Raises:
+        ConfigError: The batch cannot be split over the devices, where Levanter ends in a ``ZeroDivisionError``; or one
+            of the errors of `lockstep.start`.
+
+    Example:
+        >>> from levanter.trainer import TrainerConfig
+        >>> config = TrainerConfig(train_batch_size=64)
+        >>> hosts = lockstep.levanter.start(config)
+        >>> config.distributed.initialize_jax_distributed
+        False
+    """
+    given = config.distributed
+    if given.local_device_ids is not None:
+        raise ConfigError(
+            f"trainer.distributed.local_device_ids is {given.local_device_ids}; set JAX_LOCAL_DEVICE_IDS in the "
+            "environment instead."
+        )
+    hosts = start_hosts(
+        DistributedConfig(
+            coordinator_address=given.coordinator_address,
+            num_processes=given.num_processes,
+            process_id=given.process_id,
+        )
+    )
+    config.distributed = dataclasses.replace(given, initialize_jax_distributed=False)
+    batch, devices = config.train_batch_size, config.data_axis_size
+    if isinstance(batch, int) and batch != -1 and batch % devices:
+        raise ConfigError(
+            f"trainer.train_batch_size is {batch}, but each batch is split over {devices} devices. Set it to a "
+            f"multiple of {devices}, such as {-(-batch // devices) * devices}, or split examples too (trainer.mesh)."
+        )
+    return hosts
 
 
 def sample_callback(

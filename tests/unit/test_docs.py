@@ -34,7 +34,14 @@ ROOMS = {
 }
 """Directories: what begins with one of these and a slash is the name of a file or of a directory."""
 
-ELSEWHERE = ("loop.py", "train.py", "conftest.py", "my-runs/simpo.yaml", "transformers/modeling_rope_utils.py")
+ELSEWHERE = (
+    "loop.py",
+    "train.py",
+    "conftest.py",
+    "my-runs/simpo.yaml",
+    "my-runs/levanter.yaml",
+    "transformers/modeling_rope_utils.py",
+)
 """Files that a page has its reader write, or that are another library's."""
 
 

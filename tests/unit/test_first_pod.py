@@ -96,6 +96,19 @@ def test_what_its_configuration_needs_is_installed_on_the_machines(text, package
         assert any(one.startswith(f"{package}>=") for one in installed), line
 
 
+def test_the_configuration_for_levanter_reads_only_what_the_page_has_put_into_the_bucket():
+    text = (ROOT / "examples" / "levanter_train_lm_v5p_64.yaml").read_text(encoding="utf-8")
+    places = set(re.findall(r"gs://YOUR_BUCKET/([\w/-]+)", text))
+    made = {place for place in places if place.startswith(("cache/", "checkpoints/"))}
+    put = set(re.findall(r"gcloud storage cp .* gs://my-bucket/([\w/-]+)/\n", PAGE))
+    assert places - made == {"models/Meta-Llama-3-8B-Instruct", "data/ultrafeedback_binarized/train_prefs-"}
+    assert all(any(place.startswith(each) for each in put) for place in places - made), put
+    (line,) = [line for line in launches() if "levanter" in line]
+    options = parse(shlex.split(line)[2:])
+    assert [str(path) for path in options.sync] == ["examples", "my-runs"] and not re.search(r"[\s\"\[]data/", text)
+    assert options.extras == "levanter,tpu,gcs"
+
+
 class Laptop:
     """A machine with a clone, and Google's commands in front of a fake cloud."""
 
@@ -155,7 +168,7 @@ def test_the_page_is_typed(tmp_path):
         assert f"[{worker}] lockstep doctor --self-test --json self-test.json" in printed
     for worker in range(8):
         assert f"[{worker}] lockstep train-simpo --config_path my-runs/simpo.yaml --trainer.run_id simpo-1" in printed
-        assert f"[{worker}] python examples/levanter_train_lm.py" in printed
+        assert f"[{worker}] python examples/levanter_train_lm.py --config_path my-runs/levanter.yaml" in printed
     assert '"kind": "JobSet"' in printed and "#SBATCH --nodes=8" in printed
     assert "compute instance-groups managed create" in printed
     # Deleted before the part for users of Levanter, which makes the slice again.

@@ -6,14 +6,16 @@ import haliax as hax
 import jax
 import jmp
 import pytest
+from levanter.distributed import DistributedConfig
 from levanter.models.gpt2 import Gpt2Config
+from levanter.schedule import ScheduleStep
 from levanter.tracker import CompositeTracker, NoopTracker
 from levanter.tracker.background import BackgroundTracker
 from levanter.tracker.wandb import WandbTracker
 
 from lockstep.callback import InferenceEvalConfig
 from lockstep.errors import ConfigError, PeerError
-from lockstep.levanter import LevanterTracker, sample_callback
+from lockstep.levanter import LevanterTracker, sample_callback, start
 from tests import tiny
 from tests.unit.report.trackers.fakes import FakeRun, row
 
@@ -34,6 +36,23 @@ def trainer(tracker=None):
         add_hook=lambda fn, every=1: hooks.append((fn, every)),
         hooks=hooks,
     )
+
+
+@pytest.mark.parametrize(("batch", "nearest"), [(16, 32), (40, 64)])
+def test_a_batch_that_the_devices_cannot_share_is_refused_before_levanter_divides_by_zero(batch, nearest, monkeypatch):
+    given = []
+    monkeypatch.setattr("lockstep.levanter.start_hosts", given.append)
+    config = SimpleNamespace(distributed=DistributedConfig("h:1", 8, 3), train_batch_size=batch, data_axis_size=32)
+    with pytest.raises(ConfigError, match=f"is {batch}, .* over 32 devices. .* multiple of 32, such as {nearest},"):
+        start(config)
+    for fits in (64, -1, [ScheduleStep(0, 48)]):  # Levanter works the second out, and its text on the third is clear
+        config.train_batch_size = fits
+        start(config)
+    assert config.distributed == DistributedConfig("h:1", 8, 3, initialize_jax_distributed=False)
+    assert (given[0].coordinator_address, given[0].num_processes, given[0].process_id) == ("h:1", 8, 3)
+    config.distributed = DistributedConfig(local_device_ids=[0])
+    with pytest.raises(ConfigError, match=r"local_device_ids is \[0\]; set JAX_LOCAL_DEVICE_IDS"):
+        start(config)
 
 
 def test_an_unsupported_model_is_refused_by_name_when_the_hook_is_made():
