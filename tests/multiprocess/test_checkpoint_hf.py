@@ -69,14 +69,16 @@ VOCAB = 1010
 """Four devices read unequal numbers of its rows."""
 
 
-def body_read(hosts: Hosts, url: str, mesh_shape: str, expected: str) -> dict[str, Any]:
+def body_read(hosts: Hosts, url: str, mesh_shape: str, expected: str, readers: int = 32) -> dict[str, Any]:
     import jax
     import numpy as np
 
     from lockstep.models import load_hf
+    from lockstep.models.hf import row_layout
     from lockstep.placement import make_mesh
     from tests.counted_files import CountedFiles
 
+    row_layout.MAX_READERS = readers
     CountedFiles.bytes_read()
     model = load_hf(url, make_mesh(mesh_shape), hosts=hosts)
     requests, read = len(CountedFiles.reads), CountedFiles.bytes_read()
@@ -126,5 +128,29 @@ def test_processes_read_every_byte_once_between_them(processes: int, mesh_shape:
         # A request for each tensor of its rows, two for each header; no row, and no column, is a request of its own.
         tensors = 4 * 9 + 3
         assert result["requests"] <= 2 * tensors + 2 * 8
+    whole = results[0]["whole"]
+    assert whole <= sum(result["read"] for result in results) <= 1.02 * whole
+
+
+@pytest.mark.parametrize(
+    ("processes", "mesh_shape", "readers"),
+    [
+        (2, "auto", 1),
+        pytest.param(4, "1,-1,2", 2, marks=pytest.mark.slow),
+        pytest.param(4, "host_local", 2, marks=pytest.mark.nightly),
+    ],
+)
+def test_few_processes_read_and_all_get_the_same(
+    processes: int, mesh_shape: str, readers: int, checkpoint: Path
+) -> None:
+    """The arrays are compared with the expected ones in each process."""
+    expected = str(checkpoint.with_name("expected.npz"))
+    results = run_processes(
+        body_read, processes=processes, args=(f"counted://{checkpoint}", mesh_shape, expected, readers), timeout_s=300
+    )
+    for number, result in enumerate(results):
+        print(result)
+        reads = number % (processes // readers) == 0
+        assert reads == (result["requests"] > 0) == (result["read"] > 0)
     whole = results[0]["whole"]
     assert whole <= sum(result["read"] for result in results) <= 1.02 * whole

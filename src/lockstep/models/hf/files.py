@@ -3,11 +3,12 @@
 import concurrent.futures
 import contextlib
 import hashlib
+import json
 import math
 import os
 import pathlib
 import tempfile
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import ml_dtypes
@@ -36,20 +37,20 @@ _DTYPES: dict[str, Any] = {
 class TensorFile:
     """One file of tensors, in the format of https://github.com/huggingface/safetensors. Threads may share it.
 
+    Args:
+        header: What `read_header` returned, here or on another host; None to read it.
+
     Raises:
         ConfigError: The file is not safetensors.
     """
 
-    def __init__(self, filesystem: Any, path: str) -> None:
+    def __init__(self, filesystem: Any, path: str, header: bytes | None = None) -> None:
         self._filesystem, self._path = filesystem, path
-        length = int.from_bytes(filesystem.cat_file(path, start=0, end=_LENGTH_BYTES), "little")
-        if not 0 < length <= _LONGEST_HEADER:
-            raise ConfigError(f"its header would have {length} bytes. Save or upload it again.")
-        self._data = _LENGTH_BYTES + length
+        text = read_header(filesystem, path) if header is None else header
+        self._data = _LENGTH_BYTES + len(text)
         again = "Save or upload it again."
-        header = parse_json(filesystem.cat_file(path, start=_LENGTH_BYTES, end=self._data), "its header", dict, again)
         self._tensors: dict[str, Any] = {}
-        for name, entry in header.items():
+        for name, entry in parse_json(text, "its header", dict, again).items():
             if name != "__metadata__":
                 with refused(f"what its header says of {name!r}", again):
                     self._tensors[name] = _checked(entry)
@@ -94,6 +95,19 @@ class TensorFile:
         return np.dtype(_DTYPES[stored])
 
 
+def read_header(filesystem: Any, path: str) -> bytes:
+    """Reads the header of a file of tensors: the JSON that says where each is.
+
+    Raises:
+        ConfigError: Its length is none of a header.
+    """
+    length = int.from_bytes(filesystem.cat_file(path, start=0, end=_LENGTH_BYTES), "little")
+    if not 0 < length <= _LONGEST_HEADER:
+        raise ConfigError(f"its header would have {length} bytes. Save or upload it again.")
+    header: bytes = filesystem.cat_file(path, start=_LENGTH_BYTES, end=_LENGTH_BYTES + length)
+    return header
+
+
 def _checked(entry: Any) -> Any:
     """The entry of a tensor in a header, checked: NumPy counts bytes in 63 bits."""
     sizes = [*entry["shape"], *entry["data_offsets"]]
@@ -104,6 +118,7 @@ def _checked(entry: Any) -> Any:
     return entry
 
 
+CONFIG_NAME = "config.json"
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 AGAIN = "Download the checkpoint again."
@@ -120,34 +135,22 @@ class CheckpointFiles:
             ``model.safetensors.index.json`` and the files that it names. Ranges are read; nothing is copied to this
             host's disk.
 
+        heads: What `read_heads` returned, here or on another host; None to read it.
+
     Raises:
         ConfigError: A file is missing or is not safetensors.
     """
 
-    def __init__(self, directory: str | os.PathLike[str]):
+    def __init__(self, directory: str | os.PathLike[str], heads: Mapping[str, bytes] | None = None):
         self.directory = os.fspath(directory)
+        heads = read_heads(self.directory) if heads is None else heads
         self._filesystem, root = url_to_fs(self.directory)
-        self._root = root.rstrip("/")
-        listed = [path for path in self._filesystem.glob(f"{self._root}/*") if not self._filesystem.isdir(path)]
-        names = {path.rsplit("/", 1)[-1] for path in listed}
-        if INDEX_NAME in names:
-            place = f"{self.directory}/{INDEX_NAME}"
-            index = parse_json(self._filesystem.cat_file(f"{self._root}/{INDEX_NAME}"), place, dict, AGAIN)
-            with refused(place, AGAIN):
-                self._file_of: dict[str, str] = {**index["weight_map"]}
-                missing = sorted(check_bare_name(file, place) for file in {*self._file_of.values()} - names)
-            if missing:
-                raise ConfigError(f"{place} names {', '.join(missing)}, which is not there. {AGAIN}")
-            self._open = self._open_all(sorted(set(self._file_of.values())))
-        elif SINGLE_NAME in names:
-            self._open = self._open_all([SINGLE_NAME])
-            self._file_of = dict.fromkeys(self._open[SINGLE_NAME].names, SINGLE_NAME)
-        else:
-            found = ", ".join(sorted(names)) or "nothing"
-            raise ConfigError(
-                f"{self.directory} has neither {SINGLE_NAME} nor {INDEX_NAME}; found {found}. Save the checkpoint as "
-                "safetensors (transformers: save_pretrained)."
-            )
+        self._open: dict[str, TensorFile] = {}
+        files, file_of = _weight_map(self.directory, heads)
+        for file in files:
+            with _named_file(f"{self.directory}/{file}"):
+                self._open[file] = TensorFile(self._filesystem, f"{root.rstrip('/')}/{file}", heads[file])
+        self._file_of = dict.fromkeys(self._open[SINGLE_NAME].names, SINGLE_NAME) if file_of is None else file_of
 
     @property
     def names(self) -> set[str]:
@@ -205,15 +208,73 @@ class CheckpointFiles:
             raise ConfigError(f"{INDEX_NAME} says tensor {name} is in {file}; it is not. {AGAIN}")
         return self._open[file]
 
-    def _open_all(self, files: list[str]) -> dict[str, TensorFile]:
-        with concurrent.futures.ThreadPoolExecutor(_THREADS, "lockstep-headers") as pool:
-            return dict(zip(files, pool.map(self._open_one, files), strict=True))
 
-    def _open_one(self, file: str) -> TensorFile:
-        try:
-            return TensorFile(self._filesystem, f"{self._root}/{file}")
-        except Exception as error:
-            raise ConfigError(f"{self.directory}/{file} cannot be read as safetensors: {error}") from error
+def read_heads(directory: str) -> dict[str, bytes]:
+    """Reads what is to be known of a checkpoint before its rows, by the name of each of its files.
+
+    It is the header of a file of tensors, all of the configuration and the index, and nothing of others.
+
+    Raises:
+        ConfigError: A file is missing or is not safetensors.
+    """
+    filesystem, root = url_to_fs(directory)
+    root = root.rstrip("/")
+    listed = [path for path in filesystem.glob(f"{root}/*") if not filesystem.isdir(path)]
+    heads = {path.rsplit("/", 1)[-1]: b"" for path in listed}
+    for name in {CONFIG_NAME, INDEX_NAME} & heads.keys():
+        heads[name] = filesystem.cat_file(f"{root}/{name}")
+
+    def read(file: str) -> bytes:
+        with _named_file(f"{directory}/{file}"):
+            return read_header(filesystem, f"{root}/{file}")
+
+    files, _ = _weight_map(directory, heads)
+    with concurrent.futures.ThreadPoolExecutor(_THREADS, "lockstep-headers") as pool:
+        return heads | dict(zip(files, pool.map(read, files), strict=True))
+
+
+def pack_heads(heads: Mapping[str, bytes]) -> bytes:
+    """Returns what `read_heads` returned as bytes for other hosts."""
+    return json.dumps({name: data.decode("latin-1") for name, data in heads.items()}).encode()
+
+
+def unpack_heads(data: bytes) -> dict[str, bytes]:
+    """Returns what `pack_heads` packed.
+
+    Raises:
+        ConfigError: It is something else.
+    """
+    what = "what process 0 read of the checkpoint"
+    with refused(what, AGAIN):
+        return {name: text.encode("latin-1") for name, text in parse_json(data, what, dict, AGAIN).items()}
+
+
+def _weight_map(directory: str, heads: Mapping[str, bytes]) -> tuple[list[str], dict[str, str] | None]:
+    """The files of tensors, and the one of each tensor where there is an index."""
+    if INDEX_NAME in heads:
+        place = f"{directory}/{INDEX_NAME}"
+        index = parse_json(heads[INDEX_NAME], place, dict, AGAIN)
+        with refused(place, AGAIN):
+            file_of: dict[str, str] = {**index["weight_map"]}
+            missing = sorted(check_bare_name(file, place) for file in {*file_of.values()} - heads.keys())
+        if missing:
+            raise ConfigError(f"{place} names {', '.join(missing)}, which is not there. {AGAIN}")
+        return sorted(set(file_of.values())), file_of
+    if SINGLE_NAME not in heads:
+        found = ", ".join(sorted(heads)) or "nothing"
+        raise ConfigError(
+            f"{directory} has neither {SINGLE_NAME} nor {INDEX_NAME}; found {found}. Save the checkpoint as "
+            "safetensors (transformers: save_pretrained)."
+        )
+    return [SINGLE_NAME], None
+
+
+@contextlib.contextmanager
+def _named_file(file: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        raise ConfigError(f"{file} cannot be read as safetensors: {error}") from error
 
 
 @contextlib.contextmanager

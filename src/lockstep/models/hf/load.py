@@ -2,6 +2,7 @@
 
 import contextlib
 import difflib
+import functools
 import itertools
 import os
 import re
@@ -22,9 +23,16 @@ from lockstep.hosts import Hosts, Ledger, MemoryClient, Phase, Watchdog, current
 from lockstep.json_text import parse_json
 from lockstep.models.config import LlamaConfig
 from lockstep.models.families.registry import config_from_hf, family_of, family_of_hf
-from lockstep.models.hf.files import CheckpointFiles, local_directory
+from lockstep.models.hf.files import (
+    CONFIG_NAME,
+    CheckpointFiles,
+    local_directory,
+    pack_heads,
+    read_heads,
+    unpack_heads,
+)
 from lockstep.models.hf.names import Parameter, parameters, stored_shapes
-from lockstep.models.hf.row_layout import RowLayout
+from lockstep.models.hf.row_layout import ReadingHosts, RowLayout
 from lockstep.models.hf.row_reader import ParallelReader, ParameterRead
 from lockstep.models.llama import LlamaLMHeadModel
 from lockstep.models.trainable import skeleton
@@ -99,11 +107,15 @@ def read_hf_config(path: str | os.PathLike[str]) -> dict[str, Any]:
     Raises:
         ConfigError: The file is missing or is not JSON.
     """
-    with local_directory(path, pattern="config.json") as directory:
-        file = directory / "config.json"
-        if not file.is_file():
-            raise ConfigError(f"{path} has no config.json. Give the directory of a Hugging Face checkpoint.")
-        return parse_json(file.read_bytes(), f"{path}/config.json", dict, "Download the checkpoint again.")
+    with local_directory(path, pattern=CONFIG_NAME) as directory:
+        file = directory / CONFIG_NAME
+        return _parsed_config(file.read_bytes() if file.is_file() else None, path)
+
+
+def _parsed_config(text: bytes | None, path: str | os.PathLike[str]) -> dict[str, Any]:
+    if text is None:
+        raise ConfigError(f"{path} has no config.json. Give the directory of a Hugging Face checkpoint.")
+    return parse_json(text, f"{path}/config.json", dict, "Download the checkpoint again.")
 
 
 def load_config(path: str | os.PathLike[str], *, max_seq_len: int | None = None) -> LlamaConfig:
@@ -132,8 +144,9 @@ def load_hf(
     """Loads a model with the weights of a Hugging Face checkpoint, sharded over a mesh.
 
     Each device reads rows of its own of every stored tensor, so that the hosts of a mesh read every byte once between
-    them, in requests of at most 8 MiB, eight at a time. One program per parameter then moves it to its sharding; all
-    hosts launch it as soon as the last of them has read its rows. While hosts read, they hear of each other every
+    them, in requests of at most 8 MiB, eight at a time; of more than 32 hosts, at most 32 read, each for a group of
+    them. One program per parameter then moves it to its sharding; all hosts launch it as soon as the last of them has
+    read its rows. While hosts read, they hear of each other every
     second, so however long it takes, nobody waits in vain: a host gives up where nothing came for ``hosts.timeout_s``.
 
     Args:
@@ -183,6 +196,7 @@ class _Loading:
     def __init__(self, hosts: Hosts, mesh: Mesh, dtype: np.dtype[Any], on_read: OnRead | None) -> None:
         self._hosts, self._mesh, self._dtype, self._on_read = hosts, mesh, dtype, on_read
         self._together = any(device.process_index != jax.process_index() for device in mesh.devices.flat)
+        self._readers = ReadingHosts.of(mesh)
         # What hosts launch on meshes of their own is not the job's.
         self._ledger = hosts.ledger if self._together else Ledger()
         self._watchdog = Watchdog(hosts, hosts.timeout_s) if self._together else None
@@ -190,17 +204,24 @@ class _Loading:
     def load(
         self, path: str | os.PathLike[str], mapping: ResourceMapping, config: LlamaConfig | None
     ) -> LlamaLMHeadModel:
+        shared, is_url = b"", "://" in os.fspath(path)
+        if self._together:  # a bucket is asked once for what is the same for all; a directory may be one of each host
+            shared = self._hosts.broadcast_from_leader(
+                "headers", lambda: pack_heads(read_heads(os.fspath(path))) if is_url else b""
+            )
         with self._hosts.run_on_all("open", "loading the checkpoint") as opened:
-            hf = read_hf_config(path)
+            heads = unpack_heads(shared) if shared and is_url else None
+            hf = read_hf_config(path) if heads is None else _parsed_config(heads.get(CONFIG_NAME), path)
             config = config_from_hf(hf) if config is None else config
             model = skeleton(int(hf["vocab_size"]), config)
-            files = CheckpointFiles(path)
+            files = CheckpointFiles(path, heads)
             family = family_of_hf(hf)
             family = family if isinstance(config, family.config) else family_of(config)
             expected = parameters(model, family.tensors)
             _check_tensors(files, expected, tied=config.tie_word_embeddings)
             layouts = [RowLayout.of(each, _sharding(each, self._mesh, mapping)) for each in expected]
-            reads = [ParameterRead(files, *each, self._dtype) for each in zip(expected, layouts, strict=True)]
+            pairs = zip(expected, layouts, strict=True)
+            reads = [ParameterRead(files, *each, self._dtype, self._readers) for each in pairs]
             total = sum(read.stored_bytes for read in reads)
             if self._together:
                 opened.agree({"tensors": digest(repr(stored_shapes(expected)))})
@@ -211,7 +232,7 @@ class _Loading:
 
     def _read_and_place(self, reads: Sequence[ParameterRead], total: int) -> list[jax.Array]:
         limit = min(_MAX_BYTES_IN_MEMORY, sum(read.nbytes for read in reads) // _MIN_BATCHES)
-        programs: dict[RowLayout, Program] = {}
+        programs: dict[RowLayout, list[Program]] = {}
         arrays: list[jax.Array] = []
         everywhere = 0  # parameters that all hosts have read
         progress = LoadProgress(self._hosts, total, self._on_read)
@@ -236,30 +257,46 @@ class _Loading:
     def _phase(self, name: str) -> contextlib.AbstractContextManager[Phase]:
         return self._hosts.launch_on_all(name) if self._together else self._hosts.run_on_all(name)
 
-    def _compile(self, reads: Sequence[ParameterRead], phase: Phase) -> dict[RowLayout, Program]:
-        programs = {}
-        for layout in dict.fromkeys(read.layout for read in reads):
+    def _compile(self, reads: Sequence[ParameterRead], phase: Phase) -> dict[RowLayout, list[Program]]:
+        """The programs that bring rows to their parameter, by layout: where few hosts read, one that hands them over.
+
+        That one is on a mesh of its own, whose devices may be in another order.
+        """
+        programs: dict[RowLayout, list[Program]] = {}
+        compiled = functools.partial(compile_program, ledger=self._ledger)
+        for read in reads:
+            if (layout := read.layout) in programs:
+                continue
             rows = jax.ShapeDtypeStruct(layout.shape, self._dtype, sharding=layout.sharding)
-            programs[layout] = compile_program(
-                "place_weights",
-                layout.move,
-                [rows],
-                mesh=self._mesh,
-                ledger=self._ledger,
-                out_shardings=layout.target,
-            )
+            programs[layout] = [
+                compiled("place_weights", layout.move, [rows], mesh=self._mesh, out_shardings=layout.target)
+            ]
+            if (readers := self._readers) is not None:
+                layers, count, *columns = read.block_shape
+                shape = (layers, count * self._mesh.size, *columns)
+                given = jax.ShapeDtypeStruct(shape, self._dtype, sharding=readers.sharding)
+                spread = compiled(
+                    "spread_weights", readers.spread, [given], mesh=readers.mesh, out_shardings=readers.sharding
+                )
+                programs[layout].insert(0, spread)
         if self._together:
-            for number, program in enumerate(programs.values()):
+            for number, program in enumerate(itertools.chain(*programs.values())):
                 phase.agree({f"{name}, {number}": value for name, value in program.digests.items()})
         return programs
 
-    def _place(self, read: ParameterRead, program: Program) -> jax.Array:
+    def _place(self, read: ParameterRead, programs: Sequence[Program]) -> jax.Array:
         if self._watchdog is None:
-            return jax.block_until_ready(program(read.place()))
+            return self._moved(read, read.place(), programs)
         with ready_on_all(self._hosts, "placing rows"):
             rows = read.place()
         with self._watchdog.watch("placing weights"):
-            return jax.block_until_ready(program(rows))
+            return self._moved(read, rows, programs)
+
+    def _moved(self, read: ParameterRead, rows: jax.Array, programs: Sequence[Program]) -> jax.Array:
+        *spread, move = programs
+        if spread:
+            rows = read.handed_over(jax.block_until_ready(spread[0](rows)))
+        return jax.block_until_ready(move(rows))
 
 
 def _sharding(parameter: Parameter, mesh: Mesh, mapping: ResourceMapping) -> NamedSharding:

@@ -6,6 +6,7 @@ be saved, some rows at a time are gathered on every device.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
@@ -150,6 +151,77 @@ def _mesh_axes(entry: str | Sequence[str] | None) -> Axes:
     if entry is None:
         return ()
     return (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+MAX_READERS = 32
+"""The most hosts that read a checkpoint. Each makes a request or more for its rows of every tensor, so that with 256 of
+them a bucket gets tens of thousands for the few objects of a model, and answers 429 or slowly."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ReadingHosts:
+    """Groups of hosts of which the first reads for all; one program then hands each device its rows.
+
+    Args:
+        mesh: The devices as ``(group, host, device)``; only hosts that are 0 on the second axis read.
+    """
+
+    mesh: Mesh
+
+    @classmethod
+    def of(cls, mesh: Mesh, most: int | None = None) -> Self | None:
+        """The groups of a mesh, at most ``most`` (None: `MAX_READERS`); None where every host reads.
+
+        That is where there are at most ``most`` hosts, or they differ in their number of devices, or their number has
+        no divisor (a prime, say) of which at least a quarter of ``most`` could read.
+        """
+        most = MAX_READERS if most is None else most
+        by_host: dict[int, list[jax.Device]] = {}
+        for device in mesh.devices.flat:
+            by_host.setdefault(device.process_index, []).append(device)
+        rows = [by_host[process] for process in sorted(by_host)]
+        readers = max(count for count in range(1, most + 1) if len(rows) % count == 0)
+        if len(rows) <= most or len({len(row) for row in rows}) > 1 or 4 * readers < most:
+            return None
+        devices = np.empty((len(rows), len(rows[0])), object)
+        devices[:] = rows
+        return cls(Mesh(devices.reshape(readers, -1, len(rows[0])), ("group", "host", "device")))
+
+    @property
+    def hosts(self) -> int:
+        """The number of hosts of a group."""
+        return int(self.mesh.shape["host"])
+
+    @property
+    def sharding(self) -> NamedSharding:
+        """The sharding of rows, one block of equal size on each device."""
+        return NamedSharding(self.mesh, PartitionSpec(None, self.mesh.axis_names))
+
+    def served(self, device: jax.Device) -> list[jax.Device]:
+        """The devices whose rows a device reads, one of each host of its group; none where its host does not read."""
+        group, host, number = self._places[device]
+        return [] if host else list(self.mesh.devices[group, :, number])
+
+    @functools.cached_property
+    def _places(self) -> dict[jax.Device, tuple[int, ...]]:
+        return {self.mesh.devices[place]: place for place in np.ndindex(self.mesh.devices.shape)}
+
+    def spread(self, rows: jax.Array) -> jax.Array:
+        """Hands the devices of a group their rows; a function to be traced.
+
+        Args:
+            rows: They have `sharding`; the block of a reading device has those of its `served` devices one after the other.
+
+        Returns:
+            The rows of each device, of `sharding`.
+        """
+
+        def hand_over(block: jax.Array) -> jax.Array:
+            received = jax.lax.all_to_all(block, "host", split_axis=1, concat_axis=1, tiled=True)
+            return jax.lax.slice_in_dim(received, 0, block.shape[1] // self.hosts, axis=1)  # from the first host
+
+        spec = self.sharding.spec
+        return jax.shard_map(hand_over, mesh=self.mesh, in_specs=spec, out_specs=spec, check_vma=False)(rows)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import functools
+import itertools
 import math
 import threading
 import time
@@ -15,7 +16,7 @@ import numpy as np
 from lockstep.errors import HostTimeoutError
 from lockstep.models.hf.files import CheckpointFiles
 from lockstep.models.hf.names import Parameter
-from lockstep.models.hf.row_layout import RowLayout
+from lockstep.models.hf.row_layout import ReadingHosts, RowLayout
 from lockstep.placement import aligned_empty
 
 CHUNK_BYTES = 8 << 20
@@ -38,7 +39,7 @@ class Request:
 
 @dataclasses.dataclass(frozen=True)
 class _Rows:
-    """Consecutive rows of a stored tensor, and the index of the device's block that they fill from its beginning."""
+    """Consecutive rows of a stored tensor, and the number of the rows' device that they fill from its beginning."""
 
     start: int
     stop: int
@@ -52,27 +53,39 @@ class _Rows:
 
 
 class ParameterRead:
-    """The rows of one parameter that this host reads for its devices.
+    """The rows of one parameter that this host reads, for its own devices or for those of its group of hosts.
 
     Args:
-        layout: The rows that each device reads.
+        layout: The rows that each device needs.
         dtype: The dtype of the parameter; rows are cast as they come.
+        readers: The groups of hosts of which one reads; None where each host reads for itself.
+        process: The number of this host; None for ``jax.process_index()``.
     """
 
-    def __init__(self, files: CheckpointFiles, parameter: Parameter, layout: RowLayout, dtype: np.dtype[Any]) -> None:
-        self.layout = layout
+    def __init__(
+        self, files: CheckpointFiles, parameter: Parameter, layout: RowLayout, dtype: np.dtype[Any],
+        readers: ReadingHosts | None = None, process: int | None = None,
+    ) -> None:  # fmt: skip
+        self.layout, self.readers = layout, readers
         self._files, self._parameter, self._dtype = files, parameter, dtype
+        process = jax.process_index() if process is None else process
+        self._devices = [each for each in layout.mesh.devices.flat if each.process_index == process]
+        indices = layout.sharding.devices_indices_map(layout.shape)
+        served = [[each] if readers is None else readers.served(each) for each in self._devices]
         _, total, *_ = layout.shape
-        indices = layout.sharding.addressable_devices_indices_map(layout.shape)
-        self._devices = list(indices)
-        self._rows = [layout.rows(*index[1].indices(total)[:2]) for index in indices.values() if index is not None]
+        self._rows = [layout.rows(*indices[each][1].indices(total)[:2]) for each in itertools.chain(*served)]
         self._blocks: list[np.ndarray] = []
+
+    @property
+    def block_shape(self) -> tuple[int, ...]:
+        """The shape of what each device of this host has at first: the rows of all devices that it reads for."""
+        layers, rows, *columns = self.layout.sharding.shard_shape(self.layout.shape)
+        return (layers, rows * (1 if self.readers is None else self.readers.hosts), *columns)
 
     @property
     def nbytes(self) -> int:
         """The bytes of memory that the rows take on this host until they are on its devices."""
-        block = math.prod(self.layout.sharding.shard_shape(self.layout.shape))
-        return block * self._dtype.itemsize * len(self._devices)
+        return math.prod(self.block_shape) * self._dtype.itemsize * len(self._devices)
 
     @property
     def stored_bytes(self) -> int:
@@ -82,8 +95,11 @@ class ParameterRead:
 
     def begin(self) -> Iterator[Request]:
         """Allocates the memory and returns what is to be read into it, in the order of the files."""
-        shape = self.layout.sharding.shard_shape(self.layout.shape)
-        self._blocks = [aligned_empty(shape, self._dtype) for _ in self._devices]
+        self._blocks = [aligned_empty(self.block_shape, self._dtype) for _ in self._devices]
+        return self.requests()
+
+    def requests(self) -> Iterator[Request]:
+        """Returns what is to be read, in the order of the files."""
         for number, layer in enumerate(self._parameter.layers):
             names = self._parameter.names(layer)
             row_bytes = self._files.row_bytes(names[0])
@@ -95,19 +111,34 @@ class ParameterRead:
                 )
 
     def place(self) -> jax.Array:
-        """Returns the rows as an array of the shape and sharding of the layout, and gives up this host's memory."""
+        """Returns the rows where they were read, and gives up this host's memory.
+
+        The array has the shape and sharding of the layout; with ``readers`` that of ``readers.sharding``, from which
+        `ReadingHosts.spread` and `spread` make it.
+        """
         blocks, self._blocks = self._blocks, []
         shards = [jax.device_put(*each) for each in zip(blocks, self._devices, strict=True)]
-        return jax.make_array_from_single_device_arrays(
-            self.layout.shape, self.layout.sharding, shards, dtype=self._dtype
-        )
+        return self._array(shards, self.layout.sharding if self.readers is None else self.readers.sharding)
+
+    def handed_over(self, spread: jax.Array) -> jax.Array:
+        """Returns what `ReadingHosts.spread` made of the rows as an array of the shape and sharding of the layout."""
+        shards = {shard.device: shard.data for shard in spread.addressable_shards}
+        return self._array([shards[each] for each in self._devices], self.layout.sharding)
+
+    def _array(self, shards: Sequence[jax.Array], sharding: jax.sharding.Sharding) -> jax.Array:
+        layers, rows, *columns = shards[0].shape
+        shape = (layers, rows * self.layout.mesh.size, *columns)
+        return jax.make_array_from_single_device_arrays(shape, sharding, shards, dtype=self._dtype)
 
     def _fill(self, names: Sequence[str], layer: int, rows: list[_Rows]) -> None:
         start, first = rows[0].start, self._parameter.first_row
         stored = self._files.read_rows(names, first + start, first + rows[-1].stop)
+        hosts = 1 if self.readers is None else self.readers.hosts
         for part in rows:
-            end = part.offset + part.stop - part.start
-            self._blocks[part.block][layer, part.offset : end] = stored[part.start - start : part.stop - start]
+            device, host = divmod(part.block, hosts)
+            begin = host * (self.block_shape[1] // hosts) + part.offset
+            end = begin + part.stop - part.start
+            self._blocks[device][layer, begin:end] = stored[part.start - start : part.stop - start]
 
 
 def _ranges(devices: list[tuple[int, int]], most: int) -> Iterator[list[_Rows]]:

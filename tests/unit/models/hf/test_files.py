@@ -12,7 +12,7 @@ import pytest
 from lockstep.errors import ConfigError
 from lockstep.models import load_config, load_hf, read_hf_config
 from lockstep.models.hf import row_reader
-from lockstep.models.hf.files import TensorFile
+from lockstep.models.hf.files import CheckpointFiles, TensorFile, pack_heads, read_heads, unpack_heads
 from tests.unit.models.hf.test_load import GOLDEN, copy_of, mesh_of, refused
 
 
@@ -99,3 +99,14 @@ def test_a_header_that_cannot_be_is_refused(tmp_path, header: str, why: str) -> 
     (tmp_path / "a").write_bytes(len(header).to_bytes(8, "little") + header.encode())
     with pytest.raises(ConfigError, match=why):
         TensorFile(fsspec.filesystem("file"), str(tmp_path / "a"))
+
+
+def test_heads_of_another_host_are_those_of_this_one_and_anything_else_is_refused() -> None:
+    for family in ("llama3", "mistral"):
+        heads = read_heads(str(GOLDEN / family))
+        assert unpack_heads(pack_heads(heads)) == heads
+        here, there = CheckpointFiles(GOLDEN / family), CheckpointFiles(GOLDEN / family, heads)
+        assert {name: here.shape(name) for name in here.names} == {name: there.shape(name) for name in there.names}
+    for text in (b"[]", b"nonsense", b'{"a": 1}', b'{"a": "\\u20ac"}'):
+        with pytest.raises(ConfigError, match="what process 0 read of the checkpoint"):
+            unpack_heads(text)

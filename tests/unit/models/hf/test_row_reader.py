@@ -2,14 +2,25 @@
 
 import dataclasses
 import itertools
+import math
 import threading
 from collections.abc import Callable, Iterator
+from unittest.mock import Mock
 
+import numpy as np
 import pytest
+from jax.sharding import Mesh
 
 from lockstep.errors import HostTimeoutError
+from lockstep.models.families.registry import PRESETS, family_of
 from lockstep.models.hf import row_reader
-from lockstep.models.hf.row_reader import ParallelReader, Request, _ranges
+from lockstep.models.hf.files import CheckpointFiles
+from lockstep.models.hf.load import _sharding
+from lockstep.models.hf.names import parameters, stored_shapes
+from lockstep.models.hf.row_layout import ReadingHosts, RowLayout
+from lockstep.models.hf.row_reader import ParallelReader, ParameterRead, Request, _ranges
+from lockstep.models.trainable import skeleton
+from lockstep.placement import PARAMETER_AXES, make_mesh
 from tests.clock import Clock
 
 
@@ -35,6 +46,64 @@ def test_ranges_have_every_row_once_and_are_as_few_as_can_be(devices: list[tuple
         runs[-1:] = [runs[-1] + 1] if row - 1 == last else [*runs[-1:], 1]
         last = row
     assert len(ranges) == sum(-(-run // most) for run in runs)
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """A chip of a pod, four to a host."""
+
+    id: int
+    process_index: int
+    platform: str = "tpu"
+    device_kind: str = "TPU v5"
+
+
+def mesh_of_hosts(hosts: int, shape: str = "auto") -> Mesh:
+    return make_mesh(shape, [Device(number, number // 4) for number in range(4 * hosts)])
+
+
+@pytest.mark.parametrize(("shape", "now", "before"), [("auto", 297, 291), ("host_local", 684, 678)])
+def test_at_256_hosts_32_read_with_an_eighth_of_the_requests(shape: str, now: int, before: int) -> None:
+    """Llama-3.1-8B, stored in bfloat16, for a v5p-2048: what a group of eight hosts asks of the bucket.
+
+    With ``auto``, all 32 groups make 9,504 requests where each host for itself made 74,494 (the last host has no row of the embedding).
+    """
+    mesh, preset = mesh_of_hosts(256, shape), PRESETS["llama-3.1-8b"]
+    expected = parameters(skeleton(preset.vocab_size, preset.config), family_of(preset.config).tensors)
+    shapes = stored_shapes(expected)
+    files = Mock(CheckpointFiles, directory="gs://bucket/llama", row_bytes=lambda name: 2 * math.prod(shapes[name][1:]))
+    layouts = [RowLayout.of(each, _sharding(each, mesh, PARAMETER_AXES)) for each in expected]
+
+    def asked(readers: ReadingHosts | None, host: int) -> list[int]:
+        pairs = zip(expected, layouts, strict=True)
+        reads = [ParameterRead(files, *each, np.dtype("float32"), readers, host) for each in pairs]
+        return [request.nbytes for read in reads for request in read.requests()]
+
+    groups = ReadingHosts.of(mesh)
+    for group in (range(8), range(128, 136)):
+        first, *others = (asked(groups, host) for host in group)
+        alone = [asked(None, host) for host in group]
+        assert not any(others) and len(first) == now and [len(each) for each in alone] == [before] * 8
+        assert sum(first) == sum(map(sum, alone)) > 2 * sum(map(math.prod, shapes.values())) // 33
+
+
+@pytest.mark.parametrize(
+    ("hosts", "readers"), [(32, None), (33, 11), (48, 24), (64, 32), (96, 32), (256, 32), (2304, 32), (37, None)]
+)
+def test_the_most_hosts_read_that_share_the_others_evenly(hosts: int, readers: int | None) -> None:
+    found = ReadingHosts.of(mesh_of_hosts(hosts))
+    assert (found and found.mesh.shape["group"]) == readers
+    if found:
+        first = found.mesh.devices[1]
+        assert [[each.process_index for each in row] for row in first[:, :1]] == [
+            [found.hosts + number] for number in range(found.hosts)
+        ]
+        assert found.served(first[0, 2]) == [row[2] for row in first] and not found.served(first[1, 2])
+
+
+def test_hosts_with_unequal_devices_all_read() -> None:
+    devices = [Device(number, number // 4) for number in range(4 * 64 - 1)]
+    assert ReadingHosts.of(make_mesh("auto", devices)) is None
 
 
 @dataclasses.dataclass(eq=False)
