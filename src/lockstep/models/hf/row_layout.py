@@ -210,7 +210,7 @@ class ReadingHosts:
         """Hands the devices of a group their rows; a function to be traced.
 
         Args:
-            rows: They have `sharding`; the block of a reading device has those of its `served` devices one after the other.
+            rows: They have `sharding`; a reading device has those of its `served` devices one after the other.
 
         Returns:
             The rows of each device, of `sharding`.

@@ -66,7 +66,8 @@ def mesh_of_hosts(hosts: int, shape: str = "auto") -> Mesh:
 def test_at_256_hosts_32_read_with_an_eighth_of_the_requests(shape: str, now: int, before: int) -> None:
     """Llama-3.1-8B, stored in bfloat16, for a v5p-2048: what a group of eight hosts asks of the bucket.
 
-    With ``auto``, all 32 groups make 9,504 requests where each host for itself made 74,494 (the last host has no row of the embedding).
+    With ``auto``, all 32 groups make 9,504 requests where each host for itself made 74,494: the last have
+    no row of the embedding.
     """
     mesh, preset = mesh_of_hosts(256, shape), PRESETS["llama-3.1-8b"]
     expected = parameters(skeleton(preset.vocab_size, preset.config), family_of(preset.config).tensors)
