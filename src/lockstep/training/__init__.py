@@ -13,6 +13,7 @@ from lockstep.training.checkpoints.saved_model import saved_at as saved_at
 from lockstep.training.checkpoints.saved_model import saved_model as saved_model
 from lockstep.training.checkpoints.search import bring_files as bring_files
 from lockstep.training.checkpoints.search import keep_files as keep_files
+from lockstep.training.checkpoints.writers import busiest_bytes as busiest_bytes
 from lockstep.training.data import CachedRows as CachedRows
 from lockstep.training.data import DataConfig as DataConfig
 from lockstep.training.data import DataFormat as DataFormat
@@ -32,6 +33,7 @@ from lockstep.training.loop.hooks import StepInfo as StepInfo
 from lockstep.training.loop.logprobs import ReferenceLogprobs as ReferenceLogprobs
 from lockstep.training.loop.loss_watch import LossSpikeConfig as LossSpikeConfig
 from lockstep.training.loop.profiler import ProfilerConfig as ProfilerConfig
+from lockstep.training.loop.stopping import SLOW_STEP_S as SLOW_STEP_S
 from lockstep.training.loop.stopping import StopRequest as StopRequest
 from lockstep.training.loop.stopping import TrainResult as TrainResult
 from lockstep.training.loop.trainer import Trainer as Trainer

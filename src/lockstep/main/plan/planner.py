@@ -81,6 +81,7 @@ class Plan:
         seconds: The seconds that compiling took, all programs together; a cached program counts what it took then.
         write_bandwidth: The bytes per second at which a host writes checkpoints, as assumed; stated with every time.
         frozen: The bytes per device of the parameters that no step changes, which are not in checkpoints.
+        checkpoint: The bytes that the host which writes most writes of a checkpoint.
     """
 
     workload: Workload
@@ -99,6 +100,7 @@ class Plan:
     seconds: float
     write_bandwidth: float = 1e9
     frozen: int = 0
+    checkpoint: int = 0
 
     @property
     def fits(self) -> bool:
@@ -187,6 +189,7 @@ def make_plan(workload: Workload, topology: Topology, cache: CompileCache, calib
         infeasibilities=with_common_largest(infeasibilities),
         seconds=sum(summary.seconds for summary in cache.summaries.values()),
         frozen=state.parameters - state.trained if state else 0,
+        checkpoint=state.checkpoint if state else 0,
     )
 
 

@@ -12,7 +12,7 @@ from lockstep.main.plan.hlo import vmem
 from lockstep.main.plan.planner import Plan, SamplingPlan
 from lockstep.main.plan.train_step import peak
 from lockstep.models import recomputes_layers
-from lockstep.training import CheckpointerConfig
+from lockstep.training import SLOW_STEP_S, CheckpointerConfig
 
 TRAINING = "training step"
 
@@ -78,33 +78,6 @@ def moments(plan: Plan) -> list[Moment]:
     return found
 
 
-def checkpoint_bytes(plan: Plan) -> int:
-    """Return the bytes that a host writes for a checkpoint: trained parameters and optimizer state of its devices.
-
-    Where they are replicated, one replica writes them; this is then what the hosts of that replica write.
-    """
-    return (plan.parameters - plan.frozen + plan.optimizer) * plan.topology.devices_per_host
-
-
-def checkpoint_seconds(plan: Plan) -> float:
-    """Return the seconds that writing a checkpoint takes.
-
-    Args:
-        plan: The plan, whose ``write_bandwidth`` counts.
-    """
-    return checkpoint_bytes(plan) / plan.write_bandwidth
-
-
-def grace_seconds(plan: Plan) -> float:
-    """Return the seconds that SIGTERM leaves for a checkpoint.
-
-    Args:
-        plan: The plan of a configuration that trains.
-    """
-    assert plan.workload.training is not None
-    return (plan.workload.training.trainer.checkpointer or CheckpointerConfig()).grace_s
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepTime:
     """The least time of a train step, each part as if the others took no time.
@@ -156,6 +129,50 @@ def train_time(plan: Plan) -> StepTime | None:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class StopTime:
+    """The time from SIGTERM to the end of the save, at worst.
+
+    Args:
+        save_s: The seconds that the host which writes most of a checkpoint takes.
+        steps: The number of train steps until all hosts have stopped.
+        step_s: The least seconds of a step.
+        grace_s: The seconds that SIGTERM leaves.
+    """
+
+    save_s: float
+    steps: int
+    step_s: float
+    grace_s: float
+
+    @property
+    def seconds(self) -> float:
+        """The seconds where no other save is under way: nothing is lost."""
+        return self.steps * self.step_s + self.save_s
+
+    @property
+    def with_pending_s(self) -> float:
+        """The seconds where a save began just before, which is waited for."""
+        return max(self.steps * self.step_s, self.save_s) + self.save_s
+
+
+def stop_time(plan: Plan) -> StopTime:
+    """The time that SIGTERM has to leave.
+
+    Args:
+        plan: The plan of a configuration that trains, whose ``write_bandwidth`` counts.
+    """
+    assert plan.workload.training is not None
+    time = train_time(plan)
+    step_s = 0.0 if time is None else time.step_s
+    return StopTime(
+        save_s=plan.checkpoint / plan.write_bandwidth,
+        steps=1 if step_s > SLOW_STEP_S else 2,
+        step_s=step_s,
+        grace_s=(plan.workload.training.trainer.checkpointer or CheckpointerConfig()).grace_s,
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class RolloutStep:
     """The least time of a train step with its share of the rollout that it learns from.
 
@@ -193,6 +210,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
     """
     time = train_time(plan)
     split = rollout_step(plan)
+    stop = None if plan.training is None else stop_time(plan)
     every = moments(plan)
     worst = max(every, key=lambda moment: moment.total, default=None)
     return {
@@ -247,12 +265,15 @@ def as_json(plan: Plan) -> dict[str, Any]:
             },
         },
         "checkpoint": None
-        if plan.training is None
+        if stop is None
         else {
-            "bytes_per_host": checkpoint_bytes(plan),
-            "seconds": checkpoint_seconds(plan),
+            "bytes_per_host": plan.checkpoint,
+            "seconds": stop.save_s,
             "write_bytes_per_s": plan.write_bandwidth,
-            "grace_s": grace_seconds(plan),
+            "grace_s": stop.grace_s,
+            "steps_until_stopped": stop.steps,
+            "seconds_after_sigterm": stop.seconds,
+            "seconds_after_sigterm_with_pending_save": stop.with_pending_s,
         },
         "sampling": {one.workload.name or "sampling": _sampling(one) for one in plan.sampling},
         "rollout_step": None if split is None else {**dataclasses.asdict(split), "step_s": split.step_s},

@@ -14,11 +14,9 @@ from lockstep.main.plan.hlo import vmem
 from lockstep.main.plan.planner import Plan, SamplingPlan
 from lockstep.main.plan.summary import (
     RolloutStep,
-    checkpoint_bytes,
-    checkpoint_seconds,
-    grace_seconds,
     moments,
     rollout_step,
+    stop_time,
     train_time,
 )
 from lockstep.printable import bytes_text, seconds_text
@@ -194,11 +192,18 @@ def _split(split: RolloutStep) -> str:
 
 
 def _checkpoint(plan: Plan) -> str:
-    seconds, grace_s = checkpoint_seconds(plan), grace_seconds(plan)
-    fits = "it fits" if seconds <= grace_s else "it does not fit: what came after the last checkpoint is lost then"
+    stop = stop_time(plan)
+    if stop.with_pending_s <= stop.grace_s:
+        fits = "it fits"
+    elif stop.seconds <= stop.grace_s:
+        fits = "it fits; a save that is under way then counts as the last, and the steps after it are lost"
+    else:
+        fits = "it does not fit: what came after the last checkpoint is lost then"
     return (
-        f"a checkpoint: {bytes_text(checkpoint_bytes(plan))} per host, {seconds_text(seconds)} if each writes "
-        f"{plan.write_bandwidth / 1e9:.4g} GB/s (--write_bandwidth); SIGTERM leaves {grace_s:g} s, {fits}\n"
+        f"a checkpoint: {bytes_text(plan.checkpoint)} on the busiest host, {seconds_text(stop.save_s)} if each writes "
+        f"{plan.write_bandwidth / 1e9:.4g} GB/s (--write_bandwidth)\n"
+        f"SIGTERM leaves {stop.grace_s:g} s: {stop.steps} step{'s' * (stop.steps > 1)} at best and the save take "
+        f"{seconds_text(stop.seconds)}, {seconds_text(stop.with_pending_s)} if another is under way; {fits}\n"
     )
 
 

@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from lockstep.main.plan.workload import Workload
 from lockstep.models import LlamaLMHeadModel, LoraModel, skeleton, split_trained
 from lockstep.placement.device import block_bytes
-from lockstep.training import parameter_shardings, state_structs
+from lockstep.training import busiest_bytes, parameter_shardings, state_structs
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -24,6 +24,7 @@ class State:
         trained: The bytes per device of those that are trained.
         optimizer: The bytes per device of the optimizer's state.
         reference: The bytes per device of a frozen copy of the model.
+        checkpoint: The bytes that the host which writes most writes of a checkpoint.
     """
 
     structs: Any
@@ -32,6 +33,7 @@ class State:
     trained: int
     optimizer: int
     reference: int
+    checkpoint: int
 
     @property
     def resident(self) -> int:
@@ -52,7 +54,7 @@ def make_state(workload: Workload, mesh: Mesh) -> State:
     structs, shardings = state_structs(
         lambda key: split_trained(init_trained(workload)(key))[0], optimizer, mesh, precision
     )
-    trained = _bytes(structs.model)
+    trained, checkpoint = _bytes(structs.model), busiest_bytes(jax.tree.leaves(structs))
     if training.lora is not None:
         base = model_structs(workload, mesh)
         structs = structs.join(LoraModel(base=base, adapters=None, scale=training.lora.scale))
@@ -65,6 +67,7 @@ def make_state(workload: Workload, mesh: Mesh) -> State:
         trained=trained,
         optimizer=_bytes(structs.opt_state),
         reference=reference,
+        checkpoint=checkpoint,
     )
 
 

@@ -1,6 +1,5 @@
 """The writing of arrays with a checksum of each chunk, which orbax has no setting for."""
 
-import math
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -10,6 +9,8 @@ import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore as ts
 
+from lockstep.training.checkpoints.writers import Part, chunks_of, share_writing
+
 OCDBT_CONFIG = {"max_inline_value_bytes": 1024, "max_decoded_node_bytes": 100_000_000, "manifest_kind": "single"}
 """As orbax has it. Shapes and codecs of an array are inline, so in the nodes of the tree, which have checksums too."""
 
@@ -18,32 +19,31 @@ class CheckedArrayHandler(ocp.type_handlers.ArrayHandler):
     """Arrays in zarr 3 with zstd's checksum of each chunk, which tensorstore compares whenever it reads the chunk."""
 
     async def serialize(self, values: Any, infos: Any, args: Any = None) -> Any:
-        """Copy this process's shards to its memory; what is returned writes them when it is asked for its result.
+        """Copy this process's part to its memory; what is returned writes it when it is asked for its result.
 
         Args:
-            values: Global arrays; each shard is written by the process that has its first replica.
+            values: Global arrays, all that the checkpoint has; `share_writing` says who writes what of them.
             infos: Name and directory of each.
-            args: The size of chunks, and the axes that are stored entry by entry.
+            args: Not used.
         """
-        for array in values:
-            for shard in array.addressable_shards:
-                if shard.replica_id == 0:
-                    shard.data.copy_to_host_async()
+        mine = [
+            [(part, _shard(array, part)) for part in parts if part.process == jax.process_index()]
+            for array, parts in zip(values, share_writing(values), strict=True)
+        ]
+        for _, shard in (each for parts in mine for each in parts):
+            shard.copy_to_host_async()
         writes = []
-        for array, info, arg in zip(values, infos, args, strict=True):
-            shards = [(s.index, np.asarray(s.data)) for s in array.addressable_shards if s.replica_id == 0]
-            shard_shape = array.sharding.shard_shape(array.shape)
-            chunk = chunk_shape(shard_shape, array.dtype.itemsize, arg.chunk_byte_size, arg.shard_axes)
-            spec = _spec(info, array, chunk)
-            writes.append((ts.Spec(spec), shards))
+        for array, info, parts in zip(values, infos, mine, strict=True):
+            copies = [(part.of_array(), part.of_shard(np.asarray(shard))) for part, shard in parts]
+            writes.append((ts.Spec(_spec(info, array, chunks_of(array))), copies))
         return [_Write(writes, infos[0].ts_context)] if writes else []
 
 
 class _Write:
-    """The write of a process's shards, as orbax expects it: a future.
+    """The write of a process's part, as orbax expects it: a future.
 
     Args:
-        arrays: Specification and shards of each array.
+        arrays: Specification of each array, and the indices and numbers to write of it.
     """
 
     def __init__(self, arrays: Sequence[tuple[Any, list[tuple[Any, np.ndarray]]]], context: Any) -> None:
@@ -57,32 +57,20 @@ class _Write:
         """
         arrays, self._arrays = self._arrays, []
         transaction = ts.Transaction(atomic=True)
-        for spec, shards in arrays:
+        for spec, copies in arrays:
             options: dict[str, Any] = {"context": self._context, "transaction": transaction}
             if jax.process_index() == 0:
                 ts.open(spec, create=True, open=True, **options).result()
             store = ts.open(spec, open=True, assume_metadata=True, **options).result()
-            for index, data in shards:
+            for index, data in copies:
                 # The copy changes no more, so the chunks may refer to it.
                 store[index].write(data, can_reference_source_data_indefinitely=True).result()
         transaction.commit_sync()
 
 
-def chunk_shape(
-    shard: tuple[int, ...], itemsize: int, max_bytes: int, single_axes: tuple[int, ...] = ()
-) -> tuple[int, ...]:
-    """Return a shape of chunks that divides a shard, so that no two processes write the same chunk.
-
-    Args:
-        shard: The shape of the shards.
-        itemsize: The bytes of a number.
-        single_axes: The axes along which a chunk has one entry.
-    """
-    chunk = [1 if axis in single_axes else size for axis, size in enumerate(shard)]
-    for axis, size in enumerate(chunk):
-        parts = min(size, -(-math.prod(chunk) * itemsize // max_bytes))
-        chunk[axis] = size // next(each for each in range(parts, size + 1) if size % each == 0)
-    return tuple(chunk)
+def _shard(array: jax.Array, part: Part) -> jax.Array:
+    """The shard of this process that has a part; a slice of it here would be a device program."""
+    return next(each.data for each in array.addressable_shards if each.index == part.shard)
 
 
 def _spec(info: Any, array: jax.Array, chunk: tuple[int, ...]) -> dict[str, Any]:

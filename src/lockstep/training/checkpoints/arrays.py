@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import functools
 import hashlib
-import math
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -20,11 +19,6 @@ from lockstep.training.checkpoints.checkpoint import DamagedCheckpointError
 if TYPE_CHECKING:
     from etils import epath
 
-CHUNK_BYTES = 64 << 20
-"""The most bytes of a chunk in which an array is stored, before compression: what reading any part of it costs."""
-SPLIT_BYTES = 4 << 20
-"""Shards of more bytes, of arrays with three axes or more, are stored layer by layer: in an export one is read at a
-time."""
 CACHE_BYTES = 1 << 30
 """The most bytes of chunks that `ArrayReader` keeps, so that neighbouring parts cost one chunk."""
 
@@ -37,10 +31,10 @@ _DAMAGE = {None, "DATA_LOSS", "FAILED_PRECONDITION", "INVALID_ARGUMENT", "NOT_FO
 
 
 def write_arrays(directory: "epath.Path", arrays: Mapping[str, Array]) -> Callable[[], None]:
-    """Copy this process's shards to its memory, and write them from threads; launches nothing, waits for no other host.
+    """Copy this process's part to its memory, and write it from threads; launches nothing, waits for no other host.
 
-    Each shard is written by the process that has its first replica. Slices of replicated arrays, which orbax can
-    share out between the replicas, would be device programs, so it does not.
+    Replicas share the writing, see `share_writing`. Orbax can do that too (``use_replica_parallel``), but slices arrays
+    on the device, by programs that each host would launch alone.
 
     Args:
         directory: An empty directory that every process sees.
@@ -51,10 +45,8 @@ def write_arrays(directory: "epath.Path", arrays: Mapping[str, Array]) -> Callab
     """
     import orbax.checkpoint as ocp
 
-    save_args = {name: ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES, shard_axes=_layers(a)) for name, a in arrays.items()}
-
     async def copy() -> Any:
-        return await handler().async_save(directory, args=ocp.args.PyTreeSave(dict(arrays), save_args=save_args))
+        return await handler().async_save(directory, args=ocp.args.PyTreeSave(dict(arrays)))
 
     futures = asyncio.run(copy()) or []
 
@@ -201,12 +193,6 @@ def _file_of(directory: "epath.Path", key: str) -> str | None:
     except (ValueError, LookupError):  # the tree itself is damaged, which the error says then
         pass
     return None
-
-
-def _layers(array: Array) -> tuple[int, ...]:
-    """The axes that are stored in parts of one entry each."""
-    shard = math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
-    return (0,) if array.ndim >= 3 and shard > SPLIT_BYTES else ()
 
 
 @functools.cache

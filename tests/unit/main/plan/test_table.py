@@ -2,10 +2,12 @@
 
 import io
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 from rich.console import Console
 
+from lockstep.main.plan import summary
 from lockstep.main.plan.collectives import FsdpBytes, ThinPieces
 from lockstep.main.plan.table import _checkpoint, _named, _print_fsdp, print_plan
 from lockstep.main.plan.workload import Infeasibility
@@ -52,22 +54,23 @@ def test_a_round_of_sampling_is_named_by_its_block(name, text):
 
 
 @pytest.mark.parametrize(
-    ("bandwidth", "grace_s", "text"),
+    ("bandwidth", "grace_s", "step_s", "text"),
     [
-        (1e9, 30, "25.8 s if each writes 1 GB/s (--write_bandwidth); SIGTERM leaves 30 s, it fits"),
-        (0.5e9, 30, "51.5 s if each writes 0.5 GB/s (--write_bandwidth); SIGTERM leaves 30 s, it does not fit"),
-        (1e9, 10, "SIGTERM leaves 10 s, it does not fit: what came after the last checkpoint is lost then"),
+        (1e9, 60, 1.0, "2 steps at best and the save take 27.8 s, 51.5 s if another is under way; it fits\n"),
+        (1e9, 30, 1.0, "27.8 s, 51.5 s if another is under way; it fits; a save that is under way then counts as"),
+        (1e9, 28, 3.0, "1 step at best and the save take 28.8 s, 51.5 s if another is under way; it does not fit"),
+        (0.5e9, 30, 1.0, "2 steps at best and the save take 53.5 s, 103 s if another is under way; it does not fit"),
     ],
 )
-def test_a_checkpoint_has_the_state_of_the_devices_of_a_host(bandwidth, grace_s, text):
-    topology = SimpleNamespace(devices_per_host=4)
+def test_what_sigterm_has_to_leave_counts_steps_and_a_save_under_way(bandwidth, grace_s, step_s, text):
     trainer = TrainerConfig(checkpointer=CheckpointerConfig(grace_s=grace_s))
     workload = SimpleNamespace(training=SimpleNamespace(trainer=trainer))
-    plan = SimpleNamespace(
-        parameters=5 * 2**30, frozen=3 * 2**30, optimizer=4 * 2**30, topology=topology, workload=workload,
-        write_bandwidth=bandwidth,
-    )  # fmt: skip
-    assert _checkpoint(plan).startswith("a checkpoint: 24.00 GiB per host, ") and text in _checkpoint(plan)
+    plan = SimpleNamespace(checkpoint=24 * 2**30, workload=workload, write_bandwidth=bandwidth)
+    with mock.patch.object(summary, "train_time", lambda plan: SimpleNamespace(step_s=step_s)):
+        found = _checkpoint(plan)
+    rate = bandwidth / 1e9
+    assert found.startswith("a checkpoint: 24.00 GiB on the busiest host, ") and f" {rate:g} GB/s (--write" in found
+    assert f"SIGTERM leaves {grace_s} s: " in found and text in found
 
 
 def test_what_fsdp_needs_is_told_beside_what_is_received():

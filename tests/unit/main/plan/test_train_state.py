@@ -22,6 +22,8 @@ def test_state_and_step_of_adapters_are_planned():
     base = sum(leaf.size for leaf in jax.tree.leaves(skeleton(40, workload.model)))
     assert state.parameters - state.trained == 2 * base // 4
     assert 2 * state.trained <= state.optimizer <= 2 * state.trained + 64, "two moments of the adapters alone"
+    changing = jax.tree.leaves(state.structs.split()[0])
+    assert state.checkpoint == sum(leaf.size * leaf.dtype.itemsize for leaf in changing), "by the one host there is"
     assert saved_bytes(workload, 2) > 0
     step = TrainStep(
         loss_fn=lm_loss, optimizer=OptimizerConfig().build(1000), schedule=None, mesh=mesh, shardings=state.shardings,

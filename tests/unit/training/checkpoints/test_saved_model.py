@@ -15,7 +15,7 @@ from lockstep.models.hf.save_plan import saved_tensors
 from lockstep.placement import make_mesh
 from lockstep.text import load_tokenizer, tokenizer_digest
 from lockstep.training import has_checkpoint, saved_at, saved_model, write_resumable
-from lockstep.training.checkpoints import arrays as checkpoint_arrays
+from lockstep.training.checkpoints import writers
 from lockstep.training.checkpoints.arrays import ArrayReader
 from lockstep.training.checkpoints.checkpoint import METADATA, DamagedCheckpointError
 from lockstep.training.checkpoints.saved_model import SavedAdapters
@@ -27,7 +27,7 @@ def run(tmp_path_factory):
     """A run directory with checkpoints of steps 4 and 8, and the model of the last one."""
     directory = tmp_path_factory.mktemp("runs") / "run"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoint_arrays, "SPLIT_BYTES", 0)
+        patch.setattr(writers, "SPLIT_BYTES", 0)
         tiny.save_checkpoint(str(directory / "checkpoints"), step=4)
         model = tiny.save_checkpoint(str(directory / "checkpoints"), step=8, mesh_shape="1,2,-1", seed=1)
     write_resumable(directory, "checkpoints")
