@@ -1,7 +1,8 @@
-"""The job that a process joins: its address, and the number of processes."""
+"""The job that a process joins: its address, the number of processes, and the GPUs of one."""
 
 import dataclasses
 import os
+import re
 from typing import Any
 
 import draccus
@@ -92,6 +93,56 @@ def check_count(config: DistributedConfig, count: int) -> None:
     for name, required in wanted.items():
         if required is not None and count != required:
             raise ConfigError(f"this job has {count} process(es), but {name} requires {required}. {fix}")
+
+
+def local_gpus(index: int | None = None, count: int | None = None) -> list[int] | None:
+    """GPUs of this process among those that it sees, where Slurm has started it.
+
+    JAX's own rule gives each task the one GPU that has its number on the node. So a task that has a node to itself
+    would leave the others idle, and a task that is bound to a GPU of its own, which it sees as 0, would find none.
+
+    Args:
+        index: The number of this process, where it was given and not read from Slurm.
+        count: The number of processes, likewise.
+
+    Returns:
+        What ``jax.distributed.initialize`` takes: [] for all; None where it is to decide (JAX_LOCAL_DEVICE_IDS, or a
+        job that is not a step of Slurm).
+
+    Raises:
+        ConfigError: The tasks of this node cannot share its GPUs in equal parts.
+    """
+    local = environment_integer("SLURM_LOCALID")
+    step = (environment_integer("SLURM_PROCID"), environment_integer("SLURM_NTASKS"))
+    if local is None or "JAX_LOCAL_DEVICE_IDS" in os.environ or (count is not None and step != (index, count)):
+        return None
+    tasks = _tasks_on_node(step[1])
+    if tasks == 1:
+        return []
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or os.environ.get("ROCR_VISIBLE_DEVICES")
+    if tasks is None or visible is None:
+        return [local]
+    gpus = visible.count(",") + 1
+    if gpus < (environment_integer("SLURM_GPUS_ON_NODE") or tasks):  # bound: --gpus-per-task, --gpu-bind
+        return []
+    if gpus % tasks:
+        raise ConfigError(
+            f"{tasks} tasks of this node share {gpus} GPUs ({visible}), which cannot be split into equal parts. Start "
+            f"one task per GPU (--ntasks-per-node={gpus}) or one per node (--ntasks-per-node=1)."
+        )
+    return [*range(gpus // tasks * local, gpus // tasks * (local + 1))]
+
+
+def _tasks_on_node(tasks: int | None) -> int | None:
+    """Tasks of Slurm's step on this node, of ``tasks`` in all; None where Slurm does not say."""
+    layout = os.environ.get("SLURM_STEP_TASKS_PER_NODE") or os.environ.get("SLURM_TASKS_PER_NODE") or ""
+    counts = []
+    for each, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", layout):  # 8(x2),4 is 8, 8 and 4
+        counts += [int(each)] * int(times or 1)
+    node = environment_integer("SLURM_NODEID") or 0
+    if node < len(counts):
+        return counts[node]
+    return 1 if tasks is not None and tasks == (environment_integer("SLURM_STEP_NUM_NODES") or 1) else None
 
 
 def environment_integer(name: str) -> int | None:

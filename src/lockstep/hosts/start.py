@@ -29,6 +29,7 @@ from lockstep.hosts.config import (
     DistributedConfig,
     check_count,
     environment_integer,
+    local_gpus,
 )
 from lockstep.hosts.hosts import Hosts
 from lockstep.hosts.numbering import number_processes
@@ -208,6 +209,7 @@ def _initialize(config: DistributedConfig) -> None:
             address,
             count,
             index,
+            local_device_ids=local_gpus(index, count),
             cluster_detection_method="deactivate",
             coordinator_bind_address=bind_address(address) if index == 0 else None,
             initialization_timeout=config.initialization_timeout_s + ABORT_MARGIN_S,
@@ -233,6 +235,7 @@ def _initialize_from_cluster(config: DistributedConfig) -> None:
             count = config.require_process_count or environment_integer(REQUIRE_PROCESS_COUNT)
             with say_who_is_missing(address, count, config.initialization_timeout_s):
                 jax.distributed.initialize(
+                    local_device_ids=local_gpus(),
                     coordinator_bind_address=None if address is None else bind_address(address),
                     initialization_timeout=config.initialization_timeout_s + ABORT_MARGIN_S,
                     heartbeat_timeout_seconds=config.heartbeat_timeout_s,

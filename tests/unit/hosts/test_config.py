@@ -1,13 +1,14 @@
-"""How a process finds the others, and how many there must be."""
+"""How a process finds the others, how many there must be, and which GPUs it has."""
 
 import dataclasses
+import os
 
 import draccus
 import pytest
 
 from lockstep.errors import ConfigError
 from lockstep.hosts import DistributedConfig
-from lockstep.hosts.config import check_count, config_digest, environment_flag
+from lockstep.hosts.config import check_count, config_digest, environment_flag, local_gpus
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,3 +80,53 @@ def test_the_digest_of_a_configuration_leaves_out_what_tells_processes_apart():
         return config_digest(TrainingJob(trainer=Trainer(distributed=DistributedConfig(process_id=number), seed=seed)))
 
     assert digest(0) == digest(1) != digest(0, seed=1)
+
+
+EIGHT = "0,1,2,3,4,5,6,7"
+
+
+@pytest.mark.parametrize(
+    ("task", "visible", "gpus"),
+    [
+        # Two nodes of eight GPUs (--gpus-per-node=8). One task per node has them all, and JAX's rule is the first.
+        ({"NTASKS": 2, "PROCID": 1, "LOCALID": 0, "NODEID": 1, "STEP_TASKS_PER_NODE": "1(x2)"}, EIGHT, []),
+        ({"NTASKS": 2, "PROCID": 1, "LOCALID": 0, "STEP_NUM_NODES": 2}, EIGHT, []),
+        # One task per GPU: all see eight, or (--gpus-per-task=1) each its own, which is 0.
+        ({"NTASKS": 16, "PROCID": 11, "LOCALID": 3, "NODEID": 1, "STEP_TASKS_PER_NODE": "8(x2)"}, EIGHT, [3]),
+        ({"NTASKS": 16, "PROCID": 11, "LOCALID": 3, "STEP_TASKS_PER_NODE": "8(x2)", "GPUS_ON_NODE": 8}, "0", []),
+        ({"NTASKS": 16, "PROCID": 11, "LOCALID": 3, "STEP_TASKS_PER_NODE": "8(x2)"}, "3", []),
+        # Equal parts; nodes that have other numbers of tasks; a container that does not say what is visible.
+        (
+            {"NTASKS": 4, "PROCID": 3, "LOCALID": 1, "STEP_TASKS_PER_NODE": "2(x2)", "GPUS_ON_NODE": 8},
+            EIGHT,
+            [4, 5, 6, 7],
+        ),
+        ({"NTASKS": 4, "PROCID": 3, "LOCALID": 1, "STEP_TASKS_PER_NODE": "2(x2)", "GPUS_ON_NODE": 8}, "4,5,6,7", []),
+        ({"NTASKS": 5, "PROCID": 4, "LOCALID": 0, "NODEID": 2, "TASKS_PER_NODE": "2(x2),1"}, EIGHT, []),
+        ({"NTASKS": 16, "PROCID": 11, "LOCALID": 3, "STEP_TASKS_PER_NODE": "8(x2)"}, "", [3]),
+        ({"NTASKS": 16, "PROCID": 11, "LOCALID": 3, "STEP_NUM_NODES": 2}, EIGHT, [3]),
+        # Not a step of Slurm: a login node, and the shell of an allocation.
+        ({}, EIGHT, None),
+        ({"JOB_ID": 7, "NNODES": 2}, EIGHT, None),
+    ],
+)
+def test_a_task_of_slurm_has_all_gpus_of_its_node_or_its_part(monkeypatch, task, visible, gpus):
+    for name in [name for name in os.environ if name.startswith("SLURM_")]:
+        monkeypatch.delenv(name)
+    for name, value in task.items():
+        monkeypatch.setenv(f"SLURM_{name}", str(value))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert local_gpus() == gpus
+    if task.get("NTASKS"):
+        assert local_gpus(task["PROCID"], task["NTASKS"]) == gpus
+        assert local_gpus(task["PROCID"] + 1, task["NTASKS"]) is None, "processes of the user's own inside a task"
+    monkeypatch.setenv("JAX_LOCAL_DEVICE_IDS", "5")
+    assert local_gpus() is None
+
+
+def test_gpus_that_the_tasks_of_a_node_cannot_share_are_refused(monkeypatch):
+    for name, value in {"LOCALID": "0", "PROCID": "0", "NTASKS": "3", "TASKS_PER_NODE": "3"}.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+    with pytest.raises(ConfigError, match=r"3 tasks of this node share 4 GPUs \(0,1,2,3\).*--ntasks-per-node=4\) or"):
+        local_gpus()

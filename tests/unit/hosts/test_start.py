@@ -132,6 +132,23 @@ def test_a_job_that_does_not_connect_ends_and_says_for_how_long_it_tried(monkeyp
         )
 
 
+@pytest.mark.parametrize("number", [1, 0])
+@pytest.mark.parametrize("given", [True, False])
+def test_a_task_of_slurm_has_its_gpu_whether_slurm_or_the_user_has_numbered_the_processes(monkeypatch, given, number):
+    passed = {}
+    monkeypatch.setattr(jax.distributed, "initialize", lambda *_, **options: passed.update(options))
+    monkeypatch.setattr(jax.config, "update", lambda *_: None)
+    monkeypatch.setattr(module, "backend_is_running", lambda: False)
+    monkeypatch.setattr(module, "cluster_address", lambda: None)
+    for name, value in {"PROCID": "1", "LOCALID": "1", "NTASKS": "2", "TASKS_PER_NODE": "2"}.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    if given:  # the numbers of processes that were started inside a task are not Slurm's
+        module._initialize(DistributedConfig(coordinator_address="127.0.0.1:9", num_processes=2, process_id=number))
+    else:
+        module._initialize_from_cluster(DistributedConfig())
+    assert passed["local_device_ids"] == ([1] if number or not given else None)
+
+
 @pytest.mark.parametrize("job", [{}, {"coordinator_address": "127.0.0.1:9", "num_processes": 2, "process_id": 1}])
 def test_jax_waits_longer_for_connections_than_we_do(monkeypatch, job):
     """Its abort does not say what to do."""
@@ -146,9 +163,11 @@ def test_jax_waits_longer_for_connections_than_we_do(monkeypatch, job):
 
 
 LISTENING = """
+import jax
 import lockstep
 from lockstep.hosts._client import service_address
 lockstep.start()
+print("GPUs", jax.config.values["jax_cuda_visible_devices"])
 port = int(service_address().rpartition(":")[2])
 for kind in ("tcp", "tcp6"):
     for line in list(open(f"/proc/self/net/{kind}"))[1:]:
@@ -165,11 +184,13 @@ def test_the_service_of_a_cluster_that_jax_detects_listens_where_its_name_leads_
     environment = dict(os.environ, SLURM_JOB_ID=str(job), SLURM_STEP_NODELIST="localhost", SLURM_JOB_NUM_NODES="1")
     environment |= dict.fromkeys(("SLURM_PROCID", "SLURM_LOCALID"), "0") | {"SLURM_NTASKS": "1"}
     environment.pop("JAX_COORDINATOR_BIND_ADDRESS", None)
+    environment |= {"CUDA_VISIBLE_DEVICES": "0,1"}
     done = subprocess.run([sys.executable, "-c", LISTENING], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     loopback = {"0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000"}
-    listens = [line.removeprefix("listens on ") for line in done.stdout.splitlines()]
+    listens = re.findall("listens on (.*)", done.stdout)
     assert listens and set(listens) <= loopback, done.stdout
+    assert "GPUs all\n" in done.stdout, "JAX's own rule is the first GPU alone"
 
 
 def test_jax_has_no_tls_for_the_service_that_we_could_offer():
