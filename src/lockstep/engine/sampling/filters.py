@@ -263,8 +263,10 @@ def check_named_filters(values: Mapping[str, float]) -> None:
         if name not in NAMED:
             raise ConfigError(f"filters has {name!r}; it must be {', '.join(NAMED)}, or module:function of your own.")
         if not NAMED[name].lowest <= value <= NAMED[name].highest:
-            known = f"{NAMED[name].lowest:g} to {NAMED[name].highest:g}"
-            raise ConfigError(f"filters has {name}={value:g}; the value must be {known}. Change it.")
+            most = "" if math.isinf(NAMED[name].highest) else f" and at most {NAMED[name].highest:g}"
+            raise ConfigError(
+                f"filters has {name}={value:g}; it must be at least {NAMED[name].lowest:g}{most}. Change it."
+            )
 
 
 @functools.cache

@@ -8,7 +8,7 @@ from typing import ClassVar, Final, Literal
 import draccus
 
 from lockstep.errors import ConfigError
-from lockstep.plugins import OpenRegistry
+from lockstep.plugins import OpenRegistry, load_object
 from lockstep.report import Pattern, Row, last_number, load_metric
 from lockstep.text import Prompt
 from lockstep.training.data.records import BadRow
@@ -176,7 +176,7 @@ class FunctionReward(RewardConfig):
 
     def build(self, max_new_tokens: int) -> Reward:
         """See `RewardConfig.build`."""
-        function: Reward = load_metric(self.function)  # type: ignore[assignment]  # a metric that may be async
+        function: Reward = load_object(self.function, "reward")
         return function
 
 
