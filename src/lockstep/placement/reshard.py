@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import PyTree
 
-from lockstep.placement.lazy_weight import block_sources, weight_specs
+from lockstep.placement.lazy_weight import Assemble, WeightSpec, block_sources, sources, weight_specs
 from lockstep.placement.leaf_layout import LayoutTree, LeafLayout, drop_layers, partition_specs, read
 from lockstep.placement.quantized_weight import QuantizedLayout, QuantizedWeight
 
@@ -85,12 +85,17 @@ def assembly_function(
     Raises:
         ConfigError: A part is placed where the decode mesh cannot express it; named by its path.
     """
-    specs = weight_specs(weights)
     decode_mesh = jax.tree.leaves(layouts)[0].decode_mesh
     target = jax.tree.map(lambda leaf: leaf.decode, layouts) if gather else layouts
-    partitions = jax.tree_util.tree_map_with_path(
-        lambda path, leaf: decode_mesh.training_spec(leaf, jax.tree_util.keystr(path)), block_sources(weights)
+    have, want = (
+        jax.tree_util.tree_map_with_path(
+            lambda path, leaf: decode_mesh.training_spec(leaf, jax.tree_util.keystr(path)), parts
+        )
+        for parts in (sources(weights), block_sources(weights))
     )
+    # What is needed whole is gathered a layer at a time, by `GatheredParts`; XLA moves the rest beforehand.
+    specs = jax.tree.map(_with_gathers, weight_specs(weights), have, want)
+    partitions = jax.tree.map(_taken_specs, weight_specs(weights), have, want)
 
     def move(parts: Any) -> Any:
         def stored(layout: LeafLayout | QuantizedLayout, block: jax.Array) -> jax.Array | QuantizedWeight:
@@ -118,6 +123,57 @@ def assembly_function(
         move, mesh=decode_mesh.mesh, in_specs=(partitions,), out_specs=partition_specs(target), check_vma=False
     )
     return moved, target
+
+
+type Gathers = tuple[tuple[int, tuple[str, ...]], ...]
+"""Axes of an array, and the mesh axes that split each."""
+
+
+@dataclasses.dataclass(frozen=True)
+class GatheredParts:
+    """The assembly of a weight of which some parts are needed whole where devices share them.
+
+    Args:
+        assemble: Makes the weight from its parts.
+        gathers: For each part the axes to gather.
+    """
+
+    assemble: Assemble
+    gathers: tuple[Gathers, ...]
+
+    def __call__(self, *parts: jax.Array) -> jax.Array:
+        """The weight from the blocks of a device, inside ``shard_map``."""
+        whole = []
+        for part, gathers in zip(parts, self.gathers, strict=True):
+            for axis, names in gathers:
+                part = jax.lax.all_gather(part, names, axis=axis, tiled=True)
+            whole.append(part)
+        return self.assemble(*whole)
+
+
+def _with_gathers(spec: WeightSpec, have: Any, want: Any) -> WeightSpec:
+    """The function that makes a weight from the blocks in place, where other ones are wanted."""
+    gathers = tuple(found or () for found in _gathers(spec, have, want))
+    return dataclasses.replace(spec, assemble=GatheredParts(spec.assemble, gathers)) if any(gathers) else spec
+
+
+def _taken_specs(spec: WeightSpec, have: Any, want: Any) -> tuple[Any, ...]:
+    """The partition specs with which the parts of a weight come into the program."""
+    gathers = _gathers(spec, have, want)
+    return tuple(other if each is None else one for each, one, other in zip(gathers, have, want, strict=True))
+
+
+def _gathers(spec: WeightSpec, have: Any, want: Any) -> list[Gathers | None]:
+    """For each part the axes of a layer that are split and needed whole; None where more than that is to be done."""
+    layer, found = int(spec.stacked and not spec.by_layer), list[Gathers | None]()
+    for parts in zip(have, want, strict=True):
+        one, other = ([*(part[0] if spec.by_layer else part)] for part in parts)
+        count = max(len(one), len(other))
+        pairs = list(zip(*(each + [None] * (count - len(each)) for each in (one, other)), strict=True))
+        changed = [(axis - layer, split, wanted) for axis, (split, wanted) in enumerate(pairs) if split != wanted]
+        possible = all(axis >= 0 and wanted is None for axis, _, wanted in changed)
+        found.append(tuple((axis, split) for axis, split, _ in changed) if possible else None)
+    return found
 
 
 PIECE_BYTES = 32 << 20

@@ -106,7 +106,10 @@ def test_parts_of_joint_axes_are_what_the_weights_were(mesh, tensor, split, by_l
     layouts = leaf_layouts(stored, decode_mesh, TENSOR_DIMS)
     make, _ = assembly_function(stored, layouts, jnp.dtype(jnp.float32), gather=True)
     with jax.set_mesh(decode_mesh.mesh):
+        program = str(jax.make_jaxpr(make)(sources(stored)))
         made = jax.jit(make)(sources(stored))
+    joint = f"f32[{tiny.CONFIG.hidden_dim},{2 * tiny.CONFIG.intermediate_dim}] = all_gather["
+    assert program.count(joint) == (split is not None), "the joint array is gathered a layer at a time"
     for name in ("q", "k", "v", "gate", "up"):
         want = np.asarray(getattr(plain.layers, name))
         np.testing.assert_array_equal(np.asarray(getattr(made.layers, name)).reshape(want.shape), want, err_msg=name)
