@@ -67,6 +67,9 @@ class Client(Protocol):
     def delete(self, key_or_prefix: str) -> None:
         """Remove the key and the directory of this name, where they exist."""
 
+    def increment(self, key: str) -> int:
+        """Return how often any process has called this with the key, this call included."""
+
     def barrier(self, name: str, timeout_s: float) -> None:
         """Return once every process has called it with this name; TimeoutError on all of them when one does not.
 
@@ -137,6 +140,10 @@ class JaxClient(_Numbered):
     def delete(self, key_or_prefix: str) -> None:
         with self._errors(key_or_prefix):
             self._client.key_value_delete(key_or_prefix.rstrip("/"))
+
+    def increment(self, key: str) -> int:
+        with self._errors(key):
+            return self._client.key_value_increment(key, 1)
 
     def barrier(self, name: str, timeout_s: float) -> None:
         self._wait_at_barrier(name, timeout_s, None)
@@ -249,6 +256,12 @@ class MemoryClient(_Numbered):
         with self._store.lock:
             for key in [key for key in self._store.values if key == name or key.startswith(name + "/")]:
                 del self._store.values[key]
+
+    def increment(self, key: str) -> int:
+        with self._store.lock:
+            number = int(self._store.values.get(key, b"0")) + 1
+            self._store.values[key] = b"%d" % number
+            return number
 
     def barrier(self, name: str, timeout_s: float) -> None:
         if self.count == 1:

@@ -13,6 +13,10 @@ from lockstep.printable import printable
 CHUNK_BYTES = 32 << 20
 """Bytes of a piece of a longer value: one message of the service cannot have more than 2 GiB."""
 
+LATE = "late"
+"""The last part of the key of what that process says of those that did not come in time."""
+LATE_S = 5.0
+"""Seconds that it has for that."""
 COMBINED = "all"
 """The last part of the key of what the process with the service makes of all values of an exchange."""
 UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
@@ -128,20 +132,24 @@ class Channel:
 
     def _combined(self, key: str, combine: Callable[[list[Any]], object], decode: Callable[[Any], object]) -> bytes:
         """The error of what was posted, None where there is none, and the result of ``combine``."""
-        posts, values = self.client.get_dir(key), []
-        # Most often all have posted the same text: each different one is parsed once, whatever the number of processes.
-        parsed: dict[bytes | None, Any] = {}
-        process = self.client.index
-        try:
-            for process in range(self.client.count):
-                text = posts.get(f"{key}/{process}")
-                if text not in parsed:
-                    parsed[text] = json.loads(text or b"")
-                    decode(combine([parsed[text]]))
-                values.append(parsed[text])
-            return json.dumps([None, combine(values)]).encode()
-        except UNREADABLE:
-            return json.dumps([f"process {process} has posted", None]).encode()
+
+        def result_of(texts: Sequence[bytes]) -> object:
+            # Most often all have posted the same text: each different one is parsed once.
+            parsed = {text: json.loads(text) for text in {*texts}}
+            result = combine([parsed[text] for text in texts])
+            decode(result)
+            return result
+
+        posts = self.client.get_dir(key)
+        texts = [posts.get(f"{key}/{process}", b"") for process in range(self.client.count)]
+        with contextlib.suppress(*UNREADABLE):
+            return json.dumps([None, result_of(texts)], separators=(",", ":")).encode()
+        for process, text in enumerate(texts):
+            try:
+                result_of([text])
+            except UNREADABLE:
+                return json.dumps([f"process {process} has posted", None]).encode()
+        return json.dumps([None, None]).encode()  # no two of them can be of the same exchange
 
     def delete_after_barrier(self, key: str) -> None:
         """Have the leader delete ``key`` and all below it once the next barrier is complete."""
@@ -149,8 +157,33 @@ class Channel:
             self._keys_to_delete.append(key)
 
     def _timeout_error(self, kind: str, key: str, timeout_s: float, missing: Sequence[int] | None) -> HostTimeoutError:
-        """Say who is missing at ``key`` and what each process did last; ``missing`` None: find out who has not come."""
-        peers = heartbeats(self.client)
+        """Say who is missing at ``key`` and what each of them did last; ``missing`` None: whoever has not come."""
+        text = f"{kind} {key!r} timed out after {timeout_s:g} s on process {self.client.index} of {self.client.count}. "
+        return HostTimeoutError(
+            text
+            + (self._who_is_late(key) if missing is None else self._describe(key, missing))
+            + "Every process must make the same calls in the same order: look for the first error in the logs of "
+            "the missing ones, or raise timeout_s if they are only slow."
+        )
+
+    def _who_is_late(self, key: str) -> str:
+        """Say who has not come to a barrier: all time out at once, and the process with the service reads for all."""
+        runner, place = self.client.processes[0], f"{key}/{LATE}"
+        if self.client.index == runner:
+            text = self._describe(key, None)
+            with contextlib.suppress(HostError, TimeoutError):
+                self.client.set(place, text.encode())
+                self.delete_after_barrier(key)
+            return text
+        last = heartbeats(self.client, [runner]).get(runner)
+        if last is not None and key in last.waits and not last.silent:
+            with contextlib.suppress(HostError, TimeoutError):
+                return printable(self.client.get(place, LATE_S).decode(errors="replace"))
+        return self._describe(key, None)
+
+    def _describe(self, key: str, missing: Sequence[int] | None) -> str:
+        """The last phase of each of the missing, as text; None: of those that have not come to ``key``."""
+        peers = heartbeats(self.client, missing)
         if missing is None:
             missing = [i for i in range(self.client.count) if i not in peers or key not in peers[i].waits]
         silent = [i for i in longest_silent(peers) if i in missing]
@@ -158,7 +191,7 @@ class Channel:
         first = silent or missing
         who = [f"process {i} ({peers[i]})" if i in peers else f"process {i} (never seen)" for i in first]
         elsewhere = [f"process {i} waits at {peers[i].waits[-1]!r}" for i in missing if i in peers and peers[i].waits]
-        text = f"{kind} {key!r} timed out after {timeout_s:g} s on process {self.client.index} of {self.client.count}. "
+        text = ""
         if who:
             text += f"Missing: {', '.join(who)}. "
         else:
@@ -167,7 +200,4 @@ class Channel:
             text += f"Alive, but not here: {', '.join(alive)}. "
         if elsewhere:
             text += f"Their last wait: {', '.join(elsewhere)}. "
-        return HostTimeoutError(
-            text + "Every process must make the same calls in the same order: look for the first error in the logs of "
-            "the missing ones, or raise timeout_s if they are only slow."
-        )
+        return text

@@ -5,7 +5,7 @@ import dataclasses
 import json
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from lockstep.errors import HostError
 from lockstep.hosts._client import Client
@@ -18,6 +18,8 @@ INTERVAL_S = 0.5
 """Seconds between two posts of a process whose phase does not change."""
 MIN_INTERVAL_S = 0.05
 """Seconds between two looks of the thread that posts for something new to post."""
+LOOKING = 32
+"""Processes from which on each looks less often for one that is silent."""
 SILENT_S = 1.5
 """Seconds without a post after which a process counts as silent, and errors name it as missing."""
 
@@ -121,24 +123,33 @@ class Heartbeat:
         self._client.set(f"{DIRECTORY}/{self._client.index}", value.encode())
 
 
-def heartbeats(client: Client) -> dict[int, PeerHeartbeat]:
+def heartbeats(client: Client, processes: Iterable[int] | None = None) -> dict[int, PeerHeartbeat]:
     """Return the last heartbeat of every process that has posted one, by process number.
 
-    The result is empty when the service does not answer.
+    The result is empty when the service does not answer. It is read once per job where all need it: every process that
+    reads those of all others moves bytes that grow with the square of the processes.
+
+    Args:
+        client: The coordination service.
+        processes: The processes, a few of them; None for all.
     """
     try:
-        posts = client.get_dir(DIRECTORY)
+        if processes is None:
+            posts = client.get_dir(DIRECTORY)
+        else:
+            found = {key: client.peek(key) for key in (f"{DIRECTORY}/{process}" for process in processes)}
+            posts = {key: value for key, value in found.items() if value is not None}
     except (HostError, TimeoutError):
         return {}
-    found = {}
+    read = {}
     for key, value in posts.items():
         try:
             phase, time_s, alive_s, *waits = json.loads(value)
             process, alive_s = int(key.rpartition("/")[2]), None if alive_s is None else float(alive_s)
-            found[process] = PeerHeartbeat(visible(phase), float(time_s), alive_s, tuple(map(visible, waits)))
+            read[process] = PeerHeartbeat(visible(phase), float(time_s), alive_s, tuple(map(visible, waits)))
         except (ValueError, TypeError, AttributeError, OverflowError, RecursionError):
             continue  # not posted by a process of ours
-    return found
+    return read
 
 
 def longest_silent(peers: Mapping[int, PeerHeartbeat]) -> list[int]:
@@ -166,5 +177,5 @@ def wait_for_missing(client: Client) -> str:
     """
     deadline = time.monotonic() + INTERVAL_S + SILENT_S
     while not (text := describe_missing(heartbeats(client))) and time.monotonic() < deadline:
-        time.sleep(MIN_INTERVAL_S)
+        time.sleep(MIN_INTERVAL_S * max(1, client.count // LOOKING))  # all survivors look at once
     return text

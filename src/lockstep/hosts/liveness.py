@@ -132,7 +132,7 @@ class Listener:
             if time.monotonic() - since < GRACE_S or self._stopping.is_set():
                 continue
             process = self._client.processes[task]
-            last = heartbeats(self._client).get(process)
+            last = heartbeats(self._client, [process]).get(process)
             if last is not None and not last.silent:
                 continue  # it lives: something between the two has cut the connection
             del self._lost[task]

@@ -17,13 +17,18 @@ from lockstep.errors import HostError
 from lockstep.exits import DONE, EXIT_CODES, PEER_FAILED, finish_work
 from lockstep.hosts._client import Client, ServiceGoneError, service_address
 from lockstep.hosts.abort import on_abort
-from lockstep.hosts.exchange import name_processes
+from lockstep.hosts.exchange import digest, name_processes
 from lockstep.hosts.hosts import Hosts
 from lockstep.hosts.liveness import Connection, Listener
 from lockstep.printable import printable
 
 ANNOUNCEMENTS = "lockstep/failed"
 """Directory of the reasons, exit codes and numbers that ending processes announce, by task of the service."""
+ANNOUNCED = 16
+"""Processes that announce the same reason; the others leave theirs, which nobody reads, in `UNTOLD`."""
+UNTOLD = "lockstep/untold"
+COUNTS = "lockstep/failures"
+"""Directory of the number of processes that have each reason, and of all that have any."""
 WAKE_UPS = "lockstep/call"
 """Directory of the keys for which the processes wait, each for its own: set once there is an announcement."""
 DEPARTURES = "lockstep/left"
@@ -57,12 +62,15 @@ def announce_exit(client: Client, reason: str, code: int = PEER_FAILED, work_s: 
     """
     text = without_credentials(f"failed: {reason}" if code == PEER_FAILED else reason)[:MAX_TEXT]
     with contextlib.suppress(HostError, TimeoutError):
+        # All may fail at once: the first one wakes the others, and a reason that many have is posted by a few of them.
+        told = client.increment(f"{COUNTS}/{digest(text, str(code))}") > ANNOUNCED
         client.set(
-            f"{ANNOUNCEMENTS}/{client.task}",
+            f"{UNTOLD if told else ANNOUNCEMENTS}/{client.task}",
             json.dumps([text, code, client.index]).encode(),
         )
-        for task in range(client.count):
-            client.set(f"{WAKE_UPS}/{task}", b"")
+        if client.increment(f"{COUNTS}/all") == 1:
+            for task in range(client.count):
+                client.set(f"{WAKE_UPS}/{task}", b"")
     finish_work(work_s)  # after the words to the others, and before this process waits for them to end first
     _mark_departure(client)
 
@@ -143,6 +151,9 @@ def _watch(hosts: Hosts, stopping: threading.Event) -> None:
         return  # the service was ended in order
     if f"{ANNOUNCEMENTS}/{client.task}" in announced or stopping.wait(GRACE_S):
         return
+    with contextlib.suppress(HostError, TimeoutError):
+        if client.peek(f"{UNTOLD}/{client.task}") is not None:
+            return
     reasons, code = _summarize(announced.values())
     for reason in reasons:
         print(f"lockstep: process {client.index} ends because {reason}", file=sys.stderr)

@@ -1,5 +1,7 @@
 """A phase that every process goes through: it fails on all where it fails on one, and what must agree is compared."""
 
+import array
+import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -111,10 +113,11 @@ def _are_like(values: Sequence[Any], own: Any) -> bool:
     """Whether processes may have shared these where this one has shared its own: a tuple has one length on all."""
     if own is None:
         return True
+    if isinstance(own, int | float):
+        with contextlib.suppress(TypeError, OverflowError):
+            return bool(array.array("q", values))  # at once: there may be a thousand
     kinds = set(map(type, values))
     if isinstance(own, int | float):
-        if kinds <= {bool, int}:  # at once: there may be a thousand
-            return -(2**63) <= min(values) and max(values) < 2**63
         return kinds <= {bool, int, float} and all(-(2**63) <= value < 2**63 for value in values)
     if isinstance(own, Mapping):
         return kinds <= {dict}

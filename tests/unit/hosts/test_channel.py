@@ -3,7 +3,7 @@
 import pytest
 
 from lockstep.errors import HostError, HostTimeoutError
-from lockstep.hosts import MemoryClient
+from lockstep.hosts import MemoryClient, heartbeat
 from lockstep.hosts import channel as channel_module
 from tests.multiprocess.harness import run_threads
 
@@ -94,6 +94,40 @@ def test_a_process_that_does_not_say_what_all_have_posted_is_named_after_the_dea
     leader, other = run_threads(body, 2)
     assert leader is None
     assert other.startswith("read 'lockstep/job/settings#1' timed out after 0.05 s") and "Missing: process 0" in other
+
+
+def test_one_process_reads_who_is_late_for_all():
+    """Each would move what all others have posted: 150 MB at 1,024 processes."""
+
+    def body(hosts):
+        reads, get_dir = [], hosts.client.get_dir
+        hosts.client.get_dir = lambda prefix: (reads.append(prefix), get_dir(prefix))[1]
+        if hosts.index == 5:
+            hosts.phase("reading rows")
+        hosts.barrier("all are here")
+        if hosts.index == 5:
+            return None
+        hosts.timeout_s = 0.5
+        with pytest.raises(HostTimeoutError) as caught:
+            hosts.barrier("save")
+        return reads, str(caught.value)
+
+    texts = []
+    for index, found in enumerate(run_threads(body, 6)):
+        if found is not None:
+            assert found[0] == [heartbeat.DIRECTORY] * (index == 0)
+            texts.append(found[1].replace(f"on process {index} of 6", ""))
+    assert len(texts) == 5 and len(set(texts)) == 1 and "Missing: process 5 (last phase 'reading rows'" in texts[0]
+
+
+def test_without_the_process_that_reads_for_all_each_names_it():
+    def body(hosts):
+        hosts.timeout_s = 0.05
+        if hosts.index:
+            with pytest.raises(HostTimeoutError, match="Missing: process 0 .never seen"):
+                hosts.barrier("save")
+
+    run_threads(body, 3)
 
 
 def test_bytes_of_an_exchange_do_not_grow_with_the_square_of_processes():

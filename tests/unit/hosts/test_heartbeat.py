@@ -2,6 +2,9 @@
 
 import sys
 import time
+from types import SimpleNamespace
+
+import pytest
 
 from lockstep.hosts import MemoryClient
 from tests.clock import Clock, until
@@ -103,3 +106,15 @@ def test_nothing_is_posted_while_processes_meet(monkeypatch):
     stop()
     until(lambda: client.sets == 1)  # the last post
     assert heartbeat.heartbeats(client)[0].waits == ("between launches",)
+
+
+@pytest.mark.parametrize(("count", "looks"), [(2, 41), (64, 21), (1024, 3)])
+def test_the_more_processes_the_less_often_each_looks_for_one_that_is_silent(monkeypatch, count, looks):
+    now, read = [0.0], []
+
+    def sleep(seconds):
+        now[0] = round(now[0] + seconds, 6)
+
+    monkeypatch.setattr(heartbeat, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
+    client = SimpleNamespace(count=count, get_dir=lambda prefix: read.append(prefix) or {})
+    assert heartbeat.wait_for_missing(client) == "" and len(read) == looks

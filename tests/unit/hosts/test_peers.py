@@ -47,6 +47,37 @@ def test_the_text_of_a_peer_does_not_reach_a_terminal_raw() -> None:
     assert reason == r"process 1 failed: \x1b]0;title\x07\x1b[2J\rboom" + "\nsecond line\\x9b31m\\u202e"
 
 
+def test_when_all_fail_alike_the_first_wakes_all_and_a_few_say_why() -> None:
+    """Each woke all others: a million requests at 1,024 processes."""
+    clients, sets = MemoryClient.hub(40), list[str]()
+    for client in clients[::-1]:
+        post = client.set
+        client.set = lambda key, value, post=post: (sets.append(key), post(key, value))[0]  # type: ignore[method-assign]
+        if client.task:  # it waits for the others to leave
+            peers.announce_exit(client, "PeerError")
+    peers.announce_exit(clients[0], "OSError: disk full")
+    assert sorted(sets)[: len(clients)] == sorted(f"{peers.WAKE_UPS}/{task}" for task in range(len(clients)))
+    assert len(sets) == 3 * len(clients), "the wake-ups, and a reason and a departure of each"
+    reasons, _ = _summarize(clients[1].get_dir(peers.ANNOUNCEMENTS).values())
+    assert set(reasons) == {"processes 24-39 failed: PeerError", "process 0 failed: OSError: disk full"}
+    assert peers.failure_is_announced(clients[3])
+
+
+def test_who_ends_for_a_reason_that_others_have_told_is_not_ended_by_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    client, other = MemoryClient.hub(2)
+    ended: list[int] = []
+    monkeypatch.setattr(peers, "GRACE_S", 0.0)
+    monkeypatch.setattr(peers, "ANNOUNCED", 1)
+    monkeypatch.setattr(peers, "end_process", ended.append)
+    peers.announce_exit(other, "PeerError")
+    peers._watch(Hosts(client), threading.Event())
+    assert ended == [PEER_FAILED]
+    client.increment(f"{peers.COUNTS}/all")
+    client.set(f"{peers.UNTOLD}/{client.task}", b"")
+    peers._watch(Hosts(client), threading.Event())
+    assert ended == [PEER_FAILED]
+
+
 def test_stopping_the_watch_waits_for_its_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """One inside a call of the service while the interpreter goes down would abort the process."""
     answered = threading.Event()
