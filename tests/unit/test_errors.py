@@ -18,7 +18,9 @@ SOURCES = [(path, ast.parse(path.read_text(encoding="utf-8"))) for path in (ROOT
 OTHERS = {
     *("activation_function", "chat_template", "do_sample", "eos_token_id", "sliding_attention", "text_only"),
     *("arc_easy", "device_put", "host_local", "jax_flash", "lockstep_calibration", "my_module", "my_rewards"),
-    *("--constraint", "--key", "--local-dir", "--location", "--tasks"),  # of pip, hf, gcloud; a stand-in; `eval`'s own
+    *("--constraint", "--local-dir", "--location", "--ntasks-per-node"),  # of pip, hf, gcloud, Slurm
+    *("--key", "--tasks"),  # a stand-in; of `eval`, which makes a key of it
+    *("trainer.mesh", "trainer.distributed.local_device_ids"),  # Levanter's keys
 }
 """Names in messages that are other programs', values of a key that is no `Literal`, or examples."""
 
@@ -88,7 +90,11 @@ def known_names() -> tuple[set[str], set[str], set[str]]:
                 names.add(node.arg)
             elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
                 names.add(node.target.id)
-    return options | OTHERS, keys, names | {key.rpartition(".")[2] for key in keys}
+    return (
+        options | OTHERS,
+        keys | {each for each in OTHERS if "." in each},
+        names | {key.rpartition(".")[2] for key in keys},
+    )
 
 
 def is_importable(name: str) -> bool:
