@@ -67,8 +67,8 @@ from lockstep.report import (
     print_table,
     write_parquet,
 )
-from lockstep.text import StopFinder, iter_prompts, load_tokenizer, stop_ids, tokenizer_digest
-from lockstep.urls import check_bare_name
+from lockstep.text import StopFinder, fetch_tokenizer, iter_prompts, load_tokenizer, stop_ids, tokenizer_digest
+from lockstep.urls import HUB_WAIT_S, check_bare_name
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -122,6 +122,11 @@ class _Run:
     def _read(self) -> None:
         """Tokenizer, checkpoint's identity, directories."""
         config, hosts = self.config, self.hosts
+
+        def fetch() -> bytes:
+            return fetch_tokenizer(config.tokenizer or resolve_checkpoint(config).tokenizer, config.trust_remote_code)
+
+        fetched = hosts.broadcast_from_leader("tokenizer", fetch, HUB_WAIT_S)
         with hosts.run_on_all("reading tokenizer and checkpoint"):
             if hosts.is_leader:
                 check_trackers(config.trainer.tracker)
@@ -129,7 +134,7 @@ class _Run:
                     check_pyarrow()
             self.checkpoint = resolve_checkpoint(config)
             self.tokenizer: PreTrainedTokenizerBase = load_tokenizer(
-                config.tokenizer or self.checkpoint.tokenizer, config.trust_remote_code
+                config.tokenizer or self.checkpoint.tokenizer, config.trust_remote_code, fetched
             )
             self.stop_ids = stop_ids(self.tokenizer)
             StopFinder(self.tokenizer).check(config.stop)

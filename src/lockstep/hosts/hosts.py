@@ -253,14 +253,17 @@ class Hosts:
         self._uses[key] += 1
         return reasons_to_stop(self._channel, key, self._uses[key], error, reason, self.timeout_s)
 
-    def broadcast_from_leader(self, name: str, work: Callable[[], bytes]) -> bytes:
+    def broadcast_from_leader(self, name: str, work: Callable[[], bytes], more_s: float = 0.0) -> bytes:
         """Do ``work`` on the leader alone and return on every process what it returned, of any length.
+
+        Args:
+            more_s: The seconds beyond ``timeout_s`` that the work may take.
 
         Raises:
             PeerError: The work failed; the same text on every process, and on the leader its error is the cause.
             HostTimeoutError: The leader posted nothing in time.
         """
-        return broadcast_from_leader(self._channel, self._key(name), work, self.timeout_s)
+        return broadcast_from_leader(self._channel, self._key(name), work, self.timeout_s + more_s)
 
     def _compare_launch(self) -> None:
         # The number of the launch is in the key, so that a process which makes another one waits elsewhere.

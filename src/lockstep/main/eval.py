@@ -21,7 +21,8 @@ from lockstep.hosts import Hosts, config_digest, leader_only, start
 from lockstep.main.arguments import name_words, parse_arguments
 from lockstep.placement import make_mesh
 from lockstep.report import WANDB_RUN, BackgroundTracker, append_jsonl, build_tracker
-from lockstep.text import load_tokenizer, tokenizer_digest
+from lockstep.text import fetch_tokenizer, load_tokenizer, tokenizer_digest
+from lockstep.urls import HUB_WAIT_S
 
 log = get_logger(__name__)
 
@@ -84,9 +85,15 @@ def evaluate(config: EvalConfig, hosts: Hosts) -> int:
         DisagreementError: The processes have different configurations, tokenizers or checkpoints.
     """
     hosts.agree("config", {"configuration": config_digest(config)})
+
+    def fetch() -> bytes:
+        name = config.tokenizer or checkpoint_at(config.checkpoint, "checkpoint", config.base_model).tokenizer
+        return fetch_tokenizer(name, config.trust_remote_code)
+
+    fetched = hosts.broadcast_from_leader("tokenizer", fetch, HUB_WAIT_S)
     with hosts.run_on_all("reading tokenizer and checkpoint") as phase:
         checkpoint = checkpoint_at(config.checkpoint, "checkpoint", config.base_model)
-        tokenizer = load_tokenizer(config.tokenizer or checkpoint.tokenizer, config.trust_remote_code)
+        tokenizer = load_tokenizer(config.tokenizer or checkpoint.tokenizer, config.trust_remote_code, fetched)
         phase.agree({"checkpoint": checkpoint.fingerprint(), "tokenizer": tokenizer_digest(tokenizer)})
         mesh = make_mesh(config.trainer.mesh_shape)
     found: list[TaskResults | Exception] = []

@@ -10,8 +10,9 @@ from lockstep.errors import ConfigError
 from lockstep.hosts import DistributedConfig, Hosts, digest, leader_only, start
 from lockstep.main.arguments import name_words, parse_arguments
 from lockstep.models import export_hf, save_peft
-from lockstep.text import load_tokenizer
+from lockstep.text import fetch_tokenizer, load_tokenizer
 from lockstep.training import HF_DTYPES, saved_model
+from lockstep.urls import HUB_WAIT_S
 
 log = get_logger(__name__)
 
@@ -84,9 +85,15 @@ def export(config: ExportConfig, hosts: Hosts) -> int:
     asked += [config.base_model]
     hosts.agree("config", {"config": digest(repr(asked))})
     start_s = time.monotonic()
+
+    def fetch() -> bytes:
+        name = config.tokenizer or saved_model(config.checkpoint, config.step, config.base_model).tokenizer
+        return fetch_tokenizer(name, config.trust_remote_code)
+
+    fetched = hosts.broadcast_from_leader("tokenizer", fetch, HUB_WAIT_S)
     with hosts.run_on_all("reading the checkpoint's metadata") as phase:
         model = saved_model(config.checkpoint, config.step, config.base_model)
-        tokenizer = load_tokenizer(config.tokenizer or model.tokenizer, config.trust_remote_code)
+        tokenizer = load_tokenizer(config.tokenizer or model.tokenizer, config.trust_remote_code, fetched)
         phase.agree({"checkpoint": model.fingerprint()})
         if config.adapters and model.adapters is None:
             raise ConfigError(

@@ -13,6 +13,7 @@ from lockstep.text.stop import StopFinder as StopFinder
 from lockstep.text.stop import cut_at_stop as cut_at_stop
 from lockstep.text.tokenizer import check_vocab as check_vocab
 from lockstep.text.tokenizer import decode as decode
+from lockstep.text.tokenizer import fetch_tokenizer as fetch_tokenizer
 from lockstep.text.tokenizer import load_tokenizer as load_tokenizer
 from lockstep.text.tokenizer import stop_ids as stop_ids
 from lockstep.text.tokenizer import token_count as token_count

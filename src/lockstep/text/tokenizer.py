@@ -2,17 +2,20 @@
 
 import functools
 import hashlib
+import io
 import json
 import os
 import tempfile
+import zipfile
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.credentials import get_logger
 from lockstep.errors import ConfigError
-from lockstep.json_text import parse_json
-from lockstep.urls import url_to_fs
+from lockstep.json_text import FOREIGN, parse_json
+from lockstep.urls import check_bare_name, patient_with_hub, url_to_fs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -25,19 +28,24 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model",
 _SUFFIXES = (".json", ".jinja", ".model", ".txt")
 """The suffixes of files that may belong to a tokenizer; weights, which may be beside it, have others."""
 _GENERATION_CONFIG = "generation_config.json"
+_FETCHED = "lockstep_generation_config"
+"""The attribute of a tokenizer that was fetched which has what is in that file."""
 _CONTEXT = 8
 _CHARACTER_TOKENS = 4
 _OF_LAST_CALL = ("padding", "truncation")
 """Parts of a fast tokenizer's backend that every call sets anew."""
 
 
-def load_tokenizer(path: str | os.PathLike[str], trust_remote_code: str | None = None) -> "PreTrainedTokenizerBase":
+def load_tokenizer(
+    path: str | os.PathLike[str], trust_remote_code: str | None = None, fetched: bytes = b""
+) -> "PreTrainedTokenizerBase":
     """Load a tokenizer with ``transformers.AutoTokenizer``.
 
     Args:
         path: A directory or URL with a tokenizer, or a name on the Hugging Face hub such as ``org/model``. A directory
             is read without any network access.
         trust_remote_code: The ``path`` again, where Python code that the tokenizer brings may be run; None: none is.
+        fetched: What `fetch_tokenizer` returned on this host or another; empty to read what is at ``path``.
 
     Raises:
         ConfigError: There is no such directory or name, or what is there is not a tokenizer, or one with code of
@@ -52,8 +60,8 @@ def load_tokenizer(path: str | os.PathLike[str], trust_remote_code: str | None =
             "that is named there alone. Write the same in both, or leave trust_remote_code out."
         )
     trusted = trust_remote_code is not None
-    if "://" in name:
-        return _from_url(name, trusted)
+    if fetched or "://" in name:
+        return _from_files(name, trusted, fetched or fetch_tokenizer(name, trust_remote_code))
     directory = Path(name).expanduser()
     if directory.is_dir():
         _check_files(name, [file.name for file in directory.iterdir()])
@@ -66,7 +74,8 @@ def load_tokenizer(path: str | os.PathLike[str], trust_remote_code: str | None =
     try:
         # Said either way: without it transformers asks at the terminal whether to run what is beside the tokenizer.
         place = str(directory) if directory.is_dir() else name
-        return _auto_tokenizer().from_pretrained(place, trust_remote_code=trusted)
+        load = functools.partial(_auto_tokenizer().from_pretrained, place, trust_remote_code=trusted)
+        return load() if directory.is_dir() else patient_with_hub(f"the tokenizer {name!r}", load)
     except Exception as error:  # AutoTokenizer raises whatever its parser or its download raised
         first_line = str(error).strip().split("\n")[0]
         where = (
@@ -79,6 +88,88 @@ def load_tokenizer(path: str | os.PathLike[str], trust_remote_code: str | None =
             first_line = "it brings Python code of its own, which is not run"
             fix = f"If you trust it, name it in trust_remote_code too: --trust_remote_code {name}."
         raise ConfigError(f"{where} ({type(error).__name__}: {first_line}). {fix}") from error
+
+
+def fetch_tokenizer(path: str | os.PathLike[str], trust_remote_code: str | None = None) -> bytes:
+    """Return the files of a tokenizer at a URL or on the Hugging Face hub, for one host to ask for and all to have.
+
+    Args:
+        path: As for `load_tokenizer`.
+        trust_remote_code: As for `load_tokenizer`.
+
+    Returns:
+        The files as a zip archive; nothing for a directory, which each host has itself.
+
+    Raises:
+        ConfigError: They cannot be had.
+    """
+    name, suffixes = os.fspath(path), _SUFFIXES if trust_remote_code is None else (*_SUFFIXES, ".py")
+    if "://" in name:
+        files = patient_with_hub(f"the tokenizer {name!r}", functools.partial(_files_at_url, name, suffixes))
+    elif not name or Path(name).expanduser().is_dir() or not _may_be_hub_name(name):
+        return b""
+    else:
+        files = _files_on_hub(name, suffixes, trust_remote_code)
+    _check_files(name, list(files))
+    archive = io.BytesIO()
+    with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as target:
+        for file, data in files.items():
+            target.writestr(file, data)
+    return archive.getvalue()
+
+
+def _files_at_url(url: str, suffixes: tuple[str, ...]) -> dict[str, bytes]:
+    filesystem, root = url_to_fs(url)
+    try:
+        listed = [path for path in filesystem.ls(root, detail=False) if path.endswith(suffixes)]
+    except FileNotFoundError:
+        listed = []
+    return {path.rpartition("/")[2]: filesystem.cat_file(path) for path in listed}
+
+
+def _files_on_hub(name: str, suffixes: tuple[str, ...], trust_remote_code: str | None) -> dict[str, bytes]:
+    from huggingface_hub import snapshot_download
+
+    # The directory of further chat templates is the only one that belongs to a tokenizer.
+    allowed, ignored = [f"*{each}" for each in suffixes], ["*/*/*", "[!a]*/*"]
+
+    def download() -> str:
+        return snapshot_download(name, allow_patterns=allowed, ignore_patterns=ignored)
+
+    try:
+        place = Path(patient_with_hub(f"the tokenizer {name!r}", download))
+    except ConfigError:
+        raise
+    except Exception:
+        load_tokenizer(name, trust_remote_code)  # says what is wrong with the name
+        raise
+    found = [file for file in place.rglob("*") if file.is_file() and file.name.endswith(suffixes)]
+    files = {file.relative_to(place).as_posix(): file.read_bytes() for file in found}
+    if _GENERATION_CONFIG not in files and (settings := _hub_generation_config(name)):
+        files[_GENERATION_CONFIG] = json.dumps(settings).encode()
+    return files
+
+
+def _from_files(name: str, trusted: bool, fetched: bytes) -> "PreTrainedTokenizerBase":
+    """The tokenizer of files, which are written to a temporary directory to be read."""
+    place = f"what process 0 fetched of the tokenizer {name!r}"
+    with tempfile.TemporaryDirectory(prefix="lockstep-tokenizer-") as copy:
+        try:
+            with zipfile.ZipFile(io.BytesIO(fetched)) as archive:
+                for file in archive.namelist():
+                    target = Path(copy, *(check_bare_name(part, place) for part in file.split("/")))
+                    target.parent.mkdir(parents=True, exist_ok=True)
+                    target.write_bytes(archive.read(file))
+        except (zipfile.BadZipFile, zlib.error, NotImplementedError, EOFError) as error:
+            raise ConfigError(f"{place} cannot be read ({error}). {FOREIGN}") from error
+        try:
+            tokenizer = load_tokenizer(copy, copy if trusted else None)
+            settings = _generation_config(copy)
+        except ConfigError as error:
+            raise ConfigError(str(error).replace(copy, name)) from error
+    tokenizer.name_or_path = name
+    vars(tokenizer)[_FETCHED] = settings
+    return tokenizer
 
 
 def tokenizer_digest(tokenizer: "PreTrainedTokenizerBase") -> str:
@@ -147,7 +238,9 @@ def stop_ids(tokenizer: "PreTrainedTokenizerBase") -> tuple[int, ...]:
         ids.add(int(tokenizer.eos_token_id))
     vocab: dict[str, int] = tokenizer.get_vocab()
     ids.update(vocab[token] for token in END_OF_TURN_TOKENS if token in vocab)
-    listed = _generation_config(str(tokenizer.name_or_path)).get("eos_token_id")
+    known = vars(tokenizer).get(_FETCHED)
+    settings: dict[str, Any] = _generation_config(str(tokenizer.name_or_path)) if known is None else known
+    listed = settings.get("eos_token_id")
     named = listed if isinstance(listed, list) else [] if listed is None else [listed]
     if wrong := [each for each in named if type(each) is not int or not 0 <= each < 2**31]:
         raise ConfigError(f"{_GENERATION_CONFIG} of {tokenizer.name_or_path} has eos_token_id {wrong[0]!r}. Mend it.")
@@ -190,23 +283,6 @@ def token_texts(tokenizer: "PreTrainedTokenizerBase", tokens: Sequence[int]) -> 
         texts.append(text[len(known) :] if whole else "")
         done = end if whole else done
     return texts
-
-
-def _from_url(url: str, trusted: bool) -> "PreTrainedTokenizerBase":
-    """The tokenizer at a URL; its files are copied to a temporary directory to be read."""
-    filesystem, root = url_to_fs(url)
-    suffixes = (*_SUFFIXES, ".py") if trusted else _SUFFIXES
-    try:
-        listed = [path for path in filesystem.ls(root, detail=False) if path.endswith(suffixes)]
-    except FileNotFoundError:
-        listed = []
-    _check_files(url, [path.rpartition("/")[2] for path in listed])
-    with tempfile.TemporaryDirectory(prefix="lockstep-tokenizer-") as copy:
-        for path in listed:
-            filesystem.get_file(path, f"{copy}/{path.rpartition('/')[2]}")
-        tokenizer = load_tokenizer(copy, copy if trusted else None)
-    tokenizer.name_or_path = url
-    return tokenizer
 
 
 def _is_place(name: str) -> bool:

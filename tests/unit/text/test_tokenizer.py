@@ -6,16 +6,21 @@ import os
 import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 
+import httpx
 import pytest
+from huggingface_hub.errors import HfHubHTTPError
 
 import lockstep
+from lockstep import urls
 from lockstep.batch_inference.config import SampleConfig
 from lockstep.errors import ConfigError
 from lockstep.main.eval import EvalConfig
 from lockstep.main.export import ExportConfig
-from lockstep.text import check_vocab, decode, load_tokenizer, stop_ids, token_texts, tokenizer_digest
+from lockstep.text import check_vocab, decode, fetch_tokenizer, load_tokenizer, stop_ids, token_texts, tokenizer_digest
 from lockstep.training import TrainLmConfig
 
 DEMO_TOKENIZER = Path(__file__).parents[3] / "data" / "demo" / "tokenizer"
@@ -118,6 +123,8 @@ def test_every_command_asks_for_its_key_before_a_tokenizer_runs_code():
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "load_tokenizer"
     ]
     assert len(calls) >= 7 and all("trust" in call for _, call in calls), calls
+    # What several hosts run gets what the leader fetched.
+    assert all("fetched" in call for file, call in calls if file in ("run.py", "eval.py", "export.py")), calls
     for config in (SampleConfig, EvalConfig, ExportConfig, TrainLmConfig):
         assert {each.name: each.default for each in dataclasses.fields(config)}["trust_remote_code"] is None
 
@@ -234,3 +241,66 @@ def test_code_beside_a_tokenizer_is_not_run_and_nobody_is_asked(tmp_path, monkey
     with pytest.raises(ConfigError, match="could not be read as a tokenizer"):
         load_tokenizer(tmp_path)
     assert not made.exists()
+
+
+def test_a_tokenizer_that_another_host_fetched_is_the_same(tokenizer, tmp_path):
+    copy = tmp_path / "tokenizer"
+    shutil.copytree(DEMO_TOKENIZER, copy)
+    (copy / "generation_config.json").write_text(json.dumps({"eos_token_id": [4, 2]}))
+    (copy / "model.safetensors").write_bytes(bytes(1 << 20))
+    (copy / "mine.py").write_text("")
+    url = f"file://{copy}"
+    fetched = fetch_tokenizer(url)
+    assert set(zipfile.ZipFile(io.BytesIO(fetched)).namelist()) == {
+        each.name for each in copy.iterdir() if each.suffix not in (".safetensors", ".py")
+    }
+    shutil.rmtree(copy)  # nothing more is asked for
+    there = load_tokenizer(url, fetched=fetched)
+    assert tokenizer_digest(there) == tokenizer_digest(tokenizer) and there.name_or_path == url
+    assert stop_ids(there) == tuple(sorted({4, 2, tokenizer.eos_token_id}))
+    assert fetch_tokenizer(DEMO_TOKENIZER) == b"", "a directory is each host's own"
+
+
+def test_what_another_host_sends_stays_in_its_directory_or_is_refused(tmp_path):
+    escaping = io.BytesIO()
+    with zipfile.ZipFile(escaping, "w") as archive:
+        archive.writestr(f"../{tmp_path.name}/made", "x")
+    for data in (b"nonsense", fetch_tokenizer(f"file://{DEMO_TOKENIZER}")[:-9], escaping.getvalue()):
+        with pytest.raises(ConfigError, match="what process 0 fetched of the tokenizer 'org/name'"):
+            load_tokenizer("org/name", fetched=data)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_hub_is_asked_by_one_host_and_waited_for(tokenizer, tmp_path, monkeypatch, caplog):
+    asked, slept, now = [], [], [0.0]
+    shutil.copytree(DEMO_TOKENIZER, tmp_path / "hub")
+    (tmp_path / "hub" / "generation_config.json").write_text("{}")
+    refusals = [{"Retry-After": "7"}, {"RateLimit": '"api";r=0;t=41'}, {}]
+
+    def download(name, **patterns):
+        asked.append(name)
+        if len(asked) <= len(refusals):
+            reply = httpx.Response(429, headers=refusals[len(asked) - 1], request=httpx.Request("GET", "http://hub"))
+            raise HfHubHTTPError("too many", response=reply)
+        return str(tmp_path / "hub")
+
+    def sleep(seconds):
+        slept.append(seconds)
+        now[0] += seconds
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    monkeypatch.setattr(urls, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
+    fetched = fetch_tokenizer("org/name")
+    assert asked == ["org/name"] * 4 and slept == [8.0, 42.0, 20.0]
+    assert "too many requests (429) for the tokenizer 'org/name': waiting 8 s" in caplog.text
+    there = load_tokenizer("org/name", fetched=fetched)
+    assert len(asked) == 4 and tokenizer_digest(there) == tokenizer_digest(tokenizer)
+    assert stop_ids(there) == (tokenizer.eos_token_id,) and there.name_or_path == "org/name"
+
+    asked.clear()
+    refusals[:] = [{"Retry-After": "250"}] * 9
+    with pytest.raises(
+        ConfigError, match=r"\(429\) for the tokenizer 'org/name': 251 s more .* at most 600 s.*HF_TOKEN"
+    ):
+        fetch_tokenizer("org/name")
+    assert len(asked) == 3, "twice 251 s were waited"

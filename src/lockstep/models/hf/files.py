@@ -16,7 +16,7 @@ import numpy as np
 
 from lockstep.errors import ConfigError
 from lockstep.json_text import parse_json, refused
-from lockstep.urls import check_bare_name, url_to_fs
+from lockstep.urls import check_bare_name, patient_with_hub, url_to_fs
 
 _LENGTH_BYTES = 8
 _LONGEST_HEADER = 100 << 20
@@ -80,7 +80,9 @@ class TensorFile:
         """
         dtype, row = self._dtype(name), self.row_bytes(name)
         first = self._data + self._tensors[name]["data_offsets"][0]
-        data = self._filesystem.cat_file(self._path, start=first + start * row, end=first + stop * row)
+        data = patient_with_hub(
+            self._path, lambda: self._filesystem.cat_file(self._path, start=first + start * row, end=first + stop * row)
+        )
         if len(data) != (stop - start) * row:
             raise ConfigError(
                 f"{len(data)} bytes came where {(stop - start) * row} were asked for: the file is shorter than its "
@@ -217,6 +219,10 @@ def read_heads(directory: str) -> dict[str, bytes]:
     Raises:
         ConfigError: A file is missing or is not safetensors.
     """
+    return patient_with_hub(directory, lambda: _read_heads(directory))
+
+
+def _read_heads(directory: str) -> dict[str, bytes]:
     filesystem, root = url_to_fs(directory)
     root = root.rstrip("/")
     listed = [path for path in filesystem.glob(f"{root}/*") if not filesystem.isdir(path)]

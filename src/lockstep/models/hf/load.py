@@ -39,6 +39,7 @@ from lockstep.models.trainable import skeleton
 from lockstep.placement import PARAMETER_AXES
 from lockstep.placement.device import Program, compile_program
 from lockstep.printable import bytes_text
+from lockstep.urls import HUB_WAIT_S
 
 type OnRead = Callable[[int, int], None]
 """Takes the bytes that this host has just read, and those that it will read in all."""
@@ -204,10 +205,11 @@ class _Loading:
     def load(
         self, path: str | os.PathLike[str], mapping: ResourceMapping, config: LlamaConfig | None
     ) -> LlamaLMHeadModel:
-        shared, is_url = b"", "://" in os.fspath(path)
+        place, shared = os.fspath(path), b""
+        is_url = "://" in place
         if self._together:  # a bucket is asked once for what is the same for all; a directory may be one of each host
             shared = self._hosts.broadcast_from_leader(
-                "headers", lambda: pack_heads(read_heads(os.fspath(path))) if is_url else b""
+                "headers", lambda: pack_heads(read_heads(place)) if is_url else b"", HUB_WAIT_S
             )
         with self._hosts.run_on_all("open", "loading the checkpoint") as opened:
             heads = unpack_heads(shared) if shared and is_url else None

@@ -1,5 +1,6 @@
 """A training run: from a configuration to a trained model, the same steps on every host."""
 
+import functools
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +19,7 @@ from lockstep.hosts import Hosts, config_digest, leader_only, try_leader_only
 from lockstep.models import padded_vocab_size, split_trained
 from lockstep.placement import make_mesh
 from lockstep.report import FINISH_S, BackgroundTracker, NoopTracker, Tracker, check_trackers, load_metrics
-from lockstep.text import check_vocab, load_tokenizer, tokenizer_digest
+from lockstep.text import check_vocab, fetch_tokenizer, load_tokenizer, tokenizer_digest
 from lockstep.training.checkpoints.saved_model import model_spec, save_tokenizer
 from lockstep.training.loop.config import TrainerConfig
 from lockstep.training.loop.stopping import StopRequest
@@ -30,6 +31,7 @@ from lockstep.training.run.model import describe_adapters, initializer, load_fro
 from lockstep.training.run.run_dir import closing_summary, make_run_dir, rewind, start_tracker
 from lockstep.training.run.setup import Data, DataSource, Setup
 from lockstep.training.step.train_state import TrainState
+from lockstep.urls import HUB_WAIT_S
 
 log = get_logger(__name__)
 
@@ -50,13 +52,15 @@ def train(config: TrainConfig, hosts: Hosts) -> int:
     """
     source = config.source
     hosts.agree("config", {"config": config_digest(config)})
+    fetch = functools.partial(fetch_tokenizer, config.tokenizer, config.trust_remote_code)
+    fetched = hosts.broadcast_from_leader("tokenizer", fetch, HUB_WAIT_S)
     with hosts.run_on_all("reading tokenizer") as prepared:
         if hosts.is_leader:
             check_trackers(config.trainer.tracker)
         _check_validation(config.trainer, source)
         mesh = make_mesh(config.trainer.mesh_shape)
         config.trainer.microbatches(mesh)
-        tokenizer = load_tokenizer(config.tokenizer, config.trust_remote_code)
+        tokenizer = load_tokenizer(config.tokenizer, config.trust_remote_code, fetched)
         model_config, token_ids = model_shape(config, tokenizer)
         check_vocab(tokenizer, token_ids)
         vocab_size = token_ids
