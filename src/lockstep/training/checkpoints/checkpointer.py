@@ -188,21 +188,47 @@ class Checkpointer:
         else:
             self.last_step = save.step
 
+    def save_after_signal(self, state: TrainState, *, step: int, **values: Any) -> None:
+        """`save` after SIGTERM, unless one that was under way then is complete and no time for another is left."""
+        pending = self._pending
+        self.wait()
+        if pending is not None and pending.step == self.last_step != step:
+            age_s = self._signal_age()
+            with self._hosts.run_on_all("time for another save") as phase:
+                phase.share(self._last_s)  # the leader's
+            left_s, needed_s = self.config.grace_s - age_s, phase.shared[0]
+            if needed_s is not None and needed_s > left_s:
+                if self._hosts.is_leader:
+                    log.warning(
+                        "the checkpoint of step %d, which was being written at SIGTERM, is the last: a save takes "
+                        "%.1f s, and of %g s (checkpointer.grace_s) %.1f s are left. Lost, and done again by the next "
+                        "start: %d step(s) after it",
+                        pending.step,
+                        needed_s,
+                        self.config.grace_s,
+                        max(left_s, 0.0),
+                        step - pending.step,
+                    )
+                return
+        self.save(state, step=step, **values)
+
     @contextlib.contextmanager
     def within_grace(self, step: int) -> Iterator[None]:
         """Warn on the leader where a save that SIGTERM asked for may not fit in the time left; no report has any."""
+        age_s = self._signal_age()
         if not self._hosts.is_leader:
             yield
             return
         grace_s, before = self.config.grace_s, self.last_step
-        start = time.monotonic()
+        start = time.monotonic() - age_s
         self._reports.signalled()
-        if self._last_s is not None and self._last_s > grace_s:
+        if self._last_s is not None and self._last_s > grace_s - age_s:
             log.warning(
-                "the last checkpoint took %.1f s, and SIGTERM leaves %g s (checkpointer.grace_s): this one may not be "
-                "complete in time, and the run then goes on %s",
+                "the last checkpoint took %.1f s, and of the %g s that SIGTERM leaves (checkpointer.grace_s) %.1f s "
+                "are over: this one may not be complete in time, and the run then goes on %s",
                 self._last_s,
                 grace_s,
+                age_s,
                 self._otherwise(),
             )
 
@@ -216,7 +242,7 @@ class Checkpointer:
                 self._otherwise(),
             )
 
-        timer = threading.Timer(grace_s, late)
+        timer = threading.Timer(max(0.0, grace_s - age_s), late)
         timer.daemon = True
         timer.start()
         try:
@@ -225,6 +251,12 @@ class Checkpointer:
             timer.cancel()
         if self.last_step != before:
             log.info("saved %.1f s after SIGTERM, which leaves %g s", time.monotonic() - start, grace_s)
+
+    def _signal_age(self) -> float:
+        """The seconds since the first process was asked to end; the same on every process."""
+        with self._hosts.run_on_all("time since the signal") as phase:
+            phase.share(self._hosts.preemption.age_s)
+        return max(phase.shared)
 
     def _otherwise(self) -> str:
         """The checkpoint that a run would go on from if the save under way is not completed."""

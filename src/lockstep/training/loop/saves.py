@@ -108,7 +108,7 @@ class Saves:
         # The last one comes after the last hooks.
         due = save_requested or (settings.every is not None and step % settings.every == 0)
         if self._interrupted or (hooks_called and due and step < self._config.num_train_steps):
-            self._save(state, info, hooks_called)
+            self._save(state, info, hooks_called, signalled=self._interrupted)
 
     def end(
         self,
@@ -133,15 +133,16 @@ class Saves:
             if stopped_by is None:
                 self._save(state, info, hooks_called=not diverged)
             elif preempted and not self._interrupted and info.next_step:
-                self._save(state, info, hooks_called=between_steps)
+                self._save(state, info, hooks_called=between_steps, signalled=True)
             self._checkpointer.wait()
 
-    def _save(self, state: TrainState, info: StepInfo, hooks_called: bool) -> None:
+    def _save(self, state: TrainState, info: StepInfo, hooks_called: bool, *, signalled: bool = False) -> None:
         assert self._checkpointer is not None
+        save = self._checkpointer.save_after_signal if signalled else self._checkpointer.save
         self._last_save = time.monotonic()
         hooks = self._hooks.state() | {self._watch.name: self._watch.state()}
         changing, _ = state.split()
-        self._checkpointer.save(changing, step=info.next_step, loss=info.loss, hooks=hooks, hooks_called=hooks_called)
+        save(changing, step=info.next_step, loss=info.loss, hooks=hooks, hooks_called=hooks_called)
 
 
 def make_checkpointer(

@@ -171,6 +171,25 @@ def test_a_save_that_will_not_fit_is_announced(tmp_path, monkeypatch, caplog):
     assert re.search("this one may not be complete in time, and the run then goes on from step [24]", caplog.text)
 
 
+@pytest.mark.parametrize("fits", [True, False])
+def test_a_save_under_way_at_sigterm_counts_where_no_other_fits(tmp_path, plain, monkeypatch, caplog, fits):
+    write = checkpointer_module.write_arrays
+
+    def slow(directory, arrays):
+        wait = write(directory, arrays)
+        return lambda: (time.sleep(0.2), wait())
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpointer_module, "write_arrays", slow)
+        result = run(make(tmp_path, settings={"grace_s": 600.0 if fits else 0.2}), at=terminate(4))[2]
+    assert (result.completed_steps, result.checkpoint.rpartition("/")[2]) == (5, "step-5" if fits else "step-4")
+    said = "step 4, which was being written at SIGTERM, is the last" in caplog.text
+    assert said != fits and ("done again by the next start: 1 step(s) after it" in caplog.text) != fits
+    losses, noting, result = run(make(tmp_path, resume="must"))
+    assert min(losses) == 5
+    assert_same_end(plain, losses, noting, result)
+
+
 def test_ctrl_c_does_not_save(tmp_path):
     assert run(make(tmp_path), at=terminate(1, signal.SIGINT))[2].checkpoint is None
 
