@@ -9,6 +9,7 @@ import http.server
 import json
 import re
 import threading
+import time
 import urllib.parse
 from collections.abc import Iterator
 
@@ -29,6 +30,9 @@ class Bucket:
         """Object and bytes of each download."""
         self.refuse: str | None = None
         """What is told to everybody who asks for anything; None: nobody is refused."""
+        self.bytes_per_s: float | None = None
+        """The rate at which each process uploads its part of a checkpoint; None: as fast as it goes."""
+        self._uplinks: collections.defaultdict[str, threading.Lock] = collections.defaultdict(threading.Lock)
 
     @property
     def environment(self) -> dict[str, str]:
@@ -37,7 +41,10 @@ class Bucket:
         return {"STORAGE_EMULATOR_HOST": self.url, "FSSPEC_GS_TOKEN": "anon", **own}
 
     def write(self, path: str, data: bytes) -> None:
-        """Store an object."""
+        """Store an object, once its bytes have come through the uplink of the process that writes it."""
+        if self.bytes_per_s is not None and (writer := re.search(r"/ocdbt\.(process_\d+)/", path)):
+            with self._uplinks[writer[1]]:
+                time.sleep(len(data) / self.bytes_per_s)
         self.generations[path] += 1
         self.objects[path] = data
 

@@ -195,9 +195,9 @@ class Checkpointer:
         if pending is not None and pending.step == self.last_step != step:
             age_s = self._signal_age()
             with self._hosts.run_on_all("time for another save") as phase:
-                phase.share(self._last_s)  # the leader's
+                phase.share(self._last_s or 0.0)  # the leader's counts
             left_s, needed_s = self.config.grace_s - age_s, phase.shared[0]
-            if needed_s is not None and needed_s > left_s:
+            if needed_s > left_s:
                 if self._hosts.is_leader:
                     log.warning(
                         "the checkpoint of step %d, which was being written at SIGTERM, is the last: a save takes "
