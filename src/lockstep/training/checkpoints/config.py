@@ -95,9 +95,14 @@ class CheckpointerConfig:
                 f"only. Set it to a multiple of {self.every}."
             )
 
+    @property
+    def in_bucket(self) -> bool:
+        """Whether ``base_path`` is a URL."""
+        return "://" in self.base_path
+
     def path(self, run_dir: Path, run_id: str) -> str:
         """Return where the checkpoints of a run are."""
-        if "://" in self.base_path:
+        if self.in_bucket:
             return f"{self.base_path.rstrip('/')}/{run_id}"
         base = Path(self.base_path)
         return str(base / run_id if base.is_absolute() else run_dir / base)

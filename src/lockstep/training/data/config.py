@@ -73,7 +73,8 @@ class DataConfig:
     ``trainer.steps_per_eval``."""
     cache_dir: str | None = None
     """The directory or URL of the tokenised cache, shared by the hosts so that each builds a part of it; null:
-    ``lockstep/data`` below ``$XDG_CACHE_HOME`` or ``~/.cache``, where every later run finds it."""
+    ``token-cache`` in ``trainer.checkpointer.base_path`` where that is a URL, else ``lockstep/data`` below
+    ``$XDG_CACHE_HOME`` or ``~/.cache``. Every later run finds it there."""
     max_seq_len: int | None = None
     """Tokens of a row; null: the model's ``max_seq_len``."""
     length_buckets: tuple[int, ...] = ()

@@ -97,7 +97,12 @@ class TrainConfig:
 
     @property
     def source(self) -> DataSource[Any]:
-        """The reader of the data."""
+        """The reader of the data. Beside checkpoints in a bucket all hosts share its cache, where nothing else is said:
+        their own disks are empty after each preemption, and each would tokenise all of it again.
+        """
+        checkpointer = self.trainer.checkpointer
+        if self.data.cache_dir is None and checkpointer is not None and checkpointer.in_bucket:
+            return dataclasses.replace(self.data, cache_dir=f"{checkpointer.base_path.rstrip('/')}/token-cache")
         return self.data
 
     def make_batches(self, setup: Setup[Any]) -> Batches | BatchSource:

@@ -1,10 +1,12 @@
 """Values of a training command's configuration that cannot work together."""
 
+import fsspec
 import pytest
 
 from lockstep.errors import ConfigError
 from lockstep.models import LoraConfig
-from lockstep.training import TrainConfig
+from lockstep.training import CheckpointerConfig, LmDataConfig, TrainConfig, TrainerConfig
+from lockstep.training.data import build
 from tests import tiny
 
 
@@ -23,3 +25,37 @@ from tests import tiny
 def test_values_that_cannot_work(values, text):
     with pytest.raises(ConfigError, match=text):
         TrainConfig(**{"data": None, "model": tiny.CONFIG, "tokenizer": tiny.TOKENIZER, **values})
+
+
+def config_with(base_path, cache_dir=None, urls=()):
+    checkpointer = None if base_path is None else CheckpointerConfig(base_path=base_path)
+    return TrainConfig(
+        data=LmDataConfig(train_urls=urls, cache_dir=cache_dir),
+        trainer=TrainerConfig(checkpointer=checkpointer),
+        model=tiny.CONFIG,
+        tokenizer=tiny.TOKENIZER,
+    )
+
+
+@pytest.mark.parametrize(
+    ("base_path", "cache_dir", "expected"),
+    [
+        ("gs://bucket/checkpoints/", None, "gs://bucket/checkpoints/token-cache"),
+        ("gs://bucket/checkpoints", "/disk", "/disk"),
+        ("checkpoints", None, None),
+        (None, None, None),
+    ],
+)
+def test_tokens_are_beside_checkpoints_in_a_bucket(base_path, cache_dir, expected):
+    assert config_with(base_path, cache_dir).source.cache_dir == expected
+
+
+def test_a_start_on_an_empty_disk_finds_the_tokens_in_the_bucket(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "disk"))
+    (tmp_path / "a.jsonl").write_text('{"text": "hello"}\n' * 9)
+    config = config_with("memory://bucket/checkpoints", urls=(str(tmp_path / "a.jsonl"),))
+    first = config.source.load(tiny.tokenizer(), 8, 0)
+    assert fsspec.filesystem("memory").ls("/bucket/checkpoints/token-cache", detail=False)
+    monkeypatch.setattr(build, "BuildWorker", None)  # nothing is tokenised again
+    assert config.source.load(tiny.tokenizer(), 8, 0).digest() == first.digest()
+    assert not (tmp_path / "disk").exists()
