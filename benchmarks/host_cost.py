@@ -23,7 +23,8 @@ of a gate in the busiest of 8 processes, all threads, the coordination service a
 ``--clients 64 256 1024`` measures nothing of that, but exchanges between so many real clients of JAX's coordination
 service, the threads of `CLIENT_PROCESSES` processes on this machine. All come at a time agreed on before; a figure is
 the median of seconds from then until the last client is through. ``phase`` has 2.3 KB to agree on and a number of each
-client's own, ``agree`` the former alone, ``barrier`` is the service's own. The CPU seconds of an exchange, of all
+client's own, ``agree`` the former alone, ``barrier`` is the service's own, ``requests`` the three requests that an
+exchange makes, called directly. The CPU seconds of an exchange, of all
 clients and of the service, are there because a pod has a host for each client.
 """
 
@@ -268,7 +269,7 @@ def between_clients(count: int) -> dict[str, float]:
     words = ["--client", address, str(count), str(start)]
     begin = time.process_time()
     found = run_workers("benchmarks.host_cost", *words, processes=CLIENT_PROCESSES, devices=1)
-    figures: dict[str, float] = {"service_cpu_s": (time.process_time() - begin) / (3 * CLIENT_ROUNDS)}
+    figures: dict[str, float] = {"service_cpu_s": (time.process_time() - begin) / (4 * CLIENT_ROUNDS)}
     for kind in found[0]["laps"]:
         laps = [max(each) for each in zip(*(one["laps"][kind] for one in found), strict=True)]
         figures[f"{kind}_s"] = statistics.median(laps)
@@ -286,7 +287,7 @@ def clients(address: str, count: int, start: float) -> int:
 
     place = int(os.environ["LOCKSTEP_PROCESS_ID"])
     tasks = range(count * place // CLIENT_PROCESSES, count * (place + 1) // CLIENT_PROCESSES)
-    laps: dict[str, list[float]] = {kind: [0.0] * CLIENT_ROUNDS for kind in ("phase", "agree", "barrier")}
+    laps: dict[str, list[float]] = {kind: [0.0] * CLIENT_ROUNDS for kind in ("phase", "agree", "requests", "barrier")}
     cpu = dict.fromkeys(laps, 0.0)
     lock = threading.Lock()
     sys.setswitchinterval(1.0)  # on a pod a client has an interpreter of its own
@@ -308,9 +309,20 @@ def clients(address: str, count: int, start: float) -> int:
                 prepared.share(1000 * task)
             assert len(prepared.shared) == count
 
+        def requests() -> None:
+            laps_done.append(f"requests/{len(laps_done)}")
+            service.key_value_set_bytes(f"{laps_done[-1]}/{task}", b"x" * 64)
+            service.wait_at_barrier(laps_done[-1], 60_000)
+            if task == 0:
+                service.key_value_set_bytes(f"{laps_done[-1]}/all", b"x" * 64)
+            else:
+                service.blocking_key_value_get_bytes(f"{laps_done[-1]}/all", 60_000)
+
+        laps_done: list[str] = []
         calls: dict[str, Callable[[], object]] = {
             "phase": phase,
             "agree": lambda: hosts.agree("values", AGREED),
+            "requests": requests,
             "barrier": lambda: service.wait_at_barrier("floor", 60_000),
         }
         for number in range(len(calls) * CLIENT_ROUNDS):

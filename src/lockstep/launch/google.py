@@ -30,6 +30,9 @@ from lockstep.launch.tpu_vm import TpuVm
 COORDINATOR_PORT: Final = "8476"
 """The port of JAX's coordination service. JAX's own since 0.8.1, 8482, is not open in the firewall rule that Google
 makes with a slice (8470, 8471, 8474, 8476, 11211: https://github.com/jax-ml/jax/issues/35905)."""
+LIVENESS_PORT: Final = "11211"
+"""The port of the listener that knows when a process dies: of those that are open, the one that is none of libtpu's.
+Where somebody has it, the listener takes another one."""
 MEGASCALE_PORT: Final = 8080
 """The port of MegaScale's coordinator, on the first host of the first slice."""
 
@@ -226,10 +229,10 @@ class GoogleBackend(WorkerBackend):
             path = (f"{options.venv}/bin",) if options.venv else ()
         port = dict(options.env).get("JAX_COORDINATOR_PORT", COORDINATOR_PORT)
         if not port.isdecimal() or not 0 < int(port) < 65536:
-            raise ConfigError(f"--env JAX_COORDINATOR_PORT is {port!r}; it must be a port, 1 to 65535, such as 8474.")
+            raise ConfigError(f"--env JAX_COORDINATOR_PORT is {port!r}; it must be a port, 1 to 65535, such as 11211.")
         workers = []
         for machine in machines:
-            environment = {"JAX_COORDINATOR_PORT": port}
+            environment = {"JAX_COORDINATOR_PORT": port, "LOCKSTEP_LIVENESS_PORT": LIVENESS_PORT}
             ports: tuple[int, ...] = (int(port),)
             if len(machines) > 1:
                 environment["REQUIRE_MULTIHOST"] = "1"

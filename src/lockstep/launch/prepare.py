@@ -91,7 +91,7 @@ def _own_problems(fact: Facts, program: str, limits: Limits) -> list[str]:
     for port in answer["busy_ports"]:
         found.append(
             f"port {port} is in use, and the job listens on it. End the process that `sudo ss -ltnp 'sport = {port}'` "
-            "shows there, or take another one (ssh: --port; TPU VMs: --env JAX_COORDINATOR_PORT=8474)"
+            "shows there, or take another one (ssh: --port; TPU VMs: --env JAX_COORDINATOR_PORT=11211)"
         )
     for path, free in answer["disk"].items():
         if free < limits.disk_bytes:

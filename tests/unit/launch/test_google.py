@@ -42,7 +42,9 @@ def ordered(output: str, *texts: str) -> None:
 
 def test_from_nothing_to_a_run_on_all_workers_and_back(laptop):
     program = 'echo "$FAKE_WORKER of $REQUIRE_JAX_PROCESS_COUNT, multi $REQUIRE_MULTIHOST, $(cat ~/.mark 2>/dev/null)"'
-    output = run(laptop, f"{program}; echo port $JAX_COORDINATOR_PORT", "--capacity_type", "spot")
+    output = run(
+        laptop, f"{program}; echo port $JAX_COORDINATOR_PORT $LOCKSTEP_LIVENESS_PORT", "--capacity_type", "spot"
+    )
     ordered(
         output, "pod: asking for v6e-16 (spot, 4 hosts) in us-east5-a", "pod: WAITING_FOR_RESOURCES",
         "pod: PROVISIONING", "pod: ACTIVE, READY", "pod: 4 workers, user alice_example_com",
@@ -50,7 +52,7 @@ def test_from_nothing_to_a_run_on_all_workers_and_back(laptop):
     )  # fmt: skip
     for i in range(4):
         assert f"[{i}] {i} of 4, multi 1, " in output
-        assert f"[{i}] port 8476" in output, "JAX's own is closed by Google's rule"
+        assert f"[{i}] port 8476 11211" in output, "others are closed by Google's rule"
         (laptop.cloud.home(f"pod worker {i}") / ".mark").write_text("here before")
     # Again: the same machines.
     output = run(laptop, program, "--require-process-count", "4")

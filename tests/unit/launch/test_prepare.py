@@ -40,7 +40,7 @@ def test_each_fault_names_the_worker_the_limit_and_the_fix():
         (facts(holders=[holder]), "worker w1: process 77 (python train.py) uses /dev/accel0"),
         (facts(holders=[holder]), "sudo kill 77"),
         (facts(busy_ports=[8476]), "worker w1: port 8476 is in use"),
-        (facts(busy_ports=[8476]), "or take another one (ssh: --port; TPU VMs: --env JAX_COORDINATOR_PORT=8474)"),
+        (facts(busy_ports=[8476]), "or take another one (ssh: --port; TPU VMs: --env JAX_COORDINATOR_PORT=11211)"),
         (facts(disk={"/tmp": GIB}), "worker w1: 1.00 GiB are free in /tmp; at least 2 GiB are needed"),
         (facts(skew_s=31.0), "worker w1: its clock is 31 s ahead of this machine's; at most 30 s are allowed"),
         (facts(skew_s=-40.0), "worker w1: its clock is 40 s behind this machine's"),

@@ -4,7 +4,7 @@ import pytest
 
 from lockstep.errors import ConfigError
 from lockstep.training import LmDataConfig
-from lockstep.training.data import records
+from lockstep.training.data import build, records
 from tests.unit.training.data.characters import Tokenizer, columns, write
 
 
@@ -47,7 +47,10 @@ def test_raising_names_the_line_in_the_file(tmp_path, monkeypatch):
 
 def test_too_many_bad_rows_stop_the_run(tmp_path, monkeypatch):
     config = lines_with_faults(tmp_path, monkeypatch)
+    config = LmDataConfig(**{**vars(config), "max_bad_rows": 1, "cache_dir": str(tmp_path / "cache")})
     text = r"2 records cannot be used, but data.max_bad_rows is 1.*x.jsonl:17 is not JSON"
-    for _ in range(2):
-        with pytest.raises(ConfigError, match=text):
-            LmDataConfig(**{**vars(config), "max_bad_rows": 1}).load(Tokenizer(), 16, 0)
+    with monkeypatch.context() as patch, pytest.raises(ConfigError, match=text):
+        patch.setattr(build, "summarise_chunks", lambda *_: pytest.fail("the cache was finished first"))
+        config.load(Tokenizer(), 16, 0)
+    with pytest.raises(ConfigError, match=text):  # also where the chunks are there already
+        config.load(Tokenizer(), 16, 0)

@@ -139,6 +139,16 @@ def as_dataset(path):
     return path
 
 
+def as_arrow_file(path):
+    """The format of Arrow with the table of contents at its end."""
+    import pyarrow
+
+    table = pyarrow.Table.from_pylist(RECORDS)
+    with pyarrow.OSFile(str(path / "x.arrow"), "wb") as file, pyarrow.ipc.new_file(file, table.schema) as stream:
+        stream.write_table(table, max_chunksize=7)
+    return path / "x.arrow"
+
+
 def in_memory(path):
     import fsspec
 
@@ -153,7 +163,7 @@ def by_wildcard(path):
     return path / "part-*.jsonl"
 
 
-@pytest.mark.parametrize("make", [as_gzip, as_zstd, as_parquet, as_dataset, in_memory, by_wildcard])
+@pytest.mark.parametrize("make", [as_gzip, as_zstd, as_parquet, as_dataset, as_arrow_file, in_memory, by_wildcard])
 def test_every_format_gives_the_same_rows(tmp_path, monkeypatch, make):
     monkeypatch.setattr(records, "MIN_CHUNK_BYTES", 300)
     expected = LmDataConfig(train_urls=write(tmp_path / "plain.jsonl", RECORDS), format="prompt_completion")
