@@ -7,21 +7,23 @@ import queue
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from lockstep.exits import DONE, FAULT, PEER_FAILED, SETUP_FAILED, UNREACHABLE, WORKER_LOST, describe_code, is_retried
 from lockstep.launch.backend import Transport
-from lockstep.launch.console import ERROR, Console
+from lockstep.launch.console import Console
 from lockstep.launch.follower import WAITING_EVENTS, Event, Follower
-from lockstep.launch.processes import LAST_LINES, REPORT_S, signals_to
+from lockstep.launch.processes import LAST_LINES, REPORT_S, failed_by_themselves, signals_to, tail_to_show
 
 CAUSE_S = 4.0
 """Seconds after a process ended because of another one in which that other one may end too, and is then named.
 
 A process of lockstep that fails gives its peers up to 3 s to go first (lockstep.hosts.peers).
 """
+QUIET_S = 0.5
+"""Seconds after a process ended without a word in which the output of another may say what has failed."""
 UNCLEAR_S = 20.0
 """Seconds after a failure for which a worker that cannot be reached may come back; then it was the cause."""
 ASKED = "the launcher asked for it"
@@ -43,18 +45,26 @@ class Ending:
     reason: str = ""
 
 
-def first_failure(endings: Sequence[Ending], *, unreachable: bool, all_ended: bool, waited_s: float) -> Ending | None:
+def first_failure(
+    endings: Sequence[Ending],
+    *,
+    unreachable: bool,
+    all_ended: bool,
+    waited_s: float,
+    themselves: Collection[int] | None = None,
+) -> Ending | None:
     """The ending that is the cause of the others; None while that is not known, or nothing has failed.
 
     A worker that was lost is the cause whatever the others say: what they report is that it is gone. Otherwise it is
-    the first that ended by an error of its own, before a fault (which may be a connection that broke as that one
-    ended), and before those that ended because of another one or by a signal.
+    the first that ended by an error of its own, and has said so, before a fault (which may be a connection that broke
+    as that one ended), and before those that ended because of another one or by a signal.
 
     Args:
         endings: Those that there are.
         unreachable: Whether a worker cannot be reached at the moment.
         all_ended: Whether there will be no more.
         waited_s: Seconds since the first of them came.
+        themselves: The workers whose output has an error of their own (`failed_by_themselves`); None: it is not known.
     """
     failed = sorted((each for each in endings if each.code != DONE), key=lambda each: each.at)
     lost = [each for each in failed if each.code in (WORKER_LOST, UNREACHABLE)]
@@ -63,8 +73,9 @@ def first_failure(endings: Sequence[Ending], *, unreachable: bool, all_ended: bo
     if not failed or unreachable:
         return None
     raised = [each for each in failed if each.code < 128 and each.code not in (PEER_FAILED, FAULT)]
-    if raised or all_ended or waited_s > CAUSE_S:
-        return (raised or [each for each in failed if each.code == FAULT] or failed)[0]
+    own = raised if themselves is None else [each for each in raised if each.worker in themselves]
+    if own or all_ended or waited_s > (CAUSE_S if themselves or not raised else QUIET_S):
+        return (own or raised or [each for each in failed if each.code == FAULT] or failed)[0]
     return None
 
 
@@ -309,21 +320,27 @@ class RunningAttempt:
         """Name the failure that has ended the job, show its last lines, and give the others a moment to report."""
         if self._cause is not None or self._stopped_by is not None or self._first_failure is None:
             return
+        # A worker that has ended well has shown others' errors at most.
+        last = [
+            () if (end := self._endings.get(index)) is not None and end.code == DONE else lines
+            for index, lines in enumerate(self._last)
+        ]
         self._cause = first_failure(
             list(self._endings.values()),
             unreachable=any(not follower.connected for follower in self._running()),
             all_ended=len(self._endings) == len(self._followers),
             waited_s=time.monotonic() - self._first_failure,
+            themselves=failed_by_themselves(last),
         )
         if self._cause is None:
             return
-        index, last = self._cause.worker, self._last[self._cause.worker]
+        index = self._cause.worker
         self._cause_text = self._describe(self._cause)
         self._console.say(f"worker {self._workers[index].name} (process {index}) failed, {self._cause_text}")
-        # What it said of its own accord stands a few lines above; output that just ends is worth seeing again.
-        if last and not any(line.startswith(ERROR) for line in last):
-            self._console.say("its last lines:")
-            self._console.raw("".join(f"[{index}] {line.decode(errors='replace')}\n" for line in last))
+        source, lines = tail_to_show(index, last)
+        if lines:
+            self._console.say(f"{'its' if source == index else f'process {source} failed before, its'} last lines:")
+            self._console.raw("".join(f"[{source}] {line.decode(errors='replace')}\n" for line in lines))
         self._terminate_at = time.monotonic() + min(self._spec.grace_s, REPORT_S)
 
     def _describe(self, ending: Ending) -> str:

@@ -24,6 +24,7 @@ from lockstep.json_text import parse_json
 from lockstep.launch.backend import LaunchError
 from lockstep.launch.console import Console
 from lockstep.launch.gke_manifest import CONTAINER, INSTALLED
+from lockstep.launch.processes import failed_by_their_logs
 from lockstep.launch.record import JobRecord
 
 CALL_S: Final = 120.0
@@ -197,16 +198,21 @@ def verdict(job_set: Mapping[str, Any], pods: Iterable[PodState]) -> int | None:
     return WORKER_LOST if first is None or first.code is None else first.code
 
 
-def first_failure(pods: Iterable[PodState]) -> PodState | None:
+def first_failure(pods: Iterable[PodState], themselves: Collection[int] = ()) -> PodState | None:
     """The pod of the last attempt that failed first, but one that failed by itself before one that another has ended.
 
     Args:
         pods: All pods that were seen.
+        themselves: The processes whose output has an error of their own.
     """
     pods = list(pods)
     last = max((pod.attempt for pod in pods), default=0)
     failed = [pod for pod in pods if pod.attempt == last and pod.code]
-    return min(failed, key=lambda pod: (pod.code in IN_CONSEQUENCE, pod.code == FAULT, pod.ended), default=None)
+
+    def rank(pod: PodState) -> tuple[bool, bool, bool, str]:
+        return pod.code in IN_CONSEQUENCE, pod.code == FAULT, pod.process not in themselves, pod.ended
+
+    return min(failed, key=rank, default=None)
 
 
 def not_started(pods: Iterable[PodState], count: int, installed: Collection[str] | None) -> list[str]:
@@ -270,7 +276,9 @@ class PodLogs:
 
     def first_failure(self) -> PodState | None:
         """The pod that failed first, see `first_failure`."""
-        return first_failure(self.seen)
+        last = max((pod.attempt for pod in self.seen), default=0)
+        logs = self._job.directory.glob(f"attempt-{last}/worker-*.log")
+        return first_failure(self.seen, failed_by_their_logs(logs))
 
     def show_kept(self, present: set[int]) -> None:
         """Show the kept logs of attempts whose pods are gone.

@@ -5,12 +5,14 @@ import contextlib
 import ctypes
 import dataclasses
 import os
+import re
 import selectors
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import IO
 
 from lockstep.exits import FAULT, PEER_FAILED
@@ -19,12 +21,73 @@ from lockstep.redact import Redactor
 
 LAST_LINES = 40
 """Number of last lines of a failed process that are shown again."""
+LAST_BYTES = 1 << 16
+"""Bytes of a file that are read for them."""
 POLL_S = 0.05
 """Seconds between two checks of which processes still run."""
 CAUSE_S = 0.5
-"""Seconds after a process ended because of another one in which that other one may end too, and is then named."""
+"""Seconds after a process ended in which the one that caused it may end too, or say so, and is then named."""
 REPORT_S = 3.0
 """Seconds that the other processes have, after one failed, to report what is wrong before they get SIGTERM."""
+_FAILED_ON = re.compile(ERROR + rb"\d+ of \d+ processes failed at .*?\. process(?:es)? (\d+)")
+"""What all processes were told, and the leader has printed (lockstep.hosts.exchange)."""
+_EXCEPTION = re.compile(rb"[A-Za-z_][\w.]*(: |$)")
+_BROKEN_CONNECTION = re.compile(
+    rb"Gloo|by peer|coordination service|[Ss]ocket closed|UNAVAILABLE: |DEADLINE_EXCEEDED: |HostTimeoutError|PeerError"
+)
+"""Words of an error that a process has because another one is gone."""
+
+
+def failed_by_themselves(last: Sequence[Iterable[bytes]]) -> set[int]:
+    """The processes whose output says that they failed by an error of their own.
+
+    Args:
+        last: The last lines of each process.
+    """
+    lines = [list(each) for each in last]
+    told = {int(found[1]) for each in lines for line in each if (found := _FAILED_ON.match(line))}
+    return told or {index for index, each in enumerate(lines) if has_error_of_its_own(each)}
+
+
+def failed_by_their_logs(logs: Iterable[Path]) -> set[int]:
+    """As `failed_by_themselves`, of files ``worker-N.log``."""
+    tails = {}
+    for path in logs:
+        with open(path, "rb") as file:
+            file.seek(max(0, path.stat().st_size - LAST_BYTES))
+            tails[int(path.stem.rpartition("-")[2])] = file.read().splitlines()[-LAST_LINES:]
+    return failed_by_themselves([tails.get(index, []) for index in range(max(tails, default=-1) + 1)])
+
+
+def has_error_of_its_own(lines: Iterable[bytes]) -> bool:
+    """Whether lines have an ``error: ``, or a stack that ends in no broken connection."""
+    found = in_stack = False
+    for line in lines:
+        if line.startswith(ERROR):
+            found = True
+        elif line.startswith((b"Traceback (most recent call last):", b'  File "')):
+            in_stack = True
+        elif in_stack and _EXCEPTION.match(line):
+            if _BROKEN_CONNECTION.search(line):
+                return False
+            found, in_stack = True, False
+    return found
+
+
+def tail_to_show(index: int, last: Sequence[Collection[bytes]]) -> tuple[int, list[bytes]]:
+    """The process whose last lines explain a failure, and these lines; none where an ``error: `` line says it already.
+
+    Args:
+        index: The process that is named.
+        last: The last lines of each process.
+    """
+    themselves = failed_by_themselves(last)
+    if themselves and index not in themselves:
+        index = min(themselves)
+    lines = list(last[index])
+    said = any(line.startswith(ERROR) for line in lines)
+    told = any(_FAILED_ON.match(line) for each in last for line in each)
+    return index, [] if said or (told and not has_error_of_its_own(lines)) else lines
 
 
 @dataclasses.dataclass(eq=False)
@@ -116,12 +179,17 @@ class Job:
     def _find_failure(self, all_ended: bool) -> None:
         """Name the process that failed first, but one that raised before one that ended because of another."""
         failed = [child for child in self.children if child.process.returncode]
+        if not failed:
+            return
+        for child in failed:
+            self._drain(child)
         raised = [c for c in failed if c.process.returncode > 0 and c.process.returncode not in (PEER_FAILED, FAULT)]
-        if failed and self.first_failure is None:
+        themselves = failed_by_themselves(self._last_lines())
+        own = [child for child in raised if child.index in themselves]
+        if self.first_failure is None:
             self.first_failure = time.monotonic()
-        if self.first_failure is not None:
-            if raised or all_ended or time.monotonic() - self.first_failure > CAUSE_S:
-                self._fail((raised or [c for c in failed if c.process.returncode == FAULT] or failed)[0])
+        if own or all_ended or time.monotonic() - self.first_failure > CAUSE_S:
+            self._fail((own or raised or [c for c in failed if c.process.returncode == FAULT] or failed)[0])
 
     def _code(self) -> int:
         if self.stopped_by is not None:
@@ -149,13 +217,18 @@ class Job:
         self.failed = child
         self._drain(child)
         print(f"launch: process {child.index} failed, {describe(child)}", file=sys.stderr)
-        # What it said of its own accord stands a few lines above; output that just ends is worth seeing again.
-        if child.last and not any(line.startswith(ERROR) for line in child.last):
-            print("launch: its last lines:", file=sys.stderr)
-            for line in child.last:
-                print(f"[{child.index}] " + line.decode(errors="replace"), file=sys.stderr)
+        index, lines = tail_to_show(child.index, self._last_lines())
+        if lines:
+            whose = "its" if index == child.index else f"process {index} failed before, its"
+            print(f"launch: {whose} last lines:", file=sys.stderr)
+            for line in lines:
+                print(f"[{index}] " + line.decode(errors="replace"), file=sys.stderr)
         sys.stderr.flush()
         self.terminate_at = time.monotonic() + min(self.grace_s, REPORT_S)
+
+    def _last_lines(self) -> list[Collection[bytes]]:
+        """The last lines of each process that has not ended well."""
+        return [() if child.process.returncode == 0 else child.last for child in self.children]
 
     def _terminate_others(self) -> None:
         """Send SIGTERM to what still runs after a failure."""

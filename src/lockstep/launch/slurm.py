@@ -30,7 +30,7 @@ from lockstep.launch.console import Console
 from lockstep.launch.dry_run import here_document
 from lockstep.launch.environment import JobEnvironment, filter_files, job_environment, job_variables
 from lockstep.launch.options import add_job_options, count
-from lockstep.launch.processes import signals_to
+from lockstep.launch.processes import failed_by_their_logs, signals_to
 from lockstep.launch.record import Attempt, JobRecord, find_record, name_from_date, new_record
 from lockstep.launch.slurm_script import CODE, SCRIPT, SECRETS, TASK, SlurmJob, batch_script, secrets_file, task_script
 
@@ -298,12 +298,14 @@ def _show_failure(job: JobRecord, attempt: int, code: int, console: Console) -> 
     """Say what ended the job, and show the end of the log of the process that failed first."""
     console.say(f"failed: {describe_code(code)}")
     ended = []
+    themselves = failed_by_their_logs(job.directory.glob(f"attempt-{attempt}/worker-*.log"))
     for path in job.directory.glob(f"attempt-{attempt}/{CODE}-*"):
         own, _, at = path.read_text().partition(" ")
         if int(own) == code:
-            ended.append((float(at), int(path.name.rpartition("-")[2])))
+            task = int(path.name.rpartition("-")[2])
+            ended.append((task not in themselves, float(at), task))
     if ended:
-        console.say(f"process {min(ended)[1]} failed first; its log is {job.log(attempt, min(ended)[1])}")
+        console.say(f"process {min(ended)[2]} failed first; its log is {job.log(attempt, min(ended)[2])}")
     own_log = sorted(job.directory.glob("slurm-*.log"))
     for line in own_log[-1].read_text(errors="replace").splitlines()[-5:] if own_log else ():
         console.say(f"slurm: {line}")

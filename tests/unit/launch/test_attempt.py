@@ -18,15 +18,16 @@ from lockstep.exits import (
     UNREACHABLE,
     WORKER_LOST,
 )
-from lockstep.launch.attempt import ASKED, CAUSE_S, Ending, can_retry, first_failure
+from lockstep.launch.attempt import ASKED, CAUSE_S, QUIET_S, Ending, can_retry, first_failure
 from tests.fake_cloud.cloud import wait_for
 
 
-def cause(*codes, unreachable=False, all_ended=False, waited_s=0.0):
+def cause(*codes, unreachable=False, all_ended=False, waited_s=0.0, themselves=None):
     """The number of the worker that is named; endings are given by code, in the order in which they came about."""
     endings = [Ending(worker=index, code=code, at=100.0 + index) for index, code in enumerate(codes)]
     # They may be heard of in any order.
-    found = first_failure(endings[::-1], unreachable=unreachable, all_ended=all_ended, waited_s=waited_s)
+    known = {"unreachable": unreachable, "all_ended": all_ended, "waited_s": waited_s, "themselves": themselves}
+    found = first_failure(endings[::-1], **known)
     return None if found is None else found.worker
 
 
@@ -46,6 +47,13 @@ def test_without_an_error_of_its_own_there_is_a_wait_for_one():
 def test_a_fault_may_come_of_the_error_of_another_and_comes_before_what_comes_of_it():
     assert cause(FAULT, 1) == 1 and cause(FAULT, PEER_FAILED) is None
     assert cause(PEER_FAILED, FAULT, 137, all_ended=True) == 1
+
+
+def test_who_has_said_that_it_failed_is_named_before_one_that_was_told():
+    assert cause(1, 1, themselves={1}) == cause(0, 1, themselves={1}) == 1
+    assert cause(1, 0, themselves={1}) is None and cause(1, 0, themselves={1}, waited_s=CAUSE_S + 0.1) == 0
+    assert cause(3, 0, themselves=()) is None and cause(3, 0, themselves=(), waited_s=QUIET_S + 0.1) == 0
+    assert cause(PEER_FAILED, 1, themselves=(), all_ended=True) == 1
 
 
 def test_a_lost_worker_is_the_cause_whatever_the_others_report_of_it():
@@ -111,6 +119,14 @@ def test_the_first_failure_ends_the_rest_and_its_last_lines_come_first(cloud):
     assert done.stderr.splitlines()[-1].startswith("launch: failed: worker b (process 1), exit code 3")
     # What the user has to mend is not tried again.
     assert [each["code"] for each in cloud.record("job")["attempts"]] == [3]
+
+
+def test_a_worker_that_was_told_of_a_failure_and_ends_first_is_not_named(cloud):
+    told = "error: 1 of 2 processes failed at 'reading prompts'. process 0: PromptError: no field"
+    text = f'[ $LOCKSTEP_PROCESS_ID = 1 ] || {{ echo "{told}"; sleep .3; }}; exit 1'
+    done = cloud.launch("--hosts", cloud.add("a", "b"), *FAST, *script(text))
+    assert done.returncode == 1 and f"[0] {told}" in done.stdout
+    assert "launch: worker a (process 0) failed, exit code 1" in done.stderr and "last lines" not in done.stderr
 
 
 def test_a_worker_that_cannot_be_reached_is_named_and_nothing_is_started(cloud):

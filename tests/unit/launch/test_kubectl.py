@@ -1,10 +1,12 @@
 """How kubectl is called; what its errors mean is in test_gke.py."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from lockstep.exits import REFUSED, UNREACHABLE
 from lockstep.launch.backend import LaunchError
-from lockstep.launch.kubectl import Kubectl, first_failure, not_started, pod_states, verdict
+from lockstep.launch.kubectl import Kubectl, PodLogs, first_failure, not_started, pod_states, verdict
 
 
 @pytest.fixture
@@ -113,6 +115,17 @@ def test_who_is_missing_is_named_with_what_it_waits_for():
 )
 def test_the_first_failure(pods, process):
     assert first_failure(states(*pods)).process == process
+
+
+def test_a_pod_whose_log_has_an_error_of_its_own_comes_before_one_that_was_told_and_ended_before(tmp_path):
+    logs = PodLogs(SimpleNamespace(directory=tmp_path), None, None)
+    told = states(ended(1, 1, index=0), ended(1, 2, index=1))
+    logs._seen = dict(enumerate(told))
+    assert logs.first_failure().process == 0
+    log = tmp_path / f"attempt-{told[0].attempt}" / "worker-1.log"
+    log.parent.mkdir()
+    log.write_text("Traceback (most recent call last):\nKeyError: 'question'\n")
+    assert logs.first_failure().process == 1
 
 
 def test_the_verdict():

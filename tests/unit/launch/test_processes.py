@@ -10,6 +10,7 @@ import time
 
 import pytest
 
+from lockstep.launch.processes import failed_by_their_logs, failed_by_themselves, tail_to_show
 from tests.unit.launch.test_local import LAUNCHER
 
 PRELUDE = "import os, signal, subprocess, sys, time; i = int(os.environ['LOCKSTEP_PROCESS_ID'])\n"
@@ -62,6 +63,62 @@ def test_one_fails_all_end(tmp_path):
     assert lines[-1].startswith("launch: failed: process 1, exit code 1")
     assert (tmp_path / "logs" / "process-1.log").read_text().splitlines()[1] == "boom"
     assert gone(int((tmp_path / "logs" / "process-0.log").read_text().split()[1]))
+
+
+STACK = 'Traceback (most recent call last):\n  File "train.py", line 3, in <module>\n'
+OWN = STACK + "KeyError: 'question'"
+GLOO = STACK + "ValueError: UNKNOWN: Gloo all-reduce failed: Connection closed by peer [127.0.0.1]:25319"
+BOTH = (
+    GLOO
+    + "\n\nDuring handling of the above exception, another exception occurred:\n\n"
+    + STACK
+    + "RuntimeError: step 3"
+)
+TOLD = "error: 1 of 3 processes failed at 'reading prompts'. process 2: PromptError: no field 'prompt'"
+MINE = "error: data.train_urls is empty"
+
+
+@pytest.mark.parametrize(
+    ("outputs", "named", "themselves", "shown"),
+    [
+        (("step 1", OWN), 1, {1}, (1, OWN)),
+        ((GLOO, OWN), 1, {1}, (1, OWN)),
+        ((GLOO, OWN), 0, {1}, (1, OWN)),  # 1 waits in JAX's own exit barrier, and has no code yet
+        ((BOTH, OWN.partition("\n")[2]), 1, {1}, (1, OWN.partition("\n")[2])),  # its last lines begin inside the stack
+        ((GLOO, "killed"), 1, set(), (1, "killed")),
+        ((MINE, GLOO), 0, {0}, (0, "")),  # it stands a few lines above
+        ((TOLD, "step 1", "step 1"), 2, {2}, (2, "")),  # the leader has said it for all
+        ((TOLD, "step 1", OWN), 2, {2}, (2, OWN)),
+    ],
+)
+def test_the_process_with_an_error_of_its_own_is_told_from_one_that_ended_because_of_it(
+    outputs, named, themselves, shown
+):
+    last = [text.encode().splitlines() for text in outputs]
+    assert failed_by_themselves(last) == themselves
+    assert tail_to_show(named, last) == (shown[0], shown[1].encode().splitlines())
+
+
+def test_logs_are_read_from_their_ends(tmp_path):
+    for index, text in {0: GLOO, 2: "step 1\n" * 20_000 + OWN, 3: OWN + "\nstep 1" * 50}.items():
+        (tmp_path / f"worker-{index}.log").write_text(text)
+    assert failed_by_their_logs(tmp_path.iterdir()) == {2}
+    assert failed_by_their_logs([]) == set()
+
+
+def test_who_is_told_of_a_failure_and_ends_first_is_not_named():
+    told = TOLD.replace("process 2", "processes 0, 2")
+    done = run(f"if i == 1: sys.exit(1)\ntime.sleep(.2); print({told!r}, flush=True); time.sleep(.1); sys.exit(1)")
+    assert done.stderr.splitlines()[0].startswith("launch: process 0 failed, exit code 1, after ")
+    assert "last lines" not in done.stderr and f"[0] {told}" in done.stdout and done.returncode == 1
+
+
+def test_the_error_of_a_process_that_has_not_ended_yet_is_shown():
+    program = f"if i == 1: print({OWN!r}, flush=True); time.sleep(600)\ntime.sleep(.2); sys.exit({GLOO!r})"
+    lines = run(program, "--grace_s", "0.2").stderr.splitlines()
+    assert lines[0].startswith("launch: process 0 failed, exit code 1, after ")
+    assert lines[1] == "launch: process 1 failed before, its last lines:"
+    assert "\n".join(lines[2:5]) == "\n".join(f"[1] {line}" for line in OWN.splitlines())
 
 
 def test_a_fault_is_tried_again_and_a_second_one_without_a_checkpoint_is_not(tmp_path):
@@ -134,7 +191,7 @@ def test_killing_the_launcher_ends_the_processes():
 
 def test_the_leader_keeps_the_terminal():
     ours, theirs = pty.openpty()
-    arguments = command("print('tty' if sys.stdout.isatty() else 'pipe')")
+    arguments = command("sys.stdout.write('tty\\n' if sys.stdout.isatty() else 'pipe\\n')")  # in one piece
     process = subprocess.Popen(arguments, stdout=theirs, stderr=theirs)
     assert process.wait(timeout=60) == 0
     os.close(theirs)

@@ -94,6 +94,18 @@ def test_the_first_failure_is_the_code_of_the_job(cluster, capfd):
     assert "attempt-1 process 0: exit code 85, ended because another process failed" in capfd.readouterr().out
 
 
+def test_the_task_with_an_error_of_its_own_is_named_not_one_that_was_told_and_ended_before(cluster, capfd):
+    text = PRINT + (
+        "import pathlib, signal, time; ended = pathlib.Path('ended'); signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "if os.environ['SLURM_PROCID'] == '1':\n"
+        "    ended.touch(); sys.exit(1)\n"
+        "while not ended.exists(): time.sleep(0.02)\n"
+        "time.sleep(0.1); raise KeyError('question')"
+    )
+    assert launch("--nodes", "2", python=text) == 1
+    assert "process 0 failed first" in capfd.readouterr().err
+
+
 def test_a_fault_is_tried_again_and_a_second_one_without_a_checkpoint_is_not(cluster, capfd):
     """The commands end as processes of lockstep do (lockstep.hosts.fault)."""
     text = PRINT + "sys.exit(93 + min(1, int(os.environ['LOCKSTEP_RESTARTS'])))"
