@@ -30,7 +30,7 @@ CAUSE_S = 0.5
 REPORT_S = 3.0
 """Seconds that the other processes have, after one failed, to report what is wrong before they get SIGTERM."""
 _FAILED_ON = re.compile(ERROR + rb"\d+ of \d+ processes failed at .*?\. process(?:es)? (\d+)")
-"""What all processes were told, and the leader has printed (lockstep.hosts.exchange)."""
+"""The error that all processes were told, which the leader prints (lockstep.hosts.exchange)."""
 _EXCEPTION = re.compile(rb"[A-Za-z_][\w.]*(: |$)")
 _BROKEN_CONNECTION = re.compile(
     rb"Gloo|by peer|coordination service|[Ss]ocket closed|UNAVAILABLE: |DEADLINE_EXCEEDED: |HostTimeoutError|PeerError"
