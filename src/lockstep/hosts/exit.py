@@ -70,7 +70,6 @@ def run_main(main: Callable[[], object], *, debug: bool = False) -> None:
         >>> lockstep.run_main(main)
         training on 1 process
     """
-    code, text = 0, ""
     if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         # Python's default ends the process without an announcement, and the peers would wait for it.
         signal.signal(signal.SIGTERM, _terminate)

@@ -117,3 +117,8 @@ class TrainResult:
     def eval_model(self) -> PyTree:
         """The model to evaluate and to export: the average where there is one, else ``model``."""
         return self.model if self.average is None else self.average
+
+    @property
+    def exit_code(self) -> int:
+        """The exit code of a command that trains: 0, 128 + signal where one ended it, 1 where ``on_nan`` did."""
+        return int(self.diverged) if self.stopped_by is None else 128 + self.stopped_by

@@ -156,9 +156,7 @@ def train(config: TrainConfig, hosts: Hosts) -> int:
             try_leader_only("closing the tracker", tracker.finish, "what it had written is kept")
     if hosts.is_leader:
         print(closing_summary(run_dir, result, config.trainer.num_train_steps, saved), flush=True)
-    if result.stopped_by is not None:
-        return 128 + result.stopped_by
-    return 1 if result.diverged else 0
+    return result.exit_code
 
 
 def _restore(

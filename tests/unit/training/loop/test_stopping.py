@@ -10,6 +10,7 @@ from lockstep.hosts import Hosts, MemoryClient
 from lockstep.training import StopRequest
 from lockstep.training.loop import stopping as stopping_module
 from lockstep.training.loop.batch_source import BatchFeed
+from lockstep.training.loop.stopping import TrainResult
 from lockstep.training.step.train_step import SAVE_FLAG, SIGNAL_FLAG, SLOW_FLAG, StepMetrics
 from tests.multiprocess.harness import run_threads
 from tests.unit.training.loop.test_trainer import init, make_trainer, rows
@@ -50,6 +51,16 @@ def test_a_second_request_ends_the_process_at_once(hosts, ended, monkeypatch):
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGTERM)
     assert ended == [128 + signal.SIGTERM]
+
+
+@pytest.mark.parametrize(
+    ("stopped_by", "diverged", "code"), [(None, False, 0), (None, True, 1), (15, False, 143), (2, True, 130)]
+)
+def test_a_launcher_sees_by_the_exit_code_what_ended_a_run(stopped_by, diverged, code):
+    result = TrainResult(
+        model=None, completed_steps=3, loss=0.0, stopped_by=stopped_by, tracker_errors=0, diverged=diverged
+    )
+    assert result.exit_code == code
 
 
 def test_afterwards_signals_do_what_they_did_and_the_request_is_forgotten(hosts):
