@@ -53,7 +53,7 @@ KINDS = {
     "yaml": "is read by the class that it is of, see CONFIGURATIONS",
     "json": "is read by what reads such a file, see CONFIGURATIONS",
     "sh": "every line is read by the parser of its command, and dry-run where it has such a thing, see NOT_PARSED",
-    "text": "what a program prints: its words are those of the sources; or a drawing, see NOT_PRINTED",
+    "text": "what a program prints, see SHOWN; or a drawing, see NOT_PRINTED",
 }
 """Languages of blocks, and what is done with each. A block of no language, or of another one, is refused."""
 
@@ -261,17 +261,78 @@ NOT_RUN = {
 }
 """What is parsed but not run, and why. Everything else of a line's kind is run: report, tail, launch --dry-run."""
 
+VARIES = {
+    "seconds": r"\b\d+(?:\.\d+)? (?:ms|s)\b",
+    "left": r"\d+:\d\d left|\bstarting$",
+    "rate": r"(?:\d+\.\d+|–) steps/s",
+    "step": r"(?<=^step )\d+(?=/)|(?<=\(last )\d+(?=:)",
+    "reward": r"(?<=reward )0\.\d{3}\b|(?<=: )0\.\d{3}(?=\))",
+    "a busy machine": r"^(?:ok|warning)(?= +(?:coordination|all-reduce))|, above \d+ ms",
+}
+"""All that may differ between an output that a page shows and what its program prints, beside the width of columns and
+what has an ellipsis on the page. The display of progress prints at times, so its steps vary."""
+
+SHOWN = {
+    "README.md:text:0": ("tests/tpu_compile/test_planner.py", ()),
+    "docs/doctor.md:text:0": ("tests/multiprocess/test_doctor.py", ("seconds", "a busy machine")),
+    "docs/doctor.md:text:1": ("tests/multiprocess/test_doctor.py", ()),
+    "docs/first-pod.md:text:0": ("tests/unit/test_first_pod.py", ()),
+    "docs/first-pod.md:text:1": ("tests/unit/test_first_pod.py", ()),
+    "docs/first-pod.md:text:2": ("tests/unit/test_first_pod.py", ()),
+    "docs/grpo.md:text:0": ("tests/multiprocess/test_rl_demo.py", ("seconds", "left", "rate", "step", "reward")),
+    "docs/launch-google.md:text:0": ("tests/unit/test_snippets.py", ()),
+    "docs/plan.md:text:0": ("tests/tpu_compile/test_planner.py", ()),
+    "docs/testing.md:text:0": ("tests/unit/testing/test_plugin.py", ()),
+    "docs/testing.md:text:1": ("tests/unit/testing/test_plugin.py", ()),
+    "docs/testing.md:text:2": ("tests/unit/testing/test_plugin.py", ()),
+}
+"""Each block of output: the test that runs its command and compares, and what of VARIES varies in it."""
+
 NOT_PRINTED = {
-    "docs/first-pod.md:text:0": "test_first_pod.py compares it with what the lines of the page print",
-    "docs/first-pod.md:text:1": "test_first_pod.py compares it with what the lines of the page print",
-    "docs/first-pod.md:text:2": "test_first_pod.py compares it with what the lines of the page print",
-    "docs/launch-google.md:text:0": "test_snippets.py compares it with what --dry-run prints",
-    "docs/testing.md:text:0": "testing/test_plugin.py compares it with what the tests of the page print",
-    "docs/testing.md:text:1": "testing/test_plugin.py compares it with what the tests of the page print",
     "docs/scheduler-and-memory.md:text:0": "a formula; tests/oracle.py computes draws with it",
     "docs/weights-and-layouts.md:text:0": "a drawing",
 }
-"""Blocks of text that are not what a program prints, or that another test compares, and which."""
+"""Blocks of text that no program prints."""
+
+
+def named(name):
+    """The block of a name."""
+    return next(block for block in BLOCKS if block.name == name)
+
+
+def commands(block):
+    """The command lines of a block, without comments."""
+    lines = block.text.replace("\\\n", " ").splitlines()
+    return [line for line in (re.sub(r"(^|\s)#.*", "", line).strip() for line in lines) if line]
+
+
+def commands_before(name):
+    """The command lines that a page shows last before a block."""
+    at = named(name)
+    shown = [block for block in BLOCKS if (block.page, block.language) == (at.page, "sh") and block.line < at.line]
+    return commands(shown[-1])
+
+
+def lacking(name, output):
+    """The first line of a block that an output does not have after those before it; None if it has all, in order."""
+    patterns = [VARIES[what] for what in SHOWN[name][1]]
+
+    def plain(text):
+        for line in text.splitlines():
+            line = re.sub(r"─+", "─", re.sub(r"\s+", " ", line)).strip()
+            for pattern in patterns:
+                line = re.sub(pattern, "<varies>", line)
+            if line:
+                yield line
+
+    printed = list(plain(re.sub(r"(?m)^\[\d+\] ", "", output)))
+    for line in plain(named(name).text):
+        wanted = re.compile(".*".join(map(re.escape, line.split("…"))))
+        at = next((number for number, each in enumerate(printed) if wanted.fullmatch(each)), None)
+        if at is None:
+            return line
+        del printed[: at + 1]
+    return None
 
 
 @functools.cache

@@ -9,6 +9,7 @@ import pytest
 
 from lockstep.placement.device import calibrated, chip_named
 from tests.multiprocess.harness import run_command
+from tests.snippets import commands_before, lacking
 
 DOCTOR = "import os, sys; from lockstep.main.cli import main; sys.argv[0] = 'lockstep'; {before}main()"
 
@@ -23,11 +24,22 @@ def test_a_host_with_another_flag_is_named_and_all_end_with_1(tmp_path):
     other = "os.environ['LIBTPU_INIT_ARGS'] = '--xla_tpu_x=' + os.environ['LOCKSTEP_PROCESS_ID']; "
     run = doctor("--json", str(tmp_path / "report.json"), "--measure", "false", before=other)
     assert run.code == 1
-    assert "fix      hosts: LIBTPU_INIT_ARGS --xla_tpu_x: process 0: '0'; process 1: '1'." in run.logs[0]
+    assert lacking("docs/doctor.md:text:1", run.logs[0]) is None, run.logs[0]
     assert "ok   " not in run.logs[1], "the leader alone reports"
     kept = json.loads((tmp_path / "report.json").read_text())
     assert kept["complete"] and kept["exit_code"] == 1 and len(kept["facts"]) == 2
     assert len(kept["coordination"]) == 2 and all(one["barrier_s"] > 0 for one in kept["coordination"])
+
+
+@pytest.mark.slow
+def test_the_example_of_the_page_is_printed(tmp_path):
+    name = "docs/doctor.md:text:0"
+    (line,) = commands_before(name)
+    launch, _, command = line.partition(" -- ")
+    assert launch == "lockstep launch --processes 2 --devices_per_process 2"
+    assert command == "lockstep doctor"
+    run = doctor()
+    assert lacking(name, run.logs[0]) is None, run.logs[0]
 
 
 @pytest.mark.nightly

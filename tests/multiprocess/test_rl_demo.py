@@ -9,6 +9,7 @@ import pytest
 from lockstep.report import read_jsonl
 from tests.multiprocess.harness import run_command
 from tests.multiprocess.launcher import OPTIMISED
+from tests.snippets import lacking
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.nightly]
 
@@ -72,3 +73,5 @@ def test_the_reward_rises_by_a_fifth_in_less_than_ten_minutes(tmp_path, taught, 
     gaps = logged("train/logprob_gap")
     assert len(gaps) == len(rewards) and max(gaps) < 1e-5, "engine and trainer give the same probabilities"
     assert "(last 10: " in ended.logs[0], "the progress display shows the trend"
+    if steps is None:
+        assert lacking("docs/grpo.md:text:0", ended.logs[0]) is None, ended.logs[0]

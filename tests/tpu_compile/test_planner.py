@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 pytest.importorskip("libtpu", reason="the TPU compiler comes with the extra [plan]")
 
 from lockstep.placement.device import save_calibration
+from tests.snippets import commands_before, lacking
 
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / "config" / "simpo_tiny.yaml"
@@ -229,10 +231,18 @@ def nightly(*case):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["docs/plan.md:text:0", "README.md:text:0"])
+def test_what_the_pages_show_of_the_plan_for_a_v5p_64_is_printed(name, cache):
+    (words,) = [shlex.split(line)[2:] for line in commands_before(name) if line.startswith("lockstep plan")]
+    code, text, found = plan(*words, cache=cache)
+    assert code == 0 and found["fits"], text
+    assert lacking(name, text) is None, text
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "slice_"),
     [
-        ("simpo_ultrafeedback_llama3_8b_v5p_64_inference", "v5p-64"),
         nightly("grpo_gsm8k_qwen25_3b_v6e_8", "v6e-8"),
         nightly("grpo_gsm8k_qwen25_3b_v6e_16", "v6e-16"),
         nightly("sampler/gsm8k_qwen25_3b_v6e_8", "v6e-8"),

@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 
 from lockstep.launch import parse
+from tests import snippets
 from tests.fake_cloud.google_cloud import Cloud
+from tests.snippets import commands
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "first-pod.md").read_text(encoding="utf-8")
@@ -52,23 +54,12 @@ esac
 """
 
 
-def blocks():
-    """Each block to type with the block of what it prints, "" where the page shows none."""
-    found = re.findall(r"^```(sh|text)\n(.*?)^```\n", PAGE, re.DOTALL | re.MULTILINE)
-    return [
-        (text, following[1] if (following := (*found, ("", ""))[index + 1])[0] == "text" else "")
-        for index, (kind, text) in enumerate(found)
-        if kind == "sh"
-    ]
-
-
-def commands(block):
-    """The command lines of a block."""
-    return block.replace("\\\n", " ").splitlines()
+BLOCKS = [block for block in snippets.BLOCKS if block.page == "docs/first-pod.md" and block.language == "sh"]
+OUTPUTS = ("docs/first-pod.md:text:0", "docs/first-pod.md:text:1", "docs/first-pod.md:text:2")
 
 
 def launches():
-    return [line for block, _ in blocks() for line in commands(block) if "infra/launch.py" in line]
+    return [line for block in BLOCKS for line in commands(block) if "infra/launch.py" in line]
 
 
 def typed(line):
@@ -76,7 +67,7 @@ def typed(line):
 
 
 def test_every_exception_is_of_the_page():
-    lines = [line for block, _ in blocks() for line in commands(block)]
+    lines = [line for block in BLOCKS for line in commands(block)]
     assert all(any(line.startswith(start) for line in lines) for start in NOT_TYPED)
     assert sum(map(typed, lines)) > 12
 
@@ -145,23 +136,21 @@ class Laptop:
         )  # fmt: skip
 
 
-def shown(texts, output):
-    """Whether the lines of a page are in an output, in their order, with any values where they have an ellipsis."""
-    pattern = ".*?".join(re.escape(text).replace("…", "[^\n]*") for text in texts.splitlines())
-    return re.search(pattern, output, re.DOTALL) is not None
-
-
 @pytest.mark.slow
 def test_the_page_is_typed(tmp_path):
-    laptop, outputs = Laptop(tmp_path), []
-    for block, expected in blocks():
+    laptop, outputs, compared = Laptop(tmp_path), [], []
+    for block in BLOCKS:
         output = ""
         for line in filter(typed, commands(block)):
             done = laptop.type(line)
             output += done.stdout + done.stderr
             assert done.returncode == 0, f"{line}\n{output}"
-        assert shown(expected, output), f"{expected}\nis not in\n{output}"
+        for name in OUTPUTS:
+            if snippets.commands_before(name) == commands(block):
+                assert snippets.lacking(name, output) is None, output
+                compared.append(name)
         outputs.append(output)
+    assert tuple(compared) == OUTPUTS
     printed = "\n".join(outputs)
     for worker in range(4):
         assert f"[{worker}] lockstep train-simpo --config_path config/simpo_tiny.yaml" in printed

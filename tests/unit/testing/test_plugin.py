@@ -8,7 +8,29 @@ from pathlib import Path
 
 import pytest
 
+from tests.snippets import lacking
+
 PAGE = Path(__file__).parents[3] / "docs" / "testing.md"
+
+SHOWN = {
+    "test_logs_on_the_leader": "docs/testing.md:text:0",
+    "test_keeps_the_model": "docs/testing.md:text:1",
+    "test_loss": "docs/testing.md:text:2",
+}
+"""What the page shows of tests that fail."""
+
+WAITS = """
+import time
+
+import pytest
+
+
+@pytest.mark.processes(2, devices=1)
+def test_loss(hosts):
+    if hosts.index == 1:
+        raise ValueError("no rows")
+    time.sleep(60)
+"""
 
 REFUSED = """
 import hypothesis
@@ -89,13 +111,9 @@ def outcomes(text):
     return {name: how for how, name in re.findall(r"^(PASSED|FAILED|ERROR) \S+::(\w+)", text, re.MULTILINE)}
 
 
-def blocks(pattern):
-    return re.findall(rf"^```{pattern}^```", PAGE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
-
-
 def example_files():
     """The files that the page shows, by their names."""
-    return dict(blocks(r"python\n# (\w+\.py)\n(.*?)"))
+    return dict(re.findall(r"^```python\n# (\w+\.py)\n(.*?)^```", PAGE.read_text("utf-8"), re.DOTALL | re.MULTILINE))
 
 
 def test_what_cannot_run_in_processes_is_refused_and_nothing_heavy_is_imported(tmp_path):
@@ -121,7 +139,7 @@ def test_what_cannot_run_in_processes_is_refused_and_nothing_heavy_is_imported(t
 def test_the_example_of_the_page_passes_and_fails_as_it_says(left_out, tmp_path):
     files = example_files()
     assert sorted(files) == ["conftest.py", "test_step.py", "test_wrong.py"]
-    for name, text in files.items():
+    for name, text in (files | {"test_waits.py": WAITS}).items():
         (tmp_path / name).write_text(text)
     text = run_pytest(tmp_path, *(["--deselect", f"test_wrong.py::{left_out}"] if left_out else []))
     wanted = {
@@ -129,9 +147,10 @@ def test_the_example_of_the_page_passes_and_fails_as_it_says(left_out, tmp_path)
         "test_rows_of_each_process": "PASSED",
         "test_logs_on_the_leader": "FAILED",
         "test_keeps_the_model": "FAILED",
+        "test_loss": "FAILED",
     }
     wanted.pop(left_out, None)
     assert outcomes(text) == wanted, text
-    errors = blocks(r"text\n(test_\w+: (?:failed|left behind):\n.*?)")
-    shown = [error for error in errors if error.partition(":")[0] in wanted]
-    assert len(shown) == len(wanted) - 2 and [error for error in shown if error not in text] == [], text
+    assert {name: lacking(SHOWN[name], text) for name in wanted.keys() & SHOWN.keys()} == dict.fromkeys(
+        wanted.keys() & SHOWN.keys()
+    ), text
