@@ -3,12 +3,14 @@ import json
 from pathlib import Path
 
 import pytest
+import yaml
 
 from lockstep.errors import PromptError
 from lockstep.text import Prompt, PromptFields, encode, load_tokenizer, read_prompts, warn_of_texts
 from lockstep.text import prompts as prompt_module
 
-DEMO_TOKENIZER = Path(__file__).parents[3] / "data" / "demo" / "tokenizer"
+ROOT = Path(__file__).parents[3]
+DEMO_TOKENIZER = ROOT / "data" / "demo" / "tokenizer"
 CHAT = {"messages": [{"role": "user", "content": "What is 3 plus 4?"}], "answer": "seven"}
 
 
@@ -167,3 +169,20 @@ def test_texts_alone_for_a_model_of_chats_are_warned_of_once(tokenizer, prompts,
     assert tokenizer.chat_template
     warn_of_texts(tokenizer, read_prompts(prompts, fields), fields)
     assert ("Set prompt_format: chat" in caplog.text) is warned
+
+
+SHIPPED = [
+    path for room in ("config", "examples", "src/lockstep/main") for path in sorted((ROOT / room).rglob("*.yaml"))
+]
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)
+def test_no_shipped_configuration_is_warned_of(path):
+    block = yaml.safe_load(path.read_text(encoding="utf-8"))
+    block = block.get("inference_eval", block)
+    source = block["prompts"]
+    if isinstance(source, str) and (ROOT / source).exists():
+        source = [json.loads(line) for line in (ROOT / source).read_text(encoding="utf-8").splitlines()]
+    if isinstance(source, list) and all(isinstance(prompt, str) or "messages" not in prompt for prompt in source):
+        assert block.get("prompt_format") is not None
+    assert isinstance(source, list) or "gs://" in source or source == "$prompts"
