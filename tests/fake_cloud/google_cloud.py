@@ -119,7 +119,7 @@ def new_machine(state: dict[str, Any], directory: Path, name: str, slice_id: int
     machine = {
         "id": str(7000 + number),
         "name": name,
-        "internal": f"10.0.{slice_id}.{worker + 2}",
+        "internal": f"127.0.{slice_id}.{worker + 2}",
         "external": f"203.0.{slice_id}.{number}",
         "home": str(home),
         "slice": slice_id,

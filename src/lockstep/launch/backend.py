@@ -21,12 +21,14 @@ class Worker:
         name: How it is called in messages: a host name, or ``NAME/3``.
         environment: Variables with which its process finds the others; public, as they are shown.
         ports: Ports that must be free on it before the job starts.
+        reaches: Ports of another worker, as ``host:port``, that its network must let it reach.
         path: Directories on it that are searched for programs first; ``~`` is its home directory.
     """
 
     name: str
     environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
     ports: tuple[int, ...] = ()
+    reaches: tuple[str, ...] = ()
     path: tuple[str, ...] = ()
 
 

@@ -169,7 +169,7 @@ class Connection:
 
 
 NEEDED: Final = {
-    "facts": ("time", "disk", "busy_ports", "holders", "small_pages", "program", "versions", "path"),
+    "facts": ("time", "disk", "busy_ports", "closed", "holders", "small_pages", "program", "versions", "path"),
     "has": ("has",),
     "setup": ("code",),
     "clear": ("running",),
@@ -225,6 +225,7 @@ class Answer:
     has: bool = False
     disk: dict[str, float] = dataclasses.field(default_factory=dict)
     busy_ports: list[int] = dataclasses.field(default_factory=list)
+    closed: list[str] = dataclasses.field(default_factory=list)
     holders: list[Holder] = dataclasses.field(default_factory=list)
     small_pages: bool = False
     program: str | None = None

@@ -244,7 +244,10 @@ class GoogleBackend(WorkerBackend):
                     "MEGASCALE_SLICE_ID": str(machine.slice_id),
                 }
                 ports = (*ports, MEGASCALE_PORT) if machine == coordinator else ports
-            workers.append(Worker(name=machine.name, environment=environment, ports=ports, path=path))
+            at = coordinator.internal_address
+            begin = (port, MEGASCALE_PORT) if options.slices > 1 else (port,)
+            reaches = () if machine == coordinator else tuple(f"{at}:{each}" for each in begin)
+            workers.append(Worker(name=machine.name, environment=environment, ports=ports, reaches=reaches, path=path))
         return workers
 
     def _installs(self, options: argparse.Namespace) -> bool:

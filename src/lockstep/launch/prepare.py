@@ -93,6 +93,14 @@ def _own_problems(fact: Facts, program: str, limits: Limits) -> list[str]:
             f"port {port} is in use, and the job listens on it. End the process that `sudo ss -ltnp 'sport = {port}'` "
             "shows there, or take another one (ssh: --port; TPU VMs: --env JAX_COORDINATOR_PORT=11211)"
         )
+    for address in answer["closed"]:
+        port = address.rpartition(":")[2]
+        found.append(
+            f"it cannot reach {address}, where the job begins: a firewall drops what is sent there. Google's rule for "
+            "new networks opens 8470, 8471, 8474, 8476 and 11211 between machines. Take one of these (--env "
+            f"JAX_COORDINATOR_PORT=8476), or open it: gcloud compute firewall-rules create lockstep-{port} "
+            f"--network=NETWORK --allow=tcp:{port} --source-ranges=10.0.0.0/8"
+        )
     for path, free in answer["disk"].items():
         if free < limits.disk_bytes:
             found.append(
@@ -353,6 +361,7 @@ def _facts(transport: Transport, index: int, job: Preparation) -> Facts:
     request = {
         "op": "facts",
         "ports": worker.ports,
+        "reaches": worker.reaches,
         "sudo": job.sudo,
         "program": job.program,
         "cwd": job.cwds[index],

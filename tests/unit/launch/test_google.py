@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.errors import ConfigError
-from lockstep.exits import INTERRUPTED, REFUSED, SETUP_FAILED, UNAVAILABLE, UNREACHABLE, WORKER_LOST
+from lockstep.exits import INTERRUPTED, PREFLIGHT, REFUSED, SETUP_FAILED, UNAVAILABLE, UNREACHABLE, WORKER_LOST
 from lockstep.launch import BACKENDS, free_port, parse
 from lockstep.launch.google import MigBackend, TpuVmBackend
 from tests.fake_cloud.laptop import ROOT, Laptop
@@ -172,6 +172,17 @@ def test_what_dry_run_prints_can_be_pasted(laptop):
 
 
 @pytest.mark.slow
+def test_a_port_of_worker_0_that_the_network_closes_is_found_before_the_start(laptop):
+    run(laptop, "true")
+    with laptop.cloud.change() as state:
+        for machine in state["machines"].values():
+            machine["internal"] = "300.0.0.1"  # nowhere
+    output = run(laptop, "echo began", "--env", "JAX_COORDINATOR_PORT=8482", code=PREFLIGHT)
+    assert "worker pod worker 1: it cannot reach 300.0.0.1:8482" in output and "worker pod worker 0: it" not in output
+    assert "Google's rule for new networks opens 8470, 8471, 8474, 8476 and 11211" in output
+    assert "gcloud compute firewall-rules create lockstep-8482 " in output and "[0] began" not in output
+
+
 def test_ctrl_c_while_waiting_leaves_no_request_behind(laptop):
     laptop.cloud.queue(["WAITING_FOR_RESOURCES"] * 10000)
     process = laptop.start(*SLICE, "--setup", "none", "--", "true")
@@ -187,7 +198,7 @@ def test_two_slices_are_told_what_megascale_needs(laptop):
     program = 'echo "$MEGASCALE_COORDINATOR_ADDRESS $MEGASCALE_PORT $MEGASCALE_NUM_SLICES $MEGASCALE_SLICE_ID."'
     output = run(laptop, program, "--slices", "2", "--tpu_type", "v5p-16")
     for i in range(4):
-        assert f"[{i}] 10.0.0.2:8080 8080 2 {i // 2}." in output
+        assert f"[{i}] 127.0.0.2:8080 8080 2 {i // 2}." in output
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ def facts(skew_s=0.0, **changes):
     answer = {
         "holders": [],
         "busy_ports": [],
+        "closed": [],
         "disk": {"/home/me": 50 * GIB, "/tmp": 9 * GIB},
         "program": "/usr/bin/x",
         "versions": {"python": "3.12.1", "lockstep": "0.1.0"},
@@ -41,6 +42,7 @@ def test_each_fault_names_the_worker_the_limit_and_the_fix():
         (facts(holders=[holder]), "sudo kill 77"),
         (facts(busy_ports=[8476]), "worker w1: port 8476 is in use"),
         (facts(busy_ports=[8476]), "or take another one (ssh: --port; TPU VMs: --env JAX_COORDINATOR_PORT=11211)"),
+        (facts(closed=["10.0.0.2:8482"]), "worker w1: it cannot reach 10.0.0.2:8482, where the job begins: a firewall"),
         (facts(disk={"/tmp": GIB}), "worker w1: 1.00 GiB are free in /tmp; at least 2 GiB are needed"),
         (facts(skew_s=31.0), "worker w1: its clock is 31 s ahead of this machine's; at most 30 s are allowed"),
         (facts(skew_s=-40.0), "worker w1: its clock is 40 s behind this machine's"),
@@ -80,7 +82,15 @@ def answers(monkeypatch):
         if request["op"] == "clear":
             return {"running": []}
         ports = busy.pop(0) if len(busy) > 1 else busy[0]
-        facts = {"holders": [], "busy_ports": ports, "disk": {}, "program": "/x", "versions": {}, "path": ""}
+        facts = {
+            "holders": [],
+            "busy_ports": ports,
+            "closed": [],
+            "disk": {},
+            "program": "/x",
+            "versions": {},
+            "path": "",
+        }
         return {**facts, "small_pages": worker == 1, "time": time.time()}
 
     monkeypatch.setattr(module, "call", call)

@@ -251,5 +251,5 @@ def test_machines_without_an_external_address(cloud):
     with pytest.raises(LaunchError, match=r"pod worker 0 has no external address.*--internal_ip"):
         pod().machines()
     inside = pod(internal_ip=True)
-    assert [machine.address for machine in inside.machines()] == [f"10.0.0.{i + 2}" for i in range(4)]
+    assert [machine.address for machine in inside.machines()] == [f"127.0.0.{i + 2}" for i in range(4)]
     assert "--internal-ip" in inside.login_commands(None)[0]

@@ -19,6 +19,8 @@ from lockstep.launch.agent.supervisor import find_program
 DEVICES = ("/dev/accel*", "/dev/vfio/*")
 """The names of the devices of TPU chips."""
 HUGE_PAGES = "/sys/kernel/mm/transparent_hugepage/enabled"
+REACH_S = 5.0
+"""Seconds after which a port of another machine counts as closed by a firewall."""
 VERSIONS = """
 import importlib.metadata, json, sys
 found = {"python": sys.version.split()[0]}
@@ -35,8 +37,8 @@ def gather(request: dict[str, Any], environ: dict[str, str]) -> dict[str, Any]:
     """The facts of this worker.
 
     Args:
-        request: ``ports`` that the job will listen on, ``program`` that it runs, ``cwd`` where, ``sudo`` whether it may
-            look at processes of other users as root.
+        request: ``ports`` that the job will listen on, ``reaches`` what it connects to, ``program`` that it runs,
+            ``cwd`` where, ``sudo`` whether it may look at processes of other users as root.
     """
     now = time.time()
     home = os.path.expanduser("~")
@@ -45,6 +47,7 @@ def gather(request: dict[str, Any], environ: dict[str, str]) -> dict[str, Any]:
         "agent_python": ".".join(map(str, sys.version_info[:3])),
         "disk": {path: shutil.disk_usage(path).free for path in sorted({home, "/tmp"})},
         "busy_ports": [port for port in request["ports"] if is_busy(port)],
+        "closed": [address for address in request["reaches"] if is_closed(address)],
         "holders": holders(sudo=request["sudo"]),
         "small_pages": has_small_pages(),
         "program": find_program(request["program"], environ, os.path.expanduser(request["cwd"])),
@@ -80,6 +83,18 @@ def is_busy(port: int) -> bool:
             if error.errno != errno.EADDRINUSE:
                 raise
             return True
+
+
+def is_closed(address: str) -> bool:
+    """Whether a ``host:port`` cannot be reached; where nobody listens there, its system says so, and it can."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), REACH_S).close()
+    except ConnectionRefusedError:
+        pass
+    except OSError:
+        return True
+    return False
 
 
 def holders(devices: Sequence[str] = DEVICES, proc: str = "/proc", sudo: bool = True) -> list[dict[str, Any]]:

@@ -52,6 +52,25 @@ def test_a_port_in_use_is_found():
     assert not facts.is_busy(port)
 
 
+@pytest.mark.parametrize(
+    ("error", "closed"), [(ConnectionRefusedError(), False), (TimeoutError(), True), (OSError(113, "no route"), True)]
+)
+def test_a_port_that_answers_nothing_is_closed_and_one_that_refuses_is_not(monkeypatch, error, closed):
+    def fail(address, timeout):
+        assert address == ("10.0.0.2", 8476)
+        raise error
+
+    monkeypatch.setattr(facts.socket, "create_connection", fail)
+    assert facts.is_closed("10.0.0.2:8476") == closed
+
+
+def test_a_port_where_somebody_listens_is_reached():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        assert not facts.is_closed(f"127.0.0.1:{listener.getsockname()[1]}")
+
+
 def test_versions_are_those_of_the_python_of_the_job(tmp_path):
     found = facts.versions({"PATH": os.path.dirname(sys.executable)})
     assert found["python"] == sys.version.split()[0]

@@ -41,6 +41,7 @@ def test_a_program_with_a_slash_is_found_where_it_runs(tmp_path):
         "op": "facts",
         "root": "~/w",
         "ports": [],
+        "reaches": [],
         "cwd": "~/code",
         "path": [],
         "env": {},
