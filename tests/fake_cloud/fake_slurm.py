@@ -123,7 +123,16 @@ def srun(words: list[str]) -> int:
     for rank in range(int(os.environ["SLURM_NTASKS"])):
         own_home = directory / f"home-{rank}"
         own_home.mkdir(exist_ok=True)
-        place = {"SLURM_PROCID": str(rank), "SLURM_LOCALID": "0", "SLURM_STEP_NODELIST": "localhost"}
+        nodes = int(os.environ["SLURM_NNODES"])
+        each = int(os.environ["SLURM_NTASKS"]) // nodes
+        place = {
+            "SLURM_PROCID": str(rank),
+            "SLURM_LOCALID": str(rank % each),
+            "SLURM_NODEID": str(rank // each),
+            "SLURM_STEP_NODELIST": "localhost",
+            "SLURM_STEP_NUM_NODES": str(nodes),
+            "SLURM_STEP_TASKS_PER_NODE": f"{each}(x{nodes})",
+        }
         with open(option(options, "output").replace("%t", str(rank)), "ab") as log:
             tasks.append(
                 subprocess.Popen(

@@ -76,6 +76,19 @@ def test_every_task_runs_the_command_and_is_shown_with_its_number(cluster, capfd
     assert b"job: exit code 0, done" in capfdbinary.readouterr().out
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("nodes", "each", "gpus"), [(2, 1, ["all", "all"]), (1, 2, ["0", "1"])])
+def test_a_task_has_its_gpu_or_all_of_its_node(nodes, each, gpus, cluster, capfdbinary, monkeypatch):
+    """Two processes join by Slurm's variables; what JAX would show them of two GPUs."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    text = "import jax, lockstep; hosts = lockstep.start()\n"
+    text += "print('process', hosts.index, 'of', hosts.count, 'sees', jax.config.values['jax_cuda_visible_devices'])"
+    assert launch("--nodes", str(nodes), "--tasks_per_node", str(each), python=text) == 0
+    shown = capfdbinary.readouterr().out.decode()
+    for process in (0, 1):
+        assert f"[{process}] process {process} of 2 sees {gpus[process]}\n" in shown
+
+
 def test_the_first_failure_is_the_code_of_the_job(cluster, capfd):
     """Task 1 raises; task 0 ends because of it with 85, as a process of lockstep does, and is noted later."""
     text = PRINT + (
