@@ -46,6 +46,18 @@ def test_programs_of_llama_3_1_8b(slice_name: str, tensor: int) -> None:
     check_memory(found)
 
 
+@pytest.mark.nightly
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_programs_on_tpu7x(tensor: int) -> None:
+    """Its compiler copies each layer's output projection once more before a step reads it."""
+    found = compiled("tpu7x-8", tensor, 64, options="--filters")
+    check(found, ratio=1.13)
+    measured = {name: each["temporaries"] + each["code"] for name, each in found["programs"].items()}
+    print(found["predicted"], measured, found["ratio"])
+    for name in ("reshard", "prefill", "decode"):
+        assert measured[name] <= found["predicted"][name], name
+
+
 @SLOW
 @pytest.mark.parametrize(
     ("model", "slice_name", "tensor", "batch"),
@@ -82,7 +94,7 @@ def test_weights_in_8_bits(slice_name: str, tensor: int, weight_dtype: str) -> N
         assert size <= predicted[name], name
 
 
-def check(found: dict[str, Any]) -> None:
+def check(found: dict[str, Any], ratio: float = 1.08) -> None:
     """The promises of docs/architecture.md about the programs of one slice."""
     programs, held = found["programs"], found["pool"] + found["weights"]
     for name in ("prefill", "copy_pages", "decode"):
@@ -106,7 +118,7 @@ def check(found: dict[str, Any]) -> None:
 
     # Moving a float32 model begins with no copy in bfloat16: three layers and a piece are in flight at most.
     assert programs["reshard"]["temporaries"] < 0.15 * found["weights"]
-    assert 1 <= found["ratio"] <= 1.08, "bytes of a step over the least that it could move"
+    assert 1 <= found["ratio"] <= ratio, "bytes of a step over the least that it could move"
 
 
 def check_memory(found: dict[str, Any]) -> None:

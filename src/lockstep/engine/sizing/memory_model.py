@@ -109,6 +109,10 @@ class MemoryModel:
         """Whether the TPU compiler makes the programs."""
         return self.model.device.platform == "tpu"
 
+    @functools.cached_property
+    def _tpu7x(self) -> bool:
+        return tpu_generation(self.model.device.device_kind) == "tpu7x"
+
     def _prefill(self, sizes: Capacity) -> int:
         """Bytes where a kernel attends: of a layer the MLP's three arrays, and three as wide as the residual stream.
 
@@ -118,6 +122,7 @@ class MemoryModel:
         tokens = sizes.prefill_rows * sizes.page_size * model.dtype.itemsize
         mlp = -(-config.mlp_activations // model.decode_mesh.tensor)
         activations = tokens * (mlp + 3 * config.hidden_dim)
+        activations *= 2 if self._tpu7x else 1  # nearly twice as much, read off its compiler
         activations -= _IN_VECTOR_MEMORY.get(tpu_generation(model.device.device_kind), 0)
         return self._gathered_at_once + max(activations, tokens * config.hidden_dim)
 
@@ -150,8 +155,8 @@ class MemoryModel:
         if not self._tpu:
             return 4 * one + counts
         if sizes.filters:
-            # A device of a tensor group has the whole scores of the slots that it filters.
-            total = (_FILTERED_VOCABULARIES + (self.model.decode_mesh.tensor > 1)) * one
+            # A device of a tensor group has the whole scores of the slots that it filters; a TPU7x has one more anyway.
+            total = (_FILTERED_VOCABULARIES + (self.model.decode_mesh.tensor > 1 or self._tpu7x)) * one
         else:
             total = _VOCABULARIES * one + min(2 * one, _MORE_OF_FEW)
         return max(0, total + counts - _IN_VECTOR_MEMORY.get(tpu_generation(self.model.device.device_kind), 0))
@@ -186,9 +191,9 @@ class MemoryModel:
         """Bytes while weights move, read off the TPU compiler for Llama-3.1-8B, at most.
 
         Without a tensor group one stacked weight of a layer after the other is gathered where it belongs, and vectors
-        beside it; else parts of several layers wait for their turn.
+        beside it; else, and on TPU7x, parts of several layers wait for their turn.
         """
-        if self.model.decode_mesh.tensor > 1:
+        if self.model.decode_mesh.tensor > 1 or self._tpu7x:
             return 34 * self._layer_bytes // 10
         largest = max(weight.decode_size for weight in self.model.leaves if weight.stacked)
         return 102 * largest * self.model.dtype.itemsize // 100 // self.model.config.num_layers

@@ -10,8 +10,8 @@ from lockstep.main.plan.hlo import Array, Hlo, Op, Run
 from lockstep.models.attention import TpuAttention, select_attention
 
 _FREE: Final = frozenset(
-    "parameter constant get-tuple-element tuple bitcast while conditional call after-all partition-id replica-id "
-    "opt-barrier add-dependency iota".split()
+    "parameter constant get-tuple-element tuple bitcast while conditional call call-update after-all partition-id "
+    "replica-id opt-barrier add-dependency iota".split()
 )  # fmt: skip
 
 type Kernel = Callable[[Op, Sequence[Sequence[Array]]], int]

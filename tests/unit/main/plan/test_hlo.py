@@ -12,6 +12,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from lockstep.engine.sampling.sampler import SamplingState, active_features, never_used, sample
 from lockstep.main.plan.collectives import collectives
 from lockstep.main.plan.hlo import Hlo
+from lockstep.main.plan.traffic import traffic
 from lockstep.placement import make_mesh
 from lockstep.placement.decode_mesh import make_decode_mesh
 from lockstep.types import SamplingParams
@@ -77,6 +78,8 @@ def test_a_collective_on_a_sparsecore_counts() -> None:
     """As the TPU compiler prints what it moves there on TPU7x."""
     (found,) = collectives(Hlo(SPARSECORE), 4)
     assert (found.kind, found.times, found.bytes, found.groups) == ("all-reduce", 1, 64, ((0, 1), (2, 3)))
+    moved = [(run.op.kind, size) for run, size in traffic(Hlo(SPARSECORE), lambda op, operands: 0) if size]
+    assert moved == [("all-reduce", 2 * 64)], "once, not by the call too"
 
 
 def test_what_is_no_program_is_refused() -> None:
