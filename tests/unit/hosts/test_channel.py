@@ -1,10 +1,14 @@
 """Values that are posted and read, and keys that are left."""
 
+import re
+import sys
+
 import pytest
 
 from lockstep.errors import HostError, HostTimeoutError
 from lockstep.hosts import MemoryClient, heartbeat
 from lockstep.hosts import channel as channel_module
+from tests.clock import Clock
 from tests.multiprocess.harness import run_threads
 
 
@@ -118,6 +122,22 @@ def test_one_process_reads_who_is_late_for_all():
             assert found[0] == [heartbeat.DIRECTORY] * (index == 0)
             texts.append(found[1].replace(f"on process {index} of 6", ""))
     assert len(texts) == 5 and len(set(texts)) == 1 and "Missing: process 5 (last phase 'reading rows'" in texts[0]
+
+
+def test_who_lives_and_is_elsewhere_is_named_beside_who_is_silent(monkeypatch):
+    clock = Clock(1000.0)
+    monkeypatch.setattr(sys.modules["lockstep.hosts.heartbeat"], "time", clock)
+    clients = MemoryClient.hub(3)
+    own = [heartbeat.Heartbeat(client) for client in clients]
+    own[1]._post(clock.now)
+    clock.now += 60.0
+    own[2].wait_at("another place")
+    own[2]._post(clock.now)
+    with pytest.raises(HostTimeoutError) as caught:
+        channel_module.Channel(clients[0]).barrier("save", 0.01)
+    text = str(caught.value)
+    assert re.search(r"Missing: process 1 \(.*, no sign of life for 60 s\)\. Alive, but not here: process 2 \(", text)
+    assert "Their last wait: process 2 waits at 'another place'." in text
 
 
 def test_without_the_process_that_reads_for_all_each_names_it():
