@@ -283,3 +283,4 @@ def test_an_abort_ends_requests_that_were_not_read_yet_too() -> None:
     assert [(c.prompt_id, c.finish_reason) for c in scheduler.completions()] == [
         (i, FinishReason.BUDGET) for i in range(9)
     ]
+    assert len(scheduler.take_answered()) == 9, "no answer is still to come"
