@@ -10,8 +10,8 @@ from lockstep.engine.decode_model import DecodeModel as DecodeModel
 from lockstep.engine.drafts import DraftSource as DraftSource
 from lockstep.engine.drafts import EarlierAnswers as EarlierAnswers
 from lockstep.engine.engine import Engine as Engine
-from lockstep.engine.gate import Gate as Gate
 from lockstep.engine.idle_replicas import count_memories as count_memories
+from lockstep.engine.launches import Gate as Gate
 from lockstep.engine.rollout_engine import RolloutEngine as RolloutEngine
 from lockstep.engine.round import Generation as Generation
 from lockstep.engine.round import PhaseClock as PhaseClock

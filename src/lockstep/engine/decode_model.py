@@ -3,27 +3,32 @@
 import dataclasses
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
+from jaxtyping import Array
 
 from lockstep.engine.config import EngineConfig, Layout, layout_text, tensor_size
-from lockstep.engine.decoder.kv_replication import replicate_kv_heads, replicates_kv_heads
 from lockstep.engine.decoder.transformer import device_heads
 from lockstep.engine.idle_replicas import count_active, layout_with_idle_replicas
 from lockstep.errors import ConfigError
-from lockstep.models import STACKED, TENSOR_DIMS, DecoderWeights, LlamaConfig, input_dims
+from lockstep.models import STACKED, TENSOR_DIMS, WEIGHT_AXES, DecoderWeights, LlamaConfig, input_dims
 from lockstep.models.attention import Heads, stored_kv_heads
 from lockstep.placement import (
+    Assemble,
     DecodeMesh,
     LayoutTree,
+    LazyWeight,
     LeafLayout,
     QuantizedLayout,
+    axis_specs,
     is_lazy,
     leaf_layouts,
     make_decode_mesh,
     quantized_layouts,
+    resharded,
     shape_structs,
     tensor_sizes,
 )
@@ -241,3 +246,105 @@ def _fits(config: LlamaConfig, tensor: int) -> bool:
 def _split(config: LlamaConfig, tensor: int) -> dict[str, int]:
     heads = {} if replicates_kv_heads(config, tensor) else {"num_kv_heads": config.num_kv_heads}
     return heads | {"intermediate_dim": config.intermediate_dim}
+
+
+def replicates_kv_heads(config: LlamaConfig, tensor: int) -> bool:
+    """Whether ``tensor`` devices need each kv head several times, and can divide its query heads."""
+    kv, group = config.num_kv_heads, config.q_heads_per_group
+    return tensor > kv and tensor % kv == 0 and group % (tensor // kv) == 0
+
+
+def replicate_kv_heads(config: LlamaConfig, weights: DecoderWeights, tensor: int) -> tuple[LlamaConfig, DecoderWeights]:
+    """The model as ``tensor`` devices see it: with a kv head for each of them, repeated where it has fewer.
+
+    Args:
+        config: The configuration of the model.
+        weights: Arrays, shape structs or `LazyWeight`; nothing is launched or copied.
+        tensor: The number of devices per replica.
+
+    Returns:
+        Both unchanged where there are enough kv heads; else a model with ``tensor`` kv heads that computes the same,
+        whose weights are made while they are resharded.
+
+    Raises:
+        ConfigError: The trainer has a weight split inside a kv head.
+    """
+    if not replicates_kv_heads(config, tensor):
+        return config, weights
+    times = tensor // config.num_kv_heads
+    group, size = config.q_heads_per_group // times, config.head_size
+    layers = weights.layers
+
+    def replicate(name: str) -> Any:
+        leaf, (_, *axes) = getattr(layers, name), WEIGHT_AXES[name]
+        if leaf is None or "kv_head" not in axes:
+            return leaf
+        axis, behind = axes.index("kv_head"), len(axes) - 1 - axes.index("head")
+        heads = (group, size) if "group" in axes else (size,)
+        assemble: Assemble = _Regroup(axis, group, size, behind) if "group" in axes else _Repeat(axis, times, size)
+        spec = axis_specs(leaf)
+        sharding = getattr(leaf, "sharding", None)
+        pieces = 1
+        if isinstance(sharding, NamedSharding) and spec[axis + 1] is not None:
+            names = spec[axis + 1] if isinstance(spec[axis + 1], tuple) else (spec[axis + 1],)
+            pieces = math.prod(sharding.mesh.shape[one] for one in names)
+        inside = spec[axis + 2 : len(spec) - behind]
+        if config.num_kv_heads % pieces or any(one is not None for one in inside):
+            raise ConfigError(
+                f"layout {{tensor: {tensor}}} needs each of the {config.num_kv_heads} kv heads on {times} devices, and "
+                f"the trainer has the weight {name} cut inside a kv head: {sharding}. Set tensor to at most "
+                f"{config.num_kv_heads}."
+            )
+        lazy = isinstance(leaf, LazyWeight)
+        return LazyWeight(
+            parts=leaf.parts if lazy else (leaf,),
+            assemble=_Then(leaf.assemble, assemble) if lazy else assemble,
+            shape=(*leaf.shape[: axis + 1], tensor, *heads, *leaf.shape[leaf.ndim - behind :]),
+            dtype=leaf.dtype,
+            sharding=resharded(leaf, (*spec[: axis + 2], *(None for _ in heads), *spec[len(spec) - behind :])),
+            stacked=True,
+            by_layer=leaf.by_layer if lazy else False,
+        )
+
+    changed = {field.name: replicate(field.name) for field in dataclasses.fields(layers)}
+    return (
+        dataclasses.replace(config, num_kv_heads=tensor, head_dim=size),
+        dataclasses.replace(weights, layers=dataclasses.replace(layers, **changed)),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Repeat:
+    """Each kv head several times, one after the other."""
+
+    axis: int
+    times: int
+    size: int
+
+    def __call__(self, block: Array) -> Array:
+        return jnp.repeat(block.reshape(*block.shape[: self.axis], -1, self.size), self.times, axis=self.axis)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Regroup:
+    """Query heads in smaller groups; ``after`` axes follow those of the heads."""
+
+    axis: int
+    group: int
+    size: int
+    after: int
+
+    def __call__(self, block: Array) -> Array:
+        behind = block.shape[block.ndim - self.after :]
+        return block.reshape(*block.shape[: self.axis], -1, self.group, self.size, *behind)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Then:
+    """One function after another."""
+
+    first: Assemble
+    second: Assemble
+
+    def __call__(self, *blocks: jax.Array) -> Array:
+        return self.second(self.first(*blocks))

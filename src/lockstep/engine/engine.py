@@ -10,15 +10,13 @@ from jax.sharding import Mesh
 from lockstep.credentials import get_logger
 from lockstep.engine.config import EngineConfig, tensor_size
 from lockstep.engine.decode_model import DecodeModel
-from lockstep.engine.gate import Gate
-from lockstep.engine.launches import BetweenLaunches, launch_all
-from lockstep.engine.prepare import Prepared, models_for, prepare_programs
+from lockstep.engine.launches import BetweenLaunches, Gate, launch_all
+from lockstep.engine.prepare import Prepared, check_requests, checked, models_for, prepare_programs
 from lockstep.engine.round import generate_on_all
 from lockstep.engine.schedule import Capacity, Counts, FindStop, Scheduler
 from lockstep.engine.sizing.choose import Chooser
 from lockstep.engine.sizing.result import Sizing
 from lockstep.engine.small_moves import KnownModel, describe_change
-from lockstep.engine.validate import check_requests, checked
 from lockstep.errors import ConfigError
 from lockstep.hosts import Hosts, Ledger, current, environment
 from lockstep.models import DecoderWeights, LlamaConfig, read_decoder

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
-from lockstep.engine.gate import Gate
+from lockstep.engine.launches import Gate
 from lockstep.engine.schedule import FindStop
 from lockstep.hosts import Ledger
 from lockstep.placement.device import AroundLaunch

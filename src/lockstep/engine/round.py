@@ -10,8 +10,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from typing import Any
 
 from lockstep.engine.audit import Auditor, AuditResult
-from lockstep.engine.gate import Gate
-from lockstep.engine.launches import BetweenLaunches
+from lockstep.engine.launches import BetweenLaunches, Gate
 from lockstep.engine.rollout_engine import RolloutEngine
 from lockstep.engine.schedule import Counts, DraftCounts, FindStop
 from lockstep.hosts import Hosts, Watchdog, digest

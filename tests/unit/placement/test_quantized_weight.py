@@ -24,7 +24,7 @@ from lockstep.placement.reshard import assembly_function, reshard_function
 from lockstep.types import Drafts
 from tests import tiny
 from tests.oracle import INPUTS, assert_same_logprobs, assert_same_tokens, oracle_completions, rounded
-from tests.unit.engine.decoder.test_verify import every_launch_verifies
+from tests.unit.engine.decoder.test_decode import every_launch_verifies
 from tests.unit.engine.models import FAMILIES, mesh_of, mixed_requests, model_on
 from tests.unit.placement.layouts import check_shards, decode_mesh_of, weights_on
 

@@ -1,4 +1,11 @@
-"""The decode program: many steps on pages reserved in advance, so that hosts wait for the device once per launch."""
+"""The decode program: many steps on pages reserved in advance, so that hosts wait for the device once per launch.
+
+Verify is decode with drafts: steps that run many positions of each sequence, as far as a draft may be right. A draw
+depends on (seed, prompt, generation, position, token) and the logits alone. So what decode would sample after each
+token of a draft is known from one pass over all of them, and the draft is right up to the first token that is not what
+was sampled there. Nothing is accepted by probability, and no distribution is corrected: the tokens are those of decode.
+Speculative decoding otherwise: Leviathan et al. 2022, https://arxiv.org/abs/2211.17192.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,14 +14,189 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from lockstep.engine.decoder.arguments import pack_results, unpack
-from lockstep.engine.decoder.transformer import Transformer
+from lockstep.engine.decoder.transformer import Transformer, pack_results, unpack
 from lockstep.engine.idle_replicas import own_steps
 from lockstep.engine.sampling.logprobs import top_logprobs
 from lockstep.engine.sampling.sampler import start_sampler
-from lockstep.engine.schedule import NULL_PAGE, Capacity, DecodeBatch
+from lockstep.engine.schedule import NULL_PAGE, Capacity, DecodeBatch, VerifyBatch
 from lockstep.models import DecoderWeights
 from lockstep.models.attention import Attention
+
+_ROWS_AT_ONCE = 256
+"""Rows of logits that are computed together where there are few sequences: beyond so many, reading the output layer
+once more costs little beside the products with it, and the logits take memory."""
+_LEAST_AT_ONCE = 8
+"""Positions of each sequence whose logits are computed together at least."""
+
+
+def logits_at_once(slots: int, width: int) -> int:
+    """Returns the number of positions of each sequence whose logits are computed together: the output layer is read
+    once for so many.
+
+    Args:
+        slots: The number of sequences of a replica.
+        width: The positions of a sequence in a step.
+    """
+    groups = -(-width // max(_LEAST_AT_ONCE, _ROWS_AT_ONCE // slots))
+    return -(-width // groups)
+
+
+def verify_function(
+    transformer: Transformer, capacity: Capacity, attention: Attention, width: int
+) -> Callable[..., tuple[Array, Array]]:
+    """Returns the function that every device runs, inside ``shard_map`` over the decode mesh.
+
+    It takes the device's blocks of the weights, the replica's pool, and this replica's part of a packed `VerifyBatch`.
+    K/V of a draft that proves wrong is overwritten by the next step, before any query sees it.
+
+    Args:
+        transformer: The model.
+        capacity: The capacities of the programs.
+        attention: The attention of the devices.
+        width: The positions of a sequence in each step.
+
+    Returns:
+        A function that returns the pool and an array as that of `decode_function`, with ``draft_tokens`` in place of
+        steps: a sequence's tokens one after the other. One more part has the step in which each was sampled.
+    """
+    decode_mesh = transformer.decode_mesh
+    like = VerifyBatch.empty(capacity, width, 0)
+    together = logits_at_once(capacity.slots, width)
+    groups = -(-width // together)
+    rows, ahead = jnp.arange(capacity.slots), jnp.arange(width)
+
+    def verify(weights: DecoderWeights, pool: Array, packed: Array) -> tuple[Array, Array]:
+        weights = transformer.read_outer(weights)
+        given = unpack(packed[0], like)
+        page_table, stop_ids = given["page_table"], given["stop_ids"]
+        # A step near the end of the drafts looks beyond them.
+        drafts = jnp.pad(given["drafts"], ((0, 0), (0, width)), constant_values=-1)
+        num_steps = own_steps(capacity, given["num_steps"], jnp.any(given["remaining"] > 0))
+        sampler, counts = start_sampler(
+            given["draw"],
+            given["temperature"],
+            stop_ids,
+            {name: given[name] for name in like.decode.sampling.arrays()},
+            more_filters=capacity.more_filters,
+            active=given["remaining"] > 0,
+            local_vocab=weights.embed.shape[0] if weights.lm_head is None else weights.lm_head.shape[1],
+            decode_mesh=decode_mesh,
+        )
+
+        def step(state: Any) -> Any:
+            index, cache, token, position, remaining, done, counts, results = state
+            active = remaining > 0
+            draft = jnp.take_along_axis(drafts, done[:, None] + ahead[:-1], axis=1)
+            # Where there is no draft the last token again: what its own query sees anyway spoils no other.
+            inputs = jnp.concatenate([token[:, None], jnp.where(draft < 0, token[:, None], draft)], axis=1)
+            at = position[:, None] + ahead
+            used = active[:, None] & (ahead < remaining[:, None])
+            pages = jnp.take_along_axis(page_table, at // capacity.page_size, axis=1, mode="clip")
+            pages = jnp.where(used, pages, NULL_PAGE)
+
+            def write(carry: Any, layer: Array, kv: Array) -> Any:
+                # 0 times NaN is NaN: a draft whose V is not finite would spoil the queries before it, which must not
+                # see it. It is left out, and decoded by itself if it is right after all.
+                cache, spoilt = carry
+                finite = jnp.isfinite(kv) | (ahead == 0)[:, None, None]
+                spoilt = spoilt | ~jnp.all(finite, axis=(2, 3))
+                flat = layer * transformer.pages + pages
+                return attention.write_span(cache, layer, flat, at, jnp.where(finite, kv, 0)), spoilt
+
+            def attend(carry: Any, layer: Array, q: Array) -> Array:
+                table = layer * transformer.pages + page_table
+                return attention.decode_span(q, carry[0], layer, table, position, active)
+
+            x = transformer.embed(weights, inputs)
+            carry = (cache, jnp.zeros(inputs.shape, bool))
+            x, (cache, spoilt) = transformer.layers(
+                weights.layers, x, carry, start=position, write=write, attend=attend
+            )
+            if decode_mesh.tensor > 1:
+                spoilt = jax.lax.psum(spoilt.astype(jnp.int32), decode_mesh.tensor_axes) > 0
+            # [position, slot]: what must have been sampled at a position for the next one to count.
+            expected = jnp.where(spoilt, -1, inputs)[:, 1:].T
+            expected = jnp.pad(expected, ((0, groups * together + 1 - width), (0, 0)), constant_values=-1)
+            by_position = jnp.pad(x.swapaxes(0, 1), ((0, groups * together - width), (0, 0), (0, 0)))
+            begin = position
+
+            def draw(logits: Array, counts: Any, at: Array) -> list[Array]:
+                sampled = sampler.draw(logits, counts, at)
+                found = [sampled.token, sampled.logprob, sampled.sampled_logprob]
+                if capacity.top_logprobs:
+                    found += top_logprobs(logits, capacity.top_logprobs, sampled, decode_mesh)
+                return [*found, jnp.full_like(sampled.token, index)]
+
+            def goes_on(token: Array, expected: Array, left: Array) -> Array:
+                """Whether the position after a sampled token counts, if that token's own does."""
+                stopped = jnp.any(token[..., None] == stop_ids, axis=-1)
+                return ~stopped & (left > 1) & (token == expected)
+
+            def sample_group(group: Array, state: Any) -> Any:
+                alive, token, position, remaining, done, counts, results = state
+                first, here = group * together, jnp.arange(together)[:, None]
+                some = jax.lax.dynamic_slice_in_dim(by_position, first, together)
+                logits = transformer.logits(weights, some.reshape(-1, some.shape[-1]))
+                # All that follows is [position, slot].
+                logits = logits.reshape(together, capacity.slots, -1)
+                at, left = begin + first + 1 + here, remaining - here
+                wanted = jax.lax.dynamic_slice_in_dim(expected, first, together)
+
+                def draw_next(state: Any, given: Any) -> Any:
+                    alive, counts = state
+                    logits, at, wanted, left = given
+                    found = draw(logits, counts, at)
+                    counts = sampler.count(counts, found[0], alive)
+                    return (alive & goes_on(found[0], wanted, left), counts), found
+
+                if counts is None:  # then no draw depends on the tokens before
+                    found = jax.vmap(lambda logits, at: draw(logits, None, at))(logits, at)
+                else:
+                    (_, counts), found = jax.lax.scan(draw_next, (alive, counts), (logits, at, wanted, left))
+                on = goes_on(found[0], wanted, left)
+                counted = alive & (jnp.cumsum(~on, axis=0) - ~on == 0)
+                count = jnp.sum(counted, axis=0)
+                # What does not count goes beyond the end, where nothing is written.
+                place = jnp.where(counted, done + here, capacity.draft_tokens)
+                last = found[0][jnp.maximum(count - 1, 0), rows]
+                stopped = alive & jnp.any(last[:, None] == stop_ids, axis=1)
+                return (
+                    alive & jnp.all(on, axis=0),
+                    jnp.where(alive, last, token),
+                    position + count,
+                    jnp.where(stopped, 0, remaining - count),
+                    done + count,
+                    counts,
+                    [
+                        result.at[rows, place].set(each, mode="drop")
+                        for result, each in zip(results, found, strict=True)
+                    ],
+                )
+
+            state = (active, token, position, remaining, done, counts, results)
+            _, *state = jax.lax.fori_loop(0, groups, sample_group, state)
+            return index + 1, cache, *state
+
+        shape = (capacity.slots, capacity.draft_tokens)
+        results = [jnp.full(shape, -1, jnp.int32), jnp.zeros(shape), jnp.zeros(shape)]
+        if capacity.top_logprobs:
+            wide = (*shape, capacity.top_logprobs)
+            results += [jnp.zeros(wide, jnp.int32), jnp.zeros(wide)]
+        results.append(jnp.zeros(shape, jnp.int32))
+        state = (
+            jnp.int32(0),
+            attention.begin_decode(pool, page_table, given["position"], transformer.config.num_layers),
+            given["token"],
+            given["position"],
+            given["remaining"],
+            jnp.zeros(capacity.slots, jnp.int32),
+            counts,
+            results,
+        )
+        state = jax.lax.while_loop(lambda state: state[0] < num_steps, step, state)
+        return attention.end_decode(state[1]), pack_results(state[-1], decode_mesh)
+
+    return verify
 
 
 def decode_function(

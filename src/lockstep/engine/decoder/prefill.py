@@ -1,6 +1,9 @@
 """The programs of prompts: prefill writes their K/V to the pool, a page per row; copy_pages copies partial last pages.
 
 The decode program samples the first token from the prompt's last token, so prefill computes no logits.
+Log-probabilities of a prompt are computed over the K/V that prefill wrote. Their program writes nothing to the pool, so
+that the tokens sampled after a prompt are the same whether or not a request asks for them, and so that it can read
+pages that several sequences share.
 """
 
 from collections.abc import Callable
@@ -8,12 +11,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array
+import numpy as np
+from jaxtyping import Array, Int32
 
-from lockstep.engine.decoder.arguments import unpack
-from lockstep.engine.decoder.transformer import Transformer
+from lockstep.engine.decoder.transformer import Transformer, pack_results, unpack
 from lockstep.engine.idle_replicas import run_if_busy
-from lockstep.engine.schedule import NULL_PAGE, Capacity, CopyPagesBatch, PrefillBatch
+from lockstep.engine.sampling.logits_processors import local_ids
+from lockstep.engine.sampling.logprobs import top_logprobs
+from lockstep.engine.sampling.sampler import Sampled, first_id
+from lockstep.engine.schedule import NULL_PAGE, Capacity, CopyPagesBatch, PrefillBatch, PromptLogprobsBatch, as_floats
 from lockstep.models import DecoderWeights
 from lockstep.models.attention import Attention
 
@@ -82,3 +88,87 @@ def copy_pages_function(num_layers: int, capacity: Capacity, attention: Attentio
         return jax.lax.fori_loop(0, num_layers, layer, pool)
 
     return copy_pages
+
+
+PROMPT_LOGPROBS_CHUNK = 128
+"""Positions whose logits, a whole vocabulary for each, are in memory at a time."""
+
+
+def prompt_logprobs_function(
+    transformer: Transformer, capacity: Capacity, attention: Attention
+) -> Callable[..., Array]:
+    """Returns the function that every device runs, inside ``shard_map`` over the decode mesh.
+
+    It takes the device's blocks of the weights, the replica's pool, and this replica's part of a packed
+    `PromptLogprobsBatch`.
+
+    Args:
+        transformer: The model.
+        capacity: The capacities of the programs.
+        attention: The attention of the devices.
+
+    Returns:
+        A function that returns an array ``[replica, part, row, position on the page]``, replicated on every device
+        (`unpack_prompt_logprobs`): the log-probability of each target under the model; with ``capacity.top_logprobs``,
+        the ids and the log-probabilities of the most probable tokens in its place.
+    """
+    decode_mesh = transformer.decode_mesh
+
+    like = PromptLogprobsBatch.empty(capacity)
+
+    def prompt_logprobs(weights: DecoderWeights, pool: Any, packed: Array) -> Array:
+        given = unpack(packed[0], like)
+        tokens, targets, start, page_table = (given[name] for name in ("tokens", "targets", "start", "page_table"))
+        weights = transformer.read_outer(weights)
+        rows = attention.begin_prefill(start, page_table, targets[:, 0] >= 0)
+
+        def write(pool: Any, layer: Array, kv: Array) -> Any:
+            return pool
+
+        def attend(pool: Any, layer: Array, q: Array) -> Array:
+            return attention.prefill(q, pool, layer, layer * transformer.pages, rows)
+
+        x = transformer.embed(weights, tokens)
+        x, _ = transformer.layers(weights.layers, x, pool, start=start, write=write, attend=attend)
+
+        def chunk(part: tuple[Array, Array]) -> list[Array]:
+            states, target = part
+            logits = transformer.logits(weights, states)
+            max_logit = jnp.max(logits, axis=1)
+            if decode_mesh.tensor > 1:
+                max_logit = jax.lax.pmax(max_logit, decode_mesh.tensor_axes)
+            sum_exp = jnp.sum(jnp.exp(logits - max_logit[:, None]), axis=1)
+            size = logits.shape[1]
+            index = local_ids(target, first_id(size, decode_mesh), size)
+            logit = jnp.take_along_axis(logits, jnp.minimum(index, size - 1)[:, None], axis=1)[:, 0]
+            logit = jnp.where(index < size, logit, 0.0)
+            if decode_mesh.tensor > 1:
+                sum_exp, logit = jax.lax.psum((sum_exp, logit), decode_mesh.tensor_axes)
+            logprob = logit - max_logit - jnp.log(sum_exp)
+            if not capacity.top_logprobs:
+                return [logprob]
+            given = Sampled(target, logprob, logprob, max_logit, jnp.log(sum_exp))
+            return [logprob, *top_logprobs(logits, capacity.top_logprobs, given, decode_mesh)]
+
+        found = jax.lax.map(chunk, (_chunks(x.reshape(-1, x.shape[-1])), _chunks(targets.reshape(-1))))
+        whole = [part.reshape(-1, *part.shape[2:])[: targets.size] for part in found]
+        results = [part.reshape(*targets.shape, *part.shape[1:]) for part in whole]
+        return pack_results(results, decode_mesh)
+
+    return prompt_logprobs
+
+
+def unpack_prompt_logprobs(packed: Int32[np.ndarray, "replica part row position"]) -> list[np.ndarray]:
+    """Returns the arrays of the function's result: log-probabilities, and with top log-probabilities ids and values."""
+    if packed.shape[1] == 1:
+        return [as_floats(packed[:, 0])]
+    ids, values = np.split(packed[:, 1:], 2, axis=1)
+    return [as_floats(packed[:, 0]), np.moveaxis(ids, 1, -1), as_floats(np.moveaxis(values, 1, -1))]
+
+
+def _chunks(array: Array) -> Array:
+    """Splits ``[token, ...]`` into ``[chunk, token in chunk, ...]``, padded with zeros."""
+    size = min(PROMPT_LOGPROBS_CHUNK, array.shape[0])
+    count = -(-array.shape[0] // size)
+    padded = jnp.pad(array, [(0, count * size - array.shape[0]), *((0, 0) for _ in array.shape[1:])])
+    return padded.reshape(count, size, *array.shape[1:])

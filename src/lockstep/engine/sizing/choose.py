@@ -8,8 +8,7 @@ from lockstep.engine.decode_model import DecodeModel, DecodeModels
 from lockstep.engine.schedule import Capacity, check_capacity
 from lockstep.engine.sizing.cost_model import estimate
 from lockstep.engine.sizing.demand import Demand, desired_capacity, larger_page_size, max_prompts, measure_demand
-from lockstep.engine.sizing.fit import concurrent_sequences, fit, smallest, tables_fit
-from lockstep.engine.sizing.memory_model import MemoryModel
+from lockstep.engine.sizing.memory_model import MemoryModel, concurrent_sequences, fit, smallest, tables_fit
 from lockstep.engine.sizing.result import Choice, Sizing, reasons
 from lockstep.errors import CapacityError, ConfigError
 from lockstep.models.attention import describe_attention, max_page_table_rows

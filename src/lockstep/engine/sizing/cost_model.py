@@ -6,7 +6,7 @@ from lockstep.engine.decode_model import DecodeModel
 from lockstep.engine.idle_replicas import count_memories
 from lockstep.engine.schedule import Capacity
 from lockstep.engine.sizing.demand import Demand
-from lockstep.engine.sizing.fit import concurrent_sequences
+from lockstep.engine.sizing.memory_model import concurrent_sequences
 from lockstep.placement import DecodeMesh
 from lockstep.placement.device import Chip, Link, hops, on_one_chip
 

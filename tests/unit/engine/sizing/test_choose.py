@@ -25,8 +25,7 @@ from lockstep.engine.sizing import cost_model
 from lockstep.engine.sizing.choose import Chooser
 from lockstep.engine.sizing.cost_model import estimate
 from lockstep.engine.sizing.demand import Demand
-from lockstep.engine.sizing.fit import concurrent_sequences
-from lockstep.engine.sizing.memory_model import Footprint
+from lockstep.engine.sizing.memory_model import Footprint, concurrent_sequences
 from lockstep.engine.sizing.result import Sizing
 from lockstep.errors import CapacityError, ConfigError
 from lockstep.hosts import Ledger

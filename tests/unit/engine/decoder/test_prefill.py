@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from lockstep.engine import Engine, EngineConfig
-from lockstep.engine.decoder import prompt_logprobs as module
+from lockstep.engine.decoder import prefill as module
 from lockstep.errors import CapacityError
 from lockstep.types import Request
 from tests.oracle import assert_same_tokens, oracle_completions
