@@ -14,7 +14,7 @@ from lockstep.report import JsonlTrackerConfig, TrackerConfig
 from lockstep.training.checkpoints.config import CheckpointerConfig
 from lockstep.training.loop.loss_watch import LossSpikeConfig
 from lockstep.training.loop.profiler import ProfilerConfig
-from lockstep.training.step.precision import Precision, parse_precision
+from lockstep.training.step.train_state import Precision, parse_precision
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

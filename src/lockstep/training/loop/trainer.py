@@ -32,7 +32,7 @@ from lockstep.training.loop.profiler import Profiler
 from lockstep.training.loop.saves import Saves, directory_of_run, make_checkpointer
 from lockstep.training.loop.step_log import Meter, StepLog
 from lockstep.training.loop.stopping import StopRequest, TrainResult
-from lockstep.training.objectives.loss import LossFn
+from lockstep.training.objectives.logprobs import LossFn
 from lockstep.training.step.microbatch import compile_largest, memory_for_training
 from lockstep.training.step.train_state import TrainState
 from lockstep.training.step.train_step import (

@@ -21,7 +21,7 @@ from lockstep.placement.device import Program, compile_program
 from lockstep.training.loop.hooks import StepInfo
 from lockstep.training.loop.trainer import Trainer
 from lockstep.training.objectives import REFERENCE, LossFn
-from lockstep.training.step.precision import cast_floats
+from lockstep.training.step.train_state import cast_floats
 from lockstep.training.step.train_step import BATCH_SPEC
 
 BATCHES_AHEAD = 16

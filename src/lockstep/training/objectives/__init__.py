@@ -2,8 +2,15 @@
 
 from lockstep.training.objectives.dpo import DpoConfig
 from lockstep.training.objectives.grpo import GrpoConfig, GrpoFields, group_advantages, grpo_parts
-from lockstep.training.objectives.logprobs import OutputLayer, needs_vocab_blocks, target_mask, token_logprobs
-from lockstep.training.objectives.loss import LossFn, LossParts, lm_loss
+from lockstep.training.objectives.logprobs import (
+    LossFn,
+    LossParts,
+    OutputLayer,
+    lm_loss,
+    needs_vocab_blocks,
+    target_mask,
+    token_logprobs,
+)
 from lockstep.training.objectives.orpo import OrpoConfig
 from lockstep.training.objectives.preference import REFERENCE, PairLogprobs, PairLosses, PreferenceObjective
 from lockstep.training.objectives.simpo import SimpoConfig

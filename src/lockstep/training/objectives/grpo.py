@@ -10,8 +10,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from lockstep.errors import ConfigError
-from lockstep.training.objectives.logprobs import target_mask, token_logprobs
-from lockstep.training.objectives.loss import LossParts
+from lockstep.training.objectives.logprobs import LossParts, target_mask, token_logprobs
 
 
 def k1(log_ratio: Float[Array, "*shape"]) -> Float[Array, "*shape"]:

@@ -10,8 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from lockstep.errors import ConfigError
 from lockstep.plugins import OpenRegistry
-from lockstep.training.objectives.logprobs import target_mask, token_logprobs
-from lockstep.training.objectives.loss import LossParts
+from lockstep.training.objectives.logprobs import LossParts, target_mask, token_logprobs
 
 REFERENCE: Final = "reference_logprobs"
 """The column of the log-probabilities under the frozen model: of responses ``[row, 2]``, or of tokens in GRPO."""

@@ -14,8 +14,7 @@ from lockstep.training.data import GrpoDataConfig, TokenCache
 from lockstep.training.objectives import GrpoConfig, GrpoFields
 from lockstep.training.rl import GrpoRunFields, Questions, Rollouts, load_questions, make_rewarder
 from lockstep.training.rl.config import RolloutConfig
-from lockstep.training.run.config import TrainConfig
-from lockstep.training.run.setup import Setup
+from lockstep.training.run.config import Setup, TrainConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -11,8 +11,7 @@ from lockstep.models import fingerprint
 from lockstep.training.data import CachedRows, PreferenceDataConfig
 from lockstep.training.loop.logprobs import ReferenceLogprobs
 from lockstep.training.objectives import REFERENCE, PreferenceObjective, SimpoConfig
-from lockstep.training.run.config import TrainConfig
-from lockstep.training.run.setup import Setup
+from lockstep.training.run.config import Setup, TrainConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,10 +1,11 @@
-"""A training run: from a configuration to a trained model, the same steps on every host."""
+"""A training run: from a configuration to a trained model, the same steps on every host; and its exports."""
 
 import functools
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import draccus
 import jax
@@ -14,24 +15,26 @@ from jaxtyping import PyTree
 
 from lockstep.callback import SampleCallback
 from lockstep.credentials import get_logger, hide_credentials
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, PeerError
 from lockstep.hosts import Hosts, config_digest, leader_only, try_leader_only
-from lockstep.models import padded_vocab_size, split_trained
+from lockstep.models import padded_vocab_size, save_hf, split_trained
 from lockstep.placement import make_mesh
 from lockstep.report import FINISH_S, BackgroundTracker, NoopTracker, Tracker, check_trackers, load_metrics
 from lockstep.text import check_vocab, fetch_tokenizer, load_tokenizer, tokenizer_digest
 from lockstep.training.checkpoints.saved_model import model_spec, save_tokenizer
 from lockstep.training.loop.config import TrainerConfig
+from lockstep.training.loop.hooks import StepInfo
 from lockstep.training.loop.stopping import StopRequest
 from lockstep.training.loop.trainer import Trainer
 from lockstep.training.loop.validation import Validation
-from lockstep.training.run.config import TrainConfig
-from lockstep.training.run.hf_saves import HfSaves
+from lockstep.training.run.config import Data, DataSource, Setup, TrainConfig
 from lockstep.training.run.model import describe_adapters, initializer, load_frozen, make_model, model_shape
 from lockstep.training.run.run_dir import closing_summary, make_run_dir, rewind, start_tracker
-from lockstep.training.run.setup import Data, DataSource, Setup
 from lockstep.training.step.train_state import TrainState
 from lockstep.urls import HUB_WAIT_S
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 log = get_logger(__name__)
 
@@ -199,3 +202,82 @@ def _check_validation(config: TrainerConfig, data: DataSource[Any]) -> None:
                 f"trainer.{name} is {value}, but data.validation_urls is empty, so it has no effect. Name files to "
                 "validate with, or leave it out."
             )
+
+
+class HfSaves:
+    """Saves the model of a run; a hook of its trainer. Every host makes the same calls.
+
+    A save that fails while training goes on is logged and counted. When the job is asked to end, a save that is under
+    way is given up, because the checkpoint that a resume begins at needs the time; the resumed run then makes it.
+    """
+
+    name = "hf_saves"
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        run_dir: Path,
+        tokenizer: "PreTrainedTokenizerBase",
+        vocab_size: int,
+        hosts: Hosts,
+    ) -> None:
+        self._config, self._run_dir, self._tokenizer, self._vocab_size = config, run_dir, tokenizer, vocab_size
+        self._hosts = hosts
+        self.errors = 0
+        """Saves that failed while training went on."""
+        self.interrupted = False
+        """Whether the last save was given up because the job is asked to end; the same on every host."""
+
+    def on_step(self, info: StepInfo, force: bool = False) -> None:
+        """Save the model after a step; the last one is saved by `save_last`.
+
+        Args:
+            force: Whether training has ended.
+        """
+        self.interrupted = False
+        if force or info.step < 0 or info.next_step >= self._config.trainer.num_train_steps:
+            return
+        start = time.monotonic()
+        path = self._path(info.next_step)
+        try:
+            self.interrupted = not self._save(info.model, path, interrupted=self._hosts.preemption.requested)
+        except PeerError as error:
+            self.errors += 1
+            if self._hosts.is_leader:
+                log.error("the model of step %d was not saved, training goes on: %s", info.next_step, error)
+            return
+        if self._hosts.is_leader and not self.interrupted:
+            log.info("model saved as %s in %.1f s", path, time.monotonic() - start)
+
+    def save_last(self, model: Any, step: int | None) -> str:
+        """Save the last model.
+
+        Args:
+            step: The number of completed steps where a signal ended the run; None for a full run.
+
+        Returns:
+            The directory or URL.
+
+        Raises:
+            PeerError: A host could not write.
+        """
+        path = self._path(step)
+        self._save(model, path)
+        return path
+
+    def _save(self, model: Any, path: str, **options: Any) -> bool:
+        return save_hf(
+            model,
+            path,
+            tokenizer=self._tokenizer,
+            dtype=self._config.hf_save_dtype,
+            vocab_size=self._vocab_size,
+            hosts=self._hosts,
+            **options,
+        )
+
+    def _path(self, step: int | None) -> str:
+        given = self._config.hf_save_path
+        assert given is not None
+        name = given.rstrip("/") + ("" if step is None else f"-step-{step}")
+        return name if "://" in name else str(self._run_dir / name)

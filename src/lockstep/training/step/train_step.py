@@ -18,10 +18,9 @@ from lockstep.hosts import Ledger
 from lockstep.models import join_trained, split_trained
 from lockstep.placement import COMPUTE_AXES, MESH_AXES, PARAMETER_AXES
 from lockstep.placement.device import Program, compile_program, without_directories
-from lockstep.training.objectives.loss import LossFn, LossParts
+from lockstep.training.objectives.logprobs import LossFn, LossParts
 from lockstep.training.step.optimizer import completed_updates
-from lockstep.training.step.precision import Precision, cast_floats
-from lockstep.training.step.train_state import TrainState
+from lockstep.training.step.train_state import Precision, TrainState, cast_floats
 
 BATCH_SPEC = P(("dp", "fsdp"))
 """The partition of a batch's rows over the mesh."""

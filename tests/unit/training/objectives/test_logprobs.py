@@ -1,5 +1,7 @@
 """Log-probabilities of the tokens of a batch, through a model."""
 
+import math
+
 import haliax as hax
 import jax
 import jax.numpy as jnp
@@ -113,3 +115,11 @@ def test_packed_rows_need_a_model_that_takes_segment_ids():
     with pytest.raises(ConfigError, match=r"segment_ids, and the model cannot be called with.*do not pack rows"):
         token_logprobs(table_model, batch)
     assert token_logprobs(lambda ids, segments: table_model(ids), batch).shape == (1, 1)
+
+
+def test_lm_loss_is_the_mean_over_unmasked_tokens():
+    # Targets: 1 after 0 (0.2), 2 after 1 (masked), 0 after 2 (0.7); the mask of the first token has no effect.
+    batch = {"tokens": jnp.array([[0, 1, 2, 0]]), "loss_mask": jnp.array([[True, True, False, True]])}
+    parts = lm_loss(table_model, batch)
+    assert float(parts.weight) == 2
+    assert float(parts.total) == pytest.approx(-math.log(0.2) - math.log(0.7), rel=1e-6)

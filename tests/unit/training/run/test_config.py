@@ -1,12 +1,15 @@
 """Values of a training command's configuration that cannot work together."""
 
+from types import SimpleNamespace
+
 import fsspec
 import pytest
 
 from lockstep.errors import ConfigError
-from lockstep.models import LoraConfig
+from lockstep.models import LoraConfig, LoraModel
 from lockstep.training import CheckpointerConfig, LmDataConfig, TrainConfig, TrainerConfig
 from lockstep.training.data import build
+from lockstep.training.run.config import Setup
 from tests import tiny
 
 
@@ -59,3 +62,26 @@ def test_a_start_on_an_empty_disk_finds_the_tokens_in_the_bucket(tmp_path, monke
     monkeypatch.setattr(build, "BuildWorker", None)  # nothing is tokenised again
     assert config.source.load(tiny.tokenizer(), 8, 0).digest() == first.digest()
     assert not (tmp_path / "disk").exists()
+
+
+def setup(model, resumed_from=None):
+    trainer = SimpleNamespace(resumed_from=resumed_from, frozen_copy=lambda model: ("copy of", model))
+    return Setup(
+        data=[],
+        tokenizer=None,
+        model=model,
+        model_max_seq_len=8,
+        initial_model=lambda: "the first model",
+        trainer=trainer,
+        run_dir=None,
+    )
+
+
+@pytest.mark.parametrize(("resumed_from", "frozen"), [(None, "model"), ("step-4", "the first model")])
+def test_the_reference_is_the_model_before_the_first_step(resumed_from, frozen):
+    assert setup("model", resumed_from).reference() == ("copy of", frozen)
+
+
+def test_the_reference_of_adapters_is_their_base_and_no_copy():
+    base = object()
+    assert setup(LoraModel(base=base, adapters=None, scale=1.0), "step-4").reference() is base
