@@ -1,10 +1,16 @@
-"""Secret values taken out of a stream of bytes, whatever the pieces are in which it comes."""
+"""Secret values taken out of a stream of bytes, whatever the pieces are in which it comes.
+
+Workers run it as a script, ``python3 redact.py NAME ...``, where no package is installed, with Python 3.8 or newer.
+"""
 
 from __future__ import annotations
 
 import base64
 import json
+import os
 import re
+import signal
+import sys
 import urllib.parse
 from collections.abc import Iterable
 
@@ -80,3 +86,21 @@ def _forms(value: str) -> set[str]:
         part = whole[-(-before * 8 // 6) : (before + len(data)) * 8 // 6]
         encoded |= {part, part.translate(str.maketrans("+/", "-_"))}
     return {value, data.hex(), data.hex().upper(), *quoted, *written, *encoded}
+
+
+def main(names: list[str]) -> None:
+    """Copy standard input to standard output without the values of some variables of the environment."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)  # the program's last words come after such a signal
+    redactor = Redactor([os.environ[name] for name in names if name in os.environ])
+    while True:
+        data = os.read(0, 1 << 16)
+        out = redactor.feed(data) if data else redactor.flush()
+        while out:
+            out = out[os.write(1, out) :]
+        if not data:
+            return
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

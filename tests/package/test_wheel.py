@@ -117,7 +117,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(built):
     names = zipfile.ZipFile(built[1]).namelist()
     package = {name for name in names if ".dist-info/" not in name}
     assert package == {name.removeprefix("src/") for name in tracked("src")}
-    assert {"lockstep/py.typed", "lockstep/main/demo.yaml", "lockstep/report/html/page/page.html.j2"} <= package
+    assert {"lockstep/py.typed", "lockstep/main/demo.yaml", "lockstep/report/html/page.html.j2"} <= package
     assert any(name.endswith("dist-info/licenses/LICENSE") for name in names)
 
 

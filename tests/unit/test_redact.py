@@ -2,11 +2,17 @@
 
 import base64
 import json
+import os
 import random
+import signal
+import subprocess
+import sys
 import urllib.parse
+from pathlib import Path
 
 import pytest
 
+from lockstep import redact
 from lockstep.redact import Redactor
 
 VALUES = ["abcabd", "abcabdef", "two\nlines-of-key", 'quote"d-value', "short"]
@@ -69,3 +75,22 @@ def test_other_forms_of_the_value_are_found(form):
     assert Redactor([SECRET]).text(f"<{form}>") == "<<redacted>>"
     redactor = Redactor([SECRET])
     assert b"".join([redactor.feed(bytes([each])) for each in form.encode()]) + redactor.flush() == b"<redacted>"
+
+
+def test_as_a_script_it_takes_values_out_across_pieces_and_outlives_the_signal_that_ends_the_program(tmp_path):
+    script = tmp_path / "redact.py"  # as a worker has it: no package
+    script.write_bytes(Path(redact.__file__).read_bytes())
+    process = subprocess.Popen(
+        [sys.executable, str(script), "TOKEN", "UNSET"],
+        env={"PATH": os.environ["PATH"], "TOKEN": "hf_0123456789"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    process.stdin.write(b"first\n")
+    process.stdin.flush()
+    assert process.stdout.readline() == b"first\n"
+    process.send_signal(signal.SIGTERM)
+    for piece in (b"it is hf_01", b"23456789\n", b"last"):
+        process.stdin.write(piece)
+        process.stdin.flush()
+    assert process.communicate(timeout=60)[0] == b"it is <redacted>\nlast" and process.returncode == 0

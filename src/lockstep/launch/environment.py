@@ -91,9 +91,6 @@ def read_env_file(path: Path) -> dict[str, str]:
     return found
 
 
-FILTER_FILES: Final = ("filter.py", "redact.py")
-"""The files that `run_command` needs where there are secrets."""
-
 _FORWARDING: Final = """\
 "$@" &
 child=$!
@@ -118,13 +115,13 @@ def run_command(secret_names: list[str], directory: str, *, forward: bool) -> st
 
     Args:
         secret_names: The names of secret variables, whose values are taken out of the output.
-        directory: Where `FILTER_FILES` are, as Bash between double quotes.
+        directory: Where `filter_files` are, as Bash between double quotes.
         forward: Whether it passes SIGTERM on, because the platform sends it to the first process of a task alone. A
             process that gets it twice may die of the second while it ends in order.
     """
     names = " ".join(secret_names)
     begin = (
-        f'exec 3>&1\nexec > >(exec python3 "{directory}/filter.py" {names} >&3) 2>&1\nfiltering=$!\n' if names else ""
+        f'exec 3>&1\nexec > >(exec python3 "{directory}/redact.py" {names} >&3) 2>&1\nfiltering=$!\n' if names else ""
     )
     end = 'exec >&3 2>&3\nwait "$filtering"\n' if names else ""
     run = _FORWARDING if forward else 'trap : TERM INT\n"$@"\ncode=$?\n'
@@ -132,7 +129,6 @@ def run_command(secret_names: list[str], directory: str, *, forward: bool) -> st
 
 
 def filter_files() -> dict[str, bytes]:
-    """The content of `FILTER_FILES`, by name."""
-    here = Path(__file__).parent
-    sources = (here / "output_filter.py", here.parent / "redact.py")
-    return {name: source.read_bytes() for name, source in zip(FILTER_FILES, sources, strict=True)}
+    """The files that `run_command` needs where there are secrets, their content by name."""
+    source = Path(__file__).parents[1] / "redact.py"
+    return {source.name: source.read_bytes()}

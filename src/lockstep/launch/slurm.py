@@ -162,7 +162,9 @@ class Slurm:
             print(f"cat > {shlex.quote(str(directory / name))} {here_document(text)}")
         if environment.secret:
             names = ", ".join(environment.secret)
-            print(f"# {directory / SECRETS}, mode 600, sets {names}; {', '.join(filter_files())} take them out of logs")
+            print(
+                f"# {directory / SECRETS}, mode 600, sets {names}; {', '.join(filter_files())} takes them out of logs"
+            )
         print(shlex.join(_submit(directory)))
         return DONE
 

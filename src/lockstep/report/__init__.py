@@ -4,9 +4,6 @@ from lockstep.report.answers import last_number as last_number
 from lockstep.report.background import FINISH_S as FINISH_S
 from lockstep.report.background import BackgroundQueue as BackgroundQueue
 from lockstep.report.background import BackgroundTracker as BackgroundTracker
-from lockstep.report.html import make_payload as make_payload
-from lockstep.report.html import render_page as render_page
-from lockstep.report.html import write_page as write_page
 from lockstep.report.inspect_log import write_inspect_log as write_inspect_log
 from lockstep.report.jsonl import append_jsonl as append_jsonl
 from lockstep.report.jsonl import drop_later as drop_later
@@ -24,6 +21,9 @@ from lockstep.report.metrics import load_metrics as load_metrics
 from lockstep.report.metrics import measure as measure
 from lockstep.report.metrics import metric_means as metric_means
 from lockstep.report.metrics import pass_rates as pass_rates
+from lockstep.report.page import make_payload as make_payload
+from lockstep.report.page import render_page as render_page
+from lockstep.report.page import write_page as write_page
 from lockstep.report.parquet import check_pyarrow as check_pyarrow
 from lockstep.report.parquet import write_parquet as write_parquet
 from lockstep.report.pattern import Pattern as Pattern

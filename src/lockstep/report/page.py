@@ -295,7 +295,7 @@ def render_page(payload: Mapping[str, Any], title: str) -> str:
     import jinja2
     from markupsafe import Markup
 
-    folder = resources.files(__package__) / "page"
+    folder = resources.files(__package__) / "html"
     style = (folder / "page.css").read_text(encoding="utf-8")
     parts = "\n".join((folder / name).read_text(encoding="utf-8") for name in SCRIPTS)
     script = f'"use strict";\n(() => {{\n{parts}\n}})();\n'
