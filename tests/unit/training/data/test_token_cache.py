@@ -11,7 +11,7 @@ import pytest
 from lockstep.training import LmDataConfig
 from lockstep.training.data import token_cache
 from lockstep.training.data.examples import TokenSequence
-from lockstep.training.data.token_cache import RowReader, RowWriter, new_file, parse_record
+from lockstep.training.data.token_cache import RowReader, RowWriter, expand, new_file, parse_record
 from tests.unit.training.data.characters import Tokenizer, write
 
 
@@ -113,3 +113,11 @@ def test_a_bucket_is_read_by_ranges(tmp_path):
     finally:
         del fs.cat_file
     assert sizes and sum(sizes) < 200
+
+
+def test_token_0_is_a_token_whether_it_is_trained_on_or_not():
+    """Its complement, which marks what is not trained on, is the -1 that others use for nothing."""
+    record = np.array([1, 1, 5, 0, 7, 0, ~0, ~7])  # a prompt of one token; then two that count, and two that do not
+    found = expand([record], "single", 6)
+    assert found["tokens"].tolist() == [[0, 7, 0, 0, 7, 0]]
+    assert found["loss_mask"].tolist() == [[False, True, True, False, False, False]]

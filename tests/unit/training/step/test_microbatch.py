@@ -53,6 +53,18 @@ def test_the_host_with_the_least_memory_decides():
     assert run_threads(lambda hosts: choose(hosts, [740, 430][hosts.index]).size, 2) == [32, 32]
 
 
+def test_the_host_whose_step_needs_most_decides():
+    class Larger(Step):
+        def needed_bytes(self):
+            return 100 + 20 * self.size
+
+    def body(hosts):
+        kind = [Step, Larger][hosts.index]
+        return compile_largest(hosts, 64, lambda parts: kind(64 // parts), lambda step: [STATE], 740).size
+
+    assert run_threads(body, 2) == [32, 32]
+
+
 def test_where_nothing_fits_the_error_says_what_one_row_needs():
     with pytest.raises(ConfigError, match="needs 110 B per device even with 1 of 64 rows at a time, .* 105 B"):
         alone(105)
