@@ -1,14 +1,21 @@
 """What our Levanter hook refuses when it is made, and where its tracker writes."""
 
+import importlib.util
+import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import haliax as hax
 import jax
 import jmp
+import numpy as np
 import pytest
+import safetensors.numpy
 from levanter.distributed import DistributedConfig
 from levanter.models.gpt2 import Gpt2Config
+from levanter.models.llama import LlamaConfig
 from levanter.schedule import ScheduleStep
+from levanter.tokenizers import load_tokenizer
 from levanter.tracker import CompositeTracker, NoopTracker
 from levanter.tracker.background import BackgroundTracker
 from levanter.tracker.wandb import WandbTracker
@@ -53,6 +60,26 @@ def test_a_batch_that_the_devices_cannot_share_is_refused_before_levanter_divide
     config.distributed = DistributedConfig(local_device_ids=[0])
     with pytest.raises(ConfigError, match=r"local_device_ids is \[0\]; set JAX_LOCAL_DEVICE_IDS"):
         start(config)
+
+
+@pytest.mark.slow
+def test_the_example_for_pods_trains_the_weights_of_the_checkpoint(tmp_path):
+    golden = Path(__file__).parents[1] / "golden" / "llama3"
+    for directory in (golden, tiny.TOKENIZER):
+        shutil.copytree(directory, tmp_path, dirs_exist_ok=True)
+    path = Path(__file__).parents[2] / "examples" / "levanter_train_lm.py"
+    spec = importlib.util.spec_from_file_location("example", path)
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    model = LlamaConfig(hidden_dim=64, intermediate_dim=40, num_layers=2, num_heads=4, num_kv_heads=2)
+    made = SimpleNamespace(mp=jmp.get_policy("p=f32,c=bfloat16"), parameter_axis_mapping={})
+    config = SimpleNamespace(model=model, initialize_from_hf=str(tmp_path))
+    with jax.set_mesh(jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])):
+        found = example.pretrained(config, made, load_tokenizer(str(tiny.TOKENIZER)))
+    stored = safetensors.numpy.load_file(golden / "model.safetensors")
+    head = np.asarray(found.lm_head.weight.rearrange((found.Vocab.name, ...)).array)
+    assert head.dtype == np.float32
+    np.testing.assert_array_equal(head, stored["lm_head.weight"].astype(np.float32))
 
 
 def test_an_unsupported_model_is_refused_by_name_when_the_hook_is_made():
