@@ -29,7 +29,7 @@ from lockstep.main.plan.collectives import collectives
 from lockstep.main.plan.hlo import Hlo
 from lockstep.main.plan.topology import topology
 from lockstep.main.plan.traffic import copies, step_bytes
-from lockstep.models import DecoderWeights, LayerWeights, LlamaConfig
+from lockstep.models import WEIGHT_AXES, DecoderWeights, LlamaConfig, read_decoder, skeleton
 from lockstep.models.attention import select_attention
 from lockstep.models.families.family import ModelPreset
 from lockstep.models.families.registry import PRESETS
@@ -46,30 +46,15 @@ _OPTIMIZER_COPIES = 4  # the parameters, two moments of Adam, and the gradients'
 
 def weights_on(mesh: Mesh, model: ModelPreset, dtype: str) -> DecoderWeights:
     """Shapes of a model's weights, split over all devices as the trainer has them (FSDP)."""
-    config = model.config
-    layers, width, mlp, head = config.num_layers, config.hidden_dim, config.intermediate_dim, config.head_size
-    kv, group = config.num_kv_heads, config.q_heads_per_group
+    _, weights = read_decoder(skeleton(model.vocab_size, model.config))
 
-    def struct(*shape: int, fsdp: int) -> Any:
-        spec = PartitionSpec(*("fsdp" if dim == fsdp else None for dim in range(len(shape))))
-        return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=NamedSharding(mesh, spec))
+    def struct(path: Any, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        axes = WEIGHT_AXES[path[-1].name]
+        spec = PartitionSpec(*("fsdp" if axis == "embed" else None for axis in axes))
+        return jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(dtype), sharding=NamedSharding(mesh, spec))
 
-    return DecoderWeights(
-        embed=struct(model.vocab_size, width, fsdp=1),
-        final_norm=struct(width, fsdp=0),
-        lm_head=None if config.tie_word_embeddings else struct(width, model.vocab_size, fsdp=0),
-        layers=LayerWeights(
-            attn_norm=struct(layers, width, fsdp=1),
-            mlp_norm=struct(layers, width, fsdp=1),
-            q=struct(layers, width, kv, group, head, fsdp=1),
-            k=struct(layers, width, kv, head, fsdp=1),
-            v=struct(layers, width, kv, head, fsdp=1),
-            o=struct(layers, kv, group, head, width, fsdp=4),
-            gate=struct(layers, width, mlp, fsdp=1),
-            up=struct(layers, width, mlp, fsdp=1),
-            down=struct(layers, mlp, width, fsdp=2),
-        ),
-    )
+    placed: DecoderWeights = jax.tree_util.tree_map_with_path(struct, weights)
+    return placed
 
 
 def compile_for(

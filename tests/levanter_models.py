@@ -8,6 +8,7 @@ import haliax as hax
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AxisType
 from levanter.layers.attention import AttentionMask
 from levanter.models.llama import LlamaConfig
 from levanter.utils.tree_utils import inference_mode
@@ -29,6 +30,11 @@ LLAMA = LlamaConfig(**SIZES)
 LENGTH, ROWS = 64, 8
 
 
+def one_device() -> jax.sharding.Mesh:
+    """A mesh of the first device."""
+    return jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:1])
+
+
 def build(config: Any, vocab: int = 64, *, scale: float = 1.0, seed: int = 0) -> Any:
     """A model with random weights, every one of them away from its neutral value."""
 
@@ -37,8 +43,11 @@ def build(config: Any, vocab: int = 64, *, scale: float = 1.0, seed: int = 0) ->
         model = config.build(hax.Axis("vocab", vocab), key=jax.random.key(seed))
         leaves, tree = jax.tree.flatten(model)
         keys = jax.random.split(jax.random.key(seed + 1), len(leaves))
-        drawn = [jax.random.normal(key, leaf.shape) for leaf, key in zip(leaves, keys, strict=True)]
-        return jax.tree.unflatten(tree, [leaf + scale * 0.3 * noise for leaf, noise in zip(leaves, drawn, strict=True)])
+        pairs = zip(leaves, keys, strict=True)  # a layer of experts has a switch among its leaves
+        noisy = [
+            leaf + scale * 0.3 * jax.random.normal(k, leaf.shape) if eqx.is_array(leaf) else leaf for leaf, k in pairs
+        ]
+        return jax.tree.unflatten(tree, noisy)
 
     return inference_mode(make(), True)
 
@@ -55,7 +64,8 @@ def dense_completions(model: Any, requests: Sequence[Request]) -> list[Expected]
             known = [[*request.prompt_tokens, *answer] for request, answer in zip(batch, answers, strict=True)]
             for row, tokens in enumerate(known):
                 ids[row, : len(tokens)] = tokens
-            logits = np.asarray(_forward(model, ids))
+            with jax.set_mesh(one_device()):  # experts are routed in a shard_map
+                logits = np.asarray(_forward(model, ids))
             for row, (request, answer) in enumerate(zip(batch, answers, strict=True)):
                 done = len(answer) == request.params.max_new_tokens or (answer and answer[-1] in request.params.stops)
                 if not done:

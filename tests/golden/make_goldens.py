@@ -6,7 +6,8 @@ Needs a Python of its own, because the tests run without torch. Made with Python
     python3.11 -m venv /tmp/goldens && /tmp/goldens/bin/pip install torch==2.13.0 transformers safetensors
     /tmp/goldens/bin/python tests/golden/make_goldens.py
 
-The families from gemma2 on are of transformers 5.24.0; named after the command, those alone are made. Their
+The families from gemma2 on are of transformers 5.24.0, those with experts of torch 2.14.1 and transformers 5.12.1;
+families named after the command are made alone. From gemma2 on their
 ``golden.npz`` also has ``generated`` int32 [2, 20], the tokens of greedy decoding with transformers' cache.
 
 Each family gets ``<family>/config.json``, bfloat16 weights (one file; mistral: several files with an index) and
@@ -27,11 +28,13 @@ from transformers import (
     Gemma3TextConfig,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
     Olmo2Config,
     Phi3Config,
     PreTrainedConfig,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 SIZES = {
@@ -97,6 +100,22 @@ FAMILIES: dict[str, PreTrainedConfig] = {
         eos_token_id=0,
         bos_token_id=0,
     ),
+    "mixtral": MixtralConfig(
+        **{**ODD, "hidden_size": 48, "intermediate_size": 26},
+        num_local_experts=3,
+        num_experts_per_tok=2,
+        sliding_window=7,
+        rope_parameters={"rope_type": "default", "rope_theta": 300.0},
+    ),
+    "qwen3_moe": Qwen3MoeConfig(
+        **ODD,
+        head_dim=10,
+        moe_intermediate_size=22,
+        num_experts=5,
+        num_experts_per_tok=3,
+        norm_topk_prob=False,
+        rope_parameters={"rope_type": "default", "rope_theta": 200.0},
+    ),
 }
 
 
@@ -135,7 +154,7 @@ def main() -> None:
         (target / "generation_config.json").unlink(missing_ok=True)
 
         stored = transformers.AutoModelForCausalLM.from_pretrained(
-            target, dtype=torch.float32, attn_implementation="eager"
+            target, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
         ).eval()
         input_ids = torch.randint(0, config.vocab_size, (2, 24), generator=generator)
         with torch.no_grad():

@@ -20,7 +20,7 @@ OTHERS = {
     *("arc_easy", "device_put", "host_local", "jax_flash", "lockstep_calibration", "my_module", "my_rewards"),
     *("--constraint", "--local-dir", "--location", "--ntasks-per-node"),  # of pip, hf, gcloud, Slurm
     *("--key", "--tasks"),  # a stand-in; of `eval`, which makes a key of it
-    *("trainer.mesh", "trainer.distributed.local_device_ids"),  # Levanter's keys
+    *("trainer.mesh", "trainer.distributed.local_device_ids", "n_shared_experts"),  # Levanter's keys
 }
 """Names in messages that are other programs', values of a key that is no `Literal`, or examples."""
 

@@ -14,7 +14,7 @@ from lockstep.engine.config import EngineConfig, Layout, layout_text, tensor_siz
 from lockstep.engine.decoder.transformer import device_heads
 from lockstep.engine.idle_replicas import count_active, layout_with_idle_replicas
 from lockstep.errors import ConfigError
-from lockstep.models import STACKED, TENSOR_DIMS, WEIGHT_AXES, DecoderWeights, LlamaConfig, input_dims
+from lockstep.models import STACKED, TENSOR_DIMS, WEIGHT_AXES, DecoderWeights, LlamaConfig, quantized_dims
 from lockstep.models.attention import Heads, stored_kv_heads
 from lockstep.placement import (
     Assemble,
@@ -166,7 +166,7 @@ class DecodeModels:
         kept = stored_kv_heads(device, heads, kv_dtype)
         layouts, quantized = leaf_layouts(weights, decode_mesh, TENSOR_DIMS), self._engine.quantized_dtype
         if quantized is not None:
-            layouts = quantized_layouts(layouts, quantized, input_dims)
+            layouts = quantized_layouts(layouts, quantized, quantized_dims)
         leaves = _leaves(weights, layouts, dtype)
         lazy = is_lazy(weights)
         casts = quantized is not None or any(leaf.dtype != dtype for leaf in jax.tree.leaves(weights))
@@ -245,7 +245,7 @@ def _fits(config: LlamaConfig, tensor: int) -> bool:
 
 def _split(config: LlamaConfig, tensor: int) -> dict[str, int]:
     heads = {} if replicates_kv_heads(config, tensor) else {"num_kv_heads": config.num_kv_heads}
-    return heads | {"intermediate_dim": config.intermediate_dim}
+    return heads | {"intermediate_dim" if config.experts is None else "experts.intermediate_dim": config.expert_dim}
 
 
 def replicates_kv_heads(config: LlamaConfig, tensor: int) -> bool:

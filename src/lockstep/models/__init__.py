@@ -1,109 +1,73 @@
 """Language models: their configurations, the trainable model, what the decoder reads, Hugging Face in and out."""
 
-from lockstep.models import block
-from lockstep.models.check_reader import ReaderCheck, ReaderMismatchError, check_reader
-from lockstep.models.config import (
-    LayerKind,
-    LlamaConfig,
-    ModelConfig,
-    Variant,
-    distinct,
-    layer_kinds,
-    padded_vocab_size,
-    rotary_frequencies,
-)
-from lockstep.models.families.family import ModelPreset
-from lockstep.models.families.mistral import MistralConfig
-from lockstep.models.families.qwen2 import Qwen2Config
-from lockstep.models.families.qwen3 import Qwen3Config
-from lockstep.models.families.registry import config_from_hf, config_to_hf, find_preset
-from lockstep.models.from_names import LoraNames, NamesReader, from_names
-from lockstep.models.hf.adapters import ReadPair, merged_rows, save_peft
-from lockstep.models.hf.files import fingerprint
-from lockstep.models.hf.load import load_config, load_hf, read_hf_config
-from lockstep.models.hf.save import SavesTokenizer, export_hf, save_hf
-from lockstep.models.hf.save_plan import SavedTensor
-from lockstep.models.hf.save_writer import Read
-from lockstep.models.llama import LlamaLMHeadModel
-from lockstep.models.lora import LoraConfig, LoraModel, join_trained, split_trained
-from lockstep.models.low_rank import RANK, MergeLora, merge_lora
-from lockstep.models.reader import read_decoder
-from lockstep.models.registry import (
-    UnreadableModelError,
-    UnreadParameterError,
-    check_all_read,
-    named_parameters,
-    register_reader,
-)
-from lockstep.models.remat import POLICIES, RematPolicy, recomputes_layers
-from lockstep.models.rope import Llama3Scaling, RotaryConfig
-from lockstep.models.trainable import as_trainable, layer_products, skeleton
-from lockstep.models.weights import STACKED, TENSOR_DIMS, WEIGHT_AXES, DecoderWeights, LayerWeights, input_dims
-from lockstep.placement import LazyWeight, view
-
-__all__ = [
-    "POLICIES",
-    "RANK",
-    "STACKED",
-    "TENSOR_DIMS",
-    "WEIGHT_AXES",
-    "DecoderWeights",
-    "LayerWeights",
-    "ModelPreset",
-    "Llama3Scaling",
-    "LlamaConfig",
-    "LlamaLMHeadModel",
-    "MistralConfig",
-    "ModelConfig",
-    "Qwen2Config",
-    "Qwen3Config",
-    "RematPolicy",
-    "Read",
-    "ReaderCheck",
-    "ReaderMismatchError",
-    "ReadPair",
-    "RotaryConfig",
-    "SavedTensor",
-    "SavesTokenizer",
-    "LayerKind",
-    "LazyWeight",
-    "LoraConfig",
-    "LoraModel",
-    "LoraNames",
-    "MergeLora",
-    "NamesReader",
-    "UnreadParameterError",
-    "UnreadableModelError",
-    "Variant",
-    "as_trainable",
-    "block",
-    "check_all_read",
-    "check_reader",
-    "config_from_hf",
-    "config_to_hf",
-    "distinct",
-    "export_hf",
-    "find_preset",
-    "fingerprint",
-    "load_config",
-    "from_names",
-    "input_dims",
-    "join_trained",
-    "layer_kinds",
-    "layer_products",
-    "load_hf",
-    "merge_lora",
-    "merged_rows",
-    "named_parameters",
-    "padded_vocab_size",
-    "read_decoder",
-    "read_hf_config",
-    "recomputes_layers",
-    "register_reader",
-    "rotary_frequencies",
-    "save_hf",
-    "save_peft",
-    "skeleton",
-    "split_trained",
-    "view",
-]
+from lockstep.models import block as block
+from lockstep.models.check_reader import ReaderCheck as ReaderCheck
+from lockstep.models.check_reader import ReaderMismatchError as ReaderMismatchError
+from lockstep.models.check_reader import check_reader as check_reader
+from lockstep.models.config import LayerKind as LayerKind
+from lockstep.models.config import LlamaConfig as LlamaConfig
+from lockstep.models.config import ModelConfig as ModelConfig
+from lockstep.models.config import Variant as Variant
+from lockstep.models.config import distinct as distinct
+from lockstep.models.config import layer_kinds as layer_kinds
+from lockstep.models.config import padded_vocab_size as padded_vocab_size
+from lockstep.models.config import rotary_frequencies as rotary_frequencies
+from lockstep.models.experts import Experts as Experts
+from lockstep.models.experts import ExpertWeights as ExpertWeights
+from lockstep.models.experts import RouterSums as RouterSums
+from lockstep.models.experts import mixture as mixture
+from lockstep.models.experts import route as route
+from lockstep.models.families.family import ModelPreset as ModelPreset
+from lockstep.models.families.mistral import MistralConfig as MistralConfig
+from lockstep.models.families.mixtral import MixtralConfig as MixtralConfig
+from lockstep.models.families.qwen2 import Qwen2Config as Qwen2Config
+from lockstep.models.families.qwen3 import Qwen3Config as Qwen3Config
+from lockstep.models.families.qwen3_moe import Qwen3MoeConfig as Qwen3MoeConfig
+from lockstep.models.families.registry import config_from_hf as config_from_hf
+from lockstep.models.families.registry import config_to_hf as config_to_hf
+from lockstep.models.families.registry import find_preset as find_preset
+from lockstep.models.from_names import LoraNames as LoraNames
+from lockstep.models.from_names import NamesReader as NamesReader
+from lockstep.models.from_names import from_names as from_names
+from lockstep.models.hf.adapters import ReadPair as ReadPair
+from lockstep.models.hf.adapters import merged_rows as merged_rows
+from lockstep.models.hf.adapters import save_peft as save_peft
+from lockstep.models.hf.files import fingerprint as fingerprint
+from lockstep.models.hf.load import load_config as load_config
+from lockstep.models.hf.load import load_hf as load_hf
+from lockstep.models.hf.load import read_hf_config as read_hf_config
+from lockstep.models.hf.save import SavesTokenizer as SavesTokenizer
+from lockstep.models.hf.save import export_hf as export_hf
+from lockstep.models.hf.save import save_hf as save_hf
+from lockstep.models.hf.save_plan import SavedTensor as SavedTensor
+from lockstep.models.hf.save_writer import Read as Read
+from lockstep.models.llama import LlamaLMHeadModel as LlamaLMHeadModel
+from lockstep.models.lora import LoraConfig as LoraConfig
+from lockstep.models.lora import LoraModel as LoraModel
+from lockstep.models.lora import join_trained as join_trained
+from lockstep.models.lora import split_trained as split_trained
+from lockstep.models.low_rank import RANK as RANK
+from lockstep.models.low_rank import MergeLora as MergeLora
+from lockstep.models.low_rank import merge_lora as merge_lora
+from lockstep.models.reader import read_decoder as read_decoder
+from lockstep.models.registry import UnreadableModelError as UnreadableModelError
+from lockstep.models.registry import UnreadParameterError as UnreadParameterError
+from lockstep.models.registry import check_all_read as check_all_read
+from lockstep.models.registry import named_parameters as named_parameters
+from lockstep.models.registry import register_reader as register_reader
+from lockstep.models.remat import POLICIES as POLICIES
+from lockstep.models.remat import RematPolicy as RematPolicy
+from lockstep.models.remat import recomputes_layers as recomputes_layers
+from lockstep.models.rope import Llama3Scaling as Llama3Scaling
+from lockstep.models.rope import RotaryConfig as RotaryConfig
+from lockstep.models.trainable import as_trainable as as_trainable
+from lockstep.models.trainable import layer_products as layer_products
+from lockstep.models.trainable import skeleton as skeleton
+from lockstep.models.weights import STACKED as STACKED
+from lockstep.models.weights import TENSOR_DIMS as TENSOR_DIMS
+from lockstep.models.weights import WEIGHT_AXES as WEIGHT_AXES
+from lockstep.models.weights import DecoderWeights as DecoderWeights
+from lockstep.models.weights import LayerWeights as LayerWeights
+from lockstep.models.weights import quantized_dims as quantized_dims
+from lockstep.placement import LazyWeight as LazyWeight
+from lockstep.placement import view as view

@@ -11,6 +11,7 @@ from jaxtyping import Float
 
 from lockstep.errors import ConfigError
 from lockstep.models.attention import AttentionBackend, check_backend
+from lockstep.models.experts import Experts
 from lockstep.models.rope import RotaryConfig
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "xielu"]
@@ -165,6 +166,8 @@ class LlamaConfig(ModelConfig):
     """Whether an RMSNorm over the head comes before the rotary embeddings of queries and keys (Qwen3)."""
     variant: Variant = dataclasses.field(default_factory=Variant)
     """The departures from Llama."""
+    experts: Experts | None = None
+    """The experts of every layer, in place of an MLP. Null for none."""
     gradient_checkpointing: bool | Literal["nothing", "full", "dots", "offload"] = True
     """Rematerialisation: what the backward pass computes again. ``nothing`` (false); ``full`` (true): each layer, from
     its input; ``dots``: each layer but its products with weights; ``offload``: as ``full``, with the inputs of layers
@@ -209,6 +212,11 @@ class LlamaConfig(ModelConfig):
                 "qkv_bias and qk_norm are both true; no architecture that Hugging Face can load has both, so the model "
                 "could not be saved. Set one of them to false (qwen2 has qkv_bias, qwen3 has qk_norm)."
             )
+        if self.experts is not None and not self.variant.gated:
+            raise ConfigError(
+                f"experts is set and variant.activation is {self.variant.activation!r}, whose MLP has no gate; the "
+                "MLPs of experts have one. Use another activation, or set experts to null."
+            )
         types = self.variant.layer_types
         if types is not None and len(types) != self.num_layers:
             raise ConfigError(
@@ -249,16 +257,29 @@ class LlamaConfig(ModelConfig):
         return self.num_heads // self.num_kv_heads
 
     @property
+    def expert_dim(self) -> int:
+        """The width of the MLP of one expert."""
+        return (self.experts and self.experts.intermediate_dim) or self.intermediate_dim
+
+    @property
     def mlp_activations(self) -> int:
-        """Numbers of one token inside an MLP, at most: gate, up, and their product."""
-        return 3 * self.intermediate_dim
+        """Numbers of one token inside an MLP, at most: gate, up, and their product; of experts inputs and outputs too.
+
+        Inputs and outputs are of each expert that the token is given to.
+        """
+        if self.experts is None:
+            return 3 * self.intermediate_dim
+        return self.experts.num_experts_per_tok * (3 * self.expert_dim + 2 * self.hidden_dim)
 
     def part_read(self, weight: str, tokens: float) -> float:
         """The part of a weight that a step reads, and for one token the part that it is multiplied with.
 
         Args:
             weight: The name of the weight. An embedding that is not the output layer too is looked up by rows: 0.
+                Experts count as far as tokens are expected to be given to them (`Experts.expected_hits`).
         """
+        if self.experts is not None and weight.startswith("expert_"):
+            return self.experts.expected_hits(tokens) / self.experts.num_experts
         return float(weight != "embed" or self.tie_word_embeddings)
 
     def positions_read(self, context: float) -> float:

@@ -20,10 +20,12 @@ takes it, None or absent where they are the same; and what to take of axes, and 
 OUTPUTS: Final = frozenset({"o", "down"})
 """The weights whose last axis is the output of their layer; of the other linear layers the first is the input."""
 
+MLPS: Final = (("up", "down"), ("router", "expert_gate", "expert_up", "expert_down"))
+"""The weights of which a model has the first, an MLP, or the second, experts."""
 OPTIONAL: Final = frozenset(
     field.name for cls in (DecoderWeights, LayerWeights) for field in dataclasses.fields(cls) if field.default is None
-)
-"""The weights that a model may lack."""
+) - {name for names in MLPS for name in names}
+"""The weights that a model may lack although its table has a row for them."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -136,7 +138,10 @@ def from_names(table: Mapping[str, Entry], *, lora: LoraNames | None = None, ign
             raise ConfigError(
                 f"the table has a row {weight!r}; the decoder has no such weight. Use one of {', '.join(WEIGHT_AXES)}."
             )
-    needed = [name for name in WEIGHT_AXES if name not in OPTIONAL and name not in table]
+    either = [name for names in MLPS for name in names]
+    needed = [name for name in WEIGHT_AXES if name not in (*OPTIONAL, *either, *table)]
+    missing = [[name for name in names if name not in table] for names in MLPS]
+    needed += min(missing, key=len)
     if needed:
         raise ConfigError(f"the table has no row for {', '.join(needed)}, which every model has. Add them.")
     return NamesReader(table=dict(table), lora=lora, ignore=tuple(ignore))

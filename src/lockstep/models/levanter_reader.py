@@ -21,10 +21,13 @@ from levanter.models.gemma import Gemma2LMHeadModel, Gemma3LMHeadModel, GemmaLMH
 from levanter.models.llama import LlamaLMHeadModel
 from levanter.models.lm_model import LmHeadModel
 from levanter.models.mistral import MistralLMHeadModel
+from levanter.models.mixtral import MixtralLMHeadModel
 from levanter.models.olmo import Olmo2Attention, Olmo2LMHeadModel
 from levanter.models.qwen import QwenConfig, QwenLMHeadModel
+from levanter.models.qwen3_moe import Qwen3MoeLMHeadModel
 
 from lockstep.models.config import Activation, LlamaConfig, Variant
+from lockstep.models.experts import Experts
 from lockstep.models.low_rank import MergeLora, unchanged
 from lockstep.models.registry import UnreadableModelError, read_registered, register_reader, registered_classes
 from lockstep.models.rope import Llama3Scaling, RotaryConfig
@@ -49,10 +52,8 @@ AXES["o"] = AXES["o"].replace("kv_head q_heads_per_group", "heads")  # the one w
 def _refuse(model: Any) -> tuple[LlamaConfig, DecoderWeights]:
     supported = sorted(cls.__name__ for cls in registered_classes() if cls.__module__.startswith("levanter.models."))
     supported.remove(LmHeadModel.__name__)
-    experts = any(getattr(model.config, name, 0) for name in ("n_routed_experts", "num_experts"))
-    why = ": the decoder has no experts" if experts else ""
     raise UnreadableModelError(
-        f"Levanter's {type(model).__name__} cannot be read{why}; supported are {', '.join(supported)} and their "
+        f"Levanter's {type(model).__name__} cannot be read; supported are {', '.join(supported)} and their "
         "subclasses. Train one of these, or register a reader for the class with lockstep.models.register_reader."
     )
 
@@ -106,6 +107,51 @@ def _read_olmo2(model: Any) -> tuple[LlamaConfig, DecoderWeights]:
     return _read(model, layers, norms | _gated_mlp(layers), variant)
 
 
+@register_reader(MixtralLMHeadModel)
+def _read_mixtral(model: Any) -> tuple[LlamaConfig, DecoderWeights]:
+    config, layers = model.config, _Layers(model)
+    if config.n_shared_experts:
+        raise _unreadable(model, f"n_shared_experts is {config.n_shared_experts}", "experts without shared ones")
+    experts = Experts(num_experts=config.n_routed_experts, num_experts_per_tok=config.num_experts_per_tok)
+    names = {"expert_gate": "w1", "expert_up": "w3", "expert_down": "w2"}
+    return _read_experts(model, layers, experts, lambda layer: layer.block_sparse_moe, names)
+
+
+@register_reader(Qwen3MoeLMHeadModel)
+def _read_qwen3_moe(model: Any) -> tuple[LlamaConfig, DecoderWeights]:
+    config, layers = model.config, _Layers(model)
+    experts = Experts(
+        num_experts=config.num_experts,
+        num_experts_per_tok=config.num_experts_per_tok,
+        intermediate_dim=config.moe_intermediate_dim,
+        norm_topk_prob=config.norm_topk_prob,
+    )
+    names = {f"expert_{name}": f"{name}_proj" for name in ("gate", "up", "down")}
+    return _read_experts(model, layers, experts, lambda layer: layer.mlp, names)
+
+
+def _read_experts(
+    model: Any, layers: "_Layers", experts: Experts, block: Callable[[Any], Any], names: dict[str, str]
+) -> tuple[LlamaConfig, DecoderWeights]:
+    """A model with experts in every layer.
+
+    Args:
+        block: Returns the router and the experts of a layer.
+        names: The attribute of the experts by the name of the weight.
+    """
+    weights = layers.norms(attn_norm="input_layernorm", mlp_norm="post_attention_layernorm")
+    router = block(layers.first).gate
+    linears = [router, *(getattr(block(layers.first).experts, name) for name in names.values())]
+    if any(linear.bias is not None for linear in linears):
+        raise _unreadable(model, "its router or its experts have a bias", "biases of q, k and v")
+    layers.check_plain(router)
+    weights["router"] = layers.array(lambda layer: block(layer).gate.weight, "embed experts")
+    for weight, name in names.items():
+        axes = "experts mlp embed" if weight == "expert_down" else "experts embed mlp"
+        weights[weight] = layers.array(lambda layer, name=name: getattr(block(layer).experts, name).weight, axes)  # type: ignore[misc]
+    return _read(model, layers, weights, Variant(activation=_activation(model)), experts)
+
+
 @register_reader(ApertusLMHeadModel)
 def _read_apertus(model: Any) -> tuple[LlamaConfig, DecoderWeights]:
     layers = _Layers(model)
@@ -121,7 +167,7 @@ def _read_apertus(model: Any) -> tuple[LlamaConfig, DecoderWeights]:
 
 
 def _read(
-    model: Any, layers: "_Layers", weights: dict[str, Any], variant: Variant
+    model: Any, layers: "_Layers", weights: dict[str, Any], variant: Variant, experts: Experts | None = None
 ) -> tuple[LlamaConfig, DecoderWeights]:
     """The parts that all families have in common: attention, embedding and output layer."""
     attention = layers.first.self_attn
@@ -138,7 +184,8 @@ def _read(
     config = LlamaConfig(
         max_seq_len=_max_seq_len(model.config),
         hidden_dim=shape.Embed.size,
-        intermediate_dim=_base(layers.first.mlp.up_proj).Out.size,
+        intermediate_dim=model.config.intermediate_dim,
+        experts=experts,
         num_layers=layers.count,
         num_heads=shape.num_heads,
         num_kv_heads=shape.num_kv_heads,
@@ -281,7 +328,7 @@ class _Layers:
         if linears[0] is None:
             return None
         for linear in linears:
-            self._check(linear)
+            self.check_plain(linear)
             if _base(linear).bias is not None and not bias:
                 raise _unreadable(self.model, "it has a bias beside those of q, k and v", "biases of q, k and v")
         base = [_base(linear).weight for linear in linears]
@@ -299,7 +346,8 @@ class _Layers:
     def _names(self, array: NamedArray) -> tuple[str, ...]:
         return tuple("layer" if axis.name == self.axis else axis.name for axis in array.axes)
 
-    def _check(self, linear: Any) -> None:
+    def check_plain(self, linear: Any) -> None:
+        """Refuses a quantized linear layer, or one whose weight is scaled."""
         base = _base(linear)
         if not isinstance(base, hnn.Linear) or not isinstance(base.dot_general, DefaultDotGeneralOp):
             raise _unreadable(self.model, f"a linear layer is a quantized {type(base).__name__}", "plain linear layers")

@@ -1,6 +1,5 @@
 """The Llama family as a trainable haliax + equinox model, with named axes and scanned layers."""
 
-import dataclasses
 import functools
 from typing import Self
 
@@ -17,33 +16,11 @@ from lockstep.errors import ConfigError
 from lockstep.models import block
 from lockstep.models.attention import CausalAttention, self_attention
 from lockstep.models.config import LlamaConfig, distinct, layer_kinds
+from lockstep.models.experts import RouterSums
+from lockstep.models.llama_mlp import LlamaExperts, LlamaMlp
 from lockstep.models.low_rank import Weight, linear
-from lockstep.models.named_block import float32_logits, rms_norm, rotary_angles, rotate
+from lockstep.models.named_block import LlamaAxes, float32_logits, rms_norm, rotary_angles, rotate
 from lockstep.models.remat import scan_policy
-
-
-@dataclasses.dataclass(frozen=True)
-class LlamaAxes:
-    """The named axes of a model's parameters."""
-
-    Embed: Axis
-    Mlp: Axis
-    KVHead: Axis
-    Group: Axis
-    HeadSize: Axis
-    Layer: Axis
-
-    @classmethod
-    def of(cls, config: LlamaConfig) -> Self:
-        """Returns the axes of a configuration, with the names that sharding rules use."""
-        return cls(
-            Embed=Axis("embed", config.hidden_dim),
-            Mlp=Axis("mlp", config.intermediate_dim),
-            KVHead=Axis("kv_head", config.num_kv_heads),
-            Group=Axis("q_heads_per_group", config.q_heads_per_group),
-            HeadSize=Axis("head_size", config.head_size),
-            Layer=Axis("layer", config.num_layers),
-        )
 
 
 class LlamaAttention(eqx.Module):
@@ -155,49 +132,6 @@ class LlamaAttention(eqx.Module):
         return hax.named(attended.reshape([axis.size for axis in (*rows, *heads)]), (*rows, *heads)).rearrange(q.axes)
 
 
-class LlamaMlp(eqx.Module):
-    """A gated MLP, such as SwiGLU (Shazeer 2020, https://arxiv.org/abs/2002.05202, eq. 6), or xIELU without a gate."""
-
-    gate: Weight | None
-    up: Weight
-    down: Weight
-    xielu_p: NamedArray | None
-    xielu_n: NamedArray | None
-    xielu_beta: NamedArray | None
-    xielu_eps: NamedArray | None
-    config: LlamaConfig = eqx.field(static=True)
-
-    @classmethod
-    def init(cls, config: LlamaConfig, *, key: jax.Array) -> Self:
-        """Returns random projections."""
-        ax, std = LlamaAxes.of(config), config.initializer_range
-        keys, gated = jax.random.split(key, 3), config.variant.gated
-
-        def scalar(value: float) -> NamedArray | None:
-            return None if gated else hax.named(jnp.float32(value), ())
-
-        return cls(
-            gate=hax.random.normal(keys[0], (ax.Embed, ax.Mlp)) * std if gated else None,
-            up=hax.random.normal(keys[1], (ax.Embed, ax.Mlp)) * std,
-            down=hax.random.normal(keys[2], (ax.Mlp, ax.Embed)) * std,
-            # As published: softplus(p) = 0.8, 0.5 + softplus(n) = 0.8.
-            xielu_p=scalar(0.2033),
-            xielu_n=scalar(-1.0502),
-            xielu_beta=scalar(0.5),
-            xielu_eps=scalar(-1e-6),
-            config=config,
-        )
-
-    def __call__(self, x: NamedArray) -> NamedArray:
-        """Maps ``[batch, position, embed]`` to the same axes."""
-        up = linear(x, self.up, "embed")
-        gate = None if self.gate is None else linear(x, self.gate, "embed").rearrange(up.axes).array
-        scalars = (self.xielu_p, self.xielu_n, self.xielu_beta, self.xielu_eps)
-        xielu = tuple(each.array for each in scalars if each is not None)
-        inner = hax.named(block.hidden(self.config.variant.activation, up.array, gate, xielu), up.axes)
-        return linear(hax.auto_sharded(inner), self.down, "mlp").rearrange(x.axes)
-
-
 class LlamaLayer(eqx.Module):
     """One transformer layer: attention and MLP, each with its RMSNorms and a residual connection."""
 
@@ -205,7 +139,7 @@ class LlamaLayer(eqx.Module):
     attention: LlamaAttention
     attn_post_norm: NamedArray | None
     mlp_norm: NamedArray | None
-    mlp: LlamaMlp
+    mlp: LlamaMlp | LlamaExperts
     mlp_post_norm: NamedArray | None
 
     @classmethod
@@ -219,7 +153,7 @@ class LlamaLayer(eqx.Module):
             attention=LlamaAttention.init(config, key=attention_key),
             attn_post_norm=_neutral(config, Embed) if post else None,
             mlp_norm=_neutral(config, Embed) if pre else None,
-            mlp=LlamaMlp.init(config, key=mlp_key),
+            mlp=(LlamaMlp if config.experts is None else LlamaExperts).init(config, key=mlp_key),
             mlp_post_norm=_neutral(config, Embed) if post else None,
         )
 
@@ -229,17 +163,31 @@ class LlamaLayer(eqx.Module):
         angles: NamedArray,
         segment_ids: NamedArray | None,
         layer_kind: NamedArray | None = None,
-    ) -> NamedArray:
-        """Maps ``[batch, position, embed]`` to the same axes; `LlamaAttention` has the other arguments."""
+    ) -> tuple[NamedArray, RouterSums | None]:
+        """Maps ``[batch, position, embed]`` to the same axes; `LlamaAttention` has the other arguments.
+
+        Returns:
+            The residual stream, and the sums of the router; None where there are no experts.
+        """
+        sums: RouterSums | None = None
+
+        def mlp(h: NamedArray) -> NamedArray:
+            nonlocal sums
+            if isinstance(self.mlp, LlamaMlp):
+                return self.mlp(h)
+            answers, sums = self.mlp(h, segment_ids)
+            return answers
+
         # With the stream sharded by the batch axes XLA gathers weights (FSDP) rather than split activations by embed.
-        return block.layer(
+        x = block.layer(
             x,
             lambda h: self.attention(h, angles, segment_ids, layer_kind),
-            self.mlp,
+            mlp,
             lambda h, weight: rms_norm(h, weight, self.attention.config),
             self,
             hax.auto_sharded,
         )
+        return x, sums
 
 
 class LlamaLMHeadModel(eqx.Module):
@@ -298,6 +246,15 @@ class LlamaLMHeadModel(eqx.Module):
         Raises:
             ConfigError: There are more positions than ``config.max_seq_len``.
         """
+        return self.activations_and_router(input_ids, segment_ids)[0]
+
+    def activations_and_router(
+        self, input_ids: NamedArray, segment_ids: NamedArray | None = None
+    ) -> tuple[NamedArray, RouterSums | None]:
+        """Returns what `activations` does, and the sums of the router of each layer; None where there are no experts.
+
+        Padding, whose segment id is 0, is not in the sums.
+        """
         config, Position = self.config, input_ids.resolve_axis("position")
         if Position.size > config.max_seq_len:
             raise ConfigError(
@@ -310,8 +267,9 @@ class LlamaLMHeadModel(eqx.Module):
         # A table sharded by embed would leave the stream sharded by embed, and XLA would replicate it.
         x = hax.auto_sharded(self.embed.take("vocab", input_ids))
         x = hax.named(block.scale_embedding(x.array, config.embed_scale), x.axes)
-        x = self.layers.fold(rms_norm(x, self.embed_norm, config), angles, segment_ids, layer_kind)
-        return rms_norm(x, self.final_norm, config)
+        layers = self.layers.scan_via(LlamaLayer.__call__)
+        x, sums = layers(rms_norm(x, self.embed_norm, config), angles, segment_ids, layer_kind)
+        return rms_norm(x, self.final_norm, config), sums
 
     def lm_head_array(self) -> NamedArray:
         """Returns the output layer ``[embed, vocab]``, or the embedding ``[vocab, embed]`` where the two are tied."""

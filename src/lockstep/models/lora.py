@@ -18,6 +18,7 @@ from jaxtyping import Array, PyTree
 from lockstep.errors import ConfigError
 from lockstep.hosts import Hosts, Ledger, Watchdog
 from lockstep.models.config import LlamaConfig
+from lockstep.models.experts import RouterSums
 from lockstep.models.llama import LlamaLMHeadModel
 from lockstep.models.low_rank import RANK, AdaptedWeight, LowRankPair, MergeLora
 from lockstep.models.registry import read_registered, register_reader
@@ -88,6 +89,20 @@ class LoraConfig:
         """The names of the layers with adapters, in the order of `MODULES`."""
         return tuple(name for name in MODULES if name in self.target_modules or self.target_modules == (ALL,))
 
+    def modules_of(self, config: LlamaConfig) -> tuple[str, ...]:
+        """The names of the layers of a model with adapters: ``all-linear`` leaves out experts.
+
+        Raises:
+            ConfigError: One that was asked for is an MLP's, and the model has experts instead.
+        """
+        missing = [name for name in self.modules if config.experts is not None and MODULES[name][0].startswith("mlp.")]
+        if missing and self.target_modules != (ALL,):
+            raise ConfigError(
+                f"lora.target_modules has {missing[0]}, and the model has experts, which have no adapters. Use some of "
+                f"{', '.join(name for name in MODULES if not MODULES[name][0].startswith('mlp.'))}."
+            )
+        return tuple(name for name in self.modules if name not in missing)
+
     def resolved(self, compute: str) -> Self:
         """Returns the configuration with a float type for the frozen weights.
 
@@ -120,7 +135,7 @@ class LoraConfig:
         Rank = Axis(RANK, self.r)
         keys = dict(zip(MODULES, jax.random.split(key, len(MODULES)), strict=True))
         found = {}
-        for name in self.modules:
+        for name in self.modules_of(config):
             path, inputs, outputs = MODULES[name]
             weight: NamedArray | None = operator.attrgetter(path)(layers)
             if weight is None:
@@ -168,6 +183,12 @@ class LoraModel(eqx.Module):
     def activations(self, input_ids: NamedArray, segment_ids: NamedArray | None = None) -> NamedArray:
         """Returns the hidden states after the last norm, see `LlamaLMHeadModel.activations`."""
         return self.adapted().activations(input_ids, segment_ids)
+
+    def activations_and_router(
+        self, input_ids: NamedArray, segment_ids: NamedArray | None = None
+    ) -> tuple[NamedArray, RouterSums | None]:
+        """Returns what `LlamaLMHeadModel.activations_and_router` does."""
+        return self.adapted().activations_and_router(input_ids, segment_ids)
 
     def lm_head_array(self) -> NamedArray:
         """Returns the output layer, see `LlamaLMHeadModel.lm_head_array`."""

@@ -1,4 +1,7 @@
-"""The block of the trainable model on named axes: norms, rotary embeddings, output layer."""
+"""The block of the trainable model on named axes: their names, norms, rotary embeddings, output layer."""
+
+import dataclasses
+from typing import Self
 
 import haliax as hax
 import jax
@@ -8,6 +11,34 @@ from jaxtyping import Array, Int
 
 from lockstep.models import block
 from lockstep.models.config import LlamaConfig, distinct, layer_kinds, rotary_frequencies
+
+
+@dataclasses.dataclass(frozen=True)
+class LlamaAxes:
+    """The named axes of a model's parameters."""
+
+    Embed: Axis
+    Mlp: Axis
+    KVHead: Axis
+    Group: Axis
+    HeadSize: Axis
+    Layer: Axis
+    Expert: Axis
+    ExpertMlp: Axis
+
+    @classmethod
+    def of(cls, config: LlamaConfig) -> Self:
+        """Returns the axes of a configuration, with the names that sharding rules use."""
+        return cls(
+            Embed=Axis("embed", config.hidden_dim),
+            Mlp=Axis("mlp", config.intermediate_dim),
+            KVHead=Axis("kv_head", config.num_kv_heads),
+            Group=Axis("q_heads_per_group", config.q_heads_per_group),
+            HeadSize=Axis("head_size", config.head_size),
+            Layer=Axis("layer", config.num_layers),
+            Expert=Axis("expert", 1 if config.experts is None else config.experts.num_experts),
+            ExpertMlp=Axis("expert_mlp", config.expert_dim),
+        )
 
 
 def rms_norm(x: NamedArray, weight: NamedArray | None, config: LlamaConfig) -> NamedArray:

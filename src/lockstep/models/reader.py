@@ -61,8 +61,8 @@ def _parameters(weights: type, *modules: eqx.Module) -> dict[str, Any]:
     """The arrays of a dataclass of weights from the modules that have parameters of their names."""
     found = {}
     for name in weights.__annotations__.keys() & WEIGHT_AXES.keys():
-        (module,) = (module for module in modules if hasattr(module, name))
-        found[name] = _array(name, getattr(module, name))
+        module = next((module for module in modules if hasattr(module, name)), None)
+        found[name] = _array(name, getattr(module, name, None))
     return found
 
 

@@ -112,7 +112,9 @@ def _text(cls: type, unread: Sequence[str], total: int) -> str:
     if "lora" in words or "adapter" in words:
         fix = "Merge adapters with lockstep.models.merge_lora"
     elif "expert" in words or "moe" in words:
-        fix = "The decoder has no experts: sample from a model without them"
+        fix = (
+            "Experts are router, expert_gate, expert_up and expert_down, with experts= in the configuration: read them"
+        )
     return (
         f"{len(unread)} of the {total} parameters of a {cls.__module__}.{cls.__qualname__} are read by no field of the "
         f"decoder's weights: {', '.join(unread[:NAMED_AT_MOST])}{rest}. Samples would be those of a model without "

@@ -18,9 +18,10 @@ class LayerWeights:
     """Weights of all transformer layers, stacked on a leading layer axis.
 
     Axes: ``layer``; ``embed`` (hidden size); ``kv_head``; ``group`` (query heads per kv head); ``head`` (head size);
-    ``mlp`` (intermediate size). Query head ``i`` of a Hugging Face checkpoint is ``(kv_head, group) = divmod(i, G)``,
-    ``G`` being the number of query heads per kv head. The axes of heads may also be flattened into fewer, in this
-    order. A weight with another order of axes, or with one array per layer, is a `lockstep.placement.LazyWeight`.
+    ``mlp`` (intermediate size); ``expert``; ``expert_mlp`` (intermediate size of an expert). Query head ``i`` of a
+    Hugging Face checkpoint is ``(kv_head, group) = divmod(i, G)``, ``G`` being the number of query heads per kv head.
+    The axes of heads may also be flattened into fewer, in this order. A weight with another order of axes, or with one
+    array per layer, is a `lockstep.placement.LazyWeight`.
 
     Example:
         >>> _, weights = lockstep.models.read_decoder(model)
@@ -32,9 +33,13 @@ class LayerWeights:
     k: Float[Array, "layer embed kv_head head"]
     v: Float[Array, "layer embed kv_head head"]
     o: Float[Array, "layer kv_head group head embed"]
-    up: Float[Array, "layer embed mlp"]
-    down: Float[Array, "layer mlp embed"]
+    up: Float[Array, "layer embed mlp"] | None = None
+    down: Float[Array, "layer mlp embed"] | None = None
     gate: Float[Array, "layer embed mlp"] | None = None
+    router: Float[Array, "layer embed expert"] | None = None
+    expert_gate: Float[Array, "layer expert embed expert_mlp"] | None = None
+    expert_up: Float[Array, "layer expert embed expert_mlp"] | None = None
+    expert_down: Float[Array, "layer expert expert_mlp embed"] | None = None
     attn_norm: Float[Array, "layer embed"] | None = None
     mlp_norm: Float[Array, "layer embed"] | None = None
     attn_post_norm: Float[Array, "layer embed"] | None = None
@@ -92,11 +97,17 @@ STACKED: Final = frozenset(name for name, axes in WEIGHT_AXES.items() if axes[0]
 TENSOR_DIMS: Final[Mapping[str, int]] = {
     name: axes.index(split)
     for name, axes in WEIGHT_AXES.items()
-    for split in ("vocab", "kv_head", "mlp")
+    for split in ("vocab", "kv_head", "mlp", "expert_mlp")
     if split in axes
 }
-"""The axis of each weight that the devices of a replica split: vocabulary, kv heads or mlp. A weight that has none is
-copied to each of them. The number is right for weights with flattened head axes too, for ``kv_head`` is the first."""
+"""The axis of each weight that the devices of a replica split: vocabulary, kv heads, or the width of MLPs. A weight
+that has none is copied to each. The number is right for weights with flattened head axes too, for ``kv_head`` comes
+first."""
+
+
+def quantized_dims(name: str, ndim: int) -> tuple[int, ...]:
+    """`input_dims` of a weight whose products may be in 8 bits; none for a router, whose choice hangs on rounding."""
+    return () if name == "router" else input_dims(name, ndim)
 
 
 def input_dims(name: str, ndim: int) -> tuple[int, ...]:
@@ -111,7 +122,8 @@ def input_dims(name: str, ndim: int) -> tuple[int, ...]:
     stacked, *axes = WEIGHT_AXES[name]
     if stacked != "layer" or "embed" not in axes or len(axes) < 2:
         return ()
-    return (1 - ndim,) if axes[0] == "embed" else tuple(range(1 - ndim, -1))
+    first = 1 - ndim + (axes[0] == "expert")
+    return (first,) if axes[-1] != "embed" else tuple(range(first, -1))
 
 
 HALIAX_AXES: Final[Mapping[str, str]] = {"group": "q_heads_per_group", "head": "head_size"}

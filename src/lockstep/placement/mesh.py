@@ -12,12 +12,19 @@ from lockstep.errors import ConfigError
 MESH_AXES: Final = ("dp", "fsdp", "tp")
 """Data parallel (parameters repeated), fully sharded data parallel, tensor parallel."""
 
-PARAMETER_AXES: Final[dict[str, str]] = {"embed": "fsdp", "mlp": "tp", "kv_head": "tp", "vocab": "tp"}
+PARAMETER_AXES: Final[dict[str, str]] = {
+    "embed": "fsdp",
+    "mlp": "tp",
+    "expert_mlp": "tp",
+    "kv_head": "tp",
+    "vocab": "tp",
+}
 """The mesh axes that split a parameter between steps, by the name of its logical axis."""
 
 COMPUTE_AXES: Final[dict[str, str | tuple[str, ...]]] = {
     "batch": ("dp", "fsdp"),
     "mlp": "tp",
+    "expert_mlp": "tp",
     "kv_head": "tp",
     "vocab": "tp",
 }

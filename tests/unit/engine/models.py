@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lockstep.models import LlamaConfig, LlamaLMHeadModel, Qwen2Config, Qwen3Config, Variant
+from lockstep.models import Experts, LlamaConfig, LlamaLMHeadModel, Qwen2Config, Qwen3Config, Qwen3MoeConfig, Variant
 from lockstep.models.rope import Llama3Scaling, RotaryConfig
 from lockstep.models.trainable import skeleton
 from lockstep.placement import PARAMETER_AXES, make_mesh, place
@@ -69,6 +69,9 @@ FAMILIES = {
             layer_types=("sliding_attention", "full_attention", "sliding_attention"),
             sliding_rope=RotaryConfig(theta=100.0),
         ),
+    ),
+    "experts": Qwen3MoeConfig(
+        **SIZES, experts=Experts(num_experts=5, num_experts_per_tok=3, intermediate_dim=12, norm_topk_prob=False)
     ),
     "apertus": LlamaConfig(**SIZES, qk_norm=True, variant=Variant(activation="xielu", embed_norm=True)),
 }

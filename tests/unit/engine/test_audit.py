@@ -25,7 +25,7 @@ def answers(mesh: str, model: Any, **options: Any) -> list[Completion]:
     return Engine(EngineConfig(), mesh_of(mesh), **options).generate(model, mixed_requests())
 
 
-SLOW = ("gemma", "gemma3")
+SLOW = ("gemma", "gemma3", "experts")
 """The families of `make slow`; the decoder is compared with a plain forward for each."""
 
 

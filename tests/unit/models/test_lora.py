@@ -174,3 +174,10 @@ def test_weights_with_adapters_are_merged_and_others_are_the_very_same(dtype):
     assert jax.tree.structure(found) == jax.tree.structure(model.base)
     merge_adapters(with_adapters(model.base, TWO, seed=1), hosts, dtype)
     assert _program.cache_info().misses == before + 2, "compiled once"
+
+
+def test_experts_have_no_adapters() -> None:
+    config = lockstep.models.Qwen3MoeConfig()
+    assert LoraConfig().modules_of(config) == ("q_proj", "k_proj", "v_proj", "o_proj")
+    with pytest.raises(ConfigError, match="has up_proj, and the model has experts.*Use some of q_proj, k_proj, v_proj"):
+        LoraConfig(target_modules=("q_proj", "up_proj")).shapes(config)

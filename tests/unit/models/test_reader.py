@@ -16,10 +16,12 @@ import lockstep
 from lockstep.errors import LockstepError
 from lockstep.models import (
     DecoderWeights,
+    Experts,
     LlamaConfig,
     LlamaLMHeadModel,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
     UnreadableModelError,
     read_decoder,
     register_reader,
@@ -40,6 +42,7 @@ SIZES: dict[str, Any] = {
 }
 # Sizes by the axis names in weights.py.
 AXES = {"layer": 3, "embed": 12, "mlp": 20, "kv_head": 2, "group": 2, "head": 6, "vocab": 10}
+AXES |= {"expert": 5, "expert_mlp": 8}
 
 
 def build(config: LlamaConfig) -> LlamaLMHeadModel:
@@ -58,8 +61,14 @@ def declared_shapes(cls: type) -> dict[str, tuple[int, ...]]:
 
 @pytest.mark.parametrize(
     "config",
-    [LlamaConfig(**SIZES), LlamaConfig(**SIZES, tie_word_embeddings=True), Qwen2Config(**SIZES), Qwen3Config(**SIZES)],
-    ids=["llama", "tied", "qwen2", "qwen3"],
+    [
+        LlamaConfig(**SIZES),
+        LlamaConfig(**SIZES, tie_word_embeddings=True),
+        Qwen2Config(**SIZES),
+        Qwen3Config(**SIZES),
+        Qwen3MoeConfig(**SIZES, experts=Experts(num_experts=5, intermediate_dim=8)),
+    ],
+    ids=["llama", "tied", "qwen2", "qwen3", "experts"],
 )
 def test_reading_gives_the_very_same_arrays_and_launches_nothing(config: LlamaConfig) -> None:
     model = build(config)
@@ -77,8 +86,12 @@ def test_reading_gives_the_very_same_arrays_and_launches_nothing(config: LlamaCo
     assert weights.layers.v is layer.attention.v.array
     assert weights.layers.attn_norm is layer.attn_norm.array
     assert weights.layers.mlp_norm is layer.mlp_norm.array
-    assert weights.layers.gate is layer.mlp.gate.array
-    assert weights.layers.up is layer.mlp.up.array
+    if config.experts is None:
+        assert weights.layers.gate is layer.mlp.gate.array
+        assert weights.layers.up is layer.mlp.up.array
+    else:
+        assert weights.layers.router is layer.mlp.router.array
+        assert weights.layers.expert_down is layer.mlp.expert_down.array
     assert (weights.lm_head is None) == config.tie_word_embeddings
     assert (weights.layers.q_bias is not None) == config.qkv_bias
     assert (weights.layers.q_norm is not None) == config.qk_norm

@@ -110,7 +110,8 @@ def test_what_nothing_reads_is_named():
 
 
 @pytest.mark.parametrize(
-    ("name", "fix"), [("q_lora_a", "lockstep.models.merge_lora"), ("experts", "decoder has no experts"), ("b", "Read")]
+    ("name", "fix"),
+    [("q_lora_a", "lockstep.models.merge_lora"), ("experts", "Experts are router, expert_gate"), ("b", "Read")],
 )
 def test_the_error_says_what_to_do(name, fix):
     with pytest.raises(UnreadParameterError, match=fix):

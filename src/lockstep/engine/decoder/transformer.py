@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import Final
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,18 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Int32
 
 from lockstep.engine.schedule import CopyPagesBatch, DecodeBatch, PrefillBatch, PromptLogprobsBatch, VerifyBatch
-from lockstep.models import DecoderWeights, LayerWeights, LlamaConfig, block, distinct, layer_kinds, rotary_frequencies
+from lockstep.models import (
+    DecoderWeights,
+    ExpertWeights,
+    LayerWeights,
+    LlamaConfig,
+    block,
+    distinct,
+    layer_kinds,
+    mixture,
+    rotary_frequencies,
+    route,
+)
 from lockstep.models.attention import Heads, ScoreModifier
 from lockstep.placement import DecodeMesh, LayoutTree, QuantizedWeight, drop_layers, matmul, read, read_outer
 
@@ -57,6 +69,8 @@ def _arrays(batch: Batch) -> dict[str, np.ndarray]:
         return {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
     return {"num_steps": np.full(len(batch.token), batch.num_steps, np.int32), **batch.arrays()}
 
+
+EXPERTS: Final = ("expert_gate", "expert_up", "expert_down")
 
 type Write[Cache] = Callable[[Cache, Array, Array], Cache]
 """Takes the cache, a layer and K/V ``[sequence, query, 2 * kv_heads, head]``; returns the cache with them written."""
@@ -195,16 +209,28 @@ class Transformer:
                 attended = attend(cache, index, q)
                 return self._sum(matmul(attended.reshape(*x.shape[:2], -1), w.o, axes=-1))
 
-            out = block.layer(x, attention, lambda h: self._sum(matmul(self._hidden(w, h), w.down)), self._norm, w)
+            out = block.layer(x, attention, lambda h: self._sum(self._mlp(w, h, index)), self._norm, w)
             return out, cache
 
         return jax.lax.fori_loop(0, count, layer, (x, cache))
 
     def _layer(self, weights: LayerWeights, index: Array) -> LayerWeights:
-        """Returns one layer's weights as this device needs them. Indexed inside a loop, blocks are read in place."""
+        """Returns one layer's weights as this device needs them. Indexed inside a loop, blocks are read in place.
+
+        Those of experts stay stacked (`mixture`), unless each step gathers them.
+        """
+        layouts, kept = self.layouts.layers, {}
+        if self._stacked_experts:
+            kept = {name: getattr(weights, name) for name in EXPERTS}
+            layouts, weights = (dataclasses.replace(tree, **dict.fromkeys(EXPERTS)) for tree in (layouts, weights))
         stored = jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, keepdims=False), weights)
-        one: LayerWeights = read(drop_layers(self.layouts.layers), stored)
-        return one
+        one: LayerWeights = read(drop_layers(layouts), stored)
+        return dataclasses.replace(one, **kept)
+
+    @property
+    def _stacked_experts(self) -> bool:
+        layouts = [getattr(self.layouts.layers, name) for name in EXPERTS]
+        return all(layout is not None and layout == layout.decode for layout in layouts)
 
     def _rope_angles(self, x: Array, start: Array) -> RopeAngles:
         positions = start[:, None] + jnp.arange(x.shape[1])
@@ -243,11 +269,23 @@ class Transformer:
         kv = jnp.stack([k, v], axis=3).reshape(*k.shape[:2], -1, k.shape[-1])
         return block.scale_queries(q, self.config.variant.attention_scale), kv
 
-    def _hidden(self, w: LayerWeights, h: Array) -> Array:
-        """Returns the hidden activations of the MLP, before the down projection."""
+    def _mlp(self, w: LayerWeights, h: Array, index: Array) -> Array:
+        """Returns this device's part of what the MLP answers, or of the sum of the experts that each token is given to.
+
+        Every device of a replica has all tokens and a part of the width of each expert.
+        """
+        experts, activation = self.config.experts, self.config.variant.activation
+        if experts is not None:
+            assert w.router is not None
+            tokens = h.reshape(-1, h.shape[-1])
+            weights = ExpertWeights(w.expert_gate, w.expert_up, w.expert_down)
+            layer = index if self._stacked_experts else None
+            routing = route(tokens, w.router, None, experts)
+            return mixture(tokens, routing, weights, activation, layer=layer).reshape(h.shape)
+        assert w.up is not None and w.down is not None
         up, gate = matmul(h, w.up), None if w.gate is None else matmul(h, w.gate)
         xielu = (w.xielu_p, w.xielu_n, w.xielu_beta, w.xielu_eps)
-        return block.hidden(self.config.variant.activation, up, gate, xielu)
+        return matmul(block.hidden(activation, up, gate, xielu), w.down)
 
     def _norm(self, x: Array, weight: Array | None) -> Array:
         return block.rms_norm(x, weight, self.config.layer_norm_epsilon, offset=self.config.variant.norm_offset)

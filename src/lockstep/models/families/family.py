@@ -162,6 +162,10 @@ def _computed(config: LlamaConfig) -> dict[str, Any]:
         "attention_scale": config.variant.attention_scale or config.head_size**-0.5,
     }
     variant.pop("full_attention_every")
+    if config.experts is not None:  # their losses are of training too
+        fields["experts"] = dataclasses.replace(
+            config.experts, intermediate_dim=config.expert_dim, load_balancing_coef=0.0, router_z_coef=0.0
+        )
     for name in _TRAINING:
         fields.pop(name)
     return fields | {f"variant.{name}": value for name, value in variant.items()}

@@ -9,7 +9,7 @@ from lockstep.models.rope import Llama3Scaling, RotaryConfig
 ModelConfig.register_subclass("llama", LlamaConfig)
 
 LAYER: Final = "model.layers.{layer}."
-TENSORS: Final = {
+ATTENTION_TENSORS: Final = {
     "embed": "model.embed_tokens.weight",
     "attn_norm": LAYER + "input_layernorm.weight",
     "q": LAYER + "self_attn.q_proj.weight",
@@ -17,12 +17,11 @@ TENSORS: Final = {
     "v": LAYER + "self_attn.v_proj.weight",
     "o": LAYER + "self_attn.o_proj.weight",
     "mlp_norm": LAYER + "post_attention_layernorm.weight",
-    "gate": LAYER + "mlp.gate_proj.weight",
-    "up": LAYER + "mlp.up_proj.weight",
-    "down": LAYER + "mlp.down_proj.weight",
     "final_norm": "model.norm.weight",
     "lm_head": "lm_head.weight",
 }
+"""The tensors of all but the MLP."""
+TENSORS: Final = ATTENTION_TENSORS | {name: LAYER + f"mlp.{name}_proj.weight" for name in ("gate", "up", "down")}
 
 
 def _preset(hidden: int, mlp: int, layers: int, heads: int, *, context: int, factor: float | None,

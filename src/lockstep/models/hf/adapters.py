@@ -80,7 +80,7 @@ def save_peft(
     found = parameters(skeleton(1, config), family_of(config).tensors)
     by_weight, shapes = {each.name: each for each in found}, stored_shapes(found)
     together: dict[str, list[str]] = {}  # the adapters whose weights are rows of one tensor
-    for name in lora.modules:
+    for name in lora.modules_of(config):
         together.setdefault(by_weight[_weight(name)].stored.template, []).append(name)
     tensors: dict[str, np.ndarray] = {}
     for template, names in together.items():

@@ -11,6 +11,7 @@ from haliax import NamedArray
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from lockstep.errors import ConfigError
+from lockstep.models import RouterSums
 from lockstep.training.objectives.vocab_blocks import VocabBlocks, logits_fit, softmax_inputs
 
 
@@ -186,3 +187,53 @@ def _check_arguments(model: Any, count: int) -> None:
             f"({error}): its documents would attend to each other. Give the model a second argument, or do not "
             "pack rows."
         ) from error
+
+
+def loss_with_routers(objective: LossFn, model: Any, batch: Mapping[str, Array]) -> LossParts:
+    """Return the sums of an objective, and to it the losses of the routers of a model with experts (`Experts`).
+
+    They are added up over layers, and over the forward passes of the objective; with microbatches they are the mean of
+    those of each. Metrics: ``router/loss``, and those of `RouterSums.metrics`.
+    """
+    experts = getattr(getattr(model, "config", None), "experts", None)
+    if experts is None or not hasattr(model, "activations_and_router"):
+        return objective(model, batch)
+    recording = _RouterRecording(model)
+    parts = objective(recording, batch)
+    if not recording.sums:
+        return parts
+    loss = sum(jnp.sum(each.loss(experts)) for each in recording.sums)
+    found = [each.metrics() for each in recording.sums]
+    means = {name: sum(each[name] for each in found) / len(found) for name in found[0]} | {"router/loss": loss}
+    metrics = {name: parts.weight * value for name, value in means.items()}
+    return LossParts(parts.total + parts.weight * loss, parts.weight, {**parts.metrics, **metrics})
+
+
+class _RouterRecording:
+    """A model that keeps the sums of its routers, while an objective is traced."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self.sums: list[RouterSums] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def activations(self, input_ids: NamedArray, segment_ids: NamedArray | None = None) -> NamedArray:
+        states, sums = self._model.activations_and_router(input_ids, segment_ids)
+        self.sums.append(sums)
+        return states
+
+    def __call__(self, input_ids: NamedArray, segment_ids: NamedArray | None = None) -> NamedArray:
+        return self.logits(self.activations(input_ids, segment_ids))
+
+    # An `OutputLayer` is told by the attributes of its class.
+    def lm_head_array(self) -> NamedArray:
+        return self._model.lm_head_array()
+
+    def logits(self, activations: NamedArray) -> NamedArray:
+        return self._model.logits(activations)
+
+    @property
+    def logit_soft_cap(self) -> float | None:
+        return self._model.logit_soft_cap

@@ -18,7 +18,7 @@ from lockstep.hosts import Ledger
 from lockstep.models import join_trained, split_trained
 from lockstep.placement import COMPUTE_AXES, MESH_AXES, PARAMETER_AXES
 from lockstep.placement.device import Program, compile_program, without_directories
-from lockstep.training.objectives.logprobs import LossFn, LossParts
+from lockstep.training.objectives.logprobs import LossFn, LossParts, loss_with_routers
 from lockstep.training.step.optimizer import completed_updates
 from lockstep.training.step.train_state import Precision, TrainState, cast_floats
 
@@ -366,7 +366,8 @@ class TrainStep:
 
     def _total(self, model: PyTree, frozen: PyTree, batch: dict[str, Array]) -> tuple[Array, LossParts]:
         with hax.axis_mapping(COMPUTE_AXES):
-            parts = self._loss_fn(self._precision.cast_to_compute(join_trained(model, frozen)), batch)
+            joined = self._precision.cast_to_compute(join_trained(model, frozen))
+            parts = loss_with_routers(self._loss_fn, joined, batch)
         parts = cast_floats(parts, jnp.dtype(jnp.float32))
         return parts.total, parts
 

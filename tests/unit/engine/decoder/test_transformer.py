@@ -35,7 +35,13 @@ MESHES = {"tensor1": ("1,4,1", "2,2,1"), "training": ("1,2,2", "2,2,1"), "tensor
 COLLECTIVE = re.compile(r"= \S+ (?:all-gather|all-reduce|reduce-scatter|collective-permute|all-to-all)\(")
 QUICK = {"llama": ("tensor2",), "qwen3": ("training",)}
 """Layouts of the families that `make test` runs."""
-SLOW = {"llama": LAYOUTS, "qwen2": ("tensor1",), "gemma3": ("tensor2",), "apertus": ("tensor2",)}
+SLOW = {
+    "llama": LAYOUTS,
+    "qwen2": ("tensor1",),
+    "gemma3": ("tensor2",),
+    "apertus": ("tensor2",),
+    "experts": ("tensor2",),
+}
 """Those of `make slow`: one family in all, some others in one. The rest are nightly."""
 
 

@@ -1,0 +1,74 @@
+"""Mixtral (https://arxiv.org/abs/2401.04088): a Mistral with experts in every layer."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Final
+
+from lockstep.models.config import LlamaConfig, ModelConfig
+from lockstep.models.experts import Experts
+from lockstep.models.families import llama
+from lockstep.models.families.family import Family, ModelPreset, windows
+from lockstep.models.rope import RotaryConfig, required
+
+
+@ModelConfig.register_subclass("mixtral")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MixtralConfig(LlamaConfig):
+    """Mixtral (https://arxiv.org/abs/2401.04088): a Mistral with experts, of width ``intermediate_dim``."""
+
+    experts: Experts | None = dataclasses.field(default_factory=Experts)
+
+
+MOE: Final = llama.LAYER + "block_sparse_moe."
+
+
+def _read(hf: Mapping[str, Any]) -> dict[str, Any]:
+    experts = Experts(
+        num_experts=required(hf, "num_local_experts"),
+        num_experts_per_tok=required(hf, "num_experts_per_tok"),
+        load_balancing_coef=hf["router_aux_loss_coef"],
+    )
+    return {"experts": experts, **windows(hf["sliding_window"], None)}
+
+
+def _write(config: LlamaConfig) -> dict[str, Any]:
+    experts = config.experts or Experts()
+    return {
+        "num_local_experts": experts.num_experts,
+        "num_experts_per_tok": experts.num_experts_per_tok,
+        "router_aux_loss_coef": experts.load_balancing_coef,
+        "intermediate_size": config.expert_dim,
+        "sliding_window": config.variant.sliding_window,
+    }
+
+
+FAMILY: Final = Family(
+    architecture="MixtralForCausalLM",
+    model_type="mixtral",
+    config=MixtralConfig,
+    tensors=llama.ATTENTION_TENSORS
+    | {
+        "router": MOE + "gate.weight",
+        "expert_gate": MOE + "experts.{expert}.w1.weight",
+        "expert_up": MOE + "experts.{expert}.w3.weight",
+        "expert_down": MOE + "experts.{expert}.w2.weight",
+    },
+    defaults={
+        "sliding_window": None,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "router_aux_loss_coef": 0.001,
+        "rms_norm_eps": 1e-5,
+    },
+    read=_read,
+    write=_write,
+    presets={
+        "mixtral-8x7b-v0.1": ModelPreset(
+            config=MixtralConfig(
+                max_seq_len=32768, hidden_dim=4096, intermediate_dim=14336, num_layers=32, num_heads=32,
+                num_kv_heads=8, rope=RotaryConfig(theta=1e6), experts=Experts(load_balancing_coef=0.02),
+            ),
+            vocab_size=32000,
+        ),
+    },
+)  # fmt: skip

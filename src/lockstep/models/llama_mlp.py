@@ -1,0 +1,139 @@
+"""The MLP of the trainable model, and the mixture of experts in its place, on named axes."""
+
+import math
+from typing import Any, Self
+
+import equinox as eqx
+import haliax as hax
+import jax
+import jax.numpy as jnp
+from haliax import NamedArray
+from haliax.partitioning import physical_axis_name
+from jax.sharding import PartitionSpec
+from jaxtyping import Array
+
+from lockstep.models import block
+from lockstep.models.config import LlamaConfig
+from lockstep.models.experts import ExpertWeights, RouterSums, mixture, route
+from lockstep.models.low_rank import Weight, linear
+from lockstep.models.named_block import LlamaAxes
+
+
+class LlamaMlp(eqx.Module):
+    """A gated MLP, such as SwiGLU (Shazeer 2020, https://arxiv.org/abs/2002.05202, eq. 6), or xIELU without a gate."""
+
+    gate: Weight | None
+    up: Weight
+    down: Weight
+    xielu_p: NamedArray | None
+    xielu_n: NamedArray | None
+    xielu_beta: NamedArray | None
+    xielu_eps: NamedArray | None
+    config: LlamaConfig = eqx.field(static=True)
+
+    @classmethod
+    def init(cls, config: LlamaConfig, *, key: jax.Array) -> Self:
+        """Returns random projections."""
+        ax, std = LlamaAxes.of(config), config.initializer_range
+        keys, gated = jax.random.split(key, 3), config.variant.gated
+
+        def scalar(value: float) -> NamedArray | None:
+            return None if gated else hax.named(jnp.float32(value), ())
+
+        return cls(
+            gate=hax.random.normal(keys[0], (ax.Embed, ax.Mlp)) * std if gated else None,
+            up=hax.random.normal(keys[1], (ax.Embed, ax.Mlp)) * std,
+            down=hax.random.normal(keys[2], (ax.Mlp, ax.Embed)) * std,
+            # As published: softplus(p) = 0.8, 0.5 + softplus(n) = 0.8.
+            xielu_p=scalar(0.2033),
+            xielu_n=scalar(-1.0502),
+            xielu_beta=scalar(0.5),
+            xielu_eps=scalar(-1e-6),
+            config=config,
+        )
+
+    def __call__(self, x: NamedArray) -> NamedArray:
+        """Maps ``[batch, position, embed]`` to the same axes."""
+        up = linear(x, self.up, "embed")
+        gate = None if self.gate is None else linear(x, self.gate, "embed").rearrange(up.axes).array
+        scalars = (self.xielu_p, self.xielu_n, self.xielu_beta, self.xielu_eps)
+        xielu = tuple(each.array for each in scalars if each is not None)
+        inner = hax.named(block.hidden(self.config.variant.activation, up.array, gate, xielu), up.axes)
+        return linear(hax.auto_sharded(inner), self.down, "mlp").rearrange(x.axes)
+
+
+class LlamaExperts(eqx.Module):
+    """A mixture of experts with a router (Shazeer et al. 2017, https://arxiv.org/abs/1701.06538), no capacity."""
+
+    router: NamedArray
+    expert_gate: NamedArray
+    expert_up: NamedArray
+    expert_down: NamedArray
+    config: LlamaConfig = eqx.field(static=True)
+
+    @classmethod
+    def init(cls, config: LlamaConfig, *, key: jax.Array) -> Self:
+        """Returns random projections."""
+        ax, std, keys = LlamaAxes.of(config), config.initializer_range, jax.random.split(key, 4)
+        return cls(
+            router=hax.random.normal(keys[0], (ax.Embed, ax.Expert)) * std,
+            expert_gate=hax.random.normal(keys[1], (ax.Expert, ax.Embed, ax.ExpertMlp)) * std,
+            expert_up=hax.random.normal(keys[2], (ax.Expert, ax.Embed, ax.ExpertMlp)) * std,
+            expert_down=hax.random.normal(keys[3], (ax.Expert, ax.ExpertMlp, ax.Embed)) * std,
+            config=config,
+        )
+
+    def __call__(self, x: NamedArray, segment_ids: NamedArray | None) -> tuple[NamedArray, RouterSums]:
+        """Maps ``[batch, position, embed]`` to the same axes; each device routes the rows that it has.
+
+        Args:
+            segment_ids: The document of each position; what is of document 0 is padding, and not in the sums.
+
+        Returns:
+            The sum of what the experts answer, and the router's sums.
+        """
+        ax, experts = LlamaAxes.of(self.config), self.config.experts
+        assert experts is not None
+        axes = (*(axis for axis in x.axes if axis != ax.Embed), ax.Embed)
+        tokens = x.rearrange(axes).array
+        valid = (
+            jnp.ones(tokens.shape[:-1], bool) if segment_ids is None else segment_ids.rearrange(axes[:-1]).array != 0
+        )
+        mesh = jax.sharding.get_abstract_mesh()
+        rows, width = (None if mesh.empty else physical_axis_name(axis) for axis in (axes[0], ax.ExpertMlp))
+        # XLA would sort the tokens of all devices.
+        sharded = not mesh.empty and tokens.shape[0] % _size(mesh, rows) == 0
+
+        def compute(tokens: Array, valid: Array, router: Array, gate: Array, up: Array, down: Array) -> Any:
+            flat = tokens.reshape(-1, tokens.shape[-1])
+            routing = route(flat, router, None, experts)
+            answers = mixture(flat, routing, ExpertWeights(gate, up, down), self.config.variant.activation)
+            if sharded and width is not None:
+                answers = jax.lax.psum(answers, width)
+            sums = RouterSums.of(routing, valid.reshape(-1))
+            return answers.reshape(tokens.shape), jax.tree.map(lambda each: each[None], sums)
+
+        if sharded:
+            split = PartitionSpec(rows)
+            compute = jax.shard_map(
+                compute,
+                mesh=mesh,
+                in_specs=(
+                    split,
+                    split,
+                    PartitionSpec(),
+                    PartitionSpec(None, None, width),
+                    PartitionSpec(None, None, width),
+                    PartitionSpec(None, width),
+                ),
+                out_specs=(split, PartitionSpec(rows)),
+                check_vma=False,
+            )
+        weights = (self.router, self.expert_gate, self.expert_up, self.expert_down)
+        answers, sums = compute(tokens, valid, *(weight.array for weight in weights))
+        return hax.named(answers, axes).rearrange(x.axes), jax.tree.map(lambda each: each.sum(axis=0), sums)
+
+
+def _size(mesh: Any, axes: str | tuple[str, ...] | None) -> int:
+    """The number of devices along axes of a mesh."""
+    return math.prod(mesh.shape[axis] for axis in ((axes,) if isinstance(axes, str) else axes or ()))

@@ -1,0 +1,63 @@
+"""Programs with experts, compiled for TPUs: the kernel that reads the experts that were hit, forward and backward."""
+
+import re
+
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import pytest
+
+from benchmarks.tpu_programs import weights_on
+from lockstep.engine import Engine, EngineConfig
+from lockstep.main.plan.topology import topology
+from lockstep.models import Experts, Qwen3MoeConfig
+from lockstep.models.families.family import ModelPreset
+from lockstep.models.trainable import skeleton
+from lockstep.placement import COMPUTE_AXES, make_mesh
+from lockstep.types import Request, SamplingParams
+
+pytest.importorskip("libtpu", reason="the TPU compiler comes with the extra [plan]")
+
+# A layer of Qwen3-30B-A3B, twice.
+CONFIG = Qwen3MoeConfig(
+    max_seq_len=1024, hidden_dim=2048, intermediate_dim=6144, num_layers=2, num_heads=32, num_kv_heads=4, head_dim=128,
+    experts=Experts(num_experts=128, num_experts_per_tok=8, intermediate_dim=768),
+)  # fmt: skip
+# Megablox's operands begin with the number of tiles, and for each group and tile three tables and the group's offset.
+GMM = re.compile(r"tpu_custom_call.*constraints=\{s32\[\], " + r"s32\[\d+\]\{0\}, " * 3 + r"s32\[1\]\{0\}")
+
+
+def kernels(text: str) -> int:
+    return sum(bool(GMM.search(line)) for line in text.splitlines())
+
+
+@pytest.mark.parametrize("slice_name", ["v6e-8", pytest.param("v5p-8", marks=pytest.mark.slow)])
+def test_decode_and_prefill_multiply_by_the_kernel(slice_name: str) -> None:
+    mesh = make_mesh("auto", list(topology(slice_name).devices))
+    model = CONFIG, weights_on(mesh, ModelPreset(config=CONFIG, vocab_size=512), "bfloat16")
+    engine = Engine(EngineConfig(layout={"tensor": 2}, memory_bytes_per_device=8 << 30), mesh)
+    params = SamplingParams(max_new_tokens=64)
+    engine.prepare(model, [Request(prompt_id=i, prompt_tokens=(1,) * 100, params=params) for i in range(64)])
+    for name in ("decode", "prefill"):
+        text = engine.programs[name].text()
+        assert kernels(text) == 3, name
+        # All layers' experts are an operand of the kernel; nothing has those of one layer, 128 of 2048 x 384 each.
+        assert "bf16[128,2048,384]" not in text and "bf16[256,2048,384]" in text, name
+
+
+def test_a_gradient_multiplies_by_the_kernel() -> None:
+    mesh = make_mesh("auto", list(topology("v5p-8").devices))
+    model = skeleton(512, CONFIG)
+    structs = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16), model)
+
+    def loss(model: object, ids: jax.Array) -> jax.Array:
+        with hax.axis_mapping(COMPUTE_AXES):
+            return jnp.mean(model(hax.named(ids, ("batch", "position"))).array)  # type: ignore[operator]
+
+    with jax.set_mesh(mesh):
+        ids = jax.ShapeDtypeStruct((mesh.size, 256), jnp.int32)
+        everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+        lowered = jax.jit(jax.grad(loss), in_shardings=everywhere, out_shardings=everywhere).lower(structs, ids)
+        text = lowered.compile().as_text()
+    # Forward, again for the backward pass, and for each product the gradients of its two factors.
+    assert kernels(text) == 3 + 3 + 6

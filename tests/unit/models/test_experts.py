@@ -1,0 +1,136 @@
+"""Experts against every expert computed for every token: answers, gradients, routing, losses."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lockstep.errors import ConfigError
+from lockstep.models.experts import Experts, ExpertWeights, RouterSums, Routing, mixture, route
+
+SHAPES = [(5, 3, 37, 12, 7), (128, 8, 40, 16, 8), (8, 2, 1, 16, 8), (3, 2, 300, 8, 8)]
+"""Experts, choices, tokens, embed, width."""
+
+
+def drawn(experts: int, tokens: int, embed: int, width: int) -> tuple[jax.Array, jax.Array, ExpertWeights]:
+    keys = jax.random.split(jax.random.key(experts), 5)
+    shapes = ((experts, embed, width), (experts, embed, width), (experts, width, embed))
+    weights = ExpertWeights(*(jax.random.normal(k, s) * 0.3 for k, s in zip(keys, shapes, strict=False)))
+    return jax.random.normal(keys[3], (tokens, embed)), jax.random.normal(keys[4], (embed, experts)), weights
+
+
+def dense(x: jax.Array, routing: Routing, weights: ExpertWeights) -> jax.Array:
+    """All experts for all tokens."""
+    inner = jax.nn.silu(jnp.einsum("nd,edf->nef", x, weights.gate)) * jnp.einsum("nd,edf->nef", x, weights.up)
+    every = jnp.einsum("nef,efd->ned", inner, weights.down)
+    factors = jnp.zeros(every.shape[:2]).at[jnp.arange(len(x))[:, None], routing.experts].add(routing.weights)
+    return jnp.einsum("ned,ne->nd", every, factors)
+
+
+@pytest.mark.parametrize("norm", [True, False])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_answers_and_gradients_are_those_of_all_experts_computed(shape: tuple[int, ...], norm: bool) -> None:
+    count, choices, *rest = shape
+    experts = Experts(num_experts=count, num_experts_per_tok=choices, norm_topk_prob=norm)
+    x, router, weights = drawn(count, *rest)
+
+    def total(compute: object, x: jax.Array, router: jax.Array, weights: ExpertWeights) -> jax.Array:
+        return jnp.sum(jnp.sin(compute(x, route(x, router, None, experts), weights)))  # type: ignore[operator]
+
+    def ours(x: jax.Array, routing: Routing, weights: ExpertWeights) -> jax.Array:
+        return mixture(x, routing, weights, "silu")
+
+    routing = route(x, router, None, experts)
+    np.testing.assert_allclose(jax.jit(ours)(x, routing, weights), dense(x, routing, weights), rtol=1e-5, atol=1e-5)
+    gradients = [jax.jit(jax.grad(functools.partial(total, f), argnums=(0, 1, 2))) for f in (ours, dense)]
+    got, want = (each(x, router, weights) for each in gradients)
+    for ours_, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(ours_, theirs, rtol=1e-4, atol=1e-5 * float(jnp.abs(theirs).max()))
+
+
+def test_parts_of_the_experts_add_up_and_tokens_that_do_not_matter_are_zero() -> None:
+    experts = Experts(num_experts=6, num_experts_per_tok=3)
+    x, router, weights = drawn(6, 20, 8, 4)
+    routing, valid = route(x, router, None, experts), jnp.arange(20) % 3 != 0
+    whole = dense(x, routing, weights) * valid[:, None]
+    by_expert = [
+        mixture(x, routing, jax.tree.map(lambda w, i=i: w[i : i + 2], weights), "silu", first=i, valid=valid)
+        for i in (0, 2, 4)
+    ]
+    np.testing.assert_allclose(sum(by_expert), whole, rtol=1e-5, atol=1e-5)
+    halves = [
+        ExpertWeights(weights.gate[..., s], weights.up[..., s], weights.down[:, s]) for s in (np.s_[:2], np.s_[2:])
+    ]
+    np.testing.assert_allclose(
+        sum(mixture(x, routing, half, "silu", valid=valid) for half in halves), whole, rtol=1e-5, atol=1e-5
+    )
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.data())
+def test_a_token_is_answered_as_if_it_were_alone(data: st.DataObject) -> None:
+    experts = Experts(num_experts=7, num_experts_per_tok=2)
+    x, router, weights = drawn(7, 64, 8, 4)
+    rows = np.array(data.draw(st.lists(st.integers(0, 63), min_size=1, max_size=64)))
+    padded = np.resize(rows, 64)  # one program
+
+    @jax.jit
+    def answers(x: jax.Array) -> jax.Array:
+        return mixture(x, route(x, router, None, experts), weights, "silu")
+
+    np.testing.assert_allclose(answers(x[padded]), answers(x)[padded], rtol=1e-6, atol=1e-6)
+
+
+def test_the_lower_number_wins_a_tie() -> None:
+    x = jnp.ones((1, 2))
+    routing = route(x, jnp.array([[1.0, 3, 3, 0, 3], [0.0, 0, 0, 0, 0]]), None, Experts(num_experts=5))
+    assert routing.experts.tolist() == [[1, 2]] and routing.weights.tolist() == [[0.5, 0.5]]
+    biased = route(x, jnp.zeros((2, 5)), jnp.array([0.0, 0, 0, 2, 1]), Experts(num_experts=5))
+    assert biased.experts.tolist() == [[3, 4]]
+
+
+def test_losses_are_those_of_the_papers() -> None:
+    experts = Experts(num_experts=4, num_experts_per_tok=2, load_balancing_coef=0.1, router_z_coef=0.01)
+    logits = np.random.default_rng(0).normal(size=(9, 4)).astype(np.float32)
+    valid = np.arange(9) < 7
+    routing = route(jnp.asarray(logits), jnp.eye(4), None, experts)
+    sums = RouterSums.of(routing, jnp.asarray(valid))
+    probabilities = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+    share = np.zeros(4)
+    for row in np.argsort(-logits, axis=-1)[valid, :2]:
+        share[row] += 1 / (7 * 2)
+    balance = 4 * np.sum(2 * share * probabilities[valid].mean(0))
+    z = np.mean(np.log(np.exp(logits[valid]).sum(-1)) ** 2)
+    np.testing.assert_allclose(sums.loss(experts), 0.1 * balance + 0.01 * z, rtol=1e-5)
+    metrics = sums.metrics()
+    np.testing.assert_allclose(metrics["router/busiest_share"], share.max(), rtol=1e-6)
+    entropy = -np.sum(share[share > 0] * np.log(share[share > 0])) / np.log(4)
+    np.testing.assert_allclose(metrics["router/load_entropy"], entropy, rtol=1e-5)
+
+
+def test_the_expected_number_of_experts_is_that_of_even_draws() -> None:
+    experts = Experts(num_experts=10, num_experts_per_tok=3)
+    draws = np.random.default_rng(0).random((2000, 5, 10)).argsort(-1)[..., :3].reshape(2000, -1)
+    assert experts.expected_hits(5) == pytest.approx(np.mean([len(set(row)) for row in draws]), abs=0.06)
+    assert (
+        experts.expected_hits(1) == pytest.approx(3)
+        and Experts(num_experts=1, num_experts_per_tok=1).expected_hits(9) == 1
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"num_experts": 0}, "experts.num_experts is 0; it must be a whole number of at least 1"),
+        ({"num_experts_per_tok": 9}, "is 9 and experts.num_experts is 8; a token has no more experts than there are"),
+        ({"router_z_coef": -1.0}, "experts.router_z_coef is -1.0; it must be at least 0"),
+    ],
+)
+def test_a_value_that_cannot_work_is_refused(fields: dict[str, float], message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        Experts(**fields)  # type: ignore[arg-type]

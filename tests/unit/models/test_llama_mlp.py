@@ -1,0 +1,92 @@
+"""Experts in the trainable model: a train step against one in which every expert is computed for every token."""
+
+from typing import Any
+
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding
+
+from lockstep.hosts import Ledger
+from lockstep.models import Experts, LlamaLMHeadModel, Qwen3MoeConfig
+from lockstep.models import llama_mlp as module
+from lockstep.placement import make_mesh
+from lockstep.training import TrainStep, lm_loss, parse_precision
+from lockstep.training.step.train_step import BATCH_SPEC, STOP_SPEC, init_model, init_state
+from tests.unit.models.test_experts import dense
+
+EXPERTS = Experts(
+    num_experts=5, num_experts_per_tok=2, intermediate_dim=12, load_balancing_coef=0.1, router_z_coef=0.01
+)
+CONFIG = Qwen3MoeConfig(
+    max_seq_len=16, hidden_dim=16, intermediate_dim=24, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=4,
+    experts=EXPERTS, initializer_range=0.3,
+)  # fmt: skip
+
+
+def stepped(shape: str, microbatches: int, config: Qwen3MoeConfig = CONFIG) -> tuple[Any, Any]:
+    """The metrics of a step, and the parameters after it: those before it less the gradient."""
+    mesh = make_mesh(shape, jax.devices()[: int(np.prod([int(n) for n in shape.split(",")]))])
+    optimizer, precision = optax.sgd(1.0), parse_precision("f32")
+
+    def init(key: jax.Array) -> LlamaLMHeadModel:
+        return LlamaLMHeadModel.init(hax.Axis("vocab", 32), config, key=key)
+
+    def launch(name: str, function: Any, arguments: Any, *, out_shardings: Any, donate: Any = ()) -> Any:
+        return jax.jit(function, out_shardings=out_shardings, donate_argnums=donate)(*arguments)
+
+    model = init_model(init, 0, mesh, precision, launch)
+    state, shardings = init_state(model, optimizer, mesh, precision, launch)
+    step = TrainStep(
+        loss_fn=lm_loss, optimizer=optimizer, schedule=None, mesh=mesh, shardings=shardings, precision=precision,
+        microbatches=microbatches,
+    )  # fmt: skip
+    rows = np.random.default_rng(0)
+    segments = np.repeat([[1] * 6 + [2] * 6 + [0] * 4], 8, axis=0)
+    columns = {"tokens": rows.integers(0, 32, (8, 16)), "loss_mask": segments > 0, "segment_ids": segments}
+    batch = {
+        name: jax.device_put(column.astype(bool if name == "loss_mask" else np.int32), NamedSharding(mesh, BATCH_SPEC))
+        for name, column in columns.items()
+    }
+    stop = jax.device_put(np.zeros(mesh.size, np.int32), NamedSharding(mesh, STOP_SPEC))
+    step.compile(state, batch, stop, ledger=Ledger())
+    after, metrics = step(state, batch, stop)
+    return step.read(metrics), jax.device_get(after.model)
+
+
+@pytest.fixture(scope="module")
+def reference() -> dict[int, Any]:
+    """Steps on one device in which all experts are computed for all tokens, by the number of microbatches."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "mixture", lambda x, routing, weights, activation: dense(x, routing, weights))
+        return {microbatches: stepped("1,1,1", microbatches) for microbatches in (1, 2)}
+
+
+@pytest.mark.parametrize(
+    ("shape", "microbatches"), [("1,1,1", 1), ("1,2,1", 1), ("1,1,2", 1), ("1,2,2", 1), ("1,1,1", 2)]
+)
+def test_a_step_is_that_of_all_experts_computed(reference: dict[int, Any], shape: str, microbatches: int) -> None:
+    (got, model), (want, expected) = stepped(shape, microbatches), reference[microbatches]
+    assert got.loss == pytest.approx(want.loss, rel=1e-5)
+    for name in ("router/loss", "router/load_entropy", "router/busiest_share", "grad_norm"):
+        assert got.values[name] == pytest.approx(want.values[name], rel=1e-5), name
+    for ours, theirs in zip(jax.tree.leaves(model), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_the_losses_of_routers_are_in_the_loss_and_padding_is_not() -> None:
+    metrics, _ = stepped("1,1,1", 1)
+    without = Experts(num_experts=5, num_experts_per_tok=2, intermediate_dim=12, load_balancing_coef=0.0)
+    bare, _ = stepped("1,1,1", 1, Qwen3MoeConfig(**{**vars(CONFIG), "experts": without}))
+    assert bare.values["router/loss"] == 0 and metrics.values["router/loss"] > 0.1
+    assert metrics.loss - bare.loss == pytest.approx(metrics.values["router/loss"], rel=1e-4)
+
+    model = LlamaLMHeadModel.init(hax.Axis("vocab", 32), CONFIG, key=jax.random.key(0))
+    ids = hax.named(jnp.arange(16)[None] % 32, ("batch", "position"))
+    segments = hax.named(jnp.array([[1] * 10 + [0] * 6]), ("batch", "position"))
+    _, sums = model.activations_and_router(ids, segments)
+    assert sums is not None and sums.tokens.tolist() == [10, 10]
+    assert sums.counts.sum(axis=-1).tolist() == [20, 20]
