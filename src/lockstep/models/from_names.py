@@ -140,8 +140,8 @@ def from_names(table: Mapping[str, Entry], *, lora: LoraNames | None = None, ign
             )
     either = [name for names in MLPS for name in names]
     needed = [name for name in WEIGHT_AXES if name not in (*OPTIONAL, *either, *table)]
-    missing = [[name for name in names if name not in table] for names in MLPS]
-    needed += min(missing, key=len)
+    mlp, experts = ([name for name in names if name not in table] for names in MLPS)
+    needed += mlp if len(mlp) <= len(experts) else experts
     if needed:
         raise ConfigError(f"the table has no row for {', '.join(needed)}, which every model has. Add them.")
     return NamesReader(table=dict(table), lora=lora, ignore=tuple(ignore))
