@@ -4,6 +4,7 @@ import collections
 import dataclasses
 import gc
 import threading
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -164,6 +165,17 @@ def patient(row, prompt):
         EARLY.append(not DONE[row.step - 1].is_set())
         DONE[row.step - 1].wait(20)
     return runs.parity(row, prompt)
+
+
+def test_the_next_rollout_is_sampled_ahead_by_the_weights_before_the_update():
+    asked, rollouts = [], object.__new__(Rollouts)
+    sampler = SimpleNamespace(
+        sample=lambda number, attempt, model: asked.append((number, model)) or SimpleNamespace(number=number)
+    )
+    fields, trainer = SimpleNamespace(rollout_ahead=1, updates=2), SimpleNamespace(num_train_steps=6)
+    vars(rollouts).update(_ahead=None, _fields=fields, _trainer=trainer, _sampler=sampler)
+    assert [rollouts._sampled(number, 0, f"weights {number}").number for number in range(3)] == [0, 1, 2]
+    assert asked == [(0, "weights 0"), (1, "weights 0"), (2, "weights 1")]
 
 
 @pytest.mark.slow
