@@ -1,5 +1,7 @@
 """A phase that every process goes through."""
 
+import json
+
 import pytest
 
 from lockstep.errors import DisagreementError, HostError
@@ -105,3 +107,17 @@ def test_values_that_are_added_later_do_not_replace_earlier_ones():
 
     with pytest.raises(DisagreementError, match="disagree at 'prepare' on 'data'"):
         run_threads(body, 2)
+
+
+@pytest.mark.parametrize("post", [[None, None, 7, None], [None, None, None, None], [3, None, "", None]])
+def test_a_digest_or_an_error_that_is_no_text_is_refused_on_every_process(post):
+    def body(hosts):
+        if hosts.index == 1:
+            real = hosts.client.set
+            hosts.client.set = lambda key, text: real(
+                key, json.dumps(post).encode() if key.endswith("prepare#1/1") else text
+            )
+        with pytest.raises(HostError, match="what process 1 has posted"), hosts.run_on_all("prepare"):
+            pass
+
+    run_threads(body, 2)
