@@ -7,8 +7,6 @@ from lockstep.engine.config import CapacityFields as CapacityFields
 from lockstep.engine.config import EngineConfig as EngineConfig
 from lockstep.engine.config import layout_text as layout_text
 from lockstep.engine.decode_model import DecodeModel as DecodeModel
-from lockstep.engine.drafts import DraftSource as DraftSource
-from lockstep.engine.drafts import EarlierAnswers as EarlierAnswers
 from lockstep.engine.engine import Engine as Engine
 from lockstep.engine.idle_replicas import count_memories as count_memories
 from lockstep.engine.launches import Gate as Gate
@@ -20,6 +18,8 @@ from lockstep.engine.round import generate_on_all as generate_on_all
 from lockstep.engine.round import stream_on_all as stream_on_all
 from lockstep.engine.round import take_batch as take_batch
 from lockstep.engine.sampling.sampler import never_used as never_used
+from lockstep.engine.sampling_fields import DraftSource as DraftSource
+from lockstep.engine.sampling_fields import EarlierAnswers as EarlierAnswers
 from lockstep.engine.sampling_fields import SamplingBlock as SamplingBlock
 from lockstep.engine.sampling_fields import SamplingFields as SamplingFields
 from lockstep.engine.sizing.result import Sizing as Sizing

@@ -17,7 +17,7 @@ from lockstep.credentials import get_logger
 from lockstep.errors import ConfigError
 from lockstep.hosts import Hosts, HostThread
 from lockstep.printable import bytes_text
-from lockstep.training.data.chunk_builder import CachePlan, ChunkBuilder, read_chunk, summarise_chunks
+from lockstep.training.data.chunk_builder import CacheSpec, ChunkBuilder, read_chunk, summarise_chunks
 from lockstep.training.data.token_cache import (
     METADATA,
     CacheMetadata,
@@ -101,19 +101,19 @@ class Job:
     """A chunk to build.
 
     Args:
-        plan: The cache that it is of.
+        spec: The cache that it is of.
         directory: The directory of that cache.
     """
 
-    plan: CachePlan
+    spec: CacheSpec
     directory: str
     number: int
 
     @property
     def size(self) -> int:
         """The bytes to read."""
-        pieces = self.plan.chunks[self.number]
-        return sum(self.plan.files[number].size // parts for number, _, parts in pieces)
+        pieces = self.spec.chunks[self.number]
+        return sum(self.spec.files[number].size // parts for number, _, parts in pieces)
 
 
 class BuildWorker(HostThread):
@@ -153,10 +153,10 @@ class BuildWorker(HostThread):
     def _work(self) -> None:
         for job in self._jobs:
             before = self.bytes_read
-            self._what = job.plan.files[job.plan.chunks[job.number][0][0]].path
+            self._what = job.spec.files[job.spec.chunks[job.number][0][0]].path
             chunk = read_chunk(self._fs, job.directory, job.number)
             if chunk is None:
-                builder = ChunkBuilder(job.plan, job.number, raise_at_bad_row=self._raise, progress=self._note)
+                builder = ChunkBuilder(job.spec, job.number, raise_at_bad_row=self._raise, progress=self._note)
                 self._builder = builder
                 builder.build(self._fs, job.directory, self._tokenizer)
             else:
@@ -195,7 +195,7 @@ def default_cache_dir() -> str:
 
 
 def build_caches(
-    make_plans: Callable[[], Sequence[CachePlan]],
+    make_specs: Callable[[], Sequence[CacheSpec]],
     tokenizer: "PreTrainedTokenizerBase",
     cache_dir: str | None,
     policy: BadRowPolicy,
@@ -209,7 +209,7 @@ def build_caches(
     host gives up where nothing was read for ``hosts.timeout_s``.
 
     Args:
-        make_plans: A function that looks at the files and returns the caches that are wanted.
+        make_specs: A function that looks at the files and returns the caches that are wanted.
         cache_dir: The directory or URL below which caches are kept; None for `default_cache_dir`.
         policy: What happens at bad rows.
         hosts: The hosts that build together.
@@ -221,23 +221,23 @@ def build_caches(
     with hosts.scope("data") as scope:
         with scope.run_on_all("files", "looking at the data files") as phase:
             fs, root = url_to_fs(cache_dir or default_cache_dir())
-            plans = make_plans()
-            phase.agree({f"files of {plan.name}": plan.content for plan in plans})
-            phase.share(([plan.key for plan in plans], secrets.token_hex(8)))
+            specs = make_specs()
+            phase.agree({f"files of {spec.name}": spec.content for spec in specs})
+            phase.share(([spec.key for spec in specs], secrets.token_hex(8)))
         # The leader's: equal copies of a file on several hosts may have been made at different times.
         keys, nonce = phase.shared[0]
-        names = [check_bare_name(name, "process 0") for name in (nonce, *keys[: len(plans)])]
+        names = [check_bare_name(name, "process 0") for name in (nonce, *keys[: len(specs)])]
         directories = [f"{root.rstrip('/')}/{key}" for key in names[1:]]
         group = _sharing(scope, fs, root, nonce, directories)
-        _build(scope, fs, list(zip(plans, directories, strict=True)), tokenizer, policy, group)
+        _build(scope, fs, list(zip(specs, directories, strict=True)), tokenizer, policy, group)
         with scope.run_on_all("read", "reading the data cache") as phase:
             caches = [TokenCache(fs, path, _finished(fs, path)) for path in directories]
-            for plan, cache in zip(plans, caches, strict=True):
-                _check_rows(plan, cache.metadata, policy)
-            phase.agree({f"rows of {plan.name}": cache.digest() for plan, cache in zip(plans, caches, strict=True)})
+            for spec, cache in zip(specs, caches, strict=True):
+                _check_rows(spec, cache.metadata, policy)
+            phase.agree({f"rows of {spec.name}": cache.digest() for spec, cache in zip(specs, caches, strict=True)})
     if hosts.is_leader:
-        for plan, cache in zip(plans, caches, strict=True):
-            _report(plan, cache)
+        for spec, cache in zip(specs, caches, strict=True):
+            _report(spec, cache)
     return caches
 
 
@@ -274,18 +274,18 @@ def _sharing(scope: Hosts, fs: Any, root: str, nonce: str, directories: Iterable
 def _build(
     scope: Hosts,
     fs: Any,
-    wanted: Sequence[tuple[CachePlan, str]],
+    wanted: Sequence[tuple[CacheSpec, str]],
     tokenizer: "PreTrainedTokenizerBase",
     policy: BadRowPolicy,
     group: Sequence[int],
 ) -> None:
     """Build this host's share of the chunks, until all hosts are done; then the first of a group says so on disk."""
     with scope.run_on_all("caches", "looking for finished data caches") as phase:
-        missing = [(plan, path) for plan, path in wanted if read_metadata(fs, path) is None]
+        missing = [(spec, path) for spec, path in wanted if read_metadata(fs, path) is None]
         phase.share(len(missing))
     if not any(phase.shared):
         return
-    chunks = [Job(plan=plan, directory=path, number=n) for plan, path in missing for n in range(len(plan.chunks))]
+    chunks = [Job(spec=spec, directory=path, number=n) for spec, path in missing for n in range(len(spec.chunks))]
     jobs = chunks[list(group).index(scope.index) :: len(group)]
     mine = sum(job.size for job in jobs)
     with scope.run_on_all("shares") as phase:
@@ -308,9 +308,9 @@ def _build(
                 break
     with scope.run_on_all("finish", "finishing the data cache"):
         if scope.index == group[0]:
-            for plan, path in missing:
+            for spec, path in missing:
                 with new_file(fs, f"{path}/{METADATA}") as stream:
-                    stream.write(json.dumps(dataclasses.asdict(summarise_chunks(fs, path, plan))).encode())
+                    stream.write(json.dumps(dataclasses.asdict(summarise_chunks(fs, path, spec))).encode())
                 if is_local(fs):
                     remove_dead_files(path)
 
@@ -325,18 +325,18 @@ def _finished(fs: Any, path: str) -> CacheMetadata:
     return metadata
 
 
-def _check_rows(plan: CachePlan, metadata: CacheMetadata, policy: BadRowPolicy) -> None:
+def _check_rows(spec: CacheSpec, metadata: CacheMetadata, policy: BadRowPolicy) -> None:
     if metadata.n_bad and policy.on_bad_row == "raise":
         raise ConfigError(metadata.bad[0])
     if metadata.n_bad > policy.max_bad_rows:
-        raise ConfigError(f"{plan.name}: {_too_many(metadata.n_bad, policy)} The first: {metadata.bad[0]}")
+        raise ConfigError(f"{spec.name}: {_too_many(metadata.n_bad, policy)} The first: {metadata.bad[0]}")
     if not sum(metadata.chunk_rows):
         why = ""
         if metadata.bad:
             why = f"{metadata.n_bad} records cannot be used: {metadata.bad[0]} "
         elif metadata.dropped:
             why = f"The prompts of all {metadata.dropped} examples fill a row of {metadata.length} tokens. "
-        raise ConfigError(f"{plan.name} has 0 rows; at least 1 is needed. {why}Check the files.")
+        raise ConfigError(f"{spec.name} has 0 rows; at least 1 is needed. {why}Check the files.")
 
 
 def _too_many(found: int, policy: BadRowPolicy) -> str:
@@ -346,9 +346,9 @@ def _too_many(found: int, policy: BadRowPolicy) -> str:
     )
 
 
-def _report(plan: CachePlan, cache: TokenCache) -> None:
+def _report(spec: CacheSpec, cache: TokenCache) -> None:
     metadata = cache.metadata
-    log.info("%s: %s; cache %s", plan.name, metadata.summary(), cache.path)
+    log.info("%s: %s; cache %s", spec.name, metadata.summary(), cache.path)
     if metadata.dropped:
         log.warning(
             "truncate: %d of %d examples dropped, their prompts fill a row of %d tokens",
@@ -359,4 +359,4 @@ def _report(plan: CachePlan, cache: TokenCache) -> None:
     if metadata.n_bad:
         shown = "\n  ".join(metadata.bad[:SHOWN_BAD])
         more = f"\n  and {metadata.n_bad - SHOWN_BAD} more" if metadata.n_bad > SHOWN_BAD else ""
-        log.warning("%s: %d records left out, as they cannot be used:\n  %s%s", plan.name, metadata.n_bad, shown, more)
+        log.warning("%s: %d records left out, as they cannot be used:\n  %s%s", spec.name, metadata.n_bad, shown, more)

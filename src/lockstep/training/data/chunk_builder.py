@@ -34,7 +34,7 @@ CACHE_VERSION = 3
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CachePlan:
+class CacheSpec:
     """A cache that is wanted.
 
     Args:
@@ -91,8 +91,8 @@ class ChunkBuilder:
         progress: The function that hears of what is read.
     """
 
-    def __init__(self, plan: CachePlan, number: int, *, raise_at_bad_row: bool, progress: OnProgress) -> None:
-        self._plan, self._number = plan, number
+    def __init__(self, spec: CacheSpec, number: int, *, raise_at_bad_row: bool, progress: OnProgress) -> None:
+        self._spec, self._number = spec, number
         self._raise, self._progress = raise_at_bad_row, progress
         self._lines: list[int] = []
         self._bad: list[tuple[int, int, str]] = []
@@ -105,7 +105,7 @@ class ChunkBuilder:
             ConfigError: A file cannot be read, or a bad row is an error.
             OSError: A file cannot be written.
         """
-        shape, n_chunks = self._plan.shape, len(self._plan.chunks)
+        shape, n_chunks = self._spec.shape, len(self._spec.chunks)
         with contextlib.ExitStack() as files:
             writers = []
             for bucket in range(len(shape.lengths)):
@@ -119,11 +119,11 @@ class ChunkBuilder:
             stream.write(json.dumps(facts).encode())
 
     def _rows(self, tokenizer: "PreTrainedTokenizerBase") -> Iterator[Row]:
-        packer, shape = self._plan.shape.packer(), self._plan.shape
-        for piece, (number, part, parts) in enumerate(self._plan.chunks[self._number]):
-            file = self._plan.files[number]
+        packer, shape = self._spec.shape.packer(), self._spec.shape
+        for piece, (number, part, parts) in enumerate(self._spec.chunks[self._number]):
+            file = self._spec.files[number]
             self._lines.append(0)
-            records = read_piece(file, part, parts, self._plan.format.fields, self._plan.max_line_bytes)
+            records = read_piece(file, part, parts, self._spec.format.fields, self._spec.max_line_bytes)
             read = 0
             for batch in itertools.batched(records, BATCH_RECORDS):
                 bad_before = self._counts["n_bad"]
@@ -146,7 +146,7 @@ class ChunkBuilder:
         self, tokenizer: "PreTrainedTokenizerBase", batch: tuple[tuple[int, int, Record | BadRow | None], ...]
     ) -> Iterator[tuple[int, Example | BadRow]]:
         good = [record for _, _, record in batch if record is not None and not isinstance(record, BadRow)]
-        examples = iter(self._plan.format.tokenize(tokenizer, good) if good else ())
+        examples = iter(self._spec.format.tokenize(tokenizer, good) if good else ())
         for line, _, record in batch:
             if record is not None:
                 yield line, record if isinstance(record, BadRow) else next(examples)
@@ -161,8 +161,8 @@ class ChunkBuilder:
     def first_bad(self) -> str:
         """Name the first bad row of the chunk, counting the lines before it in its file."""
         piece, line, text = self._bad[0]
-        number, part, parts = self._plan.chunks[self._number][piece]
-        file = self._plan.files[number]
+        number, part, parts = self._spec.chunks[self._number][piece]
+        file = self._spec.files[number]
         return f"{place(file.path, lines_before(file, part, parts), line)} {text}"
 
 
@@ -188,31 +188,31 @@ def read_chunk(fs: Any, directory: str, number: int) -> dict[str, Any] | None:
         return found | {"n_bad": typed(int, found["n_bad"])}
 
 
-def summarise_chunks(fs: Any, path: str, plan: CachePlan) -> CacheMetadata:
+def summarise_chunks(fs: Any, path: str, spec: CacheSpec) -> CacheMetadata:
     """The metadata of the chunks of a cache, with the lines of bad rows counted from the beginnings of their files."""
     fs.invalidate_cache()
-    paths = [chunk_file(path, number, "json") for number in range(len(plan.chunks))]
+    paths = [chunk_file(path, number, "json") for number in range(len(spec.chunks))]
     whole = [None] * len(paths)
     found = fs.cat_ranges(paths, whole, whole, on_error="raise")
     chunks = [parse_json(data, file, dict, FIX) for file, data in zip(paths, found, strict=True)]
     with refused(path, FIX):
-        return _summary(chunks, plan)
+        return _summary(chunks, spec)
 
 
-def _summary(chunks: Sequence[Mapping[str, Any]], plan: CachePlan) -> CacheMetadata:
-    lines = [0] * len(plan.files)
+def _summary(chunks: Sequence[Mapping[str, Any]], spec: CacheSpec) -> CacheMetadata:
+    lines = [0] * len(spec.files)
     bad: list[str] = []
-    for pieces, chunk in zip(plan.chunks, chunks, strict=True):
+    for pieces, chunk in zip(spec.chunks, chunks, strict=True):
         before = []
         for (number, _, _), read in zip(pieces, chunk["lines"], strict=True):
             before.append(lines[number])
             lines[number] += read
         for piece, line, why in chunk["bad"]:
-            bad.append(f"{place(plan.files[pieces[piece][0]].path, before[piece], line)} {why}")
-    buckets = [chunk["buckets"][bucket] for bucket in range(len(plan.shape.lengths)) for chunk in chunks]
+            bad.append(f"{place(spec.files[pieces[piece][0]].path, before[piece], line)} {why}")
+    buckets = [chunk["buckets"][bucket] for bucket in range(len(spec.shape.lengths)) for chunk in chunks]
     return CacheMetadata(
-        layout=plan.shape.layout,
-        lengths=plan.shape.lengths,
+        layout=spec.shape.layout,
+        lengths=spec.shape.lengths,
         chunk_rows=tuple(one["rows"] for one in buckets),
         digests=tuple(one["digest"] for one in buckets),
         tokens=sum(one["tokens"] for one in buckets),

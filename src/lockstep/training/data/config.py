@@ -13,7 +13,7 @@ from lockstep.hosts import Hosts, MemoryClient
 from lockstep.plugins import load_object
 from lockstep.text import tokenizer_digest
 from lockstep.training.data.build import BadRowPolicy, build_caches
-from lockstep.training.data.chunk_builder import CachePlan
+from lockstep.training.data.chunk_builder import CacheSpec
 from lockstep.training.data.examples import FORMATS, DataFormat
 from lockstep.training.data.packing import RowShape
 from lockstep.training.data.records import MAX_LINE_BYTES, list_files
@@ -220,7 +220,7 @@ class DataConfig:
         lengths: tuple[int, ...],
         hosts: Hosts | None,
     ) -> list[TokenCache]:
-        def make_plans() -> list[CachePlan]:
+        def make_specs() -> list[CacheSpec]:
             if not all(urls for _, urls in groups):
                 raise ConfigError(
                     "data.train_urls is empty; at least 1 file is needed. List files, e.g. [data/train.jsonl]."
@@ -237,7 +237,7 @@ class DataConfig:
             )
             digest = tokenizer_digest(tokenizer)
             return [
-                CachePlan(
+                CacheSpec(
                     name=name,
                     files=tuple(file for url in urls for file in list_files(url, name.partition(" ")[0])),
                     format=format,
@@ -250,9 +250,9 @@ class DataConfig:
 
         policy = BadRowPolicy(on_bad_row=self.on_bad_row, max_bad_rows=self.max_bad_rows)
         if hosts is not None:
-            return build_caches(make_plans, tokenizer, self.cache_dir, policy, hosts)
+            return build_caches(make_specs, tokenizer, self.cache_dir, policy, hosts)
         try:
-            return build_caches(make_plans, tokenizer, self.cache_dir, policy, Hosts(MemoryClient.hub(1)[0]))
+            return build_caches(make_specs, tokenizer, self.cache_dir, policy, Hosts(MemoryClient.hub(1)[0]))
         except PeerError as error:
             if error.__cause__ is None:
                 raise

@@ -1,37 +1,20 @@
 """The objectives that training minimises."""
 
-from lockstep.training.objectives.dpo import DpoConfig
-from lockstep.training.objectives.grpo import GrpoConfig, GrpoFields, group_advantages, grpo_parts
-from lockstep.training.objectives.logprobs import (
-    LossFn,
-    LossParts,
-    OutputLayer,
-    lm_loss,
-    needs_vocab_blocks,
-    target_mask,
-    token_logprobs,
-)
-from lockstep.training.objectives.orpo import OrpoConfig
-from lockstep.training.objectives.preference import REFERENCE, PairLogprobs, PairLosses, PreferenceObjective
-from lockstep.training.objectives.simpo import SimpoConfig
-
-__all__ = [
-    "DpoConfig",
-    "GrpoConfig",
-    "GrpoFields",
-    "LossFn",
-    "LossParts",
-    "OrpoConfig",
-    "OutputLayer",
-    "PairLogprobs",
-    "PairLosses",
-    "PreferenceObjective",
-    "REFERENCE",
-    "SimpoConfig",
-    "group_advantages",
-    "grpo_parts",
-    "lm_loss",
-    "needs_vocab_blocks",
-    "target_mask",
-    "token_logprobs",
-]
+from lockstep.training.objectives.dpo import DpoConfig as DpoConfig
+from lockstep.training.objectives.grpo import GrpoConfig as GrpoConfig
+from lockstep.training.objectives.grpo import GrpoFields as GrpoFields
+from lockstep.training.objectives.grpo import group_advantages as group_advantages
+from lockstep.training.objectives.grpo import grpo_parts as grpo_parts
+from lockstep.training.objectives.logprobs import LossFn as LossFn
+from lockstep.training.objectives.logprobs import LossParts as LossParts
+from lockstep.training.objectives.logprobs import OutputLayer as OutputLayer
+from lockstep.training.objectives.logprobs import lm_loss as lm_loss
+from lockstep.training.objectives.logprobs import needs_vocab_blocks as needs_vocab_blocks
+from lockstep.training.objectives.logprobs import target_mask as target_mask
+from lockstep.training.objectives.logprobs import token_logprobs as token_logprobs
+from lockstep.training.objectives.orpo import OrpoConfig as OrpoConfig
+from lockstep.training.objectives.preference import REFERENCE as REFERENCE
+from lockstep.training.objectives.preference import PairLogprobs as PairLogprobs
+from lockstep.training.objectives.preference import PairLosses as PairLosses
+from lockstep.training.objectives.preference import PreferenceObjective as PreferenceObjective
+from lockstep.training.objectives.simpo import SimpoConfig as SimpoConfig

@@ -1,16 +1,9 @@
 """Training runs: the configuration of each kind, and the steps from it to a trained model."""
 
-from lockstep.training.run.config import HF_DTYPES, TrainConfig, TrainLmConfig
-from lockstep.training.run.grpo import TrainGrpoConfig
-from lockstep.training.run.preference import TrainPreferenceConfig, TrainSimpoConfig
-from lockstep.training.run.run import train
-
-__all__ = [
-    "HF_DTYPES",
-    "TrainConfig",
-    "TrainGrpoConfig",
-    "TrainLmConfig",
-    "TrainPreferenceConfig",
-    "TrainSimpoConfig",
-    "train",
-]
+from lockstep.training.run.config import HF_DTYPES as HF_DTYPES
+from lockstep.training.run.config import TrainConfig as TrainConfig
+from lockstep.training.run.config import TrainLmConfig as TrainLmConfig
+from lockstep.training.run.grpo import TrainGrpoConfig as TrainGrpoConfig
+from lockstep.training.run.preference import TrainPreferenceConfig as TrainPreferenceConfig
+from lockstep.training.run.preference import TrainSimpoConfig as TrainSimpoConfig
+from lockstep.training.run.run import train as train
