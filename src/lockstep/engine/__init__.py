@@ -10,10 +10,10 @@ from lockstep.engine.decode_model import DecodeModel as DecodeModel
 from lockstep.engine.engine import Engine as Engine
 from lockstep.engine.idle_replicas import count_memories as count_memories
 from lockstep.engine.launches import Gate as Gate
-from lockstep.engine.rollout_engine import RolloutEngine as RolloutEngine
 from lockstep.engine.round import Generation as Generation
 from lockstep.engine.round import PhaseClock as PhaseClock
 from lockstep.engine.round import Ready as Ready
+from lockstep.engine.round import RolloutEngine as RolloutEngine
 from lockstep.engine.round import generate_on_all as generate_on_all
 from lockstep.engine.round import stream_on_all as stream_on_all
 from lockstep.engine.round import take_batch as take_batch

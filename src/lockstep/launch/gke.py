@@ -14,7 +14,7 @@ from typing import Any, Final
 from lockstep.exits import DONE, INTERRUPTED, REFUSED, SETUP_FAILED, WORKER_LOST, describe_code
 from lockstep.launch.backend import LaunchError, Patience
 from lockstep.launch.console import Console
-from lockstep.launch.dry_run import here_document
+from lockstep.launch.environment import here_document
 from lockstep.launch.gke_manifest import JOB_ID, job_set, secret
 from lockstep.launch.gke_spec import GkeSpec, add_gke_options
 from lockstep.launch.kubectl import Kubectl, PodLogs, PodState, not_started, pod_states, verdict

@@ -27,8 +27,7 @@ from lockstep.exits import (
 )
 from lockstep.launch.backend import LaunchError, Patience
 from lockstep.launch.console import Console
-from lockstep.launch.dry_run import here_document
-from lockstep.launch.environment import JobEnvironment, filter_files, job_environment, job_variables
+from lockstep.launch.environment import JobEnvironment, filter_files, here_document, job_environment, job_variables
 from lockstep.launch.options import add_job_options, count
 from lockstep.launch.processes import failed_by_their_logs, signals_to
 from lockstep.launch.record import Attempt, JobRecord, find_record, name_from_date, new_record

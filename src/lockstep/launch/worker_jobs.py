@@ -12,8 +12,7 @@ from lockstep.exits import DONE, INTERRUPTED, is_retried
 from lockstep.launch.attempt import AttemptSpec, Outcome, RunningAttempt
 from lockstep.launch.backend import LaunchError, Transport, WorkerBackend, root_on_worker
 from lockstep.launch.console import Console
-from lockstep.launch.dry_run import show_commands
-from lockstep.launch.environment import RESTARTS, JobEnvironment, job_environment, job_variables
+from lockstep.launch.environment import RESTARTS, JobEnvironment, job_environment, job_variables, show_commands
 from lockstep.launch.prepare import Limits, Preparation, prepare
 from lockstep.launch.record import Attempt, JobRecord, find_record, name_from_date, new_record
 from lockstep.launch.started_job import StartedJob

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.errors import ConfigError
+from lockstep.launch import main
 from lockstep.launch.environment import filter_files, job_environment, read_env_file, run_command
 
 
@@ -83,3 +85,33 @@ def test_secrets_are_replaced_to_the_last_word(run):
     program = f"import os, sys; print('it is', os.environ['TOKEN']); sys.stderr.write('end {SECRET}')"
     process = run(program.replace("sys.stderr", "sys.stdout"), secrets=["TOKEN"])
     assert process.communicate(timeout=60)[0] == "it is <redacted>\nend <redacted>code 0\n"
+
+
+def test_a_directory_of_any_name_is_one_word_of_the_workers_shell(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "home").mkdir()
+    for workdir in ("~/a b; touch pwned", "$(touch pwned)", "~"):
+        words = ["--backend", "ssh", "--hosts", "one", "--workdir", workdir, "--venv", "~/v; touch pwned", "--dry-run"]
+        assert main([*words, "--", "pwd"]) == 0
+        (line,) = [line for line in capsys.readouterr().out.splitlines() if "REQUIRE_JAX_PROCESS_COUNT" in line]
+        command = shlex.split(line.removesuffix(" < /dev/null"))[-1]
+        folder = tmp_path / "home" / workdir.removeprefix("~").removeprefix("/")
+        folder.mkdir(exist_ok=True)
+        environment = {"HOME": str(tmp_path / "home"), "PATH": "/usr/bin:/bin"}
+        done = subprocess.run(
+            ["sh", "-c", command], env=environment, cwd=tmp_path / "home", capture_output=True, text=True
+        )
+        assert (done.stdout, done.stderr) == (f"{folder}\n".replace("/\n", "\n"), "")
+        assert not list(tmp_path.rglob("pwned"))
+
+
+def test_keys_are_not_packed(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "code").mkdir()
+    for name in (".env", "a.py"):
+        (tmp_path / "code" / name).write_text("x")
+    assert main(["--backend", "ssh", "--hosts", "one", "--sync", ".", "--dry-run", "--", "x"]) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("tar ")]
+    packed = line.partition(" | ")[0]
+    listed = subprocess.run(["sh", "-c", f"{packed} | tar -tzf -"], capture_output=True, text=True, check=True).stdout
+    assert listed.split() == ["./", "./code/", "./code/a.py"]
