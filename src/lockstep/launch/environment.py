@@ -1,4 +1,4 @@
-"""The variables of a job's processes, the script that takes secret ones out of their output, and what a dry run shows."""
+"""The variables of a job's processes, the script that hides secret ones in their output, and what a dry run shows."""
 
 import argparse
 import dataclasses

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import lockstep
 from lockstep.engine import Engine, EngineConfig
-from lockstep.models import TENSOR_DIMS, input_dims, read_decoder
+from lockstep.models import TENSOR_DIMS, quantized_dims, read_decoder
 from lockstep.placement import place
 from lockstep.placement.decode_mesh import make_decode_mesh
 from lockstep.placement.device import FP8
@@ -117,7 +117,7 @@ def test_values_and_scales_are_the_same_on_any_mesh(
         up = view(turned, "layer mlp embed -> layer embed mlp")
         placed = dataclasses.replace(placed, layers=dataclasses.replace(placed.layers, up=up))
     decode_mesh = make_decode_mesh(mesh, tensor)
-    layouts = quantized_layouts(leaf_layouts(placed, decode_mesh, TENSOR_DIMS), dtype, input_dims)
+    layouts = quantized_layouts(leaf_layouts(placed, decode_mesh, TENSOR_DIMS), dtype, quantized_dims)
     if lazy:
         function, target = assembly_function(placed, layouts, np.float32, gather=gather)
     else:
