@@ -114,11 +114,12 @@ trainer = SimpleNamespace(with_training_hooks=hooks.append)
 from lockstep.models import DecoderWeights, LlamaConfig, view
 class MyModel: ...
 w, kv = jnp.ones((2, 4, 8, 2)), jnp.ones((2, 8, 4, 2))
+gate_up, qkv = jnp.ones((8, 32)), jnp.ones((8, 48 * 128))
 blocks = [SimpleNamespace(kernel=jnp.ones((8, 16))) for _ in range(2)]
 import haliax as hax
 from lockstep.models import as_trainable
-config, params = tiny.CONFIG, tiny.placed_weights(mesh)
-model = config, params
+CONFIG, params = tiny.CONFIG, tiny.placed_weights(mesh)
+model = CONFIG, params
 forward = jax.jit(lambda params, ids: as_trainable(tiny.CONFIG, params)(hax.named(ids, ("batch", "position"))).array)
 """,
     "docs/engine.md": TINY
@@ -198,6 +199,7 @@ CONFIGURATIONS = {
     "docs/evaluation.md:yaml:1": "lm_eval",
     "docs/grpo.md:yaml:0": "train-grpo",
     "docs/grpo.md:yaml:1": "train-grpo",
+    "docs/grpo.md:yaml:2": "train-grpo",
     "docs/levanter.md:yaml:0": "train-lm",
     "docs/plan.md:json:0": "calibration",
     "docs/sampler.md:yaml:0": "sample",
@@ -234,6 +236,8 @@ STANDS_FOR = {
     "CHECKPOINT": "runs/my-run",
     "RUN": "runs/my-run",
     "NAME": "my-job",
+    "my-samples.yaml": "config/sampler/demo.yaml",
+    "my-runs/grpo.yaml": "config/grpo_demo.yaml",
 }
 """Words of a command line that its reader replaces."""
 
@@ -244,6 +248,7 @@ NOT_PARSED = {
     "mkdir": "typed by tests/unit/test_first_pod.py",
     "sed": "typed by tests/unit/test_first_pod.py",
     "grep": "typed by tests/unit/test_first_pod.py",
+    "echo": "typed by tests/multiprocess/test_walks.py",
     "(umask": "typed by tests/unit/test_first_pod.py",
     ".venv/bin/pre-commit": "installs a hook of git",
 }

@@ -35,6 +35,9 @@ _NAMES = {
 }
 """The public names, by the package or module of lockstep that has them."""
 
+_PACKAGES = ("check", "models", "placement", "report", "testing")
+"""Further packages with names for users: ``lockstep.models.view`` needs no import of its own."""
+
 _HOME = {name: module for module, names in _NAMES.items() for name in names}
 
 __all__ = sorted(_HOME)
@@ -47,10 +50,10 @@ if not TYPE_CHECKING:  # a checker knows the names from above: to it, any other 
             found = getattr(importlib.import_module(f"lockstep.{_HOME[name]}"), name)
             globals()[name] = found
             return found
-        if name in _NAMES:
+        if name in _NAMES or name in _PACKAGES:
             return importlib.import_module(f"lockstep.{name}")
         raise AttributeError(f"module 'lockstep' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOME, *_NAMES})
+    return sorted({*globals(), *_HOME, *_NAMES, *_PACKAGES})

@@ -40,6 +40,9 @@ ELSEWHERE = (
     "conftest.py",
     "my-runs/simpo.yaml",
     "my-runs/levanter.yaml",
+    "my-runs/grpo.yaml",
+    "my-runs/my_rewards.py",
+    "my-samples.yaml",
     "transformers/modeling_rope_utils.py",
 )
 """Files that a page has its reader write, or that are another library's."""

@@ -1,6 +1,7 @@
 """The names of ``lockstep`` itself: all there, and imported when they are used."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +9,8 @@ from pathlib import Path
 import pytest
 
 import lockstep
+
+ROOT = Path(__file__).parents[2]
 
 IMPORTED = """
 import time
@@ -51,6 +54,16 @@ def test_a_name_is_that_of_its_package(name):
     module = sys.modules[getattr(lockstep, name).__module__]
     assert module.__name__.startswith(f"lockstep.{lockstep._HOME[name]}")
     assert name in dir(lockstep)
+
+
+def test_packages_that_pages_name_need_no_import_of_their_own():
+    """But for those of an extra, which the pages import."""
+    pages = [page.read_text(encoding="utf-8") for page in (*ROOT.glob("docs/*.md"), ROOT / "README.md")]
+    named = {match for text in pages for match in re.findall(r"\blockstep\.([a-z_]+)\.\w", text)}
+    packages = {name for name in named if (ROOT / "src" / "lockstep" / name / "__init__.py").exists()}
+    assert packages - {"tunix"} >= {"hosts", "models", "report"}
+    for name in packages - {"tunix"}:
+        assert lockstep.__getattr__(name) is sys.modules[f"lockstep.{name}"]
 
 
 def test_who_starts_processes_does_not_wait_for_the_engine():
