@@ -267,7 +267,7 @@ NOT_RUN = {
 """What is parsed but not run, and why. Everything else of a line's kind is run: report, tail, launch --dry-run."""
 
 VARIES = {
-    "seconds": r"\b\d+(?:\.\d+)? (?:ms|s)\b",
+    "seconds": r"\b\d+(?:\.\d+)? (?:ms|µs|s)\b",
     "left": r"\d+:\d\d left|\bstarting$",
     "rate": r"(?:\d+\.\d+|–) steps/s",
     "step": r"(?<=^step )\d+(?=/)|(?<=\(last )\d+(?=:)",
