@@ -35,14 +35,14 @@ def kernels(text: str) -> int:
 def test_decode_and_prefill_multiply_by_the_kernel(slice_name: str) -> None:
     mesh = make_mesh("auto", list(topology(slice_name).devices))
     model = CONFIG, weights_on(mesh, ModelPreset(config=CONFIG, vocab_size=512), "bfloat16")
-    engine = Engine(EngineConfig(layout={"tensor": 2}, memory_bytes_per_device=8 << 30), mesh)
+    engine = Engine(EngineConfig(layout={"tensor": 4}, memory_bytes_per_device=8 << 30), mesh)
     params = SamplingParams(max_new_tokens=64)
     engine.prepare(model, [Request(prompt_id=i, prompt_tokens=(1,) * 100, params=params) for i in range(64)])
     for name in ("decode", "prefill"):
         text = engine.programs[name].text()
         assert kernels(text) == 3, name
-        # All layers' experts are an operand of the kernel; nothing has those of one layer, 128 of 2048 x 384 each.
-        assert "bf16[128,2048,384]" not in text and "bf16[256,2048,384]" in text, name
+        # The device's 32 experts of both layers are an operand of the kernel; nothing has those of one layer.
+        assert "bf16[32,2048,768]" not in text and "bf16[64,2048,768]" in text, name
 
 
 def test_a_gradient_multiplies_by_the_kernel() -> None:

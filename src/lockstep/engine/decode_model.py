@@ -14,7 +14,7 @@ from lockstep.engine.config import EngineConfig, Layout, layout_text, tensor_siz
 from lockstep.engine.decoder.transformer import device_heads
 from lockstep.engine.idle_replicas import count_active, layout_with_idle_replicas
 from lockstep.errors import ConfigError
-from lockstep.models import STACKED, TENSOR_DIMS, WEIGHT_AXES, DecoderWeights, LlamaConfig, quantized_dims
+from lockstep.models import STACKED, WEIGHT_AXES, DecoderWeights, LlamaConfig, quantized_dims, tensor_dims
 from lockstep.models.attention import Heads, stored_kv_heads
 from lockstep.placement import (
     Assemble,
@@ -164,7 +164,9 @@ class DecodeModels:
         kv_dtype = self._engine.kv_dtype(dtype)
         device, heads = self.mesh.devices.flat[0], device_heads(config, decode_mesh)
         kept = stored_kv_heads(device, heads, kv_dtype)
-        layouts, quantized = leaf_layouts(weights, decode_mesh, TENSOR_DIMS), self._engine.quantized_dtype
+        experts = 0 if config.experts is None else config.experts.num_experts
+        layouts = leaf_layouts(weights, decode_mesh, tensor_dims(experts, decode_mesh.tensor))
+        quantized = self._engine.quantized_dtype
         if quantized is not None:
             layouts = quantized_layouts(layouts, quantized, quantized_dims)
         leaves = _leaves(weights, layouts, dtype)
@@ -245,7 +247,10 @@ def _fits(config: LlamaConfig, tensor: int) -> bool:
 
 def _split(config: LlamaConfig, tensor: int) -> dict[str, int]:
     heads = {} if replicates_kv_heads(config, tensor) else {"num_kv_heads": config.num_kv_heads}
-    return heads | {"intermediate_dim" if config.experts is None else "experts.intermediate_dim": config.expert_dim}
+    if config.experts is None:
+        return heads | {"intermediate_dim": config.intermediate_dim}
+    whole = config.experts.num_experts % tensor == 0
+    return heads if whole else heads | {"experts.intermediate_dim": config.expert_dim}
 
 
 def replicates_kv_heads(config: LlamaConfig, tensor: int) -> bool:

@@ -69,5 +69,6 @@ from lockstep.models.weights import WEIGHT_AXES as WEIGHT_AXES
 from lockstep.models.weights import DecoderWeights as DecoderWeights
 from lockstep.models.weights import LayerWeights as LayerWeights
 from lockstep.models.weights import quantized_dims as quantized_dims
+from lockstep.models.weights import tensor_dims as tensor_dims
 from lockstep.placement import LazyWeight as LazyWeight
 from lockstep.placement import view as view

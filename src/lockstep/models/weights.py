@@ -105,6 +105,21 @@ that has none is copied to each. The number is right for weights with flattened 
 first."""
 
 
+def tensor_dims(experts: int, tensor: int) -> Mapping[str, int]:
+    """`TENSOR_DIMS` where a model's experts are shared out among the devices of a replica, if their number allows it.
+
+    Whole experts keep products as wide as they are; the TPU pads a part of a width to 128 numbers.
+
+    Args:
+        experts: The number of experts; 0 for none.
+        tensor: The number of devices of a replica.
+    """
+    if not experts or experts % tensor:
+        return TENSOR_DIMS
+    whole = {name: axes.index("expert") for name, axes in WEIGHT_AXES.items() if "expert" in axes[:-1]}
+    return {**TENSOR_DIMS, **whole}
+
+
 def quantized_dims(name: str, ndim: int) -> tuple[int, ...]:
     """`input_dims` of a weight whose products may be in 8 bits; none for a router, whose choice hangs on rounding."""
     return () if name == "router" else input_dims(name, ndim)

@@ -71,7 +71,7 @@ FAMILIES = {
         ),
     ),
     "experts": Qwen3MoeConfig(
-        **SIZES, experts=Experts(num_experts=5, num_experts_per_tok=3, intermediate_dim=12, norm_topk_prob=False)
+        **SIZES, experts=Experts(num_experts=6, num_experts_per_tok=3, intermediate_dim=12, norm_topk_prob=False)
     ),
     "apertus": LlamaConfig(**SIZES, qk_norm=True, variant=Variant(activation="xielu", embed_norm=True)),
 }

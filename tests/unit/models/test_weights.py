@@ -3,7 +3,7 @@
 import dataclasses
 
 from lockstep.models import STACKED, TENSOR_DIMS, WEIGHT_AXES, DecoderWeights, LayerWeights
-from lockstep.models.weights import haliax_axes
+from lockstep.models.weights import haliax_axes, tensor_dims
 
 
 def test_every_weight_has_axes_of_its_own() -> None:
@@ -28,3 +28,5 @@ def test_every_weight_is_split_or_small() -> None:
         **{"expert_gate": 3, "expert_up": 3, "expert_down": 2},
         **dict.fromkeys(("o", "down", "q_bias", "k_bias", "v_bias", "q_wide_norm", "k_wide_norm"), 1),
     }
+    assert tensor_dims(8, 4)["expert_gate"] == tensor_dims(8, 4)["expert_down"] == 1
+    assert tensor_dims(8, 3) == tensor_dims(0, 2) == TENSOR_DIMS

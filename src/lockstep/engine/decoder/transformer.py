@@ -272,7 +272,7 @@ class Transformer:
     def _mlp(self, w: LayerWeights, h: Array, index: Array) -> Array:
         """Returns this device's part of what the MLP answers, or of the sum of the experts that each token is given to.
 
-        Every device of a replica has all tokens and a part of the width of each expert.
+        Every device of a replica has all tokens, and its share of the experts, or of the width of each.
         """
         experts, activation = self.config.experts, self.config.variant.activation
         if experts is not None:
@@ -281,7 +281,9 @@ class Transformer:
             weights = ExpertWeights(w.expert_gate, w.expert_up, w.expert_down)
             layer = index if self._stacked_experts else None
             routing = route(tokens, w.router, None, experts)
-            return mixture(tokens, routing, weights, activation, layer=layer).reshape(h.shape)
+            count = jax.tree.leaves(w.expert_gate)[0].shape[0 if layer is None else 1]
+            first = jax.lax.axis_index(self.decode_mesh.tensor_axes) * count if count < experts.num_experts else 0
+            return mixture(tokens, routing, weights, activation, first=first, layer=layer).reshape(h.shape)
         assert w.up is not None and w.down is not None
         up, gate = matmul(h, w.up), None if w.gate is None else matmul(h, w.gate)
         xielu = (w.xielu_p, w.xielu_n, w.xielu_beta, w.xielu_eps)
