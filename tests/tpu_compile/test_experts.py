@@ -14,6 +14,8 @@ from lockstep.models import Experts, Qwen3MoeConfig
 from lockstep.models.families.family import ModelPreset
 from lockstep.models.trainable import skeleton
 from lockstep.placement import COMPUTE_AXES, make_mesh
+from lockstep.training import parameter_shardings
+from lockstep.training.step.train_step import BATCH_SPEC
 from lockstep.types import Request, SamplingParams
 
 pytest.importorskip("libtpu", reason="the TPU compiler comes with the extra [plan]")
@@ -48,6 +50,7 @@ def test_decode_and_prefill_multiply_by_the_kernel(slice_name: str) -> None:
 def test_a_gradient_multiplies_by_the_kernel() -> None:
     mesh = make_mesh("auto", list(topology("v5p-8").devices))
     model = skeleton(512, CONFIG)
+    shardings = parameter_shardings(model, mesh)
     structs = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16), model)
 
     def loss(model: object, ids: jax.Array) -> jax.Array:
@@ -56,8 +59,11 @@ def test_a_gradient_multiplies_by_the_kernel() -> None:
 
     with jax.set_mesh(mesh):
         ids = jax.ShapeDtypeStruct((mesh.size, 256), jnp.int32)
-        everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-        lowered = jax.jit(jax.grad(loss), in_shardings=everywhere, out_shardings=everywhere).lower(structs, ids)
+        rows = jax.sharding.NamedSharding(mesh, BATCH_SPEC)
+        lowered = jax.jit(jax.grad(loss), in_shardings=(shardings, rows), out_shardings=shardings).lower(structs, ids)
         text = lowered.compile().as_text()
     # Forward, again for the backward pass, and for each product the gradients of its two factors.
     assert kernels(text) == 3 + 3 + 6
+    # Experts' gradients are summed and scattered in one: no device receives those of all of the embedding.
+    summed = [line for line in text.splitlines() if re.search(r"all-reduce(-start)?\(", line)]
+    assert not any("[128," in line.partition("all-reduce")[0] for line in summed)

@@ -17,6 +17,7 @@ from lockstep.models.config import LlamaConfig
 from lockstep.models.experts import ExpertWeights, RouterSums, mixture, route
 from lockstep.models.low_rank import Weight, linear
 from lockstep.models.named_block import LlamaAxes
+from lockstep.placement import PARAMETER_AXES
 
 
 class LlamaMlp(eqx.Module):
@@ -103,8 +104,15 @@ class LlamaExperts(eqx.Module):
         rows, width = (None if mesh.empty else physical_axis_name(axis) for axis in (axes[0], ax.ExpertMlp))
         # XLA would sort the tokens of all devices.
         sharded = not mesh.empty and tokens.shape[0] % _size(mesh, rows) == 0
+        fsdp = PARAMETER_AXES["embed"] if sharded and PARAMETER_AXES["embed"] in mesh.shape else None
+        fsdp = fsdp if fsdp is not None and ax.Embed.size % mesh.shape[fsdp] == 0 else None
+
+        def whole(weight: Array, axis: int) -> Array:
+            # Gathered here, its gradient is scattered while it is summed; XLA would sum all of it on every device.
+            return weight if fsdp is None else jax.lax.all_gather(weight, fsdp, axis=axis, tiled=True)
 
         def compute(tokens: Array, valid: Array, router: Array, gate: Array, up: Array, down: Array) -> Any:
+            gate, up, down = whole(gate, 1), whole(up, 1), whole(down, 2)
             flat = tokens.reshape(-1, tokens.shape[-1])
             routing = route(flat, router, None, experts)
             answers = mixture(flat, routing, ExpertWeights(gate, up, down), self.config.variant.activation)
@@ -122,9 +130,9 @@ class LlamaExperts(eqx.Module):
                     split,
                     split,
                     PartitionSpec(),
-                    PartitionSpec(None, None, width),
-                    PartitionSpec(None, None, width),
-                    PartitionSpec(None, width),
+                    PartitionSpec(None, fsdp, width),
+                    PartitionSpec(None, fsdp, width),
+                    PartitionSpec(None, width, fsdp),
                 ),
                 out_specs=(split, PartitionSpec(rows)),
                 check_vma=False,

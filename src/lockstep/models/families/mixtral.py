@@ -14,7 +14,12 @@ from lockstep.models.rope import RotaryConfig, required
 @ModelConfig.register_subclass("mixtral")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MixtralConfig(LlamaConfig):
-    """Mixtral (https://arxiv.org/abs/2401.04088): a Mistral with experts, of width ``intermediate_dim``."""
+    """Mixtral (https://arxiv.org/abs/2401.04088): a Mistral with experts, of width ``intermediate_dim``.
+
+    Example:
+        >>> lockstep.models.MixtralConfig(intermediate_dim=14336).expert_dim
+        14336
+    """
 
     experts: Experts | None = dataclasses.field(default_factory=Experts)
 

@@ -16,7 +16,12 @@ from lockstep.models.rope import RotaryConfig, required
 @ModelConfig.register_subclass("qwen3_moe")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Qwen3MoeConfig(qwen3.Qwen3Config):
-    """Qwen3 with experts (https://arxiv.org/abs/2505.09388), such as Qwen3-30B-A3B."""
+    """Qwen3 with experts (https://arxiv.org/abs/2505.09388), such as Qwen3-30B-A3B.
+
+    Example:
+        >>> lockstep.models.Qwen3MoeConfig().experts.num_experts
+        128
+    """
 
     experts: Experts | None = dataclasses.field(
         default_factory=lambda: Experts(num_experts=128, num_experts_per_tok=8, intermediate_dim=768)
