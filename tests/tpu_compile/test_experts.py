@@ -47,6 +47,7 @@ def test_decode_and_prefill_multiply_by_the_kernel(slice_name: str) -> None:
         assert "bf16[32,2048,768]" not in text and "bf16[64,2048,768]" in text, name
 
 
+@pytest.mark.slow
 def test_a_gradient_multiplies_by_the_kernel() -> None:
     mesh = make_mesh("auto", list(topology("v5p-8").devices))
     model = skeleton(512, CONFIG)

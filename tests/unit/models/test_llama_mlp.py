@@ -92,9 +92,9 @@ def test_the_losses_of_routers_are_in_the_loss_and_padding_is_not() -> None:
     assert bare.values["router/loss"] == 0 and metrics.values["router/loss"] > 0.1
     assert metrics.loss - bare.loss == pytest.approx(metrics.values["router/loss"], rel=1e-4)
 
-    model = LlamaLMHeadModel.init(hax.Axis("vocab", 32), CONFIG, key=jax.random.key(0))
+    model = jax.jit(lambda key: LlamaLMHeadModel.init(hax.Axis("vocab", 32), CONFIG, key=key))(jax.random.key(0))
     ids = hax.named(jnp.arange(16)[None] % 32, ("batch", "position"))
     segments = hax.named(jnp.array([[1] * 10 + [0] * 6]), ("batch", "position"))
-    _, sums = model.activations_and_router(ids, segments)
+    _, sums = jax.jit(lambda model: model.activations_and_router(ids, segments))(model)
     assert sums is not None and sums.tokens.tolist() == [10, 10]
     assert sums.counts.sum(axis=-1).tolist() == [20, 20]

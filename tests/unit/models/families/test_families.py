@@ -26,6 +26,10 @@ def some_slow(fast: str) -> list[Any]:
     return [pytest.param(name, marks=[pytest.mark.slow] * (name != fast)) for name in FAMILIES]
 
 
+def mostly_fast(name: str, slow: tuple[str, ...]) -> Any:
+    return pytest.param(name, marks=[pytest.mark.slow] * (name in slow))
+
+
 def load(path: Any, shape: str = "1,1,2") -> Any:
     return load_hf(str(path), make_mesh(shape, jax.devices()[: 1 if shape == "1,1,1" else 2]))
 
@@ -45,7 +49,7 @@ def test_the_engine_writes_what_transformers_writes(family: str, layout: Any) ->
     assert [list(answer.tokens) for answer in got] == golden["generated"].tolist()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [mostly_fast(name, slow=("mixtral",)) for name in FAMILIES])
 def test_every_parameter_has_a_gradient(family: str) -> None:
     golden = np.load(GOLDEN / family / "golden.npz")
     model = load(GOLDEN / family, "1,1,1")
@@ -61,7 +65,7 @@ def test_every_parameter_has_a_gradient(family: str) -> None:
         assert np.all(np.isfinite(layers)) and np.all(layers.max(axis=1) > 0), name
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [mostly_fast(name, slow=("mixtral",)) for name in FAMILIES])
 def test_a_saved_checkpoint_is_the_one_that_was_loaded(family: str, tmp_path: Path) -> None:
     model = load_hf(str(GOLDEN / family), make_mesh("1,1,2", jax.devices()[:2]), dtype=jnp.bfloat16)
     save_hf(model, tmp_path / "out", max_shard_bytes=20_000)
