@@ -124,14 +124,13 @@ class _Run:
         config, hosts = self.config, self.hosts
 
         def fetch() -> bytes:
+            check_trackers(config.trainer.tracker)  # before anything is read
             return fetch_tokenizer(config.tokenizer or resolve_checkpoint(config).tokenizer, config.trust_remote_code)
 
         fetched = hosts.broadcast_from_leader("tokenizer", fetch, HUB_WAIT_S)
         with hosts.run_on_all("reading tokenizer and checkpoint"):
-            if hosts.is_leader:
-                check_trackers(config.trainer.tracker)
-                if config.write_parquet:
-                    check_pyarrow()
+            if hosts.is_leader and config.write_parquet:
+                check_pyarrow()
             self.checkpoint = resolve_checkpoint(config)
             self.tokenizer: PreTrainedTokenizerBase = load_tokenizer(
                 config.tokenizer or self.checkpoint.tokenizer, config.trust_remote_code, fetched

@@ -1,6 +1,5 @@
 """A training run: from a configuration to a trained model, the same steps on every host; and its exports."""
 
-import functools
 import signal
 import time
 from collections.abc import Callable
@@ -55,11 +54,13 @@ def train(config: TrainConfig, hosts: Hosts) -> int:
     """
     source = config.source
     hosts.agree("config", {"config": config_digest(config)})
-    fetch = functools.partial(fetch_tokenizer, config.tokenizer, config.trust_remote_code)
+
+    def fetch() -> bytes:
+        check_trackers(config.trainer.tracker)  # before anything is read
+        return fetch_tokenizer(config.tokenizer, config.trust_remote_code)
+
     fetched = hosts.broadcast_from_leader("tokenizer", fetch, HUB_WAIT_S)
     with hosts.run_on_all("reading tokenizer") as prepared:
-        if hosts.is_leader:
-            check_trackers(config.trainer.tracker)
         _check_validation(config.trainer, source)
         mesh = make_mesh(config.trainer.mesh_shape)
         config.trainer.microbatches(mesh)
