@@ -257,8 +257,8 @@ def _likely(rests: list[tuple[float, str]], gap: float, base: float, tolerance: 
     else:
         explained = [each for each in rests if CLEARLY_BETTER * each[0] < base]
     least = explained[0][0] if explained else 0.0
-    alike = min(max(tolerance, 2 * least), CLEARLY_BETTER * least)
-    return tuple(_with_rest(text, rest) for rest, text in explained[:NAMED_AT_MOST] if rest <= alike)
+    most = min(max(tolerance, 2 * least), CLEARLY_BETTER * least)
+    return tuple(_with_rest(text, rest) for rest, text in explained[:NAMED_AT_MOST] if rest <= most)
 
 
 def _with_rest(text: str, rest: float) -> str:

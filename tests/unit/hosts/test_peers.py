@@ -47,12 +47,12 @@ def test_the_text_of_a_peer_does_not_reach_a_terminal_raw() -> None:
     assert reason == r"process 1 failed: \x1b]0;title\x07\x1b[2J\rboom" + "\nsecond line\\x9b31m\\u202e"
 
 
-def test_when_all_fail_alike_the_first_wakes_all_and_a_few_say_why() -> None:
+def test_when_all_fail_the_first_wakes_all_and_a_few_say_why(monkeypatch) -> None:
     """Each woke all others: a million requests at 1,024 processes."""
     clients, sets = MemoryClient.hub(40), list[str]()
     for client in clients[::-1]:
         post = client.set
-        client.set = lambda key, value, post=post: (sets.append(key), post(key, value))[0]  # type: ignore[method-assign]
+        monkeypatch.setattr(client, "set", lambda key, value, post=post: (sets.append(key), post(key, value)))
         if client.task:  # it waits for the others to leave
             peers.announce_exit(client, "PeerError")
     peers.announce_exit(clients[0], "OSError: disk full")

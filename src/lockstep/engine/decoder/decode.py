@@ -110,7 +110,7 @@ def verify_function(
             x = transformer.embed(weights, inputs)
             carry = (cache, jnp.zeros(inputs.shape, bool))
             x, (cache, spoilt) = transformer.layers(
-                weights.layers, x, carry, start=position, write=write, attend=attend
+                weights.layers, x, carry, start=position, active=active, write=write, attend=attend
             )
             if decode_mesh.tensor > 1:
                 spoilt = jax.lax.psum(spoilt.astype(jnp.int32), decode_mesh.tensor_axes) > 0
@@ -252,7 +252,9 @@ def decode_function(
                 return attention.decode(q[:, 0], cache, layer, table, position, active)[:, None]
 
             x = transformer.embed(weights, token[:, None])
-            x, cache = transformer.layers(weights.layers, x, cache, start=position, write=write, attend=attend)
+            x, cache = transformer.layers(
+                weights.layers, x, cache, start=position, active=active, write=write, attend=attend
+            )
             logits = transformer.logits(weights, x[:, 0])
             sampled = sampler.draw(logits, counts, position + 1)
             found = [jnp.where(active, sampled.token, -1), sampled.logprob, sampled.sampled_logprob]

@@ -45,7 +45,8 @@ def prefill_function(transformer: Transformer, capacity: Capacity, attention: At
         given = unpack(packed[0], like)
         tokens, start, page, page_table = given["tokens"], given["start"], given["page"], given["page_table"]
         weights = transformer.read_outer(weights)
-        rows = attention.begin_prefill(start, page_table, page != NULL_PAGE)
+        active = page != NULL_PAGE
+        rows = attention.begin_prefill(start, page_table, active)
 
         def write(pool: Array, layer: Array, kv: Array) -> Array:
             return attention.write_pages(pool, layer * transformer.pages + page, kv)
@@ -55,9 +56,11 @@ def prefill_function(transformer: Transformer, capacity: Capacity, attention: At
 
         def fill(pool: Array) -> Array:
             x = transformer.embed(weights, tokens)
-            return transformer.fill_cache(weights.layers, x, pool, start=start, write=write, attend=attend)
+            return transformer.fill_cache(
+                weights.layers, x, pool, start=start, active=active, write=write, attend=attend
+            )
 
-        return run_if_busy(capacity, jnp.any(page != NULL_PAGE), fill, pool)
+        return run_if_busy(capacity, jnp.any(active), fill, pool)
 
     return prefill
 
@@ -120,7 +123,8 @@ def prompt_logprobs_function(
         given = unpack(packed[0], like)
         tokens, targets, start, page_table = (given[name] for name in ("tokens", "targets", "start", "page_table"))
         weights = transformer.read_outer(weights)
-        rows = attention.begin_prefill(start, page_table, targets[:, 0] >= 0)
+        active = targets[:, 0] >= 0
+        rows = attention.begin_prefill(start, page_table, active)
 
         def write(pool: Any, layer: Array, kv: Array) -> Any:
             return pool
@@ -129,7 +133,7 @@ def prompt_logprobs_function(
             return attention.prefill(q, pool, layer, layer * transformer.pages, rows)
 
         x = transformer.embed(weights, tokens)
-        x, _ = transformer.layers(weights.layers, x, pool, start=start, write=write, attend=attend)
+        x, _ = transformer.layers(weights.layers, x, pool, start=start, active=active, write=write, attend=attend)
 
         def chunk(part: tuple[Array, Array]) -> list[Array]:
             states, target = part

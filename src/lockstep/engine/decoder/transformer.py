@@ -7,7 +7,7 @@ from typing import Final
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, Int32
+from jaxtyping import Array, Bool, Float, Int, Int32
 
 from lockstep.engine.schedule import CopyPagesBatch, DecodeBatch, PrefillBatch, PromptLogprobsBatch, VerifyBatch
 from lockstep.models import (
@@ -147,6 +147,7 @@ class Transformer:
         cache: Cache,
         *,
         start: Int[Array, " sequence"],
+        active: Bool[Array, " sequence"],
         write: Write[Cache],
         attend: Attend[Cache],
     ) -> tuple[Float[Array, "sequence query embed"], Cache]:
@@ -157,13 +158,16 @@ class Transformer:
             x: The embedded tokens; query ``i`` is at position ``start + i``.
             cache: The K/V of all layers, in whatever form ``write`` and ``attend`` have it.
             start: The position of the first query of each sequence.
+            active: Whether a sequence is there; for others no expert is read, and their results are arbitrary.
             write: Writes K/V of a layer to the cache.
             attend: Attends queries of a layer to the cache.
 
         Returns:
             The residual stream, and the cache.
         """
-        return self._layers(self.config.num_layers, weights, x, cache, start=start, write=write, attend=attend)
+        return self._layers(
+            self.config.num_layers, weights, x, cache, start=start, active=active, write=write, attend=attend
+        )
 
     def fill_cache[Cache](
         self,
@@ -172,13 +176,14 @@ class Transformer:
         cache: Cache,
         *,
         start: Int[Array, " sequence"],
+        active: Bool[Array, " sequence"],
         write: Write[Cache],
         attend: Attend[Cache],
     ) -> Cache:
         """Runs `layers`, with the same arguments, for the cache alone: of the last layer it computes only K/V."""
         last = self.config.num_layers - 1
         if last:
-            x, cache = self._layers(last, weights, x, cache, start=start, write=write, attend=attend)
+            x, cache = self._layers(last, weights, x, cache, start=start, active=active, write=write, attend=attend)
         index = jnp.int32(last)
         w = self._layer(weights, index)
         _, kv = self._project(w, self._norm(x, w.attn_norm), self._of_layer(self._rope_angles(x, start), index))
@@ -192,11 +197,13 @@ class Transformer:
         cache: Cache,
         *,
         start: Array,
+        active: Array,
         write: Write[Cache],
         attend: Attend[Cache],
     ) -> tuple[Array, Cache]:
         """Runs the first ``count`` layers."""
         angles = self._rope_angles(x, start)
+        valid = jnp.repeat(active, x.shape[1])
 
         def layer(index: Array, carry: tuple[Array, Cache]) -> tuple[Array, Cache]:
             x, cache = carry
@@ -209,7 +216,7 @@ class Transformer:
                 attended = attend(cache, index, q)
                 return self._sum(matmul(attended.reshape(*x.shape[:2], -1), w.o, axes=-1))
 
-            out = block.layer(x, attention, lambda h: self._sum(self._mlp(w, h, index)), self._norm, w)
+            out = block.layer(x, attention, lambda h: self._sum(self._mlp(w, h, index, valid)), self._norm, w)
             return out, cache
 
         return jax.lax.fori_loop(0, count, layer, (x, cache))
@@ -269,7 +276,7 @@ class Transformer:
         kv = jnp.stack([k, v], axis=3).reshape(*k.shape[:2], -1, k.shape[-1])
         return block.scale_queries(q, self.config.variant.attention_scale), kv
 
-    def _mlp(self, w: LayerWeights, h: Array, index: Array) -> Array:
+    def _mlp(self, w: LayerWeights, h: Array, index: Array, valid: Array) -> Array:
         """Returns this device's part of what the MLP answers, or of the sum of the experts that each token is given to.
 
         Every device of a replica has all tokens, and its share of the experts, or of the width of each.
@@ -283,7 +290,8 @@ class Transformer:
             routing = route(tokens, w.router, None, experts)
             count = jax.tree.leaves(w.expert_gate)[0].shape[0 if layer is None else 1]
             first = jax.lax.axis_index(self.decode_mesh.tensor_axes) * count if count < experts.num_experts else 0
-            return mixture(tokens, routing, weights, activation, first=first, layer=layer).reshape(h.shape)
+            answers = mixture(tokens, routing, weights, activation, first=first, valid=valid, layer=layer)
+            return answers.reshape(h.shape)
         assert w.up is not None and w.down is not None
         up, gate = matmul(h, w.up), None if w.gate is None else matmul(h, w.gate)
         xielu = (w.xielu_p, w.xielu_n, w.xielu_beta, w.xielu_eps)

@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 
 from lockstep.engine import Engine, EngineConfig
+from lockstep.engine.decoder import transformer
 from lockstep.engine.decoder.transformer import pack, pack_results, unpack
 from lockstep.engine.schedule import CopyPagesBatch, DecodeBatch, DecodeResults, PrefillBatch, PromptLogprobsBatch
+from lockstep.models import mixture
 from lockstep.models.block import xielu
 from lockstep.placement import make_decode_mesh
 from lockstep.types import Completion, FinishReason
@@ -241,3 +243,19 @@ def test_results_of_all_replicas_are_on_every_device(mesh: str) -> None:
     )
     packed = np.asarray(jax.jit(mapped)(*given))
     np.testing.assert_array_equal(packed, DecodeResults.of(*given).packed)
+
+
+def test_slots_without_a_sequence_read_no_expert(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[int, int]] = []
+
+    def recorded(x: jax.Array, *given: Any, valid: jax.Array, **options: Any) -> jax.Array:
+        jax.debug.callback(lambda count: seen.append((len(x), int(count))), valid.sum())
+        return mixture(x, *given, valid=valid, **options)
+
+    monkeypatch.setattr(transformer, "mixture", recorded)
+    engine = Engine(EngineConfig(page_size=8), mesh_of("1,1,1"))
+    asked = [request(i, 3 + i, new) for i, new in enumerate((1, 2, 2, 5))]
+    engine.generate(model_on("1,1,1", FAMILIES["experts"]), asked)
+    jax.effects_barrier()
+    decoded = [count for size, count in seen if size == len(asked)]
+    assert sorted({*decoded}) == [1, 3, 4], "one ends after the first token, two after the second"
