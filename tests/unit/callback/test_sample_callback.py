@@ -310,6 +310,7 @@ def test_what_is_not_reported_in_time_names_the_limit_not_what_was_left_of_it(ca
     callback._reporter._queue.put("step 3 (1 row)", lambda: release.wait(60))
     assert not callback.flush(0.1)
     assert "after 0.1 s the report" in caplog.text
+    callback.tasks = None
     release.set()
     assert callback.flush()
 
