@@ -18,7 +18,7 @@ REPOSITORY = {
 ELSEWHERE = {
     "tests/multiprocess/test_check.py": "check/inject",
     "tests/multiprocess/test_hosts.py": "testing/command",
-    "tests/multiprocess/test_pool.py": "testing/group testing/worker",
+    "tests/multiprocess/test_pool.py": "testing/worker",
     "tests/tpu_compile/test_blocks.py": "models/attention/tpu_block_table",
     "tests/unit/batch_inference/test_run.py": "batch_inference/generate",
     "tests/unit/check/test_launches.py": "check/_jax",

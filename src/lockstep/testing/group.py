@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import unittest.mock
 from collections.abc import Callable, Collection, Mapping, Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -272,9 +273,13 @@ def run_threads(body: Callable[..., Any], count: int, *args: Any, timeout_s: flo
     Raises:
         BaseException: The first error of a body.
     """
+    import jax
+
     from lockstep.hosts import Hosts, MemoryClient
 
-    with concurrent.futures.ThreadPoolExecutor(count) as pool:
+    # JAX has one guard for the whole process, and each of these threads stands for a process with a guard of its own.
+    unguarded = unittest.mock.patch.object(jax, "thread_guard", lambda _: contextlib.nullcontext())
+    with unguarded, concurrent.futures.ThreadPoolExecutor(count) as pool:
         hosts = [Hosts(client, timeout_s) for client in MemoryClient.hub(count)]
         futures = [pool.submit(body, one, *args) for one in hosts]
         return [future.result() for future in futures]

@@ -1,9 +1,7 @@
 """The protocol of generation between threads, with a made-up engine: what each host does when one of them fails."""
 
-import contextlib
 import dataclasses
 
-import jax
 import pytest
 
 from lockstep.engine import generate_on_all, stream_on_all
@@ -19,12 +17,6 @@ from tests.multiprocess.harness import run_threads
 REQUESTS = tiny.requests(lengths=(3, 5, 7))
 MODEL = (tiny.CONFIG, tiny.placed_weights(make_mesh("auto")))
 COUNTS = Counts(finished=3, tokens=(6,), pages=0, max_pages=8, steps=4, drafted=3, right=2)
-
-
-@pytest.fixture(autouse=True)
-def _one_guard_per_thread(monkeypatch):
-    """The threads stand for processes, each of which would have a guard of its own."""
-    monkeypatch.setattr(jax, "thread_guard", lambda _: contextlib.nullcontext())
 
 
 def answer(request, token=1):

@@ -1,9 +1,7 @@
 """The round of tasks between threads, with a made-up engine: who asks, who answers, and how it ends everywhere."""
 
-import contextlib
 import threading
 
-import jax
 import pytest
 
 from lockstep.callback.evaluation import round as tasks_round
@@ -20,12 +18,6 @@ REQUESTS = tiny.requests(lengths=(3, 5))
 OVER = threading.Event()
 """Set when a host's round is over."""
 MODEL = (tiny.CONFIG, tiny.placed_weights(make_mesh("auto")))
-
-
-@pytest.fixture(autouse=True)
-def _one_guard_per_thread(monkeypatch):
-    """The threads stand for processes, each of which would have a guard of its own."""
-    monkeypatch.setattr(jax, "thread_guard", lambda _: contextlib.nullcontext())
 
 
 class Engine:
