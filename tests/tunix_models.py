@@ -85,6 +85,7 @@ GEMMA2: dict[str, Any] = {
 MODELS = {
     "qwen3": lambda vocab=64: dense(qwen3, qwen3.Qwen3, vocab),
     "qwen3-tied": lambda vocab=64: dense(qwen3, qwen3.Qwen3, vocab, use_tied_embedding=True),
+    "qwen3-moe": lambda vocab=64: dense(qwen3, qwen3.Qwen3, vocab, hidden_dim=22, num_experts=6, num_experts_per_tok=3),
     "qwen2": lambda vocab=64: dense(qwen2, qwen2.Qwen2, vocab, rope_theta=10_000),
     "llama3": lambda vocab=64: dense(llama3, llama3.Llama3, vocab),
     "gemma": lambda vocab=64: gemma_model(vocab, layers=("GLOBAL", "GLOBAL"), num_kv_heads=4),

@@ -48,12 +48,21 @@ AXES = {name: " ".join(axis for axis in haliax_axes(name) if axis != "layer") fo
 AXES["o"] = AXES["o"].replace("kv_head q_heads_per_group", "heads")  # the one weight with flattened heads
 
 
+NOT_COMPUTED = {
+    "SnowballLMHeadModel": "gated norms, exclusive self-attention with a gate for each head, layers without rotary "
+    "embeddings, a router whose bias chooses experts but does not weigh them, and a shared expert",
+}
+"""The parts of the architectures of other classes that the decoder lacks."""
+
+
 @register_reader(LmHeadModel)
 def _refuse(model: Any) -> tuple[LlamaConfig, DecoderWeights]:
     supported = sorted(cls.__name__ for cls in registered_classes() if cls.__module__.startswith("levanter.models."))
     supported.remove(LmHeadModel.__name__)
+    needs = NOT_COMPUTED.get(type(model).__name__)
+    needs = "" if needs is None else f": it needs {needs}"
     raise UnreadableModelError(
-        f"Levanter's {type(model).__name__} cannot be read; supported are {', '.join(supported)} and their "
+        f"Levanter's {type(model).__name__} cannot be read{needs}; supported are {', '.join(supported)} and their "
         "subclasses. Train one of these, or register a reader for the class with lockstep.models.register_reader."
     )
 

@@ -17,6 +17,7 @@ from tunix.models.qwen2 import model as qwen2
 from tunix.models.qwen3 import model as qwen3
 
 from lockstep.models.config import LlamaConfig, Variant
+from lockstep.models.experts import Experts
 from lockstep.models.from_names import Entry, LoraNames, from_names
 from lockstep.models.registry import UnreadableModelError, named_parameters, register_reader, registered_classes
 from lockstep.models.rope import RotaryConfig
@@ -37,6 +38,10 @@ DENSE: Table = {
     "mlp_norm": "layers.{}.post_attention_layernorm.w",
     **{name: (f"layers.{{}}.attn.{name}_proj.w", "embed heads head -> embed heads head") for name in ("q", "k", "v")},
     "o": ("layers.{}.attn.o_proj.w", "heads head embed -> heads head embed"),
+}
+EXPERTS: Table = {name: entry for name, entry in DENSE.items() if name not in MLP} | {
+    "router": "layers.{}.mlp.router.kernel",
+    **{f"expert_{name}": f"layers.{{}}.mlp.{name}_proj" for name in MLP},
 }
 LM_HEAD: Table = {"lm_head": "lm_head.w"}
 BIASES: Table = {f"{name}_bias": f"layers.{{}}.attn.{name}_bias" for name in "qkv"}
@@ -93,9 +98,17 @@ def _read_qwen2(model: Any) -> tuple[LlamaConfig, DecoderWeights]:
 @register_reader(qwen3.Qwen3)
 def _read_qwen3(model: Any) -> tuple[LlamaConfig, DecoderWeights]:
     config = model.config
+    experts = None
     if config.num_experts is not None:
-        raise _unreadable(model, f"it has {config.num_experts} experts in each layer", "models without experts")
-    return _read(model, {**DENSE, **QK_NORMS}, tied=config.use_tied_embedding, theta=_theta(model, qwen3), qk_norm=True)
+        experts = Experts(num_experts=config.num_experts, num_experts_per_tok=config.num_experts_per_tok)
+    return _read(
+        model,
+        {**(DENSE if experts is None else EXPERTS), **QK_NORMS},
+        tied=config.use_tied_embedding,
+        theta=_theta(model, qwen3),
+        qk_norm=True,
+        experts=experts,
+    )
 
 
 @register_reader(gemma.Gemma)

@@ -118,10 +118,12 @@ def test_adapters_are_merged(name):
     assert found.logprob < 1e-5 and found.greedy < 1e-5, found
 
 
-def test_experts_are_refused_by_the_name_of_the_class():
-    model = models.dense(qwen3, qwen3.Qwen3, 64, num_experts=4, num_experts_per_tok=2)
-    with pytest.raises(UnreadableModelError, match=r"Tunix's Qwen3 cannot be read: it has 4 experts.*docs/tunix.md"):
-        read_decoder(model)
+def test_experts_are_read_where_they_lie():
+    model = models.randomise(models.MODELS["qwen3-moe"]())
+    config, weights = read_decoder(model)
+    assert (config.experts.num_experts, config.experts.num_experts_per_tok, config.expert_dim) == (6, 3, 22)
+    assert config.experts.norm_topk_prob and weights.layers.gate is None
+    assert weights.layers.expert_down.parts[0][1] is model.layers[1].mlp.down_proj.get_value()
 
 
 def test_a_class_without_a_reader_is_refused_with_those_that_have_one():

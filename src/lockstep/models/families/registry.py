@@ -23,6 +23,15 @@ FAMILIES: Final[Mapping[str, Family]] = {
 }
 """The families by their entry of ``architectures`` in ``config.json``."""
 
+_LATENT: Final = "multi-head latent attention, whose cache is one compressed vector for all heads"
+_DELTA: Final = "linear attention (gated delta net), whose layers keep a state in place of K and V, and gated attention"
+NOT_COMPUTED: Final[Mapping[str, str]] = {
+    **dict.fromkeys(("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "DeepseekV32ForCausalLM"), _LATENT),
+    "Qwen3NextForCausalLM": _DELTA,
+    **{f"Qwen3_5{size}For{head}": _DELTA for size in ("", "Moe") for head in ("CausalLM", "ConditionalGeneration")},
+}
+"""The parts of well-known architectures that lockstep does not compute."""
+
 PRESETS: Final[Mapping[str, ModelPreset]] = {
     name: preset for family in FAMILIES.values() for name, preset in family.presets.items()
 }
@@ -40,8 +49,9 @@ def family_of_hf(hf: Mapping[str, Any]) -> Family:
     """
     names = hf.get("architectures") or []
     if len(names) != 1 or names[0] not in FAMILIES:
+        lacks = "".join(f", which needs {NOT_COMPUTED[name]}" for name in names if name in NOT_COMPUTED)
         raise ConfigError(
-            f"the checkpoint has architectures {names} (model_type {hf.get('model_type')!r}); lockstep computes "
+            f"the checkpoint has architectures {names} (model_type {hf.get('model_type')!r}){lacks}; lockstep computes "
             f"{', '.join(FAMILIES)}. Choose a checkpoint of one of these."
         )
     return FAMILIES[names[0]]

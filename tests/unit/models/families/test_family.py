@@ -281,6 +281,19 @@ def test_a_model_is_stored_as_the_first_family_that_loses_nothing() -> None:
     [
         ({"architectures": ["GemmaForCausalLM"], "model_type": "gemma"}, r"\['GemmaForCausalLM'\] .*LlamaForCausalLM"),
         ({"architectures": None}, r"architectures \[\]"),
+        (
+            {"architectures": ["DeepseekV3ForCausalLM"]},
+            r"DeepseekV3ForCausalLM.*needs multi-head latent attention, .*Mixtral",
+        ),
+        ({"architectures": ["DeepseekV2ForCausalLM"]}, r"DeepseekV2ForCausalLM.*needs multi-head latent attention"),
+        (
+            {"architectures": ["Qwen3NextForCausalLM"]},
+            r"Qwen3NextForCausalLM.*needs linear attention \(gated delta net\)",
+        ),
+        (
+            {"architectures": ["Qwen3_5MoeForConditionalGeneration"]},
+            r"Qwen3_5Moe.*needs linear attention \(gated delta",
+        ),
         ({"hidden_act": "quick_gelu"}, r"hidden_act 'quick_gelu'; lockstep computes 'silu', 'gelu', .* only"),
         ({"attention_bias": True}, r"attention_bias: true"),
         ({"mlp_bias": True}, r"mlp_bias: true"),
