@@ -1,6 +1,6 @@
 """How jobs start and end: what the processes of tests/multiprocess/test_hosts.py run.
 
-python -m tests.multiprocess.scenarios NAME [ARGUMENT ...]
+python -m tests.multiprocess.scenarios [bare] NAME [ARGUMENT ...]     (bare: without run_main)
 """
 
 import contextlib
@@ -171,4 +171,7 @@ def wait() -> None:
 
 if __name__ == "__main__":
     scenario, *values = sys.argv[1:]
-    run_main(lambda: globals()[scenario](*values))
+    if scenario == "bare":
+        globals()[values[0]](*values[1:])
+    else:
+        run_main(lambda: globals()[scenario](*values))

@@ -130,10 +130,11 @@ def test_plain_python_needs_no_service():
     assert run.stderr.startswith("lockstep: process 0 of 1 on ") and "backend cpu" in run.stderr
 
 
+@pytest.mark.parametrize("bare", [[], ["bare"]], ids=["run_main", "bare"])
 @pytest.mark.parametrize("victim", [pytest.param("0", marks=pytest.mark.slow), "1"])
-def test_one_process_that_raises_ends_all(victim):
+def test_one_process_that_raises_ends_all(victim, bare):
     """Without the launcher's help: the processes are started by hand, and the others wait in a barrier."""
-    codes, outputs = _run_by_hand(["fail", victim])
+    codes, outputs = _run_by_hand([*bare, "fail", victim])
     other = 1 - int(victim)
     assert codes[int(victim)] == 1 and codes[other] == 85, outputs
     assert "ValueError: boom" in outputs[int(victim)] and "Traceback" in outputs[int(victim)]

@@ -13,7 +13,6 @@ from lockstep.hosts.environment import environment as environment
 from lockstep.hosts.exchange import MAY_DIFFER as MAY_DIFFER
 from lockstep.hosts.exchange import digest as digest
 from lockstep.hosts.exchange import name_processes as name_processes
-from lockstep.hosts.exit import run_main as run_main
 from lockstep.hosts.host_thread import HostThread as HostThread
 from lockstep.hosts.host_thread import Stopped as Stopped
 from lockstep.hosts.hosts import Hosts as Hosts
@@ -24,6 +23,7 @@ from lockstep.hosts.peers import end_process as end_process
 from lockstep.hosts.phase import Phase as Phase
 from lockstep.hosts.preemption import Preemption as Preemption
 from lockstep.hosts.ready import ready_on_all as ready_on_all
+from lockstep.hosts.run_main import run_main as run_main
 from lockstep.hosts.start import current as current
 from lockstep.hosts.start import shutdown as shutdown
 from lockstep.hosts.start import start as start

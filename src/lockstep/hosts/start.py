@@ -31,6 +31,7 @@ from lockstep.hosts.config import (
     environment_integer,
     local_gpus,
 )
+from lockstep.hosts.exit import end_job_on_uncaught_errors
 from lockstep.hosts.hosts import Hosts
 from lockstep.hosts.numbering import number_processes
 from lockstep.hosts.peers import end_process, watch_peers
@@ -82,7 +83,7 @@ def start(config: DistributedConfig | None = None) -> Hosts:
     check_count(config, _hosts.count)
     _hosts.timeout_s, _hosts.debug = config.timeout_s, config.debug
     client = _hosts.client
-    _stop_watching = watch_peers(_hosts) if client.count > 1 else _nothing
+    _stop_watching = _watch(_hosts) if client.count > 1 else _nothing
     _hosts.phase("starting devices")  # where processes wait for each other
     index, count = jax.process_index(), jax.process_count()
     _refuse_cpu_beside_tpus()
@@ -152,6 +153,17 @@ def _refuse_cpu_beside_tpus() -> None:
             "belongs to this version (pip install 'jax-lockstep[tpu]'), and end other processes that use the chips. "
             "To run on the CPU on purpose, set JAX_PLATFORMS=cpu."
         )
+
+
+def _watch(hosts: Hosts) -> Callable[[], None]:
+    """Have this process end soon after another one fails, and the others soon after this one."""
+    stop_watching, restore_hook = watch_peers(hosts), end_job_on_uncaught_errors(hosts)
+
+    def stop() -> None:
+        restore_hook()
+        stop_watching()
+
+    return stop
 
 
 def _nothing() -> None:

@@ -1,0 +1,117 @@
+"""A program's main function, whose end is that of the job: in order, or at once on every process."""
+
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import NoReturn
+
+from lockstep.errors import HostError
+from lockstep.exits import TERMINATED
+from lockstep.hosts.exit import leave, outcome, print_error
+from lockstep.hosts.hosts import Hosts
+from lockstep.hosts.start import current_without_devices, shutdown
+
+HANDLER_S = 2.0
+"""Seconds after SIGTERM that the main thread may spend in a call outside Python; then a thread ends the process."""
+
+_handled = threading.Event()
+
+
+class _Terminated(SystemExit):
+    """SIGTERM has come: raised in the main thread.
+
+    Args:
+        phase: The phase in which it came; scopes that this error leaves may change the present one.
+    """
+
+    def __init__(self, phase: str) -> None:
+        super().__init__(TERMINATED)
+        self.phase = phase
+
+
+def run_main(main: Callable[[], object], *, debug: bool = False) -> None:
+    """Run a program's main function and leave the job in order, or at once when it fails.
+
+    SIGTERM ends the program too, with a line that says so and code 143 on every process, unless the program has a
+    handler of its own, as `Trainer` has. What a user can mend (a configuration, a prompt, a request or a program that
+    is too large) is printed as its text, any other error with its stack; the reason is announced to the peers, and the
+    process ends. In a job of several processes it does so without Python's exit handlers; reports behind a queue
+    have 2 s, and what is lost is named.
+
+    Args:
+        main: The program; an int that it returns is the exit code.
+        debug: Whether every error is printed with its stack, on every process that has it.
+
+    Raises:
+        SystemExit: The program failed in a job of one process; it has the exit code. Never raised when ``main``
+            returns None or 0.
+
+    Example:
+        >>> def main() -> None:
+        ...     hosts = lockstep.start()
+        ...     print("training on", hosts.count, "process")
+        >>> lockstep.run_main(main)
+        training on 1 process
+    """
+    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        # Python's default ends the process without an announcement, and the peers would wait for it.
+        signal.signal(signal.SIGTERM, _terminate)
+        _watch_signals()
+    try:
+        result = main()
+        code = result if isinstance(result, int) else 0
+        text = f"exit code {code}"
+        if code == 0:
+            shutdown()
+    except _Terminated as terminated:
+        _leave_after_sigterm(terminated.phase)
+    except BaseException as error:
+        print_error(_job(), error, debug)
+        code, text = outcome(_job(), error)
+    if code != 0:
+        leave(_job(), code, text)
+
+
+def _job() -> Hosts | None:
+    """The processes of the job; None where it has no service any more."""
+    try:
+        return current_without_devices()
+    except HostError:
+        return None
+
+
+def _terminate(number: int, frame: FrameType | None) -> NoReturn:
+    _handled.set()
+    raise _Terminated(current_without_devices().last_phase)
+
+
+def _watch_signals() -> None:
+    """Start a thread that sees SIGTERM as well.
+
+    Python runs a handler only when the main thread returns from the call that it waits in, and a process that waits
+    for a slow peer would be killed before that.
+    """
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
+    signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+
+    def watch() -> None:
+        with reader, writer:
+            while seen := reader.recv(64):
+                ours, hosts = signal.getsignal(signal.SIGTERM) is _terminate, current_without_devices()
+                if signal.SIGTERM in seen and ours and hosts.count > 1 and not _handled.wait(HANDLER_S):
+                    _leave_after_sigterm(hosts.last_phase)
+
+    threading.Thread(target=watch, name="lockstep-signals", daemon=True).start()
+
+
+def _leave_after_sigterm(phase: str) -> NoReturn:
+    """Print that SIGTERM came in ``phase``, and end this process, and with it the job."""
+    hosts = current_without_devices()
+    code = TERMINATED
+    text = f"was asked to end (SIGTERM) in phase {phase!r}"
+    print(f"lockstep: process {hosts.index} of {hosts.count} {text}", file=sys.stderr, flush=True)
+    leave(hosts, code, text, peers=code)

@@ -1,0 +1,73 @@
+"""How run_main ends a process."""
+
+import sys
+
+import pytest
+
+from lockstep.errors import CapacityError, ConfigError, HbmError, PeerError, PromptError
+from lockstep.hosts import run_main
+
+
+def fail(error: BaseException) -> None:
+    raise error
+
+
+@pytest.mark.parametrize(
+    ("main", "code", "shown", "stack"),
+    [
+        (lambda: None, 0, "", False),
+        (lambda: 3, 3, "", False),
+        (lambda: fail(ConfigError("page_size is 0")), 1, "error: page_size is 0\n", False),
+        (lambda: fail(OSError("disk")), 1, "OSError: disk\n", True),
+        (lambda: sys.exit(4), 4, "", False),
+        (lambda: sys.exit("what to do"), 1, "what to do\n", False),
+        (lambda: sys.exit(), 0, "", False),
+        (lambda: fail(KeyboardInterrupt()), 130, "", False),
+    ],
+)
+def test_run_main(capsys, main, code, shown, stack):
+    if code == 0:
+        run_main(main)
+    else:
+        with pytest.raises(SystemExit) as caught:
+            run_main(main)
+        assert caught.value.code == code
+    printed = capsys.readouterr().err
+    assert printed.endswith(shown) and ("Traceback" in printed) == stack
+
+
+def peer_error(cause: Exception) -> PeerError:
+    error = PeerError("'prepare' failed on process 0: " + str(cause))
+    error.__cause__ = cause
+    return error
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ConfigError("page_size is 0"),
+        PromptError("prompt 3 is empty"),
+        CapacityError("a request of 900 tokens never fits"),
+        HbmError("the train step needs 99 GiB"),
+        peer_error(ConfigError("page_size is 0")),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+@pytest.mark.parametrize("debug", [False, True])
+def test_what_a_user_can_mend_has_its_stack_only_for_debugging(capsys, error, debug):
+    with pytest.raises(SystemExit) as caught:
+        run_main(lambda: fail(error), debug=debug)
+    assert caught.value.code == 1
+    printed = capsys.readouterr().err
+    text = error.__cause__ or error
+    assert printed.endswith(f"error: {text}\n") and ("in fail" in printed) == debug
+    assert ("Traceback" in printed) == debug
+
+
+@pytest.mark.parametrize("debug", [False, True])
+def test_what_nobody_foresaw_always_has_its_stack(capsys, debug):
+    with pytest.raises(SystemExit):
+        run_main(lambda: fail(peer_error(KeyError("oops"))), debug=debug)
+    printed = capsys.readouterr().err
+    assert "KeyError: 'oops'" in printed and printed.splitlines()[-1].startswith("error: 'prepare' failed")
+    assert ("lockstep.errors.PeerError" in printed) == debug
