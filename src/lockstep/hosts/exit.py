@@ -26,7 +26,7 @@ from lockstep.hosts.peers import announce_exit, end_process, failure_is_announce
 from lockstep.printable import printable
 
 USER_ERRORS = (ConfigError, PromptError, CapacityError, CompilerError)
-"""What a user can mend: printed without a stack."""
+"""Errors that a user can mend, printed without a stack."""
 
 
 def end_job_on_uncaught_errors(hosts: Hosts) -> Callable[[], None]:
