@@ -47,22 +47,21 @@ AXES = {name: " ".join(axis for axis in haliax_axes(name) if axis != "layer") fo
 """The axes that the decoder wants of each weight, without the layer, by Levanter's names."""
 AXES["o"] = AXES["o"].replace("kv_head q_heads_per_group", "heads")  # the one weight with flattened heads
 
-
 NOT_COMPUTED = {
-    "SnowballLMHeadModel": "gated norms, exclusive self-attention with a gate for each head, layers without rotary "
-    "embeddings, a router whose bias chooses experts but does not weigh them, and a shared expert",
+    "SnowballLMHeadModel": "gated norms, exclusive self-attention with gated heads, layers without rotary embeddings, "
+    "a router whose bias chooses experts but does not weigh them, and a shared expert",
 }
 """The parts of the architectures of other classes that the decoder lacks."""
 
 
 @register_reader(LmHeadModel)
 def _refuse(model: Any) -> tuple[LlamaConfig, DecoderWeights]:
-    supported = sorted(cls.__name__ for cls in registered_classes() if cls.__module__.startswith("levanter.models."))
-    supported.remove(LmHeadModel.__name__)
-    needs = NOT_COMPUTED.get(type(model).__name__)
-    needs = "" if needs is None else f": it needs {needs}"
+    found = (cls for cls in registered_classes() if cls.__module__.startswith("levanter.models."))
+    supported = sorted(cls.__name__ for cls in found if cls is not LmHeadModel)
+    name = type(model).__name__
+    needs = f": it needs {NOT_COMPUTED[name]}" if name in NOT_COMPUTED else ""
     raise UnreadableModelError(
-        f"Levanter's {type(model).__name__} cannot be read{needs}; supported are {', '.join(supported)} and their "
+        f"Levanter's {name} cannot be read{needs}; supported are {', '.join(supported)} and their "
         "subclasses. Train one of these, or register a reader for the class with lockstep.models.register_reader."
     )
 
@@ -167,11 +166,10 @@ def _read_apertus(model: Any) -> tuple[LlamaConfig, DecoderWeights]:
     weights = layers.norms(attn_norm="attention_layernorm", mlp_norm="feedforward_layernorm") | {
         "up": layers.weight(lambda layer: layer.mlp.up_proj, AXES["up"]),
         "down": layers.weight(lambda layer: layer.mlp.down_proj, AXES["down"]),
-        "xielu_p": layers.array(lambda layer: layer.mlp.act_fn.alpha_p, AXES["xielu_p"]),
-        "xielu_n": layers.array(lambda layer: layer.mlp.act_fn.alpha_n, AXES["xielu_n"]),
-        "xielu_beta": layers.array(lambda layer: layer.mlp.act_fn.beta, AXES["xielu_beta"]),
-        "xielu_eps": layers.array(lambda layer: layer.mlp.act_fn.eps, AXES["xielu_eps"]),
     }
+    scalars = {"xielu_p": "alpha_p", "xielu_n": "alpha_n", "xielu_beta": "beta", "xielu_eps": "eps"}
+    for name, own in scalars.items():
+        weights[name] = layers.array(operator.attrgetter(f"mlp.act_fn.{own}"), AXES[name])
     return _read(model, layers, weights, Variant(activation="xielu"))
 
 
