@@ -60,6 +60,7 @@ from lockstep.models.remat import RematPolicy as RematPolicy
 from lockstep.models.remat import recomputes_layers as recomputes_layers
 from lockstep.models.rope import Llama3Scaling as Llama3Scaling
 from lockstep.models.rope import RotaryConfig as RotaryConfig
+from lockstep.models.rope import YarnScaling as YarnScaling
 from lockstep.models.trainable import as_trainable as as_trainable
 from lockstep.models.trainable import layer_products as layer_products
 from lockstep.models.trainable import skeleton as skeleton

@@ -228,6 +228,12 @@ class LlamaConfig(ModelConfig):
                 "variant.wide_qk_norm is true and qk_norm is false: there is no norm. Set qk_norm to true."
             )
 
+        sliding = self.variant.sliding_rope
+        if sliding is not None and sliding.score_factor != self.rope.score_factor:
+            raise ConfigError(
+                f"rope scales attention scores by {self.rope.score_factor:.6g} and variant.sliding_rope by "
+                f"{sliding.score_factor:.6g}; it must be one factor for all layers. Give both the same yarn, or none."
+            )
         if self.rope.rotated(self.head_size) % 2 or self.rope.rotated(self.head_size) < 2:
             raise ConfigError(
                 f"rope.partial_rotary_factor {self.rope.partial_rotary_factor} of a head of {self.head_size} elements "
@@ -239,6 +245,12 @@ class LlamaConfig(ModelConfig):
         """The factor of the embedding; None for 1."""
         scale = self.variant.embed_scale
         return math.sqrt(self.hidden_dim) if scale == "sqrt_hidden_dim" else scale
+
+    @property
+    def attention_scale(self) -> float | None:
+        """The factor of attention scores, with that of the rotary scaling; None for ``head_size ** -0.5``."""
+        scale, factor = self.variant.attention_scale, self.rope.score_factor
+        return scale if factor == 1 else (scale or self.head_size**-0.5) * factor
 
     @property
     def layer_types(self) -> tuple[LayerType, ...] | None:

@@ -76,7 +76,7 @@ class LlamaAttention(eqx.Module):
         Returns:
             The attended values, with the axes of ``x``.
         """
-        ax, variant = LlamaAxes.of(self.config), self.config.variant
+        ax = LlamaAxes.of(self.config)
         q = _add(linear(x, self.q, ax.Embed), self.q_bias)
         k = _add(linear(x, self.k, ax.Embed), self.k_bias)
         v = _add(linear(x, self.v, ax.Embed), self.v_bias)
@@ -84,7 +84,7 @@ class LlamaAttention(eqx.Module):
         q, k = rms_norm(q, self.q_wide_norm, self.config), rms_norm(k, self.k_wide_norm, self.config)
         angles = angles if layer_kind is None else angles["layer_kind", layer_kind]
         q, k = rotate(q, angles, ax.HeadSize), rotate(k, angles, ax.HeadSize)
-        q = hax.named(block.scale_queries(q.array, variant.attention_scale), q.axes)
+        q = hax.named(block.scale_queries(q.array, self.config.attention_scale), q.axes)
         q, k, v = (hax.auto_sharded(each) for each in (q, k, v))
         attended = self._attend(q, k, v, segment_ids, layer_kind)
         return linear(attended, self.o, (ax.KVHead, ax.Group, ax.HeadSize)).rearrange(x.axes)

@@ -51,7 +51,7 @@ def settings_of(config: LlamaConfig) -> Settings:
         "epsilon": np.float32(config.layer_norm_epsilon),
         "norm_offset": np.float32(variant.norm_offset),
         "embed_scale": np.float32(config.embed_scale or 1.0),
-        "attention_scale": np.float32(variant.attention_scale or config.head_size**-0.5),
+        "attention_scale": np.float32(config.attention_scale or config.head_size**-0.5),
         "attention_cap": np.float32(variant.attention_soft_cap or 0.0),  # 0 for none
         "logit_cap": np.float32(variant.logit_soft_cap or 0.0),
         "activation": np.int32(ACTIVATIONS.index(variant.activation) if known else 0),

@@ -48,6 +48,68 @@ class Llama3Scaling:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class YarnScaling:
+    """Rotary frequency scaling of YaRN (Peng et al. 2023, https://arxiv.org/abs/2309.00071, section 3.4), of gpt-oss.
+
+    Pairs that turn more than ``beta_fast`` times within the original context are kept, those that turn less than
+    ``beta_slow`` times are slowed by ``factor``, and those between are blended.
+
+    Example:
+        >>> round(lockstep.models.YarnScaling(factor=32.0).attention_factor, 4)
+        1.3466
+    """
+
+    factor: float = 32.0
+    """The divisor of low frequencies; at least 1."""
+    beta_fast: float = 32.0
+    """The turns above which a pair is kept."""
+    beta_slow: float = 1.0
+    """The turns below which a pair is slowed in full."""
+    truncate: bool = True
+    """Whether the two bounds are rounded to whole pairs, outwards; gpt-oss does not."""
+    original_max_position_embeddings: int = 4096
+    """The context length in tokens before it was extended."""
+
+    def __post_init__(self) -> None:
+        _at_least("rope.yarn.factor", self.factor, 1, "gpt-oss uses 32.")
+        _at_least(
+            "rope.yarn.original_max_position_embeddings", self.original_max_position_embeddings, 1, "gpt-oss uses 4096."
+        )
+        if not 0 < self.beta_slow < self.beta_fast:
+            raise ConfigError(
+                f"rope.yarn.beta_slow is {self.beta_slow} and rope.yarn.beta_fast is {self.beta_fast}; it must hold "
+                "that 0 < beta_slow < beta_fast. gpt-oss uses 1 and 32."
+            )
+
+    @property
+    def attention_factor(self) -> float:
+        """The factor of rotated queries, and of rotated keys: ``0.1 ln(factor) + 1`` (the paper's equation 22)."""
+        return 0.1 * math.log(self.factor) + 1.0
+
+    def scale(self, frequencies: Float[np.ndarray, " half_head"], theta: float) -> Float[np.ndarray, " half_head"]:
+        """The scaled frequencies.
+
+        Args:
+            frequencies: The frequencies of a model that is not scaled, in radians per token.
+            theta: The base of the wavelengths.
+        """
+        pairs = len(frequencies)
+
+        def pair(turns: float) -> float:
+            """The pair, with a fraction, that turns so often within the original context."""
+            wavelength = self.original_max_position_embeddings / turns
+            return pairs * math.log(wavelength / (2 * math.pi)) / math.log(theta)
+
+        first, last = pair(self.beta_fast), pair(self.beta_slow)
+        if self.truncate:
+            first, last = math.floor(first), math.ceil(last)
+        first, last = max(first, 0), min(last, 2 * pairs - 1)
+        last += 0.001 * (first == last)
+        slowed = np.clip((np.arange(pairs, dtype=np.float32) - np.float32(first)) / np.float32(last - first), 0, 1)
+        return (frequencies / np.float32(self.factor) * slowed + frequencies * (1 - slowed)).astype(np.float32)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class RotaryConfig:
     """Rotary position embeddings (Su et al. 2021, https://arxiv.org/abs/2104.09864), half-split as in Hugging Face.
 
@@ -59,7 +121,9 @@ class RotaryConfig:
     theta: float = 10000.0
     """The base of the wavelengths."""
     scaling: Llama3Scaling | None = None
-    """The frequency scaling. Null for none."""
+    """The frequency scaling of Llama 3.1. Null for none."""
+    yarn: YarnScaling | None = None
+    """The frequency scaling of YaRN. Null for none."""
     linear_factor: float = 1.0
     """The divisor of positions, "linear" scaling in Hugging Face; at least 1. Gemma 3 has 8 in its larger models."""
     partial_rotary_factor: float = 1.0
@@ -77,10 +141,25 @@ class RotaryConfig:
                 f"rope.linear_factor is {self.linear_factor} and rope.scaling is set; no model has both. Set "
                 "linear_factor to 1, or scaling to null."
             )
+        if self.yarn is not None and (self.scaling is not None or self.linear_factor != 1):
+            raise ConfigError(
+                "rope.yarn is set, and rope.scaling or rope.linear_factor too; no model has both. Set scaling to null "
+                "and linear_factor to 1, or yarn to null."
+            )
+        if self.yarn is not None and self.partial_rotary_factor != 1:
+            raise ConfigError(
+                f"rope.yarn is set and rope.partial_rotary_factor is {self.partial_rotary_factor}; YaRN scales the "
+                "scores of whole heads here. Set partial_rotary_factor to 1, or yarn to null."
+            )
         if not (self.theta > 1 and math.isfinite(self.theta)):
             raise ConfigError(
                 f"rope.theta is {self.theta}; it must be finite and greater than 1. Llama 2 uses 10000, Llama 3 500000."
             )
+
+    @property
+    def score_factor(self) -> float:
+        """The factor of attention scores that comes with the scaling."""
+        return 1.0 if self.yarn is None else self.yarn.attention_factor**2
 
     def rotated(self, head_size: int) -> int:
         """The number of elements of a head that are rotated, in pairs."""
@@ -99,6 +178,8 @@ class RotaryConfig:
         size, scaling = self.rotated(head_size), self.scaling
         exponents = np.arange(0, size, 2, dtype=np.float32) / np.float32(size)
         frequencies = np.float32(1.0) / np.float32(self.theta) ** exponents
+        if self.yarn is not None:
+            return self.yarn.scale(frequencies, self.theta)
         if scaling is None:
             return frequencies / np.float32(self.linear_factor)
         context = scaling.original_max_position_embeddings
@@ -127,6 +208,8 @@ def rope_from_hf(hf: Mapping[str, Any]) -> RotaryConfig:
         return RotaryConfig(**common)
     if kind == "linear":
         return RotaryConfig(**common, linear_factor=required(parameters, "factor"))
+    if kind == "yarn":
+        return RotaryConfig(**common, yarn=_yarn_from_hf(parameters, hf))
     if kind != "llama3":
         # longrope scales the angles' cosines and sines at any length.
         remove = (
@@ -138,17 +221,38 @@ def rope_from_hf(hf: Mapping[str, Any]) -> RotaryConfig:
             )
         )
         raise ConfigError(
-            f"the checkpoint has rope type {kind!r}; lockstep computes 'default', 'linear' and 'llama3'. Choose "
-            f"another checkpoint{remove}."
+            f"the checkpoint has rope type {kind!r}; lockstep computes 'default', 'linear', 'llama3' and 'yarn'. "
+            f"Choose another checkpoint{remove}."
         )
     keys = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
     return RotaryConfig(**common, scaling=Llama3Scaling(**{key: required(parameters, key) for key in keys}))
+
+
+def _yarn_from_hf(parameters: Mapping[str, Any], hf: Mapping[str, Any]) -> YarnScaling:
+    yarn = YarnScaling(
+        factor=required(parameters, "factor"),
+        beta_fast=parameters.get("beta_fast") or 32.0,
+        beta_slow=parameters.get("beta_slow") or 1.0,
+        truncate=parameters.get("truncate", True),
+        original_max_position_embeddings=parameters.get("original_max_position_embeddings")
+        or required(hf, "max_position_embeddings"),
+    )
+    given = parameters.get("attention_factor")
+    other = [key for key in ("mscale", "mscale_all_dim") if parameters.get(key)]
+    if other or not (given is None or math.isclose(given, yarn.attention_factor, rel_tol=1e-6)):
+        raise ConfigError(
+            f"the checkpoint's rope parameters have {', '.join(other) or f'attention_factor {given}'}; lockstep "
+            f"computes YaRN's own attention factor only, {yarn.attention_factor:.6g} here. Choose another checkpoint."
+        )
+    return yarn
 
 
 def rope_to_hf(rope: RotaryConfig) -> dict[str, Any] | None:
     """The ``rope_scaling`` of a ``config.json``; None for none."""
     if rope.linear_factor != 1:
         return {"rope_type": "linear", "factor": rope.linear_factor}
+    if rope.yarn is not None:
+        return {"rope_type": "yarn", **dataclasses.asdict(rope.yarn)}
     if rope.scaling is None:
         return None
     return {

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from lockstep.errors import ConfigError
-from lockstep.models import Llama3Scaling, LlamaConfig, RotaryConfig, rotary_frequencies
+from lockstep.models import Llama3Scaling, LlamaConfig, RotaryConfig, Variant, YarnScaling, rotary_frequencies
+from lockstep.models.rope import rope_from_hf, rope_to_hf
 
 SMALL: dict[str, Any] = {"hidden_dim": 32, "num_heads": 4, "num_kv_heads": 2}
 
@@ -57,3 +58,51 @@ def test_a_part_of_a_head_has_the_frequencies_of_a_head_of_its_size() -> None:
         RotaryConfig(partial_rotary_factor=1.5)
     with pytest.raises(ConfigError, match=r"partial_rotary_factor 0\.4 of a head of 8 elements rotates 3; .*pairs"):
         LlamaConfig(**SMALL, rope=RotaryConfig(partial_rotary_factor=0.4))
+
+
+YARN_OF_TRANSFORMERS = {  # transformers 5.12.1, ROPE_INIT_FUNCTIONS["yarn"], theta 150000
+    YarnScaling(truncate=False): (
+        64, {0: 1, 8: 0.05081327, 9: 0.0317057, 17: 1.293187e-4, 31: 3.023511e-7}, 1.34657359,
+    ),
+    YarnScaling(factor=4.0, original_max_position_embeddings=2048): (
+        64, {6: 0.1070244, 7: 0.06821372, 16: 6.454972e-4, 17: 4.447762e-4, 31: 2.418809e-6}, 1.138629436,
+    ),
+    YarnScaling(factor=8.0, beta_fast=4.0, original_max_position_embeddings=64): (
+        16, {0: 1, 1: 0.1267976, 2: 0.006351659, 3: 0.001431778, 7: 3.696836e-6}, 1.207944154,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("yarn", YARN_OF_TRANSFORMERS, ids=lambda yarn: f"factor{yarn.factor:g}")
+def test_yarn_is_that_of_transformers(yarn: YarnScaling) -> None:
+    size, some, factor = YARN_OF_TRANSFORMERS[yarn]
+    rope = RotaryConfig(theta=150000.0, yarn=yarn)
+    frequencies = rope.frequencies(size)
+    assert frequencies.dtype == np.float32
+    np.testing.assert_allclose([frequencies[pair] for pair in some], list(some.values()), rtol=1e-6)
+    assert yarn.attention_factor == pytest.approx(factor, rel=1e-8)
+    config = LlamaConfig(**SMALL, rope=rope, variant=Variant(attention_scale=0.5))
+    assert config.attention_scale == pytest.approx(0.5 * factor**2, rel=1e-8)
+    written = rope_to_hf(rope)
+    assert rope_from_hf({"rope_theta": 150000.0, "rope_scaling": written}) == rope
+
+
+def test_yarn_that_cannot_be_computed_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"rope\.yarn\.beta_slow is 32\.0 and rope\.yarn\.beta_fast is 32\.0"):
+        YarnScaling(beta_slow=32.0)
+    with pytest.raises(ConfigError, match=r"rope\.yarn\.factor is 0\.5; it must be at least 1"):
+        YarnScaling(factor=0.5)
+    with pytest.raises(ConfigError, match=r"rope\.yarn\.original_max_position_embeddings is 0"):
+        YarnScaling(original_max_position_embeddings=0)
+    with pytest.raises(ConfigError, match=r"rope\.yarn is set, and rope\.scaling or rope\.linear_factor too"):
+        RotaryConfig(yarn=YarnScaling(), linear_factor=2.0)
+    with pytest.raises(ConfigError, match=r"rope\.yarn is set and rope\.partial_rotary_factor is 0\.5"):
+        RotaryConfig(yarn=YarnScaling(), partial_rotary_factor=0.5)
+    sliding = Variant(sliding_window=4, full_attention_every=2, sliding_rope=RotaryConfig())
+    with pytest.raises(ConfigError, match=r"rope scales attention scores by 1\.8\d+ and variant\.sliding_rope by 1;"):
+        LlamaConfig(**SMALL, rope=RotaryConfig(yarn=YarnScaling()), variant=sliding)
+    hf = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+    with pytest.raises(ConfigError, match=r"rope parameters have attention_factor 2\.0; .*1\.13863 here"):
+        rope_from_hf({"rope_parameters": {**hf, "attention_factor": 2.0}})
+    with pytest.raises(ConfigError, match=r"rope parameters have mscale, mscale_all_dim"):
+        rope_from_hf({"rope_parameters": {**hf, "mscale": 1.0, "mscale_all_dim": 1.0}})

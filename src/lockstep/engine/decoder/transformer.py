@@ -274,7 +274,7 @@ class Transformer:
         q = block.rotate(q, *(each[:, :, None, None] for each in angles))
         k = block.rotate(k, *(each[:, :, None] for each in angles))
         kv = jnp.stack([k, v], axis=3).reshape(*k.shape[:2], -1, k.shape[-1])
-        return block.scale_queries(q, self.config.variant.attention_scale), kv
+        return block.scale_queries(q, self.config.attention_scale), kv
 
     def _mlp(self, w: LayerWeights, h: Array, index: Array, valid: Array) -> Array:
         """Returns this device's part of what the MLP answers, or of the sum of the experts that each token is given to.

@@ -298,8 +298,8 @@ def test_a_model_is_stored_as_the_first_family_that_loses_nothing() -> None:
         ({"attention_bias": True}, r"attention_bias: true"),
         ({"mlp_bias": True}, r"mlp_bias: true"),
         (
-            {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}},
-            r"rope type 'yarn'; .*'default', 'linear' and 'llama3'",
+            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4}},
+            r"rope type 'dynamic'; .*'default', 'linear', 'llama3' and 'yarn'",
         ),
         ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, r"has no factor; .*Found keys: rope_theta"),
         ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor 0\.5"),
@@ -315,7 +315,7 @@ def test_what_lockstep_does_not_compute_is_refused_by_name(change: dict[str, Any
 @pytest.mark.parametrize("kind", ["longrope", "su"])
 def test_longrope_is_refused_by_name(kind: str) -> None:
     longrope = {"type": kind, "short_factor": [1.0], "long_factor": [2.0]}
-    with pytest.raises(ConfigError, match=rf"rope type '{kind}'; .*'llama3'\. Choose another checkpoint\.$"):
+    with pytest.raises(ConfigError, match=rf"rope type '{kind}'; .*'yarn'\. Choose another checkpoint\.$"):
         config_from_hf(hf("phi3", rope_parameters=None, rope_scaling=longrope))
 
 
