@@ -140,20 +140,22 @@ def broken(source: bytes, change: Mutant) -> bytes | None:
     return None
 
 
-def chosen(tree: Path, count: int, seed: int, rooms: list[str], places: list[str]) -> list[Mutant]:
-    """Return one change on each of ``count`` random lines, or on every line of ``places``, as ``path:line``."""
+def chosen(tree: Path, lines: range, seed: int, rooms: list[str], places: list[str]) -> list[Mutant]:
+    """Return one change on each random line whose place in the order is in ``lines``, or every change of each of
+    ``places``, as ``path:line``.
+    """
     by_line = collections.defaultdict(list)
     for room in rooms:
         for path in sorted((tree / PACKAGE / room).rglob("*.py")):
             for mutant in mutants(path.relative_to(tree).as_posix(), path.read_bytes()):
                 by_line[f"{mutant.path}:{mutant.line}"].append(mutant)
     pick = random.Random(seed)
-    lines = pick.sample(sorted(by_line), len(by_line))
+    order = pick.sample(sorted(by_line), len(by_line))
     changes = (change for place in places for change in by_line[place])
     if not places:
-        changes = (pick.choice(by_line[line]) for line in lines)
+        changes = (pick.choice(by_line[line]) for line in order)
     good = (change for change in changes if broken((tree / change.path).read_bytes(), change) is not None)
-    return list(good if places else itertools.islice(good, count))
+    return list(good if places else itertools.islice(good, lines.start, lines.stop))
 
 
 def own_test(path: str) -> str:
@@ -280,6 +282,7 @@ def main() -> None:
         "places", nargs="*", metavar="PATH:LINE", help="break these lines in every way, not random ones"
     )
     parser.add_argument("--count", type=int, default=100, help="how many lines (100)")
+    parser.add_argument("--skip", type=int, default=0, help="go on after this many of them, which an earlier run broke")
     parser.add_argument("--seed", type=int, default=0, help="which ones (0)")
     parser.add_argument("--rooms", nargs="+", default=list(ROOMS), choices=list(ROOMS))
     parser.add_argument("--limit_s", type=float, default=900, help="tests that take longer have noticed (900 s each)")
@@ -288,7 +291,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="mutate-") as folder:
         tree = Path(folder)
         copy_tree(tree)
-        changes = chosen(tree, options.count, options.seed, options.rooms, options.places)
+        changes = chosen(tree, range(options.skip, options.count), options.seed, options.rooms, options.places)
         own = {each.path: own_test(each.path) for each in changes}
         own = {path: test for path, test in own.items() if (tree / test).is_file()}
         tests = sorted({*own.values()}.union(*(ROOMS[room] for room in options.rooms)))
@@ -296,7 +299,7 @@ def main() -> None:
         if not passes(tree, tests, len(tests) * options.limit_s, Reached):
             raise SystemExit(f"tests fail before anything is broken:\n{(tree / 'tmp/log').read_text()[-4000:]}")
         reached = json.loads((tree / REACHED).read_text())
-        for number, change in enumerate(changes, 1):
+        for number, change in enumerate(changes, options.skip + 1):
             file = tree / change.path
             whole = file.read_bytes()
             steps = [[own[change.path]]] * (change.path in own) + [others_of(tree, change, reached)]
