@@ -124,7 +124,8 @@ def test_what_is_made_of_all_values(directory, example):
         lambda place: st.tuples(
             st.just(OWN[place]),
             documents(
-                [None, [[[None], None], [[SHARED[place]], None], [[digest_of({"b": "c"})], None], [[None], None]]]
+                [None, [[[None], None], [[SHARED[place]], None], [[digest_of({"b": "c"})], None], [[None], None]]],
+                [None, [[[None], None], ["iAQAAAAIAAAA=", None], [[digest_of({"b": "c"})], None], [[None], None]]],
             ),
         )
     )

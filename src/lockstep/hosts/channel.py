@@ -1,5 +1,7 @@
 """Posting values and waiting for every process, with deadlines, errors that name who is missing, and no keys left."""
 
+import array
+import binascii
 import contextlib
 import json
 from collections.abc import Callable, Sequence
@@ -8,6 +10,7 @@ from typing import Any
 from lockstep.errors import HostError, HostTimeoutError
 from lockstep.hosts._client import Client
 from lockstep.hosts.heartbeat import Heartbeat, heartbeats, longest_silent
+from lockstep.json_text import typed
 from lockstep.printable import printable
 
 CHUNK_BYTES = 32 << 20
@@ -21,6 +24,11 @@ COMBINED = "all"
 """The last part of the key of what the process with the service makes of all values of an exchange."""
 UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
 """The errors of a value that is none of an exchange."""
+_INTEGERS = ("i", "q")
+"""The types of arrays of integers that travel as one text."""
+
+type Column = tuple[list[Any] | array.array[int], list[int] | None]
+"""One value of each process: each different value once, and which of them each process has; see `columns`."""
 
 
 class Channel:
@@ -201,3 +209,79 @@ class Channel:
         if elsewhere:
             text += f"Their last wait: {', '.join(elsewhere)}. "
         return text
+
+
+def columns(rows: Sequence[Sequence[object]]) -> list[Column]:
+    """Return rows by column: each different value once, and which of them each row has.
+
+    None in place of the latter: all have the same, or each its own, and such numbers are one text (`_packed`). An
+    exchange sends it to every process where all need what each has posted.
+
+    Args:
+        rows: A list of JSON values for each process, all of the same length.
+    """
+    found: list[Column] = []
+    for column in zip(*rows, strict=True):
+        numbers: dict[object, int] = {}
+        values: list[object] = []
+        which = []
+        for value in column:
+            # Of numbers and texts themselves, and of what they are: 1 and True are equal.
+            key = (type(value), value) if type(value) in (int, str, bool) else json.dumps(value)
+            number = numbers.setdefault(key, len(numbers))
+            if number == len(values):
+                values.append(value)
+            which.append(number)
+        plain = len(values) in (1, len(which))
+        found.append((_packed(values) if plain else values, None if plain else which))
+    return found
+
+
+def _packed(values: list[Any]) -> list[Any] | str:
+    """Integers, one of each process, as a text: a thousand processes read it in a third of the time of a JSON list."""
+    if len(values) == 1 or set(map(type, values)) != {int}:
+        return values
+    for kind in _INTEGERS:
+        with contextlib.suppress(OverflowError):
+            return kind + binascii.b2a_base64(array.array(kind, values), newline=False).decode()
+    return values
+
+
+def read_columns(found: Any, number: int, count: int) -> list[Column]:
+    """Return what another process has made by `columns`; ValueError or TypeError for what it cannot be.
+
+    Args:
+        found: A JSON value.
+        number: The number of columns.
+        count: The number of processes.
+    """
+    read: list[Column] = []
+    for values, which in found:
+        if type(values) is str and which is None and values[:1] in _INTEGERS:
+            text, values = values, array.array(values[0])
+            values.frombytes(binascii.a2b_base64(text[1:], strict_mode=True))
+        elif type(values) is not list:
+            raise TypeError("no column")
+        if which is None and len(values) not in (1, count):
+            raise TypeError("no column")
+        if which is not None:
+            typed(list[int], which)
+            if len(which) != count or min(which) < 0 or max(which) >= len(values):
+                raise ValueError("no column")
+        read.append((values, which))
+    if len(read) != number:
+        raise ValueError(f"{len(read)} columns")
+    return read
+
+
+def differs(column: Column) -> bool:
+    """Whether the processes have different values in a column of `columns`."""
+    return len(column[0]) > 1
+
+
+def spread(column: Column, count: int) -> list[Any]:
+    """Return the values of a column of `columns`, by process number."""
+    values, which = column
+    if which is None:
+        return values * count if len(values) == 1 else list(values)
+    return [values[number] for number in which]

@@ -5,12 +5,11 @@ import functools
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
 
 from lockstep.credentials import get_logger, without_credentials
 from lockstep.errors import DisagreementError, HostError, PeerError
 from lockstep.hosts._client import BarrierFailedError
-from lockstep.hosts.channel import Channel
+from lockstep.hosts.channel import Channel, Column, columns, differs, read_columns, spread
 from lockstep.hosts.fault import is_fault
 from lockstep.json_text import typed
 from lockstep.printable import printable
@@ -26,9 +25,6 @@ SHOWN_VALUES = 16
 ERROR_CHARACTERS = 2000
 """The longest error text that travels to the other processes."""
 _DONE, _FAILED = b"+", b"-"
-
-type Column = tuple[list[Any], list[int] | None]
-"""One value of each process: each different value once, and which of them each process has; see `columns`."""
 
 
 def digest(*parts: bytes | str) -> str:
@@ -96,58 +92,6 @@ def raise_if_different(
 def digest_of(values: Mapping[str, str]) -> str:
     """Return one digest of values to agree on, by name."""
     return digest(json.dumps(sorted(values.items())))
-
-
-def columns(rows: Sequence[Sequence[object]]) -> list[Column]:
-    """Return rows by column: each different value once, and which of them each row has.
-
-    None in place of the latter: all have the same, or each its own. An exchange sends it to every process where all
-    need what each has posted.
-
-    Args:
-        rows: A list of JSON values for each process, all of the same length.
-    """
-    found: list[Column] = []
-    for column in zip(*rows, strict=True):
-        numbers: dict[str, int] = {}
-        which = [numbers.setdefault(json.dumps(value), len(numbers)) for value in column]
-        plain = len(numbers) in (1, len(which))
-        found.append(([json.loads(text) for text in numbers], None if plain else which))
-    return found
-
-
-def read_columns(found: Any, number: int, count: int) -> list[Column]:
-    """Return what another process has made by `columns`; ValueError or TypeError for what it cannot be.
-
-    Args:
-        found: A JSON value.
-        number: The number of columns.
-        count: The number of processes.
-    """
-    read: list[Column] = [(values, which) for values, which in found]
-    for values, which in read:
-        if type(values) is not list or (which is None and len(values) not in (1, count)):
-            raise TypeError("no column")
-        if which is not None:
-            typed(list[int], which)
-            if len(which) != count or min(which) < 0 or max(which) >= len(values):
-                raise ValueError("no column")
-    if len(read) != number:
-        raise ValueError(f"{len(read)} columns")
-    return read
-
-
-def differs(column: Column) -> bool:
-    """Whether the processes have different values in a column of `columns`."""
-    return len(column[0]) > 1
-
-
-def spread(column: Column, count: int) -> list[Any]:
-    """Return the values of a column of `columns`, by process number."""
-    values, which = column
-    if which is None:
-        return values * count if len(values) == 1 else list(values)
-    return [values[number] for number in which]
 
 
 def broadcast(channel: Channel, key: str, value: bytes | None, timeout_s: float) -> bytes:

@@ -1,5 +1,6 @@
 """Values that are posted and read, and keys that are left."""
 
+import json
 import re
 import sys
 
@@ -8,6 +9,7 @@ import pytest
 from lockstep.errors import HostError, HostTimeoutError
 from lockstep.hosts import MemoryClient, heartbeat
 from lockstep.hosts import channel as channel_module
+from lockstep.hosts.channel import columns, read_columns, spread
 from tests.clock import Clock
 from tests.multiprocess.harness import run_threads
 
@@ -175,3 +177,31 @@ def test_bytes_of_an_exchange_do_not_grow_with_the_square_of_processes():
     _, *others = run_threads(body, 32)
     assert max(moved["set"] for moved in others) < 200
     assert max(moved["get"] for moved in others) < 200 + 32 * 10
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        [0, 1, 2],
+        [7, 7, 7],
+        [2**40, -1, 0],
+        [2**63, 1, 2],
+        [1, True, 0],
+        [1, 1.0, False],
+        [None, "i", 3],
+        [[1], [2], [3]],
+    ],
+)
+def test_columns_travel_as_they_are(values):
+    """Integers of each process's own as one text; 1, 1.0 and True stay what they are."""
+    rows = [[value, "same"] for value in values]
+    sent = json.loads(json.dumps(columns(rows)))
+    own, same = read_columns(sent, 2, 3)
+    assert list(map(repr, spread(own, 3))) == list(map(repr, values)) and spread(same, 3) == ["same"] * 3
+    assert (type(sent[0][0]) is str) == (values in ([0, 1, 2], [2**40, -1, 0]))
+
+
+@pytest.mark.parametrize("text", ["i", "iAAAAAAAAAAA=", "iAAAA", "i!", "d" + "A" * 32, "", "q" + "A" * 64])
+def test_a_text_that_is_no_column_is_refused(text):
+    with pytest.raises((ValueError, TypeError)):
+        read_columns([[text, None]], 1, 3)
