@@ -93,6 +93,33 @@ def test_where_weights_of_8_bits_are_widened_every_program_has_a_layer_of_them_m
     assert more > 0
 
 
+def test_what_a_prefill_and_a_decode_step_take_without_a_kernel() -> None:
+    """In float32: a row of a prefill has K and V of its context twice, scores, activations; so has a slot of decode."""
+    config = EngineConfig(dtype="float32")
+    sizes = Chooser(config=config, models=models_on(config), free=2**40).choose([request(0, 20, 30)]).sizes
+    sizes = dataclasses.replace(sizes, prefill_rows=3, slots=5, steps=7, pages_per_sequence=2, page_size=16)
+    found = MemoryModel(models_on(config)[{"tensor": 1}]).temporaries(sizes)
+    kv = 2 * LLAMA.num_kv_heads * LLAMA.head_size * 4
+    activations = 4 * (6 * LLAMA.hidden_dim + 3 * LLAMA.intermediate_dim)
+    scores = 3 * LLAMA.num_heads * 32 * 4  # of a token, all positions of two pages
+    assert found["prefill"] == 3 * (2 * 32 * kv + 16 * scores + 16 * activations)
+    logits = 4 * 5 * 4 * models_on(config)[{"tensor": 1}].weights.embed.shape[0]
+    assert found["decode"] == logits + 5 * (32 * LLAMA.num_layers * kv + scores + 8 * 7 + activations)
+
+
+def test_fit_has_the_least_that_is_asked_for() -> None:
+    wanted = capacity_of(slots=100, sequences=100, pages=101, pages_per_sequence=1, prefill_rows=8)
+    demand = Demand.of([request(0, 1, 1, n_generations=100)], 2)
+    least = dataclasses.replace(wanted.with_slots(1), pages=50, prefill_rows=1)
+
+    def bytes_of(sizes: Capacity) -> Footprint:
+        return Footprint(weights=0, pool=sizes.pages, reshard=0, temporaries=0)
+
+    assert fit(wanted, demand, bytes_of, 49, least) is None and fit(wanted, demand, bytes_of, 49) is not None
+    got = fit(wanted, demand, bytes_of, 51, least)
+    assert got is not None and got.pages == 51
+
+
 def test_fit_is_the_best_of_all_slots_and_pages() -> None:
     config = EngineConfig(page_size=8, max_prefill_size=8)
     demand = Demand.of([request(0, 40, 8), *(request(i, 5, 4) for i in range(1, 20))], 8)
