@@ -8,7 +8,7 @@ want=3.12
 venv=.venv
 extras=("${@:-dev}")
 # What the environment depends on; the directory too, since a moved environment is a broken one.
-key=$(printf '%s\n' "$PWD" | cat - pyproject.toml constraints.txt scripts/setup.sh | cksum)
+key=$(printf '%s\n' "$PWD" | cat - pyproject.toml hashes.txt scripts/setup.sh | cksum)
 
 is_wanted() { [ "$("$@" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)" = "$want" ]; }
 
@@ -64,16 +64,26 @@ echo "setup: installing the packages pinned in constraints.txt (about a minute)"
 has_pip() { $venv/bin/python -m pip --version >/dev/null 2>&1; }
 # uv takes a quarter of pip's time: 32 against 129 s for all extras, with nothing downloaded before.
 uv=$(command -v uv || true)
-if [ -z "$uv" ] && has_pip && $venv/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt uv; then
-  uv=$venv/bin/uv
+if [ -z "$uv" ] && has_pip; then
+  if $venv/bin/python -m pip install -qq --disable-pip-version-check --require-hashes --no-deps \
+    -r <(awk '/^uv==/ { found = 1 } found { print } found && !/\\$/ { exit }' hashes.txt); then
+    uv=$venv/bin/uv
+  fi
 fi
-if [ -n "$uv" ] && "$uv" pip install --quiet --python $venv/bin/python -c constraints.txt -e "$wanted"; then
+if [ -n "$uv" ] && "$uv" pip install --quiet --python $venv/bin/python -c hashes.txt -e "$wanted"; then
   :
 elif has_pip; then
-  # pip may have been told of an index or a certificate that uv does not know.
+  # pip may have been told of an index or a certificate that uv does not know. It takes no hashes beside -e, so what it
+  # would install is compared first; the second call finds the files in its cache.
   echo "setup: installing with pip instead of uv"
+  pip=($venv/bin/python -m pip install -qq --no-compile --disable-pip-version-check -c constraints.txt -e "$wanted")
+  if ! "${pip[@]}" --dry-run --ignore-installed --report - | $venv/bin/python scripts/check_hashes.py; then
+    echo "setup: nothing was installed: the files above are not those of hashes.txt, or pip says above what failed." >&2
+    echo "  Where your index has builds of its own, write their hashes: scripts/make_hashes.sh, then run this again." >&2
+    exit 1
+  fi
   # Python compiles what is used when it is first used; compiling all of it now takes half as long as the rest.
-  $venv/bin/python -m pip install -qq --no-compile --disable-pip-version-check -c constraints.txt -e "$wanted"
+  "${pip[@]}"
 else
   echo "setup: $venv has no pip, and uv is missing or failed (see above). Remove $venv and run the same command again." >&2
   exit 1

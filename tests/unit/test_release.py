@@ -2,6 +2,7 @@
 
 import functools
 import importlib.metadata
+import json
 import re
 import subprocess
 import sys
@@ -143,6 +144,38 @@ PINS = {
     canonicalize_name(name): version
     for name, _, version in (line.partition("==") for line in (ROOT / "constraints.txt").read_text().split())
 }
+
+
+def test_every_pin_has_the_hashes_of_its_files():
+    """And nothing else is in the file: no index, no address."""
+    known = (ROOT / "hashes.txt").read_text(encoding="utf-8")
+    pins = [pin.replace("\\\n", " ").split() for pin in re.split(r"\n(?! )", known.strip())]
+    assert {first for first, *_ in pins} == {f"{name}=={version}" for name, version in PINS.items()}
+    for first, *hashes in pins:
+        assert hashes and all(re.fullmatch("--hash=sha256:[0-9a-f]{64}", each) for each in hashes), first
+
+
+def test_pip_installs_known_files_alone(tmp_path):
+    """What pip reports is compared with hashes.txt, for pip takes no hashes beside an editable checkout."""
+    digest = re.search(r"^einops==(\S+).*\n.*sha256:(\w+)", (ROOT / "hashes.txt").read_text(), re.MULTILINE)
+
+    def check(name: str, version: str, found: str) -> subprocess.CompletedProcess[str]:
+        archive = {"archive_info": {"hashes": {"sha256": found}}}
+        checkout = {"metadata": {"name": "jax-lockstep", "version": "0"}, "download_info": {"dir_info": {}}}
+        report = {"install": [checkout, {"metadata": {"name": name, "version": version}, "download_info": archive}]}
+        command = [sys.executable, ROOT / "scripts" / "check_hashes.py"]
+        return subprocess.run(command, input=json.dumps(report), capture_output=True, text=True, cwd=tmp_path)
+
+    assert check("Einops", digest[1], digest[2]).returncode == 0
+    for name, version, found in (
+        ("einops", digest[1], "0" * 64),
+        ("einops", "0.0.1", digest[2]),
+        ("numpy", PINS["numpy"], digest[2]),
+    ):
+        done = check(name, version, found)
+        assert done.returncode == 1 and f"{name}=={version}: the file of this index has SHA-256 {found}" in done.stderr
+
+
 BESIDE = "marin-levanter[tpu]"
 """What is installed beside ours on a TPU where Levanter trains."""
 WANTED = [*PROJECT["optional-dependencies"], BESIDE]

@@ -21,6 +21,8 @@ from lockstep.launch.slices import slice_of
 from lockstep.launch.sync import make_archive
 
 CONSTRAINTS = "constraints.txt"
+IMAGE = "python:3.12@sha256:dd4fe98ab39f91e936f8e7e7a65a3ce59ecfb11e32f9a125b3132779920ba7f7"
+"""The default image: an index of every platform, as public repositories have pulled python:3.12 since 2026-08-13."""
 
 
 def add_gke_options(parser: argparse.ArgumentParser) -> None:
@@ -34,9 +36,9 @@ def add_gke_options(parser: argparse.ArgumentParser) -> None:
     add("--reservation", default="", metavar="NAME", help="with --capacity_type reserved: the reservation")
     add("--context", default="", help="the context of kubectl's configuration (default: the current one)")
     add("--namespace", default="", help="the namespace (default: the context's)")
-    add("--image", default="python:3.12",
-        help="the container image, with Bash, tar and Python (default python:3.12, whatever that is on the day; "
-        "python:3.12@sha256:... is one image for ever)")  # fmt: skip
+    add("--image", default=IMAGE,
+        help="the container image, with Bash, tar and Python (default: python:3.12 as it was in August 2026, by its "
+        "digest)")  # fmt: skip
     add("--privileged", action="store_true", help="privileged containers, as GKE before 1.28 wants them for TPUs")
     add("--setup", choices=("auto", "none"), default="auto",
         help="auto: install this checkout in every pod; none: the image has it")  # fmt: skip

@@ -120,7 +120,7 @@ class GoogleBackend(WorkerBackend):
         if (folder := self.setup_folder(options)) is not None:
             lines += [
                 shlex.join(setup_vm.build_command(setup_vm.ROOT, Path(folder))),
-                shlex.join(["cp", str(setup_vm.ROOT / "constraints.txt"), folder]),
+                shlex.join(["cp", str(setup_vm.ROOT / setup_vm.PINS), f"{folder}/constraints.txt"]),
                 f"cat > {shlex.quote(folder)}/setup.sh <<'EOF_SETUP'\n{self.setup_script(options)}EOF_SETUP",
             ]
         return lines, PasteTransport(pod, self._workers(options, machines, machines[0]))
@@ -159,11 +159,11 @@ class GoogleBackend(WorkerBackend):
         return setup_vm.script(version, setup_vm.wheel_path(setup_vm.ROOT, version).name, options.extras)
 
     def setup_files(self, options: argparse.Namespace) -> dict[str, bytes]:
-        """The wheel, and the versions of everything else."""
+        """The wheel, and versions and hashes of everything else."""
         if not self._installs(options):
             return {}
         path = setup_vm.build_wheel(setup_vm.ROOT, setup_vm.version_of())
-        return {path.name: path.read_bytes(), "constraints.txt": (setup_vm.ROOT / "constraints.txt").read_bytes()}
+        return {path.name: path.read_bytes(), "constraints.txt": (setup_vm.ROOT / setup_vm.PINS).read_bytes()}
 
     def setup_folder(self, options: argparse.Namespace) -> str | None:
         """The directory in which the commands of `plan` put the wheel, the constraints and the script."""

@@ -31,6 +31,8 @@ UV_HASHES: Final = (
 PYTHON_VERSION: Final = "3.12"
 EXTRAS: Final = "tpu,gcs,wandb,parquet"
 """The optional dependencies of a run whose configuration names a bucket, W&B and a dataset of the Hugging Face hub."""
+PINS: Final = "hashes.txt"
+"""The versions that are installed, with the hashes of their files, which uv compares."""
 HOME: Final = ".lockstep"
 """The directory below a machine's home in which versions are installed."""
 BUILD_S: Final = 600.0
@@ -173,7 +175,7 @@ def programs(version: Version) -> str:
     return f"~/{HOME}/versions/{version.name}/venv/bin"
 
 
-_INSTALLED: Final = ("src", "pyproject.toml", "README.md", "LICENSE", "constraints.txt")
+_INSTALLED: Final = ("src", "pyproject.toml", "README.md", "LICENSE", "constraints.txt", PINS)
 """The files that make a difference on a machine."""
 
 

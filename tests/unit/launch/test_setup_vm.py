@@ -149,5 +149,5 @@ def test_the_checkout_of_this_test_has_a_version():
     version = setup_vm.version_of()
     assert version.name.startswith(setup_vm._number(setup_vm.ROOT))
     files = setup_vm._files(setup_vm.ROOT)
-    assert "src/lockstep/launch/setup_vm.py" in files and "constraints.txt" in files
+    assert {"src/lockstep/launch/setup_vm.py", "constraints.txt", setup_vm.PINS} <= {*files}
     assert all(file.startswith("src/") or "/" not in file for file in files)
