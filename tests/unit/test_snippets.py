@@ -238,7 +238,7 @@ def test_the_head_of_a_configuration_says_how_it_is_launched(path, lines, monkey
         assert ROOT / options.command[options.command.index("--config_path") + 1] == path
         read_line(shlex.join(["python", *words]))
         if options.backend != "local":  # what the run reads on a worker is copied there
-            TpuVmBackend().plan(options)
+            TpuVmBackend().dry_run(options)
             needed = [path.relative_to(ROOT), *re.findall(r"^\w+: (data/\S+)", path.read_text(), re.MULTILINE)]
             assert all(any(Path(name).is_relative_to(each) for each in options.sync) for name in needed)
 

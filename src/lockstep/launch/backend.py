@@ -67,7 +67,7 @@ class WorkerBackend(abc.ABC):
 
     All methods take the options as parsed; for ``status``, ``logs``, ``stop`` and ``delete`` they come from the job's
     record, so that they must be plain JSON values. Options that do not fit together are refused (ConfigError) before
-    anything is done, by `plan` too; what the platform refuses is a `LaunchError`.
+    anything is done, by `dry_run` too; what the platform refuses is a `LaunchError`.
     """
 
     @abc.abstractmethod
@@ -79,7 +79,7 @@ class WorkerBackend(abc.ABC):
         return None
 
     @abc.abstractmethod
-    def plan(self, options: argparse.Namespace) -> tuple[list[str], Transport]:
+    def dry_run(self, options: argparse.Namespace) -> tuple[list[str], Transport]:
         """For ``--dry-run``: the shell commands of `acquire`, ready to paste, and the transport as it will be."""
 
     @abc.abstractmethod
@@ -102,7 +102,7 @@ class WorkerBackend(abc.ABC):
         return {}
 
     def setup_folder(self, options: argparse.Namespace) -> str | None:
-        """For ``--dry-run``: a local directory that the commands of `plan` fill with `setup_files` and ``setup.sh``."""
+        """For ``--dry-run``: a local directory that its commands fill with `setup_files` and ``setup.sh``."""
         return None
 
     def why_lost(self, options: argparse.Namespace) -> str | None:

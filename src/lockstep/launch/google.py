@@ -93,7 +93,7 @@ class GoogleBackend(WorkerBackend):
         """The name of the slice."""
         return str(options.tpu_name)
 
-    def plan(self, options: argparse.Namespace) -> tuple[list[str], Transport]:
+    def dry_run(self, options: argparse.Namespace) -> tuple[list[str], Transport]:
         """The commands that make the pod and bring the key, and the transport by gcloud's ssh."""
         self._check(options)
         pod = self.pod(options)
@@ -166,7 +166,7 @@ class GoogleBackend(WorkerBackend):
         return {path.name: path.read_bytes(), "constraints.txt": (setup_vm.ROOT / setup_vm.PINS).read_bytes()}
 
     def setup_folder(self, options: argparse.Namespace) -> str | None:
-        """The directory in which the commands of `plan` put the wheel, the constraints and the script."""
+        """The directory in which the commands of `dry_run` put the wheel, the constraints and the script."""
         version = setup_vm.version_of() if self._installs(options) else None
         return str(setup_vm.wheel_path(setup_vm.ROOT, version).parent) if version else None
 

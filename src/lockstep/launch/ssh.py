@@ -44,7 +44,7 @@ class Ssh(WorkerBackend):
         add("--port", type=int, default=8476, help="port of the coordination service on the first host (default 8476)")
         add("--venv", metavar="DIR", help="a virtual environment on the hosts whose programs are found first")
 
-    def plan(self, options: argparse.Namespace) -> tuple[list[str], SshTransport]:
+    def dry_run(self, options: argparse.Namespace) -> tuple[list[str], SshTransport]:
         """Nothing is created."""
         return [], self.find(options)
 

@@ -46,7 +46,7 @@ class WorkerJobs:
                 f"--retries {options.retries} with --no-foreground: the launcher must stay to start a job again. Leave "
                 "one of them out, and keep the launcher in a terminal multiplexer (tmux) where it must outlive yours."
             )
-        _, planned = self._backend.plan(options)
+        _, planned = self._backend.dry_run(options)
         check_process_count(options, planned)
         name = options.name or self._backend.default_name(options) or name_from_date()
         record = _continued(new_record(options, name))
@@ -159,7 +159,7 @@ class WorkerJobs:
         """Print the commands that create the workers, and what they amount to on each of them."""
         environment = job_environment(options)
         check_configuration(options.command, options.sync, options.workdir)
-        created, transport = self._backend.plan(options)
+        created, transport = self._backend.dry_run(options)
         check_process_count(options, transport)
         name = options.name or self._backend.default_name(options) or name_from_date()
         setup, folder = self._backend.setup_script(options), self._backend.setup_folder(options)

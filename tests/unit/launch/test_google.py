@@ -270,7 +270,7 @@ def test_wrong_options(words, text):
     backend = TpuVmBackend()
     options = parse(["--backend", "tpu-vm", *SLICE, *words, "--", "x"], BACKENDS)
     with pytest.raises(ConfigError) as caught:
-        backend.plan(options)
+        backend.dry_run(options)
     assert text in str(caught.value)
 
 
@@ -429,7 +429,7 @@ def test_what_dry_run_of_mig_prints_can_be_pasted(mig_laptop):
 def test_wrong_options_of_mig(words, text):
     options = parse([*MIG_SLICE, *words, "--", "x"], BACKENDS)
     with pytest.raises(ConfigError) as caught:
-        MigBackend().plan(options)
+        MigBackend().dry_run(options)
     assert text in str(caught.value)
 
 

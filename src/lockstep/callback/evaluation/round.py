@@ -133,7 +133,7 @@ def _too_slow(max_seconds: float, what: str) -> str:
 
 log = get_logger(__name__)
 
-type Report = Callable[[int, TaskResults | Exception], object]
+type OnResults = Callable[[int, TaskResults | Exception], object]
 """Takes what a round found after a step, or what failed after the hosts had gone on; called in the harness's thread."""
 
 
@@ -148,7 +148,7 @@ class TaskRounds:
         config: The settings of the tasks.
         engine: The capacities and the layout.
         tokenizer: A Hugging Face tokenizer.
-        report: What takes the results, on the leader.
+        on_results: What takes the results, on the leader.
         timeout_s: The seconds that a wait for other hosts or a device call may last.
         max_seconds: The seconds that a round may last where the configuration does not say.
     """
@@ -159,7 +159,7 @@ class TaskRounds:
         config: TasksConfig,
         engine: EngineConfig,
         tokenizer: "PreTrainedTokenizerBase",
-        report: Report,
+        on_results: OnResults,
         hosts: Hosts,
         timeout_s: float,
         max_seconds: float = math.inf,
@@ -171,7 +171,7 @@ class TaskRounds:
         """Rounds whose requests were all answered."""
         self.skipped_rounds = 0
         """Rounds that failed, or ran out of time, and were given up on every host."""
-        self._name, self._engine_config, self._tokenizer, self._report = name, engine, tokenizer, report
+        self._name, self._engine_config, self._tokenizer, self._on_results = name, engine, tokenizer, on_results
         self._hosts, self._timeout_s = hosts, timeout_s
         self._harness = Harness(config, tokenizer)
         self._thread: HarnessThread[TaskResults] | None = None
@@ -243,7 +243,7 @@ class TaskRounds:
         def done(result: TaskResults | None, error: Exception | None) -> None:
             found = error if result is None else result
             assert found is not None
-            self._report(step, found)
+            self._on_results(step, found)
 
         self._thread = HarnessThread(lambda ask: self._harness.run(ask, step, length), done)
         return self._thread

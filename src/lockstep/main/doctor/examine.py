@@ -25,7 +25,7 @@ from lockstep.main.doctor import collectives, device_speed
 from lockstep.main.doctor.collectives import CollectiveTime
 from lockstep.main.doctor.config import DoctorConfig, RunNeeds
 from lockstep.main.doctor.device_speed import DeviceSpeed, time_loops
-from lockstep.main.doctor.finding import BackgroundCheck, Finding, Report, attempt, failed, merge, wait_for_all
+from lockstep.main.doctor.finding import BackgroundCheck, Finding, Findings, attempt, failed, merge, wait_for_all
 from lockstep.main.doctor.job import (
     JoinResult,
     check_devices,
@@ -148,7 +148,7 @@ def _without_job(
     console: Console,
 ) -> int:
     """The report of a process that is in no job: what it knows by itself."""
-    report = Report(console, config.json)
+    report = Findings(console, config.json)
     report.add("machine", merge([machine]))
     report.add("job", merge([[joined.finding]]))
     report.add("reach", merge([wait_for_all(reaching, config.reach_s)]))
@@ -168,7 +168,7 @@ class _Examination:
 
     def __init__(self, config: DoctorConfig, needs: RunNeeds, hosts: Hosts, console: Console) -> None:
         self._config, self._needs, self._hosts = config, needs, hosts
-        self._report = Report(console, config.json) if hosts.is_leader else Report()
+        self._report = Findings(console, config.json) if hosts.is_leader else Findings()
 
     def run(self, machine: Sequence[Finding], joined: Finding, reaching: list[BackgroundCheck]) -> int:
         """Do the checks and return the exit code."""

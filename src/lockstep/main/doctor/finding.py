@@ -168,7 +168,7 @@ FORMAT: Final = 1
 _STYLES: Final = {"ok": "green", "warning": "yellow", "fix": "bold red"}
 
 
-class Report:
+class Findings:
     """The findings so far; the leader's shows them.
 
     Args:

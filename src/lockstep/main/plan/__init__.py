@@ -1,33 +1,23 @@
 """Plans: the memory and time of a configuration on a TPU slice, worked out with the TPU compiler and no TPU."""
 
-from lockstep.main.plan.alternatives import MeshCost, RematCost, mesh_costs, print_meshes, print_remat, remat_costs
-from lockstep.main.plan.cache import CompileCache, CompileProgress, default_directory
-from lockstep.main.plan.planner import Plan, make_plan
-from lockstep.main.plan.summary import as_json
-from lockstep.main.plan.table import print_plan
-from lockstep.main.plan.topology import Topology, known_names, topology
-from lockstep.main.plan.workload import Infeasibility, SamplingWorkload, TrainingWorkload, Workload, place_of
-
-__all__ = [
-    "CompileCache",
-    "CompileProgress",
-    "Plan",
-    "Infeasibility",
-    "MeshCost",
-    "RematCost",
-    "SamplingWorkload",
-    "Topology",
-    "TrainingWorkload",
-    "Workload",
-    "as_json",
-    "default_directory",
-    "known_names",
-    "make_plan",
-    "mesh_costs",
-    "place_of",
-    "print_meshes",
-    "print_plan",
-    "print_remat",
-    "remat_costs",
-    "topology",
-]
+from lockstep.main.plan.alternatives import MeshCost as MeshCost
+from lockstep.main.plan.alternatives import RematCost as RematCost
+from lockstep.main.plan.alternatives import mesh_costs as mesh_costs
+from lockstep.main.plan.alternatives import print_meshes as print_meshes
+from lockstep.main.plan.alternatives import print_remat as print_remat
+from lockstep.main.plan.alternatives import remat_costs as remat_costs
+from lockstep.main.plan.cache import CompileCache as CompileCache
+from lockstep.main.plan.cache import CompileProgress as CompileProgress
+from lockstep.main.plan.cache import default_directory as default_directory
+from lockstep.main.plan.planner import Plan as Plan
+from lockstep.main.plan.planner import make_plan as make_plan
+from lockstep.main.plan.summary import as_json as as_json
+from lockstep.main.plan.table import print_plan as print_plan
+from lockstep.main.plan.topology import Topology as Topology
+from lockstep.main.plan.topology import known_names as known_names
+from lockstep.main.plan.topology import topology as topology
+from lockstep.main.plan.workload import Infeasibility as Infeasibility
+from lockstep.main.plan.workload import SamplingWorkload as SamplingWorkload
+from lockstep.main.plan.workload import TrainingWorkload as TrainingWorkload
+from lockstep.main.plan.workload import Workload as Workload
+from lockstep.main.plan.workload import place_of as place_of

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from lockstep.errors import ConfigError
-from lockstep.main.doctor.finding import BackgroundCheck, Finding, Report, attempt, merge, wait_for_all
+from lockstep.main.doctor.finding import BackgroundCheck, Finding, Findings, attempt, merge, wait_for_all
 
 
 def test_what_all_have_is_one_line_without_names():
@@ -74,7 +74,7 @@ GOOD = Finding.ok("devices", "4 of cpu")
 
 def test_a_log_has_a_line_for_each_finding(tmp_path):
     out = io.StringIO()
-    report = Report(Console(file=out, width=40), tmp_path / "new" / "report.json")
+    report = Findings(Console(file=out, width=40), tmp_path / "new" / "report.json")
     report.begin()
     report.add("machine", merge([[FULL], []]), {"speed": 3})
     kept = json.loads((tmp_path / "new" / "report.json").read_text())
@@ -93,14 +93,14 @@ def test_a_log_has_a_line_for_each_finding(tmp_path):
 
 def test_a_terminal_gets_a_table():
     out = io.StringIO()
-    report = Report(Console(file=out, width=60, force_terminal=True, color_system=None))
+    report = Findings(Console(file=out, width=60, force_terminal=True, color_system=None))
     report.add("machine", merge([[FULL], []]))
     text = out.getvalue()
     assert "machine" in text and "[of]" in text and "process 0" in text and "Delete something." in text
 
 
 def test_without_a_fix_the_exit_code_is_0_and_nothing_is_shown_without_a_console():
-    report = Report()
+    report = Findings()
     report.add("job", merge([[GOOD, Finding.warning("mesh", "large")]]))
     assert report.finish() == 0
 
@@ -108,4 +108,4 @@ def test_without_a_fix_the_exit_code_is_0_and_nothing_is_shown_without_a_console
 def test_a_file_that_cannot_be_written_is_found_at_once(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"json is .*file/report\.json, which cannot be written: .* Choose another"):
-        Report(None, tmp_path / "file" / "report.json").begin()
+        Findings(None, tmp_path / "file" / "report.json").begin()
