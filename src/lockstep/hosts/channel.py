@@ -211,7 +211,7 @@ class Channel:
         return text
 
 
-def columns(rows: Sequence[Sequence[object]]) -> list[Column]:
+def columns(rows: Sequence[Sequence[object]]) -> list[tuple[list[Any] | str, list[int] | None]]:
     """Return rows by column: each different value once, and which of them each row has.
 
     None in place of the latter: all have the same, or each its own, and such numbers are one text (`_packed`). An
@@ -220,7 +220,7 @@ def columns(rows: Sequence[Sequence[object]]) -> list[Column]:
     Args:
         rows: A list of JSON values for each process, all of the same length.
     """
-    found: list[Column] = []
+    found: list[tuple[list[Any] | str, list[int] | None]] = []
     for column in zip(*rows, strict=True):
         numbers: dict[object, int] = {}
         values: list[object] = []
@@ -283,5 +283,5 @@ def spread(column: Column, count: int) -> list[Any]:
     """Return the values of a column of `columns`, by process number."""
     values, which = column
     if which is None:
-        return values * count if len(values) == 1 else list(values)
+        return list(values) * (count if len(values) == 1 else 1)
     return [values[number] for number in which]
