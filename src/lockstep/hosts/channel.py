@@ -226,7 +226,7 @@ def columns(rows: Sequence[Sequence[object]]) -> list[tuple[list[Any] | str, lis
         values: list[object] = []
         which = []
         for value in column:
-            # Of numbers and texts themselves, and of what they are: 1 and True are equal.
+            # Numbers and texts themselves, and what they are: 1 and True are equal.
             key = (type(value), value) if type(value) in (int, str, bool) else json.dumps(value)
             number = numbers.setdefault(key, len(numbers))
             if number == len(values):
