@@ -45,5 +45,5 @@ def kernel_on_cpu() -> Iterator[None]:
         patch.setattr(kernel, "pl", _Instead(pl, pallas_call=_pallas_call))
         patch.setattr(kernel, "pltpu", _Instead(pltpu, store=_store))
         patch.setattr(tpu_write, "pl", _Instead(pl, pallas_call=_pallas_call))
-        patch.setattr(select, "has_kernel", lambda device, head_size: True)
+        patch.setattr(select, "has_kernel", lambda device, heads: True)
         yield

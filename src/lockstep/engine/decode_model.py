@@ -284,9 +284,10 @@ def replicate_kv_heads(config: LlamaConfig, weights: DecoderWeights, tensor: int
         leaf, (_, *axes) = getattr(layers, name), WEIGHT_AXES[name]
         if leaf is None or "kv_head" not in axes:
             return leaf
-        axis, behind = axes.index("kv_head"), len(axes) - 1 - axes.index("head")
-        heads = (group, size) if "group" in axes else (size,)
-        assemble: Assemble = _Regroup(axis, group, size, behind) if "group" in axes else _Repeat(axis, times, size)
+        axis, sizes = axes.index("kv_head"), {"group": group, "head": size}
+        heads = tuple(sizes[each] for each in axes if each in sizes)
+        behind = len(axes) - axis - 1 - len(heads)
+        assemble: Assemble = _Regroup(axis, heads, behind) if "group" in axes else _Repeat(axis, times, size)
         spec = axis_specs(leaf)
         sharding = getattr(leaf, "sharding", None)
         pieces = 1
@@ -335,13 +336,12 @@ class _Regroup:
     """Query heads in smaller groups; ``after`` axes follow those of the heads."""
 
     axis: int
-    group: int
-    size: int
+    heads: tuple[int, ...]
     after: int
 
     def __call__(self, block: Array) -> Array:
         behind = block.shape[block.ndim - self.after :]
-        return block.reshape(*block.shape[: self.axis], -1, self.group, self.size, *behind)
+        return block.reshape(*block.shape[: self.axis], -1, *self.heads, *behind)
 
 
 @dataclasses.dataclass(frozen=True)

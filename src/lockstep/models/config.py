@@ -50,6 +50,10 @@ class Variant:
     """The factor of the embedding; in Gemma the square root of ``hidden_dim``. Null for 1."""
     attention_scale: float | None = None
     """The factor of attention scores. Null for ``head_dim ** -0.5``."""
+    attention_sinks: bool = False
+    """Whether each query head has a learned score for nothing, which takes a part of its softmax (gpt-oss)."""
+    o_bias: bool = False
+    """Whether the output projection of attention has a bias (gpt-oss)."""
     attention_soft_cap: float | None = None
     """The soft cap of attention scores: a score s becomes ``cap * tanh(s / cap)`` (Gemma 2). Null for none."""
     logit_soft_cap: float | None = None

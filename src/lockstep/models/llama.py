@@ -33,6 +33,8 @@ class LlamaAttention(eqx.Module):
     q_bias: NamedArray | None
     k_bias: NamedArray | None
     v_bias: NamedArray | None
+    o_bias: NamedArray | None
+    sinks: NamedArray | None
     q_norm: NamedArray | None
     k_norm: NamedArray | None
     q_wide_norm: NamedArray | None
@@ -41,7 +43,7 @@ class LlamaAttention(eqx.Module):
 
     @classmethod
     def init(cls, config: LlamaConfig, *, key: jax.Array) -> Self:
-        """Returns random projections, zero biases and unit norms."""
+        """Returns random projections, zero biases and sinks, and unit norms."""
         ax = LlamaAxes.of(config)
         keys = jax.random.split(key, 4)
         std, bias, wide = config.initializer_range, config.qkv_bias, config.variant.wide_qk_norm
@@ -54,6 +56,8 @@ class LlamaAttention(eqx.Module):
             q_bias=hax.zeros((ax.KVHead, ax.Group, ax.HeadSize)) if bias else None,
             k_bias=hax.zeros((ax.KVHead, ax.HeadSize)) if bias else None,
             v_bias=hax.zeros((ax.KVHead, ax.HeadSize)) if bias else None,
+            o_bias=hax.zeros(ax.Embed) if config.variant.o_bias else None,
+            sinks=hax.zeros((ax.KVHead, ax.Group)) if config.variant.attention_sinks else None,
             q_norm=_neutral(config, ax.HeadSize) if norm else None,
             k_norm=_neutral(config, ax.HeadSize) if norm else None,
             q_wide_norm=_neutral(config, ax.KVHead, ax.Group, ax.HeadSize) if wide else None,
@@ -87,7 +91,8 @@ class LlamaAttention(eqx.Module):
         q = hax.named(block.scale_queries(q.array, self.config.attention_scale), q.axes)
         q, k, v = (hax.auto_sharded(each) for each in (q, k, v))
         attended = self._attend(q, k, v, segment_ids, layer_kind)
-        return linear(attended, self.o, (ax.KVHead, ax.Group, ax.HeadSize)).rearrange(x.axes)
+        out = linear(attended, self.o, (ax.KVHead, ax.Group, ax.HeadSize))
+        return _add(out, self.o_bias).rearrange(x.axes)
 
     def _attend(
         self,
@@ -106,12 +111,14 @@ class LlamaAttention(eqx.Module):
             array: Array = x.rearrange((*rows, *axes)).array
             return array.reshape(-1, *(axis.size for axis in axes))
 
-        def attend(window: int | None, q: Array, k: Array, v: Array, segment_ids: Array | None) -> Array:
+        def attend(
+            window: int | None, q: Array, k: Array, v: Array, segment_ids: Array | None, sinks: Array | None
+        ) -> Array:
             scores = CausalAttention(
                 scale=ax.HeadSize.size**-0.5, sliding_window=window, soft_cap=variant.attention_soft_cap
             )
             return self_attention(
-                *(q, k, v, segment_ids, scores),
+                *(q, k, v, segment_ids, scores, sinks),
                 backend=self.config.attn_backend,
                 batch_axes=physical_axis_name(rows[0]) if rows else None,
                 head_axes=physical_axis_name(ax.KVHead),
@@ -122,6 +129,7 @@ class LlamaAttention(eqx.Module):
             flat(k, (heads[0], ax.KVHead, ax.HeadSize)),
             flat(v, (heads[0], ax.KVHead, ax.HeadSize)),
             None if segment_ids is None else flat(segment_ids, heads[:1]),
+            None if self.sinks is None else self.sinks.rearrange((ax.KVHead, ax.Group)).array,
         )
         windows = [kind.window for kind in distinct(layer_kinds(self.config))[0]]
         if layer_kind is None:

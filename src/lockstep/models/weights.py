@@ -47,6 +47,8 @@ class LayerWeights:
     q_bias: Float[Array, "layer kv_head group head"] | None = None
     k_bias: Float[Array, "layer kv_head head"] | None = None
     v_bias: Float[Array, "layer kv_head head"] | None = None
+    o_bias: Float[Array, "layer embed"] | None = None
+    sinks: Float[Array, "layer kv_head group"] | None = None
     q_norm: Float[Array, "layer head"] | None = None
     k_norm: Float[Array, "layer head"] | None = None
     q_wide_norm: Float[Array, "layer kv_head group head"] | None = None

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from lockstep.models import Experts, LlamaConfig, LlamaLMHeadModel, Qwen2Config, Qwen3Config, Qwen3MoeConfig, Variant
-from lockstep.models.rope import Llama3Scaling, RotaryConfig
+from lockstep.models.rope import Llama3Scaling, RotaryConfig, YarnScaling
 from lockstep.models.trainable import skeleton
 from lockstep.placement import PARAMETER_AXES, make_mesh, place
 from lockstep.types import Request, SamplingParams
@@ -72,6 +72,12 @@ FAMILIES = {
     ),
     "experts": Qwen3MoeConfig(
         **SIZES, experts=Experts(num_experts=6, num_experts_per_tok=3, intermediate_dim=12, norm_topk_prob=False)
+    ),
+    "sinks": LlamaConfig(
+        **SIZES,
+        qkv_bias=True,
+        rope=RotaryConfig(theta=100.0, yarn=YarnScaling(factor=4.0, original_max_position_embeddings=16)),
+        variant=Variant(attention_sinks=True, o_bias=True, sliding_window=6, full_attention_every=2),
     ),
     "apertus": LlamaConfig(**SIZES, qk_norm=True, variant=Variant(activation="xielu", embed_norm=True)),
 }

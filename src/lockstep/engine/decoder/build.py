@@ -123,7 +123,7 @@ def build_programs(
             2 * decode_mesh.tensor * attention.stored_kv_heads.kv_heads,
             attention.stored_kv_heads.head_size,
         ),
-        pool_dtype(model.device, model.heads.head_size, model.kv_dtype),
+        pool_dtype(model.device, model.heads, model.kv_dtype),
         sharding=decode_mesh.sharding(decode_mesh.replica_axes or None, None, decode_mesh.tensor_axes or None),
     )
     new_cache = compiled("new_cache", lambda: jnp.zeros(pool.shape, pool.dtype), [], out_shardings=pool.sharding)

@@ -103,9 +103,9 @@ def verify_function(
                 flat = layer * transformer.pages + pages
                 return attention.write_span(cache, layer, flat, at, jnp.where(finite, kv, 0)), spoilt
 
-            def attend(carry: Any, layer: Array, q: Array) -> Array:
+            def attend(carry: Any, layer: Array, q: Array, sinks: Array | None) -> Array:
                 table = layer * transformer.pages + page_table
-                return attention.decode_span(q, carry[0], layer, table, position, active)
+                return attention.decode_span(q, carry[0], layer, table, position, active, sinks)
 
             x = transformer.embed(weights, inputs)
             carry = (cache, jnp.zeros(inputs.shape, bool))
@@ -247,9 +247,9 @@ def decode_function(
             def write(cache: Any, layer: Array, kv: Array) -> Any:
                 return attention.write(cache, layer, layer * transformer.pages + page, position, kv[:, 0])
 
-            def attend(cache: Any, layer: Array, q: Array) -> Array:
+            def attend(cache: Any, layer: Array, q: Array, sinks: Array | None) -> Array:
                 table = layer * transformer.pages + page_table
-                return attention.decode(q[:, 0], cache, layer, table, position, active)[:, None]
+                return attention.decode(q[:, 0], cache, layer, table, position, active, sinks)[:, None]
 
             x = transformer.embed(weights, token[:, None])
             x, cache = transformer.layers(

@@ -51,8 +51,8 @@ def prefill_function(transformer: Transformer, capacity: Capacity, attention: At
         def write(pool: Array, layer: Array, kv: Array) -> Array:
             return attention.write_pages(pool, layer * transformer.pages + page, kv)
 
-        def attend(pool: Array, layer: Array, q: Array) -> Array:
-            return attention.prefill(q, pool, layer, layer * transformer.pages, rows)
+        def attend(pool: Array, layer: Array, q: Array, sinks: Array | None) -> Array:
+            return attention.prefill(q, pool, layer, layer * transformer.pages, rows, sinks)
 
         def fill(pool: Array) -> Array:
             x = transformer.embed(weights, tokens)
@@ -129,8 +129,8 @@ def prompt_logprobs_function(
         def write(pool: Any, layer: Array, kv: Array) -> Any:
             return pool
 
-        def attend(pool: Any, layer: Array, q: Array) -> Array:
-            return attention.prefill(q, pool, layer, layer * transformer.pages, rows)
+        def attend(pool: Any, layer: Array, q: Array, sinks: Array | None) -> Array:
+            return attention.prefill(q, pool, layer, layer * transformer.pages, rows, sinks)
 
         x = transformer.embed(weights, tokens)
         x, _ = transformer.layers(weights.layers, x, pool, start=start, active=active, write=write, attend=attend)

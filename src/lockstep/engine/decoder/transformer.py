@@ -74,8 +74,9 @@ EXPERTS: Final = ("expert_gate", "expert_up", "expert_down")
 
 type Write[Cache] = Callable[[Cache, Array, Array], Cache]
 """Takes the cache, a layer and K/V ``[sequence, query, 2 * kv_heads, head]``; returns the cache with them written."""
-type Attend[Cache] = Callable[[Cache, Array, Array], Array]
-"""Takes the cache, a layer and queries ``[sequence, query, kv_head, group, head]``; returns attention's output."""
+type Attend[Cache] = Callable[[Cache, Array, Array, Array | None], Array]
+"""Takes the cache, a layer, queries ``[sequence, query, kv_head, group, head]`` and the sinks of the layer's heads
+``[kv_head, group]``; returns attention's output."""
 type RopeAngles = tuple[Array, Array]
 """The cosines and sines of the rotary angles, each ``[sequence, query, half_head]``; with one axis more in front where
 layers differ in their rotary embeddings: one entry for each of those that there are."""
@@ -91,6 +92,7 @@ def device_heads(config: LlamaConfig, decode_mesh: DecodeMesh) -> Heads:
         head_size=config.head_size,
         modifier=ScoreModifier(soft_cap=config.variant.attention_soft_cap, window=None if differ else windows[0]),
         windows=windows if differ else None,
+        sinks=config.variant.attention_sinks,
     )
 
 
@@ -213,8 +215,9 @@ class Transformer:
                 nonlocal cache
                 q, kv = self._project(w, h, self._of_layer(angles, index))
                 cache = write(cache, index, kv)
-                attended = attend(cache, index, q)
-                return self._sum(matmul(attended.reshape(*x.shape[:2], -1), w.o, axes=-1))
+                attended = attend(cache, index, q, w.sinks)
+                out = self._sum(matmul(attended.reshape(*x.shape[:2], -1), w.o, axes=-1))
+                return out if w.o_bias is None else out + w.o_bias
 
             out = block.layer(x, attention, lambda h: self._sum(self._mlp(w, h, index, valid)), self._norm, w)
             return out, cache

@@ -78,7 +78,7 @@ class Chooser:
             chip=self._chip(model).name + (f" and {self.config.calibration}" if self.config.calibration else ""),
             kv_dtype=model.kv_dtype.name,
             weight_dtype=(model.quantized_dtype or model.dtype).name,
-            attention=describe_attention(model.device, model.config.head_size),
+            attention=describe_attention(model.device, model.heads),
         )
 
     def _consider(
@@ -130,7 +130,7 @@ class Chooser:
         """The most rows of a page table as wide as that of ``sizes``; None for no limit."""
         # What verifies drafts may look beyond the end of a sequence: `decode_span` makes its table so much wider.
         beyond = -(-max(sizes.verify_widths, default=0) // sizes.page_size)
-        rows = max_page_table_rows(model.device, model.config.head_size, sizes.pages_per_sequence + beyond)
+        rows = max_page_table_rows(model.device, model.heads, sizes.pages_per_sequence + beyond)
         if rows == 0:
             raise ConfigError(
                 f"page_size is {sizes.page_size} tokens and a sequence may have "

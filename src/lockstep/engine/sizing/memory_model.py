@@ -104,7 +104,7 @@ class MemoryModel:
     @functools.cached_property
     def _kernel(self) -> bool:
         """Whether a kernel does the attention: it reads K/V from the pool in place and keeps scores in the core."""
-        return has_kernel(self.model.device, self.model.config.head_size)
+        return has_kernel(self.model.device, self.model.heads)
 
     @functools.cached_property
     def _tpu(self) -> bool:

@@ -23,6 +23,7 @@ class Heads:
         head_size: The head size in elements.
         modifier: The soft cap and sliding window of the model.
         windows: The sliding window of each layer, None for none, where layers differ; ``modifier`` then has no window.
+        sinks: Whether each head has a score for nothing (`lockstep.models.attention.softmax.attend`).
     """
 
     kv_heads: int
@@ -30,6 +31,7 @@ class Heads:
     head_size: int
     modifier: ScoreModifier = ScoreModifier()
     windows: tuple[int | None, ...] | None = None
+    sinks: bool = False
 
     def modifier_of(self, layer: Int[Array, ""]) -> ScoreModifier:
         """Returns the soft cap and the sliding window of a layer."""
@@ -115,6 +117,7 @@ class Attention(Protocol):
         page_table: Int[Array, "slot page"],
         position: Int[Array, " slot"],
         active: Bool[Array, " slot"],
+        sinks: Float[Array, "kv_head group"] | None = None,
     ) -> Float[Array, "slot kv_head group head"]:
         """Attends one query per slot to the positions up to and including its own.
 
@@ -125,6 +128,7 @@ class Attention(Protocol):
             page_table: The pages of each slot, in order, as indices of the flat pool.
             position: The position of each slot's query.
             active: Whether the slot has a sequence; the output of other slots is never read.
+            sinks: The score of each head for nothing, where ``Heads.sinks`` says that there is one.
         """
 
     def write_span(
@@ -148,6 +152,7 @@ class Attention(Protocol):
         page_table: Int[Array, "slot page"],
         position: Int[Array, " slot"],
         active: Bool[Array, " slot"],
+        sinks: Float[Array, "kv_head group"] | None = None,
     ) -> Float[Array, "slot query kv_head group head"]:
         """Attends several queries per slot, each to the positions up to and including its own.
 
@@ -159,6 +164,7 @@ class Attention(Protocol):
             position: The position of each slot's first query.
             active: Whether the slot has a sequence; the output of other slots is never read, nor is that of queries
                 beyond the page table.
+            sinks: The score of each head for nothing, as for `decode`.
         """
 
     def begin_prefill(
@@ -179,6 +185,7 @@ class Attention(Protocol):
         layer: Int[Array, ""],
         first_page: Int[Array, ""],
         rows: Any,
+        sinks: Float[Array, "kv_head group"] | None = None,
     ) -> Float[Array, "row query kv_head group head"]:
         """Attends each query to all positions of its sequence up to and including its own.
 
@@ -188,4 +195,5 @@ class Attention(Protocol):
             layer: The layer.
             first_page: The index in the flat pool of the layer's page 0.
             rows: The result of `begin_prefill`.
+            sinks: The score of each head for nothing, as for `decode`.
         """

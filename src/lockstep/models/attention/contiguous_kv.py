@@ -112,6 +112,7 @@ def attend_context(
     layer: Int[Array, ""],
     position: Int[Array, " slot"],
     modifier: ScoreModifier = ScoreModifier(),  # noqa: B008  (frozen)
+    sinks: Float[Array, "kv_head group"] | None = None,
 ) -> Float[Array, "slot kv_head group head"]:
     """Attends one query per slot to the positions up to and including its own; softmax in float32.
 
@@ -121,12 +122,13 @@ def attend_context(
         layer: The layer to attend in.
         position: The position of each slot's query.
         modifier: The soft cap and sliding window.
+        sinks: The score of each head for nothing (`attend`); None for none.
 
     Returns:
         The attention output in the dtype of ``q``.
     """
     positions = jnp.broadcast_to(position[:, None], (q.shape[0], q.shape[2]))
-    return attend(q, positions, _read_chunk(context, layer), context.k.shape[1], context.k.shape[4], modifier)
+    return attend(q, positions, _read_chunk(context, layer), context.k.shape[1], context.k.shape[4], modifier, sinks)
 
 
 def attend_context_span(
@@ -135,6 +137,7 @@ def attend_context_span(
     layer: Int[Array, ""],
     position: Int[Array, " slot"],
     modifier: ScoreModifier = ScoreModifier(),  # noqa: B008  (frozen)
+    sinks: Float[Array, "kv_head group"] | None = None,
 ) -> Float[Array, "slot query kv_head group head"]:
     """Attends several queries per slot to the positions up to and including their own; softmax in float32.
 
@@ -144,6 +147,7 @@ def attend_context_span(
         layer: The layer to attend in.
         position: The position of each slot's first query.
         modifier: The soft cap and sliding window.
+        sinks: The score of each head for nothing (`attend`); None for none.
 
     Returns:
         The attention output in the dtype of ``q``.
@@ -153,7 +157,8 @@ def attend_context_span(
     positions = jnp.repeat(jnp.minimum(position[:, None] + jnp.arange(queries), last), group, axis=1)
     by_head = q.transpose(0, 2, 1, 3, 4).reshape(slots, kv_heads, queries * group, head)
     read = _read_chunk(context, layer)
-    out = attend(by_head, positions, read, context.k.shape[1], context.k.shape[4], modifier)
+    sinks = None if sinks is None else jnp.tile(sinks, (1, queries))
+    out = attend(by_head, positions, read, context.k.shape[1], context.k.shape[4], modifier, sinks)
     return out.reshape(slots, kv_heads, queries, group, head).transpose(0, 2, 1, 3, 4)
 
 

@@ -21,6 +21,7 @@ def paged_attention(
     start: Int[Array, " sequence"],
     modifier: ScoreModifier = ScoreModifier(),  # noqa: B008  (frozen)
     read_kv: ReadKv = gather_kv,
+    sinks: Float[Array, "kv_head group"] | None = None,
 ) -> Float[Array, "sequence query kv_head group head"]:
     """Attends each query to all positions of its own sequence up to and including its own.
 
@@ -32,6 +33,7 @@ def paged_attention(
         start: The position of each sequence's first query.
         modifier: The soft cap and sliding window.
         read_kv: Reads K and V from the pool.
+        sinks: The score of each head for nothing (`attend`); None for none.
 
     Returns:
         The attention output in the dtype of ``q``; softmax in float32.
@@ -51,5 +53,6 @@ def paged_attention(
 
     rows = q.transpose(0, 2, 1, 3, 4).reshape(sequences, kv_heads, queries * group, head)
     position = jnp.repeat(start[:, None] + jnp.arange(queries), group, axis=1)
-    out = attend(rows, position, read, num_chunks, pages * page_size, modifier)
+    sinks = None if sinks is None else jnp.tile(sinks, (1, queries))
+    out = attend(rows, position, read, num_chunks, pages * page_size, modifier, sinks)
     return out.reshape(sequences, kv_heads, queries, group, head).transpose(0, 2, 1, 3, 4)

@@ -28,54 +28,54 @@ from lockstep.placement.device import BYTE, FP8
 logger = get_logger(__name__)
 
 
-def has_kernel(device: jax.Device, head_size: int) -> bool:
+def has_kernel(device: jax.Device, heads: Heads) -> bool:
     """Whether attention on the device is a kernel that reads K and V in place, from the pages of the pool.
 
-    True on TPUs, running ones and those that can only be compiled for, for heads of at most `LANES` elements: jax's
-    kernel steps through rows of `LANES` elements and does not compile for wider heads on any generation.
+    True on TPUs, running ones and those that can only be compiled for, for heads of at most `LANES` elements without
+    sinks: jax's kernel steps through rows of `LANES` elements and does not compile for wider heads on any generation.
 
     Args:
         device: A device of the decode mesh.
-        head_size: The head size of the model in elements.
+        heads: The attention heads of a device, as the model has them.
     """
-    return device.platform == "tpu" and head_size <= LANES
+    return device.platform == "tpu" and heads.head_size <= LANES and not heads.sinks
 
 
-def max_page_table_rows(device: jax.Device, head_size: int, pages: int) -> int | None:
+def max_page_table_rows(device: jax.Device, heads: Heads, pages: int) -> int | None:
     """The most rows that the page table of a launch may have; None where no kernel reads it from scalar memory.
 
     Args:
         device: A device of the decode mesh.
-        head_size: The head size of the model in elements.
+        heads: The attention heads of a device, as the model has them.
         pages: The number of pages of each row.
     """
-    return max_table_rows(pages) if has_kernel(device, head_size) else None
+    return max_table_rows(pages) if has_kernel(device, heads) else None
 
 
-def pool_dtype(device: jax.Device, head_size: int, kv_dtype: jnp.dtype) -> jnp.dtype:
+def pool_dtype(device: jax.Device, heads: Heads, kv_dtype: jnp.dtype) -> jnp.dtype:
     """The dtype of the array that holds the pool: bytes for K and V in 8 bits that no kernel reads and writes.
 
     Args:
         device: A device of the decode mesh.
-        head_size: The head size of the model in elements.
+        heads: The attention heads of a device, as the model has them.
         kv_dtype: The dtype of K and V.
     """
-    return BYTE if kv_dtype == FP8 and not has_kernel(device, head_size) else kv_dtype
+    return BYTE if kv_dtype == FP8 and not has_kernel(device, heads) else kv_dtype
 
 
-def describe_attention(device: jax.Device, head_size: int) -> str:
+def describe_attention(device: jax.Device, heads: Heads) -> str:
     """Describes the attention on a device, for the report of the chosen sizes.
 
     Args:
         device: A device of the decode mesh.
-        head_size: The head size of the model in elements.
+        heads: The attention heads of a device, as the model has them.
     """
-    if has_kernel(device, head_size):
+    if has_kernel(device, heads):
         return "TPU kernel, on the KV cache itself"
     xla = "plain JAX, each decode launch gathers its context once, counted in the temporaries"
     if device.platform != "tpu":
         return xla
-    return f"{xla}; slower than the TPU kernel, which takes heads of at most {LANES} numbers, and here are {head_size}"
+    return f"{xla}; slower than the TPU kernel, which {_refusal(heads)}"
 
 
 def stored_kv_heads(device: jax.Device, heads: Heads, dtype: jnp.dtype) -> StoredKvHeads:
@@ -86,7 +86,7 @@ def stored_kv_heads(device: jax.Device, heads: Heads, dtype: jnp.dtype) -> Store
         heads: The attention heads of a device, as the model has them.
         dtype: The dtype of the pool.
     """
-    if not has_kernel(device, heads.head_size):
+    if not has_kernel(device, heads):
         return _xla_attention(device, heads).stored_kv_heads
     return StoredKvHeads(
         kv_heads=stored_heads(heads.kv_heads, jnp.dtype(dtype).itemsize),
@@ -109,9 +109,9 @@ def select_attention(
     Raises:
         ConfigError: The TPU kernel cannot take the heads in this dtype.
     """
-    if not has_kernel(device, heads.head_size):
+    if not has_kernel(device, heads):
         if device.platform == "tpu":
-            _warn(heads.head_size)
+            _warn(_refusal(heads))
         return _xla_attention(device, heads)
     kv_dtype = jnp.dtype(dtype if kv_dtype is None else kv_dtype)
     pool = stored_kv_heads(device, heads, kv_dtype)
@@ -140,12 +140,18 @@ def _xla_attention(device: jax.Device, heads: Heads) -> XlaAttention:
     return XlaAttention(heads=heads, page_by_page=device.platform == "tpu")
 
 
+def _refusal(heads: Heads) -> str:
+    """Why the TPU kernel does not take the heads."""
+    if heads.head_size > LANES:
+        return f"takes heads of at most {LANES} numbers, and here are {heads.head_size}"
+    return "has no sinks, and the model's heads have one each"
+
+
 @functools.cache
-def _warn(head_size: int) -> None:
+def _warn(refusal: str) -> None:
     logger.warning(
-        "the TPU attention kernel takes heads of at most %d numbers, and the model's have %d: attention is compiled "
-        "from plain JAX instead. Each decode launch copies the context of its sequences, which takes as much memory as "
-        "their KV cache and is slower; the memory is accounted for.",
-        LANES,
-        head_size,
+        "the TPU attention kernel %s: attention is compiled from plain JAX instead. Each decode launch copies the "
+        "context of its sequences, which takes as much memory as their KV cache and is slower; the memory is accounted "
+        "for.",
+        refusal,
     )

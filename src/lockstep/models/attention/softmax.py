@@ -36,6 +36,7 @@ def attend(
     num_chunks: int,
     chunk_size: int,
     modifier: ScoreModifier = ScoreModifier(),
+    sinks: Float[Array, "kv_head query"] | None = None,
 ) -> Float[Array, "sequence kv_head query head"]:
     """Attends each query to all positions up to and including its own; softmax in float32.
 
@@ -49,6 +50,8 @@ def attend(
         num_chunks: The number of chunks that ``read`` has.
         chunk_size: The number of positions in a chunk.
         modifier: The soft cap and sliding window.
+        sinks: The score of each query for nothing: it takes a part of the softmax and adds no value (gpt-oss; Xiao et
+            al. 2023, https://arxiv.org/abs/2309.17453). None for none.
 
     Returns:
         The attention output in the dtype of ``q``.
@@ -66,7 +69,11 @@ def attend(
 
     if num_chunks == 1:
         k, v = read(0)
-        weights = jax.nn.softmax(scores(k, 0), axis=-1).astype(q.dtype)
+        found = scores(k, 0)
+        if sinks is not None:
+            nothing = jnp.broadcast_to(sinks.astype(jnp.float32)[None, ..., None], (*q.shape[:3], 1))
+            found = jnp.concatenate([found, nothing], axis=-1)
+        weights = jax.nn.softmax(found, axis=-1)[..., :chunk_size].astype(q.dtype)
         return jnp.einsum("skqt,skth->skqh", weights, as_numbers(v).astype(q.dtype)).astype(q.dtype)
 
     def add_chunk(index: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
@@ -82,5 +89,8 @@ def attend(
     # The running maximum starts finite, so that a chunk of which a query sees nothing adds exactly 0.
     lowest = jnp.full(q.shape[:3], jnp.finfo(jnp.float32).min)
     empty = lowest, jnp.zeros_like(lowest), jnp.zeros(q.shape, jnp.float32)
+    if sinks is not None:
+        highest = jnp.broadcast_to(sinks.astype(jnp.float32), q.shape[:3])
+        empty = highest, jnp.ones_like(highest), empty[2]
     _, sum_exp, out = jax.lax.fori_loop(0, jnp.max(position) // chunk_size + 1, add_chunk, empty)
     return (out / sum_exp[..., None]).astype(q.dtype)

@@ -37,7 +37,7 @@ class Rows(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TpuAttention:
-    """`Attention` by the kernel.
+    """`Attention` by the kernel, which has no sinks.
 
     Args:
         heads: The attention heads of a device, as the model has them.
@@ -79,8 +79,11 @@ class TpuAttention:
         at = page * self.page_size + position % self.page_size
         return _write(entries, at, self.pack(kv)).reshape(cache.shape)
 
-    def decode(self, q: Array, cache: Array, layer: Array, page_table: Array, position: Array, active: Array) -> Array:
-        """Attends one query token per slot; an idle slot reads one position of the first page of its table."""
+    def decode(
+        self, q: Array, cache: Array, layer: Array, page_table: Array, position: Array, active: Array,
+        sinks: Array | None = None,
+    ) -> Array:  # fmt: skip
+        """Attends one query token per slot, without sinks; an idle slot reads one position of the first page of its table."""
         slots = q.shape[0]
         lengths = jnp.where(active, position + 1, 1)
         starts = jnp.arange(slots + 1, dtype=jnp.int32)
@@ -92,8 +95,9 @@ class TpuAttention:
         return self.write(cache, layer, page.reshape(-1), position.reshape(-1), kv.reshape(-1, *kv.shape[2:]))
 
     def decode_span(
-        self, q: Array, cache: Array, layer: Array, page_table: Array, position: Array, active: Array
-    ) -> Array:
+        self, q: Array, cache: Array, layer: Array, page_table: Array, position: Array, active: Array,
+        sinks: Array | None = None,
+    ) -> Array:  # fmt: skip
         """Attends the query tokens of all slots in one call of the kernel, each slot a sequence."""
         slots, queries = q.shape[:2]
         # The last queries may lie beyond the table, whose rows therefore go on with pages that no other query sees.
@@ -125,7 +129,7 @@ class TpuAttention:
             num_sequences=jnp.sum(used & ~follows, dtype=jnp.int32)[None],
         )
 
-    def prefill(self, q: Array, pool: Array, layer: Array, first_page: Array, rows: Rows) -> Array:
+    def prefill(self, q: Array, pool: Array, layer: Array, first_page: Array, rows: Rows, sinks: Array | None = None) -> Array:
         """Attends all rows in one call of the kernel; the output of unused rows is zeros."""
         tokens = q.reshape(-1, *q.shape[2:])
         attended = self._attend(tokens, pool, layer, rows, first_page, self.prefill_blocks)

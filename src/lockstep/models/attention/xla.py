@@ -81,9 +81,12 @@ class XlaAttention:
         at = (page, position % pool.shape[1])
         return pool.at[at].set(to_pool(kv, pool.dtype)), extend_context(context, layer, kv, position)
 
-    def decode(self, q: Array, cache: Cache, layer: Array, page_table: Array, position: Array, active: Array) -> Array:
+    def decode(
+        self, q: Array, cache: Cache, layer: Array, page_table: Array, position: Array, active: Array,
+        sinks: Array | None = None,
+    ) -> Array:  # fmt: skip
         """Attends to the context; idle slots are computed too."""
-        return attend_context(q, cache[1], layer, position, self.heads.modifier_of(layer))
+        return attend_context(q, cache[1], layer, position, self.heads.modifier_of(layer), sinks)
 
     def write_span(self, cache: Cache, layer: Array, page: Array, position: Array, kv: Array) -> Cache:
         """Writes to the pool and to the context."""
@@ -92,17 +95,20 @@ class XlaAttention:
         return pool.at[at].set(to_pool(kv, pool.dtype)), extend_context_span(context, layer, kv, position)
 
     def decode_span(
-        self, q: Array, cache: Cache, layer: Array, page_table: Array, position: Array, active: Array
-    ) -> Array:
+        self, q: Array, cache: Cache, layer: Array, page_table: Array, position: Array, active: Array,
+        sinks: Array | None = None,
+    ) -> Array:  # fmt: skip
         """Attends to the context; idle slots are computed too."""
-        return attend_context_span(q, cache[1], layer, position, self.heads.modifier_of(layer))
+        return attend_context_span(q, cache[1], layer, position, self.heads.modifier_of(layer), sinks)
 
     def begin_prefill(self, start: Array, page_table: Array, used: Array) -> Rows:
         """Computes nothing."""
         return start, page_table
 
-    def prefill(self, q: Array, pool: Array, layer: Array, first_page: Array, rows: Rows) -> Array:
+    def prefill(
+        self, q: Array, pool: Array, layer: Array, first_page: Array, rows: Rows, sinks: Array | None = None
+    ) -> Array:
         """Attends to the pages of the pool; unused rows are computed too."""
         start, page_table = rows
         modifier = self.heads.modifier_of(layer)
-        return paged_attention(q, pool, first_page + page_table, start, modifier, self._read_kv)
+        return paged_attention(q, pool, first_page + page_table, start, modifier, self._read_kv, sinks)

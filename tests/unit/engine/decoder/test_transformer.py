@@ -43,6 +43,7 @@ SLOW = {
     "gemma3": ("tensor2",),
     "apertus": ("tensor2",),
     "experts": ("tensor2",),
+    "sinks": ("tensor2",),
 }
 """Those of `make slow`: one family in all, some others in one. The rest are nightly."""
 
@@ -168,6 +169,7 @@ def test_xielu_is_the_formula_of_the_paper() -> None:
     ("family", "mesh"),
     [
         ("qwen2", "1,4,1"),
+        ("sinks", "1,4,1"),
         *(pytest.param(family, "1,2,2", marks=pytest.mark.nightly) for family in ("llama", "gemma", "olmo")),
     ],
 )

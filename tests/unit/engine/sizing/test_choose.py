@@ -170,7 +170,7 @@ def test_auto_takes_smaller_groups_where_collectives_are_slow(monkeypatch: pytes
 def test_page_tables_reach_as_far_as_what_verifies_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     """A span of 30 positions looks up to two pages of 16 beyond a sequence's last one."""
     widths: list[int] = []
-    monkeypatch.setattr(choose_module, "max_page_table_rows", lambda _, head, pages: widths.append(pages) or 2)
+    monkeypatch.setattr(choose_module, "max_page_table_rows", lambda _, heads, pages: widths.append(pages) or 2)
     drafted = [dataclasses.replace(each, drafts=Drafts()) for each in equal_requests(6)]
     plain, verifying = (choose(requests, ROOMY, page_size=16) for requests in (equal_requests(6), drafted))
     assert plain.sizes.slots == verifying.sizes.slots == 2

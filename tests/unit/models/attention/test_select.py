@@ -24,22 +24,29 @@ def test_a_cpu_gets_plain_jax_with_the_models_own_heads() -> None:
     attention = select_attention(device, HEADS, page_size=16, dtype=jnp.dtype("float32"))
     assert isinstance(attention, XlaAttention) and not attention.page_by_page
     stored = stored_kv_heads(device, HEADS, jnp.dtype("float32"))
-    assert (stored.kv_heads, stored.head_size) == (2, 64) and not has_kernel(device, 64)
-    assert describe_attention(device, 64).startswith("plain JAX")
+    assert (stored.kv_heads, stored.head_size) == (2, 64) and not has_kernel(device, HEADS)
+    assert describe_attention(device, HEADS).startswith("plain JAX")
 
 
 def test_a_tpu_gets_the_kernel_with_heads_padded_to_its_lanes(tpu: jax.Device) -> None:
     attention = select_attention(tpu, HEADS, page_size=16, dtype=jnp.dtype("bfloat16"))
     assert isinstance(attention, TpuAttention)
     assert (attention.stored_kv_heads.kv_heads, attention.stored_kv_heads.head_size) == (2, 128)
-    assert describe_attention(tpu, 64) == "TPU kernel, on the KV cache itself"
+    assert describe_attention(tpu, HEADS) == "TPU kernel, on the KV cache itself"
 
 
 def test_heads_wider_than_the_kernels_get_plain_jax_page_by_page_on_a_tpu(tpu: jax.Device) -> None:
     wide = Heads(kv_heads=2, group=4, head_size=256)
     attention = select_attention(tpu, wide, page_size=16, dtype=jnp.dtype("bfloat16"))
     assert isinstance(attention, XlaAttention) and attention.page_by_page
-    assert "heads of at most 128 numbers, and here are 256" in describe_attention(tpu, 256)
+    assert "heads of at most 128 numbers, and here are 256" in describe_attention(tpu, wide)
+
+
+def test_heads_with_sinks_get_plain_jax_on_a_tpu(tpu: jax.Device) -> None:
+    sinks = Heads(kv_heads=2, group=4, head_size=64, sinks=True)
+    attention = select_attention(tpu, sinks, page_size=16, dtype=jnp.dtype("bfloat16"))
+    assert isinstance(attention, XlaAttention) and attention.page_by_page
+    assert "TPU kernel, which has no sinks, and the model's heads have one each" in describe_attention(tpu, sinks)
 
 
 def test_heads_that_the_kernel_cannot_split_are_refused_with_what_works(tpu: jax.Device) -> None:

@@ -15,7 +15,10 @@ Q = _draw((2, 1, 2, HEAD)).astype(np.float32)
 K, V = _draw((2, 2, 1, LENGTH, HEAD)).astype(np.float32)
 
 
-def plain(modifier: ScoreModifier) -> np.ndarray:
+SINKS = np.array([[0.7, -1.0]], np.float32)
+
+
+def plain(modifier: ScoreModifier, sinks: np.ndarray | None = None) -> np.ndarray:
     """One query at a time, in float64."""
     out = np.zeros(Q.shape)
     for s, i in np.ndindex(POSITION.shape):
@@ -24,18 +27,21 @@ def plain(modifier: ScoreModifier) -> np.ndarray:
         scores = K[s, 0, seen].astype(np.float64) @ Q[s, 0, i] / np.sqrt(HEAD)
         if modifier.soft_cap is not None:
             scores = modifier.soft_cap * np.tanh(scores / modifier.soft_cap)
-        weights = np.exp(scores - scores.max())
-        out[s, 0, i] = weights / weights.sum() @ V[s, 0, seen]
+        weights = np.exp(scores)
+        nothing = 0.0 if sinks is None else np.exp(sinks[0, i])
+        out[s, 0, i] = weights / (weights.sum() + nothing) @ V[s, 0, seen]
     return out
 
 
-def in_chunks(size: int, modifier: ScoreModifier, k: np.ndarray = K, v: np.ndarray = V) -> np.ndarray:
+def in_chunks(
+    size: int, modifier: ScoreModifier, k: np.ndarray = K, v: np.ndarray = V, sinks: np.ndarray | None = None
+) -> np.ndarray:
     def read(index: jnp.ndarray | int) -> tuple[jnp.ndarray, jnp.ndarray]:
         start = index * size
         at = start + jnp.arange(size)
         return jnp.asarray(k)[:, :, at], jnp.asarray(v)[:, :, at]
 
-    whole = jax.jit(lambda q, position: attend(q, position, read, LENGTH // size, size, modifier))
+    whole = jax.jit(lambda q, position: attend(q, position, read, LENGTH // size, size, modifier, sinks))
     return np.asarray(whole(Q, POSITION))
 
 
@@ -51,6 +57,12 @@ def in_chunks(size: int, modifier: ScoreModifier, k: np.ndarray = K, v: np.ndarr
 )
 def test_it_is_plain_attention_in_chunks_of_any_size(size: int, modifier: ScoreModifier) -> None:
     np.testing.assert_allclose(in_chunks(size, modifier), plain(modifier), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("size", [12, 4])
+def test_sinks_take_a_part_of_the_softmax(size: int) -> None:
+    modifier, sinks = ScoreModifier(window=7), jnp.asarray(SINKS)
+    np.testing.assert_allclose(in_chunks(size, modifier, sinks=sinks), plain(modifier, SINKS), rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("size", [12, 4])

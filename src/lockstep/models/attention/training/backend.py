@@ -1,6 +1,5 @@
 """The choice of attention for training, by the devices that the program is compiled for."""
 
-import functools
 from typing import Literal, get_args
 
 import jax
@@ -62,6 +61,7 @@ def self_attention(
     v: Float[Array, "batch position kv_head head"],
     segment_ids: Int[Array, "batch position"] | None,
     attention: CausalAttention,
+    sinks: Float[Array, "kv_head group"] | None = None,
     *,
     backend: AttentionBackend,
     batch_axes: MeshAxes = None,
@@ -75,6 +75,7 @@ def self_attention(
         v: The values.
         segment_ids: The document of each position; a query looks at no other document. None: a row is one document.
         attention: The scores.
+        sinks: The score of each query head for nothing, which takes a part of its softmax; None for none.
         backend: The implementation; ``default`` is splash on TPU, running or only compiled for, else ``jax_flash``.
         batch_axes: The mesh axes that split the rows.
         head_axes: The mesh axes that split the key/value heads.
@@ -86,9 +87,9 @@ def self_attention(
     mesh = jax.sharding.get_abstract_mesh()
     platform = None if mesh.empty or mesh.abstract_device is None else mesh.abstract_device.platform
     if backend == "vanilla":
-        return dense_attention(q, k, v, segment_ids, attention)
+        return dense_attention(q, k, v, segment_ids, attention, sinks)
     if backend == "jax_flash" or (backend == "default" and platform != "tpu"):
-        return blockwise_attention(q, k, v, segment_ids, attention)
+        return blockwise_attention(q, k, v, segment_ids, attention, sinks)
     if platform != "tpu":
         devices = "no mesh is set" if platform is None else f"the devices of the mesh are of platform {platform!r}"
         raise ConfigError(
@@ -98,10 +99,11 @@ def self_attention(
     # XLA cannot split a kernel over devices.
     heads = PartitionSpec(batch_axes, None, head_axes)
     rows = PartitionSpec(batch_axes)
+    given = (None if segment_ids is None else rows, None if sinks is None else PartitionSpec(head_axes))
     return jax.shard_map(
-        functools.partial(splash_attention, attention=attention),
+        lambda q, k, v, segment_ids, sinks: splash_attention(q, k, v, segment_ids, attention, sinks),
         mesh=mesh,
-        in_specs=(heads, heads, heads, None if segment_ids is None else rows),
+        in_specs=(heads, heads, heads, *given),
         out_specs=heads,
         check_vma=False,  # the kernel does not say over which axes its result varies
-    )(q, k, v, segment_ids)
+    )(q, k, v, segment_ids, sinks)

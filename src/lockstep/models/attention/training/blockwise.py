@@ -18,6 +18,7 @@ def blockwise_attention(
     v: Float[Array, "batch position kv_head head"],
     segment_ids: Int[Array, "batch position"] | None,
     attention: CausalAttention,
+    sinks: Float[Array, "kv_head group"] | None = None,
     *,
     query_block: int = QUERY_BLOCK,
 ) -> Float[Array, "batch position kv_head group head"]:
@@ -32,11 +33,12 @@ def blockwise_attention(
         v: The values.
         segment_ids: The document of each position; None: a row is one document.
         attention: The scores.
+        sinks: The score of each query head for nothing; None for none.
         query_block: The number of queries at a time.
     """
     batch, length, kv_heads, group, head = q.shape
     if length <= query_block:
-        return dense_attention(q, k, v, segment_ids, attention)
+        return dense_attention(q, k, v, segment_ids, attention, sinks)
     blocks = -(-length // query_block)
     keys = jnp.arange(length)
     # The last block begins early enough to be whole; what it computes twice is dropped.
@@ -50,7 +52,7 @@ def blockwise_attention(
         segments = None if segment_ids is None else jax.lax.dynamic_slice_in_dim(segment_ids, start, query_block, 1)
         mask = attention.mask(queries, keys, segments, segment_ids)
         chosen = jax.lax.dynamic_slice_in_dim(q, start, query_block, 1)
-        return attend_masked(chosen, wide_k.astype(k.dtype), wide_v.astype(v.dtype), mask, attention)
+        return attend_masked(chosen, wide_k.astype(k.dtype), wide_v.astype(v.dtype), mask, attention, sinks)
 
     parts = jax.lax.map(attend_block, starts)
     whole = jnp.moveaxis(parts[:-1], 0, 1).reshape(batch, -1, kv_heads, group, head)

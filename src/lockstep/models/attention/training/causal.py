@@ -54,6 +54,7 @@ def attend_masked(
     v: Float[Array, "batch key kv_head head"],
     mask: Bool[Array, "any query key"],
     attention: CausalAttention,
+    sinks: Float[Array, "kv_head group"] | None = None,
 ) -> Float[Array, "batch query kv_head group head"]:
     """Attends with all scores in memory at once, in float32 (Vaswani et al. 2017, arXiv 1706.03762, equation 1).
 
@@ -63,12 +64,17 @@ def attend_masked(
         v: The values.
         mask: True where a query may look at a key; every query may look at one at least.
         attention: The scores.
+        sinks: The score of each query head for nothing, which takes a part of its softmax; None for none.
     """
     scores = jnp.einsum("bqkgh,bskh->bkgqs", q, k, preferred_element_type=jnp.float32) * attention.scale
     if attention.soft_cap is not None:
         scores = attention.soft_cap * jnp.tanh(scores / attention.soft_cap)
     scores = jnp.where(mask[:, None, None], scores, jnp.finfo(jnp.float32).min)
-    return jnp.einsum("bkgqs,bskh->bqkgh", jax.nn.softmax(scores, axis=-1).astype(v.dtype), v)
+    if sinks is not None:
+        nothing = jnp.broadcast_to(sinks.astype(jnp.float32)[None, :, :, None, None], (*scores.shape[:-1], 1))
+        scores = jnp.concatenate([scores, nothing], axis=-1)
+    weights = jax.nn.softmax(scores, axis=-1)[..., : k.shape[1]].astype(v.dtype)
+    return jnp.einsum("bkgqs,bskh->bqkgh", weights, v)
 
 
 def dense_attention(
@@ -77,6 +83,7 @@ def dense_attention(
     v: Float[Array, "batch position kv_head head"],
     segment_ids: Int[Array, "batch position"] | None,
     attention: CausalAttention,
+    sinks: Float[Array, "kv_head group"] | None = None,
 ) -> Float[Array, "batch position kv_head group head"]:
     """Attends with the scores of all pairs of positions in memory, kept for the backward pass.
 
@@ -86,6 +93,7 @@ def dense_attention(
         v: The values.
         segment_ids: The document of each position; None: a row is one document.
         attention: The scores.
+        sinks: The score of each query head for nothing, which takes a part of its softmax; None for none.
     """
     positions = jnp.arange(q.shape[1])
-    return attend_masked(q, k, v, attention.mask(positions, positions, segment_ids, segment_ids), attention)
+    return attend_masked(q, k, v, attention.mask(positions, positions, segment_ids, segment_ids), attention, sinks)

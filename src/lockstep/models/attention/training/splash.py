@@ -39,6 +39,7 @@ def splash_attention(
     v: Float[Array, "batch position kv_head head"],
     segment_ids: Int[Array, "batch position"] | None,
     attention: CausalAttention,
+    sinks: Float[Array, "kv_head group"] | None = None,
     *,
     interpret: bool = False,
 ) -> Float[Array, "batch position kv_head group head"]:
@@ -52,6 +53,7 @@ def splash_attention(
         v: The values.
         segment_ids: The document of each position; None: a row is one document.
         attention: The scores.
+        sinks: The score of each query head for nothing; None for none.
         interpret: Whether to run without a TPU, slowly, for tests.
     """
     batch, length, kv_heads, group, head = q.shape
@@ -78,6 +80,7 @@ def splash_attention(
         interpret=interpret,
     )  # fmt: skip
     heads = q.reshape(batch, kv_heads * group, positions, head)
-    out = jax.vmap(kernel)(heads, k, v, segments)
+    flat = None if sinks is None else sinks.reshape(-1)
+    out = jax.vmap(kernel, in_axes=(0, 0, 0, 0, None))(heads, k, v, segments, flat)
     out = jnp.moveaxis(out.reshape(batch, kv_heads, group, positions, head), -2, 1)
     return out[:, :length]

@@ -14,6 +14,9 @@ CASES = {
 }
 """Scores, and whether rows are packed."""
 
+SINKS = np.array([[0.5, -2.0, 3.0], [1.0, 0.0, -1.0]], np.float32)
+"""The score for nothing of 3 query heads of each of 2 key/value heads."""
+
 
 def arrays(length, *, batch=2, kv_heads=2, group=3, head=4, packed=False):
     """q, k, v in float32, and segment ids whose documents end at no multiple of a block, with padding at the end."""

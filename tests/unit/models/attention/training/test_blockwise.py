@@ -7,25 +7,27 @@ import pytest
 
 from lockstep.models.attention.training.blockwise import blockwise_attention
 from lockstep.models.attention.training.causal import CausalAttention, dense_attention
-from tests.unit.models.attention.training.cases import CASES, arrays
+from tests.unit.models.attention.training.cases import CASES, SINKS, arrays
 
 
 def with_gradients(function, inputs, attention, **options):
     """The result, and the gradients of a sum of it in which every element counts differently."""
     weights = np.random.default_rng(1).standard_normal(inputs[0].shape).astype(np.float32)
 
-    def total(q, k, v):
-        out = function(q, k, v, inputs[3], attention, **options)
+    def total(q, k, v, *sinks):
+        out = function(q, k, v, inputs[3], attention, *sinks, **options)
         return jnp.sum(out * weights), out
 
-    gradients, out = jax.jit(jax.grad(total, argnums=(0, 1, 2), has_aux=True))(*inputs[:3])
+    arrays = (*inputs[:3], *inputs[4:])
+    gradients, out = jax.jit(jax.grad(total, argnums=range(len(arrays)), has_aux=True))(*arrays)
     return (out, *gradients)
 
 
 @pytest.mark.parametrize("case", ["plain", "all"])
 def test_blocks_change_neither_the_result_nor_a_gradient(case):
     attention, packed = CASES[case]
-    inputs = arrays(20, packed=packed)  # the last of three blocks of 8 begins inside the second
+    sinks = (SINKS,) if case == "all" else ()
+    inputs = (*arrays(20, packed=packed), *sinks)  # the last of three blocks of 8 begins inside the second
     found = with_gradients(blockwise_attention, inputs, attention, query_block=8)
     for ours, theirs in zip(found, with_gradients(dense_attention, inputs, attention), strict=True):
         np.testing.assert_allclose(ours, theirs, atol=1e-5)
