@@ -83,7 +83,7 @@ class TpuAttention:
         self, q: Array, cache: Array, layer: Array, page_table: Array, position: Array, active: Array,
         sinks: Array | None = None,
     ) -> Array:  # fmt: skip
-        """Attends one query token per slot, without sinks; an idle slot reads one position of the first page of its table."""
+        """Attends one query token per slot; an idle slot reads one position of the first page of its table."""
         slots = q.shape[0]
         lengths = jnp.where(active, position + 1, 1)
         starts = jnp.arange(slots + 1, dtype=jnp.int32)
@@ -129,7 +129,9 @@ class TpuAttention:
             num_sequences=jnp.sum(used & ~follows, dtype=jnp.int32)[None],
         )
 
-    def prefill(self, q: Array, pool: Array, layer: Array, first_page: Array, rows: Rows, sinks: Array | None = None) -> Array:
+    def prefill(
+        self, q: Array, pool: Array, layer: Array, first_page: Array, rows: Rows, sinks: Array | None = None
+    ) -> Array:
         """Attends all rows in one call of the kernel; the output of unused rows is zeros."""
         tokens = q.reshape(-1, *q.shape[2:])
         attended = self._attend(tokens, pool, layer, rows, first_page, self.prefill_blocks)
