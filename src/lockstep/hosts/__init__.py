@@ -16,13 +16,13 @@ from lockstep.hosts.exchange import name_processes as name_processes
 from lockstep.hosts.host_thread import HostThread as HostThread
 from lockstep.hosts.host_thread import Stopped as Stopped
 from lockstep.hosts.hosts import Hosts as Hosts
+from lockstep.hosts.hosts import ready_on_all as ready_on_all
 from lockstep.hosts.leader import leader_only as leader_only
 from lockstep.hosts.leader import try_leader_only as try_leader_only
 from lockstep.hosts.ledger import Ledger as Ledger
 from lockstep.hosts.peers import end_process as end_process
 from lockstep.hosts.phase import Phase as Phase
 from lockstep.hosts.preemption import Preemption as Preemption
-from lockstep.hosts.ready import ready_on_all as ready_on_all
 from lockstep.hosts.run_main import run_main as run_main
 from lockstep.hosts.start import current as current
 from lockstep.hosts.start import shutdown as shutdown

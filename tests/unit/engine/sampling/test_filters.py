@@ -25,7 +25,7 @@ from lockstep.engine.sampling.filters import (
     top_p,
 )
 from lockstep.engine.sampling.sampler import Sampled, SamplingState, active_features, sample
-from lockstep.engine.sampling.shortlist import SIZE
+from lockstep.engine.sampling.threshold import SIZE
 from lockstep.engine.schedule import sampling_sizes
 from lockstep.engine.schedule.sampling import SamplingBatch
 from lockstep.engine.schedule.sequence import Sequence

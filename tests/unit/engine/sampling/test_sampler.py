@@ -8,9 +8,17 @@ import numpy as np
 import pytest
 
 from lockstep.engine import Engine, EngineConfig
-from lockstep.engine.sampling.sampler import SamplingState, active_features, first_largest, sample
+from lockstep.engine.sampling.sampler import (
+    SamplingState,
+    _fold_in,
+    active_features,
+    first_largest,
+    gumbel_noise,
+    sample,
+)
 from lockstep.placement.decode_mesh import make_decode_mesh
-from tests.oracle import gumbel_noise, oracle_completions
+from tests import oracle
+from tests.oracle import oracle_completions
 from tests.unit.engine.models import LLAMA, mesh_of, model_on, request
 
 VOCAB = 8
@@ -64,7 +72,7 @@ def test_a_draw_depends_on_seed_prompt_generation_and_position() -> None:
 
 @pytest.mark.parametrize("words", [(0, 0, 0), (2**32 - 1, 2**32 - 1, 2**32 - 1), BASE])
 def test_the_noise_is_the_described_one(words: tuple[int, int, int]) -> None:
-    expected = gumbel_noise(*words, AT, 1000)
+    expected = oracle.gumbel_noise(*words, AT, 1000)
     assert draws([words], [AT])[0] == expected.argmax()
     assert np.isfinite(expected).all() and abs(expected.mean() - 0.5772) < 0.15
 
@@ -76,7 +84,7 @@ def test_greedy_and_sampled_in_one_batch_and_what_is_forbidden() -> None:
     words = np.array([BASE] * 3, np.uint32)
     logits[2, 3] = 1.0  # a tie goes to the lowest token
     tokens, logprobs = _sample(logits, temperature, words, np.full(3, AT, np.int32))
-    noisy = logits[1] / np.float32(0.5) + gumbel_noise(*BASE, AT, 6)
+    noisy = logits[1] / np.float32(0.5) + oracle.gumbel_noise(*BASE, AT, 6)
     assert tokens.tolist() == [2, int(noisy.argmax()), 2]
     totals = np.log(np.exp(logits.astype(np.float64)).sum(axis=1))
     np.testing.assert_allclose(logprobs, logits[np.arange(3), tokens] - totals, atol=1e-6)
@@ -126,3 +134,28 @@ def test_where_there_is_nan_the_index_of_the_largest_is_still_one_of_the_row(siz
     scores[0], scores[1, 1], scores[2, [1, -1]], scores[3, 7:] = np.nan, np.nan, np.nan, np.nan
     index, _ = first_largest(jnp.asarray(scores))
     assert np.all((index >= 0) & (index < size))
+
+
+IDS = np.array([0, 1, 2, 127, 128, 31999, 128255, 2**24 + 1, 2**31 - 1], np.int32)
+
+
+@pytest.mark.parametrize("seed", [0, 3, 2**32 - 1])
+def test_a_key_for_each_token_is_jax_s_own(seed):
+    key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), 17)
+    expected = [int(jax.random.key_data(jax.random.fold_in(key, token))[0]) for token in IDS]
+    found = jax.jit(_fold_in)(jax.random.key_data(key), jnp.asarray(IDS))
+    assert found.dtype == jnp.uint32
+    assert found.tolist() == expected
+
+
+def test_noise_of_a_part_of_the_vocabulary_is_that_of_the_whole():
+    words, at = jnp.array([5, 7, 1], jnp.uint32), jnp.int32(40)
+    whole, part = (jax.jit(gumbel_noise)(words, at, ids) for ids in (jnp.arange(1000), jnp.arange(300, 700)))
+    np.testing.assert_array_equal(whole[300:700], part)
+
+
+def test_noise_is_finite_and_gumbel():
+    noise = np.asarray(jax.jit(gumbel_noise)(jnp.array([1, 2, 3], jnp.uint32), jnp.int32(4), jnp.arange(200_000)))
+    assert np.isfinite(noise).all()
+    assert abs(noise.mean() - np.euler_gamma) < 5 * (np.pi / np.sqrt(6)) / np.sqrt(noise.size)
+    assert abs(noise.std() - np.pi / np.sqrt(6)) < 0.02
