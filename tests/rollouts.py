@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from lockstep.models import LlamaConfig
 from lockstep.text import Prompt, token_count
 from lockstep.training import GrpoConfig, OptimizerConfig, RolloutConfig, Trainer, TrainerConfig
 from lockstep.training.rl import GrpoRunFields, Questions, Rollouts
@@ -71,6 +72,7 @@ def make(
     optimizer: Any = None,
     engine: Any = None,
     vocab: int | None = None,
+    model: LlamaConfig = tiny.CONFIG,
     **trainer_values: Any,
 ) -> tuple[Trainer, Rollouts, Any]:
     """A trainer, its rollouts, and a model with random weights, or what to go on from."""
@@ -80,7 +82,7 @@ def make(
     if optimizer is None:
         optimizer = OptimizerConfig(learning_rate=1e-2, warmup=0).build(steps)
     trainer = Trainer(config, optimizer, objective, hosts, tracker=tracker)
-    initial = tiny.init_model(trainer, vocab)
+    initial = tiny.init_model(trainer, vocab, model)
     rollouts = Rollouts(
         settings,
         objective,

@@ -69,9 +69,9 @@ def make_trainer(mesh_shape: str, steps: int, hosts: Any = None, tracker: Any = 
     return Trainer(config, optimizer.build(steps), lm_loss, hosts, tracker=tracker, schedule=schedule)
 
 
-def init_model(trainer: Trainer, vocab: int | None = None) -> LlamaLMHeadModel:
+def init_model(trainer: Trainer, vocab: int | None = None, config: LlamaConfig = CONFIG) -> LlamaLMHeadModel:
     """A model with random weights on the trainer's mesh; nothing is compiled, which takes seconds for random draws."""
-    return as_trainable(CONFIG, placed_weights(trainer.mesh, vocab=vocab or vocab_size()))
+    return as_trainable(config, placed_weights(trainer.mesh, vocab=vocab or vocab_size()))
 
 
 def numpy_weights(config: LlamaConfig = CONFIG, vocab: int = 64, seed: int = 0) -> DecoderWeights:

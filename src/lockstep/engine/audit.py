@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int, PyTree
 
 from lockstep.engine.decode_model import signature_of
+from lockstep.engine.decoder.forward import exact_logprobs
 from lockstep.engine.small_moves import KnownModel
 from lockstep.errors import CapacityError, ConfigError
 from lockstep.hosts import Hosts, Ledger, current, digest, ready_on_all
@@ -241,6 +242,8 @@ class Auditor:
             weights = jax.tree.map(
                 lambda leaf: _widened(leaf, compute) if in_float32 else leaf.astype(compute), weights
             )
+            if config.exact and not in_float32:
+                return exact_logprobs(config, weights, ids, vocab_size=self.vocab_size)
             precision = jax.default_matmul_precision("highest") if in_float32 else contextlib.nullcontext()
             with hax.axis_mapping({"batch": self.mesh.axis_names}), precision:
                 model = as_trainable(config, weights)

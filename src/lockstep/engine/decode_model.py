@@ -32,6 +32,7 @@ from lockstep.placement import (
     shape_structs,
     tensor_sizes,
 )
+from lockstep.placement.device import blocks_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -162,6 +163,8 @@ class DecodeModels:
         config, weights = replicate_kv_heads(self.config, self._weights, decode_mesh.tensor)
         dtype = jnp.dtype(self._engine.dtype or weights.embed.dtype)
         kv_dtype = self._engine.kv_dtype(dtype)
+        if config.exact:
+            self._check_exact(decode_mesh)
         device, heads = self.mesh.devices.flat[0], device_heads(config, decode_mesh)
         kept = stored_kv_heads(device, heads, kv_dtype)
         experts = 0 if config.experts is None else config.experts.num_experts
@@ -195,6 +198,30 @@ class DecodeModels:
             copied_bytes=copy if moves or lazy or casts else 0,
             gathered=away if layout == "training" else (),
         )
+
+    def _check_exact(self, decode_mesh: DecodeMesh) -> None:
+        """Refuses what ``numerics: exact`` cannot do."""
+        config, tensor = self.config, decode_mesh.tensor
+        for name in ("kv_cache_dtype", "weight_dtype"):
+            if getattr(self._engine, name) != "auto":
+                raise ConfigError(
+                    f"numerics is exact and {name} is {getattr(self._engine, name)}, of which the trainer knows "
+                    f"nothing. Set {name} to auto, or numerics to fast."
+                )
+        check_exact_platform(self.mesh.devices.flat[0].platform)
+        split = {"num_heads": config.num_heads, "the vocabulary": self._weights.embed.shape[0]} | _split(config, tensor)
+        for name, size in split.items():
+            if blocks_of(size) % tensor:
+                raise ConfigError(
+                    f"numerics is exact and layout {{tensor: {tensor}}} splits {name} = {size}, whose sums are in "
+                    f"{blocks_of(size)} blocks. Set tensor to a divisor of that, or numerics to fast."
+                )
+
+
+def check_exact_platform(platform: str) -> None:
+    """Refuses ``numerics: exact`` where nobody has seen that it is."""
+    if platform != "cpu":
+        raise ConfigError(f"numerics is exact, which runs on CPU only until now, not on {platform}. Set it to fast.")
 
 
 def _leaves(weights: DecoderWeights, layouts: LayoutTree, dtype: jnp.dtype) -> tuple[Weight, ...]:

@@ -66,7 +66,7 @@ def training_workload(name: str, config: TrainConfig, model: str | None = None) 
         sampling.append(_samples(config, notes))
     return Workload(
         command=name,
-        model=config.trainer.with_attention(shape.config),
+        model=config.trainer.with_run_settings(shape.config),
         model_key=key,
         vocab_size=shape.vocab_size,
         mesh_shape=config.trainer.mesh_shape,

@@ -7,6 +7,7 @@ from lockstep.models.check_reader import check_reader as check_reader
 from lockstep.models.config import LayerKind as LayerKind
 from lockstep.models.config import LlamaConfig as LlamaConfig
 from lockstep.models.config import ModelConfig as ModelConfig
+from lockstep.models.config import Numerics as Numerics
 from lockstep.models.config import Variant as Variant
 from lockstep.models.config import distinct as distinct
 from lockstep.models.config import layer_kinds as layer_kinds

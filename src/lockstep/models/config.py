@@ -16,6 +16,7 @@ from lockstep.models.rope import RotaryConfig
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "xielu"]
 LayerType = Literal["sliding_attention", "full_attention"]
+Numerics = Literal["fast", "exact"]
 SIZE_LIMIT = 1 << 31
 """The bound of every size of a model."""
 
@@ -180,6 +181,9 @@ class LlamaConfig(ModelConfig):
     """The attention of training, in Levanter's words: ``splash``, jax's kernel for TPU, which pads rows to a
     multiple of 128 tokens; ``jax_flash``, blocks of 512 queries on any device; ``vanilla``, all pairs of positions at
     once; ``default``: splash on TPU, jax_flash elsewhere. Samples are decoded by the engine, whatever it is."""
+    numerics: Numerics = "fast"
+    """``exact``: the log-probability of a token has the same bits in decode, prefill, verify and the training forward,
+    whatever the batch and the layout (docs/exact.md). ``fast``: they differ by rounding."""
 
     def __post_init__(self) -> None:
         sizes = ["max_seq_len", "hidden_dim", "intermediate_dim", "num_layers", "num_heads", "num_kv_heads"]
@@ -211,6 +215,7 @@ class LlamaConfig(ModelConfig):
                 "layer_norm_epsilon must be positive and initializer_range at least 0. Llama uses 1e-5 and 0.02."
             )
         check_backend(self.attn_backend)
+        self._check_numerics()
         if self.qkv_bias and self.qk_norm:
             raise ConfigError(
                 "qkv_bias and qk_norm are both true; no architecture that Hugging Face can load has both, so the model "
@@ -231,7 +236,6 @@ class LlamaConfig(ModelConfig):
             raise ConfigError(
                 "variant.wide_qk_norm is true and qk_norm is false: there is no norm. Set qk_norm to true."
             )
-
         sliding = self.variant.sliding_rope
         if sliding is not None and sliding.score_factor != self.rope.score_factor:
             raise ConfigError(
@@ -243,6 +247,19 @@ class LlamaConfig(ModelConfig):
                 f"rope.partial_rotary_factor {self.rope.partial_rotary_factor} of a head of {self.head_size} elements "
                 f"rotates {self.rope.rotated(self.head_size)}; they are rotated in pairs. Change the factor."
             )
+
+    def _check_numerics(self) -> None:
+        if self.numerics not in get_args(Numerics):
+            raise ConfigError(f"numerics is {self.numerics!r}; it must be fast or exact. Use fast if in doubt.")
+        names = ("wide_qk_norm", "attention_sinks", "o_bias")
+        inexact = [f"variant.{name}" for name in names if getattr(self.variant, name)]
+        for name in inexact or ["experts"] * (self.experts is not None) if self.exact else []:
+            raise ConfigError(f"numerics is exact and {name} is set, which is not exact yet. Set numerics to fast.")
+
+    @property
+    def exact(self) -> bool:
+        """Whether ``numerics`` is exact."""
+        return self.numerics == "exact"
 
     @property
     def embed_scale(self) -> float | None:

@@ -114,7 +114,12 @@ def build_programs(
             structs = jax.tree.map(_struct, jax.eval_shape(function, structs), shardings)
 
     attention = select_attention(
-        model.device, model.heads, page_size=sizes.page_size, dtype=model.dtype, kv_dtype=model.kv_dtype
+        model.device,
+        model.heads,
+        page_size=sizes.page_size,
+        dtype=model.dtype,
+        kv_dtype=model.kv_dtype,
+        exact=model.config.exact,
     )
     pool = jax.ShapeDtypeStruct(
         (

@@ -81,6 +81,7 @@ def verify_function(
             active=given["remaining"] > 0,
             local_vocab=weights.embed.shape[0] if weights.lm_head is None else weights.lm_head.shape[1],
             decode_mesh=decode_mesh,
+            exact=transformer.config.exact,
         )
 
         def step(state: Any) -> Any:
@@ -237,6 +238,7 @@ def decode_function(
             active=remaining > 0,
             local_vocab=weights.embed.shape[0] if weights.lm_head is None else weights.lm_head.shape[1],
             decode_mesh=decode_mesh,
+            exact=transformer.config.exact,
         )
 
         def step(state: Any) -> Any:

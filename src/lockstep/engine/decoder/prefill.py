@@ -16,9 +16,7 @@ from jaxtyping import Array, Int32
 
 from lockstep.engine.decoder.transformer import Transformer, pack_results, unpack
 from lockstep.engine.idle_replicas import run_if_busy
-from lockstep.engine.sampling.logits_processors import local_ids
-from lockstep.engine.sampling.logprobs import top_logprobs
-from lockstep.engine.sampling.sampler import Sampled, first_id
+from lockstep.engine.sampling.logprobs import target_logprobs, top_logprobs
 from lockstep.engine.schedule import NULL_PAGE, Capacity, CopyPagesBatch, PrefillBatch, PromptLogprobsBatch, as_floats
 from lockstep.models import DecoderWeights
 from lockstep.models.attention import Attention
@@ -138,23 +136,13 @@ def prompt_logprobs_function(
         def chunk(part: tuple[Array, Array]) -> list[Array]:
             states, target = part
             logits = transformer.logits(weights, states)
-            max_logit = jnp.max(logits, axis=1)
-            if decode_mesh.tensor > 1:
-                max_logit = jax.lax.pmax(max_logit, decode_mesh.tensor_axes)
-            sum_exp = jnp.sum(jnp.exp(logits - max_logit[:, None]), axis=1)
-            size = logits.shape[1]
-            index = local_ids(target, first_id(size, decode_mesh), size)
-            logit = jnp.take_along_axis(logits, jnp.minimum(index, size - 1)[:, None], axis=1)[:, 0]
-            logit = jnp.where(index < size, logit, 0.0)
-            if decode_mesh.tensor > 1:
-                sum_exp, logit = jax.lax.psum((sum_exp, logit), decode_mesh.tensor_axes)
-            logprob = logit - max_logit - jnp.log(sum_exp)
+            given = target_logprobs(logits, target, decode_mesh, exact=transformer.config.exact)
+            logprob = given.logprob
             if not capacity.top_logprobs:
                 return [logprob]
-            given = Sampled(target, logprob, logprob, max_logit, jnp.log(sum_exp))
             return [logprob, *top_logprobs(logits, capacity.top_logprobs, given, decode_mesh)]
 
-        found = jax.lax.map(chunk, (_chunks(x.reshape(-1, x.shape[-1])), _chunks(targets.reshape(-1))))
+        found = jax.lax.map(chunk, (chunks(x.reshape(-1, x.shape[-1])), chunks(targets.reshape(-1))))
         whole = [part.reshape(-1, *part.shape[2:])[: targets.size] for part in found]
         results = [part.reshape(*targets.shape, *part.shape[1:]) for part in whole]
         return pack_results(results, decode_mesh)
@@ -170,7 +158,7 @@ def unpack_prompt_logprobs(packed: Int32[np.ndarray, "replica part row position"
     return [as_floats(packed[:, 0]), np.moveaxis(ids, 1, -1), as_floats(np.moveaxis(values, 1, -1))]
 
 
-def _chunks(array: Array) -> Array:
+def chunks(array: Array) -> Array:
     """Splits ``[token, ...]`` into ``[chunk, token in chunk, ...]``, padded with zeros."""
     size = min(PROMPT_LOGPROBS_CHUNK, array.shape[0])
     count = -(-array.shape[0] // size)

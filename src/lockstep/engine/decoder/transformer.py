@@ -24,6 +24,7 @@ from lockstep.models import (
 )
 from lockstep.models.attention import Heads, ScoreModifier
 from lockstep.placement import DecodeMesh, LayoutTree, QuantizedWeight, drop_layers, matmul, read, read_outer
+from lockstep.placement.device import add_blocks, barrier, blocks_of, product, tree_sum
 
 type Batch = PrefillBatch | CopyPagesBatch | PromptLogprobsBatch | DecodeBatch | VerifyBatch
 
@@ -114,6 +115,11 @@ class Transformer:
     pages: int
     vocab_size: int
 
+    @property
+    def heads(self) -> Heads:
+        """The attention heads of one device."""
+        return device_heads(self.config, self.decode_mesh)
+
     def read_outer(self, weights: DecoderWeights) -> DecoderWeights:
         """Returns the weights with all but ``layers`` as this device needs them: embedding, norms and output layer."""
         return read_outer(self.layouts, weights)
@@ -132,7 +138,11 @@ class Transformer:
     def logits(self, weights: DecoderWeights, x: Float[Array, "slot embed"]) -> Float[Array, "slot local_vocab"]:
         """Returns float32 logits of this device's part of the vocabulary; -inf from ``vocab_size`` on."""
         x = self._norm(x, weights.final_norm)
-        if weights.lm_head is None:
+        if self.config.exact:
+            head = weights.embed if weights.lm_head is None else weights.lm_head
+            tied = weights.lm_head is None
+            logits = product(x, head, columns=self._blocks(head.shape[0 if tied else 1]), transposed=tied)
+        elif weights.lm_head is None:
             logits = jnp.einsum("sd,vd->sv", x, weights.embed, preferred_element_type=jnp.float32)
         else:
             logits = jnp.einsum("sd,dv->sv", x, weights.lm_head, preferred_element_type=jnp.float32)
@@ -216,11 +226,13 @@ class Transformer:
                 q, kv = self._project(w, h, self._of_layer(angles, index))
                 cache = write(cache, index, kv)
                 attended = attend(cache, index, q, w.sinks)
-                out = self._sum(matmul(attended.reshape(*x.shape[:2], -1), w.o, axes=-1))
+                out = self._contract(attended.reshape(*x.shape[:2], -1), w.o, self._query_heads)
                 return out if w.o_bias is None else out + w.o_bias
 
-            out = block.layer(x, attention, lambda h: self._sum(self._mlp(w, h, index, valid)), self._norm, w)
-            return out, cache
+            def shard(x: Array) -> Array:
+                return barrier(x) if self.config.exact else x
+
+            return block.layer(x, attention, lambda h: self._mlp(w, h, index, valid), self._norm, w, shard), cache
 
         return jax.lax.fori_loop(0, count, layer, (x, cache))
 
@@ -268,19 +280,21 @@ class Transformer:
         kv_head = (self.config.num_kv_heads // self.decode_mesh.tensor, self.config.head_size)
         q_head = (kv_head[0], self.config.q_heads_per_group, kv_head[1])
         q, k, v = (
-            _linear(h, w.q, w.q_bias, q_head),
-            _linear(h, w.k, w.k_bias, kv_head),
-            _linear(h, w.v, w.v_bias, kv_head),
+            self._linear(h, w.q, w.q_bias, q_head, self._query_heads),
+            self._linear(h, w.k, w.k_bias, kv_head, kv_head[0]),
+            self._linear(h, w.v, w.v_bias, kv_head, kv_head[0]),
         )
         q, k = self._norm(q, w.q_norm), self._norm(k, w.k_norm)
         q, k = self._wide_norm(q, w.q_wide_norm), self._wide_norm(k, w.k_wide_norm)
         q = block.rotate(q, *(each[:, :, None, None] for each in angles))
         k = block.rotate(k, *(each[:, :, None] for each in angles))
+        if self.config.exact:
+            q, k = barrier((q, k))
         kv = jnp.stack([k, v], axis=3).reshape(*k.shape[:2], -1, k.shape[-1])
         return block.scale_queries(q, self.config.attention_scale), kv
 
     def _mlp(self, w: LayerWeights, h: Array, index: Array, valid: Array) -> Array:
-        """Returns this device's part of what the MLP answers, or of the sum of the experts that each token is given to.
+        """Returns what the MLP answers, or the sum of the experts that each token is given to.
 
         Every device of a replica has all tokens, and its share of the experts, or of the width of each.
         """
@@ -294,14 +308,19 @@ class Transformer:
             count = jax.tree.leaves(w.expert_gate)[0].shape[0 if layer is None else 1]
             first = jax.lax.axis_index(self.decode_mesh.tensor_axes) * count if count < experts.num_experts else 0
             answers = mixture(tokens, routing, weights, activation, first=first, valid=valid, layer=layer)
-            return answers.reshape(h.shape)
+            return self._sum(answers.reshape(h.shape))
         assert w.up is not None and w.down is not None
-        up, gate = matmul(h, w.up), None if w.gate is None else matmul(h, w.gate)
+        mlp = self.config.intermediate_dim // self.decode_mesh.tensor
+        up, gate = self._matmul(h, w.up, mlp), None if w.gate is None else self._matmul(h, w.gate, mlp)
         xielu = (w.xielu_p, w.xielu_n, w.xielu_beta, w.xielu_eps)
-        return matmul(block.hidden(activation, up, gate, xielu), w.down)
+        return self._contract(block.hidden(activation, up, gate, xielu), w.down, mlp)
 
     def _norm(self, x: Array, weight: Array | None) -> Array:
-        return block.rms_norm(x, weight, self.config.layer_norm_epsilon, offset=self.config.variant.norm_offset)
+        epsilon, offset = self.config.layer_norm_epsilon, self.config.variant.norm_offset
+        if not self.config.exact or weight is None:
+            return block.rms_norm(x, weight, epsilon, offset=offset)
+        mean = lambda squares: barrier(tree_sum(squares)[..., None] / weight.size)  # noqa: E731
+        return barrier(block.rms_norm(barrier(x), weight, epsilon, offset=offset, mean=mean))
 
     def _wide_norm(self, x: Array, weight: Array | None) -> Array:
         """Applies RMSNorm over all heads together, those of the other devices of the replica included."""
@@ -314,11 +333,39 @@ class Transformer:
         offset = self.config.variant.norm_offset
         return block.rms_norm(x, weight, self.config.layer_norm_epsilon, offset=offset, mean=mean)
 
+    @property
+    def _query_heads(self) -> int:
+        return self.config.num_heads // self.decode_mesh.tensor
+
+    def _blocks(self, local: int) -> int:
+        """The number of blocks of an axis that the devices of a replica split, of which this one has ``local``."""
+        return blocks_of(local * self.decode_mesh.tensor) // self.decode_mesh.tensor
+
+    def _linear(
+        self, x: Array, weight: Array | QuantizedWeight, bias: Array | None, out: tuple[int, ...], local: int
+    ) -> Array:
+        """Multiplies ``x @ weight``, adds the bias, and divides the result's last axis as ``out`` says."""
+        flat = self._matmul(x, weight, local)
+        flat = flat if bias is None else flat + bias.reshape(-1)
+        return (barrier(flat) if self.config.exact else flat).reshape(*x.shape[:-1], *out)
+
+    def _matmul(self, x: Array, weight: Array | QuantizedWeight, local: int) -> Array:
+        """Multiplies by a weight whose columns the devices of a replica split, each with ``local`` of a thing."""
+        if not self.config.exact:
+            return matmul(x, weight)
+        assert not isinstance(weight, QuantizedWeight)
+        columns = self._blocks(local)
+        return barrier(product(barrier(x), weight.reshape(len(weight), -1), columns=columns).astype(x.dtype))
+
+    def _contract(self, x: Array, weight: Array | QuantizedWeight, local: int) -> Array:
+        """Multiplies by a weight whose inputs the devices of a replica split, and adds up what they have."""
+        if not self.config.exact:
+            return self._sum(matmul(x, weight, axes=-1))
+        assert not isinstance(weight, QuantizedWeight)
+        part = product(barrier(x), weight.reshape(-1, weight.shape[-1]), inner=self._blocks(local))
+        if self.decode_mesh.tensor > 1:
+            part = add_blocks(jax.lax.all_gather(part, self.decode_mesh.tensor_axes))
+        return barrier(part.astype(x.dtype))
+
     def _sum(self, part: Array) -> Array:
         return jax.lax.psum(part, self.decode_mesh.tensor_axes) if self.decode_mesh.tensor > 1 else part
-
-
-def _linear(x: Array, weight: Array | QuantizedWeight, bias: Array | None, out: tuple[int, ...]) -> Array:
-    """Multiplies ``x @ weight``, adds the bias, and divides the result's last axis as ``out`` says."""
-    flat = matmul(x, weight)
-    return (flat if bias is None else flat + bias.reshape(-1)).reshape(*x.shape[:-1], *out)

@@ -1,11 +1,38 @@
-"""The most probable tokens of a step and their log-probabilities."""
+"""The log-probabilities of given tokens, and of the most probable ones."""
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from lockstep.engine.sampling.sampler import Sampled, first_id
+from lockstep.engine.sampling.logits_processors import local_ids
+from lockstep.engine.sampling.sampler import Sampled, exact_sum_exp, first_id
 from lockstep.placement import DecodeMesh
+
+
+def target_logprobs(
+    logits: Float[Array, "slot local_vocab"], target: Int[Array, " slot"], decode_mesh: DecodeMesh, *, exact: bool
+) -> Sampled:
+    """Returns given tokens as if they had been sampled at temperature 1.
+
+    Args:
+        logits: The model's own logits, this device's part of the vocabulary.
+        decode_mesh: The decode mesh.
+        exact: Whether sums over the vocabulary are those of ``numerics: exact``.
+    """
+    max_logit = jnp.max(logits, axis=1)
+    if decode_mesh.tensor > 1:
+        max_logit = jax.lax.pmax(max_logit, decode_mesh.tensor_axes)
+    sum_exp = jnp.sum(jnp.exp(logits - max_logit[:, None]), axis=1)
+    size = logits.shape[1]
+    index = local_ids(target, first_id(size, decode_mesh), size)
+    logit = jnp.take_along_axis(logits, jnp.minimum(index, size - 1)[:, None], axis=1)[:, 0]
+    logit = jnp.where(index < size, logit, 0.0)
+    if decode_mesh.tensor > 1:
+        sum_exp, logit = jax.lax.psum((sum_exp, logit), decode_mesh.tensor_axes)
+    logprob = logit - max_logit
+    logsumexp = jnp.log(exact_sum_exp(logits, max_logit, decode_mesh) if exact else sum_exp)
+    logprob = logprob - logsumexp
+    return Sampled(target, logprob, logprob, max_logit, logsumexp)
 
 
 def top_logprobs(

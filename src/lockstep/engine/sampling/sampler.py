@@ -1,6 +1,7 @@
 """From logits to tokens, with the features that the requests use and no others; their order is in `SamplingParams`."""
 
 import dataclasses
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, NamedTuple
 
@@ -20,6 +21,7 @@ from lockstep.engine.sampling.logits_processors import (
 )
 from lockstep.engine.sampling.threshold import find_threshold, scopes_needed
 from lockstep.placement import DecodeMesh
+from lockstep.placement.device import add_blocks, barrier, blocks_of, tree_sum
 from lockstep.types import SamplingParams
 
 _RUN = 128
@@ -78,6 +80,7 @@ class Sampler:
         allowed: Which tokens may be sampled; None where no slot rules any out.
         first: The first token id of this device's part of the vocabulary.
         decode_mesh: The decode mesh.
+        exact: Whether sums over the vocabulary are those of ``numerics: exact``.
     """
 
     state: SamplingState
@@ -88,6 +91,7 @@ class Sampler:
     allowed: Bool[Array, "slot local_vocab"] | None
     first: Array | int
     decode_mesh: DecodeMesh
+    exact: bool = False
 
     def draw(
         self, logits: Float[Array, "slot local_vocab"], counts: TokenCounts | None, position: Int[Array, " slot"]
@@ -108,7 +112,7 @@ class Sampler:
             processed = jnp.where(self.allowed, processed, -jnp.inf)
         if "stop_from" in self.given:
             processed = rule_out_stops(processed, self.stop_ids, position < self.given["stop_from"], self.first)
-        return sample(logits, processed, self.state, self.features, position, self.decode_mesh)
+        return sample(logits, processed, self.state, self.features, position, self.decode_mesh, exact=self.exact)
 
     def count(
         self, counts: TokenCounts | None, token: Int[Array, " slot"], active: Bool[Array, " slot"]
@@ -127,6 +131,7 @@ def start_sampler(
     more_filters: Sequence[str] = (),
     local_vocab: int,
     decode_mesh: DecodeMesh,
+    exact: bool = False,
 ) -> tuple[Sampler, TokenCounts | None]:
     """Computes what all steps of a launch share.
 
@@ -160,6 +165,7 @@ def start_sampler(
         allowed=allowed(given["allowed_ids"], first, local_vocab) if "allowed_ids" in given else None,
         first=first,
         decode_mesh=decode_mesh,
+        exact=exact,
     )
     return sampler, counts
 
@@ -171,6 +177,8 @@ def sample(
     features: ActiveFeatures,
     position: Int[Array, " slot"],
     decode_mesh: DecodeMesh,
+    *,
+    exact: bool = False,
 ) -> Sampled:
     """Samples one token per slot, inside ``shard_map``; greedy where the temperature is 0.
 
@@ -186,10 +194,15 @@ def sample(
         features: The features that any slot needs.
         position: The position of the token to sample.
         decode_mesh: The decode mesh; the vocabulary is split over its tensor axes.
+        exact: Whether sums over the vocabulary are those of ``numerics: exact``.
     """
+    total = functools.partial(exact_sum_exp, decode_mesh=decode_mesh) if exact else _sum_exp
     size, rows, processed_is_logits = logits.shape[1], jnp.arange(logits.shape[0]), processed is logits
     first = first_id(size, decode_mesh)
     ids = first + jnp.arange(size)
+
+    def whole_max(largest: Array) -> Array:
+        return jax.lax.pmax(largest, decode_mesh.tensor_axes) if exact and decode_mesh.tensor > 1 else largest
 
     def draw(processed: Array) -> tuple[Array, ...]:
         random = state.temperature[:, None] > 0
@@ -203,9 +216,9 @@ def sample(
         # Without the barrier the noise is computed again for each of its uses, in reductions that XLA does not
         # vectorise on CPU.
         filtered, scores = jax.lax.optimization_barrier((filtered, scores))
-        largest, filtered_max = jnp.max(scores, axis=1), jnp.max(filtered, axis=1)
+        largest, filtered_max = jnp.max(scores, axis=1), whole_max(jnp.max(filtered, axis=1))
         best = _first_hit(scores, largest)  # the noise takes so long that runs would save nothing
-        return best, largest, filtered[rows, best], filtered_max, _sum_exp(filtered, filtered_max)
+        return best, largest, filtered[rows, best], filtered_max, total(filtered, filtered_max)
 
     likeliest = first_largest(logits)
 
@@ -215,16 +228,19 @@ def sample(
 
     with jax.named_scope("temperature"):
         best, *scores = jax.lax.cond(features.temperature, draw, take_largest, processed)
-    max_logit = likeliest[1]
-    token, own = first + best, jnp.stack([*scores, logits[rows, best], max_logit, _sum_exp(logits, max_logit)])
+    max_logit = whole_max(likeliest[1])
+    token, own = first + best, jnp.stack([*scores, logits[rows, best], max_logit, total(logits, max_logit)])
     if decode_mesh.tensor > 1:
         tokens = jax.lax.all_gather(token, decode_mesh.tensor_axes)
         # [number, part, slot]; parts in order of token id
         parts = jax.lax.all_gather(own, decode_mesh.tensor_axes, axis=1)
         winner = jnp.argmax(parts[0], axis=0)
         token, parts_of_winner = tokens[winner, rows], parts[:, winner, rows]
-        drawn, drawn_max, drawn_sum_exp = parts_of_winner[1], *_join(parts[2], parts[3])
-        logit, max_logit, sum_exp = parts_of_winner[4], *_join(parts[5], parts[6])
+        if exact:  # whose maxima and sums are those of all parts already
+            _, drawn, drawn_max, drawn_sum_exp, logit, max_logit, sum_exp = parts_of_winner
+        else:
+            drawn, drawn_max, drawn_sum_exp = parts_of_winner[1], *_join(parts[2], parts[3])
+            logit, max_logit, sum_exp = parts_of_winner[4], *_join(parts[5], parts[6])
     else:
         _, drawn, drawn_max, drawn_sum_exp, logit, max_logit, sum_exp = own
     logsumexp = jnp.log(sum_exp)
@@ -295,6 +311,20 @@ def first_id(size: int, decode_mesh: DecodeMesh) -> Array | int:
 def _sum_exp(logits: Array, largest: Array) -> Array:
     """Each row's sum of ``exp(logits - largest)``, where ``largest`` is the row's maximum."""
     return jnp.sum(jnp.exp(logits - jnp.where(jnp.isfinite(largest), largest, 0.0)[:, None]), axis=1)
+
+
+def exact_sum_exp(logits: Array, largest: Array, decode_mesh: DecodeMesh) -> Array:
+    """Each row's sum of ``exp(logits - largest)`` over the whole vocabulary, block by block.
+
+    Args:
+        logits: This device's part of the vocabulary.
+        largest: The maximum over all of it.
+        decode_mesh: The decode mesh.
+    """
+    shifted = barrier(jnp.exp(barrier(logits - jnp.where(jnp.isfinite(largest), largest, 0.0)[:, None])))
+    blocks = blocks_of(logits.shape[1] * decode_mesh.tensor) // decode_mesh.tensor
+    part = add_blocks(tree_sum(shifted.reshape(len(logits), blocks, -1)).T)
+    return add_blocks(jax.lax.all_gather(part, decode_mesh.tensor_axes)) if decode_mesh.tensor > 1 else part
 
 
 def _join(maxima: Array, sums_exp: Array) -> tuple[Array, Array]:

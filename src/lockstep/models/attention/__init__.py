@@ -11,6 +11,9 @@ from lockstep.models.attention.contiguous_kv import attend_context_span as atten
 from lockstep.models.attention.contiguous_kv import extend_context as extend_context
 from lockstep.models.attention.contiguous_kv import extend_context_span as extend_context_span
 from lockstep.models.attention.contiguous_kv import gather_context as gather_context
+from lockstep.models.attention.exact import ExactAttention as ExactAttention
+from lockstep.models.attention.exact import attend_exact as attend_exact
+from lockstep.models.attention.exact import contiguous_blocks as contiguous_blocks
 from lockstep.models.attention.reference import paged_attention as paged_attention
 from lockstep.models.attention.select import describe_attention as describe_attention
 from lockstep.models.attention.select import has_kernel as has_kernel

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from lockstep.credentials import get_logger
 from lockstep.errors import ConfigError
 from lockstep.models.attention.base import Attention, Heads, StoredKvHeads
+from lockstep.models.attention.exact import ExactAttention
 from lockstep.models.attention.tpu import TpuAttention
 from lockstep.models.attention.tpu_blocks import (
     LANES,
@@ -95,7 +96,13 @@ def stored_kv_heads(device: jax.Device, heads: Heads, dtype: jnp.dtype) -> Store
 
 
 def select_attention(
-    device: jax.Device, heads: Heads, *, page_size: int, dtype: jnp.dtype, kv_dtype: jnp.dtype | None = None
+    device: jax.Device,
+    heads: Heads,
+    *,
+    page_size: int,
+    dtype: jnp.dtype,
+    kv_dtype: jnp.dtype | None = None,
+    exact: bool = False,
 ) -> Attention:
     """Selects the attention for a device, by its platform and the size of the heads.
 
@@ -105,10 +112,13 @@ def select_attention(
         page_size: The number of tokens in a page.
         dtype: The dtype of the queries.
         kv_dtype: The dtype of the pool; None for that of the queries.
+        exact: Whether it is that of ``numerics: exact``.
 
     Raises:
         ConfigError: The TPU kernel cannot take the heads in this dtype.
     """
+    if exact:
+        return ExactAttention(heads=heads, page_by_page=device.platform == "tpu", page_size=page_size)
     if not has_kernel(device, heads):
         if device.platform == "tpu":
             _warn(_refusal(heads))

@@ -11,7 +11,7 @@ from lockstep.models.rope import required, rope_from_hf, rope_to_hf
 ACTIVATIONS: Final = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu"}
 """Activations of a gated MLP: Hugging Face's name and ours."""
 
-_TRAINING: Final = ("gradient_checkpointing", "attn_backend")
+_TRAINING: Final = ("gradient_checkpointing", "attn_backend", "numerics")
 """Fields of a configuration that are of training, not of the model."""
 
 

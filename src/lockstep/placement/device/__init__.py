@@ -13,6 +13,13 @@ from lockstep.placement.device.compiler_errors import Compile as Compile
 from lockstep.placement.device.compiler_errors import compile_lowered as compile_lowered
 from lockstep.placement.device.compiler_errors import compile_with_options as compile_with_options
 from lockstep.placement.device.compiler_errors import explain as explain
+from lockstep.placement.device.exact import BLOCKS as BLOCKS
+from lockstep.placement.device.exact import TILE as TILE
+from lockstep.placement.device.exact import add_blocks as add_blocks
+from lockstep.placement.device.exact import barrier as barrier
+from lockstep.placement.device.exact import blocks_of as blocks_of
+from lockstep.placement.device.exact import product as product
+from lockstep.placement.device.exact import tree_sum as tree_sum
 from lockstep.placement.device.float8 import BYTE as BYTE
 from lockstep.placement.device.float8 import FP8 as FP8
 from lockstep.placement.device.float8 import LARGEST_FP8 as LARGEST_FP8

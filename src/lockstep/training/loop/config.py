@@ -7,7 +7,7 @@ from jax.sharding import Mesh
 
 from lockstep.errors import ConfigError
 from lockstep.hosts import DistributedConfig
-from lockstep.models import LlamaConfig
+from lockstep.models import LlamaConfig, Numerics
 from lockstep.models.attention import AttentionBackend, check_backend
 from lockstep.placement import data_shards
 from lockstep.report import JsonlTrackerConfig, TrackerConfig
@@ -53,6 +53,8 @@ class TrainerConfig:
     attn_backend: AttentionBackend | None = None
     """The attention backend, as ``model.attn_backend``, for a run with ``initialize_from_hf``, which has no such
     block; null: as the model says."""
+    numerics: Numerics | None = None
+    """``exact`` or ``fast``, as ``model.numerics``, for a run with ``initialize_from_hf``; null: as the model says."""
     tracker: TrackerConfig | tuple[TrackerConfig, ...] = dataclasses.field(default_factory=JsonlTrackerConfig)
     """The destination of metrics: one tracker or a list of them (``type: wandb | tensorboard | jsonl | noop``)."""
     distributed: DistributedConfig = dataclasses.field(default_factory=DistributedConfig)
@@ -125,8 +127,8 @@ class TrainerConfig:
         """The float types that ``mp`` names."""
         return parse_precision(self.mp)
 
-    def with_attention(self, model: LlamaConfig) -> LlamaConfig:
-        """The model's configuration with the attention of this run.
+    def with_run_settings(self, model: LlamaConfig) -> LlamaConfig:
+        """The model's configuration with the attention and the numerics of this run.
 
         Args:
             model: The configuration of the model block, or of a checkpoint.
@@ -134,6 +136,8 @@ class TrainerConfig:
         Raises:
             ConfigError: The two name different attention.
         """
+        if self.numerics is not None:
+            model = dataclasses.replace(model, numerics=self.numerics)
         if self.attn_backend is None:
             return model
         if model.attn_backend not in ("default", self.attn_backend):

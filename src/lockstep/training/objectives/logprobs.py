@@ -10,8 +10,10 @@ import jax.numpy as jnp
 from haliax import NamedArray
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
+from lockstep.engine import exact_logprobs
 from lockstep.errors import ConfigError
-from lockstep.models import RouterSums
+from lockstep.models import RouterSums, read_decoder
+from lockstep.placement import is_lazy
 from lockstep.training.objectives.vocab_blocks import VocabBlocks, logits_fit, softmax_inputs
 
 
@@ -129,6 +131,7 @@ def token_logprobs(
         inputs.append(hax.named(batch["segment_ids"].reshape(tokens.shape), ("batch", "position")))
     # All positions, so that their number stays that of whole tiles and no logits are copied: the last one is dropped.
     targets = jnp.roll(tokens, -1, axis=-1)
+    exact = _exact_logprobs(model, batch, tokens, temperature, vocab_size)
     if isinstance(model, OutputLayer):
         states = model.activations(*inputs)
         blocks = VocabBlocks.of(
@@ -147,7 +150,40 @@ def token_logprobs(
     else:
         _check_arguments(model, len(inputs))
         found = _picked(model(*inputs), targets, temperature, vocab_size)
-    return found[:, :-1].reshape(*shape[:-1], -1)
+    found = found[:, :-1] if exact is None else _value_with_gradient_of(exact, found[:, :-1])
+    return found.reshape(*shape[:-1], -1)
+
+
+def _exact_logprobs(
+    model: Any, batch: Mapping[str, Array], tokens: Array, temperature: float, vocab_size: int | None
+) -> Float[Array, "row target"] | None:
+    """The log-probabilities of a model whose ``numerics`` are exact; None for any other."""
+    config = getattr(model, "config", None)
+    if not getattr(config, "exact", False):
+        return None
+    if "segment_ids" in batch:
+        raise ConfigError(
+            "model.numerics is exact, and rows are packed with several documents, which it cannot compute. Do not pack "
+            "rows, or set model.numerics to fast."
+        )
+    config, weights = read_decoder(model)
+    if is_lazy(weights):
+        raise ConfigError(
+            "model.numerics is exact, and the weights have adapters, which the engine merges and the trainer does not. "
+            "Train without adapters, or set model.numerics to fast."
+        )
+    return exact_logprobs(config, weights, tokens, temperature=temperature, vocab_size=vocab_size)
+
+
+@jax.custom_vjp
+def _value_with_gradient_of(value: Array, other: Array) -> Array:
+    """Return ``value``, with the gradient of ``other``, which is the same but for rounding."""
+    return value
+
+
+_value_with_gradient_of.defvjp(
+    lambda value, other: (value, None), lambda _, gradient: (jnp.zeros_like(gradient), gradient)
+)
 
 
 def target_mask(batch: Mapping[str, Array]) -> Bool[Array, "... target"]:

@@ -72,7 +72,7 @@ def load_frozen(adapters: SavedAdapters, model: LlamaConfig, mesh: Mesh, hosts: 
 def model_shape(config: TrainConfig, tokenizer: "PreTrainedTokenizerBase") -> tuple[LlamaConfig, int]:
     """Configuration and number of token ids, before any weight is drawn or read."""
     if config.initialize_from_hf is not None:
-        shape = config.trainer.with_attention(load_config(config.initialize_from_hf))
+        shape = config.trainer.with_run_settings(load_config(config.initialize_from_hf))
         if config.gradient_checkpointing is not None:
             shape = dataclasses.replace(shape, gradient_checkpointing=config.gradient_checkpointing)
         return shape, int(read_hf_config(config.initialize_from_hf)["vocab_size"])
@@ -80,7 +80,7 @@ def model_shape(config: TrainConfig, tokenizer: "PreTrainedTokenizerBase") -> tu
     token_ids = token_count(tokenizer)
     if config.hf_save_path is not None:
         config_to_hf(config.model, token_ids)  # refuses now what could not be saved after the last step
-    return config.trainer.with_attention(config.model), token_ids
+    return config.trainer.with_run_settings(config.model), token_ids
 
 
 def initializer(model: LlamaConfig, vocab_size: int, adapters: SavedAdapters | None) -> Callable[[jax.Array], PyTree]:

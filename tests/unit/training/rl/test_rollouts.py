@@ -79,6 +79,30 @@ def test_the_engine_and_the_trainer_have_the_same_probabilities(mesh, blocks, lo
         np.testing.assert_allclose(columns["old_logprobs"], columns["rollout_logprobs"], atol=1e-4)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("mesh", "mp"), [("2,1,2", "c=bfloat16,p=f32"), ("1,4,1", "f32")])
+def test_exact_numerics_leave_no_bit_between_engine_and_trainer(mesh, mp):
+    """Ratio 1 and divergence 0 in the first update, as the last bit has it; in the second the policy is another."""
+    tracker, exact = runs.Recorder(), dataclasses.replace(tiny.CONFIG, numerics="exact")
+    spy = runs.train(
+        *runs.make(
+            mesh,
+            steps=2,
+            tracker=tracker,
+            run={"rollout": {"temperature": 0.7}, "num_iterations": 2},
+            loss={"use_rollout_logprobs": False, "importance_cap": 2.0, "kl_coefficient": 0.1},
+            vocab=tiny.vocab_size() + 32,
+            model=exact,
+            mp=mp,
+            per_device_parallelism=2,
+        )
+    )
+    first, second = tracker.scalars[1], tracker.scalars[2]
+    assert [first[f"train/{name}"].hex() for name in ("logprob_gap", "ratio_gap", "kl")] == [(0.0).hex()] * 3
+    assert spy.found[0]["old_logprobs"] == spy.found[0]["rollout_logprobs"] == spy.found[0]["reference_logprobs"]
+    assert first["train/grad_norm"] > 0 and second["train/ratio_gap"] > 1e-3
+
+
 def test_rows_are_prompts_with_their_answers(plain):
     _, rollouts, spy, *_ = plain
     first = spy.found[0]

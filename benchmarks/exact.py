@@ -1,0 +1,152 @@
+"""The operations of XLA whose bits depend on dimensions that the mathematics does not depend on.
+
+    python -m benchmarks.exact [--json PATH]
+
+``numerics: exact`` (`lockstep.models.exact`) is built on what this table says about the backend it runs on. Each row is
+an operation on some rows of a batch, or some columns of a weight: the same numbers computed beside others, compared bit
+by bit with the largest case.
+"""
+
+import argparse
+import functools
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.workers import write_json
+
+ROWS = (1, 2, 3, 8, 16, 32, 64, 256)
+TILE = 16
+SPLITS = (1, 2, 4, 8)
+PRODUCTS = ((64, 96), (512, 512), (512, 1376), (1376, 512))
+
+
+class Finding(NamedTuple):
+    """An operation, what is changed beside it, and where its bits are not those of the reference."""
+
+    operation: str
+    dtype: str
+    shape: str
+    varied: str
+    differs_at: tuple[int, ...]
+
+
+def main() -> int:
+    """Compute, print a table, write the JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="where to write the findings")
+    given = parser.parse_args()
+    findings = list(all_findings())
+    table = Table("operation", "type", "shape", "varied", "bits differ at", title=f"bits on {jax.default_backend()}")
+    for each in findings:
+        table.add_row(each.operation, each.dtype, each.shape, each.varied, ", ".join(map(str, each.differs_at)) or "-")
+    Console().print(table)
+    if given.json:
+        write_json(given.json, {"bits": [each._asdict() for each in findings]})
+    return 0
+
+
+def all_findings() -> Iterator[Finding]:
+    """Every row of the table."""
+    for dtype in ("bfloat16", "float32"):
+        for inner, columns in PRODUCTS:
+            x, w = _normal((max(ROWS), inner), dtype), _normal((inner, columns), dtype)
+            shape = f"{inner} x {columns}"
+            yield _by_rows("product", dtype, shape, lambda a, w=w: _dot(a, w), x)
+            yield _by_rows(f"product, tiles of {TILE} rows", dtype, shape, lambda a, w=w: _tiled(a, w), x)
+            yield _by_columns(f"product of {TILE} rows", dtype, shape, x[:TILE], w)
+            yield _by_inner(f"product of {TILE} rows", dtype, shape, x[:TILE], w)
+            yield _fused("product of 16 rows, then x + y", dtype, shape, x[:TILE], w)
+        q, k = _normal((max(ROWS), TILE, 64), dtype), _normal((max(ROWS), 64, 128), dtype)
+        yield _by_rows("product for each sequence", dtype, "16 x 64 x 128", lambda a, k=k: _dot(a, k[: len(a)]), q)
+    for name, function in _ROW_OPERATIONS.items():
+        for width in (64, 172, 512, 16032):
+            yield _by_rows(name, "float32", str(width), function, _normal((max(ROWS), width), "float32"))
+    for name, function in _ELEMENTWISE.items():
+        yield _by_rows(name, "float32", "1", function, jnp.abs(_normal((max(ROWS),), "float32")))
+        yield _by_rows(name, "float32", "500", function, jnp.abs(_normal((max(ROWS), 500), "float32")))
+
+
+_ROW_OPERATIONS: dict[str, Callable[[Any], Any]] = {
+    "sum": lambda x: jnp.sum(x, axis=-1),
+    "mean of squares": lambda x: jnp.mean(jax.lax.square(x), axis=-1),
+    "sum of exp(x - max)": lambda x: jnp.sum(jnp.exp(x - jnp.max(x, axis=-1, keepdims=True)), axis=-1),
+    "softmax": lambda x: jax.nn.softmax(x, axis=-1),
+    "log-sum-exp": lambda x: jax.nn.logsumexp(x, axis=-1),
+}
+_ELEMENTWISE: dict[str, Callable[[Any], Any]] = {
+    "exp": jnp.exp,
+    "log": jnp.log,
+    "rsqrt": jax.lax.rsqrt,
+    "tanh": jnp.tanh,
+    "cos": jnp.cos,
+    "silu": jax.nn.silu,
+    "x * y + x / y": lambda x: x * (x + 1.3) + x / (x + 1.7),
+}
+
+
+def _dot(a: Any, w: Any) -> Any:
+    return jnp.matmul(a, w, preferred_element_type=jnp.float32)
+
+
+def _tiled(a: Any, w: Any) -> Any:
+    padded = jnp.pad(a, ((0, -len(a) % TILE), (0, 0))).reshape(-1, TILE, a.shape[1])
+    return jax.lax.map(lambda tile: _dot(tile, w), padded).reshape(-1, w.shape[1])[: len(a)]
+
+
+@functools.cache
+def _generator() -> np.random.Generator:
+    return np.random.default_rng(0)
+
+
+def _normal(shape: tuple[int, ...], dtype: str) -> Any:
+    return jnp.asarray(_generator().standard_normal(shape), dtype)
+
+
+def _run(function: Callable[..., Any], *arguments: Any) -> np.ndarray:
+    return np.asarray(jax.jit(function)(*arguments))
+
+
+def _by_rows(operation: str, dtype: str, shape: str, function: Callable[[Any], Any], x: Any) -> Finding:
+    whole = _run(function, x)
+    differs = tuple(rows for rows in ROWS if not np.array_equal(_run(function, x[:rows]), whole[:rows]))
+    return Finding(operation, dtype, shape, "rows", differs)
+
+
+def _by_columns(operation: str, dtype: str, shape: str, x: Any, w: Any) -> Finding:
+    whole, differs = _run(_dot, x, w), []
+    for split in SPLITS:
+        parts = [_run(_dot, x, part) for part in jnp.split(w, split, axis=1)]
+        if not np.array_equal(np.concatenate(parts, axis=1), whole):
+            differs.append(split)
+    return Finding(operation, dtype, shape, "columns split in", tuple(differs))
+
+
+def _by_inner(operation: str, dtype: str, shape: str, x: Any, w: Any) -> Finding:
+    whole, differs = _run(_dot, x, w), []
+    for split in SPLITS:
+        pairs = zip(jnp.split(x, split, axis=1), jnp.split(w, split, axis=0), strict=True)
+        if not np.array_equal(sum(_run(_dot, *pair) for pair in pairs), whole):
+            differs.append(split)
+    return Finding(operation, dtype, shape, "contraction split in", tuple(differs))
+
+
+def _fused(operation: str, dtype: str, shape: str, x: Any, w: Any) -> Finding:
+    y = _normal((TILE, w.shape[1]), "float32")
+    alone = _run(_dot, x, w) + np.asarray(y)
+    same = np.array_equal(_run(lambda x, w, y: _dot(x, w) + y, x, w, y), alone)
+    return Finding(operation, dtype, shape, "fusion", () if same else (1,))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,109 @@
+"""The training forward of ``numerics: exact``: log-probabilities of whole sequences by the decoder's own functions."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float, Int
+
+from lockstep.engine.decode_model import check_exact_platform
+from lockstep.engine.decoder.prefill import chunks
+from lockstep.engine.decoder.transformer import Transformer
+from lockstep.engine.sampling.logprobs import target_logprobs
+from lockstep.models import TENSOR_DIMS, WEIGHT_AXES, DecoderWeights, LlamaConfig
+from lockstep.models.attention import attend_exact, contiguous_blocks
+from lockstep.placement import PARAMETER_AXES, DecodeMesh, LeafLayout, partition_specs
+from lockstep.placement.device import barrier
+
+
+def exact_logprobs(
+    config: LlamaConfig,
+    weights: DecoderWeights,
+    tokens: Int[Array, "row position"],
+    *,
+    temperature: float = 1.0,
+    vocab_size: int | None = None,
+) -> Float[Array, "row target"]:
+    """Returns the log-probability of each token but the first, with the bits that the engine has for it.
+
+    It is computed on the mesh that is set, a training mesh or any other, each device its own rows, with the weights
+    gathered layer by layer; on one device where none is set. It has no gradient.
+
+    Args:
+        config: The configuration of the model.
+        weights: The weights, in the dtype to compute in.
+        tokens: Token ids; a row is one sequence from its first position on.
+        temperature: The temperature.
+        vocab_size: The number of ids that are tokens, from 0; None for all rows of the embedding.
+
+    Raises:
+        ConfigError: The devices are not CPUs.
+    """
+    mesh: Any = jax.sharding.get_abstract_mesh()
+    names = () if mesh.empty else mesh.axis_names
+    device = None if mesh.empty else mesh.abstract_device
+    check_exact_platform(jax.default_backend() if device is None else device.platform)
+    tensor = tuple(name for name in names if name == PARAMETER_AXES["vocab"])
+    decode_mesh = DecodeMesh(
+        mesh=mesh,
+        training_shape=dict(mesh.shape),
+        replica_axes=tuple(name for name in names if name not in tensor),
+        tensor_axes=tensor,
+        training_axes={name: (name,) for name in names},
+    )
+
+    def layout(path: tuple[Any, ...], leaf: Array) -> LeafLayout:
+        name = path[-1].name
+        split = [PARAMETER_AXES.get(axis, "") for axis in WEIGHT_AXES[name]]
+        spec = tuple((axis,) if axis in names else () for axis in split)
+        return LeafLayout(decode_mesh, spec, TENSOR_DIMS.get(name))
+
+    layouts = jax.tree_util.tree_map_with_path(layout, weights)
+    transformer = Transformer(
+        config=config,
+        decode_mesh=decode_mesh,
+        layouts=layouts,
+        pages=0,
+        vocab_size=weights.embed.shape[0] if vocab_size is None else min(vocab_size, weights.embed.shape[0]),
+    )
+
+    def compute(weights: DecoderWeights, tokens: Array) -> Array:
+        return _logprobs(transformer, weights, tokens, temperature)
+
+    if names:
+        rows = PartitionSpec(decode_mesh.replica_axes if len(tokens) % decode_mesh.replicas == 0 else None)
+        compute = jax.shard_map(
+            compute, mesh=mesh, in_specs=(partition_specs(layouts), rows), out_specs=rows, check_vma=False
+        )
+    return compute(*jax.lax.stop_gradient((weights, tokens)))
+
+
+def _logprobs(transformer: Transformer, weights: DecoderWeights, tokens: Array, temperature: float) -> Array:
+    rows, length = tokens.shape
+    weights = transformer.read_outer(weights)
+    heads = transformer.heads
+    position = jnp.broadcast_to(jnp.arange(length), tokens.shape)
+
+    def write(cache: Array, layer: Array, kv: Array) -> Array:
+        return kv  # a layer reads its own alone
+
+    def attend(cache: Array, layer: Array, q: Array, sinks: Array | None) -> Array:
+        k, v = (cache[:, :, first::2].swapaxes(1, 2) for first in (0, 1))
+        return attend_exact(q, position, *contiguous_blocks(k, v), heads.modifier_of(layer))
+
+    x = transformer.embed(weights, tokens)
+    cache = jnp.zeros((rows, length, 2 * heads.kv_heads, heads.head_size), x.dtype)
+    start, active = jnp.zeros(rows, jnp.int32), jnp.ones(rows, bool)
+    x, _ = transformer.layers(weights.layers, x, cache, start=start, active=active, write=write, attend=attend)
+
+    def chunk(part: tuple[Array, Array]) -> Array:
+        states, targets = part
+        # A division by a constant would be another multiplication.
+        logits = barrier(transformer.logits(weights, states)) / barrier(jnp.float32(temperature))
+        return target_logprobs(logits, targets, transformer.decode_mesh, exact=True).logprob
+
+    targets = jnp.roll(tokens, -1, axis=1).reshape(-1)
+    found = jax.lax.map(chunk, (chunks(x.reshape(-1, x.shape[-1])), chunks(targets)))
+    found = found.reshape(-1)[: targets.size].reshape(tokens.shape)[:, :-1]
+    return jnp.maximum(found, jnp.finfo(jnp.float32).min)  # an id that is no token has none

@@ -1,0 +1,160 @@
+"""Attention whose bits are the same in prefill, decode, verify and training (`lockstep.placement.device.exact`)."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from lockstep.errors import ConfigError
+from lockstep.models.attention.softmax import ReadChunk, ScoreModifier
+from lockstep.models.attention.xla import Cache, Rows, XlaAttention
+from lockstep.placement.device import TILE, barrier, tree_sum
+
+BLOCK = 128
+"""Keys whose scores are computed together, from a multiple of it on."""
+
+
+def attend_exact(
+    q: Float[Array, "sequence query kv_head group head"],
+    position: Int[Array, "sequence query"],
+    read: ReadChunk,
+    num_blocks: int,
+    modifier: ScoreModifier,
+) -> Float[Array, "sequence query kv_head group head"]:
+    """Attends each query to all positions up to and including its own; softmax in float32, block by block of keys.
+
+    A block of which a query sees nothing adds exactly 0, so that the bits do not depend on the length of others.
+
+    Args:
+        q: The queries.
+        position: The position of each query.
+        read: Returns K and V of a block ``[sequence, kv_head, BLOCK, head]``; V that no query sees must be finite.
+        num_blocks: The number of blocks that ``read`` has.
+        modifier: The soft cap and sliding window.
+    """
+    sequences, queries, kv_heads, group, head = q.shape
+    rows = queries * group
+
+    def tiles(x: Array, axis: int) -> Array:
+        """Splits an axis of rows into tiles, which come first."""
+        x = jnp.pad(x, [(0, -rows % TILE if i == axis else 0) for i in range(x.ndim)])
+        x = x.reshape(*x.shape[:axis], -1, TILE, *x.shape[axis + 1 :])
+        return jnp.moveaxis(x, axis, 0)
+
+    by_head = q.transpose(0, 2, 1, 3, 4).reshape(sequences, kv_heads, rows, head)
+    given = tiles(by_head, 2), tiles(jnp.repeat(position, group, axis=1), 1)
+
+    def attend(given: tuple[Array, Array]) -> Array:
+        q, position = given
+
+        def add(index: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+            running_max, sum_exp, out = state
+            k, v = read(index)
+            scores = _dot(q, k.astype(q.dtype), 3) * head**-0.5
+            if modifier.soft_cap is not None:
+                scores = modifier.soft_cap * jnp.tanh(scores / modifier.soft_cap)
+            distance = position[..., None] - (index * BLOCK + jnp.arange(BLOCK))
+            visible = distance >= 0 if modifier.window is None else (distance >= 0) & (distance < modifier.window)
+            scores = barrier(jnp.where(visible[:, None], scores, -jnp.inf))
+            new_max = jnp.maximum(running_max, scores.max(axis=-1))
+            rescale, weights = barrier((jnp.exp(running_max - new_max), jnp.exp(scores - new_max[..., None])))
+            added = _dot(weights.astype(q.dtype), v.astype(q.dtype), 2)
+            old_sum, old_out = barrier((sum_exp * rescale, out * rescale[..., None]))
+            return barrier((new_max, old_sum + tree_sum(weights), old_out + added))
+
+        lowest = jnp.full(q.shape[:3], jnp.finfo(jnp.float32).min)
+        empty = lowest, jnp.zeros_like(lowest), jnp.zeros(q.shape, jnp.float32)
+        count = jnp.minimum(jnp.max(position) // BLOCK + 1, num_blocks)
+        _, sum_exp, out = jax.lax.fori_loop(0, count, add, empty)
+        return barrier((out / sum_exp[..., None]).astype(q.dtype))
+
+    out = jax.lax.map(attend, given) if len(given[0]) > 1 else attend(jax.tree.map(lambda x: x[0], given))[None]
+    out = jnp.moveaxis(out, 0, 2).reshape(sequences, kv_heads, -1, head)[:, :, :rows]
+    return out.reshape(sequences, kv_heads, queries, group, head).transpose(0, 2, 1, 3, 4)
+
+
+def contiguous_blocks(k: Float[Array, "sequence kv_head position head"], v: Array) -> tuple[ReadChunk, int]:
+    """Returns what reads blocks of whole sequences, and the number of blocks."""
+    blocks = -(-k.shape[2] // BLOCK)
+    padding = ((0, 0), (0, 0), (0, blocks * BLOCK - k.shape[2]), (0, 0))
+    k, v = jnp.pad(k, padding), jnp.pad(v, padding)
+
+    def read(index: Array | int) -> tuple[Array, Array]:
+        found = [jax.lax.dynamic_slice_in_dim(each, index * BLOCK, BLOCK, axis=2) for each in (k, v)]
+        return barrier((found[0], found[1]))
+
+    return read, blocks
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExactAttention(XlaAttention):
+    """`XlaAttention` by `attend_exact`.
+
+    Args:
+        page_size: The number of tokens in a page.
+
+    Raises:
+        ConfigError: A block of keys is not made of whole pages.
+    """
+
+    page_size: int
+
+    def __post_init__(self) -> None:
+        if BLOCK % self.page_size:
+            raise ConfigError(
+                f"page_size is {self.page_size}; with numerics: exact it must divide {BLOCK}, the keys that attention "
+                "reads together. Set page_size to a power of two up to it, or to null."
+            )
+
+    def decode(
+        self, q: Array, cache: Cache, layer: Array, page_table: Array, position: Array, active: Array,
+        sinks: Array | None = None,
+    ) -> Array:  # fmt: skip
+        """Attends to the context; idle slots are computed too."""
+        return self.decode_span(q[:, None], cache, layer, page_table, position, active)[:, 0]
+
+    def decode_span(
+        self, q: Array, cache: Cache, layer: Array, page_table: Array, position: Array, active: Array,
+        sinks: Array | None = None,
+    ) -> Array:  # fmt: skip
+        """Attends to the context; idle slots are computed too."""
+        assert sinks is None
+        context = cache[1]
+        chunk = context.k.shape[4]
+
+        def read(index: Array | int) -> tuple[Array, Array]:
+            first = (layer, index, 0, 0, 0, 0)
+            k, v = (jax.lax.dynamic_slice(a, first, (1, 1, *a.shape[2:]))[0, 0] for a in context)
+            padding = ((0, 0), (0, 0), (0, BLOCK - chunk), (0, 0))
+            return barrier((jnp.pad(k, padding), jnp.pad(v, padding)))
+
+        last = context.k.shape[1] * chunk - 1
+        positions = jnp.minimum(position[:, None] + jnp.arange(q.shape[1]), last)
+        return attend_exact(q, positions, read, context.k.shape[1], self.heads.modifier_of(layer))
+
+    def prefill(
+        self, q: Array, pool: Array, layer: Array, first_page: Array, rows: Rows, sinks: Array | None = None
+    ) -> Array:
+        """Attends to the pages of the pool; unused rows are computed too."""
+        assert sinks is None
+        start, page_table = rows
+        pages = BLOCK // self.page_size
+        blocks = -(-page_table.shape[1] // pages)
+        padded = jnp.pad(first_page + page_table, ((0, 0), (0, blocks * pages - page_table.shape[1])))
+
+        def read(index: Array | int) -> tuple[Array, Array]:
+            k, v = self._read_kv(pool, jax.lax.dynamic_slice_in_dim(padded, index * pages, pages, axis=1))
+            written = index * BLOCK + jnp.arange(BLOCK) < (start + q.shape[1])[:, None]
+            return barrier((k, jnp.where(written[:, None, :, None], v, 0)))
+
+        positions = start[:, None] + jnp.arange(q.shape[1])
+        return attend_exact(q, positions, read, blocks, self.heads.modifier_of(layer))
+
+
+def _dot(a: Array, b: Array, axis: int) -> Array:
+    """The product of each sequence and head in float32, over the last axis of ``a`` and an axis of ``b``."""
+    axes = (((3,), (axis,)), ((0, 1), (0, 1)))
+    a, b = barrier((a, b))
+    found = jax.lax.dot_general(a, b, axes, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
+    return jnp.asarray(barrier(found))

@@ -1,0 +1,88 @@
+"""Sums and products whose bits depend on their own numbers alone, not on what is computed beside them.
+
+XLA chooses the order of a sum by the shape of the whole operation: on CPU a row of a product or of a reduction has
+other bits beside other rows (``benchmarks/exact.py``). Here products have one shape, a tile of rows; sums are plain
+additions in a fixed order; and barriers keep XLA from joining what rounds between them (FMA) in one program and not in
+another. Whatever a replica's devices split is in `BLOCKS` blocks, each summed by itself, so that a device has a
+subtree of the same tree.
+"""
+
+import math
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+BLOCKS: Final = 8
+"""The blocks of an axis that the devices of a replica split, at most; so the largest ``tensor`` of a layout."""
+TILE: Final = 16
+"""Rows that are multiplied together."""
+
+barrier: Final[Any] = jax.lax.optimization_barrier
+"""The identity of arrays, across which XLA moves nothing."""
+
+
+def blocks_of(size: int) -> int:
+    """The number of blocks of an axis of a size: the largest power of two that divides it, at most `BLOCKS`."""
+    return math.gcd(size, BLOCKS)
+
+
+def tree_sum(x: Float[Array, "... width"]) -> Float[Array, "..."]:
+    """Returns the sums over the last axis, whose numbers are added in an order that depends on its size alone."""
+    x = barrier(x)
+    width = x.shape[-1]
+    x = jnp.pad(x, [*((0, 0),) * (x.ndim - 1), (0, (1 << max(width - 1, 0).bit_length()) - width)])
+    while x.shape[-1] > 1:
+        parts = jnp.split(x, min(8, x.shape[-1]), axis=-1)
+        while len(parts) > 1:
+            parts = [a + b for a, b in zip(parts[::2], parts[1::2], strict=True)]
+        x = barrier(parts[0])
+    return x[..., 0]
+
+
+def add_blocks(parts: Float[Array, "block ..."]) -> Float[Array, "..."]:
+    """Returns the sum of blocks, a power of two of them, neighbours first: what devices add of theirs is a subtree."""
+    parts = barrier(parts)
+    while len(parts) > 1:
+        parts = parts[::2] + parts[1::2]
+    return barrier(parts[0])
+
+
+def product(
+    x: Float[Array, "*rows inputs"],
+    weight: Float[Array, "inputs columns"],
+    *,
+    columns: int = 1,
+    inner: int = 1,
+    transposed: bool = False,
+) -> Float[Array, "*rows columns"]:
+    """Returns ``x @ weight`` in float32, tile by tile of rows.
+
+    Args:
+        x: The input.
+        weight: The weight; ``[columns, inputs]`` where it is ``transposed``.
+        columns: The blocks that the columns are computed in. In 16 bits they are one: XLA's bits do not depend on
+            them there.
+        inner: The blocks that the sum is in, which `add_blocks` adds.
+    """
+    rows = x.reshape(-1, x.shape[-1])
+    padded = jnp.pad(rows, ((0, -len(rows) % TILE), (0, 0))).reshape(-1, TILE, x.shape[-1])
+    columns = columns if weight.dtype == jnp.float32 else 1
+    axes = (((1,), (1,)), ((), ())) if transposed else (((1,), (0,)), ((), ()))
+
+    def whole(rows: Array, weight: Array) -> Array:
+        return jax.lax.dot_general(
+            rows, weight, axes, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32
+        )
+
+    def one(rows: Array) -> Array:
+        rows = barrier(rows)
+        if inner > 1:
+            by_block = rows.reshape(TILE, inner, -1).swapaxes(0, 1)
+            return add_blocks(jax.vmap(whole)(by_block, weight.reshape(inner, -1, weight.shape[1])))
+        parts = jnp.split(weight, columns, axis=0 if transposed else 1)
+        return barrier(jnp.concatenate([whole(rows, part) for part in parts], axis=1))
+
+    found = one(padded[0]) if len(padded) == 1 else jax.lax.map(one, padded)
+    return found.reshape(-1, found.shape[-1])[: len(rows)].reshape(*x.shape[:-1], -1)

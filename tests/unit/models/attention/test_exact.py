@@ -1,0 +1,55 @@
+"""Attention with the same bits in prefill, decode and training."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from lockstep.errors import ConfigError
+from lockstep.models.attention import (
+    ExactAttention,
+    Heads,
+    ScoreModifier,
+    attend_exact,
+    contiguous_blocks,
+    paged_attention,
+)
+
+RNG = np.random.default_rng(0)
+WINDOW = ScoreModifier(soft_cap=2.0, window=70)
+
+
+def normal(*shape):
+    return jnp.asarray(RNG.standard_normal(shape), jnp.float32)
+
+
+def attended(q, position, k, v):
+    return attend_exact(q, position, *contiguous_blocks(k, v), WINDOW)
+
+
+def test_a_query_has_the_same_bits_alone_and_beside_others_and_before_a_longer_context():
+    q, (k, v) = normal(2, 12, 2, 3, 8), (normal(2, 2, 160, 8), normal(2, 2, 160, 8))
+    position = jnp.asarray([range(100, 112), range(140, 152)])
+    whole = jax.jit(attended)(q, position, k, v)
+    alone = jax.jit(attended)(q[1:, 5:6], position[1:, 5:6], k[1:], v[1:])
+    np.testing.assert_array_equal(alone[0, 0], whole[1, 5])
+    short = jax.jit(attended)(q[:1, 3:8], position[:1, 3:8], k[:1, :, :112], v[:1, :, :112])
+    np.testing.assert_array_equal(short[0], whole[0, 3:8])
+
+
+def test_it_is_attention():
+    pool, table = normal(12, 16, 4, 8), jnp.asarray([[3, 7, 1, 9, 0, 2, 4, 5, 6]])
+    q, start = normal(1, 16, 2, 3, 8), jnp.asarray([120])
+    attention = ExactAttention(heads=Heads(kv_heads=2, group=3, head_size=8, modifier=WINDOW), page_size=16)
+    rows = attention.begin_prefill(start, table, jnp.ones(1, bool))
+    found = jax.jit(functools.partial(attention.prefill, layer=jnp.int32(0), first_page=jnp.int32(0), rows=rows))(
+        q, pool
+    )
+    np.testing.assert_allclose(found, paged_attention(q, pool, table, start, WINDOW), atol=1e-5)
+
+
+def test_a_page_that_does_not_divide_a_block_is_refused():
+    with pytest.raises(ConfigError, match="page_size is 24; with numerics: exact it must divide 128"):
+        ExactAttention(heads=Heads(kv_heads=1, group=1, head_size=8), page_size=24)

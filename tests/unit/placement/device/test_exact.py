@@ -1,0 +1,52 @@
+"""Sums and products whose bits depend on their own numbers alone."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from lockstep.placement.device import BLOCKS, TILE, add_blocks, blocks_of, product, tree_sum
+
+RNG = np.random.default_rng(0)
+
+
+def normal(*shape, dtype=jnp.float32):
+    return jnp.asarray(RNG.standard_normal(shape), dtype)
+
+
+def test_an_axis_is_in_as_many_blocks_as_a_power_of_two_divides():
+    assert [blocks_of(size) for size in (1, 6, 12, 40, 4096)] == [1, 2, 4, 8, 8]
+
+
+@pytest.mark.parametrize("width", [1, 24, 100])
+def test_a_sum_has_the_bits_of_its_own_numbers(width):
+    x = normal(9, width)
+    whole = np.asarray(jax.jit(tree_sum)(x))
+    np.testing.assert_allclose(whole, np.sum(np.asarray(x, np.float64), axis=1), atol=1e-5)
+    assert all(np.asarray(jax.jit(tree_sum)(x[row : row + 1])).item() == whole[row] for row in (0, 4, 8))
+
+
+def test_what_a_device_adds_is_a_subtree():
+    parts = normal(BLOCKS, 5)
+    for devices in (2, 4, 8):
+        own = jnp.stack([add_blocks(part) for part in jnp.split(parts, devices)])
+        np.testing.assert_array_equal(add_blocks(own), add_blocks(parts))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_row_of_a_product_has_the_same_bits_beside_any_others_and_from_any_columns(dtype):
+    x, w = normal(2 * TILE + 3, 64, dtype=dtype), normal(64, 96, dtype=dtype)
+    whole = np.asarray(jax.jit(lambda x, w: product(x, w, columns=8))(x, w))
+    np.testing.assert_allclose(whole, np.asarray(x, np.float64) @ np.asarray(w, np.float64), atol=1e-4)
+    part = jax.jit(lambda x, w: product(x, w, columns=4))(x[7:8], w[:, 48:])
+    np.testing.assert_array_equal(part[0], whole[7, 48:])
+    tied = jax.jit(lambda x, w: product(x, w, columns=2, transposed=True))(x[20:30], w.T[:24])
+    other = jax.jit(lambda x, w: product(x, w, columns=8, transposed=True))(x, w.T)
+    np.testing.assert_array_equal(tied, other[20:30, :24])
+
+
+def test_a_sum_over_inputs_is_that_of_the_devices_parts():
+    x, w = normal(3, 64), normal(64, 16)
+    whole = jax.jit(lambda x, w: product(x, w, inner=8))(x, w)
+    halves = [jax.jit(lambda x, w: product(x, w, inner=4))(x[:, i : i + 32], w[i : i + 32]) for i in (0, 32)]
+    np.testing.assert_array_equal(add_blocks(jnp.stack(halves)), whole)
