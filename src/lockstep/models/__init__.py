@@ -19,6 +19,7 @@ from lockstep.models.experts import RouterSums as RouterSums
 from lockstep.models.experts import mixture as mixture
 from lockstep.models.experts import route as route
 from lockstep.models.families.family import ModelPreset as ModelPreset
+from lockstep.models.families.gpt_oss import GptOssConfig as GptOssConfig
 from lockstep.models.families.mistral import MistralConfig as MistralConfig
 from lockstep.models.families.mixtral import MixtralConfig as MixtralConfig
 from lockstep.models.families.qwen2 import Qwen2Config as Qwen2Config

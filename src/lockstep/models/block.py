@@ -130,10 +130,25 @@ def hidden(activation: str, up: Array, gate: Array | None, xielu_parameters: tup
 
     Args:
         up: The product with ``up``.
-        gate: The product with ``gate``; None for xIELU.
+        gate: The product with ``gate``; None for xIELU, and for `clamped_swiglu`, where it is in ``up``.
         xielu_parameters: The arguments of `xielu` after the first.
     """
+    if activation == "clamped_swiglu":
+        return clamped_swiglu(up)
     return xielu(up, *xielu_parameters) if gate is None else ACTIVATIONS[activation](gate) * up
+
+
+def clamped_swiglu(gate_up: Array, alpha: float = 1.702, limit: float = 7.0) -> Array:
+    """Apply the gated activation of gpt-oss (https://arxiv.org/abs/2508.10925, section 2): SwiGLU, clamped, plus gate.
+
+    Args:
+        gate_up: The pre-activations, gate and up in turns: the result is half as wide.
+        alpha: The slope inside the sigmoid.
+        limit: The bound of gates from above, and of ups on both sides.
+    """
+    gate = jnp.minimum(gate_up[..., ::2], jnp.asarray(limit, gate_up.dtype))
+    up = jnp.clip(gate_up[..., 1::2], -limit, limit)
+    return (up + 1) * gate * jax.nn.sigmoid(alpha * gate)
 
 
 def xielu(x: Array, p: Array, n: Array, beta: Array, eps: Array) -> Array:

@@ -14,7 +14,7 @@ from lockstep.models.attention import AttentionBackend, check_backend
 from lockstep.models.experts import Experts
 from lockstep.models.rope import RotaryConfig
 
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "xielu"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "xielu", "clamped_swiglu"]
 LayerType = Literal["sliding_attention", "full_attention"]
 Numerics = Literal["fast", "exact"]
 SIZE_LIMIT = 1 << 31
@@ -36,7 +36,8 @@ class Variant:
 
     activation: Activation = "silu"
     """The activation of the gated MLP; ``gelu_tanh`` is the approximate GELU of Gemma. ``xielu``
-    (https://arxiv.org/abs/2411.13010, Apertus) has parameters in each layer, and no gate."""
+    (https://arxiv.org/abs/2411.13010, Apertus) has parameters in each layer, and no gate. ``clamped_swiglu`` is that of
+    gpt-oss's experts, whose gate and up are one weight; router and experts then have biases."""
     pre_norm: bool = True
     """Whether an RMSNorm comes before attention and before the MLP. OLMo 2 has none."""
     post_norm: bool = False
@@ -121,6 +122,11 @@ class Variant:
     def gated(self) -> bool:
         """Whether the MLP has a gate."""
         return self.activation != "xielu"
+
+    @property
+    def fused_gate(self) -> bool:
+        """Whether gate and up of experts are one weight, in turns, and experts and router have biases."""
+        return self.activation == "clamped_swiglu"
 
 
 class ModelConfig(draccus.ChoiceRegistry):
@@ -225,6 +231,11 @@ class LlamaConfig(ModelConfig):
             raise ConfigError(
                 f"experts is set and variant.activation is {self.variant.activation!r}, whose MLP has no gate; the "
                 "MLPs of experts have one. Use another activation, or set experts to null."
+            )
+        if self.experts is None and self.variant.fused_gate:
+            raise ConfigError(
+                f"variant.activation is {self.variant.activation!r}, which is one of experts, and experts is null. Set "
+                "experts, or use another activation."
             )
         types = self.variant.layer_types
         if types is not None and len(types) != self.num_layers:

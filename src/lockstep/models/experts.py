@@ -134,11 +134,16 @@ class ExpertWeights(NamedTuple):
     """The matrices of the experts of a layer, or of those that a device has."""
 
     gate: Any
-    """``[expert, embed, expert_mlp]``; like the others an array or a `lockstep.placement.QuantizedWeight`."""
+    """``[expert, embed, expert_mlp]``; like the others an array or a `lockstep.placement.QuantizedWeight`. None where
+    it is in ``up`` (`lockstep.models.block.clamped_swiglu`)."""
     up: Any
-    """``[expert, embed, expert_mlp]``."""
+    """``[expert, embed, expert_mlp]``; with the gate ``[expert, embed, gate_up]``."""
     down: Any
     """``[expert, expert_mlp, embed]``."""
+    up_bias: Any = None
+    """``[expert, gate_up]``."""
+    down_bias: Any = None
+    """``[expert, embed]``; of devices that share the width of experts, one has it and the others zeros."""
 
 
 def mixture(
@@ -164,7 +169,7 @@ def mixture(
             experts, hit or not. None where they are those of one.
     """
     base: Int[Array, ""] | int = 0
-    count = jax.tree.leaves(weights.gate)[0].shape[0 if layer is None else 1]
+    count = jax.tree.leaves(weights.down)[0].shape[0 if layer is None else 1]
     if layer is not None:
         weights = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), weights)
         base = layer * count
@@ -220,16 +225,19 @@ def _megablox(activation: str, x: Array, weights: ExpertWeights, sizes: Array, b
 
     rows = len(x)
     x = jnp.pad(x, ((0, -rows % _ROWS), (0, 0)))
-    every = jnp.zeros(len(weights.gate), jnp.int32)
+    every = jnp.zeros(len(weights.down), jnp.int32)
     every = jax.lax.dynamic_update_slice_in_dim(every, sizes, base, axis=0)
+    expert = jnp.clip(jnp.searchsorted(jnp.cumsum(every), jnp.arange(rows), side="right"), 0, len(every) - 1)
 
     def product(inputs: Array, weight: Array) -> Array:
         tiling = (_ROWS, *(min(size, 1024) for size in weight.shape[1:]))
         result: Array = gmm(inputs, weight, every, inputs.dtype, tiling)
         return result
 
-    inner = hidden(activation, product(x, weights.up), product(x, weights.gate))
-    return product(inner, weights.down)[:rows]
+    up, gate = product(x, weights.up), None if weights.gate is None else product(x, weights.gate)
+    up = up if weights.up_bias is None else up.at[:rows].add(weights.up_bias[expert])
+    out = product(hidden(activation, up, gate), weights.down)[:rows]
+    return out if weights.down_bias is None else out + weights.down_bias[expert]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -266,8 +274,8 @@ def _tiled_backward(activation: str, saved: Any, gradient: Array) -> tuple[Array
         of_inputs, *of_expert = pull(of_answers)
         of_x = jax.lax.dynamic_update_slice_in_dim(of_x, of_inputs, tiles.start[index], axis=0)
         expert = tiles.expert[index]
-        added = [total.at[expert].add(part) for total, part in zip(of_weights, of_expert, strict=True)]
-        return of_x, ExpertWeights(*added)
+        added = jax.tree.map(lambda total, part: total.at[expert].add(part), of_weights, ExpertWeights(*of_expert))
+        return of_x, added
 
     zeros = jnp.zeros_like(padded), jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), weights)
     of_x, of_weights = jax.lax.fori_loop(0, tiles.count, tile, zeros)
@@ -277,8 +285,13 @@ def _tiled_backward(activation: str, saved: Any, gradient: Array) -> tuple[Array
 _tiled.defvjp(_tiled_forward, _tiled_backward)
 
 
-def _mlp(activation: str, x: Array, gate: Any, up: Any, down: Any) -> Array:
-    return matmul(hidden(activation, matmul(x, up), matmul(x, gate)), down)
+def _mlp(activation: str, x: Array, gate: Any, up: Any, down: Any, up_bias: Any, down_bias: Any) -> Array:
+    inner = hidden(activation, _add(matmul(x, up), up_bias), None if gate is None else matmul(x, gate))
+    return _add(matmul(inner, down), down_bias)
+
+
+def _add(x: Array, bias: Array | None) -> Array:
+    return x if bias is None else x + bias
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,7 +7,7 @@ import equinox as eqx
 import haliax as hax
 import jax
 import jax.numpy as jnp
-from haliax import NamedArray
+from haliax import Axis, NamedArray
 from haliax.partitioning import physical_axis_name
 from jax.sharding import PartitionSpec
 from jaxtyping import Array
@@ -67,20 +67,33 @@ class LlamaExperts(eqx.Module):
     """A mixture of experts with a router (Shazeer et al. 2017, https://arxiv.org/abs/1701.06538), no capacity."""
 
     router: NamedArray
-    expert_gate: NamedArray
-    expert_up: NamedArray
+    router_bias: NamedArray | None
+    expert_gate: NamedArray | None
+    expert_up: NamedArray | None
+    expert_gate_up: NamedArray | None
+    expert_gate_up_bias: NamedArray | None
     expert_down: NamedArray
+    expert_down_bias: NamedArray | None
     config: LlamaConfig = eqx.field(static=True)
 
     @classmethod
     def init(cls, config: LlamaConfig, *, key: jax.Array) -> Self:
-        """Returns random projections."""
+        """Returns random projections, and zero biases."""
         ax, std, keys = LlamaAxes.of(config), config.initializer_range, jax.random.split(key, 4)
+        fused = config.variant.fused_gate
+
+        def inputs(key: jax.Array, axis: Axis, has: bool) -> NamedArray | None:
+            return hax.random.normal(key, (ax.Expert, ax.Embed, axis)) * std if has else None
+
         return cls(
             router=hax.random.normal(keys[0], (ax.Embed, ax.Expert)) * std,
-            expert_gate=hax.random.normal(keys[1], (ax.Expert, ax.Embed, ax.ExpertMlp)) * std,
-            expert_up=hax.random.normal(keys[2], (ax.Expert, ax.Embed, ax.ExpertMlp)) * std,
+            router_bias=hax.zeros(ax.Expert) if fused else None,
+            expert_gate=inputs(keys[1], ax.ExpertMlp, not fused),
+            expert_up=inputs(keys[2], ax.ExpertMlp, not fused),
+            expert_gate_up=inputs(keys[1], ax.GateUp, fused),
+            expert_gate_up_bias=hax.zeros((ax.Expert, ax.GateUp)) if fused else None,
             expert_down=hax.random.normal(keys[3], (ax.Expert, ax.ExpertMlp, ax.Embed)) * std,
+            expert_down_bias=hax.zeros((ax.Expert, ax.Embed)) if fused else None,
             config=config,
         )
 
@@ -111,11 +124,17 @@ class LlamaExperts(eqx.Module):
             # Gathered here, its gradient is scattered while it is summed; XLA would sum all of it on every device.
             return weight if fsdp is None else jax.lax.all_gather(weight, fsdp, axis=axis, tiled=True)
 
-        def compute(tokens: Array, valid: Array, router: Array, gate: Array, up: Array, down: Array) -> Any:
-            gate, up, down = whole(gate, 1), whole(up, 1), whole(down, 2)
+        def compute(tokens: Array, valid: Array, router: Array, router_bias: Any, weights: ExpertWeights) -> Any:
+            gate, up, down, up_bias, down_bias = weights
+            gate, up, down = None if gate is None else whole(gate, 1), whole(up, 1), whole(down, 2)
+            if down_bias is not None:
+                down_bias = whole(down_bias, 1)
+                if sharded and width is not None:  # in the sum of devices once
+                    down_bias = jnp.where(jax.lax.axis_index(width) == 0, down_bias, 0)
             flat = tokens.reshape(-1, tokens.shape[-1])
-            routing = route(flat, router, None, experts)
-            answers = mixture(flat, routing, ExpertWeights(gate, up, down), self.config.variant.activation)
+            routing = route(flat, router, router_bias, experts)
+            weights = ExpertWeights(gate, up, down, up_bias, down_bias)
+            answers = mixture(flat, routing, weights, self.config.variant.activation)
             if sharded and width is not None:
                 answers = jax.lax.psum(answers, width)
             sums = RouterSums.of(routing, valid.reshape(-1))
@@ -130,15 +149,23 @@ class LlamaExperts(eqx.Module):
                     split,
                     split,
                     PartitionSpec(),
-                    PartitionSpec(None, fsdp, width),
-                    PartitionSpec(None, fsdp, width),
-                    PartitionSpec(None, width, fsdp),
+                    PartitionSpec(),
+                    ExpertWeights(
+                        gate=PartitionSpec(None, fsdp, width),
+                        up=PartitionSpec(None, fsdp, width),
+                        down=PartitionSpec(None, width, fsdp),
+                        up_bias=PartitionSpec(None, width),
+                        down_bias=PartitionSpec(None, fsdp),
+                    ),
                 ),
                 out_specs=(split, PartitionSpec(rows)),
                 check_vma=False,
             )
-        weights = (self.router, self.expert_gate, self.expert_up, self.expert_down)
-        answers, sums = compute(tokens, valid, *(weight.array for weight in weights))
+        up = self.expert_gate_up if self.expert_up is None else self.expert_up
+        named = ExpertWeights(self.expert_gate, up, self.expert_down, self.expert_gate_up_bias, self.expert_down_bias)
+        weights = ExpertWeights(*(None if weight is None else weight.array for weight in named))
+        bias = None if self.router_bias is None else self.router_bias.array
+        answers, sums = compute(tokens, valid, self.router.array, bias, weights)
         return hax.named(answers, axes).rearrange(x.axes), jax.tree.map(lambda each: each.sum(axis=0), sums)
 
 

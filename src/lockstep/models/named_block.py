@@ -25,6 +25,7 @@ class LlamaAxes:
     Layer: Axis
     Expert: Axis
     ExpertMlp: Axis
+    GateUp: Axis
 
     @classmethod
     def of(cls, config: LlamaConfig) -> Self:
@@ -38,6 +39,7 @@ class LlamaAxes:
             Layer=Axis("layer", config.num_layers),
             Expert=Axis("expert", 1 if config.experts is None else config.experts.num_experts),
             ExpertMlp=Axis("expert_mlp", config.expert_dim),
+            GateUp=Axis("gate_up", 2 * config.expert_dim),
         )
 
 

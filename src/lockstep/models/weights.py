@@ -18,7 +18,8 @@ class LayerWeights:
     """Weights of all transformer layers, stacked on a leading layer axis.
 
     Axes: ``layer``; ``embed`` (hidden size); ``kv_head``; ``group`` (query heads per kv head); ``head`` (head size);
-    ``mlp`` (intermediate size); ``expert``; ``expert_mlp`` (intermediate size of an expert). Query head ``i`` of a
+    ``mlp`` (intermediate size); ``expert``; ``expert_mlp`` (intermediate size of an expert); ``gate_up``
+    (twice that: gate and up in turns). Query head ``i`` of a
     Hugging Face checkpoint is ``(kv_head, group) = divmod(i, G)``, ``G`` being the number of query heads per kv head.
     The axes of heads may also be flattened into fewer, in this order. A weight with another order of axes, or with one
     array per layer, is a `lockstep.placement.LazyWeight`.
@@ -39,6 +40,7 @@ class LayerWeights:
     router: Float[Array, "layer embed expert"] | None = None
     expert_gate: Float[Array, "layer expert embed expert_mlp"] | None = None
     expert_up: Float[Array, "layer expert embed expert_mlp"] | None = None
+    expert_gate_up: Float[Array, "layer expert embed gate_up"] | None = None
     expert_down: Float[Array, "layer expert expert_mlp embed"] | None = None
     attn_norm: Float[Array, "layer embed"] | None = None
     mlp_norm: Float[Array, "layer embed"] | None = None
@@ -47,6 +49,9 @@ class LayerWeights:
     q_bias: Float[Array, "layer kv_head group head"] | None = None
     k_bias: Float[Array, "layer kv_head head"] | None = None
     v_bias: Float[Array, "layer kv_head head"] | None = None
+    router_bias: Float[Array, "layer expert"] | None = None
+    expert_gate_up_bias: Float[Array, "layer expert gate_up"] | None = None
+    expert_down_bias: Float[Array, "layer expert embed"] | None = None
     o_bias: Float[Array, "layer embed"] | None = None
     sinks: Float[Array, "layer kv_head group"] | None = None
     q_norm: Float[Array, "layer head"] | None = None
@@ -99,7 +104,7 @@ STACKED: Final = frozenset(name for name, axes in WEIGHT_AXES.items() if axes[0]
 TENSOR_DIMS: Final[Mapping[str, int]] = {
     name: axes.index(split)
     for name, axes in WEIGHT_AXES.items()
-    for split in ("vocab", "kv_head", "mlp", "expert_mlp")
+    for split in ("vocab", "kv_head", "mlp", "expert_mlp", "gate_up")
     if split in axes
 }
 """The axis of each weight that the devices of a replica split: vocabulary, kv heads, or the width of MLPs. A weight

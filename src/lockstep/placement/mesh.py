@@ -16,6 +16,7 @@ PARAMETER_AXES: Final[dict[str, str]] = {
     "embed": "fsdp",
     "mlp": "tp",
     "expert_mlp": "tp",
+    "gate_up": "tp",
     "kv_head": "tp",
     "vocab": "tp",
 }
@@ -25,6 +26,7 @@ COMPUTE_AXES: Final[dict[str, str | tuple[str, ...]]] = {
     "batch": ("dp", "fsdp"),
     "mlp": "tp",
     "expert_mlp": "tp",
+    "gate_up": "tp",
     "kv_head": "tp",
     "vocab": "tp",
 }

@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float, Int, Int32
 
 from lockstep.engine.schedule import CopyPagesBatch, DecodeBatch, PrefillBatch, PromptLogprobsBatch, VerifyBatch
 from lockstep.models import (
+    WEIGHT_AXES,
     DecoderWeights,
     ExpertWeights,
     LayerWeights,
@@ -71,7 +72,7 @@ def _arrays(batch: Batch) -> dict[str, np.ndarray]:
     return {"num_steps": np.full(len(batch.token), batch.num_steps, np.int32), **batch.arrays()}
 
 
-EXPERTS: Final = ("expert_gate", "expert_up", "expert_down")
+EXPERTS: Final = tuple(name for name, axes in WEIGHT_AXES.items() if "expert" in axes[:-1])
 
 type Write[Cache] = Callable[[Cache, Array, Array], Cache]
 """Takes the cache, a layer and K/V ``[sequence, query, 2 * kv_heads, head]``; returns the cache with them written."""
@@ -251,8 +252,8 @@ class Transformer:
 
     @property
     def _stacked_experts(self) -> bool:
-        layouts = [getattr(self.layouts.layers, name) for name in EXPERTS]
-        return all(layout is not None and layout == layout.decode for layout in layouts)
+        layouts = [layout for name in EXPERTS if (layout := getattr(self.layouts.layers, name)) is not None]
+        return bool(layouts) and all(layout == layout.decode for layout in layouts)
 
     def _rope_angles(self, x: Array, start: Array) -> RopeAngles:
         positions = start[:, None] + jnp.arange(x.shape[1])
@@ -302,11 +303,16 @@ class Transformer:
         if experts is not None:
             assert w.router is not None
             tokens = h.reshape(-1, h.shape[-1])
-            weights = ExpertWeights(w.expert_gate, w.expert_up, w.expert_down)
+            up = w.expert_gate_up if w.expert_up is None else w.expert_up
+            bias = w.expert_down_bias
             layer = index if self._stacked_experts else None
-            routing = route(tokens, w.router, None, experts)
-            count = jax.tree.leaves(w.expert_gate)[0].shape[0 if layer is None else 1]
-            first = jax.lax.axis_index(self.decode_mesh.tensor_axes) * count if count < experts.num_experts else 0
+            routing = route(tokens, w.router, w.router_bias, experts)
+            count = jax.tree.leaves(w.expert_down)[0].shape[0 if layer is None else 1]
+            device = jax.lax.axis_index(self.decode_mesh.tensor_axes) if self.decode_mesh.tensor > 1 else 0
+            first = device * count if count < experts.num_experts else 0
+            if bias is not None and count == experts.num_experts:  # in the sum of the devices once
+                bias = jnp.where(device == 0, bias, 0)
+            weights = ExpertWeights(w.expert_gate, up, w.expert_down, w.expert_gate_up_bias, bias)
             answers = mixture(tokens, routing, weights, activation, first=first, valid=valid, layer=layer)
             return self._sum(answers.reshape(h.shape))
         assert w.up is not None and w.down is not None

@@ -64,9 +64,9 @@ class Family:
         """
         hf = {**self.defaults, **hf}
         for switch in ("attention_bias", "mlp_bias", "use_bidirectional_attention"):
-            if hf.get(switch):
+            if hf.get(switch) and not (switch == "attention_bias" and self.config().variant.o_bias):
                 raise ConfigError(
-                    f"the checkpoint has {switch}: true; lockstep has biases on query, key and value of qwen2 only, "
+                    f"the checkpoint has {switch}: true; lockstep has biases of attention in qwen2 and gpt_oss only, "
                     f"and causal attention. Choose a checkpoint without {switch}."
                 )
         variant = self.config().variant

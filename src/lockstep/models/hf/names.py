@@ -28,9 +28,11 @@ class HFTensor:
 
     @classmethod
     def of(cls, weight: str, template: str) -> Self:
-        """Returns how a weight is stored, as torch has it: outputs before inputs."""
+        """Returns how a weight is stored: outputs before inputs, as torch has it, unless experts share a tensor."""
         named = haliax_axes(weight)
         axes = tuple(axis for axis in named if axis != "layer")
+        if axes[0] == "expert" and "{expert}" not in template:  # one tensor for all experts, with our order of axes
+            return cls(template, tuple((axis,) for axis in axes))
         inputs = ("embed",) if "vocab" in axes else tuple(named[dim] for dim in input_dims(weight, len(named)))
         outputs = tuple(axis for axis in axes if axis not in inputs)
         return cls(template, (outputs, inputs) if inputs else (axes,))
