@@ -73,7 +73,7 @@ SECTIONS = {
         tuple(
             f"lockstep.models.{name}"
             for name in ("LlamaConfig", "MistralConfig", "MixtralConfig", "Qwen2Config", "Qwen3Config",
-                         "Qwen3MoeConfig", "Experts", "RotaryConfig", "Llama3Scaling", "YarnScaling", "Variant",
+                         "Qwen3MoeConfig", "GptOssConfig", "Experts", "RotaryConfig", "Llama3Scaling", "YarnScaling", "Variant",
                          "LlamaLMHeadModel", "DecoderWeights", "LayerWeights", "register_reader",
                          "read_decoder", "from_names", "LoraNames", "view", "merge_lora", "LazyWeight",
                          "named_parameters", "check_all_read", "check_reader", "ReaderCheck", "ReaderMismatchError",
@@ -119,7 +119,7 @@ IN_CONFIGURATION = (
     "lockstep.training.TrainerConfig",
     "lockstep.training.OptimizerConfig",
     *(f"lockstep.models.{name}" for name in ("LlamaConfig", "MistralConfig", "Qwen2Config", "Qwen3Config")),
-    *(f"lockstep.models.{name}" for name in ("MixtralConfig", "Qwen3MoeConfig", "Experts")),
+    *(f"lockstep.models.{name}" for name in ("MixtralConfig", "Qwen3MoeConfig", "GptOssConfig", "Experts")),
 )
 """Dataclasses whose fields are keys of YAML files, and on the page of the configuration."""
 

@@ -20,13 +20,23 @@ def test_every_weight_is_split_or_small() -> None:
     # A weight without a tensor axis is copied to every device, and is wrong where its neighbours are split.
     norms = {"attn_norm", "mlp_norm", "attn_post_norm", "mlp_post_norm", "final_norm", "embed_norm", "q_norm", "k_norm"}
     scalars = {"xielu_p", "xielu_n", "xielu_beta", "xielu_eps"}
-    assert set(WEIGHT_AXES) - set(TENSOR_DIMS) == norms | scalars | {"router", "o_bias"}
+    assert set(WEIGHT_AXES) - set(TENSOR_DIMS) == norms | scalars | {
+        "router",
+        "router_bias",
+        "o_bias",
+        "expert_down_bias",
+    }
     assert TENSOR_DIMS == {
         "embed": 0,
         "lm_head": 1,
         **dict.fromkeys(("q", "k", "v", "gate", "up"), 2),
-        **{"expert_gate": 3, "expert_up": 3, "expert_down": 2},
+        **{"expert_gate": 3, "expert_up": 3, "expert_gate_up": 3, "expert_gate_up_bias": 2, "expert_down": 2},
         **dict.fromkeys(("o", "down", "q_bias", "k_bias", "v_bias", "sinks", "q_wide_norm", "k_wide_norm"), 1),
     }
-    assert tensor_dims(8, 4)["expert_gate"] == tensor_dims(8, 4)["expert_down"] == 1
+    assert (
+        tensor_dims(8, 4)["expert_gate"]
+        == tensor_dims(8, 4)["expert_down"]
+        == tensor_dims(8, 4)["expert_down_bias"]
+        == 1
+    )
     assert tensor_dims(8, 3) == tensor_dims(0, 2) == TENSOR_DIMS
