@@ -73,8 +73,8 @@ SECTIONS = {
         tuple(
             f"lockstep.models.{name}"
             for name in ("LlamaConfig", "MistralConfig", "MixtralConfig", "Qwen2Config", "Qwen3Config",
-                         "Qwen3MoeConfig", "GptOssConfig", "Experts", "RotaryConfig", "Llama3Scaling", "YarnScaling", "Variant",
-                         "LlamaLMHeadModel", "DecoderWeights", "LayerWeights", "register_reader",
+                         "Qwen3MoeConfig", "GptOssConfig", "Experts", "RotaryConfig", "Llama3Scaling", "YarnScaling",
+                         "Variant", "LlamaLMHeadModel", "DecoderWeights", "LayerWeights", "register_reader",
                          "read_decoder", "from_names", "LoraNames", "view", "merge_lora", "LazyWeight",
                          "named_parameters", "check_all_read", "check_reader", "ReaderCheck", "ReaderMismatchError",
                          "UnreadableModelError", "UnreadParameterError", "load_hf", "save_hf")
