@@ -16,6 +16,7 @@ import numpy as np
 
 from lockstep.errors import ConfigError
 from lockstep.json_text import parse_json, refused
+from lockstep.models.hf.mxfp4 import BLOCK, BLOCKS, SCALES, packed_names, unpack
 from lockstep.urls import check_bare_name, patient_with_hub, url_to_fs
 
 _LENGTH_BYTES = 8
@@ -148,11 +149,16 @@ class CheckpointFiles:
         heads = read_heads(self.directory) if heads is None else heads
         self._filesystem, root = url_to_fs(self.directory)
         self._open: dict[str, TensorFile] = {}
+        self._scales_file_of: dict[str, str] = {}
         files, file_of = _weight_map(self.directory, heads)
         for file in files:
             with _named_file(f"{self.directory}/{file}"):
                 self._open[file] = TensorFile(self._filesystem, f"{root.rstrip('/')}/{file}", heads[file])
         self._file_of = dict.fromkeys(self._open[SINGLE_NAME].names, SINGLE_NAME) if file_of is None else file_of
+        self._packed = packed_names(self._file_of)
+        for name in self._packed:  # two tensors, which are read as one
+            self._file_of[name] = self._file_of.pop(name + BLOCKS)
+            self._scales_file_of[name] = self._file_of.pop(name + SCALES)
 
     @property
     def names(self) -> set[str]:
@@ -164,12 +170,20 @@ class CheckpointFiles:
         return self._file_of[name]
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Returns the stored shape of a tensor.
+        """Returns the shape of a tensor as it is read.
 
         Raises:
-            ConfigError: The index names a file that does not have the tensor.
+            ConfigError: The index names a file that does not have the tensor, or what is packed does not go together.
         """
-        return self._opened(name).shape(name)
+        if name not in self._packed:
+            return self._opened(name).shape(name)
+        blocks, scales = (file.shape(stored) for file, stored in self._opened_packed(name))
+        if len(blocks) != 4 or blocks[3] != BLOCK // 2 or blocks[:3] != scales:
+            raise ConfigError(
+                f"tensor {name}{BLOCKS} has shape {blocks} and {name}{SCALES} has {scales}; MXFP4 has [expert, output, "
+                f"block, {BLOCK // 2}] and [expert, output, block]. {AGAIN}"
+            )
+        return blocks[0], blocks[2] * BLOCK, blocks[1]
 
     def row_bytes(self, name: str) -> int:
         """Returns the stored bytes of one entry of a tensor's first dimension.
@@ -178,15 +192,21 @@ class CheckpointFiles:
             ConfigError: The tensor cannot be read; the error names it and its file.
         """
         with self._named(name):
+            if name in self._packed:
+                return sum(file.row_bytes(stored) for file, stored in self._opened_packed(name))
             return self._opened(name).row_bytes(name)
 
     def read(self, name: str, start: int, stop: int) -> np.ndarray:
         """Reads the rows from ``start`` to ``stop`` of a tensor, in its stored dtype, in one request.
 
+        What is packed in 4 bits takes two requests and comes in bfloat16.
+
         Raises:
             ConfigError: The rows cannot be read; the error names the tensor and its file.
         """
         with self._named(name):
+            if name in self._packed:
+                return unpack(*(file.read(stored, start, stop) for file, stored in self._opened_packed(name)))
             return self._opened(name).read(name, start, stop)
 
     def read_rows(self, names: Sequence[str], start: int, stop: int) -> np.ndarray:
@@ -205,9 +225,16 @@ class CheckpointFiles:
             raise ConfigError(f"tensor {name} in {file} cannot be read: {error}") from error
 
     def _opened(self, name: str) -> TensorFile:
-        file = self._file_of[name]
-        if name not in self._open[file].names:
-            raise ConfigError(f"{INDEX_NAME} says tensor {name} is in {file}; it is not. {AGAIN}")
+        return self._opened_file(name, self._file_of[name])
+
+    def _opened_packed(self, name: str) -> list[tuple[TensorFile, str]]:
+        """The file of the numbers of a packed tensor and that of their exponents, each with the name it has there."""
+        places = ((name + BLOCKS, self._file_of[name]), (name + SCALES, self._scales_file_of[name]))
+        return [(self._opened_file(stored, file), stored) for stored, file in places]
+
+    def _opened_file(self, stored: str, file: str) -> TensorFile:
+        if stored not in self._open[file].names:
+            raise ConfigError(f"{INDEX_NAME} says tensor {stored} is in {file}; it is not. {AGAIN}")
         return self._open[file]
 
 
