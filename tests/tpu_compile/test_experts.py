@@ -1,5 +1,6 @@
 """Programs with experts, compiled for TPUs: the kernel that reads the experts that were hit, forward and backward."""
 
+import dataclasses
 import re
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from benchmarks.tpu_programs import weights_on
 from lockstep.engine import Engine, EngineConfig
 from lockstep.main.plan.topology import topology
-from lockstep.models import Experts, Qwen3MoeConfig
+from lockstep.models import Experts, Qwen3MoeConfig, find_preset
 from lockstep.models.families.family import ModelPreset
 from lockstep.models.trainable import skeleton
 from lockstep.placement import COMPUTE_AXES, make_mesh
@@ -26,6 +27,8 @@ CONFIG = Qwen3MoeConfig(
     max_seq_len=1024, hidden_dim=2048, intermediate_dim=6144, num_layers=2, num_heads=32, num_kv_heads=4, head_dim=128,
     experts=Experts(num_experts=128, num_experts_per_tok=8, intermediate_dim=768),
 )  # fmt: skip
+# A layer of gpt-oss-20b with a window, and one without; gate and up are one product.
+GPT_OSS = dataclasses.replace(find_preset("gpt-oss-20b").config, num_layers=2, max_seq_len=1024)
 # Megablox's operands begin with the number of tiles, and for each group and tile three tables and the group's offset.
 GMM = re.compile(r"tpu_custom_call.*constraints=\{s32\[\], " + r"s32\[\d+\]\{0\}, " * 3 + r"s32\[1\]\{0\}")
 
@@ -49,9 +52,20 @@ def test_decode_and_prefill_multiply_by_the_kernel(slice_name: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_gradient_multiplies_by_the_kernel() -> None:
+def test_gpt_oss_is_decoded_on_a_tpu() -> None:
+    mesh = make_mesh("auto", list(topology("v6e-8").devices))
+    model = GPT_OSS, weights_on(mesh, ModelPreset(config=GPT_OSS, vocab_size=512), "bfloat16")
+    engine = Engine(EngineConfig(layout={"tensor": 4}, memory_bytes_per_device=8 << 30), mesh)
+    params = SamplingParams(max_new_tokens=64)
+    engine.prepare(model, [Request(prompt_id=i, prompt_tokens=(1,) * 100, params=params) for i in range(64)])
+    assert [kernels(engine.programs[name].text()) for name in ("decode", "prefill")] == [2, 2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("config", "products"), [(CONFIG, 3), (GPT_OSS, 2)], ids=["qwen3_moe", "gpt_oss"])
+def test_a_gradient_multiplies_by_the_kernel(config: Any, products: int) -> None:
     mesh = make_mesh("auto", list(topology("v5p-8").devices))
-    model = skeleton(512, CONFIG)
+    model = skeleton(512, config)
     shardings = parameter_shardings(model, mesh)
     structs = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16), model)
 
@@ -65,7 +79,7 @@ def test_a_gradient_multiplies_by_the_kernel() -> None:
         lowered = jax.jit(jax.grad(loss), in_shardings=(shardings, rows), out_shardings=shardings).lower(structs, ids)
         text = lowered.compile().as_text()
     # Forward, again for the backward pass, and for each product the gradients of its two factors.
-    assert kernels(text) == 3 + 3 + 6
+    assert kernels(text) == 4 * products
     # Experts' gradients are summed and scattered in one: no device receives those of all of the embedding.
     summed = [line for line in text.splitlines() if re.search(r"all-reduce(-start)?\(", line)]
-    assert not any("[128," in line.partition("all-reduce")[0] for line in summed)
+    assert not any(f"[{config.experts.num_experts}," in line.partition("all-reduce")[0] for line in summed)
