@@ -100,7 +100,7 @@ def _logprobs(transformer: Transformer, weights: DecoderWeights, tokens: Array, 
     def chunk(part: tuple[Array, Array]) -> Array:
         states, targets = part
         # A division by a constant would be another multiplication.
-        logits = barrier(transformer.logits(weights, states)) / barrier(jnp.float32(temperature))
+        logits = barrier(barrier(transformer.logits(weights, states)) / barrier(jnp.float32(temperature)))
         return target_logprobs(logits, targets, transformer.decode_mesh, exact=True).logprob
 
     targets = jnp.roll(tokens, -1, axis=1).reshape(-1)

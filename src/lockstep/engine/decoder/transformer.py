@@ -148,6 +148,7 @@ class Transformer:
         else:
             logits = jnp.einsum("sd,dv->sv", x, weights.lm_head, preferred_element_type=jnp.float32)
         logits = block.soft_cap(logits, self.config.variant.logit_soft_cap)
+        logits = barrier(logits) if self.config.exact else logits
         if logits.shape[1] * self.decode_mesh.tensor == self.vocab_size:
             return logits
         first = jax.lax.axis_index(self.decode_mesh.tensor_axes) * logits.shape[1] if self.decode_mesh.tensor > 1 else 0

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from lockstep.engine.sampling.logits_processors import local_ids
-from lockstep.engine.sampling.sampler import Sampled, exact_sum_exp, first_id
+from lockstep.engine.sampling.sampler import Sampled, exact_log, exact_sum_exp, first_id
 from lockstep.placement import DecodeMesh
 
 
@@ -30,7 +30,7 @@ def target_logprobs(
     if decode_mesh.tensor > 1:
         sum_exp, logit = jax.lax.psum((sum_exp, logit), decode_mesh.tensor_axes)
     logprob = logit - max_logit
-    logsumexp = jnp.log(exact_sum_exp(logits, max_logit, decode_mesh) if exact else sum_exp)
+    logsumexp = exact_log(exact_sum_exp(logits, max_logit, decode_mesh)) if exact else jnp.log(sum_exp)
     logprob = logprob - logsumexp
     return Sampled(target, logprob, logprob, max_logit, logsumexp)
 

@@ -207,6 +207,7 @@ def sample(
     def draw(processed: Array) -> tuple[Array, ...]:
         random = state.temperature[:, None] > 0
         tempered = jnp.where(random, processed / jnp.where(random, state.temperature[:, None], 1.0), processed)
+        tempered = barrier(tempered) if exact else tempered
         filtered = tempered
         if state.filters:
             threshold = find_threshold(tempered, state.filters, features.filters, decode_mesh)
@@ -243,8 +244,12 @@ def sample(
             logit, max_logit, sum_exp = parts_of_winner[4], *_join(parts[5], parts[6])
     else:
         _, drawn, drawn_max, drawn_sum_exp, logit, max_logit, sum_exp = own
-    logsumexp = jnp.log(sum_exp)
-    sampled_logprob = jnp.where(state.temperature > 0, drawn - drawn_max - jnp.log(drawn_sum_exp), 0.0)
+    if exact:
+        logit, max_logit, sum_exp, drawn, drawn_max = barrier((logit, max_logit, sum_exp, drawn, drawn_max))
+        drawn_sum_exp = barrier(drawn_sum_exp)
+    log = exact_log if exact else jnp.log
+    logsumexp = log(sum_exp)
+    sampled_logprob = jnp.where(state.temperature > 0, drawn - drawn_max - log(drawn_sum_exp), 0.0)
     return Sampled(token, logit - max_logit - logsumexp, sampled_logprob, max_logit, logsumexp)
 
 
@@ -311,6 +316,11 @@ def first_id(size: int, decode_mesh: DecodeMesh) -> Array | int:
 def _sum_exp(logits: Array, largest: Array) -> Array:
     """Each row's sum of ``exp(logits - largest)``, where ``largest`` is the row's maximum."""
     return jnp.sum(jnp.exp(logits - jnp.where(jnp.isfinite(largest), largest, 0.0)[:, None]), axis=1)
+
+
+def exact_log(x: Array) -> Array:
+    """The logarithm, with whose last operation XLA joins nothing."""
+    return jnp.asarray(barrier(jnp.log(barrier(x))))
 
 
 def exact_sum_exp(logits: Array, largest: Array, decode_mesh: DecodeMesh) -> Array:
