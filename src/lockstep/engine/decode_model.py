@@ -145,17 +145,26 @@ class DecodeModels:
 
     @functools.cached_property
     def possible(self) -> list[Layout]:
-        """All layouts that the mesh and the model allow, but for those that need replicated kv heads.
+        """All layouts that the mesh and the model allow; of dense models, but for those that replicate kv heads.
 
-        More devices than kv heads keep K and V several times, which is worth it only where somebody asks for it.
+        More devices than kv heads keep K and V several times. That is worth it for experts, which are most of the
+        weights; elsewhere where somebody asks for it.
         """
-        sizes = [size for size in tensor_sizes(self.mesh.shape) if size <= self.config.num_kv_heads]
+        kv_heads, experts = self.config.num_kv_heads, self.config.experts
+        sizes = [size for size in tensor_sizes(self.mesh.shape) if size <= kv_heads or (experts and self._can(size))]
         idle = layout_with_idle_replicas(list(self.mesh.devices.flat))
         return [
             *({"tensor": size} for size in sizes if _fits(self.config, size)),
             *([] if idle is None else [idle]),
             "training",
         ]
+
+    def _can(self, tensor: int) -> bool:
+        """Whether kv heads can be replicated for so many devices: the trainer may have cut one."""
+        try:
+            return _fits(self.config, tensor) and self[{"tensor": tensor}] is not None
+        except ConfigError:
+            return False
 
     def _make(self, layout: Layout) -> DecodeModel:
         decode_mesh = make_decode_mesh(self.mesh, tensor_size(layout) or 1)

@@ -20,7 +20,7 @@ from lockstep.engine.decode_model import (
 from lockstep.errors import ConfigError
 from lockstep.models import LlamaConfig, read_decoder, view
 from lockstep.placement import LazyWeight, make_decode_mesh, place, sources, tensor_sizes
-from tests.unit.engine.models import LLAMA, mesh_of, model_on
+from tests.unit.engine.models import FAMILIES, LLAMA, mesh_of, model_on
 
 
 def models_on(mesh: str, config: LlamaConfig = LLAMA, **options: object) -> DecodeModels:
@@ -53,6 +53,19 @@ def test_lazy_weights_are_copied_even_where_nothing_moves() -> None:
     lazy = dataclasses.replace(weights, layers=layers)
     model = DecodeModels(EngineConfig(), config, lazy, mesh_of("1,1,1"))[{"tensor": 1}]
     assert model.lazy and not model.moves and not model.casts and model.copies
+
+
+def test_experts_alone_have_kv_heads_replicated_without_being_asked() -> None:
+    layouts = {name: models_on("1,4,1", FAMILIES[name]).layouts for name in ("llama", "experts")}
+    assert {"tensor": 2} in layouts["llama"] and {"tensor": 4} not in layouts["llama"]
+    assert {"tensor": 4} in layouts["experts"]
+    # The trainer has halves of kv heads on some devices: there is nothing to copy whole ones from.
+    config, weights = read_decoder(model_on("1,4,1", FAMILIES["experts"]))
+    cut = NamedSharding(mesh_of("1,4,1"), PartitionSpec(None, None, None, "fsdp"))
+    weights = dataclasses.replace(
+        weights, layers=dataclasses.replace(weights.layers, k=place(np.asarray(weights.layers.k), cut))
+    )
+    assert {"tensor": 4} not in DecodeModels(EngineConfig(), config, weights, mesh_of("1,4,1")).layouts
 
 
 def test_a_layout_is_made_once_and_keeps_no_array() -> None:

@@ -23,6 +23,8 @@ POD = {
     "simpo_ultrafeedback_llama3_8b_v5p_64_inference.yaml": ("train-simpo", 8),
     "grpo_gsm8k_qwen25_3b_v6e_8.yaml": ("train-grpo", 1),
     "grpo_gsm8k_qwen25_3b_v6e_16.yaml": ("train-grpo", 4),
+    "grpo_gsm8k_qwen3_30b_a3b_v5p_64.yaml": ("train-grpo", 8),
+    "sampler/sample_qwen3_30b_a3b_v6e_16.yaml": ("sample", 4),
     "sampler/sample_llama8b_multihost.yaml": ("sample", 2),
     "sampler/sample_llama8b_multihost_real.yaml": ("sample", 2),
     "sampler/sample_llama8b_multihost_128prompts_2048_hostdp_wandb_v5p16.yaml": ("sample", 2),
@@ -40,10 +42,11 @@ def test_every_pod_configuration_is_understood_without_a_network(name, monkeypat
     monkeypatch.chdir(ROOT)
     workload = read(name)
     assert (workload.command, workload.hosts) == POD[name]
-    parameters = 3.09e9 if "qwen" in name else 8.03e9
+    parameters = 3.09e9 if "qwen25" in name else 30.5e9 if "qwen3" in name else 8.03e9
     config = workload.model
+    inner = config.intermediate_dim if config.experts is None else config.experts.num_experts * config.expert_dim
     heads = (config.num_heads * 2 + config.num_kv_heads * 2) * config.head_size
-    layer = config.hidden_dim * (heads + 3 * config.intermediate_dim)
+    layer = config.hidden_dim * (heads + 3 * inner)
     outer = workload.vocab_size * config.hidden_dim * (1 if config.tie_word_embeddings else 2)
     assert config.num_layers * layer + outer == pytest.approx(parameters, rel=0.005), "as published"
 
