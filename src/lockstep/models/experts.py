@@ -6,6 +6,7 @@ token's experts answer does not depend on the other tokens.
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, Final, NamedTuple, Self
 
 import jax
@@ -181,7 +182,8 @@ def mixture(
     sizes = jnp.diff(jnp.searchsorted(group[order], jnp.arange(count + 1))).astype(jnp.int32)
     computed = (jnp.arange(group.size) < sizes.sum())[:, None]
     rows = jnp.where(computed, x[order // routing.experts.shape[1]], 0)
-    answers = jnp.where(computed, grouped_mlp(rows, weights, sizes, activation, base), 0)
+    average = group.size / routing.logits.shape[-1]
+    answers = jnp.where(computed, grouped_mlp(rows, weights, sizes, activation, base, average=average), 0)
     answers = answers[jnp.argsort(order)].reshape(*routing.experts.shape, -1)
     return jnp.einsum("nkd,nk->nd", answers.astype(jnp.float32), routing.weights).astype(x.dtype)
 
@@ -192,27 +194,33 @@ def grouped_mlp(
     sizes: Int[Array, " group"],
     activation: str,
     base: Int[Array, ""] | int = 0,
+    *,
+    average: float,
 ) -> Float[Array, "row embed"]:
     """Return the gated MLP of each row by the expert of its group; rows after the last group are arbitrary.
 
     On TPU the products are those of megablox, which reads the experts whose group is not empty; so does the loop over
-    tiles of rows that computes it elsewhere.
+    tiles of rows that computes it elsewhere, and for weights in 8 bits.
 
     Args:
         x: Rows, grouped by expert.
         sizes: The number of rows of each group.
         base: The expert of the first group.
+        average: The rows of a group where experts are used evenly.
     """
-    base = jnp.asarray(base, jnp.int32)
-    if any(isinstance(weight, QuantizedWeight) for weight in weights):
-        return _tiled(activation, x, weights, sizes, base)
+    quantized = any(isinstance(weight, QuantizedWeight) for weight in weights)
+    # About the rows of a group: smaller tiles read an expert more often, larger ones multiply rows of no use.
+    rows = min(128, max(8, 1 << max(int(average), 1).bit_length()))
+    step = max(8, rows // 8)
+    # Single rows go through a product that is bound by memory as one of eight is not (XLA on CPU).
+    tiles = (1,) if average <= 1 else tuple(range(step, rows + 1, step))
     return jax.lax.platform_dependent(
         x,
         weights,
         sizes,
-        base,
-        tpu=functools.partial(_megablox, activation),
-        default=functools.partial(_tiled, activation),
+        jnp.asarray(base, jnp.int32),
+        tpu=functools.partial(_tiled, activation, (rows,)) if quantized else functools.partial(_megablox, activation),
+        default=functools.partial(_tiled, activation, tiles),
     )
 
 
@@ -240,38 +248,45 @@ def _megablox(activation: str, x: Array, weights: ExpertWeights, sizes: Array, b
     return out if weights.down_bias is None else out + weights.down_bias[expert]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _tiled(activation: str, x: Array, weights: ExpertWeights, sizes: Array, base: Array) -> Array:
-    tiles = _Tiles.of(sizes, len(x), base)
-    padded = jnp.pad(x, ((0, tiles.rows), (0, 0)))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _tiled(
+    activation: str, rows: tuple[int, ...], x: Array, weights: ExpertWeights, sizes: Array, base: Array
+) -> Array:
+    tiles = _Tiles.of(sizes, len(x), base, rows)
+    padded = jnp.pad(x, ((0, rows[-1]), (0, 0)))
 
     def tile(index: Array, out: Array) -> Array:
-        inputs = tiles.take(padded, index)
-        answers = _mlp(activation, inputs, *tiles.expert_of(weights, index))
+        answers, _ = tiles.compute(
+            index, lambda *given: (_mlp(activation, *given), ()), [tiles.take(padded, index)], weights
+        )
         # Rows after the group's last are the next group's, whose tile comes later.
         return jax.lax.dynamic_update_slice_in_dim(out, answers, tiles.start[index], axis=0)
 
     return jax.lax.fori_loop(0, tiles.count, tile, jnp.zeros_like(padded))[: len(x)]
 
 
-def _tiled_forward(activation: str, *given: Any) -> tuple[Array, Any]:
-    return _tiled(activation, *given), given
+def _tiled_forward(activation: str, rows: tuple[int, ...], *given: Any) -> tuple[Array, Any]:
+    return _tiled(activation, rows, *given), given
 
 
-def _tiled_backward(activation: str, saved: Any, gradient: Array) -> tuple[Array, ExpertWeights, None, None]:
+def _tiled_backward(
+    activation: str, rows: tuple[int, ...], saved: Any, gradient: Array
+) -> tuple[Array, ExpertWeights, None, None]:
     """Computes each tile again, so that nothing of the width of experts is kept; sums over tiles in float32."""
     x, weights, sizes, base = saved
-    tiles = _Tiles.of(sizes, len(x), base)
-    padded, of_padded = (jnp.pad(each, ((0, tiles.rows), (0, 0))) for each in (x, gradient))
+    tiles = _Tiles.of(sizes, len(x), base, rows)
+    padded, of_padded = (jnp.pad(each, ((0, rows[-1]), (0, 0))) for each in (x, gradient))
+
+    def pulled(inputs: Array, of_answers: Array, *expert: Any) -> tuple[Array, list[Array]]:
+        _, pull = jax.vjp(functools.partial(_mlp, activation), inputs, *expert)
+        of_inputs, *of_expert = pull(of_answers)
+        return of_inputs, of_expert
 
     def tile(index: Array, state: Any) -> Any:
         of_x, of_weights = state
-        own = jnp.arange(tiles.rows) < tiles.end[index] - tiles.start[index]
+        own = jnp.arange(rows[-1]) < tiles.end[index] - tiles.start[index]
         of_answers = jnp.where(own[:, None], tiles.take(of_padded, index), 0)
-        _, pull = jax.vjp(
-            functools.partial(_mlp, activation), tiles.take(padded, index), *tiles.expert_of(weights, index)
-        )
-        of_inputs, *of_expert = pull(of_answers)
+        of_inputs, of_expert = tiles.compute(index, pulled, [tiles.take(padded, index), of_answers], weights)
         of_x = jax.lax.dynamic_update_slice_in_dim(of_x, of_inputs, tiles.start[index], axis=0)
         expert = tiles.expert[index]
         added = jax.tree.map(lambda total, part: total.at[expert].add(part), of_weights, ExpertWeights(*of_expert))
@@ -296,9 +311,10 @@ def _add(x: Array, bias: Array | None) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class _Tiles:
-    """Rows in tiles of one size, each within one expert's group; the last of a group reaches beyond it."""
+    """Rows in tiles, each within one expert's group; the last of a group is the smallest that covers what is left."""
 
-    rows: int
+    rows: tuple[int, ...]
+    """The sizes of tiles: multiples of the first."""
     expert: Int[Array, " tile"]
     start: Int[Array, " tile"]
     end: Int[Array, " tile"]
@@ -306,22 +322,40 @@ class _Tiles:
     count: Int[Array, ""]
 
     @classmethod
-    def of(cls, sizes: Array, total: int, base: Array) -> Self:
+    def of(cls, sizes: Array, total: int, base: Array, rows: tuple[int, ...]) -> Self:
         """The tiles of groups that have ``total`` rows at most, the first of them that of the expert ``base``."""
-        # About the rows of a group: smaller tiles read an expert more often, larger ones multiply rows of no use.
-        rows = min(128, max(8, 1 << max(total // len(sizes), 1).bit_length()))
-        tiles, ends = -(-sizes // rows), jnp.cumsum(sizes)
+        largest = rows[-1]
+        tiles, ends = -(-sizes // largest), jnp.cumsum(sizes)
         last = jnp.cumsum(tiles)
-        index = jnp.arange(min(len(sizes), total) + total // rows)
+        index = jnp.arange(min(len(sizes), total) + total // largest)
         group = jnp.minimum(jnp.searchsorted(last, index, side="right"), len(sizes) - 1)
-        start = ends[group] - sizes[group] + (index - last[group] + tiles[group]) * rows
+        start = ends[group] - sizes[group] + (index - last[group] + tiles[group]) * largest
         return cls(rows, base + group, start, ends[group], last[-1])
 
     def take(self, x: Array, index: Array) -> Array:
-        """The rows of a tile."""
-        return jax.lax.dynamic_slice_in_dim(x, self.start[index], self.rows)
+        """As many rows as the largest tile has, from the beginning of a tile."""
+        return jax.lax.dynamic_slice_in_dim(x, self.start[index], self.rows[-1])
 
-    def expert_of(self, weights: ExpertWeights, index: Array) -> ExpertWeights:
-        """The weights of a tile's expert, read in place."""
+    def compute[Rest](
+        self, index: Array, function: Callable[..., tuple[Array, Rest]], given: list[Array], weights: ExpertWeights
+    ) -> tuple[Array, Rest]:
+        """The results of a function for a tile: rows, followed by zeros up to the largest tile's, and all else.
+
+        Args:
+            function: A function of the tile's rows of ``given`` and of its expert's weights.
+            given: What was taken for the tile.
+            weights: The weights of all experts, which are read in place.
+        """
         expert = self.expert[index]
-        return jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, expert, keepdims=False), weights)
+        own = jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, expert, keepdims=False), weights)
+
+        def of(rows: int) -> Callable[..., tuple[Array, Rest]]:
+            def run(given: list[Array], own: ExpertWeights) -> tuple[Array, Rest]:
+                answers, rest = function(*(each[:rows] for each in given), *own)
+                return jnp.pad(answers, ((0, self.rows[-1] - rows), (0, 0))), rest
+
+            return run
+
+        used = jnp.clip(self.end[index] - self.start[index], 1, self.rows[-1])
+        result: tuple[Array, Rest] = jax.lax.switch((used - 1) // self.rows[0], [of(r) for r in self.rows], given, own)
+        return result
