@@ -11,7 +11,6 @@ from lockstep.models.config import Numerics as Numerics
 from lockstep.models.config import Variant as Variant
 from lockstep.models.config import distinct as distinct
 from lockstep.models.config import layer_kinds as layer_kinds
-from lockstep.models.config import padded_vocab_size as padded_vocab_size
 from lockstep.models.config import rotary_frequencies as rotary_frequencies
 from lockstep.models.experts import Experts as Experts
 from lockstep.models.experts import ExpertWeights as ExpertWeights
@@ -71,6 +70,7 @@ from lockstep.models.weights import TENSOR_DIMS as TENSOR_DIMS
 from lockstep.models.weights import WEIGHT_AXES as WEIGHT_AXES
 from lockstep.models.weights import DecoderWeights as DecoderWeights
 from lockstep.models.weights import LayerWeights as LayerWeights
+from lockstep.models.weights import padded_vocab_size as padded_vocab_size
 from lockstep.models.weights import quantized_dims as quantized_dims
 from lockstep.models.weights import tensor_dims as tensor_dims
 from lockstep.placement import LazyWeight as LazyWeight

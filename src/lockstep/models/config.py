@@ -262,9 +262,11 @@ class LlamaConfig(ModelConfig):
     def _check_numerics(self) -> None:
         if self.numerics not in get_args(Numerics):
             raise ConfigError(f"numerics is {self.numerics!r}; it must be fast or exact. Use fast if in doubt.")
-        names = ("wide_qk_norm", "attention_sinks", "o_bias")
-        inexact = [f"variant.{name}" for name in names if getattr(self.variant, name)]
-        for name in inexact or ["experts"] * (self.experts is not None) if self.exact else []:
+        departures = [
+            f"variant.{name}" for name, value in vars(self.variant).items() if value != getattr(Variant, name)
+        ]
+        departures += [name for name in ("qk_norm", "experts") if getattr(self, name)]
+        for name in departures[:1] if self.exact else []:
             raise ConfigError(f"numerics is exact and {name} is set, which is not exact yet. Set numerics to fast.")
 
     @property
@@ -391,20 +393,3 @@ def _at_least(name: str, value: float, limit: float, fix: str) -> None:
 
 def _divisors(n: int) -> list[int]:
     return [i for i in range(1, min(n, 4096) + 1) if n % i == 0]
-
-
-VOCAB_MULTIPLE = 128
-"""The rows of an embedding made from scratch are a multiple of this, on any mesh: the lanes of a TPU's tile."""
-
-
-def padded_vocab_size(token_ids: int, tp: int) -> int:
-    """Return the number of rows of an embedding made from scratch.
-
-    It does not depend on the mesh where ``tp`` is a power of two up to 128, so that a run goes on with any of them and
-    has the same losses. Levanter rounds to what the mesh needs (``round_axis_for_partitioning``).
-
-    Args:
-        tp: The size of the mesh axis that splits the vocabulary.
-    """
-    multiple = math.lcm(VOCAB_MULTIPLE, tp)
-    return -(-token_ids // multiple) * multiple

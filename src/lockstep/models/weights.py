@@ -5,6 +5,7 @@ split, which axis is that of the kv heads, and the order in which readers must b
 """
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -155,3 +156,20 @@ HALIAX_AXES: Final[Mapping[str, str]] = {"group": "q_heads_per_group", "head": "
 def haliax_axes(name: str) -> tuple[str, ...]:
     """The axes of a weight by their names in haliax models."""
     return tuple(HALIAX_AXES.get(axis, axis) for axis in WEIGHT_AXES[name])
+
+
+VOCAB_MULTIPLE = 128
+"""The rows of an embedding made from scratch are a multiple of this, on any mesh: the lanes of a TPU's tile."""
+
+
+def padded_vocab_size(token_ids: int, tp: int) -> int:
+    """Return the number of rows of an embedding made from scratch.
+
+    It does not depend on the mesh where ``tp`` is a power of two up to 128, so that a run goes on with any of them and
+    has the same losses. Levanter rounds to what the mesh needs (``round_axis_for_partitioning``).
+
+    Args:
+        tp: The size of the mesh axis that splits the vocabulary.
+    """
+    multiple = math.lcm(VOCAB_MULTIPLE, tp)
+    return -(-token_ids // multiple) * multiple
