@@ -12,13 +12,12 @@ from benchmarks.grpo.turns import Turns
 from lockstep.hosts import Hosts, Ledger, start
 from lockstep.models import WEIGHT_AXES, DecoderWeights, LayerWeights, LlamaConfig, as_trainable
 from lockstep.models.rope import RotaryConfig
-from lockstep.placement import place
+from lockstep.placement import batch_spec, place
 from lockstep.text import Prompt, encode, load_tokenizer, token_count
 from lockstep.training import GrpoConfig, OptimizerConfig, RolloutConfig, StepInfo, Trainer, TrainerConfig
 from lockstep.training.loop.logprobs import LogprobProgram
 from lockstep.training.rl import GrpoRunFields, Questions, Rollouts
 from lockstep.training.rl.rewards import FunctionReward
-from lockstep.training.step.train_step import BATCH_SPEC
 
 PHASES = {"rollout_s": "time/rollout_generate_s", "reward_s": "time/reward_s", "update_s": "time/update_s"}
 
@@ -141,7 +140,7 @@ def fixed_logprob(load: GrpoLoad, trainer: Trainer, model: Any) -> float:
         mesh=trainer.mesh,
         ledger=Ledger(),
     )
-    batch = {"tokens": place(rows, NamedSharding(trainer.mesh, BATCH_SPEC))}
+    batch = {"tokens": place(rows, NamedSharding(trainer.mesh, batch_spec(trainer.mesh)))}
     program.compile(model, batch, microbatches=1)
     return float(program(model, batch).mean())
 

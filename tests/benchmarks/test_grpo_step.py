@@ -132,10 +132,9 @@ def test_levanters_engine_samples_from_the_trainers_own_model(tmp_path):
 
     from benchmarks.grpo import ours
     from lockstep.hosts import current
-    from lockstep.placement import place
+    from lockstep.placement import batch_spec, place
     from lockstep.training import GrpoConfig
     from lockstep.training.loop.logprobs import LogprobProgram
-    from lockstep.training.step.train_step import BATCH_SPEC
 
     save_tokenizer(TINY, tmp_path)
     trainer, rollouts = ours.make(TINY, 1, os.fspath(tmp_path), "levanter", current(), ours.LastFigures())
@@ -152,7 +151,7 @@ def test_levanters_engine_samples_from_the_trainers_own_model(tmp_path):
         mesh=trainer.mesh,
         ledger=current().ledger,
     )
-    batch = {"tokens": place(tokens, NamedSharding(trainer.mesh, BATCH_SPEC))}
+    batch = {"tokens": place(tokens, NamedSharding(trainer.mesh, batch_spec(trainer.mesh)))}
     program.compile(model, batch, microbatches=1)
     found = np.pad(np.asarray(program(model, batch)), ((0, 0), (1, 0)))
     # Its filter leaves out 1e-4 of the probability even where it should leave out nothing.

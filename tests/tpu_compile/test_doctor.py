@@ -78,7 +78,7 @@ def test_all_programs_of_the_self_test_compile():
         Request(prompt_id=i, prompt_tokens=tuple(tokenizer.encode(text)), params=params)
         for i, text in enumerate(PROMPTS)
     ]
-    assert tensor_sizes(dict(mesh.shape)) == [1, 2, 4, 8]
+    assert tensor_sizes(mesh) == [1, 2, 4, 8]
     for layout in ("auto", "training", {"tensor": 1}, {"tensor": 2}, {"tensor": 4}, {"tensor": 8}):
         engine = Engine(EngineConfig(layout=layout, dtype="bfloat16"), mesh, vocab_size=len(tokenizer))
         assert "decode" in str(sorted(engine.prepare(state.model, requests, free=90 << 30)))

@@ -15,9 +15,8 @@ from lockstep.main.plan.topology import topology
 from lockstep.models import Experts, Qwen3MoeConfig, find_preset
 from lockstep.models.families.family import ModelPreset
 from lockstep.models.trainable import skeleton
-from lockstep.placement import COMPUTE_AXES, make_mesh
+from lockstep.placement import COMPUTE_AXES, batch_spec, make_mesh
 from lockstep.training import parameter_shardings
-from lockstep.training.step.train_step import BATCH_SPEC
 from lockstep.types import Request, SamplingParams
 
 pytest.importorskip("libtpu", reason="the TPU compiler comes with the extra [plan]")
@@ -75,7 +74,7 @@ def test_a_gradient_multiplies_by_the_kernel(config: Any, products: int) -> None
 
     with jax.set_mesh(mesh):
         ids = jax.ShapeDtypeStruct((mesh.size, 256), jnp.int32)
-        rows = jax.sharding.NamedSharding(mesh, BATCH_SPEC)
+        rows = jax.sharding.NamedSharding(mesh, batch_spec(mesh))
         lowered = jax.jit(jax.grad(loss), in_shardings=(shardings, rows), out_shardings=shardings).lower(structs, ids)
         text = lowered.compile().as_text()
     # Forward, again for the backward pass, and for each product the gradients of its two factors.

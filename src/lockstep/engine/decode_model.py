@@ -151,7 +151,7 @@ class DecodeModels:
         weights; elsewhere where somebody asks for it.
         """
         kv_heads, experts = self.config.num_kv_heads, self.config.experts
-        sizes = [size for size in tensor_sizes(self.mesh.shape) if size <= kv_heads or (experts and self._can(size))]
+        sizes = [size for size in tensor_sizes(self.mesh) if size <= kv_heads or (experts and self._can(size))]
         idle = layout_with_idle_replicas(list(self.mesh.devices.flat))
         return [
             *({"tensor": size} for size in sizes if _fits(self.config, size)),
@@ -270,7 +270,7 @@ def check_layout(config: LlamaConfig, decode_mesh: DecodeMesh) -> None:
     """
     for name, size in _split(config, decode_mesh.tensor).items():
         if size % decode_mesh.tensor:
-            works = [tensor for tensor in tensor_sizes(decode_mesh.training_shape) if _fits(config, tensor)]
+            works = [tensor for tensor in decode_mesh.tensor_sizes if _fits(config, tensor)]
             raise ConfigError(
                 f"layout {{tensor: {decode_mesh.tensor}}} splits {name} = {size}, which it does not divide. Set tensor "
                 f"to one of {works}."

@@ -18,6 +18,7 @@ from lockstep.models.experts import ExpertWeights, RouterSums, mixture, route
 from lockstep.models.low_rank import Weight, linear
 from lockstep.models.named_block import LlamaAxes
 from lockstep.placement import PARAMETER_AXES
+from lockstep.placement.device import auto_axes
 
 
 class LlamaMlp(eqx.Module):
@@ -159,6 +160,7 @@ class LlamaExperts(eqx.Module):
                     ),
                 ),
                 out_specs=(split, PartitionSpec(rows)),
+                axis_names=auto_axes(mesh),
                 check_vma=False,
             )
         up = self.expert_gate_up if self.expert_up is None else self.expert_up

@@ -22,8 +22,12 @@ from lockstep.placement.leaf_layout import partition_specs as partition_specs
 from lockstep.placement.leaf_layout import read as read
 from lockstep.placement.leaf_layout import read_outer as read_outer
 from lockstep.placement.mesh import COMPUTE_AXES as COMPUTE_AXES
+from lockstep.placement.mesh import DCN as DCN
 from lockstep.placement.mesh import MESH_AXES as MESH_AXES
 from lockstep.placement.mesh import PARAMETER_AXES as PARAMETER_AXES
+from lockstep.placement.mesh import batch_axes as batch_axes
+from lockstep.placement.mesh import batch_spec as batch_spec
+from lockstep.placement.mesh import compute_axes as compute_axes
 from lockstep.placement.mesh import data_shards as data_shards
 from lockstep.placement.mesh import fsdp_spans_hosts as fsdp_spans_hosts
 from lockstep.placement.mesh import fsdp_warning as fsdp_warning

@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from lockstep.errors import ConfigError
+from lockstep.placement.device import slice_index
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,6 +41,11 @@ class DecodeMesh:
     def tensor(self) -> int:
         """Devices that share one replica's weights."""
         return math.prod(self.mesh.shape[axis] for axis in self.tensor_axes)
+
+    @property
+    def tensor_sizes(self) -> list[int]:
+        """Every number of devices per replica that the training mesh allows."""
+        return _sizes(self.training_shape, self.mesh.devices)
 
     def sharding(self, *dims: tuple[str, ...] | None) -> NamedSharding:
         """A sharding on the refined mesh, one entry per array axis."""
@@ -77,21 +83,22 @@ class DecodeMesh:
 
 
 def make_decode_mesh(mesh: Mesh, tensor: int) -> DecodeMesh:
-    """Sees the devices of ``mesh`` as (replica × tensor): ``tensor`` consecutive devices make a replica.
+    """Sees the devices of ``mesh`` as (replica × tensor): ``tensor`` consecutive devices of a slice make a replica.
 
     Args:
         mesh: The training mesh.
         tensor: The number of devices per replica.
 
     Raises:
-        ConfigError: ``tensor`` does not divide the devices along the mesh's axes.
+        ConfigError: ``tensor`` does not divide the devices along the mesh's axes, or a replica would cross slices.
     """
     shape = dict(mesh.shape)
-    works = tensor_sizes(shape)
+    works = tensor_sizes(mesh)
     if tensor not in works:
+        inside = " and stay inside a slice" if len(set(map(slice_index, mesh.devices.flat))) > 1 else ""
         raise ConfigError(
             f"layout {{tensor: {tensor}}} does not fit the mesh {shape} of {mesh.size} devices: tensor groups must "
-            f"nest with the mesh's axes. Set tensor to one of {works}."
+            f"nest with the mesh's axes{inside}. Set tensor to one of {works}."
         )
     ladder = sorted({tensor, *_rungs(shape)})
     # Axis i of the refined mesh spans the devices between two rungs; the outermost comes first.
@@ -118,10 +125,15 @@ def make_decode_mesh(mesh: Mesh, tensor: int) -> DecodeMesh:
     )
 
 
-def tensor_sizes(shape: Mapping[str, int]) -> list[int]:
-    """Every number of devices per replica that `make_decode_mesh` accepts on a mesh with these axes."""
-    rungs = _rungs(shape)
-    return [t for t in range(1, rungs[-1] + 1) if all(t % rung == 0 or rung % t == 0 for rung in rungs)]
+def tensor_sizes(mesh: Mesh) -> list[int]:
+    """Every number of devices per replica that `make_decode_mesh` accepts on a mesh."""
+    return _sizes(mesh.shape, mesh.devices)
+
+
+def _sizes(shape: Mapping[str, int], devices: np.ndarray) -> list[int]:
+    rungs, slices = _rungs(shape), np.array([slice_index(device) for device in devices.flat])
+    nested = (t for t in range(1, rungs[-1] + 1) if all(t % rung == 0 or rung % t == 0 for rung in rungs))
+    return [t for t in nested if (np.ptp(slices.reshape(-1, t), axis=1) == 0).all()]
 
 
 def _rungs(shape: Mapping[str, int]) -> list[int]:

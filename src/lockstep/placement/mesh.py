@@ -1,16 +1,22 @@
 """The device mesh a model trains on, and which mesh axis splits which logical axis."""
 
+import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Final
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from lockstep.errors import ConfigError
+from lockstep.placement.device import slice_index
 
 MESH_AXES: Final = ("dp", "fsdp", "tp")
-"""Data parallel (parameters repeated), fully sharded data parallel, tensor parallel."""
+"""Data parallel (parameters repeated), fully sharded data parallel, tensor parallel: the axes inside a slice."""
+
+DCN: Final = "dcn"
+"""The outermost axis where there are several slices: data parallel over the data-centre network that joins them."""
 
 PARAMETER_AXES: Final[dict[str, str]] = {
     "embed": "fsdp",
@@ -30,53 +36,62 @@ COMPUTE_AXES: Final[dict[str, str | tuple[str, ...]]] = {
     "kv_head": "tp",
     "vocab": "tp",
 }
-"""The mesh axes that split activations, and parameters in use, inside a step."""
+"""The mesh axes that split activations, and parameters in use, inside a step and a slice."""
 
-_USAGE: Final = "Use 'auto' (FSDP over all devices), 'host_local', or three sizes 'dp,fsdp,tp' such as '1,-1,1'."
+_USAGE: Final = "Use 'auto' (FSDP over a slice), 'host_local', or three sizes 'dp,fsdp,tp' such as '1,-1,1'."
 
 
 def make_mesh(mesh_shape: str = "auto", devices: Sequence[jax.Device] | None = None) -> Mesh:
     """Build the training mesh with axes ``("dp", "fsdp", "tp")``, devices of one host next to each other.
 
+    On several slices ``"dcn"`` comes first, of one slice each: every slice has all parameters and a part of the batch.
+
     Args:
-        mesh_shape: ``auto`` = ``1,-1,1``; ``host_local`` = ``dp`` over processes and ``fsdp`` over a process's devices;
-            or the three sizes ``dp,fsdp,tp``, one of which may be -1 (whatever is left).
+        mesh_shape: The shape of one slice: ``auto`` = ``1,-1,1``; ``host_local`` = ``dp`` over processes and ``fsdp``
+            over a process's devices; or the three sizes ``dp,fsdp,tp``, one of which may be -1 (whatever is left).
         devices: The devices to use; None means all devices of the job.
 
     Returns:
-        A mesh with `AxisType.Auto` axes. Devices are ordered by (process, id), never by id alone: on large slices the
-        ids of one host are not consecutive.
+        A mesh with `AxisType.Auto` axes. Devices are ordered by (slice, process, id), never by id alone: on large
+        slices the ids of one host are not consecutive.
 
     Raises:
-        ConfigError: the shape cannot be read, or does not fit the number of devices.
+        ConfigError: the shape cannot be read, or does not fit the number of devices; slices differ in size.
     """
-    ordered = sorted(jax.devices() if devices is None else devices, key=lambda d: (d.process_index, d.id))
+    given = jax.devices() if devices is None else devices
+    ordered = sorted(given, key=lambda d: (slice_index(d), d.process_index, d.id))
     if not ordered:
         raise ConfigError("make_mesh was given an empty list of devices; a mesh needs at least 1. Pass devices=None.")
+    slices = Counter(map(slice_index, ordered))
+    if len(set(slices.values())) != 1:
+        raise ConfigError(
+            f"the slices have different numbers of devices: {dict(slices)} (slice: devices). Use slices of one type."
+        )
+    one = ordered[: len(ordered) // len(slices)]
     if mesh_shape == "auto":
-        sizes = (1, len(ordered), 1)
+        sizes = (1, len(one), 1)
     elif mesh_shape == "host_local":
-        sizes = _host_local_sizes(ordered)
+        sizes = _host_local_sizes(ordered, len(slices))
     else:
-        sizes = _read_sizes(mesh_shape, len(ordered))
+        sizes = _read_sizes(mesh_shape, len(one), len(slices))
     grid = np.empty(len(ordered), dtype=object)
     grid[:] = ordered
-    return Mesh(grid.reshape(sizes), MESH_AXES, axis_types=(AxisType.Auto,) * 3)
+    if len(slices) == 1:
+        return Mesh(grid.reshape(sizes), MESH_AXES, axis_types=(AxisType.Auto,) * 3)
+    return Mesh(grid.reshape(len(slices), *sizes), (DCN, *MESH_AXES), axis_types=(AxisType.Auto,) * 4)
 
 
-def _host_local_sizes(ordered: Sequence[jax.Device]) -> tuple[int, int, int]:
-    counts: dict[int, int] = {}
-    for device in ordered:
-        counts[device.process_index] = counts.get(device.process_index, 0) + 1
-    if len(set(counts.values())) != 1:
+def _host_local_sizes(ordered: Sequence[jax.Device], slices: int) -> tuple[int, int, int]:
+    counts = Counter(device.process_index for device in ordered)
+    if len(set(counts.values())) != 1 or len(counts) % slices:
         raise ConfigError(
-            f"mesh_shape is 'host_local', but the processes hold different numbers of devices: {counts} (process: "
-            "devices). Start the job with the same number of devices on every process, or use mesh_shape 'auto'."
+            f"mesh_shape is 'host_local', but the processes hold different numbers of devices: {dict(counts)} "
+            "(process: devices). Start the job with the same number of devices on each, or use mesh_shape 'auto'."
         )
-    return (len(counts), len(ordered) // len(counts), 1)
+    return (len(counts) // slices, len(ordered) // len(counts), 1)
 
 
-def _read_sizes(mesh_shape: str, n_devices: int) -> tuple[int, int, int]:
+def _read_sizes(mesh_shape: str, n_devices: int, slices: int) -> tuple[int, int, int]:
     try:
         sizes = [int(part) for part in mesh_shape.split(",")]
     except ValueError:
@@ -91,9 +106,10 @@ def _read_sizes(mesh_shape: str, n_devices: int) -> tuple[int, int, int]:
     if -1 in sizes and n_devices % known == 0:
         sizes[sizes.index(-1)] = n_devices // known
     if int(np.prod(sizes)) != n_devices:
+        place = "" if slices == 1 else f" in each of the {slices} slices, over which parameters are not split"
         raise ConfigError(
-            f"mesh_shape is {mesh_shape!r}, whose given sizes multiply to {known}, but there are {n_devices} devices. "
-            f"Choose sizes whose product is {n_devices}, or put -1 in one place and a divisor of {n_devices} in the "
+            f"mesh_shape is {mesh_shape!r}, whose given sizes multiply to {known}, but there are {n_devices} devices"
+            f"{place}. Choose sizes whose product is {n_devices}, or put -1 in one place and a divisor of it in the "
             "others."
         )
     return (sizes[0], sizes[1], sizes[2])
@@ -118,25 +134,25 @@ def fsdp_warning(mesh: Mesh) -> str | None:
     are joined by a network, and so are hosts with GPUs or CPUs.
 
     Args:
-        mesh: A mesh from `make_mesh`.
+        mesh: A mesh with an axis ``fsdp``.
     """
     if mesh.devices.flat[0].platform == "tpu":
-        joined, fix = "slices", "mesh_shape: {count},-1,1 (data parallel over slices, FSDP inside) is faster"
+        joined, fix = "slices", "lockstep.placement.make_mesh (data parallel over slices, FSDP inside) is faster"
     else:
         joined, fix = "hosts", "mesh_shape: host_local (data parallel over hosts, FSDP inside) may be faster"
-    if not any(len(_joined(row)) > 1 for row in _fsdp_rows(mesh)):
+    count = max(len(_joined(row)) for row in _fsdp_rows(mesh))
+    if count == 1:
         return None
-    count = len(_joined(mesh.devices.flat))
     return (
         f"FSDP shards parameters over {count} {joined} (mesh {dict(mesh.shape)}): every layer is gathered over the "
-        f"network between {joined} at every step. If the model fits one of them, {fix.format(count=count)}; "
+        f"network between {joined} at every step. If the model fits one of them, {fix}; "
         "lockstep plan --meshes all compares meshes."
     )
 
 
 def _fsdp_rows(mesh: Mesh) -> Iterable[Iterable[jax.Device]]:
     """The devices of each row of the ``fsdp`` axis."""
-    rows: Iterable[Iterable[jax.Device]] = np.moveaxis(mesh.devices, MESH_AXES.index("fsdp"), -1).reshape(
+    rows: Iterable[Iterable[jax.Device]] = np.moveaxis(mesh.devices, mesh.axis_names.index("fsdp"), -1).reshape(
         -1, mesh.shape["fsdp"]
     )
     return rows
@@ -144,14 +160,27 @@ def _fsdp_rows(mesh: Mesh) -> Iterable[Iterable[jax.Device]]:
 
 def _joined(devices: Iterable[jax.Device]) -> set[int]:
     """The groups of devices that no network separates: slices of TPUs, else processes."""
-    return {
-        getattr(device, "slice_index", 0) if device.platform == "tpu" else device.process_index for device in devices
-    }
+    return {slice_index(device) if device.platform == "tpu" else device.process_index for device in devices}
+
+
+def batch_axes(mesh: Mesh) -> tuple[str, ...]:
+    """The axes that split the rows of a batch, outermost first."""
+    return tuple(axis for axis in (DCN, "dp", "fsdp") if axis in mesh.shape)
+
+
+def batch_spec(mesh: Mesh) -> PartitionSpec:
+    """The partition of a batch's rows over the mesh."""
+    return PartitionSpec(batch_axes(mesh))
+
+
+def compute_axes(mesh: Mesh) -> dict[str, str | tuple[str, ...]]:
+    """`COMPUTE_AXES` of a program over all slices of a mesh."""
+    return {**COMPUTE_AXES, "batch": batch_axes(mesh)}
 
 
 def data_shards(mesh: Mesh) -> int:
-    """The number of parts that a batch is split into on the mesh (``dp`` times ``fsdp``)."""
-    return mesh.shape["dp"] * mesh.shape["fsdp"]
+    """The number of parts that a batch is split into on the mesh."""
+    return math.prod(mesh.shape[axis] for axis in batch_axes(mesh))
 
 
 def mesh_of(array: jax.Array) -> Mesh:

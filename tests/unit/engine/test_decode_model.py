@@ -92,7 +92,7 @@ def test_the_signature_is_that_of_a_later_state_and_of_no_other_model() -> None:
 def test_a_refused_layout_names_exactly_the_sizes_that_work(shape: str, kv_heads: int, mlp: int) -> None:
     model = dataclasses.replace(LLAMA, num_heads=12, num_kv_heads=kv_heads, intermediate_dim=mlp)
     works, said = [], set()
-    for tensor in tensor_sizes(mesh_of(shape).shape):
+    for tensor in tensor_sizes(mesh_of(shape)):
         try:
             check_layout(model, make_decode_mesh(mesh_of(shape), tensor))
             works.append(tensor)

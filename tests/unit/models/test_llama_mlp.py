@@ -14,9 +14,9 @@ from jax.sharding import NamedSharding
 from lockstep.hosts import Ledger
 from lockstep.models import Experts, LlamaLMHeadModel, Qwen3MoeConfig
 from lockstep.models import llama_mlp as module
-from lockstep.placement import make_mesh
+from lockstep.placement import batch_spec, make_mesh
 from lockstep.training import TrainStep, lm_loss, parse_precision
-from lockstep.training.step.train_step import BATCH_SPEC, STOP_SPEC, init_model, init_state
+from lockstep.training.step.train_step import init_model, init_state
 from tests.unit.models.test_experts import dense
 
 EXPERTS = Experts(
@@ -48,11 +48,12 @@ def stepped(shape: str, microbatches: int, config: Qwen3MoeConfig = CONFIG) -> t
     rows = np.random.default_rng(0)
     segments = np.repeat([[1] * 6 + [2] * 6 + [0] * 4], 8, axis=0)
     columns = {"tokens": rows.integers(0, 32, (8, 16)), "loss_mask": segments > 0, "segment_ids": segments}
+    split = NamedSharding(mesh, batch_spec(mesh))
     batch = {
-        name: jax.device_put(column.astype(bool if name == "loss_mask" else np.int32), NamedSharding(mesh, BATCH_SPEC))
+        name: jax.device_put(column.astype(bool if name == "loss_mask" else np.int32), split)
         for name, column in columns.items()
     }
-    stop = jax.device_put(np.zeros(mesh.size, np.int32), NamedSharding(mesh, STOP_SPEC))
+    stop = jax.device_put(np.zeros(mesh.size, np.int32), split.update(spec=jax.sharding.PartitionSpec(mesh.axis_names)))
     step.compile(state, batch, stop, ledger=Ledger())
     after, metrics = step(state, batch, stop)
     return step.read(metrics), jax.device_get(after.model)

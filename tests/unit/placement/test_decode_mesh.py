@@ -18,6 +18,8 @@ MESHES = ["1,4,1", "2,2,1", "1,2,2", "4,1,1", "2,4,1", "1,1,1", "1,1,4", "1,6,2"
 class FakeDevice:
     id: int
     process_index: int = 0
+    slice_index: int = 0
+    platform: str = "tpu"
 
 
 def fake_mesh(shape: str) -> Mesh:
@@ -27,7 +29,7 @@ def fake_mesh(shape: str) -> Mesh:
 
 
 @pytest.mark.parametrize(
-    ("shape", "tensor"), [(s, t) for s in MESHES for t in (1, 2, 4) if t in tensor_sizes(fake_mesh(s).shape)]
+    ("shape", "tensor"), [(s, t) for s in MESHES for t in (1, 2, 4) if t in tensor_sizes(fake_mesh(s))]
 )
 def test_the_grid_keeps_the_devices_in_order_and_names_every_axis(shape: str, tensor: int) -> None:
     mesh = fake_mesh(shape)
@@ -62,8 +64,8 @@ def test_a_size_is_refused_with_exactly_the_sizes_that_work(shape: str) -> None:
         except ConfigError as error:
             message = str(error)
             assert f"layout {{tensor: {tensor}}} does not fit the mesh" in message
-            assert message.endswith(f"Set tensor to one of {tensor_sizes(mesh.shape)}.")
-    assert works == tensor_sizes(mesh.shape)
+            assert message.endswith(f"Set tensor to one of {tensor_sizes(mesh)}.")
+    assert works == tensor_sizes(mesh)
     assert 1 in works and mesh.size in works
 
 
@@ -72,7 +74,16 @@ def test_a_size_is_refused_with_exactly_the_sizes_that_work(shape: str) -> None:
     [("1,4,1", [1, 2, 4]), ("2,4,1", [1, 2, 4, 8]), ("2,3,2", [1, 2, 6, 12]), ("1,6,2", [1, 2, 4, 6, 12])],
 )
 def test_sizes_that_nest(shape: str, works: list[int]) -> None:
-    assert tensor_sizes(fake_mesh(shape).shape) == works
+    assert tensor_sizes(fake_mesh(shape)) == works
+
+
+def test_a_replica_stays_inside_a_slice() -> None:
+    devices: Any = [FakeDevice(i, i // 2, i // 4) for i in range(8)]
+    mesh = make_mesh("auto", devices)
+    assert dict(mesh.shape) == {"dcn": 2, "dp": 1, "fsdp": 4, "tp": 1}
+    assert tensor_sizes(mesh) == make_decode_mesh(mesh, 2).tensor_sizes == [1, 2, 4]
+    with pytest.raises(ConfigError, match=r"tensor: 8.*stay inside a slice. Set tensor to one of \[1, 2, 4\]"):
+        make_decode_mesh(mesh, 8)
 
 
 SPECS = [

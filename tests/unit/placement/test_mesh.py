@@ -1,11 +1,13 @@
 import dataclasses
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
+from jax.sharding import Mesh, PartitionSpec
 
 from lockstep.errors import ConfigError
-from lockstep.placement import fsdp_spans_hosts, fsdp_warning, make_mesh
+from lockstep.placement import batch_spec, data_shards, fsdp_spans_hosts, fsdp_warning, make_mesh
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,12 +51,39 @@ def test_sizes_and_the_wildcard() -> None:
     assert make_mesh("8,1,1", fake_pod(4, 2)).devices.shape == (8, 1, 1)
 
 
+def test_slices_are_data_parallel_and_none_shares_parameters_with_another() -> None:
+    """Devices are ordered by slice first, though processes of two slices may take turns."""
+    pod = fake_pod(4, 2, "tpu", slices=2)
+    pod = [dataclasses.replace(device, slice_index=device.process_index % 2) for device in pod]
+    for shape, sizes in {"auto": (2, 1, 4, 1), "host_local": (2, 2, 2, 1), "1,-1,2": (2, 1, 2, 2)}.items():
+        mesh = make_mesh(shape, pod)
+        assert mesh.axis_names == ("dcn", "dp", "fsdp", "tp") and mesh.devices.shape == sizes
+        assert [d.process_index for d in mesh.devices.flat] == [0, 0, 2, 2, 1, 1, 3, 3]
+        assert batch_spec(mesh) == PartitionSpec(("dcn", "dp", "fsdp")) and data_shards(mesh) == 8 // sizes[-1]
+    with pytest.raises(ConfigError, match=r"4 devices in each of the 2 slices, over which parameters are not split"):
+        make_mesh("1,8,1", pod)
+    with pytest.raises(ConfigError, match=r"different numbers of devices: \{0: 4, 1: 2\} \(slice"):
+        make_mesh("auto", [device for device in pod if device.process_index < 3])
+
+
+def test_a_job_of_cpus_is_told_its_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEGASCALE_NUM_SLICES", "2")
+    devices = jax.devices()
+    mesh = make_mesh()
+    assert mesh.shape["dcn"] == 2 and list(mesh.devices.flat) == devices
+    assert make_mesh("auto", devices[: len(devices) // 2]).axis_names == ("dp", "fsdp", "tp")
+    monkeypatch.setenv("MEGASCALE_NUM_SLICES", "5")
+    with pytest.raises(ConfigError, match=rf"'5', but the job has {len(devices)} devices"):
+        make_mesh()
+
+
 def test_on_tpus_only_slices_are_joined_by_a_network() -> None:
     """Inside a slice FSDP over all hosts is right, and no healthy pod is warned about it."""
-    assert fsdp_warning(make_mesh("auto", fake_pod(4, 2, "tpu"))) is None
-    warning = fsdp_warning(make_mesh("auto", fake_pod(4, 2, "tpu", slices=2)))
-    assert warning is not None and "2 slices" in warning and "mesh_shape: 2,-1,1" in warning
-    assert fsdp_warning(make_mesh("2,-1,1", fake_pod(4, 2, "tpu", slices=2))) is None
+    pod: Any = fake_pod(4, 2, "tpu", slices=2)
+    assert fsdp_warning(make_mesh("auto", pod)) is None
+    own = Mesh(np.array(sorted(pod, key=lambda d: d.slice_index)), ("fsdp",))
+    warning = fsdp_warning(own)
+    assert warning is not None and "2 slices" in warning and "make_mesh" in warning
 
 
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])

@@ -206,7 +206,7 @@ def check_mesh(mesh_shape: str, devices: Sequence[jax.Device] | None = None) -> 
     except ConfigError as error:
         return Finding.to_fix("mesh", str(error))
     sizes = ", ".join(f"{name} {size}" for name, size in mesh.shape.items())
-    tensor = ", ".join(map(str, tensor_sizes(dict(mesh.shape))))
+    tensor = ", ".join(map(str, tensor_sizes(mesh)))
     text = f"mesh_shape {mesh_shape}: {sizes}; layouts for decoding: training, tensor {tensor}"
     hosts = len({device.process_index for device in mesh.devices.flat})
     spans = f"; fsdp spans {hosts} hosts" if fsdp_spans_hosts(mesh) else ""

@@ -60,7 +60,7 @@ def shape_for(mesh: Mesh) -> LlamaConfig:
     head, width = (16, 32) if cpu else (128, 256)  # 128: what the TPU's attention kernel reads at once
     hidden, kv_heads = math.lcm(width, mesh.shape["fsdp"]), math.lcm(2, mesh.shape["tp"])
     # Few kv heads, so that layouts of more devices repeat them; where their numbers do not nest, one for each device.
-    if any(size % kv_heads and kv_heads % size for size in tensor_sizes(dict(mesh.shape))):
+    if any(size % kv_heads and kv_heads % size for size in tensor_sizes(mesh)):
         kv_heads = mesh.size
     return LlamaConfig(
         max_seq_len=2 * LENGTH,

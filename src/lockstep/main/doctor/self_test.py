@@ -178,7 +178,7 @@ def _self_test(
     dtype = "float32" if mesh.devices.flat[0].platform == "cpu" else "bfloat16"
     layouts: list[Layout] = ["auto", "training"]
     if all_layouts:
-        layouts += [{"tensor": size} for size in tensor_sizes(dict(mesh.shape))]
+        layouts += [{"tensor": size} for size in tensor_sizes(mesh)]
     with tempfile.TemporaryDirectory(prefix="lockstep-self-test-") as directory:
         rounds = LayoutRounds(hosts, layouts, dtype, Path(directory), deadline)
         plain = _train(hosts, mesh, rounds.steps, dtype, None)

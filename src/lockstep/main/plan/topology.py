@@ -32,22 +32,23 @@ COMPILERS: Final[dict[str, tuple[str, dict[str, Any]]]] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Topology:
-    """One slice.
+    """One slice, or several of one kind.
 
     Args:
-        name: The name under which it is rented, such as ``v5p-64``.
-        grid: The number of chips along each axis.
+        name: The name under which it is rented, such as ``v5p-64``; of two slices ``2xv5p-64``.
+        grid: The number of chips of a slice along each axis.
         devices: The devices as JAX would see them; they can be compiled for, not run on.
     """
 
     name: str
     grid: tuple[int, ...]
     devices: tuple[jax.Device, ...]
+    num_slices: int = 1
 
     @property
     def chips(self) -> int:
         """The number of chips, each of which is one device or several."""
-        return math.prod(self.grid)
+        return math.prod(self.grid) * self.num_slices
 
     @property
     def hosts(self) -> int:
@@ -69,6 +70,7 @@ class Topology:
         grid, chips = "x".join(map(str, self.grid)), self.chips
         hosts = f"{self.hosts} host{'s' if self.hosts > 1 else ''}"
         cores = f" of {len(self.devices) // chips} devices" if len(self.devices) > chips else ""
+        grid += "" if self.num_slices == 1 else f" in each of {self.num_slices} slices"
         return f"{self.name}: {chips} chips ({grid}){cores}, {hosts} with {chips // self.hosts} each"
 
     def on_host(self, process_index: int = 0) -> tuple[jax.Device, ...]:
@@ -92,18 +94,19 @@ def names_of(prefix: str) -> list[str]:
 
 @functools.cache
 def topology(name: str) -> Topology:
-    """The slice of a name, as the TPU compiler describes it.
+    """The slice of a name, or several, as the TPU compiler describes them.
 
     Args:
-        name: The name, such as ``v5p-64``, ``v5litepod-8``, ``v6e-16``.
+        name: The name, such as ``v5p-64``, ``v5litepod-8``, ``v6e-16``; of two slices ``2xv5p-64``.
 
     Raises:
         ConfigError: There is no slice of this name, or the TPU compiler is not installed.
     """
     known = known_names()
-    if name not in known:
+    count, _, one = name.rpartition("x") if name[:1].isdecimal() else ("1", "", name)
+    if one not in known or not count.isdecimal() or int(count) < 1:
         listed = "; ".join(", ".join(names_of(prefix)) for prefix in COMPILERS)
-        raise ConfigError(f"topology {name!r} is not known. Known: {listed}.")
+        raise ConfigError(f"topology {name!r} is not known. Known, and several of one kind as 2xv5p-64: {listed}.")
     if importlib.util.find_spec("libtpu") is None:
         raise ConfigError(NO_COMPILER)
     # The compiler would ask the machine which TPU it has, wait for an answer that never comes, and complain;
@@ -115,7 +118,9 @@ def topology(name: str) -> Topology:
         ("ALLOW_MULTIPLE_LIBTPU_LOAD", "1"),
     ):
         os.environ.setdefault(variable, value)
-    found, (compiler_name, options) = known[name], COMPILERS[known[name].family.prefix]
+    found, (compiler_name, options) = known[one], COMPILERS[known[one].family.prefix]
+    if int(count) > 1:
+        options = {**options, "num_slices": int(count)}
     if found.hosts == 1 and len(found.grid) == 2:  # the compiler would take it for several machines
         options = {**options, "chips_per_host_bounds": (*found.grid, 1)}
     try:
@@ -127,4 +132,4 @@ def topology(name: str) -> Topology:
             f"the TPU compiler does not know topology {name} ({compiler_name}:{found.topology}): {error}. Install the "
             "version of libtpu that the extra [plan] names."
         ) from error
-    return Topology(name=name, grid=found.grid, devices=tuple(devices))
+    return Topology(name=name, grid=found.grid, devices=tuple(devices), num_slices=int(count))

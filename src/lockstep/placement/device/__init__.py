@@ -9,6 +9,7 @@ from lockstep.placement.device.chips import chip_of as chip_of
 from lockstep.placement.device.chips import hops as hops
 from lockstep.placement.device.chips import on_one_chip as on_one_chip
 from lockstep.placement.device.chips import published_chip as published_chip
+from lockstep.placement.device.chips import slice_index as slice_index
 from lockstep.placement.device.compiler_errors import Compile as Compile
 from lockstep.placement.device.compiler_errors import compile_lowered as compile_lowered
 from lockstep.placement.device.compiler_errors import compile_with_options as compile_with_options
@@ -32,6 +33,7 @@ from lockstep.placement.device.memory import used_bytes as used_bytes
 from lockstep.placement.device.program import AroundLaunch as AroundLaunch
 from lockstep.placement.device.program import Compilation as Compilation
 from lockstep.placement.device.program import Program as Program
+from lockstep.placement.device.program import auto_axes as auto_axes
 from lockstep.placement.device.program import compile_program as compile_program
 from lockstep.placement.device.program import fetch as fetch
 from lockstep.placement.device.program import start_fetch as start_fetch

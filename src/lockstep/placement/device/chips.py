@@ -1,9 +1,14 @@
 """Published numbers of chips, by which layouts are compared before anything is compiled."""
 
 import dataclasses
+import functools
+import os
 from collections.abc import Sequence
+from typing import Final
 
 import jax
+
+from lockstep.errors import ConfigError
 
 _GB = 10**9
 _TPU_SOURCE = (
@@ -11,6 +16,10 @@ _TPU_SOURCE = (
     "https://jax-ml.github.io/scaling-book/"
 )
 _TPU7X_SOURCE = "published, memory by the TPU compiler: https://docs.cloud.google.com/tpu/docs/tpu7x"
+
+
+SLICES_VARIABLE: Final = "MEGASCALE_NUM_SLICES"
+"""The environment variable with the number of slices of a job whose devices do not know theirs: CPUs and GPUs."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -154,9 +163,34 @@ def published_chip(device: jax.Device) -> Chip | None:
     return chip_named(device.device_kind, device.platform) if known else None
 
 
+def slice_index(device: jax.Device) -> int:
+    """The number of the slice that a device is in: devices of a slice reach each other without the data-centre network.
+
+    TPUs know it. Elsewhere (``JAX_PARTITION_INDEX`` does not reach the CPU's client, jax 0.11) the devices of the job
+    in order of their processes are as many equal slices as ``MEGASCALE_NUM_SLICES`` says, one where it is not set.
+
+    Raises:
+        ConfigError: The variable is no number of slices that divides the devices.
+    """
+    if device.platform == "tpu":
+        return getattr(device, "slice_index", 0)
+    given = os.environ.get(SLICES_VARIABLE) or "1"
+    return 0 if given == "1" else _simulated_slices(given)[device]
+
+
+@functools.cache
+def _simulated_slices(given: str) -> dict[jax.Device, int]:
+    devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
+    if not given.isdecimal() or int(given) < 1 or len(devices) % int(given):
+        raise ConfigError(
+            f"{SLICES_VARIABLE} is {given!r}, but the job has {len(devices)} devices. Set it to a divisor, or unset it."
+        )
+    return {device: place * int(given) // len(devices) for place, device in enumerate(devices)}
+
+
 def on_one_chip(devices: Sequence[jax.Device]) -> bool:
     """Whether several devices are the cores of one chip, as on TPU7x."""
-    places = {(getattr(each, "slice_index", 0), *(getattr(each, "coords", None) or ())) for each in devices}
+    places = {(slice_index(each), *(getattr(each, "coords", None) or ())) for each in devices}
     return len(devices) > 1 and len(places) == 1 and hasattr(devices[0], "coords")
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import AxisType, Mesh
 
 from lockstep.hosts import MAY_DIFFER, Ledger, digest, environment
 from lockstep.placement.device.compiler_errors import Compile, compile_lowered, explain
@@ -185,6 +185,13 @@ def without_source_locations(hlo: str) -> str:
 def _devices(mesh: Mesh) -> str:
     """The devices of a mesh in order, with their processes and kinds."""
     return repr([(device.id, device.process_index, device.device_kind) for device in mesh.devices.flat])
+
+
+def auto_axes(mesh: Any) -> frozenset[str]:
+    """The axes of an abstract mesh over which ``shard_map`` can still map: those that none around it maps over."""
+    return frozenset(
+        name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind != AxisType.Manual
+    )
 
 
 def fetch(replicated: jax.Array) -> np.ndarray:

@@ -10,12 +10,11 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import PyTree
 
-from lockstep.placement import host_rows, place_local
+from lockstep.placement import batch_spec, host_rows, place_local
 from lockstep.training.data.rows import Batches, BatchesOfLengths
 from lockstep.training.loop.launcher import Launcher
 from lockstep.training.loop.logprobs import ReferenceLogprobs
 from lockstep.training.objectives import REFERENCE
-from lockstep.training.step.train_step import BATCH_SPEC
 
 AHEAD = 2
 """The number of batches that are read beyond the one in use: one is placed during a step, one is read."""
@@ -80,7 +79,7 @@ class BatchFeed:
         reference: ReferenceLogprobs | None = None,
     ) -> None:
         self._batches, self._n_rows, self._last, self._reference = batches, n_rows, last, reference
-        self._sharding = NamedSharding(mesh, BATCH_SPEC)
+        self._sharding = NamedSharding(mesh, batch_spec(mesh))
         self._rows = host_rows(self._sharding, n_rows)
         self._reads: dict[int, concurrent.futures.Future[Mapping[str, np.ndarray]]] = {}
         self._placed: dict[int, dict[str, jax.Array]] = {}

@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Literal
 
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from lockstep.errors import ConfigError
@@ -49,7 +50,10 @@ class TrainerConfig:
     mp: str = "p=f32"
     """Float types, as in jmp: those of the parameters and of the arithmetic, e.g. ``p=f32,c=bf16``."""
     mesh_shape: str = "auto"
-    """``auto`` (FSDP over all devices), ``host_local`` (data parallel over hosts), or sizes ``dp,fsdp,tp``."""
+    """``auto`` (FSDP over all devices), ``host_local`` (data parallel over hosts), or sizes ``dp,fsdp,tp``: of each
+    slice, where there are several, which are data parallel."""
+    dcn_reduce_dtype: Literal["float32", "bfloat16"] | None = None
+    """The type in which several slices add up their gradients, once a step; null: that of the parameters."""
     attn_backend: AttentionBackend | None = None
     """The attention backend, as ``model.attn_backend``, for a run with ``initialize_from_hf``, which has no such
     block; null: as the model says."""
@@ -126,6 +130,11 @@ class TrainerConfig:
     def precision(self) -> Precision:
         """The float types that ``mp`` names."""
         return parse_precision(self.mp)
+
+    @property
+    def reduce_dtype(self) -> jnp.dtype | None:
+        """The type that ``dcn_reduce_dtype`` names."""
+        return None if self.dcn_reduce_dtype is None else jnp.dtype(self.dcn_reduce_dtype)
 
     def with_run_settings(self, model: LlamaConfig) -> LlamaConfig:
         """The model's configuration with the attention and the numerics of this run.

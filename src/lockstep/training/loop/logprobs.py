@@ -12,12 +12,11 @@ from jaxtyping import Array, Float, PyTree
 
 from lockstep.errors import ConfigError
 from lockstep.hosts import Hosts, Ledger, Watchdog, environment
-from lockstep.placement import COMPUTE_AXES, data_shards
+from lockstep.placement import batch_spec, compute_axes, data_shards
 from lockstep.placement.device import Program, compile_program
 from lockstep.training.loop.config import TrainerConfig
 from lockstep.training.loop.launcher import named_failure
 from lockstep.training.objectives import REFERENCE
-from lockstep.training.step.train_step import BATCH_SPEC
 
 type Columns = Mapping[str, Any]
 """The columns of a batch as global arrays, or as shape structs with shardings."""
@@ -44,7 +43,7 @@ class LogprobProgram:
         replicated: bool = False,
     ) -> None:
         self._name, self._function, self._trainer, self._mesh, self._ledger = name, function, trainer, mesh, ledger
-        self._sharding = NamedSharding(mesh, P() if replicated else BATCH_SPEC)
+        self._sharding = NamedSharding(mesh, P() if replicated else batch_spec(mesh))
         self._programs: dict[tuple[int, ...], Program] = {}
 
     @property
@@ -100,7 +99,7 @@ class LogprobProgram:
     def _compute(self, model: PyTree, batch: Mapping[str, Array], microbatches: int) -> Array:
         model = self._trainer.precision.cast_to_compute(model)
         shards = data_shards(self._mesh)
-        split = NamedSharding(self._mesh, P(None, *BATCH_SPEC))
+        split = NamedSharding(self._mesh, P(None, *batch_spec(self._mesh)))
 
         def parts(rows: Array) -> Array:
             # As in the train step: each device works on its own rows, whatever the number of microbatches.
@@ -108,7 +107,7 @@ class LogprobProgram:
             return jax.lax.with_sharding_constraint(by_part.reshape(microbatches, -1, *rows.shape[1:]), split)
 
         def one(carry: None, part: Mapping[str, Array]) -> tuple[None, Array]:
-            with hax.axis_mapping(COMPUTE_AXES):
+            with hax.axis_mapping(compute_axes(self._mesh)):
                 return carry, self._function(model, part)
 
         _, found = jax.lax.scan(one, None, {name: parts(rows) for name, rows in batch.items()})

@@ -36,7 +36,6 @@ from lockstep.training.objectives.logprobs import LossFn
 from lockstep.training.step.microbatch import compile_largest, memory_for_training
 from lockstep.training.step.train_state import TrainState
 from lockstep.training.step.train_step import (
-    STOP_SPEC,
     StepMetrics,
     TrainStep,
     init_model,
@@ -340,6 +339,7 @@ class Trainer:
                 precision=self.config.precision,
                 microbatches=microbatches,
                 skip_bad=self.config.on_nan != "raise",
+                reduce_dtype=self.config.reduce_dtype,
             )
 
         todo = list(source.compile(self._launch) if isinstance(source, BatchFeed) else [source.structs()])
@@ -360,7 +360,7 @@ class Trainer:
 
     def _signals(self, step_fn: TrainStep, flag: int) -> list[jax.Array]:
         """Inputs of the step from the hosts: the stop flag on this host's devices, and the limit of the loss."""
-        sharding = NamedSharding(self.mesh, STOP_SPEC)
+        sharding = NamedSharding(self.mesh, PartitionSpec(self.mesh.axis_names))
         n_local = len(sharding.addressable_devices)
         signals = [place_local(np.full(n_local, flag, np.int32), sharding, self.mesh.size)]
         if step_fn.skip_bad:

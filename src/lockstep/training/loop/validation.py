@@ -16,13 +16,12 @@ from jaxtyping import Array, Float, PyTree
 
 from lockstep.credentials import get_logger
 from lockstep.hosts import Watchdog, environment
-from lockstep.placement import COMPUTE_AXES, host_rows, place_local
+from lockstep.placement import batch_spec, compute_axes, host_rows, place_local
 from lockstep.placement.device import Program, compile_program
 from lockstep.training.loop.hooks import StepInfo
 from lockstep.training.loop.trainer import Trainer
 from lockstep.training.objectives import REFERENCE, LossFn
 from lockstep.training.step.train_state import cast_floats
-from lockstep.training.step.train_step import BATCH_SPEC
 
 BATCHES_AHEAD = 16
 """Batches that a host has read and placed before the hosts launch them: as many launches follow on one exchange."""
@@ -62,7 +61,7 @@ class Validation:
         self._precision = trainer.config.precision
         self._loss_fn, self._sources, self._perplexity = loss_fn, dict(sources), perplexity
         self._batch_size = trainer.config.eval_batch_size(trainer.mesh)
-        self._sharding = NamedSharding(self._mesh, BATCH_SPEC)
+        self._sharding = NamedSharding(self._mesh, batch_spec(self._mesh))
         self._rows = host_rows(self._sharding, self._batch_size)
         self._watchdog = Watchdog(self._hosts, self._hosts.timeout_s)
         self._names: tuple[str, ...] = ()
@@ -122,7 +121,7 @@ class Validation:
 
     def _eval_step(self, model: PyTree, batch: dict[str, Array]) -> Float[Array, " n"]:
         """The sums of one batch: of losses, of weights, and of each metric."""
-        with hax.axis_mapping(COMPUTE_AXES):
+        with hax.axis_mapping(compute_axes(self._mesh)):
             parts = self._loss_fn(self._precision.cast_to_compute(model), batch)
         parts = cast_floats(parts, jnp.dtype(jnp.float32))
         self._names = tuple(parts.metrics)

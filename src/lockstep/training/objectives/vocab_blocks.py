@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from lockstep.placement import PARAMETER_AXES
+from lockstep.placement.device import auto_axes
 
 LANES: Final = 128
 """Blocks are a multiple of this many token ids, the width of a TPU's tile."""
@@ -166,7 +167,14 @@ class VocabBlocks:
         """Return a function that each device runs on its own part of the arrays."""
         if self.mesh is None:
             return function
-        return jax.shard_map(function, mesh=self.mesh, in_specs=inputs, out_specs=outputs, check_vma=False)
+        return jax.shard_map(
+            function,
+            mesh=self.mesh,
+            in_specs=inputs,
+            out_specs=outputs,
+            axis_names=auto_axes(self.mesh),
+            check_vma=False,
+        )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))

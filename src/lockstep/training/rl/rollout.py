@@ -16,12 +16,11 @@ from jaxtyping import Array, Bool, Float, PyTree
 from lockstep.errors import ConfigError
 from lockstep.hosts import Hosts, Watchdog, digest, ready_on_all
 from lockstep.json_text import typed
-from lockstep.placement import host_rows, place_local
+from lockstep.placement import batch_spec, host_rows, place_local
 from lockstep.placement.device import fetch
 from lockstep.training.loop.config import TrainerConfig
 from lockstep.training.loop.logprobs import LogprobProgram
 from lockstep.training.objectives import REFERENCE, GrpoConfig
-from lockstep.training.step.train_step import BATCH_SPEC
 from lockstep.types import Completion
 
 
@@ -151,7 +150,7 @@ class LogprobColumns:
     ) -> None:
         self._wanted = [name for name in (OLD, REFERENCE) if name in wanted]
         self._hosts, self._watchdog, self._reference = hosts, watchdog, reference
-        self._sharding = NamedSharding(mesh, BATCH_SPEC)
+        self._sharding = NamedSharding(mesh, batch_spec(mesh))
 
         def answers(model: PyTree, batch: Mapping[str, Array]) -> Array:
             return objective.answer_logprobs(model, batch["tokens"])

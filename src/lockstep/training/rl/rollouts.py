@@ -13,7 +13,7 @@ from lockstep.credentials import get_logger
 from lockstep.engine import RolloutEngine
 from lockstep.errors import ConfigError
 from lockstep.hosts import Hosts, Watchdog
-from lockstep.placement import host_rows, place_local
+from lockstep.placement import batch_spec, host_rows, place_local
 from lockstep.report import NoopTracker, Tracker
 from lockstep.text import token_count
 from lockstep.training.loop.config import TrainerConfig
@@ -26,7 +26,7 @@ from lockstep.training.rl.rewarding import Rewarder
 from lockstep.training.rl.rollout import LogprobColumns, Rollout, make_columns
 from lockstep.training.rl.rollout_report import RewardTrend, RolloutReport, StepClock, StepTimes
 from lockstep.training.rl.rollout_sampler import RolloutSampler
-from lockstep.training.step.train_step import BATCH_SPEC, batch_structs
+from lockstep.training.step.train_step import batch_structs
 from lockstep.types import FinishReason
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ class Rollouts:
         _check_policy(objective, fields.rollout.temperature, token_count(tokenizer))
         self._fields, self._objective, self._questions = fields, objective, questions
         self._trainer, self._hosts = trainer, hosts
-        self._mesh, self._sharding = mesh, NamedSharding(mesh, BATCH_SPEC)
+        self._mesh, self._sharding = mesh, NamedSharding(mesh, batch_spec(mesh))
         self._tracker: Tracker = NoopTracker() if tracker is None else tracker
         self._columns = objective.columns(row_length, on_policy=fields.updates == 1)
         self._rewarder = make_rewarder(fields)

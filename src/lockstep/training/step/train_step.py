@@ -16,17 +16,11 @@ from jaxtyping import Array, Float, Int, PyTree
 from lockstep.errors import ConfigError
 from lockstep.hosts import Ledger
 from lockstep.models import join_trained, split_trained
-from lockstep.placement import COMPUTE_AXES, MESH_AXES, PARAMETER_AXES
+from lockstep.placement import COMPUTE_AXES, DCN, PARAMETER_AXES, batch_spec
 from lockstep.placement.device import Program, compile_program, without_directories
 from lockstep.training.objectives.logprobs import LossFn, LossParts, loss_with_routers
 from lockstep.training.step.optimizer import completed_updates
 from lockstep.training.step.train_state import Precision, TrainState, cast_floats
-
-BATCH_SPEC = P(("dp", "fsdp"))
-"""The partition of a batch's rows over the mesh."""
-
-STOP_SPEC = P(MESH_AXES)
-"""The partition of the stop flags over the mesh: one per device."""
 
 SKIPPED = "skipped_step"
 """The name of the metric that is 1 where a step left its update out."""
@@ -156,7 +150,7 @@ def batch_structs(columns: Mapping[str, jax.ShapeDtypeStruct], n_rows: int, mesh
         columns: The shape and type of one row of each column.
         n_rows: The number of rows of the batch.
     """
-    sharding = NamedSharding(mesh, BATCH_SPEC)
+    sharding = NamedSharding(mesh, batch_spec(mesh))
     return {
         name: jax.ShapeDtypeStruct((n_rows, *one.shape), one.dtype, sharding=sharding) for name, one in columns.items()
     }
@@ -198,6 +192,7 @@ class TrainStep:
         microbatches: The number of parts of the batch that are computed one after the other.
         skip_bad: Whether a step whose loss or gradient is not finite, or whose loss is above a limit, leaves parameters
             and optimizer state as they are.
+        reduce_dtype: The type in which slices add up their gradients; None: that of the gradients.
     """
 
     def __init__(
@@ -211,8 +206,10 @@ class TrainStep:
         precision: Precision,
         microbatches: int,
         skip_bad: bool = False,
+        reduce_dtype: jnp.dtype | None = None,
     ) -> None:
         self.skip_bad = skip_bad
+        self._reduce_dtype = reduce_dtype
         self._loss_fn, self._optimizer, self._schedule = loss_fn, optimizer, schedule
         self._mesh, self._precision, self._microbatches = mesh, precision, microbatches
         self._names: tuple[str, ...] = ()
@@ -298,7 +295,7 @@ class TrainStep:
             state: The state as arrays, or as shape structs with shardings.
             batch: The columns of a batch as arrays, or as shape structs with shardings.
         """
-        sharding = NamedSharding(self._mesh, STOP_SPEC)
+        sharding = NamedSharding(self._mesh, P(self._mesh.axis_names))
         signals = [jax.ShapeDtypeStruct((self._mesh.size,), jnp.int32, sharding=sharding)]
         if self.skip_bad:
             signals.append(jax.ShapeDtypeStruct((), jnp.float32, sharding=NamedSharding(self._mesh, P())))
@@ -346,12 +343,41 @@ class TrainStep:
 
     def _differentiate(self, model: PyTree, frozen: PyTree, batch: dict[str, Array]) -> tuple[LossParts, PyTree]:
         """Return the sums over the whole batch and the gradient of the mean loss, microbatch by microbatch."""
+        if DCN in self._mesh.shape:
+            over_slices = jax.shard_map(
+                self._differentiate_slice,
+                mesh=self._mesh,
+                axis_names={DCN},
+                in_specs=(P(), P(), P(DCN)),
+                out_specs=P(),
+                check_vma=False,
+            )
+            found: tuple[LossParts, PyTree] = over_slices(model, frozen, batch)
+            return found
         if self._microbatches == 1:
             # Gradients that are divided afterwards are for a moment in memory twice.
             (_, parts), gradients = eqx.filter_value_and_grad(self._mean, has_aux=True)(model, frozen, batch)
             return parts, gradients
+        parts, gradients = self._sums(model, frozen, batch)
+        return parts, jax.tree.map(lambda g: (g / parts.weight).astype(g.dtype), gradients)
 
+    def _differentiate_slice(self, model: PyTree, frozen: PyTree, batch: dict[str, Array]) -> tuple[LossParts, PyTree]:
+        """`_differentiate` on one slice, which has all parameters: slices meet once, when all microbatches are done."""
+        parts, gradients = self._sums(model, frozen, batch)
+        parts = jax.lax.psum(parts, DCN)
+
+        def mean(gradient: Array) -> Array:
+            sent = (gradient / parts.weight).astype(self._reduce_dtype or gradient.dtype)
+            return jax.lax.psum(sent, DCN).astype(gradient.dtype)
+
+        return parts, jax.tree.map(mean, gradients)
+
+    def _sums(self, model: PyTree, frozen: PyTree, batch: dict[str, Array]) -> tuple[LossParts, PyTree]:
+        """Return the sums of the microbatches, and the gradient of the sum of losses."""
         differentiate = eqx.filter_value_and_grad(self._total, has_aux=True)
+        if self._microbatches == 1:
+            (_, parts), gradients = differentiate(model, frozen, batch)
+            return parts, hax.shard(gradients, PARAMETER_AXES, self._mesh)
 
         def add(sums: PyTree, microbatch: dict[str, Array]) -> tuple[PyTree, None]:
             (_, parts), gradients = differentiate(model, frozen, microbatch)
@@ -361,8 +387,8 @@ class TrainStep:
         (_, parts), gradients = jax.eval_shape(differentiate, model, frozen, {k: v[0] for k, v in split.items()})
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (parts, gradients))
         zeros = (zeros[0], hax.shard(zeros[1], PARAMETER_AXES, self._mesh))
-        (parts, gradients), _ = jax.lax.scan(add, zeros, split)
-        return parts, jax.tree.map(lambda g: (g / parts.weight).astype(g.dtype), gradients)
+        found: tuple[LossParts, PyTree] = jax.lax.scan(add, zeros, split)[0]
+        return found
 
     def _total(self, model: PyTree, frozen: PyTree, batch: dict[str, Array]) -> tuple[Array, LossParts]:
         with hax.axis_mapping(COMPUTE_AXES):
@@ -380,7 +406,7 @@ class TrainStep:
         n_shards = self._mesh.shape["dp"] * self._mesh.shape["fsdp"]
         parts = rows.reshape(n_shards, self._microbatches, -1, *rows.shape[1:]).swapaxes(0, 1)
         flat = parts.reshape(self._microbatches, -1, *rows.shape[1:])
-        return jax.lax.with_sharding_constraint(flat, NamedSharding(self._mesh, P(None, *BATCH_SPEC)))
+        return jax.lax.with_sharding_constraint(flat, P(None, COMPUTE_AXES["batch"]))
 
 
 type _BatchShape = frozenset[tuple[str, tuple[int, ...]]]

@@ -7,11 +7,10 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from lockstep.hosts import Ledger
-from lockstep.placement import make_mesh, place
+from lockstep.placement import batch_spec, make_mesh, place
 from lockstep.training import TrainerConfig
 from lockstep.training.loop.logprobs import LogprobProgram
 from lockstep.training.objectives import GrpoConfig
-from lockstep.training.step.train_step import BATCH_SPEC
 from tests import tiny
 
 
@@ -31,7 +30,7 @@ def test_each_row_has_its_own_log_probabilities(microbatches, replicated):
         ledger=ledger,
         replicated=replicated,
     )
-    batch = {"tokens": place(tokens, NamedSharding(mesh, BATCH_SPEC))}
+    batch = {"tokens": place(tokens, NamedSharding(mesh, batch_spec(mesh)))}
     digests = program.compile(model, batch)
     assert program.compile(model, batch) == digests and program.traces == 1
     found = program(model, batch)

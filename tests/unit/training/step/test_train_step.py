@@ -3,11 +3,16 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from lockstep.errors import ConfigError
+from lockstep.hosts import Ledger
+from lockstep.main.plan.collectives import collectives
+from lockstep.main.plan.hlo import Hlo
 from lockstep.placement import make_mesh
+from lockstep.placement.device import slice_index
 from lockstep.training import (
     OptimizerConfig,
     TrainStep,
@@ -17,6 +22,7 @@ from lockstep.training import (
     parse_precision,
     state_structs,
 )
+from lockstep.training.step.train_step import init_state
 from tests.unit.training.bigrams import Bigrams
 
 
@@ -69,3 +75,45 @@ def test_the_memory_of_the_state_before_is_that_of_the_state_after():
     row = {name: jax.ShapeDtypeStruct((9,), dtype) for name, dtype in (("tokens", np.int32), ("loss_mask", np.bool_))}
     text = step.lower(state, batch_structs(row, 8, mesh)).as_text()
     assert text.count("jax.buffer_donor") + text.count("tf.aliasing_output") == len(jax.tree.leaves(state))
+
+
+def step_once(shape, microbatches, reduce_dtype=None):
+    """Mesh, metrics, the model after one step of gradient descent, and the collectives of the program."""
+    mesh, precision, optimizer = make_mesh(shape, jax.devices()[:4]), parse_precision("f32"), optax.sgd(1.0)
+    model = Bigrams.init(jax.random.key(0))
+
+    def launch(name, function, arguments, *, out_shardings, donate=()):
+        return jax.jit(function, out_shardings=out_shardings)(*arguments)
+
+    state, shardings = init_state(model, optimizer, mesh, precision, launch)
+    step = TrainStep(
+        loss_fn=lm_loss, optimizer=optimizer, schedule=None, mesh=mesh, shardings=shardings, precision=precision,
+        microbatches=microbatches, reduce_dtype=reduce_dtype,
+    )  # fmt: skip
+    rng = np.random.default_rng(0)
+    columns = {"tokens": rng.integers(0, 16, (8, 9), np.int32), "loss_mask": rng.random((8, 9)) < 0.5}
+    structs = batch_structs({k: jax.ShapeDtypeStruct(v.shape[1:], v.dtype) for k, v in columns.items()}, 8, mesh)
+    batch = {name: jax.device_put(column, structs[name].sharding) for name, column in columns.items()}
+    stop = jax.device_put(np.zeros(4, np.int32), NamedSharding(mesh, PartitionSpec(mesh.axis_names)))
+    found = collectives(Hlo(step.lower(state, batch).compile().as_text()), mesh.size)
+    step.compile(state, batch, stop, ledger=Ledger())
+    after, metrics = step(state, batch, stop)
+    return mesh, step.read(metrics), jax.device_get(after.model), found
+
+
+@pytest.mark.parametrize(("microbatches", "dtype", "gap"), [(1, None, 1e-6), (2, None, 1e-6), (2, "float16", 1e-3)])
+def test_slices_meet_once_a_step_and_take_the_step_of_one_slice(monkeypatch, microbatches, dtype, gap):
+    """XLA's compiler for CPUs widens bfloat16 and refuses some of its sums; float16 is as narrow."""
+    _, one, expected, _ = step_once("1,4,1", microbatches)
+    monkeypatch.setenv("MEGASCALE_NUM_SLICES", "2")
+    mesh, two, model, found = step_once("auto", microbatches, None if dtype is None else jnp.dtype(dtype))
+    assert dict(mesh.shape) == {"dcn": 2, "dp": 1, "fsdp": 2, "tp": 1}
+    assert model.embed.array.shape == (16, 16)
+    assert two.loss == pytest.approx(one.loss, rel=1e-6)
+    assert two.values["grad_norm"] == pytest.approx(one.values["grad_norm"], rel=gap)
+    for ours, theirs in zip(jax.tree.leaves(model), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=gap, atol=gap)
+    owners = [slice_index(device) for device in mesh.devices.flat]
+    between = [each for each in found if each.crosses(owners)]
+    assert between and all(each.kind == "all-reduce" and each.times == 1 for each in between)
+    assert sum(each.bytes for each in between) < 2 * (16 * 16 + 16 + 16) * 4, "each gradient once, split inside a slice"

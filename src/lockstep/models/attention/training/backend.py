@@ -10,6 +10,7 @@ from lockstep.errors import ConfigError
 from lockstep.models.attention.training.blockwise import QUERY_BLOCK, blockwise_attention
 from lockstep.models.attention.training.causal import CausalAttention, dense_attention
 from lockstep.models.attention.training.splash import block_size, splash_attention
+from lockstep.placement.device import auto_axes
 
 AttentionBackend = Literal["default", "splash", "jax_flash", "vanilla"]
 """The names of Levanter's ``attn_backend``: by platform, jax's TPU kernel, blockwise, all scores at once."""
@@ -105,5 +106,6 @@ def self_attention(
         mesh=mesh,
         in_specs=(heads, heads, heads, *given),
         out_specs=heads,
+        axis_names=auto_axes(mesh),
         check_vma=False,  # the kernel does not say over which axes its result varies
     )(q, k, v, segment_ids, sinks)
