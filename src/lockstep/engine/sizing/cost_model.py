@@ -8,7 +8,7 @@ from lockstep.engine.schedule import Capacity
 from lockstep.engine.sizing.demand import Demand
 from lockstep.engine.sizing.memory_model import concurrent_sequences
 from lockstep.placement import DecodeMesh
-from lockstep.placement.device import Chip, Link, hops, on_one_chip
+from lockstep.placement.device import Chip, Link, hops, on_one_chip, slice_index
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -76,7 +76,9 @@ def estimate(model: DecodeModel, sizes: Capacity, demand: Demand, chip: Chip) ->
     decoding = sharing * len(sizes.active_replicas) / decode_mesh.replicas if sharing > 1 else 1
 
     near, of_replica = _link(decode_mesh, chip, tensor)
-    far, of_all = _link(decode_mesh, chip, devices)
+    # Weights are gathered inside each slice.
+    sharers = devices // len(set(map(slice_index, decode_mesh.mesh.devices.flat)))
+    far, of_all = _link(decode_mesh, chip, sharers)
     collectives = reduced = 0.0
     if tensor > 1:
         # Two all-reduces in a layer and one for the embedding, and what two gathers tell of the sample.
@@ -87,11 +89,11 @@ def estimate(model: DecodeModel, sizes: Capacity, demand: Demand, chip: Chip) ->
         collectives += reduced
     gathered = sum(weight.decode_bytes for weight in model.gathered)
     collectives += sum(layers if weight.stacked else 1 for weight in model.gathered) * far.gather_s(of_all)
-    collectives += gathered * (devices - 1) / devices / far.bandwidth
+    collectives += gathered * (sharers - 1) / sharers / far.bandwidth
     reshard = 0.0
     if model.moves:
         reshard = len(model.leaves) * layers * far.gather_s(of_all)
-        reshard += model.copied_bytes * ((devices - 1) / devices / far.bandwidth + 2 * sharing / chip.bandwidth)
+        reshard += model.copied_bytes * ((sharers - 1) / sharers / far.bandwidth + 2 * sharing / chip.bandwidth)
     elif model.copied_bytes:
         reshard = 3 * model.copied_bytes * sharing / chip.bandwidth
     return Estimate(

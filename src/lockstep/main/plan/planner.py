@@ -337,9 +337,9 @@ def _with_slice(
     if infeasibility.key != workload.model_key or state is None:
         return infeasibility
     chip = chip_of(topology.devices[0])
-    names = names_of(topology.name.rpartition("-")[0])
+    names = names_of(topology.slice_name.rpartition("-")[0])
     counts = {name: int(name.rpartition("-")[2]) for name in names}
-    here = counts[topology.name]
+    here = counts[topology.slice_name]
     enough = [
         name for name in names if state.resident * here / counts[name] < 0.8 * chip.memory and counts[name] > here
     ]

@@ -12,6 +12,7 @@ from lockstep.main.plan.hlo import vmem
 from lockstep.main.plan.planner import Plan, SamplingPlan
 from lockstep.main.plan.train_step import peak
 from lockstep.models import recomputes_layers
+from lockstep.placement import DCN
 from lockstep.training import SLOW_STEP_S, CheckpointerConfig
 
 TRAINING = "training step"
@@ -86,17 +87,21 @@ class StepTime:
         compute_s: The seconds of the matrix products at the chip's peak.
         memory_s: The seconds of reading and writing what has to be read and written.
         collectives_s: The seconds of receiving what has to be received over the links.
+        slices_s: The seconds in which slices add up their gradients; 0 where there is one, or no published rate.
+        slices_bytes: The bytes that a device receives for that.
     """
 
     compute_s: float
     memory_s: float
     collectives_s: float
     tokens: int
+    slices_s: float = 0.0
+    slices_bytes: int = 0
 
     @property
     def step_s(self) -> float:
         """The seconds of a step: the longest part, for at best all overlap."""
-        return max(self.compute_s, self.memory_s, self.collectives_s)
+        return max(self.compute_s, self.memory_s, self.collectives_s, self.slices_s)
 
 
 def train_time(plan: Plan) -> StepTime | None:
@@ -120,11 +125,17 @@ def train_time(plan: Plan) -> StepTime | None:
     moved = 2 * (trained + plan.optimizer) + plan.training.microbatches * passes * whole
     received = sum(one.bytes for one in plan.training_collectives)
     count = trainer.train_batch_size * training.sequences_per_row * training.length
+    # A ring over the slices, each device for its part of the gradients; MegaScale may do better, and never with less.
+    slices, gradients = plan.mesh_shape.get(DCN, 1), trained / trainer.precision.param.itemsize
+    gradients *= (trainer.reduce_dtype or trainer.precision.param).itemsize
+    between = round(2 * gradients * (slices - 1) / slices)
     return StepTime(
         compute_s=plan.training.flops / devices / chip.flops,
         memory_s=moved / chip.bandwidth,
         collectives_s=received / chip.link.bandwidth,
         tokens=count,
+        slices_s=between / chip.dcn if chip.dcn else 0.0,
+        slices_bytes=between,
     )
 
 

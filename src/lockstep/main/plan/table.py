@@ -14,6 +14,7 @@ from lockstep.main.plan.hlo import vmem
 from lockstep.main.plan.planner import Plan, SamplingPlan
 from lockstep.main.plan.summary import (
     RolloutStep,
+    StepTime,
     moments,
     rollout_step,
     stop_time,
@@ -43,6 +44,8 @@ def print_plan(plan: Plan, console: Console) -> None:
         if plan.fsdp is not None:
             _print_fsdp(plan.fsdp, console)
         console.print(_speed(plan))
+        if plan.topology.num_slices > 1 and (time := train_time(plan)):
+            console.print(_between_slices(plan, time), highlight=False, soft_wrap=True)
         if any(one.drafts for one in plan.sampling):
             console.print(_drafts(plan))
         if split := rollout_step(plan):
@@ -167,6 +170,21 @@ def _speed(plan: Plan) -> Table:
             seconds_text(found.step_s), f"{rate:,.0f}", f"{rate / chips:,.0f}",
         )  # fmt: skip
     return table
+
+
+def _between_slices(plan: Plan, time: StepTime) -> str:
+    moved = f"{plan.topology.num_slices} slices add up their gradients once a step: {bytes_text(time.slices_bytes)}"
+    if plan.chip.dcn is None:
+        return f"{moved} per device; no rate of the data-centre network is published here for {plan.chip.name}\n"
+    rate = plan.chip.dcn * plan.topology.devices_per_host / 1e9
+    text = f"{moved} per device at {rate:.4g} GB/s per host take {seconds_text(time.slices_s)}\n"
+    rest = max(time.compute_s, time.memory_s, time.collectives_s)
+    if time.slices_s > rest:
+        text += (
+            f"[bold yellow]warning[/]: that cannot hide behind a step of {seconds_text(rest)}; use larger batches, "
+            "trainer.dcn_reduce_dtype: bfloat16, or one larger slice\n"
+        )
+    return text
 
 
 def _drafts(plan: Plan) -> Table:

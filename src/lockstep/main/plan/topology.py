@@ -51,6 +51,11 @@ class Topology:
         return math.prod(self.grid) * self.num_slices
 
     @property
+    def slice_name(self) -> str:
+        """The name of one of the slices."""
+        return self.name.partition("x")[2] if self.num_slices > 1 else self.name
+
+    @property
     def hosts(self) -> int:
         """The number of processes of a job on the slice."""
         return len({device.process_index for device in self.devices})
@@ -103,7 +108,7 @@ def topology(name: str) -> Topology:
         ConfigError: There is no slice of this name, or the TPU compiler is not installed.
     """
     known = known_names()
-    count, _, one = name.rpartition("x") if name[:1].isdecimal() else ("1", "", name)
+    count, _, one = name.partition("x") if name[:1].isdecimal() else ("1", "", name)
     if one not in known or not count.isdecimal() or int(count) < 1:
         listed = "; ".join(", ".join(names_of(prefix)) for prefix in COMPILERS)
         raise ConfigError(f"topology {name!r} is not known. Known, and several of one kind as 2xv5p-64: {listed}.")

@@ -21,6 +21,7 @@ from lockstep.models import (
     split_trained,
 )
 from lockstep.models.attention import attention_products
+from lockstep.placement import data_shards
 from lockstep.placement.device import block_bytes
 from lockstep.training import TrainStep, batch_structs, needs_vocab_blocks
 
@@ -71,6 +72,7 @@ def compile_step(
         precision=training.trainer.precision,
         microbatches=microbatches,
         skip_bad=training.trainer.on_nan != "raise",
+        reduce_dtype=training.trainer.reduce_dtype,
     )
     batch = batch_structs(_columns(training, length), training.trainer.train_batch_size, mesh)
     return cache(step.lower(state.structs, batch), NAME)
@@ -97,7 +99,7 @@ def plan_step(workload: Workload, mesh: Mesh, state: State, cache: CompileCache,
     batch = sum(
         block_bytes(leaf) for leaf in batch_structs(training.columns, training.trainer.train_batch_size, mesh).values()
     )
-    rows = training.trainer.train_batch_size // (mesh.shape["dp"] * mesh.shape["fsdp"]) // microbatches
+    rows = training.trainer.train_batch_size // data_shards(mesh) // microbatches
     beyond = max(0, peak(summary) - state.parameters - state.optimizer - batch)
     kept = min(beyond, saved_bytes(workload, rows) // mesh.shape["tp"])
     return TrainStepPlan(
@@ -153,7 +155,7 @@ def makes_vocab_blocks(workload: Workload, mesh: Mesh, microbatches: int) -> boo
     """
     training = workload.training
     assert training is not None
-    rows = training.trainer.train_batch_size // (mesh.shape["dp"] * mesh.shape["fsdp"]) // microbatches
+    rows = training.trainer.train_batch_size // data_shards(mesh) // microbatches
     tokens = rows * training.sequences_per_row * training.length
     return needs_vocab_blocks(tokens, workload.vocab_size // mesh.shape["tp"])
 
@@ -208,7 +210,7 @@ def _what_fits(
     training = workload.training
     assert training is not None
     trainer = training.trainer
-    rows = trainer.train_batch_size // (mesh.shape["dp"] * mesh.shape["fsdp"])
+    rows = trainer.train_batch_size // data_shards(mesh)
     given = rows // trainer.microbatches(mesh)
     first = f"the train step needs {error.needed / 2**30:.2f} GiB per device and there are {memory / 2**30:.2f} GiB"
     fixed = state.parameters + state.optimizer

@@ -66,6 +66,8 @@ class Chip:
         link: The interconnect between devices of one host; on a TPU slice, between all devices.
         network: The interconnect between devices of different hosts.
         core: The interconnect between the devices that are one chip; None where each device is a chip.
+        dcn: The bytes per second that a device can send over the data-centre network between slices while it receives
+            as many; None where no number is published.
         source: The source of the numbers.
     """
 
@@ -76,10 +78,19 @@ class Chip:
     link: Link
     network: Link
     core: Link | None = None
+    dcn: float | None = None
     source: str = "rough guesses"
 
 
-def _tpu(name: str, memory_gib: float, bandwidth: float, flops: float, link: float, core: float = 0.0) -> Chip:
+def _tpu(
+    name: str,
+    memory_gib: float,
+    bandwidth: float,
+    flops: float,
+    link: float,
+    core: float = 0.0,
+    dcn: float | None = None,
+) -> Chip:
     # A ring uses both directions of one axis: two links. https://jax-ml.github.io/scaling-book/sharding/ has about 1 us
     # per hop ("A note on ICI latency"), and one measurement: a gather over 3 hops of a v5e that moves next to nothing
     # takes 8 us (pop quiz 2). So the other 5 are those of any collective.
@@ -92,6 +103,7 @@ def _tpu(name: str, memory_gib: float, bandwidth: float, flops: float, link: flo
         link=ici,
         network=ici,
         core=Link(bandwidth=core, latency_s=ici.latency_s) if core else None,
+        dcn=dcn,
         source=_TPU7X_SOURCE if core else _TPU_SOURCE,
     )
 
@@ -113,8 +125,9 @@ def _gpu(name: str, memory_gb: int, bandwidth: float) -> Chip:
 # v6e).
 # One-way bandwidth of a link: https://jax-ml.github.io/scaling-book/tpus/, table of TPU specifications.
 _V4 = _tpu("TPU v4", 2 * 15.25, 1.23e12, 275e12, 45e9)
-_V5E = _tpu("TPU v5e", 15.75, 819e9, 197e12, 45e9)
-_V5P = _tpu("TPU v5p", 95.73, 2.765e12, 459e12, 90e9)
+# Data-centre network: https://cloud.google.com/tpu/docs/v5p has 50 Gbit/s per chip, .../v5e 6.4 Tbit/s per 256 chips.
+_V5E = _tpu("TPU v5e", 15.75, 819e9, 197e12, 45e9, dcn=3.125e9)
+_V5P = _tpu("TPU v5p", 95.73, 2.765e12, 459e12, 90e9, dcn=6.25e9)
 _V6E = _tpu("TPU v6e", 31.24, 1.64e12, 918e12, 90e9)
 # A device is one of the two TensorCores of a chip. Half of 7.37 TB/s and 2,307 TFLOP/s; a link: 1,200 GB/s per chip in
 # six links and both directions; between the cores: six times a link.

@@ -368,6 +368,8 @@ class TrainStep:
 
         def mean(gradient: Array) -> Array:
             sent = (gradient / parts.weight).astype(self._reduce_dtype or gradient.dtype)
+            if self._mesh.devices.flat[0].platform == "cpu":  # XLA for CPUs aborts when it compiles a sum of bfloat16
+                sent = sent.astype(gradient.dtype)
             return jax.lax.psum(sent, DCN).astype(gradient.dtype)
 
         return parts, jax.tree.map(mean, gradients)

@@ -101,9 +101,8 @@ def step_once(shape, microbatches, reduce_dtype=None):
     return mesh, step.read(metrics), jax.device_get(after.model), found
 
 
-@pytest.mark.parametrize(("microbatches", "dtype", "gap"), [(1, None, 1e-6), (2, None, 1e-6), (2, "float16", 1e-3)])
+@pytest.mark.parametrize(("microbatches", "dtype", "gap"), [(1, None, 1e-6), (2, None, 1e-6), (2, "bfloat16", 1e-2)])
 def test_slices_meet_once_a_step_and_take_the_step_of_one_slice(monkeypatch, microbatches, dtype, gap):
-    """XLA's compiler for CPUs widens bfloat16 and refuses some of its sums; float16 is as narrow."""
     _, one, expected, _ = step_once("1,4,1", microbatches)
     monkeypatch.setenv("MEGASCALE_NUM_SLICES", "2")
     mesh, two, model, found = step_once("auto", microbatches, None if dtype is None else jnp.dtype(dtype))
