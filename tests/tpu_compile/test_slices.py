@@ -36,7 +36,7 @@ def libtpu(monkeypatch):
 def sent(text):
     """How often each transfer to another slice runs, and the bytes that it sends."""
     runs = [run for run in Hlo(text).runs if run.op.kind == "send"]
-    assert all("Megascale" in text and "is_host_transfer=true" in run.op.line for run in runs)
+    assert all("xla_megascale_runtime" in run.op.line for run in runs)
     return [(run.computation, run.times, run.op.arrays[0].bytes) for run in runs]
 
 

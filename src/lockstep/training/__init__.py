@@ -69,8 +69,8 @@ from lockstep.training.run import train as train
 from lockstep.training.step.optimizer import OptimizerConfig as OptimizerConfig
 from lockstep.training.step.train_state import Precision as Precision
 from lockstep.training.step.train_state import TrainState as TrainState
+from lockstep.training.step.train_state import parameter_shardings as parameter_shardings
 from lockstep.training.step.train_state import parse_precision as parse_precision
 from lockstep.training.step.train_step import TrainStep as TrainStep
 from lockstep.training.step.train_step import batch_structs as batch_structs
-from lockstep.training.step.train_step import parameter_shardings as parameter_shardings
 from lockstep.training.step.train_step import state_structs as state_structs

@@ -111,7 +111,7 @@ def topology(name: str) -> Topology:
     count, _, one = name.partition("x") if name[:1].isdecimal() else ("1", "", name)
     if one not in known or not count.isdecimal() or int(count) < 1:
         listed = "; ".join(", ".join(names_of(prefix)) for prefix in COMPILERS)
-        raise ConfigError(f"topology {name!r} is not known. Known, and several of one kind as 2xv5p-64: {listed}.")
+        raise ConfigError(f"topology {name!r} is not known. Known: {listed}; 2x before a name: two of them.")
     if importlib.util.find_spec("libtpu") is None:
         raise ConfigError(NO_COMPILER)
     # The compiler would ask the machine which TPU it has, wait for an answer that never comes, and complain;

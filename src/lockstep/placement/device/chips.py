@@ -203,7 +203,7 @@ def _simulated_slices(given: str) -> dict[jax.Device, int]:
 
 def on_one_chip(devices: Sequence[jax.Device]) -> bool:
     """Whether several devices are the cores of one chip, as on TPU7x."""
-    places = {(slice_index(each), *(getattr(each, "coords", None) or ())) for each in devices}
+    places = {(getattr(each, "slice_index", 0), *(getattr(each, "coords", None) or ())) for each in devices}
     return len(devices) > 1 and len(places) == 1 and hasattr(devices[0], "coords")
 
 

@@ -42,7 +42,7 @@ from lockstep.training.checkpoints.checkpoint import (
     shape_texts,
 )
 from lockstep.training.checkpoints.config import CheckpointerConfig, resumable_base
-from lockstep.training.step.train_step import parameter_shardings
+from lockstep.training.step.train_state import parameter_shardings
 
 if TYPE_CHECKING:
     from etils import epath

@@ -34,13 +34,12 @@ from lockstep.training.loop.step_log import Meter, StepLog
 from lockstep.training.loop.stopping import StopRequest, TrainResult
 from lockstep.training.objectives.logprobs import LossFn
 from lockstep.training.step.microbatch import compile_largest, memory_for_training
-from lockstep.training.step.train_state import TrainState
+from lockstep.training.step.train_state import TrainState, parameter_shardings
 from lockstep.training.step.train_step import (
     StepMetrics,
     TrainStep,
     init_model,
     init_state,
-    parameter_shardings,
     state_structs,
 )
 

@@ -1,15 +1,19 @@
 """The arrays of training: what a step changes, frozen parameters beside it, the moving average; their float types."""
 
 import dataclasses
-from typing import Final, NamedTuple, Self
+from typing import Any, Final, NamedTuple, Self
 
+import haliax as hax
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Int, PyTree
 
 from lockstep.errors import ConfigError
 from lockstep.models import join_trained, split_trained
+from lockstep.placement import PARAMETER_AXES
 
 _TYPES: Final = {
     "f32": jnp.float32,
@@ -151,3 +155,37 @@ class TrainState:
             frozen: What no step changes.
         """
         return dataclasses.replace(self, model=join_trained(self.model, frozen))
+
+
+def parameter_shardings(tree: PyTree, mesh: Mesh) -> PyTree:
+    """Return the sharding of every array of a model or of an optimizer state.
+
+    Args:
+        tree: Haliax arrays or their shapes; an array without axis names is replicated.
+
+    Returns:
+        The tree with a sharding in place of each array.
+
+    Raises:
+        ConfigError: The mesh does not divide an axis.
+    """
+
+    def sharding(path: tuple[Any, ...], leaf: Any) -> Any:
+        if not _named(leaf):
+            return NamedSharding(mesh, P())
+        for axis in leaf.axes:
+            mesh_axis = PARAMETER_AXES.get(axis.name)
+            if mesh_axis is not None and axis.size % mesh.shape[mesh_axis]:
+                raise ConfigError(
+                    f"parameter {jax.tree_util.keystr(path)}: its axis {axis.name!r} has size {axis.size}, which the "
+                    f"mesh axis {mesh_axis!r} of size {mesh.shape[mesh_axis]} does not divide. Choose a mesh_shape "
+                    f"whose {mesh_axis} divides {axis.size} (mesh now: {dict(mesh.shape)}), or change the model."
+                )
+        spec = P(*(PARAMETER_AXES.get(axis.name) for axis in leaf.axes))
+        return jax.tree.map(lambda _: NamedSharding(mesh, spec), leaf)
+
+    return jax.tree_util.tree_map_with_path(sharding, tree, is_leaf=_named)
+
+
+def _named(leaf: Any) -> bool:
+    return isinstance(leaf, hax.NamedArray)

@@ -20,7 +20,7 @@ from lockstep.placement import COMPUTE_AXES, DCN, PARAMETER_AXES, batch_spec
 from lockstep.placement.device import Program, compile_program, without_directories
 from lockstep.training.objectives.logprobs import LossFn, LossParts, loss_with_routers
 from lockstep.training.step.optimizer import completed_updates
-from lockstep.training.step.train_state import Precision, TrainState, cast_floats
+from lockstep.training.step.train_state import Precision, TrainState, cast_floats, parameter_shardings
 
 SKIPPED = "skipped_step"
 """The name of the metric that is 1 where a step left its update out."""
@@ -28,36 +28,6 @@ SAVE_FLAG, SLOW_FLAG = 1, 2
 """Stop flags of the leader, added up: a checkpoint is due; steps are slow, see `StopRequest.after_step`."""
 SIGNAL_FLAG = 4
 """The stop flag of a signal is its number times this, so that it hides those of the leader in the largest flag."""
-
-
-def parameter_shardings(tree: PyTree, mesh: Mesh) -> PyTree:
-    """Return the sharding of every array of a model or of an optimizer state.
-
-    Args:
-        tree: Haliax arrays or their shapes; an array without axis names is replicated.
-
-    Returns:
-        The tree with a sharding in place of each array.
-
-    Raises:
-        ConfigError: The mesh does not divide an axis.
-    """
-
-    def sharding(path: tuple[Any, ...], leaf: Any) -> Any:
-        if not _named(leaf):
-            return NamedSharding(mesh, P())
-        for axis in leaf.axes:
-            mesh_axis = PARAMETER_AXES.get(axis.name)
-            if mesh_axis is not None and axis.size % mesh.shape[mesh_axis]:
-                raise ConfigError(
-                    f"parameter {jax.tree_util.keystr(path)}: its axis {axis.name!r} has size {axis.size}, which the "
-                    f"mesh axis {mesh_axis!r} of size {mesh.shape[mesh_axis]} does not divide. Choose a mesh_shape "
-                    f"whose {mesh_axis} divides {axis.size} (mesh now: {dict(mesh.shape)}), or change the model."
-                )
-        spec = P(*(PARAMETER_AXES.get(axis.name) for axis in leaf.axes))
-        return jax.tree.map(lambda _: NamedSharding(mesh, spec), leaf)
-
-    return jax.tree_util.tree_map_with_path(sharding, tree, is_leaf=_named)
 
 
 class Launch(Protocol):
@@ -420,7 +390,3 @@ def _batch_shape(batch: Mapping[str, Any]) -> _BatchShape:
 
 def _text(shape: _BatchShape) -> str:
     return ", ".join(f"{name} {list(sizes)}" for name, sizes in sorted(shape))
-
-
-def _named(leaf: Any) -> bool:
-    return isinstance(leaf, hax.NamedArray)

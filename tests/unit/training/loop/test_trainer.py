@@ -11,7 +11,7 @@ import pytest
 from lockstep.errors import ConfigError
 from lockstep.placement import make_mesh
 from lockstep.training import OptimizerConfig, TokenizedRows, Trainer, TrainerConfig, lm_loss
-from lockstep.training.step.train_step import parameter_shardings
+from lockstep.training.step.train_state import parameter_shardings
 from tests.unit.training.bigrams import Bigrams
 
 STEPS = 4
