@@ -9,8 +9,9 @@ from rich.console import Console
 
 from lockstep.main.plan import summary
 from lockstep.main.plan.collectives import FsdpBytes, ThinPieces
-from lockstep.main.plan.table import _checkpoint, _named, _print_fsdp, print_plan
+from lockstep.main.plan.table import _between_slices, _checkpoint, _named, _print_fsdp, print_plan
 from lockstep.main.plan.workload import Infeasibility
+from lockstep.placement.device import chip_named
 from lockstep.training import CheckpointerConfig, TrainerConfig
 
 REASON = Infeasibility(key="engine.max_seqs", value=64, largest=32, text="too many [sequences]", place="a.yaml:3")
@@ -105,3 +106,31 @@ def test_a_model_that_is_smaller_than_a_tile_has_no_mesh_that_would_mend_it():
     console = Console(file=io.StringIO(), width=400)
     _print_fsdp(FsdpBytes(floor=2**30, received=2**30, thin=(thin("o", 32, 4),)), console)
     assert "sent with padding; the model is small." in console.file.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "flops", "text"),
+    [
+        (
+            "TPU v5p",
+            None,
+            1e15,
+            "2 slices add up their gradients once a step: 1.00 GiB per device at 25 GB/s per host take",
+        ),
+        ("TPU v5p", None, 1e12, "hide behind a step of"),
+        ("TPU v5p", "bfloat16", 1e15, "512.00 MiB per device at 25 GB/s per host take 85.9 ms"),
+        ("TPU v6e", None, 1e12, "per device; no rate of the data-centre network is published here for TPU v6e"),
+    ],
+)
+def test_slices_are_told_what_their_gradients_take(kind, dtype, flops, text):
+    trainer = TrainerConfig(train_batch_size=16, dcn_reduce_dtype=dtype)
+    training = SimpleNamespace(trainer=trainer, sequences_per_row=1, length=128)
+    workload = SimpleNamespace(training=training, dtype="float32", model=SimpleNamespace(gradient_checkpointing=True))
+    plan = SimpleNamespace(
+        chip=chip_named(kind, "tpu"), workload=workload, mesh_shape={"dcn": 2, "dp": 1, "fsdp": 8, "tp": 1},
+        parameters=2**30, frozen=0, optimizer=2**31, training=SimpleNamespace(microbatches=1, flops=flops * 16),
+        training_collectives=[], topology=SimpleNamespace(num_slices=2, devices_per_host=4),
+    )  # fmt: skip
+    time = summary.train_time(plan)
+    found = _between_slices(plan, time)
+    assert text in found and ("warning" in found) == (text.startswith("hide"))
