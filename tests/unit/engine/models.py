@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from lockstep.models import Experts, LlamaConfig, LlamaLMHeadModel, Qwen2Config, Qwen3Config, Qwen3MoeConfig, Variant
+from lockstep.models.families.gpt_oss import GptOssConfig, GptOssVariant
 from lockstep.models.rope import Llama3Scaling, RotaryConfig, YarnScaling
 from lockstep.models.trainable import skeleton
 from lockstep.placement import PARAMETER_AXES, make_mesh, place
@@ -78,6 +79,12 @@ FAMILIES = {
         qkv_bias=True,
         rope=RotaryConfig(theta=100.0, yarn=YarnScaling(factor=4.0, original_max_position_embeddings=16)),
         variant=Variant(attention_sinks=True, o_bias=True, sliding_window=6, full_attention_every=2),
+    ),
+    "gpt_oss": GptOssConfig(
+        **SIZES,
+        rope=RotaryConfig(theta=100.0),
+        experts=Experts(num_experts=4, num_experts_per_tok=2),
+        variant=GptOssVariant(sliding_window=6),
     ),
     "apertus": LlamaConfig(**SIZES, qk_norm=True, variant=Variant(activation="xielu", embed_norm=True)),
 }

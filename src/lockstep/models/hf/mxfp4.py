@@ -18,6 +18,7 @@ BLOCK: Final = 32
 _E2M1: Final = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], np.float32)
 _VALUES: Final = np.concatenate([_E2M1, -_E2M1])
 _BIAS: Final = 127
+_NAN: Final = 255
 
 
 def packed_names(names: Iterable[str]) -> set[str]:
@@ -32,12 +33,13 @@ def unpack(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
 
     Args:
         blocks: uint8 ``[expert, output, block, 16]``: two numbers in each byte, the first in its low bits.
-        scales: uint8 ``[expert, output, block]``: exponents of 2, plus 127.
+        scales: uint8 ``[expert, output, block]``: exponents of 2, plus 127; 255 makes a block NaN.
 
     Returns:
         bfloat16 ``[expert, input, output]``.
     """
     pairs = np.stack([blocks & 0xF, blocks >> 4], axis=-1).reshape(*scales.shape, BLOCK)
-    numbers = np.ldexp(_VALUES[pairs], scales[..., None].astype(np.int32) - _BIAS)
+    powers = np.where(scales == _NAN, np.nan, np.ldexp(np.float32(1), np.minimum(scales, 254).astype(np.int32) - _BIAS))
+    numbers = _VALUES[pairs] * powers[..., None].astype(np.float32)
     outputs = numbers.reshape(*scales.shape[:2], -1).astype(ml_dtypes.bfloat16)
     return np.ascontiguousarray(outputs.transpose(0, 2, 1))

@@ -44,6 +44,7 @@ SLOW = {
     "apertus": ("tensor2",),
     "experts": ("tensor2",),
     "sinks": ("tensor2",),
+    "gpt_oss": ("tensor2",),
 }
 """Those of `make slow`: one family in all, some others in one. The rest are nightly."""
 

@@ -29,6 +29,8 @@ def test_numbers_are_those_of_the_specification() -> None:
     assert numbers.shape == (1, 32, 2) and numbers.dtype == ml_dtypes.bfloat16
     np.testing.assert_array_equal(numbers[0, :16, 0].astype(np.float32), np.array(E2M1, np.float32))
     assert numbers[0, 31, 1] == 6 * 4 and not numbers[0, :31, 1].any()
+    assert np.isnan(unpack(blocks, np.full((1, 2, 1), 255, np.uint8)).astype(np.float32)).all()
+    assert unpack(blocks, np.full((1, 2, 1), 1, np.uint8))[0, 2, 0] == 2.0**-126
 
 
 def test_it_is_what_transformers_makes_of_the_same_bytes() -> None:
