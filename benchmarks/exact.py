@@ -1,16 +1,20 @@
-"""The operations of XLA whose bits depend on dimensions that the mathematics does not depend on.
+"""The operations of XLA whose bits depend on what is computed beside them, and the price of those that do not.
 
-    python -m benchmarks.exact [--json PATH]
+    python -m benchmarks.exact [--only bits|price] [--json PATH]
 
-``numerics: exact`` (`lockstep.models.exact`) is built on what this table says about the backend it runs on. Each row is
-an operation on some rows of a batch, or some columns of a weight: the same numbers computed beside others, compared bit
-by bit with the largest case.
+``numerics: exact`` is built on the first table: each row is an operation on some rows of a batch, or some columns of a
+weight, the same numbers beside others, compared bit by bit with the largest. The second has rates of ``exact`` over
+those of ``fast``, measured side by side.
 """
 
 import argparse
+import dataclasses
 import functools
+import math
+import operator
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,11 +27,19 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.contestants import Ours, one_device, side_by_side
+from benchmarks.shapes import MODEL, VOCAB, Load
 from benchmarks.workers import write_json
+from lockstep.models import DecoderWeights, as_trainable
+from lockstep.training.objectives import token_logprobs
 
-ROWS = (1, 2, 3, 8, 16, 32, 64, 256)
+ROWS = (1, 2, 3, 16, 64, 256)
 TILE = 16
 SPLITS = (1, 2, 4, 8)
+LOAD = Load(8, 64, 32)
+FORWARD = (8, 128)
+"""Rows and positions of the training forward."""
+GOALS = {"decode_exact_vs_fast": 0.7, "prefill_exact_vs_fast": 0.7, "forward_exact_vs_fast": 0.7}
 PRODUCTS = ((64, 96), (512, 512), (512, 1376), (1376, 512))
 
 
@@ -44,16 +56,65 @@ class Finding(NamedTuple):
 def main() -> int:
     """Compute, print a table, write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="where to write the findings")
+    parser.add_argument("--only", choices=["bits", "price"], help="one of the two tables")
+    parser.add_argument("--json", type=Path, help="where to write the figures")
     given = parser.parse_args()
-    findings = list(all_findings())
-    table = Table("operation", "type", "shape", "varied", "bits differ at", title=f"bits on {jax.default_backend()}")
-    for each in findings:
-        table.add_row(each.operation, each.dtype, each.shape, each.varied, ", ".join(map(str, each.differs_at)) or "-")
-    Console().print(table)
+    figures: dict[str, Any] = {}
+    if given.only != "bits":
+        figures |= prices()
+        table = Table("exact over fast", "goal", "bfloat16", "float32")
+        for name, goal in GOALS.items():
+            table.add_row(name, f">= {goal}", *(f"{figures[f'{name}{suffix}']:.2f}" for suffix in ("", "_float32")))
+        Console().print(table)
+    if given.only != "price":
+        findings = list(all_findings())
+        table = Table(
+            "operation", "type", "shape", "varied", "bits differ at", title=f"bits on {jax.default_backend()}"
+        )
+        for each in findings:
+            differs = ", ".join(map(str, each.differs_at)) or "-"
+            table.add_row(each.operation, each.dtype, each.shape, each.varied, differs)
+        Console().print(table)
+        figures["bits"] = [each._asdict() for each in findings]
     if given.json:
-        write_json(given.json, {"bits": [each._asdict() for each in findings]})
+        write_json(given.json, figures)
     return 0
+
+
+def prices() -> dict[str, float]:
+    """Rates of exact over those of fast; names end in ``_float32`` where they are not of bfloat16."""
+    figures = {}
+    for dtype, suffix in (("bfloat16", ""), ("float32", "_float32")):
+        ours = {name: Ours(one_device(), dtype=dtype) for name in ("fast", "exact")}
+        weights = ours["fast"].model[1]
+        for name, one in ours.items():
+            one.model = (dataclasses.replace(MODEL, numerics=name), weights)
+        times = side_by_side(dict(ours), LOAD, 3)
+        for phase in ("decode", "prefill"):
+            exact, fast = (getattr(times[name], f"{phase}_rate")(LOAD) for name in ("exact", "fast"))
+            figures[f"{phase}_exact_vs_fast{suffix}"] = exact / fast
+        cast = jax.tree.map(operator.methodcaller("astype", dtype), weights)
+        fast, exact = _forward_seconds(cast)
+        figures[f"forward_exact_vs_fast{suffix}"] = fast / exact
+    return figures
+
+
+def _forward_seconds(weights: DecoderWeights) -> list[float]:
+    """Seconds of the log-probabilities of a batch: fast and exact, the least of several."""
+    tokens = jnp.asarray(_generator().integers(0, VOCAB, FORWARD), jnp.int32)
+
+    def compute(weights: DecoderWeights, numerics: Any) -> Any:
+        model = as_trainable(dataclasses.replace(MODEL, numerics=numerics), weights)
+        return token_logprobs(model, {"tokens": tokens}).sum()
+
+    programs = [jax.jit(functools.partial(compute, numerics=numerics)) for numerics in ("fast", "exact")]
+    seconds = []
+    for turn in range(4):  # the first compiles
+        for program in programs:
+            start = time.perf_counter()
+            jax.block_until_ready(program(weights))
+            seconds.append(time.perf_counter() - start if turn else math.inf)
+    return [min(seconds[0::2]), min(seconds[1::2])]
 
 
 def all_findings() -> Iterator[Finding]:
@@ -66,14 +127,13 @@ def all_findings() -> Iterator[Finding]:
             yield _by_rows(f"product, tiles of {TILE} rows", dtype, shape, lambda a, w=w: _tiled(a, w), x)
             yield _by_columns(f"product of {TILE} rows", dtype, shape, x[:TILE], w)
             yield _by_inner(f"product of {TILE} rows", dtype, shape, x[:TILE], w)
-            yield _fused("product of 16 rows, then x + y", dtype, shape, x[:TILE], w)
+            yield _by_place(f"product of {TILE} rows", dtype, shape, x[:TILE], w)
         q, k = _normal((max(ROWS), TILE, 64), dtype), _normal((max(ROWS), 64, 128), dtype)
         yield _by_rows("product for each sequence", dtype, "16 x 64 x 128", lambda a, k=k: _dot(a, k[: len(a)]), q)
     for name, function in _ROW_OPERATIONS.items():
-        for width in (64, 172, 512, 16032):
+        for width in (64, 172, 2004):
             yield _by_rows(name, "float32", str(width), function, _normal((max(ROWS), width), "float32"))
     for name, function in _ELEMENTWISE.items():
-        yield _by_rows(name, "float32", "1", function, jnp.abs(_normal((max(ROWS),), "float32")))
         yield _by_rows(name, "float32", "500", function, jnp.abs(_normal((max(ROWS), 500), "float32")))
 
 
@@ -141,11 +201,16 @@ def _by_inner(operation: str, dtype: str, shape: str, x: Any, w: Any) -> Finding
     return Finding(operation, dtype, shape, "contraction split in", tuple(differs))
 
 
-def _fused(operation: str, dtype: str, shape: str, x: Any, w: Any) -> Finding:
-    y = _normal((TILE, w.shape[1]), "float32")
-    alone = _run(_dot, x, w) + np.asarray(y)
-    same = np.array_equal(_run(lambda x, w, y: _dot(x, w) + y, x, w, y), alone)
-    return Finding(operation, dtype, shape, "fusion", () if same else (1,))
+def _by_place(operation: str, dtype: str, shape: str, x: Any, w: Any) -> Finding:
+    whole = _run(_dot, x, w)
+    moved = {by: np.roll(_run(_dot, jnp.roll(x, by, axis=0), w), -by, axis=0) for by in (1, 3, 7)}
+    return Finding(
+        operation,
+        dtype,
+        shape,
+        "place in tile",
+        tuple(by for by, found in moved.items() if not np.array_equal(found, whole)),
+    )
 
 
 if __name__ == "__main__":
