@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from lockstep.engine.decode_model import check_exact_platform
+from lockstep.engine.decode_model import check_exact_dtype, check_exact_platform
 from lockstep.engine.decoder.prefill import chunks
 from lockstep.engine.decoder.transformer import Transformer
 from lockstep.engine.sampling.logprobs import target_logprobs
@@ -42,6 +42,7 @@ def exact_logprobs(
     """
     mesh: Any = jax.sharding.get_abstract_mesh()
     names = () if mesh.empty else mesh.axis_names
+    check_exact_dtype(weights.embed.dtype)
     device = None if mesh.empty else mesh.abstract_device
     check_exact_platform(jax.default_backend() if device is None else device.platform)
     tensor = tuple(name for name in names if name == PARAMETER_AXES["vocab"])

@@ -80,7 +80,7 @@ def test_the_engine_and_the_trainer_have_the_same_probabilities(mesh, blocks, lo
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("mesh", "mp"), [("2,1,2", "c=bfloat16,p=f32"), ("1,4,1", "f32")])
+@pytest.mark.parametrize(("mesh", "mp"), [("2,1,2", "c=bfloat16,p=f32")])
 def test_exact_numerics_leave_no_bit_between_engine_and_trainer(mesh, mp):
     """Ratio 1 and divergence 0 in the first update, as the last bit has it; in the second the policy is another."""
     tracker, exact = runs.Recorder(), dataclasses.replace(tiny.CONFIG, numerics="exact")
