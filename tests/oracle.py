@@ -307,7 +307,9 @@ def rounded_kv() -> Iterator[None]:
         yield
 
 
-INPUTS = {"q": (1,), "k": (1,), "v": (1,), "o": (1, 2, 3), "gate": (1,), "up": (1,), "down": (1,)}
+INPUTS = {"q": (1,), "k": (1,), "v": (1,), "o": (1, 2, 3), "gate": (1,), "up": (1,), "down": (1,)} | dict.fromkeys(
+    ("expert_gate", "expert_up", "expert_down"), (2,)
+)
 """The axes of each stacked weight that its matrix product sums over."""
 
 

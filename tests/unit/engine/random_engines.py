@@ -5,7 +5,7 @@ import random
 from typing import Any
 
 from lockstep.engine import EngineConfig
-from lockstep.models import LlamaConfig
+from lockstep.models import Experts, LlamaConfig
 from lockstep.types import Request, SamplingParams
 
 VOCABULARIES = (17, 29, 41, 53)
@@ -25,7 +25,7 @@ class RandomCase:
 
 
 def random_case(seed: int) -> RandomCase:
-    """1 to 3 layers, 1 to 9 heads, odd widths where the mesh divides them.
+    """1 to 3 layers, 1 to 9 heads, odd widths where the mesh divides them; odd numbers have experts.
 
     Nine numbers in a row have every depth in every kind of layout.
     """
@@ -49,6 +49,7 @@ def random_case(seed: int) -> RandomCase:
         qkv_bias=extra == "qkv_bias",
         qk_norm=extra == "qk_norm",
         tie_word_embeddings=rng.random() < 0.3,
+        experts=_experts(seed, tp, tensor) if seed % 2 else None,
         gradient_checkpointing=False,
     )
     page_size = rng.choice([4, 8, 16])
@@ -76,6 +77,18 @@ def _tensor_sizes(mesh: str) -> list[int]:
 def _splits(tensor: int, kv_heads: int, group: int) -> bool:
     """Whether so many devices can share the heads: whole kv heads each, or copies of one kv head."""
     return kv_heads % tensor == 0 or tensor % kv_heads == 0 and group % (tensor // kv_heads) == 0
+
+
+def _experts(seed: int, tp: int, tensor: int) -> Experts:
+    """1 to 16 experts, shared out whole or, where their number does not allow it, by their width."""
+    rng = random.Random(f"experts {seed}")
+    number = rng.choice([tensor * rng.randint(1, 4), rng.randint(1, 9)])
+    return Experts(
+        num_experts=number,
+        num_experts_per_tok=rng.randint(1, min(number, 4)),
+        intermediate_dim=max(tp, tensor if number % tensor else 1) * (2 * rng.randint(1, 5) + 1),
+        norm_topk_prob=rng.random() < 0.5,
+    )
 
 
 def _request(rng: random.Random, number: int, vocab: int, max_seq_len: int) -> Request:

@@ -128,6 +128,8 @@ def test_values_and_scales_are_the_same_on_any_mesh(
     want = rounded(host, dtype)
     for name, dims in INPUTS.items():
         found, layout = getattr(made.layers, name), getattr(target.layers, name)
+        if found is None:
+            continue  # it has no experts
         assert found.values.dtype.itemsize == 1
         exact = getattr(host.layers, name)
         scale = np.maximum(np.abs(exact).max(dims) / {INT8: 127, FP8: 448}[dtype], 2.0**-126).astype(np.float32)
@@ -150,6 +152,8 @@ def test_values_and_scales_are_the_same_on_any_mesh(
         pytest.param("llama", "1,1,1", "auto", "int8", {}, marks=pytest.mark.nightly),
         ("gemma", "1,4,1", "training", "fp8", {"page_size": 16}),
         ("llama", "1,4,1", {"tensor": 4}, "fp8", {"max_seqs": 3}),  # replicated kv heads
+        ("experts", "1,2,2", {"tensor": 2}, "int8", {"page_size": 8, "max_prefill_size": 16}),  # whole experts
+        ("experts", "1,4,1", "training", "fp8", {"max_seqs": 3}),  # gathered at each step
         pytest.param("apertus", "2,2,1", {"tensor": 1}, "int8", {"max_steps_per_launch": 5}, marks=pytest.mark.nightly),
     ],
 )
