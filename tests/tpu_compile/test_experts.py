@@ -21,6 +21,7 @@ from lockstep.types import Request, SamplingParams
 
 pytest.importorskip("libtpu", reason="the TPU compiler comes with the extra [plan]")
 
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("v5p-8", "tpu7x-8")]
 # A layer of Qwen3-30B-A3B, twice.
 CONFIG = Qwen3MoeConfig(
     max_seq_len=1024, hidden_dim=2048, intermediate_dim=6144, num_layers=2, num_heads=32, num_kv_heads=4, head_dim=128,
@@ -36,7 +37,7 @@ def kernels(text: str) -> int:
     return sum(bool(GMM.search(line)) for line in text.splitlines())
 
 
-@pytest.mark.parametrize("slice_name", ["v6e-8", pytest.param("v5p-8", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("slice_name", ["v6e-8", *SLOW])
 def test_decode_and_prefill_multiply_by_the_kernel(slice_name: str) -> None:
     mesh = make_mesh("auto", list(topology(slice_name).devices))
     model = CONFIG, weights_on(mesh, ModelPreset(config=CONFIG, vocab_size=512), "bfloat16")
