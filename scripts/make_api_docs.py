@@ -72,9 +72,10 @@ SECTIONS = {
         "([your-trainer.md](your-trainer.md#the-model)).",
         tuple(
             f"lockstep.models.{name}"
-            for name in ("LlamaConfig", "MistralConfig", "MixtralConfig", "Qwen2Config", "Qwen3Config",
-                         "Qwen3MoeConfig", "GptOssConfig", "Experts", "RotaryConfig", "Llama3Scaling", "YarnScaling",
-                         "Variant", "LlamaLMHeadModel", "DecoderWeights", "LayerWeights", "register_reader",
+            for name in ("LlamaConfig", "MistralConfig", "MixtralConfig", "Qwen2Config", "Qwen2MoeConfig",
+                         "Qwen3Config", "Qwen3MoeConfig", "GptOssConfig", "Experts", "RotaryConfig", "Llama3Scaling",
+                         "YarnScaling", "Variant", "LlamaLMHeadModel", "DecoderWeights", "LayerWeights",
+                         "register_reader",
                          "read_decoder", "from_names", "LoraNames", "view", "merge_lora", "LazyWeight",
                          "named_parameters", "check_all_read", "check_reader", "ReaderCheck", "ReaderMismatchError",
                          "UnreadableModelError", "UnreadParameterError", "load_hf", "save_hf")
@@ -119,7 +120,8 @@ IN_CONFIGURATION = (
     "lockstep.training.TrainerConfig",
     "lockstep.training.OptimizerConfig",
     *(f"lockstep.models.{name}" for name in ("LlamaConfig", "MistralConfig", "Qwen2Config", "Qwen3Config")),
-    *(f"lockstep.models.{name}" for name in ("MixtralConfig", "Qwen3MoeConfig", "GptOssConfig", "Experts")),
+    *(f"lockstep.models.{name}" for name in ("MixtralConfig", "Qwen2MoeConfig", "Qwen3MoeConfig", "GptOssConfig")),
+    "lockstep.models.Experts",
 )
 """Dataclasses whose fields are keys of YAML files, and on the page of the configuration."""
 

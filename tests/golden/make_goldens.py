@@ -34,6 +34,7 @@ from transformers import (
     Phi3Config,
     PreTrainedConfig,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
     Qwen3MoeConfig,
 )
@@ -131,6 +132,27 @@ FAMILIES: dict[str, PreTrainedConfig] = {
             "truncate": False,
             "original_max_position_embeddings": 16,
         },
+    ),
+    # Layers 1, 3 and 5 have experts.
+    "qwen3_moe_mixed": Qwen3MoeConfig(
+        **{**ODD, "num_hidden_layers": 8},
+        head_dim=6,
+        moe_intermediate_size=14,
+        num_experts=3,
+        num_experts_per_tok=2,
+        decoder_sparse_step=2,
+        mlp_only_layers=[7],
+        norm_topk_prob=True,
+        rope_parameters={"rope_type": "default", "rope_theta": 200.0},
+    ),
+    "qwen2_moe": Qwen2MoeConfig(
+        **{**ODD, "hidden_size": 48},
+        moe_intermediate_size=22,
+        shared_expert_intermediate_size=34,
+        num_experts=5,
+        num_experts_per_tok=3,
+        mlp_only_layers=[0],
+        rope_parameters={"rope_type": "default", "rope_theta": 200.0},
     ),
 }
 

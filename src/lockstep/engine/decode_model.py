@@ -41,7 +41,7 @@ class Weight:
 
     Args:
         name: The name of its field.
-        stacked: Whether its first axis is the layer.
+        layers: The number of layers that have it, its first axis; 0 for none.
         in_place: Whether the trainer has it where decoding wants it.
         decode_size: Numbers on each device in the decode layout.
         decode_bytes: Bytes on each device in the decode layout and dtype, with the scales of 8 bits.
@@ -49,7 +49,7 @@ class Weight:
     """
 
     name: str
-    stacked: bool
+    layers: int
     in_place: bool
     decode_size: int
     decode_bytes: int
@@ -252,7 +252,7 @@ def _leaves(weights: DecoderWeights, layouts: LayoutTree, dtype: jnp.dtype) -> t
         block = tuple(leaf.shape) if leaf.sharding is None else leaf.sharding.shard_shape(tuple(leaf.shape))
         weight = Weight(
             name=name,
-            stacked=name in STACKED,
+            layers=leaf.shape[0] if name in STACKED else 0,
             in_place=layout == layout.decode,
             decode_size=math.prod(dims),
             decode_bytes=_bytes(layout, tuple(dims), dtype),
@@ -292,8 +292,12 @@ def _fits(config: LlamaConfig, tensor: int) -> bool:
 
 def _split(config: LlamaConfig, tensor: int) -> dict[str, int]:
     heads = {} if replicates_kv_heads(config, tensor) else {"num_kv_heads": config.num_kv_heads}
+    if config.experts is None or config.mixes_mlps:
+        heads = heads | {"intermediate_dim": config.intermediate_dim}
     if config.experts is None:
-        return heads | {"intermediate_dim": config.intermediate_dim}
+        return heads
+    if config.experts.shared_intermediate_dim is not None:
+        heads = heads | {"experts.shared_intermediate_dim": config.experts.shared_intermediate_dim}
     whole = config.experts.num_experts % tensor == 0
     return heads if whole else heads | {"experts.intermediate_dim": config.expert_dim}
 

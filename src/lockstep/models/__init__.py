@@ -22,6 +22,7 @@ from lockstep.models.families.gpt_oss import GptOssConfig as GptOssConfig
 from lockstep.models.families.mistral import MistralConfig as MistralConfig
 from lockstep.models.families.mixtral import MixtralConfig as MixtralConfig
 from lockstep.models.families.qwen2 import Qwen2Config as Qwen2Config
+from lockstep.models.families.qwen2_moe import Qwen2MoeConfig as Qwen2MoeConfig
 from lockstep.models.families.qwen3 import Qwen3Config as Qwen3Config
 from lockstep.models.families.qwen3_moe import Qwen3MoeConfig as Qwen3MoeConfig
 from lockstep.models.families.registry import config_from_hf as config_from_hf

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Literal, get_args
 
 import draccus
@@ -197,12 +197,13 @@ class LlamaConfig(ModelConfig):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value >= SIZE_LIMIT:
                 raise ConfigError(f"{name} is {value!r}; it must be a whole number below {SIZE_LIMIT}. Correct it.")
-            _at_least(name, value, 1, f"Set {name} to a positive whole number.")
+            if value < 1:
+                raise ConfigError(f"{name} is {value}; it must be at least 1. Set {name} to a positive whole number.")
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(
                 f"num_heads is {self.num_heads} and num_kv_heads is {self.num_kv_heads}; each key/value head serves "
                 "the same number of query heads, so num_kv_heads must divide num_heads. Set num_kv_heads to one of "
-                f"{_divisors(self.num_heads)}."
+                f"{[i for i in range(1, min(self.num_heads, 4096) + 1) if self.num_heads % i == 0]}."
             )
         if self.head_dim is None and self.hidden_dim % self.num_heads:
             raise ConfigError(
@@ -237,6 +238,8 @@ class LlamaConfig(ModelConfig):
                 f"variant.activation is {self.variant.activation!r}, which is one of experts, and experts is null. Set "
                 "experts, or use another activation."
             )
+        if self.experts is not None:
+            self.experts.check_layers(self.num_layers)
         types = self.variant.layer_types
         if types is not None and len(types) != self.num_layers:
             raise ConfigError(
@@ -308,6 +311,15 @@ class LlamaConfig(ModelConfig):
         return (self.experts and self.experts.intermediate_dim) or self.intermediate_dim
 
     @property
+    def mixes_mlps(self) -> bool:
+        """Whether some layers have an MLP and some experts."""
+        return self.experts is not None and bool(self.experts.mlp_only_layers)
+
+    def layers_of(self, weight: str) -> Sequence[int]:
+        """The numbers of the layers that have a weight: all, unless some have an MLP and some experts."""
+        return (self.experts or Experts()).layers_of(weight, range(self.num_layers))
+
+    @property
     def mlp_activations(self) -> int:
         """Numbers of one token inside an MLP, at most: gate, up, and their product; of experts inputs and outputs too.
 
@@ -315,7 +327,9 @@ class LlamaConfig(ModelConfig):
         """
         if self.experts is None:
             return 3 * self.intermediate_dim
-        return self.experts.num_experts_per_tok * (3 * self.expert_dim + 2 * self.hidden_dim)
+        each = self.experts.num_experts_per_tok * (3 * self.expert_dim + 2 * self.hidden_dim)
+        each += 3 * (self.experts.shared_intermediate_dim or 0)
+        return max(3 * self.intermediate_dim, each) if self.mixes_mlps else each
 
     def part_read(self, weight: str, tokens: float) -> float:
         """The part of a weight that a step reads, and for one token the part that it is multiplied with.
@@ -384,12 +398,3 @@ def distinct[T: Hashable](values: Iterable[T]) -> tuple[tuple[T, ...], tuple[int
     each = tuple(values)
     found = tuple(dict.fromkeys(each))
     return found, tuple(map(found.index, each))
-
-
-def _at_least(name: str, value: float, limit: float, fix: str) -> None:
-    if not value >= limit:
-        raise ConfigError(f"{name} is {value}; it must be at least {limit}. {fix}")
-
-
-def _divisors(n: int) -> list[int]:
-    return [i for i in range(1, min(n, 4096) + 1) if n % i == 0]

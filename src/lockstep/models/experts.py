@@ -6,7 +6,7 @@ token's experts answer does not depend on the other tokens.
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple, Self
 
 import jax
@@ -37,6 +37,12 @@ class Experts:
     two are equal."""
     intermediate_dim: int | None = None
     """The width of an expert's MLP. Null for the model's ``intermediate_dim``."""
+    mlp_only_layers: tuple[int, ...] = ()
+    """The numbers of the layers, from 0, that have an MLP of the model's ``intermediate_dim`` instead of experts."""
+    shared_intermediate_dim: int | None = None
+    """The width of a shared expert, an MLP that every token is given to beside its own experts. Null for none."""
+    shared_router: bool = False
+    """Whether the shared expert's answer is multiplied by the sigmoid of a logit of the token (Qwen2-MoE)."""
     norm_topk_prob: bool = True
     """Whether the weights of a token's experts are divided by their sum."""
     load_balancing_coef: float = 0.001
@@ -46,7 +52,7 @@ class Experts:
     """The factor of the router z-loss (ST-MoE, https://arxiv.org/abs/2202.08906, equation 5). 0 for none."""
 
     def __post_init__(self) -> None:
-        for name in ("num_experts", "num_experts_per_tok", "intermediate_dim"):
+        for name in ("num_experts", "num_experts_per_tok", "intermediate_dim", "shared_intermediate_dim"):
             value = getattr(self, name)
             if value is not None and not (isinstance(value, int) and value >= 1):
                 raise ConfigError(f"experts.{name} is {value!r}; it must be a whole number of at least 1. Correct it.")
@@ -55,9 +61,38 @@ class Experts:
                 f"experts.num_experts_per_tok is {self.num_experts_per_tok} and experts.num_experts is "
                 f"{self.num_experts}; a token has no more experts than there are. Lower num_experts_per_tok."
             )
+        if self.shared_router and self.shared_intermediate_dim is None:
+            raise ConfigError(
+                "experts.shared_router is true and experts.shared_intermediate_dim is null: there is no shared expert. "
+                "Set its width, or shared_router to false."
+            )
+        only = self.mlp_only_layers
+        if list(only) != sorted(set(only)) or any(layer < 0 for layer in only):
+            raise ConfigError(
+                f"experts.mlp_only_layers is {list(only)}; it must be numbers of layers from 0, each once, in order. "
+                "Correct it."
+            )
         for name in ("load_balancing_coef", "router_z_coef"):
             if not getattr(self, name) >= 0:
                 raise ConfigError(f"experts.{name} is {getattr(self, name)}; it must be at least 0. Use 0 for none.")
+
+    def check_layers(self, num_layers: int) -> None:
+        """Refuses ``mlp_only_layers`` that are not layers of a model, or all of them."""
+        only = self.mlp_only_layers
+        if only and (only[-1] >= num_layers or len(only) == num_layers):
+            raise ConfigError(
+                f"experts.mlp_only_layers is {list(only)} and num_layers is {num_layers}, counted from 0; a layer must "
+                "be left that has experts. Correct it, or set experts to null."
+            )
+
+    def layers_of(self, weight: str, layers: Sequence[int]) -> Sequence[int]:
+        """The layers that have a weight, of those of a model."""
+        only = self.mlp_only_layers
+        if only and weight in ("gate", "up", "down"):
+            return only
+        if only and weight.startswith(("router", "expert_", "shared_")):
+            return tuple(layer for layer in layers if layer not in only)
+        return layers
 
     def expected_hits(self, tokens: float) -> float:
         """The expected number of distinct experts that some tokens are given to, where experts are used evenly.

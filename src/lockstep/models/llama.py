@@ -1,5 +1,6 @@
 """The Llama family as a trainable haliax + equinox model, with named axes and scanned layers."""
 
+import dataclasses
 import functools
 from typing import Self
 
@@ -17,7 +18,7 @@ from lockstep.models import block
 from lockstep.models.attention import CausalAttention, self_attention
 from lockstep.models.config import LlamaConfig, distinct, layer_kinds
 from lockstep.models.experts import RouterSums
-from lockstep.models.llama_mlp import LlamaExperts, LlamaMlp
+from lockstep.models.llama_mlp import LlamaExperts, LlamaMlp, MixedLayers, MixedMlps
 from lockstep.models.low_rank import Weight, linear
 from lockstep.models.named_block import LlamaAxes, float32_logits, rms_norm, rotary_angles, rotate
 from lockstep.models.remat import scan_policy
@@ -147,7 +148,8 @@ class LlamaLayer(eqx.Module):
     attention: LlamaAttention
     attn_post_norm: NamedArray | None
     mlp_norm: NamedArray | None
-    mlp: LlamaMlp | LlamaExperts
+    mlp: LlamaMlp | LlamaExperts | MixedMlps | None
+    """Those of all layers in `MixedLayers`."""
     mlp_post_norm: NamedArray | None
 
     @classmethod
@@ -156,12 +158,13 @@ class LlamaLayer(eqx.Module):
         Embed = LlamaAxes.of(config).Embed
         attention_key, mlp_key = jax.random.split(key)
         pre, post = config.variant.pre_norm, config.variant.post_norm
+        mlp = LlamaMlp if config.experts is None else LlamaExperts
         return cls(
             attn_norm=_neutral(config, Embed) if pre else None,
             attention=LlamaAttention.init(config, key=attention_key),
             attn_post_norm=_neutral(config, Embed) if post else None,
             mlp_norm=_neutral(config, Embed) if pre else None,
-            mlp=(LlamaMlp if config.experts is None else LlamaExperts).init(config, key=mlp_key),
+            mlp=None if config.mixes_mlps else mlp.init(config, key=mlp_key),
             mlp_post_norm=_neutral(config, Embed) if post else None,
         )
 
@@ -183,6 +186,7 @@ class LlamaLayer(eqx.Module):
             nonlocal sums
             if isinstance(self.mlp, LlamaMlp):
                 return self.mlp(h)
+            assert isinstance(self.mlp, LlamaExperts)
             answers, sums = self.mlp(h, segment_ids)
             return answers
 
@@ -210,7 +214,7 @@ class LlamaLMHeadModel(eqx.Module):
 
     embed: NamedArray
     embed_norm: NamedArray | None
-    layers: Stacked[LlamaLayer]
+    layers: Stacked[LlamaLayer] | MixedLayers
     final_norm: NamedArray
     lm_head: NamedArray | None
     config: LlamaConfig = eqx.field(static=True)
@@ -225,10 +229,14 @@ class LlamaLMHeadModel(eqx.Module):
         ax, std = LlamaAxes.of(config), config.initializer_range
         embed_key, layer_key, head_key = jax.random.split(key, 3)
         stacked = Stacked.init(ax.Layer, LlamaLayer, gradient_checkpointing=scan_policy(config.gradient_checkpointing))
+        layers: Stacked[LlamaLayer] | MixedLayers = stacked(config, key=jax.random.split(layer_key, config.num_layers))
+        if config.mixes_mlps:
+            mlps = MixedMlps.init(config, key=jax.random.fold_in(layer_key, 1))
+            layers = MixedLayers(dataclasses.replace(layers.stacked, mlp=mlps), config)
         return cls(
             embed=hax.random.normal(embed_key, (Vocab, ax.Embed)) * std,
             embed_norm=_neutral(config, ax.Embed) if config.variant.embed_norm else None,
-            layers=stacked(config, key=jax.random.split(layer_key, config.num_layers)),
+            layers=layers,
             final_norm=_neutral(config, ax.Embed),
             lm_head=None if config.tie_word_embeddings else hax.random.normal(head_key, (ax.Embed, Vocab)) * std,
             config=config,

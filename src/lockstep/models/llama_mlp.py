@@ -1,6 +1,9 @@
 """The MLP of the trainable model, and the mixture of experts in its place, on named axes."""
 
+import dataclasses
+import itertools
 import math
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import equinox as eqx
@@ -8,6 +11,7 @@ import haliax as hax
 import jax
 import jax.numpy as jnp
 from haliax import Axis, NamedArray
+from haliax.nn.scan import Stacked
 from haliax.partitioning import physical_axis_name
 from jax.sharding import PartitionSpec
 from jaxtyping import Array
@@ -17,6 +21,7 @@ from lockstep.models.config import LlamaConfig
 from lockstep.models.experts import ExpertWeights, RouterSums, mixture, route
 from lockstep.models.low_rank import Weight, linear
 from lockstep.models.named_block import LlamaAxes
+from lockstep.models.remat import scan_policy
 from lockstep.placement import PARAMETER_AXES
 from lockstep.placement.device import auto_axes
 
@@ -75,12 +80,22 @@ class LlamaExperts(eqx.Module):
     expert_gate_up_bias: NamedArray | None
     expert_down: NamedArray
     expert_down_bias: NamedArray | None
+    shared_gate: NamedArray | None
+    shared_up: NamedArray | None
+    shared_down: NamedArray | None
+    shared_router: NamedArray | None
     config: LlamaConfig = eqx.field(static=True)
 
     @classmethod
     def init(cls, config: LlamaConfig, *, key: jax.Array) -> Self:
         """Returns random projections, and zero biases."""
         ax, std, keys = LlamaAxes.of(config), config.initializer_range, jax.random.split(key, 4)
+        experts, keys_of_shared = config.experts, jax.random.split(jax.random.fold_in(key, 1), 4)
+        assert experts is not None
+
+        def shared(number: int, *axes: Axis, has: bool = experts.shared_intermediate_dim is not None) -> Any:
+            return hax.random.normal(keys_of_shared[number], axes) * std if has else None
+
         fused = config.variant.fused_gate
 
         def inputs(key: jax.Array, axis: Axis, has: bool) -> NamedArray | None:
@@ -95,6 +110,10 @@ class LlamaExperts(eqx.Module):
             expert_gate_up_bias=hax.zeros((ax.Expert, ax.GateUp)) if fused else None,
             expert_down=hax.random.normal(keys[3], (ax.Expert, ax.ExpertMlp, ax.Embed)) * std,
             expert_down_bias=hax.zeros((ax.Expert, ax.Embed)) if fused else None,
+            shared_gate=shared(0, ax.Embed, ax.SharedMlp),
+            shared_up=shared(1, ax.Embed, ax.SharedMlp),
+            shared_down=shared(2, ax.SharedMlp, ax.Embed),
+            shared_router=shared(3, ax.Embed, ax.One, has=experts.shared_router),
             config=config,
         )
 
@@ -168,9 +187,138 @@ class LlamaExperts(eqx.Module):
         weights = ExpertWeights(*(None if weight is None else weight.array for weight in named))
         bias = None if self.router_bias is None else self.router_bias.array
         answers, sums = compute(tokens, valid, self.router.array, bias, weights)
-        return hax.named(answers, axes).rearrange(x.axes), jax.tree.map(lambda each: each.sum(axis=0), sums)
+        answers = hax.named(answers, axes).rearrange(x.axes)
+        if self.shared_up is not None:
+            answers = answers + self._shared(x).rearrange(x.axes)
+        return answers, jax.tree.map(lambda each: each.sum(axis=0), sums)
+
+    def _shared(self, x: NamedArray) -> NamedArray:
+        """Returns what the shared expert answers."""
+        assert self.shared_gate is not None and self.shared_up is not None and self.shared_down is not None
+        up = linear(x, self.shared_up, "embed")
+        gate = linear(x, self.shared_gate, "embed").rearrange(up.axes)
+        inner = hax.named(block.hidden(self.config.variant.activation, up.array, gate.array), up.axes)
+        answer = linear(hax.auto_sharded(inner), self.shared_down, "shared_mlp")
+        if self.shared_router is None:
+            return answer
+        return answer * hax.nn.sigmoid(linear(x, self.shared_router, "embed"))["one", 0]
 
 
 def _size(mesh: Any, axes: str | tuple[str, ...] | None) -> int:
     """The number of devices along axes of a mesh."""
     return math.prod(mesh.shape[axis] for axis in ((axes,) if isinstance(axes, str) else axes or ()))
+
+
+class MixedMlps(eqx.Module):
+    """The MLPs of the layers that have one, stacked, and the experts of the others."""
+
+    dense: LlamaMlp
+    sparse: LlamaExperts
+
+    @classmethod
+    def init(cls, config: LlamaConfig, *, key: jax.Array) -> Self:
+        """Returns random projections."""
+        keys = jax.random.split(key, config.num_layers)
+
+        def stack(kind: Any, layers: Sequence[int]) -> Any:
+            return Stacked.init(Axis("layer", len(layers)), kind)(config, key=keys[jnp.asarray(layers)]).stacked
+
+        return cls(stack(LlamaMlp, config.layers_of("up")), stack(LlamaExperts, config.layers_of("router")))
+
+
+class MixedLayers(eqx.Module):
+    """Stacked layers of which some have an MLP and some experts: a scan over each run of layers of one kind.
+
+    Two runs that repeat, as every other layer having experts, are a scan too, so that the time of compiling does not
+    grow with the number of layers.
+    """
+
+    stacked: Any
+    """The stacked layers, with `MixedMlps` as ``mlp``."""
+    config: LlamaConfig = eqx.field(static=True)
+
+    def scan_via(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns a function that applies the layers, as that of ``haliax.nn.Stacked`` does.
+
+        Args:
+            call: Takes a layer and the arguments of the function.
+        """
+        policy = scan_policy(self.config.gradient_checkpointing)
+
+        def scan(x: NamedArray, angles: Any, segment_ids: Any, layer_kind: Any) -> tuple[NamedArray, RouterSums]:
+            def run(x: NamedArray, layers: Any, kinds: Any) -> Any:
+                stack = Stacked(layers, layers.attention.q.resolve_axis("layer"), policy)
+                return stack.scan_via(call)(x, angles, segment_ids, kinds)
+
+            def unit(x: NamedArray, runs: Sequence[Any]) -> tuple[NamedArray, RouterSums | None]:
+                found = None
+                for layers, kinds in runs:
+                    x, sums = run(x, layers, kinds)
+                    found = found if sums is None else sums
+                return x, found
+
+            parts: list[RouterSums] = []
+            for runs, repeats in self._units(layer_kind):
+                if repeats == 1:
+                    x, sums = unit(x, runs)
+                else:
+                    x, sums = hax.scan(unit, "repeat")(x, runs)
+                    sums = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), sums)
+                parts += [] if sums is None else [sums]
+            return x, jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *parts)
+
+        return scan
+
+    def _units(self, layer_kind: NamedArray | None) -> list[tuple[list[Any], int]]:
+        """Returns for each unit its runs, each as layers and their kinds, and how often it repeats.
+
+        Where it does, arrays have an axis ``repeat`` before that of the layer.
+        """
+        only, units = self.config.layers_of("up"), list[tuple[list[Any], int]]()
+        common, mlps = dataclasses.replace(self.stacked, mlp=None), self.stacked.mlp
+        taken = {True: 0, False: 0}
+        for unit, repeats in repeated_runs([layer in only for layer in range(self.config.num_layers)]):
+            first, length, offset = sum(taken.values()), sum(count for _, count in unit), 0
+            runs: list[Any] = []
+            for dense, count in unit:
+                mlp = _layers(mlps.dense if dense else mlps.sparse, taken[dense], repeats, count, 0, count)
+                layers, kinds = _layers((common, layer_kind), first, repeats, length, offset, count)
+                runs.append((dataclasses.replace(layers, mlp=mlp), kinds))
+                taken[dense] += repeats * count
+                offset += count
+            units.append((runs, repeats))
+        return units
+
+
+def repeated_runs(kinds: Sequence[bool]) -> list[tuple[tuple[tuple[bool, int], ...], int]]:
+    """Returns the runs of layers of one kind as units of at most two runs, and how often each unit repeats.
+
+    Args:
+        kinds: The kind of each layer.
+    """
+    runs = [(kind, len(list(layers))) for kind, layers in itertools.groupby(kinds)]
+    units, start = list[tuple[tuple[tuple[bool, int], ...], int]](), 0
+    while start < len(runs):
+        unit, repeats = tuple(runs[start : start + 2]), 1
+        while tuple(runs[start + 2 * repeats :][:2]) == unit:
+            repeats += 1
+        units.append((unit, repeats))
+        start += repeats * len(unit)
+    return units
+
+
+def _layers(tree: Any, first: int, repeats: int, length: int, offset: int, count: int) -> Any:
+    """Returns ``count`` layers from ``offset`` on of each of ``repeats`` units of ``length`` layers."""
+
+    def cut(leaf: Any) -> Any:
+        if not isinstance(leaf, NamedArray):
+            return leaf
+        axes, dim = list(leaf.axes), [axis.name for axis in leaf.axes].index("layer")
+        array = jax.lax.slice_in_dim(leaf.array, first, first + repeats * length, axis=dim)
+        array = array.reshape(*array.shape[:dim], repeats, length, *array.shape[dim + 1 :])
+        array = jax.lax.slice_in_dim(array, offset, offset + count, axis=dim + 1)
+        axes[dim : dim + 1] = [Axis("repeat", repeats), Axis("layer", count)]
+        named = hax.named(array, axes)
+        return named if repeats > 1 else named["repeat", 0]
+
+    return jax.tree.map(cut, tree, is_leaf=lambda leaf: isinstance(leaf, NamedArray))

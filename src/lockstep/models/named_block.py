@@ -26,6 +26,8 @@ class LlamaAxes:
     Expert: Axis
     ExpertMlp: Axis
     GateUp: Axis
+    SharedMlp: Axis
+    One: Axis
 
     @classmethod
     def of(cls, config: LlamaConfig) -> Self:
@@ -40,6 +42,8 @@ class LlamaAxes:
             Expert=Axis("expert", 1 if config.experts is None else config.experts.num_experts),
             ExpertMlp=Axis("expert_mlp", config.expert_dim),
             GateUp=Axis("gate_up", 2 * config.expert_dim),
+            SharedMlp=Axis("shared_mlp", (config.experts and config.experts.shared_intermediate_dim) or 1),
+            One=Axis("one", 1),
         )
 
 

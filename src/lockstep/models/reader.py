@@ -8,6 +8,7 @@ from haliax import NamedArray
 
 from lockstep.models.config import LlamaConfig
 from lockstep.models.llama import LlamaLMHeadModel
+from lockstep.models.llama_mlp import MixedMlps
 from lockstep.models.registry import UnreadableModelError, class_name, has_reader, read_registered, register_reader
 from lockstep.models.weights import WEIGHT_AXES, DecoderWeights, LayerWeights, haliax_axes
 
@@ -53,7 +54,8 @@ def _read_pair(model: tuple[Any, ...]) -> tuple[LlamaConfig, DecoderWeights]:
 @register_reader(LlamaLMHeadModel)
 def _read_llama(model: LlamaLMHeadModel) -> tuple[LlamaConfig, DecoderWeights]:
     layer = model.layers.stacked
-    layers = _parameters(LayerWeights, layer, layer.attention, layer.mlp)
+    mlps = (layer.mlp.dense, layer.mlp.sparse) if isinstance(layer.mlp, MixedMlps) else (layer.mlp,)
+    layers = _parameters(LayerWeights, layer, layer.attention, *mlps)
     return model.config, DecoderWeights(layers=LayerWeights(**layers), **_parameters(DecoderWeights, model))
 
 

@@ -19,8 +19,8 @@ class LayerWeights:
     """Weights of all transformer layers, stacked on a leading layer axis.
 
     Axes: ``layer``; ``embed`` (hidden size); ``kv_head``; ``group`` (query heads per kv head); ``head`` (head size);
-    ``mlp`` (intermediate size); ``expert``; ``expert_mlp`` (intermediate size of an expert); ``gate_up``
-    (twice that: gate and up in turns). Query head ``i`` of a
+    ``mlp`` (intermediate size); ``expert``; ``expert_mlp`` (intermediate size of an expert); ``gate_up`` (twice that:
+    gate and up in turns); ``shared_mlp`` (that of the shared expert); ``one`` (a single number). Query head ``i`` of a
     Hugging Face checkpoint is ``(kv_head, group) = divmod(i, G)``, ``G`` being the number of query heads per kv head.
     The axes of heads may also be flattened into fewer, in this order. A weight with another order of axes, or with one
     array per layer, is a `lockstep.placement.LazyWeight`.
@@ -43,6 +43,10 @@ class LayerWeights:
     expert_up: Float[Array, "layer expert embed expert_mlp"] | None = None
     expert_gate_up: Float[Array, "layer expert embed gate_up"] | None = None
     expert_down: Float[Array, "layer expert expert_mlp embed"] | None = None
+    shared_gate: Float[Array, "layer embed shared_mlp"] | None = None
+    shared_up: Float[Array, "layer embed shared_mlp"] | None = None
+    shared_down: Float[Array, "layer shared_mlp embed"] | None = None
+    shared_router: Float[Array, "layer embed one"] | None = None
     attn_norm: Float[Array, "layer embed"] | None = None
     mlp_norm: Float[Array, "layer embed"] | None = None
     attn_post_norm: Float[Array, "layer embed"] | None = None
@@ -105,7 +109,7 @@ STACKED: Final = frozenset(name for name, axes in WEIGHT_AXES.items() if axes[0]
 TENSOR_DIMS: Final[Mapping[str, int]] = {
     name: axes.index(split)
     for name, axes in WEIGHT_AXES.items()
-    for split in ("vocab", "kv_head", "mlp", "expert_mlp", "gate_up")
+    for split in ("vocab", "kv_head", "mlp", "expert_mlp", "gate_up", "shared_mlp")
     if split in axes
 }
 """The axis of each weight that the devices of a replica split: vocabulary, kv heads, or the width of MLPs. A weight
@@ -130,7 +134,7 @@ def tensor_dims(experts: int, tensor: int) -> Mapping[str, int]:
 
 def quantized_dims(name: str, ndim: int) -> tuple[int, ...]:
     """`input_dims` of a weight whose products may be in 8 bits; none for a router, whose choice hangs on rounding."""
-    return () if name == "router" else input_dims(name, ndim)
+    return () if name in ("router", "shared_router") else input_dims(name, ndim)
 
 
 def input_dims(name: str, ndim: int) -> tuple[int, ...]:

@@ -23,6 +23,7 @@ PARAMETER_AXES: Final[dict[str, str]] = {
     "mlp": "tp",
     "expert_mlp": "tp",
     "gate_up": "tp",
+    "shared_mlp": "tp",
     "kv_head": "tp",
     "vocab": "tp",
 }
@@ -33,6 +34,7 @@ COMPUTE_AXES: Final[dict[str, str | tuple[str, ...]]] = {
     "mlp": "tp",
     "expert_mlp": "tp",
     "gate_up": "tp",
+    "shared_mlp": "tp",
     "kv_head": "tp",
     "vocab": "tp",
 }

@@ -5,6 +5,8 @@ output shardings gathers whole stacked leaves (docs/weights-and-layouts.md, "Res
 """
 
 import dataclasses
+import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -52,9 +54,7 @@ def reshard_function(
         )
         if any(leaf.spec[0] for leaf in jax.tree.leaves(layouts.layers)):
             return dataclasses.replace(outer, layers=made(layouts.layers, weights.layers))
-        one = drop_layers(layouts.layers)
-        _, layers = jax.lax.scan(lambda _, layer: (None, made(one, layer)), None, weights.layers)
-        return dataclasses.replace(outer, layers=layers)
+        return dataclasses.replace(outer, layers=_layer_by_layer(made, weights.layers, drop_layers(layouts.layers)))
 
     moved = jax.shard_map(
         move,
@@ -115,14 +115,35 @@ def assembly_function(
                 stacked,
             )
             return dataclasses.replace(outer, layers=read(layouts.layers, whole) if gather else whole)
-        one = drop_layers(layouts.layers)
-        _, layers = jax.lax.scan(lambda _, layer: (None, jax.tree.map(made, specs.layers, one, layer)), None, stacked)
+        make = functools.partial(jax.tree.map, made)
+        layers = _layer_by_layer(make, stacked, specs.layers, drop_layers(layouts.layers))
         return dataclasses.replace(outer, layers=layers)
 
     moved = jax.shard_map(
         move, mesh=decode_mesh.mesh, in_specs=(partitions,), out_specs=partition_specs(target), check_vma=False
     )
     return moved, target
+
+
+def _layer_by_layer(make: Callable[..., Any], stacked: Any, *trees: Any) -> Any:
+    """Makes the weights of all layers, those of each number of layers in a loop.
+
+    Args:
+        make: Takes ``trees`` and the weights of a layer.
+        stacked: The weights, their first axis the layer: a dataclass, in which None is no weight.
+        trees: Instances of the same dataclass.
+    """
+    names = [field.name for field in dataclasses.fields(stacked) if getattr(stacked, field.name) is not None]
+    layers = {name: len(jax.tree.leaves(getattr(stacked, name))[0]) for name in names}
+
+    def made(count: int) -> dict[str, Any]:
+        others = {name: None for name in names if layers[name] != count}
+        part, *rest = (dataclasses.replace(tree, **others) for tree in (stacked, *trees))
+        _, done = jax.lax.scan(lambda _, layer: (None, make(*rest, layer)), None, part)
+        return {name: getattr(done, name) for name in names if layers[name] == count}
+
+    found = [made(count) for count in sorted(set(layers.values()))]
+    return dataclasses.replace(stacked, **dict(itertools.chain(*(each.items() for each in found))))
 
 
 type Gathers = tuple[tuple[int, tuple[str, ...]], ...]

@@ -9,7 +9,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lockstep.models import Experts, LlamaConfig, LlamaLMHeadModel, Qwen2Config, Qwen3Config, Qwen3MoeConfig, Variant
+from lockstep.models import (
+    Experts,
+    LlamaConfig,
+    LlamaLMHeadModel,
+    Qwen2Config,
+    Qwen2MoeConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+    Variant,
+)
 from lockstep.models.families.gpt_oss import GptOssConfig, GptOssVariant
 from lockstep.models.rope import Llama3Scaling, RotaryConfig, YarnScaling
 from lockstep.models.trainable import skeleton
@@ -85,6 +94,17 @@ FAMILIES = {
         rope=RotaryConfig(theta=100.0),
         experts=Experts(num_experts=4, num_experts_per_tok=2),
         variant=GptOssVariant(sliding_window=6),
+    ),
+    "mixed": Qwen2MoeConfig(
+        **SIZES | {"num_layers": 4},
+        experts=Experts(
+            num_experts=3,
+            num_experts_per_tok=2,
+            intermediate_dim=10,
+            shared_intermediate_dim=14,
+            shared_router=True,
+            mlp_only_layers=(0, 2),
+        ),
     ),
     "apertus": LlamaConfig(**SIZES, qk_norm=True, variant=Variant(activation="xielu", embed_norm=True)),
 }

@@ -5,18 +5,19 @@ import inspect
 import math
 import sys
 
+import haliax as hax
 import jax
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from lockstep.errors import PeerError
-from lockstep.models import LlamaConfig, ReaderMismatchError, Variant, check_reader, from_names
+from lockstep.models import LlamaConfig, ReaderMismatchError, Variant, check_reader, from_names, read_decoder
 from lockstep.models.config import rotary_frequencies
 from lockstep.models.rope import Llama3Scaling, RotaryConfig
 from lockstep.placement import place
 from tests.tiny import numpy_weights, placed_weights
-from tests.unit.engine.models import mesh_of
+from tests.unit.engine.models import FAMILIES, mesh_of, model_on
 
 CONFIG = LlamaConfig(
     max_seq_len=64,
@@ -287,3 +288,15 @@ def test_a_base_for_all_layers_where_the_model_has_two_is_named(compiled):
         check_reader(
             placed(config=config), lambda ids: numpy_forward(np.asarray(ids), frequencies=bases), length=LENGTH
         )
+
+
+@pytest.mark.slow
+def test_a_model_with_experts_is_compared_without_a_search():
+    model = model_on("1,1,1", FAMILIES["mixed"])
+    forward = jax.jit(lambda ids: model(hax.named(ids, ("batch", "position"))).array)
+    found = check_reader(model, forward, length=8)
+    assert found.gap <= found.tolerance and not found.tried
+    config, weights = read_decoder(model)
+    wrong = dataclasses.replace(config, experts=dataclasses.replace(config.experts, norm_topk_prob=False))
+    with pytest.raises(ReaderMismatchError, match="The first position differs already.*None of 0 single changes"):
+        check_reader((wrong, weights), forward, length=8)

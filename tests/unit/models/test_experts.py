@@ -132,6 +132,11 @@ def test_the_expected_number_of_experts_is_that_of_even_draws() -> None:
     [
         ({"num_experts": 0}, "experts.num_experts is 0; it must be a whole number of at least 1"),
         ({"num_experts_per_tok": 9}, "is 9 and experts.num_experts is 8; a token has no more experts than there are"),
+        (
+            {"mlp_only_layers": (2, 1)},
+            "mlp_only_layers is [2, 1]; it must be numbers of layers from 0, each once",
+        ),
+        ({"shared_router": True}, "experts.shared_intermediate_dim is null: there is no shared expert"),
         ({"router_z_coef": -1.0}, "experts.router_z_coef is -1.0; it must be at least 0"),
     ],
 )

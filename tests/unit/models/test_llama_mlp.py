@@ -1,5 +1,6 @@
 """Experts in the trainable model: a train step against one in which every expert is computed for every token."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -11,9 +12,12 @@ import optax
 import pytest
 from jax.sharding import NamedSharding
 
+from lockstep.errors import ConfigError
 from lockstep.hosts import Ledger
 from lockstep.models import Experts, LlamaLMHeadModel, Qwen3MoeConfig
 from lockstep.models import llama_mlp as module
+from lockstep.models.llama_mlp import repeated_runs
+from lockstep.models.trainable import skeleton
 from lockstep.placement import batch_spec, make_mesh
 from lockstep.training import TrainStep, lm_loss, parse_precision
 from lockstep.training.step.train_step import init_model, init_state
@@ -99,3 +103,43 @@ def test_the_losses_of_routers_are_in_the_loss_and_padding_is_not() -> None:
     _, sums = jax.jit(lambda model: model.activations_and_router(ids, segments))(model)
     assert sums is not None and sums.tokens.tolist() == [10, 10]
     assert sums.counts.sum(axis=-1).tolist() == [20, 20]
+
+
+@pytest.mark.parametrize(
+    ("kinds", "units"),
+    [
+        ("dsdsdsdd", [("ds", 3), ("dd", 1)]),
+        ("dsssss", [("dsssss", 1)]),
+        ("ddsddsdds", [("dds", 3)]),
+        ("dddsdsds", [("ddds", 1), ("ds", 2)]),
+        ("sdsd", [("sd", 2)]),
+    ],
+)
+def test_runs_of_layers_that_repeat_are_found(kinds: str, units: list[tuple[str, int]]) -> None:
+    found = repeated_runs([kind == "d" for kind in kinds])
+    text = [("".join(("d" if dense else "s") * count for dense, count in unit), repeats) for unit, repeats in found]
+    assert text == units
+
+
+def test_the_program_of_mixed_layers_does_not_grow_with_their_number() -> None:
+    def lines(layers: int) -> int:
+        experts = dataclasses.replace(EXPERTS, mlp_only_layers=tuple(range(0, layers, 2)))
+        model = skeleton(32, dataclasses.replace(CONFIG, num_layers=layers, experts=experts))
+        ids = hax.named(np.zeros((1, 4), np.int32), ("batch", "position"))
+        return len(str(jax.make_jaxpr(lambda model: model(ids).array)(model)).splitlines())
+
+    assert lines(4) == lines(12)
+
+
+def test_the_router_has_sums_of_the_layers_with_experts_alone() -> None:
+    experts = dataclasses.replace(EXPERTS, mlp_only_layers=(0, 2, 5))
+    model = skeleton(32, dataclasses.replace(CONFIG, num_layers=6, experts=experts))
+    ids = hax.named(np.zeros((1, 4), np.int32), ("batch", "position"))
+    _, sums = jax.eval_shape(lambda model: model.activations_and_router(ids), model)
+    assert sums.counts.shape == (3, EXPERTS.num_experts)
+
+
+def test_a_layer_must_be_left_that_has_experts() -> None:
+    only = dataclasses.replace(EXPERTS, mlp_only_layers=(0, 1))
+    with pytest.raises(ConfigError, match=r"mlp_only_layers is \[0, 1\] and num_layers is 2.*set experts to null"):
+        dataclasses.replace(CONFIG, experts=only)

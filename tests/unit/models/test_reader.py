@@ -20,6 +20,7 @@ from lockstep.models import (
     LlamaConfig,
     LlamaLMHeadModel,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
     Qwen3MoeConfig,
     UnreadableModelError,
@@ -42,7 +43,7 @@ SIZES: dict[str, Any] = {
 }
 # Sizes by the axis names in weights.py.
 AXES = {"layer": 3, "embed": 12, "mlp": 20, "kv_head": 2, "group": 2, "head": 6, "vocab": 10}
-AXES |= {"expert": 5, "expert_mlp": 8}
+AXES |= {"expert": 5, "expert_mlp": 8, "gate_up": 16, "shared_mlp": 9, "one": 1}
 
 
 def build(config: LlamaConfig) -> LlamaLMHeadModel:
@@ -67,8 +68,12 @@ def declared_shapes(cls: type) -> dict[str, tuple[int, ...]]:
         Qwen2Config(**SIZES),
         Qwen3Config(**SIZES),
         Qwen3MoeConfig(**SIZES, experts=Experts(num_experts=5, intermediate_dim=8)),
+        Qwen2MoeConfig(
+            **SIZES,
+            experts=Experts(num_experts=5, intermediate_dim=8, shared_intermediate_dim=9, shared_router=True),
+        ),
     ],
-    ids=["llama", "tied", "qwen2", "qwen3", "experts"],
+    ids=["llama", "tied", "qwen2", "qwen3", "experts", "shared"],
 )
 def test_reading_gives_the_very_same_arrays_and_launches_nothing(config: LlamaConfig) -> None:
     model = build(config)

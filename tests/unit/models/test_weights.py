@@ -23,6 +23,7 @@ def test_every_weight_is_split_or_small() -> None:
     assert set(WEIGHT_AXES) - set(TENSOR_DIMS) == norms | scalars | {
         "router",
         "router_bias",
+        "shared_router",
         "o_bias",
         "expert_down_bias",
     }
@@ -31,6 +32,7 @@ def test_every_weight_is_split_or_small() -> None:
         "lm_head": 1,
         **dict.fromkeys(("q", "k", "v", "gate", "up"), 2),
         **{"expert_gate": 3, "expert_up": 3, "expert_gate_up": 3, "expert_gate_up_bias": 2, "expert_down": 2},
+        **{"shared_gate": 2, "shared_up": 2, "shared_down": 1},
         **dict.fromkeys(("o", "down", "q_bias", "k_bias", "v_bias", "sinks", "q_wide_norm", "k_wide_norm"), 1),
     }
     assert (

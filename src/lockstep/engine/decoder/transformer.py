@@ -1,7 +1,8 @@
 """The Llama-family transformer over a paged KV cache, as one device of a replica runs it inside ``shard_map``."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Sequence, Set
 from typing import Final
 
 import jax
@@ -72,7 +73,10 @@ def _arrays(batch: Batch) -> dict[str, np.ndarray]:
     return {"num_steps": np.full(len(batch.token), batch.num_steps, np.int32), **batch.arrays()}
 
 
+LAYER: Final = frozenset(field.name for field in dataclasses.fields(LayerWeights))
+MLP: Final = ("gate", "up", "down")
 EXPERTS: Final = tuple(name for name, axes in WEIGHT_AXES.items() if "expert" in axes[:-1])
+SPARSE: Final = tuple(name for name in LAYER if name.startswith(("router", "expert_", "shared_")))
 
 type Write[Cache] = Callable[[Cache, Array, Array], Cache]
 """Takes the cache, a layer and K/V ``[sequence, query, 2 * kv_heads, head]``; returns the cache with them written."""
@@ -231,25 +235,26 @@ class Transformer:
                 out = self._contract(attended.reshape(*x.shape[:2], -1), w.o, self._query_heads)
                 return out if w.o_bias is None else out + w.o_bias
 
-            def shard(x: Array) -> Array:
-                return barrier(x) if self.config.exact else x
-
-            return block.layer(x, attention, lambda h: self._mlp(w, h, index, valid), self._norm, w, shard), cache
+            mlp = functools.partial(self._mlp_of_layer, weights, w, index, valid)
+            return block.layer(x, attention, mlp, self._norm, w, barrier if self.config.exact else lambda x: x), cache
 
         return jax.lax.fori_loop(0, count, layer, (x, cache))
 
     def _layer(self, weights: LayerWeights, index: Array) -> LayerWeights:
-        """Returns one layer's weights as this device needs them. Indexed inside a loop, blocks are read in place.
+        """Returns one layer's weights as this device needs them, without its MLP where layers differ in it."""
+        return self._at(weights, index, LAYER - {*MLP, *SPARSE} if self.config.mixes_mlps else LAYER)
+
+    def _at(self, weights: LayerWeights, index: Array, names: Set[str]) -> LayerWeights:
+        """Returns some weights at a place of their stack. Indexed inside a loop, blocks are read in place.
 
         Those of experts stay stacked (`mixture`), unless each step gathers them.
         """
-        layouts, kept = self.layouts.layers, {}
-        if self._stacked_experts:
-            kept = {name: getattr(weights, name) for name in EXPERTS}
-            layouts, weights = (dataclasses.replace(tree, **dict.fromkeys(EXPERTS)) for tree in (layouts, weights))
-        stored = jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, keepdims=False), weights)
+        stacked = names & {*EXPERTS} if self._stacked_experts else set()
+        others = dict.fromkeys(LAYER - names | stacked)
+        layouts, indexed = (dataclasses.replace(tree, **others) for tree in (self.layouts.layers, weights))
+        stored = jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, keepdims=False), indexed)
         one: LayerWeights = read(drop_layers(layouts), stored)
-        return dataclasses.replace(one, **kept)
+        return dataclasses.replace(one, **{name: getattr(weights, name) for name in stacked})
 
     @property
     def _stacked_experts(self) -> bool:
@@ -267,8 +272,7 @@ class Transformer:
         ropes, which = distinct(kind.rope for kind in layer_kinds(self.config))
         if len(ropes) == 1:
             return angles
-        rope = jnp.asarray(which)[index]
-        cos, sin = (jax.lax.dynamic_index_in_dim(each, rope, keepdims=False) for each in angles)
+        cos, sin = (jax.lax.dynamic_index_in_dim(each, jnp.asarray(which)[index], keepdims=False) for each in angles)
         return cos, sin
 
     def _project(self, w: LayerWeights, h: Array, angles: RopeAngles) -> tuple[Array, Array]:
@@ -295,14 +299,26 @@ class Transformer:
         kv = jnp.stack([k, v], axis=3).reshape(*k.shape[:2], -1, k.shape[-1])
         return block.scale_queries(q, self.config.attention_scale), kv
 
+    def _mlp_of_layer(self, weights: LayerWeights, w: LayerWeights, index: Array, valid: Array, h: Array) -> Array:
+        """Returns `_mlp` of a layer; where some have an MLP and some experts, by the kind that it has."""
+        if not self.config.mixes_mlps:
+            return self._mlp(w, h, index, valid)
+        dense = np.isin(range(self.config.num_layers), self.config.layers_of("up"))
+        place = jnp.asarray(np.where(dense, np.cumsum(dense), np.cumsum(~dense)) - 1)[index]
+
+        def branch(names: tuple[str, ...]) -> Callable[[Array], Array]:
+            return lambda h: self._mlp(self._at(weights, place, {*names}), h, place, valid)
+
+        return jax.lax.cond(jnp.asarray(dense)[index], branch(MLP), branch(SPARSE), h)
+
     def _mlp(self, w: LayerWeights, h: Array, index: Array, valid: Array) -> Array:
         """Returns what the MLP answers, or the sum of the experts that each token is given to.
 
         Every device of a replica has all tokens, and its share of the experts, or of the width of each.
         """
         experts, activation = self.config.experts, self.config.variant.activation
-        if experts is not None:
-            assert w.router is not None
+        if w.router is not None:
+            assert experts is not None
             tokens = h.reshape(-1, h.shape[-1])
             up = w.expert_gate_up if w.expert_up is None else w.expert_up
             bias = w.expert_down_bias
@@ -315,7 +331,13 @@ class Transformer:
                 bias = jnp.where(device == 0, bias, 0)
             weights = ExpertWeights(w.expert_gate, up, w.expert_down, w.expert_gate_up_bias, bias)
             answers = mixture(tokens, routing, weights, activation, first=first, valid=valid, layer=layer)
-            return self._sum(answers.reshape(h.shape))
+            answers = answers.reshape(h.shape)
+            if w.shared_up is not None and w.shared_gate is not None and w.shared_down is not None:
+                inner = block.hidden(activation, matmul(h, w.shared_up), matmul(h, w.shared_gate))
+                shared = matmul(inner, w.shared_down)
+                gate = None if w.shared_router is None else jax.nn.sigmoid(matmul(h, w.shared_router))
+                answers += shared if gate is None else shared * gate
+            return self._sum(answers)
         assert w.up is not None and w.down is not None
         mlp = self.config.intermediate_dim // self.decode_mesh.tensor
         up, gate = self._matmul(h, w.up, mlp), None if w.gate is None else self._matmul(h, w.gate, mlp)

@@ -88,7 +88,7 @@ def estimate(model: DecodeModel, sizes: Capacity, demand: Demand, chip: Chip) ->
         reduced = (reductions + gathers) * 2 * (tensor - 1) / tensor * moved / near.bandwidth
         collectives += reduced
     gathered = sum(weight.decode_bytes for weight in model.gathered)
-    collectives += sum(layers if weight.stacked else 1 for weight in model.gathered) * far.gather_s(of_all)
+    collectives += sum(weight.layers or 1 for weight in model.gathered) * far.gather_s(of_all)
     collectives += gathered * (sharers - 1) / sharers / far.bandwidth
     reshard = 0.0
     if model.moves:

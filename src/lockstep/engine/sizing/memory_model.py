@@ -197,20 +197,19 @@ class MemoryModel:
         """
         if self.model.decode_mesh.tensor > 1 or self._tpu7x:
             return 34 * self._layer_bytes // 10
-        largest = max(weight.decode_size for weight in self.model.leaves if weight.stacked)
-        return 102 * largest * self.model.dtype.itemsize // 100 // self.model.config.num_layers
+        largest = max(weight.decode_size // weight.layers for weight in self.model.leaves if weight.layers)
+        return 102 * largest * self.model.dtype.itemsize // 100
 
     @functools.cached_property
     def _layer_bytes(self) -> int:
         """Bytes of one layer's weights in the decode layout and compute dtype; 8 bits were seen to take no less."""
-        stacked = sum(weight.decode_size for weight in self.model.leaves if weight.stacked)
-        return stacked * self.model.dtype.itemsize // self.model.config.num_layers
+        layer = sum(weight.decode_size // weight.layers for weight in self.model.leaves if weight.layers)
+        return layer * self.model.dtype.itemsize
 
     @functools.cached_property
     def _gathered_layers(self) -> int:
         """Two layers of what ``training`` gathers: one in use, the next being gathered."""
-        stacked = sum(weight.decode_bytes for weight in self.model.gathered if weight.stacked)
-        return 2 * stacked // self.model.config.num_layers
+        return 2 * sum(weight.decode_bytes // weight.layers for weight in self.model.gathered if weight.layers)
 
     @functools.cached_property
     def _gathered_at_once(self) -> int:
@@ -221,7 +220,7 @@ class MemoryModel:
     @functools.cached_property
     def _gathered_outer(self) -> int:
         """Bytes that ``training`` gathers of the weights that are not stacked."""
-        return sum(weight.decode_bytes for weight in self.model.gathered if not weight.stacked)
+        return sum(weight.decode_bytes for weight in self.model.gathered if not weight.layers)
 
     @functools.cached_property
     def _activations(self) -> int:

@@ -1,10 +1,9 @@
-"""Qwen3 with experts (https://arxiv.org/abs/2505.09388): a Qwen3 whose layers have experts in place of an MLP."""
+"""Qwen3 with experts (https://arxiv.org/abs/2505.09388): a Qwen3 with experts in all or some of its layers."""
 
 import dataclasses
 from collections.abc import Mapping
 from typing import Any, Final
 
-from lockstep.errors import ConfigError
 from lockstep.models.config import LlamaConfig, ModelConfig
 from lockstep.models.experts import Experts
 from lockstep.models.families import llama, qwen3
@@ -31,26 +30,24 @@ class Qwen3MoeConfig(qwen3.Qwen3Config):
 MLP: Final = llama.LAYER + "mlp."
 
 
-def _read(hf: Mapping[str, Any]) -> dict[str, Any]:
-    for key, only in (("decoder_sparse_step", 1), ("mlp_only_layers", [])):
-        if hf[key] != only:
-            raise ConfigError(
-                f"the checkpoint has {key} {hf[key]}, so that some of its layers have experts and some have an MLP; "
-                f"lockstep computes {key} {only} only. Choose a checkpoint with experts in every layer."
-            )
+def read_experts(hf: Mapping[str, Any]) -> Experts:
+    """The experts of Qwen2-MoE and Qwen3-MoE, which are in every ``decoder_sparse_step``-th layer but some."""
+    step, only = hf["decoder_sparse_step"], set(hf["mlp_only_layers"] or ())
+    layers = range(required(hf, "num_hidden_layers"))
     # transformers 5 calls it as Mixtral does.
     number = "num_experts" if "num_experts" in hf else "num_local_experts"
-    experts = Experts(
+    return Experts(
         num_experts=required(hf, number),
         num_experts_per_tok=required(hf, "num_experts_per_tok"),
         intermediate_dim=required(hf, "moe_intermediate_size"),
+        mlp_only_layers=tuple(layer for layer in layers if layer in only or (layer + 1) % step),
         norm_topk_prob=hf["norm_topk_prob"],
         load_balancing_coef=hf["router_aux_loss_coef"],
     )
-    return {"qk_norm": True, "experts": experts, **read_windows(hf)}
 
 
-def _write(config: LlamaConfig) -> dict[str, Any]:
+def write_experts(config: LlamaConfig) -> dict[str, Any]:
+    """The keys of ``config.json`` that `read_experts` reads."""
     experts = config.experts or Experts()
     return {
         "num_experts": experts.num_experts,
@@ -60,10 +57,27 @@ def _write(config: LlamaConfig) -> dict[str, Any]:
         "norm_topk_prob": experts.norm_topk_prob,
         "router_aux_loss_coef": experts.load_balancing_coef,
         "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-        "attention_bias": False,
-        **write_windows(config),
+        "mlp_only_layers": list(experts.mlp_only_layers),
     }
+
+
+def _read(hf: Mapping[str, Any]) -> dict[str, Any]:
+    return {"qk_norm": True, "experts": read_experts(hf), **read_windows(hf)}
+
+
+def _write(config: LlamaConfig) -> dict[str, Any]:
+    return {"attention_bias": False, **write_experts(config), **write_windows(config)}
+
+
+EXPERT_TENSORS: Final = {"router": MLP + "gate.weight"} | {
+    f"expert_{name}": MLP + f"experts.{{expert}}.{name}_proj.weight" for name in ("gate", "up", "down")
+}
+EXPERT_DEFAULTS: Final = {
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "norm_topk_prob": False,
+    "router_aux_loss_coef": 0.001,
+}
 
 
 def _preset(hidden: int, layers: int, heads: int, mlp: int, width: int) -> ModelPreset:
@@ -79,17 +93,8 @@ FAMILY: Final = Family(
     architecture="Qwen3MoeForCausalLM",
     model_type="qwen3_moe",
     config=Qwen3MoeConfig,
-    tensors={name: tensor for name, tensor in qwen3.FAMILY.tensors.items() if name not in ("gate", "up", "down")}
-    | {"router": MLP + "gate.weight"}
-    | {f"expert_{name}": MLP + f"experts.{{expert}}.{name}_proj.weight" for name in ("gate", "up", "down")},
-    defaults={
-        "head_dim": None,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-        "norm_topk_prob": False,
-        "router_aux_loss_coef": 0.001,
-        **WINDOW_DEFAULTS,
-    },
+    tensors={**qwen3.FAMILY.tensors, **EXPERT_TENSORS},
+    defaults={"head_dim": None, **EXPERT_DEFAULTS, **WINDOW_DEFAULTS},
     read=_read,
     write=_write,
     # Table 2 of the paper; the rest is in each checkpoint's config.json.

@@ -10,7 +10,7 @@ import numpy as np
 from haliax import NamedArray
 
 from lockstep.errors import ConfigError
-from lockstep.models.weights import haliax_axes, input_dims
+from lockstep.models.weights import STACKED, haliax_axes, input_dims
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +64,8 @@ class Parameter:
     """The parameter, or its shape where the model is a skeleton."""
     stored: HFTensor
     """Its tensors in the checkpoint."""
+    layers: Sequence[int | None] = (None,)
+    """The numbers of the layers that it has a tensor for, one after the other; None alone where it is not per layer."""
     first_row: int = 0
     """The row of its tensors at which it begins: not 0 where they have the rows of several parameters."""
 
@@ -76,11 +78,6 @@ class Parameter:
     def sizes(self) -> dict[str, int]:
         """The sizes of all its axes by name."""
         return {axis.name: axis.size for axis in self.value.axes}
-
-    @property
-    def layers(self) -> Sequence[int | None]:
-        """The layers that it has a tensor for: ``[None]`` where it is not per layer."""
-        return range(self.sizes["layer"]) if "layer" in self.sizes else [None]
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -112,7 +109,8 @@ def parameters(model: Any, tensors: Mapping[str, str]) -> list[Parameter]:
             raise ConfigError(
                 f"the model has the weight {dotted}, which the checkpoints of its family lack. Check model.type."
             )
-        found.append(Parameter(name, dotted, leaf, HFTensor.of(name, tensors[name])))
+        layers = model.config.layers_of(name) if name in STACKED else (None,)
+        found.append(Parameter(name, dotted, leaf, HFTensor.of(name, tensors[name]), layers))
     rows: dict[str, int] = {}
     first_rows: dict[str, int] = {}
     by_name = {each.name: each for each in found}

@@ -37,6 +37,11 @@ class SavedTensor:
     vocab_size: int
 
     @property
+    def place(self) -> int | None:
+        """The place of the layer among those of the parameter; None where it is not per layer."""
+        return None if self.layer is None else self.parameter.layers.index(self.layer)
+
+    @property
     def names(self) -> list[str]:
         """The names in the checkpoint: one, or one for each expert, whose rows follow one another."""
         return self.parameter.names(self.layer)

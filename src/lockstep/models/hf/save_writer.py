@@ -204,7 +204,7 @@ class Gathered(Source):
     def _program_and_place(self, tensor: SavedTensor, start: int, _: int) -> tuple[Program, jax.Array]:
         """The program that gathers a piece, and the argument that says which."""
         gather = RowGather.of(tensor, PIECE_BYTES)
-        where = place_argument(np.array([tensor.layer or 0, start], np.int32), gather.replicated)
+        where = place_argument(np.array([tensor.place or 0, start], np.int32), gather.replicated)
         return self._programs[gather], where
 
     def wait(self, writer: FileWriter, timeout_s: float) -> tuple[bool, bool]:

@@ -265,7 +265,7 @@ class SavedModel:
             parameter = tensor.parameter
             index: list[int | slice] = [slice(None) for _ in parameter.axes]
             index[parameter.axes.index(tensor.row_axis)] = slice(start, stop)
-            layer = () if tensor.layer is None else (tensor.layer,)
+            layer = () if tensor.place is None else (tensor.place,)
             return tensor.to_stored(arrays.read(f"model.{parameter.path}.0", (*layer, *index)))
 
         return read

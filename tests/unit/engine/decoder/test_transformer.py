@@ -45,6 +45,7 @@ SLOW = {
     "experts": ("tensor2",),
     "sinks": ("tensor2",),
     "gpt_oss": ("tensor2",),
+    "mixed": ("tensor2", "training"),
 }
 """Those of `make slow`: one family in all, some others in one. The rest are nightly."""
 

@@ -64,8 +64,8 @@ def test_weights_move_before_there_is_a_pool() -> None:
 
 def test_what_moves_and_what_is_gathered_at_a_time() -> None:
     """Two layers of 260 numbers, 60 of them in one weight and 200 in another, and an embedding of 1,000."""
-    embed = Weight(name="embed", stacked=False, in_place=False, decode_size=1000, decode_bytes=2000, training_bytes=500)
-    q = dataclasses.replace(embed, name="q", stacked=True, decode_size=2 * 60, decode_bytes=2 * 120)
+    embed = Weight(name="embed", layers=0, in_place=False, decode_size=1000, decode_bytes=2000, training_bytes=500)
+    q = dataclasses.replace(embed, name="q", layers=2, decode_size=2 * 60, decode_bytes=2 * 120)
     down = dataclasses.replace(q, name="down", decode_size=2 * 200, decode_bytes=2 * 400)
     models = models_on(EngineConfig(dtype="bfloat16"))
     alone, divided = (

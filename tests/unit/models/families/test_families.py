@@ -19,7 +19,7 @@ from lockstep.types import Request, SamplingParams
 from tests.adapters import merged, with_adapters
 
 GOLDEN = Path(__file__).parents[3] / "golden"
-FAMILIES = ["gemma2", "gemma3", "gpt_oss", "mixtral", "olmo2", "phi3", "qwen3_moe"]
+FAMILIES = ["gemma2", "gemma3", "gpt_oss", "mixtral", "olmo2", "phi3", "qwen2_moe", "qwen3_moe", "qwen3_moe_mixed"]
 
 
 def some_slow(fast: str) -> list[Any]:

@@ -9,12 +9,15 @@ import transformers
 
 from lockstep.errors import ConfigError
 from lockstep.models import (
+    Experts,
     Llama3Scaling,
     LlamaConfig,
     MistralConfig,
     ModelConfig,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
+    Qwen3MoeConfig,
     RotaryConfig,
     Variant,
     config_from_hf,
@@ -70,6 +73,25 @@ FAMILIES = {
         rope=RotaryConfig(theta=300.0, partial_rotary_factor=0.75),
         variant=Variant(sliding_window=7),
     ),
+    "qwen2_moe": Qwen2MoeConfig(
+        **{**ODD, "hidden_dim": 48},
+        rope=RotaryConfig(theta=200.0),
+        experts=Experts(
+            num_experts=5,
+            num_experts_per_tok=3,
+            intermediate_dim=22,
+            norm_topk_prob=False,
+            mlp_only_layers=(0,),
+            shared_intermediate_dim=34,
+            shared_router=True,
+        ),
+    ),
+    "qwen3_moe_mixed": Qwen3MoeConfig(
+        **{**ODD, "num_layers": 8},
+        head_dim=6,
+        rope=RotaryConfig(theta=200.0),
+        experts=Experts(num_experts=3, num_experts_per_tok=2, intermediate_dim=14, mlp_only_layers=(0, 2, 4, 6, 7)),
+    ),
 }
 
 
@@ -105,6 +127,9 @@ def test_transformers_reads_what_is_written_as_its_own(family: str, tmp_path: Pa
         "gemma3": {"sliding_window_pattern"},  # of transformers 4
         # The same in rope_parameters, for transformers 4; and the length that only longrope has.
         "phi3": {"head_dim", "partial_rotary_factor", "original_max_position_embeddings", "attention_bias"},
+        # The same as mlp_only_layers, and the name that transformers 4 has.
+        "qwen3_moe_mixed": {"decoder_sparse_step", "mlp_only_layers", "num_experts"},
+        "qwen2_moe": {"head_dim", "num_local_experts"},
     }.get(family, set())
     assert {key for key in ours.keys() | theirs.keys() if ours.get(key) != theirs.get(key)} <= skip
 

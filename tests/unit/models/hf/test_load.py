@@ -26,6 +26,7 @@ from tests.multiprocess.harness import run_threads
 
 GOLDEN = Path(__file__).parents[3] / "golden"
 FAMILIES = ["llama3", "llama_tied", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "olmo2", "phi3"]
+EXPERTS = ["mixtral", "qwen2_moe", "qwen3_moe", "qwen3_moe_mixed"]
 
 
 def mesh_of(shape: str, devices: int = 4) -> Mesh:
@@ -43,7 +44,7 @@ def change_tensors(directory: Path, change: Callable[[dict[str, np.ndarray]], ob
 
 
 @pytest.mark.parametrize("shape", [pytest.param("1,1,1", marks=pytest.mark.slow), "1,2,2"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *(pytest.param(name, marks=pytest.mark.slow) for name in EXPERTS)])
 def test_logits_agree_with_transformers(family: str, shape: str, record_property: Any) -> None:
     golden = np.load(GOLDEN / family / "golden.npz")
     mesh = mesh_of(shape, 1 if shape == "1,1,1" else 4)

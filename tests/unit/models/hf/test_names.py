@@ -62,9 +62,13 @@ def test_one_parameter_has_the_tensors_of_all_experts(spec, tmp_path):
     values = np.random.default_rng(0).standard_normal([axis.size for axis in axes]).astype(np.float32)
     sharding = NamedSharding(make_mesh("1,2,2", jax.devices()[:4]), spec)
     stored = HFTensor("layer.{layer}.expert.{expert}", (("expert", "mlp"), ("embed",)))
-    parameter = Parameter("up", "up", hax.named(place(values, sharding), axes), stored)
+    parameter = Parameter("up", "up", hax.named(place(values, sharding), axes), stored, range(2))
     assert parameter.names(1) == [f"layer.1.expert.{number}" for number in range(6)]
     assert stored_shapes([parameter]) == {name: (8, 4) for layer in range(2) for name in parameter.names(layer)}
+
+    others = dataclasses.replace(parameter, layers=(1, 3))
+    assert set(stored_shapes([others])) == {name for layer in (1, 3) for name in parameter.names(layer)}
+    assert SavedTensor(parameter=others, layer=3, dtype=values.dtype, vocab_size=1).place == 1
 
     tensors = [SavedTensor(parameter=parameter, layer=n, dtype=values.dtype, vocab_size=1) for n in range(2)]
     gather = RowGather.of(tensors[1], 3 * 8 * 4 * 4)  # three experts at a time
