@@ -268,7 +268,7 @@ class LlamaConfig(ModelConfig):
         departures = [
             f"variant.{name}" for name, value in vars(self.variant).items() if value != getattr(Variant, name)
         ]
-        departures += [name for name in ("qk_norm", "experts") if getattr(self, name)]
+        departures += [name for name in ("qk_norm", "qkv_bias", "experts") if getattr(self, name)]
         for name in departures[:1] if self.exact else []:
             raise ConfigError(f"numerics is exact and {name} is set, which is not exact yet. Set numerics to fast.")
 
