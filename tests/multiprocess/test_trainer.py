@@ -77,3 +77,35 @@ def test_a_signal_on_one_host_stops_all_after_the_same_step(stopped):
 def test_a_host_holds_only_its_part_of_the_parameters(stopped):
     for result in stopped:
         assert result["share"] == pytest.approx(0.5)
+
+
+def body_slices(hosts):
+    """Mesh, losses and samples of a run whose two processes are one slice, and of one in which each is a slice."""
+    from lockstep.callback import InferenceEvalConfig, SampleCallback
+    from tests import tiny
+    from tests.multiprocess.test_training_untouched import PROMPTS, Recorder
+
+    found = []
+    for slices in ("1", "2"):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("MEGASCALE_NUM_SLICES", slices)
+            trainer, losses, tracker = tiny.make_trainer("auto", 4, hosts), [], Recorder()
+            trainer.add_hook(lambda info, losses=losses: losses.append(info.loss))
+            config = InferenceEvalConfig(
+                eval_every=2, prompts=PROMPTS, max_new_tokens=8, temperature=0.8, on_error="raise"
+            )
+            trainer.add_hook(SampleCallback(config, tiny.tokenizer(), tracker=tracker, hosts=hosts))
+            trainer.train(tiny.init_model(trainer), tiny.rows())
+            texts = [[row.step, row.prompt_id, row.generated_text] for row in tracker.rows]
+            found.append({"mesh": dict(trainer.mesh.shape), "losses": losses, "texts": texts})
+    return found
+
+
+@pytest.mark.slow
+def test_two_slices_have_the_losses_and_samples_of_one():
+    results = run_processes(body_slices, processes=2, devices=2, timeout_s=300)
+    for one, two in results:
+        assert one["mesh"] == {"dp": 1, "fsdp": 4, "tp": 1} and two["mesh"] == {"dcn": 2, "dp": 1, "fsdp": 2, "tp": 1}
+        np.testing.assert_allclose(two["losses"], one["losses"], rtol=1e-5)
+        assert two["texts"] == one["texts"]
+    assert len(results[0][0]["texts"]) == 2 * 3
