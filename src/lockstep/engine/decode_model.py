@@ -72,14 +72,12 @@ class DecodeModel:
         quantized_dtype: The 8-bit dtype of the weights of the layers' matrix products; None where it is ``dtype``.
         kv_dtype: The dtype of the KV cache.
         kv_bytes: Bytes per device of K and V at one position in all layers.
-        layouts: The `LeafLayout` or `QuantizedLayout` of each weight: where the trainer has it, and where decoding
-            wants it.
+        layouts: The layout of each weight: where the trainer has it, and where decoding wants it.
         leaves: What there is to know of each weight.
         lazy: Whether any weight has yet to be made from what the trainer has.
         casts: Whether any parameter has another dtype than decoding uses, such as 8 bits.
         moves: Whether weights move into the decode layout once per round; otherwise they stay in the trainer's.
-        copied_bytes: Bytes per device of the copy of the weights that decoding needs; 0 where it reads the trainer's
-            arrays in place.
+        copied_bytes: Bytes per device of the copy of the weights that decoding needs; 0 where it needs none.
         gathered: The weights that the layout ``training`` gathers anew at each step.
     """
 
@@ -292,14 +290,12 @@ def _fits(config: LlamaConfig, tensor: int) -> bool:
 
 def _split(config: LlamaConfig, tensor: int) -> dict[str, int]:
     heads = {} if replicates_kv_heads(config, tensor) else {"num_kv_heads": config.num_kv_heads}
-    if config.experts is None or config.mixes_mlps:
-        heads = heads | {"intermediate_dim": config.intermediate_dim}
-    if config.experts is None:
-        return heads
-    if config.experts.shared_intermediate_dim is not None:
-        heads = heads | {"experts.shared_intermediate_dim": config.experts.shared_intermediate_dim}
-    whole = config.experts.num_experts % tensor == 0
-    return heads if whole else heads | {"experts.intermediate_dim": config.expert_dim}
+    mlp, experts = {"intermediate_dim": config.intermediate_dim}, config.experts
+    if experts is None:
+        return heads | mlp
+    shared = {"experts.shared_intermediate_dim": experts.shared_intermediate_dim or tensor}
+    heads = heads | shared | (mlp if config.mixes_mlps else {})
+    return heads if experts.num_experts % tensor == 0 else heads | {"experts.intermediate_dim": config.expert_dim}
 
 
 def replicates_kv_heads(config: LlamaConfig, tensor: int) -> bool:
