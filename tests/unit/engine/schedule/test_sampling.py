@@ -90,3 +90,13 @@ def test_lists_are_padded_with_no_token() -> None:
     assert batch.bias_ids is not None and batch.bias is not None and batch.allowed_ids is not None
     assert batch.bias_ids[0, 1].tolist() == [4] + [-1] * 7 and batch.bias[0, 1, 0] == 2.0
     assert batch.allowed_ids[0, 1].tolist() == [4, 6] + [-1] * 6
+
+
+def test_all_sampled_tokens_go_on_with_the_history_of_a_slot_with_penalties() -> None:
+    """Of a prompt of one token too; a slot without a sequence keeps none."""
+    batch = SamplingBatch.empty(capacity_of(slots=2, page_size=4, pages_per_sequence=2, penalties=1))
+    batch.set((0, 1), Sequence(request=request(0, 1, 8, frequency_penalty=0.5), generation_id=0))
+    assert batch.history is not None
+    first = batch.history[0, 1, 0]
+    batch.extend_history(np.array([[0, 1]], np.int32), np.array([[[3, 4], [5, 6]]], np.int32))
+    assert batch.history[0].tolist() == [[-1] * 8, [first, 5, 6, *[-1] * 5]]
