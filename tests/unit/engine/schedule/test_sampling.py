@@ -93,7 +93,7 @@ def test_lists_are_padded_with_no_token() -> None:
 
 
 def test_all_sampled_tokens_go_on_with_the_history_of_a_slot_with_penalties() -> None:
-    """Of a prompt of one token too; a slot without a sequence keeps none."""
+    """A prompt of one token too; a slot without a sequence keeps none."""
     batch = SamplingBatch.empty(capacity_of(slots=2, page_size=4, pages_per_sequence=2, penalties=1))
     batch.set((0, 1), Sequence(request=request(0, 1, 8, frequency_penalty=0.5), generation_id=0))
     assert batch.history is not None
