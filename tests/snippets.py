@@ -197,6 +197,7 @@ CONFIGURATIONS = {
     "docs/drafts.md:yaml:0": "train-lm",
     "docs/evaluation.md:yaml:0": "train-lm",
     "docs/evaluation.md:yaml:1": "lm_eval",
+    "docs/exact.md:yaml:0": "train-lm",
     "docs/grpo.md:yaml:0": "train-grpo",
     "docs/grpo.md:yaml:1": "train-grpo",
     "docs/grpo.md:yaml:2": "train-grpo",

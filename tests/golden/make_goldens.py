@@ -118,21 +118,6 @@ FAMILIES: dict[str, PreTrainedConfig] = {
         norm_topk_prob=False,
         rope_parameters={"rope_type": "default", "rope_theta": 200.0},
     ),
-    "gpt_oss": GptOssConfig(
-        **ODD,
-        head_dim=10,
-        num_local_experts=5,
-        num_experts_per_tok=3,
-        sliding_window=7,
-        rope_parameters={
-            "rope_type": "yarn",
-            "rope_theta": 200.0,
-            "factor": 4.0,
-            "beta_fast": 2.0,
-            "truncate": False,
-            "original_max_position_embeddings": 16,
-        },
-    ),
     # Layers 1, 3 and 5 have experts.
     "qwen3_moe_mixed": Qwen3MoeConfig(
         **{**ODD, "num_hidden_layers": 8},
@@ -154,6 +139,21 @@ FAMILIES: dict[str, PreTrainedConfig] = {
         mlp_only_layers=[0],
         rope_parameters={"rope_type": "default", "rope_theta": 200.0},
     ),
+    "gpt_oss": GptOssConfig(
+        **ODD,
+        head_dim=10,
+        num_local_experts=5,
+        num_experts_per_tok=3,
+        sliding_window=7,
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 200.0,
+            "factor": 4.0,
+            "beta_fast": 2.0,
+            "truncate": False,
+            "original_max_position_embeddings": 16,
+        },
+    ),
 }
 
 
@@ -170,7 +170,7 @@ def randomise(model: torch.nn.Module, generator: torch.Generator) -> None:
                 parameter.copy_(noise * 0.2 / parameter.shape[-1] ** 0.5)
             elif "norm" in name:
                 parameter.copy_((0 if gemma else 1) + 0.3 * noise)
-            elif name.endswith("gate_up_proj"):
+            elif name.endswith("gate_up_proj") and "GptOss" in type(model).__name__:
                 parameter.copy_(noise * 6 / parameter.shape[-1] ** 0.5)  # beyond the clamps
             elif name.endswith("bias"):
                 parameter.copy_(0.5 * noise)

@@ -109,9 +109,12 @@ def test_the_first_failure_is_the_code_of_the_job(cluster, capfd):
 
 def test_the_task_with_an_error_of_its_own_is_named_not_one_that_was_told_and_ended_before(cluster, capfd):
     text = PRINT + (
-        "import pathlib, signal, time; ended = pathlib.Path('ended'); signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "import pathlib, signal, time; ended, deaf = pathlib.Path('ended'), pathlib.Path('deaf')\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
         "if os.environ['SLURM_PROCID'] == '1':\n"
+        "    while not deaf.exists(): time.sleep(0.02)\n"  # the other one would end by Slurm's signal before its error
         "    ended.touch(); sys.exit(1)\n"
+        "deaf.touch()\n"
         "while not ended.exists(): time.sleep(0.02)\n"
         "time.sleep(0.1); raise KeyError('question')"
     )

@@ -21,7 +21,8 @@ class Grid:
 
     @property
     def devices(self):
-        return np.array([type("Device", (), {"platform": self.platform})()])
+        device = type("Device", (), {"platform": self.platform})()
+        return np.full(tuple(self.shape.values()), device)
 
 
 def test_characters_are_tokens_and_come_back():
