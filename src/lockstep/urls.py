@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 log = get_logger(__name__)
 
+PLACEHOLDER: Final = "YOUR_BUCKET"
+"""The name of a bucket in configurations as they are shipped."""
 PROTOCOLS: Final = ("file", "local", "memory", "gs", "gcs", "s3", "az", "abfs", "hf", "http", "https")
 """The schemes of URLs that are read. Other file systems of fsspec read what a URL names as instructions: ``reference``
 renders its templates with jinja2, which runs code."""
@@ -54,12 +56,18 @@ def url_to_fs(url: str | os.PathLike[str]) -> tuple[Any, str]:
     """Return the fsspec file system of a path or URL, and the path in it.
 
     Raises:
-        ConfigError: `check_url` refuses it.
+        ConfigError: `check_url` refuses it, or it has the `PLACEHOLDER` of a bucket.
         ImportError: The package for its protocol is not installed.
     """
     import fsspec
 
-    filesystem, path = fsspec.core.url_to_fs(check_url(url))
+    text = check_url(url)
+    if PLACEHOLDER in text:  # the bucket's client would ask for credentials for a minute first
+        raise ConfigError(
+            f"{without_credentials(text)!r} has {PLACEHOLDER} of a shipped configuration in it. Put the name of your "
+            "bucket there."
+        )
+    filesystem, path = fsspec.core.url_to_fs(text)
     return filesystem, path
 
 

@@ -139,9 +139,16 @@ def go(page, **state):
     drawn(page)
 
 
-def state_of(page):
-    page.wait_for_timeout(250)  # the address follows
-    return dict(urllib.parse.parse_qsl(page.evaluate("location.hash.slice(1)")))
+def check_state(page, state):
+    """The address follows what is shown, after a moment."""
+
+    def found():
+        return dict(urllib.parse.parse_qsl(page.evaluate("location.hash.slice(1)")))
+
+    end = time.monotonic() + 20
+    while found() != state and time.monotonic() < end:
+        page.wait_for_timeout(20)
+    assert found() == state
 
 
 def parts_of(page):
@@ -311,7 +318,7 @@ def test_keys_move_through_steps_and_prompts(page_of):
     drawn(page)
     assert page.text_content(".detail-head h2") == "Prompt #1"
     assert parts_of(page) == [["span", "answer 1 at "], ["del", "0"], ["ins", "10"]]
-    assert state_of(page) == {"step": "10", "prompt": "1", "mode": "difference"}
+    check_state(page, {"step": "10", "prompt": "1", "mode": "difference"})
     press("Home")
     press("ArrowLeft")
     drawn(page)
@@ -371,14 +378,12 @@ def test_an_address_leads_to_what_was_shown(page_of, reports):
     page = page_of(STEPS)
     page.select_option("#metric", "num_tokens")
     page.select_option("#base", "first")
-    page.fill("#search", "answer & <b>")
-    page.wait_for_timeout(150)
-    page.fill("#search", "answer")
-    page.wait_for_timeout(150)
+    for text in ("answer & <b>", "answer"):
+        page.fill("#search", text)
+        until(page, f"new URLSearchParams(location.hash.slice(1)).get('q') === {text!r}")
     page.click(".item >> nth=3")
     page.locator("#step").fill("1")
-    state = state_of(page)
-    assert state == {
+    state = {
         "metric": "num_tokens",
         "base": "first",
         "q": "answer",
@@ -386,6 +391,7 @@ def test_an_address_leads_to_what_was_shown(page_of, reports):
         "step": "10",
         "mode": "difference",
     }
+    check_state(page, state)
     other = reports.open(page.url.removeprefix("file://").partition("#")[0], **state)
     for script in ("document.querySelector('main').textContent", "document.getElementById('search').value"):
         assert other.evaluate(script) == page.evaluate(script)

@@ -50,6 +50,11 @@ def test_paths_and_the_protocols_of_the_list_pass(url):
     assert check_url(url) == check_url(Path(url) if "://" not in url else url) == url
 
 
+def test_the_bucket_of_a_shipped_configuration_is_named_before_anything_is_asked_of_it():
+    with pytest.raises(ConfigError, match=r"'gs://YOUR_BUCKET/x' has YOUR_BUCKET .* Put the name of your bucket there"):
+        url_to_fs("gs://YOUR_BUCKET/x")
+
+
 def test_a_checkpoint_is_where_its_library_can_be():
     """``etils.epath`` takes other protocols for local paths: ``memory://run`` became a directory ``memory:``."""
     with pytest.raises(ConfigError, match="checkpoints cannot be at 'memory://run': give a local directory, or"):

@@ -49,7 +49,9 @@ def test_the_engine_writes_what_transformers_writes(family: str, layout: Any) ->
     assert [list(answer.tokens) for answer in got] == golden["generated"].tolist()
 
 
-@pytest.mark.parametrize("family", [mostly_fast(name, slow=("mixtral",)) for name in FAMILIES])
+@pytest.mark.parametrize(
+    "family", [mostly_fast(name, slow=("mixtral", "qwen2_moe", "qwen3_moe", "qwen3_moe_mixed")) for name in FAMILIES]
+)
 def test_every_parameter_has_a_gradient(family: str) -> None:
     golden = np.load(GOLDEN / family / "golden.npz")
     model = load(GOLDEN / family, "1,1,1")
@@ -65,7 +67,7 @@ def test_every_parameter_has_a_gradient(family: str) -> None:
         assert np.all(np.isfinite(layers)) and np.all(layers.max(axis=1) > 0), name
 
 
-@pytest.mark.parametrize("family", [mostly_fast(name, slow=("mixtral",)) for name in FAMILIES])
+@pytest.mark.parametrize("family", [mostly_fast(name, slow=("mixtral", "qwen2_moe", "qwen3_moe")) for name in FAMILIES])
 def test_a_saved_checkpoint_is_the_one_that_was_loaded(family: str, tmp_path: Path) -> None:
     model = load_hf(str(GOLDEN / family), make_mesh("1,1,2", jax.devices()[:2]), dtype=jnp.bfloat16)
     save_hf(model, tmp_path / "out", max_shard_bytes=20_000)
