@@ -247,7 +247,10 @@ class MixedLayers(eqx.Module):
 
         def scan(x: NamedArray, angles: Any, segment_ids: Any, layer_kind: Any) -> tuple[NamedArray, RouterSums]:
             def run(x: NamedArray, layers: Any, kinds: Any) -> Any:
-                stack = Stacked(layers, layers.attention.q.resolve_axis("layer"), policy)
+                # Not of a projection, which may have adapters.
+                leaves = jax.tree.leaves(layers, is_leaf=lambda leaf: isinstance(leaf, NamedArray))
+                axis = next(leaf.resolve_axis("layer") for leaf in leaves if isinstance(leaf, NamedArray))
+                stack = Stacked(layers, axis, policy)
                 return stack.scan_via(call)(x, angles, segment_ids, kinds)
 
             def unit(x: NamedArray, runs: Sequence[Any]) -> tuple[NamedArray, RouterSums | None]:
