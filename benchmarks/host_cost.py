@@ -50,7 +50,7 @@ import numpy as np
 
 from benchmarks.workers import report, run_workers, write_json
 from lockstep.engine import Gate
-from lockstep.engine.decoder.transformer import pack
+from lockstep.engine.decoder.packing import pack
 from lockstep.engine.launches import launch_all
 from lockstep.engine.schedule import Capacity, DecodeBatch, DecodeResults, Scheduler
 from lockstep.placement import make_decode_mesh, make_mesh

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from lockstep.engine.decoder.build import Programs
+from lockstep.engine.decoder.packing import pack
 from lockstep.engine.decoder.prefill import unpack_prompt_logprobs
-from lockstep.engine.decoder.transformer import pack
 from lockstep.engine.schedule import (
     CopyPagesBatch,
     DecodeBatch,

@@ -66,6 +66,8 @@ from lockstep.models.rope import YarnScaling as YarnScaling
 from lockstep.models.trainable import as_trainable as as_trainable
 from lockstep.models.trainable import layer_products as layer_products
 from lockstep.models.trainable import skeleton as skeleton
+from lockstep.models.weights import MLP_WEIGHTS as MLP_WEIGHTS
+from lockstep.models.weights import SPARSE_WEIGHTS as SPARSE_WEIGHTS
 from lockstep.models.weights import STACKED as STACKED
 from lockstep.models.weights import TENSOR_DIMS as TENSOR_DIMS
 from lockstep.models.weights import WEIGHT_AXES as WEIGHT_AXES

@@ -15,6 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from lockstep.errors import ConfigError
 from lockstep.models.block import hidden
+from lockstep.models.weights import MLP_WEIGHTS, SPARSE_WEIGHTS
 from lockstep.placement import QuantizedWeight, matmul
 
 
@@ -88,9 +89,9 @@ class Experts:
     def layers_of(self, weight: str, layers: Sequence[int]) -> Sequence[int]:
         """The layers that have a weight, of those of a model."""
         only = self.mlp_only_layers
-        if only and weight in ("gate", "up", "down"):
+        if only and weight in MLP_WEIGHTS:
             return only
-        if only and weight.startswith(("router", "expert_", "shared_")):
+        if only and weight in SPARSE_WEIGHTS:
             return tuple(layer for layer in layers if layer not in only)
         return layers
 

@@ -117,6 +117,13 @@ that has none is copied to each. The number is right for weights with flattened 
 first."""
 
 
+MLP_WEIGHTS: Final = ("gate", "up", "down")
+"""Names of the weights of a layer that has an MLP, beside those that all layers have."""
+
+SPARSE_WEIGHTS: Final = frozenset(name for name in WEIGHT_AXES if name.startswith(("router", "expert_", "shared_")))
+"""Names of the weights of a layer that has experts instead."""
+
+
 def tensor_dims(experts: int, tensor: int) -> Mapping[str, int]:
     """`TENSOR_DIMS` where a model's experts are shared out among the devices of a replica, if their number allows it.
 

@@ -10,8 +10,9 @@ from jax.sharding import NamedSharding
 
 from lockstep.engine.decode_model import DecodeModel
 from lockstep.engine.decoder.decode import decode_function, verify_function
+from lockstep.engine.decoder.packing import Batch, pack
 from lockstep.engine.decoder.prefill import copy_pages_function, prefill_function, prompt_logprobs_function
-from lockstep.engine.decoder.transformer import Batch, Transformer, pack
+from lockstep.engine.decoder.transformer import Transformer
 from lockstep.engine.schedule import (
     Capacity,
     CopyPagesBatch,

@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from lockstep.engine.decoder.transformer import Transformer, pack_results, unpack
+from lockstep.engine.decoder.packing import pack_results, unpack
+from lockstep.engine.decoder.transformer import Transformer
 from lockstep.engine.idle_replicas import own_steps
 from lockstep.engine.sampling.logprobs import top_logprobs
 from lockstep.engine.sampling.sampler import start_sampler

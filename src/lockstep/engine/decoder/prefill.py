@@ -14,7 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int32
 
-from lockstep.engine.decoder.transformer import Transformer, pack_results, unpack
+from lockstep.engine.decoder.packing import pack_results, unpack
+from lockstep.engine.decoder.transformer import Transformer
 from lockstep.engine.idle_replicas import run_if_busy
 from lockstep.engine.sampling.logprobs import target_logprobs, top_logprobs
 from lockstep.engine.schedule import NULL_PAGE, Capacity, CopyPagesBatch, PrefillBatch, PromptLogprobsBatch, as_floats

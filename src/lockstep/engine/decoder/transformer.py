@@ -2,16 +2,17 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Set
 from typing import Final
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, Int32
+from jaxtyping import Array, Bool, Float, Int
 
-from lockstep.engine.schedule import CopyPagesBatch, DecodeBatch, PrefillBatch, PromptLogprobsBatch, VerifyBatch
 from lockstep.models import (
+    MLP_WEIGHTS,
+    SPARSE_WEIGHTS,
     WEIGHT_AXES,
     DecoderWeights,
     ExpertWeights,
@@ -28,55 +29,8 @@ from lockstep.models.attention import Heads, ScoreModifier
 from lockstep.placement import DecodeMesh, LayoutTree, QuantizedWeight, drop_layers, matmul, read, read_outer
 from lockstep.placement.device import add_blocks, barrier, blocks_of, product, tree_sum
 
-type Batch = PrefillBatch | CopyPagesBatch | PromptLogprobsBatch | DecodeBatch | VerifyBatch
-
-
-def pack(batch: Batch) -> Int32[np.ndarray, "replica word"]:
-    """Returns all arrays of a batch as one; the number of steps of a decode batch is repeated for each replica."""
-    arrays = list(_arrays(batch).values())
-    return np.concatenate([array.reshape(len(array), array[0].size).view(np.int32) for array in arrays], axis=1)
-
-
-def unpack(packed: Int32[Array, " word"], like: Batch) -> dict[str, Array]:
-    """Returns a replica's part of each array of a batch by name, inside a program.
-
-    Args:
-        packed: A row of the packed batch.
-        like: A batch of the same kind and the same shapes.
-    """
-    arrays = _arrays(like)
-    sizes = [array[0].size for array in arrays.values()]
-    parts = jnp.split(packed, np.cumsum(sizes)[:-1].tolist())
-    return {
-        name: jax.lax.bitcast_convert_type(part.reshape(array.shape[1:]), array.dtype)
-        for (name, array), part in zip(arrays.items(), parts, strict=True)
-    }
-
-
-def pack_results(results: Sequence[Array], decode_mesh: DecodeMesh) -> Int32[Array, "replica part a b"]:
-    """Returns results as one array that is replicated on every device, inside ``shard_map``; at most one collective.
-
-    Args:
-        results: A replica's arrays ``[a, b]``, which become a part, or ``[a, b, n]``, which become n parts.
-        decode_mesh: The decode mesh.
-    """
-    parts = [jnp.moveaxis(each, -1, 0) if each.ndim == 3 else each[None] for each in results]
-    packed = jnp.concatenate([jax.lax.bitcast_convert_type(each, jnp.int32) for each in parts])
-    return jax.lax.all_gather(packed, decode_mesh.replica_axes) if decode_mesh.replica_axes else packed[None]
-
-
-def _arrays(batch: Batch) -> dict[str, np.ndarray]:
-    if isinstance(batch, VerifyBatch):
-        return {**_arrays(batch.decode), "drafts": batch.drafts}
-    if not isinstance(batch, DecodeBatch):
-        return {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
-    return {"num_steps": np.full(len(batch.token), batch.num_steps, np.int32), **batch.arrays()}
-
-
 LAYER: Final = frozenset(field.name for field in dataclasses.fields(LayerWeights))
-MLP: Final = ("gate", "up", "down")
 EXPERTS: Final = tuple(name for name, axes in WEIGHT_AXES.items() if "expert" in axes[:-1])
-SPARSE: Final = tuple(name for name in LAYER if name.startswith(("router", "expert_", "shared_")))
 
 type Write[Cache] = Callable[[Cache, Array, Array], Cache]
 """Takes the cache, a layer and K/V ``[sequence, query, 2 * kv_heads, head]``; returns the cache with them written."""
@@ -242,7 +196,7 @@ class Transformer:
 
     def _layer(self, weights: LayerWeights, index: Array) -> LayerWeights:
         """Returns one layer's weights as this device needs them, without its MLP where layers differ in it."""
-        return self._at(weights, index, LAYER - {*MLP, *SPARSE} if self.config.mixes_mlps else LAYER)
+        return self._at(weights, index, LAYER - {*MLP_WEIGHTS, *SPARSE_WEIGHTS} if self.config.mixes_mlps else LAYER)
 
     def _at(self, weights: LayerWeights, index: Array, names: Set[str]) -> LayerWeights:
         """Returns some weights at a place of their stack. Indexed inside a loop, blocks are read in place.
@@ -306,10 +260,10 @@ class Transformer:
         dense = np.isin(range(self.config.num_layers), self.config.layers_of("up"))
         place = jnp.asarray(np.where(dense, np.cumsum(dense), np.cumsum(~dense)) - 1)[index]
 
-        def branch(names: tuple[str, ...]) -> Callable[[Array], Array]:
-            return lambda h: self._mlp(self._at(weights, place, {*names}), h, place, valid)
+        def branch(names: Set[str]) -> Callable[[Array], Array]:
+            return lambda h: self._mlp(self._at(weights, place, names), h, place, valid)
 
-        return jax.lax.cond(jnp.asarray(dense)[index], branch(MLP), branch(SPARSE), h)
+        return jax.lax.cond(jnp.asarray(dense)[index], branch({*MLP_WEIGHTS}), branch(SPARSE_WEIGHTS), h)
 
     def _mlp(self, w: LayerWeights, h: Array, index: Array, valid: Array) -> Array:
         """Returns what the MLP answers, or the sum of the experts that each token is given to.
@@ -348,7 +302,10 @@ class Transformer:
         epsilon, offset = self.config.layer_norm_epsilon, self.config.variant.norm_offset
         if not self.config.exact or weight is None:
             return block.rms_norm(x, weight, epsilon, offset=offset)
-        mean = lambda squares: barrier(tree_sum(squares)[..., None] / weight.size)  # noqa: E731
+
+        def mean(squares: Array) -> Array:
+            return jnp.asarray(barrier(tree_sum(squares)[..., None] / weight.size))
+
         return barrier(block.rms_norm(barrier(x), weight, epsilon, offset=offset, mean=mean))
 
     def _wide_norm(self, x: Array, weight: Array | None) -> Array:

@@ -44,7 +44,6 @@ class GptOssConfig(LlamaConfig):
 
 MLP: Final = llama.LAYER + "mlp."
 ATTENTION: Final = llama.LAYER + "self_attn."
-ROPE: Final = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
 
 
 def _read(hf: Mapping[str, Any]) -> dict[str, Any]:
@@ -59,12 +58,12 @@ def _read(hf: Mapping[str, Any]) -> dict[str, Any]:
         num_experts_per_tok=required(hf, "num_experts_per_tok"),
         load_balancing_coef=hf["router_aux_loss_coef"],
     )
-    parameters = hf.get("rope_parameters") or hf.get("rope_scaling") or ROPE
+    has_rope = hf.get("rope_parameters") or hf.get("rope_scaling")
     return {
         "qkv_bias": True,
         "activation": "clamped_swiglu",
         "experts": experts,
-        "rope": rope_from_hf({**hf, "rope_parameters": parameters}),
+        "rope": rope_from_hf(hf) if has_rope else dataclasses.replace(GptOssConfig().rope, theta=hf["rope_theta"]),
         **windows(hf["sliding_window"], hf.get("layer_types"), every=2, layers=hf["num_hidden_layers"]),
     }
 

@@ -1,0 +1,56 @@
+"""The arrays of a launch and its results, each as one array: one transfer to a device, and one from it."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int32
+
+from lockstep.engine.schedule import CopyPagesBatch, DecodeBatch, PrefillBatch, PromptLogprobsBatch, VerifyBatch
+from lockstep.placement import DecodeMesh
+
+type Batch = PrefillBatch | CopyPagesBatch | PromptLogprobsBatch | DecodeBatch | VerifyBatch
+
+
+def pack(batch: Batch) -> Int32[np.ndarray, "replica word"]:
+    """Returns all arrays of a batch as one; the number of steps of a decode batch is repeated for each replica."""
+    arrays = list(_arrays(batch).values())
+    return np.concatenate([array.reshape(len(array), array[0].size).view(np.int32) for array in arrays], axis=1)
+
+
+def unpack(packed: Int32[Array, " word"], like: Batch) -> dict[str, Array]:
+    """Returns a replica's part of each array of a batch by name, inside a program.
+
+    Args:
+        packed: A row of the packed batch.
+        like: A batch of the same kind and the same shapes.
+    """
+    arrays = _arrays(like)
+    sizes = [array[0].size for array in arrays.values()]
+    parts = jnp.split(packed, np.cumsum(sizes)[:-1].tolist())
+    return {
+        name: jax.lax.bitcast_convert_type(part.reshape(array.shape[1:]), array.dtype)
+        for (name, array), part in zip(arrays.items(), parts, strict=True)
+    }
+
+
+def pack_results(results: Sequence[Array], decode_mesh: DecodeMesh) -> Int32[Array, "replica part a b"]:
+    """Returns results as one array that is replicated on every device, inside ``shard_map``; at most one collective.
+
+    Args:
+        results: A replica's arrays ``[a, b]``, which become a part, or ``[a, b, n]``, which become n parts.
+        decode_mesh: The decode mesh.
+    """
+    parts = [jnp.moveaxis(each, -1, 0) if each.ndim == 3 else each[None] for each in results]
+    packed = jnp.concatenate([jax.lax.bitcast_convert_type(each, jnp.int32) for each in parts])
+    return jax.lax.all_gather(packed, decode_mesh.replica_axes) if decode_mesh.replica_axes else packed[None]
+
+
+def _arrays(batch: Batch) -> dict[str, np.ndarray]:
+    if isinstance(batch, VerifyBatch):
+        return {**_arrays(batch.decode), "drafts": batch.drafts}
+    if not isinstance(batch, DecodeBatch):
+        return {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
+    return {"num_steps": np.full(len(batch.token), batch.num_steps, np.int32), **batch.arrays()}
