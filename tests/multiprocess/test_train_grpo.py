@@ -213,6 +213,7 @@ def test_the_first_step_is_the_same_on_four_processes(oracle):
     check_meshes(results, oracle, meshes)
 
 
+@pytest.mark.slow
 def test_a_reward_that_fails_on_one_host_costs_its_answers_their_reward():
     leader, other = run_processes(body_failing_reward, processes=2, devices=2, timeout_s=200)
     assert leader["failed"] == runs.BATCH / 2 and leader["least"] <= -2.5

@@ -147,6 +147,7 @@ def test_the_oracle_sees_a_wrong_token() -> None:
         assert_same_tokens(want, [])
 
 
+@pytest.mark.slow
 def test_what_is_compared_has_both_endings_and_many_lengths() -> None:
     for family in FAMILIES:
         want = expected(family, VOCAB)

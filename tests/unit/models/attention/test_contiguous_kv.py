@@ -33,7 +33,9 @@ def arrays():
 
 
 @pytest.mark.parametrize("chunk", [PAGES * PAGE_SIZE, 8, 4])
-@pytest.mark.parametrize("position", [(0, 0, 0), (0, 7, 19), (8, 3, 12)])
+@pytest.mark.parametrize(
+    "position", [(0, 7, 19), *(pytest.param(each, marks=pytest.mark.slow) for each in [(0, 0, 0), (8, 3, 12)])], ids=str
+)
 @pytest.mark.parametrize("modifier", [ScoreModifier(), ScoreModifier(soft_cap=2.0, window=5)])
 def test_it_equals_paged_attention(arrays, chunk, position, modifier, monkeypatch):
     monkeypatch.setattr(module, "CONTEXT_CHUNK", chunk)

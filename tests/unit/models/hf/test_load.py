@@ -104,6 +104,7 @@ def load_on_own_device(hosts: Hosts, urls: list[str], timeout_s: float) -> str:
     return text
 
 
+@pytest.mark.slow
 def test_hosts_that_read_slowly_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     SlowFiles.reads.clear()
     monkeypatch.setattr(SlowFiles, "seconds", 0.25)

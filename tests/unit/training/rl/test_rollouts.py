@@ -64,7 +64,10 @@ def test_a_rollout_is_sampled_once_for_all_of_its_updates(plain):
     assert len(rollouts.engine.compilations) == len(rollouts.engine.programs), "nothing was compiled twice"
 
 
-@pytest.mark.parametrize(("mesh", "blocks", "loss"), [("auto", False, {}), ("2,1,2", True, runs.AHEAD)])
+@pytest.mark.parametrize(
+    ("mesh", "blocks", "loss"),
+    [("auto", False, {}), pytest.param("2,1,2", True, runs.AHEAD, marks=pytest.mark.slow)],
+)
 def test_the_engine_and_the_trainer_have_the_same_probabilities(mesh, blocks, loss, monkeypatch):
     """At a temperature, of a model whose vocabulary is padded: with all logits at once, or in blocks on two devices."""
     if blocks:
