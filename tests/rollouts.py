@@ -5,16 +5,24 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+import haliax as hax
+import jax
 import numpy as np
 
-from lockstep.models import LlamaConfig
+from lockstep.models import Experts, LlamaConfig, Qwen3MoeConfig
+from lockstep.models.trainable import skeleton
+from lockstep.placement import place
 from lockstep.text import Prompt, token_count
-from lockstep.training import GrpoConfig, OptimizerConfig, RolloutConfig, Trainer, TrainerConfig
+from lockstep.training import GrpoConfig, OptimizerConfig, RolloutConfig, Trainer, TrainerConfig, parameter_shardings
 from lockstep.training.rl import GrpoRunFields, Questions, Rollouts
 from lockstep.training.rl.rewards import FunctionReward, LengthReward
 from tests import tiny
 
 BATCH, GROUP, ROW, NEW = 16, 4, 24, 8
+EXPERTS = Qwen3MoeConfig(
+    max_seq_len=ROW, hidden_dim=32, intermediate_dim=48, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=8,
+    experts=Experts(num_experts=6, num_experts_per_tok=2, intermediate_dim=16),
+)  # fmt: skip
 AHEAD = {"use_rollout_logprobs": False, "importance_cap": 2.0}
 """The settings of the loss that ``rollout_ahead`` needs."""
 
@@ -82,7 +90,7 @@ def make(
     if optimizer is None:
         optimizer = OptimizerConfig(learning_rate=1e-2, warmup=0).build(steps)
     trainer = Trainer(config, optimizer, objective, hosts, tracker=tracker)
-    initial = tiny.init_model(trainer, vocab, model)
+    initial = tiny.init_model(trainer, vocab, model) if model.experts is None else drawn(model, trainer.mesh)
     rollouts = Rollouts(
         settings,
         objective,
@@ -96,9 +104,22 @@ def make(
         tracker=trainer.tracker,
         run_dir=None if config.run_id is None else Path(config.log_dir) / config.run_id,
         engine=engine,
+        model=model,
     )
     trainer.add_hook(rollouts)
     return trainer, rollouts, initial
+
+
+def drawn(config: LlamaConfig, mesh: Any) -> Any:
+    """A model with random weights, the same on every mesh."""
+    rng, model = np.random.default_rng(0), skeleton(tiny.vocab_size(), config)
+
+    def draw(leaf: Any, sharding: Any) -> Any:
+        values = 0.3 * rng.standard_normal([axis.size for axis in leaf.axes]).astype(np.float32)
+        return hax.named(place(values, jax.tree.leaves(sharding)[0]), leaf.axes)
+
+    shardings = parameter_shardings(model, mesh)
+    return jax.tree.map(draw, model, shardings, is_leaf=lambda leaf: isinstance(leaf, hax.NamedArray))
 
 
 @dataclasses.dataclass

@@ -2,8 +2,12 @@
 
 import dataclasses
 import enum
+import hashlib
 import math
 from typing import ClassVar
+
+import numpy as np
+from jaxtyping import Int16
 
 from lockstep.errors import ConfigError, PromptError
 
@@ -194,6 +198,8 @@ class SamplingParams(SamplingRules):
     prompt_logprobs: bool = False
     """Whether to report the log-probabilities of the prompt's own tokens too, see `Completion`; the prompt is read
     twice for that."""
+    routed_experts: bool = False
+    """Whether to report the experts that each token was given to, see `Completion`; the model must have experts."""
     stop: tuple[str, ...] = ()
     """A completion ends with the token at which its text first contains one of these strings, whatever ``min_tokens``
     and ``ignore_eos``. That token is kept, the text shown ends before the string. The engine needs ``find_stop`` for
@@ -331,6 +337,22 @@ class Request:
             )
 
 
+@dataclasses.dataclass(frozen=True)
+class RoutedExperts:
+    """The experts of the tokens of a prompt and its completion, as the engine chose them: int16, little-endian."""
+
+    shape: tuple[int, int, int]
+    """The numbers of tokens, of layers, and of experts that a token is given to."""
+    packed: bytes
+
+    def __repr__(self) -> str:
+        return f"RoutedExperts({self.shape}, sha256 {hashlib.sha256(self.packed).hexdigest()})"
+
+    def numbers(self) -> Int16[np.ndarray, "token layer choice"]:
+        """Return the experts' numbers; -1 in layers whose experts are not computed for a token."""
+        return np.frombuffer(self.packed, "<i2").reshape(self.shape)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Completion:
     """One completion of one prompt.
@@ -351,6 +373,8 @@ class Completion:
             read.
         prompt_top_logprobs: For each prompt token what ``top_logprobs`` has for each sampled one; nothing for the
             first. Empty unless both were asked for.
+        routed_experts: The experts of each token of prompt and completion but the last, which the engine does not read;
+            of a prompt's tokens but its last the last layer computes none. None unless asked for, and without tokens.
 
     Example:
         >>> completion = lockstep.Completion(
@@ -373,3 +397,4 @@ class Completion:
     top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()
     prompt_logprobs: tuple[float | None, ...] = ()
     prompt_top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()
+    routed_experts: RoutedExperts | None = None

@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 from lockstep.credentials import get_logger
 from lockstep.engine.config import EngineConfig, tensor_size
 from lockstep.engine.decode_model import DecodeModel
+from lockstep.engine.decoder.transformer import routed_shape
 from lockstep.engine.launches import BetweenLaunches, Gate, launch_all
 from lockstep.engine.prepare import Prepared, check_requests, checked, models_for, prepare_programs
 from lockstep.engine.round import generate_on_all
@@ -305,6 +306,7 @@ class Engine:
                 share_prefixes=self.config.share_prefixes,
                 max_prompts=sizing.max_prompts,
                 verify_costs=sizing.verify_costs,
+                routed=routed_shape(self._built.model.config) if sizing.sizes.routed_experts else None,
             )
         except Exception as caught:
             if gate is None:

@@ -2,7 +2,7 @@
 
 import functools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -108,6 +108,7 @@ def launch_all(
     """
     by_replica = decode_mesh.sharding(decode_mesh.replica_axes or None)
     commit: Callable[[], None] | None = None
+    routed: list[Callable[[], None]] = []
     while True:
         batch, error, committed = None, None, commit is not None
         try:
@@ -133,10 +134,15 @@ def launch_all(
         if isinstance(batch, PrefillBatch):
             with around_launch("prefill"):
                 pool = programs.prefill(weights, pool, given)
+            if scheduler.capacity.routed_experts:
+                pool, words = pool
+                routed.append(functools.partial(_commit_routed, scheduler, batch, start_fetch(words)))
         elif isinstance(batch, CopyPagesBatch):
             assert programs.copy_pages is not None
             with around_launch("copy_pages"):
                 pool = programs.copy_pages(pool, given)
+            if scheduler.capacity.routed_experts:
+                routed.append(functools.partial(scheduler.commit_routed, batch))
         elif isinstance(batch, PromptLogprobsBatch):
             assert programs.prompt_logprobs is not None
             with around_launch("prompt_logprobs"):
@@ -149,16 +155,27 @@ def launch_all(
                 fetched = start_fetch(results)
                 ahead = _error_of(scheduler.work_ahead)
                 packed = fetched()
-            commit = functools.partial(_commit, scheduler, batch, packed, ahead)
+            commit = functools.partial(_commit, scheduler, batch, packed, ahead, routed)
+            routed = []
     pool.delete()
 
 
 def _commit(
-    scheduler: Scheduler, batch: DecodeBatch | VerifyBatch, packed: np.ndarray, ahead: Exception | None
+    scheduler: Scheduler,
+    batch: DecodeBatch | VerifyBatch,
+    packed: np.ndarray,
+    ahead: Exception | None,
+    routed: Sequence[Callable[[], None]],
 ) -> None:
     if ahead is not None:
         raise ahead
+    for commit in routed:
+        commit()
     scheduler.commit(batch, DecodeResults(packed=packed))
+
+
+def _commit_routed(scheduler: Scheduler, batch: PrefillBatch, words: Callable[[], np.ndarray]) -> None:
+    scheduler.commit_routed(batch, words())
 
 
 def _commit_prompt_logprobs(scheduler: Scheduler, batch: PromptLogprobsBatch, packed: np.ndarray) -> None:

@@ -14,6 +14,7 @@ from lockstep.models import LlamaConfig, find_preset, load_config, padded_vocab_
 from lockstep.report import EvaluationFields
 from lockstep.text import Prompt, encode, load_tokenizer, read_prompts, token_count
 from lockstep.training import RolloutConfig, SavedModel, TrainConfig
+from lockstep.training.objectives import routing_column
 from lockstep.types import Request, SamplingParams
 
 CHAT_TOKENS: Final = 64
@@ -55,6 +56,9 @@ def training_workload(name: str, config: TrainConfig, model: str | None = None) 
         shape = dataclasses.replace(shape, config=remat)
     config, infeasibilities = _rows_of(config, shape.config.max_seq_len)
     columns = config.columns(shape.config.max_seq_len)
+    if config.rollouts is not None:
+        length = config.data.row_length(shape.config.max_seq_len)
+        columns |= routing_column(shape.config, length, replayed=config.rollouts.replay_routing)
     if config.data.length_buckets:
         notes.append("data.length_buckets: the train step is that of the longest rows, which needs the most memory")
     precision = config.trainer.precision
@@ -168,11 +172,13 @@ def _rollouts(config: TrainConfig, rollout: RolloutConfig, shape: Shape, notes: 
     prompt = min(length - rollout.max_new_tokens, GSM8K_PROMPT)
     count = config.rollout_answers // rollout.n_generations
     notes.append(f"rollout: {count} questions of {prompt} tokens, {rollout.n_generations} answers to each")
+    routed = shape.config.experts is not None
+    params = dataclasses.replace(rollout.sampling_params(()), routed_experts=routed)
     return SamplingWorkload(
         name="rollout",
         engine=rollout.engine_config(config.trainer.precision.compute.name, length),
         engine_block="rollout",
-        requests=_requests([prompt] * count, rollout.sampling_params(()), rollout.drafts),
+        requests=_requests([prompt] * count, params, rollout.drafts),
         steps=config.updates_per_rollout,
     )
 

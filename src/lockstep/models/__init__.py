@@ -13,9 +13,8 @@ from lockstep.models.config import distinct as distinct
 from lockstep.models.config import layer_kinds as layer_kinds
 from lockstep.models.config import rotary_frequencies as rotary_frequencies
 from lockstep.models.experts import Experts as Experts
-from lockstep.models.experts import ExpertWeights as ExpertWeights
 from lockstep.models.experts import RouterSums as RouterSums
-from lockstep.models.experts import mixture as mixture
+from lockstep.models.experts import packed_experts as packed_experts
 from lockstep.models.experts import route as route
 from lockstep.models.families.family import ModelPreset as ModelPreset
 from lockstep.models.families.gpt_oss import GptOssConfig as GptOssConfig
@@ -44,6 +43,7 @@ from lockstep.models.hf.save import save_hf as save_hf
 from lockstep.models.hf.save_plan import SavedTensor as SavedTensor
 from lockstep.models.hf.save_writer import Read as Read
 from lockstep.models.llama import LlamaLMHeadModel as LlamaLMHeadModel
+from lockstep.models.llama_mlp import EngineRouting as EngineRouting
 from lockstep.models.lora import LoraConfig as LoraConfig
 from lockstep.models.lora import LoraModel as LoraModel
 from lockstep.models.lora import join_trained as join_trained
@@ -51,6 +51,8 @@ from lockstep.models.lora import split_trained as split_trained
 from lockstep.models.low_rank import RANK as RANK
 from lockstep.models.low_rank import MergeLora as MergeLora
 from lockstep.models.low_rank import merge_lora as merge_lora
+from lockstep.models.mixture import ExpertWeights as ExpertWeights
+from lockstep.models.mixture import mixture as mixture
 from lockstep.models.reader import read_decoder as read_decoder
 from lockstep.models.registry import UnreadableModelError as UnreadableModelError
 from lockstep.models.registry import UnreadParameterError as UnreadParameterError

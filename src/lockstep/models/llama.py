@@ -18,7 +18,7 @@ from lockstep.models import block
 from lockstep.models.attention import CausalAttention, self_attention
 from lockstep.models.config import LlamaConfig, distinct, layer_kinds
 from lockstep.models.experts import RouterSums
-from lockstep.models.llama_mlp import LlamaExperts, LlamaMlp, MixedLayers, MixedMlps
+from lockstep.models.llama_mlp import EngineRouting, LlamaExperts, LlamaMlp, MixedLayers, MixedMlps
 from lockstep.models.low_rank import Weight, linear
 from lockstep.models.named_block import LlamaAxes, float32_logits, rms_norm, rotary_angles, rotate
 from lockstep.models.remat import scan_policy
@@ -174,8 +174,10 @@ class LlamaLayer(eqx.Module):
         angles: NamedArray,
         segment_ids: NamedArray | None,
         layer_kind: NamedArray | None = None,
+        engine: EngineRouting | None = None,
     ) -> tuple[NamedArray, RouterSums | None]:
-        """Maps ``[batch, position, embed]`` to the same axes; `LlamaAttention` has the other arguments.
+        """Maps ``[batch, position, embed]`` to the same axes; `LlamaAttention` and `LlamaExperts` have the other
+        arguments.
 
         Returns:
             The residual stream, and the sums of the router; None where there are no experts.
@@ -187,7 +189,7 @@ class LlamaLayer(eqx.Module):
             if isinstance(self.mlp, LlamaMlp):
                 return self.mlp(h)
             assert isinstance(self.mlp, LlamaExperts)
-            answers, sums = self.mlp(h, segment_ids)
+            answers, sums = self.mlp(h, segment_ids, engine)
             return answers
 
         # With the stream sharded by the batch axes XLA gathers weights (FSDP) rather than split activations by embed.
@@ -265,11 +267,14 @@ class LlamaLMHeadModel(eqx.Module):
         return self.activations_and_router(input_ids, segment_ids)[0]
 
     def activations_and_router(
-        self, input_ids: NamedArray, segment_ids: NamedArray | None = None
+        self, input_ids: NamedArray, segment_ids: NamedArray | None = None, engine: EngineRouting | None = None
     ) -> tuple[NamedArray, RouterSums | None]:
         """Returns what `activations` does, and the sums of the router of each layer; None where there are no experts.
 
         Padding, whose segment id is 0, is not in the sums.
+
+        Args:
+            engine: The experts that an engine chose for the tokens.
         """
         config, Position = self.config, input_ids.resolve_axis("position")
         if Position.size > config.max_seq_len:
@@ -284,7 +289,7 @@ class LlamaLMHeadModel(eqx.Module):
         x = hax.auto_sharded(self.embed.take("vocab", input_ids))
         x = hax.named(block.scale_embedding(x.array, config.embed_scale), x.axes)
         layers = self.layers.scan_via(LlamaLayer.__call__)
-        x, sums = layers(rms_norm(x, self.embed_norm, config), angles, segment_ids, layer_kind)
+        x, sums = layers(rms_norm(x, self.embed_norm, config), angles, segment_ids, layer_kind, engine)
         return rms_norm(x, self.final_norm, config), sums
 
     def lm_head_array(self) -> NamedArray:

@@ -18,8 +18,9 @@ from jaxtyping import Array
 
 from lockstep.models import block
 from lockstep.models.config import LlamaConfig
-from lockstep.models.experts import ExpertWeights, RouterSums, mixture, route
+from lockstep.models.experts import RouterSums, route
 from lockstep.models.low_rank import Weight, linear
+from lockstep.models.mixture import ExpertWeights, mixture
 from lockstep.models.named_block import LlamaAxes
 from lockstep.models.remat import scan_policy
 from lockstep.placement import PARAMETER_AXES
@@ -67,6 +68,15 @@ class LlamaMlp(eqx.Module):
         xielu = tuple(each.array for each in scalars if each is not None)
         inner = hax.named(block.hidden(self.config.variant.activation, up.array, gate, xielu), up.axes)
         return linear(hax.auto_sharded(inner), self.down, "mlp").rearrange(x.axes)
+
+
+class EngineRouting(eqx.Module):
+    """The experts that an engine chose while it sampled, to compare the model's own choice with or to take."""
+
+    experts: NamedArray
+    """Their numbers ``[batch, position, layer, choice]``, in a layer without ``layer``; -1 where it chose none."""
+    replayed: bool = eqx.field(static=True)
+    """Whether the model takes them."""
 
 
 class LlamaExperts(eqx.Module):
@@ -117,11 +127,14 @@ class LlamaExperts(eqx.Module):
             config=config,
         )
 
-    def __call__(self, x: NamedArray, segment_ids: NamedArray | None) -> tuple[NamedArray, RouterSums]:
+    def __call__(
+        self, x: NamedArray, segment_ids: NamedArray | None, engine: EngineRouting | None = None
+    ) -> tuple[NamedArray, RouterSums]:
         """Maps ``[batch, position, embed]`` to the same axes; each device routes the rows that it has.
 
         Args:
             segment_ids: The document of each position; what is of document 0 is padding, and not in the sums.
+            engine: The experts that an engine chose.
 
         Returns:
             The sum of what the experts answer, and the router's sums.
@@ -144,7 +157,11 @@ class LlamaExperts(eqx.Module):
             # Gathered here, its gradient is scattered while it is summed; XLA would sum all of it on every device.
             return weight if fsdp is None else jax.lax.all_gather(weight, fsdp, axis=axis, tiled=True)
 
-        def compute(tokens: Array, valid: Array, router: Array, router_bias: Any, weights: ExpertWeights) -> Any:
+        replays = engine is not None and engine.replayed
+
+        def compute(
+            tokens: Array, valid: Array, chosen: Any, router: Array, router_bias: Any, weights: ExpertWeights
+        ) -> Any:
             gate, up, down, up_bias, down_bias = weights
             gate, up, down = None if gate is None else whole(gate, 1), whole(up, 1), whole(down, 2)
             if down_bias is not None:
@@ -152,12 +169,13 @@ class LlamaExperts(eqx.Module):
                 if sharded and width is not None:  # in the sum of devices once
                     down_bias = jnp.where(jax.lax.axis_index(width) == 0, down_bias, 0)
             flat = tokens.reshape(-1, tokens.shape[-1])
-            routing = route(flat, router, router_bias, experts)
+            chosen = None if chosen is None else chosen.reshape(len(flat), -1).astype(jnp.int32)
+            routing = route(flat, router, router_bias, experts, chosen if replays else None)
             weights = ExpertWeights(gate, up, down, up_bias, down_bias)
             answers = mixture(flat, routing, weights, self.config.variant.activation)
             if sharded and width is not None:
                 answers = jax.lax.psum(answers, width)
-            sums = RouterSums.of(routing, valid.reshape(-1))
+            sums = RouterSums.of(routing, valid.reshape(-1), chosen)
             return answers.reshape(tokens.shape), jax.tree.map(lambda each: each[None], sums)
 
         if sharded:
@@ -166,6 +184,7 @@ class LlamaExperts(eqx.Module):
                 compute,
                 mesh=mesh,
                 in_specs=(
+                    split,
                     split,
                     split,
                     PartitionSpec(),
@@ -186,7 +205,8 @@ class LlamaExperts(eqx.Module):
         named = ExpertWeights(self.expert_gate, up, self.expert_down, self.expert_gate_up_bias, self.expert_down_bias)
         weights = ExpertWeights(*(None if weight is None else weight.array for weight in named))
         bias = None if self.router_bias is None else self.router_bias.array
-        answers, sums = compute(tokens, valid, self.router.array, bias, weights)
+        chosen = None if engine is None else engine.experts.rearrange((*axes[:-1], "choice")).array
+        answers, sums = compute(tokens, valid, chosen, self.router.array, bias, weights)
         answers = hax.named(answers, axes).rearrange(x.axes)
         if self.shared_up is not None:
             answers = answers + self._shared(x).rearrange(x.axes)
@@ -245,23 +265,25 @@ class MixedLayers(eqx.Module):
         """
         policy = scan_policy(self.config.gradient_checkpointing)
 
-        def scan(x: NamedArray, angles: Any, segment_ids: Any, layer_kind: Any) -> tuple[NamedArray, RouterSums]:
-            def run(x: NamedArray, layers: Any, kinds: Any) -> Any:
+        def scan(
+            x: NamedArray, angles: Any, segment_ids: Any, layer_kind: Any, engine: EngineRouting | None = None
+        ) -> tuple[NamedArray, RouterSums]:
+            def run(x: NamedArray, layers: Any, of_layers: Any) -> Any:
                 # Not of a projection, which may have adapters.
                 leaves = jax.tree.leaves(layers, is_leaf=lambda leaf: isinstance(leaf, NamedArray))
                 axis = next(leaf.resolve_axis("layer") for leaf in leaves if isinstance(leaf, NamedArray))
                 stack = Stacked(layers, axis, policy)
-                return stack.scan_via(call)(x, angles, segment_ids, kinds)
+                return stack.scan_via(call)(x, angles, segment_ids, *of_layers)
 
             def unit(x: NamedArray, runs: Sequence[Any]) -> tuple[NamedArray, RouterSums | None]:
                 found = None
-                for layers, kinds in runs:
-                    x, sums = run(x, layers, kinds)
+                for layers, of_layers in runs:
+                    x, sums = run(x, layers, of_layers)
                     found = found if sums is None else sums
                 return x, found
 
             parts: list[RouterSums] = []
-            for runs, repeats in self._units(layer_kind):
+            for runs, repeats in self._units((layer_kind, engine)):
                 if repeats == 1:
                     x, sums = unit(x, runs)
                 else:
@@ -272,10 +294,13 @@ class MixedLayers(eqx.Module):
 
         return scan
 
-    def _units(self, layer_kind: NamedArray | None) -> list[tuple[list[Any], int]]:
-        """Returns for each unit its runs, each as layers and their kinds, and how often it repeats.
+    def _units(self, of_layers: Any) -> list[tuple[list[Any], int]]:
+        """Returns for each unit its runs, each as layers and what is theirs, and how often it repeats.
 
         Where it does, arrays have an axis ``repeat`` before that of the layer.
+
+        Args:
+            of_layers: The kinds of the layers, and the experts that an engine chose, by layer.
         """
         only, units = self.config.layers_of("up"), list[tuple[list[Any], int]]()
         common, mlps = dataclasses.replace(self.stacked, mlp=None), self.stacked.mlp
@@ -285,8 +310,8 @@ class MixedLayers(eqx.Module):
             runs: list[Any] = []
             for dense, count in unit:
                 mlp = _layers(mlps.dense if dense else mlps.sparse, taken[dense], repeats, count, 0, count)
-                layers, kinds = _layers((common, layer_kind), first, repeats, length, offset, count)
-                runs.append((dataclasses.replace(layers, mlp=mlp), kinds))
+                layers, cut = _layers((common, of_layers), first, repeats, length, offset, count)
+                runs.append((dataclasses.replace(layers, mlp=mlp), cut))
                 taken[dense] += repeats * count
                 offset += count
             units.append((runs, repeats))

@@ -20,6 +20,7 @@ from lockstep.hosts import Hosts, Ledger, Watchdog
 from lockstep.models.config import LlamaConfig
 from lockstep.models.experts import RouterSums
 from lockstep.models.llama import LlamaLMHeadModel
+from lockstep.models.llama_mlp import EngineRouting
 from lockstep.models.low_rank import RANK, AdaptedWeight, LowRankPair, MergeLora
 from lockstep.models.registry import read_registered, register_reader
 from lockstep.models.trainable import skeleton
@@ -185,10 +186,10 @@ class LoraModel(eqx.Module):
         return self.adapted().activations(input_ids, segment_ids)
 
     def activations_and_router(
-        self, input_ids: NamedArray, segment_ids: NamedArray | None = None
+        self, input_ids: NamedArray, segment_ids: NamedArray | None = None, engine: EngineRouting | None = None
     ) -> tuple[NamedArray, RouterSums | None]:
         """Returns what `LlamaLMHeadModel.activations_and_router` does."""
-        return self.adapted().activations_and_router(input_ids, segment_ids)
+        return self.adapted().activations_and_router(input_ids, segment_ids, engine)
 
     def lm_head_array(self) -> NamedArray:
         """Returns the output layer, see `LlamaLMHeadModel.lm_head_array`."""

@@ -15,9 +15,10 @@ import pytest
 from lockstep.engine import Engine, EngineConfig
 from lockstep.errors import CapacityError, ConfigError, LockstepError, PromptError
 from lockstep.hosts import current
-from lockstep.types import Request
+from lockstep.models.experts import Routing, route
+from lockstep.types import Drafts, Request
 from tests.oracle import assert_same_tokens, oracle_completions
-from tests.unit.engine.models import LLAMA, VOCAB, mesh_of, mixed_requests, model_on, request
+from tests.unit.engine.models import FAMILIES, LLAMA, VOCAB, mesh_of, mixed_requests, model_on, request
 
 
 @pytest.fixture(scope="module")
@@ -337,3 +338,47 @@ def test_what_was_not_prepared_for_is_refused_when_it_is_read() -> None:
     ):
         with pytest.raises(error, match=text):
             list(engine.stream(model, [first, second]))
+
+
+def test_the_experts_of_tokens_are_those_of_the_training_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, alone = model_on("1,2,2", FAMILIES["experts"]), model_on("1,1,1", FAMILIES["experts"])
+    routed = [
+        dataclasses.replace(each, params=dataclasses.replace(each.params, routed_experts=True))
+        for each in mixed_requests()
+    ]
+    config = EngineConfig(layout={"tensor": 2}, page_size=8, max_seqs=4, max_steps_per_launch=5)
+    plain = Engine(config, mesh_of("1,2,2")).generate(model, mixed_requests())
+    found = Engine(config, mesh_of("1,2,2")).generate(model, routed)
+    assert [dataclasses.replace(each, routed_experts=None) for each in found] == plain
+    answers = [tuple(each.tokens for each in found if each.prompt_id == one.prompt_id) for one in routed]
+    drafted = [
+        dataclasses.replace(one, drafts=Drafts(answers=answer)) for one, answer in zip(routed, answers, strict=True)
+    ]
+    engine = Engine(config, mesh_of("1,2,2"))
+    verified = engine.generate(model, drafted)
+    assert any(name.startswith("verify") for name in engine.ledger.launches)
+    chosen: list[np.ndarray] = []
+
+    def recorded(*args: Any) -> Routing:
+        routing = route(*args)
+        jax.debug.callback(lambda experts: chosen.append(np.asarray(experts)), routing.experts, ordered=True)
+        return routing
+
+    monkeypatch.setattr("lockstep.models.llama_mlp.route", recorded)
+    prompts = {one.prompt_id: one.prompt_tokens for one in routed}
+    rows = np.zeros((len(found), 64), np.int32)
+    for row, each in zip(rows, found, strict=True):
+        row[: len(prompts[each.prompt_id]) + len(each.tokens)] = (*prompts[each.prompt_id], *each.tokens)
+    jax.block_until_ready(eqx.filter_jit(alone)(hax.named(rows, ("batch", "position"))))
+    jax.effects_barrier()
+    expected = np.stack(chosen, axis=1).reshape(*rows.shape, 2, -1)
+    for each, same, experts in zip(found, verified, expected, strict=True):
+        prompt = len(prompts[each.prompt_id])
+        experts[: prompt - 1, -1] = -1  # of a prompt's last layer K and V are enough
+        assert each.routed_experts is not None and each.routed_experts == same.routed_experts
+        np.testing.assert_array_equal(each.routed_experts.numbers(), experts[: prompt + len(each.tokens) - 1])
+
+
+def test_experts_of_a_model_without_any_are_refused(engine: Engine, model: Any) -> None:
+    with pytest.raises(ConfigError, match=r"routed_experts of prompt 0 is true; the model has no experts"):
+        engine.check(model, [request(0, 3, routed_experts=True)])

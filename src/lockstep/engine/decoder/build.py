@@ -12,7 +12,7 @@ from lockstep.engine.decode_model import DecodeModel
 from lockstep.engine.decoder.decode import decode_function, verify_function
 from lockstep.engine.decoder.packing import Batch, pack
 from lockstep.engine.decoder.prefill import copy_pages_function, prefill_function, prompt_logprobs_function
-from lockstep.engine.decoder.transformer import Transformer
+from lockstep.engine.decoder.transformer import Transformer, routed_shape
 from lockstep.engine.schedule import (
     Capacity,
     CopyPagesBatch,
@@ -137,11 +137,12 @@ def build_programs(
     rows = model.weights.embed.shape[0]
     allowed = rows if vocab_size is None else min(vocab_size, rows)
     transformer = Transformer(
-        config=model.config, decode_mesh=decode_mesh, layouts=layouts, pages=sizes.pages, vocab_size=allowed
-    )
+        config=model.config, decode_mesh=decode_mesh, layouts=layouts, pages=sizes.pages, vocab_size=allowed,
+        routed=routed_shape(model.config) if sizes.routed_experts else None,
+    )  # fmt: skip
     prefill = _on_mesh(
         compiled, "prefill", prefill_function(transformer, sizes, attention), layouts, structs, pool, decode_mesh,
-        PrefillBatch.empty(sizes), results=False,
+        PrefillBatch.empty(sizes), results=bool(sizes.routed_experts),
     )  # fmt: skip
     copy_pages = None
     if sizes.page_copies:

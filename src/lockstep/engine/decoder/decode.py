@@ -111,7 +111,7 @@ def verify_function(
 
             x = transformer.embed(weights, inputs)
             carry = (cache, jnp.zeros(inputs.shape, bool))
-            x, (cache, spoilt) = transformer.layers(
+            x, (cache, spoilt), routed = transformer.layers(
                 weights.layers, x, carry, start=position, active=active, write=write, attend=attend
             )
             if decode_mesh.tensor > 1:
@@ -119,7 +119,9 @@ def verify_function(
             # [position, slot]: what must have been sampled at a position for the next one to count.
             expected = jnp.where(spoilt, -1, inputs)[:, 1:].T
             expected = jnp.pad(expected, ((0, groups * together + 1 - width), (0, 0)), constant_values=-1)
-            by_position = jnp.pad(x.swapaxes(0, 1), ((0, groups * together - width), (0, 0), (0, 0)))
+            beyond = ((0, groups * together - width), (0, 0), (0, 0))
+            by_position = jnp.pad(x.swapaxes(0, 1), beyond)
+            routed = None if routed is None else jnp.pad(routed.swapaxes(0, 1), beyond)
             begin = position
 
             def draw(logits: Array, counts: Any, at: Array) -> list[Array]:
@@ -155,6 +157,8 @@ def verify_function(
                     found = jax.vmap(lambda logits, at: draw(logits, None, at))(logits, at)
                 else:
                     (_, counts), found = jax.lax.scan(draw_next, (alive, counts), (logits, at, wanted, left))
+                if routed is not None:
+                    found.insert(-1, jax.lax.dynamic_slice_in_dim(routed, first, together))
                 on = goes_on(found[0], wanted, left)
                 counted = alive & (jnp.cumsum(~on, axis=0) - ~on == 0)
                 count = jnp.sum(counted, axis=0)
@@ -184,6 +188,8 @@ def verify_function(
         if capacity.top_logprobs:
             wide = (*shape, capacity.top_logprobs)
             results += [jnp.zeros(wide, jnp.int32), jnp.zeros(wide)]
+        if transformer.routed is not None:
+            results.append(jnp.zeros((*shape, transformer.routed.words), jnp.int32))
         results.append(jnp.zeros(shape, jnp.int32))
         state = (
             jnp.int32(0),
@@ -218,7 +224,8 @@ def decode_function(
         A function that returns the pool and an array ``[replica, part, slot, step]``, replicated on every device
         (`DecodeResults`): the tokens, -1 where a sequence had already ended; their log-probabilities under the model;
         those under the distribution that they were drawn from; with ``capacity.top_logprobs``, the ids and the
-        log-probabilities of the most probable tokens.
+        log-probabilities of the most probable tokens; with ``capacity.routed_experts``, the experts of the position
+        before each token.
     """
     decode_mesh = transformer.decode_mesh
     like = DecodeBatch.empty(capacity, 0)
@@ -255,7 +262,7 @@ def decode_function(
                 return attention.decode(q[:, 0], cache, layer, table, position, active, sinks)[:, None]
 
             x = transformer.embed(weights, token[:, None])
-            x, cache = transformer.layers(
+            x, cache, routed = transformer.layers(
                 weights.layers, x, cache, start=position, active=active, write=write, attend=attend
             )
             logits = transformer.logits(weights, x[:, 0])
@@ -263,6 +270,8 @@ def decode_function(
             found = [jnp.where(active, sampled.token, -1), sampled.logprob, sampled.sampled_logprob]
             if capacity.top_logprobs:
                 found += top_logprobs(logits, capacity.top_logprobs, sampled, decode_mesh)
+            if routed is not None:
+                found.append(routed[:, 0])
             stopped = jnp.any(sampled.token[:, None] == stop_ids, axis=1)
             return (
                 index + 1,
@@ -279,6 +288,8 @@ def decode_function(
         if capacity.top_logprobs:
             wide = (*shape, capacity.top_logprobs)
             results += [jnp.zeros(wide, jnp.int32), jnp.zeros(wide)]
+        if transformer.routed is not None:
+            results.append(jnp.zeros((*shape, transformer.routed.words), jnp.int32))
         state = (
             jnp.int32(0),
             attention.begin_decode(pool, page_table, position, transformer.config.num_layers),

@@ -96,7 +96,7 @@ def _logprobs(transformer: Transformer, weights: DecoderWeights, tokens: Array, 
     x = transformer.embed(weights, tokens)
     cache = jnp.zeros((rows, length, 2 * heads.kv_heads, heads.head_size), x.dtype)
     start, active = jnp.zeros(rows, jnp.int32), jnp.ones(rows, bool)
-    x, _ = transformer.layers(weights.layers, x, cache, start=start, active=active, write=write, attend=attend)
+    x, _, _ = transformer.layers(weights.layers, x, cache, start=start, active=active, write=write, attend=attend)
 
     def chunk(part: tuple[Array, Array]) -> Array:
         states, targets = part

@@ -23,7 +23,7 @@ from lockstep.models import DecoderWeights
 from lockstep.models.attention import Attention
 
 
-def prefill_function(transformer: Transformer, capacity: Capacity, attention: Attention) -> Callable[..., Array]:
+def prefill_function(transformer: Transformer, capacity: Capacity, attention: Attention) -> Callable[..., Any]:
     """Returns the function that every device runs, inside ``shard_map`` over the decode mesh.
 
     It takes the device's blocks of the weights, the replica's pool, and this replica's part of a packed
@@ -36,11 +36,12 @@ def prefill_function(transformer: Transformer, capacity: Capacity, attention: At
         attention: The attention of the devices.
 
     Returns:
-        A function that returns the pool.
+        A function that returns the pool; with ``capacity.routed_experts`` also an array ``[replica, word, row, position
+        on the page]``, replicated on every device.
     """
     like = PrefillBatch.empty(capacity)
 
-    def prefill(weights: DecoderWeights, pool: Array, packed: Array) -> Array:
+    def prefill(weights: DecoderWeights, pool: Array, packed: Array) -> Any:
         given = unpack(packed[0], like)
         tokens, start, page, page_table = given["tokens"], given["start"], given["page"], given["page_table"]
         weights = transformer.read_outer(weights)
@@ -53,13 +54,17 @@ def prefill_function(transformer: Transformer, capacity: Capacity, attention: At
         def attend(pool: Array, layer: Array, q: Array, sinks: Array | None) -> Array:
             return attention.prefill(q, pool, layer, layer * transformer.pages, rows, sinks)
 
-        def fill(pool: Array) -> Array:
+        def fill(state: tuple[Array, Any]) -> tuple[Array, Any]:
+            pool, _ = state
             x = transformer.embed(weights, tokens)
             return transformer.fill_cache(
                 weights.layers, x, pool, start=start, active=active, write=write, attend=attend
             )
 
-        return run_if_busy(capacity, jnp.any(active), fill, pool)
+        shape = transformer.routed
+        routed = None if shape is None else jnp.zeros((*tokens.shape, shape.words), jnp.int32)
+        pool, routed = run_if_busy(capacity, jnp.any(active), fill, (pool, routed))
+        return pool if routed is None else (pool, pack_results([routed], transformer.decode_mesh))
 
     return prefill
 
@@ -132,7 +137,7 @@ def prompt_logprobs_function(
             return attention.prefill(q, pool, layer, layer * transformer.pages, rows, sinks)
 
         x = transformer.embed(weights, tokens)
-        x, _ = transformer.layers(weights.layers, x, pool, start=start, active=active, write=write, attend=attend)
+        x, _, _ = transformer.layers(weights.layers, x, pool, start=start, active=active, write=write, attend=attend)
 
         def chunk(part: tuple[Array, Array]) -> list[Array]:
             states, target = part

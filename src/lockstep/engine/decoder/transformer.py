@@ -1,15 +1,15 @@
 """The Llama-family transformer over a paged KV cache, as one device of a replica runs it inside ``shard_map``."""
 
 import dataclasses
-import functools
 from collections.abc import Callable, Set
 from typing import Final
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Int32
 
+from lockstep.engine.schedule import RoutedShape
 from lockstep.models import (
     MLP_WEIGHTS,
     SPARSE_WEIGHTS,
@@ -22,6 +22,7 @@ from lockstep.models import (
     distinct,
     layer_kinds,
     mixture,
+    packed_experts,
     rotary_frequencies,
     route,
 )
@@ -56,6 +57,13 @@ def device_heads(config: LlamaConfig, decode_mesh: DecodeMesh) -> Heads:
     )
 
 
+def routed_shape(config: LlamaConfig) -> RoutedShape:
+    """The form of a token's experts, as programs report them."""
+    of = config.experts
+    assert of is not None
+    return RoutedShape(layers=config.num_layers, choices=of.num_experts_per_tok, experts=of.num_experts)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Transformer:
     """The static part of the model: its shapes, and the layouts of its weights.
@@ -66,6 +74,7 @@ class Transformer:
         layouts: The layouts of the weights that the programs are given; stacked ones are read layer by layer.
         pages: The number of pages per layer in a replica's pool.
         vocab_size: The number of token ids that may be sampled; the embedding may have more rows.
+        routed: The form of the experts of tokens; None where they are not reported.
     """
 
     config: LlamaConfig
@@ -73,6 +82,7 @@ class Transformer:
     layouts: LayoutTree
     pages: int
     vocab_size: int
+    routed: RoutedShape | None = None
 
     @property
     def heads(self) -> Heads:
@@ -122,7 +132,7 @@ class Transformer:
         active: Bool[Array, " sequence"],
         write: Write[Cache],
         attend: Attend[Cache],
-    ) -> tuple[Float[Array, "sequence query embed"], Cache]:
+    ) -> tuple[Float[Array, "sequence query embed"], Cache, Int32[Array, "sequence query word"] | None]:
         """Runs all layers over consecutive positions of each sequence and writes their K/V to the cache.
 
         Args:
@@ -135,7 +145,7 @@ class Transformer:
             attend: Attends queries of a layer to the cache.
 
         Returns:
-            The residual stream, and the cache.
+            The residual stream, the cache, and the experts of the tokens where they are reported.
         """
         return self._layers(
             self.config.num_layers, weights, x, cache, start=start, active=active, write=write, attend=attend
@@ -151,15 +161,14 @@ class Transformer:
         active: Bool[Array, " sequence"],
         write: Write[Cache],
         attend: Attend[Cache],
-    ) -> Cache:
-        """Runs `layers`, with the same arguments, for the cache alone: of the last layer it computes only K/V."""
+    ) -> tuple[Cache, Int32[Array, "sequence query word"] | None]:
+        """Runs `layers`, with the same arguments, for cache and experts: of the last layer it computes only K/V."""
         last = self.config.num_layers - 1
-        if last:
-            x, cache = self._layers(last, weights, x, cache, start=start, active=active, write=write, attend=attend)
+        x, cache, routed = self._layers(last, weights, x, cache, start=start, active=active, write=write, attend=attend)
         index = jnp.int32(last)
         w = self._layer(weights, index)
         _, kv = self._project(w, self._norm(x, w.attn_norm), self._of_layer(self._rope_angles(x, start), index))
-        return write(cache, index, kv)
+        return write(cache, index, kv), routed
 
     def _layers[Cache](
         self,
@@ -172,13 +181,15 @@ class Transformer:
         active: Array,
         write: Write[Cache],
         attend: Attend[Cache],
-    ) -> tuple[Array, Cache]:
+    ) -> tuple[Array, Cache, Array | None]:
         """Runs the first ``count`` layers."""
         angles = self._rope_angles(x, start)
         valid = jnp.repeat(active, x.shape[1])
+        shape = self.routed
+        routed = None if shape is None else jnp.full((shape.layers, valid.size * shape.choices), -1, shape.dtype)
 
-        def layer(index: Array, carry: tuple[Array, Cache]) -> tuple[Array, Cache]:
-            x, cache = carry
+        def layer(index: Array, carry: tuple[Array, Cache, Array | None]) -> tuple[Array, Cache, Array | None]:
+            x, cache, routed = carry
             w = self._layer(weights, index)
 
             def attention(h: Array) -> Array:
@@ -189,10 +200,20 @@ class Transformer:
                 out = self._contract(attended.reshape(*x.shape[:2], -1), w.o, self._query_heads)
                 return out if w.o_bias is None else out + w.o_bias
 
-            mlp = functools.partial(self._mlp_of_layer, weights, w, index, valid)
-            return block.layer(x, attention, mlp, self._norm, w, barrier if self.config.exact else lambda x: x), cache
+            def shard(x: Array) -> Array:
+                return barrier(x) if self.config.exact else x
 
-        return jax.lax.fori_loop(0, count, layer, (x, cache))
+            def mlp(h: Array) -> Array:
+                nonlocal routed
+                answers, experts = self._mlp_of_layer(weights, w, index, valid, h)
+                if routed is not None and experts is not None:
+                    routed = routed.at[index].set(experts.reshape(-1).astype(routed.dtype))
+                return answers
+
+            return block.layer(x, attention, mlp, self._norm, w, shard), cache, routed
+
+        x, cache, routed = jax.lax.fori_loop(0, count, layer, (x, cache, routed))
+        return x, cache, None if routed is None else packed_experts(routed, valid.size).reshape(*x.shape[:2], -1)
 
     def _layer(self, weights: LayerWeights, index: Array) -> LayerWeights:
         """Returns one layer's weights as this device needs them, without its MLP where layers differ in it."""
@@ -253,20 +274,25 @@ class Transformer:
         kv = jnp.stack([k, v], axis=3).reshape(*k.shape[:2], -1, k.shape[-1])
         return block.scale_queries(q, self.config.attention_scale), kv
 
-    def _mlp_of_layer(self, weights: LayerWeights, w: LayerWeights, index: Array, valid: Array, h: Array) -> Array:
+    def _mlp_of_layer(
+        self, weights: LayerWeights, w: LayerWeights, index: Array, valid: Array, h: Array
+    ) -> tuple[Array, Array | None]:
         """Returns `_mlp` of a layer; where some have an MLP and some experts, by the kind that it has."""
         if not self.config.mixes_mlps:
             return self._mlp(w, h, index, valid)
         dense = np.isin(range(self.config.num_layers), self.config.layers_of("up"))
         place = jnp.asarray(np.where(dense, np.cumsum(dense), np.cumsum(~dense)) - 1)[index]
 
-        def branch(names: Set[str]) -> Callable[[Array], Array]:
+        def branch(names: Set[str]) -> Callable[[Array], tuple[Array, Array | None]]:
             return lambda h: self._mlp(self._at(weights, place, names), h, place, valid)
 
-        return jax.lax.cond(jnp.asarray(dense)[index], branch({*MLP_WEIGHTS}), branch(SPARSE_WEIGHTS), h)
+        found: tuple[Array, Array | None]
+        found = jax.lax.cond(jnp.asarray(dense)[index], branch({*MLP_WEIGHTS}), branch(SPARSE_WEIGHTS), h)
+        return found
 
-    def _mlp(self, w: LayerWeights, h: Array, index: Array, valid: Array) -> Array:
-        """Returns what the MLP answers, or the sum of the experts that each token is given to.
+    def _mlp(self, w: LayerWeights, h: Array, index: Array, valid: Array) -> tuple[Array, Array | None]:
+        """Returns what the MLP answers, or the sum of the experts that each token is given to, and the numbers of those
+        where they are reported; -1 for a layer without experts.
 
         Every device of a replica has all tokens, and its share of the experts, or of the width of each.
         """
@@ -291,12 +317,14 @@ class Transformer:
                 shared = matmul(inner, w.shared_down)
                 gate = None if w.shared_router is None else jax.nn.sigmoid(matmul(h, w.shared_router))
                 answers += shared if gate is None else shared * gate
-            return self._sum(answers)
+            return self._sum(answers), None if self.routed is None else routing.experts
         assert w.up is not None and w.down is not None
         mlp = self.config.intermediate_dim // self.decode_mesh.tensor
         up, gate = self._matmul(h, w.up, mlp), None if w.gate is None else self._matmul(h, w.gate, mlp)
         xielu = (w.xielu_p, w.xielu_n, w.xielu_beta, w.xielu_eps)
-        return self._contract(block.hidden(activation, up, gate, xielu), w.down, mlp)
+        answers = self._contract(block.hidden(activation, up, gate, xielu), w.down, mlp)
+        none = None if self.routed is None else jnp.full((h.size // h.shape[-1], self.routed.choices), -1, jnp.int32)
+        return answers, none
 
     def _norm(self, x: Array, weight: Array | None) -> Array:
         epsilon, offset = self.config.layer_norm_epsilon, self.config.variant.norm_offset

@@ -13,6 +13,7 @@ from lockstep.engine.schedule.pages import PageAllocator as PageAllocator
 from lockstep.engine.schedule.results import Counts as Counts
 from lockstep.engine.schedule.results import DecodeResults as DecodeResults
 from lockstep.engine.schedule.results import DraftCounts as DraftCounts
+from lockstep.engine.schedule.results import RoutedShape as RoutedShape
 from lockstep.engine.schedule.results import as_floats as as_floats
 from lockstep.engine.schedule.sampling import SamplingBatch as SamplingBatch
 from lockstep.engine.schedule.sampling import sampling_sizes as sampling_sizes

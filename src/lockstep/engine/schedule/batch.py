@@ -33,6 +33,7 @@ class Capacity:
         allowed_ids: The most entries of a sequence's ``allowed_token_ids``; 0 leaves them out.
         top_logprobs: The number of most probable tokens that the decode program reports per step; 0 for none.
         prompt_logprobs: 1 where there is a program for the log-probabilities of prompt tokens; 0 leaves it out.
+        routed_experts: 1 where programs report the experts of each token; 0 leaves them out.
         page_copies: 1 where there is a program that copies partial pages of prompts; 0 leaves it out.
         prefill_sequences: The most sequences that one replica prefills in a launch; 0 for any number.
         idle_replicas: The number of replicas that are given no sequences; the others are evenly spaced.
@@ -56,6 +57,7 @@ class Capacity:
     allowed_ids: int = 0
     top_logprobs: int = 0
     prompt_logprobs: int = 0
+    routed_experts: int = 0
     page_copies: int = 0
     prefill_sequences: int = 0
     idle_replicas: int = 0

@@ -2,8 +2,11 @@
 
 from collections import deque
 
-from lockstep.engine.schedule.batch import Capacity
-from lockstep.engine.schedule.pages import PageAllocator, PrefixTable
+import numpy as np
+from jaxtyping import Int32
+
+from lockstep.engine.schedule.batch import Capacity, CopyPagesBatch, PrefillBatch
+from lockstep.engine.schedule.pages import NULL_PAGE, PageAllocator, PrefixTable
 from lockstep.engine.schedule.sequence import Sequence
 
 
@@ -28,6 +31,8 @@ class Replica:
         self._most_prefilled = min(capacity.prefill_rows, capacity.prefill_sequences or capacity.prefill_rows)
         self.holders: dict[bytes, set[int]] = {}
         """The replicas that have the K/V of each key of full pages and of tails; shared by all replicas."""
+        self.routed: dict[int, Int32[np.ndarray, "word token"]] = {}
+        """The experts of the tokens of each page that prefill wrote, where programs report them."""
         self._prefixes = PrefixTable(self._hold, self._drop)
         self._queue: deque[Sequence] = deque()
         self._admitted: dict[Sequence, None] = {}  # in the order of admission
@@ -73,6 +78,8 @@ class Replica:
         for page in shared:
             self.allocator.share(page)
         own = self.allocator.allocate(sequence.worst_case_pages(self._page_size) - len(shared))
+        for page in own:
+            self.routed.pop(page, None)
         sequence.pages = shared + own
         for key, page in zip(sequence.prefix_keys, sequence.pages, strict=False):
             self._prefixes.add(key, page)
@@ -117,6 +124,21 @@ class Replica:
         copies, self._page_copies = self._page_copies, []
         return [(a.pages[len(a.prefix_keys)], b.pages[len(b.prefix_keys)]) for a, b in copies]
 
+    def commit_routed(self, batch: PrefillBatch | CopyPagesBatch, words: np.ndarray | None) -> None:
+        """Takes the experts of the pages of a launch that filled pages, or that copied them.
+
+        Args:
+            words: What a launch that filled pages reports, ``[replica, word, row, position]``.
+        """
+        if isinstance(batch, CopyPagesBatch):
+            pairs = zip(batch.source[self.index].tolist(), batch.target[self.index].tolist(), strict=True)
+            self.routed |= {target: self.routed[source] for source, target in pairs if target != NULL_PAGE}
+        else:
+            assert words is not None
+            pages = batch.page[self.index].tolist()
+            filled = {page: words[self.index, :, row].copy() for row, page in enumerate(pages) if page != NULL_PAGE}
+            self.routed |= filled
+
     def release(self, sequence: Sequence) -> None:
         """Frees the slot and the pages of an ended sequence; its page numbers are no longer valid.
 
@@ -131,6 +153,9 @@ class Replica:
             if not same:
                 del self._tails[sequence.tail_key]
                 self._drop(sequence.tail_key)
+        prompt = sequence.pages[: -(-sequence.num_prefill // self._page_size)]
+        if all(page in self.routed for page in prompt):
+            sequence.routed_prompt = [self.routed[page] for page in prompt]
         self._prefixes.remove(self.allocator.release(sequence.pages))
         sequence.pages = []
         self.slots[sequence.slot] = None

@@ -6,6 +6,8 @@ from collections.abc import Iterable
 import numpy as np
 from jaxtyping import Float32, Int32
 
+from lockstep.types import RoutedExperts
+
 TOKEN, LOGPROB, SAMPLED_LOGPROB, FIRST_TOP = 0, 1, 2, 3
 """The parts of `DecodeResults.packed`. From the last on come the ids of the most probable tokens, then the bits of
 their log-probabilities."""
@@ -18,7 +20,8 @@ class DecodeResults:
     packed: Int32[np.ndarray, "replica part slot step"]
     """Part 0 has the token ids, -1 where a sequence had already ended. The others have the bits of float32 numbers: the
     log-probabilities of the tokens under the model, those under the distribution that they were drawn from; and where
-    sequences ask for them the ids of the n most probable tokens, most probable first, and n log-probabilities."""
+    sequences ask for them the ids of the n most probable tokens, most probable first, and n log-probabilities; and the
+    words of the experts of the position before each token (`RoutedShape`)."""
 
     @classmethod
     def of(
@@ -53,6 +56,36 @@ class DecodeResults:
     def tokens(self) -> Int32[np.ndarray, "replica slot step"]:
         """The token ids, -1 where a sequence had already ended."""
         return self.packed[:, TOKEN]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RoutedShape:
+    """The experts of a token as words of 32 bits.
+
+    Args:
+        layers: The number of layers.
+        choices: The number of experts that a token is given to.
+        experts: The number of experts of a layer.
+    """
+
+    layers: int
+    choices: int
+    experts: int
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The type of a number in the words; -1 is no expert."""
+        return np.dtype(np.int8 if self.experts <= 128 else np.int16)
+
+    @property
+    def words(self) -> int:
+        """The number of words of a token."""
+        return -(-self.layers * self.choices * self.dtype.itemsize // 4)
+
+    def unpacked(self, words: Int32[np.ndarray, "word token"]) -> RoutedExperts:
+        """Returns the experts of some tokens."""
+        numbers = np.ascontiguousarray(words.T).view(self.dtype)[:, : self.layers * self.choices]
+        return RoutedExperts((len(numbers), self.layers, self.choices), numbers.astype("<i2").tobytes())
 
 
 def as_floats(bits: Int32[np.ndarray, "*shape"]) -> Float32[np.ndarray, "*shape"]:

@@ -22,7 +22,7 @@ def sampling_sizes(params: Iterable[SamplingParams]) -> dict[str, int]:
         params: The sampling parameters of all requests.
     """
     sizes = {"filters": 0, "penalties": 0, "min_tokens": 0, "bias_ids": 0, "allowed_ids": 0}
-    sizes |= {"top_logprobs": 0, "prompt_logprobs": 0}
+    sizes |= {"top_logprobs": 0, "prompt_logprobs": 0, "routed_experts": 0}
     for one in params:
         wanted = {
             "filters": int(one.has_filters),
@@ -32,6 +32,7 @@ def sampling_sizes(params: Iterable[SamplingParams]) -> dict[str, int]:
             "allowed_ids": _round_up(len(one.allowed_token_ids or ())),
             "top_logprobs": one.top_logprobs,
             "prompt_logprobs": int(one.prompt_logprobs),
+            "routed_experts": int(one.routed_experts),
         }
         sizes = {name: max(size, wanted[name]) for name, size in sizes.items()}
     return sizes

@@ -27,7 +27,7 @@ from lockstep.engine.schedule.planning import (
     prompt_logprobs_batch,
 )
 from lockstep.engine.schedule.replica import Replica
-from lockstep.engine.schedule.results import Counts, DecodeResults
+from lockstep.engine.schedule.results import Counts, DecodeResults, RoutedShape
 from lockstep.engine.schedule.sequence import PromptLogprobs, Sequence
 from lockstep.engine.schedule.slots import DecodeSlots
 from lockstep.errors import ConfigError
@@ -54,6 +54,7 @@ class Scheduler:
         max_prompts: The most prompts to have at a time, waiting and being answered; None for all.
         verify_costs: The time of a step that verifies drafts, in decode steps, by its width: the same on every host.
             Needed where the capacity has programs that verify.
+        routed: The form of the experts in results, where the programs report them.
 
     Raises:
         CapacityError: A request can never fit, whatever finishes before it.
@@ -69,8 +70,10 @@ class Scheduler:
         share_prefixes: bool = True,
         max_prompts: int | None = None,
         verify_costs: Mapping[int, float] | None = None,
+        routed: RoutedShape | None = None,
     ) -> None:
         self.capacity = capacity
+        self._routed = routed
         self._drafter = Drafter(capacity, verify_costs or {}) if capacity.verify_widths else None
         self._find_stop = find_stop
         self._share_prefixes = share_prefixes
@@ -133,10 +136,6 @@ class Scheduler:
     def tokens_so_far(self, prompt_id: int, generation_id: int) -> tuple[int, ...]:
         """Returns the tokens sampled so far of an answer, finished or not.
 
-        Args:
-            prompt_id: The number of the prompt.
-            generation_id: The number of the generation.
-
         Raises:
             ConfigError: There is no such sequence.
         """
@@ -146,10 +145,6 @@ class Scheduler:
         """Ends a sequence between two launches, with the tokens that it has; its slot and pages are free at once.
 
         All other sequences go on as if it had ended by itself. A finished sequence stays as it is.
-
-        Args:
-            prompt_id: The number of the prompt.
-            generation_id: The number of the generation.
 
         Raises:
             ConfigError: There is no such sequence.
@@ -274,6 +269,11 @@ class Scheduler:
         sequence.stop_at(end)
         return cut
 
+    def commit_routed(self, batch: PrefillBatch | CopyPagesBatch, words: np.ndarray | None = None) -> None:
+        """Takes the experts of prompts (`Replica.commit_routed`), before the results of the next decode launch."""
+        for replica in self._replicas:
+            replica.commit_routed(batch, words)
+
     def commit_prompt_logprobs(
         self,
         batch: PromptLogprobsBatch,
@@ -331,7 +331,7 @@ class Scheduler:
         sequences = [
             Sequence(
                 request=request, generation_id=generation, prefix_keys=keys, tail_key=tail, prompt_logprobs=record,
-                ngrams=ngrams,
+                ngrams=ngrams, routed=self._routed,
             )
             for generation in range(count)
         ]  # fmt: skip

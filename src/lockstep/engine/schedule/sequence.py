@@ -6,8 +6,8 @@ import numpy as np
 from jaxtyping import Int32
 
 from lockstep.engine.schedule.ngrams import Ngrams
-from lockstep.engine.schedule.results import FIRST_TOP, LOGPROB, SAMPLED_LOGPROB, TOKEN, as_floats
-from lockstep.types import Completion, FinishReason, Request
+from lockstep.engine.schedule.results import FIRST_TOP, LOGPROB, SAMPLED_LOGPROB, TOKEN, RoutedShape, as_floats
+from lockstep.types import Completion, FinishReason, Request, RoutedExperts
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
@@ -66,6 +66,10 @@ class Sequence:
     """The log-probabilities of the prompt, shared by all generations; None where they are not requested."""
     ngrams: Ngrams | None = None
     """The texts of the request in which guesses are looked up, shared by all generations; None without such guesses."""
+    routed: RoutedShape | None = None
+    """The form of the experts in results; None where programs report none."""
+    routed_prompt: list[Int32[np.ndarray, "word token"]] | None = None
+    """The experts of the pages of the prompt, once the sequence has ended; None where not all were prefilled."""
     num_tokens: int = 0
     """The number of sampled tokens."""
     finish_reason: FinishReason | None = None
@@ -143,7 +147,10 @@ class Sequence:
         assert self.finish_reason is not None
         record = self.prompt_logprobs
         prompt_logprobs, prompt_top_logprobs = ((), ()) if record is None else record.result()
-        sampled = np.concatenate([np.empty((FIRST_TOP, 0), np.int32)] if not self._sampled else self._sampled, axis=1)
+        words = 0 if self.routed is None else self.routed.words
+        empty = [np.empty((FIRST_TOP + words, 0), np.int32)]
+        sampled = np.concatenate(self._sampled or empty, axis=1)
+        sampled, routed = np.split(sampled, [len(sampled) - words])
         return Completion(
             prompt_id=self.request.prompt_id,
             generation_id=self.generation_id,
@@ -154,7 +161,16 @@ class Sequence:
             top_logprobs=_top_logprobs(sampled[FIRST_TOP:], self.request.params.top_logprobs),
             prompt_logprobs=prompt_logprobs,
             prompt_top_logprobs=prompt_top_logprobs,
+            routed_experts=self._routed_experts(routed),
         )
+
+    def _routed_experts(self, sampled: Int32[np.ndarray, "word token"]) -> RoutedExperts | None:
+        if self.routed is None or not self.request.params.routed_experts:
+            return None
+        if self.routed_prompt is None or not self.num_tokens:
+            return None
+        prompt = np.concatenate([sampled[:, :0], *self.routed_prompt], axis=1)[:, : self.num_prefill]
+        return self.routed.unpacked(np.concatenate([prompt, sampled], axis=1))
 
 
 def _top_logprobs(parts: Int32[np.ndarray, "part token"], count: int) -> tuple[tuple[tuple[int, float], ...], ...]:

@@ -105,6 +105,10 @@ def measure_demand(config: EngineConfig, models: DecodeModels, requests: Sequenc
         )
     for request in requests:
         check_length(request, limit, most)
+        if request.params.routed_experts and models.config.experts is None:
+            raise ConfigError(
+                f"routed_experts of prompt {request.prompt_id} is true; the model has no experts. Set it to false."
+            )
     return Demand.of(requests, config.page_size or default_page_size(config, models.mesh.devices.flat[0].platform))
 
 

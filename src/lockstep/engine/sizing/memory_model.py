@@ -10,6 +10,7 @@ from lockstep.engine.decode_model import DecodeModel
 from lockstep.engine.decoder.build import Programs
 from lockstep.engine.decoder.decode import logits_at_once
 from lockstep.engine.decoder.prefill import PROMPT_LOGPROBS_CHUNK
+from lockstep.engine.decoder.transformer import routed_shape
 from lockstep.engine.schedule import Capacity
 from lockstep.engine.sizing.demand import Demand
 from lockstep.models.attention import CONTEXT_CHUNK, has_kernel, tpu_generation
@@ -82,8 +83,10 @@ class MemoryModel:
         # Without a TPU the products of 8 bits widen a layer's weights in memory.
         code = _CODE if self._tpu else self._layer_bytes * (self.model.quantized_dtype is not None)
         rows = self._rows(sizes)
+        prefill = self._prefill(sizes) + self._rewritten_in_prefill if self._kernel else rows
+        page_tokens = sizes.prefill_rows * sizes.page_size
         return {
-            "prefill": (self._prefill(sizes) + self._rewritten_in_prefill if self._kernel else rows) + code,
+            "prefill": prefill + self._routed(sizes, page_tokens, page_tokens) + code,
             "prompt_logprobs": rows + self._prompt_logprobs(sizes) + code if sizes.prompt_logprobs else 0,
             "decode": self._decode(sizes) + self._rewritten + code,
             "verify": self._verify(sizes) + self._rewritten + code if sizes.verify_widths else 0,
@@ -148,7 +151,16 @@ class MemoryModel:
         if self._tpu and not self._kernel:  # K and V of a chunk of a layer, in use and being read
             scores += 2 * CONTEXT_CHUNK * self._layer_kv_bytes
         of_slots = sizes.slots * (scores + 8 * sizes.steps + self._activations)
-        return self._gathered_outer + self._gathered_layers + context + self._sampling(sizes) + of_slots
+        routed = self._routed(sizes, sizes.slots, sizes.slots * sizes.steps)
+        return self._gathered_outer + self._gathered_layers + context + self._sampling(sizes) + of_slots + routed
+
+    def _routed(self, sizes: Capacity, at_once: int, tokens: int) -> int:
+        """Bytes of the experts of tokens: those of a step in all layers, and the results of all replicas, twice."""
+        if not sizes.routed_experts:
+            return 0
+        shape = routed_shape(self.model.config)
+        step = at_once * shape.layers * shape.choices * (4 + 2 * shape.dtype.itemsize)
+        return step + 2 * 4 * shape.words * tokens * (1 + sizes.replicas)
 
     def _sampling(self, sizes: Capacity) -> int:
         """Bytes of logits, scores, noise and what filters compute of them, in float32."""
@@ -170,7 +182,10 @@ class MemoryModel:
         scores = 0 if self._kernel else 3 * self._heads * chunk * 4
         logits = 3 * logits_at_once(sizes.slots, width) * self._vocab * 4
         results = 4 * (4 + 2 * sizes.top_logprobs) * sizes.draft_tokens
-        return self._decode(sizes) + sizes.slots * (width * (scores + self._activations) + logits + 2 * results)
+        routed = self._routed(sizes, sizes.slots * width, sizes.slots * sizes.draft_tokens)
+        return (
+            self._decode(sizes) + routed + sizes.slots * (width * (scores + self._activations) + logits + 2 * results)
+        )
 
     @functools.cached_property
     def _rewritten(self) -> int:

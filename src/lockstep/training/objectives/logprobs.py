@@ -1,18 +1,19 @@
 """The log-probability of each token of a batch, which every objective is made of; the result of an objective."""
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple, Protocol, runtime_checkable
 
 import haliax as hax
 import jax
 import jax.numpy as jnp
+import numpy as np
 from haliax import NamedArray
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from lockstep.engine import exact_logprobs
 from lockstep.errors import ConfigError
-from lockstep.models import RouterSums, read_decoder
+from lockstep.models import EngineRouting, LlamaConfig, RouterSums, read_decoder
 from lockstep.placement import is_lazy
 from lockstep.training.objectives.vocab_blocks import VocabBlocks, logits_fit, softmax_inputs
 
@@ -229,34 +230,70 @@ def loss_with_routers(objective: LossFn, model: Any, batch: Mapping[str, Array])
     """Return the sums of an objective, and to it the losses of the routers of a model with experts (`Experts`).
 
     They are added up over layers, and over the forward passes of the objective; with microbatches they are the mean of
-    those of each. Metrics: ``router/loss``, and those of `RouterSums.metrics`.
+    those of each. Metrics: ``router/loss``, those of `RouterSums.metrics`, and where the batch has the experts that an
+    engine chose (`routing_column`) ``routing_gap``, the share of those in layers and tokens that differ.
     """
-    experts = getattr(getattr(model, "config", None), "experts", None)
-    if experts is None or not hasattr(model, "activations_and_router"):
+    recording = with_routing(model, batch)
+    if recording is model:
         return objective(model, batch)
-    recording = _RouterRecording(model)
-    parts = objective(recording, batch)
+    experts, parts = model.config.experts, objective(recording, batch)
     if not recording.sums:
         return parts
     loss = sum(jnp.sum(each.loss(experts)) for each in recording.sums)
     found = [each.metrics() for each in recording.sums]
     means = {name: sum(each[name] for each in found) / len(found) for name in found[0]} | {"router/loss": loss}
+    if any(name in batch for name in ROUTING):
+        compared, differing = (sum(jnp.sum(getattr(each, name)) for each in recording.sums) for name in _COMPARED)
+        means["routing_gap"] = differing / jnp.maximum(compared, 1.0)
     metrics = {name: parts.weight * value for name, value in means.items()}
     return LossParts(parts.total + parts.weight * loss, parts.weight, {**parts.metrics, **metrics})
+
+
+ROUTING: Final[Mapping[str, bool]] = {"rollout_experts": False, "replayed_experts": True}
+"""Columns ``[row, position, layer, choice]`` of the experts that an engine chose, -1 where it chose none: those that
+the model's own are compared with, and those that it takes."""
+_COMPARED = ("compared", "differing")
+
+
+def routing_column(config: LlamaConfig | None, row_length: int, *, replayed: bool) -> dict[str, jax.ShapeDtypeStruct]:
+    """Return the column of the experts that an engine chose, by its name; none for a model without experts.
+
+    Args:
+        config: The configuration of the model; None where it is not known.
+        row_length: The number of tokens of a row.
+        replayed: Whether the model takes them.
+    """
+    if config is None or config.experts is None:
+        return {}
+    name = next(name for name, takes in ROUTING.items() if takes == replayed)
+    shape = (row_length, config.num_layers, config.experts.num_experts_per_tok)
+    return {name: jax.ShapeDtypeStruct(shape, np.int16)}
+
+
+def with_routing(model: Any, batch: Mapping[str, Array]) -> Any:
+    """Return a model with experts as one that keeps the sums of its routers, and takes the experts of a batch."""
+    if getattr(getattr(model, "config", None), "experts", None) is None or not hasattr(model, "activations_and_router"):
+        return model
+    given = [
+        EngineRouting(hax.named(batch[name], ("batch", "position", "layer", "choice")), replayed)
+        for name, replayed in ROUTING.items()
+        if name in batch
+    ]
+    return _RouterRecording(model, given)
 
 
 class _RouterRecording:
     """A model that keeps the sums of its routers, while an objective is traced."""
 
-    def __init__(self, model: Any) -> None:
-        self._model = model
+    def __init__(self, model: Any, engine: Sequence[EngineRouting]) -> None:
+        self._model, self._engine = model, engine
         self.sums: list[RouterSums] = []
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
 
     def activations(self, input_ids: NamedArray, segment_ids: NamedArray | None = None) -> NamedArray:
-        states, sums = self._model.activations_and_router(input_ids, segment_ids)
+        states, sums = self._model.activations_and_router(input_ids, segment_ids, *self._engine)
         self.sums.append(sums)
         return states
 

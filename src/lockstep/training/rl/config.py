@@ -42,6 +42,10 @@ class RolloutConfig(SamplingBlock):
     equal though their lengths are rewarded differently (the paper's equation 11); null: the weighted sum of the
     components that judge whether an answer is right, which ``overlong``, ``length`` and ``format`` do not."""
 
+    replay_routing: bool = False
+    """Whether the update takes the experts that the engine chose for each token, and learns their weights (R3, Ma et
+    al. 2025, https://arxiv.org/abs/2510.11370); false: the model's own choice, see ``train/routing_gap``."""
+
     def __post_init__(self) -> None:
         if self.max_attempts < 1:
             raise ConfigError(

@@ -14,7 +14,7 @@ from lockstep.engine.schedule import DraftCounts
 from lockstep.training.objectives.grpo import differ
 from lockstep.training.rl.rewarding import Rewards, Scoring
 from lockstep.training.rl.rollout import unpacked
-from lockstep.types import Completion, FinishReason
+from lockstep.types import Completion, FinishReason, RoutedExperts
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -50,6 +50,7 @@ class Sampled:
             tokens=np.array([token for each in self.completions for token in each.tokens], np.int64),
             logprobs=np.array([value for each in self.completions for value in each.logprobs], np.float64),
             sampled=np.array([value for each in self.completions for value in each.sampled_logprobs], np.float64),
+            **_packed_routing([each.routed_experts for each in self.completions]),
         )
         return {
             "number": self.number,
@@ -70,6 +71,7 @@ def completions_from_json(values: Mapping[str, Any]) -> list[Completion]:
     tokens, logprobs, sampled = (
         [part.tolist() for part in np.split(arrays[name], ends[:-1])] for name in ("tokens", "logprobs", "sampled")
     )
+    routing = _unpacked_routing(arrays, len(arrays["ids"]))
     return [
         Completion(
             prompt_id=int(prompt),
@@ -78,9 +80,33 @@ def completions_from_json(values: Mapping[str, Any]) -> list[Completion]:
             logprobs=tuple(logprobs[place]),
             sampled_logprobs=tuple(sampled[place]),
             finish_reason=FinishReason(values["finish_reasons"][place]),
+            routed_experts=routing[place],
         )
         for place, (prompt, generation) in enumerate(arrays["ids"])
     ]
+
+
+def _packed_routing(routing: Sequence[RoutedExperts | None]) -> dict[str, np.ndarray]:
+    """The experts of answers as arrays; none where no answer has any."""
+    if not any(routing):
+        return {}
+    shapes = np.array([(0, 0, 0) if each is None else each.shape for each in routing], np.int64)
+    packed = b"".join(each.packed for each in routing if each is not None)
+    return {"routing_shapes": shapes, "routing": np.frombuffer(packed, "<i2")}
+
+
+def _unpacked_routing(arrays: Mapping[str, np.ndarray], count: int) -> list[RoutedExperts | None]:
+    if "routing" not in arrays:
+        return [None] * count
+    shapes = arrays["routing_shapes"].reshape(count, 3)
+    sizes = shapes.prod(axis=1)
+    if sizes.sum() != arrays["routing"].size or (shapes < 0).any():
+        raise ValueError("the experts of answers are not as many as said")
+    parts = np.split(arrays["routing"].astype("<i2"), np.cumsum(sizes)[:-1])
+    found: list[RoutedExperts | None] = []
+    for (tokens, layers, choices), part in zip(shapes.tolist(), parts, strict=True):
+        found.append(RoutedExperts((tokens, layers, choices), part.tobytes()) if part.size else None)
+    return found
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)

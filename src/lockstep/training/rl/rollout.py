@@ -20,7 +20,7 @@ from lockstep.placement import batch_spec, host_rows, place_local
 from lockstep.placement.device import fetch
 from lockstep.training.loop.config import TrainerConfig
 from lockstep.training.loop.logprobs import LogprobProgram
-from lockstep.training.objectives import REFERENCE, GrpoConfig
+from lockstep.training.objectives import REFERENCE, ROUTING, GrpoConfig, with_routing
 from lockstep.types import Completion
 
 
@@ -102,9 +102,12 @@ def make_columns(
         Arrays by column, with the answer as axis 0.
 
     Raises:
-        ConfigError: An answer does not say what its tokens were drawn with.
+        ConfigError: An answer does not say what its tokens were drawn with, or which experts they were given to.
     """
     rows: dict[str, Any] = {name: np.zeros((len(completions), *one.shape), one.dtype) for name, one in columns.items()}
+    routing = [name for name in ROUTING if name in columns]
+    for name in routing:
+        rows[name][:] = -1
     for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
         if len(completion.sampled_logprobs) != len(completion.tokens):
             raise ConfigError(
@@ -117,6 +120,14 @@ def make_columns(
         rows["tokens"][row, begin:end] = completion.tokens
         rows["loss_mask"][row, begin:end] = learned is None or learned[row]
         rows["rollout_logprobs"][row, begin:end] = completion.sampled_logprobs
+        for name in routing:
+            if completion.routed_experts is not None:
+                rows[name][row, : end - 1] = completion.routed_experts.numbers()
+            elif ROUTING[name] and completion.tokens:
+                raise ConfigError(
+                    "rollout.replay_routing is true and an answer of the engine has no routed_experts. Have the engine "
+                    "set Completion.routed_experts, or set rollout.replay_routing to false."
+                )
     rows["advantage"][:] = advantages
     return rows
 
@@ -152,8 +163,10 @@ class LogprobColumns:
         self._hosts, self._watchdog, self._reference = hosts, watchdog, reference
         self._sharding = NamedSharding(mesh, batch_spec(mesh))
 
+        self._replayed = [name for name, replayed in ROUTING.items() if replayed and name in wanted]
+
         def answers(model: PyTree, batch: Mapping[str, Array]) -> Array:
-            return objective.answer_logprobs(model, batch["tokens"])
+            return objective.answer_logprobs(with_routing(model, batch), batch["tokens"])
 
         self._programs = {
             name: LogprobProgram(name, answers, trainer=trainer, mesh=mesh, ledger=hosts.ledger, replicated=True)
@@ -178,22 +191,30 @@ class LogprobColumns:
         """
         models = {OLD: model, REFERENCE: self._reference}
         tokens, mask = rollout.columns["tokens"], rollout.columns["loss_mask"]
-        structs = {"tokens": jax.ShapeDtypeStruct(tokens.shape, tokens.dtype, sharding=self._sharding)}
+        # The reference model takes its own experts: it is the policy of another time.
+        reads = {OLD: ["tokens", *self._replayed], REFERENCE: ["tokens"]}
+        given = {name: rollout.columns[name] for each in self._wanted for name in reads[each]}
+        structs = {
+            name: jax.ShapeDtypeStruct(each.shape, each.dtype, sharding=self._sharding) for name, each in given.items()
+        }
         with self._hosts.scope("rollout rows") as scope:
             with scope.run_on_all("rows") as rows:
                 rows.agree({name: digest(column.tobytes()) for name, column in rollout.columns.items()})
                 for name in self._wanted:
-                    rows.agree(self._programs[name].compile(models[name], structs))
+                    rows.agree(self._programs[name].compile(models[name], {one: structs[one] for one in reads[name]}))
             if not self._wanted:
                 return
             with scope.launch_on_all("log-probabilities", self._hosts.ledger) as computed:
                 with ready_on_all(scope, "placing rows"):
-                    mine = tokens[host_rows(self._sharding, len(tokens))]
-                    placed = {"tokens": place_local(mine, self._sharding, len(tokens))}
+                    mine = host_rows(self._sharding, len(tokens))
+                    placed = {
+                        name: place_local(each[mine], self._sharding, len(tokens)) for name, each in given.items()
+                    }
                 found: dict[str, np.ndarray] = {}
                 for name in self._wanted:
                     with self._watchdog.watch(name):
-                        found[name] = np.pad(fetch(self._programs[name](models[name], placed)), ((0, 0), (1, 0)))
+                        columns = {one: placed[one] for one in reads[name]}
+                        found[name] = np.pad(fetch(self._programs[name](models[name], columns)), ((0, 0), (1, 0)))
                 for name in self._wanted:
                     rollout.columns[name][:] = np.where(mask, found[name], 0.0)
                     computed.agree({name: digest(rollout.columns[name].tobytes())})

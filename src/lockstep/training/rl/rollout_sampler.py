@@ -39,6 +39,7 @@ class RolloutSampler:
         rewarder: What computes rewards.
         rows: What makes rows of answers.
         engine: What samples the answers; None for lockstep's engine with the settings of ``fields.rollout``.
+        routed_experts: Whether the experts of tokens are wanted.
     """
 
     def __init__(
@@ -54,10 +55,13 @@ class RolloutSampler:
         rewarder: Rewarder,
         rows: AnswerRows,
         engine: RolloutEngine | None = None,
+        *,
+        routed_experts: bool = False,
     ) -> None:
         self._fields, self._questions, self._trainer = fields, questions, trainer
         self._hosts, self._watchdog, self._rewarder, self._rows = hosts, watchdog, rewarder, rows
-        self._params = fields.rollout.sampling_params(stop_ids(tokenizer))
+        params = fields.rollout.sampling_params(stop_ids(tokenizer))
+        self._params = dataclasses.replace(params, routed_experts=routed_experts)
         self._find_stop = StopFinder(tokenizer) if fields.rollout.stop else None
         self._engine_config = fields.rollout.engine_config(trainer.precision.compute.name, row_length)
         self._vocab_size = token_count(tokenizer)

@@ -13,11 +13,13 @@ from lockstep.credentials import get_logger
 from lockstep.engine import RolloutEngine
 from lockstep.errors import ConfigError
 from lockstep.hosts import Hosts, Watchdog
+from lockstep.models import LlamaConfig
 from lockstep.placement import batch_spec, host_rows, place_local
 from lockstep.report import NoopTracker, Tracker
 from lockstep.text import token_count
 from lockstep.training.loop.config import TrainerConfig
 from lockstep.training.loop.hooks import StepInfo
+from lockstep.training.objectives import routing_column
 from lockstep.training.objectives.grpo import GrpoConfig, group_advantages
 from lockstep.training.rl.config import GrpoRunFields
 from lockstep.training.rl.groups import Groups, Sampled, choose_groups
@@ -61,6 +63,7 @@ class Rollouts:
         tracker: The tracker that metrics and rows go to, used by the leader; None for none.
         run_dir: The directory that rows are appended to; None for no file.
         engine: What samples the answers; None for lockstep's engine with the settings of ``fields.rollout``.
+        model: The configuration of the model, where it has experts: the engine's choice of them is compared with.
 
     Raises:
         ConfigError: The settings do not go together, a reward cannot be made, or the loss needs a reference and there
@@ -84,6 +87,7 @@ class Rollouts:
         tracker: Tracker | None = None,
         run_dir: Path | None = None,
         engine: RolloutEngine | None = None,
+        model: LlamaConfig | None = None,
     ) -> None:
         if bool(objective.kl_coefficient) != (reference is not None):
             given = "a" if reference is not None else "no"
@@ -97,15 +101,20 @@ class Rollouts:
         self._trainer, self._hosts = trainer, hosts
         self._mesh, self._sharding = mesh, NamedSharding(mesh, batch_spec(mesh))
         self._tracker: Tracker = NoopTracker() if tracker is None else tracker
-        self._columns = objective.columns(row_length, on_policy=fields.updates == 1)
+        replays = fields.rollout.replay_routing
+        routing = routing_column(model, row_length, replayed=replays)
+        if replays and not routing:
+            raise ConfigError("rollout.replay_routing is true, and the model has no experts. Set it to false.")
+        self._columns = objective.columns(row_length, on_policy=fields.updates == 1) | routing
         self._rewarder = make_rewarder(fields)
         rows = AnswerRows(questions=questions, tokenizer=tokenizer, stop=fields.rollout.stop)
         self._report = RolloutReport(self._tracker, run_dir, rows, fields.answers_shown)
         watchdog = Watchdog(hosts, hosts.timeout_s)
         self._logprobs = LogprobColumns(objective, self._columns, trainer, mesh, hosts, watchdog, reference)
         self._sampler = RolloutSampler(
-            fields, questions, tokenizer, trainer, mesh, row_length, hosts, watchdog, self._rewarder, rows, engine
-        )
+            fields, questions, tokenizer, trainer, mesh, row_length, hosts, watchdog, self._rewarder, rows, engine,
+            routed_experts=bool(routing),
+        )  # fmt: skip
         _check_attempts(fields.rollout.max_attempts, self._sampler.n_questions, len(questions))
         self._rollout: Rollout | None = None
         self._ahead: Sampled | None = None

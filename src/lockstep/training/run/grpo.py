@@ -8,6 +8,7 @@ import jax
 
 from lockstep.errors import ConfigError, refuse_keys
 from lockstep.hosts import Hosts
+from lockstep.models import read_decoder
 from lockstep.report import Row
 from lockstep.text import StopFinder, token_count
 from lockstep.training.data import GrpoDataConfig, TokenCache
@@ -159,6 +160,7 @@ class TrainGrpoConfig(GrpoFields, GrpoRunFields, TrainConfig):
             reference=setup.reference() if self.has_reference else None,
             tracker=trainer.tracker,
             run_dir=setup.run_dir,
+            model=read_decoder(setup.model)[0],
         )
         rollouts.check(setup.model)
         trainer.add_hook(rollouts)

@@ -13,12 +13,15 @@ from lockstep.engine.schedule import (
     DecodeResults,
     PrefillBatch,
     PromptLogprobsBatch,
+    RoutedShape,
     Scheduler,
     VerifyBatch,
 )
 from lockstep.types import Completion, FinishReason, Request
 
 VOCAB = 7
+ROUTED = RoutedShape(layers=1, choices=2, experts=2**15)
+"""Experts of which a token's are one word."""
 
 
 def cached(context: tuple[int, ...], token: int, position: int) -> int:
@@ -28,6 +31,19 @@ def cached(context: tuple[int, ...], token: int, position: int) -> int:
 
 def sampled(number: int, draw: tuple[int, ...], temperature: float) -> int:
     return hash((number, draw, temperature)) % VOCAB
+
+
+def routed_word(number: int) -> int:
+    """The experts of a token whose K/V is a number."""
+    return number & 0x7FFF7FFF
+
+
+def routed_alone(request: Request, tokens: tuple[int, ...]) -> list[int]:
+    """The words of the experts that the device gives to all tokens but the last."""
+    context: tuple[int, ...] = ()
+    for position, token in enumerate([*request.prompt_tokens, *tokens[:-1]]):
+        context = (*context, cached(context, token, position))
+    return [routed_word(number) for number in context]
 
 
 def prompt_logprob(number: int, target: int) -> float:
@@ -129,8 +145,17 @@ class FakeDevice:
         references = {replica.index: replica.allocator._references for replica in scheduler._replicas}
         if isinstance(batch, PrefillBatch):
             self.prefill(batch)
+            if self.capacity.routed_experts:
+                words = np.zeros((self.capacity.replicas, 1, *batch.tokens.shape[1:]), np.int32)
+                for replica, row in np.argwhere(batch.page != NULL_PAGE):
+                    words[replica, 0, row] = [
+                        routed_word(each) for each in self.pool[replica, batch.page[replica, row]]
+                    ]
+                scheduler.commit_routed(batch, words)
         elif isinstance(batch, CopyPagesBatch):
             self.copy_pages(batch, references)
+            if self.capacity.routed_experts:
+                scheduler.commit_routed(batch)
         elif isinstance(batch, PromptLogprobsBatch):
             scheduler.commit_prompt_logprobs(batch, self.prompt_logprobs(batch))
         elif isinstance(batch, VerifyBatch):
@@ -179,7 +204,7 @@ class FakeDevice:
         """Tokens and log-probabilities of a launch; ``references`` counts those to each page of each replica."""
         capacity = self.capacity
         tokens = np.full((capacity.replicas, capacity.slots, capacity.steps), -1, np.int32)
-        logprobs = np.zeros(tokens.shape, np.float32)
+        logprobs, words = np.zeros(tokens.shape, np.float32), np.zeros(tokens.shape, np.int32)
         assert 1 <= batch.num_steps <= capacity.steps
         token, position, remaining = batch.token.copy(), batch.position.copy(), batch.remaining.copy()
         for step in range(batch.num_steps):
@@ -196,10 +221,13 @@ class FakeDevice:
                 draw = tuple(int(word) for word in batch.draw[at])
                 token[at] = sampled(number, draw, float(batch.temperature[at]))
                 tokens[(*at, step)] = token[at]
-                logprobs[(*at, step)] = -0.5 * token[at]
+                logprobs[(*at, step)], words[(*at, step)] = -0.5 * token[at], routed_word(number)
                 position[at] += 1
                 remaining[at] = 0 if token[at] in batch.stop_ids[at] else remaining[at] - 1
-        return DecodeResults.of(tokens, logprobs)
+        results = DecodeResults.of(tokens, logprobs)
+        if not capacity.routed_experts:
+            return results
+        return DecodeResults(packed=np.concatenate([results.packed, words[:, None]], axis=1))
 
 
 @dataclasses.dataclass

@@ -15,7 +15,15 @@ from lockstep.engine.schedule import (
     Scheduler,
 )
 from lockstep.types import FinishReason, Request, SamplingParams
-from tests.unit.engine.schedule.fake_device import VOCAB, FakeDevice, answer_alone, play, scores_alone
+from tests.unit.engine.schedule.fake_device import (
+    ROUTED,
+    VOCAB,
+    FakeDevice,
+    answer_alone,
+    play,
+    routed_alone,
+    scores_alone,
+)
 from tests.unit.engine.schedule.placements import fits
 
 
@@ -39,7 +47,7 @@ def pages_of(one: Request, page_size: int) -> int:
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[Capacity, list[Request]]:
     """Few slots, few pages, prompts that share beginnings."""
-    page_size = draw(st.sampled_from([1, 2, 4]))
+    page_size, routed = draw(st.sampled_from([1, 2, 4])), draw(st.booleans())
     requests = [
         request(
             number,
@@ -50,6 +58,7 @@ def cases(draw: st.DrawFn) -> tuple[Capacity, list[Request]]:
             seed=draw(st.integers(0, 2**32 - 1)),
             temperature=draw(st.sampled_from([0.0, 0.5])),
             prompt_logprobs=draw(st.booleans()),
+            routed_experts=routed and draw(st.booleans()),
         )
         for number in draw(st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=6, unique=True))
     ]
@@ -70,6 +79,7 @@ def cases(draw: st.DrawFn) -> tuple[Capacity, list[Request]]:
         page_copies=draw(st.integers(0, 1)),
         prefill_sequences=draw(st.integers(0, 2)),
         prompt_logprobs=1,
+        routed_experts=int(routed),
     )
     return capacity, requests
 
@@ -119,7 +129,8 @@ def test_everything_is_answered_as_if_it_were_alone(examples: int) -> None:
 
 def answered_as_if_alone(case: tuple[Capacity, list[Request]], max_prompts: int | None, one_by_one: bool) -> None:
     capacity, requests = case
-    scheduler = Scheduler(capacity, iter(requests) if one_by_one else requests, max_prompts=max_prompts)
+    routed = ROUTED if capacity.routed_experts else None
+    scheduler = Scheduler(capacity, iter(requests) if one_by_one else requests, max_prompts=max_prompts, routed=routed)
     played = play(scheduler, Checks(scheduler))
 
     expected = [(r, g) for r in requests for g in range(r.params.n_generations)]
@@ -128,6 +139,10 @@ def answered_as_if_alone(case: tuple[Capacity, list[Request]], max_prompts: int 
         assert (completion.tokens, completion.finish_reason) == answer_alone(one, generation)
         assert completion.prompt_logprobs == (scores_alone(one) if one.params.prompt_logprobs else ())
         assert completion.logprobs == tuple(-0.5 * token for token in completion.tokens)
+        assert (completion.routed_experts is not None) == one.params.routed_experts
+        if completion.routed_experts is not None:
+            words = np.frombuffer(completion.routed_experts.packed, np.int32)
+            assert words.tolist() == routed_alone(one, completion.tokens)
 
     for replica in scheduler._replicas:
         assert replica.allocator.num_free == capacity.pages - 1, "pages leak"

@@ -11,7 +11,7 @@ from lockstep.training import StepInfo
 from lockstep.training.rl.groups import Groups, Sampled, choose_groups, completions_from_json
 from lockstep.training.rl.rewarding import Rewards, Scoring
 from lockstep.training.rl.rewards import FunctionReward
-from lockstep.types import FinishReason
+from lockstep.types import FinishReason, RoutedExperts
 from tests import rollouts as runs
 from tests.unit.training.rl.made_up import completion
 from tests.unit.training.rl.parrot import Cut, Parrot
@@ -154,6 +154,7 @@ def test_a_checkpoint_keeps_every_answer_bit_for_bit():
     values = [completion(0, 0, [7, 3]), completion(0, 1, []), completion(1, 0, [9], FinishReason.LENGTH)]
     odd = float(np.float32(0.1))
     values.append(dataclasses.replace(values[0], prompt_id=1, generation_id=1, logprobs=(-odd, -1e-30)))
+    values[2:] = [dataclasses.replace(each, routed_experts=RoutedExperts((2, 1, 2), bytes(8))) for each in values[2:]]
     before = Sampled(number=3, questions=[5, 2], completions=values, scoring=Scoring({}, workers=0))
     kept = json.loads(json.dumps(before.to_json()))
     assert kept["number"] == 3 and kept["questions"] == [5, 2]

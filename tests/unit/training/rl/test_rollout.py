@@ -5,9 +5,11 @@ import numpy as np
 import pytest
 
 from lockstep.errors import ConfigError
-from lockstep.training.objectives import GrpoConfig
+from lockstep.training.objectives import GrpoConfig, routing_column
 from lockstep.training.rl import Rollout
 from lockstep.training.rl.rollout import make_columns
+from lockstep.types import RoutedExperts
+from tests.rollouts import EXPERTS
 from tests.unit.training.rl.made_up import completion
 
 
@@ -58,3 +60,16 @@ def test_an_engine_that_does_not_say_what_it_drew_with():
     answer = dataclasses.replace(completion(0, 0, (4, 5)), sampled_logprobs=())
     with pytest.raises(ConfigError, match="an answer of the engine has 2 tokens and 0 sampled_logprobs"):
         make_columns(GrpoConfig().columns(7, on_policy=True), [(1, 2, 3)], [answer], np.zeros(1))
+
+
+def test_the_experts_of_an_engine_are_a_column():
+    wanted = GrpoConfig().columns(7, on_policy=True)
+    numbers = np.arange(24, dtype="<i2").reshape(4, 3, 2)
+    routed = dataclasses.replace(completion(0, 0, (4, 5)), routed_experts=RoutedExperts((4, 3, 2), numbers.tobytes()))
+    answers = [routed, completion(0, 1, (6,))]
+    compared = wanted | routing_column(EXPERTS, 7, replayed=False)
+    rows = make_columns(compared, [(1, 2, 3)] * 2, answers, np.zeros(2))["rollout_experts"]
+    assert rows.dtype == np.int16 and (rows[0, :4] == numbers).all() and (rows[0, 4:] == -1).all()
+    assert (rows[1] == -1).all(), "an engine that does not say is not compared with"
+    with pytest.raises(ConfigError, match="replay_routing is true and an answer of the engine has no routed_experts"):
+        make_columns(wanted | routing_column(EXPERTS, 7, replayed=True), [(1, 2, 3)] * 2, answers, np.zeros(2))

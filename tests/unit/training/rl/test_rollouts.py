@@ -17,6 +17,7 @@ from lockstep.training import GrpoConfig
 from lockstep.training.objectives import group_advantages, logprobs
 from lockstep.training.rl import Rollouts
 from lockstep.training.rl.rewards import FunctionReward
+from lockstep.types import RoutedExperts
 from tests import rollouts as runs
 from tests import tiny
 from tests.clock import until
@@ -266,6 +267,47 @@ def test_another_engine_samples_where_one_is_given():
         answer = columns["tokens"][row][columns["loss_mask"][row]]
         assert answer.tolist() == [5 + row // runs.GROUP, 5 + row % runs.GROUP]
         assert columns["rollout_logprobs"][row][columns["loss_mask"][row]].tolist() == (2 * (-0.5 - answer)).tolist()
+
+
+def with_experts(monkeypatch=None, steps=1, loss=None, rollout=None, **run):
+    """The scalars of a run of a model with experts; where it may patch, with other experts than the engine chose."""
+    if monkeypatch is not None:
+        own = RoutedExperts.numbers
+        monkeypatch.setattr(RoutedExperts, "numbers", lambda self: np.where(own(self) < 0, -1, (own(self) + 1) % 6))
+    tracker, run = runs.Recorder(), {"rollout": rollout or {}, **run}
+    runs.train(*runs.make(steps=steps, tracker=tracker, run=run, loss=loss, model=runs.EXPERTS))
+    return [
+        {name.removeprefix("train/"): value for name, value in tracker.scalars[step].items()}
+        for step in range(1, steps + 1)
+    ]
+
+
+def test_the_engine_routes_as_the_trainer_does():
+    (values,) = with_experts()
+    assert values["routing_gap"] == 0 and values["logprob_gap"] < 1e-5
+    assert values["router/busiest_share"] > 1 / 6
+
+
+def test_the_update_takes_the_experts_of_the_engine(monkeypatch):
+    (values,) = with_experts(monkeypatch, rollout={"replay_routing": True})
+    # Both experts of six are others by one place, which are the same two for few tokens only.
+    assert values["routing_gap"] > 0.9 and values["logprob_gap"] > 1e-3
+
+
+@pytest.mark.slow
+def test_experts_that_agree_are_replayed_bit_for_bit(monkeypatch):
+    replay = {"replay_routing": True}
+    one, other = with_experts(steps=3), with_experts(steps=3, rollout=replay)
+    names = ("loss", "grad_norm", "routing_gap", "logprob_gap")
+    assert [[step[name] for name in names] for step in one] == [[step[name] for name in names] for step in other]
+    # The probabilities before the update are those of the same experts.
+    first, _ = with_experts(monkeypatch, steps=2, loss=runs.AHEAD, rollout=replay, num_iterations=2)
+    assert first["ratio_gap"] < 1e-5 and first["logprob_gap"] > 1e-3
+
+
+def test_replaying_needs_experts():
+    with pytest.raises(ConfigError, match=r"rollout.replay_routing is true, and the model has no experts"):
+        runs.make(run={"rollout": {"replay_routing": True}})
 
 
 @pytest.mark.slow

@@ -1,0 +1,87 @@
+"""Experts against every expert computed for every token: answers and gradients."""
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lockstep.models.experts import Experts, Routing, route
+from lockstep.models.mixture import ExpertWeights, mixture
+
+
+def drawn(experts: int, tokens: int, embed: int, width: int) -> tuple[jax.Array, jax.Array, ExpertWeights]:
+    keys = jax.random.split(jax.random.key(experts), 5)
+    shapes = ((experts, embed, width), (experts, embed, width), (experts, width, embed))
+    weights = ExpertWeights(*(jax.random.normal(k, s) * 0.3 for k, s in zip(keys, shapes, strict=False)))
+    return jax.random.normal(keys[3], (tokens, embed)), jax.random.normal(keys[4], (embed, experts)), weights
+
+
+def dense(x: jax.Array, routing: Routing, weights: ExpertWeights) -> jax.Array:
+    """All experts for all tokens."""
+    inner = jax.nn.silu(jnp.einsum("nd,edf->nef", x, weights.gate)) * jnp.einsum("nd,edf->nef", x, weights.up)
+    every = jnp.einsum("nef,efd->ned", inner, weights.down)
+    factors = jnp.zeros(every.shape[:2]).at[jnp.arange(len(x))[:, None], routing.experts].add(routing.weights)
+    return jnp.einsum("ned,ne->nd", every, factors)
+
+
+@pytest.mark.parametrize(
+    ("shape", "norm"),  # experts, choices, tokens, embed, width
+    [
+        ((5, 3, 37, 12, 7), True),
+        ((128, 8, 12, 16, 8), False),  # a row at a time
+        *(
+            pytest.param(shape, True, marks=pytest.mark.slow)
+            for shape in [(8, 2, 1, 16, 8), (16, 4, 20, 16, 8), (3, 2, 300, 8, 8)]
+        ),
+    ],
+    ids=str,
+)
+def test_answers_and_gradients_are_those_of_all_experts_computed(shape: tuple[int, ...], norm: bool) -> None:
+    count, choices, *rest = shape
+    experts = Experts(num_experts=count, num_experts_per_tok=choices, norm_topk_prob=norm)
+    x, router, weights = drawn(count, *rest)
+
+    def total(compute: Callable[..., jax.Array], x: jax.Array, router: jax.Array, weights: ExpertWeights) -> jax.Array:
+        return jnp.sum(jnp.sin(compute(x, route(x, router, None, experts), weights)))
+
+    def ours(x: jax.Array, routing: Routing, weights: ExpertWeights) -> jax.Array:
+        return mixture(x, routing, weights, "silu")
+
+    both = [jax.jit(jax.value_and_grad(functools.partial(total, f), argnums=(0, 1, 2))) for f in (ours, dense)]
+    (value, got), (expected, want) = (each(x, router, weights) for each in both)
+    np.testing.assert_allclose(value, expected, rtol=1e-5)
+    for ours_, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(ours_, theirs, rtol=1e-4, atol=1e-5 * float(jnp.abs(theirs).max()))
+
+
+def test_parts_of_the_experts_add_up_and_tokens_that_do_not_matter_are_zero() -> None:
+    experts = Experts(num_experts=6, num_experts_per_tok=3)
+    x, router, weights = drawn(6, 20, 8, 4)
+    routing, valid = route(x, router, None, experts), jnp.arange(20) % 3 != 0
+    whole = dense(x, routing, weights) * valid[:, None]
+    part = jax.jit(lambda weights, first: mixture(x, routing, weights, "silu", first=first, valid=valid))
+    by_expert = [part(jax.tree.map(lambda w, i=i: w[i : i + 2], weights), i) for i in (0, 2, 4)]
+    np.testing.assert_allclose(sum(by_expert), whole, rtol=1e-5, atol=1e-5)
+    slices = (np.s_[:2], np.s_[2:])
+    halves = [ExpertWeights(weights.gate[..., s], weights.up[..., s], weights.down[:, s]) for s in slices]
+    np.testing.assert_allclose(sum(part(half, 0) for half in halves), whole, rtol=1e-5, atol=1e-5)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.data())
+def test_a_token_is_answered_as_if_it_were_alone(data: st.DataObject) -> None:
+    experts = Experts(num_experts=7, num_experts_per_tok=2)
+    x, router, weights = drawn(7, 64, 8, 4)
+    rows = np.array(data.draw(st.lists(st.integers(0, 63), min_size=1, max_size=64)))
+    padded = np.resize(rows, 64)  # one program
+
+    @jax.jit
+    def answers(x: jax.Array) -> jax.Array:
+        return mixture(x, route(x, router, None, experts), weights, "silu")
+
+    np.testing.assert_allclose(answers(x[padded]), answers(x)[padded], rtol=1e-6, atol=1e-6)
