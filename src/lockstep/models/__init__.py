@@ -12,6 +12,8 @@ from lockstep.models.config import Variant as Variant
 from lockstep.models.config import distinct as distinct
 from lockstep.models.config import layer_kinds as layer_kinds
 from lockstep.models.config import rotary_frequencies as rotary_frequencies
+from lockstep.models.expert_mlps import ExpertWeights as ExpertWeights
+from lockstep.models.expert_mlps import mixture as mixture
 from lockstep.models.experts import Experts as Experts
 from lockstep.models.experts import RouterSums as RouterSums
 from lockstep.models.experts import packed_experts as packed_experts
@@ -51,8 +53,6 @@ from lockstep.models.lora import split_trained as split_trained
 from lockstep.models.low_rank import RANK as RANK
 from lockstep.models.low_rank import MergeLora as MergeLora
 from lockstep.models.low_rank import merge_lora as merge_lora
-from lockstep.models.mixture import ExpertWeights as ExpertWeights
-from lockstep.models.mixture import mixture as mixture
 from lockstep.models.reader import read_decoder as read_decoder
 from lockstep.models.registry import UnreadableModelError as UnreadableModelError
 from lockstep.models.registry import UnreadParameterError as UnreadParameterError

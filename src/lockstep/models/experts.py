@@ -1,4 +1,4 @@
-"""Mixtures of experts on plain arrays: their configuration and the router; `lockstep.models.mixture` has the MLPs.
+"""Mixtures of experts on plain arrays: their configuration and the router; `lockstep.models.expert_mlps` has the MLPs.
 
 The trainable model and the engine's decoder compute with these. Nothing has a capacity and no token is dropped: what a
 token's experts answer does not depend on the other tokens.

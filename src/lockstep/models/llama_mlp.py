@@ -18,9 +18,9 @@ from jaxtyping import Array
 
 from lockstep.models import block
 from lockstep.models.config import LlamaConfig
+from lockstep.models.expert_mlps import ExpertWeights, mixture
 from lockstep.models.experts import RouterSums, route
 from lockstep.models.low_rank import Weight, linear
-from lockstep.models.mixture import ExpertWeights, mixture
 from lockstep.models.named_block import LlamaAxes
 from lockstep.models.remat import scan_policy
 from lockstep.placement import PARAMETER_AXES

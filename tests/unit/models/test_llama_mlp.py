@@ -21,7 +21,7 @@ from lockstep.models.trainable import skeleton
 from lockstep.placement import batch_spec, make_mesh
 from lockstep.training import TrainStep, lm_loss, parse_precision
 from lockstep.training.step.train_step import init_model, init_state
-from tests.unit.models.test_experts import dense
+from tests.unit.models.test_expert_mlps import dense
 
 EXPERTS = Experts(
     num_experts=5, num_experts_per_tok=2, intermediate_dim=12, load_balancing_coef=0.1, router_z_coef=0.01

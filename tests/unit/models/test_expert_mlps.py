@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lockstep.models.expert_mlps import ExpertWeights, mixture
 from lockstep.models.experts import Experts, Routing, route
-from lockstep.models.mixture import ExpertWeights, mixture
 
 
 def drawn(experts: int, tokens: int, embed: int, width: int) -> tuple[jax.Array, jax.Array, ExpertWeights]:
