@@ -15,7 +15,7 @@ from tests.unit.engine.schedule.test_scheduler import capacity_of, request
 
 def test_what_a_request_needs_of_the_program() -> None:
     names = ("filters", "penalties", "min_tokens", "bias_ids", "allowed_ids", "top_logprobs", "prompt_logprobs")
-    none = dict.fromkeys(names, 0)
+    none = dict.fromkeys((*names, "routed_experts"), 0)
     assert sampling_sizes([]) == none
     filtered = {"top_k": 3, "top_p": 0.5, "min_p": 0.1}
     for greedy in (SamplingParams(max_new_tokens=8, stop_token_ids=(1,)), SamplingParams(max_new_tokens=8, **filtered)):
@@ -26,7 +26,7 @@ def test_what_a_request_needs_of_the_program() -> None:
     assert sampling_sizes([neutral]) == none
     lists = SamplingParams(max_new_tokens=8, logit_bias=((1, 1.0),), allowed_token_ids=tuple(range(9)))
     counts = SamplingParams(max_new_tokens=8, frequency_penalty=0.5, min_tokens=2, stop_token_ids=(1,), top_logprobs=3)
-    counts = dataclasses.replace(counts, prompt_logprobs=True)
+    counts = dataclasses.replace(counts, prompt_logprobs=True, routed_experts=True)
     assert sampling_sizes([lists, neutral, counts]) == {
         "filters": 0,
         "penalties": 1,
@@ -35,6 +35,7 @@ def test_what_a_request_needs_of_the_program() -> None:
         "allowed_ids": 16,
         "top_logprobs": 3,
         "prompt_logprobs": 1,
+        "routed_experts": 1,
     }
     # Where no stop token ends an answer there is none to rule out.
     assert not any(sampling_sizes([SamplingParams(max_new_tokens=8, min_tokens=2)]).values())
