@@ -5,7 +5,7 @@ Nothing has a capacity and no token is dropped: what a token's experts answer do
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple, Self
 
 import jax
@@ -71,7 +71,7 @@ def mixture(
     average = group.size / routing.logits.shape[-1]
     answers = jnp.where(computed, grouped_mlp(rows, weights, sizes, activation, base, average=average), 0)
     answers = answers[jnp.argsort(order)].reshape(*routing.experts.shape, -1)
-    return jnp.einsum("nkd,nk->nd", answers.astype(jnp.float32), routing.weights).astype(x.dtype)
+    return jnp.sum(answers.astype(jnp.float32) * routing.weights[..., None], axis=1).astype(x.dtype)
 
 
 def grouped_mlp(
@@ -142,11 +142,12 @@ def _tiled(
     padded = jnp.pad(x, ((0, rows[-1]), (0, 0)))
 
     def tile(index: Array, out: Array) -> Array:
-        answers, _ = tiles.compute(
-            index, lambda *given: (_mlp(activation, *given), ()), [tiles.take(padded, index)], weights
-        )
-        # Rows after the group's last are the next group's, whose tile comes later.
-        return jax.lax.dynamic_update_slice_in_dim(out, answers, tiles.start[index], axis=0)
+        def answer(rows: int, out: Array) -> Array:
+            answers = _mlp(activation, tiles.take(padded, index, rows), *tiles.expert_of(weights, index))
+            # Rows after the group's last are the next group's, whose tile comes later.
+            return jax.lax.dynamic_update_slice_in_dim(out, answers, tiles.start[index], axis=0)
+
+        return tiles.switch(index, answer, out)
 
     return jax.lax.fori_loop(0, tiles.count, tile, jnp.zeros_like(padded))[: len(x)]
 
@@ -163,17 +164,19 @@ def _tiled_backward(
     tiles = _Tiles.of(sizes, len(x), base, rows)
     padded, of_padded = (jnp.pad(each, ((0, rows[-1]), (0, 0))) for each in (x, gradient))
 
-    def pulled(inputs: Array, of_answers: Array, *expert: Any) -> tuple[Array, list[Array]]:
-        _, pull = jax.vjp(functools.partial(_mlp, activation), inputs, *expert)
-        of_inputs, *of_expert = pull(of_answers)
-        return of_inputs, of_expert
-
     def tile(index: Array, state: Any) -> Any:
         of_x, of_weights = state
-        own = jnp.arange(rows[-1]) < tiles.end[index] - tiles.start[index]
-        of_answers = jnp.where(own[:, None], tiles.take(of_padded, index), 0)
-        of_inputs, of_expert = tiles.compute(index, pulled, [tiles.take(padded, index), of_answers], weights)
-        of_x = jax.lax.dynamic_update_slice_in_dim(of_x, of_inputs, tiles.start[index], axis=0)
+
+        def pull(rows: int, of_x: Array) -> tuple[Array, Sequence[Array | None]]:
+            inputs, of_answers = (tiles.take(each, index, rows) for each in (padded, of_padded))
+            own = jnp.arange(rows) < tiles.end[index] - tiles.start[index]
+            expert = tiles.expert_of(weights, index)
+            of_inputs, *of_expert = jax.vjp(functools.partial(_mlp, activation), inputs, *expert)[1](
+                jnp.where(own[:, None], of_answers, 0)
+            )
+            return jax.lax.dynamic_update_slice_in_dim(of_x, of_inputs, tiles.start[index], axis=0), of_expert
+
+        of_x, of_expert = tiles.switch(index, pull, of_x)
         expert = tiles.expert[index]
         added = jax.tree.map(lambda total, part: total.at[expert].add(part), of_weights, ExpertWeights(*of_expert))
         return of_x, added
@@ -218,30 +221,24 @@ class _Tiles:
         start = ends[group] - sizes[group] + (index - last[group] + tiles[group]) * largest
         return cls(rows, base + group, start, ends[group], last[-1])
 
-    def take(self, x: Array, index: Array) -> Array:
-        """As many rows as the largest tile has, from the beginning of a tile."""
-        return jax.lax.dynamic_slice_in_dim(x, self.start[index], self.rows[-1])
+    def take(self, x: Array, index: Array, rows: int) -> Array:
+        """The first rows of a tile."""
+        return jax.lax.dynamic_slice_in_dim(x, self.start[index], rows)
 
-    def compute[Rest](
-        self, index: Array, function: Callable[..., tuple[Array, Rest]], given: list[Array], weights: ExpertWeights
-    ) -> tuple[Array, Rest]:
-        """The results of a function for a tile: rows, followed by zeros up to the largest tile's, and all else.
-
-        Args:
-            function: A function of the tile's rows of ``given`` and of its expert's weights.
-            given: What was taken for the tile.
-            weights: The weights of all experts, which are read in place.
-        """
+    def expert_of(self, weights: ExpertWeights, index: Array) -> ExpertWeights:
+        """The weights of a tile's expert, of those of all experts."""
         expert = self.expert[index]
-        own = jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, expert, keepdims=False), weights)
+        own: ExpertWeights = jax.tree.map(
+            lambda leaf: jax.lax.dynamic_index_in_dim(leaf, expert, keepdims=False), weights
+        )
+        return own
 
-        def of(rows: int) -> Callable[..., tuple[Array, Rest]]:
-            def run(given: list[Array], own: ExpertWeights) -> tuple[Array, Rest]:
-                answers, rest = function(*(each[:rows] for each in given), *own)
-                return jnp.pad(answers, ((0, self.rows[-1] - rows), (0, 0))), rest
+    def switch[State, Result](self, index: Array, function: Callable[[int, State], Result], state: State) -> Result:
+        """Return ``function(rows, state)`` with the smallest size of tiles that covers the rows of a tile.
 
-            return run
-
+        Rows are read and written within the branch: in place, and no more of them than it computes.
+        """
         used = jnp.clip(self.end[index] - self.start[index], 1, self.rows[-1])
-        result: tuple[Array, Rest] = jax.lax.switch((used - 1) // self.rows[0], [of(r) for r in self.rows], given, own)
+        branches = [functools.partial(function, rows) for rows in self.rows]
+        result: Result = jax.lax.switch((used - 1) // self.rows[0], branches, state)
         return result
