@@ -17,6 +17,7 @@ import jmp
 from haliax.partitioning import infer_resource_partitions
 from levanter.models.llama import LlamaConfig
 from levanter.models.lm_model import LmExample
+from levanter.models.qwen3_moe import Qwen3MoeConfig
 from levanter.optim.config import AdamConfig
 from levanter.tracker import NoopConfig, NoopTracker, set_global_tracker
 from levanter.trainer import Trainer, TrainerConfig, TrainerState
@@ -31,7 +32,7 @@ def lower_step(
     """Trace the train step of Levanter's defaults: FSDP, AdamW, layers recomputed, splash attention, fused loss.
 
     Args:
-        model: The shape of the model, a Llama.
+        model: The shape of the model, a Llama or a Qwen3 with experts.
         vocab_size: The number of token ids.
         devices: The devices of the slice.
         sequences: The number of sequences of a batch.
@@ -76,10 +77,17 @@ def lower_step(
 
 def _state(model: OurConfig, vocab_size: int, optimizer: Any, policy: jmp.Policy) -> TrainerState:
     key = jax.random.key(0)
-    config = LlamaConfig(
-        max_seq_len=model.max_seq_len, hidden_dim=model.hidden_dim, intermediate_dim=model.intermediate_dim,
-        num_layers=model.num_layers, num_heads=model.num_heads, num_kv_heads=model.num_kv_heads,
-        tie_word_embeddings=model.tie_word_embeddings,
+    shape = {
+        name: getattr(model, name)
+        for name in (
+            "max_seq_len", "hidden_dim", "intermediate_dim", "num_layers", "num_heads", "num_kv_heads", "head_dim",
+            "tie_word_embeddings",
+        )
+    }  # fmt: skip
+    experts = model.experts
+    config: Any = LlamaConfig(**shape) if experts is None else Qwen3MoeConfig(
+        **shape, num_experts=experts.num_experts, num_experts_per_tok=experts.num_experts_per_tok,
+        moe_intermediate_dim=model.expert_dim, norm_topk_prob=experts.norm_topk_prob,
     )  # fmt: skip
     made = config.build(hax.Axis("vocab", vocab_size), key=key)
     return TrainerState.init(optimizer, made, key=key, mp=policy)

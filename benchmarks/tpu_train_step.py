@@ -72,6 +72,7 @@ class Case:
 CASES = (
     Case(model="llama-3-8b", slice_name="v5p-64", sequences=512, length=2048, at_a_time=4),
     Case(model="qwen2.5-3b", slice_name="v6e-16", sequences=128, length=1024, at_a_time=4),
+    Case(model="qwen3-30b-a3b", slice_name="v5p-64", sequences=128, length=1024, at_a_time=4),
     Case(model="llama-3.1-70b", slice_name="v5p-256", sequences=256, length=2048, at_a_time=2),
 )
 
