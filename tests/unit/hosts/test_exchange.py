@@ -51,7 +51,13 @@ def test_what_the_leader_does_fails_everywhere():
 
 @pytest.mark.parametrize(
     ("processes", "text"),
-    [([3], "process 3"), ([1, 0], "processes 0, 1"), ([2, 0, 1, 5], "processes 0-2, 5"), ([0, 2], "processes 0, 2")],
+    [
+        ([3], "process 3"),
+        ([1, 0], "processes 0, 1"),
+        ([2, 0, 1, 5], "processes 0-2, 5"),
+        ([0, 2], "processes 0, 2"),
+        ([0, 1, 3, 4, 5, 7, 8], "processes 0, 1, 3-5, 7, 8"),
+    ],
 )
 def test_processes_in_a_row_are_named_by_the_first_and_the_last(processes, text):
     assert name_processes(processes) == text

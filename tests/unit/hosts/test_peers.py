@@ -80,6 +80,20 @@ def test_who_ends_for_a_reason_that_others_have_told_is_not_ended_by_them(monkey
     assert ended == [PEER_FAILED]
 
 
+def test_nothing_ends_a_process_before_it_is_woken(monkeypatch: pytest.MonkeyPatch) -> None:
+    client, other = MemoryClient.hub(2)
+    ended: list[int] = []
+    monkeypatch.setattr(peers, "GRACE_S", 0.0)
+    monkeypatch.setattr(peers, "end_process", ended.append)
+    watch = threading.Thread(target=peers._watch, args=(Hosts(client), threading.Event()))
+    watch.start()
+    watch.join(0.05)
+    assert watch.is_alive() and not ended
+    peers.announce_exit(other, "PeerError")
+    watch.join(60)
+    assert ended == [PEER_FAILED]
+
+
 def test_stopping_the_watch_waits_for_its_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """One inside a call of the service while the interpreter goes down would abort the process."""
     answered = threading.Event()

@@ -8,7 +8,7 @@ import pytest
 from lockstep.engine import Engine, EngineConfig
 from lockstep.engine.decode_model import DecodeModels
 from lockstep.engine.schedule import Capacity, check_capacity
-from lockstep.engine.sizing.demand import desired_capacity, measure_demand, slots_per_replica
+from lockstep.engine.sizing.demand import Demand, desired_capacity, max_prompts, measure_demand, slots_per_replica
 from lockstep.errors import ConfigError
 from lockstep.models import LlamaConfig, read_decoder
 from lockstep.types import Drafts, Request
@@ -38,6 +38,25 @@ def test_what_follows_from_the_requests() -> None:
         steps=40,
         stop_ids=4,
     )
+
+
+def test_a_demand_is_of_the_longest_request_and_of_the_mean_sequence() -> None:
+    requests = [request(0, 33, 10, n_generations=5), request(1, 5, 40, stop_token_ids=(1, 2)), request(2, 17, 16)]
+    got = Demand.of(requests, 16)
+    # 42, 44 and 32 tokens have K/V: the last one's is never read.
+    assert (got.longest, got.mean, got.sequences) == (3, (5 * 3 + 3 + 2) / 7, 7)
+    assert got.context == (5 * 38 + 25 + 25) / 7
+    assert (got.new_tokens, got.tokens, got.prefill, got.generations) == (40, 45, 32, (5, 1, 1))
+
+
+@pytest.mark.parametrize(("slots", "generations", "prompts"), [(8, 1, 32), (8, 3, 11), (1, 64, 1)])
+def test_prompts_of_a_batch_fill_every_slot_twice(slots: int, generations: int, prompts: int) -> None:
+    """Also where all of them have as few generations as the one that has fewest."""
+    counts = (generations, generations + 3)
+    demand = Demand.of([request(n, 5, 4, n_generations=count) for n, count in enumerate(counts)], 16)
+    capacity = dataclasses.replace(sizes([request(0, 5, 4)]), sequences=2 * slots)
+    assert max_prompts(EngineConfig(), capacity, demand) == prompts
+    assert max_prompts(EngineConfig(max_prompts_per_batch=7), capacity, demand) == 7
 
 
 def test_bounds_where_nothing_is_said() -> None:

@@ -32,6 +32,8 @@ class ShapeOfMesh:
 def test_batches_that_do_not_divide():
     config = TrainerConfig(train_batch_size=24, per_device_parallelism=2)
     assert config.microbatches(ShapeOfMesh(2, 2)) == 3
+    for together in (-1, "auto", 6):
+        assert TrainerConfig(train_batch_size=24, per_device_parallelism=together).microbatches(ShapeOfMesh(2, 2)) == 1
     with pytest.raises(ConfigError, match="train_batch_size is 24.*multiple of 16, e.g. 16 or 32"):
         config.microbatches(ShapeOfMesh(2, 8))
     with pytest.raises(ConfigError, match=r"does not divide the 3 rows.*Use one of \[1, 3\], or -1"):

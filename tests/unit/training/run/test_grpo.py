@@ -6,6 +6,7 @@ import runpy
 import sys
 import tarfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import haliax as hax
 import jax
@@ -22,6 +23,7 @@ from lockstep.launch.worker_jobs import WorkerJobs
 from lockstep.main.arguments import parse_arguments
 from lockstep.text import encode, read_prompts
 from lockstep.training import TrainGrpoConfig, load_questions
+from lockstep.training.run import grpo as module
 from tests import tiny
 
 ROOT = Path(__file__).parents[4]
@@ -52,6 +54,28 @@ def test_a_reference_is_needed_where_the_loss_compares_with_one(coefficient, ref
     config = read("--kl_coefficient", coefficient)
     assert config.has_reference == reference and config.loss_fn.kl_coefficient == float(coefficient)
     assert ("reference_logprobs" in config.columns(1024)) == reference
+
+
+@pytest.mark.parametrize(("coefficient", "reference"), [("0.0", None), ("0.1", "the model before training")])
+def test_the_reference_is_read_where_the_loss_compares_with_one(coefficient, reference, monkeypatch):
+    given, hooks = {}, []
+
+    class Recorder:
+        def __init__(self, *_, **options):
+            given.update(options)
+
+        def check(self, model):
+            assert model == "the model"
+
+    monkeypatch.setattr(module, "Rollouts", Recorder)
+    monkeypatch.setattr(module, "read_decoder", lambda model: (model, None))
+    trainer = SimpleNamespace(mesh=None, hosts=None, tracker=None, add_hook=hooks.append)
+    setup = SimpleNamespace(
+        trainer=trainer, tokenizer=tiny.tokenizer(), data=None, model_max_seq_len=2048, run_dir=None,
+        model="the model", reference=lambda: "the model before training",
+    )  # fmt: skip
+    assert [read("--kl_coefficient", coefficient).make_batches(setup)] == hooks
+    assert given["reference"] == reference and given["model"] == "the model"
 
 
 def test_the_loss_has_all_of_its_settings():

@@ -1,3 +1,5 @@
+import inspect
+
 import haliax as hax
 import jax
 import jax.numpy as jnp
@@ -126,12 +128,18 @@ def test_updates_are_levanters_step_by_step(levanter, kind, settings):
 
 
 def test_defaults_are_levanters(levanter):
-    for kind, theirs in levanter.items():
+    for kind, theirs in {**levanter, "adamw": levanter["adam"]}.items():
         ours, other = OptimizerConfig(type=kind), theirs()
         for name in ("learning_rate", "min_lr_ratio", "warmup", "decay", "lr_schedule", "max_grad_norm"):
             assert getattr(ours, name) == getattr(other, name), (kind, name)
         for name, value in DEFAULTS[kind].items():
             assert value == (getattr(other, name) or 0.0), (kind, name)
+
+
+def test_defaults_of_adafactor_are_optaxs():
+    given = inspect.signature(optax.adafactor).parameters
+    own = {"beta2": given["decay_rate"].default, "epsilon": given["eps"].default}
+    assert {**DEFAULTS["adafactor"]} == own | {"weight_decay": DEFAULTS["adamw"]["weight_decay"]}
 
 
 def test_muons_first_step_is_levanters_in_both_groups(levanter):
