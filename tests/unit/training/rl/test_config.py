@@ -39,6 +39,7 @@ ON_POLICY |= {"max_attempts", "filter_by", "replay_routing"} | {
 def test_every_setting_of_a_rollout_is_known_to_change_the_probabilities_or_not():
     assert {each.name for each in dataclasses.fields(RolloutConfig)} == OFF_POLICY.keys() | ON_POLICY
     assert set(RolloutConfig.OFF_POLICY) == OFF_POLICY.keys()
+    assert RolloutConfig().temperature == 1, "where nothing is said, answers are the model's own"
 
 
 @pytest.mark.parametrize(("name", "value"), [*OFF_POLICY.items(), ("weight_dtype", "fp8")])

@@ -73,6 +73,8 @@ def test_format_is_of_the_whole_answer_and_regex_of_a_part():
     assert value(FormatReward(pattern="<a>.*</a>"), "<a>x</a> and more") == 0
     assert value(RegexReward(pattern="^so"), "first\nso on") == 1
     assert value(RegexReward(pattern="^so"), "first so on") == 0
+    # The dot matches a newline in the one, the line's ends in the other.
+    assert value(FormatReward(pattern="a$.b"), "a\nb") == value(RegexReward(pattern="a.b"), "a\nb") == 0
 
 
 @pytest.mark.parametrize("kind", [FormatReward, RegexReward])
