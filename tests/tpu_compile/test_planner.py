@@ -70,6 +70,38 @@ def test_what_fits_is_told_in_full(tiny):
 
 
 @pytest.mark.slow
+def test_two_slices_are_planned(cache):
+    """All of the step stays inside a slice but one sum of its gradients; decode exchanges its results alone."""
+    code, text, found = plan(
+        "--config_path",
+        TINY,
+        "--topology",
+        "2xv5p-16",
+        "--meshes",
+        "all",
+        "--trainer.per_device_parallelism",
+        "1",
+        cache=cache,
+    )
+    assert code == 0, text
+    assert found["mesh"] == {"dcn": 2, "dp": 1, "fsdp": 8, "tp": 1} and found["topology"]["hosts"] == 4
+    assert {tuple(mesh["sizes"].values()) for mesh in found["meshes"]} == {(2, 1, 8, 1), (2, 2, 4, 1)}
+    step, sampling = found["train_step"], found["sampling"]["inference_eval"]
+    (between,) = (one for one in step["collectives"] if one["crosses_slices"])
+    assert (between["kind"], between["devices"]) == ("all-reduce", 2)
+    gradients = found["hbm_bytes_per_device"]["training step"]["parameters"]
+    assert gradients <= between["bytes"] < 1.2 * gradients
+    assert step["predicted_at_best"]["slices_bytes"] == between["bytes"]
+    assert step["predicted_at_best"]["slices_s"] == pytest.approx(between["bytes"] / 6.25e9)
+    launch = [one for one in sampling["collectives_per_decode_launch"] if one["crosses_slices"]]
+    assert launch and sum(one["bytes"] for one in launch) < 64 << 10
+    for name in ("collectives_per_relay", "collectives_per_decode_step", "collectives_per_prefill_launch"):
+        assert not any(one["crosses_slices"] for one in sampling[name]), name
+    assert "2 slices add up their gradients once a step: " in text and " at 25 GB/s per host take " in text
+    assert "dcn, dp, fsdp, tp" in text
+
+
+@pytest.mark.slow
 def test_the_second_time_comes_from_the_cache(tiny, cache):
     code, text, found = plan("--config_path", TINY, "--topology", "v6e-8", cache=cache)
     assert code == 0 and "compiling" not in text and "from the cache" in text

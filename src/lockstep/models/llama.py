@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from haliax import Axis, NamedArray
 from haliax.nn.scan import Stacked
 from haliax.partitioning import physical_axis_name
+from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
 from lockstep.errors import ConfigError
@@ -22,6 +23,8 @@ from lockstep.models.llama_mlp import EngineRouting, LlamaExperts, LlamaMlp, Mix
 from lockstep.models.low_rank import Weight, linear
 from lockstep.models.named_block import LlamaAxes, float32_logits, rms_norm, rotary_angles, rotate
 from lockstep.models.remat import scan_policy
+from lockstep.placement import COMPUTE_AXES, PARAMETER_AXES
+from lockstep.placement.device import auto_axes
 
 
 class LlamaAttention(eqx.Module):
@@ -285,8 +288,7 @@ class LlamaLMHeadModel(eqx.Module):
         angles = rotary_angles(config, Position, segment_ids)
         kinds, which = distinct(layer_kinds(config))
         layer_kind = None if len(kinds) == 1 else hax.named(jnp.asarray(which), "layer")
-        # A table sharded by embed would leave the stream sharded by embed, and XLA would replicate it.
-        x = hax.auto_sharded(self.embed.take("vocab", input_ids))
+        x = _look_up(self.embed, input_ids)
         x = hax.named(block.scale_embedding(x.array, config.embed_scale), x.axes)
         layers = self.layers.scan_via(LlamaLayer.__call__)
         x, sums = layers(rms_norm(x, self.embed_norm, config), angles, segment_ids, layer_kind, engine)
@@ -323,6 +325,30 @@ class LlamaLMHeadModel(eqx.Module):
         """
         logits = float32_logits(activations, self.lm_head_array())
         return hax.auto_sharded(hax.named(block.soft_cap(logits.array, self.logit_soft_cap), logits.axes))
+
+
+def _look_up(table: NamedArray, ids: NamedArray) -> NamedArray:
+    """Returns the rows of a table ``[vocab, embed]`` sharded by the batch axes."""
+    mesh = jax.sharding.get_abstract_mesh()
+    axes = auto_axes(mesh)
+    if len(axes) == len(mesh.axis_names):
+        # A table sharded by embed would leave the stream sharded by embed, and XLA would replicate it.
+        return hax.auto_sharded(table.take("vocab", ids))
+    # Inside the shard_map over slices XLA aborts when it partitions a gather from a table split over two axes.
+    rows, width, vocab = COMPUTE_AXES["batch"], PARAMETER_AXES["embed"], PARAMETER_AXES["vocab"]
+
+    def local(table: Array, ids: Array) -> Array:
+        place = jax.lax.all_gather(ids, width, tiled=True) - jax.lax.axis_index(vocab) * len(table)
+        own = (place >= 0) & (place < len(table))
+        found = jnp.where(own[..., None], table[jnp.clip(place, 0, len(table) - 1)], 0)
+        return jax.lax.all_to_all(jax.lax.psum(found, vocab), width, 0, found.ndim - 1, tiled=True)
+
+    split = (PartitionSpec(vocab, width), PartitionSpec(rows))
+    look_up = jax.shard_map(
+        local, mesh=mesh, in_specs=split, out_specs=PartitionSpec(rows), axis_names=axes, check_vma=False
+    )
+    embed = table.resolve_axis("embed")
+    return hax.named(look_up(table.rearrange(("vocab", "embed")).array, ids.array), (*ids.axes, embed))
 
 
 def _neutral(config: LlamaConfig, *axes: Axis) -> NamedArray:

@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 
 from lockstep.errors import ConfigError
 from lockstep.models import LlamaConfig, LlamaLMHeadModel, Qwen2Config, Qwen3Config, RotaryConfig, Variant
+from lockstep.models.llama import _look_up
 from lockstep.models.trainable import skeleton
 from lockstep.placement import COMPUTE_AXES, PARAMETER_AXES, make_mesh, place
 
@@ -166,6 +167,34 @@ def test_logits_are_the_same_on_a_mesh(shape: str) -> None:
     expected = logits_of(reference, tokens())
     assert np.abs(np.asarray(logits.array) - expected).max() < 1e-5 * np.abs(expected).max()
     assert logits.array.sharding.spec == jax.P(("dp", "fsdp"), None, "tp")
+
+
+def test_a_table_split_over_two_axes_is_looked_up_inside_a_slice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each row once, and its gradient in its place; that XLA would abort is tested with its compiler for TPUs."""
+    monkeypatch.setenv("MEGASCALE_NUM_SLICES", "2")
+    mesh, ids = make_mesh("1,1,2"), tokens(8)
+    draw = np.random.default_rng(1)
+    table, weights = (draw.standard_normal(shape, np.float32) for shape in ((32, 8), (8, 12, 8)))
+    Row = hax.Axis("embed", 8)
+    specs = (jax.P("tp", "fsdp"), jax.P(("dcn", "fsdp")), jax.P(("dcn", "fsdp")))
+
+    def slice_loss(table: jax.Array, ids: jax.Array, weights: jax.Array) -> jax.Array:
+        found = _look_up(hax.named(table, (Vocab, Row)), hax.named(ids, ("batch", "position")))
+        return jax.lax.psum(jnp.sum(found.array * weights), "dcn")
+
+    loss = jax.shard_map(
+        slice_loss, mesh=mesh, axis_names={"dcn"}, in_specs=(jax.P(), jax.P("dcn"), jax.P("dcn")), out_specs=jax.P(),
+        check_vma=False,
+    )  # fmt: skip
+    given = [
+        place(x, jax.NamedSharding(mesh, spec)) for x, spec in zip((table, ids.array, weights), specs, strict=True)
+    ]
+    with jax.set_mesh(mesh):
+        value, gradient = jax.jit(jax.value_and_grad(loss))(*given)
+    assert value == pytest.approx(np.sum(table[ids.array] * weights), rel=1e-5)
+    expected = np.zeros_like(table)
+    np.add.at(expected, ids.array, weights)
+    np.testing.assert_allclose(gradient, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.slow

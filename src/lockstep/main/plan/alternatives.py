@@ -140,7 +140,7 @@ def print_meshes(costs: list[MeshCost], console: Console) -> None:
     def row(name: str, *values: str) -> None:
         table.add_row(name, *values)
 
-    row("dp, fsdp, tp", *(", ".join(map(str, cost.sizes.values())) for cost in costs))
+    row(", ".join(costs[0].sizes) or "mesh", *(", ".join(map(str, cost.sizes.values())) for cost in costs))
     row("HBM per device at the worst moment", *(bytes_text(cost.needed) for cost in costs))
     row("update: collectives", *(f"{cost.collectives:,}" for cost in costs))
     row("update: received per device", *(bytes_text(cost.received) for cost in costs))

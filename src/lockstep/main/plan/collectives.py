@@ -37,6 +37,7 @@ class Collective:
         in_step: Whether it is inside the loop over steps.
         bytes: The bytes of its result on a device.
         groups: The groups of devices that exchange with each other, as positions in the program's order.
+        slices: The number of slices that exchange over the data-centre network; 0 for what stays inside a slice.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Collective:
     in_step: bool
     bytes: int
     groups: tuple[tuple[int, ...], ...]
+    slices: int = 0
 
     def crosses(self, owners: Sequence[int]) -> bool:
         """Whether a group has devices of different owners.
@@ -52,11 +54,13 @@ class Collective:
         Args:
             owners: The owner of each device, such as its process or its replica.
         """
-        return any(len({owners[device] for device in group}) > 1 for group in self.groups)
+        return self.slices > 0 or any(len({owners[device] for device in group}) > 1 for group in self.groups)
 
     @property
     def devices(self) -> int:
         """The number of devices in the largest group; for a permutation, in all its pairs together."""
+        if self.slices:
+            return self.slices
         if self.kind == "collective-permute":
             return len({device for pair in self.groups for device in pair})
         return max(map(len, self.groups), default=1)
@@ -67,7 +71,7 @@ class Collective:
         count = self.devices
         if self.kind == "all-reduce":
             return 2 * self.bytes * (count - 1) // count
-        if self.kind == "reduce-scatter":
+        if self.kind == "reduce-scatter" or (self.slices and self.kind == "all-gather"):  # the bytes of a part
             return self.bytes * (count - 1)
         if self.kind in ("all-gather", "all-to-all"):
             return self.bytes * (count - 1) // count
@@ -84,6 +88,7 @@ class CollectiveSum:
         bytes: The bytes that a device receives in all of them.
         devices: The number of devices that take part in one.
         crosses_hosts: Whether they are between devices of several hosts.
+        crosses_slices: Whether they are between slices.
     """
 
     kind: str
@@ -91,6 +96,7 @@ class CollectiveSum:
     bytes: int
     devices: int
     crosses_hosts: bool
+    crosses_slices: bool = False
 
 
 def collectives(hlo: Hlo, devices: int) -> list[Collective]:
@@ -102,11 +108,12 @@ def collectives(hlo: Hlo, devices: int) -> list[Collective]:
     return [
         Collective(
             name=op.name,
-            kind=op.kind.removesuffix("-start"),
+            kind=_kind(op),
             times=run.times,
             in_step=run.in_step,
             bytes=_result(op),
-            groups=_groups(op.line, devices),
+            groups=() if _crosses_slices(op) else _groups(op.line, devices),
+            slices=_slices(op),
         )
         for run, op in _found(hlo)
     ]
@@ -118,16 +125,18 @@ def summed(found: Iterable[Collective], hosts: Sequence[int]) -> list[Collective
     Args:
         hosts: The process of each device, in the order of the program's devices.
     """
-    sums: dict[tuple[str, int, bool], list[int]] = collections.defaultdict(lambda: [0, 0])
+    sums: dict[tuple[str, int, bool, bool], list[int]] = collections.defaultdict(lambda: [0, 0])
     for one in found:
-        if one.times and max(map(len, one.groups), default=1) > 1:
-            of_kind = sums[one.kind, one.devices, one.crosses(hosts)]
+        if one.times and (one.slices or max(map(len, one.groups), default=1) > 1):
+            of_kind = sums[one.kind, one.devices, one.crosses(hosts), one.slices > 0]
             of_kind[0] += one.times
             of_kind[1] += one.times * one.received
     return sorted(
         (
-            CollectiveSum(kind=kind, count=count, bytes=size, devices=width, crosses_hosts=crosses)
-            for (kind, width, crosses), (count, size) in sums.items()
+            CollectiveSum(
+                kind=kind, count=count, bytes=size, devices=width, crosses_hosts=crosses, crosses_slices=slices
+            )
+            for (kind, width, crosses, slices), (count, size) in sums.items()
         ),
         key=lambda one: -one.bytes,
     )
@@ -137,7 +146,7 @@ def _found(hlo: Hlo) -> Iterator[tuple[Run, Op]]:
     """The collectives, each with its run; the compiler may put one into a fusion, or into both fusions of a pair."""
     fused: set[tuple[str, str]] = set()
     for run in hlo.runs:
-        if run.op.kind.removesuffix("-start") in _KINDS:
+        if run.op.kind.removesuffix("-start") in _KINDS or _crosses_slices(run.op):
             yield run, run.op
         elif run.op.kind == "fusion":
             for op in _inside(hlo, run.op):
@@ -157,8 +166,29 @@ def _inside(hlo: Hlo, fusion: Op) -> Iterator[Op]:
                 yield from _inside(hlo, op)
 
 
+def _crosses_slices(op: Op) -> bool:
+    """Whether it hands an array to the runtime that exchanges it with other slices."""
+    return op.kind == "send" and "xla_megascale_runtime" in op.line
+
+
+def _kind(op: Op) -> str:
+    found = re.search(r'_xla_megascale_transfer_type="(\w+)"', op.line)
+    return found[1].lower().replace("_", "-") if found else op.kind.removesuffix("-start")
+
+
+def _slices(op: Op) -> int:
+    """The slices among which the runtime exchanges an array: ``{1,2}x{0:3}`` is two, with four devices each."""
+    if not _crosses_slices(op):
+        return 0
+    found = re.search(r'_xla_megascale_target="\{([\d,:]+)\}', op.line)
+    ranges = [part.split(":") for part in found[1].split(",")] if found else []
+    return sum(int(each[-1]) - int(each[0]) + 1 for each in ranges) or 2
+
+
 def _result(op: Op) -> int:
     """The bytes of the result; at the start of a pair, the operands come before it and scalars of its own after it."""
+    if op.kind == "send":
+        return op.arrays[0].bytes
     arrays = list(op.arrays)
     if op.kind.endswith("-start") and op.kind != "all-reduce-start":
         arrays = [array for array in arrays if array.dims] or arrays
@@ -252,7 +282,11 @@ def fsdp_bytes(
     """
     tp = mesh_shape["tp"]
     # The mesh's last axis is the one that changes fastest between the positions of devices.
-    between_data = (one for one in found if all(len({place % tp for place in group}) == 1 for group in one.groups))
+    between_data = (
+        one
+        for one in found
+        if not one.slices and all(len({place % tp for place in group}) == 1 for group in one.groups)
+    )
     return FsdpBytes(
         floor=fsdp_floor(model, mesh_shape, microbatches=microbatches, itemsize=itemsize),
         received=sum(one.times * one.received for one in between_data),

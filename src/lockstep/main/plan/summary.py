@@ -12,7 +12,6 @@ from lockstep.main.plan.hlo import vmem
 from lockstep.main.plan.planner import Plan, SamplingPlan
 from lockstep.main.plan.train_step import peak
 from lockstep.models import recomputes_layers
-from lockstep.placement import DCN
 from lockstep.training import SLOW_STEP_S, CheckpointerConfig
 
 TRAINING = "training step"
@@ -123,12 +122,9 @@ def train_time(plan: Plan) -> StepTime | None:
     whole *= trainer.precision.compute.itemsize
     passes = 3 if recomputes_layers(plan.workload.model.gradient_checkpointing) else 2
     moved = 2 * (trained + plan.optimizer) + plan.training.microbatches * passes * whole
-    received = sum(one.bytes for one in plan.training_collectives)
+    received = sum(one.bytes for one in plan.training_collectives if not one.crosses_slices)
+    between = sum(one.bytes for one in plan.training_collectives if one.crosses_slices)
     count = trainer.train_batch_size * training.sequences_per_row * training.length
-    # A ring over the slices, each device for its part of the gradients; MegaScale may do better, and never with less.
-    slices, gradients = plan.mesh_shape.get(DCN, 1), trained / trainer.precision.param.itemsize
-    gradients *= (trainer.reduce_dtype or trainer.precision.param).itemsize
-    between = round(2 * gradients * (slices - 1) / slices)
     return StepTime(
         compute_s=plan.training.flops / devices / chip.flops,
         memory_s=moved / chip.bandwidth,

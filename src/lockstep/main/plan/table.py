@@ -103,12 +103,12 @@ def _programs(plan: Plan) -> Table:
 
 
 def _traffic(plan: Plan) -> Table:
-    table = _table("collectives", "kind", "times", "received", "devices", "across hosts")
+    table = _table("collectives", "kind", "times", "received", "devices", "across")
 
     def rows(name: str, found: Iterable[CollectiveSum]) -> None:
         none = True
         for one in found:
-            crosses = "yes" if one.crosses_hosts else "no"
+            crosses = "slices" if one.crosses_slices else "hosts" if one.crosses_hosts else "chips"
             table.add_row(name, one.kind, f"{one.count:,}", bytes_text(one.bytes), str(one.devices), crosses)
             name, none = "", False
         if none:

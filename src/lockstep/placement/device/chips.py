@@ -125,13 +125,14 @@ def _gpu(name: str, memory_gb: int, bandwidth: float) -> Chip:
 # v6e).
 # One-way bandwidth of a link: https://jax-ml.github.io/scaling-book/tpus/, table of TPU specifications.
 _V4 = _tpu("TPU v4", 2 * 15.25, 1.23e12, 275e12, 45e9)
-# Data-centre network: https://cloud.google.com/tpu/docs/v5p has 50 Gbit/s per chip, .../v5e 6.4 Tbit/s per 256 chips.
+# Data-centre network: https://cloud.google.com/tpu/docs/tpu7x has 50 Gbit/s per chip of v5p, 100 of v6e and TPU7x;
+# .../v6e has 6.4 Tbit/s per 256 chips of v5e.
 _V5E = _tpu("TPU v5e", 15.75, 819e9, 197e12, 45e9, dcn=3.125e9)
 _V5P = _tpu("TPU v5p", 95.73, 2.765e12, 459e12, 90e9, dcn=6.25e9)
-_V6E = _tpu("TPU v6e", 31.24, 1.64e12, 918e12, 90e9)
+_V6E = _tpu("TPU v6e", 31.24, 1.64e12, 918e12, 90e9, dcn=12.5e9)
 # A device is one of the two TensorCores of a chip. Half of 7.37 TB/s and 2,307 TFLOP/s; a link: 1,200 GB/s per chip in
 # six links and both directions; between the cores: six times a link.
-_TPU7X = _tpu("TPU7x core", 94.74, 7.37e12 / 2, 2307e12 / 2, 100e9, core=600e9)
+_TPU7X = _tpu("TPU7x core", 94.74, 7.37e12 / 2, 2307e12 / 2, 100e9, core=600e9, dcn=12.5e9 / 2)
 # https://www.nvidia.com/en-us/data-center/h100/ and /h200/, SXM.
 _H100 = _gpu("H100", 80, 3.35e12)
 _H200 = _gpu("H200", 141, 4.8e12)

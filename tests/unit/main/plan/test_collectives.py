@@ -133,6 +133,26 @@ def test_a_real_program(layers):
     assert any(one.crosses_hosts for one in summed(every, [0, 1, 0, 1]))
 
 
+@pytest.mark.parametrize(
+    ("kind", "target", "slices", "received"), [("ALL_REDUCE", "1,2", 2, 512), ("ALL_GATHER", "1:4", 4, 1536)]
+)
+def test_what_the_runtime_exchanges_between_slices_is_a_collective(kind, target, slices, received):
+    attributes = f'_xla_megascale_target="{{{target}}}x{{0:3}}",_xla_megascale_transfer_type="{kind}"'
+    text = f"""HloModule slices
+
+ENTRY %main (a: f32[1,1,128]) -> f32[1,1,128] {{
+  %send = (f32[1,1,128], u32[], token[]) send(%a, %t), is_host_transfer=true, frontend_attributes={{
+_xla_host_transfer_handler_name="xla_megascale_runtime",{attributes}}}
+}}
+""".replace("{\n_xla", "{_xla")
+    (found,) = summed(every := collectives(Hlo(text), 8), hosts=[0] * 8)
+    assert (found.kind, found.devices, found.crosses_slices) == (kind.lower().replace("_", "-"), slices, True)
+    assert found.bytes == received and found.crosses_hosts
+    weights = model(up=(EMBED, MLP))
+    fsdp = fsdp_bytes(weights, {"dp": 1, "fsdp": 4, "tp": 1}, every, microbatches=1, itemsize=4)
+    assert fsdp.received == 0, "not what FSDP exchanges inside a slice"
+
+
 LAYER, EMBED, MLP, VOCAB = Axis("layer", 3), Axis("embed", 1024), Axis("mlp", 2048), Axis("vocab", 512)
 
 

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from lockstep.main.plan import summary
-from lockstep.main.plan.collectives import FsdpBytes, ThinPieces
+from lockstep.main.plan.collectives import CollectiveSum, FsdpBytes, ThinPieces
 from lockstep.main.plan.table import _between_slices, _checkpoint, _named, _print_fsdp, print_plan
 from lockstep.main.plan.workload import Infeasibility
 from lockstep.placement.device import chip_named
@@ -109,28 +109,32 @@ def test_a_model_that_is_smaller_than_a_tile_has_no_mesh_that_would_mend_it():
 
 
 @pytest.mark.parametrize(
-    ("kind", "dtype", "flops", "text"),
+    ("kind", "bits", "flops", "text"),
     [
         (
             "TPU v5p",
-            None,
+            30,
             1e15,
             "2 slices add up their gradients once a step: 1.00 GiB per device at 25 GB/s per host take",
         ),
-        ("TPU v5p", None, 1e12, "hide behind a step of"),
-        ("TPU v5p", "bfloat16", 1e15, "512.00 MiB per device at 25 GB/s per host take 85.9 ms"),
-        ("TPU v6e", None, 1e12, "per device; no rate of the data-centre network is published here for TPU v6e"),
+        ("TPU v5p", 30, 1e12, "hide behind a step of"),
+        ("TPU v6e", 29, 1e15, "512.00 MiB per device at 50 GB/s per host take 42.9 ms"),
+        ("TPU v4", 30, 1e12, "per device; no rate of the data-centre network is published here for TPU v4"),
     ],
 )
-def test_slices_are_told_what_their_gradients_take(kind, dtype, flops, text):
-    trainer = TrainerConfig(train_batch_size=16, dcn_reduce_dtype=dtype)
+def test_slices_are_told_what_their_gradients_take(kind, bits, flops, text):
+    trainer = TrainerConfig(train_batch_size=16)
     training = SimpleNamespace(trainer=trainer, sequences_per_row=1, length=128)
     workload = SimpleNamespace(training=training, dtype="float32", model=SimpleNamespace(gradient_checkpointing=True))
     plan = SimpleNamespace(
         chip=chip_named(kind, "tpu"), workload=workload, mesh_shape={"dcn": 2, "dp": 1, "fsdp": 8, "tp": 1},
         parameters=2**30, frozen=0, optimizer=2**31, training=SimpleNamespace(microbatches=1, flops=flops * 16),
-        training_collectives=[], topology=SimpleNamespace(num_slices=2, devices_per_host=4),
+        topology=SimpleNamespace(num_slices=2, devices_per_host=4),
+        training_collectives=[
+            CollectiveSum(kind="all-reduce", count=9, bytes=2**bits, devices=2, crosses_hosts=True, crosses_slices=True)
+        ],
     )  # fmt: skip
     time = summary.train_time(plan)
+    assert time.collectives_s == 0, "not over the links inside a slice"
     found = _between_slices(plan, time)
     assert text in found and ("warning" in found) == (text.startswith("hide"))
