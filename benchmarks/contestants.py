@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 
 from benchmarks.shapes import MODEL, VOCAB, Load, random_weights
 from lockstep.engine import Engine, EngineConfig
-from lockstep.models import DecoderWeights
+from lockstep.models import DecoderWeights, LayerWeights, LlamaConfig, config_to_hf
 
 
 def keep_freed_memory() -> None:
@@ -43,23 +43,27 @@ class Contestant(Protocol):
 class Floor:
     """The matrix products of the weights alone, layers stacked and scanned: no norms, cache or sampling.
 
+    Where there are experts, as many as even routing hits, one after the other in place, each with its even share of the
+    tokens rounded down: never more bytes or products than are needed.
+
     Args:
+        model: The model.
         context: Whether each decode step also reads the keys and values of every sequence, at half of its new tokens
             on average, and multiplies with them: the products of attention without its softmax. They lie as these
             products want them, contiguous, which no engine that adds a position at each step can have.
     """
 
-    def __init__(self, *, context: bool = False) -> None:
-        mesh = Mesh(np.array(jax.devices()[:1]), ("fsdp",))
-        self._weights = random_weights(mesh)
+    def __init__(self, model: LlamaConfig = MODEL, *, context: bool = False) -> None:
+        self._model = model
+        self._weights = random_weights(Mesh(np.array(jax.local_devices()[:1]), ("fsdp",)), model)
         self._context = context
         self._keys_and_values: dict[tuple[int, int], jax.Array] = {}
-        self._run = jax.jit(_products, static_argnames="logits")
+        self._run = jax.jit(functools.partial(_products, model), static_argnames="logits")
 
     def generate(self, load: Load, new_tokens: int) -> float:
         """Products of the prompt's tokens, then of ``new_tokens - 1`` steps."""
-        prompt = jnp.ones((load.prompts * load.prompt_tokens, MODEL.hidden_dim))
-        step = jnp.ones((load.prompts, MODEL.hidden_dim))
+        prompt = self._ones(load.prompts * load.prompt_tokens)
+        step = self._ones(load.prompts)
         context = self._of(load.prompts, load.prompt_tokens + load.new_tokens // 2) if self._context else None
         start = time.perf_counter()
         jax.block_until_ready(self._run(prompt, self._weights, None, 1))
@@ -73,7 +77,7 @@ class Floor:
             rows: positions of all sequences together.
             repeats: how often it is measured.
         """
-        x, seconds = jnp.ones((rows, MODEL.hidden_dim)), []
+        x, seconds = self._ones(rows), []
         steps = max(1, 32 // rows)
         for _ in range(repeats + 1):
             start = time.perf_counter()
@@ -81,43 +85,74 @@ class Floor:
             seconds.append((time.perf_counter() - start) / steps)
         return min(seconds[1:])  # the first one compiles
 
+    def _ones(self, rows: int) -> jax.Array:
+        return jax.device_put(np.ones((rows, self._model.hidden_dim), np.float32), jax.local_devices()[0])
+
     def _of(self, prompts: int, length: int) -> jax.Array:
         """Keys and values ``[layer, key or value, sequence, kv head, position, head]``, made once."""
-        shape = (MODEL.num_layers, 2, prompts, MODEL.num_kv_heads, length, MODEL.head_size)
+        model = self._model
+        shape = (model.num_layers, 2, prompts, model.num_kv_heads, length, model.head_size)
         if (prompts, length) not in self._keys_and_values:
             self._keys_and_values = {(prompts, length): jax.block_until_ready(jnp.ones(shape))}
         return self._keys_and_values[prompts, length]
 
 
 def _products(
-    x: jax.Array, weights: DecoderWeights, context: jax.Array | None, steps: int, logits: int = 64
+    model: LlamaConfig,
+    x: jax.Array,
+    weights: DecoderWeights,
+    context: jax.Array | None,
+    steps: int,
+    logits: int = 64,
 ) -> jax.Array:
-    width = x.shape[1]
+    width, layers = x.shape[1], weights.layers
+    # A scan would copy all experts of a layer, hit or not.
+    experts = [w for w in (layers.expert_gate, layers.expert_up, layers.expert_down) if w is not None]
+    scanned = dataclasses.replace(layers, expert_gate=None, expert_up=None, expert_down=None)
 
     def layer(x: jax.Array, scanned: Any) -> tuple[jax.Array, None]:
-        w, keys_and_values = scanned
+        index, w, keys_and_values = scanned
         q, k, v = (x @ each.reshape(width, -1) for each in (w.q, w.k, w.v))
         if keys_and_values is not None:
-            heads = q.reshape(len(x), MODEL.num_kv_heads, MODEL.q_heads_per_group, MODEL.head_size)
+            heads = q.reshape(len(x), model.num_kv_heads, model.q_heads_per_group, model.head_size)
             scores = jnp.einsum("skgh,skph->skgp", heads, keys_and_values[0])
             q = jnp.einsum("skgp,skph->skgh", scores, keys_and_values[1]).reshape(q.shape)
         x = (q + jnp.concatenate([k, v], axis=1)) @ w.o.reshape(-1, width)
-        return (x @ w.gate * (x @ w.up)) @ w.down, None
+        return (_experts(model, index, x, w, experts) if experts else (x @ w.gate * (x @ w.up)) @ w.down), None
 
     def step(_: int, x: jax.Array) -> jax.Array:
-        x, _ = jax.lax.scan(layer, x, (weights.layers, context))
+        x, _ = jax.lax.scan(layer, x, (jnp.arange(model.num_layers), scanned, context))
         most = jnp.max(x[: min(len(x), logits)] @ weights.lm_head)
         return x + most * 1e-30  # so that nothing can be left out
 
     return jax.lax.fori_loop(0, steps, step, x)
 
 
+def _experts(
+    model: LlamaConfig, index: jax.Array, x: jax.Array, w: LayerWeights, experts: list[jax.Array]
+) -> jax.Array:
+    assert model.experts is not None
+    hits = round(model.experts.expected_hits(len(x)))
+    rows = max(1, len(x) * model.experts.num_experts_per_tok // hits)
+    most = jnp.max(x @ w.router)
+    # As many rows as a token has experts times fewer: an expert's share of the tokens.
+    share = jnp.tile(x, (-(-rows // len(x)), 1))[:rows]
+    gate, up, down = (weight.reshape(-1, *weight.shape[2:]) for weight in experts)
+
+    def expert(at: jax.Array, total: jax.Array) -> jax.Array:
+        own = index * model.experts.num_experts + at
+        return total + (share @ gate[own] * (share @ up[own])) @ down[own]
+
+    total = jax.lax.fori_loop(0, hits, expert, jnp.zeros_like(share))
+    return x + jnp.sum(total, axis=0) + most * 1e-30
+
+
 class Ours:
     """lockstep's engine on a mesh."""
 
-    def __init__(self, mesh: Mesh, **options: Any) -> None:
+    def __init__(self, mesh: Mesh, model: LlamaConfig = MODEL, **options: Any) -> None:
         self.engine = Engine(EngineConfig(**options), mesh)
-        self.model = (MODEL, random_weights(mesh))
+        self.model = (model, random_weights(mesh, model))
 
     def generate(self, load: Load, new_tokens: int) -> float:
         """A call of the engine, compiling where it has to."""
@@ -216,20 +251,14 @@ class Levanter:
 class Transformers:
     """transformers + torch on the CPU with its dynamic cache."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: LlamaConfig = MODEL) -> None:
         import torch
-        from transformers import LlamaConfig, LlamaForCausalLM
+        from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
         self._torch = torch
-        config = LlamaConfig(
-            vocab_size=VOCAB,
-            hidden_size=MODEL.hidden_dim,
-            intermediate_size=MODEL.intermediate_dim,
-            num_hidden_layers=MODEL.num_layers,
-            num_attention_heads=MODEL.num_heads,
-            num_key_value_heads=MODEL.num_kv_heads,
-        )
-        self._model = LlamaForCausalLM(config).eval()
+        config = config_to_hf(model, VOCAB)
+        made = CONFIG_MAPPING[config.pop("model_type")](**config)
+        self._model = AutoModelForCausalLM.from_config(made).eval()
 
     def generate(self, load: Load, new_tokens: int) -> float:
         """A call of its ``generate``."""

@@ -12,7 +12,7 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +72,7 @@ def main() -> int:
     console = Console(stderr=True)
     keep_freed_memory()
     rows = measure(arguments.quick, console)
-    show(rows)
+    show(rows, GOALS)
     if arguments.json:
         write_json(arguments.json, rows)
     return 0
@@ -229,12 +229,12 @@ def worker(name: str) -> int:
     return 0
 
 
-def show(rows: dict[str, Any]) -> None:
-    """The rows of the goal table."""
+def show(rows: Mapping[str, Any], goals: Mapping[str, tuple[str, float]]) -> None:
+    """The rows of a goal table."""
     table = Table(title="engine benchmark (ratios of one run)", title_justify="left")
     for column in ("row", "measured", "goal", ""):
         table.add_column(column, justify="right" if column == "measured" else "left")
-    for name, (sign, goal) in GOALS.items():
+    for name, (sign, goal) in goals.items():
         value = rows[name]
         if value is None:
             table.add_row(name, "–", f"{sign} {goal}", "not measured")

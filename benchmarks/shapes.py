@@ -1,4 +1,4 @@
-"""What is generated: one random Llama and a few loads, the same for every contestant."""
+"""What is generated: random models and a few loads, the same for every contestant."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -8,13 +8,18 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from lockstep.models import DecoderWeights, LayerWeights, LlamaConfig
+from lockstep.models import DecoderWeights, Experts, LayerWeights, LlamaConfig, Qwen3MoeConfig
 from lockstep.placement import place
 from lockstep.types import Request, SamplingParams
 
 VOCAB = 32000
 MODEL = LlamaConfig(max_seq_len=1024, hidden_dim=512, intermediate_dim=1376, num_layers=8, num_heads=8, num_kv_heads=4)
 """56 M parameters."""
+EXPERTS = Qwen3MoeConfig(
+    max_seq_len=1024, hidden_dim=512, intermediate_dim=1536, num_layers=4, num_heads=8, num_kv_heads=4, head_dim=64,
+    experts=Experts(num_experts=128, num_experts_per_tok=8, intermediate_dim=192),
+)  # fmt: skip
+"""A quarter of Qwen3-30B-A3B in each width, with as many experts: 188 M parameters, 19 M of them for a token."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,9 +88,9 @@ class Mix:
         )
 
 
-def random_weights(mesh: Mesh) -> DecoderWeights:
+def random_weights(mesh: Mesh, config: LlamaConfig = MODEL, vocab: int = VOCAB) -> DecoderWeights:
     """Float32 weights, sharded over ``fsdp`` along the embedding axis as lockstep's trainer shards them."""
-    config, rng = MODEL, np.random.default_rng(0)
+    rng = np.random.default_rng(0)
     layers, embed, mlp, head = config.num_layers, config.hidden_dim, config.intermediate_dim, config.head_size
     kv, group = config.num_kv_heads, config.q_heads_per_group
 
@@ -98,8 +103,25 @@ def random_weights(mesh: Mesh) -> DecoderWeights:
     def ones(*shape: int) -> jax.Array:
         return place(np.ones(shape, np.float32), NamedSharding(mesh, PartitionSpec(*[None] * (len(shape) - 1), "fsdp")))
 
+    if config.experts is None:
+        inner = {
+            "gate": normal(layers, embed, mlp, fsdp=1),
+            "up": normal(layers, embed, mlp, fsdp=1),
+            "down": normal(layers, mlp, embed, fsdp=2),
+        }
+    else:
+        every, width = config.experts.num_experts, config.expert_dim
+        inner = {
+            "router": normal(layers, embed, every, fsdp=1),
+            "expert_gate": normal(layers, every, embed, width, fsdp=2),
+            "expert_up": normal(layers, every, embed, width, fsdp=2),
+            "expert_down": normal(layers, every, width, embed, fsdp=3),
+        }
+    if config.qk_norm:
+        whole = NamedSharding(mesh, PartitionSpec())
+        inner |= {name: place(np.ones((layers, head), np.float32), whole) for name in ("q_norm", "k_norm")}
     return DecoderWeights(
-        embed=normal(VOCAB, embed, fsdp=1),
+        embed=normal(vocab, embed, fsdp=1),
         layers=LayerWeights(
             attn_norm=ones(layers, embed),
             q=normal(layers, embed, kv, group, head, fsdp=1),
@@ -107,10 +129,8 @@ def random_weights(mesh: Mesh) -> DecoderWeights:
             v=normal(layers, embed, kv, head, fsdp=1),
             o=normal(layers, kv, group, head, embed, fsdp=4),
             mlp_norm=ones(layers, embed),
-            gate=normal(layers, embed, mlp, fsdp=1),
-            up=normal(layers, embed, mlp, fsdp=1),
-            down=normal(layers, mlp, embed, fsdp=2),
+            **inner,
         ),
         final_norm=ones(embed),
-        lm_head=normal(embed, VOCAB, fsdp=0),
+        lm_head=normal(embed, vocab, fsdp=0),
     )

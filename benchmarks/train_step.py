@@ -33,6 +33,9 @@ ROOT = Path(__file__).resolve().parents[1]
 CONTESTANTS = ("levanter", "ours")
 VOCAB, ROWS, LENGTH = 32000, 8, 256
 SHAPE = {"max_seq_len": LENGTH, "hidden_dim": 512, "intermediate_dim": 1376, "num_heads": 8, "num_kv_heads": 4}
+EXPERTS = {"num_experts": 32, "num_experts_per_tok": 4}
+EXPERT_DIM = 256
+"""The experts of ``--experts``, a Qwen3 with experts in place of MLPs."""
 OPTIMIZER = {"learning_rate": 1e-3, "weight_decay": 0.1, "max_grad_norm": 1.0, "warmup": 0.0, "lr_schedule": "constant"}
 GOALS = {"tokens": (">=", 1.0), "first_step": ("<=", 1.0), "memory": ("<=", 1.0)}
 
@@ -106,6 +109,7 @@ def main() -> int:
     parser.add_argument("--turns", type=int, default=3, help="how often each contestant runs in each place")
     parser.add_argument("--steps", type=int, default=8, help="steps of each run")
     parser.add_argument("--layers", type=int, default=4, help="layers of the model")
+    parser.add_argument("--experts", action="store_true", help="Qwen3 with experts in place of the Llama")
     parser.add_argument("--place", choices=[place.suffix or "_1" for place in PLACES], action="append")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     parser.add_argument("--worker", choices=CONTESTANTS, help=argparse.SUPPRESS)
@@ -128,7 +132,7 @@ def main() -> int:
 
 def measure(options: argparse.Namespace, places: Sequence[Place], directory: Path) -> dict[str, Any]:
     """Run all contestants in all places, in turn; every key of the JSON."""
-    write_data(directory, rows=ROWS * options.steps, layers=options.layers)
+    write_data(directory, options)
     figures: dict[str, Any] = {"rows": ROWS, "length": LENGTH, "steps": options.steps, "layers": options.layers}
     # These find no token cache yet, and write down what they import: all that are timed find both.
     for name in CONTESTANTS:
@@ -184,6 +188,7 @@ def launch(name: str, place: Place, options: argparse.Namespace, directory: Path
     arguments = ["--worker", name, "--directory", str(directory)]
     arguments += ["--steps", str(options.steps), "--layers", str(options.layers)]
     arguments += ["--same_weights"] if same_weights else []
+    arguments += ["--experts"] if options.experts else []
     environment = {"JAX_ENABLE_COMPILATION_CACHE": "false", "WANDB_MODE": "disabled"}
     found = run_workers(
         "benchmarks.train_step",
@@ -195,7 +200,7 @@ def launch(name: str, place: Place, options: argparse.Namespace, directory: Path
     return Run.of(found)
 
 
-def write_data(directory: Path, *, rows: int, layers: int) -> None:
+def write_data(directory: Path, options: argparse.Namespace) -> None:
     """A tokenizer of words, one document per row of a batch, its end of text included, and a checkpoint to start from.
 
     Words are drawn as in a text, the n-th as often as 1/n of the first, so that the loss has something to fall to.
@@ -206,8 +211,9 @@ def write_data(directory: Path, *, rows: int, layers: int) -> None:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    from lockstep.models import LlamaConfig, LlamaLMHeadModel, save_hf
+    from lockstep.models import Experts, LlamaConfig, LlamaLMHeadModel, Qwen3MoeConfig, save_hf
 
+    rows = ROWS * options.steps
     vocabulary = {"<eos>": 0} | {f"w{number}": number for number in range(1, VOCAB)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<eos>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -216,7 +222,10 @@ def write_data(directory: Path, *, rows: int, layers: int) -> None:
     drawn = np.random.default_rng(0).choice(np.arange(1, VOCAB), (rows, LENGTH - 1), p=often / often.sum())
     lines = (json.dumps({"text": " ".join(f"w{word}" for word in row)}) for row in drawn)
     (directory / "train.jsonl").write_text("\n".join(lines) + "\n")
-    config = LlamaConfig(**SHAPE, num_layers=layers)
+    config = LlamaConfig(**SHAPE, num_layers=options.layers)
+    if options.experts:
+        experts = Experts(**EXPERTS, intermediate_dim=EXPERT_DIM)
+        config = Qwen3MoeConfig(**SHAPE, num_layers=options.layers, experts=experts)
     model = LlamaLMHeadModel.init(hax.Axis("vocab", VOCAB), config, key=jax.random.key(0))
     save_hf(model, directory / "start", tokenizer=fast)
 
@@ -316,6 +325,8 @@ def train_ours(options: argparse.Namespace, record: Record) -> None:
         "optimizer": OPTIMIZER,
         "trainer": {"num_train_steps": options.steps, "train_batch_size": ROWS, "log_dir": str(directory / "runs")},
     }
+    if options.experts:
+        config["model"] |= {"type": "qwen3_moe", "experts": EXPERTS | {"intermediate_dim": EXPERT_DIM}}
     if options.same_weights:
         del config["model"]
         config["initialize_from_hf"] = str(directory / "start")
@@ -332,12 +343,19 @@ def train_levanter(options: argparse.Namespace, record: Record) -> None:
     from levanter.distributed import DistributedConfig
     from levanter.main import train_lm
     from levanter.models.llama import LlamaConfig
+    from levanter.models.qwen3_moe import Qwen3MoeConfig
     from levanter.optim.config import AdamConfig
     from levanter.tracker import NoopConfig
     from levanter.trainer import Trainer, TrainerConfig
 
     record.watch(Trainer)
     directory, start = options.directory, str(options.directory / "start")
+    model: LlamaConfig = LlamaConfig(**SHAPE, num_layers=options.layers, tokenizer=start, reference_checkpoint=start)
+    if options.experts:
+        model = Qwen3MoeConfig(
+            **SHAPE, **EXPERTS, moe_intermediate_dim=EXPERT_DIM, head_dim=None, num_layers=options.layers,
+            rope=model.rope, tokenizer=start, reference_checkpoint=start,
+        )  # fmt: skip
     several = int(os.environ["LOCKSTEP_NUM_PROCESSES"]) > 1
     distributed = DistributedConfig(
         coordinator_address=os.environ["LOCKSTEP_COORDINATOR_ADDRESS"] if several else None,
@@ -358,7 +376,7 @@ def train_levanter(options: argparse.Namespace, record: Record) -> None:
                         )
                     },
                 ),
-                model=LlamaConfig(**SHAPE, num_layers=options.layers, tokenizer=start, reference_checkpoint=start),
+                model=model,
                 initialize_from_hf=start if options.same_weights else False,
                 optimizer=AdamConfig(**OPTIMIZER),
                 trainer=TrainerConfig(
