@@ -205,6 +205,7 @@ def test_log_probabilities_of_a_reference_are_read_with_their_pairs(tmp_path):
         ),
         (LmDataConfig, {"format": "preference"}, "data.format is 'preference'; it must be text"),
         (LmDataConfig, {"format": "math:sqrt"}, "module 'math' has no DataFormat 'sqrt'"),
+        (GrpoDataConfig, {"format": "math:no_such"}, "module 'math' has no function 'no_such'"),
         (PreferenceDataConfig, {"format": "chat"}, "data.format is 'chat'; it must be preference, preference_with_ref"),
         (
             PreferenceDataConfig,

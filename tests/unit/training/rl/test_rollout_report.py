@@ -15,14 +15,14 @@ def test_rewards_by_component():
 
 
 def test_answers_and_groups():
-    answers = [completion(0, 0, (1, 2, 3)), completion(0, 1, (1,), FinishReason.LENGTH)]
+    answers = [completion(0, 0, (1, 2, 3)), completion(0, 1, (1,), FinishReason.LENGTH), completion(0, 2, (1, 2))]
     assert answer_metrics(answers, np.array([True, False, False, False]), np.array([False, False, True, False])) == {
         "rollout/answer_length_mean": 2.0,
         "rollout/answer_length_max": 3.0,
-        "rollout/cut_share": 0.5,
+        "rollout/cut_share": pytest.approx(1 / 3),
         "rollout/groups_without_signal": 0.75,
         "rollout/groups_dropped": 0.25,
-        "rollout/generated_tokens": 4.0,
+        "rollout/generated_tokens": 6.0,
     }
 
 
