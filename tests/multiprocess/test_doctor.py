@@ -42,6 +42,23 @@ def test_the_example_of_the_page_is_printed(tmp_path):
     assert lacking(name, run.logs[0]) is None, run.logs[0]
 
 
+@pytest.mark.slow
+def test_the_network_between_slices_is_measured(tmp_path):
+    """Two processes that are told they are two slices, over the loopback device."""
+    path, report = tmp_path / "cpu.json", tmp_path / "report.json"
+    told = "os.environ['MEGASCALE_NUM_SLICES'] = '2'; "
+    run = doctor("--calibrate", str(path), "--json", str(report), before=told)
+    assert run.code == 0, run.output
+    assert "in 2 slices" in run.logs[0] and "dcn 2, dp 1, fsdp 2, tp 1" in run.logs[0]
+    assert "all-reduce over dcn: 2 devices of several slices: 4 KiB " in run.logs[0]
+    assert " GB/s per host" in run.logs[0] and "has bandwidth, flops, dcn, link (" in run.logs[0]
+    measured = [one for one in json.loads(report.read_text())["collectives"] if one["group"] == "dcn"]
+    assert {one["kind"] for one in measured} == {"all-reduce", "all-gather"} and all(
+        one["seconds"] > 0 for one in measured
+    )
+    assert calibrated(chip_named("cpu", "cpu"), str(path)).dcn == json.loads(path.read_text())["dcn"] > 1e5
+
+
 @pytest.mark.nightly
 def test_the_self_test_passes_in_every_layout(tmp_path):
     report, path = tmp_path / "report.json", tmp_path / "cpu.json"

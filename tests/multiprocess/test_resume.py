@@ -1,11 +1,15 @@
 """Runs that end early go on: on the same mesh bit for bit, on others to rounding; no save launches anything."""
 
+import hashlib
+import json
 import os
 import shutil
 import signal
+import time
 from pathlib import Path
 
 import haliax as hax
+import jax
 import numpy as np
 import pytest
 
@@ -93,6 +97,61 @@ def test_a_run_goes_on_bit_for_bit_and_on_another_mesh_to_rounding(tmp_path):
     assert sorted(before) == [1, 2, 3] and sorted(after) == sorted(elsewhere) == [4, 5, 6]
     assert before | after == plain
     np.testing.assert_allclose([elsewhere[step] for step in (4, 5, 6)], [plain[step] for step in (4, 5, 6)], rtol=1e-5)
+
+
+KILLED_AT = 5
+
+
+def body_killed_slice(hosts, directory):
+    """A run without a break, and one in which a process of the second slice is killed after the save of step 4."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MEGASCALE_NUM_SLICES", "2")
+        plain, _, _ = train(hosts, None)
+        if hosts.is_leader:
+            Path(directory, "plain.json").write_text(json.dumps(list(plain.items())))
+
+        def kill(info):
+            deadline = time.monotonic() + 60
+            while info.next_step == KILLED_AT and 4 not in steps_in(directory):
+                assert time.monotonic() < deadline, "the checkpoint of step 4 is not complete"
+                time.sleep(0.01)
+            if info.next_step == KILLED_AT and hosts.index == 3:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        train(hosts, directory, at=kill)
+
+
+def body_resumed_slices(hosts, directory):
+    """The slice of this process, its part of the weights that were read, and the losses after."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MEGASCALE_NUM_SLICES", "2")
+        trainer = tiny.make_trainer(
+            "auto", STEPS, hosts, log_dir=directory, run_id="run", checkpointer=CheckpointerConfig(every=2)
+        )
+        assert dict(trainer.mesh.shape) == {"dcn": 2, "dp": 1, "fsdp": 2, "tp": 1}
+        state, digest = trainer.restore(init), hashlib.sha256()
+        for leaf in jax.tree.leaves(state):
+            digest.update(np.asarray(leaf.addressable_data(0)).tobytes())
+        losses, _, _ = train(hosts, directory)
+        return [digest.hexdigest(), list(losses.items())]
+
+
+@pytest.mark.slow
+def test_slices_share_the_writing_and_resume_alike_after_one_has_lost_a_process(tmp_path):
+    with pytest.raises(AssertionError, match="process 3 failed, signal SIGKILL"):
+        run_processes(
+            body_killed_slice, processes=4, devices=1, args=(str(tmp_path),), timeout_s=200, own="it is killed"
+        )
+    assert steps_in(tmp_path) == [2, 4]
+    parts = (tmp_path / "run" / "checkpoints" / "step-4").glob("*/ocdbt.process_*")
+    written = [sum(file.stat().st_size for file in part.rglob("*") if file.is_file()) for part in parts]
+    assert len(written) == 4 and max(written) < 1.1 * min(written), "slices share the writing"
+    found = run_processes(body_resumed_slices, processes=4, devices=1, args=(str(tmp_path),), timeout_s=200)
+    (first, losses), (second, _), *others = found
+    assert [one for one, _ in others] == [first, second] and first != second, "every slice has all of the weights"
+    assert all(each == losses for _, each in found)
+    plain = json.loads((tmp_path / "plain.json").read_text())
+    assert losses == [each for each in plain if each[0] > 4] and len(losses) == 2
 
 
 def test_a_process_that_cannot_write_costs_one_checkpoint_and_nothing_else(tmp_path):

@@ -105,6 +105,10 @@ def body_sample(hosts, checkpoint, directory):
     assert sample(config("cut"), hosts) == 0  # nothing is left to do
     quiet = {"inference_mode": "host_data_parallel", "enable_host_rows_gather": False, "skip_samples_table": True}
     assert sample(config("quiet", **quiet), hosts) == 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MEGASCALE_NUM_SLICES", "2")
+        for mode in ("global_mesh", "host_data_parallel"):
+            assert sample(config(f"slices-{mode}", inference_mode=mode), hosts) == 0
     return {"launches": launches, "keys": len(hosts.client.get_dir("lockstep/job"))}
 
 
@@ -115,7 +119,7 @@ def test_both_modes_give_the_rows_of_the_oracle_and_go_on_where_they_were_cut_of
     merged = tmp_path / "global_mesh" / "samples" / "samples.jsonl"
     rows = read_jsonl(merged)
     assert [(r["round"], r["prompt_id"], r["generation_id"], r["generated_text"]) for r in rows] == expected
-    for name in ("host_data_parallel", "cut"):
+    for name in ("host_data_parallel", "cut", "slices-global_mesh", "slices-host_data_parallel"):
         assert (tmp_path / name / "samples" / "samples.jsonl").read_bytes() == merged.read_bytes(), name
         assert not list((tmp_path / name / "samples").glob(".*"))
     for row in rows:

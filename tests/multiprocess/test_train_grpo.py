@@ -25,6 +25,7 @@ pytestmark = pytest.mark.multiprocess
 
 ROOT = Path(__file__).parents[2]
 FAILING_HOST = "LOCKSTEP_TEST_FAILING_HOST"
+SLICES = "each host is a slice"
 
 
 def opinion(row, prompt):
@@ -49,9 +50,14 @@ def body_meshes(hosts, mesh_shapes):
     loss = {"use_rollout_logprobs": False, "importance_cap": 2.0, "kl_coefficient": 0.05}
     results = []
     for mesh_shape in mesh_shapes:
-        trainer, rollouts, model = runs.make(mesh_shape, 2, hosts, loss=loss, run={"num_iterations": 2})
-        with warnings_of("lockstep.training.loop.trainer") as warnings:
-            spy = runs.train(trainer, rollouts, model)
+        with pytest.MonkeyPatch.context() as patch:
+            if mesh_shape == SLICES:
+                patch.setenv("MEGASCALE_NUM_SLICES", str(hosts.count))
+            shape = "auto" if mesh_shape == SLICES else mesh_shape
+            trainer, rollouts, model = runs.make(shape, 2, hosts, loss=loss, run={"num_iterations": 2})
+            assert ("dcn" in trainer.mesh.shape) == (mesh_shape == SLICES)
+            with warnings_of("lockstep.training.loop.trainer") as warnings:
+                spy = runs.train(trainer, rollouts, model)
         warned = sum("FSDP shards parameters over" in text for text in warnings)
         results.append({**outcome(trainer, rollouts, spy), "warned": warned})
     return results
@@ -178,8 +184,8 @@ def tiny_init(key):
 
 
 def check_meshes(results, oracle, meshes):
-    # FSDP stays inside a host on host_local alone; the leader says so once where it does not.
-    assert [run["warned"] for run in results[0]] == [int(mesh != "host_local") for mesh in meshes]
+    # FSDP stays inside a host where a host is a slice and on host_local; the leader says so once where it does not.
+    assert [run["warned"] for run in results[0]] == [int(mesh not in ("host_local", SLICES)) for mesh in meshes]
     for one in results[1:]:
         assert not any(run["warned"] for run in one)
         for mine, leaders in zip(one, results[0], strict=True):
@@ -201,7 +207,7 @@ def oracle():
 
 @pytest.mark.slow
 def test_the_first_step_is_the_same_on_every_mesh(oracle):
-    meshes = ["auto", "host_local", "1,2,2"]
+    meshes = ["auto", "host_local", "1,2,2", SLICES]
     results = run_processes(body_meshes, processes=2, devices=2, args=(meshes,), timeout_s=300)
     check_meshes(results, oracle, meshes)
 

@@ -80,12 +80,18 @@ def test_a_host_holds_only_its_part_of_the_parameters(stopped):
 
 
 def body_slices(hosts):
-    """Mesh, losses and samples of a run whose two processes are one slice, and of one in which each is a slice."""
+    """Mesh, losses and samples of a run whose two processes are one slice, and of one in which each is a slice.
+
+    One run learns texts and samples, another learns preferences by SimPO.
+    """
     from lockstep.callback import InferenceEvalConfig, SampleCallback
+    from lockstep.training import OptimizerConfig, SimpoConfig, TokenizedRows, Trainer, TrainerConfig
     from tests import tiny
     from tests.multiprocess.test_training_untouched import PROMPTS, Recorder
 
     found = []
+    rng = np.random.default_rng(2)
+    pairs = {"tokens": rng.integers(0, 64, (32, 2, 16)).astype(np.int32), "loss_mask": rng.random((32, 2, 16)) < 0.6}
     for slices in ("1", "2"):
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("MEGASCALE_NUM_SLICES", slices)
@@ -97,6 +103,12 @@ def body_slices(hosts):
             trainer.add_hook(SampleCallback(config, tiny.tokenizer(), tracker=tracker, hosts=hosts))
             trainer.train(tiny.init_model(trainer), tiny.rows())
             texts = [[row.step, row.prompt_id, row.generated_text] for row in tracker.rows]
+            simpo = TrainerConfig(num_train_steps=STEPS, train_batch_size=16, per_device_parallelism=2)
+            optimizer = OptimizerConfig(learning_rate=1e-2, warmup=0).build(STEPS)
+            preferring = Trainer(simpo, optimizer, SimpoConfig(), hosts)
+            preferring.add_hook(lambda info, losses=losses: losses.append(info.loss))
+            preferring.train(tiny.init_model(preferring), TokenizedRows(columns=pairs, seed=0))
+            assert len(losses) == 2 * STEPS
             found.append({"mesh": dict(trainer.mesh.shape), "losses": losses, "texts": texts})
     return found
 

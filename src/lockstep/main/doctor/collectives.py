@@ -1,6 +1,7 @@
 """The time of collectives, by size and by the devices that take part."""
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any, Final, Literal
 
@@ -13,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from lockstep.hosts import Hosts
 from lockstep.main.doctor.device_speed import Loop
 from lockstep.main.doctor.finding import Finding
-from lockstep.placement.device import Chip, Link, chip_of, compile_program, hops, published_chip
+from lockstep.placement.device import Chip, Link, chip_of, compile_program, hops, published_chip, slice_index
 from lockstep.printable import bytes_text, seconds_text
 
 Kind = Literal["all-reduce", "all-gather"]
@@ -44,6 +45,11 @@ class Group:
     def crosses_hosts(self) -> bool:
         """Whether a group has devices of several hosts."""
         return any(len({device.process_index for device in row}) > 1 for row in self.mesh.devices)
+
+    @property
+    def slices(self) -> int:
+        """The slices that a group has devices of."""
+        return max(len(set(map(slice_index, row))) for row in self.mesh.devices)
 
     @property
     def hops(self) -> int:
@@ -77,14 +83,33 @@ class CollectiveTime:
         """The factor on the hops across the group that a byte travels: to all devices, for an all-reduce and back."""
         return (2 if self.kind == "all-reduce" else 1) * self.group.hops
 
+    @property
+    def between_slices(self) -> float:
+        """The part of ``received`` that comes from other slices at least, where each slice first exchanges inside."""
+        slices = self.group.slices
+        if self.kind == "all-gather":
+            return float((slices - 1) * self.size)
+        return 2 * (slices - 1) / slices * self.size * slices / self.group.members
+
+    @property
+    def rate_per_host(self) -> float:
+        """The bytes per second that the devices of a host receive together."""
+        devices = [device.process_index for device in self.group.mesh.devices.flat]
+        return self.received / self.seconds * devices.count(devices[0])
+
     def link(self, chip: Chip) -> Link:
-        """The interconnect that it goes over."""
+        """The interconnect that it goes over, inside a slice."""
         return chip.network if self.group.crosses_hosts else chip.link
 
     def predicted(self, chip: Chip) -> float:
-        """The seconds by the numbers of a chip."""
+        """The seconds by the numbers of a chip; infinite between slices of a chip whose network nobody publishes."""
         link = self.link(chip)
-        return link.latency_s + self.turns * link.hop_s + self.received / link.bandwidth
+        fixed = link.latency_s + self.turns * link.hop_s
+        if self.group.slices == 1:
+            return fixed + self.received / link.bandwidth
+        if chip.dcn is None:
+            return math.inf
+        return fixed + (self.received - self.between_slices) / link.bandwidth + self.between_slices / chip.dcn
 
 
 def find_groups(mesh: Mesh) -> list[Group]:
@@ -180,11 +205,13 @@ def judge_collectives(measured: Sequence[CollectiveTime]) -> list[Finding]:
     for group in dict.fromkeys(one.group.name for one in measured):
         ours = [one for one in measured if one.group.name == group and one.kind == "all-reduce"]
         first = ours[0].group
-        where = "of several hosts" if first.crosses_hosts else "of one host"
+        where = f"of several {'slices' if first.slices > 1 else 'hosts'}" if first.crosses_hosts else "of one host"
         name = f"all-reduce over {group}"
         text = f"{first.members} devices {where}: " + ", ".join(
             f"{bytes_text(one.size).replace('.00', '')} {seconds_text(one.seconds)}" for one in ours
         )
+        if first.slices == first.members:
+            text += f", {ours[-1].rate_per_host / 1e9:.3g} GB/s per host"
         device = first.mesh.devices.flat[0]
         slow = [one for one in ours if one.seconds > SLOW * one.predicted(chip_of(device))]
         if published_chip(device) is not None and slow:

@@ -96,8 +96,10 @@ def calibration(
     """
     chip = chip_of(device)
     one_network = chip.network == chip.link  # as on a TPU slice
-    inside = [one for one in measured if one_network or not one.group.crosses_hosts]
-    across = [one for one in measured if not one_network and one.group.crosses_hosts]
+    of_slice = [one for one in measured if one.group.slices == 1]
+    inside = [one for one in of_slice if one_network or not one.group.crosses_hosts]
+    across = [one for one in of_slice if not one_network and one.group.crosses_hosts]
+    between = fit_link([one for one in measured if one.group.slices == one.group.members])
     runtime = " ".join(str(device.client.platform_version).split())
     day = time.strftime("%Y-%m-%d", time.gmtime())
     values: dict[str, Any] = {
@@ -107,6 +109,8 @@ def calibration(
         "bandwidth": statistics.median(one.bandwidth for one in speeds),
         "flops": statistics.median(one.flops for one in speeds),
     }
+    if "bandwidth" in between:
+        values["dcn"] = between["bandwidth"]
     links = {"link": fit_link(inside), "network": fit_link(across)}
     return values | {name: found for name, found in links.items() if found}
 
@@ -301,7 +305,7 @@ class _Examination:
         )
         with self._hosts.run_on_all("writing the calibration"):
             save_calibration(path, **content)
-        parts: list[str] = [name for name in ("bandwidth", "flops") if name in content]
+        parts: list[str] = [name for name in ("bandwidth", "flops", "dcn") if name in content]
         parts += [f"{name} ({', '.join(content[name])})" for name in ("link", "network") if name in content]
         return Finding.ok("calibration", f"{path}, on every process, has {', '.join(parts)} of {content['chip']}")
 

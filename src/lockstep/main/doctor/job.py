@@ -16,7 +16,7 @@ from lockstep.errors import ConfigError, LockstepError
 from lockstep.hosts import COORDINATOR_ADDRESS, DistributedConfig, Hosts, start
 from lockstep.main.doctor.finding import Finding, failed
 from lockstep.placement import fsdp_spans_hosts, make_mesh, tensor_sizes
-from lockstep.placement.device import chip_of, published_chip
+from lockstep.placement.device import chip_of, published_chip, slice_index
 from lockstep.printable import bytes_text, seconds_text
 
 MARGIN_S: Final = 3600
@@ -158,9 +158,8 @@ def check_devices(devices: Sequence[jax.Device] | None = None) -> list[Finding]:
         return [Finding.to_fix("devices", f"processes have different numbers of devices ({listed}).", fix)]
     ((kind, number),) = kinds.items()
     text = f"{number} of {kind}, {next(iter(per_process.values()))} in each process"
-    slices = {getattr(device, "slice_index", None) for device in devices} - {None}
-    if len(slices) > 1:
-        return [Finding.warning("devices", f"{text}, in {len(slices)} slices, which lockstep is not tested on.")]
+    slices = len(set(map(slice_index, devices)))
+    text += f", in {slices} slices" if slices > 1 else ""
     if published_chip(devices[0]) is None and devices[0].platform != "cpu":
         text += f"; no numbers are published here for this kind, and those of {chip_of(devices[0]).name} stand in"
         fix = "lockstep doctor --calibrate FILE measures them: give FILE to plan, and as calibration to a run."

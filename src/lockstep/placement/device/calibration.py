@@ -12,9 +12,9 @@ It is JSON::
       "network": {"bandwidth": 1.6e11, "latency_s": 4e-6, "hop_s": 1.2e-6}
     }
 
-``bandwidth``, ``flops``, ``link``, ``network`` and their entries have the meaning and the units of `Chip` and `Link`.
-Each may be left out: the published number counts then. On TPU, where one interconnect joins all chips of a slice,
-``link`` counts for ``network`` too.
+``bandwidth``, ``flops``, ``dcn``, ``link``, ``network`` and their entries have the meaning and the units of `Chip` and
+`Link`. Each may be left out: the published number counts then. On TPU, where one interconnect joins all chips of a
+slice, ``link`` counts for ``network`` too.
 """
 
 import dataclasses
@@ -35,7 +35,7 @@ FORMAT: Final = 1
 
 _LINKS: Final = ("link", "network")
 _HEAD: Final = ("lockstep_calibration", "chip", "measured")
-_NUMBERS: Final = ("bandwidth", "flops")
+_NUMBERS: Final = ("bandwidth", "flops", "dcn")
 _LINK_NUMBERS: Final = tuple(field.name for field in dataclasses.fields(Link))
 
 

@@ -23,13 +23,14 @@ class Device:
     coords: tuple[int, ...]
     device_kind: str = "TPU v5p"
     platform: str = "tpu"
+    slice_index: int = 0
 
 
-def pod(shape, hosts=2):
-    devices = [Device(i, i * hosts // 8, (i % 2, i // 2 % 2, i // 4)) for i in range(8)]
+def pod(shape, hosts=2, slices=1):
+    devices = [Device(i, i * hosts // 8, (i % 2, i // 2 % 2, i // 4), slice_index=i * slices // 8) for i in range(8)]
     grid = np.empty(8, object)
     grid[:] = devices
-    return Mesh(grid.reshape(shape), ("dp", "fsdp", "tp"))
+    return Mesh(grid.reshape(shape), ("dcn", "dp", "fsdp", "tp")[-len(shape) :])
 
 
 def test_each_division_of_the_devices_is_measured_once():
@@ -75,6 +76,25 @@ def test_the_prediction_is_that_of_a_ring():
     assert one.received == 2 * 7 / 8 * (64 << 20)
     assert one.predicted(V5P) == pytest.approx(5e-6 + 2 * 3 * 1e-6 + one.received / 180e9)
     assert measured(1.0, "all-gather").received == 7 * (64 << 20)
+
+
+def test_between_slices_the_data_centre_network_counts():
+    """Two slices of four chips: one chip of each exchanges all over it, all eight a quarter of it each."""
+    groups = {group.name: group for group in find_groups(pod((2, 1, 4, 1), slices=2))}
+    assert {name: (one.members, one.slices) for name, one in groups.items()} == {
+        "dcn": (2, 2), "fsdp": (4, 1), "all devices": (8, 2),
+    }  # fmt: skip
+    of_all, of_two = (measured(0.0107374, group=groups[name]) for name in ("all devices", "dcn"))
+    assert of_two.received == of_two.between_slices == 64 << 20
+    assert of_two.predicted(V5P) == pytest.approx(0.0107374, rel=1e-2)
+    assert of_all.between_slices == 16 << 20 and of_all.predicted(V5P) == pytest.approx(0.0032, rel=0.1)
+    gathers = measured(1.0, "all-gather", group=groups["all devices"])
+    assert (gathers.received, gathers.between_slices) == (7 * (64 << 20), 64 << 20)
+    assert of_two.predicted(chip_named("TPU v4", "tpu")) == float("inf"), "nothing is published of it"
+    (found,) = judge_collectives([of_two])
+    assert found.text == "2 devices of several slices: 64 MiB 10.7 ms, 25 GB/s per host" and found.outcome == "ok"
+    (found,) = judge_collectives([dataclasses.replace(of_two, seconds=0.1)])
+    assert found.outcome == "warning" and "by published numbers 64.00 MiB take 10.7 ms" in found.text
 
 
 def test_a_collective_far_beyond_the_prediction_is_a_warning():

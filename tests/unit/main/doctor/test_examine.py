@@ -46,20 +46,21 @@ class Device:
     device_kind: str = "TPU v5p"
     platform: str = "tpu"
     client: Client = Client()
+    slice_index: int = 0
 
 
 def devices(**changed):
     return [Device(i, i // 4, (i % 2, i // 2 % 2, i // 4), **changed) for i in range(8)]
 
 
-def made_by(links, chosen):
+def made_by(links, chosen, dcn=None):
     """What would be measured with the links, inside hosts and between them."""
     grid = np.empty(8, object)
     grid[:] = chosen
     found = []
     for group in find_groups(Mesh(grid.reshape(1, 4, 2), ("dp", "fsdp", "tp"))):
         link = links[group.crosses_hosts]
-        chip = dataclasses.replace(chip_named("TPU v5p", "tpu"), link=link, network=link)
+        chip = dataclasses.replace(chip_named("TPU v5p", "tpu"), link=link, network=link, dcn=dcn)
         for kind in ("all-reduce", "all-gather"):
             for size in SIZES:
                 one = CollectiveTime(group=group, kind=kind, size=size, seconds=0.0)
@@ -85,6 +86,16 @@ def test_a_tpu_has_one_link_and_plan_reads_the_file(tmp_path):
     assert (chip.bandwidth, chip.flops) == (2.3e12, 4e14), "the medians of the processes"
     assert chip.network == chip.link and chip.link.bandwidth == pytest.approx(1.5e11)
     assert "by lockstep doctor on 8 of TPU v5p in 2 processes, jax " in chip.source and "libtpu 0.0.46.3" in chip.source
+
+
+def test_what_slices_exchange_tells_their_network_and_not_the_link(tmp_path):
+    link = Link(bandwidth=1.5e11, latency_s=7e-6, hop_s=2e-6)
+    two = [dataclasses.replace(device, slice_index=device.process_index) for device in devices()]
+    save_calibration(
+        path := tmp_path / "v5p.json", **calibration(SPEEDS, made_by({False: link, True: link}, two, 4e9), two[0], 2, 8)
+    )
+    chip = calibrated(chip_named("TPU v5p", "tpu"), str(path))
+    assert chip.dcn == pytest.approx(4e9, rel=0.01) and chip.link.bandwidth == pytest.approx(1.5e11)
 
 
 def test_where_hosts_have_a_network_of_their_own_it_is_apart():

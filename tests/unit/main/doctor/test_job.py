@@ -104,7 +104,7 @@ def test_what_is_here_is_ok():
             "fix",
             "different numbers of devices (process 0: 2, process 1: 1)",
         ),
-        ([Device(slice_index=0), Device(slice_index=1)], "warning", "in 2 slices"),
+        ([Device(slice_index=0), Device(slice_index=1)], "ok", "2 of TPU v5p, 2 in each process, in 2 slices"),
         ([Device(device_kind="TPU v9")], "warning", "those of TPU v5p stand in"),
     ],
     ids=["same", "kinds", "counts", "slices", "unknown"],
