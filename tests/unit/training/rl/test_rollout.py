@@ -34,6 +34,11 @@ def test_a_checkpoint_keeps_it_bit_for_bit():
     np.testing.assert_array_equal(after.lengths, before.lengths)
 
 
+def test_a_checkpoint_of_something_else_is_an_error():
+    with pytest.raises(ValueError, match="packed arrays cannot be read: "):
+        Rollout.from_json({**make().to_json(), "columns": "UEsDBA=="})
+
+
 def test_a_row_is_prompt_answer_padding():
     config = GrpoConfig(use_rollout_logprobs=False, importance_cap=2.0, kl_coefficient=0.1)
     columns = config.columns(7, on_policy=False)
