@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from lockstep.exits import EXIT_CODES, FAULT, PEER_FAILED, SETUP_FAILED
 from lockstep.launch.environment import RESTARTS, run_command
+from lockstep.launch.setup_vm import PINS, uv_requirement
 from lockstep.launch.slices import Slice
 
 ACCELERATORS: Final = {
@@ -60,7 +61,7 @@ class GkeJob:
         command: What every pod runs.
         secret_names: The names of the variables in the Secret.
         files: The names of the files in the ConfigMaps.
-        requirement: What ``pip install`` is given before the command runs; "": nothing is installed.
+        requirement: What is installed before the command runs, with `PINS`; "": nothing.
         retries: How often all pods are started again after a failure that another try can cure.
         spot: Whether it runs on spot nodes.
         reservation: The name of a reservation; "": none.
@@ -147,7 +148,7 @@ def config_maps(job: GkeJob, archive: bytes) -> list[dict[str, Any]]:
     """The ConfigMaps with the job's files.
 
     Args:
-        archive: The files, as a tar archive.
+        archive: The files, as a compressed tar archive.
     """
     parts = [archive[at : at + PART_BYTES] for at in range(0, len(archive), PART_BYTES)]
     return [
@@ -172,12 +173,20 @@ def pod_script(job: GkeJob) -> str:
     if not job.privileged:
         lines += [f"ulimit -l {LOCKED_KIB} 2> /dev/null || {{ {LIMIT_STAYS}; }}"]
     if job.files:
-        lines += [f"cat {PARTS}/part-* | tar -xf - -C {FILES} || exit {SETUP_FAILED}"]
+        lines += [f"cat {PARTS}/part-* | tar -xzf - -C {FILES} || exit {SETUP_FAILED}"]
     if SYNCED in job.files:
         lines += [f"tar -xzf {FILES}/{SYNCED} || exit {SETUP_FAILED}"]
     if job.requirement:
-        install = f"python3 -m pip install --quiet --root-user-action=ignore -c {FILES}/constraints.txt"
-        lines += [f"{install} {shlex.quote(job.requirement)} || exit {SETUP_FAILED}", f"echo '{INSTALLED}'"]
+        # pip takes no hashes beside a file of ours. uv does, and is itself the file of a hash.
+        uv, failed = f"{FILES}/uv", f"|| exit {SETUP_FAILED}"
+        pip = "python3 -m pip install --quiet --root-user-action=ignore --disable-pip-version-check"
+        install = f'{uv}/bin/uv pip install --quiet --python "$(command -v python3)" --prerelease allow'
+        lines += [
+            f"echo {shlex.quote(uv_requirement())} > {uv}.txt",
+            f"{pip} --require-hashes --no-deps --only-binary :all: --target {uv} -r {uv}.txt {failed}",
+            f"{install} --constraint {FILES}/{PINS} {shlex.quote(job.requirement)} {failed}",
+            f"echo '{INSTALLED}'",
+        ]
     script = "\n".join(lines) + "\n" + run_command(list(job.secret_names), FILES, forward=True)
     return script + (
         "# The pod that failed first is to be seen first.\n"

@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import gzip
 import io
 import re
 import secrets
@@ -16,11 +17,10 @@ from lockstep.launch.environment import JobEnvironment, filter_files, job_enviro
 from lockstep.launch.gke_manifest import FILES, MAX_PARTS, PART_BYTES, SYNCED, GkeJob, config_maps
 from lockstep.launch.options import add_job_options, count
 from lockstep.launch.record import JobRecord, name_from_date, new_record
-from lockstep.launch.setup_vm import EXTRAS, ROOT, build_wheel, version_of, wheel_path
+from lockstep.launch.setup_vm import EXTRAS, PINS, ROOT, build_wheel, version_of, wheel_path
 from lockstep.launch.slices import slice_of
 from lockstep.launch.sync import make_archive
 
-CONSTRAINTS = "constraints.txt"
 IMAGE = "python:3.12@sha256:dd4fe98ab39f91e936f8e7e7a65a3ce59ecfb11e32f9a125b3132779920ba7f7"
 """The default image: an index of every platform, as public repositories have pulled python:3.12 since 2026-08-13."""
 
@@ -88,7 +88,7 @@ class GkeSpec:
         wheel_name = wheel_path(ROOT, version_of()).name if options.setup == "auto" else ""
         extras = f"[{options.extras}]" if options.extras else ""
         files = [SYNCED] if options.sync else []
-        files += [CONSTRAINTS, wheel_name] if wheel_name else []
+        files += [PINS, wheel_name] if wheel_name else []
         files += filter_files() if environment.secret else {}
         required = options.require_process_count or kind.hosts * options.slices
         job = GkeJob(
@@ -140,7 +140,7 @@ class GkeSpec:
         warning = ""
         if self.wheel_name:
             found[self.wheel_name] = build_wheel(ROOT, version_of()).read_bytes()
-            found[CONSTRAINTS] = (ROOT / CONSTRAINTS).read_bytes()
+            found[PINS] = (ROOT / PINS).read_bytes()
         if self.options.sync:
             with tempfile.TemporaryDirectory(prefix="lockstep-sync-") as directory:
                 archive = make_archive(self.options.sync, self.options.env_file, Path(directory) / SYNCED)
@@ -149,13 +149,13 @@ class GkeSpec:
 
 
 def pack(files: Mapping[str, bytes]) -> bytes:
-    """A tar archive that is the same for the same files.
+    """A compressed tar archive that is the same for the same files.
 
     Args:
         files: Their contents, by name.
     """
     target = io.BytesIO()
-    with tarfile.open(fileobj=target, mode="w") as tar:
+    with gzip.GzipFile(fileobj=target, mode="wb", mtime=0) as packed, tarfile.open(fileobj=packed, mode="w") as tar:
         for name in sorted(files):
             info = tarfile.TarInfo(name)
             info.size = len(files[name])

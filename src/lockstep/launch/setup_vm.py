@@ -58,7 +58,7 @@ uv="$(command -v uv || true)"
 if [ -z "$uv" ]; then
   say "installing uv @UV_VERSION@"
   # By its hash: what runs next is the file that was looked at when the hash was written down, or nothing.
-  printf 'uv==@UV_VERSION@@HASHES@\\n' >uv.txt
+  printf '@UV@\\n' >uv.txt
   if ! python3 -m pip install --quiet --disable-pip-version-check --require-hashes --no-deps --only-binary :all: \\
     --upgrade --target "$base/uv" -r uv.txt; then
     say "uv could not be installed; pip says why above. Without a way to the internet, give the network Cloud NAT, or"
@@ -161,13 +161,18 @@ def script(version: Version, wheel_name: str, extras: str) -> str:
         # A path that begins with ./ is a file to uv, whatever its name.
         "REQUIREMENT": shlex.quote(f"./{wheel_name}" + (f"[{extras}]" if extras else "")),
         "UV_VERSION": UV_VERSION,
-        "HASHES": "".join(f" --hash=sha256:{each}" for each in UV_HASHES),
+        "UV": uv_requirement(),
         "PYTHON_VERSION": PYTHON_VERSION,
     }
     text = SCRIPT
     for name, value in values.items():
         text = text.replace(f"@{name}@", value)
     return text
+
+
+def uv_requirement() -> str:
+    """The version of uv and the hashes of its files, as ``pip --require-hashes`` reads them."""
+    return f"uv=={UV_VERSION}" + "".join(f" --hash=sha256:{each}" for each in UV_HASHES)
 
 
 def programs(version: Version) -> str:

@@ -9,6 +9,7 @@ from kubeflow_trainer_api import models
 
 from lockstep.exits import EXIT_CODES, is_retried
 from lockstep.launch.gke_manifest import GkeJob, config_maps, job_set, pod_script, secret
+from lockstep.launch.setup_vm import uv_requirement
 from lockstep.launch.slices import slices
 from tests.fake_cloud.shellcheck import shellcheck
 
@@ -29,7 +30,7 @@ ALL = job(
     slices=2,
     environment={"A": "b $(c)"},
     secret_names=["HF_TOKEN"],
-    files=["sync.tar.gz", "constraints.txt"],
+    files=["sync.tar.gz", "hashes.txt"],
     parts=2,
     requirement="/lockstep/files/x.whl[tpu]",
     retries=3,
@@ -123,14 +124,18 @@ def test_a_container_is_privileged_only_where_that_is_asked_for():
 def test_extras_are_one_word_of_the_script(tmp_path):
     given = job(files=["x.whl"], parts=1, requirement="/lockstep/files/x.whl[tpu]'; touch pwned; '")
     text = pod_script(given).replace("/lockstep/", f"{tmp_path}/")
-    (tmp_path / "python3").write_text('#!/bin/sh\nfor word; do echo "$word"; done\n')
-    (tmp_path / "python3").chmod(0o755)
-    for name in ("work", "files", "parts"):
-        (tmp_path / name).mkdir()
-    subprocess.run(["tar", "-cf", tmp_path / "parts/part-00", "-T", "/dev/null"], check=True)
+    for name in ("work", "files/uv/bin", "parts"):
+        (tmp_path / name).mkdir(parents=True)
+    for program in ("python3", "files/uv/bin/uv"):
+        (tmp_path / program).write_text('#!/bin/sh\nfor word; do echo "$word"; done\n')
+        (tmp_path / program).chmod(0o755)
+    subprocess.run(["tar", "-czf", tmp_path / "parts/part-00", "-T", "/dev/null"], check=True)
     words = [shutil.which("bash"), "-c", text, "lockstep", "echo", "ran"]
     done = subprocess.run(words, env={"PATH": f"{tmp_path}:/usr/bin:/bin"}, capture_output=True, text=True)
-    assert done.stdout.splitlines()[-3:] == [
+    words = done.stdout.splitlines()
+    assert {"--require-hashes", f"{tmp_path}/files/hashes.txt"} <= {*words}
+    assert (tmp_path / "files/uv.txt").read_text() == uv_requirement() + "\n"
+    assert words[-3:] == [
         given.requirement.replace("/lockstep/", f"{tmp_path}/"), "lockstep: installed, the command starts", "ran",
     ]  # fmt: skip
     assert not list(tmp_path.rglob("pwned"))
