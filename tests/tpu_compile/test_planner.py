@@ -69,6 +69,39 @@ def test_what_fits_is_told_in_full(tiny):
     assert once == {"all-reduce": 1, "all-gather": 1}
 
 
+def exchanged_in(sampling):
+    """The bytes that slices exchange in a launch of decode; nothing anywhere else."""
+    for name in ("collectives_per_relay", "collectives_per_decode_step", "collectives_per_prefill_launch"):
+        assert not any(one["crosses_slices"] for one in sampling[name]), name
+    found = sum(one["bytes"] for one in sampling["collectives_per_decode_launch"] if one["crosses_slices"])
+    assert found < 64 << 10
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["global_mesh", "host_data_parallel"])
+def test_the_sampler_is_planned_for_two_slices(mode, cache):
+    code, text, found = plan(
+        "--config_path", "config/sampler/demo.yaml", "--topology", "2xv6e-16", "--inference_mode", mode,
+        "--model", "Qwen2.5-0.5B-Instruct", cache=cache,
+    )  # fmt: skip
+    assert code == 0, text
+    (sampling,) = found["sampling"].values()
+    assert bool(exchanged_in(sampling)) == (mode == "global_mesh"), "hosts for themselves exchange nothing"
+
+
+@pytest.mark.slow
+def test_grpo_is_planned_for_two_slices(cache, tmp_path):
+    demo = (ROOT / "config" / "grpo_demo.yaml").read_text(encoding="utf-8")
+    config = tmp_path / "grpo.yaml"
+    config.write_text(re.sub(r"(?m)^initialize_from_hf: .*", f"model: {TINY_MODEL}", demo), encoding="utf-8")
+    code, text, found = plan("--config_path", config, "--topology", "2xv6e-16", cache=cache)
+    assert code == 0, text
+    assert {one["kind"] for one in found["train_step"]["collectives"] if one["crosses_slices"]} == {"all-reduce"}
+    assert set(found["sampling"]) == {"rollout", "inference_eval"}
+    assert all(map(exchanged_in, found["sampling"].values()))
+
+
 @pytest.mark.slow
 def test_two_slices_are_planned(cache):
     """All of the step stays inside a slice but one sum of its gradients; decode exchanges its results alone."""
@@ -93,10 +126,7 @@ def test_two_slices_are_planned(cache):
     assert gradients <= between["bytes"] < 1.2 * gradients
     assert step["predicted_at_best"]["slices_bytes"] == between["bytes"]
     assert step["predicted_at_best"]["slices_s"] == pytest.approx(between["bytes"] / 6.25e9)
-    launch = [one for one in sampling["collectives_per_decode_launch"] if one["crosses_slices"]]
-    assert launch and sum(one["bytes"] for one in launch) < 64 << 10
-    for name in ("collectives_per_relay", "collectives_per_decode_step", "collectives_per_prefill_launch"):
-        assert not any(one["crosses_slices"] for one in sampling[name]), name
+    assert exchanged_in(sampling), "the results of a launch"
     assert "2 slices add up their gradients once a step: " in text and " at 25 GB/s per host take " in text
     assert "dcn, dp, fsdp, tp" in text
 

@@ -78,9 +78,12 @@ class Topology:
         grid += "" if self.num_slices == 1 else f" in each of {self.num_slices} slices"
         return f"{self.name}: {chips} chips ({grid}){cores}, {hosts} with {chips // self.hosts} each"
 
-    def on_host(self, process_index: int = 0) -> tuple[jax.Device, ...]:
-        """The devices of one process, whose ids need not be consecutive."""
-        return tuple(device for device in self.devices if device.process_index == process_index)
+    def on_host(self) -> tuple[jax.Device, ...]:
+        """The devices of one process, as a slice of their own: the compiler does not take every part of a larger one."""
+        for name in names_of(self.slice_name.rpartition("-")[0]):
+            if known_names()[name].hosts == 1 and len(topology(name).devices) == self.devices_per_host:
+                return topology(name).devices
+        return tuple(device for device in self.devices if device.process_index == 0)
 
 
 def known_names() -> dict[str, Slice]:
