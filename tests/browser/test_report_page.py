@@ -75,7 +75,7 @@ class Reports:
         for number, run in enumerate(runs):
             rows, metrics = run if isinstance(run, tuple) else (run, [])
             directory = self.directory / f"{self.count}" / f"run{number}"
-            directory.mkdir(parents=True)
+            directory.mkdir(parents=True, exist_ok=True)
             # json.dumps writes lone surrogates as escapes, which a file can have and append_jsonl cannot write.
             (directory / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
             append_jsonl(directory / "metrics.jsonl", metrics)
@@ -301,6 +301,18 @@ STEPS = [
     ],
     row(20, 5, "apple late", reward=None, finish_reason="length"),
 ]
+
+
+def test_a_step_that_was_traced_has_a_link_to_its_trace(reports, page_of):
+    trace = reports.directory / f"{reports.count + 1}" / "run0" / "profiler/plugins/profile/steps-8-12"
+    trace.mkdir(parents=True)
+    (trace / "process-000.xplane.pb").touch()
+    page = page_of(STEPS)
+    assert page.text_content("#step-text") == "step 20 of 20"
+    page.keyboard.press("ArrowLeft")
+    drawn(page)
+    assert page.text_content("#step-text") == "step 10 of 20 traced"
+    assert page.get_attribute("#step-text a", "href") == "profiler/plugins/profile/steps-8-12"
 
 
 def test_keys_move_through_steps_and_prompts(page_of):

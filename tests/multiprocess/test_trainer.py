@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from tests.multiprocess.harness import run_processes
+from tests.unit.training.loop.test_profiler import steps_of
 
 pytestmark = pytest.mark.multiprocess
 
@@ -77,6 +78,26 @@ def test_a_signal_on_one_host_stops_all_after_the_same_step(stopped):
 def test_a_host_holds_only_its_part_of_the_parameters(stopped):
     for result in stopped:
         assert result["share"] == pytest.approx(0.5)
+
+
+def body_traced(hosts, directory):
+    from lockstep.training import ProfilerConfig
+
+    profiler = ProfilerConfig(start_step=1, num_steps=2, processes=None)
+    trainer, model, rows = build("auto", hosts, log_dir=directory, run_id="run", profiler=profiler)
+    trainer.train(model, rows)
+
+
+@pytest.mark.slow
+def test_all_hosts_are_in_one_profiler_trace(tmp_path):
+    run_processes(body_traced, processes=2, devices=2, args=(str(tmp_path),))
+    (trace,) = (tmp_path / "run" / "profiler" / "plugins" / "profile").iterdir()
+    assert trace.name == "steps-2-3"
+    files = sorted(trace.glob("*.xplane.pb"))
+    assert [file.name for file in files] == ["process-000.xplane.pb", "process-001.xplane.pb"]
+    for file in files:
+        steps, names = steps_of(file)
+        assert steps == {1, 2} and any("lockstep_train_step" in name for name in names)
 
 
 def body_slices(hosts):

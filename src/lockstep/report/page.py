@@ -19,7 +19,7 @@ from typing import Any, Final
 
 from lockstep.errors import LockstepError
 from lockstep.report.jsonl import numbered_records
-from lockstep.report.saved_rows import RunFiles, SavedRow, read_rows, require_rows
+from lockstep.report.saved_rows import TRACES, RunFiles, SavedRow, read_rows, require_rows
 
 MAX_POINTS: Final = 1000
 """Points of a curve; a longer one keeps the lowest and the highest of each of half as many stretches, and where one has
@@ -212,12 +212,18 @@ def _run(run: RunFiles, rows: Sequence[SavedRow], prompts: _Prompts, notes: list
     kept = sorted(last.values())
     shown = [rows[number] for number in kept]
     texts, reasons = _Texts(), _Texts()
-    series = read_series(run.metrics)
+    series, traces = read_series(run.metrics), run.traces()
     for name, curve in series.items():
         if curve.points > len(curve.steps):
             notes.append(f"{run.name}: the curve {name} shows {len(curve.steps):,} of its {curve.points:,} points.")
+    for first, end, processes in traces:
+        notes.append(
+            f"{run.name}: steps {first} to {end} were traced on process{'es' * (len(processes) > 1)} "
+            f"{', '.join(map(str, processes))}: tensorboard --logdir {run.directory / 'profiler'}"
+        )
     return {
         "name": run.name,
+        "traces": [[first, end, f"{TRACES}/steps-{first}-{end}"] for first, end, _ in traces],
         "files": [path.name for path in (*run.rows, *run.metrics)],
         "when": [row.when for row in shown],
         "prompt": [places[number] for number in kept],

@@ -21,6 +21,8 @@ ROWS: Final = (
 )
 """Patterns of files of rows below a run's directory: the first that is there counts."""
 METRICS: Final = "metrics*.jsonl"
+TRACES: Final = "profiler/plugins/profile"
+"""The directory of a run's profiler traces, each named by its steps."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,6 +39,16 @@ class RunFiles:
     directory: Path
     rows: tuple[Path, ...]
     metrics: tuple[Path, ...]
+
+    def traces(self) -> list[tuple[int, int, list[int]]]:
+        """First and last step of each profiler trace in the directory, and the processes that have traced them."""
+        found = []
+        for trace in (self.directory / TRACES).glob("steps-*-*"):
+            first, _, last = trace.name.removeprefix("steps-").partition("-")
+            processes = [path.name.partition(".")[0].partition("-")[2] for path in trace.glob("process-*.xplane.pb")]
+            if first.isdecimal() and last.isdecimal() and all(map(str.isdecimal, processes)):
+                found.append((int(first), int(last), sorted(map(int, processes))))
+        return sorted(found)
 
     def stamp(self) -> tuple[tuple[str, int, int, int], ...]:
         """Name, inode, size and time of change of each file: another value when one is written or replaced."""

@@ -177,6 +177,20 @@ def test_curves_that_were_thinned_are_said(tmp_path):
     assert len(payload["runs"][0]["series"]["loss"]["steps"]) == 998
 
 
+def test_steps_that_were_traced_lead_to_their_trace(tmp_path):
+    for name in (
+        "steps-3-5/process-000.xplane.pb",
+        "steps-3-5/process-003.xplane.pb",
+        "steps-3-5/process-003.trace.json.gz",
+    ):
+        (file := tmp_path / "profiler/plugins/profile" / name).parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
+    payload = make_payload([run_of(tmp_path, row(4))])
+    assert payload["runs"][0]["traces"] == [[3, 5, "profiler/plugins/profile/steps-3-5"]]
+    (note,) = payload["notes"]
+    assert f"steps 3 to 5 were traced on processes 0, 3: tensorboard --logdir {tmp_path / 'profiler'}" in note
+
+
 def test_token_log_probabilities_are_kept_by_row(tmp_path):
     run = run_of(tmp_path, row(), row(1, tokens=["a", "b"], token_logprobs=[-0.5, "-Infinity"]))
     assert make_payload([run])["runs"][0]["tokens"] == {"1": {"texts": ["a", "b"], "logprobs": [-0.5, "-Infinity"]}}

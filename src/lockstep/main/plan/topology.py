@@ -79,7 +79,7 @@ class Topology:
         return f"{self.name}: {chips} chips ({grid}){cores}, {hosts} with {chips // self.hosts} each"
 
     def on_host(self) -> tuple[jax.Device, ...]:
-        """The devices of one process, as a slice of their own: the compiler does not take every part of a larger one."""
+        """The devices of one process, as a slice of their own: the compiler does not take all parts of a larger one."""
         for name in names_of(self.slice_name.rpartition("-")[0]):
             if known_names()[name].hosts == 1 and len(topology(name).devices) == self.devices_per_host:
                 return topology(name).devices

@@ -75,9 +75,11 @@ function drawTimeline() {
   byId("timeline").classList.toggle("single", steps.length < 2);
   byId("step-back").disabled = place === 0;
   byId("step-on").disabled = place === steps.length - 1;
+  const traced = data.runs[0].traces.find(([first, last]) => first <= steps[place] && steps[place] <= last);
   byId("step-text").replaceChildren(
     h("strong", {}, `${data.axis} ${steps[place].toLocaleString("en")}`),
     h("span", { class: "muted" }, ` of ${steps.at(-1).toLocaleString("en")}`),
+    ...(traced ? [" ", h("a", { href: traced[2], title: "The profiler trace of this step, beside the run" }, "traced")] : []),
   );
   choose(byId("base"), baseChoices(), String(state.base));
   choose(byId("metric"), columns.map((name) => [name, name]), currentMetric());

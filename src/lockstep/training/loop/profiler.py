@@ -2,7 +2,9 @@
 
 import contextlib
 import dataclasses
+import shutil
 from pathlib import Path
+from typing import Final
 
 import jax
 
@@ -10,6 +12,9 @@ from lockstep.credentials import get_logger
 from lockstep.errors import ConfigError
 
 log = get_logger(__name__)
+
+_SUFFIXES: Final = (".xplane.pb", ".trace.json.gz")
+"""Endings of the files that JAX writes, after the name of the host."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -25,7 +30,8 @@ class ProfilerConfig:
     num_steps: int = 25
     """The number of steps of the trace."""
     processes: tuple[int, ...] | None = (0,)
-    """The numbers of the processes that trace what their own devices do; null: all of them."""
+    """The numbers of the processes that trace what their own devices do; null: all of them. Their files are of one
+    trace, where they share the disk."""
 
     def __post_init__(self) -> None:
         for name, least in (("start_step", 0), ("num_steps", 1)):
@@ -61,13 +67,14 @@ class Profiler:
 
     Args:
         config: Which steps; None: none.
-        directory: The directory that TensorBoard is pointed to; traces are in ``plugins/profile`` below it.
+        directory: The directory that TensorBoard is pointed to. The trace is in ``plugins/profile/steps-A-B`` below it,
+            with one file of each process, so that readers take it as one trace of several hosts.
     """
 
     def __init__(self, config: ProfilerConfig | None, directory: Path | None, process: int) -> None:
         here = config is not None and (config.processes is None or process in config.processes)
         self._config, self._directory = config if here else None, directory
-        self._tracing = False
+        self._process, self._tracing = process, False
 
     def step(self, step: int) -> contextlib.AbstractContextManager[object]:
         """Return a context for the launch of a step, after starting or ending the trace where it is time.
@@ -91,13 +98,31 @@ class Profiler:
         self._tracing = False
         try:
             jax.profiler.stop_trace()
+            self._join()
             log.info("profiler trace written: tensorboard --logdir %s", self._directory)
         except Exception as error:  # the disk, the profiler's own library
             log.error("the profiler trace could not be written, training goes on: %s", error)
 
+    @property
+    def _own(self) -> Path:
+        """The directory that the profiler writes to: it names its own after the second and the host."""
+        assert self._directory is not None
+        return self._directory / f".process-{self._process}"
+
+    def _join(self) -> None:
+        """Move what this process has traced to the trace of all, under its number."""
+        assert self._config is not None and self._directory is not None
+        first = self._config.start_step + 1
+        trace = self._directory / "plugins" / "profile" / f"steps-{first}-{first + self._config.num_steps - 1}"
+        trace.mkdir(parents=True, exist_ok=True)
+        for suffix in _SUFFIXES:
+            for file in sorted(self._own.rglob(f"*{suffix}")):
+                file.replace(trace / f"process-{self._process:03}{suffix}")
+        shutil.rmtree(self._own)
+
     def _start(self) -> None:
         try:
-            jax.profiler.start_trace(str(self._directory))
+            jax.profiler.start_trace(str(self._own))
             self._tracing = True
         except Exception as error:  # another trace is under way, the directory cannot be made
             log.error("the profiler could not start, training goes on without a trace: %s", error)

@@ -38,6 +38,8 @@ def test_the_trace_has_the_steps_that_were_asked_for_and_training_is_as_without_
     trainer.add_hook(lambda info: found.append(info.loss))
     trainer.train(trainer.init_model(Bigrams.init), rows())
     (file,) = (tmp_path / "run" / "profiler" / "plugins" / "profile").glob("*/*.xplane.pb")
+    assert str(file.relative_to(file.parents[1])) == "steps-2-3/process-000.xplane.pb"
+    assert [each.name for each in (tmp_path / "run" / "profiler").iterdir()] == ["plugins"]
     steps, names = steps_of(file)
     assert steps == {1, 2}
     assert any("lockstep_train_step" in name for name in names), "what the devices did is in the trace"
