@@ -126,6 +126,23 @@ def test_a_host_that_hangs_costs_the_save_and_nothing_else(tmp_path, monkeypatch
     assert make(tmp_path).directory.steps() == [2]
 
 
+def test_a_save_of_the_leader_that_hangs_is_given_up_and_counted(tmp_path, caplog):
+    checkpointer, release = make(tmp_path, timeout_s=0.2), threading.Event()
+
+    def write(save):
+        save.copied.set()
+        release.wait()
+
+    checkpointer._write = write
+    try:
+        save(checkpointer, 1)
+        checkpointer.wait()
+    finally:
+        release.set()
+    assert checkpointer.errors == 1 and checkpointer.last_step is None
+    assert "step 1 was not saved, training goes on: it was not complete after 0.2 s (checkpointer" in caplog.text
+
+
 def test_old_checkpoints_that_cannot_be_removed_fail_no_save(tmp_path, monkeypatch, caplog):
     checkpointer = make(tmp_path, keep=KeepConfig(newest=1))
 

@@ -73,6 +73,7 @@ def test_the_experts_of_an_engine_are_a_column():
     routed = dataclasses.replace(completion(0, 0, (4, 5)), routed_experts=RoutedExperts((4, 3, 2), numbers.tobytes()))
     answers = [routed, completion(0, 1, (6,))]
     compared = wanted | routing_column(EXPERTS, 7, replayed=False)
+    assert {*routing_column(EXPERTS, 7, replayed=True)} == {"replayed_experts"}, "which the model takes"
     rows = make_columns(compared, [(1, 2, 3)] * 2, answers, np.zeros(2))["rollout_experts"]
     assert rows.dtype == np.int16 and (rows[0, :4] == numbers).all() and (rows[0, 4:] == -1).all()
     assert (rows[1] == -1).all(), "an engine that does not say is not compared with"

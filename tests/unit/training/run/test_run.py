@@ -3,6 +3,7 @@
 import json
 import logging
 import signal
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -31,6 +32,15 @@ def test_a_validation_without_files_is_refused(key, tmp_path):
     with pytest.raises(PeerError, match=rf"trainer\.{key} is 3, but data\.validation_urls is empty"):
         train(config, Hosts(MemoryClient.hub(1)[0]))
     assert not list(tmp_path.iterdir())
+
+
+def test_a_tracker_that_is_not_installed_is_found_before_anything_is_read(tmp_path, monkeypatch):
+    given = ["--tokenizer", "no/such/tokenizer", "--model.type", "llama", "--data.train_urls", "[a.jsonl]"]
+    config = parse_arguments(TrainLmConfig, [*given, "--trainer.tracker.type", "wandb"])
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(PeerError, match=r"wandb") as caught:
+        train(config, Hosts(MemoryClient.hub(1)[0]))
+    assert "no/such/tokenizer" not in str(caught.value)
 
 
 def test_the_leader_alone_reads_a_tokenizer_at_a_url(tmp_path):
