@@ -12,6 +12,7 @@ from levanter.callbacks import Callback
 from levanter.checkpoint import CheckpointerConfig
 from levanter.data.dataset import ListAsyncDataset
 from levanter.models.gpt2 import Gpt2Config
+from levanter.models.qwen3_moe import Qwen3MoeConfig
 from levanter.optim.model_averaging import EmaModelAveragingConfig
 from levanter.tracker import NoopConfig, NoopTracker, current_tracker
 
@@ -41,7 +42,14 @@ SAMPLING = InferenceEvalConfig(
     n_generations=2,
     on_error="raise",
 )
-MESHES = {"fsdp": runs.FSDP, "tensor": runs.TENSOR}
+RUNS = {
+    "fsdp": (runs.FSDP, models.LLAMA),
+    "tensor": (runs.TENSOR, models.LLAMA),
+    "experts": (
+        runs.FSDP,
+        Qwen3MoeConfig(**models.SIZES, head_dim=8, moe_intermediate_dim=16, num_experts=5, num_experts_per_tok=3),
+    ),
+}
 
 
 class NaiveTracker:
@@ -70,8 +78,8 @@ def leader_logs_alone(hosts, mesh):
     return {"launches": launches, "refused": refused}
 
 
-def body_same_losses(hosts, directory, mesh):
-    found = {}
+def body_same_losses(hosts, directory, run):
+    found, (axes, model) = {}, RUNS[run]
     runs.examples()
     for name in ("plain", "sampled"):
         losses, made = [], []
@@ -86,9 +94,9 @@ def body_same_losses(hosts, directory, mesh):
                 trainer.add_hook(made[1], every=STEPS)
 
         tracker = {} if name == "sampled" else {"tracker": NoopConfig()}
-        config = runs.trainer_config(Path(directory) / name, STEPS, MESHES[mesh], **tracker)
+        config = runs.trainer_config(Path(directory) / name, STEPS, axes, **tracker)
         with record_launches() as launches:
-            runs.train(config, add_hooks)
+            runs.train(config, add_hooks, model=model)
         found[name] = {"losses": losses, "launches": launches}
     sampler = made[0].sampler
     found["rounds"], found["report_errors"] = sampler.rounds, sampler.report_errors
@@ -100,9 +108,9 @@ def body_same_losses(hosts, directory, mesh):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", ["fsdp", pytest.param("tensor", marks=pytest.mark.nightly)])
-def test_a_run_with_samples_has_the_same_losses_and_launches(mesh, tmp_path):
-    results = run_processes(body_same_losses, args=(str(tmp_path), mesh), timeout_s=400, own=SETS)
+@pytest.mark.parametrize("run", ["fsdp", "experts", pytest.param("tensor", marks=pytest.mark.nightly)])
+def test_a_run_with_samples_has_the_same_losses_and_launches(run, tmp_path):
+    results = run_processes(body_same_losses, args=(str(tmp_path), run), timeout_s=400, own=SETS)
     for result in results:
         plain, sampled = result["plain"], result["sampled"]
         assert len(set(plain["losses"])) > STEPS // 2
@@ -119,11 +127,11 @@ def test_a_run_with_samples_has_the_same_losses_and_launches(mesh, tmp_path):
     with pytest.raises(AssertionError):
         assert_same_launches(leader["trap"]["launches"], other["trap"]["launches"])
     assert leader["naive"] == [1, 1] and other["naive"] == [1, 0]  # refused by the scope: no launch, one report error
-    (run,) = (tmp_path / "sampled").rglob("offline-run-*")
-    increments = wandb_run.tables(run, "inference_eval/samples")
+    (logged,) = (tmp_path / "sampled").rglob("offline-run-*")
+    increments = wandb_run.tables(logged, "inference_eval/samples")
     steps = [sorted({cells[table["columns"].index("step")] for cells in table["data"]}) for table in increments]
     assert steps == [[5], [10], [15], [20]] and all(len(table["data"]) == 6 for table in increments)
-    history = wandb_run.history(run)
+    history = wandb_run.history(logged)
     reports = [values for _, values in history if "inference_eval/step" in values]
     assert [values["inference_eval/step"] for values in reports] == [5, 10, 15, 20]
     assert sum("train/loss" in values for _, values in history) == STEPS, "nothing of Levanter's own is lost"

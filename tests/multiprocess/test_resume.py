@@ -1,5 +1,7 @@
 """Runs that end early go on: on the same mesh bit for bit, on others to rounding; no save launches anything."""
 
+import dataclasses
+import functools
 import hashlib
 import json
 import os
@@ -13,23 +15,25 @@ import jax
 import numpy as np
 import pytest
 
-from lockstep.models import LlamaLMHeadModel
+from lockstep.models import LlamaLMHeadModel, load_hf, save_hf
+from lockstep.placement import mesh_of
 from lockstep.training import CheckpointerConfig, KeepConfig
 from lockstep.training.checkpoints import checkpointer
-from tests import tiny
+from tests import rollouts, tiny
 from tests.multiprocess.harness import run_processes
 from tests.multiprocess.launches import record_launches
 
 pytestmark = pytest.mark.multiprocess
 
 STEPS = 6
+MODELS = {"llama": tiny.CONFIG, "experts": dataclasses.replace(rollouts.EXPERTS, max_seq_len=tiny.CONFIG.max_seq_len)}
 
 
-def init(key):
-    return LlamaLMHeadModel.init(hax.Axis("vocab", tiny.vocab_size()), tiny.CONFIG, key=key)
+def init(key, config=tiny.CONFIG):
+    return LlamaLMHeadModel.init(hax.Axis("vocab", tiny.vocab_size()), config, key=key)
 
 
-def train(hosts, directory, mesh_shape="auto", at=None):
+def train(hosts, directory, mesh_shape="auto", at=None, config=tiny.CONFIG):
     """Losses by completed steps, how it ended, and the names of what was launched; no directory: no checkpoints."""
     values = {"checkpointer": CheckpointerConfig(every=2, keep=KeepConfig(newest=9))} if directory else {}
     trainer = tiny.make_trainer(mesh_shape, STEPS, hosts, log_dir=str(directory), run_id="run", **values)
@@ -38,11 +42,12 @@ def train(hosts, directory, mesh_shape="auto", at=None):
     if at is not None:
         trainer.add_hook(at)
     with record_launches() as launches:
-        state = trainer.restore(init)
+        state = trainer.restore(functools.partial(init, config=config))
         assert not launches, "reading a checkpoint launches nothing"
-        model = tiny.init_model(trainer) if state is None else state
+        if state is None:
+            state = tiny.init_model(trainer) if config is tiny.CONFIG else rollouts.drawn(config, trainer.mesh)
         launches.clear()
-        result = trainer.train(model, tiny.rows())
+        result = trainer.train(state, tiny.rows())
     assert trainer.train_step_traces == 1
     return losses, result, sorted(set(launches))
 
@@ -51,22 +56,30 @@ def steps_in(directory):
     return checkpointer.CheckpointDirectory(f"{directory}/run/checkpoints").steps()
 
 
-def body_resume(hosts, directory):
-    """Losses without a break, before one, after it, and after it on another mesh."""
+def body_resume(hosts, directory, model):
+    """Losses without a break, before one, after it, and after it on another mesh; what was trained is exported."""
+    config = MODELS[model]
 
     def terminate(info):
         if info.next_step == 3 and hosts.index == 1:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    plain, _, launched = train(hosts, None)
-    first, stopped, launched_too = train(hosts, directory, at=terminate)
+    plain, ended, launched = train(hosts, None, config=config)
+    first, stopped, launched_too = train(hosts, directory, at=terminate, config=config)
     assert (stopped.completed_steps, stopped.stopped_by, stopped.checkpoint_errors) == (4, signal.SIGTERM, 0)
     assert launched_too == launched, "a save launches nothing"
     if hosts.is_leader:
         shutil.copytree(Path(directory) / "run", Path(directory) / "copy" / "run")
-    second, _, _ = train(hosts, directory)
+    second, resumed, _ = train(hosts, directory, config=config)
     assert steps_in(directory) == [2, 4, 6]
-    third, _, _ = train(hosts, f"{directory}/copy", "1,2,2")
+    save_hf(resumed.model, f"{directory}/out", hosts=hosts)
+    mesh = mesh_of(resumed.model.embed.array)
+    read = load_hf(f"{directory}/out", mesh, hosts=hosts)
+    for tree in (resumed.model, read):
+        for mine, theirs in zip(jax.tree.leaves(tree), jax.tree.leaves(ended.model), strict=True):
+            for part, other in zip(mine.addressable_shards, theirs.addressable_shards, strict=True):
+                np.testing.assert_array_equal(part.data, other.data)
+    third, _, _ = train(hosts, f"{directory}/copy", "1,2,2", config=config)
     return [list(losses.items()) for losses in (plain, first, second, third)]
 
 
@@ -89,8 +102,9 @@ def body_failure(hosts, directory):
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_bit_for_bit_and_on_another_mesh_to_rounding(tmp_path):
-    first, *others = run_processes(body_resume, processes=2, devices=2, args=(str(tmp_path),))
+@pytest.mark.parametrize("model", MODELS)
+def test_a_run_goes_on_bit_for_bit_and_on_another_mesh_to_rounding(model, tmp_path):
+    first, *others = run_processes(body_resume, processes=2, devices=2, args=(str(tmp_path), model))
     assert all(other == first for other in others)
     plain, before, after, elsewhere = (dict(losses) for losses in first)
     # The step at which the signal came had not called its hooks: the resumed run calls them first.
