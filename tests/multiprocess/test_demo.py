@@ -65,11 +65,15 @@ def check_the_checkpoint(checkpoint, shown):
             assert assert_same_tokens(expected, got) == 0
 
 
+EXPERTS = "--model.type qwen3_moe --model.experts.num_experts 8 --model.experts.intermediate_dim 192"
+
+
 @pytest.mark.slow
 @pytest.mark.multiprocess
-def test_the_demo_learns_and_leaves_everything_it_promises(tmp_path):
+@pytest.mark.parametrize("model", ["", pytest.param(EXPERTS, marks=pytest.mark.nightly)], ids=["llama", "experts"])
+def test_the_demo_learns_and_leaves_everything_it_promises(model, tmp_path):
     run = run_command(
-        ["lockstep", "train-lm", "--config_path", "config/demo.yaml"]
+        ["lockstep", "train-lm", "--config_path", "config/demo.yaml", *model.split()]
         + ["--trainer.log_dir", str(tmp_path), "--trainer.run_id", "demo"],
         timeout_s=1800,
         cwd=ROOT,

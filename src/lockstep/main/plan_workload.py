@@ -61,6 +61,11 @@ def training_workload(name: str, config: TrainConfig, model: str | None = None) 
         columns |= routing_column(shape.config, length, replayed=config.rollouts.replay_routing)
     if config.data.length_buckets:
         notes.append("data.length_buckets: the train step is that of the longest rows, which needs the most memory")
+    if config.hf_save_path is not None:
+        notes.append(
+            "hf_save_path: after SIGTERM the model is written there once the checkpoint is, which the seconds of the "
+            "stop leave out; cut off, it leaves nothing, and the checkpoint is whole"
+        )
     precision = config.trainer.precision
     lora = None if config.lora is None else config.lora.resolved(precision.compute.name)
     sampling: list[SamplingWorkload] = []

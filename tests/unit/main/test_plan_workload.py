@@ -89,6 +89,11 @@ def test_simpo_on_a_pod(monkeypatch):
     bucketed = read("simpo_ultrafeedback_llama3_8b_v5p_64_inference.yaml", *buckets)
     assert bucketed.training.columns == workload.training.columns, "the longest rows decide"
     assert any("length_buckets: the train step is that of the longest rows" in note for note in bucketed.notes)
+    exported = read("simpo_ultrafeedback_llama3_8b_v5p_64_inference.yaml", "--hf_save_path", "model")
+    alone = read("simpo_ultrafeedback_llama3_8b_v5p_64_inference.yaml", "--hf_save_path", "null")
+    assert {each.partition(":")[0] for each in exported.notes} - {each.partition(":")[0] for each in alone.notes} == {
+        "hf_save_path"
+    }
 
 
 def test_grpo_asks_for_rollouts_and_for_samples(monkeypatch):
