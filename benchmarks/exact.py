@@ -36,6 +36,7 @@ from lockstep.training.objectives import token_logprobs
 ROWS = (1, 2, 3, 16, 64, 256)
 TILE = 16
 SPLITS = (1, 2, 4, 8)
+SIZES = (1, 2, 3, 4, 5, 8, 12, 15, 16, 24, 48)
 LOAD = Load(8, 64, 32)
 FORWARD = (8, 128)
 """Rows and positions of the training forward."""
@@ -135,6 +136,7 @@ def all_findings() -> Iterator[Finding]:
             yield _by_rows(name, "float32", str(width), function, _normal((max(ROWS), width), "float32"))
     for name, function in _ELEMENTWISE.items():
         yield _by_rows(name, "float32", "500", function, jnp.abs(_normal((max(ROWS), 500), "float32")))
+        yield _by_size(name, "float32", function, jnp.abs(_normal((4080,), "float32")))
 
 
 _ROW_OPERATIONS: dict[str, Callable[[Any], Any]] = {
@@ -151,6 +153,8 @@ _ELEMENTWISE: dict[str, Callable[[Any], Any]] = {
     "tanh": jnp.tanh,
     "cos": jnp.cos,
     "silu": jax.nn.silu,
+    "gelu": functools.partial(jax.nn.gelu, approximate=False),
+    "gelu_tanh": jax.nn.gelu,
     "x * y + x / y": lambda x: x * (x + 1.3) + x / (x + 1.7),
 }
 
@@ -181,6 +185,15 @@ def _by_rows(operation: str, dtype: str, shape: str, function: Callable[[Any], A
     whole = _run(function, x)
     differs = tuple(rows for rows in ROWS if not np.array_equal(_run(function, x[:rows]), whole[:rows]))
     return Finding(operation, dtype, shape, "rows", differs)
+
+
+def _by_size(operation: str, dtype: str, function: Callable[[Any], Any], x: Any) -> Finding:
+    whole, compiled, differs = _run(function, x), jax.jit(function), []
+    for size in SIZES:
+        parts = [np.asarray(compiled(part)) for part in np.split(np.asarray(x), len(x) // size)]
+        if not np.array_equal(np.concatenate(parts), whole):
+            differs.append(size)
+    return Finding(operation, dtype, str(len(x)), "size of the array", tuple(differs))
 
 
 def _by_columns(operation: str, dtype: str, shape: str, x: Any, w: Any) -> Finding:

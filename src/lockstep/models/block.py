@@ -20,6 +20,10 @@ ACTIVATIONS: Final[dict[str, Callable[[Array], Array]]] = {
 }
 """The activation of a gated MLP by `Variant.activation`."""
 
+type Fix = Callable[[Any], Any]
+"""The identity, with which ``numerics: exact`` marks a number that no compiler may join with what is computed of it: a
+product with the sum that it goes into (FMA), a rounding with the widening that follows (XLA drops both)."""
+
 
 class Summable(Protocol):
     """An array, plain or with named axes."""
@@ -56,6 +60,7 @@ def rms_norm(
     *,
     offset: float | Array = 0.0,
     mean: Callable[[Array], Array] | None = None,
+    fix: Fix = lambda x: x,
 ) -> Float[Array, "..."]:
     """Apply RMSNorm in float32 (Zhang & Sennrich 2019, https://arxiv.org/abs/1910.07467, eq. 4).
 
@@ -71,14 +76,18 @@ def rms_norm(
     squares = jax.lax.square(wide)  # a product would add up gradients in another order
     axes = tuple(range(-weight.ndim, 0))
     average = jnp.mean(squares, axis=axes, keepdims=True) if mean is None else mean(squares)
-    wide = wide * jax.lax.rsqrt(average + epsilon)
+    wide = wide * fix(jax.lax.rsqrt(average + epsilon))
     if isinstance(offset, float) and offset == 0:
-        return wide.astype(x.dtype) * weight
+        return fix(wide.astype(x.dtype)) * weight
     return (wide * (offset + weight.astype(jnp.float32))).astype(x.dtype)
 
 
 def rotate(
-    x: Float[Array, "... head"], cos: Float[Array, "... pair"], sin: Float[Array, "... pair"]
+    x: Float[Array, "... head"],
+    cos: Float[Array, "... pair"],
+    sin: Float[Array, "... pair"],
+    *,
+    fix: Fix = lambda x: x,
 ) -> Float[Array, "... head"]:
     """Apply rotary position embeddings in float32, half-split as in Hugging Face's ``rotate_half``.
 
@@ -89,7 +98,8 @@ def rotate(
     """
     pairs = cos.shape[-1]
     low, high, *rest = jnp.split(x.astype(jnp.float32), list(range(pairs, x.shape[-1], pairs)[:2]), axis=-1)
-    return jnp.concatenate([low * cos - high * sin, high * cos + low * sin, *rest], axis=-1).astype(x.dtype)
+    low_cos, high_sin, high_cos, low_sin = fix((low * cos, high * sin, high * cos, low * sin))
+    return jnp.concatenate([low_cos - high_sin, high_cos + low_sin, *rest], axis=-1).astype(x.dtype)
 
 
 def rope_angles(positions: Array, frequencies: list[Any]) -> Float[Array, "... half"]:
@@ -123,7 +133,13 @@ def scale_embedding(x: Float[Array, "..."], scale: float | None) -> Float[Array,
     return x if scale is None else x * jnp.asarray(scale, x.dtype)
 
 
-def hidden(activation: str, up: Array, gate: Array | None, xielu_parameters: tuple[Any, ...] = ()) -> Array:
+def hidden(
+    activation: str,
+    up: Array,
+    gate: Array | None,
+    xielu_parameters: tuple[Any, ...] = (),
+    elementwise: Callable[[Callable[[Array], Array], Array], Array] | None = None,
+) -> Array:
     """Return the hidden activations of the MLP, before the down projection.
 
     A gated MLP is that of GLU variants (Shazeer 2020, https://arxiv.org/abs/2002.05202, eq. 6).
@@ -132,10 +148,16 @@ def hidden(activation: str, up: Array, gate: Array | None, xielu_parameters: tup
         up: The product with ``up``.
         gate: The product with ``gate``; None for xIELU, and for `clamped_swiglu`, where it is in ``up``.
         xielu_parameters: The arguments of `xielu` after the first.
+        elementwise: Applies the activation, which is then computed in float32 and rounded once.
     """
     if activation == "clamped_swiglu":
         return clamped_swiglu(up)
-    return xielu(up, *xielu_parameters) if gate is None else ACTIVATIONS[activation](gate) * up
+    if gate is None:
+        return xielu(up, *xielu_parameters)
+    activate = ACTIVATIONS[activation]
+    if elementwise is None:
+        return activate(gate) * up
+    return elementwise(lambda x: activate(x.astype(jnp.float32)).astype(x.dtype), gate) * up
 
 
 def clamped_swiglu(gate_up: Array, alpha: float = 1.702, limit: float = 7.0) -> Array:

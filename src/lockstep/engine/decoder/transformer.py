@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Set
-from typing import Final
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +28,7 @@ from lockstep.models import (
 )
 from lockstep.models.attention import Heads, ScoreModifier
 from lockstep.placement import DecodeMesh, LayoutTree, QuantizedWeight, drop_layers, matmul, read, read_outer
-from lockstep.placement.device import add_blocks, barrier, blocks_of, product, tree_sum
+from lockstep.placement.device import add_blocks, barrier, blocks_of, elementwise, product, tree_sum
 
 LAYER: Final = frozenset(field.name for field in dataclasses.fields(LayerWeights))
 EXPERTS: Final = tuple(name for name, axes in WEIGHT_AXES.items() if "expert" in axes[:-1])
@@ -115,8 +115,11 @@ class Transformer:
             logits = jnp.einsum("sd,vd->sv", x, weights.embed, preferred_element_type=jnp.float32)
         else:
             logits = jnp.einsum("sd,dv->sv", x, weights.lm_head, preferred_element_type=jnp.float32)
-        logits = block.soft_cap(logits, self.config.variant.logit_soft_cap)
-        logits = barrier(logits) if self.config.exact else logits
+        cap = self.config.variant.logit_soft_cap
+        if self.config.exact and cap is not None:
+            logits = elementwise(lambda x: block.soft_cap(x, cap), logits)
+        else:
+            logits = self._fix(block.soft_cap(logits, cap))
         if logits.shape[1] * self.decode_mesh.tensor == self.vocab_size:
             return logits
         first = jax.lax.axis_index(self.decode_mesh.tensor_axes) * logits.shape[1] if self.decode_mesh.tensor > 1 else 0
@@ -200,9 +203,6 @@ class Transformer:
                 out = self._contract(attended.reshape(*x.shape[:2], -1), w.o, self._query_heads)
                 return out if w.o_bias is None else out + w.o_bias
 
-            def shard(x: Array) -> Array:
-                return barrier(x) if self.config.exact else x
-
             def mlp(h: Array) -> Array:
                 nonlocal routed
                 answers, experts = self._mlp_of_layer(weights, w, index, valid, h)
@@ -210,7 +210,7 @@ class Transformer:
                     routed = routed.at[index].set(experts.reshape(-1).astype(routed.dtype))
                 return answers
 
-            return block.layer(x, attention, mlp, self._norm, w, shard), cache, routed
+            return block.layer(x, attention, mlp, self._norm, w, self._fix), cache, routed
 
         x, cache, routed = jax.lax.fori_loop(0, count, layer, (x, cache, routed))
         return x, cache, None if routed is None else packed_experts(routed, valid.size).reshape(*x.shape[:2], -1)
@@ -240,6 +240,8 @@ class Transformer:
         positions = start[:, None] + jnp.arange(x.shape[1])
         ropes, _ = distinct(kind.rope for kind in layer_kinds(self.config))
         angles = block.rope_angles(positions, [rotary_frequencies(self.config, rope) for rope in ropes])
+        if self.config.exact:
+            return elementwise(jnp.cos, angles), elementwise(jnp.sin, angles)
         return jnp.cos(angles), jnp.sin(angles)
 
     def _of_layer(self, angles: RopeAngles, index: Array) -> RopeAngles:
@@ -267,10 +269,9 @@ class Transformer:
         )
         q, k = self._norm(q, w.q_norm), self._norm(k, w.k_norm)
         q, k = self._wide_norm(q, w.q_wide_norm), self._wide_norm(k, w.k_wide_norm)
-        q = block.rotate(q, *(each[:, :, None, None] for each in angles))
-        k = block.rotate(k, *(each[:, :, None] for each in angles))
-        if self.config.exact:
-            q, k = barrier((q, k))
+        q = block.rotate(q, *(each[:, :, None, None] for each in angles), fix=self._fix)
+        k = block.rotate(k, *(each[:, :, None] for each in angles), fix=self._fix)
+        q, k = self._fix((q, k))
         kv = jnp.stack([k, v], axis=3).reshape(*k.shape[:2], -1, k.shape[-1])
         return block.scale_queries(q, self.config.attention_scale), kv
 
@@ -322,7 +323,8 @@ class Transformer:
         mlp = self.config.intermediate_dim // self.decode_mesh.tensor
         up, gate = self._matmul(h, w.up, mlp), None if w.gate is None else self._matmul(h, w.gate, mlp)
         xielu = (w.xielu_p, w.xielu_n, w.xielu_beta, w.xielu_eps)
-        answers = self._contract(block.hidden(activation, up, gate, xielu), w.down, mlp)
+        inner = block.hidden(activation, up, gate, xielu, elementwise if self.config.exact else None)
+        answers = self._contract(inner, w.down, mlp)
         none = None if self.routed is None else jnp.full((h.size // h.shape[-1], self.routed.choices), -1, jnp.int32)
         return answers, none
 
@@ -334,7 +336,7 @@ class Transformer:
         def mean(squares: Array) -> Array:
             return jnp.asarray(barrier(tree_sum(squares)[..., None] / weight.size))
 
-        return barrier(block.rms_norm(barrier(x), weight, epsilon, offset=offset, mean=mean))
+        return barrier(block.rms_norm(barrier(x), weight, epsilon, offset=offset, mean=mean, fix=barrier))
 
     def _wide_norm(self, x: Array, weight: Array | None) -> Array:
         """Applies RMSNorm over all heads together, those of the other devices of the replica included."""
@@ -346,6 +348,10 @@ class Transformer:
 
         offset = self.config.variant.norm_offset
         return block.rms_norm(x, weight, self.config.layer_norm_epsilon, offset=offset, mean=mean)
+
+    def _fix(self, x: Any) -> Any:
+        """Returns what it is given: `lockstep.models.block.Fix`."""
+        return barrier(x) if self.config.exact else x
 
     @property
     def _query_heads(self) -> int:
@@ -361,7 +367,7 @@ class Transformer:
         """Multiplies ``x @ weight``, adds the bias, and divides the result's last axis as ``out`` says."""
         flat = self._matmul(x, weight, local)
         flat = flat if bias is None else flat + bias.reshape(-1)
-        return (barrier(flat) if self.config.exact else flat).reshape(*x.shape[:-1], *out)
+        return self._fix(flat).reshape(*x.shape[:-1], *out)
 
     def _matmul(self, x: Array, weight: Array | QuantizedWeight, local: int) -> Array:
         """Multiplies by a weight whose columns the devices of a replica split, each with ``local`` of a thing."""

@@ -21,7 +21,7 @@ from lockstep.engine.sampling.logits_processors import (
 )
 from lockstep.engine.sampling.threshold import find_threshold, scopes_needed
 from lockstep.placement import DecodeMesh
-from lockstep.placement.device import add_blocks, barrier, blocks_of, tree_sum
+from lockstep.placement.device import add_blocks, barrier, blocks_of, elementwise, tree_sum
 from lockstep.types import SamplingParams
 
 _RUN = 128
@@ -320,7 +320,7 @@ def _sum_exp(logits: Array, largest: Array) -> Array:
 
 def exact_log(x: Array) -> Array:
     """The logarithm, with whose last operation XLA joins nothing."""
-    return jnp.asarray(barrier(jnp.log(barrier(x))))
+    return elementwise(jnp.log, x)
 
 
 def exact_sum_exp(logits: Array, largest: Array, decode_mesh: DecodeMesh) -> Array:
@@ -331,7 +331,7 @@ def exact_sum_exp(logits: Array, largest: Array, decode_mesh: DecodeMesh) -> Arr
         largest: The maximum over all of it.
         decode_mesh: The decode mesh.
     """
-    shifted = barrier(jnp.exp(barrier(logits - jnp.where(jnp.isfinite(largest), largest, 0.0)[:, None])))
+    shifted = elementwise(jnp.exp, logits - jnp.where(jnp.isfinite(largest), largest, 0.0)[:, None])
     blocks = blocks_of(logits.shape[1] * decode_mesh.tensor) // decode_mesh.tensor
     part = add_blocks(tree_sum(shifted.reshape(len(logits), blocks, -1)).T)
     return add_blocks(jax.lax.all_gather(part, decode_mesh.tensor_axes)) if decode_mesh.tensor > 1 else part

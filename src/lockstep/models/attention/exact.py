@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int
 from lockstep.errors import ConfigError
 from lockstep.models.attention.softmax import ReadChunk, ScoreModifier
 from lockstep.models.attention.xla import Cache, Rows, XlaAttention
-from lockstep.placement.device import TILE, barrier, tree_sum
+from lockstep.placement.device import TILE, barrier, elementwise, tree_sum
 
 BLOCK = 128
 """Keys whose scores are computed together, from a multiple of it on."""
@@ -53,12 +53,13 @@ def attend_exact(
             k, v = read(index)
             scores = _dot(q, k.astype(q.dtype), 3) * head**-0.5
             if modifier.soft_cap is not None:
-                scores = modifier.soft_cap * jnp.tanh(scores / modifier.soft_cap)
+                scores = modifier.soft_cap * elementwise(jnp.tanh, scores / modifier.soft_cap)
             distance = position[..., None] - (index * BLOCK + jnp.arange(BLOCK))
             visible = distance >= 0 if modifier.window is None else (distance >= 0) & (distance < modifier.window)
             scores = barrier(jnp.where(visible[:, None], scores, -jnp.inf))
             new_max = jnp.maximum(running_max, scores.max(axis=-1))
-            rescale, weights = barrier((jnp.exp(running_max - new_max), jnp.exp(scores - new_max[..., None])))
+            rescale = elementwise(jnp.exp, running_max - new_max)
+            weights = elementwise(jnp.exp, scores - new_max[..., None])
             added = _dot(weights.astype(q.dtype), v.astype(q.dtype), 2)
             old_sum, old_out = barrier((sum_exp * rescale, out * rescale[..., None]))
             return barrier((new_max, old_sum + tree_sum(weights), old_out + added))

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lockstep.placement.device import BLOCKS, TILE, add_blocks, blocks_of, product, tree_sum
+from lockstep.placement.device import BLOCKS, TILE, add_blocks, blocks_of, elementwise, product, tree_sum
 
 RNG = np.random.default_rng(0)
 
@@ -24,6 +24,18 @@ def test_a_sum_has_the_bits_of_its_own_numbers(width):
     whole = np.asarray(jax.jit(tree_sum)(x))
     np.testing.assert_allclose(whole, np.sum(np.asarray(x, np.float64), axis=1), atol=1e-5)
     assert all(np.asarray(jax.jit(tree_sum)(x[row : row + 1])).item() == whole[row] for row in (0, 4, 8))
+
+
+@pytest.mark.parametrize("function", [jnp.exp, jnp.log, jnp.tanh])
+def test_a_function_has_the_same_bits_in_an_array_of_any_size(function):
+    x = jnp.abs(normal(600))
+    optimised = {"xla_backend_optimization_level": 3}  # whatever these tests run with: the lowest has no vectors
+    compiled = jax.jit(lambda x: elementwise(function, x), compiler_options=optimised)
+    whole = np.asarray(compiled(x))
+    np.testing.assert_allclose(whole, function(np.asarray(x)), rtol=1e-5)
+    for size in (3, 12):
+        parts = [np.asarray(compiled(part)) for part in np.split(np.asarray(x), 600 // size)]
+        np.testing.assert_array_equal(np.concatenate(parts), whole)
 
 
 def test_what_a_device_adds_is_a_subtree():
