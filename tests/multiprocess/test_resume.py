@@ -33,10 +33,11 @@ def init(key, config=tiny.CONFIG):
     return LlamaLMHeadModel.init(hax.Axis("vocab", tiny.vocab_size()), config, key=key)
 
 
-def train(hosts, directory, mesh_shape="auto", at=None, config=tiny.CONFIG):
+def train(hosts, directory, mesh_shape="auto", at=None, steps=STEPS, config=tiny.CONFIG, **values):
     """Losses by completed steps, how it ended, and the names of what was launched; no directory: no checkpoints."""
-    values = {"checkpointer": CheckpointerConfig(every=2, keep=KeepConfig(newest=9))} if directory else {}
-    trainer = tiny.make_trainer(mesh_shape, STEPS, hosts, log_dir=str(directory), run_id="run", **values)
+    if directory:
+        values["checkpointer"] = CheckpointerConfig(every=2, keep=KeepConfig(newest=9))
+    trainer = tiny.make_trainer(mesh_shape, steps, hosts, log_dir=str(directory), run_id="run", **values)
     losses = {}
     trainer.add_hook(lambda info: losses.update({info.next_step: info.loss}))
     if at is not None:
@@ -114,13 +115,14 @@ def test_a_run_goes_on_bit_for_bit_and_on_another_mesh_to_rounding(model, tmp_pa
 
 
 KILLED_AT = 5
+SLICES = {"steps": 8, "per_device_parallelism": 1}
 
 
 def body_killed_slice(hosts, directory):
     """A run without a break, and one in which a process of the second slice is killed after the save of step 4."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MEGASCALE_NUM_SLICES", "2")
-        plain, _, _ = train(hosts, None)
+        plain, _, _ = train(hosts, None, **SLICES)
         if hosts.is_leader:
             Path(directory, "plain.json").write_text(json.dumps(list(plain.items())))
 
@@ -132,7 +134,7 @@ def body_killed_slice(hosts, directory):
             if info.next_step == KILLED_AT and hosts.index == 3:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-        train(hosts, directory, at=kill)
+        train(hosts, directory, at=kill, **SLICES)
 
 
 def body_resumed_slices(hosts, directory):
@@ -140,14 +142,25 @@ def body_resumed_slices(hosts, directory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MEGASCALE_NUM_SLICES", "2")
         trainer = tiny.make_trainer(
-            "auto", STEPS, hosts, log_dir=directory, run_id="run", checkpointer=CheckpointerConfig(every=2)
+            "auto", 8, hosts, log_dir=directory, run_id="run", checkpointer=CheckpointerConfig(every=2)
         )
         assert dict(trainer.mesh.shape) == {"dcn": 2, "dp": 1, "fsdp": 2, "tp": 1}
         state, digest = trainer.restore(init), hashlib.sha256()
         for leaf in jax.tree.leaves(state):
             digest.update(np.asarray(leaf.addressable_data(0)).tobytes())
-        losses, _, _ = train(hosts, directory)
+        losses, _, _ = train(hosts, directory, **SLICES)
         return [digest.hexdigest(), list(losses.items())]
+
+
+def body_one_slice(hosts, directory):
+    """What the slice that is left does, until somebody ends it."""
+
+    def terminate(info):
+        if info.next_step == 5 and hosts.index == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    losses, result, _ = train(hosts, directory, at=terminate, **SLICES)
+    return [result.completed_steps, list(losses.items())]
 
 
 @pytest.mark.slow
@@ -160,12 +173,19 @@ def test_slices_share_the_writing_and_resume_alike_after_one_has_lost_a_process(
     parts = (tmp_path / "run" / "checkpoints" / "step-4").glob("*/ocdbt.process_*")
     written = [sum(file.stat().st_size for file in part.rglob("*") if file.is_file()) for part in parts]
     assert len(written) == 4 and max(written) < 1.1 * min(written), "slices share the writing"
+    shutil.copytree(tmp_path / "run", tmp_path / "other" / "run")
     found = run_processes(body_resumed_slices, processes=4, devices=1, args=(str(tmp_path),), timeout_s=200)
     (first, losses), (second, _), *others = found
     assert [one for one, _ in others] == [first, second] and first != second, "every slice has all of the weights"
     assert all(each == losses for _, each in found)
     plain = json.loads((tmp_path / "plain.json").read_text())
-    assert losses == [each for each in plain if each[0] > 4] and len(losses) == 2
+    assert losses == [each for each in plain if each[0] > 4] and len(losses) == 4
+    # Where the slice stays away, the other goes on with twice the microbatches, and both when it is there again.
+    other = (str(tmp_path / "other"),)
+    (completed, alone), _ = run_processes(body_one_slice, processes=2, devices=1, args=other, timeout_s=200)
+    (_, both), *_ = run_processes(body_resumed_slices, processes=4, devices=1, args=other, timeout_s=200)
+    assert completed == 6 and [step for step, _ in (*alone, *both)] == [5, 6, 7, 8]
+    np.testing.assert_allclose([*alone, *both], plain[4:], rtol=1e-5)
 
 
 def test_a_process_that_cannot_write_costs_one_checkpoint_and_nothing_else(tmp_path):
