@@ -74,16 +74,18 @@ if [ -n "$uv" ] && "$uv" pip install --quiet --python $venv/bin/python -c hashes
   :
 elif has_pip; then
   # pip may have been told of an index or a certificate that uv does not know. It takes no hashes beside -e, so what it
-  # would install is compared first; the second call finds the files in its cache.
+  # would install is compared first, and installed by the hashes that it was found with; then this checkout, alone.
   echo "setup: installing with pip instead of uv"
-  pip=($venv/bin/python -m pip install -qq --no-compile --disable-pip-version-check -c constraints.txt -e "$wanted")
-  if ! "${pip[@]}" --dry-run --ignore-installed --report - | $venv/bin/python scripts/check_hashes.py; then
+  pip=($venv/bin/python -m pip install -qq --no-compile --disable-pip-version-check)
+  if ! found=$("${pip[@]}" -c constraints.txt -e "$wanted" --dry-run --ignore-installed --report - |
+    $venv/bin/python scripts/check_hashes.py); then
     echo "setup: nothing was installed: the files above are not those of hashes.txt, or pip says above what failed." >&2
     echo "  Where your index has builds of its own, write their hashes: scripts/make_hashes.sh, then run this again." >&2
     exit 1
   fi
   # Python compiles what is used when it is first used; compiling all of it now takes half as long as the rest.
-  "${pip[@]}"
+  "${pip[@]}" --require-hashes --no-deps -r <(printf '%s\n' "$found")
+  "${pip[@]}" --no-deps -e .
 else
   echo "setup: $venv has no pip, and uv is missing or failed (see above). Remove $venv and run the same command again." >&2
   exit 1

@@ -99,6 +99,14 @@ def body_failing_reward(hosts):
         os.environ.pop(FAILING_HOST, None)
 
 
+def body_experts(hosts):
+    tracker = runs.Recorder()
+    replayed = {"rollout": {"replay_routing": True}}
+    trainer, rollouts, model = runs.make("auto", 2, hosts, tracker=tracker, run=replayed, model=runs.EXPERTS)
+    losses = runs.train(trainer, rollouts, model).losses
+    return losses, {step: values["train/routing_gap"] for step, values in tracker.scalars.items() if step in (1, 2)}
+
+
 KILLED_IN = {"step": 0, "signal": signal.SIGTERM}
 """The step whose rewards send a signal to their process, and which."""
 
@@ -314,3 +322,9 @@ def check_the_evaluation_on_gsm8k(directory, checkpoint):
     assert logged["sample/total_prompts"] == len(rows) == 3 and {row["gsm8k"] for row in rows} <= {0.0, 1.0}
     assert logged["sample/gsm8k"] == sum(row["gsm8k"] for row in rows) / 3
     assert all("write the final answer on the last line" in row["prompt"] for row in rows)
+
+
+@pytest.mark.slow
+def test_experts_agree_and_are_replayed_on_two_processes():
+    (losses, gaps), (others, _) = run_processes(body_experts, processes=2, devices=2, timeout_s=200)
+    assert losses == others and gaps == {1: 0.0, 2: 0.0}
