@@ -121,7 +121,8 @@ def sampling_workload(name: str, config: SampleConfig, model: str | None = None)
     """
     notes: list[str] = []
     checkpoint = _trained(config) if model is None else None
-    source = config.source if checkpoint is None else checkpoint.tokenizer
+    # A training run, in whose place another model is planned, has no tokenizer of that model.
+    source = config.hf_checkpoint or model or config.source if checkpoint is None else checkpoint.tokenizer
     if isinstance(checkpoint, SavedModel):
         shape = Shape(config=checkpoint.config, vocab_size=checkpoint.rows, source=checkpoint.path)
         if checkpoint.adapters is not None:

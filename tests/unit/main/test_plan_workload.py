@@ -77,6 +77,12 @@ def test_a_training_checkpoint_is_planned_from_what_it_says_of_its_model(tmp_pat
     )
 
 
+def test_a_model_in_place_of_a_run_is_planned_without_the_runs_tokenizer(tmp_path):
+    config = SampleConfig(prompts=["one", "two words"], checkpoint_path=str(tmp_path), max_new_tokens=5)
+    workload = find_command("sample").workload(config, "Qwen2.5-0.5B-Instruct")
+    assert workload.model.num_layers == 24 and any("UTF-8 bytes" in note for note in workload.notes)
+
+
 def test_simpo_on_a_pod(monkeypatch):
     monkeypatch.chdir(ROOT)
     workload = read("simpo_ultrafeedback_llama3_8b_v5p_64_inference.yaml")
