@@ -54,6 +54,12 @@ def test_the_system_ends_the_connection_of_a_machine_that_no_longer_answers(job,
     assert found[0][0] and found[0][1:] in ([], [int(liveness.UNHEARD_S * 1000)])
 
 
+def test_where_the_service_has_no_address_nobody_is_taken_for_gone(monkeypatch):
+    monkeypatch.setattr(liveness, "CONNECT_S", 0.05)
+    monkeypatch.setattr(liveness, "service_address", lambda: None)
+    assert liveness.Connection(MemoryClient.hub(2)[1], threading.Event()).wait() is False
+
+
 def test_a_process_whose_heart_beats_has_only_lost_its_connection(job):
     clients, lost, connect = job
     clients[1].set("lockstep/heartbeat/1", json.dumps(["decode", 0, time.time() + 3600]).encode())
