@@ -14,7 +14,7 @@ from lockstep.engine.config import EngineConfig, Layout, layout_text, tensor_siz
 from lockstep.engine.decoder.transformer import device_heads
 from lockstep.engine.idle_replicas import count_active, layout_with_idle_replicas
 from lockstep.errors import ConfigError
-from lockstep.models import STACKED, WEIGHT_AXES, DecoderWeights, LlamaConfig, quantized_dims, tensor_dims
+from lockstep.models import STACKED, WEIGHT_AXES, DecoderWeights, LlamaConfig, Variant, quantized_dims, tensor_dims
 from lockstep.models.attention import Heads, stored_kv_heads
 from lockstep.placement import (
     Assemble,
@@ -171,7 +171,7 @@ class DecodeModels:
         dtype = jnp.dtype(self._engine.dtype or weights.embed.dtype)
         kv_dtype = self._engine.kv_dtype(dtype)
         if config.exact:
-            check_exact_dtype(dtype)
+            check_exact_dtype(config, dtype)
             self._check_exact(decode_mesh)
         device, heads = self.mesh.devices.flat[0], device_heads(config, decode_mesh)
         kept = stored_kv_heads(device, heads, kv_dtype)
@@ -226,12 +226,11 @@ class DecodeModels:
                 )
 
 
-def check_exact_dtype(dtype: jnp.dtype) -> None:
-    """Refuses ``numerics: exact`` in float32, where tests found single bits that differ."""
-    if dtype != jnp.bfloat16:
-        raise ConfigError(
-            f"numerics is exact, which computes in bfloat16 only until now, not in {dtype}. Set numerics to fast."
-        )
+def check_exact_dtype(config: LlamaConfig, dtype: jnp.dtype) -> None:
+    """Refuses ``numerics: exact`` in types that no test has: float32 but for plain untied Llama, and float16."""
+    other = config.qkv_bias or config.qk_norm or config.tie_word_embeddings or config.variant != Variant()
+    if dtype != jnp.bfloat16 and (other or dtype != jnp.float32):
+        raise ConfigError(f"numerics is exact, which has this model in bfloat16 only, not {dtype}. Set it to fast.")
 
 
 def check_exact_platform(platform: str) -> None:

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Hashable, Iterable, Sequence
-from typing import Literal, get_args
+from typing import Any, Final, Literal, get_args
 
 import draccus
 import numpy as np
@@ -127,6 +127,12 @@ class Variant:
     def fused_gate(self) -> bool:
         """Whether gate and up of experts are one weight, in turns, and experts and router have biases."""
         return self.activation == "clamped_swiglu"
+
+
+_GEMMA3: Final[dict[str, Any]] = {"activation": "gelu_tanh", "post_norm": True, "norm_plus_one": True}
+_GEMMA3_NUMBERS: Final = {"embed_scale", "attention_scale", "logit_soft_cap", "sliding_window", "layer_types",
+                          "full_attention_every", "sliding_rope"}  # fmt: skip
+"""Fields of Gemma 3 that may have any value with ``numerics: exact``."""
 
 
 class ModelConfig(draccus.ChoiceRegistry):
@@ -265,12 +271,16 @@ class LlamaConfig(ModelConfig):
     def _check_numerics(self) -> None:
         if self.numerics not in get_args(Numerics):
             raise ConfigError(f"numerics is {self.numerics!r}; it must be fast or exact. Use fast if in doubt.")
-        departures = [
-            f"variant.{name}" for name, value in vars(self.variant).items() if value != getattr(Variant, name)
-        ]
-        departures += [name for name in ("qk_norm", "qkv_bias", "experts") if getattr(self, name)]
-        for name in departures[:1] if self.exact else []:
-            raise ConfigError(f"numerics is exact and {name} is set, which is not exact yet. Set numerics to fast.")
+        is_gemma3 = self.variant.norm_plus_one and self.qk_norm
+        base, free = (Variant(**_GEMMA3), _GEMMA3_NUMBERS) if is_gemma3 else (Variant(), {"sliding_window"})
+        departures = {
+            f"variant.{name}": value
+            for name, value in vars(self.variant).items()
+            if name not in free and value != getattr(base, name)
+        }
+        departures |= {} if self.experts is None else {"experts": "set"}
+        for name, value in departures.items() if self.exact else ():
+            raise ConfigError(f"numerics is exact and {name} is {value}, which is not exact yet. Set numerics to fast.")
 
     @property
     def exact(self) -> bool:
@@ -343,11 +353,7 @@ class LlamaConfig(ModelConfig):
         return float(weight != "embed" or self.tie_word_embeddings)
 
     def positions_read(self, context: float) -> float:
-        """The positions whose K and V a token attends to, of all layers together.
-
-        Args:
-            context: The number of positions up to the token.
-        """
+        """The positions whose K and V a token at the end of ``context`` attends to, of all layers together."""
         return sum(context if kind.window is None else min(context, kind.window) for kind in layer_kinds(self))
 
 
@@ -357,11 +363,7 @@ def every_nth_full(layers: int, every: int) -> tuple[LayerType, ...]:
 
 
 def rotary_frequencies(config: LlamaConfig, rope: RotaryConfig | None = None) -> Float[np.ndarray, " half_head"]:
-    """Returns the rotary frequency of each pair of elements of a head, in radians per token (`RotaryConfig`).
-
-    Args:
-        rope: The rotary embeddings; None for ``config.rope``.
-    """
+    """Returns the rotary frequency of each pair of elements of a head, in radians per token; None: ``config.rope``."""
     return (config.rope if rope is None else rope).frequencies(config.head_size)
 
 
@@ -390,11 +392,7 @@ def layer_kinds(config: LlamaConfig) -> tuple[LayerKind, ...]:
 
 
 def distinct[T: Hashable](values: Iterable[T]) -> tuple[tuple[T, ...], tuple[int, ...]]:
-    """The values that there are, in the order of their first, and which of them each one is.
-
-    Args:
-        values: One for each layer. Where there is a single distinct value, nothing depends on the layer.
-    """
+    """The values that layers have, in the order of their first, and which of them each one has."""
     each = tuple(values)
     found = tuple(dict.fromkeys(each))
     return found, tuple(map(found.index, each))

@@ -42,7 +42,7 @@ def exact_logprobs(
     """
     mesh: Any = jax.sharding.get_abstract_mesh()
     names = () if mesh.empty else mesh.axis_names
-    check_exact_dtype(weights.embed.dtype)
+    check_exact_dtype(config, weights.embed.dtype)
     device = None if mesh.empty else mesh.abstract_device
     check_exact_platform(jax.default_backend() if device is None else device.platform)
     tensor = tuple(name for name in names if name == PARAMETER_AXES["vocab"])

@@ -11,7 +11,7 @@ import pytest
 from lockstep.engine import Engine, EngineConfig, audit
 from lockstep.engine.decode_model import check_exact_platform
 from lockstep.errors import ConfigError
-from lockstep.models import LlamaConfig
+from lockstep.models import LlamaConfig, Variant
 from lockstep.training.objectives.logprobs import token_logprobs
 from lockstep.types import Completion, Drafts, Request
 from tests.unit.engine.models import FAMILIES, LLAMA, VOCAB, in_bfloat16, mesh_of, model_on, request
@@ -76,8 +76,13 @@ ENGINES: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["bfloat16"])
-@pytest.mark.parametrize("family", ["llama", "tied"])
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [
+        *((family, "bfloat16") for family in ("llama", "tied", "qwen2", "qwen3", "gemma3")),
+        ("llama", "float32"),
+    ],
+)
 def test_all_that_is_not_in_the_promise_changes_no_bit(family: str, dtype: str) -> None:
     """Batch, pages, chunks, tensor groups, the training layout, and the mesh of training."""
     exact = dataclasses.replace(FAMILIES[family], numerics="exact")
@@ -118,11 +123,10 @@ def test_a_platform_without_proof_is_refused() -> None:
         check_exact_platform("tpu")
 
 
-def test_float32_is_refused() -> None:
-    with pytest.raises(
-        ConfigError, match="numerics is exact, which computes in bfloat16 only until now, not in float32"
-    ):
-        Engine(EngineConfig(), mesh_of("1,1,1")).check(model_of("1,1,1", "float32"), REQUESTS)
+def test_float32_is_refused_but_for_llama() -> None:
+    model = model_of("1,1,1", "float32", dataclasses.replace(FAMILIES["qwen2"], numerics="exact"))
+    with pytest.raises(ConfigError, match="has this model in bfloat16 only, not float32"):
+        Engine(EngineConfig(), mesh_of("1,1,1")).check(model, REQUESTS)
 
 
 def test_packed_rows_are_refused() -> None:
@@ -132,12 +136,21 @@ def test_packed_rows_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "name"),
-    [("experts", "qk_norm"), ("qwen2", "qkv_bias"), ("olmo", "variant.pre_norm"), ("gemma3", "variant.activation")],
+    ("config", "setting"),
+    [
+        (FAMILIES["experts"], "experts is set"),
+        (FAMILIES["gemma"], "variant.attention_soft_cap is 2.0"),
+        (FAMILIES["olmo"], "variant.pre_norm is False"),
+        (FAMILIES["apertus"], "variant.activation is xielu"),
+        (FAMILIES["sinks"], "variant.attention_sinks is True"),
+        (dataclasses.replace(LLAMA, variant=Variant(activation="gelu_tanh")), "variant.activation is gelu_tanh"),
+        (dataclasses.replace(FAMILIES["gemma3"], qk_norm=False), "variant.activation is gelu_tanh"),
+        (dataclasses.replace(LLAMA, qk_norm=True, variant=Variant(norm_plus_one=True)), "variant.activation is silu"),
+    ],
 )
-def test_what_is_not_exact_is_refused(family: str, name: str) -> None:
-    with pytest.raises(ConfigError, match=f"numerics is exact and {name} is set"):
-        dataclasses.replace(FAMILIES[family], numerics="exact")
+def test_what_is_not_exact_is_refused(config: LlamaConfig, setting: str) -> None:
+    with pytest.raises(ConfigError, match=f"numerics is exact and {setting}, which is not exact yet"):
+        dataclasses.replace(config, numerics="exact")
 
 
 @pytest.mark.slow
