@@ -26,8 +26,8 @@ from lockstep.engine import DecodeModel, Engine, EngineConfig
 from lockstep.engine.sampling.sampler import never_used
 from lockstep.engine.sizing.memory_model import MemoryModel
 from lockstep.main.plan.collectives import collectives
+from lockstep.main.plan.compiler import topology
 from lockstep.main.plan.hlo import Hlo
-from lockstep.main.plan.topology import topology
 from lockstep.main.plan.traffic import copies, step_bytes
 from lockstep.models import WEIGHT_AXES, DecoderWeights, LlamaConfig, read_decoder, skeleton
 from lockstep.models.attention import select_attention

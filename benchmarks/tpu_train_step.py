@@ -22,13 +22,11 @@ import jax
 import numpy as np
 
 from benchmarks.workers import read_rows, write_json
-from lockstep.main.plan.cache import CompileCache, Summary
 from lockstep.main.plan.collectives import collectives, fsdp_bytes, summed
+from lockstep.main.plan.compiler import CompileCache, Summary, Topology, topology
 from lockstep.main.plan.hlo import Array, Hlo, Op
-from lockstep.main.plan.topology import Topology, topology
 from lockstep.main.plan.traffic import traffic
-from lockstep.main.plan.train_state import make_state
-from lockstep.main.plan.train_step import compile_step, makes_vocab_blocks, peak, step_flops
+from lockstep.main.plan.train_step import compile_step, make_state, makes_vocab_blocks, peak, step_flops
 from lockstep.main.plan.workload import TrainingWorkload, Workload
 from lockstep.models.families.family import ModelPreset
 from lockstep.models.families.registry import PRESETS

@@ -30,7 +30,7 @@ from lockstep.hosts.liveness import _names
 from lockstep.hosts.peers import _summarize
 from lockstep.json_text import from_peer
 from lockstep.launch.connection import GREETING, Connection, DroppedError, answered
-from lockstep.main.doctor import reach
+from lockstep.main.doctor import needs
 from lockstep.main.doctor.finding import Finding, merge
 from lockstep.report import judge
 from lockstep.types import Drafts, Request, SamplingParams
@@ -254,7 +254,7 @@ def test_replies_of_servers(directory, verdict, viewer):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(judge, "open_http", lambda request, timeout_s: contextlib.nullcontext(reply(verdict)))
-        patch.setattr(reach, "open_http", lambda request, timeout_s: contextlib.nullcontext(reply(viewer)))
+        patch.setattr(needs, "open_http", lambda request, timeout_s: contextlib.nullcontext(reply(viewer)))
         patch.setenv("WANDB_API_KEY", "secret-key")
-        assert reach.check_wandb({"mode": "online"}, 1).text
+        assert needs.check_wandb({"mode": "online"}, 1).text
         judge.Judge(judge.JudgeConfig(base_url="http://localhost", model="a"))._reply("a", time.monotonic() + 5)

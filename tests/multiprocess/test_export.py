@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 def body_export_and_sample(hosts, directory):
     """A checkpoint of both processes, exported by both, and what is sampled from each."""
     from lockstep.batch_inference import JobConfig, SampleConfig, sample
-    from lockstep.main.export import ExportConfig, export
+    from lockstep.main.runs import ExportConfig, export
     from lockstep.models.hf import save_plan
     from tests.multiprocess.launches import record_launches
 
@@ -96,7 +96,7 @@ def test_no_process_holds_more_than_some_pieces(tmp_path):
 def killed(directory: str) -> None:
     """An export that is killed when the first of its files is half written."""
     from lockstep.hosts import Hosts, MemoryClient
-    from lockstep.main.export import ExportConfig, export
+    from lockstep.main.runs import ExportConfig, export
     from lockstep.models.hf import save_writer
 
     save_writer.PIECE_BYTES = 4096
@@ -116,7 +116,7 @@ def killed(directory: str) -> None:
 
 def test_an_export_that_is_killed_leaves_the_old_one_and_the_next_replaces_it(tmp_path):
     from lockstep.hosts import Hosts, MemoryClient
-    from lockstep.main.export import ExportConfig, export
+    from lockstep.main.runs import ExportConfig, export
 
     tiny.save_checkpoint(str(tmp_path / "checkpoints"))
     config = ExportConfig(checkpoint=str(tmp_path / "checkpoints"), output=str(tmp_path / "out"))

@@ -53,7 +53,7 @@ def without_the_last_checkpoint(hosts, directory, name):
 def body_train(hosts, directory):
     """A run, the same from its middle, and samples of what it left."""
     from lockstep.batch_inference import JobConfig, SampleConfig, sample
-    from lockstep.main.export import ExportConfig, export
+    from lockstep.main.runs import ExportConfig, export
     from lockstep.training import TrainLmConfig
 
     base = ["--initialize_from_hf", f"{directory}/base", *LM]

@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.tpu_programs import weights_on
 from lockstep.engine import Engine, EngineConfig
-from lockstep.main.plan.topology import topology
+from lockstep.main.plan.compiler import topology
 from lockstep.models import Experts, Qwen3MoeConfig, find_preset
 from lockstep.models.families.family import ModelPreset
 from lockstep.models.trainable import skeleton

@@ -9,8 +9,8 @@ pytest.importorskip("libtpu", reason="the extra [plan] brings the TPU compiler")
 
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from lockstep.main.plan.compiler import topology
 from lockstep.main.plan.hlo import Hlo
-from lockstep.main.plan.topology import topology
 from lockstep.main.plan.traffic import copies
 from lockstep.models.attention import Heads, StoredKvHeads, TpuAttention
 from lockstep.models.attention.tpu_blocks import BlockKey, blocks_for, stored_heads

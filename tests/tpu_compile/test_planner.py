@@ -210,7 +210,7 @@ from lockstep.main.arguments import parse_arguments
 from lockstep.main.commands import find_command
 from lockstep.placement import make_mesh
 from lockstep.main.plan import CompileCache, make_plan, topology
-from lockstep.main.plan.train_state import make_state
+from lockstep.main.plan.train_step import make_state
 
 command = find_command("train-simpo")
 work = command.workload(parse_arguments(command.config(), ["--config_path", "config/simpo_tiny.yaml"]))

@@ -14,8 +14,8 @@ pytest.importorskip("libtpu", reason="the extra [plan] brings the TPU compiler")
 from benchmarks.tpu_programs import weights_on
 from lockstep.engine import Engine, EngineConfig
 from lockstep.main.plan.collectives import collectives
+from lockstep.main.plan.compiler import topology
 from lockstep.main.plan.hlo import Hlo
-from lockstep.main.plan.topology import topology
 from lockstep.models import LlamaConfig, LlamaLMHeadModel
 from lockstep.models.families.family import ModelPreset
 from lockstep.placement import data_shards, make_mesh

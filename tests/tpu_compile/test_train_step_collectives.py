@@ -7,11 +7,10 @@ import pytest
 pytest.importorskip("libtpu", reason="the extra [plan] brings the TPU compiler")
 
 from benchmarks.tpu_train_step import CASES, train_step, workload_of
-from lockstep.main.plan.cache import CompileCache
 from lockstep.main.plan.collectives import collectives, fsdp_bytes
+from lockstep.main.plan.compiler import CompileCache, topology
 from lockstep.main.plan.hlo import Hlo
-from lockstep.main.plan.topology import topology
-from lockstep.main.plan.train_state import make_state
+from lockstep.main.plan.train_step import make_state
 from lockstep.placement import make_mesh
 
 LAYERS = 2

@@ -10,8 +10,8 @@ pytest.importorskip("libtpu", reason="the extra [plan] brings the TPU compiler")
 from jax.sharding import NamedSharding, PartitionSpec
 
 from lockstep.main.plan.collectives import collectives
+from lockstep.main.plan.compiler import topology
 from lockstep.main.plan.hlo import Hlo
-from lockstep.main.plan.topology import topology
 from lockstep.models.attention import CausalAttention, self_attention
 from lockstep.placement import COMPUTE_AXES, make_mesh
 from lockstep.training.objectives.vocab_blocks import VocabBlocks

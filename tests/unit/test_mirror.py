@@ -16,7 +16,6 @@ REPOSITORY = {
 """Tests of what is in the repository beside the package. Those of the benchmarks are in ``tests/benchmarks``."""
 
 ELSEWHERE = {
-    "tests/multiprocess/test_check.py": "check/inject",
     "tests/multiprocess/test_hosts.py": "testing/command",
     "tests/multiprocess/test_pool.py": "testing/worker",
     "tests/tpu_compile/test_blocks.py": "models/attention/tpu_block_table",

@@ -16,9 +16,9 @@ from lockstep.errors import ConfigError
 from lockstep.launch import main as launch
 from lockstep.launch import parse as parse_launch
 from lockstep.launch.google import TpuVmBackend
-from lockstep.main import cli, doctor_command, eval, plan_command
+from lockstep.main import cli, prepare, runs
 from lockstep.main.arguments import decode_config, name_words, parse_arguments, read_values
-from lockstep.main.commands import COMMANDS, Arguments, configured_commands
+from lockstep.main.commands import COMMANDS, Arguments, configured_commands, find_command
 from lockstep.main.plan import topology
 from lockstep.report import Row, append_jsonl
 from tests import snippets
@@ -170,20 +170,21 @@ def read_lockstep(name, words):
         assert name == "--help" or name in {command.name for command in COMMANDS}
     elif name in ("check", "demo", "report", "tail"):
         parser = Arguments(name, "")
-        importlib.import_module(f"lockstep.main.{name}").add_options(parser)
+        module, _, function = find_command(name).options.partition(":")
+        getattr(importlib.import_module(module), function)(parser)
         parser.parse_args(words[: words.index("--")] if "--" in words else words)
     elif name == "plan":
-        own, rest = plan_command._split(words)
+        own, rest = prepare.split_plan(words)
         assert topology(own["topology"])
-        plan_command._read(own.get("command"), with_file(rest))
+        prepare.read_plan(own.get("command"), with_file(rest))
     elif name == "doctor":
-        own, rest = doctor_command._split(words)
+        own, rest = prepare.split_doctor(words)
         parse_arguments(configured_commands()[name].config(), own)
         read_values(with_file(rest))
     else:
         cls = configured_commands()[name].config()
         if name == "eval":
-            words = eval.named(words)
+            words = runs.name_tasks(words)
         elif name in ("export", "convert"):
             words = name_words(words, ["checkpoint", "output"] if name == "export" else ["run"], "")
         parse_arguments(cls, with_file(words))

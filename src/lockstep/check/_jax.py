@@ -45,11 +45,7 @@ class LaunchWatcher(Protocol):
 
 
 def check_version() -> None:
-    """Raise where this version of JAX lacks what the check replaces.
-
-    Raises:
-        ConfigError: Names what is missing.
-    """
+    """Raise where this version of JAX lacks what the check replaces."""
     missing = [f"{owner.__name__}.{name}" for owner, names in NEEDED for name in names if not hasattr(owner, name)]
     if missing:
         raise ConfigError(
@@ -63,9 +59,6 @@ def watch_launches(watcher: LaunchWatcher) -> Iterator[None]:
 
     Args:
         watcher: Is called in the thread that launches.
-
-    Raises:
-        ConfigError: This version of JAX is not known.
     """
     check_version()
     call = pxla.ExecuteReplicated.__call__
@@ -189,7 +182,6 @@ def see_keys(added: Callable[[str], None], deleted: Callable[[str], None]) -> No
     """From now on, tell of the keys of the coordination service that this process sets and deletes.
 
     Args:
-        added: Gets a key.
         deleted: Gets a key, or a directory of keys.
     """
     client: Any = _jax.DistributedRuntimeClient
@@ -218,7 +210,6 @@ def join_job(address: str, count: int, index: int, joined: Callable[[], None]) -
 
     Args:
         address: The coordinator, host:port.
-        count: How many processes there are.
         joined: Is called when it has joined.
     """
     initialize, backends = distributed.initialize, xla_bridge.backends

@@ -21,11 +21,7 @@ LATE = 0.75
 
 
 class ProcessChecks:
-    """The checks of one process by itself, as it goes on.
-
-    Args:
-        log: What is known of the process; it is kept up by who reads it.
-    """
+    """The checks of one process by itself, as it goes on."""
 
     def __init__(self, log: ProcessLog) -> None:
         self._log = log
@@ -35,11 +31,7 @@ class ProcessChecks:
         self._steps: dict[tuple[int, tuple[object, ...]], _Samples] = {}
 
     def see(self, event: Event) -> Iterator[Finding]:
-        """Take in what the process does next, and say what is wrong with it for sure.
-
-        Args:
-            event: What it does next.
-        """
+        """Take in what the process does next, and say what is wrong with it for sure."""
         if isinstance(event, Comparison):
             yield from self._comparison(event)
         elif isinstance(event, Launch):
@@ -148,11 +140,7 @@ class _LaunchesAtLine:
         self._compiled: list[_Recompilation] = []
 
     def add(self, index: int, launch: Launch) -> None:
-        """Take in the next launch.
-
-        Args:
-            index: Its number among those of the process.
-        """
+        """Take in the next launch."""
         if not self.count:
             self.first = index
         program = launch.program
@@ -211,11 +199,7 @@ class _Samples:
         return self._newest is not None and self._newest.program.operation
 
     def add(self, index: int, launch: Launch) -> None:
-        """Take in the next launch that has such a look.
-
-        Args:
-            index: Its number among those of the process.
-        """
+        """Take in the next launch that has such a look."""
         if self._newest is None or (launch.live or 0) <= (self._newest.live or 0):
             self._arrays = (self.count, launch)  # from here on they may grow
         if self._newest is None or launch.keys <= self._newest.keys:

@@ -30,8 +30,6 @@ def gaps(left: Sequence[Hashable], right: Sequence[Hashable], most: int = MOST, 
     """The stretches in which two sequences differ, as short as can be (Myers 1986, An O(ND) Difference Algorithm).
 
     Args:
-        left: The launches of one process, by what must be equal.
-        right: Those of another.
         most: The number of differences after which the rest counts as one.
         open_end: Whether more may follow: what one has left at the end of the other is then the last gap.
     """
@@ -132,10 +130,6 @@ class LaunchComparison:
 
     Equal launches are dropped as soon as both are there. Where two differ, it waits for as many launches as it takes to
     say what is missing, what is too many and what only comes in another order.
-
-    Args:
-        first: One process.
-        other: Another one.
     """
 
     def __init__(self, first: ProcessLog, other: ProcessLog) -> None:
@@ -157,12 +151,7 @@ class LaunchComparison:
         return all(self._waiting) or any(self._only)
 
     def add(self, left: Sequence[Launch], right: Sequence[Launch]) -> Iterator[Finding]:
-        """Take in the next launches, and say what is different for sure.
-
-        Args:
-            left: Those of the first process.
-            right: Those of the other one.
-        """
+        """Take in the next launches, and say what is different for sure."""
         self._waiting[0].extend(left)
         self._waiting[1].extend(right)
         while True:
@@ -214,8 +203,6 @@ class LaunchComparison:
         """Say what is different in the first ``x`` and ``y`` launches that wait.
 
         Args:
-            x: Those of the first process.
-            y: Those of the other one.
             end: How the run ended, where nothing follows them.
         """
         first, other = self._logs

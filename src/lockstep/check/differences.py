@@ -29,11 +29,7 @@ HINT_LINES = 8
 
 
 def hints(launch: Launch) -> tuple[str, ...]:
-    """Lines near the user's line of a launch that can make it differ between processes.
-
-    Args:
-        launch: A launch that differs.
-    """
+    """Lines near the user's line of a launch that can make it differ between processes."""
     line = own_line(launch.stack)
     if line is None:
         return ()
@@ -46,14 +42,7 @@ def hints(launch: Launch) -> tuple[str, ...]:
 
 
 def different(first: ProcessLog, one: Launch, other: ProcessLog, another: Launch) -> Finding:
-    """Both launch a program of the same name that differs.
-
-    Args:
-        first: One process.
-        one: What it launches.
-        other: Another one.
-        another: What that launches.
-    """
+    """Both launch a program of the same name that differs."""
     mine, theirs = one.program, another.program
     only_numbers = mine.arguments == theirs.arguments and _without_numbers(mine.text) == _without_numbers(theirs.text)
     kind = "values" if only_numbers and mine.text != theirs.text else "different_program"
@@ -74,14 +63,7 @@ def different(first: ProcessLog, one: Launch, other: ProcessLog, another: Launch
 
 
 def order(first: ProcessLog, one: Launch, other: ProcessLog, another: Launch) -> Finding:
-    """Both launch the same, but not in the same place.
-
-    Args:
-        first: One process.
-        one: What it launches.
-        other: Another one.
-        another: What that launches.
-    """
+    """Both launch the same, but not in the same place."""
     return Finding(
         kind="order",
         text=f"both launch {one.program.name}, but not between the same other programs",
@@ -97,8 +79,6 @@ def alone(one: ProcessLog, launch: Launch, another: ProcessLog, following: Launc
     """One process launches what another does not.
 
     Args:
-        launch: What it launches.
-        another: The other.
         following: What that launches in its place; None: nothing came.
         waits: Whether the first waits in it for the other.
     """
@@ -161,13 +141,7 @@ MOST_AHEAD = 10_000
 
 
 def compare_arguments(first: ProcessLog, other: ProcessLog, one: Launch, another: Launch) -> Iterator[Finding]:
-    """Arguments of which each process has its own copy, and that differ.
-
-    Args:
-        first: One process.
-        other: Another one.
-        another: The launch of the other that belongs to it.
-    """
+    """Arguments of which each process has its own copy, and that differ."""
     for (position, digest, short), (_, other_digest, other_short) in zip(one.values, another.values, strict=False):
         if digest != other_digest:
             name = one.program.name
@@ -187,10 +161,6 @@ class PutComparison:
 
     Where one of them puts more at a line than the other, it is not known which belong together: what differs
     is said when both have put as many.
-
-    Args:
-        first: One process.
-        other: Another one.
     """
 
     def __init__(self, first: ProcessLog, other: ProcessLog) -> None:

@@ -20,7 +20,6 @@ class Frame:
 
     Args:
         line: The line's number, from 1.
-        function: The function that it is in.
         own: Whether it is the user's, not that of an installed package.
     """
 
@@ -46,11 +45,7 @@ _HIDDEN_ENDS = ("/contextlib.py", "/functools.py", "/threading.py", "/concurrent
 
 
 def walk(frame: FrameType | None) -> Key:
-    """The stack from a frame outwards, without the frames of JAX and of the check.
-
-    Args:
-        frame: Where it begins; None: an empty one.
-    """
+    """The stack from a frame outwards, without the frames of JAX and of the check."""
     found: list[tuple[str, int, str]] = []
     while frame is not None and len(found) < DEEPEST:
         code = frame.f_code
@@ -111,9 +106,6 @@ class Kind:
 
     Args:
         name: Its name, as in ``--ignore`` and in the JSON report.
-        title: What is wrong, in a few words.
-        on_pod: What would happen on a pod.
-        fix: What to change.
     """
 
     name: str
@@ -235,10 +227,7 @@ class Finding:
     """One thing that would go wrong on a pod.
 
     Args:
-        kind: The name of its kind.
         text: What was seen, in a sentence.
-        places: What each process involved did there.
-        count: How often it was seen.
         details: More lines: what differs, what grew.
     """
 

@@ -20,7 +20,6 @@ class Follower:
     """Compares processes as they go on. What it keeps grows with their programs and lines, not with their launches.
 
     Args:
-        directory: Where they record.
         on_finding: Is called with a finding when it is seen first, before the end of the run.
     """
 
@@ -98,11 +97,7 @@ class Follower:
 
 
 class _Pair:
-    """The comparisons of two processes.
-
-    Args:
-        other: Another one.
-    """
+    """The comparisons of two processes."""
 
     def __init__(self, first: ProcessLog, other: ProcessLog) -> None:
         self._logs = (first, other)
@@ -117,11 +112,7 @@ class _Pair:
         return max(each.ahead[side] for each in (self._main, self._second))
 
     def add(self, index: int, events: Sequence[Event]) -> Iterator[Finding]:
-        """Take in what a process does next.
-
-        Args:
-            events: What it does.
-        """
+        """Take in what a process does next."""
         side, home = self._side(index), self._logs[self._side(index)].home
         launches = [event for event in events if isinstance(event, Launch)]
         # The main thread's have an order in any case; those of another thread where the main one trains nothing.
@@ -134,11 +125,7 @@ class _Pair:
                 yield from self._puts.add(side, event)
 
     def undecided(self, now: float) -> Iterator[Finding]:
-        """Differences that stand for a while, as far as they are known.
-
-        Args:
-            now: The time, in seconds.
-        """
+        """Differences that stand for a while, as far as they are known."""
         if not any(each.differs for each in self._compared()):
             self._since = None
         elif self._since is None:

@@ -20,12 +20,9 @@ class Program:
 
     Args:
         number: Which one of this process it is; one that is compiled again is another.
-        name: JAX's name of it.
-        digest: The digest of its StableHLO.
         processes: The processes that it runs on, by number.
         local: The devices of this process, by their places among them.
         arguments: The types of the arguments of the first launch, those left out that it does not use.
-        text: Its StableHLO.
         operation: Whether it is an operation of JAX itself, launched by itself, and no function that somebody jitted.
     """
 
@@ -93,7 +90,6 @@ class Put:
     Args:
         array: Its type.
         pieces: The digests of the pieces that this process has, by their places in the array.
-        stack: From where.
     """
 
     array: str
@@ -103,11 +99,7 @@ class Put:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """A value that all processes compared.
-
-    Args:
-        stack: From where.
-    """
+    """A value that all processes compared."""
 
     size: int
     stack: tuple[Frame, ...]

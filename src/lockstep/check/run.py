@@ -19,7 +19,7 @@ from rich.markup import escape
 from lockstep.check.compare import End
 from lockstep.check.findings import Finding, Frame, shown
 from lockstep.check.follow import Follower
-from lockstep.check.inject import DIRECTORY, STARTUP
+from lockstep.check.launches import DIRECTORY, STARTUP
 from lockstep.check.log import LAUNCH_TIMED_OUT
 from lockstep.errors import ConfigError
 from lockstep.exits import DONE, FAILED, describe_code
@@ -34,7 +34,7 @@ HUNG = "the processes waited for each other, and the run was ended"
 HUNG_TOGETHER = f"{HUNG}; no finding says why: the devices may have stopped in a launch that all have made"
 HOOK = """
 try:
-    from lockstep.check.inject import at_start
+    from lockstep.check.launches import at_start
 except Exception:
     import os, sys
     from importlib import machinery, util
@@ -54,12 +54,9 @@ class CheckResult:
     """The result of a check.
 
     Args:
-        findings: What would go wrong on a pod.
-        launches: The launches of each process.
         other_threads: The launches of programs of one process alone, from other threads than the main one: they have no
             order that could be compared.
         errors: The error of each process that ended with one, by its number.
-        seconds: The time of the run.
     """
 
     command: Sequence[str]
@@ -109,7 +106,6 @@ def check_command(
 
     Args:
         command: A program and its arguments; if it is in Python and imports JAX, it is recorded without a change.
-        devices: The devices of each.
         stall_s: The seconds without a launch on any process after which processes that wait for each other are ended.
         ignore: Names of kinds of findings that are left out.
         on_finding: Is called with each finding that is seen before the run ends, as soon as it is.
@@ -195,12 +191,7 @@ SHOWN_FRAMES = 6
 
 
 def print_report(result: CheckResult, console: Console) -> None:
-    """Print what was found.
-
-    Args:
-        result: What came of the check.
-        console: Where; what is no terminal gets plain lines.
-    """
+    """Print what was found."""
 
     def put(text: str = "") -> None:
         console.print(text, soft_wrap=True, highlight=False)
@@ -258,11 +249,7 @@ def _others(stack: tuple[Frame, ...], line: Frame | None) -> list[Frame]:
 
 
 def render_page(result: CheckResult) -> str:
-    """A page of what was found, in one file that loads nothing and runs no script.
-
-    Args:
-        result: What came of the check.
-    """
+    """A page of what was found, in one file that loads nothing and runs no script."""
     import jinja2
     from markupsafe import Markup
 
@@ -275,13 +262,5 @@ def render_page(result: CheckResult) -> str:
 
 
 def write_page(result: CheckResult, file: Path) -> None:
-    """Write the page.
-
-    Args:
-        result: What came of the check.
-        file: Where.
-
-    Raises:
-        OSError: The file cannot be written.
-    """
+    """Write the page."""
     file.write_text(render_page(result), encoding="utf-8", errors="backslashreplace")

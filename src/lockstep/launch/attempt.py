@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.exits import DONE, FAULT, PEER_FAILED, SETUP_FAILED, UNREACHABLE, WORKER_LOST, describe_code, is_retried
-from lockstep.launch.backend import Transport
-from lockstep.launch.console import Console
-from lockstep.launch.follower import WAITING_EVENTS, Event, Follower
+from lockstep.launch.backend import Console, Transport
+from lockstep.launch.connection import WAITING_EVENTS, Event, Follower
 from lockstep.launch.processes import LAST_LINES, REPORT_S, failed_by_themselves, signals_to, tail_to_show
 
 CAUSE_S = 4.0
@@ -60,7 +59,6 @@ def first_failure(
     as that one ended), and before those that ended because of another one or by a signal.
 
     Args:
-        endings: Those that there are.
         unreachable: Whether a worker cannot be reached at the moment.
         all_ended: Whether there will be no more.
         waited_s: Seconds since the first of them came.
@@ -100,8 +98,6 @@ class Outcome:
     """The outcome of an attempt.
 
     Args:
-        cause: Why, in words.
-        retry: Whether another try can help.
         detached: Whether it goes on without the launcher.
     """
 
@@ -118,10 +114,8 @@ class AttemptSpec:
     Args:
         roots: The job's directory on each worker.
         starts: The specification of the command for each worker (lockstep.launch.agent.supervisor).
-        logs: The file for each worker's output.
         skews_s: Seconds by which each worker's clock is ahead; None: not known.
         foreground: Whether the job ends with the launcher.
-        grace_s: Seconds between SIGTERM and SIGKILL.
         lease_s: Seconds after which a worker that hears nothing of the launcher stops the job.
         unreachable_s: Seconds until a worker counts as lost.
     """
@@ -141,8 +135,6 @@ class RunningAttempt:
     """The command on all workers.
 
     Args:
-        spec: What is started.
-        console: Where output goes.
         why_lost: Why the platform took workers away, None where it did not.
     """
 

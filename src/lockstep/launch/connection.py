@@ -1,14 +1,17 @@
-"""One connection to a worker: the agent goes over it with each request, and its answer comes back in frames."""
+"""Connections to a worker: the agent goes over each with a request and answers in frames; a follower keeps one up."""
 
+import contextlib
 import dataclasses
 import functools
 import json
+import queue
 import re
 import shlex
 import shutil
 import subprocess
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any, Final, Literal
@@ -21,7 +24,7 @@ from lockstep.printable import printable
 GREETING = b"lockstep-agent 1\n"
 """The first line of an answer (lockstep.launch.agent.main)."""
 AGENT = "lockstep.launch.agent"
-MODULES = ("supervisor", "facts", "main")
+MODULES = ("supervisor", "main")
 """The agent's modules, each after those that it imports; ``lockstep.redact`` is before them."""
 BOOT = (
     "import json,sys,types\n"
@@ -56,7 +59,6 @@ class Connection:
     """A request to the agent on one worker, and its answer.
 
     Args:
-        request: What the agent is asked for.
         payload: Files or bytes that follow the request.
         stays: Whether words can be sent after that (`send`).
     """
@@ -85,19 +87,16 @@ class Connection:
 
     def _feed(self, pieces: tuple[bytes | Path, ...], stays: bool) -> None:
         assert self._process.stdin is not None
-        try:
-            with self._lock:
-                for piece in pieces:
-                    if isinstance(piece, Path):
-                        with piece.open("rb") as file:
-                            shutil.copyfileobj(file, self._process.stdin)
-                    else:
-                        self._process.stdin.write(piece)
-                self._process.stdin.flush()
-                if not stays:
-                    self._process.stdin.close()
-        except (OSError, ValueError):
-            pass  # the reader finds out that the connection is gone
+        with contextlib.suppress(OSError, ValueError), self._lock:  # the reader finds out that the connection is gone
+            for piece in pieces:
+                if isinstance(piece, Path):
+                    with piece.open("rb") as file:
+                        shutil.copyfileobj(file, self._process.stdin)
+                else:
+                    self._process.stdin.write(piece)
+            self._process.stdin.flush()
+            if not stays:
+                self._process.stdin.close()
 
     def send(self, word: str) -> None:
         """Send a word after the request; nothing happens where the connection is gone or does not take it."""
@@ -162,10 +161,8 @@ class Connection:
         self._writer.join()
         for stream in (self._process.stdin, self._process.stdout, self._errors):
             if stream is not None:
-                try:
+                with contextlib.suppress(OSError):  # what could not be sent any more
                     stream.close()
-                except OSError:  # what could not be sent any more
-                    pass
 
 
 NEEDED: Final = {
@@ -182,9 +179,6 @@ NEEDED: Final = {
 
 def answered(data: bytes, operation: str) -> dict[str, Any]:
     """The last frame of a worker, with its texts as a terminal may have them.
-
-    Args:
-        operation: What the worker was asked for.
 
     Raises:
         LaunchError: It is no answer of the agent.
@@ -242,11 +236,6 @@ def call(
 ) -> dict[str, Any]:
     """Ask the agent on a worker for something, and wait for its answer.
 
-    Args:
-        request: What is asked for.
-        payload: Files or bytes that follow the request.
-        on_output: Takes what is printed meanwhile.
-
     Raises:
         DroppedError: The connection failed.
         LaunchError: The agent could not do it.
@@ -265,3 +254,144 @@ def call(
         raise AssertionError("frames end with R or an error")
     finally:
         connection.close()
+
+
+FIRST_SIGN_S = 60.0
+"""Seconds that a connection may take to come about."""
+SILENT_S = 30.0
+"""Seconds without a sign of life (one comes every 2) after which a connection is given up and made anew."""
+RENEW_S = 5.0
+"""Seconds between two signs of life of the launcher at most; four of them within a lease."""
+REPEAT_S = 1.0
+"""Seconds between two requests to end, until it has ended."""
+WAITING_EVENTS = 256
+"""Events, each with at most 64 KiB of output, that may wait to be taken."""
+DELAYS_S = (0.2, 5.0)
+"""Seconds between two connections, at first and at most."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Event:
+    """Something that a follower has learnt.
+
+    Args:
+        kind: ``connected``, ``started``, ``output``, ``dropped`` or ``result``.
+        text: Why the connection dropped.
+        result: How the command has ended (lockstep.launch.agent.main.look).
+    """
+
+    worker: int
+    kind: str
+    data: bytes = b""
+    text: str = ""
+    result: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+class Follower(threading.Thread):
+    """Follows an attempt on one worker until it has ended there.
+
+    Args:
+        request: ``root`` and ``attempt``.
+        start: The specification of the command; None: it was started before.
+        offset: Bytes of the log that are known.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        worker: int,
+        request: dict[str, Any],
+        start: dict[str, Any] | None,
+        offset: int,
+        events: "queue.Queue[Event]",
+    ) -> None:
+        super().__init__(name=f"worker-{worker}", daemon=True)
+        self.worker = worker
+        self.connected = False
+        self.away_since = time.monotonic()  # since when it is not connected
+        self.started = start is None
+        self.wanted = ""  # what the command is asked for: stop, kill
+        self._transport, self._request, self._start, self._offset = transport, request, start, offset
+        self._events = events
+        self._connection: Connection | None = None
+        self._sign = self._renewed = self._repeated = time.monotonic()
+        self._finished = threading.Event()
+
+    def run(self) -> None:
+        """Connect, again and again, until the command has ended or nobody wants to know any more."""
+        delay = DELAYS_S[0]
+        while not self._finished.is_set():
+            try:
+                self._follow()
+                return
+            except DroppedError as error:
+                if self.connected:
+                    self.connected, self.away_since, delay = False, time.monotonic(), DELAYS_S[0]
+                self._publish("dropped", text=str(error))
+            except LaunchError as error:
+                self._publish("result", result={"error": str(error)})
+                return
+            self._finished.wait(delay)
+            delay = min(2 * delay, DELAYS_S[1])
+
+    def _follow(self) -> None:
+        start = None if self.started else self._start
+        request = {**self._request, "op": "follow", "start": start, "offset": self._offset, "wait": True}
+        self._sign = time.monotonic()
+        connection = self._connection = Connection(self._transport, self.worker, request, stays=True)
+        if self._finished.is_set():
+            connection.end()  # `finish` came too early to see it
+        try:
+            for kind, data in connection.frames():
+                self._sign = time.monotonic()
+                if not self.connected:
+                    self.connected = True
+                    self._publish("connected")
+                if kind == "S" and not self.started:
+                    self.started = True
+                    self._publish("started")
+                elif kind == "O":
+                    self._offset += len(data)
+                    self._publish("output", data=data)
+                elif kind == "R":
+                    self._publish("result", result=answered(data, "follow"))
+        finally:
+            self._connection = None
+            connection.close()
+
+    def _publish(self, kind: str, data: bytes = b"", text: str = "", result: dict[str, Any] | None = None) -> None:
+        event = Event(worker=self.worker, kind=kind, data=data, text=text, result=result or {})
+        while not self._finished.is_set():
+            with contextlib.suppress(queue.Full):
+                self._events.put(event, timeout=0.2)  # who prints faster than can be shown is slowed down
+                return
+
+    def tick(self, lease_s: float | None = None) -> None:
+        """Give signs of life, repeat what is wanted, and give up a connection that has none; call it often.
+
+        Args:
+            lease_s: Seconds after which the worker stops the command without them; None: it does not.
+        """
+        now, connection = time.monotonic(), self._connection
+        if connection is None:
+            return
+        if now - self._sign > (SILENT_S if self.connected else FIRST_SIGN_S):
+            connection.end()
+        if self.connected and lease_s is not None and now - self._renewed > min(RENEW_S, lease_s / 4):
+            self._renewed = now
+            connection.send("renew")
+        if self.connected and self.wanted and now - self._repeated > REPEAT_S:
+            self._repeated = now
+            connection.send(self.wanted)
+
+    def ask(self, word: str) -> None:
+        """Have the command ended: ``stop`` or ``kill``."""
+        self.wanted, self._repeated = word, 0.0
+        self.tick()
+
+    def finish(self) -> None:
+        """End the connection; the command goes on."""
+        self._finished.set()
+        connection = self._connection
+        if connection is not None:
+            connection.end()

@@ -25,11 +25,7 @@ was saved in between (lockstep.hosts.fault)."""
 
 
 def job_variables(processes: int) -> dict[str, str]:
-    """The variables of every process of a job on other machines; ``--env`` may say otherwise.
-
-    Args:
-        processes: How many there must be.
-    """
+    """The variables of every process of a job on other machines; ``--env`` may say otherwise."""
     return {"REQUIRE_JAX_PROCESS_COUNT": str(processes), "LOCKSTEP_INITIALIZATION_TIMEOUT_S": str(START_S)}
 
 
@@ -150,8 +146,6 @@ def show_commands(
     """Print the commands that create workers, then those for each worker.
 
     Args:
-        created: Shell commands that create the workers.
-        setup: The script that sets a worker up; None: none.
         setup_folder: The directory that ``created`` fills with the script and the files that it needs; None: there
             are none.
     """

@@ -32,7 +32,6 @@ class Cause:
     """A reason why gcloud refuses.
 
     Args:
-        name: One word for it.
         pattern: What gcloud's text then contains.
         advice: What to try; ``{zone}`` and ``{project}`` are those of the call.
         code: The launcher's exit code; ``--retries`` tries again after some of them.
@@ -175,22 +174,13 @@ UNKNOWN: Final = Cause(
 
 
 def classify(text: str) -> Cause:
-    """Return why gcloud refuses, from what it printed.
-
-    Args:
-        text: Its standard error, or the error of a failed request.
-    """
+    """Return why gcloud refuses, from what it printed."""
     words = " ".join(text.split())  # gcloud breaks long lines
     return next((cause for cause in CAUSES if re.search(cause.pattern, words)), UNKNOWN)
 
 
 class GcloudError(LaunchError):
-    """A gcloud command failed: says why, what gcloud printed, and what to try.
-
-    Args:
-        command: The command that failed, as it can be pasted.
-        text: What it printed.
-    """
+    """A gcloud command failed: says why, what gcloud printed, and what to try."""
 
     def __init__(self, command: str, text: str, *, zone: str = "", project: str = ""):
         self.cause = classify(text)
@@ -206,7 +196,6 @@ class Gcloud:
 
     Args:
         project: The project, or empty for that of gcloud's configuration.
-        zone: The zone, such as ``us-east5-a``.
     """
 
     project: str = ""
@@ -221,18 +210,13 @@ class Gcloud:
         """Return a command line.
 
         Args:
-            words: The command and its own options, after ``gcloud``.
             place: ``zone``, ``region`` or ``""``: which of the two is added as an option.
         """
         options = {"zone": [f"--zone={self.zone}"], "region": [f"--region={self.region}"], "": []}[place]
         return ["gcloud", *words, *options, *([f"--project={self.project}"] if self.project else []), "--quiet"]
 
     def configured_project(self) -> str:
-        """Return the project of gcloud's configuration; Google is not asked.
-
-        Raises:
-            GcloudError: There is none.
-        """
+        """Return the project of gcloud's configuration; Google is not asked."""
         command = ["gcloud", "config", "get-value", "project", "--quiet"]
         if not (found := self.run(command).strip()):
             raise GcloudError(shlex.join(command), "The required property [project] is not currently set.")
@@ -240,9 +224,6 @@ class Gcloud:
 
     def run(self, command: Sequence[str], timeout_s: float = CALL_S) -> str:
         """Run a command line made by `command`, without a shell, and return what it prints.
-
-        Args:
-            timeout_s: Seconds that it may take.
 
         Raises:
             GcloudError: It failed, took longer than that, or there is no gcloud.

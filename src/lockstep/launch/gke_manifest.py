@@ -58,16 +58,13 @@ class GkeJob:
     Args:
         name: The name of all of them.
         id: What no other job has, of this name or another.
-        command: What every pod runs.
         secret_names: The names of the variables in the Secret.
         files: The names of the files in the ConfigMaps.
         requirement: What is installed before the command runs, with `PINS`; "": nothing.
         retries: How often all pods are started again after a failure that another try can cure.
-        spot: Whether it runs on spot nodes.
         reservation: The name of a reservation; "": none.
         queue: The Kueue queue; "": none.
         service_account: The Kubernetes service account, for buckets; "": the namespace's.
-        grace_s: Seconds between SIGTERM and SIGKILL.
         privileged: Whether the containers are privileged, as GKE before 1.28 wants it.
     """
 
@@ -145,11 +142,7 @@ def secret(job: GkeJob, variables: Mapping[str, str]) -> dict[str, Any]:
 
 
 def config_maps(job: GkeJob, archive: bytes) -> list[dict[str, Any]]:
-    """The ConfigMaps with the job's files.
-
-    Args:
-        archive: The files, as a compressed tar archive.
-    """
+    """The ConfigMaps with the job's files."""
     parts = [archive[at : at + PART_BYTES] for at in range(0, len(archive), PART_BYTES)]
     return [
         {

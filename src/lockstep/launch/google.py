@@ -18,8 +18,7 @@ from typing import Final
 
 from lockstep.errors import ConfigError
 from lockstep.launch import setup_vm
-from lockstep.launch.backend import LaunchError, Transport, Worker, WorkerBackend
-from lockstep.launch.console import Console
+from lockstep.launch.backend import Console, LaunchError, Transport, Worker, WorkerBackend
 from lockstep.launch.gcloud import Gcloud
 from lockstep.launch.mig import CAPACITY_FLAGS, Mig
 from lockstep.launch.options import add_tpu_options, add_worker_options
@@ -56,11 +55,7 @@ class GoogleBackend(WorkerBackend):
         """The number of machines of all slices, from their kind alone; 0 where the kind is not given."""
 
     def coordinator(self, transport: SshTransport) -> Machine:
-        """The machine at which several slices find each other: JAX's first of the first slice.
-
-        Args:
-            transport: The machines, slice by slice.
-        """
+        """The machine at which several slices find each other: JAX's first of the first slice."""
         return transport.machines[0]
 
     def add_options(self, parser: argparse.ArgumentParser) -> None:
@@ -190,11 +185,7 @@ class GoogleBackend(WorkerBackend):
             console.say(f"  {shlex.join(command)}")
 
     def _check(self, options: argparse.Namespace) -> None:
-        """Refuse what does not fit together, before anything is done.
-
-        Raises:
-            ConfigError: A name is missing or cannot be one, or there is no such slice.
-        """
+        """Refuse what does not fit together, before anything is done."""
         for name, example in (("tpu_name", "my-pod"), ("zone", "us-east5-a")):
             if not getattr(options, name):
                 raise ConfigError(
@@ -263,16 +254,10 @@ class TpuVmBackend(GoogleBackend):
     title = "tpu-vm: slices by the Cloud TPU API"
 
     def add_own_options(self, parser: argparse.ArgumentParser) -> None:
-        """Add the image of new nodes."""
         add = parser.add_argument_group(self.title).add_argument
         add("--runtime_version", default="", help="the image of new machines (default: the one for the --tpu_type)")
 
     def pod(self, options: argparse.Namespace) -> TpuVm:
-        """The nodes of the options.
-
-        Raises:
-            ConfigError: The kind of slice is not known, or not to this API.
-        """
         found = slice_of(options.tpu_type)
         if found is not None and not found.family.runtime_version:
             raise ConfigError(
@@ -291,7 +276,6 @@ class TpuVmBackend(GoogleBackend):
         )
 
     def hosts(self, options: argparse.Namespace) -> int:
-        """The number of machines of all slices; 0 where their kind is not given."""
         found = slice_of(options.tpu_type)
         return found.hosts * int(options.slices) if found else 0
 
@@ -306,7 +290,6 @@ class MigBackend(GoogleBackend):
     title = "mig: slices by Compute Engine (managed instance groups)"
 
     def add_own_options(self, parser: argparse.ArgumentParser) -> None:
-        """Add what Compute Engine lets one choose."""
         add = parser.add_argument_group(self.title).add_argument
         add("--machine_type", default="", help="for example ct6e-standard-4t, to make a v6e-8 of two machines "
             "(default: the fewest machines)")  # fmt: skip
@@ -314,11 +297,6 @@ class MigBackend(GoogleBackend):
         add("--boot_disk_gb", type=int, default=200, help="the disk of new machines in GB (default 200)")
 
     def pod(self, options: argparse.Namespace) -> Mig:
-        """The groups of the options.
-
-        Raises:
-            ConfigError: The kind of slice is not known, not to Compute Engine, or does not fit the other options.
-        """
         found = slice_of(options.tpu_type)
         machine_type = options.machine_type
         if found is not None:
@@ -361,7 +339,6 @@ class MigBackend(GoogleBackend):
         )
 
     def hosts(self, options: argparse.Namespace) -> int:
-        """The number of machines of all slices; 0 where their kind is not given."""
         return self.pod(options).hosts * int(options.slices)
 
     def coordinator(self, transport: SshTransport) -> Machine:

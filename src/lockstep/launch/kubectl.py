@@ -1,4 +1,4 @@
-"""kubectl, and the pods of a job as it shows them."""
+"""kubectl, the pods of a job as it shows them, and the job's objects on its cluster."""
 
 import dataclasses
 import json
@@ -21,11 +21,11 @@ from lockstep.exits import (
     describe_code,
 )
 from lockstep.json_text import parse_json
-from lockstep.launch.backend import LaunchError
-from lockstep.launch.console import Console
-from lockstep.launch.gke_manifest import CONTAINER, INSTALLED
+from lockstep.launch.backend import Console, LaunchError
+from lockstep.launch.gke_manifest import CONTAINER, INSTALLED, JOB_ID
 from lockstep.launch.processes import failed_by_their_logs
 from lockstep.launch.record import JobRecord
+from lockstep.launch.slices import slice_of
 
 CALL_S: Final = 120.0
 """Seconds that a call may take that does not follow anything."""
@@ -64,20 +64,12 @@ class Kubectl:
     namespace: str = ""
 
     def argv(self, *words: str) -> list[str]:
-        """The command line.
-
-        Args:
-            words: What follows the context and the namespace.
-        """
+        """The command line."""
         given = {"context": self.context, "namespace": self.namespace}
         return ["kubectl", *(f"--{name}={value}" for name, value in given.items() if value), *words]
 
     def run(self, *words: str, manifest: Mapping[str, Any] | None = None) -> str:
         """Run it and return its output.
-
-        Args:
-            words: What follows the context and the namespace.
-            manifest: An object for its standard input.
 
         Raises:
             LaunchError: It is not there, it refused, or it did not answer in time.
@@ -102,14 +94,7 @@ class Kubectl:
         return done.stdout
 
     def get(self, *words: str) -> dict[str, Any]:
-        """Objects as ``kubectl get`` prints them; without items or fields where there are none.
-
-        Args:
-            words: Kind and name, or kind and selector.
-
-        Raises:
-            LaunchError: See `run`.
-        """
+        """Objects as ``kubectl get`` prints them; without items or fields where there are none."""
         text = self.run("get", *words, "--ignore-not-found", "--output=json")
         if not text.strip():
             return {}
@@ -172,23 +157,14 @@ class PodState:
 
 
 def pod_states(found: Mapping[str, Any], hosts: int) -> list[PodState]:
-    """The pods of ``kubectl get pods``, by attempt and process.
-
-    Args:
-        found: What kubectl has said.
-    """
+    """The pods of ``kubectl get pods``, by attempt and process."""
     return sorted(
         (_pod_state(each, hosts) for each in found.get("items", ())), key=lambda pod: (pod.attempt, pod.process)
     )
 
 
 def verdict(job_set: Mapping[str, Any], pods: Iterable[PodState]) -> int | None:
-    """The exit code of a job; None: it has not ended.
-
-    Args:
-        job_set: What kubectl says of the JobSet.
-        pods: All pods that were seen.
-    """
+    """The exit code of a job; None: it has not ended."""
     state = job_set.get("status", {}).get("terminalState")
     if not state:
         return None
@@ -199,12 +175,7 @@ def verdict(job_set: Mapping[str, Any], pods: Iterable[PodState]) -> int | None:
 
 
 def first_failure(pods: Iterable[PodState], themselves: Collection[int] = ()) -> PodState | None:
-    """The pod of the last attempt that failed first, but one that failed by itself before one that another has ended.
-
-    Args:
-        pods: All pods that were seen.
-        themselves: The processes whose output has an error of their own.
-    """
+    """The pod of the last attempt that failed first; one that failed by itself before one that another has ended."""
     pods = list(pods)
     last = max((pod.attempt for pod in pods), default=0)
     failed = [pod for pod in pods if pod.attempt == last and pod.code]
@@ -240,7 +211,6 @@ class PodLogs:
     """Follows the logs of pods, each over a connection of its own, and keeps them in the job's directory.
 
     Args:
-        kubectl: How its cluster is reached.
         console: Where lines are shown too; None: nowhere.
 
     Attributes:
@@ -281,11 +251,7 @@ class PodLogs:
         return first_failure(self.seen, failed_by_their_logs(logs))
 
     def show_kept(self, present: set[int]) -> None:
-        """Show the kept logs of attempts whose pods are gone.
-
-        Args:
-            present: The numbers of the attempts that have pods.
-        """
+        """Show the kept logs of attempts whose pods are gone."""
         for path in sorted(self._job.directory.glob("attempt-*/worker-*.log")):
             attempt, process = (int(name.rpartition("-")[2]) for name in (path.parent.name, path.stem))
             if attempt not in present and self._console is not None:
@@ -349,3 +315,78 @@ def _pod_state(found: Mapping[str, Any], hosts: int) -> PodState:
         code=ended.get("exitCode"),
         ended=ended.get("finishedAt") or "",
     )
+
+
+class Cluster:
+    """A job's objects on its cluster."""
+
+    def __init__(self, job: JobRecord) -> None:
+        self.job = job
+        self.kubectl = Kubectl(context=job.options["context"], namespace=job.options["namespace"])
+        self._id = job.notes.get("id", "")
+        self._selector = f"--selector={JOB_ID}={self._id}"
+        kind = slice_of(job.options["tpu_type"])
+        assert kind is not None, "a job has a slice"
+        self._hosts = kind.hosts
+        self.count = kind.hosts * int(job.options["slices"])
+
+    def look(self) -> tuple[dict[str, Any], list[PodState]]:
+        """The JobSet, empty where it is gone, and its pods."""
+        found = self.kubectl.get("jobset", self.job.name)
+        pods = self.kubectl.get("pods", self._selector)
+        return found if self._id in _ids(found) else {}, pod_states(pods, self._hosts)
+
+    def create(self, manifest: dict[str, Any]) -> None:
+        """Create an object that is not there yet; it goes through standard input."""
+        self.kubectl.run("create", "--filename=-", manifest=manifest)
+
+    def make_room(self, before: JobRecord | None) -> None:
+        """Refuse a name that a JobSet has, and delete what else an earlier job of this launcher has left.
+
+        Args:
+            before: The last job of this name that this machine has started; None: there was none.
+
+        Raises:
+            LaunchError: A JobSet has it.
+        """
+        known = None if before is None else before.notes.get("id")
+        if found := self.kubectl.get("jobset", self.job.name):
+            ours = known in _ids(found)
+            way = f"lockstep launch delete {self.job.name}" if ours else f"kubectl delete jobset {self.job.name}"
+            raise LaunchError(
+                f"there is a JobSet {self.job.name} already. Give another --name, or delete it: {way}",
+                REFUSED,
+            )
+        if before is not None and known:
+            Cluster(before).delete()
+
+    def suspend(self) -> None:
+        """Have the pods deleted in order; the JobSet stays."""
+        patch = '{"spec": {"suspend": true}}'
+        self.kubectl.run("patch", "jobset", self.job.name, "--type=merge", f"--patch={patch}")
+
+    def kill(self) -> None:
+        """Have the pods deleted at once; the JobSet stays."""
+        self.suspend()
+        self.kubectl.run("delete", "pods", self._selector, "--grace-period=0", "--force", "--wait=false")
+
+    def delete(self) -> None:
+        """Delete all objects of the job that there are, and none of another of its name.
+
+        Raises:
+            LaunchError: Some could not be deleted; the others are.
+        """
+        failed = []
+        for kind in ("jobset", "secret", "configmap"):
+            try:
+                self.kubectl.run("delete", kind, self._selector, "--ignore-not-found")
+            except LaunchError as error:
+                failed.append(error)
+        if failed:
+            raise failed[0]
+
+
+def _ids(found: Mapping[str, Any]) -> tuple[str, ...]:
+    """The id of the job that an object is of; none where it is no job's, or not there."""
+    labels = found.get("metadata", {}).get("labels", {})
+    return (labels[JOB_ID],) if JOB_ID in labels else ()

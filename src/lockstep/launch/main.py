@@ -36,9 +36,6 @@ def with_named(name: str | None, backends: Mapping[str, Backend]) -> Mapping[str
 
     Args:
         name: The value of ``--backend``, or what the record of a job has; None where none is given.
-
-    Raises:
-        ConfigError: There is no such class.
     """
     if name is None or name in backends or ":" not in name:
         return backends
@@ -64,11 +61,7 @@ LATER = {
 
 
 def parse(argv: Sequence[str], backends: Mapping[str, Backend] = BACKENDS) -> argparse.Namespace:
-    """Read the options before ``--`` and the command after it, see `parse_options`.
-
-    Raises:
-        ConfigError: A backend that is given as ``module:Class`` cannot be imported.
-    """
+    """Read the options before ``--`` and the command after it, see `parse_options`."""
     return parse_options(argv, with_named(given_backend(argv), backends))
 
 
@@ -96,11 +89,7 @@ def main(arguments: Sequence[str] | None = None, backends: Mapping[str, Backend]
 
 
 def add_all_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of every backend, for shell completion.
-
-    Args:
-        parser: The parser, which lets a later option replace an earlier one.
-    """
+    """Add the options of every backend, for shell completion."""
     add_backend_options(parser, BACKENDS)
 
 

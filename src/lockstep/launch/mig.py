@@ -69,11 +69,6 @@ class Mig:
         return self.slice.chips // chips[self.machine_type]
 
     def create_commands(self) -> list[list[str]]:
-        """Return the commands that make it, ready to run.
-
-        Raises:
-            LaunchError: Nobody said which kind of slice, or which project.
-        """
         if self.slice is None:
             raise LaunchError(
                 f"there is no usable group named {self.name} in zone {self.gcloud.zone}, and nothing says which kind "
@@ -118,33 +113,19 @@ class Mig:
         return commands
 
     def wait_lines(self) -> list[str]:
-        """Return lines for a shell that wait until every machine runs."""
         words = ("compute", "instance-groups", "managed", "wait-until")
         return [shlex.join(self.gcloud.command(*words, group, "--stable")) for group in self.groups]
 
     def delete_commands(self) -> list[list[str]]:
-        """Return the commands that delete the groups, the template and the policy."""
         return [*map(self._delete_group, self.groups), *self._delete_part_commands()]
 
     def login_commands(self, machines: Sequence[Machine] | None) -> list[list[str]]:
-        """Return the command by which gcloud makes an ssh key and brings it to every machine.
-
-        A key belongs to the project, so one machine is enough.
-
-        Args:
-            machines: The machines, or None where they are not known yet.
-        """
         if machines is None:
             return []
         internal = ["--internal-ip"] if self.internal_ip else []
         return [self.gcloud.command("compute", "ssh", machines[0].name, "--command=true", *internal)]
 
     def ssh_command(self, worker: int, command: str) -> list[str]:
-        """Return gcloud's own way to run a command on a worker, whose name it looks up.
-
-        Args:
-            worker: Its number, from 0 over all slices.
-        """
         per_slice = self.hosts or worker + 1
         group, index = self.groups[worker // per_slice], worker % per_slice
         words = ["compute", "instance-groups", "managed", "list-instances", group, "--sort-by=instance"]
@@ -154,7 +135,6 @@ class Mig:
         return ["sh", "-c", ssh.replace("NAME", f'"$({name} | sed -n {index + 1}p)"', 1)]
 
     def made_here(self) -> bool:
-        """Whether the launcher made it: the description of a group says so."""
         return any(group.get("description") == LABEL for group in self._groups().values() if group)
 
     def ensure(self, wait: Wait) -> None:
@@ -190,11 +170,6 @@ class Mig:
             raise
 
     def machines(self) -> list[Machine]:
-        """Return the machines, slice by slice, in the order of their names.
-
-        Raises:
-            LaunchError: A machine has no address that this one could reach.
-        """
         found = []
         for slice_id, group in enumerate(self.groups):
             names = sorted(_name_of(each) for each in self._instances(group))
@@ -228,11 +203,7 @@ class Mig:
         return found
 
     def lost(self, or_starting: bool = False) -> str | None:
-        """Return which machine does not run and never will again, or None.
-
-        Args:
-            or_starting: Whether machines that are still to come are as good as those that run.
-        """
+        """Return which machine does not run and never will again, or None."""
         for group, described in self._groups().items():
             if described is None:
                 return f"group {group} is gone"
@@ -247,11 +218,6 @@ class Mig:
         return None
 
     def delete(self, wait: Wait) -> None:
-        """Delete groups, template and policy that the launcher made; what is already gone is no error.
-
-        Raises:
-            GcloudError: Google refuses.
-        """
         self._delete_ours()
         wait.say(f"{self.name}: deleted")
 

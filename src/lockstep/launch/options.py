@@ -33,9 +33,6 @@ class Parser(argparse.ArgumentParser):
 def parse_options(argv: Sequence[str], backends: Mapping[str, Backend]) -> argparse.Namespace:
     """Read the options before ``--`` and the command after it.
 
-    Args:
-        argv: The command line after ``launch`` or ``launch run``.
-
     Returns:
         The common options and those of the chosen backend, and ``command`` as a list.
     """
@@ -90,11 +87,7 @@ def without_debug(words: Sequence[str]) -> tuple[list[str], bool]:
 
 
 def given_backend(argv: Sequence[str]) -> str | None:
-    """The value of ``--backend``; None where it is not given.
-
-    Args:
-        argv: The command line after ``launch`` or ``launch run``.
-    """
+    """The value of ``--backend``; None where it is not given."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--backend", nargs="?")
     known, _ = parser.parse_known_args(argv[: argv.index("--")] if "--" in argv else argv)
@@ -103,11 +96,7 @@ def given_backend(argv: Sequence[str]) -> str | None:
 
 
 def default_backend(words: Sequence[str]) -> str:
-    """The backend where ``--backend`` is not given: ``tpu-vm`` where a TPU is named, ``ssh`` for hosts, else ``local``.
-
-    Args:
-        words: The command line before ``--``.
-    """
+    """The backend without ``--backend``: ``tpu-vm`` where a TPU is named, ``ssh`` for hosts, else ``local``."""
     names = {word.partition("=")[0].replace("-", "_") for word in words}
     if names & {"__tpu_name", "__tpu_type"}:
         return "tpu-vm"

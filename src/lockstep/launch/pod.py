@@ -26,7 +26,6 @@ class Machine:
 
     Args:
         name: How it is shown, and how Google knows it.
-        slice_id: The number of its slice.
         address: Where ssh reaches it.
         internal_address: Where the other machines reach it.
         host_key_alias: Under which name ssh keeps its host key: addresses come back with other machines.
@@ -79,11 +78,7 @@ class Pod(Protocol):
 
 @dataclasses.dataclass(kw_only=True)
 class Wait:
-    """A wait that shows each state as it comes.
-
-    Args:
-        say: Shows one line.
-    """
+    """A wait that shows each state as it comes."""
 
     say: Callable[[str], object]
     timeout_s: float
@@ -93,7 +88,6 @@ class Wait:
         """Look until it is done; a state is shown when it changes, and from time to time.
 
         Args:
-            what: What is waited for, as shown before the state.
             look: Returns the state in words, and whether the wait is over.
 
         Returns:
@@ -125,7 +119,6 @@ class Wait:
         """Look until a slice can be used.
 
         Args:
-            look: Returns the state in words, and whether the wait is over.
             undone: What the caller does where it does not come in time, in words.
 
         Raises:
@@ -140,12 +133,7 @@ class Wait:
 
 
 def by_hand(name: str, error: GcloudError, commands: Sequence[Sequence[str]]) -> str:
-    """The message about a slice that could not be deleted: it may cost money.
-
-    Args:
-        error: Why.
-        commands: Those that delete it.
-    """
+    """The message about a slice that could not be deleted: it may cost money."""
     lines = "\n".join(f"  {shlex.join(command)}" for command in commands)
     return f"{name} could not be deleted, and may cost money: {error}\nDelete it by hand:\n{lines}"
 
@@ -161,12 +149,7 @@ def duration(seconds: float) -> str:
 
 
 class SshTransport:
-    """Machines behind one ssh each.
-
-    Args:
-        machines: The machines, by number.
-        workers: The same as workers of a job.
-    """
+    """Machines behind one ssh each."""
 
     def __init__(self, machines: Sequence[Machine], workers: Sequence[Worker], user: str, key: str) -> None:
         self.machines = machines

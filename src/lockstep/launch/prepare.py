@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.exits import FAILED, PREFLIGHT, SETUP_FAILED, UNREACHABLE
-from lockstep.launch.backend import LaunchError, Transport, Worker
+from lockstep.launch.backend import Console, LaunchError, Transport, Worker
 from lockstep.launch.connection import DroppedError, call
-from lockstep.launch.console import Console
 from lockstep.launch.sync import Archive
 
 GIB = 1 << 30
@@ -37,7 +36,7 @@ class Limits:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Facts:
-    """The facts that a worker tells about itself (lockstep.launch.agent.facts).
+    """The facts that a worker tells about itself (lockstep.launch.agent.main).
 
     Args:
         skew_s: Seconds by which its clock is ahead of the launcher's.
@@ -48,11 +47,7 @@ class Facts:
 
 
 def problems(workers: Sequence[Worker], facts: Sequence[Facts], program: str, limits: Limits) -> list[str]:
-    """The problems of workers, one line each; empty: they are fit.
-
-    Args:
-        limits: What they must have.
-    """
+    """The problems of workers, one line each; empty: they are fit."""
     found = []
     for worker, fact in zip(workers, facts, strict=True):
         found += [f"worker {worker.name}: {text}" for text in _own_problems(fact, program, limits)]
@@ -60,11 +55,7 @@ def problems(workers: Sequence[Worker], facts: Sequence[Facts], program: str, li
 
 
 def advice(workers: Sequence[Worker], facts: Sequence[Facts], environment: Mapping[str, str]) -> list[str]:
-    """Faults of workers that a job survives, one line each.
-
-    Args:
-        environment: Variables of the job, without secrets.
-    """
+    """Faults of workers that a job survives, one line each."""
     found = []
     slow = [worker.name for worker, fact in zip(workers, facts, strict=True) if fact.answer["small_pages"]]
     if slow:
@@ -148,14 +139,7 @@ SHOWN = 8
 
 
 def on_all[T](transport: Transport, work: Callable[[int], T]) -> list[T]:
-    """Do something for each worker, side by side.
-
-    Args:
-        transport: Has the workers.
-        work: Takes a worker's number.
-
-    Returns:
-        What it returned, by worker.
+    """Do something for each worker, by its number, side by side; the results by worker.
 
     Raises:
         LaunchError: It failed for some, with the texts of all.
@@ -189,11 +173,7 @@ def on_all[T](transport: Transport, work: Callable[[int], T]) -> list[T]:
 
 
 def allow_open_files(number: int) -> None:
-    """Let this process have so many files open, as far as the system allows: 1,024 is a usual limit.
-
-    Args:
-        number: How many.
-    """
+    """Let this process have so many files open, as far as the system allows: 1,024 is a usual limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < number:
         most = number if hard == resource.RLIM_INFINITY else min(number, hard)
@@ -201,11 +181,7 @@ def allow_open_files(number: int) -> None:
 
 
 def in_short(texts: Sequence[str]) -> str:
-    """The first of some texts, and how many there are beside.
-
-    Args:
-        texts: One per worker.
-    """
+    """The first of some texts, and how many there are beside."""
     more = f"\n... and {len(texts) - SHOWN} more" if len(texts) > SHOWN else ""
     return "\n".join(texts[:SHOWN]) + more
 
@@ -215,15 +191,8 @@ class Preparation:
     """The job that workers are prepared for.
 
     Args:
-        roots: The job's directory on each worker.
-        setup: A shell script for every worker; None: none.
-        setup_files: Files beside it, by name.
-        setup_logs: The file for what it prints, for each worker.
-        archive: Files to copy; None: none.
         program: What the job runs; it must be there.
-        cwds: The directory in which it runs, on each worker.
         environment: Variables of the job, without secrets.
-        unreachable_s: Seconds for which a worker may not be reached.
         limits: What a worker must have; None: nothing is looked at.
         sudo: Whether processes of other users are looked at as root, where that needs no password.
         replaces: Whether an attempt of this job that still runs is ended; else it is an error.
@@ -245,10 +214,6 @@ class Preparation:
 
 def prepare(transport: Transport, job: Preparation, console: Console) -> list[float | None]:
     """Prepare every worker.
-
-    Args:
-        job: What for.
-        console: Says what is done.
 
     Returns:
         The seconds by which each worker's clock is ahead of this one's; None where nobody looked.

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO
 
 from lockstep.exits import FAULT, PEER_FAILED
-from lockstep.launch.console import ERROR
+from lockstep.launch.backend import ERROR
 from lockstep.redact import Redactor
 
 LAST_LINES = 40
@@ -39,11 +39,7 @@ _BROKEN_CONNECTION = re.compile(
 
 
 def failed_by_themselves(last: Sequence[Iterable[bytes]]) -> set[int]:
-    """The processes whose output says that they failed by an error of their own.
-
-    Args:
-        last: The last lines of each process.
-    """
+    """The processes whose output says that they failed by an error of their own."""
     lines = [list(each) for each in last]
     told = {int(found[1]) for each in lines for line in each if (found := _FAILED_ON.match(line))}
     return told or {index for index, each in enumerate(lines) if has_error_of_its_own(each)}
@@ -75,12 +71,7 @@ def has_error_of_its_own(lines: Iterable[bytes]) -> bool:
 
 
 def tail_to_show(index: int, last: Sequence[Collection[bytes]]) -> tuple[int, list[bytes]]:
-    """The process whose last lines explain a failure, and these lines; none where an ``error: `` line says it already.
-
-    Args:
-        index: The process that is named.
-        last: The last lines of each process.
-    """
+    """The process whose last lines explain a failure, and these; none where an ``error: `` line says it already."""
     themselves = failed_by_themselves(last)
     if themselves and index not in themselves:
         index = min(themselves)
@@ -113,7 +104,6 @@ class Job:
     """Processes that start and end together.
 
     Args:
-        grace_s: The time in seconds between SIGTERM and SIGKILL.
         secrets: Values that are taken out of what the processes print.
     """
 

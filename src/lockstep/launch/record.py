@@ -29,8 +29,6 @@ class Attempt:
         started: When it was started, in seconds since 1970.
         launched: Whether the workers were fit, and the command was started on them.
         ended: When it had ended on all workers; None: not known to have.
-        code: Its exit code, once it has ended.
-        cause: Why it ended, in words.
     """
 
     number: int
@@ -47,10 +45,8 @@ class JobRecord:
     """A job: what it is, where, and how its attempts ended. No secret is in it.
 
     Args:
-        command: What it runs.
         options: The options that it was started with, as JSON values.
         notes: What a backend has to remember of it, as JSON values.
-        deleted: Whether ``delete`` has removed it from its workers.
     """
 
     name: str
@@ -141,11 +137,7 @@ def find_record(name: str) -> JobRecord | None:
 
 
 def load_record(name: str) -> JobRecord:
-    """The record of a job.
-
-    Raises:
-        ConfigError: There is no such job.
-    """
+    """The record of a job."""
     record = find_record(name)
     if record is None:
         directory = jobs_directory()

@@ -88,7 +88,6 @@ class Version:
 
     Args:
         name: The version, the commit and, if files differ from it, a digest of them.
-        changed: Whether files differ from the commit.
     """
 
     name: str
@@ -121,11 +120,7 @@ def wheel_path(root: Path, version: Version) -> Path:
 
 
 def build_wheel(root: Path, version: Version) -> Path:
-    """Build the wheel of a checkout, once for each version, and return its file.
-
-    Raises:
-        LaunchError: It cannot be built.
-    """
+    """Build the wheel of a checkout, once for each version, and return its file."""
     path = wheel_path(root, version)
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -150,12 +145,7 @@ def build_command(source: Path, out: Path) -> list[str]:
 
 
 def script(version: Version, wheel_name: str, extras: str) -> str:
-    """Return the shell script that installs a wheel beside it; a second run finds nothing to do.
-
-    Args:
-        version: What is installed.
-        extras: The optional dependencies, such as `EXTRAS`.
-    """
+    """Return the shell script that installs a wheel beside it; a second run finds nothing to do."""
     values = {
         "VERSION": shlex.quote(version.name),
         # A path that begins with ./ is a file to uv, whatever its name.

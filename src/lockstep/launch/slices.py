@@ -19,12 +19,9 @@ class Family:
     """One generation of TPUs.
 
     Args:
-        prefix: The prefix of the names of its slices.
         cores_in_name: The number that a name counts per chip: 2 where it counts TensorCores, 1 where it counts chips.
-        devices_per_chip: The number of JAX devices of a chip.
         grids: The grids of all documented slices, smallest first.
         single_host: The grids that are one machine with all chips.
-        source: The page that lists the grids.
         runtime_version: The image of a new Cloud TPU node; empty where the Cloud TPU API does not have the generation.
         machine_types: Compute Engine's machine types by chips per machine; empty where Compute Engine has none.
         image_family: The image of a new Compute Engine machine, in the project ``IMAGE_PROJECT``.
@@ -92,8 +89,6 @@ class Slice:
     """One slice, from its name alone.
 
     Args:
-        name: The name under which it is rented, such as ``v5p-64``.
-        family: Its generation.
         grid: The number of chips along each axis.
     """
 
@@ -129,14 +124,7 @@ def slices() -> dict[str, Slice]:
 
 
 def slice_of(name: str | None) -> Slice | None:
-    """Return the slice of a ``--tpu_type``; None where none is given.
-
-    Args:
-        name: The name, such as ``v5p-64``.
-
-    Raises:
-        ConfigError: There is no slice of this name.
-    """
+    """Return the slice of a ``--tpu_type``; None where none is given."""
     if not name:
         return None
     if name not in slices():

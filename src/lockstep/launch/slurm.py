@@ -25,8 +25,7 @@ from lockstep.exits import (
     WORKER_LOST,
     describe_code,
 )
-from lockstep.launch.backend import LaunchError, Patience
-from lockstep.launch.console import Console
+from lockstep.launch.backend import Console, LaunchError, Patience
 from lockstep.launch.environment import JobEnvironment, filter_files, here_document, job_environment, job_variables
 from lockstep.launch.options import add_job_options, count
 from lockstep.launch.processes import failed_by_their_logs, signals_to
@@ -35,11 +34,7 @@ from lockstep.launch.slurm_script import CODE, SCRIPT, SECRETS, TASK, SlurmJob, 
 
 
 class FollowedFiles:
-    """Shows what is new in ``attempt-N/worker-M.log`` below a directory, each line after ``[M] ``.
-
-    Args:
-        console: Where lines are shown.
-    """
+    """Shows what is new in ``attempt-N/worker-M.log`` below a directory, each line after ``[M] ``."""
 
     def __init__(self, directory: Path, console: Console) -> None:
         self._directory = directory

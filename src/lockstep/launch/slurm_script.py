@@ -30,9 +30,6 @@ class SlurmJob:
 
     Args:
         directory: Where its script, logs and codes are, on a file system that all nodes share.
-        command: What every task runs.
-        tasks_per_node: The number of processes of the job on each node.
-        environment: Public variables of every task.
         has_secrets: Whether there is a file `SECRETS`.
         retries: How often it is started again after a failure that another try can cure.
         time_limit: As for ``sbatch --time``; None: the partition's.
@@ -77,11 +74,7 @@ class SlurmJob:
 
 
 def batch_script(job: SlurmJob) -> str:
-    """The script for ``sbatch``.
-
-    Returns:
-        The text of a Bash script without secrets.
-    """
+    """The script for ``sbatch``, without secrets."""
     directory = shlex.quote(str(job.directory))
     retried = "|".join(str(row.code) for row in EXIT_CODES.values() if row.retried)
     consequence = f"$1 == {PEER_FAILED} || $1 == {TERMINATED}"
@@ -140,11 +133,7 @@ exit "$code"
 
 
 def task_script(secret_names: Sequence[str]) -> str:
-    """The script of one task: it runs the command, and notes how it ended, and when.
-
-    Args:
-        secret_names: The names of the variables that ``SECRETS`` sets; their values are replaced in the output.
-    """
+    """The script of one task: it runs the command, and notes how it ended, and when."""
     return f"""\
 #!/bin/bash
 logs=$1

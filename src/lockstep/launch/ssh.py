@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lockstep.errors import ConfigError
-from lockstep.launch.backend import Worker, WorkerBackend, jax_environment
-from lockstep.launch.console import Console
+from lockstep.launch.backend import Console, Worker, WorkerBackend, jax_environment
 from lockstep.launch.options import add_worker_options
 
 SSH_OPTIONS = ("-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=15", "-o", "ServerAliveInterval=15")
@@ -18,7 +17,6 @@ class SshTransport:
     """Hosts behind one ssh each.
 
     Args:
-        workers: The workers, whose names are the hosts.
         options: Further words of the ssh command.
     """
 

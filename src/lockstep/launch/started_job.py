@@ -9,10 +9,8 @@ from lockstep.credentials import without_credentials
 from lockstep.errors import LockstepError
 from lockstep.exits import DONE, INTERRUPTED, UNREACHABLE, WORKER_LOST, describe_code
 from lockstep.launch.attempt import ASKED, Ending, first_failure
-from lockstep.launch.backend import LaunchError, Transport, WorkerBackend, root_on_worker
-from lockstep.launch.connection import Connection, DroppedError, answered, call
-from lockstep.launch.console import Console
-from lockstep.launch.follower import WAITING_EVENTS, Event, Follower
+from lockstep.launch.backend import Console, LaunchError, Transport, WorkerBackend, root_on_worker
+from lockstep.launch.connection import WAITING_EVENTS, Connection, DroppedError, Event, Follower, answered, call
 from lockstep.launch.prepare import on_all
 from lockstep.launch.record import Attempt, JobRecord
 from lockstep.printable import printable

@@ -36,7 +36,6 @@ class Archive:
     Args:
         path: The archive: tar, gzip.
         digest: The digest of names, modes and contents.
-        count: How many files are in it.
         size: Their bytes, unpacked.
         left_out: Files that look like keys or passwords, which are not in it.
     """
@@ -62,7 +61,6 @@ def make_archive(given: Sequence[str], secret: Path | None, target: Path) -> Arc
     """Write the archive of files and directories below the present one.
 
     Args:
-        given: What ``--sync`` names.
         secret: The file of ``--env_file``, which must not be among them.
 
     Raises:
@@ -100,11 +98,7 @@ def make_archive(given: Sequence[str], secret: Path | None, target: Path) -> Arc
 
 
 def is_credential(name: str) -> bool:
-    """Whether a file is one of keys or passwords, by its name or by what is in it.
-
-    Args:
-        name: Its path, relative to the present directory.
-    """
+    """Whether a file is one of keys or passwords, by its name or by what is in it."""
     parts = name.split(os.sep)
     if any(fnmatch.fnmatchcase(part, pattern) for part in parts for pattern in CREDENTIALS):
         return True
@@ -138,7 +132,6 @@ def check_configuration(command: Sequence[str], given: Sequence[str], workdir: s
     """Refuse a command whose configuration is a file of this machine that the workers would not have.
 
     Args:
-        given: What ``--sync`` names.
         workdir: What ``--workdir`` names, where the workers may have the file; None where the launcher chooses.
 
     Raises:
@@ -155,14 +148,7 @@ def check_configuration(command: Sequence[str], given: Sequence[str], workdir: s
 
 
 def modules_of_configuration(command: Sequence[str], given: Sequence[str]) -> list[str]:
-    """Return the modules beside a command's configuration that it names and ``--sync`` does not bring yet.
-
-    Args:
-        given: What ``--sync`` names.
-
-    Raises:
-        ConfigError: What ``--sync`` names is not there.
-    """
+    """Return the modules beside a command's configuration that it names and ``--sync`` does not bring yet."""
     found: list[str] = []
     for path in _configurations(command):
         text = Path(path).read_text(encoding="utf-8", errors="replace")
@@ -184,9 +170,6 @@ def _configurations(command: Sequence[str]) -> list[str]:
 
 def files_of(given: str) -> Iterator[str]:
     """The files of one ``--sync``, relative to the present directory.
-
-    Args:
-        given: A file or a directory.
 
     Raises:
         ConfigError: It is not there, or not below the present directory.

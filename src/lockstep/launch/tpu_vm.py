@@ -59,11 +59,6 @@ class TpuVm:
         return [self.name] if self.count == 1 else [f"{self.name}-{i}" for i in range(self.count)]
 
     def create_commands(self) -> list[list[str]]:
-        """Return the commands that make it, ready to run.
-
-        Raises:
-            LaunchError: Nobody said which kind of slice.
-        """
         slice_ = self._check_type_is_given()
         which = (
             [f"--node-id={self.name}"]
@@ -86,36 +81,21 @@ class TpuVm:
         return [self.gcloud.command(*words)]
 
     def wait_lines(self) -> list[str]:
-        """Return a line for a shell that waits until the queued resource is ACTIVE."""
         describe = self.gcloud.command("compute", "tpus", "queued-resources", "describe", self.name)
         look = shlex.join([*describe, "--format=value(state.state)"])
         return [f"until {look} | tee /dev/stderr | grep -qx ACTIVE; do sleep 10; done"]
 
     def delete_commands(self) -> list[list[str]]:
-        """Return the command that deletes the queued resource with its nodes."""
         return [self._delete_request()]
 
     def login_commands(self, machines: Sequence[Machine] | None) -> list[list[str]]:
-        """Return the commands by which gcloud makes an ssh key and brings it to every machine.
-
-        A key belongs to a node, so one worker of each is enough (AddSSHKeyIfNeeded in gcloud's tpu_vm/ssh.py).
-
-        Args:
-            machines: Not used: nodes have names.
-        """
         return [self._ssh(node, 0, "true") for node in self.nodes]
 
     def ssh_command(self, worker: int, command: str) -> list[str]:
-        """Return gcloud's own way to run a command on a worker.
-
-        Args:
-            worker: Its number, from 0 over all slices.
-        """
         per_slice = self.slice.hosts if self.slice else worker + 1
         return self._ssh(self.nodes[worker // per_slice], worker % per_slice, command)
 
     def made_here(self) -> bool:
-        """Whether the launcher made it: the label says so."""
         request = self._request()
         if request is not None:
             specs = request.get("tpu", {}).get("nodeSpec", [])
@@ -155,11 +135,6 @@ class TpuVm:
             raise
 
     def machines(self) -> list[Machine]:
-        """Return the workers of every node, in the order of their numbers.
-
-        Raises:
-            LaunchError: A worker has no address that this machine could reach.
-        """
         found = []
         for slice_id, (node, described) in enumerate(self._nodes().items()):
             for i, endpoint in enumerate((described or {}).get("networkEndpoints", [])):
@@ -183,7 +158,6 @@ class TpuVm:
         return found
 
     def lost(self) -> str | None:
-        """Return what happened to the nodes if one of them is not READY, or None."""
         state = _state_of(self._request())
         if state in ENDED or state == "DELETING":
             return f"queued resource {self.name} is {state}"
@@ -195,12 +169,7 @@ class TpuVm:
         return None
 
     def delete(self, wait: Wait) -> None:
-        """Delete the queued resource with its nodes, or nodes that were made without one; wait until they are gone.
-
-        Raises:
-            GcloudError: Google refuses.
-            LaunchError: They are still there after the time of ``wait``.
-        """
+        """Delete the queued resource with its nodes, or nodes that were made without one; wait until they are gone."""
         if self._request() is not None:
             self._run_unless_gone(self._delete_request())
         else:

@@ -10,8 +10,7 @@ from pathlib import Path
 from lockstep.errors import ConfigError
 from lockstep.exits import DONE, INTERRUPTED, is_retried
 from lockstep.launch.attempt import AttemptSpec, Outcome, RunningAttempt
-from lockstep.launch.backend import LaunchError, Transport, WorkerBackend, root_on_worker
-from lockstep.launch.console import Console
+from lockstep.launch.backend import Console, LaunchError, Transport, WorkerBackend, root_on_worker
 from lockstep.launch.environment import RESTARTS, JobEnvironment, job_environment, job_variables, show_commands
 from lockstep.launch.prepare import Limits, Preparation, prepare
 from lockstep.launch.record import Attempt, JobRecord, find_record, name_from_date, new_record
@@ -24,11 +23,7 @@ RETRY_PAUSE_S = 2.0
 
 
 class WorkerJobs:
-    """Runs jobs on the workers of a backend.
-
-    Args:
-        backend: How to get the workers, reach them and give them back.
-    """
+    """Runs jobs on the workers of a backend."""
 
     def __init__(self, backend: WorkerBackend) -> None:
         self._backend = backend
@@ -203,11 +198,7 @@ def _continued(record: JobRecord) -> JobRecord:
 
 
 def check_process_count(options: argparse.Namespace, transport: Transport) -> None:
-    """Refuse a number of workers that ``--require-process-count`` does not allow, before anything is started.
-
-    Raises:
-        ConfigError: It is another number.
-    """
+    """Refuse a number of workers that ``--require-process-count`` does not allow, before anything is started."""
     count, required = len(transport.workers), options.require_process_count
     if required is not None and required != count:
         raise ConfigError(

@@ -49,11 +49,7 @@ def field_texts(cls: type[Any]) -> Mapping[str, str]:
 
 
 def first_paragraph(documented: Any) -> str:
-    """The first paragraph of a docstring, as one line.
-
-    Args:
-        documented: A class, a function or a module.
-    """
+    """The first paragraph of a docstring, as one line."""
     return one_line((inspect.getdoc(documented) or "").partition("\n\n")[0])
 
 
@@ -63,11 +59,7 @@ def one_line(text: str) -> str:
 
 
 def options_of(kind: Any) -> list[Any]:
-    """Members of a union, None left out; any other type alone.
-
-    Args:
-        kind: A type as in an annotation.
-    """
+    """Members of a union, None left out; any other type alone."""
     if typing.get_origin(kind) in (typing.Union, types.UnionType):
         return [option for option in typing.get_args(kind) if option is not type(None)]
     return [kind]
@@ -113,7 +105,6 @@ def name_words(arguments: Sequence[str], keys: Sequence[str], usage: str) -> lis
 
     Args:
         keys: The keys of such words, in their order.
-        usage: The command line as it may be, for the error.
 
     Returns:
         The command line as `parse_arguments` reads it.
@@ -140,9 +131,6 @@ def read_values(arguments: Sequence[str]) -> dict[str, Any]:
 
     The directory of the file comes last on ``sys.path`` where a module that it names (``module:name``) is there.
 
-    Args:
-        arguments: The command line, as for `parse_arguments`.
-
     Returns:
         The values of the file with those of the command line in their places, nested as in YAML.
 
@@ -166,10 +154,6 @@ def read_values(arguments: Sequence[str]) -> dict[str, Any]:
 def decode_config[Config](cls: type[Config], values: Mapping[str, Any], where: str) -> Config:
     """Build a configuration from nested mappings.
 
-    Args:
-        values: The values, as read from YAML.
-        where: Where the values come from, for errors.
-
     Raises:
         ConfigError: A key is unknown, and the message has the closest known one; or a value is missing or wrong.
     """
@@ -183,12 +167,6 @@ def decode_config[Config](cls: type[Config], values: Mapping[str, Any], where: s
 
 def check_keys(kind: Any, value: Any, path: tuple[str, ...], where: str) -> None:
     """Check that a configuration has every key; draccus checks the values.
-
-    Args:
-        kind: The type of the field that the value is for.
-        value: The value, as read from YAML.
-        path: The keys that lead to the value.
-        where: Where the values come from, for errors.
 
     Raises:
         ConfigError: A key or a choice is unknown; the message has its path and the closest known one.

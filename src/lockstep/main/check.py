@@ -41,9 +41,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def main(arguments: Sequence[str], *, console: Console | None = None) -> int:
     """Check a command.
 
-    Args:
-        console: Where the report is printed; None: standard output.
-
     Raises:
         ConfigError: The command line cannot work, or nothing could be recorded.
     """

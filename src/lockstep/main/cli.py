@@ -15,14 +15,7 @@ HELP = ("-h", "--help")
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run a command, or show its help.
-
-    Args:
-        arguments: The command line without the program's name and without ``--debug``.
-
-    Raises:
-        ConfigError: There is no such command, or its configuration cannot work.
-    """
+    """Run a command, or show its help."""
     if not arguments or arguments[0] in HELP:
         from lockstep.main.help import overview
 
@@ -40,11 +33,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def main() -> None:
-    """Entry point: run the command of this process's arguments and leave the job in order.
-
-    Raises:
-        SystemExit: The command failed; it carries the exit code.
-    """
+    """Entry point: run the command of this process's arguments and leave the job in order."""
     arguments, debug = without_debug(sys.argv[1:])
     for command in COMMANDS:
         if command.name in arguments[:1] and not command.joins_job:
@@ -55,12 +44,7 @@ def main() -> None:
 
 
 def run_alone(arguments: Sequence[str], debug: bool) -> int:
-    """Run a command that is not a process of a job, without loading what a job needs.
-
-    Args:
-        arguments: The command line without the program's name and without ``--debug``.
-        debug: Whether an error is printed with its stack.
-    """
+    """Run a command that is not a process of a job, without loading what a job needs."""
     try:
         return run(arguments)
     except LockstepError as error:

@@ -16,12 +16,7 @@ if TYPE_CHECKING:
 
 
 class Arguments(argparse.ArgumentParser):
-    """A parser whose errors are those of a configuration.
-
-    Args:
-        command: The word after ``lockstep``.
-        text: What the command does.
-    """
+    """A parser whose errors are those of a configuration."""
 
     def __init__(self, command: str, text: str) -> None:
         super().__init__(
@@ -34,20 +29,12 @@ class Arguments(argparse.ArgumentParser):
         self.add_argument("-h", "--help", action="store_true", help="show this text")
 
     def error(self, message: str) -> NoReturn:
-        """Raise what is wrong with the arguments.
-
-        Raises:
-            ConfigError: Always.
-        """
+        """Raise what is wrong with the arguments."""
         raise ConfigError(f"{message}. See {self.prog} --help.")
 
 
 def seconds(text: str) -> float:
-    """Return a time of at least a tenth of a second, as an argument has it.
-
-    Raises:
-        argparse.ArgumentTypeError: It is no such time.
-    """
+    """Return a time of at least a tenth of a second, as an argument has it."""
     try:
         value = float(text)
     except ValueError:
@@ -62,9 +49,6 @@ class Command:
     """One command of ``lockstep``.
 
     Args:
-        name: The word after ``lockstep``.
-        purpose: The heading of ``lockstep --help`` under which it stands.
-        summary: What the command does, in a line of ``lockstep --help``.
         example: A command line, in the words of ``lockstep COMMAND --help``; lines after the first are indented.
         function: Its name in that module, of ``(arguments) -> exit code``.
         usage: What goes after its name.
@@ -93,11 +77,7 @@ class Command:
     joins_job: bool = True
 
     def run(self, arguments: Sequence[str]) -> int:
-        """Run the command.
-
-        Raises:
-            ConfigError: The configuration cannot work.
-        """
+        """Run the command."""
         return int(getattr(importlib.import_module(self.module), self.function)(arguments))
 
     @property
@@ -202,7 +182,8 @@ COMMANDS: Final = (
         name="eval",
         purpose=SAMPLE,
         summary="score a checkpoint by tasks of lm-evaluation-harness",
-        module="lockstep.main.eval",
+        module="lockstep.main.runs",
+        function="run_eval",
         example="lockstep eval path/to/Llama-3.1-8B-Instruct --tasks gsm8k,arc_easy",
         usage="CHECKPOINT --tasks TASK[,TASK...] [--config_path FILE.yaml] [--key VALUE ...]",
         description="Scores a checkpoint by tasks of lm-evaluation-harness. CHECKPOINT is a Hugging Face checkpoint or "
@@ -213,7 +194,8 @@ COMMANDS: Final = (
         name="export",
         purpose=SAMPLE,
         summary="make a Hugging Face checkpoint of a training checkpoint",
-        module="lockstep.main.export",
+        module="lockstep.main.runs",
+        function="run_export",
         example="lockstep export runs/my-run exported --dtype bfloat16",
         usage="CHECKPOINT OUTPUT [--config_path FILE.yaml] [--key VALUE ...]",
         description="Makes a Hugging Face checkpoint of a training checkpoint. CHECKPOINT is a run directory, the "
@@ -224,27 +206,30 @@ COMMANDS: Final = (
         name="report",
         purpose=LOOK,
         summary="make one HTML file of a run: prompts by steps, differences, curves; or of two runs",
-        module="lockstep.main.report",
+        module="lockstep.main.results",
+        function="run_report",
         example="lockstep report runs/my-run runs/another-run --output compared.html",
         usage="RUN [RUN] [options]",
-        options="lockstep.main.report:add_options",
+        options="lockstep.main.results:add_report_options",
         joins_job=False,
     ),
     Command(
         name="tail",
         purpose=LOOK,
         summary="show the newest samples and metrics of a run while it goes on",
-        module="lockstep.main.tail",
+        module="lockstep.main.results",
+        function="run_tail",
         example="lockstep tail runs/my-run --rows 4",
         usage="RUN [options]",
-        options="lockstep.main.tail:add_options",
+        options="lockstep.main.results:add_tail_options",
         joins_job=False,
     ),
     Command(
         name="convert",
         purpose=LOOK,
         summary="write the rows of a run as Parquet or as logs of inspect_ai",
-        module="lockstep.main.convert",
+        module="lockstep.main.results",
+        function="run_convert",
         example="lockstep convert runs/my-run --format inspect",
         usage="RUN --format parquet|inspect [--output PATH]",
         description="Writes the rows of a run as Parquet, a file beside each file of rows, or as logs of inspect_ai, "
@@ -256,13 +241,14 @@ COMMANDS: Final = (
         name="plan",
         purpose=PREPARE,
         summary="compile a configuration for a TPU slice without a TPU: does it fit, how fast",
-        module="lockstep.main.plan_command",
+        module="lockstep.main.prepare",
+        function="run_plan",
         example="lockstep plan --config_path config/grpo_gsm8k_qwen25_3b_v6e_8.yaml --topology v6e-8",
         usage="--topology NAME [--config_path FILE.yaml] [options] [--key.in.dots VALUE ...]",
         description="Compiles the programs of a configuration (train step, moving the weights, prefill, decode) for a "
         "TPU slice, on a machine without a TPU: what fits, what is exchanged, how fast it can be at best. Exit code 0 "
         "if it fits, 1 if it does not. Keys of the configuration can be given too, and win over the file.",
-        options="lockstep.main.plan_command:add_options",
+        options="lockstep.main.prepare:add_plan_options",
     ),
     Command(
         name="check",
@@ -281,7 +267,8 @@ COMMANDS: Final = (
         name="doctor",
         purpose=PREPARE,
         summary="look at machine, job and pod: what needs a fix, how fast they are, a self-test",
-        module="lockstep.main.doctor_command",
+        module="lockstep.main.prepare",
+        function="run_doctor",
         example="lockstep doctor --config_path config/simpo_tiny.yaml --self-test",
         usage="[--self-test] [--config_path FILE.yaml] [--key VALUE ...]",
         description="Looks at this machine, the processes of the job, their devices and what connects them; start it "
@@ -320,14 +307,7 @@ COMMANDS: Final = (
 
 
 def find_command(name: str) -> Command:
-    """The command of a name.
-
-    Args:
-        name: The word after ``lockstep``.
-
-    Raises:
-        ConfigError: There is no such command.
-    """
+    """The command of a name."""
     for command in COMMANDS:
         if command.name == name:
             return command

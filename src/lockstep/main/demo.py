@@ -82,11 +82,7 @@ def _numbers(question: str) -> tuple[int, ...]:
 
 
 def write_tokenizer(rows: Sequence[Mapping[str, str]], directory: Path) -> None:
-    """Train a byte-pair encoding, each digit a token of its own, and write it for AutoTokenizer.
-
-    Args:
-        directory: Where to write; made where it is not there.
-    """
+    """Train a byte-pair encoding, each digit a token of its own, and write it for AutoTokenizer."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -142,14 +138,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Write what is missing, train, and say what to do next.
-
-    Returns:
-        The exit code of the run.
-
-    Raises:
-        LockstepError: An argument is wrong.
-    """
+    """Write what is missing, train, and say what to do next."""
     parser = Arguments("demo", find_command("demo").description)
     add_options(parser)
     options = parser.parse_args(list(arguments))
@@ -181,14 +170,7 @@ def _training(directory: Path) -> list[str]:
 
 
 def write_demo(directory: Path, command: str) -> bool:
-    """Write configuration and data of the demo, unless they are there.
-
-    Args:
-        directory: Where to write.
-
-    Returns:
-        Whether they were written.
-    """
+    """Write configuration and data of the demo, unless they are there; whether they were written."""
     config = directory / "demo.yaml"
     if config.exists():
         return False
@@ -215,11 +197,7 @@ def _introduction(directory: Path, processes: int, written: bool) -> str:
 
 
 def closing(run_dir: Path) -> str:
-    """The text that shows what the model has learnt, and what to do next.
-
-    Returns:
-        A text of several lines.
-    """
+    """The text that shows what the model has learnt, and what to do next."""
     rows = read_jsonl(run_dir / "samples.jsonl")
     right = {step: [row["exact_match"] for row in rows if row["step"] == step] for step in (0, rows[-1]["step"])}
     (_, before), (last, after) = right.items()

@@ -34,10 +34,7 @@ class Key:
     """One key of a configuration.
 
     Args:
-        name: The key with its dots.
-        kind: The type of its value, as in an annotation.
         default: Its default as in YAML, ``required`` where there is none; "" where none is shown.
-        text: What it means, in a sentence.
     """
 
     name: str
@@ -52,7 +49,6 @@ class KeyGroup:
 
     Args:
         name: The key of the block; "" for the keys outside of any.
-        text: What the block is.
         keys: Its keys, without those of blocks in it.
     """
 
@@ -107,14 +103,7 @@ def command_help(command: Command, block: str | None = None) -> str:
 
 
 def add_keys(parser: argparse.ArgumentParser, command: Command, block: str | None = None) -> None:
-    """Add what a command can be given, in groups.
-
-    Args:
-        block: The only block of its configuration to add; None: all, and the options.
-
-    Raises:
-        ConfigError: The configuration has no such block.
-    """
+    """Add what a command can be given, in groups."""
     groups = list(key_groups(command.config())) if command.config_class is not None else []
     if block is not None:
         chosen = [group for group in groups if group.name == block or group.name.startswith(f"{block}.")]
@@ -237,14 +226,7 @@ SHELLS: Final = ("bash", "zsh", "fish")
 
 
 def completion(arguments: Sequence[str]) -> int:
-    """Print the completion script of a shell.
-
-    Args:
-        arguments: The command line after ``lockstep completion``: the name of the shell.
-
-    Raises:
-        ConfigError: There is no such shell.
-    """
+    """Print the completion script of a shell."""
     if len(arguments) != 1 or arguments[0] not in SHELLS:
         given = " ".join(arguments) or "nothing"
         raise ConfigError(f"lockstep completion was given {given}; it takes one of {', '.join(SHELLS)}.")
@@ -253,11 +235,7 @@ def completion(arguments: Sequence[str]) -> int:
 
 
 def script(shell: str) -> str:
-    """The completion script of a shell: text alone, so that the Tab key starts no Python.
-
-    Args:
-        shell: The name of the shell, one of `SHELLS`.
-    """
+    """The completion script of a shell: text alone, so that the Tab key starts no Python."""
     parser = argparse.ArgumentParser(prog="lockstep", description="See what your model says while it trains.")
     commands = parser.add_subparsers(dest="command")
     for command in COMMANDS:

@@ -30,7 +30,6 @@ class Shape:
 
     Args:
         vocab_size: The number of rows of its embedding.
-        source: Where the shape was found, for the notes.
     """
 
     config: LlamaConfig
@@ -39,14 +38,7 @@ class Shape:
 
 
 def training_workload(name: str, config: TrainConfig, model: str | None = None) -> Workload:
-    """The workload of the configuration of a training command.
-
-    Args:
-        model: The name or the checkpoint of a model that replaces the configuration's own; None: its own.
-
-    Raises:
-        ConfigError: The model's shape cannot be found, or values do not go together.
-    """
+    """The workload of the configuration of a training command."""
     notes: list[str] = []
     key = "initialize_from_hf" if config.initialize_from_hf else "model"
     shape = _shape(model or config.initialize_from_hf, config.model, config.tokenizer, key, config.trust_remote_code)
@@ -111,14 +103,7 @@ def _rows_of(config: TrainConfig, most: int) -> tuple[TrainConfig, tuple[Infeasi
 
 
 def sampling_workload(name: str, config: SampleConfig, model: str | None = None) -> Workload:
-    """The workload of the configuration of ``sample``.
-
-    Args:
-        model: The name or the checkpoint of a model that replaces the configuration's own; None: its own.
-
-    Raises:
-        ConfigError: The model's shape cannot be found, or values do not go together.
-    """
+    """The workload of the configuration of ``sample``."""
     notes: list[str] = []
     checkpoint = _trained(config) if model is None else None
     # A training run, in whose place another model is planned, has no tokenizer of that model.

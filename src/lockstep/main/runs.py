@@ -1,35 +1,42 @@
-"""The commands that start a job: ``train-lm``, ``train-preference``, ``train-simpo``, ``train-grpo`` and ``sample``."""
+"""The commands that are processes of a job: ``train-*``, ``sample``, ``eval`` and ``export``."""
 
+import dataclasses
+import functools
+import json
 import logging
 import re
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import ClassVar
 
-from lockstep.batch_inference import SampleConfig
+import draccus
+import rich
+from rich.table import Table
+
+from lockstep.batch_inference import JobConfig, SampleConfig, checkpoint_at, load
 from lockstep.batch_inference import sample as run_sample
-from lockstep.hosts import DistributedConfig, Hosts, start
-from lockstep.main.arguments import parse_arguments
-from lockstep.training import TrainConfig, TrainGrpoConfig, TrainLmConfig, TrainPreferenceConfig, TrainSimpoConfig
+from lockstep.callback.evaluation import PREFIX, TaskResults, TaskRounds, TasksConfig
+from lockstep.credentials import get_logger, without_credentials
+from lockstep.engine import EngineConfig
+from lockstep.errors import ConfigError, LockstepError, refuse_keys
+from lockstep.hosts import DistributedConfig, Hosts, config_digest, digest, leader_only, start
+from lockstep.main.arguments import name_words, parse_arguments
+from lockstep.models import export_hf, save_peft
+from lockstep.placement import make_mesh
+from lockstep.report import WANDB_RUN, BackgroundTracker, append_jsonl, build_tracker
+from lockstep.text import fetch_tokenizer, load_tokenizer, tokenizer_digest
+from lockstep.training import (
+    HF_DTYPES,
+    TrainConfig,
+    TrainGrpoConfig,
+    TrainLmConfig,
+    TrainPreferenceConfig,
+    TrainSimpoConfig,
+    saved_model,
+)
 from lockstep.training import train as run_train
-
-
-def train_lm(arguments: Sequence[str]) -> int:
-    """Run ``lockstep train-lm``, see `train`."""
-    return train(TrainLmConfig, arguments)
-
-
-def train_preference(arguments: Sequence[str]) -> int:
-    """Run ``lockstep train-preference``, see `train`."""
-    return train(TrainPreferenceConfig, arguments)
-
-
-def train_simpo(arguments: Sequence[str]) -> int:
-    """Run ``lockstep train-simpo``, see `train`."""
-    return train(TrainSimpoConfig, arguments)
-
-
-def train_grpo(arguments: Sequence[str]) -> int:
-    """Run ``lockstep train-grpo``, see `train`."""
-    return train(TrainGrpoConfig, arguments)
+from lockstep.urls import HUB_WAIT_S
 
 
 def train(cls: type[TrainConfig], arguments: Sequence[str]) -> int:
@@ -49,15 +56,17 @@ def train(cls: type[TrainConfig], arguments: Sequence[str]) -> int:
     return run_train(config, hosts)
 
 
+train_lm = functools.partial(train, TrainLmConfig)
+train_preference = functools.partial(train, TrainPreferenceConfig)
+train_simpo = functools.partial(train, TrainSimpoConfig)
+train_grpo = functools.partial(train, TrainGrpoConfig)
+
+
 def sample(arguments: Sequence[str]) -> int:
     """Sample as the command line says.
 
     Returns:
         The exit code: 0; 1 where a host failed.
-
-    Raises:
-        ConfigError: The configuration cannot work.
-        HostError: The hosts lost each other.
     """
     config = parse_arguments(SampleConfig, arguments)
     return run_sample(config, _join(config.trainer.distributed))
@@ -68,3 +77,248 @@ def _join(distributed: DistributedConfig) -> Hosts:
     hosts = start(distributed)
     logging.basicConfig(level=logging.INFO if hosts.is_leader else logging.WARNING, format="%(name)s: %(message)s")
     return hosts
+
+
+log = get_logger(__name__)
+
+SCORE_S = 600.0
+"""Seconds that the harness may take to score the answers."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EvalConfig:
+    """Settings of ``eval``: which tasks, on which checkpoint, and where the scores go."""
+
+    REFUSED: ClassVar[Mapping[str, str]] = {"tasks.every": "It is for training. Remove it."}
+
+    checkpoint: str
+    """A Hugging Face checkpoint, a training run of ours, or one of its checkpoints: a directory or a URL."""
+    tokenizer: str | None = None
+    """Hugging Face tokenizer: a directory, a URL or a name; null: the one beside the checkpoint."""
+    trust_remote_code: str | None = None
+    """The ``tokenizer`` again, where Python code that it brings may be run; null: none is."""
+    base_model: str | None = None
+    """The directory or URL of the base model of a checkpoint of adapters; null: the one that its run had, which must be
+    beside the checkpoints."""
+    trainer: JobConfig = dataclasses.field(default_factory=JobConfig)
+    """Devices, hosts, trackers, directories."""
+    engine: EngineConfig = dataclasses.field(default_factory=EngineConfig)
+    """Capacities and layout. ``dtype`` is also the type in which the checkpoint is loaded; null: as it is stored."""
+    tasks: TasksConfig = dataclasses.field(default_factory=TasksConfig)
+    """The tasks; on the command line ``--tasks a,b`` names them."""
+
+    def __post_init__(self) -> None:
+        if not self.checkpoint:
+            raise ConfigError("checkpoint is empty. Give a directory or a URL.")
+        if not self.tasks.names:
+            raise ConfigError("there are no tasks. Name some: --tasks gsm8k,arc_easy, or the path of a task file.")
+        refuse_keys(self, "eval")
+
+
+def run_eval(arguments: Sequence[str]) -> int:
+    """Evaluate as the command line says."""
+    config = parse_arguments(EvalConfig, name_tasks(arguments))
+    return evaluate(config, _join(config.trainer.distributed))
+
+
+def evaluate(config: EvalConfig, hosts: Hosts) -> int:
+    """Run the tasks; every process makes the same call.
+
+    Raises:
+        PeerError: A process could not go on; raised on every process.
+        DisagreementError: The processes have different configurations, tokenizers or checkpoints.
+    """
+    hosts.agree("config", {"configuration": config_digest(config)})
+
+    def fetch() -> bytes:
+        name = config.tokenizer or checkpoint_at(config.checkpoint, "checkpoint", config.base_model).tokenizer
+        return fetch_tokenizer(name, config.trust_remote_code)
+
+    fetched = hosts.broadcast_from_leader("tokenizer", fetch, HUB_WAIT_S)
+    with hosts.run_on_all("reading tokenizer and checkpoint") as phase:
+        checkpoint = checkpoint_at(config.checkpoint, "checkpoint", config.base_model)
+        tokenizer = load_tokenizer(config.tokenizer or checkpoint.tokenizer, config.trust_remote_code, fetched)
+        phase.agree({"checkpoint": checkpoint.fingerprint(), "tokenizer": tokenizer_digest(tokenizer)})
+        mesh = make_mesh(config.trainer.mesh_shape)
+    found: list[TaskResults | Exception] = []
+    rounds = TaskRounds(
+        "eval",
+        config.tasks,
+        dataclasses.replace(config.engine, max_seq_len=config.tasks.max_seq_len or config.engine.max_seq_len),
+        tokenizer,
+        lambda _, results: found.append(results),
+        hosts,
+        hosts.timeout_s,
+    )
+    with hosts.run_on_all("finding the tasks"):
+        if hosts.is_leader:
+            rounds.check()
+    model, _, _ = load(hosts, checkpoint, mesh, config.engine.dtype)
+    if not rounds.run(0, model):
+        return 1
+    # The others wait longer than the leader may take, however short their other waits are.
+    with hosts.scope("scoring", hosts.timeout_s + SCORE_S) as scope:
+        with scope.run_on_all("scoring", "scoring the answers"):
+            if hosts.is_leader:
+                _report(config, _scored(rounds, found))
+    return 0
+
+
+def name_tasks(arguments: Sequence[str]) -> list[str]:
+    """The command line with a key before its first word, and names of tasks as the list that they are."""
+    changed: list[str] = []
+    rest = name_words(arguments, ["checkpoint"], "lockstep eval CHECKPOINT --tasks TASK[,TASK...]")
+    while rest:
+        key, equals, value = rest.pop(0).partition("=")
+        if not equals:
+            value = rest.pop(0) if rest and not rest[0].startswith("--") else ""
+        if key == "--tasks" and value and value[0] not in "{[":
+            value = json.dumps([each.strip() for each in value.split(",")])
+        changed += ["--tasks.names" if key == "--tasks" and value[:1] == "[" else key, *([value] if value else [])]
+    return changed
+
+
+def _scored(rounds: TaskRounds, found: Sequence[TaskResults | Exception]) -> TaskResults:
+    if not rounds.wait(SCORE_S):
+        raise LockstepError(f"the harness has not scored the answers within {SCORE_S:g} s. A task's own code hangs.")
+    (result,) = found
+    if isinstance(result, Exception):
+        raise result
+    return result
+
+
+def _report(config: EvalConfig, results: TaskResults) -> None:
+    """Rows and scores on disk, in the tracker and at the terminal."""
+    run_dir = Path(config.trainer.log_dir) / (config.trainer.run_id or time.strftime("eval-%Y%m%d-%H%M%S"))
+    run_dir.mkdir(parents=True, exist_ok=True)
+    rows = run_dir / "tasks.jsonl"
+    # Another evaluation replaces files, and is another W&B run: that of the last one has rows of the same step.
+    for of_the_last in (rows, run_dir / WANDB_RUN):
+        of_the_last.unlink(missing_ok=True)
+    append_jsonl(rows, [row.to_dict() for row in results.rows])
+    scores = run_dir / "scores.json"
+    scores.write_text(json.dumps({"checkpoint": config.checkpoint, "scores": results.scores}, indent=2) + "\n")
+    built = build_tracker(config.trainer.tracker, run_dir, run_dir.name, draccus.encode(config))
+    tracker = BackgroundTracker(built, leader_only)
+    tracker.log(results.scalars(0), step=0)
+    tracker.log_rows(f"{PREFIX}/tasks", results.rows, step=0)
+    tracker.finish()
+    rich.get_console().print("", score_table(results))
+    if results.truncated:
+        print(f"of {results.truncated} of {results.requests} requests the beginning was left out: they were too long")
+    print(f"  scores  {scores}\n  rows    {rows}", flush=True)
+
+
+def score_table(results: TaskResults) -> Table:
+    """The scores of tasks for a terminal."""
+    table = Table(title="eval", title_justify="left", title_style="bold")
+    for name, side in (("task", "left"), ("score", "left"), ("value", "right"), ("±", "right")):
+        table.add_column(name, justify="right" if side == "right" else "left", overflow="fold")
+    for task, scores in results.scores.items():
+        for name, value in scores.items():
+            metric, slash, filter_name = name.partition("/")
+            if not metric.endswith("_stderr"):
+                error = scores.get(f"{metric}_stderr{slash}{filter_name}")
+                table.add_row(task, name, f"{value:.4f}", "" if error is None else f"{error:.4f}")
+    return table
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExportConfig:
+    """Settings of ``export``."""
+
+    checkpoint: str
+    """The run directory of a training run, the directory or URL of its checkpoints, or one of them (``step-N``)."""
+    output: str
+    """The directory or URL of the Hugging Face checkpoint; one that is there is replaced."""
+    step: int | None = None
+    """The number of completed steps of the checkpoint; null: the newest."""
+    dtype: str | None = None
+    """The float type of the tensors, ``float32`` or ``bfloat16``; null: as they are stored."""
+    adapters: bool = False
+    """Whether to write the adapters of a run with ``lora`` alone, as PEFT stores them, instead of the merged model."""
+    tokenizer: str | None = None
+    """The tokenizer to put beside the model: a directory, a URL or a name; null: that of the run."""
+    trust_remote_code: str | None = None
+    """The ``tokenizer`` again, where Python code that it brings may be run; null: none is."""
+    base_model: str | None = None
+    """The directory or URL of the base model of a run with ``lora``; null: the one that the run had, which must
+    be beside the checkpoints."""
+    distributed: DistributedConfig = dataclasses.field(default_factory=DistributedConfig)
+    """The settings by which the processes find each other; each of several writes files of its own."""
+
+    def __post_init__(self) -> None:
+        if self.dtype not in (None, *HF_DTYPES):
+            raise ConfigError(f"dtype is {self.dtype!r}; it must be {' or '.join(HF_DTYPES)}, or null.")
+        if self.adapters and (self.dtype or self.tokenizer):
+            raise ConfigError(
+                "adapters is true, so dtype and tokenizer have no effect: PEFT takes both from the base "
+                "model. Remove them."
+            )
+        for name in ("checkpoint", "output"):
+            if not getattr(self, name):
+                raise ConfigError(f"{name} is empty. Give a directory or a URL.")
+
+
+def run_export(arguments: Sequence[str]) -> int:
+    """Export as the command line says."""
+    config = parse_arguments(
+        ExportConfig,
+        name_words(arguments, ["checkpoint", "output"], "lockstep export CHECKPOINT OUTPUT [--key VALUE ...]"),
+    )
+    return export(config, _join(config.distributed))
+
+
+def export(config: ExportConfig, hosts: Hosts) -> int:
+    """Export; every process makes the same call.
+
+    Raises:
+        PeerError: A process could not read or write.
+        DisagreementError: The processes have different configurations or find different checkpoints.
+    """
+    asked = [config.checkpoint, config.output, config.step, config.dtype, config.adapters, config.tokenizer]
+    asked += [config.base_model]
+    hosts.agree("config", {"config": digest(repr(asked))})
+    start_s = time.monotonic()
+
+    def fetch() -> bytes:
+        name = config.tokenizer or saved_model(config.checkpoint, config.step, config.base_model).tokenizer
+        return fetch_tokenizer(name, config.trust_remote_code)
+
+    fetched = hosts.broadcast_from_leader("tokenizer", fetch, HUB_WAIT_S)
+    with hosts.run_on_all("reading the checkpoint's metadata") as phase:
+        model = saved_model(config.checkpoint, config.step, config.base_model)
+        tokenizer = load_tokenizer(config.tokenizer or model.tokenizer, config.trust_remote_code, fetched)
+        phase.agree({"checkpoint": model.fingerprint()})
+        if config.adapters and model.adapters is None:
+            raise ConfigError(
+                f"adapters is true, and {model.path} has none: its run trained the whole model. Remove it."
+            )
+        read = None if config.adapters else model.reader()  # of adapters, it looks for their base
+    if hosts.is_leader:
+        log.info("exporting %s", model.path)
+    if read is None:
+        with hosts.run_on_all("writing the adapters", "exporting"):
+            if hosts.is_leader:
+                assert model.adapters is not None
+                adapters, base = model.adapters, config.base_model or model.adapters.base
+                with leader_only():
+                    save_peft(
+                        config.output, model.config, adapters.lora, without_credentials(base), model.pair_reader()
+                    )
+                print(without_credentials(f"exported the adapters of {model.path} to {config.output}"), flush=True)
+        return 0
+    export_hf(
+        model.skeleton(),
+        read,
+        config.output,
+        tokenizer=tokenizer,
+        dtype=config.dtype,
+        vocab_size=model.vocab_size,
+        hosts=hosts,
+    )
+    if hosts.is_leader:
+        path, output = without_credentials(model.path), without_credentials(config.output)
+        print(f"exported {path} to {output} in {time.monotonic() - start_s:.1f} s", flush=True)
+        print(f"try next:\n  lockstep sample --hf_checkpoint {output} --prompts '[\"your prompt\"]'", flush=True)
+    return 0

@@ -14,7 +14,7 @@ from lockstep.batch_inference import SampleConfig
 from lockstep.engine.sizing.cost_model import Estimate
 from lockstep.errors import PeerError
 from lockstep.hosts import Hosts, MemoryClient
-from lockstep.main.export import ExportConfig, export
+from lockstep.main.runs import ExportConfig, export
 from lockstep.models import load_hf
 from lockstep.placement import make_mesh
 from lockstep.report import read_jsonl

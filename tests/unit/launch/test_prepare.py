@@ -8,8 +8,7 @@ import pytest
 
 from lockstep.exits import PREFLIGHT, SETUP_FAILED
 from lockstep.launch import prepare as module
-from lockstep.launch.backend import LaunchError, Worker
-from lockstep.launch.console import Console
+from lockstep.launch.backend import Console, LaunchError, Worker
 from lockstep.launch.prepare import GIB, Facts, Limits, Preparation, on_all, prepare, problems
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from lockstep import exits
 from lockstep.launch import main
-from lockstep.launch.console import Console
+from lockstep.launch.backend import Console
 from lockstep.launch.environment import filter_files
 from lockstep.launch.record import load_record
 from lockstep.launch.slurm import FollowedFiles

@@ -30,7 +30,7 @@ def test_help_of_one_block(capsys, arguments):
 
 def test_help_after_another_programs_words_is_that_programs(monkeypatch):
     given = []
-    monkeypatch.setattr("lockstep.main.export.main", lambda arguments: given.append(arguments) or 0)
+    monkeypatch.setattr("lockstep.main.runs.run_export", lambda arguments: given.append(arguments) or 0)
     assert cli.run(["export", "--", "python", "--help"]) == 0
     assert given == [["--", "python", "--help"]]
 

@@ -15,8 +15,8 @@ import yaml
 from lockstep.errors import ConfigError
 from lockstep.main.arguments import parse_arguments, refused_keys
 from lockstep.main.commands import COMMANDS, configured_commands, find_command, planned_commands
-from lockstep.main.eval import named
 from lockstep.main.help import SHELLS, command_help, completion, key_groups, overview, script
+from lockstep.main.runs import name_tasks
 from tests.unit.test_docs import script_at
 
 ROOT = Path(__file__).parents[3]
@@ -166,7 +166,7 @@ def test_the_keys_of_an_example_are_known(command):
     for index, key in enumerate(words):
         arguments.insert(2 * index, key)
     if command.name == "eval":
-        arguments = named(arguments)
+        arguments = name_tasks(arguments)
     arguments = [str(ROOT / each) if each.startswith("config/") else each for each in arguments]
     given = dict(zip(arguments[::2], arguments[1::2], strict=True))
     if "--tokenizer" not in given and command.name == "sample":

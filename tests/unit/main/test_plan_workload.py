@@ -8,7 +8,7 @@ import pytest
 
 from lockstep.batch_inference import SampleConfig
 from lockstep.errors import ConfigError
-from lockstep.main import plan_command as command
+from lockstep.main import prepare as command
 from lockstep.main.arguments import parse_arguments
 from lockstep.main.commands import find_command
 from lockstep.models import find_preset, padded_vocab_size
@@ -33,7 +33,7 @@ POD = {
 
 
 def read(name, *more):
-    found, config = command._read(None, ["--config_path", str(ROOT / "config" / name), *more])
+    found, config = command.read_plan(None, ["--config_path", str(ROOT / "config" / name), *more])
     return found.workload(config)
 
 
@@ -147,12 +147,12 @@ def test_a_host_answers_its_share(monkeypatch):
 
 def test_the_command_is_found_by_its_keys_or_asked_for():
     with pytest.raises(ConfigError, match="could be of train-lm or train-simpo.* --command train-lm"):
-        command._read(None, ["--tokenizer", "x", "--model.type", "llama", "--data.max_seq_len", "8"])
+        command.read_plan(None, ["--tokenizer", "x", "--model.type", "llama", "--data.max_seq_len", "8"])
     with pytest.raises(
         ConfigError, match=r"as a configuration of train-simpo: .*gama.*Did you mean 'gamma_beta_ratio'"
     ):
-        command._read(None, ["--tokenizer", "x", "--model.type", "llama", "--beta", "2", "--gama_beta_ratio", "1"])
-    found, _ = command._read("train-lm", ["--tokenizer", "x", "--model.type", "llama", "--data.max_seq_len", "8"])
+        command.read_plan(None, ["--tokenizer", "x", "--model.type", "llama", "--beta", "2", "--gama_beta_ratio", "1"])
+    found, _ = command.read_plan("train-lm", ["--tokenizer", "x", "--model.type", "llama", "--data.max_seq_len", "8"])
     assert found.name == "train-lm"
 
 

@@ -18,8 +18,7 @@ import lockstep
 from lockstep import urls
 from lockstep.batch_inference.config import SampleConfig
 from lockstep.errors import ConfigError
-from lockstep.main.eval import EvalConfig
-from lockstep.main.export import ExportConfig
+from lockstep.main.runs import EvalConfig, ExportConfig
 from lockstep.text import check_vocab, decode, fetch_tokenizer, load_tokenizer, stop_ids, token_texts, tokenizer_digest
 from lockstep.training import TrainLmConfig
 

@@ -62,9 +62,7 @@ class CollectiveTime:
     """The time of a collective.
 
     Args:
-        group: Which devices take part.
         size: The bytes that each device gives.
-        seconds: The seconds on the slowest process.
     """
 
     group: Group
@@ -144,9 +142,6 @@ def find_groups(mesh: Mesh) -> list[Group]:
 def sizes_for(platform: str) -> tuple[int, ...]:
     """The bytes that each device gives, for a platform: what a decoded token, a layer's activations and a layer's
     weights take.
-
-    Args:
-        platform: The platform: cpu, gpu or tpu.
     """
     return (4 << 10, 64 << 10, 1 << 20) if platform == "cpu" else (4 << 10, 1 << 20, 64 << 20)
 
@@ -196,11 +191,7 @@ def _loop(hosts: Hosts, group: Group, kind: Kind, size: int) -> Loop:
 
 
 def judge_collectives(measured: Sequence[CollectiveTime]) -> list[Finding]:
-    """Say how long all-reduces take, by group and size.
-
-    Args:
-        measured: What was measured.
-    """
+    """Say how long all-reduces take, by group and size."""
     found = []
     for group in dict.fromkeys(one.group.name for one in measured):
         ours = [one for one in measured if one.group.name == group and one.kind == "all-reduce"]

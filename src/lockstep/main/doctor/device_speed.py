@@ -94,7 +94,6 @@ class Sizes:
     """The sizes of the measured matrices.
 
     Args:
-        dtype: Their float type.
         read: The side of the square matrix that is read from memory in each turn.
         rows: The number of vectors that it is multiplied with.
         product: The side of the square matrices that are multiplied.
@@ -130,11 +129,7 @@ class DeviceSpeed:
 
 
 def sizes_for(platform: str) -> Sizes:
-    """The sizes for a platform.
-
-    Args:
-        platform: The platform: cpu, gpu or tpu.
-    """
+    """The sizes for a platform."""
     return _CPU if platform == "cpu" else _CHIP
 
 
@@ -196,7 +191,6 @@ def judge_speeds(found: Sequence[DeviceSpeed], devices: Sequence[jax.Device]) ->
     """Compare what was measured with what is published, and the hosts with each other.
 
     Args:
-        found: What each process reaches.
         devices: All devices. Processes whose devices share a memory get what the others leave, and are not compared.
     """
     device, apart = devices[0], count_memories(devices) >= len(found)

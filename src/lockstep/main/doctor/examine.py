@@ -23,7 +23,6 @@ from lockstep.hosts import DistributedConfig, Hosts, end_process, try_leader_onl
 from lockstep.json_text import from_peer
 from lockstep.main.doctor import collectives, device_speed
 from lockstep.main.doctor.collectives import CollectiveTime
-from lockstep.main.doctor.config import DoctorConfig, RunNeeds
 from lockstep.main.doctor.device_speed import DeviceSpeed, time_loops
 from lockstep.main.doctor.finding import BackgroundCheck, Finding, Findings, attempt, failed, merge, wait_for_all
 from lockstep.main.doctor.job import (
@@ -47,7 +46,7 @@ from lockstep.main.doctor.machine import (
     judge_cache,
     run_paths,
 )
-from lockstep.main.doctor.reach import NETWORK, begin_checks, check_wandb
+from lockstep.main.doctor.needs import NETWORK, DoctorConfig, RunNeeds, begin_checks, check_wandb
 from lockstep.main.doctor.self_test import self_test
 from lockstep.placement import make_mesh
 from lockstep.placement.device import chip_of, save_calibration
@@ -89,11 +88,7 @@ def fit_link(measured: Sequence[CollectiveTime]) -> dict[str, float]:
 def calibration(
     speeds: Sequence[DeviceSpeed], measured: Sequence[CollectiveTime], device: jax.Device, processes: int, number: int
 ) -> dict[str, Any]:
-    """The content of a calibration file; the same on every process.
-
-    Args:
-        speeds: What the devices of each process reach.
-    """
+    """The content of a calibration file; the same on every process."""
     chip = chip_of(device)
     one_network = chip.network == chip.link  # as on a TPU slice
     of_slice = [one for one in measured if one.group.slices == 1]
@@ -117,11 +112,6 @@ def calibration(
 
 def examine(config: DoctorConfig, needs: RunNeeds, distributed: DistributedConfig, console: Console) -> int:
     """Do all checks, show what they found, and return the exit code; every process makes the same call.
-
-    Args:
-        needs: What the run reaches for.
-        distributed: How the processes find each other.
-        console: Where the leader shows the report.
 
     Returns:
         1 where something needs a fix, else 0; the same on every process.
@@ -163,12 +153,7 @@ def _without_job(
 
 
 class _Examination:
-    """The checks of a process that is in a job, alone or with others.
-
-    Args:
-        needs: What the run reaches for.
-        console: Where the leader shows the report.
-    """
+    """The checks of a process that is in a job, alone or with others."""
 
     def __init__(self, config: DoctorConfig, needs: RunNeeds, hosts: Hosts, console: Console) -> None:
         self._config, self._needs, self._hosts = config, needs, hosts

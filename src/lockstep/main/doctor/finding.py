@@ -27,9 +27,7 @@ class Finding:
     """The finding of one check.
 
     Args:
-        name: The name of what was looked at, a word or two.
         outcome: ``ok``; ``warning`` for what a run survives; ``fix`` for what will end or spoil it.
-        text: What was found.
         fix: What to do about it; empty where there is nothing to do, or where the text says it already.
     """
 
@@ -82,11 +80,7 @@ def attempt(name: str, check: Callable[[], Finding | Iterable[Finding]]) -> list
 
 
 def failed(name: str, error: BaseException) -> Finding:
-    """The finding of a check that raised.
-
-    Args:
-        error: What it raised.
-    """
+    """The finding of a check that raised."""
     text = " ".join(str(error).split()) or "no text"
     return Finding.to_fix(name, f"{type(error).__name__}: {text[:1500]}")
 
@@ -96,9 +90,6 @@ def merge(by_process: Sequence[Sequence[Finding]]) -> list[JobFinding]:
 
     What is ok under one name is one line, however its text differs from host to host: the text is then that of the
     first process.
-
-    Args:
-        by_process: The findings of each process, by process number.
     """
     texts: dict[tuple[str, str, str], Finding] = {}
     processes: collections.defaultdict[tuple[str, str, str], list[int]] = collections.defaultdict(list)
@@ -129,7 +120,6 @@ class BackgroundCheck:
 
     Args:
         check: The check; it launches nothing.
-        fix: What to do where it does not end in time.
     """
 
     def __init__(self, name: str, check: Callable[[], Finding | Iterable[Finding]], fix: str) -> None:
@@ -155,11 +145,7 @@ class BackgroundCheck:
 
 
 def wait_for_all(checks: Sequence[BackgroundCheck], timeout_s: float) -> list[Finding]:
-    """The findings of several checks, which run at the same time.
-
-    Args:
-        timeout_s: The seconds since its beginning that each may take.
-    """
+    """The findings of several checks, which run at the same time."""
     return [finding for check in checks for finding in check.findings(timeout_s)]
 
 
@@ -202,12 +188,7 @@ class Findings:
             ) from error
 
     def add(self, title: str, findings: Sequence[JobFinding], values: Mapping[str, Any] | None = None) -> None:
-        """Show a section and keep it.
-
-        Args:
-            findings: The findings; none shows nothing.
-            values: JSON values for the file.
-        """
+        """Show a section and keep it."""
         self.values |= hide_credentials(values or {})
         if findings:
             findings = [dataclasses.replace(each, finding=_public(each.finding)) for each in findings]

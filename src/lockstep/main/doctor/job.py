@@ -41,11 +41,7 @@ class JoinResult:
 
 
 def join(config: DistributedConfig) -> JoinResult:
-    """Join the job as a run does, within ``initialization_timeout_s``.
-
-    Args:
-        config: How the processes find each other.
-    """
+    """Join the job as a run does, within ``initialization_timeout_s``."""
     timeout_s = config.initialization_timeout_s
     patient = dataclasses.replace(config, initialization_timeout_s=timeout_s + MARGIN_S)
     hosts: list[Hosts] = []
@@ -78,11 +74,7 @@ def join(config: DistributedConfig) -> JoinResult:
 
 
 def probe(address: str) -> str:
-    """Say how the coordinator's port answers: ``answers``, or what connecting to it fails with.
-
-    Args:
-        address: The address as ``host:port``.
-    """
+    """Say how the coordinator's port answers: ``answers``, or what connecting to it fails with."""
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), PROBE_S).close()
@@ -120,11 +112,7 @@ def measure_coordination(hosts: Hosts) -> dict[str, float]:
 
 
 def judge_coordination(by_process: Sequence[dict[str, Any]]) -> Finding:
-    """Say how long the slowest process waits.
-
-    Args:
-        by_process: What `measure_coordination` returned on each process.
-    """
+    """Say how long the slowest process waits."""
     if len(by_process) == 1:
         return Finding.ok("coordination", "one process: nothing to wait for")
     barrier, exchange = (max(one[name] for one in by_process) for name in ("barrier_s", "exchange_s"))
@@ -140,11 +128,7 @@ IN_USE: Final = 0.05
 
 
 def check_devices(devices: Sequence[jax.Device] | None = None) -> list[Finding]:
-    """Say which devices there are.
-
-    Args:
-        devices: The devices of the job; None for all.
-    """
+    """Say which devices there are."""
     devices = jax.devices() if devices is None else devices
     kinds = collections.Counter(device.device_kind for device in devices)
     if len(kinds) > 1:
@@ -168,11 +152,7 @@ def check_devices(devices: Sequence[jax.Device] | None = None) -> list[Finding]:
 
 
 def check_memory(devices: Sequence[jax.Device] | None = None) -> Finding:
-    """Say how much memory the devices of this process have, and whether something else is in it.
-
-    Args:
-        devices: The devices of this process; None for all of them.
-    """
+    """Say how much memory the devices of this process have, and whether something else is in it."""
     devices = jax.local_devices() if devices is None else devices
     stats = [device.memory_stats() or {} for device in devices]
     if any("bytes_limit" not in one for one in stats):
@@ -194,12 +174,7 @@ def check_memory(devices: Sequence[jax.Device] | None = None) -> Finding:
 
 
 def check_mesh(mesh_shape: str, devices: Sequence[jax.Device] | None = None) -> Finding:
-    """Say which mesh a run would have, and into which groups it could decode.
-
-    Args:
-        mesh_shape: The mesh, as ``trainer.mesh_shape``.
-        devices: The devices of the job; None for all.
-    """
+    """Say which mesh a run would have, and into which groups it could decode."""
     try:
         mesh = make_mesh(mesh_shape, devices)
     except ConfigError as error:

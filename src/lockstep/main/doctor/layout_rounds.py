@@ -101,12 +101,10 @@ class LayoutResult:
     """The outcome of a layout.
 
     Args:
-        layout: The layout, as in a configuration.
         state: ``tested``, ``auto`` where it is the one that ``auto`` chose, ``late`` where there was no time for it.
         traces: How often each of its programs was traced.
         seconds: The seconds of the first round, compiling among them.
         gap: The largest difference between a log-probability and that of the training forward, in nats.
-        mean_gap: The mean difference, in nats.
         mean_noise: The mean difference that rounding makes, in nats; 0 where the engine computes in float32.
         answers: The texts of the last round.
     """
@@ -153,8 +151,6 @@ class LayoutRounds:
 
     Args:
         layouts: The layouts, ``auto`` first.
-        dtype: The float type to decode in.
-        directory: Where the leader writes what was said.
         deadline: The time (`time.monotonic`) on the leader after which no other layout is begun.
     """
 

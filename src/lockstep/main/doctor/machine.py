@@ -50,11 +50,7 @@ def check_host() -> Finding:
 
 
 def run_paths(log_dir: str = "runs", environment: Mapping[str, str] = os.environ) -> dict[str, Path]:
-    """The directories that a run writes to, by what they are for.
-
-    Args:
-        log_dir: The parent of the run directory.
-    """
+    """The directories that a run writes to, by what they are for."""
     paths = {"run directory": Path(log_dir), "temporary files": Path(tempfile.gettempdir())}
     if cache := environment.get("JAX_COMPILATION_CACHE_DIR"):
         if "://" not in cache:
@@ -65,9 +61,6 @@ def run_paths(log_dir: str = "runs", environment: Mapping[str, str] = os.environ
 
 def check_disks(paths: Mapping[str, Path]) -> list[Finding]:
     """Look at the free space of some directories and whether they can be written to.
-
-    Args:
-        paths: The directories by what they are for; one that is not there yet would be made.
 
     Returns:
         A finding for each disk, and one for each directory that cannot be written to.
@@ -132,12 +125,7 @@ def check_variables(environment: Mapping[str, str] = os.environ, chips: int | No
 
 
 def check_huge_pages(path: str = HUGE_PAGES, chips: int | None = None) -> list[Finding]:
-    """Look at whether the kernel gives programs huge pages, without which the runtime of TPUs starts slowly.
-
-    Args:
-        path: Where the kernel says when it does.
-        chips: The number of TPU chips of this machine; None to count them.
-    """
+    """Look at whether the kernel gives programs huge pages, without which the runtime of TPUs starts slowly."""
     if not (tpu_chips() if chips is None else chips) or not Path(path).exists():
         return []
     setting = Path(path).read_text(encoding="utf-8").strip()
@@ -181,10 +169,6 @@ def check_versions(
     requirements: Callable[[str], Sequence[str]] = declared_requirements,
 ) -> list[Finding]:
     """Compare the installed packages with what lockstep, jax and Levanter require.
-
-    Args:
-        version: A function that gives the version of a package, None where it is not installed.
-        requirements: A function that gives what a package requires.
 
     Returns:
         One finding that is ok, or one for each package that does not fit.
@@ -253,9 +237,6 @@ def host_facts(config_digest: str) -> dict[str, dict[str, str]]:
 def compare(by_process: Sequence[Mapping[str, Mapping[str, str]]]) -> list[Finding]:
     """Find what differs between hosts.
 
-    Args:
-        by_process: The facts of each process, by process number.
-
     Returns:
         A finding for each fact that differs, which names who has what; one that is ok where none does.
     """
@@ -280,11 +261,7 @@ def compare(by_process: Sequence[Mapping[str, Mapping[str, str]]]) -> list[Findi
 
 
 def who_has_what(values: Sequence[str]) -> str:
-    """The processes with each value, the most common value first and named where it is that of the majority.
-
-    Args:
-        values: The value of each process, by process number.
-    """
+    """The processes with each value, the most common value first and named where it is that of the majority."""
     groups: collections.defaultdict[str, list[int]] = collections.defaultdict(list)
     for process, value in enumerate(values):
         groups[value].append(process)
@@ -316,7 +293,6 @@ def judge_cache(cache: str, shared: Sequence[bool]) -> list[Finding]:
     """Say whether a host that is replaced finds the programs that the others have compiled.
 
     Args:
-        cache: The directory of compiled programs on this process; empty: none.
         shared: For each process, whether it sees the leader's directory, or has none on disk.
     """
     if all(shared) or not cache:

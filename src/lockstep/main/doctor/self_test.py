@@ -83,12 +83,7 @@ def judge_losses(what: str, plain: TrainingRun, sampled: TrainingRun, layouts: S
 
 
 def judge_failure(what: str, rounds: int, skipped: int, processes: int) -> Finding:
-    """Say whether the injected failure was skipped by all.
-
-    Args:
-        rounds: The rounds with samples that the failing callback has made.
-        skipped: The rounds that it has skipped.
-    """
+    """Say whether the injected failure was skipped by all."""
     name = f"{what}: failure on one host"
     if (rounds, skipped) == (0, 1):
         everyone = f"all {processes} processes" if processes > 1 else "the only process"
@@ -97,11 +92,7 @@ def judge_failure(what: str, rounds: int, skipped: int, processes: int) -> Findi
 
 
 def judge_layouts(what: str, results: Sequence[LayoutResult]) -> list[Finding]:
-    """Say whether each layout answered as the model does, and all of them the same from the same weights.
-
-    Args:
-        results: What came of each layout.
-    """
+    """Say whether each layout answered as the model does, and all of them the same from the same weights."""
     findings = [_judge_layout(f"{what}: layout {one.layout}", one) for one in results]
     answers = {one.layout: one.answers for one in results if one.state == "tested"}
     return [*findings, _judge_answers(f"{what}: answers", answers)] if len(answers) > 1 else findings

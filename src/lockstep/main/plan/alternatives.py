@@ -10,12 +10,10 @@ from rich.table import Table
 
 from lockstep.engine import Sizing
 from lockstep.errors import CapacityError, CompilerError, HbmError
-from lockstep.main.plan.cache import CompileCache
+from lockstep.main.plan.compiler import CompileCache, Topology
 from lockstep.main.plan.planner import Plan, make_plan, predict_sampling
 from lockstep.main.plan.summary import moments, train_time
-from lockstep.main.plan.topology import Topology
-from lockstep.main.plan.train_state import make_state
-from lockstep.main.plan.train_step import compile_step, makes_vocab_blocks, peak, step_flops
+from lockstep.main.plan.train_step import compile_step, make_state, makes_vocab_blocks, peak, step_flops
 from lockstep.main.plan.workload import Workload
 from lockstep.models import POLICIES
 from lockstep.placement import make_mesh
@@ -30,16 +28,12 @@ class MeshCost:
     """The cost of a train step, and of the rollout that it learns from, on a mesh at best.
 
     Args:
-        mesh_shape: The value of ``trainer.mesh_shape``.
-        sizes: The size of each axis of the mesh, by its name.
-        fits: Whether it can run.
         needed: The bytes per device at the worst moment.
         received: The bytes that a device receives in the collectives of the update.
         received_across_hosts: The part of ``received`` in collectives between devices of several hosts.
         compute_s: The seconds of the update's matrix products.
         collectives_s: The seconds of the update's collectives.
         update_s: The seconds of the update, see `StepTime.step_s`.
-        layout: The decode layout of the rollout; None without a rollout.
         rollout_s: The seconds of the rollout per train step, prefill left out.
     """
 
@@ -114,7 +108,6 @@ def with_rollout(cost: MeshCost, sizing: Sizing, resident: int, steps: int) -> M
     """Return the cost with that of the rollout.
 
     Args:
-        sizing: What the engine would choose for the rollout.
         resident: The bytes per device of the training state.
         steps: The number of train steps that learn from a rollout.
     """
@@ -127,11 +120,7 @@ def with_rollout(cost: MeshCost, sizing: Sizing, resident: int, steps: int) -> M
 
 
 def print_meshes(costs: list[MeshCost], console: Console) -> None:
-    """Print a column per mesh.
-
-    Args:
-        costs: What `mesh_costs` returned.
-    """
+    """Print a column per mesh."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("trainer.mesh_shape", no_wrap=True)
     for cost in costs:
@@ -181,14 +170,7 @@ class RematCost:
 
 
 def remat_costs(workload: Workload, topology: Topology, cache: CompileCache, memory: int) -> list[RematCost]:
-    """Compile the train step with every policy; nothing else of the plan changes.
-
-    Args:
-        memory: The bytes of a device that programs may use.
-
-    Returns:
-        One entry per policy.
-    """
+    """Compile the train step with every policy; nothing else of the plan changes."""
     assert workload.training is not None
     mesh = make_mesh(workload.mesh_shape, topology.devices)
     microbatches = workload.training.trainer.microbatches(mesh)
@@ -211,11 +193,7 @@ def remat_costs(workload: Workload, topology: Topology, cache: CompileCache, mem
 
 
 def print_remat(costs: list[RematCost], console: Console) -> None:
-    """Print a line per policy.
-
-    Args:
-        costs: What `remat_costs` returned.
-    """
+    """Print a line per policy."""
     least = min(cost.flops for cost in costs)
     console.print("model.gradient_checkpointing: HBM per device in the train step, and operations")
     for cost in costs:

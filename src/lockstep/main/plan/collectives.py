@@ -83,12 +83,8 @@ class CollectiveSum:
     """The collectives of one kind that connect equally many devices, in one launch or in one of its steps.
 
     Args:
-        kind: The kind, such as ``all-reduce``.
-        count: The number of times that they run.
         bytes: The bytes that a device receives in all of them.
         devices: The number of devices that take part in one.
-        crosses_hosts: Whether they are between devices of several hosts.
-        crosses_slices: Whether they are between slices.
     """
 
     kind: str
@@ -100,11 +96,7 @@ class CollectiveSum:
 
 
 def collectives(hlo: Hlo, devices: int) -> list[Collective]:
-    """All collectives of a program; an asynchronous pair counts once.
-
-    Args:
-        devices: The number of devices that the program runs on.
-    """
+    """All collectives of a program; an asynchronous pair counts once."""
     return [
         Collective(
             name=op.name,
@@ -272,14 +264,7 @@ class FsdpBytes:
 def fsdp_bytes(
     model: PyTree, mesh_shape: Mapping[str, int], found: Iterable[Collective], *, microbatches: int, itemsize: int
 ) -> FsdpBytes:
-    """Compare the collectives of a train step with what FSDP needs.
-
-    Args:
-        model: The parameters as haliax arrays, or their shapes.
-        mesh_shape: The size of each axis of the mesh, in its order: ``dp``, ``fsdp``, ``tp``.
-        microbatches: The number of parts of a batch that are computed one after the other.
-        itemsize: The bytes of a number in the compute type.
-    """
+    """Compare the collectives of a train step with what FSDP needs."""
     tp = mesh_shape["tp"]
     # The mesh's last axis is the one that changes fastest between the positions of devices.
     between_data = (
@@ -333,10 +318,6 @@ def thin_pieces(model: PyTree, mesh_shape: Mapping[str, int]) -> tuple[ThinPiece
 
     A TPU stores an array in whole tiles of its last two axes, so that such a piece is stored, gathered and scattered
     with padding. Vectors are not named: they are next to nothing.
-
-    Args:
-        model: The parameters as haliax arrays, or their shapes.
-        mesh_shape: The size of each axis of the mesh, by name.
     """
     found = []
     for path, axes in _parameters(model):

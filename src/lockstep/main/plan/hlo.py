@@ -51,8 +51,6 @@ class Op:
         name: The name, without ``%``.
         kind: The opcode, such as ``fusion`` or ``all-reduce-start``.
         arrays: The arrays of the result, of which a tuple has several.
-        operands: The names of the operands.
-        line: The whole text of the operation.
         root: Whether the operation is the result of its computation.
     """
 
@@ -151,14 +149,7 @@ class Hlo:
         return called["branch_computations"][-1 if met else 0]
 
     def turns(self, computation: str, loop: Op) -> int | None:
-        """The number of turns of a ``while`` whose counter goes from one constant to another.
-
-        Args:
-            computation: The name of the computation that has the loop.
-
-        Returns:
-            The number of turns; None where the counter's end is not a constant.
-        """
+        """The turns of a ``while`` whose counter goes from one constant to another; None where its end is none."""
         known = re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.line)
         if known:
             return int(known[1])
@@ -185,11 +176,7 @@ class Hlo:
         return max(0, -(-(last - first) // step))
 
     def array_of(self, computation: str, name: str) -> tuple[Array, ...]:
-        """The arrays of an operation's result.
-
-        Args:
-            computation: The name of the computation that has the operation.
-        """
+        """The arrays of an operation's result."""
         op = self.computations[computation].get(name)
         return () if op is None else op.arrays
 

@@ -9,13 +9,11 @@ from jax.sharding import Mesh
 
 from lockstep.engine import Engine, Sizing, never_used
 from lockstep.errors import CapacityError, CompilerError, ConfigError
-from lockstep.main.plan.cache import CompileCache
 from lockstep.main.plan.collectives import Collective, CollectiveSum, FsdpBytes, collectives, fsdp_bytes, summed
+from lockstep.main.plan.compiler import CompileCache, Topology, names_of
 from lockstep.main.plan.hlo import Hlo, vmem
-from lockstep.main.plan.topology import Topology, names_of
 from lockstep.main.plan.traffic import DraftBytes, draft_bytes
-from lockstep.main.plan.train_state import State, make_state, model_structs
-from lockstep.main.plan.train_step import TrainStepPlan, plan_largest_step
+from lockstep.main.plan.train_step import State, TrainStepPlan, make_state, model_structs, plan_largest_step
 from lockstep.main.plan.workload import (
     Infeasibility,
     InfeasibleError,
@@ -121,9 +119,6 @@ def make_plan(workload: Workload, topology: Topology, cache: CompileCache, calib
     Args:
         calibration: A file of measured numbers of the chip, in place of those that the configuration names; None:
             what the configuration names for sampling, and else published numbers.
-
-    Returns:
-        The plan, with the reasons where something does not fit.
 
     Raises:
         ConfigError: The calibration cannot be read, or is of another chip.

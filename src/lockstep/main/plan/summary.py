@@ -26,7 +26,6 @@ class Moment:
 
     Args:
         parts: The bytes per device by what they are for, with the same keys at every moment.
-        memory: The bytes of a device that programs may use.
     """
 
     name: str
@@ -104,11 +103,7 @@ class StepTime:
 
 
 def train_time(plan: Plan) -> StepTime | None:
-    """The least time of the train step.
-
-    Returns:
-        The time; None where no train step is planned.
-    """
+    """The least time of the train step; None where none is planned."""
     if plan.training is None or plan.workload.training is None:
         return None
     chip, training, trainer = plan.chip, plan.workload.training, plan.workload.training.trainer
@@ -163,11 +158,7 @@ class StopTime:
 
 
 def stop_time(plan: Plan) -> StopTime:
-    """The time that SIGTERM has to leave.
-
-    Args:
-        plan: The plan of a configuration that trains, whose ``write_bandwidth`` counts.
-    """
+    """The time that SIGTERM has to leave."""
     assert plan.workload.training is not None
     time = train_time(plan)
     step_s = 0.0 if time is None else time.step_s
@@ -197,11 +188,7 @@ class RolloutStep:
 
 
 def rollout_step(plan: Plan) -> RolloutStep | None:
-    """The least time of a train step and its rollout.
-
-    Returns:
-        The time; None where no train step learns from a rollout.
-    """
+    """The least time of a train step and its rollout; None where no train step learns from one."""
     time = train_time(plan)
     for one in plan.sampling:
         if time is not None and one.workload.steps is not None:
@@ -210,11 +197,7 @@ def rollout_step(plan: Plan) -> RolloutStep | None:
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
-    """The plan as ``--json`` writes it; its keys stay as they are when something is renamed in the code.
-
-    Returns:
-        Plain values: bytes, seconds, names.
-    """
+    """The plan as ``--json`` writes it; its keys stay as they are when something is renamed in the code."""
     time = train_time(plan)
     split = rollout_step(plan)
     stop = None if plan.training is None else stop_time(plan)

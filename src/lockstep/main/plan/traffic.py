@@ -70,7 +70,6 @@ class _Use(NamedTuple):
     """The use of a parameter that a computation does not read as a whole.
 
     Args:
-        bytes: The bytes that it moves of the parameter.
         updated: Whether it updates the parameter in place.
         returned: Whether the parameter, perhaps in another shape, is the computation's result.
     """
@@ -236,11 +235,7 @@ class DraftBytes:
 
 
 def draft_bytes(engine: Engine, unmet: Collection[str]) -> list[DraftBytes]:
-    """Return what each program that verifies moves; none without drafts, or where no kernel reads K and V in place.
-
-    Args:
-        unmet: The scopes of conditions that do not hold, see `Hlo`.
-    """
+    """Return what each program that verifies moves; none without drafts, or where no kernel reads K and V in place."""
     sizing, model = engine.sizing, engine.decode_model
     assert sizing is not None and model is not None
     sizes, predicted = sizing.sizes, sizing.estimate

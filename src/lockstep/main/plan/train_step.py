@@ -1,4 +1,4 @@
-"""The train step of a plan: compiled from shapes, its memory by use, and the largest microbatch that fits."""
+"""The train step of a plan and its state: compiled from shapes, memory by use, and the largest microbatch that fits."""
 
 import dataclasses
 import math
@@ -6,24 +6,123 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import equinox as eqx
+import haliax as hax
 import jax
 from jax.sharding import Mesh
 
 from lockstep.errors import HbmError
-from lockstep.main.plan.cache import CompileCache, Summary
-from lockstep.main.plan.train_state import State, init_trained
+from lockstep.main.plan.compiler import CompileCache, Summary
 from lockstep.main.plan.workload import Infeasibility, InfeasibleError, TrainingWorkload, Workload
 from lockstep.models import (
+    LlamaLMHeadModel,
+    LoraModel,
     join_trained,
     layer_kinds,
     layer_products,
     recomputes_layers,
+    skeleton,
     split_trained,
 )
 from lockstep.models.attention import attention_products
 from lockstep.placement import data_shards
 from lockstep.placement.device import block_bytes
-from lockstep.training import TrainStep, batch_structs, needs_vocab_blocks
+from lockstep.training import (
+    TrainStep,
+    batch_structs,
+    busiest_bytes,
+    needs_vocab_blocks,
+    parameter_shardings,
+    state_structs,
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class State:
+    """The training state, which is on the devices for the whole run.
+
+    Args:
+        structs: The state as shapes with shardings.
+        parameters: The bytes per device of the model's parameters.
+        trained: The bytes per device of those that are trained.
+        optimizer: The bytes per device of the optimizer's state.
+        reference: The bytes per device of a frozen copy of the model.
+        checkpoint: The bytes that the host which writes most writes of a checkpoint.
+    """
+
+    structs: Any
+    shardings: Any
+    parameters: int
+    trained: int
+    optimizer: int
+    reference: int
+    checkpoint: int
+
+    @property
+    def resident(self) -> int:
+        """The bytes per device of all of it."""
+        return self.parameters + self.optimizer + self.reference
+
+
+def make_state(workload: Workload, mesh: Mesh) -> State:
+    """The shapes and the bytes of the parameters and of the optimizer's state.
+
+    Raises:
+        ConfigError: The mesh does not divide an axis of the model.
+    """
+    training = workload.training
+    assert training is not None
+    precision = training.trainer.precision
+    optimizer = training.optimizer.build(training.trainer.num_train_steps)
+    structs, shardings = state_structs(
+        lambda key: split_trained(init_trained(workload)(key))[0], optimizer, mesh, precision
+    )
+    trained, checkpoint = _bytes(structs.model), busiest_bytes(jax.tree.leaves(structs))
+    if training.lora is not None:
+        base = model_structs(workload, mesh)
+        structs = structs.join(LoraModel(base=base, adapters=None, scale=training.lora.scale))
+    parameters = _bytes(structs.model)
+    reference = parameters * precision.compute.itemsize // precision.param.itemsize if training.reference else 0
+    return State(
+        structs=structs,
+        shardings=shardings,
+        parameters=parameters,
+        trained=trained,
+        optimizer=_bytes(structs.opt_state),
+        reference=reference,
+        checkpoint=checkpoint,
+    )
+
+
+def model_structs(workload: Workload, mesh: Mesh) -> LlamaLMHeadModel:
+    """A model that is not trained, as shapes on a mesh.
+
+    Raises:
+        ConfigError: The mesh does not divide an axis of a weight.
+    """
+    shapes = skeleton(workload.vocab_size, workload.model)
+    return jax.tree.map(
+        lambda shape, sharding: jax.ShapeDtypeStruct(shape.shape, jax.numpy.dtype(workload.dtype), sharding=sharding),
+        shapes,
+        parameter_shardings(shapes, mesh),
+    )
+
+
+def init_trained(workload: Workload) -> Callable[[jax.Array], LlamaLMHeadModel | LoraModel]:
+    """Return what makes the model that is trained, from a key."""
+    lora = None if workload.training is None else workload.training.lora
+
+    def init(key: jax.Array) -> LlamaLMHeadModel | LoraModel:
+        base = LlamaLMHeadModel.init(hax.Axis("vocab", workload.vocab_size), workload.model, key=key)
+        if lora is None:
+            return base
+        return LoraModel(base=base, adapters=lora.init(workload.model, key), scale=lora.scale)
+
+    return init
+
+
+def _bytes(tree: Any) -> int:
+    return sum(block_bytes(leaf) for leaf in jax.tree.leaves(tree))
+
 
 NAME = "train_step"
 
@@ -54,7 +153,6 @@ def compile_step(
     """Compile the train step as the trainer makes it.
 
     Args:
-        microbatches: The number of parts that a batch is split into.
         length: The number of tokens of a sequence; None: as configured.
 
     Raises:
@@ -81,9 +179,6 @@ def compile_step(
 def plan_step(workload: Workload, mesh: Mesh, state: State, cache: CompileCache, memory: int) -> TrainStepPlan:
     """Compile the train step, or find out what would fit.
 
-    Args:
-        memory: The bytes of a device that programs may use.
-
     Raises:
         InfeasibleError: The step does not fit; it names the largest microbatch or row that does.
         ConfigError: The mesh does not divide the batch.
@@ -93,7 +188,7 @@ def plan_step(workload: Workload, mesh: Mesh, state: State, cache: CompileCache,
     memory -= state.reference
     microbatches = training.trainer.microbatches(mesh)
     try:
-        summary = _fitting(lambda: compile_step(workload, mesh, state, cache, microbatches=microbatches), memory)
+        summary = _fitting(compile_step(workload, mesh, state, cache, microbatches=microbatches), memory)
     except HbmError as error:
         raise InfeasibleError(_what_fits(workload, mesh, state, cache, memory, error)) from error
     batch = sum(
@@ -120,11 +215,7 @@ def peak(summary: Summary) -> int:
 
 
 def saved_bytes(workload: Workload, rows: int) -> int:
-    """The bytes that the forward pass of some rows keeps for the backward pass, without the parameters.
-
-    Args:
-        rows: The number of rows of a device's microbatch.
-    """
+    """The bytes that the forward pass of some rows keeps for the backward pass, without the parameters."""
     training = workload.training
     assert training is not None
     precision = training.trainer.precision
@@ -148,11 +239,7 @@ def saved_bytes(workload: Workload, rows: int) -> int:
 
 
 def makes_vocab_blocks(workload: Workload, mesh: Mesh, microbatches: int) -> bool:
-    """Return whether a device makes logits in blocks of the vocabulary.
-
-    Args:
-        microbatches: The number of parts of a batch that are computed one after the other.
-    """
+    """Return whether a device makes logits in blocks of the vocabulary."""
     training = workload.training
     assert training is not None
     rows = training.trainer.train_batch_size // data_shards(mesh) // microbatches
@@ -166,22 +253,16 @@ def step_flops(workload: Workload, *, vocab_blocks: bool) -> float:
     They are 2 per weight and token forward, 4 backward, and 2 again where layers are computed twice, or logits, because
     they are made in blocks. A frozen weight has no gradient, so it needs 2 backward. Attention is counted as it is
     computed.
-
-    Args:
-        vocab_blocks: Whether logits are made in blocks (`needs_vocab_blocks`).
     """
     training, config = workload.training, workload.model
     assert training is not None
     forwards = 2 if recomputes_layers(config.gradient_checkpointing) else 1
     tokens = training.trainer.train_batch_size * training.sequences_per_row * training.length
-    pairs = (
-        config.num_heads
-        * config.head_size
-        * sum(
-            attention_products(config.attn_backend, training.length, kind.window, forwards=forwards)
-            for kind in layer_kinds(config)
-        )
+    per_head = (
+        attention_products(config.attn_backend, training.length, kind.window, forwards=forwards)
+        for kind in layer_kinds(config)
     )
+    pairs = config.num_heads * config.head_size * sum(per_head)
     backwards, adapters = 2, 0
     if training.lora is not None:
         backwards = 1
@@ -191,8 +272,7 @@ def step_flops(workload: Workload, *, vocab_blocks: bool) -> float:
     return 2.0 * (products + output) * tokens
 
 
-def _fitting(compile_it: Callable[[], Summary], memory: int) -> Summary:
-    summary = compile_it()
+def _fitting(summary: Summary, memory: int) -> Summary:
     if peak(summary) > memory:
         raise HbmError(
             f"program {NAME!r} needs {peak(summary) / 2**30:.2f} GiB of device memory (HBM) and there are "
@@ -226,9 +306,7 @@ def _what_fits(
 
     def works(microbatches: int, length: int | None = None) -> bool:
         try:
-            _fitting(
-                lambda: compile_step(workload, mesh, state, cache, microbatches=microbatches, length=length), memory
-            )
+            _fitting(compile_step(workload, mesh, state, cache, microbatches=microbatches, length=length), memory)
         except HbmError:
             return False
         return True
@@ -269,11 +347,6 @@ def _what_fits(
 def largest_that_works(values: Sequence[int], guess: int, works: Callable[[int], bool]) -> int | None:
     """Search the largest value that works, from a guess. Every value that works is smaller than those that do not.
 
-    Args:
-        values: The values to choose from, in rising order.
-        guess: The value to try first, one of ``values``.
-        works: A function that says whether a value works. It asks the compiler, which takes long.
-
     Returns:
         The value; None where none works.
     """
@@ -303,9 +376,6 @@ def _columns(training: TrainingWorkload, length: int | None) -> dict[str, jax.Sh
 
 def plan_largest_step(workload: Workload, mesh: Mesh, state: State, cache: CompileCache, memory: int) -> TrainStepPlan:
     """Compile the train step; where the number of rows at a time is open, with the largest that fits.
-
-    Args:
-        memory: The bytes of a device that programs may use.
 
     Raises:
         InfeasibleError: The step does not fit, or does not even with one row at a time.

@@ -42,11 +42,7 @@ class InfeasibleError(Exception):
 
 
 def with_common_largest(infeasibilities: Sequence[Infeasibility]) -> list[Infeasibility]:
-    """The same reasons; those that name the same key get the largest value that works for all of them.
-
-    Args:
-        infeasibilities: The reasons, each with the largest value that works for it alone.
-    """
+    """The same reasons; those that name the same key get the largest value that works for all of them."""
     found: dict[str, list[Any]] = {}
     for each in infeasibilities:
         found.setdefault(each.key, []).append(each.largest)
@@ -85,23 +81,16 @@ def place_of(path: Path | None, key: str, overrides: Sequence[str] = ()) -> str:
 
 
 def largest_in(text: str) -> int | None:
-    """The bound that a message gives a number which is too large: ``Set it to at most 8192``.
-
-    Returns:
-        The bound; None where the message has none.
-    """
+    """The bound of a number that a message has, ``Set it to at most 8192``; None where it has none."""
     found = re.search(r"to at most (\d[\d,]*)", text)
     return int(found[1].replace(",", "")) if found else None
 
 
 def key_in(text: str, keys: Mapping[str, str]) -> str | None:
-    """The first configuration key that a message names.
+    """The first configuration key, with dots, that a message names; None where it names none.
 
     Args:
         keys: The key with dots, by the name that messages have for it.
-
-    Returns:
-        The key with dots; None where the message names none.
     """
     found = [(text.index(name), key) for name, key in keys.items() if name in text]
     return min(found)[1] if found else None
@@ -112,8 +101,6 @@ class TrainingWorkload:
     """The train step that a configuration asks for.
 
     Args:
-        trainer: The batch size, microbatches, mesh and float types.
-        optimizer: The optimizer, whose state is on the devices beside the parameters.
         columns: The shape and the type of one row of each column of the batch.
         row_key: The configuration key of the length of a row.
         rows: What a row is called in messages: pairs, sequences, answers.
@@ -169,12 +156,7 @@ class Workload:
     """Everything that a configuration asks of the devices, and thus what a plan compiles.
 
     Args:
-        command: The name of the command that the configuration belongs to.
-        model_key: The configuration key that names the model.
-        vocab_size: The number of rows of the embedding.
-        mesh_shape: The shape of the mesh that the model is on, as in the configuration.
         dtype: The float type of the weights that are sampled from.
-        training: The train step; None where there is none.
         one_host: Whether each host has a mesh of its own.
         hosts: The number of processes that the configuration requires; None: any number.
         notes: What was assumed, a sentence each.

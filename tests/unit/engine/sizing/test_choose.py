@@ -224,7 +224,7 @@ def test_short_memory_makes_requests_wait_and_changes_no_token() -> None:
 def tpu_models() -> Callable[..., DecodeModels]:
     """A model for long sequences on one device of a v5p, which runs nothing."""
     pytest.importorskip("libtpu", reason="the extra [plan] brings the TPU compiler")
-    from lockstep.main.plan.topology import topology
+    from lockstep.main.plan.compiler import topology
 
     mesh = make_mesh("1,1,1", list(topology("v5p-8").devices[:1]))
     model = dataclasses.replace(LLAMA, max_seq_len=2 * LONG)

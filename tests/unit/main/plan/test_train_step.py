@@ -1,4 +1,4 @@
-"""The train step of a plan."""
+"""The train step of a plan, and its state."""
 
 import dataclasses
 from types import SimpleNamespace
@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 from lockstep.main.plan import Infeasibility, train_step
-from lockstep.main.plan.train_step import largest_that_works, peak, saved_bytes, step_flops
+from lockstep.main.plan.train_step import largest_that_works, make_state, peak, saved_bytes, step_flops
 from lockstep.main.plan.workload import InfeasibleError, TrainingWorkload, Workload
-from lockstep.models import LoraConfig
-from lockstep.training import OptimizerConfig, TrainerConfig, lm_loss
+from lockstep.models import LoraConfig, skeleton
+from lockstep.placement import make_mesh
+from lockstep.training import OptimizerConfig, TrainerConfig, TrainStep, batch_structs, lm_loss
 from tests.unit.engine.models import LLAMA
 
 
@@ -145,3 +146,28 @@ def test_auto_plans_with_the_largest_that_works(monkeypatch):
 def test_a_number_that_was_given_and_other_reasons_stand(monkeypatch, parallelism, key, largest):
     with pytest.raises(InfeasibleError, match="too many"):
         plan(parallelism, monkeypatch, key, largest)
+
+
+@pytest.mark.slow
+def test_state_and_step_of_adapters_are_planned():
+    lora = LoraConfig(r=4, base_dtype="bfloat16")
+    workload = dataclasses.replace(workload_of(lora=lora), dtype="bfloat16", mesh_shape="1,4,1")
+    mesh = make_mesh("1,4,1", jax.devices()[:4])
+    state = make_state(workload, mesh)
+    base = sum(leaf.size for leaf in jax.tree.leaves(skeleton(40, workload.model)))
+    assert state.parameters - state.trained == 2 * base // 4
+    assert 2 * state.trained <= state.optimizer <= 2 * state.trained + 64, "two moments of the adapters alone"
+    changing = jax.tree.leaves(state.structs.split()[0])
+    assert state.checkpoint == sum(leaf.size * leaf.dtype.itemsize for leaf in changing), "by the one host there is"
+    assert saved_bytes(workload, 2) > 0
+    step = TrainStep(
+        loss_fn=lm_loss, optimizer=OptimizerConfig().build(1000), schedule=None, mesh=mesh, shardings=state.shardings,
+        precision=TrainerConfig().precision, microbatches=1,
+    )  # fmt: skip
+    compiled = step.lower(state.structs, batch_structs(workload.training.columns, 8, mesh)).compile()
+    resident = state.parameters + state.optimizer
+    assert resident <= compiled.memory_analysis().argument_size_in_bytes <= resident + 4096
+    outputs = compiled.memory_analysis().output_size_in_bytes
+    assert state.trained + state.optimizer <= outputs <= state.trained + state.optimizer + 1024, (
+        "the base is not copied"
+    )

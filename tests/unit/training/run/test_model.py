@@ -13,7 +13,7 @@ from lockstep.batch_inference.checkpoint import checkpoint_at, load
 from lockstep.errors import ConfigError, PeerError
 from lockstep.hosts import Hosts, MemoryClient
 from lockstep.main.arguments import parse_arguments
-from lockstep.main.export import ExportConfig, export
+from lockstep.main.runs import ExportConfig, export
 from lockstep.models import LoraModel, fingerprint, load_config, save_hf
 from lockstep.placement import make_mesh
 from lockstep.training import TrainLmConfig, saved_model

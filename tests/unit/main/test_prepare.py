@@ -9,7 +9,7 @@ import pytest
 
 from lockstep.errors import ConfigError
 from lockstep.main import cli
-from lockstep.main import doctor_command as doctor
+from lockstep.main import prepare as doctor
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def test_keys_go_to_doctor_or_to_the_run(called, tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text("tokenizer: data/demo/tokenizer\ntrainer: {distributed: {heartbeat_timeout_s: 50}}\n")
     arguments = ["--self-test", "--config_path", str(path), "--timeout_s", "20", "--trainer.mesh_shape=1,2,2"]
-    assert doctor.main([*arguments, "--buckets", "[gs://mine]"]) == 0
+    assert doctor.run_doctor([*arguments, "--buckets", "[gs://mine]"]) == 0
     config, needs, distributed, _ = called[0]
     assert config.self_test and config.buckets == ["gs://mine"]
     assert (needs.tokenizer, needs.mesh_shape, needs.written) == ("data/demo/tokenizer", "1,2,2", ("gs://mine",))
@@ -33,12 +33,12 @@ def test_keys_go_to_doctor_or_to_the_run(called, tmp_path):
 
 
 def test_buckets_may_be_given_without_brackets(called):
-    doctor.main(["--buckets", "gs://mine,gs://yours"])
+    doctor.run_doctor(["--buckets", "gs://mine,gs://yours"])
     assert called[0][0].buckets == ["gs://mine", "gs://yours"]
 
 
 def test_a_switch_may_have_a_value(called):
-    doctor.main(["--self-test", "false", "--measure", "false"])
+    doctor.run_doctor(["--self-test", "false", "--measure", "false"])
     assert not called[0][0].self_test and not called[0][0].measure
 
 
@@ -54,7 +54,7 @@ def test_a_switch_may_have_a_value(called):
 )
 def test_a_wrong_command_line_says_why(arguments, text, called):
     with pytest.raises(ConfigError, match=text):
-        doctor.main(arguments)
+        doctor.run_doctor(arguments)
 
 
 def test_help_lists_the_keys(capsys):

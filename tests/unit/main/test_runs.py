@@ -1,16 +1,23 @@
-"""``lockstep eval`` in this process: its command line, and tasks on a checkpoint from one end to the other."""
+"""``lockstep eval`` and ``export`` in this process, from the command line to the files."""
 
 import json
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from lockstep.callback.evaluation import TasksConfig
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, PeerError
 from lockstep.hosts import Hosts, MemoryClient
 from lockstep.main.arguments import parse_arguments
-from lockstep.main.eval import EvalConfig, evaluate, named
+from lockstep.main.runs import EvalConfig, ExportConfig, evaluate, export, name_tasks
+from lockstep.models import load_hf, read_hf_config
+from lockstep.placement import make_mesh
 from lockstep.report import WANDB_RUN, read_jsonl
+from lockstep.text import load_tokenizer, tokenizer_digest
 from tests import tiny
+from tests.multiprocess.harness import run_threads
 from tests.tasks import NAMES, QUESTIONS, write_tasks
 
 
@@ -24,7 +31,7 @@ from tests.tasks import NAMES, QUESTIONS, write_tasks
     ],
 )
 def test_the_command_line(words):
-    config = parse_arguments(EvalConfig, named(words))
+    config = parse_arguments(EvalConfig, name_tasks(words))
     assert config == EvalConfig(checkpoint="some/run", tasks=TasksConfig(names=["a", "own/b.yaml"], limit=3))
 
 
@@ -42,7 +49,7 @@ def test_the_command_line(words):
 )
 def test_a_command_line_that_cannot_work(words, message):
     with pytest.raises(ConfigError, match=message):
-        parse_arguments(EvalConfig, named(words))
+        parse_arguments(EvalConfig, name_tasks(words))
 
 
 @pytest.mark.slow
@@ -51,7 +58,7 @@ def test_tasks_on_a_checkpoint(tmp_path, capsys):
     tiny.save_checkpoint(str(tmp_path / "checkpoints"))
     config = parse_arguments(
         EvalConfig,
-        named([str(tmp_path / "checkpoints"), "--tasks", ",".join(NAMES), "--tasks.limit", "2"])
+        name_tasks([str(tmp_path / "checkpoints"), "--tasks", ",".join(NAMES), "--tasks.limit", "2"])
         + ["--tasks.task_dir", write_tasks(tmp_path / "tasks"), "--trainer.log_dir", str(tmp_path)]
         + ["--trainer.run_id", "run", "--engine.page_size", "8"],
     )
@@ -71,3 +78,45 @@ def test_tasks_on_a_checkpoint(tmp_path, capsys):
     assert line["eval/own_choice/acc"] == scores["own_choice"]["acc"] and line["eval/requests"] == 8
     printed = capsys.readouterr().out
     assert "own_words" in printed and str(tmp_path / "run" / "scores.json")[-20:] in printed.replace("\n", "")
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    path = tmp_path_factory.mktemp("run") / "checkpoints"
+    return path, jax.tree.map(np.asarray, tiny.save_checkpoint(str(path)))
+
+
+def alone():
+    return Hosts(MemoryClient.hub(1)[0])
+
+
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+def test_the_model_of_a_checkpoint_is_exported(checkpoints, tmp_path, dtype, capsys):
+    path, model = checkpoints
+    out = str(tmp_path / "out")
+    assert export(ExportConfig(checkpoint=str(path), output=out, dtype=dtype), alone()) == 0
+    kept = dtype or "float32"
+    hf = read_hf_config(out)
+    assert (hf["vocab_size"], hf["torch_dtype"]) == (tiny.vocab_size(), kept), "without the rows that pad it"
+    found = load_hf(out, make_mesh("auto"), dtype=jnp.dtype(kept))
+    for mine, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(model), strict=True):
+        cut = tuple(slice(size) for size in mine.shape)
+        np.testing.assert_array_equal(mine, theirs[cut].astype(kept))
+    assert tokenizer_digest(load_tokenizer(out)) == tokenizer_digest(tiny.tokenizer())
+    assert f"exported {path}/step-4 to {out}" in capsys.readouterr().out
+
+
+def test_processes_share_the_work_and_fail_together(checkpoints, tmp_path):
+    path, _ = checkpoints
+    run_threads(lambda hosts: export(ExportConfig(checkpoint=str(path), output=str(tmp_path / "out")), hosts), 2)
+    assert (tmp_path / "out" / "config.json").is_file()
+    with pytest.raises(PeerError, match="there is no checkpoint of step 5"):
+        export(ExportConfig(checkpoint=str(path), output=str(tmp_path / "no"), step=5), alone())
+    assert not (tmp_path / "no").exists()
+
+
+def test_values_that_cannot_work():
+    with pytest.raises(ConfigError, match=r"dtype is 'int8'; it must be float32 or bfloat16"):
+        ExportConfig(checkpoint="a", output="b", dtype="int8")
+    with pytest.raises(ConfigError, match="output is empty"):
+        ExportConfig(checkpoint="a", output="")

@@ -1,22 +1,25 @@
-"""``lockstep plan``: compiles a configuration for a TPU slice on a machine without a TPU."""
+"""The commands that prepare a run: ``lockstep plan``, which compiles it for a TPU slice, and ``lockstep doctor``."""
 
 import argparse
 import dataclasses
 import json
+import logging
 import math
 import os
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import jax
 from rich.console import Console
 
 from lockstep.errors import ConfigError
-from lockstep.main.arguments import CONFIG_PATH, parse_arguments, read_values
+from lockstep.hosts import DistributedConfig
+from lockstep.main.arguments import CONFIG_PATH, decode_config, parse_arguments, read_values
 from lockstep.main.commands import Command, planned_commands
+from lockstep.main.doctor import DoctorConfig, examine, read_needs
 from lockstep.main.plan import (
     CompileCache,
     CompileProgress,
@@ -36,7 +39,7 @@ from lockstep.main.plan import (
 )
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
+def add_plan_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command itself, for ``--help``."""
     what = parser.add_argument_group("what is planned")
     what.add_argument(
@@ -75,16 +78,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def main(arguments: Sequence[str]) -> int:
+def run_plan(arguments: Sequence[str]) -> int:
     """Plan as the command line says.
 
     Returns:
         The exit code: 0 if the configuration fits, else 1.
-
-    Raises:
-        ConfigError: The configuration cannot be read, or there is no such slice.
     """
-    own, rest = _split(arguments)
+    own, rest = split_plan(arguments)
     if "topology" not in own:
         raise ConfigError("--topology is missing: name the slice to plan for, such as --topology v5p-64.")
     overrides = [flag[2:].partition("=")[0] for flag in rest if flag.startswith("--")]
@@ -94,7 +94,7 @@ def main(arguments: Sequence[str]) -> int:
     jax.config.update("jax_enable_compilation_cache", False)
     slice_ = topology(own["topology"])
     bandwidth = _bandwidth(own.get("write_bandwidth", "1"))
-    command, config = _read(own.get("command"), rest)
+    command, config = read_plan(own.get("command"), rest)
     progress = CompileProgress()
     cache = CompileCache(own["topology"], _cache_directory(own.get("cache_dir")), progress)
     workload = command.workload(config, own.get("model"))
@@ -134,10 +134,10 @@ def _show(plan: Plan, json_path: str | None, costs: list[RematCost], meshes: lis
         print_meshes(meshes, console)
 
 
-def _split(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+def split_plan(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     """The options of the command itself by name, and the other arguments, which are the configuration's."""
     parser = argparse.ArgumentParser(add_help=False)
-    add_options(parser)
+    add_plan_options(parser)
     names = set(vars(parser.parse_args([])))
     own: dict[str, str] = {}
     rest: list[str] = []
@@ -156,7 +156,7 @@ def _split(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     return own, rest
 
 
-def _read(name: str | None, rest: Sequence[str]) -> tuple[Command, Any]:
+def read_plan(name: str | None, rest: Sequence[str]) -> tuple[Command, Any]:
     """The configuration, by the command of this name, or by the one that can read all of its keys."""
     commands = planned_commands()
     if name is not None:
@@ -222,3 +222,49 @@ def _write(path: Path, text: str) -> None:
         Path(temporary).replace(path)
     except OSError as error:
         raise ConfigError(f"--json {path} cannot be written: {error}. Give another path.") from error
+
+
+SWITCHES: Final = ("self-test", "self_test")
+"""The options that may stand without a value."""
+
+
+def run_doctor(arguments: Sequence[str]) -> int:
+    """Examine as the command line says.
+
+    Returns:
+        The exit code: 1 where something needs a fix, else 0.
+    """
+    own, rest = split_doctor(arguments)
+    config = parse_arguments(DoctorConfig, own)
+    values = read_values(rest)
+    needs = read_needs(config, values)
+    distributed = decode_config(DistributedConfig, needs.distributed, "trainer.distributed")
+    distributed = dataclasses.replace(
+        distributed, timeout_s=config.timeout_s, initialization_timeout_s=max(1, round(config.timeout_s))
+    )
+    logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
+    return examine(config, needs, distributed, Console(file=sys.stdout))
+
+
+def split_doctor(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The arguments of the command itself, and those of the run's configuration."""
+    names = {field.name for field in dataclasses.fields(DoctorConfig)}
+    own: list[str] = []
+    rest: list[str] = []
+    todo = list(arguments)
+    while todo:
+        flag = todo.pop(0)
+        name, equals, value = flag.removeprefix("--").partition("=")
+        if not flag.startswith("--"):
+            raise ConfigError(f"{flag!r} was not expected. See lockstep doctor --help.")
+        if not equals and name in SWITCHES and (not todo or todo[0].startswith("--")):
+            value = "true"
+        elif not equals:
+            if not todo or todo[0].startswith("--"):
+                raise ConfigError(f"argument --{name} has no value. See lockstep doctor --help.")
+            value = todo.pop(0)
+        name = "self_test" if name in SWITCHES else name
+        if name == "buckets" and not value.startswith("["):  # one of them, or several with commas
+            value = f"[{value}]"
+        (own if name in names else rest).append(f"--{name}={value}")
+    return own, rest

@@ -1,0 +1,268 @@
+"""The commands that look at the results of a run: ``lockstep report``, ``tail`` and ``convert``."""
+
+import argparse
+import contextlib
+import dataclasses
+import logging
+import time
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Final, Literal, NoReturn
+
+from rich.console import Console
+from rich.live import Live
+
+from lockstep.errors import ConfigError, LockstepError
+from lockstep.main.arguments import name_words, parse_arguments
+from lockstep.main.commands import Arguments, seconds
+from lockstep.printable import bytes_text
+from lockstep.report import (
+    LineView,
+    PanelView,
+    RunFiles,
+    Tail,
+    find_run,
+    make_payload,
+    read_jsonl,
+    render_page,
+    write_inspect_log,
+    write_page,
+    write_parquet,
+)
+
+REPORT_TEXT: Final = """\
+Makes one HTML file of a run: what the model said to every prompt at every step, what changed, the curves.
+It needs no network and nothing beside it, so it can be mailed. Two runs are shown side by side.
+
+RUN is a run's directory (runs/my-run), or a file of rows such as samples.jsonl or rollouts.jsonl."""
+RELOAD_S: Final = 10.0
+"""Seconds between two looks at a run that is watched, and between two reloads of its page."""
+
+
+def add_report_options(parser: argparse.ArgumentParser) -> None:
+    """Add what the command is given."""
+    parser.add_argument("runs", nargs="*", metavar="RUN", help="a run, and another one to compare it with")
+    parser.add_argument("--output", "-o", type=Path, metavar="FILE", help="the file (default: report.html of the run)")
+    parser.add_argument("--watch", action="store_true", help="write it again whenever the run has written something")
+    parser.add_argument(
+        "--interval", type=seconds, default=RELOAD_S, metavar="S", help="seconds between two looks (default: 10)"
+    )
+
+
+def run_report(arguments: Sequence[str]) -> int:
+    """Make the report.
+
+    Raises:
+        LockstepError: A run is not there, a line of it cannot be read, or the report cannot be written.
+    """
+    parser = Arguments("report", REPORT_TEXT)
+    add_report_options(parser)
+    options = parser.parse_args(list(arguments))
+    if options.help:
+        print(parser.format_help())
+        return 0
+    if len(options.runs) not in (1, 2):
+        parser.error(f"name one run, or two to compare; {len(options.runs)} were given")
+    output = options.output or _place([find_run(given) for given in options.runs])
+    try:
+        if options.watch:
+            return watch(options.runs, output, options.interval)
+        make_report([find_run(given) for given in options.runs], output)
+    except OSError as error:
+        raise LockstepError(f"{error}. Name a file that can be written with --output FILE.") from error
+    return 0
+
+
+def make_report(runs: Sequence[RunFiles], output: Path, reload_s: float | None = None) -> None:
+    """Read the runs, write the page and say so.
+
+    Args:
+        reload_s: The seconds after which the page loads itself again; None: it stays as it is.
+    """
+    payload = make_payload(runs, reload_s=reload_s)
+    title = " and ".join(run.name for run in runs)
+    size = write_page(render_page(payload, title), output)
+    answers = sum(len(run["when"]) for run in payload["runs"])
+    steps = len({when for run in payload["runs"] for when in run["when"]})
+    counts = ((len(payload["prompts"]), "prompt"), (steps, payload["axis"]), (answers, "answer"))
+    counted = ", ".join(f"{number:,} {noun}{'s' * (number != 1)}" for number, noun in counts)
+    print(f"{output}: {counted}, {bytes_text(size)}", flush=True)
+    for note in payload["notes"]:
+        print(f"  {note}", flush=True)
+
+
+def watch(given: Sequence[str], output: Path, interval_s: float, sleep: Callable[[float], object] = time.sleep) -> int:
+    """Write the page again whenever a file of the runs has changed, until Ctrl-C.
+
+    Args:
+        given: The runs as they were named; their files need not be there yet.
+        interval_s: The seconds between two looks, and between two reloads of the page.
+    """
+    print(f"watching {' and '.join(given)} every {interval_s:g} s; Ctrl-C ends it", flush=True)
+    last = None
+    try:
+        while True:
+            runs = [find_run(each) for each in given]
+            stamp = [run.stamp() for run in runs]  # before reading: what is written meanwhile is seen the next time
+            empty = [run.name for run in runs if not _has_rows(run)]
+            if not empty and stamp != last:
+                make_report(runs, output, interval_s)
+                last = stamp
+            elif empty and last is None:
+                print(f"{' and '.join(empty)}: no rows yet; waiting for the first round of samples", flush=True)
+                last = []
+            sleep(interval_s)
+    except KeyboardInterrupt:
+        if last:
+            make_report([find_run(each) for each in given], output)  # without the reloads
+        return 0
+
+
+def _has_rows(run: RunFiles) -> bool:
+    """Whether a whole line is there: the first one may still be written."""
+    for path in run.rows:
+        with open(path, "rb") as file:
+            if file.readline().endswith(b"\n"):
+                return True
+    return False
+
+
+def _place(runs: Sequence[RunFiles]) -> Path:
+    """The default place of the report: beside the rows of the first run."""
+    first = runs[0]
+    if len(runs) == 2:
+        return first.directory / f"report-{_file_name(first.name)}-and-{_file_name(runs[1].name)}.html"
+    whole = first.name == first.directory.resolve().name
+    return first.directory / ("report.html" if whole else f"{first.rows[0].stem}.html")
+
+
+def _file_name(name: str) -> str:
+    return name.replace("/", "-")
+
+
+TAIL_TEXT: Final = """\
+Shows the newest samples and the newest value of every metric of a run, and goes on as the run does.
+At a terminal they stay in place; in a log every new sample and every new set of metrics is a line.
+
+RUN is a run's directory (runs/my-run), or a file of its rows."""
+
+
+def add_tail_options(parser: argparse.ArgumentParser) -> None:
+    """Add what the command is given."""
+    parser.add_argument("run", nargs="?", metavar="RUN", help="the run")
+    parser.add_argument("--rows", type=int, default=8, metavar="N", help="samples of a step to show (default: 8)")
+    follow = parser.add_mutually_exclusive_group()
+    follow.add_argument("--follow", action="store_true", default=True, help="go on until Ctrl-C (the default)")
+    follow.add_argument("--no-follow", action="store_false", dest="follow", help="show what is there and end")
+    parser.add_argument(
+        "--interval", type=seconds, default=1.0, metavar="S", help="seconds between two looks (default: 1)"
+    )
+
+
+def run_tail(
+    arguments: Sequence[str], *, console: Console | None = None, sleep: Callable[[float], object] = time.sleep
+) -> int:
+    """Show a run until Ctrl-C, or once.
+
+    Raises:
+        LockstepError: There is no such run, or a line of it cannot be read.
+    """
+    parser = Arguments("tail", TAIL_TEXT)
+    add_tail_options(parser)
+    options = parser.parse_args(list(arguments))
+    if options.help:
+        print(parser.format_help())
+        return 0
+    if options.run is None:
+        parser.error("name a run")
+    if options.rows < 1:
+        parser.error(f"--rows is {options.rows}; it must be at least 1")
+    console = console or Console(highlight=False)
+    tail = Tail(options.run, must_be_there=not options.follow)
+    if not options.follow:
+        tail.look(at_end=True)
+        _show_once(tail, options.rows, console)
+        return 0
+    with contextlib.suppress(KeyboardInterrupt):
+        _follow(tail, options.rows, console, lambda: sleep(options.interval))
+    return 0
+
+
+def _show_once(tail: Tail, rows: int, console: Console) -> None:
+    if console.is_terminal:
+        console.print(PanelView(tail, rows).render(console))
+    else:
+        LineView(tail, rows, console).show()
+
+
+def _follow(tail: Tail, rows: int, console: Console, wait: Callable[[], object]) -> NoReturn:
+    if not console.is_terminal:
+        lines = LineView(tail, rows, console)
+        while True:
+            tail.look()
+            lines.show()
+            wait()
+    panel = PanelView(tail, rows)
+    with Live(panel.render(console), console=console, auto_refresh=False) as live:
+        while True:
+            if tail.look():
+                live.update(panel.render(console), refresh=True)
+            wait()
+
+
+ROW_FILES = ("samples.jsonl", "tasks.jsonl", "samples/samples.jsonl")
+"""The files of rows that a run directory may have: of training, of tasks, of ``lockstep sample``."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ConvertConfig:
+    """Settings of ``convert``."""
+
+    run: str
+    """A run directory, or a file of rows (.jsonl)."""
+    format: Literal["parquet", "inspect"]
+    """``parquet`` (needs pyarrow), or ``inspect``: logs of inspect_ai."""
+    output: str | None = None
+    """The directory for what is written; null: beside the rows, logs in a directory ``inspect`` there."""
+
+    def __post_init__(self) -> None:
+        if self.format not in ("parquet", "inspect"):
+            raise ConfigError(f"format is {self.format!r}; it must be parquet or inspect.")
+
+
+def run_convert(arguments: Sequence[str]) -> int:
+    """Convert as the command line says."""
+    words = name_words(arguments, ["run"], "lockstep convert RUN [--key VALUE ...]")
+    logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
+    for path in convert(parse_arguments(ConvertConfig, words)):
+        print(path)
+    return 0
+
+
+def convert(config: ConvertConfig) -> list[Path]:
+    """Convert the rows of a run.
+
+    Raises:
+        ConfigError: There are no rows, or the format needs a package that is missing.
+    """
+    run = Path(config.run)
+    files = [run] if run.is_file() else [path for name in ROW_FILES if (path := run / name).is_file()]
+    files = [path for path in files if path.stat().st_size]
+    if not files:
+        raise ConfigError(
+            f"run is {config.run!r}, which is no file of rows and has none of {', '.join(ROW_FILES)} with rows in it. "
+            "Give a run directory of ours, or such a file."
+        )
+    written: list[Path] = []
+    for path in files:
+        output = path.parent if config.output is None else Path(config.output)
+        output.mkdir(parents=True, exist_ok=True)
+        if config.format == "parquet":
+            written.append(write_parquet(path, output / f"{path.stem}.parquet"))
+            continue
+        name = (path.parent if path.parent.name != "samples" else path.parent.parent).resolve().name
+        made = datetime.fromtimestamp(path.stat().st_mtime, UTC)
+        logs = output / "inspect" if config.output is None else output
+        written += write_inspect_log(read_jsonl(path), logs, run=name, created=made)
+    return written
