@@ -30,8 +30,7 @@ NEEDED = (
 """The names that are replaced or read; private ones, which another version of JAX may not have."""
 
 
-CACHE_MISS_LOGGER = partial_eval.__name__
-"""The logger that ``jax_explain_cache_misses`` writes to."""
+CACHE_MISS_LOGGER = partial_eval.__name__  # the logger that `jax_explain_cache_misses` writes to
 
 
 class LaunchWatcher(Protocol):

@@ -8,16 +8,11 @@ from lockstep.check.findings import Finding, Place, own_line
 from lockstep.check.log import Comparison, Event, Launch, ProcessLog
 from lockstep.printable import bytes_text
 
-POD_HOSTS = 64
-"""Hosts of the pod for which bytes are given."""
-COMPARED_BYTES = 1 << 20
-"""Bytes that a comparison takes on such a pod, from which on it is a finding."""
-IN_USE = 3
-"""Launches after which a program is in use, and should not be compiled again."""
-GROWING_STEPS = 6
-"""Looks at the live arrays, one at each step, in which they grew."""
-LATE = 0.75
-"""The part of a run in which a step is still launched."""
+POD_HOSTS = 64  # hosts of the pod for which bytes are given
+COMPARED_BYTES = 1 << 20  # bytes that a comparison takes on such a pod, from which on it is a finding
+IN_USE = 3  # launches after which a program is in use, and should not be compiled again
+GROWING_STEPS = 6  # looks at the live arrays, one at each step, in which they grew
+LATE = 0.75  # the part of a run in which a step is still launched
 
 
 class ProcessChecks:
@@ -102,21 +97,13 @@ class ProcessChecks:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Recompilation:
-    """A program that is compiled for a line where another one was in use.
+    """A program that is compiled for a line where another one was in use."""
 
-    Args:
-        launch: Its first launch there.
-        before: The last launch of the other one.
-        number: How many launches there were at the line.
-        used: The index of the first of the launches that show that the other one was in use.
-        changed: The index of the last launch of a third program there, -1 where there was none.
-    """
-
-    launch: Launch
-    before: Launch
-    number: int
-    used: int
-    changed: int
+    launch: Launch  # its first launch there
+    before: Launch  # the last launch of the other one
+    number: int  # how many launches there were at the line
+    used: int  # the index of the first of the launches that show that the other one was in use
+    changed: int  # the index of the last launch of a third program there, -1 where there was none
 
     def counts(self, began: int) -> bool:
         """Whether it is a retrace after the first step, and not an operation that has had one shape until then.

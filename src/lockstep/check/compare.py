@@ -9,21 +9,15 @@ from lockstep.check.differences import alone, compare_arguments, different, orde
 from lockstep.check.findings import Finding
 from lockstep.check.log import Launch, ProcessLog
 
-MOST = 2000
-"""Differences after which the rest of two sequences counts as different."""
+MOST = 2000  # differences after which the rest of two sequences counts as different
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Gap:
-    """A stretch in which two sequences differ; what stands between two of them is equal.
+    """A stretch in which two sequences differ; what stands between two of them is equal."""
 
-    Args:
-        left: The stretch of the first one, as begin and end.
-        right: That of the second one.
-    """
-
-    left: tuple[int, int]
-    right: tuple[int, int]
+    left: tuple[int, int]  # the stretch of the first one, as begin and end
+    right: tuple[int, int]  # that of the second one
 
 
 def gaps(left: Sequence[Hashable], right: Sequence[Hashable], most: int = MOST, *, open_end: bool = False) -> list[Gap]:
@@ -93,36 +87,26 @@ def _walk_back(history: list[dict[int, int]], i: int, j: int) -> list[tuple[int,
 NEAR = 50
 """Launches within which one that is missing and one too many are the same, in another order; so many must have
 followed before a difference is decided."""
-NAMELESS = "<lambda>"
-"""In the names of programs that have none."""
+NAMELESS = "<lambda>"  # in the names of programs that have none
 
 
 class End(enum.Enum):
     """The end of a run."""
 
     DONE = enum.auto()
-    FAILED = enum.auto()
-    """A process failed, and the others were ended."""
-    HUNG = enum.auto()
-    """Processes waited for each other."""
-    GOES_ON = enum.auto()
-    """It did not end yet."""
+    FAILED = enum.auto()  # a process failed, and the others were ended
+    HUNG = enum.auto()  # processes waited for each other
+    GOES_ON = enum.auto()  # it did not end yet
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Unmatched:
-    """A launch that the other process does not make.
-
-    Args:
-        index: Its number among the launches of its process.
-        at: The number of the launch that the other process makes in its place.
-        following: That launch; None: no more came.
-    """
+    """A launch that the other process does not make."""
 
     launch: Launch
-    index: int
-    at: int
-    following: Launch | None
+    index: int  # its number among the launches of its process
+    at: int  # number of the launch that the other process makes in its place
+    following: Launch | None  # that launch; None: no more came
 
 
 class LaunchComparison:

@@ -12,8 +12,7 @@ from collections.abc import Iterator
 from lockstep.check.findings import Finding, Place, own_line, shown
 from lockstep.check.log import Launch, ProcessLog, Put
 
-SHOWN_LINES = 6
-"""Lines of two programs that are shown where they differ."""
+SHOWN_LINES = 6  # lines of two programs that are shown where they differ
 HINTS = {
     r"(?<![.\w])set\(|frozenset\(|\bin \{": "the order of a set of strings differs between processes",
     r"listdir|iterdir|glob\(|scandir": "the order of a directory listing differs between machines",
@@ -24,8 +23,7 @@ HINTS = {
     "between processes",
 }
 """Patterns of lines near a launch that can make it differ, and why."""
-HINT_LINES = 8
-"""Lines above a launch that are looked through for that."""
+HINT_LINES = 8  # lines above a launch that are looked through for that
 
 
 def hints(launch: Launch) -> tuple[str, ...]:

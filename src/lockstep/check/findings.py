@@ -10,24 +10,18 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Final
 
-DEEPEST = 24
-"""Frames that are kept of a stack."""
+DEEPEST = 24  # frames that are kept of a stack
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Frame:
-    """One line of a call stack.
-
-    Args:
-        line: The line's number, from 1.
-        own: Whether it is the user's, not that of an installed package.
-    """
+    """One line of a call stack."""
 
     file: str
-    line: int
+    line: int  # the line's number, from 1
     function: str
     text: str
-    own: bool
+    own: bool  # whether it is the user's, not that of an installed package
 
     @property
     def place(self) -> str:
@@ -35,8 +29,7 @@ class Frame:
         return f"{self.file}:{self.line}"
 
 
-Key = tuple[tuple[str, int, str], ...]
-"""A stack as (file, line, function), the innermost frame first."""
+Key = tuple[tuple[str, int, str], ...]  # a stack as (file, line, function), the innermost frame first
 
 _LIBRARY = tuple({sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")})
 _LOCKSTEP = str(Path(__file__).parents[1]) + "/"
@@ -102,13 +95,9 @@ def shown(path: str) -> str:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Kind:
-    """One kind of finding; docs/check.md has a section for each.
+    """One kind of finding; docs/check.md has a section for each."""
 
-    Args:
-        name: Its name, as in ``--ignore`` and in the JSON report.
-    """
-
-    name: str
+    name: str  # its name, as in `--ignore` and in the JSON report
     title: str
     on_pod: str
     fix: str
@@ -205,16 +194,11 @@ KINDS: Final = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Place:
-    """The part of one process in a finding.
-
-    Args:
-        text: What it does.
-        stack: Where, the innermost frame first; empty: nowhere.
-    """
+    """The part of one process in a finding."""
 
     process: int
-    text: str
-    stack: tuple[Frame, ...] = ()
+    text: str  # what it does
+    stack: tuple[Frame, ...] = ()  # where, the innermost frame first; empty: nowhere
 
     @property
     def line(self) -> Frame | None:
@@ -224,18 +208,13 @@ class Place:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One thing that would go wrong on a pod.
-
-    Args:
-        text: What was seen, in a sentence.
-        details: More lines: what differs, what grew.
-    """
+    """One thing that would go wrong on a pod."""
 
     kind: str
-    text: str
+    text: str  # what was seen, in a sentence
     places: tuple[Place, ...]
     count: int = 1
-    details: tuple[str, ...] = ()
+    details: tuple[str, ...] = ()  # more lines: what differs, what grew
 
     @property
     def about(self) -> Kind:

@@ -12,8 +12,7 @@ from lockstep.check.log import Event, Launch, LogReader, ProcessLog, Put
 
 AHEAD = 10_000
 """Launches that one process may be ahead of another before its file is left alone until the other has caught up."""
-UNDECIDED_S = 2.0
-"""Seconds that a difference stands before it is told, though what follows it is not known yet."""
+UNDECIDED_S = 2.0  # seconds that a difference stands before it is told, though what follows it is not known yet
 
 
 class Follower:

@@ -8,32 +8,23 @@ from typing import Any
 
 from lockstep.check.findings import Frame, frames, own_line
 
-CHUNK = 1 << 18
-"""Bytes that are read of a file at a time."""
+CHUNK = 1 << 18  # bytes that are read of a file at a time
 LAUNCH_TIMED_OUT = ("Gloo", "gloo", "Connection reset by peer", "Connection closed by peer")
 """Texts in the error of a process whose launch waited for others in vain."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Program:
-    """A compiled program of one process.
+    """A compiled program of one process."""
 
-    Args:
-        number: Which one of this process it is; one that is compiled again is another.
-        processes: The processes that it runs on, by number.
-        local: The devices of this process, by their places among them.
-        arguments: The types of the arguments of the first launch, those left out that it does not use.
-        operation: Whether it is an operation of JAX itself, launched by itself, and no function that somebody jitted.
-    """
-
-    number: int
+    number: int  # which one of this process it is; one that is compiled again is another
     name: str
     digest: str
-    processes: tuple[int, ...]
-    local: tuple[int, ...]
-    arguments: tuple[str, ...]
+    processes: tuple[int, ...]  # the processes that it runs on, by number
+    local: tuple[int, ...]  # the devices of this process, by their places among them
+    arguments: tuple[str, ...]  # the types of the arguments of the first launch, those left out that it does not use
     text: str
-    operation: bool = False
+    operation: bool = False  # whether it is an operation of JAX by itself, no jitted function
 
     @property
     def shared(self) -> bool:
@@ -48,28 +39,17 @@ class Program:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Launch:
-    """One launch of a program.
-
-    Args:
-        stack: From where, the innermost frame first.
-        thread: The name of the thread; empty for the main thread.
-        values: Arguments of which each process has its own copy: position, digest, short text.
-        donated: Positions of arguments that were given away before, and the stacks of those launches.
-        live: The number of live arrays; None where they were not counted.
-        kinds: The kinds of live arrays: type, stack where they were made, number.
-        keys: The keys of the coordination service that this process has set and not deleted.
-        setters: Where they were set: one of them, the stack, number.
-    """
+    """One launch of a program."""
 
     program: Program
-    stack: tuple[Frame, ...]
-    thread: str = ""
-    values: tuple[tuple[int, str, str], ...] = ()
-    donated: tuple[tuple[int, tuple[Frame, ...]], ...] = ()
-    live: int | None = None
-    kinds: tuple[tuple[str, tuple[Frame, ...], int], ...] = ()
-    keys: int = 0
-    setters: tuple[tuple[str, tuple[Frame, ...], int], ...] = ()
+    stack: tuple[Frame, ...]  # from where, the innermost frame first
+    thread: str = ""  # the name of the thread; empty for the main thread
+    values: tuple[tuple[int, str, str], ...] = ()  # arguments that each process has a copy of: position, digest, text
+    donated: tuple[tuple[int, tuple[Frame, ...]], ...] = ()  # arguments given away before: position, stack
+    live: int | None = None  # number of live arrays; None where they were not counted
+    kinds: tuple[tuple[str, tuple[Frame, ...], int], ...] = ()  # live arrays: type, stack, number
+    keys: int = 0  # the keys of the coordination service that this process has set and not deleted
+    setters: tuple[tuple[str, tuple[Frame, ...], int], ...] = ()  # one of them, stack, number
 
     @functools.cached_property
     def place(self) -> str:
@@ -85,15 +65,10 @@ class Launch:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Put:
-    """An array that was put together from what the processes have.
+    """An array that was put together from what the processes have."""
 
-    Args:
-        array: Its type.
-        pieces: The digests of the pieces that this process has, by their places in the array.
-    """
-
-    array: str
-    pieces: dict[str, str]
+    array: str  # its type
+    pieces: dict[str, str]  # the digests of the pieces that this process has, by their places in the array
     stack: tuple[Frame, ...]
 
 
@@ -107,17 +82,12 @@ class Comparison:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ThreadState:
-    """The state of a thread when nothing was launched for a while.
-
-    Args:
-        compiling: Whether it compiled.
-        waiting: Whether the process computed nothing while its devices had not run its last launch.
-    """
+    """The state of a thread when nothing was launched for a while."""
 
     thread: str
     stack: tuple[Frame, ...]
-    compiling: bool
-    waiting: bool
+    compiling: bool  # whether it compiled
+    waiting: bool  # whether the process computed nothing while its devices had not run its last launch
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -125,14 +95,12 @@ class ProcessLog:
     """The state of one process so far."""
 
     index: int
-    launches: int = 0
-    """Their number."""
+    launches: int = 0  # their number
     other_threads: int = 0
     """The number of those of programs of this process alone, from other threads than the main one."""
     shared_threads: list[str] = dataclasses.field(default_factory=list)
     """The threads that have launched programs of several processes, in the order of their first one."""
-    where: dict[str, ThreadState] = dataclasses.field(default_factory=dict)
-    """By thread, since the last launch."""
+    where: dict[str, ThreadState] = dataclasses.field(default_factory=dict)  # by thread, since the last launch
     error: tuple[str, tuple[Frame, ...]] | None = None
     ended: bool = False
 
@@ -151,8 +119,7 @@ class ProcessLog:
         return "" if "" in self.shared_threads or not self.shared_threads else self.shared_threads[0]
 
 
-Event = Launch | Put | Comparison
-"""An action of a process that is compared."""
+Event = Launch | Put | Comparison  # an action of a process that is compared
 
 
 class LogReader:

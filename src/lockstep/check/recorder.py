@@ -18,19 +18,14 @@ import numpy as np
 
 from lockstep.check import _jax, findings
 
-QUIET_S = 3.0
-"""Seconds without a launch after which a process notes where it is."""
-SAMPLES = 50
-"""First launches of a program from a stack at which the live arrays are looked at."""
-SAMPLE_S = 0.02
-"""Seconds at least between two looks after those."""
+QUIET_S = 3.0  # seconds without a launch after which a process notes where it is
+SAMPLES = 50  # first launches of a program from a stack at which the live arrays are looked at
+SAMPLE_S = 0.02  # seconds at least between two looks after those
 IN_FLIGHT = 8
 """Launches on several devices after which the last one is waited for: XLA's CPU runtime deadlocks by itself when some
 dozens with collectives are in flight. Waited for at once: a result may be donated to the next launch."""
-IDLE = 0.02
-"""The part of a core below which a process computes nothing."""
-MOST_KINDS = 64
-"""Kinds of live arrays that one line names."""
+IDLE = 0.02  # the part of a core below which a process computes nothing
+MOST_KINDS = 64  # kinds of live arrays that one line names
 _DONATED = re.compile(r"tf\.aliasing_output|jax\.buffer_donor")
 
 

@@ -24,10 +24,8 @@ from lockstep.check.log import LAUNCH_TIMED_OUT
 from lockstep.errors import ConfigError
 from lockstep.exits import DONE, FAILED, describe_code
 
-POLL_S = 0.2
-"""Seconds between two looks at a run."""
-GRACE_S = 3
-"""Seconds between SIGTERM and SIGKILL for the processes of a run that hangs."""
+POLL_S = 0.2  # seconds between two looks at a run
+GRACE_S = 3  # seconds between SIGTERM and SIGKILL for the processes of a run that hangs
 TIMED_OUT = (*LAUNCH_TIMED_OUT, "Barrier timed out", "DEADLINE_EXCEEDED")
 """Texts in the error of a process that waited for others in vain."""
 HUNG = "the processes waited for each other, and the run was ended"
@@ -51,21 +49,15 @@ else:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CheckResult:
-    """The result of a check.
-
-    Args:
-        other_threads: The launches of programs of one process alone, from other threads than the main one: they have no
-            order that could be compared.
-        errors: The error of each process that ended with one, by its number.
-    """
+    """The result of a check."""
 
     command: Sequence[str]
     code: int
     end: End
     findings: tuple[Finding, ...]
     launches: tuple[int, ...]
-    other_threads: int
-    errors: dict[int, str]
+    other_threads: int  # launches of one process alone, outside the main thread: not compared
+    errors: dict[int, str]  # the error of each process that ended with one, by its number
     seconds: float
 
     @property
@@ -186,8 +178,7 @@ def _end(run: subprocess.Popen[bytes]) -> int:
         return run.wait()
 
 
-SHOWN_FRAMES = 6
-"""Frames of a call stack that a terminal shows."""
+SHOWN_FRAMES = 6  # frames of a call stack that a terminal shows
 
 
 def print_report(result: CheckResult, console: Console) -> None:

@@ -21,8 +21,7 @@ CAUSE_S = 4.0
 
 A process of lockstep that fails gives its peers up to 3 s to go first (lockstep.hosts.peers).
 """
-QUIET_S = 0.5
-"""Seconds after a process ended without a word in which the output of another may say what has failed."""
+QUIET_S = 0.5  # seconds after a process ended without a word in which the output of another may say what has failed
 UNCLEAR_S = 20.0
 """Seconds after a failure for which a worker that cannot be reached may come back; then it was the cause."""
 ASKED = "the launcher asked for it"
@@ -31,17 +30,12 @@ ASKED = "the launcher asked for it"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Ending:
-    """The end of the command on one worker.
-
-    Args:
-        at: When, in seconds since 1970 by the launcher's clock.
-        reason: What ended it, where it did not end by itself.
-    """
+    """The end of the command on one worker."""
 
     worker: int
     code: int
-    at: float
-    reason: str = ""
+    at: float  # when, in seconds since 1970 by the launcher's clock
+    reason: str = ""  # what ended it, where it did not end by itself
 
 
 def first_failure(
@@ -85,50 +79,34 @@ def can_retry(cause: Ending) -> bool:
 POLL_S = 0.05
 OTHERS_S = 10.0
 """Seconds between SIGTERM and SIGKILL at most for what still runs after a failure: it waits for who is gone."""
-GIVE_UP_S = 15.0
-"""Seconds for which a worker that cannot be reached is waited for when the job is to end anyway."""
-QUESTION_S = 10.0
-"""Seconds between two questions to the platform whether it has taken workers away."""
-DETACH_S = 1.0
-"""Seconds for which a job that is left alone is watched first: what cannot start has ended by then."""
+GIVE_UP_S = 15.0  # seconds for which a worker that cannot be reached is waited for when the job is to end anyway
+QUESTION_S = 10.0  # seconds between two questions to the platform whether it has taken workers away
+DETACH_S = 1.0  # seconds for which a job that is left alone is watched first: what cannot start has ended by then
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """The outcome of an attempt.
-
-    Args:
-        detached: Whether it goes on without the launcher.
-    """
+    """The outcome of an attempt."""
 
     code: int
     cause: str = ""
     retry: bool = False
-    detached: bool = False
+    detached: bool = False  # whether it goes on without the launcher
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AttemptSpec:
-    """The command of an attempt, and its time limits.
-
-    Args:
-        roots: The job's directory on each worker.
-        starts: The specification of the command for each worker (lockstep.launch.agent.supervisor).
-        skews_s: Seconds by which each worker's clock is ahead; None: not known.
-        foreground: Whether the job ends with the launcher.
-        lease_s: Seconds after which a worker that hears nothing of the launcher stops the job.
-        unreachable_s: Seconds until a worker counts as lost.
-    """
+    """The command of an attempt, and its time limits."""
 
     id: str
-    roots: Sequence[str]
-    starts: Sequence[Mapping[str, Any]]
+    roots: Sequence[str]  # the job's directory on each worker
+    starts: Sequence[Mapping[str, Any]]  # of the command on each worker (agent.supervisor.start)
     logs: Sequence[Path]
-    skews_s: Sequence[float | None]
-    foreground: bool
+    skews_s: Sequence[float | None]  # seconds by which each worker's clock is ahead; None: not known
+    foreground: bool  # whether the job ends with the launcher
     grace_s: float
-    lease_s: float
-    unreachable_s: float
+    lease_s: float  # seconds after which a worker that hears nothing of the launcher stops the job
+    unreachable_s: float  # seconds until a worker counts as lost
 
 
 class RunningAttempt:

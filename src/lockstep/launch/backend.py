@@ -18,8 +18,7 @@ from lockstep.launch.record import JobRecord
 from lockstep.printable import printable
 from lockstep.redact import Redactor
 
-ERROR = b"error: "
-"""The beginning of a line in which a process says why it ends (lockstep.hosts.exit)."""
+ERROR = b"error: "  # the beginning of a line in which a process says why it ends (lockstep.hosts.exit)
 
 
 class Console:
@@ -81,18 +80,14 @@ class Worker:
     """One machine of a job, which runs one process of it. Its place in the list is its number.
 
     Args:
-        name: How it is called in messages: a host name, or ``NAME/3``.
-        environment: Variables with which its process finds the others; public, as they are shown.
-        ports: Ports that must be free on it before the job starts.
-        reaches: Ports of another worker, as ``host:port``, that its network must let it reach.
-        path: Directories on it that are searched for programs first; ``~`` is its home directory.
+        environment: Its process finds the others by them; shown.
     """
 
-    name: str
+    name: str  # how it is called in messages: a host name, or `NAME/3`
     environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    ports: tuple[int, ...] = ()
-    reaches: tuple[str, ...] = ()
-    path: tuple[str, ...] = ()
+    ports: tuple[int, ...] = ()  # ports that must be free on it before the job starts
+    reaches: tuple[str, ...] = ()  # ports of another worker, as `host:port`, that its network must let it reach
+    path: tuple[str, ...] = ()  # directories on it that are searched for programs first; `~` is its home directory
 
 
 class Transport(Protocol):
@@ -225,8 +220,7 @@ class Backend(Protocol):
         """Stop the job and delete what was created for it on the workers, and the workers where `run` created them."""
 
 
-LIMIT_S = 600.0
-"""Seconds after which a platform that cannot be reached ends the launcher, not the job."""
+LIMIT_S = 600.0  # seconds after which a platform that cannot be reached ends the launcher, not the job
 
 
 class Patience:

@@ -21,8 +21,7 @@ from lockstep.json_text import parse_json, refused, typed
 from lockstep.launch.backend import LaunchError, Transport
 from lockstep.printable import printable
 
-GREETING = b"lockstep-agent 1\n"
-"""The first line of an answer (lockstep.launch.agent.main)."""
+GREETING = b"lockstep-agent 1\n"  # the first line of an answer (lockstep.launch.agent.main)
 AGENT = "lockstep.launch.agent"
 MODULES = ("supervisor", "main")
 """The agent's modules, each after those that it imports; ``lockstep.redact`` is before them."""
@@ -34,8 +33,7 @@ BOOT = (
     f"sys.modules['{AGENT}.main'].main()"
 )
 """The program of a worker's Python: take the agent from standard input. Nothing is installed on the worker."""
-COMMAND = f"exec python3 -I -c {shlex.quote(BOOT)}"
-"""The shell command of every connection."""
+COMMAND = f"exec python3 -I -c {shlex.quote(BOOT)}"  # the shell command of every connection
 STDERR_BYTES = 2000
 FRAME_BYTES = 16 << 20
 """Bytes of a frame, and of a line before the greeting, at most: what a setup prints comes line by line."""
@@ -256,35 +254,23 @@ def call(
         connection.close()
 
 
-FIRST_SIGN_S = 60.0
-"""Seconds that a connection may take to come about."""
-SILENT_S = 30.0
-"""Seconds without a sign of life (one comes every 2) after which a connection is given up and made anew."""
-RENEW_S = 5.0
-"""Seconds between two signs of life of the launcher at most; four of them within a lease."""
-REPEAT_S = 1.0
-"""Seconds between two requests to end, until it has ended."""
-WAITING_EVENTS = 256
-"""Events, each with at most 64 KiB of output, that may wait to be taken."""
-DELAYS_S = (0.2, 5.0)
-"""Seconds between two connections, at first and at most."""
+FIRST_SIGN_S = 60.0  # seconds that a connection may take to come about
+SILENT_S = 30.0  # seconds without a sign of life (one comes every 2) after which a connection is given up and made anew
+RENEW_S = 5.0  # seconds between two signs of life of the launcher at most; four of them within a lease
+REPEAT_S = 1.0  # seconds between two requests to end, until it has ended
+WAITING_EVENTS = 256  # events, each with at most 64 KiB of output, that may wait to be taken
+DELAYS_S = (0.2, 5.0)  # seconds between two connections, at first and at most
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Event:
-    """Something that a follower has learnt.
-
-    Args:
-        kind: ``connected``, ``started``, ``output``, ``dropped`` or ``result``.
-        text: Why the connection dropped.
-        result: How the command has ended (lockstep.launch.agent.main.look).
-    """
+    """Something that a follower has learnt."""
 
     worker: int
-    kind: str
+    kind: str  # `connected`, `started`, `output`, `dropped` or `result`
     data: bytes = b""
-    text: str = ""
-    result: dict[str, Any] = dataclasses.field(default_factory=dict)
+    text: str = ""  # why the connection dropped
+    result: dict[str, Any] = dataclasses.field(default_factory=dict)  # how the command ended (agent.main.look)
 
 
 class Follower(threading.Thread):

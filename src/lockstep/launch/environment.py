@@ -31,15 +31,10 @@ def job_variables(processes: int) -> dict[str, str]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class JobEnvironment:
-    """Variables of every process.
+    """Variables of every process."""
 
-    Args:
-        public: From ``--env``; they may be shown.
-        secret: From ``--env_file``, and those of ``--env`` whose name says so; they are never shown, logged or kept.
-    """
-
-    public: Mapping[str, str]
-    secret: Mapping[str, str]
+    public: Mapping[str, str]  # from `--env`; they may be shown
+    secret: Mapping[str, str]  # from `--env_file`, or of `--env` by their names; never shown, logged or kept
 
     @property
     def too_short(self) -> list[str]:

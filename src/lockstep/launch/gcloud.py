@@ -29,19 +29,13 @@ CALL_S: Final = 300.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cause:
-    """A reason why gcloud refuses.
-
-    Args:
-        pattern: What gcloud's text then contains.
-        advice: What to try; ``{zone}`` and ``{project}`` are those of the call.
-        code: The launcher's exit code; ``--retries`` tries again after some of them.
-    """
+    """A reason why gcloud refuses."""
 
     name: str
-    pattern: str
+    pattern: str  # what gcloud's text then contains
     summary: str
-    advice: str
-    code: int = REFUSED
+    advice: str  # what to try; `{zone}` and `{project}` are those of the call
+    code: int = REFUSED  # the launcher's exit code; `--retries` tries again after some of them
 
     @property
     def passes(self) -> bool:
@@ -192,13 +186,9 @@ class GcloudError(LaunchError):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Gcloud:
-    """gcloud for one project and zone.
+    """gcloud for one project and zone."""
 
-    Args:
-        project: The project, or empty for that of gcloud's configuration.
-    """
-
-    project: str = ""
+    project: str = ""  # the project, or empty for that of gcloud's configuration
     zone: str
 
     @property

@@ -60,18 +60,13 @@ def add_gke_options(parser: argparse.ArgumentParser) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GkeSpec:
-    """A job before anything of it is created.
-
-    Args:
-        record: Its record, which is not written yet.
-        wheel_name: The file name of the wheel; "": none is sent.
-    """
+    """A job before anything of it is created."""
 
     options: argparse.Namespace
-    record: JobRecord
+    record: JobRecord  # its record, which is not written yet
     job: GkeJob
     environment: JobEnvironment
-    wheel_name: str
+    wheel_name: str  # the file name of the wheel; "": none is sent
 
     @classmethod
     def of(cls, options: argparse.Namespace) -> "GkeSpec":
@@ -163,12 +158,9 @@ def pack(files: Mapping[str, bytes]) -> bytes:
     return target.getvalue()
 
 
-POLL_S: Final = 5.0
-"""Seconds between two looks at the JobSet and its pods."""
-SAY_S: Final = 60.0
-"""Seconds between two lines that say which processes have not started."""
-NAMED: Final = 8
-"""Processes that such a line names."""
+POLL_S: Final = 5.0  # seconds between two looks at the JobSet and its pods
+SAY_S: Final = 60.0  # seconds between two lines that say which processes have not started
+NAMED: Final = 8  # processes that such a line names
 STUCK: Final = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "CreateContainerConfigError")
 """The reasons of pods that wait and will never start."""
 

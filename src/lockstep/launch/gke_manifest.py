@@ -28,12 +28,9 @@ REPLICATED_JOB: Final = "slice"
 CONTAINER: Final = "worker"
 JOB_ID: Final = "lockstep/job-id"
 """The label of all objects and pods of a job with its `GkeJob.id`: what lacks it is not this job's."""
-PARTS: Final = "/lockstep/parts"
-"""The directory of the ConfigMaps in a pod, as the files ``part-00``, ``part-01``, …"""
-FILES: Final = "/lockstep/files"
-"""The directory of the files in a pod once the parts are put together."""
-WORKDIR: Final = "/lockstep/work"
-"""The directory in which the command runs in a pod, in the copy of ``--sync``."""
+PARTS: Final = "/lockstep/parts"  # the directory of the ConfigMaps in a pod, as the files `part-00`, `part-01`, …
+FILES: Final = "/lockstep/files"  # the directory of the files in a pod once the parts are put together
+WORKDIR: Final = "/lockstep/work"  # the directory in which the command runs in a pod, in the copy of `--sync`
 SYNCED: Final = "sync.tar.gz"
 INSTALLED: Final = "lockstep: installed, the command starts"
 """The line that a pod prints between the two: until then the others wait for it."""
@@ -41,8 +38,7 @@ CAUSE_S: Final = 15
 """Seconds that a pod waits which another one has ended, or may have, so that Kubernetes learns of the cause first."""
 PART_BYTES: Final = 1_000_000
 """Bytes of the files in one ConfigMap, which may have 1 MiB (https://kubernetes.io/docs/concepts/configuration/configmap/)."""
-MAX_PARTS: Final = 16
-"""ConfigMaps of a job: what is larger is data, and belongs in a bucket."""
+MAX_PARTS: Final = 16  # ConfigMaps of a job: what is larger is data, and belongs in a bucket
 LOCKED_KIB: Final = 68_719_476_736
 """The limit of locked memory, in KiB, that TPUs want, which only privileged pods have without asking.
 
@@ -53,39 +49,26 @@ LIMIT_STAYS: Final = 'echo "the limit of locked memory stays at $(ulimit -l) KiB
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GkeJob:
-    """A job on GKE, of which the objects are made.
+    """A job on GKE, of which the objects are made."""
 
-    Args:
-        name: The name of all of them.
-        id: What no other job has, of this name or another.
-        secret_names: The names of the variables in the Secret.
-        files: The names of the files in the ConfigMaps.
-        requirement: What is installed before the command runs, with `PINS`; "": nothing.
-        retries: How often all pods are started again after a failure that another try can cure.
-        reservation: The name of a reservation; "": none.
-        queue: The Kueue queue; "": none.
-        service_account: The Kubernetes service account, for buckets; "": the namespace's.
-        privileged: Whether the containers are privileged, as GKE before 1.28 wants it.
-    """
-
-    name: str
-    id: str
+    name: str  # the name of all of them
+    id: str  # what no other job has, of this name or another
     slice: Slice
     slices: int
     command: Sequence[str]
     image: str
     environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    secret_names: Sequence[str] = ()
-    files: Sequence[str] = ()
+    secret_names: Sequence[str] = ()  # the names of the variables in the Secret
+    files: Sequence[str] = ()  # the names of the files in the ConfigMaps
     parts: int = 0
-    requirement: str = ""
-    retries: int = 0
+    requirement: str = ""  # what is installed before the command runs, with `PINS`; "": nothing
+    retries: int = 0  # how often all pods are started again after a failure that another try can cure
     spot: bool = False
-    reservation: str = ""
-    queue: str = ""
-    service_account: str = ""
+    reservation: str = ""  # the name of a reservation; "": none
+    queue: str = ""  # the Kueue queue; "": none
+    service_account: str = ""  # the Kubernetes service account, for buckets; "": the namespace's
     grace_s: int = 60
-    privileged: bool = False
+    privileged: bool = False  # whether the containers are privileged, as GKE before 1.28 wants it
 
     @property
     def pods(self) -> int:

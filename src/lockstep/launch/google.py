@@ -32,15 +32,13 @@ makes with a slice (8470, 8471, 8474, 8476, 11211: https://github.com/jax-ml/jax
 LIVENESS_PORT: Final = "11211"
 """The port of the listener that knows when a process dies: of those that are open, the one that is none of libtpu's.
 Where somebody has it, the listener takes another one."""
-MEGASCALE_PORT: Final = 8080
-"""The port of MegaScale's coordinator, on the first host of the first slice."""
+MEGASCALE_PORT: Final = 8080  # the port of MegaScale's coordinator, on the first host of the first slice
 
 
 class GoogleBackend(WorkerBackend):
     """A backend whose machines belong to a `Pod`."""
 
-    title: str
-    """The heading of its options."""
+    title: str  # the heading of its options
 
     @abc.abstractmethod
     def add_own_options(self, parser: argparse.ArgumentParser) -> None:

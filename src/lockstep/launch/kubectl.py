@@ -27,8 +27,7 @@ from lockstep.launch.processes import failed_by_their_logs
 from lockstep.launch.record import JobRecord
 from lockstep.launch.slices import slice_of
 
-CALL_S: Final = 120.0
-"""Seconds that a call may take that does not follow anything."""
+CALL_S: Final = 120.0  # seconds that a call may take that does not follow anything
 
 CAUSES: Final = (
     ("executable gke-gcloud-auth-plugin not found", REFUSED,
@@ -53,15 +52,10 @@ CAUSES: Final = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Kubectl:
-    """kubectl for one namespace.
+    """kubectl for one namespace."""
 
-    Args:
-        context: The context of the user's configuration; "": the current one.
-        namespace: The namespace; "": the context's.
-    """
-
-    context: str = ""
-    namespace: str = ""
+    context: str = ""  # the context of the user's configuration; "": the current one
+    namespace: str = ""  # the namespace; "": the context's
 
     def argv(self, *words: str) -> list[str]:
         """The command line."""
@@ -109,35 +103,23 @@ def _explained(words: Sequence[str], said: str) -> LaunchError:
     return LaunchError(f"kubectl {words[0]} failed: {text}", REFUSED)
 
 
-RECONNECT_S = 2.0
-"""Seconds between two connections to the same log."""
-IN_CONSEQUENCE = (PEER_FAILED, TERMINATED)
-"""Codes of pods that another one has ended."""
+RECONNECT_S = 2.0  # seconds between two connections to the same log
+IN_CONSEQUENCE = (PEER_FAILED, TERMINATED)  # codes of pods that another one has ended
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PodState:
-    """The state of a pod, as Kubernetes tells it.
-
-    Args:
-        uid: Its identity: a pod that is made again has another.
-        process: The number of its process in the job.
-        attempt: The number of the attempt, from 1.
-        phase: ``Pending``, ``Running``, ``Succeeded`` or ``Failed``.
-        waits: Why it does not run yet, in Kubernetes' word; "": it does, or nobody says why.
-        code: The exit code of its container; None: it has not ended.
-        ended: When it ended, as Kubernetes writes times, which sort as texts; "": it has not.
-    """
+    """The state of a pod, as Kubernetes tells it."""
 
     name: str
-    uid: str
-    process: int
-    attempt: int
-    phase: str
-    waits: str = ""
+    uid: str  # its identity: a pod that is made again has another
+    process: int  # number of its process in the job
+    attempt: int  # number of the attempt, from 1
+    phase: str  # `Pending`, `Running`, `Succeeded` or `Failed`
+    waits: str = ""  # why it does not run yet, in Kubernetes' word; "": it does, or nobody says why
     message: str = ""
-    code: int | None = None
-    ended: str = ""
+    code: int | None = None  # the exit code of its container; None: it has not ended
+    ended: str = ""  # when it ended, as Kubernetes writes times, which sort as texts; "": it has not
 
     @property
     def running(self) -> bool:

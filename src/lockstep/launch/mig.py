@@ -24,36 +24,24 @@ CAPACITY_FLAGS: Final = {
 }
 """Options of ``instance-templates create`` for each ``--capacity_type``."""
 
-DELETE_S: Final = 1800.0
-"""Seconds that deleting a group may take: gcloud waits for it."""
+DELETE_S: Final = 1800.0  # seconds that deleting a group may take: gcloud waits for it
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Mig:
-    """Slices of one name, each a managed instance group.
-
-    Args:
-        name: The name of policy, template and group; the groups of several slices are ``name-0``, ``name-1``.
-        slice: The kind of slice, or None: only existing groups are used, whatever their kind.
-        machine_type: Compute Engine's type of its machines; empty without a kind of slice.
-        capacity: A key of ``CAPACITY_FLAGS``.
-        boot_disk_gb: The size of the disk.
-        network: The network's name, or empty for ``default``.
-        service_account: The account of the machines, or empty for the project's default.
-        internal_ip: Whether machines have, and ssh uses, internal addresses only.
-    """
+    """Slices of one name, each a managed instance group."""
 
     gcloud: Gcloud
-    name: str
-    slice: Slice | None
-    machine_type: str = ""
+    name: str  # the name of policy, template and group; the groups of several slices are `name-0`, `name-1`
+    slice: Slice | None  # the kind of slice, or None: only existing groups are used, whatever their kind
+    machine_type: str = ""  # Compute Engine's type of its machines; empty without a kind of slice
     count: int = 1
-    capacity: str = "on-demand"
+    capacity: str = "on-demand"  # a key of `CAPACITY_FLAGS`
     reservation: str = ""
-    boot_disk_gb: int = 200
-    network: str = ""
-    service_account: str = ""
-    internal_ip: bool = False
+    boot_disk_gb: int = 200  # the size of the disk
+    network: str = ""  # the network's name, or empty for `default`
+    service_account: str = ""  # the account of the machines, or empty for the project's default
+    internal_ip: bool = False  # whether machines have, and ssh uses, internal addresses only
 
     @property
     def groups(self) -> list[str]:

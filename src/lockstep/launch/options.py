@@ -10,8 +10,7 @@ from lockstep.launch.backend import Backend
 from lockstep.launch.sync import modules_of_configuration
 
 CAPACITY_TYPES = ("on-demand", "spot", "reserved", "best-effort")
-DEBUG = "--debug"
-"""The option that shows the stack of every error, whatever the command."""
+DEBUG = "--debug"  # the option that shows the stack of every error, whatever the command
 PROG = "lockstep launch"
 USAGE = f"{PROG} [run] [options] -- command [arguments]\n       {PROG} status|logs|stop|delete NAME"
 

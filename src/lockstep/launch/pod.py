@@ -12,30 +12,20 @@ from lockstep.launch.backend import LaunchError, Worker
 from lockstep.launch.gcloud import GcloudError
 from lockstep.launch.ssh import SSH_OPTIONS
 
-LABEL: Final = "lockstep-launch"
-"""The label of what the launcher made: ``delete`` leaves alone what has none."""
-STILL_S: Final = 300.0
-"""Seconds after which a state that has not changed is shown again."""
-LOST_POLLS: Final = 6
-"""Failed polls in a row that a wait survives: a laptop may lose its network for a minute."""
+LABEL: Final = "lockstep-launch"  # the label of what the launcher made: `delete` leaves alone what has none
+STILL_S: Final = 300.0  # seconds after which a state that has not changed is shown again
+LOST_POLLS: Final = 6  # failed polls in a row that a wait survives: a laptop may lose its network for a minute
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Machine:
-    """One machine of a pod.
+    """One machine of a pod."""
 
-    Args:
-        name: How it is shown, and how Google knows it.
-        address: Where ssh reaches it.
-        internal_address: Where the other machines reach it.
-        host_key_alias: Under which name ssh keeps its host key: addresses come back with other machines.
-    """
-
-    name: str
+    name: str  # how it is shown, and how Google knows it
     slice_id: int
-    address: str
-    internal_address: str
-    host_key_alias: str
+    address: str  # where ssh reaches it
+    internal_address: str  # where the other machines reach it
+    host_key_alias: str  # under which name ssh keeps its host key: addresses come back with other machines
 
 
 class Pod(Protocol):

@@ -26,8 +26,7 @@ class Limits:
 
     Args:
         disk_bytes: Free bytes in the home directory and in ``/tmp``.
-        clock_s: Seconds by which its clock may differ from the launcher's: certificates and signed requests to buckets
-            are refused minutes apart, and logs cannot be read side by side.
+        clock_s: Between its clock and the launcher's: certificates and signed requests are refused minutes apart.
     """
 
     disk_bytes: int = 2 * GIB
@@ -36,14 +35,10 @@ class Limits:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Facts:
-    """The facts that a worker tells about itself (lockstep.launch.agent.main).
-
-    Args:
-        skew_s: Seconds by which its clock is ahead of the launcher's.
-    """
+    """The facts that a worker tells about itself (lockstep.launch.agent.main)."""
 
     answer: Mapping[str, Any]
-    skew_s: float
+    skew_s: float  # seconds by which its clock is ahead of the launcher's
 
 
 def problems(workers: Sequence[Worker], facts: Sequence[Facts], program: str, limits: Limits) -> list[str]:
@@ -126,16 +121,11 @@ def _differences(workers: Sequence[Worker], facts: Sequence[Facts]) -> list[str]
     return found
 
 
-AT_ONCE = 64
-"""Workers that are talked to at the same time."""
-FILES_PER_WORKER = 8
-"""Pipes and files that a connection and a log need."""
-PAUSE_S = (0.5, 5.0)
-"""Seconds between two tries to reach a worker, at first and at most."""
-FREE_S = 20.0
-"""Seconds for which a job that is started again waits for what its last attempt has used."""
-SHOWN = 8
-"""Workers that are named when the same goes wrong on many."""
+AT_ONCE = 64  # workers that are talked to at the same time
+FILES_PER_WORKER = 8  # pipes and files that a connection and a log need
+PAUSE_S = (0.5, 5.0)  # seconds between two tries to reach a worker, at first and at most
+FREE_S = 20.0  # seconds for which a job that is started again waits for what its last attempt has used
+SHOWN = 8  # workers that are named when the same goes wrong on many
 
 
 def on_all[T](transport: Transport, work: Callable[[int], T]) -> list[T]:
@@ -188,28 +178,20 @@ def in_short(texts: Sequence[str]) -> str:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Preparation:
-    """The job that workers are prepared for.
-
-    Args:
-        program: What the job runs; it must be there.
-        environment: Variables of the job, without secrets.
-        limits: What a worker must have; None: nothing is looked at.
-        sudo: Whether processes of other users are looked at as root, where that needs no password.
-        replaces: Whether an attempt of this job that still runs is ended; else it is an error.
-    """
+    """The job that workers are prepared for."""
 
     roots: Sequence[str]
     setup: str | None
     setup_files: Mapping[str, bytes]
     setup_logs: Sequence[Path]
     archive: Archive | None
-    program: str
+    program: str  # what the job runs; it must be there
     cwds: Sequence[str]
-    environment: Mapping[str, str]
+    environment: Mapping[str, str]  # variables of the job, without secrets
     unreachable_s: float
-    limits: Limits | None
-    sudo: bool
-    replaces: bool
+    limits: Limits | None  # what a worker must have; None: nothing is looked at
+    sudo: bool  # whether processes of other users are looked at as root, where that needs no password
+    replaces: bool  # whether an attempt of this job that still runs is ended; else it is an error
 
 
 def prepare(transport: Transport, job: Preparation, console: Console) -> list[float | None]:

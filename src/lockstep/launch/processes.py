@@ -19,14 +19,10 @@ from lockstep.exits import FAULT, PEER_FAILED
 from lockstep.launch.backend import ERROR
 from lockstep.redact import Redactor
 
-LAST_LINES = 40
-"""Number of last lines of a failed process that are shown again."""
-LAST_BYTES = 1 << 16
-"""Bytes of a file that are read for them."""
-POLL_S = 0.05
-"""Seconds between two checks of which processes still run."""
-CAUSE_S = 0.5
-"""Seconds after a process ended in which the one that caused it may end too, or say so, and is then named."""
+LAST_LINES = 40  # number of last lines of a failed process that are shown again
+LAST_BYTES = 1 << 16  # bytes of a file that are read for them
+POLL_S = 0.05  # seconds between two checks of which processes still run
+CAUSE_S = 0.5  # seconds after a process ended in which the one that caused it may end too, or say so, and is then named
 REPORT_S = 3.0
 """Seconds that the other processes have, after one failed, to report what is wrong before they get SIGTERM."""
 _FAILED_ON = re.compile(ERROR + rb"\d+ of \d+ processes failed at .*?\. process(?:es)? (\d+)")

@@ -13,48 +13,34 @@ from typing import Any
 from lockstep.errors import ConfigError
 from lockstep.json_text import parse_json, refused, typed
 
-DIRECTORY = "LOCKSTEP_JOBS_DIR"
-"""The variable that names another directory than ``~/.lockstep/jobs``."""
+DIRECTORY = "LOCKSTEP_JOBS_DIR"  # the variable that names another directory than `~/.lockstep/jobs`
 NOT_KEPT = ("command", "env", "env_file", "dry_run")
 """Options that are not in the record: they are kept elsewhere, may be secret, or mean nothing later."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Attempt:
-    """One start of the command on all workers.
+    """One start of the command on all workers."""
 
-    Args:
-        number: From 1.
-        id: Its name on the workers, of no other attempt anywhere.
-        started: When it was started, in seconds since 1970.
-        launched: Whether the workers were fit, and the command was started on them.
-        ended: When it had ended on all workers; None: not known to have.
-    """
-
-    number: int
-    id: str
-    started: float
-    launched: bool = False
-    ended: float | None = None
+    number: int  # from 1
+    id: str  # its name on the workers, of no other attempt anywhere
+    started: float  # when it was started, in seconds since 1970
+    launched: bool = False  # whether the workers were fit, and the command was started on them
+    ended: float | None = None  # when it had ended on all workers; None: not known to have
     code: int | None = None
     cause: str = ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class JobRecord:
-    """A job: what it is, where, and how its attempts ended. No secret is in it.
-
-    Args:
-        options: The options that it was started with, as JSON values.
-        notes: What a backend has to remember of it, as JSON values.
-    """
+    """A job: what it is, where, and how its attempts ended. No secret is in it."""
 
     name: str
     backend: str
     command: tuple[str, ...]
-    options: Mapping[str, Any]
+    options: Mapping[str, Any]  # the options that it was started with, as JSON values
     attempts: tuple[Attempt, ...] = ()
-    notes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    notes: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # what a backend remembers, as JSON values
     deleted: bool = False
 
     @property

@@ -19,8 +19,7 @@ from typing import Final
 from lockstep.exits import SETUP_FAILED
 from lockstep.launch.backend import LaunchError
 
-ROOT: Final = Path(__file__).resolve().parents[3]
-"""The checkout that this module is part of, if it is part of one."""
+ROOT: Final = Path(__file__).resolve().parents[3]  # the checkout that this module is part of, if it is part of one
 UV_VERSION: Final = "0.13.9"
 UV_HASHES: Final = (
     "d7f459fe4fd247d830351c75686d3996ace3c6f3f728eb0e85a30b7ada0cef19",  # x86_64
@@ -31,12 +30,9 @@ UV_HASHES: Final = (
 PYTHON_VERSION: Final = "3.12"
 EXTRAS: Final = "tpu,gcs,wandb,parquet"
 """The optional dependencies of a run whose configuration names a bucket, W&B and a dataset of the Hugging Face hub."""
-PINS: Final = "hashes.txt"
-"""The versions that are installed, with the hashes of their files, which uv compares."""
-HOME: Final = ".lockstep"
-"""The directory below a machine's home in which versions are installed."""
-BUILD_S: Final = 600.0
-"""Seconds that building the wheel may take."""
+PINS: Final = "hashes.txt"  # the versions that are installed, with the hashes of their files, which uv compares
+HOME: Final = ".lockstep"  # the directory below a machine's home in which versions are installed
+BUILD_S: Final = 600.0  # seconds that building the wheel may take
 
 # Run by `sh` in a directory with the wheel and constraints.txt. A version is there once `ready` is: what an interrupted
 # installation left is removed by the next one. The lock is the kernel's, so it ends with its process.
@@ -84,13 +80,9 @@ say "$version is ready"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Version:
-    """The state of a checkout.
+    """The state of a checkout."""
 
-    Args:
-        name: The version, the commit and, if files differ from it, a digest of them.
-    """
-
-    name: str
+    name: str  # the version, the commit and, if files differ from it, a digest of them
     changed: bool
 
 

@@ -10,36 +10,25 @@ from typing import Final
 
 from lockstep.errors import ConfigError
 
-CHIPS_PER_HOST: Final = 4
-"""Chips of each machine of a slice that has several."""
+CHIPS_PER_HOST: Final = 4  # chips of each machine of a slice that has several
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Family:
-    """One generation of TPUs.
-
-    Args:
-        cores_in_name: The number that a name counts per chip: 2 where it counts TensorCores, 1 where it counts chips.
-        grids: The grids of all documented slices, smallest first.
-        single_host: The grids that are one machine with all chips.
-        runtime_version: The image of a new Cloud TPU node; empty where the Cloud TPU API does not have the generation.
-        machine_types: Compute Engine's machine types by chips per machine; empty where Compute Engine has none.
-        image_family: The image of a new Compute Engine machine, in the project ``IMAGE_PROJECT``.
-    """
+    """One generation of TPUs."""
 
     prefix: str
-    cores_in_name: int
-    grids: tuple[tuple[int, ...], ...]
-    single_host: frozenset[tuple[int, ...]]
+    cores_in_name: int  # number that a name counts per chip: 2 where it counts TensorCores, 1 where it counts chips
+    grids: tuple[tuple[int, ...], ...]  # the grids of all documented slices, smallest first
+    single_host: frozenset[tuple[int, ...]]  # the grids that are one machine with all chips
     source: str
     devices_per_chip: int = 1
-    runtime_version: str = ""
-    machine_types: tuple[tuple[int, str], ...] = ()
-    image_family: str = ""
+    runtime_version: str = ""  # the image of a Cloud TPU node; empty where its API has none
+    machine_types: tuple[tuple[int, str], ...] = ()  # Compute Engine's, by chips per machine
+    image_family: str = ""  # of Compute Engine, in `IMAGE_PROJECT`
 
 
-IMAGE_PROJECT: Final = "ubuntu-os-accelerator-images"
-"""Google's project with the images of ``Family.image_family``."""
+IMAGE_PROJECT: Final = "ubuntu-os-accelerator-images"  # Google's project with the images of `Family.image_family`
 
 # A cuboid is rented in the shape that is nearest to a cube, with sides that are multiples of 4 from 64 chips on.
 _V4 = ((2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4), (4, 4, 4), (4, 4, 8), (4, 8, 8), (8, 8, 8), (8, 8, 12), (8, 8, 16),
@@ -86,15 +75,11 @@ FAMILIES: Final = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Slice:
-    """One slice, from its name alone.
-
-    Args:
-        grid: The number of chips along each axis.
-    """
+    """One slice, from its name alone."""
 
     name: str
     family: Family
-    grid: tuple[int, ...]
+    grid: tuple[int, ...]  # number of chips along each axis
 
     @property
     def chips(self) -> int:

@@ -63,10 +63,8 @@ def _numbers(path: Path) -> tuple[int, int]:
     return int(attempt), int(worker)
 
 
-POLL_S: Final = 5.0
-"""Seconds between two questions to Slurm's controller, which serves all users."""
-READ_S: Final = 0.5
-"""Seconds between two looks at the logs."""
+POLL_S: Final = 5.0  # seconds between two questions to Slurm's controller, which serves all users
+READ_S: Final = 0.5  # seconds between two looks at the logs
 ENDED: Final = {
     "NODE_FAIL": WORKER_LOST,
     "BOOT_FAIL": WORKER_LOST,

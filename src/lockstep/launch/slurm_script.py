@@ -17,8 +17,7 @@ SCRIPT: Final = "job.sh"
 TASK: Final = "task.sh"
 CODE: Final = "code"
 """The file in an attempt's directory with the exit code of the whole attempt; those of the tasks are ``code-N``."""
-WARNING_S: Final = 120
-"""Seconds before the time limit at which the tasks get SIGTERM: time to save."""
+WARNING_S: Final = 120  # seconds before the time limit at which the tasks get SIGTERM: time to save
 
 TIME_LIMIT: Final = re.compile(r"\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}|UNLIMITED|INFINITE")
 """As sbatch has it (https://slurm.schedmd.com/sbatch.html#OPT_time)."""
@@ -28,27 +27,20 @@ TIME_LIMIT: Final = re.compile(r"\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}|UNLIMITED|INF
 class SlurmJob:
     """A job of Slurm, of which the batch script is made.
 
-    Args:
-        directory: Where its script, logs and codes are, on a file system that all nodes share.
-        has_secrets: Whether there is a file `SECRETS`.
-        retries: How often it is started again after a failure that another try can cure.
-        time_limit: As for ``sbatch --time``; None: the partition's.
-        options: More options of sbatch, each as ``--name=value``.
-
     Raises:
         ConfigError: One cannot be a directive of a batch script.
     """
 
     name: str
-    directory: Path
+    directory: Path  # where its script, logs and codes are, on a file system that all nodes share
     command: Sequence[str]
     nodes: int
     tasks_per_node: int = 1
     environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    has_secrets: bool = False
-    retries: int = 0
-    time_limit: str | None = None
-    options: Sequence[str] = ()
+    has_secrets: bool = False  # whether there is a file `SECRETS`
+    retries: int = 0  # how often it is started again after a failure that another try can cure
+    time_limit: str | None = None  # as for `sbatch --time`; None: the partition's
+    options: Sequence[str] = ()  # more options of sbatch, each as `--name=value`
 
     def __post_init__(self) -> None:
         if self.time_limit is not None and not TIME_LIMIT.fullmatch(self.time_limit):

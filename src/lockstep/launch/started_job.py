@@ -15,8 +15,7 @@ from lockstep.launch.prepare import on_all
 from lockstep.launch.record import Attempt, JobRecord
 from lockstep.printable import printable
 
-MARGIN_S = 20.0
-"""Seconds beyond its grace in which a job must have ended."""
+MARGIN_S = 20.0  # seconds beyond its grace in which a job must have ended
 
 
 class StartedJob:

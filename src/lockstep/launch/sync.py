@@ -23,28 +23,19 @@ CREDENTIALS = (
 """Names of files and directories with keys and passwords, which are never copied."""
 CREDENTIAL_PATHS = (".config/gcloud", ".docker/config.json", ".huggingface/token", "huggingface/token")
 """The same, by more than one part of a path."""
-SHOWN = 8
-"""Files that a warning names."""
-KEY_BYTES = 1 << 14
-"""No key file is larger: what is, is not looked into."""
+SHOWN = 8  # files that a warning names
+KEY_BYTES = 1 << 14  # no key file is larger: what is, is not looked into
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Archive:
-    """Files to copy.
+    """Files to copy."""
 
-    Args:
-        path: The archive: tar, gzip.
-        digest: The digest of names, modes and contents.
-        size: Their bytes, unpacked.
-        left_out: Files that look like keys or passwords, which are not in it.
-    """
-
-    path: Path
-    digest: str
+    path: Path  # the archive: tar, gzip
+    digest: str  # the digest of names, modes and contents
     count: int
-    size: int
-    left_out: Sequence[str] = ()
+    size: int  # their bytes, unpacked
+    left_out: Sequence[str] = ()  # files that look like keys or passwords, which are not in it
 
     def warning(self) -> str:
         """The sentence that names the files that were left out; "": there are none."""

@@ -31,27 +31,17 @@ COMES_BACK: Final = frozenset({"CREATING", "RESTARTING", "REIMAGING", "REPAIRING
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TpuVm:
-    """The nodes of one queued resource, or nodes that somebody made in another way.
-
-    Args:
-        name: The name of the queued resource and of the node; the nodes of several slices are ``name-0``, ``name-1``.
-        slice: The kind of slice, or None: only an existing one is used, whatever its kind.
-        capacity: A key of ``CAPACITY_FLAGS``.
-        runtime_version: The image, or empty for the one that belongs to the kind of slice.
-        network: The network's name, or empty for ``default``.
-        service_account: The account of the machines, or empty for the project's default.
-        internal_ip: Whether machines have, and ssh uses, internal addresses only.
-    """
+    """The nodes of one queued resource, or nodes that somebody made in another way."""
 
     gcloud: Gcloud
-    name: str
-    slice: Slice | None
+    name: str  # the name of the queued resource and of the node; the nodes of several slices are `name-0`, `name-1`
+    slice: Slice | None  # the kind of slice, or None: only an existing one is used, whatever its kind
     count: int = 1
-    capacity: str = "on-demand"
-    runtime_version: str = ""
-    network: str = ""
-    service_account: str = ""
-    internal_ip: bool = False
+    capacity: str = "on-demand"  # a key of `CAPACITY_FLAGS`
+    runtime_version: str = ""  # the image, or empty for the one that belongs to the kind of slice
+    network: str = ""  # the network's name, or empty for `default`
+    service_account: str = ""  # the account of the machines, or empty for the project's default
+    internal_ip: bool = False  # whether machines have, and ssh uses, internal addresses only
 
     @property
     def nodes(self) -> list[str]:

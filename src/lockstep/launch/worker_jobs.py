@@ -18,8 +18,7 @@ from lockstep.launch.started_job import StartedJob
 from lockstep.launch.sync import Archive, check_configuration, make_archive
 from lockstep.redact import Redactor
 
-RETRY_PAUSE_S = 2.0
-"""Seconds before a job is started again."""
+RETRY_PAUSE_S = 2.0  # seconds before a job is started again
 
 
 class WorkerJobs:

@@ -80,8 +80,7 @@ def _args(cls: type[Any]) -> str:
 CONFIG_PATH = "config_path"
 MAX_BYTES: Final = 512 << 10
 """Bytes of a file at most: PyYAML reads 0.2 MB/s, and its faster parser dies of deep nesting."""
-MAX_VALUES: Final = 100_000
-"""Values of a file at most, with those of aliases in each place."""
+MAX_VALUES: Final = 100_000  # values of a file at most, with those of aliases in each place
 
 
 def parse_arguments[Config](cls: type[Config], arguments: Sequence[str]) -> Config:

@@ -46,35 +46,21 @@ def seconds(text: str) -> float:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Command:
-    """One command of ``lockstep``.
-
-    Args:
-        example: A command line, in the words of ``lockstep COMMAND --help``; lines after the first are indented.
-        function: Its name in that module, of ``(arguments) -> exit code``.
-        usage: What goes after its name.
-        description: What it does, in more words than in the summary; "": the summary says it all.
-        options: ``module:function`` that adds what it can be given beside a configuration to an argparse parser, from
-            which help and completion are made; None: nothing.
-        own_help: Whether its ``main`` prints the help, because what it can be given depends on the other arguments.
-        config_class: The name of its configuration's dataclass in that module; None: it has none of its own.
-        workload_function: ``module:function`` that makes a `Workload` of (name, configuration, model), for
-            ``lockstep plan``; None: the command cannot be planned.
-        joins_job: Whether it can be a process of a job, whose end the others must learn of; False: jax is not loaded.
-    """
+    """One command of ``lockstep``."""
 
     name: str
     purpose: str
     summary: str
     module: str
-    example: str
-    function: str = "main"
-    usage: str = "[--config_path FILE.yaml] [--key.in.dots VALUE ...]"
-    description: str = ""
-    options: str | None = None
-    own_help: bool = False
-    config_class: str | None = None
-    workload_function: str | None = None
-    joins_job: bool = True
+    example: str  # a command line; lines after the first are indented
+    function: str = "main"  # its name in that module, of `(arguments) -> exit code`
+    usage: str = "[--config_path FILE.yaml] [--key.in.dots VALUE ...]"  # what goes after its name
+    description: str = ""  # in more words than the summary
+    options: str | None = None  # `module:function` that adds what is no key to an argparse parser
+    own_help: bool = False  # whether it prints its help itself: it depends on the other arguments
+    config_class: str | None = None  # its configuration's dataclass in that module
+    workload_function: str | None = None  # `module:function` for `lockstep plan`
+    joins_job: bool = True  # whether it is a process of a job, and loads jax
 
     def run(self, arguments: Sequence[str]) -> int:
         """Run the command."""

@@ -122,8 +122,7 @@ def write_rows(rows: Iterable[Mapping[str, str]], path: Path) -> None:
 
 KIND: Final = "in words"
 """The beginning that the questions of the demo share: numbers to spell, which a model learns faster than sums."""
-PROMPTS: Final = 8
-"""The number of questions that the model answers while it learns."""
+PROMPTS: Final = 8  # the number of questions that the model answers while it learns
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -24,37 +24,27 @@ from lockstep.main.arguments import (
 )
 from lockstep.main.commands import COMMANDS, Command
 
-ADDED_OPTIONS: Final = "options"
-"""Title of the group of options that every command has."""
+ADDED_OPTIONS: Final = "options"  # title of the group of options that every command has
 WIDTH: Final = 120
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Key:
-    """One key of a configuration.
-
-    Args:
-        default: Its default as in YAML, ``required`` where there is none; "" where none is shown.
-    """
+    """One key of a configuration."""
 
     name: str
     kind: Any
-    default: str
+    default: str  # its default as in YAML, `required` where there is none; "" where none is shown
     text: str
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KeyGroup:
-    """The keys of one block of a configuration.
+    """The keys of one block of a configuration."""
 
-    Args:
-        name: The key of the block; "" for the keys outside of any.
-        keys: Its keys, without those of blocks in it.
-    """
-
-    name: str
+    name: str  # the key of the block; "" for the keys outside of any
     text: str
-    keys: list[Key]
+    keys: list[Key]  # its keys, without those of blocks in it
 
 
 def overview() -> str:

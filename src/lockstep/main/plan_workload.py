@@ -17,8 +17,7 @@ from lockstep.training import RolloutConfig, SavedModel, TrainConfig
 from lockstep.training.objectives import routing_column
 from lockstep.types import Request, SamplingParams
 
-CHAT_TOKENS: Final = 64
-"""The number of tokens that a chat template may add to a message."""
+CHAT_TOKENS: Final = 64  # the number of tokens that a chat template may add to a message
 
 GSM8K_PROMPT: Final = 256
 """The number of tokens of a question with its chat template: the longest of GSM8K has about 240."""
@@ -26,14 +25,10 @@ GSM8K_PROMPT: Final = 256
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Shape:
-    """A model's shape and where it was found.
-
-    Args:
-        vocab_size: The number of rows of its embedding.
-    """
+    """A model's shape and where it was found."""
 
     config: LlamaConfig
-    vocab_size: int
+    vocab_size: int  # number of rows of its embedding
     source: str
 
 

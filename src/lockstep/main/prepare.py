@@ -224,8 +224,7 @@ def _write(path: Path, text: str) -> None:
         raise ConfigError(f"--json {path} cannot be written: {error}. Give another path.") from error
 
 
-SWITCHES: Final = ("self-test", "self_test")
-"""The options that may stand without a value."""
+SWITCHES: Final = ("self-test", "self_test")  # the options that may stand without a value
 
 
 def run_doctor(arguments: Sequence[str]) -> int:

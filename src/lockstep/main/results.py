@@ -36,8 +36,7 @@ Makes one HTML file of a run: what the model said to every prompt at every step,
 It needs no network and nothing beside it, so it can be mailed. Two runs are shown side by side.
 
 RUN is a run's directory (runs/my-run), or a file of rows such as samples.jsonl or rollouts.jsonl."""
-RELOAD_S: Final = 10.0
-"""Seconds between two looks at a run that is watched, and between two reloads of its page."""
+RELOAD_S: Final = 10.0  # seconds between two looks at a run that is watched, and between two reloads of its page
 
 
 def add_report_options(parser: argparse.ArgumentParser) -> None:

@@ -81,8 +81,7 @@ def _join(distributed: DistributedConfig) -> Hosts:
 
 log = get_logger(__name__)
 
-SCORE_S = 600.0
-"""Seconds that the harness may take to score the answers."""
+SCORE_S = 600.0  # seconds that the harness may take to score the answers
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -31,11 +31,9 @@ from lockstep.launch.agent.supervisor import (
     write_whole,
 )
 
-DEVICES = ("/dev/accel*", "/dev/vfio/*")
-"""The names of the devices of TPU chips."""
+DEVICES = ("/dev/accel*", "/dev/vfio/*")  # the names of the devices of TPU chips
 HUGE_PAGES = "/sys/kernel/mm/transparent_hugepage/enabled"
-REACH_S = 5.0
-"""Seconds after which a port of another machine counts as closed by a firewall."""
+REACH_S = 5.0  # seconds after which a port of another machine counts as closed by a firewall
 VERSIONS = """
 import importlib.metadata, json, sys
 found = {"python": sys.version.split()[0]}
@@ -174,12 +172,9 @@ def versions(environ: dict[str, str]) -> dict[str, str]:
         return {}
 
 
-POLL_S = 0.1
-"""Seconds between two looks at the log."""
-BEAT_S = 2.0
-"""Seconds between two signs of life of this connection."""
-PIECE = 1 << 16
-"""Bytes of the log in one frame at most."""
+POLL_S = 0.1  # seconds between two looks at the log
+BEAT_S = 2.0  # seconds between two signs of life of this connection
+PIECE = 1 << 16  # bytes of the log in one frame at most
 
 
 def send(kind: str, data: bytes | None = None) -> None:
@@ -268,10 +263,8 @@ def _obey(directory: str) -> None:
     os._exit(0)
 
 
-GREETING = b"lockstep-agent 1\n"
-"""The first line of an answer; what a login shell has printed before it does not count."""
-KILL_S = 15.0
-"""Seconds in which a killed attempt must be gone."""
+GREETING = b"lockstep-agent 1\n"  # the first line of an answer; what a login shell has printed before it does not count
+KILL_S = 15.0  # seconds in which a killed attempt must be gone
 
 
 def main() -> None:

@@ -16,18 +16,12 @@ from typing import Any, NoReturn
 
 from lockstep.redact import Redactor
 
-LOCK = "lock"
-"""Locked by the supervisor as long as it lives: the kernel gives it back however it ends."""
-LOG = "log"
-"""The output of the command, without secrets."""
-EXIT = "exit.json"
-"""The end of the command; written when it and everything it started is gone and the log is whole."""
-STATE = "state.json"
-"""The process number of the command and when it began."""
-LEASE = "lease"
-"""Its time of change is when the launcher was last heard of."""
-STOP = "stop"
-"""``stop`` or ``kill``: what the launcher asks for."""
+LOCK = "lock"  # locked by the supervisor as long as it lives: the kernel gives it back however it ends
+LOG = "log"  # the output of the command, without secrets
+EXIT = "exit.json"  # the end of the command; written when it and everything it started is gone and the log is whole
+STATE = "state.json"  # the process number of the command and when it began
+LEASE = "lease"  # its time of change is when the launcher was last heard of
+STOP = "stop"  # `stop` or `kill`: what the launcher asks for
 
 
 def write_whole(path: str, data: bytes, mode: int = 0o600) -> None:
@@ -91,10 +85,8 @@ def claim(directory: str) -> int | None:
         raise
 
 
-POLL_S = 0.1
-"""Seconds between two looks at the command, the lease and what the launcher asks for."""
-DRAIN_S = 1.0
-"""Seconds in which output may still come after the command and its process group have ended."""
+POLL_S = 0.1  # seconds between two looks at the command, the lease and what the launcher asks for
+DRAIN_S = 1.0  # seconds in which output may still come after the command and its process group have ended
 
 
 def start(directory: str, spec: dict[str, Any]) -> bool:

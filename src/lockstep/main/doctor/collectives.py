@@ -19,22 +19,16 @@ from lockstep.printable import bytes_text, seconds_text
 
 Kind = Literal["all-reduce", "all-gather"]
 
-SLOW: Final = 3.0
-"""Times the prediction from published numbers above which a collective is a warning."""
+SLOW: Final = 3.0  # times the prediction from published numbers above which a collective is a warning
 _BYTES: Final = P(("group", "member"))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Group:
-    """Devices that exchange with each other, and how all devices are divided into such groups.
+    """Devices that exchange with each other, and how all devices are divided into such groups."""
 
-    Args:
-        name: The axis, or what the groups are.
-        mesh: All devices with the axes ``group`` and ``member``.
-    """
-
-    name: str
-    mesh: Mesh
+    name: str  # the axis, or what the groups are
+    mesh: Mesh  # all devices with the axes `group` and `member`
 
     @property
     def members(self) -> int:
@@ -59,15 +53,11 @@ class Group:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CollectiveTime:
-    """The time of a collective.
-
-    Args:
-        size: The bytes that each device gives.
-    """
+    """The time of a collective."""
 
     group: Group
     kind: Kind
-    size: int
+    size: int  # bytes that each device gives
     seconds: float
 
     @property

@@ -17,25 +17,17 @@ from lockstep.main.doctor.finding import Finding
 from lockstep.placement import place
 from lockstep.placement.device import Program, compile_program, published_chip
 
-REPEATS: Final = 3
-"""Times that each number of turns is launched; the fastest counts."""
+REPEATS: Final = 3  # times that each number of turns is launched; the fastest counts
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Loop:
-    """A program that does the same some number of times, and another that makes its arguments.
-
-    Args:
-        fill: The program that makes the arguments, without arguments of its own.
-        run: The program that takes them and a number of turns, and returns what has their result in it.
-        turns: The smaller and the larger number of turns; the difference of their seconds is that of the turns between
-            them, without what a launch costs.
-    """
+    """A program that does the same some number of times, and another that makes its arguments."""
 
     name: str
-    fill: Program
-    run: Program
-    turns: tuple[int, int]
+    fill: Program  # the program that makes the arguments, without arguments of its own
+    run: Program  # the program that takes them and a number of turns, and returns what has their result in it
+    turns: tuple[int, int]  # few and many: the difference of their seconds has no cost of a launch
 
 
 def time_loops(hosts: Hosts, name: str, build: Callable[[], Sequence[Loop]]) -> list[list[float]]:
@@ -85,28 +77,19 @@ def _launch(loop: Loop, arguments: Any, turns: int) -> float:
 
 LOW: Final = 0.7
 """Share of the published number below which there is a warning: a matrix product reaches some 0.8 of it."""
-SLOW_HOST: Final = 0.85
-"""Share of the median host's speed below which a host is named."""
+SLOW_HOST: Final = 0.85  # share of the median host's speed below which a host is named
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """The sizes of the measured matrices.
-
-    Args:
-        read: The side of the square matrix that is read from memory in each turn.
-        rows: The number of vectors that it is multiplied with.
-        product: The side of the square matrices that are multiplied.
-        read_turns: The smaller and the larger number of turns of reading.
-        product_turns: Those of multiplying.
-    """
+    """The sizes of the measured matrices."""
 
     dtype: Any
-    read: int
-    rows: int
-    product: int
-    read_turns: tuple[int, int]
-    product_turns: tuple[int, int]
+    read: int  # the side of the square matrix that is read from memory in each turn
+    rows: int  # number of vectors that it is multiplied with
+    product: int  # the side of the square matrices that are multiplied
+    read_turns: tuple[int, int]  # the smaller and the larger number of turns of reading
+    product_turns: tuple[int, int]  # those of multiplying
 
 
 _CPU: Final = Sizes(dtype=jnp.float32, read=4096, rows=1, product=512, read_turns=(1, 7), product_turns=(1, 9))
@@ -117,15 +100,10 @@ _CHIP: Final = Sizes(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DeviceSpeed:
-    """The speeds of the devices of one process.
+    """The speeds of the devices of one process."""
 
-    Args:
-        bandwidth: The bytes per second that a memory gives to the cores at it.
-        flops: The floating-point operations per second of matrix products of the cores at one memory.
-    """
-
-    bandwidth: float
-    flops: float
+    bandwidth: float  # bytes per second that a memory gives to the cores at it
+    flops: float  # the floating-point operations per second of matrix products of the cores at one memory
 
 
 def sizes_for(platform: str) -> Sizes:

@@ -24,17 +24,12 @@ Outcome = Literal["ok", "warning", "fix"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Finding:
-    """The finding of one check.
-
-    Args:
-        outcome: ``ok``; ``warning`` for what a run survives; ``fix`` for what will end or spoil it.
-        fix: What to do about it; empty where there is nothing to do, or where the text says it already.
-    """
+    """The finding of one check."""
 
     name: str
-    outcome: Outcome
+    outcome: Outcome  # `ok`; `warning` for what a run survives; `fix` for what will end or spoil it
     text: str
-    fix: str = ""
+    fix: str = ""  # what to do about it; empty where there is nothing to do, or where the text says it already
 
     @classmethod
     def ok(cls, name: str, text: str) -> Self:
@@ -149,8 +144,7 @@ def wait_for_all(checks: Sequence[BackgroundCheck], timeout_s: float) -> list[Fi
     return [finding for check in checks for finding in check.findings(timeout_s)]
 
 
-FORMAT: Final = 1
-"""The value of ``lockstep_doctor`` in the JSON file."""
+FORMAT: Final = 1  # the value of `lockstep_doctor` in the JSON file
 _STYLES: Final = {"ok": "green", "warning": "yellow", "fix": "bold red"}
 
 
@@ -165,8 +159,7 @@ class Findings:
     def __init__(self, console: Console | None = None, path: str | os.PathLike[str] | None = None) -> None:
         self._console, self._path = console, None if path is None else Path(path)
         self.sections: dict[str, list[JobFinding]] = {}
-        self.values: dict[str, Any] = {}
-        """Measured numbers and facts, which are in the JSON file alone."""
+        self.values: dict[str, Any] = {}  # measured numbers and facts, which are in the JSON file alone
         self._begun = time.time()
 
     @property

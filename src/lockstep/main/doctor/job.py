@@ -21,23 +21,16 @@ from lockstep.printable import bytes_text, seconds_text
 
 MARGIN_S: Final = 3600
 """Seconds that `start` may wait longer than doctor does, so that it does not end the process first."""
-PROBE_S: Final = 3.0
-"""Seconds that a connection to the coordinator may take."""
+PROBE_S: Final = 3.0  # seconds that a connection to the coordinator may take
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class JoinResult:
-    """The outcome of joining the job.
+    """The outcome of joining the job."""
 
-    Args:
-        hosts: The processes of the job; None where this process did not join.
-        finding: What was found.
-        waiting: Whether a thread still waits for the others, so that the process has to be ended.
-    """
-
-    hosts: Hosts | None
-    finding: Finding
-    waiting: bool = False
+    hosts: Hosts | None  # the processes of the job; None where this process did not join
+    finding: Finding  # what was found
+    waiting: bool = False  # whether a thread still waits for the others, so that the process has to be ended
 
 
 def join(config: DistributedConfig) -> JoinResult:
@@ -90,10 +83,8 @@ def _not_joined(error: BaseException) -> Finding:
     return dataclasses.replace(failed("job", error), fix=fix)
 
 
-ROUNDS: Final = 20
-"""Times that each is done; the median counts."""
-SLOW_S: Final = 0.05
-"""Seconds of a barrier above which there is a warning: decoding makes one before each launch."""
+ROUNDS: Final = 20  # times that each is done; the median counts
+SLOW_S: Final = 0.05  # seconds of a barrier above which there is a warning: decoding makes one before each launch
 
 
 def measure_coordination(hosts: Hosts) -> dict[str, float]:
@@ -123,8 +114,7 @@ def judge_coordination(by_process: Sequence[dict[str, Any]]) -> Finding:
     return Finding.ok("coordination", text)
 
 
-IN_USE: Final = 0.05
-"""Share of a device's memory in use, before anything was done, above which there is a warning."""
+IN_USE: Final = 0.05  # share of a device's memory in use, before anything was done, above which there is a warning
 
 
 def check_devices(devices: Sequence[jax.Device] | None = None) -> list[Finding]:

@@ -29,8 +29,7 @@ again. Then one of them writes down what was said, and training goes on as if no
 """
 """The text that the model learns by heart; each character is a token."""
 PROMPTS: Final = ("A model on a pod ", "every host", "the same", "T")
-LENGTH: Final = 64
-"""The tokens of a row."""
+LENGTH: Final = 64  # the tokens of a row
 _SPECIAL: Final = ("<end>", "<unknown>")
 
 
@@ -98,26 +97,17 @@ def _read(model: UnreadableOnLastHost) -> tuple[LlamaConfig, DecoderWeights]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayoutResult:
-    """The outcome of a layout.
-
-    Args:
-        state: ``tested``, ``auto`` where it is the one that ``auto`` chose, ``late`` where there was no time for it.
-        traces: How often each of its programs was traced.
-        seconds: The seconds of the first round, compiling among them.
-        gap: The largest difference between a log-probability and that of the training forward, in nats.
-        mean_noise: The mean difference that rounding makes, in nats; 0 where the engine computes in float32.
-        answers: The texts of the last round.
-    """
+    """The outcome of a layout."""
 
     layout: str
-    state: str
+    state: str  # `tested`, `auto` where it is the one that `auto` chose, `late` where there was no time for it
     rounds: int = 0
-    traces: tuple[int, ...] = ()
-    seconds: float = 0.0
-    gap: float = float("inf")
+    traces: tuple[int, ...] = ()  # how often each of its programs was traced
+    seconds: float = 0.0  # seconds of the first round, compiling among them
+    gap: float = float("inf")  # the largest difference to a log-probability of training, in nats
     mean_gap: float = 0.0
-    mean_noise: float = 0.0
-    answers: tuple[str, ...] = ()
+    mean_noise: float = 0.0  # the mean difference that rounding makes, in nats; 0 where the engine computes in float32
+    answers: tuple[str, ...] = ()  # the texts of the last round
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -19,10 +19,8 @@ from lockstep.hosts import FLAG_VARIABLES, environment, name_processes, tpu_chip
 from lockstep.main.doctor.finding import Finding
 from lockstep.printable import bytes_text
 
-FULL_BYTES: Final = 1 << 30
-"""Free bytes of a disk below which a run will not end well."""
-SHORT_BYTES: Final = 10 << 30
-"""Free bytes of a disk below which there is a warning."""
+FULL_BYTES: Final = 1 << 30  # free bytes of a disk below which a run will not end well
+SHORT_BYTES: Final = 10 << 30  # free bytes of a disk below which there is a warning
 PREFIXES: Final = ("JAX_", "XLA_", "LIBTPU_", "TPU_", "MEGASCALE_", "LOCKSTEP_", "REQUIRE_", "HF_", "WANDB_", "NCCL_")
 """Beginnings of the variables that a run may depend on."""
 """Parts of names of variables whose values are shown to nobody."""
@@ -140,8 +138,7 @@ def _plural(number: int, noun: str) -> str:
 
 
 OURS: Final = "jax-lockstep"
-SHOWN_VERSIONS: Final = (OURS, "jax", "jaxlib", "libtpu", "marin-levanter")
-"""The packages whose versions are shown."""
+SHOWN_VERSIONS: Final = (OURS, "jax", "jaxlib", "libtpu", "marin-levanter")  # the packages whose versions are shown
 EXTRAS: Final = {OURS: ("tpu", "levanter", "gcs", "parquet"), "jax": ("tpu",), "marin-levanter": ()}
 """The packages whose requirements are checked, with the extras whose packages must fit where they are installed."""
 TWICE: Final = {"haliax": "marin-haliax", "levanter": "marin-levanter"}
@@ -209,10 +206,8 @@ def check_versions(
 
 CLOCK_S: Final = 1.0
 """Seconds between two clocks above which messages name the wrong process as silent (`hosts/heartbeat.py`)."""
-SIGNED_S: Final = 300.0
-"""Seconds between two clocks above which cloud services refuse signed requests."""
-SHOWN_CHARACTERS: Final = 100
-"""The longest value that is shown in full."""
+SIGNED_S: Final = 300.0  # seconds between two clocks above which cloud services refuse signed requests
+SHOWN_CHARACTERS: Final = 100  # the longest value that is shown in full
 
 
 def host_facts(config_digest: str) -> dict[str, dict[str, str]]:

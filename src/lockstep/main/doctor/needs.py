@@ -63,24 +63,18 @@ WRITTEN: Final = frozenset("base_path hf_save_path output output_dir log_dir hos
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunNeeds:
-    """The services, files and devices that a run uses.
-
-    Args:
-        read: The URLs that it reads, which may have wildcards.
-        trust_remote_code: The tokenizer whose code may be run; None where none is.
-        config_digest: A digest of the configuration but for ``distributed``; ``none`` where there is none.
-    """
+    """The services, files and devices that a run uses."""
 
     written: tuple[str, ...] = ()
-    read: tuple[str, ...] = ()
+    read: tuple[str, ...] = ()  # the URLs that it reads, which may have wildcards
     tokenizer: str | None = None
-    trust_remote_code: str | None = None
+    trust_remote_code: str | None = None  # the tokenizer whose code may be run; None where none is
     checkpoint: str | None = None
     wandb: Mapping[str, Any] | None = None
     mesh_shape: str = "auto"
     log_dir: str = "runs"
     distributed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    config_digest: str = "none"
+    config_digest: str = "none"  # a digest of the configuration but for `distributed`; `none` where there is none
 
 
 def read_needs(config: DoctorConfig, values: Mapping[str, Any]) -> RunNeeds:

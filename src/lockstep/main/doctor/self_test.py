@@ -29,30 +29,20 @@ from lockstep.placement import data_shards, make_mesh, tensor_sizes
 from lockstep.placement.device import raw_stats, used_bytes
 from lockstep.training import OptimizerConfig, Trainer, TrainerConfig, lm_loss
 
-GAP: Final = 1e-3
-"""Nats between the engine's log-probabilities and those of the training forward that float32 explains."""
-WRONG_GAP: Final = 0.5
-"""Nats that no rounding explains."""
-ROUNDS: Final = 2
-"""Rounds of each layout."""
+GAP: Final = 1e-3  # nats between the engine's log-probabilities and those of the training forward that float32 explains
+WRONG_GAP: Final = 0.5  # nats that no rounding explains
+ROUNDS: Final = 2  # rounds of each layout
 SEND: Final = "Send this report (--json) and the logs of all processes to the issues of the project."
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainingRun:
-    """The course of a run.
+    """The course of a run."""
 
-    Args:
-        losses: The loss of each step, in hexadecimal digits.
-        traces: How often the train step was traced.
-        used: The bytes in use on a device when it was over; None where they are not counted.
-        memory: What the devices of this process reported of their memory, with the backend's names, by when.
-    """
-
-    losses: Sequence[str]
-    traces: int
-    used: int | None = None
-    memory: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    losses: Sequence[str]  # the loss of each step, in hexadecimal digits
+    traces: int  # how often the train step was traced
+    used: int | None = None  # bytes in use on a device when it was over; None where they are not counted
+    memory: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # the devices' own figures, by when
 
 
 def judge_losses(what: str, plain: TrainingRun, sampled: TrainingRun, layouts: Sequence[str]) -> Finding:

@@ -19,36 +19,25 @@ from lockstep.models import POLICIES
 from lockstep.placement import make_mesh
 from lockstep.printable import bytes_text, seconds_text
 
-MESH_SHAPES = ("auto", "host_local")
-"""Full-device FSDP; and data parallel over hosts with FSDP inside each."""
+MESH_SHAPES = ("auto", "host_local")  # full-device FSDP; and data parallel over hosts with FSDP inside each
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MeshCost:
-    """The cost of a train step, and of the rollout that it learns from, on a mesh at best.
-
-    Args:
-        needed: The bytes per device at the worst moment.
-        received: The bytes that a device receives in the collectives of the update.
-        received_across_hosts: The part of ``received`` in collectives between devices of several hosts.
-        compute_s: The seconds of the update's matrix products.
-        collectives_s: The seconds of the update's collectives.
-        update_s: The seconds of the update, see `StepTime.step_s`.
-        rollout_s: The seconds of the rollout per train step, prefill left out.
-    """
+    """The cost of a train step, and of the rollout that it learns from, on a mesh at best."""
 
     mesh_shape: str
     sizes: Mapping[str, int]
     fits: bool
-    needed: int
-    received: int
-    received_across_hosts: int
+    needed: int  # bytes per device at the worst moment
+    received: int  # bytes that a device receives in the collectives of the update
+    received_across_hosts: int  # the part of `received` in collectives between devices of several hosts
     collectives: int
-    compute_s: float
-    collectives_s: float
-    update_s: float
+    compute_s: float  # seconds of the update's matrix products
+    collectives_s: float  # seconds of the update's collectives
+    update_s: float  # seconds of the update, see `StepTime.step_s`
     layout: Any = None
-    rollout_s: float = 0.0
+    rollout_s: float = 0.0  # seconds of the rollout per train step, prefill left out
 
     @property
     def step_s(self) -> float:
@@ -148,20 +137,13 @@ def print_meshes(costs: list[MeshCost], console: Console) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RematCost:
-    """The train step with one policy.
-
-    Args:
-        needed: The bytes per device at the worst moment; 0 where the compiler does not say.
-        memory: The bytes of a device that programs may use.
-        flops: The floating-point operations of a step over all devices.
-        error: Why the compiler refused it; None where it did not.
-    """
+    """The train step with one policy."""
 
     policy: str
-    needed: int
-    memory: int
-    flops: float
-    error: str | None = None
+    needed: int  # bytes per device at the worst moment; 0 where the compiler does not say
+    memory: int  # bytes of a device that programs may use
+    flops: float  # the floating-point operations of a step over all devices
+    error: str | None = None  # why the compiler refused it; None where it did not
 
     @property
     def fits(self) -> bool:

@@ -29,24 +29,15 @@ _KINDS: Final = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Collective:
-    """A collective operation.
-
-    Args:
-        kind: The operation's kind, such as ``all-reduce``.
-        times: The number of times that it runs in a launch; in a step, where ``in_step``.
-        in_step: Whether it is inside the loop over steps.
-        bytes: The bytes of its result on a device.
-        groups: The groups of devices that exchange with each other, as positions in the program's order.
-        slices: The number of slices that exchange over the data-centre network; 0 for what stays inside a slice.
-    """
+    """A collective operation."""
 
     name: str
-    kind: str
-    times: int
-    in_step: bool
-    bytes: int
-    groups: tuple[tuple[int, ...], ...]
-    slices: int = 0
+    kind: str  # the operation's kind, such as `all-reduce`
+    times: int  # number of times that it runs in a launch; in a step, where `in_step`
+    in_step: bool  # whether it is inside the loop over steps
+    bytes: int  # bytes of its result on a device
+    groups: tuple[tuple[int, ...], ...]  # devices that exchange, as positions in the program's order
+    slices: int = 0  # number of slices that exchange over the data-centre network; 0 for what stays inside a slice
 
     def crosses(self, owners: Sequence[int]) -> bool:
         """Whether a group has devices of different owners.
@@ -80,17 +71,12 @@ class Collective:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CollectiveSum:
-    """The collectives of one kind that connect equally many devices, in one launch or in one of its steps.
-
-    Args:
-        bytes: The bytes that a device receives in all of them.
-        devices: The number of devices that take part in one.
-    """
+    """The collectives of one kind that connect equally many devices, in one launch or in one of its steps."""
 
     kind: str
     count: int
-    bytes: int
-    devices: int
+    bytes: int  # bytes that a device receives in all of them
+    devices: int  # number of devices that take part in one
     crosses_hosts: bool
     crosses_slices: bool = False
 
@@ -225,35 +211,22 @@ Source: https://docs.jax.dev/en/latest/pallas/tpu/details.html
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ThinPieces:
-    """A weight whose pieces fill only a part of a TPU's tile.
+    """A weight whose pieces fill only a part of a TPU's tile."""
 
-    Args:
-        parameter: The path of the weight.
-        size: The size of the axis.
-        piece: The size of a device's piece of it.
-        tile: The size of a tile along it.
-    """
-
-    parameter: str
+    parameter: str  # the path of the weight
     axis: str
-    size: int
-    piece: int
-    tile: int
+    size: int  # the size of the axis
+    piece: int  # the size of a device's piece of it
+    tile: int  # the size of a tile along it
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FsdpBytes:
-    """The bytes that a device receives in a train step for parameters and gradients.
+    """The bytes that a device receives in a train step for parameters and gradients."""
 
-    Args:
-        floor: The least that FSDP has to receive, see `fsdp_floor`.
-        received: What the program receives in collectives between data-parallel devices, whatever they are for.
-        thin: The weights that are split into pieces thinner than a tile.
-    """
-
-    floor: int
-    received: int
-    thin: tuple[ThinPieces, ...] = ()
+    floor: int  # the least that FSDP has to receive, see `fsdp_floor`
+    received: int  # what the program receives in collectives between data-parallel devices, whatever they are for
+    thin: tuple[ThinPieces, ...] = ()  # the weights that are split into pieces thinner than a tile
 
     @property
     def ratio(self) -> float | None:

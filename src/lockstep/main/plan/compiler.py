@@ -46,17 +46,11 @@ COMPILERS: Final[dict[str, tuple[str, dict[str, Any]]]] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Topology:
-    """One slice, or several of one kind.
+    """One slice, or several of one kind."""
 
-    Args:
-        name: The name under which it is rented, such as ``v5p-64``; of two slices ``2xv5p-64``.
-        grid: The number of chips of a slice along each axis.
-        devices: The devices as JAX would see them; they can be compiled for, not run on.
-    """
-
-    name: str
-    grid: tuple[int, ...]
-    devices: tuple[jax.Device, ...]
+    name: str  # the name under which it is rented, such as `v5p-64`; of two slices `2xv5p-64`
+    grid: tuple[int, ...]  # number of chips of a slice along each axis
+    devices: tuple[jax.Device, ...]  # the devices as JAX would see them; they can be compiled for, not run on
     num_slices: int = 1
 
     @property
@@ -228,18 +222,13 @@ class Memory:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Summary:
-    """The result of compiling a program; it stands in for `jax.stages.Compiled` where nothing will run.
-
-    Args:
-        seconds: The seconds that compiling took, when it was done.
-        cached: Whether the result was on disk.
-    """
+    """The result of compiling a program; it stands in for `jax.stages.Compiled` where nothing will run."""
 
     memory: Memory
     text: str
     digest: str
-    seconds: float
-    cached: bool
+    seconds: float  # seconds that compiling took, when it was done
+    cached: bool  # whether the result was on disk
 
     def memory_analysis(self) -> Memory:
         """The bytes per device."""
@@ -270,8 +259,7 @@ class CompileCache:
 
     def __init__(self, topology: str, directory: Path | None, report: Callable[[str, str], None]) -> None:
         self._topology, self._directory, self._report = topology, directory, report
-        self.summaries: dict[str, Summary] = {}
-        """The latest result of each program, by the program's name."""
+        self.summaries: dict[str, Summary] = {}  # the latest result of each program, by the program's name
 
     def __call__(
         self, lowered: jax.stages.Lowered, name: str, options: Mapping[str, str] = MappingProxyType({})

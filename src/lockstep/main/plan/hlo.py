@@ -26,16 +26,11 @@ _CALLED: Final = re.compile(r"\b(calls|to_apply|body|condition|\w+_computations?
 
 @dataclasses.dataclass(frozen=True)
 class Array:
-    """One array in the text of a program.
+    """One array in the text of a program."""
 
-    Args:
-        dtype: The element type, as HLO names it.
-        in_hbm: Whether the array is in the device's memory; else it is in a memory of the core.
-    """
-
-    dtype: str
+    dtype: str  # the element type, as HLO names it
     dims: tuple[int, ...]
-    in_hbm: bool
+    in_hbm: bool  # whether the array is in the device's memory; else it is in a memory of the core
 
     @property
     def bytes(self) -> int:
@@ -45,21 +40,14 @@ class Array:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Op:
-    """One operation.
+    """One operation."""
 
-    Args:
-        name: The name, without ``%``.
-        kind: The opcode, such as ``fusion`` or ``all-reduce-start``.
-        arrays: The arrays of the result, of which a tuple has several.
-        root: Whether the operation is the result of its computation.
-    """
-
-    name: str
-    kind: str
-    arrays: tuple[Array, ...]
+    name: str  # the name, without `%`
+    kind: str  # the opcode, such as `fusion` or `all-reduce-start`
+    arrays: tuple[Array, ...]  # the arrays of the result, of which a tuple has several
     operands: tuple[str, ...]
     line: str
-    root: bool
+    root: bool  # whether the operation is the result of its computation
 
     def called(self) -> dict[str, list[str]]:
         """The names of the computations that the operation refers to, by their roles."""
@@ -76,18 +64,12 @@ class Op:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
-    """An operation and how often it runs.
-
-    Args:
-        computation: The name of the computation that has it.
-        times: The number of times that it runs in a launch, where a loop without a known end counts once.
-        in_step: Whether it is inside such a loop.
-    """
+    """An operation and how often it runs."""
 
     op: Op
-    computation: str
-    times: int
-    in_step: bool
+    computation: str  # the name of the computation that has it
+    times: int  # number of times that it runs in a launch, where a loop without a known end counts once
+    in_step: bool  # whether it is inside such a loop
 
 
 class Hlo:

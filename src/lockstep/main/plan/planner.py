@@ -37,68 +37,39 @@ _ENGINE_KEYS = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingPlan:
-    """A round of sampling that fits.
-
-    Args:
-        sizing: The layout, the capacities and what else was considered, as the engine chose them.
-        digests: The digest of each program, by the program's name.
-        collectives: The collectives of one launch of each program, by its name; those of a decode step are not among
-            them.
-        step_collectives: The collectives of one decode step, thus per decoded token and sequence, with the filters that
-            the requests ask for and no others.
-        vmem: The bytes of vector memory of the operation that needs most, by the program's name.
-        code: The bytes per device of the programs themselves.
-        drafts: What each program that verifies drafts moves per token; none without drafts.
-    """
+    """A round of sampling that fits."""
 
     workload: SamplingWorkload
-    sizing: Sizing
-    digests: dict[str, str]
-    collectives: dict[str, list[CollectiveSum]]
-    step_collectives: list[CollectiveSum]
-    vmem: dict[str, int]
-    code: int
-    drafts: list[DraftBytes]
+    sizing: Sizing  # the layout, the capacities and what else was considered, as the engine chose them
+    digests: dict[str, str]  # the digest of each program, by the program's name
+    collectives: dict[str, list[CollectiveSum]]  # of a launch of each program, without those of a step
+    step_collectives: list[CollectiveSum]  # of a decode step, with the filters that are asked for
+    vmem: dict[str, int]  # bytes of vector memory of the operation that needs most, by the program's name
+    code: int  # bytes per device of the programs themselves
+    drafts: list[DraftBytes]  # what each program that verifies drafts moves per token; none without drafts
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The memory and the time of a workload on a slice.
-
-    Args:
-        mesh_shape: The size of each axis of the mesh that the model is on, by the axis' name.
-        chip: The published numbers of the chip, which the predictions use.
-        memory: The bytes of a device that programs may use.
-        parameters: The bytes per device of the parameters.
-        optimizer: The bytes per device of the optimizer's state.
-        reference: The bytes per device of a frozen copy of the model.
-        training: The train step; None where there is none, or where it does not fit.
-        fsdp: What FSDP needs of them and what they are; None where no train step is planned.
-        sampling: The rounds of sampling that fit.
-        infeasibilities: Why the workload cannot run; none where it can.
-        seconds: The seconds that compiling took, all programs together; a cached program counts what it took then.
-        write_bandwidth: The bytes per second at which a host writes checkpoints, as assumed; stated with every time.
-        frozen: The bytes per device of the parameters that no step changes, which are not in checkpoints.
-        checkpoint: The bytes that the host which writes most writes of a checkpoint.
-    """
+    """The memory and the time of a workload on a slice."""
 
     workload: Workload
     topology: Topology
-    mesh_shape: dict[str, int]
-    chip: Chip
-    memory: int
-    parameters: int
-    optimizer: int
-    reference: int
-    training: TrainStepPlan | None
+    mesh_shape: dict[str, int]  # the size of each axis of the mesh that the model is on, by the axis' name
+    chip: Chip  # the published numbers of the chip, which the predictions use
+    memory: int  # bytes of a device that programs may use
+    parameters: int  # bytes per device of the parameters
+    optimizer: int  # bytes per device of the optimizer's state
+    reference: int  # bytes per device of a frozen copy of the model
+    training: TrainStepPlan | None  # the train step; None where there is none, or where it does not fit
     training_collectives: list[CollectiveSum]
-    fsdp: FsdpBytes | None
-    sampling: list[SamplingPlan]
-    infeasibilities: list[Infeasibility]
-    seconds: float
-    write_bandwidth: float = 1e9
-    frozen: int = 0
-    checkpoint: int = 0
+    fsdp: FsdpBytes | None  # what FSDP needs of them and what they are; None where no train step is planned
+    sampling: list[SamplingPlan]  # the rounds of sampling that fit
+    infeasibilities: list[Infeasibility]  # why the workload cannot run; none where it can
+    seconds: float  # seconds that compiling took, all programs together; a cached program counts what it took then
+    write_bandwidth: float = 1e9  # bytes per second of a host's checkpoints, as assumed; stated with every time
+    frozen: int = 0  # bytes per device of the parameters that no step changes, which are not in checkpoints
+    checkpoint: int = 0  # bytes that the host which writes most writes of a checkpoint
 
     @property
     def fits(self) -> bool:

@@ -22,14 +22,10 @@ WRITTEN_AS: Final = {"reshard": "relay", "copy_pages": "fork", "page_copies": "f
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Moment:
-    """The memory of a device at one moment of a run.
-
-    Args:
-        parts: The bytes per device by what they are for, with the same keys at every moment.
-    """
+    """The memory of a device at one moment of a run."""
 
     name: str
-    parts: Mapping[str, int]
+    parts: Mapping[str, int]  # bytes per device by what they are for, with the same keys at every moment
     memory: int
 
     @property
@@ -79,22 +75,14 @@ def moments(plan: Plan) -> list[Moment]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepTime:
-    """The least time of a train step, each part as if the others took no time.
+    """The least time of a train step, each part as if the others took no time."""
 
-    Args:
-        compute_s: The seconds of the matrix products at the chip's peak.
-        memory_s: The seconds of reading and writing what has to be read and written.
-        collectives_s: The seconds of receiving what has to be received over the links.
-        slices_s: The seconds in which slices add up their gradients; 0 where there is one, or no published rate.
-        slices_bytes: The bytes that a device receives for that.
-    """
-
-    compute_s: float
-    memory_s: float
-    collectives_s: float
+    compute_s: float  # seconds of the matrix products at the chip's peak
+    memory_s: float  # seconds of reading and writing what has to be read and written
+    collectives_s: float  # seconds of receiving what has to be received over the links
     tokens: int
-    slices_s: float = 0.0
-    slices_bytes: int = 0
+    slices_s: float = 0.0  # seconds in which slices add up their gradients; 0 where there is one, or no published rate
+    slices_bytes: int = 0  # bytes that a device receives for that
 
     @property
     def step_s(self) -> float:
@@ -132,19 +120,12 @@ def train_time(plan: Plan) -> StepTime | None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StopTime:
-    """The time from SIGTERM to the end of the save, at worst.
+    """The time from SIGTERM to the end of the save, at worst."""
 
-    Args:
-        save_s: The seconds that the host which writes most of a checkpoint takes.
-        steps: The number of train steps until all hosts have stopped.
-        step_s: The least seconds of a step.
-        grace_s: The seconds that SIGTERM leaves.
-    """
-
-    save_s: float
-    steps: int
-    step_s: float
-    grace_s: float
+    save_s: float  # seconds that the host which writes most of a checkpoint takes
+    steps: int  # number of train steps until all hosts have stopped
+    step_s: float  # the least seconds of a step
+    grace_s: float  # seconds that SIGTERM leaves
 
     @property
     def seconds(self) -> float:
@@ -172,13 +153,9 @@ def stop_time(plan: Plan) -> StopTime:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RolloutStep:
-    """The least time of a train step with its share of the rollout that it learns from.
+    """The least time of a train step with its share of the rollout that it learns from."""
 
-    Args:
-        rollout_s: The seconds of the rollout, prefill left out, per train step.
-    """
-
-    rollout_s: float
+    rollout_s: float  # seconds of the rollout, prefill left out, per train step
     update_s: float
 
     @property

@@ -22,8 +22,7 @@ from lockstep.main.plan.summary import (
 )
 from lockstep.printable import bytes_text, seconds_text
 
-_NAMED: Final = 4
-"""The most weights that a warning names."""
+_NAMED: Final = 4  # the most weights that a warning names
 
 
 def print_plan(plan: Plan, console: Console) -> None:

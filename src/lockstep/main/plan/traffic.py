@@ -131,21 +131,13 @@ def copies(hlo: Hlo, dims: tuple[int, ...]) -> list[Op]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepBytes:
-    """The bytes that a decode program moves, per device and decode step.
+    """The bytes that a decode program moves, per device and decode step."""
 
-    Args:
-        floor_weights: The bytes of every weight that a step needs, each counted once.
-        floor_kv: The bytes of K and V of the positions that a step attends to, each counted once.
-        program: The bytes that the program's operations read and write, without the kernels.
-        kernel: The bytes that the kernels read and write: attention, and the one that writes K/V.
-        per_launch: The bytes that the program moves outside its steps, once per launch.
-    """
-
-    floor_weights: int
-    floor_kv: int
-    program: int
-    kernel: int
-    per_launch: int
+    floor_weights: int  # bytes of every weight that a step needs, each counted once
+    floor_kv: int  # bytes of K and V of the positions that a step attends to, each counted once
+    program: int  # bytes that the program's operations read and write, without the kernels
+    kernel: int  # bytes that the kernels read and write: attention, and the one that writes K/V
+    per_launch: int  # bytes that the program moves outside its steps, once per launch
 
     @property
     def floor(self) -> int:
@@ -217,21 +209,13 @@ def step_bytes(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DraftBytes:
-    """One program that verifies drafts, beside the one that decodes.
+    """One program that verifies drafts, beside the one that decodes."""
 
-    Args:
-        width: The positions of a sequence in a step.
-        bytes_per_accepted_token: The bytes per device that a step moves, by the tokens that it accepts of all sequences
-            of a replica where every draft is right.
-        bytes_per_decoded_token: The same of a decode step, which samples one token of each sequence.
-        tokens_per_s: The predicted tokens per second, on all devices of the mesh, where every draft is right.
-    """
-
-    width: int
-    bytes_per_accepted_token: float
-    bytes_per_decoded_token: float
+    width: int  # the positions of a sequence in a step
+    bytes_per_accepted_token: float  # per device, where every draft is right
+    bytes_per_decoded_token: float  # the same of a decode step, which samples one token of each sequence
     step_s: float
-    tokens_per_s: float
+    tokens_per_s: float  # the predicted tokens per second, on all devices of the mesh, where every draft is right
 
 
 def draft_bytes(engine: Engine, unmet: Collection[str]) -> list[DraftBytes]:

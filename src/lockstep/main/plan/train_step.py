@@ -38,24 +38,15 @@ from lockstep.training import (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class State:
-    """The training state, which is on the devices for the whole run.
+    """The training state, which is on the devices for the whole run."""
 
-    Args:
-        structs: The state as shapes with shardings.
-        parameters: The bytes per device of the model's parameters.
-        trained: The bytes per device of those that are trained.
-        optimizer: The bytes per device of the optimizer's state.
-        reference: The bytes per device of a frozen copy of the model.
-        checkpoint: The bytes that the host which writes most writes of a checkpoint.
-    """
-
-    structs: Any
+    structs: Any  # the state as shapes with shardings
     shardings: Any
-    parameters: int
-    trained: int
-    optimizer: int
-    reference: int
-    checkpoint: int
+    parameters: int  # bytes per device of the model's parameters
+    trained: int  # bytes per device of those that are trained
+    optimizer: int  # bytes per device of the optimizer's state
+    reference: int  # bytes per device of a frozen copy of the model
+    checkpoint: int  # bytes that the host which writes most writes of a checkpoint
 
     @property
     def resident(self) -> int:
@@ -129,22 +120,14 @@ NAME = "train_step"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainStepPlan:
-    """A train step that fits.
-
-    Args:
-        batch: The bytes per device of a batch.
-        activations: The bytes per device that the forward pass keeps for the backward pass.
-        temporaries: The bytes per device of everything else at the worst moment.
-        microbatches: The number of parts that a batch is split into.
-        flops: The floating-point operations of the whole step, over all devices.
-    """
+    """A train step that fits."""
 
     summary: Summary
-    batch: int
-    activations: int
-    temporaries: int
-    microbatches: int
-    flops: float
+    batch: int  # bytes per device of a batch
+    activations: int  # bytes per device that the forward pass keeps for the backward pass
+    temporaries: int  # bytes per device of everything else at the worst moment
+    microbatches: int  # number of parts that a batch is split into
+    flops: float  # the floating-point operations of the whole step, over all devices
 
 
 def compile_step(

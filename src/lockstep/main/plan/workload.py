@@ -17,20 +17,13 @@ from lockstep.types import Request
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Infeasibility:
-    """One reason why a configuration cannot run.
+    """One reason why a configuration cannot run."""
 
-    Args:
-        key: The configuration key to change, with dots; ``topology`` for the slice itself.
-        value: The value of ``key``, as given or as it follows from the defaults.
-        largest: The largest value of ``key`` that works; None: none does.
-        place: The ``file:line`` of the key, or of where to add it.
-    """
-
-    key: str
-    value: Any
-    largest: Any
+    key: str  # the configuration key to change, with dots; `topology` for the slice itself
+    value: Any  # the value of `key`, as given or as it follows from the defaults
+    largest: Any  # the largest value of `key` that works; None: none does
     text: str
-    place: str = ""
+    place: str = ""  # the `file:line` of the key, or of where to add it
 
 
 class InfeasibleError(Exception):
@@ -98,27 +91,17 @@ def key_in(text: str, keys: Mapping[str, str]) -> str | None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainingWorkload:
-    """The train step that a configuration asks for.
-
-    Args:
-        columns: The shape and the type of one row of each column of the batch.
-        row_key: The configuration key of the length of a row.
-        rows: What a row is called in messages: pairs, sequences, answers.
-        sequences_per_row: The number of sequences in a row: 2 for pairs.
-        reference: Whether a frozen copy of the model, in the compute type, is on the devices too.
-        lora: The adapters, where they alone are trained, with the float type of the frozen weights; None where all
-            weights are trained.
-    """
+    """The train step that a configuration asks for."""
 
     trainer: TrainerConfig
     optimizer: OptimizerConfig
     loss: LossFn
-    columns: Mapping[str, jax.ShapeDtypeStruct]
-    row_key: str = "data.max_seq_len"
-    rows: str = "sequences"
-    sequences_per_row: int = 1
-    reference: bool = False
-    lora: LoraConfig | None = None
+    columns: Mapping[str, jax.ShapeDtypeStruct]  # the shape and the type of one row of each column of the batch
+    row_key: str = "data.max_seq_len"  # the configuration key of the length of a row
+    rows: str = "sequences"  # what a row is called in messages: pairs, sequences, answers
+    sequences_per_row: int = 1  # number of sequences in a row: 2 for pairs
+    reference: bool = False  # whether a frozen copy of the model, in the compute type, is on the devices too
+    lora: LoraConfig | None = None  # the adapters, where they alone are trained
 
     @property
     def length(self) -> int:
@@ -128,22 +111,14 @@ class TrainingWorkload:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingWorkload:
-    """A round of sampling that a configuration asks for.
+    """A round of sampling that a configuration asks for."""
 
-    Args:
-        name: The block of the configuration that asks for it; empty where it is the whole configuration.
-        engine_block: The block that the engine's keys are in.
-        requests: Prompts of the right lengths; their token ids mean nothing.
-        vocab_size: The number of token ids that may be sampled; None: all.
-        steps: The number of train steps that learn from what one round samples; None: training does not wait for it.
-    """
-
-    name: str
+    name: str  # the block of the configuration that asks for it; empty where it is the whole configuration
     engine: EngineConfig
-    engine_block: str
-    requests: Sequence[Request]
-    vocab_size: int | None = None
-    steps: int | None = None
+    engine_block: str  # the block that the engine's keys are in
+    requests: Sequence[Request]  # prompts of the right lengths; their token ids mean nothing
+    vocab_size: int | None = None  # number of token ids that may be sampled; None: all
+    steps: int | None = None  # train steps that learn from a round; None: training does not wait for it
 
     def key(self, name: str) -> str:
         """The key of a setting of this block, with dots, from the root of the configuration."""
@@ -153,29 +128,20 @@ class SamplingWorkload:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Workload:
-    """Everything that a configuration asks of the devices, and thus what a plan compiles.
-
-    Args:
-        dtype: The float type of the weights that are sampled from.
-        one_host: Whether each host has a mesh of its own.
-        hosts: The number of processes that the configuration requires; None: any number.
-        notes: What was assumed, a sentence each.
-        infeasibilities: What is wrong already, before anything is compiled. Everything else here is what would be asked
-            with the values that work.
-    """
+    """Everything that a configuration asks of the devices, and thus what a plan compiles."""
 
     command: str
     model: LlamaConfig
     model_key: str
     vocab_size: int
     mesh_shape: str
-    dtype: str
+    dtype: str  # the float type of the weights that are sampled from
     training: TrainingWorkload | None
     sampling: Sequence[SamplingWorkload]
-    one_host: bool = False
-    hosts: int | None = None
-    notes: tuple[str, ...] = ()
-    infeasibilities: tuple[Infeasibility, ...] = ()
+    one_host: bool = False  # whether each host has a mesh of its own
+    hosts: int | None = None  # number of processes that the configuration requires; None: any number
+    notes: tuple[str, ...] = ()  # what was assumed, a sentence each
+    infeasibilities: tuple[Infeasibility, ...] = ()  # known before compiling; all else has values that work
 
     def calibrated(self, path: str) -> "Workload":
         """The same with a file of measured numbers of the chip for every round of sampling."""
