@@ -1,64 +1,24 @@
 """`numerics: exact`: decode, verify, prompt log-probabilities and the training forward have the same bits."""
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
 
 from lockstep.engine import Engine, EngineConfig, audit
 from lockstep.engine.decode_model import check_exact_platform
 from lockstep.errors import ConfigError
 from lockstep.models import LlamaConfig, Variant
 from lockstep.training.objectives.logprobs import token_logprobs
-from lockstep.types import Completion, Drafts, Request
-from tests.unit.engine.models import FAMILIES, LLAMA, VOCAB, in_bfloat16, mesh_of, model_on, request
-
-EXACT = dataclasses.replace(LLAMA, numerics="exact")
-REQUESTS = [
-    request(0, 3, 9, n_generations=2),
-    request(1, 40, 12, temperature=0.7, seed=3, n_generations=2),
-    request(2, 17, 12, temperature=1.3, seed=4, prompt_logprobs=True),
-]
-type Bits = dict[tuple[int, int], tuple[tuple[int, ...], tuple[bytes, ...]]]
-
-
-def model_of(mesh: str, dtype: str, config: LlamaConfig = EXACT) -> Any:
-    model = model_on(mesh, config)
-    return in_bfloat16(model) if dtype == "bfloat16" else model
-
-
-def bits_of(completions: list[Completion]) -> Bits:
-    return {
-        (each.prompt_id, each.generation_id): (
-            each.tokens,
-            tuple(np.float32(one).tobytes() for one in (*each.logprobs, *(each.prompt_logprobs or ())[1:])),
-        )
-        for each in completions
-    }
-
-
-def trainer_bits(mesh: str, model: Any, completions: list[Completion], requests: list[Request]) -> Bits:
-    """The same from the training forward on a mesh, all rows at once."""
-    prompts = {each.prompt_id: each.prompt_tokens for each in requests}
-    rows = [(*prompts[each.prompt_id], *each.tokens) for each in completions]
-    tokens = np.zeros((-(-len(rows) // 4) * 4, max(map(len, rows))), np.int32)
-    for row, known in zip(tokens, rows, strict=False):
-        row[: len(known)] = known
-    with jax.set_mesh(mesh_of(mesh)):
-        found = np.asarray(jax.jit(lambda model, tokens: token_logprobs(model, {"tokens": tokens}))(model, tokens))
-    bits: Bits = {}
-    for row, each in zip(found, completions, strict=False):
-        first = len(prompts[each.prompt_id]) - 1
-        wanted = [*row[first : first + len(each.tokens)], *(row[:first] if each.prompt_logprobs else ())]
-        bits[each.prompt_id, each.generation_id] = each.tokens, tuple(one.tobytes() for one in wanted)
-    return bits
-
-
-def completed(mesh: str, model: Any, requests: list[Request] = REQUESTS, **engine: Any) -> list[Completion]:
-    return Engine(EngineConfig(**engine), mesh_of(mesh)).generate(model, requests)
+from lockstep.types import Drafts
+from tests.exact import EXACT, REQUESTS, bits_of, completed, model_of, trainer_bits
+from tests.unit.engine.models import FAMILIES, LLAMA, VOCAB, mesh_of, request
 
 
 def test_engine_and_trainer_have_the_same_bits() -> None:
@@ -91,7 +51,84 @@ def test_all_that_is_not_in_the_promise_changes_no_bit(family: str, dtype: str) 
     for mesh, engine in ENGINES:
         assert bits_of(completed(mesh, model_of(mesh, dtype, exact), **engine)) == bits, (mesh, engine)
     for mesh in ("1,1,1", "1,4,1", "2,1,2"):
-        assert trainer_bits(mesh, model_of(mesh, dtype, exact), answers, REQUESTS) == bits, mesh
+        assert trainer_bits(mesh, model_of(mesh, dtype, exact), answers) == bits, mesh
+
+
+WINDOW = dataclasses.replace(LLAMA, variant=Variant(sliding_window=6))
+"""Mistral."""
+
+
+@st.composite
+def exact_cases(draw: st.DrawFn) -> dict[str, Any]:
+    """A model, prompts, two engines and a mesh of training that can compute it."""
+    kv_heads, group = draw(st.sampled_from([1, 2, 4])), draw(st.integers(1, 3))
+    family = draw(st.sampled_from(["llama", "tied", "qwen2", "qwen3", "gemma3", "llama3", "window"]))
+    config = dataclasses.replace(
+        WINDOW if family == "window" else FAMILIES[family],
+        numerics="exact",
+        num_kv_heads=kv_heads,
+        num_heads=kv_heads * group,
+        head_dim=draw(st.sampled_from([4, 8, 12])),
+        hidden_dim=draw(st.sampled_from([16, 24, 40])),
+        intermediate_dim=draw(st.sampled_from([16, 24, 40])),
+    )
+    shapes = [(1, 1, 1), (2, 1, 1), (1, 4, 1), (1, 1, 2), (2, 1, 2), (1, 2, 2), (1, 1, 4)]
+    meshes = st.sampled_from([shape for shape in shapes if kv_heads % shape[2] == 0])
+
+    def text(shape: tuple[int, ...]) -> str:
+        return ",".join(map(str, shape))
+
+    def engine() -> tuple[str, dict[str, Any]]:
+        shape = draw(meshes)
+        sizes = [size for size in (1, 2, 4, 8) if math.gcd(math.prod(shape), config.num_heads) % size == 0]
+        layout = draw(st.sampled_from(["training", *({"tensor": size} for size in sizes)]))
+        page, pages = draw(st.sampled_from([(1, 8), (4, 3), (16, 1), (16, 4), (128, 1)]))
+        limits = {"page_size": page, "max_prefill_size": page * pages, "max_seqs": draw(st.integers(1, 6))}
+        return text(shape), {"layout": layout, **limits}
+
+    requests = [
+        request(
+            number,
+            draw(st.integers(1, 50)),
+            draw(st.integers(1, 12)),
+            temperature=draw(st.sampled_from([0.0, 0.6, 1.0, 1.7])),
+            seed=draw(st.integers(0, 9)),
+            n_generations=draw(st.integers(1, 3)),
+            prompt_logprobs=draw(st.booleans()),
+        )
+        for number in range(draw(st.integers(1, 4)))
+    ]
+    dtype = draw(st.sampled_from(["bfloat16", "float32"])) if family == "llama" else "bfloat16"
+    return {
+        "config": config,
+        "dtype": dtype,
+        "requests": requests,
+        "engines": [engine(), engine()],
+        "mesh": text(draw(meshes)),
+    }
+
+
+def check_bits(case: dict[str, Any]) -> None:
+    """Both engines and the trainer have the same bits."""
+    config, dtype, requests = case["config"], case["dtype"], case["requests"]
+    answers = [completed(mesh, model_of(mesh, dtype, config), requests, **engine) for mesh, engine in case["engines"]]
+    bits = bits_of(answers[0])
+    assert bits_of(answers[1]) == bits
+    assert trainer_bits(case["mesh"], model_of(case["mesh"], dtype, config), answers[0], requests) == bits
+
+
+@pytest.mark.slow
+@settings(max_examples=2, deadline=None, derandomize=True, phases=[Phase.generate])
+@given(case=exact_cases())
+def test_any_model_batch_and_layout_has_the_same_bits(case: dict[str, Any]) -> None:
+    check_bits(case)
+
+
+@pytest.mark.nightly
+@settings(max_examples=20, deadline=None, phases=[Phase.generate])
+@given(case=exact_cases())
+def test_many_models_batches_and_layouts_have_the_same_bits(case: dict[str, Any]) -> None:
+    check_bits(case)
 
 
 @pytest.mark.slow

@@ -1,0 +1,86 @@
+"""`numerics: exact` on several processes: bits of log-probabilities are those of one, and those of the trainer."""
+
+import dataclasses
+
+import pytest
+
+from tests import rollouts as runs
+from tests import tiny
+from tests.exact import bits_of, completed, model_of, trainer_bits
+from tests.multiprocess.harness import run_processes
+from tests.multiprocess.launcher import OPTIMISED
+from tests.unit.engine.models import FAMILIES
+
+pytestmark = pytest.mark.multiprocess
+
+CASES = [
+    ("llama", "bfloat16", "1,2,2", {"layout": {"tensor": 4}}),
+    ("llama", "float32", "2,1,2", {"layout": {"tensor": 2}, "max_seqs": 3}),
+    ("gemma3", "bfloat16", "4,1,1", {"layout": "training", "page_size": 4}),
+]
+"""Family, type, mesh and engine: tensor groups over two processes and within one, and the layout of training."""
+EXACTLY = ("logprob_gap", "ratio_gap")
+
+
+def body_bits(hosts):
+    """The bits of engine and trainer, case by case; on one device without a layout."""
+    return [bits_in(hosts, *case) for case in CASES]
+
+
+def bits_in(hosts, family, dtype, mesh, engine):
+    if hosts.count == 1:
+        mesh, engine = "1,1,1", {}
+    model = model_of(mesh, dtype, dataclasses.replace(FAMILIES[family], numerics="exact"))
+    answers = completed(mesh, model, hosts=hosts, **engine)
+    return bits_of(answers), trainer_bits(mesh, model, answers)
+
+
+def body_grpo(hosts, mesh, steps):
+    """What each update measures, the first of its rollout, in hexadecimal; ratios are to what the engine said."""
+    tracker = runs.Recorder()
+    made = runs.make(
+        mesh,
+        steps,
+        hosts,
+        tracker=tracker,
+        run={"rollout": {"temperature": 0.7}},
+        loss={"use_rollout_logprobs": True, "kl_coefficient": 0.1},
+        model=dataclasses.replace(tiny.CONFIG, numerics="exact"),
+        mp="c=bfloat16,p=f32",
+        per_device_parallelism=2,
+    )
+    spy = runs.train(*made)
+    values = [tracker.scalars[step] for step in range(1, steps + 1)] if hosts.is_leader else []
+    return {
+        "gaps": [[each[f"train/{name}"].hex() for name in EXACTLY] for each in values],
+        "kl": [each["train/kl"].hex() for each in values],
+        "losses": [float(loss).hex() for loss in spy.losses],
+    }
+
+
+@pytest.mark.parametrize(
+    "env", [pytest.param(None, marks=pytest.mark.slow), pytest.param(OPTIMISED, marks=pytest.mark.nightly)]
+)
+def test_two_processes_have_the_bits_of_one_and_of_the_trainer(env):
+    (alone,) = run_processes(body_bits, processes=1, devices=1, env=env, timeout_s=200)
+    results = run_processes(body_bits, processes=2, devices=2, env=env, timeout_s=300)
+    for case, (wanted, _), *found in zip(CASES, alone, *results, strict=True):
+        for engine, trainer in found:
+            assert engine == wanted, case
+            assert trainer == wanted, case
+
+
+@pytest.mark.parametrize(
+    ("mesh", "steps", "env"),
+    [
+        pytest.param("1,2,2", 3, None, marks=pytest.mark.slow),
+        pytest.param("2,1,2", 20, OPTIMISED, marks=pytest.mark.nightly),
+    ],
+)
+def test_every_first_update_on_two_processes_has_ratio_one(mesh, steps, env):
+    """No bit between engine and trainer after any step; before the first, none to the reference."""
+    leader, other = run_processes(body_grpo, processes=2, devices=2, args=(mesh, steps), env=env, timeout_s=500)
+    zero = (0.0).hex()
+    assert leader["gaps"] == [[zero] * len(EXACTLY)] * steps
+    assert leader["kl"][0] == zero and leader["kl"].count(zero) == 1, "the policy learns"
+    assert leader["losses"] == other["losses"] and len(set(leader["losses"])) == steps
