@@ -12,7 +12,7 @@ import haliax as hax
 
 from lockstep.engine import Auditor, Engine, EngineConfig
 from lockstep.hosts import Hosts, MemoryClient
-from lockstep.main.doctor import collectives, device_speed
+from lockstep.main.doctor import speed
 from lockstep.main.doctor.layout_rounds import LENGTH, PROMPTS, make_tokenizer, shape_for
 from lockstep.main.doctor.self_test import _init
 from lockstep.main.plan import topology
@@ -37,8 +37,8 @@ def pod():
 
 
 def test_matrices_are_read_and_multiplied_in_every_turn(pod):
-    hosts, sizes = Hosts(MemoryClient.hub(1)[0]), device_speed.sizes_for("tpu")
-    read, multiply = device_speed.build_loops(hosts, list(pod.devices.flat), sizes)
+    hosts, sizes = Hosts(MemoryClient.hub(1)[0]), speed.sizes_for("tpu")
+    read, multiply = speed.build_loops(hosts, list(pod.devices.flat), sizes)
     matrix, product = sizes.read**2 * 2, sizes.product**2 * 2
     assert read.run.memory().argument_size_in_bytes > matrix > 100 * read.run.memory().temp_size_in_bytes
     assert multiply.run.memory().temp_size_in_bytes < 1.1 * product, "what goes from turn to turn, twice"
@@ -47,7 +47,7 @@ def test_matrices_are_read_and_multiplied_in_every_turn(pod):
 
 
 def test_collectives_stay_in_their_loops(pod):
-    groups = collectives.find_groups(pod)
+    groups = speed.find_groups(pod)
     assert [(group.name, group.members, group.crosses_hosts) for group in groups] == [
         ("fsdp", 4, True),
         ("tp", 2, False),
@@ -56,7 +56,7 @@ def test_collectives_stay_in_their_loops(pod):
         ("one device of each host", 2, True),
     ]
     wanted = [(groups[0], kind, size) for kind in ("all-reduce", "all-gather") for size in (4096, 64 << 20)]
-    for loop, (_, kind, _) in zip(collectives.build_loops(Hosts(MemoryClient.hub(1)[0]), wanted), wanted, strict=True):
+    for loop, (_, kind, _) in zip(speed.build_collectives(Hosts(MemoryClient.hub(1)[0]), wanted), wanted, strict=True):
         assert " while(" in loop.run.text() and f" {kind}" in loop.run.text()
 
 

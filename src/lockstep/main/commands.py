@@ -122,7 +122,7 @@ COMMANDS: Final = (
         function="train_lm",
         example="lockstep train-lm --config_path config/demo.yaml --trainer.num_train_steps 100",
         config_class="TrainLmConfig",
-        workload_function="lockstep.main.plan_workload:training_workload",
+        workload_function="lockstep.main.plan.workload:training_workload",
     ),
     Command(
         name="train-preference",
@@ -132,7 +132,7 @@ COMMANDS: Final = (
         function="train_preference",
         example="lockstep train-preference --config_path config/dpo_tiny.yaml --objective.beta 0.3",
         config_class="TrainPreferenceConfig",
-        workload_function="lockstep.main.plan_workload:training_workload",
+        workload_function="lockstep.main.plan.workload:training_workload",
     ),
     Command(
         name="train-simpo",
@@ -142,7 +142,7 @@ COMMANDS: Final = (
         function="train_simpo",
         example="lockstep train-simpo --config_path config/simpo_tiny.yaml --inference_eval.eval_every 10",
         config_class="TrainSimpoConfig",
-        workload_function="lockstep.main.plan_workload:training_workload",
+        workload_function="lockstep.main.plan.workload:training_workload",
     ),
     Command(
         name="train-grpo",
@@ -152,7 +152,7 @@ COMMANDS: Final = (
         function="train_grpo",
         example="lockstep train-grpo --config_path config/grpo_gsm8k_qwen25_3b_v6e_8.yaml --trainer.seed 1",
         config_class="TrainGrpoConfig",
-        workload_function="lockstep.main.plan_workload:training_workload",
+        workload_function="lockstep.main.plan.workload:training_workload",
     ),
     Command(
         name="sample",
@@ -162,7 +162,7 @@ COMMANDS: Final = (
         function="sample",
         example="lockstep sample --hf_checkpoint path/to/Llama-3.1-8B-Instruct --prompts questions.jsonl",
         config_class="SampleConfig",
-        workload_function="lockstep.main.plan_workload:sampling_workload",
+        workload_function="lockstep.main.plan.workload:sampling_workload",
     ),
     Command(
         name="eval",

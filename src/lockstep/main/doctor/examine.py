@@ -21,9 +21,7 @@ from scipy.optimize import nnls
 from lockstep.errors import ConfigError, HostError
 from lockstep.hosts import DistributedConfig, Hosts, end_process, try_leader_only
 from lockstep.json_text import from_peer
-from lockstep.main.doctor import collectives, device_speed
-from lockstep.main.doctor.collectives import CollectiveTime
-from lockstep.main.doctor.device_speed import DeviceSpeed, time_loops
+from lockstep.main.doctor import speed
 from lockstep.main.doctor.finding import BackgroundCheck, Finding, Findings, attempt, failed, merge, wait_for_all
 from lockstep.main.doctor.job import (
     JoinResult,
@@ -48,6 +46,7 @@ from lockstep.main.doctor.machine import (
 )
 from lockstep.main.doctor.needs import NETWORK, DoctorConfig, RunNeeds, begin_checks, check_wandb
 from lockstep.main.doctor.self_test import self_test
+from lockstep.main.doctor.speed import CollectiveTime, DeviceSpeed, time_loops
 from lockstep.placement import make_mesh
 from lockstep.placement.device import chip_of, save_calibration
 
@@ -239,28 +238,28 @@ class _Examination:
         """The speeds of the devices and of the links between them, written as a calibration where that is asked."""
         hosts, mesh = self._hosts, _mesh(self._needs.mesh_shape)
         devices = list(mesh.devices.flat)
-        sizes = device_speed.sizes_for(devices[0].platform)
-        seconds = time_loops(hosts, "device speed", lambda: device_speed.build_loops(hosts, devices, sizes))
-        speeds = device_speed.speeds(seconds, devices, sizes)
-        findings = attempt("device speed", lambda: device_speed.judge_speeds(speeds, devices))
-        kinds: list[collectives.Kind] = ["all-reduce"]
+        sizes = speed.sizes_for(devices[0].platform)
+        seconds = time_loops(hosts, "device speed", lambda: speed.build_loops(hosts, devices, sizes))
+        speeds = speed.speeds(seconds, devices, sizes)
+        findings = attempt("device speed", lambda: speed.judge_speeds(speeds, devices))
+        kinds: list[speed.Kind] = ["all-reduce"]
         if self._config.calibrate is not None:
             kinds.append("all-gather")
         wanted = [
             (group, kind, size)
-            for group in collectives.find_groups(mesh)
+            for group in speed.find_groups(mesh)
             for kind in kinds
-            for size in collectives.sizes_for(devices[0].platform)
+            for size in speed.collective_sizes(devices[0].platform)
         ]
-        measured: list[collectives.CollectiveTime] = []
+        measured: list[speed.CollectiveTime] = []
         if wanted:
-            seconds = time_loops(hosts, "collectives", lambda: collectives.build_loops(hosts, wanted))
+            seconds = time_loops(hosts, "collectives", lambda: speed.build_collectives(hosts, wanted))
             slowest = [max(one[i] for one in seconds) for i in range(len(wanted))]
             measured = [
-                collectives.CollectiveTime(group=group, kind=kind, size=size, seconds=taken)
+                speed.CollectiveTime(group=group, kind=kind, size=size, seconds=taken)
                 for (group, kind, size), taken in zip(wanted, slowest, strict=True)
             ]
-            findings += attempt("all-reduce", lambda: collectives.judge_collectives(measured))
+            findings += attempt("all-reduce", lambda: speed.judge_collectives(measured))
         if self._config.calibrate is not None:
             findings.append(self._calibrate(self._config.calibrate, speeds, measured, devices))
         values = {
@@ -276,8 +275,8 @@ class _Examination:
     def _calibrate(
         self,
         path: str,
-        speeds: Sequence[device_speed.DeviceSpeed],
-        measured: Sequence[collectives.CollectiveTime],
+        speeds: Sequence[speed.DeviceSpeed],
+        measured: Sequence[speed.CollectiveTime],
         devices: Sequence[jax.Device],
     ) -> Finding:
         """Write the same calibration file on every process: a run needs it on every host."""

@@ -4,15 +4,21 @@ import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import jax
 import yaml
 
-from lockstep.engine import EngineConfig
-from lockstep.models import LlamaConfig, LoraConfig
-from lockstep.training import LossFn, OptimizerConfig, TrainerConfig
-from lockstep.types import Request
+from lockstep.batch_inference import Checkpoint, SampleConfig, resolve_checkpoint
+from lockstep.credentials import without_credentials
+from lockstep.engine import DraftSource, EarlierAnswers, EngineConfig
+from lockstep.errors import ConfigError, PromptError
+from lockstep.models import LlamaConfig, LoraConfig, find_preset, load_config, padded_vocab_size, read_hf_config
+from lockstep.report import EvaluationFields
+from lockstep.text import encode, load_tokenizer, read_prompts, token_count
+from lockstep.training import LossFn, OptimizerConfig, RolloutConfig, SavedModel, TrainConfig, TrainerConfig
+from lockstep.training.objectives import routing_column
+from lockstep.types import Request, SamplingParams
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -145,8 +151,250 @@ class Workload:
 
     def calibrated(self, path: str) -> "Workload":
         """The same with a file of measured numbers of the chip for every round of sampling."""
-        engines = (dataclasses.replace(each.engine, calibration=path) for each in self.sampling)
         sampling = [
-            dataclasses.replace(each, engine=engine) for each, engine in zip(self.sampling, engines, strict=True)
+            dataclasses.replace(each, engine=dataclasses.replace(each.engine, calibration=path))
+            for each in self.sampling
         ]
         return dataclasses.replace(self, sampling=sampling)
+
+
+CHAT_TOKENS: Final = 64  # the number of tokens that a chat template may add to a message
+GSM8K_PROMPT: Final = 256  # tokens of a question with its chat template: the longest of GSM8K has about 240
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Shape:
+    """A model's shape and where it was found."""
+
+    config: LlamaConfig
+    vocab_size: int  # number of rows of its embedding
+    source: str
+
+
+def training_workload(name: str, config: TrainConfig, model: str | None = None) -> Workload:
+    """The workload of the configuration of a training command."""
+    notes: list[str] = []
+    key = "initialize_from_hf" if config.initialize_from_hf else "model"
+    shape = _shape(model or config.initialize_from_hf, config.model, config.tokenizer, key, config.trust_remote_code)
+    notes.append(f"model shape: {shape.source}")
+    if config.gradient_checkpointing is not None:
+        remat = dataclasses.replace(shape.config, gradient_checkpointing=config.gradient_checkpointing)
+        shape = dataclasses.replace(shape, config=remat)
+    config, infeasibilities = _rows_of(config, shape.config.max_seq_len)
+    columns = config.columns(shape.config.max_seq_len)
+    if config.rollouts is not None:
+        length = config.data.row_length(shape.config.max_seq_len)
+        columns |= routing_column(shape.config, length, replayed=config.rollouts.replay_routing)
+    if config.data.length_buckets:
+        notes.append("data.length_buckets: the train step is that of the longest rows, which needs the most memory")
+    if config.hf_save_path is not None:
+        notes.append(
+            "hf_save_path: after SIGTERM the model is written there once the checkpoint is, which the seconds of the "
+            "stop leave out; cut off, it leaves nothing, and the checkpoint is whole"
+        )
+    precision = config.trainer.precision
+    lora = None if config.lora is None else config.lora.resolved(precision.compute.name)
+    sampling: list[SamplingWorkload] = []
+    if config.rollouts is not None:
+        sampling.append(_rollouts(config, config.rollouts, shape, notes))
+    if config.inference_eval.enabled:
+        sampling.append(_samples(config, notes))
+    return Workload(
+        command=name,
+        model=config.trainer.with_run_settings(shape.config),
+        model_key=key,
+        vocab_size=shape.vocab_size,
+        mesh_shape=config.trainer.mesh_shape,
+        dtype=precision.param.name if lora is None else str(lora.base_dtype),
+        training=TrainingWorkload(
+            trainer=config.trainer,
+            optimizer=config.optimizer,
+            loss=config.loss_fn,
+            columns=columns,
+            rows=config.ROW_NAME,
+            sequences_per_row=config.SEQUENCES_PER_ROW,
+            reference=config.has_reference and lora is None,  # without its adapters, the model is its own reference
+            lora=lora,
+        ),
+        sampling=sampling,
+        hosts=config.trainer.distributed.require_process_count,
+        notes=tuple(map(without_credentials, notes)),
+        infeasibilities=infeasibilities,
+    )
+
+
+def _rows_of(config: TrainConfig, most: int) -> tuple[TrainConfig, tuple[Infeasibility, ...]]:
+    """The configuration with rows that the model takes, and why not those that were asked for."""
+    try:
+        config.data.row_length(most)
+    except ConfigError as error:
+        given = config.data.max_seq_len
+        data = dataclasses.replace(config.data, max_seq_len=most)
+        return dataclasses.replace(config, data=data), (
+            Infeasibility(key="data.max_seq_len", value=given, largest=most, text=str(error)),
+        )
+    return config, ()
+
+
+def sampling_workload(name: str, config: SampleConfig, model: str | None = None) -> Workload:
+    """The workload of the configuration of ``sample``."""
+    notes: list[str] = []
+    checkpoint = _trained(config) if model is None else None
+    # A training run, in whose place another model is planned, has no tokenizer of that model.
+    source = config.hf_checkpoint or model or config.source if checkpoint is None else checkpoint.tokenizer
+    if isinstance(checkpoint, SavedModel):
+        shape = Shape(config=checkpoint.config, vocab_size=checkpoint.rows, source=checkpoint.path)
+        if checkpoint.adapters is not None:
+            notes.append("the checkpoint has adapters alone; planned as the model that they make with their base")
+    else:
+        shape = _shape(model or source, None, config.tokenizer or source, "hf_checkpoint", config.trust_remote_code)
+    notes.append(f"model shape: {shape.source}")
+    params = config.sampling_params(tuple(config.stop_token_ids or ()), 0)
+    tokenizer = config.tokenizer or source
+    lengths = _lengths("", config, tokenizer, config.trust_remote_code, config.engine.max_seq_len, params, notes)
+    if config.max_prompts_per_batch is not None:
+        lengths = sorted(lengths, reverse=True)[: config.max_prompts_per_batch]
+    hosts = config.trainer.distributed.require_process_count
+    one_host = config.inference_mode == "host_data_parallel"
+    if one_host and hosts:
+        lengths = sorted(lengths, reverse=True)[: -(-len(lengths) // hosts)]
+        notes.append(f"a host answers {len(lengths)} prompts, its share of those of {hosts} hosts")
+    stored = checkpoint.dtype if isinstance(checkpoint, SavedModel) else "bfloat16"
+    dtype = config.engine.dtype or stored
+    if config.engine.dtype is None and not isinstance(checkpoint, SavedModel):
+        notes.append("the checkpoint is taken to be stored in bfloat16; engine.dtype says otherwise")
+    return Workload(
+        command=name,
+        model=shape.config,
+        model_key="hf_checkpoint" if config.hf_checkpoint else "checkpoint_path",
+        vocab_size=shape.vocab_size,
+        mesh_shape=config.trainer.mesh_shape,
+        dtype=dtype,
+        training=None,
+        sampling=[
+            SamplingWorkload(
+                name="",
+                engine=dataclasses.replace(config.engine, dtype=dtype),
+                engine_block="engine",
+                requests=_requests(lengths, params, config.drafts),
+            )
+        ],
+        one_host=one_host,
+        hosts=hosts,
+        notes=tuple(map(without_credentials, notes)),
+    )
+
+
+def _trained(config: SampleConfig) -> Checkpoint | None:
+    """The checkpoint of a training run, where it can be read from here; None: a name, or a Hugging Face checkpoint."""
+    path = config.checkpoint_path
+    if path is None or ("://" not in path and not Path(path).is_dir()):
+        return None
+    return resolve_checkpoint(config)
+
+
+def _rollouts(config: TrainConfig, rollout: RolloutConfig, shape: Shape, notes: list[str]) -> SamplingWorkload:
+    """The rollouts of one step: a group of completions of each prompt."""
+    length = config.data.row_length(shape.config.max_seq_len)
+    prompt = min(length - rollout.max_new_tokens, GSM8K_PROMPT)
+    count = config.rollout_answers // rollout.n_generations
+    notes.append(f"rollout: {count} questions of {prompt} tokens, {rollout.n_generations} answers to each")
+    routed = shape.config.experts is not None
+    params = dataclasses.replace(rollout.sampling_params(()), routed_experts=routed)
+    return SamplingWorkload(
+        name="rollout",
+        engine=rollout.engine_config(config.trainer.precision.compute.name, length),
+        engine_block="rollout",
+        requests=_requests([prompt] * count, params, rollout.drafts),
+        steps=config.updates_per_rollout,
+    )
+
+
+def _samples(config: TrainConfig, notes: list[str]) -> SamplingWorkload:
+    """A round of ``inference_eval``."""
+    samples = config.inference_eval
+    params = samples.sampling_params(tuple(samples.stop_token_ids or ()))
+    lengths = _lengths(
+        "inference_eval", samples, config.tokenizer, config.trust_remote_code, samples.max_seq_len, params, notes
+    )
+    return SamplingWorkload(
+        name="inference_eval",
+        engine=samples.engine_config(config.trainer.precision.compute.name),
+        engine_block="inference_eval",
+        # Where the prompts of a round are drawn, programs are compiled for the longest, as in the run.
+        requests=_requests(sorted(lengths, reverse=True)[: samples.prompts_per_round], params, samples.drafts),
+    )
+
+
+def _shape(source: str | None, model: Any, tokenizer: str | None, key: str, trusted: str | None) -> Shape:
+    """The shape of the ``model`` block, of a checkpoint that can be read, or of a well-known one by its name."""
+    if source is None:
+        assert isinstance(model, LlamaConfig) and tokenizer is not None
+        if Path(tokenizer).expanduser().is_dir():
+            tokens = token_count(load_tokenizer(tokenizer, trusted))
+        elif known := find_preset(tokenizer):
+            tokens = known.vocab_size
+        else:
+            raise ConfigError(
+                f"the vocabulary of tokenizer {tokenizer!r} is not known here. Give a directory that holds the "
+                "tokenizer: --tokenizer DIRECTORY."
+            )
+        return Shape(config=model, vocab_size=padded_vocab_size(tokens, 1), source="the model block")
+    path = Path(source).expanduser()
+    if (path / "config.json").is_file():
+        rows = int(read_hf_config(path)["vocab_size"])
+        return Shape(config=load_config(path), vocab_size=rows, source=f"{path}/config.json")
+    if known := find_preset(source):
+        name = source.rstrip("/").rpartition("/")[2]
+        return Shape(config=known.config, vocab_size=known.vocab_size, source=f"as published, by the name {name}")
+    if "://" in source:
+        rows = int(read_hf_config(source)["vocab_size"])
+        return Shape(config=load_config(source), vocab_size=rows, source=source)
+    raise ConfigError(
+        f"{key} is {source!r}, which is neither a directory with a config.json nor a checkpoint whose shape is known. "
+        "Copy its config.json here and give --model DIRECTORY, or --model with the name of one of the same shape, such "
+        "as --model Llama-3.1-8B."
+    )
+
+
+def _lengths(
+    block: str,
+    asked: EvaluationFields,
+    tokenizer: str,
+    trusted: str | None,
+    max_seq_len: int | None,
+    params: SamplingParams,
+    notes: list[str],
+) -> list[int]:
+    """The number of tokens of each prompt, exact where the tokenizer is a local directory, else an upper bound."""
+    key, source = f"{block}.prompts" if block else "prompts", asked.prompts
+    room = None if max_seq_len is None else max_seq_len - params.max_new_tokens
+    try:
+        prompts = read_prompts(source, asked.prompt_fields, asked.max_line_bytes)
+    except PromptError as error:
+        if not (isinstance(source, str) and "://" in source and room):
+            raise
+        notes.append(f"{key}: {source} cannot be read here; taken as 64 prompts of {room} tokens ({error})")
+        return [room] * 64
+    if Path(tokenizer).expanduser().is_dir():
+        encoded = encode(
+            load_tokenizer(tokenizer, trusted), prompts, max_seq_len=max_seq_len, max_new_tokens=params.max_new_tokens
+        )
+        return [len(tokens) for tokens in encoded]
+    more = [1 if each.messages is None else CHAT_TOKENS * len(each.messages) for each in prompts]
+    lengths = [len(each.shown.encode()) + added for each, added in zip(prompts, more, strict=True)]
+    if room is not None:
+        lengths = [min(length, max(room, 1)) for length in lengths]
+    notes.append(
+        f"{key}: tokenizer {tokenizer} is not a directory here; a prompt counts as its UTF-8 bytes (at most "
+        f"{max(lengths)} tokens), which is more than it has"
+    )
+    return lengths
+
+
+def _requests(lengths: Sequence[int], params: SamplingParams, source: DraftSource) -> list[Request]:
+    drafts = EarlierAnswers(source).drafts(None)
+    return [
+        Request(prompt_id=i, prompt_tokens=(0,) * length, params=params, drafts=drafts)
+        for i, length in enumerate(lengths)
+    ]

@@ -17,10 +17,9 @@ from lockstep.engine import Engine, EngineConfig
 from lockstep.errors import PeerError
 from lockstep.hosts import DistributedConfig, Hosts, MemoryClient
 from lockstep.main.doctor import DoctorConfig, Finding, RunNeeds, examine
-from lockstep.main.doctor.collectives import CollectiveTime, find_groups
-from lockstep.main.doctor.device_speed import DeviceSpeed, Sizes
 from lockstep.main.doctor.examine import calibration, fit_link
 from lockstep.main.doctor.job import JoinResult
+from lockstep.main.doctor.speed import CollectiveTime, DeviceSpeed, Sizes, find_groups
 from lockstep.placement import make_mesh
 from lockstep.placement.device import Link, calibrated, chip_named, chip_of, save_calibration
 from tests import tiny
@@ -190,8 +189,8 @@ def test_a_report_that_cannot_be_written_is_known_to_all(joined, tmp_path):
 
 
 def test_one_process_measures_its_devices_and_writes_them(joined, monkeypatch, tmp_path):
-    monkeypatch.setattr(module.device_speed, "sizes_for", lambda platform: SMALL)
-    monkeypatch.setattr(module.collectives, "sizes_for", lambda platform: (256, 1024))
+    monkeypatch.setattr(module.speed, "sizes_for", lambda platform: SMALL)
+    monkeypatch.setattr(module.speed, "collective_sizes", lambda platform: (256, 1024))
     hosts, out, path = Hosts(MemoryClient.hub(1)[0]), io.StringIO(), tmp_path / "cpu.json"
     HERE.set(hosts)
     config = DoctorConfig(calibrate=str(path), json=str(tmp_path / "report.json"))
@@ -211,7 +210,7 @@ def test_what_fails_on_all_is_a_finding_and_the_report_goes_on(joined, monkeypat
     def broken(*_):
         raise RuntimeError("no such instruction")
 
-    monkeypatch.setattr(module.device_speed, "build_loops", broken)
+    monkeypatch.setattr(module.speed, "build_loops", broken)
     HERE.set(Hosts(MemoryClient.hub(1)[0]))
     out = io.StringIO()
     assert examine(DoctorConfig(), RunNeeds(), DistributedConfig(), Console(file=out)) == 1
