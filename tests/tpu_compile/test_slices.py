@@ -28,6 +28,8 @@ CONFIG = LlamaConfig(
     max_seq_len=512, hidden_dim=256, intermediate_dim=512, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=128
 )
 
+MICROBATCHES = 2
+
 
 @pytest.fixture(autouse=True)
 def libtpu(monkeypatch):
@@ -50,7 +52,7 @@ def test_slices_exchange_each_gradient_once_a_step_and_nothing_between_microbatc
     state, shardings = state_structs(init, optimizer, mesh, precision)
     step = TrainStep(
         loss_fn=lm_loss, optimizer=optimizer, schedule=None, mesh=mesh, shardings=shardings, precision=precision,
-        microbatches=2, reduce_dtype=None if dtype is None else jnp.dtype(dtype),
+        microbatches=MICROBATCHES, reduce_dtype=None if dtype is None else jnp.dtype(dtype),
     )  # fmt: skip
     columns = {"tokens": jax.ShapeDtypeStruct((256,), np.int32), "loss_mask": jax.ShapeDtypeStruct((256,), bool)}
     hlo = Hlo(text := step.lower(state, batch_structs(columns, 4 * data_shards(mesh), mesh)).compile().as_text())
@@ -58,9 +60,28 @@ def test_slices_exchange_each_gradient_once_a_step_and_nothing_between_microbatc
     found = sent(text)
     assert loops and not loops & {computation for computation, _, _ in found}
     assert {times for _, times, _ in found} == {1}
-    gradients = sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in jax.tree.leaves(state.model))
+    gradients = [leaf.sharding.shard_shape(leaf.shape) for leaf in jax.tree.leaves(state.model)]
+    numbers = sum(map(math.prod, gradients))
     size = 4 if dtype is None else 2
-    assert gradients * size <= sum(count for _, _, count in found) < 1.1 * gradients * size
+    assert numbers * size <= sum(count for _, _, count in found) < 1.1 * numbers * size
+
+    # From microbatch to microbatch a device keeps its parts of the gradients; those of a table that is looked up are
+    # never whole, all others are summed once in a microbatch among the devices that the parameter is split over.
+    (loop,) = (run.op for run in hlo.runs if run.op.kind == "while" and run.computation == hlo.entry)
+    kept = [array.dims for array in loop.arrays if array.dtype == "f32" and len(array.dims) > 1]
+    assert sorted(kept) == sorted(shape for shape in gradients if len(shape) > 1)
+    fsdp, tp = mesh.shape["fsdp"], mesh.shape["tp"]
+    inside = [one for one in collectives(hlo, mesh.size) if one.times > 1]
+    assert all(group[-1] < fsdp * tp for one in inside for group in one.groups), "devices of one slice"
+    over_fsdp = {tuple(range(first, fsdp * tp, tp)) for first in range(tp)}
+    whole = {"all-reduce": 1, "reduce-scatter": fsdp}
+    summed = sum(
+        one.times // MICROBATCHES * one.bytes * whole[one.kind]
+        for one in inside
+        if one.kind in whole and set(one.groups) == over_fsdp
+    )
+    weights = 2 * (numbers - math.prod(gradients[0])) * fsdp
+    assert weights <= summed < 1.1 * weights
 
 
 def _init(vocab, key):
