@@ -21,8 +21,8 @@ from lockstep.launch import setup_vm
 from lockstep.launch.backend import Console, LaunchError, Transport, Worker, WorkerBackend
 from lockstep.launch.gcloud import Gcloud
 from lockstep.launch.mig import CAPACITY_FLAGS, Mig
-from lockstep.launch.options import add_tpu_options, add_worker_options
-from lockstep.launch.pod import Machine, PasteTransport, Pod, SshTransport, Wait
+from lockstep.launch.options import add_google_options, add_worker_options, slice_counts
+from lockstep.launch.pod import ElasticPod, Machine, PasteTransport, Pod, SshTransport, Wait, slices_of
 from lockstep.launch.slices import slice_of
 from lockstep.launch.tpu_vm import TpuVm
 
@@ -44,13 +44,37 @@ class GoogleBackend(WorkerBackend):
     def add_own_options(self, parser: argparse.ArgumentParser) -> None:
         """Add what no other backend has."""
 
-    @abc.abstractmethod
-    def pod(self, options: argparse.Namespace) -> Pod:
-        """The pod of the options; nothing is asked of Google."""
+    _acquired: Pod | None = None
 
     @abc.abstractmethod
+    def pod_of(self, options: argparse.Namespace, name: str, count: int) -> Pod:
+        """A pod of so many slices; nothing is asked of Google."""
+
+    @abc.abstractmethod
+    def hosts_of_slice(self, options: argparse.Namespace) -> int:
+        """The number of machines of a slice, from its kind alone; 0 where the kind is not given."""
+
+    def pod(self, options: argparse.Namespace) -> Pod:
+        """The pod of the options; nothing is asked of Google.
+
+        Raises:
+            ConfigError: The kind of slice is not known, or does not fit the other options.
+        """
+        name, (least, most) = options.tpu_name, slice_counts(options)
+        if least == most:
+            return self.pod_of(options, name, most)
+        for given, text in (
+            (not options.tpu_type, "needs --tpu_type: a slice that was lost is asked for again"),
+            (options.require_process_count, "has no one number of processes: leave --require-process-count out"),
+        ):
+            if given:
+                raise ConfigError(f"--slices {options.slices} {text}.")
+        parts = [self.pod_of(options, f"{name}-{i}", 1) for i in range(most)]
+        return ElasticPod(parts, least, self.hosts_of_slice(options), options.slices_wait_s)
+
     def hosts(self, options: argparse.Namespace) -> int:
         """The number of machines of all slices, from their kind alone; 0 where the kind is not given."""
+        return self.hosts_of_slice(options) * slice_counts(options)[1]
 
     def coordinator(self, transport: SshTransport) -> Machine:
         """The machine at which several slices find each other: JAX's first of the first slice."""
@@ -58,27 +82,7 @@ class GoogleBackend(WorkerBackend):
 
     def add_options(self, parser: argparse.ArgumentParser) -> None:
         """Add the options of both backends, then its own."""
-        add_tpu_options(parser)
-        add = parser.add_argument_group("Google Cloud").add_argument
-        add("--project", default="", help="the project (default: that of gcloud's configuration)")
-        add("--network", default="", help="the network of new machines (default: default)")
-        add("--service_account", default="", help="the account of new machines (default: the project's)")
-        add(
-            "--internal_ip",
-            action="store_true",
-            help="machines have no external address, and ssh uses the internal one",
-        )
-        add("--ssh_user", default="", help="the user on the machines (default: the one that gcloud uses)")
-        add(
-            "--ssh_key", default="~/.ssh/google_compute_engine", help="the ssh key (default: the one that gcloud makes)"
-        )
-        add("--wait_s", type=float, default=86400.0, help="seconds to wait for the slice, then give up (default a day)")
-        add("--poll_s", type=float, default=10.0, help="seconds between two looks at its state (default 10)")
-        add("--setup", choices=("auto", "none"), default="auto", help="auto: install this checkout on every machine, "
-            "once per version; none: the machines have it")  # fmt: skip
-        add("--venv", default="", metavar="DIR", help="an environment on the machines that has the package: nothing is "
-            "installed, and its programs are found first")  # fmt: skip
-        add("--extras", default=setup_vm.EXTRAS, help=f"optional dependencies to install (default {setup_vm.EXTRAS})")
+        add_google_options(parser)
         self.add_own_options(parser)
         add_worker_options(parser)
 
@@ -91,7 +95,8 @@ class GoogleBackend(WorkerBackend):
         self._check(options)
         pod = self.pod(options)
         count = self.hosts(options) or options.require_process_count or 1
-        per_slice = count // options.slices or 1
+        slices = slice_counts(options)[1]
+        per_slice = count // slices or 1
         machines = [
             Machine(
                 name=f"{options.tpu_name} worker {i}",
@@ -106,7 +111,7 @@ class GoogleBackend(WorkerBackend):
         if self.hosts(options):
             lines += [*map(shlex.join, pod.create_commands()), *pod.wait_lines()]
         lines += map(shlex.join, pod.login_commands(None))
-        if options.slices > 1:
+        if slices > 1:
             lines.append(
                 f"# {machines[0].internal_address} below: the internal address of the first slice's first worker"
             )
@@ -120,7 +125,7 @@ class GoogleBackend(WorkerBackend):
 
     def acquire(self, options: argparse.Namespace, console: Console) -> Transport:
         """Use or make the pod, wait for it, and have gcloud bring its ssh key to the machines."""
-        pod = self.pod(options)
+        pod = self._acquired = self.pod(options)
         if self._installs(options) and (version := setup_vm.version_of()).changed:
             console.say(f"this checkout has changes that are not committed: they are installed too, as {version.name}")
         pod.ensure(Wait(say=console.say, timeout_s=options.wait_s, poll_s=options.poll_s))
@@ -129,7 +134,7 @@ class GoogleBackend(WorkerBackend):
         for command in pod.login_commands(machines):
             gcloud.run(command)
         transport = self._transport(options, machines)
-        if options.slices > 1:
+        if slices_of(machines) > 1:
             workers = self._workers(options, machines, self.coordinator(transport))
             transport = SshTransport(machines, workers, transport.user, transport.key)
         console.say(f"{options.tpu_name}: {len(machines)} workers, user {transport.user}")
@@ -166,7 +171,7 @@ class GoogleBackend(WorkerBackend):
     def why_lost(self, options: argparse.Namespace) -> str | None:
         """The fate of the pod, in words; None where there is nothing to say, or Google does not answer."""
         try:
-            return self.pod(options).lost()
+            return (self._acquired or self.pod(options)).lost()
         except LaunchError:
             return None
 
@@ -219,22 +224,22 @@ class GoogleBackend(WorkerBackend):
         port = dict(options.env).get("JAX_COORDINATOR_PORT", COORDINATOR_PORT)
         if not port.isdecimal() or not 0 < int(port) < 65536:
             raise ConfigError(f"--env JAX_COORDINATOR_PORT is {port!r}; it must be a port, 1 to 65535, such as 11211.")
-        workers = []
+        workers, slices = [], slices_of(machines)
         for machine in machines:
             environment = {"JAX_COORDINATOR_PORT": port, "LOCKSTEP_LIVENESS_PORT": LIVENESS_PORT}
             ports: tuple[int, ...] = (int(port),)
             if len(machines) > 1:
                 environment["REQUIRE_MULTIHOST"] = "1"
-            if options.slices > 1:
+            if slices > 1:
                 environment |= {
                     "MEGASCALE_COORDINATOR_ADDRESS": f"{coordinator.internal_address}:{MEGASCALE_PORT}",
                     "MEGASCALE_PORT": str(MEGASCALE_PORT),
-                    "MEGASCALE_NUM_SLICES": str(options.slices),
+                    "MEGASCALE_NUM_SLICES": str(slices),
                     "MEGASCALE_SLICE_ID": str(machine.slice_id),
                 }
                 ports = (*ports, MEGASCALE_PORT) if machine == coordinator else ports
             at = coordinator.internal_address
-            begin = (port, MEGASCALE_PORT) if options.slices > 1 else (port,)
+            begin = (port, MEGASCALE_PORT) if slices > 1 else (port,)
             reaches = () if machine == coordinator else tuple(f"{at}:{each}" for each in begin)
             workers.append(Worker(name=machine.name, environment=environment, ports=ports, reaches=reaches, path=path))
         return workers
@@ -255,7 +260,7 @@ class TpuVmBackend(GoogleBackend):
         add = parser.add_argument_group(self.title).add_argument
         add("--runtime_version", default="", help="the image of new machines (default: the one for the --tpu_type)")
 
-    def pod(self, options: argparse.Namespace) -> TpuVm:
+    def pod_of(self, options: argparse.Namespace, name: str, count: int) -> TpuVm:
         found = slice_of(options.tpu_type)
         if found is not None and not found.family.runtime_version:
             raise ConfigError(
@@ -263,9 +268,9 @@ class TpuVmBackend(GoogleBackend):
             )
         return TpuVm(
             gcloud=self._gcloud(options),
-            name=options.tpu_name,
+            name=name,
             slice=found,
-            count=options.slices,
+            count=count,
             capacity=options.capacity_type,
             runtime_version=options.runtime_version,
             network=options.network,
@@ -273,9 +278,9 @@ class TpuVmBackend(GoogleBackend):
             internal_ip=options.internal_ip,
         )
 
-    def hosts(self, options: argparse.Namespace) -> int:
+    def hosts_of_slice(self, options: argparse.Namespace) -> int:
         found = slice_of(options.tpu_type)
-        return found.hosts * int(options.slices) if found else 0
+        return found.hosts if found else 0
 
 
 WORKER_NUMBER: Final = "http://metadata.google.internal/computeMetadata/v1/instance/attributes/agent-worker-number"
@@ -294,7 +299,7 @@ class MigBackend(GoogleBackend):
         add("--reservation", default="", help="the reservation of --capacity_type reserved")
         add("--boot_disk_gb", type=int, default=200, help="the disk of new machines in GB (default 200)")
 
-    def pod(self, options: argparse.Namespace) -> Mig:
+    def pod_of(self, options: argparse.Namespace, name: str, count: int) -> Mig:
         found = slice_of(options.tpu_type)
         machine_type = options.machine_type
         if found is not None:
@@ -324,10 +329,10 @@ class MigBackend(GoogleBackend):
             )
         return Mig(
             gcloud=self._gcloud(options),
-            name=options.tpu_name,
+            name=name,
             slice=found,
             machine_type=machine_type,
-            count=options.slices,
+            count=count,
             capacity=options.capacity_type,
             reservation=options.reservation,
             boot_disk_gb=options.boot_disk_gb,
@@ -336,8 +341,8 @@ class MigBackend(GoogleBackend):
             internal_ip=options.internal_ip,
         )
 
-    def hosts(self, options: argparse.Namespace) -> int:
-        return self.pod(options).hosts * int(options.slices)
+    def hosts_of_slice(self, options: argparse.Namespace) -> int:
+        return self.pod_of(options, options.tpu_name, 1).hosts
 
     def coordinator(self, transport: SshTransport) -> Machine:
         """The machine of the first slice that JAX counts as its first; the groups do not tell.

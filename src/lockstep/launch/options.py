@@ -2,10 +2,11 @@
 
 import argparse
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from lockstep.launch import setup_vm
 from lockstep.launch.backend import Backend
 from lockstep.launch.sync import modules_of_configuration
 
@@ -180,7 +181,58 @@ def add_tpu_options(parser: argparse.ArgumentParser) -> None:
     add("--tpu_type", metavar="TYPE", help="chip and size, for example v5p-64 or v6e-8")
     add("--zone", help="for example us-east5-a")
     add("--capacity_type", choices=CAPACITY_TYPES, default="on-demand", help="how it is paid for (default on-demand)")
-    add("--slices", type=count, default=1, help="how many slices, joined over the data-centre network (default 1)")
+    add_slices_option(add)
+
+
+def add_google_options(parser: argparse.ArgumentParser) -> None:
+    """Add `add_tpu_options`, and what machines of Google Cloud have, whichever API rents them."""
+    add_tpu_options(parser)
+    add = parser.add_argument_group("Google Cloud").add_argument
+    add("--project", default="", help="the project (default: that of gcloud's configuration)")
+    add("--network", default="", help="the network of new machines (default: default)")
+    add("--service_account", default="", help="the account of new machines (default: the project's)")
+    add(
+        "--internal_ip",
+        action="store_true",
+        help="machines have no external address, and ssh uses the internal one",
+    )
+    add("--ssh_user", default="", help="the user on the machines (default: the one that gcloud uses)")
+    add("--ssh_key", default="~/.ssh/google_compute_engine", help="the ssh key (default: the one that gcloud makes)")
+    add("--wait_s", type=float, default=86400.0, help="seconds to wait for the slice, then give up (default a day)")
+    add("--poll_s", type=float, default=10.0, help="seconds between two looks at its state (default 10)")
+    add("--setup", choices=("auto", "none"), default="auto", help="auto: install this checkout on every machine, "
+        "once per version; none: the machines have it")  # fmt: skip
+    add("--venv", default="", metavar="DIR", help="an environment on the machines that has the package: nothing is "
+        "installed, and its programs are found first")  # fmt: skip
+    add("--extras", default=setup_vm.EXTRAS, help=f"optional dependencies to install (default {setup_vm.EXTRAS})")
+
+
+def add_slices_option(add: Callable[..., object]) -> None:
+    """Add ``--slices`` and what belongs to it.
+
+    Args:
+        add: Adds an option to a group.
+    """
+    add("--slices", type=slice_range, default=1, metavar="N|MIN-MAX", help="how many slices, joined over the "
+        "data-centre network (default 1); 1-2 asks for two and goes on with one where need be")  # fmt: skip
+    add("--slices_wait_s", type=float, default=600.0, help="with --slices MIN-MAX: seconds to wait for more slices "
+        "once MIN of them can be used (default 600)")  # fmt: skip
+
+
+def slice_range(text: str) -> int | str:
+    """Read ``N`` or ``MIN-MAX``, as a type of argparse; what it returns is kept in the job's record."""
+    least, dash, most = text.partition("-")
+    if not dash:
+        return count(text)
+    if count(least) >= int(most):
+        raise argparse.ArgumentTypeError(f"{text} is not MIN-MAX with MIN below MAX; write 1-2, or 2 for always two")
+    return text
+
+
+def slice_counts(options: argparse.Namespace) -> tuple[int, int]:
+    """The least and the most slices of ``--slices``."""
+    least, _, most = str(options.slices).partition("-")
+    return int(least), int(most or least)
 
 
 def name_value(text: str) -> tuple[str, str]:

@@ -1,7 +1,9 @@
 """A pod that Google rents out: make it, wait for it, find its machines, delete it."""
 
+import concurrent.futures
 import dataclasses
 import shlex
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -26,6 +28,15 @@ class Machine:
     address: str  # where ssh reaches it
     internal_address: str  # where the other machines reach it
     host_key_alias: str  # under which name ssh keeps its host key: addresses come back with other machines
+
+
+def slices_of(machines: Sequence[Machine]) -> int:
+    """The number of slices that machines are of."""
+    return len({machine.slice_id for machine in machines})
+
+
+class GivenUpError(LaunchError):
+    """Nobody waits any longer for a slice that may still come."""
 
 
 class Pod(Protocol):
@@ -73,6 +84,7 @@ class Wait:
     say: Callable[[str], object]
     timeout_s: float
     poll_s: float
+    given_up: Callable[[], bool] = lambda: False  # whether it is to end before its time
 
     def until(self, what: str, look: Callable[[], tuple[str, bool]]) -> bool:
         """Look until it is done; a state is shown when it changes, and from time to time.
@@ -101,7 +113,7 @@ class Wait:
                 shown, shown_at = state, now
             if done:
                 return True
-            if now - begin > self.timeout_s:
+            if now - begin > self.timeout_s or self.given_up():
                 return False
             time.sleep(self.poll_s)
 
@@ -115,11 +127,121 @@ class Wait:
             LaunchError: It has not come in time.
         """
         if not self.until(name, look):
+            if self.given_up():
+                raise GivenUpError(f"{name} has not come{undone}", UNAVAILABLE)
             raise LaunchError(
                 f"{name} could not be used within {self.timeout_s:.0f} s{undone}. Wait longer with --wait_s, or try "
                 "another --zone or --capacity_type.",
                 UNAVAILABLE,
             )
+
+
+class ElasticPod:
+    """Slices of which some may be missing: each is asked for, lost and made again by itself.
+
+    Args:
+        parts: A pod of each slice, in order.
+        least: The slices without which nothing starts.
+        hosts: The machines of a slice.
+        more_s: Seconds to wait for the other slices once the least can be used.
+    """
+
+    def __init__(self, parts: Sequence[Pod], least: int, hosts: int, more_s: float) -> None:
+        self._parts, self._least, self._hosts, self._more_s = parts, least, hosts, more_s
+        self._used: list[Pod] | None = None
+
+    def create_commands(self) -> list[list[str]]:
+        """The commands that make all slices."""
+        return [command for part in self._parts for command in part.create_commands()]
+
+    def wait_lines(self) -> list[str]:
+        """The lines for a shell that wait until all slices can be used."""
+        return [line for part in self._parts for line in part.wait_lines()]
+
+    def delete_commands(self) -> list[list[str]]:
+        """The commands that delete all slices."""
+        return [command for part in self._parts for command in part.delete_commands()]
+
+    def login_commands(self, machines: Sequence[Machine] | None) -> list[list[str]]:
+        """The commands that bring the key to the slices in use, see `Pod`."""
+        if machines is None:
+            return [command for part in self._parts for command in part.login_commands(None)]
+        found = []
+        for index, part in enumerate(self._in_use()):
+            found += part.login_commands([machine for machine in machines if machine.slice_id == index])
+        return found
+
+    def ssh_command(self, worker: int, command: str) -> list[str]:
+        """The command that people paste, see `Pod`."""
+        return self._parts[worker // self._hosts].ssh_command(worker % self._hosts, command)
+
+    def made_here(self) -> bool:
+        """Whether the launcher made any of the slices."""
+        return any(part.made_here() for part in self._parts)
+
+    def ensure(self, wait: Wait) -> None:
+        """Ask for every slice that is not there, and wait for the least of them, then for the others for a while.
+
+        What has not come by then is withdrawn; the next start asks for it again.
+
+        Raises:
+            LaunchError: Fewer than the least can be had.
+        """
+        enough = threading.Event()
+        each = dataclasses.replace(wait, given_up=enough.is_set)
+        with concurrent.futures.ThreadPoolExecutor(len(self._parts)) as pool:
+            try:
+                asked = [pool.submit(part.ensure, each) for part in self._parts]
+                self._await(asked, wait)
+            finally:
+                enough.set()  # Ctrl-C too: each withdraws its request
+        errors = [one.exception() for one in asked]
+        for error in errors:
+            if error is not None and not isinstance(error, LaunchError):
+                raise error
+        self._used = [part for part, error in zip(self._parts, errors, strict=True) if error is None]
+        count, most = len(self._used), len(self._parts)
+        if count < self._least:
+            found = [error for error in errors if error is not None]
+            raise next((error for error in found if not isinstance(error, GivenUpError)), found[0])
+        if count < most:
+            why = "; ".join(str(error).partition("\n")[0] for error in errors if error is not None)
+            wait.say(f"going on with {count} of {most} slices, the next start asks for {most} again: {why}")
+
+    def _await(self, asked: Sequence[concurrent.futures.Future[None]], wait: Wait) -> None:
+        """Wait until all slices have come or failed, too many have failed, or enough have come and time is up."""
+        begin: float | None = None
+        while not all(one.done() for one in asked):
+            errors = [one.exception() for one in asked if one.done()]
+            usable = errors.count(None)
+            if len(asked) - (len(errors) - usable) < self._least:
+                return
+            if usable >= self._least:
+                begin = begin or time.monotonic()
+                if time.monotonic() - begin >= self._more_s:
+                    return
+            time.sleep(min(0.2, wait.poll_s))
+
+    def machines(self) -> list[Machine]:
+        """The machines of the slices in use, which are numbered without a gap."""
+        return [
+            dataclasses.replace(machine, slice_id=index)
+            for index, part in enumerate(self._in_use())
+            for machine in part.machines()
+        ]
+
+    def lost(self) -> str | None:
+        """The first slice in use that is lost, in words."""
+        return next((text for part in self._in_use() if (text := part.lost()) is not None), None)
+
+    def delete(self, wait: Wait) -> None:
+        """Delete all slices."""
+        for part in self._parts:
+            part.delete(wait)
+
+    def _in_use(self) -> list[Pod]:
+        """The slices of the last `ensure`; in another process those that are there."""
+        return [part for part in self._parts if part.lost() is None] if self._used is None else self._used
 
 
 def by_hand(name: str, error: GcloudError, commands: Sequence[Sequence[str]]) -> str:

@@ -201,6 +201,38 @@ def test_two_slices_are_told_what_megascale_needs(laptop):
         assert f"[{i}] 127.0.0.2:8080 8080 2 {i // 2}." in output
 
 
+@pytest.mark.parametrize(
+    "backend", [pytest.param("tpu-vm", marks=pytest.mark.slow), pytest.param("mig", marks=pytest.mark.nightly)]
+)
+def test_with_a_slice_less_the_same_command_goes_on_and_the_next_start_asks_for_all_again(laptop, backend):
+    laptop.add_metadata_server()
+    program = """
+        echo "slices ${MEGASCALE_NUM_SLICES:-one}, id ${MEGASCALE_SLICE_ID:-none}, of $REQUIRE_JAX_PROCESS_COUNT"
+        if [ $LOCKSTEP_RESTARTS = 0 ] && [ ! -e ~/../again ]; then sleep 60; fi
+    """
+    options = ["--backend", backend, "--slices", "1-2", "--tpu_type", "v5p-16", "--capacity_type", "spot",
+               "--retries", "1", "--grace_s", "1", "--setup", "none"]  # fmt: skip
+    process = laptop.start(*SLICE, *options, "--", "sh", "-c", program)
+    output = laptop.read_until(process, "slices 2, id ", times=4)
+    laptop.cloud.reply(
+        "managed create pod-0 " if backend == "mig" else "resources create pod-0 ",
+        "ERROR: There is no more capacity in the zone",
+    )
+    laptop.cloud.preempt("pod-0")
+    output += process.communicate(timeout=60)[0]
+    assert process.returncode == 0, output
+    ordered(output, "trying again in", "going on with 1 of 2 slices, the next start asks for 2 again: the zone has no",
+            "slices one, id none, of 2")  # fmt: skip
+    state = laptop.cloud.read()
+    assert "pod-0" not in state["requests"] and "pod-0" not in state["groups"], "it costs nothing"
+    # The same command again: two.
+    (Path(next(iter(state["machines"].values()))["home"]).parent / "again").touch()
+    output = laptop.launch(*SLICE, *options, "--", "sh", "-c", program)
+    assert output.count("slices 2, id 0, of 4") == output.count("slices 2, id 1, of 4") == 2
+    laptop.launch("delete", "pod")
+    assert not laptop.cloud.read()["machines"]
+
+
 @pytest.mark.slow
 def test_the_package_is_installed_once(laptop):
     """The script runs as on a machine; uv is a stand-in that makes an environment with a program in it."""
@@ -263,6 +295,8 @@ def test_an_environment_that_is_there_is_used_as_it_is(laptop):
         (["--zone", ""], "--zone is not given; backend tpu-vm needs it. Add it: --zone us-east5-a"),
         (["--zone", "us-east5"], "--zone is 'us-east5', which is not the name of a zone such as us-east5-a"),
         (["--env", "JAX_COORDINATOR_PORT=any"], "JAX_COORDINATOR_PORT is 'any'; it must be a port, 1 to 65535"),
+        (["--slices", "1-2", "--tpu_type", ""], "--slices 1-2 needs --tpu_type: a slice that was lost is asked for"),
+        (["--slices", "1-2", "--require-process-count", "8"], "no one number of processes: leave --require-process"),
         (["--tpu_name", "My_Pod"], "--tpu_name is 'My_Pod'; it must begin with a lower-case letter"),
     ],
 )  # fmt: skip

@@ -4,7 +4,14 @@ import argparse
 
 import pytest
 
-from lockstep.launch.options import Parser, add_common_options, add_tpu_options, add_worker_options, parse_options
+from lockstep.launch.options import (
+    Parser,
+    add_common_options,
+    add_tpu_options,
+    add_worker_options,
+    parse_options,
+    slice_counts,
+)
 
 
 class Everything:
@@ -49,6 +56,8 @@ def test_the_backend_that_is_meant(words, backend):
     [
         (("--retries", "-1"), "--retries: -1 is too small; it must be at least 0"),
         (("--slices", "0"), "--slices: 0 is too small; it must be at least 1"),
+        (("--slices", "0-2"), "--slices: 0 is too small; it must be at least 1"),
+        (("--slices", "2-2"), "2-2 is not MIN-MAX with MIN below MAX; write 1-2, or 2 for always two"),
         (("--capacity_type", "free"), "invalid choice: 'free'"),
         (("--env", "A=1;touch x=2", "--env", "B;touch x=2"), "'B;touch x' is no name of a variable"),
         (("--nosuch",), "unrecognized arguments: --nosuch"),
@@ -59,6 +68,10 @@ def test_wrong_options(capsys, words, text):
     with pytest.raises(SystemExit) as error:
         parse(*words)
     assert error.value.code == 2 and text in capsys.readouterr().err
+
+
+def test_a_number_of_slices_is_one_or_a_range():
+    assert [slice_counts(parse("--slices", text)) for text in ("2", "1-2", "2-16")] == [(2, 2), (1, 2), (2, 16)]
 
 
 def test_a_backend_that_is_not_in_the_table_is_not_guessed(capsys):

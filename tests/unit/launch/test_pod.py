@@ -2,10 +2,10 @@
 
 import pytest
 
-from lockstep.exits import UNAVAILABLE
+from lockstep.exits import REFUSED, UNAVAILABLE
 from lockstep.launch.backend import LaunchError
 from lockstep.launch.gcloud import GcloudError
-from lockstep.launch.pod import LOST_POLLS, Wait
+from lockstep.launch.pod import LOST_POLLS, ElasticPod, Machine, Wait
 
 
 def replies(*texts):
@@ -38,3 +38,100 @@ def test_each_state_is_shown_once_and_the_limit_is_named():
             "pod", lambda: ("WAITING", False), undone="; it was deleted"
         )
     assert caught.value.code == UNAVAILABLE and said == ["pod: WAITING"]
+
+
+class Part:
+    """A slice of one machine: after so many looks it can be used; never with None; an error is raised at once."""
+
+    def __init__(self, name, looks):
+        self.name, self.looks, self.usable, self.withdrawn = name, looks, False, False
+
+    def ensure(self, wait):
+        if isinstance(self.looks, Exception):
+            raise self.looks
+
+        def look():
+            self.looks = None if self.looks is None else self.looks - 1
+            return "WAITING", self.looks is not None and self.looks < 0
+
+        try:
+            wait.until_usable(self.name, look, undone=", and is withdrawn")
+        except BaseException:
+            self.withdrawn = True
+            raise
+        self.usable = True
+
+    def machines(self):
+        return [Machine(name=self.name, slice_id=0, address="a", internal_address="b", host_key_alias="")]
+
+    def lost(self):
+        return None if self.usable else f"{self.name} is gone"
+
+    def login_commands(self, machines):
+        return [[one.name for one in machines]]
+
+
+def ensure(*looks, least=1, more_s=0.05, say=lambda text: None, timeout_s=60):
+    parts = [Part(f"pod-{i}", each) for i, each in enumerate(looks)]
+    pod = ElasticPod(parts, least, 1, more_s)
+    pod.ensure(Wait(say=say, timeout_s=timeout_s, poll_s=0.001))
+    return parts, pod
+
+
+REFUSAL = LaunchError("Quota exceeded\nhint", REFUSED)
+
+
+def test_slices_that_do_not_come_are_withdrawn_and_those_that_are_there_are_numbered_without_a_gap():
+    said = []
+    (missing, there, last), pod = ensure(None, 3, 0, say=said.append)
+    assert missing.withdrawn and there.usable and last.usable
+    assert [(one.name, one.slice_id) for one in pod.machines()] == [("pod-1", 0), ("pod-2", 1)]
+    assert pod.login_commands(pod.machines()) == [["pod-1"], ["pod-2"]]
+    assert said[-1].endswith(
+        "going on with 2 of 3 slices, the next start asks for 3 again: pod-0 has not come, and is withdrawn"
+    )
+    # What was given up is not looked for; what is in use is.
+    assert pod.lost() is None
+    last.usable = False
+    assert pod.lost() == "pod-2 is gone"
+    # Another process, which has not asked for them, finds those that are there.
+    assert [one.name for one in ElasticPod([missing, there, last], 1, 1, 0).machines()] == ["pod-1"]
+
+
+def test_all_slices_are_used_where_they_come_in_time():
+    _, pod = ensure(20, 0, more_s=60)
+    assert [one.name for one in pod.machines()] == ["pod-0", "pod-1"]
+
+
+def test_one_that_google_refuses_is_done_without_where_enough_are_left():
+    said = []
+    _, pod = ensure(0, REFUSAL, say=said.append)
+    assert len(pod.machines()) == 1 and "with 1 of 2 slices" in said[-1] and said[-1].endswith(": Quota exceeded")
+
+
+@pytest.mark.parametrize("looks", [(None, REFUSAL), (REFUSAL, None)])
+def test_too_few_slices_end_the_wait_with_the_reason_and_leave_no_request(looks):
+    parts = []
+
+    class Kept(Part):
+        def __init__(self, *words):
+            super().__init__(*words)
+            parts.append(self)
+
+    pod = ElasticPod([Kept(f"pod-{i}", each) for i, each in enumerate(looks)], 2, 1, 60)
+    with pytest.raises(LaunchError, match="Quota exceeded"):
+        pod.ensure(Wait(say=lambda text: None, timeout_s=60, poll_s=0.001))
+    assert [part.withdrawn for part in parts] == [each is None for each in looks]
+
+
+def test_ctrl_c_withdraws_every_request(monkeypatch):
+    parts = [Part("pod-0", None), Part("pod-1", None)]
+    pod = ElasticPod(parts, 1, 1, 60)
+
+    def interrupted(asked, wait):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(pod, "_await", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        pod.ensure(Wait(say=lambda text: None, timeout_s=60, poll_s=0.001))
+    assert all(part.withdrawn for part in parts)
