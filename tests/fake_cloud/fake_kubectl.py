@@ -4,9 +4,10 @@
 its own, and ``/lockstep/…`` of its script is there. Faults, each a variable: ``FAKE_KUBE_REFUSES`` is what the cluster
 answers instead of creating a JobSet; ``FAKE_KUBE_DISRUPTS`` is the process whose node is taken away half a second after
 the first start; ``FAKE_KUBE_WAITS`` is why pods never start; with ``FAKE_KUBE_DROPS`` a connection to a log breaks
-after two lines. With the file ``away`` there, the cluster does not answer, once.
+after two lines. With the file ``away`` there, the cluster does not answer, once. The file ``slices`` has the number of
+slices that nodes are there for: pods of others wait.
 
-What it does not have: scheduling, images, namespaces.
+What it does not have: images, namespaces.
 """
 
 import base64
@@ -160,7 +161,10 @@ class Pod:
         }
         self.index, self.process_number = index, slice_index * self.hosts + index
         self.disrupted, self.ended = False, ""
-        self.process = None if os.environ.get("FAKE_KUBE_WAITS") else self._start(spec, set_name)
+        room = home() / "slices"
+        no_node = room.exists() and slice_index >= int(room.read_text())
+        self.waits = "Unschedulable" if no_node else os.environ.get("FAKE_KUBE_WAITS")
+        self.process = None if self.waits else self._start(spec, set_name)
 
     def _start(self, spec, set_name: str) -> subprocess.Popen:
         directory = home() / "pods" / self.name
@@ -217,7 +221,7 @@ class Pod:
             os.killpg(self.process.pid, number) if number == signal.SIGKILL else self.process.send_signal(number)
 
     def described(self):
-        code, waits = self.code(), os.environ.get("FAKE_KUBE_WAITS")
+        code, waits = self.code(), self.waits
         phase = "Running" if code is None else "Failed" if code else "Succeeded"
         state = {"running": {}} if code is None else {"terminated": {"exitCode": code, "finishedAt": self.ended}}
         if waits:

@@ -24,7 +24,7 @@ from lockstep.launch.backend import Console, LaunchError, Patience
 from lockstep.launch.environment import JobEnvironment, filter_files, here_document, job_environment, job_variables
 from lockstep.launch.gke_manifest import FILES, MAX_PARTS, PART_BYTES, SYNCED, GkeJob, config_maps, job_set, secret
 from lockstep.launch.kubectl import Cluster, PodLogs, PodState, not_started, verdict
-from lockstep.launch.options import add_job_options, count
+from lockstep.launch.options import add_job_options, add_slices_option, count, slice_counts
 from lockstep.launch.processes import signals_to
 from lockstep.launch.record import Attempt, JobRecord, find_record, name_from_date, new_record
 from lockstep.launch.setup_vm import EXTRAS, PINS, ROOT, build_wheel, version_of, wheel_path
@@ -40,7 +40,7 @@ def add_gke_options(parser: argparse.ArgumentParser) -> None:
     add_job_options(parser)
     add = parser.add_argument_group("gke: a JobSet on a cluster").add_argument
     add("--tpu_type", metavar="TYPE", help="chip and size of a slice, for example v5p-64 or v6e-8; required")
-    add("--slices", type=count, default=1, help="how many slices, joined over the data-centre network (default 1)")
+    add_slices_option(add)
     add("--capacity_type", choices=("on-demand", "spot", "reserved"), default="on-demand",
         help="which nodes may be used (default on-demand)")  # fmt: skip
     add("--reservation", default="", metavar="NAME", help="with --capacity_type reserved: the reservation")
@@ -69,15 +69,28 @@ class GkeSpec:
     wheel_name: str  # the file name of the wheel; "": none is sent
 
     @classmethod
-    def of(cls, options: argparse.Namespace) -> "GkeSpec":
-        """Read the options."""
+    def of(cls, options: argparse.Namespace, slices: int | None = None, attempts: int = 0) -> "GkeSpec":
+        """Read the options.
+
+        Args:
+            slices: The slices that there are; None: the most of ``--slices``.
+            attempts: How many attempts there were before.
+        """
         kind = slice_of(options.tpu_type)
         if kind is None:
             raise ConfigError("--tpu_type is not given; backend gke needs it. Add it: --tpu_type v6e-8")
         if bool(options.reservation) != (options.capacity_type == "reserved"):
             raise ConfigError("--reservation NAME and --capacity_type reserved belong together: give both, or neither.")
+        least, most = slice_counts(options)
+        if least < most and not options.foreground:
+            raise ConfigError(
+                f"--slices {options.slices} with --no-foreground: the launcher must stay to start with fewer. Leave "
+                "one of them out."
+            )
+        slices = slices or most
         record = new_record(options, options.name or name_from_date())
-        record = dataclasses.replace(record, notes={"id": secrets.token_hex(8)})
+        notes = {"id": secrets.token_hex(8), "slices": slices, "attempts": attempts}
+        record = dataclasses.replace(record, notes=notes)
         if not re.fullmatch(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?", record.name):
             raise ConfigError(
                 f"--name is {record.name!r}; it must begin with a lower-case letter, have at most 40 lower-case "
@@ -89,12 +102,12 @@ class GkeSpec:
         files = [SYNCED] if options.sync else []
         files += [PINS, wheel_name] if wheel_name else []
         files += filter_files() if environment.secret else {}
-        required = options.require_process_count or kind.hosts * options.slices
+        required = options.require_process_count or kind.hosts * slices
         job = GkeJob(
             name=record.name,
             id=record.notes["id"],
             slice=kind,
-            slices=options.slices,
+            slices=slices,
             command=options.command,
             image=options.image,
             environment={**job_variables(required), **environment.public},
@@ -175,34 +188,20 @@ class Gke:
     def run(self, options: argparse.Namespace) -> int:
         """Create the objects and, in the foreground, show the pods' logs until the JobSet has ended."""
         spec = GkeSpec.of(options)
-        record, cluster = spec.record, Cluster(spec.record)
-        cluster.make_room(find_record(record.name))
-        job, maps, said = spec.with_files()
-        record.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-        console = Console(log=record.directory / "launcher.log")
-        console.say(f"job {job.name}: {job.slices} x {job.slice.name}, {job.pods} pods{said and chr(10)}{said}")
-        record = record.with_attempt(Attempt(number=1, id=job.name, started=time.time()))
-        record.save()  # whoever starts a job of this name next knows what this one may have left
-        try:
-            if spec.environment.secret:
-                cluster.create(secret(job, spec.environment.secret))
-            for each in maps:
-                cluster.create(each)
-            cluster.create(job_set(job))
-        except BaseException as error:
-            code = error.code if isinstance(error, LaunchError) else INTERRUPTED
-            record = record.with_attempt(dataclasses.replace(record.attempts[-1], ended=time.time(), code=code))
+        options = argparse.Namespace(**{**vars(options), "name": spec.record.name})
+        Cluster(spec.record).make_room(find_record(options.name))
+        spec.record.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        console = Console(log=spec.record.directory / "launcher.log")
+        while True:
+            cluster = _created(spec, console)
+            if not options.foreground:
+                console.say(f"lockstep launch status|logs|stop|delete {options.name}")
+                return DONE
             try:
+                return _follow(cluster, console, stop_on_signal=True)
+            except _FewerSlicesError as fewer:
                 cluster.delete()
-                dataclasses.replace(record, deleted=True).save()
-            except LaunchError as left:
-                record.save()
-                console.say(f"not all objects of the job could be deleted: {left}")
-            raise
-        if not options.foreground:
-            console.say(f"lockstep launch status|logs|stop|delete {record.name}")
-            return DONE
-        return _follow(Cluster(record), console, stop_on_signal=True)
+                spec = GkeSpec.of(options, fewer.slices, fewer.attempts)
 
     def dry_run(self, options: argparse.Namespace) -> int:
         """Print the manifest and the commands that create the objects, ready to paste."""
@@ -258,9 +257,7 @@ class Gke:
             logs = PodLogs(job, cluster.kubectl, None)
             for pod in pods:
                 logs.follow(pod)
-            cluster.suspend()
-            while any(pod.running for pod in cluster.look()[1]):
-                time.sleep(min(POLL_S, 1.0))
+            _end(cluster)
             logs.join()
         return DONE
 
@@ -270,6 +267,47 @@ class Gke:
         Cluster(job).delete()
         dataclasses.replace(job, deleted=True).save()
         return DONE
+
+
+class _FewerSlicesError(Exception):
+    """A job has ended because it can go on with some of its slices alone."""
+
+    def __init__(self, slices: int, attempts: int) -> None:
+        super().__init__()
+        self.slices, self.attempts = slices, attempts
+
+
+def _created(spec: GkeSpec, console: Console) -> Cluster:
+    """Create a job's objects, all of them or none."""
+    job, maps, said = spec.with_files()
+    console.say(f"job {job.name}: {job.slices} x {job.slice.name}, {job.pods} pods{said and chr(10)}{said}")
+    record = spec.record.with_attempt(Attempt(number=1, id=job.name, started=time.time()))
+    record.save()  # whoever starts a job of this name next knows what this one may have left
+    cluster = Cluster(record)
+    try:
+        if spec.environment.secret:
+            cluster.create(secret(job, spec.environment.secret))
+        for each in maps:
+            cluster.create(each)
+        cluster.create(job_set(job))
+    except BaseException as error:
+        code = error.code if isinstance(error, LaunchError) else INTERRUPTED
+        record = record.with_attempt(dataclasses.replace(record.attempts[-1], ended=time.time(), code=code))
+        try:
+            cluster.delete()
+            dataclasses.replace(record, deleted=True).save()
+        except LaunchError as left:
+            record.save()
+            console.say(f"not all objects of the job could be deleted: {left}")
+        raise
+    return cluster
+
+
+def _end(cluster: Cluster) -> None:
+    """Suspend a JobSet, and wait until no pod runs."""
+    cluster.suspend()
+    while any(pod.running for pod in cluster.look()[1]):
+        time.sleep(min(POLL_S, 1.0))
 
 
 def _say_who_is_missing(
@@ -292,7 +330,7 @@ def _follow(cluster: Cluster, console: Console, *, stop_on_signal: bool) -> int:
     received: list[int] = []
     stopped_by: int | None = None
     wake, patience = threading.Event(), Patience(console)
-    begun = said = time.monotonic()
+    begun = said = enough = time.monotonic()
 
     def receive(number: int) -> None:
         received.append(number)
@@ -325,6 +363,16 @@ def _follow(cluster: Cluster, console: Console, *, stop_on_signal: bool) -> int:
             if stopped_by is None and verdict(found, ()) is None and time.monotonic() - said >= SAY_S:
                 said = time.monotonic()
                 _say_who_is_missing(cluster, pods, logs, console, said - begun)
+            if stopped_by is not None or verdict(found, ()) is not None or (some := cluster.fewer(pods)) is None:
+                enough = time.monotonic()
+            elif (waited := time.monotonic() - enough) >= cluster.job.options["slices_wait_s"]:
+                console.say(
+                    f"going on with {some} of {cluster.slices} slices: the pods of the others have not started in "
+                    f"{waited:.0f} s"
+                )
+                _end(cluster)
+                logs.join()
+                raise _FewerSlicesError(some, max(pod.attempt for pod in pods))
             stuck = [pod for pod in pods if pod.waits in STUCK]
             code = verdict(found, logs.seen) if found else WORKER_LOST
             if stopped_by is not None and not any(pod.running for pod in pods):

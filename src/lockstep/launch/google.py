@@ -63,12 +63,6 @@ class GoogleBackend(WorkerBackend):
         name, (least, most) = options.tpu_name, slice_counts(options)
         if least == most:
             return self.pod_of(options, name, most)
-        for given, text in (
-            (not options.tpu_type, "needs --tpu_type: a slice that was lost is asked for again"),
-            (options.require_process_count, "has no one number of processes: leave --require-process-count out"),
-        ):
-            if given:
-                raise ConfigError(f"--slices {options.slices} {text}.")
         parts = [self.pod_of(options, f"{name}-{i}", 1) for i in range(most)]
         return ElasticPod(parts, least, self.hosts_of_slice(options), options.slices_wait_s)
 

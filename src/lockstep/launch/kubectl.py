@@ -1,5 +1,6 @@
 """kubectl, the pods of a job as it shows them, and the job's objects on its cluster."""
 
+import collections
 import dataclasses
 import json
 import shutil
@@ -23,6 +24,7 @@ from lockstep.exits import (
 from lockstep.json_text import parse_json
 from lockstep.launch.backend import Console, LaunchError
 from lockstep.launch.gke_manifest import CONTAINER, INSTALLED, JOB_ID
+from lockstep.launch.options import slice_counts
 from lockstep.launch.processes import failed_by_their_logs
 from lockstep.launch.record import JobRecord
 from lockstep.launch.slices import slice_of
@@ -138,11 +140,14 @@ class PodState:
         return f"{self.phase}{reason}"
 
 
-def pod_states(found: Mapping[str, Any], hosts: int) -> list[PodState]:
-    """The pods of ``kubectl get pods``, by attempt and process."""
-    return sorted(
-        (_pod_state(each, hosts) for each in found.get("items", ())), key=lambda pod: (pod.attempt, pod.process)
-    )
+def pod_states(found: Mapping[str, Any], hosts: int, attempts: int = 0) -> list[PodState]:
+    """The pods of ``kubectl get pods``, by attempt and process.
+
+    Args:
+        attempts: The attempts of the job before its JobSet was made.
+    """
+    states = (_pod_state(each, hosts, attempts) for each in found.get("items", ()))
+    return sorted(states, key=lambda pod: (pod.attempt, pod.process))
 
 
 def verdict(job_set: Mapping[str, Any], pods: Iterable[PodState]) -> int | None:
@@ -276,7 +281,7 @@ class PodLogs:
         return last
 
 
-def _pod_state(found: Mapping[str, Any], hosts: int) -> PodState:
+def _pod_state(found: Mapping[str, Any], hosts: int, attempts: int) -> PodState:
     meta, status = found["metadata"], found.get("status", {})
     labels = meta.get("labels", {})
     index = meta.get("annotations", {}).get("batch.kubernetes.io/job-completion-index", "0")
@@ -290,7 +295,7 @@ def _pod_state(found: Mapping[str, Any], hosts: int) -> PodState:
         name=meta["name"],
         uid=meta["uid"],
         process=int(labels.get("jobset.sigs.k8s.io/job-index", "0")) * hosts + int(index),
-        attempt=int(labels.get("jobset.sigs.k8s.io/restart-attempt", "0")) + 1,
+        attempt=attempts + int(labels.get("jobset.sigs.k8s.io/restart-attempt", "0")) + 1,
         phase=status.get("phase", "Pending"),
         waits=waiting.get("reason") or unscheduled.get("reason", ""),
         message=waiting.get("message") or unscheduled.get("message", ""),
@@ -310,13 +315,22 @@ class Cluster:
         kind = slice_of(job.options["tpu_type"])
         assert kind is not None, "a job has a slice"
         self._hosts = kind.hosts
-        self.count = kind.hosts * int(job.options["slices"])
+        self.slices = int(job.notes.get("slices") or job.options["slices"])
+        self.count = kind.hosts * self.slices
 
     def look(self) -> tuple[dict[str, Any], list[PodState]]:
         """The JobSet, empty where it is gone, and its pods."""
         found = self.kubectl.get("jobset", self.job.name)
         pods = self.kubectl.get("pods", self._selector)
-        return found if self._id in _ids(found) else {}, pod_states(pods, self._hosts)
+        states = pod_states(pods, self._hosts, self.job.notes.get("attempts", 0))
+        return found if self._id in _ids(found) else {}, states
+
+    def fewer(self, pods: Sequence[PodState]) -> int | None:
+        """The slices of the last attempt all pods of which have started, where they are enough and not all."""
+        last = max((pod.attempt for pod in pods), default=1)
+        started = collections.Counter(pod.process // self._hosts for pod in pods if pod.attempt == last and pod.started)
+        count, least = list(started.values()).count(self._hosts), slice_counts(self.job.namespace())[0]
+        return count if least <= count < self.slices else None
 
     def create(self, manifest: dict[str, Any]) -> None:
         """Create an object that is not there yet; it goes through standard input."""

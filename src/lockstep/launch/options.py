@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from lockstep.errors import ConfigError
 from lockstep.launch import setup_vm
 from lockstep.launch.backend import Backend
 from lockstep.launch.sync import modules_of_configuration
@@ -230,8 +231,18 @@ def slice_range(text: str) -> int | str:
 
 
 def slice_counts(options: argparse.Namespace) -> tuple[int, int]:
-    """The least and the most slices of ``--slices``."""
-    least, _, most = str(options.slices).partition("-")
+    """The least and the most slices of ``--slices``.
+
+    Raises:
+        ConfigError: Another option does not fit a range.
+    """
+    least, dash, most = str(options.slices).partition("-")
+    for wrong, text in (
+        (not options.tpu_type, "needs --tpu_type: a slice that was lost is asked for again"),
+        (options.require_process_count, "has no one number of processes: leave --require-process-count out"),
+    ):
+        if dash and wrong:
+            raise ConfigError(f"--slices {options.slices} {text}.")
     return int(least), int(most or least)
 
 

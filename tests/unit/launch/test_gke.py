@@ -36,7 +36,7 @@ def test_pods_wait_longer_for_each_other_than_processes_of_one_machine():
 def test_the_process_count_is_that_of_all_slices():
     assert plan("--slices", "2").job.environment == job_variables(8)
     assert plan("--require-process-count", "3").job.environment == job_variables(3)
-    assert plan("--slices", "2").job.pods == 8
+    assert plan("--slices", "2").job.pods == plan("--slices", "1-2").job.pods == 8
 
 
 @pytest.mark.parametrize(
@@ -47,6 +47,8 @@ def test_the_process_count_is_that_of_all_slices():
         (["--name", "My_Job"], "v6e-8", "Kubernetes makes the pods' host names of it"),
         (["--capacity_type", "reserved"], "v6e-8", "belong together"),
         (["--reservation", "mine"], "v6e-8", "belong together"),
+        (["--slices", "1-2", "--no-foreground"], "v6e-8", "--slices 1-2 with --no-foreground: the launcher must stay"),
+        (["--slices", "1-2", "--require-process-count", "2"], "v6e-8", "has no one number of processes"),
     ],
 )
 def test_what_does_not_fit_together_is_refused(words, kind, text):
@@ -148,6 +150,25 @@ def test_a_lost_node_starts_all_pods_again_and_both_logs_are_kept(cluster, monke
     assert (cluster / "jobs/job/attempt-2/worker-1.log").read_text() == "pod 1\n"
     assert main(["logs", "job"]) == 0
     assert capfd.readouterr().out.count("[1] pod 1") == 2
+
+
+def test_with_a_slice_less_the_same_command_goes_on(cluster, monkeypatch, capfd):
+    """The nodes of slice 1 are taken away for good; all attempts have logs of their own."""
+    monkeypatch.setenv("FAKE_KUBE_DISRUPTS", "1")
+    room = cluster / "kube" / "slices"
+    text = PRINT + (
+        "slices = os.environ.get('MEGASCALE_NUM_SLICES'); print(slices, os.environ['REQUIRE_JAX_PROCESS_COUNT']);"
+        f"open('{room}', 'w').write('1'); sys.stdout.flush(); time.sleep(60 if slices else 0)"
+    )
+    words = ("--slices", "1-2", "--slices_wait_s", "0.3", "--retries", "1", "--grace_s", "1")
+    assert launch(*words, kind="v6e-8", python=text) == 0
+    shown = capfd.readouterr()
+    assert "going on with 1 of 2 slices: the pods of the others have not started" in shown.err
+    assert "job job: 2 x v6e-8, 2 pods" in shown.err and "job job: 1 x v6e-8, 1 pods" in shown.err
+    logs = {each.parent.name: each.read_text() for each in (cluster / "jobs/job").glob("attempt-*/worker-0.log")}
+    assert logs == {"attempt-1": "pod 0\n2 2\n", "attempt-2": "pod 0\n2 2\n", "attempt-3": "pod 0\nNone 1\n"}
+    assert main(["status", "job"]) == 0 and "Completed" in capfd.readouterr().out
+    assert main(["delete", "job"]) == 0 and not list((cluster / "kube").glob("jobset-*"))
 
 
 def wait_once(cluster):

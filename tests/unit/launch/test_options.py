@@ -71,7 +71,11 @@ def test_wrong_options(capsys, words, text):
 
 
 def test_a_number_of_slices_is_one_or_a_range():
-    assert [slice_counts(parse("--slices", text)) for text in ("2", "1-2", "2-16")] == [(2, 2), (1, 2), (2, 16)]
+    assert [slice_counts(parse("--tpu_type", "v6e-8", "--slices", text)) for text in ("2", "1-2", "2-16")] == [
+        (2, 2),
+        (1, 2),
+        (2, 16),
+    ]
 
 
 def test_a_backend_that_is_not_in_the_table_is_not_guessed(capsys):
