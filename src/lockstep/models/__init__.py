@@ -53,6 +53,7 @@ from lockstep.models.lora import split_trained as split_trained
 from lockstep.models.low_rank import RANK as RANK
 from lockstep.models.low_rank import MergeLora as MergeLora
 from lockstep.models.low_rank import merge_lora as merge_lora
+from lockstep.models.pipeline import pipelined as pipelined
 from lockstep.models.reader import read_decoder as read_decoder
 from lockstep.models.registry import UnreadableModelError as UnreadableModelError
 from lockstep.models.registry import UnreadParameterError as UnreadParameterError

@@ -23,7 +23,7 @@ from lockstep.models.llama_mlp import EngineRouting, LlamaExperts, LlamaMlp, Mix
 from lockstep.models.low_rank import Weight, linear
 from lockstep.models.named_block import LlamaAxes, float32_logits, rms_norm, rotary_angles, rotate
 from lockstep.models.remat import scan_policy
-from lockstep.placement import COMPUTE_AXES, PARAMETER_AXES
+from lockstep.placement import PARAMETER_AXES, PP, compute_axes
 from lockstep.placement.device import auto_axes
 
 
@@ -331,11 +331,12 @@ def _look_up(table: NamedArray, ids: NamedArray) -> NamedArray:
     """Returns the rows of a table ``[vocab, embed]`` sharded by the batch axes."""
     mesh = jax.sharding.get_abstract_mesh()
     axes = auto_axes(mesh)
-    if len(axes) == len(mesh.axis_names):
+    if len(axes) == len(mesh.axis_names) and PP not in axes:
         # A table sharded by embed would leave the stream sharded by embed, and XLA would replicate it.
         return hax.auto_sharded(table.take("vocab", ids))
-    # Inside the shard_map over slices XLA aborts when it partitions a gather from a table split over two axes.
-    rows, width, vocab = COMPUTE_AXES["batch"], PARAMETER_AXES["embed"], PARAMETER_AXES["vocab"]
+    # Inside the shard_map over slices XLA aborts when it partitions a gather from a table split over two axes, and it
+    # would replicate what comes from a table that is split over ``fsdp`` alone, where rows are split over stages too.
+    rows, width, vocab = compute_axes(mesh, of_slice=True)["batch"], PARAMETER_AXES["embed"], PARAMETER_AXES["vocab"]
 
     def local(table: Array, ids: Array) -> Array:
         place = jax.lax.all_gather(ids, width, tiled=True) - jax.lax.axis_index(vocab) * len(table)

@@ -25,6 +25,7 @@ from lockstep.placement.mesh import COMPUTE_AXES as COMPUTE_AXES
 from lockstep.placement.mesh import DCN as DCN
 from lockstep.placement.mesh import MESH_AXES as MESH_AXES
 from lockstep.placement.mesh import PARAMETER_AXES as PARAMETER_AXES
+from lockstep.placement.mesh import PP as PP
 from lockstep.placement.mesh import batch_axes as batch_axes
 from lockstep.placement.mesh import batch_spec as batch_spec
 from lockstep.placement.mesh import compute_axes as compute_axes
@@ -33,6 +34,7 @@ from lockstep.placement.mesh import fsdp_spans_hosts as fsdp_spans_hosts
 from lockstep.placement.mesh import fsdp_warning as fsdp_warning
 from lockstep.placement.mesh import make_mesh as make_mesh
 from lockstep.placement.mesh import mesh_of as mesh_of
+from lockstep.placement.mesh import parameter_axes as parameter_axes
 from lockstep.placement.place import aligned_empty as aligned_empty
 from lockstep.placement.place import host_rows as host_rows
 from lockstep.placement.place import place as place

@@ -3,7 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Final
+from typing import Any, Final
 
 import jax
 import numpy as np
@@ -14,6 +14,9 @@ from lockstep.placement.device import slice_index
 
 MESH_AXES: Final = ("dp", "fsdp", "tp")
 """Data parallel (parameters repeated), fully sharded data parallel, tensor parallel: the axes inside a slice."""
+
+PP: Final = "pp"
+"""Pipeline parallel: the axis before ``dp``, where there is one, whose parts (stages) have some of the layers each."""
 
 DCN: Final = "dcn"
 """The outermost axis where there are several slices: data parallel over the data-centre network that joins them."""
@@ -40,7 +43,10 @@ COMPUTE_AXES: Final[dict[str, str | tuple[str, ...]]] = {
 }
 """The mesh axes that split activations, and parameters in use, inside a step and a slice."""
 
-_USAGE: Final = "Use 'auto' (FSDP over a slice), 'host_local', or three sizes 'dp,fsdp,tp' such as '1,-1,1'."
+_USAGE: Final = (
+    "Use 'auto' (FSDP over a slice), 'host_local', three sizes 'dp,fsdp,tp' such as '1,-1,1', or sizes by name such as "
+    "'pp=2,fsdp=-1', of pp, dp, fsdp and tp."
+)
 
 
 def make_mesh(mesh_shape: str = "auto", devices: Sequence[jax.Device] | None = None) -> Mesh:
@@ -50,7 +56,9 @@ def make_mesh(mesh_shape: str = "auto", devices: Sequence[jax.Device] | None = N
 
     Args:
         mesh_shape: The shape of one slice: ``auto`` = ``1,-1,1``; ``host_local`` = ``dp`` over processes and ``fsdp``
-            over a process's devices; or the three sizes ``dp,fsdp,tp``, one of which may be -1 (whatever is left).
+            over a process's devices; the three sizes ``dp,fsdp,tp``; or sizes by name, such as ``pp=2,fsdp=-1``, where
+            ``pp`` splits the layers into stages, slices among them, and what is not named is 1. One size may be
+            -1 (whatever is left).
         devices: The devices to use; None means all devices of the job.
 
     Returns:
@@ -69,18 +77,23 @@ def make_mesh(mesh_shape: str = "auto", devices: Sequence[jax.Device] | None = N
         raise ConfigError(
             f"the slices have different numbers of devices: {dict(slices)} (slice: devices). Use slices of one type."
         )
-    one = ordered[: len(ordered) // len(slices)]
-    if mesh_shape == "auto":
-        sizes = (1, len(one), 1)
-    elif mesh_shape == "host_local":
-        sizes = _host_local_sizes(ordered, len(slices))
+    replicas, named = len(slices), dict(part.strip().partition("=")[::2] for part in mesh_shape.split(","))
+    if (stages := named.get(PP, "1")).isdecimal() and int(stages) > 1 and replicas > 1:
+        if int(stages) % replicas and replicas % int(stages):
+            raise ConfigError(
+                f"mesh_shape is {mesh_shape!r} on {replicas} slices; a slice has one stage, several, or a part of one "
+                f"copy. Use a pp that divides {replicas}, or a multiple of it."
+            )
+        replicas = max(1, replicas // int(stages))
+    if mesh_shape == "host_local":
+        sizes = dict(zip(MESH_AXES, _host_local_sizes(ordered, replicas), strict=True))
     else:
-        sizes = _read_sizes(mesh_shape, len(one), len(slices))
+        sizes = _read_sizes("1,-1,1" if mesh_shape == "auto" else mesh_shape, len(ordered) // replicas, replicas)
+    if replicas > 1:
+        sizes = {DCN: replicas, **sizes}
     grid = np.empty(len(ordered), dtype=object)
     grid[:] = ordered
-    if len(slices) == 1:
-        return Mesh(grid.reshape(sizes), MESH_AXES, axis_types=(AxisType.Auto,) * 3)
-    return Mesh(grid.reshape(len(slices), *sizes), (DCN, *MESH_AXES), axis_types=(AxisType.Auto,) * 4)
+    return Mesh(grid.reshape(*sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
 
 
 def _host_local_sizes(ordered: Sequence[jax.Device], slices: int) -> tuple[int, int, int]:
@@ -93,28 +106,33 @@ def _host_local_sizes(ordered: Sequence[jax.Device], slices: int) -> tuple[int, 
     return (len(counts) // slices, len(ordered) // len(counts), 1)
 
 
-def _read_sizes(mesh_shape: str, n_devices: int, slices: int) -> tuple[int, int, int]:
+def _read_sizes(mesh_shape: str, n_devices: int, slices: int) -> dict[str, int]:
+    """The size of each axis of a copy of the model, ``pp`` only where it is named and more than 1."""
+    parts = [part.strip().partition("=") for part in mesh_shape.split(",")]
+    names = [name for name, equals, _ in parts if equals]
     try:
-        sizes = [int(part) for part in mesh_shape.split(",")]
+        given = [int(size if equals else name) for name, equals, size in parts]
     except ValueError:
         raise ConfigError(f"mesh_shape is {mesh_shape!r}, which is not a mesh shape. {_USAGE}") from None
-    if len(sizes) != 3:
-        raise ConfigError(f"mesh_shape is {mesh_shape!r}: {len(sizes)} sizes where 3 are needed. {_USAGE}")
-    if any(size < 1 and size != -1 for size in sizes) or sizes.count(-1) > 1:
+    if names and (len(names) < len(parts) or len({*names}) < len(names) or not {*names} <= {*MESH_AXES, PP}):
+        raise ConfigError(f"mesh_shape is {mesh_shape!r}, which does not name each size once. {_USAGE}")
+    if not names and len(given) != 3:
+        raise ConfigError(f"mesh_shape is {mesh_shape!r}: {len(given)} sizes where 3 are needed. {_USAGE}")
+    if any(size < 1 and size != -1 for size in given) or given.count(-1) > 1:
         raise ConfigError(
             f"mesh_shape is {mesh_shape!r}: sizes must be at least 1, and at most one may be -1. {_USAGE}"
         )
-    known = int(np.prod([size for size in sizes if size != -1]))
-    if -1 in sizes and n_devices % known == 0:
-        sizes[sizes.index(-1)] = n_devices // known
-    if int(np.prod(sizes)) != n_devices:
+    sizes = {PP: 1, "dp": 1, "fsdp": 1, "tp": 1, **dict(zip(names or MESH_AXES, given, strict=True))}
+    known = math.prod(size for size in given if size != -1)
+    sizes = {name: n_devices // known if size == -1 else size for name, size in sizes.items()}
+    if math.prod(sizes.values()) != n_devices:
         place = "" if slices == 1 else f" in each of the {slices} slices, over which parameters are not split"
         raise ConfigError(
             f"mesh_shape is {mesh_shape!r}, whose given sizes multiply to {known}, but there are {n_devices} devices"
             f"{place}. Choose sizes whose product is {n_devices}, or put -1 in one place and a divisor of it in the "
             "others."
         )
-    return (sizes[0], sizes[1], sizes[2])
+    return {name: size for name, size in sizes.items() if name != PP or size > 1}
 
 
 def fsdp_spans_hosts(mesh: Mesh) -> bool:
@@ -167,7 +185,7 @@ def _joined(devices: Iterable[jax.Device]) -> set[int]:
 
 def batch_axes(mesh: Mesh) -> tuple[str, ...]:
     """The axes that split the rows of a batch, outermost first."""
-    return tuple(axis for axis in (DCN, "dp", "fsdp") if axis in mesh.shape)
+    return tuple(axis for axis in (DCN, PP, "dp", "fsdp") if axis in mesh.shape)
 
 
 def batch_spec(mesh: Mesh) -> PartitionSpec:
@@ -175,9 +193,19 @@ def batch_spec(mesh: Mesh) -> PartitionSpec:
     return PartitionSpec(batch_axes(mesh))
 
 
-def compute_axes(mesh: Mesh) -> dict[str, str | tuple[str, ...]]:
-    """`COMPUTE_AXES` of a program over all slices of a mesh."""
-    return {**COMPUTE_AXES, "batch": batch_axes(mesh)}
+def compute_axes(mesh: Any, *, of_slice: bool = False) -> dict[str, str | tuple[str, ...]]:
+    """`COMPUTE_AXES` of a program over a mesh.
+
+    Args:
+        of_slice: Whether the program is inside a ``shard_map`` over slices.
+    """
+    rows = tuple(axis for axis in batch_axes(mesh) if axis != DCN or not of_slice)
+    return {**COMPUTE_AXES, "batch": rows}
+
+
+def parameter_axes(mesh: Any) -> dict[str, str]:
+    """`PARAMETER_AXES` on a mesh, and ``pp`` for layers where the mesh has it."""
+    return {**PARAMETER_AXES, "layer": PP} if PP in mesh.shape else PARAMETER_AXES
 
 
 def data_shards(mesh: Mesh) -> int:

@@ -92,6 +92,12 @@ def test_warning_names_hosts_and_fix(platform: str) -> None:
     assert warning is not None and "4 hosts" in warning and "host_local" in warning
 
 
+def test_sizes_may_be_named() -> None:
+    pod: Any = fake_pod(4, 2)
+    assert dict(make_mesh("tp=2,fsdp=-1", pod).shape) == {"dp": 1, "fsdp": 4, "tp": 2}
+    assert make_mesh("pp=1,fsdp=8", pod).axis_names == ("dp", "fsdp", "tp")
+
+
 @pytest.mark.parametrize(
     ("shape", "text"),
     [
@@ -101,6 +107,10 @@ def test_warning_names_hosts_and_fix(platform: str) -> None:
         ("0,8,1", r"at least 1"),
         ("8", r"1 sizes where 3 are needed.*host_local"),
         ("fsdp", r"not a mesh shape.*auto"),
+        ("fsdp=4,sp=2", r"does not name each size once.*of pp, dp, fsdp and tp"),
+        ("fsdp=4,fsdp=2", r"does not name each size once"),
+        ("fsdp=4,2", r"does not name each size once"),
+        ("tp=3", r"multiply to 3.*8 devices"),
     ],
 )
 def test_wrong_shapes_say_what_was_given_and_the_fix(shape: str, text: str) -> None:
@@ -117,3 +127,21 @@ def test_real_devices() -> None:
     mesh = make_mesh()
     assert mesh.devices.size == mesh.shape["fsdp"] >= 1
     assert isinstance(mesh.devices, np.ndarray)
+
+
+def test_stages_are_slices_parts_of_a_slice_or_a_copy_over_some_slices() -> None:
+    pod = fake_pod(4, 2, "tpu", slices=2)
+    for devices, shape, sizes in (
+        (fake_pod(4, 2), "pp=2,fsdp=-1", {"pp": 2, "dp": 1, "fsdp": 4, "tp": 1}),
+        (pod, "pp=2,fsdp=-1,tp=2", {"pp": 2, "dp": 1, "fsdp": 2, "tp": 2}),
+        (pod, "fsdp=-1,pp=4", {"pp": 4, "dp": 1, "fsdp": 2, "tp": 1}),
+        (fake_pod(4, 2, "tpu", slices=4), "pp=2,fsdp=-1", {"dcn": 2, "pp": 2, "dp": 1, "fsdp": 2, "tp": 1}),
+        (pod, "pp=1,fsdp=-1", {"dcn": 2, "dp": 1, "fsdp": 4, "tp": 1}),
+    ):
+        mesh = make_mesh(shape, devices)
+        assert dict(mesh.shape) == sizes
+        assert [d.process_index for d in mesh.devices.flat] == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert batch_spec(make_mesh("pp=2,fsdp=-1", pod)) == PartitionSpec(("pp", "dp", "fsdp"))
+    assert data_shards(make_mesh("pp=2,fsdp=-1", pod)) == 8
+    with pytest.raises(ConfigError, match=r"'pp=3,fsdp=-1' on 2 slices.*a pp that divides 2, or a multiple"):
+        make_mesh("pp=3,fsdp=-1", pod)

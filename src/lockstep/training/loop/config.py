@@ -51,7 +51,8 @@ class TrainerConfig:
     """Float types, as in jmp: those of the parameters and of the arithmetic, e.g. ``p=f32,c=bf16``."""
     mesh_shape: str = "auto"
     """``auto`` (FSDP over all devices), ``host_local`` (data parallel over hosts), or sizes ``dp,fsdp,tp``: of each
-    slice, where there are several, which are data parallel."""
+    slice, where there are several, which are data parallel. Sizes by name, as ``pp=2,fsdp=-1``: ``pp`` stages, slices
+    or parts of one, have some of the layers each, and ``pp`` times the microbatches of a step pass through (GPipe)."""
     dcn_reduce_dtype: Literal["float32", "bfloat16"] | None = None
     """The type in which several slices add up their gradients, once a step; null: that of the parameters."""
     attn_backend: AttentionBackend | None = None

@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, PyTree
 
 from lockstep.errors import ConfigError
 from lockstep.hosts import Hosts, Ledger, Watchdog, environment
+from lockstep.models import pipelined
 from lockstep.placement import batch_spec, compute_axes, data_shards
 from lockstep.placement.device import Program, compile_program
 from lockstep.training.loop.config import TrainerConfig
@@ -97,7 +98,7 @@ class LogprobProgram:
         return self._trainer.microbatches(self._mesh) * (n_rows // self._trainer.train_batch_size)
 
     def _compute(self, model: PyTree, batch: Mapping[str, Array], microbatches: int) -> Array:
-        model = self._trainer.precision.cast_to_compute(model)
+        model = pipelined(self._trainer.precision.cast_to_compute(model))
         shards = data_shards(self._mesh)
         split = NamedSharding(self._mesh, P(None, *batch_spec(self._mesh)))
 

@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, PyTree
 
 from lockstep.credentials import get_logger
 from lockstep.hosts import Watchdog, environment
+from lockstep.models import pipelined
 from lockstep.placement import batch_spec, compute_axes, host_rows, place_local
 from lockstep.placement.device import Program, compile_program
 from lockstep.training.loop.hooks import StepInfo
@@ -122,7 +123,7 @@ class Validation:
     def _eval_step(self, model: PyTree, batch: dict[str, Array]) -> Float[Array, " n"]:
         """The sums of one batch: of losses, of weights, and of each metric."""
         with hax.axis_mapping(compute_axes(self._mesh)):
-            parts = self._loss_fn(self._precision.cast_to_compute(model), batch)
+            parts = self._loss_fn(pipelined(self._precision.cast_to_compute(model)), batch)
         parts = cast_floats(parts, jnp.dtype(jnp.float32))
         self._names = tuple(parts.metrics)
         return jnp.stack([parts.total, parts.weight, *parts.metrics.values()])

@@ -24,7 +24,7 @@ from lockstep.models import (
     load_hf,
     read_hf_config,
 )
-from lockstep.placement import PARAMETER_AXES
+from lockstep.placement import parameter_axes
 from lockstep.text import token_count
 from lockstep.training.checkpoints.saved_model import SavedAdapters
 from lockstep.training.loop.trainer import Trainer
@@ -65,7 +65,7 @@ def load_frozen(adapters: SavedAdapters, model: LlamaConfig, mesh: Mesh, hosts: 
     """
     hosts.phase("loading the base model")
     dtype = jnp.dtype(adapters.lora.base_dtype)
-    base = load_hf(adapters.base, mesh, PARAMETER_AXES, dtype, config=model, hosts=hosts)
+    base = load_hf(adapters.base, mesh, parameter_axes(mesh), dtype, config=model, hosts=hosts)
     return LoraModel(base=base, adapters=None, scale=adapters.lora.scale)
 
 
@@ -106,4 +106,5 @@ def make_model(
     if config.initialize_from_hf is None or frozen is not None:
         return join_trained(trainer.init_model(init), frozen)
     dtype = config.trainer.precision.param
-    return load_hf(config.initialize_from_hf, trainer.mesh, PARAMETER_AXES, dtype, config=model_config, hosts=hosts)
+    axes = parameter_axes(trainer.mesh)
+    return load_hf(config.initialize_from_hf, trainer.mesh, axes, dtype, config=model_config, hosts=hosts)

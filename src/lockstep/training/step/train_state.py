@@ -13,7 +13,7 @@ from jaxtyping import Array, Int, PyTree
 
 from lockstep.errors import ConfigError
 from lockstep.models import join_trained, split_trained
-from lockstep.placement import PARAMETER_AXES
+from lockstep.placement import parameter_axes
 
 _TYPES: Final = {
     "f32": jnp.float32,
@@ -169,19 +169,20 @@ def parameter_shardings(tree: PyTree, mesh: Mesh) -> PyTree:
     Raises:
         ConfigError: The mesh does not divide an axis.
     """
+    axes = parameter_axes(mesh)
 
     def sharding(path: tuple[Any, ...], leaf: Any) -> Any:
         if not _named(leaf):
             return NamedSharding(mesh, P())
         for axis in leaf.axes:
-            mesh_axis = PARAMETER_AXES.get(axis.name)
+            mesh_axis = axes.get(axis.name)
             if mesh_axis is not None and axis.size % mesh.shape[mesh_axis]:
                 raise ConfigError(
                     f"parameter {jax.tree_util.keystr(path)}: its axis {axis.name!r} has size {axis.size}, which the "
                     f"mesh axis {mesh_axis!r} of size {mesh.shape[mesh_axis]} does not divide. Choose a mesh_shape "
                     f"whose {mesh_axis} divides {axis.size} (mesh now: {dict(mesh.shape)}), or change the model."
                 )
-        spec = P(*(PARAMETER_AXES.get(axis.name) for axis in leaf.axes))
+        spec = P(*(axes.get(axis.name) for axis in leaf.axes))
         return jax.tree.map(lambda _: NamedSharding(mesh, spec), leaf)
 
     return jax.tree_util.tree_map_with_path(sharding, tree, is_leaf=_named)

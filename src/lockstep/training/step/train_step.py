@@ -15,8 +15,8 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from lockstep.errors import ConfigError
 from lockstep.hosts import Ledger
-from lockstep.models import join_trained, split_trained
-from lockstep.placement import COMPUTE_AXES, DCN, PARAMETER_AXES, batch_spec
+from lockstep.models import join_trained, pipelined, split_trained
+from lockstep.placement import COMPUTE_AXES, DCN, PP, batch_spec, compute_axes, parameter_axes
 from lockstep.placement.device import Program, compile_program, without_directories
 from lockstep.training.objectives.logprobs import LossFn, LossParts, loss_with_routers
 from lockstep.training.step.optimizer import completed_updates
@@ -159,7 +159,8 @@ class TrainStep:
         schedule: The learning rate by completed steps, to report as a metric; None to report none.
         shardings: The shardings that `init_state` returned.
         precision: The float types.
-        microbatches: The number of parts of the batch that are computed one after the other.
+        microbatches: The number of parts of the batch that are computed one after the other; with stages, this many of
+            each stage pass through them.
         skip_bad: Whether a step whose loss or gradient is not finite, or whose loss is above a limit, leaves parameters
             and optimizer state as they are.
         reduce_dtype: The type in which slices add up their gradients; None: that of the gradients.
@@ -181,7 +182,8 @@ class TrainStep:
         self.skip_bad = skip_bad
         self._reduce_dtype = reduce_dtype
         self._loss_fn, self._optimizer, self._schedule = loss_fn, optimizer, schedule
-        self._mesh, self._precision, self._microbatches = mesh, precision, microbatches
+        self._mesh, self._precision = mesh, precision
+        self._microbatches, self._piped = (1, microbatches) if PP in mesh.shape else (microbatches, 1)
         self._names: tuple[str, ...] = ()
         self._out_shardings = shardings, NamedSharding(mesh, P())
         self._programs: dict[_BatchShape, Program] = {}
@@ -349,7 +351,7 @@ class TrainStep:
         differentiate = eqx.filter_value_and_grad(self._total, has_aux=True)
         if self._microbatches == 1:
             (_, parts), gradients = differentiate(model, frozen, batch)
-            return parts, hax.shard(gradients, PARAMETER_AXES, self._mesh)
+            return parts, hax.shard(gradients, parameter_axes(self._mesh), self._mesh)
 
         def add(sums: PyTree, microbatch: dict[str, Array]) -> tuple[PyTree, None]:
             (_, parts), gradients = differentiate(model, frozen, microbatch)
@@ -358,13 +360,13 @@ class TrainStep:
         split = {name: self._split(rows) for name, rows in batch.items()}
         (_, parts), gradients = jax.eval_shape(differentiate, model, frozen, {k: v[0] for k, v in split.items()})
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (parts, gradients))
-        zeros = (zeros[0], hax.shard(zeros[1], PARAMETER_AXES, self._mesh))
+        zeros = (zeros[0], hax.shard(zeros[1], parameter_axes(self._mesh), self._mesh))
         found: tuple[LossParts, PyTree] = jax.lax.scan(add, zeros, split)[0]
         return found
 
     def _total(self, model: PyTree, frozen: PyTree, batch: dict[str, Array]) -> tuple[Array, LossParts]:
-        with hax.axis_mapping(COMPUTE_AXES):
-            joined = self._precision.cast_to_compute(join_trained(model, frozen))
+        with hax.axis_mapping(compute_axes(self._mesh, of_slice=True)):
+            joined = pipelined(self._precision.cast_to_compute(join_trained(model, frozen)), self._piped)
             parts = loss_with_routers(self._loss_fn, joined, batch)
         parts = cast_floats(parts, jnp.dtype(jnp.float32))
         return parts.total, parts
