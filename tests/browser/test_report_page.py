@@ -472,7 +472,14 @@ def test_generations_are_beside_each_other_with_their_history(page_of):
 @pytest.mark.slow
 def test_curves_have_their_values_and_lead_to_their_steps(page_of):
     metrics = [{"step": n, "train/loss": "NaN" if n == 7 else 1 / (n + 1), "train/zero": 0} for n in range(21)]
+    for step, processes in ((1, 4), (11, 2)):
+        metrics[step] |= {"job/processes": processes, "job/slices": 1}
     page = page_of((STEPS, metrics), view="curves")
+    assert page.text_content("#curve-list p") == "From step 11 on 2 processes, before 4 processes."
+    assert page.locator(".chart").nth(1).locator(".change + .tick").text_content() == "2p"
+    mark = page.locator(".chart .change").nth(1)
+    assert mark.get_attribute("x1") == mark.get_attribute("x2") and float(mark.get_attribute("x1")) > 100
+    assert mark.locator("title").text_content() == "2 processes, before 4 processes"
     titles = page.eval_on_selector_all(".chart-title", "all => all.map(each => each.textContent)")
     assert titles == ["reward", "loss"]
     assert (

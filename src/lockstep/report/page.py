@@ -7,6 +7,7 @@ import base64
 import dataclasses
 import hashlib
 import importlib.metadata
+import itertools
 import json
 import math
 import os
@@ -24,6 +25,8 @@ from lockstep.report.saved_rows import TRACES, RunFiles, SavedRow, read_rows, re
 MAX_POINTS: Final = 1000
 """Points of a curve; a longer one keeps the lowest and the highest of each of half as many stretches, and where one has
 values that are not finite, the first of them."""
+JOB_SIZE: Final = ("job/processes", "job/slices")
+"""Figures of the job at the first step after each start."""
 NOT_CURVES: Final = ("step", "time")
 _NAMED_FLOATS: Final = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
@@ -213,6 +216,8 @@ def _run(run: RunFiles, rows: Sequence[SavedRow], prompts: _Prompts, notes: list
     shown = [rows[number] for number in kept]
     texts, reasons = _Texts(), _Texts()
     series, traces = read_series(run.metrics), run.traces()
+    changes = _changes(*(series.pop(name, None) for name in JOB_SIZE))
+    notes += [f"{run.name}: from step {step} on {text}." for step, text, _ in changes]
     for name, curve in series.items():
         if curve.points > len(curve.steps):
             notes.append(f"{run.name}: the curve {name} shows {len(curve.steps):,} of its {curve.points:,} points.")
@@ -224,6 +229,7 @@ def _run(run: RunFiles, rows: Sequence[SavedRow], prompts: _Prompts, notes: list
     return {
         "name": run.name,
         "traces": [[first, end, f"{TRACES}/steps-{first}-{end}"] for first, end, _ in traces],
+        "changes": changes,
         "files": [path.name for path in (*run.rows, *run.metrics)],
         "when": [row.when for row in shown],
         "prompt": [places[number] for number in kept],
@@ -241,6 +247,29 @@ def _run(run: RunFiles, rows: Sequence[SavedRow], prompts: _Prompts, notes: list
         },
         "series": {name: _curve(curve) for name, curve in series.items()},
     }
+
+
+def _changes(processes: Series | None, slices: Series | None) -> list[tuple[int, str, int]]:
+    """The steps from which on a run had more or fewer processes or slices than before; in words; the processes.
+
+    Args:
+        processes: The number at the first step after each start; None: the run has not said it.
+        slices: The same of slices.
+    """
+    if processes is None or slices is None:
+        return []
+    several = max(slices.values) > 1
+
+    def size(count: float, of: float) -> str:
+        text = f"{count:.0f} process{'es' * (count != 1)}"
+        return f"{text} in {of:.0f} slice{'s' * (of != 1)}" if several else text
+
+    starts = list(zip(processes.steps, processes.values, slices.values, strict=True))
+    return [
+        (step, f"{size(*now)}, before {size(*before)}", round(now[0]))
+        for (_, *before), (step, *now) in itertools.pairwise(starts)
+        if now != before
+    ]
 
 
 def _names(rows: Iterable[SavedRow], kind: str) -> list[str]:

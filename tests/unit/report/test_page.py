@@ -191,6 +191,23 @@ def test_steps_that_were_traced_lead_to_their_trace(tmp_path):
     assert f"steps 3 to 5 were traced on processes 0, 3: tensorboard --logdir {tmp_path / 'profiler'}" in note
 
 
+def test_another_number_of_processes_is_a_mark_and_a_line_and_no_curve(tmp_path):
+    sizes = {1: (4, 2), 3: (4, 2), 5: (2, 1), 7: (4, 2)}
+    for step in range(1, 9):
+        job = dict(zip(("job/processes", "job/slices"), sizes.get(step, ()), strict=False))
+        append_jsonl(tmp_path / "metrics.jsonl", [{"step": step, "train/loss": 1 / step, **job}])
+    payload = make_payload([run_of(tmp_path, row(4))])
+    (run,) = payload["runs"]
+    four, two = "4 processes in 2 slices", "2 processes in 1 slice"
+    assert run["changes"] == [(5, f"{two}, before {four}", 2), (7, f"{four}, before {two}", 4)]
+    assert payload["notes"] == [f"{run['name']}: from step {step} on {text}." for step, text, _ in run["changes"]]
+    assert list(run["series"]) == ["train/loss"]
+    run_of(tmp_path / "one", row(4))
+    append_jsonl(tmp_path / "one/metrics.jsonl", [{"step": n, "job/processes": n, "job/slices": 1} for n in (1, 2)])
+    payload = make_payload([find_run(tmp_path / "one")])
+    assert payload["runs"][0]["changes"] == [(2, "2 processes, before 1 process", 2)]
+
+
 def test_token_log_probabilities_are_kept_by_row(tmp_path):
     run = run_of(tmp_path, row(), row(1, tokens=["a", "b"], token_logprobs=[-0.5, "-Infinity"]))
     assert make_payload([run])["runs"][0]["tokens"] == {"1": {"texts": ["a", "b"], "logprobs": [-0.5, "-Infinity"]}}

@@ -99,6 +99,13 @@ class Chart {
         d: linePath(line.steps.map((step, place) => [this.x(step), finite(line.values[place]) ? y(line.values[place]) : null])),
       }),
     );
+    const changes = runs.flatMap((run) =>
+      run.changes.filter(([step]) => step >= first && step <= last).map(([step, text, processes]) => [
+        svg("line", { class: `change run-${run.place}`, x1: this.x(step), x2: this.x(step), y1: MARGIN.top, y2: bottom },
+          svg("title", {}, text)),
+        svg("text", { class: "tick", x: this.x(step) + 3, y: MARGIN.top + 8 }, `${processes}p`),
+      ]),
+    );
     this.mark = svg("line", { class: "mark", y1: MARGIN.top, y2: bottom });
     this.hair = svg("line", { class: "hair", y1: MARGIN.top, y2: bottom, visibility: "hidden" });
     this.plot.replaceChildren(
@@ -107,6 +114,7 @@ class Chart {
         { width, height: CHART_HEIGHT, role: "img", "aria-label": this.element.querySelector(".chart-title").textContent },
         grid.flat(),
         below,
+        changes.flat(),
         this.mark,
         curves,
         this.hair,

@@ -46,6 +46,10 @@ function drawCurves() {
     if (!groups.has(group)) groups.set(group, []);
     groups.get(group).push(name);
   }
+  const changes = runs.flatMap((run) =>
+    run.changes.map(([step, text]) => h("p", { class: "muted" },
+      `${runs.length > 1 ? `${labels[run.place]}: from` : "From"} step ${step.toLocaleString("en")} on ${text}.`)),
+  );
   const shown = [...groups].map(([group, members]) => {
     const steady = members.filter((name) => curveCache.get(name).every(isConstant));
     const cards = members.filter((name) => !steady.includes(name)).map((name) => {
@@ -62,6 +66,6 @@ function drawCurves() {
   }
   const list = byId("curve-list");
   const scrolled = list.scrollTop;
-  list.replaceChildren(...shown);
+  list.replaceChildren(...changes, ...shown);
   list.scrollTop = scrolled;
 }

@@ -52,6 +52,7 @@ class Run {
     this.words = table(Object.entries(raw.words));
     this.tokens = raw.tokens;
     this.series = raw.series;
+    this.changes = raw.changes;
     this.numbers = table(Object.entries(raw.numbers).map(([name, all]) => [name, all.map(number)]));
     this.textOf = raw.text;
     this.reasonOf = raw.reason;

@@ -201,10 +201,13 @@ class StepLog:
 
     Args:
         tracker: The tracker that the figures go to.
+        job: Figures of the job, which go there with the first step: another start may have others.
     """
 
-    def __init__(self, total: int, tracker: Tracker, *, is_leader: bool) -> None:
-        self._tracker = tracker
+    def __init__(
+        self, total: int, tracker: Tracker, *, is_leader: bool, job: Mapping[str, float] | None = None
+    ) -> None:
+        self._tracker, self._job = tracker, job or {}
         self._progress = ProgressDisplay(total) if is_leader else None
 
     def step(self, info: StepInfo, metrics: StepMetrics, throughput: Throughput, note: str = "") -> None:
@@ -220,7 +223,8 @@ class StepLog:
         else:
             self._progress.update(info.next_step, info.loss, str(throughput))
         values = {"train/loss": info.loss, **{f"train/{name}": value for name, value in metrics.values.items()}}
-        self._tracker.log(values | throughput.metrics(), step=info.next_step)
+        self._tracker.log({**values, **throughput.metrics(), **self._job}, step=info.next_step)
+        self._job = {}
 
     def close(self) -> None:
         """Show the last state and give the terminal back."""

@@ -18,7 +18,7 @@ from jaxtyping import PyTree
 from lockstep.credentials import get_logger
 from lockstep.errors import ConfigError
 from lockstep.hosts import Hosts, Watchdog, current, leader_only
-from lockstep.placement import data_shards, fsdp_warning, make_mesh, place, place_local
+from lockstep.placement import DCN, data_shards, fsdp_warning, make_mesh, place, place_local
 from lockstep.report import FINISH_S, BackgroundTracker, NoopTracker, Tracker
 from lockstep.training.checkpoints.checkpoint import CheckpointMetadata
 from lockstep.training.data.rows import Batches
@@ -299,10 +299,11 @@ class Trainer:
         if not isinstance(batches, BatchSource):
             steps = {"first": first, "last": config.num_train_steps}
             batches = BatchFeed(batches, config.train_batch_size, self.mesh, **steps, reference=self.reference)
+        job = {"job/processes": hosts.count, "job/slices": self.mesh.shape.get(DCN, 1)}
         traces = None if self._run_dir is None else Path(self._run_dir) / "profiler"
         return _Run(
             source=batches,
-            log=StepLog(config.num_train_steps, self.tracker, is_leader=hosts.is_leader),
+            log=StepLog(config.num_train_steps, self.tracker, is_leader=hosts.is_leader, job=job),
             profiler=Profiler(config.profiler, traces, hosts.index),
             meter=Meter(self.mesh, state.model),
         )

@@ -173,6 +173,8 @@ def test_a_tracker_that_fails_does_not_end_training(fail, plain, caplog):
     assert step == 1 and metrics["train/loss"] == plain[0][0]
     assert {"train/grad_norm", "train/learning_rate", "throughput/step_duration_s"} <= metrics.keys()
     assert metrics["throughput/tokens_per_s"] > 0 and metrics["throughput/data_wait_s"] >= 0
+    assert (metrics["job/processes"], metrics["job/slices"]) == (1, 1)
+    assert "job/processes" not in tracker.logged[1][1], "it is the same until the next start"
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
