@@ -169,9 +169,7 @@ def read_lockstep(name, words):
     elif "--help" in words or name == "--help":
         assert name == "--help" or name in {command.name for command in COMMANDS}
     elif name in ("check", "demo", "report", "tail"):
-        parser = Arguments(name, "")
-        module, _, function = find_command(name).options.partition(":")
-        getattr(importlib.import_module(module), function)(parser)
+        parser = Arguments(name, find_command(name).add_options)
         parser.parse_args(words[: words.index("--")] if "--" in words else words)
     elif name == "plan":
         own, rest = prepare.split_plan(words)

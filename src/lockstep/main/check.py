@@ -5,19 +5,12 @@ import functools
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final
 
 from rich.console import Console
 
 from lockstep.check import KINDS, check_command, print_at_once, print_report, write_page
 from lockstep.errors import ConfigError
 from lockstep.main.commands import Arguments, seconds
-
-TEXT: Final = """\
-Runs a command as several processes with CPU devices, sees every launch of a device program on each, compares them, and
-says what would hang or fail on a pod: with your own source line on every process, and what to change.
-The command needs no change. With --html FILE the findings are a page, with every call stack.
-Exit code 0 if nothing was found, else 1."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -44,14 +37,10 @@ def main(arguments: Sequence[str], *, console: Console | None = None) -> int:
     Raises:
         ConfigError: The command line cannot work, or nothing could be recorded.
     """
-    parser = Arguments("check", TEXT)
-    add_options(parser)
+    parser = Arguments("check", add_options)
     words = list(arguments)
     at = words.index("--") if "--" in words else len(words)
     options, command = parser.parse_args(words[:at]), words[at + 1 :]
-    if options.help:
-        print(parser.format_help())
-        return 0
     if not command:
         raise ConfigError("lockstep check has no command. Write it after --: lockstep check -- python train.py.")
     if options.processes < 2 or options.devices_per_process < 1:

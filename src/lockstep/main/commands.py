@@ -6,7 +6,7 @@ It is plain text until a command is chosen: a command's module, which imports wh
 import argparse
 import dataclasses
 import importlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from lockstep.errors import ConfigError
@@ -16,20 +16,13 @@ if TYPE_CHECKING:
 
 
 class Arguments(argparse.ArgumentParser):
-    """A parser whose errors are those of a configuration."""
+    """A parser whose errors are those of a configuration; the help is `lockstep.main.help`'s."""
 
-    def __init__(self, command: str, text: str) -> None:
-        super().__init__(
-            prog=f"lockstep {command}",
-            description=text,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-            allow_abbrev=False,
-            add_help=False,
-        )
-        self.add_argument("-h", "--help", action="store_true", help="show this text")
+    def __init__(self, command: str, add_options: Callable[[argparse.ArgumentParser], None]) -> None:
+        super().__init__(prog=f"lockstep {command}", allow_abbrev=False, add_help=False)
+        add_options(self)
 
     def error(self, message: str) -> NoReturn:
-        """Raise what is wrong with the arguments."""
         raise ConfigError(f"{message}. See {self.prog} --help.")
 
 
@@ -51,20 +44,24 @@ class Command:
     name: str
     purpose: str
     summary: str
-    module: str
+    function: str  # `module:function` of `(arguments) -> exit code`, as those below
     example: str  # a command line; lines after the first are indented
-    function: str = "main"  # its name in that module, of `(arguments) -> exit code`
     usage: str = "[--config_path FILE.yaml] [--key.in.dots VALUE ...]"  # what goes after its name
     description: str = ""  # in more words than the summary
-    options: str | None = None  # `module:function` that adds what is no key to an argparse parser
+    options: str | None = None  # adds what is no key to an argparse parser
     own_help: bool = False  # whether it prints its help itself: it depends on the other arguments
-    config_class: str | None = None  # its configuration's dataclass in that module
-    workload_function: str | None = None  # `module:function` for `lockstep plan`
+    config_class: str | None = None  # its configuration's dataclass
+    workload_function: str | None = None  # makes a `Workload` for `lockstep plan`
     joins_job: bool = True  # whether it is a process of a job, and loads jax
 
     def run(self, arguments: Sequence[str]) -> int:
         """Run the command."""
-        return int(getattr(importlib.import_module(self.module), self.function)(arguments))
+        return int(_load(self.function)(arguments))
+
+    def add_options(self, parser: argparse.ArgumentParser) -> None:
+        """Add what it can be given beside keys."""
+        if self.options is not None:
+            _load(self.options)(parser)
 
     @property
     def reads_config(self) -> bool:
@@ -74,7 +71,7 @@ class Command:
     def config(self) -> type[Any]:
         """The dataclass of the command's configuration."""
         assert self.config_class is not None, f"{self.name} has no configuration"
-        cls: type[Any] = getattr(importlib.import_module(self.module), self.config_class)
+        cls: type[Any] = _load(self.config_class)
         return cls
 
     def workload(self, config: Any, model: str | None = None) -> "Workload":
@@ -87,9 +84,13 @@ class Command:
             ConfigError: The model's shape cannot be found, or values do not go together.
         """
         assert self.workload_function is not None, f"{self.name} cannot be planned"
-        module, _, function = self.workload_function.partition(":")
-        workload: Workload = getattr(importlib.import_module(module), function)(self.name, config, model)
+        workload: Workload = _load(self.workload_function)(self.name, config, model)
         return workload
+
+
+def _load(name: str) -> Any:
+    module, _, attribute = name.partition(":")
+    return getattr(importlib.import_module(module), attribute)
 
 
 BEGIN: Final = "begin here"
@@ -105,7 +106,7 @@ COMMANDS: Final = (
         name="demo",
         purpose=BEGIN,
         summary="train a small model on this machine in a minute or two, and watch it learn",
-        module="lockstep.main.demo",
+        function="lockstep.main.demo:main",
         example="lockstep demo --processes 4",
         usage="[options]",
         description="Trains a small model on this machine's CPU and shows what it answers while it learns. It runs as "
@@ -118,84 +119,79 @@ COMMANDS: Final = (
         name="train-lm",
         purpose=TRAIN,
         summary="train a language model on text, completions or chats",
-        module="lockstep.main.runs",
-        function="train_lm",
+        function="lockstep.main.runs:train_lm",
         example="lockstep train-lm --config_path config/demo.yaml --trainer.num_train_steps 100",
-        config_class="TrainLmConfig",
+        config_class="lockstep.main.runs:TrainLmConfig",
         workload_function="lockstep.main.plan.workload:training_workload",
     ),
     Command(
         name="train-preference",
         purpose=TRAIN,
         summary="train on preference pairs with DPO, ORPO, SimPO or a loss of your own",
-        module="lockstep.main.runs",
-        function="train_preference",
+        function="lockstep.main.runs:train_preference",
         example="lockstep train-preference --config_path config/dpo_tiny.yaml --objective.beta 0.3",
-        config_class="TrainPreferenceConfig",
+        config_class="lockstep.main.runs:TrainPreferenceConfig",
         workload_function="lockstep.main.plan.workload:training_workload",
     ),
     Command(
         name="train-simpo",
         purpose=TRAIN,
         summary="train on preference pairs with SimPO",
-        module="lockstep.main.runs",
-        function="train_simpo",
+        function="lockstep.main.runs:train_simpo",
         example="lockstep train-simpo --config_path config/simpo_tiny.yaml --inference_eval.eval_every 10",
-        config_class="TrainSimpoConfig",
+        config_class="lockstep.main.runs:TrainSimpoConfig",
         workload_function="lockstep.main.plan.workload:training_workload",
     ),
     Command(
         name="train-grpo",
         purpose=TRAIN,
         summary="reinforcement learning with GRPO on questions with verifiable answers",
-        module="lockstep.main.runs",
-        function="train_grpo",
+        function="lockstep.main.runs:train_grpo",
         example="lockstep train-grpo --config_path config/grpo_gsm8k_qwen25_3b_v6e_8.yaml --trainer.seed 1",
-        config_class="TrainGrpoConfig",
+        config_class="lockstep.main.runs:TrainGrpoConfig",
         workload_function="lockstep.main.plan.workload:training_workload",
     ),
     Command(
         name="sample",
         purpose=SAMPLE,
         summary="answer prompts from a checkpoint, every prompt exactly once",
-        module="lockstep.main.runs",
-        function="sample",
+        function="lockstep.main.runs:sample",
         example="lockstep sample --hf_checkpoint path/to/Llama-3.1-8B-Instruct --prompts questions.jsonl",
-        config_class="SampleConfig",
+        config_class="lockstep.main.runs:SampleConfig",
         workload_function="lockstep.main.plan.workload:sampling_workload",
     ),
     Command(
         name="eval",
         purpose=SAMPLE,
         summary="score a checkpoint by tasks of lm-evaluation-harness",
-        module="lockstep.main.runs",
-        function="run_eval",
+        function="lockstep.main.runs:run_eval",
         example="lockstep eval path/to/Llama-3.1-8B-Instruct --tasks gsm8k,arc_easy",
         usage="CHECKPOINT --tasks TASK[,TASK...] [--config_path FILE.yaml] [--key VALUE ...]",
         description="Scores a checkpoint by tasks of lm-evaluation-harness. CHECKPOINT is a Hugging Face checkpoint or "
         "one of a training run, a directory or a URL. A task is one of the harness, or the path of a file of your own.",
-        config_class="EvalConfig",
+        config_class="lockstep.main.runs:EvalConfig",
     ),
     Command(
         name="export",
         purpose=SAMPLE,
         summary="make a Hugging Face checkpoint of a training checkpoint",
-        module="lockstep.main.runs",
-        function="run_export",
+        function="lockstep.main.runs:run_export",
         example="lockstep export runs/my-run exported --dtype bfloat16",
         usage="CHECKPOINT OUTPUT [--config_path FILE.yaml] [--key VALUE ...]",
         description="Makes a Hugging Face checkpoint of a training checkpoint. CHECKPOINT is a run directory, the "
         "directory or URL of its checkpoints, or one of them. No device is needed.",
-        config_class="ExportConfig",
+        config_class="lockstep.main.runs:ExportConfig",
     ),
     Command(
         name="report",
         purpose=LOOK,
         summary="make one HTML file of a run: prompts by steps, differences, curves; or of two runs",
-        module="lockstep.main.results",
-        function="run_report",
+        function="lockstep.main.results:run_report",
         example="lockstep report runs/my-run runs/another-run --output compared.html",
         usage="RUN [RUN] [options]",
+        description="Makes one HTML file of a run: what the model said to every prompt at every step, what changed, "
+        "the curves. It needs no network and nothing beside it, so it can be mailed. Two runs are shown side by side. "
+        "RUN is a run's directory (runs/my-run), or a file of rows such as samples.jsonl or rollouts.jsonl.",
         options="lockstep.main.results:add_report_options",
         joins_job=False,
     ),
@@ -203,10 +199,12 @@ COMMANDS: Final = (
         name="tail",
         purpose=LOOK,
         summary="show the newest samples and metrics of a run while it goes on",
-        module="lockstep.main.results",
-        function="run_tail",
+        function="lockstep.main.results:run_tail",
         example="lockstep tail runs/my-run --rows 4",
         usage="RUN [options]",
+        description="Shows the newest samples and the newest value of every metric of a run, and goes on as the run "
+        "does. At a terminal they stay in place; in a log every new sample and every new set of metrics is a line. "
+        "RUN is a run's directory (runs/my-run), or a file of its rows.",
         options="lockstep.main.results:add_tail_options",
         joins_job=False,
     ),
@@ -214,21 +212,19 @@ COMMANDS: Final = (
         name="convert",
         purpose=LOOK,
         summary="write the rows of a run as Parquet or as logs of inspect_ai",
-        module="lockstep.main.results",
-        function="run_convert",
+        function="lockstep.main.results:run_convert",
         example="lockstep convert runs/my-run --format inspect",
         usage="RUN --format parquet|inspect [--output PATH]",
         description="Writes the rows of a run as Parquet, a file beside each file of rows, or as logs of inspect_ai, "
         "one for each step and task: inspect view --log-dir RUN/inspect. RUN is a run directory, or a file of its rows "
         "(.jsonl); of a directory the answers and the answers to tasks are written.",
-        config_class="ConvertConfig",
+        config_class="lockstep.main.results:ConvertConfig",
     ),
     Command(
         name="plan",
         purpose=PREPARE,
         summary="compile a configuration for a TPU slice without a TPU: does it fit, how fast",
-        module="lockstep.main.prepare",
-        function="run_plan",
+        function="lockstep.main.prepare:run_plan",
         example="lockstep plan --config_path config/grpo_gsm8k_qwen25_3b_v6e_8.yaml --topology v6e-8",
         usage="--topology NAME [--config_path FILE.yaml] [options] [--key.in.dots VALUE ...]",
         description="Compiles the programs of a configuration (train step, moving the weights, prefill, decode) for a "
@@ -240,7 +236,7 @@ COMMANDS: Final = (
         name="check",
         purpose=PREPARE,
         summary="run any JAX script on simulated processes and find what would stop it on a pod",
-        module="lockstep.main.check",
+        function="lockstep.main.check:main",
         example="lockstep check --processes 2 --devices_per_process 2 -- python train.py --steps 5",
         usage="[options] -- command [arguments]",
         description="Runs a command as several processes with CPU devices, sees every launch of a device program on "
@@ -253,21 +249,20 @@ COMMANDS: Final = (
         name="doctor",
         purpose=PREPARE,
         summary="look at machine, job and pod: what needs a fix, how fast they are, a self-test",
-        module="lockstep.main.prepare",
-        function="run_doctor",
+        function="lockstep.main.prepare:run_doctor",
         example="lockstep doctor --config_path config/simpo_tiny.yaml --self-test",
         usage="[--self-test] [--config_path FILE.yaml] [--key VALUE ...]",
         description="Looks at this machine, the processes of the job, their devices and what connects them; start it "
         "on every host as you would start a run. --config_path names the configuration of a run, and what that reaches "
         "for is looked at too; any key that is not listed here is one of that run's. Exit code 0 if nothing needs a "
         "fix, else 1.",
-        config_class="DoctorConfig",
+        config_class="lockstep.main.doctor:DoctorConfig",
     ),
     Command(
         name="launch",
         purpose=POD,
         summary="start a command on every worker of a TPU slice, a cluster or this machine",
-        module="lockstep.launch",
+        function="lockstep.launch:main",
         example="lockstep launch --processes 2 -- lockstep train-lm --config_path config/demo.yaml",
         usage="[run] [options] -- command [arguments]",
         options="lockstep.launch:add_all_options",
@@ -278,8 +273,7 @@ COMMANDS: Final = (
         name="completion",
         purpose=SHELL,
         summary="print what bash, zsh or fish needs to complete commands and keys",
-        module="lockstep.main.help",
-        function="completion",
+        function="lockstep.main.help:completion",
         example="lockstep completion bash > ~/.local/share/bash-completion/completions/lockstep",
         usage="{bash,zsh,fish}",
         description="Prints the completion script of a shell. bash: see the example. zsh: lockstep completion zsh > "

@@ -14,7 +14,7 @@ from typing import Final
 
 from lockstep import exits
 from lockstep.launch import main as launch
-from lockstep.main.commands import Arguments, find_command
+from lockstep.main.commands import Arguments
 from lockstep.report import read_jsonl
 
 SEED: Final = 20
@@ -138,12 +138,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: Sequence[str]) -> int:
     """Write what is missing, train, and say what to do next."""
-    parser = Arguments("demo", find_command("demo").description)
-    add_options(parser)
+    parser = Arguments("demo", add_options)
     options = parser.parse_args(list(arguments))
-    if options.help:
-        print(parser.format_help())
-        return exits.DONE
     if options.steps is not None and options.steps < 1:
         parser.error(f"--steps is {options.steps}; it must be at least 1")
     directory = Path(options.directory)

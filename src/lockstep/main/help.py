@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-import importlib
 import re
 import textwrap
 import typing
@@ -101,10 +100,8 @@ def add_keys(parser: argparse.ArgumentParser, command: Command, block: str | Non
             known = ", ".join(group.name for group in groups if group.name)
             raise ConfigError(f"{command.name} has no block {block!r}. Known blocks: {known or 'none'}.")
         groups = chosen
-    elif command.options is not None:
-        module, _, function = command.options.partition(":")
-        getattr(importlib.import_module(module), function)(parser)
-    if block is None:
+    else:
+        command.add_options(parser)
         options = parser.add_argument_group(ADDED_OPTIONS)
         if command.reads_config:
             options.add_argument(

@@ -31,11 +31,6 @@ from lockstep.report import (
     write_parquet,
 )
 
-REPORT_TEXT: Final = """\
-Makes one HTML file of a run: what the model said to every prompt at every step, what changed, the curves.
-It needs no network and nothing beside it, so it can be mailed. Two runs are shown side by side.
-
-RUN is a run's directory (runs/my-run), or a file of rows such as samples.jsonl or rollouts.jsonl."""
 RELOAD_S: Final = 10.0  # seconds between two looks at a run that is watched, and between two reloads of its page
 
 
@@ -55,12 +50,8 @@ def run_report(arguments: Sequence[str]) -> int:
     Raises:
         LockstepError: A run is not there, a line of it cannot be read, or the report cannot be written.
     """
-    parser = Arguments("report", REPORT_TEXT)
-    add_report_options(parser)
+    parser = Arguments("report", add_report_options)
     options = parser.parse_args(list(arguments))
-    if options.help:
-        print(parser.format_help())
-        return 0
     if len(options.runs) not in (1, 2):
         parser.error(f"name one run, or two to compare; {len(options.runs)} were given")
     output = options.output or _place([find_run(given) for given in options.runs])
@@ -140,13 +131,6 @@ def _file_name(name: str) -> str:
     return name.replace("/", "-")
 
 
-TAIL_TEXT: Final = """\
-Shows the newest samples and the newest value of every metric of a run, and goes on as the run does.
-At a terminal they stay in place; in a log every new sample and every new set of metrics is a line.
-
-RUN is a run's directory (runs/my-run), or a file of its rows."""
-
-
 def add_tail_options(parser: argparse.ArgumentParser) -> None:
     """Add what the command is given."""
     parser.add_argument("run", nargs="?", metavar="RUN", help="the run")
@@ -167,12 +151,8 @@ def run_tail(
     Raises:
         LockstepError: There is no such run, or a line of it cannot be read.
     """
-    parser = Arguments("tail", TAIL_TEXT)
-    add_tail_options(parser)
+    parser = Arguments("tail", add_tail_options)
     options = parser.parse_args(list(arguments))
-    if options.help:
-        print(parser.format_help())
-        return 0
     if options.run is None:
         parser.error("name a run")
     if options.rows < 1:

@@ -2,6 +2,7 @@ import pytest
 
 from lockstep.errors import ConfigError
 from lockstep.main.check import main
+from lockstep.main.cli import run
 
 
 @pytest.mark.parametrize(
@@ -19,5 +20,5 @@ def test_what_cannot_work_is_said(arguments, said):
 
 
 def test_help_of_the_checked_command_is_its_own(capsys):
-    assert main(["--help"]) == 0
+    assert run(["check", "--help"]) == 0
     assert "--stall_s" in capsys.readouterr().out

@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import importlib
 import subprocess
 import sys
 
@@ -12,8 +13,7 @@ from lockstep.main.commands import COMMANDS, Arguments, configured_commands, fin
 
 
 def test_arguments_are_not_guessed():
-    parser = Arguments("tail", "text")
-    parser.add_argument("--interval")
+    parser = Arguments("tail", lambda parser: parser.add_argument("--interval"))
     with pytest.raises(ConfigError, match=r"unrecognized arguments: --int 3\. See lockstep tail --help\."):
         parser.parse_args(["--int", "3"])
 
@@ -27,13 +27,11 @@ def test_seconds_have_a_range(text):
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
 def test_what_a_row_names_is_there(command):
-    module = __import__(command.module, fromlist=[command.function])
-    assert callable(getattr(module, command.function))
+    for name in filter(None, (command.function, command.options, command.workload_function)):
+        module, _, function = name.partition(":")
+        assert callable(getattr(importlib.import_module(module), function))
     if command.config_class is not None:
         assert dataclasses.is_dataclass(command.config())
-    if command.workload_function is not None:
-        path, _, function = command.workload_function.partition(":")
-        assert callable(getattr(__import__(path, fromlist=[function]), function))
 
 
 def test_what_can_be_planned_has_a_configuration():
