@@ -88,21 +88,13 @@ def alone(one: ProcessLog, launch: Launch, another: ProcessLog, following: Launc
     else:
         place = Place(process=another.index, text="launches nothing more")
     devices = "devices of several processes" if launch.program.shared else "devices of this process alone"
+    allowed = "A program on a process's own devices is allowed by JAX, yet runs on pods have failed with it."
+    doing = f"{'waits in' if waits else 'launches'} {_program(launch)}"
     return Finding(
         kind="some_enter" if waits else "one_process",
         text=f"{launch.program.name}, on {devices}",
-        places=(
-            Place(
-                process=one.index, text=f"{'waits in' if waits else 'launches'} {_program(launch)}", stack=launch.stack
-            ),
-            place,
-        ),
-        details=(
-            ()
-            if launch.program.shared
-            else ("A program on a process's own devices is allowed by JAX, yet runs on pods have failed with it.",)
-        )
-        + hints(launch),
+        places=(Place(process=one.index, text=doing, stack=launch.stack), place),
+        details=(*(() if launch.program.shared else (allowed,)), *hints(launch)),
     )
 
 

@@ -226,12 +226,14 @@ class Gcloud:
         except FileNotFoundError as error:
             raise GcloudError(shown, NOT_INSTALLED) from error
         except subprocess.TimeoutExpired as error:
-            raise GcloudError(
-                shown, f"timed out after {timeout_s:.0f} s", zone=self.zone, project=self.project
-            ) from error
+            raise self.error(shown, f"timed out after {timeout_s:.0f} s") from error
         if done.returncode != 0:
-            raise GcloudError(shown, done.stderr or done.stdout, zone=self.zone, project=self.project)
+            raise self.error(shown, done.stderr or done.stdout)
         return done.stdout
+
+    def error(self, command: str, text: str) -> GcloudError:
+        """The error of a command in this project and zone."""
+        return GcloudError(command, text, zone=self.zone, project=self.project)
 
     def read(self, *words: str, place: str = "zone") -> Any:
         """Run a command that describes or lists something.

@@ -14,7 +14,7 @@ import shlex
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from lockstep.errors import ConfigError
 from lockstep.launch import setup_vm
@@ -244,6 +244,11 @@ class GoogleBackend(WorkerBackend):
     def _gcloud(self, options: argparse.Namespace) -> Gcloud:
         return Gcloud(project=options.project, zone=options.zone)
 
+    def _of_any_pod(self, options: argparse.Namespace, name: str, count: int) -> dict[str, Any]:
+        same = ("network", "service_account", "internal_ip")
+        named = {"name": name, "count": count, "capacity": options.capacity_type}
+        return {"gcloud": self._gcloud(options), **named, **{each: getattr(options, each) for each in same}}
+
 
 class TpuVmBackend(GoogleBackend):
     """Slices by the Cloud TPU API: v4, v5e, v5p, v6e."""
@@ -260,17 +265,7 @@ class TpuVmBackend(GoogleBackend):
             raise ConfigError(
                 f"--tpu_type is {found.name}, which the Cloud TPU API does not have. Use --backend mig, or gke."
             )
-        return TpuVm(
-            gcloud=self._gcloud(options),
-            name=name,
-            slice=found,
-            count=count,
-            capacity=options.capacity_type,
-            runtime_version=options.runtime_version,
-            network=options.network,
-            service_account=options.service_account,
-            internal_ip=options.internal_ip,
-        )
+        return TpuVm(**self._of_any_pod(options, name, count), slice=found, runtime_version=options.runtime_version)
 
     def hosts_of_slice(self, options: argparse.Namespace) -> int:
         found = slice_of(options.tpu_type)
@@ -322,17 +317,11 @@ class MigBackend(GoogleBackend):
                 "reservations list shows yours), or none."
             )
         return Mig(
-            gcloud=self._gcloud(options),
-            name=name,
+            **self._of_any_pod(options, name, count),
             slice=found,
             machine_type=machine_type,
-            count=count,
-            capacity=options.capacity_type,
             reservation=options.reservation,
             boot_disk_gb=options.boot_disk_gb,
-            network=options.network,
-            service_account=options.service_account,
-            internal_ip=options.internal_ip,
         )
 
     def hosts_of_slice(self, options: argparse.Namespace) -> int:

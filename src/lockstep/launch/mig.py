@@ -12,9 +12,9 @@ from typing import Any, Final
 
 from lockstep.exits import REFUSED
 from lockstep.launch.backend import LaunchError
-from lockstep.launch.gcloud import Gcloud, GcloudError
-from lockstep.launch.pod import LABEL, Machine, Wait, by_hand
-from lockstep.launch.slices import IMAGE_PROJECT, Slice
+from lockstep.launch.gcloud import GcloudError
+from lockstep.launch.pod import LABEL, GooglePod, Machine, Wait, by_hand
+from lockstep.launch.slices import IMAGE_PROJECT
 
 CAPACITY_FLAGS: Final = {
     "on-demand": [],
@@ -28,25 +28,12 @@ DELETE_S: Final = 1800.0  # seconds that deleting a group may take: gcloud waits
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Mig:
-    """Slices of one name, each a managed instance group."""
+class Mig(GooglePod):
+    """Slices of one name, each a managed instance group; policy and template have the pod's name."""
 
-    gcloud: Gcloud
-    name: str  # the name of policy, template and group; the groups of several slices are `name-0`, `name-1`
-    slice: Slice | None  # the kind of slice, or None: only existing groups are used, whatever their kind
     machine_type: str = ""  # Compute Engine's type of its machines; empty without a kind of slice
-    count: int = 1
-    capacity: str = "on-demand"  # a key of `CAPACITY_FLAGS`
     reservation: str = ""
-    boot_disk_gb: int = 200  # the size of the disk
-    network: str = ""  # the network's name, or empty for `default`
-    service_account: str = ""  # the account of the machines, or empty for the project's default
-    internal_ip: bool = False  # whether machines have, and ssh uses, internal addresses only
-
-    @property
-    def groups(self) -> list[str]:
-        """The names of the groups, one for each slice."""
-        return [self.name] if self.count == 1 else [f"{self.name}-{i}" for i in range(self.count)]
+    boot_disk_gb: int = 200
 
     @property
     def hosts(self) -> int:
@@ -79,13 +66,12 @@ class Mig:
             f"--labels={LABEL}=yes",
             *CAPACITY_FLAGS[self.capacity],
             *([f"--reservation={self.reservation}"] if self.reservation else []),
-            *([f"--network={self.network}"] if self.network else []),
-            *([f"--service-account={self.service_account}"] if self.service_account else []),
+            *self.account_options(),
             *(["--no-address"] if self.internal_ip else []),
         ]
         commands = [self.gcloud.command(*policy, place="region")] if several else []
         commands.append(self.gcloud.command(*template, place=""))
-        for group in self.groups:
+        for group in self.slice_names:
             words = [
                 *("compute", "instance-groups", "managed", "create", group, f"--size={self.hosts}"),
                 f"--template={self.name}",
@@ -102,20 +88,20 @@ class Mig:
 
     def wait_lines(self) -> list[str]:
         words = ("compute", "instance-groups", "managed", "wait-until")
-        return [shlex.join(self.gcloud.command(*words, group, "--stable")) for group in self.groups]
+        return [shlex.join(self.gcloud.command(*words, group, "--stable")) for group in self.slice_names]
 
     def delete_commands(self) -> list[list[str]]:
-        return [*map(self._delete_group, self.groups), *self._delete_part_commands()]
+        return [*map(self._delete_group, self.slice_names), *self._delete_part_commands()]
 
     def login_commands(self, machines: Sequence[Machine] | None) -> list[list[str]]:
-        if machines is None:
+        if machines is None:  # a key belongs to the project, so one machine is enough
             return []
         internal = ["--internal-ip"] if self.internal_ip else []
         return [self.gcloud.command("compute", "ssh", machines[0].name, "--command=true", *internal)]
 
     def ssh_command(self, worker: int, command: str) -> list[str]:
         per_slice = self.hosts or worker + 1
-        group, index = self.groups[worker // per_slice], worker % per_slice
+        group, index = self.slice_names[worker // per_slice], worker % per_slice
         words = ["compute", "instance-groups", "managed", "list-instances", group, "--sort-by=instance"]
         name = shlex.join([*self.gcloud.command(*words), "--format=value(instance.basename())"])
         internal = ["--internal-ip"] if self.internal_ip else []
@@ -148,7 +134,8 @@ class Mig:
             if asked:
                 commands = self.create_commands()
                 self._delete_parts()  # of an earlier start that did not come to an end
-                wait.say(f"{self.name}: asking for {self._described()} in {self.gcloud.zone}")
+                kind = self.described(f"{self.hosts * self.count} × {self.machine_type}")
+                wait.say(f"{self.name}: asking for {kind} in {self.gcloud.zone}")
                 for command in commands:
                     self.gcloud.run(command)
             wait.until_usable(self.name, self._look, undone=", and is deleted again" if asked else "")
@@ -159,7 +146,7 @@ class Mig:
 
     def machines(self) -> list[Machine]:
         found = []
-        for slice_id, group in enumerate(self.groups):
+        for slice_id, group in enumerate(self.slice_names):
             names = sorted(_name_of(each) for each in self._instances(group))
             if not names:
                 continue
@@ -247,9 +234,7 @@ class Mig:
         for error in errors:
             text = f"{error.get('code', '')}: {error.get('message', '')}"
             words = ("compute", "instance-groups", "managed", "list-errors", group)
-            found = GcloudError(
-                shlex.join(self.gcloud.command(*words)), text, zone=self.gcloud.zone, project=self.gcloud.project
-            )
+            found = self.gcloud.error(shlex.join(self.gcloud.command(*words)), text)
             if not found.cause.passes and found.cause.name != "unknown":
                 raise found
             return found.cause.summary.format(zone=self.gcloud.zone, project=self.gcloud.project)
@@ -279,11 +264,6 @@ class Mig:
         except GcloudError as error:
             wait.say(by_hand(self.name, error, self.delete_commands()))
 
-    def _described(self) -> str:
-        assert self.slice is not None
-        times = f"{self.count} × " if self.count > 1 else ""
-        return f"{times}{self.slice.name} ({self.capacity}, {self.hosts * self.count} × {self.machine_type})"
-
     def _check_ours(self, groups: dict[str, dict[str, Any] | None], lost: str) -> None:
         """Refuse to delete groups that somebody else made: stopped machines have disks."""
         for name, group in groups.items():
@@ -297,7 +277,7 @@ class Mig:
     def _delete_ours(self) -> None:
         for name, group in self._groups().items():
             if group is not None and group.get("description") == LABEL:
-                self._run_unless_gone(self._delete_group(name))
+                self.run_unless_gone(self._delete_group(name), DELETE_S)
         self._delete_parts()
 
     def _delete_parts(self) -> None:
@@ -305,10 +285,10 @@ class Mig:
         template, policy = self._delete_part_commands()
         found = self.gcloud.read("compute", "instance-templates", "describe", self.name, place="") or {}
         if LABEL in found.get("properties", {}).get("labels", {}):
-            self._run_unless_gone(template)
+            self.run_unless_gone(template, DELETE_S)
         found = self.gcloud.read("compute", "resource-policies", "describe", self.name, place="region") or {}
         if found.get("description") == LABEL:
-            self._run_unless_gone(policy)
+            self.run_unless_gone(policy, DELETE_S)
 
     def _delete_part_commands(self) -> list[list[str]]:
         return [
@@ -319,16 +299,9 @@ class Mig:
     def _delete_group(self, group: str) -> list[str]:
         return self.gcloud.command("compute", "instance-groups", "managed", "delete", group)
 
-    def _run_unless_gone(self, command: list[str]) -> None:
-        try:
-            self.gcloud.run(command, timeout_s=DELETE_S)
-        except GcloudError as error:
-            if error.cause.name != "gone":
-                raise
-
     def _groups(self) -> dict[str, dict[str, Any] | None]:
         words = ("compute", "instance-groups", "managed", "describe")
-        return {group: self.gcloud.read(*words, group) for group in self.groups}
+        return {group: self.gcloud.read(*words, group) for group in self.slice_names}
 
     def _instances(self, group: str) -> list[dict[str, Any]]:
         return self.gcloud.read("compute", "instance-groups", "managed", "list-instances", group) or []

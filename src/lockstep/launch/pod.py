@@ -11,7 +11,8 @@ from typing import Final, Protocol
 
 from lockstep.exits import UNAVAILABLE
 from lockstep.launch.backend import LaunchError, Worker
-from lockstep.launch.gcloud import GcloudError
+from lockstep.launch.gcloud import CALL_S, Gcloud, GcloudError
+from lockstep.launch.slices import Slice
 from lockstep.launch.ssh import SSH_OPTIONS
 
 LABEL: Final = "lockstep-launch"  # the label of what the launcher made: `delete` leaves alone what has none
@@ -51,15 +52,11 @@ class Pod(Protocol):
     def delete_commands(self) -> list[list[str]]:
         """Return the commands that delete all of it, ready to run."""
 
-    def login_commands(self, machines: "Sequence[Machine] | None") -> list[list[str]]:
-        """Return the commands by which gcloud makes an ssh key and brings it to every machine.
-
-        Args:
-            machines: The machines, or None where they are not known yet.
-        """
+    def login_commands(self, machines: Sequence[Machine] | None) -> list[list[str]]:
+        """Return the commands by which gcloud brings an ssh key to every machine; None: they are not known yet."""
 
     def ssh_command(self, worker: int, command: str) -> list[str]:
-        """Return gcloud's own way to run a command on a worker, for people to paste: no address need be known."""
+        """Return gcloud's own way to run a command on a worker, numbered over all slices, for people to paste."""
 
     def made_here(self) -> bool:
         """Whether the launcher made it: what others made is not deleted with a job."""
@@ -75,6 +72,44 @@ class Pod(Protocol):
 
     def delete(self, wait: "Wait") -> None:
         """Delete all of it and wait until it is gone; what is already gone is no error."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GooglePod:
+    """The part of a `Pod` that both of Google's ways to rent slices share."""
+
+    gcloud: Gcloud
+    name: str
+    slice: Slice | None  # the kind of slice, or None: only an existing one is used, whatever its kind
+    count: int = 1
+    capacity: str = "on-demand"  # a key of `CAPACITY_FLAGS`
+    network: str = ""  # the network's name, or empty for `default`
+    service_account: str = ""  # the account of the machines, or empty for the project's default
+    internal_ip: bool = False  # whether machines have, and ssh uses, internal addresses only
+
+    @property
+    def slice_names(self) -> list[str]:
+        """The names of the slices: its own, or ``name-0``, ``name-1``."""
+        return [self.name] if self.count == 1 else [f"{self.name}-{i}" for i in range(self.count)]
+
+    def account_options(self) -> list[str]:
+        """The options of a command that makes machines, for their network and account."""
+        given = {"network": self.network, "service-account": self.service_account}
+        return [f"--{name}={value}" for name, value in given.items() if value]
+
+    def described(self, machines: str) -> str:
+        """What is asked for, in words."""
+        assert self.slice is not None
+        times = f"{self.count} × " if self.count > 1 else ""
+        return f"{times}{self.slice.name} ({self.capacity}, {machines})"
+
+    def run_unless_gone(self, command: list[str], timeout_s: float = CALL_S) -> None:
+        """Run a command that deletes something; what is not there is no error."""
+        try:
+            self.gcloud.run(command, timeout_s)
+        except GcloudError as error:
+            if error.cause.name != "gone":
+                raise
 
 
 @dataclasses.dataclass(kw_only=True)

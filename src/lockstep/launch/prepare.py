@@ -15,44 +15,27 @@ from lockstep.launch.connection import DroppedError, call
 from lockstep.launch.sync import Archive
 
 GIB = 1 << 30
-
-
+DISK_BYTES = 2 * GIB  # that must be free in the home directory of a worker, and in `/tmp`
+CLOCK_S = 30.0
+"""Seconds between the clocks of a worker and the launcher at most: certificates and signed requests to buckets are
+refused minutes apart, and logs cannot be read side by side."""
 HUGE_PAGES_FIX = 'sudo sh -c "echo always > /sys/kernel/mm/transparent_hugepage/enabled"'
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Limits:
-    """The needs of a job, which each worker must meet.
-
-    Args:
-        disk_bytes: Free bytes in the home directory and in ``/tmp``.
-        clock_s: Between its clock and the launcher's: certificates and signed requests are refused minutes apart.
-    """
-
-    disk_bytes: int = 2 * GIB
-    clock_s: float = 30.0
+Facts = Mapping[str, Any]  # of a worker, as agent.main.gather tells them, and `skew_s`: how far ahead its clock is
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Facts:
-    """The facts that a worker tells about itself (lockstep.launch.agent.main)."""
-
-    answer: Mapping[str, Any]
-    skew_s: float  # seconds by which its clock is ahead of the launcher's
-
-
-def problems(workers: Sequence[Worker], facts: Sequence[Facts], program: str, limits: Limits) -> list[str]:
+def problems(workers: Sequence[Worker], facts: Sequence[Facts], program: str) -> list[str]:
     """The problems of workers, one line each; empty: they are fit."""
     found = []
     for worker, fact in zip(workers, facts, strict=True):
-        found += [f"worker {worker.name}: {text}" for text in _own_problems(fact, program, limits)]
+        found += [f"worker {worker.name}: {text}" for text in _own_problems(fact, program)]
     return found + _differences(workers, facts)
 
 
 def advice(workers: Sequence[Worker], facts: Sequence[Facts], environment: Mapping[str, str]) -> list[str]:
     """Faults of workers that a job survives, one line each."""
     found = []
-    slow = [worker.name for worker, fact in zip(workers, facts, strict=True) if fact.answer["small_pages"]]
+    slow = [worker.name for worker, fact in zip(workers, facts, strict=True) if fact["small_pages"]]
     if slow:
         found.append(
             f"transparent huge pages are off on {len(slow)} worker(s), {slow[0]} first: the TPU runtime starts and "
@@ -67,19 +50,19 @@ def advice(workers: Sequence[Worker], facts: Sequence[Facts], environment: Mappi
     return found
 
 
-def _own_problems(fact: Facts, program: str, limits: Limits) -> list[str]:
-    answer, found = fact.answer, []
-    for holder in answer["holders"]:
+def _own_problems(fact: Facts, program: str) -> list[str]:
+    found: list[str] = []
+    for holder in fact["holders"]:
         found.append(
             f"process {holder['pid']} ({holder['command']}) uses {holder['device']}, and a chip serves one process. "
             f"End it there with: sudo kill {holder['pid']}"
         )
-    for port in answer["busy_ports"]:
+    for port in fact["busy_ports"]:
         found.append(
             f"port {port} is in use, and the job listens on it. End the process that `sudo ss -ltnp 'sport = {port}'` "
             "shows there, or take another one (ssh: --port; TPU VMs: --env JAX_COORDINATOR_PORT=11211)"
         )
-    for address in answer["closed"]:
+    for address in fact["closed"]:
         port = address.rpartition(":")[2]
         found.append(
             f"it cannot reach {address}, where the job begins: a firewall drops what is sent there. Google's rule for "
@@ -87,21 +70,21 @@ def _own_problems(fact: Facts, program: str, limits: Limits) -> list[str]:
             f"JAX_COORDINATOR_PORT=8476), or open it: gcloud compute firewall-rules create lockstep-{port} "
             f"--network=NETWORK --allow=tcp:{port} --source-ranges=10.0.0.0/8"
         )
-    for path, free in answer["disk"].items():
-        if free < limits.disk_bytes:
+    for path, free in fact["disk"].items():
+        if free < DISK_BYTES:
             found.append(
-                f"{free / GIB:.2f} GiB are free in {path}; at least {limits.disk_bytes / GIB:g} GiB are needed for "
+                f"{free / GIB:.2f} GiB are free in {path}; at least {DISK_BYTES / GIB:g} GiB are needed for "
                 "logs and caches. Delete files there, or take a larger disk"
             )
-    if abs(fact.skew_s) > limits.clock_s:
-        ahead = "ahead of" if fact.skew_s > 0 else "behind"
+    if abs(fact["skew_s"]) > CLOCK_S:
+        ahead = "ahead of" if fact["skew_s"] > 0 else "behind"
         found.append(
-            f"its clock is {abs(fact.skew_s):.0f} s {ahead} this machine's; at most {limits.clock_s:g} s are allowed. "
+            f"its clock is {abs(fact['skew_s']):.0f} s {ahead} this machine's; at most {CLOCK_S:g} s are allowed. "
             "Set it there with: sudo systemctl restart systemd-timesyncd (or chrony)"
         )
-    if answer["program"] is None:
+    if fact["program"] is None:
         found.append(
-            f"no program {program!r} in {answer['path']}. Install it there, or say where it is (with ssh: --venv DIR)"
+            f"no program {program!r} in {fact['path']}. Install it there, or say where it is (with ssh: --venv DIR)"
         )
     return found
 
@@ -110,7 +93,7 @@ def _differences(workers: Sequence[Worker], facts: Sequence[Facts]) -> list[str]
     """The packages and programs that have another version on some workers than on most."""
     found = []
     for name in ("python", "lockstep", "jax", "libtpu"):
-        versions = [fact.answer["versions"].get(name) for fact in facts]
+        versions = [fact["versions"].get(name) for fact in facts]
         usual = collections.Counter(versions).most_common(1)[0][0]
         for worker, version in zip(workers, versions, strict=True):
             if version != usual:
@@ -189,7 +172,7 @@ class Preparation:
     cwds: Sequence[str]
     environment: Mapping[str, str]  # variables of the job, without secrets
     unreachable_s: float
-    limits: Limits | None  # what a worker must have; None: nothing is looked at
+    preflight: bool  # whether the workers are looked at
     sudo: bool  # whether processes of other users are looked at as root, where that needs no password
     replaces: bool  # whether an attempt of this job that still runs is ended; else it is an error
 
@@ -225,14 +208,14 @@ def prepare(transport: Transport, job: Preparation, console: Console) -> list[fl
         archive = job.archive
         console.say(f"copying {archive.count} file(s), {archive.size / 1e6:.1f} MB")
         on_all(transport, lambda index: _put(transport, index, job, archive))
-    if job.limits is None:
+    if not job.preflight:
         return [None] * count
     # What an attempt has used may take a moment to be free again.
     deadline = time.monotonic() + (FREE_S if job.replaces else 0.0)
     while True:
         facts = on_all(transport, lambda index: _facts(transport, index, job))
-        found = problems(transport.workers, facts, job.program, job.limits)
-        in_use = any(fact.answer["holders"] or fact.answer["busy_ports"] for fact in facts)
+        found = problems(transport.workers, facts, job.program)
+        in_use = any(fact["holders"] or fact["busy_ports"] for fact in facts)
         if not in_use or time.monotonic() > deadline:
             break
         console.once("waiting for chips and ports to be free again")
@@ -241,7 +224,7 @@ def prepare(transport: Transport, job: Preparation, console: Console) -> list[fl
         raise LaunchError("\n".join(found) + "\nNothing was started. (--no-preflight starts all the same.)", PREFLIGHT)
     for text in advice(transport.workers, facts, job.environment):
         console.say(text)
-    return [fact.skew_s for fact in facts]
+    return [fact["skew_s"] for fact in facts]
 
 
 def _ask(
@@ -320,4 +303,4 @@ def _facts(transport: Transport, index: int, job: Preparation) -> Facts:
     answer = _ask(transport, index, job, request)
     # The worker looked at its clock between the two; starting Python there is most of the way.
     skew = max(answer["time"] - time.time(), 0.0) + min(answer["time"] - begin, 0.0)
-    return Facts(answer=answer, skew_s=skew)
+    return {**answer, "skew_s": skew}

@@ -328,12 +328,8 @@ def _slurm(argv: Sequence[str]) -> str:
     if done.returncode:
         said = re.sub(r"^\w+: (error: )?", "", done.stderr.strip().split("\n")[0])
         code = UNREACHABLE if AWAY.search(done.stderr) else REFUSED
-        raise LaunchError(f"{argv[0]} refused: {said}{_advice(done.stderr)}", code)
+        advice = next((f" {hint}" for text, hint in ADVICE.items() if text in done.stderr), "")
+        raise LaunchError(f"{argv[0]} refused: {said}{advice}", code)
     if done.stderr:
         print(done.stderr, end="", file=sys.stderr)
     return done.stdout
-
-
-def _advice(said: str) -> str:
-    """Advice, where Slurm's words say what is wrong."""
-    return next((f" {hint}" for text, hint in ADVICE.items() if text in said), "")

@@ -11,8 +11,8 @@ from typing import Any, Final
 
 from lockstep.exits import REFUSED, UNAVAILABLE
 from lockstep.launch.backend import LaunchError
-from lockstep.launch.gcloud import Gcloud, GcloudError
-from lockstep.launch.pod import LABEL, Machine, Wait, by_hand
+from lockstep.launch.gcloud import GcloudError
+from lockstep.launch.pod import LABEL, GooglePod, Machine, Wait, by_hand
 from lockstep.launch.slices import Slice
 
 CAPACITY_FLAGS: Final = {
@@ -30,23 +30,10 @@ COMES_BACK: Final = frozenset({"CREATING", "RESTARTING", "REIMAGING", "REPAIRING
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TpuVm:
-    """The nodes of one queued resource, or nodes that somebody made in another way."""
+class TpuVm(GooglePod):
+    """The nodes of one queued resource of the pod's name, or nodes that somebody made in another way."""
 
-    gcloud: Gcloud
-    name: str  # the name of the queued resource and of the node; the nodes of several slices are `name-0`, `name-1`
-    slice: Slice | None  # the kind of slice, or None: only an existing one is used, whatever its kind
-    count: int = 1
-    capacity: str = "on-demand"  # a key of `CAPACITY_FLAGS`
     runtime_version: str = ""  # the image, or empty for the one that belongs to the kind of slice
-    network: str = ""  # the network's name, or empty for `default`
-    service_account: str = ""  # the account of the machines, or empty for the project's default
-    internal_ip: bool = False  # whether machines have, and ssh uses, internal addresses only
-
-    @property
-    def nodes(self) -> list[str]:
-        """The names of the nodes, one for each slice."""
-        return [self.name] if self.count == 1 else [f"{self.name}-{i}" for i in range(self.count)]
 
     def create_commands(self) -> list[list[str]]:
         slice_ = self._check_type_is_given()
@@ -63,8 +50,7 @@ class TpuVm:
             f"--runtime-version={self.runtime_version or slice_.family.runtime_version}",
             *CAPACITY_FLAGS[self.capacity],
             f"--labels={LABEL}=yes",
-            *([f"--network={self.network}"] if self.network else []),
-            *([f"--service-account={self.service_account}"] if self.service_account else []),
+            *self.account_options(),
             *(["--internal-ips"] if self.internal_ip else []),
             "--async",
         ]
@@ -79,11 +65,12 @@ class TpuVm:
         return [self._delete_request()]
 
     def login_commands(self, machines: Sequence[Machine] | None) -> list[list[str]]:
-        return [self._ssh(node, 0, "true") for node in self.nodes]
+        # A key belongs to a node, so one worker of each is enough (AddSSHKeyIfNeeded in gcloud's tpu_vm/ssh.py).
+        return [self._ssh(node, 0, "true") for node in self.slice_names]
 
     def ssh_command(self, worker: int, command: str) -> list[str]:
         per_slice = self.slice.hosts if self.slice else worker + 1
-        return self._ssh(self.nodes[worker // per_slice], worker % per_slice, command)
+        return self._ssh(self.slice_names[worker // per_slice], worker % per_slice, command)
 
     def made_here(self) -> bool:
         request = self._request()
@@ -112,7 +99,8 @@ class TpuVm:
         asked = request is None and not any(nodes.values())
         if asked:
             for command in self.create_commands():
-                wait.say(f"{self.name}: asking for {self._described()} in {self.gcloud.zone}")
+                hosts = self._check_type_is_given().hosts * self.count
+                wait.say(f"{self.name}: asking for {self.described(f'{hosts} hosts')} in {self.gcloud.zone}")
                 self.gcloud.run(command)
         else:
             self._check_kind(nodes)
@@ -161,12 +149,12 @@ class TpuVm:
     def delete(self, wait: Wait) -> None:
         """Delete the queued resource with its nodes, or nodes that were made without one; wait until they are gone."""
         if self._request() is not None:
-            self._run_unless_gone(self._delete_request())
+            self.run_unless_gone(self._delete_request())
         else:
             for node, described in self._nodes().items():
                 if described is not None:
                     words = ("compute", "tpus", "tpu-vm", "delete", node, "--async")
-                    self._run_unless_gone(self.gcloud.command(*words))
+                    self.run_unless_gone(self.gcloud.command(*words))
 
         self._await_deletion(wait)
 
@@ -209,12 +197,7 @@ class TpuVm:
         data = request.get("state", {})
         message = data.get("failedData", {}).get("error", {}).get("message", "")
         if message:
-            raise GcloudError(
-                f"gcloud compute tpus queued-resources describe {self.name}",
-                message,
-                zone=self.gcloud.zone,
-                project=self.gcloud.project,
-            )
+            raise self.gcloud.error(f"gcloud compute tpus queued-resources describe {self.name}", message)
         who = {"USER": "by a user", "SERVICE": "by Google"}.get(data.get("stateInitiator", ""), "")
         raise LaunchError(
             f"queued resource {self.name} is {data.get('state')} {who}".strip()
@@ -246,14 +229,9 @@ class TpuVm:
         """Delete a request that nobody waits for any more: it would cost money once it is served."""
         wait.say(f"{self.name}: withdrawing the request")
         try:
-            self._run_unless_gone(self._delete_request())
+            self.run_unless_gone(self._delete_request())
         except GcloudError as error:
             wait.say(by_hand(self.name, error, self.delete_commands()))
-
-    def _described(self) -> str:
-        assert self.slice is not None
-        times = f"{self.count} × " if self.count > 1 else ""
-        return f"{times}{self.slice.name} ({self.capacity}, {self.slice.hosts * self.count} hosts)"
 
     def _ssh(self, node: str, worker: int, command: str) -> list[str]:
         words = ["compute", "tpus", "tpu-vm", "ssh", node, f"--worker={worker}", f"--command={command}"]
@@ -262,19 +240,12 @@ class TpuVm:
     def _delete_request(self) -> list[str]:
         return self.gcloud.command("compute", "tpus", "queued-resources", "delete", self.name, "--force", "--async")
 
-    def _run_unless_gone(self, command: list[str]) -> None:
-        try:
-            self.gcloud.run(command)
-        except GcloudError as error:
-            if error.cause.name != "gone":
-                raise
-
     def _request(self) -> dict[str, Any] | None:
         found = self.gcloud.read("compute", "tpus", "queued-resources", "describe", self.name)
         return found if found is None else dict(found)
 
     def _nodes(self) -> dict[str, dict[str, Any] | None]:
-        return {node: self.gcloud.read("compute", "tpus", "tpu-vm", "describe", node) for node in self.nodes}
+        return {node: self.gcloud.read("compute", "tpus", "tpu-vm", "describe", node) for node in self.slice_names}
 
 
 def _state_of(request: dict[str, Any] | None) -> str:

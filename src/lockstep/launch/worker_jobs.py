@@ -12,7 +12,7 @@ from lockstep.exits import DONE, INTERRUPTED, is_retried
 from lockstep.launch.attempt import AttemptSpec, Outcome, RunningAttempt
 from lockstep.launch.backend import Console, LaunchError, Transport, WorkerBackend, root_on_worker
 from lockstep.launch.environment import RESTARTS, JobEnvironment, job_environment, job_variables, show_commands
-from lockstep.launch.prepare import Limits, Preparation, prepare
+from lockstep.launch.prepare import Preparation, prepare
 from lockstep.launch.record import Attempt, JobRecord, find_record, name_from_date, new_record
 from lockstep.launch.started_job import StartedJob
 from lockstep.launch.sync import Archive, check_configuration, make_archive
@@ -118,7 +118,7 @@ class WorkerJobs:
             cwds=cwds,
             environment=public,
             unreachable_s=options.unreachable_s,
-            limits=Limits() if options.preflight else None,
+            preflight=options.preflight,
             sudo=options.preflight_sudo,
             replaces=replaces,
         )

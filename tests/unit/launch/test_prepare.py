@@ -9,7 +9,7 @@ import pytest
 from lockstep.exits import PREFLIGHT, SETUP_FAILED
 from lockstep.launch import prepare as module
 from lockstep.launch.backend import Console, LaunchError, Worker
-from lockstep.launch.prepare import GIB, Facts, Limits, Preparation, on_all, prepare, problems
+from lockstep.launch.prepare import GIB, Preparation, on_all, prepare, problems
 
 
 def facts(skew_s=0.0, **changes):
@@ -22,12 +22,12 @@ def facts(skew_s=0.0, **changes):
         "versions": {"python": "3.12.1", "lockstep": "0.1.0"},
         "path": "/usr/bin",
     }
-    return Facts(answer={**answer, **changes}, skew_s=skew_s)
+    return {**answer, **changes, "skew_s": skew_s}
 
 
 def found(*given):
     workers = [Worker(name=f"w{index}") for index in range(len(given))]
-    return problems(workers, given, "x", Limits())
+    return problems(workers, given, "x")
 
 
 def test_fit_workers():
@@ -68,7 +68,7 @@ def transport(count):
 
 def preparation(**changes):
     given = {"roots": ["~/w"], "setup": None, "setup_files": {}, "setup_logs": [], "archive": None, "program": "x"}
-    more = {"cwds": ["~"], "environment": {}, "unreachable_s": 1.0, "limits": Limits(), "sudo": False, "replaces": True}
+    more = {"cwds": ["~"], "environment": {}, "unreachable_s": 1.0, "preflight": True, "sudo": False, "replaces": True}
     return Preparation(**{**given, **more, **changes})
 
 

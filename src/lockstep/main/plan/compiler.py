@@ -200,10 +200,6 @@ class CompileProgress:
         return "compiling " + ", ".join(self._now) if self._now else "planning"
 
 
-_FIGURES: Final = (
-    "argument_size_in_bytes", "output_size_in_bytes", "alias_size_in_bytes", "temp_size_in_bytes",
-    "generated_code_size_in_bytes", "peak_memory_in_bytes",
-)  # fmt: skip
 _TOO_LARGE: Final[dict[str, type[HbmError | VmemError]]] = {"hbm": HbmError, "vmem": VmemError}
 _FORMAT: Final = 2
 
@@ -312,7 +308,7 @@ class CompileCache:
                     }
             raise
         analysis = compiled.memory_analysis()
-        memory = {figure: int(getattr(analysis, figure, 0)) for figure in _FIGURES}
+        memory = {each.name: int(getattr(analysis, each.name, 0)) for each in dataclasses.fields(Memory)}
         return {
             "memory": memory,
             "text": compiled.as_text() or "",

@@ -2,7 +2,7 @@
 
 import concurrent.futures
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 from jax.sharding import Mesh
@@ -28,6 +28,7 @@ from lockstep.placement import make_mesh
 from lockstep.placement.device import Chip, block_bytes, calibrated, chip_of
 from lockstep.types import Request
 
+type Decoder = tuple[LlamaConfig, DecoderWeights]
 _TRAINER_KEYS = ("train_batch_size", "per_device_parallelism", "mesh_shape", "mp")
 _ENGINE_KEYS = (
     "max_seq_len", "max_seqs", "page_size", "max_pages", "max_prefill_size", "layout", "hbm_utilization",
@@ -55,18 +56,18 @@ class Plan:
 
     workload: Workload
     topology: Topology
-    mesh_shape: dict[str, int]  # the size of each axis of the mesh that the model is on, by the axis' name
+    mesh_shape: dict[str, int] = dataclasses.field(default_factory=dict)  # the size of each axis, by its name
     chip: Chip  # the published numbers of the chip, which the predictions use
     memory: int  # bytes of a device that programs may use
-    parameters: int  # bytes per device of the parameters
-    optimizer: int  # bytes per device of the optimizer's state
-    reference: int  # bytes per device of a frozen copy of the model
-    training: TrainStepPlan | None  # the train step; None where there is none, or where it does not fit
-    training_collectives: list[CollectiveSum]
-    fsdp: FsdpBytes | None  # what FSDP needs of them and what they are; None where no train step is planned
-    sampling: list[SamplingPlan]  # the rounds of sampling that fit
-    infeasibilities: list[Infeasibility]  # why the workload cannot run; none where it can
-    seconds: float  # seconds that compiling took, all programs together; a cached program counts what it took then
+    parameters: int = 0  # bytes per device of the parameters
+    optimizer: int = 0  # bytes per device of the optimizer's state
+    reference: int = 0  # bytes per device of a frozen copy of the model
+    training: TrainStepPlan | None = None  # the train step; None where there is none, or where it does not fit
+    training_collectives: Sequence[CollectiveSum] = ()
+    fsdp: FsdpBytes | None = None  # what FSDP needs of them and what they are; None where no train step is planned
+    sampling: Sequence[SamplingPlan] = ()  # the rounds of sampling that fit
+    infeasibilities: Sequence[Infeasibility]  # why the workload cannot run; none where it can
+    seconds: float = 0.0  # seconds of compiling, all programs together; a cached program counts what it took then
     write_bandwidth: float = 1e9  # bytes per second of a host's checkpoints, as assumed; stated with every time
     frozen: int = 0  # bytes per device of the parameters that no step changes, which are not in checkpoints
     checkpoint: int = 0  # bytes that the host which writes most writes of a checkpoint
@@ -111,11 +112,12 @@ def make_plan(workload: Workload, topology: Topology, cache: CompileCache, calib
     devices = topology.on_host() if workload.one_host else topology.devices
     try:
         mesh = make_mesh(workload.mesh_shape, devices)
-        state, model, weights = _model(workload, mesh)
+        state, decoder = _model(workload, mesh)
     except ConfigError as error:
         infeasibilities.append(_config_infeasibility(workload, None, error))
-        return _plan(workload, topology, {}, chip, infeasibilities)
-    resident = state.resident if state else sum(block_bytes(leaf) for leaf in _leaves(weights))
+        memory = chip.memory
+        return Plan(workload=workload, topology=topology, chip=chip, memory=memory, infeasibilities=infeasibilities)
+    resident = state.resident if state else _bytes(decoder)
     hosts = [device.process_index for device in mesh.devices.flat]
     training: TrainStepPlan | None = None
     sampling: list[SamplingPlan] = []
@@ -124,7 +126,7 @@ def make_plan(workload: Workload, topology: Topology, cache: CompileCache, calib
         free = chip.memory - resident
         for one in workload.sampling:
             try:
-                sampling.append(_plan_sampling(workload, one, mesh, model, weights, cache, free, hosts))
+                sampling.append(_plan_sampling(workload, one, mesh, decoder, cache, free, hosts))
             except InfeasibleError as refused:
                 infeasibilities.append(refused.infeasibility)
         if step is not None:
@@ -159,17 +161,6 @@ def make_plan(workload: Workload, topology: Topology, cache: CompileCache, calib
     )
 
 
-def _plan(
-    workload: Workload, topology: Topology, mesh_shape: dict[str, int], chip: Chip, infeasibilities: list[Infeasibility]
-) -> Plan:
-    """The plan of a workload that fails before anything is compiled."""
-    return Plan(
-        workload=workload, topology=topology, mesh_shape=mesh_shape, chip=chip, memory=chip.memory, parameters=0,
-        optimizer=0, reference=0, training=None, training_collectives=[], fsdp=None, sampling=[],
-        infeasibilities=infeasibilities, seconds=0.0,
-    )  # fmt: skip
-
-
 def _fsdp(
     workload: Workload, state: State | None, training: TrainStepPlan | None, mesh: Mesh, found: Sequence[Collective]
 ) -> FsdpBytes | None:
@@ -179,39 +170,41 @@ def _fsdp(
     return fsdp_bytes(state.structs.model, mesh.shape, found, microbatches=training.microbatches, itemsize=itemsize)
 
 
-def _model(workload: Workload, mesh: Mesh) -> tuple[State | None, LlamaConfig, DecoderWeights]:
-    """The training state, where there is one, and the model's configuration and weights as shapes on the mesh."""
+def _model(workload: Workload, mesh: Mesh) -> tuple[State | None, Decoder]:
+    """The training state, where there is one, and what is decoded with, as shapes on the mesh."""
     if workload.training is not None:
         state = make_state(workload, mesh)
-        return state, *read_decoder(state.structs.model)
-    return None, *read_decoder(model_structs(workload, mesh))
+        return state, read_decoder(state.structs.model)
+    return None, read_decoder(model_structs(workload, mesh))
 
 
-def _leaves(weights: DecoderWeights) -> list[jax.ShapeDtypeStruct]:
-    return jax.tree.leaves(weights)
+def _bytes(decoder: Decoder) -> int:
+    return sum(block_bytes(leaf) for leaf in jax.tree.leaves(decoder[1]))
 
 
 def _plan_sampling(
     workload: Workload,
     one: SamplingWorkload,
     mesh: Mesh,
-    model: LlamaConfig,
-    weights: DecoderWeights,
+    decoder: Decoder,
     cache: CompileCache,
     free: int,
     hosts: Sequence[int],
 ) -> SamplingPlan:
     """The sizes that `Engine.prepare` chooses for a round of sampling, by the function that sizes the engine."""
+
+    def make() -> Engine:
+        return Engine(one.engine, mesh, vocab_size=one.vocab_size, compile_with=cache)
+
     try:
-        engine = Engine(one.engine, mesh, vocab_size=one.vocab_size, compile_with=cache)
-        engine.prepare((model, weights), one.requests, free=free)
+        engine = make()
+        engine.prepare(decoder, one.requests, free=free)
     except CapacityError as error:
-        raise InfeasibleError(_shorter(one, mesh, model, weights, cache, free, error)) from error
+        raise InfeasibleError(_shorter(one, make, decoder, free, error)) from error
     except ConfigError as error:
         raise InfeasibleError(_config_infeasibility(workload, one, error)) from error
     except CompilerError as error:
-        key = one.key("max_prefill_size")
-        value = one.engine.max_prefill_size
+        key, value = one.key("max_prefill_size"), one.engine.max_prefill_size
         raise InfeasibleError(Infeasibility(key=key, value=value, largest=None, text=str(error))) from error
     assert engine.sizing is not None
     programs = engine.programs
@@ -239,29 +232,22 @@ def predict_sampling(workload: Workload, one: SamplingWorkload, topology: Topolo
         CapacityError: The round can never fit.
     """
     mesh = make_mesh(workload.mesh_shape, topology.devices)
-    state, model, weights = _model(workload, mesh)
-    resident = state.resident if state else sum(block_bytes(leaf) for leaf in _leaves(weights))
-    engine = Engine(one.engine, mesh, vocab_size=one.vocab_size)
-    return engine.predict((model, weights), one.requests, free=chip_of(topology.devices[0]).memory - resident)
+    state, decoder = _model(workload, mesh)
+    free = chip_of(topology.devices[0]).memory - (state.resident if state else _bytes(decoder))
+    return Engine(one.engine, mesh, vocab_size=one.vocab_size).predict(decoder, one.requests, free=free)
 
 
 def _shorter(
-    one: SamplingWorkload,
-    mesh: Mesh,
-    model: LlamaConfig,
-    weights: DecoderWeights,
-    cache: CompileCache,
-    free: int,
-    error: CapacityError,
+    one: SamplingWorkload, make: Callable[[], Engine], decoder: Decoder, free: int, error: CapacityError
 ) -> Infeasibility:
     """The longest completions that fit: searched with the engine's prediction, then confirmed by the compiler."""
     given = max(request.params.max_new_tokens for request in one.requests)
 
     def works(longest: int, *, compiled: bool) -> bool:
-        engine = Engine(one.engine, mesh, vocab_size=one.vocab_size, compile_with=cache)
+        engine = make()
         ask = engine.prepare if compiled else engine.check
         try:
-            ask((model, weights), _cut(one.requests, longest), free=free)
+            ask(decoder, _cut(one.requests, longest), free=free)
         except (CapacityError, CompilerError):
             return False
         return True

@@ -1,7 +1,7 @@
 """A plan in numbers: what the tables show and what ``--json`` writes."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import jax.numpy as jnp
@@ -254,7 +254,7 @@ def _renamed(values: Mapping[str, Any]) -> dict[str, Any]:
     return {WRITTEN_AS.get(name, name): value for name, value in values.items()}
 
 
-def _collectives(found: list[CollectiveSum]) -> list[dict[str, Any]]:
+def _collectives(found: Sequence[CollectiveSum]) -> list[dict[str, Any]]:
     return [dataclasses.asdict(one) for one in found]
 
 
