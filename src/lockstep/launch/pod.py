@@ -98,7 +98,7 @@ class GooglePod:
         return [f"--{name}={value}" for name, value in given.items() if value]
 
     def described(self, machines: str) -> str:
-        """What is asked for, in words."""
+        """The number, kind and capacity of its slices, in words."""
         assert self.slice is not None
         times = f"{self.count} × " if self.count > 1 else ""
         return f"{times}{self.slice.name} ({self.capacity}, {machines})"
