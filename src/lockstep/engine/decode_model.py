@@ -11,10 +11,11 @@ from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array
 
 from lockstep.engine.config import EngineConfig, Layout, layout_text, tensor_size
+from lockstep.engine.decoder.forward import check_exact_dtype, check_exact_platform
 from lockstep.engine.decoder.transformer import device_heads
 from lockstep.engine.idle_replicas import count_active, layout_with_idle_replicas
 from lockstep.errors import ConfigError
-from lockstep.models import STACKED, WEIGHT_AXES, DecoderWeights, LlamaConfig, Variant, quantized_dims, tensor_dims
+from lockstep.models import STACKED, WEIGHT_AXES, DecoderWeights, LlamaConfig, quantized_dims, tensor_dims
 from lockstep.models.attention import Heads, stored_kv_heads
 from lockstep.placement import (
     Assemble,
@@ -224,19 +225,6 @@ class DecodeModels:
                     f"numerics is exact and layout {{tensor: {tensor}}} splits {name} = {size}, whose sums are in "
                     f"{blocks_of(size)} blocks. Set tensor to a divisor of that, or numerics to fast."
                 )
-
-
-def check_exact_dtype(config: LlamaConfig, dtype: jnp.dtype) -> None:
-    """Refuses ``numerics: exact`` in types that no test has: float32 but for plain untied Llama, and float16."""
-    other = config.qkv_bias or config.qk_norm or config.tie_word_embeddings or config.variant != Variant()
-    if dtype != jnp.bfloat16 and (other or dtype != jnp.float32):
-        raise ConfigError(f"numerics is exact, which has this model in bfloat16 only, not {dtype}. Set it to fast.")
-
-
-def check_exact_platform(platform: str) -> None:
-    """Refuses ``numerics: exact`` where nobody has seen that it is."""
-    if platform != "cpu":
-        raise ConfigError(f"numerics is exact, which runs on CPU only until now, not on {platform}. Set it to fast.")
 
 
 def _leaves(weights: DecoderWeights, layouts: LayoutTree, dtype: jnp.dtype) -> tuple[Weight, ...]:

@@ -1,5 +1,7 @@
 """The training forward of ``numerics: exact``: log-probabilities of whole sequences by the decoder's own functions."""
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -7,11 +9,11 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from lockstep.engine.decode_model import check_exact_dtype, check_exact_platform
 from lockstep.engine.decoder.prefill import chunks
 from lockstep.engine.decoder.transformer import Transformer
 from lockstep.engine.sampling.logprobs import target_logprobs
-from lockstep.models import TENSOR_DIMS, WEIGHT_AXES, DecoderWeights, LlamaConfig
+from lockstep.errors import ConfigError
+from lockstep.models import TENSOR_DIMS, WEIGHT_AXES, DecoderWeights, LlamaConfig, Variant
 from lockstep.models.attention import attend_exact, contiguous_blocks
 from lockstep.placement import PARAMETER_AXES, DecodeMesh, LeafLayout, partition_specs
 from lockstep.placement.device import barrier
@@ -108,3 +110,30 @@ def _logprobs(transformer: Transformer, weights: DecoderWeights, tokens: Array, 
     found = jax.lax.map(chunk, (chunks(x.reshape(-1, x.shape[-1])), chunks(targets)))
     found = found.reshape(-1)[: targets.size].reshape(tokens.shape)[:, :-1]
     return jnp.maximum(found, jnp.finfo(jnp.float32).min)  # an id that is no token has none
+
+
+def check_exact_dtype(config: LlamaConfig, dtype: jnp.dtype) -> None:
+    """Refuses ``numerics: exact`` in types that no test has: float32 but for plain untied Llama, and float16."""
+    other = config.qkv_bias or config.qk_norm or config.tie_word_embeddings or config.variant != Variant()
+    if dtype != jnp.bfloat16 and (other or dtype != jnp.float32):
+        raise ConfigError(f"numerics is exact, which has this model in bfloat16 only, not {dtype}. Set it to fast.")
+
+
+_EXACT_PLATFORMS = {"cpu"}
+
+
+@contextlib.contextmanager
+def exact_on(platform: str) -> Iterator[None]:
+    """Allows ``numerics: exact`` on a platform where its bits are not proved, to compare them there."""
+    added = {platform} - _EXACT_PLATFORMS
+    _EXACT_PLATFORMS.update(added)
+    try:
+        yield
+    finally:
+        _EXACT_PLATFORMS.difference_update(added)
+
+
+def check_exact_platform(platform: str) -> None:
+    """Refuses ``numerics: exact`` where nobody has seen that it is."""
+    if platform not in _EXACT_PLATFORMS:
+        raise ConfigError(f"numerics is exact, which runs on CPU only until now, not on {platform}. Set it to fast.")

@@ -8,7 +8,9 @@ says after which. After the last step but one, all layouts answer again, from th
 import dataclasses
 import functools
 import gc
+import itertools
 import json
+import math
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -19,6 +21,7 @@ import haliax as hax
 import jax
 from jax.sharding import Mesh
 
+from lockstep.engine import Engine, EngineConfig, audit, exact_on, layout_text
 from lockstep.errors import HostError
 from lockstep.hosts import Hosts
 from lockstep.json_text import from_peer
@@ -28,6 +31,7 @@ from lockstep.models import LlamaConfig, LlamaLMHeadModel, padded_vocab_size
 from lockstep.placement import data_shards, make_mesh, tensor_sizes
 from lockstep.placement.device import raw_stats, used_bytes
 from lockstep.training import OptimizerConfig, Trainer, TrainerConfig, lm_loss
+from lockstep.types import Request, SamplingParams
 
 GAP: Final = 1e-3  # nats between the engine's log-probabilities and those of the training forward that float32 explains
 WRONG_GAP: Final = 0.5  # nats that no rounding explains
@@ -124,6 +128,46 @@ def _judge_answers(name: str, answers: Mapping[str, Sequence[str]]) -> Finding:
     return Finding.warning(name, text, f"A few are near-ties that rounding decides. If there are many: {SEND}")
 
 
+def judge_bits(what: str, layouts: Sequence[str], bits: Sequence[Sequence[str]], gap: float) -> Finding:
+    """Say whether ``numerics: exact`` is exact on these devices.
+
+    Args:
+        bits: For each layout the log-probabilities of the same tokens, in hexadecimal digits.
+        gap: The largest difference between the first layout's and the training forward's, in nats.
+    """
+    name, expected = f"{what}: exact numerics", bits[0]
+    different = {
+        layout: sum(one != two for one, two in itertools.zip_longest(expected, each))
+        for layout, each in zip(layouts, bits, strict=True)
+    }
+    if gap == 0 and not any(different.values()):
+        text = f"{len(expected)} log-probabilities have the same bits in layouts {', '.join(layouts)} and in training"
+        return Finding.ok(name, text)
+    listed = ", ".join(f"{number} in layout {layout}" for layout, number in different.items() if number) or "none"
+    text = f"of {len(expected)} log-probabilities have other bits than in layout {layouts[0]}: {listed}; the training "
+    return Finding.warning(name, f"{text}forward's differ by up to {gap:.2g}.", f"Set numerics to fast. {SEND}")
+
+
+def compare_bits(hosts: Hosts, what: str, mesh: Mesh) -> Finding:
+    """Sample a small model with ``numerics: exact`` in bfloat16 in two layouts, and compare bits with training."""
+    shape = dataclasses.replace(shape_for(mesh), numerics="exact")
+    trainer = Trainer(TrainerConfig(num_train_steps=1, train_batch_size=data_shards(mesh)), OptimizerConfig().build(1),
+                      lm_loss, hosts, mesh=mesh)  # fmt: skip
+    vocab = hax.Axis("vocab", math.lcm(64, mesh.shape["tp"]))
+    model = trainer.init_model(functools.partial(_init, vocab, shape))
+    params = SamplingParams(max_new_tokens=16, temperature=0.8, n_generations=3)
+    requests = [Request(prompt_id=i, prompt_tokens=tuple(range(7 * i + 1)), params=params) for i in range(8)]
+    layouts: list[Layout] = ["training", {"tensor": max(size for size in tensor_sizes(mesh) if 8 % size == 0)}]
+    with exact_on(mesh.devices.flat[0].platform):
+        answers = [
+            Engine(EngineConfig(layout=layout, dtype="bfloat16"), mesh).generate(model, requests, hosts=hosts)
+            for layout in layouts
+        ]
+        gap = audit(model, requests, answers[0], dtype="bfloat16", hosts=hosts).logprob_gap
+    bits = [[value.hex() for each in found for value in each.logprobs] for found in answers]
+    return judge_bits(what, [layout_text(layout) for layout in layouts], bits, gap)
+
+
 def self_test(
     hosts: Hosts, mesh_shape: str, deadline: float, *, all_layouts: bool = True
 ) -> tuple[list[Finding], dict[str, Any]]:
@@ -178,6 +222,7 @@ def _self_test(
         judge_failure(what, rounds.failing.rounds, rounds.failing.skipped_rounds, hosts.count),
         *from_peer(told, list[Finding], "what the leader found"),
         judge_memory(what, plain, sampled),
+        *([compare_bits(hosts, what, mesh)] if all_layouts else []),
         Finding.ok(
             f"{what}: launches",
             f"{hosts.ledger.count} launches since doctor began, the same in the same order on every process",

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from lockstep.engine import Engine, EngineConfig, audit
-from lockstep.engine.decode_model import check_exact_platform
+from lockstep.engine import Engine, EngineConfig, audit, exact_on
+from lockstep.engine.decoder.forward import check_exact_platform
 from lockstep.errors import ConfigError
 from lockstep.models import LlamaConfig, Variant
 from lockstep.training.objectives.logprobs import token_logprobs
@@ -157,6 +157,11 @@ def test_an_engine_that_rounds_what_the_trainer_does_not_is_refused(engine: dict
 def test_a_platform_without_proof_is_refused() -> None:
     check_exact_platform("cpu")
     with pytest.raises(ConfigError, match="numerics is exact, which runs on CPU only until now, not on tpu"):
+        check_exact_platform("tpu")
+    with exact_on("tpu"), exact_on("cpu"):
+        check_exact_platform("tpu")
+    check_exact_platform("cpu")
+    with pytest.raises(ConfigError, match="not on tpu"):
         check_exact_platform("tpu")
 
 

@@ -12,12 +12,15 @@ from lockstep.main.doctor import layout_rounds
 from lockstep.main.doctor.layout_rounds import LayoutResult
 from lockstep.main.doctor.self_test import (
     TrainingRun,
+    compare_bits,
+    judge_bits,
     judge_failure,
     judge_layouts,
     judge_losses,
     judge_memory,
     self_test,
 )
+from lockstep.placement import make_mesh
 
 LAYOUTS = ["auto", "training"]
 LOSSES = [value.hex() for value in (4.0, 3.5, 3.25, 3.0, 2.5)]
@@ -106,6 +109,29 @@ def test_memory_that_stays_in_use_is_found():
     assert (
         judge_memory("self-test", PLAIN, dataclasses.replace(PLAIN, used=None)).text == "not counted on these devices"
     )
+
+
+def test_other_bits_are_counted_by_layout():
+    layouts, same, name = ["training", "{tensor: 2}"], ["-0x1.8p+0", "-0x1.4p+1"], "self-test"
+    found = judge_bits(name, layouts, [same, same], 0.0)
+    assert found.outcome == "ok" and found.text.startswith("2 log-probabilities have the same bits in layouts training")
+    for bits, gap, text in [
+        (
+            [same, [same[0], "-0x1.4000000000001p+1"]],
+            0.0,
+            ": 1 in layout {tensor: 2}; the training forward's differ by",
+        ),
+        ([same, same], 2**-20, "in layout training: none; the training forward's differ by up to 9.5e-07."),
+    ]:
+        found = judge_bits(name, layouts, bits, gap)
+        assert found.outcome == "warning" and text in found.text
+
+
+@pytest.mark.slow
+def test_exact_numerics_are_compared_on_these_devices():
+    found = compare_bits(Hosts(MemoryClient.hub(1)[0]), "self-test", make_mesh("1,1,2", jax.devices()[:2]))
+    assert found.outcome == "ok", found.text
+    assert "have the same bits in layouts training, {tensor: 2} and in training" in found.text
 
 
 def outcomes(monkeypatch, deadline_s=300.0):
