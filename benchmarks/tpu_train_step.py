@@ -2,13 +2,18 @@
 
     JAX_PLATFORMS=cpu .venv/bin/python -m benchmarks.tpu_train_step --case llama-3-8b --json one.json
 
-With ``--maker ours --maker levanter`` Levanter's own train step is compiled beside it.
+With ``--maker ours --maker levanter`` Levanter's own train step is compiled beside it. Data parallel slices and
+pipeline stages, side by side:
+
+    ... --case llama-3.1-70b --slice_name 2xv5p-64 --at_a_time 1 --mesh_shape auto --mesh_shape pp=2,fsdp=-1
 
 ``docs/performance.md`` says what the numbers mean.
 """
 
 import argparse
 import dataclasses
+import itertools
+import math
 import os
 import sys
 import time
@@ -26,11 +31,11 @@ from lockstep.main.plan.collectives import collectives, fsdp_bytes, summed
 from lockstep.main.plan.compiler import CompileCache, Summary, Topology, topology
 from lockstep.main.plan.hlo import Array, Hlo, Op
 from lockstep.main.plan.traffic import traffic
-from lockstep.main.plan.train_step import compile_step, make_state, makes_vocab_blocks, peak, step_flops
+from lockstep.main.plan.train_step import bubble, compile_step, make_state, makes_vocab_blocks, peak, step_flops
 from lockstep.main.plan.workload import TrainingWorkload, Workload
 from lockstep.models.families.family import ModelPreset
 from lockstep.models.families.registry import PRESETS
-from lockstep.placement import make_mesh
+from lockstep.placement import PP, make_mesh
 from lockstep.placement.device.chips import chip_of
 from lockstep.training import OptimizerConfig, TrainerConfig, lm_loss
 
@@ -48,6 +53,7 @@ class Case:
         length: The number of tokens of each.
         at_a_time: The number of sequences of a device's microbatch.
         layers: The number of layers, in place of the model's own; None for those.
+        mesh_shape: The mesh, as ``trainer.mesh_shape``.
     """
 
     model: str
@@ -56,6 +62,7 @@ class Case:
     length: int
     at_a_time: int
     layers: int | None = None
+    mesh_shape: str = "auto"
 
     @property
     def preset(self) -> ModelPreset:
@@ -77,7 +84,7 @@ CASES = (
 
 def train_step(case: Case, found: Topology, cache: CompileCache) -> Summary:
     """The train step, compiled."""
-    mesh = make_mesh("auto", list(found.devices))
+    mesh = make_mesh(case.mesh_shape, list(found.devices))
     workload = workload_of(case)
     assert workload.training is not None
     microbatches = workload.training.trainer.microbatches(mesh)
@@ -110,7 +117,7 @@ def workload_of(case: Case) -> Workload:
     )  # fmt: skip
     return Workload(
         command="train-lm", model=case.preset.config, model_key="model", vocab_size=case.preset.vocab_size,
-        mesh_shape="auto", dtype="float32", sampling=[],
+        mesh_shape=case.mesh_shape, dtype="float32", sampling=[],
         training=TrainingWorkload(trainer=trainer, optimizer=OptimizerConfig(), loss=lm_loss, columns=columns),
     )  # fmt: skip
 
@@ -119,9 +126,11 @@ def figures(case: Case, found: Topology, summary: Summary) -> dict[str, Any]:
     """What is to be known of a train step, ready for JSON. Bytes are per device and step."""
     workload, chip, hlo = workload_of(case), chip_of(found.devices[0]), Hlo(summary.text)
     assert workload.training is not None
-    mesh = make_mesh("auto", list(found.devices))
-    microbatches = workload.training.trainer.microbatches(mesh)
-    flops = step_flops(workload, vocab_blocks=makes_vocab_blocks(workload, mesh, microbatches))
+    mesh = make_mesh(case.mesh_shape, list(found.devices))
+    each_stage = workload.training.trainer.microbatches(mesh)
+    microbatches = each_stage * mesh.shape.get(PP, 1)
+    idle = bubble(microbatches, mesh.shape)
+    flops = step_flops(workload, vocab_blocks=makes_vocab_blocks(workload, mesh, each_stage), idle=idle)
     hosts = [device.process_index for device in mesh.devices.flat]
     each = collectives(hlo, len(hosts))
     sums = summed(each, hosts)
@@ -131,14 +140,22 @@ def figures(case: Case, found: Topology, summary: Summary) -> dict[str, Any]:
     times = {
         "compute_s": flops / len(hosts) / chip.flops,
         "memory_s": accessed / chip.bandwidth,
-        "collectives_s": sum(one.bytes / chip.link.bandwidth + one.count * chip.link.latency_s for one in sums),
+        "collectives_s": sum(
+            one.bytes / chip.link.bandwidth + one.count * chip.link.latency_s for one in sums if not one.crosses_slices
+        ),
     }
+    between = sum(one.bytes for one in sums if one.crosses_slices)
+    if between:
+        times["slices_s"] = between / chip.dcn if chip.dcn else math.nan
     return {
         "arguments": summary.memory.argument_size_in_bytes,
         "temporaries": summary.memory.temp_size_in_bytes,
         "peak": peak(summary),
         "accessed": accessed,
-        "received": sum(one.bytes for one in sums),
+        "received": sum(one.bytes for one in sums if not one.crosses_slices),
+        "between_slices": between,
+        "microbatches": microbatches,
+        "bubble": idle,
         "launched": sum(one.count for one in sums),
         "fsdp_floor": moved.floor,
         "fsdp_ratio": moved.received / moved.floor,
@@ -158,19 +175,25 @@ ROWS: tuple[tuple[str, Callable[[dict[str, Any]], str]], ...] = (
     ("arguments, GiB", lambda one: f"{one['arguments'] / 2**30:.2f}"),
     ("temporaries, GiB", lambda one: f"{one['temporaries'] / 2**30:.2f}"),
     ("read and written in HBM, GiB", lambda one: f"{one['accessed'] / 2**30:,.1f}"),
-    ("received, GiB", lambda one: f"{one['received'] / 2**30:,.1f}"),
+    ("received inside a slice, GiB", lambda one: f"{one['received'] / 2**30:,.1f}"),
+    ("received from other slices, GiB", lambda one: f"{one.get('between_slices', 0) / 2**30:,.2f}"),
+    ("idle in the pipeline", lambda one: f"{one.get('bubble', 0):.1%}"),
     ("of what FSDP needs", lambda one: f"{one['fsdp_ratio']:.3f}"),
     ("collectives", lambda one: f"{one['launched']:,}"),
     ("compute at best, s", lambda one: f"{one['compute_s']:.3f}"),
     ("memory at best, s", lambda one: f"{one['memory_s']:.3f}"),
     ("collectives at best, s", lambda one: f"{one['collectives_s']:.3f}"),
+    ("between slices at best, s", lambda one: f"{one.get('slices_s', 0):.3f}"),
     ("step at best, s", lambda one: f"{one['step_s']:.3f}"),
 )
 
 
 def table(results: list[dict[str, Any]]) -> str:
     """The table of ``docs/performance.md``, in Markdown."""
-    heads = [f"{result['maker']}: {result['model']} on {result['slice_name']}" for result in results]
+    heads = [
+        f"{result['maker']}: {result['model']} on {result['slice_name']}, {result.get('mesh_shape', 'auto')}"
+        for result in results
+    ]
     lines = [
         "| | " + " | ".join(heads) + " |",
         "|---|" + "---:|" * len(results),
@@ -192,6 +215,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", action="append", choices=[case.model for case in CASES], help="default: all")
     parser.add_argument("--layers", type=int, help="in place of the model's own, to compile faster")
+    parser.add_argument("--slice_name", help="in place of that of the case")
+    parser.add_argument("--at_a_time", type=int, help="in place of that of the case")
+    parser.add_argument("--mesh_shape", action="append", help="default: auto")
     parser.add_argument("--maker", action="append", choices=list(MAKERS), help="default: ours")
     parser.add_argument("--cache_dir", type=Path, help="where compiled results are kept; default: nowhere")
     parser.add_argument("--json", type=Path)
@@ -204,10 +230,14 @@ def main() -> None:
     for case in CASES:
         if options.case and case.model not in options.case:
             continue
-        case = dataclasses.replace(case, layers=options.layers)
+        case = dataclasses.replace(
+            case, layers=options.layers, slice_name=options.slice_name or case.slice_name,
+            at_a_time=options.at_a_time or case.at_a_time,
+        )  # fmt: skip
         found = topology(case.slice_name)
         cache = CompileCache(case.slice_name, options.cache_dir, lambda name, what: print(name, what, file=sys.stderr))
-        for maker in options.maker or ["ours"]:
+        for maker, mesh_shape in itertools.product(options.maker or ["ours"], options.mesh_shape or ["auto"]):
+            case = dataclasses.replace(case, mesh_shape=mesh_shape)
             start = time.monotonic()
             compiled = figures(case, found, MAKERS[maker](case, found, cache))
             seconds = time.monotonic() - start

@@ -84,6 +84,23 @@ def test_slices_exchange_each_gradient_once_a_step_and_nothing_between_microbatc
     assert weights <= summed < 1.1 * weights
 
 
+def test_stages_hand_on_one_microbatch_at_a_time_and_add_up_what_both_have_once_a_step():
+    mesh = make_mesh("pp=2,fsdp=-1", topology("2xv6e-4").devices)
+    optimizer, precision = OptimizerConfig().build(8), parse_precision("p=f32,c=bf16")
+    state, shardings = state_structs(functools.partial(_init, hax.Axis("vocab", 1024)), optimizer, mesh, precision)
+    step = TrainStep(
+        loss_fn=lm_loss, optimizer=optimizer, schedule=None, mesh=mesh, shardings=shardings, precision=precision,
+        microbatches=2,
+    )  # fmt: skip
+    columns = {"tokens": jax.ShapeDtypeStruct((256,), np.int32), "loss_mask": jax.ShapeDtypeStruct((256,), bool)}
+    found = sent(step.lower(state, batch_structs(columns, 4 * data_shards(mesh), mesh)).compile().as_text())
+    # 2 * 2 microbatches of 2 rows to a device, there and back around the ring, forward and backward, in bfloat16.
+    passed = [(times, size) for _, times, size in found if times > 1]
+    assert passed == [(5, 2 * 256 * CONFIG.hidden_dim * 2)] * 4
+    whole = sum(leaf.array.size for leaf in (state.model.embed, state.model.lm_head)) // 4
+    assert whole * 2 <= sum(size for _, times, size in found if times == 1) < 1.1 * whole * 2
+
+
 def _init(vocab, key):
     return LlamaLMHeadModel.init(vocab, CONFIG, key=key)
 

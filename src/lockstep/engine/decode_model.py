@@ -150,18 +150,20 @@ class DecodeModels:
         weights; elsewhere where somebody asks for it.
         """
         kv_heads, experts = self.config.num_kv_heads, self.config.experts
-        sizes = [size for size in tensor_sizes(self.mesh) if size <= kv_heads or (experts and self._can(size))]
+        sizes = [
+            size for size in tensor_sizes(self.mesh) if size <= kv_heads or (experts and self._can({"tensor": size}))
+        ]
         idle = layout_with_idle_replicas(list(self.mesh.devices.flat))
         return [
             *({"tensor": size} for size in sizes if _fits(self.config, size)),
             *([] if idle is None else [idle]),
-            "training",
+            *(["training"] if self._can("training") else []),
         ]
 
-    def _can(self, tensor: int) -> bool:
-        """Whether kv heads can be replicated for so many devices: the trainer may have cut one."""
+    def _can(self, layout: Layout) -> bool:
+        """Whether weights can be read so: the trainer may have cut a kv head, or split layers into stages."""
         try:
-            return _fits(self.config, tensor) and self[{"tensor": tensor}] is not None
+            return _fits(self.config, tensor_size(layout) or 1) and self[layout] is not None
         except ConfigError:
             return False
 
@@ -181,6 +183,11 @@ class DecodeModels:
         quantized = self._engine.quantized_dtype
         if quantized is not None:
             layouts = quantized_layouts(layouts, quantized, quantized_dims)
+        if layout == "training" and any(leaf.spec[0] for leaf in jax.tree.leaves(layouts.layers)):
+            raise ConfigError(
+                "layout training reads each layer where it is, and stages have some of the layers each (mesh "
+                f"{dict(self.mesh.shape)}). Use auto, or {{tensor: n}}."
+            )
         leaves = _leaves(weights, layouts, dtype)
         lazy = is_lazy(weights)
         casts = quantized is not None or any(leaf.dtype != dtype for leaf in jax.tree.leaves(weights))

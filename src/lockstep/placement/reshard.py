@@ -52,9 +52,13 @@ def reshard_function(
             dataclasses.replace(layouts, layers=None),
             dataclasses.replace(weights, layers=None),
         )
-        if any(leaf.spec[0] for leaf in jax.tree.leaves(layouts.layers)):
-            return dataclasses.replace(outer, layers=made(layouts.layers, weights.layers))
-        return dataclasses.replace(outer, layers=_layer_by_layer(made, weights.layers, drop_layers(layouts.layers)))
+        layers = weights.layers
+        if not any(isinstance(leaf, QuantizedLayout) for leaf in jax.tree.leaves(layouts)):
+            layers = jax.tree.map(
+                lambda leaf, block: cast(block, dtype) if leaf.spec[0] else block, layouts.layers, layers
+            )
+        moved = _layer_by_layer(made, layers, drop_layers(layouts.layers), stages=layouts.layers)
+        return dataclasses.replace(outer, layers=moved)
 
     moved = jax.shard_map(
         move,
@@ -125,24 +129,45 @@ def assembly_function(
     return moved, target
 
 
-def _layer_by_layer(make: Callable[..., Any], stacked: Any, *trees: Any) -> Any:
+def _layer_by_layer(make: Callable[..., Any], stacked: Any, *trees: Any, stages: Any = None) -> Any:
     """Makes the weights of all layers, those of each number of layers in a loop.
 
     Args:
         make: Takes ``trees`` and the weights of a layer.
         stacked: The weights, their first axis the layer: a dataclass, in which None is no weight.
         trees: Instances of the same dataclass.
+        stages: The layouts of the weights, where their layers may be split: a layer of each stage is then gathered in
+            place, so that stages send each number once, and made.
     """
     names = [field.name for field in dataclasses.fields(stacked) if getattr(stacked, field.name) is not None]
-    layers = {name: len(jax.tree.leaves(getattr(stacked, name))[0]) for name in names}
+    kinds = {
+        name: (len(jax.tree.leaves(getattr(stacked, name))[0]), getattr(stages, name).spec[0] if stages else ())
+        for name in names
+    }
 
-    def made(count: int) -> dict[str, Any]:
-        others = {name: None for name in names if layers[name] != count}
+    def made(count: int, axes: tuple[str, ...]) -> dict[str, Any]:
+        others = {name: None for name in names if kinds[name] != (count, axes)}
         part, *rest = (dataclasses.replace(tree, **others) for tree in (stacked, *trees))
-        _, done = jax.lax.scan(lambda _, layer: (None, make(*rest, layer)), None, part)
-        return {name: getattr(done, name) for name in names if layers[name] == count}
 
-    found = [made(count) for count in sorted(set(layers.values()))]
+        def make_all(layers: Any) -> Any:
+            return jax.lax.scan(lambda _, layer: (None, make(*rest, layer)), None, layers)[1]
+
+        def of_stages(index: jax.Array | int) -> Any:
+            return make_all(jax.tree.map(lambda array: jax.lax.all_gather(array[index], axes), part))
+
+        def add(index: jax.Array, out: Any) -> Any:
+            return jax.tree.map(lambda whole, own: whole.at[:, index].set(own), out, of_stages(index))
+
+        if axes:
+            shapes = jax.eval_shape(of_stages, 0)
+            out = jax.tree.map(lambda one: jnp.zeros((len(one), count, *one.shape[1:]), one.dtype), shapes)
+            out = jax.lax.fori_loop(0, count, add, out)
+            done = jax.tree.map(lambda array: array.reshape(-1, *array.shape[2:]), out)
+        else:
+            done = make_all(part)
+        return {name: getattr(done, name) for name in names if kinds[name] == (count, axes)}
+
+    found = [made(*kind) for kind in sorted(set(kinds.values()))]
     return dataclasses.replace(stacked, **dict(itertools.chain(*(each.items() for each in found))))
 
 

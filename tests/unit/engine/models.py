@@ -22,7 +22,7 @@ from lockstep.models import (
 from lockstep.models.families.gpt_oss import GptOssConfig, GptOssVariant
 from lockstep.models.rope import Llama3Scaling, RotaryConfig, YarnScaling
 from lockstep.models.trainable import skeleton
-from lockstep.placement import PARAMETER_AXES, make_mesh, place
+from lockstep.placement import make_mesh, parameter_axes, place
 from lockstep.types import Request, SamplingParams
 
 SIZES: dict[str, Any] = {
@@ -115,11 +115,11 @@ VOCAB = 40
 def model_on(mesh_shape: str, config: LlamaConfig = LLAMA, vocab: int = VOCAB) -> LlamaLMHeadModel:
     """A model with random weights, the same on every mesh; nothing is compiled."""
     mesh = mesh_of(mesh_shape)
-    rng = np.random.default_rng(1)
+    rng, axes = np.random.default_rng(1), parameter_axes(mesh)
 
     def draw(leaf: hax.NamedArray) -> hax.NamedArray:
         values = 0.5 * rng.standard_normal([axis.size for axis in leaf.axes]).astype(np.float32)
-        spec = jax.sharding.PartitionSpec(*(PARAMETER_AXES.get(axis.name) for axis in leaf.axes))
+        spec = jax.sharding.PartitionSpec(*(axes.get(axis.name) for axis in leaf.axes))
         return dataclasses.replace(leaf, array=place(values, jax.sharding.NamedSharding(mesh, spec)))
 
     return jax.tree.map(draw, skeleton(vocab, config), is_leaf=lambda leaf: isinstance(leaf, hax.NamedArray))
@@ -128,7 +128,7 @@ def model_on(mesh_shape: str, config: LlamaConfig = LLAMA, vocab: int = VOCAB) -
 @functools.cache
 def mesh_of(shape: str) -> jax.sharding.Mesh:
     """A mesh of the first devices."""
-    return make_mesh(shape, jax.devices()[: int(np.prod([int(size) for size in shape.split(",")]))])
+    return make_mesh(shape, jax.devices()[: int(np.prod([int(size.rpartition("=")[2]) for size in shape.split(",")]))])
 
 
 def request(number: int, prompt: int | tuple[int, ...], new: int = 8, **params: Any) -> Request:

@@ -138,6 +138,22 @@ def test_no_requests_no_answers(engine: Engine, model: Any) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("layout", [{"tensor": 2}, {"tensor": 4}, "auto"])
+@pytest.mark.parametrize("family", ["llama", "gemma"])
+def test_layers_in_stages_are_moved_to_every_replica(family: str, layout: Any) -> None:
+    model = model_on("pp=2,fsdp=2", FAMILIES[family])
+    assert model.layers.stacked.attention.q.array.sharding.spec[0] == "pp"
+    moved = Engine(EngineConfig(layout=layout, page_size=8, max_seqs=4), mesh_of("pp=2,fsdp=2"))
+    assert assert_same_tokens(oracle_completions(model, mixed_requests()), moved.generate(model, mixed_requests())) == 0
+    assert moved.programs["reshard"].traces == 1
+
+
+def test_layers_in_stages_cannot_be_read_in_place() -> None:
+    with pytest.raises(ConfigError, match=r"layout training reads each layer where it is, .*'pp': 2.*\{tensor: n\}"):
+        Engine(EngineConfig(layout="training"), mesh_of("pp=2,fsdp=2")).check(model_on("pp=2,fsdp=2"), mixed_requests())
+
+
+@pytest.mark.slow
 def test_any_mesh_context_will_do(engine: Engine, model: Any) -> None:
     requests = [request(0, 9, 4)]
     expected = oracle_completions(model, requests)

@@ -2,8 +2,10 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 
+import jax
 import jax.numpy as jnp
 
 from lockstep.engine.decode_model import DecodeModel
@@ -211,9 +213,15 @@ class MemoryModel:
         beside it; else, and on TPU7x, parts of several layers wait for their turn.
         """
         if self.model.decode_mesh.tensor > 1 or self._tpu7x:
-            return 34 * self._layer_bytes // 10
+            return self._stages * 34 * self._layer_bytes // 10
         largest = max(weight.decode_size // weight.layers for weight in self.model.leaves if weight.layers)
-        return 102 * largest * self.model.dtype.itemsize // 100
+        return self._stages * 102 * largest * self.model.dtype.itemsize // 100
+
+    @property
+    def _stages(self) -> int:
+        """The number of stages that layers are split over, of each of which a layer is moved at a time."""
+        layouts = jax.tree.leaves(self.model.layouts.layers)
+        return max(math.prod(one.decode_mesh.mesh.shape[axis] for axis in one.spec[0]) for one in layouts)
 
     @functools.cached_property
     def _layer_bytes(self) -> int:

@@ -14,7 +14,7 @@ from jaxtyping import PyTree
 
 from lockstep.main.plan.hlo import Hlo, Op, Run
 from lockstep.models import split_trained
-from lockstep.placement import PARAMETER_AXES
+from lockstep.placement import PARAMETER_AXES, PP
 
 _KINDS: Final = (
     "all-gather",
@@ -265,7 +265,8 @@ def fsdp_floor(model: PyTree, mesh_shape: Mapping[str, int], *, microbatches: in
     Args:
         model: The parameters as haliax arrays, or their shapes, those of a `LoraModel` that are frozen too.
         mesh_shape: The size of each axis of the mesh, by name.
-        microbatches: The number of parts of a batch that are computed one after the other.
+        microbatches: The number of parts of a batch that are computed one after the other. With stages a device gathers
+            its own layers, in each step of the schedule, and other weights once.
         itemsize: The bytes of a number in the compute type.
     """
     total = 0.0
@@ -278,8 +279,11 @@ def fsdp_floor(model: PyTree, mesh_shape: Mapping[str, int], *, microbatches: in
         split = {PARAMETER_AXES.get(axis.name) for axis in axes}
         size = itemsize * hax.axis.axis_size(axes) / (mesh_shape["tp"] if "tp" in split else 1)
         devices = mesh_shape["fsdp"] if "fsdp" in split else 1
-        gathers = 2 if any(axis.name == "layer" for axis in axes) else 1
-        total += microbatches * (gathers + gradients) * size * (devices - 1) / devices
+        layers, stages = any(axis.name == "layer" for axis in axes), mesh_shape.get(PP, 1)
+        gathers, times = 2 if layers else 1, microbatches
+        if stages > 1:
+            size, times = (size / stages, microbatches + stages - 1) if layers else (size, 1)
+        total += times * (gathers + gradients) * size * (devices - 1) / devices
         total += gradients * _all_reduce(size / devices, mesh_shape["dp"])
         if devices == 1:  # whole on every device: its gradient is summed over all of them
             total += gradients * _all_reduce(size, mesh_shape["fsdp"])

@@ -10,8 +10,9 @@ from lockstep.engine import layout_text
 from lockstep.main.plan.collectives import CollectiveSum
 from lockstep.main.plan.hlo import vmem
 from lockstep.main.plan.planner import Plan, SamplingPlan
-from lockstep.main.plan.train_step import peak
+from lockstep.main.plan.train_step import bubble, peak
 from lockstep.models import recomputes_layers
+from lockstep.placement import PP
 from lockstep.training import SLOW_STEP_S, CheckpointerConfig
 
 TRAINING = "training step"
@@ -81,7 +82,7 @@ class StepTime:
     memory_s: float  # seconds of reading and writing what has to be read and written
     collectives_s: float  # seconds of receiving what has to be received over the links
     tokens: int
-    slices_s: float = 0.0  # seconds in which slices add up their gradients; 0 where there is one, or no published rate
+    slices_s: float = 0.0  # seconds of what slices exchange; 0 where there is one, or no published rate
     slices_bytes: int = 0  # bytes that a device receives for that
 
     @property
@@ -104,7 +105,9 @@ def train_time(plan: Plan) -> StepTime | None:
     whole = trained / trainer.precision.param.itemsize * (1 if plan.frozen else plan.mesh_shape["fsdp"]) + frozen
     whole *= trainer.precision.compute.itemsize
     passes = 3 if recomputes_layers(plan.workload.model.gradient_checkpointing) else 2
-    moved = 2 * (trained + plan.optimizer) + plan.training.microbatches * passes * whole
+    moved = (
+        2 * (trained + plan.optimizer) + (plan.training.microbatches + plan.mesh_shape.get(PP, 1) - 1) * passes * whole
+    )
     received = sum(one.bytes for one in plan.training_collectives if not one.crosses_slices)
     between = sum(one.bytes for one in plan.training_collectives if one.crosses_slices)
     count = trainer.train_batch_size * training.sequences_per_row * training.length
@@ -213,6 +216,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         else {
             "digest": plan.training.summary.digest,
             "microbatches": plan.training.microbatches,
+            "bubble": bubble(plan.training.microbatches, plan.mesh_shape),
             "peak_bytes_per_device": peak(plan.training.summary),
             "vmem_bytes": vmem(plan.training.summary.text),
             "flops": plan.training.flops,

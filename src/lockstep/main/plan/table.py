@@ -20,6 +20,8 @@ from lockstep.main.plan.summary import (
     stop_time,
     train_time,
 )
+from lockstep.main.plan.train_step import bubble
+from lockstep.placement import PP
 from lockstep.printable import bytes_text, seconds_text
 
 _NAMED: Final = 4  # the most weights that a warning names
@@ -33,6 +35,8 @@ def print_plan(plan: Plan, console: Console) -> None:
         console.print(
             f"mesh ({mesh}){' on each host' if plan.workload.one_host else ''}, {plan.chip.name}", highlight=False
         )
+    if stages := _pipeline(plan):
+        console.print(stages, highlight=False, soft_wrap=True)
     for note in plan.workload.notes:
         console.print(f"[dim]- {escape(note)}[/]", highlight=False)
     console.print()
@@ -171,8 +175,19 @@ def _speed(plan: Plan) -> Table:
     return table
 
 
+def _pipeline(plan: Plan) -> str | None:
+    if plan.training is None or PP not in plan.mesh_shape:
+        return None
+    count, stages = plan.training.microbatches, plan.mesh_shape[PP]
+    return (
+        f"GPipe: {count} microbatches pass through {stages} stages; the bubble, in which a stage has none, is "
+        f"{bubble(count, plan.mesh_shape):.1%} of the steps, (p - 1) / (m + p - 1)"
+    )
+
+
 def _between_slices(plan: Plan, time: StepTime) -> str:
-    moved = f"{plan.topology.num_slices} slices add up their gradients once a step: {bytes_text(time.slices_bytes)}"
+    work = "hand on microbatches, and add up their gradients" if PP in plan.mesh_shape else "add up their gradients"
+    moved = f"{plan.topology.num_slices} slices {work} once a step: {bytes_text(time.slices_bytes)}"
     if plan.chip.dcn is None:
         return f"{moved} per device; no rate of the data-centre network is published here for {plan.chip.name}\n"
     rate = plan.chip.dcn * plan.topology.devices_per_host / 1e9

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -24,7 +24,7 @@ from lockstep.models import (
     split_trained,
 )
 from lockstep.models.attention import attention_products
-from lockstep.placement import data_shards
+from lockstep.placement import PP, data_shards
 from lockstep.placement.device import block_bytes
 from lockstep.training import (
     TrainStep,
@@ -169,7 +169,7 @@ def plan_step(workload: Workload, mesh: Mesh, state: State, cache: CompileCache,
     training = workload.training
     assert training is not None
     memory -= state.reference
-    microbatches = training.trainer.microbatches(mesh)
+    microbatches, stages = training.trainer.microbatches(mesh), mesh.shape.get(PP, 1)
     try:
         summary = _fitting(compile_step(workload, mesh, state, cache, microbatches=microbatches), memory)
     except HbmError as error:
@@ -179,14 +179,20 @@ def plan_step(workload: Workload, mesh: Mesh, state: State, cache: CompileCache,
     )
     rows = training.trainer.train_batch_size // data_shards(mesh) // microbatches
     beyond = max(0, peak(summary) - state.parameters - state.optimizer - batch)
-    kept = min(beyond, saved_bytes(workload, rows) // mesh.shape["tp"])
+    # A stage keeps what its layers need of each step of the schedule.
+    steps = stages * microbatches + stages - 1 if stages > 1 else 1
+    kept = min(beyond, saved_bytes(workload, rows) * steps // stages // mesh.shape["tp"])
     return TrainStepPlan(
         summary=summary,
         batch=batch,
         activations=kept,
         temporaries=beyond - kept,
-        microbatches=microbatches,
-        flops=step_flops(workload, vocab_blocks=makes_vocab_blocks(workload, mesh, microbatches)),
+        microbatches=stages * microbatches,
+        flops=step_flops(
+            workload,
+            vocab_blocks=makes_vocab_blocks(workload, mesh, microbatches),
+            idle=bubble(stages * microbatches, mesh.shape),
+        ),
     )
 
 
@@ -225,17 +231,20 @@ def makes_vocab_blocks(workload: Workload, mesh: Mesh, microbatches: int) -> boo
     """Return whether a device makes logits in blocks of the vocabulary."""
     training = workload.training
     assert training is not None
-    rows = training.trainer.train_batch_size // data_shards(mesh) // microbatches
+    rows = training.trainer.train_batch_size // data_shards(mesh) // (1 if PP in mesh.shape else microbatches)
     tokens = rows * training.sequences_per_row * training.length
     return needs_vocab_blocks(tokens, workload.vocab_size // mesh.shape["tp"])
 
 
-def step_flops(workload: Workload, *, vocab_blocks: bool) -> float:
+def step_flops(workload: Workload, *, vocab_blocks: bool, idle: float = 0.0) -> float:
     """The floating-point operations of a train step.
 
     They are 2 per weight and token forward, 4 backward, and 2 again where layers are computed twice, or logits, because
     they are made in blocks. A frozen weight has no gradient, so it needs 2 backward. Attention is counted as it is
-    computed.
+    computed, and so are layers in a stage that has no microbatch.
+
+    Args:
+        idle: The `bubble`.
     """
     training, config = workload.training, workload.model
     assert training is not None
@@ -251,8 +260,19 @@ def step_flops(workload: Workload, *, vocab_blocks: bool) -> float:
         backwards = 1
         adapters = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(training.lora.shapes(config)))
     products = (forwards + backwards) * layer_products(config) + pairs + (forwards + 2) * adapters
+    products /= 1 - idle
     output = config.hidden_dim * workload.vocab_size * (backwards + (2 if vocab_blocks else 1))
     return 2.0 * (products + output) * tokens
+
+
+def bubble(microbatches: int, mesh_shape: Mapping[str, int]) -> float:
+    """The share of a pipeline's steps in which a stage has no microbatch; 0 without stages.
+
+    Args:
+        microbatches: The number of all microbatches of a train step.
+    """
+    stages = mesh_shape.get(PP, 1)
+    return (stages - 1) / (microbatches + stages - 1)
 
 
 def _fitting(summary: Summary, memory: int) -> Summary:

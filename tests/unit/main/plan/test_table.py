@@ -9,7 +9,7 @@ from rich.console import Console
 
 from lockstep.main.plan import summary
 from lockstep.main.plan.collectives import CollectiveSum, FsdpBytes, ThinPieces
-from lockstep.main.plan.table import _between_slices, _checkpoint, _named, _print_fsdp, print_plan
+from lockstep.main.plan.table import _between_slices, _checkpoint, _named, _pipeline, _print_fsdp, print_plan
 from lockstep.main.plan.workload import Infeasibility
 from lockstep.placement.device import chip_named
 from lockstep.training import CheckpointerConfig, TrainerConfig
@@ -138,3 +138,20 @@ def test_slices_are_told_what_their_gradients_take(kind, bits, flops, text):
     assert time.collectives_s == 0, "not over the links inside a slice"
     found = _between_slices(plan, time)
     assert text in found and ("warning" in found) == (text.startswith("hide"))
+
+
+def test_slices_that_are_stages_hand_on_microbatches_and_the_bubble_is_told():
+    plan = SimpleNamespace(
+        topology=SimpleNamespace(num_slices=2, devices_per_host=4), chip=chip_named("TPU v5p", "tpu"),
+        mesh_shape={"pp": 2, "dp": 1, "fsdp": 8, "tp": 1}, training=SimpleNamespace(microbatches=8),
+    )  # fmt: skip
+    time = summary.StepTime(compute_s=1.0, memory_s=0.0, collectives_s=0.0, tokens=1, slices_s=0.1, slices_bytes=2**30)
+    assert "2 slices hand on microbatches, and add up their gradients once a step: 1.00 GiB" in _between_slices(
+        plan, time
+    )
+    assert _pipeline(plan) == (
+        "GPipe: 8 microbatches pass through 2 stages; the bubble, in which a stage has none, is 11.1% of the steps, "
+        "(p - 1) / (m + p - 1)"
+    )
+    plan.mesh_shape.pop("pp")
+    assert _pipeline(plan) is None

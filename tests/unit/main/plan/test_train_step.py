@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from lockstep.main.plan import Infeasibility, train_step
-from lockstep.main.plan.train_step import largest_that_works, make_state, peak, saved_bytes, step_flops
+from lockstep.main.plan.train_step import bubble, largest_that_works, make_state, peak, saved_bytes, step_flops
 from lockstep.main.plan.workload import InfeasibleError, TrainingWorkload, Workload
 from lockstep.models import LoraConfig, skeleton
 from lockstep.placement import make_mesh
@@ -171,3 +171,11 @@ def test_state_and_step_of_adapters_are_planned():
     assert state.trained + state.optimizer <= outputs <= state.trained + state.optimizer + 1024, (
         "the base is not copied"
     )
+
+
+def test_a_stage_computes_in_the_bubble_too():
+    """The bubble of GPipe, (p - 1) / (m + p - 1): layers are computed so much more often, the output layer is not."""
+    assert bubble(7, {"dp": 1}) == 0 and bubble(6, {"pp": 3}) == 2 / 8
+    output = 3 * 2 * 16 * 40 * 8 * 32
+    whole, staged = (step_flops(workload_of(), vocab_blocks=False, idle=idle) for idle in (0.0, 0.25))
+    assert staged - output == pytest.approx((whole - output) / 0.75)
