@@ -65,6 +65,7 @@ def test_losses_do_not_depend_on_processes_mesh_or_accumulation():
     for processes, mesh_shape, values in [
         (2, "host_local", {"per_device_parallelism": 2}),
         (4, "2,2,2", {"per_device_parallelism": 1}),
+        (4, "fsdp=2,cp=2,tp=2", {"per_device_parallelism": 1}),
     ]:
         found = run_processes(body_losses, processes=processes, devices=2, args=(mesh_shape, values))
         assert all(losses == found[0] for losses in found), "hosts read different losses"
@@ -105,10 +106,8 @@ def body_slices(hosts):
 
     One run learns texts and samples, another learns preferences by SimPO.
     """
-    from lockstep.callback import InferenceEvalConfig, SampleCallback
     from lockstep.training import OptimizerConfig, SimpoConfig, TokenizedRows, Trainer, TrainerConfig
     from tests import tiny
-    from tests.multiprocess.test_training_untouched import PROMPTS, Recorder
 
     found = []
     rng = np.random.default_rng(2)
@@ -116,14 +115,8 @@ def body_slices(hosts):
     for slices in ("1", "2"):
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("MEGASCALE_NUM_SLICES", slices)
-            trainer, losses, tracker = tiny.make_trainer("auto", 4, hosts), [], Recorder()
-            trainer.add_hook(lambda info, losses=losses: losses.append(info.loss))
-            config = InferenceEvalConfig(
-                eval_every=2, prompts=PROMPTS, max_new_tokens=8, temperature=0.8, on_error="raise"
-            )
-            trainer.add_hook(SampleCallback(config, tiny.tokenizer(), tracker=tracker, hosts=hosts))
-            trainer.train(tiny.init_model(trainer), tiny.rows())
-            texts = [[row.step, row.prompt_id, row.generated_text] for row in tracker.rows]
+            trainer = tiny.make_trainer("auto", STEPS, hosts)
+            losses, texts = sampled(trainer, hosts)
             simpo = TrainerConfig(num_train_steps=STEPS, train_batch_size=16, per_device_parallelism=2)
             optimizer = OptimizerConfig(learning_rate=1e-2, warmup=0).build(STEPS)
             preferring = Trainer(simpo, optimizer, SimpoConfig(), hosts)
@@ -132,6 +125,36 @@ def body_slices(hosts):
             assert len(losses) == 2 * STEPS
             found.append({"mesh": dict(trainer.mesh.shape), "losses": losses, "texts": texts})
     return found
+
+
+def sampled(trainer, hosts):
+    """Losses and samples of a run of four steps."""
+    from lockstep.callback import InferenceEvalConfig, SampleCallback
+    from tests import tiny
+    from tests.multiprocess.test_training_untouched import PROMPTS, Recorder
+
+    losses, tracker = [], Recorder()
+    trainer.add_hook(lambda info: losses.append(info.loss))
+    config = InferenceEvalConfig(eval_every=2, prompts=PROMPTS, max_new_tokens=8, temperature=0.8, on_error="raise")
+    trainer.add_hook(SampleCallback(config, tiny.tokenizer(), tracker=tracker, hosts=hosts))
+    trainer.train(tiny.init_model(trainer), tiny.rows())
+    return losses, [[row.step, row.prompt_id, row.generated_text] for row in tracker.rows]
+
+
+def body_meshes(hosts, *shapes):
+    from tests import tiny
+
+    return [sampled(tiny.make_trainer(shape, STEPS, hosts), hosts) for shape in shapes]
+
+
+@pytest.mark.slow
+def test_rows_split_over_two_hosts_have_the_losses_and_samples_of_whole_rows():
+    results = run_processes(body_meshes, processes=2, devices=2, args=("1,4,1", "fsdp=2,cp=2", "cp=4"))
+    for whole, *split in results:
+        for losses, texts in split:
+            np.testing.assert_allclose(losses, whole[0], rtol=1e-5)
+            assert texts == whole[1] and len(losses) == STEPS
+    assert len(results[0][0][1]) == 2 * 3
 
 
 @pytest.mark.slow

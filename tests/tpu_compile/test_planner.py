@@ -306,6 +306,7 @@ def test_what_the_pages_show_of_the_plan_for_a_v5p_64_is_printed(name, cache):
     ("name", "slice_"),
     [
         ("sampler/sample_qwen3_30b_a3b_v6e_16", "v6e-16"),
+        nightly("lm_llama31_8b_128k_v5p_64", "v5p-64"),
         nightly("grpo_gsm8k_qwen25_3b_v6e_8", "v6e-8"),
         nightly("grpo_gsm8k_qwen25_3b_v6e_16", "v6e-16"),
         nightly("sampler/gsm8k_qwen25_3b_v6e_8", "v6e-8"),
@@ -319,6 +320,17 @@ def test_every_pod_configuration_fits_its_slice(name, slice_, cache):
     code, text, found = plan("--config_path", f"config/{name}.yaml", "--topology", slice_, cache=cache)
     print(text)
     assert code == 0 and found["fits"], text
+
+
+@pytest.mark.slow
+def test_rows_split_over_devices(cache):
+    """The kernel of a split row; keys and values are gathered, the states of a row never."""
+    code, text, found = plan(
+        "--config_path", TINY, "--topology", "v6e-8", "--trainer.mesh_shape", "fsdp=2,cp=4", "--data.max_seq_len",
+        "1024", "--model.max_seq_len", "1024", "--inference_eval.enabled", "false", cache=cache,
+    )  # fmt: skip
+    assert code == 0 and found["mesh"] == {"dp": 1, "fsdp": 2, "cp": 4, "tp": 1}, text
+    assert "collective-permute" in text and "all-gather" in text
 
 
 @pytest.mark.slow

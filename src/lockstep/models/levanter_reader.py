@@ -48,9 +48,8 @@ AXES = {name: " ".join(axis for axis in haliax_axes(name) if axis != "layer") fo
 AXES["o"] = AXES["o"].replace("kv_head q_heads_per_group", "heads")  # the one weight with flattened heads
 
 NOT_COMPUTED = {
-    "SnowballLMHeadModel": "gated norms, norms of queries and keys with no weight and an eps of their own, exclusive "
-    "self-attention, gated heads, layers without rotary embeddings, and a router whose bias chooses experts that "
-    "sigmoids weigh, with a sum of 2.5",
+    "SnowballLMHeadModel": "gated norms, exclusive self-attention with gated heads, layers without rotary embeddings, "
+    "a router whose bias chooses experts but does not weigh them, and a shared expert",
 }
 """The parts of the architectures of other classes that the decoder lacks."""
 
@@ -119,12 +118,9 @@ def _read_olmo2(model: Any) -> tuple[LlamaConfig, DecoderWeights]:
 @register_reader(MixtralLMHeadModel)
 def _read_mixtral(model: Any) -> tuple[LlamaConfig, DecoderWeights]:
     config, layers = model.config, _Layers(model)
-    shared = config.intermediate_dim if config.n_shared_experts else None  # one MLP, whatever the number
-    experts = Experts(
-        num_experts=config.n_routed_experts,
-        num_experts_per_tok=config.num_experts_per_tok,
-        shared_intermediate_dim=shared,
-    )
+    if config.n_shared_experts:
+        raise _unreadable(model, f"n_shared_experts is {config.n_shared_experts}", "experts without shared ones")
+    experts = Experts(num_experts=config.n_routed_experts, num_experts_per_tok=config.num_experts_per_tok)
     names = {"expert_gate": "w1", "expert_up": "w3", "expert_down": "w2"}
     return _read_experts(model, layers, experts, lambda layer: layer.block_sparse_moe, names)
 
@@ -161,8 +157,6 @@ def _read_experts(
     for weight, name in names.items():
         axes = "experts mlp embed" if weight == "expert_down" else "experts embed mlp"
         weights[weight] = layers.array(lambda layer, name=name: getattr(block(layer).experts, name).weight, axes)  # type: ignore[misc]
-    if experts.shared_intermediate_dim is not None:
-        weights |= {f"shared_{name}": weight for name, weight in _gated_mlp(layers, "shared_mlp").items()}
     return _read(model, layers, weights, Variant(activation=_activation(model)), experts)
 
 
@@ -232,11 +226,12 @@ def _read(
     )
 
 
-def _gated_mlp(layers: "_Layers", mlp: str = "mlp") -> dict[str, Any]:
-    def weight(name: str) -> Any:
-        return layers.weight(operator.attrgetter(f"{mlp}.{name}_proj"), AXES[name])
-
-    return {name: weight(name) for name in ("gate", "up", "down")}
+def _gated_mlp(layers: "_Layers") -> dict[str, Any]:
+    return {
+        "gate": layers.weight(lambda layer: layer.mlp.gate_proj, AXES["gate"]),
+        "up": layers.weight(lambda layer: layer.mlp.up_proj, AXES["up"]),
+        "down": layers.weight(lambda layer: layer.mlp.down_proj, AXES["down"]),
+    }
 
 
 def _gemma(model: Any, *, post_norm: bool) -> Variant:
@@ -278,7 +273,12 @@ def _rope(model: Any, rope: Any) -> RotaryConfig:
 
 
 class _Layers:
-    """The transformer layers of a model, stacked or not, one weight at a time; ``outer``: the model itself."""
+    """The transformer layers of a model, stacked or not, seen one weight at a time.
+
+    Args:
+        model: A model of Levanter.
+        outer: Whether to see the model itself instead of its layers.
+    """
 
     def __init__(self, model: Any, *, outer: bool = False) -> None:
         self.model = model
@@ -327,6 +327,8 @@ class _Layers:
         """The weight of a linear layer, with its adapter merged; None where there is no layer.
 
         Args:
+            get: Finds it in a layer.
+            axes: The axes that the decoder wants.
             bias: Whether the decoder reads its bias, too; otherwise it may have none.
         """
         linears = [get(block) for block in self._blocks]

@@ -16,12 +16,12 @@ from jaxtyping import Array
 
 from lockstep.errors import ConfigError
 from lockstep.models import block
-from lockstep.models.attention import CausalAttention, self_attention
+from lockstep.models.attention import CausalAttention, SplitPositions, self_attention
 from lockstep.models.config import LlamaConfig, distinct, layer_kinds
 from lockstep.models.experts import RouterSums
 from lockstep.models.llama_mlp import EngineRouting, LlamaExperts, LlamaMlp, MixedLayers, MixedMlps
 from lockstep.models.low_rank import Weight, linear
-from lockstep.models.named_block import LlamaAxes, float32_logits, rms_norm, rotary_angles, rotate
+from lockstep.models.named_block import LlamaAxes, document_positions, float32_logits, rms_norm, rotary_angles, rotate
 from lockstep.models.remat import scan_policy
 from lockstep.placement import PARAMETER_AXES, PP, compute_axes
 from lockstep.placement.device import auto_axes
@@ -124,6 +124,7 @@ class LlamaAttention(eqx.Module):
             return self_attention(
                 *(q, k, v, segment_ids, scores, sinks),
                 backend=self.config.attn_backend,
+                split=SplitPositions.of(heads[0]),
                 batch_axes=physical_axis_name(rows[0]) if rows else None,
                 head_axes=physical_axis_name(ax.KVHead),
             )
@@ -285,13 +286,22 @@ class LlamaLMHeadModel(eqx.Module):
                 f"the input has {Position.size} positions; max_seq_len is {config.max_seq_len}. Shorten the input or "
                 "raise model.max_seq_len."
             )
-        angles = rotary_angles(config, Position, segment_ids)
+        positions, split = document_positions(Position, segment_ids), SplitPositions.of(Position)
+        if split is not None:
+            if config.experts is not None:
+                raise ConfigError(split.refusal("a model with experts"))
+            input_ids, positions = split.split(input_ids), split.split(positions)
+            segment_ids = None if segment_ids is None else split.split(segment_ids)
+        angles = rotary_angles(config, positions)
         kinds, which = distinct(layer_kinds(config))
         layer_kind = None if len(kinds) == 1 else hax.named(jnp.asarray(which), "layer")
-        x = _look_up(self.embed, input_ids)
+        x = _look_up(self.embed, input_ids, split)
         x = hax.named(block.scale_embedding(x.array, config.embed_scale), x.axes)
         layers = self.layers.scan_via(LlamaLayer.__call__)
         x, sums = layers(rms_norm(x, self.embed_norm, config), angles, segment_ids, layer_kind, engine)
+        if split is not None:
+            x = x.rearrange(("batch", "position", "embed"))
+            x = hax.named(split.restore(x.array, hax.partitioning.pspec_for_axis(x.axes[:1])), x.axes)
         return rms_norm(x, self.final_norm, config), sums
 
     def lm_head_array(self) -> NamedArray:
@@ -327,15 +337,16 @@ class LlamaLMHeadModel(eqx.Module):
         return hax.auto_sharded(hax.named(block.soft_cap(logits.array, self.logit_soft_cap), logits.axes))
 
 
-def _look_up(table: NamedArray, ids: NamedArray) -> NamedArray:
-    """Returns the rows of a table ``[vocab, embed]`` sharded by the batch axes."""
+def _look_up(table: NamedArray, ids: NamedArray, split: SplitPositions | None = None) -> NamedArray:
+    """Returns the rows of a table ``[vocab, embed]`` sharded by the batch axes, and by ``split``."""
     mesh = jax.sharding.get_abstract_mesh()
     axes = auto_axes(mesh)
-    if len(axes) == len(mesh.axis_names) and PP not in axes:
+    if split is None and len(axes) == len(mesh.axis_names) and PP not in axes:
         # A table sharded by embed would leave the stream sharded by embed, and XLA would replicate it.
         return hax.auto_sharded(table.take("vocab", ids))
     # Inside the shard_map over slices XLA aborts when it partitions a gather from a table split over two axes, and it
-    # would replicate what comes from a table that is split over ``fsdp`` alone, where rows are split over stages too.
+    # would replicate what comes from a table that is split over ``fsdp`` alone, where rows are split over stages or
+    # positions too.
     rows, width, vocab = compute_axes(mesh, of_slice=True)["batch"], PARAMETER_AXES["embed"], PARAMETER_AXES["vocab"]
 
     def local(table: Array, ids: Array) -> Array:
@@ -344,9 +355,14 @@ def _look_up(table: NamedArray, ids: NamedArray) -> NamedArray:
         found = jnp.where(own[..., None], table[jnp.clip(place, 0, len(table) - 1)], 0)
         return jax.lax.all_to_all(jax.lax.psum(found, vocab), width, 0, found.ndim - 1, tiled=True)
 
-    split = (PartitionSpec(vocab, width), PartitionSpec(rows))
+    tokens = PartitionSpec(rows, split and split.axis)
     look_up = jax.shard_map(
-        local, mesh=mesh, in_specs=split, out_specs=PartitionSpec(rows), axis_names=axes, check_vma=False
+        local,
+        mesh=mesh,
+        in_specs=(PartitionSpec(vocab, width), tokens),
+        out_specs=tokens,
+        axis_names=axes,
+        check_vma=False,
     )
     embed = table.resolve_axis("embed")
     return hax.named(look_up(table.rearrange(("vocab", "embed")).array, ids.array), (*ids.axes, embed))

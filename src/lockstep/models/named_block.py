@@ -65,18 +65,13 @@ def rms_norm(x: NamedArray, weight: NamedArray | None, config: LlamaConfig) -> N
     return hax.named(normed, axes).rearrange(x.axes)
 
 
-def rotary_angles(config: LlamaConfig, Position: Axis, segment_ids: NamedArray | None) -> NamedArray:
-    """Returns the rotary angles of a batch.
-
-    Args:
-        Position: The axis of positions.
-        segment_ids: The document of each token, with whose beginning positions restart; None: a row is one document.
+def rotary_angles(config: LlamaConfig, positions: NamedArray) -> NamedArray:
+    """Returns the rotary angles of some positions.
 
     Returns:
-        The angles in float32 radians ``[position, half_head]``, with the other axes of ``segment_ids`` in front; where
-        layers differ, with ``layer_kind`` before all: one entry for each of their distinct kinds.
+        The angles in float32 radians ``[half_head]``, with the axes of ``positions`` in front; where layers differ,
+        with ``layer_kind`` before all: one entry for each of their distinct kinds.
     """
-    positions = hax.arange(Position) if segment_ids is None else _positions(segment_ids, Position)
     kinds, _ = distinct(layer_kinds(config))
     angles = block.rope_angles(positions.array, [rotary_frequencies(config, kind.rope) for kind in kinds])
     return hax.named(angles, (*(["layer_kind"] if len(kinds) > 1 else []), *positions.axes, "half_head"))
@@ -100,8 +95,10 @@ def rotate(x: NamedArray, angles: NamedArray, HeadSize: Axis) -> NamedArray:
     return hax.named(block.rotate(x.rearrange(axes).array, jnp.cos(spread), jnp.sin(spread)), axes).rearrange(x.axes)
 
 
-def _positions(segment_ids: NamedArray, Position: Axis) -> NamedArray:
-    """Returns the position of each token in its document."""
+def document_positions(Position: Axis, segment_ids: NamedArray | None) -> NamedArray:
+    """Returns the position of each token in its document; without ``segment_ids`` a row is one document."""
+    if segment_ids is None:
+        return hax.arange(Position)
     axes = (*(axis for axis in segment_ids.axes if axis != Position), Position)
     ids: Int[Array, "... position"] = segment_ids.rearrange(axes).array
     index = jnp.arange(Position.size)

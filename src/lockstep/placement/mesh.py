@@ -18,6 +18,10 @@ MESH_AXES: Final = ("dp", "fsdp", "tp")
 PP: Final = "pp"
 """Pipeline parallel: the axis before ``dp``, where there is one, whose parts (stages) have some of the layers each."""
 
+CP: Final = "cp"
+"""Context parallel: the axis between ``fsdp`` and ``tp``, where there is one, that splits the positions of a row.
+Parameters are repeated over it."""
+
 DCN: Final = "dcn"
 """The outermost axis where there are several slices: data parallel over the data-centre network that joins them."""
 
@@ -45,7 +49,7 @@ COMPUTE_AXES: Final[dict[str, str | tuple[str, ...]]] = {
 
 _USAGE: Final = (
     "Use 'auto' (FSDP over a slice), 'host_local', three sizes 'dp,fsdp,tp' such as '1,-1,1', or sizes by name such as "
-    "'pp=2,fsdp=-1', of pp, dp, fsdp and tp."
+    "'fsdp=-1,cp=4', of pp, dp, fsdp, cp and tp."
 )
 
 
@@ -56,9 +60,9 @@ def make_mesh(mesh_shape: str = "auto", devices: Sequence[jax.Device] | None = N
 
     Args:
         mesh_shape: The shape of one slice: ``auto`` = ``1,-1,1``; ``host_local`` = ``dp`` over processes and ``fsdp``
-            over a process's devices; the three sizes ``dp,fsdp,tp``; or sizes by name, such as ``pp=2,fsdp=-1``, where
-            ``pp`` splits the layers into stages, slices among them, and what is not named is 1. One size may be
-            -1 (whatever is left).
+            over a process's devices; the three sizes ``dp,fsdp,tp``; or sizes by name, such as ``fsdp=-1,cp=4``, where
+            ``pp`` splits the layers into stages, slices among them, ``cp`` the positions of a row, and what is not
+            named is 1. One size may be -1 (whatever is left).
         devices: The devices to use; None means all devices of the job.
 
     Returns:
@@ -89,6 +93,12 @@ def make_mesh(mesh_shape: str = "auto", devices: Sequence[jax.Device] | None = N
         sizes = dict(zip(MESH_AXES, _host_local_sizes(ordered, replicas), strict=True))
     else:
         sizes = _read_sizes("1,-1,1" if mesh_shape == "auto" else mesh_shape, len(ordered) // replicas, replicas)
+    if CP in sizes and (len(slices) > 1 or PP in sizes):
+        beside = f"{len(slices)} slices" if len(slices) > 1 else "pp"
+        raise ConfigError(
+            f"mesh_shape is {mesh_shape!r}, with {beside}; cp splits rows inside one slice, without stages. Use one "
+            "slice without pp, or leave cp out."
+        )
     if replicas > 1:
         sizes = {DCN: replicas, **sizes}
     grid = np.empty(len(ordered), dtype=object)
@@ -107,14 +117,14 @@ def _host_local_sizes(ordered: Sequence[jax.Device], slices: int) -> tuple[int, 
 
 
 def _read_sizes(mesh_shape: str, n_devices: int, slices: int) -> dict[str, int]:
-    """The size of each axis of a copy of the model, ``pp`` only where it is named and more than 1."""
+    """The size of each axis of a copy of the model, ``pp`` and ``cp`` only where they are named and more than 1."""
     parts = [part.strip().partition("=") for part in mesh_shape.split(",")]
     names = [name for name, equals, _ in parts if equals]
     try:
         given = [int(size if equals else name) for name, equals, size in parts]
     except ValueError:
         raise ConfigError(f"mesh_shape is {mesh_shape!r}, which is not a mesh shape. {_USAGE}") from None
-    if names and (len(names) < len(parts) or len({*names}) < len(names) or not {*names} <= {*MESH_AXES, PP}):
+    if names and (len(names) < len(parts) or len({*names}) < len(names) or not {*names} <= {*MESH_AXES, PP, CP}):
         raise ConfigError(f"mesh_shape is {mesh_shape!r}, which does not name each size once. {_USAGE}")
     if not names and len(given) != 3:
         raise ConfigError(f"mesh_shape is {mesh_shape!r}: {len(given)} sizes where 3 are needed. {_USAGE}")
@@ -122,7 +132,7 @@ def _read_sizes(mesh_shape: str, n_devices: int, slices: int) -> dict[str, int]:
         raise ConfigError(
             f"mesh_shape is {mesh_shape!r}: sizes must be at least 1, and at most one may be -1. {_USAGE}"
         )
-    sizes = {PP: 1, "dp": 1, "fsdp": 1, "tp": 1, **dict(zip(names or MESH_AXES, given, strict=True))}
+    sizes = {PP: 1, "dp": 1, "fsdp": 1, CP: 1, "tp": 1, **dict(zip(names or MESH_AXES, given, strict=True))}
     known = math.prod(size for size in given if size != -1)
     sizes = {name: n_devices // known if size == -1 else size for name, size in sizes.items()}
     if math.prod(sizes.values()) != n_devices:
@@ -132,7 +142,7 @@ def _read_sizes(mesh_shape: str, n_devices: int, slices: int) -> dict[str, int]:
             f"{place}. Choose sizes whose product is {n_devices}, or put -1 in one place and a divisor of it in the "
             "others."
         )
-    return {name: size for name, size in sizes.items() if name != PP or size > 1}
+    return {name: size for name, size in sizes.items() if name not in (PP, CP) or size > 1}
 
 
 def fsdp_spans_hosts(mesh: Mesh) -> bool:
@@ -194,13 +204,13 @@ def batch_spec(mesh: Mesh) -> PartitionSpec:
 
 
 def compute_axes(mesh: Any, *, of_slice: bool = False) -> dict[str, str | tuple[str, ...]]:
-    """`COMPUTE_AXES` of a program over a mesh.
+    """`COMPUTE_AXES` of a program over a mesh, and ``cp`` for positions where the mesh has it.
 
     Args:
         of_slice: Whether the program is inside a ``shard_map`` over slices.
     """
     rows = tuple(axis for axis in batch_axes(mesh) if axis != DCN or not of_slice)
-    return {**COMPUTE_AXES, "batch": rows}
+    return {**COMPUTE_AXES, "batch": rows, **({"position": CP} if CP in mesh.shape else {})}
 
 
 def parameter_axes(mesh: Any) -> dict[str, str]:

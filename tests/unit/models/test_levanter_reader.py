@@ -44,12 +44,11 @@ FAMILIES: dict[str, Any] = {
     "gemma3": Gemma3Config(**models.SIZES),
     "apertus": ApertusConfig(**models.SIZES, rope=LLAMA3),
     "mixtral": MixtralConfig(**models.SIZES, n_routed_experts=5),
-    "mixtral_shared": MixtralConfig(**models.SIZES, n_routed_experts=5, n_shared_experts=2),
     "qwen3_moe": Qwen3MoeConfig(
         **models.SIZES, head_dim=16, num_experts=5, num_experts_per_tok=3, moe_intermediate_dim=24, norm_topk_prob=False
     ),
 }
-NIGHTLY = ("llama", "llama_hybrid", "mistral", "gemma", "gemma2", "olmo2", "qwen2", "qwen3", "apertus", "mixtral")
+NIGHTLY = ("llama", "llama_hybrid", "mistral", "gemma", "gemma2", "olmo2", "qwen2", "qwen3", "apertus")
 """Families that are read as those of the other tests are."""
 UNSTACKED = {
     name: dataclasses.replace(FAMILIES[name], scan_layers=False) for name in ("llama", "olmo2", "gemma2", "apertus")
@@ -114,6 +113,7 @@ def test_the_policy_of_a_dpo_model_is_sampled():
     ("config", "text"),
     [
         (Gpt2Config(num_layers=1, hidden_dim=32, num_heads=2), "Gpt2LMHeadModel cannot be read; supported are Apertus"),
+        (MixtralConfig(**models.SIZES, n_shared_experts=1), "MixtralLMHeadModel cannot be read: n_shared_experts is 1"),
         (dataclasses.replace(models.LLAMA, rope=YarnRotaryEmbeddingsConfig()), "LlamaLMHeadModel cannot be read: rope"),
         (dataclasses.replace(models.LLAMA, use_bias=True), "a RmsNorm has a bias"),
         (dataclasses.replace(models.LLAMA, activation_function="quick_gelu"), "activation_function is quick_gelu"),
@@ -126,7 +126,6 @@ def test_what_cannot_be_read_is_refused_by_name(config, text):
 
 
 def test_snowball_is_refused_with_what_the_decoder_lacks():
-    parts = ("gated norms", "eps of their own", "exclusive self-attention", "gated heads", "sum of 2.5; supported are")
-    text = f"SnowballLMHeadModel cannot be read: it needs {'.*'.join(parts)}"
+    text = r"SnowballLMHeadModel cannot be read: it needs gated norms, exclusive self-attention .*; supported are"
     with pytest.raises(UnreadableModelError, match=text):
         read_decoder(SnowballLMHeadModel(None, SnowballConfig()))

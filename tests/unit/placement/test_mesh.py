@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec
 
 from lockstep.errors import ConfigError
-from lockstep.placement import batch_spec, data_shards, fsdp_spans_hosts, fsdp_warning, make_mesh
+from lockstep.placement import batch_spec, compute_axes, data_shards, fsdp_spans_hosts, fsdp_warning, make_mesh
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +95,12 @@ def test_warning_names_hosts_and_fix(platform: str) -> None:
 def test_sizes_may_be_named() -> None:
     pod: Any = fake_pod(4, 2)
     assert dict(make_mesh("tp=2,fsdp=-1", pod).shape) == {"dp": 1, "fsdp": 4, "tp": 2}
-    assert make_mesh("pp=1,fsdp=8", pod).axis_names == ("dp", "fsdp", "tp")
+    mesh = make_mesh("fsdp=-1,cp=4", pod)
+    assert dict(mesh.shape) == {"dp": 1, "fsdp": 2, "cp": 4, "tp": 1}
+    assert data_shards(mesh) == 2 and compute_axes(mesh)["position"] == "cp"
+    assert make_mesh("pp=1,cp=1,fsdp=8", pod).axis_names == ("dp", "fsdp", "tp")
+    with pytest.raises(ConfigError, match=r"with 2 slices; cp splits rows inside one slice"):
+        make_mesh("cp=2,fsdp=-1", fake_pod(4, 2, "tpu", slices=2))
 
 
 @pytest.mark.parametrize(
@@ -107,10 +112,11 @@ def test_sizes_may_be_named() -> None:
         ("0,8,1", r"at least 1"),
         ("8", r"1 sizes where 3 are needed.*host_local"),
         ("fsdp", r"not a mesh shape.*auto"),
-        ("fsdp=4,sp=2", r"does not name each size once.*of pp, dp, fsdp and tp"),
+        ("fsdp=4,sp=2", r"does not name each size once.*of pp, dp, fsdp, cp and tp"),
         ("fsdp=4,fsdp=2", r"does not name each size once"),
         ("fsdp=4,2", r"does not name each size once"),
-        ("tp=3", r"multiply to 3.*8 devices"),
+        ("cp=3", r"multiply to 3.*8 devices"),
+        ("pp=2,cp=2,fsdp=-1", r"with pp; cp splits rows inside one slice, without stages. Use one slice without pp"),
     ],
 )
 def test_wrong_shapes_say_what_was_given_and_the_fix(shape: str, text: str) -> None:

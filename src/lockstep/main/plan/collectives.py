@@ -14,7 +14,7 @@ from jaxtyping import PyTree
 
 from lockstep.main.plan.hlo import Hlo, Op, Run
 from lockstep.models import split_trained
-from lockstep.placement import PARAMETER_AXES, PP
+from lockstep.placement import CP, PARAMETER_AXES, PP
 
 _KINDS: Final = (
     "all-gather",
@@ -238,16 +238,17 @@ def fsdp_bytes(
     model: PyTree, mesh_shape: Mapping[str, int], found: Iterable[Collective], *, microbatches: int, itemsize: int
 ) -> FsdpBytes:
     """Compare the collectives of a train step with what FSDP needs."""
-    tp = mesh_shape["tp"]
-    # The mesh's last axis is the one that changes fastest between the positions of devices.
-    between_data = (
-        one
-        for one in found
-        if not one.slices and all(len({place % tp for place in group}) == 1 for group in one.groups)
-    )
+    # The mesh's last axis is the one that changes fastest between the positions of devices. Those that share a row
+    # exchange keys and values.
+    tp, row = mesh_shape["tp"], mesh_shape["tp"] * mesh_shape.get(CP, 1)
+
+    def between_data(group: Sequence[int]) -> bool:
+        return len({place % tp for place in group}) == 1 and (row == tp or len({place // row for place in group}) > 1)
+
+    received = sum(one.times * one.received for one in found if not one.slices and all(map(between_data, one.groups)))
     return FsdpBytes(
         floor=fsdp_floor(model, mesh_shape, microbatches=microbatches, itemsize=itemsize),
-        received=sum(one.times * one.received for one in between_data),
+        received=received,
         thin=thin_pieces(model, mesh_shape),
     )
 

@@ -24,7 +24,7 @@ from lockstep.models import (
     split_trained,
 )
 from lockstep.models.attention import attention_products
-from lockstep.placement import PP, data_shards
+from lockstep.placement import CP, PP, data_shards
 from lockstep.placement.device import block_bytes
 from lockstep.training import (
     TrainStep,
@@ -181,7 +181,8 @@ def plan_step(workload: Workload, mesh: Mesh, state: State, cache: CompileCache,
     beyond = max(0, peak(summary) - state.parameters - state.optimizer - batch)
     # A stage keeps what its layers need of each step of the schedule.
     steps = stages * microbatches + stages - 1 if stages > 1 else 1
-    kept = min(beyond, saved_bytes(workload, rows) * steps // stages // mesh.shape["tp"])
+    row = mesh.shape["tp"] * mesh.shape.get(CP, 1)
+    kept = min(beyond, saved_bytes(workload, rows) * steps // stages // row)
     return TrainStepPlan(
         summary=summary,
         batch=batch,
@@ -232,7 +233,7 @@ def makes_vocab_blocks(workload: Workload, mesh: Mesh, microbatches: int) -> boo
     training = workload.training
     assert training is not None
     rows = training.trainer.train_batch_size // data_shards(mesh) // (1 if PP in mesh.shape else microbatches)
-    tokens = rows * training.sequences_per_row * training.length
+    tokens = rows * training.sequences_per_row * training.length // mesh.shape.get(CP, 1)
     return needs_vocab_blocks(tokens, workload.vocab_size // mesh.shape["tp"])
 
 

@@ -9,11 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from haliax import NamedArray
+from haliax.partitioning import physical_axis_name
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from lockstep.engine import exact_logprobs
 from lockstep.errors import ConfigError
 from lockstep.models import EngineRouting, LlamaConfig, RouterSums, read_decoder
+from lockstep.models.attention import SplitPositions
 from lockstep.placement import is_lazy
 from lockstep.training.objectives.vocab_blocks import VocabBlocks, logits_fit, softmax_inputs
 
@@ -131,7 +134,7 @@ def token_logprobs(
     if "segment_ids" in batch:
         inputs.append(hax.named(batch["segment_ids"].reshape(tokens.shape), ("batch", "position")))
     # All positions, so that their number stays that of whole tiles and no logits are copied: the last one is dropped.
-    targets = jnp.roll(tokens, -1, axis=-1)
+    targets = _whole_rows(jnp.roll(tokens, -1, axis=-1))
     exact = _exact_logprobs(model, batch, tokens, temperature, vocab_size)
     if isinstance(model, OutputLayer):
         states = model.activations(*inputs)
@@ -151,8 +154,19 @@ def token_logprobs(
     else:
         _check_arguments(model, len(inputs))
         found = _picked(model(*inputs), targets, temperature, vocab_size)
+    found = _whole_rows(found)
     found = found[:, :-1] if exact is None else _value_with_gradient_of(exact, found[:, :-1])
     return found.reshape(*shape[:-1], -1)
+
+
+def _whole_rows(x: Array) -> Array:
+    """Return numbers ``[row, position]`` with all positions on each device that has a row.
+
+    XLA would else shift positions that are split over devices from one to the next.
+    """
+    if SplitPositions.of(hax.Axis("position", x.shape[1])) is None:
+        return x
+    return jax.lax.with_sharding_constraint(x, P(physical_axis_name("batch")))
 
 
 def _exact_logprobs(
@@ -162,6 +176,8 @@ def _exact_logprobs(
     config = getattr(model, "config", None)
     if not getattr(config, "exact", False):
         return None
+    if split := SplitPositions.of(hax.Axis("position", tokens.shape[-1])):
+        raise ConfigError(split.refusal("numerics exact"))
     if "segment_ids" in batch:
         raise ConfigError(
             "model.numerics is exact, and rows are packed with several documents, which it cannot compute. Do not pack "

@@ -71,6 +71,7 @@ class VocabBlocks:
         vocab_size: The number of ids that are tokens, from 0; None for all.
         mesh: The mesh; None: all is on one device, or XLA divides the work.
         rows: The mesh axes that split the rows.
+        positions: The mesh axes that split the positions of a row.
         vocab: The mesh axes that split the vocabulary, for the computation.
         gathered: The mesh axes that split each axis of the output layer between steps, beyond ``vocab``.
     """
@@ -82,6 +83,7 @@ class VocabBlocks:
     vocab_size: int | None = None
     mesh: AbstractMesh | None = None
     rows: tuple[str, ...] = ()
+    positions: tuple[str, ...] = ()
     vocab: tuple[str, ...] = ()
     gathered: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
 
@@ -114,14 +116,16 @@ class VocabBlocks:
         """
         context = jax.sharding.get_abstract_mesh()
         mesh: AbstractMesh | None = context
-        rows, split = _axes(physical_axis_name("batch")), _axes(physical_axis_name("vocab"))
+        rows, positions, split = (_axes(physical_axis_name(name)) for name in ("batch", "position", "vocab"))
         stored = [_axes(PARAMETER_AXES.get(axis.name)) for axis in head.axes]
         gathered = tuple(tuple(axis for axis in found if axis not in split) for found in stored)
         # Without the mesh and the mapping of a train step, XLA divides the work.
         if not (rows and {*rows, *split} <= set(context.axis_names) and {*itertools.chain(*gathered)} <= set(rows)):
-            mesh, rows, split, gathered = None, (), (), ((), ())
+            mesh, rows, positions, split, gathered = None, (), (), (), ((), ())
         vocab = head.resolve_axis("vocab").size // _size(mesh, split)
-        tokens = math.prod(axis.size for axis in states.axes if axis.name != "embed") // _size(mesh, rows)
+        tokens = math.prod(axis.size for axis in states.axes if axis.name != "embed") // _size(
+            mesh, (*rows, *positions)
+        )
         if logits_fit(tokens, vocab, most=most):
             return None
         return cls(
@@ -132,6 +136,7 @@ class VocabBlocks:
             vocab_size=vocab_size,
             mesh=mesh,
             rows=rows,
+            positions=positions,
             vocab=split,
             gathered=(gathered[0], gathered[1]),
         )
@@ -206,7 +211,7 @@ def _forward(states: Array, head: Array, targets: Array, blocks: VocabBlocks) ->
         sum_exp = highest + jnp.log(total)
         return (picked - sum_exp).reshape(targets.shape), sum_exp.reshape(targets.shape), head
 
-    rows, used = P(blocks.rows or None), blocks.spec(stored=False)
+    rows, used = P(blocks.rows or None, blocks.positions or None), blocks.spec(stored=False)
     run = blocks.on_devices(local, inputs=(rows, blocks.spec(stored=True), rows), outputs=(rows, rows, used))
     logprobs, sum_exp, whole = run(states, head, targets)
     return logprobs, (states, whole, targets, sum_exp)
@@ -240,7 +245,7 @@ def _backward(blocks: VocabBlocks, kept: tuple[Array, ...], gradient: Array) -> 
         of_x = jax.lax.psum(of_x, blocks.vocab) if blocks.vocab else of_x
         return of_x.reshape(states.shape), _scatter(of_head, blocks)
 
-    rows = P(blocks.rows or None)
+    rows = P(blocks.rows or None, blocks.positions or None)
     run = blocks.on_devices(
         local, inputs=(rows, blocks.spec(stored=False), rows, rows, rows), outputs=(rows, blocks.spec(stored=True))
     )
@@ -321,7 +326,9 @@ def _scatter(of_head: Array, blocks: VocabBlocks) -> Array:
         split = _size(blocks.mesh, names) > 1
         of_head = jax.lax.psum_scatter(of_head, names, scatter_dimension=axis, tiled=True) if split else of_head
     scattered = {*itertools.chain(*blocks.gathered)}
-    copies = tuple(name for name in blocks.rows if name not in scattered and _size(blocks.mesh, (name,)) > 1)
+    copies = tuple(
+        name for name in (*blocks.rows, *blocks.positions) if name not in scattered and _size(blocks.mesh, (name,)) > 1
+    )
     of_head = jax.lax.psum(of_head, copies) if copies else of_head
     # XLA would else add up the whole of it in float32 over microbatches, on every device, and exchange that at the end.
     return jax.lax.optimization_barrier(of_head)

@@ -1,15 +1,19 @@
 """The choice of attention for training, by the devices that the program is compiled for."""
 
-from typing import Literal, get_args
+import math
+from typing import Any, Literal, get_args
 
 import jax
-from jax.sharding import PartitionSpec
+import jax.numpy as jnp
+from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_kernel import SplashAttentionKernel
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from lockstep.errors import ConfigError
 from lockstep.models.attention.training.blockwise import QUERY_BLOCK, blockwise_attention
-from lockstep.models.attention.training.causal import CausalAttention, dense_attention
-from lockstep.models.attention.training.splash import block_size, splash_attention
+from lockstep.models.attention.training.causal import CausalAttention, Queries, dense_attention
+from lockstep.models.attention.training.context import SplitPositions
+from lockstep.models.attention.training.splash import LANES, block_size, splash_attention, splash_kernel
 from lockstep.placement.device import auto_axes
 
 AttentionBackend = Literal["default", "splash", "jax_flash", "vanilla"]
@@ -65,8 +69,10 @@ def self_attention(
     sinks: Float[Array, "kv_head group"] | None = None,
     *,
     backend: AttentionBackend,
+    split: SplitPositions | None = None,
     batch_axes: MeshAxes = None,
     head_axes: MeshAxes = None,
+    interpret: bool = False,
 ) -> Float[Array, "batch position kv_head group head"]:
     """Attends over whole sequences, by the devices of the mesh that is set.
 
@@ -78,34 +84,76 @@ def self_attention(
         attention: The scores.
         sinks: The score of each query head for nothing, which takes a part of its softmax; None for none.
         backend: The implementation; ``default`` is splash on TPU, running or only compiled for, else ``jax_flash``.
+        split: The devices that share a row, whose positions are in its `SplitPositions.order`; None: each has whole
+            rows, in order.
         batch_axes: The mesh axes that split the rows.
         head_axes: The mesh axes that split the key/value heads.
+        interpret: Whether to run splash without a TPU, slowly, for tests.
 
     Raises:
-        ConfigError: ``splash`` was asked for and the devices are not TPUs.
+        ConfigError: ``splash`` was asked for and the devices are not TPUs; it cannot split rows of this length.
     """
     # Devices of the program, not of the process: a plan compiles for TPUs on a machine without one.
     mesh = jax.sharding.get_abstract_mesh()
     platform = None if mesh.empty or mesh.abstract_device is None else mesh.abstract_device.platform
-    if backend == "vanilla":
-        return dense_attention(q, k, v, segment_ids, attention, sinks)
-    if backend == "jax_flash" or (backend == "default" and platform != "tpu"):
-        return blockwise_attention(q, k, v, segment_ids, attention, sinks)
-    if platform != "tpu":
+    splash = backend == "splash" or (backend == "default" and platform == "tpu")
+    plain = dense_attention if backend == "vanilla" else blockwise_attention
+    if not splash and split is None:
+        return plain(q, k, v, segment_ids, attention, sinks)
+    if splash and platform != "tpu" and not interpret:
         devices = "no mesh is set" if platform is None else f"the devices of the mesh are of platform {platform!r}"
         raise ConfigError(
             f"model.attn_backend is splash, which is a kernel for TPU, and {devices}. Use default, which is jax_flash "
             "here."
         )
-    # XLA cannot split a kernel over devices.
-    heads = PartitionSpec(batch_axes, None, head_axes)
-    rows = PartitionSpec(batch_axes)
-    given = (None if segment_ids is None else rows, None if sinks is None else PartitionSpec(head_axes))
+    order, positions, kernel, kernel_spec = None, None, None, None
+    if split is not None:
+        order, positions = jnp.asarray(split.order), split.axis
+        if splash:
+            kernel, kernel_spec = _split_kernel(q, attention, split, head_axes, interpret)
+
+    def local(
+        q: Array, k: Array, v: Array, segments: Array | None, sinks: Array | None, *own: Any
+    ) -> Float[Array, "batch query kv_head group head"]:
+        if split is None:
+            return splash_attention(q, k, v, segments, attention, sinks, interpret=interpret)
+        order, query_segments, kernel = own
+        k, v = split.joined(k), split.joined(v)
+        segments = None if segments is None else split.joined(segments)
+        if splash:
+            return splash_attention(
+                q, k, v, segments, attention, sinks, query_segments=query_segments, kernel=kernel
+            )  # fmt: skip
+        return plain(q, k, v, segments, attention, sinks, Queries(order, query_segments))
+
+    # XLA cannot split a kernel over devices. For a split row it gathers keys, values and segment ids.
+    whole, rows = PartitionSpec(batch_axes, None, head_axes), PartitionSpec(batch_axes)
+    queries = PartitionSpec(batch_axes, positions, head_axes)
+    given = (rows, PartitionSpec(head_axes))
+    own = (PartitionSpec(positions), PartitionSpec(batch_axes, positions), kernel_spec)
     return jax.shard_map(
-        lambda q, k, v, segment_ids, sinks: splash_attention(q, k, v, segment_ids, attention, sinks),
+        local,
         mesh=mesh,
-        in_specs=(heads, heads, heads, *given),
-        out_specs=heads,
+        in_specs=(queries, whole, whole, *given, *own),
+        out_specs=queries,
         axis_names=auto_axes(mesh),
         check_vma=False,  # the kernel does not say over which axes its result varies
-    )(q, k, v, segment_ids, sinks)
+    )(q, k, v, segment_ids, sinks, order, segment_ids, kernel)
+
+
+def _split_kernel(
+    q: Array, attention: CausalAttention, split: SplitPositions, head_axes: MeshAxes, interpret: bool
+) -> tuple[SplashAttentionKernel, Any]:
+    """The kernel of a split row, and how it is sharded."""
+    pieces = 2 * split.devices
+    if split.length % (pieces * LANES):
+        raise ConfigError(
+            f"rows have {split.length} positions, and splash attention needs {pieces} pieces of a multiple of {LANES} "
+            f"for {split.axis}={split.devices} in trainer.mesh_shape. Make data.max_seq_len a multiple of "
+            f"{pieces * LANES}."
+        )
+    mesh = jax.sharding.get_abstract_mesh()
+    names = (head_axes,) if isinstance(head_axes, str) else head_axes or ()
+    heads = q.shape[2] * q.shape[3] // math.prod(mesh.shape[name] for name in names)
+    kernel = splash_kernel(split.length, heads, attention, split=split, interpret=interpret)
+    return kernel, kernel.manual_sharding_spec(NamedSharding(mesh, PartitionSpec(None, split.axis)))

@@ -1,6 +1,7 @@
 """Which scores a causal self-attention has, and the plain computation of all of them at once."""
 
 import dataclasses
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -48,6 +49,14 @@ class CausalAttention:
         return allowed & (query_segments[:, :, None] == key_segments[:, None, :])
 
 
+class Queries(NamedTuple):
+    """The queries that a device has of a row."""
+
+    positions: Int[Array, " query"]
+    segment_ids: Int[Array, "batch query"] | None
+    """The document of each; None: a row is one document."""
+
+
 def attend_masked(
     q: Float[Array, "batch query kv_head group head"],
     k: Float[Array, "batch key kv_head head"],
@@ -78,13 +87,14 @@ def attend_masked(
 
 
 def dense_attention(
-    q: Float[Array, "batch position kv_head group head"],
+    q: Float[Array, "batch query kv_head group head"],
     k: Float[Array, "batch position kv_head head"],
     v: Float[Array, "batch position kv_head head"],
     segment_ids: Int[Array, "batch position"] | None,
     attention: CausalAttention,
     sinks: Float[Array, "kv_head group"] | None = None,
-) -> Float[Array, "batch position kv_head group head"]:
+    queries: Queries | None = None,
+) -> Float[Array, "batch query kv_head group head"]:
     """Attends with the scores of all pairs of positions in memory, kept for the backward pass.
 
     Args:
@@ -94,6 +104,9 @@ def dense_attention(
         segment_ids: The document of each position; None: a row is one document.
         attention: The scores.
         sinks: The score of each query head for nothing, which takes a part of its softmax; None for none.
+        queries: The queries, where they are not those of all positions.
     """
-    positions = jnp.arange(q.shape[1])
-    return attend_masked(q, k, v, attention.mask(positions, positions, segment_ids, segment_ids), attention, sinks)
+    keys = jnp.arange(k.shape[1])
+    queries = queries or Queries(keys, segment_ids)
+    mask = attention.mask(queries.positions, keys, queries.segment_ids, segment_ids)
+    return attend_masked(q, k, v, mask, attention, sinks)

@@ -5,17 +5,20 @@ from typing import Final
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental.pallas.ops.tpu.splash_attention import (
     BlockSizes,
     CausalMask,
     LocalMask,
     MultiHeadMask,
     SegmentIds,
-    make_splash_mha_single_device,
+    make_splash_mha,
 )
+from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_kernel import SplashAttentionKernel
 from jaxtyping import Array, Float, Int
 
 from lockstep.models.attention.training.causal import CausalAttention
+from lockstep.models.attention.training.context import SplitPositions
 
 LANES: Final = 128
 """The number of positions that a block of the kernel is a multiple of."""
@@ -33,16 +36,49 @@ def block_size(length: int) -> int:
     return math.gcd(length + -length % LANES, LARGEST_BLOCK)
 
 
+def splash_kernel(
+    length: int, heads: int, attention: CausalAttention, *, split: SplitPositions | None = None, interpret: bool = False
+) -> SplashAttentionKernel:
+    """Returns the kernel for rows of one length.
+
+    Args:
+        length: The number of positions of a row, a multiple of `LANES`.
+        heads: The number of query heads of a device.
+        attention: The scores.
+        split: The split of a row; the kernel is then sharded over its axis.
+        interpret: Whether to run without a TPU, slowly, for tests.
+    """
+    shape, window = (length, length), attention.sliding_window
+    mask = CausalMask(shape) if window is None else LocalMask(shape, (window - 1, 0), 0)
+    size = block_size(length)
+    if split is not None:
+        mask.q_sequence = split.order.astype(np.int32)
+        size = block_size(length // (2 * split.devices))
+    return make_splash_mha(
+        MultiHeadMask([mask] * heads),
+        block_sizes=BlockSizes(
+            block_q=size, block_kv=size, block_kv_compute=size, block_q_dkv=size, block_kv_dkv=size,
+            block_kv_dkv_compute=size, block_q_dq=size, block_kv_dq=size,
+        ),
+        head_shards=1,
+        q_seq_shards=1 if split is None else split.devices,
+        attn_logits_soft_cap=attention.soft_cap,
+        interpret=interpret,
+    )  # fmt: skip
+
+
 def splash_attention(
-    q: Float[Array, "batch position kv_head group head"],
+    q: Float[Array, "batch query kv_head group head"],
     k: Float[Array, "batch position kv_head head"],
     v: Float[Array, "batch position kv_head head"],
     segment_ids: Int[Array, "batch position"] | None,
     attention: CausalAttention,
     sinks: Float[Array, "kv_head group"] | None = None,
     *,
+    query_segments: Int[Array, "batch query"] | None = None,
+    kernel: SplashAttentionKernel | None = None,
     interpret: bool = False,
-) -> Float[Array, "batch position kv_head group head"]:
+) -> Float[Array, "batch query kv_head group head"]:
     """Attends on one TPU; blocks that causality or the window leave empty are not computed, forward or backward.
 
     Rows whose length is not a multiple of `LANES` are padded at their end, where no query of theirs looks.
@@ -54,33 +90,23 @@ def splash_attention(
         segment_ids: The document of each position; None: a row is one document.
         attention: The scores.
         sinks: The score of each query head for nothing; None for none.
+        query_segments: The document of each query, with ``kernel``.
+        kernel: This device's part of the kernel of a split row; None: the queries are those of all positions.
         interpret: Whether to run without a TPU, slowly, for tests.
     """
     batch, length, kv_heads, group, head = q.shape
-    padding = -length % LANES
-    positions = length + padding
+    padding = -length % LANES if kernel is None else 0
     # The kernel has no scale.
     q = (q.astype(jnp.float32) * attention.scale).astype(q.dtype)
     q, k, v = (jnp.moveaxis(jnp.pad(x, ((0, 0), (0, padding), *((0, 0),) * (x.ndim - 2))), 1, -2) for x in (q, k, v))
     segments = None
     if segment_ids is not None:
         padded = jnp.pad(segment_ids, ((0, 0), (0, padding)))
-        segments = SegmentIds(padded, padded)
-    shape = (positions, positions)
-    window = attention.sliding_window
-    mask = CausalMask(shape) if window is None else LocalMask(shape, (window - 1, 0), 0)
-    size = block_size(length)
-    kernel = make_splash_mha_single_device(
-        MultiHeadMask([mask] * (kv_heads * group)),
-        block_sizes=BlockSizes(
-            block_q=size, block_kv=size, block_kv_compute=size, block_q_dkv=size, block_kv_dkv=size,
-            block_kv_dkv_compute=size, block_q_dq=size, block_kv_dq=size,
-        ),
-        attn_logits_soft_cap=attention.soft_cap,
-        interpret=interpret,
-    )  # fmt: skip
-    heads = q.reshape(batch, kv_heads * group, positions, head)
+        segments = SegmentIds(padded if query_segments is None else query_segments, padded)
+    if kernel is None:
+        kernel = splash_kernel(length + padding, kv_heads * group, attention, interpret=interpret)
+    heads = q.reshape(batch, kv_heads * group, length + padding, head)
     flat = None if sinks is None else sinks.reshape(-1)
-    out = jax.vmap(kernel, in_axes=(0, 0, 0, 0, None))(heads, k, v, segments, flat)
-    out = jnp.moveaxis(out.reshape(batch, kv_heads, group, positions, head), -2, 1)
+    out = jnp.asarray(jax.vmap(kernel, in_axes=(0, 0, 0, 0, None))(heads, k, v, segments, flat))
+    out = jnp.moveaxis(out.reshape(batch, kv_heads, group, length + padding, head), -2, 1)
     return out[:, :length]
