@@ -54,11 +54,7 @@ def check_version() -> None:
 
 @contextlib.contextmanager
 def watch_launches(watcher: LaunchWatcher) -> Iterator[None]:
-    """Tell a watcher of every launch inside: jitted, compiled ahead of time, eager, those of other libraries.
-
-    Args:
-        watcher: Is called in the thread that launches.
-    """
+    """Tell a watcher of every launch inside: jitted, compiled ahead of time, eager, those of other libraries."""
     check_version()
     call = pxla.ExecuteReplicated.__call__
 
@@ -118,11 +114,7 @@ def in_shardings(program: Any) -> Sequence[Any]:
 
 
 def see_compiled(see: Callable[[Any, str], None]) -> None:
-    """From now on, call ``see(key, text)`` for each program that is compiled, or read from the compilation cache.
-
-    Args:
-        see: Gets what `key_of` returns for the program, and its StableHLO without places in source files.
-    """
+    """From now on, call ``see(key, text)`` for each program that is compiled, or read from the compilation cache."""
     compile_program = compiler.compile_or_get_cached
 
     @functools.wraps(compile_program)
@@ -178,11 +170,7 @@ def see_comparisons(see: Callable[[Any], None]) -> None:
 
 
 def see_keys(added: Callable[[str], None], deleted: Callable[[str], None]) -> None:
-    """From now on, tell of the keys of the coordination service that this process sets and deletes.
-
-    Args:
-        deleted: Gets a key, or a directory of keys.
-    """
+    """From now on, tell of the keys of the coordination service that this process sets and deletes."""
     client: Any = _jax.DistributedRuntimeClient
 
     def setting(store: Callable[..., Any]) -> Callable[..., Any]:
@@ -206,10 +194,6 @@ def join_job(address: str, count: int, index: int, joined: Callable[[], None]) -
     """Have this process join a job, when the script says so or else when it first asks for devices.
 
     What the script says of addresses and numbers is replaced.
-
-    Args:
-        address: The coordinator, host:port.
-        joined: Is called when it has joined.
     """
     initialize, backends = distributed.initialize, xla_bridge.backends
     replaced = ("coordinator_address", "num_processes", "process_id", "local_device_ids", "cluster_detection_method")

@@ -184,11 +184,7 @@ class LaunchComparison:
         return found
 
     def _decide(self, x: int, y: int, end: End | None = None) -> Iterator[Finding]:
-        """Say what is different in the first ``x`` and ``y`` launches that wait.
-
-        Args:
-            end: How the run ended, where nothing follows them.
-        """
+        """Say what is different in the first ``x`` and ``y`` launches that wait."""
         first, other = self._logs
         left, right = self._waiting[0][:x], self._waiting[1][:y]
         pairs: list[tuple[Launch, Launch]] = []

@@ -158,11 +158,7 @@ class PutComparison:
         self._lines: dict[tuple[str, str], _PutsAtLine] = collections.defaultdict(_PutsAtLine)
 
     def add(self, side: int, put: Put) -> Iterator[Finding]:
-        """Take in the next array.
-
-        Args:
-            side: 0 where the first process puts it, 1 where the other does.
-        """
+        """Take in the next array of the first process (side 0) or of the other (1)."""
         own = own_line(put.stack)
         line = self._lines[put.array, own.place if own else ""]
         if line.given_up:

@@ -77,11 +77,7 @@ def frames(key: Key) -> tuple[Frame, ...]:
 
 
 def own_line(stack: Sequence[Frame]) -> Frame | None:
-    """The innermost line that is the user's; where none is, the innermost of all.
-
-    Args:
-        stack: The innermost frame first.
-    """
+    """The innermost line of a stack that is the user's; where none is, the innermost of all."""
     return next((frame for frame in stack if frame.own), stack[0] if stack else None)
 
 

@@ -110,11 +110,7 @@ class AttemptSpec:
 
 
 class RunningAttempt:
-    """The command on all workers.
-
-    Args:
-        why_lost: Why the platform took workers away, None where it did not.
-    """
+    """The command on all workers."""
 
     def __init__(
         self, transport: Transport, spec: AttemptSpec, console: Console, why_lost: Callable[[], str | None]

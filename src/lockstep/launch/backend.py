@@ -107,11 +107,7 @@ class Transport(Protocol):
 
 
 def jax_environment(coordinator: str, processes: int, index: int) -> dict[str, str]:
-    """The variables with which a process joins its job where JAX cannot find out by itself (lockstep.hosts.config).
-
-    Args:
-        coordinator: Host and port of process 0.
-    """
+    """The variables with which a process joins its job where JAX cannot find out by itself (lockstep.hosts.config)."""
     return {
         "LOCKSTEP_COORDINATOR_ADDRESS": coordinator,
         "LOCKSTEP_NUM_PROCESSES": str(processes),
@@ -231,11 +227,7 @@ class Patience:
         self._since: float | None = None
 
     def look[Found](self, ask: Callable[[], Found]) -> Found | None:
-        """The answer of the platform; None where it cannot be reached now.
-
-        Raises:
-            LaunchError: It refused, or it has not been reached for ``LIMIT_S``.
-        """
+        """The answer of the platform; None where it cannot be reached now; after ``LIMIT_S`` its error."""
         try:
             found = ask()
         except LaunchError as error:

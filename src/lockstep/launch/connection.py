@@ -109,12 +109,7 @@ class Connection:
             self._lock.release()
 
     def frames(self) -> Iterator[tuple[str, bytes]]:
-        """The frames of the answer as they come: a letter and what belongs to it. The last has the letter R.
-
-        Raises:
-            DroppedError: The connection ended before the last.
-            LaunchError: The worker has no Python.
-        """
+        """The frames of the answer as they come: a letter and what belongs to it. The last has the letter R."""
         stream = self._process.stdout
         assert stream is not None
         noise = b""
@@ -176,11 +171,7 @@ NEEDED: Final = {
 
 
 def answered(data: bytes, operation: str) -> dict[str, Any]:
-    """The last frame of a worker, with its texts as a terminal may have them.
-
-    Raises:
-        LaunchError: It is no answer of the agent.
-    """
+    """The last frame of a worker, with its texts as a terminal may have them."""
     place, fix = "the answer of a worker", "Look at what else its ssh or its python3 runs."
     with refused(place, fix, LaunchError):
         found = parse_json(data, place, dict, fix, LaunchError)

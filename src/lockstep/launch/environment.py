@@ -43,11 +43,7 @@ class JobEnvironment:
 
 
 def job_environment(options: argparse.Namespace) -> JobEnvironment:
-    """Read ``--env`` and ``--env_file``; the first wins where both set a variable.
-
-    Raises:
-        ConfigError: The file cannot be read.
-    """
+    """Read ``--env`` and ``--env_file``; the first wins where both set a variable."""
     given = dict(options.env)
     secret = {name: value for name, value in given.items() if SECRET_NAME.search(name)}
     public = {name: value for name, value in given.items() if name not in secret}
@@ -61,9 +57,6 @@ def read_env_file(path: Path) -> dict[str, str]:
     """Read lines ``NAME=VALUE``; ``export`` before, quotes around a value, empty lines and ``#`` lines are allowed.
 
     Nothing is expanded: a ``$`` is a ``$``.
-
-    Raises:
-        ConfigError: The file is not there, or a line has no name.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -187,11 +180,7 @@ def show_commands(
 
 
 def here_document(text: str) -> str:
-    """A text as a command's standard input in a shell, which expands nothing in it.
-
-    Args:
-        text: The text, with a newline at its end.
-    """
+    """A text that ends in a newline as a command's standard input in a shell, which expands nothing in it."""
     end = "END_OF_FILE"
     while end in text:
         end += "_"

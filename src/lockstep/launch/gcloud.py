@@ -197,11 +197,7 @@ class Gcloud:
         return self.zone.rpartition("-")[0]
 
     def command(self, *words: str, place: str = "zone") -> list[str]:
-        """Return a command line.
-
-        Args:
-            place: ``zone``, ``region`` or ``""``: which of the two is added as an option.
-        """
+        """A command line, with the option ``--zone``, ``--region`` or none, as ``place`` says."""
         options = {"zone": [f"--zone={self.zone}"], "region": [f"--region={self.region}"], "": []}[place]
         return ["gcloud", *words, *options, *([f"--project={self.project}"] if self.project else []), "--quiet"]
 
@@ -213,11 +209,7 @@ class Gcloud:
         return found
 
     def run(self, command: Sequence[str], timeout_s: float = CALL_S) -> str:
-        """Run a command line made by `command`, without a shell, and return what it prints.
-
-        Raises:
-            GcloudError: It failed, took longer than that, or there is no gcloud.
-        """
+        """Run a command line made by `command`, without a shell, and return what it prints."""
         shown = shlex.join(command)
         try:
             done = subprocess.run(
@@ -236,14 +228,7 @@ class Gcloud:
         return GcloudError(command, text, zone=self.zone, project=self.project)
 
     def read(self, *words: str, place: str = "zone") -> Any:
-        """Run a command that describes or lists something.
-
-        Returns:
-            What it prints as JSON; None where there is nothing of that name.
-
-        Raises:
-            GcloudError: It failed for another reason.
-        """
+        """The JSON of a command that describes or lists something; None where there is nothing of that name."""
         try:
             text = self.run([*self.command(*words, place=place), "--format=json"]) or "null"
             return parse_json(text, "what gcloud prints", object, "Run it by hand: what prints beside it?", LaunchError)

@@ -77,11 +77,7 @@ class GkeJob:
 
 
 def job_set(job: GkeJob) -> dict[str, Any]:
-    """The JobSet: a Job for each slice with a pod on each of its hosts.
-
-    Returns:
-        The manifest, without secrets. A failure that another try can cure starts all pods again, any other ends them.
-    """
+    """The JobSet: a Job for each slice with a pod on each of its hosts."""
     hosts = job.slice.hosts
     labels = {"kueue.x-k8s.io/queue-name": job.queue} if job.queue else {}
     return {

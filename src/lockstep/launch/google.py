@@ -328,11 +328,7 @@ class MigBackend(GoogleBackend):
         return self.pod_of(options, options.tpu_name, 1).hosts
 
     def coordinator(self, transport: SshTransport) -> Machine:
-        """The machine of the first slice that JAX counts as its first; the groups do not tell.
-
-        Raises:
-            LaunchError: No machine says that it is the first.
-        """
+        """The machine of the first slice that JAX counts as its first; the groups do not tell."""
         first = [i for i, machine in enumerate(transport.machines) if machine.slice_id == 0]
         asked = {}
         for i in first:

@@ -65,11 +65,7 @@ class Kubectl:
         return ["kubectl", *(f"--{name}={value}" for name, value in given.items() if value), *words]
 
     def run(self, *words: str, manifest: Mapping[str, Any] | None = None) -> str:
-        """Run it and return its output.
-
-        Raises:
-            LaunchError: It is not there, it refused, or it did not answer in time.
-        """
+        """Run it and return its output."""
         if shutil.which("kubectl") is None:
             raise LaunchError(
                 "kubectl was not found. Install it: gcloud components install kubectl; then "

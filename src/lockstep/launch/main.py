@@ -32,11 +32,7 @@ BACKENDS: dict[str, Backend] = {
 
 
 def with_named(name: str | None, backends: Mapping[str, Backend]) -> Mapping[str, Backend]:
-    """Return the backends and, where the name is that of a class, ``module:Class``, the backend that it makes.
-
-    Args:
-        name: The value of ``--backend``, or what the record of a job has; None where none is given.
-    """
+    """Return the backends and, where the name is that of a class, ``module:Class``, the backend that it makes."""
     if name is None or name in backends or ":" not in name:
         return backends
     module_name, _, class_name = name.partition(":")
@@ -66,11 +62,7 @@ def parse(argv: Sequence[str], backends: Mapping[str, Backend] = BACKENDS) -> ar
 
 
 def main(arguments: Sequence[str] | None = None, backends: Mapping[str, Backend] = BACKENDS) -> int:
-    """Run a sub-command; without one, ``run``.
-
-    Args:
-        arguments: The command line after ``launch``; None: that of this process.
-    """
+    """Run a sub-command; without one, ``run``."""
     words, debug = without_debug(sys.argv[1:] if arguments is None else arguments)
     try:
         if words and words[0] in LATER:

@@ -218,11 +218,7 @@ class Mig(GooglePod):
         return shown + (f" ({trouble})" if trouble else ""), states["RUNNING"] == total > 0
 
     def _trouble(self, group: str, instances: list[dict[str, Any]]) -> str:
-        """Return in words why machines do not come, where waiting may help.
-
-        Raises:
-            GcloudError: Waiting does not help.
-        """
+        """The reason in words why machines do not come; a `GcloudError` where waiting does not help."""
         errors = [
             error
             for instance in instances

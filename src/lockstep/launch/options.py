@@ -32,11 +32,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def parse_options(argv: Sequence[str], backends: Mapping[str, Backend]) -> argparse.Namespace:
-    """Read the options before ``--`` and the command after it.
-
-    Returns:
-        The common options and those of the chosen backend, and ``command`` as a list.
-    """
+    """Read the options before ``--`` and the command after it."""
     argv = list(argv)
     cut = argv.index("--") if "--" in argv else len(argv)
     common = Parser(prog=PROG, usage=USAGE, add_help=False, allow_abbrev=False)
@@ -66,11 +62,7 @@ def parse_options(argv: Sequence[str], backends: Mapping[str, Backend]) -> argpa
 
 
 def add_backend_options(parser: argparse.ArgumentParser, backends: Mapping[str, Backend]) -> None:
-    """Add the options of every backend, for shell completion; those of the same name are one.
-
-    Args:
-        parser: The parser, which lets a later option replace an earlier one.
-    """
+    """Add the options of every backend, for shell completion; those of the same name are one."""
     add_common_options(parser, backends)
     for backend in backends.values():
         backend.add_options(parser)

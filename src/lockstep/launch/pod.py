@@ -122,14 +122,7 @@ class Wait:
     given_up: Callable[[], bool] = lambda: False  # whether it is to end before its time
 
     def until(self, what: str, look: Callable[[], tuple[str, bool]]) -> bool:
-        """Look until it is done; a state is shown when it changes, and from time to time.
-
-        Args:
-            look: Returns the state in words, and whether the wait is over.
-
-        Returns:
-            Whether it came to its end in time.
-        """
+        """Look until it is done, or out of time (False); a state is shown when it changes, and from time to time."""
         begin = shown_at = time.monotonic()
         shown, failures = "", 0
         while True:
@@ -153,14 +146,7 @@ class Wait:
             time.sleep(self.poll_s)
 
     def until_usable(self, name: str, look: Callable[[], tuple[str, bool]], *, undone: str) -> None:
-        """Look until a slice can be used.
-
-        Args:
-            undone: What the caller does where it does not come in time, in words.
-
-        Raises:
-            LaunchError: It has not come in time.
-        """
+        """Look until a slice can be used."""
         if not self.until(name, look):
             if self.given_up():
                 raise GivenUpError(f"{name} has not come{undone}", UNAVAILABLE)

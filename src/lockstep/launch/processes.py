@@ -97,11 +97,7 @@ class Child:
 
 
 class Job:
-    """Processes that start and end together.
-
-    Args:
-        secrets: Values that are taken out of what the processes print.
-    """
+    """Processes that start and end together."""
 
     def __init__(self, grace_s: float, secrets: Collection[str] = ()):
         self.grace_s = grace_s

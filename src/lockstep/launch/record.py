@@ -72,11 +72,7 @@ class JobRecord:
 
 
 def new_record(options: argparse.Namespace, name: str) -> JobRecord:
-    """The record of a job that is about to start; it is not written yet.
-
-    Raises:
-        ConfigError: The name cannot be that of a directory.
-    """
+    """The record of a job that is about to start; it is not written yet."""
     _check_name(name)
     kept = {key: value for key, value in vars(options).items() if key not in NOT_KEPT}
     plain = {key: str(value) if isinstance(value, Path) else value for key, value in kept.items()}
@@ -102,11 +98,7 @@ def jobs_directory() -> Path:
 
 
 def find_record(name: str) -> JobRecord | None:
-    """The record of a job, None where there is none.
-
-    Raises:
-        ConfigError: The name cannot be that of a directory, or the record cannot be read or is of another job.
-    """
+    """The record of a job, None where there is none."""
     _check_name(name)
     path = jobs_directory() / name / "job.json"
     try:

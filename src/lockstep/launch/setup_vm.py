@@ -88,11 +88,7 @@ class Version:
 
 @functools.cache
 def version_of(root: Path = ROOT) -> Version:
-    """Return the state of a checkout; it does not change while the launcher runs.
-
-    Raises:
-        LaunchError: It is none, or there is no git.
-    """
+    """Return the state of a checkout; it does not change while the launcher runs."""
     if not (root / ".git").exists() or not (root / "pyproject.toml").exists():
         raise LaunchError(
             f"{root} is not a checkout of lockstep, so there is no source to bring to the machines. Run the launcher "

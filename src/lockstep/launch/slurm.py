@@ -42,11 +42,7 @@ class FollowedFiles:
         self._read: dict[Path, int] = {}
 
     def read(self, *, last: bool) -> None:
-        """Show the whole lines that have been written since the last call.
-
-        Args:
-            last: Whether no more will be written: then a line without an end is shown too.
-        """
+        """Show the whole lines that are new; at ``last``, when no more will be written, one without an end too."""
         for path in sorted(self._directory.glob("attempt-*/worker-*.log"), key=_numbers):
             with open(path, "rb") as file:
                 file.seek(self._read.get(path, 0))
@@ -313,11 +309,7 @@ def _write_private(path: Path, text: str) -> None:
 
 
 def _slurm(argv: Sequence[str]) -> str:
-    """Run one of Slurm's commands and return its output.
-
-    Raises:
-        LaunchError: It is not there, or it refused.
-    """
+    """Run one of Slurm's commands and return its output."""
     try:
         done = subprocess.run(argv, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
     except FileNotFoundError:

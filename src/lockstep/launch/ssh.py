@@ -14,11 +14,7 @@ SSH_OPTIONS = ("-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=15", "-o", "Se
 
 
 class SshTransport:
-    """Hosts behind one ssh each.
-
-    Args:
-        options: Further words of the ssh command.
-    """
+    """Hosts behind one ssh each."""
 
     def __init__(self, workers: Sequence[Worker], options: Sequence[str]) -> None:
         self.workers = workers
@@ -71,11 +67,7 @@ class Ssh(WorkerBackend):
 
 
 def read_hosts(given: str) -> list[str]:
-    """The hosts of ``--hosts``: separated by commas, or the lines of a file.
-
-    Raises:
-        ConfigError: There is none, or one is there twice.
-    """
+    """The hosts of ``--hosts``: separated by commas, or the lines of a file."""
     if "/" in given or Path(given).is_file():
         try:
             words = Path(given).read_text(encoding="utf-8").splitlines()

@@ -160,11 +160,7 @@ def _configurations(command: Sequence[str]) -> list[str]:
 
 
 def files_of(given: str) -> Iterator[str]:
-    """The files of one ``--sync``, relative to the present directory.
-
-    Raises:
-        ConfigError: It is not there, or not below the present directory.
-    """
+    """The files of one ``--sync``, relative to the present directory."""
     path = os.path.relpath(given)
     if path.startswith(".."):
         raise ConfigError(f"--sync {given} is not below {os.getcwd()}. Start the launcher in a directory above it.")

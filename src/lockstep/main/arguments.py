@@ -26,11 +26,7 @@ from lockstep.plugins import modules_beside
 
 @functools.cache
 def field_texts(cls: type[Any]) -> Mapping[str, str]:
-    """The text of each field: the one below it, or its entry under ``Args:``; a parent's where there is none.
-
-    Returns:
-        The text of each field that has one, by its name: one line, code in single backticks.
-    """
+    """The text of each field: the one below it, or its entry under ``Args:``; a parent's where there is none."""
     texts: dict[str, str] = {}
     for each in reversed(cls.__mro__):
         if not dataclasses.is_dataclass(each) and each is not cls:
@@ -107,9 +103,6 @@ def name_words(arguments: Sequence[str], keys: Sequence[str], usage: str) -> lis
 
     Returns:
         The command line as `parse_arguments` reads it.
-
-    Raises:
-        ConfigError: There is a word too many.
     """
     left, rest, named = list(keys), list(arguments), list[str]()
     while rest:
@@ -132,9 +125,6 @@ def read_values(arguments: Sequence[str]) -> dict[str, Any]:
 
     Returns:
         The values of the file with those of the command line in their places, nested as in YAML.
-
-    Raises:
-        ConfigError: An argument or the file cannot be read.
     """
     overrides = dict(_pairs(arguments))
     path = overrides.pop(CONFIG_PATH, None)
@@ -151,11 +141,7 @@ def read_values(arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def decode_config[Config](cls: type[Config], values: Mapping[str, Any], where: str) -> Config:
-    """Build a configuration from nested mappings.
-
-    Raises:
-        ConfigError: A key is unknown, and the message has the closest known one; or a value is missing or wrong.
-    """
+    """Build a configuration from nested mappings."""
     with refused(where, "Correct it there."):
         check_keys(cls, values, (), where)
         try:

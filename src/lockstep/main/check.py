@@ -32,11 +32,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: Sequence[str], *, console: Console | None = None) -> int:
-    """Check a command.
-
-    Raises:
-        ConfigError: The command line cannot work, or nothing could be recorded.
-    """
+    """Check a command."""
     parser = Arguments("check", add_options)
     words = list(arguments)
     at = words.index("--") if "--" in words else len(words)

@@ -75,14 +75,7 @@ class Command:
         return cls
 
     def workload(self, config: Any, model: str | None = None) -> "Workload":
-        """The workload of a configuration.
-
-        Args:
-            model: The name or the checkpoint of a model that replaces the configuration's own; None: its own.
-
-        Raises:
-            ConfigError: The model's shape cannot be found, or values do not go together.
-        """
+        """The workload of a configuration; ``model``, a name or a checkpoint, replaces the configuration's own."""
         assert self.workload_function is not None, f"{self.name} cannot be planned"
         workload: Workload = _load(self.workload_function)(self.name, config, model)
         return workload

@@ -36,11 +36,7 @@ TENS: Final = "zero ten twenty thirty forty fifty sixty seventy eighty ninety".s
 
 
 def words(number: int) -> str:
-    """Return the English words of a number.
-
-    Args:
-        number: The number, 0 to 9,999.
-    """
+    """Return the English words of a number from 0 to 9,999."""
     if number < 20:
         return UNITS[number]
     if number < 100:

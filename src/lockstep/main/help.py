@@ -71,14 +71,7 @@ def overview() -> str:
 
 
 def command_help(command: Command, block: str | None = None) -> str:
-    """The text of ``lockstep COMMAND --help``.
-
-    Args:
-        block: The only block of its configuration to list; None: all.
-
-    Raises:
-        ConfigError: The configuration has no such block.
-    """
+    """The text of ``lockstep COMMAND --help``, or of one block of its configuration."""
     parser = argparse.ArgumentParser(
         prog=f"lockstep {command.name}",
         usage=f"lockstep {command.name} {command.usage}",

@@ -79,11 +79,7 @@ def add_plan_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run_plan(arguments: Sequence[str]) -> int:
-    """Plan as the command line says.
-
-    Returns:
-        The exit code: 0 if the configuration fits, else 1.
-    """
+    """Plan as the command line says; 0 if the configuration fits, else 1."""
     own, rest = split_plan(arguments)
     if "topology" not in own:
         raise ConfigError("--topology is missing: name the slice to plan for, such as --topology v5p-64.")
@@ -228,11 +224,7 @@ SWITCHES: Final = ("self-test", "self_test")  # the options that may stand witho
 
 
 def run_doctor(arguments: Sequence[str]) -> int:
-    """Examine as the command line says.
-
-    Returns:
-        The exit code: 1 where something needs a fix, else 0.
-    """
+    """Examine as the command line says; 1 where something needs a fix, else 0."""
     own, rest = split_doctor(arguments)
     config = parse_arguments(DoctorConfig, own)
     values = read_values(rest)

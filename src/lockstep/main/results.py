@@ -45,11 +45,7 @@ def add_report_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run_report(arguments: Sequence[str]) -> int:
-    """Make the report.
-
-    Raises:
-        LockstepError: A run is not there, a line of it cannot be read, or the report cannot be written.
-    """
+    """Make the report."""
     parser = Arguments("report", add_report_options)
     options = parser.parse_args(list(arguments))
     if len(options.runs) not in (1, 2):
@@ -65,11 +61,7 @@ def run_report(arguments: Sequence[str]) -> int:
 
 
 def make_report(runs: Sequence[RunFiles], output: Path, reload_s: float | None = None) -> None:
-    """Read the runs, write the page and say so.
-
-    Args:
-        reload_s: The seconds after which the page loads itself again; None: it stays as it is.
-    """
+    """Read the runs, write the page and say so; with ``reload_s`` the page loads itself again."""
     payload = make_payload(runs, reload_s=reload_s)
     title = " and ".join(run.name for run in runs)
     size = write_page(render_page(payload, title), output)
@@ -146,11 +138,7 @@ def add_tail_options(parser: argparse.ArgumentParser) -> None:
 def run_tail(
     arguments: Sequence[str], *, console: Console | None = None, sleep: Callable[[float], object] = time.sleep
 ) -> int:
-    """Show a run until Ctrl-C, or once.
-
-    Raises:
-        LockstepError: There is no such run, or a line of it cannot be read.
-    """
+    """Show a run until Ctrl-C, or once."""
     parser = Arguments("tail", add_tail_options)
     options = parser.parse_args(list(arguments))
     if options.run is None:

@@ -40,16 +40,7 @@ from lockstep.urls import HUB_WAIT_S
 
 
 def train(cls: type[TrainConfig], arguments: Sequence[str]) -> int:
-    """Train as the command line says.
-
-    Returns:
-        The exit code, see `lockstep.training.train`.
-
-    Raises:
-        ConfigError: The configuration cannot work.
-        PeerError: A host failed where all must go on together.
-        HostError: The hosts lost each other.
-    """
+    """Train as the command line says; the exit code is that of `lockstep.training.train`."""
     config = parse_arguments(cls, [re.sub(r"^--resume(?==|$)", "--trainer.resume", each) for each in arguments])
     hosts = _join(config.trainer.distributed)
     logging.getLogger("absl").setLevel(logging.WARNING)  # orbax says a dozen things about every save
@@ -63,11 +54,7 @@ train_grpo = functools.partial(train, TrainGrpoConfig)
 
 
 def sample(arguments: Sequence[str]) -> int:
-    """Sample as the command line says.
-
-    Returns:
-        The exit code: 0; 1 where a host failed.
-    """
+    """Sample as the command line says; 1 where a host failed."""
     config = parse_arguments(SampleConfig, arguments)
     return run_sample(config, _join(config.trainer.distributed))
 

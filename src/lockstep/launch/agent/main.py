@@ -106,11 +106,7 @@ def is_closed(address: str) -> bool:
 
 
 def holders(devices: Sequence[str] = DEVICES, proc: str = "/proc", sudo: bool = True) -> list[dict[str, Any]]:
-    """Processes that have a chip open: ``pid``, ``command``, ``device``.
-
-    Args:
-        sudo: Whether those of other users are looked at too, by ``sudo -n``.
-    """
+    """Processes that have a chip open: ``pid``, ``command``, ``device``; with ``sudo`` those of other users too."""
     wanted = {os.path.realpath(path) for pattern in devices for path in glob.glob(pattern)}
     if not wanted:
         return []

@@ -110,15 +110,7 @@ def calibration(
 
 
 def examine(config: DoctorConfig, needs: RunNeeds, distributed: DistributedConfig, console: Console) -> int:
-    """Do all checks, show what they found, and return the exit code; every process makes the same call.
-
-    Returns:
-        1 where something needs a fix, else 0; the same on every process.
-
-    Raises:
-        PeerError: The report cannot be written.
-        HostTimeoutError: A process is missing.
-    """
+    """Do all checks, on every process, and show them; 1 where something needs a fix, else 0, the same on all."""
     reaching = begin_checks(needs)
     machine = [
         *attempt("versions", check_versions),

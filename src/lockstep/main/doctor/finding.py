@@ -111,11 +111,7 @@ def merge(by_process: Sequence[Sequence[Finding]]) -> list[JobFinding]:
 
 
 class BackgroundCheck:
-    """A check in a thread of its own, which does not keep the process alive.
-
-    Args:
-        check: The check; it launches nothing.
-    """
+    """A check that launches nothing, in a thread of its own, which does not keep the process alive."""
 
     def __init__(self, name: str, check: Callable[[], Finding | Iterable[Finding]], fix: str) -> None:
         self.name, self._fix = name, fix
@@ -128,11 +124,7 @@ class BackgroundCheck:
         self._found = attempt(self.name, check)
 
     def findings(self, timeout_s: float) -> list[Finding]:
-        """The findings, or one that says that there was no answer.
-
-        Args:
-            timeout_s: The seconds since it began that it may take.
-        """
+        """The findings, or one that says that there was no answer within some seconds since it began."""
         self._thread.join(max(0.0, self._begun + timeout_s - time.monotonic()))
         if self._found is None:
             return [Finding.to_fix(self.name, f"no answer within {timeout_s:g} s.", self._fix)]
@@ -168,11 +160,7 @@ class Findings:
         return int(any(each.finding.outcome == "fix" for each in self._all()))
 
     def begin(self) -> None:
-        """Write the file for the first time.
-
-        Raises:
-            ConfigError: It cannot be written.
-        """
+        """Write the file for the first time."""
         try:
             self._write(complete=False)
         except OSError as error:

@@ -188,11 +188,7 @@ class LayoutRounds:
         )
 
     def on_step(self, info: StepInfo, force: bool = False) -> None:
-        """Make the rounds of a step; every host calls it.
-
-        Args:
-            force: Whether it is the last call, in which there is no round.
-        """
+        """Make the rounds of a step; every host calls it. There is none where it is forced, at the end."""
         step = info.next_step
         if force or step in (0, self.steps):
             return

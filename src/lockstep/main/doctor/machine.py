@@ -58,11 +58,7 @@ def run_paths(log_dir: str = "runs", environment: Mapping[str, str] = os.environ
 
 
 def check_disks(paths: Mapping[str, Path]) -> list[Finding]:
-    """Look at the free space of some directories and whether they can be written to.
-
-    Returns:
-        A finding for each disk, and one for each directory that cannot be written to.
-    """
+    """A finding for each disk with its free space, and one for each directory that cannot be written to."""
     found: list[Finding] = []
     disks: dict[int, tuple[Path, list[str]]] = {}
     for what, path in paths.items():
@@ -94,11 +90,7 @@ def run_variables(environment: Mapping[str, str] = os.environ) -> dict[str, str]
 
 
 def check_variables(environment: Mapping[str, str] = os.environ, chips: int | None = None) -> list[Finding]:
-    """Look for variables that a run on several hosts does not survive, or that leave TPUs idle.
-
-    Args:
-        chips: The number of TPU chips of this machine; None to count them.
-    """
+    """Look for variables that a run on several hosts does not survive, or that leave TPUs idle."""
     found = []
     for name, why in HAZARDS.items():
         if environment.get(name, "").lower() in ("1", "true", "yes"):
@@ -165,11 +157,7 @@ def check_versions(
     version: Callable[[str], str | None] = installed_version,
     requirements: Callable[[str], Sequence[str]] = declared_requirements,
 ) -> list[Finding]:
-    """Compare the installed packages with what lockstep, jax and Levanter require.
-
-    Returns:
-        One finding that is ok, or one for each package that does not fit.
-    """
+    """Compare the installed packages with what lockstep, jax and Levanter require: a finding for each misfit."""
     found, number = [], 0
     for name, extras in EXTRAS.items():
         for text in requirements(name):
@@ -230,11 +218,7 @@ def host_facts(config_digest: str) -> dict[str, dict[str, str]]:
 
 
 def compare(by_process: Sequence[Mapping[str, Mapping[str, str]]]) -> list[Finding]:
-    """Find what differs between hosts.
-
-    Returns:
-        A finding for each fact that differs, which names who has what; one that is ok where none does.
-    """
+    """A finding for each fact that differs between hosts, with who has what; one that is ok where none does."""
     found = []
     number = 0
     for kind in ("must", "should"):
@@ -285,11 +269,7 @@ def compare_clocks(times: Sequence[float]) -> Finding:
 
 
 def judge_cache(cache: str, shared: Sequence[bool]) -> list[Finding]:
-    """Say whether a host that is replaced finds the programs that the others have compiled.
-
-    Args:
-        shared: For each process, whether it sees the leader's directory, or has none on disk.
-    """
+    """Say whether a host that is replaced finds the programs that the others have compiled."""
     if all(shared) or not cache:
         return []
     alone = name_processes(index for index, same in enumerate(shared) if not same)

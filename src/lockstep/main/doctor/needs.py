@@ -78,11 +78,7 @@ class RunNeeds:
 
 
 def read_needs(config: DoctorConfig, values: Mapping[str, Any]) -> RunNeeds:
-    """Read what a run reaches for from its configuration.
-
-    Args:
-        values: The values of the run's configuration as in its YAML file; may be empty.
-    """
+    """Read what a run reaches for from its configuration."""
     trainer = _mapping(values.get("trainer"))
     trackers = trainer.get("tracker", values.get("tracker"))
     each = [_mapping(one) for one in (trackers if isinstance(trackers, list) else [trackers])]

@@ -50,11 +50,7 @@ class TrainingRun:
 
 
 def judge_losses(what: str, plain: TrainingRun, sampled: TrainingRun, layouts: Sequence[str]) -> Finding:
-    """Say whether training went on as if there were no samples.
-
-    Args:
-        layouts: The layouts in the order of their rounds, of which the first is after step 2.
-    """
+    """Say whether training went on as if there were no samples; the first layout is that of the round after step 2."""
     name = f"{what}: losses"
     if plain.losses != sampled.losses:
         pairs = list(zip(plain.losses, sampled.losses, strict=True))

@@ -35,16 +35,8 @@ class Loop:
 def time_loops(hosts: Hosts, name: str, build: Callable[[], Sequence[Loop]]) -> list[list[float]]:
     """Time some loops; every process makes the same call.
 
-    Args:
-        build: Compiles the loops; launches nothing.
-
     Returns:
         For each process, the seconds of one turn of each loop.
-
-    Raises:
-        PeerError: A loop does not compile or run on some host.
-        DisagreementError: The hosts compiled different programs.
-        LaunchMismatchError: The hosts launched different programs.
     """
     watchdog = Watchdog(hosts, hosts.timeout_s)
     with hosts.scope(f"doctor/{name}") as scope:
@@ -168,11 +160,7 @@ def speeds(seconds: Sequence[Sequence[float]], devices: Sequence[jax.Device], si
 
 
 def judge_speeds(found: Sequence[DeviceSpeed], devices: Sequence[jax.Device]) -> list[Finding]:
-    """Compare what was measured with what is published, and the hosts with each other.
-
-    Args:
-        devices: All devices. Processes whose devices share a memory get what the others leave, and are not compared.
-    """
+    """Compare what was measured with what is published, and hosts that share no memory with each other."""
     device, apart = devices[0], count_memories(devices) >= len(found)
     chip = published_chip(device)
     findings = []
@@ -324,11 +312,7 @@ def collective_sizes(platform: str) -> tuple[int, ...]:
 
 
 def build_collectives(hosts: Hosts, wanted: Sequence[tuple[Group, Kind, int]]) -> list[Loop]:
-    """Compile a loop for each collective.
-
-    Args:
-        wanted: The devices, the kind, and the bytes that each device gives.
-    """
+    """Compile a loop for each collective."""
     return [_loop(hosts, *one) for one in wanted]
 
 

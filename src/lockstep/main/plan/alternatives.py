@@ -48,11 +48,7 @@ class MeshCost:
 def mesh_costs(
     workload: Workload, topology: Topology, cache: CompileCache, calibration: str | None = None
 ) -> list[MeshCost]:
-    """Compile the train step for each of `MESH_SHAPES`, and predict its rollout.
-
-    Args:
-        topology: The slice. On one host both shapes are the same mesh, which is planned once.
-    """
+    """Compile the train step for each of `MESH_SHAPES`, which are one mesh on one host, and predict its rollout."""
     if calibration is not None:
         workload = workload.calibrated(calibration)
     found = []
@@ -73,11 +69,7 @@ def mesh_costs(
 
 
 def update_cost(plan: Plan) -> MeshCost:
-    """Return what a plan says of the update on its mesh.
-
-    Args:
-        plan: The plan of a workload with training and without sampling.
-    """
+    """Return what the plan of a workload without sampling says of the update on its mesh."""
     time = train_time(plan)
     return MeshCost(
         mesh_shape=plan.workload.mesh_shape,
@@ -94,12 +86,7 @@ def update_cost(plan: Plan) -> MeshCost:
 
 
 def with_rollout(cost: MeshCost, sizing: Sizing, resident: int, steps: int) -> MeshCost:
-    """Return the cost with that of the rollout.
-
-    Args:
-        resident: The bytes per device of the training state.
-        steps: The number of train steps that learn from a rollout.
-    """
+    """Return the cost with that of a rollout, from which ``steps`` train steps learn."""
     return dataclasses.replace(
         cost,
         needed=max(cost.needed, resident + sizing.predicted.total),

@@ -55,11 +55,7 @@ class State:
 
 
 def make_state(workload: Workload, mesh: Mesh) -> State:
-    """The shapes and the bytes of the parameters and of the optimizer's state.
-
-    Raises:
-        ConfigError: The mesh does not divide an axis of the model.
-    """
+    """The shapes and the bytes of the parameters and of the optimizer's state."""
     training = workload.training
     assert training is not None
     precision = training.trainer.precision
@@ -85,11 +81,7 @@ def make_state(workload: Workload, mesh: Mesh) -> State:
 
 
 def model_structs(workload: Workload, mesh: Mesh) -> LlamaLMHeadModel:
-    """A model that is not trained, as shapes on a mesh.
-
-    Raises:
-        ConfigError: The mesh does not divide an axis of a weight.
-    """
+    """A model that is not trained, as shapes on a mesh."""
     shapes = skeleton(workload.vocab_size, workload.model)
     return jax.tree.map(
         lambda shape, sharding: jax.ShapeDtypeStruct(shape.shape, jax.numpy.dtype(workload.dtype), sharding=sharding),
@@ -133,14 +125,7 @@ class TrainStepPlan:
 def compile_step(
     workload: Workload, mesh: Mesh, state: State, cache: CompileCache, *, microbatches: int, length: int | None = None
 ) -> Summary:
-    """Compile the train step as the trainer makes it.
-
-    Args:
-        length: The number of tokens of a sequence; None: as configured.
-
-    Raises:
-        HbmError: The step does not fit a device.
-    """
+    """Compile the train step as the trainer makes it, for sequences of ``length`` or as configured."""
     training = workload.training
     assert training is not None
     steps = training.trainer.num_train_steps
@@ -349,11 +334,7 @@ def _what_fits(
 
 
 def largest_that_works(values: Sequence[int], guess: int, works: Callable[[int], bool]) -> int | None:
-    """Search the largest value that works, from a guess. Every value that works is smaller than those that do not.
-
-    Returns:
-        The value; None where none works.
-    """
+    """Search the largest value that works, or None, from a guess. Those that work are smaller than all others."""
     low, high = -1, len(values)
     at = values.index(guess) if guess in values else 0
     stride = 1

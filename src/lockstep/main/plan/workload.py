@@ -86,11 +86,7 @@ def largest_in(text: str) -> int | None:
 
 
 def key_in(text: str, keys: Mapping[str, str]) -> str | None:
-    """The first configuration key, with dots, that a message names; None where it names none.
-
-    Args:
-        keys: The key with dots, by the name that messages have for it.
-    """
+    """The first configuration key, with dots, that a message names; None where it names none."""
     found = [(text.index(name), key) for name, key in keys.items() if name in text]
     return min(found)[1] if found else None
 
