@@ -1,4 +1,4 @@
-"""Whether the engine's log-probabilities are the model's: recomputed with the training forward, all tokens at once."""
+"""The audit: the engine's log-probabilities against those of the training forward, all tokens at once."""
 
 import contextlib
 import dataclasses
@@ -67,7 +67,6 @@ class Auditor:
     second forward pass in float32 measures what that costs. Only the compiled programs are kept.
 
     Args:
-        mesh: The mesh that the model is sharded over.
         vocab_size: The number of token ids that may be sampled, as given to the engine; None for all rows of the
             embedding.
         dtype: The floating dtype to compute in, the engine's; None for the dtype of the parameters.
@@ -168,7 +167,6 @@ class Auditor:
 
         Args:
             model: The model given to `prepare`, or a later state of it.
-            requests: The requests given to `prepare`.
             completions: Completions of these requests; the same on every host.
             around_launch: A function of the program's name whose context surrounds a launch and the wait for its
                 result.

@@ -136,11 +136,7 @@ class EngineConfig(CapacityFields):
         tensor_size(self.layout)
 
     def kv_dtype(self, dtype: jnp.dtype) -> jnp.dtype:
-        """The dtype of the KV cache.
-
-        Args:
-            dtype: The dtype that the engine computes in.
-        """
+        """The dtype of the KV cache."""
         return FP8 if self.kv_cache_dtype == "fp8" else dtype
 
     @property

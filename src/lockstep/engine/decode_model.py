@@ -41,7 +41,6 @@ class Weight:
     """One weight of a model in a layout.
 
     Args:
-        name: The name of its field.
         layers: The number of layers that have it, its first axis; 0 for none.
         in_place: Whether the trainer has it where decoding wants it.
         decode_size: Numbers on each device in the decode layout.
@@ -65,16 +64,11 @@ class DecodeModel:
         layout: The layout; not ``auto``.
         config: The configuration of the model, with kv heads replicated where the layout needs that.
         weights: Shape structs and `LazyWeight` of such, with the trainer's shardings and kv heads replicated.
-        decode_mesh: The decode mesh.
-        active_replicas: The number of replicas that decode.
         device: One of the devices, which are all of the same kind.
-        heads: The attention heads of one device.
         dtype: The dtype of weights and activations while decoding.
         quantized_dtype: The 8-bit dtype of the weights of the layers' matrix products; None where it is ``dtype``.
-        kv_dtype: The dtype of the KV cache.
         kv_bytes: Bytes per device of K and V at one position in all layers.
         layouts: The layout of each weight: where the trainer has it, and where decoding wants it.
-        leaves: What there is to know of each weight.
         lazy: Whether any weight has yet to be made from what the trainer has.
         casts: Whether any parameter has another dtype than decoding uses, such as 8 bits.
         moves: Whether weights move into the decode layout once per round; otherwise they stay in the trainer's.
@@ -112,9 +106,7 @@ class DecodeModels:
 
     Args:
         engine: Layout, dtype, and dtype of the KV cache.
-        config: The configuration of the model.
         weights: Arrays or shape structs with shardings; only their shapes, dtypes and shardings are kept.
-        mesh: The mesh that the model is sharded over.
     """
 
     def __init__(self, engine: EngineConfig, config: LlamaConfig, weights: DecoderWeights, mesh: Mesh) -> None:
@@ -302,9 +294,7 @@ def replicate_kv_heads(config: LlamaConfig, weights: DecoderWeights, tensor: int
     """The model as ``tensor`` devices see it: with a kv head for each of them, repeated where it has fewer.
 
     Args:
-        config: The configuration of the model.
         weights: Arrays, shape structs or `LazyWeight`; nothing is launched or copied.
-        tensor: The number of devices per replica.
 
     Returns:
         Both unchanged where there are enough kv heads; else a model with ``tensor`` kv heads that computes the same,

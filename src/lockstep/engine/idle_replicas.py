@@ -53,7 +53,6 @@ def count_active(layout: Layout, replicas: int) -> int:
     """The number of replicas that decode in a layout.
 
     Args:
-        layout: The layout in use.
         replicas: The number of replicas that the mesh makes.
 
     Raises:
@@ -73,8 +72,6 @@ def own_steps(capacity: Capacity, num_steps: Int[Array, ""], busy: Bool[Array, "
     """The steps of a launch that this replica takes: none where it is idle.
 
     Args:
-        capacity: The capacity that the program is compiled for.
-        num_steps: The number of steps of the launch.
         busy: Whether this replica has any sequence to decode.
     """
     return jnp.where(busy, num_steps, 0) if capacity.idle_replicas else num_steps
@@ -86,10 +83,7 @@ def run_if_busy(capacity: Capacity, busy: Bool[Array, ""], fill: Callable[[Any],
     A loop of at most one turn changes the pool in place, where a conditional would copy it.
 
     Args:
-        capacity: The capacity that the program is compiled for.
         busy: Whether this replica has anything to fill.
-        fill: The work to do.
-        pool: The pool of this replica.
     """
     if not capacity.idle_replicas:
         return fill(pool)

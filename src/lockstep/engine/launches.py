@@ -97,11 +97,7 @@ def launch_all(
     All that can fail on one host alone is done before the gate: a host that is through it launches.
 
     Args:
-        programs: The programs.
-        weights: The weights in the decode layout.
         pool: The K/V pool; deleted at the end.
-        scheduler: The scheduler of the requests.
-        decode_mesh: The decode mesh.
         around_launch: Called with the program's name; its context surrounds a launch and the wait for its result.
         between_launches: Called with the scheduler before each launch.
         gate: What holds every host until all can go on; None where errors stay on their host.

@@ -26,8 +26,6 @@ class Prepared:
 
     Args:
         models: The model in every layout; without arrays.
-        sizing: Layout and capacity in use.
-        programs: The compiled programs.
         excess: Bytes that the compiler was found to need beyond the prediction, by layout.
     """
 
@@ -48,8 +46,6 @@ def models_for(
     """The model in every layout, and what was prepared for it before.
 
     Args:
-        config: The configuration of the engine.
-        mesh: The mesh that the model is sharded over.
         model: What `lockstep.models.read_decoder` returned.
         before: What was prepared for this model or for another.
 
@@ -78,14 +74,10 @@ def prepare_programs(
     Launches nothing. Everything follows from the arguments and from compiled programs, which hosts agree on.
 
     Args:
-        config: The configuration of the engine.
-        models: The model in every layout.
         requests: At least one request; checked.
         free: Bytes on the device with the least free memory of all hosts.
         vocab_size: The number of token ids that may be sampled, from 0; None for all rows of the embedding.
-        ledger: Where launches are recorded.
         before: What was prepared for the same model earlier; returned unchanged if it does for these requests too.
-        compile_with: The compiler.
 
     Raises:
         ConfigError: A capacity, layout or model cannot work.
@@ -124,7 +116,6 @@ def check_requests(requests: Sequence[Request], rows: int, vocab_size: int | Non
 
     Args:
         requests: Any number of requests.
-        rows: The number of rows of the model's embedding.
         vocab_size: The number of token ids that may be sampled, from 0; None for all rows.
 
     Raises:
@@ -141,7 +132,6 @@ def checked(requests: Iterable[Request], rows: int, vocab_size: int | None = Non
 
     Args:
         requests: Any number of requests, which may be read as they are needed.
-        rows: The number of rows of the model's embedding.
         vocab_size: The number of token ids that may be sampled, from 0; None for all rows.
 
     Raises:

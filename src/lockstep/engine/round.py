@@ -31,18 +31,13 @@ class RolloutEngine(Protocol):
         ...
 
     def free_bytes(self, model: Any) -> int:
-        """Return the free memory of the device of this process that has the least, once the model is complete.
-
-        Args:
-            model: The model.
-        """
+        """Return the free memory of the device of this process that has the least, once the model is complete."""
         ...
 
     def check(self, model: Any, requests: Sequence[Request]) -> Any:
         """Refuse what can never work; launches nothing.
 
         Args:
-            model: The model.
             requests: As many as in any generation, and as long.
 
         Raises:
@@ -54,7 +49,6 @@ class RolloutEngine(Protocol):
         """Compile what these requests need; launches nothing.
 
         Args:
-            model: The model.
             requests: As many as in any generation, and as long.
             free: Bytes on the device with the least free memory of all hosts.
 
@@ -75,7 +69,6 @@ class RolloutEngine(Protocol):
         """Sample; the same answers on every host.
 
         Args:
-            model: The model.
             requests: No more than were prepared for, and no longer.
             around_launch: Called with a program's name; its context surrounds a launch.
             find_stop: Finds stop strings; None where no request has any.
@@ -137,7 +130,6 @@ def generate_on_all(
         requests: The same on every host; may be none.
         largest: As many requests as in any generation, and as long: programs are made for these. None: ``requests``.
         facts: What must be the same on every host, beside requests and programs.
-        find_stop: What finds stop strings.
         max_seconds: The seconds that launches may take; compiling does not count. None for no limit.
         gate: What holds every host before each launch; None for one with ``max_seconds``.
         watchdog: The watchdog of device calls; None for none.
@@ -225,14 +217,12 @@ def stream_on_all(
 
     Args:
         hosts: As in `generate_on_all`, as all that has the same name there.
-        engine: The engine.
         model: The model as `lockstep.models.read_decoder` returned it.
         requests: Read one by one as room becomes free, the same on every host.
         largest: Requests that need as much as any of ``requests``.
         free: Bytes on the device with the least free memory of all hosts, agreed on.
         batch: The number of completions to agree on at a time, at least.
         facts: What must be the same on every host.
-        find_stop: What finds stop strings.
         watchdog: The watchdog of device calls.
         between_launches: Called with the scheduler before each launch.
         on_answered: Called on this host with completions before they are agreed on; must not raise.
@@ -261,7 +251,6 @@ def take_batch(
     """The next completions of a stream, as few prompts as make ``least``; fewer at its end.
 
     Args:
-        stream: The stream.
         least: The number of completions, if there are as many.
         on_answered: Called with completions as they come.
     """
@@ -290,22 +279,13 @@ class PhaseClock:
         return time.perf_counter() - self._begin
 
     def lap(self, phase: str) -> None:
-        """Count the time since the last lap.
-
-        Args:
-            phase: What it was spent on.
-        """
+        """Count the time since the last lap."""
         now = time.perf_counter()
         self.add(phase, now - self._last)
         self._last = now
 
     def add(self, phase: str, seconds: float) -> None:
-        """Count seconds that were measured elsewhere.
-
-        Args:
-            phase: What they were spent on.
-            seconds: The seconds.
-        """
+        """Count seconds that were measured elsewhere."""
         self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds
 
 

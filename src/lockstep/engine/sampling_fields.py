@@ -27,10 +27,6 @@ class EarlierAnswers:
 
     To lose them changes no token, but which programs sample them, and so the last bits of log-probabilities: a run that
     goes on needs them.
-
-    Args:
-        source: Where drafts come from.
-        max_tokens: The most tokens to keep.
     """
 
     def __init__(self, source: DraftSource, max_tokens: int = MAX_TOKENS) -> None:
@@ -87,11 +83,7 @@ class EarlierAnswers:
         return {"kept": json.dumps(kept), "tokens": base64.b64encode(tokens.astype("<i4").tobytes()).decode()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Keeps what `state` returned in an earlier process; nothing where no earlier answers are wanted now.
-
-        Args:
-            state: That state.
-        """
+        """Keeps what `state` returned in an earlier process; nothing where no earlier answers are wanted now."""
         if self._source not in ("auto", "last_round"):
             return
         tokens = np.frombuffer(base64.b64decode(state["tokens"]), "<i4").astype(np.int32)
@@ -184,11 +176,7 @@ class SamplingFields(SamplingRules):
             raise self.located(error) from None
 
     def located(self, error: LockstepError) -> LockstepError:
-        """An error with the key of this block before its message.
-
-        Args:
-            error: An error about one of the fields.
-        """
+        """An error with the key of this block before its message."""
         return type(error)(f"{self.BLOCK}: {error}") if self.BLOCK else error
 
 

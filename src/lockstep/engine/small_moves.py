@@ -32,7 +32,6 @@ class Moved:
     """An array that is not where it was.
 
     Args:
-        name: The name of its weight.
         at: Its position among the arrays that the weights are made of.
         before: What it was when programs were compiled, as a struct.
         now: What it is.
@@ -84,9 +83,6 @@ class KnownModel:
 
     Args:
         signature: The signature of the model, see `signature_of`.
-        mesh: Its mesh.
-        ledger: Where launches are recorded.
-        compile_with: The compiler.
     """
 
     def __init__(self, signature: object, mesh: Mesh, ledger: Ledger, compile_with: Compile) -> None:
@@ -152,7 +148,6 @@ def are_small(moved: Sequence[Moved], before: Any) -> bool:
     """Whether arrays may be moved back: all on the mesh that they were on, with few bytes per device.
 
     Args:
-        moved: The arrays.
         before: The signature of the model that programs were compiled for.
     """
     meshes = {_mesh(struct.sharding) for move in moved for struct in (move.before, move.now)}
@@ -169,9 +164,6 @@ def _make_moves(
     Args:
         before: The signature of the model that programs were compiled for, from which ``read`` differs in small moves.
         read: The model that comes.
-        mesh: Its mesh.
-        ledger: Where launches are recorded.
-        compile_with: The compiler.
     """
     now = signature_of(*read)
     moved = find_moves(before, now)

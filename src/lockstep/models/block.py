@@ -43,7 +43,6 @@ def layer[X: Summable](
 
     Args:
         attend: The attention, projections included.
-        mlp: The MLP.
         norm: The norm, given a weight; given None it returns its input.
         weights: The norms' weights as ``attn_norm``, ``attn_post_norm``, ``mlp_norm`` and ``mlp_post_norm``.
         shard: The constraint on the sharding of the stream.
@@ -145,7 +144,6 @@ def hidden(
     A gated MLP is that of GLU variants (Shazeer 2020, https://arxiv.org/abs/2002.05202, eq. 6).
 
     Args:
-        up: The product with ``up``.
         gate: The product with ``gate``; None for xIELU, and for `clamped_swiglu`, where it is in ``up``.
         xielu_parameters: The arguments of `xielu` after the first.
         elementwise: Applies the activation, which is then computed in float32 and rounded once.
@@ -177,7 +175,6 @@ def xielu(x: Array, p: Array, n: Array, beta: Array, eps: Array) -> Array:
     """Apply xIELU, the activation of Apertus (Huang & Schlag 2024, https://arxiv.org/abs/2411.13010).
 
     Args:
-        x: The pre-activations.
         p: The scalar that sets the curvature for positive inputs, before softplus.
         n: The scalar that sets the curvature for negative inputs, before softplus and the addition of ``beta``.
         beta: The scalar slope at 0.

@@ -1,4 +1,4 @@
-"""Whether what a reader says of a model computes what the model computes, and which part is wrong if not."""
+"""The check of a reader: its configuration and weights must compute what the model computes; names what is wrong."""
 
 import dataclasses
 import math

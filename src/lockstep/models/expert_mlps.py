@@ -46,10 +46,7 @@ def mixture(
     """Return the weighted sum of what each token's experts answer.
 
     Args:
-        x: The tokens.
-        routing: Their experts.
         weights: The experts that are on this device, or their part of ``expert_mlp``.
-        activation: The activation of their gated MLPs.
         first: The number of the first of them; what the others answer is not in the sum.
         valid: Which tokens matter; no expert is read for the others, whose result is 0. None for all.
         layer: The layer, where the weights are those of all layers, stacked: a slice of one would be a copy of all its
@@ -90,7 +87,6 @@ def grouped_mlp(
 
     Args:
         x: Rows, grouped by expert.
-        sizes: The number of rows of each group.
         base: The expert of the first group.
         average: The rows of a group where experts are used evenly.
     """

@@ -134,7 +134,6 @@ class LlamaExperts(eqx.Module):
 
         Args:
             segment_ids: The document of each position; what is of document 0 is padding, and not in the sums.
-            engine: The experts that an engine chose.
 
         Returns:
             The sum of what the experts answer, and the router's sums.
@@ -258,11 +257,7 @@ class MixedLayers(eqx.Module):
     config: LlamaConfig = eqx.field(static=True)
 
     def scan_via(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns a function that applies the layers, as that of ``haliax.nn.Stacked`` does.
-
-        Args:
-            call: Takes a layer and the arguments of the function.
-        """
+        """Returns a function that applies the layers, as that of ``haliax.nn.Stacked`` does."""
         policy = scan_policy(self.config.gradient_checkpointing)
 
         def scan(
@@ -319,11 +314,7 @@ class MixedLayers(eqx.Module):
 
 
 def repeated_runs(kinds: Sequence[bool]) -> list[tuple[tuple[tuple[bool, int], ...], int]]:
-    """Returns the runs of layers of one kind as units of at most two runs, and how often each unit repeats.
-
-    Args:
-        kinds: The kind of each layer.
-    """
+    """Returns the runs of layers of one kind as units of at most two runs, and how often each unit repeats."""
     runs = [(kind, len(list(layers))) for kind, layers in itertools.groupby(kinds)]
     units, start = list[tuple[tuple[tuple[bool, int], ...], int]](), 0
     while start < len(runs):

@@ -170,8 +170,6 @@ def _with_layer_types(variant: Variant, model: Any, local: Any, rope: RotaryConf
     """The variant with the attention of each layer, as its module has it.
 
     Args:
-        variant: The rest.
-        model: A Gemma.
         local: The kind of attention that has a window.
         rope: The rotary embeddings of layers with a window; None for those of the others.
     """

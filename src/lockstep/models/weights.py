@@ -131,7 +131,6 @@ def tensor_dims(experts: int, tensor: int) -> Mapping[str, int]:
 
     Args:
         experts: The number of experts; 0 for none.
-        tensor: The number of devices of a replica.
     """
     if not experts or experts % tensor:
         return TENSOR_DIMS

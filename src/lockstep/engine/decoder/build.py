@@ -84,11 +84,7 @@ def build_programs(
     """Compiles all programs for a model in a layout; launches nothing.
 
     Args:
-        model: The model in the layout to decode in.
-        sizes: The capacity of the programs.
         vocab_size: The number of token ids that may be sampled, from 0; None for all rows of the embedding.
-        ledger: Where launches are recorded.
-        compile_with: The compiler.
 
     Raises:
         CompilerError: A program does not compile.

@@ -35,7 +35,6 @@ def logits_at_once(slots: int, width: int) -> int:
     once for so many.
 
     Args:
-        slots: The number of sequences of a replica.
         width: The positions of a sequence in a step.
     """
     groups = -(-width // max(_LEAST_AT_ONCE, _ROWS_AT_ONCE // slots))
@@ -51,9 +50,6 @@ def verify_function(
     K/V of a draft that proves wrong is overwritten by the next step, before any query sees it.
 
     Args:
-        transformer: The model.
-        capacity: The capacities of the programs.
-        attention: The attention of the devices.
         width: The positions of a sequence in each step.
 
     Returns:
@@ -214,11 +210,6 @@ def decode_function(
 
     It takes the device's blocks of the weights, the replica's pool, and this replica's part of a packed `DecodeBatch`.
     The number of steps in it is the same on every replica: it never depends on how long one replica's answers are.
-
-    Args:
-        transformer: The model.
-        capacity: The capacities of the programs.
-        attention: The attention of the devices.
 
     Returns:
         A function that returns the pool and an array ``[replica, part, slot, step]``, replicated on every device

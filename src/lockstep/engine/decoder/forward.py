@@ -33,10 +33,8 @@ def exact_logprobs(
     gathered layer by layer; on one device where none is set. It has no gradient.
 
     Args:
-        config: The configuration of the model.
         weights: The weights, in the dtype to compute in.
         tokens: Token ids; a row is one sequence from its first position on.
-        temperature: The temperature.
         vocab_size: The number of ids that are tokens, from 0; None for all rows of the embedding.
 
     Raises:

@@ -24,7 +24,6 @@ def unpack(packed: Int32[Array, " word"], like: Batch) -> dict[str, Array]:
     """Returns a replica's part of each array of a batch by name, inside a program.
 
     Args:
-        packed: A row of the packed batch.
         like: A batch of the same kind and the same shapes.
     """
     arrays = _arrays(like)
@@ -41,7 +40,6 @@ def pack_results(results: Sequence[Array], decode_mesh: DecodeMesh) -> Int32[Arr
 
     Args:
         results: A replica's arrays ``[a, b]``, which become a part, or ``[a, b, n]``, which become n parts.
-        decode_mesh: The decode mesh.
     """
     parts = [jnp.moveaxis(each, -1, 0) if each.ndim == 3 else each[None] for each in results]
     packed = jnp.concatenate([jax.lax.bitcast_convert_type(each, jnp.int32) for each in parts])

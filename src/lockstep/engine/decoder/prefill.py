@@ -30,11 +30,6 @@ def prefill_function(transformer: Transformer, capacity: Capacity, attention: At
     `PrefillBatch`. Rows are whole pages: the K/V of tokens beyond the prompt is seen by no query before decode
     overwrites it.
 
-    Args:
-        transformer: The model.
-        capacity: The capacities of the programs.
-        attention: The attention of the devices.
-
     Returns:
         A function that returns the pool; with ``capacity.routed_experts`` also an array ``[replica, word, row, position
         on the page]``, replicated on every device.
@@ -76,8 +71,6 @@ def copy_pages_function(num_layers: int, capacity: Capacity, attention: Attentio
     query sees what they hold beyond the prompt before decode overwrites it.
 
     Args:
-        num_layers: The number of layers of the model.
-        capacity: The capacities of the programs.
         attention: The attention of the devices, which copies the pages.
 
     Returns:
@@ -108,11 +101,6 @@ def prompt_logprobs_function(
 
     It takes the device's blocks of the weights, the replica's pool, and this replica's part of a packed
     `PromptLogprobsBatch`.
-
-    Args:
-        transformer: The model.
-        capacity: The capacities of the programs.
-        attention: The attention of the devices.
 
     Returns:
         A function that returns an array ``[replica, part, row, position on the page]``, replicated on every device

@@ -69,8 +69,6 @@ class Transformer:
     """The static part of the model: its shapes, and the layouts of its weights.
 
     Args:
-        config: The configuration of the model.
-        decode_mesh: The decode mesh.
         layouts: The layouts of the weights that the programs are given; stacked ones are read layer by layer.
         pages: The number of pages per layer in a replica's pool.
         vocab_size: The number of token ids that may be sampled; the embedding may have more rows.
@@ -256,9 +254,7 @@ class Transformer:
         """Returns queries, and K and V interleaved by head, with rotary embeddings applied to queries and K.
 
         Args:
-            w: The layer's weights.
             h: The residual stream after the norm.
-            angles: The rotary angles of the layer.
         """
         kv_head = (self.config.num_kv_heads // self.decode_mesh.tensor, self.config.head_size)
         q_head = (kv_head[0], self.config.q_heads_per_group, kv_head[1])

@@ -82,11 +82,7 @@ class Filter:
     apply: Callable[[Candidates, TokenThreshold, Array], TokenThreshold]
 
     def is_requested(self, params: SamplingParams) -> bool:
-        """Whether a request needs the filter.
-
-        Args:
-            params: The parameters of the request.
-        """
+        """Whether a request needs the filter."""
         named = self.parameter == "more_filters"
         return self.name in params.filter_values() if named else params.is_set(self.name)
 

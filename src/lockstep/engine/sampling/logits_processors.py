@@ -25,7 +25,6 @@ def count_tokens(
 
     Args:
         history: The token ids of prompt and answer, padded with -1.
-        prompt_length: The number of tokens of the prompt.
         first: The first token id of this device's part of the vocabulary.
         size: The number of tokens of this device's part.
     """
@@ -57,8 +56,6 @@ def penalise(
     that a token is in the answer, the presence penalty once if it is there.
 
     Args:
-        logits: The float32 logits.
-        counts: The tokens so far.
         penalties: The repetition, presence and frequency penalty of each slot.
     """
     repetition, presence, frequency = (penalties[:, i, None] for i in range(3))
@@ -107,7 +104,6 @@ def rule_out_stops(
     """Sets the logits of stop tokens to -inf in slots where it is too early to stop.
 
     Args:
-        logits: The float32 logits.
         stop_ids: The stop tokens of each slot, padded with -1.
         early: Whether the slot has fewer than ``min_tokens`` tokens.
         first: The first token id of this device's part of the vocabulary.
@@ -121,7 +117,6 @@ def local_ids(ids: Int[Array, "..."], first: Array | int, size: int) -> Int[Arra
     """Returns the indices of token ids in this device's part; ``size``, which a scatter drops, for ids outside it.
 
     Args:
-        ids: The token ids.
         first: The first token id of this device's part of the vocabulary.
         size: The number of tokens of this device's part.
     """

@@ -16,7 +16,6 @@ def target_logprobs(
 
     Args:
         logits: The model's own logits, this device's part of the vocabulary.
-        decode_mesh: The decode mesh.
         exact: Whether sums over the vocabulary are those of ``numerics: exact``.
     """
     max_logit = jnp.max(logits, axis=1)
@@ -44,7 +43,6 @@ def top_logprobs(
         logits: The model's own logits, this device's part of the vocabulary.
         count: The number of tokens; at most the size of the vocabulary.
         sampled: The sample drawn from these logits, which has their maximum and logsumexp.
-        decode_mesh: The decode mesh.
 
     Returns:
         Token ids and natural-log probabilities, the same on every device of a replica.

@@ -73,13 +73,11 @@ class Sampler:
 
     Args:
         state: The temperature, the filters' parameters and the random words.
-        features: The features that any slot needs.
         given: The arrays of a `SamplingBatch`, this replica's entry alone.
         stop_ids: The stop tokens of each slot, padded with -1.
         bias: What is added to each logit; None where no slot has a bias.
         allowed: Which tokens may be sampled; None where no slot rules any out.
         first: The first token id of this device's part of the vocabulary.
-        decode_mesh: The decode mesh.
         exact: Whether sums over the vocabulary are those of ``numerics: exact``.
     """
 
@@ -101,7 +99,6 @@ class Sampler:
         Args:
             logits: The model's own logits, this device's part of the vocabulary.
             counts: The tokens so far; None where no slot has penalties.
-            position: The position of the token to sample.
         """
         processed = logits
         if counts is not None:
@@ -137,13 +134,11 @@ def start_sampler(
 
     Args:
         words: The seed, prompt number and generation number of each slot.
-        temperature: The temperature of each slot.
         stop_ids: The stop tokens of each slot, padded with -1.
         given: The arrays of a `SamplingBatch`, this replica's entry alone.
         active: Whether the slot has something to sample.
         more_filters: The names of the users' own filters, see `Capacity`.
         local_vocab: The number of tokens of this device's part of the vocabulary.
-        decode_mesh: The decode mesh.
 
     Returns:
         The sampler, and the tokens that the slots have at the start of the launch, or None where there are no
@@ -190,9 +185,6 @@ def sample(
         logits: The model's own logits, this device's part of the vocabulary, float32; -inf for ids beyond the
             vocabulary.
         processed: The logits after penalties, bias, allowed tokens and early stops.
-        state: The parameters of each slot's draw.
-        features: The features that any slot needs.
-        position: The position of the token to sample.
         decode_mesh: The decode mesh; the vocabulary is split over its tensor axes.
         exact: Whether sums over the vocabulary are those of ``numerics: exact``.
     """
@@ -266,11 +258,7 @@ def active_features(state: SamplingState, active: Bool[Array, " slot"], decode_m
 
 
 def never_used(requested: Iterable[SamplingParams]) -> frozenset[str]:
-    """Returns the scopes of the features (`ActiveFeatures`) that no step of such requests needs.
-
-    Args:
-        requested: The sampling parameters of all requests.
-    """
+    """Returns the scopes of the features (`ActiveFeatures`) that no step of such requests needs."""
     random = [params for params in requested if params.temperature > 0]
     names = {*(each.name for each in FILTERS), *(name for params in random for name in params.own_filters())}
     filters = {each.name: any(map(each.is_requested, random)) for each in filters_of(names)}
@@ -308,7 +296,6 @@ def first_id(size: int, decode_mesh: DecodeMesh) -> Array | int:
 
     Args:
         size: The number of tokens of a part.
-        decode_mesh: The decode mesh.
     """
     return jax.lax.axis_index(decode_mesh.tensor_axes) * size if decode_mesh.tensor > 1 else 0
 
@@ -329,7 +316,6 @@ def exact_sum_exp(logits: Array, largest: Array, decode_mesh: DecodeMesh) -> Arr
     Args:
         logits: This device's part of the vocabulary.
         largest: The maximum over all of it.
-        decode_mesh: The decode mesh.
     """
     shifted = elementwise(jnp.exp, logits - jnp.where(jnp.isfinite(largest), largest, 0.0)[:, None])
     blocks = blocks_of(logits.shape[1] * decode_mesh.tensor) // decode_mesh.tensor
@@ -354,8 +340,6 @@ def gumbel_noise(
 
     Args:
         words: The seed, the prompt number and the generation number.
-        position: The position of the token to sample.
-        ids: The token ids.
     """
     seed, prompt, generation = words
     key = jax.random.key(seed, impl="threefry2x32")

@@ -1,4 +1,4 @@
-"""Which tokens may be drawn: the filters, on a vocabulary that is split over the devices of a replica."""
+"""The threshold of the filters, on a vocabulary that is split over the devices of a replica."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -31,11 +31,7 @@ _WITH_LIST = FILTERS[:2]
 
 
 def scopes_needed(filters: Mapping[str, bool]) -> dict[str, bool]:
-    """Returns whether each condition around several filters holds, by its scope in a compiled program.
-
-    Args:
-        filters: Whether each filter is needed, by its name.
-    """
+    """Returns whether each condition around several filters holds, by its scope in a compiled program."""
     return {_ALL: any(filters.values()), _LISTED: any(filters[each.name] for each in _WITH_LIST)}
 
 

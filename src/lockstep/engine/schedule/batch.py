@@ -20,7 +20,6 @@ class Capacity:
         replicas: The number of replicas, groups of devices that can decode different sequences.
         sequences: The most sequences decoded at a time, over all replicas.
         slots: The most sequences decoded at a time by one replica.
-        page_size: The number of tokens in a page.
         pages: The number of pages in one replica's pool, the null page included.
         pages_per_sequence: The width of a page table; a sequence has at most ``pages_per_sequence * page_size`` tokens.
         prefill_rows: The number of pages of prompt tokens that one replica prefills in a launch.

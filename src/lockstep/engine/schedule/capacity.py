@@ -13,7 +13,6 @@ def check_length(request: Request, limit: int, largest: int | None = None) -> No
     """Refuses a request that is longer than a sequence may be.
 
     Args:
-        request: The request.
         limit: The ``max_seq_len`` in use, in tokens of prompt and answer together.
         largest: The largest value that ``max_seq_len`` could be raised to; None if there is no bound.
 
@@ -42,10 +41,6 @@ def check_length(request: Request, limit: int, largest: int | None = None) -> No
 
 def check_capacity(capacity: Capacity, requests: Seq[Request]) -> None:
     """Refuses requests that can never fit, whatever finishes before them.
-
-    Args:
-        capacity: The capacities that the programs were built for.
-        requests: The requests.
 
     Raises:
         CapacityError: A request does not fit; the message has the prompt, its need, the limit and the fix.

@@ -40,8 +40,6 @@ class Proposer:
     """Guesses the next tokens of one sequence.
 
     Args:
-        drafts: The drafts of the request.
-        generation_id: The generation.
         ngrams: The texts to look up the last tokens in, shared by all generations; None for none.
     """
 
@@ -64,7 +62,6 @@ class Proposer:
         """Returns a guess at the tokens that follow an answer; at most ``count``, and none where nothing suggests any.
 
         Args:
-            answer: The tokens so far.
             count: The most tokens to guess.
         """
         at = len(answer) + self._shift
@@ -83,7 +80,6 @@ class Proposer:
         """Returns how many tokens may follow an answer: those that the draft has more, as long as it has any.
 
         Args:
-            answer: The tokens so far.
             most: The most tokens that may follow.
         """
         return min(max(0, len(self._draft) - len(answer)) or most, most)
@@ -121,7 +117,6 @@ class Drafter:
     drafts that prove wrong cost nothing from then on, and they are verified again once they would have been right.
 
     Args:
-        capacity: The capacities.
         costs: The time of a step that verifies, in decode steps, by its width; the same on every host.
     """
 
@@ -227,7 +222,6 @@ class Drafter:
         """Returns the most steps of a launch that verifies: as far as drafts reach, few while little is known of them.
 
         Args:
-            width: The width of the steps.
             expected: The tokens that a step is expected to sample of each sequence.
             remaining: The number of tokens that each may still sample.
         """
@@ -251,7 +245,6 @@ class Drafter:
         Args:
             at: The replicas and slots of the launch's sequences.
             kept: The number of tokens that each of them sampled, without those after a stop string.
-            tokens: All that was sampled.
             step: The step of each token, in a launch that verified drafts; None in one that decoded.
         """
         used = kept > 0

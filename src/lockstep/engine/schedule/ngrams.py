@@ -16,10 +16,6 @@ class Ngrams:
 
     Prompt lookup decoding (Saxena 2023, https://github.com/apoorvumang/prompt-lookup-decoding), in the other answers
     too. Each token is indexed once, so that a guess takes no longer in a long text than in a short one.
-
-    Args:
-        prompt: The token ids of the prompt.
-        generations: The number of answers.
     """
 
     def __init__(self, prompt: Seq[int], generations: int) -> None:
@@ -32,12 +28,7 @@ class Ngrams:
         self._everywhere: dict[tuple[int, ...], tuple[int, int]] = {}
 
     def add(self, generation: int, tokens: Seq[int]) -> None:
-        """Appends sampled tokens to an answer.
-
-        Args:
-            generation: The generation.
-            tokens: The token ids.
-        """
+        """Appends sampled tokens to an answer."""
         text, own = self._texts[generation], self._own[generation]
         for token in tokens:
             for gram in _last(text):
@@ -52,7 +43,6 @@ class Ngrams:
         answer goes on from its beginning, again and again.
 
         Args:
-            generation: The generation.
             count: The most tokens to guess.
         """
         text = self._texts[generation]

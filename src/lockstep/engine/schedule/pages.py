@@ -72,7 +72,6 @@ def tail_key(tokens: Sequence[int], page_size: int, keys: Sequence[bytes]) -> by
 
     Args:
         tokens: The token ids from position 0 on.
-        page_size: The number of tokens in a page.
         keys: The keys of the full pages of ``tokens`` (`page_keys`).
     """
     tail = tokens[len(keys) * page_size :]

@@ -26,7 +26,6 @@ def num_decode_steps(remaining: Int[np.ndarray, " sequence"], limit: int, *, wai
 
     Args:
         remaining: The number of tokens that each active sequence may still sample, each at least 1.
-        limit: The most steps of a launch.
         waiting: Whether other sequences wait for a slot or pages.
         stop_rate: The part of the tokens that end their sequence before its last, as far as is known; 0 where none can.
     """
@@ -108,12 +107,7 @@ def prompt_logprobs_batch(
 
 
 class Admission:
-    """Free slots and pages of all replicas as arrays, which one sequence is compared with at once.
-
-    Args:
-        capacity: The capacities.
-        replicas: The replicas that are given sequences.
-    """
+    """Free slots and pages of all replicas as arrays, which one sequence is compared with at once."""
 
     def __init__(self, capacity: Capacity, replicas: Iterable[Replica]) -> None:
         self._page_size = capacity.page_size
@@ -134,7 +128,6 @@ class Admission:
         """Returns the replica with most free slots among those with room for the worst case, the first of equal ones.
 
         Args:
-            sequence: A waiting sequence.
             crowded: Whether all slots will be taken anyway: the replica that has most of the prompt comes first then,
                 so that a prompt is prefilled once and not once per replica.
 

@@ -11,12 +11,7 @@ from lockstep.engine.schedule.sequence import Sequence
 
 
 class Replica:
-    """The slots and pages of one replica. The host owns both; the device only reads the numbers that it is given.
-
-    Args:
-        index: The replica's index.
-        capacity: The capacities.
-    """
+    """The slots and pages of one replica. The host owns both; the device only reads the numbers that it is given."""
 
     def __init__(self, index: int, capacity: Capacity) -> None:
         self.index = index
@@ -104,7 +99,6 @@ class Replica:
         """Takes up to ``count`` rows, pairs of a sequence and a start position, from the queue, oldest first.
 
         Args:
-            count: The most rows.
             sequences: The most sequences that the rows belong to; 0 for any number.
         """
         rows: list[tuple[Sequence, int]] = []

@@ -63,9 +63,7 @@ class RoutedShape:
     """The experts of a token as words of 32 bits.
 
     Args:
-        layers: The number of layers.
         choices: The number of experts that a token is given to.
-        experts: The number of experts of a layer.
     """
 
     layers: int
@@ -98,7 +96,6 @@ class DraftCounts:
     """Counts of drafted tokens and of steps saved.
 
     Args:
-        tokens: The number of sampled tokens.
         steps: The number of steps that sampled them, counted once for each sequence.
         drafted: The number of tokens for which there was a draft.
         right: The number of those that were as drafted.
@@ -135,7 +132,6 @@ class Counts:
     """The progress of a scheduler, answers that were taken from it included.
 
     Args:
-        finished: The number of finished sequences.
         tokens: The number of tokens sampled by each replica, those of unfinished sequences included.
         pages: The number of pages in use, over all replicas.
         max_pages: The number of pages that can be used, over all replicas.

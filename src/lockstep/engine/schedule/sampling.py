@@ -16,11 +16,7 @@ _LEAST_WIDTH = 8
 
 
 def sampling_sizes(params: Iterable[SamplingParams]) -> dict[str, int]:
-    """Returns the fields of `Capacity` that say which sampling features the programs need; 0 leaves a feature out.
-
-    Args:
-        params: The sampling parameters of all requests.
-    """
+    """Returns the fields of `Capacity` that say which sampling features the programs need; 0 leaves a feature out."""
     sizes = {"filters": 0, "penalties": 0, "min_tokens": 0, "bias_ids": 0, "allowed_ids": 0}
     sizes |= {"top_logprobs": 0, "prompt_logprobs": 0, "routed_experts": 0}
     for one in params:
@@ -74,11 +70,7 @@ class SamplingBatch:
 
     @classmethod
     def empty(cls, capacity: Any) -> "SamplingBatch":
-        """Returns a batch with the neutral value in every slot.
-
-        Args:
-            capacity: The `Capacity` of the programs.
-        """
+        """Returns a batch with the neutral value in every slot."""
         slots = (capacity.replicas, capacity.slots)
         length = capacity.pages_per_sequence * capacity.page_size
         return cls(
@@ -99,12 +91,7 @@ class SamplingBatch:
         )
 
     def set(self, at: tuple[int, int], sequence: Sequence) -> None:
-        """Writes the parameters of a sequence.
-
-        Args:
-            at: The replica and the slot.
-            sequence: The sequence in that slot.
-        """
+        """Writes the parameters of a sequence."""
         params, prompt = sequence.request.params, sequence.request.prompt_tokens
         if params.has_filters:
             assert self.top_k is not None and self.top_p is not None and self.log_min_p is not None

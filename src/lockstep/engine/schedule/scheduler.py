@@ -47,7 +47,6 @@ class Scheduler:
     sequence can run out of pages.
 
     Args:
-        capacity: The capacities of the programs.
         requests: The requests to answer; an iterator is read only as far as ``max_prompts`` allows.
         find_stop: The function that finds stop strings; needed if a request has any.
         share_prefixes: Whether sequences with a common prefix share its pages.
@@ -166,9 +165,6 @@ class Scheduler:
         """Ends all unfinished sequences between two launches, with the tokens that they have, and frees all pages.
 
         Requests that were not read yet are read now, and end too.
-
-        Args:
-            reason: The finish reason of these sequences.
         """
         while self._read_one() is not None:
             pass
@@ -226,7 +222,6 @@ class Scheduler:
         """Takes the results of a decode launch.
 
         Args:
-            batch: The batch of the launch.
             results: What each slot sampled; of a launch that verifies drafts, the step of each token too.
         """
         step = None
@@ -284,7 +279,6 @@ class Scheduler:
         """Takes the results of a launch that computed log-probabilities of prompts.
 
         Args:
-            batch: The batch of the launch.
             logprobs: The log-probabilities of the batch's targets, ``[replica, row, position]``.
             top_ids: The ids of the most probable tokens ``[replica, row, position, n]``, most probable first; None
                 where no sequence asks for them.

@@ -18,9 +18,6 @@ type Slot = tuple[int, int] | tuple[np.ndarray, np.ndarray]
 class DecodeSlots:
     """The next decode batch. A sequence is written with all others that got a slot since the last launch, and then
     moves on with each launch.
-
-    Args:
-        capacity: The capacities.
     """
 
     def __init__(self, capacity: Capacity) -> None:

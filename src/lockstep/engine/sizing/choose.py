@@ -25,8 +25,6 @@ class Chooser:
     """Chooses the layout and the capacity for requests.
 
     Args:
-        config: Caps, layout and ``hbm_utilization``.
-        models: The model in every layout.
         free: Bytes on the device with the least free memory of all hosts, agreed on.
         excess: Bytes that the compiler was found to need beyond the prediction, by layout.
     """

@@ -55,14 +55,7 @@ class Estimate:
 
 
 def estimate(model: DecodeModel, sizes: Capacity, demand: Demand, chip: Chip) -> Estimate:
-    """Predicts a round.
-
-    Args:
-        model: The model in a layout.
-        sizes: A capacity that fits.
-        demand: What the requests ask for.
-        chip: What a device can do.
-    """
+    """Predicts a round."""
     config, item, decode_mesh = model.config, model.dtype.itemsize, model.decode_mesh
     tensor, devices, layers = decode_mesh.tensor, decode_mesh.mesh.size, config.num_layers
     batches = max(1.0, demand.sequences / concurrent_sequences(sizes, demand))
@@ -112,7 +105,6 @@ def verify_costs(sizes: Capacity, predicted: Estimate | None) -> dict[int, float
     """Returns the time of a step that verifies drafts, in decode steps, by its width.
 
     Args:
-        sizes: The capacity of the programs.
         predicted: The prediction that the layout was chosen by; None where every step counts as one of decode.
     """
     return {width: 1.0 if predicted is None else predicted.verify_cost(width) for width in sizes.verify_widths}

@@ -28,7 +28,6 @@ class Demand:
     """The demand of checked requests.
 
     Args:
-        page_size: Tokens in a page.
         longest: Pages of the longest request.
         mean: Pages of a sequence, on average.
         sequences: Sequences of all requests together.
@@ -41,7 +40,6 @@ class Demand:
         copies_pages: Whether several sequences have the same prompt, and prefill ends on a partial page.
         sampling: What the requests ask of the sampler, by the name in `Capacity`.
         more_filters: The names of the users' own filters, sorted.
-        drafts: Whether any request has drafts.
     """
 
     page_size: int
@@ -89,8 +87,6 @@ def measure_demand(config: EngineConfig, models: DecodeModels, requests: Sequenc
     """The demand of requests that are not longer than the model and the caps allow.
 
     Args:
-        config: The configuration of the engine.
-        models: The model.
         requests: At least one request.
 
     Raises:
@@ -118,9 +114,6 @@ def desired_capacity(
     """The capacity for a demand: explicit values are caps, the rest follows from the demand.
 
     Args:
-        config: The configuration of the engine.
-        model: The model in the layout to decode in.
-        demand: What the requests ask for.
         before: The capacity of an earlier call; none of it shrinks, so that programs are compiled again only to grow.
     """
     page_size, active = demand.page_size, model.active_replicas
@@ -160,7 +153,6 @@ def slots_per_replica(kind: str, platform: str, itemsize: int) -> int:
     and at most 512; of CPUs, whose numbers are guesses, 64.
 
     Args:
-        kind: The ``device_kind`` of a device.
         platform: Its platform: cpu, gpu or tpu.
         itemsize: Bytes of one number of a weight.
     """
@@ -172,13 +164,7 @@ def slots_per_replica(kind: str, platform: str, itemsize: int) -> int:
 
 
 def max_prompts(config: EngineConfig, sizes: Capacity, demand: Demand) -> int:
-    """The number of prompts that the scheduler has at a time: as configured, else enough to fill every slot twice.
-
-    Args:
-        config: The configuration of the engine.
-        sizes: The capacity in use.
-        demand: What the requests ask for.
-    """
+    """The number of prompts that the scheduler has at a time: as configured, else enough to fill every slot twice."""
     return config.max_prompts_per_batch or -(-2 * sizes.sequences // demand.generations[-1])
 
 
@@ -188,7 +174,6 @@ def default_page_size(config: EngineConfig, platform: str) -> int:
     On TPU larger pages: attention copies page by page, and a small copy takes as long as a large one.
 
     Args:
-        config: The configuration of the engine.
         platform: The platform of a device: cpu, gpu or tpu.
     """
     size = _TPU_PAGE_SIZE if platform == "tpu" else DEFAULT_PAGE_SIZE
@@ -198,12 +183,7 @@ def default_page_size(config: EngineConfig, platform: str) -> int:
 
 
 def larger_page_size(config: EngineConfig, page_size: int) -> int | None:
-    """The next larger page that the configuration allows, in tokens; None where there is none.
-
-    Args:
-        config: The configuration of the engine.
-        page_size: Tokens in a page.
-    """
+    """The next larger page that the configuration allows, in tokens; None where there is none."""
     twice = 2 * page_size
     largest = min(_LARGEST_PAGE_SIZE, config.max_prefill_size or _LARGEST_PAGE_SIZE)
     return None if config.page_size is not None or twice > largest else twice

@@ -63,11 +63,7 @@ class Footprint:
 
 @dataclasses.dataclass(frozen=True)
 class MemoryModel:
-    """Predicts what the programs of a model in one layout take; the compiler has the last word (`measured`).
-
-    Args:
-        model: The model in the layout.
-    """
+    """Predicts what the programs of a model in one layout take; the compiler has the last word (`measured`)."""
 
     model: DecodeModel
 

@@ -1,4 +1,4 @@
-"""Which layout and capacity were chosen, and why: in numbers for programs, in words for people."""
+"""The chosen layout and capacity, and why: in numbers for programs, in words for people."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -40,7 +40,6 @@ class Sizing:
     Args:
         layout: The layout, such as ``training`` or ``{tensor: N}``.
         wanted: The capacity for the requests and the caps, whatever memory there is.
-        sizes: The capacity in use.
         reasons: The value of each size by its name in `EngineConfig`, and what bounds it: ``all requests fit``,
             ``cap given``, ``default``, ``memory`` or ``scalar memory``, or the name of the size that does.
         predicted: Bytes per device, before anything was compiled.
@@ -48,10 +47,8 @@ class Sizing:
         free: Bytes on the device with the least free memory of all hosts, before the engine took any.
         utilization: The share of ``free`` that may be used.
         max_prompts: The number of prompts that the scheduler has at a time.
-        estimate: Predicted seconds.
         considered: All layouts that were compared, the chosen one included.
         chip: The name of the chip whose numbers the prediction used.
-        kv_dtype: The dtype of the KV cache.
         weight_dtype: The dtype of the weights of the layers' matrix products.
         attention: What attention is used, in words.
     """
@@ -147,10 +144,6 @@ def reasons(
     """The value of each size by its name in `EngineConfig`, and what bounds it.
 
     Args:
-        config: The configuration with the caps.
-        wanted: The capacity for the requests and the caps.
-        sizes: The capacity in use.
-        demand: What the requests ask for.
         max_prompts: The number of prompts that the scheduler has at a time.
         page_size: Tokens in a page if page tables could be of any size.
         max_rows: The most rows of a page table; None for no limit.

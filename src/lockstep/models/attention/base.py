@@ -17,11 +17,8 @@ class Heads:
     """The attention heads that one device computes.
 
     Args:
-        kv_heads: The number of key/value heads.
         group: The number of query heads that share a key/value head (Ainslie et al. 2023, grouped-query attention,
             https://arxiv.org/abs/2305.13245).
-        head_size: The head size in elements.
-        modifier: The soft cap and sliding window of the model.
         windows: The sliding window of each layer, None for none, where layers differ; ``modifier`` then has no window.
         sinks: Whether each head has a score for nothing (`lockstep.models.attention.softmax.attend`).
     """
@@ -124,7 +121,6 @@ class Attention(Protocol):
         Args:
             q: The queries of one layer.
             cache: The cache, with K and V of the queries' own positions already written.
-            layer: The layer.
             page_table: The pages of each slot, in order, as indices of the flat pool.
             position: The position of each slot's query.
             active: Whether the slot has a sequence; the output of other slots is never read.
@@ -159,7 +155,6 @@ class Attention(Protocol):
         Args:
             q: The queries of one layer; query ``i`` of a slot is at ``position + i``.
             cache: The cache, with K and V of the queries' own positions already written.
-            layer: The layer.
             page_table: The pages of each slot, in order, as indices of the flat pool.
             position: The position of each slot's first query.
             active: Whether the slot has a sequence; the output of other slots is never read, nor is that of queries
@@ -192,8 +187,6 @@ class Attention(Protocol):
         Args:
             q: The queries; query ``i`` of a row is at position ``start + i``.
             pool: The pool, with K and V of all rows already written.
-            layer: The layer.
             first_page: The index in the flat pool of the layer's page 0.
-            rows: The result of `begin_prefill`.
             sinks: The score of each head for nothing, as for `decode`.
         """

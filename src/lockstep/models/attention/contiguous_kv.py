@@ -44,8 +44,6 @@ def gather_context(
             ``2 * h``, V at ``2 * h + 1``.
         page_table: The pages of each slot, in order, numbered from the first page of a layer.
         lengths: The number of positions that each slot has in the pool.
-        num_layers: The number of layers of the model.
-        read_kv: Reads K and V from the pool.
 
     Returns:
         As many positions as the page table has, rounded up to whole chunks.
@@ -117,11 +115,8 @@ def attend_context(
     """Attends one query per slot to the positions up to and including its own; softmax in float32.
 
     Args:
-        q: The queries.
         context: The contiguous K and V of all layers.
-        layer: The layer to attend in.
         position: The position of each slot's query.
-        modifier: The soft cap and sliding window.
         sinks: The score of each head for nothing (`attend`); None for none.
 
     Returns:
@@ -144,9 +139,7 @@ def attend_context_span(
     Args:
         q: The queries; query ``i`` of a slot is at ``position + i``. Those beyond the context see all of it.
         context: The contiguous K and V of all layers.
-        layer: The layer to attend in.
         position: The position of each slot's first query.
-        modifier: The soft cap and sliding window.
         sinks: The score of each head for nothing (`attend`); None for none.
 
     Returns:

@@ -27,11 +27,7 @@ def attend_exact(
     A block of which a query sees nothing adds exactly 0, so that the bits do not depend on the length of others.
 
     Args:
-        q: The queries.
-        position: The position of each query.
         read: Returns K and V of a block ``[sequence, kv_head, BLOCK, head]``; V that no query sees must be finite.
-        num_blocks: The number of blocks that ``read`` has.
-        modifier: The soft cap and sliding window.
     """
     sequences, queries, kv_heads, group, head = q.shape
     rows = queries * group
@@ -91,9 +87,6 @@ def contiguous_blocks(k: Float[Array, "sequence kv_head position head"], v: Arra
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExactAttention(XlaAttention):
     """`XlaAttention` by `attend_exact`.
-
-    Args:
-        page_size: The number of tokens in a page.
 
     Raises:
         ConfigError: A block of keys is not made of whole pages.

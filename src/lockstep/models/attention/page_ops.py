@@ -81,10 +81,6 @@ def to_pool(kv: Float[Array, "*shape"], dtype: jnp.dtype) -> Num[Array, "*shape"
 
     In 8 bits finite numbers beyond the largest become the largest; what is not finite becomes NaN, so that a sequence
     that overflowed is seen to have done so.
-
-    Args:
-        kv: K or V.
-        dtype: The dtype of the pool.
     """
     if dtype not in (FP8, BYTE):
         return kv.astype(dtype)

@@ -31,8 +31,6 @@ def paged_attention(
             sequence's last query it may hold anything, infinities included.
         page_table: The pool pages of each sequence, in order; position ``p`` is on page ``p // page_size``.
         start: The position of each sequence's first query.
-        modifier: The soft cap and sliding window.
-        read_kv: Reads K and V from the pool.
         sinks: The score of each head for nothing (`attend`); None for none.
 
     Returns:

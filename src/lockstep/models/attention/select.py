@@ -36,7 +36,6 @@ def has_kernel(device: jax.Device, heads: Heads) -> bool:
     sinks: jax's kernel steps through rows of `LANES` elements and does not compile for wider heads on any generation.
 
     Args:
-        device: A device of the decode mesh.
         heads: The attention heads of a device, as the model has them.
     """
     return device.platform == "tpu" and heads.head_size <= LANES and not heads.sinks
@@ -46,9 +45,7 @@ def max_page_table_rows(device: jax.Device, heads: Heads, pages: int) -> int | N
     """The most rows that the page table of a launch may have; None where no kernel reads it from scalar memory.
 
     Args:
-        device: A device of the decode mesh.
         heads: The attention heads of a device, as the model has them.
-        pages: The number of pages of each row.
     """
     return max_table_rows(pages) if has_kernel(device, heads) else None
 
@@ -57,9 +54,7 @@ def pool_dtype(device: jax.Device, heads: Heads, kv_dtype: jnp.dtype) -> jnp.dty
     """The dtype of the array that holds the pool: bytes for K and V in 8 bits that no kernel reads and writes.
 
     Args:
-        device: A device of the decode mesh.
         heads: The attention heads of a device, as the model has them.
-        kv_dtype: The dtype of K and V.
     """
     return BYTE if kv_dtype == FP8 and not has_kernel(device, heads) else kv_dtype
 
@@ -68,7 +63,6 @@ def describe_attention(device: jax.Device, heads: Heads) -> str:
     """Describes the attention on a device, for the report of the chosen sizes.
 
     Args:
-        device: A device of the decode mesh.
         heads: The attention heads of a device, as the model has them.
     """
     if has_kernel(device, heads):
@@ -83,9 +77,7 @@ def stored_kv_heads(device: jax.Device, heads: Heads, dtype: jnp.dtype) -> Store
     """The key/value heads that the pool of a device stores.
 
     Args:
-        device: A device of the decode mesh.
         heads: The attention heads of a device, as the model has them.
-        dtype: The dtype of the pool.
     """
     if not has_kernel(device, heads):
         return _xla_attention(device, heads).stored_kv_heads
@@ -109,7 +101,6 @@ def select_attention(
     Args:
         device: A device of the decode mesh; all are of one kind.
         heads: The attention heads of a device, as the model has them.
-        page_size: The number of tokens in a page.
         dtype: The dtype of the queries.
         kv_dtype: The dtype of the pool; None for that of the queries.
         exact: Whether it is that of ``numerics: exact``.

@@ -45,11 +45,6 @@ def attend(
 
     Args:
         q: The queries of each sequence, grouped by kv head.
-        position: The position of each query.
-        read: Returns K and V of a chunk.
-        num_chunks: The number of chunks that ``read`` has.
-        chunk_size: The number of positions in a chunk.
-        modifier: The soft cap and sliding window.
         sinks: The score of each query for nothing: it takes a part of the softmax and adds no value (gpt-oss; Xiao et
             al. 2023, https://arxiv.org/abs/2309.17453). None for none.
 

@@ -41,8 +41,6 @@ class TpuAttention:
 
     Args:
         heads: The attention heads of a device, as the model has them.
-        stored_kv_heads: The key/value heads of the pool.
-        page_size: The number of tokens in a page.
         decode_blocks: The block sizes for one query token per sequence.
         prefill_blocks: The block sizes for many query tokens per sequence.
     """

@@ -51,7 +51,6 @@ class BlockKey:
         q_heads: The number of query heads of a device, those of padded kv heads included.
         kv_heads: The number of stored kv heads of a device.
         head_size: The stored head size in elements.
-        page_size: The number of tokens in a page.
         dtype: The name of the dtype of the queries.
         kv_dtype: The name of the dtype of the pool.
     """
@@ -117,11 +116,7 @@ def stored_heads(kv_heads: int, itemsize: int) -> int:
 
 
 def max_table_rows(pages: int) -> int:
-    """Returns the most rows that a page table in scalar memory may have.
-
-    Args:
-        pages: The number of pages of each row.
-    """
+    """Returns the most rows that a page table in scalar memory may have."""
     return _TABLE_BYTES // (4 * -(-pages // LANES) * LANES)
 
 

@@ -34,7 +34,6 @@ class XlaAttention:
     """`Attention` that gathers the context of each slot once per decode launch.
 
     Args:
-        heads: The attention heads of a device.
         page_by_page: Whether whole pages are read and written one at a time, which the TPU compiler does in place; else
             all at once.
     """

@@ -32,8 +32,6 @@ class Family:
     """The particulars of a model family in transformers' checkpoints.
 
     Args:
-        architecture: The entry of ``architectures`` in ``config.json``.
-        model_type: The ``model_type`` in ``config.json``.
         config: The configuration class; the defaults of its variant are the family's.
         tensors: The name of the tensor of each weight, with ``{layer}`` for the number of the layer. Weights of one
             name are rows of one tensor, in the order of this table.
@@ -141,9 +139,6 @@ class Family:
 
     def changes(self, config: LlamaConfig) -> dict[str, tuple[Any, Any]]:
         """The fields that a ``config.json`` of the family loses: by name the value, and the one that is read back.
-
-        Args:
-            config: The configuration, of any family.
 
         Raises:
             ConfigError: What is written cannot be read back.

@@ -41,9 +41,6 @@ PRESETS: Final[Mapping[str, ModelPreset]] = {
 def family_of_hf(hf: Mapping[str, Any]) -> Family:
     """The family of a checkpoint.
 
-    Args:
-        hf: The parsed ``config.json``.
-
     Raises:
         ConfigError: It is of no family that lockstep computes.
     """

@@ -85,9 +85,6 @@ class RowLayout:
 
         Beside the rows and the result, a device holds what the collectives need: where all axes of the mesh split the
         parameter, as much as the rows.
-
-        Args:
-            rows: The rows, of `shape` and `sharding`.
         """
         moved = jax.shard_map(
             self._move, mesh=self.mesh, in_specs=self.sharding.spec, out_specs=self.target.spec, check_vma=False

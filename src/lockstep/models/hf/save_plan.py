@@ -1,4 +1,4 @@
-"""Which tensors a saved checkpoint has, and in which of its files each is."""
+"""The tensors of a saved checkpoint, and the file that each is in."""
 
 import dataclasses
 import itertools
@@ -122,7 +122,6 @@ def plan_files(tensors: Sequence[SavedTensor], max_bytes: int, writers: int) -> 
     """Returns the tensors of each file by the file's name.
 
     Args:
-        tensors: All tensors, in order.
         max_bytes: The most bytes of tensors in a file; a larger tensor has a file of its own.
         writers: The number of processes that write; there are about as many files where they are large enough.
     """

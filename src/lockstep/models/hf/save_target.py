@@ -75,11 +75,7 @@ class SaveTarget(abc.ABC):
 
 
 class LocalTarget(SaveTarget):
-    """A directory: files are written beside it, under a name that begins with a dot, and it is renamed at the end.
-
-    Args:
-        token: See `SaveTarget`.
-    """
+    """A directory: files are written beside it, under a name that begins with a dot, and it is renamed at the end."""
 
     def __init__(self, path: str, token: str) -> None:
         super().__init__(token)
@@ -132,7 +128,6 @@ class BucketTarget(SaveTarget):
 
     Args:
         url: The URL, as fsspec knows it.
-        token: See `SaveTarget`.
     """
 
     def __init__(self, url: str, token: str) -> None:
@@ -192,7 +187,6 @@ def save_target(path: str | os.PathLike[str], token: str) -> SaveTarget:
 
     Args:
         path: A local directory or an fsspec URL.
-        token: See `SaveTarget`.
     """
     path = os.fspath(path)
     if "://" not in path:

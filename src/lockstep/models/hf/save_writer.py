@@ -29,7 +29,6 @@ class FileWriter(HostThread):
     """A context manager that writes files in a thread; after the context nothing more is written.
 
     Args:
-        target: Where to write.
         read: What gives the rows; called in the thread, in the order of the files.
         timeout_s: The seconds in which a piece must be read and written.
     """
@@ -217,11 +216,7 @@ class Gathered(Source):
 
 @functools.lru_cache(maxsize=64)
 def gather_program(gather: RowGather, dtype: np.dtype[Any], ledger: Ledger) -> Program:
-    """Compile a program that gathers rows, once for all saves of a run.
-
-    Args:
-        gather: What to gather.
-    """
+    """Compile a program that gathers rows, once for all saves of a run."""
     shape = tuple(size for _, size in gather.layout.axes)
     array = jax.ShapeDtypeStruct(shape, dtype, sharding=gather.layout.target)
     where = jax.ShapeDtypeStruct((2,), np.int32, sharding=gather.replicated)
