@@ -6,10 +6,10 @@ from lockstep.engine.schedule.batch import DecodeBatch as DecodeBatch
 from lockstep.engine.schedule.batch import PrefillBatch as PrefillBatch
 from lockstep.engine.schedule.batch import PromptLogprobsBatch as PromptLogprobsBatch
 from lockstep.engine.schedule.batch import VerifyBatch as VerifyBatch
-from lockstep.engine.schedule.capacity import check_capacity as check_capacity
-from lockstep.engine.schedule.capacity import check_length as check_length
 from lockstep.engine.schedule.pages import NULL_PAGE as NULL_PAGE
 from lockstep.engine.schedule.pages import PageAllocator as PageAllocator
+from lockstep.engine.schedule.planning import check_capacity as check_capacity
+from lockstep.engine.schedule.planning import check_length as check_length
 from lockstep.engine.schedule.results import Counts as Counts
 from lockstep.engine.schedule.results import DecodeResults as DecodeResults
 from lockstep.engine.schedule.results import DraftCounts as DraftCounts

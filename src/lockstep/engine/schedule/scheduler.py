@@ -14,13 +14,13 @@ from lockstep.engine.schedule.batch import (
     PromptLogprobsBatch,
     VerifyBatch,
 )
-from lockstep.engine.schedule.capacity import check_capacity
 from lockstep.engine.schedule.drafts import Drafter
 from lockstep.engine.schedule.ngrams import Ngrams
 from lockstep.engine.schedule.pages import page_keys, tail_key
 from lockstep.engine.schedule.planning import (
     Admission,
     PromptLogprobsRow,
+    check_capacity,
     copy_pages_batch,
     num_decode_steps,
     prefill_batch,
