@@ -21,11 +21,11 @@ import jax
 import numpy as np
 
 from benchmarks.workers import write_json
-from lockstep.training.checkpoints import array_handler
+from lockstep.training.checkpoints import writers
 from lockstep.training.checkpoints.arrays import handler, merge_arrays, write_arrays
 from lockstep.training.checkpoints.checkpoint import CheckpointDirectory, CheckpointMetadata, named_arrays, shape_texts
 
-SPEC = array_handler._spec
+SPEC = writers._spec
 GOAL = 0.05
 LAYERS, WIDTH = 12, 378  # with both moments of Adam 252 MB, as a model of 21 million weights has
 
@@ -107,7 +107,7 @@ def main() -> int:
         for turn in range(-1, options.turns):  # the first is not counted
             order = list(CODECS)[turn % 3 :] + list(CODECS)[: turn % 3]
             for name in order[:: 1 if turn % 2 else -1]:
-                array_handler._spec = spec_with(CODECS[name])
+                writers._spec = spec_with(CODECS[name])
                 found = timed(lambda: save(directory, arrays, checked=name != "none"))  # noqa: B023, called at once
                 written[name] = sum(file.stat().st_size for file in Path(folder).rglob("*") if file.is_file())
                 shutil.rmtree(os.fspath(directory.of(1)))

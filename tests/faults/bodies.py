@@ -22,7 +22,7 @@ from lockstep.engine import engine as engine_module
 from lockstep.engine import launches as launches_module
 from lockstep.engine.schedule import Scheduler
 from lockstep.hosts import Ledger
-from lockstep.report import pattern
+from lockstep.report import answers
 from lockstep.report.trackers import NoopTracker
 from lockstep.text import StopFinder
 from lockstep.training import OptimizerConfig, TrainConfig, TrainerConfig, lm_loss, train
@@ -151,7 +151,7 @@ class Faults:
     def metric_backtracks(self, info):
         """With ``re`` the leader would be silent until its peers end the job: this text takes it longer than a life."""
         text = "a" * 80 + "b"
-        with mock.patch.object(reporter, "decode", lambda *a: text), mock.patch.object(pattern, "MATCH_S", 0.2):
+        with mock.patch.object(reporter, "decode", lambda *a: text), mock.patch.object(answers, "MATCH_S", 0.2):
             self.round(info, metrics=["regex=(a|aa)+$"])
 
     def metric_launches(self, info):

@@ -25,9 +25,9 @@ from lockstep.hosts.exchange import (
     reasons_to_stop,
 )
 from lockstep.hosts.heartbeat import describe_elsewhere, describe_missing, heartbeats
-from lockstep.hosts.ledger import Ledger
 from lockstep.hosts.liveness import _names
 from lockstep.hosts.peers import _summarize
+from lockstep.hosts.phase import Ledger
 from lockstep.json_text import from_peer
 from lockstep.launch.connection import GREETING, Connection, DroppedError, answered
 from lockstep.main.doctor import needs

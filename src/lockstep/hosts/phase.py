@@ -1,14 +1,142 @@
-"""A phase that every process goes through: it fails on all where it fails on one, and what must agree is compared."""
+"""Phases that fail on all processes where they fail on one, and the ledger of launches, which must agree."""
 
 import array
+import collections
 import contextlib
-from collections.abc import Mapping, Sequence
-from typing import Any
+import functools
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
 
+from lockstep.errors import LaunchMismatchError
 from lockstep.hosts.channel import Channel, Column, columns, differs, read_columns, spread
-from lockstep.hosts.exchange import digest_of, error_text, raise_if_any_failed, raise_if_different
-from lockstep.hosts.ledger import Ledger, raise_different_launches
+from lockstep.hosts.exchange import (
+    SHOWN_VALUES,
+    digest_of,
+    error_text,
+    name_processes,
+    raise_if_any_failed,
+    raise_if_different,
+)
 from lockstep.json_text import typed
+from lockstep.printable import printable
+
+REMEMBERED = 4096
+"""Launches whose names a process keeps; older ones are in the hash alone."""
+SENT = 64
+"""Launches whose names are exchanged where processes have launched different programs."""
+SHOWN_DIGITS = 12
+
+
+class Ledger:
+    """The launches of the library's programs, in order, as names and as one rolling hash that hosts compare."""
+
+    def __init__(self) -> None:
+        self._hash = hashlib.sha256().hexdigest()
+        self._launches: collections.deque[tuple[str, str]] = collections.deque(maxlen=REMEMBERED)
+        self._hashes: collections.deque[tuple[int, str]] = collections.deque(maxlen=REMEMBERED // SENT)
+        self.count = 0
+        """Launches so far."""
+        self.before_launch: Callable[[], None] | None = None
+        """Called after each entry and before its launch, in debug mode; what it raises prevents the launch."""
+
+    def record(self, name: str, digest: str) -> None:
+        """Adds a launch, before it is made, so that one that never returns is on record.
+
+        Raises:
+            LaunchMismatchError: In debug mode, another process is about to launch something else.
+        """
+        self._hash = hashlib.sha256(f"{self._hash} {name} {digest}".encode()).hexdigest()
+        self._launches.append((name, digest[:SHOWN_DIGITS]))
+        self.count += 1
+        if self.count % SENT == 0:
+            self._hashes.append((self.count, self._hash[:SHOWN_DIGITS]))
+        if self.before_launch is not None:
+            self.before_launch()
+
+    @property
+    def launches(self) -> list[str]:
+        """The names of the last launches, oldest first; all of them up to `REMEMBERED`."""
+        return [name for name, _ in self._launches]
+
+    @property
+    def state(self) -> str:
+        """Number and rolling hash of all launches: equal where the same was launched in the same order."""
+        return f"{self.count} {self._hash}"
+
+    @property
+    def hashes(self) -> list[tuple[int, str]]:
+        """The number of launches and the start of their hash, after every `SENT` launches, oldest first."""
+        return list(self._hashes)
+
+    def last(self, number: int = REMEMBERED) -> list[tuple[int, str, str]]:
+        """Index (from 0), name and short digest of up to ``number`` last launches, oldest first."""
+        first = self.count - len(self._launches)
+        entries = [(first + i, name, digest) for i, (name, digest) in enumerate(self._launches)]
+        return entries[-number:]
+
+    def __str__(self) -> str:
+        return f"{self.count} launches, {self._hash}"
+
+
+def raise_different_launches(channel: Channel, key: str, ledger: Ledger, timeout_s: float) -> NoReturn:
+    """Find the first launch that differs: by hashes first, then among `SENT` launches of each process.
+
+    Args:
+        channel: This process's end of the service.
+        key: The key of the exchange that found different states, the same on every process.
+        ledger: The ledger of this process, unchanged since.
+        timeout_s: The seconds to wait for the other processes.
+
+    Raises:
+        LaunchMismatchError: On every process, with the same text: the first launch that differs, and who made which.
+        HostTimeoutError: Not all came within ``timeout_s``; names the missing ones and their last phase.
+    """
+    # Beside the key, not below it: the leader deletes what is below the key at this very barrier.
+    start = channel.exchange(f"{key}, hashes", ledger.hashes, timeout_s, _last_equal, functools.partial(typed, int))
+    entries = [entry for entry in ledger.last() if start <= entry[0] < start + SENT]
+    describe = functools.partial(_describe, key)
+    text = channel.exchange(f"{key}, each", entries, timeout_s, describe, functools.partial(typed, str))
+    error = LaunchMismatchError(text)
+    error.on_every_process = True
+    raise error
+
+
+def _last_equal(hashes: Sequence[object]) -> int:
+    """The number of launches that are the same on all, as far as hashes tell; at least those before the oldest hash."""
+    by_process = [dict(typed(list[tuple[int, str]], one)) for one in hashes]
+    first = max(min(one, default=SENT) for one in by_process) - SENT
+    while len({one.get(first + SENT) for one in by_process}) == 1 and first + SENT in by_process[0]:
+        first += SENT
+    return first
+
+
+def _describe(key: str, entries: Sequence[object]) -> str:
+    read = [typed(list[tuple[int, str, str]], one) for one in entries]
+    by_process = [{index: (printable(name), printable(digest)) for index, name, digest in one} for one in read]
+    first = max(min(one, default=0) for one in by_process)
+    text = f"the processes of this job launched different device programs, found at {key!r}. "
+    for index in sorted({index for one in by_process for index in one if index >= first}):
+        made: collections.defaultdict[tuple[str, str] | None, list[int]] = collections.defaultdict(list)
+        for process, one in enumerate(by_process):
+            made[one.get(index)].append(process)
+        if len(made) > 1:
+            parts = [
+                f"{_launch(launch)} on {name_processes(who)}"
+                for launch, who in sorted(made.items(), key=lambda m: m[1])
+            ]
+            text += f"Launch {index} was {'; '.join(parts[:SHOWN_VALUES])}. "
+            break
+    else:
+        text += f"They differ before launch {first}, which is no longer remembered. "
+    return text + (
+        "On a pod such a job hangs or dies. Look for a call that only some processes make (a branch on the process "
+        "number, a tracker or metric that uses jax); debug: true finds it before the launch."
+    )
+
+
+def _launch(launch: tuple[str, str] | None) -> str:
+    return "nothing" if launch is None else f"{launch[0]!r} ({launch[1]})"
 
 
 class Phase:

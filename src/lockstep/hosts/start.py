@@ -35,8 +35,8 @@ from lockstep.hosts.config import (
 from lockstep.hosts.exchange import name_processes
 from lockstep.hosts.exit import end_job_on_uncaught_errors
 from lockstep.hosts.hosts import Hosts
+from lockstep.hosts.liveness import say_who_is_missing
 from lockstep.hosts.peers import end_process, watch_peers
-from lockstep.hosts.waiting import say_who_is_missing
 
 ABORT_MARGIN_S = 30
 """Seconds that JAX waits longer for connections than we do: its abort does not say what to do."""

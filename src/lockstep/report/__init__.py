@@ -1,10 +1,10 @@
 """Rows of completions, and what is made of them: files, metrics, tables, tracked runs."""
 
+from lockstep.report.answers import Pattern as Pattern
 from lockstep.report.answers import last_number as last_number
 from lockstep.report.background import FINISH_S as FINISH_S
 from lockstep.report.background import BackgroundQueue as BackgroundQueue
 from lockstep.report.background import BackgroundTracker as BackgroundTracker
-from lockstep.report.inspect_log import write_inspect_log as write_inspect_log
 from lockstep.report.jsonl import append_jsonl as append_jsonl
 from lockstep.report.jsonl import drop_later as drop_later
 from lockstep.report.jsonl import read_jsonl as read_jsonl
@@ -24,9 +24,9 @@ from lockstep.report.metrics import pass_rates as pass_rates
 from lockstep.report.page import make_payload as make_payload
 from lockstep.report.page import render_page as render_page
 from lockstep.report.page import write_page as write_page
-from lockstep.report.parquet import check_pyarrow as check_pyarrow
-from lockstep.report.parquet import write_parquet as write_parquet
-from lockstep.report.pattern import Pattern as Pattern
+from lockstep.report.row_formats import check_pyarrow as check_pyarrow
+from lockstep.report.row_formats import write_inspect_log as write_inspect_log
+from lockstep.report.row_formats import write_parquet as write_parquet
 from lockstep.report.rows import COLUMNS as COLUMNS
 from lockstep.report.rows import SAMPLE_COLUMNS as SAMPLE_COLUMNS
 from lockstep.report.rows import Row as Row

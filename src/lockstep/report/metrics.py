@@ -8,8 +8,7 @@ from typing import Any
 
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.plugins import load_object
-from lockstep.report.answers import last_number, same_number
-from lockstep.report.pattern import Pattern
+from lockstep.report.answers import Pattern, last_number, same_number
 from lockstep.report.rows import COLUMNS, FIELDS, SAMPLE_COLUMNS, Row, SampleRow, TableRow, metric_names
 from lockstep.text import MAX_LINE_BYTES, Prompt, PromptFields, PromptFormat
 

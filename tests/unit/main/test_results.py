@@ -12,7 +12,7 @@ from rich.console import Console
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.main.results import ConvertConfig, convert, run_convert, run_report, run_tail, watch
 from lockstep.report import append_jsonl, read_jsonl
-from tests.unit.report.test_inspect_log import ROWS, TASK
+from tests.unit.report.test_row_formats import ROWS, TASK
 
 
 def rows(*steps):

@@ -105,7 +105,7 @@ def test_a_metric_that_fails_loses_its_cells_and_is_named_once(own):
 
 
 def test_a_pattern_that_backtracks_loses_its_cell_alone(monkeypatch):
-    monkeypatch.setattr(sys.modules["lockstep.report.pattern"], "MATCH_S", 0.05)
+    monkeypatch.setattr(sys.modules["lockstep.report.answers"], "MATCH_S", 0.05)
     texts = ["aa", "a" * 100 + "b", "b"]
     rows, failures = measure(load_metrics(["regex=(a|aa)+$", "length"]), [row(text) for text in texts], [PROMPT] * 3)
     assert [each.metrics["regex"] for each in rows] == [1.0, None, 0.0]

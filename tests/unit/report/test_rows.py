@@ -6,7 +6,7 @@ import json
 import pytest
 
 from lockstep.report import Row, SampleRow
-from lockstep.report.parquet import write_parquet
+from lockstep.report.row_formats import write_parquet
 from lockstep.report.saved_rows import parse_row
 from lockstep.text import Prompt
 from lockstep.types import Completion, FinishReason

@@ -11,13 +11,14 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from lockstep.callback.evaluation.config import TasksConfig
-from lockstep.callback.evaluation.harness_thread import Ask
 from lockstep.errors import ConfigError
 from lockstep.text import cut_at_stop, decode, stop_ids
 from lockstep.types import Completion, Request, SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from lockstep.callback.evaluation.harness import Ask
 
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 """Generation arguments of a task that are settings of sampling by the same name."""
@@ -40,7 +41,7 @@ class EngineLM(TemplateLM):
     def __init__(
         self,
         tokenizer: "PreTrainedTokenizerBase",
-        ask: Ask,
+        ask: "Ask",
         config: TasksConfig,
         max_length: int,
         kinds: Callable[[], Iterable[str]],

@@ -8,8 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from lockstep.callback.evaluation.config import TasksConfig
-from lockstep.callback.evaluation.harness import Harness, TaskResults
-from lockstep.callback.evaluation.harness_thread import HarnessThread
+from lockstep.callback.evaluation.harness import Harness, HarnessThread, TaskResults
 from lockstep.credentials import get_logger
 from lockstep.engine import Engine, EngineConfig, Gate, RolloutEngine, generate_on_all
 from lockstep.engine.schedule import FindStop

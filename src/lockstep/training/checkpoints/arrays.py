@@ -200,7 +200,7 @@ def handler() -> Any:
     """The handler of orbax, made once: to import it takes a second."""
     import orbax.checkpoint as ocp
 
-    from lockstep.training.checkpoints.array_handler import CheckedArrayHandler
+    from lockstep.training.checkpoints.writers import CheckedArrayHandler
 
     # This layer of orbax has no barriers between processes: those above it are device programs, or end a process that
     # waits for one which failed. See docs/adr/0015-checkpoints.md.

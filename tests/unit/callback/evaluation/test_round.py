@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from lockstep.callback.evaluation import round as tasks_round
-from lockstep.callback.evaluation.harness_thread import HarnessThread
+from lockstep.callback.evaluation.harness import HarnessThread
 from lockstep.callback.evaluation.round import run_tasks
 from lockstep.errors import PeerError
 from lockstep.hosts import Hosts, Ledger

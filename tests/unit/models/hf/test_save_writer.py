@@ -72,7 +72,7 @@ def test_nothing_is_written_after_the_context(target):
 
 
 def test_a_disk_that_hangs_is_named(target, monkeypatch):
-    monkeypatch.setattr("lockstep.hosts.host_thread.STOP_S", 0.05)
+    monkeypatch.setattr("lockstep.hosts.own_work.STOP_S", 0.05)
     release = threading.Event()
     try:
         with pytest.raises(HostTimeoutError, match=r"nothing of the checkpoint was written for 0\.1 s"):

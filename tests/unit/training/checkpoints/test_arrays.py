@@ -8,7 +8,7 @@ from etils import epath
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from lockstep.training.checkpoints import array_handler
+from lockstep.training.checkpoints import writers
 from lockstep.training.checkpoints.arrays import ArrayReader, damage_named, merge_arrays, read_arrays, write_arrays
 from lockstep.training.checkpoints.checkpoint import CheckpointDirectory, DamagedCheckpointError, named_arrays
 from tests import fake_gcs
@@ -139,14 +139,14 @@ def test_a_flipped_bit_anywhere_is_found_or_changes_nothing(written):
 
 
 def test_chunks_with_the_checksum_of_an_earlier_version_are_read_and_compared(tmp_path, monkeypatch):
-    spec = array_handler._spec
+    spec = writers._spec
 
     def earlier(*args):
         found = spec(*args)
         found["metadata"]["codecs"][1:] = [{"name": "zstd", "configuration": {"level": 1}}, {"name": "crc32c"}]
         return found
 
-    monkeypatch.setattr(array_handler, "_spec", earlier)
+    monkeypatch.setattr(writers, "_spec", earlier)
     written = Written(tmp_path / "arrays")
     monkeypatch.undo()
     written.assert_as_saved(written.read())

@@ -6,10 +6,12 @@ import math
 import jax
 import numpy as np
 import pytest
+from etils import epath
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from lockstep.training.checkpoints import writers
+from lockstep.training.checkpoints.arrays import ArrayReader, merge_arrays, write_arrays
 from lockstep.training.checkpoints.writers import busiest_bytes, chunk_shape, chunks_of, share_writing
 
 
@@ -135,3 +137,25 @@ def test_real_shardings_have_their_shards_named_as_their_arrays_do():
 )
 def test_chunks_divide_a_shard_and_are_no_larger_than_asked(shard, max_bytes, single_axes, chunk):
     assert chunk_shape(shard, 4, max_bytes, single_axes) == chunk
+
+
+def test_the_parts_of_all_processes_are_the_whole_and_each_writes_no_more(tmp_path, monkeypatch):
+    monkeypatch.setattr(writers, "CHUNK_BYTES", 4096)
+    rng = np.random.default_rng(0)
+    saved = {name: jax.device_put(rng.standard_normal((240, 64)).astype(np.float32)) for name in ("a", "b")}
+    # A sharding of one device gives the index of its shard without an end.
+    plan = writers.share_writing([Struct((240, 64), host_local(3, 1), 1, 1)] * 2)
+    monkeypatch.setattr(writers, "share_writing", lambda arrays: plan)
+    path = epath.Path(tmp_path)
+    sizes = []
+    for process in range(3):
+        monkeypatch.setattr(jax, "process_index", lambda process=process: process)
+        write_arrays(path, saved)()
+        files = (tmp_path / f"ocdbt.process_{process}").rglob("*")
+        sizes.append(sum(file.stat().st_size for file in files if file.is_file()))
+    monkeypatch.setattr(jax, "process_index", lambda: 0)
+    merge_arrays(path)
+    reader = ArrayReader(path, checked=True)
+    for name, value in saved.items():
+        np.testing.assert_array_equal(reader.read(name, ()), np.asarray(value))
+    assert max(sizes) < 1.2 * min(sizes), "each has a third, and an index"

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from lockstep.errors import ConfigError, PeerError
-from lockstep.hosts import Hosts, MemoryClient, host_thread
+from lockstep.hosts import Hosts, MemoryClient, own_work
 from lockstep.training import LmDataConfig
 from lockstep.training.data import build, records
 from lockstep.training.data.build import BuildProgress
@@ -106,7 +106,7 @@ def test_a_slow_host_is_waited_for(config):
 
 
 def test_a_host_that_reads_nothing_is_given_up(config, monkeypatch):
-    monkeypatch.setattr(host_thread, "STOP_S", 0.05)
+    monkeypatch.setattr(own_work, "STOP_S", 0.05)
 
     def body(hosts, tokenizers):
         with pytest.raises(PeerError, match=r"(?s)process 1.*nothing of .*x.jsonl was read for 3 s"):

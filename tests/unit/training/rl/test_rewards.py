@@ -79,7 +79,7 @@ def test_format_is_of_the_whole_answer_and_regex_of_a_part():
 
 @pytest.mark.parametrize("kind", [FormatReward, RegexReward])
 def test_a_pattern_that_backtracks_fails_with_its_limit(monkeypatch, kind):
-    monkeypatch.setattr(sys.modules["lockstep.report.pattern"], "MATCH_S", 0.05)
+    monkeypatch.setattr(sys.modules["lockstep.report.answers"], "MATCH_S", 0.05)
     with pytest.raises(TimeoutError, match=r"'\(a\|aa\)\+\$' was not done with 101 characters within 0.05 s"):
         value(kind(pattern="(a|aa)+$"), "a" * 100 + "b")
 
