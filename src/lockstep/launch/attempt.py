@@ -2,7 +2,6 @@
 
 import collections
 import dataclasses
-import os
 import queue
 import signal
 import threading
@@ -14,7 +13,7 @@ from typing import Any
 from lockstep.exits import DONE, FAULT, PEER_FAILED, SETUP_FAILED, UNREACHABLE, WORKER_LOST, describe_code, is_retried
 from lockstep.launch.backend import Console, Transport
 from lockstep.launch.connection import WAITING_EVENTS, Event, Follower
-from lockstep.launch.processes import LAST_LINES, REPORT_S, failed_by_themselves, signals_to, tail_to_show
+from lockstep.launch.processes import LAST_LINES, REPORT_S, failed_by_themselves, private, signals_to, tail_to_show
 
 CAUSE_S = 4.0
 """Seconds after a process ended because of another one in which that other one may end too, and is then named.
@@ -133,7 +132,7 @@ class RunningAttempt:
         self._last = [collections.deque[bytes](maxlen=LAST_LINES) for _ in range(count)]
         for path in spec.logs:
             path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        self._logs = [open(path, "wb", buffering=0, opener=_private) for path in spec.logs]
+        self._logs = [open(path, "wb", buffering=0, opener=private) for path in spec.logs]
         self._endings: dict[int, Ending] = {}
         self._cause: Ending | None = None
         self._cause_text = ""
@@ -345,7 +344,3 @@ class RunningAttempt:
         text = f"worker {name} (process {self._cause.worker}), {self._cause_text}"
         self._console.say(f"failed: {text}")
         return Outcome(code=self._cause.code, cause=text, retry=can_retry(self._cause))
-
-
-def _private(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)

@@ -14,7 +14,7 @@ from lockstep.errors import ConfigError
 from lockstep.exits import DONE, NOT_FOUND, is_retried
 from lockstep.launch.environment import RESTARTS, JobEnvironment, job_environment
 from lockstep.launch.options import count, number
-from lockstep.launch.processes import Job, signals_to
+from lockstep.launch.processes import Job, private, signals_to
 from lockstep.launch.record import JobRecord
 
 
@@ -76,7 +76,7 @@ class Local:
                 log = None
                 if options.log_dir:
                     path = options.log_dir / f"process-{index}.log"
-                    log = open(path, "ab" if restarts else "wb", opener=_private)
+                    log = open(path, "ab" if restarts else "wb", opener=private)
                 job.start(index, command, environment, inherit=own_terminal and index == 0, prefix=prefix, log=log)
             return job.wait(), job.stopped_by is not None
 
@@ -132,10 +132,6 @@ def local_environment(
         "LOCKSTEP_PROCESS_ID": str(index),
         **dict(options.env),
     }
-
-
-def _private(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)
 
 
 def resolve(command: Sequence[str]) -> list[str]:

@@ -2,7 +2,6 @@
 
 import collections
 import contextlib
-import ctypes
 import dataclasses
 import os
 import re
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import IO
 
 from lockstep.exits import FAULT, PEER_FAILED
+from lockstep.launch.agent.supervisor import die_with_parent
 from lockstep.launch.backend import ERROR
 from lockstep.redact import Redactor
 
@@ -130,7 +130,7 @@ class Job:
             stdout=None if inherit else subprocess.PIPE,
             stderr=None if inherit else subprocess.STDOUT,
             start_new_session=True,
-            preexec_fn=die_with_parent if sys.platform == "linux" else None,
+            preexec_fn=die_with_parent,
         )
         child = Child(index, process, prefix, log, time.monotonic(), Redactor(self.secrets))
         self.children.append(child)
@@ -291,6 +291,6 @@ def describe(child: Child) -> str:
     return f"{how}, after {time.monotonic() - child.started:.1f} s"
 
 
-def die_with_parent() -> None:
-    """Have the kernel kill this process when the launcher is killed (prctl PR_SET_PDEATHSIG = 1)."""
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+def private(path: str, flags: int) -> int:
+    """Open a file that its owner alone can read, as an opener of `open`."""
+    return os.open(path, flags, 0o600)

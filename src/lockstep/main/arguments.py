@@ -31,7 +31,8 @@ def field_texts(cls: type[Any]) -> Mapping[str, str]:
     for each in reversed(cls.__mro__):
         if not dataclasses.is_dataclass(each) and each is not cls:
             continue
-        for entry in re.finditer(r"^    (\w+): (.*(?:\n     +.*)*)", _args(each), re.MULTILINE):
+        given = (inspect.getdoc(each) or "").partition("Args:\n")[2].partition("\n\n")[0]
+        for entry in re.finditer(r"^    (\w+): (.*(?:\n     +.*)*)", given, re.MULTILINE):
             text = re.sub(r"\bNone\b", "null", one_line(entry[2]))
             texts[entry[1]] = text[:1].upper() + text[1:]
         body = ast.parse(textwrap.dedent(inspect.getsource(each))).body[0]
@@ -66,11 +67,6 @@ def default_value(field: dataclasses.Field[Any]) -> Any:
     if field.default is dataclasses.MISSING and field.default_factory is not dataclasses.MISSING:
         return field.default_factory()
     return field.default
-
-
-def _args(cls: type[Any]) -> str:
-    _, _, rest = (inspect.getdoc(cls) or "").partition("Args:\n")
-    return rest.partition("\n\n")[0]
 
 
 CONFIG_PATH = "config_path"

@@ -139,7 +139,8 @@ def main(arguments: Sequence[str]) -> int:
     if options.steps is not None and options.steps < 1:
         parser.error(f"--steps is {options.steps}; it must be at least 1")
     directory = Path(options.directory)
-    words = [*_job(options.processes), *_training(directory)]
+    words = ["--backend", "local", "--processes", str(options.processes), "--devices_per_process", "1"]
+    words += ["--", "lockstep", "train-lm", "--config_path", str(directory / "demo.yaml")]
     written = write_demo(directory, shlex.join(["lockstep", "launch", *words]))
     print(_introduction(directory, options.processes, written), flush=True)
     run_id = time.strftime("%Y%m%d-%H%M%S")
@@ -150,14 +151,6 @@ def main(arguments: Sequence[str]) -> int:
     if code == exits.DONE:
         print(closing(directory / "runs" / run_id), flush=True)
     return code
-
-
-def _job(processes: int) -> list[str]:
-    return ["--backend", "local", "--processes", str(processes), "--devices_per_process", "1"]
-
-
-def _training(directory: Path) -> list[str]:
-    return ["--", "lockstep", "train-lm", "--config_path", str(directory / "demo.yaml")]
 
 
 def write_demo(directory: Path, command: str) -> bool:

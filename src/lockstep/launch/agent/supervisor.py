@@ -187,7 +187,7 @@ class Supervisor:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=_die_with_parent,
+                preexec_fn=die_with_parent,
             )
         except (OSError, ValueError) as error:  # no program, or arguments and variables that no program can be given
             self._write(f"error: {program} cannot be started: {error}\n".encode())
@@ -268,7 +268,7 @@ class Supervisor:
         write_json(self._file(EXIT), {"code": code, "ended": time.time(), "reason": self._reason})
 
 
-def _die_with_parent() -> None:
-    """Have the kernel kill the command when the supervisor is killed (prctl PR_SET_PDEATHSIG = 1)."""
+def die_with_parent() -> None:
+    """Have the kernel kill this process when its parent is killed (prctl PR_SET_PDEATHSIG = 1), where it can."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)

@@ -23,7 +23,6 @@ FULL_BYTES: Final = 1 << 30  # free bytes of a disk below which a run will not e
 SHORT_BYTES: Final = 10 << 30  # free bytes of a disk below which there is a warning
 PREFIXES: Final = ("JAX_", "XLA_", "LIBTPU_", "TPU_", "MEGASCALE_", "LOCKSTEP_", "REQUIRE_", "HF_", "WANDB_", "NCCL_")
 """Beginnings of the variables that a run may depend on."""
-"""Parts of names of variables whose values are shown to nobody."""
 PER_PROCESS: Final = frozenset(
     "LOCKSTEP_PROCESS_ID JAX_PROCESS_ID TPU_WORKER_ID TPU_PROCESS_PORT TPU_VISIBLE_CHIPS TPU_VISIBLE_DEVICES "
     "TPU_CHIPS_PER_PROCESS_BOUNDS TPU_HOST_BOUNDS MEGASCALE_SLICE_ID".split()

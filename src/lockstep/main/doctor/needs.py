@@ -134,17 +134,13 @@ VIEWER: Final = "query Viewer { viewer { username entity } }"
 
 def begin_checks(needs: RunNeeds) -> list[BackgroundCheck]:
     """Begin to look at everything that every host reaches for."""
-    checks = [BackgroundCheck(f"bucket {url}", functools.partial(check_written, url), NETWORK) for url in needs.written]
-    checks += [BackgroundCheck(f"data {url}", functools.partial(check_read, url), NETWORK) for url in needs.read]
+    checks = {f"bucket {url}": functools.partial(check_written, url) for url in needs.written}
+    checks |= {f"data {url}": functools.partial(check_read, url) for url in needs.read}
     if needs.tokenizer is not None:
-        checks.append(
-            BackgroundCheck(
-                "tokenizer", functools.partial(check_tokenizer, needs.tokenizer, needs.trust_remote_code), NETWORK
-            )
-        )
+        checks["tokenizer"] = functools.partial(check_tokenizer, needs.tokenizer, needs.trust_remote_code)
     if needs.checkpoint is not None:
-        checks.append(BackgroundCheck("checkpoint", functools.partial(check_checkpoint, needs.checkpoint), NETWORK))
-    return checks
+        checks["checkpoint"] = functools.partial(check_checkpoint, needs.checkpoint)
+    return [BackgroundCheck(name, check, NETWORK) for name, check in checks.items()]
 
 
 def check_written(url: str) -> Finding:

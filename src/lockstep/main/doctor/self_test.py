@@ -6,7 +6,6 @@ says after which. After the last step but one, all layouts answer again, from th
 """
 
 import dataclasses
-import functools
 import gc
 import itertools
 import json
@@ -18,7 +17,6 @@ from pathlib import Path
 from typing import Any, Final
 
 import haliax as hax
-import jax
 from jax.sharding import Mesh
 
 from lockstep.engine import Engine, EngineConfig, audit, exact_on, layout_text
@@ -27,7 +25,7 @@ from lockstep.hosts import Hosts
 from lockstep.json_text import from_peer
 from lockstep.main.doctor.finding import Finding, failed
 from lockstep.main.doctor.layout_rounds import Layout, LayoutResult, LayoutRounds, make_rows, make_tokenizer, shape_for
-from lockstep.models import LlamaConfig, LlamaLMHeadModel, padded_vocab_size
+from lockstep.models import LlamaLMHeadModel, padded_vocab_size
 from lockstep.placement import data_shards, make_mesh, tensor_sizes
 from lockstep.placement.device import raw_stats, used_bytes
 from lockstep.training import OptimizerConfig, Trainer, TrainerConfig, lm_loss
@@ -150,7 +148,7 @@ def compare_bits(hosts: Hosts, what: str, mesh: Mesh) -> Finding:
     trainer = Trainer(TrainerConfig(num_train_steps=1, train_batch_size=data_shards(mesh)), OptimizerConfig().build(1),
                       lm_loss, hosts, mesh=mesh)  # fmt: skip
     vocab = hax.Axis("vocab", math.lcm(64, mesh.shape["tp"]))
-    model = trainer.init_model(functools.partial(_init, vocab, shape))
+    model = trainer.init_model(lambda key: LlamaLMHeadModel.init(vocab, shape, key=key))
     params = SamplingParams(max_new_tokens=16, temperature=0.8, n_generations=3)
     requests = [Request(prompt_id=i, prompt_tokens=tuple(range(7 * i + 1)), params=params) for i in range(8)]
     layouts: list[Layout] = ["training", {"tensor": max(size for size in tensor_sizes(mesh) if 8 % size == 0)}]
@@ -249,12 +247,11 @@ def _train(hosts: Hosts, mesh: Mesh, steps: int, dtype: str, rounds: LayoutRound
         trainer.add_hook(rounds)
         trainer.add_hook(lambda info: memory.__setitem__("after the last round", raw_stats()))
     vocab = hax.Axis("vocab", padded_vocab_size(len(tokenizer), mesh.shape["tp"]))
-    trainer.train(trainer.init_model(functools.partial(_init, vocab, shape)), make_rows(tokenizer, 4 * batch_size))
+    trainer.train(
+        trainer.init_model(lambda key: LlamaLMHeadModel.init(vocab, shape, key=key)),
+        make_rows(tokenizer, 4 * batch_size),
+    )
     traces = trainer.train_step_traces
     del trainer
     gc.collect()
     return TrainingRun(losses=[losses[step] for step in range(steps)], traces=traces, used=used_bytes(), memory=memory)
-
-
-def _init(vocab: hax.Axis, shape: LlamaConfig, key: jax.Array) -> LlamaLMHeadModel:
-    return LlamaLMHeadModel.init(vocab, shape, key=key)

@@ -102,21 +102,18 @@ def print_meshes(costs: list[MeshCost], console: Console) -> None:
     for cost in costs:
         table.add_column(cost.mesh_shape, justify="right")
 
-    def row(name: str, *values: str) -> None:
-        table.add_row(name, *values)
-
-    row(", ".join(costs[0].sizes) or "mesh", *(", ".join(map(str, cost.sizes.values())) for cost in costs))
-    row("HBM per device at the worst moment", *(bytes_text(cost.needed) for cost in costs))
-    row("update: collectives", *(f"{cost.collectives:,}" for cost in costs))
-    row("update: received per device", *(bytes_text(cost.received) for cost in costs))
-    row("  of it across hosts", *(bytes_text(cost.received_across_hosts) for cost in costs))
-    row("update: compute", *(seconds_text(cost.compute_s) for cost in costs))
-    row("update: collectives, at best", *(seconds_text(cost.collectives_s) for cost in costs))
-    row("update, at best", *(seconds_text(cost.update_s) for cost in costs))
+    table.add_row(", ".join(costs[0].sizes) or "mesh", *(", ".join(map(str, cost.sizes.values())) for cost in costs))
+    table.add_row("HBM per device at the worst moment", *(bytes_text(cost.needed) for cost in costs))
+    table.add_row("update: collectives", *(f"{cost.collectives:,}" for cost in costs))
+    table.add_row("update: received per device", *(bytes_text(cost.received) for cost in costs))
+    table.add_row("  of it across hosts", *(bytes_text(cost.received_across_hosts) for cost in costs))
+    table.add_row("update: compute", *(seconds_text(cost.compute_s) for cost in costs))
+    table.add_row("update: collectives, at best", *(seconds_text(cost.collectives_s) for cost in costs))
+    table.add_row("update, at best", *(seconds_text(cost.update_s) for cost in costs))
     if any(cost.layout is not None for cost in costs):
-        row("rollout, without prefill", *(seconds_text(cost.rollout_s) for cost in costs))
-        row("step, at best", *(seconds_text(cost.step_s) for cost in costs))
-    row("fits", *("yes" if cost.fits else "no" for cost in costs))
+        table.add_row("rollout, without prefill", *(seconds_text(cost.rollout_s) for cost in costs))
+        table.add_row("step, at best", *(seconds_text(cost.step_s) for cost in costs))
+    table.add_row("fits", *("yes" if cost.fits else "no" for cost in costs))
     console.print(table)
     if len(costs) == 1:
         console.print("one host: host_local is the same mesh as auto\n", highlight=False)
