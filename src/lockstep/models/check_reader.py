@@ -128,7 +128,7 @@ def check_reader(
         gap, tolerance = float(found["gaps"].max()), _tolerance(found)
         unseen = tuple(name for name, same in zip(check.names, found["constant"], strict=True) if same)
         base, rests = gap, list[tuple[float, str]]()
-        if check.config.experts is None:  # the search computes MLPs alone
+        if not check.config.mixes_mlps:  # the search computes layers of one kind
             with scope.run_on_all("compile the search") as phase:
                 program = check.adjustable(theirs)
                 phase.agree(program.digests)

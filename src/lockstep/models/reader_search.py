@@ -7,7 +7,7 @@ is given. `lockstep.models.check_reader` finds with it which setting or weight a
 import dataclasses
 import math
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import jax
@@ -24,6 +24,8 @@ from lockstep.models.weights import DecoderWeights
 ACTIVATIONS: Final = tuple(block.ACTIVATIONS)
 PAIRS: Final = (
     ("gate", "up"),
+    ("expert_gate", "expert_up"),
+    ("shared_gate", "shared_up"),
     ("k", "v"),
     ("attn_norm", "mlp_norm"),
     ("attn_post_norm", "mlp_post_norm"),
@@ -36,6 +38,8 @@ SQUARE: Final = ("q", "k", "v", "o")
 THETAS: Final = (100.0, 1e3, 1e4, 1e5, 1.5e5, 2.5e5, 5e5, 1e6, 2e6, 5e6, 1e7, 1e8)
 LINEAR_FACTORS: Final = (1.0, 2.0, 4.0, 8.0)
 EPSILONS: Final = (1e-8, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3)
+MOST_EXPERTS: Final = 16
+"""The largest number of a token's experts that is tried."""
 
 type Settings = dict[str, Any]
 """Arrays by name, so that another value needs no other program; see `settings_of`."""
@@ -44,7 +48,7 @@ type Settings = dict[str, Any]
 def settings_of(config: LlamaConfig) -> Settings:
     """The settings that a configuration says, as NumPy arrays."""
     variant, kinds = config.variant, layer_kinds(config)
-    known = variant.activation in ACTIVATIONS
+    known, experts = variant.activation in ACTIVATIONS, config.experts
     return {
         **_of_layers(config, kinds),
         "interleaved": np.bool_(False),  # element 2 i of a head is rotated with 2 i + 1, not i with i + half
@@ -58,6 +62,8 @@ def settings_of(config: LlamaConfig) -> Settings:
         "tied": np.bool_(config.tie_word_embeddings),
         "heads": np.arange(config.num_heads, dtype=np.int32),  # the model's query head that is the decoder's i-th
         "layers": np.arange(config.num_layers, dtype=np.int32),  # the model's layer that is the decoder's i-th
+        "experts_per_token": np.int32(experts.num_experts_per_tok if experts else 0),
+        "norm_topk_prob": np.bool_(experts is not None and experts.norm_topk_prob),
         "swapped": np.zeros(len(PAIRS), bool),
         "transposed": np.zeros(len(SQUARE), bool),
     }
@@ -104,15 +110,25 @@ def adjustable_logits(
             scores = jnp.einsum("btkgh,bskh->bkgts", q.reshape(*ids.shape, kv, group, head), k)
             scores = _capped(scores * settings["attention_scale"], settings["attention_cap"])
             scores = jnp.where((distance >= 0) & (distance < window), scores, -jnp.inf)
-            out = jnp.einsum("bkgts,bskh->btkgh", jax.nn.softmax(scores), v)
-            return jnp.tensordot(out.reshape(*ids.shape, kv * group, head), w.o, 2)
+            if w.sinks is not None:
+                nothing = jnp.broadcast_to(w.sinks.reshape(kv, group, 1, 1), (*scores.shape[:-1], 1))
+                scores = jnp.concatenate([scores, nothing], axis=-1)
+            out = jnp.einsum("bkgts,bskh->btkgh", jax.nn.softmax(scores)[..., : ids.shape[1]], v)
+            out = jnp.tensordot(out.reshape(*ids.shape, kv * group, head), w.o, 2)
+            return out if w.o_bias is None else out + w.o_bias
+
+        def activate(h: Array) -> Array:
+            activated: Array = jax.lax.switch(settings["activation"], list(block.ACTIVATIONS.values()), h)
+            return activated
 
         def mlp(h: Array) -> Array:
+            if w.router is not None:
+                return _mixture(h, w, settings, activate)
             up = h @ w.up
             if w.gate is None:
                 inner = block.xielu(up, w.xielu_p, w.xielu_n, w.xielu_beta, w.xielu_eps)
             else:
-                inner = jax.lax.switch(settings["activation"], list(block.ACTIVATIONS.values()), h @ w.gate) * up
+                inner = activate(h @ w.gate) * up
             out: Array = inner @ w.down
             return out
 
@@ -124,6 +140,28 @@ def adjustable_logits(
     if weights.lm_head is not None:
         output = jnp.where(settings["tied"], output, weights.lm_head)
     return _capped(norm(x, weights.final_norm) @ output, settings["logit_cap"])
+
+
+def _mixture(h: Array, w: types.SimpleNamespace, settings: Settings, activate: Callable[[Array], Array]) -> Array:
+    """The answers of experts by the weights of a token's own; all experts compute all tokens."""
+
+    def product(equation: str, x: Array, name: str) -> Array:
+        out, bias = jnp.einsum(equation, x, getattr(w, name)), getattr(w, f"{name}_bias", None)
+        return out if bias is None else out + bias
+
+    logits = product("bte,ex->btx", h, "router")
+    ranks = jnp.argsort(jnp.argsort(-logits, axis=-1), axis=-1)
+    shares = jnp.where(ranks < settings["experts_per_token"], jax.nn.softmax(logits), 0.0)
+    shares = jnp.where(settings["norm_topk_prob"], shares / jnp.sum(shares, axis=-1, keepdims=True), shares)
+    if w.expert_gate_up is None:
+        inner = activate(product("bte,xem->btxm", h, "expert_gate")) * product("bte,xem->btxm", h, "expert_up")
+    else:
+        inner = block.clamped_swiglu(product("bte,xem->btxm", h, "expert_gate_up"))
+    out = jnp.einsum("btxe,btx->bte", product("btxm,xme->btxe", inner, "expert_down"), shares)
+    if w.shared_up is None:
+        return out
+    shared = (activate(h @ w.shared_gate) * (h @ w.shared_up)) @ w.shared_down
+    return out + (shared if w.shared_router is None else jax.nn.sigmoid(h @ w.shared_router) * shared)
 
 
 def _layers(config: LlamaConfig, weights: DecoderWeights, settings: Settings) -> dict[str, Array | None]:
@@ -158,6 +196,8 @@ def _layers(config: LlamaConfig, weights: DecoderWeights, settings: Settings) ->
                 weight = weight.reshape(-1, *shape)
                 weight = weight[..., settings["heads"], :] if name == "q" and len(shape) > 1 else weight
                 found[name + suffix] = weight if name == "v" else weight[..., order]
+    if found["sinks"] is not None:
+        found["sinks"] = found["sinks"].reshape(-1, heads)[:, settings["heads"]]
     found["o"] = found["o"].reshape(-1, heads, size, config.hidden_dim)[:, settings["heads"]]
     return found
 
@@ -225,7 +265,17 @@ def _guesses(config: LlamaConfig, weights: DecoderWeights, base: Settings) -> It
         if config.layer_types is not None:
             for text, others in _layer_types(config):
                 yield text, _of_layers(config, others)
-    if weights.layers.gate is not None:
+    if config.experts is not None:
+        now = config.experts
+        yield (
+            is_now("experts.norm_topk_prob", now.norm_topk_prob, not now.norm_topk_prob),
+            {"norm_topk_prob": np.bool_(not now.norm_topk_prob)},
+        )
+        for count in range(1, min(now.num_experts, MOST_EXPERTS) + 1):
+            if count != now.num_experts_per_tok:
+                text = is_now("experts.num_experts_per_tok", now.num_experts_per_tok, count)
+                yield text, {"experts_per_token": np.int32(count)}
+    if weights.layers.gate is not None or weights.layers.expert_gate is not None:
         for number, name in enumerate(ACTIVATIONS):
             if name != variant.activation:
                 yield is_now("variant.activation", variant.activation, name), {"activation": np.int32(number)}

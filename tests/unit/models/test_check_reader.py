@@ -12,12 +12,21 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from lockstep.errors import PeerError
-from lockstep.models import LlamaConfig, ReaderMismatchError, Variant, check_reader, from_names, read_decoder
+from lockstep.models import (
+    Experts,
+    LlamaConfig,
+    Qwen2MoeConfig,
+    ReaderMismatchError,
+    Variant,
+    check_reader,
+    from_names,
+    read_decoder,
+)
 from lockstep.models.config import rotary_frequencies
 from lockstep.models.rope import Llama3Scaling, RotaryConfig
 from lockstep.placement import place
 from tests.tiny import numpy_weights, placed_weights
-from tests.unit.engine.models import FAMILIES, mesh_of, model_on
+from tests.unit.engine.models import FAMILIES, SIZES, mesh_of, model_on
 
 CONFIG = LlamaConfig(
     max_seq_len=64,
@@ -290,8 +299,47 @@ def test_a_base_for_all_layers_where_the_model_has_two_is_named(compiled):
         )
 
 
+SHARED = Qwen2MoeConfig(
+    **SIZES, experts=Experts(num_experts=5, num_experts_per_tok=2, shared_intermediate_dim=12, shared_router=True)
+)
+
+
 @pytest.mark.slow
-def test_a_model_with_experts_is_compared_without_a_search():
+@pytest.mark.parametrize(
+    ("model", "changed", "likely"),
+    [
+        (FAMILIES["experts"], {"norm_topk_prob": True}, "experts.norm_topk_prob is True: it should be False"),
+        pytest.param(
+            *(FAMILIES["gpt_oss"], {"num_experts_per_tok": 1}, "experts.num_experts_per_tok is 1: it should be 2"),
+            marks=pytest.mark.nightly,
+        ),
+        pytest.param(
+            *(SHARED, {"num_experts_per_tok": 3}, "experts.num_experts_per_tok is 3: it should be 2"),
+            marks=pytest.mark.nightly,
+        ),
+    ],
+    ids=["experts", "gpt_oss", "shared"],
+)
+def test_a_setting_of_experts_is_named(model, changed, likely):
+    model = model_on("1,1,1", model)
+    forward = jax.jit(lambda ids: model(hax.named(ids, ("batch", "position"))).array)
+    found = check_reader(model, forward, length=16)
+    assert found.gap <= found.tolerance and len(found.tried) > 20
+    config, weights = read_decoder(model)
+    wrong = dataclasses.replace(config, experts=dataclasses.replace(config.experts, **changed))
+    with pytest.raises(ReaderMismatchError) as error:
+        check_reader((wrong, weights), forward, length=16)
+    assert error.value.likely[0].startswith(likely)
+    if weights.layers.expert_gate is not None:
+        swapped = dataclasses.replace(
+            weights.layers, expert_gate=weights.layers.expert_up, expert_up=weights.layers.expert_gate
+        )
+        with pytest.raises(ReaderMismatchError, match="Likely wrong: expert_gate and expert_up are swapped"):
+            check_reader((config, dataclasses.replace(weights, layers=swapped)), forward, length=16)
+
+
+@pytest.mark.slow
+def test_a_model_with_experts_in_some_layers_is_compared_without_a_search():
     model = model_on("1,1,1", FAMILIES["mixed"])
     forward = jax.jit(lambda ids: model(hax.named(ids, ("batch", "position"))).array)
     found = check_reader(model, forward, length=8)
