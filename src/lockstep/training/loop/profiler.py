@@ -59,6 +59,18 @@ class ProfilerConfig:
                 f"{num_train_steps}. Lower profiler.start_step or profiler.num_steps."
             )
 
+    def check_processes(self, count: int) -> None:
+        """Raise where a process is named that a job of so many does not have: it would trace nothing.
+
+        Raises:
+            ConfigError: There is one.
+        """
+        if missing := sorted({process for process in self.processes or () if process >= count}):
+            raise ConfigError(
+                f"trainer.profiler.processes names {', '.join(map(str, missing))}, but the job has {count} "
+                f"process{'es' * (count > 1)}, 0 to {count - 1}. Leave them out, or use null for all processes."
+            )
+
 
 class Profiler:
     """Traces the steps that the configuration names, on the processes that it names; elsewhere it does nothing.

@@ -128,6 +128,7 @@ class Trainer:
         self._saves = Saves(self._checkpointer, self._hooks, self._loss_watch, config, self.hosts)
         self._run_dir = run_dir
         if config.profiler is not None:
+            config.profiler.check_processes(self.hosts.count)
             self._run_dir = directory_of_run(config, run_dir, "trainer.profiler is set, and its trace needs a place")
 
     @property

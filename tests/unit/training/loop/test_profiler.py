@@ -46,6 +46,15 @@ def test_the_trace_has_the_steps_that_were_asked_for_and_training_is_as_without_
     assert found == losses()[0]
 
 
+def test_processes_that_the_job_does_not_have_are_refused_before_it_trains(tmp_path):
+    values = {"num_train_steps": 30, "train_batch_size": 8, "log_dir": str(tmp_path), "run_id": "run"}
+    config = TrainerConfig(profiler=ProfilerConfig(processes=(0, 3, 8)), **values)
+    with pytest.raises(ConfigError, match=r"processes names 3, 8, but the job has 1 process, 0 to 0\. Leave them out"):
+        Trainer(config, OptimizerConfig().build(4), lm_loss)
+    ProfilerConfig(processes=(0, 3)).check_processes(4)
+    ProfilerConfig(processes=None).check_processes(1)
+
+
 def test_other_processes_trace_nothing(tmp_path):
     profiler = Profiler(ProfilerConfig(start_step=0, processes=(1, 2)), tmp_path / "trace", 0)
     with profiler.step(0):
