@@ -114,6 +114,8 @@ def test_two_slices_are_planned(cache):
         "all",
         "--trainer.per_device_parallelism",
         "1",
+        "--trainer.distributed.require_process_count",
+        "2",
         cache=cache,
     )
     assert code == 0, text

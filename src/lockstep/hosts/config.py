@@ -17,6 +17,7 @@ INITIALIZATION_TIMEOUT_S = "LOCKSTEP_INITIALIZATION_TIMEOUT_S"
 """Set by the launcher for machines that do not all come up at once: other seconds than 300."""
 REQUIRE_MULTIHOST = "REQUIRE_MULTIHOST"
 REQUIRE_PROCESS_COUNT = "REQUIRE_JAX_PROCESS_COUNT"
+SLICES = "MEGASCALE_NUM_SLICES"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,7 +35,8 @@ class DistributedConfig:
     require_multihost: bool = False
     """Refuse to run as a single process. The environment variable REQUIRE_MULTIHOST=1 does the same."""
     require_process_count: int | None = None
-    """Refuse to run with another number of processes; null accepts any. REQUIRE_JAX_PROCESS_COUNT=N does the same."""
+    """Refuse to run with another number of processes of a slice; null accepts any. REQUIRE_JAX_PROCESS_COUNT=N does the
+    same for those of all slices (MEGASCALE_NUM_SLICES)."""
     timeout_s: float = 300.0
     """Seconds that any wait for other processes may last."""
     initialization_timeout_s: int = dataclasses.field(
@@ -87,12 +89,18 @@ def check_count(config: DistributedConfig, count: int) -> None:
             + fix
         )
     wanted = {
-        "distributed.require_process_count": config.require_process_count,
+        "distributed.require_process_count": required_count(config),
         REQUIRE_PROCESS_COUNT: environment_integer(REQUIRE_PROCESS_COUNT),
     }
     for name, required in wanted.items():
         if required is not None and count != required:
             raise ConfigError(f"this job has {count} process(es), but {name} requires {required}. {fix}")
+
+
+def required_count(config: DistributedConfig) -> int | None:
+    """The number of processes of all slices that the configuration requires; None: it accepts any."""
+    required = config.require_process_count
+    return None if required is None else required * (environment_integer(SLICES) or 1)
 
 
 def local_gpus(index: int | None = None, count: int | None = None) -> list[int] | None:

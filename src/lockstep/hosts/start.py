@@ -31,6 +31,7 @@ from lockstep.hosts.config import (
     check_count,
     environment_integer,
     local_gpus,
+    required_count,
 )
 from lockstep.hosts.exchange import name_processes
 from lockstep.hosts.exit import end_job_on_uncaught_errors
@@ -245,7 +246,7 @@ def _initialize_from_cluster(config: DistributedConfig) -> None:
     try:
         with _connecting(config, "the processes of this cluster job"):
             address = cluster_address()
-            count = config.require_process_count or environment_integer(REQUIRE_PROCESS_COUNT)
+            count = required_count(config) or environment_integer(REQUIRE_PROCESS_COUNT)
             with say_who_is_missing(address, count, config.initialization_timeout_s):
                 jax.distributed.initialize(
                     local_device_ids=local_gpus(),

@@ -50,6 +50,11 @@ def test_required_counts_that_are_met(monkeypatch):
     monkeypatch.setenv("REQUIRE_MULTIHOST", "1")
     monkeypatch.setenv("REQUIRE_JAX_PROCESS_COUNT", "4")
     check_count(DistributedConfig(require_process_count=4, require_multihost=True), 4)
+    monkeypatch.setenv("MEGASCALE_NUM_SLICES", "2")  # the configuration's number is that of a slice
+    check_count(DistributedConfig(require_process_count=2), 4)
+    with pytest.raises(ConfigError, match="this job has 2 process.*require_process_count requires 4"):
+        check_count(DistributedConfig(require_process_count=2), 2)
+    monkeypatch.delenv("MEGASCALE_NUM_SLICES")
     monkeypatch.setenv("REQUIRE_MULTIHOST", "0")
     monkeypatch.setenv("REQUIRE_JAX_PROCESS_COUNT", "")
     check_count(DistributedConfig(), 1)

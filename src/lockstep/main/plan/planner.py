@@ -99,14 +99,15 @@ def make_plan(workload: Workload, topology: Topology, cache: CompileCache, calib
     if calibration is not None:
         workload = workload.calibrated(calibration)
     infeasibilities = list(workload.infeasibilities)
-    if workload.hosts is not None and workload.hosts != topology.hosts:
+    per_slice = topology.hosts // topology.num_slices
+    if workload.hosts is not None and workload.hosts != per_slice:
         infeasibilities.append(
             Infeasibility(
                 key="trainer.distributed.require_process_count",
                 value=workload.hosts,
-                largest=topology.hosts,
-                text=f"trainer.distributed.require_process_count is {workload.hosts}, and {topology.name} has "
-                f"{topology.hosts} hosts: the run would end at its start. Set it to {topology.hosts}.",
+                largest=per_slice,
+                text=f"trainer.distributed.require_process_count is {workload.hosts}, and {topology.slice_name} has "
+                f"{per_slice} hosts: the run would end at its start. Set it to {per_slice}.",
             )
         )
     devices = topology.on_host() if workload.one_host else topology.devices

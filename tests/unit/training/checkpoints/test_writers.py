@@ -115,6 +115,16 @@ def test_there_may_be_nothing_to_write():
     assert (share_writing([]), busiest_bytes([])) == ([], 0)
 
 
+def test_who_writes_what_is_found_once_for_all_saves_of_a_run(monkeypatch):
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("dp", "fsdp"))
+    values = [jax.device_put(np.full((4, 6), n, np.float32), NamedSharding(mesh, P(None, "fsdp"))) for n in range(2)]
+    found = share_writing(values[:1])
+    with monkeypatch.context() as patch:
+        patch.setattr(writers, "_pieces", lambda *_: pytest.fail("it is known"))
+        assert share_writing(values[1:]) == found
+    assert share_writing([jax.device_put(values[0], NamedSharding(mesh, P("dp")))]) != found
+
+
 def test_real_shardings_have_their_shards_named_as_their_arrays_do():
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("dp", "fsdp"))
     value = jax.device_put(np.ones((4, 6), np.float32), NamedSharding(mesh, P(None, "fsdp")))
