@@ -101,7 +101,6 @@ class Auditor:
         """Compiles the forward pass for the longest that the requests can become; launches nothing.
 
         Args:
-            model: A model that `lockstep.models.read_decoder` reads.
             requests: The requests, at least one.
 
         Returns:

@@ -137,12 +137,7 @@ class Engine:
         return self.predict(model, requests, free=free).sizes
 
     def predict(self, model: Any, requests: Sequence[Request], *, free: int | None = None) -> Sizing:
-        """Return layout and capacity that `prepare` would begin with; compiles and launches nothing.
-
-        Args:
-            model: See `check`.
-            requests: See `check`.
-            free: See `check`.
+        """Return layout and capacity that `prepare` would begin with, of the arguments of `check`; launches nothing.
 
         Raises:
             ConfigError, PromptError, CapacityError: See `check`.
@@ -208,7 +203,6 @@ class Engine:
 
         Args:
             model: The model that was given to `prepare`, or a later state of it.
-            requests: The requests that were given to `prepare`.
             around_launch: Called with the program's name; its context surrounds a launch and, for ``decode``,
                 ``verify_N`` and ``prompt_logprobs``, the wait for its result (and so for all that was launched before).
             find_stop: Finds stop strings, such as ``lockstep.StopFinder(tokenizer)``; needed if a request has any.
@@ -249,13 +243,8 @@ class Engine:
         do alone, but launch nothing.
 
         Args:
-            model: See `run`.
             requests: Read one by one, the same on every host. `prepare` must have seen requests that need as much as
                 any of them: as long, with as many stop tokens, with the same sampling features.
-            around_launch: See `run`.
-            find_stop: See `run`.
-            between_launches: See `run`.
-            gate: See `run`.
 
         Yields:
             After each launch that finished any prompt, all completions of those prompts, in the order of the requests.
@@ -359,7 +348,6 @@ class Engine:
             model: What `lockstep.models.read_decoder` reads; it is read once.
             requests: Requests; may be none, on every host.
             hosts: The hosts of the job; None for the current ones.
-            find_stop: See `run`.
             between_launches: See `run`; the scheduler has only the prompts that lack a completion.
             gate: See `run`; None for one without a time limit.
 

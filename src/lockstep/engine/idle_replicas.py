@@ -23,9 +23,6 @@ def count_memories(devices: Sequence[jax.Device]) -> int:
 
     As many as there are devices; but on CPU one for each process, and a single one where all processes are known to run
     on one machine.
-
-    Args:
-        devices: All devices of a mesh.
     """
     if devices[0].platform != "cpu":
         return len(devices)
@@ -69,11 +66,7 @@ def count_active(layout: Layout, replicas: int) -> int:
 
 
 def own_steps(capacity: Capacity, num_steps: Int[Array, ""], busy: Bool[Array, ""]) -> Int[Array, ""]:
-    """The steps of a launch that this replica takes: none where it is idle.
-
-    Args:
-        busy: Whether this replica has any sequence to decode.
-    """
+    """The steps of a launch that this replica takes: none where it is idle."""
     return jnp.where(busy, num_steps, 0) if capacity.idle_replicas else num_steps
 
 
@@ -81,9 +74,6 @@ def run_if_busy(capacity: Capacity, busy: Bool[Array, ""], fill: Callable[[Any],
     """``fill(pool)``, or the pool unchanged on an idle replica.
 
     A loop of at most one turn changes the pool in place, where a conditional would copy it.
-
-    Args:
-        busy: Whether this replica has anything to fill.
     """
     if not capacity.idle_replicas:
         return fill(pool)

@@ -115,7 +115,6 @@ def check_requests(requests: Sequence[Request], rows: int, vocab_size: int | Non
     """Refuses requests that a model cannot answer.
 
     Args:
-        requests: Any number of requests.
         vocab_size: The number of token ids that may be sampled, from 0; None for all rows.
 
     Raises:

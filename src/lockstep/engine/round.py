@@ -222,7 +222,6 @@ def stream_on_all(
         largest: Requests that need as much as any of ``requests``.
         free: Bytes on the device with the least free memory of all hosts, agreed on.
         batch: The number of completions to agree on at a time, at least.
-        facts: What must be the same on every host.
         watchdog: The watchdog of device calls.
         between_launches: Called with the scheduler before each launch.
         on_answered: Called on this host with completions before they are agreed on; must not raise.
@@ -252,7 +251,6 @@ def take_batch(
 
     Args:
         least: The number of completions, if there are as many.
-        on_answered: Called with completions as they come.
     """
     found: list[Completion] = []
     while len(found) < least and (answered := next(stream, None)) is not None:

@@ -52,7 +52,6 @@ class EarlierAnswers:
 
         Args:
             prompt: What tells the prompt from all others.
-            completions: The answers in the order of the generations.
         """
         if self._source not in ("auto", "last_round"):
             return

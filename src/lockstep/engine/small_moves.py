@@ -34,7 +34,6 @@ class Moved:
     Args:
         at: Its position among the arrays that the weights are made of.
         before: What it was when programs were compiled, as a struct.
-        now: What it is.
     """
 
     name: str
@@ -79,11 +78,7 @@ class SmallMoves:
 
 
 class KnownModel:
-    """The model that programs were compiled for, as structs, and the placement of it that came last.
-
-    Args:
-        signature: The signature of the model, see `signature_of`.
-    """
+    """The model that programs were compiled for, as structs, and the placement of it that came last."""
 
     def __init__(self, signature: object, mesh: Mesh, ledger: Ledger, compile_with: Compile) -> None:
         self._signature, self._mesh = signature, mesh
@@ -163,7 +158,6 @@ def _make_moves(
 
     Args:
         before: The signature of the model that programs were compiled for, from which ``read`` differs in small moves.
-        read: The model that comes.
     """
     now = signature_of(*read)
     moved = find_moves(before, now)

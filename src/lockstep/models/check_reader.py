@@ -33,7 +33,6 @@ class ReaderMismatchError(LockstepError, ValueError):
     Args:
         text: What differs, by how much, and what is likely wrong.
         likely: What is likely wrong, the likeliest first; empty where no guess explains the difference.
-        tried: Every guess that was tried.
 
     Example:
         >>> error = lockstep.models.ReaderMismatchError("...", ("rope.theta is 10000: it should be 1e+06",))
@@ -95,7 +94,6 @@ def check_reader(
     and layouts are not looked at: ``audit`` compares those with what the reader says.
 
     Args:
-        model: A model that `lockstep.models.read_decoder` reads.
         forward: The model's own forward pass, jitted: int32 ids ``[batch, position]`` to logits, ``batch`` being the
             number of devices of the model's mesh, and at least 2, split over all of them.
         hosts: The processes of the job; None for the current ones.

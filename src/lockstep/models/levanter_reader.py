@@ -327,8 +327,6 @@ class _Layers:
         """The weight of a linear layer, with its adapter merged; None where there is no layer.
 
         Args:
-            get: Finds it in a layer.
-            axes: The axes that the decoder wants.
             bias: Whether the decoder reads its bias, too; otherwise it may have none.
         """
         linears = [get(block) for block in self._blocks]

@@ -76,7 +76,6 @@ class LlamaAttention(eqx.Module):
 
         Args:
             x: The input ``[batch, position, embed]``.
-            angles: What `rotary_angles` returns.
             segment_ids: The document of each position ``[batch, position]``, which attends to no other; None: a row is
                 one document.
             layer_kind: Which of the model's distinct kinds of layers this one is; None where all are of one kind.

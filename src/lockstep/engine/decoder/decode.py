@@ -33,9 +33,6 @@ _LEAST_AT_ONCE = 8
 def logits_at_once(slots: int, width: int) -> int:
     """Returns the number of positions of each sequence whose logits are computed together: the output layer is read
     once for so many.
-
-    Args:
-        width: The positions of a sequence in a step.
     """
     groups = -(-width // max(_LEAST_AT_ONCE, _ROWS_AT_ONCE // slots))
     return -(-width // groups)
@@ -48,9 +45,6 @@ def verify_function(
 
     It takes the device's blocks of the weights, the replica's pool, and this replica's part of a packed `VerifyBatch`.
     K/V of a draft that proves wrong is overwritten by the next step, before any query sees it.
-
-    Args:
-        width: The positions of a sequence in each step.
 
     Returns:
         A function that returns the pool and an array as that of `decode_function`, with ``draft_tokens`` in place of

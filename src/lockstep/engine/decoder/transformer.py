@@ -142,8 +142,6 @@ class Transformer:
             cache: The K/V of all layers, in whatever form ``write`` and ``attend`` have it.
             start: The position of the first query of each sequence.
             active: Whether a sequence is there; for others no expert is read, and their results are arbitrary.
-            write: Writes K/V of a layer to the cache.
-            attend: Attends queries of a layer to the cache.
 
         Returns:
             The residual stream, the cache, and the experts of the tokens where they are reported.

@@ -26,7 +26,6 @@ def count_tokens(
     Args:
         history: The token ids of prompt and answer, padded with -1.
         first: The first token id of this device's part of the vocabulary.
-        size: The number of tokens of this device's part.
     """
     slots, length = history.shape
     rows, indices = jnp.arange(slots)[:, None], local_ids(history, first, size)
@@ -74,7 +73,6 @@ def biases(
         bias_ids: The token ids of the biases, padded with -1; no id twice.
         bias: The bias of each of these tokens.
         first: The first token id of this device's part of the vocabulary.
-        size: The number of tokens of this device's part.
     """
     rows = jnp.arange(len(bias_ids))[:, None]
     return jnp.zeros((len(bias_ids), size)).at[rows, local_ids(bias_ids, first, size)].add(bias, mode="drop")
@@ -88,7 +86,6 @@ def allowed(
     Args:
         allowed_ids: The allowed token ids, padded with -1.
         first: The first token id of this device's part of the vocabulary.
-        size: The number of tokens of this device's part.
     """
     rows, indices = jnp.arange(len(allowed_ids))[:, None], local_ids(allowed_ids, first, size)
     listed = jnp.zeros((len(allowed_ids), size), bool).at[rows, indices].set(True, mode="drop")
@@ -118,6 +115,5 @@ def local_ids(ids: Int[Array, "..."], first: Array | int, size: int) -> Int[Arra
 
     Args:
         first: The first token id of this device's part of the vocabulary.
-        size: The number of tokens of this device's part.
     """
     return jnp.where((ids >= first) & (ids < first + size), ids - first, size)

@@ -314,7 +314,6 @@ def exact_sum_exp(logits: Array, largest: Array, decode_mesh: DecodeMesh) -> Arr
     """Each row's sum of ``exp(logits - largest)`` over the whole vocabulary, block by block.
 
     Args:
-        logits: This device's part of the vocabulary.
         largest: The maximum over all of it.
     """
     shifted = elementwise(jnp.exp, logits - jnp.where(jnp.isfinite(largest), largest, 0.0)[:, None])

@@ -24,7 +24,6 @@ class Capacity:
         pages_per_sequence: The width of a page table; a sequence has at most ``pages_per_sequence * page_size`` tokens.
         prefill_rows: The number of pages of prompt tokens that one replica prefills in a launch.
         steps: The most steps of a decode launch, each a token per sequence.
-        stop_ids: The most stop tokens of a sequence.
         filters: 1 where the decode program has top-k, top-p and min-p; 0 leaves them out.
         penalties: 1 where the decode program counts tokens, for penalties; 0 leaves that out.
         min_tokens: 1 where the decode program rules out stop tokens at first; 0 leaves that out.

@@ -59,11 +59,7 @@ class Proposer:
             self._ngrams.add(self._generation_id, tokens)
 
     def propose(self, answer: Seq[int], count: int) -> Int32[np.ndarray, " token"]:
-        """Returns a guess at the tokens that follow an answer; at most ``count``, and none where nothing suggests any.
-
-        Args:
-            count: The most tokens to guess.
-        """
+        """Returns a guess at the tokens that follow an answer; at most ``count``, none where nothing suggests any."""
         at = len(answer) + self._shift
         agreement = self._agreement(answer, at)
         # Where the last tokens are mostly the same, one that is not was most often replaced by another.
@@ -77,11 +73,7 @@ class Proposer:
         return draft if len(draft) else self._look_up(count)
 
     def until_end(self, answer: Seq[int], most: int) -> int:
-        """Returns how many tokens may follow an answer: those that the draft has more, as long as it has any.
-
-        Args:
-            most: The most tokens that may follow.
-        """
+        """Returns how many tokens may follow an answer: those that the draft has more, as long as it has any."""
         return min(max(0, len(self._draft) - len(answer)) or most, most)
 
     def _agreement(self, answer: Seq[int], at: int) -> int:
@@ -152,8 +144,6 @@ class Drafter:
 
         Args:
             slots: The sequences and what they may still sample.
-            waiting: See `num_decode_steps`.
-            stop_rate: See `num_decode_steps`; of a token.
         """
         left = slots.all_remaining
         width, expected = self.choose(slots.sequences, left, waiting=waiting)
@@ -179,7 +169,6 @@ class Drafter:
         Args:
             sequences: The sequence in each slot ``[replica, slot]``, or None.
             remaining: The number of tokens that each may still sample.
-            waiting: Whether other sequences wait for a slot.
 
         Returns:
             The width of the steps, 1 for those of decode; and the tokens that a step is expected to sample of each
@@ -243,7 +232,6 @@ class Drafter:
         """Compares the guesses of the last `choose` with what was sampled.
 
         Args:
-            at: The replicas and slots of the launch's sequences.
             kept: The number of tokens that each of them sampled, without those after a stop string.
             step: The step of each token, in a launch that verified drafts; None in one that decoded.
         """

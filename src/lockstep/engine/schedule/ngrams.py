@@ -41,9 +41,6 @@ class Ngrams:
 
         The answer itself is looked at first, then the prompt, then the other answers. What reaches the end of the
         answer goes on from its beginning, again and again.
-
-        Args:
-            count: The most tokens to guess.
         """
         text = self._texts[generation]
         for gram in _last(text):

@@ -36,10 +36,8 @@ class DecodeResults:
 
         Args:
             tokens: The token ids, -1 where a sequence had already ended.
-            logprobs: The log-probabilities of the tokens under the model.
             sampled_logprobs: The log-probabilities under the distribution drawn from; None for zeros.
             top_ids: The ids of the most probable tokens; None where no sequence asks for them.
-            top_logprobs: The log-probabilities of ``top_ids``.
         """
         sampled = np.zeros_like(logprobs) if sampled_logprobs is None else sampled_logprobs
         parts = [tokens, logprobs, sampled]

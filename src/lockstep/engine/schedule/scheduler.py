@@ -282,7 +282,6 @@ class Scheduler:
             logprobs: The log-probabilities of the batch's targets, ``[replica, row, position]``.
             top_ids: The ids of the most probable tokens ``[replica, row, position, n]``, most probable first; None
                 where no sequence asks for them.
-            top_logprobs: The log-probabilities of ``top_ids``.
         """
         for r, row, record in self._rows_in_flight:
             count = int((batch.targets[r, row] >= 0).sum())

@@ -89,9 +89,6 @@ class DecodeSlots:
     ) -> tuple[Int[np.ndarray, "replica slot"], Bool[np.ndarray, "replica slot"]]:
         """Moves every sequence on by what it sampled.
 
-        Args:
-            results: The results of the launch of the last `batch`.
-
         Returns:
             The number of tokens that each slot sampled, and whether the last of them is a stop token of the sequence.
         """

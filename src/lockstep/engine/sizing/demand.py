@@ -151,10 +151,6 @@ def slots_per_replica(kind: str, platform: str, itemsize: int) -> int:
 
     That is where ``2 * slots * weights / flops`` reaches ``itemsize * weights / bandwidth``. In whole 64s, at least 64
     and at most 512; of CPUs, whose numbers are guesses, 64.
-
-    Args:
-        platform: Its platform: cpu, gpu or tpu.
-        itemsize: Bytes of one number of a weight.
     """
     if platform == "cpu":
         return _LEAST_SLOTS
@@ -172,9 +168,6 @@ def default_page_size(config: EngineConfig, platform: str) -> int:
     """Tokens in a page where nobody says it.
 
     On TPU larger pages: attention copies page by page, and a small copy takes as long as a large one.
-
-    Args:
-        platform: The platform of a device: cpu, gpu or tpu.
     """
     size = _TPU_PAGE_SIZE if platform == "tpu" else DEFAULT_PAGE_SIZE
     while config.max_prefill_size is not None and size > config.max_prefill_size:

@@ -316,8 +316,6 @@ def fit(
     """The capacity that needs at most ``budget`` bytes: ``wanted``, or one with fewer slots, pages and prefill rows.
 
     Args:
-        wanted: What the requests and the caps ask for.
-        demand: What the requests ask of the KV cache.
         footprint: Gives the bytes of a capacity; must grow with each of its numbers, and by the same for every page.
         budget: Bytes per device.
         least: The least slots, pages and prefill rows to have.

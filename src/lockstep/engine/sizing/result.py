@@ -50,7 +50,6 @@ class Sizing:
         considered: All layouts that were compared, the chosen one included.
         chip: The name of the chip whose numbers the prediction used.
         weight_dtype: The dtype of the weights of the layers' matrix products.
-        attention: What attention is used, in words.
     """
 
     layout: Layout

@@ -119,10 +119,8 @@ class Attention(Protocol):
         """Attends one query per slot to the positions up to and including its own.
 
         Args:
-            q: The queries of one layer.
             cache: The cache, with K and V of the queries' own positions already written.
             page_table: The pages of each slot, in order, as indices of the flat pool.
-            position: The position of each slot's query.
             active: Whether the slot has a sequence; the output of other slots is never read.
             sinks: The score of each head for nothing, where ``Heads.sinks`` says that there is one.
         """

@@ -115,8 +115,6 @@ def attend_context(
     """Attends one query per slot to the positions up to and including its own; softmax in float32.
 
     Args:
-        context: The contiguous K and V of all layers.
-        position: The position of each slot's query.
         sinks: The score of each head for nothing (`attend`); None for none.
 
     Returns:
@@ -138,7 +136,6 @@ def attend_context_span(
 
     Args:
         q: The queries; query ``i`` of a slot is at ``position + i``. Those beyond the context see all of it.
-        context: The contiguous K and V of all layers.
         position: The position of each slot's first query.
         sinks: The score of each head for nothing (`attend`); None for none.
 

@@ -101,7 +101,6 @@ def select_attention(
     Args:
         device: A device of the decode mesh; all are of one kind.
         heads: The attention heads of a device, as the model has them.
-        dtype: The dtype of the queries.
         kv_dtype: The dtype of the pool; None for that of the queries.
         exact: Whether it is that of ``numerics: exact``.
 

@@ -44,7 +44,6 @@ def attend(
     https://arxiv.org/abs/1805.02867, algorithm 3).
 
     Args:
-        q: The queries of each sequence, grouped by kv head.
         sinks: The score of each query for nothing: it takes a part of the softmax and adds no value (gpt-oss; Xiao et
             al. 2023, https://arxiv.org/abs/2309.17453). None for none.
 

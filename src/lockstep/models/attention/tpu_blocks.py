@@ -32,7 +32,6 @@ class Blocks:
     Args:
         pages: The number of pages of K/V that the kernel fetches at a time.
         queries: The number of query tokens that it computes at a time.
-        vmem_limit: The bytes of VMEM that it may use.
         known: Whether the sizes come from the table, and so are known to compile; else from the rule of `safe`.
     """
 
@@ -49,7 +48,6 @@ class BlockKey:
     Args:
         generation: The TPU generation: ``v4``, ``v5e``, ``v5p``, ``v6e`` or ``tpu7x``.
         q_heads: The number of query heads of a device, those of padded kv heads included.
-        kv_heads: The number of stored kv heads of a device.
         head_size: The stored head size in elements.
         dtype: The name of the dtype of the queries.
         kv_dtype: The name of the dtype of the pool.
@@ -106,7 +104,6 @@ def stored_heads(kv_heads: int, itemsize: int) -> int:
 
     Args:
         kv_heads: The number of kv heads of a device, as the model has them.
-        itemsize: The bytes of an element of the pool.
     """
     packing = 4 // itemsize
     count = kv_heads
@@ -128,8 +125,6 @@ def takes(q_heads: int, kv_heads: int, itemsize: int) -> bool:
 
     Args:
         q_heads: The number of query heads of a device, those of padded kv heads included.
-        kv_heads: The number of stored kv heads of a device.
-        itemsize: The bytes of an element of the pool.
     """
     tile = 16 // itemsize
     if kv_heads % tile:

@@ -240,11 +240,7 @@ class RowGather:
 
     @classmethod
     def of(cls, tensor: SavedTensor, most_bytes: int) -> Self:
-        """Returns the program for the pieces of a tensor.
-
-        Args:
-            tensor: A tensor of a model's array.
-        """
+        """Returns the program for the pieces of a tensor."""
         return cls(
             layout=RowLayout.of(tensor.parameter, sharding_of(tensor.parameter)),
             row_axis=tensor.row_axis,

@@ -181,7 +181,6 @@ class ParallelReader:
     threads end with the context, or with the request that they are in; they do not keep the interpreter alive.
 
     Args:
-        limit: The most bytes of memory.
         timeout_s: The seconds in which at least one of the requests under way must end.
     """
 

@@ -95,7 +95,6 @@ def saved_tensors(model: LlamaLMHeadModel, dtype: Any, vocab_size: int) -> list[
     """Returns all tensors of a checkpoint by layer, so that those of a layer are in one file where possible.
 
     Args:
-        model: The model, or its skeleton.
         dtype: The dtype of the stored tensors; None keeps that of each parameter.
         vocab_size: The number of rows of the vocabulary that are stored.
     """

@@ -26,9 +26,6 @@ type MeshAxes = str | tuple[str, ...] | None
 def check_backend(name: str) -> None:
     """Refuses a name that is none of `AttentionBackend`.
 
-    Args:
-        name: The value of ``attn_backend``.
-
     Raises:
         ConfigError: It is unknown; the message says what there is.
     """
@@ -46,8 +43,6 @@ def attention_products(backend: AttentionBackend, length: int, window: int | Non
     passes, and only for blocks that have a key to look at.
 
     Args:
-        backend: The implementation.
-        length: The number of positions of a row.
         window: The sliding window; None for none.
         forwards: The number of times that the forward pass is computed.
     """
@@ -78,16 +73,11 @@ def self_attention(
 
     Args:
         q: The queries; ``group`` of them share a key/value head.
-        k: The keys.
-        v: The values.
         segment_ids: The document of each position; a query looks at no other document. None: a row is one document.
-        attention: The scores.
         sinks: The score of each query head for nothing, which takes a part of its softmax; None for none.
         backend: The implementation; ``default`` is splash on TPU, running or only compiled for, else ``jax_flash``.
         split: The devices that share a row, whose positions are in its `SplitPositions.order`; None: each has whole
             rows, in order.
-        batch_axes: The mesh axes that split the rows.
-        head_axes: The mesh axes that split the key/value heads.
         interpret: Whether to run splash without a TPU, slowly, for tests.
 
     Raises:

@@ -30,10 +30,7 @@ def blockwise_attention(
 
     Args:
         q: The queries; ``group`` of them share a key/value head.
-        k: The keys.
-        v: The values.
         segment_ids: The document of each position; None: a row is one document.
-        attention: The scores.
         sinks: The score of each query head for nothing; None for none.
         queries: The queries, where they are not those of all positions.
         query_block: The number of queries at a time.

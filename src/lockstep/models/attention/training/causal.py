@@ -13,7 +13,6 @@ class CausalAttention:
     """The scores of queries, and the keys that each may look at: those at its own position and before.
 
     Args:
-        scale: The factor of the product of query and key.
         sliding_window: The number of positions that a query attends to, its own included; None for all.
         soft_cap: The cap c of a score s, which becomes ``c * tanh(s / c)``; None for none.
     """
@@ -32,8 +31,6 @@ class CausalAttention:
         """Returns where a query may look at a key.
 
         Args:
-            queries: The positions of the queries in the row.
-            keys: The positions of the keys in the row.
             query_segments: The document of each query; None: a row is one document.
             key_segments: The document of each key; None where ``query_segments`` is.
 
@@ -69,10 +66,7 @@ def attend_masked(
 
     Args:
         q: The queries; ``group`` of them share a key/value head.
-        k: The keys.
-        v: The values.
         mask: True where a query may look at a key; every query may look at one at least.
-        attention: The scores.
         sinks: The score of each query head for nothing, which takes a part of its softmax; None for none.
     """
     scores = jnp.einsum("bqkgh,bskh->bkgqs", q, k, preferred_element_type=jnp.float32) * attention.scale
@@ -99,10 +93,7 @@ def dense_attention(
 
     Args:
         q: The queries; ``group`` of them share a key/value head.
-        k: The keys.
-        v: The values.
         segment_ids: The document of each position; None: a row is one document.
-        attention: The scores.
         sinks: The score of each query head for nothing, which takes a part of its softmax; None for none.
         queries: The queries, where they are not those of all positions.
     """

@@ -22,9 +22,7 @@ class SplitPositions:
     section 3.3.2 of Llama 3 (arXiv 2407.21783).
 
     Args:
-        axis: The mesh axis.
         devices: Its size, n.
-        length: The number of positions of a row.
     """
 
     axis: str
@@ -76,7 +74,6 @@ class SplitPositions:
         """Returns an array in `order` by ascending position, split evenly over the devices.
 
         Args:
-            x: The array.
             batch_axes: The partition of its rows.
         """
         mesh = jax.sharding.get_abstract_mesh()

@@ -43,8 +43,6 @@ def splash_kernel(
 
     Args:
         length: The number of positions of a row, a multiple of `LANES`.
-        heads: The number of query heads of a device.
-        attention: The scores.
         split: The split of a row; the kernel is then sharded over its axis.
         interpret: Whether to run without a TPU, slowly, for tests.
     """
@@ -85,10 +83,7 @@ def splash_attention(
 
     Args:
         q: The queries; ``group`` of them share a key/value head, which is not repeated.
-        k: The keys.
-        v: The values.
         segment_ids: The document of each position; None: a row is one document.
-        attention: The scores.
         sinks: The score of each query head for nothing; None for none.
         query_segments: The document of each query, with ``kernel``.
         kernel: This device's part of the kernel of a split row; None: the queries are those of all positions.
