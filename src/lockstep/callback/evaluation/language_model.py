@@ -18,8 +18,6 @@ from lockstep.types import Completion, Request, SamplingParams
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from lockstep.callback.evaluation.harness import Ask
-
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 """Generation arguments of a task that are settings of sampling by the same name."""
 LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens")
@@ -41,7 +39,7 @@ class EngineLM(TemplateLM):
     def __init__(
         self,
         tokenizer: "PreTrainedTokenizerBase",
-        ask: "Ask",
+        ask: Callable[[list[Request], bool], list[Completion]],
         config: TasksConfig,
         max_length: int,
         kinds: Callable[[], Iterable[str]],
