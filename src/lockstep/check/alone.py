@@ -127,7 +127,6 @@ class _LaunchesAtLine:
         self._compiled: list[_Recompilation] = []
 
     def add(self, index: int, launch: Launch) -> None:
-        """Take in the next launch."""
         if not self.count:
             self.first = index
         program = launch.program
@@ -182,11 +181,9 @@ class _Samples:
 
     @property
     def is_operation(self) -> bool:
-        """Whether the program is an operation of JAX by itself."""
         return self._newest is not None and self._newest.program.operation
 
     def add(self, index: int, launch: Launch) -> None:
-        """Take in the next launch that has such a look."""
         if self._newest is None or (launch.live or 0) <= (self._newest.live or 0):
             self._arrays = (self.count, launch)  # from here on they may grow
         if self._newest is None or launch.keys <= self._newest.keys:

@@ -198,7 +198,6 @@ class Place:
 
     @property
     def line(self) -> Frame | None:
-        """The user's own line."""
         return own_line(self.stack)
 
 
@@ -214,7 +213,6 @@ class Finding:
 
     @property
     def about(self) -> Kind:
-        """Its kind."""
         return KINDS[self.kind]
 
     @property
@@ -224,7 +222,6 @@ class Finding:
         return self.kind, line.place if line else ""
 
     def as_json(self) -> dict[str, Any]:
-        """The finding as JSON values."""
         return {
             "kind": self.kind,
             "title": self.about.title,

@@ -58,7 +58,6 @@ class LaunchNames:
         """Nothing: it may fail."""
 
     def succeeds(self, program: Any, results: Sequence[Any]) -> None:
-        """Add its name."""
         from lockstep.check import _jax
 
         name, count = _jax.name_of(program), len(_jax.local_devices(program))

@@ -50,7 +50,6 @@ class Follower:
 
     @property
     def logs(self) -> Sequence[ProcessLog]:
-        """The log of each process."""
         return [reader.log for reader in self._readers]
 
     def read(self) -> None:
@@ -208,7 +207,6 @@ class CheckResult:
         return None if self.code == DONE else f"the command ended with {describe_code(self.code)}"
 
     def as_json(self) -> dict[str, Any]:
-        """The result as JSON values."""
         return {
             "command": list(self.command),
             "exit_code": self.exit_code,

@@ -77,14 +77,10 @@ class Console:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Worker:
-    """One machine of a job, which runs one process of it. Its place in the list is its number.
-
-    Args:
-        environment: Its process finds the others by them; shown.
-    """
+    """One machine of a job, which runs one process of it. Its place in the list is its number."""
 
     name: str  # how it is called in messages: a host name, or `NAME/3`
-    environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    environment: Mapping[str, str] = dataclasses.field(default_factory=dict)  # how its process finds the others; public
     ports: tuple[int, ...] = ()  # ports that must be free on it before the job starts
     reaches: tuple[str, ...] = ()  # ports of another worker, as `host:port`, that its network must let it reach
     path: tuple[str, ...] = ()  # directories on it that are searched for programs first; `~` is its home directory

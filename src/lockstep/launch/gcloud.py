@@ -193,7 +193,6 @@ class Gcloud:
 
     @property
     def region(self) -> str:
-        """The region of the zone."""
         return self.zone.rpartition("-")[0]
 
     def command(self, *words: str, place: str = "zone") -> list[str]:
@@ -224,7 +223,6 @@ class Gcloud:
         return done.stdout
 
     def error(self, command: str, text: str) -> GcloudError:
-        """The error of a command in this project and zone."""
         return GcloudError(command, text, zone=self.zone, project=self.project)
 
     def read(self, *words: str, place: str = "zone") -> Any:

@@ -182,7 +182,6 @@ class Gke:
     """JobSets: each pod is one process of the job, found by JAX from what GKE tells a pod of its slice."""
 
     def add_options(self, parser: argparse.ArgumentParser) -> None:
-        """Add what a JobSet is made of."""
         add_gke_options(parser)
 
     def run(self, options: argparse.Namespace) -> int:
@@ -227,7 +226,6 @@ class Gke:
         return DONE
 
     def status(self, job: JobRecord) -> int:
-        """Print the JobSet's state, and each pod's."""
         found, pods = Cluster(job).look()
         state = found.get("status", {}).get("terminalState")
         print(f"{job.name}: {state or ('Running' if found else 'there is no such JobSet any more')}")

@@ -75,13 +75,11 @@ class GoogleBackend(WorkerBackend):
         return transport.machines[0]
 
     def add_options(self, parser: argparse.ArgumentParser) -> None:
-        """Add the options of both backends, then its own."""
         add_google_options(parser)
         self.add_own_options(parser)
         add_worker_options(parser)
 
     def default_name(self, options: argparse.Namespace) -> str | None:
-        """The name of the slice."""
         return str(options.tpu_name)
 
     def dry_run(self, options: argparse.Namespace) -> tuple[list[str], Transport]:
@@ -140,7 +138,6 @@ class GoogleBackend(WorkerBackend):
         return transport
 
     def find(self, options: argparse.Namespace) -> Transport:
-        """The machines as they are now."""
         return self._transport(options, self.pod(options).machines())
 
     def setup_script(self, options: argparse.Namespace) -> str | None:
@@ -170,7 +167,6 @@ class GoogleBackend(WorkerBackend):
             return None
 
     def release(self, options: argparse.Namespace, console: Console) -> None:
-        """Delete the pod, if the launcher made it."""
         pod = self.pod(options)
         if pod.made_here():
             pod.delete(Wait(say=console.say, timeout_s=options.wait_s, poll_s=options.poll_s))

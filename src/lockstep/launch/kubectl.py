@@ -60,12 +60,10 @@ class Kubectl:
     namespace: str = ""  # the namespace; "": the context's
 
     def argv(self, *words: str) -> list[str]:
-        """The command line."""
         given = {"context": self.context, "namespace": self.namespace}
         return ["kubectl", *(f"--{name}={value}" for name, value in given.items() if value), *words]
 
     def run(self, *words: str, manifest: Mapping[str, Any] | None = None) -> str:
-        """Run it and return its output."""
         if shutil.which("kubectl") is None:
             raise LaunchError(
                 "kubectl was not found. Install it: gcloud components install kubectl; then "
@@ -126,7 +124,6 @@ class PodState:
 
     @property
     def started(self) -> bool:
-        """Whether there is a log."""
         return self.code is not None or self.phase == "Running"
 
     def __str__(self) -> str:
@@ -228,7 +225,6 @@ class PodLogs:
             thread.join(max(0.0, end - time.monotonic()))
 
     def first_failure(self) -> PodState | None:
-        """The pod that failed first, see `first_failure`."""
         last = max((pod.attempt for pod in self.seen), default=0)
         logs = self._job.directory.glob(f"attempt-{last}/worker-*.log")
         return first_failure(self.seen, failed_by_their_logs(logs))

@@ -146,7 +146,6 @@ class Wait:
             time.sleep(self.poll_s)
 
     def until_usable(self, name: str, look: Callable[[], tuple[str, bool]], *, undone: str) -> None:
-        """Look until a slice can be used."""
         if not self.until(name, look):
             if self.given_up():
                 raise GivenUpError(f"{name} has not come{undone}", UNAVAILABLE)
@@ -172,15 +171,12 @@ class ElasticPod:
         self._used: list[Pod] | None = None
 
     def create_commands(self) -> list[list[str]]:
-        """The commands that make all slices."""
         return [command for part in self._parts for command in part.create_commands()]
 
     def wait_lines(self) -> list[str]:
-        """The lines for a shell that wait until all slices can be used."""
         return [line for part in self._parts for line in part.wait_lines()]
 
     def delete_commands(self) -> list[list[str]]:
-        """The commands that delete all slices."""
         return [command for part in self._parts for command in part.delete_commands()]
 
     def login_commands(self, machines: Sequence[Machine] | None) -> list[list[str]]:
@@ -193,7 +189,6 @@ class ElasticPod:
         return found
 
     def ssh_command(self, worker: int, command: str) -> list[str]:
-        """The command that people paste, see `Pod`."""
         return self._parts[worker // self._hosts].ssh_command(worker % self._hosts, command)
 
     def made_here(self) -> bool:
@@ -256,7 +251,6 @@ class ElasticPod:
         return next((text for part in self._in_use() if (text := part.lost()) is not None), None)
 
     def delete(self, wait: Wait) -> None:
-        """Delete all slices."""
         for part in self._parts:
             part.delete(wait)
 
@@ -291,7 +285,6 @@ class SshTransport:
         self.key = key
 
     def argv(self, worker: int, command: str) -> list[str]:
-        """The ssh command, see `Transport`."""
         machine = self.machines[worker]
         options = {
             "IdentitiesOnly": "yes",
@@ -313,5 +306,4 @@ class PasteTransport:
         self.workers = workers
 
     def argv(self, worker: int, command: str) -> list[str]:
-        """The command by gcloud, see `Transport`."""
         return self._pod.ssh_command(worker, command)

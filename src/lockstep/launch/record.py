@@ -45,7 +45,6 @@ class JobRecord:
 
     @property
     def directory(self) -> Path:
-        """The directory of the record and the logs."""
         return jobs_directory() / self.name
 
     def log(self, attempt: int, worker: int) -> Path:

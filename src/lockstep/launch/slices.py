@@ -83,7 +83,6 @@ class Slice:
 
     @property
     def chips(self) -> int:
-        """The number of its chips."""
         return math.prod(self.grid)
 
     @property

@@ -90,7 +90,6 @@ class Slurm:
     """Batch jobs: one process per task, found by JAX from Slurm's variables."""
 
     def add_options(self, parser: argparse.ArgumentParser) -> None:
-        """Add what sbatch has to know."""
         add_job_options(parser)
         add = parser.add_argument_group("slurm: a batch job").add_argument
         add("--nodes", type=count, default=1, help="how many nodes (default 1)")

@@ -61,7 +61,6 @@ class SlurmJob:
 
     @property
     def tasks(self) -> int:
-        """The number of processes of the job."""
         return self.nodes * self.tasks_per_node
 
 

@@ -21,7 +21,6 @@ class SshTransport:
         self._options = options
 
     def argv(self, worker: int, command: str) -> list[str]:
-        """The ssh command, see `Transport`."""
         return ["ssh", *SSH_OPTIONS, *self._options, "--", self.workers[worker].name, command]
 
 
@@ -29,7 +28,6 @@ class Ssh(WorkerBackend):
     """Hosts that exist; nothing is created or deleted, one process runs on each."""
 
     def add_options(self, parser: argparse.ArgumentParser) -> None:
-        """Add the hosts and how they are reached."""
         add_worker_options(parser)
         add = parser.add_argument_group("ssh: hosts that exist").add_argument
         add("--hosts", required=True, metavar="A,B,C|FILE", help="hosts (user@host), or a file with one per line")
@@ -47,7 +45,6 @@ class Ssh(WorkerBackend):
         return self.find(options)
 
     def find(self, options: argparse.Namespace) -> SshTransport:
-        """The hosts, each with its place in the job."""
         hosts = read_hosts(options.hosts)
         address = f"{options.coordinator or hosts[0].rpartition('@')[2]}:{options.port}"
         path = (f"{options.venv}/bin",) if options.venv else ()

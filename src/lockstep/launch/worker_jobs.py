@@ -28,7 +28,6 @@ class WorkerJobs:
         self._backend = backend
 
     def add_options(self, parser: argparse.ArgumentParser) -> None:
-        """Add those of the backend."""
         self._backend.add_options(parser)
 
     def run(self, options: argparse.Namespace) -> int:

@@ -55,7 +55,6 @@ class Command:
     joins_job: bool = True  # whether it is a process of a job, and loads jax
 
     def run(self, arguments: Sequence[str]) -> int:
-        """Run the command."""
         return int(_load(self.function)(arguments))
 
     def add_options(self, parser: argparse.ArgumentParser) -> None:
@@ -69,7 +68,6 @@ class Command:
         return "--config_path" in self.usage
 
     def config(self) -> type[Any]:
-        """The dataclass of the command's configuration."""
         assert self.config_class is not None, f"{self.name} has no configuration"
         cls: type[Any] = _load(self.config_class)
         return cls

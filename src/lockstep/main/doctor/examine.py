@@ -151,7 +151,6 @@ class _Examination:
         self._report = Findings(console, config.json) if hosts.is_leader else Findings()
 
     def run(self, machine: Sequence[Finding], joined: Finding, reaching: list[BackgroundCheck]) -> int:
-        """Do the checks and return the exit code."""
         with self._hosts.run_on_all("the report's file"):
             self._report.begin()
         if self._hosts.is_leader and self._needs.wandb is not None:

@@ -33,17 +33,14 @@ class Finding:
 
     @classmethod
     def ok(cls, name: str, text: str) -> Self:
-        """A finding that is as it should be."""
         return cls(name=name, outcome="ok", text=text)
 
     @classmethod
     def warning(cls, name: str, text: str, fix: str = "") -> Self:
-        """A finding that a run survives."""
         return cls(name=name, outcome="warning", text=text, fix=fix)
 
     @classmethod
     def to_fix(cls, name: str, text: str, fix: str = "") -> Self:
-        """A finding that will end or spoil a run."""
         return cls(name=name, outcome="fix", text=text, fix=fix)
 
 
@@ -61,7 +58,6 @@ class JobFinding:
         return "" if len(self.processes) == self.count else name_processes(self.processes)
 
     def as_json(self) -> dict[str, Any]:
-        """The finding as JSON values."""
         return {**dataclasses.asdict(self.finding), "processes": list(self.processes)}
 
 

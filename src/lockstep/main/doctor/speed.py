@@ -207,7 +207,6 @@ class Group:
 
     @property
     def members(self) -> int:
-        """The devices of a group."""
         return self.mesh.shape["member"]
 
     @property

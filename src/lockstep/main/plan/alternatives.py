@@ -131,7 +131,6 @@ class RematCost:
 
     @property
     def fits(self) -> bool:
-        """Whether the step fits a device."""
         return self.error is None and self.needed <= self.memory
 
 

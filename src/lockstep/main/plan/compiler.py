@@ -60,7 +60,6 @@ class Topology:
 
     @property
     def slice_name(self) -> str:
-        """The name of one of the slices."""
         return self.name.partition("x")[2] if self.num_slices > 1 else self.name
 
     @property
@@ -75,7 +74,6 @@ class Topology:
 
     @property
     def kind(self) -> str:
-        """The ``device_kind`` of the devices."""
         return str(self.devices[0].device_kind)
 
     def describe(self) -> str:
@@ -227,11 +225,9 @@ class Summary:
     cached: bool  # whether the result was on disk
 
     def memory_analysis(self) -> Memory:
-        """The bytes per device."""
         return self.memory
 
     def as_text(self) -> str:
-        """The optimised program."""
         return self.text
 
 

@@ -58,7 +58,6 @@ class Op:
 
     @property
     def bytes(self) -> int:
-        """The bytes of the result."""
         return sum(array.bytes for array in self.arrays)
 
 
@@ -158,7 +157,6 @@ class Hlo:
         return max(0, -(-(last - first) // step))
 
     def array_of(self, computation: str, name: str) -> tuple[Array, ...]:
-        """The arrays of an operation's result."""
         op = self.computations[computation].get(name)
         return () if op is None else op.arrays
 

@@ -74,7 +74,6 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Whether the workload can run."""
         return not self.infeasibilities
 
     @property

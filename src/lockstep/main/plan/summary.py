@@ -31,7 +31,6 @@ class Moment:
 
     @property
     def total(self) -> int:
-        """The bytes of all parts together."""
         return sum(self.parts.values())
 
     @property
@@ -163,7 +162,6 @@ class RolloutStep:
 
     @property
     def step_s(self) -> float:
-        """The seconds of both, one after the other."""
         return self.rollout_s + self.update_s
 
 

@@ -107,7 +107,6 @@ class TrainingWorkload:
 
     @property
     def length(self) -> int:
-        """The number of tokens of a sequence."""
         return int(self.columns["tokens"].shape[-1])
 
 
