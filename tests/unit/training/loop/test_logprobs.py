@@ -14,10 +14,13 @@ from lockstep.training.objectives import GrpoConfig
 from tests import tiny
 
 
-@pytest.mark.parametrize(("microbatches", "replicated"), [(1, True), (4, False)])
-def test_each_row_has_its_own_log_probabilities(microbatches, replicated):
-    mesh = make_mesh("auto")
-    model = tiny.init_model(tiny.make_trainer("auto", 1))
+@pytest.mark.parametrize(
+    ("microbatches", "replicated", "mesh_shape"),
+    [(1, True, "auto"), (4, False, "auto"), pytest.param(2, False, "pp=2,fsdp=-1", marks=pytest.mark.slow)],
+)
+def test_each_row_has_its_own_log_probabilities(microbatches, replicated, mesh_shape):
+    mesh = make_mesh(mesh_shape)
+    model = tiny.init_model(tiny.make_trainer(mesh_shape, 1))
     tokens = np.asarray(tiny.rows(8 * mesh.size).columns["tokens"])
     ledger = Ledger()
     objective = GrpoConfig(temperature=0.6, vocab_size=40)

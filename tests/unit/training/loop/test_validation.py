@@ -21,6 +21,7 @@ from lockstep.training import (
     Validation,
     lm_loss,
 )
+from tests import tiny
 from tests.unit.training.bigrams import Bigrams
 from tests.unit.training.loop.test_trainer import rows
 
@@ -90,6 +91,18 @@ def test_figures_are_exact_over_all_rows_of_each_source(parallelism):
     n_batches = sum(-(-n // size) for n in (13, 5))
     launched = trainer.hosts.ledger
     assert launched.count >= 3 * n_batches + STEPS
+
+
+@pytest.mark.slow
+def test_stages_have_the_figures_of_other_meshes():
+    found = []
+    for mesh_shape in ("auto", "pp=2,fsdp=-1"):
+        trainer = tiny.make_trainer(mesh_shape, 2)
+        validation = Validation(trainer, lm_loss, {"held_out": tiny.rows(13)}, perplexity=True)
+        trainer.add_hook(validation, every=2)
+        trainer.train(tiny.init_model(trainer), tiny.rows())
+        found.append(validation.metrics)
+    assert found[0] == pytest.approx(found[1], rel=1e-5) and "eval/held_out/loss" in found[0]
 
 
 def test_pairs_have_accuracy_and_margin_and_fillers_do_not_count():
