@@ -10,8 +10,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from lockstep.errors import ConfigError
-from lockstep.models.attention.training.blockwise import QUERY_BLOCK, blockwise_attention
-from lockstep.models.attention.training.causal import CausalAttention, Queries, dense_attention
+from lockstep.models.attention.training.causal import (
+    QUERY_BLOCK,
+    CausalAttention,
+    Queries,
+    blockwise_attention,
+    dense_attention,
+)
 from lockstep.models.attention.training.context import SplitPositions
 from lockstep.models.attention.training.splash import LANES, block_size, splash_attention, splash_kernel
 from lockstep.placement.device import auto_axes

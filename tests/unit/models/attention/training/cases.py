@@ -1,5 +1,6 @@
-"""Queries, keys, values and documents of packed rows, and which scores they have."""
+"""Queries, keys, values and documents of packed rows, their scores, and results with gradients."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -28,3 +29,16 @@ def arrays(length, *, batch=2, kv_heads=2, group=3, head=4, packed=False):
     ends = np.array([[length // 3, length // 2 + 1, length - 3], [1, length - 9, length - 2]])
     segments = 1 + (np.arange(length) >= ends[:, :, None]).sum(axis=1)
     return q, k, v, jnp.asarray(np.where(segments == 4, 0, segments), jnp.int32)
+
+
+def with_gradients(function, inputs, attention, **options):
+    """The result, and the gradients of a sum of it in which every element counts differently."""
+    weights = np.random.default_rng(1).standard_normal(inputs[0].shape).astype(np.float32)
+
+    def total(q, k, v, *sinks):
+        out = function(q, k, v, inputs[3], attention, *sinks, **options)
+        return jnp.sum(out * weights), out
+
+    arrays = (*inputs[:3], *inputs[4:])
+    gradients, out = jax.jit(jax.grad(total, argnums=range(len(arrays)), has_aux=True))(*arrays)
+    return (out, *gradients)

@@ -7,8 +7,7 @@ import pytest
 
 from lockstep.models.attention.training.causal import CausalAttention, dense_attention
 from lockstep.models.attention.training.splash import splash_attention
-from tests.unit.models.attention.training.cases import SINKS, arrays
-from tests.unit.models.attention.training.test_blockwise import with_gradients
+from tests.unit.models.attention.training.cases import SINKS, arrays, with_gradients
 
 
 @pytest.mark.parametrize(
