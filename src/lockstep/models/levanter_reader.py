@@ -118,9 +118,12 @@ def _read_olmo2(model: Any) -> tuple[LlamaConfig, DecoderWeights]:
 @register_reader(MixtralLMHeadModel)
 def _read_mixtral(model: Any) -> tuple[LlamaConfig, DecoderWeights]:
     config, layers = model.config, _Layers(model)
-    if config.n_shared_experts:
-        raise _unreadable(model, f"n_shared_experts is {config.n_shared_experts}", "experts without shared ones")
-    experts = Experts(num_experts=config.n_routed_experts, num_experts_per_tok=config.num_experts_per_tok)
+    experts = Experts(
+        num_experts=config.n_routed_experts,
+        num_experts_per_tok=config.num_experts_per_tok,
+        # One MLP of the width of an expert, whatever their number.
+        shared_intermediate_dim=config.intermediate_dim if config.n_shared_experts else None,
+    )
     names = {"expert_gate": "w1", "expert_up": "w3", "expert_down": "w2"}
     return _read_experts(model, layers, experts, lambda layer: layer.block_sparse_moe, names)
 
@@ -153,6 +156,8 @@ def _read_experts(
     if any(linear.bias is not None for linear in linears):
         raise _unreadable(model, "its router or its experts have a bias", "biases of q, k and v")
     layers.check_plain(router)
+    if experts.shared_intermediate_dim is not None:
+        weights |= {f"shared_{name}": weight for name, weight in _gated_mlp(layers, "shared_mlp").items()}
     weights["router"] = layers.array(lambda layer: block(layer).gate.weight, "embed experts")
     for weight, name in names.items():
         axes = "experts mlp embed" if weight == "expert_down" else "experts embed mlp"
@@ -226,11 +231,9 @@ def _read(
     )
 
 
-def _gated_mlp(layers: "_Layers") -> dict[str, Any]:
+def _gated_mlp(layers: "_Layers", mlp: str = "mlp") -> dict[str, Any]:
     return {
-        "gate": layers.weight(lambda layer: layer.mlp.gate_proj, AXES["gate"]),
-        "up": layers.weight(lambda layer: layer.mlp.up_proj, AXES["up"]),
-        "down": layers.weight(lambda layer: layer.mlp.down_proj, AXES["down"]),
+        name: layers.weight(operator.attrgetter(f"{mlp}.{name}_proj"), AXES[name]) for name in ("gate", "up", "down")
     }
 
 
