@@ -295,7 +295,7 @@ class Engine:
                 share_prefixes=self.config.share_prefixes,
                 max_prompts=sizing.max_prompts,
                 verify_costs=sizing.verify_costs,
-                routed=routed_shape(self._built.model.config) if sizing.sizes.routed_experts else None,
+                routed=routed_shape(self._built.model.config, sizing.sizes),
             )
         except Exception as caught:
             if gate is None:

@@ -134,7 +134,7 @@ def build_programs(
     allowed = rows if vocab_size is None else min(vocab_size, rows)
     transformer = Transformer(
         config=model.config, decode_mesh=decode_mesh, layouts=layouts, pages=sizes.pages, vocab_size=allowed,
-        routed=routed_shape(model.config) if sizes.routed_experts else None,
+        routed=routed_shape(model.config, sizes),
     )  # fmt: skip
     prefill = _on_mesh(
         compiled, "prefill", prefill_function(transformer, sizes, attention), layouts, structs, pool, decode_mesh,

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Int32
 
-from lockstep.engine.schedule import RoutedShape
+from lockstep.engine.schedule import Capacity, RoutedShape
 from lockstep.models import (
     MLP_WEIGHTS,
     SPARSE_WEIGHTS,
@@ -57,8 +57,10 @@ def device_heads(config: LlamaConfig, decode_mesh: DecodeMesh) -> Heads:
     )
 
 
-def routed_shape(config: LlamaConfig) -> RoutedShape:
-    """The form of a token's experts, as programs report them."""
+def routed_shape(config: LlamaConfig, sizes: Capacity) -> RoutedShape | None:
+    """The form of a token's experts, as programs report them; None where they do not."""
+    if not sizes.routed_experts:
+        return None
     of = config.experts
     assert of is not None
     return RoutedShape(layers=config.num_layers, choices=of.num_experts_per_tok, experts=of.num_experts)

@@ -154,9 +154,9 @@ class MemoryModel:
 
     def _routed(self, sizes: Capacity, at_once: int, tokens: int) -> int:
         """Bytes of the experts of tokens: those of a step in all layers, and the results of all replicas, twice."""
-        if not sizes.routed_experts:
+        shape = routed_shape(self.model.config, sizes)
+        if shape is None:
             return 0
-        shape = routed_shape(self.model.config)
         step = at_once * shape.layers * shape.choices * (4 + 2 * shape.dtype.itemsize)
         return step + 2 * 4 * shape.words * tokens * (1 + sizes.replicas)
 
