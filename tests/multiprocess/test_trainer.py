@@ -149,7 +149,7 @@ def body_meshes(hosts, *shapes):
 
 @pytest.mark.slow
 def test_rows_split_over_two_hosts_have_the_losses_and_samples_of_whole_rows():
-    results = run_processes(body_meshes, processes=2, devices=2, args=("1,4,1", "fsdp=2,cp=2", "cp=4"))
+    results = run_processes(body_meshes, processes=2, devices=2, args=("1,4,1", "fsdp=2,cp=2", "cp=4"), timeout_s=300)
     for whole, *split in results:
         for losses, texts in split:
             np.testing.assert_allclose(losses, whole[0], rtol=1e-5)
