@@ -21,7 +21,7 @@ from lockstep.types import Request, SamplingParams
 
 pytest.importorskip("libtpu", reason="the TPU compiler comes with the extra [plan]")
 
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("v5p-8", "tpu7x-8")]
+SLOW = [pytest.param("v5p-8", marks=pytest.mark.slow), pytest.param("tpu7x-8", marks=pytest.mark.nightly)]
 # A layer of Qwen3-30B-A3B, twice.
 CONFIG = Qwen3MoeConfig(
     max_seq_len=1024, hidden_dim=2048, intermediate_dim=6144, num_layers=2, num_heads=32, num_kv_heads=4, head_dim=128,
@@ -62,7 +62,11 @@ def test_gpt_oss_is_decoded_on_a_tpu() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("config", "products"), [(CONFIG, 3), (GPT_OSS, 2)], ids=["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize(
+    ("config", "products"),
+    [(CONFIG, 3), pytest.param(GPT_OSS, 2, marks=pytest.mark.nightly)],
+    ids=["qwen3_moe", "gpt_oss"],
+)
 def test_a_gradient_multiplies_by_the_kernel(config: Any, products: int) -> None:
     mesh = make_mesh("auto", list(topology("v5p-8").devices))
     model = skeleton(512, config)
