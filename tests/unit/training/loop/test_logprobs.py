@@ -16,7 +16,12 @@ from tests import tiny
 
 @pytest.mark.parametrize(
     ("microbatches", "replicated", "mesh_shape"),
-    [(1, True, "auto"), (4, False, "auto"), pytest.param(2, False, "pp=2,fsdp=-1", marks=pytest.mark.slow)],
+    [
+        (1, True, "auto"),
+        (4, False, "auto"),
+        pytest.param(2, False, "pp=2,fsdp=-1", marks=pytest.mark.slow),
+        pytest.param(2, False, "fsdp=-1,cp=2", marks=pytest.mark.slow),
+    ],
 )
 def test_each_row_has_its_own_log_probabilities(microbatches, replicated, mesh_shape):
     mesh = make_mesh(mesh_shape)

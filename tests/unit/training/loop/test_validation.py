@@ -94,15 +94,16 @@ def test_figures_are_exact_over_all_rows_of_each_source(parallelism):
 
 
 @pytest.mark.slow
-def test_stages_have_the_figures_of_other_meshes():
+def test_stages_and_split_rows_have_the_figures_of_other_meshes():
     found = []
-    for mesh_shape in ("auto", "pp=2,fsdp=-1"):
+    for mesh_shape in ("auto", "pp=2,fsdp=-1", "fsdp=-1,cp=2"):
         trainer = tiny.make_trainer(mesh_shape, 2)
         validation = Validation(trainer, lm_loss, {"held_out": tiny.rows(13)}, perplexity=True)
         trainer.add_hook(validation, every=2)
         trainer.train(tiny.init_model(trainer), tiny.rows())
         found.append(validation.metrics)
-    assert found[0] == pytest.approx(found[1], rel=1e-5) and "eval/held_out/loss" in found[0]
+    assert found[1] == pytest.approx(found[0], rel=1e-5) and "eval/held_out/loss" in found[0]
+    assert found[2] == pytest.approx(found[0], rel=1e-5)
 
 
 def test_pairs_have_accuracy_and_margin_and_fillers_do_not_count():
