@@ -48,8 +48,9 @@ AXES = {name: " ".join(axis for axis in haliax_axes(name) if axis != "layer") fo
 AXES["o"] = AXES["o"].replace("kv_head q_heads_per_group", "heads")  # the one weight with flattened heads
 
 NOT_COMPUTED = {
-    "SnowballLMHeadModel": "gated norms, exclusive self-attention with gated heads, layers without rotary embeddings, "
-    "a router whose bias chooses experts but does not weigh them, and a shared expert",
+    "SnowballLMHeadModel": "gated norms, norms of queries and keys with no weight and an eps of their own, exclusive "
+    "self-attention, gated heads, layers without rotary embeddings, and a router whose bias chooses experts that "
+    "sigmoids weigh, with a sum of 2.5",
 }
 """The parts of the architectures of other classes that the decoder lacks."""
 
@@ -276,12 +277,7 @@ def _rope(model: Any, rope: Any) -> RotaryConfig:
 
 
 class _Layers:
-    """The transformer layers of a model, stacked or not, seen one weight at a time.
-
-    Args:
-        model: A model of Levanter.
-        outer: Whether to see the model itself instead of its layers.
-    """
+    """The transformer layers of a model, stacked or not, one weight at a time; ``outer``: the model itself."""
 
     def __init__(self, model: Any, *, outer: bool = False) -> None:
         self.model = model
