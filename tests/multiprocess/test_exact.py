@@ -13,24 +13,31 @@ from tests.unit.engine.models import FAMILIES
 
 pytestmark = pytest.mark.multiprocess
 
-CASES = [
-    ("llama", "bfloat16", "1,2,2", {"layout": {"tensor": 4}}),
-    ("llama", "float32", "2,1,2", {"layout": {"tensor": 2}, "max_seqs": 3}),
-    ("gemma3", "bfloat16", "4,1,1", {"layout": "training", "page_size": 4}),
-]
-"""Family, type, mesh and engine: tensor groups over two processes and within one, and the layout of training."""
+CASES = {
+    2: [
+        ("llama", "bfloat16", "1,2,2", {"layout": {"tensor": 4}}),
+        ("llama", "float32", "2,1,2", {"layout": {"tensor": 2}, "max_seqs": 3}),
+        ("gemma3", "bfloat16", "4,1,1", {"layout": "training", "page_size": 4}),
+    ],
+    4: [
+        ("llama", "bfloat16", "2,2,2", {"layout": {"tensor": 8}}),
+        ("qwen3", "bfloat16", "1,4,2", {"layout": {"tensor": 4}, "max_seqs": 3}),
+        ("qwen2", "bfloat16", "4,1,2", {"layout": "training", "page_size": 4}),
+    ],
+}
+"""Family, type, mesh and engine by the number of processes: tensor groups over them and within, the training layout."""
 EXACTLY = ("logprob_gap", "ratio_gap")
 
 
-def body_bits(hosts):
+def body_bits(hosts, cases):
     """The bits of engine and trainer, case by case; on one device without a layout."""
-    return [bits_in(hosts, *case) for case in CASES]
+    return [bits_in(hosts, *case) for case in cases]
 
 
 def bits_in(hosts, family, dtype, mesh, engine):
     if hosts.count == 1:
         mesh, engine = "1,1,1", {}
-    model = model_of(mesh, dtype, dataclasses.replace(FAMILIES[family], numerics="exact"))
+    model = model_of(mesh, dtype, dataclasses.replace(FAMILIES[family], numerics="exact", num_heads=8))
     answers = completed(mesh, model, hosts=hosts, **engine)
     return bits_of(answers), trainer_bits(mesh, model, answers)
 
@@ -59,12 +66,18 @@ def body_grpo(hosts, mesh, steps):
 
 
 @pytest.mark.parametrize(
-    "env", [pytest.param(None, marks=pytest.mark.slow), pytest.param(OPTIMISED, marks=pytest.mark.nightly)]
+    ("processes", "env"),
+    [
+        pytest.param(2, None, marks=pytest.mark.slow),
+        pytest.param(2, OPTIMISED, marks=pytest.mark.nightly),
+        pytest.param(4, None, marks=pytest.mark.nightly),
+    ],
 )
-def test_two_processes_have_the_bits_of_one_and_of_the_trainer(env):
-    (alone,) = run_processes(body_bits, processes=1, devices=1, env=env, timeout_s=200)
-    results = run_processes(body_bits, processes=2, devices=2, env=env, timeout_s=300)
-    for case, (wanted, _), *found in zip(CASES, alone, *results, strict=True):
+def test_processes_have_the_bits_of_one_and_of_the_trainer(processes, env):
+    cases = CASES[processes]
+    (alone,) = run_processes(body_bits, processes=1, devices=1, args=(cases,), env=env, timeout_s=200)
+    results = run_processes(body_bits, processes=processes, devices=2, args=(cases,), env=env, timeout_s=500)
+    for case, (wanted, _), *found in zip(cases, alone, *results, strict=True):
         for engine, trainer in found:
             assert engine == wanted, case
             assert trainer == wanted, case
