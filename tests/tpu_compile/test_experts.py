@@ -12,6 +12,8 @@ import pytest
 from benchmarks.tpu_programs import weights_on
 from lockstep.engine import Engine, EngineConfig
 from lockstep.main.plan.compiler import topology
+from lockstep.main.plan.hlo import Hlo
+from lockstep.main.plan.traffic import copies
 from lockstep.models import Experts, Qwen3MoeConfig, find_preset
 from lockstep.models.families.family import ModelPreset
 from lockstep.models.trainable import skeleton
@@ -49,6 +51,24 @@ def test_decode_and_prefill_multiply_by_the_kernel(slice_name: str) -> None:
         assert kernels(text) == 3, name
         # The device's 32 experts of both layers are an operand of the kernel; nothing has those of one layer.
         assert "bf16[32,2048,768]" not in text and "bf16[64,2048,768]" in text, name
+
+
+@pytest.mark.slow
+def test_layers_with_an_mlp_and_layers_with_experts_are_two_branches() -> None:
+    """Each layer runs one of them, on weights of all layers of its kind that nothing copies into the branch."""
+    experts = dataclasses.replace(CONFIG.experts, mlp_only_layers=(0,))
+    config = dataclasses.replace(CONFIG, num_layers=3, experts=experts)
+    mesh = make_mesh("auto", list(topology("v6e-8").devices))
+    model = config, weights_on(mesh, ModelPreset(config=config, vocab_size=512), "bfloat16")
+    engine = Engine(EngineConfig(layout={"tensor": 4}, memory_bytes_per_device=8 << 30), mesh)
+    params = SamplingParams(max_new_tokens=64)
+    engine.prepare(model, [Request(prompt_id=i, prompt_tokens=(1,) * 100, params=params) for i in range(64)])
+    for name in ("decode", "prefill"):
+        text = engine.programs[name].text()
+        assert kernels(text) == 3 and "conditional(" in text, name
+        assert "bf16[32,2048,768]" not in text and "bf16[64,2048,768]" in text, name
+        hlo = Hlo(text, ())
+        assert not any(copies(hlo, shape) for shape in ((64, 2048, 768), (2, 32, 2048, 768), (64, 768, 2048))), name
 
 
 @pytest.mark.slow
