@@ -29,7 +29,6 @@ def parse_json[Found](
         place: Where it is from, for the error.
         kind: The type that it must have: dict, list, …
         fix: What to do where it cannot be read, a sentence.
-        error: What is raised.
 
     Raises:
         LockstepError: It is no JSON, nested too deeply for Python's parser, or of another type.
@@ -54,7 +53,6 @@ def refused(place: str, fix: str, error: type[LockstepError] = ConfigError) -> I
     Args:
         place: Where the values are from, for the error.
         fix: What to do where they cannot be used, a sentence.
-        error: What is raised.
 
     Raises:
         LockstepError: A value is missing, of another type, or out of its range.
@@ -89,7 +87,6 @@ def typed[Kind](kind: type[Kind], value: Any, name: str = "it") -> Kind:
 
     Args:
         kind: A dataclass or an annotation of its fields.
-        value: What JSON has.
         name: What an error calls it.
 
     Raises:

@@ -312,7 +312,6 @@ class Request:
     Args:
         prompt_id: The prompt's number, unique in a call; draws depend on it.
         prompt_tokens: The token ids of the prompt, at least one.
-        params: The sampling parameters.
         drafts: Guesses at the completions; None for plain decoding.
 
     Raises:
@@ -363,7 +362,6 @@ class Completion:
         tokens: The sampled token ids, a stop token (or the token that completed a stop string) included; none where the
             time was over, or the completion was cancelled, before the first.
         logprobs: The natural-log probability of each token under the model (temperature 1), as many as ``tokens``.
-        finish_reason: Why the completion ended.
         sampled_logprobs: The natural-log probability of each token under the distribution that it was drawn from, after
             penalties, bias, temperature and filters; 0 where decoding is greedy.
         top_logprobs: For each token the ``top_logprobs`` most probable (id, natural-log probability) under the model

@@ -18,10 +18,10 @@ def body_export_and_sample(hosts, directory):
     """A checkpoint of both processes, exported by both, and what is sampled from each."""
     from lockstep.batch_inference import JobConfig, SampleConfig, sample
     from lockstep.main.runs import ExportConfig, export
-    from lockstep.models.hf import save_plan
+    from lockstep.models.hf import saved_tensor
     from tests.multiprocess.launches import record_launches
 
-    before, save_plan.MIN_PART_BYTES = save_plan.MIN_PART_BYTES, 1
+    before, saved_tensor.MIN_PART_BYTES = saved_tensor.MIN_PART_BYTES, 1
     try:
         tiny.save_checkpoint(f"{directory}/checkpoints", mesh_shape="1,2,2", hosts=hosts)
         hosts.barrier("saved")
@@ -29,7 +29,7 @@ def body_export_and_sample(hosts, directory):
             export(ExportConfig(checkpoint=f"{directory}/checkpoints", output=f"{directory}/out"), hosts)
         assert not launches, "an export needs no device"
     finally:
-        save_plan.MIN_PART_BYTES = before
+        saved_tensor.MIN_PART_BYTES = before
     for name, values in {
         "trained": {"checkpoint_path": f"{directory}/checkpoints"},
         "exported": {"hf_checkpoint": f"{directory}/out"},
@@ -63,12 +63,12 @@ def body_memory(hosts, directory):
     import jax
 
     from lockstep.models import as_trainable, save_hf
-    from lockstep.models.hf import save, save_plan, save_writer
+    from lockstep.models.hf import save, save_writer, saved_tensor
     from lockstep.placement import make_mesh
 
     for module in (save, save_writer):
         module.PIECE_BYTES = 1 << 20
-    save_plan.MIN_PART_BYTES = 1
+    saved_tensor.MIN_PART_BYTES = 1
     config = dataclasses.replace(tiny.CONFIG, hidden_dim=512, num_heads=8)
     weights = tiny.placed_weights(make_mesh("auto"), config=config, vocab=48 << 10)
     model = as_trainable(config, weights)

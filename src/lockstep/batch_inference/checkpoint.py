@@ -22,11 +22,7 @@ from lockstep.training import SavedModel, has_checkpoint, saved_at, saved_model
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HfCheckpoint:
-    """A Hugging Face checkpoint.
-
-    Args:
-        path: Its directory or URL.
-    """
+    """A Hugging Face checkpoint."""
 
     path: str
 

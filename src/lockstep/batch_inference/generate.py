@@ -29,13 +29,7 @@ log = get_logger(__name__)
 
 
 class Generator:
-    """Generates the rows of a job that this host takes part in.
-
-    Args:
-        store: All prompts.
-        tokenizer: The tokenizer that turns tokens into text.
-        stop_ids: The ids of the tokens that end a completion.
-    """
+    """Generates the rows of a job that this host takes part in."""
 
     def __init__(
         self,

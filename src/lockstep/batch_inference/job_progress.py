@@ -249,7 +249,6 @@ class Meter:
     """Counts what this host does; the engine calls it between launches.
 
     Args:
-        board: The board on which it posts.
         floor: Returns the tokens per second that the memory bandwidth allows.
         shares: Where all hosts work on the same prompts, returns the fraction of each replica's devices that each host
             has; None where each host has its own prompts.

@@ -22,11 +22,7 @@ LINE_S = 10.0
 
 
 class PanelView:
-    """A panel that stays at the bottom of a terminal.
-
-    Args:
-        title: The title of the panel.
-    """
+    """A panel that stays at the bottom of a terminal."""
 
     def __init__(self, title: str) -> None:
         self._title = title
@@ -43,12 +39,7 @@ class PanelView:
 
 
 class LineView:
-    """A line every few seconds, the last one at the end.
-
-    Args:
-        print_line: Prints a line.
-        every_s: The time in seconds between two lines.
-    """
+    """A line every few seconds, the last one at the end."""
 
     def __init__(
         self,

@@ -203,7 +203,6 @@ def encoded_lines(
     """Encode prompts, each as a line of JSON.
 
     Args:
-        prompts: The prompts in their order.
         fields: The format that they were read in; None: the default.
         max_seq_len: The most tokens of a prompt and its completion together; None for no limit.
         max_new_tokens: The most tokens of a completion.

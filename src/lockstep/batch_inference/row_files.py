@@ -239,7 +239,6 @@ class RemoteRows:
         """Copy what earlier runs left: the job's manifest, and this host's part of all rows in one file.
 
         Args:
-            directory: The directory of this host's files.
             hosts: The number of hosts; the objects are dealt out to them in turns.
         """
         self._filesystem.invalidate_cache()

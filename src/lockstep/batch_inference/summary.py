@@ -28,9 +28,6 @@ class Totals:
     """Sums over rows, which are known without gathering the rows.
 
     Args:
-        tokens: The number of tokens of all completions.
-        finish: The number of completions by finish reason.
-        sums: The sum of each metric.
         counts: The number of completions that have a value of each metric.
     """
 
@@ -113,12 +110,9 @@ class Outcome:
     """A finished job, as the leader knows it.
 
     Args:
-        totals: The sums over all rows.
-        hosts: The number of processes of this run.
         mode: ``global_mesh`` or ``host_data_parallel``.
         found: The number of rows that were there when this run began.
         seconds: The time spent generating in this run, on the host that took longest.
-        load_s: The seconds that loading the checkpoint took.
         loaded_bytes: The bytes that all hosts read of the checkpoint.
         memory: The bytes in use on the device with least free memory, by moment.
         drafts: What drafts saved in this run; None without drafts.

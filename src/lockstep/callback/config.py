@@ -115,9 +115,6 @@ class InferenceEvalConfig(EvaluationFields, SamplingBlock):
     def check_prompts_per_round(self, count: int) -> None:
         """Check that ``prompts_per_round`` leaves prompts for other rounds.
 
-        Args:
-            count: The number of prompts that there are.
-
         Raises:
             ConfigError: There are no more prompts than ``prompts_per_round``.
         """

@@ -46,8 +46,6 @@ class Reporter:
     fails is logged and counted; what is slow, or never returns, delays later reports and nothing else.
 
     Args:
-        tokenizer: The tokenizer that turns tokens into text.
-        tracker: The tracker; None for none.
         samples_path: The file that rows are appended to; None for none.
     """
 

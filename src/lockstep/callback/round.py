@@ -25,7 +25,6 @@ class RoundPrompts:
 
     Args:
         prompts: The prompts in the order of their numbers; empty where they came by broadcast.
-        requests: One request for each prompt.
         largest: As many requests as in any round, and as long: programs are made for these, so that another round's
             prompts compile nothing. None where each round has the same requests.
     """
@@ -86,7 +85,6 @@ def keep_answers(earlier: EarlierAnswers, requests: Sequence[Request], completio
     """Keep the answers of a round.
 
     Args:
-        earlier: Where they are kept.
         completions: The answers in the order of the requests, then of the generations.
     """
     answers: dict[int, list[Completion]] = {}
@@ -109,7 +107,6 @@ def drawn_prompts(config: InferenceEvalConfig, count: int, step: int) -> list[in
 
     Args:
         config: A configuration with ``prompts_per_round``.
-        count: The number of prompts to draw from.
     """
     each = config.prompts_per_round
     assert each is not None
@@ -168,7 +165,6 @@ def run_round(
         facts: What must be the same on every host before anything else happens (step, configuration, tokenizer).
         read: Reads the prompts; called on the leader alone.
         ready: Gives engine, model and auditor, see `generate_on_all`.
-        find_stop: What finds stop strings.
         max_seconds: The seconds that generation may last; None for no limit.
         watchdog: The watchdog of device calls; None for none.
 

@@ -46,7 +46,6 @@ class SampleCallback:
 
     Args:
         config: When to sample, what, and within which limits.
-        tokenizer: A Hugging Face tokenizer.
         tracker: The tracker that rows and scalars go to, after the round, while training goes on; used by the leader
             alone, from a thread of its own, so it may be slow. It stays the caller's to finish. None for none.
         name: The prefix of the table and of the metrics; two callbacks in one run need two names.
@@ -225,11 +224,7 @@ class SampleCallback:
         return kept | {"drafts": self._earlier.state()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state` returned in an earlier process.
-
-        Args:
-            state: That state.
-        """
+        """Go on from what `state` returned in an earlier process."""
         for name, value in typed(dict[str, int | bool | None], {name: state[name] for name in KEPT}).items():
             setattr(self, name, value)
         self._errors_in_a_row = typed(int, state["errors_in_a_row"])

@@ -86,7 +86,6 @@ class _Numbered:
 
     Args:
         task: The number by which the service knows this process.
-        count: The number of processes.
     """
 
     def __init__(self, task: int, count: int) -> None:
@@ -210,7 +209,6 @@ class MemoryClient(_Numbered):
 
     Args:
         task: The number of the task that this client stands for.
-        count: The number of processes.
         store: The values and barriers that all clients share.
 
     Example:

@@ -32,11 +32,7 @@ type Column = tuple[list[Any] | array.array[int], list[int] | None]
 
 
 class Channel:
-    """One process's end of the coordination service. Not thread-safe: every process must call in the same order.
-
-    Args:
-        client: The coordination service.
-    """
+    """One process's end of the coordination service. Not thread-safe: every process must call in the same order."""
 
     def __init__(self, client: Client):
         self.client = client
@@ -52,7 +48,6 @@ class Channel:
 
         Args:
             key: The key that errors name.
-            timeout_s: The seconds to wait for the other processes.
             name: The barrier's name at the service, which may be used again; None for the key.
 
         Raises:
@@ -105,8 +100,6 @@ class Channel:
 
         Args:
             key: The key of the exchange, the same on every process.
-            value: This process's value.
-            timeout_s: The seconds to wait for the other processes.
             combine: A function of one value or more to a JSON value, the same on every process.
             decode: What is returned, from the value that ``combine`` has made. Both raise ValueError, TypeError or
                 LookupError for what is none of this exchange.
@@ -248,13 +241,7 @@ def _packed(values: list[Any]) -> list[Any] | str:
 
 
 def read_columns(found: Any, number: int, count: int) -> list[Column]:
-    """Return what another process has made by `columns`; ValueError or TypeError for what it cannot be.
-
-    Args:
-        found: A JSON value.
-        number: The number of columns.
-        count: The number of processes.
-    """
+    """Return what another process has made by `columns`; ValueError or TypeError for what it cannot be."""
     read: list[Column] = []
     for values, which in found:
         if type(values) is str and which is None and values[:1] in _INTEGERS:

@@ -74,7 +74,6 @@ def check_count(config: DistributedConfig, count: int) -> None:
 
     Args:
         config: The processes that are required.
-        count: The number of processes of the job.
 
     Raises:
         ConfigError: ``count`` processes are not what the config or the environment requires.

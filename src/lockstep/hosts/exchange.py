@@ -43,10 +43,8 @@ def agree(channel: Channel, key: str, values: Mapping[str, str], timeout_s: floa
     One digest is exchanged; the values only where digests differ.
 
     Args:
-        channel: This process's end of the service.
         key: The key of the exchange, the same on every process.
         values: The name of each thing to agree on, and its digest or a short text.
-        timeout_s: The seconds to wait for the other processes.
         strict: Whether values whose name ends in `MAY_DIFFER` must be equal too.
 
     Raises:
@@ -66,8 +64,6 @@ def raise_if_different(
     Args:
         channel: This process's end of the service; the leader logs, once, a difference that is no error.
         key: The key of the exchange of digests, the same on every process.
-        values: The values of this process.
-        timeout_s: The seconds to wait for the other processes.
         strict: Whether values whose name ends in `MAY_DIFFER` must be equal too.
 
     Raises:
@@ -98,10 +94,8 @@ def broadcast(channel: Channel, key: str, value: bytes | None, timeout_s: float)
     """Return the leader's ``value`` on every process. The leader does not wait for the others.
 
     Args:
-        channel: This process's end of the service.
         key: The key of the broadcast, the same on every process.
         value: Bytes on the leader, None elsewhere.
-        timeout_s: The seconds to wait for the leader.
 
     Raises:
         HostError: The leader passed None, or another process a value.
@@ -126,10 +120,8 @@ def broadcast_from_leader(channel: Channel, key: str, work: Callable[[], bytes],
     """Do ``work`` on the leader and return on every process what it returned.
 
     Args:
-        channel: This process's end of the service.
         key: The key of the broadcast, the same on every process.
         work: The work, called on the leader alone.
-        timeout_s: The seconds to wait for the leader.
 
     Raises:
         PeerError: The work failed; the text is the same on every process, and on the leader the error is the cause.
@@ -153,10 +145,7 @@ def gather(channel: Channel, key: str, value: bytes, timeout_s: float) -> list[b
     """Return every process's ``value`` by process number on the leader, None elsewhere.
 
     Args:
-        channel: This process's end of the service.
         key: The key of the exchange, the same on every process.
-        value: The bytes of this process.
-        timeout_s: The seconds to wait for the other processes.
 
     Raises:
         HostTimeoutError: Not all came within ``timeout_s``; names the missing ones and their last phase.
@@ -174,10 +163,7 @@ def all_min(channel: Channel, key: str, value: int, timeout_s: float) -> int:
     """Return on every process the smallest ``value`` that any of them passed.
 
     Args:
-        channel: This process's end of the service.
         key: The key of the exchange, the same on every process.
-        value: The number that this process measured.
-        timeout_s: The seconds to wait for the other processes.
 
     Raises:
         HostTimeoutError: Not all came within ``timeout_s``; names the missing ones and their last phase.
@@ -193,12 +179,9 @@ def reasons_to_stop(
     A process with an error or a reason makes the barrier fail for all, and then all exchange what they have.
 
     Args:
-        channel: This process's end of the service.
         key: The key of these calls, the same on every process.
-        number: The number of the call.
         error: What went wrong on this process, or None.
         reason: Why this process wants all to stop, or None.
-        timeout_s: The seconds to wait for the other processes.
 
     Raises:
         PeerError: At least one process has an error.
@@ -228,7 +211,6 @@ def raise_if_any_failed(key: str, errors: Sequence[str | None], cause: BaseExcep
     Args:
         key: The name that the error gives to what failed.
         errors: The text of each process's error, None where it has none, by process number.
-        cause: The error of this process, or None.
 
     Raises:
         PeerError: At least one process failed. Processes with the same error are named together.

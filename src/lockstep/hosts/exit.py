@@ -34,9 +34,6 @@ def end_job_on_uncaught_errors(hosts: Hosts) -> Callable[[], None]:
 
     The error is printed by the ``sys.excepthook`` that is there. An interactive Python goes on, as it does.
 
-    Args:
-        hosts: The processes of the job.
-
     Returns:
         A function that takes this back.
     """
@@ -63,7 +60,6 @@ def outcome(hosts: Hosts | None, error: BaseException) -> tuple[int, str]:
 
     Args:
         hosts: The processes of the job; None where it has no service any more.
-        error: The error.
     """
     if isinstance(error, KeyboardInterrupt):
         return INTERRUPTED, "interrupted"
@@ -83,7 +79,6 @@ def print_error(hosts: Hosts | None, error: BaseException, debug: bool = False) 
 
     Args:
         hosts: The processes of the job; None where it has no service any more.
-        error: The error.
         debug: Whether its stack is printed all the same.
     """
     if isinstance(error, (KeyboardInterrupt, SystemExit)):

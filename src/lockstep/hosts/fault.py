@@ -73,21 +73,13 @@ def failure_code(error: BaseException) -> int:
 
 
 def note_saved(client: Client) -> None:
-    """Note for all processes that this attempt has saved something from which another goes on.
-
-    Args:
-        client: The coordination service.
-    """
+    """Note for all processes that this attempt has saved something from which another goes on."""
     with contextlib.suppress(HostError, TimeoutError):  # what was saved is there all the same
         client.set(SAVED, b"")
 
 
 def limit_attempts(client: Client, code: int) -> int:
     """Return the exit code with which a process ends by a fault: one that is not tried again where that does not help.
-
-    Args:
-        client: The coordination service.
-        code: A code that is tried again.
 
     Returns:
         ``code``; `FAULT_AGAIN`, after a line that says so, where nothing was saved since the attempt before.

@@ -54,11 +54,7 @@ class PeerHeartbeat:
 
 
 class Heartbeat:
-    """Posts what this process does, and with `start_heartbeat` that it lives.
-
-    Args:
-        client: The coordination service.
-    """
+    """Posts what this process does, and with `start_heartbeat` that it lives."""
 
     def __init__(self, client: Client):
         self._client = client
@@ -130,7 +126,6 @@ def heartbeats(client: Client, processes: Iterable[int] | None = None) -> dict[i
     reads those of all others moves bytes that grow with the square of the processes.
 
     Args:
-        client: The coordination service.
         processes: The processes, a few of them; None for all.
     """
     try:

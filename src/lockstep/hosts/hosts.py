@@ -29,7 +29,6 @@ class Hosts:
 
     Args:
         client: The coordination service, or its in-memory twin.
-        timeout_s: The seconds that any wait may last.
 
     Example:
         >>> with hosts.run_on_all("read the prompts") as read:
@@ -291,7 +290,6 @@ def ready_on_all(hosts: Hosts, name: str) -> Iterator[None]:
     process. `Hosts.run_on_all` also has processes share and agree.
 
     Args:
-        hosts: The processes, inside a scope.
         name: The name of the place, the same on every process.
 
     Raises:
@@ -313,11 +311,7 @@ LOOK_S = 1.0
 
 
 class Preemption:
-    """Whether this process is asked to end; where that matters to the others, an exchange tells them.
-
-    Args:
-        client: The coordination service.
-    """
+    """Whether this process is asked to end; where that matters to the others, an exchange tells them."""
 
     def __init__(self, client: Client):
         self._client = client

@@ -50,7 +50,6 @@ class Listener:
     """The connections of the others, in the process that runs the service.
 
     Args:
-        client: The coordination service.
         on_lost: Called in the listener's thread with the task of a process that is gone, and a text that says how.
         stopping: Set once this process leaves the job.
     """
@@ -156,7 +155,6 @@ class Connection:
     """The connection of another process to the one that runs the service.
 
     Args:
-        client: The coordination service.
         stopping: Set once this process leaves the job.
     """
 
@@ -285,7 +283,6 @@ def say_who_is_missing(address: str | None, count: int | None, timeout_s: float)
     Args:
         address: host:port of the service where this process runs it; None: elsewhere, where the lines come from.
         count: The number of processes of the job; None: not known.
-        timeout_s: Seconds that the block may take.
     """
     done = threading.Event()
 
@@ -309,7 +306,6 @@ def missing(port: int, count: int | None) -> str:
     """Who has not connected to a port of this machine, by name where the platform names the hosts of the job.
 
     Args:
-        port: The port of the coordination service.
         count: The number of processes of the job; None: not known.
     """
     peers = connected(port)
@@ -326,7 +322,6 @@ def connected(port: int, folder: str = PROC) -> set[tuple[str, int]]:
     """Address and port of whoever has a connection to a port of this machine; nobody where there is no such table.
 
     Args:
-        port: The port.
         folder: The directory with the kernel's tables ``tcp`` and ``tcp6``.
     """
     found = set()

@@ -80,10 +80,6 @@ class HostThread(abc.ABC):
 
     The thread ends with the context, at its next step, which is waited for some seconds; it does not keep the
     interpreter alive.
-
-    Args:
-        name: The name of the thread.
-        timeout_s: The seconds in which a step must end.
     """
 
     def __init__(self, name: str, timeout_s: float) -> None:
@@ -110,9 +106,6 @@ class HostThread(abc.ABC):
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until the work is done, or for some seconds.
-
-        Args:
-            timeout_s: The most seconds to wait.
 
         Returns:
             Whether it is done.

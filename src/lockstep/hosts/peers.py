@@ -56,7 +56,6 @@ def announce_exit(client: Client, reason: str, code: int = PEER_FAILED, work_s: 
     """Announce to every process of the job that this one ends, and why, just before it does.
 
     Args:
-        client: The coordination service.
         reason: What the others print; where this process failed, after the word "failed".
         code: The exit code of the others; another one than `PEER_FAILED` where this process did not fail.
         work_s: The seconds that work behind queues has, at most, while the others end.
@@ -104,9 +103,6 @@ def watch_peers(hosts: Hosts) -> Callable[[], None]:
     """Start threads that end this process soon after another one has announced that it ends, or the service is gone.
 
     This process's heartbeat starts too.
-
-    Args:
-        hosts: The processes of the job.
 
     Returns:
         A function that stops watching; it is also called when Python exits.
@@ -253,9 +249,6 @@ def end_process(code: int) -> NoReturn:
     """Flush what was printed and end at once, without exit handlers, which could wait for other processes.
 
     Work behind queues that is lost, such as reports, is named.
-
-    Args:
-        code: The exit code.
     """
     for text in finish_work(0.0):
         with contextlib.suppress(Exception):

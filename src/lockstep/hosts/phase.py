@@ -83,10 +83,7 @@ def raise_different_launches(channel: Channel, key: str, ledger: Ledger, timeout
     """Find the first launch that differs: by hashes first, then among `SENT` launches of each process.
 
     Args:
-        channel: This process's end of the service.
         key: The key of the exchange that found different states, the same on every process.
-        ledger: The ledger of this process, unchanged since.
-        timeout_s: The seconds to wait for the other processes.
 
     Raises:
         LaunchMismatchError: On every process, with the same text: the first launch that differs, and who made which.
@@ -187,11 +184,9 @@ class Phase:
         """Exchange outcome, shared value, digests of what must agree and of the launches, all at once.
 
         Args:
-            channel: This process's end of the service.
             key: The key of the exchange, the same on every process.
             error: What went wrong on this process, or None.
             ledger: The launches of this process; None in a phase that launches nothing.
-            timeout_s: The seconds to wait for the other processes.
             strict: Whether values that may differ (`MAY_DIFFER`) must be equal too.
 
         Raises:

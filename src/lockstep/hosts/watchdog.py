@@ -32,10 +32,6 @@ class Watchdog:
     """Ends the process, with stacks, last launches and every process's phase, when a block outlives its time.
 
     One thread serves every ``watch``, so a watch costs microseconds and can surround each device call.
-
-    Args:
-        hosts: The processes of the job.
-        timeout_s: The time in seconds that a watched block may last.
     """
 
     def __init__(self, hosts: Hosts, timeout_s: float):
@@ -47,11 +43,7 @@ class Watchdog:
 
     @contextlib.contextmanager
     def watch(self, what: str) -> Iterator[None]:
-        """Watch the block. Where watches are nested, the inner one counts while it lasts.
-
-        Args:
-            what: The name of the block in the report.
-        """
+        """Watch the block. Where watches are nested, the inner one counts while it lasts."""
         outer = self._watched
         self._watched = (what, time.monotonic() + self.timeout_s)
         with self._lock:
@@ -68,11 +60,7 @@ class Watchdog:
 
     @contextlib.contextmanager
     def watch_launch(self, program: str) -> Iterator[None]:
-        """Watch a launch and say to the other processes that this one is in it.
-
-        Args:
-            program: The name of the program.
-        """
+        """Watch a launch and say to the other processes that this one is in it."""
         self._hosts.phase(program)
         with self.watch(program):
             yield

@@ -42,8 +42,8 @@ from lockstep.models.hf.load import read_hf_config as read_hf_config
 from lockstep.models.hf.save import SavesTokenizer as SavesTokenizer
 from lockstep.models.hf.save import export_hf as export_hf
 from lockstep.models.hf.save import save_hf as save_hf
-from lockstep.models.hf.save_plan import SavedTensor as SavedTensor
 from lockstep.models.hf.save_writer import Read as Read
+from lockstep.models.hf.saved_tensor import SavedTensor as SavedTensor
 from lockstep.models.llama import LlamaLMHeadModel as LlamaLMHeadModel
 from lockstep.models.llama_mlp import EngineRouting as EngineRouting
 from lockstep.models.lora import LoraConfig as LoraConfig

@@ -66,9 +66,6 @@ def last_number(text: str) -> Fraction | None:
     ``</think>`` is read first. Units, currencies, thousands separators, LaTeX spaces, fractions, mixed numbers and
     powers of ten are understood; multiples of π and roots are no numbers.
 
-    Args:
-        text: The text of a solution.
-
     Returns:
         The number; None where there is none.
     """
@@ -89,7 +86,6 @@ def same_number(given: Fraction | None, expected: Fraction) -> bool:
 
     Args:
         given: The number of the solution; None where it has none, which is never the same.
-        expected: The number of the reference answer.
     """
     return given is not None and given == expected
 
@@ -185,7 +181,6 @@ class Pattern:
     and gives up.
 
     Args:
-        pattern: The expression.
         multiline: Whether ``^`` and ``$`` match at every line.
         dot_all: Whether ``.`` matches a newline too.
 

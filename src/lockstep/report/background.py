@@ -26,7 +26,6 @@ class BackgroundQueue:
     A job keeps alive what it refers to until it is done, so it should refer to no device array.
 
     Args:
-        name: The name of the thread.
         size: The number of jobs that may wait behind the one that is being done.
     """
 

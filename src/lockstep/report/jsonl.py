@@ -100,9 +100,6 @@ def drop_later(path: str | os.PathLike[str], step: int) -> int:
 def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """Read every whole line; a torn last line is left out with a warning.
 
-    Args:
-        path: A local file.
-
     Returns:
         The objects, in order.
 

@@ -121,9 +121,6 @@ class Judge:
     def judge(self, rows: Sequence[Row], prompts: Sequence[Prompt]) -> tuple[list[Row], list[str]]:
         """Add the verdict to each row; nothing is raised, and no row waits longer than the round's ``max_seconds``.
 
-        Args:
-            prompts: The prompt of each row.
-
         Returns:
             The rows with a metric ``judge``, None where there is no verdict; and, where some have none, one text that
             says how many, and why the first.

@@ -56,20 +56,12 @@ def gsm8k(row: AnyRow, prompt: Prompt) -> float | None:
 
 
 def length(row: AnyRow, prompt: Prompt) -> float:
-    """The number of tokens of the completion.
-
-    Args:
-        prompt: Its prompt, which is not used.
-    """
+    """The number of tokens of the completion."""
     return float(row.num_tokens)
 
 
 def repetition(row: AnyRow, prompt: Prompt) -> float:
-    """The share of the completion's runs of four words that occur before in it: 0 for none, towards 1 for a loop.
-
-    Args:
-        prompt: Its prompt, which is not used.
-    """
+    """The share of the completion's runs of four words that occur before in it: 0 for none, towards 1 for a loop."""
     words = row.generated_text.split()
     runs = [tuple(words[i : i + _NGRAM]) for i in range(len(words) - _NGRAM + 1)]
     return 1 - len(set(runs)) / len(runs) if runs else 0.0
@@ -80,9 +72,6 @@ def perplexity(row: AnyRow, prompt: Prompt) -> float:
 
     The probabilities are those of the model at temperature 1. The value has four digits, of which the last may differ
     between layouts.
-
-    Args:
-        prompt: Its prompt, which is not used.
     """
     return float(f"{math.exp(min(-row.mean_logprob, 700.0)):.{_DIGITS}g}")
 
@@ -180,7 +169,6 @@ def measure[R: AnyRow](
 
     Args:
         metrics: The functions by their columns, as returned by ``load_metrics``.
-        prompts: The prompt of each row.
         guard: A function that makes a context around each call of a metric.
 
     Returns:
@@ -232,9 +220,6 @@ def pass_rates(rows: Sequence[Row]) -> dict[str, float]:
     answers as ``k`` that is the unbiased estimate (Chen et al. 2021, https://arxiv.org/abs/2107.03374, equation 1).
     Both are over the prompts all of whose answers have a value: with fewer than ``k`` there is no such estimate of
     ``pass@k``, and one of ``pass@1`` alone would be of other prompts.
-
-    Args:
-        rows: The rows of one round.
     """
     found: dict[str, float] = {}
     for name in metric_names(rows):

@@ -36,8 +36,6 @@ class Series:
     """The values of one metric.
 
     Args:
-        steps: The steps, rising.
-        values: The value at each step.
         points: The number of points before the curve was thinned.
     """
 
@@ -320,9 +318,6 @@ _NOT_IN_HTML: Final = re.compile(
 def render_page(payload: Mapping[str, Any], title: str) -> str:
     """Make the page.
 
-    Args:
-        payload: What `make_payload` returned.
-
     Returns:
         The text of an HTML file, which can be encoded as UTF-8 whatever is in it.
     """
@@ -353,9 +348,6 @@ def escape_json(value: Any) -> str:
 
     The characters ``<``, ``>`` and ``&``, line separators, bidirectional controls, lone surrogates and what is not a
     character are written as JSON's escapes of four digits (https://html.spec.whatwg.org/multipage/scripting.html#restrictions-for-contents-of-script-elements).
-
-    Args:
-        value: What JSON can express.
     """
     text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return _NOT_IN_HTML.sub(lambda match: f"\\u{ord(match[0]):04x}", text)

@@ -57,10 +57,7 @@ class CompletionRow:
     """One completion as text: the base of `Row` and `SampleRow`.
 
     Args:
-        prompt_id: The prompt's number.
         generation_id: The completion's number among those of its prompt: 0 to ``n_generations - 1``.
-        prompt: The prompt's text.
-        generated_text: The completion's text.
         num_tokens: The number of tokens sampled, a stop token included.
         finish_reason: Why the completion ended: ``stop``, ``length``, ``budget`` or ``cancelled``.
         mean_logprob: The mean natural-log probability of the sampled tokens; 0 where none was sampled.
@@ -106,7 +103,6 @@ class Row(CompletionRow):
     """The model's completion of one prompt after one training step.
 
     Args:
-        step: The number of training steps completed.
         tokens: The text that each token added and its natural-log probability, for the file alone; empty for none.
         kept: The token ids and their natural-log probabilities, for the file alone; None for none.
 

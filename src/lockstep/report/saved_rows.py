@@ -30,9 +30,7 @@ class RunFiles:
     """The files of a run that a reader opens.
 
     Args:
-        name: The name of the run, as it is shown.
         rows: The files of rows; several where hosts write their own.
-        metrics: The files of metrics.
     """
 
     name: str

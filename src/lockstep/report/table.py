@@ -19,8 +19,6 @@ def terminal_table(rows: Sequence[Row | SampleRow], *, title: str, max_rows: int
     number of characters left out, and a line below the table counts the rows left out.
 
     Args:
-        rows: The rows of one round.
-        title: The line above the table.
         max_rows: The number of rows shown; the means below the table are over all rows.
         max_chars: The number of characters shown of a prompt (its end) and of a generated text (its start).
     """
@@ -57,8 +55,6 @@ def print_table(
     """Print the table below an empty line.
 
     Args:
-        rows: The rows of one round.
-        title: The line above the table.
         console: The console to print to; None: standard output, as wide as the terminal or the environment variable
             ``COLUMNS`` says, else 80 characters.
     """

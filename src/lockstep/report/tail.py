@@ -42,9 +42,6 @@ class FollowedFile:
 
     A run that goes on from a checkpoint writes its files anew without what came after it. Then the file is read from
     its beginning, and only what was not there before counts as new.
-
-    Args:
-        path: The file, which may not be there yet.
     """
 
     def __init__(self, path: Path) -> None:
@@ -106,11 +103,7 @@ TREND: Final = 64
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MetricsRecord:
-    """Metrics that a run logged at once.
-
-    Args:
-        values: The values by their names, as the file has them.
-    """
+    """Metrics that a run logged at once."""
 
     step: int
     values: dict[str, float | str]

@@ -22,7 +22,6 @@ class Run:
 
     Args:
         code: The exit code of the launcher.
-        output: Everything that the launcher printed.
         logs: Everything that each process printed, by process number.
     """
 
@@ -47,10 +46,6 @@ def run_command(
     ``LOCKSTEP_PROCESS_ID``.
 
     Args:
-        command: The program and its arguments.
-        devices: The CPU devices of each.
-        timeout_s: The seconds after which all are killed.
-        env: What is set in every process.
         cwd: The working directory; None: the present one.
 
     Raises:
@@ -91,7 +86,6 @@ class End:
         code: The exit code; minus the signal that killed it.
         seconds: The seconds after the first process of the job had ended.
         at: When, by ``time.monotonic()``, which all processes of a machine share.
-        log: Everything that it printed.
     """
 
     code: int
@@ -107,8 +101,6 @@ def run_unattended(
 
     Args:
         command: The program and its arguments; see `function_command`.
-        devices: The CPU devices of each.
-        timeout_s: The seconds after which all are killed.
 
     Raises:
         AssertionError: One outlived ``timeout_s``; the text has every process's log.
@@ -153,7 +145,6 @@ def function_command(body: Callable[..., Any], *args: Any) -> list[str]:
 
     Args:
         body: A function of a module.
-        args: JSON values.
     """
     setup = POOL.settings.setup
     fields = {

@@ -47,7 +47,6 @@ class Group:
     """The processes of one job, waiting for functions.
 
     Args:
-        devices: The CPU devices of each.
         environment: What is set in every process, beside the variables of this one.
         setup: A function of a module that every process calls before it joins the job.
 
@@ -101,11 +100,7 @@ class Group:
         return self._launcher.poll() is None and self._directory.exists()
 
     def run(self, body: Callable[..., Any], args: Sequence[Any] = (), *, timeout_s: float = 120.0) -> list[Any]:
-        """Run ``body(hosts, *args)`` in every process and return what each one returned; see `call`.
-
-        Args:
-            args: What can be pickled.
-        """
+        """Run ``body(hosts, *args)`` in every process and return what each one returned; see `call`."""
         return self.call(Reference.to(body), ((Placeholder.HOSTS, *args), {}), timeout_s=timeout_s)
 
     def call(
@@ -114,7 +109,6 @@ class Group:
         """Call a function in every process and return what each call returned, by process number.
 
         Args:
-            function: Where the function is.
             arguments: What it gets, in order and by name: what can be pickled, or a `Placeholder`.
             name: What errors call it; empty: its name.
             leaves: Whether it may leave things behind, because nothing else runs in these processes.
@@ -263,8 +257,6 @@ def run_threads(body: Callable[..., Any], count: int, *args: Any, timeout_s: flo
 
     Args:
         body: Any callable; it gets a `lockstep.hosts.Hosts` and ``args``.
-        count: How many threads.
-        args: What the body gets.
         timeout_s: The seconds that a wait of the `Hosts` may last.
 
     Returns:

@@ -122,11 +122,7 @@ def package_of_tests(module: str) -> str:
 
 
 def forget(tests: str) -> None:
-    """Empty the caches of test modules (`functools.cache`), which may hold models and compiled programs.
-
-    Args:
-        tests: The package or module of the tests.
-    """
+    """Empty the caches of test modules (`functools.cache`), which may hold models and compiled programs."""
     for name, module in list(sys.modules.items()):
         if _inside(name, tests):
             for value in list(vars(module).values()):

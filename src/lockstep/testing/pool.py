@@ -37,11 +37,7 @@ class PoolSettings:
 
 
 class Pool:
-    """The groups of a test run.
-
-    Args:
-        settings: How processes are started.
-    """
+    """The groups of a test run."""
 
     def __init__(self, settings: PoolSettings | None = None):
         self.settings = settings or PoolSettings()
@@ -49,9 +45,6 @@ class Pool:
 
     def shared(self, processes: int, devices: int) -> Group:
         """Return the running group of this size, or start it, for which others that waited longest may end.
-
-        Args:
-            devices: The CPU devices of each.
 
         Raises:
             AssertionError: A process of it ended while it waited, or a new one did not start; the text has the logs.
@@ -72,7 +65,6 @@ class Pool:
         """Start a group that is not shared.
 
         Args:
-            devices: The CPU devices of each.
             env: What is set in every process, beside the environment of the settings.
 
         Raises:
@@ -95,9 +87,6 @@ class Pool:
         """Call a function in every process of a group; see `run_processes`, and `Group.call` for the rest.
 
         Args:
-            function: Where the function is.
-            arguments: What it gets, in order and by name.
-            devices: The CPU devices of each.
             env: What is set in every process, which then serve this function alone.
             own: Why the function needs processes that serve it alone; empty where it does not.
             name: What errors call it; empty: its name.
@@ -156,8 +145,6 @@ def run_processes(
     Args:
         body: A function of a module. It gets the process's `lockstep.hosts.Hosts`, already started, and ``args``.
         devices: The CPU devices of each, as JAX sees them.
-        timeout_s: The seconds after which all are killed.
-        args: What can be pickled.
         env: What is set in every process, which then serve this body alone.
         own: Why the body needs processes that serve it alone; empty where it does not.
 

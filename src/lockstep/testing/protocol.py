@@ -27,7 +27,6 @@ class Reference:
     """The module and name of a function.
 
     Args:
-        module: The name of its module.
         name: Its name in the module; dots lead through classes.
     """
 
@@ -108,7 +107,6 @@ class Request:
 
     Args:
         number: The number of the function in this group, from 1.
-        function: Where the function is.
         path: The import path of the test run; what the process lacks of it is added to its own.
         arguments: The pickled arguments, in order and by name: read after the path was added to.
     """
@@ -171,7 +169,6 @@ def launch_command(processes: int, devices: int, log_dir: Path) -> list[str]:
     """Return a command of ``lockstep launch`` that lacks only the words of what it launches on this machine.
 
     Args:
-        devices: The CPU devices of each.
         log_dir: The directory in which each process has its log.
     """
     command = [sys.executable, "-c", "import sys; from lockstep.launch import main; sys.exit(main())"]

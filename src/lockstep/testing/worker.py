@@ -49,11 +49,7 @@ def join(setup: Mapping[str, str] | None) -> Hosts:
 
 
 def serve(address: str, path: list[str], setup: Mapping[str, str] | None) -> None:
-    """Run each function that is asked for over ``address``, a Unix socket, and answer how it ended and what it left.
-
-    Args:
-        setup: The function that runs before the process joins its job.
-    """
+    """Run each function that is asked for over ``address``, a Unix socket, and answer how it ended and what it left."""
     extend_import_path(path)
     hosts = join(setup)
     faulthandler.register(signal.SIGUSR1)  # the test run asks where a process is that is late
@@ -85,11 +81,7 @@ def extend_import_path(path: Any) -> None:
 
 
 def run(request: Request, hosts: Hosts) -> Outcome:
-    """Run a function; an error that leaves it is printed, with its stack, to the log of this process.
-
-    Args:
-        hosts: The `Hosts` of this process.
-    """
+    """Run a function; an error that leaves it is printed, with its stack, to the log of this process."""
     try:
         function = request.function.load()
         arguments: Arguments = pickle.loads(request.arguments)
@@ -127,9 +119,7 @@ def once(reference: Mapping[str, str], arguments: list[Any], setup: Mapping[str,
     """Run one function, whose end is the end of the process.
 
     Args:
-        reference: The fields of a `Reference`.
         arguments: What it gets after the `Hosts`: JSON values.
-        setup: The function that runs before the process joins its job.
     """
     hosts = join(setup)
     function = Reference(**reference).load()

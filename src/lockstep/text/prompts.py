@@ -107,7 +107,6 @@ def read_prompts(
             per line or a ``.jsonl`` file with such an item per line. Empty lines are skipped, and other fields of a
             ``.jsonl`` line are those of the prompt.
         fields: The names of the fields in a ``.jsonl`` file, and the format; None: those of `PromptFields`.
-        max_line_bytes: The bytes of a line of the file at most.
 
     Returns:
         The prompts, numbered from 0.
@@ -126,7 +125,6 @@ def iter_prompts(
     Args:
         source: The list or the file, as for `read_prompts`.
         fields: The names of the fields in a ``.jsonl`` file, and the format; None: those of `PromptFields`.
-        max_line_bytes: The bytes of a line of the file at most.
 
     Yields:
         The prompts, numbered from 0.
@@ -162,7 +160,6 @@ def encode(
     """Turn prompts into token ids, chats through the tokenizer's chat template.
 
     Args:
-        tokenizer: The tokenizer, as returned by ``load_tokenizer``.
         prompts: The prompts. Texts get the tokenizer's special tokens, chats the start of an assistant's turn.
         max_seq_len: The number of tokens of prompt and completion together at most; None: it is not checked.
         max_new_tokens: The number of tokens of ``max_seq_len`` that are left for the completion.

@@ -21,9 +21,6 @@ class StopFinder:
     is what `decode` returns (special tokens left out) without an incomplete character at its end. Only the tail is
     decoded: the most tokens that can contain the beginning of a stop string.
 
-    Args:
-        tokenizer: A Hugging Face tokenizer.
-
     Example:
         >>> find_stop = lockstep.StopFinder(tokenizer)
         >>> tokens = tokenizer.encode("one hundred and two", add_special_tokens=False)
@@ -97,9 +94,6 @@ class StopFinder:
 
 def cut_at_stop(text: str, stops: Sequence[str]) -> str:
     """A text up to the first stop string in it.
-
-    Args:
-        stops: The stop strings.
 
     Returns:
         The text before the stop string; all of it where there is none.

@@ -227,9 +227,6 @@ def stop_ids(tokenizer: "PreTrainedTokenizerBase") -> tuple[int, ...]:
     (of a tokenizer from the Hugging Face hub: in the hub or its local cache, else a warning says that it is not known),
     and the end-of-turn tokens of the chat families (such as ``<|eot_id|>`` and ``<|im_end|>``) that it knows.
 
-    Args:
-        tokenizer: The tokenizer, as returned by ``load_tokenizer``.
-
     Returns:
         The ids in ascending order; empty when the tokenizer has no such token.
     """
@@ -249,12 +246,7 @@ def stop_ids(tokenizer: "PreTrainedTokenizerBase") -> tuple[int, ...]:
 
 
 def decode(tokenizer: "PreTrainedTokenizerBase", tokens: Sequence[int]) -> str:
-    """The text of token ids, without special tokens; spaces are not cleaned up.
-
-    Args:
-        tokenizer: The tokenizer, as returned by ``load_tokenizer``.
-        tokens: The token ids.
-    """
+    """The text of token ids, without special tokens; spaces are not cleaned up."""
     text = tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False)
     assert isinstance(text, str)
     return text
@@ -265,10 +257,6 @@ def token_texts(tokenizer: "PreTrainedTokenizerBase", tokens: Sequence[int]) -> 
 
     A character that several tokens make belongs to the last of them. Joined, the texts are what ``decode`` returns, but
     for tokenizers that spell a token otherwise where more than `_CONTEXT` tokens before it are left out.
-
-    Args:
-        tokenizer: The tokenizer, as returned by ``load_tokenizer``.
-        tokens: The token ids.
 
     Returns:
         One text per token, empty for a special token and for the beginning of a character.

@@ -141,9 +141,6 @@ class SampleHooks(TrainingHooks):
     def check(self, model: Any) -> None:
         """Find out now what would make a round fail. Every process makes this call; nothing is launched.
 
-        Args:
-            model: The model that will be sampled.
-
         Raises:
             PeerError: Something cannot work on at least one process; raised on every process with the same text.
         """

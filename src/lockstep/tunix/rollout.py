@@ -39,7 +39,6 @@ class Rollout(BaseRollout):
 
     Args:
         tokenizer: A Hugging Face tokenizer, or Tunix's adapter of one.
-        mesh: The mesh of the rollout.
         rollout_config: The configuration; each call of `generate` has one of its own.
         engine: Capacities and layout; None lets the engine work them out. Give it by ``functools.partial``.
         hosts: The processes of the job; None for the current ones.

@@ -61,11 +61,7 @@ class TasksConfig:
             raise ConfigError(f"tasks.max_seconds is {self.max_seconds}; it must be more than 0, or null.")
 
     def due(self, step: int, *, last: bool) -> bool:
-        """Whether a round after a step has the tasks with it.
-
-        Args:
-            last: Whether the end of training forces the round.
-        """
+        """Whether a round after a step has the tasks with it."""
         return bool(self.names) and (last or self.every is None or step % self.every == 0)
 
 

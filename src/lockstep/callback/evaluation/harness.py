@@ -87,11 +87,7 @@ class HarnessThread[Result]:
         return question
 
     def answer(self, completions: list[Completion]) -> None:
-        """Give the answers to the last question.
-
-        Args:
-            completions: The completions in the order of its requests.
-        """
+        """Give the answers to the last question."""
         self._answers.put(completions)
 
     def give_up(self) -> None:
@@ -142,12 +138,10 @@ class TaskRow:
     """The model's answer to one question of a task.
 
     Args:
-        step: The number of training steps completed.
         question_id: The number of the question among those of its task.
         prompt: What the model was given, without its beginning where that was left out.
         generated_text: What it wrote; of a question with choices, the choice that it thinks most probable.
         answer: The task's own answer, as the harness compares it.
-        metrics: The scores of this answer, by name.
     """
 
     columns: ClassVar[tuple[str, ...]] = TASK_COLUMNS
@@ -173,9 +167,7 @@ class TaskResults:
         scores: For each task, and each group of tasks that has a mean, its scores by name: ``acc``, ``acc_stderr``; of
             a filter of the task's own, ``exact_match/strict-match``.
         rows: The answers in the order of the tasks and their questions.
-        requests: The number of requests that the model answered.
         truncated: The number of requests whose beginning was left out because they were too long.
-        seconds: The seconds that all hosts spent.
     """
 
     scores: Mapping[str, Mapping[str, float]]
@@ -241,7 +233,6 @@ class Harness:
         """Have the tasks answered, and score the answers.
 
         Args:
-            ask: A function that has requests answered.
             max_length: The number of tokens of question and answer together that the model was built for.
 
         Raises:

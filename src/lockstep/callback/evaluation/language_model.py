@@ -31,7 +31,6 @@ class EngineLM(TemplateLM):
     text that begins with the token for its beginning already.
 
     Args:
-        ask: A function that has requests answered.
         max_length: The number of tokens of question and answer together.
         kinds: A function that gives the kinds of requests that the tasks will make.
     """
@@ -108,7 +107,6 @@ class EngineLM(TemplateLM):
 
         Args:
             requests: Instances of (context, continuation).
-            disable_tqdm: Whether no bar is shown.
         """
         return super().loglikelihood(requests, disable_tqdm=disable_tqdm)
 
@@ -123,7 +121,6 @@ class EngineLM(TemplateLM):
 
         Args:
             requests: Instances of (text,).
-            disable_tqdm: Whether no bar is shown.
         """
         windows: list[list[tuple[list[int], list[int]]]] = []
         for instance in requests:
@@ -143,7 +140,6 @@ class EngineLM(TemplateLM):
 
         Args:
             requests: Instances of (context, generation arguments).
-            disable_tqdm: Whether no bar is shown.
 
         Raises:
             ConfigError: A task has a generation argument that is not known here.

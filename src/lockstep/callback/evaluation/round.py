@@ -48,7 +48,6 @@ def run_tasks(
         engine: A function that gives the engine and the model, read once for the round; called on every host, launches
             nothing.
         harness: A function of the model that starts the harness; called on the leader alone.
-        find_stop: What finds stop strings.
         max_seconds: The seconds that the round may last, by the leader's clock. A launch is never interrupted.
         watchdog: The watchdog of device calls; None for one of its own.
         clock: Gives seconds; read on the leader alone.
@@ -144,9 +143,6 @@ class TaskRounds:
 
     Args:
         name: The prefix of scopes and messages.
-        config: The settings of the tasks.
-        engine: The capacities and the layout.
-        tokenizer: A Hugging Face tokenizer.
         on_results: What takes the results, on the leader.
         timeout_s: The seconds that a wait for other hosts or a device call may last.
         max_seconds: The seconds that a round may last where the configuration does not say.

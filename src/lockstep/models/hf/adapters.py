@@ -15,9 +15,9 @@ from lockstep.models.config import LlamaConfig
 from lockstep.models.families.registry import family_of
 from lockstep.models.hf.files import CheckpointFiles
 from lockstep.models.hf.names import parameters, stored_shapes
-from lockstep.models.hf.save_plan import SavedTensor
 from lockstep.models.hf.save_target import save_target
 from lockstep.models.hf.save_writer import Read
+from lockstep.models.hf.saved_tensor import SavedTensor
 from lockstep.models.lora import MODULES, LoraConfig
 from lockstep.models.trainable import skeleton
 

@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from lockstep.models.hf.names import HFTensor, Parameter
-from lockstep.models.hf.save_plan import SavedTensor
+from lockstep.models.hf.saved_tensor import SavedTensor
 from lockstep.placement import mesh_of
 
 Axes = tuple[str, ...]

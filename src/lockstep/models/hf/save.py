@@ -15,9 +15,9 @@ from lockstep.hosts import Hosts, current, digest, leader_only
 from lockstep.models.families.registry import config_to_hf
 from lockstep.models.hf.files import INDEX_NAME
 from lockstep.models.hf.load import LOG_INTERVAL_S
-from lockstep.models.hf.save_plan import SavedTensor, index_text, plan_files, saved_tensors
 from lockstep.models.hf.save_target import CONFIG_NAME, SaveTarget, save_target
 from lockstep.models.hf.save_writer import PIECE_BYTES, Direct, FileWriter, Gathered, Pieces, Read, Source
+from lockstep.models.hf.saved_tensor import SavedTensor, index_text, saved_tensors, split_into_files
 from lockstep.models.llama import LlamaLMHeadModel
 from lockstep.models.lora import LoraModel, merge_adapters
 from lockstep.printable import bytes_text
@@ -201,7 +201,7 @@ class _Save:
                 len(self._writers),
                 self._hosts.count,
             )
-        self._files = plan_files(self._tensors, self._max_shard_bytes, len(self._writers))
+        self._files = split_into_files(self._tensors, self._max_shard_bytes, len(self._writers))
 
     def _files_of(self, process: int) -> dict[str, Sequence[SavedTensor]]:
         """The files that a process writes: one after the other goes to the next writer."""

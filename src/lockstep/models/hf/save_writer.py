@@ -13,8 +13,8 @@ import numpy as np
 
 from lockstep.hosts import Hosts, HostThread, Ledger, Phase, Stopped, Watchdog, ready_on_all
 from lockstep.models.hf.row_layout import RowGather
-from lockstep.models.hf.save_plan import SavedTensor, file_header
 from lockstep.models.hf.save_target import SaveTarget
+from lockstep.models.hf.saved_tensor import SavedTensor, file_header
 from lockstep.placement import place_argument
 from lockstep.placement.device import Program, compile_program
 

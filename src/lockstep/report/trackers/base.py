@@ -42,11 +42,7 @@ class Tracker(Protocol):
         ...
 
     def log_rows(self, name: str, rows: Sequence[TableRow], *, step: int) -> None:
-        """Add rows to a table that grows over the run.
-
-        Args:
-            step: The number of training steps completed.
-        """
+        """Add rows to a table that grows over the run."""
         ...
 
     def finish(self) -> None:
@@ -194,7 +190,6 @@ def build_tracker(
 
     Args:
         choice: The value of the ``tracker`` field of a configuration; an empty list: no tracking.
-        run_dir: The local directory of the run.
         config: The run's configuration, for trackers that show it.
 
     Returns:
@@ -213,9 +208,6 @@ class JsonlTracker:
     """Appends ``{"step": …, "time": …, **metrics}`` to a file of JSON lines.
 
     Rows are not written: the callback itself keeps every row in ``samples.jsonl``, whatever the tracker.
-
-    Args:
-        path: The local file.
 
     Example:
         >>> import tempfile

@@ -128,7 +128,6 @@ class WandbTracker:
     open entry. A value named ``…/step`` becomes the x-axis of all values whose names begin like it.
 
     Args:
-        run: The run that ``wandb.init`` returned.
         alone: Whether nobody else logs to the run. Otherwise nothing here opens a new entry, and all values go into the
             open one.
 

@@ -118,7 +118,6 @@ class ArrayReader:
         """Return a part of an array.
 
         Args:
-            name: The name of the array.
             index: The part along each of its axes.
 
         Raises:

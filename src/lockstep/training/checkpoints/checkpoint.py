@@ -71,9 +71,6 @@ class CheckpointMetadata:
     def from_json(cls, text: str) -> "CheckpointMetadata":
         """Return the metadata of a JSON text.
 
-        Args:
-            text: The content of a ``metadata.json``.
-
         Raises:
             DamagedCheckpointError: The text is not as it was written, or its arrays would be elsewhere.
             ConfigError: It is of another version.
@@ -240,8 +237,6 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "")
     """Return what differs between two nested mappings.
 
     Args:
-        before: The old values.
-        now: The new values.
         prefix: The keys that lead to them, with a dot at their end.
 
     Returns:

@@ -100,10 +100,6 @@ class Checkpointer:
     def restore(self, metadata: CheckpointMetadata, structs: TrainState) -> TrainState | None:
         """Read a checkpoint into this run's shardings, each host only what its devices hold. Launches nothing.
 
-        Args:
-            metadata: What `find` returned.
-            structs: Shapes and shardings of the state.
-
         Returns:
             The state; None on every host where what one of them reads is damaged: `find` then returns an older one.
 

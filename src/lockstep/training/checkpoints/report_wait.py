@@ -57,11 +57,7 @@ class ReportWait:
         )
 
     def training_waits(self, waits: bool) -> None:
-        """Say whether training waits for the checkpoint from now on.
-
-        Args:
-            waits: Whether it does.
-        """
+        """Say whether training waits for the checkpoint from now on."""
         with self._changed:
             self._training_since = time.monotonic() if waits else None
             self._changed.notify_all()

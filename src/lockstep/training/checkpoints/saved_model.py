@@ -121,9 +121,6 @@ class SavedModel:
     """The model in a training checkpoint.
 
     Args:
-        directory: The checkpoints of the run.
-        metadata: The metadata of the checkpoint.
-        vocab_size: The number of token ids.
         rows: The number of rows of the embedding, which may be more.
         dtype: The float type in which the parameters are stored; with adapters, that of the base model in training.
         adapters: The adapters, where they alone are in the checkpoint; None where the whole model is.

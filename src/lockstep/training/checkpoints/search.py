@@ -75,10 +75,6 @@ class CheckpointSearch:
     def wait_removed(self, step: int, timeout_s: float) -> None:
         """Wait until nothing that an interrupted save has left of a step is being removed: a new one goes there.
 
-        Args:
-            step: The number of completed steps.
-            timeout_s: The seconds to wait.
-
         Raises:
             TimeoutError: It takes longer.
         """

@@ -31,8 +31,6 @@ class Part:
     Args:
         shard: The indices of the shard in the array.
         first: The first index of the part along ``axis`` of the shard.
-        last: The index after its last.
-        nbytes: Its bytes before compression.
     """
 
     process: int
@@ -127,8 +125,6 @@ def chunk_shape(
     """Return a shape of chunks that divides a shard, so that no two processes write the same chunk.
 
     Args:
-        shard: The shape of the shards.
-        itemsize: The bytes of a number.
         single_axes: The axes along which a chunk has one entry.
     """
     chunk = [1 if axis in single_axes else size for axis, size in enumerate(shard)]
@@ -175,7 +171,6 @@ class CheckedArrayHandler(ocp.type_handlers.ArrayHandler):
         Args:
             values: Global arrays, all that the checkpoint has; `share_writing` says who writes what of them.
             infos: Name and directory of each.
-            args: Not used.
         """
         mine = [
             [(part, _shard(array, part)) for part in parts if part.process == jax.process_index()]

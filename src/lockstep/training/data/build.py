@@ -98,12 +98,7 @@ class BuildProgress:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Job:
-    """A chunk to build.
-
-    Args:
-        spec: The cache that it is of.
-        directory: The directory of that cache.
-    """
+    """A chunk to build."""
 
     spec: CacheSpec
     directory: str

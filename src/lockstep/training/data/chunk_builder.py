@@ -41,7 +41,6 @@ class CacheSpec:
         format: What their records are.
         shape: How examples become rows.
         tokenizer_digest: The digest of the tokenizer with its chat template.
-        max_line_bytes: The bytes of a JSON line at most.
     """
 
     name: str

@@ -163,7 +163,6 @@ class DataConfig:
         Args:
             tokenizer: The tokenizer of the model; chats need its chat template.
             model_max_seq_len: The number of tokens of the model's longest sequence.
-            seed: The seed of the order of the rows.
             hosts: The hosts that make this call together; None for this one alone.
 
         Returns:

@@ -120,7 +120,6 @@ class DataFormat:
 
         Args:
             convert: The function; a record for which it raises is a bad row, with the error as the reason.
-            fields: The fields that it reads.
         """
 
         def converted(record: Record) -> Record:

@@ -37,7 +37,6 @@ class RowShape:
     """The shape of rows that examples become.
 
     Args:
-        length: The tokens of a row.
         truncate: Whether an example that is longer is cut.
         packing: Whether a row holds several examples.
         documents: Whether examples are documents, which may go on in another row.

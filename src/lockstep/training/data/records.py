@@ -47,7 +47,6 @@ class SourceFile:
 
     Args:
         fs: The file system (fsspec) that it is on.
-        size: Its size in bytes, compressed as it is.
         content: What its content is known by; equal for equal copies on several hosts.
         changed: When it was last changed, where ``content`` does not cover all of it; empty otherwise.
         kind: How records are stored in it.
@@ -186,9 +185,7 @@ def read_piece(
     part of it is, where it has several. Parts begin and end at line ends, those of a Parquet file at row groups.
 
     Args:
-        parts: The number of parts that the file has.
         fields: The fields that are needed, in formats that can leave out the others.
-        max_line_bytes: The bytes of a JSON line at most; a longer one is a bad row.
 
     Yields:
         The 1-based number of the line (or row) within this part, the share of the part that was read so far in bytes
@@ -218,11 +215,7 @@ def read_piece(
 
 
 def lines_before(file: SourceFile, part: int, parts: int) -> int:
-    """Count the lines (or rows) of a file before one of its parts, by reading it up to there.
-
-    Args:
-        parts: The number of parts that the file has.
-    """
+    """Count the lines (or rows) of a file before one of its parts, by reading it up to there."""
     if file.kind == "parquet":
         import pyarrow.parquet
 

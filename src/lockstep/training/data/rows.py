@@ -46,7 +46,6 @@ class TokenizedRows:
 
     Args:
         columns: Arrays by name, with the row as axis 0.
-        seed: The seed of the order.
         shuffle: Whether each epoch has an order of its own; otherwise all have the order of the files.
 
     Raises:
@@ -139,8 +138,6 @@ class RowOrder:
 
     Args:
         sizes: The number of rows of each source.
-        weights: The weight of each source in the mixture.
-        seed: The seed of the order.
         shuffle: Whether each epoch has an order of its own; otherwise all have the order of the files.
     """
 
@@ -219,8 +216,6 @@ class BucketOrder:
     Args:
         sizes: The number of rows of each bucket of each source, ``sizes[source][bucket]``; in a source, the rows of a
             bucket come one after the other, those of the first bucket first.
-        weights: The weight of each source in the mixture.
-        seed: The seed of the order.
         shuffle: Whether each epoch has an order of its own; otherwise all have the order of the files.
     """
 
@@ -240,7 +235,6 @@ class BucketOrder:
         Args:
             step: The 0-based step.
             batch_size: The number of rows of the whole batch.
-            rows: Which rows of the batch.
         """
         turn, n_before = self._turns.turn(step)
         bucket, (sources, order) = self.buckets[turn], self._in_bucket[turn]
@@ -290,8 +284,6 @@ class CachedRows:
 
     Args:
         caches: The cache of each source, none of them empty.
-        weights: The weight of each source in the mixture.
-        seed: The seed of the order.
         shuffle: Whether each epoch has an order of its own; otherwise all have the order of the files.
     """
 

@@ -62,7 +62,6 @@ class RowWriter:
     """Writes the rows of a chunk.
 
     Args:
-        rows: The open file of the rows.
         index: The open file of their beginnings.
     """
 
@@ -196,11 +195,8 @@ class CacheMetadata:
         lengths: The tokens of a row of each bucket, ascending; one where rows are not put into buckets.
         chunk_rows: The number of rows of each chunk, those of the first bucket in all chunks, then of the next.
         digests: The SHA-256 of the rows of each chunk, in the same order.
-        examples: The number of examples that are in it.
         unpacked_rows: The number of rows if each example had rows of its own.
-        tokens: The tokens in all rows.
         dropped: Examples left out because their prompts fill a row.
-        n_bad: The number of records that could not be used.
         bad: The first of them, each with its place and what is wrong.
     """
 
@@ -260,10 +256,6 @@ class TokenCache:
     """The rows of a finished cache; of them nothing is in memory but those that are asked for.
 
     It has the methods of a random-access data source of grain.
-
-    Args:
-        fs: The file system that it is on.
-        metadata: What is in it.
     """
 
     def __init__(self, fs: Any, path: str, metadata: CacheMetadata) -> None:
@@ -306,7 +298,6 @@ def expand(records: Sequence[np.ndarray], layout: Layout, length: int) -> dict[s
     Args:
         records: The records of the rows, see `parse_record`.
         layout: What a row holds.
-        length: The tokens of a row.
     """
     shape = (len(records), 2, length) if layout == "pair" else (len(records), 1, length)
     tokens, mask, segments = np.zeros(shape, np.int32), np.zeros(shape, bool), np.zeros(shape, np.int32)
@@ -339,11 +330,7 @@ def chunk_file(path: str, chunk: int, suffix: str) -> str:
 
 
 def read_metadata(fs: Any, path: str) -> CacheMetadata | None:
-    """Return what is in a cache; None where it is not finished.
-
-    Args:
-        fs: The file system that it is on.
-    """
+    """Return what is in a cache; None where it is not finished."""
     try:
         text = fs.cat_file(f"{path}/{METADATA}")
     except FileNotFoundError:

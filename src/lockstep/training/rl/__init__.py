@@ -8,6 +8,6 @@ from lockstep.training.rl.rewarding import Rewarder as Rewarder
 from lockstep.training.rl.rewarding import Rewards as Rewards
 from lockstep.training.rl.rewards import RewardConfig as RewardConfig
 from lockstep.training.rl.rollout import Rollout as Rollout
-from lockstep.training.rl.rollout_report import ROLLOUTS_FILE as ROLLOUTS_FILE
+from lockstep.training.rl.rollout_log import ROLLOUTS_FILE as ROLLOUTS_FILE
 from lockstep.training.rl.rollouts import Rollouts as Rollouts
 from lockstep.training.rl.rollouts import make_rewarder as make_rewarder

@@ -22,7 +22,6 @@ class Sampled:
     """Answers before their rewards; the same on every host but for ``scoring`` and memory.
 
     Args:
-        number: The number of the rollout.
         questions: The number of the question of each group.
         completions: The answers, group by group.
         scoring: What computes the rewards of this host's share.
@@ -61,11 +60,7 @@ class Sampled:
 
 
 def completions_from_json(values: Mapping[str, Any]) -> list[Completion]:
-    """Return the answers that `Sampled.to_json` packed, bit for bit.
-
-    Args:
-        values: What it returned.
-    """
+    """Return the answers that `Sampled.to_json` packed, bit for bit."""
     arrays = unpacked(values["completions"])
     ends = np.cumsum(arrays["lengths"])
     tokens, logprobs, sampled = (

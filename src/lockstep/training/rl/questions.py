@@ -37,8 +37,6 @@ class Questions:
 
     Args:
         prompts: The prompts, with the reference answer as ``answer``.
-        tokens: The token ids of each prompt.
-        seed: The seed of the order.
         shuffle: Whether each epoch has an order of its own.
     """
 
@@ -63,8 +61,6 @@ class Questions:
         """Return which questions a rollout has: a function of seed and number alone.
 
         Args:
-            rollout: The 0-based number of the rollout.
-            count: The number of questions.
             attempt: The number of times that this rollout drew before. The first draw takes every question once per
                 epoch; further ones are drawn at random from those that the rollout has not had, of which there must be
                 as many (assertion).
@@ -79,11 +75,7 @@ class Questions:
         return np.concatenate([self._order(int(epoch))[offsets[epochs == epoch]] for epoch in np.unique(epochs)])
 
     def longest(self, count: int) -> list[int]:
-        """Return the questions with the longest prompts, repeated where there are too few: no rollout needs more room.
-
-        Args:
-            count: The number of questions.
-        """
+        """Return the questions with the longest prompts, repeated where too few: no rollout needs more."""
         order = sorted(range(len(self)), key=lambda number: -len(self.tokens[number]))
         return [order[place % len(order)] for place in range(count)]
 
@@ -104,10 +96,7 @@ def load_questions(
 
     Args:
         config: Where they are and how a prompt is made of them.
-        tokenizer: The tokenizer of the model.
-        row_length: The number of tokens of a row.
         max_new_tokens: The number of tokens of a row that an answer may have.
-        seed: The seed of the order.
         rewards: The components of the reward, which read every reference answer.
 
     Raises:
@@ -222,26 +211,14 @@ def _permutation(seed: int, epoch: int, count: int) -> Int[np.ndarray, " questio
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AnswerRows:
-    """Makes rows of answers.
-
-    Args:
-        questions: All questions.
-        tokenizer: The tokenizer that turns tokens into text.
-        stop: The texts that end an answer.
-    """
+    """Makes rows of answers."""
 
     questions: Questions
     tokenizer: "PreTrainedTokenizerBase"
     stop: Sequence[str]
 
     def row(self, step: int, question: int, completion: Completion) -> tuple[Row, Prompt]:
-        """Return an answer as a row, and its question.
-
-        Args:
-            step: The number of completed steps when it has been learned from.
-            question: The number of the question.
-            completion: The answer.
-        """
+        """Return an answer as a row, and its question."""
         prompt = self.questions.prompts[question]
         text = cut_at_stop(decode(self.tokenizer, completion.tokens), self.stop)
         row = Row.from_completion(completion, prompt, text, step=step)

@@ -35,7 +35,6 @@ class Scoring:
     function is left behind, and holds up nothing. In all of them a launch of a device program raises.
 
     Args:
-        rewards: The components by name.
         workers: The number of threads, and of coroutines that run at a time.
     """
 
@@ -58,8 +57,6 @@ class Scoring:
 
         Args:
             number: The answer's number, for `finish`.
-            row: The answer.
-            prompt: Its question.
         """
         for name in self._rewards:
             self._submitted.append((number, name))
@@ -113,9 +110,6 @@ class Scoring:
 def as_number(value: Any) -> float:
     """Return the value of a reward.
 
-    Args:
-        value: What it returned.
-
     Raises:
         TypeError: This is not a number.
         ValueError: The number is not finite.
@@ -129,14 +123,7 @@ def as_number(value: Any) -> float:
 
 
 def try_rewards(rewards: Mapping[str, Reward], row: Row, prompt: Prompt, timeout_s: float) -> dict[str, str]:
-    """Return what goes wrong with each component that fails for an answer.
-
-    Args:
-        rewards: The components by name.
-        row: The answer.
-        prompt: Its question.
-        timeout_s: The seconds that they may take.
-    """
+    """Return what goes wrong with each component that fails for an answer."""
     scoring = Scoring(rewards, workers=1)
     scoring.submit(0, row, prompt)
     found = scoring.finish(timeout_s)[0]
@@ -173,9 +160,6 @@ class Rewarder:
     """Computes the reward of every answer of a rollout.
 
     Args:
-        rewards: The components.
-        max_new_tokens: The number of tokens that an answer may have.
-        workers: The number of threads.
         timeout_s: The seconds that `finish` waits at most.
         filter_by: The name of the component that decides whether answers are equally right; None: the weighted sum of
             those that do not shape (`RewardConfig.SHAPING`), or of all where there are no others.
@@ -205,10 +189,6 @@ class Rewarder:
     def check(self, row: Row, prompt: Prompt) -> None:
         """Try every component on an answer, before training begins.
 
-        Args:
-            row: The answer.
-            prompt: Its question.
-
         Raises:
             ConfigError: A component raises, is late, or returns no number.
         """
@@ -227,8 +207,6 @@ class Rewarder:
         """Wait for the rewards of this host's share, and exchange them with the other hosts.
 
         Args:
-            hosts: The processes, inside a scope.
-            scoring: What `begin` returned.
             n_answers: The number of answers of the rollout, each submitted on one host.
 
         Raises:

@@ -63,18 +63,12 @@ class RewardConfig(OpenRegistry, draccus.ChoiceRegistry):
     def check_answer(self, answer: str) -> None:
         """Check a reference answer, before training begins.
 
-        Args:
-            answer: The answer of one record.
-
         Raises:
             BadRow: The component cannot compare with it.
         """
 
     def build(self, max_new_tokens: int) -> Reward:
         """Return the function; modules of the user's are imported.
-
-        Args:
-            max_new_tokens: The number of tokens that an answer may have.
 
         Raises:
             ConfigError: There is no such function, or the settings do not go together.
@@ -83,11 +77,7 @@ class RewardConfig(OpenRegistry, draccus.ChoiceRegistry):
 
 
 def labels(rewards: Sequence[RewardConfig]) -> list[str]:
-    """Return the name of each component; further ones of a name are numbered: ``regex``, ``regex_2``.
-
-    Args:
-        rewards: The components.
-    """
+    """Return the name of each component; further ones of a name are numbered: ``regex``, ``regex_2``."""
     found: list[str] = []
     for reward in rewards:
         label, number = reward.label, 1
@@ -100,9 +90,6 @@ def labels(rewards: Sequence[RewardConfig]) -> list[str]:
 
 def check_rewards(rewards: Sequence[RewardConfig]) -> None:
     """Check that there is something to learn from.
-
-    Args:
-        rewards: The components.
 
     Raises:
         ConfigError: There is no component with a weight.
@@ -140,11 +127,7 @@ class ExactMatchReward(RewardConfig):
 
 
 def final_answer(text: str) -> str:
-    """Return the line after the last ``####`` of a solution; the whole text where there is no such mark.
-
-    Args:
-        text: A solution.
-    """
+    """Return the line after the last ``####`` of a solution; the whole text where there is no such mark."""
     _, mark, after = text.rpartition(MARK)
     return (after.strip().split("\n")[0] if mark else text).strip()
 
@@ -317,7 +300,6 @@ def compiled(label: str, pattern: str, *, multiline: bool = False, dot_all: bool
 
     Args:
         label: The name of the component, for the error.
-        pattern: The expression.
         multiline: Whether ``^`` and ``$`` match at every line.
         dot_all: Whether ``.`` matches a newline too.
 

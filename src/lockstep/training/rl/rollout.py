@@ -29,8 +29,6 @@ class Rollout:
     """The answers of one rollout; the same on every host.
 
     Args:
-        number: The 0-based number of the rollout.
-        columns: Arrays by column, with the answer as axis 0.
         lengths: The number of tokens of each row that are no padding.
     """
 
@@ -56,11 +54,7 @@ class Rollout:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "Rollout":
-        """Return what `to_json` was called on, bit for bit.
-
-        Args:
-            values: What it returned.
-        """
+        """Return what `to_json` was called on, bit for bit."""
         columns = unpacked(values["columns"])
         return cls(number=typed(int, values["number"]), lengths=columns.pop("lengths"), columns=columns)
 
@@ -94,7 +88,6 @@ def make_columns(
         columns: Shape and type of one row of each column, as `GrpoConfig.columns` returned them. Columns of
             log-probabilities that the trainer computes are zeros here.
         prompts: The prompt's token ids of each answer.
-        completions: The answers.
         advantages: The advantage of each answer.
         learned: Whether an answer is learned from, else it has no targets; None: all are.
 
@@ -140,12 +133,6 @@ class LogprobColumns:
     """Has all hosts agree on the rows of a rollout, and fills in the log-probabilities that are wanted.
 
     Args:
-        objective: The loss.
-        wanted: Its columns.
-        trainer: The settings of the run.
-        mesh: The mesh of the run.
-        hosts: The processes of the job.
-        watchdog: The watchdog of device calls.
         reference: The frozen model; None where there is none.
     """
 

@@ -29,17 +29,7 @@ class RolloutSampler:
 
     Args:
         fields: How to sample.
-        questions: All questions.
-        tokenizer: The tokenizer of the model.
-        trainer: The settings of the run.
-        mesh: The mesh of the run.
-        row_length: The number of tokens of a row.
-        hosts: The processes of the job.
-        watchdog: The watchdog of device calls.
-        rewarder: What computes rewards.
-        rows: What makes rows of answers.
         engine: What samples the answers; None for lockstep's engine with the settings of ``fields.rollout``.
-        routed_experts: Whether the experts of tokens are wanted.
     """
 
     def __init__(
@@ -77,9 +67,6 @@ class RolloutSampler:
     def check(self, model: PyTree) -> None:
         """Find out what would make a rollout fail; launches nothing.
 
-        Args:
-            model: The model.
-
         Raises:
             ConfigError, PromptError, CapacityError: See `lockstep.engine.Engine.check`.
         """
@@ -90,9 +77,7 @@ class RolloutSampler:
         """Have a model answer the questions of a rollout; every host calls it.
 
         Args:
-            number: The number of the rollout.
             attempt: The number of samplings of this rollout before.
-            model: The model.
 
         Returns:
             None where the job is asked to end.
@@ -152,11 +137,7 @@ class RolloutSampler:
         return sampled
 
     def learned_at(self, number: int) -> int:
-        """Return the number of completed steps when a rollout has been learned from once.
-
-        Args:
-            number: The number of the rollout.
-        """
+        """Return the number of completed steps when a rollout has been learned from once."""
         return number * self._fields.updates + 1
 
     def _engine_for(self, model: PyTree) -> tuple[RolloutEngine, Any]:

@@ -26,7 +26,7 @@ from lockstep.training.rl.groups import Groups, Sampled, choose_groups
 from lockstep.training.rl.questions import AnswerRows, Questions
 from lockstep.training.rl.rewarding import Rewarder
 from lockstep.training.rl.rollout import LogprobColumns, Rollout, make_columns
-from lockstep.training.rl.rollout_report import RewardTrend, RolloutReport, StepClock, StepTimes
+from lockstep.training.rl.rollout_log import RewardTrend, RolloutLog, StepClock, StepTimes
 from lockstep.training.rl.rollout_sampler import RolloutSampler
 from lockstep.training.step.train_step import batch_structs
 from lockstep.types import FinishReason
@@ -52,13 +52,6 @@ class Rollouts:
 
     Args:
         fields: How to sample, reward and learn.
-        objective: The loss.
-        questions: All questions.
-        tokenizer: The tokenizer of the model.
-        trainer: The settings of the run.
-        mesh: The mesh of the run.
-        row_length: The number of tokens of a row.
-        hosts: The processes of the job.
         reference: The frozen model in the compute type; None without ``kl_coefficient``.
         tracker: The tracker that metrics and rows go to, used by the leader; None for none.
         run_dir: The directory that rows are appended to; None for no file.
@@ -108,7 +101,7 @@ class Rollouts:
         self._columns = objective.columns(row_length, on_policy=fields.updates == 1) | routing
         self._rewarder = make_rewarder(fields)
         rows = AnswerRows(questions=questions, tokenizer=tokenizer, stop=fields.rollout.stop)
-        self._report = RolloutReport(self._tracker, run_dir, rows, fields.answers_shown)
+        self._report = RolloutLog(self._tracker, run_dir, rows, fields.answers_shown)
         watchdog = Watchdog(hosts, hosts.timeout_s)
         self._logprobs = LogprobColumns(objective, self._columns, trainer, mesh, hosts, watchdog, reference)
         self._sampler = RolloutSampler(
@@ -153,9 +146,6 @@ class Rollouts:
 
     def check(self, model: PyTree) -> None:
         """Find out before the first step what would make a rollout fail; launches nothing.
-
-        Args:
-            model: The model.
 
         Raises:
             PeerError: A host cannot work with this configuration; raised on every host.
@@ -235,9 +225,6 @@ class Rollouts:
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state` returned in an earlier process.
 
-        Args:
-            state: That state.
-
         Raises:
             ConfigError: The run had another number of updates per rollout.
         """
@@ -256,7 +243,7 @@ class Rollouts:
             log.warning("rollout_ahead is 0 now: the rollout that the checkpoint has ahead is sampled again")
 
     def flush(self) -> None:
-        """Wait until the rows of all rollouts are written, see `RolloutReport.flush`."""
+        """Wait until the rows of all rollouts are written, see `RolloutLog.flush`."""
         self._report.flush()
 
     def after_signal(self) -> None:
@@ -370,9 +357,6 @@ def _check_attempts(max_attempts: int, count: int, available: int) -> None:
 
 def make_rewarder(fields: GrpoRunFields) -> Rewarder:
     """Return what computes the rewards of a run.
-
-    Args:
-        fields: The settings of the run.
 
     Raises:
         ConfigError: A reward cannot be made.

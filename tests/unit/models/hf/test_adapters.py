@@ -7,7 +7,7 @@ import pytest
 
 from lockstep.models import LoraConfig, load_hf, merged_rows
 from lockstep.models.hf.adapters import stored_factors
-from lockstep.models.hf.save_plan import saved_tensors
+from lockstep.models.hf.saved_tensor import saved_tensors
 from tests.adapters import numpy_merged, with_adapters
 from tests.unit.engine.models import mesh_of
 

@@ -16,7 +16,7 @@ from lockstep.models.hf.files import CheckpointFiles
 from lockstep.models.hf.names import HFTensor, Parameter, parameters, stored_shapes
 from lockstep.models.hf.row_layout import RowGather, RowLayout
 from lockstep.models.hf.row_reader import ParameterRead
-from lockstep.models.hf.save_plan import SavedTensor, file_header
+from lockstep.models.hf.saved_tensor import SavedTensor, file_header
 from lockstep.models.trainable import skeleton
 from lockstep.placement import make_mesh, place
 from tests.unit.engine.models import FAMILIES, LLAMA

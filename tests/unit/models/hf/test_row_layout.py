@@ -14,7 +14,7 @@ from lockstep.hosts import Ledger
 from lockstep.models import as_trainable
 from lockstep.models.hf.names import HFTensor
 from lockstep.models.hf.row_layout import RowGather, RowLayout
-from lockstep.models.hf.save_plan import saved_tensors
+from lockstep.models.hf.saved_tensor import saved_tensors
 from lockstep.placement import make_mesh, place, place_argument
 from lockstep.placement.device import compile_program
 from tests import tiny

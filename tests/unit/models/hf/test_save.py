@@ -22,7 +22,7 @@ from lockstep.models import (
     save_hf,
     skeleton,
 )
-from lockstep.models.hf import save_plan
+from lockstep.models.hf import saved_tensor
 from lockstep.models.hf.save_writer import gather_program
 from lockstep.placement import PARAMETER_AXES, make_mesh
 from tests import tiny
@@ -163,7 +163,7 @@ def test_a_save_that_is_interrupted_leaves_the_old_checkpoint_and_nothing_else(t
 
 def test_hosts_that_share_the_place_write_files_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without devices: what each reads is its own."""
-    monkeypatch.setattr(save_plan, "MIN_PART_BYTES", 1)
+    monkeypatch.setattr(saved_tensor, "MIN_PART_BYTES", 1)
     model = skeleton(64, tiny.CONFIG)
 
     def body(hosts: Hosts, shared: bool) -> set[str]:

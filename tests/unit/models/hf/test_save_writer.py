@@ -11,9 +11,9 @@ from lockstep.errors import HostTimeoutError
 from lockstep.hosts import Stopped
 from lockstep.models import skeleton
 from lockstep.models.hf import save_writer
-from lockstep.models.hf.save_plan import plan_files, saved_tensors
 from lockstep.models.hf.save_target import save_target
 from lockstep.models.hf.save_writer import FileWriter, Handover
+from lockstep.models.hf.saved_tensor import saved_tensors, split_into_files
 from tests import tiny
 
 TENSORS = saved_tensors(skeleton(12, tiny.CONFIG), None, 12)
@@ -31,7 +31,7 @@ def target(tmp_path):
 
 
 def write(target, read, seconds=20.0, timeout_s=60.0):
-    files = plan_files(TENSORS, 20_000, 1)
+    files = split_into_files(TENSORS, 20_000, 1)
     with FileWriter(target, files, read, timeout_s) as writer:
         done = writer.wait(seconds)
     return writer, done
@@ -64,7 +64,7 @@ def test_nothing_is_written_after_the_context(target):
         time.sleep(0.05)
         return zeros(*piece)
 
-    with FileWriter(target, plan_files(TENSORS, 20_000, 1), read, 60.0):
+    with FileWriter(target, split_into_files(TENSORS, 20_000, 1), read, 60.0):
         begun.wait()
     count = len(calls)
     time.sleep(0.15)

@@ -11,7 +11,7 @@ import pytest
 
 from lockstep.errors import ConfigError
 from lockstep.models import LoraConfig
-from lockstep.models.hf.save_plan import saved_tensors
+from lockstep.models.hf.saved_tensor import saved_tensors
 from lockstep.placement import make_mesh
 from lockstep.text import load_tokenizer, tokenizer_digest
 from lockstep.training import has_checkpoint, saved_at, saved_model, write_resumable

@@ -117,7 +117,7 @@ def saved_tensors(model: LlamaLMHeadModel, dtype: Any, vocab_size: int) -> list[
     return sorted(tensors, key=place)
 
 
-def plan_files(tensors: Sequence[SavedTensor], max_bytes: int, writers: int) -> dict[str, list[SavedTensor]]:
+def split_into_files(tensors: Sequence[SavedTensor], max_bytes: int, writers: int) -> dict[str, list[SavedTensor]]:
     """Returns the tensors of each file by the file's name.
 
     Args:

@@ -1,4 +1,4 @@
-"""The leader's report of a rollout: figures, and the best and the worst answers; training never waits for it."""
+"""The leader's log of a rollout: figures, and the best and the worst answers; training never waits for it."""
 
 import dataclasses
 from collections import deque
@@ -30,13 +30,11 @@ MAX_WAITING = 8
 """Rollouts whose rows may wait behind those that are being written."""
 
 
-class RolloutReport:
-    """Tells of rollouts on the leader.
+class RolloutLog:
+    """Logs rollouts on the leader.
 
     Args:
         tracker: The tracker, which does not block.
-        run_dir: The directory with the file of rows; None for no file.
-        rows: What makes rows of answers.
         shown: The number of answers of a rollout that are told.
     """
 
@@ -49,7 +47,6 @@ class RolloutReport:
         """Log the figures of a rollout and queue its rows; returns at once.
 
         Args:
-            step: The number of completed steps when it has been learned from.
             groups: All answers that were sampled.
             chosen: Those that are learned from.
             sampled: What each sampling produced.
@@ -138,7 +135,6 @@ def answer_metrics(
     """Return what the answers of a rollout look like.
 
     Args:
-        completions: The answers.
         signal: Whether something can be learned from the answers to a prompt.
         dropped: Whether nothing is, because a reward failed or was late.
     """
@@ -154,11 +150,7 @@ def answer_metrics(
 
 
 class StepTimes:
-    """The time and the tokens of the last steps.
-
-    Args:
-        window: The number of last steps.
-    """
+    """The time and the tokens of the last steps."""
 
     def __init__(self, window: int = 10) -> None:
         self._steps: deque[tuple[float, int]] = deque(maxlen=window)
@@ -187,21 +179,13 @@ class StepClock(PhaseClock):
 
 
 class RewardTrend:
-    """The mean reward of the last rollout, and of the last ones: one alone says little of the trend.
-
-    Args:
-        window: The number of last rollouts.
-    """
+    """The mean reward of the last rollout, and of the last ones: one alone says little of the trend."""
 
     def __init__(self, window: int = 10) -> None:
         self._last: deque[float] = deque(maxlen=window)
 
     def add(self, reward: float) -> None:
-        """Note a rollout.
-
-        Args:
-            reward: The mean reward of its answers.
-        """
+        """Note a rollout."""
         self._last.append(reward)
 
     def __str__(self) -> str:

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from lockstep.training.rl.rollout_report import RewardTrend, StepClock, StepTimes, answer_metrics, reward_metrics
+from lockstep.training.rl.rollout_log import RewardTrend, StepClock, StepTimes, answer_metrics, reward_metrics
 from lockstep.types import FinishReason
 from tests.unit.training.rl.made_up import completion
 

@@ -8,8 +8,8 @@ import pytest
 from safetensors.numpy import load_file
 
 from lockstep.models import skeleton
-from lockstep.models.hf import save_plan
-from lockstep.models.hf.save_plan import file_header, index_text, plan_files, saved_tensors
+from lockstep.models.hf import saved_tensor
+from lockstep.models.hf.saved_tensor import file_header, index_text, saved_tensors, split_into_files
 from tests import tiny
 
 VOCAB = 40
@@ -26,13 +26,13 @@ def named(name, **values):
 
 def test_a_small_checkpoint_is_one_file():
     some = tensors()
-    assert plan_files(some, 10**9, 8) == {"model.safetensors": some}
+    assert split_into_files(some, 10**9, 8) == {"model.safetensors": some}
 
 
 @pytest.mark.parametrize("most", [10_000, 20_000, 50_000])
 def test_no_file_is_larger_than_allowed_but_for_one_large_tensor(most):
     some = tensors()
-    files = plan_files(some, most, 1)
+    files = split_into_files(some, most, 1)
     assert [each for group in files.values() for each in group] == some
     sizes = [sum(each.nbytes for each in group) for group in files.values()]
     assert all(size <= most or len(group) == 1 for size, group in zip(sizes, files.values(), strict=True))
@@ -43,8 +43,8 @@ def test_no_file_is_larger_than_allowed_but_for_one_large_tensor(most):
 
 @pytest.mark.parametrize("writers", [2, 3, 5])
 def test_every_writer_has_about_as_much_as_any_other(writers, monkeypatch):
-    monkeypatch.setattr(save_plan, "MIN_PART_BYTES", 1)
-    sizes = [sum(each.nbytes for each in group) for group in plan_files(tensors(), 10**9, writers).values()]
+    monkeypatch.setattr(saved_tensor, "MIN_PART_BYTES", 1)
+    sizes = [sum(each.nbytes for each in group) for group in split_into_files(tensors(), 10**9, writers).values()]
     assert len(sizes) == writers
     assert max(sizes) <= sum(sizes) / writers + max(each.nbytes for each in tensors())
 
@@ -78,7 +78,7 @@ def test_the_header_is_what_safetensors_reads(dtype, tmp_path):
 
 
 def test_the_index_names_the_file_of_each_tensor():
-    files = plan_files(tensors(), 20_000, 1)
+    files = split_into_files(tensors(), 20_000, 1)
     index = json.loads(index_text(files))
     assert index["metadata"]["total_size"] == sum(each.nbytes for group in files.values() for each in group)
     assert index["weight_map"] == {each.name: file for file, group in files.items() for each in group}
