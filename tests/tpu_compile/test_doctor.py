@@ -1,7 +1,5 @@
 """What doctor times on a TPU is what it says: the compiler leaves no loop empty and copies no matrix."""
 
-import functools
-
 import jax
 import numpy as np
 import pytest
@@ -14,9 +12,8 @@ from lockstep.engine import Auditor, Engine, EngineConfig
 from lockstep.hosts import Hosts, MemoryClient
 from lockstep.main.doctor import speed
 from lockstep.main.doctor.layout_rounds import LENGTH, PROMPTS, make_tokenizer, shape_for
-from lockstep.main.doctor.self_test import _init
 from lockstep.main.plan import topology
-from lockstep.models import padded_vocab_size
+from lockstep.models import LlamaLMHeadModel, padded_vocab_size
 from lockstep.placement import data_shards, make_mesh, tensor_sizes
 from lockstep.training import (
     OptimizerConfig,
@@ -66,7 +63,9 @@ def test_all_programs_of_the_self_test_compile():
     mesh, tokenizer = make_mesh("auto", topology("v5p-16").devices), make_tokenizer()
     vocab = hax.Axis("vocab", padded_vocab_size(len(tokenizer), 1))
     optimizer, precision = OptimizerConfig(learning_rate=1e-2, warmup=0).build(8), parse_precision("p=f32,c=bf16")
-    state, shardings = state_structs(functools.partial(_init, vocab, shape_for(mesh)), optimizer, mesh, precision)
+    state, shardings = state_structs(
+        lambda key: LlamaLMHeadModel.init(vocab, shape_for(mesh), key=key), optimizer, mesh, precision
+    )
     step = TrainStep(
         loss_fn=lm_loss, optimizer=optimizer, schedule=None, mesh=mesh, shardings=shardings, precision=precision,
         microbatches=1,
