@@ -20,7 +20,6 @@ from lockstep.batch_inference.checkpoint import load, resolve_checkpoint
 from lockstep.batch_inference.config import SampleConfig
 from lockstep.batch_inference.generate import Generator
 from lockstep.batch_inference.job_progress import Board, HostProgress, JobProgress, Meter
-from lockstep.batch_inference.live_view import LiveView, make_live_view
 from lockstep.batch_inference.prompt_store import (
     JobShape,
     PromptStore,
@@ -42,6 +41,7 @@ from lockstep.batch_inference.row_files import (
     write_manifest,
 )
 from lockstep.batch_inference.summary import (
+    LiveView,
     MemoryLog,
     Outcome,
     Totals,
@@ -49,6 +49,7 @@ from lockstep.batch_inference.summary import (
     closing_words,
     first_rows,
     log_job,
+    make_live_view,
     summary_table,
 )
 from lockstep.credentials import get_logger

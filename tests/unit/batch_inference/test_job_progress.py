@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from lockstep.batch_inference.job_progress import Board, HostProgress, JobProgress, Meter
-from lockstep.batch_inference.live_view import line, panel
+from lockstep.batch_inference.summary import line, panel
 from lockstep.engine.schedule.scheduler import Counts
 from lockstep.errors import HostTimeoutError
 from tests.multiprocess.harness import run_threads

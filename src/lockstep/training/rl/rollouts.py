@@ -22,12 +22,11 @@ from lockstep.training.loop.hooks import StepInfo
 from lockstep.training.objectives import routing_column
 from lockstep.training.objectives.grpo import GrpoConfig, group_advantages
 from lockstep.training.rl.config import GrpoRunFields
-from lockstep.training.rl.groups import Groups, Sampled, choose_groups
+from lockstep.training.rl.groups import Groups, RolloutSampler, Sampled, choose_groups
 from lockstep.training.rl.questions import AnswerRows, Questions
 from lockstep.training.rl.rewarding import Rewarder
 from lockstep.training.rl.rollout import LogprobColumns, Rollout, make_columns
 from lockstep.training.rl.rollout_log import RewardTrend, RolloutLog, StepClock, StepTimes
-from lockstep.training.rl.rollout_sampler import RolloutSampler
 from lockstep.training.step.train_step import batch_structs
 from lockstep.types import FinishReason
 
