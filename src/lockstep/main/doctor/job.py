@@ -15,7 +15,7 @@ import jax
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.hosts import COORDINATOR_ADDRESS, DistributedConfig, Hosts, start
 from lockstep.main.doctor.finding import Finding, failed
-from lockstep.placement import fsdp_spans_hosts, make_mesh, tensor_sizes
+from lockstep.placement import PP, fsdp_spans_hosts, make_mesh, tensor_sizes
 from lockstep.placement.device import chip_of, published_chip, slice_index
 from lockstep.printable import bytes_text, seconds_text
 
@@ -171,7 +171,8 @@ def check_mesh(mesh_shape: str, devices: Sequence[jax.Device] | None = None) -> 
         return Finding.to_fix("mesh", str(error))
     sizes = ", ".join(f"{name} {size}" for name, size in mesh.shape.items())
     tensor = ", ".join(map(str, tensor_sizes(mesh)))
-    text = f"mesh_shape {mesh_shape}: {sizes}; layouts for decoding: training, tensor {tensor}"
+    in_place = "" if PP in mesh.shape else "training, "
+    text = f"mesh_shape {mesh_shape}: {sizes}; layouts for decoding: {in_place}tensor {tensor}"
     hosts = len({device.process_index for device in mesh.devices.flat})
     spans = f"; fsdp spans {hosts} hosts" if fsdp_spans_hosts(mesh) else ""
     return Finding.ok("mesh", f"{text}{spans}")

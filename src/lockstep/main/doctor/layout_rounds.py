@@ -15,7 +15,7 @@ from lockstep.callback import InferenceEvalConfig, SampleCallback
 from lockstep.engine import layout_text
 from lockstep.hosts import Hosts, current
 from lockstep.models import DecoderWeights, LlamaConfig, read_decoder, register_reader
-from lockstep.placement import tensor_sizes
+from lockstep.placement import PP, tensor_sizes
 from lockstep.training import StepInfo, TokenizedRows
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def shape_for(mesh: Mesh) -> LlamaConfig:
         max_seq_len=2 * LENGTH,
         hidden_dim=hidden,
         intermediate_dim=math.lcm(2 * hidden, mesh.size),
-        num_layers=2,
+        num_layers=math.lcm(2, mesh.shape.get(PP, 1)),
         num_heads=math.lcm(2 * kv_heads, mesh.size),
         num_kv_heads=kv_heads,
         head_dim=head,

@@ -133,5 +133,7 @@ def test_the_mesh_of_a_run():
     assert check_mesh("1,2,2", jax.devices()[:4]).text == (
         "mesh_shape 1,2,2: dp 1, fsdp 2, tp 2; layouts for decoding: training, tensor 1, 2, 4"
     )
+    staged = check_mesh("pp=2,fsdp=-1", jax.devices()[:4]).text
+    assert staged.endswith("pp 2, dp 1, fsdp 2, tp 1; layouts for decoding: tensor 1, 2, 4")
     found = check_mesh("3,-1,1", jax.devices()[:4])
     assert found.outcome == "fix" and "there are 4 devices" in found.text
