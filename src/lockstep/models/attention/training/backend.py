@@ -116,9 +116,7 @@ def self_attention(
         k, v = split.joined(k), split.joined(v)
         segments = None if segments is None else split.joined(segments)
         if splash:
-            return splash_attention(
-                q, k, v, segments, attention, sinks, query_segments=query_segments, kernel=kernel
-            )  # fmt: skip
+            return splash_attention(q, k, v, segments, attention, sinks, query_segments=query_segments, kernel=kernel)
         return plain(q, k, v, segments, attention, sinks, Queries(order, query_segments))
 
     # XLA cannot split a kernel over devices. For a split row it gathers keys, values and segment ids.
