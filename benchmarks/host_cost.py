@@ -1,6 +1,6 @@
 """What the host does between launches of 1,024 slots × 64 steps, with a stub in place of the devices.
 
-    python -m benchmarks.host_cost [--clients N [N ...]] [--json PATH]
+    python -m benchmarks.host_cost [--json PATH]
 
 The engine's own loop runs: scheduler, packing, placing on 8 CPU devices, unpacking. The stub answers with random
 tokens; its time is subtracted. ``steady``: every slot decodes to its end, 32 launches. ``mixed``: four times as many
@@ -20,25 +20,16 @@ in turn with it ``floor_ms``, a barrier of the coordination service called direc
 else a process sends then (its heartbeat) gets in the way. The hosts of a pod have cores of their own, which this
 machine has for two processes at most: the names that end in ``_2`` are between two. ``gate_cpu_ms`` is the CPU time
 of a gate in the busiest of 8 processes, all threads, the coordination service among them.
-
-``--clients 64 256 1024`` measures nothing of that, but exchanges between so many real clients of JAX's coordination
-service, the threads of `CLIENT_PROCESSES` processes on this machine. All come at a time agreed on before; a figure is
-the median of seconds from then until the last client is through. ``phase`` has 2.3 KB to agree on and a number of each
-client's own, ``agree`` the former alone, ``barrier`` is the service's own, ``requests`` the three requests that an
-exchange makes, called directly. The CPU seconds of an exchange, of all
-clients and of the service, are there because a pod has a host for each client.
 """
 
 import argparse
 import contextlib
 import dataclasses
 import os
-import socket
 import statistics
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -62,11 +53,9 @@ GOALS = {
     "ms_per_launch": 3.0,
     "gate_ms": 1.5,
     "first_batch_256_ms": 50.0,
-} | {f"clients_{count}_{kind}_s": goal for count, goal in ((256, 0.1), (1024, 0.3)) for kind in ("phase", "agree")}
+}
 LAUNCH_S = 0.15
 """Seconds of a launch, of which the gate may cost a hundredth."""
-CLIENT_PROCESSES = 4
-CLIENT_ROUNDS, CLIENT_GAP_S, AGREED = 7, 3.0, {f"value {number}": "x" * 64 for number in range(28)}
 REPLICAS, SLOTS, STEPS, PAGE, STOP, VOCAB = 8, 1024, 64, 64, 499, 500
 
 
@@ -268,115 +257,14 @@ def worker() -> int:
     return 0
 
 
-def between_clients(count: int) -> dict[str, float]:
-    """Seconds of exchanges between so many real clients of the coordination service."""
-    from jaxlib import _jax
-
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
-    service = _jax.get_distributed_runtime_service(address, count, heartbeat_timeout=3600)
-    start = time.monotonic() + 15 + count / 32  # all are connected by then
-    words = ["--client", address, str(count), str(start)]
-    begin = time.process_time()
-    found = run_workers("benchmarks.host_cost", *words, processes=CLIENT_PROCESSES, devices=1)
-    figures: dict[str, float] = {"service_cpu_s": (time.process_time() - begin) / (4 * CLIENT_ROUNDS)}
-    for kind in found[0]["laps"]:
-        laps = [max(each) for each in zip(*(one["laps"][kind] for one in found), strict=True)]
-        figures[f"{kind}_s"] = statistics.median(laps)
-        figures[f"{kind}_cpu_s"] = sum(one["cpu"][kind] for one in found)
-    del service
-    return {f"clients_{count}_{name}": value for name, value in figures.items()}
-
-
-def clients(address: str, count: int, start: float) -> int:
-    """One process of `between_clients`."""
-    from jaxlib import _jax
-
-    from lockstep.hosts import Hosts, JaxClient
-    from lockstep.hosts._client import _Numbered
-
-    place = int(os.environ["LOCKSTEP_PROCESS_ID"])
-    tasks = range(count * place // CLIENT_PROCESSES, count * (place + 1) // CLIENT_PROCESSES)
-    laps: dict[str, list[float]] = {kind: [0.0] * CLIENT_ROUNDS for kind in ("phase", "agree", "requests", "barrier")}
-    cpu = dict.fromkeys(laps, 0.0)
-    lock = threading.Lock()
-    sys.setswitchinterval(1.0)  # on a pod a client has an interpreter of its own
-
-    def run(task: int) -> None:
-        service = _jax.get_distributed_runtime_client(
-            address, task, init_timeout=120, shutdown_on_destruction=False, heartbeat_timeout=3600
-        )
-        service.connect()
-        client = object.__new__(JaxClient)
-        _Numbered.__init__(client, task, count)
-        client._client = service
-        hosts = Hosts(client, timeout_s=120)
-        hosts._channel.heartbeat._has_thread = True  # as in a job, where another thread posts it
-
-        def phase() -> None:
-            with hosts.scope("round") as scope, scope.run_on_all("prepare") as prepared:
-                prepared.agree(AGREED)
-                prepared.share(1000 * task)
-            assert len(prepared.shared) == count
-
-        def requests() -> None:
-            laps_done.append(f"requests/{len(laps_done)}")
-            service.key_value_set_bytes(f"{laps_done[-1]}/{task}", b"x" * 64)
-            service.wait_at_barrier(laps_done[-1], 60_000)
-            if task == 0:
-                service.key_value_set_bytes(f"{laps_done[-1]}/all", b"x" * 64)
-            else:
-                service.blocking_key_value_get_bytes(f"{laps_done[-1]}/all", 60_000)
-
-        laps_done: list[str] = []
-        calls: dict[str, Callable[[], object]] = {
-            "phase": phase,
-            "agree": lambda: hosts.agree("values", AGREED),
-            "requests": requests,
-            "barrier": lambda: service.wait_at_barrier("floor", 60_000),
-        }
-        for number in range(len(calls) * CLIENT_ROUNDS):
-            kind, at = list(calls)[number // CLIENT_ROUNDS], start + number * CLIENT_GAP_S
-            time.sleep(max(0.0, at - time.monotonic()))
-            begin = time.process_time()
-            calls[kind]()
-            seconds = time.monotonic() - at
-            with lock:
-                lap = number % CLIENT_ROUNDS
-                laps[kind][lap] = max(laps[kind][lap], seconds)
-            if task == tasks[0]:
-                time.sleep(CLIENT_GAP_S / 2)
-                cpu[kind] += (time.process_time() - begin) / CLIENT_ROUNDS
-        hosts.barrier("end")
-        kept.append(service)
-
-    kept: list[object] = []
-    threads = [threading.Thread(target=run, args=(task,)) for task in tasks]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    report({"laps": laps, "cpu": cpu})
-    os._exit(0)  # the clients would each wait for the others
-
-
 def main() -> int:
     """Measure, print, write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="write one key per row to this file")
-    parser.add_argument("--clients", type=int, nargs="+", help="measure exchanges between so many clients instead")
-    parser.add_argument("--client", nargs=3, help=argparse.SUPPRESS)
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:
         return worker()
-    if arguments.client:
-        address, count, start = arguments.client
-        return clients(address, int(count), float(start))
-    if arguments.clients:
-        show({name: value for count in arguments.clients for name, value in between_clients(count).items()}, arguments)
-        return 0
     steady = measure(capacity_of(1 + 32 * STEPS), requests_of(SLOTS, (1, 1), (32 * STEPS, 32 * STEPS)))
     mixed = measure(capacity_of(768), requests_of(4 * SLOTS, (16, 256), (64, 512), stop_token_ids=(STOP,)))
     many = measure(with_replicas(256, 1 + 8 * STEPS), requests_of(64 * 256, (1, 1), (8 * STEPS, 8 * STEPS)))
@@ -388,17 +276,17 @@ def main() -> int:
         **{f"mixed_{name}": value for name, value in mixed.items()},
         **{name: value for replicas in (8, 64, 256) for name, value in first_batch(replicas).items()},
     }
-    show(rows, arguments)
+    show(rows, GOALS, arguments.json)
     return 0
 
 
-def show(rows: dict[str, float], arguments: argparse.Namespace) -> None:
+def show(rows: Mapping[str, float], goals: Mapping[str, float], json: Path | None) -> None:
     """Print the figures, and write the JSON where it is asked for."""
     for name, value in rows.items():
-        goal = f"  (goal: at most {GOALS[name]})" if name in GOALS else ""
-        print(f"{name:24} {value:14,.3f}{goal}")
-    if arguments.json:
-        write_json(arguments.json, rows)
+        goal = f"  (goal: at most {goals[name]})" if name in goals else ""
+        print(f"{name:28} {value:14,.3f}{goal}")
+    if json:
+        write_json(json, rows)
 
 
 if __name__ == "__main__":
