@@ -31,7 +31,7 @@ from lockstep.main.plan.collectives import collectives, fsdp_bytes, summed
 from lockstep.main.plan.compiler import CompileCache, Summary, Topology, topology
 from lockstep.main.plan.hlo import Array, Hlo, Op
 from lockstep.main.plan.traffic import traffic
-from lockstep.main.plan.train_step import bubble, compile_step, make_state, makes_vocab_blocks, peak, step_flops
+from lockstep.main.plan.train_step import bubble, compile_step, flops_on, make_state, peak
 from lockstep.main.plan.workload import TrainingWorkload, Workload
 from lockstep.models.families.family import ModelPreset
 from lockstep.models.families.registry import PRESETS
@@ -127,10 +127,7 @@ def figures(case: Case, found: Topology, summary: Summary) -> dict[str, Any]:
     workload, chip, hlo = workload_of(case), chip_of(found.devices[0]), Hlo(summary.text)
     assert workload.training is not None
     mesh = make_mesh(case.mesh_shape, list(found.devices))
-    each_stage = workload.training.trainer.microbatches(mesh)
-    microbatches = each_stage * mesh.shape.get(PP, 1)
-    idle = bubble(microbatches, mesh.shape)
-    flops = step_flops(workload, vocab_blocks=makes_vocab_blocks(workload, mesh, each_stage), idle=idle)
+    microbatches = workload.training.trainer.microbatches(mesh) * mesh.shape.get(PP, 1)
     hosts = [device.process_index for device in mesh.devices.flat]
     each = collectives(hlo, len(hosts))
     sums = summed(each, hosts)
@@ -138,7 +135,7 @@ def figures(case: Case, found: Topology, summary: Summary) -> dict[str, Any]:
     moved = fsdp_bytes(model, mesh.shape, each, itemsize=2, microbatches=microbatches)
     accessed = sum(size * run.times for run, size in traffic(hlo, _kernel))
     times = {
-        "compute_s": flops / len(hosts) / chip.flops,
+        "compute_s": flops_on(workload, mesh) / len(hosts) / chip.flops,
         "memory_s": accessed / chip.bandwidth,
         "collectives_s": sum(
             one.bytes / chip.link.bandwidth + one.count * chip.link.latency_s for one in sums if not one.crosses_slices
@@ -155,7 +152,7 @@ def figures(case: Case, found: Topology, summary: Summary) -> dict[str, Any]:
         "received": sum(one.bytes for one in sums if not one.crosses_slices),
         "between_slices": between,
         "microbatches": microbatches,
-        "bubble": idle,
+        "bubble": bubble(microbatches, mesh.shape),
         "launched": sum(one.count for one in sums),
         "fsdp_floor": moved.floor,
         "fsdp_ratio": moved.received / moved.floor,

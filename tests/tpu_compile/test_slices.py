@@ -13,12 +13,14 @@ pytest.importorskip("libtpu", reason="the extra [plan] brings the TPU compiler")
 
 from benchmarks.tpu_programs import weights_on
 from lockstep.engine import Engine, EngineConfig
+from lockstep.engine.decode_model import DecodeModels
+from lockstep.engine.sizing.cost_model import from_other_slices
 from lockstep.main.plan.collectives import collectives
 from lockstep.main.plan.compiler import topology
 from lockstep.main.plan.hlo import Hlo
-from lockstep.models import LlamaConfig, LlamaLMHeadModel
+from lockstep.models import LlamaConfig, LlamaLMHeadModel, read_decoder
 from lockstep.models.families.family import ModelPreset
-from lockstep.placement import data_shards, make_mesh
+from lockstep.placement import data_shards, make_mesh, reshard_function
 from lockstep.training import OptimizerConfig, TrainStep, batch_structs, lm_loss, parse_precision, state_structs
 from lockstep.types import Request, SamplingParams
 
@@ -99,6 +101,18 @@ def test_stages_hand_on_one_microbatch_at_a_time_and_add_up_what_both_have_once_
     assert passed == [(5, 2 * 256 * CONFIG.hidden_dim * 2)] * 4
     whole = sum(leaf.array.size for leaf in (state.model.embed, state.model.lm_head)) // 4
     assert whole * 2 <= sum(size for _, times, size in found if times == 1) < 1.1 * whole * 2
+
+
+def test_decoding_takes_the_layers_of_the_other_stage_once_as_predicted():
+    mesh = make_mesh("pp=2,fsdp=-1", topology("2xv6e-4").devices)
+    init = functools.partial(_init, hax.Axis("vocab", 1024))
+    state, _ = state_structs(init, OptimizerConfig().build(8), mesh, parse_precision("p=f32,c=bf16"))
+    for options in ({"dtype": "bfloat16"}, {"weight_dtype": "int8"}):
+        model = DecodeModels(EngineConfig(**options), *read_decoder(state.model), mesh)[{"tensor": 2}]
+        move, _ = reshard_function(model.layouts, model.dtype, gather=True)
+        with jax.set_mesh(model.decode_mesh.mesh):
+            found = sent(jax.jit(move).lower(model.weights).compile().as_text())
+        assert from_other_slices(model) == sum(times * size for _, times, size in found) > 0
 
 
 def _init(vocab, key):

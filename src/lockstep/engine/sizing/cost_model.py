@@ -1,13 +1,16 @@
 """Seconds that decoding should take at best: the numbers by which ``layout: auto`` compares layouts."""
 
 import dataclasses
+import math
+
+import jax
 
 from lockstep.engine.decode_model import DecodeModel
 from lockstep.engine.idle_replicas import count_memories
 from lockstep.engine.schedule import Capacity
 from lockstep.engine.sizing.demand import Demand
 from lockstep.engine.sizing.memory_model import concurrent_sequences
-from lockstep.placement import DecodeMesh
+from lockstep.placement import DCN, PP, DecodeMesh
 from lockstep.placement.device import Chip, Link, hops, on_one_chip, slice_index
 
 
@@ -87,6 +90,7 @@ def estimate(model: DecodeModel, sizes: Capacity, demand: Demand, chip: Chip) ->
     if model.moves:
         reshard = len(model.leaves) * layers * far.gather_s(of_all)
         reshard += model.copied_bytes * ((sharers - 1) / sharers / far.bandwidth + 2 * sharing / chip.bandwidth)
+        reshard += from_other_slices(model) / (chip.dcn or chip.network.bandwidth)
     elif model.copied_bytes:
         reshard = 3 * model.copied_bytes * sharing / chip.bandwidth
     return Estimate(
@@ -99,6 +103,21 @@ def estimate(model: DecodeModel, sizes: Capacity, demand: Demand, chip: Chip) ->
         active=active,
         moved_s=reduced,
     )
+
+
+def from_other_slices(model: DecodeModel) -> int:
+    """The bytes that a device receives over the network between slices while weights move: layers of their stages."""
+    decode_mesh, found = model.decode_mesh, 0
+    stages, copies = (decode_mesh.training_shape.get(axis, 1) for axis in (PP, DCN))
+    slices = [slice_index(device) for device in decode_mesh.mesh.devices.reshape(copies, stages, -1)[0, :, 0]]
+    leaves = zip(model.leaves, *map(jax.tree.leaves, (model.layouts, model.weights)), strict=True)
+    for weight, layout, leaf in leaves:
+        if weight.layers and layout.spec[0]:
+            # Layers that are to have 8 bits are sent as the trainer has them: a scale is that of a whole channel.
+            as_it_is = model.quantized_dtype is not None and not model.lazy
+            block = leaf.sharding.shard_shape(leaf.shape) if as_it_is else ()
+            found += math.prod(block) * leaf.dtype.itemsize if as_it_is else weight.training_bytes
+    return found * sum(one != slices[0] for one in slices)
 
 
 def verify_costs(sizes: Capacity, predicted: Estimate | None) -> dict[int, float]:

@@ -13,7 +13,7 @@ from lockstep.errors import CapacityError, CompilerError, HbmError
 from lockstep.main.plan.compiler import CompileCache, Topology
 from lockstep.main.plan.planner import Plan, make_plan, predict_sampling
 from lockstep.main.plan.summary import moments, train_time
-from lockstep.main.plan.train_step import compile_step, make_state, makes_vocab_blocks, peak, step_flops
+from lockstep.main.plan.train_step import compile_step, flops_on, make_state, peak
 from lockstep.main.plan.workload import Workload
 from lockstep.models import POLICIES
 from lockstep.placement import make_mesh
@@ -126,7 +126,7 @@ class RematCost:
     policy: str
     needed: int  # bytes per device at the worst moment; 0 where the compiler does not say
     memory: int  # bytes of a device that programs may use
-    flops: float  # the floating-point operations of a step over all devices
+    flops: float  # the floating-point operations of a step over all devices, those in a bubble among them
     error: str | None = None  # why the compiler refused it; None where it did not
 
     @property
@@ -139,13 +139,12 @@ def remat_costs(workload: Workload, topology: Topology, cache: CompileCache, mem
     assert workload.training is not None
     mesh = make_mesh(workload.mesh_shape, topology.devices)
     microbatches = workload.training.trainer.microbatches(mesh)
-    vocab_blocks = makes_vocab_blocks(workload, mesh, microbatches)
     found = []
     for policy in POLICIES:
         changed = dataclasses.replace(
             workload, model=dataclasses.replace(workload.model, gradient_checkpointing=policy)
         )
-        state, flops = make_state(changed, mesh), step_flops(changed, vocab_blocks=vocab_blocks)
+        state, flops = make_state(changed, mesh), flops_on(changed, mesh)
         needed, error = 0, None
         try:
             needed = state.reference + peak(compile_step(changed, mesh, state, cache, microbatches=microbatches))

@@ -174,11 +174,7 @@ def plan_step(workload: Workload, mesh: Mesh, state: State, cache: CompileCache,
         activations=kept,
         temporaries=beyond - kept,
         microbatches=stages * microbatches,
-        flops=step_flops(
-            workload,
-            vocab_blocks=makes_vocab_blocks(workload, mesh, microbatches),
-            idle=bubble(stages * microbatches, mesh.shape),
-        ),
+        flops=flops_on(workload, mesh),
     )
 
 
@@ -213,13 +209,15 @@ def saved_bytes(workload: Workload, rows: int) -> int:
     )
 
 
-def makes_vocab_blocks(workload: Workload, mesh: Mesh, microbatches: int) -> bool:
-    """Return whether a device makes logits in blocks of the vocabulary."""
+def flops_on(workload: Workload, mesh: Mesh) -> float:
+    """The floating-point operations of a train step on a mesh, in all of its devices together."""
     training = workload.training
     assert training is not None
-    rows = training.trainer.train_batch_size // data_shards(mesh) // (1 if PP in mesh.shape else microbatches)
+    microbatches, stages = training.trainer.microbatches(mesh), mesh.shape.get(PP, 1)
+    rows = training.trainer.train_batch_size // data_shards(mesh) // (1 if stages > 1 else microbatches)
     tokens = rows * training.sequences_per_row * training.length // mesh.shape.get(CP, 1)
-    return needs_vocab_blocks(tokens, workload.vocab_size // mesh.shape["tp"])
+    vocab_blocks = needs_vocab_blocks(tokens, workload.vocab_size // mesh.shape["tp"])
+    return step_flops(workload, vocab_blocks=vocab_blocks, idle=bubble(stages * microbatches, mesh.shape))
 
 
 def step_flops(workload: Workload, *, vocab_blocks: bool, idle: float = 0.0) -> float:
@@ -230,6 +228,7 @@ def step_flops(workload: Workload, *, vocab_blocks: bool, idle: float = 0.0) -> 
     computed, and so are layers in a stage that has no microbatch.
 
     Args:
+        vocab_blocks: Whether a device makes logits in blocks of the vocabulary.
         idle: The `bubble`.
     """
     training, config = workload.training, workload.model

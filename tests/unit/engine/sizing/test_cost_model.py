@@ -115,6 +115,33 @@ def test_moving_weights_takes_the_links_and_the_memory_on_both_sides() -> None:
     assert reshard_s(link=1e9, memory=1e9) == pytest.approx(reshard_s(link=1e9) + reshard_s(memory=1e9))
 
 
+@pytest.mark.parametrize(
+    ("mesh", "slices", "stages_away", "options", "itemsize"),
+    [
+        ("pp=2,fsdp=2", 2, 1, {"dtype": "bfloat16"}, 2),
+        ("pp=4", 2, 2, {}, 4),
+        ("pp=2,fsdp=2", 2, 1, {"weight_dtype": "int8"}, 4),
+        ("pp=2,fsdp=2", 1, 0, {}, 4),
+    ],
+)
+def test_moving_weights_takes_the_layers_of_other_slices_over_the_network_between_them(
+    monkeypatch: pytest.MonkeyPatch, mesh: str, slices: int, stages_away: int, options: dict[str, str], itemsize: int
+) -> None:
+    monkeypatch.setenv("MEGASCALE_NUM_SLICES", str(slices))
+    weights, engine = model_on(mesh, dataclasses.replace(LLAMA, num_layers=4)), EngineConfig(**options)
+    model = DecodeModels(engine, *read_decoder(weights), mesh_of(mesh))[{"tensor": 1}]
+    demand = Demand.of(REQUESTS, 16)
+
+    def reshard_s(chip: Chip) -> float:
+        return estimate(model, desired_capacity(engine, model, demand), demand, chip).reshard_s
+
+    layers = 4 * (2 * 16 * 32 + 2 * 16 * 16 + 3 * 16 * 24 + 2 * 16)
+    slow, fast = (reshard_s(dataclasses.replace(CHIP, dcn=rate)) for rate in (1e3, 1e30))
+    assert slow - fast == pytest.approx(stages_away * layers // 4 * itemsize / 1e3)
+    published = dataclasses.replace(CHIP, dcn=CHIP.network.bandwidth)
+    assert reshard_s(CHIP) == reshard_s(published), "as between hosts where no rate is known"
+
+
 def bytes_read(config: LlamaConfig) -> float:
     """What a step reads of weights and K/V, on the four devices of one memory together."""
     engine = EngineConfig()

@@ -13,6 +13,7 @@ from lockstep.errors import CapacityError, CompilerError, HbmError
 from lockstep.main.plan import alternatives
 from lockstep.main.plan.alternatives import mesh_costs, print_meshes, print_remat, remat_costs
 from lockstep.main.plan.collectives import CollectiveSum
+from lockstep.main.plan.train_step import step_flops
 from lockstep.models import POLICIES
 from tests.unit.main.plan.test_train_step import workload_of
 
@@ -103,27 +104,30 @@ class OnCpu:
         return SimpleNamespace(memory=SimpleNamespace(**memory))
 
 
-def costs_of(cache, memory=2**40):
-    workload = workload_of()
-    workload = dataclasses.replace(workload, model=dataclasses.replace(workload.model, num_layers=3))
-    return remat_costs(workload, SimpleNamespace(devices=jax.devices()[:1]), cache, memory)
-
-
 @pytest.mark.slow
 def test_each_policy_is_compiled_and_what_keeps_less_computes_more():
-    costs = {cost.policy: cost for cost in costs_of(OnCpu())}
+    workload = workload_of()
+    workload = dataclasses.replace(workload, model=dataclasses.replace(workload.model, num_layers=3))
+    found = remat_costs(workload, SimpleNamespace(devices=jax.devices()[:1]), OnCpu(), 2**40)
+    costs = {cost.policy: cost for cost in found}
     assert tuple(costs) == POLICIES
     assert costs["nothing"].needed > costs["dots"].needed > costs["full"].needed > 0
     assert costs["nothing"].flops == costs["dots"].flops < costs["full"].flops == costs["offload"].flops
     assert costs["full"].fits and costs["offload"].error == "no host memory here"
 
 
-def test_a_line_for_each_with_the_verdict():
-    def refuse(lowered, name):
+def test_a_line_for_each_with_the_verdict_and_operations_in_the_bubble_of_stages_too(monkeypatch):
+    def refuse(*rest, **options):
         raise HbmError("too large", needed=3 * 2**30, limit=2**30)
 
-    console = Console(file=io.StringIO(), width=120)
-    print_remat(costs_of(refuse, 2**30), console)
+    monkeypatch.setattr(alternatives, "compile_step", refuse)
+    workload, console = dataclasses.replace(workload_of(), mesh_shape="pp=2"), Console(file=io.StringIO(), width=120)
+    costs = remat_costs(workload, SimpleNamespace(devices=jax.devices()[:2]), None, 2**30)
+    print_remat(costs, console)
     lines = console.file.getvalue().splitlines()
     assert [line.split()[0] for line in lines[1:5]] == list(POLICIES)
     assert all("3.00 GiB" in line and line.endswith("does not fit") for line in lines[1:5])
+    for cost in costs:
+        model = dataclasses.replace(workload.model, gradient_checkpointing=cost.policy)
+        # All rows of a stage at once: two microbatches in three steps.
+        assert cost.flops == step_flops(dataclasses.replace(workload, model=model), vocab_blocks=False, idle=1 / 3)
