@@ -78,14 +78,20 @@ def note_saved(client: Client) -> None:
         client.set(SAVED, b"")
 
 
+def earlier_attempts() -> int:
+    """The number of attempts that this job's launcher made before this one."""
+    restarts = os.environ.get(RESTARTS, "0")
+    return int(restarts) if restarts.isdecimal() else 0
+
+
 def limit_attempts(client: Client, code: int) -> int:
     """Return the exit code with which a process ends by a fault: one that is not tried again where that does not help.
 
     Returns:
         ``code``; `FAULT_AGAIN`, after a line that says so, where nothing was saved since the attempt before.
     """
-    restarts = os.environ.get(RESTARTS, "0")
-    if not restarts.isdecimal() or int(restarts) == 0:
+    restarts = earlier_attempts()
+    if restarts == 0:
         return code
     try:
         if client.peek(SAVED) is not None:
@@ -93,7 +99,7 @@ def limit_attempts(client: Client, code: int) -> int:
     except (HostError, TimeoutError):
         return code  # nobody knows: the launcher's own limit counts
     print(
-        f"lockstep: attempt {int(restarts) + 1} has ended by a fault too, and no checkpoint was saved since the one "
+        f"lockstep: attempt {restarts + 1} has ended by a fault too, and no checkpoint was saved since the one "
         f"before: exit code {FAULT_AGAIN}, so it is not tried again. Look at the first error; save more often, or "
         "start the job anew on other machines.",
         file=sys.stderr,

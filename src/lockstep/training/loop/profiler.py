@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
@@ -10,6 +11,7 @@ import jax
 
 from lockstep.credentials import get_logger
 from lockstep.errors import ConfigError
+from lockstep.hosts import Hosts
 
 log = get_logger(__name__)
 
@@ -59,17 +61,26 @@ class ProfilerConfig:
                 f"{num_train_steps}. Lower profiler.start_step or profiler.num_steps."
             )
 
-    def check_processes(self, count: int) -> None:
-        """Raise where a process is named that a job of so many does not have: it would trace nothing.
+    def check_processes(self, hosts: Hosts, goes_on: Callable[[], bool]) -> None:
+        """Raise where a process is named that the job does not have, and would trace nothing.
+
+        Args:
+            goes_on: Whether the job is not at its first start: it may have had more processes, and the leader says so.
 
         Raises:
-            ConfigError: There is one.
+            ConfigError: There is one at a first start.
         """
-        if missing := sorted({process for process in self.processes or () if process >= count}):
-            raise ConfigError(
-                f"trainer.profiler.processes names {', '.join(map(str, missing))}, but the job has {count} "
-                f"process{'es' * (count > 1)}, 0 to {count - 1}. Leave them out, or use null for all processes."
-            )
+        missing = sorted({process for process in self.processes or () if process >= hosts.count})
+        if not missing:
+            return
+        found = (
+            f"trainer.profiler.processes names {', '.join(map(str, missing))}, but the job has {hosts.count} "
+            f"process{'es' * (hosts.count > 1)}, 0 to {hosts.count - 1}."
+        )
+        if not goes_on():
+            raise ConfigError(f"{found} Leave them out, or use null for all processes.")
+        if hosts.is_leader:
+            log.warning("%s It goes on with fewer than it had: those that are there trace.", found)
 
 
 class Profiler:

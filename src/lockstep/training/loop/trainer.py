@@ -17,7 +17,7 @@ from jaxtyping import PyTree
 
 from lockstep.credentials import get_logger
 from lockstep.errors import ConfigError
-from lockstep.hosts import Hosts, Watchdog, current, leader_only
+from lockstep.hosts import Hosts, Watchdog, current, earlier_attempts, leader_only
 from lockstep.placement import DCN, data_shards, fsdp_warning, make_mesh, place, place_local
 from lockstep.report import FINISH_S, BackgroundTracker, NoopTracker, Tracker
 from lockstep.training.checkpoints.checkpoint import CheckpointMetadata
@@ -128,13 +128,18 @@ class Trainer:
         self._saves = Saves(self._checkpointer, self._hooks, self._loss_watch, config, self.hosts)
         self._run_dir = run_dir
         if config.profiler is not None:
-            config.profiler.check_processes(self.hosts.count)
+            config.profiler.check_processes(self.hosts, self._goes_on)
             self._run_dir = directory_of_run(config, run_dir, "trainer.profiler is set, and its trace needs a place")
 
     @property
     def train_step_traces(self) -> int:
         """The number of traces of the train step; 1 after any number of steps, or one for each length of rows."""
         return 0 if self._step is None else self._step.traces
+
+    def _goes_on(self) -> bool:
+        """Whether the job was started before. All hosts ask together."""
+        found = self._checkpointer
+        return earlier_attempts() > 0 or (found is not None and found.find(self.config.resume) is not None)
 
     @property
     def resumed_from(self) -> CheckpointMetadata | None:

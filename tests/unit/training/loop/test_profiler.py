@@ -1,12 +1,13 @@
 """A trace of some steps, read as TensorBoard's plugin reads it."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import pytest
 
 from lockstep.errors import ConfigError
-from lockstep.training import OptimizerConfig, ProfilerConfig, Trainer, TrainerConfig, lm_loss
+from lockstep.training import CheckpointerConfig, OptimizerConfig, ProfilerConfig, Trainer, TrainerConfig, lm_loss
 from lockstep.training.loop.profiler import Profiler
 from tests.unit.training.bigrams import Bigrams
 from tests.unit.training.loop.test_trainer import losses, rows
@@ -51,8 +52,33 @@ def test_processes_that_the_job_does_not_have_are_refused_before_it_trains(tmp_p
     config = TrainerConfig(profiler=ProfilerConfig(processes=(0, 3, 8)), **values)
     with pytest.raises(ConfigError, match=r"processes names 3, 8, but the job has 1 process, 0 to 0\. Leave them out"):
         Trainer(config, OptimizerConfig().build(4), lm_loss)
-    ProfilerConfig(processes=(0, 3)).check_processes(4)
-    ProfilerConfig(processes=None).check_processes(1)
+    for processes, count in (((0, 3), 4), (None, 1)):
+        ProfilerConfig(processes=processes).check_processes(SimpleNamespace(count=count), pytest.fail)
+
+
+def test_a_job_that_has_lost_processes_goes_on_and_says_so(tmp_path, monkeypatch, caplog):
+    values = {"num_train_steps": 30, "train_batch_size": 8, "log_dir": str(tmp_path), "run_id": "run"}
+    values["checkpointer"] = CheckpointerConfig()
+    again = TrainerConfig(profiler=ProfilerConfig(processes=(0, 3)), **values)
+    optimizer = OptimizerConfig(warmup=0).build(1)
+
+    def started():
+        caplog.clear()
+        Trainer(again, optimizer, lm_loss)
+        (line,) = caplog.messages
+        return line
+
+    with pytest.raises(ConfigError, match="Leave them out"):  # it has saved nothing yet
+        Trainer(again, optimizer, lm_loss)
+    with monkeypatch.context() as patch:
+        patch.setenv("LOCKSTEP_RESTARTS", "1")
+        assert started() == (
+            "trainer.profiler.processes names 3, but the job has 1 process, 0 to 0. It goes on with fewer than it had: "
+            "those that are there trace."
+        )
+    before = Trainer(TrainerConfig(**values | {"num_train_steps": 1}), optimizer, lm_loss)
+    before.train(before.init_model(Bigrams.init), rows())
+    assert "names 3, but the job has 1 process" in started()
 
 
 def test_other_processes_trace_nothing(tmp_path):
