@@ -1,6 +1,6 @@
 """The page of the Python API, from the docstrings of the public names; scripts/docs_site.py puts it into the site.
 
-`SECTIONS` says which names are public. The examples are those of the docstrings; tests/unit/test_api_docs.py runs them
+`SECTIONS` says which names are public. The examples are those of the docstrings; tests/unit/test_docs.py runs them
 after `SETUP`.
 """
 

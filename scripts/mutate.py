@@ -32,7 +32,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tests.unit.test_mirror import COVERED, files_for  # noqa: E402
+from tests.unit.test_layout import COVERED, files_for  # noqa: E402
 
 PACKAGE = "src/lockstep"
 ROOMS = {

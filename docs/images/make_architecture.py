@@ -96,7 +96,15 @@ ARROWS = (
     ("models.attention", "placement.device"),
     ("placement.device", "hosts"),
 )
-"""Importer and imported; what follows from two arrows is not drawn."""
+"""Importer and imported; what follows from two arrows is not drawn. tests/unit/test_layout.py fails on any other."""
+
+NOT_DRAWN = (
+    ("testing", "hosts"),
+    ("models", "models.attention"),
+    ("main.plan", "launch"),
+    ("main.plan", "batch_inference"),
+)
+"""Further ones, between boxes of one row or far from each other."""
 
 
 def box(x: float, y: float, width: float, height: float, kind: str, lines: Sequence[str], notes: str = "small") -> str:

@@ -17,7 +17,7 @@ from lockstep.main.arguments import parse_arguments, refused_keys
 from lockstep.main.commands import COMMANDS, configured_commands, find_command, planned_commands
 from lockstep.main.help import SHELLS, command_help, completion, key_groups, overview, script
 from lockstep.main.runs import name_tasks
-from tests.unit.test_docs import script_at
+from scripts import make_config_docs
 
 ROOT = Path(__file__).parents[3]
 
@@ -99,7 +99,7 @@ def test_every_command_shows_groups_defaults_and_an_example(command):
 
 
 def test_a_training_command_shows_every_key_of_its_reference():
-    section = script_at("scripts/make_config_docs.py").render().partition("### `trainer`")[2].partition("\n###")[0]
+    section = make_config_docs.render().partition("### `trainer`")[2].partition("\n###")[0]
     keys = re.findall(r"^\| `(\w+)` \| (?!block)", section, re.MULTILINE)
     assert len(keys) > 10
     text = command_help(find_command("train-lm"))
@@ -123,7 +123,7 @@ def test_a_key_that_a_command_refuses_is_in_no_table_of_it():
     for key, value in REFUSED.items():
         with pytest.raises(ConfigError, match=rf"{key} is .*, which has no effect in train-grpo\. .*[.]$"):
             parse_arguments(grpo.config(), ["--config_path", "config/grpo_demo.yaml", f"--{key}", value])
-    page = script_at("scripts/make_config_docs.py").render()
+    page = make_config_docs.render()
     own = page.partition("### `data` of `lockstep train-grpo`")[2].partition("\n###")[0]
     assert "`train_urls`" in own and "`cache_dir`" not in own and "`length_buckets`" not in own
     shared = page.partition("### `trainer`")[2].partition("\n###")[0]
