@@ -29,7 +29,7 @@ from lockstep.training import OptimizerConfig, TrainConfig, TrainerConfig, lm_lo
 from tests import tiny
 from tests.multiprocess.launches import record_launches
 
-environment_module = sys.modules["lockstep.hosts.environment"]
+environment_module = sys.modules["lockstep.hosts.config"]
 audit_module = sys.modules["lockstep.engine.audit"]
 GOOD = {"eval_every": 1, "prompts": ["one"], "max_new_tokens": 4, "timeout_s": 60.0}
 

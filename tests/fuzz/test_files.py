@@ -35,7 +35,7 @@ from lockstep.training.data.chunk_builder import read_chunk
 from lockstep.training.data.records import BadRow, list_files, read_piece
 from lockstep.training.data.token_cache import read_metadata
 from lockstep.training.loop.hooks import Hooks
-from lockstep.training.loop.loss_watch import LossSpikeConfig, LossWatch
+from lockstep.training.loop.stopping import LossSpikeConfig, LossWatch
 from lockstep.training.rl.groups import completions_from_json
 from lockstep.training.rl.rollout import Rollout
 from lockstep.types import Completion, FinishReason

@@ -6,10 +6,10 @@ from lockstep.hosts._client import MemoryClient as MemoryClient
 from lockstep.hosts._client import on_one_machine as on_one_machine
 from lockstep.hosts._client import tpu_chips as tpu_chips
 from lockstep.hosts.config import COORDINATOR_ADDRESS as COORDINATOR_ADDRESS
+from lockstep.hosts.config import FLAG_VARIABLES as FLAG_VARIABLES
 from lockstep.hosts.config import DistributedConfig as DistributedConfig
 from lockstep.hosts.config import config_digest as config_digest
-from lockstep.hosts.environment import FLAG_VARIABLES as FLAG_VARIABLES
-from lockstep.hosts.environment import environment as environment
+from lockstep.hosts.config import environment as environment
 from lockstep.hosts.exchange import MAY_DIFFER as MAY_DIFFER
 from lockstep.hosts.exchange import digest as digest
 from lockstep.hosts.exchange import name_processes as name_processes

@@ -2,9 +2,9 @@
 
 from lockstep.launch.backend import Backend as Backend
 from lockstep.launch.backend import LaunchError as LaunchError
-from lockstep.launch.local import free_port as free_port
-from lockstep.launch.local import local_environment as local_environment
-from lockstep.launch.local import resolve as resolve
+from lockstep.launch.machines import free_port as free_port
+from lockstep.launch.machines import local_environment as local_environment
+from lockstep.launch.machines import resolve as resolve
 from lockstep.launch.main import BACKENDS as BACKENDS
 from lockstep.launch.main import add_all_options as add_all_options
 from lockstep.launch.main import main as main

@@ -12,11 +12,10 @@ from lockstep.exits import DONE, FAILED, INTERRUPTED
 from lockstep.launch.backend import Backend, LaunchError, WorkerBackend
 from lockstep.launch.gke import Gke
 from lockstep.launch.google import MigBackend, TpuVmBackend
-from lockstep.launch.local import Local
+from lockstep.launch.machines import Local, Ssh
 from lockstep.launch.options import PROG, Parser, add_backend_options, given_backend, parse_options, without_debug
 from lockstep.launch.record import load_record
 from lockstep.launch.slurm import Slurm
-from lockstep.launch.ssh import Ssh
 from lockstep.launch.worker_jobs import WorkerJobs
 from lockstep.printable import printable
 

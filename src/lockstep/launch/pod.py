@@ -12,8 +12,8 @@ from typing import Final, Protocol
 from lockstep.exits import UNAVAILABLE
 from lockstep.launch.backend import LaunchError, Worker
 from lockstep.launch.gcloud import CALL_S, Gcloud, GcloudError
+from lockstep.launch.machines import SSH_OPTIONS
 from lockstep.launch.slices import Slice
-from lockstep.launch.ssh import SSH_OPTIONS
 
 LABEL: Final = "lockstep-launch"  # the label of what the launcher made: `delete` leaves alone what has none
 STILL_S: Final = 300.0  # seconds after which a state that has not changed is shown again

@@ -5,6 +5,7 @@ from lockstep.report.answers import last_number as last_number
 from lockstep.report.background import FINISH_S as FINISH_S
 from lockstep.report.background import BackgroundQueue as BackgroundQueue
 from lockstep.report.background import BackgroundTracker as BackgroundTracker
+from lockstep.report.background import ReportWait as ReportWait
 from lockstep.report.jsonl import append_jsonl as append_jsonl
 from lockstep.report.jsonl import drop_later as drop_later
 from lockstep.report.jsonl import read_jsonl as read_jsonl
@@ -25,6 +26,8 @@ from lockstep.report.page import make_payload as make_payload
 from lockstep.report.page import render_page as render_page
 from lockstep.report.page import write_page as write_page
 from lockstep.report.row_formats import check_pyarrow as check_pyarrow
+from lockstep.report.row_formats import print_table as print_table
+from lockstep.report.row_formats import terminal_table as terminal_table
 from lockstep.report.row_formats import write_inspect_log as write_inspect_log
 from lockstep.report.row_formats import write_parquet as write_parquet
 from lockstep.report.rows import COLUMNS as COLUMNS
@@ -35,8 +38,6 @@ from lockstep.report.rows import TableRow as TableRow
 from lockstep.report.rows import metric_names as metric_names
 from lockstep.report.saved_rows import RunFiles as RunFiles
 from lockstep.report.saved_rows import find_run as find_run
-from lockstep.report.table import print_table as print_table
-from lockstep.report.table import terminal_table as terminal_table
 from lockstep.report.tail import LineView as LineView
 from lockstep.report.tail import PanelView as PanelView
 from lockstep.report.tail import Tail as Tail

@@ -17,8 +17,8 @@ from rich.text import Text
 from lockstep.errors import ConfigError
 from lockstep.printable import visible
 from lockstep.report.jsonl import numbered_records, parse_record
+from lockstep.report.row_formats import terminal_table
 from lockstep.report.saved_rows import RunFiles, SavedRow, find_run, parse_row, read_rows
-from lockstep.report.table import terminal_table
 
 _CHECKED: Final = 256
 """Bytes before the place read up to that must still be there, or the file is another one."""

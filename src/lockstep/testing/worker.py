@@ -16,7 +16,7 @@ from typing import Any
 
 from lockstep import hosts as lockstep_hosts
 from lockstep.hosts import Hosts, Ledger
-from lockstep.testing import leftovers
+from lockstep.testing import checks
 from lockstep.testing.protocol import (
     MARK,
     Arguments,
@@ -62,15 +62,15 @@ def serve(address: str, path: list[str], setup: Mapping[str, str] | None) -> Non
                 print(f"{MARK}{request.number}", flush=True)
                 extend_import_path(request.path)
                 hosts.ledger = Ledger()
-                tests = leftovers.package_of_tests(request.function.module)
+                tests = checks.package_of_tests(request.function.module)
                 hosts.barrier("test-start")
-                before = leftovers.look(hosts, tests)
+                before = checks.look(hosts, tests)
                 hosts.barrier("test-looked")
                 line.send(run(request, hosts))
                 line.recv()
                 hosts.barrier("test-end")
-                leftovers.forget(tests)
-                line.send(Leftovers(lines=leftovers.left(before, hosts, tests), ledger=hosts.ledger.state))
+                checks.forget(tests)
+                line.send(Leftovers(lines=checks.left(before, hosts, tests), ledger=hosts.ledger.state))
             except EOFError:
                 return
 

@@ -31,9 +31,9 @@ from lockstep.training.loop.config import TrainerConfig as TrainerConfig
 from lockstep.training.loop.hooks import Hook as Hook
 from lockstep.training.loop.hooks import StepInfo as StepInfo
 from lockstep.training.loop.logprobs import ReferenceLogprobs as ReferenceLogprobs
-from lockstep.training.loop.loss_watch import LossSpikeConfig as LossSpikeConfig
 from lockstep.training.loop.profiler import ProfilerConfig as ProfilerConfig
 from lockstep.training.loop.stopping import SLOW_STEP_S as SLOW_STEP_S
+from lockstep.training.loop.stopping import LossSpikeConfig as LossSpikeConfig
 from lockstep.training.loop.stopping import StopRequest as StopRequest
 from lockstep.training.loop.stopping import TrainResult as TrainResult
 from lockstep.training.loop.trainer import Trainer as Trainer

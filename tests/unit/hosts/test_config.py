@@ -1,13 +1,15 @@
-"""How a process finds the others, how many there must be, and which GPUs it has."""
+"""How a process finds the others, how many there must be, which GPUs it has, and what all must have the same."""
 
 import dataclasses
+import importlib.metadata
 import os
 
 import draccus
+import jax
 import pytest
 
 from lockstep.errors import ConfigError
-from lockstep.hosts import DistributedConfig
+from lockstep.hosts import DistributedConfig, environment
 from lockstep.hosts.config import check_count, config_digest, environment_flag, local_gpus
 
 
@@ -135,3 +137,42 @@ def test_gpus_that_the_tasks_of_a_node_cannot_share_are_refused(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
     with pytest.raises(ConfigError, match=r"3 tasks of this node share 4 GPUs \(0,1,2,3\).*--ntasks-per-node=4\) or"):
         local_gpus()
+
+
+@pytest.fixture(autouse=True)
+def no_flags(monkeypatch):
+    for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_versions_and_source_are_named():
+    found = environment()
+    assert found["jax version"] == jax.__version__
+    assert len(found["code of lockstep"]) == 64 and {"jaxlib version", "libtpu version"} <= found.keys()
+
+
+def test_versions_of_what_finds_tokens_are_named():
+    found = environment()
+    for name in ("numpy", "transformers", "tokenizers"):
+        assert found[f"{name} version"] == importlib.metadata.version(name)
+
+
+def test_each_flag_has_an_entry_of_its_own(monkeypatch):
+    before = environment()
+    monkeypatch.setenv("XLA_FLAGS", "--xla_a=1 --xla_b")
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_a=2")
+    new = dict(environment().items() - before.items())
+    assert new == {"XLA_FLAGS --xla_a": "1", "XLA_FLAGS --xla_b": "set", "LIBTPU_INIT_ARGS --xla_a": "2"}
+
+
+def test_a_directory_for_dumps_may_differ(monkeypatch):
+    before = environment()
+    monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=/tmp/process-3")
+    assert environment() == before
+
+
+def test_an_option_that_changes_programs_is_seen():
+    before = environment()
+    with jax.default_matmul_precision("highest"):
+        assert environment()["compile option jax_default_matmul_precision"] == "highest"
+    assert environment() == before

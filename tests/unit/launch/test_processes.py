@@ -11,7 +11,7 @@ import time
 import pytest
 
 from lockstep.launch.processes import failed_by_their_logs, failed_by_themselves, tail_to_show
-from tests.unit.launch.test_local import LAUNCHER
+from tests.unit.launch.test_machines import LAUNCHER
 
 PRELUDE = "import os, signal, subprocess, sys, time; i = int(os.environ['LOCKSTEP_PROCESS_ID'])\n"
 

@@ -6,8 +6,8 @@ import tarfile
 import pytest
 
 from lockstep.errors import ConfigError
+from lockstep.launch.machines import Ssh
 from lockstep.launch.options import parse_options
-from lockstep.launch.ssh import Ssh
 from lockstep.launch.sync import check_configuration, make_archive
 from lockstep.launch.worker_jobs import WorkerJobs
 

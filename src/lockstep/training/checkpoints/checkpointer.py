@@ -13,6 +13,7 @@ from lockstep.credentials import get_logger
 from lockstep.errors import ConfigError, PeerError
 from lockstep.hosts import Hosts
 from lockstep.json_text import from_peer
+from lockstep.report import ReportWait
 from lockstep.training.checkpoints.arrays import handler, merge_arrays, read_arrays, write_arrays
 from lockstep.training.checkpoints.checkpoint import (
     CheckpointDirectory,
@@ -23,7 +24,6 @@ from lockstep.training.checkpoints.checkpoint import (
     shape_texts,
 )
 from lockstep.training.checkpoints.config import CheckpointerConfig
-from lockstep.training.checkpoints.report_wait import ReportWait
 from lockstep.training.checkpoints.search import CheckpointSearch
 from lockstep.training.step.train_state import TrainState
 from lockstep.urls import check_bare_name

@@ -12,9 +12,9 @@ from jaxtyping import PyTree
 
 from lockstep.placement import batch_spec, host_rows, place_local
 from lockstep.training.data.rows import Batches, BatchesOfLengths
-from lockstep.training.loop.launcher import Launcher
 from lockstep.training.loop.logprobs import ReferenceLogprobs
 from lockstep.training.objectives import REFERENCE
+from lockstep.training.step.launcher import Launcher
 
 AHEAD = 2
 """The number of batches that are read beyond the one in use: one is placed during a step, one is read."""

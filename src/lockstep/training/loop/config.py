@@ -13,8 +13,8 @@ from lockstep.models.attention import AttentionBackend, check_backend
 from lockstep.placement import data_shards
 from lockstep.report import JsonlTrackerConfig, TrackerConfig
 from lockstep.training.checkpoints.config import CheckpointerConfig
-from lockstep.training.loop.loss_watch import LossSpikeConfig
 from lockstep.training.loop.profiler import ProfilerConfig
+from lockstep.training.loop.stopping import LossSpikeConfig
 from lockstep.training.step.train_state import Precision, parse_precision
 
 

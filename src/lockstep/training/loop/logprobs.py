@@ -16,8 +16,8 @@ from lockstep.models import pipelined
 from lockstep.placement import batch_spec, compute_axes, data_shards
 from lockstep.placement.device import Program, compile_program
 from lockstep.training.loop.config import TrainerConfig
-from lockstep.training.loop.launcher import named_failure
 from lockstep.training.objectives import REFERENCE
+from lockstep.training.step.launcher import named_failure
 
 type Columns = Mapping[str, Any]
 """The columns of a batch as global arrays, or as shape structs with shardings."""

@@ -15,7 +15,7 @@ from lockstep.training.checkpoints.checkpoint import CheckpointMetadata
 from lockstep.training.checkpoints.checkpointer import Checkpointer
 from lockstep.training.loop.config import TrainerConfig
 from lockstep.training.loop.hooks import Hooks, StepInfo
-from lockstep.training.loop.loss_watch import LossWatch
+from lockstep.training.loop.stopping import LossWatch
 from lockstep.training.step.train_state import TrainState
 from lockstep.training.step.train_step import SAVE_FLAG
 

@@ -25,15 +25,13 @@ from lockstep.training.data.rows import Batches
 from lockstep.training.loop.batch_source import BatchFeed, BatchSource
 from lockstep.training.loop.config import TrainerConfig
 from lockstep.training.loop.hooks import Hook, Hooks, StepInfo
-from lockstep.training.loop.launcher import Launcher, named_failure
 from lockstep.training.loop.logprobs import ReferenceLogprobs
-from lockstep.training.loop.loss_watch import LossWatch
 from lockstep.training.loop.profiler import Profiler
 from lockstep.training.loop.saves import Saves, directory_of_run, make_checkpointer
 from lockstep.training.loop.step_log import Meter, StepLog
-from lockstep.training.loop.stopping import StopRequest, TrainResult
+from lockstep.training.loop.stopping import LossWatch, StopRequest, TrainResult
 from lockstep.training.objectives.logprobs import LossFn
-from lockstep.training.step.microbatch import compile_largest, memory_for_training
+from lockstep.training.step.launcher import Launcher, compile_largest, memory_for_training, named_failure
 from lockstep.training.step.train_state import TrainState, parameter_shardings
 from lockstep.training.step.train_step import (
     StepMetrics,

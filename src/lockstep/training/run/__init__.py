@@ -3,7 +3,7 @@
 from lockstep.training.run.config import HF_DTYPES as HF_DTYPES
 from lockstep.training.run.config import TrainConfig as TrainConfig
 from lockstep.training.run.config import TrainLmConfig as TrainLmConfig
+from lockstep.training.run.config import TrainPreferenceConfig as TrainPreferenceConfig
+from lockstep.training.run.config import TrainSimpoConfig as TrainSimpoConfig
 from lockstep.training.run.grpo import TrainGrpoConfig as TrainGrpoConfig
-from lockstep.training.run.preference import TrainPreferenceConfig as TrainPreferenceConfig
-from lockstep.training.run.preference import TrainSimpoConfig as TrainSimpoConfig
 from lockstep.training.run.run import train as train

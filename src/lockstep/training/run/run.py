@@ -1,5 +1,8 @@
 """A training run: from a configuration to a trained model, the same steps on every host; and its exports."""
 
+import dataclasses
+import functools
+import os
 import signal
 import time
 from collections.abc import Callable
@@ -7,7 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import draccus
+import haliax as hax
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import PyTree
@@ -16,18 +21,30 @@ from lockstep.callback import SampleCallback
 from lockstep.credentials import get_logger, hide_credentials
 from lockstep.errors import ConfigError, PeerError
 from lockstep.hosts import Hosts, config_digest, leader_only, try_leader_only
-from lockstep.models import padded_vocab_size, save_hf, split_trained
-from lockstep.placement import make_mesh
+from lockstep.models import (
+    LlamaConfig,
+    LlamaLMHeadModel,
+    LoraModel,
+    config_to_hf,
+    fingerprint,
+    join_trained,
+    load_config,
+    load_hf,
+    padded_vocab_size,
+    read_hf_config,
+    save_hf,
+    split_trained,
+)
+from lockstep.placement import make_mesh, parameter_axes
 from lockstep.report import FINISH_S, BackgroundTracker, NoopTracker, Tracker, check_trackers, load_metrics
-from lockstep.text import check_vocab, fetch_tokenizer, load_tokenizer, tokenizer_digest
-from lockstep.training.checkpoints.saved_model import model_spec, save_tokenizer
+from lockstep.text import check_vocab, fetch_tokenizer, load_tokenizer, token_count, tokenizer_digest
+from lockstep.training.checkpoints.saved_model import SavedAdapters, model_spec, save_tokenizer
 from lockstep.training.loop.config import TrainerConfig
 from lockstep.training.loop.hooks import StepInfo
 from lockstep.training.loop.stopping import StopRequest
 from lockstep.training.loop.trainer import Trainer
 from lockstep.training.loop.validation import Validation
 from lockstep.training.run.config import Data, DataSource, Setup, TrainConfig
-from lockstep.training.run.model import describe_adapters, initializer, load_frozen, make_model, model_shape
 from lockstep.training.run.run_dir import closing_summary, make_run_dir, rewind, start_tracker
 from lockstep.training.step.train_state import TrainState
 from lockstep.urls import HUB_WAIT_S
@@ -282,3 +299,79 @@ class HfSaves:
         assert given is not None
         name = given.rstrip("/") + ("" if step is None else f"-step-{step}")
         return name if "://" in name else str(self._run_dir / name)
+
+
+def describe_adapters(config: TrainConfig, model: LlamaConfig) -> SavedAdapters | None:
+    """Return the adapters of a run as its checkpoints describe them; None where it trains the whole model.
+
+    Args:
+        model: The configuration of the base model.
+
+    Raises:
+        ConfigError: The adapters do not fit the model, or there is no checkpoint of it.
+    """
+    base = config.initialize_from_hf
+    if config.lora is None or base is None:
+        return None
+    config.lora.shapes(model)
+    return SavedAdapters(
+        lora=config.lora.resolved(config.trainer.precision.compute.name),
+        base=base if "://" in base else os.path.abspath(os.path.expanduser(base)),
+        fingerprint=fingerprint(base),
+    )
+
+
+def load_frozen(adapters: SavedAdapters, model: LlamaConfig, mesh: Mesh, hosts: Hosts) -> LoraModel:
+    """Read the base model, for `lockstep.models.join_trained`; every host makes this call.
+
+    Args:
+        model: The configuration of the base model.
+
+    Raises:
+        PeerError: A host could not read its part; raised on every host.
+    """
+    hosts.phase("loading the base model")
+    dtype = jnp.dtype(adapters.lora.base_dtype)
+    base = load_hf(adapters.base, mesh, parameter_axes(mesh), dtype, config=model, hosts=hosts)
+    return LoraModel(base=base, adapters=None, scale=adapters.lora.scale)
+
+
+def model_shape(config: TrainConfig, tokenizer: "PreTrainedTokenizerBase") -> tuple[LlamaConfig, int]:
+    """Configuration and number of token ids, before any weight is drawn or read."""
+    if config.initialize_from_hf is not None:
+        shape = config.trainer.with_run_settings(load_config(config.initialize_from_hf))
+        if config.gradient_checkpointing is not None:
+            shape = dataclasses.replace(shape, gradient_checkpointing=config.gradient_checkpointing)
+        return shape, int(read_hf_config(config.initialize_from_hf)["vocab_size"])
+    assert isinstance(config.model, LlamaConfig)
+    token_ids = token_count(tokenizer)
+    if config.hf_save_path is not None:
+        config_to_hf(config.model, token_ids)  # refuses now what could not be saved after the last step
+    return config.trainer.with_run_settings(config.model), token_ids
+
+
+def initializer(model: LlamaConfig, vocab_size: int, adapters: SavedAdapters | None) -> Callable[[jax.Array], PyTree]:
+    """Return the function of a key that draws the weights that are trained: the model, or its adapters alone."""
+    if adapters is not None:
+        return functools.partial(adapters.lora.init, model)
+    return functools.partial(_init_model, model, vocab_size)
+
+
+def _init_model(config: LlamaConfig, vocab_size: int, key: jax.Array) -> LlamaLMHeadModel:
+    return LlamaLMHeadModel.init(hax.Axis("vocab", vocab_size), config, key=key)
+
+
+def make_model(
+    config: TrainConfig,
+    model_config: LlamaConfig,
+    init: Callable[[jax.Array], PyTree],
+    frozen: PyTree,
+    trainer: Trainer,
+    hosts: Hosts,
+) -> PyTree:
+    """Return the model before the first step, drawn or read; every host makes this call."""
+    if config.initialize_from_hf is None or frozen is not None:
+        return join_trained(trainer.init_model(init), frozen)
+    dtype = config.trainer.precision.param
+    axes = parameter_axes(trainer.mesh)
+    return load_hf(config.initialize_from_hf, trainer.mesh, axes, dtype, config=model_config, hosts=hosts)

@@ -6,9 +6,9 @@ import pytest
 
 from lockstep.errors import PeerError
 from lockstep.hosts import Hosts, MemoryClient
+from lockstep.report import background
 from lockstep.training import CheckpointerConfig, KeepConfig
 from lockstep.training.checkpoints import checkpointer as module
-from lockstep.training.checkpoints import report_wait
 from lockstep.training.checkpoints.checkpoint import CheckpointDirectory, DamagedCheckpointError
 from lockstep.training.checkpoints.checkpointer import Checkpointer
 from tests.multiprocess.harness import run_threads
@@ -191,8 +191,8 @@ def test_what_was_reported_is_waited_for_before_a_checkpoint_counts(tmp_path):
 
 
 def test_reports_that_hang_hold_neither_training_nor_a_checkpoint_up(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(report_wait, "TRAINING_WAIT_S", 0.05)
-    monkeypatch.setattr(report_wait, "REPORT_WAIT_S", 3600.0)
+    monkeypatch.setattr(background, "TRAINING_WAIT_S", 0.05)
+    monkeypatch.setattr(background, "REPORT_WAIT_S", 3600.0)
     monkeypatch.setattr(module, "SLOW_S", 60.0)
     hangs = threading.Event()
 
@@ -213,8 +213,8 @@ def test_reports_that_hang_hold_neither_training_nor_a_checkpoint_up(tmp_path, m
 
 
 def test_after_a_signal_no_checkpoint_waits_for_reports(tmp_path, monkeypatch):
-    monkeypatch.setattr(report_wait, "TRAINING_WAIT_S", 3600.0)
-    monkeypatch.setattr(report_wait, "REPORT_WAIT_S", 3600.0)
+    monkeypatch.setattr(background, "TRAINING_WAIT_S", 3600.0)
+    monkeypatch.setattr(background, "REPORT_WAIT_S", 3600.0)
     hangs = threading.Event()
     checkpointer = make(tmp_path, reported=hangs.wait)
     save(checkpointer, 1)

@@ -166,7 +166,7 @@ def test_what_is_masked_counts_for_nothing_however_wild(loss):
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_microbatches_add_up(loss):
+def test_launcheres_add_up(loss):
     given, config = made_up(rows=6), GrpoConfig(loss=loss)
     whole = parts_of(config, **given)
     halves = [parts_of(config, **{k: v[part] for k, v in given.items()}) for part in (slice(0, 3), slice(3, 6))]

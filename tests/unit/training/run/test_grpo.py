@@ -16,8 +16,8 @@ import pytest
 import yaml
 
 from lockstep.errors import ConfigError
+from lockstep.launch.machines import Ssh
 from lockstep.launch.options import parse_options
-from lockstep.launch.ssh import Ssh
 from lockstep.launch.sync import make_archive
 from lockstep.launch.worker_jobs import WorkerJobs
 from lockstep.main.arguments import parse_arguments

@@ -2,25 +2,32 @@
 
 import json
 import logging
+import shutil
 import signal
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
-from lockstep.errors import PeerError
+from lockstep.batch_inference.checkpoint import checkpoint_at, load
+from lockstep.errors import ConfigError, PeerError
 from lockstep.hosts import Hosts, MemoryClient
 from lockstep.main.arguments import parse_arguments
-from lockstep.models import load_hf, read_hf_config
+from lockstep.main.runs import ExportConfig, export
+from lockstep.models import LoraModel, fingerprint, load_config, load_hf, read_hf_config, save_hf
 from lockstep.placement import make_mesh
 from lockstep.testing import run_threads
 from lockstep.text import load_tokenizer
-from lockstep.training import StepInfo, TrainerConfig, TrainLmConfig, train
-from lockstep.training.run.run import HfSaves
+from lockstep.training import StepInfo, TrainerConfig, TrainLmConfig, saved_model, train
+from lockstep.training.checkpoints.saved_model import _is_beside
+from lockstep.training.run.run import HfSaves, describe_adapters, load_frozen
 from tests import tiny
+from tests.adapters import LORA, numpy_merged, save_base, save_checkpoint
 from tests.counted_files import CountedFiles
 
 
@@ -117,3 +124,152 @@ def test_a_job_that_is_asked_to_end_gives_up_the_save_for_the_checkpoint(tmp_pat
     hosts.preemption.clear()
     saves.on_step(info(model, 3))
     assert not saves.interrupted and names(tmp_path) == ["hf-step-3"]
+
+
+"""One for all tests here, so that programs are compiled once."""
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A base model, a checkpoint of adapters for it, and what they make together."""
+    path = tmp_path_factory.mktemp("run")
+    save_base(str(path / "base"))
+    return path, save_checkpoint(str(path / "checkpoints"), str(path / "base"))
+
+
+def config(base, *arguments, cls=TrainLmConfig):
+    given = ["--tokenizer", tiny.TOKENIZER, "--initialize_from_hf", str(base), "--data.train_urls", "[a.jsonl]"]
+    return parse_arguments(cls, [*given, *arguments])
+
+
+def test_a_run_says_what_its_adapters_are_for(saved):
+    path, _ = saved
+    base, shape = path / "base", load_config(path / "base")
+    found = describe_adapters(config(base, "--lora.r", "4", "--trainer.mp", "p=f32,c=bf16"), shape)
+    assert (found.base, found.lora.base_dtype, found.lora.r) == (str(base), "bfloat16", 4)
+    assert found.fingerprint == fingerprint(str(base))
+    frozen = load_frozen(found, shape, make_mesh("1,2,2"), HOSTS)
+    assert isinstance(frozen, LoraModel) and frozen.adapters is None and frozen.scale == 2.0
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(frozen.base)} == {"bfloat16"}
+    assert describe_adapters(config(base), shape) is None
+    wide = config(base, "--lora.base_dtype", "float32", "--trainer.mp", "p=f32,c=bf16", "--lora.r", "4")
+    assert describe_adapters(wide, shape).lora.base_dtype == "float32"
+    with pytest.raises(ConfigError, match="lora.r is 33, and q_proj maps 32 numbers to 32"):
+        describe_adapters(config(base, "--lora.r", "33"), shape)
+
+
+def test_adapters_need_a_base():
+    with pytest.raises(ConfigError, match="lora is given, but the model is from scratch: .* Set initialize_from_hf"):
+        parse_arguments(
+            TrainLmConfig,
+            ["--tokenizer", tiny.TOKENIZER, "--model.type", "llama", "--data.train_urls", "[a]", "--lora.r", "4"],
+        )
+
+
+def test_modules_are_named_on_the_command_line(saved):
+    names = config("base", "--lora.target_modules", "[q_proj, v_proj]").lora.modules
+    assert names == ("q_proj", "v_proj")
+    assert config("base", "--lora.target_modules", "o_proj").lora.modules == ("o_proj",)
+    with pytest.raises(ConfigError, match="has 'query_proj'; it must be all-linear alone, or one or more of q_proj"):
+        config("base", "--lora.target_modules", "query_proj")
+
+
+def test_a_checkpoint_of_adapters_is_read_with_its_base(saved):
+    path, model = saved
+    found = saved_model(str(path / "checkpoints"))
+    assert found.adapters.base == str(path / "base") and found.dtype == "float32"
+    assert found.skeleton().embed.array.shape == model.base.embed.array.shape
+    got, read_bytes, _ = load(HOSTS, found, make_mesh("1,2,2"), "bfloat16")
+    assert jax.tree.structure(got) == jax.tree.structure(model) and read_bytes > 0
+    for mine, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(model), strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+
+
+@pytest.mark.parametrize("dtype", [None, pytest.param("bfloat16", marks=pytest.mark.slow)])
+def test_the_merged_model_is_exported_as_the_run_saves_it(saved, tmp_path, dtype):
+    path, model = saved
+    out = tmp_path / "out"
+    export(ExportConfig(checkpoint=str(path / "checkpoints"), output=str(out), dtype=dtype), HOSTS)
+    save_hf(model, tmp_path / "saved", dtype=dtype, vocab_size=tiny.vocab_size(), hosts=HOSTS)
+    ours, saves = (load_file(each / "model.safetensors") for each in (out, tmp_path / "saved"))
+    assert ours.keys() == saves.keys()
+    for name, tensor in ours.items():
+        assert tensor.dtype == jnp.dtype(dtype or "float32")
+        mine, theirs = (np.asarray(each, np.float32) for each in (tensor, saves[name]))
+        np.testing.assert_allclose(mine, theirs, rtol=2**-7 if dtype else 1e-5, atol=1e-6, err_msg=name)
+    expected = numpy_merged(model)["down_proj"][1].T
+    given = np.asarray(ours["model.layers.1.mlp.down_proj.weight"], np.float32)
+    np.testing.assert_allclose(given, expected, rtol=2**-7 if dtype else 1e-5, atol=1e-6)
+
+
+def test_the_adapters_are_exported_as_peft_has_them(saved, tmp_path):
+    path, model = saved
+    export(ExportConfig(checkpoint=str(path / "checkpoints"), output=str(tmp_path / "out"), adapters=True), HOSTS)
+    values = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+    assert (values["peft_type"], values["r"], values["lora_alpha"], values["bias"]) == ("LORA", 3, 6.0, "none")
+    assert values["target_modules"] == list(LORA.modules) and values["base_model_name_or_path"] == str(path / "base")
+    tensors = load_file(tmp_path / "out" / "adapter_model.safetensors")
+    assert len(tensors) == 2 * 7 * tiny.CONFIG.num_layers
+    name = "base_model.model.model.layers.1.self_attn.o_proj.lora_{}.weight"
+    low, high = tensors[name.format("A")], tensors[name.format("B")]
+    delta = numpy_merged(model)["o_proj"][1] - np.asarray(model.weight("o_proj").array[1], np.float64)
+    np.testing.assert_allclose(2.0 * high @ low, delta.reshape(-1, tiny.CONFIG.hidden_dim).T, rtol=1e-4, atol=1e-5)
+
+
+def test_adapters_that_are_not_there_cannot_be_exported(tmp_path):
+    tiny.save_checkpoint(str(tmp_path / "checkpoints"))
+    with pytest.raises(PeerError, match="adapters is true, and .*step-4 has none: its run trained the whole model"):
+        export(ExportConfig(checkpoint=str(tmp_path / "checkpoints"), output="out", adapters=True), HOSTS)
+    with pytest.raises(ConfigError, match="adapters is true, so dtype and tokenizer have no effect"):
+        ExportConfig(checkpoint="a", output="b", adapters=True, dtype="float32")
+
+
+def test_a_base_that_is_not_beside_the_checkpoint_is_read_only_where_it_is_given(saved, tmp_path):
+    shutil.copytree(saved[0] / "checkpoints", tmp_path / "run" / "checkpoints")
+    run, base = str(tmp_path / "run" / "checkpoints"), str(saved[0] / "base")
+    with pytest.raises(ConfigError, match="base model is .*/base', which is not beside it.*give it as base_model"):
+        saved_model(run).checked_base()
+    assert saved_model(run, base_model=base).checked_base() == base
+    with pytest.raises(PeerError, match="which is not beside it"):
+        export(ExportConfig(checkpoint=run, output=str(tmp_path / "out")), HOSTS)
+    export(ExportConfig(checkpoint=run, output=str(tmp_path / "out"), base_model=base), HOSTS)
+    assert (tmp_path / "out" / "config.json").is_file()
+    with pytest.raises(ConfigError, match="base_model is '.*', and .*base has no adapters. Remove it"):
+        checkpoint_at(base, base_model=base)
+    assert checkpoint_at(run, base_model=base).checked_base() == base
+
+
+@pytest.mark.parametrize(
+    ("base", "checkpoints", "beside"),
+    [
+        ("/runs/a/base", "/runs/a/checkpoints", True),
+        ("/runs/a/../b/base", "/runs/a/checkpoints", False),
+        ("/runs/ab", "/runs/a", True),
+        ("/runs/a-b/base", "/runs/a/checkpoints", False),
+        ("gs://bucket/a/base", "gs://bucket/a/checkpoints", True),
+        ("gs://other/a/base", "gs://bucket/a/checkpoints", False),
+        ("gs://other/base", "gs://bucket", False),
+        ("gs://bucket/a/../../other", "gs://bucket/a/checkpoints", False),
+        ("http://bucket/a/base", "gs://bucket/a/checkpoints", False),
+        ("/etc", "/checkpoints", False),
+    ],
+)
+def test_beside_is_below_the_directory_of_the_checkpoints(base, checkpoints, beside):
+    assert _is_beside(base, checkpoints) is beside
+
+
+def test_a_base_that_is_gone_or_another_one_is_refused(saved, tmp_path):
+    shutil.copytree(saved[0] / "base", tmp_path / "base")
+    save_checkpoint(str(tmp_path / "checkpoints"), str(tmp_path / "base"))
+    found = saved_model(str(tmp_path / "checkpoints"))
+    assert found.checked_base() == str(tmp_path / "base")
+    save_hf(
+        jax.tree.map(lambda leaf: 2 * leaf, saved[1].base), tmp_path / "base", tokenizer=tiny.tokenizer(), hosts=HOSTS
+    )
+    with pytest.raises(ConfigError, match="has adapters for another base model than the one that is now at .*/base"):
+        found.checked_base()
+    shutil.rmtree(tmp_path / "base")
+    with pytest.raises(PeerError, match="has adapters alone, and their base model cannot be read: .* Put the checkp"):
+        load(HOSTS, found, make_mesh("auto"), None)
+    with pytest.raises(PeerError, match="has adapters alone, and their base model cannot be read"):
+        export(ExportConfig(checkpoint=found.path, output=str(tmp_path / "out")), HOSTS)

@@ -1,11 +1,13 @@
 """The largest microbatch that fits, as the compiler says, agreed on by all hosts."""
 
+from types import SimpleNamespace
+
 import jax
 import pytest
 
-from lockstep.errors import ConfigError, HbmError
+from lockstep.errors import ConfigError, HbmError, HostError
 from lockstep.training import TrainerConfig
-from lockstep.training.step.microbatch import compile_largest
+from lockstep.training.step.launcher import compile_largest, named_failure
 from tests.multiprocess.harness import run_threads
 from tests.unit.training.loop.test_trainer import STEPS, init, make_trainer, rows
 
@@ -95,3 +97,21 @@ def test_values_that_cannot_work():
         TrainerConfig(per_device_parallelism=0)
     with pytest.raises(ConfigError, match=r"memory_bytes_per_device is 5; it is for per_device_parallelism: auto"):
         TrainerConfig(memory_bytes_per_device=5)
+
+
+def fail(count: int) -> None:
+    hosts = SimpleNamespace(count=count, index=1, missing=lambda: " Missing: process 2.")
+    with named_failure(hosts, 7):  # type: ignore[arg-type]  # a stand-in with the three attributes that are read
+        raise jax.errors.JaxRuntimeError("connection closed by peer")
+
+
+def test_a_process_of_several_says_who_is_missing_and_what_the_runtime_said() -> None:
+    with pytest.raises(HostError) as error:
+        fail(4)
+    assert str(error.value).startswith("the train step after 7 steps failed on process 1 of 4. Missing: process 2. If")
+    assert str(error.value).endswith("The runtime says: connection closed by peer")
+
+
+def test_with_one_process_the_runtimes_own_error_is_raised() -> None:
+    with pytest.raises(jax.errors.JaxRuntimeError, match="^connection closed by peer$"):
+        fail(1)
