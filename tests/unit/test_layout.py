@@ -128,7 +128,6 @@ REPOSITORY = [
 ]
 """Tests of what is in the repository beside the package. Those of the benchmarks are in ``tests/benchmarks``."""
 COVERED = {
-    "testing/command.py": "tests/multiprocess/test_hosts.py",
     "testing/worker.py": "tests/multiprocess/test_pool.py",
     "models/attention/tpu_block_table.py": "tests/tpu_compile/test_blocks.py",
     "batch_inference/generate.py": "tests/unit/batch_inference/test_run.py",
