@@ -59,11 +59,11 @@ def weights_on(mesh: Mesh, model: ModelPreset, dtype: str) -> DecoderWeights:
 
 def compile_for(
     slice_name: str, tensor: int, batch: int, context: int, *, model: str = "llama-3.1-8b", dtype: str = "float32",
-    drafts: bool = False, filters: bool = False, **options: Any,
+    drafts: bool = False, filters: bool = False, split: int = 1, **options: Any,
 ) -> tuple[Engine, DecodeModel]:  # fmt: skip
     """An engine with programs for a batch per replica, and what they were made from; nothing can be run.
 
-    ``options`` are fields of `EngineConfig`.
+    ``split`` devices share the positions of a sequence; ``options`` are fields of `EngineConfig`.
     """
     known, found = PRESETS[model], topology(slice_name)
     mesh = make_mesh("auto", list(found.devices))
@@ -73,7 +73,7 @@ def compile_for(
     sequences = batch * mesh.size // tensor
     engine = Engine(
         EngineConfig(
-            layout={"tensor": tensor},
+            layout={"tensor": tensor} | ({"context": split} if split > 1 else {}),
             dtype="bfloat16",
             max_seqs=sequences,
             max_seq_len=context + SAMPLED.max_new_tokens,
@@ -98,15 +98,17 @@ def figures(engine: Engine, model: DecodeModel, context: int) -> dict[str, Any]:
     devices = list(decode_mesh.mesh.devices.flat)
     replica = [place // decode_mesh.tensor for place in range(len(devices))]
     host = [device.process_index for device in devices]
+    split = decode_mesh.context
     attention = select_attention(
-        devices[0], model.heads, page_size=sizes.page_size, dtype=model.dtype, kv_dtype=model.kv_dtype
-    )
+        devices[0], model.heads.at_own_positions, page_size=sizes.page_size // split, dtype=model.dtype,
+        kv_dtype=model.kv_dtype,
+    )  # fmt: skip
     block = min(attention.decode_blocks.pages, sizes.pages_per_sequence)  # type: ignore[attr-defined]
     programs: dict[str, Any] = {}
     for name, program in engine.programs.items():
         memory, hlo = program.memory(), Hlo(program.text(), UNMET)
         pool = (
-            model.config.num_layers * sizes.pages, sizes.page_size, 2 * attention.stored_kv_heads.kv_heads,
+            model.config.num_layers * sizes.pages, sizes.page_size // split, 2 * attention.stored_kv_heads.kv_heads,
             attention.stored_kv_heads.head_size,
         )  # fmt: skip
         programs[name] = {
@@ -140,8 +142,8 @@ def figures(engine: Engine, model: DecodeModel, context: int) -> dict[str, Any]:
         blocks = attention.prefill_blocks  # type: ignore[attr-defined]
         of_width = step_bytes(
             engine.programs[f"verify_{width}"].text(), model, sizes, context=context,
-            block_pages=min(blocks.pages, sizes.pages_per_sequence), query_blocks=-(-width // blocks.queries),
-            unmet=UNMET,
+            block_pages=min(blocks.pages, sizes.pages_per_sequence),
+            query_blocks=split * -(-width // (split * blocks.queries)), unmet=UNMET,
         )  # fmt: skip
         launch = max(1, sizes.draft_tokens // width)
         verified[str(width)] = {
@@ -211,6 +213,7 @@ def main() -> None:
     parser.add_argument("--model", default="llama-3.1-8b", choices=PRESETS)
     parser.add_argument("--dtype", default="float32", help="of the parameters; decoding is in bfloat16")
     parser.add_argument("--tensor", type=int, default=1)
+    parser.add_argument("--split", type=int, default=1, help="devices that share the positions of a sequence")
     parser.add_argument("--batch", type=int, default=64, help="sequences per replica")
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--weight-dtype", default="auto", choices=("auto", "int8", "fp8"))
@@ -224,7 +227,7 @@ def main() -> None:
         return
     engine, model = compile_for(
         options.slice, options.tensor, options.batch, options.context, model=options.model, dtype=options.dtype,
-        drafts=options.drafts, filters=options.filters, weight_dtype=options.weight_dtype,
+        drafts=options.drafts, filters=options.filters, split=options.split, weight_dtype=options.weight_dtype,
         kv_cache_dtype=options.kv_cache_dtype,
     )  # fmt: skip
     names = ("slice", "model", "weight_dtype", "kv_cache_dtype")

@@ -65,6 +65,7 @@ CASES = {
         ("auto", "training", TIGHT),
         ("1,2,2", {"tensor": 2}, TIGHT),
         ("1,2,2", {"tensor": 4}, HALF),
+        ("1,2,2", {"tensor": 4, "context": 2}, TIGHT),
         ("1,2,2", {"tensor": 2}, ROUNDED),
         ("auto", "training", TIGHT | {"weight_dtype": "fp8"}),
         ("auto", "training", TIGHT | HALF),

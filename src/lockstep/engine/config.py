@@ -45,8 +45,9 @@ class CapacityFields:
     audit measures the rounding too. ``int8`` rounds less."""
     layout: Layout = "auto"
     """``training``: weights stay where the trainer has them and are gathered layer by layer at every step.
-    ``{tensor: N}``: weights are moved once per round, N devices share a copy. ``auto``: of those that fit, the one with
-    the least predicted time. ``{tensor: 1, replicas: M}``: all have the weights, M of them decode. On CPU devices
+    ``{tensor: N}``: weights are moved once per round, N devices share a copy; with ``context: M`` each kv head of fewer
+    than N is not on M devices: they split its positions, for long texts. ``auto``: of those that fit, the one with the
+    least predicted time. ``{tensor: 1, replicas: M}``: all have the weights, M of them decode. On CPU devices
     share a memory, and ``auto`` has one for each do so: per process, or one where all processes are on one machine."""
     calibration: str | None = None
     """A file of measured numbers of the devices, which every host has, for ``auto`` to predict with: bandwidth,
@@ -54,6 +55,7 @@ class CapacityFields:
 
 
 DEFAULT_PAGE_SIZE = 16
+_TPU_PAGE_SIZE = 64
 
 _WEIGHT_DTYPES = {"auto": None, "int8": jnp.dtype(jnp.int8), "fp8": FP8}
 
@@ -135,6 +137,16 @@ class EngineConfig(CapacityFields):
             )
         tensor_size(self.layout)
 
+    def first_page_size(self, platform: str) -> int:
+        """Tokens in a page before page tables are too large: as configured, or larger on TPU.
+
+        Attention copies page by page there, and a small copy takes as long as a large one.
+        """
+        size = _TPU_PAGE_SIZE if platform == "tpu" else DEFAULT_PAGE_SIZE
+        while self.max_prefill_size is not None and size > self.max_prefill_size:
+            size //= 2
+        return self.page_size or size
+
     def kv_dtype(self, dtype: jnp.dtype) -> jnp.dtype:
         """The dtype of the KV cache."""
         return FP8 if self.kv_cache_dtype == "fp8" else dtype
@@ -153,14 +165,19 @@ def tensor_size(layout: Layout) -> int | None:
     """
     if layout in ("auto", "training"):
         return None
-    if isinstance(layout, dict) and "tensor" in layout and set(layout) <= {"tensor", "replicas"}:
+    if isinstance(layout, dict) and "tensor" in layout and set(layout) <= {"tensor", "replicas", "context"}:
         if all(isinstance(size, int) and size >= 1 for size in layout.values()):
             if layout["tensor"] == 1 or "replicas" not in layout:
                 return layout["tensor"]
     raise ConfigError(
-        f"layout is {layout!r}; it must be auto, training, {{tensor: N}} with N at least 1, or {{tensor: 1, replicas: "
-        "M} with M at least 1. Use auto if in doubt."
+        f"layout is {layout!r}; it must be auto, training, {{tensor: N}}, {{tensor: N, context: M}}, or {{tensor: 1, "
+        "replicas: M} with N and M at least 1. Use auto if in doubt."
     )
+
+
+def context_size(layout: Layout) -> int:
+    """The number of devices that split the positions of a sequence in ``layout``."""
+    return layout.get("context", 1) if isinstance(layout, dict) else 1
 
 
 def layout_text(layout: Layout) -> str:

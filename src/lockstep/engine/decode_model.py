@@ -10,12 +10,20 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array
 
-from lockstep.engine.config import EngineConfig, Layout, layout_text, tensor_size
+from lockstep.engine.config import EngineConfig, Layout, context_size, layout_text, tensor_size
 from lockstep.engine.decoder.forward import check_exact_dtype, check_exact_platform
 from lockstep.engine.decoder.transformer import device_heads
 from lockstep.engine.idle_replicas import count_active, layout_with_idle_replicas
 from lockstep.errors import ConfigError
-from lockstep.models import STACKED, WEIGHT_AXES, DecoderWeights, LlamaConfig, quantized_dims, tensor_dims
+from lockstep.models import (
+    STACKED,
+    WEIGHT_AXES,
+    DecoderWeights,
+    LlamaConfig,
+    layer_kinds,
+    quantized_dims,
+    tensor_dims,
+)
 from lockstep.models.attention import Heads, stored_kv_heads
 from lockstep.placement import (
     Assemble,
@@ -67,7 +75,7 @@ class DecodeModel:
         device: One of the devices, which are all of the same kind.
         dtype: The dtype of weights and activations while decoding.
         quantized_dtype: The 8-bit dtype of the weights of the layers' matrix products; None where it is ``dtype``.
-        kv_bytes: Bytes per device of K and V at one position in all layers.
+        kv_bytes: Bytes per device of K and V at one position in all layers, on average where positions are split.
         layouts: The layout of each weight: where the trainer has it, and where decoding wants it.
         lazy: Whether any weight has yet to be made from what the trainer has.
         casts: Whether any parameter has another dtype than decoding uses, such as 8 bits.
@@ -139,15 +147,16 @@ class DecodeModels:
         """All layouts that the mesh and the model allow; of dense models, but for those that replicate kv heads.
 
         More devices than kv heads keep K and V several times. That is worth it for experts, which are most of the
-        weights; elsewhere where somebody asks for it.
+        weights; elsewhere where somebody asks for it, or where they split the positions instead.
         """
         kv_heads, experts = self.config.num_kv_heads, self.config.experts
-        sizes = [
-            size for size in tensor_sizes(self.mesh) if size <= kv_heads or (experts and self._can({"tensor": size}))
-        ]
+        nested = tensor_sizes(self.mesh)
+        sizes = [size for size in nested if size <= kv_heads or (experts and self._can({"tensor": size}))]
+        split = [{"tensor": size, "context": size // kv_heads} for size in nested if size > kv_heads]
         idle = layout_with_idle_replicas(list(self.mesh.devices.flat))
         return [
             *({"tensor": size} for size in sizes if _fits(self.config, size)),
+            *(layout for layout in split if self._can(layout)),
             *([] if idle is None else [idle]),
             *(["training"] if self._can("training") else []),
         ]
@@ -160,8 +169,10 @@ class DecodeModels:
             return False
 
     def _make(self, layout: Layout) -> DecodeModel:
-        decode_mesh = make_decode_mesh(self.mesh, tensor_size(layout) or 1)
+        tensor = tensor_size(layout) or 1
+        decode_mesh = make_decode_mesh(self.mesh, tensor, context_size(layout))
         check_layout(self.config, decode_mesh)
+        self._check_context(tensor, decode_mesh.context)
         config, weights = replicate_kv_heads(self.config, self._weights, decode_mesh.tensor)
         dtype = jnp.dtype(self._engine.dtype or weights.embed.dtype)
         kv_dtype = self._engine.kv_dtype(dtype)
@@ -197,7 +208,7 @@ class DecodeModels:
             dtype=dtype,
             quantized_dtype=quantized,
             kv_dtype=kv_dtype,
-            kv_bytes=config.num_layers * 2 * kept.kv_heads * kept.head_size * kv_dtype.itemsize,
+            kv_bytes=config.num_layers * 2 * kept.kv_heads * kept.head_size * kv_dtype.itemsize // heads.context,
             layouts=layouts,
             leaves=leaves,
             lazy=lazy,
@@ -206,6 +217,30 @@ class DecodeModels:
             copied_bytes=copy if moves or lazy or casts else 0,
             gathered=away if layout == "training" else (),
         )
+
+    def _check_context(self, tensor: int, context: int) -> None:
+        """Refuses a number of devices that cannot split the positions of a kv head."""
+        if context == 1:
+            return
+        given, heads = f"layout {{tensor: {tensor}, context: {context}}}", self.config.num_kv_heads
+        copies = tensor // heads if replicates_kv_heads(self.config, tensor) else 1
+        if copies % context:
+            raise ConfigError(
+                f"{given} splits the positions of a kv head over {context} devices, and each of the {heads} kv heads "
+                f"is on {copies}. Set context to a divisor of that, or leave it out."
+            )
+        if self.config.exact:
+            raise ConfigError(
+                f"numerics is exact and {given} sums attention by device. Leave context out, or set numerics to fast."
+            )
+        sizes = [self._engine.first_page_size(self.mesh.devices.flat[0].platform)]
+        sizes += [kind.window for kind in layer_kinds(self.config) if kind.window is not None]
+        for name, size in zip(("page_size", *("a sliding window" for _ in sizes[1:])), sizes, strict=True):
+            if size % context:
+                raise ConfigError(
+                    f"{given} splits {name} = {size}, which {context} does not divide. Set context to a divisor of it, "
+                    "or leave it out."
+                )
 
     def _check_exact(self, decode_mesh: DecodeMesh) -> None:
         """Refuses what ``numerics: exact`` cannot do."""

@@ -8,7 +8,7 @@ import jax
 from jax.sharding import Mesh
 
 from lockstep.credentials import get_logger
-from lockstep.engine.config import EngineConfig, tensor_size
+from lockstep.engine.config import EngineConfig, context_size, tensor_size
 from lockstep.engine.decode_model import DecodeModel
 from lockstep.engine.decoder.transformer import routed_shape
 from lockstep.engine.launches import BetweenLaunches, Gate, launch_all
@@ -69,7 +69,9 @@ class Engine:
             )
         self.config = config
         self.mesh = mesh
-        self.decode_mesh: DecodeMesh = make_decode_mesh(mesh, tensor_size(config.layout) or 1)
+        self.decode_mesh: DecodeMesh = make_decode_mesh(
+            mesh, tensor_size(config.layout) or 1, context_size(config.layout)
+        )
         self.vocab_size = vocab_size
         self._compile_with = compile_with
         self.ledger = Ledger() if ledger is None else ledger

@@ -23,6 +23,7 @@ class DecodeMesh:
         training_shape: The axes of the training mesh and their sizes, in order.
         replica_axes: The axes of ``mesh`` between replicas.
         tensor_axes: The axes of ``mesh`` inside a replica.
+        context_axes: Those of ``tensor_axes``, the last ones, over which a replica splits the positions of a sequence.
         training_axes: For each axis of the training mesh, the axes of ``mesh`` that make it up.
     """
 
@@ -30,6 +31,7 @@ class DecodeMesh:
     training_shape: dict[str, int]
     replica_axes: tuple[str, ...]
     tensor_axes: tuple[str, ...]
+    context_axes: tuple[str, ...]
     training_axes: dict[str, tuple[str, ...]]
 
     @property
@@ -41,6 +43,11 @@ class DecodeMesh:
     def tensor(self) -> int:
         """Devices that share one replica's weights."""
         return math.prod(self.mesh.shape[axis] for axis in self.tensor_axes)
+
+    @property
+    def context(self) -> int:
+        """Devices that split the positions of a sequence."""
+        return math.prod(self.mesh.shape[axis] for axis in self.context_axes)
 
     @property
     def tensor_sizes(self) -> list[int]:
@@ -82,15 +89,17 @@ class DecodeMesh:
         return refined or None
 
 
-def make_decode_mesh(mesh: Mesh, tensor: int) -> DecodeMesh:
+def make_decode_mesh(mesh: Mesh, tensor: int, context: int = 1) -> DecodeMesh:
     """Sees the devices of ``mesh`` as (replica × tensor): ``tensor`` consecutive devices of a slice make a replica.
 
     Args:
         mesh: The training mesh.
         tensor: The number of devices per replica.
+        context: The number of consecutive ones among them that split the positions of a sequence.
 
     Raises:
-        ConfigError: ``tensor`` does not divide the devices along the mesh's axes, or a replica would cross slices.
+        ConfigError: ``tensor`` does not divide the devices along the mesh's axes, or a replica would cross slices; or
+            ``context`` does not divide ``tensor``.
     """
     shape = dict(mesh.shape)
     works = tensor_sizes(mesh)
@@ -100,7 +109,13 @@ def make_decode_mesh(mesh: Mesh, tensor: int) -> DecodeMesh:
             f"layout {{tensor: {tensor}}} does not fit the mesh {shape} of {mesh.size} devices: tensor groups must "
             f"nest with the mesh's axes{inside}. Set tensor to one of {works}."
         )
-    ladder = sorted({tensor, *_rungs(shape)})
+    if tensor % context or context not in works:
+        works = [size for size in works if tensor % size == 0]
+        raise ConfigError(
+            f"layout {{tensor: {tensor}, context: {context}}} does not fit the mesh {shape}: those that split "
+            f"positions are a part of the tensor group and nest with the mesh's axes. Set context to one of {works}."
+        )
+    ladder = sorted({tensor, context, *_rungs(shape)})
     # Axis i of the refined mesh spans the devices between two rungs; the outermost comes first.
     names = [f"grid{i}" for i in range(len(ladder) - 1)]
     sizes = [high // low for low, high in zip(ladder, ladder[1:], strict=False)]
@@ -121,6 +136,7 @@ def make_decode_mesh(mesh: Mesh, tensor: int) -> DecodeMesh:
         training_shape=shape,
         replica_axes=between(tensor, mesh.size),
         tensor_axes=between(1, tensor),
+        context_axes=between(1, context),
         training_axes=training_axes,
     )
 

@@ -18,6 +18,7 @@ CONFIGS: tuple[tuple[str, Any, dict[str, Any]], ...] = (
     ("1,2,2", {"tensor": 2}, {"page_size": 64, "max_steps_per_launch": 7, "max_pages": 4}),
     ("4,1,1", "auto", {"page_size": 32, "max_prefill_size": 32, "max_steps_per_launch": 3, "share_prefixes": False}),
     ("1,2,2", {"tensor": 2}, {"page_size": 16, "max_prefill_size": 16, "max_seqs": 5, "kv_cache_dtype": "fp8"}),
+    ("1,2,2", {"tensor": 4, "context": 2}, {"page_size": 8, "max_steps_per_launch": 5, "max_seqs": 5}),
 )
 """Mesh of four devices, layout, capacities. Few, for each is compiled once per family."""
 

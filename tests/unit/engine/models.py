@@ -100,8 +100,8 @@ FAMILIES = {
         experts=Experts(
             num_experts=3,
             num_experts_per_tok=2,
-            intermediate_dim=10,
-            shared_intermediate_dim=14,
+            intermediate_dim=20,
+            shared_intermediate_dim=28,
             shared_router=True,
             mlp_only_layers=(0, 2),
         ),

@@ -36,6 +36,8 @@ def random_case(seed: int) -> RandomCase:
     layout: Any = ({"tensor": tensor}, "training", "auto")[(seed + seed // 3) % 3]
     heads = [(k, g) for k in range(tp, 10, tp) for g in range(1, 9 // k + 1) if _splits(tensor, k, g)]
     kv_heads, group = rng.choice(heads)
+    if isinstance(layout, dict) and tensor > kv_heads and seed % 4 != 1:
+        layout = layout | {"context": tensor // kv_heads}  # positions are split; else the kv heads are repeated
     vocab = rng.choice(VOCABULARIES) * tp
     max_seq_len, extra = rng.randint(24, 64), rng.choice([None, None, "qkv_bias", "qk_norm"])
     model = LlamaConfig(

@@ -30,7 +30,7 @@ from lockstep.errors import ConfigError
         ({"layout": {"replica": 2}}, "layout is {'replica': 2}; it must be"),
         (
             {"layout": {"tensor": 2, "replicas": 1}},
-            r"it must be .*, or \{tensor: 1, replicas: M\} with M",
+            r"it must be .*, or \{tensor: 1, replicas: M\} with N and M",
         ),
         ({"layout": {"tensor": 1, "replicas": 0}}, "layout is .*; it must be"),
     ],

@@ -1,6 +1,7 @@
 """What is decided about a model for each layout, once."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,7 @@ from lockstep.engine.decode_model import (
     signature_of,
 )
 from lockstep.errors import ConfigError
-from lockstep.models import LlamaConfig, read_decoder, view
+from lockstep.models import LlamaConfig, Variant, read_decoder, view
 from lockstep.placement import LazyWeight, make_decode_mesh, place, sources, tensor_sizes
 from tests.unit.engine.models import FAMILIES, LLAMA, mesh_of, model_on
 
@@ -66,6 +67,30 @@ def test_experts_alone_have_kv_heads_replicated_without_being_asked() -> None:
         weights, layers=dataclasses.replace(weights.layers, k=place(np.asarray(weights.layers.k), cut))
     )
     assert {"tensor": 4} not in DecodeModels(EngineConfig(), config, weights, mesh_of("1,4,1")).layouts
+
+
+def test_positions_are_split_over_devices_that_would_have_the_same_kv_head() -> None:
+    models = models_on("1,2,2")
+    assert {"tensor": 4, "context": 2} in models.layouts
+    split, repeated = models[{"tensor": 4, "context": 2}], models[{"tensor": 4}]
+    assert 2 * split.kv_bytes == repeated.kv_bytes and split.leaves == repeated.leaves
+    assert (split.heads.group, split.heads.at_own_positions.group) == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("layout", "options", "config", "words"),
+    [
+        ({"tensor": 2, "context": 2}, {}, {}, "over 2 devices, and each of the 2 kv heads is on 1. Set context to"),
+        ({"tensor": 4, "context": 4}, {}, {}, "over 4 devices, and each of the 2 kv heads is on 2."),
+        ({"tensor": 4, "context": 3}, {}, {}, r"those that split positions are a part .* to one of \[1, 2, 4\]"),
+        ({"tensor": 4, "context": 2}, {"page_size": 5}, {}, "splits page_size = 5, which 2 does not divide"),
+        ({"tensor": 4, "context": 2}, {}, {"variant": Variant(sliding_window=7)}, "splits a sliding window = 7"),
+        ({"tensor": 4, "context": 2}, {}, {"numerics": "exact"}, "numerics is exact and layout .* sums attention"),
+    ],
+)
+def test_what_cannot_split_positions(layout: Layout, options: Any, config: Any, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        models_on("1,2,2", dataclasses.replace(LLAMA, **config), **options)[layout]
 
 
 def test_a_layout_is_made_once_and_keeps_no_array() -> None:

@@ -121,7 +121,7 @@ def build_programs(
     pool = jax.ShapeDtypeStruct(
         (
             decode_mesh.replicas * model.config.num_layers * sizes.pages,
-            sizes.page_size,
+            sizes.page_size // decode_mesh.context,
             2 * decode_mesh.tensor * attention.stored_kv_heads.kv_heads,
             attention.stored_kv_heads.head_size,
         ),

@@ -51,6 +51,7 @@ def exact_logprobs(
         training_shape=dict(mesh.shape),
         replica_axes=tuple(name for name in names if name not in tensor),
         tensor_axes=tensor,
+        context_axes=(),
         training_axes={name: (name,) for name in names},
     )
 

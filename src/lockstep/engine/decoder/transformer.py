@@ -54,6 +54,8 @@ def device_heads(config: LlamaConfig, decode_mesh: DecodeMesh) -> Heads:
         modifier=ScoreModifier(soft_cap=config.variant.attention_soft_cap, window=None if differ else windows[0]),
         windows=windows if differ else None,
         sinks=config.variant.attention_sinks,
+        context=decode_mesh.context,
+        context_axes=decode_mesh.context_axes,
     )
 
 

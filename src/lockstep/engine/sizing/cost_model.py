@@ -83,6 +83,14 @@ def estimate(model: DecodeModel, sizes: Capacity, demand: Demand, chip: Chip) ->
         collectives = reductions * near.reduce_s(of_replica) + gathers * near.gather_s(of_replica)
         reduced = (reductions + gathers) * 2 * (tensor - 1) / tensor * moved / near.bandwidth
         collectives += reduced
+    if decode_mesh.context > 1:
+        # Queries of 16 bits or so to all that split the positions, and what each found in float32 to their own.
+        link, across = _link(decode_mesh, chip, decode_mesh.context)
+        heads = model.heads.at_own_positions
+        numbers = max(1.0, slots) * heads.kv_heads * heads.group * (heads.head_size * item + 4 * (heads.head_size + 1))
+        sent = layers * numbers * (decode_mesh.context - 1) / decode_mesh.context / link.bandwidth
+        collectives += 2 * layers * link.gather_s(across) + sent
+        reduced += sent
     gathered = sum(weight.decode_bytes for weight in model.gathered)
     collectives += sum(weight.layers or 1 for weight in model.gathered) * far.gather_s(of_all)
     collectives += gathered * (sharers - 1) / sharers / far.bandwidth

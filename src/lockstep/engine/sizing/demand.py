@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from lockstep.engine.config import DEFAULT_PAGE_SIZE, EngineConfig
+from lockstep.engine.config import EngineConfig
 from lockstep.engine.decode_model import DecodeModel, DecodeModels
 from lockstep.engine.schedule import Capacity, check_length, sampling_sizes
 from lockstep.errors import ConfigError
@@ -13,7 +13,6 @@ from lockstep.types import Request
 _LEAST_SLOTS = 64
 """Sequences that a replica decodes at a time unless the device is worth more."""
 _MOST_SLOTS = 512
-_TPU_PAGE_SIZE = 64
 _LARGEST_PAGE_SIZE = 128
 """Tokens in the largest page that is taken unasked: more waste too much of the last page of each sequence."""
 _PREFILL_TOKENS = 512
@@ -105,7 +104,7 @@ def measure_demand(config: EngineConfig, models: DecodeModels, requests: Sequenc
             raise ConfigError(
                 f"routed_experts of prompt {request.prompt_id} is true; the model has no experts. Set it to false."
             )
-    return Demand.of(requests, config.page_size or default_page_size(config, models.mesh.devices.flat[0].platform))
+    return Demand.of(requests, config.first_page_size(models.mesh.devices.flat[0].platform))
 
 
 def desired_capacity(
@@ -162,17 +161,6 @@ def slots_per_replica(kind: str, platform: str, itemsize: int) -> int:
 def max_prompts(config: EngineConfig, sizes: Capacity, demand: Demand) -> int:
     """The number of prompts that the scheduler has at a time: as configured, else enough to fill every slot twice."""
     return config.max_prompts_per_batch or -(-2 * sizes.sequences // demand.generations[-1])
-
-
-def default_page_size(config: EngineConfig, platform: str) -> int:
-    """Tokens in a page where nobody says it.
-
-    On TPU larger pages: attention copies page by page, and a small copy takes as long as a large one.
-    """
-    size = _TPU_PAGE_SIZE if platform == "tpu" else DEFAULT_PAGE_SIZE
-    while config.max_prefill_size is not None and size > config.max_prefill_size:
-        size //= 2
-    return size
 
 
 def larger_page_size(config: EngineConfig, page_size: int) -> int | None:

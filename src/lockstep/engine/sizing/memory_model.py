@@ -249,9 +249,8 @@ class MemoryModel:
 
     @functools.cached_property
     def _heads(self) -> int:
-        """Query heads of one device."""
-        config = self.model.config
-        return config.num_heads // min(self.model.decode_mesh.tensor, config.num_kv_heads)
+        """Query heads that one device attends with."""
+        return self.model.heads.kv_heads * self.model.heads.at_own_positions.group
 
     @functools.cached_property
     def _vocab(self) -> int:

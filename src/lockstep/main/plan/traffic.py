@@ -197,7 +197,7 @@ def step_bytes(
             program += size * run.times
     config, heads = model.config, model.heads
     weights = sum(config.part_read(weight.name, sizes.slots) * weight.decode_bytes for weight in model.leaves)
-    position = 2 * heads.kv_heads * heads.head_size * model.kv_dtype.itemsize
+    position = 2 * heads.kv_heads * heads.head_size * model.kv_dtype.itemsize / heads.context
     return StepBytes(
         floor_weights=round(weights),
         floor_kv=round(sizes.slots * config.positions_read(context) * position),
@@ -223,8 +223,13 @@ def draft_bytes(engine: Engine, unmet: Collection[str]) -> list[DraftBytes]:
     sizing, model = engine.sizing, engine.decode_model
     assert sizing is not None and model is not None
     sizes, predicted = sizing.sizes, sizing.estimate
+    heads = model.heads
     attention = select_attention(
-        model.device, model.heads, page_size=sizes.page_size, dtype=model.dtype, kv_dtype=model.kv_dtype
+        model.device,
+        heads.at_own_positions,
+        page_size=sizes.page_size // heads.context,
+        dtype=model.dtype,
+        kv_dtype=model.kv_dtype,
     )
     if not sizes.verify_widths or not isinstance(attention, TpuAttention):
         return []
@@ -246,7 +251,8 @@ def draft_bytes(engine: Engine, unmet: Collection[str]) -> list[DraftBytes]:
     rows = []
     for width in sizes.verify_widths:
         seconds = predicted.verify_cost(width) * predicted.step_s
-        step = moved(f"verify_{width}", blocks.pages, -(-width // blocks.queries), sizes.draft_tokens // width)
+        fetches = heads.context * -(-width // (heads.context * blocks.queries))
+        step = moved(f"verify_{width}", blocks.pages, fetches, sizes.draft_tokens // width)
         rows.append(
             DraftBytes(
                 width=width,

@@ -21,6 +21,8 @@ class Heads:
             https://arxiv.org/abs/2305.13245).
         windows: The sliding window of each layer, None for none, where layers differ; ``modifier`` then has no window.
         sinks: Whether each head has a score for nothing (`lockstep.models.attention.softmax.attend`).
+        context: The number of devices that have the same key/value heads, over which positions are split.
+        context_axes: The mesh axes of those devices.
     """
 
     kv_heads: int
@@ -29,6 +31,26 @@ class Heads:
     modifier: ScoreModifier = ScoreModifier()
     windows: tuple[int | None, ...] | None = None
     sinks: bool = False
+    context: int = 1
+    context_axes: tuple[str, ...] = ()
+
+    @property
+    def at_own_positions(self) -> "Heads":
+        """The heads that a device computes at those positions that it has: all query heads of its key/value heads."""
+        if self.context == 1:
+            return self
+        own = dataclasses.replace(self.modifier, window=self._share(self.modifier.window))
+        windows = None if self.windows is None else tuple(map(self._share, self.windows))
+        return Heads(
+            kv_heads=self.kv_heads,
+            group=self.group * self.context,
+            head_size=self.head_size,
+            modifier=own,
+            windows=windows,
+        )
+
+    def _share(self, window: Any) -> Any:
+        return None if window is None else window // self.context
 
     def modifier_of(self, layer: Int[Array, ""]) -> ScoreModifier:
         """Returns the soft cap and the sliding window of a layer."""

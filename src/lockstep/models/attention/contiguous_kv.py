@@ -4,7 +4,7 @@ Gathering pages at every step would copy the whole context at every step. A deco
 sequences, so one copy at its start serves all of them; what the steps add is written to the pool and to the copy.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -111,17 +111,13 @@ def attend_context(
     position: Int[Array, " slot"],
     modifier: ScoreModifier = ScoreModifier(),  # noqa: B008  (frozen)
     sinks: Float[Array, "kv_head group"] | None = None,
-) -> Float[Array, "slot kv_head group head"]:
-    """Attends one query per slot to the positions up to and including its own; softmax in float32.
-
-    Args:
-        sinks: The score of each head for nothing (`attend`); None for none.
-
-    Returns:
-        The attention output in the dtype of ``q``.
-    """
+    *,
+    partial: bool = False,
+) -> Any:
+    """Attends one query per slot to the positions up to and including its own, as `attend` does."""
     positions = jnp.broadcast_to(position[:, None], (q.shape[0], q.shape[2]))
-    return attend(q, positions, _read_chunk(context, layer), context.k.shape[1], context.k.shape[4], modifier, sinks)
+    chunks, size = context.k.shape[1], context.k.shape[4]
+    return attend(q, positions, _read_chunk(context, layer), chunks, size, modifier, sinks, partial=partial)
 
 
 def attend_context_span(
@@ -131,16 +127,14 @@ def attend_context_span(
     position: Int[Array, " slot"],
     modifier: ScoreModifier = ScoreModifier(),  # noqa: B008  (frozen)
     sinks: Float[Array, "kv_head group"] | None = None,
-) -> Float[Array, "slot query kv_head group head"]:
-    """Attends several queries per slot to the positions up to and including their own; softmax in float32.
+    *,
+    partial: bool = False,
+) -> Any:
+    """Attends several queries per slot to the positions up to and including their own, as `attend` does.
 
     Args:
         q: The queries; query ``i`` of a slot is at ``position + i``. Those beyond the context see all of it.
         position: The position of each slot's first query.
-        sinks: The score of each head for nothing (`attend`); None for none.
-
-    Returns:
-        The attention output in the dtype of ``q``.
     """
     slots, queries, kv_heads, group, head = q.shape
     last = context.k.shape[1] * context.k.shape[4] - 1
@@ -148,8 +142,14 @@ def attend_context_span(
     by_head = q.transpose(0, 2, 1, 3, 4).reshape(slots, kv_heads, queries * group, head)
     read = _read_chunk(context, layer)
     sinks = None if sinks is None else jnp.tile(sinks, (1, queries))
-    out = attend(by_head, positions, read, context.k.shape[1], context.k.shape[4], modifier, sinks)
-    return out.reshape(slots, kv_heads, queries, group, head).transpose(0, 2, 1, 3, 4)
+    chunks, size = context.k.shape[1], context.k.shape[4]
+    out = attend(by_head, positions, read, chunks, size, modifier, sinks, partial=partial)
+    return by_query(out, queries)
+
+
+def by_query(found: Any, queries: int) -> Any:
+    """Splits ``[sequence, kv_head, query * group, ...]`` into ``[sequence, query, kv_head, group, ...]``."""
+    return jax.tree.map(lambda a: a.reshape(*a.shape[:2], queries, -1, *a.shape[3:]).swapaxes(1, 2), found)
 
 
 def _read_chunk(context: Context, layer: Int[Array, ""]) -> ReadChunk:

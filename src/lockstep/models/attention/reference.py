@@ -3,10 +3,13 @@
 Paged attention: Kwon et al. 2023, https://arxiv.org/abs/2309.06180, section 4.1.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Num
 
+from lockstep.models.attention.contiguous_kv import by_query
 from lockstep.models.attention.page_ops import ReadKv, gather_kv
 from lockstep.models.attention.softmax import ScoreModifier, attend
 
@@ -22,7 +25,9 @@ def paged_attention(
     modifier: ScoreModifier = ScoreModifier(),  # noqa: B008  (frozen)
     read_kv: ReadKv = gather_kv,
     sinks: Float[Array, "kv_head group"] | None = None,
-) -> Float[Array, "sequence query kv_head group head"]:
+    *,
+    partial: bool = False,
+) -> Any:
     """Attends each query to all positions of its own sequence up to and including its own.
 
     Args:
@@ -34,7 +39,7 @@ def paged_attention(
         sinks: The score of each head for nothing (`attend`); None for none.
 
     Returns:
-        The attention output in the dtype of ``q``; softmax in float32.
+        Those of `attend`.
     """
     sequences, queries, kv_heads, group, head = q.shape
     num_pages, (page_size, _, _) = page_table.shape[1], pool.shape[1:]
@@ -52,5 +57,5 @@ def paged_attention(
     rows = q.transpose(0, 2, 1, 3, 4).reshape(sequences, kv_heads, queries * group, head)
     position = jnp.repeat(start[:, None] + jnp.arange(queries), group, axis=1)
     sinks = None if sinks is None else jnp.tile(sinks, (1, queries))
-    out = attend(rows, position, read, num_chunks, pages * page_size, modifier, sinks)
-    return out.reshape(sequences, kv_heads, queries, group, head).transpose(0, 2, 1, 3, 4)
+    size = pages * page_size
+    return by_query(attend(rows, position, read, num_chunks, size, modifier, sinks, partial=partial), queries)

@@ -3,6 +3,7 @@
 A new kernel is a file with its `Attention`, and a branch in each function here.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 from lockstep.credentials import get_logger
 from lockstep.errors import ConfigError
 from lockstep.models.attention.base import Attention, Heads, StoredKvHeads
+from lockstep.models.attention.context_parallel import ContextParallelAttention
 from lockstep.models.attention.exact import ExactAttention
 from lockstep.models.attention.tpu import TpuAttention
 from lockstep.models.attention.tpu_blocks import (
@@ -38,7 +40,7 @@ def has_kernel(device: jax.Device, heads: Heads) -> bool:
     Args:
         heads: The attention heads of a device, as the model has them.
     """
-    return device.platform == "tpu" and heads.head_size <= LANES and not heads.sinks
+    return device.platform == "tpu" and heads.head_size <= LANES and not heads.at_own_positions.sinks
 
 
 def max_page_table_rows(device: jax.Device, heads: Heads, pages: int) -> int | None:
@@ -65,6 +67,9 @@ def describe_attention(device: jax.Device, heads: Heads) -> str:
     Args:
         heads: The attention heads of a device, as the model has them.
     """
+    if heads.context > 1:
+        own = describe_attention(device, heads.at_own_positions)
+        return f"{own}; the positions of a sequence are split over {heads.context} devices"
     if has_kernel(device, heads):
         return "TPU kernel, on the KV cache itself"
     xla = "plain JAX, each decode launch gathers its context once, counted in the temporaries"
@@ -109,6 +114,12 @@ def select_attention(
     """
     if exact:
         return ExactAttention(heads=heads, page_by_page=device.platform == "tpu", page_size=page_size)
+    if heads.context > 1:
+        own = select_attention(
+            device, heads.at_own_positions, page_size=page_size // heads.context, dtype=dtype, kv_dtype=kv_dtype
+        )
+        assert isinstance(own, XlaAttention | TpuAttention)
+        return ContextParallelAttention(heads=heads, own=dataclasses.replace(own, partial=True))
     if not has_kernel(device, heads):
         if device.platform == "tpu":
             _warn(_refusal(heads))

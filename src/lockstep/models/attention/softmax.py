@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +30,17 @@ class ScoreModifier:
     window: int | Int[Array, ""] | None = None
 
 
+class Partial(NamedTuple):
+    """Attention over some of the positions, in float32, and what is needed to join it with that over the others.
+
+    Args:
+        lse: The logarithm of the sum of the exponentials of the scores.
+    """
+
+    out: Float[Array, "*batch head"]
+    lse: Float[Array, "*batch"]
+
+
 def attend(
     q: Float[Array, "sequence kv_head query head"],
     position: Int[Array, "sequence query"],
@@ -37,7 +49,9 @@ def attend(
     chunk_size: int,
     modifier: ScoreModifier = ScoreModifier(),
     sinks: Float[Array, "kv_head query"] | None = None,
-) -> Float[Array, "sequence kv_head query head"]:
+    *,
+    partial: bool = False,
+) -> Any:
     """Attends each query to all positions up to and including its own; softmax in float32.
 
     With more than one chunk the softmax is accumulated chunk by chunk (Milakov & Gimelshein 2018,
@@ -46,9 +60,10 @@ def attend(
     Args:
         sinks: The score of each query for nothing: it takes a part of the softmax and adds no value (gpt-oss; Xiao et
             al. 2023, https://arxiv.org/abs/2309.17453). None for none.
+        partial: Whether there are more positions elsewhere.
 
     Returns:
-        The attention output in the dtype of ``q``.
+        The attention output in the dtype of ``q``, or `Partial`; a query that sees nothing has 0 and -inf there.
     """
     scale = q.shape[-1] ** -0.5
 
@@ -61,7 +76,7 @@ def attend(
         visible = distance >= 0 if modifier.window is None else (distance >= 0) & (distance < modifier.window)
         return jnp.where(visible[:, None], found, -jnp.inf)
 
-    if num_chunks == 1:
+    if num_chunks == 1 and not partial:
         k, v = read(0)
         found = scores(k, 0)
         if sinks is not None:
@@ -86,5 +101,7 @@ def attend(
     if sinks is not None:
         highest = jnp.broadcast_to(sinks.astype(jnp.float32), q.shape[:3])
         empty = highest, jnp.ones_like(highest), empty[2]
-    _, sum_exp, out = jax.lax.fori_loop(0, jnp.max(position) // chunk_size + 1, add_chunk, empty)
+    largest, sum_exp, out = jax.lax.fori_loop(0, jnp.max(position) // chunk_size + 1, add_chunk, empty)
+    if partial:
+        return Partial(out / jnp.where(sum_exp > 0, sum_exp, 1)[..., None], largest + jnp.log(sum_exp))
     return (out / sum_exp[..., None]).astype(q.dtype)

@@ -43,6 +43,7 @@ class TpuAttention:
         heads: The attention heads of a device, as the model has them.
         decode_blocks: The block sizes for one query token per sequence.
         prefill_blocks: The block sizes for many query tokens per sequence.
+        partial: Whether there are more positions on other devices; it returns `Partial` then.
     """
 
     heads: Heads
@@ -50,6 +51,7 @@ class TpuAttention:
     page_size: int
     decode_blocks: Blocks
     prefill_blocks: Blocks
+    partial: bool = False
 
     def pack(self, kv: Array) -> Array:
         """Pads K and V with zeros to the heads that the kernel can read."""
@@ -80,7 +82,7 @@ class TpuAttention:
     def decode(
         self, q: Array, cache: Array, layer: Array, page_table: Array, position: Array, active: Array,
         sinks: Array | None = None,
-    ) -> Array:  # fmt: skip
+    ) -> Any:  # fmt: skip
         """Attends one query token per slot; an idle slot reads one position of the first page of its table."""
         slots = q.shape[0]
         lengths = jnp.where(active, position + 1, 1)
@@ -95,19 +97,20 @@ class TpuAttention:
     def decode_span(
         self, q: Array, cache: Array, layer: Array, page_table: Array, position: Array, active: Array,
         sinks: Array | None = None,
-    ) -> Array:  # fmt: skip
+    ) -> Any:  # fmt: skip
         """Attends the query tokens of all slots in one call of the kernel, each slot a sequence."""
         slots, queries = q.shape[:2]
         # The last queries may lie beyond the table, whose rows therefore go on with pages that no other query sees.
         beyond = -(-queries // self.page_size)
         rows = Rows(
-            lengths=jnp.where(active, position, 0) + queries,
+            lengths=jnp.maximum(jnp.where(active, position, 0) + queries, 1),
             page_table=jnp.pad(page_table, ((0, 0), (0, beyond))),
             q_starts=jnp.arange(slots + 1, dtype=jnp.int32) * queries,
             num_sequences=jnp.full((1,), slots, jnp.int32),
         )
         tokens = q.reshape(-1, *q.shape[2:])
-        return self._attend(tokens, cache, layer, rows, 0, self.prefill_blocks).reshape(q.shape)
+        attended = self._attend(tokens, cache, layer, rows, 0, self.prefill_blocks)
+        return jax.tree.map(lambda a: a.reshape(slots, queries, *a.shape[1:]), attended)
 
     def begin_prefill(self, start: Array, page_table: Array, used: Array) -> Rows:
         """Joins consecutive rows of a prompt to one sequence, so that its pages are read once per query block."""
@@ -129,16 +132,18 @@ class TpuAttention:
 
     def prefill(
         self, q: Array, pool: Array, layer: Array, first_page: Array, rows: Rows, sinks: Array | None = None
-    ) -> Array:
+    ) -> Any:
         """Attends all rows in one call of the kernel; the output of unused rows is zeros."""
         tokens = q.reshape(-1, *q.shape[2:])
         attended = self._attend(tokens, pool, layer, rows, first_page, self.prefill_blocks)
         used = jnp.arange(tokens.shape[0]) < rows.q_starts[-1]
-        return jnp.where(used[:, None, None, None], attended, 0).reshape(q.shape)
 
-    def _attend(
-        self, q: Array, pool: Array, layer: Array, rows: Rows, first_page: Array | int, blocks: Blocks
-    ) -> Array:
+        def by_row(a: Array) -> Array:
+            return jnp.where(used.reshape(-1, *(1 for _ in a.shape[1:])), a, 0).reshape(*q.shape[:2], *a.shape[1:])
+
+        return jax.tree.map(by_row, attended)
+
+    def _attend(self, q: Array, pool: Array, layer: Array, rows: Rows, first_page: Array | int, blocks: Blocks) -> Any:
         """Calls the kernel; ``q`` and the result are ``[token, kv_head, group, head]``."""
         if self.heads.windows is None:
             return self._kernel(self.heads.modifier.window, blocks, q, pool, rows, first_page)
@@ -146,17 +151,19 @@ class TpuAttention:
         windows = tuple(dict.fromkeys(self.heads.windows))
         which = jnp.asarray([windows.index(window) for window in self.heads.windows], jnp.int32)
         branches = [functools.partial(self._kernel, window, blocks) for window in windows]
-        attended: Array = jax.lax.switch(which[layer], branches, q, pool, rows, first_page)
-        return attended
+        return jax.lax.switch(which[layer], branches, q, pool, rows, first_page)
 
-    def _kernel(self, window: Any, blocks: Blocks, q: Array, pool: Array, rows: Rows, first_page: Array | int) -> Array:
-        # Imported here because it loads the TPU kernel language, which other devices never need.
+    def _kernel(self, window: Any, blocks: Blocks, q: Array, pool: Array, rows: Rows, first_page: Array | int) -> Any:
+        # Imported here because they load the TPU kernel language, which other devices never need.
         from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
+
+        from lockstep.models.attention.tpu_partial import partial_attention
 
         tokens, kv_heads, group, head = q.shape
         scale = None if pool.dtype == q.dtype else 1.0
         padded = _pad(q, 1, self.stored_kv_heads.kv_heads, 3, self.stored_kv_heads.head_size)
-        out = ragged_paged_attention(
+        attend = partial_attention if self.partial else ragged_paged_attention
+        found = attend(
             padded.reshape(tokens, -1, self.stored_kv_heads.head_size),
             pool,
             rows.lengths,
@@ -172,7 +179,8 @@ class TpuAttention:
             num_queries_per_block=min(blocks.queries, tokens),
             vmem_limit_bytes=blocks.vmem_limit,
         )
-        return out.reshape(tokens, -1, group, self.stored_kv_heads.head_size)[:, :kv_heads, :, :head]
+        by_head = jax.tree.map(lambda a: a.reshape(tokens, -1, group, *a.shape[2:])[:, :kv_heads], found)
+        return by_head._replace(out=by_head.out[..., :head]) if self.partial else by_head[..., :head]
 
 
 def _write(pool: Array, index: Array, kv: Array) -> Array:

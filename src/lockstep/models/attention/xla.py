@@ -1,6 +1,7 @@
 """Attention in plain JAX, compiled by XLA: on CPU and GPU, and on TPU for heads that the kernel does not take."""
 
 import dataclasses
+from typing import Any
 
 from jaxtyping import Array
 
@@ -36,10 +37,12 @@ class XlaAttention:
     Args:
         page_by_page: Whether whole pages are read and written one at a time, which the TPU compiler does in place; else
             all at once.
+        partial: Whether there are more positions on other devices; it returns `Partial` then.
     """
 
     heads: Heads
     page_by_page: bool = False
+    partial: bool = False
 
     @property
     def stored_kv_heads(self) -> StoredKvHeads:
@@ -83,9 +86,10 @@ class XlaAttention:
     def decode(
         self, q: Array, cache: Cache, layer: Array, page_table: Array, position: Array, active: Array,
         sinks: Array | None = None,
-    ) -> Array:  # fmt: skip
+    ) -> Any:  # fmt: skip
         """Attends to the context; idle slots are computed too."""
-        return attend_context(q, cache[1], layer, position, self.heads.modifier_of(layer), sinks)
+        modifier = self.heads.modifier_of(layer)
+        return attend_context(q, cache[1], layer, position, modifier, sinks, partial=self.partial)
 
     def write_span(self, cache: Cache, layer: Array, page: Array, position: Array, kv: Array) -> Cache:
         """Writes to the pool and to the context."""
@@ -96,9 +100,10 @@ class XlaAttention:
     def decode_span(
         self, q: Array, cache: Cache, layer: Array, page_table: Array, position: Array, active: Array,
         sinks: Array | None = None,
-    ) -> Array:  # fmt: skip
+    ) -> Any:  # fmt: skip
         """Attends to the context; idle slots are computed too."""
-        return attend_context_span(q, cache[1], layer, position, self.heads.modifier_of(layer), sinks)
+        modifier = self.heads.modifier_of(layer)
+        return attend_context_span(q, cache[1], layer, position, modifier, sinks, partial=self.partial)
 
     def begin_prefill(self, start: Array, page_table: Array, used: Array) -> Rows:
         """Computes nothing."""
@@ -106,8 +111,9 @@ class XlaAttention:
 
     def prefill(
         self, q: Array, pool: Array, layer: Array, first_page: Array, rows: Rows, sinks: Array | None = None
-    ) -> Array:
+    ) -> Any:
         """Attends to the pages of the pool; unused rows are computed too."""
         start, page_table = rows
         modifier = self.heads.modifier_of(layer)
-        return paged_attention(q, pool, first_page + page_table, start, modifier, self._read_kv, sinks)
+        pages = first_page + page_table
+        return paged_attention(q, pool, pages, start, modifier, self._read_kv, sinks, partial=self.partial)

@@ -139,8 +139,9 @@ def test_auto_is_the_best_of_all_layouts(
     requests, free = equal_requests(count), ROOMY if roomy else scarce(count)
     models = models_on(EngineConfig())
     every: list[tuple[float, Layout]] = []
-    # Two kv heads: four cannot share them. All devices are of one process.
-    layouts: tuple[Layout, ...] = ({"tensor": 1}, {"tensor": 2}, {"tensor": 1, "replicas": 1}, "training")
+    # Two kv heads: four devices split their positions. All devices are of one process.
+    split, idle = {"tensor": 4, "context": 2}, {"tensor": 1, "replicas": 1}
+    layouts: tuple[Layout, ...] = ({"tensor": 1}, {"tensor": 2}, split, idle, "training")
     for layout in layouts:
         try:
             alone = choose(requests, free, layout=layout)
@@ -158,7 +159,7 @@ def test_auto_takes_smaller_groups_where_collectives_are_slow(monkeypatch: pytes
     chip = Chip(name="CPU", memory=ROOMY, bandwidth=1e6, flops=1e15, link=link, network=link)
     monkeypatch.setattr(choose_module, "chip_of", lambda _: chip)
     monkeypatch.setattr(cost_model, "count_memories", len)  # each device has a memory of its own
-    assert choose(equal_requests(4), ROOMY).layout == {"tensor": 2}
+    assert choose(equal_requests(4), ROOMY).layout == {"tensor": 4, "context": 2}
     slow = tmp_path / "measured.json"
     head = {"lockstep_calibration": 1, "chip": "CPU", "measured": "never"}
     slow.write_text(json.dumps(head | {"link": {"hop_s": 10.0}}))

@@ -22,7 +22,7 @@ def test_reasons_and_words() -> None:
     capped = choose(requests, ROOMY, max_seqs=3, max_steps_per_launch=5)
     assert capped.reasons["max_seqs"] == (3, "cap given") and capped.reasons["max_steps_per_launch"] == (5, "cap given")
     assert capped.reasons["max_pages"][1] == "all requests fit"
-    tight = choose(requests, least_that_works(requests) + 20000)
+    tight = choose(requests, least_that_works(requests) + 5000)
     assert tight.reasons["max_pages"][1] == "memory"
     text = tight.describe()
     for part in ("decode weights", "KV cache", "temporaries", "stay free", "max_pages", ": memory", "* ", "training:"):

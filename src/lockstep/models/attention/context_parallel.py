@@ -1,0 +1,163 @@
+"""Attention of devices that have the same key/value heads and share the positions: context parallelism in decode.
+
+With more devices than key/value heads each head would be on several devices, with all of its K and V on each. Here
+each of them has every n-th position instead (``n`` devices, one position after the other), so that a pool holds n times
+as many tokens and a step reads an n-th of each context. All query heads of the head are gathered, each device attends
+to the positions that it has, and the results are sent to the devices whose heads they are, which join them by the sums
+of their softmax (Bhatia et al. 2025, Helix Parallelism, https://arxiv.org/abs/2507.07120, section 2.1).
+
+A device counts its own positions: ``ceil((p - device) / n)`` of them come before position ``p``. A page has an n-th of
+its positions, a sliding window an n-th of its width; and of the queries of a prompt each n-th is one position further
+by that count than the one before, so that attention computes n groups of them, one after the other.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from lockstep.models.attention.base import Attention, Heads, StoredKvHeads
+from lockstep.models.attention.softmax import Partial
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ContextParallelAttention:
+    """`Attention` with the positions of each sequence split over devices.
+
+    Args:
+        heads: The heads of a device; its query heads are those that it has weights of.
+        own: Attention to the positions of a device, by their count there; returns `Partial`.
+    """
+
+    heads: Heads
+    own: Attention
+
+    @property
+    def stored_kv_heads(self) -> StoredKvHeads:
+        """Those of a device."""
+        return self.own.stored_kv_heads
+
+    @property
+    def _devices(self) -> int:
+        return self.heads.context
+
+    @property
+    def _device(self) -> Array:
+        return jax.lax.axis_index(self.heads.context_axes)
+
+    def _before(self, position: Array) -> Array:
+        """The number of positions before one that this device has."""
+        return (position + self._devices - 1 - self._device) // self._devices
+
+    def pack(self, kv: Array) -> Array:
+        """Pads K and V as the pool of a device has them."""
+        return self.own.pack(kv)
+
+    def write_pages(self, pool: Array, page: Array, kv: Array) -> Array:
+        """Writes the device's positions of each page."""
+        by_device = kv.reshape(kv.shape[0], -1, self._devices, *kv.shape[2:])
+        return self.own.write_pages(pool, page, jax.lax.dynamic_index_in_dim(by_device, self._device, 2, False))
+
+    def copy_pages(self, pool: Array, source: Array, target: Array) -> Array:
+        """Copies the device's part of pages."""
+        return self.own.copy_pages(pool, source, target)
+
+    def begin_decode(self, pool: Array, page_table: Array, position: Array, num_layers: int) -> Any:
+        """Makes the cache of the device's positions."""
+        return self.own.begin_decode(pool, page_table, self._before(position), num_layers)
+
+    def end_decode(self, cache: Any) -> Array:
+        """Returns the device's pool."""
+        return self.own.end_decode(cache)
+
+    def write(self, cache: Any, layer: Array, page: Array, position: Array, kv: Array) -> Any:
+        """Writes where the position is the device's; else to the null page and where its next position will be."""
+        page, position = self._place(page, position)
+        return self.own.write(cache, layer, page, position, kv)
+
+    def write_span(self, cache: Any, layer: Array, page: Array, position: Array, kv: Array) -> Any:
+        """Writes several positions of each slot as `write` does."""
+        page, position = self._place(page, position)
+        return self.own.write_span(cache, layer, page, position, kv)
+
+    def _place(self, page: Array, position: Array) -> tuple[Array, Array]:
+        is_own = position % self._devices == self._device
+        return jnp.where(is_own, page, 0), self._before(position)
+
+    def decode(
+        self, q: Array, cache: Any, layer: Array, page_table: Array, position: Array, active: Array,
+        sinks: Array | None = None,
+    ) -> Array:  # fmt: skip
+        """Attends one query per slot to the positions of all devices."""
+        visible = self._before(position + 1)
+        last = jnp.maximum(visible - 1, 0)
+        found = self.own.decode(self._gather(q), cache, layer, page_table, last, active)
+        return self._join(found, visible > 0, sinks, q.dtype)
+
+    def decode_span(
+        self, q: Array, cache: Any, layer: Array, page_table: Array, position: Array, active: Array,
+        sinks: Array | None = None,
+    ) -> Array:  # fmt: skip
+        """Attends several queries per slot to the positions of all devices."""
+
+        def attend(first: int, q: Array) -> Any:
+            return self.own.decode_span(q, cache, layer, page_table, self._before(position + first + 1) - 1, active)
+
+        return self._attend_groups(attend, q, position, sinks)
+
+    def begin_prefill(self, start: Array, page_table: Array, used: Array) -> Any:
+        """Computes what each group of queries needs, and the start of each row."""
+        groups = [
+            self.own.begin_prefill(self._before(start + first + 1) - 1, page_table, used)
+            for first in range(self._devices)
+        ]
+        return start, groups
+
+    def prefill(
+        self, q: Array, pool: Array, layer: Array, first_page: Array, rows: Any, sinks: Array | None = None
+    ) -> Array:
+        """Attends each query of the rows to the positions of all devices."""
+        start, groups = rows
+
+        def attend(first: int, q: Array) -> Any:
+            return self.own.prefill(q, pool, layer, first_page, groups[first])
+
+        return self._attend_groups(attend, q, start, sinks)
+
+    def _attend_groups(self, attend: Any, q: Array, start: Array, sinks: Array | None) -> Array:
+        """Attends every n-th query together; ``q`` is ``[row, query, kv_head, group, head]``, from ``start`` on."""
+        devices, queries = self._devices, q.shape[1]
+        padded = jnp.pad(q, ((0, 0), (0, -queries % devices), *((0, 0) for _ in q.shape[2:])))
+        gathered = self._gather(padded)
+        found = [attend(first, gathered[:, first::devices]) for first in range(devices)]
+        whole = jax.tree.map(lambda *a: jnp.stack(a, axis=2).reshape(len(q), -1, *a[0].shape[2:])[:, :queries], *found)
+        visible = self._before(start[:, None] + jnp.arange(queries) + 1)
+        return self._join(whole, visible > 0, sinks, q.dtype)
+
+    def _gather(self, q: Array) -> Array:
+        """Returns the query heads of all devices, one device's after the other's."""
+        return jax.lax.all_gather(q, self.heads.context_axes, axis=q.ndim - 2, tiled=True)
+
+    def _join(self, found: Partial, sees: Array, sinks: Array | None, dtype: jnp.dtype) -> Array:
+        """Joins what all devices found for the heads of this one.
+
+        Args:
+            sees: Whether a query sees any position of this device ``[*batch]``.
+        """
+        sees = sees[..., None, None]
+        lse = jnp.where(sees, found.lse, -jnp.inf)
+        both = jnp.concatenate([jnp.where(sees[..., None], found.out, 0), lse[..., None]], axis=-1)
+        by_device = both.reshape(*lse.shape[:-1], self._devices, self.heads.group, -1)
+        axis = by_device.ndim - 3
+        parts = jax.lax.all_to_all(by_device, self.heads.context_axes, split_axis=axis, concat_axis=axis)
+        out, lse = parts[..., :-1], parts[..., -1]
+        largest = lse.max(axis=axis)
+        if sinks is not None:
+            largest = jnp.maximum(largest, sinks.astype(jnp.float32))
+        weights = jnp.exp(lse - jnp.expand_dims(largest, axis))
+        total = weights.sum(axis=axis)
+        if sinks is not None:
+            total += jnp.exp(sinks.astype(jnp.float32) - largest)
+        return ((weights[..., None] * out).sum(axis=axis) / total[..., None]).astype(dtype)

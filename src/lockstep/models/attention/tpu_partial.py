@@ -1,0 +1,78 @@
+"""jax's ragged paged attention kernel over some of the positions: its output in float32, with the sum of its softmax.
+
+The kernel keeps both while it computes and writes the rounded output alone. Its body is called as it is, and what it
+kept is written beside. This module loads the TPU kernel language, which other devices never need.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jax.experimental.pallas.ops.tpu.ragged_paged_attention import kernel as library
+from jaxtyping import Array, Float, Int, Num
+
+from lockstep.models.attention.softmax import Partial
+
+_LANES = 128
+
+
+def partial_attention(
+    q: Float[Array, "token q_head head"],
+    pool: Num[Array, "pool_page page_size two_kv_heads head"],
+    lengths: Int[Array, " sequence"],
+    page_table: Int[Array, "sequence page"],
+    q_starts: Int[Array, " sequence_and_one"],
+    num_sequences: Int[Array, " one"],
+    *,
+    num_kv_pages_per_block: int,
+    num_queries_per_block: int,
+    vmem_limit_bytes: int,
+    **options: Any,
+) -> Partial:
+    """Attends as ``ragged_paged_attention`` does, whose arguments these are; ``options`` are those of its kernel."""
+    tokens, q_heads, head = q.shape
+    page_size, two_kv_heads = pool.shape[1:3]
+    group = 2 * q_heads // two_kv_heads
+    q_heads_at_once, two_kv_heads_at_once = library.get_min_heads_per_blk(q_heads, two_kv_heads, q.dtype, pool.dtype)
+    kv_heads_at_once = two_kv_heads_at_once // 2
+    queries, blocks = num_queries_per_block, -(-tokens // num_queries_per_block)
+    body = functools.partial(library.ragged_paged_attention_kernel, **options)
+
+    def attend(*refs: Any) -> None:
+        *given, out, lse, kv, arrived, total, largest, kept, rounded = refs
+        body(*given, rounded, kv, arrived, total, largest, kept)
+        out[...] = kept[...]
+        lse[...] = largest[...] + jnp.log(total[...])
+
+    of_queries = pl.BlockSpec((queries, q_heads_at_once, head), lambda heads, block, *_: (block, heads, 0))
+    of_sums = pl.BlockSpec((kv_heads_at_once, queries * group, _LANES), lambda heads, block, *_: (heads, block, 0))
+    sums = jax.ShapeDtypeStruct((two_kv_heads // 2, blocks * queries * group, _LANES), jnp.float32)
+    kept = (queries, q_heads_at_once, head)
+    # Two blocks of each output are on their way beside what the kernel has without them.
+    more = 2 * 4 * (queries * q_heads_at_once * (head + _LANES)) + queries * q_heads_at_once * head * q.dtype.itemsize
+    out, lse = pl.pallas_call(
+        attend,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=5,
+            in_specs=[of_queries, pl.BlockSpec(memory_space=pl.ANY)],
+            out_specs=[of_queries, of_sums],
+            grid=(q_heads // q_heads_at_once, blocks),
+            scratch_shapes=[
+                pltpu.VMEM((2, num_kv_pages_per_block, page_size, two_kv_heads_at_once, head), pool.dtype),
+                pltpu.SemaphoreType.DMA((2,)),
+                *(pltpu.VMEM((kv_heads_at_once, queries * group, _LANES), jnp.float32) for _ in range(2)),
+                pltpu.VMEM(kept, jnp.float32),
+                pltpu.VMEM(kept, q.dtype),
+            ],
+        ),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("arbitrary", "arbitrary"), vmem_limit_bytes=vmem_limit_bytes + more
+        ),
+        out_shape=[jax.ShapeDtypeStruct(q.shape, jnp.float32), sums],
+        name="partial_attention",
+    )(lengths, page_table, q_starts, jnp.zeros(2, jnp.int32), num_sequences, q, pool)
+    lse = lse[..., 0].reshape(-1, blocks * queries, group)[:, :tokens].swapaxes(0, 1)
+    return Partial(out, lse.reshape(tokens, q_heads))
