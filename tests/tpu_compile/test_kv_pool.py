@@ -9,10 +9,11 @@ pytest.importorskip("libtpu", reason="the extra [plan] brings the TPU compiler")
 
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from lockstep.main.plan.collectives import collectives
 from lockstep.main.plan.compiler import topology
 from lockstep.main.plan.hlo import Hlo
 from lockstep.main.plan.traffic import copies
-from lockstep.models.attention import Heads, StoredKvHeads, TpuAttention
+from lockstep.models.attention import Heads, StoredKvHeads, TpuAttention, select_attention
 from lockstep.models.attention.tpu_blocks import BlockKey, blocks_for, stored_heads
 from lockstep.models.attention.tpu_write import NAME
 
@@ -85,3 +86,56 @@ def test_a_step_writes_into_the_pool_in_place(generation, kv_dtype):
     assert compiled.memory_analysis().alias_size_in_bytes == bytes_
     assert compiled.memory_analysis().temp_size_in_bytes < bytes_ / 2
     assert not copies(Hlo(text, ()), shape)
+
+
+@pytest.mark.parametrize(
+    "generation", ["v5p", *(pytest.param(name, marks=pytest.mark.slow) for name in ("v4", "v5e", "v6e"))]
+)
+def test_devices_that_split_positions_write_and_attend_in_place(generation):
+    """Two devices have half of the pool each; queries are gathered and results exchanged, and nothing else is sent."""
+    mesh = Mesh(np.array(topology(SLICES[generation]).devices[:2]), ("x",), axis_types=(AxisType.Auto,))
+    heads = Heads(kv_heads=1, group=4, head_size=128, context=2, context_axes=("x",))
+    attention = select_attention(mesh.devices[0], heads, page_size=PAGE_SIZE, dtype=jnp.dtype("bfloat16"))
+    everywhere, by_head = PartitionSpec(), PartitionSpec(None, None, "x")
+
+    def struct(*shape, dtype="int32", spec=everywhere):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+
+    def step(pool, q, kv, layer, table, position):
+        cache = attention.begin_decode(pool, table, position, LAYERS)
+        page = layer * PAGES + table[jnp.arange(SLOTS), position // PAGE_SIZE]
+        cache = attention.write(cache, layer, page, position, kv)
+        found = attention.decode(q, cache, layer, layer * PAGES + table, position, jnp.ones(SLOTS, bool))
+        pool = attention.end_decode(cache)
+        rows = attention.begin_prefill(position // PAGE_SIZE * PAGE_SIZE, table, jnp.ones(SLOTS, bool))
+        many = jnp.repeat(q[:, None], PAGE_SIZE, axis=1)
+        return pool, found, attention.prefill(many, pool, layer, layer * PAGES, rows)
+
+    shape = (LAYERS * PAGES, PAGE_SIZE // 2, 2, 128)
+    mapped = jax.shard_map(
+        step,
+        mesh=mesh,
+        in_specs=(by_head, by_head, *[everywhere] * 4),
+        out_specs=(by_head, by_head, PartitionSpec(None, None, None, "x")),
+        check_vma=False,
+    )
+    with jax.set_mesh(mesh):
+        compiled = (
+            jax.jit(mapped, donate_argnums=0)
+            .lower(
+                struct(*shape[:2], 2 * shape[2], 128, dtype="bfloat16", spec=by_head),
+                struct(SLOTS, 1, 8, 128, dtype="bfloat16", spec=by_head),
+                struct(SLOTS, 2, 128, dtype="bfloat16"),
+                struct(),
+                struct(SLOTS, WIDTH),
+                struct(SLOTS),
+            )
+            .compile()
+        )
+    text, bytes_ = compiled.as_text(), int(np.prod(shape)) * 2
+    assert text.count('custom_call_target="tpu_custom_call"') == 4, "write, decode, and each half of the queries"
+    assert compiled.memory_analysis().alias_size_in_bytes == bytes_
+    assert compiled.memory_analysis().temp_size_in_bytes < bytes_ / 2
+    hlo = Hlo(text, ())
+    assert not copies(hlo, shape)
+    assert sorted(one.kind for one in collectives(hlo, 2)) == ["all-gather", "all-to-all", "all-to-all"]

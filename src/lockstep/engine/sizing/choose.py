@@ -61,11 +61,12 @@ class Chooser:
         check_capacity(best.sizes, requests)
         model, prompts = self.models[best.layout], max_prompts(self.config, best.sizes, demand)
         rows = self._max_rows(model, best.sizes)
+        page_size = best.demand.page_size if model.heads.context > 1 else demand.page_size
         return Sizing(
             layout=best.layout,
             wanted=best.wanted,
             sizes=best.sizes,
-            reasons=reasons(self.config, best.wanted, best.sizes, best.demand, prompts, demand.page_size, rows),
+            reasons=reasons(self.config, best.wanted, best.sizes, best.demand, prompts, page_size, rows),
             predicted=best.footprint,
             compiled=None,
             free=self.free,
@@ -84,11 +85,14 @@ class Chooser:
     ) -> Choice:
         """The largest capacity of one layout, and its predicted time.
 
-        Pages are no smaller than in ``demand``, and larger where the page tables need it and the configuration allows.
+        Pages are no smaller than in ``demand``. They are larger where the configuration allows it and page tables need
+        it, or where devices of a TPU split them, which copy their part of a page at a time.
         """
         old = before if before is not None and before.layout == model.layout else None
         if old is not None and self.config.page_size is None and old.sizes.page_size > demand.page_size:
             demand = Demand.of(requests, old.sizes.page_size)
+        if model.heads.context > 1 and model.device.platform == "tpu":
+            demand = Demand.of(requests, larger_page_size(self.config, demand.page_size) or demand.page_size)
         wanted, sizes = self._fit(model, demand, old, None)
         while sizes is not None and not tables_fit(sizes, rows := self._max_rows(model, sizes)):
             larger = larger_page_size(self.config, demand.page_size)

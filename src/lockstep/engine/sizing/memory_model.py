@@ -15,7 +15,7 @@ from lockstep.engine.decoder.prefill import PROMPT_LOGPROBS_CHUNK
 from lockstep.engine.decoder.transformer import routed_shape
 from lockstep.engine.schedule import Capacity
 from lockstep.engine.sizing.demand import Demand
-from lockstep.models.attention import CONTEXT_CHUNK, has_kernel, tpu_generation
+from lockstep.models.attention import CONTEXT_CHUNK, has_kernel, stored_kv_heads, tpu_generation
 
 _CHUNK = 512
 """Positions that decode attends at a time, at most: a longer context is padded to a multiple."""
@@ -126,6 +126,10 @@ class MemoryModel:
         mlp = -(-config.mlp_activations // model.decode_mesh.tensor)
         activations = tokens * (mlp + 3 * config.hidden_dim)
         activations *= 2 if self._tpu7x else 1  # nearly twice as much, read off its compiler
+        if model.heads.context > 1:  # queries of all that split positions, and three times what was found in float32
+            stored = stored_kv_heads(model.device, model.heads, model.kv_dtype)
+            rows = sizes.prefill_rows * sizes.page_size * self._heads * stored.head_size
+            activations += rows * (model.dtype.itemsize + 3 * 4)
         activations -= _IN_VECTOR_MEMORY.get(tpu_generation(model.device.device_kind), 0)
         return self._gathered_at_once + max(activations, tokens * config.hidden_dim)
 

@@ -19,7 +19,6 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from lockstep.models.attention.base import Attention, Heads, StoredKvHeads
-from lockstep.models.attention.softmax import Partial
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -140,10 +139,11 @@ class ContextParallelAttention:
         """Returns the query heads of all devices, one device's after the other's."""
         return jax.lax.all_gather(q, self.heads.context_axes, axis=q.ndim - 2, tiled=True)
 
-    def _join(self, found: Partial, sees: Array, sinks: Array | None, dtype: jnp.dtype) -> Array:
+    def _join(self, found: Any, sees: Array, sinks: Array | None, dtype: jnp.dtype) -> Array:
         """Joins what all devices found for the heads of this one.
 
         Args:
+            found: The `Partial` of this device.
             sees: Whether a query sees any position of this device ``[*batch]``.
         """
         sees = sees[..., None, None]

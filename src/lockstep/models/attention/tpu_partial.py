@@ -39,7 +39,7 @@ def partial_attention(
     q_heads_at_once, two_kv_heads_at_once = library.get_min_heads_per_blk(q_heads, two_kv_heads, q.dtype, pool.dtype)
     kv_heads_at_once = two_kv_heads_at_once // 2
     queries, blocks = num_queries_per_block, -(-tokens // num_queries_per_block)
-    body = functools.partial(library.ragged_paged_attention_kernel, **options)
+    body: Any = functools.partial(library.ragged_paged_attention_kernel, **options)
 
     def attend(*refs: Any) -> None:
         *given, out, lse, kv, arrived, total, largest, kept, rounded = refs
