@@ -83,7 +83,7 @@ def compile_for(
         ),
         mesh,
     )
-    prompt, guesses = tuple(range(context)), Drafts() if drafts else None
+    prompt, guesses = tuple(at % known.vocab_size for at in range(context)), Drafts() if drafts else None
     params = dataclasses.replace(SAMPLED, top_p=0.95) if filters else SAMPLED
     requests = [Request(prompt_id=i, prompt_tokens=prompt, params=params, drafts=guesses) for i in range(sequences)]
     engine.prepare((config, weights), requests)

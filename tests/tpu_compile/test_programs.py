@@ -46,6 +46,22 @@ def test_programs_of_llama_3_1_8b(slice_name: str, tensor: int) -> None:
     check_memory(found)
 
 
+@SLOW
+def test_long_contexts_split_over_devices() -> None:
+    """131,072 tokens of Llama-3.1-8B: 16 devices that have each kv head twice, or each half of its positions."""
+    options = "--context 130944"
+    twice, split = (compiled("v5p-32", 16, 4, options=f"{options} --split {devices}") for devices in (1, 2))
+    print([(each["pool"], each["kernel"], each["per_token"]) for each in (twice, split)])
+    assert split["pool"] < 0.51 * twice["pool"] and split["floor_kv"] == twice["floor_kv"] / 2
+    assert split["kernel"] < 0.51 * twice["kernel"] and split["ratio"] < 1.02
+    programs, predicted = split["programs"], split["predicted"]
+    for name in ("prefill", "decode"):
+        assert programs[name]["pool_copies"] == 0 and programs[name]["aliased"] == split["pool"]
+        assert programs[name]["temporaries"] + programs[name]["code"] <= predicted[name]
+    steps = [one["kind"] for one in programs["decode"]["collectives"] if one["in_step"] and one["times"] == LAYERS]
+    assert sorted(steps) == ["all-gather", "all-reduce", "all-reduce", "all-to-all"]
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("tensor", [1, 2])
 def test_programs_on_tpu7x(tensor: int) -> None:
