@@ -17,7 +17,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from lockstep.models.attention.tpu_write import write_entries
+from lockstep.models.attention.tpu_kernels import write_entries
 from lockstep.placement.device import compile_program
 from lockstep.hosts import Ledger
 from lockstep.main.plan.compiler import topology

@@ -15,16 +15,8 @@ from lockstep.engine.decoder.forward import check_exact_dtype, check_exact_platf
 from lockstep.engine.decoder.transformer import device_heads
 from lockstep.engine.idle_replicas import count_active, layout_with_idle_replicas
 from lockstep.errors import ConfigError
-from lockstep.models import (
-    STACKED,
-    WEIGHT_AXES,
-    DecoderWeights,
-    LlamaConfig,
-    layer_kinds,
-    quantized_dims,
-    tensor_dims,
-)
-from lockstep.models.attention import Heads, stored_kv_heads
+from lockstep.models import STACKED, WEIGHT_AXES, DecoderWeights, LlamaConfig, quantized_dims, tensor_dims
+from lockstep.models.attention import Heads, check_context, stored_kv_heads
 from lockstep.placement import (
     Assemble,
     DecodeMesh,
@@ -172,7 +164,6 @@ class DecodeModels:
         tensor = tensor_size(layout) or 1
         decode_mesh = make_decode_mesh(self.mesh, tensor, context_size(layout))
         check_layout(self.config, decode_mesh)
-        self._check_context(tensor, decode_mesh.context)
         config, weights = replicate_kv_heads(self.config, self._weights, decode_mesh.tensor)
         dtype = jnp.dtype(self._engine.dtype or weights.embed.dtype)
         kv_dtype = self._engine.kv_dtype(dtype)
@@ -180,6 +171,11 @@ class DecodeModels:
             check_exact_dtype(config, dtype)
             self._check_exact(decode_mesh)
         device, heads = self.mesh.devices.flat[0], device_heads(config, decode_mesh)
+        copies = tensor // self.config.num_kv_heads if config is not self.config else 1
+        windows = heads.windows or (heads.modifier.window,)
+        check_context(
+            layout_text(layout), heads.context, copies, self._engine.first_page_size(device.platform), windows
+        )
         kept = stored_kv_heads(device, heads, kv_dtype)
         experts = 0 if config.experts is None else config.experts.num_experts
         layouts = leaf_layouts(weights, decode_mesh, tensor_dims(experts, decode_mesh.tensor))
@@ -218,30 +214,6 @@ class DecodeModels:
             gathered=away if layout == "training" else (),
         )
 
-    def _check_context(self, tensor: int, context: int) -> None:
-        """Refuses a number of devices that cannot split the positions of a kv head."""
-        if context == 1:
-            return
-        given, heads = f"layout {{tensor: {tensor}, context: {context}}}", self.config.num_kv_heads
-        copies = tensor // heads if replicates_kv_heads(self.config, tensor) else 1
-        if copies % context:
-            raise ConfigError(
-                f"{given} splits the positions of a kv head over {context} devices, and each of the {heads} kv heads "
-                f"is on {copies}. Set context to a divisor of that, or leave it out."
-            )
-        if self.config.exact:
-            raise ConfigError(
-                f"numerics is exact and {given} sums attention by device. Leave context out, or set numerics to fast."
-            )
-        sizes = [self._engine.first_page_size(self.mesh.devices.flat[0].platform)]
-        sizes += [kind.window for kind in layer_kinds(self.config) if kind.window is not None]
-        for name, size in zip(("page_size", *("a sliding window" for _ in sizes[1:])), sizes, strict=True):
-            if size % context:
-                raise ConfigError(
-                    f"{given} splits {name} = {size}, which {context} does not divide. Set context to a divisor of it, "
-                    "or leave it out."
-                )
-
     def _check_exact(self, decode_mesh: DecodeMesh) -> None:
         """Refuses what ``numerics: exact`` cannot do."""
         config, tensor = self.config, decode_mesh.tensor
@@ -252,6 +224,11 @@ class DecodeModels:
                     f"nothing. Set {name} to auto, or numerics to fast."
                 )
         check_exact_platform(self.mesh.devices.flat[0].platform)
+        if decode_mesh.context > 1:
+            raise ConfigError(
+                "numerics is exact and context in layout sums attention by device. Leave it out, or set numerics to "
+                "fast."
+            )
         split = {"num_heads": config.num_heads, "the vocabulary": self._weights.embed.shape[0]} | _split(config, tensor)
         for name, size in split.items():
             if blocks_of(size) % tensor:

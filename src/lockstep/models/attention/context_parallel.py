@@ -12,13 +12,38 @@ by that count than the one before, so that attention computes n groups of them, 
 """
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from lockstep.errors import ConfigError
 from lockstep.models.attention.base import Attention, Heads, StoredKvHeads
+
+
+def check_context(layout: str, context: int, copies: int, page_size: int, windows: Iterable[Any]) -> None:
+    """Refuses a number of devices that cannot split the positions of a kv head.
+
+    Args:
+        layout: As the user wrote it.
+        copies: The number of devices that have the same kv head.
+
+    Raises:
+        ConfigError: Another number of them, or a page or sliding window, cannot be divided.
+    """
+    if copies % context:
+        raise ConfigError(
+            f"layout {layout} splits the positions of a kv head over {context} devices, and each kv head is on "
+            f"{copies}. Set context to a divisor of that, or leave it out."
+        )
+    for name, size in (("page_size", page_size), *(("a sliding window", each or 0) for each in windows)):
+        if size % context:
+            raise ConfigError(
+                f"layout {layout} splits {name} = {size}, which {context} does not divide. Set context to a divisor of "
+                "it, or leave it out."
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -157,7 +157,7 @@ class TpuAttention:
         # Imported here because they load the TPU kernel language, which other devices never need.
         from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
 
-        from lockstep.models.attention.tpu_partial import partial_attention
+        from lockstep.models.attention.tpu_kernels import partial_attention
 
         tokens, kv_heads, group, head = q.shape
         scale = None if pool.dtype == q.dtype else 1.0
@@ -185,7 +185,7 @@ class TpuAttention:
 
 def _write(pool: Array, index: Array, kv: Array) -> Array:
     # Imported here because it loads the TPU kernel language, which other devices never need.
-    from lockstep.models.attention.tpu_write import write_entries
+    from lockstep.models.attention.tpu_kernels import write_entries
 
     return write_entries(pool, index, kv)
 

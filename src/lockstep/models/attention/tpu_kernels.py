@@ -1,7 +1,12 @@
-"""jax's ragged paged attention kernel over some of the positions: its output in float32, with the sum of its softmax.
+"""Kernels of ours on TPU: one that writes K/V into the pool, and jax's ragged paged attention with its softmax's sums.
 
-The kernel keeps both while it computes and writes the rounded output alone. Its body is called as it is, and what it
-kept is written beside. This module loads the TPU kernel language, which other devices never need.
+XLA has a scatter for writing. It reads, changes and writes rows one after the other; here all copies are on their way
+at the same time, and the pool is never an operand of anything that could ask for it in another order.
+
+jax's kernel keeps its output in float32 and the sums while it computes, and writes the rounded output alone. Its body
+is called as it is, and what it kept is written beside.
+
+This module loads the TPU kernel language, which other devices never need: import it where it is used.
 """
 
 import functools
@@ -14,9 +19,52 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas.ops.tpu.ragged_paged_attention import kernel as library
 from jaxtyping import Array, Float, Int, Num
 
+from lockstep.models.attention.page_ops import to_pool
 from lockstep.models.attention.softmax import Partial
 
+NAME = "write_kv"
+"""The name of the kernel that writes, in a compiled program."""
+
 _LANES = 128
+
+
+def write_entries(
+    pool: Num[Array, "entry ..."], index: Int[Array, " row"], rows: Float[Array, "row ..."]
+) -> Num[Array, "entry ..."]:
+    """Returns the pool with ``pool[index[i]] = rows[i]``, in its own memory where the caller donates it.
+
+    Where several rows have the same index, the entry has bytes of any of them.
+
+    Args:
+        pool: The entries. The last two axes of an entry are its tiles, so that an entry is contiguous in memory.
+        index: The entry of each row; must be within the pool.
+        rows: The rows, which are rounded to the dtype of the pool.
+    """
+    count, stored = rows.shape[0], to_pool(rows, pool.dtype)
+
+    def kernel(index: Any, rows: Any, _: Any, written: Any, arrived: Any) -> None:
+        def copy(row: Array) -> Any:
+            return pltpu.make_async_copy(rows.at[row], written.at[index[row]], arrived)
+
+        jax.lax.fori_loop(0, count, lambda row, _: copy(row).start(), None)
+        jax.lax.fori_loop(0, count, lambda row, _: copy(row).wait(), None)
+
+    memory = pl.BlockSpec(memory_space=pl.ANY)
+    written: Array = pl.pallas_call(
+        kernel,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            in_specs=[memory, memory],
+            out_specs=memory,
+            grid=(1,),
+            scratch_shapes=[pltpu.SemaphoreType.DMA],
+        ),
+        out_shape=jax.ShapeDtypeStruct(pool.shape, pool.dtype),
+        input_output_aliases={2: 0},
+        cost_estimate=pl.CostEstimate(flops=0, transcendentals=0, bytes_accessed=2 * stored.nbytes),
+        name=NAME,
+    )(index.astype(jnp.int32), stored, pool)
+    return written
 
 
 def partial_attention(

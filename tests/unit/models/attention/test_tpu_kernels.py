@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from lockstep.models.attention.page_ops import to_pool
-from lockstep.models.attention.tpu_write import write_entries
+from lockstep.models.attention.tpu_kernels import write_entries
 from tests.interpret import kernel_on_cpu
 
 ENTRIES = 12
