@@ -52,7 +52,7 @@ KINDS = {
     "python": "runs, after the set-up of its page in PROGRAMS; one process and one namespace for a page",
     "yaml": "is read by the class that it is of, see CONFIGURATIONS",
     "json": "is read by what reads such a file, see CONFIGURATIONS",
-    "sh": "every line is read by the parser of its command, and dry-run where it has such a thing, see NOT_PARSED",
+    "sh": "every line runs up to where its command would begin, a launch as a dry run, see BEGINS and NOT_READ",
     "text": "what a program prints, see SHOWN; or a drawing, see NOT_PRINTED",
 }
 """Languages of blocks, and what is done with each. A block of no language, or of another one, is refused."""
@@ -189,45 +189,22 @@ assert all(each.tokens for each in completions) and engine.sizing.describe()
 """What must be true after the programs of a page."""
 
 CONFIGURATIONS = {
-    "README.md:yaml:0": "train-lm",
-    "docs/checkpoints.md:yaml:0": "train-lm",
-    "docs/checkpoints.md:yaml:1": "train-lm",
-    "docs/data.md:yaml:0": "train-lm",
-    "docs/data.md:yaml:1": "train-lm",
-    "docs/drafts.md:yaml:0": "train-lm",
-    "docs/evaluation.md:yaml:0": "train-lm",
     "docs/evaluation.md:yaml:1": "lm_eval",
-    "docs/exact.md:yaml:0": "train-lm",
     "docs/grpo.md:yaml:0": "train-grpo",
     "docs/grpo.md:yaml:1": "train-grpo",
     "docs/grpo.md:yaml:2": "train-grpo",
-    "docs/levanter.md:yaml:0": "train-lm",
     "docs/plan.md:json:0": "calibration",
     "docs/sampler.md:yaml:0": "sample",
-    "docs/training.md:yaml:0": "train-lm",
     "docs/training.md:yaml:1": "train-preference",
-    "docs/training.md:yaml:2": "train-lm",
-    "docs/weights-in-8-bits.md:yaml:0": "train-lm",
 }
-"""What reads each block of YAML or JSON: a command, with what it requires beside, or a reader of test_snippets.py."""
+"""Blocks of YAML and JSON that are not of `train-lm`: the command that reads them, with what it requires beside, or a
+reader of test_snippets.py."""
 
+DATA = {"tokenizer": "data/demo/tokenizer", "data": {"train_urls": ["train.jsonl"]}}
 REQUIRED = {
-    "train-lm": {
-        "tokenizer": "data/demo/tokenizer",
-        "model": {"type": "llama"},
-        "data": {"train_urls": ["train.jsonl"]},
-    },
-    "train-preference": {
-        "tokenizer": "data/demo/tokenizer",
-        "model": {"type": "llama"},
-        "data": {"train_urls": ["train.jsonl"]},
-    },
-    "train-grpo": {
-        "tokenizer": "data/demo/tokenizer",
-        "initialize_from_hf": "model",
-        "data": {"train_urls": ["train.jsonl"]},
-        "rewards": [{"type": "exact_match"}],
-    },
+    "train-lm": {**DATA, "model": {"type": "llama"}},
+    "train-preference": {**DATA, "model": {"type": "llama"}},
+    "train-grpo": {**DATA, "initialize_from_hf": "model", "rewards": [{"type": "exact_match"}]},
     "sample": {},
 }
 """What a command cannot do without, where a block does not show it."""
@@ -242,7 +219,7 @@ STANDS_FOR = {
 }
 """Words of a command line that its reader replaces."""
 
-NOT_PARSED = {
+NOT_READ = {
     "gcloud": "Google's command; tests/unit/test_first_pod.py types those of that page against a fake",
     "hf": "Hugging Face's command, which downloads",
     "pip install huggingface_hub": "downloads",
@@ -252,20 +229,16 @@ NOT_PARSED = {
     "echo": "typed by tests/multiprocess/test_walks.py",
     "(umask": "typed by tests/unit/test_first_pod.py",
     ".venv/bin/pre-commit": "installs a hook of git",
+    "python3.12 infra/launch.py --backend mig": "asks gcloud for the project; typed by tests/unit/test_first_pod.py",
 }
 """Beginnings of lines that are only looked at by people here, and why."""
 
-NOT_RUN = {
-    "make": "minutes; the target is looked up in the Makefile",
-    "pip": "downloads; the extras are looked up in pyproject.toml",
-    "lockstep train-*, sample, eval, export, plan, doctor": "need devices for minutes, a model or a pod; the command's "
-    "own parser and configuration read the line. tests/multiprocess and tests/tpu_compile run them",
-    "lockstep launch status | logs | stop | delete": "need a job; tests/unit/launch has them",
-    "lockstep demo": "minutes; tests/package runs it",
-    "lockstep report --watch": "goes on until Ctrl-C",
-    "python -m benchmarks.*, python -m pytest": "minutes; the module's own parser or the file is looked up",
-}
-"""What is parsed but not run, and why. Everything else of a line's kind is run: report, tail, launch --dry-run."""
+BEGINS = (
+    *("main.runs._join", "main.prepare.make_plan", "main.prepare.examine", "main.check.check_command"),
+    *("main.demo.write_demo", "main.results.watch", "main.commands.Command.workload"),
+)
+"""Functions at which a command, read and checked, begins what takes devices, a pod or minutes: not run here. For `make`
+and `pip` the targets and extras are looked up, of other programs the options."""
 
 VARIES = {
     "seconds": r"\b\d+(?:\.\d+)? (?:ms|µs|s)\b",
