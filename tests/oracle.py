@@ -279,9 +279,8 @@ class _Writer:
 def _on_one_device(model: Any) -> LlamaLMHeadModel:
     """The trainable model with the weights that the decoder reads, on this process's first device."""
     config, weights = read_decoder(model)
-    layers = dataclasses.asdict(weights.layers)
-    by_name = {**layers, "embed": weights.embed, "final_norm": weights.final_norm, "lm_head": weights.lm_head}
-    by_name["embed_norm"] = weights.embed_norm
+    by_name = vars(weights.layers) | vars(weights)
+    del by_name["layers"]
 
     def fill(path: Any, leaf: jax.ShapeDtypeStruct) -> jax.Array:
         # Parameters have the decoder's names; the array inside a NamedArray adds an entry of its own.

@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from lockstep.placement import matmul
+
 ACTIVATIONS: Final[dict[str, Callable[[Array], Array]]] = {
     "silu": jax.nn.silu,
     "gelu": functools.partial(jax.nn.gelu, approximate=False),
@@ -79,6 +81,35 @@ def rms_norm(
     if isinstance(offset, float) and offset == 0:
         return fix(wide.astype(x.dtype)) * weight
     return (wide * (offset + weight.astype(jnp.float32))).astype(x.dtype)
+
+
+def gated_norm(x: Float[Array, "*batch embed"], down: Any, up: Any) -> Float[Array, "*batch embed"]:
+    """Return what a norm gave, times a gate of low rank that it makes itself (Levanter's Snowball).
+
+    Args:
+        down: The matrix ``[embed, rank]``; None for no gate.
+        up: The matrix ``[rank, embed]``.
+    """
+    return x if down is None else x * jax.nn.sigmoid(matmul(jax.nn.silu(matmul(x, down)), up))
+
+
+def unit_norm(x: Float[Array, "... head"], epsilon: float | None) -> Float[Array, "... head"]:
+    """Apply an RMSNorm that has no weight; with ``epsilon`` None none."""
+    return x if epsilon is None else rms_norm(x, jnp.ones(x.shape[-1], x.dtype), epsilon)
+
+
+def exclusive(attended: Float[Array, "... head"], v: Float[Array, "... head"]) -> Float[Array, "... head"]:
+    """Return attention's output less its part along the value of the query's own position.
+
+    Exclusive self attention (Zhai 2026, https://arxiv.org/abs/2603.09078).
+    """
+    along, square = (jnp.sum(each * v, axis=-1, keepdims=True) for each in (attended, v))
+    return attended - along / (square + 1e-6) * v
+
+
+def head_gates(logits: Array) -> Array:
+    """Return the factors of heads: 1 where the logit is 0, and from 0 to 2."""
+    return 2 * jax.nn.sigmoid(logits)
 
 
 def rotate(

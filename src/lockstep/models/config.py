@@ -54,6 +54,14 @@ class Variant:
     """The factor of attention scores. Null for ``head_dim ** -0.5``."""
     attention_sinks: bool = False
     """Whether each query head has a learned score for nothing, which takes a part of its softmax (gpt-oss)."""
+    gated_norm_rank: int | None = None
+    """The rank of gates of norms: before attention and MLP, after the embedding, the last (Snowball). Null for none."""
+    unit_qk_norm: float | None = None
+    """The epsilon of an RMSNorm of each query and key that has no weight (Snowball). Null for none."""
+    exclusive_attention: bool = False
+    """Whether attention's output loses its part along the value of the query's own position (Snowball)."""
+    head_gates: bool = False
+    """Whether attention's output is multiplied by a gate of each query head (Snowball)."""
     o_bias: bool = False
     """Whether the output projection of attention has a bias (gpt-oss)."""
     attention_soft_cap: float | None = None
@@ -66,14 +74,13 @@ class Variant:
     """The attention of each layer, in Hugging Face's words: ``sliding_attention`` has the ``sliding_window``,
     ``full_attention`` has none. Null: as ``full_attention_every`` says; else with ``sliding_window`` all have it."""
     full_attention_every: int | None = None
-    """Every how many layers one has full attention, the others having the ``sliding_window``: 2 in Gemma 2, 6 in
-    Gemma 3. Null: as ``layer_types`` says."""
+    """Every how many layers one has no ``sliding_window``: 2 in Gemma 2, 6 in Gemma 3. Null: ``layer_types`` says."""
     sliding_rope: RotaryConfig | None = None
-    """The rotary embeddings of the layers with sliding attention; ``rope`` is then that of the others (Gemma 3). Null:
-    all layers have ``rope``."""
+    """The rotary embeddings of layers with sliding attention; others have ``rope`` (Gemma 3). Null: all have it."""
 
     def __post_init__(self) -> None:
-        for name in ("embed_scale", "attention_scale", "attention_soft_cap", "logit_soft_cap", "sliding_window"):
+        positive = ("embed_scale", "attention_scale", "attention_soft_cap", "logit_soft_cap", "sliding_window")
+        for name in (*positive, "gated_norm_rank", "unit_qk_norm"):
             value = getattr(self, name)
             if value not in (None, "sqrt_hidden_dim") and not value > 0:
                 raise ConfigError(f"variant.{name} is {value}; it must be more than 0. Use null for none.")
@@ -253,9 +260,7 @@ class LlamaConfig(ModelConfig):
                 "each layer. Set it to null where all layers are of one kind."
             )
         if self.variant.wide_qk_norm and not self.qk_norm:
-            raise ConfigError(
-                "variant.wide_qk_norm is true and qk_norm is false: there is no norm. Set qk_norm to true."
-            )
+            raise ConfigError("variant.wide_qk_norm is true, qk_norm is false: there is no norm. Set qk_norm to true.")
         sliding = self.variant.sliding_rope
         if sliding is not None and sliding.score_factor != self.rope.score_factor:
             raise ConfigError(
@@ -331,10 +336,7 @@ class LlamaConfig(ModelConfig):
 
     @property
     def mlp_activations(self) -> int:
-        """Numbers of one token inside an MLP, at most: gate, up, and their product; of experts inputs and outputs too.
-
-        Inputs and outputs are of each expert that the token is given to.
-        """
+        """Numbers of one token inside an MLP, at most: gate, up and product; of its experts inputs and outputs too."""
         if self.experts is None:
             return 3 * self.intermediate_dim
         each = self.experts.num_experts_per_tok * (3 * self.expert_dim + 2 * self.hidden_dim)

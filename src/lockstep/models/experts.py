@@ -6,7 +6,7 @@ token's experts answer does not depend on the other tokens.
 
 import dataclasses
 from collections.abc import Sequence
-from typing import NamedTuple, Self
+from typing import Literal, NamedTuple, Self, get_args
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from lockstep.errors import ConfigError
 from lockstep.models.weights import MLP_WEIGHTS, SPARSE_WEIGHTS
+
+Scoring = Literal["softmax", "sigmoid"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,6 +45,11 @@ class Experts:
     """Whether the shared expert's answer is multiplied by the sigmoid of a logit of the token (Qwen2-MoE)."""
     norm_topk_prob: bool = True
     """Whether the weights of a token's experts are divided by their sum."""
+    scoring: Scoring = "softmax"
+    """The weights of experts, of the router's logits. With ``sigmoid`` the router has a bias, which chooses experts and
+    weighs none (Snowball; https://arxiv.org/abs/2408.15664)."""
+    routed_scaling_factor: float = 1.0
+    """The factor of the weights."""
     load_balancing_coef: float = 0.001
     """The factor of the load-balancing loss (Switch Transformers, https://arxiv.org/abs/2101.03961, equation 4), summed
     over a token's experts as in transformers and Levanter: it is their number where all are used evenly. 0 for none."""
@@ -54,6 +61,8 @@ class Experts:
             value = getattr(self, name)
             if value is not None and not (isinstance(value, int) and value >= 1):
                 raise ConfigError(f"experts.{name} is {value!r}; it must be a whole number of at least 1. Correct it.")
+        if self.scoring not in get_args(Scoring):
+            raise ConfigError(f"experts.scoring is {self.scoring!r}; it must be softmax or sigmoid. Correct it.")
         if self.num_experts_per_tok > self.num_experts:
             raise ConfigError(
                 f"experts.num_experts_per_tok is {self.num_experts_per_tok} and experts.num_experts is "
@@ -70,7 +79,7 @@ class Experts:
                 f"experts.mlp_only_layers is {list(only)}; it must be numbers of layers from 0, each once, in order. "
                 "Correct it."
             )
-        for name in ("load_balancing_coef", "router_z_coef"):
+        for name in ("load_balancing_coef", "router_z_coef", "routed_scaling_factor"):
             if not getattr(self, name) >= 0:
                 raise ConfigError(f"experts.{name} is {getattr(self, name)}; it must be at least 0. Use 0 for none.")
 
@@ -109,7 +118,7 @@ class Routing(NamedTuple):
     weights: Float[Array, "token choice"]
     """The factors of what they answer, float32."""
     logits: Float[Array, "token expert"]
-    """The router's logits, float32."""
+    """The router's logits with its bias, float32: experts are chosen by them."""
 
 
 class RouterSums(NamedTuple):
@@ -180,16 +189,22 @@ def route(
         replayed: The experts to take, whose weights are those of these logits (R3, https://arxiv.org/abs/2510.11370,
             equation 5); -1 for those with the largest logits. None for these alone.
     """
-    logits = jnp.matmul(x.astype(jnp.float32), router.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
-    logits = logits if bias is None else logits + bias.astype(jnp.float32)
+    unbiased = jnp.matmul(x.astype(jnp.float32), router.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
+    logits = unbiased if bias is None else unbiased + bias.astype(jnp.float32)
     largest, chosen = jax.lax.top_k(logits, experts.num_experts_per_tok)
     if replayed is not None:
         chosen = jnp.where(replayed < 0, chosen, replayed)
         largest = jnp.take_along_axis(logits, chosen, axis=-1)
-    if experts.norm_topk_prob:
+    if experts.scoring == "sigmoid":
+        weights = jax.nn.sigmoid(jnp.take_along_axis(unbiased, chosen, axis=-1))
+        if experts.norm_topk_prob:
+            weights /= jnp.sum(weights, axis=-1, keepdims=True) + 1e-9
+    elif experts.norm_topk_prob:
         weights = jax.nn.softmax(largest, axis=-1)
     else:
         weights = jnp.exp(largest - jax.nn.logsumexp(logits, axis=-1, keepdims=True))
+    if experts.routed_scaling_factor != 1:
+        weights *= experts.routed_scaling_factor
     return Routing(chosen, weights, logits)
 
 

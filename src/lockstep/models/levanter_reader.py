@@ -26,6 +26,7 @@ from levanter.models.olmo import Olmo2Attention, Olmo2LMHeadModel
 from levanter.models.qwen import QwenConfig, QwenLMHeadModel
 from levanter.models.qwen3_moe import Qwen3MoeLMHeadModel
 
+from lockstep.models import snowball_reader as snowball_reader  # registers itself
 from lockstep.models.config import Activation, LlamaConfig, Variant
 from lockstep.models.experts import Experts
 from lockstep.models.low_rank import MergeLora, unchanged
@@ -47,22 +48,13 @@ AXES = {name: " ".join(axis for axis in haliax_axes(name) if axis != "layer") fo
 """The axes that the decoder wants of each weight, without the layer, by Levanter's names."""
 AXES["o"] = AXES["o"].replace("kv_head q_heads_per_group", "heads")  # the one weight with flattened heads
 
-NOT_COMPUTED = {
-    "SnowballLMHeadModel": "gated norms, norms of queries and keys with no weight and an eps of their own, exclusive "
-    "self-attention, gated heads, layers without rotary embeddings, and a router whose bias chooses experts that "
-    "sigmoids weigh, with a sum of 2.5",
-}
-"""The parts of the architectures of other classes that the decoder lacks."""
-
 
 @register_reader(LmHeadModel)
 def _refuse(model: Any) -> tuple[LlamaConfig, DecoderWeights]:
     found = (cls for cls in registered_classes() if cls.__module__.startswith("levanter.models."))
     supported = sorted(cls.__name__ for cls in found if cls is not LmHeadModel)
-    name = type(model).__name__
-    needs = f": it needs {NOT_COMPUTED[name]}" if name in NOT_COMPUTED else ""
     raise UnreadableModelError(
-        f"Levanter's {name} cannot be read{needs}; supported are {', '.join(supported)} and their "
+        f"Levanter's {type(model).__name__} cannot be read; supported are {', '.join(supported)} and their "
         "subclasses. Train one of these, or register a reader for the class with lockstep.models.register_reader."
     )
 

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 from haliax import Axis, NamedArray
 from haliax.nn.scan import Stacked
 from haliax.partitioning import physical_axis_name
-from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
 from lockstep.errors import ConfigError
@@ -21,10 +20,20 @@ from lockstep.models.config import LlamaConfig, distinct, layer_kinds
 from lockstep.models.experts import RouterSums
 from lockstep.models.llama_mlp import EngineRouting, LlamaExperts, LlamaMlp, MixedLayers, MixedMlps
 from lockstep.models.low_rank import Weight, linear
-from lockstep.models.named_block import LlamaAxes, document_positions, float32_logits, rms_norm, rotary_angles, rotate
+from lockstep.models.named_block import (
+    LlamaAxes,
+    document_positions,
+    float32_logits,
+    gated_norm,
+    look_up,
+    neutral,
+    norm_gates,
+    rms_norm,
+    rotary_angles,
+    rotate,
+    unit_norm,
+)
 from lockstep.models.remat import scan_policy
-from lockstep.placement import PARAMETER_AXES, PP, compute_axes
-from lockstep.placement.device import auto_axes
 
 
 class LlamaAttention(eqx.Module):
@@ -39,6 +48,7 @@ class LlamaAttention(eqx.Module):
     v_bias: NamedArray | None
     o_bias: NamedArray | None
     sinks: NamedArray | None
+    head_gate: NamedArray | None
     q_norm: NamedArray | None
     k_norm: NamedArray | None
     q_wide_norm: NamedArray | None
@@ -62,10 +72,11 @@ class LlamaAttention(eqx.Module):
             v_bias=hax.zeros((ax.KVHead, ax.HeadSize)) if bias else None,
             o_bias=hax.zeros(ax.Embed) if config.variant.o_bias else None,
             sinks=hax.zeros((ax.KVHead, ax.Group)) if config.variant.attention_sinks else None,
-            q_norm=_neutral(config, ax.HeadSize) if norm else None,
-            k_norm=_neutral(config, ax.HeadSize) if norm else None,
-            q_wide_norm=_neutral(config, ax.KVHead, ax.Group, ax.HeadSize) if wide else None,
-            k_wide_norm=_neutral(config, ax.KVHead, ax.HeadSize) if wide else None,
+            head_gate=hax.zeros((ax.Embed, ax.KVHead, ax.Group)) if config.variant.head_gates else None,
+            q_norm=neutral(config, ax.HeadSize) if norm else None,
+            k_norm=neutral(config, ax.HeadSize) if norm else None,
+            q_wide_norm=neutral(config, ax.KVHead, ax.Group, ax.HeadSize) if wide else None,
+            k_wide_norm=neutral(config, ax.KVHead, ax.HeadSize) if wide else None,
             config=config,
         )
 
@@ -89,11 +100,15 @@ class LlamaAttention(eqx.Module):
         v = _add(linear(x, self.v, ax.Embed), self.v_bias)
         q, k = rms_norm(q, self.q_norm, self.config), rms_norm(k, self.k_norm, self.config)
         q, k = rms_norm(q, self.q_wide_norm, self.config), rms_norm(k, self.k_wide_norm, self.config)
+        q, k = unit_norm(q, self.config), unit_norm(k, self.config)
         angles = angles if layer_kind is None else angles["layer_kind", layer_kind]
         q, k = rotate(q, angles, ax.HeadSize), rotate(k, angles, ax.HeadSize)
         q = hax.named(block.scale_queries(q.array, self.config.attention_scale), q.axes)
         q, k, v = (hax.auto_sharded(each) for each in (q, k, v))
         attended = self._attend(q, k, v, segment_ids, layer_kind)
+        if self.head_gate is not None:
+            logits = hax.dot(x, self.head_gate, axis=ax.Embed)
+            attended = attended * hax.named(block.head_gates(logits.array), logits.axes)
         out = linear(attended, self.o, (ax.KVHead, ax.Group, ax.HeadSize))
         return _add(out, self.o_bias).rearrange(x.axes)
 
@@ -141,6 +156,8 @@ class LlamaAttention(eqx.Module):
         else:  # the kernel's blocks depend on the window, so each has a branch
             branches = [functools.partial(attend, window) for window in windows]
             attended = jax.lax.switch(layer_kind.array, branches, *given)
+        if variant.exclusive_attention:
+            attended = block.exclusive(attended, given[2][..., None, :])
         return hax.named(attended.reshape([axis.size for axis in (*rows, *heads)]), (*rows, *heads)).rearrange(q.axes)
 
 
@@ -148,9 +165,13 @@ class LlamaLayer(eqx.Module):
     """One transformer layer: attention and MLP, each with its RMSNorms and a residual connection."""
 
     attn_norm: NamedArray | None
+    attn_norm_down: NamedArray | None
+    attn_norm_up: NamedArray | None
     attention: LlamaAttention
     attn_post_norm: NamedArray | None
     mlp_norm: NamedArray | None
+    mlp_norm_down: NamedArray | None
+    mlp_norm_up: NamedArray | None
     mlp: LlamaMlp | LlamaExperts | MixedMlps | None
     """Those of all layers in `MixedLayers`."""
     mlp_post_norm: NamedArray | None
@@ -163,12 +184,14 @@ class LlamaLayer(eqx.Module):
         pre, post = config.variant.pre_norm, config.variant.post_norm
         mlp = LlamaMlp if config.experts is None else LlamaExperts
         return cls(
-            attn_norm=_neutral(config, Embed) if pre else None,
+            **norm_gates(config, attention_key, "attn_norm", pre),
+            **norm_gates(config, mlp_key, "mlp_norm", pre),
+            attn_norm=neutral(config, Embed) if pre else None,
             attention=LlamaAttention.init(config, key=attention_key),
-            attn_post_norm=_neutral(config, Embed) if post else None,
-            mlp_norm=_neutral(config, Embed) if pre else None,
+            attn_post_norm=neutral(config, Embed) if post else None,
+            mlp_norm=neutral(config, Embed) if pre else None,
             mlp=None if config.mixes_mlps else mlp.init(config, key=mlp_key),
-            mlp_post_norm=_neutral(config, Embed) if post else None,
+            mlp_post_norm=neutral(config, Embed) if post else None,
         )
 
     def __call__(
@@ -187,8 +210,13 @@ class LlamaLayer(eqx.Module):
         """
         sums: RouterSums | None = None
 
+        def attention(h: NamedArray) -> NamedArray:
+            h = gated_norm(h, self.attn_norm_down, self.attn_norm_up)
+            return self.attention(h, angles, segment_ids, layer_kind)
+
         def mlp(h: NamedArray) -> NamedArray:
             nonlocal sums
+            h = gated_norm(h, self.mlp_norm_down, self.mlp_norm_up)
             if isinstance(self.mlp, LlamaMlp):
                 return self.mlp(h)
             assert isinstance(self.mlp, LlamaExperts)
@@ -198,7 +226,7 @@ class LlamaLayer(eqx.Module):
         # With the stream sharded by the batch axes XLA gathers weights (FSDP) rather than split activations by embed.
         x = block.layer(
             x,
-            lambda h: self.attention(h, angles, segment_ids, layer_kind),
+            attention,
             mlp,
             lambda h, weight: rms_norm(h, weight, self.attention.config),
             self,
@@ -219,8 +247,12 @@ class LlamaLMHeadModel(eqx.Module):
 
     embed: NamedArray
     embed_norm: NamedArray | None
+    embed_norm_down: NamedArray | None
+    embed_norm_up: NamedArray | None
     layers: Stacked[LlamaLayer] | MixedLayers
     final_norm: NamedArray
+    final_norm_down: NamedArray | None
+    final_norm_up: NamedArray | None
     lm_head: NamedArray | None
     config: LlamaConfig = eqx.field(static=True)
 
@@ -239,10 +271,12 @@ class LlamaLMHeadModel(eqx.Module):
             mlps = MixedMlps.init(config, key=jax.random.fold_in(layer_key, 1))
             layers = MixedLayers(dataclasses.replace(layers.stacked, mlp=mlps), config)
         return cls(
+            **norm_gates(config, embed_key, "embed_norm", config.variant.embed_norm),
+            **norm_gates(config, head_key, "final_norm"),
             embed=hax.random.normal(embed_key, (Vocab, ax.Embed)) * std,
-            embed_norm=_neutral(config, ax.Embed) if config.variant.embed_norm else None,
+            embed_norm=neutral(config, ax.Embed) if config.variant.embed_norm else None,
             layers=layers,
-            final_norm=_neutral(config, ax.Embed),
+            final_norm=neutral(config, ax.Embed),
             lm_head=None if config.tie_word_embeddings else hax.random.normal(head_key, (ax.Embed, Vocab)) * std,
             config=config,
         )
@@ -294,14 +328,16 @@ class LlamaLMHeadModel(eqx.Module):
         angles = rotary_angles(config, positions)
         kinds, which = distinct(layer_kinds(config))
         layer_kind = None if len(kinds) == 1 else hax.named(jnp.asarray(which), "layer")
-        x = _look_up(self.embed, input_ids, split)
+        x = look_up(self.embed, input_ids, split)
         x = hax.named(block.scale_embedding(x.array, config.embed_scale), x.axes)
         layers = self.layers.scan_via(LlamaLayer.__call__)
-        x, sums = layers(rms_norm(x, self.embed_norm, config), angles, segment_ids, layer_kind, engine)
+        x = gated_norm(rms_norm(x, self.embed_norm, config), self.embed_norm_down, self.embed_norm_up)
+        x, sums = layers(x, angles, segment_ids, layer_kind, engine)
         if split is not None:
             x = x.rearrange(("batch", "position", "embed"))
             x = hax.named(split.restore(x.array, hax.partitioning.pspec_for_axis(x.axes[:1])), x.axes)
-        return rms_norm(x, self.final_norm, config), sums
+        x = gated_norm(rms_norm(x, self.final_norm, config), self.final_norm_down, self.final_norm_up)
+        return x, sums
 
     def lm_head_array(self) -> NamedArray:
         """Returns the output layer ``[embed, vocab]``, or the embedding ``[vocab, embed]`` where the two are tied."""
@@ -334,42 +370,6 @@ class LlamaLMHeadModel(eqx.Module):
         """
         logits = float32_logits(activations, self.lm_head_array())
         return hax.auto_sharded(hax.named(block.soft_cap(logits.array, self.logit_soft_cap), logits.axes))
-
-
-def _look_up(table: NamedArray, ids: NamedArray, split: SplitPositions | None = None) -> NamedArray:
-    """Returns the rows of a table ``[vocab, embed]`` sharded by the batch axes, and by ``split``."""
-    mesh = jax.sharding.get_abstract_mesh()
-    axes = auto_axes(mesh)
-    if split is None and len(axes) == len(mesh.axis_names) and PP not in axes:
-        # A table sharded by embed would leave the stream sharded by embed, and XLA would replicate it.
-        return hax.auto_sharded(table.take("vocab", ids))
-    # Inside the shard_map over slices XLA aborts when it partitions a gather from a table split over two axes, and it
-    # would replicate what comes from a table that is split over ``fsdp`` alone, where rows are split over stages or
-    # positions too.
-    rows, width, vocab = compute_axes(mesh, of_slice=True)["batch"], PARAMETER_AXES["embed"], PARAMETER_AXES["vocab"]
-
-    def local(table: Array, ids: Array) -> Array:
-        place = jax.lax.all_gather(ids, width, tiled=True) - jax.lax.axis_index(vocab) * len(table)
-        own = (place >= 0) & (place < len(table))
-        found = jnp.where(own[..., None], table[jnp.clip(place, 0, len(table) - 1)], 0)
-        return jax.lax.all_to_all(jax.lax.psum(found, vocab), width, 0, found.ndim - 1, tiled=True)
-
-    tokens = PartitionSpec(rows, split and split.axis)
-    look_up = jax.shard_map(
-        local,
-        mesh=mesh,
-        in_specs=(PartitionSpec(vocab, width), tokens),
-        out_specs=tokens,
-        axis_names=axes,
-        check_vma=False,
-    )
-    embed = table.resolve_axis("embed")
-    return hax.named(look_up(table.rearrange(("vocab", "embed")).array, ids.array), (*ids.axes, embed))
-
-
-def _neutral(config: LlamaConfig, *axes: Axis) -> NamedArray:
-    """Returns the weight of a norm that multiplies by 1."""
-    return hax.zeros(axes) if config.variant.norm_plus_one else hax.ones(axes)
 
 
 def _add(x: NamedArray, bias: NamedArray | None) -> NamedArray:

@@ -7,10 +7,14 @@ import haliax as hax
 import jax
 import jax.numpy as jnp
 from haliax import Axis, NamedArray
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Int
 
 from lockstep.models import block
+from lockstep.models.attention import SplitPositions
 from lockstep.models.config import LlamaConfig, distinct, layer_kinds, rotary_frequencies
+from lockstep.placement import PARAMETER_AXES, PP, compute_axes
+from lockstep.placement.device import auto_axes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,6 +31,7 @@ class LlamaAxes:
     ExpertMlp: Axis
     GateUp: Axis
     SharedMlp: Axis
+    Rank: Axis
     One: Axis
 
     @classmethod
@@ -43,8 +48,54 @@ class LlamaAxes:
             ExpertMlp=Axis("expert_mlp", config.expert_dim),
             GateUp=Axis("gate_up", 2 * config.expert_dim),
             SharedMlp=Axis("shared_mlp", (config.experts and config.experts.shared_intermediate_dim) or 1),
+            Rank=Axis("rank", config.variant.gated_norm_rank or 1),
             One=Axis("one", 1),
         )
+
+
+def look_up(table: NamedArray, ids: NamedArray, split: SplitPositions | None = None) -> NamedArray:
+    """Returns the rows of a table ``[vocab, embed]`` sharded by the batch axes, and by ``split``."""
+    mesh = jax.sharding.get_abstract_mesh()
+    axes = auto_axes(mesh)
+    if split is None and len(axes) == len(mesh.axis_names) and PP not in axes:
+        # A table sharded by embed would leave the stream sharded by embed, and XLA would replicate it.
+        return hax.auto_sharded(table.take("vocab", ids))
+    # Inside the shard_map over slices XLA aborts when it partitions a gather from a table split over two axes, and it
+    # would replicate what comes from a table that is split over ``fsdp`` alone, where rows are split over stages or
+    # positions too.
+    rows, width, vocab = compute_axes(mesh, of_slice=True)["batch"], PARAMETER_AXES["embed"], PARAMETER_AXES["vocab"]
+
+    def local(table: Array, ids: Array) -> Array:
+        place = jax.lax.all_gather(ids, width, tiled=True) - jax.lax.axis_index(vocab) * len(table)
+        own = (place >= 0) & (place < len(table))
+        found = jnp.where(own[..., None], table[jnp.clip(place, 0, len(table) - 1)], 0)
+        return jax.lax.all_to_all(jax.lax.psum(found, vocab), width, 0, found.ndim - 1, tiled=True)
+
+    tokens = PartitionSpec(rows, split and split.axis)
+    mapped = jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=(PartitionSpec(vocab, width), tokens),
+        out_specs=tokens,
+        axis_names=axes,
+        check_vma=False,
+    )
+    embed = table.resolve_axis("embed")
+    return hax.named(mapped(table.rearrange(("vocab", "embed")).array, ids.array), (*ids.axes, embed))
+
+
+def neutral(config: LlamaConfig, *axes: Axis) -> NamedArray:
+    """Returns the weight of a norm that multiplies by 1."""
+    return hax.zeros(axes) if config.variant.norm_plus_one else hax.ones(axes)
+
+
+def norm_gates(config: LlamaConfig, key: jax.Array, norm: str, has: bool = True) -> dict[str, NamedArray | None]:
+    """Returns random matrices of the gate of a norm, by their names."""
+    ax, rank = LlamaAxes.of(config), config.variant.gated_norm_rank
+    sides = {f"{norm}_down": (ax.Embed, ax.Rank), f"{norm}_up": (ax.Rank, ax.Embed)}
+    keys = dict(zip(sides, jax.random.split(jax.random.fold_in(key, 2)), strict=True))
+    std = config.initializer_range
+    return {name: hax.random.normal(keys[name], axes) * std if has and rank else None for name, axes in sides.items()}
 
 
 def rms_norm(x: NamedArray, weight: NamedArray | None, config: LlamaConfig) -> NamedArray:
@@ -63,6 +114,22 @@ def rms_norm(x: NamedArray, weight: NamedArray | None, config: LlamaConfig) -> N
     array = x.rearrange(axes).array
     normed = block.rms_norm(array, weight.array, config.layer_norm_epsilon, offset=config.variant.norm_offset)
     return hax.named(normed, axes).rearrange(x.axes)
+
+
+def gated_norm(x: NamedArray, down: NamedArray | None, up: NamedArray | None) -> NamedArray:
+    """Applies the gate of a norm to what the norm gave; None for no gate."""
+    if down is None or up is None:
+        return x
+    rows = x.rearrange((..., "embed"))
+    return hax.named(block.gated_norm(rows.array, down.array, up.array), rows.axes).rearrange(x.axes)
+
+
+def unit_norm(x: NamedArray, config: LlamaConfig) -> NamedArray:
+    """Applies the RMSNorm of queries and keys that has no weight, where the model has one."""
+    if config.variant.unit_qk_norm is None:
+        return x
+    heads = x.rearrange((..., "head_size"))
+    return hax.named(block.unit_norm(heads.array, config.variant.unit_qk_norm), heads.axes).rearrange(x.axes)
 
 
 def rotary_angles(config: LlamaConfig, positions: NamedArray) -> NamedArray:

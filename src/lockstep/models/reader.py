@@ -11,6 +11,7 @@ from lockstep.models.llama import LlamaLMHeadModel
 from lockstep.models.llama_mlp import MixedMlps
 from lockstep.models.registry import UnreadableModelError, class_name, has_reader, read_registered, register_reader
 from lockstep.models.weights import WEIGHT_AXES, DecoderWeights, LayerWeights, haliax_axes
+from lockstep.placement import on_auto_mesh
 
 
 def read_decoder(model: Any) -> tuple[LlamaConfig, DecoderWeights]:
@@ -36,7 +37,8 @@ def read_decoder(model: Any) -> tuple[LlamaConfig, DecoderWeights]:
     """
     if not has_reader(type(model)) and (readers := _readers_of_library(type(model))):
         importlib.import_module(readers)
-    return read_registered(model)
+    config, weights = read_registered(model)
+    return config, on_auto_mesh(weights)
 
 
 @register_reader(tuple, parameters=lambda pair: None)  # there is no model beside it

@@ -125,7 +125,8 @@ class RotaryConfig:
     yarn: YarnScaling | None = None
     """The frequency scaling of YaRN. Null for none."""
     linear_factor: float = 1.0
-    """The divisor of positions, "linear" scaling in Hugging Face; at least 1. Gemma 3 has 8 in its larger models."""
+    """The divisor of positions, "linear" scaling in Hugging Face; at least 1. Gemma 3 has 8 in its larger models.
+    Infinity: no positions, as in layers without rotary embeddings (Snowball)."""
     partial_rotary_factor: float = 1.0
     """The part of each head that is rotated, from its first element on; the rest has no position (Phi-4-mini: 0.75)."""
 

@@ -1,6 +1,5 @@
 """Models made of shapes or of the decoder's weights: nothing is computed, nothing copied."""
 
-import dataclasses
 import functools
 import math
 from typing import Any
@@ -44,9 +43,8 @@ def as_trainable(config: LlamaConfig, weights: DecoderWeights) -> LlamaLMHeadMod
     Args:
         weights: Arrays, or tracers inside a traced function.
     """
-    layers = {field.name: getattr(weights.layers, field.name) for field in dataclasses.fields(weights.layers)}
-    by_name = {**layers, "embed": weights.embed, "final_norm": weights.final_norm, "lm_head": weights.lm_head}
-    by_name["embed_norm"] = weights.embed_norm
+    by_name = vars(weights.layers) | vars(weights)
+    del by_name["layers"]
 
     def fill(path: Any, leaf: jax.ShapeDtypeStruct) -> jax.Array:
         # Parameters have the decoder's names; the array inside a NamedArray adds an entry of its own.

@@ -20,10 +20,10 @@ class LayerWeights:
 
     Axes: ``layer``; ``embed`` (hidden size); ``kv_head``; ``group`` (query heads per kv head); ``head`` (head size);
     ``mlp`` (intermediate size); ``expert``; ``expert_mlp`` (intermediate size of an expert); ``gate_up`` (twice that:
-    gate and up in turns); ``shared_mlp`` (that of the shared expert); ``one`` (a single number). Query head ``i`` of a
-    Hugging Face checkpoint is ``(kv_head, group) = divmod(i, G)``, ``G`` being the number of query heads per kv head.
-    The axes of heads may also be flattened into fewer, in this order. A weight with another order of axes, or with one
-    array per layer, is a `lockstep.placement.LazyWeight`.
+    gate and up in turns); ``shared_mlp`` (that of the shared expert); ``rank`` (of the gates of norms); ``one`` (a
+    single number). Query head ``i`` of a Hugging Face checkpoint is ``(kv_head, group) = divmod(i, G)``, ``G`` being
+    the number of query heads per kv head. The axes of heads may also be flattened into fewer, in this order. A weight
+    with another order of axes, or with one array per layer, is a `lockstep.placement.LazyWeight`.
 
     Example:
         >>> _, weights = lockstep.models.read_decoder(model)
@@ -48,7 +48,11 @@ class LayerWeights:
     shared_down: Float[Array, "layer shared_mlp embed"] | None = None
     shared_router: Float[Array, "layer embed one"] | None = None
     attn_norm: Float[Array, "layer embed"] | None = None
+    attn_norm_down: Float[Array, "layer embed rank"] | None = None
+    attn_norm_up: Float[Array, "layer rank embed"] | None = None
     mlp_norm: Float[Array, "layer embed"] | None = None
+    mlp_norm_down: Float[Array, "layer embed rank"] | None = None
+    mlp_norm_up: Float[Array, "layer rank embed"] | None = None
     attn_post_norm: Float[Array, "layer embed"] | None = None
     mlp_post_norm: Float[Array, "layer embed"] | None = None
     q_bias: Float[Array, "layer kv_head group head"] | None = None
@@ -59,6 +63,7 @@ class LayerWeights:
     expert_down_bias: Float[Array, "layer expert embed"] | None = None
     o_bias: Float[Array, "layer embed"] | None = None
     sinks: Float[Array, "layer kv_head group"] | None = None
+    head_gate: Float[Array, "layer embed kv_head group"] | None = None
     q_norm: Float[Array, "layer head"] | None = None
     k_norm: Float[Array, "layer head"] | None = None
     q_wide_norm: Float[Array, "layer kv_head group head"] | None = None
@@ -87,6 +92,10 @@ class DecoderWeights:
     final_norm: Float[Array, " embed"]
     lm_head: Float[Array, "embed vocab"] | None = None
     embed_norm: Float[Array, " embed"] | None = None
+    embed_norm_down: Float[Array, "embed rank"] | None = None
+    embed_norm_up: Float[Array, "rank embed"] | None = None
+    final_norm_down: Float[Array, "embed rank"] | None = None
+    final_norm_up: Float[Array, "rank embed"] | None = None
 
 
 def _axes_of(*classes: type) -> dict[str, tuple[str, ...]]:

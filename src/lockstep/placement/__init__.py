@@ -9,6 +9,7 @@ from lockstep.placement.lazy_weight import Pick as Pick
 from lockstep.placement.lazy_weight import axis_groups as axis_groups
 from lockstep.placement.lazy_weight import axis_specs as axis_specs
 from lockstep.placement.lazy_weight import is_lazy as is_lazy
+from lockstep.placement.lazy_weight import on_auto_mesh as on_auto_mesh
 from lockstep.placement.lazy_weight import resharded as resharded
 from lockstep.placement.lazy_weight import shape_structs as shape_structs
 from lockstep.placement.lazy_weight import sources as sources

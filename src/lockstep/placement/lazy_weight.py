@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 from jaxtyping import Array, PyTree
 
 from lockstep.errors import ConfigError
@@ -306,6 +306,37 @@ def shape_structs(weights: PyTree) -> PyTree:
         return _struct(leaf)
 
     return jax.tree.map(without_arrays, weights)
+
+
+def on_auto_mesh(weights: PyTree) -> PyTree:
+    """The same weights, by reference, seen on meshes of `AxisType.Auto` axes, as programs over other meshes need them.
+
+    Levanter trains some models on a mesh of explicit axes, whose arrays ``shard_map`` over a decode mesh refuses.
+    """
+
+    def seen(sharding: Any) -> Any:
+        mesh = getattr(sharding, "mesh", None)
+        if not isinstance(mesh, Mesh) or AxisType.Explicit not in mesh.axis_types:
+            return sharding
+        auto = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
+        return NamedSharding(auto, sharding.spec, memory_kind=sharding.memory_kind)
+
+    def weight(leaf: Any) -> Any:
+        have = getattr(leaf, "sharding", None)
+        want = seen(have)
+        if want is have:
+            return leaf
+        if isinstance(leaf, LazyWeight):
+            parts, blocks = jax.tree.map(weight, leaf.parts), tuple(map(seen, leaf.blocks))
+            return dataclasses.replace(leaf, parts=parts, sharding=want, blocks=blocks)
+        if not isinstance(leaf, jax.Array):
+            return _struct(leaf, want)
+        local = [shard.data for shard in leaf.addressable_shards]
+        return jax.make_array_from_single_device_arrays(leaf.shape, want, local, dtype=leaf.dtype)
+
+    found = jax.tree.map(weight, weights)
+    same = all(a is b for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(weights), strict=True))
+    return weights if same else found
 
 
 def is_lazy(weights: PyTree) -> bool:

@@ -45,6 +45,33 @@ def test_rotation_turns_each_pair_by_its_angle() -> None:
     assert block.rope_angles(jnp.arange(5), [np.ones(3), np.ones(3)]).shape == (2, 5, 3)
 
 
+def test_a_gated_norm_is_times_a_gate_of_low_rank() -> None:
+    x, down, up = (RNG.standard_normal(shape).astype(np.float32) for shape in ((3, 6), (6, 2), (2, 6)))
+    low = x @ down
+    want = x / (1 + np.exp(-((low / (1 + np.exp(-low))) @ up)))
+    np.testing.assert_allclose(block.gated_norm(x, down, up), want, rtol=1e-5)
+    assert block.gated_norm(x, None, None) is x
+
+
+def test_exclusive_attention_has_no_part_along_its_own_value() -> None:
+    attended, v = (RNG.standard_normal(shape).astype(np.float32) for shape in ((3, 4, 6), (3, 1, 6)))
+    left = block.exclusive(jnp.asarray(attended), jnp.asarray(v))
+    np.testing.assert_allclose((left * v).sum(-1), 0, atol=1e-5)
+    # What is gone is a multiple of the value.
+    gone = attended - np.asarray(left)
+    np.testing.assert_allclose(gone, (gone * v).sum(-1, keepdims=True) / (v * v).sum(-1, keepdims=True) * v, atol=1e-5)
+    assert not np.any(block.exclusive(jnp.ones((2, 6)), jnp.zeros((2, 6))) - 1), "a value of zeros takes nothing"
+
+
+def test_unit_norms_and_gates_of_heads() -> None:
+    x = RNG.standard_normal((3, 6)).astype(np.float32)
+    np.testing.assert_allclose(
+        block.unit_norm(jnp.asarray(x), 1e-3), x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-3), rtol=1e-5
+    )
+    assert block.unit_norm(x, None) is x
+    np.testing.assert_allclose(block.head_gates(jnp.array([0.0, 50.0, -50.0])), [1, 2, 0], atol=1e-6)
+
+
 def test_scales_and_caps() -> None:
     q = jnp.ones((2, 4))
     assert block.scale_queries(q, None) is q and block.scale_embedding(q, None) is q and block.soft_cap(q, None) is q

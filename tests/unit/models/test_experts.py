@@ -1,5 +1,6 @@
 """The configuration of experts, the router, and its losses."""
 
+import dataclasses
 import re
 from typing import Any
 
@@ -18,6 +19,21 @@ def test_the_lower_number_wins_a_tie() -> None:
     assert routing.experts.tolist() == [[1, 2]] and routing.weights.tolist() == [[0.5, 0.5]]
     biased = route(x, jnp.zeros((2, 5)), jnp.array([0.0, 0, 0, 2, 1]), Experts(num_experts=5))
     assert biased.experts.tolist() == [[3, 4]]
+
+
+def test_a_bias_of_a_sigmoid_router_chooses_and_weighs_nothing() -> None:
+    """The definition in Levanter's Snowball, and DeepSeek-V3's: the weights of the chosen sum up to the factor."""
+    logits, bias = np.array([[0.5, 0.1, -0.3, -4.0]], np.float32), jnp.array([0.0, -9, 0, 5])
+    experts = Experts(num_experts=4, num_experts_per_tok=2, scoring="sigmoid", routed_scaling_factor=2.5)
+    routing = route(jnp.asarray(logits), jnp.eye(4), bias, experts)
+    assert routing.experts.tolist() == [[3, 0]]
+    chosen = 1 / (1 + np.exp(-logits[0, [3, 0]]))
+    np.testing.assert_allclose(routing.weights[0], 2.5 * chosen / chosen.sum(), rtol=1e-5)
+    plain = dataclasses.replace(experts, norm_topk_prob=False)
+    np.testing.assert_allclose(route(jnp.asarray(logits), jnp.eye(4), bias, plain).weights[0], 2.5 * chosen, rtol=1e-5)
+    replayed = route(jnp.asarray(logits), jnp.eye(4), bias, plain, jnp.array([[1, -1]]))
+    assert replayed.experts.tolist() == [[1, 0]]
+    assert float(replayed.weights[0, 0]) == pytest.approx(2.5 / (1 + np.exp(-0.1)), rel=1e-4)
 
 
 def test_losses_are_those_of_the_papers() -> None:
@@ -53,6 +69,7 @@ def test_the_expected_number_of_experts_is_that_of_even_draws() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
+        ({"scoring": "relu"}, "experts.scoring is 'relu'; it must be softmax or sigmoid"),
         ({"num_experts": 0}, "experts.num_experts is 0; it must be a whole number of at least 1"),
         ({"num_experts_per_tok": 9}, "is 9 and experts.num_experts is 8; a token has no more experts than there are"),
         (

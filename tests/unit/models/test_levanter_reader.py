@@ -20,7 +20,6 @@ from levanter.models.mixtral import MixtralConfig
 from levanter.models.olmo import Olmo2Config
 from levanter.models.qwen import Qwen3Config, QwenConfig
 from levanter.models.qwen3_moe import Qwen3MoeConfig
-from levanter.models.snowball import SnowballConfig, SnowballLMHeadModel
 
 import lockstep
 from lockstep.models import UnreadableModelError, read_decoder
@@ -123,10 +122,3 @@ def test_what_cannot_be_read_is_refused_by_name(config, text):
     model = jax.eval_shape(lambda: config.build(hax.Axis("vocab", 64), key=jax.random.key(0)))
     with pytest.raises(UnreadableModelError, match=text):
         read_decoder(model)
-
-
-def test_snowball_is_refused_with_what_the_decoder_lacks():
-    parts = ("gated norms", "eps of their own", "exclusive self-attention", "gated heads", "sum of 2.5; supported are")
-    text = f"SnowballLMHeadModel cannot be read: it needs {'.*'.join(parts)}"
-    with pytest.raises(UnreadableModelError, match=text):
-        read_decoder(SnowballLMHeadModel(None, SnowballConfig()))

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 from lockstep.errors import ConfigError
 from lockstep.models import LlamaConfig, LlamaLMHeadModel, Qwen2Config, Qwen3Config, RotaryConfig, Variant
-from lockstep.models.llama import _look_up
+from lockstep.models.named_block import look_up
 from lockstep.models.trainable import skeleton
 from lockstep.placement import COMPUTE_AXES, PARAMETER_AXES, make_mesh, place
 
@@ -179,7 +179,7 @@ def test_a_table_split_over_two_axes_is_looked_up_inside_a_slice(monkeypatch: py
     specs = (jax.P("tp", "fsdp"), jax.P(("dcn", "fsdp")), jax.P(("dcn", "fsdp")))
 
     def slice_loss(table: jax.Array, ids: jax.Array, weights: jax.Array) -> jax.Array:
-        found = _look_up(hax.named(table, (Vocab, Row)), hax.named(ids, ("batch", "position")))
+        found = look_up(hax.named(table, (Vocab, Row)), hax.named(ids, ("batch", "position")))
         return jax.lax.psum(jnp.sum(found.array * weights), "dcn")
 
     loss = jax.shard_map(

@@ -24,6 +24,7 @@ from lockstep.models import (
     Qwen3Config,
     Qwen3MoeConfig,
     UnreadableModelError,
+    Variant,
     read_decoder,
     register_reader,
 )
@@ -43,7 +44,7 @@ SIZES: dict[str, Any] = {
 }
 # Sizes by the axis names in weights.py.
 AXES = {"layer": 3, "embed": 12, "mlp": 20, "kv_head": 2, "group": 2, "head": 6, "vocab": 10}
-AXES |= {"expert": 5, "expert_mlp": 8, "gate_up": 16, "shared_mlp": 9, "one": 1}
+AXES |= {"expert": 5, "expert_mlp": 8, "gate_up": 16, "shared_mlp": 9, "rank": 4, "one": 1}
 
 
 def build(config: LlamaConfig) -> LlamaLMHeadModel:
@@ -72,8 +73,13 @@ def declared_shapes(cls: type) -> dict[str, tuple[int, ...]]:
             **SIZES,
             experts=Experts(num_experts=5, intermediate_dim=8, shared_intermediate_dim=9, shared_router=True),
         ),
+        LlamaConfig(
+            **SIZES,
+            experts=Experts(num_experts=5, intermediate_dim=8, scoring="sigmoid"),
+            variant=Variant(embed_norm=True, gated_norm_rank=4, head_gates=True),
+        ),
     ],
-    ids=["llama", "tied", "qwen2", "qwen3", "experts", "shared"],
+    ids=["llama", "tied", "qwen2", "qwen3", "experts", "shared", "gates"],
 )
 def test_reading_gives_the_very_same_arrays_and_launches_nothing(config: LlamaConfig) -> None:
     model = build(config)

@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from lockstep.errors import ConfigError
 from lockstep.models import TENSOR_DIMS, DecoderWeights
-from lockstep.placement import LazyWeight, place, view
+from lockstep.placement import LazyWeight, on_auto_mesh, place, view
 from lockstep.placement.decode_mesh import make_decode_mesh
 from lockstep.placement.lazy_weight import is_lazy, sources
 from lockstep.placement.leaf_layout import leaf_layouts
@@ -168,3 +168,20 @@ def test_a_function_that_cannot_be_hashed_is_refused():
 
     with pytest.raises(ConfigError, match=r"Scale\(by=2.0\), cannot be hashed .*frozen dataclass"):
         LazyWeight(parts=(), assemble=Scale(by=2.0), shape=(1,), dtype=jnp.dtype("float32"), sharding=None)
+
+
+def test_arrays_of_explicit_axes_are_seen_on_auto_axes_by_reference():
+    devices, names = np.array(jax.devices()[:2]), ("data",)
+    where = NamedSharding(Mesh(devices, names, axis_types=(AxisType.Explicit,)), PartitionSpec("data"))
+    array = jax.device_put(np.arange(8.0, dtype=np.float32).reshape(4, 2), where)
+    weights = {"plain": array, "lazy": view([array, array], "a b -> b a"), "host": np.ones(2)}
+    struct = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where), array)
+    seen = on_auto_mesh({**weights, "struct": struct})
+    assert seen["host"] is weights["host"]
+    for each in (seen["plain"], *seen["lazy"].parts[0], seen["struct"]):
+        assert each.sharding.mesh.axis_types == (AxisType.Auto,) and each.sharding.spec == where.spec
+    assert seen["lazy"].sharding.mesh.axis_types == (AxisType.Auto,)
+    assert on_auto_mesh(seen)["plain"] is seen["plain"]
+    for have, want in zip(seen["plain"].addressable_shards, array.addressable_shards, strict=True):
+        assert have.data.unsafe_buffer_pointer() == want.data.unsafe_buffer_pointer()
+    np.testing.assert_array_equal(seen["plain"], array)

@@ -104,11 +104,12 @@ class Transformer:
             local = tokens - jax.lax.axis_index(self.decode_mesh.tensor_axes) * table.shape[0]
             is_local = (local >= 0) & (local < table.shape[0])
             x = self._sum(jnp.where(is_local[..., None], table[jnp.where(is_local, local, 0)], 0))
-        return self._norm(block.scale_embedding(x, self.config.embed_scale), weights.embed_norm)
+        x = self._norm(block.scale_embedding(x, self.config.embed_scale), weights.embed_norm)
+        return block.gated_norm(x, weights.embed_norm_down, weights.embed_norm_up)
 
     def logits(self, weights: DecoderWeights, x: Float[Array, "slot embed"]) -> Float[Array, "slot local_vocab"]:
         """Returns float32 logits of this device's part of the vocabulary; -inf from ``vocab_size`` on."""
-        x = self._norm(x, weights.final_norm)
+        x = block.gated_norm(self._norm(x, weights.final_norm), weights.final_norm_down, weights.final_norm_up)
         if self.config.exact:
             head = weights.embed if weights.lm_head is None else weights.lm_head
             tied = weights.lm_head is None
@@ -170,7 +171,8 @@ class Transformer:
         x, cache, routed = self._layers(last, weights, x, cache, start=start, active=active, write=write, attend=attend)
         index = jnp.int32(last)
         w = self._layer(weights, index)
-        _, kv = self._project(w, self._norm(x, w.attn_norm), self._of_layer(self._rope_angles(x, start), index))
+        h = block.gated_norm(self._norm(x, w.attn_norm), w.attn_norm_down, w.attn_norm_up)
+        _, kv = self._project(w, h, self._of_layer(self._rope_angles(x, start), index))
         return write(cache, index, kv), routed
 
     def _layers[Cache](
@@ -197,14 +199,21 @@ class Transformer:
 
             def attention(h: Array) -> Array:
                 nonlocal cache
+                h = block.gated_norm(h, w.attn_norm_down, w.attn_norm_up)
                 q, kv = self._project(w, h, self._of_layer(angles, index))
                 cache = write(cache, index, kv)
                 attended = attend(cache, index, q, w.sinks)
+                if self.config.variant.exclusive_attention:
+                    attended = block.exclusive(attended.reshape(q.shape), kv[:, :, 1::2, None])
+                if w.head_gate is not None:
+                    gates = block.head_gates(matmul(h, w.head_gate))
+                    attended = attended.reshape(q.shape) * gates.reshape(*q.shape[:-1], 1)
                 out = self._contract(attended.reshape(*x.shape[:2], -1), w.o, self._query_heads)
                 return out if w.o_bias is None else out + w.o_bias
 
             def mlp(h: Array) -> Array:
                 nonlocal routed
+                h = block.gated_norm(h, w.mlp_norm_down, w.mlp_norm_up)
                 answers, experts = self._mlp_of_layer(weights, w, index, valid, h)
                 if routed is not None and experts is not None:
                     routed = routed.at[index].set(experts.reshape(-1).astype(routed.dtype))
@@ -267,6 +276,7 @@ class Transformer:
         )
         q, k = self._norm(q, w.q_norm), self._norm(k, w.k_norm)
         q, k = self._wide_norm(q, w.q_wide_norm), self._wide_norm(k, w.k_wide_norm)
+        q, k = (block.unit_norm(each, self.config.variant.unit_qk_norm) for each in (q, k))
         q = block.rotate(q, *(each[:, :, None, None] for each in angles), fix=self._fix)
         k = block.rotate(k, *(each[:, :, None] for each in angles), fix=self._fix)
         q, k = self._fix((q, k))
