@@ -63,7 +63,7 @@ def test_a_step_writes_into_the_pool_in_place(generation, kv_dtype):
     def step(pool, q, kv, layer, table, position):
         cache = attention.begin_decode(pool, table, position, LAYERS)
         page = layer * PAGES + table[jnp.arange(SLOTS), position // PAGE_SIZE]
-        cache = attention.write(cache, layer, page, position, kv)
+        cache = attention.write(cache, layer, page[:, None], position[:, None], kv)
         found = attention.decode(q, cache, layer, layer * PAGES + table, position, jnp.ones(SLOTS, bool))
         return attention.end_decode(cache), found
 
@@ -73,8 +73,8 @@ def test_a_step_writes_into_the_pool_in_place(generation, kv_dtype):
             jax.jit(step, donate_argnums=0)
             .lower(
                 struct(*shape, dtype=kv_dtype),
-                struct(SLOTS, HEADS.kv_heads, HEADS.group, HEADS.head_size, dtype="bfloat16"),
-                struct(SLOTS, 2 * HEADS.kv_heads, HEADS.head_size, dtype="bfloat16"),
+                struct(SLOTS, 1, HEADS.kv_heads, HEADS.group, HEADS.head_size, dtype="bfloat16"),
+                struct(SLOTS, 1, 2 * HEADS.kv_heads, HEADS.head_size, dtype="bfloat16"),
                 struct(),
                 struct(SLOTS, WIDTH),
                 struct(SLOTS),
@@ -96,7 +96,7 @@ def test_devices_that_split_positions_write_and_attend_in_place(generation):
     mesh = Mesh(np.array(topology(SLICES[generation]).devices[:2]), ("x",), axis_types=(AxisType.Auto,))
     heads = Heads(kv_heads=1, group=4, head_size=128, context=2, context_axes=("x",))
     attention = select_attention(mesh.devices[0], heads, page_size=PAGE_SIZE, dtype=jnp.dtype("bfloat16"))
-    everywhere, by_head = PartitionSpec(), PartitionSpec(None, None, "x")
+    everywhere, by_head, by_query_head = (PartitionSpec(*[None] * n, *["x"] * (n > 0)) for n in (0, 2, 3))
 
     def struct(*shape, dtype="int32", spec=everywhere):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
@@ -104,19 +104,19 @@ def test_devices_that_split_positions_write_and_attend_in_place(generation):
     def step(pool, q, kv, layer, table, position):
         cache = attention.begin_decode(pool, table, position, LAYERS)
         page = layer * PAGES + table[jnp.arange(SLOTS), position // PAGE_SIZE]
-        cache = attention.write(cache, layer, page, position, kv)
+        cache = attention.write(cache, layer, page[:, None], position[:, None], kv)
         found = attention.decode(q, cache, layer, layer * PAGES + table, position, jnp.ones(SLOTS, bool))
         pool = attention.end_decode(cache)
         rows = attention.begin_prefill(position // PAGE_SIZE * PAGE_SIZE, table, jnp.ones(SLOTS, bool))
-        many = jnp.repeat(q[:, None], PAGE_SIZE, axis=1)
+        many = jnp.repeat(q, PAGE_SIZE, axis=1)
         return pool, found, attention.prefill(many, pool, layer, layer * PAGES, rows)
 
     shape = (LAYERS * PAGES, PAGE_SIZE // 2, 2, 128)
     mapped = jax.shard_map(
         step,
         mesh=mesh,
-        in_specs=(by_head, by_head, *[everywhere] * 4),
-        out_specs=(by_head, by_head, PartitionSpec(None, None, None, "x")),
+        in_specs=(by_head, by_query_head, *[everywhere] * 4),
+        out_specs=(by_head, by_query_head, by_query_head),
         check_vma=False,
     )
     with jax.set_mesh(mesh):
@@ -124,8 +124,8 @@ def test_devices_that_split_positions_write_and_attend_in_place(generation):
             jax.jit(mapped, donate_argnums=0)
             .lower(
                 struct(*shape[:2], 2 * shape[2], 128, dtype="bfloat16", spec=by_head),
-                struct(SLOTS, 1, 8, 128, dtype="bfloat16", spec=by_head),
-                struct(SLOTS, 2, 128, dtype="bfloat16"),
+                struct(SLOTS, 1, 1, 8, 128, dtype="bfloat16", spec=by_query_head),
+                struct(SLOTS, 1, 2, 128, dtype="bfloat16"),
                 struct(),
                 struct(SLOTS, WIDTH),
                 struct(SLOTS),

@@ -93,11 +93,11 @@ def verify_function(
                 finite = jnp.isfinite(kv) | (ahead == 0)[:, None, None]
                 spoilt = spoilt | ~jnp.all(finite, axis=(2, 3))
                 flat = layer * transformer.pages + pages
-                return attention.write_span(cache, layer, flat, at, jnp.where(finite, kv, 0)), spoilt
+                return attention.write(cache, layer, flat, at, jnp.where(finite, kv, 0)), spoilt
 
             def attend(carry: Any, layer: Array, q: Array, sinks: Array | None) -> Array:
                 table = layer * transformer.pages + page_table
-                return attention.decode_span(q, carry[0], layer, table, position, active, sinks)
+                return attention.decode(q, carry[0], layer, table, position, active, sinks)
 
             x = transformer.embed(weights, inputs)
             carry = (cache, jnp.zeros(inputs.shape, bool))
@@ -237,14 +237,14 @@ def decode_function(
         def step(state: Any) -> Any:
             index, cache, token, position, remaining, counts, results = state
             active = remaining > 0
-            page = jnp.where(active, page_table[rows, position // capacity.page_size], NULL_PAGE)
+            page = jnp.where(active, page_table[rows, position // capacity.page_size], NULL_PAGE)[:, None]
 
             def write(cache: Any, layer: Array, kv: Array) -> Any:
-                return attention.write(cache, layer, layer * transformer.pages + page, position, kv[:, 0])
+                return attention.write(cache, layer, layer * transformer.pages + page, position[:, None], kv)
 
             def attend(cache: Any, layer: Array, q: Array, sinks: Array | None) -> Array:
                 table = layer * transformer.pages + page_table
-                return attention.decode(q[:, 0], cache, layer, table, position, active, sinks)[:, None]
+                return attention.decode(q, cache, layer, table, position, active, sinks)
 
             x = transformer.embed(weights, token[:, None])
             x, cache, routed = transformer.layers(

@@ -130,7 +130,7 @@ class Chooser:
 
     def _max_rows(self, model: DecodeModel, sizes: Capacity) -> int | None:
         """The most rows of a page table as wide as that of ``sizes``; None for no limit."""
-        # What verifies drafts may look beyond the end of a sequence: `decode_span` makes its table so much wider.
+        # What verifies drafts may look beyond the end of a sequence: `decode` makes its table so much wider.
         beyond = -(-max(sizes.verify_widths, default=0) // sizes.page_size)
         rows = max_page_table_rows(model.device, model.heads, sizes.pages_per_sequence + beyond)
         if rows == 0:

@@ -8,9 +8,7 @@ from lockstep.models.attention.context_parallel import check_context as check_co
 from lockstep.models.attention.contiguous_kv import CONTEXT_CHUNK as CONTEXT_CHUNK
 from lockstep.models.attention.contiguous_kv import Context as Context
 from lockstep.models.attention.contiguous_kv import attend_context as attend_context
-from lockstep.models.attention.contiguous_kv import attend_context_span as attend_context_span
 from lockstep.models.attention.contiguous_kv import extend_context as extend_context
-from lockstep.models.attention.contiguous_kv import extend_context_span as extend_context_span
 from lockstep.models.attention.contiguous_kv import gather_context as gather_context
 from lockstep.models.attention.exact import ExactAttention as ExactAttention
 from lockstep.models.attention.exact import attend_exact as attend_exact

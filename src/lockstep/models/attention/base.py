@@ -122,45 +122,16 @@ class Attention(Protocol):
         self,
         cache: Any,
         layer: Int[Array, ""],
-        page: Int[Array, " slot"],
-        position: Int[Array, " slot"],
-        kv: Float[Array, "slot two_kv_heads head"],
-    ) -> Any:
-        """Writes K and V of one position per slot into the cache; ``page`` indexes the flat pool."""
-
-    def decode(
-        self,
-        q: Float[Array, "slot kv_head group head"],
-        cache: Any,
-        layer: Int[Array, ""],
-        page_table: Int[Array, "slot page"],
-        position: Int[Array, " slot"],
-        active: Bool[Array, " slot"],
-        sinks: Float[Array, "kv_head group"] | None = None,
-    ) -> Float[Array, "slot kv_head group head"]:
-        """Attends one query per slot to the positions up to and including its own.
-
-        Args:
-            cache: The cache, with K and V of the queries' own positions already written.
-            page_table: The pages of each slot, in order, as indices of the flat pool.
-            active: Whether the slot has a sequence; the output of other slots is never read.
-            sinks: The score of each head for nothing, where ``Heads.sinks`` says that there is one.
-        """
-
-    def write_span(
-        self,
-        cache: Any,
-        layer: Int[Array, ""],
         page: Int[Array, "slot query"],
         position: Int[Array, "slot query"],
         kv: Float[Array, "slot query two_kv_heads head"],
     ) -> Any:
-        """Writes K and V of several positions per slot into the cache; ``page`` indexes the flat pool.
+        """Writes K and V of one or more positions per slot into the cache; ``page`` indexes the flat pool.
 
         A position whose page is a layer's null page may lie beyond the page table.
         """
 
-    def decode_span(
+    def decode(
         self,
         q: Float[Array, "slot query kv_head group head"],
         cache: Any,
@@ -170,7 +141,7 @@ class Attention(Protocol):
         active: Bool[Array, " slot"],
         sinks: Float[Array, "kv_head group"] | None = None,
     ) -> Float[Array, "slot query kv_head group head"]:
-        """Attends several queries per slot, each to the positions up to and including its own.
+        """Attends one or more queries per slot, each to the positions up to and including its own.
 
         Args:
             q: The queries of one layer; query ``i`` of a slot is at ``position + i``.
@@ -179,7 +150,7 @@ class Attention(Protocol):
             position: The position of each slot's first query.
             active: Whether the slot has a sequence; the output of other slots is never read, nor is that of queries
                 beyond the page table.
-            sinks: The score of each head for nothing, as for `decode`.
+            sinks: The score of each head for nothing, where ``Heads.sinks`` says that there is one.
         """
 
     def begin_prefill(

@@ -97,37 +97,18 @@ class ContextParallelAttention:
         return self.own.end_decode(cache)
 
     def write(self, cache: Any, layer: Array, page: Array, position: Array, kv: Array) -> Any:
-        """Writes where the position is the device's; else to the null page and where its next position will be."""
-        page, position = self._place(page, position)
-        return self.own.write(cache, layer, page, position, kv)
-
-    def write_span(self, cache: Any, layer: Array, page: Array, position: Array, kv: Array) -> Any:
-        """Writes several positions of each slot as `write` does."""
-        page, position = self._place(page, position)
-        return self.own.write_span(cache, layer, page, position, kv)
-
-    def _place(self, page: Array, position: Array) -> tuple[Array, Array]:
+        """Writes a position where it is the device's; else to the null page and where its next position will be."""
         is_own = position % self._devices == self._device
-        return jnp.where(is_own, page, 0), self._before(position)
+        return self.own.write(cache, layer, jnp.where(is_own, page, 0), self._before(position), kv)
 
     def decode(
         self, q: Array, cache: Any, layer: Array, page_table: Array, position: Array, active: Array,
         sinks: Array | None = None,
     ) -> Array:  # fmt: skip
-        """Attends one query per slot to the positions of all devices."""
-        visible = self._before(position + 1)
-        last = jnp.maximum(visible - 1, 0)
-        found = self.own.decode(self._gather(q), cache, layer, page_table, last, active)
-        return self._join(found, visible > 0, sinks, q.dtype)
-
-    def decode_span(
-        self, q: Array, cache: Any, layer: Array, page_table: Array, position: Array, active: Array,
-        sinks: Array | None = None,
-    ) -> Array:  # fmt: skip
-        """Attends several queries per slot to the positions of all devices."""
+        """Attends one or more queries per slot to the positions of all devices."""
 
         def attend(first: int, q: Array) -> Any:
-            return self.own.decode_span(q, cache, layer, page_table, self._before(position + first + 1) - 1, active)
+            return self.own.decode(q, cache, layer, page_table, self._before(position + first + 1) - 1, active)
 
         return self._attend_groups(attend, q, position, sinks)
 
@@ -152,17 +133,14 @@ class ContextParallelAttention:
 
     def _attend_groups(self, attend: Any, q: Array, start: Array, sinks: Array | None) -> Array:
         """Attends every n-th query together; ``q`` is ``[row, query, kv_head, group, head]``, from ``start`` on."""
-        devices, queries = self._devices, q.shape[1]
-        padded = jnp.pad(q, ((0, 0), (0, -queries % devices), *((0, 0) for _ in q.shape[2:])))
-        gathered = self._gather(padded)
-        found = [attend(first, gathered[:, first::devices]) for first in range(devices)]
+        queries = q.shape[1]
+        groups = min(self._devices, queries)
+        padded = jnp.pad(q, ((0, 0), (0, -queries % groups), *((0, 0) for _ in q.shape[2:])))
+        gathered = jax.lax.all_gather(padded, self.heads.context_axes, axis=q.ndim - 2, tiled=True)
+        found = [attend(first, gathered[:, first::groups]) for first in range(groups)]
         whole = jax.tree.map(lambda *a: jnp.stack(a, axis=2).reshape(len(q), -1, *a[0].shape[2:])[:, :queries], *found)
         visible = self._before(start[:, None] + jnp.arange(queries) + 1)
         return self._join(whole, visible > 0, sinks, q.dtype)
-
-    def _gather(self, q: Array) -> Array:
-        """Returns the query heads of all devices, one device's after the other's."""
-        return jax.lax.all_gather(q, self.heads.context_axes, axis=q.ndim - 2, tiled=True)
 
     def _join(self, found: Any, sees: Array, sinks: Array | None, dtype: jnp.dtype) -> Array:
         """Joins what all devices found for the heads of this one.

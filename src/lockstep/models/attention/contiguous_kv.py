@@ -77,25 +77,10 @@ def gather_context(
 def extend_context(
     context: Context,
     layer: Int[Array, ""],
-    kv: Float[Array, "slot two_kv_heads head"],
-    position: Int[Array, " slot"],
-) -> Context:
-    """Writes K and V of one position per slot into one layer of the context."""
-    chunk, offset = jnp.divmod(position, context.k.shape[4])
-    at = (layer, chunk, jnp.arange(kv.shape[0]), slice(None), offset)
-    return Context(
-        context.k.at[at].set(to_pool(kv[:, 0::2], context.k.dtype)),
-        context.v.at[at].set(to_pool(kv[:, 1::2], context.v.dtype)),
-    )
-
-
-def extend_context_span(
-    context: Context,
-    layer: Int[Array, ""],
     kv: Float[Array, "slot query two_kv_heads head"],
     position: Int[Array, "slot query"],
 ) -> Context:
-    """Writes K and V of several positions per slot into one layer of the context; those beyond it are left out."""
+    """Writes K and V of one or more positions per slot into one layer of the context; those beyond it are left out."""
     chunk, offset = jnp.divmod(position, context.k.shape[4])
     at = (layer, chunk, jnp.arange(kv.shape[0])[:, None], slice(None), offset)
     return Context(
@@ -105,22 +90,6 @@ def extend_context_span(
 
 
 def attend_context(
-    q: Float[Array, "slot kv_head group head"],
-    context: Context,
-    layer: Int[Array, ""],
-    position: Int[Array, " slot"],
-    modifier: ScoreModifier = ScoreModifier(),  # noqa: B008  (frozen)
-    sinks: Float[Array, "kv_head group"] | None = None,
-    *,
-    partial: bool = False,
-) -> Any:
-    """Attends one query per slot to the positions up to and including its own, as `attend` does."""
-    positions = jnp.broadcast_to(position[:, None], (q.shape[0], q.shape[2]))
-    chunks, size = context.k.shape[1], context.k.shape[4]
-    return attend(q, positions, _read_chunk(context, layer), chunks, size, modifier, sinks, partial=partial)
-
-
-def attend_context_span(
     q: Float[Array, "slot query kv_head group head"],
     context: Context,
     layer: Int[Array, ""],
@@ -130,7 +99,7 @@ def attend_context_span(
     *,
     partial: bool = False,
 ) -> Any:
-    """Attends several queries per slot to the positions up to and including their own, as `attend` does.
+    """Attends one or more queries per slot to the positions up to and including their own, as `attend` does.
 
     Args:
         q: The queries; query ``i`` of a slot is at ``position + i``. Those beyond the context see all of it.

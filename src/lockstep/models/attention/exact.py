@@ -106,13 +106,6 @@ class ExactAttention(XlaAttention):
         sinks: Array | None = None,
     ) -> Array:  # fmt: skip
         """Attends to the context; idle slots are computed too."""
-        return self.decode_span(q[:, None], cache, layer, page_table, position, active)[:, 0]
-
-    def decode_span(
-        self, q: Array, cache: Cache, layer: Array, page_table: Array, position: Array, active: Array,
-        sinks: Array | None = None,
-    ) -> Array:  # fmt: skip
-        """Attends to the context; idle slots are computed too."""
         assert sinks is None
         context = cache[1]
         chunk = context.k.shape[4]

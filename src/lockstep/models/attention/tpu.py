@@ -76,32 +76,20 @@ class TpuAttention:
     def write(self, cache: Array, layer: Array, page: Array, position: Array, kv: Array) -> Array:
         """Writes to the pages of the pool with one call of the kernel that copies, whose entries are positions."""
         entries = cache.reshape(-1, *cache.shape[2:])
-        at = page * self.page_size + position % self.page_size
-        return _write(entries, at, self.pack(kv)).reshape(cache.shape)
+        at = (page * self.page_size + position % self.page_size).reshape(-1)
+        return _write(entries, at, self.pack(kv.reshape(-1, *kv.shape[2:]))).reshape(cache.shape)
 
     def decode(
         self, q: Array, cache: Array, layer: Array, page_table: Array, position: Array, active: Array,
         sinks: Array | None = None,
     ) -> Any:  # fmt: skip
-        """Attends one query token per slot; an idle slot reads one position of the first page of its table."""
-        slots = q.shape[0]
-        lengths = jnp.where(active, position + 1, 1)
-        starts = jnp.arange(slots + 1, dtype=jnp.int32)
-        count = jnp.full((1,), slots, jnp.int32)
-        return self._attend(q, cache, layer, Rows(lengths, page_table, starts, count), 0, self.decode_blocks)
+        """Attends the query tokens of all slots in one call of the kernel, each slot a sequence.
 
-    def write_span(self, cache: Array, layer: Array, page: Array, position: Array, kv: Array) -> Array:
-        """Writes to the pages of the pool with one call of the kernel that copies, whose entries are positions."""
-        return self.write(cache, layer, page.reshape(-1), position.reshape(-1), kv.reshape(-1, *kv.shape[2:]))
-
-    def decode_span(
-        self, q: Array, cache: Array, layer: Array, page_table: Array, position: Array, active: Array,
-        sinks: Array | None = None,
-    ) -> Any:  # fmt: skip
-        """Attends the query tokens of all slots in one call of the kernel, each slot a sequence."""
+        It reads the first position of the table of an idle slot.
+        """
         slots, queries = q.shape[:2]
         # The last queries may lie beyond the table, whose rows therefore go on with pages that no other query sees.
-        beyond = -(-queries // self.page_size)
+        beyond = -(-(queries - 1) // self.page_size)
         rows = Rows(
             lengths=jnp.maximum(jnp.where(active, position, 0) + queries, 1),
             page_table=jnp.pad(page_table, ((0, 0), (0, beyond))),
@@ -109,7 +97,8 @@ class TpuAttention:
             num_sequences=jnp.full((1,), slots, jnp.int32),
         )
         tokens = q.reshape(-1, *q.shape[2:])
-        attended = self._attend(tokens, cache, layer, rows, 0, self.prefill_blocks)
+        blocks = self.decode_blocks if queries == 1 else self.prefill_blocks
+        attended = self._attend(tokens, cache, layer, rows, 0, blocks)
         return jax.tree.map(lambda a: a.reshape(slots, queries, *a.shape[1:]), attended)
 
     def begin_prefill(self, start: Array, page_table: Array, used: Array) -> Rows:

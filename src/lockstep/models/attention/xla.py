@@ -9,9 +9,7 @@ from lockstep.models.attention.base import Heads, StoredKvHeads
 from lockstep.models.attention.contiguous_kv import (
     Context,
     attend_context,
-    attend_context_span,
     extend_context,
-    extend_context_span,
     gather_context,
 )
 from lockstep.models.attention.page_ops import (
@@ -90,20 +88,6 @@ class XlaAttention:
         """Attends to the context; idle slots are computed too."""
         modifier = self.heads.modifier_of(layer)
         return attend_context(q, cache[1], layer, position, modifier, sinks, partial=self.partial)
-
-    def write_span(self, cache: Cache, layer: Array, page: Array, position: Array, kv: Array) -> Cache:
-        """Writes to the pool and to the context."""
-        pool, context = cache
-        at = (page, position % pool.shape[1])
-        return pool.at[at].set(to_pool(kv, pool.dtype)), extend_context_span(context, layer, kv, position)
-
-    def decode_span(
-        self, q: Array, cache: Cache, layer: Array, page_table: Array, position: Array, active: Array,
-        sinks: Array | None = None,
-    ) -> Any:  # fmt: skip
-        """Attends to the context; idle slots are computed too."""
-        modifier = self.heads.modifier_of(layer)
-        return attend_context_span(q, cache[1], layer, position, modifier, sinks, partial=self.partial)
 
     def begin_prefill(self, start: Array, page_table: Array, used: Array) -> Rows:
         """Computes nothing."""

@@ -79,18 +79,18 @@ def decode(attention: Any, pool: jax.Array, q: jax.Array, sinks: Any) -> jax.Arr
     for step in range(3):  # the second slot begins a page
         at = position + step
         page = layer * PAGES + table[jnp.arange(3), at // SIZE]
-        cache = attention.write(cache, layer, page, at, numbers(step, 3, 2, HEAD))
+        cache = attention.write(cache, layer, page[:, None], at[:, None], numbers(step, 3, 1, 2, HEAD))
     found: jax.Array = attention.decode(q, cache, layer, layer * PAGES + table, position + 2, jnp.ones(3, bool), sinks)
     return found
 
 
-def decode_span(attention: Any, pool: jax.Array, q: jax.Array, sinks: Any) -> jax.Array:
+def verify(attention: Any, pool: jax.Array, q: jax.Array, sinks: Any) -> jax.Array:
     table, position, layer = jnp.asarray(TABLE), jnp.asarray(POSITION), jnp.int32(1)
     at = position[:, None] + jnp.arange(q.shape[1])
     cache = attention.begin_decode(pool, table, position, LAYERS)
     page = layer * PAGES + jnp.take_along_axis(table, at // SIZE, axis=1)
-    cache = attention.write_span(cache, layer, page, at, numbers(3, *at.shape, 2, HEAD))
-    found: jax.Array = attention.decode_span(q, cache, layer, layer * PAGES + table, position, jnp.ones(3, bool), sinks)
+    cache = attention.write(cache, layer, page, at, numbers(3, *at.shape, 2, HEAD))
+    found: jax.Array = attention.decode(q, cache, layer, layer * PAGES + table, position, jnp.ones(3, bool), sinks)
     return found
 
 
@@ -105,7 +105,7 @@ def prefill(attention: Any, pool: jax.Array, q: jax.Array, sinks: Any) -> jax.Ar
     return found
 
 
-CALLS = {"decode": (decode, (3,)), "decode_span": (decode_span, (3, 5)), "prefill": (prefill, (4, SIZE))}
+CALLS = {"decode": (decode, (3, 1)), "verify": (verify, (3, 5)), "prefill": (prefill, (4, SIZE))}
 
 
 @pytest.mark.parametrize("devices", [2, 4])
@@ -132,5 +132,5 @@ def test_copies_of_pages_are_of_each_device() -> None:
         pool = attention.copy_pages(pool, jnp.array([PAGES + 2]), jnp.array([PAGES + 8]))
         return decode(attention, pool, q, sinks)
 
-    want, got = both(2, Heads(kv_heads=1, group=GROUP, head_size=HEAD), run, numbers(5, 3, 1, GROUP, HEAD))
+    want, got = both(2, Heads(kv_heads=1, group=GROUP, head_size=HEAD), run, numbers(5, 3, 1, 1, GROUP, HEAD))
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)

@@ -10,9 +10,7 @@ from lockstep.models.attention import (
     ScoreModifier,
     XlaAttention,
     attend_context,
-    attend_context_span,
     extend_context,
-    extend_context_span,
     gather_context,
     paged_attention,
 )
@@ -51,10 +49,11 @@ def test_it_equals_paged_attention(arrays, chunk, position, modifier, monkeypatc
 
         def attend(pool, page_table, q, kv, at, layer=layer):
             context = gather_context(pool, page_table, at, LAYERS)
-            return attend_context(q, extend_context(context, jnp.int32(layer), kv, at), jnp.int32(layer), at, modifier)
+            context = extend_context(context, jnp.int32(layer), kv[:, None], at[:, None])
+            return attend_context(q[:, None], context, jnp.int32(layer), at, modifier)
 
         got = jax.jit(attend)(pool, page_table, q, kv, at)
-        np.testing.assert_allclose(got, expected[:, 0], rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("chunk", [PAGES * PAGE_SIZE, 8])
@@ -71,20 +70,20 @@ def test_several_positions_are_as_one_after_the_other(arrays, chunk, modifier, m
     @jax.jit
     def together(pool):
         context = gather_context(pool, page_table, start, LAYERS)
-        context = extend_context_span(context, layer, kv, start[:, None] + jnp.arange(queries))
-        return context, attend_context_span(q, context, layer, start, modifier)
+        context = extend_context(context, layer, kv, start[:, None] + jnp.arange(queries))
+        return context, attend_context(q, context, layer, start, modifier)
 
     @jax.jit
     def step(context, kv, q, at):
-        context = extend_context(context, layer, kv, at)
+        context = extend_context(context, layer, kv, at[:, None])
         return context, attend_context(q, context, layer, at, modifier)
 
     filled, got = together(pool)
     context = gather_context(jnp.asarray(pool), page_table, start, LAYERS)
     for i in range(queries):
         within = np.asarray(start + i < PAGES * PAGE_SIZE)
-        context, want = step(context, kv[:, i], q[:, i], start + i)
-        np.testing.assert_allclose(got[within, i], want[within], rtol=1e-5, atol=1e-6)
+        context, want = step(context, kv[:, i : i + 1], q[:, i : i + 1], start + i)
+        np.testing.assert_allclose(got[within, i], want[within, 0], rtol=1e-5, atol=1e-6)
     jax.tree.map(np.testing.assert_array_equal, filled, context)
 
 
@@ -98,7 +97,7 @@ def test_chunks_beyond_the_longest_sequence_are_not_read(arrays, monkeypatch):
     at = jnp.array([3, 7, 0], jnp.int32)
     layer = jnp.int32(1)
     np.testing.assert_array_equal(
-        attend_context(jnp.asarray(q), broken, layer, at), attend_context(jnp.asarray(q), context, layer, at)
+        *(attend_context(jnp.asarray(q)[:, None], one, layer, at) for one in (broken, context))
     )
 
 
@@ -116,8 +115,9 @@ def test_a_page_at_a_time_is_the_same(arrays):
             attention.write_pages(pool, page_table[:, 0], rows), page_table[:, 0], page_table[:, 1]
         )
         cache = attention.begin_decode(filled, page_table, at, LAYERS)
-        cache = attention.write(cache, layer, POOL_PAGES + page_table[jnp.arange(SLOTS), at // PAGE_SIZE], at, kv)
-        found = attention.decode(q, cache, layer, POOL_PAGES + page_table, at, at > 0)
+        page = POOL_PAGES + page_table[jnp.arange(SLOTS), at // PAGE_SIZE]
+        cache = attention.write(cache, layer, page[:, None], at[:, None], kv[:, None])
+        found = attention.decode(q[:, None], cache, layer, POOL_PAGES + page_table, at, at > 0)
         table = attention.begin_prefill(at, page_table, at > 0)
         prefilled = attention.prefill(q[:, None], filled, jnp.int32(1), jnp.int32(POOL_PAGES), table)
         return filled, attention.end_decode(cache), found, prefilled

@@ -134,11 +134,12 @@ def test_attention_over_what_was_rounded(
         context = gather_context(pool, jnp.asarray(table), last, 1)
         assert context.k.dtype == BYTE, "half the bytes of bfloat16 here too"
         own = jnp.asarray(kv)[jnp.arange(3), last].astype(dtype)
-        return attend_context(q, extend_context(context, jnp.int32(0), own, last), jnp.int32(0), last, modifier)
+        context = extend_context(context, jnp.int32(0), own[:, None], last[:, None])
+        return attend_context(q, context, jnp.int32(0), last, modifier)
 
     last = np.array(LENGTHS, np.int32) - 1
-    stepped = jax.jit(decode)(pool, given[:, -1], last)
-    np.testing.assert_allclose(np.asarray(stepped, np.float32), want[:, -1], rtol=0, atol=atol)
+    stepped = jax.jit(decode)(pool, given[:, -1:], last)
+    np.testing.assert_allclose(np.asarray(stepped, np.float32), want[:, -1:], rtol=0, atol=atol)
 
 
 @pytest.mark.slow

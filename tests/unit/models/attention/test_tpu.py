@@ -50,8 +50,8 @@ def test_decode(kv_heads: int, group: int, head: int, kv_dtype: jnp.dtype) -> No
     rng = np.random.default_rng(1)
     table = jnp.asarray(rng.permutation(np.arange(1, PAGES))[:9].reshape(3, 3).astype(np.int32))
     position, active = jnp.array([4, 8, 23], jnp.int32), jnp.array([True, False, True])
-    q = rng.standard_normal((3, kv_heads, group, head)).astype(np.float32)
-    kv = rng.standard_normal((3, 2 * kv_heads, head)).astype(np.float32)
+    q = rng.standard_normal((3, 1, kv_heads, group, head)).astype(np.float32)
+    kv = rng.standard_normal((3, 1, 2 * kv_heads, head)).astype(np.float32)
     layer = jnp.int32(1)
 
     def run(attention: Any) -> tuple[jax.Array, jax.Array]:
@@ -59,7 +59,7 @@ def test_decode(kv_heads: int, group: int, head: int, kv_dtype: jnp.dtype) -> No
         def step(pool: jax.Array) -> tuple[jax.Array, jax.Array]:
             cache = attention.begin_decode(pool, table, position, LAYERS)
             page = layer * PAGES + jnp.where(active, table[jnp.arange(3), position // PAGE_SIZE], 0)
-            cache = attention.write(cache, layer, page, position, jnp.asarray(kv))
+            cache = attention.write(cache, layer, page[:, None], position[:, None], jnp.asarray(kv))
             found = attention.decode(jnp.asarray(q), cache, layer, layer * PAGES + table, position, active)
             return found, attention.end_decode(cache)
 
@@ -94,8 +94,8 @@ def test_several_positions_of_each_slot(kv_heads: int, group: int, head: int) ->
             cache = attention.begin_decode(pool, table, position, LAYERS)
             pages = jnp.take_along_axis(table, at // PAGE_SIZE, axis=1, mode="clip")
             page = layer * PAGES + jnp.where(used, pages, 0)
-            cache = attention.write_span(cache, layer, page, at, jnp.asarray(kv))
-            found = attention.decode_span(jnp.asarray(q), cache, layer, layer * PAGES + table, position, active)
+            cache = attention.write(cache, layer, page, at, jnp.asarray(kv))
+            found = attention.decode(jnp.asarray(q), cache, layer, layer * PAGES + table, position, active)
             return found, attention.end_decode(cache)
 
         return step(pool_of(attention, heads))

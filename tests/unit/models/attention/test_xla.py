@@ -31,16 +31,16 @@ def test_what_a_step_writes_is_attended_to_and_stays_in_the_pool() -> None:
     attention = XlaAttention(heads=HEADS)
     cache = attention.begin_decode(jnp.asarray(POOL), jnp.asarray([[2, 4]], jnp.int32), indices(2), 1)
     kv = np.ones((1, 2, 4), np.float32)
-    cache = attention.write(cache, jnp.int32(0), indices(4), indices(2), jnp.asarray(kv))
+    cache = attention.write(cache, jnp.int32(0), indices(4)[:, None], indices(2)[:, None], jnp.asarray(kv)[:, None])
     expected = POOL.copy()
     expected[4, 0] = 1.0
     np.testing.assert_array_equal(attention.end_decode(cache), expected)
     q = np.full((1, 1, 2, 4), 50.0, np.float32)  # so large that what is attended to shows
     last = attention.decode(
-        jnp.asarray(q), cache, jnp.int32(0), jnp.asarray([[2, 4]], jnp.int32), indices(2), jnp.asarray([True])
+        jnp.asarray(q)[:, None], cache, jnp.int32(0), jnp.asarray([[2, 4]], jnp.int32), indices(2), jnp.asarray([True])
     )
     keys = np.concatenate([POOL[2, :, 0], np.ones((1, 4), np.float32)])
     values = np.concatenate([POOL[2, :, 1], np.ones((1, 4), np.float32)])
     scores = keys @ q[0, 0, 0] / 2
     weights = np.exp(scores - scores.max())
-    np.testing.assert_allclose(np.asarray(last)[0, 0, 0], weights / weights.sum() @ values, rtol=1e-5)
+    np.testing.assert_allclose(np.asarray(last)[0, 0, 0, 0], weights / weights.sum() @ values, rtol=1e-5)
