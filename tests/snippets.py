@@ -238,7 +238,7 @@ BEGINS = (
     *("main.demo.write_demo", "main.results.watch", "main.commands.Command.workload"),
 )
 """Functions at which a command, read and checked, begins what takes devices, a pod or minutes: not run here. For `make`
-and `pip` the targets and extras are looked up, of other programs the options."""
+and `pip` the targets and extras are looked up, for other programs the options."""
 
 VARIES = {
     "seconds": r"\b\d+(?:\.\d+)? (?:ms|µs|s)\b",

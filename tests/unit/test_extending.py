@@ -1,6 +1,8 @@
 """What docs/extending.md says of files to touch: a table that is checked, and a file that has one of each piece."""
 
+import functools
 import json
+import operator
 import re
 from pathlib import Path
 
@@ -13,9 +15,8 @@ from lockstep.training import TrainGrpoConfig, TrainPreferenceConfig, train
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "lockstep"
-TABLE = dict(
-    re.findall(r"^\| (?:an? )?([a-z -]+) \| (.*) \|$", (ROOT / "docs" / "extending.md").read_text(), re.MULTILINE)
-)
+PAGE = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
+TABLE = dict(re.findall(r"^\| (?:an? )?([a-z -]+) \| (.*) \|$", PAGE, re.MULTILINE))
 """The files of each kind of piece."""
 
 SHIPPED = {
@@ -40,69 +41,52 @@ KEYS = {
     "metric": ("inference_eval.metrics", ["my_pieces:in_words"]),
 }
 """The key of each piece of examples/my_pieces.py."""
+REWARD = {"type": "my_pieces:Brevity", "weight": 0.5, "most": 20}
+REWARD |= {"default": 0.0, "on_failure": "default", "name": None}
 
 
-@pytest.fixture(autouse=True)
-def my_pieces(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "examples")
-
-
-def arguments(pieces=KEYS):
-    given = [text for key, value in pieces.values() for text in (f"--{key}", json.dumps(value))]
-    return ["--config_path", str(ROOT / "config" / "dpo_tiny.yaml"), *given]
-
-
-def test_every_file_of_the_table_is_there():
-    assert set(TABLE) >= {*SHIPPED, *KEYS}
-    paths = [path for files in TABLE.values() for path in re.findall(r"`([\w./]+)`", files)]
-    assert len(paths) > 10 and not [path for path in paths if not (PACKAGE / path).exists()]
-
-
-@pytest.mark.parametrize("kind", SHIPPED)
-def test_what_ships_touches_the_files_of_its_row_alone(kind):
-    """Beside the faces of packages, which only re-export."""
-    named = re.compile(rf"\b({SHIPPED[kind]})\b")
-    touched = {
-        path.relative_to(PACKAGE).as_posix()
-        for path in PACKAGE.rglob("*.py")
-        if path.name != "__init__.py" and named.search(path.read_text(encoding="utf-8"))
-    }
+@pytest.mark.parametrize("kind", TABLE)
+def test_a_piece_touches_the_files_of_its_row_alone(kind):
+    """Beside the faces of packages, which only re-export; one of a user's own touches none."""
+    assert set(TABLE) >= {*SHIPPED, *KEYS} and (TABLE[kind].startswith("none") or kind not in (*KEYS, "reward"))
     listed = re.findall(r"`([\w./]+)`", TABLE[kind])
-    assert touched, f"nothing has the name {SHIPPED[kind]}"
-    assert not [path for path in touched if not any(path.startswith(one) for one in listed)]
+    assert all((PACKAGE / path).exists() for path in listed)
+    if kind in SHIPPED:
+        sources = [path for path in PACKAGE.rglob("*.py") if path.name != "__init__.py"]
+        named = [path for path in sources if re.search(rf"\b({SHIPPED[kind]})\b", path.read_text(encoding="utf-8"))]
+        touched = [path.relative_to(PACKAGE).as_posix() for path in named]
+        assert touched and not [path for path in touched if not path.startswith(tuple(listed))]
 
 
-def test_a_piece_of_a_users_own_touches_no_file():
-    assert all(TABLE[kind].startswith("none") for kind in (*KEYS, "reward"))
+def parsed(cls, file, pieces, *given):
+    """A configuration with pieces of examples/my_pieces.py."""
+    words = [word for key, value in pieces for word in (f"--{key}", json.dumps(value))]
+    return parse_arguments(cls, ["--config_path", str(ROOT / "config" / file), *words, *given])
 
 
-def test_a_configuration_names_each_and_says_so_when_it_is_written():
-    config = parse_arguments(TrainPreferenceConfig, arguments())
-    written = draccus.encode(config)
-    for key, value in KEYS.values():
-        inner = written
-        for part in key.split("."):
-            inner = inner[part]
-        assert inner == value
-    rewards = [{"type": "my_pieces:Brevity", "most": 20, "weight": 0.5}]
-    grpo = parse_arguments(
-        TrainGrpoConfig,
-        ["--config_path", str(ROOT / "config" / "grpo_demo.yaml"), "--rewards", json.dumps(rewards)]
-        + ["--data.format", "my_pieces:asked"],
-    )
-    assert draccus.encode(grpo)["data"]["format"] == "my_pieces:asked"
-    assert grpo.rewards[0].label == "Brevity" and grpo.rewards[0].most == 20
+@pytest.mark.parametrize(
+    ("cls", "file", "pieces"),
+    [
+        (TrainPreferenceConfig, "dpo_tiny.yaml", [*KEYS.values()]),
+        (TrainGrpoConfig, "grpo_demo.yaml", [("rewards", [REWARD]), ("data.format", "my_pieces:asked")]),
+    ],
+)
+def test_a_configuration_names_each_and_says_so_when_it_is_written(cls, file, pieces, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    written = draccus.encode(parsed(cls, file, pieces))
+    for key, value in pieces:
+        assert functools.reduce(operator.getitem, key.split("."), written) == value
 
 
 @pytest.mark.slow
-def test_a_run_uses_all_of_them(tmp_path):
+def test_a_run_uses_all_of_them(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "examples")
     records = [{"question": f"{n}?", "good": "yes", "bad": str(n)} for n in range(10, 74)]
     (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, records)) + "\n")
-    given = ["--data.train_urls", f"[{tmp_path}/pairs.jsonl]", "--trainer.log_dir", str(tmp_path)]
-    given += ["--trainer.run_id", "run", "--trainer.num_train_steps", "4", "--optimizer.warmup", "0"]
-    given += ["--inference_eval.n_generations", "4", "--inference_eval.temperature", "5", "--inference_eval.eval_every"]
-    given += ["2", "--trainer.per_device_parallelism", "-1"]
-    config = parse_arguments(TrainPreferenceConfig, [*arguments(), *given])
+    given = f"--data.train_urls [{tmp_path}/pairs.jsonl] --trainer.log_dir {tmp_path} --trainer.run_id run "
+    given += "--trainer.num_train_steps 4 --optimizer.warmup 0 --trainer.per_device_parallelism -1 "
+    given += "--inference_eval.n_generations 4 --inference_eval.temperature 5 --inference_eval.eval_every 2"
+    config = parsed(TrainPreferenceConfig, "dpo_tiny.yaml", KEYS.values(), *given.split())
     assert train(config, Hosts(MemoryClient.hub(1)[0])) == 0
     lines = [json.loads(line) for line in (tmp_path / "run" / "lines.txt").read_text().splitlines()]
     steps = [line for line in lines if "train/loss" in line]

@@ -62,13 +62,12 @@ def merged(below, above):
     return below | {key: merged(below.get(key), value) for key, value in above.items()}
 
 
-def configurations():
-    for block in of("yaml", "json"):
-        slow = snippets.CONFIGURATIONS.get(block.name) == "lm_eval"  # whose import takes 5 s
-        yield pytest.param(block, id=block.name, marks=[pytest.mark.slow] * slow)
+def by_name(blocks, slow=()):
+    params = [pytest.param(block, id=block.name, marks=[pytest.mark.slow] * (block.name in slow)) for block in blocks]
+    return pytest.mark.parametrize("block", params)
 
 
-@pytest.mark.parametrize("block", list(configurations()))
+@by_name(of("yaml", "json"), slow=["docs/evaluation.md:yaml:1"])  # the import of lm_eval takes 5 s
 def test_configurations_are_read(block, tmp_path):
     reader = snippets.CONFIGURATIONS.get(block.name, "train-lm")
     values = (json.loads if block.language == "json" else yaml.safe_load)(block.text)
@@ -140,9 +139,9 @@ def run(line):
     elif program == "make":
         assert set(words) <= set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)), words
     elif program == "pip":
-        project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-        (package,) = [word for word in words[1:] if re.fullmatch(r"(jax-lockstep|\.)(\[[\w,]+\])?", word)]
-        assert set(re.findall(r"\w+", package.partition("[")[2])) <= set(project["optional-dependencies"])
+        extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+        (named,) = filter(None, (re.fullmatch(r"(?:jax-lockstep|\.)(?:\[([\w,]+)\])?", word) for word in words))
+        assert set((named[1] or "tpu").split(",")) <= set(extras)
     elif words[:2] == ["-m", "pytest"]:
         assert (ROOT / words[2]).exists()
     elif program.startswith("python"):
@@ -153,7 +152,7 @@ def run(line):
         raise AssertionError(f"nothing reads {program!r}: add it to run() or to NOT_READ")
 
 
-@pytest.mark.parametrize("block", of("sh"), ids=lambda block: block.name)
+@by_name(of("sh"))
 def test_command_lines_run(block, desk, capsys):
     for line in commands(block):
         if not line.startswith(tuple(snippets.NOT_READ)):
@@ -177,34 +176,23 @@ def test_the_head_of_a_configuration_says_how_it_is_launched(path, desk):
             assert all(any(Path(name).is_relative_to(each) for each in options.sync) for name in needed)
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "lockstep train-lm --trainer.nmu_train_steps 3",
-        "lockstep launch --processes 2 -- lockstep train-lm --no_such.key 1",
-        "lockstep report runs/my-run --wach",
-        "make dmeo",
-        "pip install 'jax-lockstep[tpuu]'",
-        "frobnicate",
-    ],
-)
-def test_a_wrong_command_line_is_seen(line, desk):
-    with pytest.raises((ConfigError, SystemExit, AssertionError)):
-        run(line)
+def test_a_wrong_command_line_is_seen(desk):
+    child = "lockstep launch --processes 2 -- lockstep train-lm --no_such.key 1"
+    for line in (child, "lockstep report runs/my-run --wach", "make dmeo", "pip install 'jax-lockstep[tpuu]'", "frob"):
+        with pytest.raises((ConfigError, SystemExit, AssertionError)):
+            run(line)
 
 
-@pytest.mark.parametrize(
-    ("name", "line", "other", "same"),
-    [
-        ("docs/doctor.md:text:0", "takes 4.41 ms", "takes 13 ms", True),
-        ("docs/doctor.md:text:0", "fsdp 4", "fsdp 8", False),
-        ("docs/grpo.md:text:0", "step 40/150  1.23 steps/s  reward 0.672", "step 7/150  – steps/s  reward 0.001", True),
-        ("docs/plan.md:text:0", "1.55 ms", "1.56 ms", False),
-        ("docs/plan.md:text:0", "total     ", "total ", True),
-    ],
-)
-def test_what_varies_may_differ_and_nothing_else(name, line, other, same):
-    text = "printed before\n" + snippets.named(name).text
-    assert line in text and (snippets.lacking(name, text.replace(line, other)) is None) == same
+def test_what_varies_may_differ_and_nothing_else():
+    for page, line, other, same in (
+        ("doctor", "takes 4.41 ms", "takes 13 ms", True),
+        ("doctor", "fsdp 4", "fsdp 8", False),
+        ("grpo", "step 40/150  1.23 steps/s  reward 0.672", "step 7/150  – steps/s  reward 0.001", True),
+        ("plan", "1.55 ms", "1.56 ms", False),
+        ("plan", "total     ", "total ", True),
+    ):
+        name = f"docs/{page}.md:text:0"
+        text = "printed before\n" + snippets.named(name).text
+        assert line in text and (snippets.lacking(name, text.replace(line, other)) is None) == same
     reordered = reversed(snippets.named("docs/plan.md:text:0").text.splitlines())
     assert snippets.lacking("docs/plan.md:text:0", "\n".join(reordered))
