@@ -22,17 +22,12 @@ from lockstep.types import Request
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """Compiled programs, with the requests and the sizing that they were made for.
+    """Compiled programs, with the requests and the sizing that they were made for."""
 
-    Args:
-        models: The model in every layout; without arrays.
-        excess: Bytes that the compiler was found to need beyond the prediction, by layout.
-    """
-
-    models: DecodeModels
+    models: DecodeModels  # the model in every layout; without arrays
     sizing: Sizing
     programs: Programs
-    excess: Mapping[str, int]
+    excess: Mapping[str, int]  # bytes that the compiler was found to need beyond the prediction, by layout
 
     @property
     def model(self) -> DecodeModel:

@@ -29,16 +29,11 @@ NAMED_AT_MOST = 4
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Moved:
-    """An array that is not where it was.
-
-    Args:
-        at: Its position among the arrays that the weights are made of.
-        before: What it was when programs were compiled, as a struct.
-    """
+    """An array that is not where it was."""
 
     name: str
-    at: int
-    before: jax.ShapeDtypeStruct
+    at: int  # its position among the arrays that the weights are made of
+    before: jax.ShapeDtypeStruct  # what it was when programs were compiled, as a struct
     now: jax.ShapeDtypeStruct
 
     def __str__(self) -> str:
@@ -50,15 +45,12 @@ class SmallMoves:
     """Brings weights to where they were when programs were compiled.
 
     Args:
-        signature: The signature of the model that comes, see `signature_of`.
-        weights: The weights that programs were compiled for, as structs.
-        moved: The arrays that are elsewhere now.
         program: The program that moves them; None where every device has the same of them before and after.
     """
 
-    signature: object
-    weights: DecoderWeights
-    moved: tuple[Moved, ...]
+    signature: object  # the signature of the model that comes, see `signature_of`
+    weights: DecoderWeights  # the weights that programs were compiled for, as structs
+    moved: tuple[Moved, ...]  # the arrays that are elsewhere now
     program: Program | None
 
     def __call__(self, weights: DecoderWeights) -> DecoderWeights:

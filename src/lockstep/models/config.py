@@ -371,13 +371,9 @@ def rotary_frequencies(config: LlamaConfig, rope: RotaryConfig | None = None) ->
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerKind:
-    """The settings in which layers of one model may differ.
+    """The settings in which layers of one model may differ."""
 
-    Args:
-        window: The number of positions that a query attends to, its own included; None for all.
-    """
-
-    window: int | None
+    window: int | None  # number of positions that a query attends to, its own included; None for all
     rope: RotaryConfig
 
 

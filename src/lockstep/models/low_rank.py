@@ -66,16 +66,13 @@ class MergeLora:
     """Assembles a weight with a low-rank adapter (https://arxiv.org/abs/2106.09685, eq. 3), summed in float32.
 
     Args:
-        equation: The einsum of the two factors that gives the axes of the weight.
-        scale: The factor of their product.
-        then: What is done to the sum.
         axes: For each axis of the first factor, and of the second, the axis of the weight that it is, or -1 for the
             rank; None where neither has several axes in one.
     """
 
-    equation: str
-    scale: float
-    then: Callable[[Array], Array] = unchanged
+    equation: str  # the einsum of the two factors that gives the axes of the weight
+    scale: float  # the factor of their product
+    then: Callable[[Array], Array] = unchanged  # what is done to the sum
     axes: tuple[tuple[int, ...], tuple[int, ...]] | None = None
 
     def __call__(self, weight: Array, a: Array, b: Array) -> Array:

@@ -19,20 +19,15 @@ class DecodeMesh:
     """A mesh fine enough to express both the training sharding and (replica × tensor) on the same devices.
 
     Args:
-        mesh: The refined mesh; the product of its axes is the training mesh's, in the same device order.
-        training_shape: The axes of the training mesh and their sizes, in order.
-        replica_axes: The axes of ``mesh`` between replicas.
-        tensor_axes: The axes of ``mesh`` inside a replica.
         context_axes: Those of ``tensor_axes``, the last ones, over which a replica splits the positions of a sequence.
-        training_axes: For each axis of the training mesh, the axes of ``mesh`` that make it up.
     """
 
-    mesh: Mesh
-    training_shape: dict[str, int]
-    replica_axes: tuple[str, ...]
-    tensor_axes: tuple[str, ...]
+    mesh: Mesh  # the refined mesh; the product of its axes is the training mesh's, in the same device order
+    training_shape: dict[str, int]  # the axes of the training mesh and their sizes, in order
+    replica_axes: tuple[str, ...]  # the axes of `mesh` between replicas
+    tensor_axes: tuple[str, ...]  # the axes of `mesh` inside a replica
     context_axes: tuple[str, ...]
-    training_axes: dict[str, tuple[str, ...]]
+    training_axes: dict[str, tuple[str, ...]]  # for each axis of the training mesh, the axes of `mesh` that make it up
 
     @property
     def replicas(self) -> int:

@@ -19,17 +19,11 @@ type LayoutTree = Any
 
 @dataclasses.dataclass(frozen=True)
 class LeafLayout:
-    """The placement of a weight, and the way from there to the part that a device decodes with.
-
-    Args:
-        decode_mesh: The decode mesh.
-        spec: For each axis of the weight, the axes of the decode mesh that split it.
-        tensor_dim: The axis that the devices of a replica are to split, or None for a copy on each.
-    """
+    """The placement of a weight, and the way from there to the part that a device decodes with."""
 
     decode_mesh: DecodeMesh
-    spec: Spec
-    tensor_dim: int | None
+    spec: Spec  # for each axis of the weight, the axes of the decode mesh that split it
+    tensor_dim: int | None  # the axis that the devices of a replica are to split, or None for a copy on each
 
     @property
     def partition_spec(self) -> PartitionSpec:

@@ -61,14 +61,12 @@ class QuantizedLayout:
     """The layout of a weight that is kept in 8 bits; it takes the place of a `LeafLayout` in a `LayoutTree`.
 
     Args:
-        values: The layout of the values.
         inputs: The axes that products sum over, counted from the last (-1), so that they are those of one layer too.
-        dtype: ``int8`` or ``float8_e4m3fn``.
     """
 
     values: LeafLayout
     inputs: tuple[int, ...]
-    dtype: jnp.dtype
+    dtype: jnp.dtype  # `int8` or `float8_e4m3fn`
 
     @property
     def decode_mesh(self) -> DecodeMesh:

@@ -177,15 +177,10 @@ type Gathers = tuple[tuple[int, tuple[str, ...]], ...]
 
 @dataclasses.dataclass(frozen=True)
 class GatheredParts:
-    """The assembly of a weight of which some parts are needed whole where devices share them.
+    """The assembly of a weight of which some parts are needed whole where devices share them."""
 
-    Args:
-        assemble: Makes the weight from its parts.
-        gathers: For each part the axes to gather.
-    """
-
-    assemble: Assemble
-    gathers: tuple[Gathers, ...]
+    assemble: Assemble  # makes the weight from its parts
+    gathers: tuple[Gathers, ...]  # for each part the axes to gather
 
     def __call__(self, *parts: jax.Array) -> jax.Array:
         """The weight from the blocks of a device, inside ``shard_map``."""

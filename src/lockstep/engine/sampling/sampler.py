@@ -69,27 +69,17 @@ class Sampled(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sampler:
-    """The slots of one launch as the decode program sees them; made anew while it is traced.
+    """The slots of one launch as the decode program sees them; made anew while it is traced."""
 
-    Args:
-        state: The temperature, the filters' parameters and the random words.
-        given: The arrays of a `SamplingBatch`, this replica's entry alone.
-        stop_ids: The stop tokens of each slot, padded with -1.
-        bias: What is added to each logit; None where no slot has a bias.
-        allowed: Which tokens may be sampled; None where no slot rules any out.
-        first: The first token id of this device's part of the vocabulary.
-        exact: Whether sums over the vocabulary are those of ``numerics: exact``.
-    """
-
-    state: SamplingState
+    state: SamplingState  # the temperature, the filters' parameters and the random words
     features: ActiveFeatures
-    given: Mapping[str, Array]
-    stop_ids: Int[Array, "slot stop_ids"]
-    bias: Float[Array, "slot local_vocab"] | None
-    allowed: Bool[Array, "slot local_vocab"] | None
-    first: Array | int
+    given: Mapping[str, Array]  # the arrays of a `SamplingBatch`, this replica's entry alone
+    stop_ids: Int[Array, "slot stop_ids"]  # the stop tokens of each slot, padded with -1
+    bias: Float[Array, "slot local_vocab"] | None  # what is added to each logit; None where no slot has a bias
+    allowed: Bool[Array, "slot local_vocab"] | None  # which tokens may be sampled; None where no slot rules any out
+    first: Array | int  # the first token id of this device's part of the vocabulary
     decode_mesh: DecodeMesh
-    exact: bool = False
+    exact: bool = False  # whether sums over the vocabulary are those of `numerics: exact`
 
     def draw(
         self, logits: Float[Array, "slot local_vocab"], counts: TokenCounts | None, position: Int[Array, " slot"]

@@ -17,50 +17,31 @@ class Capacity:
     """Every capacity that the scheduler and the programs share.
 
     Args:
-        replicas: The number of replicas, groups of devices that can decode different sequences.
-        sequences: The most sequences decoded at a time, over all replicas.
-        slots: The most sequences decoded at a time by one replica.
-        pages: The number of pages in one replica's pool, the null page included.
-        pages_per_sequence: The width of a page table; a sequence has at most ``pages_per_sequence * page_size`` tokens.
-        prefill_rows: The number of pages of prompt tokens that one replica prefills in a launch.
-        steps: The most steps of a decode launch, each a token per sequence.
-        filters: 1 where the decode program has top-k, top-p and min-p; 0 leaves them out.
-        penalties: 1 where the decode program counts tokens, for penalties; 0 leaves that out.
-        min_tokens: 1 where the decode program rules out stop tokens at first; 0 leaves that out.
-        bias_ids: The most entries of a sequence's ``logit_bias``; 0 leaves the bias out.
-        allowed_ids: The most entries of a sequence's ``allowed_token_ids``; 0 leaves them out.
-        top_logprobs: The number of most probable tokens that the decode program reports per step; 0 for none.
-        prompt_logprobs: 1 where there is a program for the log-probabilities of prompt tokens; 0 leaves it out.
-        routed_experts: 1 where programs report the experts of each token; 0 leaves them out.
-        page_copies: 1 where there is a program that copies partial pages of prompts; 0 leaves it out.
-        prefill_sequences: The most sequences that one replica prefills in a launch; 0 for any number.
-        idle_replicas: The number of replicas that are given no sequences; the others are evenly spaced.
         draft_tokens: The most tokens of a sequence that a launch verifies; 0 where there are no programs that verify.
-        more_filters: The names of the users' own filters that the decode program has, sorted.
     """
 
-    replicas: int
-    sequences: int
-    slots: int
+    replicas: int  # number of replicas, groups of devices that can decode different sequences
+    sequences: int  # the most sequences decoded at a time, over all replicas
+    slots: int  # the most sequences decoded at a time by one replica
     page_size: int
-    pages: int
-    pages_per_sequence: int
-    prefill_rows: int
-    steps: int
+    pages: int  # number of pages in one replica's pool, the null page included
+    pages_per_sequence: int  # the width of a page table; a sequence has at most `pages_per_sequence * page_size` tokens
+    prefill_rows: int  # number of pages of prompt tokens that one replica prefills in a launch
+    steps: int  # the most steps of a decode launch, each a token per sequence
     stop_ids: int
-    filters: int = 0
-    penalties: int = 0
-    min_tokens: int = 0
-    bias_ids: int = 0
-    allowed_ids: int = 0
-    top_logprobs: int = 0
-    prompt_logprobs: int = 0
-    routed_experts: int = 0
-    page_copies: int = 0
-    prefill_sequences: int = 0
-    idle_replicas: int = 0
+    filters: int = 0  # 1 where the decode program has top-k, top-p and min-p; 0 leaves them out
+    penalties: int = 0  # 1 where the decode program counts tokens, for penalties; 0 leaves that out
+    min_tokens: int = 0  # 1 where the decode program rules out stop tokens at first; 0 leaves that out
+    bias_ids: int = 0  # the most entries of a sequence's `logit_bias`; 0 leaves the bias out
+    allowed_ids: int = 0  # the most entries of a sequence's `allowed_token_ids`; 0 leaves them out
+    top_logprobs: int = 0  # number of most probable tokens that the decode program reports per step; 0 for none
+    prompt_logprobs: int = 0  # 1 where there is a program for the log-probabilities of prompt tokens; 0 leaves it out
+    routed_experts: int = 0  # 1 where programs report the experts of each token; 0 leaves them out
+    page_copies: int = 0  # 1 where there is a program that copies partial pages of prompts; 0 leaves it out
+    prefill_sequences: int = 0  # the most sequences that one replica prefills in a launch; 0 for any number
+    idle_replicas: int = 0  # number of replicas that are given no sequences; the others are evenly spaced
     draft_tokens: int = 0
-    more_filters: tuple[str, ...] = ()
+    more_filters: tuple[str, ...] = ()  # the names of the users' own filters that the decode program has, sorted
 
     @property
     def verify_widths(self) -> tuple[int, ...]:

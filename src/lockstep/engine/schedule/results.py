@@ -58,14 +58,10 @@ class DecodeResults:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RoutedShape:
-    """The experts of a token as words of 32 bits.
-
-    Args:
-        choices: The number of experts that a token is given to.
-    """
+    """The experts of a token as words of 32 bits."""
 
     layers: int
-    choices: int
+    choices: int  # number of experts that a token is given to
     experts: int
 
     @property
@@ -91,18 +87,12 @@ def as_floats(bits: Int32[np.ndarray, "*shape"]) -> Float32[np.ndarray, "*shape"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DraftCounts:
-    """Counts of drafted tokens and of steps saved.
-
-    Args:
-        steps: The number of steps that sampled them, counted once for each sequence.
-        drafted: The number of tokens for which there was a draft.
-        right: The number of those that were as drafted.
-    """
+    """Counts of drafted tokens and of steps saved."""
 
     tokens: int
-    steps: int
-    drafted: int
-    right: int
+    steps: int  # number of steps that sampled them, counted once for each sequence
+    drafted: int  # number of tokens for which there was a draft
+    right: int  # number of those that were as drafted
 
     @classmethod
     def sum(cls, counts: "Iterable[DraftCounts]") -> "DraftCounts":
@@ -130,22 +120,17 @@ class Counts:
     """The progress of a scheduler, answers that were taken from it included.
 
     Args:
-        tokens: The number of tokens sampled by each replica, those of unfinished sequences included.
-        pages: The number of pages in use, over all replicas.
-        max_pages: The number of pages that can be used, over all replicas.
         steps: The number of steps that sampled those tokens, counted once for each sequence; fewer than tokens where
             drafts were verified.
-        drafted: The number of tokens for which there was a draft.
-        right: The number of those that were as drafted.
     """
 
     finished: int
-    tokens: tuple[int, ...]
-    pages: int
-    max_pages: int
+    tokens: tuple[int, ...]  # number of tokens sampled by each replica, those of unfinished sequences included
+    pages: int  # number of pages in use, over all replicas
+    max_pages: int  # number of pages that can be used, over all replicas
     steps: int = 0
-    drafted: int = 0
-    right: int = 0
+    drafted: int = 0  # number of tokens for which there was a draft
+    right: int = 0  # number of those that were as drafted
 
     @property
     def of_drafts(self) -> DraftCounts:

@@ -16,25 +16,15 @@ from lockstep.placement.device import Chip, Link, hops, on_one_chip, slice_index
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """Predicted seconds; a lower bound that is good for comparing, not for promising.
+    """Predicted seconds; a lower bound that is good for comparing, not for promising."""
 
-    Args:
-        reshard_s: Seconds to move the weights, once per round.
-        memory_s: Seconds per step to read weights and K/V.
-        compute_s: Seconds per step of the matrix products; hidden behind ``memory_s`` or the other way round.
-        collectives_s: Seconds per step of the collectives.
-        steps: Decode steps until all requests are answered.
-        active: Sequences that decode at a time.
-        moved_s: Seconds per step of ``collectives_s`` that grow with the positions of the step.
-    """
-
-    reshard_s: float
-    memory_s: float
-    compute_s: float
-    collectives_s: float
-    steps: float
-    active: float
-    moved_s: float = 0.0
+    reshard_s: float  # seconds to move the weights, once per round
+    memory_s: float  # seconds per step to read weights and K/V
+    compute_s: float  # seconds per step of the matrix products; hidden behind `memory_s` or the other way round
+    collectives_s: float  # seconds per step of the collectives
+    steps: float  # decode steps until all requests are answered
+    active: float  # sequences that decode at a time
+    moved_s: float = 0.0  # seconds per step of `collectives_s` that grow with the positions of the step
 
     @property
     def step_s(self) -> float:

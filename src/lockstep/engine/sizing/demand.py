@@ -24,36 +24,21 @@ _VERIFIED = 4
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Demand:
-    """The demand of checked requests.
-
-    Args:
-        longest: Pages of the longest request.
-        mean: Pages of a sequence, on average.
-        sequences: Sequences of all requests together.
-        context: Positions that a sequence has behind it at half of its answer, on average.
-        new_tokens: Tokens of the longest answer.
-        tokens: Tokens of the longest request, prompt and answer together.
-        prefill: Tokens of the longest prompt but for the last one, which decode reads.
-        generations: Sequences of each request, in falling order.
-        stop_ids: The most stop tokens that a request has.
-        copies_pages: Whether several sequences have the same prompt, and prefill ends on a partial page.
-        sampling: What the requests ask of the sampler, by the name in `Capacity`.
-        more_filters: The names of the users' own filters, sorted.
-    """
+    """The demand of checked requests."""
 
     page_size: int
-    longest: int
-    mean: float
-    sequences: int
-    context: float
-    new_tokens: int
-    tokens: int
-    prefill: int
-    generations: tuple[int, ...]
-    stop_ids: int
-    copies_pages: bool
-    sampling: Mapping[str, int]
-    more_filters: tuple[str, ...] = ()
+    longest: int  # pages of the longest request
+    mean: float  # pages of a sequence, on average
+    sequences: int  # sequences of all requests together
+    context: float  # positions that a sequence has behind it at half of its answer, on average
+    new_tokens: int  # tokens of the longest answer
+    tokens: int  # tokens of the longest request, prompt and answer together
+    prefill: int  # tokens of the longest prompt but for the last one, which decode reads
+    generations: tuple[int, ...]  # sequences of each request, in falling order
+    stop_ids: int  # the most stop tokens that a request has
+    copies_pages: bool  # whether several sequences have the same prompt, and prefill ends on a partial page
+    sampling: Mapping[str, int]  # what the requests ask of the sampler, by the name in `Capacity`
+    more_filters: tuple[str, ...] = ()  # the names of the users' own filters, sorted
     drafts: bool = False
 
     @classmethod

@@ -41,19 +41,12 @@ _CODE = 10 << 20
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Footprint:
-    """Bytes per device beside the model as the trainer has it.
+    """Bytes per device beside the model as the trainer has it."""
 
-    Args:
-        weights: Bytes of the decode copy of the weights; 0 where the trainer's are read in place.
-        pool: Bytes of the KV cache.
-        reshard: What moving the weights takes beside their copy, before there is a pool.
-        temporaries: What the largest of prefill, prompt log-probabilities and decode takes beside weights and pool.
-    """
-
-    weights: int
-    pool: int
-    reshard: int
-    temporaries: int
+    weights: int  # bytes of the decode copy of the weights; 0 where the trainer's are read in place
+    pool: int  # bytes of the KV cache
+    reshard: int  # what moving the weights takes beside their copy, before there is a pool
+    temporaries: int  # what the largest of prefill, prompt log-probabilities and decode takes beside weights and pool
 
     @property
     def total(self) -> int:

@@ -14,23 +14,14 @@ from lockstep.printable import bytes_text
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Choice:
-    """One layout that was considered.
+    """One layout that was considered."""
 
-    Args:
-        layout: The layout, such as ``training`` or ``{tensor: N}``.
-        demand: What the requests ask for, in pages of this layout.
-        wanted: The capacity for the requests and the caps, whatever memory there is.
-        sizes: The capacity that fits; None if not even one sequence does.
-        footprint: Predicted bytes of ``sizes``; of the smallest capacity that could be, if none fits.
-        estimate: Predicted seconds; None if nothing fits.
-    """
-
-    layout: Layout
-    demand: Demand
-    wanted: Capacity
-    sizes: Capacity | None
-    footprint: Footprint
-    estimate: Estimate | None
+    layout: Layout  # the layout, such as `training` or `{tensor: N}`
+    demand: Demand  # what the requests ask for, in pages of this layout
+    wanted: Capacity  # the capacity for the requests and the caps, whatever memory there is
+    sizes: Capacity | None  # the capacity that fits; None if not even one sequence does
+    footprint: Footprint  # predicted bytes of `sizes`; of the smallest capacity that could be, if none fits
+    estimate: Estimate | None  # predicted seconds; None if nothing fits
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,34 +29,24 @@ class Sizing:
     """Layout and capacity in use; the same on every host.
 
     Args:
-        layout: The layout, such as ``training`` or ``{tensor: N}``.
-        wanted: The capacity for the requests and the caps, whatever memory there is.
         reasons: The value of each size by its name in `EngineConfig`, and what bounds it: ``all requests fit``,
             ``cap given``, ``default``, ``memory`` or ``scalar memory``, or the name of the size that does.
-        predicted: Bytes per device, before anything was compiled.
-        compiled: The same by the compiler's memory analysis; None before.
-        free: Bytes on the device with the least free memory of all hosts, before the engine took any.
-        utilization: The share of ``free`` that may be used.
-        max_prompts: The number of prompts that the scheduler has at a time.
-        considered: All layouts that were compared, the chosen one included.
-        chip: The name of the chip whose numbers the prediction used.
-        weight_dtype: The dtype of the weights of the layers' matrix products.
     """
 
-    layout: Layout
-    wanted: Capacity
+    layout: Layout  # the layout, such as `training` or `{tensor: N}`
+    wanted: Capacity  # the capacity for the requests and the caps, whatever memory there is
     sizes: Capacity
     reasons: Mapping[str, tuple[int, str]]
-    predicted: Footprint
-    compiled: Footprint | None
-    free: int
-    utilization: float
-    max_prompts: int
+    predicted: Footprint  # bytes per device, before anything was compiled
+    compiled: Footprint | None  # the same by the compiler's memory analysis; None before
+    free: int  # bytes on the device with the least free memory of all hosts, before the engine took any
+    utilization: float  # the share of `free` that may be used
+    max_prompts: int  # number of prompts that the scheduler has at a time
     estimate: Estimate
-    considered: tuple[Choice, ...]
-    chip: str
+    considered: tuple[Choice, ...]  # all layouts that were compared, the chosen one included
+    chip: str  # the name of the chip whose numbers the prediction used
     kv_dtype: str
-    weight_dtype: str
+    weight_dtype: str  # the dtype of the weights of the layers' matrix products
     attention: str
 
     @property

@@ -17,14 +17,10 @@ _TRAINING: Final = ("gradient_checkpointing", "attn_backend", "numerics")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelPreset:
-    """The configuration that the ``config.json`` of a checkpoint has.
-
-    Args:
-        vocab_size: The number of rows of its embedding.
-    """
+    """The configuration that the ``config.json`` of a checkpoint has."""
 
     config: LlamaConfig
-    vocab_size: int
+    vocab_size: int  # number of rows of its embedding
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

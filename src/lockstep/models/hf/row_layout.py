@@ -28,15 +28,13 @@ class RowLayout:
     """The rows of each stored tensor of a parameter that a device reads, and how they become the parameter.
 
     Args:
-        dims: The named axes that each dimension of a stored tensor has, the slowest first.
         axes: The name and size of each axis of the parameter, in order; the first may be ``layer``.
-        split: The axes of the mesh that split each axis of the parameter.
     """
 
     mesh: Mesh
-    dims: tuple[Axes, ...]
+    dims: tuple[Axes, ...]  # the named axes that each dimension of a stored tensor has, the slowest first
     axes: tuple[tuple[str, int], ...]
-    split: tuple[Axes, ...]
+    split: tuple[Axes, ...]  # the axes of the mesh that split each axis of the parameter
 
     @classmethod
     def of(cls, parameter: Parameter, sharding: NamedSharding) -> Self:
@@ -157,13 +155,9 @@ them a bucket gets tens of thousands for the few objects of a model, and answers
 
 @dataclasses.dataclass(frozen=True)
 class ReadingHosts:
-    """Groups of hosts of which the first reads for all; one program then hands each device its rows.
+    """Groups of hosts of which the first reads for all; one program then hands each device its rows."""
 
-    Args:
-        mesh: The devices as ``(group, host, device)``; only hosts that are 0 on the second axis read.
-    """
-
-    mesh: Mesh
+    mesh: Mesh  # the devices as `(group, host, device)`; only hosts that are 0 on the second axis read
 
     @classmethod
     def of(cls, mesh: Mesh, most: int | None = None) -> Self | None:
@@ -226,16 +220,11 @@ class RowGather:
     """A program that gives every device the same entries of a parameter's row axis, as they are stored.
 
     A device holds, beside the parameter, a few times as much as the result, however large the tensor is.
-
-    Args:
-        layout: The axes of the parameter, how the mesh splits them, and how they are stored.
-        row_axis: The axis that is gathered in part.
-        count: The number of its entries.
     """
 
-    layout: RowLayout
-    row_axis: str
-    count: int
+    layout: RowLayout  # the axes of the parameter, how the mesh splits them, and how they are stored
+    row_axis: str  # the axis that is gathered in part
+    count: int  # number of its entries
     dtype: np.dtype[Any]
 
     @classmethod

@@ -23,18 +23,12 @@ _LENGTH_BYTES = 8
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SavedTensor:
-    """One tensor of a saved checkpoint, or some rows of one: a parameter, or a layer of one.
+    """One tensor of a saved checkpoint, or some rows of one: a parameter, or a layer of one."""
 
-    Args:
-        parameter: The parameter, as arrays or as shapes.
-        layer: The number of the layer; None where the parameter is not per layer.
-        vocab_size: The number of rows of the vocabulary that are stored; the parameter may have more.
-    """
-
-    parameter: Parameter
-    layer: int | None
+    parameter: Parameter  # the parameter, as arrays or as shapes
+    layer: int | None  # number of the layer; None where the parameter is not per layer
     dtype: np.dtype[Any]
-    vocab_size: int
+    vocab_size: int  # number of rows of the vocabulary that are stored; the parameter may have more
 
     @property
     def place(self) -> int | None:

@@ -24,17 +24,11 @@ SLICES_VARIABLE: Final = "MEGASCALE_NUM_SLICES"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Link:
-    """An interconnect between devices.
+    """An interconnect between devices."""
 
-    Args:
-        bandwidth: The bytes per second that one device can send while it receives as many.
-        latency_s: The seconds that a collective takes, however little it moves and however near the devices are.
-        hop_s: The seconds that each hop between neighbours adds to that.
-    """
-
-    bandwidth: float
-    latency_s: float
-    hop_s: float = 0.0
+    bandwidth: float  # bytes per second that one device can send while it receives as many
+    latency_s: float  # seconds that a collective takes, however little it moves and however near the devices are
+    hop_s: float = 0.0  # seconds that each hop between neighbours adds to that
 
     def gather_s(self, hops: int) -> float:
         """Returns the seconds of a gather that moves next to nothing.
@@ -58,26 +52,19 @@ class Chip:
     """One kind of device.
 
     Args:
-        name: The common name.
         memory: The bytes that programs may use: for a TPU what its compiler reports, else as published. A running
             device reports its own.
-        bandwidth: The bytes per second between memory and cores.
-        flops: The 16-bit floating-point operations per second of matrix products.
-        link: The interconnect between devices of one host; on a TPU slice, between all devices.
-        network: The interconnect between devices of different hosts.
-        core: The interconnect between the devices that are one chip; None where each device is a chip.
         dcn: The bytes per second that a device can send over the data-centre network between slices while it receives
             as many; None where no number is published.
-        source: The source of the numbers.
     """
 
     name: str
     memory: int
-    bandwidth: float
-    flops: float
-    link: Link
-    network: Link
-    core: Link | None = None
+    bandwidth: float  # bytes per second between memory and cores
+    flops: float  # the 16-bit floating-point operations per second of matrix products
+    link: Link  # the interconnect between devices of one host; on a TPU slice, between all devices
+    network: Link  # the interconnect between devices of different hosts
+    core: Link | None = None  # the interconnect between the devices that are one chip; None where each device is a chip
     dcn: float | None = None
     source: str = "rough guesses"
 

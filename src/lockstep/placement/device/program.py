@@ -27,14 +27,12 @@ class Compilation:
     """The compilation of a program.
 
     Args:
-        name: The program's name.
         shapes: The shapes of its arguments: a single array as ``float32[2,64]``, a pytree (weights) by count and bytes.
-        seconds: The seconds that tracing, lowering and compiling took in this process.
     """
 
     name: str
     shapes: tuple[str, ...]
-    seconds: float
+    seconds: float  # seconds that tracing, lowering and compiling took in this process
 
     def __str__(self) -> str:
         return f"{self.name} ({', '.join(self.shapes)}): {self.seconds:.2f} s"
