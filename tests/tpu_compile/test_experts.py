@@ -23,7 +23,7 @@ from lockstep.types import Request, SamplingParams
 
 pytest.importorskip("libtpu", reason="the TPU compiler comes with the extra [plan]")
 
-SLOW = [pytest.param("v5p-8", marks=pytest.mark.slow), pytest.param("tpu7x-8", marks=pytest.mark.nightly)]
+SLOW = [pytest.param("v5p-8", 4, marks=pytest.mark.slow), pytest.param("tpu7x-8", 4, marks=pytest.mark.nightly)]
 # A layer of Qwen3-30B-A3B, twice.
 CONFIG = Qwen3MoeConfig(
     max_seq_len=1024, hidden_dim=2048, intermediate_dim=6144, num_layers=2, num_heads=32, num_kv_heads=4, head_dim=128,
@@ -39,18 +39,23 @@ def kernels(text: str) -> int:
     return sum(bool(GMM.search(line)) for line in text.splitlines())
 
 
-@pytest.mark.parametrize("slice_name", ["v6e-8", *SLOW])
-def test_decode_and_prefill_multiply_by_the_kernel(slice_name: str) -> None:
+@pytest.mark.parametrize(
+    ("slice_name", "expert"), [("v6e-8", 4), *SLOW, pytest.param("v6e-8", 1, marks=pytest.mark.slow)]
+)
+def test_decode_and_prefill_multiply_by_the_kernel(slice_name: str, expert: int) -> None:
     mesh = make_mesh("auto", list(topology(slice_name).devices))
     model = CONFIG, weights_on(mesh, ModelPreset(config=CONFIG, vocab_size=512), "bfloat16")
-    engine = Engine(EngineConfig(layout={"tensor": 4}, memory_bytes_per_device=8 << 30), mesh)
+    engine = Engine(EngineConfig(layout={"tensor": 4, "expert": expert}, memory_bytes_per_device=8 << 30), mesh)
     params = SamplingParams(max_new_tokens=64)
     engine.prepare(model, [Request(prompt_id=i, prompt_tokens=(1,) * 100, params=params) for i in range(64)])
     for name in ("decode", "prefill"):
         text = engine.programs[name].text()
         assert kernels(text) == 3, name
-        # The device's 32 experts of both layers are an operand of the kernel; nothing has those of one layer.
-        assert "bf16[32,2048,768]" not in text and "bf16[64,2048,768]" in text, name
+        # The device's 32 experts of both layers are an operand of the kernel; nothing has those of one layer. Or a
+        # quarter of each: 192 of 768 columns in 256, as two tiles.
+        one, both = ("[32,2048,768]", "[64,2048,768]") if expert == 4 else ("[128,2048,256]", "[256,2048,256]")
+        assert f"bf16{one}" not in text and f"bf16{both}" in text and "2048,192]" not in text, name
+        assert engine.programs[name].memory().temp_size_in_bytes < 32 << 20, "nothing copies them"
 
 
 @pytest.mark.slow
@@ -60,7 +65,7 @@ def test_layers_with_an_mlp_and_layers_with_experts_are_two_branches() -> None:
     config = dataclasses.replace(CONFIG, num_layers=3, experts=experts)
     mesh = make_mesh("auto", list(topology("v6e-8").devices))
     model = config, weights_on(mesh, ModelPreset(config=config, vocab_size=512), "bfloat16")
-    engine = Engine(EngineConfig(layout={"tensor": 4}, memory_bytes_per_device=8 << 30), mesh)
+    engine = Engine(EngineConfig(layout={"tensor": 4, "expert": 4}, memory_bytes_per_device=8 << 30), mesh)
     params = SamplingParams(max_new_tokens=64)
     engine.prepare(model, [Request(prompt_id=i, prompt_tokens=(1,) * 100, params=params) for i in range(64)])
     for name in ("decode", "prefill"):
@@ -75,7 +80,7 @@ def test_layers_with_an_mlp_and_layers_with_experts_are_two_branches() -> None:
 def test_gpt_oss_is_decoded_on_a_tpu() -> None:
     mesh = make_mesh("auto", list(topology("v6e-8").devices))
     model = GPT_OSS, weights_on(mesh, ModelPreset(config=GPT_OSS, vocab_size=512), "bfloat16")
-    engine = Engine(EngineConfig(layout={"tensor": 4}, memory_bytes_per_device=8 << 30), mesh)
+    engine = Engine(EngineConfig(layout={"tensor": 4, "expert": 4}, memory_bytes_per_device=8 << 30), mesh)
     params = SamplingParams(max_new_tokens=64)
     engine.prepare(model, [Request(prompt_id=i, prompt_tokens=(1,) * 100, params=params) for i in range(64)])
     assert [kernels(engine.programs[name].text()) for name in ("decode", "prefill")] == [2, 2]

@@ -24,4 +24,5 @@ from lockstep.engine.sampling_fields import DraftSource as DraftSource
 from lockstep.engine.sampling_fields import EarlierAnswers as EarlierAnswers
 from lockstep.engine.sampling_fields import SamplingBlock as SamplingBlock
 from lockstep.engine.sampling_fields import SamplingFields as SamplingFields
+from lockstep.engine.sizing.cost_model import used_weights as used_weights
 from lockstep.engine.sizing.result import Sizing as Sizing

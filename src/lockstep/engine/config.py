@@ -5,6 +5,7 @@ import dataclasses
 import jax.numpy as jnp
 
 from lockstep.errors import ConfigError
+from lockstep.models import Experts
 from lockstep.placement.device import FP8
 
 Layout = dict[str, int] | str
@@ -46,7 +47,8 @@ class CapacityFields:
     layout: Layout = "auto"
     """``training``: weights stay where the trainer has them and are gathered layer by layer at every step.
     ``{tensor: N}``: weights are moved once per round, N devices share a copy; with ``context: M`` each kv head of fewer
-    than N is not on M devices: they split its positions, for long texts. ``auto``: of those that fit, the one with the
+    than N is not on M devices: they split its positions, for long texts; with ``expert: N`` each has whole experts,
+    with ``expert: 1`` a part of each, else as is predicted to be faster. ``auto``: of those that fit, the one with the
     least predicted time. ``{tensor: 1, replicas: M}``: all have the weights, M of them decode. On CPU devices
     share a memory, and ``auto`` has one for each do so: per process, or one where all processes are on one machine."""
     calibration: str | None = None
@@ -165,19 +167,29 @@ def tensor_size(layout: Layout) -> int | None:
     """
     if layout in ("auto", "training"):
         return None
-    if isinstance(layout, dict) and "tensor" in layout and set(layout) <= {"tensor", "replicas", "context"}:
-        if all(isinstance(size, int) and size >= 1 for size in layout.values()):
-            if layout["tensor"] == 1 or "replicas" not in layout:
-                return layout["tensor"]
+    if isinstance(layout, dict) and set(layout) <= {"tensor", "expert", "replicas", "context"}:
+        tensor = layout.get("tensor", layout.get("expert"))
+        if tensor is not None and all(isinstance(size, int) and size >= 1 for size in layout.values()):
+            if (tensor == 1 or "replicas" not in layout) and layout.get("expert", 1) in (1, tensor):
+                return tensor
     raise ConfigError(
-        f"layout is {layout!r}; it must be auto, training, {{tensor: N}}, {{tensor: N, context: M}}, or {{tensor: 1, "
-        "replicas: M} with N and M at least 1. Use auto if in doubt."
+        f"layout is {layout!r}; it must be auto, training, {{tensor: N}}, {{tensor: N, context: M}}, {{tensor: N, "
+        "expert: N or 1} for a model with experts, or {tensor: 1, replicas: M} with N and M at least 1. Use auto if in "
+        "doubt."
     )
 
 
 def context_size(layout: Layout) -> int:
     """The number of devices that split the positions of a sequence in ``layout``."""
     return layout.get("context", 1) if isinstance(layout, dict) else 1
+
+
+def whole_experts(layout: Layout, experts: Experts | None) -> bool:
+    """Whether each device of a replica has whole experts: as the layout says, else where it divides their number."""
+    tensor = tensor_size(layout) or 1
+    if experts is None or isinstance(layout, str) or tensor == 1:
+        return False
+    return layout.get("expert", 1 if experts.num_experts % tensor else tensor) == tensor
 
 
 def layout_text(layout: Layout) -> str:

@@ -10,12 +10,12 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array
 
-from lockstep.engine.config import EngineConfig, Layout, context_size, layout_text, tensor_size
+from lockstep.engine.config import EngineConfig, Layout, context_size, layout_text, tensor_size, whole_experts
 from lockstep.engine.decoder.forward import check_exact_dtype, check_exact_platform
 from lockstep.engine.decoder.transformer import device_heads
 from lockstep.engine.idle_replicas import count_active, layout_with_idle_replicas
 from lockstep.errors import ConfigError
-from lockstep.models import STACKED, WEIGHT_AXES, DecoderWeights, LlamaConfig, quantized_dims, tensor_dims
+from lockstep.models import STACKED, WEIGHT_AXES, DecoderWeights, LlamaConfig, part_lanes, quantized_dims, tensor_dims
 from lockstep.models.attention import Heads, check_context, stored_kv_heads
 from lockstep.placement import (
     Assemble,
@@ -61,13 +61,11 @@ class DecodeModel:
     """A model as one layout decodes it. It has no arrays, so that it may outlive the weights that it describes.
 
     Args:
-        layout: The layout; not ``auto``.
         config: The configuration of the model, with kv heads replicated where the layout needs that.
         weights: Shape structs and `LazyWeight` of such, with the trainer's shardings and kv heads replicated.
-        device: One of the devices, which are all of the same kind.
-        dtype: The dtype of weights and activations while decoding.
         quantized_dtype: The 8-bit dtype of the weights of the layers' matrix products; None where it is ``dtype``.
         kv_bytes: Bytes per device of K and V at one position in all layers, on average where positions are split.
+        whole_experts: Whether devices of a replica have whole experts, in place of a part of the width of each.
         layouts: The layout of each weight: where the trainer has it, and where decoding wants it.
         lazy: Whether any weight has yet to be made from what the trainer has.
         casts: Whether any parameter has another dtype than decoding uses, such as 8 bits.
@@ -87,6 +85,7 @@ class DecodeModel:
     quantized_dtype: jnp.dtype | None
     kv_dtype: jnp.dtype
     kv_bytes: int
+    whole_experts: bool
     layouts: LayoutTree
     leaves: tuple[Weight, ...]
     lazy: bool
@@ -102,18 +101,12 @@ class DecodeModel:
 
 
 class DecodeModels:
-    """A model in every layout that it may be decoded in; each `DecodeModel` is made once, when it is first asked for.
-
-    Args:
-        engine: Layout, dtype, and dtype of the KV cache.
-        weights: Arrays or shape structs with shardings; only their shapes, dtypes and shardings are kept.
-    """
+    """A model in every layout that it may be decoded in; each `DecodeModel` is made when it is first asked for."""
 
     def __init__(self, engine: EngineConfig, config: LlamaConfig, weights: DecoderWeights, mesh: Mesh) -> None:
         self.config = config
         self.mesh = mesh
         self.signature = signature_of(config, weights)
-        """Everything about the model that programs depend on."""
         self._engine = engine
         self._weights = shape_structs(weights)
         self._made: dict[str, DecodeModel] = {}
@@ -132,7 +125,7 @@ class DecodeModels:
     @property
     def layouts(self) -> list[Layout]:
         """The layouts to compare: the configured one, or all that the mesh and the model allow."""
-        return [self._engine.layout] if self._engine.layout != "auto" else self.possible
+        return self.possible if self._engine.layout == "auto" else _with_experts(self.config, self._engine.layout)
 
     @functools.cached_property
     def possible(self) -> list[Layout]:
@@ -146,9 +139,10 @@ class DecodeModels:
         sizes = [size for size in nested if size <= kv_heads or (experts and self._can({"tensor": size}))]
         split = [{"tensor": size, "context": size // kv_heads} for size in nested if size > kv_heads]
         idle = layout_with_idle_replicas(list(self.mesh.devices.flat))
+        ways = (way for size in sizes for way in _with_experts(self.config, {"tensor": size}))
         return [
-            *({"tensor": size} for size in sizes if _fits(self.config, size)),
-            *(layout for layout in split if self._can(layout)),
+            *(way for way in ways if _fits(self.config, way)),
+            *(way for each in split for way in _with_experts(self.config, each) if self._can(way)),
             *([] if idle is None else [idle]),
             *(["training"] if self._can("training") else []),
         ]
@@ -156,14 +150,14 @@ class DecodeModels:
     def _can(self, layout: Layout) -> bool:
         """Whether weights can be read so: the trainer may have cut a kv head, or split layers into stages."""
         try:
-            return _fits(self.config, tensor_size(layout) or 1) and self[layout] is not None
+            return _fits(self.config, layout) and self[layout] is not None
         except ConfigError:
             return False
 
     def _make(self, layout: Layout) -> DecodeModel:
         tensor = tensor_size(layout) or 1
         decode_mesh = make_decode_mesh(self.mesh, tensor, context_size(layout))
-        check_layout(self.config, decode_mesh)
+        check_layout(self.config, layout, decode_mesh)
         config, weights = replicate_kv_heads(self.config, self._weights, decode_mesh.tensor)
         dtype = jnp.dtype(self._engine.dtype or weights.embed.dtype)
         kv_dtype = self._engine.kv_dtype(dtype)
@@ -177,9 +171,10 @@ class DecodeModels:
             layout_text(layout), heads.context, copies, self._engine.first_page_size(device.platform), windows
         )
         kept = stored_kv_heads(device, heads, kv_dtype)
-        experts = 0 if config.experts is None else config.experts.num_experts
-        layouts = leaf_layouts(weights, decode_mesh, tensor_dims(experts, decode_mesh.tensor))
+        whole = whole_experts(layout, config.experts)
         quantized = self._engine.quantized_dtype
+        lanes = {} if whole or decode_mesh.tensor == 1 or quantized is not None else part_lanes(device.platform)
+        layouts = leaf_layouts(weights, decode_mesh, tensor_dims(whole_experts=whole), lanes)
         if quantized is not None:
             layouts = quantized_layouts(layouts, quantized, quantized_dims)
         if layout == "training" and any(leaf.spec[0] for leaf in jax.tree.leaves(layouts.layers)):
@@ -205,6 +200,7 @@ class DecodeModels:
             quantized_dtype=quantized,
             kv_dtype=kv_dtype,
             kv_bytes=config.num_layers * 2 * kept.kv_heads * kept.head_size * kv_dtype.itemsize // heads.context,
+            whole_experts=whole,
             layouts=layouts,
             leaves=leaves,
             lazy=lazy,
@@ -225,12 +221,9 @@ class DecodeModels:
                 )
         check_exact_platform(self.mesh.devices.flat[0].platform)
         if decode_mesh.context > 1:
-            raise ConfigError(
-                "numerics is exact and context in layout sums attention by device. Leave it out, or set numerics to "
-                "fast."
-            )
-        split = {"num_heads": config.num_heads, "the vocabulary": self._weights.embed.shape[0]} | _split(config, tensor)
-        for name, size in split.items():
+            raise ConfigError("numerics is exact and context in layout sums attention by device. Leave out either.")
+        split = {"num_heads": config.num_heads, "the vocabulary": self._weights.embed.shape[0]}
+        for name, size in (split | _split(config, {"tensor": tensor})).items():
             if blocks_of(size) % tensor:
                 raise ConfigError(
                     f"numerics is exact and layout {{tensor: {tensor}}} splits {name} = {size}, whose sums are in "
@@ -243,14 +236,17 @@ def _leaves(weights: DecoderWeights, layouts: LayoutTree, dtype: jnp.dtype) -> t
     every = jax.tree_util.tree_leaves_with_path(weights)
     for (path, leaf), layout in zip(every, jax.tree.leaves(layouts), strict=True):
         name, dims = path[-1].name, list(leaf.shape)
-        if layout.tensor_dim is not None:
-            dims[layout.tensor_dim] = -(-dims[layout.tensor_dim] // layout.decode_mesh.tensor)
+        if (dim := layout.tensor_dim) is not None:
+            dims[dim] = -(-dims[dim] // layout.decode_mesh.tensor)
+        size = math.prod(dims)
+        if isinstance(layout, LeafLayout) and dim is not None:
+            dims[dim] += -dims[dim] % layout.lanes
         block = tuple(leaf.shape) if leaf.sharding is None else leaf.sharding.shard_shape(tuple(leaf.shape))
         weight = Weight(
             name=name,
             layers=leaf.shape[0] if name in STACKED else 0,
             in_place=layout == layout.decode,
-            decode_size=math.prod(dims),
+            decode_size=size,
             decode_bytes=_bytes(layout, tuple(dims), dtype),
             training_bytes=_bytes(layout, block, dtype),
         )
@@ -263,37 +259,45 @@ def _bytes(layout: LeafLayout | QuantizedLayout, dims: tuple[int, ...], dtype: j
 
 
 def signature_of(config: LlamaConfig, weights: DecoderWeights) -> object:
-    """Everything about a model that programs depend on: configuration, shapes, dtypes, and placement of its arrays."""
+    """Everything about a model that programs depend on: configuration, shapes, dtypes and shardings."""
     return config, shape_structs(weights)
 
 
-def check_layout(config: LlamaConfig, decode_mesh: DecodeMesh) -> None:
-    """Refuses a layout whose tensor axes the model cannot be split over.
-
-    Raises:
-        ConfigError: A size of the model is not divisible by the devices per replica; names the numbers that work.
-    """
-    for name, size in _split(config, decode_mesh.tensor).items():
+def check_layout(config: LlamaConfig, layout: Layout, decode_mesh: DecodeMesh) -> None:
+    """Refuses a layout that the model cannot be split in, with a `ConfigError` that names the numbers that work."""
+    if config.experts is None and "expert" in layout:
+        raise ConfigError(f"layout is {layout_text(layout)} and the model has no experts. Leave expert out.")
+    for name, size in _split(config, layout).items():
         if size % decode_mesh.tensor:
-            works = [tensor for tensor in decode_mesh.tensor_sizes if _fits(config, tensor)]
+            works = [tensor for tensor in decode_mesh.tensor_sizes if _fits(config, {"tensor": tensor})]
             raise ConfigError(
-                f"layout {{tensor: {decode_mesh.tensor}}} splits {name} = {size}, which it does not divide. Set tensor "
-                f"to one of {works}."
+                f"layout {layout_text(layout)} splits {name} = {size}, which it does not divide. Set tensor to one of "
+                f"{works}{', without expert' if 'expert' in layout else ''}."
             )
 
 
-def _fits(config: LlamaConfig, tensor: int) -> bool:
-    return not any(size % tensor for size in _split(config, tensor).values())
+def _fits(config: LlamaConfig, layout: Layout) -> bool:
+    return not any(size % (tensor_size(layout) or 1) for size in _split(config, layout).values())
 
 
-def _split(config: LlamaConfig, tensor: int) -> dict[str, int]:
+def _with_experts(config: LlamaConfig, layout: Layout) -> list[Layout]:
+    """The layout with each way to split experts, whole ones first, where it and the model leave both open."""
+    if config.experts is None or isinstance(layout, str) or "expert" in layout or layout["tensor"] == 1:
+        return [layout]
+    ways: list[Layout] = [layout | {"expert": size} for size in (layout["tensor"], 1)]
+    return ways if all(_fits(config, way) for way in ways) else [layout]
+
+
+def _split(config: LlamaConfig, layout: Layout) -> dict[str, int]:
+    tensor = tensor_size(layout) or 1
     heads = {} if replicates_kv_heads(config, tensor) else {"num_kv_heads": config.num_kv_heads}
     mlp, experts = {"intermediate_dim": config.intermediate_dim}, config.experts
     if experts is None:
         return heads | mlp
     shared = {"experts.shared_intermediate_dim": experts.shared_intermediate_dim or tensor}
     heads = heads | shared | (mlp if config.mixes_mlps else {})
-    return heads if experts.num_experts % tensor == 0 else heads | {"experts.intermediate_dim": config.expert_dim}
+    whole, parts = {"experts.num_experts": experts.num_experts}, {"experts.intermediate_dim": config.expert_dim}
+    return heads | (whole if whole_experts(layout, experts) else parts)
 
 
 def replicates_kv_heads(config: LlamaConfig, tensor: int) -> bool:

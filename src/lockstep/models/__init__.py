@@ -77,6 +77,7 @@ from lockstep.models.weights import WEIGHT_AXES as WEIGHT_AXES
 from lockstep.models.weights import DecoderWeights as DecoderWeights
 from lockstep.models.weights import LayerWeights as LayerWeights
 from lockstep.models.weights import padded_vocab_size as padded_vocab_size
+from lockstep.models.weights import part_lanes as part_lanes
 from lockstep.models.weights import quantized_dims as quantized_dims
 from lockstep.models.weights import tensor_dims as tensor_dims
 from lockstep.placement import LazyWeight as LazyWeight

@@ -24,7 +24,7 @@ class ExpertWeights(NamedTuple):
     """``[expert, embed, expert_mlp]``; like the others an array or a `lockstep.placement.QuantizedWeight`. None where
     it is in ``up`` (`lockstep.models.block.clamped_swiglu`)."""
     up: Any
-    """``[expert, embed, expert_mlp]``; with the gate ``[expert, embed, gate_up]``."""
+    """``[expert, embed, expert_mlp]``; with the gate ``[expert, embed, gate_up]``. Both may be wider than ``down``."""
     down: Any
     """``[expert, expert_mlp, embed]``."""
     up_bias: Any = None
@@ -126,7 +126,7 @@ def _megablox(activation: str, x: Array, weights: ExpertWeights, sizes: Array, b
 
     up, gate = product(x, weights.up), None if weights.gate is None else product(x, weights.gate)
     up = up if weights.up_bias is None else up.at[:rows].add(weights.up_bias[expert])
-    out = product(hidden(activation, up, gate), weights.down)[:rows]
+    out = product(hidden(activation, up, gate)[:, : weights.down.shape[1]], weights.down)[:rows]
     return out if weights.down_bias is None else out + weights.down_bias[expert]
 
 
@@ -187,6 +187,7 @@ _tiled.defvjp(_tiled_forward, _tiled_backward)
 
 def _mlp(activation: str, x: Array, gate: Any, up: Any, down: Any, up_bias: Any, down_bias: Any) -> Array:
     inner = hidden(activation, _add(matmul(x, up), up_bias), None if gate is None else matmul(x, gate))
+    inner = inner[:, : jax.tree.leaves(down)[0].shape[-2]]
     return _add(matmul(inner, down), down_bias)
 
 

@@ -10,6 +10,8 @@ from typing import Literal, NamedTuple, Self, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import scipy.special
 from jaxtyping import Array, Bool, Float, Int
 
 from lockstep.errors import ConfigError
@@ -108,6 +110,22 @@ class Experts:
         """
         missed = 1 - self.num_experts_per_tok / self.num_experts
         return float(self.num_experts * (1 - missed**tokens))
+
+    def unevenness(self, tokens: float, devices: int) -> tuple[float, float]:
+        """The factors of the mean by which the busiest of ``devices`` with whole experts reads and multiplies more.
+
+        Each of n devices has ``Binomial(E / n, expected_hits / E)`` experts that are hit and ``Binomial(k tokens, 1 /
+        n)`` rows: the expected maxima of n such numbers, over their means.
+        """
+        own, rows = self.num_experts // devices, max(1, round(self.num_experts_per_tok * tokens))
+        hit = self.expected_hits(tokens) / self.num_experts
+        read = _maximum(own, hit, devices) / (own * hit)
+        return read, _maximum(rows, 1 / devices, devices) * devices / rows
+
+
+def _maximum(trials: int, chance: float, devices: int) -> float:
+    """The expected maximum of ``devices`` independent binomial numbers."""
+    return float(np.sum(1 - scipy.special.bdtr(np.arange(trials), trials, chance) ** devices))
 
 
 class Routing(NamedTuple):

@@ -133,18 +133,21 @@ SPARSE_WEIGHTS: Final = frozenset(name for name in WEIGHT_AXES if name.startswit
 """Names of the weights of a layer that has experts instead."""
 
 
-def tensor_dims(experts: int, tensor: int) -> Mapping[str, int]:
-    """`TENSOR_DIMS` where a model's experts are shared out among the devices of a replica, if their number allows it.
-
-    Whole experts keep products as wide as they are; the TPU pads a part of a width to 128 numbers.
-
-    Args:
-        experts: The number of experts; 0 for none.
-    """
-    if not experts or experts % tensor:
+def tensor_dims(*, whole_experts: bool) -> Mapping[str, int]:
+    """`TENSOR_DIMS`, or where the devices of a replica have whole experts, in place of a part of the width of each."""
+    if not whole_experts:
         return TENSOR_DIMS
     whole = {name: axes.index("expert") for name, axes in WEIGHT_AXES.items() if "expert" in axes[:-1]}
     return {**TENSOR_DIMS, **whole}
+
+
+def part_lanes(platform: str) -> Mapping[str, int]:
+    """The number of which a part of an expert's width becomes a multiple, by the name of the weight.
+
+    The TPU's kernel reads whole tiles: of others, each launch makes a padded copy of all layers first (compiled).
+    """
+    widths = (name for name, axes in WEIGHT_AXES.items() if axes[-1] in ("expert_mlp", "gate_up"))
+    return dict.fromkeys(widths, 128) if platform == "tpu" else {}
 
 
 def quantized_dims(name: str, ndim: int) -> tuple[int, ...]:

@@ -24,6 +24,7 @@ class LeafLayout:
     decode_mesh: DecodeMesh
     spec: Spec  # for each axis of the weight, the axes of the decode mesh that split it
     tensor_dim: int | None  # the axis that the devices of a replica are to split, or None for a copy on each
+    lanes: int = 1  # the number of which each part of that axis becomes a multiple, by zeros at its end
 
     @property
     def partition_spec(self) -> PartitionSpec:
@@ -59,17 +60,23 @@ class LeafLayout:
                 block = jax.lax.all_gather(block, axes, axis=other, tiled=True)
         if dim is not None and tensor and spec[dim] != tensor:
             block = _own_part(block, dim, tensor, self.decode_mesh.tensor)
-        return block
+        return block if dim is None else _padded(block, dim, -block.shape[dim] % self.lanes)
+
+
+def _padded(block: jax.Array, dim: int, zeros: int) -> jax.Array:
+    return jnp.pad(block, [(0, zeros * (axis == dim)) for axis in range(block.ndim)]) if zeros else block
 
 
 def _own_part(block: jax.Array, dim: int, axes: Axes, count: int) -> jax.Array:
     """The part of a whole axis that belongs to this device; a vocabulary that does not divide is padded with zeros."""
     size = -(-block.shape[dim] // count)
-    padding = [(0, size * count - block.shape[d] if d == dim else 0) for d in range(block.ndim)]
-    return jax.lax.dynamic_slice_in_dim(jnp.pad(block, padding), jax.lax.axis_index(axes) * size, size, axis=dim)
+    whole = _padded(block, dim, size * count - block.shape[dim])
+    return jax.lax.dynamic_slice_in_dim(whole, jax.lax.axis_index(axes) * size, size, axis=dim)
 
 
-def leaf_layouts(weights: PyTree, decode_mesh: DecodeMesh, tensor_dims: Mapping[str, int]) -> LayoutTree:
+def leaf_layouts(
+    weights: PyTree, decode_mesh: DecodeMesh, tensor_dims: Mapping[str, int], lanes: Mapping[str, int] | None = None
+) -> LayoutTree:
     """The current layout of each weight, as a pytree like ``weights`` with `LeafLayout` leaves.
 
     Args:
@@ -77,6 +84,7 @@ def leaf_layouts(weights: PyTree, decode_mesh: DecodeMesh, tensor_dims: Mapping[
         decode_mesh: The decode mesh over the same devices.
         tensor_dims: The axis that the devices of a replica are to split, by the name of the weight. Weights that it
             does not name get a copy on each device.
+        lanes: The number of which parts are to be a multiple, by the name of the weight.
 
     Raises:
         ConfigError: A weight is placed where the decode mesh cannot express it; the error names its path.
@@ -85,7 +93,8 @@ def leaf_layouts(weights: PyTree, decode_mesh: DecodeMesh, tensor_dims: Mapping[
     def layout(path: tuple[Any, ...], leaf: jax.Array | jax.ShapeDtypeStruct) -> LeafLayout:
         spec = decode_mesh.training_spec(leaf, jax.tree_util.keystr(path))
         axes = tuple(_mesh_axes(entry) for entry in spec) + ((),) * (leaf.ndim - len(spec))
-        return LeafLayout(decode_mesh, axes, tensor_dims.get(path[-1].name))
+        name = path[-1].name
+        return LeafLayout(decode_mesh, axes, tensor_dims.get(name), (lanes or {}).get(name, 1))
 
     return jax.tree_util.tree_map_with_path(layout, weights)
 

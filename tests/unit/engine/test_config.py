@@ -32,6 +32,10 @@ from lockstep.errors import ConfigError
             {"layout": {"tensor": 2, "replicas": 1}},
             r"it must be .*, or \{tensor: 1, replicas: M\} with N and M",
         ),
+        (
+            {"layout": {"tensor": 4, "expert": 2}},
+            r"it must be .*, \{tensor: N, expert: N or 1\} for a model with experts",
+        ),
         ({"layout": {"tensor": 1, "replicas": 0}}, "layout is .*; it must be"),
     ],
 )
@@ -43,7 +47,7 @@ def test_values_that_cannot_work(options: dict[str, Any], message: str) -> None:
 def test_values_that_work() -> None:
     EngineConfig()
     EngineConfig(page_size=8, max_prefill_size=8, layout={"tensor": 1}, dtype="bfloat16", max_pages=2)
-    assert [tensor_size(layout) for layout in ("auto", "training", {"tensor": 4})] == [None, None, 4]
+    assert [tensor_size(layout) for layout in ("auto", "training", {"tensor": 4}, {"expert": 2})] == [None, None, 4, 2]
 
 
 def test_weights_have_the_dtype_of_the_engine_or_8_bits() -> None:

@@ -93,6 +93,25 @@ def test_what_cannot_split_positions(layout: Layout, options: Any, config: Any, 
         models_on("1,2,2", dataclasses.replace(LLAMA, **config), **options)[layout]
 
 
+def test_both_ways_to_split_experts_are_compared_unless_the_layout_names_one() -> None:
+    model = FAMILIES["experts"]  # 6 experts of width 12
+    assert models_on("1,2,2", model, layout={"tensor": 2}).layouts == [
+        {"tensor": 2, "expert": 2},
+        {"tensor": 2, "expert": 1},
+    ]
+    for layout in ({"tensor": 2, "expert": 1}, {"expert": 2}, {"tensor": 4}, {"tensor": 1}, "training"):
+        assert models_on("1,2,2", model, layout=layout).layouts == [layout]
+    ways = models_on("1,2,2", model)
+    assert all(each in ways.layouts for each in ({"tensor": 2, "expert": 2}, {"tensor": 2, "expert": 1}))
+    whole, parts = ways[{"expert": 2}], ways[{"tensor": 2, "expert": 1}]
+    assert (whole.layouts.layers.expert_up.tensor_dim, parts.layouts.layers.expert_up.tensor_dim) == (1, 3)
+    assert (whole.whole_experts, parts.whole_experts, ways[{"tensor": 4}].whole_experts) == (True, False, False)
+    with pytest.raises(ConfigError, match=r"\{tensor: 4, expert: 4\} splits experts.num_experts = 6.*, without expert"):
+        ways[{"tensor": 4, "expert": 4}]
+    with pytest.raises(ConfigError, match=r"layout is \{tensor: 2, expert: 1\} and the model has no experts"):
+        models_on("1,2,2")[{"tensor": 2, "expert": 1}]
+
+
 def test_a_layout_is_made_once_and_keeps_no_array() -> None:
     models = models_on("1,2,2")
     model = models[{"tensor": 2}]
@@ -119,7 +138,7 @@ def test_a_refused_layout_names_exactly_the_sizes_that_work(shape: str, kv_heads
     works, said = [], set()
     for tensor in tensor_sizes(mesh_of(shape)):
         try:
-            check_layout(model, make_decode_mesh(mesh_of(shape), tensor))
+            check_layout(model, {"tensor": tensor}, make_decode_mesh(mesh_of(shape), tensor))
             works.append(tensor)
         except ConfigError as error:
             assert f"layout {{tensor: {tensor}}} splits" in str(error)

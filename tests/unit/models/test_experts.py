@@ -66,6 +66,18 @@ def test_the_expected_number_of_experts_is_that_of_even_draws() -> None:
     )
 
 
+@pytest.mark.parametrize(("tokens", "devices"), [(1, 4), (6, 4), (40, 8)])
+def test_the_busiest_device_is_that_of_even_draws(tokens: int, devices: int) -> None:
+    experts = Experts(num_experts=32, num_experts_per_tok=4)
+    draws = np.random.default_rng(0).random((500, tokens, 32)).argsort(-1)[..., :4].reshape(500, -1)
+    rows = np.stack([np.bincount(row, minlength=32) for row in draws]).reshape(500, devices, -1)
+    hits = (rows > 0).sum(-1)
+    seen = [each.max(1).mean() / each.mean() for each in (hits, rows.sum(-1))]
+    # Independent devices are a little further apart than these, whose sum is given.
+    np.testing.assert_allclose(experts.unevenness(tokens, devices), seen, rtol=0.1)
+    assert experts.unevenness(10_000, devices)[0] == pytest.approx(1.0)
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [

@@ -164,7 +164,8 @@ class Chooser:
         cap = self.config.max_seq_len
         if longest > 0 and cap is not None and cap > longest:
             ways.append(f"lower max_seq_len to at most {longest}")
-        others = [other for other in self.models.possible if other != layout] if len(choices) == 1 else []
+        asked = [choice.layout for choice in choices]
+        others = [] if self.config.layout == "auto" else [each for each in self.models.possible if each not in asked]
         tried = [self._consider(self.models[other], requests, demand) for other in others]
         works = [layout_text(choice.layout) for choice in tried if choice.sizes is not None]
         if works:

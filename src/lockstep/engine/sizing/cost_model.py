@@ -47,6 +47,22 @@ class Estimate:
         return (fixed_s + width * growing_s) / (fixed_s + growing_s)
 
 
+def used_weights(model: DecodeModel, slots: float) -> tuple[float, float]:
+    """The bytes of weights that a device reads in a step of so many sequences, and the numbers it multiplies each with.
+
+    Those of the busiest device of a replica, which sets the pace; on CPU, where all share memory and cores, the mean.
+    """
+    uneven = (1.0, 1.0)
+    if model.whole_experts and model.device.platform != "cpu" and model.config.experts is not None:
+        uneven = model.config.experts.unevenness(max(1.0, slots), model.decode_mesh.tensor)
+    read = multiplied = 0.0
+    for weight in model.leaves:
+        more = uneven if weight.name.startswith("expert_") else (1.0, 1.0)
+        read += more[0] * model.config.part_read(weight.name, slots) * weight.decode_bytes
+        multiplied += more[1] * model.config.part_read(weight.name, 1) * weight.decode_size
+    return read, multiplied
+
+
 def estimate(model: DecodeModel, sizes: Capacity, demand: Demand, chip: Chip) -> Estimate:
     """Predicts a round."""
     config, item, decode_mesh = model.config, model.dtype.itemsize, model.decode_mesh
@@ -54,8 +70,7 @@ def estimate(model: DecodeModel, sizes: Capacity, demand: Demand, chip: Chip) ->
     batches = max(1.0, demand.sequences / concurrent_sequences(sizes, demand))
     active = demand.sequences / batches
     slots = active / len(sizes.active_replicas)
-    read = sum(config.part_read(weight.name, slots) * weight.decode_bytes for weight in model.leaves)
-    parameters = sum(config.part_read(weight.name, 1) * weight.decode_size for weight in model.leaves)
+    read, parameters = used_weights(model, slots)
     kv = slots * config.positions_read(demand.context) * model.kv_bytes / layers
     # Devices at one memory share its bandwidth and cores: all of them while weights move, the active ones in a step.
     sharing = devices // count_memories(list(decode_mesh.mesh.devices.flat))

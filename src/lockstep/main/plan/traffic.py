@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Final, NamedTuple
 
-from lockstep.engine import DecodeModel, Engine
+from lockstep.engine import DecodeModel, Engine, used_weights
 from lockstep.engine.schedule import Capacity
 from lockstep.main.plan.hlo import Array, Hlo, Op, Run
 from lockstep.models.attention import TpuAttention, select_attention
@@ -196,10 +196,9 @@ def step_bytes(
         else:
             program += size * run.times
     config, heads = model.config, model.heads
-    weights = sum(config.part_read(weight.name, sizes.slots) * weight.decode_bytes for weight in model.leaves)
     position = 2 * heads.kv_heads * heads.head_size * model.kv_dtype.itemsize / heads.context
     return StepBytes(
-        floor_weights=round(weights),
+        floor_weights=round(used_weights(model, float(sizes.slots))[0]),
         floor_kv=round(sizes.slots * config.positions_read(context) * position),
         program=program,
         kernel=kernels,

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lockstep.engine import Engine, EngineConfig
+from lockstep.engine import Engine, EngineConfig, decode_model
 from lockstep.engine.decoder import transformer
-from lockstep.models import mixture
+from lockstep.models import Experts, mixture, part_lanes
 from lockstep.models.block import xielu
 from lockstep.types import Completion, FinishReason
 from tests.oracle import Expected, assert_same_logprobs, assert_same_tokens, oracle_completions
@@ -196,3 +196,27 @@ def test_slots_without_a_sequence_read_no_expert(monkeypatch: pytest.MonkeyPatch
     jax.effects_barrier()
     decoded = [count for size, count in seen if size == len(asked)]
     assert sorted({*decoded}) == [1, 3, 4], "one ends after the first token, two after the second"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mesh", "tensor", "expert"),
+    [
+        *(pytest.param("1,2,2", 2, each, marks=pytest.mark.nightly) for each in ("whole", "part")),
+        *(("1,4,1", 4, each) for each in ("whole", "part", "padded")),
+    ],
+)
+def test_tokens_are_the_same_with_whole_experts_and_parts(
+    mesh: str, tensor: int, expert: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parts of 6 or 3 columns, which a TPU has in 128."""
+    if expert == "padded":
+        monkeypatch.setattr(decode_model, "part_lanes", lambda _: part_lanes("tpu"))
+    experts = Experts(num_experts=8, num_experts_per_tok=3, intermediate_dim=12)
+    config = dataclasses.replace(FAMILIES["experts"], experts=experts)
+    layout = {"tensor": tensor, "expert": tensor if expert == "whole" else 1}
+    engine, model = Engine(EngineConfig(layout=layout, page_size=8, max_seqs=6), mesh_of(mesh)), model_on(mesh, config)
+    check(oracle_completions(model_on("1,1,1", config), mixed_requests()), engine.generate(model, mixed_requests()))
+    assert engine.decode_model is not None and engine.decode_model.whole_experts == (expert == "whole")
+    memory = engine.programs["reshard"].memory()
+    assert memory.output_size_in_bytes == pytest.approx(engine.decode_model.copied_bytes, rel=0.02)

@@ -29,12 +29,13 @@ from lockstep.engine.sizing.memory_model import Footprint, concurrent_sequences
 from lockstep.engine.sizing.result import Sizing
 from lockstep.errors import CapacityError, ConfigError
 from lockstep.hosts import Ledger
-from lockstep.models import read_decoder
+from lockstep.models import Experts, Qwen3MoeConfig, read_decoder
+from lockstep.models.trainable import skeleton
 from lockstep.placement import make_mesh
 from lockstep.placement.device import Chip, Link
 from lockstep.types import Drafts, Request
 from tests.oracle import assert_same_tokens
-from tests.unit.engine.models import LLAMA, mesh_of, model_on, request
+from tests.unit.engine.models import LLAMA, SIZES, VOCAB, mesh_of, model_on, request
 from tests.unit.engine.sizing.made_up import ROOMY, choose, least_that_works, models_on
 
 
@@ -233,6 +234,28 @@ def tpu_models() -> Callable[..., DecodeModels]:
     config, weights = read_decoder(model_on("1,1,1", model))
     structs = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=on_tpu), weights)
     return lambda engine: DecodeModels(engine, config, structs, mesh)
+
+
+def test_experts_are_split_whole_or_by_width_as_a_batch_reads_them_faster() -> None:
+    """Experts as Qwen3-30B-A3B's on four chips, where a quarter of 768 columns takes 256."""
+    pytest.importorskip("libtpu", reason="the extra [plan] brings the TPU compiler")
+    from lockstep.main.plan.compiler import topology
+
+    mesh = make_mesh("1,1,4", list(topology("v6e-4").devices))
+    experts = Experts(num_experts=128, num_experts_per_tok=8, intermediate_dim=768)
+    model = Qwen3MoeConfig(**SIZES | {"hidden_dim": 1024, "num_kv_heads": 4, "max_seq_len": 1024}, experts=experts)
+    config, weights = read_decoder(skeleton(VOCAB, model))
+    on_tpu = NamedSharding(mesh, PartitionSpec())
+    structs = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=on_tpu), weights)
+    engine = EngineConfig(layout={"tensor": 4}, dtype="bfloat16")
+    models = DecodeModels(engine, config, structs, mesh)
+    chooser = Chooser(config=engine, models=models, free=ROOMY)
+    found = {count: chooser.choose([request(i, 20, 1000) for i in range(count)]) for count in (1, 256)}
+    assert [each.layout["expert"] for each in found.values()] == [1, 4]
+    assert all(len(each.considered) == 2 for each in found.values())
+    (up,) = [weight for weight in models[{"tensor": 4, "expert": 1}].leaves if weight.name == "expert_up"]
+    assert up.decode_bytes == 2 * 128 * 1024 * 256 * 2 and up.decode_size == 2 * 128 * 1024 * 192
+    assert chooser.choose([request(0, 20, 1000)], found[256]).layout == found[256].layout, "what is compiled stays"
 
 
 LONG = 131072

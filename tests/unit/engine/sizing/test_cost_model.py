@@ -4,6 +4,7 @@ import dataclasses
 from types import SimpleNamespace
 from unittest.mock import Mock
 
+import jax
 import numpy as np
 import pytest
 
@@ -11,12 +12,12 @@ from lockstep.engine import EngineConfig
 from lockstep.engine.config import Layout
 from lockstep.engine.decode_model import DecodeModels
 from lockstep.engine.schedule import Capacity
-from lockstep.engine.sizing.cost_model import Estimate, _link, estimate, verify_costs
+from lockstep.engine.sizing.cost_model import Estimate, _link, estimate, used_weights, verify_costs
 from lockstep.engine.sizing.demand import Demand, desired_capacity
 from lockstep.models import LlamaConfig, Variant, read_decoder
 from lockstep.placement import DecodeMesh
 from lockstep.placement.device import Chip, Link
-from tests.unit.engine.models import LLAMA, mesh_of, model_on, request
+from tests.unit.engine.models import FAMILIES, LLAMA, mesh_of, model_on, request
 from tests.unit.engine.models import SIZES as SIZES_OF_MODEL
 from tests.unit.engine.sizing.made_up import models_on
 
@@ -165,3 +166,17 @@ def test_what_a_step_reads_is_asked_of_the_model() -> None:
     kv = 2 * 2 * 2 * 8 * 4  # of a position: K and V of two heads in two layers
     window = dataclasses.replace(LLAMA, variant=Variant(sliding_window=6))
     assert whole - bytes_read(window) == pytest.approx(len(REQUESTS) * (Demand.of(REQUESTS, 16).context - 6) * kv)
+
+
+def test_the_busiest_device_has_more_whole_experts_to_read_and_multiply_than_it_has_parts() -> None:
+    models = DecodeModels(EngineConfig(), *read_decoder(model_on("1,2,2", FAMILIES["experts"])), mesh_of("1,2,2"))
+    whole, parts = (models[{"tensor": 2, "expert": size}] for size in (2, 1))
+    assert used_weights(whole, 3.0) == used_weights(parts, 3.0), "CPU devices share memory and cores"
+    whole, parts = (dataclasses.replace(each, device=Mock(jax.Device, platform="tpu")) for each in (whole, parts))
+    experts = parts.config.experts
+    assert experts is not None
+    size = 2 * 3 * 3 * 16 * 12  # of both layers: half of six experts with three matrices
+    (read, multiplied), (least, each) = used_weights(whole, 3.0), used_weights(parts, 3.0)
+    reads, products = experts.unevenness(3, 2)
+    assert read - least == pytest.approx((reads - 1) * experts.expected_hits(3) / 6 * 4 * size)
+    assert multiplied - each == pytest.approx((products - 1) * 3 / 6 * size) and products > reads > 1

@@ -51,4 +51,4 @@ def test_the_mesh_divides_all_axes(shape, platform):
     config = shape_for(mesh)
     assert config.hidden_dim % mesh.shape["fsdp"] == 0
     assert config.num_kv_heads % mesh.shape["tp"] == 0 and config.intermediate_dim % mesh.shape["tp"] == 0
-    assert all(_fits(config, size) for size in tensor_sizes(mesh)), "every layout of decoding"
+    assert all(_fits(config, {"tensor": size}) for size in tensor_sizes(mesh)), "every layout of decoding"
