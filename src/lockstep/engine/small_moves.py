@@ -42,16 +42,12 @@ class Moved:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SmallMoves:
-    """Brings weights to where they were when programs were compiled.
-
-    Args:
-        program: The program that moves them; None where every device has the same of them before and after.
-    """
+    """Brings weights to where they were when programs were compiled."""
 
     signature: object  # the signature of the model that comes, see `signature_of`
     weights: DecoderWeights  # the weights that programs were compiled for, as structs
     moved: tuple[Moved, ...]  # the arrays that are elsewhere now
-    program: Program | None
+    program: Program | None  # None where every device has the same of them before and after
 
     def __call__(self, weights: DecoderWeights) -> DecoderWeights:
         """Launches the program, where there is one to launch, and returns the weights in the old placement."""

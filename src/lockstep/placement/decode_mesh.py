@@ -16,17 +16,13 @@ from lockstep.placement.device import slice_index
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecodeMesh:
-    """A mesh fine enough to express both the training sharding and (replica × tensor) on the same devices.
-
-    Args:
-        context_axes: Those of ``tensor_axes``, the last ones, over which a replica splits the positions of a sequence.
-    """
+    """A mesh fine enough to express both the training sharding and (replica × tensor) on the same devices."""
 
     mesh: Mesh  # the refined mesh; the product of its axes is the training mesh's, in the same device order
     training_shape: dict[str, int]  # the axes of the training mesh and their sizes, in order
     replica_axes: tuple[str, ...]  # the axes of `mesh` between replicas
     tensor_axes: tuple[str, ...]  # the axes of `mesh` inside a replica
-    context_axes: tuple[str, ...]
+    context_axes: tuple[str, ...]  # those of `tensor_axes`, the last ones, that split the positions of a sequence
     training_axes: dict[str, tuple[str, ...]]  # for each axis of the training mesh, the axes of `mesh` that make it up
 
     @property

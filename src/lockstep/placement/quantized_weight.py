@@ -27,15 +27,10 @@ _LARGEST: Final[Mapping[Any, float]] = {INT8: 127.0, FP8: LARGEST_FP8}
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class QuantizedWeight:
-    """A weight in 8 bits; the axes of its inputs come first, after the layer.
+    """A weight in 8 bits; the axes of its inputs come first, after the layer."""
 
-    Args:
-        values: Integers, or the bytes of E4M3 numbers (`lockstep.placement.device.float8`).
-        scale: What each output channel is multiplied by: the weight's axes without those of the inputs.
-    """
-
-    values: Int8[Array, "*shape"] | UInt8[Array, "*shape"]
-    scale: Float[Array, "*outputs"]
+    values: Int8[Array, "*shape"] | UInt8[Array, "*shape"]  # integers, or the bytes of E4M3 numbers
+    scale: Float[Array, "*outputs"]  # the factor of each output channel
 
 
 def matmul(x: Float[Array, "*batch inputs"], weight: Array | QuantizedWeight, *, axes: int = 1) -> Array:
@@ -58,14 +53,10 @@ def matmul(x: Float[Array, "*batch inputs"], weight: Array | QuantizedWeight, *,
 
 @dataclasses.dataclass(frozen=True)
 class QuantizedLayout:
-    """The layout of a weight that is kept in 8 bits; it takes the place of a `LeafLayout` in a `LayoutTree`.
-
-    Args:
-        inputs: The axes that products sum over, counted from the last (-1), so that they are those of one layer too.
-    """
+    """The layout of a weight that is kept in 8 bits; it takes the place of a `LeafLayout` in a `LayoutTree`."""
 
     values: LeafLayout
-    inputs: tuple[int, ...]
+    inputs: tuple[int, ...]  # the axes that products sum over, counted from the last (-1), as those of one layer are
     dtype: jnp.dtype  # `int8` or `float8_e4m3fn`
 
     @property

@@ -70,15 +70,13 @@ class Filter:
     Args:
         name: The field of `SamplingParams`, or the name in its ``filters``; `plan` finds the filter by it in a
             compiled program.
-        parameter: The field of `lockstep.engine.schedule.SamplingBatch` that has its parameter for each slot.
-        narrows: Whether the filter does anything in each slot, by the parameter.
         apply: The filter: takes all tokens of the vocabulary, the threshold so far and the parameter; returns a
             threshold that keeps no more than the one so far. It contains no collective.
     """
 
     name: str
-    parameter: str
-    narrows: Callable[[Array], Array]
+    parameter: str  # field of `SamplingBatch` that has its parameter for each slot
+    narrows: Callable[[Array], Array]  # whether it does anything in each slot, by the parameter
     apply: Callable[[Candidates, TokenThreshold, Array], TokenThreshold]
 
     def is_requested(self, params: SamplingParams) -> bool:

@@ -14,11 +14,7 @@ _VERIFY_WIDTHS = (8, 64)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Capacity:
-    """Every capacity that the scheduler and the programs share.
-
-    Args:
-        draft_tokens: The most tokens of a sequence that a launch verifies; 0 where there are no programs that verify.
-    """
+    """Every capacity that the scheduler and the programs share."""
 
     replicas: int  # number of replicas, groups of devices that can decode different sequences
     sequences: int  # the most sequences decoded at a time, over all replicas
@@ -40,7 +36,7 @@ class Capacity:
     page_copies: int = 0  # 1 where there is a program that copies partial pages of prompts; 0 leaves it out
     prefill_sequences: int = 0  # the most sequences that one replica prefills in a launch; 0 for any number
     idle_replicas: int = 0  # number of replicas that are given no sequences; the others are evenly spaced
-    draft_tokens: int = 0
+    draft_tokens: int = 0  # the most tokens of a sequence that a launch verifies; 0: no programs that verify
     more_filters: tuple[str, ...] = ()  # the names of the users' own filters that the decode program has, sorted
 
     @property

@@ -117,18 +117,13 @@ class DraftCounts:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Counts:
-    """The progress of a scheduler, answers that were taken from it included.
-
-    Args:
-        steps: The number of steps that sampled those tokens, counted once for each sequence; fewer than tokens where
-            drafts were verified.
-    """
+    """The progress of a scheduler, answers that were taken from it included."""
 
     finished: int
     tokens: tuple[int, ...]  # number of tokens sampled by each replica, those of unfinished sequences included
     pages: int  # number of pages in use, over all replicas
     max_pages: int  # number of pages that can be used, over all replicas
-    steps: int = 0
+    steps: int = 0  # steps that sampled them, once for each sequence; fewer than tokens where drafts were verified
     drafted: int = 0  # number of tokens for which there was a draft
     right: int = 0  # number of those that were as drafted
 

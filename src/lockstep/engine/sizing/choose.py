@@ -22,17 +22,12 @@ _WORTH_COMPILING = 1.25
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Chooser:
-    """Chooses the layout and the capacity for requests.
-
-    Args:
-        free: Bytes on the device with the least free memory of all hosts, agreed on.
-        excess: Bytes that the compiler was found to need beyond the prediction, by layout.
-    """
+    """Chooses the layout and the capacity for requests."""
 
     config: EngineConfig
     models: DecodeModels
-    free: int
-    excess: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    free: int  # bytes on the device with the least free memory of all hosts, agreed on
+    excess: Mapping[str, int] = dataclasses.field(default_factory=dict)  # bytes beyond the prediction, by layout
 
     def choose(self, requests: Sequence[Request], before: Sizing | None = None) -> Sizing:
         """The layout with the least predicted time of those that fit, and its capacity.

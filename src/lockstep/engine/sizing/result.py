@@ -26,17 +26,12 @@ class Choice:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sizing:
-    """Layout and capacity in use; the same on every host.
-
-    Args:
-        reasons: The value of each size by its name in `EngineConfig`, and what bounds it: ``all requests fit``,
-            ``cap given``, ``default``, ``memory`` or ``scalar memory``, or the name of the size that does.
-    """
+    """Layout and capacity in use; the same on every host."""
 
     layout: Layout  # the layout, such as `training` or `{tensor: N}`
     wanted: Capacity  # the capacity for the requests and the caps, whatever memory there is
     sizes: Capacity
-    reasons: Mapping[str, tuple[int, str]]
+    reasons: Mapping[str, tuple[int, str]]  # values of sizes, and what bounds each: a cap, memory, another
     predicted: Footprint  # bytes per device, before anything was compiled
     compiled: Footprint | None  # the same by the compiler's memory analysis; None before
     free: int  # bytes on the device with the least free memory of all hosts, before the engine took any

@@ -28,22 +28,18 @@ class Family:
     """The particulars of a model family in transformers' checkpoints.
 
     Args:
-        config: The configuration class; the defaults of its variant are the family's.
         tensors: The name of the tensor of each weight, with ``{layer}`` for the number of the layer. Weights of one
             name are rows of one tensor, in the order of this table.
-        defaults: The values that transformers takes for keys that ``config.json`` lacks.
-        read: Returns fields of the configuration, or of its variant, of a ``config.json``.
-        write: Returns the keys of ``config.json`` for them.
         presets: The configurations of well-known checkpoints, by the last part of their path.
     """
 
     architecture: str
     model_type: str
-    config: type[LlamaConfig]
+    config: type[LlamaConfig]  # the defaults of its variant are the family's
     tensors: Mapping[str, str]
-    defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    read: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda hf: {}
-    write: Callable[[LlamaConfig], Mapping[str, Any]] = lambda config: {}
+    defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # for keys that `config.json` lacks
+    read: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda hf: {}  # fields from a `config.json`
+    write: Callable[[LlamaConfig], Mapping[str, Any]] = lambda config: {}  # keys of `config.json` from them
     activation_key: str = "hidden_act"
     presets: Mapping[str, ModelPreset] = dataclasses.field(default_factory=dict)
 

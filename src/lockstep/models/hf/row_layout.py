@@ -25,15 +25,11 @@ Axes = tuple[str, ...]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RowLayout:
-    """The rows of each stored tensor of a parameter that a device reads, and how they become the parameter.
-
-    Args:
-        axes: The name and size of each axis of the parameter, in order; the first may be ``layer``.
-    """
+    """The rows of each stored tensor of a parameter that a device reads, and how they become the parameter."""
 
     mesh: Mesh
     dims: tuple[Axes, ...]  # the named axes that each dimension of a stored tensor has, the slowest first
-    axes: tuple[tuple[str, int], ...]
+    axes: tuple[tuple[str, int], ...]  # name and size of each axis of the parameter; the first may be `layer`
     split: tuple[Axes, ...]  # the axes of the mesh that split each axis of the parameter
 
     @classmethod

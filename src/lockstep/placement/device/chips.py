@@ -49,23 +49,16 @@ class Link:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Chip:
-    """One kind of device.
-
-    Args:
-        memory: The bytes that programs may use: for a TPU what its compiler reports, else as published. A running
-            device reports its own.
-        dcn: The bytes per second that a device can send over the data-centre network between slices while it receives
-            as many; None where no number is published.
-    """
+    """One kind of device."""
 
     name: str
-    memory: int
+    memory: int  # bytes that programs may use, as a TPU's compiler says; a running device reports its own
     bandwidth: float  # bytes per second between memory and cores
     flops: float  # the 16-bit floating-point operations per second of matrix products
     link: Link  # the interconnect between devices of one host; on a TPU slice, between all devices
     network: Link  # the interconnect between devices of different hosts
     core: Link | None = None  # the interconnect between the devices that are one chip; None where each device is a chip
-    dcn: float | None = None
+    dcn: float | None = None  # bytes per second that a device sends and receives between slices; None: not published
     source: str = "rough guesses"
 
 

@@ -24,14 +24,10 @@ type AroundLaunch = Callable[[str], contextlib.AbstractContextManager[object]]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Compilation:
-    """The compilation of a program.
-
-    Args:
-        shapes: The shapes of its arguments: a single array as ``float32[2,64]``, a pytree (weights) by count and bytes.
-    """
+    """The compilation of a program."""
 
     name: str
-    shapes: tuple[str, ...]
+    shapes: tuple[str, ...]  # its arguments: arrays as `float32[2,64]`, a pytree (weights) by count and bytes
     seconds: float  # seconds that tracing, lowering and compiling took in this process
 
     def __str__(self) -> str:
@@ -43,17 +39,14 @@ class Program:
     """One compiled program.
 
     Args:
-        name: The name, the same on every host.
         digests: The digests of its StableHLO, its devices and options, and its optimised HLO, by name. The last may
             differ between hosts: with a compilation cache per host, one deserialises while others compile.
-        traces: The number of times that its Python function was traced, which stays 1.
-        compilation: The shapes of its arguments and the seconds that compiling took.
     """
 
-    name: str
+    name: str  # the same on every host
     digests: Mapping[str, str]
-    traces: int
-    compilation: Compilation
+    traces: int  # how often its Python function was traced, which stays 1
+    compilation: Compilation  # shapes of its arguments, and seconds
     _compiled: Any
     _ledger: Ledger
 
