@@ -1,14 +1,17 @@
 """The demo as `make demo` runs it: noise at first, right answers to questions never trained on in the end."""
 
 import dataclasses
+import math
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from lockstep.callback import InferenceEvalConfig
 from lockstep.callback.round import read_round_prompts
 from lockstep.engine import Engine, EngineConfig
+from lockstep.models import read_decoder
 from lockstep.models.hf.load import load_hf
 from lockstep.placement import make_mesh
 from lockstep.report import COLUMNS, read_jsonl
@@ -63,6 +66,31 @@ def check_the_checkpoint(checkpoint, shown):
                 for c in result
             ]
             assert assert_same_tokens(expected, got) == 0
+
+
+def body_exact(hosts, checkpoint, mesh_shape, devices, layout):
+    """Four drawn answers to each question by the checkpoint in bfloat16, exact, with their log-probabilities as hex."""
+    mesh = make_mesh(mesh_shape, jax.devices()[:devices])
+    config, weights = read_decoder(load_hf(checkpoint, mesh))
+    exact = dataclasses.replace(config, numerics="exact")
+    halves = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), weights)
+    drawn = [
+        dataclasses.replace(each, params=dataclasses.replace(each.params, n_generations=4))
+        for each in all_requests(checkpoint)[PROMPTS:]
+    ]
+    answers = Engine(EngineConfig(layout=layout), mesh).generate((exact, halves), drawn, hosts=hosts)
+    return [[list(one.tokens), [float(value).hex() for value in one.logprobs]] for one in answers]
+
+
+def check_exact(checkpoint):
+    """Every layout has the same 128 answers, to the last bit of their log-probabilities, in bfloat16."""
+    want = body_exact(None, checkpoint, "1,1,1", 1, {"tensor": 1})
+    assert len(want) == 4 * PROMPTS
+    for mesh_shape, layout in [("1,1,2", {"tensor": 2}), ("1,2,2", {"tensor": 4}), ("2,2,1", "training")]:
+        devices = math.prod(map(int, mesh_shape.split(",")))
+        assert body_exact(None, checkpoint, mesh_shape, devices, layout) == want, layout
+    for got in run_processes(body_exact, processes=2, timeout_s=300, args=(checkpoint, "1,2,2", 4, {"tensor": 4})):
+        assert got == want
 
 
 EXPERTS = "--model.type qwen3_moe --model.experts.num_experts 8 --model.experts.intermediate_dim 192"
@@ -120,3 +148,5 @@ def test_the_demo_learns_and_leaves_everything_it_promises(model, tmp_path):
         assert name in leader[leader.rindex("done:") :], "the closing summary names what the run left"
 
     check_the_checkpoint(run_dir / "checkpoint", [row["generated_text"] for row in rows[-PROMPTS:]])
+    if not model:
+        check_exact(str(run_dir / "checkpoint"))
