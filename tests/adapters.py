@@ -20,8 +20,10 @@ from lockstep.models import (
     save_hf,
 )
 from lockstep.placement import PARAMETER_AXES, make_mesh, mesh_of, place
-from lockstep.training import CheckpointerConfig, SavedAdapters, TrainState, model_spec, save_tokenizer
+from lockstep.training import CheckpointerConfig, model_spec, save_tokenizer
 from lockstep.training.checkpoints.checkpointer import Checkpointer
+from lockstep.training.checkpoints.saved_model import SavedAdapters
+from lockstep.training.step.train_state import TrainState
 from tests import tiny
 
 LORA = LoraConfig(r=3, alpha=6.0)

@@ -23,12 +23,12 @@ from lockstep.training import (
     TokenizedRows,
     Trainer,
     TrainerConfig,
-    TrainState,
     lm_loss,
     model_spec,
     save_tokenizer,
 )
 from lockstep.training.checkpoints.checkpointer import Checkpointer
+from lockstep.training.step.train_state import TrainState
 from lockstep.types import Request, SamplingParams
 
 TOKENIZER = "data/demo/tokenizer"

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.testing import function_command
+from lockstep.testing.pool import function_command
 from tests.faults import bodies, checkpoint_bodies, report_bodies
 from tests.faults.measured import record
 from tests.faults.table import FAULTS, GOES_ON

@@ -4,12 +4,12 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from lockstep.testing import POOL as POOL
 from lockstep.testing import PoolSettings, configure
-from lockstep.testing import run_command as run_command
 from lockstep.testing import run_processes as run_processes
 from lockstep.testing import run_threads as run_threads
-from lockstep.testing import run_unattended as run_unattended
+from lockstep.testing.pool import POOL as POOL
+from lockstep.testing.pool import run_command as run_command
+from lockstep.testing.pool import run_unattended as run_unattended
 from tests.multiprocess import permuted
 from tests.multiprocess.launcher import cache_environment
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lockstep.training import LmDataConfig
+from lockstep.training.data import LmDataConfig
 from tests import tiny
 from tests.multiprocess.harness import run_processes
 from tests.multiprocess.launches import record_launches
@@ -63,7 +63,8 @@ def body_killed(hosts, directory):
 
 def body_again(hosts, directory):
     """What was there before; the digest of all rows, some of them; validation; the names of all launches."""
-    from lockstep.training import Validation, lm_loss
+    from lockstep.training import lm_loss
+    from lockstep.training.loop.validation import Validation
 
     hosts.barrier("before")
     there = sorted(path.name for path in Path(directory).glob("cache/*/chunk-*.json"))

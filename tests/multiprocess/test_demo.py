@@ -14,7 +14,8 @@ from lockstep.engine import Engine, EngineConfig
 from lockstep.models import read_decoder
 from lockstep.models.hf.load import load_hf
 from lockstep.placement import make_mesh
-from lockstep.report import COLUMNS, read_jsonl
+from lockstep.report import read_jsonl
+from lockstep.report.rows import COLUMNS
 from lockstep.text import load_tokenizer
 from lockstep.types import Completion, FinishReason
 from tests import wandb_run

@@ -8,7 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lockstep.training import CheckpointerConfig, OptimizerConfig, PreferenceDataConfig, SimpoConfig
+from lockstep.training import CheckpointerConfig, OptimizerConfig
+from lockstep.training.data import PreferenceDataConfig
+from lockstep.training.objectives import SimpoConfig
 from tests import tiny
 from tests.multiprocess.harness import run_processes
 from tests.multiprocess.launches import assert_same_launches

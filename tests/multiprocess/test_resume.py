@@ -17,8 +17,9 @@ import pytest
 
 from lockstep.models import LlamaLMHeadModel, load_hf, save_hf
 from lockstep.placement import mesh_of
-from lockstep.training import CheckpointerConfig, KeepConfig
+from lockstep.training import CheckpointerConfig
 from lockstep.training.checkpoints import checkpointer
+from lockstep.training.checkpoints.config import KeepConfig
 from tests import rollouts, tiny
 from tests.multiprocess.harness import run_processes
 from tests.multiprocess.launches import record_launches

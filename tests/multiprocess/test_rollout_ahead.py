@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lockstep.training import CheckpointerConfig, KeepConfig
+from lockstep.training import CheckpointerConfig
+from lockstep.training.checkpoints.config import KeepConfig
 from lockstep.training.rl.rewards import FunctionReward, LengthReward
 from tests import rollouts as runs
 from tests import tiny

@@ -82,7 +82,7 @@ def test_a_host_holds_only_its_part_of_the_parameters(stopped):
 
 
 def body_traced(hosts, directory):
-    from lockstep.training import ProfilerConfig
+    from lockstep.training.loop.profiler import ProfilerConfig
 
     profiler = ProfilerConfig(start_step=1, num_steps=2, processes=None)
     trainer, model, rows = build("auto", hosts, log_dir=directory, run_id="run", profiler=profiler)
@@ -106,7 +106,8 @@ def body_slices(hosts):
 
     One run learns texts and samples, another learns preferences by SimPO.
     """
-    from lockstep.training import OptimizerConfig, SimpoConfig, TokenizedRows, Trainer, TrainerConfig
+    from lockstep.training import OptimizerConfig, TokenizedRows, Trainer, TrainerConfig
+    from lockstep.training.objectives import SimpoConfig
     from tests import tiny
 
     found = []

@@ -1,7 +1,6 @@
 """Batch inference (`lockstep sample`): one checkpoint, many hosts, every prompt completed exactly once."""
 
 from lockstep.batch_inference.checkpoint import Checkpoint as Checkpoint
-from lockstep.batch_inference.checkpoint import HfCheckpoint as HfCheckpoint
 from lockstep.batch_inference.checkpoint import checkpoint_at as checkpoint_at
 from lockstep.batch_inference.checkpoint import load as load
 from lockstep.batch_inference.checkpoint import resolve_checkpoint as resolve_checkpoint

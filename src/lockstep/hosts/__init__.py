@@ -1,6 +1,5 @@
 """The processes of a job: start, waits with deadlines, agreement, leader-only work. No device program is launched."""
 
-from lockstep.hosts._client import Client as Client
 from lockstep.hosts._client import JaxClient as JaxClient
 from lockstep.hosts._client import MemoryClient as MemoryClient
 from lockstep.hosts._client import on_one_machine as on_one_machine
@@ -15,7 +14,6 @@ from lockstep.hosts.exchange import digest as digest
 from lockstep.hosts.exchange import name_processes as name_processes
 from lockstep.hosts.fault import earlier_attempts as earlier_attempts
 from lockstep.hosts.hosts import Hosts as Hosts
-from lockstep.hosts.hosts import Preemption as Preemption
 from lockstep.hosts.hosts import ready_on_all as ready_on_all
 from lockstep.hosts.own_work import HostThread as HostThread
 from lockstep.hosts.own_work import Stopped as Stopped
@@ -26,6 +24,5 @@ from lockstep.hosts.phase import Ledger as Ledger
 from lockstep.hosts.phase import Phase as Phase
 from lockstep.hosts.run_main import run_main as run_main
 from lockstep.hosts.start import current as current
-from lockstep.hosts.start import shutdown as shutdown
 from lockstep.hosts.start import start as start
 from lockstep.hosts.watchdog import Watchdog as Watchdog

@@ -1,7 +1,5 @@
 """From a laptop to a pod: one command on every process of a job, on every kind of machine. Standard library only."""
 
-from lockstep.launch.backend import Backend as Backend
-from lockstep.launch.backend import LaunchError as LaunchError
 from lockstep.launch.machines import free_port as free_port
 from lockstep.launch.machines import local_environment as local_environment
 from lockstep.launch.machines import resolve as resolve

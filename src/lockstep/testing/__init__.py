@@ -6,15 +6,7 @@ It imports neither JAX nor the rest of lockstep until a process or a check needs
 from lockstep.testing.checks import assert_no_retrace as assert_no_retrace
 from lockstep.testing.checks import assert_nothing_left as assert_nothing_left
 from lockstep.testing.checks import assert_same_launches as assert_same_launches
-from lockstep.testing.group import Group as Group
 from lockstep.testing.group import run_threads as run_threads
-from lockstep.testing.pool import POOL as POOL
-from lockstep.testing.pool import End as End
-from lockstep.testing.pool import Pool as Pool
 from lockstep.testing.pool import PoolSettings as PoolSettings
-from lockstep.testing.pool import Run as Run
 from lockstep.testing.pool import configure as configure
-from lockstep.testing.pool import function_command as function_command
-from lockstep.testing.pool import run_command as run_command
 from lockstep.testing.pool import run_processes as run_processes
-from lockstep.testing.pool import run_unattended as run_unattended

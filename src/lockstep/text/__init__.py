@@ -4,7 +4,6 @@ from lockstep.text.prompts import MAX_LINE_BYTES as MAX_LINE_BYTES
 from lockstep.text.prompts import Prompt as Prompt
 from lockstep.text.prompts import PromptFields as PromptFields
 from lockstep.text.prompts import PromptFormat as PromptFormat
-from lockstep.text.prompts import PromptSource as PromptSource
 from lockstep.text.prompts import encode as encode
 from lockstep.text.prompts import iter_prompts as iter_prompts
 from lockstep.text.prompts import read_prompts as read_prompts

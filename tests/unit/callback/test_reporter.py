@@ -9,7 +9,8 @@ import types
 import pytest
 
 from lockstep.callback import InferenceEvalConfig
-from lockstep.callback.evaluation import TaskResults, TaskRow
+from lockstep.callback.evaluation import TaskResults
+from lockstep.callback.evaluation.harness import TaskRow
 from lockstep.callback.reporter import MAX_WAITING, Reporter
 from lockstep.engine import Generation
 from lockstep.errors import ConfigError

@@ -10,7 +10,8 @@ import pytest
 
 import lockstep
 from lockstep.exits import PREFLIGHT
-from lockstep.launch import BACKENDS, Backend, LaunchError, main
+from lockstep.launch import BACKENDS, main
+from lockstep.launch.backend import Backend, LaunchError
 
 ROOT = Path(__file__).parents[3]
 PACKAGE = Path(lockstep.__file__).parent

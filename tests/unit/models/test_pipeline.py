@@ -16,7 +16,8 @@ from lockstep.models import LlamaConfig, LlamaLMHeadModel, LoraModel, pipelined
 from lockstep.models.families.gemma3 import Gemma3Config
 from lockstep.models.trainable import skeleton
 from lockstep.placement import batch_spec, compute_axes, make_mesh
-from lockstep.training import SimpoConfig, TrainStep, batch_structs, lm_loss, parameter_shardings, parse_precision
+from lockstep.training import TrainStep, batch_structs, lm_loss, parameter_shardings, parse_precision
+from lockstep.training.objectives import SimpoConfig
 from lockstep.training.step.train_step import init_state
 from tests.unit.engine.models import FAMILIES
 

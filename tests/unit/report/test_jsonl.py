@@ -3,8 +3,9 @@ import json
 import pytest
 
 from lockstep.errors import ConfigError, LockstepError
-from lockstep.report import Row, append_jsonl, metric_names, read_jsonl
+from lockstep.report import Row, append_jsonl, read_jsonl
 from lockstep.report.jsonl import drop_later, numbered_records, repair_jsonl
+from lockstep.report.rows import metric_names
 
 
 def make_row(**values):

@@ -8,17 +8,8 @@ from pathlib import Path
 import pytest
 
 from lockstep.errors import ConfigError
-from lockstep.report import (
-    Row,
-    check_metrics,
-    exact_match,
-    load_metric,
-    load_metrics,
-    measure,
-    metric_means,
-    pass_rates,
-)
-from lockstep.report.metrics import BUILT_IN
+from lockstep.report import Row, check_metrics, load_metric, load_metrics, measure, metric_means, pass_rates
+from lockstep.report.metrics import BUILT_IN, exact_match
 from lockstep.text import Prompt
 
 PROMPT = Prompt(id=7, text="What is 2 plus 2?", answer="four")

@@ -3,5 +3,4 @@
 from lockstep.callback.evaluation.config import TasksConfig as TasksConfig
 from lockstep.callback.evaluation.harness import PREFIX as PREFIX
 from lockstep.callback.evaluation.harness import TaskResults as TaskResults
-from lockstep.callback.evaluation.harness import TaskRow as TaskRow
 from lockstep.callback.evaluation.round import TaskRounds as TaskRounds

@@ -8,16 +8,11 @@ from lockstep.main.plan.alternatives import print_remat as print_remat
 from lockstep.main.plan.alternatives import remat_costs as remat_costs
 from lockstep.main.plan.compiler import CompileCache as CompileCache
 from lockstep.main.plan.compiler import CompileProgress as CompileProgress
-from lockstep.main.plan.compiler import Topology as Topology
 from lockstep.main.plan.compiler import default_directory as default_directory
-from lockstep.main.plan.compiler import known_names as known_names
 from lockstep.main.plan.compiler import topology as topology
 from lockstep.main.plan.planner import Plan as Plan
 from lockstep.main.plan.planner import make_plan as make_plan
 from lockstep.main.plan.summary import as_json as as_json
 from lockstep.main.plan.table import print_plan as print_plan
-from lockstep.main.plan.workload import Infeasibility as Infeasibility
-from lockstep.main.plan.workload import SamplingWorkload as SamplingWorkload
-from lockstep.main.plan.workload import TrainingWorkload as TrainingWorkload
 from lockstep.main.plan.workload import Workload as Workload
 from lockstep.main.plan.workload import place_of as place_of

@@ -3,16 +3,12 @@
 from lockstep.training.objectives.dpo import DpoConfig as DpoConfig
 from lockstep.training.objectives.grpo import GrpoConfig as GrpoConfig
 from lockstep.training.objectives.grpo import GrpoFields as GrpoFields
-from lockstep.training.objectives.grpo import group_advantages as group_advantages
-from lockstep.training.objectives.grpo import grpo_parts as grpo_parts
 from lockstep.training.objectives.logprobs import ROUTING as ROUTING
 from lockstep.training.objectives.logprobs import LossFn as LossFn
 from lockstep.training.objectives.logprobs import LossParts as LossParts
-from lockstep.training.objectives.logprobs import OutputLayer as OutputLayer
 from lockstep.training.objectives.logprobs import lm_loss as lm_loss
 from lockstep.training.objectives.logprobs import needs_vocab_blocks as needs_vocab_blocks
 from lockstep.training.objectives.logprobs import routing_column as routing_column
-from lockstep.training.objectives.logprobs import target_mask as target_mask
 from lockstep.training.objectives.logprobs import token_logprobs as token_logprobs
 from lockstep.training.objectives.logprobs import with_routing as with_routing
 from lockstep.training.objectives.orpo import OrpoConfig as OrpoConfig

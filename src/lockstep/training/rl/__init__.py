@@ -4,10 +4,7 @@ from lockstep.training.rl.config import GrpoRunFields as GrpoRunFields
 from lockstep.training.rl.questions import Questions as Questions
 from lockstep.training.rl.questions import iter_questions as iter_questions
 from lockstep.training.rl.questions import load_questions as load_questions
-from lockstep.training.rl.rewarding import Rewarder as Rewarder
-from lockstep.training.rl.rewarding import Rewards as Rewards
 from lockstep.training.rl.rewards import RewardConfig as RewardConfig
-from lockstep.training.rl.rollout import Rollout as Rollout
 from lockstep.training.rl.rollout_log import ROLLOUTS_FILE as ROLLOUTS_FILE
 from lockstep.training.rl.rollouts import Rollouts as Rollouts
 from lockstep.training.rl.rollouts import make_rewarder as make_rewarder

@@ -16,9 +16,11 @@ from rich.console import Console
 from lockstep.engine import Engine, EngineConfig
 from lockstep.errors import PeerError
 from lockstep.hosts import DistributedConfig, Hosts, MemoryClient
-from lockstep.main.doctor import DoctorConfig, Finding, RunNeeds, examine
+from lockstep.main.doctor import DoctorConfig, examine
 from lockstep.main.doctor.examine import calibration, fit_link
+from lockstep.main.doctor.finding import Finding
 from lockstep.main.doctor.job import JoinResult
+from lockstep.main.doctor.needs import RunNeeds
 from lockstep.main.doctor.speed import CollectiveTime, DeviceSpeed, Sizes, find_groups
 from lockstep.placement import make_mesh
 from lockstep.placement.device import Link, calibrated, chip_named, chip_of, save_calibration

@@ -7,9 +7,9 @@ import jax
 import numpy as np
 import pytest
 
-from lockstep.main.plan import Infeasibility, train_step
+from lockstep.main.plan import train_step
 from lockstep.main.plan.train_step import bubble, largest_that_works, make_state, peak, saved_bytes, step_flops
-from lockstep.main.plan.workload import InfeasibleError, TrainingWorkload, Workload
+from lockstep.main.plan.workload import Infeasibility, InfeasibleError, TrainingWorkload, Workload
 from lockstep.models import LoraConfig, skeleton
 from lockstep.placement import make_mesh
 from lockstep.training import OptimizerConfig, TrainerConfig, TrainStep, batch_structs, lm_loss

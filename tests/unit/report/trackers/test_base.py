@@ -9,18 +9,15 @@ import yaml
 
 from lockstep.errors import ConfigError
 from lockstep.report import (
-    CompositeTracker,
     JsonlTracker,
     JsonlTrackerConfig,
-    NoopTrackerConfig,
-    TensorboardTrackerConfig,
     TrackerConfig,
-    WandbTrackerConfig,
     build_tracker,
     check_trackers,
     read_jsonl,
     trackers,
 )
+from lockstep.report.trackers import CompositeTracker, NoopTrackerConfig, TensorboardTrackerConfig, WandbTrackerConfig
 from tests.unit.report.trackers.fakes import row
 
 

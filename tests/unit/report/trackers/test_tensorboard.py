@@ -8,7 +8,8 @@ from tensorboardX.proto.event_pb2 import Event
 from tensorboardX.record_writer import masked_crc32c
 
 from lockstep.errors import ConfigError
-from lockstep.report import JsonlTrackerConfig, TensorboardTrackerConfig, build_tracker, read_jsonl
+from lockstep.report import JsonlTrackerConfig, build_tracker, read_jsonl
+from lockstep.report.trackers import TensorboardTrackerConfig
 from lockstep.report.trackers.tensorboard import markdown_table
 from tests.unit.report.trackers.fakes import row
 

@@ -11,7 +11,8 @@ import threading
 import pytest
 
 from lockstep.errors import ConfigError
-from lockstep.report import WANDB_RUN, WandbTracker, WandbTrackerConfig, build_tracker
+from lockstep.report import WANDB_RUN, WandbTracker, build_tracker
+from lockstep.report.trackers import WandbTrackerConfig
 from tests import wandb_run
 from tests.unit.report.trackers.fakes import FakeRun, row
 
@@ -104,7 +105,7 @@ def test_a_wandb_run_of_a_version_without_states_goes_on_in_another_table():
 OFFLINE_RUN = """
 import sys
 import jax
-from lockstep.report import Row, WandbTrackerConfig, build_tracker
+from lockstep.report.trackers import Row, WandbTrackerConfig, build_tracker
 from lockstep.report.trackers import wandb as trackers
 trackers.MAX_INCREMENTS = 4
 def row(step, number, metrics):
@@ -306,7 +307,7 @@ def test_wandb_that_cannot_start_offline_ends_the_run(tmp_path, monkeypatch):
 
 EXPIRED = """
 import sys
-from lockstep.report import WandbTrackerConfig, build_tracker
+from lockstep.report.trackers import WandbTrackerConfig, build_tracker
 tracker = build_tracker(WandbTrackerConfig(project="test"), sys.argv[1], "name")
 tracker.log({"train/loss": 2.0}, step=1)
 tracker.finish()

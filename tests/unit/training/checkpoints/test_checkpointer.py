@@ -7,10 +7,11 @@ import pytest
 from lockstep.errors import PeerError
 from lockstep.hosts import Hosts, MemoryClient
 from lockstep.report import background
-from lockstep.training import CheckpointerConfig, KeepConfig
+from lockstep.training import CheckpointerConfig
 from lockstep.training.checkpoints import checkpointer as module
 from lockstep.training.checkpoints.checkpoint import CheckpointDirectory, DamagedCheckpointError
 from lockstep.training.checkpoints.checkpointer import Checkpointer
+from lockstep.training.checkpoints.config import KeepConfig
 from tests.multiprocess.harness import run_threads
 
 STATE = {}

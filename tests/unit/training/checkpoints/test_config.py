@@ -3,7 +3,8 @@ from pathlib import Path
 import pytest
 
 from lockstep.errors import ConfigError
-from lockstep.training import CheckpointerConfig, KeepConfig
+from lockstep.training import CheckpointerConfig
+from lockstep.training.checkpoints.config import KeepConfig
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,11 @@ from lockstep.models import LoraConfig
 from lockstep.models.hf.saved_tensor import saved_tensors
 from lockstep.placement import make_mesh
 from lockstep.text import load_tokenizer, tokenizer_digest
-from lockstep.training import has_checkpoint, saved_at, saved_model, write_resumable
+from lockstep.training import has_checkpoint, saved_at, saved_model
 from lockstep.training.checkpoints import writers
 from lockstep.training.checkpoints.arrays import ArrayReader
 from lockstep.training.checkpoints.checkpoint import METADATA, DamagedCheckpointError
+from lockstep.training.checkpoints.config import write_resumable
 from lockstep.training.checkpoints.saved_model import SavedAdapters
 from tests import tiny
 

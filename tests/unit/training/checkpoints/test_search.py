@@ -6,9 +6,8 @@ import threading
 import pytest
 
 from lockstep.errors import ConfigError
-from lockstep.training import bring_files, keep_files
 from lockstep.training.checkpoints.checkpoint import METADATA, CheckpointDirectory
-from lockstep.training.checkpoints.search import CheckpointSearch
+from lockstep.training.checkpoints.search import CheckpointSearch, bring_files, keep_files
 from tests.unit.training.checkpoints.test_checkpoint import complete
 
 

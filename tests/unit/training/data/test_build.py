@@ -10,8 +10,7 @@ from rich.console import Console
 
 from lockstep.errors import ConfigError, PeerError
 from lockstep.hosts import Hosts, MemoryClient, own_work
-from lockstep.training import LmDataConfig
-from lockstep.training.data import build, records
+from lockstep.training.data import LmDataConfig, build, records
 from lockstep.training.data.build import BuildProgress
 from tests.multiprocess.harness import run_threads
 from tests.unit.training.data.characters import Tokenizer, columns, write

@@ -3,8 +3,7 @@
 import pytest
 
 from lockstep.errors import ConfigError
-from lockstep.training import LmDataConfig
-from lockstep.training.data import build, records
+from lockstep.training.data import LmDataConfig, build, records
 from tests.unit.training.data.characters import Tokenizer, columns, write
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from lockstep.errors import ConfigError
 from lockstep.main.arguments import decode_config
-from lockstep.training import GrpoDataConfig, LmDataConfig, PreferenceDataConfig, SourceConfig
+from lockstep.training.data import GrpoDataConfig, LmDataConfig, PreferenceDataConfig, SourceConfig
 from tests.unit.training.data.characters import Tokenizer, chars, columns, preference, write
 
 

@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, models, processors
 from transformers import PreTrainedTokenizerFast
 
 from lockstep.errors import ConfigError
-from lockstep.training import LmDataConfig, PreferenceDataConfig
+from lockstep.training.data import LmDataConfig, PreferenceDataConfig
 from lockstep.training.data.examples import FORMATS
 from lockstep.training.data.records import BadRow
 from tests.unit.training.data import characters

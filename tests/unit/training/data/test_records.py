@@ -7,8 +7,7 @@ import os
 import pytest
 
 from lockstep.errors import ConfigError
-from lockstep.training import LmDataConfig, PreferenceDataConfig
-from lockstep.training.data import records
+from lockstep.training.data import LmDataConfig, PreferenceDataConfig, records
 from lockstep.training.data.records import list_files, make_chunks, read_piece
 from tests.unit.training.data.characters import Tokenizer, columns, preference, write
 

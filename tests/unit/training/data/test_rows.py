@@ -8,8 +8,8 @@ import time
 import numpy as np
 import pytest
 
-from lockstep.training import LmDataConfig, PreferenceDataConfig, TokenizedRows
-from lockstep.training.data import records
+from lockstep.training import TokenizedRows
+from lockstep.training.data import LmDataConfig, PreferenceDataConfig, records
 from lockstep.training.data import rows as rows_module
 from lockstep.training.data.rows import BucketOrder, RowOrder
 from tests.tiny import tokenizer

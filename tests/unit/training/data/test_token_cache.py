@@ -8,8 +8,7 @@ import fsspec
 import numpy as np
 import pytest
 
-from lockstep.training import LmDataConfig
-from lockstep.training.data import token_cache
+from lockstep.training.data import LmDataConfig, token_cache
 from lockstep.training.data.examples import TokenSequence
 from lockstep.training.data.token_cache import RowReader, RowWriter, expand, new_file, parse_record
 from tests.unit.training.data.characters import Tokenizer, write

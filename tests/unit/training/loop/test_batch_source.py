@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from lockstep.placement import make_mesh
-from lockstep.training import BatchFeed, TrainStep
+from lockstep.training import TrainStep
+from lockstep.training.loop.batch_source import BatchFeed
 from tests.clock import until
 from tests.unit.training.loop.test_trainer import STEPS, init, losses, make_trainer, rows
 

@@ -7,8 +7,8 @@ import jax
 import pytest
 
 from lockstep.errors import ConfigError
-from lockstep.training import CheckpointerConfig, OptimizerConfig, ProfilerConfig, Trainer, TrainerConfig, lm_loss
-from lockstep.training.loop.profiler import Profiler
+from lockstep.training import CheckpointerConfig, OptimizerConfig, Trainer, TrainerConfig, lm_loss
+from lockstep.training.loop.profiler import Profiler, ProfilerConfig
 from tests.unit.training.bigrams import Bigrams
 from tests.unit.training.loop.test_trainer import losses, rows
 

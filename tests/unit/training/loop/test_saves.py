@@ -15,8 +15,9 @@ import pytest
 
 from lockstep.errors import ConfigError, PeerError
 from lockstep.placement import make_mesh
-from lockstep.training import CheckpointerConfig, KeepConfig, OptimizerConfig, Trainer, TrainerConfig, lm_loss
+from lockstep.training import CheckpointerConfig, OptimizerConfig, Trainer, TrainerConfig, lm_loss
 from lockstep.training.checkpoints import checkpointer as checkpointer_module
+from lockstep.training.checkpoints.config import KeepConfig
 from lockstep.training.loop import saves as saves_module
 from lockstep.training.loop.saves import Saves
 from lockstep.training.step.train_step import SAVE_FLAG

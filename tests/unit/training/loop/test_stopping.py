@@ -12,18 +12,10 @@ import pytest
 
 from lockstep.errors import ConfigError, DivergenceError
 from lockstep.hosts import Hosts, MemoryClient
-from lockstep.training import (
-    CheckpointerConfig,
-    LossSpikeConfig,
-    OptimizerConfig,
-    StopRequest,
-    Trainer,
-    TrainerConfig,
-    lm_loss,
-)
+from lockstep.training import CheckpointerConfig, OptimizerConfig, Trainer, TrainerConfig, lm_loss
 from lockstep.training.loop import stopping as stopping_module
 from lockstep.training.loop.batch_source import BatchFeed
-from lockstep.training.loop.stopping import SKIPS_IN_A_ROW, LossWatch, TrainResult
+from lockstep.training.loop.stopping import SKIPS_IN_A_ROW, LossSpikeConfig, LossWatch, StopRequest, TrainResult
 from lockstep.training.step.train_step import SAVE_FLAG, SIGNAL_FLAG, SKIPPED, SLOW_FLAG, StepMetrics
 from tests.multiprocess.harness import run_threads
 from tests.unit.training.bigrams import Bigrams

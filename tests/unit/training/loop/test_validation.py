@@ -11,16 +11,9 @@ import pytest
 
 from lockstep.errors import ConfigError, PeerError
 from lockstep.placement import make_mesh
-from lockstep.training import (
-    CheckpointerConfig,
-    OptimizerConfig,
-    SimpoConfig,
-    TokenizedRows,
-    Trainer,
-    TrainerConfig,
-    Validation,
-    lm_loss,
-)
+from lockstep.training import CheckpointerConfig, OptimizerConfig, TokenizedRows, Trainer, TrainerConfig, lm_loss
+from lockstep.training.loop.validation import Validation
+from lockstep.training.objectives import SimpoConfig
 from tests import tiny
 from tests.unit.training.bigrams import Bigrams
 from tests.unit.training.loop.test_trainer import rows

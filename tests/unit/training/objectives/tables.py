@@ -12,7 +12,8 @@ import optax
 import pytest
 
 from lockstep.placement import make_mesh
-from lockstep.training import ReferenceLogprobs, TokenizedRows, Trainer, TrainerConfig
+from lockstep.training import TokenizedRows, Trainer, TrainerConfig
+from lockstep.training.loop.logprobs import ReferenceLogprobs
 
 VOCAB = 4
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from lockstep.errors import ConfigError
-from lockstep.training import DpoConfig
+from lockstep.training.objectives import DpoConfig
 from tests.unit.training.objectives.tables import MESHES, check_step, pairs, sigmoid, step, sums
 
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from lockstep.errors import ConfigError
-from lockstep.training.objectives import GrpoConfig, group_advantages, grpo_parts
-from lockstep.training.objectives.grpo import KL_ESTIMATORS, differ
+from lockstep.training.objectives import GrpoConfig
+from lockstep.training.objectives.grpo import KL_ESTIMATORS, differ, group_advantages, grpo_parts
 from tests.unit.training.objectives.tables import table_model
 
 

@@ -12,7 +12,8 @@ from lockstep.errors import ConfigError
 from lockstep.models import LlamaConfig
 from lockstep.models.trainable import skeleton
 from lockstep.training import lm_loss
-from lockstep.training.objectives import OutputLayer, logprobs, target_mask, token_logprobs
+from lockstep.training.objectives import logprobs, token_logprobs
+from lockstep.training.objectives.logprobs import OutputLayer, target_mask
 from tests.unit.training.objectives.tables import table_model
 
 CONFIG = LlamaConfig(

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from lockstep.errors import ConfigError
-from lockstep.training import OrpoConfig
+from lockstep.training.objectives import OrpoConfig
 from tests.unit.training.objectives.tables import MESHES, check_step, counts, pairs, sigmoid, sums
 
 

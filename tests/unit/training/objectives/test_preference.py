@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from lockstep.main.arguments import parse_arguments
-from lockstep.training import DpoConfig, OrpoConfig, PreferenceObjective, SimpoConfig, TrainPreferenceConfig
+from lockstep.training import PreferenceObjective, TrainPreferenceConfig
+from lockstep.training.objectives import DpoConfig, OrpoConfig, SimpoConfig
 
 FILE = ["--config_path", "config/dpo_tiny.yaml"]
 

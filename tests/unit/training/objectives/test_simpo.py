@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import pytest
 
 from lockstep.errors import ConfigError
-from lockstep.training import SimpoConfig
+from lockstep.training.objectives import SimpoConfig
 from tests.unit.training.objectives.tables import table_model
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from lockstep.errors import ConfigError
 from lockstep.text import Prompt
-from lockstep.training import GrpoDataConfig
+from lockstep.training.data import GrpoDataConfig
 from lockstep.training.rl import Questions, load_questions
 from lockstep.training.rl import questions as grpo_questions
 from tests import tiny

@@ -6,8 +6,7 @@ import pytest
 
 from lockstep.errors import ConfigError
 from lockstep.training.objectives import GrpoConfig, routing_column
-from lockstep.training.rl import Rollout
-from lockstep.training.rl.rollout import make_columns
+from lockstep.training.rl.rollout import Rollout, make_columns
 from lockstep.types import RoutedExperts
 from tests.rollouts import EXPERTS
 from tests.unit.training.rl.made_up import completion

@@ -14,7 +14,8 @@ from lockstep.engine.sizing.cost_model import Estimate
 from lockstep.errors import ConfigError
 from lockstep.report import read_jsonl
 from lockstep.training import GrpoConfig
-from lockstep.training.objectives import group_advantages, logprobs
+from lockstep.training.objectives import logprobs
+from lockstep.training.objectives.grpo import group_advantages
 from lockstep.training.rl import Rollouts
 from lockstep.training.rl.rewards import FunctionReward
 from lockstep.types import RoutedExperts

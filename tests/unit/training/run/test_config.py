@@ -8,17 +8,9 @@ import pytest
 from lockstep.errors import ConfigError
 from lockstep.main.arguments import parse_arguments
 from lockstep.models import LoraConfig, LoraModel
-from lockstep.training import (
-    CheckpointerConfig,
-    DpoConfig,
-    LmDataConfig,
-    OrpoConfig,
-    SimpoConfig,
-    TrainConfig,
-    TrainerConfig,
-    TrainPreferenceConfig,
-)
-from lockstep.training.data import build
+from lockstep.training import CheckpointerConfig, TrainConfig, TrainerConfig, TrainPreferenceConfig
+from lockstep.training.data import LmDataConfig, build
+from lockstep.training.objectives import DpoConfig, OrpoConfig, SimpoConfig
 from lockstep.training.run.config import Setup
 from tests import tiny
 from tests.unit.training.objectives.test_preference import FILE

@@ -22,7 +22,8 @@ from lockstep.launch.sync import make_archive
 from lockstep.launch.worker_jobs import WorkerJobs
 from lockstep.main.arguments import parse_arguments
 from lockstep.text import encode, read_prompts
-from lockstep.training import TrainGrpoConfig, load_questions
+from lockstep.training import TrainGrpoConfig
+from lockstep.training.rl import load_questions
 from lockstep.training.run import grpo as module
 from tests import tiny
 

@@ -5,8 +5,11 @@ import wandb
 
 from lockstep.errors import ConfigError, PeerError
 from lockstep.hosts import Hosts, MemoryClient
-from lockstep.report import WandbTrackerConfig, append_jsonl, read_jsonl
-from lockstep.training import CheckpointerConfig, TrainerConfig, TrainResult, resumable_base
+from lockstep.report import append_jsonl, read_jsonl
+from lockstep.report.trackers import WandbTrackerConfig
+from lockstep.training import CheckpointerConfig, TrainerConfig
+from lockstep.training.checkpoints.config import resumable_base
+from lockstep.training.loop.stopping import TrainResult
 from lockstep.training.run.run_dir import closing_summary, make_run_dir, rewind, start_tracker
 from tests.multiprocess.harness import run_threads
 from tests.unit.report.trackers.fakes import FakeRun

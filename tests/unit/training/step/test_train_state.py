@@ -12,17 +12,9 @@ from lockstep.errors import ConfigError
 from lockstep.models import LoraConfig, LoraModel, save_hf
 from lockstep.models.trainable import skeleton
 from lockstep.placement import make_mesh
-from lockstep.training import (
-    CheckpointerConfig,
-    KeepConfig,
-    OptimizerConfig,
-    Trainer,
-    TrainerConfig,
-    TrainState,
-    lm_loss,
-    state_structs,
-)
-from lockstep.training.step.train_state import average_of, average_parameters, cast_floats, parse_precision
+from lockstep.training import CheckpointerConfig, OptimizerConfig, Trainer, TrainerConfig, lm_loss, state_structs
+from lockstep.training.checkpoints.config import KeepConfig
+from lockstep.training.step.train_state import TrainState, average_of, average_parameters, cast_floats, parse_precision
 from tests import tiny
 from tests.unit.training.bigrams import Bigrams
 from tests.unit.training.loop.test_trainer import losses, rows
