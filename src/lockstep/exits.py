@@ -9,16 +9,11 @@ from collections.abc import Callable, Iterable
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExitCode:
-    """One row of the table.
-
-    Args:
-        meaning: What has happened, in a few words.
-        retried: Whether ``--retries`` starts the job again after it: only what another try can cure.
-    """
+    """One row of the table."""
 
     code: int
-    meaning: str
-    retried: bool = False
+    meaning: str  # what has happened, in a few words
+    retried: bool = False  # whether `--retries` starts the job again after it: only what another try can cure
 
 
 DONE = 0
@@ -95,8 +90,7 @@ def is_retried(code: int) -> bool:
 type Finish = Callable[[float], Iterable[str]]
 """Waits for some work, at most so many seconds, and returns what is not done by then, each as a sentence."""
 
-WAIT_S = 2.0
-"""Seconds that a process which ends of its own accord waits, over all work."""
+WAIT_S = 2.0  # seconds that a process which ends of its own accord waits, over all work
 
 _registered: list[Finish] = []
 

@@ -15,8 +15,7 @@ from lockstep.errors import ConfigError, HostError, LockstepError
 _NAMES: Final[dict[type, str]] = {dict: "an object", list: "a list"}
 FOREIGN: Final = "It comes from a process of another version, or from somebody else (docs/security.md)."
 """The fix for a message of another process that cannot be read."""
-_SHOWN: Final = 300
-"""Characters of what Python says of a value; some errors have all of it."""
+_SHOWN: Final = 300  # characters of what Python says of a value; some errors have all of it
 
 
 def parse_json[Found](

@@ -14,8 +14,7 @@ import sys
 import urllib.parse
 from collections.abc import Iterable
 
-SHORTEST = 6
-"""Letters of a value below which it is not looked for: 0, true, debug stand everywhere."""
+SHORTEST = 6  # letters of a value below which it is not looked for: 0, true, debug stand everywhere
 REDACTED = b"<redacted>"
 
 

@@ -15,15 +15,12 @@ if TYPE_CHECKING:
 
 log = get_logger(__name__)
 
-PLACEHOLDER: Final = "YOUR_BUCKET"
-"""The name of a bucket in configurations as they are shipped."""
+PLACEHOLDER: Final = "YOUR_BUCKET"  # the name of a bucket in configurations as they are shipped
 PROTOCOLS: Final = ("file", "local", "memory", "gs", "gcs", "s3", "az", "abfs", "hf", "http", "https")
 """The schemes of URLs that are read. Other file systems of fsspec read what a URL names as instructions: ``reference``
 renders its templates with jinja2, which runs code."""
-HUB_WAIT_S: Final = 600.0
-"""The most seconds to wait for the Hugging Face hub, whose limits are for five minutes."""
-_HUB_PAUSE_S: Final = 5.0
-"""The seconds to wait first where the hub does not say for how long."""
+HUB_WAIT_S: Final = 600.0  # the most seconds to wait for the Hugging Face hub, whose limits are for five minutes
+_HUB_PAUSE_S: Final = 5.0  # the seconds to wait first where the hub does not say for how long
 CHECKPOINT_PROTOCOLS: Final = ("gs", "s3", "az", "hf")
 """Those of them that a training checkpoint may be at; ``etils.epath`` takes any other for a local path."""
 

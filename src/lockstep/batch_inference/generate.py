@@ -45,10 +45,8 @@ class Generator:
         self._earlier = EarlierAnswers(config.drafts)
         self._find_stop = StopFinder(tokenizer) if config.stop else None
         self._watchdog = Watchdog(hosts, hosts.timeout_s)
-        self.lockstep = config.inference_mode == "global_mesh"
-        """Whether all hosts work on the same prompts."""
-        self.batch_prompts = 0
-        """Prompts whose answers are written together, about; known after `prepare`."""
+        self.lockstep = config.inference_mode == "global_mesh"  # whether all hosts work on the same prompts
+        self.batch_prompts = 0  # prompts whose answers are written together, about; known after `prepare`
         self._free = 0
         self._engine: Engine | None = None
         self._model: Any = None

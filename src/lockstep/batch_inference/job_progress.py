@@ -14,10 +14,8 @@ from lockstep.hosts import Hosts
 from lockstep.json_text import from_peer
 
 _DIRECTORY = "lockstep/sample"
-_POST_INTERVAL_S = 0.5
-"""Seconds between two posts of a host, at least."""
-_POLL_INTERVAL_S = 0.1
-"""Seconds between two reads of the others' posts while waiting for them."""
+_POST_INTERVAL_S = 0.5  # seconds between two posts of a host, at least
+_POLL_INTERVAL_S = 0.1  # seconds between two reads of the others' posts while waiting for them
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -25,33 +23,24 @@ class HostProgress:
     """Counts of one host in this run so far.
 
     Args:
-        prompts: The number of prompts that have all their completions; a prompt counts once in each round.
-        tokens: The number of sampled tokens, those of unfinished completions too.
-        seconds: The time spent generating, without compiling.
-        pages: The number of KV cache pages in use on all replicas of the host.
-        max_pages: The number of KV cache pages of all replicas of the host.
         floor: The tokens per second that the memory bandwidth of its devices allows, as predicted; 0 before that is
             known.
         by_host: Where all hosts work on the same prompts, ``tokens`` by the host whose devices sampled them, in
             fractions where devices of several hosts make up a replica; empty where each host has its own prompts.
-        done: Whether the host has nothing left to do.
-        steps: The number of steps that sampled ``tokens``, counted once for each sequence.
-        drafted: The number of tokens for which there was a draft.
-        right: The number of those that were as drafted.
     """
 
     rows: int = 0
-    prompts: int = 0
-    tokens: int = 0
-    seconds: float = 0.0
-    pages: int = 0
-    max_pages: int = 0
+    prompts: int = 0  # number of prompts that have all their completions; a prompt counts once in each round
+    tokens: int = 0  # number of sampled tokens, those of unfinished completions too
+    seconds: float = 0.0  # the time spent generating, without compiling
+    pages: int = 0  # number of KV cache pages in use on all replicas of the host
+    max_pages: int = 0  # number of KV cache pages of all replicas of the host
     floor: float = 0.0
     by_host: Sequence[float] = ()
-    done: bool = False
-    steps: int = 0
-    drafted: int = 0
-    right: int = 0
+    done: bool = False  # whether the host has nothing left to do
+    steps: int = 0  # number of steps that sampled `tokens`, counted once for each sequence
+    drafted: int = 0  # number of tokens for which there was a draft
+    right: int = 0  # number of those that were as drafted
 
     @property
     def rate(self) -> float:
@@ -64,17 +53,14 @@ class JobProgress:
     """Counts of all hosts.
 
     Args:
-        rows: The number of rows of the whole job.
-        found: The number of rows that were there when this run began, of prompts that had all of theirs.
         hosts: The progress of each host where each has its own prompts; one entry where all work on the same.
-        seconds: The time since generating began, by the leader's clock.
     """
 
-    rows: int
-    found: int
+    rows: int  # number of rows of the whole job
+    found: int  # number of rows that were there when this run began, of prompts that had all of theirs
     generations: int = 1
     hosts: Sequence[HostProgress]
-    seconds: float
+    seconds: float  # the time since generating began, by the leader's clock
 
     @property
     def rows_done(self) -> int:

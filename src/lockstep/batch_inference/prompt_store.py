@@ -21,23 +21,16 @@ if TYPE_CHECKING:
 BATCH_TOKENS = 2_000_000
 """New tokens of a batch, at most, unless the sequences that fill all slots once have more. A token takes about 100
 bytes of host memory."""
-_SLOT_FILLS = 4
-"""Times that a batch fills all slots, at most: a longer one would have its rows on disk later."""
+_SLOT_FILLS = 4  # times that a batch fills all slots, at most: a longer one would have its rows on disk later
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class JobShape:
-    """The rows of a job. Row number = (round · prompts + prompt) · generations + generation.
+    """The rows of a job. Row number = (round · prompts + prompt) · generations + generation."""
 
-    Args:
-        rounds: The number of rounds, at least 1.
-        prompts: The number of prompts, at least 1.
-        generations: The number of completions of a prompt in a round, at least 1.
-    """
-
-    rounds: int
-    prompts: int
-    generations: int
+    rounds: int  # number of rounds, at least 1
+    prompts: int  # number of prompts, at least 1
+    generations: int  # number of completions of a prompt in a round, at least 1
 
     @property
     def units(self) -> int:

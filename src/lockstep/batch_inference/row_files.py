@@ -21,10 +21,8 @@ from lockstep.urls import url_to_fs
 
 log = get_logger(__name__)
 
-PATTERN = "samples-host-*.jsonl"
-"""The pattern of the names of files with rows."""
-NOWHERE = -1
-"""The file number of a row that is in no file, and the host number of a row that no host has."""
+PATTERN = "samples-host-*.jsonl"  # the pattern of the names of files with rows
+NOWHERE = -1  # the file number of a row that is in no file, and the host number of a row that no host has
 
 
 def host_name(host: int) -> str:
@@ -158,8 +156,7 @@ def _row_number(line: bytes, shape: JobShape) -> int | None:
         return None
 
 
-MANIFEST = "job.json"
-"""The name of the manifest's file."""
+MANIFEST = "job.json"  # the name of the manifest's file
 
 
 def check_manifest(directory: Path, manifest: Mapping[str, Any], *, force: bool) -> list[str]:
@@ -266,8 +263,7 @@ class RemoteRows:
 
 GATHER_BYTES = 32 << 20
 """Bytes that all hosts together send to the leader at a time, at most (a single row that is longer goes alone)."""
-MERGED = "samples.jsonl"
-"""The name of the merged file."""
+MERGED = "samples.jsonl"  # the name of the merged file
 
 
 def agree_on_owners(hosts: Hosts, index: RowIndex) -> Int[np.ndarray, " rows"]:

@@ -115,28 +115,19 @@ class MemoryLog:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """A finished job, as the leader knows it.
-
-    Args:
-        mode: ``global_mesh`` or ``host_data_parallel``.
-        found: The number of rows that were there when this run began.
-        seconds: The time spent generating in this run, on the host that took longest.
-        loaded_bytes: The bytes that all hosts read of the checkpoint.
-        memory: The bytes in use on the device with least free memory, by moment.
-        drafts: What drafts saved in this run; None without drafts.
-    """
+    """A finished job, as the leader knows it."""
 
     totals: Totals
     prompts: int
     hosts: int
-    mode: str
-    found: int
+    mode: str  # `global_mesh` or `host_data_parallel`
+    found: int  # number of rows that were there when this run began
     tokens: int
-    seconds: float
+    seconds: float  # the time spent generating in this run, on the host that took longest
     load_s: float
-    loaded_bytes: int
-    memory: Mapping[str, int]
-    drafts: DraftCounts | None = None
+    loaded_bytes: int  # bytes that all hosts read of the checkpoint
+    memory: Mapping[str, int]  # bytes in use on the device with least free memory, by moment
+    drafts: DraftCounts | None = None  # what drafts saved in this run; None without drafts
 
     @property
     def rate(self) -> float:
@@ -239,10 +230,8 @@ def closing_words(files: Sequence[tuple[str, Path]], url: str | None = None) -> 
 
 
 UNKNOWN = "–"
-LISTED_HOSTS = 8
-"""The most hosts whose speeds are shown one by one on a line."""
-LINE_S = 10.0
-"""Seconds between two lines in a log."""
+LISTED_HOSTS = 8  # the most hosts whose speeds are shown one by one on a line
+LINE_S = 10.0  # seconds between two lines in a log
 
 
 class PanelView:

@@ -33,8 +33,7 @@ if TYPE_CHECKING:
 
 log = get_logger(__name__)
 
-TASKS_FILE = "tasks.jsonl"
-"""The rows of tasks, beside ``samples.jsonl``."""
+TASKS_FILE = "tasks.jsonl"  # the rows of tasks, beside `samples.jsonl`
 MAX_WAITING = 8
 """Reports that may wait behind the one being made; each keeps the tokens of its round in the host's memory."""
 
@@ -58,10 +57,8 @@ class Reporter:
         tracker: Tracker | None,
         samples_path: Path | None,
     ) -> None:
-        self.errors = 0
-        """Parts of reports that failed; a metric counts once per round."""
-        self.dropped = 0
-        """Reports that were not made because the queue was full."""
+        self.errors = 0  # parts of reports that failed; a metric counts once per round
+        self.dropped = 0  # reports that were not made because the queue was full
         self._name, self._config, self._tokenizer, self._samples_path = name, config, tokenizer, samples_path
         self._tracker: Tracker = NoopTracker() if tracker is None else tracker
         self._metrics = load_metrics(config.metrics)

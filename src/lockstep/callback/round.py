@@ -135,17 +135,11 @@ def from_bytes(data: bytes) -> RoundPrompts:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RoundResult:
-    """Prompts and completions of a round.
+    """Prompts and completions of a round."""
 
-    Args:
-        prompts: The prompts as the leader read them; None elsewhere.
-        requests: The same on every host, drafts included.
-        generation: The completions; its ``seconds`` have the phases of the round too.
-    """
-
-    prompts: list[Prompt] | None
-    requests: list[Request]
-    generation: Generation
+    prompts: list[Prompt] | None  # the prompts as the leader read them; None elsewhere
+    requests: list[Request]  # the same on every host, drafts included
+    generation: Generation  # the completions; its `seconds` have the phases of the round too
 
 
 def run_round(

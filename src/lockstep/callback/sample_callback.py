@@ -27,10 +27,8 @@ if TYPE_CHECKING:
 
 log = get_logger(__name__)
 
-MAX_TASK_SECONDS = 900.0
-"""Seconds that a round of tasks may last where the configuration does not say."""
-AFTER_SIGNAL_S = 2.0
-"""Seconds that reports have after a signal: little time remains for a save."""
+MAX_TASK_SECONDS = 900.0  # seconds that a round of tasks may last where the configuration does not say
+AFTER_SIGNAL_S = 2.0  # seconds that reports have after a signal: little time remains for a save
 
 
 KEPT = ("last_step", "rounds", "skipped_rounds", "abandoned_rounds", "switched_off")

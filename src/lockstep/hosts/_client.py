@@ -15,11 +15,9 @@ from jax._src.distributed import global_state
 
 from lockstep.errors import HostError
 
-FAIL_BARRIER_S = 10.0
-"""Seconds that the service may take to say that a barrier has failed."""
+FAIL_BARRIER_S = 10.0  # seconds that the service may take to say that a barrier has failed
 
-DETECT_S = 300
-"""Seconds that finding a cluster's coordinator may take, as in JAX."""
+DETECT_S = 300  # seconds that finding a cluster's coordinator may take, as in JAX
 
 
 class ServiceGoneError(HostError):
@@ -36,14 +34,10 @@ class Client(Protocol):
     Keys look like paths. A directory ``a`` is every key that starts with ``a/``.
     """
 
-    task: int
-    """The number by which the service knows this process; task 0 runs the service."""
-    index: int
-    """The number of this process, that of ``jax.process_index()``; until JAX's devices are there, the task's."""
-    count: int
-    """The number of processes."""
-    processes: Sequence[int]
-    """The process of each task, by the task's number."""
+    task: int  # the number by which the service knows this process; task 0 runs the service
+    index: int  # the number of this process, that of `jax.process_index()`; until JAX's devices are there, the task's
+    count: int  # the number of processes
+    processes: Sequence[int]  # the process of each task, by the task's number
 
     def renumber(self, processes: Sequence[int]) -> None:
         """Take over the numbers of the processes.

@@ -13,19 +13,14 @@ from lockstep.hosts.heartbeat import Heartbeat, heartbeats, longest_silent
 from lockstep.json_text import typed
 from lockstep.printable import printable
 
-CHUNK_BYTES = 32 << 20
-"""Bytes of a piece of a longer value: one message of the service cannot have more than 2 GiB."""
+CHUNK_BYTES = 32 << 20  # bytes of a piece of a longer value: one message of the service cannot have more than 2 GiB
 
-LATE = "late"
-"""The last part of the key of what that process says of those that did not come in time."""
-LATE_S = 5.0
-"""Seconds that it has for that."""
-COMBINED = "all"
-"""The last part of the key of what the process with the service makes of all values of an exchange."""
+LATE = "late"  # the last part of the key of what that process says of those that did not come in time
+LATE_S = 5.0  # seconds that it has for that
+COMBINED = "all"  # the last part of the key of what the process with the service makes of all values of an exchange
 UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
 """The errors of a value that is none of an exchange."""
-_INTEGERS = ("i", "q")
-"""The types of arrays of integers that travel as one text."""
+_INTEGERS = ("i", "q")  # the types of arrays of integers that travel as one text
 
 type Column = tuple[list[Any] | array.array[int], list[int] | None]
 """One value of each process: each different value once, and which of them each process has; see `columns`."""
@@ -37,8 +32,7 @@ class Channel:
     def __init__(self, client: Client):
         self.client = client
         self.heartbeat = Heartbeat(client)
-        self.warned: set[str] = set()
-        """Differences between the processes that this one has warned of."""
+        self.warned: set[str] = set()  # differences between the processes that this one has warned of
         # Keys that every process will have read once the next barrier is complete. Only the leader keeps (and
         # deletes) them: a completed barrier proves that all have left every earlier operation.
         self._keys_to_delete: list[str] = []

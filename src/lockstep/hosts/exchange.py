@@ -18,12 +18,9 @@ log = get_logger(__name__)
 
 MAY_DIFFER = " (may differ)"
 """The end of the name of a value that should be the same on every process: a difference is a warning, not an error."""
-SHOWN_CHARACTERS = 80
-"""The longest value that an error shows in full."""
-SHOWN_VALUES = 16
-"""The number of different values that an error shows."""
-ERROR_CHARACTERS = 2000
-"""The longest error text that travels to the other processes."""
+SHOWN_CHARACTERS = 80  # the longest value that an error shows in full
+SHOWN_VALUES = 16  # the number of different values that an error shows
+ERROR_CHARACTERS = 2000  # the longest error text that travels to the other processes
 _DONE, _FAILED = b"+", b"-"
 
 

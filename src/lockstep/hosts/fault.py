@@ -9,10 +9,8 @@ from lockstep.errors import HostError, PeerError
 from lockstep.exits import FAILED, FAULT, FAULT_AGAIN
 from lockstep.hosts._client import Client
 
-RESTARTS = "LOCKSTEP_RESTARTS"
-"""The variable in which a launcher says how many attempts there were before this one."""
-SAVED = "lockstep/saved"
-"""Key that is there once this attempt has saved something from which the next one goes on."""
+RESTARTS = "LOCKSTEP_RESTARTS"  # the variable in which a launcher says how many attempts there were before this one
+SAVED = "lockstep/saved"  # key that is there once this attempt has saved something from which the next one goes on
 
 _STATUS = re.compile(
     r"\b(CANCELLED|UNKNOWN|INVALID_ARGUMENT|DEADLINE_EXCEEDED|NOT_FOUND|ALREADY_EXISTS|PERMISSION_DENIED|ABORTED|"

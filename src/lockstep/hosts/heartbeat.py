@@ -12,16 +12,11 @@ from lockstep.hosts._client import Client
 from lockstep.printable import visible
 
 DIRECTORY = "lockstep/heartbeat"
-REMEMBERED_WAITS = 8
-"""Keys in a heartbeat: the last ones at which the process waited for the others."""
-INTERVAL_S = 0.5
-"""Seconds between two posts of a process whose phase does not change."""
-MIN_INTERVAL_S = 0.05
-"""Seconds between two looks of the thread that posts for something new to post."""
-LOOKING = 32
-"""Processes from which on each looks less often for one that is silent."""
-SILENT_S = 1.5
-"""Seconds without a post after which a process counts as silent, and errors name it as missing."""
+REMEMBERED_WAITS = 8  # keys in a heartbeat: the last ones at which the process waited for the others
+INTERVAL_S = 0.5  # seconds between two posts of a process whose phase does not change
+MIN_INTERVAL_S = 0.05  # seconds between two looks of the thread that posts for something new to post
+LOOKING = 32  # processes from which on each looks less often for one that is silent
+SILENT_S = 1.5  # seconds without a post after which a process counts as silent, and errors name it as missing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,17 +24,14 @@ class PeerHeartbeat:
     """The last heartbeat that a process posted.
 
     Args:
-        phase: The work that the process had begun.
-        time_s: When it began, in seconds since 1970 by its own clock.
         alive_s: When it posted, in seconds since 1970 by its own clock; None where it has no thread that posts
             regularly.
-        waits: The last keys at which it waited for the others, oldest first.
     """
 
-    phase: str
-    time_s: float
+    phase: str  # the work that the process had begun
+    time_s: float  # when it began, in seconds since 1970 by its own clock
     alive_s: float | None
-    waits: tuple[str, ...]
+    waits: tuple[str, ...]  # the last keys at which it waited for the others, oldest first
 
     @property
     def silent(self) -> bool:

@@ -306,8 +306,7 @@ def ready_on_all(hosts: Hosts, name: str) -> Iterator[None]:
 
 JAX_NOTICE = "RECEIVED_PREEMPTION_NOTICE"
 """The key under which JAX's preemption service, where it runs, shows all processes that one of them got a SIGTERM."""
-LOOK_S = 1.0
-"""Seconds between two looks at that key: `Preemption.requested` is called before each launch."""
+LOOK_S = 1.0  # seconds between two looks at that key: `Preemption.requested` is called before each launch
 
 
 class Preemption:
@@ -316,8 +315,7 @@ class Preemption:
     def __init__(self, client: Client):
         self._client = client
         self._next_look = 0.0
-        self.signal: int | None = None
-        """The signal that asked this process to end, or None."""
+        self.signal: int | None = None  # the signal that asked this process to end, or None
         self._noted = 0.0
 
     @property

@@ -23,27 +23,19 @@ from lockstep.hosts.config import environment_integer
 from lockstep.hosts.heartbeat import SILENT_S, heartbeats
 from lockstep.printable import printable
 
-LISTENER = "lockstep/liveness"
-"""Key with the port of the listener and the word that a process of this job says there."""
+LISTENER = "lockstep/liveness"  # key with the port of the listener and the word that a process of this job says there
 PORT = "LOCKSTEP_LIVENESS_PORT"
 """The variable with the listener's port, for a firewall that opens few; without it any port is taken."""
 KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
-UNHEARD_S = 30.0
-"""Seconds after which the system ends a connection whose other machine does not answer, by `KEEPALIVE`."""
-NEWS_S = 5.0
-"""Seconds between two lists of the processes that give no sign of life."""
-CONNECT_S = 10.0
-"""Seconds that connecting may take."""
-AGAIN_S = 0.1
-"""Seconds before connecting again to a listener that has closed the connection."""
-GRACE_S = 2.0
-"""Seconds in which a process whose connection has ended may connect again, or announce that it ends."""
+UNHEARD_S = 30.0  # seconds after which the system ends a connection whose other machine does not answer, by `KEEPALIVE`
+NEWS_S = 5.0  # seconds between two lists of the processes that give no sign of life
+CONNECT_S = 10.0  # seconds that connecting may take
+AGAIN_S = 0.1  # seconds before connecting again to a listener that has closed the connection
+GRACE_S = 2.0  # seconds in which a process whose connection has ended may connect again, or announce that it ends
 HELLO_BYTES = 128
 NEWS_BYTES = 1 << 16
-SHOWN = 16
-"""Processes that are named when several give no sign of life."""
-STRANGERS = 16
-"""Connections that may be open and have not said the word."""
+SHOWN = 16  # processes that are named when several give no sign of life
+STRANGERS = 16  # connections that may be open and have not said the word
 
 
 class Listener:
@@ -264,14 +256,11 @@ def _names(line: bytes) -> tuple[str, ...]:
     return tuple(printable(each) for each in found if isinstance(each, str)) if isinstance(found, list) else ()
 
 
-SAY_S = 60.0
-"""Seconds between two lines."""
+SAY_S = 60.0  # seconds between two lines
 PROC = "/proc/net"
 ESTABLISHED = "01"
-WORKERS = "TPU_WORKER_HOSTNAMES"
-"""The variable in which GKE and TPU VMs name the hosts of a slice, with commas."""
-NAMED = 8
-"""Hosts that a line names."""
+WORKERS = "TPU_WORKER_HOSTNAMES"  # the variable in which GKE and TPU VMs name the hosts of a slice, with commas
+NAMED = 8  # hosts that a line names
 
 
 @contextlib.contextmanager

@@ -67,8 +67,7 @@ def try_leader_only(what: str, work: Callable[[], object], consequence: str) -> 
     return True
 
 
-STOP_S = 5.0
-"""Seconds that a thread has to end when its work is given up."""
+STOP_S = 5.0  # seconds that a thread has to end when its work is given up
 
 
 class Stopped(Exception):

@@ -25,29 +25,20 @@ from lockstep.printable import printable
 
 ANNOUNCEMENTS = "lockstep/failed"
 """Directory of the reasons, exit codes and numbers that ending processes announce, by task of the service."""
-ANNOUNCED = 16
-"""Processes that announce the same reason; the others leave theirs, which nobody reads, in `UNTOLD`."""
+ANNOUNCED = 16  # processes that announce the same reason; the others leave theirs, which nobody reads, in `UNTOLD`
 UNTOLD = "lockstep/untold"
-COUNTS = "lockstep/failures"
-"""Directory of the number of processes that have each reason, and of all that have any."""
+COUNTS = "lockstep/failures"  # directory of the number of processes that have each reason, and of all that have any
 WAKE_UPS = "lockstep/call"
 """Directory of the keys for which the processes wait, each for its own: set once there is an announcement."""
-DEPARTURES = "lockstep/left"
-"""Directory with a key for each process that is about to end."""
-GRACE_S = 2.0
-"""Seconds that a process has to report its own error after another one announced a failure."""
-REQUEST_S = 3600.0
-"""Seconds that one request to the service waits for the wake-up key; then the next request does."""
-STOP_S = 1.0
-"""Seconds that stopping the watch may take."""
+DEPARTURES = "lockstep/left"  # directory with a key for each process that is about to end
+GRACE_S = 2.0  # seconds that a process has to report its own error after another one announced a failure
+REQUEST_S = 3600.0  # seconds that one request to the service waits for the wake-up key; then the next request does
+STOP_S = 1.0  # seconds that stopping the watch may take
 ORDERLY_S = 0.02
 """Seconds after the end of the service within which this process leaves it too, where the job ended in order."""
-MAX_TEXT = 2000
-"""Characters of the reason that a process announces."""
-LAST_WORD_S = 2.0
-"""Seconds in which a thread that has begun to end this process does so."""
-SHOWN_LAUNCHES = 3
-"""Launches that are named when the process that runs the service has died."""
+MAX_TEXT = 2000  # characters of the reason that a process announces
+LAST_WORD_S = 2.0  # seconds in which a thread that has begun to end this process does so
+SHOWN_LAUNCHES = 3  # launches that are named when the process that runs the service has died
 
 _ending = threading.Lock()  # taken by the thread that says why the process ends, and never given back
 
@@ -259,8 +250,7 @@ def end_process(code: int) -> NoReturn:
     os._exit(code)
 
 
-LIMIT_S = 5.0
-"""Seconds that the last word may take."""
+LIMIT_S = 5.0  # seconds that the last word may take
 
 
 def on_abort(last_word: Callable[[], bool]) -> Callable[[], None]:

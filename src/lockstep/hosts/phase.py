@@ -21,10 +21,8 @@ from lockstep.hosts.exchange import (
 from lockstep.json_text import typed
 from lockstep.printable import printable
 
-REMEMBERED = 4096
-"""Launches whose names a process keeps; older ones are in the hash alone."""
-SENT = 64
-"""Launches whose names are exchanged where processes have launched different programs."""
+REMEMBERED = 4096  # launches whose names a process keeps; older ones are in the hash alone
+SENT = 64  # launches whose names are exchanged where processes have launched different programs
 SHOWN_DIGITS = 12
 
 
@@ -35,8 +33,7 @@ class Ledger:
         self._hash = hashlib.sha256().hexdigest()
         self._launches: collections.deque[tuple[str, str]] = collections.deque(maxlen=REMEMBERED)
         self._hashes: collections.deque[tuple[int, str]] = collections.deque(maxlen=REMEMBERED // SENT)
-        self.count = 0
-        """Launches so far."""
+        self.count = 0  # launches so far
         self.before_launch: Callable[[], None] | None = None
         """Called after each entry and before its launch, in debug mode; what it raises prevents the launch."""
 

@@ -39,8 +39,7 @@ from lockstep.hosts.hosts import Hosts
 from lockstep.hosts.liveness import say_who_is_missing
 from lockstep.hosts.peers import end_process, watch_peers
 
-ABORT_MARGIN_S = 30
-"""Seconds that JAX waits longer for connections than we do: its abort does not say what to do."""
+ABORT_MARGIN_S = 30  # seconds that JAX waits longer for connections than we do: its abort does not say what to do
 
 _hosts: Hosts | None = None
 _stop_watching: Callable[[], None] | None = None  # None until start() has succeeded

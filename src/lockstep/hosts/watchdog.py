@@ -18,14 +18,11 @@ from lockstep.hosts.peers import announce_exit, end_process
 from lockstep.json_text import typed
 from lockstep.printable import printable
 
-SHOWN_LAUNCHES = 10
-"""Number of last launches in the report."""
-LOOK_S = 2.0
-"""Seconds in a block after which it is asked whether another process has failed in it."""
+SHOWN_LAUNCHES = 10  # number of last launches in the report
+LOOK_S = 2.0  # seconds in a block after which it is asked whether another process has failed in it
 FAILED_LAUNCH = "lockstep/failed launch"
 """Key with the last launch that failed on some process: its number, the launch, that of the ledger, and the error."""
-REPORT_S = 5.0
-"""Seconds that the report may wait for the coordination service."""
+REPORT_S = 5.0  # seconds that the report may wait for the coordination service
 
 
 class Watchdog:

@@ -154,8 +154,7 @@ def _value(match: re.Match[str]) -> Fraction | None:
     return -value if parts["sign"] else value
 
 
-MATCH_S = 1.0
-"""Seconds of the matching thread's own processor time that one text may take."""
+MATCH_S = 1.0  # seconds of the matching thread's own processor time that one text may take
 
 _TOKEN: Final = re.compile(
     r"""\\N\{[^}]*\} | \\.                            # an escape

@@ -16,10 +16,8 @@ from lockstep.report.trackers import Tracker
 
 log = get_logger(__name__)
 
-IDLE_S = 1.0
-"""Seconds without a job after which the thread ends; the next job starts another."""
-SHOWN_JOBS = 10
-"""Jobs of a queue that are named when the process ends before they are done; further ones are counted."""
+IDLE_S = 1.0  # seconds without a job after which the thread ends; the next job starts another
+SHOWN_JOBS = 10  # jobs of a queue that are named when the process ends before they are done; further ones are counted
 
 
 class BackgroundQueue:
@@ -128,10 +126,8 @@ def _flush_at_exit() -> None:
         log.error("%s", text)
 
 
-QUEUE_SIZE = 1000
-"""The number of calls that may wait for the tracker; further ones are dropped and counted."""
-FINISH_S = 60.0
-"""The seconds that finishing may take."""
+QUEUE_SIZE = 1000  # the number of calls that may wait for the tracker; further ones are dropped and counted
+FINISH_S = 60.0  # the seconds that finishing may take
 
 type Guard = Callable[[], contextlib.AbstractContextManager[None]]
 
@@ -155,10 +151,8 @@ class BackgroundTracker:
         size: int = QUEUE_SIZE,
         finish_s: float = FINISH_S,
     ) -> None:
-        self.dropped = 0
-        """The number of calls that found the queue full, or were left when the time to finish was over."""
-        self.errors = 0
-        """The number of calls in which the tracker failed."""
+        self.dropped = 0  # the number of calls that found the queue full, or were left when the time to finish was over
+        self.errors = 0  # the number of calls in which the tracker failed
         self._tracker, self._guard, self._finish_s = tracker, guard, finish_s
         self._queue = BackgroundQueue("lockstep-tracker", size=size)
         self._finished = False
@@ -211,8 +205,7 @@ class BackgroundTracker:
                 log.error("the tracker failed; training goes on, later failures are counted", exc_info=error)
 
 
-REPORT_WAIT_S = 10.0
-"""Seconds that a checkpoint waits for reports while nobody waits for the checkpoint."""
+REPORT_WAIT_S = 10.0  # seconds that a checkpoint waits for reports while nobody waits for the checkpoint
 TRAINING_WAIT_S = 0.5
 """Seconds of them once training waits for the checkpoint: before the next save, and at the end of training."""
 PROMPT_S = 0.1

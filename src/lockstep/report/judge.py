@@ -20,14 +20,10 @@ from lockstep.report.rows import Row
 from lockstep.text import Prompt
 from lockstep.urls import open_http
 
-JUDGE = "judge"
-"""The column of the verdicts, and the name of their mean."""
-FIELDS = ("prompt", "generated_text", "answer")
-"""Names that a template may have in braces."""
-MAX_REPLY_BYTES = 1 << 20
-"""The longest reply that is read."""
-BACKOFF_S = 0.5
-"""Seconds before the first repetition; each further one waits twice as long."""
+JUDGE = "judge"  # the column of the verdicts, and the name of their mean
+FIELDS = ("prompt", "generated_text", "answer")  # names that a template may have in braces
+MAX_REPLY_BYTES = 1 << 20  # the longest reply that is read
+BACKOFF_S = 0.5  # seconds before the first repetition; each further one waits twice as long
 TOO_MANY_REQUESTS = 429
 _SHOWN = 300
 _NUMBER = re.compile(r"[-+]?\d+(?:\.\d+)?")

@@ -25,23 +25,18 @@ from lockstep.report.saved_rows import TRACES, RunFiles, SavedRow, read_rows, re
 MAX_POINTS: Final = 1000
 """Points of a curve; a longer one keeps the lowest and the highest of each of half as many stretches, and where one has
 values that are not finite, the first of them."""
-JOB_SIZE: Final = ("job/processes", "job/slices")
-"""Figures of the job at the first step after each start."""
+JOB_SIZE: Final = ("job/processes", "job/slices")  # figures of the job at the first step after each start
 NOT_CURVES: Final = ("step", "time")
 _NAMED_FLOATS: Final = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Series:
-    """The values of one metric.
-
-    Args:
-        points: The number of points before the curve was thinned.
-    """
+    """The values of one metric."""
 
     steps: Sequence[int]
     values: Sequence[float]
-    points: int
+    points: int  # number of points before the curve was thinned
 
 
 def read_series(paths: Iterable[Path]) -> dict[str, Series]:
@@ -102,10 +97,8 @@ def _number(value: Any) -> float | None:
     return None
 
 
-FORMAT = 1
-"""The number of this layout, which the page's script expects."""
-_DIGITS = 6
-"""Significant digits of the numbers in the page."""
+FORMAT = 1  # the number of this layout, which the page's script expects
+_DIGITS = 6  # significant digits of the numbers in the page
 
 
 def make_payload(runs: Sequence[RunFiles], *, reload_s: float | None = None) -> dict[str, Any]:

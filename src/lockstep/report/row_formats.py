@@ -25,12 +25,10 @@ from lockstep.report.jsonl import parse_record
 from lockstep.report.metrics import metric_means
 from lockstep.report.rows import COLUMNS, FIELDS, FILE_COLUMNS, SAMPLE_COLUMNS, Row, SampleRow, metric_names
 
-_ROWS = 4096
-"""Rows that are in memory at a time."""
+_ROWS = 4096  # rows that are in memory at a time
 _TEXTS = ("prompt", "generated_text", "answer")
 """Columns that are texts, also where every text of a model's happens to be NaN."""
-_NOT_FINITE = ("NaN", "Infinity", "-Infinity")
-"""The floats that JSON cannot express, by their names in our JSON lines."""
+_NOT_FINITE = ("NaN", "Infinity", "-Infinity")  # the floats that JSON cannot express, by their names in our JSON lines
 TEXTS, NUMBERS = frozenset(("text", "not finite")), frozenset(("int", "float", "not finite"))
 """Kinds of values that a column may have together."""
 
@@ -165,8 +163,7 @@ def _pyarrow() -> tuple[Any, Any]:
     return pyarrow, pyarrow.parquet
 
 
-VERSION = 2
-"""The version of the log format that is written."""
+VERSION = 2  # the version of the log format that is written
 OWN = {*COLUMNS, *SAMPLE_COLUMNS, *FILE_COLUMNS, "task", "question_id", "answer"}
 """The columns of rows that are no scores."""
 STOP_REASONS = {"stop": "stop", "length": "max_tokens"}

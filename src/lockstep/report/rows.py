@@ -27,8 +27,7 @@ TOKEN_COLUMNS = ("tokens", "token_logprobs")
 KEPT_COLUMNS = ("token_ids", "logprobs")
 """The columns of a file with each token's id and its natural-log probability: two lists of the same length."""
 
-FIELDS = "fields"
-"""The column of a file with the further fields of a prompt's line, an object."""
+FIELDS = "fields"  # the column of a file with the further fields of a prompt's line, an object
 
 FILE_COLUMNS = (*TOKEN_COLUMNS, *KEPT_COLUMNS, FIELDS)
 """The columns that only a file has; their values are lists, those of `FIELDS` objects."""
@@ -57,10 +56,6 @@ class CompletionRow:
     """One completion as text: the base of `Row` and `SampleRow`.
 
     Args:
-        generation_id: The completion's number among those of its prompt: 0 to ``n_generations - 1``.
-        num_tokens: The number of tokens sampled, a stop token included.
-        finish_reason: Why the completion ended: ``stop``, ``length``, ``budget`` or ``cancelled``.
-        mean_logprob: The mean natural-log probability of the sampled tokens; 0 where none was sampled.
         metrics: The value of each metric, by the metric's name; None where it has no value for this row.
         fields: The further fields of the prompt's line, for the file alone.
     """
@@ -68,12 +63,12 @@ class CompletionRow:
     columns: ClassVar[tuple[str, ...]]
 
     prompt_id: int
-    generation_id: int
+    generation_id: int  # the completion's number among those of its prompt: 0 to `n_generations - 1`
     prompt: str
     generated_text: str
-    num_tokens: int
-    finish_reason: str
-    mean_logprob: float
+    num_tokens: int  # number of tokens sampled, a stop token included
+    finish_reason: str  # why the completion ended: `stop`, `length`, `budget` or `cancelled`
+    mean_logprob: float  # the mean natural-log probability of the sampled tokens; 0 where none was sampled
     metrics: Mapping[str, float | None] = dataclasses.field(default_factory=dict)
     fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
@@ -161,14 +156,11 @@ class SampleRow(CompletionRow):
 
     Its ``mean_logprob`` is for metrics; it is not written, because its last digits depend on how the model is split
     over devices.
-
-    Args:
-        round: The number of the round, from 0.
     """
 
     columns: ClassVar[tuple[str, ...]] = SAMPLE_COLUMNS
 
-    round: int
+    round: int  # number of the round, from 0
     mean_logprob: float = 0.0
 
     def to_dict(self) -> dict[str, Any]:

@@ -21,21 +21,16 @@ ROWS: Final = (
 )
 """Patterns of files of rows below a run's directory: the first that is there counts."""
 METRICS: Final = "metrics*.jsonl"
-TRACES: Final = "profiler/plugins/profile"
-"""The directory of a run's profiler traces, each named by its steps."""
+TRACES: Final = "profiler/plugins/profile"  # the directory of a run's profiler traces, each named by its steps
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunFiles:
-    """The files of a run that a reader opens.
-
-    Args:
-        rows: The files of rows; several where hosts write their own.
-    """
+    """The files of a run that a reader opens."""
 
     name: str
     directory: Path
-    rows: tuple[Path, ...]
+    rows: tuple[Path, ...]  # the files of rows; several where hosts write their own
     metrics: tuple[Path, ...]
 
     def traces(self) -> list[tuple[int, int, list[int]]]:
@@ -131,25 +126,18 @@ class SavedRow:
     """One answer of a file.
 
     Args:
-        axis: Whether ``when`` is a step or a round.
-        when: The number of training steps completed, or of the round.
-        prompt_id: The prompt's number, or its name.
-        generation_id: The number of the answer among those of its prompt.
-        finish_reason: Why the answer ended; empty where the file does not say.
-        numbers: Further columns that are numbers, by name; None where there is no value.
-        texts: Further columns that are texts, by name, and the further fields of the prompt's line.
         tokens: Each token's text and natural-log probability; empty where the file does not have them.
     """
 
-    axis: Axis
-    when: int
-    prompt_id: int | str
-    generation_id: int
+    axis: Axis  # whether `when` is a step or a round
+    when: int  # number of training steps completed, or of the round
+    prompt_id: int | str  # the prompt's number, or its name
+    generation_id: int  # number of the answer among those of its prompt
     prompt: str
     generated_text: str
-    finish_reason: str
-    numbers: Mapping[str, float | None]
-    texts: Mapping[str, str]
+    finish_reason: str  # why the answer ended; empty where the file does not say
+    numbers: Mapping[str, float | None]  # further columns that are numbers, by name; None where there is no value
+    texts: Mapping[str, str]  # further columns that are texts, by name, and the further fields of the prompt's line
     tokens: Sequence[tuple[str, float]]
 
     def to_row(self) -> Row:

@@ -20,21 +20,15 @@ from lockstep.report.jsonl import numbered_records, parse_record
 from lockstep.report.row_formats import terminal_table
 from lockstep.report.saved_rows import RunFiles, SavedRow, find_run, parse_row, read_rows
 
-_CHECKED: Final = 256
-"""Bytes before the place read up to that must still be there, or the file is another one."""
+_CHECKED: Final = 256  # bytes before the place read up to that must still be there, or the file is another one
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FileChange:
-    """Changes of a file since it was last read.
+    """Changes of a file since it was last read."""
 
-    Args:
-        taken_back: The number of records, the last ones that were read, that are not in the file any more.
-        records: The records that are new, each with its place for errors.
-    """
-
-    taken_back: int
-    records: list[tuple[str, dict[str, Any]]]
+    taken_back: int  # number of records, the last ones that were read, that are not in the file any more
+    records: list[tuple[str, dict[str, Any]]]  # the records that are new, each with its place for errors
 
 
 class FollowedFile:
@@ -47,8 +41,7 @@ class FollowedFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._inode, self._offset, self._before = -1, 0, b""
-        self._lines: list[int] = []
-        """A hash of each line that was read."""
+        self._lines: list[int] = []  # a hash of each line that was read
 
     def look(self, *, at_end: bool = False) -> FileChange:
         """Return what is new.
@@ -97,8 +90,7 @@ class FollowedFile:
         return file.read(len(self._before)) == self._before
 
 
-TREND: Final = 64
-"""The last values of a metric that are kept, for its trend."""
+TREND: Final = 64  # the last values of a metric that are kept, for its trend
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -125,18 +117,13 @@ class Tail:
         self._files: dict[Path, FollowedFile] = {}
         self.name = find_run(given).name
         self.axis: str = "step"
-        self.newest: list[SavedRow] = []
-        """The rows of the step that was sampled last."""
+        self.newest: list[SavedRow] = []  # the rows of the step that was sampled last
         self.metrics: dict[str, tuple[int, float | str]] = {}
         """The newest value of each metric with its step, in order of first appearance."""
-        self.trends: dict[str, collections.deque[float]] = {}
-        """The last values of each metric that is a number."""
-        self.new_rows: list[SavedRow] = []
-        """The rows that the last look found."""
-        self.new_metrics: list[MetricsRecord] = []
-        """The metrics that the last look found."""
-        self.taken_back = 0
-        """Lines that the last look did not find any more: the run went back to a checkpoint."""
+        self.trends: dict[str, collections.deque[float]] = {}  # the last values of each metric that is a number
+        self.new_rows: list[SavedRow] = []  # the rows that the last look found
+        self.new_metrics: list[MetricsRecord] = []  # the metrics that the last look found
+        self.taken_back = 0  # lines that the last look did not find any more: the run went back to a checkpoint
         if must_be_there:
             run = find_run(given)
             if not run.rows and not run.metrics:
@@ -199,13 +186,10 @@ def metrics_record(record: Mapping[str, Any]) -> MetricsRecord | None:
     return MetricsRecord(step=step, values=values)
 
 
-MAX_CHARS = 160
-"""Characters of a prompt or an answer on a line."""
-BARS = 12
-"""Values of a trend that are shown, the newest at its end."""
+MAX_CHARS = 160  # characters of a prompt or an answer on a line
+BARS = 12  # values of a trend that are shown, the newest at its end
 _BARS = "▁▂▃▄▅▆▇█"
-_FRAME = 6
-"""Lines of a screen that are neither metrics nor samples: frames, titles, the cursor."""
+_FRAME = 6  # lines of a screen that are neither metrics nor samples: frames, titles, the cursor
 
 
 class PanelView:

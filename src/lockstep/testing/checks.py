@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from lockstep.hosts import Hosts
 
-PATIENCE_S = 3.0
-"""Seconds in which threads may end and the service may delete what is spent."""
+PATIENCE_S = 3.0  # seconds in which threads may end and the service may delete what is spent
 
 KEPT_THREADS = {
     "lockstep-watchdog": "ends by itself once nothing has been watched for its time-out",
@@ -32,11 +31,9 @@ KEPT_KEYS = {
 }
 """Keys of the coordination service that may stay, by the beginning of their names, and why."""
 
-Facts = Mapping[str, Mapping[str, object]]
-"""For each kind of thing what there is of it, by name."""
+Facts = Mapping[str, Mapping[str, object]]  # for each kind of thing what there is of it, by name
 
-GROWS = ("key of the service", "thread", "array")
-"""Kinds of which only what is added is left behind."""
+GROWS = ("key of the service", "thread", "array")  # kinds of which only what is added is left behind
 
 
 @contextlib.contextmanager
@@ -179,8 +176,7 @@ def _is_of_project(module: str, file: str | None) -> bool:
 
 LOWERED = "/jax/core/compile/jaxpr_to_mlir_module_duration"
 """The event of jax.monitoring at each program that is about to be compiled, or read from the compilation cache."""
-SHOWN_CHARACTERS = 2000
-"""Characters of JAX's explanations that an error shows."""
+SHOWN_CHARACTERS = 2000  # characters of JAX's explanations that an error shows
 
 
 @contextlib.contextmanager

@@ -31,16 +31,11 @@ from lockstep.testing.protocol import (
     launch_command,
 )
 
-START_S = 120.0
-"""Seconds in which all processes of a group must have joined."""
-END_S = 20.0
-"""Seconds in which the processes of a group leave when the test run hangs up, or when one of them has died."""
-LOOK_S = 30.0
-"""Seconds in which every process says what a function has left behind."""
-OTHERS_S = 2.0
-"""Seconds in which a function that failed in one process may end in the others too."""
-STACK_S = 0.3
-"""Seconds in which a process prints where it is."""
+START_S = 120.0  # seconds in which all processes of a group must have joined
+END_S = 20.0  # seconds in which the processes of a group leave when the test run hangs up, or when one of them has died
+LOOK_S = 30.0  # seconds in which every process says what a function has left behind
+OTHERS_S = 2.0  # seconds in which a function that failed in one process may end in the others too
+STACK_S = 0.3  # seconds in which a process prints where it is
 
 
 class Group:

@@ -120,8 +120,7 @@ class Pool:
             group.end()
 
 
-POOL = Pool()
-"""The pool of this test run."""
+POOL = Pool()  # the pool of this test run
 atexit.register(POOL.end)  # for a script; pytest's plugin ends it earlier
 
 
@@ -182,16 +181,11 @@ def run_processes(
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """The end of a command on all processes.
+    """The end of a command on all processes."""
 
-    Args:
-        code: The exit code of the launcher.
-        logs: Everything that each process printed, by process number.
-    """
-
-    code: int
+    code: int  # the exit code of the launcher
     output: str
-    logs: list[str]
+    logs: list[str]  # everything that each process printed, by process number
 
 
 def run_command(
@@ -244,17 +238,11 @@ def run_command(
 
 @dataclasses.dataclass(frozen=True)
 class End:
-    """The end of one process without a launcher.
+    """The end of one process without a launcher."""
 
-    Args:
-        code: The exit code; minus the signal that killed it.
-        seconds: The seconds after the first process of the job had ended.
-        at: When, by ``time.monotonic()``, which all processes of a machine share.
-    """
-
-    code: int
-    seconds: float
-    at: float
+    code: int  # the exit code; minus the signal that killed it
+    seconds: float  # seconds after the first process of the job had ended
+    at: float  # when, by `time.monotonic()`, which all processes of a machine share
     log: str
 
 

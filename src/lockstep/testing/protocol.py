@@ -24,14 +24,10 @@ class Placeholder(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Reference:
-    """The module and name of a function.
-
-    Args:
-        name: Its name in the module; dots lead through classes.
-    """
+    """The module and name of a function."""
 
     module: str
-    name: str
+    name: str  # its name in the module; dots lead through classes
     file: str
 
     @classmethod
@@ -119,17 +115,11 @@ class Request:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """The end of a function in a process.
+    """The end of a function in a process."""
 
-    Args:
-        result: What it returned, as JSON; None where it did not return.
-        failed: The error that left it, in a line; None: none did.
-        skipped: Why it skipped itself (``pytest.skip``); None: it did not.
-    """
-
-    result: str | None = None
-    failed: str | None = None
-    skipped: str | None = None
+    result: str | None = None  # what it returned, as JSON; None where it did not return
+    failed: str | None = None  # the error that left it, in a line; None: none did
+    skipped: str | None = None  # why it skipped itself (`pytest.skip`); None: it did not
 
     def __str__(self) -> str:
         if self.failed is not None:
@@ -144,25 +134,18 @@ class LeftoverCheck:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Leftovers:
-    """Threads, files and the like that a function has left behind in a process.
+    """Threads, files and the like that a function has left behind in a process."""
 
-    Args:
-        lines: Each thing in a line.
-        ledger: The state of the ledger of the library's launches (`Ledger.state`).
-    """
-
-    lines: Sequence[str]
-    ledger: str
+    lines: Sequence[str]  # each thing in a line
+    ledger: str  # the state of the ledger of the library's launches (`Ledger.state`)
 
 
-Arguments = tuple[Sequence[Any], Mapping[str, Any]]
-"""The arguments of a function, in order and by name."""
+Arguments = tuple[Sequence[Any], Mapping[str, Any]]  # the arguments of a function, in order and by name
 
 
 DIRECTORY = Path.cwd()
 """The working directory of the processes: that in which the test run began, wherever a test has gone since."""
-GRACE_S = 3
-"""Seconds between SIGTERM and SIGKILL."""
+GRACE_S = 3  # seconds between SIGTERM and SIGKILL
 
 
 def launch_command(processes: int, devices: int, log_dir: Path) -> list[str]:
@@ -176,10 +159,8 @@ def launch_command(processes: int, devices: int, log_dir: Path) -> list[str]:
     return [*command, "--prefix", "always", "--log_dir", str(log_dir), "--grace_s", str(GRACE_S), "--"]
 
 
-SHOWN_CHARACTERS = 300
-"""Characters of a local variable that are shown."""
-HIDDEN = ("<", "__", "@")
-"""Beginnings of the names of variables that are not shown; pytest's and the compiler's own."""
+SHOWN_CHARACTERS = 300  # characters of a local variable that are shown
+HIDDEN = ("<", "__", "@")  # beginnings of the names of variables that are not shown; pytest's and the compiler's own
 
 
 def print_failure(error: BaseException, file: str) -> None:

@@ -29,10 +29,8 @@ from lockstep.testing.protocol import (
     print_failure,
 )
 
-HOST_TIMEOUT_S = 60.0
-"""Seconds that the processes of a group wait for each other in a call of `Hosts`."""
-JOIN_S = 60
-"""Seconds in which all processes of a group must be there."""
+HOST_TIMEOUT_S = 60.0  # seconds that the processes of a group wait for each other in a call of `Hosts`
+JOIN_S = 60  # seconds in which all processes of a group must be there
 
 
 def join(setup: Mapping[str, str] | None) -> Hosts:

@@ -23,8 +23,7 @@ type PromptSource = str | Sequence[str | Mapping[str, Any]]
 """A path or URL of a .txt or .jsonl file, or a list of texts and mappings."""
 
 INLINE_KEYS = ("prompt", "messages", "answer")
-MAX_LINE_BYTES = 16 << 20
-"""Bytes of a line of prompts where nothing else is said."""
+MAX_LINE_BYTES = 16 << 20  # bytes of a line of prompts where nothing else is said
 _FIX = 'Write one object per line, such as {"prompt": "…", "answer": "…"}.'
 
 

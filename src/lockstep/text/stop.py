@@ -9,8 +9,7 @@ from lockstep.text.tokenizer import decode
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_REPLACEMENT = "\ufffd"
-"""The character that stands for an incomplete one in decoded text."""
+_REPLACEMENT = "\ufffd"  # the character that stands for an incomplete one in decoded text
 _CHARACTER_BYTES = 4
 
 

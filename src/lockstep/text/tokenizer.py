@@ -28,12 +28,10 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model",
 _SUFFIXES = (".json", ".jinja", ".model", ".txt")
 """The suffixes of files that may belong to a tokenizer; weights, which may be beside it, have others."""
 _GENERATION_CONFIG = "generation_config.json"
-_FETCHED = "lockstep_generation_config"
-"""The attribute of a tokenizer that was fetched which has what is in that file."""
+_FETCHED = "lockstep_generation_config"  # the attribute of a tokenizer that was fetched which has what is in that file
 _CONTEXT = 8
 _CHARACTER_TOKENS = 4
-_OF_LAST_CALL = ("padding", "truncation")
-"""Parts of a fast tokenizer's backend that every call sets anew."""
+_OF_LAST_CALL = ("padding", "truncation")  # parts of a fast tokenizer's backend that every call sets anew
 
 
 def load_tokenizer(

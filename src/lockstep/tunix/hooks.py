@@ -131,10 +131,8 @@ class SampleHooks(TrainingHooks):
         )
         self.sampler: SampleCallback | None = None
         """The callback that runs the rounds, with its counters and its engine; None before the model is known."""
-        self._seen: int | None = None
-        """The last step after which a round could run."""
-        self._resumed_at: int | None = None
-        """The step that the trainer resumed at, whose round was an earlier run's."""
+        self._seen: int | None = None  # the last step after which a round could run
+        self._resumed_at: int | None = None  # the step that the trainer resumed at, whose round was an earlier run's
         if model is not None:
             self.check(model)
 

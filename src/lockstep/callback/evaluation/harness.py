@@ -18,8 +18,7 @@ from lockstep.types import Completion, Request
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-PREFIX = "eval"
-"""The beginning of the names of all scores, and of that of the table."""
+PREFIX = "eval"  # the beginning of the names of all scores, and of that of the table
 TASK_COLUMNS = ("step", "task", "question_id", "prompt", "generated_text", "answer")
 """The columns of a row, in the order of the table; the scores of the row follow."""
 
@@ -30,14 +29,10 @@ class GivenUp(Exception):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Question:
-    """Requests of the harness.
-
-    Args:
-        last: Whether it will ask nothing more, so that the hosts need not wait for it any longer.
-    """
+    """Requests of the harness."""
 
     requests: list[Request]
-    last: bool
+    last: bool  # whether it will ask nothing more, so that the hosts need not wait for it any longer
 
 
 type Ask = Callable[[list[Request], bool], list[Completion]]
@@ -135,23 +130,16 @@ class HarnessThread[Result]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TaskRow:
-    """The model's answer to one question of a task.
-
-    Args:
-        question_id: The number of the question among those of its task.
-        prompt: What the model was given, without its beginning where that was left out.
-        generated_text: What it wrote; of a question with choices, the choice that it thinks most probable.
-        answer: The task's own answer, as the harness compares it.
-    """
+    """The model's answer to one question of a task."""
 
     columns: ClassVar[tuple[str, ...]] = TASK_COLUMNS
 
     step: int
     task: str
-    question_id: int
-    prompt: str
-    generated_text: str
-    answer: str
+    question_id: int  # number of the question among those of its task
+    prompt: str  # what the model was given, without its beginning where that was left out
+    generated_text: str  # what it wrote; of a question with choices, the choice that it thinks most probable
+    answer: str  # the task's own answer, as the harness compares it
     metrics: Mapping[str, float | None]
 
     def to_dict(self) -> dict[str, Any]:
@@ -166,14 +154,12 @@ class TaskResults:
     Args:
         scores: For each task, and each group of tasks that has a mean, its scores by name: ``acc``, ``acc_stderr``; of
             a filter of the task's own, ``exact_match/strict-match``.
-        rows: The answers in the order of the tasks and their questions.
-        truncated: The number of requests whose beginning was left out because they were too long.
     """
 
     scores: Mapping[str, Mapping[str, float]]
-    rows: list[TaskRow]
+    rows: list[TaskRow]  # the answers in the order of the tasks and their questions
     requests: int
-    truncated: int
+    truncated: int  # number of requests whose beginning was left out because they were too long
     seconds: float = 0.0
 
     def scalars(self, step: int) -> dict[str, float]:
@@ -201,10 +187,8 @@ class TaskResults:
         )
 
 
-FEWSHOT_SEED = 1234
-"""The seed of the questions that are shown solved: the harness's own default."""
-NO_FILTER = "none"
-"""The harness's name for scores of answers as they are."""
+FEWSHOT_SEED = 1234  # the seed of the questions that are shown solved: the harness's own default
+NO_FILTER = "none"  # the harness's name for scores of answers as they are
 
 
 class Harness:

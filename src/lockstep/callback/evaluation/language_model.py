@@ -20,8 +20,7 @@ if TYPE_CHECKING:
 
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 """Generation arguments of a task that are settings of sampling by the same name."""
-LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens")
-"""Generation arguments that say how long an answer may be."""
+LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens")  # generation arguments that say how long an answer may be
 
 
 class EngineLM(TemplateLM):
@@ -46,12 +45,9 @@ class EngineLM(TemplateLM):
         super().__init__()
         self.tokenizer = tokenizer
         self.max_length = max_length
-        self.requests = 0
-        """The number of requests that were answered."""
-        self.truncated = 0
-        """The number of requests whose beginning was left out."""
-        self.answered_at = time.monotonic()
-        """When the last answers came."""
+        self.requests = 0  # the number of requests that were answered
+        self.truncated = 0  # the number of requests whose beginning was left out
+        self.answered_at = time.monotonic()  # when the last answers came
         self._ask, self._config, self._kinds = ask, config, kinds
         self._stop_ids = stop_ids(tokenizer)
         self._answered_kinds: set[str] = set()

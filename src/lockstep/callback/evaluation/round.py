@@ -162,10 +162,8 @@ class TaskRounds:
         self.config = config
         self.max_seconds = max_seconds if config.max_seconds is None else config.max_seconds
         """The seconds that a round may last."""
-        self.rounds = 0
-        """Rounds whose requests were all answered."""
-        self.skipped_rounds = 0
-        """Rounds that failed, or ran out of time, and were given up on every host."""
+        self.rounds = 0  # rounds whose requests were all answered
+        self.skipped_rounds = 0  # rounds that failed, or ran out of time, and were given up on every host
         self._name, self._engine_config, self._tokenizer, self._on_results = name, engine, tokenizer, on_results
         self._hosts, self._timeout_s = hosts, timeout_s
         self._harness = Harness(config, tokenizer)

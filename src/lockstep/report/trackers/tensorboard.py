@@ -9,8 +9,7 @@ from lockstep.errors import ConfigError
 from lockstep.report.rows import TableRow, metric_names
 from lockstep.report.trackers.base import Tracker, TrackerConfig, plain
 
-FLUSH_S = 10
-"""Seconds after which what was logged is on disk, where TensorBoard sees it."""
+FLUSH_S = 10  # seconds after which what was logged is on disk, where TensorBoard sees it
 
 
 class TensorboardTracker:

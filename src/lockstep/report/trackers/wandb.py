@@ -20,8 +20,7 @@ log = get_logger(__name__)
 
 WANDB_RUN = "wandb-run.json"
 """The file of a run directory that says which W&B run this run is, so that a later start goes on in it."""
-MAX_TABLE_ROWS = 10_000
-"""The number of rows of a whole job's table at most; a run's tables have no limit."""
+MAX_TABLE_ROWS = 10_000  # the number of rows of a whole job's table at most; a run's tables have no limit
 MAX_INCREMENTS = 100
 """The number of times that rows are added to a W&B table: of more increments W&B shows only the last 100
 (https://github.com/wandb/wandb/pull/9810)."""

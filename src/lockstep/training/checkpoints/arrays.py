@@ -19,8 +19,7 @@ from lockstep.training.checkpoints.checkpoint import DamagedCheckpointError
 if TYPE_CHECKING:
     from etils import epath
 
-CACHE_BYTES = 1 << 30
-"""The most bytes of chunks that `ArrayReader` keeps, so that neighbouring parts cost one chunk."""
+CACHE_BYTES = 1 << 30  # the most bytes of chunks that `ArrayReader` keeps, so that neighbouring parts cost one chunk
 
 TREE = "_METADATA"
 """The file in which orbax says which arrays there are. It alone has no checksum of its own."""

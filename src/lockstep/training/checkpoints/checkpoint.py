@@ -22,11 +22,9 @@ if TYPE_CHECKING:
 
 log = get_logger(__name__)
 
-METADATA = "metadata.json"
-"""The file that makes a directory a checkpoint; it is written last."""
+METADATA = "metadata.json"  # the file that makes a directory a checkpoint; it is written last
 
-FORMAT = 2
-"""The version of the layout of a checkpoint; 1 had no checksums."""
+FORMAT = 2  # the version of the layout of a checkpoint; 1 had no checksums
 
 
 class DamagedCheckpointError(ConfigError):
@@ -37,24 +35,15 @@ class DamagedCheckpointError(ConfigError):
 class CheckpointMetadata:
     """The metadata of a checkpoint, beside its arrays."""
 
-    step: int
-    """The number of completed steps."""
-    loss: float
-    """The loss of the last of them."""
-    arrays: str
-    """The name of the directory, inside that of the checkpoint, which has the arrays."""
-    shapes: Mapping[str, str]
-    """The type and the global shape of each array by its name, such as ``float32[8,16]``."""
-    facts: Mapping[str, str]
-    """Facts that must be equal in a run that goes on from here, by name."""
-    config: Mapping[str, Any]
-    """The configuration of the run."""
-    hooks: Mapping[str, Any]
-    """The states of the hooks by their names."""
-    hooks_called: bool
-    """Whether the hooks had been called for this step."""
-    model: Mapping[str, Any] | None = None
-    """The result of `model_spec`; None where the run did not say."""
+    step: int  # the number of completed steps
+    loss: float  # the loss of the last of them
+    arrays: str  # the name of the directory, inside that of the checkpoint, which has the arrays
+    shapes: Mapping[str, str]  # the type and the global shape of each array by its name, such as `float32[8,16]`
+    facts: Mapping[str, str]  # facts that must be equal in a run that goes on from here, by name
+    config: Mapping[str, Any]  # the configuration of the run
+    hooks: Mapping[str, Any]  # the states of the hooks by their names
+    hooks_called: bool  # whether the hooks had been called for this step
+    model: Mapping[str, Any] | None = None  # the result of `model_spec`; None where the run did not say
 
     tree_digest: str | None = None
     """The result of `merge_arrays`; None in a checkpoint of format 1, of which nothing can be verified."""

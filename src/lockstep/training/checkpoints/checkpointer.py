@@ -33,8 +33,7 @@ log = get_logger(__name__)
 KEYS = "lockstep/checkpoint"
 """The directory of the service in which every process posts that its part is written, or why not."""
 
-SLOW_S = 1.0
-"""Seconds that training may wait for the save before, without a word in the log."""
+SLOW_S = 1.0  # seconds that training may wait for the save before, without a word in the log
 
 
 class Checkpointer:
@@ -65,8 +64,7 @@ class Checkpointer:
     ) -> None:
         self.config = config
         self.directory = CheckpointDirectory(path)
-        self.errors = 0
-        """Saves that failed, the same on every host."""
+        self.errors = 0  # saves that failed, the same on every host
         self.last_step: int | None = None
         """The step of the newest checkpoint of this run; None where there is none yet. The same on every host."""
         self._hosts, self._facts, self._run_config = hosts, dict(facts), dict(run_config)

@@ -47,26 +47,18 @@ from lockstep.training.step.train_state import parameter_shardings
 if TYPE_CHECKING:
     from etils import epath
 
-TOKENIZER = "tokenizer"
-"""The directory of the tokenizer, beside the checkpoints of a run."""
+TOKENIZER = "tokenizer"  # the directory of the tokenizer, beside the checkpoints of a run
 
-_LAST = "tokenizer_config.json"
-"""The file of a tokenizer that is written last."""
+_LAST = "tokenizer_config.json"  # the file of a tokenizer that is written last
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SavedAdapters:
-    """The description of adapters in their checkpoint, and of their base model, which is not in it.
+    """The description of adapters in their checkpoint, and of their base model, which is not in it."""
 
-    Args:
-        lora: The adapters, with the float type of the base model.
-        base: The directory or URL of the base model's Hugging Face checkpoint.
-        fingerprint: The digest of that checkpoint, see `lockstep.models.fingerprint`.
-    """
-
-    lora: LoraConfig
-    base: str
-    fingerprint: str
+    lora: LoraConfig  # the adapters, with the float type of the base model
+    base: str  # the directory or URL of the base model's Hugging Face checkpoint
+    fingerprint: str  # the digest of that checkpoint, see `lockstep.models.fingerprint`
 
 
 def model_spec(config: LlamaConfig, vocab_size: int, adapters: SavedAdapters | None = None) -> dict[str, Any]:

@@ -14,8 +14,7 @@ from lockstep.urls import checkpoint_path
 
 log = get_logger(__name__)
 
-SHARED_BY = "shared.json"
-"""The file by which the processes see that they have the same directory."""
+SHARED_BY = "shared.json"  # the file by which the processes see that they have the same directory
 
 
 class CheckpointSearch:

@@ -20,23 +20,17 @@ CHUNK_BYTES = 64 << 20
 SPLIT_BYTES = 4 << 20
 """Shards of more bytes, of arrays with three axes or more, are stored layer by layer: in an export one is read at a
 time."""
-PIECES = 4
-"""Replicated shards above the mean of what a process writes divided by this are written in pieces."""
+PIECES = 4  # replicated shards above the mean of what a process writes divided by this are written in pieces
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Part:
-    """A part of an array, whole chunks of one shard, that one process writes.
-
-    Args:
-        shard: The indices of the shard in the array.
-        first: The first index of the part along ``axis`` of the shard.
-    """
+    """A part of an array, whole chunks of one shard, that one process writes."""
 
     process: int
-    shard: tuple[slice, ...]
+    shard: tuple[slice, ...]  # the indices of the shard in the array
     axis: int
-    first: int
+    first: int  # the first index of the part along `axis` of the shard
     last: int
     nbytes: int
 

@@ -34,8 +34,7 @@ if TYPE_CHECKING:
 
 log = get_logger(__name__)
 
-INTERVAL_S = 1.0
-"""Seconds after which the hosts hear of each other while they build."""
+INTERVAL_S = 1.0  # seconds after which the hosts hear of each other while they build
 SHOWN_BAD = 5
 FIRST_S, REPORT_S = 2.0, 10.0
 """Seconds until the first line or the bar, so that small data passes in silence, and between two lines."""
@@ -133,10 +132,8 @@ class BuildWorker(HostThread):
     ) -> None:
         super().__init__("lockstep-data", timeout_s)
         self._jobs, self._fs, self._tokenizer, self._raise = jobs, fs, tokenizer, raise_at_bad_row
-        self.bytes_read = 0
-        """The bytes read so far, those of complete chunks included."""
-        self.n_bad = 0
-        """The bad rows found so far."""
+        self.bytes_read = 0  # the bytes read so far, those of complete chunks included
+        self.n_bad = 0  # the bad rows found so far
         self._builder: ChunkBuilder | None = None
         self._first_bad: ChunkBuilder | None = None
         self._what = "the first file"
@@ -173,15 +170,10 @@ class BuildWorker(HostThread):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BadRowPolicy:
-    """The treatment of records that cannot be used.
+    """The treatment of records that cannot be used."""
 
-    Args:
-        on_bad_row: Leave them out, or raise at the first.
-        max_bad_rows: The most that are left out of a source.
-    """
-
-    on_bad_row: Literal["skip", "raise"]
-    max_bad_rows: int
+    on_bad_row: Literal["skip", "raise"]  # leave them out, or raise at the first
+    max_bad_rows: int  # the most that are left out of a source
 
 
 def default_cache_dir() -> str:

@@ -29,25 +29,18 @@ from lockstep.training.data.token_cache import FIX, CacheMetadata, RowWriter, ch
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-CACHE_VERSION = 3
-"""To be raised by whoever changes which rows are made of the same files, or how they are stored."""
+CACHE_VERSION = 3  # to be raised by whoever changes which rows are made of the same files, or how they are stored
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CacheSpec:
-    """A cache that is wanted.
-
-    Args:
-        format: What their records are.
-        shape: How examples become rows.
-        tokenizer_digest: The digest of the tokenizer with its chat template.
-    """
+    """A cache that is wanted."""
 
     name: str
     files: tuple[SourceFile, ...]
-    format: DataFormat
-    shape: RowShape
-    tokenizer_digest: str
+    format: DataFormat  # what their records are
+    shape: RowShape  # how examples become rows
+    tokenizer_digest: str  # the digest of the tokenizer with its chat template
     max_line_bytes: int = MAX_LINE_BYTES
 
     @functools.cached_property
@@ -73,10 +66,8 @@ def _digest(value: Sequence[object]) -> str:
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:32]
 
 
-BATCH_RECORDS = 500
-"""Records that are tokenised in one call."""
-KEPT_BAD = 20
-"""Bad rows of a chunk whose places are kept; all are counted."""
+BATCH_RECORDS = 500  # records that are tokenised in one call
+KEPT_BAD = 20  # bad rows of a chunk whose places are kept; all are counted
 
 type OnProgress = Callable[[int, int, str], None]
 """Takes the bytes just read, the number of bad rows just found and the path of the file."""

@@ -10,8 +10,7 @@ import numpy as np
 from lockstep.training.data.examples import Example, TokenSequence
 from lockstep.training.data.records import BadRow
 
-OPEN_ROWS = 64
-"""Rows that wait for a short example; the one with least room goes when all are open and none has room."""
+OPEN_ROWS = 64  # rows that wait for a short example; the one with least room goes when all are open and none has room
 
 type Row = list[TokenSequence]
 """The content of a row: one sequence or, in a packed row, several, one after the other; of a pair both."""
@@ -34,22 +33,14 @@ class Packer(Protocol):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RowShape:
-    """The shape of rows that examples become.
-
-    Args:
-        truncate: Whether an example that is longer is cut.
-        packing: Whether a row holds several examples.
-        documents: Whether examples are documents, which may go on in another row.
-        pairs: Whether an example is a pair.
-        shorter: The tokens of shorter rows, ascending, for what fits into them; not for packed rows.
-    """
+    """The shape of rows that examples become."""
 
     length: int
-    truncate: bool
-    packing: bool
-    documents: bool
-    pairs: bool
-    shorter: tuple[int, ...] = ()
+    truncate: bool  # whether an example that is longer is cut
+    packing: bool  # whether a row holds several examples
+    documents: bool  # whether examples are documents, which may go on in another row
+    pairs: bool  # whether an example is a pair
+    shorter: tuple[int, ...] = ()  # the tokens of shorter rows, ascending, for what fits into them; not for packed rows
 
     @property
     def lengths(self) -> tuple[int, ...]:

@@ -16,8 +16,7 @@ from lockstep.urls import check_bare_name, url_to_fs
 WHOLE_BYTES = 1 << 20
 """A file of at most this size is known by its content, a larger one by its ends and the time of its last change."""
 END_BYTES = 64 << 10
-MAX_LINE_BYTES = 64 << 20
-"""Bytes of a JSON line where nothing else is said."""
+MAX_LINE_BYTES = 64 << 20  # bytes of a JSON line where nothing else is said
 MIN_CHUNK_BYTES, MAX_CHUNK_BYTES, WANTED_CHUNKS = 4 << 20, 256 << 20, 64
 
 _ETAGS = ("md5Hash", "blob_id", "checksum", "etag", "ETag")
@@ -43,23 +42,15 @@ type Chunk = tuple[Piece, ...]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SourceFile:
-    """A file of training data.
+    """A file of training data."""
 
-    Args:
-        fs: The file system (fsspec) that it is on.
-        content: What its content is known by; equal for equal copies on several hosts.
-        changed: When it was last changed, where ``content`` does not cover all of it; empty otherwise.
-        kind: How records are stored in it.
-        compression: fsspec's name of its compression; None for none, or one of the format's own.
-    """
-
-    fs: Any
+    fs: Any  # the file system (fsspec) that it is on
     path: str
     size: int
-    content: str
-    changed: str
-    kind: Kind
-    compression: str | None
+    content: str  # what its content is known by; equal for equal copies on several hosts
+    changed: str  # when it was last changed, where `content` does not cover all of it; empty otherwise
+    kind: Kind  # how records are stored in it
+    compression: str | None  # fsspec's name of its compression; None for none, or one of the format's own
 
     @property
     def splits(self) -> bool:
@@ -165,8 +156,7 @@ def _dataset_files(fs: Any, directory: str, url: str, key: str) -> list[str]:
 
 
 BUFFER_BYTES = 1 << 20
-BATCH_RECORDS = 1000
-"""Records of a Parquet or Arrow file that are in memory at a time."""
+BATCH_RECORDS = 1000  # records of a Parquet or Arrow file that are in memory at a time
 
 type Record = Mapping[str, Any]
 """The fields of a training record by name."""

@@ -135,16 +135,12 @@ class RowOrder:
 
     Every row of a source comes once per epoch of that source. In a mixture each source has epochs of its own, and the
     sources take turns in the ratio of their weights.
-
-    Args:
-        sizes: The number of rows of each source.
-        shuffle: Whether each epoch has an order of its own; otherwise all have the order of the files.
     """
 
-    sizes: tuple[int, ...]
+    sizes: tuple[int, ...]  # number of rows of each source
     weights: tuple[float, ...]
     seed: int
-    shuffle: bool
+    shuffle: bool  # whether each epoch has an order of its own; otherwise all have the order of the files
 
     def rows(self, places: Sequence[int]) -> list[tuple[int, int]]:
         """Return the source and the number of the row there of each place.
@@ -275,8 +271,7 @@ class BucketOrder:
         return self.weights[source] * (self.sizes[source][bucket] / sum(self.sizes[source]))
 
 
-_DIGESTED = 64
-"""Places of the order that are in the digest: with another version of grain they might be others."""
+_DIGESTED = 64  # places of the order that are in the digest: with another version of grain they might be others
 
 
 class CachedRows:

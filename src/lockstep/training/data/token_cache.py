@@ -23,8 +23,7 @@ from lockstep.training.objectives import REFERENCE
 ROW, INDEX, LOGPROB = np.dtype("<i4"), np.dtype("<i8"), np.dtype("<f4")
 FLUSH_ROWS = 1000
 DEAD_S = 3600.0
-OPEN_CHUNKS = 128
-"""Chunks whose files are mapped into memory at a time; each takes two file descriptors."""
+OPEN_CHUNKS = 128  # chunks whose files are mapped into memory at a time; each takes two file descriptors
 
 
 @contextlib.contextmanager
@@ -69,10 +68,8 @@ class RowWriter:
         self._rows, self._index, self._hash = rows, index, hashlib.sha256()
         self._waiting: list[np.ndarray] = []
         self._ends = [0]
-        self.count = 0
-        """The rows written so far."""
-        self.tokens = 0
-        """Their tokens."""
+        self.count = 0  # the rows written so far
+        self.tokens = 0  # their tokens
 
     def write(self, row: Row) -> None:
         """Write a row."""
@@ -180,10 +177,8 @@ def parse_reference(record: Int[np.ndarray, " record"]) -> Float[np.ndarray, " s
     return rest.view(LOGPROB) if len(rest) else None
 
 
-FIX = "Remove this directory: the data is then tokenised again."
-"""The fix for a cache that cannot be used."""
-METADATA = "metadata.json"
-"""The file that makes a directory a finished cache; it is written last."""
+FIX = "Remove this directory: the data is then tokenised again."  # the fix for a cache that cannot be used
+METADATA = "metadata.json"  # the file that makes a directory a finished cache; it is written last
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -191,25 +186,19 @@ class CacheMetadata:
     """The metadata of a cache.
 
     Args:
-        layout: What a row holds.
-        lengths: The tokens of a row of each bucket, ascending; one where rows are not put into buckets.
         chunk_rows: The number of rows of each chunk, those of the first bucket in all chunks, then of the next.
-        digests: The SHA-256 of the rows of each chunk, in the same order.
-        unpacked_rows: The number of rows if each example had rows of its own.
-        dropped: Examples left out because their prompts fill a row.
-        bad: The first of them, each with its place and what is wrong.
     """
 
-    layout: Layout
-    lengths: tuple[int, ...]
+    layout: Layout  # what a row holds
+    lengths: tuple[int, ...]  # the tokens of a row of each bucket, ascending; one where rows are not put into buckets
     chunk_rows: tuple[int, ...]
-    digests: tuple[str, ...]
+    digests: tuple[str, ...]  # the SHA-256 of the rows of each chunk, in the same order
     examples: int
-    unpacked_rows: int
+    unpacked_rows: int  # number of rows if each example had rows of its own
     tokens: int
-    dropped: int
+    dropped: int  # examples left out because their prompts fill a row
     n_bad: int
-    bad: tuple[str, ...]
+    bad: tuple[str, ...]  # the first of them, each with its place and what is wrong
 
     @property
     def length(self) -> int:

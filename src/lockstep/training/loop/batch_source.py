@@ -16,8 +16,7 @@ from lockstep.training.loop.logprobs import ReferenceLogprobs
 from lockstep.training.objectives import REFERENCE
 from lockstep.training.step.launcher import Launcher
 
-AHEAD = 2
-"""The number of batches that are read beyond the one in use: one is placed during a step, one is read."""
+AHEAD = 2  # the number of batches that are read beyond the one in use: one is placed during a step, one is read
 
 
 @runtime_checkable

@@ -15,8 +15,7 @@ from lockstep.hosts import Hosts
 
 log = get_logger(__name__)
 
-_SUFFIXES: Final = (".xplane.pb", ".trace.json.gz")
-"""Endings of the files that JAX writes, after the name of the host."""
+_SUFFIXES: Final = (".xplane.pb", ".trace.json.gz")  # endings of the files that JAX writes, after the name of the host
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -35,8 +35,7 @@ class Saves:
         self._checkpointer, self._hooks, self._watch = checkpointer, hooks, watch
         self._config, self._hosts = config, hosts
         self._last_save = time.monotonic()
-        self.resumed_from: CheckpointMetadata | None = None
-        """The checkpoint that the run goes on from; None: it begins."""
+        self.resumed_from: CheckpointMetadata | None = None  # the checkpoint that the run goes on from; None: it begins
         self._interrupted = False
 
     @property

@@ -25,17 +25,14 @@ class Throughput:
     """The figures of one step.
 
     Args:
-        tokens: The number of token positions of the batch, those that are masked too; None where it has no tokens.
-        step_s: The seconds from the launch of the step to its figures.
-        wait_s: The seconds before it in which the devices waited for the batch.
         mfu: The model's floating-point operations per second, as a fraction of the peak of all devices; None where
             either is not known.
     """
 
     rows: int
-    tokens: int | None
-    step_s: float
-    wait_s: float
+    tokens: int | None  # number of token positions of the batch, those that are masked too; None where it has no tokens
+    step_s: float  # seconds from the launch of the step to its figures
+    wait_s: float  # seconds before it in which the devices waited for the batch
     mfu: float | None
 
     @property

@@ -104,26 +104,18 @@ class StopRequest:
 class TrainResult:
     """The end of a run."""
 
-    model: PyTree
-    """Parameters after the last step, in the parameter type and sharding."""
-    completed_steps: int
-    """Steps that were done."""
-    loss: float
-    """The loss of the last step; nan if there was none."""
+    model: PyTree  # parameters after the last step, in the parameter type and sharding
+    completed_steps: int  # steps that were done
+    loss: float  # the loss of the last step; nan if there was none
     stopped_by: int | None
     """Signal that ended the run early, on whichever host it came; the same on all. None where there was none."""
-    tracker_errors: int
-    """Times the tracker failed; training went on."""
-    checkpoint: str | None = None
-    """The newest checkpoint of the run; None where there is none."""
-    checkpoint_errors: int = 0
-    """Checkpoints that could not be saved; training went on."""
+    tracker_errors: int  # times the tracker failed; training went on
+    checkpoint: str | None = None  # the newest checkpoint of the run; None where there is none
+    checkpoint_errors: int = 0  # checkpoints that could not be saved; training went on
     average: PyTree | None = None
     """The average of the parameters over the steps, where the optimizer keeps one (``optimizer.ema_decay``)."""
-    skipped_steps: int = 0
-    """Steps whose update was left out (``trainer.on_nan``)."""
-    diverged: bool = False
-    """Whether ``on_nan: stop`` ended the run; the model is then that before the bad step."""
+    skipped_steps: int = 0  # steps whose update was left out (`trainer.on_nan`)
+    diverged: bool = False  # whether `on_nan: stop` ended the run; the model is then that before the bad step
 
     @property
     def eval_model(self) -> PyTree:
@@ -180,8 +172,7 @@ class LossWatch:
         self._losses: collections.deque[float] = collections.deque(
             maxlen=None if spike is None else spike.rolling_interval_length
         )
-        self.skipped = 0
-        """The number of steps whose update was left out."""
+        self.skipped = 0  # the number of steps whose update was left out
         self._in_a_row = 0
 
     @property

@@ -24,12 +24,10 @@ from lockstep.training.objectives.vocab_blocks import VocabBlocks, logits_fit, s
 class LossParts(NamedTuple):
     """Sums over a (micro)batch. The loss and each metric are the sum over the whole batch divided by ``weight``."""
 
-    total: Float[Array, ""]
-    """The sum of losses, float32."""
+    total: Float[Array, ""]  # the sum of losses, float32
     weight: Float[Array, ""]
     """The divisor of the sums, e.g. the number of tokens; it must not depend on the parameters."""
-    metrics: Mapping[str, Float[Array, ""]]
-    """Sums of further metrics by name, with the same weight."""
+    metrics: Mapping[str, Float[Array, ""]]  # sums of further metrics by name, with the same weight
 
 
 class LossFn(Protocol):

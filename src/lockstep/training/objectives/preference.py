@@ -19,12 +19,9 @@ REFERENCE: Final = "reference_logprobs"
 class PairLogprobs(NamedTuple):
     """Log-probabilities of the responses of pairs; index 0 of the last axis is the chosen response, 1 the rejected."""
 
-    policy: Float[Array, "row 2"]
-    """Sums over the tokens of a response, of the model that learns."""
-    length: Int[Array, "row 2"]
-    """Tokens of a response, at least 1."""
-    reference: Float[Array, "row 2"] | None
-    """Sums of the frozen model; None for an objective without one."""
+    policy: Float[Array, "row 2"]  # sums over the tokens of a response, of the model that learns
+    length: Int[Array, "row 2"]  # tokens of a response, at least 1
+    reference: Float[Array, "row 2"] | None  # sums of the frozen model; None for an objective without one
 
     @property
     def mean(self) -> Float[Array, "row 2"]:

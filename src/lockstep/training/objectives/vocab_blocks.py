@@ -19,8 +19,7 @@ from jaxtyping import Array, Float, Int
 from lockstep.placement import PARAMETER_AXES
 from lockstep.placement.device import auto_axes
 
-LANES: Final = 128
-"""Blocks are a multiple of this many token ids, the width of a TPU's tile."""
+LANES: Final = 128  # blocks are a multiple of this many token ids, the width of a TPU's tile
 
 LEAST: Final = 4096
 """Token ids that a block has at least: each block's product is added to the gradient of all hidden states."""
@@ -64,27 +63,18 @@ class VocabBlocks:
     made. A device computes its own rows: it gathers the output layer once for both passes.
 
     Args:
-        size: The number of token ids in a block on a device.
-        vocab_first: Whether the output layer is ``[vocab, embed]`` rather than ``[embed, vocab]``.
-        soft_cap: The soft cap of the logits; None for none.
-        temperature: What the logits are divided by, after the soft cap.
-        vocab_size: The number of ids that are tokens, from 0; None for all.
-        mesh: The mesh; None: all is on one device, or XLA divides the work.
-        rows: The mesh axes that split the rows.
-        positions: The mesh axes that split the positions of a row.
-        vocab: The mesh axes that split the vocabulary, for the computation.
         gathered: The mesh axes that split each axis of the output layer between steps, beyond ``vocab``.
     """
 
-    size: int
-    vocab_first: bool
-    soft_cap: float | None
-    temperature: float = 1.0
-    vocab_size: int | None = None
-    mesh: AbstractMesh | None = None
-    rows: tuple[str, ...] = ()
-    positions: tuple[str, ...] = ()
-    vocab: tuple[str, ...] = ()
+    size: int  # number of token ids in a block on a device
+    vocab_first: bool  # whether the output layer is `[vocab, embed]` rather than `[embed, vocab]`
+    soft_cap: float | None  # the soft cap of the logits; None for none
+    temperature: float = 1.0  # what the logits are divided by, after the soft cap
+    vocab_size: int | None = None  # number of ids that are tokens, from 0; None for all
+    mesh: AbstractMesh | None = None  # the mesh; None: all is on one device, or XLA divides the work
+    rows: tuple[str, ...] = ()  # the mesh axes that split the rows
+    positions: tuple[str, ...] = ()  # the mesh axes that split the positions of a row
+    vocab: tuple[str, ...] = ()  # the mesh axes that split the vocabulary, for the computation
     gathered: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
 
     @classmethod

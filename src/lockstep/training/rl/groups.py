@@ -35,21 +35,17 @@ class Sampled:
     """Answers before their rewards; the same on every host but for ``scoring`` and memory.
 
     Args:
-        questions: The number of the question of each group.
-        completions: The answers, group by group.
-        scoring: What computes the rewards of this host's share.
         before: The most bytes in use on a device of this host before sampling; None where that is not known.
         after: The most bytes in use on a device of this host after sampling; None where that is not known.
-        drafts: What drafts saved; None where there were none, or an earlier process sampled.
     """
 
     number: int
-    questions: Sequence[int]
-    completions: Sequence[Completion]
-    scoring: Scoring
+    questions: Sequence[int]  # number of the question of each group
+    completions: Sequence[Completion]  # the answers, group by group
+    scoring: Scoring  # what computes the rewards of this host's share
     before: int | None = None
     after: int | None = None
-    drafts: DraftCounts | None = None
+    drafts: DraftCounts | None = None  # what drafts saved; None where there were none, or an earlier process sampled
 
     def to_json(self) -> dict[str, Any]:
         """Return the answers as JSON values, for a checkpoint; rewards are computed again after a resume."""
@@ -119,17 +115,11 @@ def _unpacked_routing(arrays: Mapping[str, np.ndarray], count: int) -> list[Rout
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Groups:
-    """Groups of answers, all of the same size, one after the other.
+    """Groups of answers, all of the same size, one after the other."""
 
-    Args:
-        questions: The number of the question of each group.
-        completions: The answers, group by group.
-        rewards: The rewards of the answers, in the same order.
-    """
-
-    questions: Int[np.ndarray, " group"]
-    completions: Sequence[Completion]
-    rewards: Rewards
+    questions: Int[np.ndarray, " group"]  # number of the question of each group
+    completions: Sequence[Completion]  # the answers, group by group
+    rewards: Rewards  # the rewards of the answers, in the same order
 
     @property
     def size(self) -> int:
@@ -261,8 +251,7 @@ class RolloutSampler:
         """The drafts of the next rollouts, which decide the last bits of log-probabilities."""
         self._before = self.earlier
         self._mesh = mesh
-        self.engine = engine
-        """The engine; None before the first use where none was given."""
+        self.engine = engine  # the engine; None before the first use where none was given
         self.n_questions = trainer.train_batch_size * fields.minibatches // fields.rollout.n_generations
         """The number of questions of a sampling."""
 

@@ -33,17 +33,12 @@ ORDER_VERSION = 1
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Questions:
-    """All questions of a run, tokenised; every host has the same.
+    """All questions of a run, tokenised; every host has the same."""
 
-    Args:
-        prompts: The prompts, with the reference answer as ``answer``.
-        shuffle: Whether each epoch has an order of its own.
-    """
-
-    prompts: Sequence[Prompt]
+    prompts: Sequence[Prompt]  # the prompts, with the reference answer as `answer`
     tokens: Sequence[tuple[int, ...]]
     seed: int
-    shuffle: bool = True
+    shuffle: bool = True  # whether each epoch has an order of its own
 
     def __len__(self) -> int:
         """Return the number of questions of one epoch."""

@@ -24,8 +24,7 @@ from lockstep.training.rl.rewards import Reward, RewardConfig, labels
 type Value = float | str
 """The result of a component for an answer: a number, or an error."""
 
-LATE = "late"
-"""The error where there was no value in time."""
+LATE = "late"  # the error where there was no value in time
 
 
 class Scoring:

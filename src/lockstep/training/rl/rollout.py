@@ -125,8 +125,7 @@ def make_columns(
     return rows
 
 
-OLD = "old_logprobs"
-"""The column of the model before the first update of a rollout."""
+OLD = "old_logprobs"  # the column of the model before the first update of a rollout
 
 
 class LogprobColumns:

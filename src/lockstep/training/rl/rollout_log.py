@@ -22,12 +22,9 @@ log = get_logger(__name__)
 
 ROLLOUTS_FILE = "rollouts.jsonl"
 """The file of a run directory that the best and worst answers of each rollout are appended to."""
-TABLE = "rollout/answers"
-"""The table of a tracker with the same rows."""
-FLUSH_S = 10.0
-"""Seconds that the end of training waits for rows that are not written yet."""
-MAX_WAITING = 8
-"""Rollouts whose rows may wait behind those that are being written."""
+TABLE = "rollout/answers"  # the table of a tracker with the same rows
+FLUSH_S = 10.0  # seconds that the end of training waits for rows that are not written yet
+MAX_WAITING = 8  # rollouts whose rows may wait behind those that are being written
 
 
 class RolloutLog:

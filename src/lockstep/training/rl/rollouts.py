@@ -38,8 +38,7 @@ log = get_logger(__name__)
 
 MOST_CLIPPED = 0.2
 """The share of tokens whose gradient clipping may take away in the first update of a rollout without a word."""
-WIDE_FOR_GSPO = 0.05
-"""The ``clip_epsilon`` from which on GSPO's ratio of a whole answer is never clipped."""
+WIDE_FOR_GSPO = 0.05  # the `clip_epsilon` from which on GSPO's ratio of a whole answer is never clipped
 
 
 class Rollouts:

@@ -65,21 +65,14 @@ class DataSource[Loaded: Data](Protocol):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Setup[Loaded: Data]:
-    """The state of a run before its first step, from which its batches are made.
-
-    Args:
-        model: The model that training begins or goes on with.
-        model_max_seq_len: The number of tokens of the model's longest sequence.
-        initial_model: Makes the model anew as it is before the first step.
-        trainer: The trainer, to which hooks can be added.
-    """
+    """The state of a run before its first step, from which its batches are made."""
 
     data: Loaded
     tokenizer: "PreTrainedTokenizerBase"
-    model: PyTree
-    model_max_seq_len: int
-    initial_model: Callable[[], PyTree]
-    trainer: Trainer
+    model: PyTree  # the model that training begins or goes on with
+    model_max_seq_len: int  # number of tokens of the model's longest sequence
+    initial_model: Callable[[], PyTree]  # makes the model anew as it is before the first step
+    trainer: Trainer  # the trainer, to which hooks can be added
     run_dir: Path
 
     def reference(self) -> PyTree:
@@ -92,8 +85,7 @@ class Setup[Loaded: Data]:
         return self.trainer.frozen_copy(self.model if fresh else self.initial_model())
 
 
-HF_DTYPES: Final = ("float32", "bfloat16")
-"""The float types in which a Hugging Face checkpoint can be saved."""
+HF_DTYPES: Final = ("float32", "bfloat16")  # the float types in which a Hugging Face checkpoint can be saved
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

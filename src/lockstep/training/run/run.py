@@ -241,8 +241,7 @@ class HfSaves:
     ) -> None:
         self._config, self._run_dir, self._tokenizer, self._vocab_size = config, run_dir, tokenizer, vocab_size
         self._hosts = hosts
-        self.errors = 0
-        """Saves that failed while training went on."""
+        self.errors = 0  # saves that failed while training went on
         self.interrupted = False
         """Whether the last save was given up because the job is asked to end; the same on every host."""
 

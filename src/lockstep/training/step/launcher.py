@@ -21,8 +21,7 @@ from lockstep.training.step.train_step import TrainStep
 
 log = get_logger(__name__)
 
-UNKNOWN = 2**62
-"""The bytes of a step that the compiler refused without saying how many it needs."""
+UNKNOWN = 2**62  # the bytes of a step that the compiler refused without saying how many it needs
 
 
 def memory_for_training(mesh: Mesh, state: PyTree, given: int | None) -> int:

@@ -11,23 +11,16 @@ from jaxtyping import Array, ArrayLike
 from lockstep.errors import ConfigError
 from lockstep.plugins import load_object
 
-TIMESCALE: Final = 10_000
-"""The number of steps after which ``inv_sqrt`` begins to fall."""
+TIMESCALE: Final = 10_000  # the number of steps after which `inv_sqrt` begins to fall
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Decay:
-    """The arguments of a shape.
+    """The arguments of a shape."""
 
-    Args:
-        peak: The learning rate before the decay.
-        min_ratio: The one after it, as a fraction of that.
-        steps: The number of steps of the decay, at least 1.
-    """
-
-    peak: float
-    min_ratio: float
-    steps: int
+    peak: float  # the learning rate before the decay
+    min_ratio: float  # the one after it, as a fraction of that
+    steps: int  # number of steps of the decay, at least 1
     warmup: int
 
     @property

@@ -33,10 +33,8 @@ _USAGE: Final = "Write one type for both ('f32') or pairs such as 'p=f32,c=bf16'
 class Precision:
     """The float types of a training run."""
 
-    param: jnp.dtype
-    """The type of stored parameters, gradients and optimizer state."""
-    compute: jnp.dtype
-    """The type of the arithmetic inside the model; losses are summed in float32 whatever it is."""
+    param: jnp.dtype  # the type of stored parameters, gradients and optimizer state
+    compute: jnp.dtype  # the type of the arithmetic inside the model; losses are summed in float32 whatever it is
 
     def cast_to_compute(self, tree: PyTree) -> PyTree:
         """Cast the floating-point arrays of a tree to the compute type; others are left as they are."""
@@ -91,8 +89,7 @@ def _read_type(name: str, policy: str) -> jnp.dtype:
 class AverageState(NamedTuple):
     """The state of `average_parameters`."""
 
-    average: PyTree
-    """The average in float32: a narrower type would round away what a step adds."""
+    average: PyTree  # the average in float32: a narrower type would round away what a step adds
 
 
 def average_parameters(decay: float) -> optax.GradientTransformation:
@@ -130,10 +127,8 @@ class TrainState:
     What a step changes is donated to the next step, so only the newest state can be read.
     """
 
-    step: Int[Array, ""]
-    """The number of completed steps."""
-    model: PyTree
-    """The parameters, in the parameter type and sharding; of a `LoraModel` also those that are frozen."""
+    step: Int[Array, ""]  # the number of completed steps
+    model: PyTree  # the parameters, in the parameter type and sharding; of a `LoraModel` also those that are frozen
     opt_state: PyTree
     """The state of the optimizer, sharded as the parameters that it belongs to: those that are trained."""
 

@@ -22,8 +22,7 @@ from lockstep.training.objectives.logprobs import LossFn, LossParts, loss_with_r
 from lockstep.training.step.optimizer import completed_updates
 from lockstep.training.step.train_state import Precision, TrainState, cast_floats, parameter_shardings
 
-SKIPPED = "skipped_step"
-"""The name of the metric that is 1 where a step left its update out."""
+SKIPPED = "skipped_step"  # the name of the metric that is 1 where a step left its update out
 SAVE_FLAG, SLOW_FLAG = 1, 2
 """Stop flags of the leader, added up: a checkpoint is due; steps are slow, see `StopRequest.after_step`."""
 SIGNAL_FLAG = 4
@@ -138,16 +137,11 @@ def _state_maker(optimizer: optax.GradientTransformation, precision: Precision) 
 class StepMetrics:
     """The metrics of one step, the same on every host."""
 
-    loss: float
-    """The mean loss over the batch, before the update."""
-    stop: int
-    """The largest number of a signal that asked a host to stop; 0 where none did."""
-    save: bool
-    """Whether the leader asked for a checkpoint; False where a host was asked to stop."""
-    slow: bool
-    """Whether the leader said that steps are slow; False where a host was asked to stop."""
-    values: Mapping[str, float]
-    """Further metrics by name."""
+    loss: float  # the mean loss over the batch, before the update
+    stop: int  # the largest number of a signal that asked a host to stop; 0 where none did
+    save: bool  # whether the leader asked for a checkpoint; False where a host was asked to stop
+    slow: bool  # whether the leader said that steps are slow; False where a host was asked to stop
+    values: Mapping[str, float]  # further metrics by name
 
 
 class TrainStep:

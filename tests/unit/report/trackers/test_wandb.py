@@ -105,7 +105,8 @@ def test_a_wandb_run_of_a_version_without_states_goes_on_in_another_table():
 OFFLINE_RUN = """
 import sys
 import jax
-from lockstep.report.trackers import Row, WandbTrackerConfig, build_tracker
+from lockstep.report import Row, build_tracker
+from lockstep.report.trackers import WandbTrackerConfig
 from lockstep.report.trackers import wandb as trackers
 trackers.MAX_INCREMENTS = 4
 def row(step, number, metrics):
