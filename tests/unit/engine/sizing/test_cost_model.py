@@ -64,6 +64,18 @@ def test_twice_the_bandwidth_is_half_the_memory_time() -> None:
     assert found({"tensor": 2}, fast).memory_s == pytest.approx(found({"tensor": 2}).memory_s / 2)
 
 
+def test_devices_that_split_positions_read_less_and_exchange_more() -> None:
+    """Each of two layers has two exchanges more: queries of four bytes, and what two devices found, in float32."""
+    split, repeated = found({"tensor": 4, "context": 2}), found({"tensor": 4})
+    kv = 2 * 2 * 8 * 4  # K and V of a head of 8 numbers in two layers
+    read = 8 * Demand.of(REQUESTS, 16).context * kv / CHIP.bandwidth
+    assert repeated.memory_s - split.memory_s == pytest.approx(4 * read / 2), "four devices share a memory"
+    sent = 2 * 8 * 2 * (8 * 4 + 4 * 9) / 2 / LINK.bandwidth
+    more = 2 * 2 * LINK.gather_s(_link(models_on(EngineConfig())[{"tensor": 4, "context": 2}].decode_mesh, CHIP, 2)[1])
+    assert split.moved_s - repeated.moved_s == pytest.approx(sent)
+    assert split.collectives_s - repeated.collectives_s == pytest.approx(sent + more)
+
+
 def test_only_a_replica_of_several_devices_has_collectives_in_a_step() -> None:
     assert found({"tensor": 1}).collectives_s == 0.0 < found({"tensor": 2}).collectives_s
 

@@ -108,9 +108,18 @@ def prefill(attention: Any, pool: jax.Array, q: jax.Array, sinks: Any) -> jax.Ar
 CALLS = {"decode": (decode, (3, 1)), "verify": (verify, (3, 5)), "prefill": (prefill, (4, SIZE))}
 
 
-@pytest.mark.parametrize("devices", [2, 4])
+IN_TEST = (("windows and sinks", 2), ("window and cap", 4))
+
+
 @pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("modifier", MODIFIERS)
+@pytest.mark.parametrize(
+    ("modifier", "devices"),
+    [
+        pytest.param(name, devices, marks=() if (name, devices) in IN_TEST else pytest.mark.slow)
+        for name in MODIFIERS
+        for devices in (2, 4)
+    ],
+)
 def test_several_devices_attend_as_one(call: str, devices: int, modifier: str) -> None:
     run, shape = CALLS[call]
     heads = Heads(kv_heads=1, group=GROUP, head_size=HEAD, **MODIFIERS[modifier])
