@@ -41,9 +41,12 @@ def test_every_block_is_of_a_kind_and_every_row_has_a_block():
         assert f'"{name}"' in (ROOT / file).read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize(
-    "page", [pytest.param(page, marks=[pytest.mark.slow] * (page in snippets.SLOW)) for page in snippets.PROGRAMS]
-)
+def each(argument, values, slow=()):
+    marked = [pytest.param(value, id=str(value), marks=[pytest.mark.slow] * (value in slow)) for value in values]
+    return pytest.mark.parametrize(argument, marked)
+
+
+@each("page", snippets.PROGRAMS, snippets.SLOW)
 def test_programs_run(page, tmp_path, monkeypatch):
     names = {}
     exec(compile(snippets.PROGRAMS[page], f"set-up of {page}", "exec"), names)
@@ -55,21 +58,9 @@ def test_programs_run(page, tmp_path, monkeypatch):
     exec(snippets.AFTER.get(page, ""), names)
 
 
-def merged(below, above):
-    """A mapping with another one laid over it, at every depth."""
-    if not (isinstance(below, dict) and isinstance(above, dict)):
-        return above
-    return below | {key: merged(below.get(key), value) for key, value in above.items()}
-
-
-def by_name(blocks, slow=()):
-    params = [pytest.param(block, id=block.name, marks=[pytest.mark.slow] * (block.name in slow)) for block in blocks]
-    return pytest.mark.parametrize("block", params)
-
-
-@by_name(of("yaml", "json"), slow=["docs/evaluation.md:yaml:1"])  # the import of lm_eval takes 5 s
-def test_configurations_are_read(block, tmp_path):
-    reader = snippets.CONFIGURATIONS.get(block.name, "train-lm")
+@each("name", [block.name for block in of("yaml", "json")], ["docs/evaluation.md:yaml:1"])  # lm_eval's import takes 5 s
+def test_configurations_are_read(name, tmp_path):
+    block, reader = snippets.named(name), snippets.CONFIGURATIONS.get(name, "train-lm")
     values = (json.loads if block.language == "json" else yaml.safe_load)(block.text)
     if reader == "calibration":
         from lockstep.placement.device import calibrated
@@ -81,10 +72,11 @@ def test_configurations_are_read(block, tmp_path):
     elif reader == "lm_eval":
         assert importlib.import_module("lm_eval.api.task").TaskConfig(**values).task == values["task"]
     else:
-        required = dict(snippets.REQUIRED[reader])
-        if "initialize_from_hf" in values:
-            required.pop("model", None)
-        decode_config(configured_commands()[reader].config(), merged(required, values), block.name)
+        without = {"model"} if "initialize_from_hf" in values else set()
+        for key in snippets.REQUIRED[reader].keys() - without:
+            given = snippets.REQUIRED[reader][key]
+            values[key] = given | values.get(key, {}) if isinstance(given, dict) else values.get(key, given)
+        decode_config(configured_commands()[reader].config(), values, name)
 
 
 class Begun(Exception):
@@ -112,10 +104,10 @@ def desk(tmp_path, monkeypatch):
     shutil.copy("config/simpo_ultrafeedback_llama3_8b_v5p_64_inference.yaml", "my-runs/simpo.yaml")
     Path("lockstep.env").write_text("A_KEY=0123456789abcdef\n")
     asked = {"step": 1, "prompt_id": 0, "generation_id": 0, "prompt": "2 + 2 =", "num_tokens": 1}
+    row = Row(**asked, generated_text="4", finish_reason="stop", mean_logprob=-0.5).to_record()
     for name in ("my-run", "other-run"):
-        row = Row(**asked, generated_text=name, finish_reason="stop", mean_logprob=-0.5)
         Path("runs", name).mkdir(parents=True)
-        append_jsonl(Path("runs", name, "samples.jsonl"), [row.to_record()])
+        append_jsonl(Path("runs", name, "samples.jsonl"), [row])
 
 
 def run(line):
@@ -152,16 +144,16 @@ def run(line):
         raise AssertionError(f"nothing reads {program!r}: add it to run() or to NOT_READ")
 
 
-@by_name(of("sh"))
-def test_command_lines_run(block, desk, capsys):
-    for line in commands(block):
+@each("name", [block.name for block in of("sh")])
+def test_command_lines_run(name, desk, capsys):
+    for line in commands(snippets.named(name)):
         if not line.startswith(tuple(snippets.NOT_READ)):
             run(line)
-    if block.name == "docs/launch-google.md:sh:0":
+    if name == "docs/launch-google.md:sh:0":
         assert snippets.lacking("docs/launch-google.md:text:0", capsys.readouterr().out) is None
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "config").rglob("*.yaml")), ids=lambda path: path.name)
+@each("path", sorted(path.relative_to(ROOT) for path in (ROOT / "config").rglob("*.yaml")))
 def test_the_head_of_a_configuration_says_how_it_is_launched(path, desk):
     text = path.read_text(encoding="utf-8")
     head = re.sub(r"^# *", "", re.match(r"(?:#.*\n)*", text)[0], flags=re.MULTILINE).replace("\\\n", " ")
@@ -170,9 +162,9 @@ def test_the_head_of_a_configuration_says_how_it_is_launched(path, desk):
     for line in lines:
         run(f"lockstep launch {line}")
         options = parse(shlex.split(line))
-        assert ROOT / options.command[options.command.index("--config_path") + 1] == path
+        assert Path(options.command[options.command.index("--config_path") + 1]) == path
         if options.backend != "local":  # what the run reads on a worker is copied there
-            needed = [path.relative_to(ROOT), *re.findall(r"^\w+: (data/\S+)", text, re.MULTILINE)]
+            needed = [path, *re.findall(r"^\w+: (data/\S+)", text, re.MULTILINE)]
             assert all(any(Path(name).is_relative_to(each) for each in options.sync) for name in needed)
 
 
