@@ -278,17 +278,52 @@ def test_a_process_killed_within_a_rollout_goes_on_bit_for_bit(tmp_path, victims
     assert losses == {step: unbroken[step] for step in "45678"} and end == [8, None, 0]
 
 
-@pytest.mark.slow
-def test_the_command_trains_evaluates_and_saves(tmp_path):
-    """The demo's configuration on two hosts, from a model that has learned nothing, for two steps."""
+def train_demo(directory, run_id, *arguments, config="config/grpo_demo.yaml"):
+    """Train as the demo's configuration says on two hosts, a model that has learned nothing."""
     model = {"type": "llama", "max_seq_len": 256, "hidden_dim": 32, "intermediate_dim": 64, "num_layers": 2}
     model |= {"num_heads": 4, "num_kv_heads": 2}
-    arguments = ["--initialize_from_hf", "null", "--model", json.dumps(model), "--trainer.num_train_steps", "2"]
-    arguments += ["--trainer.log_dir", str(tmp_path), "--trainer.run_id", "run", "--trainer.train_batch_size", "16"]
-    arguments += ["--optimizer.warmup", "0", "--inference_eval.n_generations", "2", "--inference_eval.temperature", "1"]
-    command = ["lockstep", "train-grpo", "--config_path", "config/grpo_demo.yaml"]
-    run = run_command([*command, *arguments], cwd=ROOT, timeout_s=300)
+    command = ["lockstep", "train-grpo", "--config_path", str(config), "--initialize_from_hf", "null"]
+    command += ["--model", json.dumps(model), "--trainer.log_dir", str(directory), "--trainer.run_id", run_id]
+    command += ["--trainer.train_batch_size", "16", "--optimizer.warmup", "0", *arguments]
+    run = run_command(command, cwd=ROOT, timeout_s=300)
     assert run.code == 0, run.output
+    return run
+
+
+@pytest.mark.slow
+def test_stages_have_the_losses_and_rollouts_of_a_mesh_without(tmp_path, monkeypatch):
+    """Each stage is a slice; the log-probabilities of policy and reference are of both."""
+    arguments = ["--trainer.num_train_steps", "3", "--trainer.per_device_parallelism", "2", "--hf_save_path", "null"]
+    arguments += ["--kl_coefficient", "0.05", "--use_rollout_logprobs", "false", "--importance_cap", "2"]
+    arguments += ["--num_iterations", "2", "--optimizer.learning_rate", "1e-3"]
+    rewards = [{"type": "function", "function": "letters:even"}, {"type": "length", "weight": -0.5}]
+    arguments += ["--rewards", json.dumps(rewards), "--inference_eval.enabled", "false"]
+    config = Path(shutil.copy(ROOT / "config" / "grpo_demo.yaml", tmp_path))
+    (tmp_path / "letters.py").write_text("def even(row, prompt):\n    return row.generated_text.count('e') % 2 == 0\n")
+    found = {}
+    for name, mesh_shape, slices in (("whole", "1,4,1", "1"), ("stages", "pp=2,fsdp=-1", "2")):
+        monkeypatch.setenv("MEGASCALE_NUM_SLICES", slices)
+        train_demo(tmp_path, name, "--trainer.mesh_shape", mesh_shape, *arguments, config=config)
+        metrics, rollouts = (
+            [json.loads(line) for line in (tmp_path / name / f"{file}.jsonl").read_text().splitlines()]
+            for file in ("metrics", "rollouts")
+        )
+        steps = [each for each in metrics if "train/loss" in each]
+        found[name] = (
+            [(each["train/loss"], each["train/grad_norm"]) for each in steps],
+            [(each["step"], each["generated_text"], each["reward"]) for each in rollouts],
+        )
+        print(name, found[name])
+    # A loss is a mean of advantages of about 1, of which the first of a rollout cancel out.
+    np.testing.assert_allclose(found["stages"][0], found["whole"][0], rtol=1e-5, atol=1e-7)
+    assert found["stages"][1] == found["whole"][1] and {step for step, *_ in found["whole"][1]} == {1, 3}
+
+
+@pytest.mark.slow
+def test_the_command_trains_evaluates_and_saves(tmp_path):
+    """From a model that has learned nothing, for two steps."""
+    arguments = ["--inference_eval.n_generations", "2", "--inference_eval.temperature", "1"]
+    run = train_demo(tmp_path, "run", "--trainer.num_train_steps", "2", *arguments)
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     values = {}
     for line in lines:
