@@ -53,7 +53,7 @@ class Case:
         length: The number of tokens of each.
         at_a_time: The number of sequences of a device's microbatch.
         layers: The number of layers, in place of the model's own; None for those.
-        mesh_shape: The mesh, as ``trainer.mesh_shape``.
+        mesh_shape, pipeline_repeats: As of ``trainer``.
     """
 
     model: str
@@ -63,6 +63,7 @@ class Case:
     at_a_time: int
     layers: int | None = None
     mesh_shape: str = "auto"
+    pipeline_repeats: int = 1
 
     @property
     def preset(self) -> ModelPreset:
@@ -113,7 +114,7 @@ def workload_of(case: Case) -> Workload:
     }
     trainer = TrainerConfig(
         train_batch_size=case.sequences, per_device_parallelism=case.at_a_time, num_train_steps=STEPS,
-        mp="p=f32,c=bfloat16",
+        mp="p=f32,c=bfloat16", pipeline_repeats=case.pipeline_repeats,
     )  # fmt: skip
     return Workload(
         command="train-lm", model=case.preset.config, model_key="model", vocab_size=case.preset.vocab_size,
@@ -128,11 +129,12 @@ def figures(case: Case, found: Topology, summary: Summary) -> dict[str, Any]:
     assert workload.training is not None
     mesh = make_mesh(case.mesh_shape, list(found.devices))
     microbatches = workload.training.trainer.microbatches(mesh) * mesh.shape.get(PP, 1)
+    idle = bubble(workload.training.trainer, mesh)
     hosts = [device.process_index for device in mesh.devices.flat]
     each = collectives(hlo, len(hosts))
     sums = summed(each, hosts)
     model = make_state(workload, mesh).structs.model
-    moved = fsdp_bytes(model, mesh.shape, each, itemsize=2, microbatches=microbatches)
+    moved = fsdp_bytes(model, mesh.shape, each, itemsize=2, microbatches=microbatches, bubble=idle)
     accessed = sum(size * run.times for run, size in traffic(hlo, _kernel))
     times = {
         "compute_s": flops_on(workload, mesh) / len(hosts) / chip.flops,
@@ -152,7 +154,7 @@ def figures(case: Case, found: Topology, summary: Summary) -> dict[str, Any]:
         "received": sum(one.bytes for one in sums if not one.crosses_slices),
         "between_slices": between,
         "microbatches": microbatches,
-        "bubble": bubble(microbatches, mesh.shape),
+        "bubble": idle,
         "launched": sum(one.count for one in sums),
         "fsdp_floor": moved.floor,
         "fsdp_ratio": moved.received / moved.floor,
@@ -215,6 +217,7 @@ def main() -> None:
     parser.add_argument("--slice_name", help="in place of that of the case")
     parser.add_argument("--at_a_time", type=int, help="in place of that of the case")
     parser.add_argument("--mesh_shape", action="append", help="default: auto")
+    parser.add_argument("--pipeline_repeats", type=int, default=1)
     parser.add_argument("--maker", action="append", choices=list(MAKERS), help="default: ours")
     parser.add_argument("--cache_dir", type=Path, help="where compiled results are kept; default: nowhere")
     parser.add_argument("--json", type=Path)
@@ -229,7 +232,7 @@ def main() -> None:
             continue
         case = dataclasses.replace(
             case, layers=options.layers, slice_name=options.slice_name or case.slice_name,
-            at_a_time=options.at_a_time or case.at_a_time,
+            at_a_time=options.at_a_time or case.at_a_time, pipeline_repeats=options.pipeline_repeats,
         )  # fmt: skip
         found = topology(case.slice_name)
         cache = CompileCache(case.slice_name, options.cache_dir, lambda name, what: print(name, what, file=sys.stderr))

@@ -1,5 +1,6 @@
 """Two slices, by the TPU compiler: a slice sends to another when the microbatches are done, and no weight to decode."""
 
+import dataclasses
 import functools
 import math
 
@@ -86,20 +87,24 @@ def test_slices_exchange_each_gradient_once_a_step_and_nothing_between_microbatc
     assert weights <= summed < 1.1 * weights
 
 
-def test_stages_hand_on_one_microbatch_at_a_time_and_add_up_what_both_have_once_a_step():
+@pytest.mark.parametrize("repeats", [1, 2])
+def test_stages_hand_on_one_microbatch_at_a_time_and_add_up_what_both_have_once_a_step(repeats):
     mesh = make_mesh("pp=2,fsdp=-1", topology("2xv6e-4").devices)
     optimizer, precision = OptimizerConfig().build(8), parse_precision("p=f32,c=bf16")
-    state, shardings = state_structs(functools.partial(_init, hax.Axis("vocab", 1024)), optimizer, mesh, precision)
+    init = functools.partial(_init, hax.Axis("vocab", 1024), config=dataclasses.replace(CONFIG, num_layers=4))
+    state, shardings = state_structs(init, optimizer, mesh, precision)
     step = TrainStep(
         loss_fn=lm_loss, optimizer=optimizer, schedule=None, mesh=mesh, shardings=shardings, precision=precision,
-        microbatches=2,
+        microbatches=2, repeats=repeats,
     )  # fmt: skip
     columns = {"tokens": jax.ShapeDtypeStruct((256,), np.int32), "loss_mask": jax.ShapeDtypeStruct((256,), bool)}
     found = sent(step.lower(state, batch_structs(columns, 4 * data_shards(mesh), mesh)).compile().as_text())
     # 2 * 2 microbatches of 2 rows to a device, there and back around the ring, forward and backward, in bfloat16.
     passed = [(times, size) for _, times, size in found if times > 1]
-    assert passed == [(5, 2 * 256 * CONFIG.hidden_dim * 2)] * 4
+    assert passed == [(4 * repeats + 1, 2 * 256 * CONFIG.hidden_dim * 2)] * 4
     whole = sum(leaf.array.size for leaf in (state.model.embed, state.model.lm_head)) // 4
+    # A stage has half of the layers, of which it gives away a half, and gets its gradient back.
+    whole += sum(leaf.size for leaf in jax.tree.leaves(state.model.layers)) // 4 // 2 * (repeats > 1)
     assert whole * 2 <= sum(size for _, times, size in found if times == 1) < 1.1 * whole * 2
 
 
@@ -115,8 +120,8 @@ def test_decoding_takes_the_layers_of_the_other_stage_once_as_predicted():
         assert from_other_slices(model) == sum(times * size for _, times, size in found) > 0
 
 
-def _init(vocab, key):
-    return LlamaLMHeadModel.init(vocab, CONFIG, key=key)
+def _init(vocab, key, config=CONFIG):
+    return LlamaLMHeadModel.init(vocab, config, key=key)
 
 
 @pytest.mark.parametrize("name", ["2xv5p-16", "2xv6e-16"])

@@ -20,16 +20,19 @@ from lockstep.placement import COMPUTE_AXES, PP
 
 
 class PipelinedLayers(eqx.Module):
-    """Stacked layers over stages, by the schedule of GPipe (Huang et al. 2018, arXiv 1811.06965).
+    """Stacked layers over stages, by the schedule of GPipe (Huang et al. 2018, arXiv 1811.06965), or a circular one.
 
-    Rows are split over stages too, as embedding and output layer need them. In each of ``microbatches * stages + stages
-    - 1`` steps the first stage takes a microbatch from a ring that turns towards it, and the last one puts a finished
-    one in: when all are done, each is back where it came from.
+    Rows are split over stages too, as embedding and output layer need them. In each of ``repeats * microbatches *
+    stages + stages - 1`` steps the first stage takes a microbatch from a ring that turns towards it, and the last one
+    puts a finished one in: when all are done, each is back where it came from.
     """
 
     stacked: Stacked[Any]
     microbatches: int = eqx.field(static=True)
     """The number of microbatches that the rows of one stage are divided into."""
+    repeats: int = eqx.field(static=True)
+    """The number of times that all stages are passed through, by every other group of layers (interleaved stages:
+    Narayanan et al. 2021, arXiv 2104.04473). The stages exchange their layers for that, once in a step."""
 
     def scan_via(self, call: Callable[..., Any]) -> Callable[..., tuple[NamedArray, None]]:
         """Returns a function that applies the layers, as that of ``haliax.nn.Stacked`` does.
@@ -48,17 +51,16 @@ class PipelinedLayers(eqx.Module):
             others, named_others = _arrays(shared)
 
             def stage(layers: list[Array], states: list[Array], rows: list[Array], others: list[Array]) -> Array:
-                block, kinds = named_layers(layers)
-                stack = Stacked(block, hax.Axis("layer", len(layers[0])), policy)
-
-                def apply(x: Array, rows: list[Array]) -> Array:
+                def apply(layers: list[Array], x: Array, rows: list[Array]) -> Array:
+                    block, kinds = named_layers(layers)
+                    stack = Stacked(block, hax.Axis("layer", len(layers[0])), policy)
                     given = eqx.combine(named_rows(rows), named_others(others), is_leaf=_named)
                     with hax.axis_mapping(COMPUTE_AXES):
                         found = stack.scan_via(call)(named_states([x]), *given, kinds, None)[0]
                     out: Array = found.rearrange(("batch", ...)).array
                     return out
 
-                return _schedule(apply, states[0], rows, self.microbatches)
+                return _schedule(apply, layers, states[0], rows, self.microbatches, self.repeats)
 
             mesh = jax.sharding.get_abstract_mesh()
             run = jax.shard_map(
@@ -69,17 +71,26 @@ class PipelinedLayers(eqx.Module):
         return scan
 
 
-def _schedule(apply: Callable[[Array, list[Array]], Array], x: Array, rows: list[Array], parts: int) -> Array:
+def _schedule(
+    apply: Callable[[list[Array], Array, list[Array]], Array],
+    layers: list[Array],
+    x: Array,
+    rows: list[Array],
+    parts: int,
+    repeats: int,
+) -> Array:
     """Passes the rows of all stages through all stages, inside ``shard_map``.
 
     Args:
-        apply: The layers of this stage, on a microbatch and what belongs to its rows.
+        apply: Applies layers to a microbatch and what belongs to its rows.
+        layers: Those of this stage.
         x: The rows of this stage.
         rows: What belongs to them.
         parts: The number of microbatches of this stage.
     """
     mesh = jax.sharding.get_abstract_mesh()
     stages, stage = mesh.shape[PP], jax.lax.axis_index(PP)
+    total = parts * stages
     shards = math.prod(mesh.shape[axis] for axis in COMPUTE_AXES["batch"])
 
     def split(array: Array) -> Array:
@@ -89,37 +100,59 @@ def _schedule(apply: Callable[[Array, list[Array]], Array], x: Array, rows: list
 
     # Every stage sees every microbatch, though it has the rows of its own alone.
     everyone = [jax.lax.all_gather(split(array), PP, tiled=True) for array in rows]
+    groups = [_interleaved(array, stages, repeats) for array in layers] if repeats > 1 else []
 
-    def step(carry: tuple[Array, Array], time: Array) -> tuple[tuple[Array, Array], None]:
-        ring, arrived = carry
+    def step(carry: tuple[Array, Array, Array], time: Array) -> tuple[tuple[Array, Array, Array], None]:
+        ring, arrived, again = carry
         slot = time % parts
         waiting = jax.lax.dynamic_index_in_dim(ring, slot, keepdims=False)
-        number = jnp.clip(time - stage, 0, parts * stages - 1)
+        repeat, number = jnp.divmod(jnp.clip(time - stage, 0, repeats * total - 1), total)
         own = [jax.lax.dynamic_index_in_dim(array, number, keepdims=False) for array in everyone]
-        done = apply(jnp.where(stage == 0, waiting, arrived), own)
+        first = waiting
+        if repeats > 1:  # what comes from the last stage waits until all microbatches have begun
+            again = jax.lax.dynamic_update_index_in_dim(again, arrived, time % len(again), 0)
+            next_one = jax.lax.dynamic_index_in_dim(again, (time + 1) % len(again), keepdims=False)
+            first = jnp.where(time < total, waiting, next_one)
+        group = [jax.lax.dynamic_index_in_dim(array, repeat, keepdims=False) for array in groups] or layers
+        done = apply(group, jnp.where(stage == 0, first, arrived), own)
         turned = jax.lax.ppermute(waiting, PP, [(one, one - 1) for one in range(1, stages)])
-        arrived = jax.lax.ppermute(done, PP, [(one, one + 1) for one in range(stages - 1)])
+        arrived = jax.lax.ppermute(done, PP, [(one, (one + 1) % stages) for one in range(stages - (repeats == 1))])
         ring = jax.lax.dynamic_update_index_in_dim(ring, jnp.where(stage == stages - 1, done, turned), slot, 0)
-        return (ring, arrived), None
+        return (ring, arrived, again), None
 
     ring = split(x)
-    (ring, _), _ = jax.lax.scan(step, (ring, jnp.zeros_like(ring[0])), jnp.arange((parts + 1) * stages - 1))
-    ring = jnp.roll(ring, 1 - stages, axis=0)  # the first one was finished in step ``stages - 1``
+    again = jnp.zeros((total - stages + 1 if repeats > 1 else 0, *ring.shape[1:]), ring.dtype)
+    steps = jnp.arange(repeats * total + stages - 1)
+    carry, _ = jax.lax.scan(step, (ring, jnp.zeros_like(ring[0]), again), steps)
+    ring = jnp.roll(carry[0], 1 - stages, axis=0)  # the first one was finished in step ``stages - 1``
     return ring.reshape(parts, shards, -1, *x.shape[1:]).swapaxes(0, 1).reshape(x.shape)
 
 
-def pipelined(model: PyTree, microbatches: int = 1) -> PyTree:
+def _interleaved(layers: Array, stages: int, repeats: int) -> Array:
+    """Returns the layers of this stage in each repeat: every ``stages``-th group, where it has consecutive ones."""
+    groups = layers.reshape(repeats // stages, stages, -1, *layers.shape[1:])
+    stage, found = jax.lax.axis_index(PP), jnp.zeros_like(groups).swapaxes(0, 1)
+    for shift in range(stages):  # XLA gathers what an all_to_all is given over the other axes
+        part = jax.lax.dynamic_index_in_dim(groups, (stage + shift) % stages, 1, keepdims=False)
+        part = jax.lax.ppermute(part, PP, [(one, (one + shift) % stages) for one in range(stages)]) if shift else part
+        found = jax.lax.dynamic_update_index_in_dim(found, part, (stage - shift) % stages, 0)
+    return found.reshape(repeats, -1, *layers.shape[1:])
+
+
+def pipelined(model: PyTree, microbatches: int = 1, repeats: int = 1) -> PyTree:
     """Returns the model to compute with, for the mesh that is set: with stages where that has ``pp``.
 
     Args:
         model: The model, its layers split over the stages.
         microbatches: The number of microbatches that the rows of one stage are divided into.
+        repeats: The number of times that a microbatch passes through all stages.
 
     Raises:
         ConfigError: The model cannot be divided into stages.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    if PP not in mesh.shape:
+    stages = mesh.shape.get(PP, 1)
+    if PP not in mesh.shape and repeats == 1:
         return model
     config = getattr(model, "config", None)
     found = f"a {type(model).__name__}" if not isinstance(model, LlamaLMHeadModel) else None
@@ -127,12 +160,18 @@ def pipelined(model: PyTree, microbatches: int = 1) -> PyTree:
         found = "a model with experts"
     if config is not None and config.exact:
         found = "model.numerics exact"
+    layers = 0 if config is None else config.num_layers
+    if repeats > 1 and (stages == 1 or repeats % stages or layers % (stages * repeats)):
+        raise ConfigError(
+            f"trainer.pipeline_repeats is {repeats}, for {layers} layers in {stages} stages (mesh {dict(mesh.shape)}). "
+            f"Use 1, or a multiple of pp that divides the layers of a stage."
+        )
     if found is not None:
         raise ConfigError(
             f"trainer.mesh_shape has pp ({dict(mesh.shape)}), and this is {found}, which is not divided into stages. "
             "Only models without experts and adapters are, with model.numerics fast. Leave pp out."
         )
-    return dataclasses.replace(model, layers=PipelinedLayers(model.layers, microbatches))
+    return dataclasses.replace(model, layers=PipelinedLayers(model.layers, microbatches, repeats))
 
 
 def _arrays(tree: PyTree, first: str | None = None) -> tuple[list[Array], Callable[[Sequence[Array]], Any]]:

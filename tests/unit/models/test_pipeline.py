@@ -33,7 +33,7 @@ def batch(sequences=(), packed=False):
     return columns | ({"segment_ids": np.sort(rng.integers(0, 4, shape, np.int32))[..., ::-1]} if packed else {})
 
 
-def step_once(shape, devices, columns, microbatches=1, config=CONFIG, loss_fn=lm_loss):
+def step_once(shape, devices, columns, microbatches=1, config=CONFIG, loss_fn=lm_loss, repeats=1):
     """Metrics and the model after one step of gradient descent."""
     mesh, precision, optimizer = make_mesh(shape, jax.devices()[:devices]), parse_precision("f32"), optax.sgd(1.0)
     model = LlamaLMHeadModel.init(hax.Axis("vocab", VOCAB), config, key=jax.random.key(0))
@@ -45,7 +45,7 @@ def step_once(shape, devices, columns, microbatches=1, config=CONFIG, loss_fn=lm
     state, shardings = init_state(model, optimizer, mesh, precision, launch)
     step = TrainStep(
         loss_fn=loss_fn, optimizer=optimizer, schedule=None, mesh=mesh, shardings=shardings, precision=precision,
-        microbatches=microbatches,
+        microbatches=microbatches, repeats=repeats,
     )  # fmt: skip
     structs = batch_structs({k: jax.ShapeDtypeStruct(v.shape[1:], v.dtype) for k, v in columns.items()}, ROWS, mesh)
     placed = {name: jax.device_put(column, structs[name].sharding) for name, column in columns.items()}
@@ -67,14 +67,18 @@ def assert_close(tree, expected):
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5 * np.abs(theirs).max())
 
 
-def random_model():
-    """Two layers that are not checkpointed; nothing is compiled."""
-    rng, config = np.random.default_rng(1), LlamaConfig(**SIZES, num_layers=2, gradient_checkpointing=False)
+def random_model(layers):
+    """Layers that are not checkpointed; nothing is compiled."""
+    rng, config = np.random.default_rng(1), LlamaConfig(**SIZES, num_layers=layers, gradient_checkpointing=False)
     return jax.tree.map(lambda leaf: 0.5 * rng.standard_normal(leaf.shape, np.float32), skeleton(VOCAB, config))
 
 
-def test_losses_and_gradients_are_those_without_stages():
-    model_on_host = random_model()
+@pytest.mark.parametrize(
+    ("stages", "layers", "repeats"),
+    [(2, 2, 1), pytest.param(2, 8, 2, marks=pytest.mark.slow), pytest.param(4, 16, 4, marks=pytest.mark.slow)],
+)
+def test_losses_and_gradients_are_those_without_stages(stages, layers, repeats):
+    model_on_host = random_model(layers)
 
     def found(shape, devices):
         mesh = make_mesh(shape, jax.devices()[:devices])
@@ -82,34 +86,34 @@ def test_losses_and_gradients_are_those_without_stages():
 
         def loss(model):
             with hax.axis_mapping(compute_axes(mesh)):
-                return lm_loss(pipelined(model, 2), columns).total
+                return lm_loss(pipelined(model, 2, repeats if devices > 1 else 1), columns).total
 
         with jax.set_mesh(mesh):
             model = jax.device_put(model_on_host, parameter_shardings(model_on_host, mesh))
             return jax.device_get(jax.jit(jax.value_and_grad(loss))(model))
 
-    (loss, gradients), (staged, in_stages) = found("1,1,1", 1), found("pp=2", 2)
+    (loss, gradients), (staged, in_stages) = found("1,1,1", 1), found(f"pp={stages}", stages)
     assert staged == pytest.approx(loss, rel=1e-5)
     assert_close(in_stages, gradients)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("shape", "devices", "microbatches", "slices"),
+    ("shape", "devices", "microbatches", "slices", "repeats"),
     [
-        ("pp=2", 2, 1, 1),
-        ("pp=4", 4, 4, 1),
-        ("pp=2,fsdp=2", 4, 2, 1),
-        ("pp=2,tp=2", 4, 4, 2),
-        ("pp=2,dp=2", 4, 1, 2),
-        ("pp=2", 4, 2, 4),
+        ("pp=2", 2, 1, 1, 2),
+        ("pp=4", 4, 4, 1, 1),
+        ("pp=2,fsdp=2", 4, 2, 1, 2),
+        ("pp=2,tp=2", 4, 4, 2, 1),
+        ("pp=2,dp=2", 4, 1, 2, 1),
+        ("pp=2", 4, 2, 4, 1),
     ],
 )
-def test_stages_of_any_mesh(monkeypatch, shape, devices, microbatches, slices):
+def test_stages_of_any_mesh(monkeypatch, shape, devices, microbatches, slices, repeats):
     """Stages are slices, parts of them, or copies of the model have two slices each."""
     expected = step_once("1,1,1", 1, batch())
     monkeypatch.setenv("MEGASCALE_NUM_SLICES", str(slices))
-    assert_same(expected, step_once(shape, devices, batch(), microbatches))
+    assert_same(expected, step_once(shape, devices, batch(), microbatches, repeats=repeats))
 
 
 @pytest.mark.slow
@@ -140,6 +144,13 @@ def test_models_that_have_no_stages_are_refused(model, text):
     refused = pytest.raises(ConfigError, match=f"{text}, .*Leave pp out")
     with jax.set_mesh(make_mesh("pp=2", jax.devices()[:2])), refused:
         pipelined(model)
+
+
+@pytest.mark.parametrize(("shape", "repeats"), [("pp=2", 3), ("pp=2", 4), ("1,2,1", 2)])
+def test_repeats_that_do_not_fit_stages_and_layers_are_refused(shape, repeats):
+    refused = pytest.raises(ConfigError, match=rf"pipeline_repeats is {repeats}, for 4 layers in [12] stages .*Use 1,")
+    with jax.set_mesh(make_mesh(shape, jax.devices()[:2])), refused:
+        pipelined(skeleton(VOCAB, CONFIG), repeats=repeats)
 
 
 def test_stages_that_do_not_divide_the_layers_are_named():

@@ -235,7 +235,13 @@ class FsdpBytes:
 
 
 def fsdp_bytes(
-    model: PyTree, mesh_shape: Mapping[str, int], found: Iterable[Collective], *, microbatches: int, itemsize: int
+    model: PyTree,
+    mesh_shape: Mapping[str, int],
+    found: Iterable[Collective],
+    *,
+    microbatches: int,
+    itemsize: int,
+    bubble: float = 0.0,
 ) -> FsdpBytes:
     """Compare the collectives of a train step with what FSDP needs."""
     # The mesh's last axis is the one that changes fastest between the positions of devices. Those that share a row
@@ -247,13 +253,15 @@ def fsdp_bytes(
 
     received = sum(one.times * one.received for one in found if not one.slices and all(map(between_data, one.groups)))
     return FsdpBytes(
-        floor=fsdp_floor(model, mesh_shape, microbatches=microbatches, itemsize=itemsize),
+        floor=fsdp_floor(model, mesh_shape, microbatches=microbatches, itemsize=itemsize, bubble=bubble),
         received=received,
         thin=thin_pieces(model, mesh_shape),
     )
 
 
-def fsdp_floor(model: PyTree, mesh_shape: Mapping[str, int], *, microbatches: int, itemsize: int) -> int:
+def fsdp_floor(
+    model: PyTree, mesh_shape: Mapping[str, int], *, microbatches: int, itemsize: int, bubble: float = 0.0
+) -> int:
     """The least bytes that a device receives in a train step for parameters and gradients.
 
     For each microbatch and in the compute type: the weights of each layer are gathered for the forward pass, dropped,
@@ -269,6 +277,7 @@ def fsdp_floor(model: PyTree, mesh_shape: Mapping[str, int], *, microbatches: in
         microbatches: The number of parts of a batch that are computed one after the other. With stages a device gathers
             its own layers, in each step of the schedule, and other weights once.
         itemsize: The bytes of a number in the compute type.
+        bubble: The share of those steps in which a stage has no microbatch.
     """
     total = 0.0
     trained, frozen = split_trained(model)
@@ -281,9 +290,9 @@ def fsdp_floor(model: PyTree, mesh_shape: Mapping[str, int], *, microbatches: in
         size = itemsize * hax.axis.axis_size(axes) / (mesh_shape["tp"] if "tp" in split else 1)
         devices = mesh_shape["fsdp"] if "fsdp" in split else 1
         layers, stages = any(axis.name == "layer" for axis in axes), mesh_shape.get(PP, 1)
-        gathers, times = 2 if layers else 1, microbatches
+        gathers, times = 2 if layers else 1, float(microbatches)
         if stages > 1:
-            size, times = (size / stages, microbatches + stages - 1) if layers else (size, 1)
+            size, times = (size / stages, microbatches / (1 - bubble)) if layers else (size, 1)
         total += times * (gathers + gradients) * size * (devices - 1) / devices
         total += gradients * _all_reduce(size / devices, mesh_shape["dp"])
         if devices == 1:  # whole on every device: its gradient is summed over all of them

@@ -29,7 +29,7 @@ from lockstep.placement.device import Chip, block_bytes, calibrated, chip_of
 from lockstep.types import Request
 
 type Decoder = tuple[LlamaConfig, DecoderWeights]
-_TRAINER_KEYS = ("train_batch_size", "per_device_parallelism", "mesh_shape", "mp")
+_TRAINER_KEYS = ("train_batch_size", "per_device_parallelism", "mesh_shape", "pipeline_repeats", "mp")
 _ENGINE_KEYS = (
     "max_seq_len", "max_seqs", "page_size", "max_pages", "max_prefill_size", "layout", "hbm_utilization",
     "max_new_tokens", "dtype", "kv_cache_dtype", "weight_dtype",
@@ -167,7 +167,10 @@ def _fsdp(
     if state is None or training is None or workload.training is None:
         return None
     itemsize = workload.training.trainer.precision.compute.itemsize
-    return fsdp_bytes(state.structs.model, mesh.shape, found, microbatches=training.microbatches, itemsize=itemsize)
+    return fsdp_bytes(
+        state.structs.model, mesh.shape, found, microbatches=training.microbatches, itemsize=itemsize,
+        bubble=training.bubble,
+    )  # fmt: skip
 
 
 def _model(workload: Workload, mesh: Mesh) -> tuple[State | None, Decoder]:

@@ -10,9 +10,8 @@ from lockstep.engine import layout_text
 from lockstep.main.plan.collectives import CollectiveSum
 from lockstep.main.plan.hlo import vmem
 from lockstep.main.plan.planner import Plan, SamplingPlan
-from lockstep.main.plan.train_step import bubble, peak
+from lockstep.main.plan.train_step import peak
 from lockstep.models import recomputes_layers
-from lockstep.placement import PP
 from lockstep.training import SLOW_STEP_S, CheckpointerConfig
 
 TRAINING = "training step"
@@ -104,9 +103,7 @@ def train_time(plan: Plan) -> StepTime | None:
     whole = trained / trainer.precision.param.itemsize * (1 if plan.frozen else plan.mesh_shape["fsdp"]) + frozen
     whole *= trainer.precision.compute.itemsize
     passes = 3 if recomputes_layers(plan.workload.model.gradient_checkpointing) else 2
-    moved = (
-        2 * (trained + plan.optimizer) + (plan.training.microbatches + plan.mesh_shape.get(PP, 1) - 1) * passes * whole
-    )
+    moved = 2 * (trained + plan.optimizer) + plan.training.microbatches / (1 - plan.training.bubble) * passes * whole
     received = sum(one.bytes for one in plan.training_collectives if not one.crosses_slices)
     between = sum(one.bytes for one in plan.training_collectives if one.crosses_slices)
     count = trainer.train_batch_size * training.sequences_per_row * training.length
@@ -214,7 +211,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         else {
             "digest": plan.training.summary.digest,
             "microbatches": plan.training.microbatches,
-            "bubble": bubble(plan.training.microbatches, plan.mesh_shape),
+            "bubble": plan.training.bubble,
             "peak_bytes_per_device": peak(plan.training.summary),
             "vmem_bytes": vmem(plan.training.summary.text),
             "flops": plan.training.flops,

@@ -20,7 +20,6 @@ from lockstep.main.plan.summary import (
     stop_time,
     train_time,
 )
-from lockstep.main.plan.train_step import bubble
 from lockstep.placement import PP
 from lockstep.printable import bytes_text, seconds_text
 
@@ -178,10 +177,13 @@ def _speed(plan: Plan) -> Table:
 def _pipeline(plan: Plan) -> str | None:
     if plan.training is None or PP not in plan.mesh_shape:
         return None
+    assert plan.workload.training is not None
     count, stages = plan.training.microbatches, plan.mesh_shape[PP]
+    repeats = plan.workload.training.trainer.pipeline_repeats
+    times, steps = (f" {repeats} times", "v m") if repeats > 1 else ("", "m")
     return (
-        f"GPipe: {count} microbatches pass through {stages} stages; the bubble, in which a stage has none, is "
-        f"{bubble(count, plan.mesh_shape):.1%} of the steps, (p - 1) / (m + p - 1)"
+        f"{count} microbatches pass{times} through {stages} stages; the bubble, in which a stage has none, is "
+        f"{plan.training.bubble:.1%} of the steps, (p - 1) / ({steps} + p - 1)"
     )
 
 

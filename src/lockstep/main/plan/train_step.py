@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -27,6 +27,7 @@ from lockstep.models.attention import attention_products
 from lockstep.placement import CP, PP, data_shards
 from lockstep.placement.device import block_bytes
 from lockstep.training import (
+    TrainerConfig,
     TrainStep,
     batch_structs,
     busiest_bytes,
@@ -120,6 +121,7 @@ class TrainStepPlan:
     temporaries: int  # bytes per device of everything else at the worst moment
     microbatches: int  # number of parts that a batch is split into
     flops: float  # the floating-point operations of the whole step, over all devices
+    bubble: float  # the share of a pipeline's steps in which a stage has no microbatch; 0 without stages
 
 
 def compile_step(
@@ -137,6 +139,7 @@ def compile_step(
         shardings=state.shardings,
         precision=training.trainer.precision,
         microbatches=microbatches,
+        repeats=training.trainer.pipeline_repeats,
         skip_bad=training.trainer.on_nan != "raise",
         reduce_dtype=training.trainer.reduce_dtype,
     )
@@ -164,10 +167,11 @@ def plan_step(workload: Workload, mesh: Mesh, state: State, cache: CompileCache,
     )
     rows = training.trainer.train_batch_size // data_shards(mesh) // microbatches
     beyond = max(0, peak(summary) - state.parameters - state.optimizer - batch)
+    idle = bubble(training.trainer, mesh)
     # A stage keeps what its layers need of each step of the schedule.
-    steps = stages * microbatches + stages - 1 if stages > 1 else 1
+    steps = stages * microbatches / (1 - idle) if stages > 1 else 1
     row = mesh.shape["tp"] * mesh.shape.get(CP, 1)
-    kept = min(beyond, saved_bytes(workload, rows) * steps // stages // row)
+    kept = min(beyond, int(saved_bytes(workload, rows) * steps) // stages // row)
     return TrainStepPlan(
         summary=summary,
         batch=batch,
@@ -175,6 +179,7 @@ def plan_step(workload: Workload, mesh: Mesh, state: State, cache: CompileCache,
         temporaries=beyond - kept,
         microbatches=stages * microbatches,
         flops=flops_on(workload, mesh),
+        bubble=idle,
     )
 
 
@@ -213,11 +218,11 @@ def flops_on(workload: Workload, mesh: Mesh) -> float:
     """The floating-point operations of a train step on a mesh, in all of its devices together."""
     training = workload.training
     assert training is not None
-    microbatches, stages = training.trainer.microbatches(mesh), mesh.shape.get(PP, 1)
-    rows = training.trainer.train_batch_size // data_shards(mesh) // (1 if stages > 1 else microbatches)
+    parts = 1 if PP in mesh.shape else training.trainer.microbatches(mesh)
+    rows = training.trainer.train_batch_size // data_shards(mesh) // parts
     tokens = rows * training.sequences_per_row * training.length // mesh.shape.get(CP, 1)
     vocab_blocks = needs_vocab_blocks(tokens, workload.vocab_size // mesh.shape["tp"])
-    return step_flops(workload, vocab_blocks=vocab_blocks, idle=bubble(stages * microbatches, mesh.shape))
+    return step_flops(workload, vocab_blocks=vocab_blocks, idle=bubble(training.trainer, mesh))
 
 
 def step_flops(workload: Workload, *, vocab_blocks: bool, idle: float = 0.0) -> float:
@@ -250,14 +255,10 @@ def step_flops(workload: Workload, *, vocab_blocks: bool, idle: float = 0.0) -> 
     return 2.0 * (products + output) * tokens
 
 
-def bubble(microbatches: int, mesh_shape: Mapping[str, int]) -> float:
-    """The share of a pipeline's steps in which a stage has no microbatch; 0 without stages.
-
-    Args:
-        microbatches: The number of all microbatches of a train step.
-    """
-    stages = mesh_shape.get(PP, 1)
-    return (stages - 1) / (microbatches + stages - 1)
+def bubble(trainer: TrainerConfig, mesh: Mesh) -> float:
+    """The share of a pipeline's steps in which a stage has no microbatch; 0 without stages."""
+    stages = mesh.shape.get(PP, 1)
+    return (stages - 1) / (trainer.pipeline_repeats * stages * trainer.microbatches(mesh) + stages - 1)
 
 
 def _fitting(summary: Summary, memory: int) -> Summary:

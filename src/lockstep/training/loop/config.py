@@ -53,6 +53,9 @@ class TrainerConfig:
     """``auto`` (FSDP over all devices), ``host_local`` (data parallel over hosts), or sizes ``dp,fsdp,tp``: of each
     slice, where there are several, which are data parallel. Sizes by name, as ``pp=2,fsdp=-1``: ``pp`` stages, slices
     or parts of one, have some of the layers each, and ``pp`` times the microbatches of a step pass through (GPipe)."""
+    pipeline_repeats: int = 1
+    """The number of times that a microbatch passes through all stages: 1, or a multiple of ``pp`` that divides the
+    layers of a stage. The bubble is smaller by as much; stages exchange layers once a step, and states more often."""
     dcn_reduce_dtype: Literal["float32", "bfloat16"] | None = None
     """The type in which several slices add up their gradients, once a step; null: that of the parameters."""
     attn_backend: AttentionBackend | None = None
@@ -86,7 +89,7 @@ class TrainerConfig:
     def __post_init__(self) -> None:
         if not 0 <= self.seed < 2**32:
             raise ConfigError(f"trainer.seed is {self.seed}; it must be at least 0 and less than 2**32. Change it.")
-        for name in ("num_train_steps", "train_batch_size"):
+        for name in ("num_train_steps", "train_batch_size", "pipeline_repeats"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"trainer.{name} is {getattr(self, name)}; it must be at least 1. Raise it.")
         parallelism = self.per_device_parallelism

@@ -342,6 +342,7 @@ class Trainer:
                 shardings=shardings,
                 precision=self.config.precision,
                 microbatches=microbatches,
+                repeats=self.config.pipeline_repeats,
                 skip_bad=self.config.on_nan != "raise",
                 reduce_dtype=self.config.reduce_dtype,
             )

@@ -155,6 +155,7 @@ class TrainStep:
         precision: The float types.
         microbatches: The number of parts of the batch that are computed one after the other; with stages, this many of
             each stage pass through them.
+        repeats: The number of times that they pass through all stages.
         skip_bad: Whether a step whose loss or gradient is not finite, or whose loss is above a limit, leaves parameters
             and optimizer state as they are.
         reduce_dtype: The type in which slices add up their gradients; None: that of the gradients.
@@ -170,6 +171,7 @@ class TrainStep:
         shardings: PyTree,
         precision: Precision,
         microbatches: int,
+        repeats: int = 1,
         skip_bad: bool = False,
         reduce_dtype: jnp.dtype | None = None,
     ) -> None:
@@ -178,6 +180,7 @@ class TrainStep:
         self._loss_fn, self._optimizer, self._schedule = loss_fn, optimizer, schedule
         self._mesh, self._precision = mesh, precision
         self._microbatches, self._piped = (1, microbatches) if PP in mesh.shape else (microbatches, 1)
+        self._repeats = repeats
         self._names: tuple[str, ...] = ()
         self._out_shardings = shardings, NamedSharding(mesh, P())
         self._programs: dict[_BatchShape, Program] = {}
@@ -360,7 +363,7 @@ class TrainStep:
 
     def _total(self, model: PyTree, frozen: PyTree, batch: dict[str, Array]) -> tuple[Array, LossParts]:
         with hax.axis_mapping(compute_axes(self._mesh, of_slice=True)):
-            joined = pipelined(self._precision.cast_to_compute(join_trained(model, frozen)), self._piped)
+            joined = pipelined(self._precision.cast_to_compute(join_trained(model, frozen)), self._piped, self._repeats)
             parts = loss_with_routers(self._loss_fn, joined, batch)
         parts = cast_floats(parts, jnp.dtype(jnp.float32))
         return parts.total, parts

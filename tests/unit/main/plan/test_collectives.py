@@ -237,5 +237,5 @@ def test_pieces_thinner_than_a_tile_are_named_with_their_width() -> None:
 def test_a_stage_gathers_its_own_layers_in_each_step_of_the_schedule_and_other_weights_once() -> None:
     layers, head = 3 * 1024 * 2048, 1024 * 512
     given = model(up=(LAYER, EMBED, MLP), head=(EMBED, VOCAB))
-    staged = fsdp_floor(given, {"pp": 3, **mesh(1, 4, 1)}, microbatches=6, itemsize=2)
+    staged = fsdp_floor(given, {"pp": 3, **mesh(1, 4, 1)}, microbatches=6, itemsize=2, bubble=2 / 8)
     assert staged == 2 * (8 * 3 * layers // 3 + 2 * head) * 3 // 4

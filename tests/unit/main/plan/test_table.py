@@ -128,7 +128,8 @@ def test_slices_are_told_what_their_gradients_take(kind, bits, flops, text):
     workload = SimpleNamespace(training=training, dtype="float32", model=SimpleNamespace(gradient_checkpointing=True))
     plan = SimpleNamespace(
         chip=chip_named(kind, "tpu"), workload=workload, mesh_shape={"dcn": 2, "dp": 1, "fsdp": 8, "tp": 1},
-        parameters=2**30, frozen=0, optimizer=2**31, training=SimpleNamespace(microbatches=1, flops=flops * 16),
+        parameters=2**30, frozen=0, optimizer=2**31,
+        training=SimpleNamespace(microbatches=1, flops=flops * 16, bubble=0.0),
         topology=SimpleNamespace(num_slices=2, devices_per_host=4),
         training_collectives=[
             CollectiveSum(kind="all-reduce", count=9, bytes=2**bits, devices=2, crosses_hosts=True, crosses_slices=True)
@@ -143,15 +144,18 @@ def test_slices_are_told_what_their_gradients_take(kind, bits, flops, text):
 def test_slices_that_are_stages_hand_on_microbatches_and_the_bubble_is_told():
     plan = SimpleNamespace(
         topology=SimpleNamespace(num_slices=2, devices_per_host=4), chip=chip_named("TPU v5p", "tpu"),
-        mesh_shape={"pp": 2, "dp": 1, "fsdp": 8, "tp": 1}, training=SimpleNamespace(microbatches=8),
+        mesh_shape={"pp": 2, "dp": 1, "fsdp": 8, "tp": 1}, training=SimpleNamespace(microbatches=8, bubble=1 / 9),
+        workload=SimpleNamespace(training=SimpleNamespace(trainer=TrainerConfig())),
     )  # fmt: skip
     time = summary.StepTime(compute_s=1.0, memory_s=0.0, collectives_s=0.0, tokens=1, slices_s=0.1, slices_bytes=2**30)
     assert "2 slices hand on microbatches, and add up their gradients once a step: 1.00 GiB" in _between_slices(
         plan, time
     )
     assert _pipeline(plan) == (
-        "GPipe: 8 microbatches pass through 2 stages; the bubble, in which a stage has none, is 11.1% of the steps, "
+        "8 microbatches pass through 2 stages; the bubble, in which a stage has none, is 11.1% of the steps, "
         "(p - 1) / (m + p - 1)"
     )
+    plan.workload.training.trainer = TrainerConfig(pipeline_repeats=4)
+    assert "pass 4 times through 2 stages" in _pipeline(plan) and "(p - 1) / (v m + p - 1)" in _pipeline(plan)
     plan.mesh_shape.pop("pp")
     assert _pipeline(plan) is None

@@ -174,8 +174,11 @@ def test_state_and_step_of_adapters_are_planned():
 
 
 def test_a_stage_computes_in_the_bubble_too():
-    """The bubble of GPipe, (p - 1) / (m + p - 1): layers are computed so much more often, the output layer is not."""
-    assert bubble(7, {"dp": 1}) == 0 and bubble(6, {"pp": 3}) == 2 / 8
+    """The bubble, (p - 1) / (v m + p - 1): layers are computed so much more often, the output layer is not."""
+    trainer = TrainerConfig(train_batch_size=12, per_device_parallelism=2)
+    idle = [bubble(trainer, make_mesh(shape, jax.devices()[:3])) for shape in ("1,3,1", "pp=3")]
+    idle.append(bubble(dataclasses.replace(trainer, pipeline_repeats=3), make_mesh("pp=3", jax.devices()[:3])))
+    assert idle == [0, 2 / 8, 2 / 20]
     output = 3 * 2 * 16 * 40 * 8 * 32
     whole, staged = (step_flops(workload_of(), vocab_blocks=False, idle=idle) for idle in (0.0, 0.25))
     assert staged - output == pytest.approx((whole - output) / 0.75)
