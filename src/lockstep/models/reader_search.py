@@ -104,8 +104,10 @@ def adjustable_logits(
             return out if bias is None else out + bias
 
         def attend(h: Array) -> Array:
+            h = block.gated_norm(h, w.attn_norm_down, w.attn_norm_up)
             q, k, v = project(h, "q"), project(h, "k"), project(h, "v")
             q, k = norm(norm(q, w.q_norm), w.q_wide_norm), norm(norm(k, w.k_norm), w.k_wide_norm)
+            q, k = (block.unit_norm(each, config.variant.unit_qk_norm) for each in (q, k))
             q, k = (block.rotate(each, jnp.cos(angles), jnp.sin(angles)) for each in (q, k))
             scores = jnp.einsum("btkgh,bskh->bkgts", q.reshape(*ids.shape, kv, group, head), k)
             scores = _capped(scores * settings["attention_scale"], settings["attention_cap"])
@@ -114,7 +116,12 @@ def adjustable_logits(
                 nothing = jnp.broadcast_to(w.sinks.reshape(kv, group, 1, 1), (*scores.shape[:-1], 1))
                 scores = jnp.concatenate([scores, nothing], axis=-1)
             out = jnp.einsum("bkgts,bskh->btkgh", jax.nn.softmax(scores)[..., : ids.shape[1]], v)
-            out = jnp.tensordot(out.reshape(*ids.shape, kv * group, head), w.o, 2)
+            if config.variant.exclusive_attention:
+                out = block.exclusive(out, v[..., None, :])
+            out = out.reshape(*ids.shape, kv * group, head)
+            if w.head_gate is not None:
+                out *= block.head_gates(h @ w.head_gate)[..., None]
+            out = jnp.tensordot(out, w.o, 2)
             return out if w.o_bias is None else out + w.o_bias
 
         def activate(h: Array) -> Array:
@@ -122,8 +129,9 @@ def adjustable_logits(
             return activated
 
         def mlp(h: Array) -> Array:
+            h = block.gated_norm(h, w.mlp_norm_down, w.mlp_norm_up)
             if w.router is not None:
-                return _mixture(h, w, settings, activate)
+                return _mixture(h, w, settings, activate, config)
             up = h @ w.up
             if w.gate is None:
                 inner = block.xielu(up, w.xielu_p, w.xielu_n, w.xielu_beta, w.xielu_eps)
@@ -135,14 +143,18 @@ def adjustable_logits(
         return block.layer(x, attend, mlp, norm, w), None
 
     x = norm(settings["embed_scale"] * weights.embed[ids], weights.embed_norm)
+    x = block.gated_norm(x, weights.embed_norm_down, weights.embed_norm_up)
     x, _ = jax.lax.scan(layer, x, (_layers(config, weights, settings), settings["frequencies"], settings["window"]))
     output = weights.embed.T
     if weights.lm_head is not None:
         output = jnp.where(settings["tied"], output, weights.lm_head)
-    return _capped(norm(x, weights.final_norm) @ output, settings["logit_cap"])
+    x = block.gated_norm(norm(x, weights.final_norm), weights.final_norm_down, weights.final_norm_up)
+    return _capped(x @ output, settings["logit_cap"])
 
 
-def _mixture(h: Array, w: types.SimpleNamespace, settings: Settings, activate: Callable[[Array], Array]) -> Array:
+def _mixture(
+    h: Array, w: types.SimpleNamespace, settings: Settings, activate: Callable[[Array], Array], config: LlamaConfig
+) -> Array:
     """The answers of experts by the weights of a token's own; all experts compute all tokens."""
 
     def product(equation: str, x: Array, name: str) -> Array:
@@ -151,8 +163,12 @@ def _mixture(h: Array, w: types.SimpleNamespace, settings: Settings, activate: C
 
     logits = product("bte,ex->btx", h, "router")
     ranks = jnp.argsort(jnp.argsort(-logits, axis=-1), axis=-1)
-    shares = jnp.where(ranks < settings["experts_per_token"], jax.nn.softmax(logits), 0.0)
+    assert config.experts is not None
+    sigmoid = config.experts.scoring == "sigmoid"
+    scores = jax.nn.sigmoid(logits - w.router_bias) if sigmoid else jax.nn.softmax(logits)
+    shares = jnp.where(ranks < settings["experts_per_token"], scores, 0.0)
     shares = jnp.where(settings["norm_topk_prob"], shares / jnp.sum(shares, axis=-1, keepdims=True), shares)
+    shares *= config.experts.routed_scaling_factor
     if w.expert_gate_up is None:
         inner = activate(product("bte,xem->btxm", h, "expert_gate")) * product("bte,xem->btxm", h, "expert_up")
     else:
@@ -196,8 +212,9 @@ def _layers(config: LlamaConfig, weights: DecoderWeights, settings: Settings) ->
                 weight = weight.reshape(-1, *shape)
                 weight = weight[..., settings["heads"], :] if name == "q" and len(shape) > 1 else weight
                 found[name + suffix] = weight if name == "v" else weight[..., order]
-    if found["sinks"] is not None:
-        found["sinks"] = found["sinks"].reshape(-1, heads)[:, settings["heads"]]
+    for name, shape in (("sinks", (-1, heads)), ("head_gate", (config.num_layers, -1, heads))):
+        if found[name] is not None:
+            found[name] = found[name].reshape(shape)[..., settings["heads"]]
     found["o"] = found["o"].reshape(-1, heads, size, config.hidden_dim)[:, settings["heads"]]
     return found
 
@@ -289,7 +306,7 @@ def _ropes(config: LlamaConfig) -> Iterator[tuple[str, tuple[RotaryConfig, ...]]
     """Other rotary embeddings, as those of each layer."""
     now, layers = [kind.rope for kind in layer_kinds(config)], config.num_layers
     for name, rope in (("rope", config.rope), ("variant.sliding_rope", config.variant.sliding_rope)):
-        if rope is not None and rope in now:
+        if rope is not None and rope in now and math.isfinite(rope.linear_factor):
             for text, better in _other_ropes(name, rope):
                 yield text, tuple(better if each == rope else each for each in now)
     if config.variant.sliding_rope is not None:

@@ -17,7 +17,14 @@ from levanter.models import snowball
 import lockstep
 from lockstep.engine.config import Layout
 from lockstep.errors import ConfigError
-from lockstep.models import LlamaConfig, check_reader, layer_kinds, read_decoder, rotary_frequencies
+from lockstep.models import (
+    LlamaConfig,
+    ReaderMismatchError,
+    check_reader,
+    layer_kinds,
+    read_decoder,
+    rotary_frequencies,
+)
 from lockstep.placement import mesh_of
 from lockstep.types import Drafts
 from tests import levanter_models as models
@@ -126,7 +133,8 @@ def test_tokens_are_those_of_levanters_forward(
     engine = lockstep.Engine(lockstep.EngineConfig(layout=layout), mesh_of(read_decoder(model)[1].embed))
     want = expected(config)
     assert len({answer.tokens for answer in want}) > 3
-    got = engine.generate(model, requests())
+    with jax.set_mesh(mesh(*sizes)):  # as in a hook of Levanter's trainer
+        got = engine.generate(model, requests())
     assert assert_same_tokens(want, got) == 0
     assert_same_logprobs(want, got, atol=3e-5)
     # As if a wide step took no longer than a narrow one.
@@ -156,6 +164,10 @@ def test_the_reader_is_right_and_the_audit_agrees() -> None:
             return np.asarray(forward(one, np.asarray(ids)))
 
     found = check_reader(model, theirs, length=16)
-    assert found.gap < 1e-4 and not found.unseen
-    got = lockstep.Engine(lockstep.EngineConfig(), mesh_of(read_decoder(model)[1].embed)).generate(model, requests())
+    assert found.gap < 1e-4 and not found.unseen and len(found.tried) > 20
+    config, weights = read_decoder(model)
+    wrong = dataclasses.replace(config, experts=dataclasses.replace(config.experts, num_experts_per_tok=2))
+    with pytest.raises(ReaderMismatchError, match="num_experts_per_tok is 2: it should be 3"):
+        check_reader((wrong, weights), theirs, length=16)
+    got = lockstep.Engine(lockstep.EngineConfig(), mesh_of(weights.embed)).generate(model, requests())
     assert lockstep.audit(model, requests(), got).logprob_gap < 3e-5
