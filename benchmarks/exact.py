@@ -131,6 +131,8 @@ def all_findings() -> Iterator[Finding]:
             yield _by_place(f"product of {TILE} rows", dtype, shape, x[:TILE], w)
         q, k = _normal((max(ROWS), TILE, 64), dtype), _normal((max(ROWS), 64, 128), dtype)
         yield _by_rows("product for each sequence", dtype, "16 x 64 x 128", lambda a, k=k: _dot(a, k[: len(a)]), q)
+        q, k = _normal((max(ROWS), TILE, 64), dtype), _normal((TILE, 64, 128), dtype)
+        yield _by_rows(f"product for each of {TILE} sequences", dtype, "64 x 128", lambda a, k=k: _by_sequence(a, k), q)
     for name, function in _ROW_OPERATIONS.items():
         for width in (64, 172, 2004):
             yield _by_rows(name, "float32", str(width), function, _normal((max(ROWS), width), "float32"))
@@ -161,6 +163,10 @@ _ELEMENTWISE: dict[str, Callable[[Any], Any]] = {
 
 def _dot(a: Any, w: Any) -> Any:
     return jnp.matmul(a, w, preferred_element_type=jnp.float32)
+
+
+def _by_sequence(a: Any, k: Any) -> Any:
+    return _dot(a.swapaxes(0, 1), k).swapaxes(0, 1)
 
 
 def _tiled(a: Any, w: Any) -> Any:

@@ -11,7 +11,7 @@ from lockstep.engine.schedule import Capacity
 from lockstep.engine.sizing.demand import Demand
 from lockstep.engine.sizing.memory_model import concurrent_sequences
 from lockstep.placement import DCN, PP, DecodeMesh
-from lockstep.placement.device import Chip, Link, hops, on_one_chip, slice_index
+from lockstep.placement.device import Chip, Link, hops, on_one_chip, slice_index, tile_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -25,6 +25,7 @@ class Estimate:
     steps: float  # decode steps until all requests are answered
     active: float  # sequences that decode at a time
     moved_s: float = 0.0  # seconds per step of `collectives_s` that grow with the positions of the step
+    reread_s: float = 0.0  # seconds per step of `memory_s` in which exact numerics read weights again, for each tile
 
     @property
     def step_s(self) -> float:
@@ -71,6 +72,8 @@ def estimate(model: DecodeModel, sizes: Capacity, demand: Demand, chip: Chip) ->
     active = demand.sequences / batches
     slots = active / len(sizes.active_replicas)
     read, parameters = used_weights(model, slots)
+    rows = max(1, math.ceil(slots))
+    tiles = math.ceil(rows / tile_of(rows, model.dtype, model.device.platform)) if config.exact else 1
     kv = slots * config.positions_read(demand.context) * model.kv_bytes / layers
     # Devices at one memory share its bandwidth and cores: all of them while weights move, the active ones in a step.
     sharing = devices // count_memories(list(decode_mesh.mesh.devices.flat))
@@ -109,12 +112,13 @@ def estimate(model: DecodeModel, sizes: Capacity, demand: Demand, chip: Chip) ->
     return Estimate(
         reshard_s=reshard,
         # What is gathered is written, and read once more.
-        memory_s=(read + kv + 2 * gathered) * decoding / chip.bandwidth,
+        memory_s=(tiles * read + kv + 2 * gathered) * decoding / chip.bandwidth,
         compute_s=2 * parameters * max(1.0, slots) * decoding / chip.flops,
         collectives_s=collectives,
         steps=batches * demand.new_tokens,
         active=active,
         moved_s=reduced,
+        reread_s=(tiles - 1) * read * decoding / chip.bandwidth,
     )
 
 

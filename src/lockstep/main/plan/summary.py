@@ -1,6 +1,7 @@
 """A plan in numbers: what the tables show and what ``--json`` writes."""
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -11,7 +12,8 @@ from lockstep.main.plan.collectives import CollectiveSum
 from lockstep.main.plan.hlo import vmem
 from lockstep.main.plan.planner import Plan, SamplingPlan
 from lockstep.main.plan.train_step import peak
-from lockstep.models import recomputes_layers
+from lockstep.models import layer_products, recomputes_layers
+from lockstep.placement.device import tile_of
 from lockstep.training import SLOW_STEP_S, CheckpointerConfig
 
 TRAINING = "training step"
@@ -82,11 +84,12 @@ class StepTime:
     tokens: int
     slices_s: float = 0.0  # seconds of what slices exchange; 0 where there is one, or no published rate
     slices_bytes: int = 0  # bytes that a device receives for that
+    exact_s: float = 0.0  # seconds of the forward pass that `numerics: exact` has beside that of the gradient
 
     @property
     def step_s(self) -> float:
-        """The seconds of a step: the longest part, for at best all overlap."""
-        return max(self.compute_s, self.memory_s, self.collectives_s, self.slices_s)
+        """The seconds of a step: the longest part, for at best all overlap; and the pass of `numerics: exact`."""
+        return max(self.compute_s, self.memory_s, self.collectives_s, self.slices_s) + self.exact_s
 
 
 def train_time(plan: Plan) -> StepTime | None:
@@ -114,7 +117,20 @@ def train_time(plan: Plan) -> StepTime | None:
         tokens=count,
         slices_s=between / chip.dcn if chip.dcn else 0.0,
         slices_bytes=between,
+        exact_s=_exact_forward_s(plan, count) if plan.workload.model.exact else 0.0,
     )
+
+
+def _exact_forward_s(plan: Plan, tokens: int) -> float:
+    """The least seconds of the exact forward pass, which reads all weights again for each tile of rows."""
+    config, split = plan.workload.model, plan.mesh_shape.get("tp", 1)
+    assert plan.workload.training is not None
+    weights = (layer_products(config) + config.hidden_dim * plan.workload.vocab_size) / split
+    rows = tokens * split / math.prod(plan.mesh_shape.values())
+    compute = plan.workload.training.trainer.precision.compute
+    tile = tile_of(math.ceil(rows), compute, plan.topology.devices[0].platform)
+    read = weights * compute.itemsize * math.ceil(rows / tile)
+    return max(2 * weights * rows / plan.chip.flops, read / plan.chip.bandwidth)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

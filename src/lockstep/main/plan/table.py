@@ -1,5 +1,6 @@
 """A plan as tables at the terminal."""
 
+import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Final
 
@@ -21,6 +22,7 @@ from lockstep.main.plan.summary import (
     train_time,
 )
 from lockstep.placement import PP
+from lockstep.placement.device import TILE
 from lockstep.printable import bytes_text, seconds_text
 
 _NAMED: Final = 4  # the most weights that a warning names
@@ -52,6 +54,8 @@ def print_plan(plan: Plan, console: Console) -> None:
             console.print(_drafts(plan))
         if split := rollout_step(plan):
             console.print(_split(split), highlight=False)
+        if plan.workload.model.exact:
+            console.print(_exact(plan), highlight=False, soft_wrap=True)
         if plan.training:
             console.print(_checkpoint(plan), highlight=False)
         for one in plan.sampling:
@@ -223,6 +227,19 @@ def _split(split: RolloutStep) -> str:
         f"a step: {seconds_text(split.step_s)}, of which rollout {seconds_text(split.rollout_s)} "
         f"({split.rollout_s / split.step_s:.0%}, without prefill) and update {seconds_text(split.update_s)}\n"
     )
+
+
+def _exact(plan: Plan) -> str:
+    found = []
+    if time := train_time(plan):
+        found.append(f"a train step {seconds_text(time.exact_s)} more")
+    for one in plan.sampling:
+        step = one.sizing.estimate
+        fast = dataclasses.replace(step, memory_s=step.memory_s - step.reread_s)
+        found.append(
+            _named(one, f"decode steps of {seconds_text(step.step_s)}, {seconds_text(fast.step_s)} with numerics fast")
+        )
+    return f"the price of numerics exact, which multiplies {TILE} rows at a time: {'; '.join(found)}\n"
 
 
 def _checkpoint(plan: Plan) -> str:

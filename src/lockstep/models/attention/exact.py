@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int
 from lockstep.errors import ConfigError
 from lockstep.models.attention.softmax import ReadChunk, ScoreModifier
 from lockstep.models.attention.xla import Cache, Rows, XlaAttention
-from lockstep.placement.device import TILE, barrier, elementwise, tree_sum
+from lockstep.placement.device import barrier, by_tile, elementwise, tree_sum
 
 BLOCK = 128
 """Keys whose scores are computed together, from a multiple of it on."""
@@ -32,14 +32,13 @@ def attend_exact(
     sequences, queries, kv_heads, group, head = q.shape
     rows = queries * group
 
-    def tiles(x: Array, axis: int) -> Array:
+    def tiles(x: Array, axis: int, tile: int) -> Array:
         """Splits an axis of rows into tiles, which come first."""
-        x = jnp.pad(x, [(0, -rows % TILE if i == axis else 0) for i in range(x.ndim)])
-        x = x.reshape(*x.shape[:axis], -1, TILE, *x.shape[axis + 1 :])
+        x = jnp.pad(x, [(0, -rows % tile if i == axis else 0) for i in range(x.ndim)])
+        x = x.reshape(*x.shape[:axis], -1, tile, *x.shape[axis + 1 :])
         return jnp.moveaxis(x, axis, 0)
 
     by_head = q.transpose(0, 2, 1, 3, 4).reshape(sequences, kv_heads, rows, head)
-    given = tiles(by_head, 2), tiles(jnp.repeat(position, group, axis=1), 1)
 
     def attend(given: tuple[Array, Array]) -> Array:
         q, position = given
@@ -66,8 +65,12 @@ def attend_exact(
         _, sum_exp, out = jax.lax.fori_loop(0, count, add, empty)
         return barrier((out / sum_exp[..., None]).astype(q.dtype))
 
-    out = jax.lax.map(attend, given) if len(given[0]) > 1 else attend(jax.tree.map(lambda x: x[0], given))[None]
-    out = jnp.moveaxis(out, 0, 2).reshape(sequences, kv_heads, -1, head)[:, :, :rows]
+    def by(tile: int) -> Array:
+        given = tiles(by_head, 2, tile), tiles(jnp.repeat(position, group, axis=1), 1, tile)
+        out = jax.lax.map(attend, given) if len(given[0]) > 1 else attend(jax.tree.map(lambda x: x[0], given))[None]
+        return jnp.moveaxis(out, 0, 2).reshape(sequences, kv_heads, -1, head)[:, :, :rows]
+
+    out = by_tile(by, rows, q.dtype)
     return out.reshape(sequences, kv_heads, queries, group, head).transpose(0, 2, 1, 3, 4)
 
 

@@ -19,8 +19,10 @@ from lockstep.placement.device.exact import TILE as TILE
 from lockstep.placement.device.exact import add_blocks as add_blocks
 from lockstep.placement.device.exact import barrier as barrier
 from lockstep.placement.device.exact import blocks_of as blocks_of
+from lockstep.placement.device.exact import by_tile as by_tile
 from lockstep.placement.device.exact import elementwise as elementwise
 from lockstep.placement.device.exact import product as product
+from lockstep.placement.device.exact import tile_of as tile_of
 from lockstep.placement.device.exact import tree_sum as tree_sum
 from lockstep.placement.device.float8 import BYTE as BYTE
 from lockstep.placement.device.float8 import FP8 as FP8

@@ -18,7 +18,9 @@ from jaxtyping import Array, Float
 BLOCKS: Final = 8
 """The blocks of an axis that the devices of a replica split, at most; so the largest ``tensor`` of a layout."""
 TILE: Final = 16
-"""Rows that are multiplied together."""
+"""Rows that are multiplied together, where the bits of a row depend on their number."""
+MOST_ROWS: Final = 128
+"""Rows that are multiplied together at most."""
 _WIDTH: Final = 128
 
 barrier: Final[Any] = jax.lax.optimization_barrier
@@ -62,6 +64,27 @@ def add_blocks(parts: Float[Array, "block ..."]) -> Float[Array, "..."]:
     return barrier(parts[0])
 
 
+def tile_of(rows: int, dtype: Any, platform: str) -> int:
+    """The number of rows that are multiplied together, where there are so many.
+
+    In 16 bits on CPU a row has the same bits beside any others, so that tiles are of what there is, but never of one
+    row, which has others. Elsewhere they are of `TILE`.
+    """
+    if platform != "cpu" or jnp.dtype(dtype).itemsize != 2:
+        return TILE
+    each = -(-rows // -(-rows // MOST_ROWS))
+    return -(-each // TILE) * TILE if each > TILE else max(2, 1 << (each - 1).bit_length())
+
+
+def by_tile(compute: Callable[[int], Array], rows: int, dtype: Any) -> Array:
+    """Returns ``compute(tile)`` for the tile of the platform that the program is compiled for."""
+    tile = tile_of(rows, dtype, "cpu")
+    if tile == TILE:
+        return compute(TILE)
+    found: Array = jax.lax.platform_dependent(cpu=lambda: compute(tile), default=lambda: compute(TILE))
+    return found
+
+
 def product(
     x: Float[Array, "*rows inputs"],
     weight: Float[Array, "inputs columns"],
@@ -80,7 +103,6 @@ def product(
         inner: The blocks that the sum is in, which `add_blocks` adds.
     """
     rows = x.reshape(-1, x.shape[-1])
-    padded = jnp.pad(rows, ((0, -len(rows) % TILE), (0, 0))).reshape(-1, TILE, x.shape[-1])
     columns = columns if weight.dtype == jnp.float32 else 1
     axes = (((1,), (1,)), ((), ())) if transposed else (((1,), (0,)), ((), ()))
 
@@ -92,10 +114,14 @@ def product(
     def one(rows: Array) -> Array:
         rows = barrier(rows)
         if inner > 1:
-            by_block = rows.reshape(TILE, inner, -1).swapaxes(0, 1)
+            by_block = rows.reshape(len(rows), inner, -1).swapaxes(0, 1)
             return add_blocks(jax.vmap(whole)(by_block, weight.reshape(inner, -1, weight.shape[1])))
         parts = jnp.split(weight, columns, axis=0 if transposed else 1)
         return barrier(jnp.concatenate([whole(rows, part) for part in parts], axis=1))
 
-    found = one(padded[0]) if len(padded) == 1 else jax.lax.map(one, padded)
-    return found.reshape(-1, found.shape[-1])[: len(rows)].reshape(*x.shape[:-1], -1)
+    def by(tile: int) -> Array:
+        padded = jnp.pad(rows, ((0, -len(rows) % tile), (0, 0))).reshape(-1, tile, x.shape[-1])
+        found = one(padded[0]) if len(padded) == 1 else jax.lax.map(one, padded)
+        return found.reshape(-1, found.shape[-1])[: len(rows)]
+
+    return by_tile(by, len(rows), x.dtype).reshape(*x.shape[:-1], -1)

@@ -15,9 +15,10 @@ from lockstep.engine.schedule import Capacity
 from lockstep.engine.sizing.cost_model import Estimate, _link, estimate, used_weights, verify_costs
 from lockstep.engine.sizing.demand import Demand, desired_capacity
 from lockstep.models import LlamaConfig, Variant, read_decoder
+from lockstep.models.config import Numerics
 from lockstep.placement import DecodeMesh
 from lockstep.placement.device import Chip, Link
-from tests.unit.engine.models import FAMILIES, LLAMA, mesh_of, model_on, request
+from tests.unit.engine.models import FAMILIES, LLAMA, in_bfloat16, mesh_of, model_on, request
 from tests.unit.engine.models import SIZES as SIZES_OF_MODEL
 from tests.unit.engine.sizing.made_up import models_on
 
@@ -192,3 +193,19 @@ def test_the_busiest_device_has_more_whole_experts_to_read_and_multiply_than_it_
     reads, products = experts.unevenness(3, 2)
     assert read - least == pytest.approx((reads - 1) * experts.expected_hits(3) / 6 * 4 * size)
     assert multiplied - each == pytest.approx((products - 1) * 3 / 6 * size) and products > reads > 1
+
+
+def test_exact_numerics_read_weights_again_for_each_16_rows_but_in_bfloat16_on_cpu() -> None:
+    def seconds(numerics: Numerics, platform: str, slots: int) -> Estimate:
+        given = model_on("1,1,1", dataclasses.replace(LLAMA, numerics=numerics))
+        config, weights = read_decoder(in_bfloat16(given))
+        model = DecodeModels(EngineConfig(), config, weights, mesh_of("1,1,1"))[{"tensor": 1}]
+        sizes = dataclasses.replace(SIZES, sequences=slots, slots=slots, pages=999)
+        model = dataclasses.replace(model, device=Mock(spec=jax.Device, platform=platform))
+        return estimate(model, sizes, Demand.of(REQUESTS * 5, 16), CHIP)
+
+    one, two, three = (seconds("exact", "tpu", slots).reread_s for slots in (16, 17, 40))
+    assert one == 0 < two and three == 2 * two
+    fast, tpu = seconds("fast", "tpu", 40), seconds("exact", "tpu", 40)
+    assert tpu.memory_s - tpu.reread_s == pytest.approx(fast.memory_s)
+    assert seconds("exact", "cpu", 40) == fast

@@ -1,11 +1,15 @@
 """What ``plan --json`` writes."""
 
+import dataclasses
 from types import SimpleNamespace
 from unittest import mock
 
-from lockstep.main.plan import summary
-from lockstep.main.plan.summary import _renamed, rollout_step
-from lockstep.main.plan.table import _split
+from lockstep.engine.sizing.cost_model import Estimate
+from lockstep.main.plan import summary, table
+from lockstep.main.plan.summary import _exact_forward_s, _renamed, rollout_step
+from lockstep.main.plan.table import _exact, _split
+from lockstep.models import LlamaConfig
+from lockstep.training import TrainerConfig
 
 
 def test_keys_stay_when_the_code_has_another_name():
@@ -26,3 +30,34 @@ def test_a_step_has_its_share_of_the_rollout_and_none_of_what_training_does_not_
         assert split is not None and (split.rollout_s, split.update_s, split.step_s) == (3.0, 1.0, 4.0)
         assert rollout_step(SimpleNamespace(sampling=[sampling(None, 50.0)])) is None
     assert _split(split) == "a step: 4 s, of which rollout 3 s (75%, without prefill) and update 1 s\n"
+
+
+def plan_of(batch, **chip):
+    """A plan for four devices, two of which split weights; of exact numerics."""
+    config = LlamaConfig(hidden_dim=16, intermediate_dim=32, num_layers=2, num_heads=4, num_kv_heads=4)
+    trainer = TrainerConfig(mp="p=f32,c=bfloat16", train_batch_size=batch)
+    workload = SimpleNamespace(
+        model=dataclasses.replace(config, numerics="exact"), vocab_size=50, training=SimpleNamespace(trainer=trainer)
+    )
+    topology = SimpleNamespace(devices=[SimpleNamespace(platform="tpu")])
+    sizes = {"dp": 1, "fsdp": 2, "tp": 2}
+    return SimpleNamespace(workload=workload, mesh_shape=sizes, topology=topology, chip=SimpleNamespace(**chip))
+
+
+WEIGHTS = 2 * (4 * 16 * 16 + 3 * 16 * 32) + 16 * 50
+"""The numbers of all weights that are multiplied with."""
+
+
+def test_the_forward_pass_of_exact_numerics_reads_weights_for_each_16_rows():
+    assert _exact_forward_s(plan_of(8, flops=1e30, bandwidth=1.0), 68) == 3 * 2 * WEIGHTS / 2, "34 rows, 2 bytes"
+    assert _exact_forward_s(plan_of(8, flops=1.0, bandwidth=1e30), 68) == 2 * WEIGHTS * 68 / 4
+
+
+def test_what_exact_numerics_cost_is_told():
+    estimate = Estimate(
+        reshard_s=0.0, memory_s=3.0, compute_s=0.5, collectives_s=1.0, steps=1.0, active=1.0, reread_s=1.0
+    )
+    one = SimpleNamespace(workload=SimpleNamespace(name="rollout"), sizing=SimpleNamespace(estimate=estimate))
+    with mock.patch.object(table, "train_time", lambda plan: SimpleNamespace(exact_s=2.0)):
+        text = _exact(SimpleNamespace(sampling=[one]))
+    assert "16 rows at a time: a train step 2 s more; rollout: decode steps of 4 s, 3 s with numerics fast" in text

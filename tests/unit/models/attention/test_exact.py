@@ -21,16 +21,17 @@ RNG = np.random.default_rng(0)
 WINDOW = ScoreModifier(soft_cap=2.0, window=70)
 
 
-def normal(*shape):
-    return jnp.asarray(RNG.standard_normal(shape), jnp.float32)
+def normal(*shape, dtype="float32"):
+    return jnp.asarray(RNG.standard_normal(shape), dtype)
 
 
 def attended(q, position, k, v):
     return attend_exact(q, position, *contiguous_blocks(k, v), WINDOW)
 
 
-def test_a_query_has_the_same_bits_alone_and_beside_others_and_before_a_longer_context():
-    q, (k, v) = normal(2, 12, 2, 3, 8), (normal(2, 2, 160, 8), normal(2, 2, 160, 8))
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_query_has_the_same_bits_alone_and_beside_others_and_before_a_longer_context(dtype):
+    q, k, v = (normal(*shape, dtype=dtype) for shape in ((2, 12, 2, 3, 8), (2, 2, 160, 8), (2, 2, 160, 8)))
     position = jnp.asarray([range(100, 112), range(140, 152)])
     whole = jax.jit(attended)(q, position, k, v)
     alone = jax.jit(attended)(q[1:, 5:6], position[1:, 5:6], k[1:], v[1:])

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lockstep.placement.device import BLOCKS, TILE, add_blocks, blocks_of, elementwise, product, tree_sum
+from lockstep.placement.device import BLOCKS, TILE, add_blocks, blocks_of, elementwise, product, tile_of, tree_sum
+from lockstep.placement.device.exact import MOST_ROWS
 
 RNG = np.random.default_rng(0)
 
@@ -47,14 +48,23 @@ def test_what_a_device_adds_is_a_subtree():
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_a_row_of_a_product_has_the_same_bits_beside_any_others_and_from_any_columns(dtype):
-    x, w = normal(2 * TILE + 3, 64, dtype=dtype), normal(64, 96, dtype=dtype)
+    x, w = normal(MOST_ROWS + 40, 64, dtype=dtype), normal(64, 96, dtype=dtype)
     whole = np.asarray(jax.jit(lambda x, w: product(x, w, columns=8))(x, w))
     np.testing.assert_allclose(whole, np.asarray(x, np.float64) @ np.asarray(w, np.float64), atol=1e-4)
     part = jax.jit(lambda x, w: product(x, w, columns=4))(x[7:8], w[:, 48:])
     np.testing.assert_array_equal(part[0], whole[7, 48:])
+    for rows in (3, 20, 70) if dtype == "bfloat16" else ():
+        beside = jax.jit(lambda x, w: product(x, w, columns=8))(x[7 : 7 + rows], w)
+        np.testing.assert_array_equal(beside, whole[7 : 7 + rows])
     tied = jax.jit(lambda x, w: product(x, w, columns=2, transposed=True))(x[20:30], w.T[:24])
     other = jax.jit(lambda x, w: product(x, w, columns=8, transposed=True))(x, w.T)
     np.testing.assert_array_equal(tied, other[20:30, :24])
+
+
+def test_tiles_in_16_bits_on_cpu_are_of_what_there_is_and_never_of_one_row():
+    rows = (1, 2, 3, 9, 16, 17, MOST_ROWS, MOST_ROWS + 1, 1024)
+    assert [tile_of(each, "bfloat16", "cpu") for each in rows] == [2, 2, 4, 16, 16, 32, 128, 80, 128]
+    assert {tile_of(each, *other) for each in rows for other in (("bfloat16", "tpu"), ("float32", "cpu"))} == {TILE}
 
 
 def test_a_sum_over_inputs_is_that_of_the_devices_parts():
