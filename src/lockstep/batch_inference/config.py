@@ -100,10 +100,7 @@ class SampleConfig(EvaluationFields, SamplingFields):
             )
         if self.base_model is not None and self.hf_checkpoint is not None:
             raise ConfigError(f"base_model is {self.base_model!r}; hf_checkpoint has no adapters. Remove it.")
-        for name, choices in (
-            ("inference_mode", ("global_mesh", "host_data_parallel")),
-            ("resume", ("auto", "force")),
-        ):
+        for name, choices in (("inference_mode", ("global_mesh", "host_data_parallel")), ("resume", ("auto", "force"))):
             if getattr(self, name) not in choices:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be {' or '.join(choices)}.")
         if self.n_rounds < 1:

@@ -235,12 +235,7 @@ class _Run:
         shown = _ProgressOutput(view, tracker, defer=config.defer_tracker_logs_until_end)
         with contextlib.closing(shown):
             board = Board(
-                hosts,
-                separate=separate,
-                rows=shape.rows,
-                found=at_rest,
-                generations=shape.generations,
-                show=shown,
+                hosts, separate=separate, rows=shape.rows, found=at_rest, generations=shape.generations, show=shown
             )
             meter = Meter(board, lambda: generator.floor, None if separate else generator.shares)
             writes = separate or hosts.is_leader

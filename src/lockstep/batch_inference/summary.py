@@ -255,10 +255,7 @@ class LineView:
     """A line every few seconds, the last one at the end."""
 
     def __init__(
-        self,
-        print_line: Callable[[str], None],
-        every_s: float = LINE_S,
-        clock: Callable[[], float] = time.monotonic,
+        self, print_line: Callable[[str], None], every_s: float = LINE_S, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._print, self._every_s, self._clock = print_line, every_s, clock
         self._next = 0.0

@@ -10,15 +10,7 @@ from types import TracebackType
 from typing import NoReturn
 
 from lockstep.credentials import error_stack, without_credentials
-from lockstep.errors import (
-    CapacityError,
-    CompilerError,
-    ConfigError,
-    HostError,
-    LockstepError,
-    PeerError,
-    PromptError,
-)
+from lockstep.errors import CapacityError, CompilerError, ConfigError, HostError, LockstepError, PeerError, PromptError
 from lockstep.exits import FAILED, FAULT, INTERRUPTED, PEER_FAILED, WAIT_S
 from lockstep.hosts.fault import failure_code, limit_attempts
 from lockstep.hosts.hosts import Hosts

@@ -56,8 +56,7 @@ def announce_exit(client: Client, reason: str, code: int = PEER_FAILED, work_s: 
         # All may fail at once: the first one wakes the others, and a reason that many have is posted by a few of them.
         told = client.increment(f"{COUNTS}/{digest(text, str(code))}") > ANNOUNCED
         client.set(
-            f"{UNTOLD if told else ANNOUNCEMENTS}/{client.task}",
-            json.dumps([text, code, client.index]).encode(),
+            f"{UNTOLD if told else ANNOUNCEMENTS}/{client.task}", json.dumps([text, code, client.index]).encode()
         )
         if client.increment(f"{COUNTS}/all") == 1:
             for task in range(client.count):

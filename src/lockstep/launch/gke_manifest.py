@@ -179,17 +179,11 @@ def _pod(job: GkeJob) -> dict[str, Any]:
         {"name": "work", "emptyDir": {}},
         {"name": "memory", "emptyDir": {"medium": "Memory"}},
     ]
-    mounts: list[dict[str, Any]] = [
-        {"name": "work", "mountPath": WORKDIR},
-        {"name": "memory", "mountPath": "/dev/shm"},
-    ]
+    mounts: list[dict[str, Any]] = [{"name": "work", "mountPath": WORKDIR}, {"name": "memory", "mountPath": "/dev/shm"}]
     if job.files:
         sources = [{"configMap": {"name": config_map_name(job, index)}} for index in range(job.parts)]
         volumes += [{"name": "parts", "projected": {"sources": sources}}, {"name": "files", "emptyDir": {}}]
-        mounts += [
-            {"name": "parts", "mountPath": PARTS, "readOnly": True},
-            {"name": "files", "mountPath": FILES},
-        ]
+        mounts += [{"name": "parts", "mountPath": PARTS, "readOnly": True}, {"name": "files", "mountPath": FILES}]
     container = {
         "name": CONTAINER,
         "image": job.image,

@@ -342,8 +342,7 @@ class Cluster:
             ours = known in _ids(found)
             way = f"lockstep launch delete {self.job.name}" if ours else f"kubectl delete jobset {self.job.name}"
             raise LaunchError(
-                f"there is a JobSet {self.job.name} already. Give another --name, or delete it: {way}",
-                REFUSED,
+                f"there is a JobSet {self.job.name} already. Give another --name, or delete it: {way}", REFUSED
             )
         if before is not None and known:
             Cluster(before).delete()

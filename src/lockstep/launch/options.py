@@ -184,11 +184,7 @@ def add_google_options(parser: argparse.ArgumentParser) -> None:
     add("--project", default="", help="the project (default: that of gcloud's configuration)")
     add("--network", default="", help="the network of new machines (default: default)")
     add("--service_account", default="", help="the account of new machines (default: the project's)")
-    add(
-        "--internal_ip",
-        action="store_true",
-        help="machines have no external address, and ssh uses the internal one",
-    )
+    add("--internal_ip", action="store_true", help="machines have no external address, and ssh uses the internal one")
     add("--ssh_user", default="", help="the user on the machines (default: the one that gcloud uses)")
     add("--ssh_key", default="~/.ssh/google_compute_engine", help="the ssh key (default: the one that gcloud makes)")
     add("--wait_s", type=float, default=86400.0, help="seconds to wait for the slice, then give up (default a day)")

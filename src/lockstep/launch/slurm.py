@@ -14,17 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from lockstep.errors import ConfigError
-from lockstep.exits import (
-    DONE,
-    FAILED,
-    KILLED,
-    NOT_FOUND,
-    REFUSED,
-    TERMINATED,
-    UNREACHABLE,
-    WORKER_LOST,
-    describe_code,
-)
+from lockstep.exits import DONE, FAILED, KILLED, NOT_FOUND, REFUSED, TERMINATED, UNREACHABLE, WORKER_LOST, describe_code
 from lockstep.launch.backend import Console, LaunchError, Patience
 from lockstep.launch.environment import JobEnvironment, filter_files, here_document, job_environment, job_variables
 from lockstep.launch.options import add_job_options, count
@@ -313,8 +303,7 @@ def _slurm(argv: Sequence[str]) -> str:
         done = subprocess.run(argv, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
     except FileNotFoundError:
         raise LaunchError(
-            f"{argv[0]} was not found. Run this on a login node of the cluster, where Slurm's commands are.",
-            NOT_FOUND,
+            f"{argv[0]} was not found. Run this on a login node of the cluster, where Slurm's commands are.", NOT_FOUND
         ) from None
     if done.returncode:
         said = re.sub(r"^\w+: (error: )?", "", done.stderr.strip().split("\n")[0])

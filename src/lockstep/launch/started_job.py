@@ -177,8 +177,7 @@ class StartedJob:
         attempt = self._last()
         self._console.say(f"stopping {self._job.name}; its processes have {grace:g} s to save")
         answers = on_all(
-            transport,
-            lambda index: self._call(transport, index, op="clear", how="stop", timeout_s=grace + MARGIN_S),
+            transport, lambda index: self._call(transport, index, op="clear", how="stop", timeout_s=grace + MARGIN_S)
         )
         states = on_all(transport, lambda index: self._call(transport, index, op="status", attempt=attempt.id))
         for index, (worker, state) in enumerate(zip(transport.workers, states, strict=True)):

@@ -263,8 +263,5 @@ class EvaluationFields:
     def prompt_fields(self) -> PromptFields:
         """The names of the fields of a prompt, and its format."""
         return PromptFields(
-            prompt=self.prompt_field,
-            messages=self.messages_field,
-            answer=self.answer_field,
-            format=self.prompt_format,
+            prompt=self.prompt_field, messages=self.messages_field, answer=self.answer_field, format=self.prompt_format
         )

@@ -77,8 +77,7 @@ class FollowedFile:
         self._lines = self._lines[:first] + hashes[same:]
         new = [(f"{self.path}:{first + place}", line) for place, line in enumerate(lines[same:], start=1)]
         return FileChange(
-            taken_back=taken_back,
-            records=[(place, parse_record(line, place)) for place, line in new if line.strip()],
+            taken_back=taken_back, records=[(place, parse_record(line, place)) for place, line in new if line.strip()]
         )
 
     def _goes_on(self, file: BinaryIO) -> bool:

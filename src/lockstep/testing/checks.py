@@ -20,9 +20,7 @@ if TYPE_CHECKING:
 
 PATIENCE_S = 3.0  # seconds in which threads may end and the service may delete what is spent
 
-KEPT_THREADS = {
-    "lockstep-watchdog": "ends by itself once nothing has been watched for its time-out",
-}
+KEPT_THREADS = {"lockstep-watchdog": "ends by itself once nothing has been watched for its time-out"}
 """Threads that may stay, by the beginning of their names, and why."""
 KEPT_KEYS = {
     "lockstep/heartbeat/": "one per process, first posted up to half a second after its start and then overwritten",
@@ -83,11 +81,7 @@ def look(hosts: "Hosts", tests: str = "") -> Facts:
         "setting of jax": dict(jax.config.values),
         "mesh in use": {"": jax.sharding.get_mesh()},
         "signal handler": {name: handler for name, handler in handlers.items() if handler is not None},
-        "hosts": {
-            "timeout_s": hosts.timeout_s,
-            "debug": hosts.debug,
-            "preemption.signal": hosts.preemption.signal,
-        },
+        "hosts": {"timeout_s": hosts.timeout_s, "debug": hosts.debug, "preemption.signal": hosts.preemption.signal},
         "replaced": _replaced(tests),
     }
 

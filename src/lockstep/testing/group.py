@@ -70,11 +70,7 @@ class Group:
             listener.listen(processes)
             listener.settimeout(0.1)
             self._launcher = subprocess.Popen(
-                command,
-                env={**os.environ, **(environment or {})},
-                cwd=DIRECTORY,
-                stdout=log,
-                stderr=subprocess.STDOUT,
+                command, env={**os.environ, **(environment or {})}, cwd=DIRECTORY, stdout=log, stderr=subprocess.STDOUT
             )
             deadline = time.monotonic() + START_S
             while len(self._lines) < processes:

@@ -54,9 +54,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     _refuse_what_differs(pyfuncitem)
     classes = [node.name for node in pyfuncitem.listchain() if isinstance(node, pytest.Class)]
     reference = Reference(
-        module=pyfuncitem.module.__name__,
-        name=".".join([*classes, pyfuncitem.originalname]),
-        file=str(pyfuncitem.path),
+        module=pyfuncitem.module.__name__, name=".".join([*classes, pyfuncitem.originalname]), file=str(pyfuncitem.path)
     )
     names = inspect.signature(pyfuncitem.obj).parameters
     values = {name: value for name, value in pyfuncitem.funcargs.items() if name in names}

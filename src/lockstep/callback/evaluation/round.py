@@ -94,12 +94,7 @@ def run_tasks(
             gate = Gate(hosts, left_s if math.isfinite(left_s) else None, clock)
             with hosts.scope("generate") as scope:
                 generation = generate_on_all(
-                    scope,
-                    lambda: (ready, model, None),
-                    requests,
-                    find_stop=find_stop,
-                    gate=gate,
-                    watchdog=watchdog,
+                    scope, lambda: (ready, model, None), requests, find_stop=find_stop, gate=gate, watchdog=watchdog
                 )
             completions = generation.completions
             if generation.ended:

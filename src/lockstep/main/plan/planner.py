@@ -291,8 +291,7 @@ def _shorter(
 def _cut(requests: Sequence[Request], most: int) -> list[Request]:
     return [
         dataclasses.replace(
-            request,
-            params=dataclasses.replace(request.params, max_new_tokens=min(most, request.params.max_new_tokens)),
+            request, params=dataclasses.replace(request.params, max_new_tokens=min(most, request.params.max_new_tokens))
         )
         for request in requests
     ]

@@ -13,14 +13,7 @@ from lockstep.engine import layout_text
 from lockstep.main.plan.collectives import CollectiveSum, FsdpBytes, ThinPieces
 from lockstep.main.plan.hlo import vmem
 from lockstep.main.plan.planner import Plan, SamplingPlan
-from lockstep.main.plan.summary import (
-    RolloutStep,
-    StepTime,
-    moments,
-    rollout_step,
-    stop_time,
-    train_time,
-)
+from lockstep.main.plan.summary import RolloutStep, StepTime, moments, rollout_step, stop_time, train_time
 from lockstep.placement import PP
 from lockstep.placement.device import TILE
 from lockstep.printable import bytes_text, seconds_text
@@ -297,8 +290,7 @@ def _verdict(plan: Plan, console: Console) -> None:
         console.print(f"[bold red]does not fit[/]: {escape(each.text)}", highlight=False, soft_wrap=True)
         if each.largest is not None:
             console.print(
-                f"  {each.key} is {each.value}; the largest that works is [bold]{each.largest}[/]",
-                highlight=False,
+                f"  {each.key} is {each.value}; the largest that works is [bold]{each.largest}[/]", highlight=False
             )
         console.print(f"  change {each.key} at {escape(each.place)}", highlight=False, soft_wrap=True)
 

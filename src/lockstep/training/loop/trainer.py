@@ -33,13 +33,7 @@ from lockstep.training.loop.stopping import LossWatch, StopRequest, TrainResult
 from lockstep.training.objectives.logprobs import LossFn
 from lockstep.training.step.launcher import Launcher, compile_largest, memory_for_training, named_failure
 from lockstep.training.step.train_state import TrainState, parameter_shardings
-from lockstep.training.step.train_step import (
-    StepMetrics,
-    TrainStep,
-    init_model,
-    init_state,
-    state_structs,
-)
+from lockstep.training.step.train_step import StepMetrics, TrainStep, init_model, init_state, state_structs
 
 log = get_logger(__name__)
 

@@ -232,12 +232,7 @@ class HfSaves:
     name = "hf_saves"
 
     def __init__(
-        self,
-        config: TrainConfig,
-        run_dir: Path,
-        tokenizer: "PreTrainedTokenizerBase",
-        vocab_size: int,
-        hosts: Hosts,
+        self, config: TrainConfig, run_dir: Path, tokenizer: "PreTrainedTokenizerBase", vocab_size: int, hosts: Hosts
     ) -> None:
         self._config, self._run_dir, self._tokenizer, self._vocab_size = config, run_dir, tokenizer, vocab_size
         self._hosts = hosts
