@@ -135,7 +135,6 @@ def load(
     """Load the model of a checkpoint on a mesh.
 
     Args:
-        hosts: The processes of the job, all of which make this call.
         mesh: A mesh of all devices, or of this host's.
         dtype: The float type of the weights; None for the one in which they are stored. Those with adapters keep that
             of the training run, so that they are merged as they were there.

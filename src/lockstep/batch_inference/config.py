@@ -14,11 +14,7 @@ InferenceMode = Literal["global_mesh", "host_data_parallel"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class JobConfig:
-    """Devices, directory and trackers of the sampler, with the keys of a training run.
-
-    Raises:
-        ConfigError: A value is out of its range.
-    """
+    """Devices, directory and trackers of the sampler, with the keys of a training run."""
 
     mesh_shape: str = "auto"
     """The mesh of a checkpoint: ``auto`` (over all devices), or sizes ``dp,fsdp,tp``. In mode host_data_parallel the
@@ -43,12 +39,7 @@ class JobConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SampleConfig(EvaluationFields, SamplingFields):
-    """Settings of ``sample``: what to ask which checkpoint, on which devices, and where the answers go.
-
-    Raises:
-        ConfigError: A value cannot work; the message names the field, the value, the limit and the fix.
-        PromptError: An inline list of prompts is empty or has an empty prompt.
-    """
+    """Settings of ``sample``: what to ask which checkpoint, on which devices, and where the answers go."""
 
     hf_checkpoint: str | None = None
     """Hugging Face checkpoint: a directory or a URL."""

@@ -76,7 +76,6 @@ class Generator:
         """Choose capacities, compile, and agree, before anything is launched; every host calls it.
 
         Args:
-            mesh: The mesh of all devices, or of this host's.
             units: The units of this host, in the order of `pending_units`; may be none where hosts work for
                 themselves.
 
@@ -111,9 +110,7 @@ class Generator:
         """Generate units and write their rows.
 
         Args:
-            units: The units given to `prepare`.
             rows: The row file of this host; None on hosts that write none.
-            meter: The meter that counts progress; None on hosts that show none.
 
         Raises:
             PeerError: The hosts work in lockstep and one of them failed; raised on every host.

@@ -144,7 +144,6 @@ class Board:
 
     Args:
         separate: Whether every host has its own prompts.
-        rows: The number of rows of the whole job.
         found: The number of rows that were there when this run began, of prompts that had all of theirs.
         show: Called on the leader with the progress of the job, at most every half second.
     """
@@ -188,9 +187,6 @@ class Board:
 
     def wait_for_all(self, timeout_s: float) -> None:
         """Return when every host has nothing left to do. The leader goes on showing the progress of the job.
-
-        Args:
-            timeout_s: The time in seconds that the hosts may go without progress.
 
         Raises:
             HostTimeoutError: No host made progress for so long; names those that are not done.

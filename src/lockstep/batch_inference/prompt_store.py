@@ -70,7 +70,6 @@ def pending_units(
     same number of them have the same work.
 
     Args:
-        shape: The rows of the job.
         lengths: The number of tokens of each prompt.
         finished: Whether each unit has all its rows.
     """
@@ -85,7 +84,6 @@ def share_of(units: Int[np.ndarray, " pending"], host: int, hosts: int) -> Int[n
 
     Args:
         units: All units in the order of `pending_units`.
-        host: The number of the host, from 0.
     """
     turn, place = np.divmod(np.arange(len(units)), hosts)
     return units[np.where(turn % 2 == 0, place, hosts - 1 - place) == host]
@@ -108,8 +106,6 @@ def prompts_per_batch(sequences: int, generations: int, max_new_tokens: int, cap
 
     Args:
         sequences: The number of sequences that are decoded at a time.
-        max_new_tokens: The most tokens of a completion.
-        cap: The most prompts; None for no cap.
     """
     at_once = -(-sequences // generations)
     in_memory = BATCH_TOKENS // (generations * max_new_tokens)
@@ -197,8 +193,6 @@ def encoded_lines(
 
     Args:
         fields: The format that they were read in; None: the default.
-        max_seq_len: The most tokens of a prompt and its completion together; None for no limit.
-        max_new_tokens: The most tokens of a completion.
 
     Yields:
         A line with the prompt and its tokens.
@@ -221,7 +215,6 @@ def store_prompts(hosts: Hosts, lines: Iterator[bytes] | None, *, piece_bytes: i
     """Store the leader's prompts on every host.
 
     Args:
-        hosts: The processes of the job, all of which make this call.
         lines: On the leader, the lines of `encoded_lines`; None elsewhere.
         piece_bytes: The number of bytes that are sent at a time, about.
 

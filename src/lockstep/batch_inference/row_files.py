@@ -36,11 +36,7 @@ def host_file(directory: Path, host: int) -> Path:
 
 
 class RowIndex:
-    """Which of a job's rows are in the files of a directory, and where: 14 bytes of memory per row of the job.
-
-    Args:
-        shape: The rows of the job.
-    """
+    """Which of a job's rows are in the files of a directory, and where: 14 bytes of memory per row of the job."""
 
     def __init__(self, shape: JobShape) -> None:
         self.shape = shape
@@ -107,7 +103,6 @@ class RowFile:
 
     Args:
         path: The file; a partial last line is removed.
-        index: The index to which written rows are added.
         upload: Called with the lines of each batch once they are written; None for no upload.
     """
 
@@ -137,11 +132,7 @@ def unpack(data: bytes, count: int) -> Bool[np.ndarray, " rows"]:
 
 
 def owners(present: list[Bool[np.ndarray, " rows"]]) -> Int[np.ndarray, " rows"]:
-    """Return for each row the first host that has it, `NOWHERE` where none has.
-
-    Args:
-        present: Whether each row is present, by host.
-    """
+    """Return for each row the first host that has it, `NOWHERE` where none has."""
     stacked = np.stack(present)
     return np.where(stacked.any(axis=0), stacked.argmax(axis=0), NOWHERE).astype(np.int16)
 
@@ -196,10 +187,6 @@ def check_manifest(directory: Path, manifest: Mapping[str, Any], *, force: bool)
 def write_manifest(directory: Path, manifest: Mapping[str, Any], host: int) -> Path:
     """Write the manifest; hosts that share the directory write the same.
 
-    Args:
-        directory: The directory of this host's rows; made where it is missing.
-        manifest: Everything that decides what the rows are, by name.
-
     Returns:
         The file; it appears under its name only when it is complete.
     """
@@ -220,9 +207,6 @@ class RemoteRows:
 
     Object stores cannot append, so each batch of a host is an object of its own. It appears whole or not at all: a
     process that is killed leaves no torn line there.
-
-    Args:
-        url: The URL of the directory, such as ``gs://bucket/rows``.
     """
 
     def __init__(self, url: str, host: int) -> None:
@@ -269,10 +253,6 @@ MERGED = "samples.jsonl"  # the name of the merged file
 def agree_on_owners(hosts: Hosts, index: RowIndex) -> Int[np.ndarray, " rows"]:
     """Return for each row the host that counts and sends it: the first that has the row on a disk that it can read.
 
-    Args:
-        hosts: The processes of the job, all of which make this call.
-        index: The rows that this host can read.
-
     Returns:
         Process numbers, the same on every host; `NOWHERE` for rows that no host has.
     """
@@ -295,10 +275,7 @@ def merge(hosts: Hosts, index: RowIndex, owner: Int[np.ndarray, " rows"], direct
     The file appears under its name only when it is complete.
 
     Args:
-        hosts: The processes of the job, all of which make this call.
-        index: The rows that this host can read.
         owner: The host that sends each row, as `agree_on_owners` returned it.
-        directory: The directory of the leader's files.
 
     Returns:
         The file, on the leader; None elsewhere.

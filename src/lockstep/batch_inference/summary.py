@@ -33,11 +33,7 @@ TABLE = "sample/samples"
 
 @dataclasses.dataclass(kw_only=True)
 class Totals:
-    """Sums over rows, which are known without gathering the rows.
-
-    Args:
-        counts: The number of completions that have a value of each metric.
-    """
+    """Sums over rows, which are known without gathering the rows."""
 
     rows: int = 0
     tokens: int = 0

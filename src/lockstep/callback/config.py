@@ -113,11 +113,7 @@ class InferenceEvalConfig(EvaluationFields, SamplingBlock):
             raise self.located(error) from None
 
     def check_prompts_per_round(self, count: int) -> None:
-        """Check that ``prompts_per_round`` leaves prompts for other rounds.
-
-        Raises:
-            ConfigError: There are no more prompts than ``prompts_per_round``.
-        """
+        """Check that ``prompts_per_round`` leaves prompts for other rounds."""
         if self.prompts_per_round is not None and self.prompts_per_round >= count:
             raise ConfigError(
                 f"prompts_per_round is {self.prompts_per_round} and there are {count} prompts: every round would have "

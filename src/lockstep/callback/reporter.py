@@ -43,9 +43,6 @@ class Reporter:
 
     A report is one job: rows, metrics, file, terminal table, tracker. Nothing in it can launch a device program. What
     fails is logged and counted; what is slow, or never returns, delays later reports and nothing else.
-
-    Args:
-        samples_path: The file that rows are appended to; None for none.
     """
 
     def __init__(
@@ -84,11 +81,7 @@ class Reporter:
         self._put(f"step {step} (skipped)", lambda: self._try("the tracker", step, lambda: self._log(step, counts)))
 
     def report_tasks(self, step: int, found: TaskResults | Exception) -> None:
-        """Queue the report of a round of tasks; returns at once.
-
-        Args:
-            found: What the tasks found, or why their answers could not be scored.
-        """
+        """Queue the report of a round of tasks; returns at once."""
         if isinstance(found, Exception):
             self.errors += 1
             what = f"{self._name}: the tasks after step {step} could not be scored; training goes on: {found}"

@@ -82,11 +82,7 @@ def with_drafts(round_prompts: RoundPrompts, earlier: EarlierAnswers) -> RoundPr
 
 
 def keep_answers(earlier: EarlierAnswers, requests: Sequence[Request], completions: Sequence[Completion]) -> None:
-    """Keep the answers of a round.
-
-    Args:
-        completions: The answers in the order of the requests, then of the generations.
-    """
+    """Keep the answers of a round."""
     answers: dict[int, list[Completion]] = {}
     for completion in completions:
         answers.setdefault(completion.prompt_id, []).append(completion)
@@ -104,9 +100,6 @@ def drawn_prompts(config: InferenceEvalConfig, count: int, step: int) -> list[in
 
     All prompts are shuffled and dealt, round by round; when fewer than a round's are left, they are shuffled anew. So
     no prompt comes twice before nearly all others had their turn.
-
-    Args:
-        config: A configuration with ``prompts_per_round``.
     """
     each = config.prompts_per_round
     assert each is not None

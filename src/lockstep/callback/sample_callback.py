@@ -235,9 +235,6 @@ class SampleCallback:
         Launches nothing. Training scripts call it before the first step, so that a mistake ends the run there and not
         in the hundredth step.
 
-        Args:
-            model: What the rounds will get.
-
         Raises:
             PeerError: something failed on at least one host; the same text on every host.
             DisagreementError: hosts hold different configurations or tokenizers.

@@ -74,12 +74,7 @@ def order(first: ProcessLog, one: Launch, other: ProcessLog, another: Launch) ->
 
 
 def alone(one: ProcessLog, launch: Launch, another: ProcessLog, following: Launch | None, waits: bool) -> Finding:
-    """One process launches what another does not.
-
-    Args:
-        following: What that launches in its place; None: nothing came.
-        waits: Whether the first waits in it for the other.
-    """
+    """One process launches what another does not."""
     if waits:
         place = _whereabouts(another)
     elif following is not None:

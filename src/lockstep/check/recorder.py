@@ -32,9 +32,6 @@ _DONATED = re.compile(r"tf\.aliasing_output|jax\.buffer_donor")
 class Recorder:
     """Writes a file of JSON lines, each complete as soon as it is written: the process may be killed at any time.
 
-    Args:
-        file: The file, which must not exist.
-
     Raises:
         FileExistsError: Another process writes it.
     """

@@ -40,11 +40,7 @@ class Client(Protocol):
     processes: Sequence[int]  # the process of each task, by the task's number
 
     def renumber(self, processes: Sequence[int]) -> None:
-        """Take over the numbers of the processes.
-
-        Args:
-            processes: The process of each task, by the task's number.
-        """
+        """Take over the numbers of the processes."""
 
     def set(self, key: str, value: bytes) -> None:
         """Store a value; a key that exists is overwritten."""
@@ -76,11 +72,7 @@ class Client(Protocol):
 
 
 class _Numbered:
-    """The numbers of a client's process. The service has its own, which on a TPU need not be those of JAX's devices.
-
-    Args:
-        task: The number by which the service knows this process.
-    """
+    """The numbers of a client's process. The service has its own, which on a TPU need not be those of JAX's devices."""
 
     def __init__(self, task: int, count: int) -> None:
         self.task = self.index = task

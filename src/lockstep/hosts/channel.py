@@ -41,7 +41,6 @@ class Channel:
         """Wait until every process is here; the leader then deletes the keys of earlier operations.
 
         Args:
-            key: The key that errors name.
             name: The barrier's name at the service, which may be used again; None for the key.
 
         Raises:

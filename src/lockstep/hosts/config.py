@@ -77,9 +77,6 @@ class DistributedConfig:
 def check_count(config: DistributedConfig, count: int) -> None:
     """Refuse a job that was started on only some of the workers.
 
-    Args:
-        config: The processes that are required.
-
     Raises:
         ConfigError: ``count`` processes are not what the config or the environment requires.
     """
@@ -158,11 +155,7 @@ def _tasks_on_node(tasks: int | None) -> int | None:
 
 
 def environment_integer(name: str) -> int | None:
-    """Read a whole number from an environment variable; None where it is unset or empty.
-
-    Raises:
-        ConfigError: It is not a whole number.
-    """
+    """Read a whole number from an environment variable; None where it is unset or empty."""
     text = os.environ.get(name, "").strip()
     if not text:
         return None
@@ -173,11 +166,7 @@ def environment_integer(name: str) -> int | None:
 
 
 def environment_flag(name: str) -> bool:
-    """Return whether an environment variable says yes.
-
-    Raises:
-        ConfigError: It says neither yes nor no.
-    """
+    """Return whether an environment variable says yes."""
     text = os.environ.get(name, "").strip().lower()
     if text in ("", "0", "false", "no"):
         return False

@@ -40,7 +40,6 @@ def agree(channel: Channel, key: str, values: Mapping[str, str], timeout_s: floa
     One digest is exchanged; the values only where digests differ.
 
     Args:
-        key: The key of the exchange, the same on every process.
         values: The name of each thing to agree on, and its digest or a short text.
         strict: Whether values whose name ends in `MAY_DIFFER` must be equal too.
 
@@ -60,8 +59,6 @@ def raise_if_different(
 
     Args:
         channel: This process's end of the service; the leader logs, once, a difference that is no error.
-        key: The key of the exchange of digests, the same on every process.
-        strict: Whether values whose name ends in `MAY_DIFFER` must be equal too.
 
     Raises:
         DisagreementError: The values differ; the same text on every process says what differs and who has what.
@@ -91,7 +88,6 @@ def broadcast(channel: Channel, key: str, value: bytes | None, timeout_s: float)
     """Return the leader's ``value`` on every process. The leader does not wait for the others.
 
     Args:
-        key: The key of the broadcast, the same on every process.
         value: Bytes on the leader, None elsewhere.
 
     Raises:
@@ -116,10 +112,6 @@ def broadcast(channel: Channel, key: str, value: bytes | None, timeout_s: float)
 def broadcast_from_leader(channel: Channel, key: str, work: Callable[[], bytes], timeout_s: float) -> bytes:
     """Do ``work`` on the leader and return on every process what it returned.
 
-    Args:
-        key: The key of the broadcast, the same on every process.
-        work: The work, called on the leader alone.
-
     Raises:
         PeerError: The work failed; the text is the same on every process, and on the leader the error is the cause.
         HostTimeoutError: The leader posted nothing within ``timeout_s``.
@@ -141,9 +133,6 @@ def broadcast_from_leader(channel: Channel, key: str, work: Callable[[], bytes],
 def gather(channel: Channel, key: str, value: bytes, timeout_s: float) -> list[bytes] | None:
     """Return every process's ``value`` by process number on the leader, None elsewhere.
 
-    Args:
-        key: The key of the exchange, the same on every process.
-
     Raises:
         HostTimeoutError: Not all came within ``timeout_s``; names the missing ones and their last phase.
     """
@@ -158,9 +147,6 @@ def gather(channel: Channel, key: str, value: bytes, timeout_s: float) -> list[b
 
 def all_min(channel: Channel, key: str, value: int, timeout_s: float) -> int:
     """Return on every process the smallest ``value`` that any of them passed.
-
-    Args:
-        key: The key of the exchange, the same on every process.
 
     Raises:
         HostTimeoutError: Not all came within ``timeout_s``; names the missing ones and their last phase.

@@ -24,10 +24,8 @@ USER_ERRORS = (ConfigError, PromptError, CapacityError, CompilerError)
 def end_job_on_uncaught_errors(hosts: Hosts) -> Callable[[], None]:
     """Have an error that nothing catches end the job as in `run_main`, in a program that does not use it.
 
-    The error is printed by the ``sys.excepthook`` that is there. An interactive Python goes on, as it does.
-
-    Returns:
-        A function that takes this back.
+    The error is printed by the ``sys.excepthook`` that is there. An interactive Python goes on, as it does. What is
+    returned takes this back.
     """
     before = sys.excepthook
 
@@ -48,11 +46,7 @@ def end_job_on_uncaught_errors(hosts: Hosts) -> Callable[[], None]:
 
 
 def outcome(hosts: Hosts | None, error: BaseException) -> tuple[int, str]:
-    """Exit code of a program that an error ends, and the text that the peers print about it.
-
-    Args:
-        hosts: The processes of the job; None where it has no service any more.
-    """
+    """Exit code of a program that an error ends, and the text that the peers print about it."""
     if isinstance(error, KeyboardInterrupt):
         return INTERRUPTED, "interrupted"
     if isinstance(error, SystemExit):
@@ -67,12 +61,7 @@ def outcome(hosts: Hosts | None, error: BaseException) -> tuple[int, str]:
 
 
 def print_error(hosts: Hosts | None, error: BaseException, debug: bool = False) -> None:
-    """Print an error that ends a program: without its stack where a user can mend it.
-
-    Args:
-        hosts: The processes of the job; None where it has no service any more.
-        debug: Whether its stack is printed all the same.
-    """
+    """Print an error that ends a program: without its stack where a user can mend it."""
     if isinstance(error, (KeyboardInterrupt, SystemExit)):
         if isinstance(error, SystemExit) and isinstance(error.code, str):
             print(error.code, file=sys.stderr)
@@ -119,10 +108,7 @@ def leave(hosts: Hosts | None, code: int, reason: str, peers: int = PEER_FAILED)
     that are not made have as long, and those that are lost are named.
 
     Args:
-        hosts: The processes of the job; None where it has no service any more.
-        code: The exit code, not 0.
         reason: What the peers print about this process; where it failed, after the word "failed".
-        peers: The exit code of the peers.
 
     Raises:
         SystemExit: The job has one process, or no service any more.

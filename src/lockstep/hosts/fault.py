@@ -55,11 +55,7 @@ def is_fault(text: str) -> bool:
 
 
 def failure_code(error: BaseException) -> int:
-    """The exit code of a process that an error ends: `FAULT`, or `FAILED` for what another attempt would meet again.
-
-    Args:
-        error: The error; where every process raises it, all have the same code.
-    """
+    """The exit code of a process that an error ends: `FAULT`, or `FAILED` for what another attempt would meet again."""
     each: BaseException | None = error
     while each is not None:
         if isinstance(each, PeerError):

@@ -71,11 +71,7 @@ class Heartbeat:
         self._publish()
 
     def start_heartbeat(self) -> Callable[[], None]:
-        """Start a thread that posts every `INTERVAL_S` seconds, and `MIN_INTERVAL_S` after a change: no caller waits.
-
-        Returns:
-            A function that ends the thread.
-        """
+        """Start a thread that posts every `INTERVAL_S` s, and `MIN_INTERVAL_S` after a change; return what ends it."""
         stopping = threading.Event()
         thread = threading.Thread(target=self._run, args=(stopping,), name="lockstep-heartbeat", daemon=True)
         self._has_thread = True
@@ -116,9 +112,6 @@ def heartbeats(client: Client, processes: Iterable[int] | None = None) -> dict[i
 
     The result is empty when the service does not answer. It is read once per job where all need it: every process that
     reads those of all others moves bytes that grow with the square of the processes.
-
-    Args:
-        processes: The processes, a few of them; None for all.
     """
     try:
         if processes is None:

@@ -43,7 +43,6 @@ class Listener:
 
     Args:
         on_lost: Called in the listener's thread with the task of a process that is gone, and a text that says how.
-        stopping: Set once this process leaves the job.
     """
 
     def __init__(self, client: Client, on_lost: Callable[[int, str], None], stopping: threading.Event):
@@ -144,11 +143,7 @@ class Listener:
 
 
 class Connection:
-    """The connection of another process to the one that runs the service.
-
-    Args:
-        stopping: Set once this process leaves the job.
-    """
+    """The connection of another process to the one that runs the service."""
 
     def __init__(self, client: Client, stopping: threading.Event):
         self._client = client
@@ -292,11 +287,7 @@ def say_who_is_missing(address: str | None, count: int | None, timeout_s: float)
 
 
 def missing(port: int, count: int | None) -> str:
-    """Who has not connected to a port of this machine, by name where the platform names the hosts of the job.
-
-    Args:
-        count: The number of processes of the job; None: not known.
-    """
+    """Who has not connected to a port of this machine, by name where the platform names the hosts of the job."""
     peers = connected(port)
     found = f"{len(peers)} of {count} processes have connected" if count else f"{len(peers)} processes have connected"
     hosts = {address for address, _ in peers}
@@ -308,11 +299,7 @@ def missing(port: int, count: int | None) -> str:
 
 
 def connected(port: int, folder: str = PROC) -> set[tuple[str, int]]:
-    """Address and port of whoever has a connection to a port of this machine; nobody where there is no such table.
-
-    Args:
-        folder: The directory with the kernel's tables ``tcp`` and ``tcp6``.
-    """
+    """Address and port of whoever has a connection to a port of this machine; nobody where there is no such table."""
     found = set()
     for name in ("tcp", "tcp6"):
         with contextlib.suppress(OSError):

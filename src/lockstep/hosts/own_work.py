@@ -50,8 +50,6 @@ def try_leader_only(what: str, work: Callable[[], object], consequence: str) -> 
     """Do work of the leader's in which a launch raises; what fails is logged and goes no further.
 
     Args:
-        what: What is done, as the log names it.
-        work: The work, which launches nothing.
         consequence: What the failure means for the run, as the log says it.
 
     Returns:

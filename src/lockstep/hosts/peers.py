@@ -48,7 +48,6 @@ def announce_exit(client: Client, reason: str, code: int = PEER_FAILED, work_s: 
 
     Args:
         reason: What the others print; where this process failed, after the word "failed".
-        code: The exit code of the others; another one than `PEER_FAILED` where this process did not fail.
         work_s: The seconds that work behind queues has, at most, while the others end.
     """
     text = without_credentials(f"failed: {reason}" if code == PEER_FAILED else reason)[:MAX_TEXT]
@@ -92,10 +91,7 @@ def _mark_departure(client: Client) -> None:
 def watch_peers(hosts: Hosts) -> Callable[[], None]:
     """Start threads that end this process soon after another one has announced that it ends, or the service is gone.
 
-    This process's heartbeat starts too.
-
-    Returns:
-        A function that stops watching; it is also called when Python exits.
+    This process's heartbeat starts too. What is returned stops watching; Python's exit calls it too.
     """
     client, stopping, stop_heartbeat = hosts.client, threading.Event(), hosts.start_heartbeat()
     thread = threading.Thread(target=_watch, args=(hosts, stopping), name="lockstep-peers", daemon=True)

@@ -79,9 +79,6 @@ class Ledger:
 def raise_different_launches(channel: Channel, key: str, ledger: Ledger, timeout_s: float) -> NoReturn:
     """Find the first launch that differs: by hashes first, then among `SENT` launches of each process.
 
-    Args:
-        key: The key of the exchange that found different states, the same on every process.
-
     Raises:
         LaunchMismatchError: On every process, with the same text: the first launch that differs, and who made which.
         HostTimeoutError: Not all came within ``timeout_s``; names the missing ones and their last phase.
@@ -134,11 +131,7 @@ def _launch(launch: tuple[str, str] | None) -> str:
 
 
 class Phase:
-    """One process's part of `Hosts.run_on_all` or `Hosts.launch_on_all`.
-
-    Args:
-        name: The name that errors give to the phase.
-    """
+    """One process's part of `Hosts.run_on_all` or `Hosts.launch_on_all`."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -147,11 +140,7 @@ class Phase:
         self._shared: list[Any] | None = None
 
     def agree(self, values: Mapping[str, str]) -> None:
-        """Add values that every process must have, such as digests; compared when the phase ends.
-
-        Args:
-            values: The name of each thing to agree on, and its digest or a short text.
-        """
+        """Add values that every process must have, such as digests; compared when the phase ends."""
         self._agreed |= values
 
     def share(self, value: object) -> None:
@@ -181,10 +170,7 @@ class Phase:
         """Exchange outcome, shared value, digests of what must agree and of the launches, all at once.
 
         Args:
-            key: The key of the exchange, the same on every process.
-            error: What went wrong on this process, or None.
             ledger: The launches of this process; None in a phase that launches nothing.
-            strict: Whether values that may differ (`MAY_DIFFER`) must be equal too.
 
         Raises:
             PeerError: At least one process has an error.

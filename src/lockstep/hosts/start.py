@@ -291,8 +291,6 @@ def number_processes(hosts: Hosts, index: int, count: int, timeout_s: float) -> 
 
     Args:
         hosts: The processes, until now numbered as the tasks of the coordination service.
-        index: The number of this process, ``jax.process_index()``.
-        count: The number of processes that JAX sees, ``jax.process_count()``.
 
     Raises:
         HostError: On every process, with the same text: JAX's devices are those of another number of processes, or

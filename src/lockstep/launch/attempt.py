@@ -53,8 +53,6 @@ def first_failure(
 
     Args:
         unreachable: Whether a worker cannot be reached at the moment.
-        all_ended: Whether there will be no more.
-        waited_s: Seconds since the first of them came.
         themselves: The workers whose output has an error of their own (`failed_by_themselves`); None: it is not known.
     """
     failed = sorted((each for each in endings if each.code != DONE), key=lambda each: each.at)

@@ -57,7 +57,6 @@ class Connection:
     """A request to the agent on one worker, and its answer.
 
     Args:
-        payload: Files or bytes that follow the request.
         stays: Whether words can be sent after that (`send`).
     """
 
@@ -268,9 +267,7 @@ class Follower(threading.Thread):
     """Follows an attempt on one worker until it has ended there.
 
     Args:
-        request: ``root`` and ``attempt``.
         start: The specification of the command; None: it was started before.
-        offset: Bytes of the log that are known.
     """
 
     def __init__(

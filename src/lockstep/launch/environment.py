@@ -102,7 +102,6 @@ def run_command(secret_names: list[str], directory: str, *, forward: bool) -> st
     """Bash that runs its arguments and leaves their exit code in ``$code``; of signals it dies no sooner than they do.
 
     Args:
-        secret_names: The names of secret variables, whose values are taken out of the output.
         directory: Where `filter_files` are, as Bash between double quotes.
         forward: Whether it passes SIGTERM on, because the platform sends it to the first process of a task alone. A
             process that gets it twice may die of the second while it ends in order.

@@ -74,7 +74,6 @@ class GkeSpec:
 
         Args:
             slices: The slices that there are; None: the most of ``--slices``.
-            attempts: How many attempts there were before.
         """
         kind = slice_of(options.tpu_type)
         if kind is None:

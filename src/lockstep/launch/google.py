@@ -55,11 +55,7 @@ class GoogleBackend(WorkerBackend):
         """The number of machines of a slice, from its kind alone; 0 where the kind is not given."""
 
     def pod(self, options: argparse.Namespace) -> Pod:
-        """The pod of the options; nothing is asked of Google.
-
-        Raises:
-            ConfigError: The kind of slice is not known, or does not fit the other options.
-        """
+        """The pod of the options; nothing is asked of Google."""
         name, (least, most) = options.tpu_name, slice_counts(options)
         if least == most:
             return self.pod_of(options, name, most)

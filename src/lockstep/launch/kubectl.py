@@ -134,11 +134,7 @@ class PodState:
 
 
 def pod_states(found: Mapping[str, Any], hosts: int, attempts: int = 0) -> list[PodState]:
-    """The pods of ``kubectl get pods``, by attempt and process.
-
-    Args:
-        attempts: The attempts of the job before its JobSet was made.
-    """
+    """The pods of ``kubectl get pods``, by attempt and process."""
     states = (_pod_state(each, hosts, attempts) for each in found.get("items", ()))
     return sorted(states, key=lambda pod: (pod.attempt, pod.process))
 
@@ -189,9 +185,6 @@ def not_started(pods: Iterable[PodState], count: int, installed: Collection[str]
 
 class PodLogs:
     """Follows the logs of pods, each over a connection of its own, and keeps them in the job's directory.
-
-    Args:
-        console: Where lines are shown too; None: nowhere.
 
     Attributes:
         installed: The identities of the pods that have installed what they need.

@@ -136,11 +136,7 @@ def local_environment(
 
 
 def resolve(command: Sequence[str]) -> list[str]:
-    """Return the command with the path of its program: beside the running interpreter (its venv), else on PATH.
-
-    Raises:
-        FileNotFoundError: The program is in neither place.
-    """
+    """Return the command with the path of its program: beside the running interpreter (its venv), else on PATH."""
     program, *arguments = command
     if program in ("python", "python3"):
         return [sys.executable, *arguments]

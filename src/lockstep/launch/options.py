@@ -197,11 +197,7 @@ def add_google_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_slices_option(add: Callable[..., object]) -> None:
-    """Add ``--slices`` and what belongs to it.
-
-    Args:
-        add: Adds an option to a group.
-    """
+    """Add ``--slices`` and what belongs to it."""
     add("--slices", type=slice_range, default=1, metavar="N|MIN-MAX", help="how many slices, joined over the "
         "data-centre network (default 1); 1-2 asks for two and goes on with one where need be")  # fmt: skip
     add("--slices_wait_s", type=float, default=600.0, help="with --slices MIN-MAX: seconds to wait for more slices "
@@ -219,11 +215,7 @@ def slice_range(text: str) -> int | str:
 
 
 def slice_counts(options: argparse.Namespace) -> tuple[int, int]:
-    """The least and the most slices of ``--slices``.
-
-    Raises:
-        ConfigError: Another option does not fit a range.
-    """
+    """The least and the most slices of ``--slices``."""
     least, dash, most = str(options.slices).partition("-")
     for wrong, text in (
         (not options.tpu_type, "needs --tpu_type: a slice that was lost is asked for again"),

@@ -160,9 +160,7 @@ class ElasticPod:
     """Slices of which some may be missing: each is asked for, lost and made again by itself.
 
     Args:
-        parts: A pod of each slice, in order.
         least: The slices without which nothing starts.
-        hosts: The machines of a slice.
         more_s: Seconds to wait for the other slices once the least can be used.
     """
 

@@ -25,11 +25,7 @@ TIME_LIMIT: Final = re.compile(r"\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}|UNLIMITED|INF
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SlurmJob:
-    """A job of Slurm, of which the batch script is made.
-
-    Raises:
-        ConfigError: One cannot be a directive of a batch script.
-    """
+    """A job of Slurm, of which the batch script is made."""
 
     name: str
     directory: Path  # where its script, logs and codes are, on a file system that all nodes share

@@ -92,14 +92,7 @@ def parse_arguments[Config](cls: type[Config], arguments: Sequence[str]) -> Conf
 
 
 def name_words(arguments: Sequence[str], keys: Sequence[str], usage: str) -> list[str]:
-    """Put a key before each word of a command line that has none.
-
-    Args:
-        keys: The keys of such words, in their order.
-
-    Returns:
-        The command line as `parse_arguments` reads it.
-    """
+    """Put a key before each word of a command line that has none."""
     left, rest, named = list(keys), list(arguments), list[str]()
     while rest:
         word = rest.pop(0)
@@ -118,9 +111,6 @@ def read_values(arguments: Sequence[str]) -> dict[str, Any]:
     """The values of a command line and its file, before they are made a configuration.
 
     The directory of the file comes last on ``sys.path`` where a module that it names (``module:name``) is there.
-
-    Returns:
-        The values of the file with those of the command line in their places, nested as in YAML.
     """
     overrides = dict(_pairs(arguments))
     path = overrides.pop(CONFIG_PATH, None)

@@ -75,12 +75,7 @@ def make_report(runs: Sequence[RunFiles], output: Path, reload_s: float | None =
 
 
 def watch(given: Sequence[str], output: Path, interval_s: float, sleep: Callable[[float], object] = time.sleep) -> int:
-    """Write the page again whenever a file of the runs has changed, until Ctrl-C.
-
-    Args:
-        given: The runs as they were named; their files need not be there yet.
-        interval_s: The seconds between two looks, and between two reloads of the page.
-    """
+    """Write the page again whenever a file of the runs has changed, until Ctrl-C."""
     print(f"watching {' and '.join(given)} every {interval_s:g} s; Ctrl-C ends it", flush=True)
     last = None
     try:
@@ -208,11 +203,7 @@ def run_convert(arguments: Sequence[str]) -> int:
 
 
 def convert(config: ConvertConfig) -> list[Path]:
-    """Convert the rows of a run.
-
-    Raises:
-        ConfigError: There are no rows, or the format needs a package that is missing.
-    """
+    """Convert the rows of a run."""
     run = Path(config.run)
     files = [run] if run.is_file() else [path for name in ROW_FILES if (path := run / name).is_file()]
     files = [path for path in files if path.stat().st_size]

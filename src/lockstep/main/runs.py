@@ -112,7 +112,6 @@ def evaluate(config: EvalConfig, hosts: Hosts) -> int:
 
     Raises:
         PeerError: A process could not go on; raised on every process.
-        DisagreementError: The processes have different configurations, tokenizers or checkpoints.
     """
     hosts.agree("config", {"configuration": config_digest(config)})
 
@@ -256,12 +255,7 @@ def run_export(arguments: Sequence[str]) -> int:
 
 
 def export(config: ExportConfig, hosts: Hosts) -> int:
-    """Export; every process makes the same call.
-
-    Raises:
-        PeerError: A process could not read or write.
-        DisagreementError: The processes have different configurations or find different checkpoints.
-    """
+    """Export; every process makes the same call."""
     asked = [config.checkpoint, config.output, config.step, config.dtype, config.adapters, config.tokenizer]
     asked += [config.base_model]
     hosts.agree("config", {"config": digest(repr(asked))})

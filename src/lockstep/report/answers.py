@@ -65,9 +65,6 @@ def last_number(text: str) -> Fraction | None:
     (``#### Answer: 72``), but the number of a heading is none (``#### Step 2``, ``#### 1. Count``). What follows
     ``</think>`` is read first. Units, currencies, thousands separators, LaTeX spaces, fractions, mixed numbers and
     powers of ten are understood; multiples of π and roots are no numbers.
-
-    Returns:
-        The number; None where there is none.
     """
     _, thought, answer = text.rpartition("</think>")
     if thought and (found := last_number(answer)) is not None:
@@ -82,11 +79,7 @@ def last_number(text: str) -> Fraction | None:
 
 
 def same_number(given: Fraction | None, expected: Fraction) -> bool:
-    """Whether a solution gives the expected number.
-
-    Args:
-        given: The number of the solution; None where it has none, which is never the same.
-    """
+    """Whether a solution gives the expected number."""
     return given is not None and given == expected
 
 
@@ -236,9 +229,6 @@ def _for_regex(pattern: str, verbose: bool) -> str:
     """A pattern that ``re`` takes, with nothing in it that ``regex`` alone gives a meaning.
 
     ``x_{i}`` would match ``x`` and ``x_y`` (one insertion), ``[[:alpha:]]`` any letter.
-
-    Args:
-        verbose: Whether it is verbose where it begins.
     """
     parts, at = [], 0
     outer: list[bool] = []

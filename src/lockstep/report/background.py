@@ -24,9 +24,6 @@ class BackgroundQueue:
     """Does jobs in order on a thread of its own. Only `flush` ever waits for them.
 
     A job keeps alive what it refers to until it is done, so it should refer to no device array.
-
-    Args:
-        size: The number of jobs that may wait behind the one that is being done.
     """
 
     def __init__(self, name: str, *, size: int) -> None:
@@ -42,8 +39,6 @@ class BackgroundQueue:
 
         Args:
             what: The name of the job, as `flush` returns it.
-            work: The job. What it raises is logged.
-            even_if_full: Whether the job is taken however many wait.
 
         Returns:
             Whether the job was taken: not where the queue is full.
@@ -136,11 +131,8 @@ class BackgroundTracker:
     """Passes calls on to a tracker from a thread of its own, in order, and returns at once.
 
     Args:
-        tracker: The tracker, which is called from that thread alone.
         guard: A function that makes a context around each of its calls, such as ``lockstep.leader_only``, in which a
             launch raises.
-        size: The number of calls that may wait; further ones are dropped and counted.
-        finish_s: The seconds that ``finish`` waits for the calls that are left.
     """
 
     def __init__(
@@ -168,11 +160,7 @@ class BackgroundTracker:
         self._put(f"rows of step {step}", lambda: self._tracker.log_rows(name, kept, step=step))
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait until the tracker has done all calls.
-
-        Returns:
-            Whether the tracker has done them.
-        """
+        """Wait until the tracker has done all calls; return whether it has."""
         return not self._queue.flush(timeout_s)
 
     def finish(self) -> None:

@@ -21,12 +21,10 @@ def append_jsonl(path: str | os.PathLike[str], records: Iterable[Mapping[str, An
     that JSON cannot express is written as the text ``NaN``, ``Infinity`` or ``-Infinity``.
 
     Args:
-        path: A local file; it and its directory are made where they are missing.
         fsync: Whether to return only when the disk has the lines.
 
     Raises:
         ConfigError: The path is a URL.
-        OSError: The file cannot be written.
     """
     if "://" in os.fspath(path):
         raise ConfigError(
@@ -45,9 +43,6 @@ def append_jsonl(path: str | os.PathLike[str], records: Iterable[Mapping[str, An
 
 def repair_jsonl(path: str | os.PathLike[str]) -> int:
     """Make the file end with a whole line.
-
-    Args:
-        path: A local file, which may be missing.
 
     Returns:
         The number of bytes of a torn last line that were removed; 0 where the file was whole or only its last newline
@@ -72,15 +67,8 @@ def repair_jsonl(path: str | os.PathLike[str]) -> int:
 def drop_later(path: str | os.PathLike[str], step: int) -> int:
     """Remove the records of steps after one: a run that goes on from there writes them again.
 
-    Args:
-        path: A local file of records with a ``step``, which may be missing.
-        step: The last step whose records stay.
-
     Returns:
         The number of lines that were removed, those that are not whole records included.
-
-    Raises:
-        OSError: The file cannot be written anew.
     """
     if not os.path.exists(path):
         return 0
@@ -100,12 +88,8 @@ def drop_later(path: str | os.PathLike[str], step: int) -> int:
 def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """Read every whole line; a torn last line is left out with a warning.
 
-    Returns:
-        The objects, in order.
-
     Raises:
         LockstepError: A line before the last is not a JSON object; the message names the file and the line.
-        OSError: The file cannot be read.
     """
     numbered, torn = numbered_records(path)
     if torn is not None:
@@ -121,7 +105,6 @@ def numbered_records(path: str | os.PathLike[str]) -> tuple[list[tuple[int, dict
 
     Raises:
         LockstepError: A line before the last is not a JSON object; the message names the file and the line.
-        OSError: The file cannot be read.
     """
     records, torn = [], None
     lines = Path(path).read_bytes().split(b"\n")
@@ -136,11 +119,7 @@ def numbered_records(path: str | os.PathLike[str]) -> tuple[list[tuple[int, dict
 
 
 def parse_record(line: bytes, place: str) -> dict[str, Any]:
-    """Return the object of a line.
-
-    Raises:
-        LockstepError: The line is not a JSON object.
-    """
+    """Return the object of a line."""
     return parse_json(line, place, dict, "Remove or mend the line.", LockstepError)
 
 

@@ -47,11 +47,7 @@ quality does not count. Reply with the number alone."""
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class JudgeConfig:
-    """A judge behind an OpenAI-compatible endpoint. It is asked on the leader, off the training thread.
-
-    Raises:
-        ConfigError: A value cannot work.
-    """
+    """A judge behind an OpenAI-compatible endpoint. It is asked on the leader, off the training thread."""
 
     base_url: str
     """The endpoint up to the version, such as ``https://api.openai.com/v1``; ``/chat/completions`` follows."""

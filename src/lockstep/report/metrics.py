@@ -23,11 +23,7 @@ _DIGITS = 4
 
 
 def exact_match(row: AnyRow, prompt: Prompt) -> float | None:
-    """1 where the first line of the completion is the prompt's answer, but for space around it; else 0.
-
-    Args:
-        prompt: The prompt; without an answer there is no value.
-    """
+    """1 where the first line of the completion is the prompt's answer, but for space around it; else 0."""
     if prompt.answer is None:
         return None
     first_line = row.generated_text.strip().split("\n")[0].strip()
@@ -40,9 +36,6 @@ def gsm8k(row: AnyRow, prompt: Prompt) -> float | None:
     The number of either text is the one after the last ``####`` that one follows, else in the last ``\boxed{}``, else
     the last number in it (Cobbe et al. 2021, https://arxiv.org/abs/2110.14168). Numbers are compared by value, without
     units: 1,200.0 is 1200, and 1{,}200\text{ m}^2 too.
-
-    Args:
-        prompt: The prompt; without an answer there is no value.
 
     Raises:
         LockstepError: The prompt's answer has no number.
@@ -108,9 +101,6 @@ def load_metric(name: str) -> Metric:
 def load_metrics(names: Iterable[str]) -> dict[str, Metric]:
     """Find several metrics; modules of the user's are imported.
 
-    Args:
-        names: The names, as for ``load_metric``.
-
     Returns:
         The functions by their columns. A column is the name itself; for ``module:function`` it is the part after the
         colon, and for regular expressions ``regex``, ``regex_2`` and so on.
@@ -125,7 +115,6 @@ def check_metrics(names: Iterable[str], taken: Collection[str] = ()) -> None:
     """Check the names of metrics as far as that is possible without running a module of the user's.
 
     Args:
-        names: The names, as for ``load_metric``.
         taken: Further columns that the table has.
 
     Raises:
@@ -168,7 +157,6 @@ def measure[R: AnyRow](
     """Apply metrics to rows. A metric that fails on a row leaves that cell empty.
 
     Args:
-        metrics: The functions by their columns, as returned by ``load_metrics``.
         guard: A function that makes a context around each call of a metric.
 
     Returns:

@@ -42,16 +42,12 @@ class Series:
 def read_series(paths: Iterable[Path]) -> dict[str, Series]:
     """Read the metrics of a run from files that may still be written.
 
-    Args:
-        paths: Files of JSON lines with a ``step`` and numbers.
-
     Returns:
         The curves by the metric's name, in order of first appearance. At a step that has several values, as where a
         run went on from an earlier checkpoint, the last counts. Texts are not curves.
 
     Raises:
         LockstepError: A line cannot be read or has no step; the message has file and line.
-        OSError: A file cannot be read.
     """
     found: dict[str, dict[int, float]] = {}
     for path in paths:
@@ -105,7 +101,6 @@ def make_payload(runs: Sequence[RunFiles], *, reload_s: float | None = None) -> 
     """Read one run, or two to be shown side by side.
 
     Args:
-        runs: The files of the runs.
         reload_s: The seconds after which the page loads itself again; None for a page that stays as it is.
 
     Returns:
@@ -241,12 +236,7 @@ def _run(run: RunFiles, rows: Sequence[SavedRow], prompts: _Prompts, notes: list
 
 
 def _changes(processes: Series | None, slices: Series | None) -> list[tuple[int, str, int]]:
-    """The steps from which on a run had more or fewer processes or slices than before; in words; the processes.
-
-    Args:
-        processes: The number at the first step after each start; None: the run has not said it.
-        slices: The same of slices.
-    """
+    """The steps from which on a run had more or fewer processes or slices than before; in words; the processes."""
     if processes is None or slices is None:
         return []
     several = max(slices.values) > 1
@@ -309,11 +299,7 @@ _NOT_IN_HTML: Final = re.compile(
 
 
 def render_page(payload: Mapping[str, Any], title: str) -> str:
-    """Make the page.
-
-    Returns:
-        The text of an HTML file, which can be encoded as UTF-8 whatever is in it.
-    """
+    """Make the page."""
     # Whoever imports lockstep.report to train does not wait for a template engine.
     import jinja2
     from markupsafe import Markup
@@ -347,11 +333,7 @@ def escape_json(value: Any) -> str:
 
 
 def write_page(page: str, path: Path) -> int:
-    """Write the page beside its place and move it there, so that nobody reads half of it; return the number of bytes.
-
-    Raises:
-        OSError: The file cannot be written.
-    """
+    """Write the page beside its place and move it there, so that nobody reads half of it; return the bytes written."""
     content = page.encode()
     draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:

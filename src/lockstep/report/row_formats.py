@@ -48,7 +48,6 @@ def write_parquet(lines: Path, output: Path | None = None) -> Path:
     A column is there if any row has it; a row without it has none there. Numbers of which one is a float are floats.
 
     Args:
-        lines: A file of at least one whole line.
         output: The Parquet file; None: beside the lines, with the suffix ``.parquet``.
 
     Returns:
@@ -174,10 +173,7 @@ def write_inspect_log(rows: Iterable[Mapping[str, Any]], directory: Path, *, run
     """Write a log for each step (or round) and task of some rows.
 
     Args:
-        rows: Rows of a training run, of its tasks, or of ``lockstep sample``, as their files have them.
-        directory: Where the logs go; it is made where it is missing.
         run: The name of the run, which stands for the model.
-        created: When the rows were made.
 
     Raises:
         LockstepError: There is no row.

@@ -140,9 +140,6 @@ class Row(CompletionRow):
 
         Args:
             values: The columns of the row; the values beyond ``COLUMNS`` and ``FILE_COLUMNS`` are metrics.
-
-        Raises:
-            KeyError: A column is missing.
         """
         metrics = {name: _number(value) for name, value in values.items() if name not in COLUMNS + FILE_COLUMNS}
         columns = {column: values[column] for column in COLUMNS}
@@ -171,14 +168,7 @@ class SampleRow(CompletionRow):
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "SampleRow":
-        """The row that ``to_dict`` was called on.
-
-        Args:
-            values: The columns of the row and how it ended; the other values are metrics.
-
-        Raises:
-            KeyError: A column is missing.
-        """
+        """The row that ``to_dict`` was called on."""
         own = (*SAMPLE_COLUMNS, "finish_reason")
         metrics = {name: _number(value) for name, value in values.items() if name not in (*own, FIELDS)}
         return cls(**{name: values[name] for name in own}, fields=values.get(FIELDS, {}), metrics=metrics)

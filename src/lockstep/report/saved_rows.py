@@ -158,24 +158,16 @@ class SavedRow:
 def read_rows(path: Path) -> list[SavedRow]:
     """Read the rows of a file that may still be written; a last line that is not whole is left out.
 
-    Returns:
-        The rows, in order.
-
     Raises:
         LockstepError: A line cannot be read, or it is not a row; the message has file, line, what was found and the
             fix.
-        OSError: The file cannot be read.
     """
     records, _ = numbered_records(path)
     return [parse_row(record, f"{path}:{number}") for number, record in records]
 
 
 def parse_row(record: Mapping[str, Any], place: str) -> SavedRow:
-    """Check a record and make a row of it.
-
-    Raises:
-        LockstepError: It is not a row.
-    """
+    """Check a record and make a row of it."""
     axis: Axis = "round" if "step" not in record and "round" in record else "step"
     numbers, texts = {}, {}
     for name, value in record.items():

@@ -51,7 +51,6 @@ class FollowedFile:
 
         Raises:
             LockstepError: A whole line is not a JSON object; the message has file and line.
-            OSError: The file cannot be read.
         """
         try:
             file = open(self.path, "rb")
@@ -104,7 +103,6 @@ class Tail:
     """Follows the files of a run.
 
     Args:
-        given: The directory of a run or a file of rows, as for `find_run`.
         must_be_there: Whether a run without any file is an error, and not one to wait for.
 
     Raises:
@@ -192,21 +190,13 @@ _FRAME = 6  # lines of a screen that are neither metrics nor samples: frames, ti
 
 
 class PanelView:
-    """The metrics with their trends, and below them the newest samples.
-
-    Args:
-        rows: Samples of a step that are shown.
-    """
+    """The metrics with their trends, and below them the newest samples."""
 
     def __init__(self, tail: Tail, rows: int) -> None:
         self._tail, self._rows = tail, rows
 
     def render(self, console: Console) -> RenderableType:
-        """Metrics and samples as they are now.
-
-        Args:
-            console: The terminal, which says how much there is room for.
-        """
+        """Metrics and samples as they are now."""
         tail = self._tail
         parts: list[RenderableType] = [self._metrics(console)]
         if tail.newest:
@@ -244,12 +234,7 @@ class PanelView:
 
 
 class LineView:
-    """A line per sample and per set of metrics. What was there before the first look is shown in brief.
-
-    Args:
-        rows: Samples of a step that are shown.
-        console: Where lines are printed.
-    """
+    """A line per sample and per set of metrics. What was there before the first look is shown in brief."""
 
     def __init__(self, tail: Tail, rows: int, console: Console) -> None:
         self._tail, self._rows, self._console = tail, rows, console
@@ -305,11 +290,7 @@ def metrics_line(record: MetricsRecord) -> str:
 
 
 def number_text(value: float | str | None) -> str:
-    """A number for reading, with four digits; a text as it is.
-
-    Args:
-        value: The number; None where there is none.
-    """
+    """A number for reading, with four digits; a text as it is."""
     if value is None:
         return "–"
     if isinstance(value, str):
@@ -320,11 +301,7 @@ def number_text(value: float | str | None) -> str:
 
 
 def trend(values: Sequence[float]) -> str:
-    """Some values as small bars, the lowest and the highest of them at the ends of their range.
-
-    Args:
-        values: The values; those that are not finite are gaps.
-    """
+    """Some values as small bars, the lowest and the highest of them at the ends of their range."""
     finite = [value for value in values if math.isfinite(value)]
     if len(finite) < 2:
         return ""

@@ -87,12 +87,7 @@ def look(hosts: "Hosts", tests: str = "") -> Facts:
 
 
 def left(before: Facts, hosts: "Hosts", tests: str = "") -> list[str]:
-    """Return what is different from ``before`` and stays so, each in a line; empty where nothing is.
-
-    Args:
-        before: What `look` returned before.
-        tests: As in `look`.
-    """
+    """Return what is different from ``before`` and stays so, each in a line; empty where nothing is."""
     deadline = time.monotonic() + PATIENCE_S
     while (lines := _differences(before, look(hosts, tests))) and time.monotonic() < deadline:
         gc.collect()
@@ -101,11 +96,7 @@ def left(before: Facts, hosts: "Hosts", tests: str = "") -> list[str]:
 
 
 def package_of_tests(module: str) -> str:
-    """Return the package in which the tests are, from the name of one of their modules; without a package, the module.
-
-    Args:
-        module: The name of the module, such as ``project.tests.unit.test_loss``, whose tests are ``project.tests``.
-    """
+    """The package in which the tests are, from the name of one of their modules; without a package, the module."""
     parts = module.split(".")
     ends = [number for number, part in enumerate(parts, start=1) if part in ("test", "tests")]
     return ".".join(parts[: ends[0]]) if ends else module

@@ -41,10 +41,6 @@ STACK_S = 0.3  # seconds in which a process prints where it is
 class Group:
     """The processes of one job, waiting for functions.
 
-    Args:
-        environment: What is set in every process, beside the variables of this one.
-        setup: A function of a module that every process calls before it joins the job.
-
     Raises:
         AssertionError: A process failed or ran out of time; the text has every process's log.
     """

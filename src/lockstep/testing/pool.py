@@ -70,14 +70,7 @@ class Pool:
         return group
 
     def start(self, processes: int, devices: int, env: Mapping[str, str] | None = None) -> Group:
-        """Start a group that is not shared.
-
-        Args:
-            env: What is set in every process, beside the environment of the settings.
-
-        Raises:
-            AssertionError: It did not start; the text has the logs.
-        """
+        """Start a group that is not shared."""
         return Group(processes, devices, {**self.settings.environment, **(env or {})}, self.settings.setup)
 
     def call(
@@ -107,11 +100,7 @@ class Pool:
         return results
 
     def end(self) -> None:
-        """End the shared groups.
-
-        Raises:
-            AssertionError: One did not end in order; the text has every process's log.
-        """
+        """End the shared groups."""
         groups = list(self._shared.values())
         self._shared.clear()
         for group in groups:
@@ -203,9 +192,6 @@ def run_command(
     `lockstep.start`, or by the variables ``LOCKSTEP_COORDINATOR_ADDRESS``, ``LOCKSTEP_NUM_PROCESSES`` and
     ``LOCKSTEP_PROCESS_ID``.
 
-    Args:
-        cwd: The working directory; None: the present one.
-
     Raises:
         AssertionError: It outlived ``timeout_s``; the text has every process's log.
     """
@@ -251,9 +237,6 @@ def run_unattended(
 ) -> list[End]:
     """Run a command in processes that no launcher ends when one of them dies, and return how each ended by itself.
 
-    Args:
-        command: The program and its arguments; see `function_command`.
-
     Raises:
         AssertionError: One outlived ``timeout_s``; the text has every process's log.
     """
@@ -293,11 +276,7 @@ def run_unattended(
 
 
 def function_command(body: Callable[..., Any], *args: Any) -> list[str]:
-    """Return the command of a process that runs ``body(hosts, *args)`` and ends with it, for `run_unattended`.
-
-    Args:
-        body: A function of a module.
-    """
+    """Return the command of a process that runs ``body(hosts, *args)`` and ends with it, for `run_unattended`."""
     setup = POOL.settings.setup
     fields = {
         "reference": vars(Reference.to(body)),

@@ -53,12 +53,7 @@ class Reference:
         return cls(module=found, name=name, file=os.path.abspath(file))
 
     def load(self) -> Any:
-        """Return the function, bound to a new instance where it is a method.
-
-        Raises:
-            ImportError: The module cannot be imported.
-            AttributeError: It has no such function.
-        """
+        """Return the function, bound to a new instance where it is a method."""
         found: Any = _module(self.module, self.file)
         for part in self.name.split("."):
             found = getattr(found, part)
@@ -149,11 +144,7 @@ GRACE_S = 3  # seconds between SIGTERM and SIGKILL
 
 
 def launch_command(processes: int, devices: int, log_dir: Path) -> list[str]:
-    """Return a command of ``lockstep launch`` that lacks only the words of what it launches on this machine.
-
-    Args:
-        log_dir: The directory in which each process has its log.
-    """
+    """Return a command of ``lockstep launch`` that lacks only the words of what it launches on this machine."""
     command = [sys.executable, "-c", "import sys; from lockstep.launch import main; sys.exit(main())"]
     command += ["--backend", "local", "--processes", str(processes), "--devices_per_process", str(devices)]
     return [*command, "--prefix", "always", "--log_dir", str(log_dir), "--grace_s", str(GRACE_S), "--"]

@@ -114,11 +114,7 @@ def _plain(value: Any) -> Any:
 
 
 def once(reference: Mapping[str, str], arguments: list[Any], setup: Mapping[str, str] | None) -> None:
-    """Run one function, whose end is the end of the process.
-
-    Args:
-        arguments: What it gets after the `Hosts`: JSON values.
-    """
+    """Run one function, whose end is the end of the process."""
     hosts = join(setup)
     function = Reference(**reference).load()
     hosts.barrier("test-start")

@@ -121,15 +121,8 @@ def iter_prompts(
 ) -> Iterator[Prompt]:
     """Read prompts one by one, so that a file of any length takes the memory of a line.
 
-    Args:
-        source: The list or the file, as for `read_prompts`.
-        fields: The names of the fields in a ``.jsonl`` file, and the format; None: those of `PromptFields`.
-
     Yields:
         The prompts, numbered from 0.
-
-    Raises:
-        PromptError: As for `read_prompts`, when the item is reached.
     """
     items: Iterable[tuple[str, object]]
     fields = fields or PromptFields()
@@ -187,11 +180,7 @@ def encode(
 
 
 def warn_of_texts(tokenizer: "PreTrainedTokenizerBase", prompts: Iterable[Prompt], fields: PromptFields) -> None:
-    """Warn, once in a process, where a model for chats is given texts alone and nothing says that it is meant.
-
-    Args:
-        fields: The format that was asked for.
-    """
+    """Warn, once in a process, where a model for chats is given texts alone and nothing says that it is meant."""
     if fields.format is None and tokenizer.chat_template and all(prompt.messages is None for prompt in prompts):
         _warn_of_texts(str(tokenizer.name_or_path))
 

@@ -92,10 +92,6 @@ class StopFinder:
 
 
 def cut_at_stop(text: str, stops: Sequence[str]) -> str:
-    """A text up to the first stop string in it.
-
-    Returns:
-        The text before the stop string; all of it where there is none.
-    """
+    """A text up to the first stop string in it."""
     found = [at for stop in stops if (at := text.find(stop)) >= 0]
     return text[: min(found)] if found else text

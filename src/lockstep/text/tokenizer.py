@@ -91,15 +91,8 @@ def load_tokenizer(
 def fetch_tokenizer(path: str | os.PathLike[str], trust_remote_code: str | None = None) -> bytes:
     """Return the files of a tokenizer at a URL or on the Hugging Face hub, for one host to ask for and all to have.
 
-    Args:
-        path: As for `load_tokenizer`.
-        trust_remote_code: As for `load_tokenizer`.
-
     Returns:
         The files as a zip archive; nothing for a directory, which each host has itself.
-
-    Raises:
-        ConfigError: They cannot be had.
     """
     name, suffixes = os.fspath(path), _SUFFIXES if trust_remote_code is None else (*_SUFFIXES, ".py")
     if "://" in name:
@@ -176,9 +169,6 @@ def tokenizer_digest(tokenizer: "PreTrainedTokenizerBase") -> str:
     For a fast tokenizer that is its whole backend (normaliser, merges, post-processor, decoder, added tokens), for a
     slow one its vocabulary and the arguments that it was made with; for both the class, special tokens and chat
     template. The place that it was loaded from, and the padding and truncation of its last call, do not count.
-
-    Returns:
-        SHA-256 in hexadecimal digits.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None and hasattr(backend, "to_str"):
@@ -224,9 +214,6 @@ def stop_ids(tokenizer: "PreTrainedTokenizerBase") -> tuple[int, ...]:
     They are the tokenizer's end-of-sequence token, every ``eos_token_id`` of a ``generation_config.json`` beside it
     (of a tokenizer from the Hugging Face hub: in the hub or its local cache, else a warning says that it is not known),
     and the end-of-turn tokens of the chat families (such as ``<|eot_id|>`` and ``<|im_end|>``) that it knows.
-
-    Returns:
-        The ids in ascending order; empty when the tokenizer has no such token.
     """
     ids: set[int] = set()
     if tokenizer.eos_token_id is not None:
@@ -255,9 +242,6 @@ def token_texts(tokenizer: "PreTrainedTokenizerBase", tokens: Sequence[int]) -> 
 
     A character that several tokens make belongs to the last of them. Joined, the texts are what ``decode`` returns, but
     for tokenizers that spell a token otherwise where more than `_CONTEXT` tokens before it are left out.
-
-    Returns:
-        One text per token, empty for a special token and for the beginning of a character.
     """
     texts: list[str] = []
     done = 0  # tokens whose text is complete

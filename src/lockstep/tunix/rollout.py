@@ -148,12 +148,7 @@ class Rollout(BaseRollout):
         )
 
     def get_per_token_logps(self, prompt_tokens: jax.Array, completion_tokens: jax.Array) -> jax.Array:
-        """Return the log-probabilities ``[batch, token]`` of completions, by Tunix's own forward.
-
-        Args:
-            prompt_tokens: The left-padded prompts ``[batch, token]``.
-            completion_tokens: The right-padded completions ``[batch, token]``.
-        """
+        """Return the log-probabilities ``[batch, token]`` of completions, by Tunix's own forward."""
         return self._own_logprobs(prompt_tokens, completion_tokens, 1.0)
 
     def update_params(self, params: Any, filter_types: tuple[Any, ...] | None = None) -> None:

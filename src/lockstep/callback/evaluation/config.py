@@ -7,11 +7,7 @@ from lockstep.errors import ConfigError
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TasksConfig:
-    """Tasks of lm-evaluation-harness (https://github.com/EleutherAI/lm-evaluation-harness), extra ``[eval]``.
-
-    Raises:
-        ConfigError: A value cannot work; the message names the field, the value, the limit and the fix.
-    """
+    """Tasks of lm-evaluation-harness (https://github.com/EleutherAI/lm-evaluation-harness), extra ``[eval]``."""
 
     names: list[str] = dataclasses.field(default_factory=list)
     """Tasks, groups or tags by the harness's names, or the paths of task files (YAML). Empty: no tasks."""

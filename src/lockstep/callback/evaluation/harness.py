@@ -68,11 +68,7 @@ class HarnessThread[Result]:
         return self._thread.is_alive()
 
     def next_question(self, timeout_s: float) -> Question | None:
-        """The next requests of the harness; None where there are none within some seconds.
-
-        Raises:
-            Exception: What the work raised.
-        """
+        """The next requests of the harness; None where there are none within some seconds."""
         try:
             question = self._questions.get(timeout=timeout_s)
         except queue.Empty:
@@ -218,9 +214,6 @@ class Harness:
 
         Args:
             max_length: The number of tokens of question and answer together that the model was built for.
-
-        Raises:
-            ConfigError: A task cannot work.
         """
         from lm_eval.evaluator import evaluate
 

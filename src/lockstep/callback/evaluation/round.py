@@ -138,8 +138,6 @@ class TaskRounds:
 
     Args:
         name: The prefix of scopes and messages.
-        on_results: What takes the results, on the leader.
-        timeout_s: The seconds that a wait for other hosts or a device call may last.
         max_seconds: The seconds that a round may last where the configuration does not say.
     """
 
@@ -178,11 +176,7 @@ class TaskRounds:
         return self._engine
 
     def check(self) -> None:
-        """Find out what would make every round fail; called on the leader alone.
-
-        Raises:
-            ConfigError: The harness is not installed, or a task is not known.
-        """
+        """Find out what would make every round fail; called on the leader alone."""
         self._harness.check()
 
     def run(self, step: int, model: Any) -> bool:

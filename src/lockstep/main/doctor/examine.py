@@ -58,9 +58,6 @@ def fit_link(measured: Sequence[CollectiveTime]) -> dict[str, float]:
     The bandwidth is that at which a device receives what the largest all-gather brings, in the time that it takes
     longer than the smallest: over several groups, the least.
 
-    Args:
-        measured: The collectives, all over links of one kind.
-
     Returns:
         ``latency_s``, ``hop_s`` and ``bandwidth``, as far as they can be told; nothing where nothing was measured.
     """

@@ -137,12 +137,7 @@ _STYLES: Final = {"ok": "green", "warning": "yellow", "fix": "bold red"}
 
 
 class Findings:
-    """The findings so far; the leader's shows them.
-
-    Args:
-        console: Where it is shown: a table per section at a terminal, else a line per finding. None for nowhere.
-        path: The JSON file, written anew after each section. None for none.
-    """
+    """The findings so far; the leader's shows them."""
 
     def __init__(self, console: Console | None = None, path: str | os.PathLike[str] | None = None) -> None:
         self._console, self._path = console, None if path is None else Path(path)

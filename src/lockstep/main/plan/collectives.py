@@ -40,11 +40,7 @@ class Collective:
     slices: int = 0  # number of slices that exchange over the data-centre network; 0 for what stays inside a slice
 
     def crosses(self, owners: Sequence[int]) -> bool:
-        """Whether a group has devices of different owners.
-
-        Args:
-            owners: The owner of each device, such as its process or its replica.
-        """
+        """Whether a group has devices of different owners."""
         return self.slices > 0 or any(len({owners[device] for device in group}) > 1 for group in self.groups)
 
     @property
@@ -98,11 +94,7 @@ def collectives(hlo: Hlo, devices: int) -> list[Collective]:
 
 
 def summed(found: Iterable[Collective], hosts: Sequence[int]) -> list[CollectiveSum]:
-    """The sums of the collectives between at least two devices, by kind and size of group, most bytes first.
-
-    Args:
-        hosts: The process of each device, in the order of the program's devices.
-    """
+    """The sums of the collectives between at least two devices, by kind and size of group, most bytes first."""
     sums: dict[tuple[str, int, bool, bool], list[int]] = collections.defaultdict(lambda: [0, 0])
     for one in found:
         if one.times and (one.slices or max(map(len, one.groups), default=1) > 1):

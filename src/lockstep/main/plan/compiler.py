@@ -146,11 +146,7 @@ def topology(name: str) -> Topology:
 
 
 class CompileProgress:
-    """Shows which programs are being compiled. Several threads may call it.
-
-    Args:
-        console: The console to write to; None: standard error.
-    """
+    """Shows which programs are being compiled. Several threads may call it."""
 
     def __init__(self, console: Console | None = None, quiet: bool = False) -> None:
         self._console = Console(stderr=True) if console is None else console
@@ -242,12 +238,7 @@ def lowered_digest(lowered: jax.stages.Lowered) -> str:
 
 
 class CompileCache:
-    """A compiler for one topology that remembers its results, also that a program needs too much memory.
-
-    Args:
-        directory: The directory of the results; None: nothing is kept.
-        report: A function that is called with (program, what happens) before and after each program.
-    """
+    """A compiler for one topology that remembers its results, also that a program needs too much memory."""
 
     def __init__(self, topology: str, directory: Path | None, report: Callable[[str, str], None]) -> None:
         self._topology, self._directory, self._report = topology, directory, report

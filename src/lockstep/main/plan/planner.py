@@ -252,12 +252,7 @@ def _plan_sampling(
 
 
 def predict_sampling(workload: Workload, one: SamplingWorkload, topology: Topology) -> Sizing:
-    """The sizes of the engine for a round of sampling beside the training state, before anything is compiled.
-
-    Raises:
-        ConfigError: The mesh or a capacity does not fit the slice.
-        CapacityError: The round can never fit.
-    """
+    """The sizes of the engine for a round of sampling beside the training state, before anything is compiled."""
     mesh = make_mesh(workload.mesh_shape, topology.devices)
     state, decoder = _model(workload, mesh)
     free = chip_of(topology.devices[0]).memory - (state.resident if state else _bytes(decoder))

@@ -170,11 +170,8 @@ def step_bytes(
     result is the pool in its own memory: what it writes, read once and written once.
 
     Args:
-        context: The number of positions that every slot attends to.
-        block_pages: The number of pages that the kernel fetches at a time.
         query_blocks: The number of blocks of queries that a sequence has in a step, for each of which its pages are
             fetched.
-        unmet: The scopes of conditions that do not hold, see `Hlo`.
     """
     positions = block_pages * sizes.page_size
     fetched = -(-context // positions) * positions

@@ -231,10 +231,6 @@ def step_flops(workload: Workload, *, vocab_blocks: bool, idle: float = 0.0) -> 
     They are 2 per weight and token forward, 4 backward, and 2 again where layers are computed twice, or logits, because
     they are made in blocks. A frozen weight has no gradient, so it needs 2 backward. Attention is counted as it is
     computed, and so are layers in a stage that has no microbatch.
-
-    Args:
-        vocab_blocks: Whether a device makes logits in blocks of the vocabulary.
-        idle: The `bubble`.
     """
     training, config = workload.training, workload.model
     assert training is not None

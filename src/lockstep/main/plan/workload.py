@@ -53,8 +53,6 @@ def place_of(path: Path | None, key: str, overrides: Sequence[str] = ()) -> str:
     """The place where a key is set.
 
     Args:
-        path: The YAML file; None: there is none.
-        key: The key, with dots.
         overrides: The keys that were given on the command line, which win over the file.
 
     Returns:

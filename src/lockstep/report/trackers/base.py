@@ -64,11 +64,7 @@ class NoopTracker:
 
 
 class CompositeTracker:
-    """Passes everything on to several trackers; where one fails, the others still get it.
-
-    Args:
-        trackers: The trackers, in the order in which they are called.
-    """
+    """Passes everything on to several trackers; where one fails, the others still get it."""
 
     def __init__(self, trackers: Sequence[Tracker]) -> None:
         self.trackers = tuple(trackers)
@@ -82,19 +78,11 @@ class CompositeTracker:
         self._each(lambda tracker: tracker.log(metrics, step=step))
 
     def log_rows(self, name: str, rows: Sequence[TableRow], *, step: int) -> None:
-        """Add rows in each tracker.
-
-        Raises:
-            Exception: As for ``log``.
-        """
+        """Add rows in each tracker."""
         self._each(lambda tracker: tracker.log_rows(name, rows, step=step))
 
     def finish(self) -> None:
-        """Finish each tracker.
-
-        Raises:
-            Exception: As for ``log``.
-        """
+        """Finish each tracker."""
         self._each(lambda tracker: tracker.finish())
 
     def _each(self, call: Callable[[Tracker], None]) -> None:
@@ -158,11 +146,7 @@ class NoopTrackerConfig(TrackerConfig):
 
 
 def plain(value: float | str) -> float | str:
-    """Return a value as a plain Python number or text.
-
-    Args:
-        value: A number, which may be NumPy's, or a text.
-    """
+    """Return a value as a plain Python number or text."""
     return value if isinstance(value, str) else float(value)
 
 

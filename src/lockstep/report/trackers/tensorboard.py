@@ -13,11 +13,7 @@ FLUSH_S = 10  # seconds after which what was logged is on disk, where TensorBoar
 
 
 class TensorboardTracker:
-    """Writes event files: numbers as scalars, the rows of a step as one Markdown table among the texts.
-
-    Args:
-        directory: The directory that TensorBoard is pointed to.
-    """
+    """Writes event files: numbers as scalars, the rows of a step as one Markdown table among the texts."""
 
     def __init__(self, directory: str | Path) -> None:
         import tensorboardX
@@ -43,11 +39,7 @@ class TensorboardTracker:
 
 
 def markdown_table(rows: Sequence[TableRow]) -> str:
-    """Return rows as a Markdown table, as TensorBoard shows it.
-
-    Args:
-        rows: The rows, at least one.
-    """
+    """Return rows as a Markdown table, as TensorBoard shows it."""
     names = [*rows[0].columns, *metric_names(rows)]
     values = [row.to_dict() for row in rows]
     lines = [names, ["---"] * len(names), *([_cell(each.get(name)) for name in names] for each in values)]

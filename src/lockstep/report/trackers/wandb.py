@@ -44,9 +44,6 @@ class WandbTables:
     def add(self, name: str, rows: Sequence[TableRow], *, step: int) -> dict[str, Any]:
         """Add rows to a table.
 
-        Args:
-            rows: The rows to add, at least one.
-
         Returns:
             The values to log before the next addition; empty where an earlier start of a resumed run has logged rows
             of this step or a later one.

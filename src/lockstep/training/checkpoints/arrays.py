@@ -36,7 +36,6 @@ def write_arrays(directory: "epath.Path", arrays: Mapping[str, Array]) -> Callab
     on the device, by programs that each host would launch alone.
 
     Args:
-        directory: An empty directory that every process sees.
         arrays: Global arrays by name. They may be donated as soon as this returns.
 
     Returns:
@@ -59,9 +58,6 @@ def write_arrays(directory: "epath.Path", arrays: Mapping[str, Array]) -> Callab
 def merge_arrays(directory: "epath.Path") -> str:
     """Make one array store of what all processes have written; one process calls it, after all have ended writing.
 
-    Args:
-        directory: The directory that the processes wrote to.
-
     Returns:
         What `read_arrays` compares, beside the checksums of the store.
     """
@@ -77,11 +73,7 @@ def read_arrays(
     Each process reads only what its own devices hold.
 
     Args:
-        structs: Global shape, type and sharding of the arrays to read, by name.
         tree_digest: What `merge_arrays` returned; None for a checkpoint without checksums.
-
-    Raises:
-        DamagedCheckpointError: A file is not as it was written, or not there.
     """
     import orbax.checkpoint as ocp
 
@@ -115,9 +107,6 @@ class ArrayReader:
 
     def read(self, name: str, index: tuple[int | slice, ...]) -> np.ndarray:
         """Return a part of an array.
-
-        Args:
-            index: The part along each of its axes.
 
         Raises:
             DamagedCheckpointError: A file is not as it was written, or not there.

@@ -111,7 +111,6 @@ class CheckpointDirectory:
         Raises:
             DamagedCheckpointError: They are not as they were written.
             ConfigError: The checkpoint is of another version.
-            OSError: It cannot be read.
         """
         file = self.of(step) / METADATA
         try:
@@ -131,31 +130,17 @@ class CheckpointDirectory:
 
         Returns:
             The name of the directory of arrays.
-
-        Raises:
-            OSError: It cannot be made.
         """
         name = f"arrays-{secrets.token_hex(4)}"
         (self.of(step) / name).mkdir(parents=True, exist_ok=True)
         return name
 
     def commit(self, metadata: CheckpointMetadata) -> None:
-        """Make a checkpoint of what has been written.
-
-        Raises:
-            OSError: The file cannot be written.
-        """
+        """Make a checkpoint of what has been written."""
         self.write_whole(self.of(metadata.step) / METADATA, metadata.to_json().encode())
 
     def write_whole(self, target: "epath.Path", data: bytes) -> None:
-        """Write a file that appears as a whole.
-
-        Args:
-            target: The file, in an existing directory.
-
-        Raises:
-            OSError: It cannot be written.
-        """
+        """Write a file that appears as a whole."""
         if not self._local:
             target.write_bytes(data)  # an object appears as a whole
             return
@@ -167,11 +152,7 @@ class CheckpointDirectory:
         os.replace(draft, target)
 
     def remove(self, step: int) -> None:
-        """Remove a checkpoint or what is there of it, its metadata first, so that no half of it ever counts.
-
-        Raises:
-            OSError: It cannot be removed.
-        """
+        """Remove a checkpoint or what is there of it, its metadata first, so that no half of it ever counts."""
         (self.of(step) / METADATA).unlink(missing_ok=True)
         self.of(step).rmtree(missing_ok=True)
 
@@ -201,9 +182,6 @@ class CheckpointDirectory:
 def named_arrays(tree: PyTree) -> dict[str, Any]:
     """Return the leaves of a tree by their paths.
 
-    Args:
-        tree: Arrays, or what stands for them.
-
     Returns:
         The leaves by name, such as ``model.embed.0``.
     """
@@ -214,19 +192,12 @@ def named_arrays(tree: PyTree) -> dict[str, Any]:
 
 
 def shape_texts(arrays: Mapping[str, Any]) -> dict[str, str]:
-    """Return type and shape of each array as a text.
-
-    Args:
-        arrays: Arrays or shape structs by name.
-    """
+    """Return type and shape of each array as a text."""
     return {name: f"{each.dtype}[{','.join(map(str, each.shape))}]" for name, each in arrays.items()}
 
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> list[str]:
     """Return what differs between two nested mappings.
-
-    Args:
-        prefix: The keys that lead to them, with a dot at their end.
 
     Returns:
         One line per value, ``key: old → new``.

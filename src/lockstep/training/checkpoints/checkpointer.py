@@ -45,7 +45,6 @@ class Checkpointer:
 
     Args:
         facts: What a run must have in common with a checkpoint to go on from it, by name.
-        run_config: The configuration of the run, to say what has changed.
         reported: Called on the leader, in a thread, before a checkpoint counts: returns whether what the run has
             reported so far is where it belongs, see `ReportWait`.
         model: What the checkpoints say of the model, see `model_spec`; None: nothing.
@@ -354,12 +353,7 @@ class Checkpointer:
 
 
 class _Save:
-    """A checkpoint that is being written.
-
-    Args:
-        metadata: The metadata that makes it one.
-        arrays: The state by name.
-    """
+    """A checkpoint that is being written."""
 
     def __init__(self, metadata: CheckpointMetadata, arrays: Mapping[str, Any]) -> None:
         self.metadata, self.step = metadata, metadata.step

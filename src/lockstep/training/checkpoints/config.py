@@ -15,11 +15,7 @@ RESUMABLE = "resumable.json"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KeepConfig:
-    """Which checkpoints stay when a newer one is complete.
-
-    Raises:
-        ConfigError: A value is out of its range.
-    """
+    """Which checkpoints stay when a newer one is complete."""
 
     newest: int = 2
     """The number of newest checkpoints that stay."""
@@ -33,22 +29,14 @@ class KeepConfig:
                 raise ConfigError(f"checkpointer.keep.{name} is {value}; it must be at least 1. Raise it.")
 
     def removed(self, steps: list[int]) -> list[int]:
-        """Return which checkpoints go.
-
-        Args:
-            steps: The steps of the complete checkpoints in ascending order.
-        """
+        """Return which checkpoints go."""
         older = steps[: -self.newest]
         return [step for step in older if self.every is None or step % self.every]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CheckpointerConfig:
-    """Settings of the checkpoints of a run.
-
-    Raises:
-        ConfigError: A value is out of its range, or would have no effect.
-    """
+    """Settings of the checkpoints of a run."""
 
     base_path: str = "checkpoints"
     """A directory that all hosts share, or a ``gs://`` URL. A relative path is below the run directory; to an absolute
@@ -109,11 +97,7 @@ class CheckpointerConfig:
 
 
 def write_resumable(run_dir: Path, base_path: str) -> None:
-    """Write where the checkpoints of a run are, without credentials.
-
-    Args:
-        base_path: ``checkpointer.base_path`` of its run.
-    """
+    """Write where the checkpoints of a run are, without credentials."""
     (run_dir / RESUMABLE).write_text(json.dumps({"base_path": without_credentials(base_path)}), encoding="utf-8")
 
 

@@ -323,22 +323,14 @@ def saved_model(path: str, step: int | None = None, base_model: str | None = Non
 
 
 def has_checkpoint(path: str) -> bool:
-    """Return whether there is a training checkpoint at a path, as `saved_model` would find it.
-
-    Args:
-        path: A directory or a URL.
-    """
+    """Return whether there is a training checkpoint at a path, as `saved_model` would find it."""
     base, step = _checkpoints(path)
     steps = CheckpointDirectory(base).steps()
     return bool(steps) if step is None else step in steps
 
 
 def saved_at(path: str) -> float:
-    """Return when the newest training checkpoint at a path was complete, in seconds since the epoch.
-
-    Args:
-        path: A directory or a URL that has one.
-    """
+    """Return when the newest training checkpoint at a path was complete, in seconds since the epoch."""
     base, step = _checkpoints(path)
     directory = CheckpointDirectory(base)
     metadata = directory.of(directory.steps()[-1] if step is None else step) / METADATA
@@ -346,11 +338,7 @@ def saved_at(path: str) -> float:
 
 
 def _decode(kind: Any, values: Any) -> Any:
-    """Values as draccus reads them.
-
-    Raises:
-        ValueError: They are not of that kind.
-    """
+    """Values as draccus reads them."""
     try:
         return draccus.decode(kind, values)
     except draccus.ParsingError as error:

@@ -30,13 +30,9 @@ class CheckpointSearch:
         """Return what the other processes need to know, as JSON: how to see that they share the directory, and the
         metadata of the newest checkpoint that is not known to be damaged, or null.
 
-        Args:
-            resume: Whether there may, must or must not be one.
-
         Raises:
             ConfigError: There is none or one against ``resume``; all are damaged, or the newest is and ``resume`` is
                 ``must``.
-            OSError: The directory cannot be read or written.
         """
         self.directory.path.mkdir(parents=True, exist_ok=True)
         self._remove_unfinished()
@@ -72,11 +68,7 @@ class CheckpointSearch:
             threading.Thread(target=remove, name="lockstep-checkpoint-removal", daemon=True).start()
 
     def wait_removed(self, step: int, timeout_s: float) -> None:
-        """Wait until nothing that an interrupted save has left of a step is being removed: a new one goes there.
-
-        Raises:
-            TimeoutError: It takes longer.
-        """
+        """Wait until nothing that an interrupted save has left of a step is being removed: a new one goes there."""
         if step in self._removed and not self._removed[step].wait(timeout_s):
             raise TimeoutError(
                 f"what an interrupted save has left in {self.directory.of(step)} was not removed within {timeout_s:g} s"
@@ -109,14 +101,7 @@ class CheckpointSearch:
         return found
 
     def check_shared(self, shared: str) -> None:
-        """Find out whether this process sees the directory of the leader.
-
-        Args:
-            shared: What `run` returned of it.
-
-        Raises:
-            ConfigError: It does not.
-        """
+        """Find out whether this process sees the directory of the leader."""
         file = self.directory.path / SHARED_BY
         if not file.exists() or file.read_text() != shared:
             raise ConfigError(
@@ -130,11 +115,7 @@ def keep_files(checkpoints: str, run_dir: Path, names: Iterable[str]) -> None:
     """Copy files of a run directory beside the checkpoints of the run, where they are new; one process calls it.
 
     Args:
-        checkpoints: The directory or URL of the run's checkpoints.
         names: The names of the files; one that is not there is left out.
-
-    Raises:
-        OSError: A file cannot be written.
     """
     present = [name for name in names if (run_dir / name).exists()]
     if not present:
@@ -152,11 +133,7 @@ def bring_files(checkpoints: str, run_dir: Path, names: Iterable[str]) -> None:
     """Copy what `keep_files` kept into a run directory that does not have it; one process calls it.
 
     Args:
-        checkpoints: The directory or URL of the run's checkpoints.
         names: The names of the files; one that was not kept is left out.
-
-    Raises:
-        OSError: A file cannot be read or written.
     """
     for name in names:
         target, copy = run_dir / name, checkpoint_path(checkpoints) / name

@@ -53,9 +53,6 @@ def share_writing(arrays: Sequence[Any]) -> list[list[Part]]:
     Every process comes to the same result. A shard with replicas on several processes is written by one of them; where
     it is large, chunks of it by several, each of which copies the whole shard to its memory.
 
-    Args:
-        arrays: Global arrays, or their shapes with shardings.
-
     Returns:
         The parts of each array, the same objects for the same shapes: of a large job they take a second to find.
     """
@@ -91,11 +88,7 @@ def _shared(arrays: tuple[_Struct, ...]) -> list[list[Part]]:
 
 
 def busiest_bytes(arrays: Sequence[Any]) -> int:
-    """Return the bytes that the process which writes most writes of arrays, before compression.
-
-    Args:
-        arrays: Global arrays, or their shapes with shardings.
-    """
+    """Return the bytes that the process which writes most writes of arrays, before compression."""
     load: dict[int, int] = {}
     for part in (part for parts in share_writing(arrays) for part in parts):
         load[part.process] = load.get(part.process, 0) + part.nbytes
@@ -103,11 +96,7 @@ def busiest_bytes(arrays: Sequence[Any]) -> int:
 
 
 def chunks_of(array: Any) -> tuple[int, ...]:
-    """Return the shape of the chunks in which an array is stored.
-
-    Args:
-        array: A global array, or its shape with a sharding.
-    """
+    """Return the shape of the chunks in which an array is stored."""
     shard = array.sharding.shard_shape(array.shape)
     layers = len(shard) >= 3 and math.prod(shard) * array.dtype.itemsize > SPLIT_BYTES
     return chunk_shape(shard, array.dtype.itemsize, CHUNK_BYTES, (0,) if layers else ())
@@ -180,21 +169,13 @@ class CheckedArrayHandler(ocp.type_handlers.ArrayHandler):
 
 
 class _Write:
-    """The write of a process's part, as orbax expects it: a future.
-
-    Args:
-        arrays: Specification of each array, and the indices and numbers to write of it.
-    """
+    """The write of a process's part, as orbax expects it: a future."""
 
     def __init__(self, arrays: Sequence[tuple[Any, list[tuple[Any, np.ndarray]]]], context: Any) -> None:
         self._arrays, self._context = list(arrays), context
 
     def result(self, timeout: float | None = None) -> None:
-        """Write, in the calling thread.
-
-        Args:
-            timeout: Not used: who waits gives the save up, see `Checkpointer`.
-        """
+        """Write, in the calling thread."""
         arrays, self._arrays = self._arrays, []
         transaction = ts.Transaction(atomic=True)
         for spec, copies in arrays:

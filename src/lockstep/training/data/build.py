@@ -41,12 +41,7 @@ FIRST_S, REPORT_S = 2.0, 10.0
 
 
 class BuildProgress:
-    """Shows how much of its files the hosts have read; on the leader alone.
-
-    Args:
-        hosts: The hosts that build together.
-        total: The bytes that all of them read.
-    """
+    """Shows how much of its files the hosts have read; on the leader alone."""
 
     def __init__(self, hosts: Hosts, total: int) -> None:
         self._hosts, self._total = hosts, max(total, 1)
@@ -55,11 +50,7 @@ class BuildProgress:
         self._bar: Progress | None = None
 
     def show(self, parts: Sequence[tuple[int, int]]) -> None:
-        """Show what the hosts have read.
-
-        Args:
-            parts: The bytes that each host has read, and how many it has to read, by process number.
-        """
+        """Show what the hosts have read."""
         read = sum(done for done, _ in parts)
         self._hosts.phase(f"building the data cache, {read / self._total:.0%}")
         now = time.monotonic()
@@ -117,7 +108,6 @@ class BuildWorker(HostThread):
 
     Args:
         tokenizer: The tokenizer, which nobody else may use meanwhile.
-        raise_at_bad_row: Whether a bad row is an error.
         timeout_s: The seconds in which something must be read.
     """
 
@@ -196,10 +186,7 @@ def build_caches(
     host gives up where nothing was read for ``hosts.timeout_s``.
 
     Args:
-        make_specs: A function that looks at the files and returns the caches that are wanted.
         cache_dir: The directory or URL below which caches are kept; None for `default_cache_dir`.
-        policy: What happens at bad rows.
-        hosts: The hosts that build together.
 
     Raises:
         PeerError: A host could not read a file or write the cache, or there are more bad rows than allowed.

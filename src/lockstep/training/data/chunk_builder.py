@@ -74,12 +74,7 @@ type OnProgress = Callable[[int, int, str], None]
 
 
 class ChunkBuilder:
-    """One chunk that is being written into the cache.
-
-    Args:
-        raise_at_bad_row: Whether a bad row is an error.
-        progress: The function that hears of what is read.
-    """
+    """One chunk that is being written into the cache."""
 
     def __init__(self, spec: CacheSpec, number: int, *, raise_at_bad_row: bool, progress: OnProgress) -> None:
         self._spec, self._number = spec, number
@@ -93,7 +88,6 @@ class ChunkBuilder:
 
         Raises:
             ConfigError: A file cannot be read, or a bad row is an error.
-            OSError: A file cannot be written.
         """
         shape, n_chunks = self._spec.shape, len(self._spec.chunks)
         with contextlib.ExitStack() as files:

@@ -27,11 +27,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SourceConfig:
-    """A source of a mixture, or of the validation data.
-
-    Raises:
-        ConfigError: A value is out of its range.
-    """
+    """A source of a mixture, or of the validation data."""
 
     url: str
     """Its file or files: a path or URL that fsspec knows, wildcards allowed, or a directory of ``save_to_disk``."""
@@ -55,11 +51,7 @@ class SourceConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """Which files to train on, and how long a row is.
-
-    Raises:
-        ConfigError: A value is out of its range.
-    """
+    """Which files to train on, and how long a row is."""
 
     CROSS_ENTROPY: ClassVar[bool] = False
     """Whether the loss on this data is a mean over tokens, of which the exponential is the perplexity."""
@@ -118,9 +110,6 @@ class DataConfig:
 
         Returns:
             ``max_seq_len``, or the model's where that is null.
-
-        Raises:
-            ConfigError: The rows would be longer than the model allows.
         """
         if self.max_seq_len is None:
             return model_max_seq_len
@@ -148,9 +137,6 @@ class DataConfig:
     def columns(self, model_max_seq_len: int) -> dict[str, jax.ShapeDtypeStruct]:
         """Return shape and type of one row of each column that ``load`` makes, the longest where rows have several
         lengths, without reading any data.
-
-        Raises:
-            ConfigError: The rows would be longer than the model allows.
         """
         row = (self.row_lengths(model_max_seq_len)[-1],)
         return {"tokens": jax.ShapeDtypeStruct(row, np.int32), "loss_mask": jax.ShapeDtypeStruct(row, np.bool_)}
@@ -161,12 +147,7 @@ class DataConfig:
         """Tokenise the data that is not in the cache yet, and open the cache. Every host makes this call.
 
         Args:
-            tokenizer: The tokenizer of the model; chats need its chat template.
-            model_max_seq_len: The number of tokens of the model's longest sequence.
             hosts: The hosts that make this call together; None for this one alone.
-
-        Returns:
-            The batches of a run, with the columns of ``columns``.
 
         Raises:
             ConfigError: A file or too many records cannot be used; the message names their places.
@@ -187,7 +168,6 @@ class DataConfig:
         """Open the validation data, as `load` does the training data. Every host makes this call.
 
         Args:
-            tokenizer: The tokenizer of the model; chats need its chat template.
             hosts: The hosts that make this call together; None for this one alone.
 
         Returns:

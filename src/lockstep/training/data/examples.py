@@ -136,11 +136,7 @@ class DataFormat:
         return dataclasses.replace(self, name="", fields=tuple(fields), tokenize=tokenize)
 
     def check(self, tokenizer: "PreTrainedTokenizerBase") -> None:
-        """Check that a tokenizer can be used.
-
-        Raises:
-            ConfigError: The records are chats, and the tokenizer has no chat template.
-        """
+        """Check that a tokenizer can be used."""
         if self.chats and not tokenizer.chat_template:
             raise ConfigError(
                 f"the data is made of chats, but the tokenizer {str(tokenizer.name_or_path)!r} has no chat template. "
@@ -314,11 +310,7 @@ def _example(prompt: Sequence[int], target: Sequence[int]) -> Example | BadRow:
 
 
 def make_prompt(**values: Any) -> Prompt:
-    """Return a prompt of a record.
-
-    Raises:
-        BadRow: It is empty or no prompt.
-    """
+    """Return a prompt of a record."""
     try:
         return Prompt(id=0, **values)
     except PromptError as error:

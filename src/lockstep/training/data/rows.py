@@ -156,11 +156,7 @@ class RowOrder:
         return found
 
     def turn(self, place: int) -> tuple[int, int]:
-        """Return the source of a place, and how many places before it are that source's.
-
-        Args:
-            place: A place in the run, from 0.
-        """
+        """Return the source of a place, and how many places before it are that source's."""
         return (0, place) if len(self.sizes) == 1 else self._mixture[place]
 
     @functools.cached_property
@@ -226,23 +222,14 @@ class BucketOrder:
         return tuple(int(bucket) for bucket in np.flatnonzero(np.sum(self.sizes, axis=0)))
 
     def rows(self, step: int, batch_size: int, rows: slice) -> list[tuple[int, int]]:
-        """Return the source and the number there of some rows of a batch.
-
-        Args:
-            step: The 0-based step.
-            batch_size: The number of rows of the whole batch.
-        """
+        """Return the source and the number there of some rows of a batch."""
         turn, n_before = self._turns.turn(step)
         bucket, (sources, order) = self.buckets[turn], self._in_bucket[turn]
         places = range(n_before * batch_size, (n_before + 1) * batch_size)[rows]
         return [(sources[one], sum(self.sizes[sources[one]][:bucket]) + row) for one, row in order.rows(places)]
 
     def first(self, count: int) -> list[Sequence[object]]:
-        """Return the beginning of the order, by which another order is told from this one.
-
-        Args:
-            count: The number of places of each bucket, and of steps.
-        """
+        """Return the beginning of the order, by which another order is told from this one."""
         found: list[Sequence[object]] = [order.rows(range(count)) for _, order in self._in_bucket]
         return found if len(found) == 1 else [*found, [self._turns.turn(step) for step in range(count)]]
 
@@ -275,12 +262,7 @@ _DIGESTED = 64  # places of the order that are in the digest: with another versi
 
 
 class CachedRows:
-    """The batches of a run (`lockstep.training.data.rows.Batches`): a pure function of the step.
-
-    Args:
-        caches: The cache of each source, none of them empty.
-        shuffle: Whether each epoch has an order of its own; otherwise all have the order of the files.
-    """
+    """The batches of a run (`lockstep.training.data.rows.Batches`): a pure function of the step."""
 
     def __init__(self, caches: Sequence[TokenCache], weights: Sequence[float], seed: int, shuffle: bool = True) -> None:
         self.caches = tuple(caches)

@@ -58,11 +58,7 @@ def is_local(fs: Any) -> bool:
 
 
 class RowWriter:
-    """Writes the rows of a chunk.
-
-    Args:
-        index: The open file of their beginnings.
-    """
+    """Writes the rows of a chunk."""
 
     def __init__(self, rows: BinaryIO, index: BinaryIO) -> None:
         self._rows, self._index, self._hash = rows, index, hashlib.sha256()
@@ -84,11 +80,7 @@ class RowWriter:
             self._flush(self._ends.pop())
 
     def finish(self) -> str:
-        """Write what is left.
-
-        Returns:
-            The SHA-256 of all rows in hexadecimal digits.
-        """
+        """Write what is left, and return the SHA-256 of all rows in hexadecimal digits."""
         self._flush(None)
         return self._hash.hexdigest()
 
@@ -105,7 +97,6 @@ class RowReader:
 
     Args:
         name: A function from the number of a chunk and a suffix to the path of its file.
-        counts: The number of rows of each chunk.
     """
 
     def __init__(self, fs: Any, name: Callable[[int, str], str], counts: Sequence[int]) -> None:
@@ -119,9 +110,6 @@ class RowReader:
 
     def read(self, numbers: Sequence[int]) -> list[Int[np.ndarray, " record"]]:
         """Read some rows.
-
-        Args:
-            numbers: The numbers of the rows over all chunks.
 
         Returns:
             Their records, see `parse_record`.
@@ -283,10 +271,6 @@ def expand(records: Sequence[np.ndarray], layout: Layout, length: int) -> dict[s
 
     The first token of a sequence is never a target. In a packed row the documents are numbered from 1, and padding
     has the number 0.
-
-    Args:
-        records: The records of the rows, see `parse_record`.
-        layout: What a row holds.
     """
     shape = (len(records), 2, length) if layout == "pair" else (len(records), 1, length)
     tokens, mask, segments = np.zeros(shape, np.int32), np.zeros(shape, bool), np.zeros(shape, np.int32)
@@ -310,11 +294,7 @@ def expand(records: Sequence[np.ndarray], layout: Layout, length: int) -> dict[s
 
 
 def chunk_file(path: str, chunk: int, suffix: str) -> str:
-    """Return the path of a file of a chunk.
-
-    Args:
-        suffix: Which file: ``rows``, ``index`` or ``json``.
-    """
+    """Return the path of a file of a chunk."""
     return f"{path}/chunk-{chunk:05d}.{suffix}"
 
 

@@ -41,11 +41,7 @@ class BatchSource(Protocol):
         ...
 
     def prepare(self, step: int) -> None:
-        """Do what can be done for a later step while the devices run the one before. Launches nothing.
-
-        Args:
-            step: The 0-based step, which may never come.
-        """
+        """Do what can be done for a later step while the devices run the one before. Launches nothing."""
         ...
 
     def close(self) -> None:
@@ -60,9 +56,6 @@ class BatchFeed:
     placed from the main thread, which launches what a reference model adds and nothing else.
 
     Args:
-        batches: What gives each host its rows of each batch.
-        n_rows: The number of rows of the whole batch.
-        first: The first step of the loop.
         last: The number of steps of the run; nothing is read for a step from this one on.
         reference: What adds the column of a reference model to each batch; None: the batches have all columns.
     """

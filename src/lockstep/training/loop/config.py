@@ -190,11 +190,7 @@ class TrainerConfig:
         return rows // self.per_device_parallelism
 
     def eval_batch_size(self, mesh: Mesh) -> int:
-        """The number of validation rows that all devices work on at a time.
-
-        Raises:
-            ConfigError: As for `microbatches`.
-        """
+        """The number of validation rows that all devices work on at a time."""
         if self.per_device_eval_parallelism != -1:
             return data_shards(mesh) * self.per_device_eval_parallelism
         if self.per_device_parallelism == "auto":

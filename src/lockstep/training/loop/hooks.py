@@ -158,11 +158,7 @@ class Hooks:
         return {_name(hook): hook.state() for hook in self._with_state()}
 
     def load_state(self, states: Mapping[str, Any]) -> None:
-        """Give hooks back what `state` returned in an earlier process; a hook that was not there then keeps its own.
-
-        Args:
-            states: The states by the names of the hooks.
-        """
+        """Give hooks back what `state` returned in an earlier process; a hook that was not there then keeps its own."""
         for hook in self._with_state():
             if _name(hook) in states:
                 with refused(f"what the checkpoint has of {_name(hook)}", "Choose another trainer.run_id."):
@@ -173,11 +169,7 @@ class Hooks:
         return [hook for hook in hooks if isinstance(hook, HookWithState)]
 
     def flush(self) -> bool:
-        """Wait until hooks with ``flush`` have everything that they report where it belongs.
-
-        Returns:
-            Whether they have: not where one returned False.
-        """
+        """Wait until hooks with ``flush`` have reported everything; return False where one of them did."""
         done = True
         for hook, _ in self._hooks:
             if callable(flush := getattr(hook, "flush", None)):

@@ -29,7 +29,6 @@ class LogprobProgram:
     Args:
         function: A function of a model in the compute type and the columns of a microbatch, with the row as axis 0 of
             its result.
-        ledger: The ledger that records launches.
         replicated: Whether every device gets all of the result; otherwise its rows are where those of the batch are.
     """
 
@@ -56,8 +55,6 @@ class LogprobProgram:
         """Compile, unless that is done; nothing is launched, and no other host is waited for.
 
         Args:
-            model: The model whose probabilities are wanted.
-            batch: The columns that the function reads.
             microbatches: The number of parts that the rows are computed in; None: as many rows at a time as training.
 
         Returns:
@@ -81,14 +78,7 @@ class LogprobProgram:
         return self._programs[shape].digests
 
     def __call__(self, model: PyTree, batch: Columns) -> Array:
-        """Launch.
-
-        Args:
-            batch: The columns, of a shape that was compiled for.
-
-        Returns:
-            float32, with the row as axis 0.
-        """
+        """Launch; the result is float32, with the row as axis 0."""
         return self._programs[batch["tokens"].shape](model, dict(batch))
 
     def _microbatches(self, n_rows: int) -> int:
@@ -135,7 +125,6 @@ class ReferenceLogprobs:
     Args:
         model: The frozen model on the mesh, which no step may change: `Trainer.frozen_copy` of the first one, or the
             base of a `LoraModel`.
-        trainer: The settings of the run.
 
     Raises:
         ConfigError: The objective has no ``reference_logprobs``.
@@ -163,19 +152,12 @@ class ReferenceLogprobs:
         return environment() | dict(self._program.compile(self._model, _read(batch), microbatches))
 
     def structs(self, batch: Columns) -> dict[str, Any]:
-        """Return the shapes of a batch with its further column.
-
-        Args:
-            batch: Shape structs with shardings.
-        """
+        """Return the shapes of a batch with its further column."""
         column = jax.ShapeDtypeStruct(batch["tokens"].shape[:-1], jnp.float32, sharding=batch["tokens"].sharding)
         return {**batch, REFERENCE: column}
 
     def add_to(self, batch: Columns, step: int) -> dict[str, Any]:
         """Launch, and return the batch with its further column.
-
-        Args:
-            batch: Global arrays of a shape that was compiled for.
 
         Raises:
             HostError: The runtime failed, on several hosts most likely because one of them has died.

@@ -20,11 +20,7 @@ _SUFFIXES: Final = (".xplane.pb", ".trace.json.gz")  # endings of the files that
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProfilerConfig:
-    """Which steps are traced, where.
-
-    Raises:
-        ConfigError: A value is out of its range.
-    """
+    """Which steps are traced, where."""
 
     start_step: int = 5
     """The first step of the trace, counted from 0; the first steps of a run compile."""
@@ -45,14 +41,7 @@ class ProfilerConfig:
             )
 
     def check(self, num_train_steps: int) -> None:
-        """Raise where the run ends before the trace does.
-
-        Args:
-            num_train_steps: The number of steps of the whole run.
-
-        Raises:
-            ConfigError: It does.
-        """
+        """Raise where the run ends before the trace does."""
         last = self.start_step + self.num_steps
         if last > num_train_steps:
             raise ConfigError(
@@ -99,11 +88,7 @@ class Profiler:
         self._process, self._tracing = process, False
 
     def step(self, step: int) -> contextlib.AbstractContextManager[object]:
-        """Return a context for the launch of a step, after starting or ending the trace where it is time.
-
-        Args:
-            step: The 0-based step.
-        """
+        """Return a context for the launch of a step, after starting or ending the trace where it is time."""
         if self._config is None:
             return contextlib.nullcontext()
         due = self._config.start_step <= step < self._config.start_step + self._config.num_steps

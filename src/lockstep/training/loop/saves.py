@@ -25,8 +25,6 @@ class Saves:
 
     Args:
         checkpointer: What saves; None: nothing is saved.
-        hooks: The hooks of the run, whose states belong into a checkpoint.
-        watch: What judges losses, whose state belongs into a checkpoint too.
     """
 
     def __init__(
@@ -58,21 +56,13 @@ class Saves:
         return found is not None and found.hooks_called and found.step >= self._config.num_train_steps
 
     def first_info(self, state: TrainState) -> StepInfo:
-        """Return the info before the first step of this loop.
-
-        Args:
-            state: The first state.
-        """
+        """Return the info before the first step of this loop."""
         found = self.resumed_from
         step, loss = (0, math.nan) if found is None else (found.step, found.loss)
         return StepInfo(step=step - 1, model=state.model, loss=loss, step_duration=0.0, average=state.average)
 
     def begin(self, info: StepInfo) -> None:
-        """Call the hooks as before a first step, or those that a run which goes on has not called yet.
-
-        Args:
-            info: What `first_info` returned.
-        """
+        """Call the hooks as before a first step, or those that a run which goes on has not called yet."""
         if self.resumed_from is None:
             self._hooks.before_first_step(info)
             return
@@ -95,7 +85,6 @@ class Saves:
         """Begin a save where one is due.
 
         Args:
-            state: The state after the step.
             hooks_called: Whether all hooks have done their work for this step; where one has not, because the job is
                 asked to end, a resume has to begin here.
             save_requested: Whether the leader asked for a save with its flag for this step.
@@ -121,7 +110,6 @@ class Saves:
         """Save after the last step of this loop, unless a signal other than SIGTERM ended it; wait for what is written.
 
         Args:
-            stopped_by: The signal that ended the run; None where there was none.
             diverged: Whether ``on_nan`` ended it, so that hooks have not been called for the last step.
             between_steps: Whether the signal ended it after the hooks of the last step.
         """
@@ -157,10 +145,7 @@ def make_checkpointer(
     """Make the checkpointer that a configuration asks for.
 
     Args:
-        run_dir: The run directory; None where it is not given.
         facts: What a run must have in common with a checkpoint to go on from it, beside seed and batch size.
-        model_spec: What the model is, see `Checkpointer`; None where it is not known.
-        reported: See `Checkpointer`.
 
     Raises:
         ConfigError: There is no run directory.

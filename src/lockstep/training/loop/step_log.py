@@ -82,8 +82,6 @@ class Meter:
 
         Args:
             batch: The global arrays of the batch; the positions of ``tokens`` ``[row, ..., position]`` are counted.
-            step_s: The seconds from the launch of the step to its figures.
-            wait_s: The seconds before it in which the devices waited for the batch.
         """
         rows = next(iter(batch.values())).shape[0]
         tokens = math.prod(batch["tokens"].shape) if "tokens" in batch else None
@@ -108,8 +106,6 @@ def flops_per_token(model: LlamaConfig, vocab_size: int, length: int, adapters: 
     needs 4: it has no gradient.
 
     Args:
-        model: The shape of the model.
-        vocab_size: The number of columns of the output layer.
         adapters: The number of weights of the adapters, where they alone are trained; None where all weights are.
     """
     queries = model.num_heads * model.head_size
@@ -122,11 +118,7 @@ UNKNOWN = "–"
 
 
 class ProgressDisplay:
-    """The progress of a run: a bar at the bottom of a terminal, else a line every few seconds.
-
-    Args:
-        every_s: The time in seconds between two lines.
-    """
+    """The progress of a run: a bar at the bottom of a terminal, else a line every few seconds."""
 
     def __init__(self, total: int, every_s: float = 10.0) -> None:
         self._total, self._every_s, self._rate = total, every_s, Rate()
@@ -197,7 +189,6 @@ class StepLog:
     """The report of steps on the leader; elsewhere it does nothing.
 
     Args:
-        tracker: The tracker that the figures go to.
         job: Figures of the job, which go there with the first step: another start may have others.
     """
 

@@ -136,11 +136,7 @@ SKIPS_IN_A_ROW: Final = 50
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LossSpikeConfig:
-    """When a loss counts as a spike, in the words of Levanter's ``skip_bad_steps``.
-
-    Raises:
-        ConfigError: A value is out of its range.
-    """
+    """When a loss counts as a spike, in the words of Levanter's ``skip_bad_steps``."""
 
     rolling_interval_length: int = 128
     """The number of last losses to compare with, spikes left out; until there are so many, no loss is a spike."""
@@ -185,10 +181,6 @@ class LossWatch:
 
     def judge(self, completed: int, metrics: StepMetrics, *, is_leader: bool) -> bool:
         """Take in the figures of a step.
-
-        Args:
-            completed: The number of completed steps, this one included.
-            is_leader: Whether this process logs.
 
         Raises:
             DivergenceError: The step is bad and ``on_nan`` is ``raise``, or too many in a row were skipped; raised on
@@ -235,11 +227,7 @@ class LossWatch:
         self.load_state({"losses": [], "skipped": 0, "in_a_row": 0})
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state` returned in an earlier process.
-
-        Args:
-            state: That state.
-        """
+        """Go on from what `state` returned in an earlier process."""
         self._losses.clear()
         self._losses.extend(typed(list[float], state["losses"]) if self._spike is not None else [])
         self.skipped, self._in_a_row = typed(int, state["skipped"]), typed(int, state["in_a_row"])

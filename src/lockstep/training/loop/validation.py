@@ -51,7 +51,6 @@ class Validation:
     Args:
         trainer: The trainer of the run, of which mesh, hosts, tracker, float types and reference are used.
         loss_fn: The objective. A row without a target must have no weight in it.
-        sources: The rows of each source by its name, with the same columns.
         perplexity: Whether the loss is a mean over tokens, of which the exponential is the perplexity.
     """
 

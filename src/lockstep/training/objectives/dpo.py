@@ -15,9 +15,6 @@ from lockstep.training.objectives.preference import PairLogprobs, PairLosses, Pr
 class DpoConfig(PreferenceObjective):
     r"""DPO (Rafailov et al. 2023, https://arxiv.org/abs/2305.18290, equation 7): :math:`-\log\sigma(h)`, where
     :math:`h` is the difference of the rewards :math:`\beta\log(\pi(y|x)/\pi_{ref}(y|x))` of the two responses.
-
-    Raises:
-        ConfigError: A value is out of its range, or would have no effect.
     """
 
     NEEDS_REFERENCE: ClassVar[bool] = True

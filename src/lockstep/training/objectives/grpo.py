@@ -86,11 +86,7 @@ class GrpoFields:
     ``use_rollout_logprobs: false``."""
 
     def check_loss(self) -> None:
-        """Check the settings.
-
-        Raises:
-            ConfigError: A value is out of its range, or would have no effect.
-        """
+        """Check the settings."""
         if not 0 < self.clip_epsilon < 1:
             raise ConfigError(
                 f"clip_epsilon is {self.clip_epsilon}; it must be more than 0 and less than 1. The paper's is 0.2."
@@ -136,11 +132,7 @@ class GrpoFields:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GrpoConfig(GrpoFields):
-    """The loss of sampled answers, whose policy is what they are drawn from: the softmax of logits over a temperature.
-
-    Raises:
-        ConfigError: A value is out of its range, or would have no effect.
-    """
+    """The loss of sampled answers, whose policy draws them: the softmax of logits over a temperature."""
 
     temperature: float = 1.0
     """The temperature of the rollouts."""
@@ -161,12 +153,7 @@ class GrpoConfig(GrpoFields):
         return self.loss != "dr_grpo"
 
     def columns(self, row_length: int, *, on_policy: bool) -> dict[str, jax.ShapeDtypeStruct]:
-        """Return shape and type of one row of each column that the loss reads.
-
-        Args:
-            row_length: The number of tokens of a row: prompt, answer and padding.
-            on_policy: Whether each rollout is used for one update.
-        """
+        """Return shape and type of one row of each column that the loss reads."""
 
         def row(dtype: Any) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct((row_length,), dtype)
@@ -211,7 +198,6 @@ class GrpoConfig(GrpoFields):
 
         Args:
             model: The model in the compute type, called as in `token_logprobs`.
-            tokens: Token ids.
         """
         return token_logprobs(model, {"tokens": tokens}, temperature=self.temperature, vocab_size=self.vocab_size)
 
@@ -233,9 +219,6 @@ def grpo_parts(
     (``dapo``), or 1 with the number of answers times that of the targets of a row as the weight (``dr_grpo``).
 
     Args:
-        config: The settings.
-        logprobs: The log-probability of each token under the policy that learns.
-        advantage: The advantage of each answer.
         mask: True for the tokens of the answers; a row without any counts for nothing.
         rollout_logprobs: The log-probability of each token that the engine drew it with.
         old_logprobs: The trainer's log-probabilities before the first update of the rollout; None where this is the
@@ -321,11 +304,7 @@ ones in float32 are up to 1e-7 apart."""
 
 
 def differ(rewards: Float[np.ndarray, "prompt completion"]) -> Bool[np.ndarray, " prompt"]:
-    """Return whether the rewards of the answers to each prompt differ, by more than `LEAST_SPREAD`.
-
-    Args:
-        rewards: The rewards of the answers to each prompt.
-    """
+    """Return whether the rewards of the answers to each prompt differ, by more than `LEAST_SPREAD`."""
     spread: Bool[np.ndarray, " prompt"] = np.ptp(rewards, axis=1) > LEAST_SPREAD
     return spread
 
@@ -339,10 +318,7 @@ def group_advantages(
     and verl.
 
     Args:
-        rewards: The rewards of the answers to each prompt.
-        scale: Whether to divide by the standard deviation; Dr. GRPO (arXiv 2503.20783) does not.
         ddof: What the denominator of the deviation is less than the number of answers.
-        epsilon: What is added to the deviation.
 
     Returns:
         float32; 0 where the answers to a prompt have equal rewards (`differ`).

@@ -69,12 +69,7 @@ backward pass, where they would else be computed again."""
 
 
 def needs_vocab_blocks(tokens: int, vocab: int) -> bool:
-    """Whether logits are made for blocks of the vocabulary.
-
-    Args:
-        tokens: The number of tokens of a device's microbatch.
-        vocab: The number of token ids whose logits a device makes.
-    """
+    """Whether logits are made for blocks of the vocabulary."""
     return not logits_fit(tokens, vocab, most=LOGITS_BYTES)
 
 
@@ -270,13 +265,7 @@ _COMPARED = ("compared", "differing")
 
 
 def routing_column(config: LlamaConfig | None, row_length: int, *, replayed: bool) -> dict[str, jax.ShapeDtypeStruct]:
-    """Return the column of the experts that an engine chose, by its name; none for a model without experts.
-
-    Args:
-        config: The configuration of the model; None where it is not known.
-        row_length: The number of tokens of a row.
-        replayed: Whether the model takes them.
-    """
+    """Return the column of the experts that an engine chose, by its name; none for a model without experts."""
     if config is None or config.experts is None:
         return {}
     name = next(name for name, takes in ROUTING.items() if takes == replayed)

@@ -20,9 +20,6 @@ class OrpoConfig(PreferenceObjective):
     r"""ORPO (Hong, Lee & Thorne 2024, https://arxiv.org/abs/2403.07691, equations 6 and 7):
     :math:`-\bar p_w - \lambda\log\sigma(\log\mathrm{odds}_w - \log\mathrm{odds}_l)`, with mean log-probabilities
     :math:`\bar p` and :math:`\mathrm{odds} = e^{\bar p}/(1 - e^{\bar p})`. There is no reference model.
-
-    Raises:
-        ConfigError: A value is out of its range.
     """
 
     beta: float = 0.1

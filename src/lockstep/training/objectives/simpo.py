@@ -13,9 +13,6 @@ from lockstep.training.objectives.preference import PairLogprobs, PairLosses, Pr
 class SimpoConfig(PreferenceObjective):
     r"""SimPO (Meng, Xia & Chen 2024, https://arxiv.org/abs/2405.14734, equation 6):
     :math:`-\log\sigma(\beta\,(\bar p_w - \bar p_l) - \gamma)`, with mean log-probabilities.
-
-    Raises:
-        ConfigError: A value is out of its range.
     """
 
     beta: float = 2.0

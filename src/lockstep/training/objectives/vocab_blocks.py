@@ -41,14 +41,7 @@ def logits_fit(tokens: int, vocab: int, *, most: int) -> bool:
 def softmax_inputs(
     logits: Float[Array, "*token vocab"], ids: Int[Array, " vocab"], temperature: float, vocab_size: int | None
 ) -> Float[Array, "*token vocab"]:
-    """Return logits over the temperature, and a number without probability for ids that are no tokens.
-
-    Args:
-        logits: Float32 logits, of all of the vocabulary or of a part of it.
-        ids: Their token ids.
-        temperature: The temperature.
-        vocab_size: The number of ids that are tokens, from 0; None for all.
-    """
+    """Return logits over the temperature, and a number without probability for ids that are no tokens."""
     scaled = logits if temperature == 1 else logits / temperature
     # The least float32: the difference of two infinities, in a block without a token, would be NaN.
     return scaled if vocab_size is None else jnp.where(ids < vocab_size, scaled, _LOWEST)
@@ -92,9 +85,6 @@ class VocabBlocks:
         """Choose the blocks, for the mesh and the axis mapping that are set.
 
         Args:
-            states: The hidden states ``[batch, position, embed]``.
-            head: The output layer.
-            soft_cap: The soft cap of the logits; None for none.
             most: The bytes of float32 logits and of their gradients that a device may have at once. A block has at most
                 a quarter of it, unless ``least`` token ids are more.
             least: The number of token ids that a block has at least.
@@ -140,9 +130,7 @@ class VocabBlocks:
         """Return the log-probability of each target in float32. Gradients are in the dtype of what they are of.
 
         Args:
-            states: The hidden states.
             head: The output layer, as stored between steps.
-            targets: The token ids.
         """
         found: Array = _logprobs(states, head, targets, self)
         return found

@@ -10,11 +10,7 @@ from lockstep.training.rl.rewards import Gsm8kReward, RewardConfig, check_reward
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RolloutConfig(SamplingBlock):
-    """Sampling before each step, from the very weights that the step then changes.
-
-    Raises:
-        ConfigError: A value is out of its range, or would have no effect.
-    """
+    """Sampling before each step, from the very weights that the step then changes."""
 
     BLOCK: ClassVar[str] = "rollout"
     OFF_POLICY: ClassVar[tuple[str, ...]] = (
@@ -71,9 +67,6 @@ class RolloutConfig(SamplingBlock):
     def check_policy(self, importance_cap: float | None) -> None:
         """Check that the policy that learns is the one that is sampled, or that the difference is corrected for.
 
-        Args:
-            importance_cap: The setting of the loss.
-
         Raises:
             ConfigError: Answers come from other probabilities, and nothing corrects for that.
         """
@@ -123,11 +116,6 @@ class GrpoRunFields:
 
     def check_run(self, batch_size: int, hosts_wait_s: float, importance_cap: float | None) -> None:
         """Check the settings.
-
-        Args:
-            batch_size: The number of answers of one optimizer step.
-            hosts_wait_s: The seconds that hosts wait for each other.
-            importance_cap: The setting of the loss.
 
         Raises:
             ConfigError: A value is out of its range, values do not go together, or the batch is not made of whole

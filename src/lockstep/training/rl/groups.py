@@ -151,11 +151,7 @@ class Groups:
         return differ(judged.reshape(len(self.questions), -1)) & ~self.dropped
 
     def take(self, chosen: Sequence[int]) -> "Groups":
-        """Return some of the groups.
-
-        Args:
-            chosen: Their places.
-        """
+        """Return some of the groups."""
         places = (np.asarray(chosen)[:, None] * self.size + np.arange(self.size)).reshape(-1)
         rewards = dataclasses.replace(
             self.rewards,
@@ -169,11 +165,7 @@ class Groups:
 
     @classmethod
     def concatenate(cls, parts: Sequence["Groups"]) -> "Groups":
-        """Return all groups of several samplings in one.
-
-        Args:
-            parts: The samplings, at least one, with the same components.
-        """
+        """Return all groups of several samplings in one."""
         failed, late = collections.Counter[str](), collections.Counter[str]()
         for part in parts:
             failed.update(part.rewards.failed)
@@ -198,10 +190,6 @@ class Groups:
 def choose_groups(parts: Sequence[Groups], wanted: int) -> Groups:
     """Return the first groups whose answers are not equally right; where they are too few, the first others fill up,
     dropped ones last.
-
-    Args:
-        parts: The samplings, at least one; together they have at least as many groups as wanted.
-        wanted: The number of groups.
     """
     everything = Groups.concatenate(parts)
     if len(parts) == 1:
@@ -220,7 +208,6 @@ class RolloutSampler:
     """Samples the answers of a rollout, and has each host's share of them scored as soon as it is there.
 
     Args:
-        fields: How to sample.
         engine: What samples the answers; None for lockstep's engine with the settings of ``fields.rollout``.
     """
 
@@ -256,19 +243,12 @@ class RolloutSampler:
         """The number of questions of a sampling."""
 
     def check(self, model: PyTree) -> None:
-        """Find out what would make a rollout fail; launches nothing.
-
-        Raises:
-            ConfigError, PromptError, CapacityError: See `lockstep.engine.Engine.check`.
-        """
+        """Find out what would make a rollout fail; launches nothing."""
         engine, read = self._engine_for(model)
         engine.check(read, self._requests(self._largest(), seed=0))
 
     def sample(self, number: int, attempt: int, model: PyTree) -> Sampled | None:
         """Have a model answer the questions of a rollout; every host calls it.
-
-        Args:
-            attempt: The number of samplings of this rollout before.
 
         Returns:
             None where the job is asked to end.

@@ -89,11 +89,6 @@ def load_questions(
 ) -> Questions:
     """Read and tokenise the questions.
 
-    Args:
-        config: Where they are and how a prompt is made of them.
-        max_new_tokens: The number of tokens of a row that an answer may have.
-        rewards: The components of the reward, which read every reference answer.
-
     Raises:
         ConfigError: A file, a record or the tokenizer cannot be used, or a prompt leaves no room for an answer.
     """
@@ -126,15 +121,7 @@ def load_questions(
 
 
 def iter_questions(config: GrpoDataConfig, rewards: Sequence[RewardConfig] = ()) -> Iterator[tuple[str, Prompt]]:
-    """Yield the place of each question, and the question as a prompt.
-
-    Args:
-        config: Where they are and how a prompt is made of them.
-        rewards: The components of the reward, which read every reference answer.
-
-    Raises:
-        ConfigError: A file or a record cannot be used.
-    """
+    """Yield the place of each question, and the question as a prompt."""
     make = functools.partial(_prompt, config)
     if ":" in config.format:
         make = functools.partial(_prompt_of_function, load_object(config.format, "data.format"))

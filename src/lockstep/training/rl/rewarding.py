@@ -52,11 +52,7 @@ class Scoring:
             thread.start()
 
     def submit(self, number: int, row: Row, prompt: Prompt) -> None:
-        """Have an answer scored; returns at once.
-
-        Args:
-            number: The answer's number, for `finish`.
-        """
+        """Have an answer scored; returns at once."""
         for name in self._rewards:
             self._submitted.append((number, name))
             self._jobs.put((number, name, row, prompt))
@@ -107,12 +103,7 @@ class Scoring:
 
 
 def as_number(value: Any) -> float:
-    """Return the value of a reward.
-
-    Raises:
-        TypeError: This is not a number.
-        ValueError: The number is not finite.
-    """
+    """Return the value of a reward."""
     if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
         raise TypeError(f"returned {value!r}, which is not a number")
     number = float(value)
@@ -159,7 +150,6 @@ class Rewarder:
     """Computes the reward of every answer of a rollout.
 
     Args:
-        timeout_s: The seconds that `finish` waits at most.
         filter_by: The name of the component that decides whether answers are equally right; None: the weighted sum of
             those that do not shape (`RewardConfig.SHAPING`), or of all where there are no others.
 
@@ -204,9 +194,6 @@ class Rewarder:
 
     def finish(self, hosts: Hosts, scoring: Scoring, n_answers: int) -> Rewards:
         """Wait for the rewards of this host's share, and exchange them with the other hosts.
-
-        Args:
-            n_answers: The number of answers of the rollout, each submitted on one host.
 
         Raises:
             PeerError: A host failed; raised on every host.

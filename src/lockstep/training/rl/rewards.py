@@ -296,16 +296,7 @@ class RegexReward(RewardConfig):
 
 
 def compiled(label: str, pattern: str, *, multiline: bool = False, dot_all: bool = False) -> Pattern:
-    """Return a compiled expression.
-
-    Args:
-        label: The name of the component, for the error.
-        multiline: Whether ``^`` and ``$`` match at every line.
-        dot_all: Whether ``.`` matches a newline too.
-
-    Raises:
-        ConfigError: It is not one.
-    """
+    """Return a compiled expression."""
     try:
         return Pattern(pattern, multiline=multiline, dot_all=dot_all)
     except ConfigError as error:

@@ -37,12 +37,7 @@ class Rollout:
     lengths: np.ndarray
 
     def minibatch(self, update: int, batch_size: int) -> slice:
-        """Return the answers of an update: each iteration takes all minibatches in the same order.
-
-        Args:
-            update: The number of the update among those of the rollout.
-            batch_size: The number of answers of one update.
-        """
+        """Return the answers of an update: each iteration takes all minibatches in the same order."""
         begin = (update * batch_size) % len(self.lengths)
         return slice(begin, begin + batch_size)
 
@@ -60,14 +55,7 @@ class Rollout:
 
 
 def unpacked(text: str) -> dict[str, np.ndarray]:
-    """The arrays that `numpy.savez_compressed` packed, by name.
-
-    Args:
-        text: The file in base64.
-
-    Raises:
-        ValueError: It is something else.
-    """
+    """The arrays that `numpy.savez_compressed` packed, by name."""
     try:
         with np.load(io.BytesIO(base64.b64decode(text)), allow_pickle=False) as packed:
             return {name: packed[name] for name in packed.files}
@@ -129,11 +117,7 @@ OLD = "old_logprobs"  # the column of the model before the first update of a rol
 
 
 class LogprobColumns:
-    """Has all hosts agree on the rows of a rollout, and fills in the log-probabilities that are wanted.
-
-    Args:
-        reference: The frozen model; None where there is none.
-    """
+    """Has all hosts agree on the rows of a rollout, and fills in the log-probabilities that are wanted."""
 
     def __init__(
         self,
@@ -166,10 +150,6 @@ class LogprobColumns:
 
     def fill(self, rollout: Rollout, model: PyTree) -> None:
         """Agree on the rows, and compute what is wanted; every host calls it.
-
-        Args:
-            rollout: The rollout; its columns are changed.
-            model: The model that sampled it.
 
         Raises:
             DisagreementError: The hosts have different rows, programs or results; raised on every host.

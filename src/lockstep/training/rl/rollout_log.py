@@ -31,7 +31,6 @@ class RolloutLog:
     """Logs rollouts on the leader.
 
     Args:
-        tracker: The tracker, which does not block.
         shown: The number of answers of a rollout that are told.
     """
 
@@ -44,9 +43,7 @@ class RolloutLog:
         """Log the figures of a rollout and queue its rows; returns at once.
 
         Args:
-            groups: All answers that were sampled.
             chosen: Those that are learned from.
-            sampled: What each sampling produced.
         """
         rewards = groups.rewards
         values = {
@@ -100,14 +97,7 @@ def reward_metrics(
     failed: Mapping[str, int],
     late: Mapping[str, int],
 ) -> dict[str, float]:
-    """Return what the rewards of a rollout say.
-
-    Args:
-        totals: The weighted sums.
-        components: The values of each component by name.
-        failed: The number of answers for which a component raised or gave no number, by name.
-        late: The number of answers for which it was late.
-    """
+    """Return what the rewards of a rollout say."""
     found = {
         "reward/mean": totals.mean(),
         "reward/std": totals.std(),
@@ -157,7 +147,6 @@ class StepTimes:
 
         Args:
             seconds: From before the step's rollout to after its update.
-            tokens: The tokens of prompts and answers that the update learned from, without padding.
         """
         self._steps.append((seconds, tokens))
         total = sum(each for each, _ in self._steps)

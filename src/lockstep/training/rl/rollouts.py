@@ -49,10 +49,8 @@ class Rollouts:
     next one, whose rewards are then computed during the updates and the sampling after them.
 
     Args:
-        fields: How to sample, reward and learn.
         reference: The frozen model in the compute type; None without ``kl_coefficient``.
         tracker: The tracker that metrics and rows go to, used by the leader; None for none.
-        run_dir: The directory that rows are appended to; None for no file.
         engine: What samples the answers; None for lockstep's engine with the settings of ``fields.rollout``.
         model: The configuration of the model, where it has experts: the engine's choice of them is compared with.
 
@@ -143,11 +141,7 @@ class Rollouts:
         return f"{self._trend}  {self._clock}"
 
     def check(self, model: PyTree) -> None:
-        """Find out before the first step what would make a rollout fail; launches nothing.
-
-        Raises:
-            PeerError: A host cannot work with this configuration; raised on every host.
-        """
+        """Find out before the first step what would make a rollout fail; launches nothing."""
         with self._hosts.scope("rollouts/check") as scope, scope.run_on_all("check"):
             self._sampler.check(model)
 
@@ -354,11 +348,7 @@ def _check_attempts(max_attempts: int, count: int, available: int) -> None:
 
 
 def make_rewarder(fields: GrpoRunFields) -> Rewarder:
-    """Return what computes the rewards of a run.
-
-    Raises:
-        ConfigError: A reward cannot be made.
-    """
+    """Return what computes the rewards of a run."""
     return Rewarder(
         fields.rewards,
         max_new_tokens=fields.rollout.max_new_tokens,

@@ -184,14 +184,7 @@ class TrainConfig:
         return self.loss_fn
 
     def columns(self, model_max_seq_len: int) -> dict[str, jax.ShapeDtypeStruct]:
-        """Return shape and type of one row of each column of a batch.
-
-        Args:
-            model_max_seq_len: The number of tokens of the model's longest sequence.
-
-        Raises:
-            ConfigError: The rows would be longer than the model allows.
-        """
+        """Return shape and type of one row of each column of a batch."""
         return self.data.columns(model_max_seq_len)
 
     @property
@@ -257,11 +250,7 @@ class _PairsConfig(TrainConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainPreferenceConfig(_PairsConfig):
-    """Settings of ``train-preference``.
-
-    Raises:
-        ConfigError: A value is out of its range.
-    """
+    """Settings of ``train-preference``."""
 
     objective: PreferenceObjective
     """The loss, such as ``{type: dpo, beta: 0.1}``; a class of your own is ``{type: "my_module:MyObjective"}``."""
@@ -293,11 +282,7 @@ class TrainPreferenceConfig(_PairsConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainSimpoConfig(_PairsConfig):
-    """Settings of ``train-simpo``, which is ``train-preference`` with SimPO, whose settings are keys of their own.
-
-    Raises:
-        ConfigError: A value is out of its range.
-    """
+    """Settings of ``train-simpo``, which is ``train-preference`` with SimPO, whose settings are keys of their own."""
 
     beta: float = 2.0
     """Scale of the reward, see `SimpoConfig`."""

@@ -23,11 +23,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainGrpoConfig(GrpoFields, GrpoRunFields, TrainConfig):
-    """Settings of ``train-grpo``.
-
-    Raises:
-        ConfigError: A value is out of its range, or the batch is not made of whole groups.
-    """
+    """Settings of ``train-grpo``."""
 
     ROW_NAME: ClassVar[str] = "answers"
     CROSS_ENTROPY: ClassVar[bool] = False
@@ -96,8 +92,6 @@ class TrainGrpoConfig(GrpoFields, GrpoRunFields, TrainConfig):
         """Read and tokenise the questions, and check the rewards with them. Every host makes this call.
 
         Args:
-            model_max_seq_len: The number of tokens of the model's longest sequence.
-            seed: The seed of the order of the questions.
             hosts: The hosts that make this call together; None for this one alone.
 
         Raises:

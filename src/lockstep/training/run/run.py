@@ -241,11 +241,7 @@ class HfSaves:
         """Whether the last save was given up because the job is asked to end; the same on every host."""
 
     def on_step(self, info: StepInfo, force: bool = False) -> None:
-        """Save the model after a step; the last one is saved by `save_last`.
-
-        Args:
-            force: Whether training has ended.
-        """
+        """Save the model after a step; the last one is saved by `save_last`."""
         self.interrupted = False
         if force or info.step < 0 or info.next_step >= self._config.trainer.num_train_steps:
             return
@@ -266,9 +262,6 @@ class HfSaves:
 
         Args:
             step: The number of completed steps where a signal ended the run; None for a full run.
-
-        Returns:
-            The directory or URL.
 
         Raises:
             PeerError: A host could not write.
@@ -298,9 +291,6 @@ class HfSaves:
 def describe_adapters(config: TrainConfig, model: LlamaConfig) -> SavedAdapters | None:
     """Return the adapters of a run as its checkpoints describe them; None where it trains the whole model.
 
-    Args:
-        model: The configuration of the base model.
-
     Raises:
         ConfigError: The adapters do not fit the model, or there is no checkpoint of it.
     """
@@ -317,9 +307,6 @@ def describe_adapters(config: TrainConfig, model: LlamaConfig) -> SavedAdapters 
 
 def load_frozen(adapters: SavedAdapters, model: LlamaConfig, mesh: Mesh, hosts: Hosts) -> LoraModel:
     """Read the base model, for `lockstep.models.join_trained`; every host makes this call.
-
-    Args:
-        model: The configuration of the base model.
 
     Raises:
         PeerError: A host could not read its part; raised on every host.

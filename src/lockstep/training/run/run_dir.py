@@ -27,9 +27,6 @@ def make_run_dir(config: TrainerConfig, hosts: Hosts) -> Path:
     Args:
         config: Without a ``run_id`` the name is made from the leader's clock.
 
-    Returns:
-        The directory's path, the same on every host; the directory exists on the leader.
-
     Raises:
         PeerError: The directory cannot be made, or it has another run's files.
     """
@@ -65,15 +62,7 @@ def _check_resumable(path: Path, base_path: str | None) -> None:
 
 
 def rewind(run_dir: Path, *, metrics_step: int, samples_step: int) -> None:
-    """Remove from metrics and samples what a run that goes on from a checkpoint will write again.
-
-    Args:
-        metrics_step: The last step whose metrics stay.
-        samples_step: The last step whose samples stay.
-
-    Raises:
-        OSError: A file cannot be written anew.
-    """
+    """Remove from metrics and samples what a run that goes on from a checkpoint will write again."""
     for path in run_dir.glob("metrics*.jsonl"):
         drop_later(path, metrics_step)
     for name in ("samples.jsonl", "tasks.jsonl"):
@@ -82,11 +71,7 @@ def rewind(run_dir: Path, *, metrics_step: int, samples_step: int) -> None:
 
 
 def closing_summary(run_dir: Path, result: TrainResult, num_train_steps: int, saved: str | None) -> str:
-    """The text of several lines that names the files of a run and what to try next.
-
-    Args:
-        saved: The Hugging Face checkpoint; None: none was saved.
-    """
+    """The text of several lines that names the files of a run and what to try next."""
     done = "done" if result.stopped_by is None else "stopped by a signal"
     if result.diverged:
         done = "stopped before a step whose loss is not finite or a spike (trainer.on_nan)"

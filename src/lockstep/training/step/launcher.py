@@ -28,7 +28,6 @@ def memory_for_training(mesh: Mesh, state: PyTree, given: int | None) -> int:
     """Return the bytes of a device of this process that the train step may use, the training state among them.
 
     Args:
-        state: The training state, which is on the devices.
         given: The bytes that the configuration names; None: what is free now and what the state takes.
     """
     if given is not None:
@@ -42,10 +41,8 @@ def compile_largest(
     """Compile the train step with fewer rows at a time until it fits; every host makes the same call.
 
     Args:
-        rows: The number of rows that each device has of a batch.
         make: A function from the number of microbatches to a train step that is not compiled.
         arguments: A function from a train step to the arguments that it is compiled for.
-        memory: The bytes of a device of this process that the step may use.
 
     Raises:
         PeerError: A step does not compile for another reason than memory.
@@ -88,21 +85,13 @@ def compile_largest(
 
 
 class Launcher:
-    """Compiles programs on every host, compares them, and launches each once; a `Launch` of the step.
-
-    Args:
-        mesh: The mesh that is set while a program is traced.
-        watchdog: What ends the process when a launch does not return.
-    """
+    """Compiles programs on every host, compares them, and launches each once; a `Launch` of the step."""
 
     def __init__(self, hosts: Hosts, mesh: Mesh, watchdog: Watchdog) -> None:
         self._hosts, self._mesh, self._watchdog = hosts, mesh, watchdog
 
     def compile_on_all(self, name: str, compile: Callable[[], Mapping[str, str]]) -> None:
         """Have every host compile a program, agree on its digests, and wait until all are ready to launch it.
-
-        Args:
-            compile: A function that compiles it and returns its digests.
 
         Raises:
             PeerError: It does not compile on some host; raised on every host.
@@ -118,9 +107,6 @@ class Launcher:
 
         Args:
             options: Those of `lockstep.placement.device.compile_program`.
-
-        Raises:
-            PeerError, DisagreementError: As for `compile_on_all`.
         """
         programs: list[Program] = []
 

@@ -129,11 +129,7 @@ class OptimizerConfig:
                 )
 
     def setting(self, name: str) -> float:
-        """Return a setting of the optimizer, its default where it is null.
-
-        Args:
-            name: The name of the setting, one that this optimizer has.
-        """
+        """Return a setting of the optimizer, its default where it is null."""
         given: float | None = getattr(self, name)
         return DEFAULTS[self.type][name] if given is None else given
 
@@ -141,7 +137,6 @@ class OptimizerConfig:
         """Build the learning-rate schedule.
 
         Args:
-            num_train_steps: The number of steps of the whole run.
             peak: The peak learning rate; None: ``learning_rate``.
 
         Returns:
@@ -226,11 +221,7 @@ class OptimizerConfig:
 
 
 def decay_mask(parameters: PyTree) -> PyTree:
-    """Mark the parameters that weight decay acts on: all but the embedding, norms and biases, as Levanter does.
-
-    Returns:
-        The same tree with a bool for every leaf.
-    """
+    """Mark the parameters that weight decay acts on: all but the embedding, norms and biases, as Levanter does."""
 
     def decays(path: tuple[object, ...], leaf: object) -> bool:
         del leaf

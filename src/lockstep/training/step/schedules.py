@@ -99,7 +99,6 @@ def build_schedule(shape: str, *, peak: float, min_ratio: float, warmup: int, de
     Args:
         shape: Its name in `SHAPES`, or ``module:function`` of a `Shape`.
         min_ratio: The smallest one after the warm-up, as a fraction of the peak.
-        warmup: The number of steps of a linear warm-up from 0.
         decay: The number of steps of the decay, the last ones; before it the rate stays at the peak.
 
     Returns:

@@ -96,9 +96,6 @@ def average_parameters(decay: float) -> optax.GradientTransformation:
     """Keep an average of the parameters that each step moves by ``1 - decay`` towards the new ones.
 
     It begins with the first parameters, and changes no update. It has to be the last part of an optimizer.
-
-    Args:
-        decay: The weight of the average before the step.
     """
 
     def init(parameters: PyTree) -> AverageState:
@@ -144,11 +141,7 @@ class TrainState:
         return dataclasses.replace(self, model=trained), frozen
 
     def join(self, frozen: PyTree) -> Self:
-        """Return the state that `split` has taken apart.
-
-        Args:
-            frozen: What no step changes.
-        """
+        """Return the state that `split` has taken apart."""
         return dataclasses.replace(self, model=join_trained(self.model, frozen))
 
 

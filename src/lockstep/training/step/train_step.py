@@ -52,9 +52,7 @@ def init_model(
 
     Args:
         init: Makes a model from a key; it is traced, never run in one host's memory.
-        seed: The seed of the key.
         precision: The float types, of which the parameter type is used.
-        launch: Launches the program that makes the model.
 
     Returns:
         The model, sharded by `PARAMETER_AXES`, with the same numbers on any mesh.
@@ -76,7 +74,6 @@ def init_state(
     Args:
         model: The model on the mesh, in any sharding and float type.
         precision: The float types, of which the parameter type is used.
-        launch: Launches the program that makes the state.
 
     Returns:
         The state, and the shardings of what a step changes of it.
@@ -113,12 +110,7 @@ def state_structs(
 
 
 def batch_structs(columns: Mapping[str, jax.ShapeDtypeStruct], n_rows: int, mesh: Mesh) -> dict[str, Any]:
-    """Return the shapes of a batch.
-
-    Args:
-        columns: The shape and type of one row of each column.
-        n_rows: The number of rows of the batch.
-    """
+    """Return the shapes of a batch."""
     sharding = NamedSharding(mesh, batch_spec(mesh))
     return {
         name: jax.ShapeDtypeStruct((n_rows, *one.shape), one.dtype, sharding=sharding) for name, one in columns.items()
@@ -149,10 +141,7 @@ class TrainStep:
     shape of a batch.
 
     Args:
-        loss_fn: The objective.
         schedule: The learning rate by completed steps, to report as a metric; None to report none.
-        shardings: The shardings that `init_state` returned.
-        precision: The float types.
         microbatches: The number of parts of the batch that are computed one after the other; with stages, this many of
             each stage pass through them.
         repeats: The number of times that they pass through all stages.
@@ -208,8 +197,6 @@ class TrainStep:
         Args:
             state: The first argument of a call; it is not donated here.
             batch: The second argument of a call, or its shapes with shardings.
-            signals: The other arguments of a call.
-            ledger: The ledger that records launches.
 
         Returns:
             The program's digests, which all hosts must compare before the first call.
@@ -235,7 +222,6 @@ class TrainStep:
 
         Args:
             state: The state, which is donated: its arrays are deleted, but for those that are frozen.
-            batch: Global arrays by name, with the row as axis 0.
             stop: On the devices of a host that was asked to stop `SIGNAL_FLAG` times the number of the signal; on those
                 of the leader `SAVE_FLAG` and `SLOW_FLAG`; 0 on all others.
             limit: With ``skip_bad``, the largest loss with which the step counts; infinity for any.
@@ -258,12 +244,7 @@ class TrainStep:
         return new.join(frozen), metrics
 
     def lower(self, state: TrainState, batch: Mapping[str, Any]) -> jax.stages.Lowered:
-        """Trace the step for shapes; nothing is launched.
-
-        Args:
-            state: The state as arrays, or as shape structs with shardings.
-            batch: The columns of a batch as arrays, or as shape structs with shardings.
-        """
+        """Trace the step for shapes; nothing is launched."""
         sharding = NamedSharding(self._mesh, P(self._mesh.axis_names))
         signals = [jax.ShapeDtypeStruct((self._mesh.size,), jnp.int32, sharding=sharding)]
         if self.skip_bad:
@@ -273,11 +254,7 @@ class TrainStep:
             return jitted.lower(*state.split(), dict(batch), *signals)
 
     def read(self, metrics: Array) -> StepMetrics:
-        """Wait for a step and fetch its metrics, which are the same on every host; nothing is launched.
-
-        Args:
-            metrics: The second result of a call.
-        """
+        """Wait for a step and fetch its metrics, which are the same on every host; nothing is launched."""
         loss, largest, *others = (float(x) for x in jax.device_get(metrics.addressable_data(0)))
         values = dict(zip(self._names, others, strict=True))
         stop, flags = divmod(int(largest), SIGNAL_FLAG)
