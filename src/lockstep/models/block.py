@@ -133,13 +133,10 @@ def rotate(
 
 
 def rope_angles(positions: Array, frequencies: list[Any]) -> Float[Array, "... half"]:
-    """Return rotary angles in float32 radians.
+    """Return rotary angles in float32 radians, with an axis for the kinds in front where there are several.
 
     Args:
         frequencies: For each kind of layer the radians per token ``[half]``.
-
-    Returns:
-        The angles, with an axis for the kinds in front where there are several.
     """
     each = [positions[..., None].astype(jnp.float32) * rope for rope in frequencies]
     return each[0] if len(each) == 1 else jnp.stack(each)

@@ -83,16 +83,13 @@ class LlamaAttention(eqx.Module):
     def __call__(
         self, x: NamedArray, angles: NamedArray, segment_ids: NamedArray | None, layer_kind: NamedArray | None
     ) -> NamedArray:
-        """Attend.
+        """The attended values, with the axes of ``x``.
 
         Args:
             x: The input ``[batch, position, embed]``.
             segment_ids: The document of each position ``[batch, position]``, which attends to no other; None: a row is
                 one document.
             layer_kind: Which of the model's distinct kinds of layers this one is; None where all are of one kind.
-
-        Returns:
-            The attended values, with the axes of ``x``.
         """
         ax = LlamaAxes.of(self.config)
         q = _add(linear(x, self.q, ax.Embed), self.q_bias)

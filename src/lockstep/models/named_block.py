@@ -99,14 +99,11 @@ def norm_gates(config: LlamaConfig, key: jax.Array, norm: str, has: bool = True)
 
 
 def rms_norm(x: NamedArray, weight: NamedArray | None, config: LlamaConfig) -> NamedArray:
-    """Applies RMSNorm to named axes.
+    """Applies RMSNorm to named axes; the axes and the dtype stay those of ``x``.
 
     Args:
         x: The input; it has the axes of ``weight`` and any others.
         weight: The weight, whose axes are normalised; None for no normalisation.
-
-    Returns:
-        The normalised input, with the axes and dtype of ``x``.
     """
     if weight is None:
         return x
@@ -145,15 +142,12 @@ def rotary_angles(config: LlamaConfig, positions: NamedArray) -> NamedArray:
 
 
 def rotate(x: NamedArray, angles: NamedArray, HeadSize: Axis) -> NamedArray:
-    """Applies rotary embeddings to named axes.
+    """Applies rotary embeddings to named axes; the axes and the dtype stay those of ``x``.
 
     Args:
         x: The heads ``[..., position, ..., head_size]``.
         angles: The angles in float32 radians ``[..., position, half_head]``.
         HeadSize: The axis whose two halves are rotated together.
-
-    Returns:
-        The rotated heads, with the axes and dtype of ``x``.
     """
     axes = (*(axis for axis in x.axes if axis != HeadSize), HeadSize)
     given = [axis for axis in axes if axis in angles.axes]

@@ -167,14 +167,11 @@ class RotaryConfig:
         return int(head_size * self.partial_rotary_factor)
 
     def frequencies(self, head_size: int) -> Float[np.ndarray, " half_head"]:
-        """Radians per token of each pair of elements of a head.
+        """Radians per token of each pair of elements of a head, float32 ``[rotated // 2]``.
 
         Pair ``i`` is elements ``i`` and ``i + rotated // 2`` (Hugging Face's ``rotate_half``). RoFormer (Su et al.
         2021, https://arxiv.org/abs/2104.09864, section 3.2.2), computed in float32 in the order of Hugging Face's code,
         so that long contexts do not drift from the reference.
-
-        Returns:
-            The frequencies, float32 ``[rotated // 2]``.
         """
         size, scaling = self.rotated(head_size), self.scaling
         exponents = np.arange(0, size, 2, dtype=np.float32) / np.float32(size)

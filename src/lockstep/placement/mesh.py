@@ -146,14 +146,7 @@ def _read_sizes(mesh_shape: str, n_devices: int, slices: int) -> dict[str, int]:
 
 
 def fsdp_spans_hosts(mesh: Mesh) -> bool:
-    """Whether a parameter is sharded over devices of more than one host.
-
-    Args:
-        mesh: A mesh from `make_mesh`.
-
-    Returns:
-        True when some row of the ``fsdp`` axis has devices of different processes.
-    """
+    """Whether a parameter is sharded over devices of more than one host."""
     return any(len({device.process_index for device in row}) > 1 for row in _fsdp_rows(mesh))
 
 

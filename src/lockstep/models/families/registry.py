@@ -115,14 +115,11 @@ def config_to_hf(config: LlamaConfig, vocab_size: int) -> dict[str, Any]:
 
 
 def find_preset(name: str) -> ModelPreset | None:
-    """Returns the preset of a checkpoint, by the last part of its path.
+    """Returns the preset of a checkpoint, by the last part of its path; None if there is none.
 
     Args:
         name: The path, such as ``gs://bucket/models/Meta-Llama-3-8B-Instruct``; case, ``Meta-`` and ``-Instruct`` do
             not count.
-
-    Returns:
-        The preset, or None if there is none.
     """
     last = name.rstrip("/").rpartition("/")[2].lower().removeprefix("meta-")
     return PRESETS.get(re.sub(r"-(instruct|base|it)\b", "", last))

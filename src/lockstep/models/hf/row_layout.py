@@ -244,13 +244,10 @@ class RowGather:
         return NamedSharding(self.mesh, PartitionSpec())
 
     def gather(self, array: jax.Array, where: jax.Array) -> jax.Array:
-        """Gathers the rows; a function to be traced.
+        """Gathers the stored rows ``[row, ...]``, replicated; a function to be traced.
 
         Args:
             where: ``int32[2]``: the layer, and the first entry of the row axis. Entries beyond the last are zeros.
-
-        Returns:
-            The stored rows ``[row, ...]``, replicated.
         """
         spec = self.layout.target.spec
         gathered = jax.shard_map(

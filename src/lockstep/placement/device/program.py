@@ -191,11 +191,7 @@ def fetch(replicated: jax.Array) -> np.ndarray:
 
 
 def start_fetch(replicated: jax.Array) -> Callable[[], np.ndarray]:
-    """Begins to copy an array that is replicated on every device to the host, as soon as it is computed.
-
-    Returns:
-        A function that waits for the copy and returns it.
-    """
+    """Begins to copy an array that is replicated on every device to the host; what it returns waits for the copy."""
     local = replicated.addressable_data(0)
     local.copy_to_host_async()
     return lambda: np.asarray(local)
