@@ -125,13 +125,11 @@ def check_reader(
             found = {name: fetch(array) for name, array in compare(check.parts, check.ids, theirs).items()}
         gap, tolerance = float(found["gaps"].max()), _tolerance(found)
         unseen = tuple(name for name, same in zip(check.names, found["constant"], strict=True) if same)
-        base, rests = gap, list[tuple[float, str]]()
-        if not check.config.mixes_mlps:  # the search computes layers of one kind
-            with scope.run_on_all("compile the search") as phase:
-                program = check.adjustable(theirs)
-                phase.agree(program.digests)
-            with scope.launch_on_all("search"):
-                base, rests = _rests(check, program, theirs)
+        with scope.run_on_all("compile the search") as phase:
+            program = check.adjustable(theirs)
+            phase.agree(program.digests)
+        with scope.launch_on_all("search"):
+            base, rests = _rests(check, program, theirs)
     # The search cannot compute every model, such as one with an activation of its own.
     rests = rests if math.isclose(base, gap, rel_tol=0.05, abs_tol=tolerance) else []
     tried, likely = tuple(text for _, text in rests), _likely(rests, gap, base, tolerance)

@@ -103,6 +103,11 @@ class Experts:
             return tuple(layer for layer in layers if layer not in only)
         return layers
 
+    def places(self, num_layers: int) -> tuple[np.ndarray, np.ndarray]:
+        """Whether each layer has an MLP instead of experts, and its place among the layers of its kind."""
+        dense = np.isin(range(num_layers), self.mlp_only_layers)
+        return dense, np.where(dense, np.cumsum(dense), np.cumsum(~dense)) - 1
+
     def expected_hits(self, tokens: float) -> float:
         """The expected number of distinct experts that some tokens are given to, where experts are used evenly.
 

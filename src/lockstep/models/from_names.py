@@ -3,6 +3,7 @@
 import dataclasses
 import difflib
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
 from typing import Any, Final
 
 from jaxtyping import PyTree
@@ -10,7 +11,7 @@ from jaxtyping import PyTree
 from lockstep.errors import ConfigError
 from lockstep.models.low_rank import merge_lora
 from lockstep.models.registry import check_all_read, named_parameters
-from lockstep.models.weights import STACKED, WEIGHT_AXES, DecoderWeights, LayerWeights
+from lockstep.models.weights import MLP_WEIGHTS, SPARSE_WEIGHTS, STACKED, WEIGHT_AXES, DecoderWeights, LayerWeights
 from lockstep.placement import Pick, axis_groups, view
 
 type Entry = str | tuple[str] | tuple[str, str] | tuple[str, str, Mapping[str, Pick]]
@@ -78,7 +79,8 @@ class NamesReader:
     def _weight(self, weight: str, entry: Entry, by_name: Mapping[str, Any]) -> Any:
         name, pattern, picks = (*((entry,) if isinstance(entry, str) else entry), None, None)[:3]
         by_layer = "{}" in name
-        names = _of_layers(name, by_name) if by_layer else [name] * (name in by_name)
+        some = all(each in self.table for each in ("up", "router")) and weight in (*MLP_WEIGHTS, *SPARSE_WEIGHTS)
+        names = _of_layers(name, by_name, some=some) if by_layer else [name] * (name in by_name)
         if not names:
             if weight in OPTIONAL:
                 return None
@@ -111,7 +113,8 @@ def from_names(table: Mapping[str, Entry], *, lora: LoraNames | None = None, ign
     """Makes a reader of weights from a table of parameter names, as of Flax NNX models or of dicts of arrays.
 
     A weight that a model may lack, such as ``lm_head`` or ``q_norm``, is None where the model has no parameter of its
-    name. A parameter that is in no row is an error, so that a name that is wrong cannot go unnoticed.
+    name. A table with rows for an MLP and for experts is that of a model whose layers have one or the other. A
+    parameter that is in no row is an error, so that a name that is wrong cannot go unnoticed.
 
     Args:
         table: For each field of `DecoderWeights` and `LayerWeights` the name of its parameter, ``"embed.embedding"``
@@ -147,11 +150,10 @@ def from_names(table: Mapping[str, Entry], *, lora: LoraNames | None = None, ign
     return NamesReader(table=dict(table), lora=lora, ignore=tuple(ignore))
 
 
-def _of_layers(name: str, by_name: Mapping[str, Any]) -> list[str]:
-    names: list[str] = []
-    while (each := name.format(len(names))) in by_name:
-        names.append(each)
-    return names
+def _of_layers(name: str, by_name: Mapping[str, Any], *, some: bool) -> list[str]:
+    """The parameters of all layers from the first on, or of ``some`` layers."""
+    every = [name.format(layer) for layer in range(len(by_name))]
+    return [each for each in every if each in by_name] if some else [*takewhile(by_name.__contains__, every)]
 
 
 def _same(weight: str, array: Any, by_layer: bool) -> str:

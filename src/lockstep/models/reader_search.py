@@ -128,16 +128,23 @@ def adjustable_logits(
             activated: Array = jax.lax.switch(settings["activation"], list(block.ACTIVATIONS.values()), h)
             return activated
 
-        def mlp(h: Array) -> Array:
-            h = block.gated_norm(h, w.mlp_norm_down, w.mlp_norm_up)
-            if w.router is not None:
-                return _mixture(h, w, settings, activate, config)
+        def experts(h: Array) -> Array:
+            return _mixture(h, w, settings, activate, config)
+
+        def dense(h: Array) -> Array:
             up = h @ w.up
             if w.gate is None:
                 inner = block.xielu(up, w.xielu_p, w.xielu_n, w.xielu_beta, w.xielu_eps)
             else:
                 inner = activate(h @ w.gate) * up
             out: Array = inner @ w.down
+            return out
+
+        def mlp(h: Array) -> Array:
+            h = block.gated_norm(h, w.mlp_norm_down, w.mlp_norm_up)
+            if w.router is None or w.up is None:
+                return experts(h) if w.up is None else dense(h)
+            out: Array = jax.lax.cond(w.dense, dense, experts, h)
             return out
 
         return block.layer(x, attend, mlp, norm, w), None
@@ -184,7 +191,14 @@ def _layers(config: LlamaConfig, weights: DecoderWeights, settings: Settings) ->
     """The weights of the layers as the settings take them, those of q, k, v and o by head."""
     heads, kv_heads, size = config.num_heads, config.num_kv_heads, config.head_size
     found = {field.name: getattr(weights.layers, field.name) for field in dataclasses.fields(weights.layers)}
-    found = {name: each if each is None else each[settings["layers"]] for name, each in found.items()}
+    every = np.arange(config.num_layers)
+    dense, places = (None, every) if config.experts is None else config.experts.places(config.num_layers)
+    # A layer of the other kind takes the weights of any, which are not computed with.
+    own = {name: places if len(config.layers_of(name)) < len(every) else every for name in found}
+    found = {
+        name: each if each is None else each[jnp.asarray(own[name])[settings["layers"]]] for name, each in found.items()
+    }
+    found["dense"] = None if dense is None else jnp.asarray(dense)[settings["layers"]]
     for number, (one, other) in enumerate(PAIRS):
         a, b = found[one], found[other]
         if a is not None and b is not None and a.shape == b.shape:

@@ -85,6 +85,23 @@ def test_layers_may_be_in_one_array():
     np.testing.assert_array_equal(made(weights.layers.v), stacked["kv"][:, 1])
 
 
+def test_layers_have_an_mlp_or_experts():
+    theirs, mlp = model(), ("up", "down", "gate")
+    theirs["blocks"] = [block() for _ in range(5)]
+    for layer in (0, 1, 3):
+        for name in mlp:
+            del theirs["blocks"][layer][name]
+        theirs["blocks"][layer] |= {"router": draw(EMBED, 3), "w": draw(3, EMBED, MLP), "w2": draw(3, MLP, EMBED)}
+    rows = {"router": "blocks.{}.router", "expert_gate": "blocks.{}.w", "expert_up": "blocks.{}.w"}
+    weights = from_names({**TABLE, **rows, "expert_down": "blocks.{}.w2"})(theirs)
+    blocks = theirs["blocks"]
+    np.testing.assert_array_equal(made(weights.layers.q), np.stack([each["q"] for each in blocks]))
+    np.testing.assert_array_equal(made(weights.layers.down), np.stack([blocks[layer]["down"] for layer in (2, 4)]))
+    for name, own in {"router": "router", "expert_up": "w", "expert_down": "w2"}.items():
+        stacked = np.stack([blocks[layer][own] for layer in (0, 1, 3)])
+        np.testing.assert_array_equal(made(getattr(weights.layers, name)), stacked)
+
+
 @pytest.mark.parametrize("adapted", [False, True])
 def test_a_row_may_be_a_part_of_a_joint_axis_with_its_adapter(adapted):
     theirs, both = model(), []

@@ -6,7 +6,6 @@ from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Int32
 
 from lockstep.engine.schedule import Capacity, RoutedShape
@@ -289,8 +288,9 @@ class Transformer:
         """Returns `_mlp` of a layer; where some have an MLP and some experts, by the kind that it has."""
         if not self.config.mixes_mlps:
             return self._mlp(w, h, index, valid)
-        dense = np.isin(range(self.config.num_layers), self.config.layers_of("up"))
-        place = jnp.asarray(np.where(dense, np.cumsum(dense), np.cumsum(~dense)) - 1)[index]
+        assert self.config.experts is not None
+        dense, places = self.config.experts.places(self.config.num_layers)
+        place = jnp.asarray(places)[index]
 
         def branch(names: Set[str]) -> Callable[[Array], tuple[Array, Array | None]]:
             return lambda h: self._mlp(self._at(weights, place, names), h, place, valid)
