@@ -111,7 +111,7 @@ def test_exact_numerics_refuse_it_by_name() -> None:
             LlamaConfig(variant=variant, numerics="exact")
 
 
-WHOLE = dataclasses.replace(CONFIG, num_experts=4)
+WHOLE = dataclasses.replace(CONFIG, num_experts=4, shared_expert_intermediate_dim=20)
 nightly = pytest.mark.nightly
 
 
