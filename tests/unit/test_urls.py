@@ -15,7 +15,7 @@ from lockstep.models.hf.files import CheckpointFiles
 from lockstep.models.hf.save_target import save_target
 from lockstep.text import load_tokenizer, read_prompts
 from lockstep.training import saved_model
-from lockstep.training.checkpoints.search import bring_files
+from lockstep.training.checkpoints.checkpoint import bring_files
 from lockstep.training.data.records import list_files
 from lockstep.urls import check_bare_name, check_url, checkpoint_path, url_to_fs
 

@@ -18,13 +18,13 @@ from lockstep.training.checkpoints.arrays import handler, merge_arrays, read_arr
 from lockstep.training.checkpoints.checkpoint import (
     CheckpointDirectory,
     CheckpointMetadata,
+    CheckpointSearch,
     DamagedCheckpointError,
     changes,
     named_arrays,
     shape_texts,
 )
 from lockstep.training.checkpoints.config import CheckpointerConfig
-from lockstep.training.checkpoints.search import CheckpointSearch
 from lockstep.training.step.train_state import TrainState
 from lockstep.urls import check_bare_name
 

@@ -11,8 +11,8 @@ from lockstep.credentials import get_logger, without_credentials
 from lockstep.errors import ConfigError
 from lockstep.hosts import Hosts
 from lockstep.report import WANDB_RUN, Tracker, build_tracker, drop_later
+from lockstep.training.checkpoints.checkpoint import bring_files, keep_files
 from lockstep.training.checkpoints.config import resumable_base, write_resumable
-from lockstep.training.checkpoints.search import bring_files, keep_files
 from lockstep.training.loop.config import TrainerConfig
 from lockstep.training.loop.stopping import TrainResult
 from lockstep.training.rl import ROLLOUTS_FILE
