@@ -66,11 +66,7 @@ EXIT_CODES = {
 
 
 def describe_code(code: int) -> str:
-    """Return an exit code and what it means, as text.
-
-    Args:
-        code: The exit code of a process as a shell sees it: 128 + n for signal n.
-    """
+    """An exit code, as a shell sees it (128 + n for signal n), and what it means, as text."""
     if code in EXIT_CODES:
         return f"exit code {code}, {EXIT_CODES[code].meaning}"
     if 128 < code < 128 + signal.NSIG and code - 128 in set(signal.Signals):
@@ -79,11 +75,7 @@ def describe_code(code: int) -> str:
 
 
 def is_retried(code: int) -> bool:
-    """Whether another try can cure what ended a job; the error of a user it cannot.
-
-    Args:
-        code: The exit code of the process that failed first.
-    """
+    """Whether another try can cure what ended a job; the error of a user it cannot."""
     return code in EXIT_CODES and EXIT_CODES[code].retried
 
 
@@ -96,24 +88,13 @@ _registered: list[Finish] = []
 
 
 def before_end(finish: Finish) -> Finish:
-    """Register work that the end of the process would lose.
-
-    Args:
-        finish: What waits for it. It starts nothing, and is called by any thread.
-
-    Returns:
-        The same.
-    """
+    """Register work that the end of the process would lose; ``finish`` starts nothing, and any thread may call it."""
     _registered.append(finish)
     return finish
 
 
 def finish_work(timeout_s: float) -> list[str]:
-    """Wait for all work that is registered.
-
-    Returns:
-        What is not done by then, each as a sentence. Nothing is raised.
-    """
+    """Wait for all work that is registered; return what is not done by then, each as a sentence. Nothing is raised."""
     deadline, left = time.monotonic() + timeout_s, list[str]()
     for finish in list(_registered):
         with contextlib.suppress(Exception):  # the process ends, and has its reason

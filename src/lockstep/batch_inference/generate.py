@@ -109,9 +109,6 @@ class Generator:
     ) -> None:
         """Generate units and write their rows.
 
-        Args:
-            rows: The row file of this host; None on hosts that write none.
-
         Raises:
             PeerError: The hosts work in lockstep and one of them failed; raised on every host.
             DisagreementError: The hosts work in lockstep and computed different tokens.

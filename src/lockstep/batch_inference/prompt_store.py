@@ -81,9 +81,6 @@ def pending_units(
 def share_of(units: Int[np.ndarray, " pending"], host: int, hosts: int) -> Int[np.ndarray, " share"]:
     """Return the units of one of several hosts: dealt out in turns, alternately forwards and backwards, so that every
     host has about the same number of tokens.
-
-    Args:
-        units: All units in the order of `pending_units`.
     """
     turn, place = np.divmod(np.arange(len(units)), hosts)
     return units[np.where(turn % 2 == 0, place, hosts - 1 - place) == host]
@@ -102,11 +99,7 @@ def batches(shape: JobShape, units: Int[np.ndarray, " pending"], prompts_per_bat
 
 
 def prompts_per_batch(sequences: int, generations: int, max_new_tokens: int, cap: int | None = None) -> int:
-    """Return the number of prompts of a batch: enough to fill all slots several times, as far as `BATCH_TOKENS` allows.
-
-    Args:
-        sequences: The number of sequences that are decoded at a time.
-    """
+    """The number of prompts of a batch: enough to fill all slots several times, as far as `BATCH_TOKENS` allows."""
     at_once = -(-sequences // generations)
     in_memory = BATCH_TOKENS // (generations * max_new_tokens)
     best = max(1, at_once, min(_SLOT_FILLS * at_once, in_memory))
@@ -160,11 +153,7 @@ class PromptStore:
         return self._digest.hexdigest()
 
     def append(self, piece: bytes) -> None:
-        """Add prompts.
-
-        Args:
-            piece: Whole lines that `encoded_lines` yielded, one for each prompt.
-        """
+        """Add prompts: whole lines that `encoded_lines` yielded, one for each."""
         self._file.seek(self._offsets[-1])
         self._file.write(piece)
         self._digest.update(piece)
@@ -189,16 +178,13 @@ def encoded_lines(
     max_seq_len: int | None,
     max_new_tokens: int,
 ) -> Iterator[bytes]:
-    """Encode prompts, each as a line of JSON.
+    """Encode prompts, each as a line of JSON; one that cannot be used raises when it is reached.
 
     Args:
         fields: The format that they were read in; None: the default.
 
     Yields:
         A line with the prompt and its tokens.
-
-    Raises:
-        PromptError: A prompt cannot be used; raised when it is reached.
     """
     texts: Prompt | None = None
     for prompt in prompts:

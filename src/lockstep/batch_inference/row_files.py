@@ -185,11 +185,7 @@ def check_manifest(directory: Path, manifest: Mapping[str, Any], *, force: bool)
 
 
 def write_manifest(directory: Path, manifest: Mapping[str, Any], host: int) -> Path:
-    """Write the manifest; hosts that share the directory write the same.
-
-    Returns:
-        The file; it appears under its name only when it is complete.
-    """
+    """Write the manifest, whole or not at all; hosts that share the directory write the same."""
     directory.mkdir(parents=True, exist_ok=True)
     temporary = directory / f".{MANIFEST}.{host}.tmp"
     temporary.write_text(json.dumps(manifest, indent=1, sort_keys=True) + "\n", encoding="utf-8")
@@ -217,11 +213,7 @@ class RemoteRows:
         self._name, self._batches = f"{host_name(host)}-{uuid.uuid4().hex[:8]}", 0
 
     def fetch(self, directory: Path, hosts: int) -> None:
-        """Copy what earlier runs left: the job's manifest, and this host's part of all rows in one file.
-
-        Args:
-            hosts: The number of hosts; the objects are dealt out to them in turns.
-        """
+        """Copy what earlier runs left: the job's manifest, and this host's part of all rows in one file."""
         self._filesystem.invalidate_cache()
         objects = sorted(self._filesystem.glob(f"{self._root}/{PATTERN}"))
         if own := objects[self._host :: hosts]:
@@ -251,11 +243,7 @@ MERGED = "samples.jsonl"  # the name of the merged file
 
 
 def agree_on_owners(hosts: Hosts, index: RowIndex) -> Int[np.ndarray, " rows"]:
-    """Return for each row the host that counts and sends it: the first that has the row on a disk that it can read.
-
-    Returns:
-        Process numbers, the same on every host; `NOWHERE` for rows that no host has.
-    """
+    """Return for each row the host that counts and sends it: the first that has the row on a disk that it can read."""
     posts = hosts.gather("present rows", pack(index.present))
     found: bytes | None = None
     if posts is not None:

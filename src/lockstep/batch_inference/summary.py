@@ -215,12 +215,7 @@ def summary_table(outcome: Outcome) -> Table:
 
 
 def closing_words(files: Sequence[tuple[str, Path]], url: str | None = None) -> str:
-    """Return the last lines of a run: where everything is.
-
-    Args:
-        files: A label and a path each; paths that do not exist are left out.
-        url: The URL to which the rows were uploaded; None where they were not.
-    """
+    """Return the last lines of a run: where everything is."""
     lines = [f"  {name:<11}{path}" for name, path in files if path.exists()]
     return "\n".join(["", "done:", *lines, *([] if url is None else [f"  {'uploaded':<11}{without_credentials(url)}"])])
 

@@ -63,21 +63,13 @@ class Reporter:
         self._queue = BackgroundQueue("lockstep-report", size=MAX_WAITING)
 
     def report(self, step: int, prompts: list[Prompt], result: Generation, counts: Mapping[str, float]) -> None:
-        """Queue the report of a round; returns at once.
-
-        Args:
-            counts: Further numbers for the tracker, by their names without the prefix.
-        """
+        """Queue the report of a round; returns at once."""
         size = len(result.completions)
         what = f"step {step} ({size} row{'s' * (size != 1)})"
         self._put(what, lambda: self._report(step, prompts, result, counts))
 
     def log(self, step: int, counts: Mapping[str, float]) -> None:
-        """Queue numbers for the tracker; returns at once.
-
-        Args:
-            counts: The numbers by their names without the prefix.
-        """
+        """Queue numbers for the tracker; returns at once."""
         self._put(f"step {step} (skipped)", lambda: self._try("the tracker", step, lambda: self._log(step, counts)))
 
     def report_tasks(self, step: int, found: TaskResults | Exception) -> None:
@@ -106,11 +98,7 @@ class Reporter:
         self._put(f"the tasks of step {step}", work)
 
     def flush(self, timeout_s: float, spent_s: float = 0.0) -> bool:
-        """Wait until all reports are made; log which are not, and return whether all are.
-
-        Args:
-            spent_s: The seconds of them that the caller has waited already.
-        """
+        """Wait until all reports are made; log which are not, and return whether all are."""
         left = self._queue.flush(max(0.0, timeout_s - spent_s))
         if left:
             log.error(

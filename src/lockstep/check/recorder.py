@@ -30,11 +30,7 @@ _DONATED = re.compile(r"tf\.aliasing_output|jax\.buffer_donor")
 
 
 class Recorder:
-    """Writes a file of JSON lines, each complete as soon as it is written: the process may be killed at any time.
-
-    Raises:
-        FileExistsError: Another process writes it.
-    """
+    """Writes a file of JSON lines, each complete as soon as it is written: the process may be killed at any time."""
 
     def __init__(self, file: Path, index: int) -> None:
         self._file = os.open(file, os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_WRONLY)

@@ -31,11 +31,7 @@ UNDECIDED_S = 2.0  # seconds that a difference stands before it is told, though 
 
 
 class Follower:
-    """Compares processes as they go on. What it keeps grows with their programs and lines, not with their launches.
-
-    Args:
-        on_finding: Is called with a finding when it is seen first, before the end of the run.
-    """
+    """Compares processes as they go on. What it keeps grows with their programs and lines, not with their launches."""
 
     def __init__(self, directory: Path, processes: int, on_finding: Callable[[Finding], None]) -> None:
         texts: dict[str, str] = {}

@@ -89,11 +89,7 @@ class _Numbered:
 
 
 class JaxClient(_Numbered):
-    """The service that ``jax.distributed.initialize`` started.
-
-    Raises:
-        HostError: the service is not running.
-    """
+    """The service that ``jax.distributed.initialize`` started."""
 
     def __init__(self) -> None:
         if global_state.client is None:

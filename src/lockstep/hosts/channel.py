@@ -65,11 +65,7 @@ class Channel:
         self.client.set(place, len(rest).to_bytes(4, "big") + value[:CHUNK_BYTES])
 
     def read(self, key: str, process: int, timeout_s: float) -> bytes:
-        """Wait for what ``process`` posts under ``key``.
-
-        Raises:
-            HostTimeoutError: Nothing came within ``timeout_s``; names the process and its last phase.
-        """
+        """Wait for what ``process`` posts under ``key``."""
         place = f"{key}/{process}"
         try:
             head = self.client.get(place, timeout_s)

@@ -75,11 +75,7 @@ class DistributedConfig:
 
 
 def check_count(config: DistributedConfig, count: int) -> None:
-    """Refuse a job that was started on only some of the workers.
-
-    Raises:
-        ConfigError: ``count`` processes are not what the config or the environment requires.
-    """
+    """Refuse a job that was started on only some of the workers."""
     fix = (
         "Start the command on every worker (gcloud ... --worker=all, infra/launch.py), or change the requirement if "
         "this size is meant."

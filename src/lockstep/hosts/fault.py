@@ -79,11 +79,7 @@ def earlier_attempts() -> int:
 
 
 def limit_attempts(client: Client, code: int) -> int:
-    """Return the exit code with which a process ends by a fault: one that is not tried again where that does not help.
-
-    Returns:
-        ``code``; `FAULT_AGAIN`, after a line that says so, where nothing was saved since the attempt before.
-    """
+    """The exit code of a process that a fault ends: `FAULT_AGAIN` where nothing was saved since the attempt before."""
     restarts = earlier_attempts()
     if restarts == 0:
         return code

@@ -47,13 +47,10 @@ def leader_only() -> Iterator[None]:
 
 
 def try_leader_only(what: str, work: Callable[[], object], consequence: str) -> bool:
-    """Do work of the leader's in which a launch raises; what fails is logged and goes no further.
+    """Do work of the leader's in which a launch raises; what fails is logged; return whether it succeeded.
 
     Args:
         consequence: What the failure means for the run, as the log says it.
-
-    Returns:
-        Whether it succeeded.
     """
     try:
         with leader_only():

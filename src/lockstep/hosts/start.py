@@ -128,11 +128,7 @@ def current_without_devices() -> Hosts:
 
 
 def shutdown() -> None:
-    """Leave the job in order: wait for every process, then end the service. Does nothing for a single process.
-
-    Raises:
-        HostTimeoutError: Not all processes came to their end in time.
-    """
+    """Leave the job in order: wait for every process, then end the service. Does nothing for a single process."""
     global _hosts, _stop_watching
     hosts, _hosts = _hosts, None
     stop_watching, _stop_watching = _stop_watching, None

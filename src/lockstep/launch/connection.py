@@ -222,12 +222,7 @@ def call(
     payload: tuple[bytes | Path, ...] = (),
     on_output: Callable[[bytes], object] | None = None,
 ) -> dict[str, Any]:
-    """Ask the agent on a worker for something, and wait for its answer.
-
-    Raises:
-        DroppedError: The connection failed.
-        LaunchError: The agent could not do it.
-    """
+    """Ask the agent on a worker for something, and wait for its answer."""
     connection = Connection(transport, worker, request, payload)
     try:
         for kind, data in connection.frames():

@@ -70,11 +70,7 @@ class GkeSpec:
 
     @classmethod
     def of(cls, options: argparse.Namespace, slices: int | None = None, attempts: int = 0) -> "GkeSpec":
-        """Read the options.
-
-        Args:
-            slices: The slices that there are; None: the most of ``--slices``.
-        """
+        """Read the options."""
         kind = slice_of(options.tpu_type)
         if kind is None:
             raise ConfigError("--tpu_type is not given; backend gke needs it. Add it: --tpu_type v6e-8")
@@ -127,10 +123,6 @@ class GkeSpec:
         """The job with the number of its ConfigMaps, these, and the sizes of the files in words.
 
         The wheel is built where it is not there yet.
-
-        Raises:
-            ConfigError: The files are too large.
-            LaunchError: The wheel cannot be built.
         """
         found, warning = self._files()
         archive = pack(found) if found else b""

@@ -112,12 +112,7 @@ class Mig(GooglePod):
         return any(group.get("description") == LABEL for group in self._groups().values() if group)
 
     def ensure(self, wait: Wait) -> None:
-        """Use what there is of this name, else make it, and wait until every machine runs.
-
-        Raises:
-            GcloudError: Google refuses.
-            LaunchError: What there is cannot be used, or it does not come in time; then it is deleted.
-        """
+        """Use what there is of this name, else make it, and wait until every machine runs."""
         found = self._groups()
         asked = not any(found.values())
         if not asked:

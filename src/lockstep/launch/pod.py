@@ -197,9 +197,6 @@ class ElasticPod:
         """Ask for every slice that is not there, and wait for the least of them, then for the others for a while.
 
         What has not come by then is withdrawn; the next start asks for it again.
-
-        Raises:
-            LaunchError: Fewer than the least can be had.
         """
         enough = threading.Event()
         each = dataclasses.replace(wait, given_up=enough.is_set)

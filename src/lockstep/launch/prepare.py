@@ -112,11 +112,7 @@ SHOWN = 8  # workers that are named when the same goes wrong on many
 
 
 def on_all[T](transport: Transport, work: Callable[[int], T]) -> list[T]:
-    """Do something for each worker, by its number, side by side; the results by worker.
-
-    Raises:
-        LaunchError: It failed for some, with the texts of all.
-    """
+    """Do something for each worker, by its number, side by side; the results by worker."""
     count, gate = len(transport.workers), threading.Semaphore(AT_ONCE)
     allow_open_files(FILES_PER_WORKER * count + 256)
     results: dict[int, T] = {}

@@ -190,19 +190,11 @@ class Pattern:
             raise ConfigError(f"{pattern!r} is not a regular expression of Python ({error}). Correct it.") from None
 
     def is_in(self, text: str) -> bool:
-        """Whether a part of a text matches.
-
-        Raises:
-            TimeoutError: That is not known within ``MATCH_S``.
-        """
+        """Whether a part of a text matches."""
         return self._matches(text, whole=False)
 
     def is_all_of(self, text: str) -> bool:
-        """Whether a text as a whole matches.
-
-        Raises:
-            TimeoutError: That is not known within ``MATCH_S``.
-        """
+        """Whether a text as a whole matches."""
         return self._matches(text, whole=True)
 
     def _matches(self, text: str, whole: bool) -> bool:

@@ -54,11 +54,7 @@ class BackgroundQueue:
         return True
 
     def flush(self, timeout_s: float) -> list[str]:
-        """Wait until every job is done.
-
-        Returns:
-            The names of the jobs that are not done by then, the one under way first; empty where all are.
-        """
+        """Wait until every job is done; return the names of those that are not by then, the one under way first."""
         with self._changed:
             self._changed.wait_for(lambda: not self._left(), timeout_s)
             return [job.what for job in self._left()]

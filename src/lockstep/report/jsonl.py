@@ -86,11 +86,7 @@ def drop_later(path: str | os.PathLike[str], step: int) -> int:
 
 
 def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """Read every whole line; a torn last line is left out with a warning.
-
-    Raises:
-        LockstepError: A line before the last is not a JSON object; the message names the file and the line.
-    """
+    """Read every whole line; a torn last line is left out with a warning."""
     numbered, torn = numbered_records(path)
     if torn is not None:
         log.warning("%s:%d is a torn line (a process was killed while writing); left out", path, torn)

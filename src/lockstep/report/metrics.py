@@ -114,9 +114,6 @@ def load_metrics(names: Iterable[str]) -> dict[str, Metric]:
 def check_metrics(names: Iterable[str], taken: Collection[str] = ()) -> None:
     """Check the names of metrics as far as that is possible without running a module of the user's.
 
-    Args:
-        taken: Further columns that the table has.
-
     Raises:
         ConfigError: A name cannot be that of a metric, or the table has the column already.
     """

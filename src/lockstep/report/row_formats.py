@@ -34,11 +34,7 @@ TEXTS, NUMBERS = frozenset(("text", "not finite")), frozenset(("int", "float", "
 
 
 def check_pyarrow() -> None:
-    """Check before hours of work that Parquet can be written.
-
-    Raises:
-        ConfigError: pyarrow is not installed.
-    """
+    """Check before hours of work that Parquet can be written."""
     _pyarrow()
 
 
@@ -170,14 +166,7 @@ STOP_REASONS = {"stop": "stop", "length": "max_tokens"}
 
 
 def write_inspect_log(rows: Iterable[Mapping[str, Any]], directory: Path, *, run: str, created: datetime) -> list[Path]:
-    """Write a log for each step (or round) and task of some rows.
-
-    Args:
-        run: The name of the run, which stands for the model.
-
-    Raises:
-        LockstepError: There is no row.
-    """
+    """Write a log for each step (or round) and task of some rows."""
     groups: dict[tuple[str, int], list[Mapping[str, Any]]] = {}
     for row in rows:
         at = row["step"] if "step" in row else row.get("round", 0)

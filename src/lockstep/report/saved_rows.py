@@ -81,11 +81,7 @@ def find_run(given: str | os.PathLike[str]) -> RunFiles:
 
 
 def require_rows(run: RunFiles) -> None:
-    """Check that a run has rows.
-
-    Raises:
-        ConfigError: It has none; the message names a run that has, where there is one close by.
-    """
+    """Check that a run has rows."""
     if not run.rows:
         raise ConfigError(
             f"{run.directory} has no samples.jsonl and no rollouts.jsonl. A run writes them from its first round of "
@@ -156,12 +152,7 @@ class SavedRow:
 
 
 def read_rows(path: Path) -> list[SavedRow]:
-    """Read the rows of a file that may still be written; a last line that is not whole is left out.
-
-    Raises:
-        LockstepError: A line cannot be read, or it is not a row; the message has file, line, what was found and the
-            fix.
-    """
+    """Read the rows of a file that may still be written; a last line that is not whole is left out."""
     records, _ = numbered_records(path)
     return [parse_row(record, f"{path}:{number}") for number, record in records]
 

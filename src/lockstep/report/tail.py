@@ -48,9 +48,6 @@ class FollowedFile:
 
         Args:
             at_end: Whether nobody writes any more, so that a last line may lack its newline.
-
-        Raises:
-            LockstepError: A whole line is not a JSON object; the message has file and line.
         """
         try:
             file = open(self.path, "rb")
@@ -134,9 +131,6 @@ class Tail:
 
         Args:
             at_end: Whether nobody writes any more, so that a last line may lack its newline.
-
-        Raises:
-            LockstepError: A line is not a record; the message has file and line.
         """
         run = find_run(self._given)
         self.new_rows, self.new_metrics, self.taken_back = [], [], 0

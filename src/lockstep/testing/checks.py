@@ -61,11 +61,7 @@ def assert_nothing_left(hosts: "Hosts | None" = None) -> Iterator[None]:
 
 
 def look(hosts: "Hosts", tests: str = "") -> Facts:
-    """Return everything in this process that a test could change for the next one. Launches nothing.
-
-    Args:
-        tests: The package or module of the tests, see `package_of_tests`; empty: mocks alone are found.
-    """
+    """Return everything in this process that a test could change for the next one. Launches nothing."""
     import jax
 
     arrays = collections.Counter(f"{array.dtype}{list(array.shape)}" for array in jax.live_arrays())

@@ -185,11 +185,7 @@ class Group:
             line.close()
 
     def end(self) -> None:
-        """Hang up and wait until the processes have left the job; does nothing where it has ended.
-
-        Raises:
-            AssertionError: They did not, or not in time; the text has every process's log.
-        """
+        """Hang up and wait until the processes have left the job; does nothing where it has ended."""
         if not self._directory.exists():
             return
         self._what = f"the end of the job, after {self._what}"

@@ -52,11 +52,7 @@ class Pool:
         self._shared: dict[tuple[int, int], Group] = {}  # the one that was used last comes last
 
     def shared(self, processes: int, devices: int) -> Group:
-        """Return the running group of this size, or start it, for which others that waited longest may end.
-
-        Raises:
-            AssertionError: A process of it ended while it waited, or a new one did not start; the text has the logs.
-        """
+        """Return the running group of this size, or start it, for which others that waited longest may end."""
         group = self._shared.pop((processes, devices), None)
         if group is not None and not group.running:
             group.end()
@@ -191,9 +187,6 @@ def run_command(
     It is started by ``lockstep launch``, so that a process that fails ends the others. The processes find each other by
     `lockstep.start`, or by the variables ``LOCKSTEP_COORDINATOR_ADDRESS``, ``LOCKSTEP_NUM_PROCESSES`` and
     ``LOCKSTEP_PROCESS_ID``.
-
-    Raises:
-        AssertionError: It outlived ``timeout_s``; the text has every process's log.
     """
     with tempfile.TemporaryDirectory(prefix="lockstep-logs-") as directory:
         process = subprocess.Popen(
@@ -235,11 +228,7 @@ class End:
 def run_unattended(
     command: Sequence[str], *, processes: int = 2, devices: int = 1, timeout_s: float = 120.0
 ) -> list[End]:
-    """Run a command in processes that no launcher ends when one of them dies, and return how each ended by itself.
-
-    Raises:
-        AssertionError: One outlived ``timeout_s``; the text has every process's log.
-    """
+    """Run a command in processes that no launcher ends when one of them dies, and return how each ended by itself."""
     options = launch.parse(["--devices_per_process", str(devices), "--processes", str(processes), "--", *command])
     address = f"127.0.0.1:{launch.free_port()}"
     with tempfile.TemporaryDirectory(prefix="lockstep-logs-") as directory:

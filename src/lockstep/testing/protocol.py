@@ -32,11 +32,7 @@ class Reference:
 
     @classmethod
     def to(cls, function: Callable[..., Any]) -> "Reference":
-        """Return where another process finds a function.
-
-        Raises:
-            ValueError: It is defined inside another function, or has no file.
-        """
+        """Return where another process finds a function."""
         name = function.__qualname__
         if "<" in name:
             raise ValueError(

@@ -34,11 +34,7 @@ JOIN_S = 60  # seconds in which all processes of a group must be there
 
 
 def join(setup: Mapping[str, str] | None) -> Hosts:
-    """Call the function that is to run first, then join the job that the environment describes.
-
-    Args:
-        setup: The fields of a `Reference` to it; None: there is none.
-    """
+    """Call the function that is to run first, then join the job that the environment describes."""
     if setup is not None:
         Reference(**setup).load()()
     return lockstep_hosts.start(

@@ -190,14 +190,7 @@ def token_count(tokenizer: "PreTrainedTokenizerBase") -> int:
 
 
 def check_vocab(tokenizer: "PreTrainedTokenizerBase", vocab_size: int) -> None:
-    """Check that every token id of the tokenizer has a row in the model's embedding.
-
-    Args:
-        vocab_size: The number of rows of the model's embedding, which may be padded beyond the tokenizer's ids.
-
-    Raises:
-        ConfigError: The tokenizer has an id at or beyond ``vocab_size``.
-    """
+    """Check that every token id of the tokenizer has a row in the model's embedding."""
     vocab: dict[str, int] = tokenizer.get_vocab()
     token, largest = max(vocab.items(), key=lambda item: item[1])
     if largest >= vocab_size:

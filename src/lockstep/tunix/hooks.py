@@ -223,11 +223,7 @@ def _close(finish: Any, trainer: Any, close: Any) -> None:
 
 
 def on_device(model: nnx.Module) -> nnx.Module:
-    """Return the model with its arrays in the devices' own memory: a learner that offloads has them in the host's.
-
-    Args:
-        model: The model, which stays as it is.
-    """
+    """Return the model with its arrays in the devices' own memory: a learner that offloads has them in the host's."""
     graph, state = nnx.split(model)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
     wanted = jax.tree.map(_in_own_memory, shardings)
@@ -242,11 +238,7 @@ def _in_own_memory(sharding: Sharding) -> Sharding:
 
 
 def hugging_face(tokenizer: Any) -> Any:
-    """The Hugging Face tokenizer that this is, or that Tunix's adapter holds.
-
-    Raises:
-        ConfigError: It is of another kind.
-    """
+    """The Hugging Face tokenizer that this is, or that Tunix's adapter holds."""
     found = tokenizer.tokenizer if isinstance(tokenizer, TokenizerAdapter) else tokenizer
     if not hasattr(found, "get_vocab"):
         raise ConfigError(

@@ -159,11 +159,7 @@ class TaskResults:
     seconds: float = 0.0
 
     def scalars(self, step: int) -> dict[str, float]:
-        """The numbers as a tracker gets them: ``eval/TASK/METRIC``.
-
-        Args:
-            step: The number of training steps completed; every task has it as its ``step``, the x-axis of its scores.
-        """
+        """The numbers as a tracker gets them: ``eval/TASK/METRIC``."""
         found: dict[str, float] = {}
         for task, scores in self.scores.items():
             found |= {f"{PREFIX}/{task}/{name}": value for name, value in scores.items()}
@@ -195,11 +191,7 @@ class Harness:
         self._manager: Any = None
 
     def check(self) -> None:
-        """Check that the harness is installed and knows the tasks; no data set is read.
-
-        Raises:
-            ConfigError: It is not installed, or a task is not known.
-        """
+        """Check that the harness is installed and knows the tasks; no data set is read."""
         manager = self._tasks()
         for name in self._config.names:
             if name not in manager.task_index and not (name.endswith(".yaml") and Path(name).is_file()):
@@ -210,11 +202,7 @@ class Harness:
                 )
 
     def run(self, ask: Ask, step: int, max_length: int) -> TaskResults:
-        """Have the tasks answered, and score the answers.
-
-        Args:
-            max_length: The number of tokens of question and answer together that the model was built for.
-        """
+        """Have the tasks answered, and score the answers."""
         from lm_eval.evaluator import evaluate
 
         from lockstep.callback.evaluation.language_model import EngineLM

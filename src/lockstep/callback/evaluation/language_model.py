@@ -84,11 +84,7 @@ class EngineLM(TemplateLM):
         return [int(token) for token in self.tokenizer.encode(string, add_special_tokens=add_special_tokens)]
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """The text of a chat.
-
-        Args:
-            add_generation_prompt: Whether the model's turn begins at the end; otherwise it goes on in the last message.
-        """
+        """The text of a chat."""
         text = self.tokenizer.apply_chat_template(
             chat_history,
             tokenize=False,
@@ -99,11 +95,7 @@ class EngineLM(TemplateLM):
         return text
 
     def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
-        """The log-probability of each continuation after its context, and whether greedy decoding would write it.
-
-        Args:
-            requests: Instances of (context, continuation).
-        """
+        """The log-probability of each continuation after its context, and whether greedy decoding would write it."""
         return super().loglikelihood(requests, disable_tqdm=disable_tqdm)
 
     def _loglikelihood_tokens(
@@ -113,11 +105,7 @@ class EngineLM(TemplateLM):
         return self._score(pairs, "loglikelihood")
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = True) -> list[float]:
-        """The log-probability of each whole text, longer ones in windows that predict every token once.
-
-        Args:
-            requests: Instances of (text,).
-        """
+        """The log-probability of each whole text, longer ones in windows that predict every token once."""
         windows: list[list[tuple[list[int], list[int]]]] = []
         for instance in requests:
             (text,) = instance.args
@@ -133,9 +121,6 @@ class EngineLM(TemplateLM):
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = True) -> list[str]:
         """A continuation of each context, up to a stop string or as long as its task says.
-
-        Args:
-            requests: Instances of (context, generation arguments).
 
         Raises:
             ConfigError: A task has a generation argument that is not known here.

@@ -33,11 +33,7 @@ class Loop:
 
 
 def time_loops(hosts: Hosts, name: str, build: Callable[[], Sequence[Loop]]) -> list[list[float]]:
-    """Time some loops; every process makes the same call.
-
-    Returns:
-        For each process, the seconds of one turn of each loop.
-    """
+    """Time some loops; every process makes the same call. For each process, the seconds of one turn of each loop."""
     watchdog = Watchdog(hosts, hosts.timeout_s)
     with hosts.scope(f"doctor/{name}") as scope:
         with scope.run_on_all("compile") as compiled:

@@ -78,9 +78,6 @@ class Hlo:
         text: The text of the program: ``compiled.as_text()``.
         unmet: The scopes (`jax.named_scope`) of conditions that do not hold. Every other condition holds: its last
             branch runs, for `jax.lax.cond` puts the branch of a true condition last.
-
-    Raises:
-        ValueError: The text is not that of a compiled program.
     """
 
     def __init__(self, text: str, unmet: Collection[str] = ()) -> None:

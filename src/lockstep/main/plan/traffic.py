@@ -67,12 +67,7 @@ def _fusion(hlo: Hlo, op: Op, operands: Sequence[Sequence[Array]]) -> int:
 
 
 class _Use(NamedTuple):
-    """The use of a parameter that a computation does not read as a whole.
-
-    Args:
-        updated: Whether it updates the parameter in place.
-        returned: Whether the parameter, perhaps in another shape, is the computation's result.
-    """
+    """The use of a parameter that a computation does not read as a whole."""
 
     bytes: int
     updated: bool

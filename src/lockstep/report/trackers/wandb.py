@@ -32,9 +32,6 @@ class WandbTables:
     The columns of a W&B table are fixed, and W&B shows its last 100 increments. So another table, ``NAME_2``, goes on
     when a metric comes that the first has no column for, and after 100 additions. It has a name of its own because W&B
     keeps all increments of a name in one artifact, and links them where a run is resumed, whatever their columns.
-
-    Args:
-        run: The W&B run that the tables are logged to. Where it is resumed, its tables go on.
     """
 
     def __init__(self, run: "wandb.Run") -> None:

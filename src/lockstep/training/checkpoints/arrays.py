@@ -35,9 +35,6 @@ def write_arrays(directory: "epath.Path", arrays: Mapping[str, Array]) -> Callab
     Replicas share the writing, see `share_writing`. Orbax can do that too (``use_replica_parallel``), but slices arrays
     on the device, by programs that each host would launch alone.
 
-    Args:
-        arrays: Global arrays by name. They may be donated as soon as this returns.
-
     Returns:
         A function that waits until this process's part is written, and raises what went wrong.
     """

@@ -129,11 +129,7 @@ class CheckpointDirectory:
         return self.path / f"step-{step}"
 
     def begin(self, step: int) -> str:
-        """Make a directory for the arrays of a checkpoint; nothing counts before `commit`.
-
-        Returns:
-            The name of the directory of arrays.
-        """
+        """Make a directory for the arrays of a checkpoint, and return its name; nothing counts before `commit`."""
         name = f"arrays-{secrets.token_hex(4)}"
         (self.of(step) / name).mkdir(parents=True, exist_ok=True)
         return name
@@ -160,11 +156,7 @@ class CheckpointDirectory:
         self.of(step).rmtree(missing_ok=True)
 
     def discard(self, step: int, arrays: str | None = None) -> None:
-        """`remove`, where a failure is nothing but a line in the log.
-
-        Args:
-            arrays: The name of a directory of arrays, to remove it alone; None for the whole checkpoint.
-        """
+        """`remove`, where a failure is nothing but a line in the log."""
         try:
             self.remove(step) if arrays is None else (self.of(step) / arrays).rmtree(missing_ok=True)
         except Exception as error:  # storage libraries have their own; a process that lives still may write there
@@ -183,11 +175,7 @@ class CheckpointDirectory:
 
 
 def named_arrays(tree: PyTree) -> dict[str, Any]:
-    """Return the leaves of a tree by their paths.
-
-    Returns:
-        The leaves by name, such as ``model.embed.0``.
-    """
+    """The leaves of a tree by their paths, such as ``model.embed.0``."""
     leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
     named = {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
     assert len(named) == len(leaves), "two leaves have the same name"
@@ -200,11 +188,7 @@ def shape_texts(arrays: Mapping[str, Any]) -> dict[str, str]:
 
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """Return what differs between two nested mappings.
-
-    Returns:
-        One line per value, ``key: old → new``.
-    """
+    """Differences between two nested mappings, a line per value: ``key: old → new``."""
     lines = []
     for key in [*before, *(key for key in now if key not in before)]:
         old, new = before.get(key, "missing"), now.get(key, "missing")
@@ -313,11 +297,7 @@ class CheckpointSearch:
 
 
 def keep_files(checkpoints: str, run_dir: Path, names: Iterable[str]) -> None:
-    """Copy files of a run directory beside the checkpoints of the run, where they are new; one process calls it.
-
-    Args:
-        names: The names of the files; one that is not there is left out.
-    """
+    """Copy files of a run directory beside the checkpoints of the run, where they are new; one process calls it."""
     present = [name for name in names if (run_dir / name).exists()]
     if not present:
         return
@@ -331,11 +311,7 @@ def keep_files(checkpoints: str, run_dir: Path, names: Iterable[str]) -> None:
 
 
 def bring_files(checkpoints: str, run_dir: Path, names: Iterable[str]) -> None:
-    """Copy what `keep_files` kept into a run directory that does not have it; one process calls it.
-
-    Args:
-        names: The names of the files; one that was not kept is left out.
-    """
+    """Copy what `keep_files` kept into a run directory that does not have it; one process calls it."""
     for name in names:
         target, copy = run_dir / name, checkpoint_path(checkpoints) / name
         if not target.exists() and copy.exists():

@@ -102,11 +102,7 @@ def write_resumable(run_dir: Path, base_path: str) -> None:
 
 
 def resumable_base(run_dir: Path) -> str | None:
-    """Return what `write_resumable` has written; None where it has not.
-
-    Raises:
-        ConfigError: The file has something else, or a way out of the run directory.
-    """
+    """Return what `write_resumable` has written; None where it has not."""
     file = run_dir / RESUMABLE
     if not file.is_file():
         return None

@@ -135,11 +135,7 @@ class SavedModel:
 
     @property
     def tokenizer(self) -> str:
-        """The directory or URL of the tokenizer beside the checkpoint.
-
-        Raises:
-            ConfigError: There is none. What the checkpoint names elsewhere is not opened: others may have written it.
-        """
+        """The directory or URL of the tokenizer beside the checkpoint; none elsewhere: others may have named it."""
         beside = self.directory.path / TOKENIZER
         if not (beside / _LAST).exists():
             named = self.metadata.config.get("tokenizer")
@@ -241,11 +237,7 @@ class SavedModel:
         return read_pair
 
     def reader(self) -> Read:
-        """Return a function that reads rows of a tensor as Hugging Face stores it, to this host's memory.
-
-        Raises:
-            ConfigError: There are adapters, and their base model is not where it was.
-        """
+        """Return a function that reads rows of a tensor as Hugging Face stores it, to this host's memory."""
         if self.adapters is not None:
             return merged_rows(self.checked_base(), self.dtype, self.adapters.lora, self.pair_reader())
         arrays = self._array_reader()

@@ -84,11 +84,7 @@ class ChunkBuilder:
         self._counts = {"examples": 0, "unpacked_rows": 0, "dropped": 0, "n_bad": 0}
 
     def build(self, fs: Any, directory: str, tokenizer: "PreTrainedTokenizerBase") -> None:
-        """Write the files of the chunk; the last one says that it is complete, and what is in it.
-
-        Raises:
-            ConfigError: A file cannot be read, or a bad row is an error.
-        """
+        """Write the files of the chunk; the last one says that it is complete, and what is in it."""
         shape, n_chunks = self._spec.shape, len(self._spec.chunks)
         with contextlib.ExitStack() as files:
             writers = []
@@ -151,12 +147,7 @@ class ChunkBuilder:
 
 
 def place(path: str, before: int, line: int) -> str:
-    """Name the place of a record.
-
-    Args:
-        before: The number of lines before the part that it is in.
-        line: The 1-based number of its line within the part; 0 for a text file, which has one record.
-    """
+    """Name the place of a record; ``line`` counts from 1 after the ``before`` lines of earlier parts, 0 in a text."""
     path = without_credentials(path)  # kept in the cache
     return f"{path}:{before + line}" if line else path
 

@@ -106,11 +106,7 @@ class DataConfig:
             )
 
     def row_length(self, model_max_seq_len: int) -> int:
-        """Return the number of tokens of a row.
-
-        Returns:
-            ``max_seq_len``, or the model's where that is null.
-        """
+        """The number of tokens of a row: ``max_seq_len``, or the model's where that is null."""
         if self.max_seq_len is None:
             return model_max_seq_len
         if self.max_seq_len > model_max_seq_len:
@@ -121,11 +117,7 @@ class DataConfig:
         return self.max_seq_len
 
     def row_lengths(self, model_max_seq_len: int) -> tuple[int, ...]:
-        """Return the number of tokens of a row of each bucket, ascending.
-
-        Raises:
-            ConfigError: The rows would be longer than the model allows, or a bucket's not shorter than the longest.
-        """
+        """Return the number of tokens of a row of each bucket, ascending."""
         longest = self.row_length(model_max_seq_len)
         if self.length_buckets and self.length_buckets[-1] >= longest:
             raise ConfigError(

@@ -96,9 +96,6 @@ def make_chunks(files: Sequence[SourceFile]) -> tuple[Chunk, ...]:
 
     A compressed file and an Arrow file are read as a whole; others in parts: JSON lines and text at line ends, Parquet
     at row groups.
-
-    Returns:
-        The chunks, of half to one and a half of the size that is aimed at. Pieces in order are the files in order.
     """
     wanted = sum(file.size for file in files) // WANTED_CHUNKS
     chunk_bytes = min(MAX_CHUNK_BYTES, max(MIN_CHUNK_BYTES, wanted))
@@ -216,14 +213,7 @@ def lines_before(file: SourceFile, part: int, parts: int) -> int:
 
 
 def field(record: Record, name: str, kind: type | tuple[type, ...] = str) -> Any:
-    """Return one field of a record.
-
-    Args:
-        kind: The type that its value must have, or types of which it must have one.
-
-    Raises:
-        BadRow: The field is missing or has another type.
-    """
+    """Return one field of a record."""
     if name not in record:
         raise BadRow(f"has no field {name!r}; it has {sorted(record)}. Set data.format to what the file is.")
     if not isinstance(record[name], kind):

@@ -143,11 +143,7 @@ class RowOrder:
     shuffle: bool  # whether each epoch has an order of its own; otherwise all have the order of the files
 
     def rows(self, places: Sequence[int]) -> list[tuple[int, int]]:
-        """Return the source and the number of the row there of each place.
-
-        Args:
-            places: Places in the run, from 0: ``step * batch_size`` and on for the batch of a step.
-        """
+        """Return the source and the number of the row there of each place."""
         found = []
         for place in places:
             source, count = self.turn(place)

@@ -54,10 +54,6 @@ class BatchFeed:
 
     One thread reads, so that ``batches`` sees one call at a time, and it only reads: a launch there raises. Arrays are
     placed from the main thread, which launches what a reference model adds and nothing else.
-
-    Args:
-        last: The number of steps of the run; nothing is read for a step from this one on.
-        reference: What adds the column of a reference model to each batch; None: the batches have all columns.
     """
 
     def __init__(

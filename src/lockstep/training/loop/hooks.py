@@ -125,11 +125,7 @@ class Hooks:
                 hook.on_step(info)
 
     def after_step(self, info: StepInfo) -> bool:
-        """Call every hook that this step is due for.
-
-        Returns:
-            Whether all have done what was due: false where one was ``interrupted``, because the job is asked to end.
-        """
+        """Call every hook that this step is due for; False where one was ``interrupted``: the job is asked to end."""
         done = True
         for hook, every in self._hooks:
             if info.next_step % every == 0:

@@ -61,11 +61,7 @@ class Throughput:
 
 
 class Meter:
-    """Measures the steps of a run.
-
-    Args:
-        model: The model that is trained. What it computes per token is known where the decoder can read it.
-    """
+    """Measures the steps of a run."""
 
     def __init__(self, mesh: Mesh, model: Any) -> None:
         self._peak = peak_flops(mesh)
@@ -186,11 +182,7 @@ def _clock(seconds: float) -> str:
 
 
 class StepLog:
-    """The report of steps on the leader; elsewhere it does nothing.
-
-    Args:
-        job: Figures of the job, which go there with the first step: another start may have others.
-    """
+    """The report of steps on the leader; elsewhere it does nothing."""
 
     def __init__(
         self, total: int, tracker: Tracker, *, is_leader: bool, job: Mapping[str, float] | None = None
@@ -199,11 +191,7 @@ class StepLog:
         self._progress = ProgressDisplay(total) if is_leader else None
 
     def step(self, info: StepInfo, metrics: StepMetrics, throughput: Throughput, note: str = "") -> None:
-        """Report a step.
-
-        Args:
-            note: What the source of the batches has to say, for the user, in place of loss and throughput.
-        """
+        """Report a step; a ``note`` of the source of the batches stands in place of loss and throughput."""
         if self._progress is None:
             return
         if note:

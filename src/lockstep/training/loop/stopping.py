@@ -180,14 +180,11 @@ class LossWatch:
         return float(np.float32(limit))  # as the step on the devices compares it
 
     def judge(self, completed: int, metrics: StepMetrics, *, is_leader: bool) -> bool:
-        """Take in the figures of a step.
+        """Take in the figures of a step; return whether all hosts stop now, the update of this step left out.
 
         Raises:
             DivergenceError: The step is bad and ``on_nan`` is ``raise``, or too many in a row were skipped; raised on
                 every host.
-
-        Returns:
-            Whether all hosts stop now, the update of this step left out.
         """
         loss, grad_norm, limit = metrics.loss, metrics.values["grad_norm"], self.limit
         bad = metrics.values.get(SKIPPED)

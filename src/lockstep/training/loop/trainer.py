@@ -156,22 +156,11 @@ class Trainer:
         self._hooks.add(hook, every)
 
     def init_model(self, init: Callable[[jax.Array], PyTree]) -> PyTree:
-        """Make a model from scratch, each device making only its part.
-
-        Args:
-            init: A function that makes a model from a key.
-
-        Returns:
-            The model in the parameter type and sharding.
-        """
+        """Make a model from a key by ``init``, each device only its part, in the parameter type and sharding."""
         return init_model(init, self.config.seed, self.mesh, self.config.precision, self._launch)
 
     def frozen_copy(self, model: PyTree) -> PyTree:
-        """Copy a model in the compute type, each device only its part, such as the reference of an objective.
-
-        Returns:
-            The copy, which no step changes.
-        """
+        """Copy a model in the compute type, each device only its part, such as the reference of an objective."""
         precision = self.config.precision
         with jax.set_mesh(self.mesh):
             shardings = parameter_shardings(jax.eval_shape(precision.cast_to_compute, model), self.mesh)

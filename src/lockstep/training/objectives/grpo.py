@@ -171,11 +171,7 @@ class GrpoConfig(GrpoFields):
         }
 
     def needs_old_logprobs(self, *, on_policy: bool) -> bool:
-        """Whether the trainer's log-probabilities of a rollout have to be computed before its first update.
-
-        Args:
-            on_policy: Whether each rollout is used for one update: then the update itself computes them.
-        """
+        """Whether the trainer's log-probabilities of a rollout have to be computed before its first update."""
         return not self.use_rollout_logprobs and not on_policy
 
     def __call__(self, model: Any, batch: Mapping[str, Array]) -> LossParts:

@@ -197,15 +197,7 @@ _value_with_gradient_of.defvjp(
 
 
 def target_mask(batch: Mapping[str, Array]) -> Bool[Array, "... target"]:
-    """Return which tokens but the first are targets.
-
-    Args:
-        batch: The columns ``loss_mask`` ``[..., position]``, true for tokens to learn; for packed rows also
-            ``segment_ids`` of the same shape.
-
-    Returns:
-        The mask of ``tokens[..., 1:]``, without padding and without the first token of a document.
-    """
+    """Which tokens but the first are targets: neither padding nor the first of a document."""
     mask = batch["loss_mask"][..., 1:].astype(bool)
     if "segment_ids" not in batch:
         return mask

@@ -293,11 +293,7 @@ class RolloutSampler:
         )
 
     def resumed(self, values: Mapping[str, Any]) -> Sampled:
-        """Return what an earlier process sampled; its rewards are computed anew.
-
-        Args:
-            values: What `Sampled.to_json` returned.
-        """
+        """Return what an earlier process sampled; its rewards are computed anew."""
         sampled = Sampled(
             number=values["number"],
             questions=values["questions"],

@@ -87,11 +87,7 @@ def load_questions(
     seed: int,
     rewards: Sequence[RewardConfig] = (),
 ) -> Questions:
-    """Read and tokenise the questions.
-
-    Raises:
-        ConfigError: A file, a record or the tokenizer cannot be used, or a prompt leaves no room for an answer.
-    """
+    """Read and tokenise the questions."""
     room = row_length - max_new_tokens
     prompts: list[Prompt] = []
     tokens: list[tuple[int, ...]] = []

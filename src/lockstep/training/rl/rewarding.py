@@ -32,9 +32,6 @@ class Scoring:
 
     Each component of each answer is one job. Workers are threads that end with the rollout; one that hangs in a user's
     function is left behind, and holds up nothing. In all of them a launch of a device program raises.
-
-    Args:
-        workers: The number of threads, and of coroutines that run at a time.
     """
 
     def __init__(self, rewards: Mapping[str, Reward], workers: int) -> None:
@@ -176,11 +173,7 @@ class Rewarder:
         self._warned: set[str] = set()
 
     def check(self, row: Row, prompt: Prompt) -> None:
-        """Try every component on an answer, before training begins.
-
-        Raises:
-            ConfigError: A component raises, is late, or returns no number.
-        """
+        """Try every component on an answer, before training begins."""
         for name, text in try_rewards(self._functions, row, prompt, self._timeout_s).items():
             why = f"took more than {self._timeout_s:g} s" if text == LATE else text
             raise ConfigError(
@@ -193,11 +186,7 @@ class Rewarder:
         return Scoring(self._functions, self._workers)
 
     def finish(self, hosts: Hosts, scoring: Scoring, n_answers: int) -> Rewards:
-        """Wait for the rewards of this host's share, and exchange them with the other hosts.
-
-        Raises:
-            PeerError: A host failed; raised on every host.
-        """
+        """Wait for the rewards of this host's share, and exchange them with the other hosts."""
         names = list(self._functions)
         with hosts.run_on_all("rewards") as phase:
             own = scoring.finish(self._timeout_s)

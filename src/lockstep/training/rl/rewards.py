@@ -61,18 +61,10 @@ class RewardConfig(OpenRegistry, draccus.ChoiceRegistry):
         return self.name or self.get_choice_name(type(self)).rpartition(":")[2]
 
     def check_answer(self, answer: str) -> None:
-        """Check a reference answer, before training begins.
-
-        Raises:
-            BadRow: The component cannot compare with it.
-        """
+        """Check a reference answer, before training begins."""
 
     def build(self, max_new_tokens: int) -> Reward:
-        """Return the function; modules of the user's are imported.
-
-        Raises:
-            ConfigError: There is no such function, or the settings do not go together.
-        """
+        """Return the function; modules of the user's are imported."""
         raise NotImplementedError
 
 
@@ -89,11 +81,7 @@ def labels(rewards: Sequence[RewardConfig]) -> list[str]:
 
 
 def check_rewards(rewards: Sequence[RewardConfig]) -> None:
-    """Check that there is something to learn from.
-
-    Raises:
-        ConfigError: There is no component with a weight.
-    """
+    """Check that there is something to learn from."""
     if not any(reward.weight for reward in rewards):
         given = "is empty" if not rewards else "has weights of 0 only"
         raise ConfigError(f"rewards {given}: nothing could be learned. Use e.g. [{{type: gsm8k}}].")

@@ -215,11 +215,7 @@ class Rollouts:
         return {"updates": self._fields.updates, "rollout": rollout, "ahead": ahead, "drafts": drafts}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state` returned in an earlier process.
-
-        Raises:
-            ConfigError: The run had another number of updates per rollout.
-        """
+        """Go on from what `state` returned in an earlier process."""
         if state["updates"] != self._fields.updates:
             raise ConfigError(
                 f"the checkpoint is of a run with {state['updates']} updates per rollout (num_iterations times "

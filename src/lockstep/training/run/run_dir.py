@@ -120,9 +120,6 @@ def start_tracker(config: TrainerConfig, run_dir: Path, run_config: Mapping[str,
 
     Args:
         run_config: The configuration of the whole run, for trackers that show it.
-
-    Raises:
-        ConfigError: The tracker cannot start.
     """
     checkpoints = None if config.checkpointer is None else config.checkpointer.path(run_dir, run_dir.name)
     if checkpoints is not None:

@@ -164,17 +164,7 @@ class OptimizerConfig:
         )
 
     def build(self, num_train_steps: int) -> optax.GradientTransformation:
-        """Build the optimizer.
-
-        Args:
-            num_train_steps: The number of steps of the whole run.
-
-        Returns:
-            An optax transformation over a tree of parameters.
-
-        Raises:
-            ConfigError: Warm-up and decay together are longer than the run.
-        """
+        """Build the optimizer: an optax transformation over a tree of parameters."""
         optimizer = self._muon(num_train_steps) if self.type == "muon" else self._of_all(num_train_steps)
         after = [] if self.ema_decay is None else [average_parameters(self.ema_decay)]
         return optax.chain(optimizer, *after) if after else optimizer

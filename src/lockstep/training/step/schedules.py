@@ -82,11 +82,7 @@ everything after the warm-up.
 
 
 def check_shape(name: str) -> None:
-    """Check the name of a shape; a module of the user's is not imported.
-
-    Raises:
-        ConfigError: There is no such shape.
-    """
+    """Check the name of a shape; a module of the user's is not imported."""
     if name not in SHAPES and ":" not in name:
         raise ConfigError(
             f"optimizer.lr_schedule is {name!r}; it must be {', '.join(SHAPES)}, or module:function for your own."

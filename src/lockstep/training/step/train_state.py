@@ -46,14 +46,7 @@ class Precision:
 
 
 def cast_floats(tree: PyTree, dtype: jnp.dtype) -> PyTree:
-    """Cast the floating-point arrays of a tree.
-
-    Args:
-        tree: Any tree of arrays. Inside a jitted program the cast is no launch of its own.
-
-    Returns:
-        The tree, integer and boolean leaves untouched.
-    """
+    """Cast the floating-point arrays of a tree; others stay. In a jitted program it is no launch of its own."""
     return jax.tree.map(lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree)
 
 

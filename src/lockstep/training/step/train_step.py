@@ -48,14 +48,11 @@ class Launch(Protocol):
 def init_model(
     init: Callable[[jax.Array], PyTree], seed: int, mesh: Mesh, precision: Precision, launch: Launch
 ) -> PyTree:
-    """Make a model, each device making only its own part of the parameters.
+    """Make a model, sharded by `PARAMETER_AXES`, each device only its own part: the same numbers on any mesh.
 
     Args:
         init: Makes a model from a key; it is traced, never run in one host's memory.
         precision: The float types, of which the parameter type is used.
-
-    Returns:
-        The model, sharded by `PARAMETER_AXES`, with the same numbers on any mesh.
     """
 
     def make() -> PyTree:
