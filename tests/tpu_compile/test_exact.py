@@ -46,7 +46,7 @@ def hlo_of(slice_: str, tensor: int, config: LlamaConfig = SMALL) -> dict[str, H
     engine.prepare((config, weights), requests)
     rows = jax.NamedSharding(mesh, jax.P(("dp", "fsdp")))
     with jax.set_mesh(mesh):
-        lowered = jax.jit(lambda *given: exact_logprobs(config, *given)).lower(
+        lowered = jax.jit(lambda *given: exact_logprobs(config, *given)[0]).lower(
             weights, jax.ShapeDtypeStruct((16, 256), jnp.int32, sharding=rows)
         )
     texts = {name: engine.programs[name].text() for name in ("decode", "prefill", "prompt_logprobs")}

@@ -198,9 +198,13 @@ class LlamaLayer(eqx.Module):
         segment_ids: NamedArray | None,
         layer_kind: NamedArray | None = None,
         engine: EngineRouting | None = None,
+        known: NamedArray | None = None,
     ) -> tuple[NamedArray, RouterSums | None]:
         """Maps ``[batch, position, embed]`` to the same axes; `LlamaAttention` and `LlamaExperts` have the other
         arguments.
+
+        Args:
+            known: The result where it is known but for rounding: nothing is computed until there is a gradient.
 
         Returns:
             The residual stream, and the sums of the router; None where there are no experts.
@@ -229,6 +233,8 @@ class LlamaLayer(eqx.Module):
             self,
             hax.auto_sharded,
         )
+        if known is not None:
+            x = hax.named(value_with_gradient_of(known.rearrange(x.axes).array, x.array), x.axes)
         return x, sums
 
 
@@ -301,7 +307,11 @@ class LlamaLMHeadModel(eqx.Module):
         return self.activations_and_router(input_ids, segment_ids)[0]
 
     def activations_and_router(
-        self, input_ids: NamedArray, segment_ids: NamedArray | None = None, engine: EngineRouting | None = None
+        self,
+        input_ids: NamedArray,
+        segment_ids: NamedArray | None = None,
+        engine: EngineRouting | None = None,
+        known: NamedArray | None = None,
     ) -> tuple[NamedArray, RouterSums | None]:
         """Returns what `activations` does, and the sums of the router of each layer; None where there are no experts.
 
@@ -309,6 +319,7 @@ class LlamaLMHeadModel(eqx.Module):
 
         Args:
             engine: The experts that an engine chose for the tokens.
+            known: The residual stream after each layer ``[layer, batch, position, embed]``, see `LlamaLayer`.
         """
         config, Position = self.config, input_ids.resolve_axis("position")
         if Position.size > config.max_seq_len:
@@ -329,7 +340,7 @@ class LlamaLMHeadModel(eqx.Module):
         x = hax.named(block.scale_embedding(x.array, config.embed_scale), x.axes)
         layers = self.layers.scan_via(LlamaLayer.__call__)
         x = gated_norm(rms_norm(x, self.embed_norm, config), self.embed_norm_down, self.embed_norm_up)
-        x, sums = layers(x, angles, segment_ids, layer_kind, engine)
+        x, sums = layers(x, angles, segment_ids, layer_kind, engine, *(() if known is None else (known,)))
         if split is not None:
             x = x.rearrange(("batch", "position", "embed"))
             x = hax.named(split.restore(x.array, hax.partitioning.pspec_for_axis(x.axes[:1])), x.axes)
@@ -367,6 +378,17 @@ class LlamaLMHeadModel(eqx.Module):
         """
         logits = float32_logits(activations, self.lm_head_array())
         return hax.auto_sharded(hax.named(block.soft_cap(logits.array, self.logit_soft_cap), logits.axes))
+
+
+@jax.custom_vjp
+def value_with_gradient_of(value: jax.Array, other: jax.Array) -> jax.Array:
+    """Returns ``value``, with the gradient of ``other``, which is the same but for rounding."""
+    return value
+
+
+value_with_gradient_of.defvjp(
+    lambda value, other: (value, None), lambda _, gradient: (jnp.zeros_like(gradient), gradient)
+)
 
 
 def _add(x: NamedArray, bias: NamedArray | None) -> NamedArray:

@@ -26,8 +26,9 @@ def exact_logprobs(
     *,
     temperature: float = 1.0,
     vocab_size: int | None = None,
-) -> Float[Array, "row target"]:
-    """Returns the log-probability of each token but the first, with the bits that the engine has for it.
+) -> tuple[Float[Array, "row target"], Float[Array, "layer row position embed"]]:
+    """Returns the log-probability of each token but the first, with the bits that the engine has for it, and the
+    residual stream after each layer.
 
     It is computed on the mesh that is set, a training mesh or any other, each device its own rows, with the weights
     gathered layer by layer; on one device where none is set. It has no gradient.
@@ -70,34 +71,46 @@ def exact_logprobs(
         vocab_size=weights.embed.shape[0] if vocab_size is None else min(vocab_size, weights.embed.shape[0]),
     )
 
-    def compute(weights: DecoderWeights, tokens: Array) -> Array:
+    def compute(weights: DecoderWeights, tokens: Array) -> tuple[Array, Array]:
         return _logprobs(transformer, weights, tokens, temperature)
 
     if names:
         rows = PartitionSpec(decode_mesh.replica_axes if len(tokens) % decode_mesh.replicas == 0 else None)
         compute = jax.shard_map(
-            compute, mesh=mesh, in_specs=(partition_specs(layouts), rows), out_specs=rows, check_vma=False
+            compute,
+            mesh=mesh,
+            in_specs=(partition_specs(layouts), rows),
+            out_specs=(rows, PartitionSpec(None, *rows)),
+            check_vma=False,
         )
     return compute(*jax.lax.stop_gradient((weights, tokens)))
 
 
-def _logprobs(transformer: Transformer, weights: DecoderWeights, tokens: Array, temperature: float) -> Array:
+def _logprobs(
+    transformer: Transformer, weights: DecoderWeights, tokens: Array, temperature: float
+) -> tuple[Array, Array]:
     rows, length = tokens.shape
     weights = transformer.read_outer(weights)
     heads = transformer.heads
     position = jnp.broadcast_to(jnp.arange(length), tokens.shape)
 
-    def write(cache: Array, layer: Array, kv: Array) -> Array:
-        return kv  # a layer reads its own alone
+    type Cache = tuple[Array, Array]  # K and V of a layer, which reads its own alone, and the stream after each
 
-    def attend(cache: Array, layer: Array, q: Array, sinks: Array | None) -> Array:
-        k, v = (cache[:, :, first::2].swapaxes(1, 2) for first in (0, 1))
+    def write(cache: Cache, layer: Array, kv: Array) -> Cache:
+        return kv, cache[1]
+
+    def attend(cache: Cache, layer: Array, q: Array, sinks: Array | None) -> Array:
+        k, v = (cache[0][:, :, first::2].swapaxes(1, 2) for first in (0, 1))
         return attend_exact(q, position, *contiguous_blocks(k, v), heads.modifier_of(layer))
 
     x = transformer.embed(weights, tokens)
-    cache = jnp.zeros((rows, length, 2 * heads.kv_heads, heads.head_size), x.dtype)
+    kv = jnp.zeros((rows, length, 2 * heads.kv_heads, heads.head_size), x.dtype)
+    stream = jnp.zeros((transformer.config.num_layers, *x.shape), x.dtype)
     start, active = jnp.zeros(rows, jnp.int32), jnp.ones(rows, bool)
-    x, _, _ = transformer.layers(weights.layers, x, cache, start=start, active=active, write=write, attend=attend)
+    x, (_, stream), _ = transformer.layers(
+        weights.layers, x, (kv, stream), start=start, active=active, write=write, attend=attend,
+        after=lambda cache, layer, x: (cache[0], cache[1].at[layer].set(x)),
+    )  # fmt: skip
 
     def chunk(part: tuple[Array, Array]) -> Array:
         states, targets = part
@@ -108,7 +121,7 @@ def _logprobs(transformer: Transformer, weights: DecoderWeights, tokens: Array, 
     targets = jnp.roll(tokens, -1, axis=1).reshape(-1)
     found = jax.lax.map(chunk, (chunks(x.reshape(-1, x.shape[-1])), chunks(targets)))
     found = found.reshape(-1)[: targets.size].reshape(tokens.shape)[:, :-1]
-    return jnp.maximum(found, jnp.finfo(jnp.float32).min)  # an id that is no token has none
+    return jnp.maximum(found, jnp.finfo(jnp.float32).min), stream  # an id that is no token has none
 
 
 def check_exact_dtype(config: LlamaConfig, dtype: jnp.dtype) -> None:

@@ -37,6 +37,8 @@ type Write[Cache] = Callable[[Cache, Array, Array], Cache]
 type Attend[Cache] = Callable[[Cache, Array, Array, Array | None], Array]
 """Takes the cache, a layer, queries ``[sequence, query, kv_head, group, head]`` and the sinks of the layer's heads
 ``[kv_head, group]``; returns attention's output."""
+type After[Cache] = Callable[[Cache, Array, Array], Cache]
+"""Takes the cache, a layer and the residual stream after it; returns the cache."""
 type RopeAngles = tuple[Array, Array]
 """The cosines and sines of the rotary angles, each ``[sequence, query, half_head]``; with one axis more in front where
 layers differ in their rotary embeddings: one entry for each of those that there are."""
@@ -137,6 +139,7 @@ class Transformer:
         active: Bool[Array, " sequence"],
         write: Write[Cache],
         attend: Attend[Cache],
+        after: After[Cache] | None = None,
     ) -> tuple[Float[Array, "sequence query embed"], Cache, Int32[Array, "sequence query word"] | None]:
         """Runs all layers over consecutive positions of each sequence and writes their K/V to the cache.
 
@@ -151,8 +154,9 @@ class Transformer:
             The residual stream, the cache, and the experts of the tokens where they are reported.
         """
         return self._layers(
-            self.config.num_layers, weights, x, cache, start=start, active=active, write=write, attend=attend
-        )
+            self.config.num_layers, weights, x, cache, start=start, active=active, write=write, attend=attend,
+            after=after,
+        )  # fmt: skip
 
     def fill_cache[Cache](
         self,
@@ -185,6 +189,7 @@ class Transformer:
         active: Array,
         write: Write[Cache],
         attend: Attend[Cache],
+        after: After[Cache] | None = None,
     ) -> tuple[Array, Cache, Array | None]:
         """Runs the first ``count`` layers."""
         angles = self._rope_angles(x, start)
@@ -218,7 +223,8 @@ class Transformer:
                     routed = routed.at[index].set(experts.reshape(-1).astype(routed.dtype))
                 return answers
 
-            return block.layer(x, attention, mlp, self._norm, w, self._fix), cache, routed
+            x = block.layer(x, attention, mlp, self._norm, w, self._fix)
+            return x, cache if after is None else after(cache, index, x), routed
 
         x, cache, routed = jax.lax.fori_loop(0, count, layer, (x, cache, routed))
         return x, cache, None if routed is None else packed_experts(routed, valid.size).reshape(*x.shape[:2], -1)

@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from lockstep.engine import exact_logprobs
 from lockstep.errors import ConfigError
-from lockstep.models import EngineRouting, LlamaConfig, RouterSums, read_decoder
+from lockstep.models import EngineRouting, LlamaConfig, RouterSums, read_decoder, value_with_gradient_of
 from lockstep.models.attention import SplitPositions
 from lockstep.placement import is_lazy
 from lockstep.training.objectives.vocab_blocks import VocabBlocks, logits_fit, softmax_inputs
@@ -130,7 +130,11 @@ def token_logprobs(
     targets = _whole_rows(jnp.roll(tokens, -1, axis=-1))
     exact = _exact_logprobs(model, batch, tokens, temperature, vocab_size)
     if isinstance(model, OutputLayer):
-        states = model.activations(*inputs)
+        if exact is None:
+            states = model.activations(*inputs)
+        else:
+            known = hax.named(exact[1], ("layer", "batch", "position", "embed"))
+            states = model.activations_and_router(*inputs, known=known)[0]  # type: ignore[attr-defined]
         blocks = VocabBlocks.of(
             states,
             model.lm_head_array(),
@@ -148,7 +152,7 @@ def token_logprobs(
         _check_arguments(model, len(inputs))
         found = _picked(model(*inputs), targets, temperature, vocab_size)
     found = _whole_rows(found)
-    found = found[:, :-1] if exact is None else _value_with_gradient_of(exact, found[:, :-1])
+    found = found[:, :-1] if exact is None else value_with_gradient_of(exact[0], found[:, :-1])
     return found.reshape(*shape[:-1], -1)
 
 
@@ -164,8 +168,8 @@ def _whole_rows(x: Array) -> Array:
 
 def _exact_logprobs(
     model: Any, batch: Mapping[str, Array], tokens: Array, temperature: float, vocab_size: int | None
-) -> Float[Array, "row target"] | None:
-    """The log-probabilities of a model whose ``numerics`` are exact; None for any other."""
+) -> tuple[Array, Array] | None:
+    """The result of `exact_logprobs` for a model whose ``numerics`` are exact; None for any other."""
     config = getattr(model, "config", None)
     if not getattr(config, "exact", False):
         return None
@@ -183,17 +187,6 @@ def _exact_logprobs(
             "Train without adapters, or set model.numerics to fast."
         )
     return exact_logprobs(config, weights, tokens, temperature=temperature, vocab_size=vocab_size)
-
-
-@jax.custom_vjp
-def _value_with_gradient_of(value: Array, other: Array) -> Array:
-    """Return ``value``, with the gradient of ``other``, which is the same but for rounding."""
-    return value
-
-
-_value_with_gradient_of.defvjp(
-    lambda value, other: (value, None), lambda _, gradient: (jnp.zeros_like(gradient), gradient)
-)
 
 
 def target_mask(batch: Mapping[str, Array]) -> Bool[Array, "... target"]:
