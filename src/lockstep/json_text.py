@@ -24,9 +24,7 @@ def parse_json[Found](
     """Parse a JSON text.
 
     Args:
-        text: The text; bytes are UTF-8.
         place: Where it is from, for the error.
-        kind: The type that it must have: dict, list, …
         fix: What to do where it cannot be read, a sentence.
 
     Raises:
@@ -70,10 +68,6 @@ def refused(place: str, fix: str, error: type[LockstepError] = ConfigError) -> I
 def from_peer[Kind](data: str | bytes, kind: type[Kind], place: str) -> Kind:
     """The parsed message of another process: whoever reaches the coordination service can send something else.
 
-    Args:
-        kind: What it must be, as for `typed`.
-        place: What it is, for the error.
-
     Raises:
         HostError: It is something else.
     """
@@ -83,10 +77,6 @@ def from_peer[Kind](data: str | bytes, kind: type[Kind], place: str) -> Kind:
 
 def typed[Kind](kind: type[Kind], value: Any, name: str = "it") -> Kind:
     """A JSON value as an annotation says: a dataclass from its fields, a tuple from a list.
-
-    Args:
-        kind: A dataclass or an annotation of its fields.
-        name: What an error calls it.
 
     Raises:
         TypeError: It is something else, or a number of more than 63 bits.

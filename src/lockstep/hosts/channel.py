@@ -1,4 +1,7 @@
-"""Posting values and waiting for every process, with deadlines, errors that name who is missing, and no keys left."""
+"""Posting values and waiting for every process, with deadlines, errors that name who is missing, and no keys left.
+
+Who waits longer than ``timeout_s`` raises HostTimeoutError, which names the missing processes and their last phase.
+"""
 
 import array
 import binascii
@@ -42,9 +45,6 @@ class Channel:
 
         Args:
             name: The barrier's name at the service, which may be used again; None for the key.
-
-        Raises:
-            HostTimeoutError: Not all came within ``timeout_s``; names the missing ones and their last phase.
         """
         self.heartbeat.wait_at(key)
         try:
@@ -88,14 +88,12 @@ class Channel:
         processes, not with its square, and every wait has a deadline.
 
         Args:
-            key: The key of the exchange, the same on every process.
             combine: A function of one value or more to a JSON value, the same on every process.
             decode: What is returned, from the value that ``combine`` has made. Both raise ValueError, TypeError or
                 LookupError for what is none of this exchange.
 
         Raises:
             HostError: On every process, with the same text: one has posted what is no value of this exchange.
-            HostTimeoutError: Not all came within ``timeout_s``; names the missing ones and their last phase.
         """
         self.client.set(f"{key}/{self.client.index}", json.dumps(value).encode())
         self.barrier(key, timeout_s)

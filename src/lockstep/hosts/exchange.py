@@ -1,4 +1,8 @@
-"""Exchanges between the processes of a job: values that must be equal, the leader's bytes, everybody's, failures."""
+"""Exchanges between the processes of a job: values that must be equal, the leader's bytes, everybody's, failures.
+
+Who waits longer than the channel's ``timeout_s`` raises HostTimeoutError, which names the missing processes and their
+last phase; the key of a call is the same on every process.
+"""
 
 import collections
 import functools
@@ -45,7 +49,6 @@ def agree(channel: Channel, key: str, values: Mapping[str, str], timeout_s: floa
 
     Raises:
         DisagreementError: The values differ; the same text on every process says what differs and who has what.
-        HostTimeoutError: Not all came within ``timeout_s``; names the missing ones and their last phase.
     """
     read = functools.partial(_digests, channel.client.count)
     if differs(channel.exchange(key, [digest_of(values)], timeout_s, columns, read)[0]):
@@ -62,7 +65,6 @@ def raise_if_different(
 
     Raises:
         DisagreementError: The values differ; the same text on every process says what differs and who has what.
-        HostTimeoutError: Not all came within ``timeout_s``; names the missing ones and their last phase.
     """
     # Beside the key, not below it: what is below it is deleted at this very barrier.
     described = channel.exchange(f"{key}, each", dict(values), timeout_s, _differences, _texts)
@@ -92,7 +94,6 @@ def broadcast(channel: Channel, key: str, value: bytes | None, timeout_s: float)
 
     Raises:
         HostError: The leader passed None, or another process a value.
-        HostTimeoutError: The leader posted nothing within ``timeout_s``.
     """
     leader = channel.client.index == 0
     if leader != (value is not None):
@@ -114,7 +115,6 @@ def broadcast_from_leader(channel: Channel, key: str, work: Callable[[], bytes],
 
     Raises:
         PeerError: The work failed; the text is the same on every process, and on the leader the error is the cause.
-        HostTimeoutError: The leader posted nothing within ``timeout_s``.
     """
     message, cause = None, None
     if channel.client.index == 0:
@@ -131,11 +131,7 @@ def broadcast_from_leader(channel: Channel, key: str, work: Callable[[], bytes],
 
 
 def gather(channel: Channel, key: str, value: bytes, timeout_s: float) -> list[bytes] | None:
-    """Return every process's ``value`` by process number on the leader, None elsewhere.
-
-    Raises:
-        HostTimeoutError: Not all came within ``timeout_s``; names the missing ones and their last phase.
-    """
+    """Return every process's ``value`` by process number on the leader, None elsewhere."""
     channel.post(key, value)
     channel.barrier(key, timeout_s)
     channel.delete_after_barrier(key)
@@ -146,11 +142,7 @@ def gather(channel: Channel, key: str, value: bytes, timeout_s: float) -> list[b
 
 
 def all_min(channel: Channel, key: str, value: int, timeout_s: float) -> int:
-    """Return on every process the smallest ``value`` that any of them passed.
-
-    Raises:
-        HostTimeoutError: Not all came within ``timeout_s``; names the missing ones and their last phase.
-    """
+    """Return on every process the smallest ``value`` that any of them passed."""
     return channel.exchange(key, value, timeout_s, _smallest, functools.partial(typed, int))
 
 
@@ -162,13 +154,10 @@ def reasons_to_stop(
     A process with an error or a reason makes the barrier fail for all, and then all exchange what they have.
 
     Args:
-        key: The key of these calls, the same on every process.
-        error: What went wrong on this process, or None.
         reason: Why this process wants all to stop, or None.
 
     Raises:
         PeerError: At least one process has an error.
-        HostTimeoutError: Not all came within ``timeout_s``; names the missing ones and their last phase.
     """
     own = [None if error is None else error_text(error), reason]
     if own == [None, None]:
@@ -192,7 +181,6 @@ def raise_if_any_failed(key: str, errors: Sequence[str | None], cause: BaseExcep
     """Raise the same error on every process where at least one of them failed.
 
     Args:
-        key: The name that the error gives to what failed.
         errors: The text of each process's error, None where it has none, by process number.
 
     Raises:

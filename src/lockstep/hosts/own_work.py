@@ -99,14 +99,10 @@ class HostThread(abc.ABC):
         self._thread.join(STOP_S)
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until the work is done, or for some seconds.
-
-        Returns:
-            Whether it is done.
+        """Wait until the work is done, or for some seconds; return whether it is, or raise what it raised.
 
         Raises:
             HostTimeoutError: No step has ended for the thread's ``timeout_s``.
-            Exception: What the work raised.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._done or self._error is not None, timeout_s)

@@ -81,7 +81,6 @@ def raise_different_launches(channel: Channel, key: str, ledger: Ledger, timeout
 
     Raises:
         LaunchMismatchError: On every process, with the same text: the first launch that differs, and who made which.
-        HostTimeoutError: Not all came within ``timeout_s``; names the missing ones and their last phase.
     """
     # Beside the key, not below it: the leader deletes what is below the key at this very barrier.
     start = channel.exchange(f"{key}, hashes", ledger.hashes, timeout_s, _last_equal, functools.partial(typed, int))
@@ -144,11 +143,7 @@ class Phase:
         self._agreed |= values
 
     def share(self, value: object) -> None:
-        """Give the other processes a value of this one.
-
-        Args:
-            value: A short JSON value, of the same kind on every process that has one; a tuple where all have as much.
-        """
+        """Give the other processes a short JSON value of this one, of the same kind on every process that has one."""
         self._own = value
 
     @property
@@ -167,17 +162,7 @@ class Phase:
         *,
         strict: bool = False,
     ) -> None:
-        """Exchange outcome, shared value, digests of what must agree and of the launches, all at once.
-
-        Args:
-            ledger: The launches of this process; None in a phase that launches nothing.
-
-        Raises:
-            PeerError: At least one process has an error.
-            LaunchMismatchError: The processes launched different programs.
-            DisagreementError: The processes have different values.
-            HostTimeoutError: Not all came within ``timeout_s``.
-        """
+        """Exchange outcome, shared value, digests of what must agree and of the launches, all at once."""
         failed = None if error is None else error_text(error)
         state = None if ledger is None else ledger.state
         # What a failed process has gathered so far says nothing.

@@ -21,11 +21,7 @@ _handled = threading.Event()
 
 
 class _Terminated(SystemExit):
-    """SIGTERM has come: raised in the main thread.
-
-    Args:
-        phase: The phase in which it came; scopes that this error leaves may change the present one.
-    """
+    """SIGTERM has come: raised in the main thread."""
 
     def __init__(self, phase: str) -> None:
         super().__init__(TERMINATED)

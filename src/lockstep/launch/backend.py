@@ -190,11 +190,7 @@ class Backend(Protocol):
         """Add this backend's own options, and the shared groups of `options` that have a meaning for it."""
 
     def run(self, options: argparse.Namespace) -> int:
-        """Run ``options.command`` on every process; 0 if every one ended with 0, else the code of the first failure.
-
-        Raises:
-            LaunchError: The job could not be started.
-        """
+        """Run ``options.command`` on every process; 0 if every one ended with 0, else the code of the first failure."""
 
     def dry_run(self, options: argparse.Namespace) -> int:
         """Print each command and manifest of `run`, ready to paste, and do nothing. Secrets are not shown."""

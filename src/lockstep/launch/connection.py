@@ -54,11 +54,7 @@ def agent_line() -> bytes:
 
 
 class Connection:
-    """A request to the agent on one worker, and its answer.
-
-    Args:
-        stays: Whether words can be sent after that (`send`).
-    """
+    """A request to the agent on one worker, and its answer; ``stays``: words can be sent after it (`send`)."""
 
     def __init__(
         self,
@@ -259,11 +255,7 @@ class Event:
 
 
 class Follower(threading.Thread):
-    """Follows an attempt on one worker until it has ended there.
-
-    Args:
-        start: The specification of the command; None: it was started before.
-    """
+    """Follows an attempt on one worker until it has ended there."""
 
     def __init__(
         self,

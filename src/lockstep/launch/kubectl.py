@@ -326,9 +326,6 @@ class Cluster:
 
         Args:
             before: The last job of this name that this machine has started; None: there was none.
-
-        Raises:
-            LaunchError: A JobSet has it.
         """
         known = None if before is None else before.notes.get("id")
         if found := self.kubectl.get("jobset", self.job.name):
@@ -351,11 +348,7 @@ class Cluster:
         self.kubectl.run("delete", "pods", self._selector, "--grace-period=0", "--force", "--wait=false")
 
     def delete(self) -> None:
-        """Delete all objects of the job that there are, and none of another of its name.
-
-        Raises:
-            LaunchError: Some could not be deleted; the others are.
-        """
+        """Delete all objects of the job that there are, and none of another of its name."""
         failed = []
         for kind in ("jobset", "secret", "configmap"):
             try:

@@ -83,7 +83,6 @@ class TpuVm(GooglePod):
         """Use what there is of this name, else ask for it, and wait until every node is READY.
 
         Raises:
-            GcloudError: Google refuses.
             LaunchError: What there is cannot be used, or it does not come in time; then the request is withdrawn.
         """
         request, nodes = self._request(), self._nodes()

@@ -140,7 +140,6 @@ class LayoutRounds:
     """A hook of the trainer that samples: a failure after step 1, then a layout after each step, at last all of them.
 
     Args:
-        layouts: The layouts, ``auto`` first.
         deadline: The time (`time.monotonic`) on the leader after which no other layout is begun.
     """
 

@@ -198,11 +198,7 @@ SHOWN_CHARACTERS: Final = 100  # the longest value that is shown in full
 
 
 def host_facts(config_digest: str) -> dict[str, dict[str, str]]:
-    """The description of this host for the others.
-
-    Returns:
-        ``must``: what has to be the same on every host; ``should``: what better is; ``own``: what is its own.
-    """
+    """The description of this host for the others."""
     device = jax.local_devices()[0]
     must = {
         **environment(),

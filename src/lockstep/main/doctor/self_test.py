@@ -170,12 +170,6 @@ def self_test(
     Args:
         deadline: The time (`time.monotonic`) on the leader after which no other layout is begun.
         all_layouts: Whether to decode in every layout, or only in that of ``auto`` and in that of training.
-
-    Returns:
-        What was found, and JSON values for the report.
-
-    Raises:
-        HostError: The processes lost each other.
     """
     what = f"self-test on mesh {mesh_shape}"
     begin = time.monotonic()

@@ -271,14 +271,7 @@ class CollectiveTime:
 
 
 def find_groups(mesh: Mesh) -> list[Group]:
-    """The groups to measure: each axis of a training mesh, the devices of a host, and one device of each host.
-
-    Args:
-        mesh: The training mesh, with the devices of a host next to each other.
-
-    Returns:
-        The groups of more than one device, each division of the devices once, under its first name.
-    """
+    """The groups to measure: each axis of a training mesh, the devices of a host, and one device of each host."""
     candidates = {
         name: np.moveaxis(mesh.devices, axis, -1).reshape(-1, mesh.shape[name])
         for axis, name in enumerate(mesh.axis_names)

@@ -157,11 +157,7 @@ class CompileProgress:
         self._status: Status | None = None
 
     def __call__(self, name: str, what: str) -> None:
-        """Show what happens to a program.
-
-        Args:
-            what: What happens: ``compiling``, which lasts until the next call for the program, or how it ended.
-        """
+        """Show what happens to a program."""
         with self._lock:
             if what == "compiling":
                 self._now[name] = time.monotonic()
@@ -247,13 +243,7 @@ class CompileCache:
     def __call__(
         self, lowered: jax.stages.Lowered, name: str, options: Mapping[str, str] = MappingProxyType({})
     ) -> Summary:
-        """Look a program up, or compile it.
-
-        Raises:
-            HbmError, VmemError: The program needs too much memory, by the compiler's word now or when it was kept.
-            Exception: Whatever else the compiler raised.
-            ConfigError: The result cannot be written to the directory.
-        """
+        """Look a program up, or compile it."""
         key = self._key(lowered, options)
         found = self._read(key)
         if found is None:
