@@ -75,7 +75,7 @@ def random_model(layers):
 
 @pytest.mark.parametrize(
     ("stages", "layers", "repeats"),
-    [(2, 2, 1), pytest.param(2, 8, 2, marks=pytest.mark.slow), pytest.param(4, 16, 4, marks=pytest.mark.slow)],
+    [(2, 2, 1), pytest.param(2, 8, 2, marks=pytest.mark.nightly), pytest.param(4, 16, 4, marks=pytest.mark.nightly)],
 )
 def test_losses_and_gradients_are_those_without_stages(stages, layers, repeats):
     model_on_host = random_model(layers)

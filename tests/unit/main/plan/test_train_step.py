@@ -7,8 +7,17 @@ import jax
 import numpy as np
 import pytest
 
+from lockstep.errors import ConfigError
 from lockstep.main.plan import train_step
-from lockstep.main.plan.train_step import bubble, largest_that_works, make_state, peak, saved_bytes, step_flops
+from lockstep.main.plan.train_step import (
+    bubble,
+    compile_step,
+    largest_that_works,
+    make_state,
+    peak,
+    saved_bytes,
+    step_flops,
+)
 from lockstep.main.plan.workload import Infeasibility, InfeasibleError, TrainingWorkload, Workload
 from lockstep.models import LoraConfig, skeleton
 from lockstep.placement import make_mesh
@@ -171,6 +180,14 @@ def test_state_and_step_of_adapters_are_planned():
     assert state.trained + state.optimizer <= outputs <= state.trained + state.optimizer + 1024, (
         "the base is not copied"
     )
+
+
+def test_the_step_is_planned_with_the_repeats_of_the_configuration():
+    found, mesh = workload_of(), make_mesh("1,1,1", jax.devices()[:1])
+    trainer = dataclasses.replace(found.training.trainer, pipeline_repeats=2)
+    found = dataclasses.replace(found, training=dataclasses.replace(found.training, trainer=trainer))
+    with pytest.raises(ConfigError, match="pipeline_repeats is 2, for 2 layers in 1 stages"):
+        compile_step(found, mesh, make_state(found, mesh), None, microbatches=1)
 
 
 def test_a_stage_computes_in_the_bubble_too():

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, LockstepError
 from lockstep.placement import make_mesh
 from lockstep.training import OptimizerConfig, TokenizedRows, Trainer, TrainerConfig, lm_loss
 from lockstep.training.step.train_state import parameter_shardings
@@ -71,6 +71,12 @@ def test_training_is_deterministic_to_the_bit(plain):
 def test_accumulation_gives_the_same_losses(plain):
     for rows_at_a_time in (1, 8 // jax.device_count()):
         np.testing.assert_allclose(losses(per_device_parallelism=rows_at_a_time)[0], plain[0], rtol=1e-5)
+
+
+def test_repeats_of_a_pipeline_reach_the_step():
+    trainer = make_trainer(pipeline_repeats=2)
+    with pytest.raises(LockstepError, match=r"pipeline_repeats is 2, for \d+ layers in 1 stages"):
+        trainer.train(init(trainer), rows())
 
 
 def test_bfloat16_arithmetic_keeps_float32_parameters(plain):
