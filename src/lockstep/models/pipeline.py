@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Final
 
 import equinox as eqx
 import haliax as hax
@@ -11,12 +11,17 @@ import jax
 import jax.numpy as jnp
 from haliax import NamedArray
 from haliax.nn.scan import Stacked
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, PyTree
 
 from lockstep.errors import ConfigError
 from lockstep.models.llama import LlamaLMHeadModel
+from lockstep.models.remat import scan_policy
 from lockstep.placement import COMPUTE_AXES, PP
+
+_STATE: Final = "pipeline_state"
+"""The name of a layer's input for a policy of `jax.checkpoint`."""
 
 
 class PipelinedLayers(eqx.Module):
@@ -51,16 +56,20 @@ class PipelinedLayers(eqx.Module):
             others, named_others = _arrays(shared)
 
             def stage(layers: list[Array], states: list[Array], rows: list[Array], others: list[Array]) -> Array:
+                def named(layer: Any, x: NamedArray, *rest: Any) -> Any:
+                    return call(layer, hax.named(checkpoint_name(x.array, _STATE), x.axes), *rest)
+
                 def apply(layers: list[Array], x: Array, rows: list[Array]) -> Array:
                     block, kinds = named_layers(layers)
                     stack = Stacked(block, hax.Axis("layer", len(layers[0])), policy)
                     given = eqx.combine(named_rows(rows), named_others(others), is_leaf=_named)
                     with hax.axis_mapping(COMPUTE_AXES):
-                        found = stack.scan_via(call)(named_states([x]), *given, kinds, None)[0]
+                        found = stack.scan_via(named)(named_states([x]), *given, kinds, None)[0]
                     out: Array = found.rearrange(("batch", ...)).array
                     return out
 
-                return _schedule(apply, layers, states[0], rows, self.microbatches, self.repeats)
+                full = policy == scan_policy("full")
+                return _schedule(apply, layers, states[0], rows, self.microbatches, self.repeats, full=full)
 
             mesh = jax.sharding.get_abstract_mesh()
             run = jax.shard_map(
@@ -78,6 +87,8 @@ def _schedule(
     rows: list[Array],
     parts: int,
     repeats: int,
+    *,
+    full: bool,
 ) -> Array:
     """Passes the rows of all stages through all stages, inside ``shard_map``.
 
@@ -87,6 +98,7 @@ def _schedule(
         x: The rows of this stage.
         rows: What belongs to them.
         parts: The number of microbatches of this stage.
+        full: Whether the backward pass computes each layer again from its input.
     """
     mesh = jax.sharding.get_abstract_mesh()
     stages, stage = mesh.shape[PP], jax.lax.axis_index(PP)
@@ -102,6 +114,13 @@ def _schedule(
     everyone = [jax.lax.all_gather(split(array), PP, tiled=True) for array in rows]
     groups = [_interleaved(array, stages, repeats) for array in layers] if repeats > 1 else []
 
+    def apply_group(groups: list[Array], repeat: Array, x: Array, own: list[Array]) -> Array:
+        return apply([jax.lax.dynamic_index_in_dim(array, repeat, keepdims=False) for array in groups], x, own)
+
+    if full:  # of a group the backward pass keeps its number, not a copy in each step
+        policy = jax.checkpoint_policies.save_only_these_names(_STATE)
+        apply_group = jax.checkpoint(apply_group, policy=policy)
+
     def step(carry: tuple[Array, Array, Array], time: Array) -> tuple[tuple[Array, Array, Array], None]:
         ring, arrived, again = carry
         slot = time % parts
@@ -113,8 +132,8 @@ def _schedule(
             again = jax.lax.dynamic_update_index_in_dim(again, arrived, time % len(again), 0)
             next_one = jax.lax.dynamic_index_in_dim(again, (time + 1) % len(again), keepdims=False)
             first = jnp.where(time < total, waiting, next_one)
-        group = [jax.lax.dynamic_index_in_dim(array, repeat, keepdims=False) for array in groups] or layers
-        done = apply(group, jnp.where(stage == 0, first, arrived), own)
+        given = jnp.where(stage == 0, first, arrived)
+        done = apply_group(groups, repeat, given, own) if repeats > 1 else apply(layers, given, own)
         turned = jax.lax.ppermute(waiting, PP, [(one, one - 1) for one in range(1, stages)])
         arrived = jax.lax.ppermute(done, PP, [(one, (one + 1) % stages) for one in range(stages - (repeats == 1))])
         ring = jax.lax.dynamic_update_index_in_dim(ring, jnp.where(stage == stages - 1, done, turned), slot, 0)

@@ -97,6 +97,27 @@ def test_losses_and_gradients_are_those_without_stages(stages, layers, repeats):
     assert_close(in_stages, gradients)
 
 
+def scans(jaxpr):
+    """All scans of a program."""
+    for equation in jaxpr.eqns:
+        yield from [equation] if equation.primitive.name == "scan" else []
+        for inner in jax.tree.leaves(list(equation.params.values())):
+            inner = getattr(inner, "jaxpr", inner)
+            yield from scans(inner) if hasattr(inner, "eqns") else ()
+
+
+def test_repeats_keep_the_states_of_a_step_and_no_weights():
+    def loss(model):
+        with hax.axis_mapping(compute_axes(mesh)):
+            return lm_loss(pipelined(model, 2, 2), batch()).total
+
+    with jax.set_mesh(mesh := make_mesh("pp=2", jax.devices()[:2])):
+        found = jax.make_jaxpr(jax.grad(loss))(skeleton(VOCAB, CONFIG))
+    schedule = [one for one in scans(found.jaxpr) if one.params["length"] == 2 * 4 + 1]
+    kept = [out.aval for one in schedule for out in one.outvars if out.aval.shape[:1] == (9,)]
+    assert [each.shape for each in kept if each.dtype == jnp.float32] == [(9, 1, ROWS // 4, LENGTH, 16)]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "devices", "microbatches", "slices", "repeats"),
