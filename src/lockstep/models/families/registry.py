@@ -70,7 +70,10 @@ def family_of(config: LlamaConfig) -> Family:
                 return family
         except ConfigError:
             continue
-    lost = ", ".join(f"{name} {want} would be {have}" for name, (want, have) in own.changes(config).items())
+    try:
+        lost = ", ".join(f"{name} {want} would be {have}" for name, (want, have) in own.changes(config).items())
+    except ConfigError as error:  # what it would write cannot be read
+        lost = str(error).partition(". ")[0]
     raise ConfigError(
         f"a model with {config.variant} cannot be saved as a Hugging Face checkpoint: as {own.architecture}, {lost}, "
         f"and none of {', '.join(FAMILIES)} computes it. Leave these settings at the family's, or do not save."

@@ -1,9 +1,13 @@
-"""Presets are found by a checkpoint's path."""
+"""Presets are found by a checkpoint's path, and a model that no family computes is not saved as one."""
+
+import dataclasses
 
 import pytest
 
-from lockstep.models import Llama3Scaling, find_preset
-from lockstep.models.families.registry import PRESETS
+from lockstep.errors import ConfigError
+from lockstep.models import Llama3Scaling, Variant, find_preset
+from lockstep.models.families.registry import PRESETS, family_of
+from lockstep.models.rope import RotaryConfig
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -33,3 +37,18 @@ def test_a_longer_context_comes_with_its_rotary_scaling():
     assert PRESETS["llama-3-8b"].config.rope.scaling is None
     assert PRESETS["llama-3.1-8b"].config.rope.scaling == Llama3Scaling(factor=8)
     assert PRESETS["llama-3.2-1b"].config.rope.scaling == Llama3Scaling(factor=32)
+
+
+@pytest.mark.parametrize(
+    ("rope", "why"),
+    [
+        (RotaryConfig(), "exclusive_attention"),
+        (RotaryConfig(partial_rotary_factor=0.5), "partial_rotary_factor 0.5; LlamaForCausalLM rotates whole heads"),
+    ],
+)
+def test_what_no_family_computes_cannot_be_saved(rope, why):
+    config = dataclasses.replace(PRESETS["llama-3-8b"].config, rope=rope, variant=Variant(exclusive_attention=True))
+    with pytest.raises(
+        ConfigError, match=f"cannot be saved as a Hugging Face checkpoint: as LlamaForCausalLM, .*{why}"
+    ):
+        family_of(config)
