@@ -94,8 +94,9 @@ def grouped_mlp(
     # About the rows of a group: smaller tiles read an expert more often, larger ones multiply rows of no use.
     rows = min(128, max(8, 1 << max(int(average), 1).bit_length()))
     step = max(8, rows // 8)
-    # Single rows go through a product that is bound by memory as one of eight is not (XLA on CPU).
-    tiles = (1,) if average <= 1 else tuple(range(step, rows + 1, step))
+    # Single rows go through a product that is bound by memory as one of eight is not (XLA on CPU); two of one expert,
+    # one after the other, read its weights once.
+    tiles = (1, 2) if average <= 1 else tuple(range(step, rows + 1, step))
     return jax.lax.platform_dependent(
         x,
         weights,
@@ -139,7 +140,9 @@ def _tiled(
 
     def tile(index: Array, out: Array) -> Array:
         def answer(rows: int, out: Array) -> Array:
-            answers = _mlp(activation, tiles.take(padded, index, rows), *tiles.expert_of(weights, index))
+            inputs, expert = tiles.take(padded, index, rows), tiles.expert_of(weights, index)
+            parts = jnp.split(inputs, rows if rows == 2 else 1)
+            answers = jnp.concatenate([_mlp(activation, part, *expert) for part in parts])
             # Rows after the group's last are the next group's, whose tile comes later.
             return jax.lax.dynamic_update_slice_in_dim(out, answers, tiles.start[index], axis=0)
 
