@@ -140,6 +140,7 @@ class Transformer:
         write: Write[Cache],
         attend: Attend[Cache],
         after: After[Cache] | None = None,
+        count: int | None = None,
     ) -> tuple[Float[Array, "sequence query embed"], Cache, Int32[Array, "sequence query word"] | None]:
         """Runs all layers over consecutive positions of each sequence and writes their K/V to the cache.
 
@@ -149,49 +150,11 @@ class Transformer:
             cache: The K/V of all layers, in whatever form ``write`` and ``attend`` have it.
             start: The position of the first query of each sequence.
             active: Whether a sequence is there; for others no expert is read, and their results are arbitrary.
+            count: The number of layers to run, from the first on; None for all.
 
         Returns:
             The residual stream, the cache, and the experts of the tokens where they are reported.
         """
-        return self._layers(
-            self.config.num_layers, weights, x, cache, start=start, active=active, write=write, attend=attend,
-            after=after,
-        )  # fmt: skip
-
-    def fill_cache[Cache](
-        self,
-        weights: LayerWeights,
-        x: Float[Array, "sequence query embed"],
-        cache: Cache,
-        *,
-        start: Int[Array, " sequence"],
-        active: Bool[Array, " sequence"],
-        write: Write[Cache],
-        attend: Attend[Cache],
-    ) -> tuple[Cache, Int32[Array, "sequence query word"] | None]:
-        """Runs `layers`, with the same arguments, for cache and experts: of the last layer it computes only K/V."""
-        last = self.config.num_layers - 1
-        x, cache, routed = self._layers(last, weights, x, cache, start=start, active=active, write=write, attend=attend)
-        index = jnp.int32(last)
-        w = self._layer(weights, index)
-        h = block.gated_norm(self._norm(x, w.attn_norm), w.attn_norm_down, w.attn_norm_up)
-        _, kv = self._project(w, h, self._of_layer(self._rope_angles(x, start), index))
-        return write(cache, index, kv), routed
-
-    def _layers[Cache](
-        self,
-        count: int,
-        weights: LayerWeights,
-        x: Array,
-        cache: Cache,
-        *,
-        start: Array,
-        active: Array,
-        write: Write[Cache],
-        attend: Attend[Cache],
-        after: After[Cache] | None = None,
-    ) -> tuple[Array, Cache, Array | None]:
-        """Runs the first ``count`` layers."""
         angles = self._rope_angles(x, start)
         valid = jnp.repeat(active, x.shape[1])
         shape = self.routed
@@ -226,8 +189,32 @@ class Transformer:
             x = block.layer(x, attention, mlp, self._norm, w, self._fix)
             return x, cache if after is None else after(cache, index, x), routed
 
-        x, cache, routed = jax.lax.fori_loop(0, count, layer, (x, cache, routed))
+        x, cache, routed = jax.lax.fori_loop(
+            0, self.config.num_layers if count is None else count, layer, (x, cache, routed)
+        )
         return x, cache, None if routed is None else packed_experts(routed, valid.size).reshape(*x.shape[:2], -1)
+
+    def fill_cache[Cache](
+        self,
+        weights: LayerWeights,
+        x: Float[Array, "sequence query embed"],
+        cache: Cache,
+        *,
+        start: Int[Array, " sequence"],
+        active: Bool[Array, " sequence"],
+        write: Write[Cache],
+        attend: Attend[Cache],
+    ) -> tuple[Cache, Int32[Array, "sequence query word"] | None]:
+        """Runs `layers`, with the same arguments, for cache and experts: of the last layer it computes only K/V."""
+        last = self.config.num_layers - 1
+        x, cache, routed = self.layers(
+            weights, x, cache, start=start, active=active, write=write, attend=attend, count=last
+        )
+        index = jnp.int32(last)
+        w = self._layer(weights, index)
+        h = block.gated_norm(self._norm(x, w.attn_norm), w.attn_norm_down, w.attn_norm_up)
+        _, kv = self._project(w, h, self._of_layer(self._rope_angles(x, start), index))
+        return write(cache, index, kv), routed
 
     def _layer(self, weights: LayerWeights, index: Array) -> LayerWeights:
         """Returns one layer's weights as this device needs them, without its MLP where layers differ in it."""
