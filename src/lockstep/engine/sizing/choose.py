@@ -72,7 +72,7 @@ class Chooser:
             chip=self._chip(model).name + (f" and {self.config.calibration}" if self.config.calibration else ""),
             kv_dtype=model.kv_dtype.name,
             weight_dtype=(model.quantized_dtype or model.dtype).name,
-            attention=describe_attention(model.device, model.heads),
+            attention=describe_attention(model.device, model.heads, exact=model.config.exact),
         )
 
     def _consider(

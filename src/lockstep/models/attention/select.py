@@ -61,12 +61,15 @@ def pool_dtype(device: jax.Device, heads: Heads, kv_dtype: jnp.dtype) -> jnp.dty
     return BYTE if kv_dtype == FP8 and not has_kernel(device, heads) else kv_dtype
 
 
-def describe_attention(device: jax.Device, heads: Heads) -> str:
+def describe_attention(device: jax.Device, heads: Heads, *, exact: bool = False) -> str:
     """Describes the attention on a device, for the report of the chosen sizes.
 
     Args:
         heads: The attention heads of a device, as the model has them.
+        exact: Whether it is that of ``numerics: exact``.
     """
+    if exact:
+        return "plain JAX, 128 keys at a time, the same in training"
     if heads.context > 1:
         own = describe_attention(device, heads.at_own_positions)
         return f"{own}; the positions of a sequence are split over {heads.context} devices"

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -15,10 +16,13 @@ from lockstep.engine import Engine, EngineConfig, audit, exact_on
 from lockstep.engine.decoder.forward import check_exact_platform
 from lockstep.errors import ConfigError
 from lockstep.models import LlamaConfig, Variant
+from lockstep.text import encode, load_tokenizer, read_prompts
 from lockstep.training.objectives.logprobs import token_logprobs
 from lockstep.types import Drafts
 from tests.exact import REQUESTS, bits_of, completed, model_of, trainer_bits
-from tests.unit.engine.models import FAMILIES, LLAMA, VOCAB, mesh_of, request
+from tests.unit.engine.models import FAMILIES, LLAMA, VOCAB, in_bfloat16, mesh_of, model_on, request
+
+DATA = Path(__file__).parents[4] / "data"
 
 
 def test_engine_and_trainer_have_the_same_bits() -> None:
@@ -129,6 +133,25 @@ def test_any_model_batch_and_layout_has_the_same_bits(case: dict[str, Any]) -> N
 @given(case=exact_cases())
 def test_many_models_batches_and_layouts_have_the_same_bits(case: dict[str, Any]) -> None:
     check_bits(case)
+
+
+DEMO = LlamaConfig(
+    max_seq_len=32, hidden_dim=128, intermediate_dim=384, num_layers=2, num_heads=4, num_kv_heads=4, numerics="exact"
+)
+"""The model of the demo."""
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    "tensor", [2, pytest.param(4, marks=pytest.mark.xfail(strict=True, reason="bits differ: docs/exact.md"))]
+)
+def test_layouts_have_the_same_128_answers_to_the_questions_of_the_demo(tensor: int) -> None:
+    questions = read_prompts(str(DATA / "grpo" / "held_out.jsonl"))
+    prompts = encode(load_tokenizer(DATA / "demo" / "tokenizer"), questions)
+    requests = [request(at, prompt, 12, temperature=1.0, n_generations=8) for at, prompt in enumerate(prompts)]
+    model = in_bfloat16(model_on("1,4,1", DEMO, vocab=352))
+    alone, split = (bits_of(completed("1,4,1", model, requests, layout={"tensor": size})) for size in (1, tensor))
+    assert len(alone) == 128 and split == alone
 
 
 @pytest.mark.slow

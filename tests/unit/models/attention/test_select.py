@@ -33,6 +33,7 @@ def test_a_tpu_gets_the_kernel_with_heads_padded_to_its_lanes(tpu: jax.Device) -
     assert isinstance(attention, TpuAttention)
     assert (attention.stored_kv_heads.kv_heads, attention.stored_kv_heads.head_size) == (2, 128)
     assert describe_attention(tpu, HEADS) == "TPU kernel, on the KV cache itself"
+    assert describe_attention(tpu, HEADS, exact=True).startswith("plain JAX, 128 keys at a time")
 
 
 def test_heads_wider_than_the_kernels_get_plain_jax_page_by_page_on_a_tpu(tpu: jax.Device) -> None:
