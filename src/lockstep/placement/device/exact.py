@@ -107,15 +107,18 @@ def product(
     axes = (((1,), (1,)), ((), ())) if transposed else (((1,), (0,)), ((), ()))
 
     def whole(rows: Array, weight: Array) -> Array:
+        # XLA for CPU multiplies 16 bits as float32, in another order, where they are a batch or an odd number.
+        odd = (0, rows.shape[1] % 2)
+        rows, weight = jnp.pad(rows, ((0, 0), odd)), jnp.pad(weight, ((0, 0), odd) if transposed else (odd, (0, 0)))
+        rows, weight = barrier((rows, weight))
         return jax.lax.dot_general(
             rows, weight, axes, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32
         )
 
     def one(rows: Array) -> Array:
-        rows = barrier(rows)
         if inner > 1:
-            by_block = rows.reshape(len(rows), inner, -1).swapaxes(0, 1)
-            return add_blocks(jax.vmap(whole)(by_block, weight.reshape(inner, -1, weight.shape[1])))
+            pairs = zip(jnp.split(rows, inner, axis=1), jnp.split(weight, inner), strict=True)
+            return add_blocks(jnp.stack([whole(*pair) for pair in pairs]))
         parts = jnp.split(weight, columns, axis=0 if transposed else 1)
         return barrier(jnp.concatenate([whole(rows, part) for part in parts], axis=1))
 

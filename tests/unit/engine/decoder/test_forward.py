@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -142,9 +143,7 @@ DEMO = LlamaConfig(
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(
-    "tensor", [2, pytest.param(4, marks=pytest.mark.xfail(strict=True, reason="bits differ: docs/exact.md"))]
-)
+@pytest.mark.parametrize("tensor", [2, 4])
 def test_layouts_have_the_same_128_answers_to_the_questions_of_the_demo(tensor: int) -> None:
     questions = read_prompts(str(DATA / "grpo" / "held_out.jsonl"))
     prompts = encode(load_tokenizer(DATA / "demo" / "tokenizer"), questions)
@@ -216,6 +215,27 @@ def test_packed_rows_are_refused() -> None:
 def test_what_is_not_exact_is_refused(config: LlamaConfig, setting: str) -> None:
     with pytest.raises(ConfigError, match=f"numerics is exact and {setting}, which is not exact yet"):
         dataclasses.replace(config, numerics="exact")
+
+
+@pytest.mark.slow
+def test_no_product_of_16_bits_is_one_of_float32() -> None:
+    """XLA for CPU widens operands that are not in order in memory, and adds their products in another order."""
+    programs = {}
+    for layout in (1, 4):
+        engine = Engine(EngineConfig(layout={"tensor": layout}), mesh_of("1,2,2"))
+        engine.generate(model_of("1,2,2", "bfloat16"), REQUESTS)
+        programs |= {f"{name}, {layout}": program.text() for name, program in engine.programs.items()}
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, VOCAB, (2, 24)), jnp.int32)
+    training = jax.jit(lambda model: token_logprobs(model, {"tokens": tokens})).lower(model_of("1,1,1", "bfloat16"))
+    programs["training"] = training.compile().as_text()
+    seen = 0
+    for name, text in programs.items():
+        for computation in text.split("\n\n"):
+            types = dict(re.findall(r"%(\S+) = (\w+)\[", computation))
+            for operands in re.findall(r" dot\(([^)]*)\)", computation):
+                seen += 1
+                assert {types[each.strip(" %")] for each in operands.split(",")} == {"bf16"}, name
+    assert seen > 50
 
 
 @pytest.mark.slow

@@ -46,6 +46,18 @@ def test_what_a_device_adds_is_a_subtree():
         np.testing.assert_array_equal(add_blocks(own), add_blocks(parts))
 
 
+@pytest.mark.parametrize(("dtype", "width"), [("bfloat16", 172), ("bfloat16", 43), ("float32", 172)])
+def test_a_block_of_a_sum_has_the_same_bits_alone_and_beside_any_rows(dtype, width):
+    inner = 4
+    x, w = normal(100, inner * width, dtype=dtype), normal(inner * width, 64, dtype=dtype)
+    whole = np.asarray(jax.jit(lambda x, w: product(x, w, inner=inner))(x, w))
+    np.testing.assert_allclose(whole, np.asarray(x, np.float64) @ np.asarray(w, np.float64), atol=1e-3)
+    alone = jax.jit(lambda x, w: product(x, w, inner=1))
+    parts = [alone(*pair) for pair in zip(jnp.split(x, inner, axis=1), jnp.split(w, inner), strict=True)]
+    np.testing.assert_array_equal(add_blocks(jnp.stack(parts)), whole)
+    np.testing.assert_array_equal(jax.jit(lambda x, w: product(x, w, inner=inner))(x[:3], w), whole[:3])
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_a_row_of_a_product_has_the_same_bits_beside_any_others_and_from_any_columns(dtype):
     x, w = normal(MOST_ROWS + 40, 64, dtype=dtype), normal(64, 96, dtype=dtype)
