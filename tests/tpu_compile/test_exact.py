@@ -109,7 +109,7 @@ def check(slice_: str, tensor: int) -> None:
     # Projections, the output layer, scores, values beside the output projection, and the down projection.
     assert len(each["forward"]) == 5 and {rows for rows, *_ in each["forward"]} == {16}
     assert {precision for *_, precision, _ in each["forward"]} == {"highest,highest"}
-    # Of the blocks of a sum each device has its own, and here the forward all.
+    # A device has its own blocks of a sum, and here the forward has all.
     assert set(each["decode"]) == set(each["forward"]), "every product of a layer and of the output layer"
     assert tensor > 1 or each["decode"] == each["forward"]
     for name, hlo in programs.items():

@@ -136,10 +136,10 @@ class Variant:
         return self.activation == "clamped_swiglu"
 
 
-_GEMMA3: Final[dict[str, Any]] = {"activation": "gelu_tanh", "post_norm": True, "norm_plus_one": True}
-_GEMMA3_NUMBERS: Final = {"embed_scale", "attention_scale", "logit_soft_cap", "sliding_window", "layer_types",
-                          "full_attention_every", "sliding_rope"}  # fmt: skip
-"""Fields of Gemma 3 that may have any value with ``numerics: exact``."""
+_GEMMA: Final[dict[str, Any]] = {"activation": "gelu_tanh", "post_norm": True, "norm_plus_one": True}
+_GEMMA_NUMBERS: Final = {"embed_scale", "attention_scale", "attention_soft_cap", "logit_soft_cap", "sliding_window",
+                         "layer_types", "full_attention_every", "sliding_rope"}  # fmt: skip
+"""Fields of Gemma 2 and 3 that may have any value with ``numerics: exact``."""
 
 
 class ModelConfig(draccus.ChoiceRegistry):
@@ -276,8 +276,8 @@ class LlamaConfig(ModelConfig):
     def _check_numerics(self) -> None:
         if self.numerics not in get_args(Numerics):
             raise ConfigError(f"numerics is {self.numerics!r}; it must be fast or exact. Use fast if in doubt.")
-        is_gemma3 = self.variant.norm_plus_one and self.qk_norm
-        base, free = (Variant(**_GEMMA3), _GEMMA3_NUMBERS) if is_gemma3 else (Variant(), {"sliding_window"})
+        is_gemma = self.variant.norm_plus_one
+        base, free = (Variant(**_GEMMA), _GEMMA_NUMBERS) if is_gemma else (Variant(), {"sliding_window"})
         departures = {
             f"variant.{name}": value
             for name, value in vars(self.variant).items()
