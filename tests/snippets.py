@@ -175,7 +175,7 @@ assert judge(row, SimpleNamespace(fields={"must_say": ["a", "c"]})) == 0.5
 """,
     "README.md": "assert hooks[-1] == 100",
     "docs/levanter.md": "assert hooks[-1] == 100 and not Config().inference_eval.enabled",
-    "docs/tunix.md": "assert isinstance(hooks[0], lockstep.tunix.SampleHooks)",
+    "docs/tunix.md": "from lockstep.tunix.hooks import SampleHooks\nassert isinstance(hooks[0], SampleHooks)",
     "docs/protocol.md": "assert len(completions) == 1 and prepared.shared == [False]",
     "docs/checkpoints.md": "assert state is None and 'step-1' in os.listdir(trainer.checkpoints)",
     "docs/engine.md": """
