@@ -119,7 +119,9 @@ class MemoryModel:
         mlp = -(-config.mlp_activations // model.decode_mesh.tensor)
         activations = tokens * (mlp + 3 * config.hidden_dim)
         activations *= 2 if self._tpu7x else 1  # nearly twice as much, read off its compiler
-        if model.heads.context > 1:  # what is exchanged, in tiles of 8 query heads: up to 16 times, read off it
+        if (
+            model.heads.context > 1
+        ):  # what is exchanged, float32 in tiles of 8 heads: 12 to 16.5 arrays were read off it
             head = stored_kv_heads(model.device, model.heads, model.kv_dtype).head_size
             activations += 18 * 4 * sizes.prefill_rows * sizes.page_size * -(-self._heads // 8) * 8 * head
         activations -= _IN_VECTOR_MEMORY.get(tpu_generation(model.device.device_kind), 0)

@@ -122,7 +122,10 @@ def train_time(plan: Plan) -> StepTime | None:
 
 
 def _exact_forward_s(plan: Plan, tokens: int) -> float:
-    """The least seconds of the exact forward pass, which reads all weights again for each tile of rows."""
+    """The least seconds of the exact forward pass, which reads all weights again for each tile of rows.
+
+    Where layers are computed again for their gradients it takes the place of their first computation.
+    """
     config, split = plan.workload.model, plan.mesh_shape.get("tp", 1)
     assert plan.workload.training is not None
     weights = (layer_products(config) + config.hidden_dim * plan.workload.vocab_size) / split
@@ -130,7 +133,8 @@ def _exact_forward_s(plan: Plan, tokens: int) -> float:
     compute = plan.workload.training.trainer.precision.compute
     tile = tile_of(math.ceil(rows), compute, plan.topology.devices[0].platform)
     read = weights * compute.itemsize * math.ceil(rows / tile)
-    return max(2 * weights * rows / plan.chip.flops, read / plan.chip.bandwidth)
+    instead = layer_products(config) / split if recomputes_layers(config.gradient_checkpointing) else 0
+    return max(2 * weights * rows / plan.chip.flops, read / plan.chip.bandwidth) - 2 * instead * rows / plan.chip.flops
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -32,9 +32,12 @@ def test_a_step_has_its_share_of_the_rollout_and_none_of_what_training_does_not_
     assert _split(split) == "a step: 4 s, of which rollout 3 s (75%, without prefill) and update 1 s\n"
 
 
-def plan_of(batch, **chip):
+def plan_of(batch, gradient_checkpointing=False, **chip):
     """A plan for four devices, two of which split weights; of exact numerics."""
-    config = LlamaConfig(hidden_dim=16, intermediate_dim=32, num_layers=2, num_heads=4, num_kv_heads=4)
+    config = LlamaConfig(
+        hidden_dim=16, intermediate_dim=32, num_layers=2, num_heads=4, num_kv_heads=4,
+        gradient_checkpointing=gradient_checkpointing,
+    )  # fmt: skip
     trainer = TrainerConfig(mp="p=f32,c=bfloat16", train_batch_size=batch)
     workload = SimpleNamespace(
         model=dataclasses.replace(config, numerics="exact"), vocab_size=50, training=SimpleNamespace(trainer=trainer)
@@ -44,13 +47,16 @@ def plan_of(batch, **chip):
     return SimpleNamespace(workload=workload, mesh_shape=sizes, topology=topology, chip=SimpleNamespace(**chip))
 
 
-WEIGHTS = 2 * (4 * 16 * 16 + 3 * 16 * 32) + 16 * 50
+LAYERS = 2 * (4 * 16 * 16 + 3 * 16 * 32)
+WEIGHTS = LAYERS + 16 * 50
 """The numbers of all weights that are multiplied with."""
 
 
 def test_the_forward_pass_of_exact_numerics_reads_weights_for_each_16_rows():
     assert _exact_forward_s(plan_of(8, flops=1e30, bandwidth=1.0), 68) == 3 * 2 * WEIGHTS / 2, "34 rows, 2 bytes"
     assert _exact_forward_s(plan_of(8, flops=1.0, bandwidth=1e30), 68) == 2 * WEIGHTS * 68 / 4
+    again = plan_of(8, gradient_checkpointing=True, flops=1.0, bandwidth=1e30)
+    assert _exact_forward_s(again, 68) == 2 * (WEIGHTS - LAYERS) * 68 / 4, "layers are computed again, but not first"
 
 
 def test_what_exact_numerics_cost_is_told():

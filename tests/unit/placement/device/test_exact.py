@@ -51,6 +51,7 @@ def test_a_block_of_a_sum_has_the_same_bits_alone_and_beside_any_rows(dtype, wid
     inner = 4
     x, w = normal(100, inner * width, dtype=dtype), normal(inner * width, 64, dtype=dtype)
     whole = np.asarray(jax.jit(lambda x, w: product(x, w, inner=inner))(x, w))
+    # Sums of 688 terms, some as large as 100, in float32.
     np.testing.assert_allclose(whole, np.asarray(x, np.float64) @ np.asarray(w, np.float64), atol=1e-3)
     alone = jax.jit(lambda x, w: product(x, w, inner=1))
     parts = [alone(*pair) for pair in zip(jnp.split(x, inner, axis=1), jnp.split(w, inner), strict=True)]
