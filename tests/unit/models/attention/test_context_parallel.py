@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 from typing import Any
 
 import jax
@@ -108,19 +109,17 @@ def prefill(attention: Any, pool: jax.Array, q: jax.Array, sinks: Any) -> jax.Ar
 CALLS = {"decode": (decode, (3, 1)), "verify": (verify, (3, 5)), "prefill": (prefill, (4, SIZE))}
 
 
-IN_TEST = (("windows and sinks", 2), ("window and cap", 4))
+FAST = {*((call, "windows and sinks", 2) for call in CALLS), ("prefill", "window and cap", 4)}
 
 
-@pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize(
-    ("modifier", "devices"),
+    ("call", "modifier", "devices"),
     [
-        pytest.param(name, devices, marks=() if (name, devices) in IN_TEST else pytest.mark.slow)
-        for name in MODIFIERS
-        for devices in (2, 4)
+        pytest.param(*case, marks=() if case in FAST else pytest.mark.slow)
+        for case in itertools.product(CALLS, MODIFIERS, (2, 4))
     ],
 )
-def test_several_devices_attend_as_one(call: str, devices: int, modifier: str) -> None:
+def test_several_devices_attend_as_one(call: str, modifier: str, devices: int) -> None:
     run, shape = CALLS[call]
     heads = Heads(kv_heads=1, group=GROUP, head_size=HEAD, **MODIFIERS[modifier])
     want, got = both(devices, heads, run, numbers(5, *shape, 1, GROUP, HEAD))
