@@ -62,9 +62,11 @@ docs: ## build the documentation site in build/site; a link or an anchor that le
 	@NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build --quiet --strict
 	@echo "docs: open build/site/index.html"
 
-lint: setup ## check style and formatting, and words and lengths of the documents
+lint: setup ## check style and formatting, scripts, and words and lengths of the documents
 	@$(PYTHON) -m ruff check .
 	@$(PYTHON) -m ruff format --check .
+	@.venv/bin/shellcheck scripts/*.sh
+	@$(PYTHON) -m check_jsonschema --quiet --builtin-schema vendor.github-workflows .github/workflows/*.yml
 	@$(PYTHON) scripts/lint_docs.py
 
 format: setup ## mend style and formatting

@@ -15,6 +15,8 @@ from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files, InclusionLevel
 from mkdocs.structure.pages import Page
 
+from docs.images import make_architecture
+
 ROOT = Path(__file__).resolve().parents[1]
 MADE = {"api.md": "make_api_docs.py", "configuration.md": "make_config_docs.py", "faults.md": "make_fault_docs.py"}
 """Pages of the site that a script writes, with the script: its `render` returns the page."""
@@ -29,8 +31,13 @@ LANGUAGES = {".py": "python", ".yaml": "yaml", ".json": "json", ".sh": "bash", "
 
 
 def on_config(config: MkDocsConfig) -> None:
-    """Make anchors as GitHub makes them, so that a link to a heading is right in both places."""
+    """Make anchors as GitHub makes them, so that a link to a heading is right in both places; look at the pictures."""
     config.mdx_configs["toc"]["slugify"] = slug
+    for name, draw in make_architecture.PICTURES.items():
+        if (ROOT / "docs" / "images" / name).read_text(encoding="utf-8") != draw():
+            raise PluginError(
+                f"docs/images/{name} is not what its script draws: python docs/images/make_architecture.py"
+            )
 
 
 def slug(heading: str, separator: str) -> str:

@@ -1,6 +1,6 @@
 """Lengths of the documents and words of our own, in pages and in the prose of the code; ``make lint`` runs it.
 
-It needs nothing but Python. Links, names and snippets are tests: tests/unit/test_docs.py and test_snippets.py.
+It needs nothing but Python. ``make docs`` looks at links; names and snippets are tests: test_docs.py, test_snippets.py.
 """
 
 import ast

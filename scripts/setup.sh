@@ -76,7 +76,7 @@ elif has_pip; then
   # pip may have been told of an index or a certificate that uv does not know. It takes no hashes beside -e, so what it
   # would install is compared first, and installed by the hashes that it was found with; then this checkout, alone.
   echo "setup: installing with pip instead of uv"
-  pip=($venv/bin/python -m pip install -qq --no-compile --disable-pip-version-check)
+  pip=("$venv/bin/python" -m pip install -qq --no-compile --disable-pip-version-check)
   if ! found=$("${pip[@]}" -c constraints.txt -e "$wanted" --dry-run --ignore-installed --report - |
     $venv/bin/python scripts/check_hashes.py); then
     echo "setup: nothing was installed: the files above are not those of hashes.txt, or pip says above what failed." >&2

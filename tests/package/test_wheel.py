@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import lockstep
 from tests.package.clean_env import make_clean_env, metadata_of
 
 pytestmark = pytest.mark.slow
@@ -184,7 +185,7 @@ def check_types(programs, directory, text):
 
 
 def test_a_users_strict_mypy_knows_the_types(programs, tmp_path):
-    *found, last = check_types(programs, tmp_path, RIGHT)
+    *found, last = check_types(programs, tmp_path, RIGHT + "\n".join(f"lockstep.{name}" for name in lockstep.__all__))
     assert last == "Success: no issues found in 1 source file"
     assert [re.search(r'Revealed type is "(.*)"', line)[1].replace("builtins.", "") for line in found] == REVEALED
 

@@ -41,8 +41,6 @@ KEYS = {
     "metric": ("inference_eval.metrics", ["my_pieces:in_words"]),
 }
 """The key of each piece of examples/my_pieces.py."""
-REWARD = {"type": "my_pieces:Brevity", "weight": 0.5, "most": 20}
-REWARD |= {"default": 0.0, "on_failure": "default", "name": None}
 
 
 @pytest.mark.parametrize("kind", TABLE)
@@ -59,28 +57,22 @@ def test_a_piece_touches_the_files_of_its_row_alone(kind):
 
 
 def parsed(cls, file, pieces, *given):
-    """A configuration with pieces of examples/my_pieces.py."""
+    """A configuration with pieces of examples/my_pieces.py, which it names when it is written."""
     words = [word for key, value in pieces for word in (f"--{key}", json.dumps(value))]
-    return parse_arguments(cls, ["--config_path", str(ROOT / "config" / file), *words, *given])
-
-
-@pytest.mark.parametrize(
-    ("cls", "file", "pieces"),
-    [
-        (TrainPreferenceConfig, "dpo_tiny.yaml", [*KEYS.values()]),
-        (TrainGrpoConfig, "grpo_demo.yaml", [("rewards", [REWARD]), ("data.format", "my_pieces:asked")]),
-    ],
-)
-def test_a_configuration_names_each_and_says_so_when_it_is_written(cls, file, pieces, monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "examples")
-    written = draccus.encode(parsed(cls, file, pieces))
+    config = parse_arguments(cls, ["--config_path", str(ROOT / "config" / file), *words, *given])
+    written = draccus.encode(config)
     for key, value in pieces:
         assert functools.reduce(operator.getitem, key.split("."), written) == value
+    return config
 
 
 @pytest.mark.slow
 def test_a_run_uses_all_of_them(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "examples")
+    reward = {"type": "my_pieces:Brevity", "weight": 0.5, "most": 20, "default": 0.0, "on_failure": "default"}
+    parsed(
+        TrainGrpoConfig, "grpo_demo.yaml", [("rewards", [reward | {"name": None}]), ("data.format", "my_pieces:asked")]
+    )
     records = [{"question": f"{n}?", "good": "yes", "bad": str(n)} for n in range(10, 74)]
     (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, records)) + "\n")
     given = f"--data.train_urls [{tmp_path}/pairs.jsonl] --trainer.log_dir {tmp_path} --trainer.run_id run "
@@ -88,13 +80,11 @@ def test_a_run_uses_all_of_them(tmp_path, monkeypatch):
     given += "--inference_eval.n_generations 4 --inference_eval.temperature 5 --inference_eval.eval_every 2"
     config = parsed(TrainPreferenceConfig, "dpo_tiny.yaml", KEYS.values(), *given.split())
     assert train(config, Hosts(MemoryClient.hub(1)[0])) == 0
-    lines = [json.loads(line) for line in (tmp_path / "run" / "lines.txt").read_text().splitlines()]
+    lines = map(json.loads, (tmp_path / "run" / "lines.txt").read_text().splitlines())
     steps = [line for line in lines if "train/loss" in line]
-    peak = config.optimizer.learning_rate
-    rates = [max(peak * 0.5**n, peak * config.optimizer.min_lr_ratio) for n in range(4)]
+    rates = [config.optimizer.learning_rate * max(0.5**n, config.optimizer.min_lr_ratio) for n in range(4)]
     assert [line["train/learning_rate"] for line in steps] == pytest.approx(rates)
-    first = steps[0]
-    assert first["train/loss"] > 1 and first["train/loss"] >= 2 - first["train/rewards/margins"] - 1e-3
+    assert steps[0]["train/loss"] > 1 and steps[0]["train/loss"] >= 2 - steps[0]["train/rewards/margins"] - 1e-3
     rows = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
     answers = {}
     for row in rows:

@@ -14,11 +14,12 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
-from lockstep.errors import ConfigError
 from lockstep.launch import parse
 from lockstep.main import cli
 from lockstep.main.arguments import decode_config
 from lockstep.main.commands import configured_commands
+from lockstep.placement.device import calibrated
+from lockstep.placement.device.chips import chip_named
 from lockstep.report import Row, append_jsonl
 from tests import snippets
 from tests.snippets import BLOCKS, ROOT, commands
@@ -30,12 +31,8 @@ def of(*languages):
 
 def test_every_block_is_of_a_kind_and_every_row_has_a_block():
     assert {block.language for block in BLOCKS} <= set(snippets.KINDS)
-    (block,) = snippets.read_blocks("page.md", "text\n\n- item\n\n  ```\n  code\n  ```\n")
-    assert (block.language, block.text, block.line) == ("", "code\n", 5)
     assert {block.page for block in of("python")} == set(snippets.PROGRAMS)
     assert {block.name for block in of("yaml", "json")} >= set(snippets.CONFIGURATIONS)
-    lines = [line for block in of("sh") for line in commands(block)]
-    assert not [start for start in snippets.NOT_READ if not any(line.startswith(start) for line in lines)]
     assert {block.name for block in of("text")} == {*snippets.SHOWN, *snippets.NOT_PRINTED}
     for name, (file, _) in snippets.SHOWN.items():  # by a test that names it
         assert f'"{name}"' in (ROOT / file).read_text(encoding="utf-8")
@@ -63,12 +60,8 @@ def test_configurations_are_read(name, tmp_path):
     block, reader = snippets.named(name), snippets.CONFIGURATIONS.get(name, "train-lm")
     values = (json.loads if block.language == "json" else yaml.safe_load)(block.text)
     if reader == "calibration":
-        from lockstep.placement.device import calibrated
-        from lockstep.placement.device.chips import chip_named
-
         (tmp_path / "chip.json").write_text(block.text)
-        chip = calibrated(chip_named(values["chip"], "tpu"), str(tmp_path / "chip.json"))
-        assert (chip.bandwidth, chip.flops) == (values["bandwidth"], values["flops"])
+        assert calibrated(chip_named(values["chip"], "tpu"), str(tmp_path / "chip.json")).flops == values["flops"]
     elif reader == "lm_eval":
         assert importlib.import_module("lm_eval.api.task").TaskConfig(**values).task == values["task"]
     else:
@@ -111,11 +104,7 @@ def desk(tmp_path, monkeypatch):
 
 
 def run(line):
-    """Run a command line up to where its command would begin; a launch is a dry run, and what it starts is run too.
-
-    Raises:
-        ConfigError, SystemExit, AssertionError: The program would refuse it.
-    """
+    """Run a command line up to where its command would begin; a launch is a dry run, and what it starts is run too."""
     line = re.sub(r"(?<= )~", str(Path.cwd()), re.sub(r"^\S*python\S* infra/launch\.py", "lockstep launch", line))
     words = [snippets.STANDS_FOR.get(word, word) for word in shlex.split(line.partition(" > ")[0])]
     while re.fullmatch(r"[A-Z_]+=\S*", words[0]):
@@ -166,25 +155,3 @@ def test_the_head_of_a_configuration_says_how_it_is_launched(path, desk):
         if options.backend != "local":  # what the run reads on a worker is copied there
             needed = [path, *re.findall(r"^\w+: (data/\S+)", text, re.MULTILINE)]
             assert all(any(Path(name).is_relative_to(each) for each in options.sync) for name in needed)
-
-
-def test_a_wrong_command_line_is_seen(desk):
-    child = "lockstep launch --processes 2 -- lockstep train-lm --no_such.key 1"
-    for line in (child, "lockstep report runs/my-run --wach", "make dmeo", "pip install 'jax-lockstep[tpuu]'", "frob"):
-        with pytest.raises((ConfigError, SystemExit, AssertionError)):
-            run(line)
-
-
-def test_what_varies_may_differ_and_nothing_else():
-    for page, line, other, same in (
-        ("doctor", "takes 4.41 ms", "takes 13 ms", True),
-        ("doctor", "fsdp 4", "fsdp 8", False),
-        ("grpo", "step 40/150  1.23 steps/s  reward 0.672", "step 7/150  – steps/s  reward 0.001", True),
-        ("plan", "1.55 ms", "1.56 ms", False),
-        ("plan", "total     ", "total ", True),
-    ):
-        name = f"docs/{page}.md:text:0"
-        text = "printed before\n" + snippets.named(name).text
-        assert line in text and (snippets.lacking(name, text.replace(line, other)) is None) == same
-    reordered = reversed(snippets.named("docs/plan.md:text:0").text.splitlines())
-    assert snippets.lacking("docs/plan.md:text:0", "\n".join(reordered))
