@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int
 from lockstep.errors import ConfigError
 from lockstep.models.attention.softmax import ReadChunk, ScoreModifier
 from lockstep.models.attention.xla import Cache, Rows, XlaAttention
-from lockstep.placement.device import barrier, by_tile, elementwise, tree_sum
+from lockstep.placement.device import TERMS, barrier, by_tile, elementwise, tree_sum
 
 BLOCK = 128
 """Keys whose scores are computed together, from a multiple of it on."""
@@ -145,6 +145,8 @@ class ExactAttention(XlaAttention):
 def _dot(a: Array, b: Array, axis: int) -> Array:
     """The product of each sequence and head in float32, over the last axis of ``a`` and an axis of ``b``."""
     axes = (((3,), (axis,)), ((0, 1), (0, 1)))
+    more = (0, -a.shape[3] % TERMS)
+    a, b = (jnp.pad(each, [more if at == of else (0, 0) for at in range(4)]) for each, of in ((a, 3), (b, axis)))
     a, b = barrier((a, b))
     found = jax.lax.dot_general(a, b, axes, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
     return jnp.asarray(barrier(found))

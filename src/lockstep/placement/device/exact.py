@@ -21,6 +21,8 @@ TILE: Final = 16
 """Rows that are multiplied together, where the bits of a row depend on their number."""
 MOST_ROWS: Final = 128
 """Rows that are multiplied together at most."""
+TERMS: Final = 16
+"""The terms of a sum are a multiple of this."""
 _WIDTH: Final = 128
 
 barrier: Final[Any] = jax.lax.optimization_barrier
@@ -67,13 +69,13 @@ def add_blocks(parts: Float[Array, "block ..."]) -> Float[Array, "..."]:
 def tile_of(rows: int, dtype: Any, platform: str) -> int:
     """The number of rows that are multiplied together, where there are so many.
 
-    In 16 bits on CPU a row has the same bits beside any others, so that tiles are of what there is, but never of one
-    row, which has others. Elsewhere they are of `TILE`.
+    In 16 bits on CPU a row has the same bits in tiles of any multiple of `TILE`, so that they are of what there is; but
+    not in smaller ones on every machine (those with AMX). Elsewhere they are of `TILE`.
     """
     if platform != "cpu" or jnp.dtype(dtype).itemsize != 2:
         return TILE
     each = -(-rows // -(-rows // MOST_ROWS))
-    return -(-each // TILE) * TILE if each > TILE else max(2, 1 << (each - 1).bit_length())
+    return max(1, -(-each // TILE)) * TILE
 
 
 def by_tile(compute: Callable[[int], Array], rows: int, dtype: Any) -> Array:
@@ -107,9 +109,10 @@ def product(
     axes = (((1,), (1,)), ((), ())) if transposed else (((1,), (0,)), ((), ()))
 
     def whole(rows: Array, weight: Array) -> Array:
-        # XLA for CPU multiplies 16 bits as float32, in another order, where they are a batch or an odd number.
-        odd = (0, rows.shape[1] % 2)
-        rows, weight = jnp.pad(rows, ((0, 0), odd)), jnp.pad(weight, ((0, 0), odd) if transposed else (odd, (0, 0)))
+        # XLA for CPU multiplies 16 bits as float32, in another order, where they are a batch or an odd number; and
+        # where a sum has few terms, in an order that depends on the rows.
+        more = (0, -rows.shape[1] % TERMS)
+        rows, weight = jnp.pad(rows, ((0, 0), more)), jnp.pad(weight, ((0, 0), more) if transposed else (more, (0, 0)))
         rows, weight = barrier((rows, weight))
         return jax.lax.dot_general(
             rows, weight, axes, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32
