@@ -7,8 +7,8 @@ import urllib.request
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
-from lockstep.credentials import get_logger, without_credentials
 from lockstep.errors import ConfigError
+from lockstep.printable import get_logger, without_credentials
 
 if TYPE_CHECKING:
     from etils import epath

@@ -14,10 +14,10 @@ from lockstep.batch_inference.config import SampleConfig
 from lockstep.batch_inference.job_progress import Meter
 from lockstep.batch_inference.prompt_store import Batch, JobShape, PromptStore, batches, prompts_per_batch
 from lockstep.batch_inference.row_files import RowFile
-from lockstep.credentials import get_logger
 from lockstep.engine import EarlierAnswers, Engine, stream_on_all, take_batch
 from lockstep.engine.schedule import Scheduler
 from lockstep.hosts import Hosts, Watchdog, digest, environment, leader_only
+from lockstep.printable import get_logger
 from lockstep.report import Metric, SampleRow, load_metrics, measure
 from lockstep.text import StopFinder, cut_at_stop, decode, token_count
 from lockstep.types import Completion, Request

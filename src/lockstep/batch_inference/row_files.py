@@ -12,10 +12,10 @@ import numpy as np
 from jaxtyping import Bool, Int
 
 from lockstep.batch_inference.prompt_store import JobShape
-from lockstep.credentials import get_logger
 from lockstep.errors import ConfigError, HostError, LockstepError
 from lockstep.hosts import Hosts
 from lockstep.json_text import FOREIGN, parse_json, refused
+from lockstep.printable import get_logger
 from lockstep.report import append_jsonl, repair_jsonl
 from lockstep.urls import url_to_fs
 

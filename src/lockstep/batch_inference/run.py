@@ -52,10 +52,10 @@ from lockstep.batch_inference.summary import (
     make_live_view,
     summary_table,
 )
-from lockstep.credentials import get_logger
 from lockstep.hosts import Hosts, config_digest, leader_only, try_leader_only
 from lockstep.json_text import from_peer
 from lockstep.placement import make_mesh
+from lockstep.printable import get_logger
 from lockstep.report import (
     FINISH_S,
     BackgroundTracker,

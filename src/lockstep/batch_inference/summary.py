@@ -18,12 +18,11 @@ from rich.text import Text
 
 from lockstep.batch_inference.config import SampleConfig
 from lockstep.batch_inference.job_progress import JobProgress
-from lockstep.credentials import get_logger, without_credentials
 from lockstep.engine.schedule import DraftCounts
 from lockstep.hosts import Hosts
 from lockstep.json_text import from_peer, parse_json, refused, typed
 from lockstep.placement.device import peak_bytes, used_bytes
-from lockstep.printable import bytes_text
+from lockstep.printable import bytes_text, get_logger, without_credentials
 from lockstep.report import MAX_TABLE_ROWS, SampleRow, Tracker
 
 log = get_logger(__name__)

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 from lockstep.callback.config import InferenceEvalConfig
 from lockstep.callback.evaluation import PREFIX, TaskResults
-from lockstep.credentials import get_logger
 from lockstep.engine import Generation
 from lockstep.errors import LockstepError
 from lockstep.hosts import leader_only, try_leader_only
+from lockstep.printable import get_logger
 from lockstep.report import (
     BackgroundQueue,
     Judge,

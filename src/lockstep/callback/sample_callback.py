@@ -12,13 +12,13 @@ from lockstep.callback.config import InferenceEvalConfig
 from lockstep.callback.evaluation import TaskRounds
 from lockstep.callback.reporter import Reporter
 from lockstep.callback.round import keep_answers, read_round_prompts, run_round, with_drafts
-from lockstep.credentials import get_logger
 from lockstep.engine import Auditor, EarlierAnswers, Engine, Sizing
 from lockstep.errors import ConfigError, DisagreementError, HostError, PeerError
 from lockstep.hosts import Hosts, Watchdog, current, digest, environment
 from lockstep.json_text import typed
 from lockstep.models import DecoderWeights, LlamaConfig, read_decoder
 from lockstep.placement import mesh_of
+from lockstep.printable import get_logger
 from lockstep.report import Tracker
 from lockstep.text import StopFinder, check_vocab, token_count, tokenizer_digest
 

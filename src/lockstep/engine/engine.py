@@ -7,7 +7,6 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from lockstep.credentials import get_logger
 from lockstep.engine.config import EngineConfig, context_size, tensor_size
 from lockstep.engine.decode_model import DecodeModel
 from lockstep.engine.decoder.transformer import routed_shape
@@ -23,6 +22,7 @@ from lockstep.hosts import Hosts, Ledger, current, environment
 from lockstep.models import DecoderWeights, LlamaConfig, read_decoder
 from lockstep.placement import DecodeMesh, make_decode_mesh, sources
 from lockstep.placement.device import AroundLaunch, Compilation, Compile, Program, compile_lowered, free_bytes
+from lockstep.printable import get_logger
 from lockstep.types import Completion, Request
 
 log = get_logger(__name__)

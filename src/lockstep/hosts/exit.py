@@ -9,13 +9,12 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import NoReturn
 
-from lockstep.credentials import error_stack, without_credentials
 from lockstep.errors import CapacityError, CompilerError, ConfigError, HostError, LockstepError, PeerError, PromptError
 from lockstep.exits import FAILED, FAULT, INTERRUPTED, PEER_FAILED, WAIT_S
 from lockstep.hosts.fault import failure_code, limit_attempts
 from lockstep.hosts.hosts import Hosts
 from lockstep.hosts.peers import announce_exit, end_process, failure_is_announced
-from lockstep.printable import printable
+from lockstep.printable import error_stack, printable, without_credentials
 
 USER_ERRORS = (ConfigError, PromptError, CapacityError, CompilerError)
 """Errors that a user can mend, printed without a stack."""

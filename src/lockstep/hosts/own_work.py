@@ -10,8 +10,8 @@ from typing import Self
 
 import jax
 
-from lockstep.credentials import get_logger
 from lockstep.errors import HostTimeoutError, LaunchMismatchError, LockstepError
+from lockstep.printable import get_logger
 
 log = get_logger(__name__)
 

@@ -14,14 +14,13 @@ import time
 from collections.abc import Callable, Iterable
 from typing import NoReturn
 
-from lockstep.credentials import without_credentials
 from lockstep.errors import HostError
 from lockstep.exits import DONE, EXIT_CODES, PEER_FAILED, finish_work
 from lockstep.hosts._client import Client, ServiceGoneError, service_address
 from lockstep.hosts.exchange import digest, name_processes
 from lockstep.hosts.hosts import Hosts
 from lockstep.hosts.liveness import Connection, Listener
-from lockstep.printable import printable
+from lockstep.printable import printable, without_credentials
 
 ANNOUNCEMENTS = "lockstep/failed"
 """Directory of the reasons, exit codes and numbers that ending processes announce, by task of the service."""

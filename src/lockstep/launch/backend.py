@@ -11,11 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from lockstep.credentials import without_credentials
 from lockstep.errors import LockstepError
 from lockstep.exits import FAILED, UNREACHABLE
 from lockstep.launch.record import JobRecord
-from lockstep.printable import printable
+from lockstep.printable import printable, without_credentials
 from lockstep.redact import Redactor
 
 ERROR = b"error: "  # the beginning of a line in which a process says why it ends (lockstep.hosts.exit)

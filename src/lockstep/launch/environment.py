@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
-from lockstep.credentials import SECRET_NAME
 from lockstep.errors import ConfigError
 from lockstep.launch.backend import Transport, root_on_worker
 from lockstep.launch.sync import files_of, is_credential
+from lockstep.printable import SECRET_NAME
 from lockstep.redact import SHORTEST
 
 START_S = 1800

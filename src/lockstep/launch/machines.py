@@ -9,7 +9,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from lockstep.credentials import SECRET_NAME
 from lockstep.errors import ConfigError
 from lockstep.exits import DONE, NOT_FOUND, is_retried
 from lockstep.launch.backend import Console, Worker, WorkerBackend, jax_environment
@@ -17,6 +16,7 @@ from lockstep.launch.environment import RESTARTS, JobEnvironment, job_environmen
 from lockstep.launch.options import add_worker_options, count, number
 from lockstep.launch.processes import Job, private, signals_to
 from lockstep.launch.record import JobRecord
+from lockstep.printable import SECRET_NAME
 
 
 class Local:

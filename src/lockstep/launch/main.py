@@ -6,7 +6,6 @@ import sys
 import traceback
 from collections.abc import Mapping, Sequence
 
-from lockstep.credentials import without_credentials
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.exits import DONE, FAILED, INTERRUPTED
 from lockstep.launch.backend import Backend, LaunchError, WorkerBackend
@@ -17,7 +16,7 @@ from lockstep.launch.options import PROG, Parser, add_backend_options, given_bac
 from lockstep.launch.record import load_record
 from lockstep.launch.slurm import Slurm
 from lockstep.launch.worker_jobs import WorkerJobs
-from lockstep.printable import printable
+from lockstep.printable import printable, without_credentials
 
 BACKENDS: dict[str, Backend] = {
     "gke": Gke(),

@@ -5,7 +5,6 @@ import queue
 import time
 from typing import Any
 
-from lockstep.credentials import without_credentials
 from lockstep.errors import LockstepError
 from lockstep.exits import DONE, INTERRUPTED, UNREACHABLE, WORKER_LOST, describe_code
 from lockstep.launch.attempt import ASKED, Ending, first_failure
@@ -13,7 +12,7 @@ from lockstep.launch.backend import Console, LaunchError, Transport, WorkerBacke
 from lockstep.launch.connection import WAITING_EVENTS, Connection, DroppedError, Event, Follower, answered, call
 from lockstep.launch.prepare import on_all
 from lockstep.launch.record import Attempt, JobRecord
-from lockstep.printable import printable
+from lockstep.printable import printable, without_credentials
 
 MARGIN_S = 20.0  # seconds beyond its grace in which a job must have ended
 

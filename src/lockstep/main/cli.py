@@ -5,11 +5,10 @@ import traceback
 from collections.abc import Sequence
 
 from lockstep import exits
-from lockstep.credentials import without_credentials
 from lockstep.errors import LockstepError
 from lockstep.launch import own_words, without_debug
 from lockstep.main.commands import COMMANDS, find_command
-from lockstep.printable import printable
+from lockstep.printable import printable, without_credentials
 
 HELP = ("-h", "--help")
 

@@ -17,13 +17,13 @@ from rich.table import Table
 from lockstep.batch_inference import JobConfig, SampleConfig, checkpoint_at, load
 from lockstep.batch_inference import sample as run_sample
 from lockstep.callback.evaluation import PREFIX, TaskResults, TaskRounds, TasksConfig
-from lockstep.credentials import get_logger, without_credentials
 from lockstep.engine import EngineConfig
 from lockstep.errors import ConfigError, LockstepError, refuse_keys
 from lockstep.hosts import DistributedConfig, Hosts, config_digest, digest, leader_only, start
 from lockstep.main.arguments import name_words, parse_arguments
 from lockstep.models import export_hf, save_peft
 from lockstep.placement import make_mesh
+from lockstep.printable import get_logger, without_credentials
 from lockstep.report import WANDB_RUN, BackgroundTracker, append_jsonl, build_tracker
 from lockstep.text import fetch_tokenizer, load_tokenizer, tokenizer_digest
 from lockstep.training import (

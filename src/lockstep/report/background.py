@@ -9,8 +9,8 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 
-from lockstep.credentials import get_logger
 from lockstep.exits import WAIT_S, before_end, finish_work
+from lockstep.printable import get_logger
 from lockstep.report.rows import TableRow
 from lockstep.report.trackers import Tracker
 

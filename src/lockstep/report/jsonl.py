@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from lockstep.credentials import get_logger
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.json_text import parse_json
+from lockstep.printable import get_logger
 
 log = get_logger(__name__)
 

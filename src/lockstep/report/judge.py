@@ -13,8 +13,8 @@ import urllib.request
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from lockstep.credentials import without_credentials
 from lockstep.errors import ConfigError, LockstepError
+from lockstep.printable import without_credentials
 from lockstep.redact import Redactor
 from lockstep.report.rows import Row
 from lockstep.text import Prompt

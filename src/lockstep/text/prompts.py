@@ -7,9 +7,9 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from lockstep.credentials import get_logger
 from lockstep.errors import PromptError
 from lockstep.json_text import parse_json
+from lockstep.printable import get_logger
 from lockstep.urls import url_to_fs
 
 if TYPE_CHECKING:

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lockstep.credentials import get_logger
 from lockstep.errors import ConfigError
 from lockstep.json_text import FOREIGN, parse_json
+from lockstep.printable import get_logger
 from lockstep.urls import check_bare_name, patient_with_hub, url_to_fs
 
 if TYPE_CHECKING:

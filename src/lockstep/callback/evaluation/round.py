@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.callback.evaluation.config import TasksConfig
 from lockstep.callback.evaluation.harness import Harness, HarnessThread, TaskResults
-from lockstep.credentials import get_logger
 from lockstep.engine import Engine, EngineConfig, Gate, RolloutEngine, generate_on_all
 from lockstep.engine.schedule import FindStop
 from lockstep.errors import DisagreementError, LockstepError, PeerError
@@ -17,6 +16,7 @@ from lockstep.hosts import Hosts, Watchdog, digest, environment
 from lockstep.json_text import from_peer
 from lockstep.models import DecoderWeights, LlamaConfig, read_decoder
 from lockstep.placement import mesh_of
+from lockstep.printable import get_logger
 from lockstep.text import StopFinder, check_vocab, token_count, tokenizer_digest
 from lockstep.types import FinishReason, Request
 

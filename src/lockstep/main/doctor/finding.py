@@ -15,9 +15,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from lockstep.credentials import hide_credentials, without_credentials
 from lockstep.errors import ConfigError
 from lockstep.hosts import name_processes
+from lockstep.printable import hide_credentials, without_credentials
 
 Outcome = Literal["ok", "warning", "fix"]
 

@@ -14,10 +14,9 @@ from typing import Final
 import jax
 from packaging.requirements import Requirement
 
-from lockstep.credentials import SECRET_NAME, without_credentials
 from lockstep.hosts import FLAG_VARIABLES, environment, name_processes, tpu_chips
 from lockstep.main.doctor.finding import Finding
-from lockstep.printable import bytes_text
+from lockstep.printable import SECRET_NAME, bytes_text, without_credentials
 
 FULL_BYTES: Final = 1 << 30  # free bytes of a disk below which a run will not end well
 SHORT_BYTES: Final = 10 << 30  # free bytes of a disk below which there is a warning

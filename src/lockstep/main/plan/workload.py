@@ -10,10 +10,10 @@ import jax
 import yaml
 
 from lockstep.batch_inference import Checkpoint, SampleConfig, resolve_checkpoint
-from lockstep.credentials import without_credentials
 from lockstep.engine import DraftSource, EarlierAnswers, EngineConfig
 from lockstep.errors import ConfigError, PromptError
 from lockstep.models import LlamaConfig, LoraConfig, find_preset, load_config, padded_vocab_size, read_hf_config
+from lockstep.printable import without_credentials
 from lockstep.report import EvaluationFields
 from lockstep.text import encode, load_tokenizer, read_prompts, token_count
 from lockstep.training import LossFn, OptimizerConfig, RolloutConfig, SavedModel, TrainConfig, TrainerConfig

@@ -9,7 +9,6 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from lockstep.credentials import get_logger
 from lockstep.errors import ConfigError
 from lockstep.models.attention.base import Attention, Heads, StoredKvHeads
 from lockstep.models.attention.context_parallel import ContextParallelAttention
@@ -27,6 +26,7 @@ from lockstep.models.attention.tpu_blocks import (
 )
 from lockstep.models.attention.xla import XlaAttention
 from lockstep.placement.device import BYTE, FP8
+from lockstep.printable import get_logger
 
 logger = get_logger(__name__)
 

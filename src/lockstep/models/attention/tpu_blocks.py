@@ -9,8 +9,8 @@ import dataclasses
 import functools
 import re
 
-from lockstep.credentials import get_logger
 from lockstep.models.attention.tpu_block_table import BLOCKS, PAGE_SIZES, VMEM_LIMIT
+from lockstep.printable import get_logger
 
 logger = get_logger(__name__)
 

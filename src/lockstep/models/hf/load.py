@@ -17,7 +17,6 @@ import numpy as np
 from haliax.partitioning import ResourceMapping
 from jax.sharding import Mesh, NamedSharding
 
-from lockstep.credentials import get_logger
 from lockstep.errors import ConfigError, PeerError
 from lockstep.hosts import Hosts, Ledger, MemoryClient, Phase, Watchdog, current, digest, ready_on_all
 from lockstep.json_text import parse_json
@@ -38,7 +37,7 @@ from lockstep.models.llama import LlamaLMHeadModel
 from lockstep.models.trainable import skeleton
 from lockstep.placement import PARAMETER_AXES
 from lockstep.placement.device import Program, compile_program
-from lockstep.printable import bytes_text
+from lockstep.printable import bytes_text, get_logger
 from lockstep.urls import HUB_WAIT_S
 
 type OnRead = Callable[[int, int], None]

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from lockstep.credentials import get_logger
 from lockstep.errors import ConfigError, PeerError
 from lockstep.hosts import Hosts, current, digest, leader_only
 from lockstep.models.families.registry import config_to_hf
@@ -20,7 +19,7 @@ from lockstep.models.hf.save_writer import PIECE_BYTES, Direct, FileWriter, Gath
 from lockstep.models.hf.saved_tensor import SavedTensor, index_text, saved_tensors, split_into_files
 from lockstep.models.llama import LlamaLMHeadModel
 from lockstep.models.lora import LoraModel, merge_adapters
-from lockstep.printable import bytes_text
+from lockstep.printable import bytes_text, get_logger
 from lockstep.urls import check_bare_name
 
 log = get_logger(__name__)

@@ -14,7 +14,7 @@ from typing import Final
 
 import jax
 
-from lockstep.credentials import get_logger
+from lockstep.printable import get_logger
 
 log = get_logger(__name__)
 

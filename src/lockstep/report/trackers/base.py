@@ -8,8 +8,8 @@ from typing import Any, Protocol
 
 import draccus
 
-from lockstep.credentials import hide_credentials
 from lockstep.plugins import OpenRegistry
+from lockstep.printable import hide_credentials
 from lockstep.report.jsonl import append_jsonl
 from lockstep.report.rows import TableRow
 

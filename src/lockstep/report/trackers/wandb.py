@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from lockstep.credentials import get_logger
 from lockstep.errors import ConfigError
 from lockstep.json_text import refused, typed
+from lockstep.printable import get_logger
 from lockstep.report.rows import TableRow, metric_names
 from lockstep.report.trackers.base import Tracker, TrackerConfig, plain
 

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import jax
 from jaxtyping import PyTree
 
-from lockstep.credentials import get_logger
 from lockstep.errors import ConfigError
 from lockstep.json_text import parse_json, refused, typed
+from lockstep.printable import get_logger
 from lockstep.urls import check_bare_name, checkpoint_path
 
 if TYPE_CHECKING:

@@ -9,10 +9,10 @@ from typing import Any, Literal
 
 import jax
 
-from lockstep.credentials import get_logger
 from lockstep.errors import ConfigError, PeerError
 from lockstep.hosts import Hosts
 from lockstep.json_text import from_peer
+from lockstep.printable import get_logger
 from lockstep.report import ReportWait
 from lockstep.training.checkpoints.arrays import handler, merge_arrays, read_arrays, write_arrays
 from lockstep.training.checkpoints.checkpoint import (

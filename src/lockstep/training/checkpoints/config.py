@@ -4,9 +4,9 @@ import dataclasses
 import json
 from pathlib import Path
 
-from lockstep.credentials import without_credentials
 from lockstep.errors import ConfigError
 from lockstep.json_text import parse_json
+from lockstep.printable import without_credentials
 
 RESUMABLE = "resumable.json"
 """The file of a run directory that a later start may go on in; it says where the checkpoints are, without credentials.

@@ -15,7 +15,6 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import PyTree
 
-from lockstep.credentials import hide_credentials
 from lockstep.errors import ConfigError
 from lockstep.json_text import refused
 from lockstep.models import (
@@ -32,6 +31,7 @@ from lockstep.models import (
     merged_rows,
     skeleton,
 )
+from lockstep.printable import hide_credentials
 from lockstep.training.checkpoints.arrays import ArrayReader, read_arrays
 from lockstep.training.checkpoints.checkpoint import (
     METADATA,

@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import rich
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-from lockstep.credentials import get_logger
 from lockstep.errors import ConfigError
 from lockstep.hosts import Hosts, HostThread
-from lockstep.printable import bytes_text
+from lockstep.printable import bytes_text, get_logger
 from lockstep.training.data.chunk_builder import CacheSpec, ChunkBuilder, read_chunk, summarise_chunks
 from lockstep.training.data.token_cache import (
     METADATA,

@@ -9,9 +9,9 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from lockstep.credentials import without_credentials
 from lockstep.errors import ConfigError
 from lockstep.json_text import parse_json, refused, typed
+from lockstep.printable import without_credentials
 from lockstep.training.data.examples import DataFormat, Example
 from lockstep.training.data.packing import Row, RowShape
 from lockstep.training.data.records import (

@@ -9,9 +9,9 @@ from typing import Final
 
 import jax
 
-from lockstep.credentials import get_logger
 from lockstep.errors import ConfigError
 from lockstep.hosts import Hosts
+from lockstep.printable import get_logger
 
 log = get_logger(__name__)
 

@@ -19,10 +19,10 @@ from typing import Any, Final, Literal, Self
 import numpy as np
 from jaxtyping import PyTree
 
-from lockstep.credentials import get_logger
 from lockstep.errors import ConfigError, DivergenceError
 from lockstep.hosts import Hosts
 from lockstep.json_text import typed
+from lockstep.printable import get_logger
 from lockstep.training.step.train_step import SIGNAL_FLAG, SKIPPED, SLOW_FLAG, StepMetrics
 
 SLOW_STEP_S = 2.0

@@ -15,10 +15,10 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from lockstep.credentials import get_logger
 from lockstep.errors import ConfigError
 from lockstep.hosts import Hosts, Watchdog, current, earlier_attempts, leader_only
 from lockstep.placement import DCN, data_shards, fsdp_warning, make_mesh, place, place_local
+from lockstep.printable import get_logger
 from lockstep.report import FINISH_S, BackgroundTracker, NoopTracker, Tracker
 from lockstep.training.checkpoints.checkpoint import CheckpointMetadata
 from lockstep.training.data.rows import Batches

@@ -14,11 +14,11 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, PyTree
 
-from lockstep.credentials import get_logger
 from lockstep.hosts import Watchdog, environment
 from lockstep.models import pipelined
 from lockstep.placement import batch_spec, compute_axes, host_rows, place_local
 from lockstep.placement.device import Program, compile_program
+from lockstep.printable import get_logger
 from lockstep.training.loop.hooks import StepInfo
 from lockstep.training.loop.trainer import Trainer
 from lockstep.training.objectives import REFERENCE, LossFn

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 from jaxtyping import Int
 
-from lockstep.credentials import get_logger
 from lockstep.errors import ConfigError, PromptError
 from lockstep.hosts import digest
 from lockstep.plugins import load_object
+from lockstep.printable import get_logger
 from lockstep.report import Row
 from lockstep.text import Prompt, cut_at_stop, decode, encode
 from lockstep.training.data import GrpoDataConfig

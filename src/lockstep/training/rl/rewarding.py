@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool, Float
 
-from lockstep.credentials import get_logger
 from lockstep.errors import ConfigError, HostError
 from lockstep.hosts import Hosts, leader_only
 from lockstep.json_text import FOREIGN, refused
+from lockstep.printable import get_logger
 from lockstep.report import Row
 from lockstep.text import Prompt
 from lockstep.training.rl.rewards import Reward, RewardConfig, labels

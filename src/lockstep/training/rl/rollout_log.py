@@ -9,10 +9,10 @@ from statistics import fmean
 import numpy as np
 from jaxtyping import Bool, Float
 
-from lockstep.credentials import get_logger
 from lockstep.engine import PhaseClock
 from lockstep.engine.schedule import DraftCounts
 from lockstep.hosts import try_leader_only
+from lockstep.printable import get_logger
 from lockstep.report import BackgroundQueue, Row, Tracker, append_jsonl
 from lockstep.training.rl.groups import Groups, Sampled
 from lockstep.training.rl.questions import AnswerRows

@@ -9,12 +9,12 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import PyTree
 
-from lockstep.credentials import get_logger
 from lockstep.engine import RolloutEngine
 from lockstep.errors import ConfigError
 from lockstep.hosts import Hosts, Watchdog
 from lockstep.models import LlamaConfig
 from lockstep.placement import batch_spec, host_rows, place_local
+from lockstep.printable import get_logger
 from lockstep.report import NoopTracker, Tracker
 from lockstep.text import token_count
 from lockstep.training.loop.config import TrainerConfig

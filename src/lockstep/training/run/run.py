@@ -18,7 +18,6 @@ from jax.sharding import Mesh
 from jaxtyping import PyTree
 
 from lockstep.callback import SampleCallback
-from lockstep.credentials import get_logger, hide_credentials
 from lockstep.errors import ConfigError, PeerError
 from lockstep.hosts import Hosts, config_digest, leader_only, try_leader_only
 from lockstep.models import (
@@ -36,6 +35,7 @@ from lockstep.models import (
     split_trained,
 )
 from lockstep.placement import make_mesh, parameter_axes
+from lockstep.printable import get_logger, hide_credentials
 from lockstep.report import FINISH_S, BackgroundTracker, NoopTracker, Tracker, check_trackers, load_metrics
 from lockstep.text import check_vocab, fetch_tokenizer, load_tokenizer, token_count, tokenizer_digest
 from lockstep.training.checkpoints.saved_model import SavedAdapters, model_spec, save_tokenizer

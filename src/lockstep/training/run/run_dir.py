@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from lockstep.credentials import get_logger, without_credentials
 from lockstep.errors import ConfigError
 from lockstep.hosts import Hosts
+from lockstep.printable import get_logger, without_credentials
 from lockstep.report import WANDB_RUN, Tracker, build_tracker, drop_later
 from lockstep.training.checkpoints.checkpoint import bring_files, keep_files
 from lockstep.training.checkpoints.config import resumable_base, write_resumable

@@ -12,11 +12,10 @@ import jax
 from jax.sharding import Mesh
 from jaxtyping import PyTree
 
-from lockstep.credentials import get_logger
 from lockstep.errors import ConfigError, HbmError, HostError
 from lockstep.hosts import Hosts, Watchdog, environment
 from lockstep.placement.device import Program, block_bytes, compile_program, free_bytes
-from lockstep.printable import bytes_text
+from lockstep.printable import bytes_text, get_logger
 from lockstep.training.step.train_step import TrainStep
 
 log = get_logger(__name__)
