@@ -48,7 +48,6 @@ def modules_beside(config: str, text: str) -> list[str]:
     """Return the paths of modules, files and packages, that lie beside a configuration which names them.
 
     Args:
-        config: The path of the configuration.
         text: What it says, and the command line: all that may have ``module:name``.
     """
     names = {found.partition(".")[0] for found in re.findall(r"([A-Za-z_][\w.]*):[A-Za-z_]", text)}

@@ -148,9 +148,6 @@ def _asked_to_wait(headers: Mapping[str, str]) -> float | None:
 def check_bare_name(name: object, place: str) -> str:
     """Return the name of a file or directory beside the file that names it.
 
-    Args:
-        name: What the file says.
-
     Raises:
         ConfigError: It is no name, or the name of something elsewhere.
     """

@@ -71,7 +71,6 @@ def pending_units(
 
     Args:
         lengths: The number of tokens of each prompt.
-        finished: Whether each unit has all its rows.
     """
     units = np.flatnonzero(~finished)
     rounds, prompts = np.divmod(units, shape.prompts)

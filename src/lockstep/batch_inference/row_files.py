@@ -257,16 +257,13 @@ def agree_on_owners(hosts: Hosts, index: RowIndex) -> Int[np.ndarray, " rows"]:
 
 
 def merge(hosts: Hosts, index: RowIndex, owner: Int[np.ndarray, " rows"], directory: Path) -> Path | None:
-    """Write every row of the job into one file on the leader, by round, prompt and generation.
+    """Write every row into one file on the leader, by round, prompt and generation; return it there, else None.
 
     Rows are sent in turns of at most `GATHER_BYTES` and stay on the leader's disk until they are written in order.
     The file appears under its name only when it is complete.
 
     Args:
         owner: The host that sends each row, as `agree_on_owners` returned it.
-
-    Returns:
-        The file, on the leader; None elsewhere.
 
     Raises:
         PeerError: A host could not read its rows, or the leader could not write them; raised on every host.

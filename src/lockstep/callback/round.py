@@ -153,7 +153,6 @@ def run_round(
         read: Reads the prompts; called on the leader alone.
         ready: Gives engine, model and auditor, see `generate_on_all`.
         max_seconds: The seconds that generation may last; None for no limit.
-        watchdog: The watchdog of device calls; None for none.
 
     Returns:
         None where the job is asked to end: the round was aborted between the same two launches on every host.

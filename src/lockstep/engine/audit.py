@@ -100,9 +100,6 @@ class Auditor:
     def prepare(self, model: Any, requests: Sequence[Request]) -> dict[str, str]:
         """Compiles the forward pass for the longest that the requests can become; launches nothing.
 
-        Args:
-            requests: The requests, at least one.
-
         Returns:
             The programs' digests by name. Hosts must agree on them before `run`.
         """
@@ -171,9 +168,6 @@ class Auditor:
                 result.
             hosts: The processes of the job, inside a scope: what fails on one of them between two launches is then
                 raised on all. None where an error stays on its host, and its peers wait for it in the next launch.
-
-        Returns:
-            The largest and the mean differences over all tokens.
 
         Raises:
             ConfigError: The model is not the one that was prepared for, or a completion is of none of the requests.

@@ -49,9 +49,6 @@ def layout_with_idle_replicas(devices: Sequence[jax.Device]) -> Layout | None:
 def count_active(layout: Layout, replicas: int) -> int:
     """The number of replicas that decode in a layout.
 
-    Args:
-        replicas: The number of replicas that the mesh makes.
-
     Raises:
         ConfigError: The number of replicas that the layout asks for does not divide those of the mesh.
     """

@@ -42,7 +42,6 @@ def models_for(
 
     Args:
         model: What `lockstep.models.read_decoder` returned.
-        before: What was prepared for this model or for another.
 
     Returns:
         The models of ``before`` and ``before`` itself where it was prepared for the same shapes, dtypes and placement,

@@ -132,7 +132,6 @@ def generate_on_all(
         facts: What must be the same on every host, beside requests and programs.
         max_seconds: The seconds that launches may take; compiling does not count. None for no limit.
         gate: What holds every host before each launch; None for one with ``max_seconds``.
-        watchdog: The watchdog of device calls; None for none.
         between_launches: Called with the scheduler before each launch, with the same effect on every host.
         on_answered: Called on this host with completions as soon as their prompts have all of theirs; launches nothing.
             What it raises is raised on every host after the last launch.
@@ -222,7 +221,6 @@ def stream_on_all(
         largest: Requests that need as much as any of ``requests``.
         free: Bytes on the device with the least free memory of all hosts, agreed on.
         batch: The number of completions to agree on at a time, at least.
-        watchdog: The watchdog of device calls.
         between_launches: Called with the scheduler before each launch.
         on_answered: Called on this host with completions before they are agreed on; must not raise.
 
@@ -247,11 +245,7 @@ def stream_on_all(
 def take_batch(
     stream: Iterator[Sequence[Completion]], least: int, on_answered: OnAnswered | None = None
 ) -> list[Completion]:
-    """The next completions of a stream, as few prompts as make ``least``; fewer at its end.
-
-    Args:
-        least: The number of completions, if there are as many.
-    """
+    """The next completions of a stream, as few prompts as make ``least``; fewer at its end."""
     found: list[Completion] = []
     while len(found) < least and (answered := next(stream, None)) is not None:
         found += answered

@@ -151,7 +151,6 @@ class _ServiceErrors:
     """Turns the service's errors inside a block into TimeoutError, ServiceGoneError and HostError.
 
     Args:
-        key: The key or barrier that the error names.
         explain: A function that says which processes the tasks in the service's words are.
         runner: The number of the process that runs the service.
     """

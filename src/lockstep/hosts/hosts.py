@@ -289,9 +289,6 @@ def ready_on_all(hosts: Hosts, name: str) -> Iterator[None]:
     It is made for a loop of launches: the name may be used again, and it costs one barrier, nothing in a job of one
     process. `Hosts.run_on_all` also has processes share and agree.
 
-    Args:
-        name: The name of the place, the same on every process.
-
     Raises:
         PeerError: The block failed on at least one process; the same text on every process, its own error is the cause.
         HostTimeoutError: Not all came in time; names the missing ones and their last phase.

@@ -266,7 +266,6 @@ def say_who_is_missing(address: str | None, count: int | None, timeout_s: float)
 
     Args:
         address: host:port of the service where this process runs it; None: elsewhere, where the lines come from.
-        count: The number of processes of the job; None: not known.
     """
     done = threading.Event()
 

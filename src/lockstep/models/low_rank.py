@@ -46,7 +46,6 @@ def linear(x: NamedArray, weight: Weight, axis: AxisSelection) -> NamedArray:
     """Returns the product of an input and a weight.
 
     Args:
-        weight: The weight, with or without an adapter.
         axis: The axes that the two have in common.
     """
     if isinstance(weight, NamedArray):

@@ -102,7 +102,6 @@ def rms_norm(x: NamedArray, weight: NamedArray | None, config: LlamaConfig) -> N
     """Applies RMSNorm to named axes; the axes and the dtype stay those of ``x``.
 
     Args:
-        x: The input; it has the axes of ``weight`` and any others.
         weight: The weight, whose axes are normalised; None for no normalisation.
     """
     if weight is None:
@@ -169,16 +168,13 @@ def document_positions(Position: Axis, segment_ids: NamedArray | None) -> NamedA
 
 @jax.custom_vjp
 def float32_logits(x: NamedArray, head: NamedArray) -> NamedArray:
-    """Returns logits in float32, whose gradient is rounded to the dtype of ``x``.
+    """Returns logits ``[..., vocab]`` in float32, whose gradient is rounded to the dtype of ``x``.
 
     A gradient in float32 would double what devices exchange of the output layer's gradient.
 
     Args:
         x: The hidden states ``[..., embed]``.
         head: The output layer, with the axes ``embed`` and ``vocab`` in any order.
-
-    Returns:
-        The logits ``[..., vocab]``.
     """
     return hax.dot(x, head, axis="embed", preferred_element_type=jnp.float32)
 

@@ -94,9 +94,6 @@ def _schedule(
 
     Args:
         apply: Applies layers to a microbatch and what belongs to its rows.
-        layers: Those of this stage.
-        x: The rows of this stage.
-        rows: What belongs to them.
         parts: The number of microbatches of this stage.
         full: Whether the backward pass computes each layer again from its input.
     """

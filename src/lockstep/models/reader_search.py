@@ -242,7 +242,6 @@ def suspects(config: LlamaConfig, weights: DecoderWeights) -> Iterator[tuple[str
     """A possible error of a reader, and the settings that would be right then.
 
     Args:
-        config: The configuration that the reader returned.
         weights: The weights, or structs of their shapes.
     """
     base = settings_of(config)

@@ -184,9 +184,6 @@ def register_reader(
 def read_registered(model: Any) -> tuple[LlamaConfig, DecoderWeights]:
     """The weights that the registered reader of the class of ``model`` returns.
 
-    Args:
-        model: An instance of a class that a reader is registered for.
-
     Returns:
         The configuration, and the weights in the order of axes of `lockstep.models.weights`.
 

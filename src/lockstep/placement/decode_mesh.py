@@ -52,10 +52,6 @@ class DecodeMesh:
     def training_spec(self, array: jax.Array | jax.ShapeDtypeStruct, path: str) -> PartitionSpec:
         """The partition spec, on the refined mesh, of the placement that ``array`` has now.
 
-        Args:
-            array: A weight, or the shape struct of one.
-            path: The name of the weight, for the error.
-
         Raises:
             ConfigError: The array is on other devices, or in an order that the decode mesh cannot express.
         """
@@ -84,8 +80,6 @@ def make_decode_mesh(mesh: Mesh, tensor: int, context: int = 1) -> DecodeMesh:
     """Sees the devices of ``mesh`` as (replica × tensor): ``tensor`` consecutive devices of a slice make a replica.
 
     Args:
-        mesh: The training mesh.
-        tensor: The number of devices per replica.
         context: The number of consecutive ones among them that split the positions of a sequence.
 
     Raises:

@@ -81,7 +81,6 @@ def leaf_layouts(
 
     Args:
         weights: A pytree of arrays or shape structs with shardings; the last entry of a leaf's path is its name.
-        decode_mesh: The decode mesh over the same devices.
         tensor_dims: The axis that the devices of a replica are to split, by the name of the weight. Weights that it
             does not name get a copy on each device.
         lanes: The number of which parts are to be a multiple, by the name of the weight.

@@ -155,9 +155,6 @@ def fsdp_warning(mesh: Mesh) -> str | None:
 
     Inside a TPU slice hosts are joined by the chips' own links, where FSDP over all devices is right. Slices of TPUs
     are joined by a network, and so are hosts with GPUs or CPUs.
-
-    Args:
-        mesh: A mesh with an axis ``fsdp``.
     """
     if mesh.devices.flat[0].platform == "tpu":
         joined, fix = "slices", "lockstep.placement.make_mesh (data parallel over slices, FSDP inside) is faster"

@@ -26,7 +26,6 @@ def place(host_array: np.ndarray, sharding: Sharding) -> jax.Array:
 
     Args:
         host_array: The whole array, any shape; the same on every host. It is not aliased: it may be changed afterwards.
-        sharding: Where each part goes.
 
     Returns:
         The global array. No collective, no launch; no host memory but that of local shards on the CPU backend.
@@ -43,7 +42,6 @@ def place_argument(host_array: np.ndarray, sharding: Sharding) -> jax.Array:
 
     Args:
         host_array: The whole array, any shape; the same on every host. The caller never changes it afterwards.
-        sharding: Where each part goes.
 
     Returns:
         The global array, which no program may overwrite: devices of this host may share one copy of a part.
@@ -59,14 +57,10 @@ def place_argument(host_array: np.ndarray, sharding: Sharding) -> jax.Array:
 
 
 def host_rows(sharding: Sharding, n_rows: int) -> slice:
-    """The rows of a global batch that are on this host's devices.
+    """The rows of a global batch that are on this host's devices, a contiguous slice with a start and a stop.
 
     Args:
         sharding: The sharding of an array whose axis 0 is the row.
-        n_rows: The number of rows of the global batch.
-
-    Returns:
-        The contiguous range of rows, as a slice with a start and a stop.
 
     Raises:
         ConfigError: The rows cannot be divided as the sharding asks, or this host's rows are not contiguous.
@@ -89,7 +83,6 @@ def place_local(local_rows: np.ndarray, sharding: Sharding, n_rows: int) -> jax.
     Args:
         local_rows: ``[rows of this host, ...]``: the rows that `host_rows` names, in order. Not aliased.
         sharding: The sharding of the global array; axis 0 is the row.
-        n_rows: The number of rows of the global batch.
 
     Returns:
         The global array ``[n_rows, ...]``. No collective, no launch.

@@ -39,8 +39,6 @@ def matmul(x: Float[Array, "*batch inputs"], weight: Array | QuantizedWeight, *,
     The TPU compiler widens the values of a `QuantizedWeight` where the product reads them, and scales its result.
 
     Args:
-        x: The input.
-        weight: The weight of one layer.
         axes: The number of its first axes that the product sums over; -1 for all but the last.
     """
     values = weight.values if isinstance(weight, QuantizedWeight) else weight
@@ -123,11 +121,7 @@ class QuantizedLayout:
         return QuantizedWeight(jax.lax.bitcast_convert_type(exact.astype(FP8), BYTE), scale)
 
     def bytes(self, dims: tuple[int, ...]) -> int:
-        """Bytes of a block of the weight: of its values, and of its scales in float32.
-
-        Args:
-            dims: The shape of the block.
-        """
+        """Bytes of a block of the weight: of its values, and of its scales in float32."""
         return math.prod(dims) + 4 * math.prod(dims[dim] for dim in self._kept(range(len(dims))))
 
     def _kept(self, dims: range) -> list[int]:

@@ -79,9 +79,6 @@ def assembly_function(
 
     Args:
         weights: Arrays, shape structs or `LazyWeight`; not kept.
-        layouts: The layouts of the weights as the decoder sees them.
-        dtype: The floating dtype to decode in.
-        gather: Whether to move them.
 
     Returns:
         The traceable function of `sources(weights)`, and the layouts of what it returns.
@@ -241,8 +238,6 @@ def read_by_pieces(layout: LeafLayout, block: jax.Array, dtype: jnp.dtype) -> ja
     does not divide, or is split on the axis that decoding splits too, is read whole.
 
     Args:
-        layout: The current layout of the weight.
-        block: The block of this device, inside ``shard_map``.
         dtype: The dtype that the block is cast to before anything moves.
     """
     whole = jax.eval_shape(lambda array: layout.read(array.astype(dtype)), block)

@@ -39,15 +39,12 @@ def check_pyarrow() -> None:
 
 
 def write_parquet(lines: Path, output: Path | None = None) -> Path:
-    """Write the rows of a file of JSON lines as Parquet.
+    """Write the rows of a file of JSON lines as Parquet, which appears under its name only when it is complete.
 
     A column is there if any row has it; a row without it has none there. Numbers of which one is a float are floats.
 
     Args:
         output: The Parquet file; None: beside the lines, with the suffix ``.parquet``.
-
-    Returns:
-        The Parquet file; it appears under its name only when it is complete.
 
     Raises:
         ConfigError: pyarrow is not installed.

@@ -77,7 +77,6 @@ class CompletionRow:
         """The row of a completion, without metrics.
 
         Args:
-            text: Its text, as it is shown.
             **when: The fields of the row that say when it was sampled: ``step`` or ``round``.
         """
         return cls(

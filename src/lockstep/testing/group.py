@@ -242,9 +242,6 @@ def run_threads(body: Callable[..., Any], count: int, *args: Any, timeout_s: flo
         body: Any callable; it gets a `lockstep.hosts.Hosts` and ``args``.
         timeout_s: The seconds that a wait of the `Hosts` may last.
 
-    Returns:
-        What each one returned, by number.
-
     Raises:
         BaseException: The first error of a body.
     """

@@ -82,9 +82,6 @@ class PromptFields:
     """The names of the fields of a ``.jsonl`` line, and the format of texts.
 
     Args:
-        prompt: The field of the prompt, a text.
-        messages: The field of the messages of a chat.
-        answer: The field of the reference answer.
         format: ``chat``: a text is the user's message of a chat. ``text``, or None: the model goes on from it; with
             None `warn_of_texts` says so where the tokenizer has a chat template.
     """
@@ -98,7 +95,7 @@ class PromptFields:
 def read_prompts(
     source: PromptSource, fields: PromptFields | None = None, max_line_bytes: int = MAX_LINE_BYTES
 ) -> list[Prompt]:
-    """Read prompts from a list or a file.
+    """Read prompts from a list or a file; they are numbered from 0.
 
     Args:
         source: A list whose items are texts, ``{"prompt": …, "answer": …}`` or ``{"messages": […], "answer": …}``
@@ -106,9 +103,6 @@ def read_prompts(
             per line or a ``.jsonl`` file with such an item per line. Empty lines are skipped, and other fields of a
             ``.jsonl`` line are those of the prompt.
         fields: The names of the fields in a ``.jsonl`` file, and the format; None: those of `PromptFields`.
-
-    Returns:
-        The prompts, numbered from 0.
 
     Raises:
         PromptError: There are no prompts, a file or a line cannot be read, or a prompt is empty.
@@ -155,9 +149,6 @@ def encode(
         prompts: The prompts. Texts get the tokenizer's special tokens, chats the start of an assistant's turn.
         max_seq_len: The number of tokens of prompt and completion together at most; None: it is not checked.
         max_new_tokens: The number of tokens of ``max_seq_len`` that are left for the completion.
-
-    Returns:
-        The token ids of each prompt, in order.
 
     Raises:
         PromptError: A prompt is too long or has no tokens, or it is a chat and the tokenizer has no chat template.

@@ -76,7 +76,6 @@ class EngineLM(TemplateLM):
 
         Args:
             add_special_tokens: Whether the tokenizer adds its own; None: unless the text begins with one already.
-            **kwargs: What the harness passes to other models; not used.
         """
         if add_special_tokens is None:
             first = self.tokenizer.bos_token

@@ -49,8 +49,6 @@ def run_tasks(
             nothing.
         harness: A function of the model that starts the harness; called on the leader alone.
         max_seconds: The seconds that the round may last, by the leader's clock. A launch is never interrupted.
-        watchdog: The watchdog of device calls; None for one of its own.
-        clock: Gives seconds; read on the leader alone.
 
     Returns:
         False where the job is asked to end: the round was aborted at the same place on every host.
@@ -137,7 +135,6 @@ class TaskRounds:
     tasks. Between rounds it keeps compiled programs and nothing else on the devices.
 
     Args:
-        name: The prefix of scopes and messages.
         max_seconds: The seconds that a round may last where the configuration does not say.
     """
 

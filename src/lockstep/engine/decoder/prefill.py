@@ -72,9 +72,6 @@ def copy_pages_function(num_layers: int, capacity: Capacity, attention: Attentio
 
     Args:
         attention: The attention of the devices, which copies the pages.
-
-    Returns:
-        A function that returns the pool.
     """
     like = CopyPagesBatch.empty(capacity)
 

@@ -1,6 +1,7 @@
 """Logits processors: penalties, bias, allowed tokens and stop tokens that it is too early for, before temperature.
 
-They are in the order in which the sampler applies them. Each works on this device's part of the vocabulary.
+They are in the order in which the sampler applies them. Each works on this device's part of the vocabulary, whose
+first token id is ``first``.
 """
 
 from typing import NamedTuple
@@ -25,7 +26,6 @@ def count_tokens(
 
     Args:
         history: The token ids of prompt and answer, padded with -1.
-        first: The first token id of this device's part of the vocabulary.
     """
     slots, length = history.shape
     rows, indices = jnp.arange(slots)[:, None], local_ids(history, first, size)
@@ -72,7 +72,6 @@ def biases(
     Args:
         bias_ids: The token ids of the biases, padded with -1; no id twice.
         bias: The bias of each of these tokens.
-        first: The first token id of this device's part of the vocabulary.
     """
     rows = jnp.arange(len(bias_ids))[:, None]
     return jnp.zeros((len(bias_ids), size)).at[rows, local_ids(bias_ids, first, size)].add(bias, mode="drop")
@@ -85,7 +84,6 @@ def allowed(
 
     Args:
         allowed_ids: The allowed token ids, padded with -1.
-        first: The first token id of this device's part of the vocabulary.
     """
     rows, indices = jnp.arange(len(allowed_ids))[:, None], local_ids(allowed_ids, first, size)
     listed = jnp.zeros((len(allowed_ids), size), bool).at[rows, indices].set(True, mode="drop")
@@ -103,7 +101,6 @@ def rule_out_stops(
     Args:
         stop_ids: The stop tokens of each slot, padded with -1.
         early: Whether the slot has fewer than ``min_tokens`` tokens.
-        first: The first token id of this device's part of the vocabulary.
     """
     size = logits.shape[1]
     indices = jnp.where(early[:, None], local_ids(stop_ids, first, size), size)
@@ -111,9 +108,5 @@ def rule_out_stops(
 
 
 def local_ids(ids: Int[Array, "..."], first: Array | int, size: int) -> Int[Array, "..."]:
-    """Returns the indices of token ids in this device's part; ``size``, which a scatter drops, for ids outside it.
-
-    Args:
-        first: The first token id of this device's part of the vocabulary.
-    """
+    """Returns the indices of token ids in this device's part; ``size``, which a scatter drops, for ids outside it."""
     return jnp.where((ids >= first) & (ids < first + size), ids - first, size)

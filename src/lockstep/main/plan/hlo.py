@@ -75,7 +75,6 @@ class Hlo:
     """A parsed program.
 
     Args:
-        text: The text of the program: ``compiled.as_text()``.
         unmet: The scopes (`jax.named_scope`) of conditions that do not hold. Every other condition holds: its last
             branch runs, for `jax.lax.cond` puts the branch of a true condition last.
     """

@@ -37,9 +37,6 @@ def paged_attention(
         page_table: The pool pages of each sequence, in order; position ``p`` is on page ``p // page_size``.
         start: The position of each sequence's first query.
         sinks: The score of each head for nothing (`attend`); None for none.
-
-    Returns:
-        Those of `attend`.
     """
     sequences, queries, kv_heads, group, head = q.shape
     num_pages, (page_size, _, _) = page_table.shape[1], pool.shape[1:]

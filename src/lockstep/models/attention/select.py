@@ -36,28 +36,17 @@ def has_kernel(device: jax.Device, heads: Heads) -> bool:
 
     True on TPUs, running ones and those that can only be compiled for, for heads of at most `LANES` elements without
     sinks: jax's kernel steps through rows of `LANES` elements and does not compile for wider heads on any generation.
-
-    Args:
-        heads: The attention heads of a device, as the model has them.
     """
     return device.platform == "tpu" and heads.head_size <= LANES and not heads.at_own_positions.sinks
 
 
 def max_page_table_rows(device: jax.Device, heads: Heads, pages: int) -> int | None:
-    """The most rows that the page table of a launch may have; None where no kernel reads it from scalar memory.
-
-    Args:
-        heads: The attention heads of a device, as the model has them.
-    """
+    """The most rows that the page table of a launch may have; None where no kernel reads it from scalar memory."""
     return max_table_rows(pages) if has_kernel(device, heads) else None
 
 
 def pool_dtype(device: jax.Device, heads: Heads, kv_dtype: jnp.dtype) -> jnp.dtype:
-    """The dtype of the array that holds the pool: bytes for K and V in 8 bits that no kernel reads and writes.
-
-    Args:
-        heads: The attention heads of a device, as the model has them.
-    """
+    """The dtype of the array that holds the pool: bytes for K and V in 8 bits that no kernel reads and writes."""
     return BYTE if kv_dtype == FP8 and not has_kernel(device, heads) else kv_dtype
 
 
@@ -65,7 +54,6 @@ def describe_attention(device: jax.Device, heads: Heads, *, exact: bool = False)
     """Describes the attention on a device, for the report of the chosen sizes.
 
     Args:
-        heads: The attention heads of a device, as the model has them.
         exact: Whether it is that of ``numerics: exact``.
     """
     if exact:
@@ -82,11 +70,7 @@ def describe_attention(device: jax.Device, heads: Heads, *, exact: bool = False)
 
 
 def stored_kv_heads(device: jax.Device, heads: Heads, dtype: jnp.dtype) -> StoredKvHeads:
-    """The key/value heads that the pool of a device stores.
-
-    Args:
-        heads: The attention heads of a device, as the model has them.
-    """
+    """The key/value heads that the pool of a device stores."""
     if not has_kernel(device, heads):
         return _xla_attention(device, heads).stored_kv_heads
     return StoredKvHeads(
@@ -108,7 +92,6 @@ def select_attention(
 
     Args:
         device: A device of the decode mesh; all are of one kind.
-        heads: The attention heads of a device, as the model has them.
         kv_dtype: The dtype of the pool; None for that of the queries.
         exact: Whether it is that of ``numerics: exact``.
 

@@ -40,7 +40,6 @@ class TpuAttention:
     """`Attention` by the kernel, which has no sinks.
 
     Args:
-        heads: The attention heads of a device, as the model has them.
         decode_blocks: The block sizes for one query token per sequence.
         prefill_blocks: The block sizes for many query tokens per sequence.
         partial: Whether there are more positions on other devices; it returns `Partial` then.

@@ -89,9 +89,6 @@ def config_from_hf(hf: Mapping[str, Any], *, max_seq_len: int | None = None) -> 
     Args:
         max_seq_len: The longest sequence in tokens, in place of ``max_position_embeddings``. None for the file's own.
 
-    Returns:
-        The configuration, of the class of the architecture.
-
     Raises:
         ConfigError: The architecture, or one of its settings, is not one that lockstep computes; or a key is missing.
     """
@@ -107,9 +104,6 @@ def config_to_hf(config: LlamaConfig, vocab_size: int) -> dict[str, Any]:
 
     Args:
         vocab_size: The number of rows of the embedding.
-
-    Returns:
-        A mapping that JSON can represent.
 
     Raises:
         ConfigError: No architecture that lockstep writes computes the model.

@@ -40,7 +40,6 @@ def merged_rows(base: str, dtype: str, lora: LoraConfig, read_pair: ReadPair) ->
     """Returns a function that reads rows of the base model's checkpoint and adds what the adapters add.
 
     Args:
-        base: The directory or URL of the base model's checkpoint.
         dtype: The float type in which training had its weights.
         read_pair: Reads the factors of an adapter, in float32; threads may share it.
 

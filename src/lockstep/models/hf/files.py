@@ -352,12 +352,6 @@ def fingerprint(checkpoint: str) -> str:
     are read, so that it takes seconds for a checkpoint of any size. Training changes all weights, so every piece
     differs.
 
-    Args:
-        checkpoint: A directory or URL of Hugging Face files.
-
-    Returns:
-        SHA-256 in hexadecimal digits.
-
     Raises:
         ConfigError: There is no config.json with safetensors.
     """

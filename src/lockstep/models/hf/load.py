@@ -53,7 +53,6 @@ class LoadProgress:
     """Counts bytes as they are read; the leader logs how many, how fast, and who is last.
 
     Args:
-        total: The bytes that this host will read in all.
         on_read: The function that is called with the bytes that were read; None for none.
     """
 
@@ -101,9 +100,6 @@ _DERIVED = re.compile(r".*\.rotary_emb\.inv_freq|.*\.masked_bias")
 def read_hf_config(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Returns the parsed ``config.json`` of a checkpoint.
 
-    Args:
-        path: The local directory or fsspec URL of the checkpoint.
-
     Raises:
         ConfigError: The file is missing or is not JSON.
     """
@@ -122,7 +118,6 @@ def load_config(path: str | os.PathLike[str], *, max_seq_len: int | None = None)
     """Returns the configuration of a Hugging Face checkpoint.
 
     Args:
-        path: The local directory or fsspec URL of the checkpoint.
         max_seq_len: The longest sequence in tokens, in place of the checkpoint's own limit. None for that.
 
     Raises:

@@ -29,14 +29,11 @@ def packed_names(names: Iterable[str]) -> set[str]:
 
 
 def unpack(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """The numbers of packed weights, exact in bfloat16.
+    """The numbers of packed weights, exact in bfloat16: ``[expert, input, output]``.
 
     Args:
         blocks: uint8 ``[expert, output, block, 16]``: two numbers in each byte, the first in its low bits.
         scales: uint8 ``[expert, output, block]``: exponents of 2, plus 127; 255 makes a block NaN.
-
-    Returns:
-        bfloat16 ``[expert, input, output]``.
     """
     pairs = np.stack([blocks & 0xF, blocks >> 4], axis=-1).reshape(*scales.shape, BLOCK)
     powers = np.where(scales == _NAN, np.nan, np.ldexp(np.float32(1), np.minimum(scales, 254).astype(np.int32) - _BIAS))

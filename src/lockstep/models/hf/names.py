@@ -122,11 +122,7 @@ def parameters(model: Any, tensors: Mapping[str, str]) -> list[Parameter]:
 
 
 def stored_shapes(found: Sequence[Parameter]) -> dict[str, tuple[int, ...]]:
-    """Returns the shape of each tensor of a checkpoint by name.
-
-    Args:
-        found: All parameters of the model.
-    """
+    """Returns the shape of each tensor of a checkpoint by name."""
     shapes: dict[str, tuple[int, ...]] = {}
     for each in found:
         rows, *columns = each.shape

@@ -198,9 +198,6 @@ class ReadingHosts:
 
         Args:
             rows: They have `sharding`; a reading device has those of its `served` devices one after the other.
-
-        Returns:
-            The rows of each device, of `sharding`.
         """
 
         def hand_over(block: jax.Array) -> jax.Array:

@@ -212,7 +212,6 @@ class ParallelReader:
 
         Args:
             beyond: The number of jobs that are known to be complete.
-            timeout_s: The most seconds to wait.
 
         Returns:
             The number of jobs that are complete, counted from the first.

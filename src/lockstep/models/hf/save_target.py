@@ -125,9 +125,6 @@ class BucketTarget(SaveTarget):
     """A URL: what makes it a checkpoint is removed first and written last, since buckets cannot rename.
 
     Files of other names stay as they are.
-
-    Args:
-        url: The URL, as fsspec knows it.
     """
 
     def __init__(self, url: str, token: str) -> None:
@@ -183,11 +180,7 @@ class BucketTarget(SaveTarget):
 
 
 def save_target(path: str | os.PathLike[str], token: str) -> SaveTarget:
-    """Return where to save.
-
-    Args:
-        path: A local directory or an fsspec URL.
-    """
+    """Return where to save."""
     path = os.fspath(path)
     if "://" not in path:
         return LocalTarget(path, token)

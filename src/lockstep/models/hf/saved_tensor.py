@@ -138,11 +138,7 @@ def split_into_files(tensors: Sequence[SavedTensor], max_bytes: int, writers: in
 
 
 def file_header(tensors: Sequence[SavedTensor]) -> bytes:
-    """Returns what is in a safetensors file before its tensors (https://github.com/huggingface/safetensors#format).
-
-    Args:
-        tensors: The tensors of the file in the order in which they are written.
-    """
+    """Returns what is in a safetensors file before its tensors (https://github.com/huggingface/safetensors#format)."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for names, group in itertools.groupby(tensors, key=lambda tensor: tensor.names):

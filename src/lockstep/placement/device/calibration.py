@@ -43,7 +43,6 @@ def calibrated(chip: Chip, path: str | None) -> Chip:
     """Returns a chip with the numbers of a calibration file.
 
     Args:
-        chip: The chip with its published numbers.
         path: The file; None leaves the chip as it is.
 
     Raises:

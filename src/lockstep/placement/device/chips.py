@@ -31,19 +31,11 @@ class Link:
     hop_s: float = 0.0  # seconds that each hop between neighbours adds to that
 
     def gather_s(self, hops: int) -> float:
-        """Returns the seconds of a gather that moves next to nothing.
-
-        Args:
-            hops: The number of hops between the two devices that are furthest apart.
-        """
+        """Returns the seconds of a gather that moves next to nothing."""
         return self.latency_s + hops * self.hop_s
 
     def reduce_s(self, hops: int) -> float:
-        """Returns the seconds of an all-reduce that moves next to nothing: to every device, and back.
-
-        Args:
-            hops: The number of hops between the two devices that are furthest apart.
-        """
+        """Returns the seconds of an all-reduce that moves next to nothing: to every device, and back."""
         return self.latency_s + 2 * hops * self.hop_s
 
 
@@ -148,11 +140,7 @@ def chip_of(device: jax.Device) -> Chip:
 
 
 def published_chip(device: jax.Device) -> Chip | None:
-    """The chip of a device whose numbers its maker publishes; None for a CPU and for a kind that is not in the table.
-
-    Args:
-        device: The device.
-    """
+    """The chip of a device whose numbers its maker publishes; None for a CPU and for a kind that no table has."""
     known = any(device.device_kind.startswith(kind) for kind in _KINDS)
     return chip_named(device.device_kind, device.platform) if known else None
 
@@ -193,9 +181,6 @@ def hops(devices: Sequence[jax.Device]) -> int:
 
     Axes are rings in slices of at least 4 x 4 x 4 chips (v4, v5p) or 16 x 16 (v5e, v6e), where it is half as many at
     best. Devices that do not say where they are count as a line.
-
-    Args:
-        devices: The devices of the group.
     """
     places = [getattr(device, "coords", None) for device in devices]
     if any(place is None for place in places):

@@ -30,13 +30,7 @@ _SHOWN: Final = 300
 
 
 def compile_lowered(lowered: jax.stages.Lowered, name: str, options: Mapping[str, str]) -> jax.stages.Compiled:
-    """Compiles a program to run it.
-
-    Args:
-        lowered: The lowered program.
-        name: The program's name.
-        options: See `compile_with_options`.
-    """
+    """Compiles a program to run it."""
     with torn_entries_removed(f"jit_lockstep_{name}"):
         return compile_with_options(lowered, options)
 
@@ -45,7 +39,6 @@ def compile_with_options(lowered: jax.stages.Lowered, options: Mapping[str, str]
     """Compiles a program with options of XLA, or without where this version of the compiler does not know one of them.
 
     Args:
-        lowered: The lowered program.
         options: The values of options by name; none of them changes what the program computes.
     """
     try:
@@ -60,9 +53,7 @@ def explain(name: str, mesh: Mapping[str, int], error: Exception) -> CompilerErr
     """Makes an error that says what to change out of a compiler's error.
 
     Args:
-        name: The program's name.
         mesh: The axes and sizes of the mesh that it was compiled for.
-        error: The exception that the compiler raised.
 
     Returns:
         A `VmemError` where a kernel needs more of a core's vector memory than it may use, an `HbmError` where a program

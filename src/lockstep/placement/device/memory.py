@@ -34,18 +34,14 @@ class Placed(Protocol):
 
 
 def free_bytes(mesh: Mesh, weights: Any = None) -> int:
-    """The free bytes on the device of this process in ``mesh`` that has the least.
+    """The free bytes on the device of this process in ``mesh`` that has the least, `UNBOUNDED` where it has none there.
 
     TPUs and GPUs report it; where they report the largest free block too, it is at most that: the KV cache is one
     block. CPU devices share the free memory of the host with all devices of the job, as if all processes ran on this
     host. For devices that can only be compiled for, it is the published size less the weights.
 
     Args:
-        mesh: The mesh of the engine.
         weights: The weights of the model, a pytree of `Placed` leaves; used for devices that can only be compiled for.
-
-    Returns:
-        The bytes, or `UNBOUNDED` where this process has no device in the mesh.
 
     Raises:
         ConfigError: A TPU or GPU does not report its memory.

@@ -85,11 +85,9 @@ def compile_program(
     """Traces, lowers and compiles ``function`` for ``arguments``; launches nothing and talks to no other host.
 
     Args:
-        name: The program's name.
         function: The function to trace; weights must be arguments of it, never captured.
         arguments: The arguments, arrays or shape structs with shardings.
         mesh: The mesh that is set while tracing, whatever context the caller runs in.
-        ledger: The ledger that records launches.
         donate: The positions of arguments that the program may overwrite.
         out_shardings: The shardings of the outputs; None leaves them to the compiler.
         compiler_options: Options of XLA for this program; a compiler that does not know one of them gets none.

@@ -157,9 +157,6 @@ type TrackerChoice = TrackerConfig | tuple[TrackerConfig, ...]
 def check_trackers(choice: TrackerChoice) -> None:
     """Check that what one tracker or several need is installed; call it on the leader alone.
 
-    Args:
-        choice: The value of the ``tracker`` field of a configuration.
-
     Raises:
         ConfigError: A package is missing.
     """
@@ -174,10 +171,6 @@ def build_tracker(
 
     Args:
         choice: The value of the ``tracker`` field of a configuration; an empty list: no tracking.
-        config: The run's configuration, for trackers that show it.
-
-    Returns:
-        The tracker, a composite one for a list.
 
     Raises:
         ConfigError: A tracker cannot start.

@@ -21,7 +21,6 @@ class Batches(Protocol):
 
         Args:
             step: The 0-based optimizer step.
-            batch_size: The number of rows of the whole batch.
             rows: The rows of the batch that this host needs.
 
         Returns:

@@ -109,11 +109,7 @@ class RowReader:
         return int(self._ends[-1]) if len(self._ends) else 0
 
     def read(self, numbers: Sequence[int]) -> list[Int[np.ndarray, " record"]]:
-        """Read some rows.
-
-        Returns:
-            Their records, see `parse_record`.
-        """
+        """Read the records of some rows, see `parse_record`."""
         chunks = np.searchsorted(self._ends, np.asarray(numbers), side="right")
         starts = np.concatenate([[0], self._ends])[chunks]
         places = [(int(c), int(number - start)) for c, number, start in zip(chunks, numbers, starts, strict=True)]

@@ -142,16 +142,13 @@ def make_checkpointer(
     model_spec: Mapping[str, Any] | None,
     reported: Callable[[], bool],
 ) -> Checkpointer | None:
-    """Make the checkpointer that a configuration asks for.
+    """Make the checkpointer that a configuration asks for; None where there are no checkpoints.
 
     Args:
         facts: What a run must have in common with a checkpoint to go on from it, beside seed and batch size.
 
     Raises:
         ConfigError: There is no run directory.
-
-    Returns:
-        The checkpointer; None where there are no checkpoints.
     """
     if config.checkpointer is None:
         return None

@@ -23,20 +23,12 @@ def k1(log_ratio: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
 
 
 def k2(log_ratio: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-    """Return half the squared log-ratio: of low variance, biased.
-
-    Args:
-        log_ratio: As for `k1`.
-    """
+    """Return half the squared log-ratio: of low variance, biased."""
     return jnp.square(log_ratio) / 2
 
 
 def k3(log_ratio: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-    """Return the ratio less 1 less the log-ratio: unbiased, never negative (equation 4 of arXiv 2402.03300).
-
-    Args:
-        log_ratio: As for `k1`.
-    """
+    """Return the ratio less 1 less the log-ratio: unbiased, never negative (equation 4 of arXiv 2402.03300)."""
     return jnp.expm1(log_ratio) - log_ratio
 
 

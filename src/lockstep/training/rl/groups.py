@@ -248,10 +248,7 @@ class RolloutSampler:
         engine.check(read, self._requests(self._largest(), seed=0))
 
     def sample(self, number: int, attempt: int, model: PyTree) -> Sampled | None:
-        """Have a model answer the questions of a rollout; every host calls it.
-
-        Returns:
-            None where the job is asked to end.
+        """Have a model answer the questions of a rollout; every host calls it. None where the job is asked to end.
 
         Raises:
             PeerError, DisagreementError, LaunchMismatchError, HostTimeoutError: See `generate_on_all`.

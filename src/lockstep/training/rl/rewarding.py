@@ -55,13 +55,10 @@ class Scoring:
             self._jobs.put((number, name, row, prompt))
 
     def finish(self, timeout_s: float) -> dict[int, dict[str, Value]]:
-        """Wait for all values, and end.
+        """Wait for all values, and end; return those of each answer by component.
 
         Args:
             timeout_s: The seconds to wait at most; what is not there by then is `LATE`.
-
-        Returns:
-            For each answer the values of its components by name.
         """
         for _ in self._threads:
             self._jobs.put(None)
@@ -127,7 +124,6 @@ class Rewards:
     """The rewards of answers; the same on every host.
 
     Args:
-        total: The weighted sums.
         components: The value of each component by name, its default where it had none.
         failed: The number of answers for which a component raised or returned no number, by name.
         late: The number of answers for which it was late.

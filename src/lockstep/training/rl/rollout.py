@@ -70,17 +70,13 @@ def make_columns(
     advantages: Float[np.ndarray, " answer"],
     learned: Bool[np.ndarray, " answer"] | None = None,
 ) -> dict[str, np.ndarray]:
-    """Return the rows of answers: prompt, answer, padding.
+    """Return the rows of answers by column, the answer as axis 0: prompt, answer, padding.
 
     Args:
         columns: Shape and type of one row of each column, as `GrpoConfig.columns` returned them. Columns of
             log-probabilities that the trainer computes are zeros here.
         prompts: The prompt's token ids of each answer.
-        advantages: The advantage of each answer.
         learned: Whether an answer is learned from, else it has no targets; None: all are.
-
-    Returns:
-        Arrays by column, with the answer as axis 0.
 
     Raises:
         ConfigError: An answer does not say what its tokens were drawn with, or which experts they were given to.

@@ -90,15 +90,12 @@ def check_shape(name: str) -> None:
 
 
 def build_schedule(shape: str, *, peak: float, min_ratio: float, warmup: int, decay: int, total: int) -> optax.Schedule:
-    """Build a schedule.
+    """Build a schedule: a function from the number of completed steps to the learning rate of the next.
 
     Args:
         shape: Its name in `SHAPES`, or ``module:function`` of a `Shape`.
         min_ratio: The smallest one after the warm-up, as a fraction of the peak.
         decay: The number of steps of the decay, the last ones; before it the rate stays at the peak.
-
-    Returns:
-        A function from the number of completed steps to the learning rate of the next.
 
     Raises:
         ConfigError: The module of a user's own shape cannot be imported, or has no such function.

@@ -144,9 +144,6 @@ def parameter_shardings(tree: PyTree, mesh: Mesh) -> PyTree:
     Args:
         tree: Haliax arrays or their shapes; an array without axis names is replicated.
 
-    Returns:
-        The tree with a sharding in place of each array.
-
     Raises:
         ConfigError: The mesh does not divide an axis.
     """
