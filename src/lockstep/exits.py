@@ -16,53 +16,35 @@ class ExitCode:
     retried: bool = False  # whether `--retries` starts the job again after it: only what another try can cure
 
 
-DONE = 0
-FAILED = 1
-USAGE = 2
-PEER_FAILED = 85
-WATCHDOG = 86
-WORKER_LOST = 87
-UNREACHABLE = 88
-PREFLIGHT = 89
-REFUSED = 90
-UNAVAILABLE = 91
-SETUP_FAILED = 92
-FAULT = 93
-FAULT_AGAIN = 94
-NOT_FOUND = 127
-INTERRUPTED = 128 + signal.SIGINT
-ABORTED = 128 + signal.SIGABRT
-BUS_ERROR = 128 + signal.SIGBUS
-KILLED = 128 + signal.SIGKILL
-SEGMENTATION_FAULT = 128 + signal.SIGSEGV
-TERMINATED = 128 + signal.SIGTERM
-
-EXIT_CODES = {
-    row.code: row
-    for row in (
-        ExitCode(code=DONE, meaning="done"),
-        ExitCode(code=FAILED, meaning="failed: an error of the configuration, of the data or of the program"),
-        ExitCode(code=USAGE, meaning="the command line cannot work"),
-        ExitCode(code=PEER_FAILED, meaning="ended because another process failed, or its host is gone", retried=True),
-        ExitCode(code=WATCHDOG, meaning="ended by its watchdog: a device call outlived its time", retried=True),
-        ExitCode(code=WORKER_LOST, meaning="a worker was taken away while the job ran (preempted)", retried=True),
-        ExitCode(code=UNREACHABLE, meaning="a worker cannot be reached", retried=True),
-        ExitCode(code=PREFLIGHT, meaning="a worker is not fit to start the job"),
-        ExitCode(code=REFUSED, meaning="the platform refused: permission, quota, a name or an option"),
-        ExitCode(code=UNAVAILABLE, meaning="no capacity: the platform has no such workers now", retried=True),
-        ExitCode(code=SETUP_FAILED, meaning="a worker could not be set up"),
-        ExitCode(code=FAULT, meaning="a fault of the hardware, the runtime or the network", retried=True),
-        ExitCode(code=FAULT_AGAIN, meaning="a fault again, with nothing saved since the attempt before"),
-        ExitCode(code=NOT_FOUND, meaning="the program was not found"),
-        ExitCode(code=INTERRUPTED, meaning="interrupted (Ctrl-C)"),
-        ExitCode(code=ABORTED, meaning="aborted, as by JAX where another process is gone (SIGABRT)", retried=True),
-        ExitCode(code=BUS_ERROR, meaning="a fault of memory or of a mapped file (SIGBUS)", retried=True),
-        ExitCode(code=SEGMENTATION_FAULT, meaning="a fault inside a native library (SIGSEGV)", retried=True),
-        ExitCode(code=KILLED, meaning="killed (SIGKILL, or the machine ran out of memory)"),
-        ExitCode(code=TERMINATED, meaning="asked to end (SIGTERM), as before a preemption", retried=True),
-    )
-}
+EXIT_CODES: dict[int, ExitCode] = {}
 """The table, by code."""
+
+
+def _row(code: int, meaning: str, retried: bool = False) -> int:
+    EXIT_CODES[code] = ExitCode(code=code, meaning=meaning, retried=retried)
+    return code
+
+
+DONE = _row(0, "done")
+FAILED = _row(1, "failed: an error of the configuration, of the data or of the program")
+USAGE = _row(2, "the command line cannot work")
+PEER_FAILED = _row(85, "ended because another process failed, or its host is gone", retried=True)
+WATCHDOG = _row(86, "ended by its watchdog: a device call outlived its time", retried=True)
+WORKER_LOST = _row(87, "a worker was taken away while the job ran (preempted)", retried=True)
+UNREACHABLE = _row(88, "a worker cannot be reached", retried=True)
+PREFLIGHT = _row(89, "a worker is not fit to start the job")
+REFUSED = _row(90, "the platform refused: permission, quota, a name or an option")
+UNAVAILABLE = _row(91, "no capacity: the platform has no such workers now", retried=True)
+SETUP_FAILED = _row(92, "a worker could not be set up")
+FAULT = _row(93, "a fault of the hardware, the runtime or the network", retried=True)
+FAULT_AGAIN = _row(94, "a fault again, with nothing saved since the attempt before")
+NOT_FOUND = _row(127, "the program was not found")
+INTERRUPTED = _row(128 + signal.SIGINT, "interrupted (Ctrl-C)")
+ABORTED = _row(128 + signal.SIGABRT, "aborted, as by JAX where another process is gone (SIGABRT)", retried=True)
+BUS_ERROR = _row(128 + signal.SIGBUS, "a fault of memory or of a mapped file (SIGBUS)", retried=True)
+SEGMENTATION_FAULT = _row(128 + signal.SIGSEGV, "a fault inside a native library (SIGSEGV)", retried=True)
+KILLED = _row(128 + signal.SIGKILL, "killed (SIGKILL, or the machine ran out of memory)")
+TERMINATED = _row(128 + signal.SIGTERM, "asked to end (SIGTERM), as before a preemption", retried=True)
 
 
 def describe_code(code: int) -> str:
