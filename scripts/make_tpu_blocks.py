@@ -148,20 +148,26 @@ def first(device: jax.Device, key: BlockKey, candidates: list[Block], limit: int
 
 def write(blocks: dict[str, dict[tuple[Block, Block], list[Heads]]]) -> None:
     """The table as a module."""
+    grouped: dict[str, dict[tuple[Block, Block], dict[tuple[int, str], list[tuple[int, int]]]]] = {}
+    for name, found in blocks.items():
+        for sizes, heads in found.items():
+            of = grouped.setdefault(name, {}).setdefault(sizes, {})
+            for q_heads, kv_heads, size, dtypes in heads:
+                of.setdefault((size, dtypes), []).append((q_heads, kv_heads))
     text = (
         '"""Made by scripts/make_tpu_blocks.py, which says how; do not edit."""\n\n'
         "type Block = tuple[int, int]\n"
-        "type Heads = tuple[int, int, int, str]\n\n"
+        "type Heads = dict[tuple[int, str], list[tuple[int, int]]]\n\n"
         "# fmt: off\n"
         f"VMEM_LIMIT: dict[str, int] = {VMEM_LIMIT!r}\n"
         '"""Bytes of VMEM that the kernel may use, by TPU generation."""\n\n'
         f"PAGE_SIZES = {PAGE_SIZES!r}\n"
         '"""Tokens in a page; every block below compiles with each of them."""\n\n'
-        "BLOCKS: dict[str, dict[tuple[Block, Block], list[Heads]]] = (\n"
-        f"{pprint.pformat(blocks, width=118, compact=True)}\n)\n"
+        "BLOCKS: dict[str, dict[tuple[Block, Block], Heads]] = (\n"
+        f"{pprint.pformat(grouped, width=118, compact=True)}\n)\n"
         "# fmt: on\n"
-        '"""By generation, then blocks of decode and of prefill as (positions of K/V, queries): the heads they are\n'
-        'for, as (query heads, kv heads, head size, dtype)."""\n'
+        '"""By generation, then blocks of decode and of prefill as (positions of K/V, queries), then head size and\n'
+        'dtype: the heads that they are for, as (query heads, kv heads)."""\n'
     )
     written = TABLE.with_suffix(".new")
     written.write_text(text, encoding="utf-8")
@@ -176,7 +182,9 @@ def main() -> None:
     arguments = parser.parse_args()
     blocks: dict[str, dict[tuple[Block, Block], list[Heads]]] = {name: {} for name in TOPOLOGIES}
     if arguments.only or arguments.missing:
-        blocks |= {name: {sizes: list(of) for sizes, of in BLOCKS[name].items()} for name in BLOCKS}
+        for name, found in BLOCKS.items():
+            for sizes, of in found.items():
+                blocks[name][sizes] = sorted((*heads, *kind) for kind, each in of.items() for heads in each)
     for name in [arguments.only] if arguments.only else TOPOLOGIES:
         device = topology(TOPOLOGIES[name]).devices[0]
         start = time.time()

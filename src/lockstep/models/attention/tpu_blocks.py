@@ -72,7 +72,8 @@ def blocks_for(key: BlockKey) -> tuple[Blocks, Blocks]:
     """Returns the block sizes of decode and of prefill; heads outside the table get `safe` ones and a warning."""
     limit = VMEM_LIMIT.get(key.generation, min(VMEM_LIMIT.values()))
     blocks = BLOCKS.get(key.generation, {}) if key.page_size in PAGE_SIZES else {}
-    found = next((sizes for sizes, heads in blocks.items() if key.heads in heads), None)
+    q_heads, kv_heads, size, dtypes = key.heads
+    found = next((each for each, heads in blocks.items() if (q_heads, kv_heads) in heads.get((size, dtypes), ())), None)
     if found is None:
         _warn(key)
         return safe(key), safe(key)
