@@ -169,7 +169,7 @@ class Recorder:
             return known[1]
         text = self._texts.pop(_jax.key_of(program), "")
         devices = _jax.all_devices(program)
-        local = [_ordinal(device) for device in _jax.local_devices(program)]
+        local = [jax.local_devices().index(device) for device in _jax.local_devices(program)]
         facts = {
             "is": "program",
             "id": len(self._programs),
@@ -238,10 +238,6 @@ class Recorder:
 def _thread() -> str:
     thread = threading.current_thread()
     return "" if thread is threading.main_thread() else thread.name
-
-
-def _ordinal(device: jax.Device) -> int:
-    return jax.local_devices().index(device)
 
 
 def _describe(value: Any) -> str:

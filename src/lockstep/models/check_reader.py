@@ -123,7 +123,8 @@ def check_reader(
             phase.agree(compare.digests)
         with scope.launch_on_all("compare"):
             found = {name: fetch(array) for name, array in compare(check.parts, check.ids, theirs).items()}
-        gap, tolerance = float(found["gaps"].max()), _tolerance(found)
+        gap = float(found["gaps"].max())
+        tolerance = max(LEAST_TOLERANCE, 4 * float(found["noise"].max()), 4 * float(found["rounding"]))
         unseen = tuple(name for name, same in zip(check.names, found["constant"], strict=True) if same)
         with scope.run_on_all("compile the search") as phase:
             program = check.adjustable(theirs)
@@ -232,10 +233,6 @@ def _gaps(ours: Array, theirs: Array) -> Array:
     count = min(ours.shape[-1], theirs.shape[-1])
     one, other = (jax.nn.log_softmax(logits[..., :count].astype(jnp.float32)) for logits in (ours, theirs))
     return jnp.max(jnp.nan_to_num(jnp.abs(one - other), nan=jnp.inf), axis=(0, 2))
-
-
-def _tolerance(found: dict[str, np.ndarray]) -> float:
-    return max(LEAST_TOLERANCE, 4 * float(found["noise"].max()), 4 * float(found["rounding"]))
 
 
 def _rests(check: _Check, program: Program, theirs: Any) -> tuple[float, list[tuple[float, str]]]:

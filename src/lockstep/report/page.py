@@ -115,7 +115,8 @@ def make_payload(runs: Sequence[RunFiles], *, reload_s: float | None = None) -> 
     rows = [[row for path in run.rows for row in read_rows(path)] for run in runs]
     for run, found in zip(runs, rows, strict=True):
         if not found:
-            raise LockstepError(f"{_paths(run)} has no rows yet. Wait for the run's first round of samples.")
+            paths = ", ".join(map(str, run.rows))
+            raise LockstepError(f"{paths} has no rows yet. Wait for the run's first round of samples.")
     axes = {row.axis: run.name for run, found in zip(runs, rows, strict=True) for row in found}
     if len(axes) > 1:
         raise LockstepError(
@@ -231,7 +232,10 @@ def _run(run: RunFiles, rows: Sequence[SavedRow], prompts: _Prompts, notes: list
             for number, row in enumerate(shown)
             if row.tokens
         },
-        "series": {name: _curve(curve) for name, curve in series.items()},
+        "series": {
+            name: {"steps": list(curve.steps), "values": [_plain(value) for value in curve.values]}
+            for name, curve in series.items()
+        },
     }
 
 
@@ -259,10 +263,6 @@ def _names(rows: Iterable[SavedRow], kind: str) -> list[str]:
     return sorted(names, key=lambda name: name in ("num_tokens", "mean_logprob"))
 
 
-def _curve(curve: Series) -> dict[str, Any]:
-    return {"steps": list(curve.steps), "values": [_plain(value) for value in curve.values]}
-
-
 def _plain(value: float | None) -> float | int | str | None:
     """A number as short as it is useful, whole ones without a point; one that JSON cannot express by its name."""
     if value is None:
@@ -272,10 +272,6 @@ def _plain(value: float | None) -> float | int | str | None:
     if value == int(value) and abs(value) < 2**53:
         return int(value)
     return float(f"{value:.{_DIGITS}g}")
-
-
-def _paths(run: RunFiles) -> str:
-    return ", ".join(str(path) for path in run.rows)
 
 
 SCRIPTS: Final = (
@@ -312,7 +308,7 @@ def render_page(payload: Mapping[str, Any], title: str) -> str:
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
     template = environment.from_string((folder / "page.html.j2").read_text(encoding="utf-8"))
     return template.render(
-        title=_without_surrogates(title),
+        title=title.encode(errors="backslashreplace").decode(),  # without surrogates
         version=importlib.metadata.version("jax-lockstep"),
         style=Markup(style),
         style_hash=_hash(style),
@@ -347,7 +343,3 @@ def write_page(page: str, path: Path) -> int:
 def _hash(text: str) -> str:
     """The source expression of a policy that allows exactly this text (https://www.w3.org/TR/CSP3/#match-element-to-source-list)."""
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
-
-
-def _without_surrogates(text: str) -> str:
-    return text.encode(errors="backslashreplace").decode()

@@ -48,7 +48,8 @@ class TasksConfig:
         for name in ("every", "limit", "max_new_tokens"):
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise ConfigError(f"tasks.{name} is {value}; it must be at least 1{_or_null(name)}.")
+                null = "" if name == "max_new_tokens" else ", or null"
+                raise ConfigError(f"tasks.{name} is {value}; it must be at least 1{null}.")
         if self.num_fewshot is not None and self.num_fewshot < 0:
             raise ConfigError(f"tasks.num_fewshot is {self.num_fewshot}; it must be at least 0, or null.")
         if self.max_seq_len is not None and self.max_seq_len < 2:
@@ -59,7 +60,3 @@ class TasksConfig:
     def due(self, step: int, *, last: bool) -> bool:
         """Whether a round after a step has the tasks with it."""
         return bool(self.names) and (last or self.every is None or step % self.every == 0)
-
-
-def _or_null(name: str) -> str:
-    return "" if name == "max_new_tokens" else ", or null"

@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from typing import Any, NoReturn
+from typing import Any
 
 from lockstep.redact import Redactor
 
@@ -122,11 +122,7 @@ def start(directory: str, spec: dict[str, Any]) -> bool:
 
         traceback.print_exc()
     finally:
-        _leave()
-
-
-def _leave() -> NoReturn:
-    os._exit(0)
+        os._exit(0)
 
 
 def environment(spec: dict[str, Any]) -> dict[str, str]:

@@ -109,11 +109,6 @@ def _hbm(arrays: Sequence[Array]) -> int:
     return sum(array.bytes for array in arrays if array.in_hbm)
 
 
-def _in_place(op: Op) -> bool:
-    """Whether the result of a custom call is the memory of one of its operands."""
-    return "output_to_operand_aliasing" in op.line
-
-
 def copies(hlo: Hlo, dims: tuple[int, ...]) -> list[Op]:
     """The operations that make another array of some dimensions in memory, such as a second page pool."""
     kinds = ("copy", "copy-start", "transpose", "broadcast", "concatenate")
@@ -173,7 +168,7 @@ def step_bytes(
 
     def kernel(op: Op, operands: Sequence[Sequence[Array]]) -> int:
         *scalars, queries, pool = operands
-        if _in_place(op):
+        if "output_to_operand_aliasing" in op.line:  # the result is the memory of one of the operands
             return sum(array.bytes for arrays in scalars for array in arrays) + 2 * queries[0].bytes
         page = pool[0].bytes // pool[0].dims[0] // sizes.page_size
         moved = sizes.slots * fetched * page * query_blocks
