@@ -162,7 +162,7 @@ class DecodeModels:
         dtype = jnp.dtype(self._engine.dtype or weights.embed.dtype)
         kv_dtype = self._engine.kv_dtype(dtype)
         if config.exact:
-            check_exact_dtype(config, dtype)
+            check_exact_dtype(dtype)
             self._check_exact(decode_mesh)
         device, heads = self.mesh.devices.flat[0], device_heads(config, decode_mesh)
         copies = tensor // self.config.num_kv_heads if config is not self.config else 1

@@ -26,6 +26,9 @@ type Fix = Callable[[Any], Any]
 """The identity, with which ``numerics: exact`` marks a number that no compiler may join with what is computed of it: a
 product with the sum that it goes into (FMA), a rounding with the widening that follows (XLA drops both)."""
 
+type Elementwise = Callable[[Callable[[Array], Array], Array], Array]
+"""Applies a function of single numbers to an array."""
+
 
 class Summable(Protocol):
     """An array, plain or with named axes."""
@@ -165,7 +168,7 @@ def hidden(
     up: Array,
     gate: Array | None,
     xielu_parameters: tuple[Any, ...] = (),
-    elementwise: Callable[[Callable[[Array], Array], Array], Array] | None = None,
+    elementwise: Elementwise | None = None,
 ) -> Array:
     """Return the hidden activations of the MLP, before the down projection.
 
@@ -178,8 +181,11 @@ def hidden(
     """
     if activation == "clamped_swiglu":
         return clamped_swiglu(up)
-    if gate is None:
+    if gate is None and elementwise is None:
         return xielu(up, *xielu_parameters)
+    if gate is None:
+        wide = (up, *xielu_parameters)
+        return xielu(*(each.astype(jnp.float32) for each in wide), elementwise).astype(up.dtype)
     activate = ACTIVATIONS[activation]
     if elementwise is None:
         return activate(gate) * up
@@ -199,7 +205,9 @@ def clamped_swiglu(gate_up: Array, alpha: float = 1.702, limit: float = 7.0) -> 
     return (up + 1) * gate * jax.nn.sigmoid(alpha * gate)
 
 
-def xielu(x: Array, p: Array, n: Array, beta: Array, eps: Array) -> Array:
+def xielu(
+    x: Array, p: Array, n: Array, beta: Array, eps: Array, elementwise: Elementwise = lambda function, x: function(x)
+) -> Array:
     """Apply xIELU, the activation of Apertus (Huang & Schlag 2024, https://arxiv.org/abs/2411.13010).
 
     Args:
@@ -207,10 +215,15 @@ def xielu(x: Array, p: Array, n: Array, beta: Array, eps: Array) -> Array:
         n: The scalar that sets the curvature for negative inputs, before softplus and the addition of ``beta``.
         beta: The scalar slope at 0.
         eps: The scalar, a small negative number, that bounds the argument of expm1 from above.
+        elementwise: Applies the function.
     """
-    p, n = jax.nn.softplus(p), beta + jax.nn.softplus(n)
-    negative = (jnp.expm1(jnp.minimum(x, eps)) - x) * n + beta * x
-    return jnp.where(x > 0, p * x * x + beta * x, negative).astype(x.dtype)
+    p, n = elementwise(jax.nn.softplus, p), beta + elementwise(jax.nn.softplus, n)
+
+    def activate(x: Array) -> Array:
+        negative = (jnp.expm1(jnp.minimum(x, eps)) - x) * n + beta * x
+        return jnp.where(x > 0, p * x * x + beta * x, negative).astype(x.dtype)
+
+    return elementwise(activate, x)
 
 
 def soft_cap(x: Array, cap: float | Array | None) -> Array:

@@ -13,7 +13,7 @@ from lockstep.engine.decoder.prefill import chunks
 from lockstep.engine.decoder.transformer import Transformer
 from lockstep.engine.sampling.logprobs import target_logprobs
 from lockstep.errors import ConfigError
-from lockstep.models import TENSOR_DIMS, WEIGHT_AXES, DecoderWeights, LlamaConfig, Variant
+from lockstep.models import TENSOR_DIMS, WEIGHT_AXES, DecoderWeights, LlamaConfig
 from lockstep.models.attention import attend_exact, contiguous_blocks
 from lockstep.placement import PARAMETER_AXES, DecodeMesh, LeafLayout, partition_specs
 from lockstep.placement.device import barrier
@@ -43,7 +43,7 @@ def exact_logprobs(
     """
     mesh: Any = jax.sharding.get_abstract_mesh()
     names = () if mesh.empty else mesh.axis_names
-    check_exact_dtype(config, weights.embed.dtype)
+    check_exact_dtype(weights.embed.dtype)
     device = None if mesh.empty else mesh.abstract_device
     check_exact_platform(jax.default_backend() if device is None else device.platform)
     tensor = tuple(name for name in names if name == PARAMETER_AXES["vocab"])
@@ -101,7 +101,7 @@ def _logprobs(
 
     def attend(cache: Cache, layer: Array, q: Array, sinks: Array | None) -> Array:
         k, v = (cache[0][:, :, first::2].swapaxes(1, 2) for first in (0, 1))
-        return attend_exact(q, position, *contiguous_blocks(k, v), heads.modifier_of(layer))
+        return attend_exact(q, position, *contiguous_blocks(k, v), heads.modifier_of(layer), sinks)
 
     x = transformer.embed(weights, tokens)
     kv = jnp.zeros((rows, length, 2 * heads.kv_heads, heads.head_size), x.dtype)
@@ -124,11 +124,13 @@ def _logprobs(
     return jnp.maximum(found, jnp.finfo(jnp.float32).min), stream  # an id that is no token has none
 
 
-def check_exact_dtype(config: LlamaConfig, dtype: jnp.dtype) -> None:
-    """Refuses ``numerics: exact`` in types that no test has: float32 but for plain untied Llama, and float16."""
-    other = config.qkv_bias or config.qk_norm or config.tie_word_embeddings or config.variant != Variant()
-    if dtype != jnp.bfloat16 and (other or dtype != jnp.float32):
-        raise ConfigError(f"numerics is exact, which has this model in bfloat16 only, not {dtype}. Set it to fast.")
+def check_exact_dtype(dtype: jnp.dtype) -> None:
+    """Refuses ``numerics: exact`` in types that no test has, such as float16."""
+    if dtype not in (jnp.bfloat16, jnp.float32):
+        raise ConfigError(
+            f"numerics is exact, which is tested in bfloat16 and float32, not in {dtype}. Use one of them, or set "
+            "numerics to fast."
+        )
 
 
 _EXACT_PLATFORMS = {"cpu"}

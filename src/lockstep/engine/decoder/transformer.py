@@ -27,7 +27,7 @@ from lockstep.models import (
 )
 from lockstep.models.attention import Heads, ScoreModifier
 from lockstep.placement import DecodeMesh, LayoutTree, QuantizedWeight, drop_layers, matmul, read, read_outer
-from lockstep.placement.device import add_blocks, barrier, blocks_of, elementwise, product, tree_sum
+from lockstep.placement.device import add_blocks, add_heads, barrier, blocks_of, elementwise, product, tree_sum
 
 LAYER: Final = frozenset(field.name for field in dataclasses.fields(LayerWeights))
 EXPERTS: Final = tuple(name for name, axes in WEIGHT_AXES.items() if "expert" in axes[:-1])
@@ -176,7 +176,7 @@ class Transformer:
                     gates = block.head_gates(matmul(h, w.head_gate))
                     attended = attended.reshape(q.shape) * gates.reshape(*q.shape[:-1], 1)
                 out = self._contract(attended.reshape(*x.shape[:2], -1), w.o, self._query_heads)
-                return out if w.o_bias is None else out + w.o_bias
+                return out if w.o_bias is None else self._fix(out + w.o_bias)
 
             def mlp(h: Array) -> Array:
                 nonlocal routed
@@ -267,7 +267,7 @@ class Transformer:
             self._linear(h, w.v, w.v_bias, kv_head, kv_head[0]),
         )
         q, k = self._norm(q, w.q_norm), self._norm(k, w.k_norm)
-        q, k = self._wide_norm(q, w.q_wide_norm), self._wide_norm(k, w.k_wide_norm)
+        q, k = self._norm(q, w.q_wide_norm, wide=True), self._norm(k, w.k_wide_norm, wide=True)
         q, k = (block.unit_norm(each, self.config.variant.unit_qk_norm) for each in (q, k))
         q = block.rotate(q, *(each[:, :, None, None] for each in angles), fix=self._fix)
         k = block.rotate(k, *(each[:, :, None] for each in angles), fix=self._fix)
@@ -329,26 +329,21 @@ class Transformer:
         none = None if self.routed is None else jnp.full((h.size // h.shape[-1], self.routed.choices), -1, jnp.int32)
         return answers, none
 
-    def _norm(self, x: Array, weight: Array | None) -> Array:
-        epsilon, offset = self.config.layer_norm_epsilon, self.config.variant.norm_offset
-        if not self.config.exact or weight is None:
+    def _norm(self, x: Array, weight: Array | None, *, wide: bool = False) -> Array:
+        """Applies RMSNorm; ``wide`` is over all heads together, those of the other devices of the replica included."""
+        epsilon, offset, exact = self.config.layer_norm_epsilon, self.config.variant.norm_offset, self.config.exact
+        if weight is None or not (exact or wide):
             return block.rms_norm(x, weight, epsilon, offset=offset)
+        devices = self.decode_mesh.tensor if wide else 1
 
         def mean(squares: Array) -> Array:
-            return jnp.asarray(barrier(tree_sum(squares)[..., None] / weight.size))
+            if exact:
+                total = add_heads(tree_sum(squares), weight.ndim - 1, self.decode_mesh.tensor_axes if wide else ())
+            else:
+                total = self._sum(jnp.sum(squares, axis=tuple(range(-weight.ndim, 0)), keepdims=True))
+            return jnp.asarray(self._fix(total / (weight.size * devices)))
 
-        return barrier(block.rms_norm(barrier(x), weight, epsilon, offset=offset, mean=mean, fix=barrier))
-
-    def _wide_norm(self, x: Array, weight: Array | None) -> Array:
-        """Applies RMSNorm over all heads together, those of the other devices of the replica included."""
-
-        def mean(squares: Array) -> Array:
-            assert weight is not None
-            heads = tuple(range(-weight.ndim, 0))
-            return self._sum(jnp.sum(squares, axis=heads, keepdims=True)) / (weight.size * self.decode_mesh.tensor)
-
-        offset = self.config.variant.norm_offset
-        return block.rms_norm(x, weight, self.config.layer_norm_epsilon, offset=offset, mean=mean)
+        return self._fix(block.rms_norm(self._fix(x), weight, epsilon, offset=offset, mean=mean, fix=self._fix))
 
     def _fix(self, x: Any) -> Any:
         """Returns what it is given: `lockstep.models.block.Fix`."""

@@ -21,6 +21,7 @@ def attend_exact(
     read: ReadChunk,
     num_blocks: int,
     modifier: ScoreModifier,
+    sinks: Float[Array, "kv_head group"] | None = None,
 ) -> Float[Array, "sequence query kv_head group head"]:
     """Attends each query to all positions up to and including its own; softmax in float32, block by block of keys.
 
@@ -28,6 +29,7 @@ def attend_exact(
 
     Args:
         read: Returns K and V of a block ``[sequence, kv_head, BLOCK, head]``; V that no query sees must be finite.
+        sinks: The score of each query head for nothing, which takes a part of its softmax.
     """
     sequences, queries, kv_heads, group, head = q.shape
     rows = queries * group
@@ -38,10 +40,13 @@ def attend_exact(
         x = x.reshape(*x.shape[:axis], -1, tile, *x.shape[axis + 1 :])
         return jnp.moveaxis(x, axis, 0)
 
+    # Whose exponentials are there before any block: 1, with themselves as the maximum.
+    lowest = jnp.full((kv_heads, group), jnp.finfo(jnp.float32).min) if sinks is None else sinks.astype(jnp.float32)
+    sink_rows = jnp.tile(lowest, (1, queries))
     by_head = q.transpose(0, 2, 1, 3, 4).reshape(sequences, kv_heads, rows, head)
 
-    def attend(given: tuple[Array, Array]) -> Array:
-        q, position = given
+    def attend(given: tuple[Array, Array, Array]) -> Array:
+        q, position, largest = given
 
         def add(index: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
             running_max, sum_exp, out = state
@@ -59,14 +64,14 @@ def attend_exact(
             old_sum, old_out = barrier((sum_exp * rescale, out * rescale[..., None]))
             return barrier((new_max, old_sum + tree_sum(weights), old_out + added))
 
-        lowest = jnp.full(q.shape[:3], jnp.finfo(jnp.float32).min)
-        empty = lowest, jnp.zeros_like(lowest), jnp.zeros(q.shape, jnp.float32)
+        largest = jnp.broadcast_to(largest, q.shape[:3])
+        empty = largest, jnp.full_like(largest, sinks is not None), jnp.zeros(q.shape, jnp.float32)
         count = jnp.minimum(jnp.max(position) // BLOCK + 1, num_blocks)
         _, sum_exp, out = jax.lax.fori_loop(0, count, add, empty)
         return barrier((out / sum_exp[..., None]).astype(q.dtype))
 
     def by(tile: int) -> Array:
-        given = tiles(by_head, 2, tile), tiles(jnp.repeat(position, group, axis=1), 1, tile)
+        given = tiles(by_head, 2, tile), tiles(jnp.repeat(position, group, axis=1), 1, tile), tiles(sink_rows, 1, tile)
         out = jax.lax.map(attend, given) if len(given[0]) > 1 else attend(jax.tree.map(lambda x: x[0], given))[None]
         return jnp.moveaxis(out, 0, 2).reshape(sequences, kv_heads, -1, head)[:, :, :rows]
 
@@ -109,7 +114,6 @@ class ExactAttention(XlaAttention):
         sinks: Array | None = None,
     ) -> Array:  # fmt: skip
         """Attends to the context; idle slots are computed too."""
-        assert sinks is None
         context = cache[1]
         chunk = context.k.shape[4]
 
@@ -121,13 +125,12 @@ class ExactAttention(XlaAttention):
 
         last = context.k.shape[1] * chunk - 1
         positions = jnp.minimum(position[:, None] + jnp.arange(q.shape[1]), last)
-        return attend_exact(q, positions, read, context.k.shape[1], self.heads.modifier_of(layer))
+        return attend_exact(q, positions, read, context.k.shape[1], self.heads.modifier_of(layer), sinks)
 
     def prefill(
         self, q: Array, pool: Array, layer: Array, first_page: Array, rows: Rows, sinks: Array | None = None
     ) -> Array:
         """Attends to the pages of the pool; unused rows are computed too."""
-        assert sinks is None
         start, page_table = rows
         pages = BLOCK // self.page_size
         blocks = -(-page_table.shape[1] // pages)
@@ -139,7 +142,7 @@ class ExactAttention(XlaAttention):
             return barrier((k, jnp.where(written[:, None, :, None], v, 0)))
 
         positions = start[:, None] + jnp.arange(q.shape[1])
-        return attend_exact(q, positions, read, blocks, self.heads.modifier_of(layer))
+        return attend_exact(q, positions, read, blocks, self.heads.modifier_of(layer), sinks)
 
 
 def _dot(a: Array, b: Array, axis: int) -> Array:

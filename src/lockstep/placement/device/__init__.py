@@ -18,6 +18,7 @@ from lockstep.placement.device.exact import BLOCKS as BLOCKS
 from lockstep.placement.device.exact import TERMS as TERMS
 from lockstep.placement.device.exact import TILE as TILE
 from lockstep.placement.device.exact import add_blocks as add_blocks
+from lockstep.placement.device.exact import add_heads as add_heads
 from lockstep.placement.device.exact import barrier as barrier
 from lockstep.placement.device.exact import blocks_of as blocks_of
 from lockstep.placement.device.exact import by_tile as by_tile

@@ -8,7 +8,7 @@ subtree of the same tree.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import jax
@@ -59,11 +59,24 @@ def tree_sum(x: Float[Array, "... width"]) -> Float[Array, "..."]:
 
 
 def add_blocks(parts: Float[Array, "block ..."]) -> Float[Array, "..."]:
-    """Returns the sum of blocks, a power of two of them, neighbours first: what devices add of theirs is a subtree."""
+    """Returns the sum of blocks, neighbours first: what devices add of theirs, a power of two of them, is a subtree."""
     parts = barrier(parts)
     while len(parts) > 1:
+        if len(parts) % 2:
+            parts = jnp.concatenate([parts, jnp.zeros_like(parts[:1])])
         parts = parts[::2] + parts[1::2]
     return barrier(parts[0])
+
+
+def add_heads(sums: Float[Array, "..."], axes: int, devices: Sequence[str]) -> Float[Array, "..."]:
+    """Returns the sum over the last axes, of heads, and over those of other devices; the axes are kept, and one more.
+
+    Heads that devices repeat, a power of two of times, are added to each other first: the mean stays what it was.
+    """
+    kept = sums.shape[: sums.ndim - axes]
+    heads = jnp.moveaxis(sums.reshape(*kept, -1), -1, 0)
+    heads = jax.lax.all_gather(heads, devices, tiled=True) if devices else heads
+    return add_blocks(heads).reshape(*kept, *(1,) * (axes + 1))
 
 
 def tile_of(rows: int, dtype: Any, platform: str) -> int:

@@ -25,30 +25,33 @@ def normal(*shape, dtype="float32"):
     return jnp.asarray(RNG.standard_normal(shape), dtype)
 
 
-def attended(q, position, k, v):
-    return attend_exact(q, position, *contiguous_blocks(k, v), WINDOW)
+SINKS = normal(2, 3)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_a_query_has_the_same_bits_alone_and_beside_others_and_before_a_longer_context(dtype):
+def attended(q, position, k, v, sinks):
+    return attend_exact(q, position, *contiguous_blocks(k, v), WINDOW, sinks)
+
+
+@pytest.mark.parametrize(("dtype", "sinks"), [("bfloat16", None), ("float32", None), ("float32", SINKS)])
+def test_a_query_has_the_same_bits_alone_and_beside_others_and_before_a_longer_context(dtype, sinks):
     q, k, v = (normal(*shape, dtype=dtype) for shape in ((2, 12, 2, 3, 8), (2, 2, 160, 8), (2, 2, 160, 8)))
     position = jnp.asarray([range(100, 112), range(140, 152)])
-    whole = jax.jit(attended)(q, position, k, v)
-    alone = jax.jit(attended)(q[1:, 5:6], position[1:, 5:6], k[1:], v[1:])
+    whole = jax.jit(attended)(q, position, k, v, sinks)
+    alone = jax.jit(attended)(q[1:, 5:6], position[1:, 5:6], k[1:], v[1:], sinks)
     np.testing.assert_array_equal(alone[0, 0], whole[1, 5])
-    short = jax.jit(attended)(q[:1, 3:8], position[:1, 3:8], k[:1, :, :112], v[:1, :, :112])
+    short = jax.jit(attended)(q[:1, 3:8], position[:1, 3:8], k[:1, :, :112], v[:1, :, :112], sinks)
     np.testing.assert_array_equal(short[0], whole[0, 3:8])
 
 
-def test_it_is_attention():
+@pytest.mark.parametrize("sinks", [None, SINKS])
+def test_it_is_attention(sinks):
     pool, table = normal(12, 16, 4, 8), jnp.asarray([[3, 7, 1, 9, 0, 2, 4, 5, 6]])
     q, start = normal(1, 16, 2, 3, 8), jnp.asarray([120])
     attention = ExactAttention(heads=Heads(kv_heads=2, group=3, head_size=8, modifier=WINDOW), page_size=16)
     rows = attention.begin_prefill(start, table, jnp.ones(1, bool))
-    found = jax.jit(functools.partial(attention.prefill, layer=jnp.int32(0), first_page=jnp.int32(0), rows=rows))(
-        q, pool
-    )
-    np.testing.assert_allclose(found, paged_attention(q, pool, table, start, WINDOW), atol=1e-5)
+    prefill = functools.partial(attention.prefill, layer=jnp.int32(0), first_page=jnp.int32(0), rows=rows, sinks=sinks)
+    want = paged_attention(q, pool, table, start, WINDOW, sinks=sinks)
+    np.testing.assert_allclose(jax.jit(prefill)(q, pool), want, atol=1e-5)
 
 
 def test_a_page_that_does_not_divide_a_block_is_refused():

@@ -5,7 +5,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lockstep.placement.device import BLOCKS, TILE, add_blocks, blocks_of, elementwise, product, tile_of, tree_sum
+from lockstep.placement.device import (
+    BLOCKS,
+    TILE,
+    add_blocks,
+    add_heads,
+    blocks_of,
+    elementwise,
+    product,
+    tile_of,
+    tree_sum,
+)
 from lockstep.placement.device.exact import MOST_ROWS
 
 RNG = np.random.default_rng(0)
@@ -44,6 +54,19 @@ def test_what_a_device_adds_is_a_subtree():
     for devices in (2, 4, 8):
         own = jnp.stack([add_blocks(part) for part in jnp.split(parts, devices)])
         np.testing.assert_array_equal(add_blocks(own), add_blocks(parts))
+
+
+@pytest.mark.parametrize(("heads", "axes"), [((6,), 1), ((5, 2), 2), ((7,), 0)])
+def test_a_mean_over_heads_is_the_same_where_devices_repeat_them(heads, axes):
+    sums = normal(3, *heads)
+    whole = np.asarray(jax.jit(lambda x: add_heads(x, axes, ()))(sums))
+    kept = whole.shape[: whole.ndim - axes - 1]
+    assert whole.shape == (*kept, *(1,) * (axes + 1))
+    added = np.asarray(sums, np.float64).reshape(*kept, -1).sum(-1)
+    np.testing.assert_allclose(whole.reshape(kept), added, rtol=1e-5)  # a few additions in float32
+    for times in (2, 8) if axes else ():
+        more = add_heads(jnp.repeat(sums, times, axis=1), axes, ())
+        np.testing.assert_array_equal(more / times, whole)
 
 
 @pytest.mark.parametrize(("dtype", "width"), [("bfloat16", 172), ("bfloat16", 43), ("float32", 172)])
