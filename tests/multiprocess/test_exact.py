@@ -16,13 +16,13 @@ pytestmark = pytest.mark.multiprocess
 CASES = {
     2: [
         ("llama", "bfloat16", "1,2,2", {"layout": {"tensor": 4}}),
-        ("llama", "float32", "2,1,2", {"layout": {"tensor": 2}, "max_seqs": 3}),
+        ("olmo", "float32", "2,1,2", {"layout": {"tensor": 2}, "max_seqs": 3}),
         ("gemma3", "bfloat16", "4,1,1", {"layout": "training", "page_size": 4}),
     ],
     4: [
         ("llama", "bfloat16", "2,2,2", {"layout": {"tensor": 8}}),
         ("qwen3", "bfloat16", "1,4,2", {"layout": {"tensor": 4}, "max_seqs": 3}),
-        ("qwen2", "bfloat16", "4,1,2", {"layout": "training", "page_size": 4}),
+        ("apertus", "bfloat16", "4,1,2", {"layout": "training", "page_size": 4}),
     ],
 }
 """Family, type, mesh and engine by the number of processes: tensor groups over them and within, the training layout."""

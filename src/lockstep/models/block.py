@@ -181,11 +181,11 @@ def hidden(
     """
     if activation == "clamped_swiglu":
         return clamped_swiglu(up)
-    if gate is None and elementwise is None:
-        return xielu(up, *xielu_parameters)
     if gate is None:
-        wide = (up, *xielu_parameters)
-        return xielu(*(each.astype(jnp.float32) for each in wide), elementwise).astype(up.dtype)
+        if elementwise is None:
+            return xielu(up, *xielu_parameters)
+        wide = [each.astype(jnp.float32) for each in (up, *xielu_parameters)]
+        return xielu(*wide, elementwise=elementwise).astype(up.dtype)
     activate = ACTIVATIONS[activation]
     if elementwise is None:
         return activate(gate) * up
