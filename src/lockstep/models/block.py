@@ -206,7 +206,13 @@ def clamped_swiglu(gate_up: Array, alpha: float = 1.702, limit: float = 7.0) -> 
 
 
 def xielu(
-    x: Array, p: Array, n: Array, beta: Array, eps: Array, elementwise: Elementwise = lambda function, x: function(x)
+    x: Array,
+    p: Array,
+    n: Array,
+    beta: Array,
+    eps: Array,
+    *,
+    elementwise: Elementwise = lambda function, x: function(x),
 ) -> Array:
     """Apply xIELU, the activation of Apertus (Huang & Schlag 2024, https://arxiv.org/abs/2411.13010).
 
