@@ -163,7 +163,10 @@ def test_an_epsilon_ten_times_too_large_is_named_or_listed(compiled):
 
     with pytest.raises(ReaderMismatchError, match=r"up to 0.000.*1e-06: it should be 1e-07") as error:
         check(1e-6, 1e-7)
-    assert len(error.value.likely) == 1 and len(error.value.tried) > 30
+    # 1e-08 is no further than this CPU's rounding on some machines: it is then said too, after the nearer one.
+    first, *others = error.value.likely
+    assert first.startswith("layer_norm_epsilon is 1e-06: it should be 1e-07") and len(error.value.tried) > 30
+    assert all(each.startswith("layer_norm_epsilon is 1e-06: it should be 1e-08") for each in others)
     found = check(1e-7, 1e-8)
     (listed,) = [
         each for each in found.cannot_tell if each.startswith("layer_norm_epsilon is 1e-07: it should be 1e-08")
