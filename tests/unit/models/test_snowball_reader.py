@@ -102,7 +102,7 @@ def test_a_model_is_read_by_reference_with_its_settings() -> None:
 
 def test_exact_numerics_refuse_it_by_name() -> None:
     config, _ = read_decoder(skeleton(CONFIG))
-    with pytest.raises(ConfigError, match="numerics is exact and variant.embed_norm is True"):
+    with pytest.raises(ConfigError, match="numerics is exact and variant.gated_norm_rank is 7, which is not"):
         dataclasses.replace(config, numerics="exact")
     fields = ("gated_norm_rank", "unit_qk_norm", "exclusive_attention", "head_gates")
     for name in fields:
