@@ -115,19 +115,19 @@ FAMILIES: dict[str, PreTrainedConfig] = {
         moe_intermediate_size=22,
         num_experts=5,
         num_experts_per_tok=3,
-        norm_topk_prob=False,
+        norm_topk_prob=True,
         rope_parameters={"rope_type": "default", "rope_theta": 200.0},
     ),
-    # Layers 1, 3 and 5 have experts.
+    # Layers 1, 3 and 5 have experts; twice a prime in the width.
     "qwen3_moe_mixed": Qwen3MoeConfig(
-        **{**ODD, "num_hidden_layers": 8},
+        **{**ODD, "num_hidden_layers": 8, "hidden_size": 38},
         head_dim=6,
         moe_intermediate_size=14,
-        num_experts=3,
-        num_experts_per_tok=2,
+        num_experts=2,
+        num_experts_per_tok=1,
         decoder_sparse_step=2,
         mlp_only_layers=[7],
-        norm_topk_prob=True,
+        norm_topk_prob=False,
         rope_parameters={"rope_type": "default", "rope_theta": 200.0},
     ),
     "qwen2_moe": Qwen2MoeConfig(

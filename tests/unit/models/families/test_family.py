@@ -87,10 +87,16 @@ FAMILIES = {
         ),
     ),
     "qwen3_moe_mixed": Qwen3MoeConfig(
-        **{**ODD, "num_layers": 8},
+        **{**ODD, "hidden_dim": 38, "num_layers": 8},
         head_dim=6,
         rope=RotaryConfig(theta=200.0),
-        experts=Experts(num_experts=3, num_experts_per_tok=2, intermediate_dim=14, mlp_only_layers=(0, 2, 4, 6, 7)),
+        experts=Experts(
+            num_experts=2,
+            num_experts_per_tok=1,
+            intermediate_dim=14,
+            norm_topk_prob=False,
+            mlp_only_layers=(0, 2, 4, 6, 7),
+        ),
     ),
 }
 
