@@ -1,6 +1,7 @@
 """Tiny Levanter models and what their own dense forward answers: the oracle of everything that reads them."""
 
 import contextlib
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,9 +10,11 @@ import haliax as hax
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType
+from jax.experimental import multihost_utils
+from jax.sharding import AxisType, Mesh
 from levanter.layers.attention import AttentionMask
 from levanter.models.llama import LlamaConfig
+from levanter.models.snowball import SnowballConfig
 from levanter.utils.tree_utils import inference_mode
 
 from lockstep.types import FinishReason, Request
@@ -28,14 +31,42 @@ SIZES: dict[str, Any] = {
     "gradient_checkpointing": False,
 }
 LLAMA = LlamaConfig(**SIZES)
+SNOWBALL = SnowballConfig(
+    hidden_dim=32,
+    intermediate_dim=16,
+    shared_expert_intermediate_dim=24,
+    num_experts=6,
+    num_experts_per_token=3,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=12,
+    max_seq_len=64,
+    sliding_window=9,
+    initializer_std=0.1,
+)
 LENGTH, ROWS = 64, 8
 
 
+def snowball_mesh(*sizes: int) -> Mesh:
+    """A mesh of explicit axes, as Levanter makes them for Snowball: replica_dcn, data, context, expert, model."""
+    names, devices = ("replica_dcn", "data", "context", "expert", "model"), jax.local_devices()[: math.prod(sizes)]
+    return Mesh(np.array(devices).reshape(sizes), names, axis_types=(AxisType.Explicit,) * 5)
+
+
+def on_this_host(model: Any) -> Any:
+    """A model of any number of processes with its arrays in NumPy. Every process makes this call."""
+    arrays, rest = eqx.partition(model, eqx.is_array)
+    return eqx.combine(multihost_utils.process_allgather(arrays, tiled=True), rest)
+
+
 def _mesh_of_experts(model: Any) -> contextlib.AbstractContextManager[Any]:
-    """A mesh of the first device where Levanter routes in a shard_map; else the context that there is."""
+    """A mesh of this process's first device where Levanter routes in a shard_map; else the context that there is."""
+    if model.config.requires_explicit_mesh_axes:
+        return jax.set_mesh(snowball_mesh(1, 1, 1, 1, 1))
     if not hasattr(model.config, "num_experts_per_tok"):
         return contextlib.nullcontext()
-    return jax.set_mesh(jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:1]))
+    return jax.set_mesh(jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,), devices=jax.local_devices()[:1]))
 
 
 def build(config: Any, vocab: int = 64, *, scale: float = 1.0, seed: int = 0) -> Any:

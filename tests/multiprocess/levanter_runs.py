@@ -9,6 +9,7 @@ from typing import Any
 import haliax as hax
 import jax
 import jmp
+import levanter.tracker
 import numpy as np
 from levanter.checkpoint import CheckpointerConfig
 from levanter.data.dataset import ListAsyncDataset
@@ -27,15 +28,29 @@ FSDP: dict[str, int] = {"data": -1}
 TENSOR: dict[str, int] = {"data": -1, "model": 2}
 
 
-def trainer_config(directory: str | Path, steps: int, axes: dict[str, int], **values: Any) -> TrainerConfig:
-    """A configuration as a user writes it, everything below ``directory``."""
+def snowball_mesh(**axes: int) -> MeshConfig:
+    """The axes that Snowball names itself, its batch and its vocabulary over them; those not given have one device."""
+    mapping: dict[str, Any] = {"batch": ["replica_dcn", "data", "expert"], "vocab": "model"}
+    if "context" in axes:
+        mapping["position"] = "context"  # Levanter's loss refuses it where the axis has one device
+    return MeshConfig(axes={"context": 1, "expert": 1} | axes, compute_mapping=mapping)
+
+
+def trainer_config(
+    directory: str | Path, steps: int, mesh: dict[str, int] | MeshConfig, **values: Any
+) -> TrainerConfig:
+    """A configuration as a user writes it, everything below ``directory``.
+
+    Args:
+        mesh: Levanter's configuration of the mesh, or its axes alone.
+    """
     os.environ["WANDB_DIR"] = str(directory)
     settings = {
         "id": "test",
         "seed": 0,
         "num_train_steps": steps,
         "train_batch_size": 8,
-        "mesh": MeshConfig(axes=axes),
+        "mesh": mesh if isinstance(mesh, MeshConfig) else MeshConfig(axes=mesh),
         "tracker": WandbConfig(mode="offline", save_code=False),
         "log_dir": Path(directory) / "logs",
         "checkpointer": CheckpointerConfig(base_path=str(Path(directory) / "checkpoints"), save_interval=None),
@@ -82,7 +97,8 @@ def train(
     data = examples()
 
     def loss(model: Any, example: LmExample, *, key: Any = None) -> Any:
-        return model.compute_next_token_loss(example, key=key)
+        with levanter.tracker.defer_tracker_for_jit():  # Mixtral logs in what is differentiated, which JAX refuses
+            return model.compute_next_token_loss(example, key=key)
 
     with Trainer(config, optimizer, loss) as trainer:
         Vocab = hax.Axis("vocab", tiny.vocab_size())

@@ -12,6 +12,7 @@ from levanter.callbacks import Callback
 from levanter.checkpoint import CheckpointerConfig
 from levanter.data.dataset import ListAsyncDataset
 from levanter.models.gpt2 import Gpt2Config
+from levanter.models.mixtral import MixtralConfig
 from levanter.models.qwen3_moe import Qwen3MoeConfig
 from levanter.optim.model_averaging import EmaModelAveragingConfig
 from levanter.tracker import NoopConfig, NoopTracker, current_tracker
@@ -42,13 +43,18 @@ SAMPLING = InferenceEvalConfig(
     n_generations=2,
     on_error="raise",
 )
+GREEDY = dataclasses.replace(SAMPLING, temperature=0.0, n_generations=1, stop_token_ids=[])
 RUNS = {
-    "fsdp": (runs.FSDP, models.LLAMA),
-    "tensor": (runs.TENSOR, models.LLAMA),
-    "experts": (
+    "fsdp": (runs.FSDP, models.LLAMA, SAMPLING),
+    "tensor": (runs.TENSOR, models.LLAMA, SAMPLING),
+    "qwen3_moe": (
         runs.FSDP,
         Qwen3MoeConfig(**models.SIZES, head_dim=8, moe_intermediate_dim=16, num_experts=5, num_experts_per_tok=3),
+        GREEDY,
     ),
+    "mixtral": (runs.FSDP, MixtralConfig(**models.SIZES, n_routed_experts=5, n_shared_experts=1), GREEDY),
+    "snowball": (runs.snowball_mesh(data=-1), models.SNOWBALL, GREEDY),
+    "snowball, split": (runs.snowball_mesh(context=2, data=1, expert=-1), models.SNOWBALL, GREEDY),
 }
 
 
@@ -79,7 +85,7 @@ def leader_logs_alone(hosts, mesh):
 
 
 def body_same_losses(hosts, directory, run):
-    found, (axes, model) = {}, RUNS[run]
+    found, (mesh, model, sampling) = {}, RUNS[run]
     runs.examples()
     for name in ("plain", "sampled"):
         losses, made = [], []
@@ -87,16 +93,22 @@ def body_same_losses(hosts, directory, run):
         def add_hooks(trainer, state, losses=losses, made=made, name=name):
             trainer.add_hook(lambda info: losses.append(float(info.loss).hex()))
             if name == "sampled":
-                made.append(lockstep.levanter.sample_callback(SAMPLING, tiny.tokenizer(), trainer, model=state.model))
+                made.append(
+                    lockstep.levanter.sample_callback(
+                        sampling, tiny.tokenizer(), trainer, model=state.model, output_dir=directory
+                    )
+                )
                 trainer.add_hook(made[0], every=EVERY)
                 made.append(lockstep.levanter.sample_callback(SAMPLING, tiny.tokenizer(), trainer, name="naive"))
                 made[1].sampler._reporter._tracker = NaiveTracker()
                 trainer.add_hook(made[1], every=STEPS)
 
         tracker = {} if name == "sampled" else {"tracker": NoopConfig()}
-        config = runs.trainer_config(Path(directory) / name, STEPS, axes, **tracker)
+        config = runs.trainer_config(
+            Path(directory) / name, STEPS, mesh, use_explicit_mesh_axes=model.requires_explicit_mesh_axes, **tracker
+        )
         with record_launches() as launches:
-            runs.train(config, add_hooks, model=model)
+            ended = runs.train(config, add_hooks, model=model)
         found[name] = {"losses": losses, "launches": launches}
     sampler = made[0].sampler
     found["rounds"], found["report_errors"] = sampler.rounds, sampler.report_errors
@@ -104,13 +116,31 @@ def body_same_losses(hosts, directory, run):
     found["naive"] = [made[1].sampler.rounds, made[1].sampler.report_errors]
     found["trap"] = leader_logs_alone(hosts, config.device_mesh)
     found["traces"] = {name: program.traces for name, program in sampler.engine.programs.items()}
+    if sampling is GREEDY:
+        found["reference"] = reference_texts(models.on_this_host(ended.eval_model), sampling)
     return found
 
 
+def reference_texts(model, sampling):
+    """Greedy answers by the forward pass of Levanter's model itself."""
+    params = SamplingParams(max_new_tokens=sampling.max_new_tokens)
+    tokens = [tuple(tiny.tokenizer().encode(prompt)) for prompt in sampling.prompts]
+    requests = [Request(prompt_id=i, prompt_tokens=each, params=params) for i, each in enumerate(tokens)]
+    return [decode(tiny.tokenizer(), answer.tokens) for answer in models.dense_completions(model, requests)]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("run", ["fsdp", "experts", pytest.param("tensor", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    "run",
+    [
+        "fsdp",
+        "qwen3_moe",
+        "snowball",
+        *(pytest.param(each, marks=pytest.mark.nightly) for each in ("tensor", "mixtral", "snowball, split")),
+    ],
+)
 def test_a_run_with_samples_has_the_same_losses_and_launches(run, tmp_path):
-    results = run_processes(body_same_losses, args=(str(tmp_path), run), timeout_s=400, own=SETS)
+    results = run_processes(body_same_losses, args=(str(tmp_path), run), timeout_s=800, own=SETS)
     for result in results:
         plain, sampled = result["plain"], result["sampled"]
         assert len(set(plain["losses"])) > STEPS // 2
@@ -130,11 +160,15 @@ def test_a_run_with_samples_has_the_same_losses_and_launches(run, tmp_path):
     (logged,) = (tmp_path / "sampled").rglob("offline-run-*")
     increments = wandb_run.tables(logged, "inference_eval/samples")
     steps = [sorted({cells[table["columns"].index("step")] for cells in table["data"]}) for table in increments]
-    assert steps == [[5], [10], [15], [20]] and all(len(table["data"]) == 6 for table in increments)
+    rows = len(SAMPLING.prompts) * RUNS[run][2].n_generations
+    assert steps == [[5], [10], [15], [20]] and all(len(table["data"]) == rows for table in increments)
     history = wandb_run.history(logged)
     reports = [values for _, values in history if "inference_eval/step" in values]
     assert [values["inference_eval/step"] for values in reports] == [5, 10, 15, 20]
     assert sum("train/loss" in values for _, values in history) == STEPS, "nothing of Levanter's own is lost"
+    if "reference" in leader:
+        last = [row["generated_text"] for row in read_jsonl(tmp_path / "samples.jsonl") if row["step"] == STEPS]
+        assert last == leader["reference"] == other["reference"]
 
 
 def assert_same_launches(one, two):
@@ -249,17 +283,15 @@ class Events(Callback):
         self.seen.append(str(event))
 
 
-def body_alone(hosts, directory):
+def body_alone(hosts, directory, run):
     """Schedule, events and the averaged model, in one process that can compute Levanter's own answers."""
-    asked = SAMPLING.prompts
-    config = dataclasses.replace(SAMPLING, temperature=0.0, n_generations=1, stop_token_ids=[])
-    found = {"rounds": {}, "same": []}
+    found, (mesh, model, _) = {"rounds": {}, "same": []}, RUNS[run]
     for at_end in (True, False):
         events, directory_of = Events(), Path(directory) / f"{at_end}"
 
         def add_hooks(trainer, state, at_end=at_end, events=events, directory_of=directory_of):
             hook = lockstep.levanter.sample_callback(
-                dataclasses.replace(config, at_end=at_end), tiny.tokenizer(), trainer, output_dir=directory_of
+                dataclasses.replace(GREEDY, at_end=at_end), tiny.tokenizer(), trainer, output_dir=directory_of
             )
             trainer.add_hook(hook, every=2)
             trainer.add_hook(events)
@@ -269,35 +301,28 @@ def body_alone(hosts, directory):
         def compare(info, trainer, sampler, directory_of=directory_of):
             assert sampler.flush()
             rows = [row for row in read_jsonl(directory_of / "samples.jsonl") if row["step"] == info.next_step]
-            requests = [
-                Request(
-                    prompt_id=i,
-                    prompt_tokens=tuple(tiny.tokenizer().encode(prompt)),
-                    params=SamplingParams(max_new_tokens=config.max_new_tokens),
-                )
-                for i, prompt in enumerate(asked)
-            ]
             for model in (info.eval_model, info.model):
-                answers = models.dense_completions(jax.device_get(model), requests)
-                texts = [decode(tiny.tokenizer(), answer.tokens) for answer in answers]
+                texts = reference_texts(models.on_this_host(model), GREEDY)
                 found["same"].append(texts == [row["generated_text"] for row in rows])
 
         settings = runs.trainer_config(
             directory_of,
             5,
-            runs.FSDP,
+            mesh,
+            use_explicit_mesh_axes=model.requires_explicit_mesh_axes,
             tracker=NoopConfig(),
             model_averaging=EmaModelAveragingConfig(beta=0.99),
         )
-        runs.train(settings, add_hooks, learning_rate=0.1)
+        runs.train(settings, add_hooks, model=model, learning_rate=0.1)
         found["rounds"][str(at_end)] = sorted({row["step"] for row in read_jsonl(directory_of / "samples.jsonl")})
         found["events"] = [events.seen.count(name) for name in ("evaluation_started", "evaluation_finished")]
     return found
 
 
 @pytest.mark.slow
-def test_schedule_events_and_the_averaged_model(tmp_path):
-    (found,) = run_processes(body_alone, processes=1, devices=2, args=(str(tmp_path),), timeout_s=300, own=SETS)
+@pytest.mark.parametrize("run", ["fsdp", pytest.param("snowball", marks=pytest.mark.nightly)])
+def test_schedule_events_and_the_averaged_model(run, tmp_path):
+    (found,) = run_processes(body_alone, processes=1, devices=2, args=(str(tmp_path), run), timeout_s=600, own=SETS)
     assert found["rounds"] == {"True": [2, 4, 5], "False": [2, 4]}
     assert found["events"] == [2, 2]
     assert found["same"][0] and not found["same"][1]  # the averaged model speaks, and the trained one says otherwise

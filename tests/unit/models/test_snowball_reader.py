@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import math
 from typing import Any
 
 import equinox as eqx
@@ -11,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from levanter.models import snowball
 
 import lockstep
@@ -49,16 +48,10 @@ CONFIG = snowball.SnowballConfig(
 ONE = (1, 1, 1, 1, 1)
 
 
-def mesh(*sizes: int) -> Mesh:
-    """A mesh of explicit axes, as Levanter makes them for Snowball."""
-    names, devices = ("replica_dcn", "data", "context", "expert", "model"), jax.devices()[: math.prod(sizes)]
-    return Mesh(np.array(devices).reshape(sizes), names, axis_types=(AxisType.Explicit,) * 5)
-
-
 @functools.cache
 def skeleton(config: snowball.SnowballConfig, sizes: tuple[int, ...] = ONE) -> Any:
     """A model of shapes, with the shardings that Levanter gives it."""
-    with jax.set_mesh(mesh(*sizes)), pytest.MonkeyPatch.context() as patch:
+    with jax.set_mesh(models.snowball_mesh(*sizes)), pytest.MonkeyPatch.context() as patch:
         patch.setattr(snowball, "_GATED_NORM_RANK", 7)
         vocab = hax.Axis("vocab", config.vocab_size)
         return eqx.filter_eval_shape(lambda: config.build(vocab, key=jax.random.key(0)))
@@ -67,7 +60,7 @@ def skeleton(config: snowball.SnowballConfig, sizes: tuple[int, ...] = ONE) -> A
 @functools.cache
 def model_on(config: snowball.SnowballConfig, *sizes: int) -> Any:
     """A model with random weights, the same on every mesh; nothing is compiled."""
-    rng, where = np.random.default_rng(0), mesh(*sizes)
+    rng, where = np.random.default_rng(0), models.snowball_mesh(*sizes)
 
     def draw(leaf: Any) -> Any:
         if not isinstance(leaf, jax.ShapeDtypeStruct):
@@ -80,8 +73,7 @@ def model_on(config: snowball.SnowballConfig, *sizes: int) -> Any:
 
 @functools.cache
 def expected(config: snowball.SnowballConfig) -> list[Expected]:
-    with jax.set_mesh(mesh(*ONE)):
-        return models.dense_completions(model_on(config, *ONE), requests())
+    return models.dense_completions(model_on(config, *ONE), requests())
 
 
 def test_a_model_is_read_by_reference_with_its_settings() -> None:
@@ -133,7 +125,7 @@ def test_tokens_are_those_of_levanters_forward(
     engine = lockstep.Engine(lockstep.EngineConfig(layout=layout), mesh_of(read_decoder(model)[1].embed))
     want = expected(config)
     assert len({answer.tokens for answer in want}) > 3
-    with jax.set_mesh(mesh(*sizes)):  # as in a hook of Levanter's trainer
+    with jax.set_mesh(models.snowball_mesh(*sizes)):  # as in a hook of Levanter's trainer
         got = engine.generate(model, requests())
     assert assert_same_tokens(want, got) == 0
     assert_same_logprobs(want, got, atol=3e-5)  # as for the other models of Levanter: float32 in another order
@@ -160,7 +152,7 @@ def test_the_reader_is_right_and_the_audit_agrees() -> None:
 
     def theirs(ids: jax.Array) -> np.ndarray:
         one = model_on(CONFIG, *ONE)
-        with jax.set_mesh(mesh(*ONE)):
+        with jax.set_mesh(models.snowball_mesh(*ONE)):
             return np.asarray(forward(one, np.asarray(ids)))
 
     found = check_reader(model, theirs, length=16)
