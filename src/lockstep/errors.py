@@ -49,6 +49,26 @@ def refuse_keys(config: typing.Any, command: str, block: str = "") -> None:
             raise ConfigError(f"{block}{key} is {given}, which has no effect in {command}. {instead}")
 
 
+def check_at_least(
+    config: object, least: float, *names: str, block: str = "", fix: str = ". Raise it.", above: bool = False
+) -> None:
+    """Refuse fields of a configuration that are below ``least``; None is no number, and is left to others.
+
+    Args:
+        block: The key of the configuration itself, with a dot at its end; "" for that of a command.
+        fix: The text of the error after the limit.
+        above: Whether they must be more than ``least``.
+
+    Raises:
+        ConfigError: One is below; the message names it, its value, the limit and the fix.
+    """
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and not (value > least if above else value >= least):
+            limit = "more than" if above else "at least"
+            raise ConfigError(f"{block}{name} is {value}; it must be {limit} {least}{fix}")
+
+
 class PromptError(LockstepError, ValueError):
     """A prompt that cannot be answered (empty, too long, not readable).
 

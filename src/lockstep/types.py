@@ -9,7 +9,7 @@ from typing import ClassVar
 import numpy as np
 from jaxtyping import Int16
 
-from lockstep.errors import ConfigError, PromptError
+from lockstep.errors import ConfigError, PromptError, check_at_least
 
 
 class FinishReason(enum.StrEnum):
@@ -87,20 +87,14 @@ class SamplingRules:
         Raises:
             ConfigError: A value is out of its range; the message names the setting, the value, the range and the fix.
         """
-        if self.max_new_tokens < 1:
-            raise ConfigError(
-                f"max_new_tokens is {self.max_new_tokens}; it must be at least 1. Set max_new_tokens to the number of "
-                "tokens you want to see."
-            )
+        tokens = ". Set max_new_tokens to the number of tokens you want to see."
+        check_at_least(self, 1, "max_new_tokens", fix=tokens)
         if not 0.0 <= self.temperature < float("inf"):
             raise ConfigError(
                 f"temperature is {self.temperature}; it must be finite and at least 0. Use 0 for greedy decoding."
             )
-        if self.n_generations < 1:
-            raise ConfigError(
-                f"n_generations is {self.n_generations}; it must be at least 1. Set n_generations to the number of "
-                "completions you want per prompt."
-            )
+        completions = ". Set n_generations to the number of completions you want per prompt."
+        check_at_least(self, 1, "n_generations", fix=completions)
         if not 0 <= self.seed < 2**32:
             raise ConfigError(f"seed is {self.seed}; it must be at least 0 and less than 2**32. Choose another seed.")
         if 0 < self.temperature < _LEAST_TEMPERATURE:
@@ -117,10 +111,7 @@ class SamplingRules:
             )
 
     def _check_filters(self) -> None:
-        if self.top_k is not None and self.top_k < 1:
-            raise ConfigError(
-                f"top_k is {self.top_k}; it must be at least 1, or null. Use null to draw from all tokens."
-            )
+        check_at_least(self, 1, "top_k", fix=", or null. Use null to draw from all tokens.")
         if not 0 < self.top_p <= 1:
             raise ConfigError(
                 f"top_p is {self.top_p}; it must be more than 0 and at most 1. Use 1 to draw from all tokens."
@@ -219,8 +210,7 @@ class SamplingParams(SamplingRules):
                 raise ConfigError(f"stop has an empty string at place {at}; every text holds it. Remove it.")
 
     def _check_token_lists(self) -> None:
-        if self.top_logprobs < 0:
-            raise ConfigError(f"top_logprobs is {self.top_logprobs}; it must be at least 0. Use 0 for none.")
+        check_at_least(self, 0, "top_logprobs", fix=". Use 0 for none.")
         biased: set[int] = set()
         for token, bias in self.logit_bias:
             if token in biased:

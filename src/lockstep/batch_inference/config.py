@@ -4,7 +4,7 @@ import dataclasses
 from typing import Literal
 
 from lockstep.engine import EngineConfig, SamplingFields
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, check_at_least
 from lockstep.hosts import DistributedConfig
 from lockstep.report import EvaluationFields, JsonlTrackerConfig, TrackerConfig, check_metrics
 from lockstep.text import read_prompts
@@ -94,18 +94,13 @@ class SampleConfig(EvaluationFields, SamplingFields):
         for name, choices in (("inference_mode", ("global_mesh", "host_data_parallel")), ("resume", ("auto", "force"))):
             if getattr(self, name) not in choices:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be {' or '.join(choices)}.")
-        if self.n_rounds < 1:
-            raise ConfigError(f"n_rounds is {self.n_rounds}; it must be at least 1. Use 1 to ask every prompt once.")
+        check_at_least(self, 1, "n_rounds", fix=". Use 1 to ask every prompt once.")
         if not 0 <= self.seed <= 2**32 - self.n_rounds:
             raise ConfigError(
                 f"seed is {self.seed} and n_rounds is {self.n_rounds}; every round draws with a seed of its own from "
                 f"seed on, so seed must be 0 to {2**32 - self.n_rounds}. Choose another seed."
             )
-        if self.max_prompts_per_batch is not None and self.max_prompts_per_batch < 1:
-            raise ConfigError(
-                f"max_prompts_per_batch is {self.max_prompts_per_batch}; it must be at least 1. Use null to let "
-                "lockstep work it out."
-            )
+        check_at_least(self, 1, "max_prompts_per_batch", fix=". Use null to let lockstep work it out.")
         if self.host_data_parallel_output_dir == "":
             raise ConfigError("host_data_parallel_output_dir is empty. Use a directory, a URL, or null.")
         if self.write_parquet and not self.enable_host_rows_gather:

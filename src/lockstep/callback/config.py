@@ -1,11 +1,12 @@
 """The ``inference_eval`` block of a training configuration."""
 
 import dataclasses
+import functools
 from typing import ClassVar, Literal
 
 from lockstep.callback.evaluation import TasksConfig
 from lockstep.engine import SamplingBlock
-from lockstep.errors import ConfigError, LockstepError
+from lockstep.errors import ConfigError, LockstepError, check_at_least
 from lockstep.report import JUDGE, EvaluationFields, JudgeConfig, check_metrics
 from lockstep.text import read_prompts
 
@@ -70,35 +71,15 @@ class InferenceEvalConfig(EvaluationFields, SamplingBlock):
     about twice the mean noise, a mean gap is rounding (docs/sampler.md)."""
 
     def __post_init__(self) -> None:
-        if self.eval_every < 1:
-            raise ConfigError(
-                f"inference_eval.eval_every is {self.eval_every}; it must be at least 1. Set enabled: false to switch "
-                "sampling off."
-            )
-        if self.timeout_s <= 0:
-            raise ConfigError(
-                f"inference_eval.timeout_s is {self.timeout_s}; it must be more than 0 seconds. The default is 300."
-            )
-        if self.max_seconds is not None and self.max_seconds <= 0:
-            raise ConfigError(
-                f"inference_eval.max_seconds is {self.max_seconds}; it must be more than 0. Use null for no limit."
-            )
-        if self.flush_s < 0:
-            raise ConfigError(
-                f"inference_eval.flush_s is {self.flush_s}; it must be at least 0 seconds. The default is 60."
-            )
+        check = functools.partial(check_at_least, self, block="inference_eval.")
+        check(1, "eval_every", fix=". Set enabled: false to switch sampling off.")
+        check(0, "timeout_s", fix=" seconds. The default is 300.", above=True)
+        check(0, "max_seconds", fix=". Use null for no limit.", above=True)
+        check(0, "flush_s", fix=" seconds. The default is 60.")
+        check(1, "max_consecutive_errors", fix=". Use null to go on sampling whatever fails.")
+        check(1, "prompts_per_round", fix=". Use null for all prompts in every round.")
         if self.on_error not in ("skip", "raise"):
             raise ConfigError(f"inference_eval.on_error is {self.on_error!r}; it must be skip or raise.")
-        if self.max_consecutive_errors is not None and self.max_consecutive_errors < 1:
-            raise ConfigError(
-                f"inference_eval.max_consecutive_errors is {self.max_consecutive_errors}; it must be at least 1. Use "
-                "null to go on sampling whatever fails."
-            )
-        if self.prompts_per_round is not None and self.prompts_per_round < 1:
-            raise ConfigError(
-                f"inference_eval.prompts_per_round is {self.prompts_per_round}; it must be at least 1. Use null for "
-                "all prompts in every round."
-            )
         if self.tasks.every is not None and self.tasks.every % self.eval_every != 0:
             raise ConfigError(
                 f"inference_eval.tasks.every is {self.tasks.every}, which is no multiple of eval_every, "

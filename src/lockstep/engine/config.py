@@ -4,7 +4,7 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, check_at_least
 from lockstep.models import Experts
 from lockstep.placement.device import FP8
 
@@ -110,11 +110,7 @@ class EngineConfig(CapacityFields):
                 f"hbm_utilization is {self.hbm_utilization}; it must be more than 0 and at most 1, as a share of the "
                 "free device memory. The default is 0.9."
             )
-        if self.memory_bytes_per_device is not None and self.memory_bytes_per_device < 1:
-            raise ConfigError(
-                f"memory_bytes_per_device is {self.memory_bytes_per_device}; it must be at least 1. Set it to null to "
-                "ask the device."
-            )
+        check_at_least(self, 1, "memory_bytes_per_device", fix=". Set it to null to ask the device.")
         page_size = self.page_size or DEFAULT_PAGE_SIZE
         if self.max_prefill_size is not None and self.max_prefill_size < page_size:
             raise ConfigError(

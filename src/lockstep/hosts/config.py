@@ -12,7 +12,7 @@ from typing import Any
 import draccus
 import jax
 
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, check_at_least
 from lockstep.hosts.exchange import digest
 
 COORDINATOR_ADDRESS = "LOCKSTEP_COORDINATOR_ADDRESS"
@@ -62,16 +62,13 @@ class DistributedConfig:
     """This process's number from 0; null reads LOCKSTEP_PROCESS_ID, then asks the cluster."""
 
     def __post_init__(self) -> None:
-        for name in ("timeout_s", "initialization_timeout_s", "heartbeat_timeout_s"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(
-                    f"distributed.{name} is {getattr(self, name)}; it must be more than 0 seconds. Leave it out to get "
-                    "the default."
-                )
-        for name in ("require_process_count", "num_processes"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"distributed.{name} is {value}; it must be at least 1. Leave it out to accept any.")
+        waits, counts = (
+            ("timeout_s", "initialization_timeout_s", "heartbeat_timeout_s"),
+            ("require_process_count", "num_processes"),
+        )
+        default = " seconds. Leave it out to get the default."
+        check_at_least(self, 0, *waits, block="distributed.", fix=default, above=True)
+        check_at_least(self, 1, *counts, block="distributed.", fix=". Leave it out to accept any.")
 
 
 def check_count(config: DistributedConfig, count: int) -> None:

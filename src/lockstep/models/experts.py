@@ -14,7 +14,7 @@ import numpy as np
 import scipy.special
 from jaxtyping import Array, Bool, Float, Int
 
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, check_at_least
 from lockstep.models.weights import MLP_WEIGHTS, SPARSE_WEIGHTS
 
 Scoring = Literal["softmax", "sigmoid"]
@@ -81,9 +81,8 @@ class Experts:
                 f"experts.mlp_only_layers is {list(only)}; it must be numbers of layers from 0, each once, in order. "
                 "Correct it."
             )
-        for name in ("load_balancing_coef", "router_z_coef", "routed_scaling_factor"):
-            if not getattr(self, name) >= 0:
-                raise ConfigError(f"experts.{name} is {getattr(self, name)}; it must be at least 0. Use 0 for none.")
+        factors = ("load_balancing_coef", "router_z_coef", "routed_scaling_factor")
+        check_at_least(self, 0, *factors, block="experts.", fix=". Use 0 for none.")
 
     def check_layers(self, num_layers: int) -> None:
         """Refuses ``mlp_only_layers`` that are not layers of a model, or all of them."""

@@ -13,7 +13,7 @@ import urllib.request
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from lockstep.errors import ConfigError, LockstepError
+from lockstep.errors import ConfigError, LockstepError, check_at_least
 from lockstep.printable import without_credentials
 from lockstep.redact import Redactor
 from lockstep.report.rows import Row
@@ -83,12 +83,9 @@ class JudgeConfig:
         if not self.model:
             raise ConfigError("judge.model is empty. Name the judge's model as the endpoint does.")
         self._check_template()
-        for name in ("timeout_s", "max_seconds"):
-            if getattr(self, name) <= 0:
-                raise ConfigError(f"judge.{name} is {getattr(self, name)}; it must be more than 0 seconds.")
-        for name, least in (("retries", 0), ("concurrency", 1), ("max_tokens", 1)):
-            if getattr(self, name) < least:
-                raise ConfigError(f"judge.{name} is {getattr(self, name)}; it must be at least {least}.")
+        check_at_least(self, 0, "timeout_s", "max_seconds", block="judge.", fix=" seconds. Raise it.", above=True)
+        check_at_least(self, 0, "retries", block="judge.")
+        check_at_least(self, 1, "concurrency", "max_tokens", block="judge.")
 
     def _check_template(self) -> None:
         try:

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, check_at_least
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,17 +45,11 @@ class TasksConfig:
                     f"tasks.{each.name} is {getattr(self, each.name)!r} and tasks.names is empty, so that it has no "
                     "effect. Name a task, or remove it."
                 )
-        for name in ("every", "limit", "max_new_tokens"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                null = "" if name == "max_new_tokens" else ", or null"
-                raise ConfigError(f"tasks.{name} is {value}; it must be at least 1{null}.")
-        if self.num_fewshot is not None and self.num_fewshot < 0:
-            raise ConfigError(f"tasks.num_fewshot is {self.num_fewshot}; it must be at least 0, or null.")
-        if self.max_seq_len is not None and self.max_seq_len < 2:
-            raise ConfigError(f"tasks.max_seq_len is {self.max_seq_len}; it must be at least 2, or null.")
-        if self.max_seconds is not None and self.max_seconds <= 0:
-            raise ConfigError(f"tasks.max_seconds is {self.max_seconds}; it must be more than 0, or null.")
+        check_at_least(self, 1, "max_new_tokens", block="tasks.")
+        check_at_least(self, 1, "every", "limit", block="tasks.", fix=", or null.")
+        check_at_least(self, 0, "num_fewshot", block="tasks.", fix=", or null.")
+        check_at_least(self, 2, "max_seq_len", block="tasks.", fix=", or null.")
+        check_at_least(self, 0, "max_seconds", block="tasks.", fix=", or null.", above=True)
 
     def due(self, step: int, *, last: bool) -> bool:
         """Whether a round after a step has the tasks with it."""

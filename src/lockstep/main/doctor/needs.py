@@ -15,7 +15,7 @@ import uuid
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from lockstep.errors import ConfigError, LockstepError
+from lockstep.errors import ConfigError, LockstepError, check_at_least
 from lockstep.hosts import digest
 from lockstep.json_text import parse_json
 from lockstep.main.doctor.finding import BackgroundCheck, Finding
@@ -48,9 +48,7 @@ class DoctorConfig:
     """Seconds that buckets, W&B and the tokenizer may take to answer."""
 
     def __post_init__(self) -> None:
-        for name in ("self_test_s", "timeout_s", "reach_s"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be more than 0 seconds. Leave it out.")
+        check_at_least(self, 0, "self_test_s", "timeout_s", "reach_s", fix=" seconds. Leave it out.", above=True)
         if self.calibrate is not None and not self.measure:
             raise ConfigError(
                 "calibrate is given and measure is false, so there is nothing to write. Leave measure out."

@@ -4,7 +4,7 @@ import dataclasses
 import json
 from pathlib import Path
 
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, check_at_least
 from lockstep.json_text import parse_json
 from lockstep.printable import without_credentials
 
@@ -23,10 +23,7 @@ class KeepConfig:
     """Checkpoints whose step is a multiple of this stay for good; null: none."""
 
     def __post_init__(self) -> None:
-        for name in ("newest", "every"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"checkpointer.keep.{name} is {value}; it must be at least 1. Raise it.")
+        check_at_least(self, 1, "newest", "every", block="checkpointer.keep.")
 
     def removed(self, steps: list[int]) -> list[int]:
         """Return which checkpoints go."""
@@ -62,16 +59,8 @@ class CheckpointerConfig:
                 "checkpointer.every and checkpointer.every_minutes are both null, so nothing would be saved before the "
                 "last step. Set one of them."
             )
-        if self.every is not None and self.every < 1:
-            raise ConfigError(f"checkpointer.every is {self.every}; it must be at least 1. Raise it.")
-        if self.every_minutes is not None and self.every_minutes <= 0:
-            raise ConfigError(
-                f"checkpointer.every_minutes is {self.every_minutes:g}; it must be more than 0. Raise it, or set null."
-            )
-        if self.grace_s <= 0:
-            raise ConfigError(f"checkpointer.grace_s is {self.grace_s:g}; it must be more than 0. Raise it.")
-        if self.timeout_s <= 0:
-            raise ConfigError(f"checkpointer.timeout_s is {self.timeout_s:g}; it must be more than 0. Raise it.")
+        check_at_least(self, 1, "every", block="checkpointer.")
+        check_at_least(self, 0, "every_minutes", "grace_s", "timeout_s", block="checkpointer.", above=True)
         if self.keep.every is not None and self.every is None:
             raise ConfigError(
                 f"checkpointer.keep.every is {self.keep.every}, but checkpointer.every is null: checkpoints by time "

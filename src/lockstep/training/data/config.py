@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 import jax
 import numpy as np
 
-from lockstep.errors import ConfigError, PeerError, refuse_keys
+from lockstep.errors import ConfigError, PeerError, check_at_least, refuse_keys
 from lockstep.hosts import Hosts, MemoryClient
 from lockstep.plugins import load_object
 from lockstep.text import tokenizer_digest
@@ -86,17 +86,14 @@ class DataConfig:
     """Draw every epoch in another order."""
 
     def __post_init__(self) -> None:
-        if self.max_seq_len is not None and self.max_seq_len < 2:
-            raise ConfigError(f"data.max_seq_len is {self.max_seq_len}; it must be at least 2. Raise it, or use null.")
+        check_at_least(self, 2, "max_seq_len", block="data.", fix=". Raise it, or use null.")
         buckets = self.length_buckets
         if any(length < 2 for length in buckets) or list(buckets) != sorted(set(buckets)):
             raise ConfigError(
                 f"data.length_buckets is {list(buckets)}; the lengths must be at least 2 and ascend. Correct them."
             )
-        if self.max_bad_rows < 0:
-            raise ConfigError(f"data.max_bad_rows is {self.max_bad_rows}; it must be at least 0. Raise it.")
-        if self.max_line_bytes < 1:
-            raise ConfigError(f"data.max_line_bytes is {self.max_line_bytes}; it must be at least 1. Raise it.")
+        check_at_least(self, 0, "max_bad_rows", block="data.")
+        check_at_least(self, 1, "max_line_bytes", block="data.")
         if any(isinstance(one, SourceConfig) and one.weight is not None for one in self.validation_urls):
             raise ConfigError("data.validation_urls has a weight, which has no effect there. Remove it.")
         names = [source.label for source in self._validation]

@@ -6,7 +6,7 @@ from typing import Literal
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, check_at_least
 from lockstep.hosts import DistributedConfig
 from lockstep.models import LlamaConfig, Numerics
 from lockstep.models.attention import AttentionBackend, check_backend
@@ -89,9 +89,7 @@ class TrainerConfig:
     def __post_init__(self) -> None:
         if not 0 <= self.seed < 2**32:
             raise ConfigError(f"trainer.seed is {self.seed}; it must be at least 0 and less than 2**32. Change it.")
-        for name in ("num_train_steps", "train_batch_size", "pipeline_repeats"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"trainer.{name} is {getattr(self, name)}; it must be at least 1. Raise it.")
+        check_at_least(self, 1, "num_train_steps", "train_batch_size", "pipeline_repeats", block="trainer.")
         parallelism = self.per_device_parallelism
         if parallelism not in ("auto", -1) and int(parallelism) < 1:
             raise ConfigError(
@@ -108,11 +106,8 @@ class TrainerConfig:
                 f"trainer.per_device_eval_parallelism is {self.per_device_eval_parallelism}; it must be at least 1, or "
                 "-1 for as many rows as in training."
             )
-        if self.steps_per_eval is not None and self.steps_per_eval < 1:
-            raise ConfigError(
-                f"trainer.steps_per_eval is {self.steps_per_eval}; it must be at least 1, or null for a validation "
-                "after the last step alone."
-            )
+        alone = ", or null for a validation after the last step alone."
+        check_at_least(self, 1, "steps_per_eval", block="trainer.", fix=alone)
         if self.run_id is not None and (not self.run_id or set(self.run_id) & set("/\\") or self.run_id[0] == "."):
             raise ConfigError(
                 f"trainer.run_id is {self.run_id!r}; it names a directory, so it must not be empty, hold a slash or "

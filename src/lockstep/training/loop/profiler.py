@@ -9,7 +9,7 @@ from typing import Final
 
 import jax
 
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, check_at_least
 from lockstep.hosts import Hosts
 from lockstep.printable import get_logger
 
@@ -31,9 +31,8 @@ class ProfilerConfig:
     trace, where they share the disk."""
 
     def __post_init__(self) -> None:
-        for name, least in (("start_step", 0), ("num_steps", 1)):
-            if getattr(self, name) < least:
-                raise ConfigError(f"trainer.profiler.{name} is {getattr(self, name)}; it must be at least {least}.")
+        check_at_least(self, 0, "start_step", block="trainer.profiler.")
+        check_at_least(self, 1, "num_steps", block="trainer.profiler.")
         if self.processes is not None and (not self.processes or min(self.processes) < 0):
             raise ConfigError(
                 f"trainer.profiler.processes is {list(self.processes)}; it lists process numbers from 0 on. Use [0] "

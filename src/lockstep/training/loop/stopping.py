@@ -19,7 +19,7 @@ from typing import Any, Final, Literal, Self
 import numpy as np
 from jaxtyping import PyTree
 
-from lockstep.errors import ConfigError, DivergenceError
+from lockstep.errors import ConfigError, DivergenceError, check_at_least
 from lockstep.hosts import Hosts
 from lockstep.json_text import typed
 from lockstep.printable import get_logger
@@ -144,11 +144,8 @@ class LossSpikeConfig:
     """The number of standard deviations above their mean from which on a loss is a spike."""
 
     def __post_init__(self) -> None:
-        if self.rolling_interval_length < 2:
-            raise ConfigError(
-                f"trainer.loss_spike.rolling_interval_length is {self.rolling_interval_length}; it must be at least 2, "
-                "for one loss has no deviation. Raise it."
-            )
+        one = ", for one loss has no deviation. Raise it."
+        check_at_least(self, 2, "rolling_interval_length", block="trainer.loss_spike.", fix=one)
         if not self.sigma_factor > 0:
             raise ConfigError(f"trainer.loss_spike.sigma_factor is {self.sigma_factor}; it must be above 0. Raise it.")
 

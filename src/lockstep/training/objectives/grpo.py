@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, check_at_least
 from lockstep.training.objectives.logprobs import LossParts, target_mask, token_logprobs
 
 
@@ -83,15 +83,9 @@ class GrpoFields:
             raise ConfigError(
                 f"clip_epsilon is {self.clip_epsilon}; it must be more than 0 and less than 1. The paper's is 0.2."
             )
-        if self.clip_epsilon_high is not None and not self.clip_epsilon_high > 0:
-            raise ConfigError(
-                f"clip_epsilon_high is {self.clip_epsilon_high}; it must be more than 0. DAPO's paper uses 0.28; null "
-                "is as clip_epsilon."
-            )
-        if not self.kl_coefficient >= 0:
-            raise ConfigError(
-                f"kl_coefficient is {self.kl_coefficient}; it must be at least 0. The paper uses 0.04; 0 is none."
-            )
+        high = ". DAPO's paper uses 0.28; null is as clip_epsilon."
+        check_at_least(self, 0, "clip_epsilon_high", fix=high, above=True)
+        check_at_least(self, 0, "kl_coefficient", fix=". The paper uses 0.04; 0 is none.")
         if self.advantage_ddof not in (0, 1):
             raise ConfigError(f"advantage_ddof is {self.advantage_ddof}; it must be 1 (as in TRL and verl) or 0.")
         for name in ("advantage_ddof", "advantage_epsilon"):
@@ -109,11 +103,8 @@ class GrpoFields:
                 f"kl_estimator is {self.kl_estimator} and kl_coefficient is 0: it would do nothing. Set kl_coefficient "
                 "to more than 0, or remove kl_estimator."
             )
-        if self.importance_cap is not None and not self.importance_cap >= 1:
-            raise ConfigError(
-                f"importance_cap is {self.importance_cap}; it must be at least 1, or answers that were sampled with "
-                "the trainer's own probabilities would count less. 2 is usual; null is none."
-            )
+        less = ", or answers that were sampled with the trainer's own probabilities would count less. 2 is usual; "
+        check_at_least(self, 1, "importance_cap", fix=f"{less}null is none.")
         if self.importance_cap is not None and self.use_rollout_logprobs:
             raise ConfigError(
                 f"importance_cap is {self.importance_cap} and use_rollout_logprobs is true: the ratio then holds the "

@@ -4,7 +4,7 @@ import dataclasses
 
 import jax
 
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, check_at_least
 from lockstep.training.objectives.preference import PairLogprobs, PairLosses, PreferenceObjective
 
 
@@ -23,10 +23,7 @@ class SimpoConfig(PreferenceObjective):
     def __post_init__(self) -> None:
         if not self.beta > 0:
             raise ConfigError(f"beta is {self.beta}; it must be above 0. The paper uses 2.0 to 10.")
-        if not self.gamma_beta_ratio >= 0:
-            raise ConfigError(
-                f"gamma_beta_ratio is {self.gamma_beta_ratio}; it must be at least 0. The paper uses 0.1 to 0.8."
-            )
+        check_at_least(self, 0, "gamma_beta_ratio", fix=". The paper uses 0.1 to 0.8.")
 
     def losses(self, pairs: PairLogprobs) -> PairLosses:
         """See `PreferenceObjective.losses`."""

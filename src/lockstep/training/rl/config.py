@@ -4,7 +4,7 @@ import dataclasses
 from typing import ClassVar
 
 from lockstep.engine import SamplingBlock
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, check_at_least
 from lockstep.training.rl.rewards import Gsm8kReward, RewardConfig, check_rewards, labels
 
 
@@ -43,10 +43,7 @@ class RolloutConfig(SamplingBlock):
     al. 2025, https://arxiv.org/abs/2510.11370); false: the model's own choice, see ``train/routing_gap``."""
 
     def __post_init__(self) -> None:
-        if self.max_attempts < 1:
-            raise ConfigError(
-                f"rollout.max_attempts is {self.max_attempts}; it must be at least 1. Use 1 for no dynamic sampling."
-            )
+        check_at_least(self, 1, "max_attempts", block="rollout.", fix=". Use 1 for no dynamic sampling.")
         if self.filter_by is not None and self.max_attempts == 1:
             raise ConfigError(
                 f"rollout.filter_by is {self.filter_by} and rollout.max_attempts is 1: it would do nothing. Set "
@@ -57,11 +54,8 @@ class RolloutConfig(SamplingBlock):
                 f"rollout.n_generations is {self.n_generations}; an answer is judged against the others to the same "
                 "prompt, so it must be at least 2. The usual is 8."
             )
-        if self.temperature <= 0:
-            raise ConfigError(
-                f"rollout.temperature is {self.temperature}; it must be more than 0, or all answers to a prompt would "
-                "be the same and nothing could be learned. The usual is 1."
-            )
+        same = ", or all answers to a prompt would be the same and nothing could be learned. The usual is 1."
+        check_at_least(self, 0, "temperature", block="rollout.", fix=same, above=True)
         self.check_sampling()
 
     def check_policy(self, importance_cap: float | None) -> None:
@@ -121,13 +115,9 @@ class GrpoRunFields:
             ConfigError: A value is out of its range, values do not go together, or the batch is not made of whole
                 groups.
         """
-        for name, least in (("num_iterations", 1), ("minibatches", 1), ("reward_workers", 1), ("answers_shown", 0)):
-            if getattr(self, name) < least:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least {least}. Raise it.")
-        if not self.reward_timeout_s > 0:
-            raise ConfigError(
-                f"reward_timeout_s is {self.reward_timeout_s}; it must be more than 0 seconds. The default is 30."
-            )
+        check_at_least(self, 1, "num_iterations", "minibatches", "reward_workers")
+        check_at_least(self, 0, "answers_shown")
+        check_at_least(self, 0, "reward_timeout_s", fix=" seconds. The default is 30.", above=True)
         if self.reward_timeout_s >= hosts_wait_s:
             raise ConfigError(
                 f"reward_timeout_s is {self.reward_timeout_s:g} and hosts wait {hosts_wait_s:g} s for each other "

@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from lockstep.callback import InferenceEvalConfig
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, check_at_least
 from lockstep.hosts import Hosts
 from lockstep.models import LoraConfig, LoraModel, ModelConfig, fingerprint
 from lockstep.training.data import CachedRows, DataConfig, LmDataConfig, PreferenceDataConfig, TokenCache
@@ -147,8 +147,7 @@ class TrainConfig:
                 "lora is given, but the model is from scratch: its random weights would stay as they are. Set "
                 "initialize_from_hf instead of model, or leave lora out."
             )
-        if self.hf_save_steps is not None and self.hf_save_steps < 1:
-            raise ConfigError(f"hf_save_steps is {self.hf_save_steps}; it must be at least 1. Raise it, or set null.")
+        check_at_least(self, 1, "hf_save_steps", fix=". Raise it, or set null.")
         if self.hf_save_dtype not in (None, *HF_DTYPES):
             raise ConfigError(f"hf_save_dtype is {self.hf_save_dtype!r}; it must be {' or '.join(HF_DTYPES)}, or null.")
         for name in ("hf_save_steps", "hf_save_dtype"):
