@@ -10,6 +10,7 @@ import numpy as np
 
 from lockstep.hosts import Hosts, MemoryClient
 from lockstep.models import (
+    RANK,
     LlamaLMHeadModel,
     LoraConfig,
     LoraModel,
@@ -29,13 +30,18 @@ from tests import tiny
 LORA = LoraConfig(r=3, alpha=6.0)
 
 
-def with_adapters(base: LlamaLMHeadModel, lora: LoraConfig = LORA, seed: int = 7) -> LoraModel:
-    """Adapters that change the model visibly, sharded as the trainer shards them; nothing is compiled."""
+def with_adapters(base: LlamaLMHeadModel, lora: LoraConfig = LORA, seed: int = 7, *, new: bool = False) -> LoraModel:
+    """Adapters that change the model visibly, sharded as the trainer shards them; nothing is compiled.
+
+    Args:
+        new: Whether they change nothing yet.
+    """
     mesh = mesh_of(base.embed.array)
     rng = np.random.default_rng(seed)
 
     def draw(leaf: hax.NamedArray) -> hax.NamedArray:
         values = 0.3 * rng.standard_normal([axis.size for axis in leaf.axes]).astype(np.float32)
+        values *= not (new and leaf.axes[1].name == RANK)
         spec = jax.sharding.PartitionSpec(*(PARAMETER_AXES.get(axis.name) for axis in leaf.axes))
         return hax.named(place(values, jax.sharding.NamedSharding(mesh, spec)), leaf.axes)
 

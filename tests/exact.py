@@ -44,23 +44,28 @@ def bits_of(completions: list[Completion]) -> Bits:
     }
 
 
-def trainer_bits(mesh: str, model: Any, completions: list[Completion], requests: list[Request] = REQUESTS) -> Bits:
-    """The same from the training forward on a mesh, all rows at once."""
+def trainer_bits(
+    mesh: str, model: Any, completions: list[Completion], requests: list[Request] = REQUESTS, packed: int = 0
+) -> Bits:
+    """The same from the training forward on a mesh, all rows at once, each of one sequence or packed with several."""
     prompts = {each.prompt_id: each.prompt_tokens for each in requests}
     rows = [(*prompts[each.prompt_id], *each.tokens) for each in completions]
-    tokens = np.zeros((-(-len(rows) // 4) * 4, max(map(len, rows))), np.int32)
-    for row, known in zip(tokens, rows, strict=False):
-        row[: len(known)] = known
+    groups = [rows[at : at + (packed or 1)] for at in range(0, len(rows), packed or 1)]
+    begins = [sum(map(len, group[:at])) for group in groups for at in range(len(group))]
+    tokens = np.zeros((-(-len(groups) // 4) * 4, max(sum(map(len, group)) for group in groups)), np.int32)
+    segment_ids = np.zeros_like(tokens)
+    for number, (begin, known) in enumerate(zip(begins, rows, strict=True)):
+        where = number // (packed or 1), slice(begin, begin + len(known))
+        tokens[where], segment_ids[where] = known, number + 1
+    columns = {"tokens": tokens} | ({"segment_ids": segment_ids} if packed else {})
     everywhere = jax.NamedSharding(mesh_of(mesh), jax.P())
 
-    def logprobs(model: Any, tokens: jax.Array) -> jax.Array:
-        return token_logprobs(model, {"tokens": tokens})
-
     with jax.set_mesh(mesh_of(mesh)):
-        found = np.asarray(jax.jit(logprobs, out_shardings=everywhere)(model, place(tokens, everywhere)))
+        batch = {name: place(column, everywhere) for name, column in columns.items()}
+        found = np.asarray(jax.jit(token_logprobs, out_shardings=everywhere)(model, batch))
     bits: Bits = {}
-    for row, each in zip(found, completions, strict=False):
-        first = len(prompts[each.prompt_id]) - 1
+    for number, (begin, each) in enumerate(zip(begins, completions, strict=True)):
+        row, first = found[number // (packed or 1), begin:], len(prompts[each.prompt_id]) - 1
         wanted = [*row[first : first + len(each.tokens)], *(row[:first] if each.prompt_logprobs else ())]
         bits[_name(each)] = list(each.tokens), _hex(wanted)
     return bits

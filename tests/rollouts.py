@@ -9,7 +9,7 @@ import haliax as hax
 import jax
 import numpy as np
 
-from lockstep.models import Experts, LlamaConfig, Qwen3MoeConfig
+from lockstep.models import Experts, LlamaConfig, LoraConfig, Qwen3MoeConfig
 from lockstep.models.trainable import skeleton
 from lockstep.placement import place
 from lockstep.text import Prompt, token_count
@@ -17,6 +17,7 @@ from lockstep.training import GrpoConfig, OptimizerConfig, RolloutConfig, Traine
 from lockstep.training.rl import GrpoRunFields, Questions, Rollouts
 from lockstep.training.rl.rewards import FunctionReward, LengthReward
 from tests import tiny
+from tests.adapters import with_adapters
 
 BATCH, GROUP, ROW, NEW = 16, 4, 24, 8
 EXPERTS = Qwen3MoeConfig(
@@ -81,6 +82,7 @@ def make(
     engine: Any = None,
     vocab: int | None = None,
     model: LlamaConfig = tiny.CONFIG,
+    lora: LoraConfig | None = None,
     **trainer_values: Any,
 ) -> tuple[Trainer, Rollouts, Any]:
     """A trainer, its rollouts, and a model with random weights, or what to go on from."""
@@ -91,6 +93,8 @@ def make(
         optimizer = OptimizerConfig(learning_rate=1e-2, warmup=0).build(steps)
     trainer = Trainer(config, optimizer, objective, hosts, tracker=tracker)
     initial = tiny.init_model(trainer, vocab, model) if model.experts is None else drawn(model, trainer.mesh)
+    reference = None if objective.kl_coefficient == 0 else initial if lora else trainer.frozen_copy(initial)
+    initial = initial if lora is None else with_adapters(initial, lora, new=True)
     rollouts = Rollouts(
         settings,
         objective,
@@ -100,7 +104,7 @@ def make(
         trainer.mesh,
         ROW,
         trainer.hosts,
-        reference=trainer.frozen_copy(initial) if objective.kl_coefficient else None,
+        reference=reference,
         tracker=trainer.tracker,
         run_dir=None if config.run_id is None else Path(config.log_dir) / config.run_id,
         engine=engine,

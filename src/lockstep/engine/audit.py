@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int, PyTree
 
 from lockstep.engine.decode_model import signature_of
-from lockstep.engine.decoder.forward import exact_logprobs
+from lockstep.engine.decoder.forward import exact_logprobs, exact_merges
 from lockstep.engine.small_moves import KnownModel
 from lockstep.errors import CapacityError, ConfigError
 from lockstep.hosts import Hosts, Ledger, current, digest, ready_on_all
@@ -115,7 +115,9 @@ class Auditor:
             programs = {
                 name: compile_program(
                     name,
-                    self._forward(config, length, weight_specs(weights), compute, in_float32),
+                    self._forward(
+                        config, length, weight_specs(exact_merges(config, weights, compute)), compute, in_float32
+                    ),
                     [jax.tree.map(_struct, sources(weights)), ids],
                     mesh=self.mesh,
                     ledger=self.ledger,

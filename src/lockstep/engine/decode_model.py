@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array
 
 from lockstep.engine.config import EngineConfig, Layout, context_size, layout_text, tensor_size, whole_experts
-from lockstep.engine.decoder.forward import check_exact_dtype, check_exact_platform
+from lockstep.engine.decoder.forward import check_exact_dtype, check_exact_platform, exact_merges
 from lockstep.engine.decoder.transformer import device_heads
 from lockstep.engine.idle_replicas import count_active, layout_with_idle_replicas
 from lockstep.errors import ConfigError
@@ -158,8 +158,8 @@ class DecodeModels:
         tensor = tensor_size(layout) or 1
         decode_mesh = make_decode_mesh(self.mesh, tensor, context_size(layout))
         check_layout(self.config, layout, decode_mesh)
-        config, weights = replicate_kv_heads(self.config, self._weights, decode_mesh.tensor)
-        dtype = jnp.dtype(self._engine.dtype or weights.embed.dtype)
+        dtype = jnp.dtype(self._engine.dtype or self._weights.embed.dtype)
+        config, weights = replicate_kv_heads(self.config, exact_merges(self.config, self._weights, dtype), tensor)
         kv_dtype = self._engine.kv_dtype(dtype)
         if config.exact:
             check_exact_dtype(dtype)

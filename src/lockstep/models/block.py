@@ -10,7 +10,7 @@ from typing import Any, Final, Protocol
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from lockstep.placement import matmul
 
@@ -55,6 +55,13 @@ def layer[X: Summable](
     x = shard(x)
     x = shard(x + norm(attend(norm(x, weights.attn_norm)), weights.attn_post_norm))
     return shard(x + norm(mlp(norm(x, weights.mlp_norm)), weights.mlp_post_norm))
+
+
+def document_starts(segment_ids: Int[Array, "... position"]) -> Int[Array, "... position"]:
+    """Returns for each token of packed rows the place in its row where its document begins."""
+    index = jnp.arange(segment_ids.shape[-1])
+    first = (segment_ids != jnp.roll(segment_ids, 1, axis=-1)) | (index == 0)
+    return jax.lax.cummax(jnp.where(first, index, 0), axis=segment_ids.ndim - 1)
 
 
 def rms_norm(

@@ -186,10 +186,14 @@ class LoraModel(eqx.Module):
         return self.adapted().activations(input_ids, segment_ids)
 
     def activations_and_router(
-        self, input_ids: NamedArray, segment_ids: NamedArray | None = None, engine: EngineRouting | None = None
+        self,
+        input_ids: NamedArray,
+        segment_ids: NamedArray | None = None,
+        engine: EngineRouting | None = None,
+        known: NamedArray | None = None,
     ) -> tuple[NamedArray, RouterSums | None]:
         """Returns what `LlamaLMHeadModel.activations_and_router` does."""
-        return self.adapted().activations_and_router(input_ids, segment_ids, engine)
+        return self.adapted().activations_and_router(input_ids, segment_ids, engine, known)
 
     def lm_head_array(self) -> NamedArray:
         """Returns the output layer, see `LlamaLMHeadModel.lm_head_array`."""

@@ -16,6 +16,7 @@ from jaxtyping import Array
 
 from lockstep.errors import ConfigError
 from lockstep.placement import LazyWeight, Pick, axis_groups, axis_specs, resharded, view
+from lockstep.placement.device import barrier
 
 RANK: Final = "lora_rank"
 """The name of the axis between the two factors of an adapter; no mesh axis splits it."""
@@ -73,6 +74,7 @@ class MergeLora:
     scale: float  # the factor of their product
     then: Callable[[Array], Array] = unchanged  # what is done to the sum
     axes: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+    exact: str | None = None  # with ``numerics: exact`` the float type of engine and trainer, to which all are rounded
 
     def __call__(self, weight: Array, a: Array, b: Array) -> Array:
         """The merged weight, float32."""
@@ -80,8 +82,43 @@ class MergeLora:
         if self.axes is not None:
             shapes = [[-1 if axis < 0 else weight.shape[axis] for axis in axes] for axes in self.axes]
             factors = [factor.reshape(shape) for factor, shape in zip(factors, shapes, strict=True)]
-        delta = jnp.einsum(self.equation, *(factor.astype(jnp.float32) for factor in factors))
-        return self.then(weight.astype(jnp.float32) + self.scale * delta)
+        if self.exact is None:
+            delta = jnp.einsum(self.equation, *(factor.astype(jnp.float32) for factor in factors))
+            return self.then(weight.astype(jnp.float32) + self.scale * delta)
+        # Without a barrier XLA leaves out a rounding that is widened again.
+        weight, *factors = barrier([each.astype(self.exact) for each in (weight, *factors)])
+        delta = barrier(self.scale * _summed_in_order(self.equation, *factors))
+        return self.then(jnp.asarray(barrier(weight.astype(jnp.float32) + delta)))
+
+    def factor_specs[Axes](self, spec: Sequence[Axes], whole: Axes) -> tuple[tuple[Axes, ...], tuple[Axes, ...]]:
+        """For each axis of both factors what a weight has for that axis in ``spec``; ``whole`` for the rank."""
+        assert self.axes is None
+        one, other, merged = re.split("->|,", self.equation)
+        of = dict(zip(merged, spec, strict=True))
+        return tuple(of.get(axis, whole) for axis in one), tuple(of.get(axis, whole) for axis in other)
+
+
+def _summed_in_order(equation: str, a: Array, b: Array) -> Array:
+    """The product of two factors in float32, one number of the rank after the other: whichever part of the weight is
+    made, a number has the same bits.
+    """
+    one, other, merged = re.split("->|,", equation)
+    (rank,) = {*one} - {*merged}
+
+    def spread(factor: Array, axes: str) -> Array:
+        """A factor with the rank in front, and an axis for each of the weight's."""
+        factor = factor.astype(jnp.float32).transpose([axes.index(axis) for axis in (rank + merged) if axis in axes])
+        return jnp.expand_dims(factor, [1 + at for at, axis in enumerate(merged) if axis not in axes])
+
+    # A product of two numbers of 16 bits is not rounded, so that it may be joined with the sum (FMA).
+    fix = barrier if a.dtype == jnp.float32 else unchanged
+    pairs = spread(a, one), spread(b, other)
+
+    def add(total: Array, pair: tuple[Array, Array]) -> tuple[Array, None]:
+        return total + fix(pair[0] * pair[1]), None
+
+    zeros = jnp.zeros(jnp.broadcast_shapes(*(each.shape[1:] for each in pairs)), jnp.float32)
+    return jax.lax.scan(add, zeros, pairs, unroll=min(8, len(pairs[0])))[0]
 
 
 def merge_lora(weight: Any, a: Any, b: Any, pattern: str, *, scale: float, **picks: Pick) -> LazyWeight:

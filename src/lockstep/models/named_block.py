@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from haliax import Axis, NamedArray
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Int
+from jaxtyping import Array
 
 from lockstep.models import block
 from lockstep.models.attention import SplitPositions
@@ -160,10 +160,7 @@ def document_positions(Position: Axis, segment_ids: NamedArray | None) -> NamedA
     if segment_ids is None:
         return hax.arange(Position)
     axes = (*(axis for axis in segment_ids.axes if axis != Position), Position)
-    ids: Int[Array, "... position"] = segment_ids.rearrange(axes).array
-    index = jnp.arange(Position.size)
-    first = jnp.where((ids != jnp.roll(ids, 1, axis=-1)) | (index == 0), index, 0)
-    return hax.named(index - jax.lax.cummax(first, axis=first.ndim - 1), axes)
+    return hax.named(jnp.arange(Position.size) - block.document_starts(segment_ids.rearrange(axes).array), axes)
 
 
 @jax.custom_vjp

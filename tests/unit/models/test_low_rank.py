@@ -66,6 +66,19 @@ def test_a_merged_weight_is_the_sum_in_float32(dtype):
     np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_exact_merge_has_the_same_bits_in_any_part_and_is_of_rounded_factors(dtype):
+    rng = np.random.default_rng(0)
+    w, a, b = (jnp.asarray(rng.standard_normal(shape), "float32") for shape in ((24, 3, 8), (24, 11), (11, 3, 8)))
+    merge = MergeLora(equation="er,rhd->ehd", scale=0.37, exact=dtype)
+    assert merge.factor_specs(("fsdp", "tp", None), None) == (("fsdp", None), (None, "tp", None))
+    whole = np.asarray(jax.jit(merge)(w, a, b))
+    wide = [np.asarray(each.astype(dtype), np.float64) for each in (w, a, b)]
+    np.testing.assert_allclose(whole, wide[0] + 0.37 * np.einsum("er,rhd->ehd", *wide[1:]), rtol=1e-5, atol=1e-5)
+    for rows, heads in ((slice(5, 6), slice(0, 3)), (slice(0, 24), slice(1, 2)), (slice(7, 23), slice(0, 2))):
+        np.testing.assert_array_equal(jax.jit(merge)(w[rows, heads], a[rows], b[:, heads]), whole[rows, heads])
+
+
 QKV = "embed kv group head, embed rank, rank (kv group head) -> embed kv group head"
 
 

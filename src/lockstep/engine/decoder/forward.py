@@ -1,6 +1,7 @@
 """The training forward of ``numerics: exact``: log-probabilities of whole sequences by the decoder's own functions."""
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,9 +14,16 @@ from lockstep.engine.decoder.prefill import chunks
 from lockstep.engine.decoder.transformer import Transformer
 from lockstep.engine.sampling.logprobs import target_logprobs
 from lockstep.errors import ConfigError
-from lockstep.models import TENSOR_DIMS, WEIGHT_AXES, DecoderWeights, LlamaConfig
-from lockstep.models.attention import attend_exact, contiguous_blocks
-from lockstep.placement import PARAMETER_AXES, DecodeMesh, LeafLayout, partition_specs
+from lockstep.models import (
+    TENSOR_DIMS,
+    WEIGHT_AXES,
+    DecoderWeights,
+    LlamaConfig,
+    MergeLora,
+    block,
+)
+from lockstep.models.attention import attend_documents, attend_exact, contiguous_blocks
+from lockstep.placement import PARAMETER_AXES, DecodeMesh, LazyWeight, LeafLayout, partition_specs
 from lockstep.placement.device import barrier
 
 
@@ -24,6 +32,7 @@ def exact_logprobs(
     weights: DecoderWeights,
     tokens: Int[Array, "row position"],
     *,
+    segment_ids: Int[Array, "row position"] | None = None,
     temperature: float = 1.0,
     vocab_size: int | None = None,
 ) -> tuple[Float[Array, "row target"], Float[Array, "layer row position embed"]]:
@@ -34,12 +43,13 @@ def exact_logprobs(
     gathered layer by layer; on one device where none is set. It has no gradient.
 
     Args:
-        weights: The weights, in the dtype to compute in.
+        weights: The weights, in the dtype to compute in; those with adapters are merged layer by layer.
         tokens: Token ids; a row is one sequence from its first position on.
+        segment_ids: The document of each token, where a row is packed with several; None: a row is one.
         vocab_size: The number of ids that are tokens, from 0; None for all rows of the embedding.
 
     Raises:
-        ConfigError: The devices are not CPUs.
+        ConfigError: The devices are not CPUs, or a weight is made of others in a way that is not known.
     """
     mesh: Any = jax.sharding.get_abstract_mesh()
     names = () if mesh.empty else mesh.axis_names
@@ -56,11 +66,19 @@ def exact_logprobs(
         training_axes={name: (name,) for name in names},
     )
 
-    def layout(path: tuple[Any, ...], leaf: Array) -> LeafLayout:
+    dtype = weights.embed.dtype
+    weights = exact_merges(config, weights, dtype)
+
+    def layout(path: tuple[Any, ...], leaf: Array | LazyWeight) -> LeafLayout | _MergedLayout:
         name = path[-1].name
         split = [PARAMETER_AXES.get(axis, "") for axis in WEIGHT_AXES[name]]
         spec = tuple((axis,) if axis in names else () for axis in split)
-        return LeafLayout(decode_mesh, spec, TENSOR_DIMS.get(name))
+        found = LeafLayout(decode_mesh, spec, TENSOR_DIMS.get(name))
+        if not isinstance(leaf, LazyWeight):
+            return found
+        if not isinstance(leaf.assemble, MergeLora):
+            raise ConfigError(f"numerics is exact, and the weight {name} is made of others. Set numerics to fast.")
+        return _MergedLayout(found, leaf.assemble, dtype)
 
     layouts = jax.tree_util.tree_map_with_path(layout, weights)
     transformer = Transformer(
@@ -71,28 +89,60 @@ def exact_logprobs(
         vocab_size=weights.embed.shape[0] if vocab_size is None else min(vocab_size, weights.embed.shape[0]),
     )
 
-    def compute(weights: DecoderWeights, tokens: Array) -> tuple[Array, Array]:
-        return _logprobs(transformer, weights, tokens, temperature)
+    def compute(weights: DecoderWeights, tokens: Array, *segment_ids: Array) -> tuple[Array, Array]:
+        return _logprobs(transformer, weights, tokens, temperature, *segment_ids)
 
+    given = [tokens] if segment_ids is None else [tokens, segment_ids]
     if names:
         rows = PartitionSpec(decode_mesh.replica_axes if len(tokens) % decode_mesh.replicas == 0 else None)
         compute = jax.shard_map(
             compute,
             mesh=mesh,
-            in_specs=(partition_specs(layouts), rows),
+            in_specs=(partition_specs(layouts), *(rows for _ in given)),
             out_specs=(rows, PartitionSpec(None, *rows)),
             check_vma=False,
         )
-    return compute(*jax.lax.stop_gradient((weights, tokens)))
+    parts = jax.tree.map(lambda leaf: leaf.parts if isinstance(leaf, LazyWeight) else leaf, weights)
+    return compute(*jax.lax.stop_gradient((parts, *given)))
+
+
+@dataclasses.dataclass(frozen=True)
+class _MergedLayout:
+    """The layout of a stacked weight that is merged with its adapter when a layer is read."""
+
+    values: LeafLayout  # of the weight
+    merge: MergeLora
+    dtype: jnp.dtype  # of the merged weight
+
+    @property
+    def partition_spec(self) -> tuple[PartitionSpec, ...]:
+        """The partition specs of the weight and the two factors, which have a first axis of layers."""
+        own = self.values.partition_spec
+        return own, *(PartitionSpec(own[0], *axes) for axes in self.merge.factor_specs(own[1:], None))
+
+    def drop_layer(self) -> "_MergedLayout":
+        """The layout of one layer."""
+        return dataclasses.replace(self, values=self.values.drop_layer())
+
+    def read(self, parts: tuple[Array, Array, Array]) -> Array:
+        """Inside ``shard_map``: this device's part in the decode layout, from its blocks of the three."""
+        return self.values.read(self.merge(*parts).astype(self.dtype))
 
 
 def _logprobs(
-    transformer: Transformer, weights: DecoderWeights, tokens: Array, temperature: float
+    transformer: Transformer,
+    weights: DecoderWeights,
+    tokens: Array,
+    temperature: float,
+    segment_ids: Array | None = None,
 ) -> tuple[Array, Array]:
     rows, length = tokens.shape
     weights = transformer.read_outer(weights)
     heads = transformer.heads
-    position = jnp.broadcast_to(jnp.arange(length), tokens.shape)
+    position, first = jnp.broadcast_to(jnp.arange(length), tokens.shape), None
+    if segment_ids is not None:
+        first = block.document_starts(segment_ids)
+        position -= first
 
     type Cache = tuple[Array, Array]  # K and V of a layer, which reads its own alone, and the stream after each
 
@@ -100,7 +150,9 @@ def _logprobs(
         return kv, cache[1]
 
     def attend(cache: Cache, layer: Array, q: Array, sinks: Array | None) -> Array:
-        k, v = (cache[0][:, :, first::2].swapaxes(1, 2) for first in (0, 1))
+        k, v = (cache[0][:, :, at::2].swapaxes(1, 2) for at in (0, 1))
+        if first is not None:
+            return attend_documents(q, k, v, first, heads.modifier_of(layer), sinks)
         return attend_exact(q, position, *contiguous_blocks(k, v), heads.modifier_of(layer), sinks)
 
     x = transformer.embed(weights, tokens)
@@ -108,7 +160,7 @@ def _logprobs(
     stream = jnp.zeros((transformer.config.num_layers, *x.shape), x.dtype)
     start, active = jnp.zeros(rows, jnp.int32), jnp.ones(rows, bool)
     x, (_, stream), _ = transformer.layers(
-        weights.layers, x, (kv, stream), start=start, active=active, write=write, attend=attend,
+        weights.layers, x, (kv, stream), start=start, active=active, position=position, write=write, attend=attend,
         after=lambda cache, layer, x: (cache[0], cache[1].at[layer].set(x)),
     )  # fmt: skip
 
@@ -122,6 +174,23 @@ def _logprobs(
     found = jax.lax.map(chunk, (chunks(x.reshape(-1, x.shape[-1])), chunks(targets)))
     found = found.reshape(-1)[: targets.size].reshape(tokens.shape)[:, :-1]
     return jnp.maximum(found, jnp.finfo(jnp.float32).min), stream  # an id that is no token has none
+
+
+def exact_merges(config: LlamaConfig, weights: DecoderWeights, dtype: jnp.dtype) -> DecoderWeights:
+    """Returns weights of which those with adapters are merged as ``numerics: exact`` needs it, if that is what it is.
+
+    Args:
+        weights: Arrays, shape structs and `LazyWeight`.
+        dtype: The type that is computed in.
+    """
+
+    def exact(leaf: Any) -> Any:
+        if not (config.exact and isinstance(leaf, LazyWeight) and isinstance(leaf.assemble, MergeLora)):
+            return leaf
+        return dataclasses.replace(leaf, assemble=dataclasses.replace(leaf.assemble, exact=jnp.dtype(dtype).name))
+
+    found: DecoderWeights = jax.tree.map(exact, weights)
+    return found
 
 
 def check_exact_dtype(dtype: jnp.dtype) -> None:

@@ -141,6 +141,7 @@ class Transformer:
         attend: Attend[Cache],
         after: After[Cache] | None = None,
         count: int | None = None,
+        position: Int[Array, "sequence query"] | None = None,
     ) -> tuple[Float[Array, "sequence query embed"], Cache, Int32[Array, "sequence query word"] | None]:
         """Runs all layers over consecutive positions of each sequence and writes their K/V to the cache.
 
@@ -151,11 +152,12 @@ class Transformer:
             start: The position of the first query of each sequence.
             active: Whether a sequence is there; for others no expert is read, and their results are arbitrary.
             count: The number of layers to run, from the first on; None for all.
+            position: The positions of the queries, where they are not consecutive from ``start`` on.
 
         Returns:
             The residual stream, the cache, and the experts of the tokens where they are reported.
         """
-        angles = self._rope_angles(x, start)
+        angles = self._rope_angles(x, start, position)
         valid = jnp.repeat(active, x.shape[1])
         shape = self.routed
         routed = None if shape is None else jnp.full((shape.layers, valid.size * shape.choices), -1, shape.dtype)
@@ -237,8 +239,8 @@ class Transformer:
         layouts = [layout for name in EXPERTS if (layout := getattr(self.layouts.layers, name)) is not None]
         return bool(layouts) and all(layout == layout.decode for layout in layouts)
 
-    def _rope_angles(self, x: Array, start: Array) -> RopeAngles:
-        positions = start[:, None] + jnp.arange(x.shape[1])
+    def _rope_angles(self, x: Array, start: Array, position: Array | None = None) -> RopeAngles:
+        positions = start[:, None] + jnp.arange(x.shape[1]) if position is None else position
         ropes, _ = distinct(kind.rope for kind in layer_kinds(self.config))
         angles = block.rope_angles(positions, [rotary_frequencies(self.config, rope) for rope in ropes])
         if self.config.exact:

@@ -11,6 +11,7 @@ from lockstep.models.attention.contiguous_kv import attend_context as attend_con
 from lockstep.models.attention.contiguous_kv import extend_context as extend_context
 from lockstep.models.attention.contiguous_kv import gather_context as gather_context
 from lockstep.models.attention.exact import ExactAttention as ExactAttention
+from lockstep.models.attention.exact import attend_documents as attend_documents
 from lockstep.models.attention.exact import attend_exact as attend_exact
 from lockstep.models.attention.exact import contiguous_blocks as contiguous_blocks
 from lockstep.models.attention.reference import paged_attention as paged_attention

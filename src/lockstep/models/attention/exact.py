@@ -79,6 +79,49 @@ def attend_exact(
     return out.reshape(sequences, kv_heads, queries, group, head).transpose(0, 2, 1, 3, 4)
 
 
+def attend_documents(
+    q: Float[Array, "sequence query kv_head group head"],
+    k: Float[Array, "sequence kv_head query head"],
+    v: Float[Array, "sequence kv_head query head"],
+    first: Int[Array, "sequence query"],
+    modifier: ScoreModifier,
+    sinks: Float[Array, "kv_head group"] | None = None,
+) -> Float[Array, "sequence query kv_head group head"]:
+    """`attend_exact` of packed rows: each document has the bits that it has alone, wherever it begins.
+
+    Tiles of queries, and blocks of keys, are cut at the beginning of each document, tile after tile of all rows.
+
+    Args:
+        first: The place in its row where the document of each query begins.
+    """
+    length = q.shape[1]
+    width = min(BLOCK, length)
+    place = jnp.arange(length)
+    # Behind the last tile of a row come some of nothing, while others have more.
+    tiles = jnp.sort(jnp.where((place - first) % width == 0, place, length), axis=1)
+    begins = jnp.pad(first, ((0, 0), (0, 1)), constant_values=length)
+    slices = jax.vmap(jax.lax.dynamic_slice_in_dim, (0, 0, None, None))
+    q, k, v = (
+        jnp.pad(each, [(0, BLOCK if axis == at else 0) for axis in range(each.ndim)])
+        for each, at in ((q, 1), (k, 2), (v, 2))
+    )
+
+    def attend(index: Array, out: Array) -> Array:
+        at = tiles[:, index]
+        begin = jnp.take_along_axis(begins, at[:, None], axis=1)[:, 0]
+
+        def read(block: Array | int) -> tuple[Array, Array]:
+            return barrier((slices(k, begin + block * BLOCK, BLOCK, 1), slices(v, begin + block * BLOCK, BLOCK, 1)))
+
+        position = (at - begin)[:, None] + jnp.arange(width)
+        found = attend_exact(slices(q, at, width, 0), position, read, -(-length // BLOCK), modifier, sinks)
+        # What a tile has beyond the end of its document is that of the next one, whose tile comes after.
+        return jax.vmap(jax.lax.dynamic_update_slice_in_dim, (0, 0, 0, None))(out, found, at, 0)
+
+    out = jax.lax.fori_loop(0, jnp.max(jnp.sum(tiles < length, axis=1)), attend, jnp.zeros_like(q))
+    return out[:, :length]
+
+
 def contiguous_blocks(k: Float[Array, "sequence kv_head position head"], v: Array) -> tuple[ReadChunk, int]:
     """Returns what reads blocks of whole sequences, and the number of blocks."""
     blocks = -(-k.shape[2] // BLOCK)

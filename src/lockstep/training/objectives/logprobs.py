@@ -17,7 +17,6 @@ from lockstep.engine import exact_logprobs
 from lockstep.errors import ConfigError
 from lockstep.models import EngineRouting, LlamaConfig, RouterSums, read_decoder, value_with_gradient_of
 from lockstep.models.attention import SplitPositions
-from lockstep.placement import is_lazy
 from lockstep.training.objectives.vocab_blocks import VocabBlocks, logits_fit, softmax_inputs
 
 
@@ -175,18 +174,11 @@ def _exact_logprobs(
         return None
     if split := SplitPositions.of(hax.Axis("position", tokens.shape[-1])):
         raise ConfigError(split.refusal("numerics exact"))
-    if "segment_ids" in batch:
-        raise ConfigError(
-            "model.numerics is exact, and rows are packed with several documents, which it cannot compute. Do not pack "
-            "rows, or set model.numerics to fast."
-        )
     config, weights = read_decoder(model)
-    if is_lazy(weights):
-        raise ConfigError(
-            "model.numerics is exact, and the weights have adapters, which the engine merges and the trainer does not. "
-            "Train without adapters, or set model.numerics to fast."
-        )
-    return exact_logprobs(config, weights, tokens, temperature=temperature, vocab_size=vocab_size)
+    segment_ids = batch["segment_ids"].reshape(tokens.shape) if "segment_ids" in batch else None
+    return exact_logprobs(
+        config, weights, tokens, segment_ids=segment_ids, temperature=temperature, vocab_size=vocab_size
+    )
 
 
 def target_mask(batch: Mapping[str, Array]) -> Bool[Array, "... target"]:

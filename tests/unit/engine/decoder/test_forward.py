@@ -21,6 +21,7 @@ from lockstep.models.rope import RotaryConfig
 from lockstep.text import encode, load_tokenizer, read_prompts
 from lockstep.training.objectives.logprobs import token_logprobs
 from lockstep.types import Drafts
+from tests.adapters import with_adapters
 from tests.exact import REQUESTS, bits_of, completed, model_of, trainer_bits
 from tests.unit.engine.models import FAMILIES, LLAMA, VOCAB, in_bfloat16, mesh_of, model_on, request
 
@@ -71,6 +72,21 @@ def test_all_that_is_not_in_the_promise_changes_no_bit(family: str, dtype: str) 
         assert bits_of(completed(mesh, model_of(mesh, dtype, exact), **engine)) == bits, (mesh, engine)
     for mesh in ("1,1,1", "1,4,1", "2,1,2"):
         assert trainer_bits(mesh, model_of(mesh, dtype, exact), answers) == bits, mesh
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_model_with_adapters_and_packed_rows_have_the_same_bits(dtype: str) -> None:
+    """Those of the base alone are others. A document begins anywhere in its row."""
+    alone = with_adapters(model_of("1,1,1", dtype))
+    answers = completed("1,1,1", alone, page_size=8, max_seqs=3)
+    bits = bits_of(answers)
+    for mesh, engine in ENGINES[2:]:
+        assert bits_of(completed(mesh, with_adapters(model_of(mesh, dtype)), **engine)) == bits, (mesh, engine)
+    for mesh, packed in (("1,4,1", 0), ("2,1,2", 3), ("1,1,1", 5)):
+        assert trainer_bits(mesh, with_adapters(model_of(mesh, dtype)), answers, packed=packed) == bits, mesh
+    assert audit(alone, REQUESTS, answers).logprob_gap == 0.0
+    assert bits_of(completed("1,1,1", alone.base)) != bits
 
 
 @st.composite
@@ -199,12 +215,6 @@ def test_a_platform_without_proof_is_refused() -> None:
 def test_a_type_without_a_test_is_refused() -> None:
     with pytest.raises(ConfigError, match="tested in bfloat16 and float32, not in float16. Use one of them"):
         Engine(EngineConfig(dtype="float16"), mesh_of("1,1,1")).check(model_of("1,1,1", "float32"), REQUESTS)
-
-
-def test_packed_rows_are_refused() -> None:
-    batch = {name: jax.ShapeDtypeStruct((2, 8), jnp.int32) for name in ("tokens", "segment_ids")}
-    with pytest.raises(ConfigError, match="rows are packed with several documents"):
-        jax.eval_shape(lambda batch: token_logprobs(model_of("1,1,1", "float32"), batch), batch)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from lockstep.models.attention import (
     ExactAttention,
     Heads,
     ScoreModifier,
+    attend_documents,
     attend_exact,
     contiguous_blocks,
     paged_attention,
@@ -41,6 +42,20 @@ def test_a_query_has_the_same_bits_alone_and_beside_others_and_before_a_longer_c
     np.testing.assert_array_equal(alone[0, 0], whole[1, 5])
     short = jax.jit(attended)(q[:1, 3:8], position[:1, 3:8], k[:1, :, :112], v[:1, :, :112], sinks)
     np.testing.assert_array_equal(short[0], whole[0, 3:8])
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16"])
+def test_a_document_of_a_packed_row_has_the_bits_that_it_has_alone(dtype):
+    length, cuts = 300, (0, 5, 37, 290, 300)
+    q, k, v = (normal(*shape, dtype=dtype) for shape in ((1, length, 2, 2, 8), (1, 2, length, 8), (1, 2, length, 8)))
+    first = np.repeat(cuts[:-1], np.diff(cuts))[None]
+    packed = jax.jit(functools.partial(attend_documents, modifier=WINDOW))(
+        *(jnp.concatenate([each, each[:, ::-1]]) for each in (q, k, v)), jnp.concatenate([first, 0 * first])
+    )
+    alone, place = jax.jit(attended), jnp.arange(length)[None]
+    for begin, end in zip(cuts, cuts[1:], strict=False):
+        moved = [jnp.roll(each, -begin, axis) for each, axis in ((q, 1), (k, 2), (v, 2))]
+        np.testing.assert_array_equal(packed[0, begin:end], alone(moved[0], place, *moved[1:])[0, : end - begin])
 
 
 @pytest.mark.parametrize("sinks", [None, SINKS])
