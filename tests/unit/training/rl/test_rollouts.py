@@ -21,6 +21,7 @@ from lockstep.training.rl.rewards import FunctionReward
 from lockstep.types import RoutedExperts
 from tests import rollouts as runs
 from tests import tiny
+from tests.adapters import LORA
 from tests.clock import until
 from tests.unit.training.rl.parrot import Parrot
 
@@ -89,6 +90,8 @@ def test_the_engine_and_the_trainer_have_the_same_probabilities(mesh, blocks, lo
     ("mesh", "mp", "lora"),
     [
         ("2,1,2", "c=bfloat16,p=f32", None),
+        ("2,1,2", "c=bfloat16,p=f32", LORA),
+        pytest.param("1,4,1", "c=bfloat16,p=f32", LORA, marks=pytest.mark.nightly),
     ],
 )
 def test_exact_numerics_leave_no_bit_between_engine_and_trainer(mesh, mp, lora):
