@@ -28,6 +28,9 @@ from lockstep.training.step.train_state import TrainState
 from tests import tiny
 
 LORA = LoraConfig(r=3, alpha=6.0)
+MLPS = LoraConfig(r=3, alpha=6.0, target_modules=("gate_proj", "up_proj", "down_proj"))
+GATE_UP = LoraConfig(r=3, alpha=6.0, target_modules=("gate_up_proj", "down_proj"))
+"""Those of a family whose experts have gate and up in one."""
 
 
 def with_adapters(base: LlamaLMHeadModel, lora: LoraConfig = LORA, seed: int = 7, *, new: bool = False) -> LoraModel:
@@ -54,8 +57,8 @@ def numpy_merged(model: LoraModel) -> dict[str, np.ndarray]:
     found = {}
     for name, pair in model.pairs.items():
         weight, a, b = (np.asarray(part.array, np.float64) for part in (model.weight(name), pair.a, pair.b))
-        layers, rank = len(a), a.shape[-1]
-        delta = a.reshape(layers, -1, rank) @ b.reshape(layers, rank, -1)
+        rank, stack = a.shape[-1], a.shape[: 2 if name.startswith("expert_") else 1]
+        delta = a.reshape(*stack, -1, rank) @ b.reshape(*stack, rank, -1)
         found[name] = weight + model.scale * delta.reshape(weight.shape)
     return found
 
@@ -75,9 +78,10 @@ def mesh_of_model(model: Any) -> jax.sharding.Mesh:
     return mesh_of(read_decoder(model)[1].embed)
 
 
-def save_base(path: str) -> None:
-    """The tiny model as a Hugging Face checkpoint, with the demo's tokenizer."""
-    model = as_trainable(tiny.CONFIG, tiny.placed_weights(make_mesh("auto"), vocab=tiny.vocab_size()))
+def save_base(path: str, model: LlamaLMHeadModel | None = None) -> None:
+    """The tiny model, or another one, as a Hugging Face checkpoint with the demo's tokenizer."""
+    if model is None:
+        model = as_trainable(tiny.CONFIG, tiny.placed_weights(make_mesh("auto"), vocab=tiny.vocab_size()))
     save_hf(model, path, tokenizer=tiny.tokenizer(), hosts=Hosts(MemoryClient.hub(1)[0]))
 
 

@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from lockstep.placement import make_mesh
 from tests import tiny
 from tests.adapters import save_base
 from tests.multiprocess.harness import run_processes
 from tests.multiprocess.launches import record_launches
+from tests.rollouts import EXPERTS, drawn
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
@@ -50,13 +52,13 @@ def without_the_last_checkpoint(hosts, directory, name):
     return ["--trainer.log_dir", f"{directory}/{name}"]
 
 
-def body_train(hosts, directory):
+def body_train(hosts, directory, more):
     """A run, the same from its middle, and samples of what it left."""
     from lockstep.batch_inference import JobConfig, SampleConfig, sample
     from lockstep.main.runs import ExportConfig, export
     from lockstep.training import TrainLmConfig
 
-    base = ["--initialize_from_hf", f"{directory}/base", *LM]
+    base = ["--initialize_from_hf", f"{directory}/base", *LM, *more]
     codes = [run(hosts, TrainLmConfig, *base, "--trainer.log_dir", f"{directory}/first")]
     codes += [run(hosts, TrainLmConfig, *base, *without_the_last_checkpoint(hosts, directory, "again"))]
     given = {"base_model": f"{directory}/base"}  # it is not beside the checkpoints
@@ -85,9 +87,11 @@ def losses(path):
     return {line["step"]: line["train/loss"] for line in lines(path / "run" / "metrics.jsonl") if "train/loss" in line}
 
 
-def test_a_run_with_adapters_goes_on_and_is_sampled_and_exported(tmp_path):
-    save_base(str(tmp_path / "base"))
-    results = run_processes(body_train, processes=2, devices=2, args=(str(tmp_path),), timeout_s=400)
+@pytest.mark.parametrize("experts", [False, True], ids=["mlp", "experts"])
+def test_a_run_with_adapters_goes_on_and_is_sampled_and_exported(experts, tmp_path):
+    save_base(str(tmp_path / "base"), drawn(EXPERTS, make_mesh("auto")) if experts else None)
+    more = ["--lora.target_modules", "[gate_proj,up_proj,down_proj]"] if experts else []
+    results = run_processes(body_train, processes=2, devices=2, args=(str(tmp_path), more), timeout_s=400)
     assert results == [[0, 0], [0, 0]]
     first, again = (losses(tmp_path / name) for name in ("first", "again"))
     assert sorted(first) == [1, 2, 3, 4]
@@ -105,7 +109,11 @@ def test_a_run_with_adapters_goes_on_and_is_sampled_and_exported(tmp_path):
     saved = load_file(tmp_path / "first" / "run" / "model" / "model.safetensors")
     base = load_file(tmp_path / "base" / "model.safetensors")
     changed = {name for name in saved if not np.array_equal(saved[name], base[name])}
-    assert changed == {name for name in saved if "_proj" in name}
+    if experts:  # but those that no token was given to
+        assert changed <= {name for name in saved if "experts" in name}
+        assert {name.split(".")[2] for name in changed} == {"0", "1", "2"}, "some of every layer"
+    else:
+        assert changed == {name for name in saved if "_proj" in name}
 
 
 def body_grpo(hosts, directory):

@@ -15,6 +15,8 @@ from lockstep.main.plan.compiler import topology
 from lockstep.main.plan.hlo import Hlo
 from lockstep.main.plan.traffic import copies
 from lockstep.models import Experts, Qwen3MoeConfig, find_preset
+from lockstep.models.expert_mlps import AdaptedMatrices, ExpertWeights, mixture
+from lockstep.models.experts import route
 from lockstep.models.families.family import ModelPreset
 from lockstep.models.trainable import skeleton
 from lockstep.placement import COMPUTE_AXES, batch_spec, make_mesh
@@ -112,3 +114,30 @@ def test_a_gradient_multiplies_by_the_kernel(config: Any, products: int) -> None
     # Experts' gradients are summed and scattered in one: no device receives those of all of the embedding.
     summed = [line for line in text.splitlines() if re.search(r"all-reduce(-start)?\(", line)]
     assert not any(f"[{config.experts.num_experts}," in line.partition("all-reduce")[0] for line in summed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [16, pytest.param(3, marks=pytest.mark.nightly)])
+def test_adapters_multiply_by_the_kernel_and_frozen_experts_have_no_gradient(rank: int) -> None:
+    mesh = make_mesh("1,1,1", list(topology("v6e-1").devices))
+    whole = jax.sharding.NamedSharding(mesh, jax.P())
+    x, router, gate, down, low, high, low_down, high_down = (
+        jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=whole)
+        for shape in (
+            *((512, 512), (512, 8), (8, 512, 384), (8, 384, 512)),
+            *((8, 512, rank), (8, rank, 384), (8, 384, rank), (8, rank, 512)),
+        )
+    )
+    frozen, factors = (gate, gate, down), ((low, high), (low, high), (low_down, high_down))
+
+    def loss(x: Any, factors: Any, router: Any, frozen: Any) -> Any:
+        weights = ExpertWeights(
+            *(AdaptedMatrices(weight, a, b) for weight, (a, b) in zip(frozen, factors, strict=True))
+        )
+        experts = Experts(num_experts=8, num_experts_per_tok=2)
+        return jnp.sum(mixture(x, route(x, router, None, experts), weights, "silu").astype(jnp.float32) ** 2)
+
+    with jax.set_mesh(mesh):
+        text = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(x, factors, router, frozen).compile().as_text()
+    # Forward, and the gradients of the rows, of three weights and six factors; and those of the factors.
+    assert kernels(text) == 9 + 9 + 6

@@ -49,6 +49,7 @@ from lockstep.models.llama import value_with_gradient_of as value_with_gradient_
 from lockstep.models.llama_mlp import EngineRouting as EngineRouting
 from lockstep.models.lora import LoraConfig as LoraConfig
 from lockstep.models.lora import LoraModel as LoraModel
+from lockstep.models.lora import adapter_products as adapter_products
 from lockstep.models.lora import join_trained as join_trained
 from lockstep.models.lora import split_trained as split_trained
 from lockstep.models.low_rank import RANK as RANK

@@ -33,6 +33,17 @@ class ExpertWeights(NamedTuple):
     """``[expert, embed]``; of devices that share the width of experts, one has it and the others zeros."""
 
 
+class AdaptedMatrices(NamedTuple):
+    """The matrices of experts with low-rank ones beside them, in place of an array: ``x weight + (x a) b``."""
+
+    weight: Any
+    """``[expert, input, output]``."""
+    a: Any
+    """``[expert, input, rank]``, with the scale of the adapter."""
+    b: Any
+    """``[expert, rank, output]``."""
+
+
 def mixture(
     x: Float[Array, "token embed"],
     routing: Routing,
@@ -53,7 +64,7 @@ def mixture(
             experts, hit or not. None where they are those of one.
     """
     base: Int[Array, ""] | int = 0
-    count = jax.tree.leaves(weights.down)[0].shape[0 if layer is None else 1]
+    count = _shape(weights.down)[0 if layer is None else 1]
     if layer is not None:
         weights = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), weights)
         base = layer * count
@@ -111,23 +122,29 @@ _ROWS: Final = 128
 """The rows of a tile of megablox: the smallest that the kernel takes; groups of a decode step are smaller."""
 
 
+def _tiling(rows: int, inputs: int, outputs: int) -> tuple[int, int, int]:
+    """The tile of a product, or of one of its gradients: a small side, such as a rank, is whole."""
+    del rows
+    return _ROWS, min(inputs, 1024), min(outputs, 1024)
+
+
 def _megablox(activation: str, x: Array, weights: ExpertWeights, sizes: Array, base: Array) -> Array:
     from jax.experimental.pallas.ops.tpu.megablox import gmm  # half a second that models without experts do not need
 
     rows = len(x)
     x = jnp.pad(x, ((0, -rows % _ROWS), (0, 0)))
-    every = jnp.zeros(len(weights.down), jnp.int32)
+    every = jnp.zeros(_shape(weights.down)[0], jnp.int32)
     every = jax.lax.dynamic_update_slice_in_dim(every, sizes, base, axis=0)
     expert = jnp.clip(jnp.searchsorted(jnp.cumsum(every), jnp.arange(rows), side="right"), 0, len(every) - 1)
 
-    def product(inputs: Array, weight: Array) -> Array:
-        tiling = (_ROWS, *(min(size, 1024) for size in weight.shape[1:]))
-        result: Array = gmm(inputs, weight, every, inputs.dtype, tiling)
+    def grouped(inputs: Array, weight: Array) -> Array:
+        result: Array = gmm(inputs, weight, every, inputs.dtype, _tiling)
         return result
 
+    product = functools.partial(_product, multiply=grouped)
     up, gate = product(x, weights.up), None if weights.gate is None else product(x, weights.gate)
     up = up if weights.up_bias is None else up.at[:rows].add(weights.up_bias[expert])
-    out = product(hidden(activation, up, gate)[:, : weights.down.shape[1]], weights.down)[:rows]
+    out = product(hidden(activation, up, gate)[:, : _shape(weights.down)[1]], weights.down)[:rows]
     return out if weights.down_bias is None else out + weights.down_bias[expert]
 
 
@@ -189,9 +206,20 @@ _tiled.defvjp(_tiled_forward, _tiled_backward)
 
 
 def _mlp(activation: str, x: Array, gate: Any, up: Any, down: Any, up_bias: Any, down_bias: Any) -> Array:
-    inner = hidden(activation, _add(matmul(x, up), up_bias), None if gate is None else matmul(x, gate))
-    inner = inner[:, : jax.tree.leaves(down)[0].shape[-2]]
-    return _add(matmul(inner, down), down_bias)
+    inner = hidden(activation, _add(_product(x, up), up_bias), None if gate is None else _product(x, gate))
+    return _add(_product(inner[:, : _shape(down)[-2]], down), down_bias)
+
+
+def _product(x: Array, weight: Any, multiply: Callable[[Array, Any], Array] = matmul) -> Array:
+    if isinstance(weight, AdaptedMatrices):
+        return multiply(x, weight.weight) + multiply(multiply(x, weight.a), weight.b)
+    return multiply(x, weight)
+
+
+def _shape(weight: Any) -> tuple[int, ...]:
+    """The shape of a matrix without what is beside it."""
+    shape: tuple[int, ...] = jax.tree.leaves(weight)[0].shape
+    return shape
 
 
 def _add(x: Array, bias: Array | None) -> Array:

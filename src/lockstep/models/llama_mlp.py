@@ -18,9 +18,9 @@ from jaxtyping import Array
 
 from lockstep.models import block
 from lockstep.models.config import LlamaConfig
-from lockstep.models.expert_mlps import ExpertWeights, mixture
+from lockstep.models.expert_mlps import AdaptedMatrices, ExpertWeights, mixture
 from lockstep.models.experts import RouterSums, route
-from lockstep.models.low_rank import Weight, linear
+from lockstep.models.low_rank import AdaptedWeight, Weight, linear
 from lockstep.models.named_block import LlamaAxes
 from lockstep.models.remat import scan_policy
 from lockstep.placement import PARAMETER_AXES
@@ -84,15 +84,15 @@ class LlamaExperts(eqx.Module):
 
     router: NamedArray
     router_bias: NamedArray | None
-    expert_gate: NamedArray | None
-    expert_up: NamedArray | None
-    expert_gate_up: NamedArray | None
+    expert_gate: Weight | None
+    expert_up: Weight | None
+    expert_gate_up: Weight | None
     expert_gate_up_bias: NamedArray | None
-    expert_down: NamedArray
+    expert_down: Weight
     expert_down_bias: NamedArray | None
-    shared_gate: NamedArray | None
-    shared_up: NamedArray | None
-    shared_down: NamedArray | None
+    shared_gate: Weight | None
+    shared_up: Weight | None
+    shared_down: Weight | None
     shared_router: NamedArray | None
     config: LlamaConfig = eqx.field(static=True)
 
@@ -152,25 +152,35 @@ class LlamaExperts(eqx.Module):
         fsdp = PARAMETER_AXES["embed"] if sharded and PARAMETER_AXES["embed"] in mesh.shape else None
         fsdp = fsdp if fsdp is not None and ax.Embed.size % mesh.shape[fsdp] == 0 else None
 
-        def whole(weight: Array, axis: int) -> Array:
+        up = self.expert_gate_up if self.expert_up is None else self.expert_up
+        biases = (None if bias is None else bias.array for bias in (self.expert_gate_up_bias, self.expert_down_bias))
+        weights = ExpertWeights(*map(_matrices, (self.expert_gate, up, self.expert_down)), *biases)
+        specs = ExpertWeights(
+            gate=_specs(weights.gate, fsdp, width),
+            up=_specs(weights.up, fsdp, width),
+            down=_specs(weights.down, width, fsdp),
+            up_bias=PartitionSpec(None, width),
+            down_bias=PartitionSpec(None, fsdp),
+        )
+
+        def whole(spec: PartitionSpec, weight: Any) -> Any:
+            if fsdp is None or weight is None or fsdp not in spec:
+                return weight
             # Gathered here, its gradient is scattered while it is summed; XLA would sum all of it on every device.
-            return weight if fsdp is None else jax.lax.all_gather(weight, fsdp, axis=axis, tiled=True)
+            return jax.lax.all_gather(weight, fsdp, axis=tuple(spec).index(fsdp), tiled=True)
 
         replays = engine is not None and engine.replayed
 
         def compute(
             tokens: Array, valid: Array, chosen: Any, router: Array, router_bias: Any, weights: ExpertWeights
         ) -> Any:
-            gate, up, down, up_bias, down_bias = weights
-            gate, up, down = None if gate is None else whole(gate, 1), whole(up, 1), whole(down, 2)
-            if down_bias is not None:
-                down_bias = whole(down_bias, 1)
-                if sharded and width is not None:  # in the sum of devices once
-                    down_bias = jnp.where(jax.lax.axis_index(width) == 0, down_bias, 0)
+            weights = jax.tree.map(whole, specs, weights)
+            if weights.down_bias is not None and sharded and width is not None:  # in the sum of devices once
+                first = jax.lax.axis_index(width) == 0
+                weights = weights._replace(down_bias=jnp.where(first, weights.down_bias, 0))
             flat = tokens.reshape(-1, tokens.shape[-1])
             chosen = None if chosen is None else chosen.reshape(len(flat), -1).astype(jnp.int32)
             routing = route(flat, router, router_bias, experts, chosen if replays else None)
-            weights = ExpertWeights(gate, up, down, up_bias, down_bias)
             answers = mixture(flat, routing, weights, self.config.variant.activation)
             if sharded and width is not None:
                 answers = jax.lax.psum(answers, width)
@@ -182,27 +192,11 @@ class LlamaExperts(eqx.Module):
             compute = jax.shard_map(
                 compute,
                 mesh=mesh,
-                in_specs=(
-                    split,
-                    split,
-                    split,
-                    PartitionSpec(),
-                    PartitionSpec(),
-                    ExpertWeights(
-                        gate=PartitionSpec(None, fsdp, width),
-                        up=PartitionSpec(None, fsdp, width),
-                        down=PartitionSpec(None, width, fsdp),
-                        up_bias=PartitionSpec(None, width),
-                        down_bias=PartitionSpec(None, fsdp),
-                    ),
-                ),
+                in_specs=(split, split, split, PartitionSpec(), PartitionSpec(), specs),
                 out_specs=(split, PartitionSpec(rows)),
                 axis_names=auto_axes(mesh),
                 check_vma=False,
             )
-        up = self.expert_gate_up if self.expert_up is None else self.expert_up
-        named = ExpertWeights(self.expert_gate, up, self.expert_down, self.expert_gate_up_bias, self.expert_down_bias)
-        weights = ExpertWeights(*(None if weight is None else weight.array for weight in named))
         bias = None if self.router_bias is None else self.router_bias.array
         chosen = None if engine is None else engine.experts.rearrange((*axes[:-1], "choice")).array
         answers, sums = compute(tokens, valid, chosen, self.router.array, bias, weights)
@@ -221,6 +215,21 @@ class LlamaExperts(eqx.Module):
         if self.shared_router is None:
             return answer
         return answer * hax.nn.sigmoid(linear(x, self.shared_router, "embed"))["one", 0]
+
+
+def _matrices(weight: Weight | None) -> Any:
+    """The matrices of experts as plain arrays."""
+    if isinstance(weight, AdaptedWeight):
+        return AdaptedMatrices(weight.weight.array, weight.pair.a.array * weight.scale, weight.pair.b.array)
+    return None if weight is None else weight.array
+
+
+def _specs(weight: Any, inputs: str | None, outputs: Any) -> Any:
+    """The mesh axes that split the inputs and the outputs of experts, of their matrices and what is beside them."""
+    spec = PartitionSpec(None, inputs, outputs)
+    if isinstance(weight, AdaptedMatrices):
+        return AdaptedMatrices(spec, PartitionSpec(None, inputs, None), PartitionSpec(None, None, outputs))
+    return spec
 
 
 def _size(mesh: Any, axes: str | tuple[str, ...] | None) -> int:

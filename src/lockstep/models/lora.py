@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import math
-import operator
 import string
 from typing import Any, Final, Literal, Self
 
@@ -20,26 +19,25 @@ from lockstep.hosts import Hosts, Ledger, Watchdog
 from lockstep.models.config import LlamaConfig
 from lockstep.models.experts import RouterSums
 from lockstep.models.llama import LlamaLMHeadModel
-from lockstep.models.llama_mlp import EngineRouting
+from lockstep.models.llama_mlp import EngineRouting, MixedMlps
 from lockstep.models.low_rank import RANK, AdaptedWeight, LowRankPair, MergeLora
 from lockstep.models.registry import read_registered, register_reader
 from lockstep.models.trainable import skeleton
-from lockstep.models.weights import DecoderWeights
+from lockstep.models.weights import MLP_WEIGHTS, DecoderWeights, input_dims
 from lockstep.placement import LazyWeight, axis_specs, mesh_of, resharded
 from lockstep.placement.device import Program, compile_program
 
-_HEADS, _KV_HEADS = ("kv_head", "q_heads_per_group", "head_size"), ("kv_head", "head_size")
-MODULES: Final[dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]]] = {
-    "q_proj": ("attention.q", ("embed",), _HEADS),
-    "k_proj": ("attention.k", ("embed",), _KV_HEADS),
-    "v_proj": ("attention.v", ("embed",), _KV_HEADS),
-    "o_proj": ("attention.o", _HEADS, ("embed",)),
-    "gate_proj": ("mlp.gate", ("embed",), ("mlp",)),
-    "up_proj": ("mlp.up", ("embed",), ("mlp",)),
-    "down_proj": ("mlp.down", ("mlp",), ("embed",)),
+_ATTENTION: Final = ("q", "k", "v", "o")
+TARGETS: Final[dict[str, tuple[str, ...]]] = {
+    **{f"{weight}_proj": (weight,) for weight in _ATTENTION},
+    **{f"{weight}_proj": (weight, f"expert_{weight}", f"shared_{weight}") for weight in MLP_WEIGHTS},
+    "gate_up_proj": ("expert_gate_up",),
 }
-"""The linear layers that can have an adapter, by their names in Hugging Face models: their weight, axes of inputs, axes
-of outputs."""
+"""The linear layers that can have adapters, by their names in Hugging Face models: their weights, of which a model has
+some. The adapter of a weight has its name and ``_proj``."""
+
+WEIGHTS: Final = [weights[place] for place in range(3) for weights in TARGETS.values() if place < len(weights)]
+"""Those weights."""
 
 ALL: Final = "all-linear"
 
@@ -57,8 +55,9 @@ class LoraConfig:
     alpha: float = 8.0
     """The product of the factors is scaled by ``alpha / r``."""
     target_modules: tuple[str, ...] = (ALL,)
-    """The linear layers with adapters: ``all-linear``, or some of ``q_proj``, ``k_proj``, ``v_proj``, ``o_proj``,
-    ``gate_proj``, ``up_proj``, ``down_proj``."""
+    """The linear layers with adapters: ``all-linear``, without the MLPs of a model that has experts, or some of
+    ``q_proj``, ``k_proj``, ``v_proj``, ``o_proj``, ``gate_proj``, ``up_proj``, ``down_proj``, and ``gate_up_proj`` of
+    gpt-oss. Those of an MLP are of each expert, too."""
     base_dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """The float type in which the frozen weights are stored; null: the compute type of ``trainer.mp``, in which a step
     uses them anyway. Adapters are in the parameter type."""
@@ -72,11 +71,11 @@ class LoraConfig:
         if not (self.alpha > 0 and math.isfinite(self.alpha)):
             raise ConfigError(f"lora.alpha is {self.alpha}; it must be a number above 0. Use lora.r for a scale of 1.")
         given = self.target_modules
-        unknown = [name for name in given if name not in MODULES and given != (ALL,)]
+        unknown = [name for name in given if name not in TARGETS and given != (ALL,)]
         if unknown or not given or len(set(given)) < len(given):
             what = f"has {unknown[0]!r}" if unknown else f"is {list(given)}"
             raise ConfigError(
-                f"lora.target_modules {what}; it must be {ALL} alone, or one or more of {', '.join(MODULES)}, each "
+                f"lora.target_modules {what}; it must be {ALL} alone, or one or more of {', '.join(TARGETS)}, each "
                 "once. Correct it."
             )
 
@@ -85,24 +84,24 @@ class LoraConfig:
         """The factor of the product of the two factors."""
         return self.alpha / self.r
 
-    @property
-    def modules(self) -> tuple[str, ...]:
-        """The names of the layers with adapters, in the order of `MODULES`."""
-        return tuple(name for name in MODULES if name in self.target_modules or self.target_modules == (ALL,))
-
     def modules_of(self, config: LlamaConfig) -> tuple[str, ...]:
-        """The names of the layers of a model with adapters: ``all-linear`` leaves out experts.
+        """The names of the adapters of a model, those of its experts after the others.
 
         Raises:
-            ConfigError: One that was asked for is an MLP's, and the model has experts instead.
+            ConfigError: The model has no layer of a name that was asked for.
         """
-        missing = [name for name in self.modules if config.experts is not None and MODULES[name][0].startswith("mlp.")]
-        if missing and self.target_modules != (ALL,):
+        layers, asked = skeleton(1, config).layers.stacked, self.target_modules
+        own = {name: [each for each in of if _find(layers, each) is not None] for name, of in TARGETS.items()}
+        own = {name: weights for name, weights in own.items() if weights}
+        if asked == (ALL,):
+            asked = tuple(name for name, (first, *_) in own.items() if config.experts is None or first in _ATTENTION)
+        missing = [name for name in asked if name not in own]
+        if missing:
             raise ConfigError(
-                f"lora.target_modules has {missing[0]}, and the model has experts, which have no adapters. Use some of "
-                f"{', '.join(name for name in MODULES if not MODULES[name][0].startswith('mlp.'))}."
+                f"lora.target_modules has {missing[0]}, which this model does not have. Use some of {', '.join(own)}."
             )
-        return tuple(name for name in self.modules if name not in missing)
+        found = [weight for name in asked for weight in own[name]]
+        return tuple(f"{weight}_proj" for weight in WEIGHTS if weight in found)
 
     def resolved(self, compute: str) -> Self:
         """Returns the configuration with a float type for the frozen weights.
@@ -132,27 +131,42 @@ class LoraConfig:
         Raises:
             ConfigError: The model has no such layer, or the rank is larger than one of its sides.
         """
-        layers = skeleton(1, config).layers.stacked
-        Rank = Axis(RANK, self.r)
-        keys = dict(zip(MODULES, jax.random.split(key, len(MODULES)), strict=True))
+        layers, Rank = skeleton(1, config).layers.stacked, Axis(RANK, self.r)
+        keys = dict(zip(WEIGHTS, jax.random.split(key, len(WEIGHTS)), strict=True))
         found = {}
         for name in self.modules_of(config):
-            path, inputs, outputs = MODULES[name]
-            weight: NamedArray | None = operator.attrgetter(path)(layers)
-            if weight is None:
-                raise ConfigError(f"lora.target_modules has {name}, which this model does not have. Leave it out.")
-            Layer, In, Out = (weight.resolve_axis(names) for names in (("layer",), inputs, outputs))
-            size_in, size_out = (math.prod(axis.size for axis in axes) for axes in (In, Out))
+            axes = _find(layers, weight_of(name)).axes
+            dims = input_dims(weight_of(name), len(axes))
+            Stack, In, Out = axes[: dims[0]], axes[dims[0] : dims[-1] + 1], axes[dims[-1] + 1 :]
+            size_in, size_out = (math.prod(axis.size for axis in side) for side in (In, Out))
             if self.r > min(size_in, size_out):
                 raise ConfigError(
                     f"lora.r is {self.r}, and {name} maps {size_in} numbers to {size_out}: no more than "
-                    f"{min(size_in, size_out)} can have an effect. Lower lora.r, or leave {name} out of "
-                    "lora.target_modules."
+                    f"{min(size_in, size_out)} can have an effect. Lower lora.r, or leave "
+                    f"{name.removeprefix('expert_').removeprefix('shared_')} out of lora.target_modules."
                 )
             bound = size_in**-0.5
-            a = hax.random.uniform(keys[name], (*Layer, *In, Rank), minval=-bound, maxval=bound)
-            found[name] = LowRankPair(a=a, b=hax.zeros((*Layer, Rank, *Out)))
+            a = hax.random.uniform(keys[weight_of(name)], (*Stack, *In, Rank), minval=-bound, maxval=bound)
+            found[name] = LowRankPair(a=a, b=hax.zeros((*Stack, Rank, *Out)))
         return found
+
+
+def weight_of(name: str) -> str:
+    """Returns the name of the weight that an adapter is for, see `lockstep.models.weights`."""
+    return name.removesuffix("_proj")
+
+
+def adapter_products(pairs: dict[str, LowRankPair], config: LlamaConfig) -> float:
+    """Returns the numbers of adapters that a token is multiplied with: of those of experts, its own experts'."""
+    sizes = {name: sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(pair)) for name, pair in pairs.items()}
+    return sum(config.part_read(weight_of(name), 1) * size for name, size in sizes.items())
+
+
+def _find(layers: Any, weight: str) -> Any:
+    """The weight of the stacked layers; None where they have none of this name."""
+    mlps = (layers.mlp.dense, layers.mlp.sparse) if isinstance(layers.mlp, MixedMlps) else (layers.mlp,)
+    found = (getattr(part, weight, None) for part in (layers.attention, *mlps))
+    return next((each for each in found if each is not None), None)
 
 
 class LoraModel(eqx.Module):
@@ -163,7 +177,7 @@ class LoraModel(eqx.Module):
 
     base: LlamaLMHeadModel
     adapters: dict[str, LowRankPair] | None
-    """By the name of the linear layer; None where `split_trained` has taken them away."""
+    """By their names; None where `split_trained` has taken them away."""
     scale: float = eqx.field(static=True)
 
     @property
@@ -219,8 +233,8 @@ class LoraModel(eqx.Module):
         return self.adapters
 
     def weight(self, name: str) -> NamedArray:
-        """Returns the frozen weight of a linear layer."""
-        found: NamedArray = operator.attrgetter(MODULES[name][0])(self.base.layers.stacked)
+        """Returns the frozen weight that an adapter is for."""
+        found: NamedArray = _find(self.base.layers.stacked, weight_of(name))
         return found
 
     def merge_of(self, name: str) -> MergeLora:
@@ -240,10 +254,8 @@ class LoraModel(eqx.Module):
         return self._with({name: hax.named(array, self.weight(name).axes) for name, array in weights.items()})
 
     def _with(self, weights: dict[str, Any]) -> LlamaLMHeadModel:
-        find = [operator.attrgetter(MODULES[name][0]) for name in weights]
-
         def places(model: LlamaLMHeadModel) -> list[Any]:
-            return [one(model.layers.stacked) for one in find]
+            return [_find(model.layers.stacked, weight_of(name)) for name in weights]
 
         model: LlamaLMHeadModel = eqx.tree_at(places, self.base, list(weights.values()))
         return model
@@ -276,7 +288,7 @@ def join_trained(trained: PyTree, frozen: PyTree) -> PyTree:
 def _read_lora(model: LoraModel) -> tuple[LlamaConfig, DecoderWeights]:
     """The weights of the base by reference; those with adapters are merged while they are resharded."""
     config, weights = read_registered(model.base)
-    lazy: dict[str, Any] = {MODULES[name][0].split(".")[1]: _merged_on_the_way(model, name) for name in model.pairs}
+    lazy: dict[str, Any] = {weight_of(name): _merged_on_the_way(model, name) for name in model.pairs}
     return config, dataclasses.replace(weights, layers=dataclasses.replace(weights.layers, **lazy))
 
 

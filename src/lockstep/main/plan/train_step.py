@@ -16,6 +16,7 @@ from lockstep.main.plan.workload import Infeasibility, InfeasibleError, Training
 from lockstep.models import (
     LlamaLMHeadModel,
     LoraModel,
+    adapter_products,
     join_trained,
     layer_kinds,
     layer_products,
@@ -241,10 +242,10 @@ def step_flops(workload: Workload, *, vocab_blocks: bool, idle: float = 0.0) -> 
         for kind in layer_kinds(config)
     )
     pairs = config.num_heads * config.head_size * sum(per_head)
-    backwards, adapters = 2, 0
+    backwards, adapters = 2, 0.0
     if training.lora is not None:
         backwards = 1
-        adapters = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(training.lora.shapes(config)))
+        adapters = adapter_products(training.lora.shapes(config), config)
     products = (forwards + backwards) * layer_products(config) + pairs + (forwards + 2) * adapters
     products /= 1 - idle
     output = config.hidden_dim * workload.vocab_size * (backwards + (2 if vocab_blocks else 1))

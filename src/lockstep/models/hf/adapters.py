@@ -4,13 +4,14 @@ import json
 import os
 import pathlib
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 from safetensors.numpy import save_file
 
+from lockstep.errors import ConfigError
 from lockstep.models.config import LlamaConfig
 from lockstep.models.families.registry import family_of
 from lockstep.models.hf.files import CheckpointFiles
@@ -18,11 +19,12 @@ from lockstep.models.hf.names import parameters, stored_shapes
 from lockstep.models.hf.save_target import save_target
 from lockstep.models.hf.save_writer import Read
 from lockstep.models.hf.saved_tensor import SavedTensor
-from lockstep.models.lora import MODULES, LoraConfig
+from lockstep.models.lora import LoraConfig, weight_of
 from lockstep.models.trainable import skeleton
+from lockstep.models.weights import MLP_WEIGHTS
 
 type ReadPair = Callable[[str, int], tuple[np.ndarray, np.ndarray]]
-"""Returns the two factors of an adapter by the name of the linear layer and the number of the layer."""
+"""Returns the two factors of an adapter by its name and the place of the layer among those that have it."""
 
 
 def stored_factors(a: np.ndarray, b: np.ndarray) -> tuple[Float[np.ndarray, "rank in"], Float[np.ndarray, "out rank"]]:
@@ -36,7 +38,14 @@ def stored_factors(a: np.ndarray, b: np.ndarray) -> tuple[Float[np.ndarray, "ran
     return a.reshape(-1, rank).T, b.reshape(rank, -1).T
 
 
-def merged_rows(base: str, dtype: str, lora: LoraConfig, read_pair: ReadPair) -> Read:
+def stored_factors_of_experts(
+    a: Float[np.ndarray, "expert input rank"], b: Float[np.ndarray, "expert rank output"]
+) -> tuple[Float[np.ndarray, "expert*rank input"], Float[np.ndarray, "output rank*expert"]]:
+    """Returns the factors of one layer's adapters of all experts, whose weights are one parameter, as PEFT has them."""
+    return a.transpose(0, 2, 1).reshape(-1, a.shape[1]), b.transpose(2, 1, 0).reshape(b.shape[2], -1)
+
+
+def merged_rows(base: str, dtype: str, config: LlamaConfig, lora: LoraConfig, read_pair: ReadPair) -> Read:
     """Returns a function that reads rows of the base model's checkpoint and adds what the adapters add.
 
     Args:
@@ -47,7 +56,7 @@ def merged_rows(base: str, dtype: str, lora: LoraConfig, read_pair: ReadPair) ->
         ConfigError: The checkpoint cannot be read.
     """
     files = CheckpointFiles(base)
-    adapted = {_weight(name): name for name in lora.modules}
+    adapted = {weight_of(name): name for name in lora.modules_of(config)}
 
     def read(tensor: SavedTensor, start: int, stop: int) -> np.ndarray:
         inner = tensor.shape[0] // tensor.rows
@@ -55,9 +64,15 @@ def merged_rows(base: str, dtype: str, lora: LoraConfig, read_pair: ReadPair) ->
         before = tensor.parameter.first_row
         rows = files.read_rows(tensor.names, before + first, before + last).astype(jnp.dtype(dtype))
         if tensor.parameter.name in adapted:
-            assert tensor.layer is not None, "adapters are of layers"
-            low, high = stored_factors(*read_pair(adapted[tensor.parameter.name], tensor.layer))
-            rows = rows.astype(np.float32) + np.float32(lora.scale) * (high[first:last] @ low)
+            assert tensor.place is not None, "adapters are of layers"
+            a, b = read_pair(adapted[tensor.parameter.name], tensor.place)
+            if tensor.row_axis == "expert":
+                parameter, sizes = tensor.parameter, tensor.parameter.sizes | {"expert": stop - start}
+                delta = parameter.stored.to_stored(a[start:stop] @ b[start:stop], parameter.axes, sizes)
+            else:
+                low, high = stored_factors(a, b)
+                delta = high[first:last] @ low
+            rows = rows.astype(np.float32) + np.float32(lora.scale) * delta
         return rows.astype(tensor.dtype)
 
     return read
@@ -75,25 +90,37 @@ def save_peft(
 
     Raises:
         OSError: It cannot be written.
+        ConfigError: PEFT has no such adapters.
     """
-    found = parameters(skeleton(1, config), family_of(config).tensors)
+    family, adapters = family_of(config), lora.modules_of(config)
+    _check_peft([weight_of(name) for name in adapters], family.tensors)
+    found = parameters(skeleton(1, config), family.tensors)
     by_weight, shapes = {each.name: each for each in found}, stored_shapes(found)
     together: dict[str, list[str]] = {}  # the adapters whose weights are rows of one tensor
-    for name in lora.modules_of(config):
-        together.setdefault(by_weight[_weight(name)].stored.template, []).append(name)
+    for name in adapters:
+        together.setdefault(by_weight[weight_of(name)].stored.template, []).append(name)
+    # A parameter of all experts is no module: PEFT wraps the one that has it, once for each, the first the innermost.
+    wrapped = [
+        template
+        for template, (name, *_) in together.items()
+        if "{expert}" not in template and "expert" in by_weight[weight_of(name)].axes
+    ]
     tensors: dict[str, np.ndarray] = {}
     for template, names in together.items():
-        for layer in range(config.num_layers):
-            stored = template.format(layer=layer)
-            factors = {name: stored_factors(*read_pair(name, layer)) for name in names}
-            high = np.zeros((shapes[stored][0], lora.r * len(names)), np.float32)
-            for number, (name, (_, part)) in enumerate(factors.items()):
-                first = by_weight[_weight(name)].first_row
-                high[first : first + len(part), lora.r * number : lora.r * (number + 1)] = part
-            key = f"base_model.model.{stored.removesuffix('.weight')}.lora_"
-            tensors[f"{key}A.weight"] = np.concatenate([low for low, _ in factors.values()])
-            tensors[f"{key}B.weight"] = high
-    modules = {template.rsplit(".", 2)[1]: len(names) for template, names in together.items()}
+        own = [by_weight[weight_of(name)] for name in names]
+        for place, layer in enumerate(own[0].layers):
+            pairs = [read_pair(name, place) for name in names]
+            for expert, stored in enumerate(own[0].names(layer)):
+                module = stored.removesuffix(".weight")
+                if template in wrapped:
+                    low, high = stored_factors_of_experts(*pairs[0])
+                    module = stored.rpartition(".")[0] + ".base_layer" * (len(wrapped) - 1 - wrapped.index(template))
+                else:
+                    each = [(a[expert], b[expert]) if "{expert}" in template else (a, b) for a, b in pairs]
+                    low, high = _joined(each, [parameter.first_row for parameter in own], shapes[stored][0])
+                tensors[f"base_model.model.{module}.lora_A.weight"] = low
+                tensors[f"base_model.model.{module}.lora_B.weight"] = high
+    modules = {each.rsplit(".", 2)[1]: len(names) for each, names in together.items() if each not in wrapped}
     several = {module: count for module, count in modules.items() if count > 1}
     # https://huggingface.co/docs/peft/developer_guides/checkpoint
     values = {
@@ -107,6 +134,7 @@ def save_peft(
         "rank_pattern": {module: count * lora.r for module, count in several.items()},
         "alpha_pattern": {module: count * lora.alpha for module, count in several.items()},
         "target_modules": list(modules),
+        "target_parameters": [template.rpartition("{layer}.")[2] for template in wrapped],
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
@@ -127,6 +155,32 @@ def save_peft(
         raise
 
 
-def _weight(module: str) -> str:
-    """The name of the weight of a linear layer."""
-    return MODULES[module][0].rpartition(".")[2]
+def _joined(
+    pairs: Sequence[tuple[np.ndarray, np.ndarray]], first_rows: Sequence[int], rows: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns adapters of rows of one tensor as one adapter of it, of as many times the rank."""
+    factors = [stored_factors(*pair) for pair in pairs]
+    low = np.concatenate([each for each, _ in factors])
+    high, column = np.zeros((rows, len(low)), np.float32), 0
+    for first, (_, part) in zip(first_rows, factors, strict=True):
+        high[first : first + len(part), column : column + part.shape[1]] = part
+        column += part.shape[1]
+    return low, high
+
+
+def _check_peft(weights: Sequence[str], tensors: Mapping[str, str]) -> None:
+    """Refuses adapters that PEFT would not load whole, for transformers 5 puts all experts into two parameters."""
+    if not any("{expert}" in tensors[weight] for weight in weights):
+        return
+    others = [weight for weight in weights if weight in MLP_WEIGHTS or weight.startswith("shared_")]
+    joined = [weight for weight in weights if weight in ("expert_gate", "expert_up")]
+    why = ""
+    if others:
+        why = "the MLPs beside experts have adapters, which PEFT skips where the experts have some"
+    elif len(joined) == 1:
+        why = "gate_proj and up_proj of experts are one parameter in transformers, and one of the two has no adapters"
+    if why:
+        raise ConfigError(
+            f"adapters of {', '.join(weights)} cannot be saved as PEFT has them: {why}. Export the merged model, "
+            "without adapters."
+        )

@@ -230,8 +230,8 @@ class SavedModel:
         """Return a function that reads the factors of a layer's adapter, in float32, to this host's memory."""
         arrays = self._array_reader()
 
-        def read_pair(name: str, layer: int) -> tuple[np.ndarray, np.ndarray]:
-            a, b = (arrays.read(f"model.{name}.{factor}.0", (layer,)) for factor in ("a", "b"))
+        def read_pair(name: str, place: int) -> tuple[np.ndarray, np.ndarray]:
+            a, b = (arrays.read(f"model.{name}.{factor}.0", (place,)) for factor in ("a", "b"))
             return a.astype(np.float32), b.astype(np.float32)
 
         return read_pair
@@ -239,7 +239,7 @@ class SavedModel:
     def reader(self) -> Read:
         """Return a function that reads rows of a tensor as Hugging Face stores it, to this host's memory."""
         if self.adapters is not None:
-            return merged_rows(self.checked_base(), self.dtype, self.adapters.lora, self.pair_reader())
+            return merged_rows(self.checked_base(), self.dtype, self.config, self.adapters.lora, self.pair_reader())
         arrays = self._array_reader()
 
         def read(tensor: SavedTensor, start: int, stop: int) -> np.ndarray:

@@ -8,12 +8,18 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
-import jax
 import rich
 from jax.sharding import Mesh
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from lockstep.models import LlamaConfig, LoraModel, UnreadableModelError, layer_products, read_decoder
+from lockstep.models import (
+    LlamaConfig,
+    LoraModel,
+    UnreadableModelError,
+    adapter_products,
+    layer_products,
+    read_decoder,
+)
 from lockstep.placement.device import published_chip
 from lockstep.report import Tracker
 from lockstep.training.loop.hooks import StepInfo
@@ -66,12 +72,12 @@ class Meter:
     def __init__(self, mesh: Mesh, model: Any) -> None:
         self._peak = peak_flops(mesh)
         self._shape: tuple[LlamaConfig, int] | None = None
-        self._adapters: int | None = None
+        self._adapters: float | None = None
         with contextlib.suppress(UnreadableModelError):
             config, weights = read_decoder(model)
             self._shape = config, weights.embed.shape[0]
         if isinstance(model, LoraModel):
-            self._adapters = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(model.adapters))
+            self._adapters = adapter_products(model.pairs, model.config)
 
     def step(self, batch: Mapping[str, Any], *, step_s: float, wait_s: float) -> Throughput:
         """Return the figures of a step.
@@ -94,7 +100,7 @@ def peak_flops(mesh: Mesh) -> float:
     return sum(chip.flops for chip in chips if chip is not None) if all(chips) else 0.0
 
 
-def flops_per_token(model: LlamaConfig, vocab_size: int, length: int, adapters: int | None = None) -> float:
+def flops_per_token(model: LlamaConfig, vocab_size: int, length: int, adapters: float | None = None) -> float:
     """Return the operations that training with one token needs, without those that rematerialisation repeats.
 
     They are 6 per weight of a matrix product, and 12 per layer, position and element of the query heads (PaLM,
@@ -102,7 +108,8 @@ def flops_per_token(model: LlamaConfig, vocab_size: int, length: int, adapters: 
     needs 4: it has no gradient.
 
     Args:
-        adapters: The number of weights of the adapters, where they alone are trained; None where all weights are.
+        adapters: The numbers of the adapters that a token is multiplied with, where they alone are trained; None where
+            all weights are.
     """
     queries = model.num_heads * model.head_size
     weights = layer_products(model) + model.hidden_dim * vocab_size

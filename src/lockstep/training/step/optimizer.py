@@ -247,10 +247,11 @@ def _matrix(parameter: Any) -> optax.contrib.MuonDimensionNumbers | None:
 
     A matrix maps from ``embed`` to other axes, or from them to ``embed``, which is how `lockstep.models.weights` orders
     them; the factors of an adapter map to the rank and from it. The matrices of the embedding and of the output layer
-    map from or to tokens and are left to AdamW.
+    map from or to tokens and are left to AdamW. Each expert has matrices of its own.
     """
     names = [axis.name for axis in parameter.axes] if _named(parameter) else []
-    inner = [index for index, name in enumerate(names) if name != "layer"]
+    stacked = ("layer", "expert") if names[-1:] != ["expert"] else ("layer",)
+    inner = [index for index, name in enumerate(names) if name not in stacked]
     if len(inner) < 2 or "vocab" in names:
         return None
     if names[inner[0]] in ("embed", RANK) and names[inner[-1]] != RANK:

@@ -22,7 +22,8 @@ from lockstep.main.plan.workload import Infeasibility, InfeasibleError, Training
 from lockstep.models import LoraConfig, skeleton
 from lockstep.placement import make_mesh
 from lockstep.training import OptimizerConfig, TrainerConfig, TrainStep, batch_structs, lm_loss
-from tests.unit.engine.models import LLAMA
+from tests.adapters import MLPS
+from tests.unit.engine.models import FAMILIES, LLAMA
 
 
 @pytest.mark.parametrize("limit", range(0, 18))
@@ -53,7 +54,9 @@ def test_a_good_guess_is_confirmed_with_two_questions():
 
 def workload_of(**values):
     model = dataclasses.replace(
-        LLAMA, gradient_checkpointing=values.pop("remat", False), attn_backend=values.pop("attn_backend", "vanilla")
+        values.pop("model", LLAMA),
+        gradient_checkpointing=values.pop("remat", False),
+        attn_backend=values.pop("attn_backend", "vanilla"),
     )
     training = TrainingWorkload(
         trainer=TrainerConfig(train_batch_size=8),
@@ -180,6 +183,19 @@ def test_state_and_step_of_adapters_are_planned():
     assert state.trained + state.optimizer <= outputs <= state.trained + state.optimizer + 1024, (
         "the base is not copied"
     )
+
+
+def test_all_experts_adapters_are_stored_and_a_tokens_are_multiplied():
+    lora = dataclasses.replace(MLPS, base_dtype="float32")
+    workload = dataclasses.replace(workload_of(model=FAMILIES["experts"], lora=lora), mesh_shape="1,4,1")
+    state = make_state(workload, make_mesh("1,4,1", jax.devices()[:4]))
+    # 2 layers of 6 experts: three factors of rank 3 on the embedding, 16 over 4 devices, three on the width of 12.
+    assert state.trained == 4 * 2 * 6 * 3 * 3 * (16 // 4 + 12)
+    assert 2 * state.trained <= state.optimizer <= 2 * state.trained + 64
+    bare, ours = (workload_of(model=FAMILIES["experts"], lora=dataclasses.replace(lora, r=rank)) for rank in (1, 3))
+    # A token has 3 of them, and is multiplied with 2 more ranks forward and twice backward.
+    more = step_flops(ours, vocab_blocks=False) - step_flops(bare, vocab_blocks=False)
+    assert more == 2 * 3 * 2 * 3 * 2 * 3 * (16 + 12) * 8 * 32
 
 
 def test_the_step_is_planned_with_the_repeats_of_the_configuration():

@@ -12,11 +12,12 @@ import pytest
 from safetensors.numpy import load_file
 
 import lockstep
+from lockstep.errors import ConfigError
 from lockstep.models import LoraConfig, join_trained, load_hf, save_hf, split_trained
 from lockstep.models.hf.adapters import save_peft
 from lockstep.placement import make_mesh
 from lockstep.types import Request, SamplingParams
-from tests.adapters import merged, with_adapters
+from tests.adapters import GATE_UP, MLPS, merged, with_adapters
 
 GOLDEN = Path(__file__).parents[3] / "golden"
 FAMILIES = ["gemma2", "gemma3", "gpt_oss", "mixtral", "olmo2", "phi3", "qwen2_moe", "qwen3_moe", "qwen3_moe_mixed"]
@@ -81,9 +82,16 @@ def test_a_saved_checkpoint_is_the_one_that_was_loaded(family: str, tmp_path: Pa
     assert lockstep.models.load_config(str(tmp_path / "out")) == model.config
 
 
-@pytest.mark.parametrize("family", some_slow("phi3"))
-def test_adapters_are_trained_and_saved_merged(family: str, tmp_path: Path) -> None:
-    model = with_adapters(load(GOLDEN / family, "1,1,1"), LoraConfig(r=2, alpha=3.0))
+@pytest.mark.parametrize(
+    ("family", "lora"),
+    [
+        *(pytest.param(*each.values, LoraConfig(r=2, alpha=3.0), marks=each.marks) for each in some_slow("phi3")),
+        *(pytest.param(family, MLPS, marks=pytest.mark.slow) for family in ("qwen2_moe", "qwen3_moe_mixed")),
+        pytest.param("gpt_oss", GATE_UP, marks=pytest.mark.slow),
+    ],
+)
+def test_adapters_are_trained_and_saved_merged(family: str, lora: LoraConfig, tmp_path: Path) -> None:
+    model = with_adapters(load(GOLDEN / family, "1,1,1"), lora)
     trained, frozen = split_trained(model)
     ids = hax.named(np.load(GOLDEN / family / "golden.npz")["input_ids"], ("batch", "position"))
     gradients = jax.jit(jax.grad(lambda part: join_trained(part, frozen)(ids).array.std()))(trained)
@@ -94,10 +102,19 @@ def test_adapters_are_trained_and_saved_merged(family: str, tmp_path: Path) -> N
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("modules", [("all-linear",), ("k_proj", "up_proj")])
-def test_peft_has_one_adapter_for_the_rows_of_a_fused_tensor(modules: tuple[str, ...], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "modules"),
+    [
+        ("phi3", ("all-linear",)),
+        ("phi3", ("k_proj", "up_proj")),
+        ("mixtral", ("q_proj", *MLPS.target_modules)),  # an adapter of each expert
+        ("gpt_oss", ("q_proj", *GATE_UP.target_modules)),  # of parameters that have all experts
+        ("gpt_oss", ("down_proj",)),
+    ],
+)
+def test_peft_adds_what_the_merged_model_has(family: str, modules: tuple[str, ...], tmp_path: Path) -> None:
     lora = LoraConfig(r=2, alpha=3.0, target_modules=modules)
-    model = with_adapters(load(GOLDEN / "phi3", "1,1,1"), lora)
+    model = with_adapters(load(GOLDEN / family, "1,1,1"), lora)
     pairs = model.pairs
 
     def read_pair(name: str, layer: int) -> Any:
@@ -107,14 +124,40 @@ def test_peft_has_one_adapter_for_the_rows_of_a_fused_tensor(modules: tuple[str,
     save_hf(merged(model), tmp_path / "merged")
     config = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
     adapters = load_file(tmp_path / "peft" / "adapter_model.safetensors")
-    base = load_file(GOLDEN / "phi3" / "model.safetensors")
+    base = load_file(GOLDEN / family / "model.safetensors")
+    used: set[str] = set()
     for name, expected in load_file(tmp_path / "merged" / "model.safetensors").items():
         weight = np.asarray(base[name], np.float32)
         key, module = f"base_model.model.{name.removesuffix('.weight')}.lora_", name.split(".")[-2]
-        if module in config["target_modules"]:
+        if module in config["target_modules"] and name.endswith(".weight"):
             low, high = adapters[f"{key}A.weight"], adapters[f"{key}B.weight"]
             rank = config["rank_pattern"].get(module, config["r"])
             alpha = config["alpha_pattern"].get(module, config["lora_alpha"])
             assert low.shape[0] == high.shape[1] == rank
             weight = weight + alpha / rank * high @ low
+            used |= {f"{key}A.weight", f"{key}B.weight"}
+        elif any(name.endswith(f".{parameter}") for parameter in config["target_parameters"]):
+            # As `peft.tuners.lora.layer.ParamWrapper.get_delta_weight` has it of a parameter [expert, in, out]; the
+            # module is wrapped for gate_up_proj, and outside that for down_proj.
+            wraps = ".base_layer" * (module == "experts" and "gate_up" in name and len(config["target_parameters"]) > 1)
+            key = f"base_model.model.{name.rpartition('.')[0]}{wraps}.lora_"
+            low, high = adapters[f"{key}A.weight"], adapters[f"{key}B.weight"]
+            low, high = low.reshape(len(weight), -1, low.shape[-1]), high.reshape(len(high), -1, len(weight))
+            weight = weight + config["lora_alpha"] / config["r"] * np.einsum("ore,eri->eio", high, low)
+            used |= {f"{key}A.weight", f"{key}B.weight"}
         np.testing.assert_allclose(weight, expected, rtol=1e-5, atol=1e-5, err_msg=name)
+    assert used == adapters.keys()
+
+
+@pytest.mark.parametrize(
+    ("family", "modules", "why"),
+    [
+        ("qwen3_moe", ("q_proj", "up_proj"), "gate_proj and up_proj of experts are one parameter in transformers"),
+        ("qwen3_moe_mixed", MLPS.target_modules, "the MLPs beside experts have adapters, which PEFT skips"),
+        ("qwen2_moe", ("down_proj",), "the MLPs beside experts have adapters, which PEFT skips"),
+    ],
+)
+def test_what_peft_would_not_load_whole_is_refused(family: str, modules: tuple[str, ...], why: str) -> None:
+    config = lockstep.models.load_config(str(GOLDEN / family))
+    with pytest.raises(ConfigError, match=f"cannot be saved as PEFT has them: {why}.*Export the merged model"):
+        save_peft("nowhere", config, LoraConfig(target_modules=modules), "base", lambda name, place: ())

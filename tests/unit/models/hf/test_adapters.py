@@ -8,29 +8,38 @@ import pytest
 from lockstep.models import LoraConfig, load_hf, merged_rows
 from lockstep.models.hf.adapters import stored_factors
 from lockstep.models.hf.saved_tensor import saved_tensors
-from tests.adapters import numpy_merged, with_adapters
+from tests.adapters import GATE_UP, MLPS, numpy_merged, with_adapters
 from tests.unit.engine.models import mesh_of
 
 GOLDEN = Path(__file__).parents[3] / "golden"
 
 
-@pytest.mark.parametrize("modules", [("all-linear",), ("o_proj",)])
-def test_rows_are_those_of_the_merged_weights(modules):
+@pytest.mark.parametrize(
+    ("family", "modules"),
+    [
+        ("qwen3", ("all-linear",)),
+        ("qwen3", ("o_proj",)),
+        ("qwen3_moe_mixed", ("all-linear",)),
+        ("qwen3_moe_mixed", ("v_proj", *MLPS.target_modules)),
+        ("gpt_oss", GATE_UP.target_modules),
+    ],
+)
+def test_rows_are_those_of_the_merged_weights(family, modules):
     lora = LoraConfig(r=2, alpha=3.0, target_modules=modules)
-    base = load_hf(GOLDEN / "qwen3", mesh_of("1,1,1"))
+    base = load_hf(GOLDEN / family, mesh_of("1,1,1"))
     model = with_adapters(base, lora)
     arrays = numpy_merged(model)
     asked = []
 
-    def read_pair(name, layer):
-        asked.append((name, layer))
-        return tuple(np.asarray(part.array[layer]) for part in (model.pairs[name].a, model.pairs[name].b))
+    def read_pair(name, place):
+        asked.append((name, place))
+        return tuple(np.asarray(part.array[place]) for part in (model.pairs[name].a, model.pairs[name].b))
 
-    read = merged_rows(str(GOLDEN / "qwen3"), "float32", lora, read_pair)
+    read = merged_rows(str(GOLDEN / family), "float32", base.config, lora, read_pair)
     merged = model.with_weights({name: array.astype(np.float32) for name, array in arrays.items()})
     for tensor in saved_tensors(merged, "float32", base.Vocab.size):
         array = np.asarray(tensor.parameter.value.array)
-        whole = tensor.to_stored(array if tensor.layer is None else array[tensor.layer])
+        whole = tensor.to_stored(array if tensor.place is None else array[tensor.place])
         for start, stop in tensor.pieces(200):
             inner = len(whole) // tensor.rows
             rows = read(tensor, start, stop)
@@ -38,14 +47,14 @@ def test_rows_are_those_of_the_merged_weights(modules):
             np.testing.assert_allclose(
                 rows, whole[start * inner : stop * inner], rtol=1e-5, atol=1e-5, err_msg=tensor.name
             )
-    assert {name for name, _ in asked} == set(lora.modules)
+    assert set(asked) == {(name, place) for name, pair in model.pairs.items() for place in range(len(pair.a.array))}
 
 
 def test_the_base_is_rounded_as_in_training():
     lora = LoraConfig(target_modules=("q_proj",))
     base = load_hf(GOLDEN / "llama3", mesh_of("1,1,1"))
     (tensor,) = [one for one in saved_tensors(base, "float32", base.Vocab.size) if one.name == "model.norm.weight"]
-    rows = merged_rows(str(GOLDEN / "llama3"), "bfloat16", lora, lambda name, layer: ())(tensor, 0, tensor.rows)
+    rows = merged_rows(str(GOLDEN / "llama3"), "bfloat16", base.config, lora, lambda *_: ())(tensor, 0, tensor.rows)
     np.testing.assert_array_equal(rows, np.asarray(base.final_norm.array).astype("bfloat16").astype(np.float32))
 
 

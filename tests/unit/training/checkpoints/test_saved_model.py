@@ -108,7 +108,7 @@ def test_the_factors_of_adapters_are_read_layer_by_layer_without_their_base(tmp_
     adapters = SavedAdapters(lora=lora, base="elsewhere", fingerprint="0")
     pairs = tiny.save_checkpoint(str(tmp_path), adapters=adapters)
     read = saved_model(str(tmp_path)).pair_reader()
-    for name, layer in itertools.product(lora.modules, range(tiny.CONFIG.num_layers)):
+    for name, layer in itertools.product(pairs, range(tiny.CONFIG.num_layers)):
         for found, whole in zip(read(name, layer), (pairs[name].a, pairs[name].b), strict=True):
             np.testing.assert_array_equal(found, whole.array[layer])
             assert found.dtype == np.float32 and whole.dtype == jnp.bfloat16

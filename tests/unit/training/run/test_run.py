@@ -167,9 +167,9 @@ def test_adapters_need_a_base():
 
 
 def test_modules_are_named_on_the_command_line(saved):
-    names = config("base", "--lora.target_modules", "[q_proj, v_proj]").lora.modules
+    names = config("base", "--lora.target_modules", "[q_proj, v_proj]").lora.target_modules
     assert names == ("q_proj", "v_proj")
-    assert config("base", "--lora.target_modules", "o_proj").lora.modules == ("o_proj",)
+    assert config("base", "--lora.target_modules", "o_proj").lora.target_modules == ("o_proj",)
     with pytest.raises(ConfigError, match="has 'query_proj'; it must be all-linear alone, or one or more of q_proj"):
         config("base", "--lora.target_modules", "query_proj")
 
@@ -207,7 +207,9 @@ def test_the_adapters_are_exported_as_peft_has_them(saved, tmp_path):
     export(ExportConfig(checkpoint=str(path / "checkpoints"), output=str(tmp_path / "out"), adapters=True), HOSTS)
     values = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
     assert (values["peft_type"], values["r"], values["lora_alpha"], values["bias"]) == ("LORA", 3, 6.0, "none")
-    assert values["target_modules"] == list(LORA.modules) and values["base_model_name_or_path"] == str(path / "base")
+    assert values["target_modules"] == list(LORA.modules_of(tiny.CONFIG)) and values["base_model_name_or_path"] == str(
+        path / "base"
+    )
     tensors = load_file(tmp_path / "out" / "adapter_model.safetensors")
     assert len(tensors) == 2 * 7 * tiny.CONFIG.num_layers
     name = "base_model.model.model.layers.1.self_attn.o_proj.lora_{}.weight"

@@ -8,7 +8,7 @@ import optax
 import pytest
 
 from lockstep.errors import ConfigError
-from lockstep.models import LoraConfig
+from lockstep.models import LoraConfig, Qwen3MoeConfig
 from lockstep.training import OptimizerConfig, Trainer, TrainerConfig, lm_loss, parse_precision, state_structs
 from lockstep.training.step.optimizer import DEFAULTS, _matrix, completed_updates, decay_mask
 from tests import tiny
@@ -273,8 +273,11 @@ def test_adafactor_keeps_rows_and_columns_of_large_matrices_instead_of_moments()
 
 
 def test_muon_takes_both_factors_of_an_adapter_as_matrices():
-    adapters = LoraConfig(r=2).shapes(tiny.CONFIG)
+    experts = LoraConfig(r=2, target_modules=("up_proj", "down_proj")).shapes(Qwen3MoeConfig())
+    adapters = LoraConfig(r=2).shapes(tiny.CONFIG) | experts
     for name, (a, b) in {
+        "expert_up_proj": (((2,), (3,)), ((2,), (3,))),  # of each expert
+        "expert_down_proj": (((2,), (3,)), ((2,), (3,))),
         "q_proj": (((1,), (2,)), ((1,), (2, 3, 4))),
         "o_proj": (((1, 2, 3), (4,)), ((1,), (2,))),
         "down_proj": (((1,), (2,)), ((1,), (2,))),
