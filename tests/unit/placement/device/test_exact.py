@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from lockstep.models import block
 from lockstep.placement.device import (
     BLOCKS,
     TILE,
@@ -25,6 +26,11 @@ def normal(*shape, dtype=jnp.float32):
     return jnp.asarray(RNG.standard_normal(shape), dtype)
 
 
+def xielu(x):
+    numbers = (jnp.asarray(each, jnp.float32) for each in (0.8, -1.0, 0.5, -1e-6))
+    return block.xielu(x, *numbers)
+
+
 def test_an_axis_is_in_as_many_blocks_as_a_power_of_two_divides():
     assert [blocks_of(size) for size in (1, 6, 12, 40, 4096)] == [1, 2, 4, 8, 8]
 
@@ -37,9 +43,9 @@ def test_a_sum_has_the_bits_of_its_own_numbers(width):
     assert all(np.asarray(jax.jit(tree_sum)(x[row : row + 1])).item() == whole[row] for row in (0, 4, 8))
 
 
-@pytest.mark.parametrize("function", [jnp.exp, jnp.log, jnp.tanh])
+@pytest.mark.parametrize("function", [jnp.exp, jnp.log, jnp.tanh, block.ACTIVATIONS["gelu"], xielu])
 def test_a_function_has_the_same_bits_in_an_array_of_any_size(function):
-    x = jnp.abs(normal(600))
+    x = normal(600) if function is xielu else jnp.abs(normal(600))
     optimised = {"xla_backend_optimization_level": 3}  # whatever these tests run with: the lowest has no vectors
     compiled = jax.jit(lambda x: elementwise(function, x), compiler_options=optimised)
     whole = np.asarray(compiled(x))
