@@ -144,14 +144,11 @@ def _read_experts(
         names: The attribute of the experts by the name of the weight.
     """
     weights = layers.norms(attn_norm="input_layernorm", mlp_norm="post_attention_layernorm")
-    router = block(layers.first).gate
-    linears = [router, *(getattr(block(layers.first).experts, name) for name in names.values())]
-    if any(linear.bias is not None for linear in linears):
-        raise _unreadable(model, "its router or its experts have a bias", "biases of q, k and v")
-    layers.check_plain(router)
+    if any(getattr(block(layers.first).experts, name).bias is not None for name in names.values()):
+        raise _unreadable(model, "its experts have a bias", "biases of q, k and v")
     if experts.shared_intermediate_dim is not None:
         weights |= {f"shared_{name}": weight for name, weight in _gated_mlp(layers, "shared_mlp").items()}
-    weights["router"] = layers.array(lambda layer: block(layer).gate.weight, "embed experts")
+    weights["router"] = layers.weight(lambda layer: block(layer).gate, "embed experts")
     for weight, name in names.items():
         axes = "experts mlp embed" if weight == "expert_down" else "experts embed mlp"
         weights[weight] = layers.array(lambda layer, name=name: getattr(block(layer).experts, name).weight, axes)  # type: ignore[misc]

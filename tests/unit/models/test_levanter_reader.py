@@ -94,10 +94,12 @@ def test_layers_need_not_be_stacked(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", some_nightly(["sharded", "stacked", "by layer"], nightly=["stacked", "by layer"]))
+@pytest.mark.parametrize(
+    "name", some_nightly(["sharded", "stacked", "by layer", "router"], nightly=["stacked", "by layer"])
+)
 def test_lora_is_merged_on_the_way(name):
     lora = LoraConfig(r=4, alpha=8.0, a_init_mode="random")
-    config = UNSTACKED["olmo2"] if name == "by layer" else models.LLAMA
+    config = {"by layer": UNSTACKED["olmo2"], "router": FAMILIES["qwen3_moe"]}.get(name, models.LLAMA)
     # The adapters add to what the weights give: with smaller weights, logits are as large as in the other tests.
     model = loraize(models.build(config, scale=0.5), lora, key=jax.random.key(5))
     check(sharded(model) if name == "sharded" else model, model)
