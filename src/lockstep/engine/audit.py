@@ -236,7 +236,7 @@ class Auditor:
                 lambda leaf: _widened(leaf, compute) if in_float32 else leaf.astype(compute), weights
             )
             if config.exact and not in_float32:
-                return exact_logprobs(config, weights, ids, vocab_size=self.vocab_size)[0]
+                return exact_logprobs(config, weights, ids, vocab_size=self.vocab_size).logprobs
             precision = jax.default_matmul_precision("highest") if in_float32 else contextlib.nullcontext()
             with hax.axis_mapping({"batch": self.mesh.axis_names}), precision:
                 model = as_trainable(config, weights)

@@ -163,7 +163,7 @@ class DecodeModels:
         kv_dtype = self._engine.kv_dtype(dtype)
         if config.exact:
             check_exact_dtype(dtype)
-            self._check_exact(decode_mesh)
+            self._check_exact(layout, decode_mesh)
         device, heads = self.mesh.devices.flat[0], device_heads(config, decode_mesh)
         copies = tensor // self.config.num_kv_heads if config is not self.config else 1
         windows = heads.windows or (heads.modifier.window,)
@@ -210,7 +210,7 @@ class DecodeModels:
             gathered=away if layout == "training" else (),
         )
 
-    def _check_exact(self, decode_mesh: DecodeMesh) -> None:
+    def _check_exact(self, layout: Layout, decode_mesh: DecodeMesh) -> None:
         """Refuses what ``numerics: exact`` cannot do."""
         config, tensor = self.config, decode_mesh.tensor
         for name in ("kv_cache_dtype", "weight_dtype"):
@@ -223,7 +223,7 @@ class DecodeModels:
         if decode_mesh.context > 1:
             raise ConfigError("numerics is exact and context in layout sums attention by device. Leave out either.")
         split = {"num_heads": config.num_heads, "the vocabulary": self._weights.embed.shape[0]}
-        for name, size in (split | _split(config, {"tensor": tensor})).items():
+        for name, size in (split | _split(config, layout)).items():
             if blocks_of(size) % tensor:
                 raise ConfigError(
                     f"numerics is exact and layout {{tensor: {tensor}}} splits {name} = {size}, whose sums are in "

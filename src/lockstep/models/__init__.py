@@ -12,12 +12,15 @@ from lockstep.models.config import Variant as Variant
 from lockstep.models.config import distinct as distinct
 from lockstep.models.config import layer_kinds as layer_kinds
 from lockstep.models.config import rotary_frequencies as rotary_frequencies
+from lockstep.models.expert_mlps import ExactSum as ExactSum
 from lockstep.models.expert_mlps import ExpertWeights as ExpertWeights
 from lockstep.models.expert_mlps import mixture as mixture
 from lockstep.models.experts import Experts as Experts
 from lockstep.models.experts import RouterSums as RouterSums
+from lockstep.models.experts import Routing as Routing
 from lockstep.models.experts import packed_experts as packed_experts
 from lockstep.models.experts import route as route
+from lockstep.models.experts import unpacked_experts as unpacked_experts
 from lockstep.models.families.family import ModelPreset as ModelPreset
 from lockstep.models.families.gpt_oss import GptOssConfig as GptOssConfig
 from lockstep.models.families.mistral import MistralConfig as MistralConfig

@@ -136,8 +136,11 @@ class Variant:
         return self.activation == "clamped_swiglu"
 
 
-_NOT_EXACT: Final = ("gated_norm_rank", "unit_qk_norm", "exclusive_attention", "head_gates")
-"""Fields of a variant that ``numerics: exact`` refuses: those of Snowball, which is sampled here, and trained elsewhere
+_NOT_EXACT: Final = {
+    "variant": ("gated_norm_rank", "unit_qk_norm", "exclusive_attention", "head_gates"),
+    "experts": ("scoring", "routed_scaling_factor"),
+}
+"""Fields that ``numerics: exact`` refuses: those of Snowball, which is sampled here, and trained elsewhere
 by other functions."""
 
 
@@ -275,13 +278,13 @@ class LlamaConfig(ModelConfig):
     def _check_numerics(self) -> None:
         if self.numerics not in get_args(Numerics):
             raise ConfigError(f"numerics is {self.numerics!r}; it must be fast or exact. Use fast if in doubt.")
-        plain = Variant()
+        given = {"variant": (self.variant, Variant()), "experts": (self.experts or Experts(), Experts())}
         departures = {
-            f"variant.{name}": value
-            for name in _NOT_EXACT
-            if (value := getattr(self.variant, name)) != getattr(plain, name)
+            f"{block}.{name}": value
+            for block, (own, plain) in given.items()
+            for name in _NOT_EXACT[block]
+            if (value := getattr(own, name)) != getattr(plain, name)
         }
-        departures |= {} if self.experts is None else {"experts": "set"}
         for name, value in departures.items() if self.exact else ():
             raise ConfigError(f"numerics is exact and {name} is {value}, which is not exact yet. Set numerics to fast.")
 

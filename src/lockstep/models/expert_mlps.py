@@ -5,6 +5,7 @@ Nothing has a capacity and no token is dropped: what a token's experts answer do
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple, Self
 
@@ -15,6 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 from lockstep.models.block import hidden
 from lockstep.models.experts import Routing
 from lockstep.placement import QuantizedWeight, matmul
+from lockstep.placement.device import MOST_ROWS, TILE, add_blocks, barrier, elementwise, product
 
 
 class ExpertWeights(NamedTuple):
@@ -44,6 +46,17 @@ class AdaptedMatrices(NamedTuple):
     """``[expert, rank, output]``."""
 
 
+class ExactSum(NamedTuple):
+    """The way in which ``numerics: exact`` adds up what is here of experts (`mixture`)."""
+
+    blocks: int
+    """The blocks of the width of an expert, of those that are here."""
+    devices: tuple[str, ...] = ()
+    """The mesh axes of the devices that share the experts."""
+    whole: bool = False
+    """Whether a device has whole experts, in place of a part of the width of each."""
+
+
 def mixture(
     x: Float[Array, "token embed"],
     routing: Routing,
@@ -53,6 +66,7 @@ def mixture(
     first: Int[Array, ""] | int = 0,
     valid: Bool[Array, " token"] | None = None,
     layer: Int[Array, ""] | None = None,
+    exact: ExactSum | None = None,
 ) -> Float[Array, "token embed"]:
     """Return the weighted sum of what each token's experts answer.
 
@@ -62,6 +76,8 @@ def mixture(
         valid: Which tokens matter; no expert is read for the others, whose result is 0. None for all.
         layer: The layer, where the weights are those of all layers, stacked: a slice of one would be a copy of all its
             experts, hit or not. None where they are those of one.
+        exact: Says that the bits of a token depend on no other token and not on the devices, whose answers are then in
+            the sum. Every device has the whole ``down_bias`` of its experts.
     """
     base: Int[Array, ""] | int = 0
     count = _shape(weights.down)[0 if layer is None else 1]
@@ -77,8 +93,18 @@ def mixture(
     computed = (jnp.arange(group.size) < sizes.sum())[:, None]
     rows = jnp.where(computed, x[order // routing.experts.shape[1]], 0)
     average = group.size / routing.logits.shape[-1]
-    answers = jnp.where(computed, grouped_mlp(rows, weights, sizes, activation, base, average=average), 0)
+    if exact is None:
+        answers = grouped_mlp(rows, weights, sizes, activation, base, average=average)
+    else:
+        answers = _exact_answers(exact, activation, rows, weights, sizes, jnp.int32(base), average)
+    answers = jnp.where(computed, answers, 0)
     answers = answers[jnp.argsort(order)].reshape(*routing.experts.shape, -1)
+    if exact is not None:
+        if exact.whole:  # one of the devices has the answer, and the others zeros
+            answers = jax.lax.psum(answers, exact.devices)
+        weighted = barrier(answers.astype(jnp.float32) * routing.weights[..., None])
+        total = functools.reduce(operator.add, [weighted[:, choice] for choice in range(weighted.shape[1])])
+        return jnp.asarray(barrier(barrier(total).astype(x.dtype)))
     return jnp.sum(answers.astype(jnp.float32) * routing.weights[..., None], axis=1).astype(x.dtype)
 
 
@@ -118,6 +144,29 @@ def grouped_mlp(
     )
 
 
+def _exact_answers(
+    exact: ExactSum, activation: str, x: Array, weights: ExpertWeights, sizes: Array, base: Array, average: float
+) -> Array:
+    def mlp(inputs: Array, expert: ExpertWeights) -> Array:
+        def times(weight: Array) -> Array:
+            return jnp.asarray(barrier(product(inputs, weight, columns=exact.blocks).astype(inputs.dtype)))
+
+        up, gate = _add(times(expert.up), expert.up_bias), None if expert.gate is None else times(expert.gate)
+        inner = barrier(hidden(activation, barrier(up), gate, elementwise=elementwise))
+        return product(inner[:, : len(expert.down)], expert.down, inner=exact.blocks)
+
+    rows = min(MOST_ROWS, max(TILE, 1 << int(average).bit_length()))
+    step = max(TILE, rows // 2)
+    part = _by_tile(mlp, tuple(range(step, rows + 1, step)), x, weights, sizes, base, jnp.dtype(jnp.float32))
+    if exact.devices and not exact.whole:
+        part = add_blocks(jax.lax.all_gather(part, exact.devices))
+    answers = barrier(part.astype(x.dtype))
+    if weights.down_bias is None:
+        return jnp.asarray(answers)
+    expert = jnp.searchsorted(jnp.cumsum(sizes), jnp.arange(len(x)), side="right")
+    return jnp.asarray(barrier(answers + weights.down_bias[base + jnp.minimum(expert, len(sizes) - 1)]))
+
+
 _ROWS: Final = 128
 """The rows of a tile of megablox: the smallest that the kernel takes; groups of a decode step are smaller."""
 
@@ -152,20 +201,35 @@ def _megablox(activation: str, x: Array, weights: ExpertWeights, sizes: Array, b
 def _tiled(
     activation: str, rows: tuple[int, ...], x: Array, weights: ExpertWeights, sizes: Array, base: Array
 ) -> Array:
+    def mlp(inputs: Array, expert: ExpertWeights) -> Array:
+        parts = jnp.split(inputs, len(inputs) if len(inputs) == 2 else 1)
+        return jnp.concatenate([_mlp(activation, part, *expert) for part in parts])
+
+    return _by_tile(mlp, rows, x, weights, sizes, base, x.dtype)
+
+
+def _by_tile(
+    mlp: Callable[[Array, ExpertWeights], Array],
+    rows: tuple[int, ...],
+    x: Array,
+    weights: ExpertWeights,
+    sizes: Array,
+    base: Array,
+    dtype: jnp.dtype,
+) -> Array:
+    """Returns ``mlp(inputs, expert)`` of each tile of rows, in a dtype."""
     tiles = _Tiles.of(sizes, len(x), base, rows)
     padded = jnp.pad(x, ((0, rows[-1]), (0, 0)))
 
     def tile(index: Array, out: Array) -> Array:
         def answer(rows: int, out: Array) -> Array:
-            inputs, expert = tiles.take(padded, index, rows), tiles.expert_of(weights, index)
-            parts = jnp.split(inputs, rows if rows == 2 else 1)
-            answers = jnp.concatenate([_mlp(activation, part, *expert) for part in parts])
+            answers = mlp(tiles.take(padded, index, rows), tiles.expert_of(weights, index))
             # Rows after the group's last are the next group's, whose tile comes later.
             return jax.lax.dynamic_update_slice_in_dim(out, answers, tiles.start[index], axis=0)
 
         return tiles.switch(index, answer, out)
 
-    return jax.lax.fori_loop(0, tiles.count, tile, jnp.zeros_like(padded))[: len(x)]
+    return jax.lax.fori_loop(0, tiles.count, tile, jnp.zeros(padded.shape, dtype))[: len(x)]
 
 
 def _tiled_forward(activation: str, rows: tuple[int, ...], *given: Any) -> tuple[Array, Any]:

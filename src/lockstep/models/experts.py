@@ -6,7 +6,7 @@ token's experts answer does not depend on the other tokens.
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Literal, NamedTuple, Self, get_args
+from typing import Any, Literal, NamedTuple, Self, get_args
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from lockstep.errors import ConfigError, check_at_least
 from lockstep.models.weights import MLP_WEIGHTS, SPARSE_WEIGHTS
+from lockstep.placement.device import barrier, elementwise, product, tree_sum
 
 Scoring = Literal["softmax", "sigmoid"]
 
@@ -204,20 +205,28 @@ def route(
     bias: Array | None,
     experts: Experts,
     replayed: Int[Array, "token choice"] | None = None,
+    *,
+    exact: bool = False,
 ) -> Routing:
     """Return the experts of tokens. Logits are products in float32 on every backend, for a tie decides by rounding.
 
     Args:
+        exact: Whether the bits of a token depend on no other (``numerics: exact``).
         replayed: The experts to take, whose weights are those of these logits (R3, https://arxiv.org/abs/2510.11370,
             equation 5); -1 for those with the largest logits. None for these alone.
     """
-    unbiased = jnp.matmul(x.astype(jnp.float32), router.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
+    if exact:
+        unbiased = product(x, router)
+    else:
+        unbiased = jnp.matmul(x.astype(jnp.float32), router.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
     logits = unbiased if bias is None else unbiased + bias.astype(jnp.float32)
     largest, chosen = jax.lax.top_k(logits, experts.num_experts_per_tok)
     if replayed is not None:
         chosen = jnp.where(replayed < 0, chosen, replayed)
         largest = jnp.take_along_axis(logits, chosen, axis=-1)
-    if experts.scoring == "sigmoid":
+    if exact:
+        weights = _exact_softmax(largest, largest if experts.norm_topk_prob else logits)
+    elif experts.scoring == "sigmoid":
         weights = jax.nn.sigmoid(jnp.take_along_axis(unbiased, chosen, axis=-1))
         if experts.norm_topk_prob:
             weights /= jnp.sum(weights, axis=-1, keepdims=True) + 1e-9
@@ -230,9 +239,22 @@ def route(
     return Routing(chosen, weights, logits)
 
 
+def _exact_softmax(some: Float[Array, "token choice"], every: Float[Array, "token expert"]) -> Array:
+    """The softmax of some logits among all."""
+    highest = jnp.max(every, axis=-1, keepdims=True)
+    total = tree_sum(elementwise(jnp.exp, every - highest))
+    return jnp.asarray(barrier(elementwise(jnp.exp, some - highest) / total[..., None]))
+
+
 def packed_experts(experts: Int[Array, "layer choices"], tokens: int) -> Int[Array, "token word"]:
     """Return experts, those of all tokens of a layer one after the other in int8 or int16, as words of 32 bits."""
     flat = experts.reshape(len(experts), tokens, -1).swapaxes(0, 1).reshape(tokens, -1)
     per_word = 4 // flat.dtype.itemsize
     flat = jnp.pad(flat, ((0, 0), (0, -flat.shape[1] % per_word)))
     return jax.lax.bitcast_convert_type(flat.reshape(tokens, -1, per_word), jnp.int32)
+
+
+def unpacked_experts(words: Int[Array, "*batch word"], dtype: Any, layers: int, choices: int) -> Int[Array, "..."]:
+    """Return the experts ``[..., layer, choice]`` of `packed_experts`, which had a dtype."""
+    flat = jax.lax.bitcast_convert_type(words, dtype).reshape(*words.shape[:-1], -1)
+    return flat[..., : layers * choices].reshape(*words.shape[:-1], layers, choices)

@@ -270,7 +270,12 @@ class MixedLayers(eqx.Module):
         policy = scan_policy(self.config.gradient_checkpointing)
 
         def scan(
-            x: NamedArray, angles: Any, segment_ids: Any, layer_kind: Any, engine: EngineRouting | None = None
+            x: NamedArray,
+            angles: Any,
+            segment_ids: Any,
+            layer_kind: Any,
+            engine: EngineRouting | None = None,
+            known: NamedArray | None = None,
         ) -> tuple[NamedArray, RouterSums]:
             def run(x: NamedArray, layers: Any, of_layers: Any) -> Any:
                 # Not of a projection, which may have adapters.
@@ -287,7 +292,7 @@ class MixedLayers(eqx.Module):
                 return x, found
 
             parts: list[RouterSums] = []
-            for runs, repeats in self._units((layer_kind, engine)):
+            for runs, repeats in self._units((layer_kind, engine, known)):
                 if repeats == 1:
                     x, sums = unit(x, runs)
                 else:
@@ -304,7 +309,7 @@ class MixedLayers(eqx.Module):
         Where it does, arrays have an axis ``repeat`` before that of the layer.
 
         Args:
-            of_layers: The kinds of the layers, and the experts that an engine chose, by layer.
+            of_layers: The kinds of the layers, the experts that an engine chose, and what is known of them, by layer.
         """
         only, units = self.config.layers_of("up"), list[tuple[list[Any], int]]()
         common, mlps = dataclasses.replace(self.stacked, mlp=None), self.stacked.mlp

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.models.expert_mlps import ExpertWeights, mixture
+from lockstep.models.expert_mlps import ExactSum, ExpertWeights, mixture
 from lockstep.models.experts import Experts, Routing, route
 
 
@@ -85,3 +85,33 @@ def test_a_token_is_answered_as_if_it_were_alone(data: st.DataObject) -> None:
         return mixture(x, route(x, router, None, experts), weights, "silu")
 
     np.testing.assert_allclose(answers(x[padded]), answers(x)[padded], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
+def test_exact_a_token_has_the_same_bits_beside_any_others_and_on_any_devices(dtype: str) -> None:
+    """On two devices by the width of experts, and by experts."""
+    experts = Experts(num_experts=4, num_experts_per_tok=3, norm_topk_prob=False)
+    x, router, weights = jax.tree.map(lambda leaf: leaf.astype(dtype), drawn(4, 40, 64, 48))
+    weights = weights._replace(down_bias=weights.down[:, 0])
+    spec = jax.P(None, None, "tp")
+    by_width = ExpertWeights(spec, spec, jax.P(None, "tp"), None, jax.P())
+    by_expert = jax.tree.map(lambda _: jax.P("tp"), weights)
+
+    def compute(x: jax.Array, weights: ExpertWeights, exact: ExactSum) -> jax.Array:
+        routing = route(x, router, None, experts, exact=True)
+        first = jax.lax.axis_index("tp") * len(weights.down) if exact.whole else 0
+        return mixture(x, routing, weights, "silu", first=first, exact=exact)
+
+    alone = jax.jit(functools.partial(compute, exact=ExactSum(8)))
+    found = np.asarray(alone(x, weights))
+    routing = route(x, router, None, experts)
+    bias = jnp.sum(weights.down_bias[routing.experts] * routing.weights[..., None], axis=1)
+    expected = np.asarray(dense(x, routing, weights) + bias, np.float32)
+    tolerance = 1e-5 if dtype == "float32" else 0.02  # of the largest; roundings to 8 bits are of 0.4 % each
+    np.testing.assert_allclose(found, expected, atol=tolerance * np.abs(expected).max())
+    np.testing.assert_array_equal(alone(x[7:9], weights), found[7:9])
+    mesh = jax.sharding.Mesh(jax.devices()[:2], ("tp",))
+    for specs, exact in ((by_width, ExactSum(4, ("tp",))), (by_expert, ExactSum(8, ("tp",), whole=True))):
+        split = functools.partial(compute, exact=exact)
+        mapped = jax.shard_map(split, mesh=mesh, in_specs=(jax.P(), specs), out_specs=jax.P(), check_vma=False)
+        np.testing.assert_array_equal(jax.jit(mapped)(x, weights), found)

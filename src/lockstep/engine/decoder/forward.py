@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,20 +11,32 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from lockstep.engine.decoder.prefill import chunks
-from lockstep.engine.decoder.transformer import Transformer
+from lockstep.engine.decoder.transformer import Transformer, of_experts
 from lockstep.engine.sampling.logprobs import target_logprobs
 from lockstep.errors import ConfigError
 from lockstep.models import (
+    SPARSE_WEIGHTS,
     TENSOR_DIMS,
     WEIGHT_AXES,
     DecoderWeights,
     LlamaConfig,
     MergeLora,
     block,
+    unpacked_experts,
 )
 from lockstep.models.attention import attend_documents, attend_exact, contiguous_blocks
 from lockstep.placement import PARAMETER_AXES, DecodeMesh, LazyWeight, LeafLayout, partition_specs
 from lockstep.placement.device import barrier
+
+
+class ExactForward(NamedTuple):
+    """The result of `exact_logprobs`."""
+
+    logprobs: Float[Array, "row target"]
+    stream: Float[Array, "layer row position embed"]
+    """The residual stream after each layer."""
+    experts: Int[Array, "row position layer choice"] | None
+    """The experts of each token, -1 in a layer that has none; None where the model has none."""
 
 
 def exact_logprobs(
@@ -35,9 +47,9 @@ def exact_logprobs(
     segment_ids: Int[Array, "row position"] | None = None,
     temperature: float = 1.0,
     vocab_size: int | None = None,
-) -> tuple[Float[Array, "row target"], Float[Array, "layer row position embed"]]:
-    """Returns the log-probability of each token but the first, with the bits that the engine has for it, and the
-    residual stream after each layer.
+    replayed: Int[Array, "row position layer choice"] | None = None,
+) -> ExactForward:
+    """Returns the log-probability of each token but the first, with the bits that the engine has for it.
 
     It is computed on the mesh that is set, a training mesh or any other, each device its own rows, with the weights
     gathered layer by layer; on one device where none is set. It has no gradient.
@@ -47,6 +59,7 @@ def exact_logprobs(
         tokens: Token ids; a row is one sequence from its first position on.
         segment_ids: The document of each token, where a row is packed with several; None: a row is one.
         vocab_size: The number of ids that are tokens, from 0; None for all rows of the embedding.
+        replayed: The experts to take (`lockstep.models.route`).
 
     Raises:
         ConfigError: The devices are not CPUs, or a weight is made of others in a way that is not known.
@@ -87,23 +100,26 @@ def exact_logprobs(
         layouts=layouts,
         pages=0,
         vocab_size=weights.embed.shape[0] if vocab_size is None else min(vocab_size, weights.embed.shape[0]),
+        routed=of_experts(config),
     )
 
-    def compute(weights: DecoderWeights, tokens: Array, *segment_ids: Array) -> tuple[Array, Array]:
-        return _logprobs(transformer, weights, tokens, temperature, *segment_ids)
+    def compute(
+        weights: DecoderWeights, tokens: Array, segment_ids: Array | None, replayed: Array | None
+    ) -> ExactForward:
+        return _logprobs(transformer, weights, tokens, temperature, segment_ids, replayed)
 
-    given = [tokens] if segment_ids is None else [tokens, segment_ids]
     if names:
         rows = PartitionSpec(decode_mesh.replica_axes if len(tokens) % decode_mesh.replicas == 0 else None)
+        specs: Any = rows, PartitionSpec(None, *rows), rows
         compute = jax.shard_map(
             compute,
             mesh=mesh,
-            in_specs=(partition_specs(layouts), *(rows for _ in given)),
-            out_specs=(rows, PartitionSpec(None, *rows)),
+            in_specs=(partition_specs(layouts), rows, rows, rows),
+            out_specs=ExactForward(*specs),
             check_vma=False,
         )
     parts = jax.tree.map(lambda leaf: leaf.parts if isinstance(leaf, LazyWeight) else leaf, weights)
-    return compute(*jax.lax.stop_gradient((parts, *given)))
+    return compute(*jax.lax.stop_gradient((parts, tokens, segment_ids, replayed)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,8 +150,9 @@ def _logprobs(
     weights: DecoderWeights,
     tokens: Array,
     temperature: float,
-    segment_ids: Array | None = None,
-) -> tuple[Array, Array]:
+    segment_ids: Array | None,
+    replayed: Array | None,
+) -> ExactForward:
     rows, length = tokens.shape
     weights = transformer.read_outer(weights)
     heads = transformer.heads
@@ -159,8 +176,9 @@ def _logprobs(
     kv = jnp.zeros((rows, length, 2 * heads.kv_heads, heads.head_size), x.dtype)
     stream = jnp.zeros((transformer.config.num_layers, *x.shape), x.dtype)
     start, active = jnp.zeros(rows, jnp.int32), jnp.ones(rows, bool)
-    x, (_, stream), _ = transformer.layers(
-        weights.layers, x, (kv, stream), start=start, active=active, position=position, write=write, attend=attend,
+    x, (_, stream), words = transformer.layers(
+        weights.layers, x, (kv, stream), start=start, active=active, position=position, replayed=replayed,
+        write=write, attend=attend,
         after=lambda cache, layer, x: (cache[0], cache[1].at[layer].set(x)),
     )  # fmt: skip
 
@@ -173,7 +191,10 @@ def _logprobs(
     targets = jnp.roll(tokens, -1, axis=1).reshape(-1)
     found = jax.lax.map(chunk, (chunks(x.reshape(-1, x.shape[-1])), chunks(targets)))
     found = found.reshape(-1)[: targets.size].reshape(tokens.shape)[:, :-1]
-    return jnp.maximum(found, jnp.finfo(jnp.float32).min), stream  # an id that is no token has none
+    found = jnp.maximum(found, jnp.finfo(jnp.float32).min)  # an id that is no token has none
+    if (shape := transformer.routed) is None or words is None:
+        return ExactForward(found, stream, None)
+    return ExactForward(found, stream, unpacked_experts(words, shape.dtype, shape.layers, shape.choices))
 
 
 def exact_merges(config: LlamaConfig, weights: DecoderWeights, dtype: jnp.dtype) -> DecoderWeights:
@@ -182,14 +203,22 @@ def exact_merges(config: LlamaConfig, weights: DecoderWeights, dtype: jnp.dtype)
     Args:
         weights: Arrays, shape structs and `LazyWeight`.
         dtype: The type that is computed in.
+
+    Raises:
+        ConfigError: Experts have adapters.
     """
 
-    def exact(leaf: Any) -> Any:
+    def exact(path: tuple[Any, ...], leaf: Any) -> Any:
         if not (config.exact and isinstance(leaf, LazyWeight) and isinstance(leaf.assemble, MergeLora)):
             return leaf
+        if path[-1].name in SPARSE_WEIGHTS:
+            raise ConfigError(
+                f"numerics is exact and {path[-1].name} has an adapter, which is not exact yet. Leave experts out of "
+                "lora.target_modules, or set numerics to fast."
+            )
         return dataclasses.replace(leaf, assemble=dataclasses.replace(leaf.assemble, exact=jnp.dtype(dtype).name))
 
-    found: DecoderWeights = jax.tree.map(exact, weights)
+    found: DecoderWeights = jax.tree_util.tree_map_with_path(exact, weights)
     return found
 
 

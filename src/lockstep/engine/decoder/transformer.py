@@ -8,22 +8,20 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Int32
 
+from lockstep.engine.decoder.experts import answer_of_experts
 from lockstep.engine.schedule import Capacity, RoutedShape
 from lockstep.models import (
     MLP_WEIGHTS,
     SPARSE_WEIGHTS,
     WEIGHT_AXES,
     DecoderWeights,
-    ExpertWeights,
     LayerWeights,
     LlamaConfig,
     block,
     distinct,
     layer_kinds,
-    mixture,
     packed_experts,
     rotary_frequencies,
-    route,
 )
 from lockstep.models.attention import Heads, ScoreModifier
 from lockstep.placement import DecodeMesh, LayoutTree, QuantizedWeight, drop_layers, matmul, read, read_outer
@@ -62,10 +60,13 @@ def device_heads(config: LlamaConfig, decode_mesh: DecodeMesh) -> Heads:
 
 def routed_shape(config: LlamaConfig, sizes: Capacity) -> RoutedShape | None:
     """The form of a token's experts, as programs report them; None where they do not."""
-    if not sizes.routed_experts:
+    return of_experts(config) if sizes.routed_experts else None
+
+
+def of_experts(config: LlamaConfig) -> RoutedShape | None:
+    """The form of a token's experts; None for a model that has none."""
+    if (of := config.experts) is None:
         return None
-    of = config.experts
-    assert of is not None
     return RoutedShape(layers=config.num_layers, choices=of.num_experts_per_tok, experts=of.num_experts)
 
 
@@ -142,6 +143,7 @@ class Transformer:
         after: After[Cache] | None = None,
         count: int | None = None,
         position: Int[Array, "sequence query"] | None = None,
+        replayed: Int[Array, "sequence query layer choice"] | None = None,
     ) -> tuple[Float[Array, "sequence query embed"], Cache, Int32[Array, "sequence query word"] | None]:
         """Runs all layers over consecutive positions of each sequence and writes their K/V to the cache.
 
@@ -153,6 +155,7 @@ class Transformer:
             active: Whether a sequence is there; for others no expert is read, and their results are arbitrary.
             count: The number of layers to run, from the first on; None for all.
             position: The positions of the queries, where they are not consecutive from ``start`` on.
+            replayed: The experts to take (`lockstep.models.route`).
 
         Returns:
             The residual stream, the cache, and the experts of the tokens where they are reported.
@@ -183,7 +186,8 @@ class Transformer:
             def mlp(h: Array) -> Array:
                 nonlocal routed
                 h = block.gated_norm(h, w.mlp_norm_down, w.mlp_norm_up)
-                answers, experts = self._mlp_of_layer(weights, w, index, valid, h)
+                own = None if replayed is None else replayed[:, :, index].reshape(valid.size, -1)
+                answers, experts = self._mlp_of_layer(weights, w, index, valid, h, own)
                 if routed is not None and experts is not None:
                     routed = routed.at[index].set(experts.reshape(-1).astype(routed.dtype))
                 return answers
@@ -278,50 +282,41 @@ class Transformer:
         return block.scale_queries(q, self.config.attention_scale), kv
 
     def _mlp_of_layer(
-        self, weights: LayerWeights, w: LayerWeights, index: Array, valid: Array, h: Array
+        self, weights: LayerWeights, w: LayerWeights, index: Array, valid: Array, h: Array, replayed: Array | None
     ) -> tuple[Array, Array | None]:
         """Returns `_mlp` of a layer; where some have an MLP and some experts, by the kind that it has."""
         if not self.config.mixes_mlps:
-            return self._mlp(w, h, index, valid)
+            return self._mlp(w, h, index, valid, replayed)
         assert self.config.experts is not None
         dense, places = self.config.experts.places(self.config.num_layers)
         place = jnp.asarray(places)[index]
 
         def branch(names: Set[str]) -> Callable[[Array], tuple[Array, Array | None]]:
-            return lambda h: self._mlp(self._at(weights, place, names), h, place, valid)
+            return lambda h: self._mlp(self._at(weights, place, names), h, place, valid, replayed)
 
         found: tuple[Array, Array | None]
         found = jax.lax.cond(jnp.asarray(dense)[index], branch({*MLP_WEIGHTS}), branch(SPARSE_WEIGHTS), h)
         return found
 
-    def _mlp(self, w: LayerWeights, h: Array, index: Array, valid: Array) -> tuple[Array, Array | None]:
+    def _mlp(
+        self, w: LayerWeights, h: Array, index: Array, valid: Array, replayed: Array | None
+    ) -> tuple[Array, Array | None]:
         """Returns what the MLP answers, or the sum of the experts that each token is given to, and the numbers of those
         where they are reported; -1 for a layer without experts.
 
         Every device of a replica has all tokens, and its share of the experts, or of the width of each.
         """
-        experts, activation = self.config.experts, self.config.variant.activation
+        activation = self.config.variant.activation
         if w.router is not None:
-            assert experts is not None
-            tokens = h.reshape(-1, h.shape[-1])
-            up = w.expert_gate_up if w.expert_up is None else w.expert_up
-            bias = w.expert_down_bias
-            layer = index if self._stacked_experts else None
-            routing = route(tokens, w.router, w.router_bias, experts)
-            count = jax.tree.leaves(w.expert_down)[0].shape[0 if layer is None else 1]
-            device = jax.lax.axis_index(self.decode_mesh.tensor_axes) if self.decode_mesh.tensor > 1 else 0
-            first = device * count if count < experts.num_experts else 0
-            if bias is not None and count == experts.num_experts:  # in the sum of the devices once
-                bias = jnp.where(device == 0, bias, 0)
-            weights = ExpertWeights(w.expert_gate, up, w.expert_down, w.expert_gate_up_bias, bias)
-            answers = mixture(tokens, routing, weights, activation, first=first, valid=valid, layer=layer)
+            answers, routing = answer_of_experts(
+                self.config, self.decode_mesh, w, h.reshape(-1, h.shape[-1]),
+                valid=valid, layer=index if self._stacked_experts else None, replayed=replayed,
+            )  # fmt: skip
             answers = answers.reshape(h.shape)
-            if w.shared_up is not None and w.shared_gate is not None and w.shared_down is not None:
-                inner = block.hidden(activation, matmul(h, w.shared_up), matmul(h, w.shared_gate))
-                shared = matmul(inner, w.shared_down)
-                gate = None if w.shared_router is None else jax.nn.sigmoid(matmul(h, w.shared_router))
-                answers += shared if gate is None else shared * gate
-            return self._sum(answers), None if self.routed is None else routing.experts
+            if w.shared_up is not None:
+                answers = self._fix(answers + self._shared(w, h))
+            answers = answers if self.config.exact else self._sum(answers)
+            return answers, None if self.routed is None else routing.experts
         assert w.up is not None and w.down is not None
         mlp = self.config.intermediate_dim // self.decode_mesh.tensor
         up, gate = self._matmul(h, w.up, mlp), None if w.gate is None else self._matmul(h, w.gate, mlp)
@@ -330,6 +325,22 @@ class Transformer:
         answers = self._contract(inner, w.down, mlp)
         none = None if self.routed is None else jnp.full((h.size // h.shape[-1], self.routed.choices), -1, jnp.int32)
         return answers, none
+
+    def _shared(self, w: LayerWeights, h: Array) -> Array:
+        """Returns what the shared expert answers; fast, the part of this device."""
+        assert w.shared_up is not None and w.shared_gate is not None and w.shared_down is not None
+        assert self.config.experts is not None
+        exact = self.config.exact
+        width = (self.config.experts.shared_intermediate_dim or 0) // self.decode_mesh.tensor
+        up, gate = (self._matmul(h, weight, width) for weight in (w.shared_up, w.shared_gate))
+        inner = block.hidden(self.config.variant.activation, up, gate, elementwise=elementwise if exact else None)
+        answer = self._contract(inner, w.shared_down, width) if exact else matmul(inner, w.shared_down)
+        if w.shared_router is None:
+            return answer
+        if not exact:
+            return answer * jax.nn.sigmoid(matmul(h, w.shared_router))
+        logits = tree_sum(h.astype(jnp.float32) * w.shared_router[:, 0].astype(jnp.float32))
+        return self._fix(answer * self._fix(elementwise(jax.nn.sigmoid, logits).astype(h.dtype))[..., None])
 
     def _norm(self, x: Array, weight: Array | None, *, wide: bool = False) -> Array:
         """Applies RMSNorm; ``wide`` is over all heads together, those of the other devices of the replica included."""

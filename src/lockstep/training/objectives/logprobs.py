@@ -13,7 +13,7 @@ from haliax.partitioning import physical_axis_name
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from lockstep.engine import exact_logprobs
+from lockstep.engine import ExactForward, exact_logprobs
 from lockstep.errors import ConfigError
 from lockstep.models import EngineRouting, LlamaConfig, RouterSums, read_decoder, value_with_gradient_of
 from lockstep.models.attention import SplitPositions
@@ -132,8 +132,9 @@ def token_logprobs(
         if exact is None:
             states = model.activations(*inputs)
         else:
-            known = hax.named(exact[1], ("layer", "batch", "position", "embed"))
-            states = model.activations_and_router(*inputs, known=known)[0]  # type: ignore[attr-defined]
+            known = hax.named(exact.stream, ("layer", "batch", "position", "embed"))
+            routing = None if exact.experts is None else EngineRouting(hax.named(exact.experts, _ROUTED), replayed=True)
+            states = model.activations_and_router(*inputs, engine=routing, known=known)[0]  # type: ignore[attr-defined]
         blocks = VocabBlocks.of(
             states,
             model.lm_head_array(),
@@ -151,7 +152,7 @@ def token_logprobs(
         _check_arguments(model, len(inputs))
         found = _picked(model(*inputs), targets, temperature, vocab_size)
     found = _whole_rows(found)
-    found = found[:, :-1] if exact is None else value_with_gradient_of(exact[0], found[:, :-1])
+    found = found[:, :-1] if exact is None else value_with_gradient_of(exact.logprobs, found[:, :-1])
     return found.reshape(*shape[:-1], -1)
 
 
@@ -167,18 +168,20 @@ def _whole_rows(x: Array) -> Array:
 
 def _exact_logprobs(
     model: Any, batch: Mapping[str, Array], tokens: Array, temperature: float, vocab_size: int | None
-) -> tuple[Array, Array] | None:
+) -> ExactForward | None:
     """The result of `exact_logprobs` for a model whose ``numerics`` are exact; None for any other."""
     config = getattr(model, "config", None)
     if not getattr(config, "exact", False):
         return None
     if split := SplitPositions.of(hax.Axis("position", tokens.shape[-1])):
         raise ConfigError(split.refusal("numerics exact"))
-    config, weights = read_decoder(model)
+    recording = model if isinstance(model, _RouterRecording) else None
+    config, weights = read_decoder(model if recording is None else recording.model)
     segment_ids = batch["segment_ids"].reshape(tokens.shape) if "segment_ids" in batch else None
     return exact_logprobs(
-        config, weights, tokens, segment_ids=segment_ids, temperature=temperature, vocab_size=vocab_size
-    )
+        config, weights, tokens, segment_ids=segment_ids, temperature=temperature, vocab_size=vocab_size,
+        replayed=None if recording is None else recording.replayed,
+    )  # fmt: skip
 
 
 def target_mask(batch: Mapping[str, Array]) -> Bool[Array, "... target"]:
@@ -239,6 +242,7 @@ ROUTING: Final[Mapping[str, bool]] = {"rollout_experts": False, "replayed_expert
 """Columns ``[row, position, layer, choice]`` of the experts that an engine chose, -1 where it chose none: those that
 the model's own are compared with, and those that it takes."""
 _COMPARED = ("compared", "differing")
+_ROUTED: Final = ("batch", "position", "layer", "choice")
 
 
 def routing_column(config: LlamaConfig | None, row_length: int, *, replayed: bool) -> dict[str, jax.ShapeDtypeStruct]:
@@ -255,9 +259,7 @@ def with_routing(model: Any, batch: Mapping[str, Array]) -> Any:
     if getattr(getattr(model, "config", None), "experts", None) is None or not hasattr(model, "activations_and_router"):
         return model
     given = [
-        EngineRouting(hax.named(batch[name], ("batch", "position", "layer", "choice")), replayed)
-        for name, replayed in ROUTING.items()
-        if name in batch
+        EngineRouting(hax.named(batch[name], _ROUTED), replayed) for name, replayed in ROUTING.items() if name in batch
     ]
     return _RouterRecording(model, given)
 
@@ -266,27 +268,50 @@ class _RouterRecording:
     """A model that keeps the sums of its routers, while an objective is traced."""
 
     def __init__(self, model: Any, engine: Sequence[EngineRouting]) -> None:
-        self._model, self._engine = model, engine
+        self.model, self._engine = model, engine
         self.sums: list[RouterSums] = []
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
+        return getattr(self.model, name)
 
     def activations(self, input_ids: NamedArray, segment_ids: NamedArray | None = None) -> NamedArray:
-        states, sums = self._model.activations_and_router(input_ids, segment_ids, *self._engine)
+        states, sums = self.model.activations_and_router(input_ids, segment_ids, *self._engine)
         self.sums.append(sums)
         return states
+
+    @property
+    def replayed(self) -> Array | None:
+        """The experts to take; None where there are none."""
+        return next((each.experts.array for each in self._engine if each.replayed), None)
+
+    def activations_and_router(
+        self, input_ids: NamedArray, segment_ids: NamedArray | None = None, *, engine: EngineRouting, known: NamedArray
+    ) -> tuple[NamedArray, RouterSums]:
+        """With `exact_logprobs`, whose experts are those that are compared."""
+        states, sums = self.model.activations_and_router(input_ids, segment_ids, engine, known)
+        if self._engine:
+            own, given = (jnp.sort(each.experts.array) for each in (engine, self._engine[0]))
+            compared = given[..., 0] >= 0
+            found = compared, compared & jnp.any(own != given, axis=-1)
+        else:
+            found = (jnp.zeros(()), jnp.zeros(()))
+        self.sums.append(
+            sums._replace(
+                **{name: jnp.sum(each, dtype=jnp.float32) for name, each in zip(_COMPARED, found, strict=True)}
+            )
+        )
+        return states, sums
 
     def __call__(self, input_ids: NamedArray, segment_ids: NamedArray | None = None) -> NamedArray:
         return self.logits(self.activations(input_ids, segment_ids))
 
     # An `OutputLayer` is told by the attributes of its class.
     def lm_head_array(self) -> NamedArray:
-        return self._model.lm_head_array()
+        return self.model.lm_head_array()
 
     def logits(self, activations: NamedArray) -> NamedArray:
-        return self._model.logits(activations)
+        return self.model.logits(activations)
 
     @property
     def logit_soft_cap(self) -> float | None:
-        return self._model.logit_soft_cap
+        return self.model.logit_soft_cap

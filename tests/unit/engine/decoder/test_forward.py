@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from lockstep.engine import Engine, EngineConfig, audit, exact_on
 from lockstep.engine.decoder.forward import check_exact_platform
 from lockstep.errors import ConfigError
-from lockstep.models import LlamaConfig, Variant
+from lockstep.models import Experts, LlamaConfig, Variant
 from lockstep.models.rope import RotaryConfig
 from lockstep.text import encode, load_tokenizer, read_prompts
 from lockstep.training.objectives.logprobs import token_logprobs
@@ -40,6 +40,11 @@ ENGINES: list[tuple[str, dict[str, Any]]] = [
     ("1,2,2", {"layout": {"tensor": 4}}),
     ("2,1,2", {"layout": "training", "page_size": 32}),
 ]
+EXPERT_ENGINES: list[tuple[str, dict[str, Any]]] = [
+    ("1,2,2", {"layout": {"tensor": 2}, "max_seqs": 5}),
+    ("1,2,2", {"layout": {"tensor": 2, "expert": 1}}),
+]
+"""Whole experts on devices, where their number allows it, and a part of the width of each."""
 
 
 MODELS = FAMILIES | {
@@ -53,10 +58,10 @@ MODELS = FAMILIES | {
 }
 # A model of each new kind of number; float32 shows more than bfloat16, whose roundings hide what is before them.
 OFTEN = {
-    *((family, "bfloat16") for family in ("llama", "qwen2", "gemma3", "sinks")),
-    *((family, "float32") for family in ("tied", "gemma2", "olmo", "apertus")),
+    *((family, "bfloat16") for family in ("llama", "qwen2", "gemma3", "sinks", "mixed", "gpt_oss")),
+    *((family, "float32") for family in ("tied", "gemma2", "olmo", "apertus", "experts")),
 }
-ALL = {(family, dtype) for family in MODELS if MODELS[family].experts is None for dtype in ("bfloat16", "float32")}
+ALL = {(family, dtype) for family in MODELS for dtype in ("bfloat16", "float32")}
 
 
 @pytest.mark.parametrize(
@@ -68,7 +73,7 @@ def test_all_that_is_not_in_the_promise_changes_no_bit(family: str, dtype: str) 
     exact = dataclasses.replace(MODELS[family], numerics="exact")
     answers = completed("1,1,1", model_of("1,1,1", dtype, exact), page_size=8, max_seqs=3)
     bits = bits_of(answers)
-    for mesh, engine in ENGINES:
+    for mesh, engine in ENGINES + (EXPERT_ENGINES if exact.experts else []):
         assert bits_of(completed(mesh, model_of(mesh, dtype, exact), **engine)) == bits, (mesh, engine)
     for mesh in ("1,1,1", "1,4,1", "2,1,2"):
         assert trainer_bits(mesh, model_of(mesh, dtype, exact), answers) == bits, mesh
@@ -225,7 +230,7 @@ def test_a_type_without_a_test_is_refused() -> None:
 @pytest.mark.parametrize(
     ("config", "setting"),
     [
-        (FAMILIES["experts"], "experts is set"),
+        (dataclasses.replace(LLAMA, experts=Experts(scoring="sigmoid")), "experts.scoring is sigmoid"),
         (dataclasses.replace(LLAMA, variant=Variant(gated_norm_rank=2)), "variant.gated_norm_rank is 2"),
         (dataclasses.replace(LLAMA, variant=Variant(unit_qk_norm=1e-6)), "variant.unit_qk_norm is 1e-06"),
         (dataclasses.replace(LLAMA, variant=Variant(exclusive_attention=True)), "variant.exclusive_attention is True"),
@@ -238,16 +243,17 @@ def test_what_is_not_exact_is_refused(config: LlamaConfig, setting: str) -> None
 
 
 @pytest.mark.slow
-def test_no_product_of_16_bits_is_one_of_float32() -> None:
+@pytest.mark.parametrize("family", ["llama", "gpt_oss"])
+def test_no_product_of_16_bits_is_one_of_float32(family: str) -> None:
     """XLA for CPU widens operands that are not in order in memory, and adds their products in another order."""
-    programs = {}
+    programs, exact = {}, dataclasses.replace(FAMILIES[family], numerics="exact")
     for layout in (1, 4):
         engine = Engine(EngineConfig(layout={"tensor": layout}), mesh_of("1,2,2"))
-        engine.generate(model_of("1,2,2", "bfloat16"), REQUESTS)
+        engine.generate(model_of("1,2,2", "bfloat16", exact), REQUESTS)
         programs |= {f"{name}, {layout}": program.text() for name, program in engine.programs.items()}
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, VOCAB, (2, 24)), jnp.int32)
-    training = jax.jit(lambda model: token_logprobs(model, {"tokens": tokens})).lower(model_of("1,1,1", "bfloat16"))
-    programs["training"] = training.compile().as_text()
+    training = jax.jit(lambda model: token_logprobs(model, {"tokens": tokens}))
+    programs["training"] = training.lower(model_of("1,1,1", "bfloat16", exact)).compile().as_text()
     seen = 0
     for name, text in programs.items():
         for computation in text.split("\n\n"):

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from lockstep.engine import Engine, EngineConfig, decode_model
-from lockstep.engine.decoder import transformer
+from lockstep.engine.decoder import experts
 from lockstep.models import Experts, mixture, part_lanes
 from lockstep.models.block import xielu
 from lockstep.types import Completion, FinishReason
@@ -189,7 +189,7 @@ def test_slots_without_a_sequence_read_no_expert(monkeypatch: pytest.MonkeyPatch
         jax.debug.callback(lambda count: seen.append((len(x), int(count))), valid.sum())
         return mixture(x, *given, valid=valid, **options)
 
-    monkeypatch.setattr(transformer, "mixture", recorded)
+    monkeypatch.setattr(experts, "mixture", recorded)
     engine = Engine(EngineConfig(page_size=8), mesh_of("1,1,1"))
     asked = [request(i, 3 + i, new) for i, new in enumerate((1, 2, 2, 5))]
     engine.generate(model_on("1,1,1", FAMILIES["experts"]), asked)

@@ -87,35 +87,38 @@ def test_the_engine_and_the_trainer_have_the_same_probabilities(mesh, blocks, lo
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("mesh", "mp", "lora"),
+    ("mesh", "model", "rollout", "lora"),
     [
-        ("2,1,2", "c=bfloat16,p=f32", None),
-        ("2,1,2", "c=bfloat16,p=f32", LORA),
-        pytest.param("1,4,1", "c=bfloat16,p=f32", LORA, marks=pytest.mark.nightly),
+        ("2,1,2", tiny.CONFIG, {}, None),
+        ("1,2,2", runs.EXPERTS, {}, None),
+        ("2,2,1", runs.EXPERTS, {"replay_routing": True}, None),
+        ("2,1,2", tiny.CONFIG, {}, LORA),
+        pytest.param("1,4,1", tiny.CONFIG, {}, LORA, marks=pytest.mark.nightly),
     ],
 )
-def test_exact_numerics_leave_no_bit_between_engine_and_trainer(mesh, mp, lora):
+def test_exact_numerics_leave_no_bit_between_engine_and_trainer(mesh, model, rollout, lora):
     """Ratio 1 and divergence 0 in the first update, as the last bit has it; in the second the policy is another, and in
     the third the next one is sampled.
     """
-    tracker, exact = runs.Recorder(), dataclasses.replace(tiny.CONFIG, numerics="exact")
+    tracker, exact = runs.Recorder(), dataclasses.replace(model, numerics="exact")
     spy = runs.train(
         *runs.make(
             mesh,
             steps=3,
             tracker=tracker,
-            run={"rollout": {"temperature": 0.7}, "num_iterations": 2},
+            run={"rollout": {"temperature": 0.7, **rollout}, "num_iterations": 2},
             loss={"use_rollout_logprobs": False, "importance_cap": 2.0, "kl_coefficient": 0.1},
             lora=lora,
             vocab=tiny.vocab_size() + 32,
             model=exact,
-            mp=mp,
+            mp="c=bfloat16,p=f32",
             per_device_parallelism=2,
         )
     )
     first, second, third = (tracker.scalars[step] for step in (1, 2, 3))
     assert [first[f"train/{name}"].hex() for name in ("logprob_gap", "ratio_gap", "kl")] == [(0.0).hex()] * 3
     assert [third[f"train/{name}"].hex() for name in ("logprob_gap", "ratio_gap")] == [(0.0).hex()] * 2
+    assert model.experts is None or first["train/routing_gap"] == 0
     assert spy.found[0]["old_logprobs"] == spy.found[0]["rollout_logprobs"] == spy.found[0]["reference_logprobs"]
     assert first["train/grad_norm"] > 0 and second["train/ratio_gap"] > 1e-3
 
