@@ -14,9 +14,9 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from lockstep.engine import Engine, EngineConfig, audit, exact_on
-from lockstep.engine.decoder.forward import check_exact_platform
+from lockstep.engine.decoder.forward import check_exact_platform, exact_merges
 from lockstep.errors import ConfigError
-from lockstep.models import Experts, LlamaConfig, Variant
+from lockstep.models import Experts, LlamaConfig, Variant, merge_lora, read_decoder
 from lockstep.models.rope import RotaryConfig
 from lockstep.text import encode, load_tokenizer, read_prompts
 from lockstep.training.objectives.logprobs import token_logprobs
@@ -240,6 +240,17 @@ def test_a_type_without_a_test_is_refused() -> None:
 def test_what_is_not_exact_is_refused(config: LlamaConfig, setting: str) -> None:
     with pytest.raises(ConfigError, match=f"numerics is exact and {setting}, which is not exact yet"):
         dataclasses.replace(config, numerics="exact")
+
+
+def test_adapters_of_experts_are_refused() -> None:
+    config, weights = read_decoder(
+        model_of("1,1,1", "bfloat16", dataclasses.replace(FAMILIES["experts"], numerics="exact"))
+    )
+    pattern = "layer embed expert, layer embed rank, layer rank expert -> layer embed expert"
+    a, b = jnp.zeros((2, 16, 3)), jnp.zeros((2, 3, 6))
+    layers = dataclasses.replace(weights.layers, router=merge_lora(weights.layers.router, a, b, pattern, scale=1.0))
+    with pytest.raises(ConfigError, match="numerics is exact and router has an adapter, which is not exact yet"):
+        exact_merges(config, dataclasses.replace(weights, layers=layers), jnp.dtype(jnp.bfloat16))
 
 
 @pytest.mark.slow
