@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from lockstep.hosts import Hosts
 
-PATIENCE_S = 3.0  # seconds in which threads may end and the service may delete what is spent
+PATIENCE_S = 10.0  # seconds in which threads may end, and the service may delete what is spent, on a busy machine too
 
 KEPT_THREADS = {"lockstep-watchdog": "ends by itself once nothing has been watched for its time-out"}
 """Threads that may stay, by the beginning of their names, and why."""
