@@ -42,6 +42,9 @@ FORWARD = (8, 128)
 """Rows and positions of the training forward."""
 GOALS = {"decode_exact_vs_fast": 0.7, "prefill_exact_vs_fast": 0.7, "forward_exact_vs_fast": 0.7}
 PRODUCTS = ((64, 96), (512, 512), (512, 1376), (1376, 512))
+IN_TURN = ((64, 96), (128, 512), (128, 1376), (512, 1376))
+"""Terms and columns of products that are compared with sums of one term after the other."""
+IN_TURN_ROWS = (16, 24, 48, 96, 256)
 
 
 class Finding(NamedTuple):
@@ -129,6 +132,10 @@ def all_findings() -> Iterator[Finding]:
             yield _by_columns(f"product of {TILE} rows", dtype, shape, x[:TILE], w)
             yield _by_inner(f"product of {TILE} rows", dtype, shape, x[:TILE], w)
             yield _by_place(f"product of {TILE} rows", dtype, shape, x[:TILE], w)
+        for inner, columns in IN_TURN:
+            x, w = _normal((max(ROWS), inner), dtype), _normal((inner, columns), dtype)
+            for name, dot in (("product", _dot), ("product, first operand transposed", _dot_transposed)):
+                yield _in_turn(name, dtype, f"{inner} x {columns}", dot, x, w)
         q, k = _normal((max(ROWS), TILE, 64), dtype), _normal((max(ROWS), 64, 128), dtype)
         yield _by_rows("product for each sequence", dtype, "16 x 64 x 128", lambda a, k=k: _dot(a, k[: len(a)]), q)
         q, k = _normal((max(ROWS), TILE, 64), dtype), _normal((TILE, 64, 128), dtype)
@@ -163,6 +170,11 @@ _ELEMENTWISE: dict[str, Callable[[Any], Any]] = {
 
 def _dot(a: Any, w: Any) -> Any:
     return jnp.matmul(a, w, preferred_element_type=jnp.float32)
+
+
+def _dot_transposed(a: Any, w: Any) -> Any:
+    transposed = jax.lax.optimization_barrier(a.T)
+    return jax.lax.dot_general(transposed, w, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
 
 
 def _by_sequence(a: Any, k: Any) -> Any:
@@ -218,6 +230,15 @@ def _by_inner(operation: str, dtype: str, shape: str, x: Any, w: Any) -> Finding
         if not np.array_equal(sum(_run(_dot, *pair) for pair in pairs), whole):
             differs.append(split)
     return Finding(operation, dtype, shape, "contraction split in", tuple(differs))
+
+
+def _in_turn(operation: str, dtype: str, shape: str, dot: Callable[[Any, Any], Any], x: Any, w: Any) -> Finding:
+    """Compares with what FMA gives, one term after the other: in float64 each product of two float32 is exact."""
+    wanted, wide = np.zeros((len(x), w.shape[1]), np.float32), [np.asarray(each, np.float64) for each in (x, w)]
+    for row, column in zip(wide[0].T, wide[1], strict=True):
+        wanted = (wanted + row[:, None] * column).astype(np.float32)
+    differs = [rows for rows in IN_TURN_ROWS if not np.array_equal(_run(dot, x[:rows], w), wanted[:rows])]
+    return Finding(operation, dtype, shape, "rows, against a sum in turn", tuple(differs))
 
 
 def _by_place(operation: str, dtype: str, shape: str, x: Any, w: Any) -> Finding:

@@ -7,8 +7,11 @@ another. Whatever a replica's devices split is in `BLOCKS` blocks, each summed b
 subtree of the same tree.
 """
 
+import functools
 import math
+import operator
 from collections.abc import Callable, Sequence
+from platform import machine
 from typing import Any, Final
 
 import jax
@@ -23,7 +26,12 @@ MOST_ROWS: Final = 128
 """Rows that are multiplied together at most."""
 TERMS: Final = 16
 """The terms of a sum are a multiple of this."""
+IN_TURN: Final = 128
+"""Terms of a sum that a product of float32 on CPU adds one after the other, at most."""
 _WIDTH: Final = 128
+_PANEL: Final = 24
+_ADDS_IN_TURN: Final = machine().lower() in {"x86_64", "amd64"}
+"""Whether CPUs have the kernels that `_in_turn` rests on; those of ARM were not compared."""
 
 barrier: Final[Any] = jax.lax.optimization_barrier
 """The identity of arrays, across which XLA moves nothing."""
@@ -83,21 +91,27 @@ def tile_of(rows: int, dtype: Any, platform: str) -> int:
     """The number of rows that are multiplied together, where there are so many.
 
     In 16 bits on CPU a row has the same bits in tiles of any multiple of `TILE`, so that they are of what there is; but
-    not in smaller ones on every machine (those with AMX). Elsewhere they are of `TILE`.
+    not in smaller ones on every machine (those with AMX). In float32 they are of `TILE` rows or of a multiple of 24
+    (`_in_turn`). Elsewhere they are of `TILE`.
     """
-    if platform != "cpu" or jnp.dtype(dtype).itemsize != 2:
+    narrow = jnp.dtype(dtype).itemsize == 2
+    if platform != "cpu" or not (narrow or _ADDS_IN_TURN):
         return TILE
-    each = -(-rows // -(-rows // MOST_ROWS))
-    return max(1, -(-each // TILE)) * TILE
+    multiple, most = (TILE, MOST_ROWS) if narrow else (_PANEL, 4 * _PANEL)
+    each = -(-rows // -(-rows // most))
+    return -(-each // multiple) * multiple if each > TILE else TILE
+
+
+def by_platform(cpu: Callable[[], Array], default: Callable[[], Array]) -> Array:
+    """Returns what one of two functions does: that of the platform that the program is compiled for."""
+    found: Array = jax.lax.platform_dependent(cpu=cpu, default=default)
+    return found
 
 
 def by_tile(compute: Callable[[int], Array], rows: int, dtype: Any) -> Array:
-    """Returns ``compute(tile)`` for the tile of the platform that the program is compiled for."""
-    tile = tile_of(rows, dtype, "cpu")
-    if tile == TILE:
-        return compute(TILE)
-    found: Array = jax.lax.platform_dependent(cpu=lambda: compute(tile), default=lambda: compute(TILE))
-    return found
+    """Returns ``compute(tile)``, in 16 bits on CPU for the `tile_of` the rows, else for `TILE`."""
+    tile = tile_of(rows, dtype, "cpu") if jnp.dtype(dtype).itemsize == 2 else TILE
+    return compute(TILE) if tile == TILE else by_platform(lambda: compute(tile), lambda: compute(TILE))
 
 
 def product(
@@ -139,8 +153,42 @@ def product(
         return barrier(jnp.concatenate([whole(rows, part) for part in parts], axis=1))
 
     def by(tile: int) -> Array:
-        padded = jnp.pad(rows, ((0, -len(rows) % tile), (0, 0))).reshape(-1, tile, x.shape[-1])
-        found = one(padded[0]) if len(padded) == 1 else jax.lax.map(one, padded)
-        return found.reshape(-1, found.shape[-1])[: len(rows)]
+        return _map_tiles(one, rows, tile)
 
-    return by_tile(by, len(rows), x.dtype).reshape(*x.shape[:-1], -1)
+    if weight.dtype == jnp.float32 and _ADDS_IN_TURN and not transposed:
+        found = by_platform(lambda: _in_turn(rows, weight, inner), lambda: by(TILE))
+    else:
+        found = by_tile(by, len(rows), x.dtype)
+    return found.reshape(*x.shape[:-1], -1)
+
+
+def _map_tiles(one: Callable[[Array], Array], rows: Array, tile: int) -> Array:
+    padded = jnp.pad(rows, ((0, -len(rows) % tile), (0, 0))).reshape(-1, tile, rows.shape[1])
+    found = one(padded[0]) if len(padded) == 1 else jax.lax.map(one, padded)
+    return found.reshape(-1, found.shape[-1])[: len(rows)]
+
+
+def _in_turn(rows: Float[Array, "row inputs"], weight: Float[Array, "inputs columns"], inner: int) -> Array:
+    """`product` in float32 on CPU: each part of a sum is of up to `IN_TURN` terms, added one after the other by FMA.
+
+    XLA computes a product whose first operand is transposed with Eigen and oneDNN's kernels. They split no sum of up to
+    128 terms over threads or blocks where there are 16 rows and columns or more, and add in turn but in rests: of one
+    column or, without AVX-512, of two rows. So columns are a multiple of 16, rows 16 or a multiple of 24. Its other
+    product (YNNPACK) splits sums by the number of columns that a thread has.
+    """
+    columns, width = weight.shape[1], weight.shape[0] // inner
+    least = -(-width // IN_TURN)
+    parts = next((each for each in range(least, 2 * least) if width % each == 0), least)
+    rest = (0, -width % parts)
+    weight = jnp.pad(weight.reshape(inner, width, columns), ((0, 0), rest, (0, -columns % TILE)))
+    weight = barrier(weight.reshape(inner * parts, -1, weight.shape[2]))
+
+    def one(rows: Array) -> Array:
+        split = jnp.pad(rows.reshape(-1, inner, width), ((0, 0), (0, 0), rest)).reshape(-1, *weight.shape[:2])
+        split = barrier(split.transpose(1, 2, 0))
+        axes = (((1,), (1,)), ((0,), (0,)))
+        found = barrier(jax.lax.dot_general(split, weight, axes, precision=jax.lax.Precision.HIGHEST))
+        by_block = found.reshape(inner, parts, *found.shape[1:])
+        return add_blocks(functools.reduce(operator.add, [by_block[:, part] for part in range(parts)]))
+
+    return _map_tiles(one, rows, tile_of(len(rows), weight.dtype, "cpu"))[:, :columns]

@@ -1,5 +1,8 @@
 """Sums and products whose bits depend on their own numbers alone."""
 
+import functools
+from platform import machine
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -95,7 +98,7 @@ def test_a_row_of_a_product_has_the_same_bits_beside_any_others_and_from_any_col
     np.testing.assert_allclose(whole, np.asarray(x, np.float64) @ np.asarray(w, np.float64), atol=1e-4)
     part = jax.jit(lambda x, w: product(x, w, columns=4))(x[7:8], w[:, 48:])
     np.testing.assert_array_equal(part[0], whole[7, 48:])
-    for rows in (3, 20, 70) if dtype == "bfloat16" else ():
+    for rows in (3, 20, 70):
         beside = jax.jit(lambda x, w: product(x, w, columns=8))(x[7 : 7 + rows], w)
         np.testing.assert_array_equal(beside, whole[7 : 7 + rows])
     tied = jax.jit(lambda x, w: product(x, w, columns=2, transposed=True))(x[20:30], w.T[:24])
@@ -106,7 +109,36 @@ def test_a_row_of_a_product_has_the_same_bits_beside_any_others_and_from_any_col
 def test_tiles_in_16_bits_on_cpu_are_of_what_there_is_but_of_16_rows_at_least():
     rows = (1, 2, 16, 17, MOST_ROWS, MOST_ROWS + 1, 1024)
     assert [tile_of(each, "bfloat16", "cpu") for each in rows] == [16, 16, 16, 32, 128, 80, 128]
-    assert {tile_of(each, *other) for each in rows for other in (("bfloat16", "tpu"), ("float32", "cpu"))} == {TILE}
+    assert {tile_of(each, *other) for each in rows for other in (("bfloat16", "tpu"), ("float32", "tpu"))} == {TILE}
+    if machine().lower() in {"x86_64", "amd64"}:
+        assert [tile_of(each, "float32", "cpu") for each in rows] == [16, 16, 16, 24, 72, 72, 96]
+
+
+@pytest.mark.parametrize("cases", [4, pytest.param(150, marks=pytest.mark.slow)])
+def test_a_product_of_float32_has_the_same_bits_in_any_rows_columns_and_program(cases):
+    """A part of each product alone, in a loop beside other work, or from a part of the weight within the program."""
+    rng = np.random.default_rng(cases)
+
+    def looped(x: jax.Array, w: jax.Array, inner: int) -> jax.Array:
+        nothing = jnp.zeros((len(x), w.shape[1]), jnp.float32)
+        return jax.lax.fori_loop(
+            0, 2, lambda _, sofar: product(x + 0 * jnp.tanh(sofar[:, :1]), w, inner=inner), nothing
+        )
+
+    for _ in range(cases):
+        inner = int(rng.choice([1, 2, 8]))
+        width = inner * int(rng.choice([rng.integers(1, 40), rng.integers(8, 300), 64 * rng.integers(1, 6), 131, 172]))
+        rows, columns = (int(rng.choice([rng.integers(2, 20), rng.integers(2, size)])) for size in (400, 1500))
+        x, w = (rng.standard_normal(shape, np.float32) for shape in ((rows, width), (width, columns)))
+        whole = np.asarray(jax.jit(functools.partial(product, inner=inner))(x, w))
+        np.testing.assert_allclose(whole, x.astype(np.float64) @ w.astype(np.float64), atol=2e-3)
+        row, column = (slice(first, int(rng.integers(first, size)) + 1)
+                       for size in (rows, columns) for first in [int(rng.integers(size))])  # fmt: skip
+        compute = (product, looped)[int(rng.integers(2))]
+        alone = jax.jit(functools.partial(compute, inner=inner))(x[row], w[:, column])
+        within = jax.jit(lambda x, w: compute(x[row], w[:, column], inner=inner))(x, w)  # noqa: B023
+        np.testing.assert_array_equal(alone, whole[row, column], err_msg=f"{x.shape} {w.shape} {row} {column} {inner}")
+        np.testing.assert_array_equal(within, alone)
 
 
 def test_a_sum_over_inputs_is_that_of_the_devices_parts():
