@@ -136,14 +136,16 @@ def product(
     axes = (((1,), (1,)), ((), ())) if transposed else (((1,), (0,)), ((), ()))
 
     def whole(rows: Array, weight: Array) -> Array:
-        # XLA for CPU multiplies 16 bits as float32, in another order, where they are a batch or an odd number; and
-        # where a sum has few terms, in an order that depends on the rows.
-        more = (0, -rows.shape[1] % TERMS)
-        rows, weight = jnp.pad(rows, ((0, 0), more)), jnp.pad(weight, ((0, 0), more) if transposed else (more, (0, 0)))
+        # XLA for CPU multiplies 16 bits as float32, in another order, where they are a batch or an odd number; where a
+        # sum has few terms, in an order that depends on the rows; and a column alone in another than two of them.
+        more, count = (0, -rows.shape[1] % TERMS), weight.shape[0 if transposed else 1]
+        second = (0, 1 if count == 1 else 0)
+        rows, weight = jnp.pad(rows, ((0, 0), more)), jnp.pad(weight, (second, more) if transposed else (more, second))
         rows, weight = barrier((rows, weight))
-        return jax.lax.dot_general(
+        found = jax.lax.dot_general(
             rows, weight, axes, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32
         )
+        return found[:, :count]
 
     def one(rows: Array) -> Array:
         if inner > 1:
