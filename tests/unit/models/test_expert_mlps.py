@@ -87,7 +87,8 @@ def test_a_token_is_answered_as_if_it_were_alone(data: st.DataObject) -> None:
     np.testing.assert_allclose(answers(x[padded]), answers(x)[padded], rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_exact_a_token_has_the_same_bits_beside_any_others_and_on_any_devices(dtype: str) -> None:
     """On two devices by the width of experts, and by experts."""
     experts = Experts(num_experts=4, num_experts_per_tok=3, norm_topk_prob=False)

@@ -299,6 +299,7 @@ def with_experts(monkeypatch=None, steps=1, loss=None, rollout=None, **run):
     ]
 
 
+@pytest.mark.slow
 def test_the_engine_routes_as_the_trainer_does():
     (values,) = with_experts()
     assert values["routing_gap"] == 0 and values["logprob_gap"] < 1e-5
