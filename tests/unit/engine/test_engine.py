@@ -356,6 +356,7 @@ def test_what_was_not_prepared_for_is_refused_when_it_is_read() -> None:
             list(engine.stream(model, [first, second]))
 
 
+@pytest.mark.slow
 def test_the_experts_of_tokens_are_those_of_the_training_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     model, alone = model_on("1,2,2", FAMILIES["experts"]), model_on("1,1,1", FAMILIES["experts"])
     routed = [
