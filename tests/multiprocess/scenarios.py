@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 from jax.errors import JaxRuntimeError
 
-from lockstep.errors import HostTimeoutError, PeerError
+from lockstep.errors import HostError, HostTimeoutError, PeerError
 from lockstep.hosts import DistributedConfig, Watchdog, current, run_main, start
 from lockstep.hosts._client import service_address
 from lockstep.hosts.peers import ANNOUNCEMENTS, WAKE_UPS
@@ -160,6 +160,19 @@ def attacked() -> None:
         for task in range(hosts.count):
             hosts.client.set(f"{WAKE_UPS}/{task}", b"")
     time.sleep(60)
+
+
+def ask() -> None:
+    """Leave while threads ask the coordination service one thing after another."""
+    client = start().client
+
+    def work() -> None:
+        with contextlib.suppress(HostError):
+            while True:
+                client.get_dir("lockstep/nothing")
+
+    for _ in range(2):
+        threading.Thread(target=work, daemon=True).start()
 
 
 def wait() -> None:

@@ -145,6 +145,14 @@ def test_one_process_that_raises_ends_all(victim, bare):
     assert lost in outputs[0] and "lost" not in outputs[1]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("bare", [[], ["bare"]], ids=["run_main", "bare"])
+def test_threads_that_ask_the_service_at_the_end_abort_nobody(bare):
+    """Python would end them where they come back from C++, which takes that for an exception that nothing may throw."""
+    codes, outputs = _run_by_hand([*bare, "ask"])
+    assert codes == [0, 0] and "terminate called" not in "".join(outputs), outputs
+
+
 @pytest.mark.parametrize(
     ("victim", "where"),
     [

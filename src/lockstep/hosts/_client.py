@@ -6,7 +6,7 @@ import ipaddress
 import os
 import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import jax
@@ -70,6 +70,9 @@ class Client(Protocol):
     def fail_barrier(self, name: str) -> None:
         """Take part in a barrier so that it fails on every process, also on those that come later; does not wait."""
 
+    def close(self, timeout_s: float) -> None:
+        """Have every further call fail with HostError, and wait for the calls that other threads are in."""
+
 
 class _Numbered:
     """The numbers of a client's process. The service has its own, which on a TPU need not be those of JAX's devices."""
@@ -82,6 +85,9 @@ class _Numbered:
     def renumber(self, processes: Sequence[int]) -> None:
         self.processes, self.index = processes, processes[self.task]
 
+    def close(self, timeout_s: float) -> None:
+        """Do nothing: no call leaves Python."""
+
     def tasks_explained(self) -> str:
         """Return a sentence for an error that quotes the service: which processes its tasks are, where they differ."""
         pairs = [f"task {task} is process {process}" for task, process in enumerate(self.processes) if task != process]
@@ -89,24 +95,31 @@ class _Numbered:
 
 
 class JaxClient(_Numbered):
-    """The service that ``jax.distributed.initialize`` started."""
+    """The service that ``jax.distributed.initialize`` started.
+
+    A thread that is in a call when the interpreter goes down aborts the process: Python ends it where it comes back
+    from C++, and C++ takes that for an exception that nothing may throw. So the job closes the client before its end.
+    """
 
     def __init__(self) -> None:
         if global_state.client is None:
             raise HostError("jax.distributed is not initialized; call lockstep.hosts.start() first.")
         super().__init__(global_state.process_id, global_state.num_processes)
         self._client = global_state.client
+        self._calls = threading.Condition()
+        self._inside = 0  # calls that threads are in
+        self._closed = False
 
     def set(self, key: str, value: bytes) -> None:
-        with self._errors(key):
+        with self._call(key):
             self._client.key_value_set_bytes(key, value, allow_overwrite=True)
 
     def get(self, key: str, timeout_s: float) -> bytes:
-        with self._errors(key):
+        with self._call(key):
             return self._client.blocking_key_value_get_bytes(key, _milliseconds(timeout_s))
 
     def peek(self, key: str) -> bytes | None:
-        with self._errors(key):
+        with self._call(key):
             try:
                 return self._client.key_value_try_get_bytes(key)
             except jax.errors.JaxRuntimeError as error:
@@ -115,15 +128,15 @@ class JaxClient(_Numbered):
                 raise
 
     def get_dir(self, prefix: str) -> dict[str, bytes]:
-        with self._errors(prefix):
+        with self._call(prefix):
             return dict(self._client.key_value_dir_get_bytes(prefix.rstrip("/") + "/"))
 
     def delete(self, key_or_prefix: str) -> None:
-        with self._errors(key_or_prefix):
+        with self._call(key_or_prefix):
             self._client.key_value_delete(key_or_prefix.rstrip("/"))
 
     def increment(self, key: str) -> int:
-        with self._errors(key):
+        with self._call(key):
             return self._client.key_value_increment(key, 1)
 
     def barrier(self, name: str, timeout_s: float) -> None:
@@ -135,7 +148,7 @@ class JaxClient(_Numbered):
             self._wait_at_barrier(name, FAIL_BARRIER_S, [(self.task + 1) % self.count])
 
     def _wait_at_barrier(self, name: str, timeout_s: float, tasks: list[int] | None) -> None:
-        with self._errors(name):
+        with self._call(name):
             try:
                 self._client.wait_at_barrier(name, _milliseconds(timeout_s), process_ids=tasks)
             except jax.errors.JaxRuntimeError as error:
@@ -143,42 +156,41 @@ class JaxClient(_Numbered):
                     raise BarrierFailedError(f"a process made the barrier {name!r} fail") from error
                 raise
 
-    def _errors(self, key: str) -> "_ServiceErrors":
-        return _ServiceErrors(key, self.tasks_explained, self.processes[0])
+    def close(self, timeout_s: float) -> None:
+        with self._calls:
+            self._closed = True
+            self._calls.wait_for(lambda: self._inside == 0, timeout_s)
 
+    @contextlib.contextmanager
+    def _call(self, key: str) -> Iterator[None]:
+        """Count a call, and turn the service's errors into TimeoutError, ServiceGoneError and HostError."""
+        with self._calls:
+            if self._closed:
+                raise HostError(f"the coordination service was asked for {key!r} after this process had left the job.")
+            self._inside += 1
+        try:
+            yield
+        except jax.errors.JaxRuntimeError as error:
+            raise self._translated(key, f"{error}{self.tasks_explained()}") from None
+        finally:
+            with self._calls:
+                self._inside -= 1
+                self._calls.notify_all()
 
-class _ServiceErrors:
-    """Turns the service's errors inside a block into TimeoutError, ServiceGoneError and HostError.
-
-    Args:
-        explain: A function that says which processes the tasks in the service's words are.
-        runner: The number of the process that runs the service.
-    """
-
-    def __init__(self, key: str, explain: Callable[[], str], runner: int):
-        self._key = key
-        self._explain = explain
-        self._runner = runner
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        if not isinstance(error, jax.errors.JaxRuntimeError):
-            return
-        text = f"{error}{self._explain()}"
+    def _translated(self, key: str, text: str) -> Exception:
         if "DEADLINE_EXCEEDED" in text:
-            raise TimeoutError(text) from None
+            return TimeoutError(text)
         if "UNAVAILABLE" in text:
-            raise ServiceGoneError(
-                f"the coordination service failed at {self._key!r}: process {self._runner}, which runs it, has most "
-                f"likely died. Missing: process {self._runner}. Look for the first error in the logs of all processes. "
+            runner = self.processes[0]
+            return ServiceGoneError(
+                f"the coordination service failed at {key!r}: process {runner}, which runs it, has most likely died. "
+                f"Missing: process {runner}. Look for the first error in the logs of all processes. "
                 f"The service says: {text}"
-            ) from None
-        raise HostError(
-            f"the coordination service failed at {self._key!r}; most likely another process of the job has died, look "
-            f"for the first error in the logs of all of them. The service says: {text}"
-        ) from None
+            )
+        return HostError(
+            f"the coordination service failed at {key!r}; most likely another process of the job has died, look for "
+            f"the first error in the logs of all of them. The service says: {text}"
+        )
 
 
 def _milliseconds(seconds: float) -> int:

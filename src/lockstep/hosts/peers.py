@@ -32,7 +32,7 @@ WAKE_UPS = "lockstep/call"
 DEPARTURES = "lockstep/left"  # directory with a key for each process that is about to end
 GRACE_S = 2.0  # seconds that a process has to report its own error after another one announced a failure
 REQUEST_S = 3600.0  # seconds that one request to the service waits for the wake-up key; then the next request does
-STOP_S = 1.0  # seconds that stopping the watch may take
+STOP_S = 5.0  # seconds in which the service answers what threads have asked it, before this process ends
 ORDERLY_S = 0.02
 """Seconds after the end of the service within which this process leaves it too, where the job ended in order."""
 MAX_TEXT = 2000  # characters of the reason that a process announces
@@ -93,8 +93,7 @@ def watch_peers(hosts: Hosts) -> Callable[[], None]:
     This process's heartbeat starts too. What is returned stops watching; Python's exit calls it too.
     """
     client, stopping, stop_heartbeat = hosts.client, threading.Event(), hosts.start_heartbeat()
-    thread = threading.Thread(target=_watch, args=(hosts, stopping), name="lockstep-peers", daemon=True)
-    thread.start()
+    threading.Thread(target=_watch, args=(hosts, stopping), name="lockstep-peers", daemon=True).start()
     if client.task == 0:
         listener = Listener(client, functools.partial(_announce_lost, hosts), stopping)
         listener.start()
@@ -107,13 +106,12 @@ def watch_peers(hosts: Hosts) -> Callable[[], None]:
         ).start()
 
     def stop() -> None:
-        # A thread inside a call of the service while the interpreter goes down would abort the process.
         if not stopping.is_set():
             stopping.set()
             with contextlib.suppress(HostError, TimeoutError):
                 client.set(f"{WAKE_UPS}/{client.task}", b"")
-            thread.join(STOP_S)
             stop_heartbeat()
+            client.close(STOP_S)
             forget_abort()
 
     atexit.register(stop)

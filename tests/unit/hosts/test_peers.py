@@ -1,11 +1,9 @@
 """What a process prints when others have announced that they end; the rest of the file needs real processes."""
 
-import atexit
 import json
 import subprocess
 import sys
 import threading
-from types import SimpleNamespace
 
 import pytest
 
@@ -92,24 +90,6 @@ def test_nothing_ends_a_process_before_it_is_woken(monkeypatch: pytest.MonkeyPat
     peers.announce_exit(other, "PeerError")
     watch.join(60)
     assert ended == [PEER_FAILED]
-
-
-def test_stopping_the_watch_waits_for_its_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One inside a call of the service while the interpreter goes down would abort the process."""
-    answered = threading.Event()
-    monkeypatch.setattr(peers, "STOP_S", 60.0)
-    monkeypatch.setattr(peers, "_watch", lambda *_: answered.wait(60))
-    monkeypatch.setattr(peers, "on_abort", lambda _: lambda: None)
-    monkeypatch.setattr(peers, "Listener", lambda *_: SimpleNamespace(start=lambda: None, missing=None))
-    stop = peers.watch_peers(Hosts(MemoryClient.hub(1)[0]))
-    atexit.unregister(stop)
-    stopping = threading.Thread(target=stop)
-    stopping.start()
-    stopping.join(0.1)
-    assert stopping.is_alive(), "the service has not answered"
-    answered.set()
-    stopping.join(60)
-    assert not stopping.is_alive()
 
 
 SCRIPT = """
