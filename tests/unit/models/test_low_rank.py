@@ -79,6 +79,19 @@ def test_an_exact_merge_has_the_same_bits_in_any_part_and_is_of_rounded_factors(
         np.testing.assert_array_equal(jax.jit(merge)(w[rows, heads], a[rows], b[:, heads]), whole[rows, heads])
 
 
+def test_an_exact_merge_of_experts_has_the_same_bits_in_any_part():
+    rng = np.random.default_rng(0)
+    w, a, b = (jnp.asarray(rng.standard_normal(shape), "bfloat16") for shape in ((5, 8, 6), (5, 8, 3), (5, 3, 6)))
+    merge = MergeLora(equation="xer,xrm->xem", scale=0.37, exact="bfloat16")
+    assert merge.factor_specs(("dp", "fsdp", "tp"), None) == (("dp", "fsdp", None), ("dp", None, "tp"))
+    whole = np.asarray(jax.jit(merge)(w, a, b))
+    for experts, columns in ((slice(2, 3), slice(0, 6)), (slice(1, 5), slice(1, 3))):
+        part = w[experts, :, columns], a[experts], b[experts, :, columns]
+        np.testing.assert_array_equal(jax.jit(merge)(*part), whole[experts, :, columns])
+    alone = [MergeLora(equation="er,rm->em", scale=0.37, exact="bfloat16")(*each) for each in zip(w, a, b, strict=True)]
+    np.testing.assert_array_equal(np.stack(alone), whole)
+
+
 QKV = "embed kv group head, embed rank, rank (kv group head) -> embed kv group head"
 
 

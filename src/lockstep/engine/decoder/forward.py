@@ -15,7 +15,6 @@ from lockstep.engine.decoder.transformer import Transformer, of_experts
 from lockstep.engine.sampling.logprobs import target_logprobs
 from lockstep.errors import ConfigError
 from lockstep.models import (
-    SPARSE_WEIGHTS,
     TENSOR_DIMS,
     WEIGHT_AXES,
     DecoderWeights,
@@ -136,6 +135,11 @@ class _MergedLayout:
         own = self.values.partition_spec
         return own, *(PartitionSpec(own[0], *axes) for axes in self.merge.factor_specs(own[1:], None))
 
+    @property
+    def decode(self) -> LeafLayout:
+        """The merged weight in the decode layout, in which this one never is."""
+        return self.values.decode
+
     def drop_layer(self) -> "_MergedLayout":
         """The layout of one layer."""
         return dataclasses.replace(self, values=self.values.drop_layer())
@@ -203,22 +207,14 @@ def exact_merges(config: LlamaConfig, weights: DecoderWeights, dtype: jnp.dtype)
     Args:
         weights: Arrays, shape structs and `LazyWeight`.
         dtype: The type that is computed in.
-
-    Raises:
-        ConfigError: Experts have adapters.
     """
 
-    def exact(path: tuple[Any, ...], leaf: Any) -> Any:
+    def exact(leaf: Any) -> Any:
         if not (config.exact and isinstance(leaf, LazyWeight) and isinstance(leaf.assemble, MergeLora)):
             return leaf
-        if path[-1].name in SPARSE_WEIGHTS:
-            raise ConfigError(
-                f"numerics is exact and {path[-1].name} has an adapter, which is not exact yet. Leave experts out of "
-                "lora.target_modules, or set numerics to fast."
-            )
         return dataclasses.replace(leaf, assemble=dataclasses.replace(leaf.assemble, exact=jnp.dtype(dtype).name))
 
-    found: DecoderWeights = jax.tree_util.tree_map_with_path(exact, weights)
+    found: DecoderWeights = jax.tree.map(exact, weights)
     return found
 
 

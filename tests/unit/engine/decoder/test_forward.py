@@ -14,14 +14,14 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from lockstep.engine import Engine, EngineConfig, audit, exact_on
-from lockstep.engine.decoder.forward import check_exact_platform, exact_merges
+from lockstep.engine.decoder.forward import check_exact_platform
 from lockstep.errors import ConfigError
-from lockstep.models import Experts, LlamaConfig, Variant, merge_lora, read_decoder
+from lockstep.models import Experts, LlamaConfig, LoraConfig, Variant, merge_lora, read_decoder
 from lockstep.models.rope import RotaryConfig
 from lockstep.text import encode, load_tokenizer, read_prompts
 from lockstep.training.objectives.logprobs import token_logprobs
 from lockstep.types import Drafts
-from tests.adapters import with_adapters
+from tests.adapters import GATE_UP, MLPS, with_adapters
 from tests.exact import REQUESTS, bits_of, completed, model_of, trainer_bits
 from tests.unit.engine.models import FAMILIES, LLAMA, VOCAB, in_bfloat16, mesh_of, model_on, request
 
@@ -95,6 +95,45 @@ def test_a_model_with_adapters_and_packed_rows_have_the_same_bits(dtype: str) ->
         assert trainer_bits(mesh, model(mesh), answers, packed=packed) == bits, mesh
     assert audit(alone, REQUESTS, answers).logprob_gap == 0.0
     assert bits_of(completed("1,1,1", alone.base)) != bits
+
+
+@pytest.mark.parametrize(
+    ("family", "lora", "dtype"),
+    [
+        pytest.param("experts", MLPS, "bfloat16", marks=pytest.mark.slow),
+        pytest.param("mixed", MLPS, "float32", marks=pytest.mark.nightly),
+        pytest.param("gpt_oss", GATE_UP, "bfloat16", marks=pytest.mark.nightly),
+    ],
+)
+def test_experts_with_adapters_have_the_same_bits(family: str, lora: LoraConfig, dtype: str) -> None:
+    """Which the engine merges once, the trainer layer by layer."""
+    config = dataclasses.replace(FAMILIES[family], numerics="exact")
+
+    def model(mesh: str) -> Any:
+        return with_adapters(model_of(mesh, dtype, config), lora)
+
+    alone = model("1,1,1")
+    answers = completed("1,1,1", alone, page_size=8, max_seqs=3)
+    bits = bits_of(answers)
+    for mesh, engine in (EXPERT_ENGINES[1], ENGINES[3]):
+        assert bits_of(completed(mesh, model(mesh), **engine)) == bits, (mesh, engine)
+    own = model("1,4,1")
+    assert trainer_bits("1,4,1", in_bfloat16(own) if dtype == "bfloat16" else own, answers) == bits
+    assert bits_of(completed("1,1,1", alone.base)) != bits
+
+
+@pytest.mark.nightly
+def test_a_router_with_an_adapter_has_the_same_bits() -> None:
+    """Levanter gives it one."""
+    config = dataclasses.replace(FAMILIES["experts"], numerics="exact")
+    _, weights = read_decoder(model_of("1,1,1", "bfloat16", config))
+    a, b = np.random.default_rng(0).standard_normal((2, 2, 16, 3)).astype(np.float32)
+    pattern = "layer embed expert, layer embed rank, layer rank expert -> layer embed expert"
+    router = merge_lora(weights.layers.router, a, b.swapaxes(1, 2)[:, :, :6], pattern, scale=1.0)
+    model = config, dataclasses.replace(weights, layers=dataclasses.replace(weights.layers, router=router))
+    answers = completed("1,1,1", model, page_size=8, max_seqs=3)
+    assert audit(model, REQUESTS, answers).logprob_gap == 0.0
+    assert bits_of(completed("1,1,1", (config, weights))) != bits_of(answers)
 
 
 @st.composite
@@ -238,17 +277,6 @@ def test_a_type_without_a_test_is_refused() -> None:
 def test_what_is_not_exact_is_refused(config: LlamaConfig, setting: str) -> None:
     with pytest.raises(ConfigError, match=f"numerics is exact and {setting}, which is not exact yet"):
         dataclasses.replace(config, numerics="exact")
-
-
-def test_adapters_of_experts_are_refused() -> None:
-    config, weights = read_decoder(
-        model_of("1,1,1", "bfloat16", dataclasses.replace(FAMILIES["experts"], numerics="exact"))
-    )
-    pattern = "layer embed expert, layer embed rank, layer rank expert -> layer embed expert"
-    a, b = jnp.zeros((2, 16, 3)), jnp.zeros((2, 3, 6))
-    layers = dataclasses.replace(weights.layers, router=merge_lora(weights.layers.router, a, b, pattern, scale=1.0))
-    with pytest.raises(ConfigError, match="numerics is exact and router has an adapter, which is not exact yet"):
-        exact_merges(config, dataclasses.replace(weights, layers=layers), jnp.dtype(jnp.bfloat16))
 
 
 @pytest.mark.slow
