@@ -4,6 +4,7 @@ It is refused on TPUs as long as nobody has compared bits on one; here the progr
 """
 
 import collections
+import dataclasses
 import json
 import re
 from typing import Any
@@ -18,7 +19,7 @@ from benchmarks.tpu_programs import weights_on
 from lockstep.engine import Engine, EngineConfig, exact_logprobs, exact_on
 from lockstep.main.plan.compiler import topology
 from lockstep.main.plan.hlo import Hlo, Op
-from lockstep.models import LlamaConfig
+from lockstep.models import Experts, LlamaConfig
 from lockstep.models.families.family import ModelPreset
 from lockstep.placement import make_mesh
 from lockstep.types import Request, SamplingParams
@@ -33,16 +34,19 @@ SMALL = LlamaConfig(
     head_dim=128,
     numerics="exact",
 )
+EXPERTS = dataclasses.replace(
+    SMALL, num_layers=1, experts=Experts(num_experts=8, num_experts_per_tok=2, intermediate_dim=256)
+)
 FLOATS = ("f32", "bf16")
 
 
-def hlo_of(slice_: str, tensor: int, config: LlamaConfig = SMALL) -> dict[str, Hlo]:
+def hlo_of(slice_: str, layout: dict[str, int], config: LlamaConfig = SMALL) -> dict[str, Hlo]:
     """The optimised programs of the engine, and of the training forward."""
     mesh = make_mesh("auto", list(topology(slice_).devices))
     weights = weights_on(mesh, ModelPreset(config=config, vocab_size=512), "bfloat16")
     params = SamplingParams(max_new_tokens=28, temperature=0.7, prompt_logprobs=True)
     requests = [Request(prompt_id=i, prompt_tokens=tuple(range(100)), params=params) for i in range(64)]
-    engine = Engine(EngineConfig(layout={"tensor": tensor}, memory_bytes_per_device=8 << 30), mesh)
+    engine = Engine(EngineConfig(layout=layout, memory_bytes_per_device=8 << 30), mesh)
     engine.prepare((config, weights), requests)
     rows = jax.NamedSharding(mesh, jax.P(("dp", "fsdp")))
     with jax.set_mesh(mesh):
@@ -101,17 +105,18 @@ def functions(hlo: Hlo) -> set[tuple[str, int]]:
     }
 
 
-def check(slice_: str, tensor: int) -> None:
-    programs = hlo_of(slice_, tensor)
+def check(slice_: str, layout: dict[str, int], config: LlamaConfig) -> None:
+    programs = hlo_of(slice_, layout, config)
     each = {name: products(hlo) for name, hlo in programs.items()}
     for name, found in each.items():
         print(name, *sorted(found.items()), sep="\n  ")
-    # Projections, the output layer, scores, values beside the output projection, and the down projection.
-    assert len(each["forward"]) == 5 and {rows for rows, *_ in each["forward"]} == {16}
+    # Projections, the output layer, scores, values beside the output projection, and the down projection; the router.
+    assert len(each["forward"]) == (6 if config.experts else 5) and {rows for rows, *_ in each["forward"]} == {16}
     assert {precision for *_, precision, _ in each["forward"]} == {"highest,highest"}
     # A device has its own blocks of a sum, and here the forward has all.
     assert set(each["decode"]) == set(each["forward"]), "every product of a layer and of the output layer"
-    assert tensor > 1 or each["decode"] == each["forward"]
+    # How many experts' tiles there are at a time hangs on the number of tokens.
+    assert layout["tensor"] > 1 or config.experts or each["decode"] == each["forward"]
     for name, hlo in programs.items():
         assert set(each[name]) <= set(each["forward"]), name
         assert not sums(hlo), name
@@ -125,14 +130,19 @@ def libtpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("slice_", "tensor"),
+    ("slice_", "layout", "config"),
     [
-        pytest.param("v5p-8", 2, marks=pytest.mark.slow),
-        pytest.param("v5p-8", 1, marks=pytest.mark.nightly),
-        pytest.param("v6e-4", 1, marks=pytest.mark.nightly),
-        pytest.param("v6e-4", 2, marks=pytest.mark.nightly),
+        pytest.param("v5p-8", {"tensor": 2}, SMALL, marks=pytest.mark.slow),
+        pytest.param("v5p-8", {"tensor": 1}, SMALL, marks=pytest.mark.nightly),
+        pytest.param("v6e-4", {"tensor": 1}, SMALL, marks=pytest.mark.nightly),
+        pytest.param("v6e-4", {"tensor": 2}, SMALL, marks=pytest.mark.nightly),
+        pytest.param("v5p-8", {"tensor": 1}, EXPERTS, marks=pytest.mark.nightly),
+        pytest.param("v5p-8", {"tensor": 2, "expert": 1}, EXPERTS, marks=pytest.mark.slow),
+        pytest.param("v6e-4", {"tensor": 2, "expert": 2}, EXPERTS, marks=pytest.mark.nightly),
     ],
 )
-def test_decode_prefill_and_training_have_the_same_products(slice_: str, tensor: int) -> None:
+def test_decode_prefill_and_training_have_the_same_products(
+    slice_: str, layout: dict[str, int], config: LlamaConfig
+) -> None:
     with exact_on("tpu"):
-        check(slice_, tensor)
+        check(slice_, layout, config)
