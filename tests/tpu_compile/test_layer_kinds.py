@@ -39,7 +39,6 @@ CONFIG = LlamaConfig(
         sliding_rope=RotaryConfig(theta=1e4),
     ),
 )
-SLICES = ["v5p-8", pytest.param("v6e-4", marks=pytest.mark.slow)]
 
 
 @pytest.fixture(autouse=True)
@@ -52,7 +51,8 @@ def kernels(text: str) -> int:
     return text.count('custom_call_target="tpu_custom_call"')
 
 
-@pytest.mark.parametrize("slice_", SLICES)
+@pytest.mark.slow
+@pytest.mark.parametrize("slice_", ["v5p-8", "v6e-4"])
 def test_decoding_chooses_between_two_calls_of_the_kernel(slice_):
     mesh = make_mesh("auto", list(topology(slice_).devices))
     weights = weights_on(mesh, ModelPreset(config=CONFIG, vocab_size=1024), "bfloat16")

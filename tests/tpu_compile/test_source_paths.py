@@ -57,6 +57,7 @@ def digest_of(source: Path, directory: Path) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_hosts_with_other_home_directories_agree_on_a_program_with_a_kernel(tmp_path):
     here = Path(lockstep.__file__).parents[1]
     shutil.copytree(here / "lockstep", tmp_path / "elsewhere" / "lockstep")

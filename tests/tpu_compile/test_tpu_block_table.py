@@ -16,7 +16,7 @@ SLICES = {"v4": "v4-8", "v5e": "v5litepod-4", "v5p": "v5p-8", "v6e": "v6e-4", "t
 TOKENS, SEQUENCES, POSITIONS = 64, 16, 1024
 
 
-@pytest.mark.parametrize("page_size", [16, 128])
+@pytest.mark.parametrize("page_size", [pytest.param(16, marks=pytest.mark.slow), 128])
 @pytest.mark.parametrize(("head_size", "dtype"), [(128, "float32")])
 @pytest.mark.parametrize(
     "generation", [name if name == "v4" else pytest.param(name, marks=pytest.mark.slow) for name in SLICES]

@@ -198,6 +198,7 @@ def test_capacities_grow_once_and_never_shrink() -> None:
     assert (sizes.slots, sizes.pages_per_sequence, sizes.pages, sizes.stop_ids, sizes.steps) == (3, 5, 16, 8, 9)
 
 
+@pytest.mark.slow
 def test_a_model_that_lies_elsewhere_is_compiled_for_again_and_never_run_unprepared(model: Any) -> None:
     requests = [request(0, 9, 4)]
     engine = Engine(EngineConfig(), mesh_of("1,2,2"))

@@ -152,8 +152,8 @@ def test_features_that_others_use_change_nothing_bit_for_bit(grown: Engine) -> N
         pytest.param({"logit_bias": ((1, 1.0),)}, ("bias_ids", "bias"), 0, marks=pytest.mark.slow),
         pytest.param({"allowed_token_ids": (1, 2)}, ("allowed_ids",), 0, marks=pytest.mark.slow),
         pytest.param({"stop_token_ids": (1,), "min_tokens": 1}, ("stop_from",), 0, marks=pytest.mark.slow),
-        ({"top_logprobs": 2}, (), 4),  # an id and a log-probability of each
-        ({"temperature": 1.0, "min_p": 0.1}, ("top_k", "top_p", "log_min_p"), 0),
+        pytest.param({"top_logprobs": 2}, (), 4, marks=pytest.mark.slow),  # an id and a log-probability of each
+        pytest.param({"temperature": 1.0, "min_p": 0.1}, ("top_k", "top_p", "log_min_p"), 0, marks=pytest.mark.slow),
         pytest.param({"top_k": 3, "top_p": 0.5}, (), 0, marks=pytest.mark.slow),  # greedy
         pytest.param({"stop_token_ids": (1,), "ignore_eos": True}, (), 0, marks=pytest.mark.slow),
     ],

@@ -43,7 +43,7 @@ def pool_of(attention: Any, heads: Heads, dtype: jnp.dtype = FLOAT32) -> jax.Arr
 HEADS = [(2, 2, 128), (3, 2, 64), (1, 4, 96)]
 
 
-@pytest.mark.parametrize(("kv_heads", "group", "head"), HEADS)
+@pytest.mark.parametrize(("kv_heads", "group", "head"), [pytest.param(*HEADS[0], marks=pytest.mark.slow), *HEADS[1:]])
 @pytest.mark.parametrize("kv_dtype", [FLOAT32, pytest.param(FP8, marks=pytest.mark.slow)], ids=str)
 def test_decode(kv_heads: int, group: int, head: int, kv_dtype: jnp.dtype) -> None:
     heads = Heads(kv_heads=kv_heads, group=group, head_size=head)
@@ -124,7 +124,7 @@ def rows() -> tuple[np.ndarray, ...]:
     "queries",
     [3, pytest.param(8, marks=pytest.mark.nightly), pytest.param(64, marks=pytest.mark.slow)],
 )
-@pytest.mark.parametrize(("kv_heads", "group", "head"), HEADS[:2])
+@pytest.mark.parametrize(("kv_heads", "group", "head"), [pytest.param(*HEADS[0], marks=pytest.mark.slow), HEADS[1]])
 def test_prefill(kv_heads: int, group: int, head: int, queries: int) -> None:
     heads = Heads(kv_heads=kv_heads, group=group, head_size=head)
     start, table, page = rows()
