@@ -24,7 +24,7 @@ from lockstep.engine.schedule import Scheduler
 from lockstep.hosts import Ledger
 from lockstep.report import answers
 from lockstep.report.trackers import NoopTracker
-from lockstep.text import StopFinder
+from lockstep.text import StopFinder, token_count
 from lockstep.training import OptimizerConfig, TrainConfig, TrainerConfig, lm_loss, train
 from tests import tiny
 from tests.multiprocess.launches import record_launches
@@ -94,19 +94,26 @@ def told():
 
 
 class Faults:
-    """For each fault a function that makes one round with it; they get the training step's info."""
+    """For each fault a function that makes one round with it; they get the training step's info.
+
+    Rounds with the same caps have one engine, as the rounds of one callback have: it must be as good after a fault.
+    """
 
     def __init__(self, hosts, directory):
         self.hosts, self.directory, self.callback = hosts, directory, None
         self.odd = hosts.index == hosts.count - 1
+        self.engines = {}
 
     def round(self, info, *, tokenizer=None, model=None, times=1, path=None, tracker=None, **values):
         config = InferenceEvalConfig(**GOOD | values)
         tokenizer = tokenizer or tiny.tokenizer()
         self.callback = SampleCallback(config, tokenizer, hosts=self.hosts, output_dir=path, tracker=tracker)
+        kept = config.engine_config(None), token_count(tokenizer)
+        self.callback._engine = self.engines.get(kept)
         for i in range(times):
             self.callback(tiny.Info(info.next_step + i, info.model if model is None else model))
         self.callback.flush()
+        self.engines[kept] = self.callback.engine
 
     def leader_tokenizer_raises(self, info):
         self.round(info, tokenizer=broken_tokenizer() if self.hosts.is_leader else None)

@@ -86,7 +86,7 @@ def saved_while_a_report_hangs():
 
 @cached
 def exits(processes):
-    return run_processes(bodies.body_exits, processes=processes, devices=1, timeout_s=240)
+    return run_processes(bodies.body_exits, processes=processes, timeout_s=240)  # in the group of most other tests
 
 
 @cached
@@ -301,13 +301,14 @@ def ends_command(*arguments):
     return function_command(bodies.body_ends, *arguments)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("when", "processes"),
     [
-        pytest.param("before", 2, marks=pytest.mark.slow),
+        ("before", 2),
         ("during", 2),
         pytest.param("after", 2, marks=pytest.mark.nightly),
-        pytest.param("during", 4, marks=pytest.mark.slow),
+        ("during", 4),
         pytest.param("after", 4, marks=pytest.mark.nightly),
     ],
 )

@@ -74,7 +74,7 @@ def body_leader_only(hosts: Hosts):
         return [raised, float(total(x))]
 
 
-@pytest.mark.parametrize("processes", [2, 4])
+@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])  # test_numbering.py has 4 too
 @pytest.mark.parametrize("behaviour", BEHAVIOURS)
 def test_between_processes(behaviour, processes):
     body, check = BEHAVIOURS[behaviour]
@@ -130,7 +130,7 @@ def test_plain_python_needs_no_service():
     assert run.stderr.startswith("lockstep: process 0 of 1 on ") and "backend cpu" in run.stderr
 
 
-@pytest.mark.parametrize("bare", [[], ["bare"]], ids=["run_main", "bare"])
+@pytest.mark.parametrize("bare", [[], pytest.param(["bare"], marks=pytest.mark.slow)], ids=["run_main", "bare"])
 @pytest.mark.parametrize("victim", [pytest.param("0", marks=pytest.mark.slow), "1"])
 def test_one_process_that_raises_ends_all(victim, bare):
     """Without the launcher's help: the processes are started by hand, and the others wait in a barrier."""
@@ -215,7 +215,8 @@ def test_a_fault_is_tried_again_until_nothing_was_saved_in_between():
     assert "attempt 3 has ended by a fault too, and no checkpoint was saved since the one before" in output
 
 
-@pytest.mark.parametrize("victim", [pytest.param("0", marks=pytest.mark.slow), "1"])
+@pytest.mark.slow  # with processes of no job: tests/unit/launch/test_processes.py
+@pytest.mark.parametrize("victim", ["0", "1"])
 def test_launcher_shows_the_failing_process(victim):
     run = run_command([*SCENARIO, "fail", victim])
     assert run.code == 1

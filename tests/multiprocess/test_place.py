@@ -72,7 +72,7 @@ def grown(processes, how):
     return max(run_processes(body_peak_memory, processes=processes, args=(how,), own=PEAK))
 
 
-@pytest.mark.parametrize("processes", [2, 4])
+@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_placing_launches_nothing_and_waits_for_nobody(processes):
     rows = run_processes(body_place_without_a_launch, processes=processes)
     assert rows == [[16 * i, 16 * (i + 1)] for i in range(processes)]

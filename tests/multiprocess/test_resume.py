@@ -189,5 +189,6 @@ def test_slices_share_the_writing_and_resume_alike_after_one_has_lost_a_process(
     np.testing.assert_allclose([*alone, *both], plain[4:], rtol=1e-5)
 
 
+@pytest.mark.slow  # between threads: tests/unit/training/checkpoints/test_checkpointer.py
 def test_a_process_that_cannot_write_costs_one_checkpoint_and_nothing_else(tmp_path):
     assert run_processes(body_failure, processes=2, devices=2, args=(str(tmp_path),)) == [[STEPS, 1, [4, 6]]] * 2

@@ -3,6 +3,8 @@
 import numpy as np
 import pytest
 
+from tests import tiny
+from tests.multiprocess import test_training_untouched
 from tests.multiprocess.harness import run_processes
 from tests.unit.training.loop.test_profiler import steps_of
 
@@ -44,13 +46,14 @@ def body_stop(hosts):
 
     import jax
 
-    trainer, model, rows = build("auto", hosts, num_train_steps=1000)
+    trainer = tiny.make_trainer("auto", test_training_untouched.STEPS, hosts)  # its train step is compiled already
+    model = tiny.init_model(trainer)
     leaves = jax.tree.leaves(model)
     local = sum(shard.data.nbytes for leaf in leaves for shard in leaf.addressable_shards)
     share = local / sum(leaf.nbytes for leaf in leaves)
     if hosts.index == 1:
         trainer.add_hook(lambda info: os.kill(os.getpid(), signal.SIGTERM) if info.next_step == 3 else None)
-    result = trainer.train(model, rows)
+    result = trainer.train(model, tiny.rows())
     return {"stopped": [result.completed_steps, result.stopped_by], "share": share}
 
 

@@ -10,7 +10,7 @@ import pytest
 from lockstep.callback import InferenceEvalConfig, SampleCallback
 from lockstep.report.rows import Row
 from tests import tiny
-from tests.multiprocess.harness import cached, run_processes
+from tests.multiprocess.harness import run_processes
 from tests.multiprocess.launches import record_launches
 
 STEPS, EVERY = 30, 6
@@ -97,32 +97,21 @@ def train(hosts, mesh_shape, layout):
     }
 
 
-LAYOUTS = {(2, "auto"): ["auto", "training"], (2, "1,2,2"): [{"tensor": 2}], (4, "host_local"): ["auto"]}
-"""Decode layouts, by processes and mesh: sampling runs that are compared with one plain run."""
-
-
-def body(hosts, mesh_shape, layouts):
-    return [train(hosts, mesh_shape, layout) for layout in (None, *layouts)]
-
-
-@cached
-def runs(processes, mesh_shape):
-    """The plain run and those with samples, of each process: one launch of processes makes all."""
-    layouts = LAYOUTS[processes, mesh_shape]
-    return run_processes(body, processes=processes, devices=2, timeout_s=300, args=(mesh_shape, layouts))
+def body(hosts, mesh_shape, layout):
+    return [train(hosts, mesh_shape, None), train(hosts, mesh_shape, layout)]
 
 
 @pytest.mark.parametrize(
-    ("processes", "mesh_shape", "case"),
+    ("processes", "mesh_shape", "layout"),
     [
-        (2, "auto", 0),
-        (2, "auto", 1),
-        pytest.param(2, "1,2,2", 0, marks=pytest.mark.slow),
-        pytest.param(4, "host_local", 0, marks=pytest.mark.nightly),
+        (2, "auto", "auto"),
+        pytest.param(2, "auto", "training", marks=pytest.mark.slow),
+        pytest.param(2, "1,2,2", {"tensor": 2}, marks=pytest.mark.slow),
+        pytest.param(4, "host_local", "auto", marks=pytest.mark.nightly),
     ],
 )
-def test_losses_are_equal_bit_for_bit(processes, mesh_shape, case):
-    results = [(result[0], result[1 + case]) for result in runs(processes, mesh_shape)]
+def test_losses_are_equal_bit_for_bit(processes, mesh_shape, layout):
+    results = run_processes(body, processes=processes, timeout_s=300, args=(mesh_shape, layout))
     for plain, sampled in results:
         assert len(plain["losses"]) == STEPS
         assert sampled["losses"] == plain["losses"]

@@ -53,12 +53,15 @@ def test_every_row_comes_once_per_epoch_in_another_order(size):
     first, second = ([row for _, row in make(size).rows(range(e * size, (e + 1) * size))] for e in range(2))
     assert sorted(first) == sorted(second) == list(range(size))
     assert first != second and first != list(range(size))
-    assert first != [row for _, row in make(size, seed=1).rows(range(size))]
-    assert second != [row for _, row in make(size, seed=1).rows(range(size))]  # epochs and seeds do not overlap
+    other = [row for _, row in make(size, seed=1).rows(range(10))]
+    assert first[:10] != other and second[:10] != other  # epochs and seeds do not overlap
     assert make(size).rows([3, 1]) == [(0, first[3]), (0, first[1])]
 
 
-@pytest.mark.parametrize("size", [rows_module.SMALL, 2**16 + 1, 200_000, 2**18, 1_000_000, 10**9])
+@pytest.mark.parametrize(
+    "size",
+    [rows_module.SMALL, 2**16 + 1, *(pytest.param(n, marks=pytest.mark.slow) for n in (200_000, 2**18, 10**6)), 10**9],
+)
 def test_rows_at_neighbouring_places_have_nothing_to_do_with_each_other(size):
     """For a uniform permutation each correlation is 1 / sqrt(count) of chance; six of them never come by chance."""
     count = min(size, 300_000)

@@ -41,44 +41,29 @@ def test_axes_before_the_position_are_kept():
     assert found.shape == (2, 2, 2)
 
 
-def test_a_models_logits_are_made_in_blocks_where_they_are_many(monkeypatch):
-    model = llama()
-    tokens = jnp.asarray(np.random.default_rng(1).integers(0, 300, (2, 3, 8)))
+def test_a_policy_has_a_temperature_and_no_ids_that_are_no_tokens(monkeypatch):
+    """Result and gradient are those of the formula, with all logits and, where they are many, in blocks."""
+    model, draw = llama(), np.random.default_rng(1)
+    tokens, weights = jnp.asarray(draw.integers(0, 290, (2, 3, 8))), draw.standard_normal((2, 3, 7)).astype(np.float32)
     assert isinstance(model, OutputLayer) and not isinstance(table_model, OutputLayer)
 
-    def loss(model, tokens):
-        return jnp.sum(jnp.square(token_logprobs(model, {"tokens": tokens})))
-
-    results = []
-    for most in (1, logprobs.LOGITS_BYTES):
-        monkeypatch.setattr(logprobs, "LOGITS_BYTES", most)
-        differentiate = jax.jit(jax.value_and_grad(lambda m, t: loss(m, t)))
-        results.append(differentiate(model, tokens))
-        assert ("6x8x300xf32" in differentiate.lower(model, tokens).as_text()) == (most > 1)
-    for ours, theirs in zip(*map(jax.tree.leaves, results), strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-4)
-
-
-def test_a_policy_has_a_temperature_and_no_ids_that_are_no_tokens(monkeypatch):
-    """Result and gradient are those of the formula, with all logits and in blocks."""
-    model, draw = llama(), np.random.default_rng(1)
-    tokens, weights = jnp.asarray(draw.integers(0, 290, (6, 8))), draw.standard_normal((6, 7)).astype(np.float32)
-
     def formula(model):
-        states = model.activations(hax.named(tokens, ("batch", "position")))
-        logits = model.logits(states).rearrange(("batch", "position", "vocab")).array[..., :290] / 0.7
-        return jnp.take_along_axis(jax.nn.log_softmax(logits)[:, :-1], tokens[:, 1:, None], axis=-1)[..., 0]
+        states = model.activations(hax.named(tokens, ("group", "batch", "position")))
+        logits = model.logits(states).rearrange(("group", "batch", "position", "vocab")).array[..., :290] / 0.7
+        return jnp.take_along_axis(jax.nn.log_softmax(logits)[:, :, :-1], tokens[..., 1:, None], axis=-1)[..., 0]
 
     def ours(model):
         return token_logprobs(model, {"tokens": tokens}, temperature=0.7, vocab_size=290)
 
     def with_gradient(function):
-        return jax.jit(jax.value_and_grad(lambda model: jnp.sum(weights * function(model))))(model)
+        return jax.jit(jax.value_and_grad(lambda model: jnp.sum(weights * function(model)))).lower(model)
 
-    expected = with_gradient(formula)
+    expected = with_gradient(formula).compile()(model)
     for most in (1, logprobs.LOGITS_BYTES):
         monkeypatch.setattr(logprobs, "LOGITS_BYTES", most)
-        for one, other in zip(*map(jax.tree.leaves, (with_gradient(ours), expected)), strict=True):
+        lowered = with_gradient(ours)
+        assert ("6x8x300xf32" in lowered.as_text()) == (most > 1)
+        for one, other in zip(*map(jax.tree.leaves, (lowered.compile()(model), expected)), strict=True):
             np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)
 
 

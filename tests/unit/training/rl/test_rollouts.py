@@ -67,10 +67,8 @@ def test_a_rollout_is_sampled_once_for_all_of_its_updates(plain):
     assert len(rollouts.engine.compilations) == len(rollouts.engine.programs), "nothing was compiled twice"
 
 
-@pytest.mark.parametrize(
-    ("mesh", "blocks", "loss"),
-    [("auto", False, {}), pytest.param("2,1,2", True, runs.AHEAD, marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("mesh", "blocks", "loss"), [("auto", False, {}), ("2,1,2", True, runs.AHEAD)])
 def test_the_engine_and_the_trainer_have_the_same_probabilities(mesh, blocks, loss, monkeypatch):
     """At a temperature, of a model whose vocabulary is padded: with all logits at once, or in blocks on two devices."""
     if blocks:
@@ -136,7 +134,6 @@ def test_rows_are_prompts_with_their_answers(plain):
     assert first["tokens"] != spy.found[1]["tokens"], "another step has other questions and draws"
 
 
-@pytest.mark.slow
 def test_the_trainers_log_probabilities_are_the_engines_and_before_the_first_step_the_references(plain):
     _, _, spy, tracker, *_ = plain
     first, second = spy.found[0], spy.found[1]
@@ -306,6 +303,7 @@ def test_the_engine_routes_as_the_trainer_does():
     assert values["router/busiest_share"] > 1 / 6
 
 
+@pytest.mark.slow
 def test_the_update_takes_the_experts_of_the_engine(monkeypatch):
     (values,) = with_experts(monkeypatch, rollout={"replay_routing": True})
     # Both experts of six are others by one place, which are the same two for few tokens only.
