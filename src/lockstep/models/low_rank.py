@@ -1,6 +1,7 @@
 """Low-rank adapters of the weights of linear layers (LoRA, Hu et al. 2021, https://arxiv.org/abs/2106.09685)."""
 
 import dataclasses
+import functools
 import re
 import string
 from collections.abc import Callable, Sequence
@@ -16,7 +17,7 @@ from jaxtyping import Array
 
 from lockstep.errors import ConfigError
 from lockstep.placement import LazyWeight, Pick, axis_groups, axis_specs, resharded, view
-from lockstep.placement.device import barrier
+from lockstep.placement.device import barrier, low_rank_product
 
 RANK: Final = "lora_rank"
 """The name of the axis between the two factors of an adapter; no mesh axis splits it."""
@@ -87,7 +88,7 @@ class MergeLora:
             return self.then(weight.astype(jnp.float32) + self.scale * delta)
         # Without a barrier XLA leaves out a rounding that is widened again.
         weight, *factors = barrier([each.astype(self.exact) for each in (weight, *factors)])
-        delta = barrier(self.scale * _summed_in_order(self.equation, *factors))
+        delta = exact_change(self.equation, self.scale, *factors)
         return self.then(jnp.asarray(barrier(weight.astype(jnp.float32) + delta)))
 
     def factor_specs[Axes](self, spec: Sequence[Axes], whole: Axes) -> tuple[tuple[Axes, ...], tuple[Axes, ...]]:
@@ -98,27 +99,24 @@ class MergeLora:
         return tuple(of.get(axis, whole) for axis in one), tuple(of.get(axis, whole) for axis in other)
 
 
-def _summed_in_order(equation: str, a: Array, b: Array) -> Array:
-    """The product of two factors in float32, one number of the rank after the other: whichever part of the weight is
-    made, a number has the same bits.
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def exact_change(equation: str, scale: float, a: Array, b: Array) -> Array:
+    """Returns what an adapter adds to a weight in float32, with the same bits whichever part of the weight it is of.
+
+    Args:
+        equation: As `MergeLora` has it.
     """
     one, other, merged = re.split("->|,", equation)
     (rank,) = {*one} - {*merged}
-
-    def spread(factor: Array, axes: str) -> Array:
-        """A factor with the rank in front, and an axis for each of the weight's."""
-        factor = factor.astype(jnp.float32).transpose([axes.index(axis) for axis in (rank + merged) if axis in axes])
-        return jnp.expand_dims(factor, [1 + at for at, axis in enumerate(merged) if axis not in axes])
-
-    # A product of two numbers of 16 bits is not rounded, so that it may be joined with the sum (FMA).
-    fix = barrier if a.dtype == jnp.float32 else unchanged
-    pairs = spread(a, one), spread(b, other)
-
-    def add(total: Array, pair: tuple[Array, Array]) -> tuple[Array, None]:
-        return total + fix(pair[0] * pair[1]), None
-
-    zeros = jnp.zeros(jnp.broadcast_shapes(*(each.shape[1:] for each in pairs)), jnp.float32)
-    return jax.lax.scan(add, zeros, pairs, unroll=min(8, len(pairs[0])))[0]
+    both, left = ([axis for axis in merged if axis in one and (axis in other) == shared] for shared in (True, False))
+    right = [axis for axis in merged if axis not in one]
+    a = a.transpose([one.index(axis) for axis in (*both, *left, rank)])
+    b = b.transpose([other.index(axis) for axis in (*both, rank, *right)])
+    shape = *a.shape[:-1], *b.shape[len(both) + 1 :]
+    a, b = a.reshape(*a.shape[: len(both)], -1, a.shape[-1]), b.reshape(*b.shape[: len(both) + 1], -1)
+    multiply = functools.reduce(lambda function, _: jax.vmap(function), both, low_rank_product)
+    found = multiply(a, b).reshape(shape).transpose([(*both, *left, *right).index(axis) for axis in merged])
+    return jnp.asarray(barrier(scale * barrier(found)))
 
 
 def merge_lora(weight: Any, a: Any, b: Any, pattern: str, *, scale: float, **picks: Pick) -> LazyWeight:

@@ -75,8 +75,19 @@ def test_an_exact_merge_has_the_same_bits_in_any_part_and_is_of_rounded_factors(
     whole = np.asarray(jax.jit(merge)(w, a, b))
     wide = [np.asarray(each.astype(dtype), np.float64) for each in (w, a, b)]
     np.testing.assert_allclose(whole, wide[0] + 0.37 * np.einsum("er,rhd->ehd", *wide[1:]), rtol=1e-5, atol=1e-5)
-    for rows, heads in ((slice(5, 6), slice(0, 3)), (slice(0, 24), slice(1, 2)), (slice(7, 23), slice(0, 2))):
-        np.testing.assert_array_equal(jax.jit(merge)(w[rows, heads], a[rows], b[:, heads]), whole[rows, heads])
+    for rows, heads, columns in (
+        (slice(5, 6), slice(0, 3), slice(0, 8)),
+        (slice(0, 24), slice(1, 2), slice(3, 4)),
+        (slice(7, 23), slice(0, 2), slice(1, 8)),
+    ):
+        part = w[rows, heads, columns], a[rows], b[:, heads, columns]
+        np.testing.assert_array_equal(jax.jit(merge)(*part), whole[rows, heads, columns])
+    np.testing.assert_array_equal(jax.jit(jax.vmap(merge))(*(jnp.stack([each] * 2) for each in (w, a, b)))[1], whole)
+    mesh = mesh_of("1,2,2")
+    specs = jax.P("fsdp", None, "tp"), jax.P("fsdp"), jax.P(None, None, "tp")
+    with jax.set_mesh(mesh):
+        split = [jax.device_put(*each) for each in zip((w, a, b), specs, strict=True)]
+        np.testing.assert_array_equal(jax.jit(merge, out_shardings=specs[0])(*split), whole)
 
 
 def test_an_exact_merge_of_experts_has_the_same_bits_in_any_part():

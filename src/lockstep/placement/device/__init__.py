@@ -24,6 +24,7 @@ from lockstep.placement.device.exact import barrier as barrier
 from lockstep.placement.device.exact import blocks_of as blocks_of
 from lockstep.placement.device.exact import by_tile as by_tile
 from lockstep.placement.device.exact import elementwise as elementwise
+from lockstep.placement.device.exact import low_rank_product as low_rank_product
 from lockstep.placement.device.exact import product as product
 from lockstep.placement.device.exact import tile_of as tile_of
 from lockstep.placement.device.exact import tree_sum as tree_sum

@@ -194,3 +194,35 @@ def _in_turn(rows: Float[Array, "row inputs"], weight: Float[Array, "inputs colu
         return add_blocks(functools.reduce(operator.add, [by_block[:, part] for part in range(parts)]))
 
     return _map_tiles(one, rows, tile_of(len(rows), weight.dtype, "cpu"))[:, :columns]
+
+
+@jax.custom_batching.sequential_vmap
+def low_rank_product(a: Float[Array, "row rank"], b: Float[Array, "rank column"]) -> Float[Array, "row column"]:
+    """Returns ``a @ b`` in float32: a number has the same bits, whichever rows and columns are made beside it.
+
+    On CPU it is a `product`; elsewhere, where columns may change bits, the numbers of the rank are added in order.
+    Many of them are computed one after the other.
+    """
+
+    def in_order(a: Array, b: Array) -> Array:
+        # A product of two numbers of 16 bits is not rounded, so that it may be joined with the sum (FMA).
+        fix: Callable[[Array], Array] = barrier if a.dtype == jnp.float32 else lambda x: x
+
+        def add(total: Array, pair: tuple[Array, Array]) -> tuple[Array, None]:
+            return total + fix(pair[0][:, None] * pair[1]), None
+
+        zeros = jnp.zeros((len(a), b.shape[1]), jnp.float32)
+        return jax.lax.scan(add, zeros, (a.T.astype(jnp.float32), b.astype(jnp.float32)), unroll=min(8, len(b)))[0]
+
+    def compute(a: Array, b: Array) -> Array:
+        return by_platform(lambda: product(a, b), lambda: in_order(a, b))
+
+    if a.dtype == jnp.float32 and not _ADDS_IN_TURN:
+        return in_order(a, b)
+    mesh: Any = jax.sharding.get_abstract_mesh()
+    if mesh.empty or not mesh.are_all_axes_auto:
+        return compute(a, b)
+    # XLA would split the product over the devices.
+    whole = jax.P()
+    found: Array = jax.shard_map(compute, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False)(a, b)
+    return found
