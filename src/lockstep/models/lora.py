@@ -20,7 +20,7 @@ from lockstep.models.config import LlamaConfig
 from lockstep.models.experts import RouterSums
 from lockstep.models.llama import LlamaLMHeadModel
 from lockstep.models.llama_mlp import EngineRouting, MixedMlps
-from lockstep.models.low_rank import RANK, AdaptedWeight, LowRankPair, MergeLora
+from lockstep.models.low_rank import RANK, AdaptedWeight, LowRankPair, MergeLora, narrower
 from lockstep.models.registry import read_registered, register_reader
 from lockstep.models.trainable import skeleton
 from lockstep.models.weights import MLP_WEIGHTS, DecoderWeights, input_dims
@@ -309,11 +309,12 @@ def merge_adapters(model: LoraModel, hosts: Hosts, dtype: Any = None) -> LlamaLM
     """Makes the model that a model with adapters computes; every host makes this call.
 
     Until the result is dropped, the devices hold a second copy of the weights that have adapters; other weights are
-    the model's own arrays. The programs are compiled once per run.
+    the model's own arrays. The programs are compiled once per run. With ``numerics: exact`` a merged weight has the
+    bits that engine and trainer compute with, where that is in the narrower of the two types.
 
     Args:
         model: The model on the mesh; it is not changed.
-        dtype: The dtype of the merged weights; None for that of the frozen ones.
+        dtype: The dtype of the merged weights; None for that of the frozen ones. Exact ones are not widened.
 
     Returns:
         The merged model, sharded as the frozen weights are.
@@ -329,8 +330,11 @@ def merge_adapters(model: LoraModel, hosts: Hosts, dtype: Any = None) -> LlamaLM
         with scope.run_on_all("compile", "merging adapters") as phase:
             for name, arrays in parts.items():
                 structs = [jax.ShapeDtypeStruct(each.shape, each.dtype, sharding=each.sharding) for each in arrays]
-                target = jnp.dtype(structs[0].dtype if dtype is None else dtype)
-                programs[name] = _program(model.merge_of(name), *structs, target, mesh_of(arrays[0]), hosts.ledger)
+                target, merge = jnp.dtype(structs[0].dtype if dtype is None else dtype), model.merge_of(name)
+                if model.config.exact:
+                    target = narrower(structs[0].dtype, target)
+                    merge = dataclasses.replace(merge, exact=target.name)
+                programs[name] = _program(merge, *structs, target, mesh_of(arrays[0]), hosts.ledger)
                 phase.agree({f"{key}, {name}": value for key, value in programs[name].digests.items()})
         merged = {}
         with scope.launch_on_all("merge"):

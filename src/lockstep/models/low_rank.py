@@ -119,6 +119,11 @@ def exact_change(equation: str, scale: float, a: Array, b: Array) -> Array:
     return jnp.asarray(barrier(scale * barrier(found)))
 
 
+def narrower(one: Any, other: Any) -> jnp.dtype:
+    """Returns that of two float types which has fewer bits: that of a computation whose weights have both."""
+    return min(jnp.dtype(one), jnp.dtype(other), key=lambda dtype: dtype.itemsize)
+
+
 def merge_lora(weight: Any, a: Any, b: Any, pattern: str, *, scale: float, **picks: Pick) -> LazyWeight:
     """A weight with a low-rank adapter as the decoder wants it: ``weight + scale * a b``, made while it is moved.
 

@@ -20,6 +20,7 @@ from lockstep.models.hf.save_target import save_target
 from lockstep.models.hf.save_writer import Read
 from lockstep.models.hf.saved_tensor import SavedTensor
 from lockstep.models.lora import LoraConfig, weight_of
+from lockstep.models.low_rank import exact_change, narrower
 from lockstep.models.trainable import skeleton
 from lockstep.models.weights import MLP_WEIGHTS
 
@@ -48,6 +49,8 @@ def stored_factors_of_experts(
 def merged_rows(base: str, dtype: str, config: LlamaConfig, lora: LoraConfig, read_pair: ReadPair) -> Read:
     """Returns a function that reads rows of the base model's checkpoint and adds what the adapters add.
 
+    With ``numerics: exact`` they are merged as `lockstep.models.merge_adapters` does.
+
     Args:
         dtype: The float type in which training had its weights.
         read_pair: Reads the factors of an adapter, in float32; threads may share it.
@@ -58,6 +61,11 @@ def merged_rows(base: str, dtype: str, config: LlamaConfig, lora: LoraConfig, re
     files = CheckpointFiles(base)
     adapted = {weight_of(name): name for name in lora.modules_of(config)}
 
+    def change(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        if not config.exact:
+            return np.float32(lora.scale) * (a @ b)
+        return np.asarray(exact_change("er,rm->em" if a.ndim == 2 else "xer,xrm->xem", lora.scale, a, b))
+
     def read(tensor: SavedTensor, start: int, stop: int) -> np.ndarray:
         inner = tensor.shape[0] // tensor.rows
         first, last = start * inner, stop * inner
@@ -66,13 +74,17 @@ def merged_rows(base: str, dtype: str, config: LlamaConfig, lora: LoraConfig, re
         if tensor.parameter.name in adapted:
             assert tensor.place is not None, "adapters are of layers"
             a, b = read_pair(adapted[tensor.parameter.name], tensor.place)
+            if config.exact:
+                compute = narrower(dtype, tensor.dtype)
+                rows, a, b = (each.astype(compute) for each in (rows, a, b))
             if tensor.row_axis == "expert":
                 parameter, sizes = tensor.parameter, tensor.parameter.sizes | {"expert": stop - start}
-                delta = parameter.stored.to_stored(a[start:stop] @ b[start:stop], parameter.axes, sizes)
+                delta = parameter.stored.to_stored(change(a[start:stop], b[start:stop]), parameter.axes, sizes)
             else:
                 low, high = stored_factors(a, b)
-                delta = high[first:last] @ low
-            rows = rows.astype(np.float32) + np.float32(lora.scale) * delta
+                delta = change(low.T, high[first:last].T).T
+            rows = rows.astype(np.float32) + delta
+            rows = rows.astype(compute) if config.exact else rows
         return rows.astype(tensor.dtype)
 
     return read
