@@ -161,6 +161,7 @@ SLOW = {
     "README.md": "imports Levanter, which takes seconds",
     "docs/levanter.md": "imports Levanter's train_lm, which takes seconds",
     "docs/tunix.md": "imports Tunix, which takes seconds",
+    "docs/engine.md": "compiles prefill and decode",
     "docs/protocol.md": "compiles prefill and decode",
     "docs/checkpoints.md": "compiles a train step, and saves",
     "docs/quickstart.md": "compiles a train step, prefill and decode",

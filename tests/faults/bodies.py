@@ -453,21 +453,26 @@ def body_tracker_blocks(hosts):
     return found | {"log": log.getvalue()}
 
 
-def body_exits(hosts):
+class Caught:
     """Errors that end a run, caught here, with the text that every process would have ended with."""
-    from lockstep.report.trackers import WandbTrackerConfig
-    from tests.multiprocess.launches import assert_same_launches
 
-    texts, seconds, threads = {}, {}, body_threads(hosts)
-    blocked = body_tracker_blocks(hosts)
+    def __init__(self):
+        self.texts, self.seconds = {}, {}
 
-    def caught(name, function):
+    def __call__(self, name, function):
         begin = time.monotonic()
         try:
             function()
         except BaseException as error:
-            texts[name] = f"{type(error).__name__}: {error}"
-        seconds[name] = time.monotonic() - begin
+            self.texts[name] = f"{type(error).__name__}: {error}"
+        self.seconds[name] = time.monotonic() - begin
+
+
+def body_exits(hosts):
+    from lockstep.report.trackers import WandbTrackerConfig
+
+    caught, threads = Caught(), body_threads(hosts)
+    blocked = body_tracker_blocks(hosts)
 
     def round_fails():
         config = InferenceEvalConfig(**GOOD | {"prompts": "no/such/file.txt", "on_error": "raise"})
@@ -479,6 +484,16 @@ def body_exits(hosts):
         with mock.patch.dict(sys.modules, wandb=None), hosts.run_on_all("tracker"):
             if hosts.is_leader:
                 WandbTrackerConfig().build("unused", "unused")
+
+    caught("wandb_is_missing", without_wandb)
+    caught("round", round_fails)
+    return {**vars(caught), "threads": threads, "blocked": blocked}
+
+
+def body_launch_of_one_host(hosts):
+    from tests.multiprocess.launches import assert_same_launches
+
+    caught = Caught()
 
     def one_host_launches():
         mesh = jax.make_mesh((jax.device_count(),), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -494,11 +509,11 @@ def body_exits(hosts):
             odd.ledger.record("decode", "0" * 64)
         trainer.train(tiny.init_model(trainer), tiny.rows())
 
-    caught("wandb_is_missing", without_wandb)
     caught("eager", one_host_launches)
-    caught("round", round_fails)
+    trainer = tiny.make_trainer("auto", 1, hosts)
+    trainer.train(tiny.init_model(trainer), tiny.rows())  # compiles the step: the time is that of the fault alone
     caught("ledger", one_host_launches_ours)
-    return {"texts": texts, "threads": threads, "blocked": blocked, "seconds": seconds}
+    return vars(caught)
 
 
 def body_ends(hosts, how, victim=-1):

@@ -85,8 +85,8 @@ def saved_while_a_report_hangs():
 
 
 @cached
-def exits(processes):
-    return run_processes(bodies.body_exits, processes=processes, timeout_s=240)  # in the group of most other tests
+def exits():
+    return run_processes(bodies.body_exits, timeout_s=240)  # in the group of most other tests
 
 
 @cached
@@ -184,7 +184,8 @@ def test_sigterm_saves_the_weights_of_the_step_it_stopped_at(processes):
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [2, ON_FOUR])
 def test_a_launch_of_one_host(processes):
-    texts = [result["texts"] for result in exits(processes)]
+    results = run_processes(bodies.body_launch_of_one_host, processes=processes, devices=1, timeout_s=240)
+    texts = [result["texts"] for result in results]
     for text in texts:
         assert text == texts[0]
     eager = texts[0]["eager"]
@@ -193,7 +194,7 @@ def test_a_launch_of_one_host(processes):
     ledger = texts[0]["ledger"]
     pattern = rf"LaunchMismatchError: .*Launch \d+ was 'decode' \(0+\) on process 0; 'init_state' .* on {others}"
     assert re.search(pattern, ledger), ledger
-    check_time("a_launch_of_one_host", processes, max(result["seconds"]["ledger"] for result in exits(processes)))
+    check_time("a_launch_of_one_host", processes, max(result["seconds"]["ledger"] for result in results))
 
 
 @pytest.mark.slow
@@ -240,7 +241,7 @@ def test_sigterm_while_a_report_hangs():
 
 def test_the_trainers_tracker_blocks():
     name = "trainers_tracker_blocks"
-    blocked = [result["blocked"] for result in exits(2)]
+    blocked = [result["blocked"] for result in exits()]
     for one in blocked:
         assert one["plain"]["losses"] == one["blocked"]["losses"] == blocked[0]["plain"]["losses"]
     assert BY_NAME[name].sees in blocked[0]["log"]
@@ -248,21 +249,21 @@ def test_the_trainers_tracker_blocks():
 
 
 def test_on_error_raise_is_the_same_error_everywhere():
-    texts = {result["texts"]["round"] for result in exits(2)}
+    texts = {result["texts"]["round"] for result in exits()}
     assert len(texts) == 1
     (text,) = texts
     assert text.startswith("PeerError: 1 of 2 processes failed") and "'no/such/file.txt' does not exist" in text
 
 
 def test_wandb_is_missing():
-    for result in exits(2):
+    for result in exits():
         assert result["texts"]["wandb_is_missing"].startswith("PeerError: 1 of 2 processes failed")
         assert BY_NAME["wandb_is_missing"].sees in result["texts"]["wandb_is_missing"]
-    check_time("wandb_is_missing", 2, max(result["seconds"]["wandb_is_missing"] for result in exits(2)))
+    check_time("wandb_is_missing", 2, max(result["seconds"]["wandb_is_missing"] for result in exits()))
 
 
 def test_a_second_thread_cannot_launch_during_training_or_a_round():
-    for result in exits(2):
+    for result in exits():
         threads = result["threads"]
         assert "thread guard" in threads["training"] and "thread guard" in threads["round"], threads
         assert (threads["after"], threads["rounds"]) == ("", 1)

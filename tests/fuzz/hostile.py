@@ -18,7 +18,7 @@ from lockstep.errors import LockstepError
 
 SECONDS = float(os.environ.get("LOCKSTEP_FUZZ_SECONDS", "0"))
 """The seconds of all properties together (`make fuzz`); 0: the same `EXAMPLES` of each in every run."""
-EXAMPLES = 50
+EXAMPLES = 30
 ROUND = 300
 """Examples between two looks at the clock."""
 IN_MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None

@@ -205,6 +205,7 @@ def test_the_service_listens_on_loopback_alone_and_a_forged_end_is_a_failure():
     assert run.output.count(r"ends because process 9 done \x1b[2J\x1b]0;title\x07") >= 2
 
 
+@pytest.mark.slow  # against a cluster: tests/unit/launch/test_gke.py
 def test_a_fault_is_tried_again_until_nothing_was_saved_in_between():
     """Attempts 0 and 1 end by the fault; the second had saved a checkpoint, the third has not."""
     command = [sys.executable, str(LAUNCHER), "--retries", "9", "--", *SCENARIO, "fault", "1", "1"]
@@ -231,6 +232,7 @@ def test_a_service_that_the_user_started_is_used():
     assert [f"process {i} of 2" in output for i, output in enumerate(outputs)] == [True, True]
 
 
+@pytest.mark.slow  # with processes of no job: tests/unit/launch/test_processes.py
 def test_ctrl_c_ends_all_processes_quietly():
     command = [sys.executable, str(LAUNCHER), "--processes", "2", "--grace_s", "600", "--", *SCENARIO, "wait"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)

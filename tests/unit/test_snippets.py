@@ -86,6 +86,8 @@ def desk(tmp_path, monkeypatch):
     for name in snippets.BEGINS:
         monkeypatch.setattr(f"lockstep.{name}", begin)
     monkeypatch.setattr(sys.modules["lockstep.launch.main"], "load_record", begin)
+    (tmp_path / "any.whl").touch()  # tests/package builds the wheel, which takes seconds
+    monkeypatch.setattr("lockstep.launch.gke.build_wheel", lambda *_: tmp_path / "any.whl")
     monkeypatch.setattr("lockstep.main.prepare.jax", SimpleNamespace(config=SimpleNamespace(update=lambda *_: None)))
     for name in ("data", "examples", "infra"):
         (tmp_path / name).symlink_to(ROOT / name)

@@ -240,8 +240,18 @@ def test_ctrl_c_once_ends_in_order_and_twice_at_once(cluster, times):
     ("refusal", "advice", "code"),
     [
         ('no matches for kind "JobSet" in version "jobset.x-k8s.io/v1alpha2"', "The cluster has no JobSet", "REFUSED"),
-        ('Error from server (NotFound): namespaces "x" not found', "kubectl create namespace NAME", "REFUSED"),
-        ("Error from server (Forbidden): jobsets is forbidden: User cannot create", "Your account may not", "REFUSED"),
+        pytest.param(
+            'Error from server (NotFound): namespaces "x" not found',
+            "kubectl create namespace NAME",
+            "REFUSED",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "Error from server (Forbidden): jobsets is forbidden: User cannot create",
+            "Your account may not",
+            "REFUSED",
+            marks=pytest.mark.slow,
+        ),
         ("Unable to connect to the server: dial tcp: i/o timeout", "Is the cluster there", "UNREACHABLE"),
     ],
 )
@@ -254,8 +264,15 @@ def test_what_the_cluster_refuses_is_explained_and_nothing_is_left(cluster, monk
     assert not list((cluster / "kube").glob("*-job.json"))
 
 
-@pytest.mark.parametrize("kind", ["secret", "configmap"])
-@pytest.mark.parametrize("labels", [{}, {"lockstep/job-id": "of-another"}], ids=["nobody's", "another job's"])
+@pytest.mark.parametrize(
+    ("kind", "labels"),
+    [
+        ("secret", {}),
+        pytest.param("configmap", {}, marks=pytest.mark.slow),
+        pytest.param("secret", {"lockstep/job-id": "of-another"}, marks=pytest.mark.slow),
+        ("configmap", {"lockstep/job-id": "of-another"}),
+    ],
+)
 def test_what_is_not_ours_is_neither_replaced_nor_deleted(cluster, capsys, kind, labels):
     (cluster / "kube").mkdir()
     (cluster / "env").write_text(f"HF_TOKEN={SECRET}\n")

@@ -43,20 +43,23 @@ def ordered(output: str, *texts: str) -> None:
 def test_from_nothing_to_a_run_on_all_workers_and_back(laptop):
     program = 'echo "$FAKE_WORKER of $REQUIRE_JAX_PROCESS_COUNT, multi $REQUIRE_MULTIHOST, $(cat ~/.mark 2>/dev/null)"'
     output = run(
-        laptop, f"{program}; echo port $JAX_COORDINATOR_PORT $LOCKSTEP_LIVENESS_PORT", "--capacity_type", "spot"
+        laptop,
+        f"{program}; echo port $JAX_COORDINATOR_PORT $LOCKSTEP_LIVENESS_PORT",
+        *TWO_HOSTS,
+        *("--capacity_type", "spot"),
     )
     ordered(
-        output, "pod: asking for v6e-16 (spot, 4 hosts) in us-east5-a", "pod: WAITING_FOR_RESOURCES",
-        "pod: PROVISIONING", "pod: ACTIVE, READY", "pod: 4 workers, user alice_example_com",
-        "costs money until: lockstep launch delete pod", "starting on 4 worker(s)",
+        output, "pod: asking for v5p-16 (spot, 2 hosts) in us-east5-a", "pod: WAITING_FOR_RESOURCES",
+        "pod: PROVISIONING", "pod: ACTIVE, READY", "pod: 2 workers, user alice_example_com",
+        "costs money until: lockstep launch delete pod", "starting on 2 worker(s)",
     )  # fmt: skip
-    for i in range(4):
-        assert f"[{i}] {i} of 4, multi 1, " in output
+    for i in range(2):
+        assert f"[{i}] {i} of 2, multi 1, " in output
         assert f"[{i}] port 8476 11211" in output, "others are closed by Google's rule"
         (laptop.cloud.home(f"pod worker {i}") / ".mark").write_text("here before")
     # Again: the same machines.
-    output = run(laptop, program, "--require-process-count", "4")
-    assert output.count("here before") == 4 and "asking for" not in output
+    output = run(laptop, program, *TWO_HOSTS, "--require-process-count", "2")
+    assert output.count("here before") == 2 and "asking for" not in output
     assert len(laptop.cloud.calls("queued-resources create")) == 1
     assert "exit code 0, done" in laptop.launch("status", "pod")
     assert "pod: deleted" in laptop.launch("delete", "pod")

@@ -113,7 +113,7 @@ def test_a_run_that_crashed_goes_on_from_its_newest_checkpoint_bit_for_bit(tmp_p
     assert_same_end(plain, losses, noting, result)
 
 
-@pytest.mark.parametrize("step", [1, 2, 5])
+@pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.slow), 2, 5])
 def test_sigterm_saves_after_the_step_and_hooks_not_called_then_are_called_at_the_resume(tmp_path, plain, step):
     _, noting, result = run(make(tmp_path), at=terminate(step))
     assert (result.stopped_by, result.completed_steps) == (signal.SIGTERM, step + 1)
@@ -221,7 +221,7 @@ def test_a_hook_that_was_interrupted_is_called_again_at_the_same_step(tmp_path, 
     assert_same_end(plain, losses, noting, result)
 
 
-@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_on_another_mesh_it_goes_on_to_rounding(tmp_path, plain, devices):
     with pytest.raises(Crash):
         run(make(tmp_path), at=crash(5))
