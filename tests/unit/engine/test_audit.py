@@ -1,6 +1,7 @@
 """The audit: the engine's log-probabilities are the training forward's, and a wrong one is found."""
 
 import dataclasses
+import functools
 import math
 from types import SimpleNamespace
 from typing import Any
@@ -98,17 +99,23 @@ def test_one_program_for_all_rounds_and_nothing_left_behind() -> None:
     assert len(jax.live_arrays()) == live
 
 
+@functools.cache
+def prepared() -> Auditor:
+    """An auditor whose program is compiled once for several tests."""
+    auditor = Auditor(mesh_of("1,1,1"))
+    auditor.prepare(model_on("1,1,1"), mixed_requests())
+    return auditor
+
+
 def test_an_audit_that_does_not_fit_is_refused() -> None:
-    auditor = Auditor(mesh_of("1,2,2"))
-    auditor.prepare(model_on("1,2,2"), mixed_requests())
+    auditor = prepared()
     auditor.check_memory(2**30)
     with pytest.raises(CapacityError, match="the audit needs .* for sequences of 64 tokens; there are 90 B: hbm_util"):
         auditor.check_memory(100)
 
 
 def test_an_audit_needs_its_temporaries_its_output_and_its_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    auditor = Auditor(mesh_of("1,2,2"))
-    auditor.prepare(model_on("1,2,2"), mixed_requests())
+    auditor = prepared()
     memory = SimpleNamespace(temp_size_in_bytes=100, output_size_in_bytes=20, generated_code_size_in_bytes=3)
     monkeypatch.setattr(Auditor, "programs", {"audit": SimpleNamespace(memory=lambda: memory)})
     auditor.check_memory(137)  # of which it may use 0.9
@@ -128,8 +135,7 @@ def test_completions_of_other_requests_and_other_models_are_refused() -> None:
     stranger = Completion(prompt_id=9, generation_id=0, tokens=(1,), logprobs=(0.0,), finish_reason=FinishReason.LENGTH)
     with pytest.raises(lockstep.LockstepError, match="a completion is of prompt 9, which none of the 1 requests has"):
         lockstep.audit(model, [request(0, 3)], [stranger])
-    auditor = Auditor(mesh_of("1,1,1"))
-    auditor.prepare(model, [request(0, 3)])
+    auditor = prepared()
     with pytest.raises(ConfigError, match="not those that the auditor prepared for. Call prepare"):
         auditor.run(jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), model), [request(0, 3)], [])
 

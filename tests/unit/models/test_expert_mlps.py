@@ -15,12 +15,22 @@ from lockstep.models.experts import Experts, Routing, route
 
 
 def drawn(experts: int, tokens: int, embed: int, width: int) -> tuple[jax.Array, jax.Array, ExpertWeights]:
-    keys = jax.random.split(jax.random.key(experts), 5)
+    draw = np.random.default_rng(experts)  # each shape of jax.random is a program of its own
+
+    def normal(*shape: int) -> jax.Array:
+        return jnp.asarray(draw.standard_normal(shape, np.float32))
+
     shapes = ((experts, embed, width), (experts, embed, width), (experts, width, embed))
-    weights = ExpertWeights(*(jax.random.normal(k, s) * 0.3 for k, s in zip(keys, shapes, strict=False)))
-    return jax.random.normal(keys[3], (tokens, embed)), jax.random.normal(keys[4], (embed, experts)), weights
+    weights = ExpertWeights(*(0.3 * normal(*shape) for shape in shapes))
+    return normal(tokens, embed), normal(embed, experts), weights
 
 
+@functools.partial(jax.jit, static_argnums=2)
+def routed(x: jax.Array, router: jax.Array, experts: Experts) -> Routing:
+    return route(x, router, None, experts)
+
+
+@jax.jit
 def dense(x: jax.Array, routing: Routing, weights: ExpertWeights) -> jax.Array:
     """All experts for all tokens."""
     inner = jax.nn.silu(jnp.einsum("nd,edf->nef", x, weights.gate)) * jnp.einsum("nd,edf->nef", x, weights.up)
@@ -62,9 +72,10 @@ def test_answers_and_gradients_are_those_of_all_experts_computed(shape: tuple[in
 def test_parts_of_the_experts_add_up_and_tokens_that_do_not_matter_are_zero() -> None:
     experts = Experts(num_experts=6, num_experts_per_tok=3)
     x, router, weights = drawn(6, 20, 8, 4)
-    routing, valid = route(x, router, None, experts), jnp.arange(20) % 3 != 0
-    whole = dense(x, routing, weights) * valid[:, None]
+    routing, valid = routed(x, router, experts), np.arange(20) % 3 != 0
+    whole = np.asarray(dense(x, routing, weights)) * valid[:, None]
     part = jax.jit(lambda weights, first: mixture(x, routing, weights, "silu", first=first, valid=valid))
+    weights = jax.tree.map(np.asarray, weights)
     by_expert = [part(jax.tree.map(lambda w, i=i: w[i : i + 2], weights), i) for i in (0, 2, 4)]
     np.testing.assert_allclose(sum(by_expert), whole, rtol=1e-5, atol=1e-5)
     slices = (np.s_[:2], np.s_[2:])
@@ -72,19 +83,21 @@ def test_parts_of_the_experts_add_up_and_tokens_that_do_not_matter_are_zero() ->
     np.testing.assert_allclose(sum(part(half, 0) for half in halves), whole, rtol=1e-5, atol=1e-5)
 
 
+@functools.cache
+def alone() -> tuple[Callable[[np.ndarray], jax.Array], np.ndarray]:
+    """What seven experts answer, compiled once, and 64 tokens for them."""
+    experts = Experts(num_experts=7, num_experts_per_tok=2)
+    x, router, weights = drawn(7, 64, 8, 4)
+    return jax.jit(lambda x: mixture(x, route(x, router, None, experts), weights, "silu")), np.asarray(x)
+
+
 @settings(max_examples=25, deadline=None)
 @given(st.data())
 def test_a_token_is_answered_as_if_it_were_alone(data: st.DataObject) -> None:
-    experts = Experts(num_experts=7, num_experts_per_tok=2)
-    x, router, weights = drawn(7, 64, 8, 4)
+    answers, x = alone()
     rows = np.array(data.draw(st.lists(st.integers(0, 63), min_size=1, max_size=64)))
     padded = np.resize(rows, 64)  # one program
-
-    @jax.jit
-    def answers(x: jax.Array) -> jax.Array:
-        return mixture(x, route(x, router, None, experts), weights, "silu")
-
-    np.testing.assert_allclose(answers(x[padded]), answers(x)[padded], rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(answers(x[padded]), np.asarray(answers(x))[padded], rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.slow
@@ -105,7 +118,7 @@ def test_exact_a_token_has_the_same_bits_beside_any_others_and_on_any_devices(dt
 
     alone = jax.jit(functools.partial(compute, exact=ExactSum(8)))
     found = np.asarray(alone(x, weights))
-    routing = route(x, router, None, experts)
+    routing = routed(x, router, experts)
     bias = jnp.sum(weights.down_bias[routing.experts] * routing.weights[..., None], axis=1)
     expected = np.asarray(dense(x, routing, weights) + bias, np.float32)
     tolerance = 1e-5 if dtype == "float32" else 0.02  # of the largest; roundings to 8 bits are of 0.4 % each

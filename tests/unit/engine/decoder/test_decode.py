@@ -135,12 +135,18 @@ def scheduled(engine: Engine, model: Any, requests: Sequence[Request]) -> tuple[
 
 
 @pytest.mark.parametrize(
-    ("mesh", "layout"),
-    [("1,1,1", "auto"), pytest.param("1,2,2", "tensor", marks=pytest.mark.nightly)],
+    ("mesh", "layout", "names"),
+    [
+        ("1,1,1", "auto", ("greedy", "sampled", "stopped")),
+        pytest.param("1,1,1", "auto", tuple(PARAMS), marks=pytest.mark.slow),
+        pytest.param("1,2,2", "tensor", tuple(PARAMS), marks=pytest.mark.nightly),
+    ],
 )
-def test_right_and_wrong_drafts_give_the_same_tokens(mesh: str, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_right_and_wrong_drafts_give_the_same_tokens(
+    mesh: str, layout: str, names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine, model = engine_on(mesh, layout), model_on(mesh)
-    plain = [request(i, 3 + 6 * i, NEW, **params) for i, params in enumerate(PARAMS.values())]
+    plain = [request(i, 3 + 6 * i, NEW, **PARAMS[name]) for i, name in enumerate(names)]
     want, before = scheduled(engine, model, plain)
     assert before.counts.steps == sum(before.counts.tokens)
     answers = by_request(want)

@@ -28,10 +28,13 @@ from tests.unit.engine.models import FAMILIES, LLAMA, VOCAB, in_bfloat16, mesh_o
 DATA = Path(__file__).parents[4] / "data"
 
 
-def test_engine_and_trainer_have_the_same_bits() -> None:
+@pytest.mark.parametrize(
+    ("mesh", "tensor", "trained_on"), [("1,1,1", 1, "1,1,1"), pytest.param("1,1,2", 2, "2,1,1", marks=pytest.mark.slow)]
+)
+def test_engine_and_trainer_have_the_same_bits(mesh: str, tensor: int, trained_on: str) -> None:
     """In bfloat16; more of it is slow."""
-    answers = completed("1,1,2", model_of("1,1,2", "bfloat16"), REQUESTS[:2], layout={"tensor": 2})
-    assert trainer_bits("2,1,1", model_of("2,1,1", "bfloat16"), answers, REQUESTS[:2]) == bits_of(answers)
+    answers = completed(mesh, model_of(mesh, "bfloat16"), REQUESTS[:2], layout={"tensor": tensor})
+    assert trainer_bits(trained_on, model_of(trained_on, "bfloat16"), answers, REQUESTS[:2]) == bits_of(answers)
 
 
 ENGINES: list[tuple[str, dict[str, Any]]] = [

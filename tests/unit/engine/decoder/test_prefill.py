@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any
 
+import equinox as eqx
 import haliax as hax
 import numpy as np
 import pytest
@@ -15,10 +16,12 @@ from tests.oracle import assert_same_tokens, oracle_completions
 from tests.sampling_oracle import log_softmax
 from tests.unit.engine.models import FAMILIES, VOCAB, mesh_of, model_on, request
 
+forward = eqx.filter_jit(lambda model, ids: model(ids))
+
 
 def by_the_training_forward(model: Any, one: Request) -> np.ndarray:
     """``[prompt token, vocabulary]``: what the model says in each token's place, given those before it."""
-    logits = model(hax.named(np.asarray([one.prompt_tokens]), ("batch", "position"))).array
+    logits = forward(model, hax.named(np.asarray([one.prompt_tokens]), ("batch", "position"))).array
     return np.stack([log_softmax(np.asarray(row, np.float32)) for row in logits[0]])[:-1]
 
 

@@ -19,13 +19,21 @@ def choose(requests: list[Request], free: int, mesh: str = "1,2,2", **options: A
     return Chooser(config=config, models=models_on(config, mesh), free=free).choose(requests)
 
 
+_MADE: dict[tuple[str, str], DecodeModels] = {}
+
+
 def models_on(config: EngineConfig, mesh: str = "1,2,2") -> DecodeModels:
-    return DecodeModels(config, *read_decoder(model_on(mesh)), mesh_of(mesh))
+    key = repr(config), mesh
+    if key not in _MADE:
+        _MADE[key] = DecodeModels(config, *read_decoder(model_on(mesh)), mesh_of(mesh))
+    return _MADE[key]
 
 
 def least_that_works(requests: list[Request], **options: Any) -> int:
     """Free bytes from which on the requests are accepted."""
-    low, high = 0, ROOMY
+    roomy = choose(requests, ROOMY, **options)
+    low, high = 0, int(roomy.predicted.total / EngineConfig(**options).hbm_utilization) + 1
+    choose(requests, high, **options)  # accepts them, as the search takes for granted
     while high - low > 1:
         middle = (low + high) // 2
         try:

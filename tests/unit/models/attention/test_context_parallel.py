@@ -53,7 +53,7 @@ def split(devices: int, heads: Heads, kernel: bool) -> ContextParallelAttention:
 def both(devices: int, heads: Heads, run: Any, q: jax.Array, *, kernel: bool = False) -> tuple[Any, Any]:
     """What ``run`` returns of one device, and of several, whose queries and sinks are joined."""
     sinks = numbers(9, 1, GROUP) if heads.sinks else None
-    want = run(XlaAttention(heads=heads), pool(), q, sinks)
+    want = jax.jit(functools.partial(run, XlaAttention(heads=heads)))(pool(), q, sinks)
     mesh = Mesh(np.array(jax.devices()[:devices]), ("x",), axis_types=(AxisType.Auto,))
     one = split(devices, heads, kernel)
 

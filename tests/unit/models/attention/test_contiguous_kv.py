@@ -1,5 +1,7 @@
 """Attention over a gathered context equals paged attention over the same pages."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -30,6 +32,11 @@ def arrays():
     return pool, page_table, q, kv
 
 
+@functools.cache
+def paged(modifier):
+    return jax.jit(functools.partial(paged_attention, modifier=modifier))
+
+
 @pytest.mark.parametrize("chunk", [PAGES * PAGE_SIZE, 8, 4])
 @pytest.mark.parametrize(
     "position", [(0, 7, 19), *(pytest.param(each, marks=pytest.mark.slow) for each in [(0, 0, 0), (8, 3, 12)])], ids=str
@@ -39,20 +46,19 @@ def test_it_equals_paged_attention(arrays, chunk, position, modifier, monkeypatc
     monkeypatch.setattr(module, "CONTEXT_CHUNK", chunk)
     pool, page_table, q, kv = arrays
     at = np.array(position, np.int32)
+
+    @jax.jit
+    def attend(pool, page_table, q, kv, at, layer):
+        context = gather_context(pool, page_table, at, LAYERS)
+        context = extend_context(context, layer, kv[:, None], at[:, None])
+        return attend_context(q[:, None], context, layer, at, modifier)
+
     for layer in range(LAYERS):
         pages = layer * POOL_PAGES + page_table
         written = pool.copy()
         written[pages[np.arange(SLOTS), at // PAGE_SIZE], at % PAGE_SIZE] = kv
-        expected = paged_attention(
-            jnp.asarray(q)[:, None], jnp.asarray(written), jnp.asarray(pages), jnp.asarray(at), modifier
-        )
-
-        def attend(pool, page_table, q, kv, at, layer=layer):
-            context = gather_context(pool, page_table, at, LAYERS)
-            context = extend_context(context, jnp.int32(layer), kv[:, None], at[:, None])
-            return attend_context(q[:, None], context, jnp.int32(layer), at, modifier)
-
-        got = jax.jit(attend)(pool, page_table, q, kv, at)
+        expected = paged(modifier)(q[:, None], written, pages, at)
+        got = attend(pool, page_table, q, kv, at, np.int32(layer))
         np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
 
 
@@ -79,7 +85,7 @@ def test_several_positions_are_as_one_after_the_other(arrays, chunk, modifier, m
         return context, attend_context(q, context, layer, at, modifier)
 
     filled, got = together(pool)
-    context = gather_context(jnp.asarray(pool), page_table, start, LAYERS)
+    context = jax.jit(lambda: gather_context(pool, page_table, start, LAYERS))()
     for i in range(queries):
         within = np.asarray(start + i < PAGES * PAGE_SIZE)
         context, want = step(context, kv[:, i : i + 1], q[:, i : i + 1], start + i)
@@ -91,14 +97,14 @@ def test_chunks_beyond_the_longest_sequence_are_not_read(arrays, monkeypatch):
     monkeypatch.setattr(module, "CONTEXT_CHUNK", 4)
     pool, page_table, q, _ = arrays
     lengths = jnp.full(page_table.shape[0], PAGES * PAGE_SIZE)
-    context = gather_context(jnp.asarray(pool), jnp.asarray(page_table), lengths, LAYERS)
+    # Functions of their own: jax would take what it has traced of the same one with chunks of another size.
+    context = jax.jit(lambda: gather_context(pool, page_table, lengths, LAYERS))()
     # NaN would spread through a masked position: weight 0 times NaN is NaN.
     broken = module.Context(*(array.at[:, 2:].set(jnp.nan) for array in context))
     at = jnp.array([3, 7, 0], jnp.int32)
     layer = jnp.int32(1)
-    np.testing.assert_array_equal(
-        *(attend_context(jnp.asarray(q)[:, None], one, layer, at) for one in (broken, context))
-    )
+    attend = jax.jit(lambda *given: attend_context(*given))
+    np.testing.assert_array_equal(*(attend(q[:, None], one, layer, at) for one in (broken, context)))
 
 
 def test_a_page_at_a_time_is_the_same(arrays):
