@@ -70,7 +70,8 @@ def test_attention_is_the_kernel_forward_and_backward(generation, length, head, 
     assert compiled.memory_analysis().temp_size_in_bytes < 2 * 8 * length * (8 * max(head, 128) + 128) * 4
 
 
-@pytest.mark.parametrize("generation", ["v5p", pytest.param("v6e", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("generation", ["v5p", "v6e"])
 def test_the_loss_gathers_the_output_layer_and_scatters_its_gradient_once_per_microbatch(generation):
     mesh = mesh_of(generation, "1,-1,1")
     rows, positions, embed, vocab, most = 2 * mesh.size, 512, 1024, 32768, 2**23

@@ -66,7 +66,7 @@ def test_answers_and_gradients_are_those_of_all_experts_computed(shape: tuple[in
     (value, got), (expected, want) = (each(x, router, weights) for each in both)
     np.testing.assert_allclose(value, expected, rtol=1e-5)
     for ours_, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        np.testing.assert_allclose(ours_, theirs, rtol=1e-4, atol=1e-5 * float(jnp.abs(theirs).max()))
+        np.testing.assert_allclose(ours_, theirs, rtol=1e-4, atol=1e-5 * float(np.abs(theirs).max()))
 
 
 def test_parts_of_the_experts_add_up_and_tokens_that_do_not_matter_are_zero() -> None:

@@ -23,9 +23,10 @@ IDS = np.random.default_rng(0).integers(0, VOCAB, (4, 9)).astype(np.int32)
 def logits(model):
     """The logits of ``IDS``, on the mesh of the model."""
     with jax.set_mesh(mesh_of_model(model)):
-        return jax.jit(lambda m, ids: compute(m, ids))(model, IDS)
+        return compute(model, IDS)
 
 
+@jax.jit
 def compute(model, ids):
     with hax.axis_mapping(COMPUTE_AXES):
         return model(hax.named(ids, ("batch", "position"))).array

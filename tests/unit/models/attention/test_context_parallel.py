@@ -126,7 +126,8 @@ def test_several_devices_attend_as_one(call: str, modifier: str, devices: int) -
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("call", ["decode", *(pytest.param(one, marks=pytest.mark.slow) for one in list(CALLS)[1:])])
+@pytest.mark.slow
+@pytest.mark.parametrize("call", CALLS)
 def test_several_devices_attend_as_one_by_the_kernel(call: str) -> None:
     run, shape = CALLS[call]
     heads = Heads(kv_heads=1, group=GROUP, head_size=HEAD, **MODIFIERS["window and cap"])

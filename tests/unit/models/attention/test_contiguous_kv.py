@@ -98,7 +98,7 @@ def test_chunks_beyond_the_longest_sequence_are_not_read(arrays, monkeypatch):
     pool, page_table, q, _ = arrays
     lengths = jnp.full(page_table.shape[0], PAGES * PAGE_SIZE)
     # Functions of their own: jax would take what it has traced of the same one with chunks of another size.
-    context = jax.jit(lambda: gather_context(pool, page_table, lengths, LAYERS))()
+    context = jax.jit(lambda *given: gather_context(*given, lengths, LAYERS))(pool, page_table)
     # NaN would spread through a masked position: weight 0 times NaN is NaN.
     broken = module.Context(*(array.at[:, 2:].set(jnp.nan) for array in context))
     at = jnp.array([3, 7, 0], jnp.int32)
