@@ -23,7 +23,7 @@ from lockstep.models.experts import RouterSums, route
 from lockstep.models.low_rank import AdaptedWeight, Weight, linear
 from lockstep.models.named_block import LlamaAxes
 from lockstep.models.remat import scan_policy
-from lockstep.placement import PARAMETER_AXES
+from lockstep.placement import PARAMETER_AXES, axes_of
 from lockstep.placement.device import auto_axes
 
 
@@ -148,7 +148,7 @@ class LlamaExperts(eqx.Module):
         mesh = jax.sharding.get_abstract_mesh()
         rows, width = (None if mesh.empty else physical_axis_name(axis) for axis in (axes[0], ax.ExpertMlp))
         # XLA would sort the tokens of all devices.
-        sharded = not mesh.empty and tokens.shape[0] % _size(mesh, rows) == 0
+        sharded = not mesh.empty and tokens.shape[0] % math.prod(mesh.shape[axis] for axis in axes_of(rows)) == 0
         fsdp = PARAMETER_AXES["embed"] if sharded and PARAMETER_AXES["embed"] in mesh.shape else None
         fsdp = fsdp if fsdp is not None and ax.Embed.size % mesh.shape[fsdp] == 0 else None
 
@@ -230,11 +230,6 @@ def _specs(weight: Any, inputs: str | None, outputs: Any) -> Any:
     if isinstance(weight, AdaptedMatrices):
         return AdaptedMatrices(spec, PartitionSpec(None, inputs, None), PartitionSpec(None, None, outputs))
     return spec
-
-
-def _size(mesh: Any, axes: str | tuple[str, ...] | None) -> int:
-    """The number of devices along axes of a mesh."""
-    return math.prod(mesh.shape[axis] for axis in ((axes,) if isinstance(axes, str) else axes or ()))
 
 
 class MixedMlps(eqx.Module):

@@ -28,6 +28,7 @@ from lockstep.placement.mesh import DCN as DCN
 from lockstep.placement.mesh import MESH_AXES as MESH_AXES
 from lockstep.placement.mesh import PARAMETER_AXES as PARAMETER_AXES
 from lockstep.placement.mesh import PP as PP
+from lockstep.placement.mesh import axes_of as axes_of
 from lockstep.placement.mesh import batch_axes as batch_axes
 from lockstep.placement.mesh import batch_spec as batch_spec
 from lockstep.placement.mesh import compute_axes as compute_axes

@@ -12,6 +12,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from lockstep.errors import ConfigError
 from lockstep.placement.device import slice_index
+from lockstep.placement.mesh import axes_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,9 +72,7 @@ class DecodeMesh:
         )
 
     def _refine(self, entry: str | tuple[str, ...] | None) -> tuple[str, ...] | None:
-        names = (entry,) if isinstance(entry, str) else (entry or ())
-        refined = tuple(axis for name in names for axis in self.training_axes.get(name, ()))
-        return refined or None
+        return tuple(axis for name in axes_of(entry) for axis in self.training_axes.get(name, ())) or None
 
 
 def make_decode_mesh(mesh: Mesh, tensor: int, context: int = 1) -> DecodeMesh:

@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import PyTree
 
 from lockstep.placement.decode_mesh import DecodeMesh
+from lockstep.placement.mesh import axes_of
 
 Axes = tuple[str, ...]
 Spec = tuple[Axes, ...]
@@ -91,7 +92,7 @@ def leaf_layouts(
 
     def layout(path: tuple[Any, ...], leaf: jax.Array | jax.ShapeDtypeStruct) -> LeafLayout:
         spec = decode_mesh.training_spec(leaf, jax.tree_util.keystr(path))
-        axes = tuple(_mesh_axes(entry) for entry in spec) + ((),) * (leaf.ndim - len(spec))
+        axes = tuple(map(axes_of, spec)) + ((),) * (leaf.ndim - len(spec))
         name = path[-1].name
         return LeafLayout(decode_mesh, axes, tensor_dims.get(name), (lanes or {}).get(name, 1))
 
@@ -117,9 +118,3 @@ def read_outer(layouts: LayoutTree, weights: PyTree) -> PyTree:
     """`read` for all but the stacked layers, which stay as they are."""
     outer = read(dataclasses.replace(layouts, layers=None), dataclasses.replace(weights, layers=None))
     return dataclasses.replace(outer, layers=weights.layers)
-
-
-def _mesh_axes(entry: Any) -> Axes:
-    if entry is None:
-        return ()
-    return (entry,) if isinstance(entry, str) else tuple(entry)

@@ -38,12 +38,7 @@ PARAMETER_AXES: Final[dict[str, str]] = {
 
 COMPUTE_AXES: Final[dict[str, str | tuple[str, ...]]] = {
     "batch": ("dp", "fsdp"),
-    "mlp": "tp",
-    "expert_mlp": "tp",
-    "gate_up": "tp",
-    "shared_mlp": "tp",
-    "kv_head": "tp",
-    "vocab": "tp",
+    **{name: axis for name, axis in PARAMETER_AXES.items() if axis == "tp"},
 }
 """The mesh axes that split activations, and parameters in use, inside a step and a slice."""
 
@@ -51,6 +46,11 @@ _USAGE: Final = (
     "Use 'auto' (FSDP over a slice), 'host_local', three sizes 'dp,fsdp,tp' such as '1,-1,1', or sizes by name such as "
     "'fsdp=-1,cp=4', of pp, dp, fsdp, cp and tp."
 )
+
+
+def axes_of(entry: str | Sequence[str] | None) -> tuple[str, ...]:
+    """The mesh axes that an entry of a partition spec names."""
+    return (entry,) if isinstance(entry, str) else tuple(entry or ())
 
 
 def make_mesh(mesh_shape: str = "auto", devices: Sequence[jax.Device] | None = None) -> Mesh:

@@ -4,6 +4,7 @@ import contextlib
 import difflib
 import functools
 import itertools
+import math
 import os
 import re
 import time
@@ -35,7 +36,7 @@ from lockstep.models.hf.row_layout import ReadingHosts, RowLayout
 from lockstep.models.hf.row_reader import ParallelReader, ParameterRead
 from lockstep.models.llama import LlamaLMHeadModel
 from lockstep.models.trainable import skeleton
-from lockstep.placement import PARAMETER_AXES
+from lockstep.placement import PARAMETER_AXES, axes_of
 from lockstep.placement.device import Program, compile_program
 from lockstep.printable import bytes_text, get_logger
 from lockstep.urls import HUB_WAIT_S
@@ -298,8 +299,8 @@ class _Loading:
 def _sharding(parameter: Parameter, mesh: Mesh, mapping: ResourceMapping) -> NamedSharding:
     spec = hax.partitioning.pspec_for_axis(parameter.value.axes, mapping)
     for axis, names in zip(parameter.value.axes, spec, strict=True):
-        names = () if names is None else (names,) if isinstance(names, str) else names
-        parts = int(np.prod([mesh.shape[name] for name in names]))
+        names = axes_of(names)
+        parts = math.prod(mesh.shape[name] for name in names)
         if axis.size % parts:
             raise ConfigError(
                 f"{parameter.path} has axis {axis.name} of size {axis.size}, which mesh axes {', '.join(names)} would "

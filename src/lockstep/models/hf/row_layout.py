@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from lockstep.models.hf.names import HFTensor, Parameter
 from lockstep.models.hf.saved_tensor import SavedTensor
-from lockstep.placement import mesh_of
+from lockstep.placement import axes_of, mesh_of
 
 Axes = tuple[str, ...]
 
@@ -41,7 +41,7 @@ class RowLayout:
             mesh=sharding.mesh,
             dims=parameter.stored.dims,
             axes=tuple(parameter.sizes.items()),
-            split=tuple(_mesh_axes(entry) for entry in spec),
+            split=tuple(map(axes_of, spec)),
         )
 
     @property
@@ -136,12 +136,6 @@ class RowLayout:
 
     def _count(self, axes: Sequence[str]) -> int:
         return math.prod(self.mesh.shape[axis] for axis in axes)
-
-
-def _mesh_axes(entry: str | Sequence[str] | None) -> Axes:
-    if entry is None:
-        return ()
-    return (entry,) if isinstance(entry, str) else tuple(entry)
 
 
 MAX_READERS = 32

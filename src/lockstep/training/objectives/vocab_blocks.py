@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from lockstep.placement import PARAMETER_AXES
+from lockstep.placement import PARAMETER_AXES, axes_of
 from lockstep.placement.device import auto_axes
 
 LANES: Final = 128  # blocks are a multiple of this many token ids, the width of a TPU's tile
@@ -96,8 +96,8 @@ class VocabBlocks:
         """
         context = jax.sharding.get_abstract_mesh()
         mesh: AbstractMesh | None = context
-        rows, positions, split = (_axes(physical_axis_name(name)) for name in ("batch", "position", "vocab"))
-        stored = [_axes(PARAMETER_AXES.get(axis.name)) for axis in head.axes]
+        rows, positions, split = (axes_of(physical_axis_name(name)) for name in ("batch", "position", "vocab"))
+        stored = [axes_of(PARAMETER_AXES.get(axis.name)) for axis in head.axes]
         gathered = tuple(tuple(axis for axis in found if axis not in split) for found in stored)
         # Without the mesh and the mapping of a train step, XLA divides the work.
         if not (rows and {*rows, *split} <= set(context.axis_names) and {*itertools.chain(*gathered)} <= set(rows)):
@@ -310,10 +310,6 @@ def _scatter(of_head: Array, blocks: VocabBlocks) -> Array:
     of_head = jax.lax.psum(of_head, copies) if copies else of_head
     # XLA would else add up the whole of it in float32 over microbatches, on every device, and exchange that at the end.
     return jax.lax.optimization_barrier(of_head)
-
-
-def _axes(names: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    return (names,) if isinstance(names, str) else names or ()
 
 
 def _size(mesh: AbstractMesh | None, axes: tuple[str, ...]) -> int:
