@@ -85,7 +85,7 @@ def parse_arguments[Config](cls: type[Config], arguments: Sequence[str]) -> Conf
     Raises:
         ConfigError: An argument or the file cannot be read, a key is unknown, or a value is out of its range.
     """
-    path = dict(_pairs(arguments)).get(CONFIG_PATH)
+    path = dict(pairs(arguments)).get(CONFIG_PATH)
     values = read_values(arguments)
     where = "the command line" if path is None else f"{path} (or the command line)"
     return decode_config(cls, values, where)
@@ -112,7 +112,7 @@ def read_values(arguments: Sequence[str]) -> dict[str, Any]:
 
     The directory of the file comes last on ``sys.path`` where a module that it names (``module:name``) is there.
     """
-    overrides = dict(_pairs(arguments))
+    overrides = dict(pairs(arguments))
     path = overrides.pop(CONFIG_PATH, None)
     values: dict[str, Any] = {}
     if path is not None:
@@ -195,7 +195,8 @@ def choices_of(kind: Any) -> dict[str, Any]:
     return {}
 
 
-def _pairs(arguments: Sequence[str]) -> Iterator[tuple[str, Any]]:
+def pairs(arguments: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    """The keys of a command line with their values; that of `CONFIG_PATH` is a text."""
     rest = list(arguments)
     while rest:
         flag = rest.pop(0)

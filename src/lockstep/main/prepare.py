@@ -17,8 +17,8 @@ from rich.console import Console
 
 from lockstep.errors import ConfigError
 from lockstep.hosts import DistributedConfig
-from lockstep.main.arguments import CONFIG_PATH, decode_config, parse_arguments, read_values
-from lockstep.main.commands import Command, planned_commands
+from lockstep.main.arguments import CONFIG_PATH, decode_config, pairs, parse_arguments, read_values
+from lockstep.main.commands import Arguments, Command, planned_commands
 from lockstep.main.doctor import DoctorConfig, examine, read_needs
 from lockstep.main.plan import (
     CompileCache,
@@ -68,7 +68,9 @@ def add_plan_options(parser: argparse.ArgumentParser) -> None:
         choices=["all"],
         help="what each rematerialisation policy would cost (model.gradient_checkpointing), a line each",
     )
-    how.add_argument("--write_bandwidth", metavar="X", help="GB/s at which a host writes a checkpoint (default: 1)")
+    how.add_argument(
+        "--write_bandwidth", metavar="X", default="1", help="GB/s at which a host writes a checkpoint (default: 1)"
+    )
     how.add_argument(
         "--cache_dir",
         metavar="DIR",
@@ -80,33 +82,31 @@ def add_plan_options(parser: argparse.ArgumentParser) -> None:
 
 def run_plan(arguments: Sequence[str]) -> int:
     """Plan as the command line says; 0 if the configuration fits, else 1."""
-    own, rest = split_plan(arguments)
-    if "topology" not in own:
+    own, rest = Arguments("plan", add_plan_options).parse_known_args(list(arguments))
+    if own.topology is None:
         raise ConfigError("--topology is missing: name the slice to plan for, such as --topology v5p-64.")
-    overrides = [flag[2:].partition("=")[0] for flag in rest if flag.startswith("--")]
+    given = dict(pairs(rest))
     # On a TPU host, its devices are left alone.
     jax.config.update("jax_platforms", "cpu")
     # A program that is only compiled cannot be read back from JAX's own cache.
     jax.config.update("jax_enable_compilation_cache", False)
-    slice_ = topology(own["topology"])
-    bandwidth = _bandwidth(own.get("write_bandwidth", "1"))
-    command, config = read_plan(own.get("command"), rest)
+    slice_ = topology(own.topology)
+    bandwidth = _bandwidth(own.write_bandwidth)
+    command, config = read_plan(own.command, rest)
     progress = CompileProgress()
-    cache = CompileCache(own["topology"], _cache_directory(own.get("cache_dir")), progress)
-    workload = command.workload(config, own.get("model"))
+    cache = CompileCache(own.topology, _cache_directory(own.cache_dir), progress)
+    workload = command.workload(config, own.model)
     for option in ("remat", "meshes"):
-        if own.get(option, "all") != "all":
-            raise ConfigError(f"--{option} is {own[option]!r}; it can only be all.")
-        if option in own and workload.training is None:
+        if getattr(own, option) and workload.training is None:
             raise ConfigError(f"--{option} all is about a train step, and {command.name} has none. Remove it.")
     with progress.live():
-        plan = make_plan(workload, slice_, cache, own.get("calibration"))
-        costs = remat_costs(workload, slice_, cache, plan.memory) if "remat" in own and plan.mesh_shape else []
-        meshes = mesh_costs(workload, slice_, cache, own.get("calibration")) if "meshes" in own else []
-    path = _config_path(rest)
-    places = [dataclasses.replace(one, place=place_of(path, one.key, overrides)) for one in plan.infeasibilities]
+        plan = make_plan(workload, slice_, cache, own.calibration)
+        costs = remat_costs(workload, slice_, cache, plan.memory) if own.remat and plan.mesh_shape else []
+        meshes = mesh_costs(workload, slice_, cache, own.calibration) if own.meshes else []
+    path = Path(given[CONFIG_PATH]) if CONFIG_PATH in given else None
+    places = [dataclasses.replace(one, place=place_of(path, one.key, list(given))) for one in plan.infeasibilities]
     plan = dataclasses.replace(plan, infeasibilities=places, write_bandwidth=bandwidth)
-    _show(plan, own.get("json"), costs, meshes)
+    _show(plan, own.json, costs, meshes)
     return 0 if plan.fits else 1
 
 
@@ -130,34 +130,10 @@ def _show(plan: Plan, json_path: str | None, costs: list[RematCost], meshes: lis
         print_meshes(meshes, console)
 
 
-def split_plan(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """The options of the command itself by name, and the other arguments, which are the configuration's."""
-    parser = argparse.ArgumentParser(add_help=False)
-    add_plan_options(parser)
-    names = set(vars(parser.parse_args([])))
-    own: dict[str, str] = {}
-    rest: list[str] = []
-    todo = list(arguments)
-    while todo:
-        flag = todo.pop(0)
-        name, equals, value = flag.removeprefix("--").partition("=")
-        if not flag.startswith("--") or name not in names:
-            rest.append(flag)
-        elif equals:
-            own[name] = value
-        elif todo and (name == "json" or not todo[0].startswith("--")):
-            own[name] = todo.pop(0)
-        else:
-            raise ConfigError(f"argument --{name} has no value. See lockstep plan --help.")
-    return own, rest
-
-
 def read_plan(name: str | None, rest: Sequence[str]) -> tuple[Command, Any]:
     """The configuration, by the command of this name, or by the one that can read all of its keys."""
     commands = planned_commands()
     if name is not None:
-        if name not in commands:
-            raise ConfigError(f"--command is {name!r}; it must be one of {', '.join(commands)}.")
         return commands[name], parse_arguments(commands[name].config(), rest)
     parsed: dict[str, Any] = {}
     wrong: dict[str, ConfigError] = {}
@@ -181,14 +157,6 @@ def read_plan(name: str | None, rest: Sequence[str]) -> tuple[Command, Any]:
 def _score(command: Command, values: dict[str, Any]) -> int:
     known = {field.name for field in dataclasses.fields(command.config())}
     return sum(1 if key in known else -1 for key in values)
-
-
-def _config_path(rest: Sequence[str]) -> Path | None:
-    for index, flag in enumerate(rest):
-        name, equals, value = flag.partition("=")
-        if name == f"--{CONFIG_PATH}":
-            return Path(value if equals else rest[index + 1])
-    return None
 
 
 def _bandwidth(given: str) -> float:
