@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import draccus
 import jax
@@ -181,7 +181,7 @@ class _Run:
             "kv_cache_dtype": config.engine.kv_cache_dtype,
             "weight_dtype": config.engine.weight_dtype,
             "metrics": config.metrics,
-            **{name: _plain(value) for name, value in dataclasses.asdict(params).items()},
+            **json.loads(json.dumps(dataclasses.asdict(params))),  # as JSON gives them back
         }
         with hosts.run_on_all("output directory"):
             self.output_dir.mkdir(parents=True, exist_ok=True)
@@ -372,8 +372,3 @@ class _ProgressOutput:
 
 def _report(what: str, work: Callable[[], None]) -> None:
     try_leader_only(what, work, "all rows are on disk")
-
-
-def _plain(value: Any) -> Any:
-    """As JSON gives it back."""
-    return json.loads(json.dumps(value))

@@ -293,7 +293,8 @@ def panel(job: JobProgress, title: str) -> RenderableType:
     figures.add_column(style="dim")
     figures.add_column()
     figures.add_row("prompts", f"{job.prompts_done:,} of {job.prompts:,}")
-    figures.add_row("completions", f"{job.rows_done:,} of {job.rows:,}" + _found(job))
+    found = f" ({job.found:,} were there from before)" if job.found else ""
+    figures.add_row("completions", f"{job.rows_done:,} of {job.rows:,}{found}")
     figures.add_row("speed", f"{job.rate:,.0f} tokens/s, {_floor(job)}")
     if len(job.host_rates) > len(job.hosts):
         figures.add_row("hosts", f"{_rates(job)} tokens/s on their devices")
@@ -331,11 +332,6 @@ def _rates(job: JobProgress) -> str:
     if len(rates) > LISTED_HOSTS:
         return f"{min(rates):,.0f} to {max(rates):,.0f} on each of {len(rates)} hosts"
     return " + ".join(f"{rate:,.0f}" for rate in rates)
-
-
-def _found(job: JobProgress) -> str:
-    """Return how many rows earlier runs left, or nothing."""
-    return f" ({job.found:,} were there from before)" if job.found else ""
 
 
 def _floor(job: JobProgress) -> str:

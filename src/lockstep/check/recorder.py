@@ -8,6 +8,7 @@ import re
 import sys
 import threading
 import time
+import traceback
 import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -123,7 +124,7 @@ class Recorder:
         """Note an error that ends the process."""
         key = tuple(
             (code.co_filename, line, code.co_qualname)
-            for code, line in reversed([(each.tb_frame.f_code, each.tb_lineno) for each in _links(trace)])
+            for code, line in reversed([(frame.f_code, line) for frame, line in traceback.walk_tb(trace)])
             if not findings.is_hidden(code.co_filename)
         )
         with self._lock:
@@ -279,12 +280,6 @@ def _digest(value: Any) -> str | None:
 def _short(value: Any) -> str:
     array = np.asarray(value)
     return str(array) if array.size <= 4 else f"{array.dtype}{list(array.shape)}"
-
-
-def _links(trace: Any) -> Iterator[Any]:
-    while trace is not None:
-        yield trace
-        trace = trace.tb_next
 
 
 def _compiles(frame: Any) -> bool:

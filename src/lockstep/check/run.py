@@ -19,7 +19,7 @@ from rich.markup import escape
 from lockstep.check.alone import ProcessChecks
 from lockstep.check.compare import End, LaunchComparison
 from lockstep.check.differences import PutComparison
-from lockstep.check.findings import Finding, Findings, Frame, shown
+from lockstep.check.findings import Finding, Findings, shown
 from lockstep.check.launches import DIRECTORY, STARTUP
 from lockstep.check.log import LAUNCH_TIMED_OUT, Event, Launch, LogReader, ProcessLog, Put
 from lockstep.errors import ConfigError
@@ -355,17 +355,13 @@ def _print_finding(finding: Finding, number: int, put: Callable[..., None]) -> N
         put(f"   process {place.process} {escape(place.text)}{where}")
         if line and line.text:
             put(f"       {escape(line.text)}")
-        for frame in _others(place.stack, line):
+        for frame in [each for each in place.stack if each is not line][:SHOWN_FRAMES]:
             put(f"       [dim]{escape(shown(frame.file))}:{frame.line} in {escape(frame.function)}[/]")
     for detail in finding.details:
         put(f"   | {escape(detail)}")
     put(f"   On a pod: {escape(finding.about.on_pod)}")
     put(f"   Change: {escape(finding.about.fix)}")
     put()
-
-
-def _others(stack: tuple[Frame, ...], line: Frame | None) -> list[Frame]:
-    return [frame for frame in stack if frame is not line][:SHOWN_FRAMES]
 
 
 def render_page(result: CheckResult) -> str:

@@ -298,17 +298,14 @@ class RunningAttempt:
         if self._cause is None:
             return
         index = self._cause.worker
-        self._cause_text = self._describe(self._cause)
+        why = f" ({self._cause.reason})" if self._cause.reason else ""
+        self._cause_text = f"{describe_code(self._cause.code)}{why}, after {time.monotonic() - self._begin:.1f} s"
         self._console.say(f"worker {self._workers[index].name} (process {index}) failed, {self._cause_text}")
         source, lines = tail_to_show(index, last)
         if lines:
             self._console.say(f"{'its' if source == index else f'process {source} failed before, its'} last lines:")
             self._console.raw("".join(f"[{source}] {line.decode(errors='replace')}\n" for line in lines))
         self._terminate_at = time.monotonic() + min(self._spec.grace_s, REPORT_S)
-
-    def _describe(self, ending: Ending) -> str:
-        why = f" ({ending.reason})" if ending.reason else ""
-        return f"{describe_code(ending.code)}{why}, after {time.monotonic() - self._begin:.1f} s"
 
     def _pass_signals_on(self) -> None:
         while self._received:

@@ -72,10 +72,11 @@ def overview() -> str:
 
 def command_help(command: Command, block: str | None = None) -> str:
     """The text of ``lockstep COMMAND --help``, or of one block of its configuration."""
+    description = command.description or f"{command.summary[:1].upper()}{command.summary[1:]}."
     parser = argparse.ArgumentParser(
         prog=f"lockstep {command.name}",
         usage=f"lockstep {command.name} {command.usage}",
-        description=_description(command),
+        description=textwrap.fill(description, WIDTH),
         epilog=f"example:\n{textwrap.indent(command.example, '  ')}",
         formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=44, width=WIDTH),
         add_help=False,
@@ -195,11 +196,6 @@ def _first_sentence(text: str) -> str:
     sentence = re.split(r"(?<!e\.g)\. (?=[A-Z`])", text, maxsplit=1)[0].removesuffix(".")
     lower = sentence[:1].lower() + sentence[1:]
     return lower if sentence[1:2].islower() or sentence[1:2] == " " else sentence
-
-
-def _description(command: Command) -> str:
-    text = command.description or f"{command.summary[:1].upper()}{command.summary[1:]}."
-    return "\n".join(textwrap.wrap(text, WIDTH))
 
 
 SHELLS: Final = ("bash", "zsh", "fish")

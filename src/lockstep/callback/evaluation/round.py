@@ -81,7 +81,8 @@ def run_tasks(
                 thread = harness(model)
         number, last = 0, False
         while not last:
-            if hosts.reasons_to_stop("task questions", None, _reason(hosts)):
+            reason = "the job is asked to end" if hosts.preemption.requested() else None
+            if hosts.reasons_to_stop("task questions", None, reason):
                 return False
             data = hosts.broadcast_from_leader(f"question {number}", next_message)
             number += 1
@@ -109,10 +110,6 @@ def run_tasks(
         if thread is not None:
             thread.give_up()
         hosts.phase("training")
-
-
-def _reason(hosts: Hosts) -> str | None:
-    return "the job is asked to end" if hosts.preemption.requested() else None
 
 
 def _too_slow(max_seconds: float, what: str) -> str:

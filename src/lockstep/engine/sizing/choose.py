@@ -167,7 +167,7 @@ class Chooser:
             ways.append(f"set layout to auto or {' or '.join(works)}")
         share = self._needed(best) / self.free if self.free else float("inf")
         if share <= 1.0:
-            ways.append(f"raise hbm_utilization to at least {_up(share)}")
+            ways.append(f"raise hbm_utilization to at least {int(share * 1000) / 1000 + 0.001:.3f}")
         ways.append("free device memory, or use more devices or larger ones")
         fix = ", or ".join(ways)
         reach = f"The longest sequence that fits is {longest} tokens." if longest > 0 else "Not one token fits."
@@ -205,7 +205,3 @@ def _grown(used: Capacity, possible: Capacity | None, demand: Demand) -> Capacit
         return used
     now, then = (min(demand.sequences, concurrent_sequences(sizes, demand)) for sizes in (used, possible))
     return possible if then >= _WORTH_COMPILING * now else used
-
-
-def _up(share: float) -> str:
-    return f"{int(share * 1000) / 1000 + 0.001:.3f}"

@@ -282,10 +282,6 @@ def main() -> None:
     os._exit(0)  # a thread may still wait for the next word of the launcher
 
 
-def _facts(root: str, request: dict[str, Any]) -> dict[str, Any]:
-    return gather(request, environment(request))
-
-
 def _put(root: str, request: dict[str, Any]) -> dict[str, Any]:
     """Unpack the archive that follows into ``files``; what it does not name stays, such as what a run has written."""
     target, note = os.path.join(root, "files"), os.path.join(root, "files.digest")
@@ -326,7 +322,8 @@ def _setup(root: str, request: dict[str, Any]) -> dict[str, Any]:
 
 def _clear(root: str, request: dict[str, Any]) -> dict[str, Any]:
     """Name every attempt of this job that still runs here; end it (``how``), and wait until it is gone."""
-    running = [path for path in _attempts(root) if is_locked(path)]
+    attempts = (os.path.join(root, name) for name in sorted(os.listdir(root)) if name.startswith("attempt-"))
+    running = [path for path in attempts if os.path.isdir(path) and is_locked(path)]
     names = [os.path.basename(path) for path in running]
     if not request["how"]:
         return {"running": names}
@@ -365,13 +362,8 @@ def _delete(root: str, request: dict[str, Any]) -> dict[str, Any]:
     return {}
 
 
-def _attempts(root: str) -> list[str]:
-    found = (os.path.join(root, name) for name in sorted(os.listdir(root)) if name.startswith("attempt-"))
-    return [path for path in found if os.path.isdir(path)]
-
-
 OPERATIONS = {
-    "facts": _facts,
+    "facts": lambda root, request: gather(request, environment(request)),
     "put": _put,
     "has": _has,
     "setup": _setup,

@@ -179,7 +179,10 @@ def check_tokenizer(name: str, trust_remote_code: str | None = None) -> Finding:
     try:
         tokenizer = load_tokenizer(name, trust_remote_code)
     except LockstepError as error:
-        return Finding.to_fix("tokenizer", str(error), _hub())
+        accept = "For a gated model, accept its licence on its page"
+        if os.environ.get("HF_TOKEN"):
+            return Finding.to_fix("tokenizer", str(error), f"{accept} with the account that HF_TOKEN belongs to.")
+        return Finding.to_fix("tokenizer", str(error), f"{accept} and set HF_TOKEN; or give a local directory.")
     return Finding.ok("tokenizer", f"{name}: {type(tokenizer).__name__} of {len(tokenizer)} token ids")
 
 
@@ -246,12 +249,6 @@ def _access(url: str) -> str:
             "yours, run gcloud auth application-default login. The package gcsfs (extra [gcs]) must be installed."
         )
     return "Check the name, the network, the credentials and the access rights."
-
-
-def _hub() -> str:
-    if os.environ.get("HF_TOKEN"):
-        return "For a gated model, accept its licence on its page with the account that HF_TOKEN belongs to."
-    return "For a gated model, accept its licence on its page and set HF_TOKEN; or give a local directory."
 
 
 def _text(error: BaseException) -> str:

@@ -160,11 +160,12 @@ def judge_speeds(found: Sequence[DeviceSpeed], devices: Sequence[jax.Device]) ->
     device, apart = devices[0], count_memories(devices) >= len(found)
     chip = published_chip(device)
     findings = []
-    for name in ("bandwidth", "flops"):
+    for name, what in (("bandwidth", "memory bandwidth"), ("flops", "matrix products")):
         values = [getattr(one, name) for one in found]
-        what = {"bandwidth": "memory bandwidth", "flops": "matrix products"}[name]
         middle, least = sorted(values)[len(values) // 2], min(values)
-        unit, scale = _unit(name, least)
+        unit, scale = ("GB/s", 1e9) if name == "bandwidth" else ("GFLOP/s", 1e9)
+        if name == "flops" and least >= 1e12:
+            unit, scale = "TFLOP/s", 1e12
         text = f"{least / scale:.4g} {unit} per device" if device.platform != "cpu" else f"{least / scale:.4g} {unit}"
         slow = [process for process, value in enumerate(values) if apart and value < SLOW_HOST * middle]
         if chip is not None:
@@ -179,13 +180,6 @@ def judge_speeds(found: Sequence[DeviceSpeed], devices: Sequence[jax.Device]) ->
         else:
             findings.append(Finding.ok(what, text))
     return findings
-
-
-def _unit(name: str, value: float) -> tuple[str, float]:
-    """The unit in which a number is shown, and how much it is."""
-    if name == "bandwidth":
-        return "GB/s", 1e9
-    return ("TFLOP/s", 1e12) if value >= 1e12 else ("GFLOP/s", 1e9)
 
 
 Kind = Literal["all-reduce", "all-gather"]

@@ -335,11 +335,7 @@ def initializer(model: LlamaConfig, vocab_size: int, adapters: SavedAdapters | N
     """Return the function of a key that draws the weights that are trained: the model, or its adapters alone."""
     if adapters is not None:
         return functools.partial(adapters.lora.init, model)
-    return functools.partial(_init_model, model, vocab_size)
-
-
-def _init_model(config: LlamaConfig, vocab_size: int, key: jax.Array) -> LlamaLMHeadModel:
-    return LlamaLMHeadModel.init(hax.Axis("vocab", vocab_size), config, key=key)
+    return lambda key: LlamaLMHeadModel.init(hax.Axis("vocab", vocab_size), model, key=key)
 
 
 def make_model(

@@ -183,7 +183,9 @@ class OptimizerConfig:
                     *_step(adam_decay, self.schedule(num_train_steps, self.setting("adam_lr"))),
                 ),
             },
-            _muon_labels,
+            lambda parameters: jax.tree.map(
+                lambda one: "other" if _matrix(one) is None else "matrix", parameters, is_leaf=_named
+            ),
         )
 
     def _of_all(self, num_train_steps: int) -> optax.GradientTransformation:
@@ -231,10 +233,6 @@ def completed_updates(opt_state: PyTree) -> Int[Array, ""] | None:
 def _step(weight_decay: float, schedule: optax.Schedule) -> list[optax.GradientTransformation]:
     """From a direction to an update."""
     return [optax.add_decayed_weights(weight_decay, decay_mask), optax.scale_by_learning_rate(schedule)]
-
-
-def _muon_labels(parameters: PyTree) -> PyTree:
-    return jax.tree.map(lambda one: "other" if _matrix(one) is None else "matrix", parameters, is_leaf=_named)
 
 
 def _matrix_axes(parameters: PyTree) -> PyTree:

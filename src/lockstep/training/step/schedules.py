@@ -33,18 +33,6 @@ type Shape = Callable[[Decay], optax.Schedule]
 """Makes a function from the number of completed steps of the decay to the learning rate."""
 
 
-def _cosine(decay: Decay) -> optax.Schedule:
-    return optax.cosine_decay_schedule(decay.peak, decay.steps, decay.min_ratio)
-
-
-def _linear(decay: Decay) -> optax.Schedule:
-    return optax.linear_schedule(decay.peak, decay.last, decay.steps)
-
-
-def _constant(decay: Decay) -> optax.Schedule:
-    return optax.constant_schedule(decay.peak)
-
-
 def _wsd(decay: Decay) -> optax.Schedule:
     """Fall with 1 - sqrt (Hägele et al. 2024, arXiv 2405.18392, equation 1)."""
 
@@ -67,9 +55,9 @@ def _inv_sqrt(decay: Decay) -> optax.Schedule:
 
 
 SHAPES: Final[Mapping[str, Shape]] = {
-    "cosine": _cosine,
-    "linear": _linear,
-    "constant": _constant,
+    "cosine": lambda decay: optax.cosine_decay_schedule(decay.peak, decay.steps, decay.min_ratio),
+    "linear": lambda decay: optax.linear_schedule(decay.peak, decay.last, decay.steps),
+    "constant": lambda decay: optax.constant_schedule(decay.peak),
     "wsd": _wsd,
     "inv_sqrt": _inv_sqrt,
 }
