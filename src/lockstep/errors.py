@@ -69,6 +69,27 @@ def check_at_least(
             raise ConfigError(f"{block}{name} is {value}; it must be {limit} {least}{fix}")
 
 
+def check_one_of(config: object, one: str, other: str, fix: str) -> None:
+    """Refuse a configuration that has both or neither of two fields, in one of which the same thing is given.
+
+    Args:
+        fix: What each is for, a sentence.
+    """
+    given = [name for name in (one, other) if getattr(config, name) is not None]
+    if len(given) != 1:
+        which = "both are" if given else "neither is"
+        raise ConfigError(f"exactly one of {one} and {other} is needed, but {which} given. {fix}")
+
+
+def check_run_id(run_id: str | None) -> None:
+    """Refuse a ``trainer.run_id`` that can be no directory's name; None is left to be made up."""
+    if run_id is not None and (not run_id or set(run_id) & set("/\\") or run_id[0] == "."):
+        raise ConfigError(
+            f"trainer.run_id is {run_id!r}; it names a directory, so it must not be empty, hold a slash or start with "
+            "a dot. Choose another, or null."
+        )
+
+
 class PromptError(LockstepError, ValueError):
     """A prompt that cannot be answered (empty, too long, not readable).
 

@@ -4,7 +4,7 @@ import dataclasses
 from typing import Literal
 
 from lockstep.engine import EngineConfig, SamplingFields
-from lockstep.errors import ConfigError, check_at_least
+from lockstep.errors import ConfigError, check_at_least, check_one_of, check_run_id
 from lockstep.hosts import DistributedConfig
 from lockstep.report import EvaluationFields, JsonlTrackerConfig, TrackerConfig, check_metrics
 from lockstep.text import read_prompts
@@ -30,15 +30,24 @@ class JobConfig:
     """The parent of the run directory."""
 
     def __post_init__(self) -> None:
-        if self.run_id is not None and (not self.run_id or set(self.run_id) & set("/\\") or self.run_id[0] == "."):
-            raise ConfigError(
-                f"trainer.run_id is {self.run_id!r}; it names a directory, so it must not be empty, hold a slash or "
-                "start with a dot. Choose another, or null."
-            )
+        check_run_id(self.run_id)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SampleConfig(EvaluationFields, SamplingFields):
+class CheckpointFields:
+    """The keys of commands that read a checkpoint, beside its place."""
+
+    tokenizer: str | None = None
+    """Hugging Face tokenizer: a directory, a URL or a name; null: that of the checkpoint or its run."""
+    trust_remote_code: str | None = None
+    """The ``tokenizer`` again, where Python code that it brings may be run; null: none is."""
+    base_model: str | None = None
+    """The directory or URL of the base model of a checkpoint of adapters; null: the one that its run had, which must be
+    beside the checkpoints."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SampleConfig(CheckpointFields, EvaluationFields, SamplingFields):
     """Settings of ``sample``: what to ask which checkpoint, on which devices, and where the answers go."""
 
     hf_checkpoint: str | None = None
@@ -47,13 +56,6 @@ class SampleConfig(EvaluationFields, SamplingFields):
     """Checkpoint of a training run of ours, one that it goes on from (``step-N``) or one in the Hugging Face format:
     its run directory, a directory of runs (the newest checkpoint counts), the directory or URL of the run's
     checkpoints, or the checkpoint itself."""
-    tokenizer: str | None = None
-    """Hugging Face tokenizer: a directory, a URL or a name; null: the one beside the checkpoint."""
-    trust_remote_code: str | None = None
-    """The ``tokenizer`` again, where Python code that it brings may be run; null: none is."""
-    base_model: str | None = None
-    """The directory or URL of the base model of a checkpoint of adapters; null: the one that its run had, which must be
-    beside the checkpoints."""
     trainer: JobConfig = dataclasses.field(default_factory=JobConfig)
     """Devices, hosts, trackers, directories."""
     engine: EngineConfig = dataclasses.field(default_factory=EngineConfig)
@@ -83,12 +85,8 @@ class SampleConfig(EvaluationFields, SamplingFields):
     refuse and say what differs. ``force``: go on whatever differs."""
 
     def __post_init__(self) -> None:
-        if (self.hf_checkpoint is None) == (self.checkpoint_path is None):
-            given = "neither is" if self.hf_checkpoint is None else "both are"
-            raise ConfigError(
-                f"exactly one of hf_checkpoint and checkpoint_path is needed, but {given} given. Set hf_checkpoint to "
-                "a Hugging Face checkpoint, or checkpoint_path to a training run of ours."
-            )
+        fix = "Set hf_checkpoint to a Hugging Face checkpoint, or checkpoint_path to a training run of ours."
+        check_one_of(self, "hf_checkpoint", "checkpoint_path", fix)
         if self.base_model is not None and self.hf_checkpoint is not None:
             raise ConfigError(f"base_model is {self.base_model!r}; hf_checkpoint has no adapters. Remove it.")
         for name, choices in (("inference_mode", ("global_mesh", "host_data_parallel")), ("resume", ("auto", "force"))):

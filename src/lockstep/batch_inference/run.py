@@ -13,7 +13,6 @@ import draccus
 import jax
 import numpy as np
 import rich
-from jax.sharding import Mesh
 from jaxtyping import Int
 
 from lockstep.batch_inference.checkpoint import load, resolve_checkpoint
@@ -221,7 +220,8 @@ class _Run:
             return JobProgress(rows=shape.rows, found=at_rest, generations=shape.generations, hosts=done, seconds=0.0)
         mine = share_of(units, hosts.index, hosts.count) if separate else units
         self.memory.note("before_load")
-        mesh = self._mesh(separate)
+        with hosts.run_on_all("mesh"):
+            mesh = make_mesh(config.trainer.mesh_shape, jax.local_devices() if separate else None)
         model, self.loaded_bytes, self.load_s = load(hosts, self.checkpoint, mesh, config.engine.dtype)
         self.memory.note("after_load")
         generator = Generator(hosts, config, store, self.tokenizer, self.stop_ids)
@@ -315,11 +315,6 @@ class _Run:
 
         for what, work in (("the tracker", track), ("closing the tracker", tracker.finish), ("the summary", show)):
             _report(what, work)
-
-    def _mesh(self, separate: bool) -> Mesh:
-        with self.hosts.run_on_all("mesh"):
-            mesh = make_mesh(self.config.trainer.mesh_shape, jax.local_devices() if separate else None)
-        return mesh
 
     def _title(self, shape: JobShape) -> str:
         config = self.config

@@ -88,23 +88,10 @@ class EngineConfig(CapacityFields):
     """Floating dtype of weights, activations and KV cache while decoding. Null: the dtype of the parameters."""
 
     def __post_init__(self) -> None:
-        for name in (
-            "max_seq_len",
-            "max_seqs",
-            "page_size",
-            "max_pages",
-            "max_prefill_size",
-            "max_seqs_in_prefill",
-            "max_steps_per_launch",
-            "max_prompts_per_batch",
-        ):
-            value = getattr(self, name)
-            least = {"max_seq_len": 2, "max_pages": 2}.get(name, 1)
-            if value is not None and value < least:
-                raise ConfigError(
-                    f"{name} is {value}; it must be at least {least}. Set {name} to a larger number, or to null to let "
-                    "lockstep work it out."
-                )
+        fix = ". Set a larger number, or null to let lockstep work it out."
+        check_at_least(self, 2, "max_seq_len", "max_pages", fix=fix)
+        sequences = ("max_seqs", "max_seqs_in_prefill", "max_steps_per_launch", "max_prompts_per_batch")
+        check_at_least(self, 1, "page_size", "max_prefill_size", *sequences, fix=fix)
         if not 0 < self.hbm_utilization <= 1:
             raise ConfigError(
                 f"hbm_utilization is {self.hbm_utilization}; it must be more than 0 and at most 1, as a share of the "

@@ -74,6 +74,7 @@ def add_plan_options(parser: argparse.ArgumentParser) -> None:
     how.add_argument(
         "--cache_dir",
         metavar="DIR",
+        default=str(default_directory()),
         help=f"where the compiler's results are kept, none for nowhere (default: {default_directory()})".replace(
             "%", "%%"
         ),
@@ -94,7 +95,7 @@ def run_plan(arguments: Sequence[str]) -> int:
     bandwidth = _bandwidth(own.write_bandwidth)
     command, config = read_plan(own.command, rest)
     progress = CompileProgress()
-    cache = CompileCache(own.topology, _cache_directory(own.cache_dir), progress)
+    cache = CompileCache(own.topology, None if own.cache_dir == "none" else Path(own.cache_dir), progress)
     workload = command.workload(config, own.model)
     for option in ("remat", "meshes"):
         if getattr(own, option) and workload.training is None:
@@ -168,12 +169,6 @@ def _bandwidth(given: str) -> float:
     if not 0 < bandwidth < math.inf:
         raise ConfigError(f"--write_bandwidth is {given!r}; it must be a number of GB/s above 0, such as 0.5.")
     return bandwidth
-
-
-def _cache_directory(given: str | None) -> Path | None:
-    if given is None:
-        return default_directory()
-    return None if given == "none" else Path(given)
 
 
 def _write(path: Path, text: str) -> None:

@@ -14,7 +14,7 @@ import draccus
 import rich
 from rich.table import Table
 
-from lockstep.batch_inference import JobConfig, SampleConfig, checkpoint_at, load
+from lockstep.batch_inference import CheckpointFields, JobConfig, SampleConfig, checkpoint_at, load
 from lockstep.batch_inference import sample as run_sample
 from lockstep.callback.evaluation import PREFIX, TaskResults, TaskRounds, TasksConfig
 from lockstep.engine import EngineConfig
@@ -72,20 +72,13 @@ SCORE_S = 600.0  # seconds that the harness may take to score the answers
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class EvalConfig:
+class EvalConfig(CheckpointFields):
     """Settings of ``eval``: which tasks, on which checkpoint, and where the scores go."""
 
     REFUSED: ClassVar[Mapping[str, str]] = {"tasks.every": "It is for training. Remove it."}
 
     checkpoint: str
     """A Hugging Face checkpoint, a training run of ours, or one of its checkpoints: a directory or a URL."""
-    tokenizer: str | None = None
-    """Hugging Face tokenizer: a directory, a URL or a name; null: the one beside the checkpoint."""
-    trust_remote_code: str | None = None
-    """The ``tokenizer`` again, where Python code that it brings may be run; null: none is."""
-    base_model: str | None = None
-    """The directory or URL of the base model of a checkpoint of adapters; null: the one that its run had, which must be
-    beside the checkpoints."""
     trainer: JobConfig = dataclasses.field(default_factory=JobConfig)
     """Devices, hosts, trackers, directories."""
     engine: EngineConfig = dataclasses.field(default_factory=EngineConfig)
@@ -209,7 +202,7 @@ def score_table(results: TaskResults) -> Table:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ExportConfig:
+class ExportConfig(CheckpointFields):
     """Settings of ``export``."""
 
     checkpoint: str
@@ -222,13 +215,6 @@ class ExportConfig:
     """The float type of the tensors, ``float32`` or ``bfloat16``; null: as they are stored."""
     adapters: bool = False
     """Whether to write the adapters of a run with ``lora`` alone, as PEFT stores them, instead of the merged model."""
-    tokenizer: str | None = None
-    """The tokenizer to put beside the model: a directory, a URL or a name; null: that of the run."""
-    trust_remote_code: str | None = None
-    """The ``tokenizer`` again, where Python code that it brings may be run; null: none is."""
-    base_model: str | None = None
-    """The directory or URL of the base model of a run with ``lora``; null: the one that the run had, which must
-    be beside the checkpoints."""
     distributed: DistributedConfig = dataclasses.field(default_factory=DistributedConfig)
     """The settings by which the processes find each other; each of several writes files of its own."""
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, check_at_least
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,13 +32,12 @@ class Llama3Scaling:
     """The context length in tokens before it was extended."""
 
     def __post_init__(self) -> None:
-        _at_least("rope.scaling.factor", self.factor, 1, "Llama 3.1 uses 8, Llama 3.2 uses 32.")
-        _at_least(
-            "rope.scaling.original_max_position_embeddings",
-            self.original_max_position_embeddings,
-            1,
-            "Llama 3 uses 8192.",
-        )
+        fixes = {
+            "factor": "Llama 3.1 uses 8, Llama 3.2 uses 32",
+            "original_max_position_embeddings": "Llama 3 uses 8192",
+        }
+        for name, fix in fixes.items():
+            check_at_least(self, 1, name, block="rope.scaling.", fix=f". {fix}.")
         if not 0 < self.low_freq_factor < self.high_freq_factor:
             raise ConfigError(
                 f"rope.scaling.low_freq_factor is {self.low_freq_factor} and rope.scaling.high_freq_factor is "
@@ -71,10 +70,8 @@ class YarnScaling:
     """The context length in tokens before it was extended."""
 
     def __post_init__(self) -> None:
-        _at_least("rope.yarn.factor", self.factor, 1, "gpt-oss uses 32.")
-        _at_least(
-            "rope.yarn.original_max_position_embeddings", self.original_max_position_embeddings, 1, "gpt-oss uses 4096."
-        )
+        check_at_least(self, 1, "factor", block="rope.yarn.", fix=". gpt-oss uses 32.")
+        check_at_least(self, 1, "original_max_position_embeddings", block="rope.yarn.", fix=". gpt-oss uses 4096.")
         if not 0 < self.beta_slow < self.beta_fast:
             raise ConfigError(
                 f"rope.yarn.beta_slow is {self.beta_slow} and rope.yarn.beta_fast is {self.beta_fast}; it must hold "
@@ -131,7 +128,7 @@ class RotaryConfig:
     """The part of each head that is rotated, from its first element on; the rest has no position (Phi-4-mini: 0.75)."""
 
     def __post_init__(self) -> None:
-        _at_least("rope.linear_factor", self.linear_factor, 1, "Use 1 for none.")
+        check_at_least(self, 1, "linear_factor", block="rope.", fix=". Use 1 for none.")
         if not 0 < self.partial_rotary_factor <= 1:
             raise ConfigError(
                 f"rope.partial_rotary_factor is {self.partial_rotary_factor}; it must be more than 0 and at most 1, "
@@ -274,8 +271,3 @@ def required(hf: Mapping[str, Any], key: str) -> Any:
             "the checkpoint again with a recent version of transformers, or add the key."
         )
     return hf[key]
-
-
-def _at_least(name: str, value: float, limit: float, fix: str) -> None:
-    if not value >= limit:
-        raise ConfigError(f"{name} is {value}; it must be at least {limit}. {fix}")

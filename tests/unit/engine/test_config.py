@@ -11,7 +11,7 @@ from lockstep.errors import ConfigError
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"page_size": 0}, r"page_size is 0; it must be at least 1\. Set page_size to a larger number, or to null"),
+        ({"page_size": 0}, r"page_size is 0; it must be at least 1\. Set a larger number, or null"),
         ({"max_seqs": 0}, "max_seqs is 0; it must be at least 1"),
         ({"max_seqs": -3}, "max_seqs is -3; it must be at least 1"),
         ({"max_pages": 1}, "max_pages is 1; it must be at least 2"),

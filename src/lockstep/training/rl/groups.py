@@ -256,7 +256,9 @@ class RolloutSampler:
         if attempt == 0:
             self._before = self.earlier.copy()
         drawn = self._questions.drawn(number, self.n_questions, attempt).tolist()
-        seed = self._seed(number, attempt)
+        # No rollout of another step or of another seed of the run has the same.
+        seeds = (self._trainer.seed, self._fields.rollout.seed, number, attempt)
+        seed = int(SeedSequence(seeds).generate_state(1)[0])
         requests, largest = self._requests(drawn, seed), self._requests(self._largest(), seed)
         scoring, generated = self._rewarder.begin(), None
         try:
@@ -327,11 +329,6 @@ class RolloutSampler:
             )
             for place, question in enumerate(questions)
         ]
-
-    def _seed(self, number: int, attempt: int) -> int:
-        """The seed of the draws of a rollout, which none of another step or of another seed of the run has."""
-        seeds = (self._trainer.seed, self._fields.rollout.seed, number, attempt)
-        return int(SeedSequence(seeds).generate_state(1)[0])
 
     def _submit(self, scoring: Scoring, step: int, drawn: Sequence[int], completions: Sequence[Completion]) -> None:
         """Have this host's share of answers scored."""

@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from lockstep.callback import InferenceEvalConfig
-from lockstep.errors import ConfigError, check_at_least
+from lockstep.errors import ConfigError, check_at_least, check_one_of
 from lockstep.hosts import Hosts
 from lockstep.models import LoraConfig, LoraModel, ModelConfig, fingerprint
 from lockstep.training.data import CachedRows, DataConfig, LmDataConfig, PreferenceDataConfig, TokenCache
@@ -131,12 +131,8 @@ class TrainConfig:
     """The float type of Hugging Face checkpoints, ``float32`` or ``bfloat16``; null: that of the parameters."""
 
     def __post_init__(self) -> None:
-        if (self.model is None) == (self.initialize_from_hf is None):
-            given = "neither is" if self.model is None else "both are"
-            raise ConfigError(
-                f"exactly one of model and initialize_from_hf is needed, but {given} given. Set model to train from "
-                "scratch, or initialize_from_hf to go on from a checkpoint."
-            )
+        fix = "Set model to train from scratch, or initialize_from_hf to go on from a checkpoint."
+        check_one_of(self, "model", "initialize_from_hf", fix)
         if self.gradient_checkpointing is not None and self.model is not None:
             raise ConfigError(
                 f"gradient_checkpointing is {self.gradient_checkpointing}, but the model is from scratch: set "
