@@ -55,7 +55,7 @@ class AuditResult:
     logprob_noise_mean: float | None = None
 
     def scalars(self) -> dict[str, float]:
-        """Returns the numbers that there are, by name."""
+        """Return the numbers that there are, by name."""
         return {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
 
 
@@ -98,7 +98,7 @@ class Auditor:
         return self._known.programs | self._built[1] if self._built and self._known else {}
 
     def prepare(self, model: Any, requests: Sequence[Request]) -> dict[str, str]:
-        """Compiles the forward pass for the longest that the requests can become; launches nothing.
+        """Compile the forward pass for the longest that the requests can become; launches nothing.
 
         Returns:
             The programs' digests by name. Hosts must agree on them before `run`.
@@ -130,7 +130,7 @@ class Auditor:
         return {key: value for program in self.programs.values() for key, value in program.digests.items()}
 
     def check_memory(self, free: int) -> None:
-        """Refuses an audit that needs more memory than there is when cache and decode weights are gone again.
+        """Refuse an audit that needs more memory than there is when cache and decode weights are gone again.
 
         Args:
             free: The least free memory of any device of any host, in bytes; the same on every host.
@@ -161,7 +161,7 @@ class Auditor:
         around_launch: AroundLaunch = contextlib.nullcontext,
         hosts: Hosts | None = None,
     ) -> AuditResult:
-        """Compares the log-probabilities of completions with recomputed ones.
+        """Compare the log-probabilities of completions with recomputed ones.
 
         Args:
             model: The model given to `prepare`, or a later state of it.
@@ -265,7 +265,7 @@ def audit(
     dtype: str | None = None,
     hosts: Hosts | None = None,
 ) -> AuditResult:
-    """Compares log-probabilities of completions with those of the training forward; every host calls it.
+    """Compare log-probabilities of completions with those of the training forward; every host calls it.
 
     Args:
         model: A model that `lockstep.models.read_decoder` reads, sharded as it was when the completions were made.
@@ -342,7 +342,7 @@ def _widened(leaf: Array, dtype: jnp.dtype) -> Array:
 
 
 def _ready(hosts: Hosts | None) -> contextlib.AbstractContextManager[None]:
-    """Surrounds what comes before a launch and can fail on one host alone."""
+    """Surround what comes before a launch and can fail on one host alone."""
     return contextlib.nullcontext() if hosts is None else ready_on_all(hosts, "before an audit's launch")
 
 

@@ -211,7 +211,7 @@ class DecodeModels:
         )
 
     def _check_exact(self, layout: Layout, decode_mesh: DecodeMesh) -> None:
-        """Refuses what ``numerics: exact`` cannot do."""
+        """Refuse what ``numerics: exact`` cannot do."""
         config, tensor = self.config, decode_mesh.tensor
         for name in ("kv_cache_dtype", "weight_dtype"):
             if getattr(self._engine, name) != "auto":
@@ -264,7 +264,7 @@ def signature_of(config: LlamaConfig, weights: DecoderWeights) -> object:
 
 
 def check_layout(config: LlamaConfig, layout: Layout, decode_mesh: DecodeMesh) -> None:
-    """Refuses a layout that the model cannot be split in, with a `ConfigError` that names the numbers that work."""
+    """Refuse a layout that the model cannot be split in, with a `ConfigError` that names the numbers that work."""
     if config.experts is None and "expert" in layout:
         raise ConfigError(f"layout is {layout_text(layout)} and the model has no experts. Leave expert out.")
     for name, size in _split(config, layout).items():

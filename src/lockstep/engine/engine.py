@@ -121,7 +121,7 @@ class Engine:
         return free_bytes(self.mesh, weights)
 
     def check(self, model: Any, requests: Sequence[Request], *, free: int | None = None) -> Capacity:
-        """Refuses what can never work, without compiling or launching anything.
+        """Refuse what can never work, without compiling or launching anything.
 
         Args:
             model: What `lockstep.models.read_decoder` reads.
@@ -151,7 +151,7 @@ class Engine:
         return chooser.choose(requests, before.sizing if before else None)
 
     def prepare(self, model: Any, requests: Sequence[Request], *, free: int | None = None) -> dict[str, str]:
-        """Checks the requests and compiles what they need; launches nothing and talks to no other host.
+        """Check the requests and compile what they need; launches nothing and talks to no other host.
 
         Args:
             model: What `lockstep.models.read_decoder` reads.
@@ -315,7 +315,7 @@ class Engine:
         between_launches: BetweenLaunches | None,
         gate: Gate | None,
     ) -> Iterator[None]:
-        """Launches until all requests are answered; yields after each launch whose results were committed."""
+        """Launch until all requests are answered; yield after each launch whose results were committed."""
         assert self._built is not None and self._known is not None
         model, programs = self._built.model, self._built.programs
         with around_launch("reshard"):

@@ -57,7 +57,7 @@ class Gate:
         """Whether the run was aborted because the job is asked to end; the same on every host."""
 
     def __call__(self, error: Exception | None, *, done: bool = False) -> FinishReason | None:
-        """Returns when every host is here, and why the run ends early; None where it goes on.
+        """Return when every host is here, and why the run ends early; None where it goes on.
 
         Args:
             error: What went wrong on this host since the last launch, or None.
@@ -92,7 +92,7 @@ def launch_all(
     between_launches: BetweenLaunches | None = None,
     gate: Gate | None = None,
 ) -> Iterator[None]:
-    """Launches until all requests are answered; yields after each launch whose results were committed.
+    """Launch until all requests are answered; yield after each launch whose results were committed.
 
     All that can fail on one host alone is done before the gate: a host that is through it launches.
 

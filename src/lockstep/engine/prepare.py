@@ -63,7 +63,7 @@ def prepare_programs(
     before: Prepared | None = None,
     compile_with: Compile = compile_lowered,
 ) -> Prepared:
-    """Chooses layout and capacity, compiles, and chooses smaller ones where the compiler needs more than predicted.
+    """Choose layout and capacity, compile, and choose smaller ones where the compiler needs more than predicted.
 
     Launches nothing. Everything follows from the arguments and from compiled programs, which hosts agree on.
 
@@ -106,7 +106,7 @@ def prepare_programs(
 
 
 def check_requests(requests: Sequence[Request], rows: int, vocab_size: int | None = None) -> None:
-    """Refuses requests that a model cannot answer.
+    """Refuse requests that a model cannot answer.
 
     Args:
         vocab_size: The number of token ids that may be sampled, from 0; None for all rows.

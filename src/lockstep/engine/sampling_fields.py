@@ -36,7 +36,7 @@ class EarlierAnswers:
         self._kept = 0
 
     def drafts(self, prompt: Hashable) -> Drafts | None:
-        """Returns the drafts of a request; None where there are to be none, and so no programs that verify them.
+        """Return the drafts of a request; None where there are to be none, and so no programs that verify them.
 
         Args:
             prompt: What tells the prompt from all others.
@@ -48,7 +48,7 @@ class EarlierAnswers:
         return Drafts(answers=answers, ngrams=self._source in ("auto", "ngram"), compared=compared, right=right)
 
     def keep(self, prompt: Hashable, completions: Iterable[Completion]) -> None:
-        """Keeps the answers to a prompt in place of those before, and how many of their tokens are the same.
+        """Keep the answers to a prompt in place of those before, and how many of their tokens are the same.
 
         Args:
             prompt: What tells the prompt from all others.
@@ -69,20 +69,20 @@ class EarlierAnswers:
             self._forget(next(iter(self._answers)))
 
     def copy(self) -> "EarlierAnswers":
-        """Returns what is kept now, whatever is kept later."""
+        """Return what is kept now, whatever is kept later."""
         copied = EarlierAnswers(self._source, self._max_tokens)
         copied._answers, copied._agreement = dict(self._answers), dict(self._agreement)
         copied._kept = self._kept
         return copied
 
     def state(self) -> dict[str, Any]:
-        """Returns what is kept as JSON values, for a checkpoint: 5.4 bytes per token."""
+        """Return what is kept as JSON values, for a checkpoint: 5.4 bytes per token."""
         kept = [(key, [len(each) for each in answers], self._agreement[key]) for key, answers in self._answers.items()]
         tokens = np.concatenate([np.zeros(0, "<i4"), *(each for answers in self._answers.values() for each in answers)])
         return {"kept": json.dumps(kept), "tokens": base64.b64encode(tokens.astype("<i4").tobytes()).decode()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Keeps what `state` returned in an earlier process; nothing where no earlier answers are wanted now."""
+        """Keep what `state` returned in an earlier process; nothing where no earlier answers are wanted now."""
         if self._source not in ("auto", "last_round"):
             return
         tokens = np.frombuffer(base64.b64decode(state["tokens"]), "<i4").astype(np.int32)

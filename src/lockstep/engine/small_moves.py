@@ -50,7 +50,7 @@ class SmallMoves:
     program: Program | None  # None where every device has the same of them before and after
 
     def __call__(self, weights: DecoderWeights) -> DecoderWeights:
-        """Launches the program, where there is one to launch, and returns the weights in the old placement."""
+        """Launch the program, where there is one to launch, and return the weights in the old placement."""
         arrays, tree = jax.tree.flatten(sources(weights))
         if self.program is None or all(arrays[move.at].sharding == move.before.sharding for move in self.moved):
             return weights
@@ -142,7 +142,7 @@ def are_small(moved: Sequence[Moved], before: Any) -> bool:
 def _make_moves(
     before: Any, read: tuple[LlamaConfig, DecoderWeights], mesh: Mesh, ledger: Ledger, compile_with: Compile
 ) -> SmallMoves:
-    """Compiles what moves the weights of a model back.
+    """Compile what moves the weights of a model back.
 
     Args:
         before: The signature of the model that programs were compiled for, from which ``read`` differs in small moves.

@@ -58,7 +58,7 @@ def layer[X: Summable](
 
 
 def document_starts(segment_ids: Int[Array, "... position"]) -> Int[Array, "... position"]:
-    """Returns for each token of packed rows the place in its row where its document begins."""
+    """Return for each token of packed rows the place in its row where its document begins."""
     index = jnp.arange(segment_ids.shape[-1])
     first = (segment_ids != jnp.roll(segment_ids, 1, axis=-1)) | (index == 0)
     return jax.lax.cummax(jnp.where(first, index, 0), axis=segment_ids.ndim - 1)

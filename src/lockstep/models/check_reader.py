@@ -87,7 +87,7 @@ def check_reader(
     seed: int = 0,
     hosts: Hosts | None = None,
 ) -> ReaderCheck:
-    """Compares what the decoder reads with the model's own forward pass, on random tokens; every host calls it.
+    """Compare what the decoder reads with the model's own forward pass, on random tokens; every host calls it.
 
     All log-probabilities are compared, not the best tokens: with a wrong rope base the best tokens are often the same.
     Use float32, and weights away from their initial values; a small model of the same class is enough. Cache, sampling

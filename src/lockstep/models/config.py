@@ -366,7 +366,7 @@ def every_nth_full(layers: int, every: int) -> tuple[LayerType, ...]:
 
 
 def rotary_frequencies(config: LlamaConfig, rope: RotaryConfig | None = None) -> Float[np.ndarray, " half_head"]:
-    """Returns the rotary frequency of each pair of elements of a head, in radians per token; None: ``config.rope``."""
+    """Return the rotary frequency of each pair of elements of a head, in radians per token; None: ``config.rope``."""
     return (config.rope if rope is None else rope).frequencies(config.head_size)
 
 

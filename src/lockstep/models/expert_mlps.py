@@ -217,7 +217,7 @@ def _by_tile(
     base: Array,
     dtype: jnp.dtype,
 ) -> Array:
-    """Returns ``mlp(inputs, expert)`` of each tile of rows, in a dtype."""
+    """Return ``mlp(inputs, expert)`` of each tile of rows, in a dtype."""
     tiles = _Tiles.of(sizes, len(x), base, rows)
     padded = jnp.pad(x, ((0, rows[-1]), (0, 0)))
 
@@ -239,7 +239,7 @@ def _tiled_forward(activation: str, rows: tuple[int, ...], *given: Any) -> tuple
 def _tiled_backward(
     activation: str, rows: tuple[int, ...], saved: Any, gradient: Array
 ) -> tuple[Array, ExpertWeights, None, None]:
-    """Computes each tile again, so that nothing of the width of experts is kept; sums over tiles in float32."""
+    """Compute each tile again, so that nothing of the width of experts is kept; sums over tiles in float32."""
     x, weights, sizes, base = saved
     tiles = _Tiles.of(sizes, len(x), base, rows)
     padded, of_padded = (jnp.pad(each, ((0, rows[-1]), (0, 0))) for each in (x, gradient))

@@ -86,7 +86,7 @@ class Experts:
         check_at_least(self, 0, *factors, block="experts.", fix=". Use 0 for none.")
 
     def check_layers(self, num_layers: int) -> None:
-        """Refuses ``mlp_only_layers`` that are not layers of a model, or all of them."""
+        """Refuse ``mlp_only_layers`` that are not layers of a model, or all of them."""
         only = self.mlp_only_layers
         if only and (only[-1] >= num_layers or len(only) == num_layers):
             raise ConfigError(

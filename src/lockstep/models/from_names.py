@@ -110,7 +110,7 @@ class NamesReader:
 
 
 def from_names(table: Mapping[str, Entry], *, lora: LoraNames | None = None, ignore: Sequence[str] = ()) -> NamesReader:
-    """Makes a reader of weights from a table of parameter names, as of Flax NNX models or of dicts of arrays.
+    """Make a reader of weights from a table of parameter names, as of Flax NNX models or of dicts of arrays.
 
     A weight that a model may lack, such as ``lm_head`` or ``q_norm``, is None where the model has no parameter of its
     name. A table with rows for an MLP and for experts is that of a model whose layers have one or the other. A

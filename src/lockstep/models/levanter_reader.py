@@ -340,7 +340,7 @@ class _Layers:
         return tuple("layer" if axis.name == self.axis else axis.name for axis in array.axes)
 
     def check_plain(self, linear: Any) -> None:
-        """Refuses a quantized linear layer, or one whose weight is scaled."""
+        """Refuse a quantized linear layer, or one whose weight is scaled."""
         base = _base(linear)
         if not isinstance(base, hnn.Linear) or not isinstance(base.dot_general, DefaultDotGeneralOp):
             raise _unreadable(self.model, f"a linear layer is a quantized {type(base).__name__}", "plain linear layers")

@@ -57,7 +57,7 @@ class LlamaAttention(eqx.Module):
 
     @classmethod
     def init(cls, config: LlamaConfig, *, key: jax.Array) -> Self:
-        """Returns random projections, zero biases and sinks, and unit norms."""
+        """Return random projections, zero biases and sinks, and unit norms."""
         ax = LlamaAxes.of(config)
         keys = jax.random.split(key, 4)
         std, bias, wide = config.initializer_range, config.qkv_bias, config.variant.wide_qk_norm
@@ -117,7 +117,7 @@ class LlamaAttention(eqx.Module):
         segment_ids: NamedArray | None,
         layer_kind: NamedArray | None,
     ) -> NamedArray:
-        """Returns what the queries attend to, with the axes of ``q``; rows may have any axes, or none."""
+        """Return what the queries attend to, with the axes of ``q``; rows may have any axes, or none."""
         ax, variant = LlamaAxes.of(self.config), self.config.variant
         heads = (q.resolve_axis("position"), ax.KVHead, ax.Group, ax.HeadSize)
         rows = tuple(axis for axis in q.axes if axis not in heads)
@@ -175,7 +175,7 @@ class LlamaLayer(eqx.Module):
 
     @classmethod
     def init(cls, config: LlamaConfig, *, key: jax.Array) -> Self:
-        """Returns random projections and unit norms."""
+        """Return random projections and unit norms."""
         Embed = LlamaAxes.of(config).Embed
         attention_key, mlp_key = jax.random.split(key)
         pre, post = config.variant.pre_norm, config.variant.post_norm
@@ -200,7 +200,7 @@ class LlamaLayer(eqx.Module):
         engine: EngineRouting | None = None,
         known: NamedArray | None = None,
     ) -> tuple[NamedArray, RouterSums | None]:
-        """Maps ``[batch, position, embed]`` to the same axes; `LlamaAttention` and `LlamaExperts` have the other
+        """Map ``[batch, position, embed]`` to the same axes; `LlamaAttention` and `LlamaExperts` have the other
         arguments.
 
         Args:
@@ -261,7 +261,7 @@ class LlamaLMHeadModel(eqx.Module):
 
     @classmethod
     def init(cls, Vocab: Axis, config: LlamaConfig, *, key: jax.Array) -> Self:
-        """Returns a model with random float32 weights, the same on any mesh.
+        """Return a model with random float32 weights, the same on any mesh.
 
         Args:
             Vocab: The vocabulary axis, named "vocab".
@@ -290,7 +290,7 @@ class LlamaLMHeadModel(eqx.Module):
         return self.embed.resolve_axis("vocab")
 
     def activations(self, input_ids: NamedArray, segment_ids: NamedArray | None = None) -> NamedArray:
-        """Returns the hidden states after the last norm, which the output layer reads.
+        """Return the hidden states after the last norm, which the output layer reads.
 
         Args:
             input_ids: The integer token ids ``[batch, position]``; instead of ``batch`` any axes, or none.
@@ -313,7 +313,7 @@ class LlamaLMHeadModel(eqx.Module):
         engine: EngineRouting | None = None,
         known: NamedArray | None = None,
     ) -> tuple[NamedArray, RouterSums | None]:
-        """Returns what `activations` does, and the sums of the router of each layer; None where there are no experts.
+        """Return what `activations` does, and the sums of the router of each layer; None where there are no experts.
 
         Padding, whose segment id is 0, is not in the sums.
 
@@ -348,7 +348,7 @@ class LlamaLMHeadModel(eqx.Module):
         return x, sums
 
     def lm_head_array(self) -> NamedArray:
-        """Returns the output layer ``[embed, vocab]``, or the embedding ``[vocab, embed]`` where the two are tied."""
+        """Return the output layer ``[embed, vocab]``, or the embedding ``[vocab, embed]`` where the two are tied."""
         return self.embed if self.lm_head is None else self.lm_head
 
     @property
@@ -357,7 +357,7 @@ class LlamaLMHeadModel(eqx.Module):
         return self.config.variant.logit_soft_cap
 
     def __call__(self, input_ids: NamedArray, segment_ids: NamedArray | None = None) -> NamedArray:
-        """Returns the logits of the next token at every position.
+        """Return the logits of the next token at every position.
 
         Args:
             input_ids: The integer token ids ``[batch, position]``.
@@ -369,7 +369,7 @@ class LlamaLMHeadModel(eqx.Module):
         return self.logits(self.activations(input_ids, segment_ids))
 
     def logits(self, activations: NamedArray) -> NamedArray:
-        """Returns the logits of hidden states, accumulated and kept in float32 whatever the dtype of the parameters.
+        """Return the logits of hidden states, accumulated and kept in float32 whatever the dtype of the parameters.
 
         Rounded to bfloat16, a logit of 10 would be off by up to 0.03, and a log-probability with it.
 
@@ -382,7 +382,7 @@ class LlamaLMHeadModel(eqx.Module):
 
 @jax.custom_vjp
 def value_with_gradient_of(value: jax.Array, other: jax.Array) -> jax.Array:
-    """Returns ``value``, with the gradient of ``other``, which is the same but for rounding."""
+    """Return ``value``, with the gradient of ``other``, which is the same but for rounding."""
     return value
 
 

@@ -41,7 +41,7 @@ class LlamaMlp(eqx.Module):
 
     @classmethod
     def init(cls, config: LlamaConfig, *, key: jax.Array) -> Self:
-        """Returns random projections."""
+        """Return random projections."""
         ax, std = LlamaAxes.of(config), config.initializer_range
         keys, gated = jax.random.split(key, 3), config.variant.gated
 
@@ -61,7 +61,7 @@ class LlamaMlp(eqx.Module):
         )
 
     def __call__(self, x: NamedArray) -> NamedArray:
-        """Maps ``[batch, position, embed]`` to the same axes."""
+        """Map ``[batch, position, embed]`` to the same axes."""
         up = linear(x, self.up, "embed")
         gate = None if self.gate is None else linear(x, self.gate, "embed").rearrange(up.axes).array
         scalars = (self.xielu_p, self.xielu_n, self.xielu_beta, self.xielu_eps)
@@ -98,7 +98,7 @@ class LlamaExperts(eqx.Module):
 
     @classmethod
     def init(cls, config: LlamaConfig, *, key: jax.Array) -> Self:
-        """Returns random projections, and zero biases."""
+        """Return random projections, and zero biases."""
         ax, std, keys = LlamaAxes.of(config), config.initializer_range, jax.random.split(key, 4)
         experts, keys_of_shared = config.experts, jax.random.split(jax.random.fold_in(key, 1), 4)
         assert experts is not None
@@ -130,7 +130,7 @@ class LlamaExperts(eqx.Module):
     def __call__(
         self, x: NamedArray, segment_ids: NamedArray | None, engine: EngineRouting | None = None
     ) -> tuple[NamedArray, RouterSums]:
-        """Maps ``[batch, position, embed]`` to the same axes; each device routes the rows that it has.
+        """Map ``[batch, position, embed]`` to the same axes; each device routes the rows that it has.
 
         Args:
             segment_ids: The document of each position; what is of document 0 is padding, and not in the sums.
@@ -206,7 +206,7 @@ class LlamaExperts(eqx.Module):
         return answers, jax.tree.map(lambda each: each.sum(axis=0), sums)
 
     def _shared(self, x: NamedArray) -> NamedArray:
-        """Returns what the shared expert answers."""
+        """Return what the shared expert answers."""
         assert self.shared_gate is not None and self.shared_up is not None and self.shared_down is not None
         up = linear(x, self.shared_up, "embed")
         gate = linear(x, self.shared_gate, "embed").rearrange(up.axes)
@@ -240,7 +240,7 @@ class MixedMlps(eqx.Module):
 
     @classmethod
     def init(cls, config: LlamaConfig, *, key: jax.Array) -> Self:
-        """Returns random projections."""
+        """Return random projections."""
         keys = jax.random.split(key, config.num_layers)
 
         def stack(kind: Any, layers: Sequence[int]) -> Any:
@@ -261,7 +261,7 @@ class MixedLayers(eqx.Module):
     config: LlamaConfig = eqx.field(static=True)
 
     def scan_via(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns a function that applies the layers, as that of ``haliax.nn.Stacked`` does."""
+        """Return a function that applies the layers, as that of ``haliax.nn.Stacked`` does."""
         policy = scan_policy(self.config.gradient_checkpointing)
 
         def scan(
@@ -299,7 +299,7 @@ class MixedLayers(eqx.Module):
         return scan
 
     def _units(self, of_layers: Any) -> list[tuple[list[Any], int]]:
-        """Returns for each unit its runs, each as layers and what is theirs, and how often it repeats.
+        """Return for each unit its runs, each as layers and what is theirs, and how often it repeats.
 
         Where it does, arrays have an axis ``repeat`` before that of the layer.
 
@@ -323,7 +323,7 @@ class MixedLayers(eqx.Module):
 
 
 def repeated_runs(kinds: Sequence[bool]) -> list[tuple[tuple[tuple[bool, int], ...], int]]:
-    """Returns the runs of layers of one kind as units of at most two runs, and how often each unit repeats."""
+    """Return the runs of layers of one kind as units of at most two runs, and how often each unit repeats."""
     runs = [(kind, len(list(layers))) for kind, layers in itertools.groupby(kinds)]
     units, start = list[tuple[tuple[tuple[bool, int], ...], int]](), 0
     while start < len(runs):
@@ -336,7 +336,7 @@ def repeated_runs(kinds: Sequence[bool]) -> list[tuple[tuple[tuple[bool, int], .
 
 
 def _layers(tree: Any, first: int, repeats: int, length: int, offset: int, count: int) -> Any:
-    """Returns ``count`` layers from ``offset`` on of each of ``repeats`` units of ``length`` layers."""
+    """Return ``count`` layers from ``offset`` on of each of ``repeats`` units of ``length`` layers."""
 
     def cut(leaf: Any) -> Any:
         if not isinstance(leaf, NamedArray):

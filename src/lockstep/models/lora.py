@@ -104,7 +104,7 @@ class LoraConfig:
         return tuple(f"{weight}_proj" for weight in WEIGHTS if weight in found)
 
     def resolved(self, compute: str) -> Self:
-        """Returns the configuration with a float type for the frozen weights.
+        """Return the configuration with a float type for the frozen weights.
 
         Args:
             compute: The name of the compute type of the run, which stands for null.
@@ -113,7 +113,7 @@ class LoraConfig:
         return dataclasses.replace(self, **changed)
 
     def shapes(self, config: LlamaConfig) -> dict[str, LowRankPair]:
-        """Returns the adapters with a `jax.ShapeDtypeStruct` in place of each array, without device work.
+        """Return the adapters with a `jax.ShapeDtypeStruct` in place of each array, without device work.
 
         Raises:
             ConfigError: As for `init`.
@@ -122,7 +122,7 @@ class LoraConfig:
             return jax.eval_shape(lambda: self.init(config, jax.random.key(0)))
 
     def init(self, config: LlamaConfig, key: jax.Array) -> dict[str, LowRankPair]:
-        """Returns new adapters, which change nothing yet: A is random, B is zero, as in PEFT.
+        """Return new adapters, which change nothing yet: A is random, B is zero, as in PEFT.
 
         Args:
             key: The key of the random numbers, which are the same on any mesh; uniform between -1 and 1 divided by the
@@ -152,12 +152,12 @@ class LoraConfig:
 
 
 def weight_of(name: str) -> str:
-    """Returns the name of the weight that an adapter is for, see `lockstep.models.weights`."""
+    """Return the name of the weight that an adapter is for, see `lockstep.models.weights`."""
     return name.removesuffix("_proj")
 
 
 def adapter_products(pairs: dict[str, LowRankPair], config: LlamaConfig) -> float:
-    """Returns the numbers of adapters that a token is multiplied with: of those of experts, its own experts'."""
+    """Return the numbers of adapters that a token is multiplied with: of those of experts, its own experts'."""
     sizes = {name: sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(pair)) for name, pair in pairs.items()}
     return sum(config.part_read(weight_of(name), 1) * size for name, size in sizes.items())
 
@@ -196,7 +196,7 @@ class LoraModel(eqx.Module):
         return self.base.logit_soft_cap
 
     def activations(self, input_ids: NamedArray, segment_ids: NamedArray | None = None) -> NamedArray:
-        """Returns the hidden states after the last norm, see `LlamaLMHeadModel.activations`."""
+        """Return the hidden states after the last norm, see `LlamaLMHeadModel.activations`."""
         return self.adapted().activations(input_ids, segment_ids)
 
     def activations_and_router(
@@ -206,23 +206,23 @@ class LoraModel(eqx.Module):
         engine: EngineRouting | None = None,
         known: NamedArray | None = None,
     ) -> tuple[NamedArray, RouterSums | None]:
-        """Returns what `LlamaLMHeadModel.activations_and_router` does."""
+        """Return what `LlamaLMHeadModel.activations_and_router` does."""
         return self.adapted().activations_and_router(input_ids, segment_ids, engine, known)
 
     def lm_head_array(self) -> NamedArray:
-        """Returns the output layer, see `LlamaLMHeadModel.lm_head_array`."""
+        """Return the output layer, see `LlamaLMHeadModel.lm_head_array`."""
         return self.base.lm_head_array()
 
     def logits(self, activations: NamedArray) -> NamedArray:
-        """Returns the logits of hidden states, see `LlamaLMHeadModel.logits`."""
+        """Return the logits of hidden states, see `LlamaLMHeadModel.logits`."""
         return self.base.logits(activations)
 
     def __call__(self, input_ids: NamedArray, segment_ids: NamedArray | None = None) -> NamedArray:
-        """Returns the logits of the next token at every position, see `LlamaLMHeadModel`."""
+        """Return the logits of the next token at every position, see `LlamaLMHeadModel`."""
         return self.logits(self.activations(input_ids, segment_ids))
 
     def adapted(self) -> LlamaLMHeadModel:
-        """Returns the model with its adapters beside the weights; nothing is computed."""
+        """Return the model with its adapters beside the weights; nothing is computed."""
         pairs = self.pairs
         return self._with({name: AdaptedWeight(self.weight(name), pairs[name], self.scale) for name in pairs})
 
@@ -233,12 +233,12 @@ class LoraModel(eqx.Module):
         return self.adapters
 
     def weight(self, name: str) -> NamedArray:
-        """Returns the frozen weight that an adapter is for."""
+        """Return the frozen weight that an adapter is for."""
         found: NamedArray = _find(self.base.layers.stacked, weight_of(name))
         return found
 
     def merge_of(self, name: str) -> MergeLora:
-        """Returns what makes one layer's merged weight of the weight and the two factors."""
+        """Return what makes one layer's merged weight of the weight and the two factors."""
         weight, pair = self.weight(name), self.pairs[name]
         names = [[axis.name for axis in part.axes if axis.name != "layer"] for part in (pair.a, pair.b, weight)]
         letters = dict(zip((*names[2], RANK), string.ascii_letters, strict=False))
@@ -246,7 +246,7 @@ class LoraModel(eqx.Module):
         return MergeLora(equation=f"{a},{b}->{merged}", scale=self.scale)
 
     def with_weights(self, weights: dict[str, Array]) -> LlamaLMHeadModel:
-        """Returns the model with other weights in place of those that have adapters, such as merged ones.
+        """Return the model with other weights in place of those that have adapters, such as merged ones.
 
         Args:
             weights: The weights by the name of the linear layer, with the axes of the frozen ones.
@@ -262,7 +262,7 @@ class LoraModel(eqx.Module):
 
 
 def split_trained(model: PyTree) -> tuple[PyTree, PyTree]:
-    """Returns what of a model is trained, and what is frozen: the adapters of a `LoraModel`, of others everything.
+    """Return what of a model is trained, and what is frozen: the adapters of a `LoraModel`, of others everything.
 
     Args:
         model: The model; nothing is copied.
@@ -276,7 +276,7 @@ def split_trained(model: PyTree) -> tuple[PyTree, PyTree]:
 
 
 def join_trained(trained: PyTree, frozen: PyTree) -> PyTree:
-    """Returns the model that `split_trained` has taken apart.
+    """Return the model that `split_trained` has taken apart.
 
     Args:
         trained: The trained part, or another in its place.
@@ -306,7 +306,7 @@ def _merged_on_the_way(model: LoraModel, name: str) -> LazyWeight:
 
 
 def merge_adapters(model: LoraModel, hosts: Hosts, dtype: Any = None) -> LlamaLMHeadModel:
-    """Makes the model that a model with adapters computes; every host makes this call.
+    """Make the model that a model with adapters computes; every host makes this call.
 
     Until the result is dropped, the devices hold a second copy of the weights that have adapters; other weights are
     the model's own arrays. The programs are compiled once per run. With ``numerics: exact`` a merged weight has the

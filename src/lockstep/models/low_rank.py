@@ -45,7 +45,7 @@ type Weight = NamedArray | AdaptedWeight
 
 
 def linear(x: NamedArray, weight: Weight, axis: AxisSelection) -> NamedArray:
-    """Returns the product of an input and a weight.
+    """Return the product of an input and a weight.
 
     Args:
         axis: The axes that the two have in common.
@@ -58,7 +58,7 @@ def linear(x: NamedArray, weight: Weight, axis: AxisSelection) -> NamedArray:
 
 
 def unchanged(block: Array) -> Array:
-    """Returns its argument."""
+    """Return its argument."""
     return block
 
 
@@ -201,7 +201,7 @@ def merge_lora(weight: Any, a: Any, b: Any, pattern: str, *, scale: float, **pic
 def _check_factors(
     pattern: str, names: Sequence[str], groups: Sequence[Any], base: Any, factors: Sequence[Any], lengths: int
 ) -> None:
-    """Refuses a pattern that does not fit: shapes, one rank, and axes that are split inside a group."""
+    """Refuse a pattern that does not fit: shapes, one rank, and axes that are split inside a group."""
     sizes = dict(zip(names, base.shape[base.ndim - len(names) :], strict=True))
     split = dict(zip(names, axis_specs(base)[base.ndim - len(names) :], strict=True))
     flat = [{name for group in side for name in group if name != "layer"} for side in groups]

@@ -36,7 +36,7 @@ class LlamaAxes:
 
     @classmethod
     def of(cls, config: LlamaConfig) -> Self:
-        """Returns the axes of a configuration, with the names that sharding rules use."""
+        """Return the axes of a configuration, with the names that sharding rules use."""
         return cls(
             Embed=Axis("embed", config.hidden_dim),
             Mlp=Axis("mlp", config.intermediate_dim),
@@ -54,7 +54,7 @@ class LlamaAxes:
 
 
 def look_up(table: NamedArray, ids: NamedArray, split: SplitPositions | None = None) -> NamedArray:
-    """Returns the rows of a table ``[vocab, embed]`` sharded by the batch axes, and by ``split``."""
+    """Return the rows of a table ``[vocab, embed]`` sharded by the batch axes, and by ``split``."""
     mesh = jax.sharding.get_abstract_mesh()
     axes = auto_axes(mesh)
     if split is None and len(axes) == len(mesh.axis_names) and PP not in axes:
@@ -85,12 +85,12 @@ def look_up(table: NamedArray, ids: NamedArray, split: SplitPositions | None = N
 
 
 def neutral(config: LlamaConfig, *axes: Axis) -> NamedArray:
-    """Returns the weight of a norm that multiplies by 1."""
+    """Return the weight of a norm that multiplies by 1."""
     return hax.zeros(axes) if config.variant.norm_plus_one else hax.ones(axes)
 
 
 def norm_gates(config: LlamaConfig, key: jax.Array, norm: str, has: bool = True) -> dict[str, NamedArray | None]:
-    """Returns random matrices of the gate of a norm, by their names."""
+    """Return random matrices of the gate of a norm, by their names."""
     ax, rank = LlamaAxes.of(config), config.variant.gated_norm_rank
     sides = {f"{norm}_down": (ax.Embed, ax.Rank), f"{norm}_up": (ax.Rank, ax.Embed)}
     keys = dict(zip(sides, jax.random.split(jax.random.fold_in(key, 2)), strict=True))
@@ -99,7 +99,7 @@ def norm_gates(config: LlamaConfig, key: jax.Array, norm: str, has: bool = True)
 
 
 def rms_norm(x: NamedArray, weight: NamedArray | None, config: LlamaConfig) -> NamedArray:
-    """Applies RMSNorm to named axes; the axes and the dtype stay those of ``x``.
+    """Apply RMSNorm to named axes; the axes and the dtype stay those of ``x``.
 
     Args:
         weight: The weight, whose axes are normalised; None for no normalisation.
@@ -113,7 +113,7 @@ def rms_norm(x: NamedArray, weight: NamedArray | None, config: LlamaConfig) -> N
 
 
 def gated_norm(x: NamedArray, down: NamedArray | None, up: NamedArray | None) -> NamedArray:
-    """Applies the gate of a norm to what the norm gave; None for no gate."""
+    """Apply the gate of a norm to what the norm gave; None for no gate."""
     if down is None or up is None:
         return x
     rows = x.rearrange((..., "embed"))
@@ -121,7 +121,7 @@ def gated_norm(x: NamedArray, down: NamedArray | None, up: NamedArray | None) ->
 
 
 def unit_norm(x: NamedArray, config: LlamaConfig) -> NamedArray:
-    """Applies the RMSNorm of queries and keys that has no weight, where the model has one."""
+    """Apply the RMSNorm of queries and keys that has no weight, where the model has one."""
     if config.variant.unit_qk_norm is None:
         return x
     heads = x.rearrange((..., "head_size"))
@@ -129,7 +129,7 @@ def unit_norm(x: NamedArray, config: LlamaConfig) -> NamedArray:
 
 
 def rotary_angles(config: LlamaConfig, positions: NamedArray) -> NamedArray:
-    """Returns the rotary angles of some positions.
+    """Return the rotary angles of some positions.
 
     Returns:
         The angles in float32 radians ``[half_head]``, with the axes of ``positions`` in front; where layers differ,
@@ -141,7 +141,7 @@ def rotary_angles(config: LlamaConfig, positions: NamedArray) -> NamedArray:
 
 
 def rotate(x: NamedArray, angles: NamedArray, HeadSize: Axis) -> NamedArray:
-    """Applies rotary embeddings to named axes; the axes and the dtype stay those of ``x``.
+    """Apply rotary embeddings to named axes; the axes and the dtype stay those of ``x``.
 
     Args:
         x: The heads ``[..., position, ..., head_size]``.
@@ -156,7 +156,7 @@ def rotate(x: NamedArray, angles: NamedArray, HeadSize: Axis) -> NamedArray:
 
 
 def document_positions(Position: Axis, segment_ids: NamedArray | None) -> NamedArray:
-    """Returns the position of each token in its document; without ``segment_ids`` a row is one document."""
+    """Return the position of each token in its document; without ``segment_ids`` a row is one document."""
     if segment_ids is None:
         return hax.arange(Position)
     axes = (*(axis for axis in segment_ids.axes if axis != Position), Position)
@@ -165,7 +165,7 @@ def document_positions(Position: Axis, segment_ids: NamedArray | None) -> NamedA
 
 @jax.custom_vjp
 def float32_logits(x: NamedArray, head: NamedArray) -> NamedArray:
-    """Returns logits ``[..., vocab]`` in float32, whose gradient is rounded to the dtype of ``x``.
+    """Return logits ``[..., vocab]`` in float32, whose gradient is rounded to the dtype of ``x``.
 
     A gradient in float32 would double what devices exchange of the output layer's gradient.
 

@@ -40,7 +40,7 @@ class PipelinedLayers(eqx.Module):
     Narayanan et al. 2021, arXiv 2104.04473). The stages exchange their layers for that, once in a step."""
 
     def scan_via(self, call: Callable[..., Any]) -> Callable[..., tuple[NamedArray, None]]:
-        """Returns a function that applies the layers, as that of ``haliax.nn.Stacked`` does.
+        """Return a function that applies the layers, as that of ``haliax.nn.Stacked`` does.
 
         Args:
             call: Takes a layer and the arguments of the function.
@@ -90,7 +90,7 @@ def _schedule(
     *,
     full: bool,
 ) -> Array:
-    """Passes the rows of all stages through all stages, inside ``shard_map``.
+    """Pass the rows of all stages through all stages, inside ``shard_map``.
 
     Args:
         apply: Applies layers to a microbatch and what belongs to its rows.
@@ -145,7 +145,7 @@ def _schedule(
 
 
 def _interleaved(layers: Array, stages: int, repeats: int) -> Array:
-    """Returns the layers of this stage in each repeat: every ``stages``-th group, where it has consecutive ones."""
+    """Return the layers of this stage in each repeat: every ``stages``-th group, where it has consecutive ones."""
     groups = layers.reshape(repeats // stages, stages, -1, *layers.shape[1:])
     stage, found = jax.lax.axis_index(PP), jnp.zeros_like(groups).swapaxes(0, 1)
     for shift in range(stages):  # XLA gathers what an all_to_all is given over the other axes
@@ -156,7 +156,7 @@ def _interleaved(layers: Array, stages: int, repeats: int) -> Array:
 
 
 def pipelined(model: PyTree, microbatches: int = 1, repeats: int = 1) -> PyTree:
-    """Returns the model to compute with, for the mesh that is set: with stages where that has ``pp``.
+    """Return the model to compute with, for the mesh that is set: with stages where that has ``pp``.
 
     Args:
         model: The model, its layers split over the stages.
@@ -191,7 +191,7 @@ def pipelined(model: PyTree, microbatches: int = 1, repeats: int = 1) -> PyTree:
 
 
 def _arrays(tree: PyTree, first: str | None = None) -> tuple[list[Array], Callable[[Sequence[Array]], Any]]:
-    """Returns the arrays of a tree of named ones, with one axis first, and what names arrays of other sizes so."""
+    """Return the arrays of a tree of named ones, with one axis first, and what names arrays of other sizes so."""
     leaves, structure = jax.tree.flatten(tree, is_leaf=_named)
     leaves = leaves if first is None else [leaf.rearrange((first, ...)) for leaf in leaves]
     names = [[axis.name for axis in leaf.axes] for leaf in leaves]

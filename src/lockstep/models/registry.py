@@ -75,7 +75,7 @@ def named_parameters(model: PyTree) -> dict[str, Any]:
 
 
 def check_all_read(model: PyTree, weights: PyTree, *, ignore: Sequence[str] = ()) -> None:
-    """Refuses weights that lack a parameter of the model: an adapter, an expert, a bias.
+    """Refuse weights that lack a parameter of the model: an adapter, an expert, a bias.
 
     Every registered reader is checked like this, and `from_names`; call it where a pair of configuration and weights is
     made without either.

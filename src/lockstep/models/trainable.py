@@ -15,7 +15,7 @@ from lockstep.models.weights import DecoderWeights, input_dims
 
 
 def skeleton(vocab_size: int, config: LlamaConfig) -> LlamaLMHeadModel:
-    """Returns a model whose arrays are `jax.ShapeDtypeStruct`, without device work.
+    """Return a model whose arrays are `jax.ShapeDtypeStruct`, without device work.
 
     Args:
         vocab_size: The number of rows of the embedding.

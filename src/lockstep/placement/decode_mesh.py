@@ -76,7 +76,7 @@ class DecodeMesh:
 
 
 def make_decode_mesh(mesh: Mesh, tensor: int, context: int = 1) -> DecodeMesh:
-    """Sees the devices of ``mesh`` as (replica × tensor): ``tensor`` consecutive devices of a slice make a replica.
+    """See the devices of ``mesh`` as (replica × tensor): ``tensor`` consecutive devices of a slice make a replica.
 
     Args:
         context: The number of consecutive ones among them that split the positions of a sequence.

@@ -34,7 +34,7 @@ class QuantizedWeight:
 
 
 def matmul(x: Float[Array, "*batch inputs"], weight: Array | QuantizedWeight, *, axes: int = 1) -> Array:
-    """Returns ``x @ weight``, one plain matrix product on every backend, with flattened axes of the weight.
+    """Return ``x @ weight``, one plain matrix product on every backend, with flattened axes of the weight.
 
     The TPU compiler widens the values of a `QuantizedWeight` where the product reads them, and scales its result.
 

@@ -127,7 +127,7 @@ def assembly_function(
 
 
 def _layer_by_layer(make: Callable[..., Any], stacked: Any, *trees: Any, stages: Any = None) -> Any:
-    """Makes the weights of all layers, those of each number of layers in a loop.
+    """Make the weights of all layers, those of each number of layers in a loop.
 
     Args:
         make: Takes ``trees`` and the weights of a layer.

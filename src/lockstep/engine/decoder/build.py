@@ -81,7 +81,7 @@ def build_programs(
     ledger: Ledger,
     compile_with: Compile = compile_lowered,
 ) -> Programs:
-    """Compiles all programs for a model in a layout; launches nothing.
+    """Compile all programs for a model in a layout; launches nothing.
 
     Args:
         vocab_size: The number of token ids that may be sampled, from 0; None for all rows of the embedding.
@@ -193,7 +193,7 @@ def _on_mesh(
     results: bool = True,
     reads_only: bool = False,
 ) -> Program:
-    """Compiles a function of (weights, pool, a replica's part of a packed batch) that returns the pool and its results.
+    """Compile a function of (weights, pool, a replica's part of a packed batch) that returns the pool and its results.
 
     A function without ``results`` returns the pool alone. One that ``reads_only`` leaves the pool unchanged and returns
     its results alone.

@@ -31,7 +31,7 @@ _LEAST_AT_ONCE = 8
 
 
 def logits_at_once(slots: int, width: int) -> int:
-    """Returns the number of positions of each sequence whose logits are computed together: the output layer is read
+    """Return the number of positions of each sequence whose logits are computed together: the output layer is read
     once for so many.
     """
     groups = -(-width // max(_LEAST_AT_ONCE, _ROWS_AT_ONCE // slots))
@@ -41,7 +41,7 @@ def logits_at_once(slots: int, width: int) -> int:
 def verify_function(
     transformer: Transformer, capacity: Capacity, attention: Attention, width: int
 ) -> Callable[..., tuple[Array, Array]]:
-    """Returns the function that every device runs, inside ``shard_map`` over the decode mesh.
+    """Return the function that every device runs, inside ``shard_map`` over the decode mesh.
 
     It takes the device's blocks of the weights, the replica's pool, and this replica's part of a packed `VerifyBatch`.
     K/V of a draft that proves wrong is overwritten by the next step, before any query sees it.
@@ -200,7 +200,7 @@ def verify_function(
 def decode_function(
     transformer: Transformer, capacity: Capacity, attention: Attention
 ) -> Callable[..., tuple[Array, Array]]:
-    """Returns the function that every device runs, inside ``shard_map`` over the decode mesh.
+    """Return the function that every device runs, inside ``shard_map`` over the decode mesh.
 
     It takes the device's blocks of the weights, the replica's pool, and this replica's part of a packed `DecodeBatch`.
     The number of steps in it is the same on every replica: it never depends on how long one replica's answers are.

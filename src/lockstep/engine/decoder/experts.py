@@ -19,7 +19,7 @@ def answer_of_experts(
     layer: Int[Array, ""] | None,
     replayed: Int[Array, "token choice"] | None = None,
 ) -> tuple[Float[Array, "token embed"], Routing]:
-    """Returns the weighted sum of what each token's experts answer, and which they are.
+    """Return the weighted sum of what each token's experts answer, and which they are.
 
     Fast, it is the part of this device, which the devices of the replica add up; exact, it is the whole.
 

@@ -48,7 +48,7 @@ def exact_logprobs(
     vocab_size: int | None = None,
     replayed: Int[Array, "row position layer choice"] | None = None,
 ) -> ExactForward:
-    """Returns the log-probability of each token but the first, with the bits that the engine has for it.
+    """Return the log-probability of each token but the first, with the bits that the engine has for it.
 
     It is computed on the mesh that is set, a training mesh or any other, each device its own rows, with the weights
     gathered layer by layer; on one device where none is set. It has no gradient.
@@ -202,7 +202,7 @@ def _logprobs(
 
 
 def exact_merges(config: LlamaConfig, weights: DecoderWeights, dtype: jnp.dtype) -> DecoderWeights:
-    """Returns weights of which those with adapters are merged as ``numerics: exact`` needs it, if that is what it is.
+    """Return weights of which those with adapters are merged as ``numerics: exact`` needs it, if that is what it is.
 
     Args:
         weights: Arrays, shape structs and `LazyWeight`.
@@ -219,7 +219,7 @@ def exact_merges(config: LlamaConfig, weights: DecoderWeights, dtype: jnp.dtype)
 
 
 def check_exact_dtype(dtype: jnp.dtype) -> None:
-    """Refuses ``numerics: exact`` in types that no test has, such as float16."""
+    """Refuse ``numerics: exact`` in types that no test has, such as float16."""
     if dtype not in (jnp.bfloat16, jnp.float32):
         raise ConfigError(
             f"numerics is exact, which is tested in bfloat16 and float32, not in {dtype}. Use one of them, or set "
@@ -232,7 +232,7 @@ _EXACT_PLATFORMS = {"cpu"}
 
 @contextlib.contextmanager
 def exact_on(platform: str) -> Iterator[None]:
-    """Allows ``numerics: exact`` on a platform where its bits are not proved, to compare them there."""
+    """Allow ``numerics: exact`` on a platform where its bits are not proved, to compare them there."""
     added = {platform} - _EXACT_PLATFORMS
     _EXACT_PLATFORMS.update(added)
     try:
@@ -242,6 +242,6 @@ def exact_on(platform: str) -> Iterator[None]:
 
 
 def check_exact_platform(platform: str) -> None:
-    """Refuses ``numerics: exact`` where nobody has seen that it is."""
+    """Refuse ``numerics: exact`` where nobody has seen that it is."""
     if platform not in _EXACT_PLATFORMS:
         raise ConfigError(f"numerics is exact, which runs on CPU only until now, not on {platform}. Set it to fast.")

@@ -15,13 +15,13 @@ type Batch = PrefillBatch | CopyPagesBatch | PromptLogprobsBatch | DecodeBatch |
 
 
 def pack(batch: Batch) -> Int32[np.ndarray, "replica word"]:
-    """Returns all arrays of a batch as one; the number of steps of a decode batch is repeated for each replica."""
+    """Return all arrays of a batch as one; the number of steps of a decode batch is repeated for each replica."""
     arrays = list(_arrays(batch).values())
     return np.concatenate([array.reshape(len(array), array[0].size).view(np.int32) for array in arrays], axis=1)
 
 
 def unpack(packed: Int32[Array, " word"], like: Batch) -> dict[str, Array]:
-    """Returns a replica's part of each array of a batch by name, inside a program.
+    """Return a replica's part of each array of a batch by name, inside a program.
 
     Args:
         like: A batch of the same kind and the same shapes.
@@ -36,7 +36,7 @@ def unpack(packed: Int32[Array, " word"], like: Batch) -> dict[str, Array]:
 
 
 def pack_results(results: Sequence[Array], decode_mesh: DecodeMesh) -> Int32[Array, "replica part a b"]:
-    """Returns results as one array that is replicated on every device, inside ``shard_map``; at most one collective.
+    """Return results as one array that is replicated on every device, inside ``shard_map``; at most one collective.
 
     Args:
         results: A replica's arrays ``[a, b]``, which become a part, or ``[a, b, n]``, which become n parts.

@@ -24,7 +24,7 @@ from lockstep.models.attention import Attention
 
 
 def prefill_function(transformer: Transformer, capacity: Capacity, attention: Attention) -> Callable[..., Any]:
-    """Returns the function that every device runs, inside ``shard_map`` over the decode mesh.
+    """Return the function that every device runs, inside ``shard_map`` over the decode mesh.
 
     It takes the device's blocks of the weights, the replica's pool, and this replica's part of a packed
     `PrefillBatch`. Rows are whole pages: the K/V of tokens beyond the prompt is seen by no query before decode
@@ -65,7 +65,7 @@ def prefill_function(transformer: Transformer, capacity: Capacity, attention: At
 
 
 def copy_pages_function(num_layers: int, capacity: Capacity, attention: Attention) -> Callable[..., Any]:
-    """Returns the function that every device runs, inside ``shard_map`` over the decode mesh.
+    """Return the function that every device runs, inside ``shard_map`` over the decode mesh.
 
     It takes the replica's pool and this replica's part of a packed `CopyPagesBatch`. Whole pages are copied; no
     query sees what they hold beyond the prompt before decode overwrites it.
@@ -94,7 +94,7 @@ PROMPT_LOGPROBS_CHUNK = 128
 def prompt_logprobs_function(
     transformer: Transformer, capacity: Capacity, attention: Attention
 ) -> Callable[..., Array]:
-    """Returns the function that every device runs, inside ``shard_map`` over the decode mesh.
+    """Return the function that every device runs, inside ``shard_map`` over the decode mesh.
 
     It takes the device's blocks of the weights, the replica's pool, and this replica's part of a packed
     `PromptLogprobsBatch`.
@@ -142,7 +142,7 @@ def prompt_logprobs_function(
 
 
 def unpack_prompt_logprobs(packed: Int32[np.ndarray, "replica part row position"]) -> list[np.ndarray]:
-    """Returns the arrays of the function's result: log-probabilities, and with top log-probabilities ids and values."""
+    """Return the arrays of the function's result: log-probabilities, and with top log-probabilities ids and values."""
     if packed.shape[1] == 1:
         return [as_floats(packed[:, 0])]
     ids, values = np.split(packed[:, 1:], 2, axis=1)
@@ -150,7 +150,7 @@ def unpack_prompt_logprobs(packed: Int32[np.ndarray, "replica part row position"
 
 
 def chunks(array: Array) -> Array:
-    """Splits ``[token, ...]`` into ``[chunk, token in chunk, ...]``, padded with zeros."""
+    """Split ``[token, ...]`` into ``[chunk, token in chunk, ...]``, padded with zeros."""
     size = min(PROMPT_LOGPROBS_CHUNK, array.shape[0])
     count = -(-array.shape[0] // size)
     padded = jnp.pad(array, [(0, count * size - array.shape[0]), *((0, 0) for _ in array.shape[1:])])

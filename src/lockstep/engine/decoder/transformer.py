@@ -43,7 +43,7 @@ layers differ in their rotary embeddings: one entry for each of those that there
 
 
 def device_heads(config: LlamaConfig, decode_mesh: DecodeMesh) -> Heads:
-    """Returns the attention heads of one device of the decode mesh."""
+    """Return the attention heads of one device of the decode mesh."""
     windows = tuple(kind.window for kind in layer_kinds(config))
     differ = len(set(windows)) > 1
     return Heads(
@@ -94,11 +94,11 @@ class Transformer:
         return device_heads(self.config, self.decode_mesh)
 
     def read_outer(self, weights: DecoderWeights) -> DecoderWeights:
-        """Returns the weights with all but ``layers`` as this device needs them: embedding, norms and output layer."""
+        """Return the weights with all but ``layers`` as this device needs them: embedding, norms and output layer."""
         return read_outer(self.layouts, weights)
 
     def embed(self, weights: DecoderWeights, tokens: Int[Array, "*batch"]) -> Float[Array, "*batch embed"]:
-        """Looks up rows of the embedding, whose vocabulary is split over the devices of a replica."""
+        """Look up rows of the embedding, whose vocabulary is split over the devices of a replica."""
         table = weights.embed
         if self.decode_mesh.tensor == 1:
             x = table[tokens]
@@ -110,7 +110,7 @@ class Transformer:
         return block.gated_norm(x, weights.embed_norm_down, weights.embed_norm_up)
 
     def logits(self, weights: DecoderWeights, x: Float[Array, "slot embed"]) -> Float[Array, "slot local_vocab"]:
-        """Returns float32 logits of this device's part of the vocabulary; -inf from ``vocab_size`` on."""
+        """Return float32 logits of this device's part of the vocabulary; -inf from ``vocab_size`` on."""
         x = block.gated_norm(self._norm(x, weights.final_norm), weights.final_norm_down, weights.final_norm_up)
         if self.config.exact:
             head = weights.embed if weights.lm_head is None else weights.lm_head
@@ -145,7 +145,7 @@ class Transformer:
         position: Int[Array, "sequence query"] | None = None,
         replayed: Int[Array, "sequence query layer choice"] | None = None,
     ) -> tuple[Float[Array, "sequence query embed"], Cache, Int32[Array, "sequence query word"] | None]:
-        """Runs all layers over consecutive positions of each sequence and writes their K/V to the cache.
+        """Run all layers over consecutive positions of each sequence and write their K/V to the cache.
 
         Args:
             weights: The device's blocks of the stacked layers.
@@ -211,7 +211,7 @@ class Transformer:
         write: Write[Cache],
         attend: Attend[Cache],
     ) -> tuple[Cache, Int32[Array, "sequence query word"] | None]:
-        """Runs `layers`, with the same arguments, for cache and experts: of the last layer it computes only K/V."""
+        """Run `layers`, with the same arguments, for cache and experts: of the last layer it computes only K/V."""
         last = self.config.num_layers - 1
         x, cache, routed = self.layers(
             weights, x, cache, start=start, active=active, write=write, attend=attend, count=last
@@ -223,11 +223,11 @@ class Transformer:
         return write(cache, index, kv), routed
 
     def _layer(self, weights: LayerWeights, index: Array) -> LayerWeights:
-        """Returns one layer's weights as this device needs them, without its MLP where layers differ in it."""
+        """Return one layer's weights as this device needs them, without its MLP where layers differ in it."""
         return self._at(weights, index, LAYER - {*MLP_WEIGHTS, *SPARSE_WEIGHTS} if self.config.mixes_mlps else LAYER)
 
     def _at(self, weights: LayerWeights, index: Array, names: Set[str]) -> LayerWeights:
-        """Returns some weights at a place of their stack. Indexed inside a loop, blocks are read in place.
+        """Return some weights at a place of their stack. Indexed inside a loop, blocks are read in place.
 
         Those of experts stay stacked (`mixture`), unless each step gathers them.
         """
@@ -252,7 +252,7 @@ class Transformer:
         return jnp.cos(angles), jnp.sin(angles)
 
     def _of_layer(self, angles: RopeAngles, index: Array) -> RopeAngles:
-        """Returns the angles of one layer."""
+        """Return the angles of one layer."""
         ropes, which = distinct(kind.rope for kind in layer_kinds(self.config))
         if len(ropes) == 1:
             return angles
@@ -260,7 +260,7 @@ class Transformer:
         return cos, sin
 
     def _project(self, w: LayerWeights, h: Array, angles: RopeAngles) -> tuple[Array, Array]:
-        """Returns queries, and K and V interleaved by head, with rotary embeddings applied to queries and K.
+        """Return queries, and K and V interleaved by head, with rotary embeddings applied to queries and K.
 
         Args:
             h: The residual stream after the norm.
@@ -284,7 +284,7 @@ class Transformer:
     def _mlp_of_layer(
         self, weights: LayerWeights, w: LayerWeights, index: Array, valid: Array, h: Array, replayed: Array | None
     ) -> tuple[Array, Array | None]:
-        """Returns `_mlp` of a layer; where some have an MLP and some experts, by the kind that it has."""
+        """Return `_mlp` of a layer; where some have an MLP and some experts, by the kind that it has."""
         if not self.config.mixes_mlps:
             return self._mlp(w, h, index, valid, replayed)
         assert self.config.experts is not None
@@ -301,7 +301,7 @@ class Transformer:
     def _mlp(
         self, w: LayerWeights, h: Array, index: Array, valid: Array, replayed: Array | None
     ) -> tuple[Array, Array | None]:
-        """Returns what the MLP answers, or the sum of the experts that each token is given to, and the numbers of those
+        """Return what the MLP answers, or the sum of the experts that each token is given to, and the numbers of those
         where they are reported; -1 for a layer without experts.
 
         Every device of a replica has all tokens, and its share of the experts, or of the width of each.
@@ -327,7 +327,7 @@ class Transformer:
         return answers, none
 
     def _shared(self, w: LayerWeights, h: Array) -> Array:
-        """Returns what the shared expert answers; fast, the part of this device."""
+        """Return what the shared expert answers; fast, the part of this device."""
         assert w.shared_up is not None and w.shared_gate is not None and w.shared_down is not None
         assert self.config.experts is not None
         exact = self.config.exact
@@ -343,7 +343,7 @@ class Transformer:
         return self._fix(answer * self._fix(elementwise(jax.nn.sigmoid, logits).astype(h.dtype))[..., None])
 
     def _norm(self, x: Array, weight: Array | None, *, wide: bool = False) -> Array:
-        """Applies RMSNorm; ``wide`` is over all heads together, those of the other devices of the replica included."""
+        """Apply RMSNorm; ``wide`` is over all heads together, those of the other devices of the replica included."""
         epsilon, offset, exact = self.config.layer_norm_epsilon, self.config.variant.norm_offset, self.config.exact
         if weight is None or not (exact or wide):
             return block.rms_norm(x, weight, epsilon, offset=offset)
@@ -359,7 +359,7 @@ class Transformer:
         return self._fix(block.rms_norm(self._fix(x), weight, epsilon, offset=offset, mean=mean, fix=self._fix))
 
     def _fix(self, x: Any) -> Any:
-        """Returns what it is given: `lockstep.models.block.Fix`."""
+        """Return what it is given: `lockstep.models.block.Fix`."""
         return barrier(x) if self.config.exact else x
 
     @property
@@ -373,13 +373,13 @@ class Transformer:
     def _linear(
         self, x: Array, weight: Array | QuantizedWeight, bias: Array | None, out: tuple[int, ...], local: int
     ) -> Array:
-        """Multiplies ``x @ weight``, adds the bias, and divides the result's last axis as ``out`` says."""
+        """Multiply ``x @ weight``, add the bias, and divide the result's last axis as ``out`` says."""
         flat = self._matmul(x, weight, local)
         flat = flat if bias is None else flat + bias.reshape(-1)
         return self._fix(flat).reshape(*x.shape[:-1], *out)
 
     def _matmul(self, x: Array, weight: Array | QuantizedWeight, local: int) -> Array:
-        """Multiplies by a weight whose columns the devices of a replica split, each with ``local`` of a thing."""
+        """Multiply by a weight whose columns the devices of a replica split, each with ``local`` of a thing."""
         if not self.config.exact:
             return matmul(x, weight)
         assert not isinstance(weight, QuantizedWeight)
@@ -387,7 +387,7 @@ class Transformer:
         return barrier(product(barrier(x), weight.reshape(len(weight), -1), columns=columns).astype(x.dtype))
 
     def _contract(self, x: Array, weight: Array | QuantizedWeight, local: int) -> Array:
-        """Multiplies by a weight whose inputs the devices of a replica split, and adds up what they have."""
+        """Multiply by a weight whose inputs the devices of a replica split, and add up what they have."""
         if not self.config.exact:
             return self._sum(matmul(x, weight, axes=-1))
         assert not isinstance(weight, QuantizedWeight)

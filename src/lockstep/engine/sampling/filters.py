@@ -91,14 +91,14 @@ def keep_all(slots: int) -> TokenThreshold:
 
 
 def sortable_bits(scores: Float[Array, "slot token"]) -> UInt[Array, "slot token"]:
-    """Converts float32 scores to unsigned integers in the same order; -0 and 0 are equal."""
+    """Convert float32 scores to unsigned integers in the same order; -0 and 0 are equal."""
     bits = jax.lax.bitcast_convert_type(jnp.where(scores == 0, 0.0, scores), jnp.uint32)
     negative = bits >> 31 == 1
     return jnp.where(negative, ~bits, bits | jnp.uint32(1 << 31))
 
 
 def limbs_of(weight: Float[Array, "slot token"]) -> list[Int[Array, "slot token"]]:
-    """Splits weights, which are at most 1, into limbs whose sums are exact."""
+    """Split weights, which are at most 1, into limbs whose sums are exact."""
     high = jnp.floor(weight * _LIMB)
     rest = weight * _LIMB - high
     middle = jnp.floor(rest * _LIMB)
@@ -107,12 +107,12 @@ def limbs_of(weight: Float[Array, "slot token"]) -> list[Int[Array, "slot token"
 
 
 def sum_limbs(weight: Float[Array, "slot token"]) -> Int[Array, "3 slot"]:
-    """Returns the sums of the limbs of each slot."""
+    """Return the sums of the limbs of each slot."""
     return jnp.stack([jnp.sum(limb, axis=1) for limb in limbs_of(weight)])
 
 
 def mass_of(limbs: Int[Array, "3 ..."]) -> Float[Array, "..."]:
-    """Converts sums of limbs to one float32, monotonic in their exact value."""
+    """Convert sums of limbs to one float32, monotonic in their exact value."""
     high, middle, low = limbs
     bits = 12
     middle, low = middle + (low >> bits), low & (2**bits - 1)
@@ -122,12 +122,12 @@ def mass_of(limbs: Int[Array, "3 ..."]) -> Float[Array, "..."]:
 
 
 def needed_mass(p: Float[Array, " slot"], total: Float[Array, " slot"]) -> Float[Array, " slot"]:
-    """Returns the mass that top-p keeps at least, of the mass of all tokens that are left to it."""
+    """Return the mass that top-p keeps at least, of the mass of all tokens that are left to it."""
     return p * (1 - _SLACK) * total
 
 
 def needed_of_equals(missing: Float[Array, " slot"], each: Float[Array, " slot"]) -> Int[Array, " slot"]:
-    """Returns how many tokens of equal score top-p keeps of those with the least score kept.
+    """Return how many tokens of equal score top-p keeps of those with the least score kept.
 
     Args:
         missing: The mass that the tokens of higher score fall short of.
@@ -137,7 +137,7 @@ def needed_of_equals(missing: Float[Array, " slot"], each: Float[Array, " slot"]
 
 
 def top_k(candidates: Candidates, threshold: TokenThreshold, k: Int[Array, " slot"]) -> TokenThreshold:
-    """Keeps the ``k`` largest scores of each slot, all where ``k`` is 0; the first filter, so ``threshold`` keeps all.
+    """Keep the ``k`` largest scores of each slot, all where ``k`` is 0; the first filter, so ``threshold`` keeps all.
 
     Top-k sampling (Fan et al. 2018, https://arxiv.org/abs/1805.04833).
     """
@@ -155,7 +155,7 @@ def top_k(candidates: Candidates, threshold: TokenThreshold, k: Int[Array, " slo
 
 
 def top_p(candidates: Candidates, threshold: TokenThreshold, p: Float[Array, " slot"]) -> TokenThreshold:
-    """Keeps the smallest prefix of what is kept with at least ``p`` of its probability; all of it where ``p`` is 1.
+    """Keep the smallest prefix of what is kept with at least ``p`` of its probability; all of it where ``p`` is 1.
 
     Nucleus sampling (Holtzman et al. 2019, https://arxiv.org/abs/1904.09751, eq. 2 and 3).
     """
@@ -187,7 +187,7 @@ def top_p(candidates: Candidates, threshold: TokenThreshold, p: Float[Array, " s
 
 
 def min_p(candidates: Candidates, threshold: TokenThreshold, log_min_p: Float[Array, " slot"]) -> TokenThreshold:
-    """Keeps of what is kept the tokens at least ``exp(log_min_p)`` times as probable as the most probable one.
+    """Keep of what is kept the tokens at least ``exp(log_min_p)`` times as probable as the most probable one.
 
     Min-p sampling (Nguyen et al. 2024, https://arxiv.org/abs/2407.01082, section 3).
     """

@@ -22,7 +22,7 @@ class TokenCounts(NamedTuple):
 def count_tokens(
     history: Int[Array, "slot length"], prompt_length: Int[Array, " slot"], first: Array | int, size: int
 ) -> TokenCounts:
-    """Counts the tokens that each slot has when a launch starts.
+    """Count the tokens that each slot has when a launch starts.
 
     Args:
         history: The token ids of prompt and answer, padded with -1.
@@ -38,7 +38,7 @@ def count_tokens(
 def add_token(
     counts: TokenCounts, token: Int[Array, " slot"], active: Bool[Array, " slot"], first: Array | int
 ) -> TokenCounts:
-    """Counts one more token of each active slot."""
+    """Count one more token of each active slot."""
     slots, size = counts.answer.shape
     indices = jnp.where(active, local_ids(token, first, size), size)
     return counts._replace(answer=counts.answer.at[jnp.arange(slots), indices].add(1, mode="drop"))
@@ -47,7 +47,7 @@ def add_token(
 def penalise(
     logits: Float[Array, "slot local_vocab"], counts: TokenCounts, penalties: Float[Array, "slot 3"]
 ) -> Float[Array, "slot local_vocab"]:
-    """Applies the repetition, frequency and presence penalties.
+    """Apply the repetition, frequency and presence penalties.
 
     The repetition penalty is that of CTRL (Keskar et al. 2019, https://arxiv.org/abs/1909.05858, section 4.1) as it is
     used since: it divides positive logits and multiplies negative ones. The other two are OpenAI's
@@ -67,7 +67,7 @@ def penalise(
 def biases(
     bias_ids: Int[Array, "slot bias_ids"], bias: Float[Array, "slot bias_ids"], first: Array | int, size: int
 ) -> Float[Array, "slot local_vocab"]:
-    """Returns what is added to each logit of this device's part of the vocabulary.
+    """Return what is added to each logit of this device's part of the vocabulary.
 
     Args:
         bias_ids: The token ids of the biases, padded with -1; no id twice.
@@ -80,7 +80,7 @@ def biases(
 def allowed(
     allowed_ids: Int[Array, "slot allowed_ids"], first: Array | int, size: int
 ) -> Bool[Array, "slot local_vocab"]:
-    """Returns which tokens of this device's part may be sampled: those listed, or all in a slot that lists none.
+    """Return which tokens of this device's part may be sampled: those listed, or all in a slot that lists none.
 
     Args:
         allowed_ids: The allowed token ids, padded with -1.
@@ -96,7 +96,7 @@ def rule_out_stops(
     early: Bool[Array, " slot"],
     first: Array | int,
 ) -> Float[Array, "slot local_vocab"]:
-    """Sets the logits of stop tokens to -inf in slots where it is too early to stop.
+    """Set the logits of stop tokens to -inf in slots where it is too early to stop.
 
     Args:
         stop_ids: The stop tokens of each slot, padded with -1.
@@ -108,5 +108,5 @@ def rule_out_stops(
 
 
 def local_ids(ids: Int[Array, "..."], first: Array | int, size: int) -> Int[Array, "..."]:
-    """Returns the indices of token ids in this device's part; ``size``, which a scatter drops, for ids outside it."""
+    """Return the indices of token ids in this device's part; ``size``, which a scatter drops, for ids outside it."""
     return jnp.where((ids >= first) & (ids < first + size), ids - first, size)

@@ -12,7 +12,7 @@ from lockstep.placement import DecodeMesh
 def target_logprobs(
     logits: Float[Array, "slot local_vocab"], target: Int[Array, " slot"], decode_mesh: DecodeMesh, *, exact: bool
 ) -> Sampled:
-    """Returns given tokens as if they had been sampled at temperature 1.
+    """Return given tokens as if they had been sampled at temperature 1.
 
     Args:
         logits: The model's own logits, this device's part of the vocabulary.
@@ -37,7 +37,7 @@ def target_logprobs(
 def top_logprobs(
     logits: Float[Array, "slot local_vocab"], count: int, sampled: Sampled, decode_mesh: DecodeMesh
 ) -> tuple[Int[Array, "slot count"], Float[Array, "slot count"]]:
-    """Returns the ``count`` most probable tokens under the model, most probable first, equal ones by token id.
+    """Return the ``count`` most probable tokens under the model, most probable first, equal ones by token id.
 
     Args:
         logits: The model's own logits, this device's part of the vocabulary.

@@ -84,7 +84,7 @@ class Sampler:
     def draw(
         self, logits: Float[Array, "slot local_vocab"], counts: TokenCounts | None, position: Int[Array, " slot"]
     ) -> Sampled:
-        """Samples one token per slot.
+        """Sample one token per slot.
 
         Args:
             logits: The model's own logits, this device's part of the vocabulary.
@@ -104,7 +104,7 @@ class Sampler:
     def count(
         self, counts: TokenCounts | None, token: Int[Array, " slot"], active: Bool[Array, " slot"]
     ) -> TokenCounts | None:
-        """Adds the sampled tokens of active slots to ``counts``; None stays None."""
+        """Add the sampled tokens of active slots to ``counts``; None stays None."""
         return None if counts is None else add_token(counts, token, active, self.first)
 
 
@@ -120,7 +120,7 @@ def start_sampler(
     decode_mesh: DecodeMesh,
     exact: bool = False,
 ) -> tuple[Sampler, TokenCounts | None]:
-    """Computes what all steps of a launch share.
+    """Compute what all steps of a launch share.
 
     Args:
         words: The seed, prompt number and generation number of each slot.
@@ -165,7 +165,7 @@ def sample(
     *,
     exact: bool = False,
 ) -> Sampled:
-    """Samples one token per slot, inside ``shard_map``; greedy where the temperature is 0.
+    """Sample one token per slot, inside ``shard_map``; greedy where the temperature is 0.
 
     A draw is the argmax of ``processed / temperature + Gumbel noise`` over what the filters keep (the "Gumbel-max
     trick": Gumbel 1954; Maddison et al. 2014, https://arxiv.org/abs/1411.0030). The noise depends on (seed, prompt,
@@ -236,7 +236,7 @@ def sample(
 
 
 def active_features(state: SamplingState, active: Bool[Array, " slot"], decode_mesh: DecodeMesh) -> ActiveFeatures:
-    """Returns the features that any active slot of any replica needs; one collective."""
+    """Return the features that any active slot of any replica needs; one collective."""
     random = active & (state.temperature > 0)
     filters = filters_of(state.filters)
     needs = [random, *(random & each.narrows(state.filters[each.name]) for each in filters)]
@@ -248,7 +248,7 @@ def active_features(state: SamplingState, active: Bool[Array, " slot"], decode_m
 
 
 def never_used(requested: Iterable[SamplingParams]) -> frozenset[str]:
-    """Returns the scopes of the features (`ActiveFeatures`) that no step of such requests needs."""
+    """Return the scopes of the features (`ActiveFeatures`) that no step of such requests needs."""
     random = [params for params in requested if params.temperature > 0]
     names = {*(each.name for each in FILTERS), *(name for params in random for name in params.own_filters())}
     filters = {each.name: any(map(each.is_requested, random)) for each in filters_of(names)}
@@ -257,7 +257,7 @@ def never_used(requested: Iterable[SamplingParams]) -> frozenset[str]:
 
 
 def first_largest(scores: Float[Array, "slot token"]) -> tuple[Int[Array, " slot"], Float[Array, " slot"]]:
-    """Returns the index of each row's maximum, the first of equal ones, and the maximum; with NaN, some index.
+    """Return the index of each row's maximum, the first of equal ones, and the maximum; with NaN, some index.
 
     It is `jax.numpy.argmax`, which XLA does not vectorise on CPU, in plain reductions, of which one goes over all
     scores where they divide into runs: the maximum of each run. Then the first run that has the maximum is searched.
@@ -282,7 +282,7 @@ def _first_hit(scores: Array, largest: Array) -> Array:
 
 
 def first_id(size: int, decode_mesh: DecodeMesh) -> Array | int:
-    """Returns the first token id of this device's part of the vocabulary.
+    """Return the first token id of this device's part of the vocabulary.
 
     Args:
         size: The number of tokens of a part.
@@ -325,7 +325,7 @@ _PARITY: Final = 0x1BD11BDA
 def gumbel_noise(
     words: UInt[Array, " 3"], position: Int[Array, ""], ids: Int[Array, " token"]
 ) -> Float[Array, " token"]:
-    """Returns the noise of a slot for each token id, the same wherever and in whatever batch it is computed.
+    """Return the noise of a slot for each token id, the same wherever and in whatever batch it is computed.
 
     Args:
         words: The seed, the prompt number and the generation number.
@@ -341,7 +341,7 @@ def gumbel_noise(
 
 
 def _fold_in(key: UInt[Array, " 2"], data: Int[Array, " token"]) -> UInt[Array, " token"]:
-    """Returns the first word of `jax.random.fold_in` of each number, all 20 rounds in one expression.
+    """Return the first word of `jax.random.fold_in` of each number, all 20 rounds in one expression.
 
     Threefry-2x32 (Salmon et al. 2011, https://doi.org/10.1145/2063384.2063405, section 3.3). JAX rolls the rounds up
     into a loop on CPUs, which writes the words of all tokens to memory in each turn and takes twice as long.

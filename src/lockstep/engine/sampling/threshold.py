@@ -31,7 +31,7 @@ _WITH_LIST = FILTERS[:2]
 
 
 def scopes_needed(filters: Mapping[str, bool]) -> dict[str, bool]:
-    """Returns whether each condition around several filters holds, by its scope in a compiled program."""
+    """Return whether each condition around several filters holds, by its scope in a compiled program."""
     return {_ALL: any(filters.values()), _LISTED: any(filters[each.name] for each in _WITH_LIST)}
 
 
@@ -41,7 +41,7 @@ def find_threshold(
     features: Mapping[str, Array],
     decode_mesh: DecodeMesh,
 ) -> TokenThreshold:
-    """Applies the filters in order, inside ``shard_map``; two collectives, and none where no slot needs a filter.
+    """Apply the filters in order, inside ``shard_map``; two collectives, and none where no slot needs a filter.
 
     Each device filters its share of the slots over the whole vocabulary. So no step of a search needs another device,
     and devices and replicas may take different branches.
@@ -145,7 +145,7 @@ class Shortlist(NamedTuple):
     def threshold(
         self, candidates: Candidates, k: Int[Array, " slot"], p: Float[Array, " slot"]
     ) -> tuple[TokenThreshold, Bool[Array, " slot"]]:
-        """Applies `top_k`, then `top_p`, with the same result as the search over all tokens.
+        """Apply `top_k`, then `top_p`, with the same result as the search over all tokens.
 
         Args:
             candidates: All tokens of the vocabulary.

@@ -82,7 +82,7 @@ class PrefillBatch:
 
     @classmethod
     def empty(cls, capacity: Capacity) -> "PrefillBatch":
-        """Returns a batch whose rows are all unused."""
+        """Return a batch whose rows are all unused."""
         rows = (capacity.replicas, capacity.prefill_rows)
         return cls(
             tokens=np.zeros((*rows, capacity.page_size), np.int32),
@@ -103,7 +103,7 @@ class CopyPagesBatch:
 
     @classmethod
     def empty(cls, capacity: Capacity) -> "CopyPagesBatch":
-        """Returns a batch that copies nothing."""
+        """Return a batch that copies nothing."""
         shape = (capacity.replicas, capacity.slots)
         return cls(source=np.full(shape, NULL_PAGE, np.int32), target=np.full(shape, NULL_PAGE, np.int32))
 
@@ -123,7 +123,7 @@ class PromptLogprobsBatch:
 
     @classmethod
     def empty(cls, capacity: Capacity) -> "PromptLogprobsBatch":
-        """Returns a batch whose rows are all unused."""
+        """Return a batch whose rows are all unused."""
         rows = (capacity.replicas, capacity.prefill_rows)
         return cls(
             tokens=np.zeros((*rows, capacity.page_size), np.int32),
@@ -157,20 +157,20 @@ class DecodeBatch:
     """The other sampling parameters."""
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """Returns every array by its name, those of ``sampling`` among them."""
+        """Return every array by its name, those of ``sampling`` among them."""
         own = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         del own["num_steps"], own["sampling"]
         return own | self.sampling.arrays()
 
     def copy(self, num_steps: int) -> "DecodeBatch":
-        """Returns a launch of ``num_steps`` with copies of the arrays."""
+        """Return a launch of ``num_steps`` with copies of the arrays."""
         own = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         copies: dict[str, Any] = {name: each.copy() for name, each in own.items() if isinstance(each, np.ndarray)}
         return dataclasses.replace(self, num_steps=num_steps, sampling=self.sampling.copy(), **copies)
 
     @classmethod
     def empty(cls, capacity: Capacity, num_steps: int) -> "DecodeBatch":
-        """Returns a batch whose slots are all idle."""
+        """Return a batch whose slots are all idle."""
         slots = (capacity.replicas, capacity.slots)
         return cls(
             num_steps=num_steps,
@@ -198,6 +198,6 @@ class VerifyBatch:
 
     @classmethod
     def empty(cls, capacity: Capacity, width: int, num_steps: int) -> "VerifyBatch":
-        """Returns a batch whose slots are all idle."""
+        """Return a batch whose slots are all idle."""
         shape = (capacity.replicas, capacity.slots, capacity.draft_tokens)
         return cls(decode=DecodeBatch.empty(capacity, num_steps), width=width, drafts=np.full(shape, -1, np.int32))

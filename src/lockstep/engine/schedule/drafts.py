@@ -50,7 +50,7 @@ class Proposer:
         """The number of draft tokens with no counterpart in the answer, so that the rest of both is side by side."""
 
     def add(self, tokens: Seq[int]) -> None:
-        """Takes what the sequence sampled.
+        """Take what the sequence sampled.
 
         Args:
             tokens: The token ids, those that earlier calls had left out.
@@ -59,7 +59,7 @@ class Proposer:
             self._ngrams.add(self._generation_id, tokens)
 
     def propose(self, answer: Seq[int], count: int) -> Int32[np.ndarray, " token"]:
-        """Returns a guess at the tokens that follow an answer; at most ``count``, none where nothing suggests any."""
+        """Return a guess at the tokens that follow an answer; at most ``count``, none where nothing suggests any."""
         at = len(answer) + self._shift
         agreement = self._agreement(answer, at)
         # Where the last tokens are mostly the same, one that is not was most often replaced by another.
@@ -73,7 +73,7 @@ class Proposer:
         return draft if len(draft) else self._look_up(count)
 
     def until_end(self, answer: Seq[int], most: int) -> int:
-        """Returns how many tokens may follow an answer: those that the draft has more, as long as it has any."""
+        """Return how many tokens may follow an answer: those that the draft has more, as long as it has any."""
         return min(max(0, len(self._draft) - len(answer)) or most, most)
 
     def _agreement(self, answer: Seq[int], at: int) -> int:
@@ -129,7 +129,7 @@ class Drafter:
         """The number of those that were as guessed."""
 
     def put(self, sequence: Sequence) -> None:
-        """Takes the drafts of a sequence that was given its slot."""
+        """Take the drafts of a sequence that was given its slot."""
         at, request = (sequence.replica, sequence.slot), sequence.request
         self._proposers[at] = None
         self._looked_at[at] = self._right[at] = 0.0
@@ -140,7 +140,7 @@ class Drafter:
             self._looked_at[at], self._right[at] = keep * drafts.compared, keep * drafts.right
 
     def batch(self, slots: DecodeSlots, *, waiting: bool, stop_rate: float) -> VerifyBatch | None:
-        """Returns the batch of a launch that verifies drafts; None where decoding is expected to be as fast.
+        """Return the batch of a launch that verifies drafts; None where decoding is expected to be as fast.
 
         Args:
             slots: The sequences and what they may still sample.
@@ -161,7 +161,7 @@ class Drafter:
     def choose(
         self, sequences: np.ndarray, remaining: Int32[np.ndarray, "replica slot"], *, waiting: bool
     ) -> tuple[int, list[float]]:
-        """Guesses the next tokens of all sequences, and chooses how many of them a step should verify.
+        """Guess the next tokens of all sequences, and choose how many of them a step should verify.
 
         While sequences wait, the tokens of all slots per time count. Once none does, the round ends with its last
         sequence: what a step samples of the others is worth nothing if it holds that one up.
@@ -208,7 +208,7 @@ class Drafter:
         return best, expected.tolist()
 
     def most_steps(self, width: int, expected: Seq[float], remaining: Int32[np.ndarray, "replica slot"]) -> int:
-        """Returns the most steps of a launch that verifies: as far as drafts reach, few while little is known of them.
+        """Return the most steps of a launch that verifies: as far as drafts reach, few while little is known of them.
 
         Args:
             expected: The tokens that a step is expected to sample of each sequence.
@@ -229,7 +229,7 @@ class Drafter:
         tokens: Int32[np.ndarray, "replica slot step"],
         step: Int32[np.ndarray, "replica slot step"] | None,
     ) -> None:
-        """Compares the guesses of the last `choose` with what was sampled.
+        """Compare the guesses of the last `choose` with what was sampled.
 
         Args:
             kept: The number of tokens that each of them sampled, without those after a stop string.

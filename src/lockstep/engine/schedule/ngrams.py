@@ -28,7 +28,7 @@ class Ngrams:
         self._everywhere: dict[tuple[int, ...], tuple[int, int]] = {}
 
     def add(self, generation: int, tokens: Seq[int]) -> None:
-        """Appends sampled tokens to an answer."""
+        """Append sampled tokens to an answer."""
         text, own = self._texts[generation], self._own[generation]
         for token in tokens:
             for gram in _last(text):
@@ -37,7 +37,7 @@ class Ngrams:
             text.append(token)
 
     def guess(self, generation: int, count: int) -> list[int]:
-        """Returns at most ``count`` tokens that may follow an answer; none where its last tokens are new.
+        """Return at most ``count`` tokens that may follow an answer; none where its last tokens are new.
 
         The answer itself is looked at first, then the prompt, then the other answers. What reaches the end of the
         answer goes on from its beginning, again and again.

@@ -34,7 +34,7 @@ class PageAllocator:
         return len(self._free)
 
     def allocate(self, count: int) -> list[int]:
-        """Allocates ``count`` pages with one reference each; at most `num_free` may be asked for (assertion)."""
+        """Allocate ``count`` pages with one reference each; at most `num_free` may be asked for (assertion)."""
         assert count <= len(self._free), (count, len(self._free))
         pages = self._free[len(self._free) - count :][::-1]
         del self._free[len(self._free) - count :]
@@ -42,11 +42,11 @@ class PageAllocator:
         return pages
 
     def share(self, page: int) -> None:
-        """Adds a reference to an allocated page."""
+        """Add a reference to an allocated page."""
         self._references[page] += 1
 
     def release(self, pages: list[int]) -> list[int]:
-        """Drops one reference of each page; returns the pages that became free, whose numbers are no longer valid."""
+        """Drop one reference of each page; return the pages that became free, whose numbers are no longer valid."""
         freed = []
         for page in pages:
             self._references[page] -= 1
@@ -58,7 +58,7 @@ class PageAllocator:
 
 
 def page_keys(tokens: Sequence[int], page_size: int) -> list[bytes]:
-    """Returns the key of each full page of ``tokens``, a hash of all tokens up to its end: equal keys, equal K/V."""
+    """Return the key of each full page of ``tokens``, a hash of all tokens up to its end: equal keys, equal K/V."""
     keys, chain = [], b""
     text, size = np.asarray(tokens, dtype="<i4").tobytes(), 4 * page_size
     for end in range(size, len(text) + 1, size):
@@ -68,7 +68,7 @@ def page_keys(tokens: Sequence[int], page_size: int) -> list[bytes]:
 
 
 def tail_key(tokens: Sequence[int], page_size: int, keys: Sequence[bytes]) -> bytes | None:
-    """Returns a key of the partial page at the end of ``tokens``; None where they end with a full page.
+    """Return a key of the partial page at the end of ``tokens``; None where they end with a full page.
 
     Args:
         tokens: The token ids from position 0 on.
@@ -99,7 +99,7 @@ class PrefixTable:
         self._keys: dict[int, bytes] = {}
 
     def match(self, keys: Sequence[bytes]) -> list[int]:
-        """Returns the pages of the longest prefix of ``keys`` that is listed."""
+        """Return the pages of the longest prefix of ``keys`` that is listed."""
         pages = []
         for key in keys:
             if key not in self._pages:
@@ -108,14 +108,14 @@ class PrefixTable:
         return pages
 
     def add(self, key: bytes, page: int) -> None:
-        """Lists ``page`` under ``key``, unless another page is listed there."""
+        """List ``page`` under ``key``, unless another page is listed there."""
         if key not in self._pages:
             self._pages[key] = page
             self._keys[page] = key
             self._added(key)
 
     def remove(self, pages: Sequence[int]) -> None:
-        """Removes pages that became free."""
+        """Remove pages that became free."""
         for page in pages:
             key = self._keys.pop(page, None)
             if key is not None:

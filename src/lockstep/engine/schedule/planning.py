@@ -21,7 +21,7 @@ length at 8 to 256 slots, whether answers stop early or not; that is another one
 
 
 def num_decode_steps(remaining: Int[np.ndarray, " sequence"], limit: int, *, waiting: bool, stop_rate: float) -> int:
-    """Returns the number of steps of a launch; a pure function, so that every host computes the same.
+    """Return the number of steps of a launch; a pure function, so that every host computes the same.
 
     While no sequence waits, a launch is as long as its longest sequence. While sequences wait, a long launch leaves
     slots idle whose sequences have ended, and a short launch pays the cost of a launch again: of all lengths the one is
@@ -49,7 +49,7 @@ type PromptLogprobsRow = tuple[int, int, PromptLogprobs]
 
 
 def prefill_batch(capacity: Capacity, replicas: Seq[Replica]) -> PrefillBatch:
-    """Takes the next pages of prompts from the replicas' queues."""
+    """Take the next pages of prompts from the replicas' queues."""
     batch = PrefillBatch.empty(capacity)
     for replica in replicas:
         r = replica.index
@@ -67,7 +67,7 @@ def prefill_batch(capacity: Capacity, replicas: Seq[Replica]) -> PrefillBatch:
 
 
 def copy_pages_batch(capacity: Capacity, replicas: Seq[Replica]) -> CopyPagesBatch:
-    """Takes every partial page that waits to be copied."""
+    """Take every partial page that waits to be copied."""
     batch = CopyPagesBatch.empty(capacity)
     for replica in replicas:
         for at, (source, target) in enumerate(replica.take_page_copies()):
@@ -78,7 +78,7 @@ def copy_pages_batch(capacity: Capacity, replicas: Seq[Replica]) -> CopyPagesBat
 def prompt_logprobs_batch(
     capacity: Capacity, replicas: Seq[Replica]
 ) -> tuple[PromptLogprobsBatch, list[PromptLogprobsRow]]:
-    """Builds rows of prompts whose K/V is complete and whose log-probabilities are requested and missing.
+    """Build rows of prompts whose K/V is complete and whose log-probabilities are requested and missing.
 
     Any generation of a prompt has its K/V; the first is taken.
 
@@ -123,12 +123,12 @@ class Admission:
             self.update(replica)
 
     def update(self, replica: Replica) -> None:
-        """Notes the free slots and pages of a replica that changed."""
+        """Note the free slots and pages of a replica that changed."""
         self._free_slots[replica.index] = replica.num_free_slots
         self._free_pages[replica.index] = replica.allocator.num_free
 
     def choose(self, sequence: Sequence, *, crowded: bool) -> Replica | None:
-        """Returns the replica with most free slots among those with room for the worst case, the first of equal ones.
+        """Return the replica with most free slots among those with room for the worst case, the first of equal ones.
 
         Args:
             crowded: Whether all slots will be taken anyway: the replica that has most of the prompt comes first then,
@@ -158,7 +158,7 @@ class Admission:
 
 
 def check_length(request: Request, limit: int, largest: int | None = None) -> None:
-    """Refuses a request that is longer than a sequence may be.
+    """Refuse a request that is longer than a sequence may be.
 
     Args:
         limit: The ``max_seq_len`` in use, in tokens of prompt and answer together.
@@ -188,7 +188,7 @@ def check_length(request: Request, limit: int, largest: int | None = None) -> No
 
 
 def check_capacity(capacity: Capacity, requests: Seq[Request]) -> None:
-    """Refuses requests that can never fit, whatever finishes before them.
+    """Refuse requests that can never fit, whatever finishes before them.
 
     Raises:
         CapacityError: A request does not fit; the message has the prompt, its need, the limit and the fix.

@@ -62,7 +62,7 @@ class Replica:
             del self.holders[key]
 
     def admit(self, sequence: Sequence) -> None:
-        """Gives ``sequence`` a slot and all pages that it can ever need; full pages that others have are shared.
+        """Give ``sequence`` a slot and all pages that it can ever need; full pages that others have are shared.
 
         Pages are shared even before they are written: rows are launched in the order of admission, and within a launch
         the K/V of every row is written before any row reads. The partial page that a prompt ends with is never shared,
@@ -96,7 +96,7 @@ class Replica:
             self._queue.append(sequence)
 
     def take_prefill_rows(self, count: int, sequences: int = 0) -> list[tuple[Sequence, int]]:
-        """Takes up to ``count`` rows, pairs of a sequence and a start position, from the queue, oldest first.
+        """Take up to ``count`` rows, pairs of a sequence and a start position, from the queue, oldest first.
 
         Args:
             sequences: The most sequences that the rows belong to; 0 for any number.
@@ -113,13 +113,13 @@ class Replica:
         return rows
 
     def take_page_copies(self) -> list[tuple[int, int]]:
-        """Takes all pairs of a page to copy and the page to copy it to; after all prefill and before decode."""
+        """Take all pairs of a page to copy and the page to copy it to; after all prefill and before decode."""
         assert not self._queue
         copies, self._page_copies = self._page_copies, []
         return [(a.pages[len(a.prefix_keys)], b.pages[len(b.prefix_keys)]) for a, b in copies]
 
     def commit_routed(self, batch: PrefillBatch | CopyPagesBatch, words: np.ndarray | None) -> None:
-        """Takes the experts of the pages of a launch that filled pages, or that copied them.
+        """Take the experts of the pages of a launch that filled pages, or that copied them.
 
         Args:
             words: What a launch that filled pages reports, ``[replica, word, row, position]``.
@@ -134,7 +134,7 @@ class Replica:
             self.routed |= filled
 
     def release(self, sequence: Sequence) -> None:
-        """Frees the slot and the pages of an ended sequence; its page numbers are no longer valid.
+        """Free the slot and the pages of an ended sequence; its page numbers are no longer valid.
 
         Pages that it shares and has not prefilled are prefilled by the sequences that share them. Its partial page, if
         others wait for a copy, is prefilled by the first of these, and the rest copy from there.
@@ -156,12 +156,12 @@ class Replica:
         self.num_free_slots += 1
 
     def release_all(self) -> None:
-        """Frees all slots and pages."""
+        """Free all slots and pages."""
         for sequence in list(self._admitted):
             self.release(sequence)
 
     def _leave_prefill(self, leaving: Sequence) -> None:
-        """Makes others prefill and copy what ``leaving`` would have."""
+        """Make others prefill and copy what ``leaving`` would have."""
         if leaving in self._queue:
             self._hand_over(leaving)
         targets = [target for source, target in self._page_copies if source is leaving]
@@ -175,7 +175,7 @@ class Replica:
         self._queue = deque(each for each in self._admitted if each.num_prefilled < each.num_prefill)
 
     def _hand_over(self, leaving: Sequence) -> None:
-        """Makes other sequences prefill the shared pages that ``leaving`` will not write: each page once, in order."""
+        """Make other sequences prefill the shared pages that ``leaving`` will not write: each page once, in order."""
         orphans = set(leaving.pages[leaving.num_prefilled // self._page_size : len(leaving.prefix_keys)])
         for sequence in self._admitted:
             unwritten = [index for index, page in enumerate(sequence.pages) if page in orphans]

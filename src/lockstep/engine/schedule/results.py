@@ -32,7 +32,7 @@ class DecodeResults:
         top_ids: Int32[np.ndarray, "replica slot step n"] | None = None,
         top_logprobs: Float32[np.ndarray, "replica slot step n"] | None = None,
     ) -> "DecodeResults":
-        """Packs separate arrays.
+        """Pack separate arrays.
 
         Args:
             tokens: The token ids, -1 where a sequence had already ended.
@@ -47,7 +47,7 @@ class DecodeResults:
         return cls(packed=np.stack([np.ascontiguousarray(part).view(np.int32) for part in parts], axis=1))
 
     def split_steps(self) -> tuple["DecodeResults", Int32[np.ndarray, "replica slot step"]]:
-        """Returns the results of a launch that verifies drafts as those of decode, and the step of each token."""
+        """Return the results of a launch that verifies drafts as those of decode, and the step of each token."""
         return DecodeResults(packed=self.packed[:, :-1]), self.packed[:, -1]
 
     @property
@@ -75,13 +75,13 @@ class RoutedShape:
         return -(-self.layers * self.choices * self.dtype.itemsize // 4)
 
     def unpacked(self, words: Int32[np.ndarray, "word token"]) -> RoutedExperts:
-        """Returns the experts of some tokens."""
+        """Return the experts of some tokens."""
         numbers = np.ascontiguousarray(words.T).view(self.dtype)[:, : self.layers * self.choices]
         return RoutedExperts((len(numbers), self.layers, self.choices), numbers.astype("<i2").tobytes())
 
 
 def as_floats(bits: Int32[np.ndarray, "*shape"]) -> Float32[np.ndarray, "*shape"]:
-    """Returns the float32 numbers with the given bits."""
+    """Return the float32 numbers with the given bits."""
     return np.ascontiguousarray(bits).view(np.float32)
 
 
@@ -96,14 +96,14 @@ class DraftCounts:
 
     @classmethod
     def sum(cls, counts: "Iterable[DraftCounts]") -> "DraftCounts":
-        """Returns the counts of all together."""
+        """Return the counts of all together."""
         total = [0, 0, 0, 0]
         for each in counts:
             total = [a + b for a, b in zip(total, dataclasses.astuple(each), strict=True)]
         return cls(tokens=total[0], steps=total[1], drafted=total[2], right=total[3])
 
     def metrics(self) -> dict[str, float]:
-        """Returns the same under the names that a tracker gets, without the prefix."""
+        """Return the same under the names that a tracker gets, without the prefix."""
         return {
             "drafts/accepted_share": self.right / self.drafted if self.drafted else 0.0,
             "drafts/steps_saved": self.tokens - self.steps,

@@ -16,7 +16,7 @@ _LEAST_WIDTH = 8
 
 
 def sampling_sizes(params: Iterable[SamplingParams]) -> dict[str, int]:
-    """Returns the fields of `Capacity` that say which sampling features the programs need; 0 leaves a feature out."""
+    """Return the fields of `Capacity` that say which sampling features the programs need; 0 leaves a feature out."""
     sizes = {"filters": 0, "penalties": 0, "min_tokens": 0, "bias_ids": 0, "allowed_ids": 0}
     sizes |= {"top_logprobs": 0, "prompt_logprobs": 0, "routed_experts": 0}
     for one in params:
@@ -35,7 +35,7 @@ def sampling_sizes(params: Iterable[SamplingParams]) -> dict[str, int]:
 
 
 def _round_up(width: int) -> int:
-    """Rounds up to a power of two, so that lists of other lengths seldom need other programs."""
+    """Round up to a power of two, so that lists of other lengths seldom need other programs."""
     return max(_LEAST_WIDTH, 1 << (width - 1).bit_length()) if width else 0
 
 
@@ -70,7 +70,7 @@ class SamplingBatch:
 
     @classmethod
     def empty(cls, capacity: Any) -> "SamplingBatch":
-        """Returns a batch with the neutral value in every slot."""
+        """Return a batch with the neutral value in every slot."""
         slots = (capacity.replicas, capacity.slots)
         length = capacity.pages_per_sequence * capacity.page_size
         return cls(
@@ -91,7 +91,7 @@ class SamplingBatch:
         )
 
     def set(self, at: tuple[int, int], sequence: Sequence) -> None:
-        """Writes the parameters of a sequence."""
+        """Write the parameters of a sequence."""
         params, prompt = sequence.request.params, sequence.request.prompt_tokens
         if params.has_filters:
             assert self.top_k is not None and self.top_p is not None and self.log_min_p is not None
@@ -119,7 +119,7 @@ class SamplingBatch:
             self.allowed_ids[at][: len(params.allowed_token_ids)] = params.allowed_token_ids
 
     def extend_history(self, start: Int32[np.ndarray, "replica slot"], tokens: Int32[np.ndarray, "..."]) -> None:
-        """Appends sampled tokens to the history of the slots with penalties.
+        """Append sampled tokens to the history of the slots with penalties.
 
         Args:
             start: The position of each slot's first token.
@@ -131,11 +131,11 @@ class SamplingBatch:
         self.history[replica, slot, start[replica, slot] + step] = tokens[replica, slot, step]
 
     def copy(self) -> "SamplingBatch":
-        """Returns a copy of all arrays."""
+        """Return a copy of all arrays."""
         arrays: dict[str, Any] = {name: array.copy() for name, array in self.arrays().items()}
         return dataclasses.replace(self, **arrays)
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """Returns the arrays of the features that the program has, by field."""
+        """Return the arrays of the features that the program has, by field."""
         every = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return {name: array for name, array in every.items() if isinstance(array, np.ndarray)}

@@ -117,23 +117,23 @@ class Scheduler:
         )
 
     def completions(self) -> list[Completion]:
-        """Returns all answers that were not taken, in the order of the requests, then of the generations."""
+        """Return all answers that were not taken, in the order of the requests, then of the generations."""
         assert self.done
         return [sequence.completion() for sequence in self._sequences]
 
     def take_answered(self) -> list[Completion]:
-        """Returns and removes the answers of prompts that have all of theirs, in the order of the requests."""
+        """Return and remove the answers of prompts that have all of theirs, in the order of the requests."""
         answered = [s for s in self._sequences if s.request.prompt_id not in self._unanswered]
         if answered:
             self._sequences = [s for s in self._sequences if s.request.prompt_id in self._unanswered]
         return [sequence.completion() for sequence in answered]
 
     def unfinished(self) -> list[tuple[int, int]]:
-        """Returns (prompt_id, generation_id) of every sequence that waits or is decoded, longest-waiting first."""
+        """Return (prompt_id, generation_id) of every sequence that waits or is decoded, longest-waiting first."""
         return [(s.request.prompt_id, s.generation_id) for s in self._sequences if s.finish_reason is None]
 
     def tokens_so_far(self, prompt_id: int, generation_id: int) -> tuple[int, ...]:
-        """Returns the tokens sampled so far of an answer, finished or not.
+        """Return the tokens sampled so far of an answer, finished or not.
 
         Raises:
             ConfigError: There is no such sequence.
@@ -141,7 +141,7 @@ class Scheduler:
         return tuple(self._find(prompt_id, generation_id).tokens)
 
     def cancel(self, prompt_id: int, generation_id: int) -> None:
-        """Ends a sequence between two launches, with the tokens that it has; its slot and pages are free at once.
+        """End a sequence between two launches, with the tokens that it has; its slot and pages are free at once.
 
         All other sequences go on as if it had ended by itself. A finished sequence stays as it is.
 
@@ -162,7 +162,7 @@ class Scheduler:
             self._release(sequence)
 
     def abort(self, reason: FinishReason) -> None:
-        """Ends all unfinished sequences between two launches, with the tokens that they have, and frees all pages.
+        """End all unfinished sequences between two launches, with the tokens that they have, and free all pages.
 
         Requests that were not read yet are read now, and end too.
         """
@@ -180,7 +180,7 @@ class Scheduler:
         self._num_active = 0
 
     def next_batch(self) -> PrefillBatch | CopyPagesBatch | PromptLogprobsBatch | DecodeBatch | VerifyBatch | None:
-        """Admits waiting sequences that fit and returns the batch of the next launch; None when all is done.
+        """Admit waiting sequences that fit and return the batch of the next launch; None when all is done.
 
         The results of a `DecodeBatch` or `VerifyBatch` must be given to `commit`, those of a `PromptLogprobsBatch` to
         `commit_prompt_logprobs`, before the next call.
@@ -208,7 +208,7 @@ class Scheduler:
         return self._slots.batch(steps)
 
     def work_ahead(self) -> None:
-        """Does what needs no results, for the time in which the devices work: completions, and reading requests.
+        """Do what needs no results, for the time in which the devices work: completions, and reading requests.
 
         Every host must call it at the same places. Nothing depends on it but when the work is done, and where sequences
         go.
@@ -219,7 +219,7 @@ class Scheduler:
         self._read()
 
     def commit(self, batch: DecodeBatch | VerifyBatch, results: DecodeResults) -> None:
-        """Takes the results of a decode launch.
+        """Take the results of a decode launch.
 
         Args:
             results: What each slot sampled; of a launch that verifies drafts, the step of each token too.
@@ -255,7 +255,7 @@ class Scheduler:
             self._drafter.learn(at, kept, results.tokens, step)
 
     def _cut_at_stop(self, sequence: Sequence, new: int) -> int | None:
-        """Ends a sequence whose last ``new`` tokens complete a stop string; returns how many came after it, if any."""
+        """End a sequence whose last ``new`` tokens complete a stop string; return how many came after it, if any."""
         assert self._find_stop is not None
         end = self._find_stop(sequence.tokens, sequence.num_tokens - new, sequence.request.params.stop)
         if end is None:
@@ -265,7 +265,7 @@ class Scheduler:
         return cut
 
     def commit_routed(self, batch: PrefillBatch | CopyPagesBatch, words: np.ndarray | None = None) -> None:
-        """Takes the experts of prompts (`Replica.commit_routed`), before the results of the next decode launch."""
+        """Take the experts of prompts (`Replica.commit_routed`), before the results of the next decode launch."""
         for replica in self._replicas:
             replica.commit_routed(batch, words)
 
@@ -276,7 +276,7 @@ class Scheduler:
         top_ids: np.ndarray | None = None,
         top_logprobs: np.ndarray | None = None,
     ) -> None:
-        """Takes the results of a launch that computed log-probabilities of prompts.
+        """Take the results of a launch that computed log-probabilities of prompts.
 
         Args:
             logprobs: The log-probabilities of the batch's targets, ``[replica, row, position]``.
@@ -299,13 +299,13 @@ class Scheduler:
                 )
 
     def _read(self) -> None:
-        """Reads requests until there are ``max_prompts`` unanswered prompts."""
+        """Read requests until there are ``max_prompts`` unanswered prompts."""
         while self._max_prompts is None or len(self._unanswered) < self._max_prompts:
             if self._read_one() is None:
                 return
 
     def _read_one(self) -> list[Sequence] | None:
-        """Reads the next request and returns its sequences; None if there is none."""
+        """Read the next request and return its sequences; None if there is none."""
         request = self._next
         if request is None:
             return None
@@ -335,7 +335,7 @@ class Scheduler:
         return sequences
 
     def _ended(self, sequence: Sequence) -> None:
-        """Counts a finished sequence; its prompt is answered when it was the last."""
+        """Count a finished sequence; its prompt is answered when it was the last."""
         prompt_id = sequence.request.prompt_id
         self._finished += 1
         self._unanswered[prompt_id] -= 1
@@ -343,7 +343,7 @@ class Scheduler:
             del self._unanswered[prompt_id]
 
     def _find(self, prompt_id: int, generation_id: int) -> Sequence:
-        """Returns a sequence; reads further requests until it is there."""
+        """Return a sequence; read further requests until it is there."""
         unseen: Seq[Sequence] | None = self._sequences
         while unseen is not None:
             for sequence in unseen:
@@ -356,7 +356,7 @@ class Scheduler:
         )
 
     def _release(self, sequence: Sequence) -> None:
-        """Frees the slot and the pages of an ended sequence."""
+        """Free the slot and the pages of an ended sequence."""
         replica = self._by_index[sequence.replica]
         replica.release(sequence)
         self._admission.update(replica)
@@ -368,7 +368,7 @@ class Scheduler:
         return (self._stopped + 1) / (int(self._sampled.sum()) + self.capacity.steps)
 
     def _admit(self, *, all_that_fit: bool = False) -> None:
-        """Admits the longest-waiting sequences: as many as fit, or as fill the next launch of prefill everywhere.
+        """Admit the longest-waiting sequences: as many as fit, or as fill the next launch of prefill everywhere.
 
         The others are admitted while the devices work on that launch. They go where they would have gone before it: no
         slot or page becomes free until all prefill is done, but by `cancel`, which admits them first.

@@ -27,7 +27,7 @@ class PromptLogprobs:
         return len(self.logprobs) == len(self.request.prompt_tokens) - 1
 
     def add(self, logprobs: np.ndarray, ids: np.ndarray | None, values: np.ndarray | None) -> None:
-        """Appends the log-probabilities of the next tokens.
+        """Append the log-probabilities of the next tokens.
 
         Args:
             logprobs: The log-probabilities ``[token]``.
@@ -41,7 +41,7 @@ class PromptLogprobs:
             self.top_logprobs += [tuple(zip(*pair, strict=True)) for pair in pairs]
 
     def result(self) -> tuple[tuple[float | None, ...], tuple[tuple[tuple[int, float], ...], ...]]:
-        """Returns ``prompt_logprobs`` and ``prompt_top_logprobs`` of `Completion`, both empty until all are there."""
+        """Return ``prompt_logprobs`` and ``prompt_top_logprobs`` of `Completion`, both empty until all are there."""
         if not self.done:
             return (), ()
         return (None, *self.logprobs), ((), *self.top_logprobs) if self.request.params.top_logprobs else ()
@@ -120,25 +120,25 @@ class Sequence:
         return self.request.params.max_new_tokens - self.num_tokens
 
     def worst_case_pages(self, page_size: int) -> int:
-        """Returns the number of pages for all positions that can be written; the last sampled token is not cached."""
+        """Return the number of pages for all positions that can be written; the last sampled token is not cached."""
         positions = len(self.request.prompt_tokens) + self.request.params.max_new_tokens - 1
         return -(-positions // page_size)
 
     def extend(self, sampled: Int32[np.ndarray, "part token"]) -> None:
-        """Appends the tokens of a launch: what `DecodeResults` has for the sequence, which must never change."""
+        """Append the tokens of a launch: what `DecodeResults` has for the sequence, which must never change."""
         assert self.finish_reason is None
         self._sampled.append(sampled)
         self.num_tokens += sampled.shape[1]
 
     def stop_at(self, count: int) -> None:
-        """Ends the answer after its first ``count`` tokens, and removes the others."""
+        """End the answer after its first ``count`` tokens, and remove the others."""
         assert 0 < count <= self.num_tokens
         self._sampled = [np.concatenate(self._sampled, axis=1)[:, :count]]
         self._tokens, self._num_listed, self.num_tokens = [], 0, count
         self.finish_reason = FinishReason.STOP
 
     def completion(self) -> Completion:
-        """Returns the finished answer, which is made once."""
+        """Return the finished answer, which is made once."""
         if self._completion is None:
             self._completion = self._make_completion()
         return self._completion

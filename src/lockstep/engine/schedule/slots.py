@@ -50,11 +50,11 @@ class DecodeSlots:
         return bool((self._has_stop_tokens | self.has_stop_strings).any())
 
     def put(self, sequence: Sequence) -> None:
-        """Takes a sequence that was given its slot and its pages."""
+        """Take a sequence that was given its slot and its pages."""
         self._new.append(sequence)
 
     def _write_new(self) -> None:
-        """Writes the sequences that came since the last call."""
+        """Write the sequences that came since the last call."""
         new, self._new = self._new, []
         if not new:
             return
@@ -77,7 +77,7 @@ class DecodeSlots:
         self.sequences[at] = new
 
     def clear(self, at: Slot) -> None:
-        """Makes slots idle."""
+        """Make slots idle."""
         self._write_new()
         for array, idle in zip(self._next.arrays().values(), self._idle.arrays().values(), strict=True):
             array[at] = idle[0, 0]
@@ -87,7 +87,7 @@ class DecodeSlots:
     def advance(
         self, results: DecodeResults
     ) -> tuple[Int[np.ndarray, "replica slot"], Bool[np.ndarray, "replica slot"]]:
-        """Moves every sequence on by what it sampled.
+        """Move every sequence on by what it sampled.
 
         Returns:
             The number of tokens that each slot sampled, and whether the last of them is a stop token of the sequence.
@@ -103,6 +103,6 @@ class DecodeSlots:
         return counts, (counts > 0) & (last[..., None] == batch.stop_ids).any(axis=-1)
 
     def batch(self, num_steps: int) -> DecodeBatch:
-        """Returns the arrays of a launch of ``num_steps``, which later changes leave as they are."""
+        """Return the arrays of a launch of ``num_steps``, which later changes leave as they are."""
         self._write_new()
         return self._next.copy(num_steps)

@@ -38,7 +38,7 @@ class Estimate:
         return self.reshard_s + self.steps * self.step_s
 
     def verify_cost(self, width: int) -> float:
-        """Returns the time of a step that verifies ``width`` positions of each sequence, in decode steps.
+        """Return the time of a step that verifies ``width`` positions of each sequence, in decode steps.
 
         Weights and K/V are read once, whatever the number of positions. Reading and computing count one after the
         other, which is the worst case: it promises no more than there is to gain.
@@ -65,7 +65,7 @@ def used_weights(model: DecodeModel, slots: float) -> tuple[float, float]:
 
 
 def estimate(model: DecodeModel, sizes: Capacity, demand: Demand, chip: Chip) -> Estimate:
-    """Predicts a round."""
+    """Predict a round."""
     config, item, decode_mesh = model.config, model.dtype.itemsize, model.decode_mesh
     tensor, devices, layers = decode_mesh.tensor, decode_mesh.mesh.size, config.num_layers
     batches = max(1.0, demand.sequences / concurrent_sequences(sizes, demand))
@@ -138,7 +138,7 @@ def from_other_slices(model: DecodeModel) -> int:
 
 
 def verify_costs(sizes: Capacity, predicted: Estimate | None) -> dict[int, float]:
-    """Returns the time of a step that verifies drafts, in decode steps, by its width.
+    """Return the time of a step that verifies drafts, in decode steps, by its width.
 
     Args:
         predicted: The prediction that the layout was chosen by; None where every step counts as one of decode.

@@ -53,7 +53,7 @@ class Heads:
         return None if window is None else window // self.context
 
     def modifier_of(self, layer: Int[Array, ""]) -> ScoreModifier:
-        """Returns the soft cap and the sliding window of a layer."""
+        """Return the soft cap and the sliding window of a layer."""
         if self.windows is None:
             return self.modifier
         windows = jnp.asarray([NO_WINDOW if window is None else window for window in self.windows], jnp.int32)
@@ -88,7 +88,7 @@ class Attention(Protocol):
         """The key/value heads of the pool."""
 
     def pack(self, kv: Float[Array, "... two_kv_heads head"]) -> Float[Array, "... stored_two_kv_heads stored_head"]:
-        """Pads K and V to the heads that the pool stores; writing rounds them to the dtype of the pool."""
+        """Pad K and V to the heads that the pool stores; writing rounds them to the dtype of the pool."""
 
     def write_pages(
         self,
@@ -96,7 +96,7 @@ class Attention(Protocol):
         page: Int[Array, " row"],
         kv: Float[Array, "row page_size two_kv_heads head"],
     ) -> Num[Array, "pool_page page_size two_kv_heads stored_head"]:
-        """Writes whole pages into the pool; where several rows name the same page, any one of them wins."""
+        """Write whole pages into the pool; where several rows name the same page, any one of them wins."""
 
     def copy_pages(
         self,
@@ -104,7 +104,7 @@ class Attention(Protocol):
         source: Int[Array, " row"],
         target: Int[Array, " row"],
     ) -> Num[Array, "pool_page page_size two_kv_heads stored_head"]:
-        """Copies pages inside the pool; no row's target may be another row's source."""
+        """Copy pages inside the pool; no row's target may be another row's source."""
 
     def begin_decode(
         self,
@@ -113,10 +113,10 @@ class Attention(Protocol):
         position: Int[Array, " slot"],
         num_layers: int,
     ) -> Any:
-        """Makes the cache of a decode launch, once before its first step."""
+        """Make the cache of a decode launch, once before its first step."""
 
     def end_decode(self, cache: Any) -> Num[Array, "pool_page page_size two_kv_heads stored_head"]:
-        """Returns the pool with everything that was written during the launch."""
+        """Return the pool with everything that was written during the launch."""
 
     def write(
         self,
@@ -126,7 +126,7 @@ class Attention(Protocol):
         position: Int[Array, "slot query"],
         kv: Float[Array, "slot query two_kv_heads head"],
     ) -> Any:
-        """Writes K and V of one or more positions per slot into the cache; ``page`` indexes the flat pool.
+        """Write K and V of one or more positions per slot into the cache; ``page`` indexes the flat pool.
 
         A position whose page is a layer's null page may lie beyond the page table.
         """
@@ -141,7 +141,7 @@ class Attention(Protocol):
         active: Bool[Array, " slot"],
         sinks: Float[Array, "kv_head group"] | None = None,
     ) -> Float[Array, "slot query kv_head group head"]:
-        """Attends one or more queries per slot, each to the positions up to and including its own.
+        """Attend one or more queries per slot, each to the positions up to and including its own.
 
         Args:
             q: The queries of one layer; query ``i`` of a slot is at ``position + i``.
@@ -156,7 +156,7 @@ class Attention(Protocol):
     def begin_prefill(
         self, start: Int[Array, " row"], page_table: Int[Array, "row page"], used: Bool[Array, " row"]
     ) -> Any:
-        """Computes what all layers of a prefill launch share, once: the ``rows`` of `prefill`.
+        """Compute what all layers of a prefill launch share, once: the ``rows`` of `prefill`.
 
         Args:
             start: The position of each row's first query.
@@ -173,7 +173,7 @@ class Attention(Protocol):
         rows: Any,
         sinks: Float[Array, "kv_head group"] | None = None,
     ) -> Float[Array, "row query kv_head group head"]:
-        """Attends each query to all positions of its sequence up to and including its own.
+        """Attend each query to all positions of its sequence up to and including its own.
 
         Args:
             q: The queries; query ``i`` of a row is at position ``start + i``.

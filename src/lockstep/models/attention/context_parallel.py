@@ -24,7 +24,7 @@ from lockstep.models.attention.base import Attention, Heads, StoredKvHeads
 
 
 def check_context(layout: str, context: int, copies: int, page_size: int, windows: Iterable[Any]) -> None:
-    """Refuses a number of devices that cannot split the positions of a kv head.
+    """Refuse a number of devices that cannot split the positions of a kv head.
 
     Args:
         layout: As the user wrote it.
@@ -76,28 +76,28 @@ class ContextParallelAttention:
         return (position + self._devices - 1 - self._device) // self._devices
 
     def pack(self, kv: Array) -> Array:
-        """Pads K and V as the pool of a device has them."""
+        """Pad K and V as the pool of a device has them."""
         return self.own.pack(kv)
 
     def write_pages(self, pool: Array, page: Array, kv: Array) -> Array:
-        """Writes the device's positions of each page."""
+        """Write the device's positions of each page."""
         by_device = kv.reshape(kv.shape[0], -1, self._devices, *kv.shape[2:])
         return self.own.write_pages(pool, page, jax.lax.dynamic_index_in_dim(by_device, self._device, 2, False))
 
     def copy_pages(self, pool: Array, source: Array, target: Array) -> Array:
-        """Copies the device's part of pages."""
+        """Copy the device's part of pages."""
         return self.own.copy_pages(pool, source, target)
 
     def begin_decode(self, pool: Array, page_table: Array, position: Array, num_layers: int) -> Any:
-        """Makes the cache of the device's positions."""
+        """Make the cache of the device's positions."""
         return self.own.begin_decode(pool, page_table, self._before(position), num_layers)
 
     def end_decode(self, cache: Any) -> Array:
-        """Returns the device's pool."""
+        """Return the device's pool."""
         return self.own.end_decode(cache)
 
     def write(self, cache: Any, layer: Array, page: Array, position: Array, kv: Array) -> Any:
-        """Writes a position where it is the device's; else to the null page and where its next position will be."""
+        """Write a position where it is the device's; else to the null page and where its next position will be."""
         is_own = position % self._devices == self._device
         return self.own.write(cache, layer, jnp.where(is_own, page, 0), self._before(position), kv)
 
@@ -105,7 +105,7 @@ class ContextParallelAttention:
         self, q: Array, cache: Any, layer: Array, page_table: Array, position: Array, active: Array,
         sinks: Array | None = None,
     ) -> Array:  # fmt: skip
-        """Attends one or more queries per slot to the positions of all devices."""
+        """Attend one or more queries per slot to the positions of all devices."""
 
         def attend(first: int, q: Array) -> Any:
             return self.own.decode(q, cache, layer, page_table, self._before(position + first + 1) - 1, active)
@@ -113,7 +113,7 @@ class ContextParallelAttention:
         return self._attend_groups(attend, q, position, sinks)
 
     def begin_prefill(self, start: Array, page_table: Array, used: Array) -> Any:
-        """Computes what each group of queries needs, and the start of each row."""
+        """Compute what each group of queries needs, and the start of each row."""
         groups = [
             self.own.begin_prefill(self._before(start + first + 1) - 1, page_table, used)
             for first in range(self._devices)
@@ -123,7 +123,7 @@ class ContextParallelAttention:
     def prefill(
         self, q: Array, pool: Array, layer: Array, first_page: Array, rows: Any, sinks: Array | None = None
     ) -> Array:
-        """Attends each query of the rows to the positions of all devices."""
+        """Attend each query of the rows to the positions of all devices."""
         start, groups = rows
 
         def attend(first: int, q: Array) -> Any:
@@ -132,7 +132,7 @@ class ContextParallelAttention:
         return self._attend_groups(attend, q, start, sinks)
 
     def _attend_groups(self, attend: Any, q: Array, start: Array, sinks: Array | None) -> Array:
-        """Attends every n-th query together; ``q`` is ``[row, query, kv_head, group, head]``, from ``start`` on."""
+        """Attend every n-th query together; ``q`` is ``[row, query, kv_head, group, head]``, from ``start`` on."""
         queries = q.shape[1]
         groups = min(self._devices, queries)
         padded = jnp.pad(q, ((0, 0), (0, -queries % groups), *((0, 0) for _ in q.shape[2:])))
@@ -143,7 +143,7 @@ class ContextParallelAttention:
         return self._join(whole, visible > 0, sinks, q.dtype)
 
     def _join(self, found: Any, sees: Array, sinks: Array | None, dtype: jnp.dtype) -> Array:
-        """Joins what all devices found for the heads of this one.
+        """Join what all devices found for the heads of this one.
 
         Args:
             found: The `Partial` of this device.

@@ -34,7 +34,7 @@ def gather_context(
     num_layers: int,
     read_kv: ReadKv = gather_kv,
 ) -> Context:
-    """Copies the pages of each slot into contiguous K and V, as far as its sequence reaches; V beyond it is zeros.
+    """Copy the pages of each slot into contiguous K and V, as far as its sequence reaches; V beyond it is zeros.
 
     A page may still hold K/V of the sequence that had it before. Beyond a query such V has weight 0, and 0 times
     infinity would be NaN, so it is replaced. Such K needs no care: its scores are masked.
@@ -80,7 +80,7 @@ def extend_context(
     kv: Float[Array, "slot query two_kv_heads head"],
     position: Int[Array, "slot query"],
 ) -> Context:
-    """Writes K and V of one or more positions per slot into one layer of the context; those beyond it are left out."""
+    """Write K and V of one or more positions per slot into one layer of the context; those beyond it are left out."""
     chunk, offset = jnp.divmod(position, context.k.shape[4])
     at = (layer, chunk, jnp.arange(kv.shape[0])[:, None], slice(None), offset)
     return Context(
@@ -99,7 +99,7 @@ def attend_context(
     *,
     partial: bool = False,
 ) -> Any:
-    """Attends one or more queries per slot to the positions up to and including their own, as `attend` does.
+    """Attend one or more queries per slot to the positions up to and including their own, as `attend` does.
 
     Args:
         q: The queries; query ``i`` of a slot is at ``position + i``. Those beyond the context see all of it.
@@ -117,12 +117,12 @@ def attend_context(
 
 
 def by_query(found: Any, queries: int) -> Any:
-    """Splits ``[sequence, kv_head, query * group, ...]`` into ``[sequence, query, kv_head, group, ...]``."""
+    """Split ``[sequence, kv_head, query * group, ...]`` into ``[sequence, query, kv_head, group, ...]``."""
     return jax.tree.map(lambda a: a.reshape(*a.shape[:2], queries, -1, *a.shape[3:]).swapaxes(1, 2), found)
 
 
 def _read_chunk(context: Context, layer: Int[Array, ""]) -> ReadChunk:
-    """Reads chunks of one layer."""
+    """Read chunks of one layer."""
 
     def read(index: Array | int) -> tuple[Array, Array]:
         first = (layer, index, 0, 0, 0, 0)

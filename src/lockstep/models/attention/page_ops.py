@@ -27,7 +27,7 @@ type ReadKv = Callable[[Array, Array], tuple[Array, Array]]
 def gather_kv(
     pool: Num[Array, "pool_page page_size two_kv_heads head"], page: Int[Array, "sequence page"]
 ) -> tuple[Num[Array, "sequence kv_head position head"], Num[Array, "sequence kv_head position head"]]:
-    """Reads the heads of all positions in one gather for K and one for V, straight into the order of the result.
+    """Read the heads of all positions in one gather for K and one for V, straight into the order of the result.
 
     A gather of whole pages would have to be put into that order by a second pass over the memory.
     """
@@ -41,7 +41,7 @@ def gather_kv(
 def read_kv_page_by_page(
     pool: Num[Array, "pool_page page_size two_kv_heads head"], page: Int[Array, "sequence page"]
 ) -> tuple[Num[Array, "sequence kv_head position head"], Num[Array, "sequence kv_head position head"]]:
-    """Reads one page at a time."""
+    """Read one page at a time."""
     pages = jax.lax.map(lambda one: jax.lax.dynamic_index_in_dim(pool, one, keepdims=False), page.reshape(-1))
     heads = pages.reshape(len(page), -1, pool.shape[2] // 2, 2, pool.shape[3])
     k, v = heads.transpose(3, 0, 2, 1, 4)
@@ -53,7 +53,7 @@ def write_pages_one_by_one(
     page: Int[Array, " row"],
     kv: Float[Array, "row page_size two_kv_heads head"],
 ) -> Num[Array, "pool_page page_size two_kv_heads head"]:
-    """Writes row ``i`` of ``kv`` to page ``page[i]``, in order: of several rows that name a page the last one wins."""
+    """Write row ``i`` of ``kv`` to page ``page[i]``, in order: of several rows that name a page the last one wins."""
     stored = to_pool(kv, pool.dtype)
 
     def write(row: Array, pool: Array) -> Array:
@@ -67,7 +67,7 @@ def copy_pages_one_by_one(
     source: Int[Array, " row"],
     target: Int[Array, " row"],
 ) -> Num[Array, "pool_page page_size two_kv_heads head"]:
-    """Copies page ``source[i]`` to page ``target[i]``; no row's target may be another row's source."""
+    """Copy page ``source[i]`` to page ``target[i]``; no row's target may be another row's source."""
 
     def copy(row: Array, pool: Array) -> Array:
         page = jax.lax.dynamic_index_in_dim(pool, source[row], 0, keepdims=False)
@@ -77,7 +77,7 @@ def copy_pages_one_by_one(
 
 
 def to_pool(kv: Float[Array, "*shape"], dtype: jnp.dtype) -> Num[Array, "*shape"]:
-    """Rounds K or V to the numbers of a pool, once, when it is written; every reader sees the same rounded numbers.
+    """Round K or V to the numbers of a pool, once, when it is written; every reader sees the same rounded numbers.
 
     In 8 bits finite numbers beyond the largest become the largest; what is not finite becomes NaN, so that a sequence
     that overflowed is seen to have done so.

@@ -28,7 +28,7 @@ def paged_attention(
     *,
     partial: bool = False,
 ) -> Any:
-    """Attends each query to all positions of its own sequence up to and including its own.
+    """Attend each query to all positions of its own sequence up to and including its own.
 
     Args:
         q: The queries; query ``i`` of a sequence is at position ``start + i``.

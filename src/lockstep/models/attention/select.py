@@ -51,7 +51,7 @@ def pool_dtype(device: jax.Device, heads: Heads, kv_dtype: jnp.dtype) -> jnp.dty
 
 
 def describe_attention(device: jax.Device, heads: Heads, *, exact: bool = False) -> str:
-    """Describes the attention on a device, for the report of the chosen sizes.
+    """Describe the attention on a device, for the report of the chosen sizes.
 
     Args:
         exact: Whether it is that of ``numerics: exact``.
@@ -88,7 +88,7 @@ def select_attention(
     kv_dtype: jnp.dtype | None = None,
     exact: bool = False,
 ) -> Attention:
-    """Selects the attention for a device, by its platform and the size of the heads.
+    """Select the attention for a device, by its platform and the size of the heads.
 
     Args:
         device: A device of the decode mesh; all are of one kind.

@@ -52,7 +52,7 @@ def attend(
     *,
     partial: bool = False,
 ) -> Any:
-    """Attends each query to all positions up to and including its own; softmax in float32.
+    """Attend each query to all positions up to and including its own; softmax in float32.
 
     With more than one chunk the softmax is accumulated chunk by chunk (Milakov & Gimelshein 2018,
     https://arxiv.org/abs/1805.02867, algorithm 3).

@@ -53,27 +53,27 @@ class TpuAttention:
     partial: bool = False
 
     def pack(self, kv: Array) -> Array:
-        """Pads K and V with zeros to the heads that the kernel can read."""
+        """Pad K and V with zeros to the heads that the kernel can read."""
         return _pad(kv, -2, 2 * self.stored_kv_heads.kv_heads, -1, self.stored_kv_heads.head_size)
 
     def write_pages(self, pool: Array, page: Array, kv: Array) -> Array:
-        """Writes with one call of the kernel that copies."""
+        """Write with one call of the kernel that copies."""
         return _write(pool, page, self.pack(kv))
 
     def copy_pages(self, pool: Array, source: Array, target: Array) -> Array:
-        """Copies page by page."""
+        """Copy page by page."""
         return copy_pages_one_by_one(pool, source, target)
 
     def begin_decode(self, pool: Array, page_table: Array, position: Array, num_layers: int) -> Array:
-        """Returns the pool itself: there is no second copy of K and V."""
+        """Return the pool itself: there is no second copy of K and V."""
         return pool
 
     def end_decode(self, cache: Array) -> Array:
-        """Returns the cache, which is the pool."""
+        """Return the cache, which is the pool."""
         return cache
 
     def write(self, cache: Array, layer: Array, page: Array, position: Array, kv: Array) -> Array:
-        """Writes to the pages of the pool with one call of the kernel that copies, whose entries are positions."""
+        """Write to the pages of the pool with one call of the kernel that copies, whose entries are positions."""
         entries = cache.reshape(-1, *cache.shape[2:])
         at = (page * self.page_size + position % self.page_size).reshape(-1)
         return _write(entries, at, self.pack(kv.reshape(-1, *kv.shape[2:]))).reshape(cache.shape)
@@ -82,7 +82,7 @@ class TpuAttention:
         self, q: Array, cache: Array, layer: Array, page_table: Array, position: Array, active: Array,
         sinks: Array | None = None,
     ) -> Any:  # fmt: skip
-        """Attends the query tokens of all slots in one call of the kernel, each slot a sequence.
+        """Attend the query tokens of all slots in one call of the kernel, each slot a sequence.
 
         It reads the first position of the table of an idle slot.
         """
@@ -101,7 +101,7 @@ class TpuAttention:
         return jax.tree.map(lambda a: a.reshape(slots, queries, *a.shape[1:]), attended)
 
     def begin_prefill(self, start: Array, page_table: Array, used: Array) -> Rows:
-        """Joins consecutive rows of a prompt to one sequence, so that its pages are read once per query block."""
+        """Join consecutive rows of a prompt to one sequence, so that its pages are read once per query block."""
         rows, size = start.shape[0], self.page_size
         index = jnp.arange(rows)
         used = used | (index == 0)  # the kernel needs a sequence; of an unused row it is the null page
@@ -121,7 +121,7 @@ class TpuAttention:
     def prefill(
         self, q: Array, pool: Array, layer: Array, first_page: Array, rows: Rows, sinks: Array | None = None
     ) -> Any:
-        """Attends all rows in one call of the kernel; the output of unused rows is zeros."""
+        """Attend all rows in one call of the kernel; the output of unused rows is zeros."""
         tokens = q.reshape(-1, *q.shape[2:])
         attended = self._attend(tokens, pool, layer, rows, first_page, self.prefill_blocks)
         used = jnp.arange(tokens.shape[0]) < rows.q_starts[-1]
@@ -132,7 +132,7 @@ class TpuAttention:
         return jax.tree.map(by_row, attended)
 
     def _attend(self, q: Array, pool: Array, layer: Array, rows: Rows, first_page: Array | int, blocks: Blocks) -> Any:
-        """Calls the kernel; ``q`` and the result are ``[token, kv_head, group, head]``."""
+        """Call the kernel; ``q`` and the result are ``[token, kv_head, group, head]``."""
         if self.heads.windows is None:
             return self._kernel(self.heads.modifier.window, blocks, q, pool, rows, first_page)
         # The window is a constant of the kernel.
@@ -179,7 +179,7 @@ def _write(pool: Array, index: Array, kv: Array) -> Array:
 
 
 def _pad(array: Array, first: int, first_size: int, second: int, second_size: int) -> Array:
-    """Pads two axes with zeros at their ends to the given sizes."""
+    """Pad two axes with zeros at their ends to the given sizes."""
     padding = [(0, 0)] * array.ndim
     padding[first] = (0, first_size - array.shape[first])
     padding[second] = (0, second_size - array.shape[second])

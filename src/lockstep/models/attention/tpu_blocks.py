@@ -69,7 +69,7 @@ class BlockKey:
 
 
 def blocks_for(key: BlockKey) -> tuple[Blocks, Blocks]:
-    """Returns the block sizes of decode and of prefill; heads outside the table get `safe` ones and a warning."""
+    """Return the block sizes of decode and of prefill; heads outside the table get `safe` ones and a warning."""
     limit = VMEM_LIMIT.get(key.generation, min(VMEM_LIMIT.values()))
     blocks = BLOCKS.get(key.generation, {}) if key.page_size in PAGE_SIZES else {}
     q_heads, kv_heads, size, dtypes = key.heads
@@ -85,7 +85,7 @@ def blocks_for(key: BlockKey) -> tuple[Blocks, Blocks]:
 
 
 def safe(key: BlockKey) -> Blocks:
-    """Returns small sizes for heads outside the table: 128 positions, and 8 query tokens or 512 rows of all heads.
+    """Return small sizes for heads outside the table: 128 positions, and 8 query tokens or 512 rows of all heads.
 
     The kernel then keeps less than 4 MiB for 128 heads of 128 float32 elements, a quarter of the default limit of the
     smallest generation. The tests compile them for every generation.
@@ -99,7 +99,7 @@ def safe(key: BlockKey) -> Blocks:
 
 
 def stored_heads(kv_heads: int, itemsize: int) -> int:
-    """Returns the least number of kv heads, at least ``kv_heads``, whose K and V together fill the kernel's tiles.
+    """Return the least number of kv heads, at least ``kv_heads``, whose K and V together fill the kernel's tiles.
 
     A tile has 1, 2, 4 or a multiple of 8 words of 32 bits, each of ``4 / itemsize`` elements.
 
@@ -114,7 +114,7 @@ def stored_heads(kv_heads: int, itemsize: int) -> int:
 
 
 def max_table_rows(pages: int) -> int:
-    """Returns the most rows that a page table in scalar memory may have."""
+    """Return the most rows that a page table in scalar memory may have."""
     return _TABLE_BYTES // (4 * -(-pages // LANES) * LANES)
 
 
@@ -135,12 +135,12 @@ def takes(q_heads: int, kv_heads: int, itemsize: int) -> bool:
 
 
 def stored_head_size(head_size: int) -> int:
-    """Returns the head size in elements, rounded up to whole rows of `LANES`."""
+    """Return the head size in elements, rounded up to whole rows of `LANES`."""
     return -(-head_size // LANES) * LANES
 
 
 def tpu_generation(device_kind: str) -> str:
-    """Returns the TPU generation of a ``device_kind``: ``v5e`` for ``TPU v5 lite``, ``tpu7x`` for ``TPU7x``."""
+    """Return the TPU generation of a ``device_kind``: ``v5e`` for ``TPU v5 lite``, ``tpu7x`` for ``TPU7x``."""
     kind = device_kind.lower()
     match = re.search(r"v(\d+)\s*(lite|e|p)?", kind)
     if match is None:

@@ -31,7 +31,7 @@ _LANES = 128
 def write_entries(
     pool: Num[Array, "entry ..."], index: Int[Array, " row"], rows: Float[Array, "row ..."]
 ) -> Num[Array, "entry ..."]:
-    """Returns the pool with ``pool[index[i]] = rows[i]``, in its own memory where the caller donates it.
+    """Return the pool with ``pool[index[i]] = rows[i]``, in its own memory where the caller donates it.
 
     Where several rows have the same index, the entry has bytes of any of them.
 
@@ -80,7 +80,7 @@ def partial_attention(
     vmem_limit_bytes: int,
     **options: Any,
 ) -> Partial:
-    """Attends as ``ragged_paged_attention`` does, whose arguments these are; ``options`` are those of its kernel."""
+    """Attend as ``ragged_paged_attention`` does, whose arguments these are; ``options`` are those of its kernel."""
     tokens, q_heads, head = q.shape
     page_size, two_kv_heads = pool.shape[1:3]
     group = 2 * q_heads // two_kv_heads

@@ -52,31 +52,31 @@ class XlaAttention:
         return read_kv_page_by_page if self.page_by_page else gather_kv
 
     def pack(self, kv: Array) -> Array:
-        """Returns K and V as they are."""
+        """Return K and V as they are."""
         return kv
 
     def write_pages(self, pool: Array, page: Array, kv: Array) -> Array:
-        """Writes with one scatter, or page by page."""
+        """Write with one scatter, or page by page."""
         if self.page_by_page:
             return write_pages_one_by_one(pool, page, kv)
         return pool.at[page].set(to_pool(kv, pool.dtype))
 
     def copy_pages(self, pool: Array, source: Array, target: Array) -> Array:
-        """Copies with one gather and one scatter, or page by page."""
+        """Copy with one gather and one scatter, or page by page."""
         if self.page_by_page:
             return copy_pages_one_by_one(pool, source, target)
         return pool.at[target].set(pool[source])
 
     def begin_decode(self, pool: Array, page_table: Array, position: Array, num_layers: int) -> Cache:
-        """Returns the pool and its pages gathered into contiguous K and V."""
+        """Return the pool and its pages gathered into contiguous K and V."""
         return pool, gather_context(pool, page_table, position, num_layers, self._read_kv)
 
     def end_decode(self, cache: Cache) -> Array:
-        """Returns the pool and drops the context."""
+        """Return the pool and drop the context."""
         return cache[0]
 
     def write(self, cache: Cache, layer: Array, page: Array, position: Array, kv: Array) -> Cache:
-        """Writes to the pool and to the context."""
+        """Write to the pool and to the context."""
         pool, context = cache
         at = (page, position % pool.shape[1])
         return pool.at[at].set(to_pool(kv, pool.dtype)), extend_context(context, layer, kv, position)
@@ -85,18 +85,18 @@ class XlaAttention:
         self, q: Array, cache: Cache, layer: Array, page_table: Array, position: Array, active: Array,
         sinks: Array | None = None,
     ) -> Any:  # fmt: skip
-        """Attends to the context; idle slots are computed too."""
+        """Attend to the context; idle slots are computed too."""
         modifier = self.heads.modifier_of(layer)
         return attend_context(q, cache[1], layer, position, modifier, sinks, partial=self.partial)
 
     def begin_prefill(self, start: Array, page_table: Array, used: Array) -> Rows:
-        """Computes nothing."""
+        """Compute nothing."""
         return start, page_table
 
     def prefill(
         self, q: Array, pool: Array, layer: Array, first_page: Array, rows: Rows, sinks: Array | None = None
     ) -> Any:
-        """Attends to the pages of the pool; unused rows are computed too."""
+        """Attend to the pages of the pool; unused rows are computed too."""
         start, page_table = rows
         modifier = self.heads.modifier_of(layer)
         pages = first_page + page_table

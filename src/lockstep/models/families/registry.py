@@ -81,7 +81,7 @@ def family_of(config: LlamaConfig) -> Family:
 
 
 def config_from_hf(hf: Mapping[str, Any], *, max_seq_len: int | None = None) -> LlamaConfig:
-    """Returns the configuration that a Hugging Face ``config.json`` describes.
+    """Return the configuration that a Hugging Face ``config.json`` describes.
 
     It reads both spellings of the rotary settings: ``rope_theta`` and ``rope_scaling``, and ``rope_parameters`` of
     transformers 5.
@@ -97,7 +97,7 @@ def config_from_hf(hf: Mapping[str, Any], *, max_seq_len: int | None = None) -> 
 
 
 def config_to_hf(config: LlamaConfig, vocab_size: int) -> dict[str, Any]:
-    """Returns the content of a ``config.json`` with which transformers (4 or 5) computes the same model.
+    """Return the content of a ``config.json`` with which transformers (4 or 5) computes the same model.
 
     The architecture is that of the configuration's class, or the first that computes the same: with ``qkv_bias`` it is
     Qwen2, with ``qk_norm`` Qwen3.
@@ -112,7 +112,7 @@ def config_to_hf(config: LlamaConfig, vocab_size: int) -> dict[str, Any]:
 
 
 def find_preset(name: str) -> ModelPreset | None:
-    """Returns the preset of a checkpoint, by the last part of its path; None if there is none.
+    """Return the preset of a checkpoint, by the last part of its path; None if there is none.
 
     Args:
         name: The path, such as ``gs://bucket/models/Meta-Llama-3-8B-Instruct``; case, ``Meta-`` and ``-Instruct`` do

@@ -25,11 +25,11 @@ from lockstep.models.trainable import skeleton
 from lockstep.models.weights import MLP_WEIGHTS
 
 type ReadPair = Callable[[str, int], tuple[np.ndarray, np.ndarray]]
-"""Returns the two factors of an adapter by its name and the place of the layer among those that have it."""
+"""The two factors of an adapter by its name and the place of the layer among those that have it."""
 
 
 def stored_factors(a: np.ndarray, b: np.ndarray) -> tuple[Float[np.ndarray, "rank in"], Float[np.ndarray, "out rank"]]:
-    """Returns the factors of one layer's adapter as PEFT stores them, ``lora_A.weight`` and ``lora_B.weight``.
+    """Return the factors of one layer's adapter as PEFT stores them, ``lora_A.weight`` and ``lora_B.weight``.
 
     Args:
         a: The first factor, its last axis the rank.
@@ -42,12 +42,12 @@ def stored_factors(a: np.ndarray, b: np.ndarray) -> tuple[Float[np.ndarray, "ran
 def stored_factors_of_experts(
     a: Float[np.ndarray, "expert input rank"], b: Float[np.ndarray, "expert rank output"]
 ) -> tuple[Float[np.ndarray, "expert*rank input"], Float[np.ndarray, "output rank*expert"]]:
-    """Returns the factors of one layer's adapters of all experts, whose weights are one parameter, as PEFT has them."""
+    """Return the factors of one layer's adapters of all experts, whose weights are one parameter, as PEFT has them."""
     return a.transpose(0, 2, 1).reshape(-1, a.shape[1]), b.transpose(2, 1, 0).reshape(b.shape[2], -1)
 
 
 def merged_rows(base: str, dtype: str, config: LlamaConfig, lora: LoraConfig, read_pair: ReadPair) -> Read:
-    """Returns a function that reads rows of the base model's checkpoint and adds what the adapters add.
+    """Return a function that reads rows of the base model's checkpoint and adds what the adapters add.
 
     With ``numerics: exact`` they are merged as `lockstep.models.merge_adapters` does.
 
@@ -93,7 +93,7 @@ def merged_rows(base: str, dtype: str, config: LlamaConfig, lora: LoraConfig, re
 def save_peft(
     path: str | os.PathLike[str], config: LlamaConfig, lora: LoraConfig, base: str, read_pair: ReadPair
 ) -> None:
-    """Saves adapters, which ``PeftModel.from_pretrained(base_model, path)`` loads; one process calls it.
+    """Save adapters, which ``PeftModel.from_pretrained(base_model, path)`` loads; one process calls it.
 
     Args:
         path: A directory, which appears as a whole and replaces one that is there, or an fsspec URL.
@@ -170,7 +170,7 @@ def save_peft(
 def _joined(
     pairs: Sequence[tuple[np.ndarray, np.ndarray]], first_rows: Sequence[int], rows: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns adapters of rows of one tensor as one adapter of it, of as many times the rank."""
+    """Return adapters of rows of one tensor as one adapter of it, of as many times the rank."""
     factors = [stored_factors(*pair) for pair in pairs]
     low = np.concatenate([each for each, _ in factors])
     high, column = np.zeros((rows, len(low)), np.float32), 0
@@ -181,7 +181,7 @@ def _joined(
 
 
 def _check_peft(weights: Sequence[str], tensors: Mapping[str, str]) -> None:
-    """Refuses adapters that PEFT would not load whole, for transformers 5 puts all experts into two parameters."""
+    """Refuse adapters that PEFT would not load whole, for transformers 5 puts all experts into two parameters."""
     if not any("{expert}" in tensors[weight] for weight in weights):
         return
     others = [weight for weight in weights if weight in MLP_WEIGHTS or weight.startswith("shared_")]

@@ -62,11 +62,11 @@ class TensorFile:
         return self._tensors.keys()
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Returns the shape of a tensor."""
+        """Return the shape of a tensor."""
         return tuple(self._tensors[name]["shape"])
 
     def row_bytes(self, name: str) -> int:
-        """Returns the bytes of one entry of a tensor's first dimension.
+        """Return the bytes of one entry of a tensor's first dimension.
 
         Raises:
             ConfigError: The tensor has a dtype that NumPy does not know.
@@ -74,7 +74,7 @@ class TensorFile:
         return math.prod(self.shape(name)[1:]) * self._dtype(name).itemsize
 
     def read(self, name: str, start: int, stop: int) -> np.ndarray:
-        """Reads the rows from ``start`` to ``stop`` of a tensor, in its stored dtype, in one request.
+        """Read the rows from ``start`` to ``stop`` of a tensor, in its stored dtype, in one request.
 
         Raises:
             ConfigError: The file ends before the rows do, or the tensor has a dtype that NumPy does not know.
@@ -99,7 +99,7 @@ class TensorFile:
 
 
 def read_header(filesystem: Any, path: str) -> bytes:
-    """Reads the header of a file of tensors: the JSON that says where each is.
+    """Read the header of a file of tensors: the JSON that says where each is.
 
     Raises:
         ConfigError: Its length is none of a header.
@@ -166,11 +166,11 @@ class CheckpointFiles:
         return set(self._file_of)
 
     def file_of(self, name: str) -> str:
-        """Returns the name of the file that has a tensor."""
+        """Return the name of the file that has a tensor."""
         return self._file_of[name]
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Returns the shape of a tensor as it is read.
+        """Return the shape of a tensor as it is read.
 
         Raises:
             ConfigError: The index names a file that does not have the tensor, or what is packed does not go together.
@@ -186,7 +186,7 @@ class CheckpointFiles:
         return blocks[0], blocks[2] * BLOCK, blocks[1]
 
     def row_bytes(self, name: str) -> int:
-        """Returns the stored bytes of one entry of a tensor's first dimension.
+        """Return the stored bytes of one entry of a tensor's first dimension.
 
         Raises:
             ConfigError: The tensor cannot be read; the error names it and its file.
@@ -197,7 +197,7 @@ class CheckpointFiles:
             return self._opened(name).row_bytes(name)
 
     def read(self, name: str, start: int, stop: int) -> np.ndarray:
-        """Reads the rows from ``start`` to ``stop`` of a tensor, in its stored dtype, in one request.
+        """Read the rows from ``start`` to ``stop`` of a tensor, in its stored dtype, in one request.
 
         What is packed in 4 bits takes two requests and comes in bfloat16.
 
@@ -210,7 +210,7 @@ class CheckpointFiles:
             return self._opened(name).read(name, start, stop)
 
     def read_rows(self, names: Sequence[str], start: int, stop: int) -> np.ndarray:
-        """Reads the rows from ``start`` to ``stop`` of tensors of one shape, counted through all of them."""
+        """Read the rows from ``start`` to ``stop`` of tensors of one shape, counted through all of them."""
         rows = self.shape(names[0])[0]
         spans = ((name, start - rows * place, stop - rows * place) for place, name in enumerate(names))
         parts = [self.read(name, max(a, 0), min(b, rows)) for name, a, b in spans if a < rows and b > 0]
@@ -239,7 +239,7 @@ class CheckpointFiles:
 
 
 def read_heads(directory: str) -> dict[str, bytes]:
-    """Reads what is to be known of a checkpoint before its rows, by the name of each of its files.
+    """Read what is to be known of a checkpoint before its rows, by the name of each of its files.
 
     It is the header of a file of tensors, all of the configuration and the index, and nothing of others.
 
@@ -267,12 +267,12 @@ def _read_heads(directory: str) -> dict[str, bytes]:
 
 
 def pack_heads(heads: Mapping[str, bytes]) -> bytes:
-    """Returns what `read_heads` returned as bytes for other hosts."""
+    """Return what `read_heads` returned as bytes for other hosts."""
     return json.dumps({name: data.decode("latin-1") for name, data in heads.items()}).encode()
 
 
 def unpack_heads(data: bytes) -> dict[str, bytes]:
-    """Returns what `pack_heads` packed.
+    """Return what `pack_heads` packed.
 
     Raises:
         ConfigError: It is something else.
@@ -312,7 +312,7 @@ def _named_file(file: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def local_directory(path: str | os.PathLike[str], *, pattern: str = "*") -> Iterator[pathlib.Path]:
-    """Yields the directory at a path; for a URL, a temporary copy that is removed at the end.
+    """Yield the directory at a path; for a URL, a temporary copy that is removed at the end.
 
     Args:
         path: The local directory, or an fsspec URL such as ``gs://bucket/checkpoint``.

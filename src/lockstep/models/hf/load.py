@@ -64,7 +64,7 @@ class LoadProgress:
         self._done = False
 
     def note(self, bytes_read: int) -> float:
-        """Takes the bytes that this host has read so far; returns which part of all of its bytes that is."""
+        """Take the bytes that this host has read so far; return which part of all of its bytes that is."""
         if self._on_read is not None and bytes_read > self._bytes:
             self._on_read(bytes_read - self._bytes, self._total)
         self._bytes = bytes_read
@@ -99,7 +99,7 @@ _DERIVED = re.compile(r".*\.rotary_emb\.inv_freq|.*\.masked_bias")
 
 
 def read_hf_config(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Returns the parsed ``config.json`` of a checkpoint.
+    """Return the parsed ``config.json`` of a checkpoint.
 
     Raises:
         ConfigError: The file is missing or is not JSON.
@@ -116,7 +116,7 @@ def _parsed_config(text: bytes | None, path: str | os.PathLike[str]) -> dict[str
 
 
 def load_config(path: str | os.PathLike[str], *, max_seq_len: int | None = None) -> LlamaConfig:
-    """Returns the configuration of a Hugging Face checkpoint.
+    """Return the configuration of a Hugging Face checkpoint.
 
     Args:
         max_seq_len: The longest sequence in tokens, in place of the checkpoint's own limit. None for that.
@@ -137,7 +137,7 @@ def load_hf(
     on_read: OnRead | None = None,
     hosts: Hosts | None = None,
 ) -> LlamaLMHeadModel:
-    """Loads a model with the weights of a Hugging Face checkpoint, sharded over a mesh.
+    """Load a model with the weights of a Hugging Face checkpoint, sharded over a mesh.
 
     Each device reads rows of its own of every stored tensor, so that the hosts of a mesh read every byte once between
     them, in requests of at most 8 MiB, eight at a time; of more than 32 hosts, at most 32 read, each for a group of

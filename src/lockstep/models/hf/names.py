@@ -28,7 +28,7 @@ class HFTensor:
 
     @classmethod
     def of(cls, weight: str, template: str) -> Self:
-        """Returns how a weight is stored: outputs before inputs, as torch has it, unless experts share a tensor."""
+        """Return how a weight is stored: outputs before inputs, as torch has it, unless experts share a tensor."""
         named = haliax_axes(weight)
         axes = tuple(axis for axis in named if axis != "layer")
         if axes[0] == "expert" and "{expert}" not in template:  # one tensor for all experts, with our order of axes
@@ -38,16 +38,16 @@ class HFTensor:
         return cls(template, (outputs, inputs) if inputs else (axes,))
 
     def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
-        """Returns the stored shape, given the sizes of the named axes."""
+        """Return the stored shape, given the sizes of the named axes."""
         return tuple(math.prod(sizes[axis] for axis in group) for group in self.dims)
 
     def to_stored(self, array: np.ndarray, axes: Sequence[str], sizes: Mapping[str, int]) -> np.ndarray:
-        """Converts one layer's parameter, with the given order of axes, to the stored tensor."""
+        """Convert one layer's parameter, with the given order of axes, to the stored tensor."""
         flat = [axis for group in self.dims for axis in group]
         return np.ascontiguousarray(array.transpose([axes.index(a) for a in flat]).reshape(self.shape(sizes)))
 
     def from_stored(self, stored: Any, axes: Sequence[str], sizes: Mapping[str, int]) -> Any:
-        """Converts a stored tensor, or a part of one of these sizes, to the parameter with the given order of axes."""
+        """Convert a stored tensor, or a part of one of these sizes, to the parameter with the given order of axes."""
         flat = [axis for group in self.dims for axis in group]
         return stored.reshape([sizes[axis] for axis in flat]).transpose([flat.index(axis) for axis in axes])
 
@@ -85,14 +85,14 @@ class Parameter:
         return self.stored.shape(self.sizes)
 
     def names(self, layer: int | None) -> list[str]:
-        """Returns the names of the tensors of one layer, whose rows follow one another: one, or one for each expert."""
+        """Return the names of the tensors of one layer, whose rows follow one another: one, or one for each expert."""
         template = self.stored.template
         experts = range(self.sizes["expert"]) if "{expert}" in template else [None]
         return [template.format(layer=layer, expert=expert) for expert in experts]
 
 
 def parameters(model: Any, tensors: Mapping[str, str]) -> list[Parameter]:
-    """Returns every parameter of a model, or of its skeleton, in the order of the model's tree.
+    """Return every parameter of a model, or of its skeleton, in the order of the model's tree.
 
     Args:
         tensors: The names of the tensors of its family by weight.
@@ -122,7 +122,7 @@ def parameters(model: Any, tensors: Mapping[str, str]) -> list[Parameter]:
 
 
 def stored_shapes(found: Sequence[Parameter]) -> dict[str, tuple[int, ...]]:
-    """Returns the shape of each tensor of a checkpoint by name."""
+    """Return the shape of each tensor of a checkpoint by name."""
     shapes: dict[str, tuple[int, ...]] = {}
     for each in found:
         rows, *columns = each.shape

@@ -34,7 +34,7 @@ class RowLayout:
 
     @classmethod
     def of(cls, parameter: Parameter, sharding: NamedSharding) -> Self:
-        """Returns the layout of a parameter that is to have a sharding."""
+        """Return the layout of a parameter that is to have a sharding."""
         assert isinstance(sharding.mesh, Mesh)
         spec = [*sharding.spec, *[None] * (parameter.value.ndim - len(sharding.spec))]
         return cls(
@@ -63,7 +63,7 @@ class RowLayout:
         return (self._sizes.get("layer", 1), parts * self._padded(rows // parts), *columns)
 
     def rows(self, first: int, last: int) -> tuple[int, int]:
-        """Returns the stored rows, from and to, of which a device's padded rows from ``first`` to ``last`` consist.
+        """Return the stored rows, from and to, of which a device's padded rows from ``first`` to ``last`` consist.
 
         Args:
             first: The first row of the device, as `sharding` has it.
@@ -75,7 +75,7 @@ class RowLayout:
         return part * part_rows + start, part * part_rows + stop
 
     def move(self, rows: jax.Array) -> jax.Array:
-        """Moves the rows that were read to where the parameter is; a function to be traced.
+        """Move the rows that were read to where the parameter is; a function to be traced.
 
         Beside the rows and the result, a device holds what the collectives need: where all axes of the mesh split the
         parameter, as much as the rows.
@@ -188,7 +188,7 @@ class ReadingHosts:
         return {self.mesh.devices[place]: place for place in np.ndindex(self.mesh.devices.shape)}
 
     def spread(self, rows: jax.Array) -> jax.Array:
-        """Hands the devices of a group their rows; a function to be traced.
+        """Hand the devices of a group their rows; a function to be traced.
 
         Args:
             rows: They have `sharding`; a reading device has those of its `served` devices one after the other.
@@ -216,7 +216,7 @@ class RowGather:
 
     @classmethod
     def of(cls, tensor: SavedTensor, most_bytes: int) -> Self:
-        """Returns the program for the pieces of a tensor."""
+        """Return the program for the pieces of a tensor."""
         return cls(
             layout=RowLayout.of(tensor.parameter, sharding_of(tensor.parameter)),
             row_axis=tensor.row_axis,
@@ -235,7 +235,7 @@ class RowGather:
         return NamedSharding(self.mesh, PartitionSpec())
 
     def gather(self, array: jax.Array, where: jax.Array) -> jax.Array:
-        """Gathers the stored rows ``[row, ...]``, replicated; a function to be traced.
+        """Gather the stored rows ``[row, ...]``, replicated; a function to be traced.
 
         Args:
             where: ``int32[2]``: the layer, and the first entry of the row axis. Entries beyond the last are zeros.
@@ -270,7 +270,7 @@ class RowGather:
     def _window(
         self, block: jax.Array, layer: jax.Array | None, axis: int, start: jax.Array, axes: tuple[str, ...]
     ) -> jax.Array:
-        """Returns ``count`` entries of a layer from ``start`` on, zeros in place of those that another device has."""
+        """Return ``count`` entries of a layer from ``start`` on, zeros in place of those that another device has."""
         size = block.shape[axis]
         most = min(size, self.count)
         first = _index(axes) * size
@@ -289,7 +289,7 @@ class RowGather:
 
 
 def sharding_of(parameter: Parameter) -> NamedSharding:
-    """Returns the sharding of a model's parameter; on one device, one over a mesh of it."""
+    """Return the sharding of a model's parameter; on one device, one over a mesh of it."""
     array = parameter.value.array
     if isinstance(array.sharding, NamedSharding):
         return array.sharding
@@ -302,7 +302,7 @@ def _index(axes: tuple[str, ...]) -> Any:
 
 
 def _sum_exactly(values: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """Adds values of which all but one device have zeros, as bits: a sum of floats would turn -0.0 into 0.0."""
+    """Add values of which all but one device have zeros, as bits: a sum of floats would turn -0.0 into 0.0."""
     unsigned = jnp.dtype(f"uint{8 * values.dtype.itemsize}")
     bits = jax.lax.bitcast_convert_type(values, unsigned).astype(jnp.uint32)
     return jax.lax.bitcast_convert_type(jax.lax.psum(bits, axes).astype(unsigned), values.dtype)

@@ -47,7 +47,7 @@ class _Rows:
     offset: int = 0
 
     def cut(self, row: int) -> tuple["_Rows", "_Rows"]:
-        """Returns the rows before ``row``, and the others."""
+        """Return the rows before ``row``, and the others."""
         rest = dataclasses.replace(self, start=row, offset=self.offset + row - self.start)
         return dataclasses.replace(self, stop=row), rest
 
@@ -94,12 +94,12 @@ class ParameterRead:
         return sum(self._files.row_bytes(self._parameter.names(layer)[0]) for layer in self._parameter.layers) * rows
 
     def begin(self) -> Iterator[Request]:
-        """Allocates the memory and returns what is to be read into it, in the order of the files."""
+        """Allocate the memory and return what is to be read into it, in the order of the files."""
         self._blocks = [aligned_empty(self.block_shape, self._dtype) for _ in self._devices]
         return self.requests()
 
     def requests(self) -> Iterator[Request]:
-        """Returns what is to be read, in the order of the files."""
+        """Return what is to be read, in the order of the files."""
         for number, layer in enumerate(self._parameter.layers):
             names = self._parameter.names(layer)
             row_bytes = self._files.row_bytes(names[0])
@@ -111,7 +111,7 @@ class ParameterRead:
                 )
 
     def place(self) -> jax.Array:
-        """Returns the rows where they were read, and gives up this host's memory.
+        """Return the rows where they were read, and give up this host's memory.
 
         The array has the shape and sharding of the layout; with ``readers`` that of ``readers.sharding``, from which
         `ReadingHosts.spread` and `spread` make it.
@@ -121,7 +121,7 @@ class ParameterRead:
         return self._array(shards, self.layout.sharding if self.readers is None else self.readers.sharding)
 
     def handed_over(self, spread: jax.Array) -> jax.Array:
-        """Returns what `ReadingHosts.spread` made of the rows as an array of the shape and sharding of the layout."""
+        """Return what `ReadingHosts.spread` made of the rows as an array of the shape and sharding of the layout."""
         shards = {shard.device: shard.data for shard in spread.addressable_shards}
         return self._array([shards[each] for each in self._devices], self.layout.sharding)
 
@@ -142,7 +142,7 @@ class ParameterRead:
 
 
 def _ranges(devices: list[tuple[int, int]], most: int) -> Iterator[list[_Rows]]:
-    """Yields the rows of all devices as ranges of at most ``most`` rows; neighbours share a range."""
+    """Yield the rows of all devices as ranges of at most ``most`` rows; neighbours share a range."""
     waiting = [_Rows(start, stop, block) for block, (start, stop) in enumerate(devices) if stop > start]
     waiting.sort(key=lambda rows: rows.start, reverse=True)
     current: list[_Rows] = []
@@ -171,7 +171,7 @@ class Job(Protocol):
         """The bytes of memory that it takes from its begin until `ParallelReader.release`."""
 
     def begin(self) -> Iterator[Request]:
-        """Allocates the memory and returns what is to be read."""
+        """Allocate the memory and return what is to be read."""
 
 
 class ParallelReader:
@@ -208,7 +208,7 @@ class ParallelReader:
             self._changed.notify_all()
 
     def wait(self, beyond: int, timeout_s: float) -> int:
-        """Waits until more than ``beyond`` jobs are complete, counted from the first, or all, or for some seconds.
+        """Wait until more than ``beyond`` jobs are complete, counted from the first, or all, or for some seconds.
 
         Args:
             beyond: The number of jobs that are known to be complete.
@@ -233,7 +233,7 @@ class ParallelReader:
                 self._changed.wait(min(rest, self._timeout_s / 4))
 
     def release(self, job: Job) -> None:
-        """Counts the memory of a job as free."""
+        """Count the memory of a job as free."""
         with self._changed:
             self._in_memory -= job.nbytes
             self._changed.notify_all()
@@ -263,7 +263,7 @@ class ParallelReader:
                 self._changed.notify_all()
 
     def _take(self) -> tuple[int, Request] | None:
-        """Returns the next request and the number of its job; None when there is none, or never will be."""
+        """Return the next request and the number of its job; None when there is none, or never will be."""
         with self._changed:
             while not self._closed and self._error is None:
                 while not self._requests and self._begins_next():
@@ -280,7 +280,7 @@ class ParallelReader:
             return None
 
     def _begins_next(self) -> bool:
-        """Begins the next job, if there is one and it fits; returns whether it did."""
+        """Begin the next job, if there is one and it fits; return whether it did."""
         number = len(self._left)
         if number == len(self._jobs):
             return False

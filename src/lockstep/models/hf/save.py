@@ -35,7 +35,7 @@ class SavesTokenizer(Protocol):
     """The part of a transformers tokenizer that is used here."""
 
     def save_pretrained(self, save_directory: str) -> Any:
-        """Writes the tokenizer's files to a directory."""
+        """Write the tokenizer's files to a directory."""
 
 
 def save_hf(
@@ -49,7 +49,7 @@ def save_hf(
     interrupted: Callable[[], bool] = lambda: False,
     hosts: Hosts | None = None,
 ) -> bool:
-    """Saves a model as a Hugging Face checkpoint: safetensors, an index where there are several files, config.json.
+    """Save a model as a Hugging Face checkpoint: safetensors, an index where there are several files, config.json.
 
     Every host calls it, and writes files of its own where it sees ``path``; on a local disk that the others do not see,
     the leader writes all of them. A piece of a tensor, of at most 32 MiB, is on each device at a time, gathered by a
@@ -103,7 +103,7 @@ def export_hf(
     vocab_size: int | None = None,
     hosts: Hosts | None = None,
 ) -> None:
-    """Saves a model that is read from somewhere, as `save_hf` does, without any device.
+    """Save a model that is read from somewhere, as `save_hf` does, without any device.
 
     Args:
         model: The skeleton of the model, with the dtypes of its parameters.

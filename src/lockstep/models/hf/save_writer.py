@@ -22,7 +22,7 @@ PIECE_BYTES = 32 << 20
 """The most bytes of a tensor that are gathered and written at a time, but for a single row that has more."""
 
 type Read = Callable[[SavedTensor, int, int], np.ndarray]
-"""Returns the stored rows of some entries of a tensor's row axis, from and to."""
+"""The stored rows of some entries of a tensor's row axis, from and to."""
 
 
 class FileWriter(HostThread):

@@ -66,16 +66,16 @@ class SavedTensor:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def pieces(self, most_bytes: int) -> Iterator[tuple[int, int]]:
-        """Yields the entries of the row axis, from and to, of pieces of at most so many bytes; one entry at least."""
+        """Yield the entries of the row axis, from and to, of pieces of at most so many bytes; one entry at least."""
         step = self.rows_in(most_bytes)
         return ((start, min(start + step, self.rows)) for start in range(0, self.rows, step))
 
     def rows_in(self, most_bytes: int) -> int:
-        """Returns the number of entries of the row axis in so many bytes: at least one, at most all."""
+        """Return the number of entries of the row axis in so many bytes: at least one, at most all."""
         return min(self.rows, max(1, most_bytes * self.rows // max(1, self.nbytes)))
 
     def to_stored(self, block: np.ndarray) -> np.ndarray:
-        """Converts some entries of the row axis of this layer's parameter, with all of the other axes, to stored rows.
+        """Convert some entries of the row axis of this layer's parameter, with all of the other axes, to stored rows.
 
         Args:
             block: The values, with the axes of the parameter in their order.
@@ -86,7 +86,7 @@ class SavedTensor:
 
 
 def saved_tensors(model: LlamaLMHeadModel, dtype: Any, vocab_size: int) -> list[SavedTensor]:
-    """Returns all tensors of a checkpoint by layer, so that those of a layer are in one file where possible.
+    """Return all tensors of a checkpoint by layer, so that those of a layer are in one file where possible.
 
     Args:
         dtype: The dtype of the stored tensors; None keeps that of each parameter.
@@ -112,7 +112,7 @@ def saved_tensors(model: LlamaLMHeadModel, dtype: Any, vocab_size: int) -> list[
 
 
 def split_into_files(tensors: Sequence[SavedTensor], max_bytes: int, writers: int) -> dict[str, list[SavedTensor]]:
-    """Returns the tensors of each file by the file's name.
+    """Return the tensors of each file by the file's name.
 
     Args:
         max_bytes: The most bytes of tensors in a file; a larger tensor has a file of its own.
@@ -138,7 +138,7 @@ def split_into_files(tensors: Sequence[SavedTensor], max_bytes: int, writers: in
 
 
 def file_header(tensors: Sequence[SavedTensor]) -> bytes:
-    """Returns what is in a safetensors file before its tensors (https://github.com/huggingface/safetensors#format)."""
+    """Return what is in a safetensors file before its tensors (https://github.com/huggingface/safetensors#format)."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for names, group in itertools.groupby(tensors, key=lambda tensor: tensor.names):
@@ -157,7 +157,7 @@ def file_header(tensors: Sequence[SavedTensor]) -> bytes:
 
 
 def index_text(files: Mapping[str, Sequence[SavedTensor]]) -> str:
-    """Returns the content of ``model.safetensors.index.json``."""
+    """Return the content of ``model.safetensors.index.json``."""
     weight_map = {name: file for file, group in files.items() for tensor in group for name in tensor.names}
     total = sum(tensor.nbytes for group in files.values() for tensor in group)
     return json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2, sort_keys=True) + "\n"

@@ -40,7 +40,7 @@ _LINK_NUMBERS: Final = tuple(field.name for field in dataclasses.fields(Link))
 
 
 def calibrated(chip: Chip, path: str | None) -> Chip:
-    """Returns a chip with the numbers of a calibration file.
+    """Return a chip with the numbers of a calibration file.
 
     Args:
         path: The file; None leaves the chip as it is.

@@ -31,11 +31,11 @@ class Link:
     hop_s: float = 0.0  # seconds that each hop between neighbours adds to that
 
     def gather_s(self, hops: int) -> float:
-        """Returns the seconds of a gather that moves next to nothing."""
+        """Return the seconds of a gather that moves next to nothing."""
         return self.latency_s + hops * self.hop_s
 
     def reduce_s(self, hops: int) -> float:
-        """Returns the seconds of an all-reduce that moves next to nothing: to every device, and back."""
+        """Return the seconds of an all-reduce that moves next to nothing: to every device, and back."""
         return self.latency_s + 2 * hops * self.hop_s
 
 
@@ -177,7 +177,7 @@ def on_one_chip(devices: Sequence[jax.Device]) -> bool:
 
 
 def hops(devices: Sequence[jax.Device]) -> int:
-    """Returns the hops between the two devices of a group that are furthest apart, as if no axis were a ring.
+    """Return the hops between the two devices of a group that are furthest apart, as if no axis were a ring.
 
     Axes are rings in slices of at least 4 x 4 x 4 chips (v4, v5p) or 16 x 16 (v5e, v6e), where it is half as many at
     best. Devices that do not say where they are count as a line.
@@ -202,5 +202,5 @@ def chip_named(kind: str, platform: str) -> Chip:
 
 
 def names_of_chips() -> list[str]:
-    """Returns the common names of all chips that have numbers here."""
+    """Return the common names of all chips that have numbers here."""
     return sorted({chip.name for chip in (*_KINDS.values(), _CPU)})

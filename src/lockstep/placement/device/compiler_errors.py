@@ -30,13 +30,13 @@ _SHOWN: Final = 300
 
 
 def compile_lowered(lowered: jax.stages.Lowered, name: str, options: Mapping[str, str]) -> jax.stages.Compiled:
-    """Compiles a program to run it."""
+    """Compile a program to run it."""
     with torn_entries_removed(f"jit_lockstep_{name}"):
         return compile_with_options(lowered, options)
 
 
 def compile_with_options(lowered: jax.stages.Lowered, options: Mapping[str, str]) -> jax.stages.Compiled:
-    """Compiles a program with options of XLA, or without where this version of the compiler does not know one of them.
+    """Compile a program with options of XLA, or without where this version of the compiler does not know one of them.
 
     Args:
         options: The values of options by name; none of them changes what the program computes.
@@ -50,7 +50,7 @@ def compile_with_options(lowered: jax.stages.Lowered, options: Mapping[str, str]
 
 
 def explain(name: str, mesh: Mapping[str, int], error: Exception) -> CompilerError:
-    """Makes an error that says what to change out of a compiler's error.
+    """Make an error that says what to change out of a compiler's error.
 
     Args:
         mesh: The axes and sizes of the mesh that it was compiled for.

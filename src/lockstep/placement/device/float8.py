@@ -18,5 +18,5 @@ LARGEST_FP8: Final = float(jnp.finfo(FP8).max)
 
 
 def as_numbers(array: Num[Array, "*shape"]) -> Num[Array, "*shape"]:
-    """Returns an array as numbers: bytes as E4M3, all others as they are."""
+    """Return an array as numbers: bytes as E4M3, all others as they are."""
     return jax.lax.bitcast_convert_type(array, FP8) if array.dtype == BYTE else array

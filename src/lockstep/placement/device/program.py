@@ -57,7 +57,7 @@ class Program:
         return digest(*(part for item in sorted(fixed.items()) for part in item))
 
     def __call__(self, *arguments: Any) -> Any:
-        """Launches the program; the ledger records the launch first, so that it has one that never returns."""
+        """Launch the program; the ledger records the launch first, so that it has one that never returns."""
         self._ledger.record(self.name, self.digest)
         return self._compiled(*arguments)
 
@@ -146,7 +146,7 @@ _LOWERING = threading.RLock()
 
 @contextlib.contextmanager
 def without_directories() -> Iterator[None]:
-    """Leaves the directories of source files out of programs that are lowered inside, unless the user has a pattern.
+    """Leave the directories of source files out of programs that are lowered inside, unless the user has a pattern.
 
     A TPU kernel has the paths of its source in its payload: hosts with other home directories would disagree about it,
     and the installation of another commit would find nothing in the compilation cache. The setting is the process's,
@@ -167,7 +167,7 @@ _TABLES = re.compile(r"^(FileNames|FunctionNames|FileLocations|StackFrames)\n(?:
 
 
 def without_source_locations(hlo: str) -> str:
-    """Removes source locations from optimised HLO: their numbering changes once a program comes from a cache."""
+    """Remove source locations from optimised HLO: their numbering changes once a program comes from a cache."""
     return _METADATA.sub("", _TABLES.sub("", hlo))
 
 
@@ -184,12 +184,12 @@ def auto_axes(mesh: Any) -> frozenset[str]:
 
 
 def fetch(replicated: jax.Array) -> np.ndarray:
-    """Waits for an array that is replicated on every device, and copies it to the host."""
+    """Wait for an array that is replicated on every device, and copy it to the host."""
     return start_fetch(replicated)()
 
 
 def start_fetch(replicated: jax.Array) -> Callable[[], np.ndarray]:
-    """Begins to copy an array that is replicated on every device to the host; what it returns waits for the copy."""
+    """Begin to copy an array that is replicated on every device to the host; what it returns waits for the copy."""
     local = replicated.addressable_data(0)
     local.copy_to_host_async()
     return lambda: np.asarray(local)

@@ -29,7 +29,7 @@ type MeshAxes = str | tuple[str, ...] | None
 
 
 def check_backend(name: str) -> None:
-    """Refuses a name that is none of `AttentionBackend`.
+    """Refuse a name that is none of `AttentionBackend`.
 
     Raises:
         ConfigError: It is unknown; the message says what there is.
@@ -74,7 +74,7 @@ def self_attention(
     head_axes: MeshAxes = None,
     interpret: bool = False,
 ) -> Float[Array, "batch position kv_head group head"]:
-    """Attends over whole sequences, by the devices of the mesh that is set.
+    """Attend over whole sequences, by the devices of the mesh that is set.
 
     Args:
         q: The queries; ``group`` of them share a key/value head.

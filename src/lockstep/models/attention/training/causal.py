@@ -31,7 +31,7 @@ class CausalAttention:
         query_segments: Int[Array, "batch query"] | None,
         key_segments: Int[Array, "batch key"] | None,
     ) -> Bool[Array, "any query key"]:
-        """Returns where a query may look at a key.
+        """Return where a query may look at a key.
 
         Args:
             query_segments: The document of each query; None: a row is one document.
@@ -65,7 +65,7 @@ def attend_masked(
     attention: CausalAttention,
     sinks: Float[Array, "kv_head group"] | None = None,
 ) -> Float[Array, "batch query kv_head group head"]:
-    """Attends with all scores in memory at once, in float32 (Vaswani et al. 2017, arXiv 1706.03762, equation 1).
+    """Attend with all scores in memory at once, in float32 (Vaswani et al. 2017, arXiv 1706.03762, equation 1).
 
     Args:
         q: The queries; ``group`` of them share a key/value head.
@@ -92,7 +92,7 @@ def dense_attention(
     sinks: Float[Array, "kv_head group"] | None = None,
     queries: Queries | None = None,
 ) -> Float[Array, "batch query kv_head group head"]:
-    """Attends with the scores of all pairs of positions in memory, kept for the backward pass.
+    """Attend with the scores of all pairs of positions in memory, kept for the backward pass.
 
     Args:
         q: The queries; ``group`` of them share a key/value head.
@@ -117,7 +117,7 @@ def blockwise_attention(
     *,
     query_block: int = QUERY_BLOCK,
 ) -> Float[Array, "batch query kv_head group head"]:
-    """Attends with the scores of some queries in memory, in the backward pass too, which computes them again.
+    """Attend with the scores of some queries in memory, in the backward pass too, which computes them again.
 
     This is section 2 of Rabe & Staats 2021 (arXiv 2112.05682) with blocks of queries alone. A sequence that is one
     block is computed as by `dense_attention`.

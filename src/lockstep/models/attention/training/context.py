@@ -31,7 +31,7 @@ class SplitPositions:
 
     @classmethod
     def of(cls, Position: Axis) -> "SplitPositions | None":
-        """Returns the split for the mesh and the axis mapping that are set; None where each device has whole rows.
+        """Return the split for the mesh and the axis mapping that are set; None where each device has whole rows.
 
         Raises:
             ConfigError: The pieces would not be equal.
@@ -62,16 +62,16 @@ class SplitPositions:
         return pieces.swapaxes(0, 1).reshape(-1)
 
     def split(self, x: NamedArray) -> NamedArray:
-        """Returns an array with its axis ``position`` in `order`."""
+        """Return an array with its axis ``position`` in `order`."""
         return x["position", named(self.order, "position")]
 
     def joined(self, x: Array) -> Array:
-        """Returns an array ``[batch, position, ...]`` in `order`, all of it on each device, by ascending position."""
+        """Return an array ``[batch, position, ...]`` in `order`, all of it on each device, by ascending position."""
         pieces = x.reshape(len(x), self.devices, 2, -1, *x.shape[2:])
         return jnp.concatenate([pieces[:, :, 0], pieces[:, ::-1, 1]], axis=1).reshape(x.shape)
 
     def restore(self, x: Float[Array, "batch position embed"], batch_axes: PartitionSpec) -> Array:
-        """Returns an array in `order` by ascending position, split evenly over the devices.
+        """Return an array in `order` by ascending position, split evenly over the devices.
 
         Args:
             batch_axes: The partition of its rows.

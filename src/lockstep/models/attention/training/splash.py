@@ -39,7 +39,7 @@ def block_size(length: int) -> int:
 def splash_kernel(
     length: int, heads: int, attention: CausalAttention, *, split: SplitPositions | None = None, interpret: bool = False
 ) -> SplashAttentionKernel:
-    """Returns the kernel for rows of one length.
+    """Return the kernel for rows of one length.
 
     Args:
         length: The number of positions of a row, a multiple of `LANES`.
@@ -77,7 +77,7 @@ def splash_attention(
     kernel: SplashAttentionKernel | None = None,
     interpret: bool = False,
 ) -> Float[Array, "batch query kv_head group head"]:
-    """Attends on one TPU; blocks that causality or the window leave empty are not computed, forward or backward.
+    """Attend on one TPU; blocks that causality or the window leave empty are not computed, forward or backward.
 
     Rows whose length is not a multiple of `LANES` are padded at their end, where no query of theirs looks.
 
