@@ -196,7 +196,6 @@ def _in_turn(rows: Float[Array, "row inputs"], weight: Float[Array, "inputs colu
     return _map_tiles(one, rows, tile_of(len(rows), weight.dtype, "cpu"))[:, :columns]
 
 
-@jax.custom_batching.sequential_vmap
 def low_rank_product(a: Float[Array, "row rank"], b: Float[Array, "rank column"]) -> Float[Array, "row column"]:
     """Returns ``a @ b`` in float32: a number has the same bits, whichever rows and columns are made beside it.
 
@@ -220,9 +219,7 @@ def low_rank_product(a: Float[Array, "row rank"], b: Float[Array, "rank column"]
     if a.dtype == jnp.float32 and not _ADDS_IN_TURN:
         return in_order(a, b)
     mesh: Any = jax.sharding.get_abstract_mesh()
-    if mesh.empty or not mesh.are_all_axes_auto:
-        return compute(a, b)
-    # XLA would split the product over the devices.
-    whole = jax.P()
-    found: Array = jax.shard_map(compute, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False)(a, b)
+    if not mesh.empty and mesh.are_all_axes_auto:  # XLA would split the product over the devices
+        compute = jax.shard_map(compute, mesh=mesh, in_specs=jax.P(), out_specs=jax.P(), check_vma=False)
+    found: Array = jax.custom_batching.sequential_vmap(compute)(a, b)
     return found
