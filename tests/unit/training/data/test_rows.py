@@ -247,14 +247,14 @@ def generate(path, row, count):
 @pytest.mark.parametrize(
     ("count", "row", "given", "limit"),
     [
-        (30_000, question, {"format": "prompt_completion"}, 60),
+        (15_000, question, {"format": "prompt_completion"}, 30),
         # Short rows, which are tokenised in half the time: 8 minutes of one core.
         pytest.param(10_000_000, digits, {"packing": False}, 120, marks=pytest.mark.nightly),
     ],
-    ids=["30 thousand", "10 million"],
+    ids=["15 thousand", "10 million"],
 )
 def test_memory_does_not_grow_with_the_rows(tmp_path, count, row, given, limit):
-    """As lists of Python integers, 30,000 rows of 16 tokens take 60 MiB or more, 10 million of 9 more than 1 GiB."""
+    """As lists of Python integers, 15,000 rows of 16 tokens take 30 MiB or more, 10 million of 9 more than 1 GiB."""
     words = tokenizer()
     config = LmDataConfig(
         train_urls=generate(tmp_path / "x.jsonl", row, count),
