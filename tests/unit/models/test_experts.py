@@ -105,9 +105,11 @@ def test_experts_that_are_replayed_have_the_weights_of_the_routers_own_logits() 
     np.testing.assert_array_equal(route(x, router, None, experts, own.experts).weights, own.weights)
     chosen = jnp.where(jnp.arange(12)[:, None] % 3 == 0, -1, (own.experts + 1) % 6)
 
+    @jax.jit
     def weights(router: jax.Array) -> jax.Array:
         return route(x, router, None, experts, chosen).weights
 
+    @jax.jit
     def masked(router: jax.Array) -> jax.Array:
         """Equation 5 of the paper: the softmax of these logits over the experts that an engine chose."""
         taken = jnp.where(chosen < 0, own.experts, chosen)
@@ -115,7 +117,7 @@ def test_experts_that_are_replayed_have_the_weights_of_the_routers_own_logits() 
         return jnp.take_along_axis(exps / exps.sum(axis=1, keepdims=True), taken, axis=1)
 
     np.testing.assert_allclose(weights(router), masked(router), rtol=1e-5)
-    got, want = (jax.grad(lambda r, f=f: jnp.sum(jnp.sin(f(r))))(router) for f in (weights, masked))
+    got, want = (jax.jit(jax.grad(lambda r, f=f: jnp.sum(jnp.sin(f(r)))))(router) for f in (weights, masked))
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
     sums = RouterSums.of(own, jnp.ones(12, bool), chosen.at[1].set(own.experts[1, ::-1]))
     assert sums.compared == 8 and sums.differing == 7

@@ -103,7 +103,7 @@ def test_a_token_changes_nothing_before_it(config: LlamaConfig) -> None:
 @pytest.mark.parametrize(
     "variant",
     [
-        Variant(sliding_window=3, attention_soft_cap=2.0),
+        pytest.param(Variant(sliding_window=3, attention_soft_cap=2.0), marks=pytest.mark.slow),
         Variant(
             sliding_window=3,
             layer_types=("sliding_attention", "full_attention"),

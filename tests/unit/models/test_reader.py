@@ -201,6 +201,7 @@ def check(model, forward):
     assert [answer.tokens for answer in got] == greedy(jax.jit(forward), asked)
 
 
+@pytest.mark.slow
 def test_a_dict_of_arrays():
     example = load("dict_loop")
     params = noisy(jax.jit(example.init, static_argnums=1)(jax.random.key(0), VOCAB))

@@ -10,7 +10,6 @@ import pytest
 
 from lockstep.engine import Engine, EngineConfig
 from lockstep.engine.decoder import prefill as module
-from lockstep.errors import CapacityError
 from lockstep.types import Request
 from tests.oracle import assert_same_tokens, oracle_completions
 from tests.sampling_oracle import log_softmax
@@ -103,13 +102,6 @@ def test_logits_are_held_in_chunks() -> None:
         temporaries - engine.programs["prefill"].memory().temp_size_in_bytes
         < 4 * module.PROMPT_LOGPROBS_CHUNK * vocab * 4
     )
-
-
-def test_an_engine_that_was_not_prepared_for_them_says_so() -> None:
-    model, engine = model_on("1,1,1"), Engine(EngineConfig(), mesh_of("1,1,1"))
-    engine.prepare(model, [request(0, 5, 2)])
-    with pytest.raises(CapacityError, match="prompt 0 needs prompt_logprobs 1 of the sampler"):
-        engine.run(model, [request(0, 5, 2, prompt_logprobs=True)])
 
 
 def test_those_of_one_prompt_are_the_models() -> None:

@@ -183,6 +183,7 @@ def test_more_devices_than_kv_heads(family: str, mesh: str) -> None:
     assert 0 <= engine.sizing.compiled.weights - engine.sizing.predicted.weights < 256, "pointers of the results"
 
 
+@pytest.mark.slow
 def test_slots_without_a_sequence_read_no_expert(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[int, int]] = []
 

@@ -204,10 +204,11 @@ def test_what_was_not_prepared_for() -> None:
     model, engine = model_on("1,1,1"), Engine(EngineConfig(), mesh_of("1,1,1"))
     engine.prepare(model, [request(0, 9, 4)])
     launches = len(engine.ledger.launches)
-    with pytest.raises(
-        CapacityError, match="prompt 0 needs top_logprobs 2 of the sampler; the programs were built with"
-    ):
-        engine.run(model, [request(0, 9, 4, top_logprobs=2)])
+    for asked, needed in (({"top_logprobs": 2}, "top_logprobs 2"), ({"prompt_logprobs": True}, "prompt_logprobs 1")):
+        with pytest.raises(
+            CapacityError, match=f"prompt 0 needs {needed} of the sampler; the programs were built with"
+        ):
+            engine.run(model, [request(0, 9, 4, **asked)])
     assert len(engine.ledger.launches) == launches
 
 

@@ -140,7 +140,7 @@ def test_the_same_is_kept_without_a_list_and_with_the_slots_shared(mask: Any) ->
     np.testing.assert_array_equal(mask(scores, given), expected)
 
 
-@pytest.mark.parametrize("tensor", [2, 4])
+@pytest.mark.parametrize("tensor", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_all_filters_together_take_two_collectives(tensor: int) -> None:
     decode_mesh = make_decode_mesh(mesh_of("1,4,1"), tensor)
     parameters = {"top_k": np.zeros(SLOTS, np.int32), "top_p": np.ones(SLOTS, np.float32)}

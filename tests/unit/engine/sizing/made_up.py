@@ -29,12 +29,12 @@ def models_on(config: EngineConfig, mesh: str = "1,2,2") -> DecodeModels:
     return _MADE[key]
 
 
-def least_that_works(requests: list[Request], **options: Any) -> int:
-    """Free bytes from which on the requests are accepted."""
+def least_that_works(requests: list[Request], within: int = 1, **options: Any) -> int:
+    """Free bytes from which on the requests are accepted, or up to ``within`` more."""
     roomy = choose(requests, ROOMY, **options)
     low, high = 0, int(roomy.predicted.total / EngineConfig(**options).hbm_utilization) + 1
     choose(requests, high, **options)  # accepts them, as the search takes for granted
-    while high - low > 1:
+    while high - low > within:
         middle = (low + high) // 2
         try:
             choose(requests, middle, **options)

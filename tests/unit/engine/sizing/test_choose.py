@@ -42,7 +42,7 @@ from tests.unit.engine.sizing.made_up import ROOMY, choose, least_that_works, mo
 @functools.cache
 def scarce(count: int) -> int:
     """Free bytes that hardly do for ``count`` requests; what a chip is good at does not matter for it."""
-    return least_that_works(equal_requests(count)) + 5000
+    return least_that_works(equal_requests(count), within=1000) + 5000
 
 
 def equal_requests(count: int) -> list[Request]:
