@@ -19,6 +19,7 @@ from lockstep.models import as_trainable, save_hf
 from lockstep.placement import make_mesh
 from lockstep.report import read_jsonl
 from tests import snippets, tiny
+from tests.multiprocess.launcher import COMPILED_FAST
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
@@ -48,7 +49,7 @@ class Walk:
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
             "PYTHONPATH": str(snippets.ROOT / "src"),
             "WANDB_MODE": "offline",
-            "XLA_FLAGS": "--xla_backend_optimization_level=0",
+            "XLA_FLAGS": COMPILED_FAST,
             "HOME": str(self.directory),
         }
         done = subprocess.run(

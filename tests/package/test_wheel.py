@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import lockstep
+from tests.multiprocess.launcher import COMPILED_FAST
 from tests.package.clean_env import make_clean_env, metadata_of
 
 pytestmark = pytest.mark.slow
@@ -152,7 +153,7 @@ def test_it_works_with_what_it_asks_for_and_nothing_else(programs, tmp_path):
 @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.nightly)])
 def test_the_demo_trains_shows_samples_and_says_what_to_do_next(programs, tmp_path, processes):
     words = ["--steps", "1", "--processes", str(processes)]
-    done = run(programs, tmp_path, "lockstep", "demo", *words, XLA_FLAGS="--xla_backend_optimization_level=0")
+    done = run(programs, tmp_path, "lockstep", "demo", *words, XLA_FLAGS=COMPILED_FAST)
     assert done.returncode == 0, done.stdout + done.stderr
     (run_dir,) = (tmp_path / "lockstep-demo" / "runs").iterdir()
     assert f"process 0 of {processes}" in done.stdout and "what the model says after 1 steps" in done.stdout

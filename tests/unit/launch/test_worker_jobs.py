@@ -12,7 +12,7 @@ from lockstep.exits import NOT_FOUND, PREFLIGHT
 from lockstep.launch import main
 from tests.fake_cloud.cloud import ROOT
 from tests.fake_cloud.shellcheck import shellcheck
-from tests.multiprocess.launcher import cache_environment
+from tests.multiprocess.launcher import COMPILED_FAST, cache_environment
 
 SECRET = "hf_x9Q2Kp7/w+Zt1"
 OTHER = "first-half-9182/second-half-7364"
@@ -134,7 +134,7 @@ def test_dry_run_prints_commands_that_work_when_pasted(cloud, tmp_path):
 def test_simpo_trains_on_two_hosts(cloud, tmp_path):
     """The tiny run as a user starts it, from files that are copied to hosts with nothing but the environment."""
     words = ("--hosts", cloud.add("a", "b"), "--coordinator", "127.0.0.1", "--venv", os.path.dirname(sys.executable))
-    flags = "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0"
+    flags = f"--xla_force_host_platform_device_count=2 {COMPILED_FAST}"
     variables = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "PYTHONPATH": str(ROOT / "src"), "TPU_SKIP_MDS_QUERY": "1"}
     variables = {**cache_environment(), **variables}
     given = [word for name, value in variables.items() for word in ("--env", f"{name}={value}")]
