@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int
 from lockstep.errors import ConfigError
 from lockstep.models.attention.softmax import ReadChunk, ScoreModifier
 from lockstep.models.attention.xla import Cache, Rows, XlaAttention
-from lockstep.placement.device import TERMS, barrier, by_tile, elementwise, tree_sum
+from lockstep.placement.device import COLUMNS, TERMS, barrier, by_tile, elementwise, tree_sum
 
 BLOCK = 128
 """Keys whose scores are computed together, from a multiple of it on."""
@@ -75,7 +75,7 @@ def attend_exact(
         out = jax.lax.map(attend, given) if len(given[0]) > 1 else attend(jax.tree.map(lambda x: x[0], given))[None]
         return jnp.moveaxis(out, 0, 2).reshape(sequences, kv_heads, -1, head)[:, :, :rows]
 
-    out = by_tile(by, rows, q.dtype)
+    out = by_tile(by, rows, q.dtype, max(head, BLOCK))
     return out.reshape(sequences, kv_heads, queries, group, head).transpose(0, 2, 1, 3, 4)
 
 
@@ -191,8 +191,10 @@ class ExactAttention(XlaAttention):
 def _dot(a: Array, b: Array, axis: int) -> Array:
     """The product of each sequence and head in float32, over the last axis of ``a`` and an axis of ``b``."""
     axes = (((3,), (axis,)), ((0, 1), (0, 1)))
-    more = (0, -a.shape[3] % TERMS)
+    more, count = (0, -a.shape[3] % TERMS), b.shape[5 - axis]
+    if a.dtype == jnp.float32:  # for other columns XLA has kernels that add in another order
+        b = jnp.pad(b, [(0, -count % COLUMNS if at == 5 - axis else 0) for at in range(4)])
     a, b = (jnp.pad(each, [more if at == of else (0, 0) for at in range(4)]) for each, of in ((a, 3), (b, axis)))
     a, b = barrier((a, b))
     found = jax.lax.dot_general(a, b, axes, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
-    return jnp.asarray(barrier(found))
+    return jnp.asarray(barrier(found)[..., :count])

@@ -15,6 +15,7 @@ from lockstep.placement.device.compiler_errors import compile_lowered as compile
 from lockstep.placement.device.compiler_errors import compile_with_options as compile_with_options
 from lockstep.placement.device.compiler_errors import explain as explain
 from lockstep.placement.device.exact import BLOCKS as BLOCKS
+from lockstep.placement.device.exact import COLUMNS as COLUMNS
 from lockstep.placement.device.exact import MOST_ROWS as MOST_ROWS
 from lockstep.placement.device.exact import TERMS as TERMS
 from lockstep.placement.device.exact import TILE as TILE

@@ -7,10 +7,12 @@ another. Whatever a replica's devices split is in `BLOCKS` blocks, each summed b
 subtree of the same tree.
 """
 
+import contextlib
 import functools
 import math
 import operator
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from platform import machine
 from typing import Any, Final
 
@@ -26,12 +28,30 @@ MOST_ROWS: Final = 128
 """Rows that are multiplied together at most."""
 TERMS: Final = 16
 """The terms of a sum are a multiple of this."""
-IN_TURN: Final = 128
-"""Terms of a sum that a product of float32 on CPU adds one after the other, at most."""
 _WIDTH: Final = 128
 _PANEL: Final = 24
+
+
+def _has_avx512() -> bool:
+    """Whether this machine has the parts of AVX-512 that YNNPACK asks for; without them nothing was compared."""
+    file = Path("/proc/cpuinfo")
+    with file.open() if file.is_file() else contextlib.nullcontext(()) as lines:
+        flags = next((line for line in lines if line.startswith("flags")), "")
+    return {"avx512f", "avx512bw", "avx512dq", "avx512vl"} <= set(flags.split())
+
+
 _ADDS_IN_TURN: Final = machine().lower() in {"x86_64", "amd64"}
 """Whether CPUs have the kernels that `_in_turn` rests on; those of ARM were not compared."""
+_WIDE: Final = _ADDS_IN_TURN and _has_avx512()
+"""Whether those of YNNPACK add in turn too."""
+IN_TURN: Final = 128
+"""Terms of a sum that a product of float32 on CPU adds one after the other, at most."""
+_FEW: Final = 48
+"""Rows that Eigen multiplies at most, where YNNPACK multiplies others."""
+_MANY: Final = (64, 256)
+"""Rows that YNNPACK multiplies together: at least, at most."""
+COLUMNS: Final = 64
+"""Columns that YNNPACK multiplies are a multiple of this."""
 
 barrier: Final[Any] = jax.lax.optimization_barrier
 """The identity of arrays, across which XLA moves nothing."""
@@ -91,13 +111,20 @@ def tile_of(rows: int, dtype: Any, platform: str) -> int:
     """The number of rows that are multiplied together, where there are so many.
 
     In 16 bits on CPU a row has the same bits in tiles of any multiple of `TILE`, so that they are of what there is; but
-    not in smaller ones on every machine (those with AMX). In float32 they are of `TILE` rows or of a multiple of 24
-    (`_in_turn`). Elsewhere they are of `TILE`.
+    not in smaller ones on every machine (those with AMX). In float32 they are those of `_in_turn`. Elsewhere they are
+    of `TILE`.
     """
     narrow = jnp.dtype(dtype).itemsize == 2
     if platform != "cpu" or not (narrow or _ADDS_IN_TURN):
         return TILE
-    multiple, most = (TILE, MOST_ROWS) if narrow else (_PANEL, 4 * _PANEL)
+    if narrow:
+        return _even(rows, TILE, MOST_ROWS)
+    if _WIDE and rows > _FEW:
+        return max(_MANY[0], _even(rows, TILE, _MANY[1]))
+    return _even(rows, _PANEL, 4 * _PANEL)
+
+
+def _even(rows: int, multiple: int, most: int) -> int:
     each = -(-rows // -(-rows // most))
     return -(-each // multiple) * multiple if each > TILE else TILE
 
@@ -108,9 +135,15 @@ def by_platform(cpu: Callable[[], Array], default: Callable[[], Array]) -> Array
     return found
 
 
-def by_tile(compute: Callable[[int], Array], rows: int, dtype: Any) -> Array:
-    """Returns ``compute(tile)``, in 16 bits on CPU for the `tile_of` the rows, else for `TILE`."""
-    tile = tile_of(rows, dtype, "cpu") if jnp.dtype(dtype).itemsize == 2 else TILE
+def by_tile(compute: Callable[[int], Array], rows: int, dtype: Any, terms: int | None = None) -> Array:
+    """Returns ``compute(tile)``, on CPU for a tile of up to `MOST_ROWS` rows, elsewhere for `TILE`.
+
+    Args:
+        terms: In float32, the terms or columns of the products, whichever are more; None for any number. Up to
+            `IN_TURN` of both are few enough for YNNPACK and Eigen to add in turn, whatever the rows.
+    """
+    larger = jnp.dtype(dtype).itemsize == 2 or (_WIDE and terms is not None and terms <= IN_TURN)
+    tile = _even(rows, TILE, MOST_ROWS) if larger else TILE
     return compute(TILE) if tile == TILE else by_platform(lambda: compute(tile), lambda: compute(TILE))
 
 
@@ -175,20 +208,25 @@ def _in_turn(rows: Float[Array, "row inputs"], weight: Float[Array, "inputs colu
 
     XLA computes a product whose first operand is transposed with Eigen and oneDNN's kernels. They split no sum of up to
     128 terms over threads or blocks where there are 16 rows and columns or more, and add in turn but in rests: of one
-    column or, without AVX-512, of two rows. So columns are a multiple of 16, rows 16 or a multiple of 24. Its other
-    product (YNNPACK) splits sums by the number of columns that a thread has.
+    column or, without AVX-512, of two rows. So columns are a multiple of 16, rows 16 or a multiple of 24.
+
+    Its other product is YNNPACK's, about twice as fast. It adds in turn with AVX-512 where columns are a multiple of 64
+    (else it takes kernels that add every second or fourth term together) and it packs the weight, as it does for more
+    than 50 rows; for fewer it splits sums by the number of columns that a thread has.
     """
     columns, width = weight.shape[1], weight.shape[0] // inner
+    many = _WIDE and len(rows) > _FEW
     least = -(-width // IN_TURN)
     parts = next((each for each in range(least, 2 * least) if width % each == 0), least)
     rest = (0, -width % parts)
-    weight = jnp.pad(weight.reshape(inner, width, columns), ((0, 0), rest, (0, -columns % TILE)))
+    more = (0, -columns % (COLUMNS if many else TILE))
+    weight = jnp.pad(weight.reshape(inner, width, columns), ((0, 0), rest, more))
     weight = barrier(weight.reshape(inner * parts, -1, weight.shape[2]))
 
     def one(rows: Array) -> Array:
         split = jnp.pad(rows.reshape(-1, inner, width), ((0, 0), (0, 0), rest)).reshape(-1, *weight.shape[:2])
-        split = barrier(split.transpose(1, 2, 0))
-        axes = (((1,), (1,)), ((0,), (0,)))
+        split = barrier(split.transpose((1, 0, 2) if many else (1, 2, 0)))
+        axes = (((2 if many else 1,), (1,)), ((0,), (0,)))
         found = barrier(jax.lax.dot_general(split, weight, axes, precision=jax.lax.Precision.HIGHEST))
         by_block = found.reshape(inner, parts, *found.shape[1:])
         return add_blocks(functools.reduce(operator.add, [by_block[:, part] for part in range(parts)]))

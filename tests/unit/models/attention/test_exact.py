@@ -44,6 +44,18 @@ def test_a_query_has_the_same_bits_alone_and_beside_others_and_before_a_longer_c
     np.testing.assert_array_equal(short[0], whole[0, 3:8])
 
 
+@pytest.mark.parametrize(
+    "head", [64, *(pytest.param(head, marks=pytest.mark.slow) for head in (16, 80, 96, 128, 256, 320))]
+)
+def test_a_query_of_float32_has_the_same_bits_in_a_tile_of_any_number_of_rows(head):
+    q, k, v = normal(2, 70, 2, 3, head), normal(2, 2, 200, head), normal(2, 2, 200, head)
+    position = jnp.stack([jnp.arange(130, 200), jnp.arange(70)])
+    whole = np.asarray(jax.jit(attended)(q, position, k, v, None))
+    for few in (1, 20):  # of 3 heads each: in tiles of 16 and 64 rows, beside two of 112
+        part = jax.jit(attended)(q[1:, 5 : 5 + few], position[1:, 5 : 5 + few], k[1:], v[1:], None)
+        np.testing.assert_array_equal(part[0], whole[1, 5 : 5 + few])
+
+
 def test_a_document_of_a_packed_row_has_the_bits_that_it_has_alone():
     length, cuts = 300, (0, 5, 37, 290, 300)
     shapes = (1, length, 2, 3, 8), (1, 2, length, 8), (1, 2, length, 8)

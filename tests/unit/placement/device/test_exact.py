@@ -1,7 +1,6 @@
 """Sums and products whose bits depend on their own numbers alone."""
 
 import functools
-from platform import machine
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +15,7 @@ from lockstep.placement.device import (
     add_heads,
     blocks_of,
     elementwise,
+    exact,
     product,
     tile_of,
     tree_sum,
@@ -112,14 +112,42 @@ def test_tiles_in_16_bits_on_cpu_are_of_what_there_is_but_of_16_rows_at_least():
     rows = (1, 2, 16, 17, MOST_ROWS, MOST_ROWS + 1, 1024)
     assert [tile_of(each, "bfloat16", "cpu") for each in rows] == [16, 16, 16, 32, 128, 80, 128]
     assert {tile_of(each, *other) for each in rows for other in (("bfloat16", "tpu"), ("float32", "tpu"))} == {TILE}
-    if machine().lower() in {"x86_64", "amd64"}:
-        assert [tile_of(each, "float32", "cpu") for each in rows] == [16, 16, 16, 24, 72, 72, 96]
 
 
+@pytest.mark.skipif(not exact._ADDS_IN_TURN, reason="its kernels are of x86")
+def test_tiles_of_float32_are_of_what_there_is_from_49_rows_on_with_avx512(monkeypatch):
+    rows = (1, 16, 17, 48, 49, MOST_ROWS + 1, 1024)
+    monkeypatch.setattr(exact, "_WIDE", False)
+    assert [tile_of(each, "float32", "cpu") for each in rows] == [16, 16, 24, 48, 72, 72, 96]
+    monkeypatch.setattr(exact, "_WIDE", True)
+    assert [tile_of(each, "float32", "cpu") for each in rows] == [16, 16, 24, 48, 64, 144, 256]
+
+
+@pytest.mark.skipif(not exact._WIDE, reason="this machine has no AVX-512")
+@pytest.mark.parametrize("rows", [3, 48, 49, 300])
+def test_terms_are_added_one_after_the_other_by_few_rows_and_by_many(rows):
+    rng = np.random.default_rng(rows)  # of its own, for rounding to float64 first is another number once in 5e8
+    x, w = (rng.standard_normal(shape, np.float32) for shape in ((rows, 2 * 300), (2 * 300, 90)))
+    found = jax.jit(lambda x, w: product(x, w, inner=2))(x, w)
+    wide, blocks = [np.asarray(each, np.float64) for each in (x, w)], []
+    for parts in np.split(np.arange(2 * 300).reshape(-1, 100), 2):
+        sums = np.zeros((len(parts), rows, 90), np.float32)
+        for part, terms in zip(sums, parts, strict=True):
+            for term in terms:  # in float64 a product of two float32 is exact: rounded once, this is FMA
+                part[:] = part + wide[0][:, term, None] * wide[1][term]
+        blocks.append((sums[0] + sums[1]) + sums[2])
+    np.testing.assert_array_equal(found, blocks[0] + blocks[1])
+
+
+@pytest.mark.parametrize("wide", [True, False])
 @pytest.mark.parametrize("cases", [2, pytest.param(150, marks=pytest.mark.slow)])
-def test_a_product_of_float32_has_the_same_bits_in_any_rows_columns_and_program(cases):
+def test_a_product_of_float32_has_the_same_bits_in_any_rows_columns_and_program(cases, wide, monkeypatch):
     """A part of each product alone, in a loop beside other work, or from a part of the weight within the program."""
     rng = np.random.default_rng(cases)
+    if wide and not exact._WIDE:
+        pytest.skip("this machine has no AVX-512")
+    if not wide:
+        monkeypatch.setattr(exact, "_WIDE", False)
 
     def looped(x: jax.Array, w: jax.Array, inner: int) -> jax.Array:
         nothing = jnp.zeros((len(x), w.shape[1]), jnp.float32)
