@@ -85,6 +85,8 @@ class StepTime:
     slices_s: float = 0.0  # seconds of what slices exchange; 0 where there is one, or no published rate
     slices_bytes: int = 0  # bytes that a device receives for that
     exact_s: float = 0.0  # seconds of the forward pass that `numerics: exact` has beside that of the gradient
+    merge_s: float = 0.0  # seconds of those in which it merges adapters
+    merge_bytes: int = 0  # bytes that a device reads and writes for that
 
     @property
     def step_s(self) -> float:
@@ -110,6 +112,7 @@ def train_time(plan: Plan) -> StepTime | None:
     received = sum(one.bytes for one in plan.training_collectives if not one.crosses_slices)
     between = sum(one.bytes for one in plan.training_collectives if one.crosses_slices)
     count = trainer.train_batch_size * training.sequences_per_row * training.length
+    merge_s, merge_bytes = _exact_merge(plan)
     return StepTime(
         compute_s=plan.training.flops / devices / chip.flops,
         memory_s=moved / chip.bandwidth,
@@ -117,7 +120,9 @@ def train_time(plan: Plan) -> StepTime | None:
         tokens=count,
         slices_s=between / chip.dcn if chip.dcn else 0.0,
         slices_bytes=between,
-        exact_s=_exact_forward_s(plan, count) if plan.workload.model.exact else 0.0,
+        exact_s=_exact_forward_s(plan, count) + merge_s if plan.workload.model.exact else 0.0,
+        merge_s=merge_s,
+        merge_bytes=merge_bytes,
     )
 
 
@@ -168,6 +173,29 @@ def stop_time(plan: Plan) -> StopTime:
         step_s=step_s,
         grace_s=(plan.workload.training.trainer.checkpointer or CheckpointerConfig()).grace_s,
     )
+
+
+def _exact_merge(plan: Plan) -> tuple[float, int]:
+    """The least seconds in which the forward passes of a step with exact numerics merge adapters, and the bytes that a
+    device reads and writes for that: its blocks of the weights, the merged ones, and sums in float32.
+
+    On CPU a sum is written and read once; elsewhere for every 8 numbers of the rank (`low_rank_product`).
+    """
+    training, config = plan.workload.training, plan.workload.model
+    if training is None or plan.training is None or training.lora is None or not config.exact:
+        return 0.0, 0
+    pairs, rank = training.lora.shapes(config), training.lora.r
+    sides = [(pair.a.array.shape, pair.b.array.shape) for pair in pairs.values()]
+    # One side of each matrix is that of A, the other that of B: their product, with those of the stack counted once.
+    adapted = sum(
+        math.prod(a) * math.prod(b) // (rank**2 * math.prod(a[: 2 if name.startswith("expert_") else 1]))
+        for name, (a, b) in zip(pairs, sides, strict=True)
+    )
+    own = adapted * plan.training.microbatches / math.prod(plan.mesh_shape.values())
+    own *= plan.mesh_shape.get("dp", 1) * plan.mesh_shape.get("dcn", 1)  # copies
+    sums = 1 if plan.topology.devices[0].platform == "cpu" else math.ceil(rank / 8)
+    moved = own * (2 * training.trainer.precision.compute.itemsize + 8 * sums)
+    return max(2 * rank * own / plan.chip.flops, moved / plan.chip.bandwidth), round(moved)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

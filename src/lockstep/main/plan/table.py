@@ -225,7 +225,9 @@ def _split(split: RolloutStep) -> str:
 def _exact(plan: Plan) -> str:
     found = []
     if time := train_time(plan):
-        found.append(f"a train step {seconds_text(time.exact_s)} more")
+        merging = f", {seconds_text(time.merge_s)} of them merging adapters" if time.merge_s else ""
+        moved = f" ({bytes_text(time.merge_bytes)} read and written)" if time.merge_s else ""
+        found.append(f"a train step {seconds_text(time.exact_s)} more{merging}{moved}")
     for one in plan.sampling:
         step = one.sizing.estimate
         fast = dataclasses.replace(step, memory_s=step.memory_s - step.reread_s)

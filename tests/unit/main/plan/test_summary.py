@@ -6,10 +6,11 @@ from unittest import mock
 
 from lockstep.engine.sizing.cost_model import Estimate
 from lockstep.main.plan import summary, table
-from lockstep.main.plan.summary import _exact_forward_s, _renamed, rollout_step
+from lockstep.main.plan.summary import _exact_forward_s, _exact_merge, _renamed, rollout_step
 from lockstep.main.plan.table import _exact, _split
-from lockstep.models import LlamaConfig
+from lockstep.models import LlamaConfig, LoraConfig
 from lockstep.training import TrainerConfig
+from tests.unit.engine.models import FAMILIES
 
 
 def test_keys_stay_when_the_code_has_another_name():
@@ -59,11 +60,34 @@ def test_the_forward_pass_of_exact_numerics_reads_weights_for_each_16_rows():
     assert _exact_forward_s(again, 68) == 2 * (WEIGHTS - LAYERS) * 68 / 4, "layers are computed again, but not first"
 
 
+def test_merging_adapters_reads_and_writes_the_blocks_of_a_device():
+    """Two weights have 256 and 512 numbers in each of two layers; the rank is 12, two times 8 at most."""
+    plan = plan_of(8, flops=1e30, bandwidth=10.0)
+    lora = LoraConfig(r=12, target_modules=("q_proj", "down_proj"))
+    plan.workload.training.lora, plan.training = lora, SimpleNamespace(microbatches=3)
+    own = 3 * 2 * (256 + 512) // 4
+    assert _exact_merge(plan) == (own * (2 + 2 + 2 * 8) / 10, own * 20)
+    plan.topology.devices[0].platform, plan.chip = "cpu", SimpleNamespace(flops=1.0, bandwidth=1e30)
+    assert _exact_merge(plan) == (2 * 12 * own, own * 12)
+    experts = FAMILIES["experts"]
+    plan.workload.model, plan.mesh_shape = dataclasses.replace(experts, numerics="exact"), {"dp": 2, "fsdp": 2, "tp": 1}
+    plan.workload.training.lora = LoraConfig(r=2, target_modules=("up_proj",))
+    assert _exact_merge(plan)[1] == 3 * 2 * 6 * 16 * 12 // 2 * 12, "each replica its own"
+    plan.workload.model = experts
+    assert _exact_merge(plan) == (0.0, 0)
+
+
 def test_what_exact_numerics_cost_is_told():
     estimate = Estimate(
         reshard_s=0.0, memory_s=3.0, compute_s=0.5, collectives_s=1.0, steps=1.0, active=1.0, reread_s=1.0
     )
     one = SimpleNamespace(workload=SimpleNamespace(name="rollout"), sizing=SimpleNamespace(estimate=estimate))
-    with mock.patch.object(table, "train_time", lambda plan: SimpleNamespace(exact_s=2.0)):
+    with mock.patch.object(table, "train_time", lambda plan: SimpleNamespace(exact_s=2.0, merge_s=0.0)):
         text = _exact(SimpleNamespace(sampling=[one]))
     assert "16 rows at a time: a train step 2 s more; rollout: decode steps of 4 s, 3 s with numerics fast" in text
+    with mock.patch.object(
+        table, "train_time", lambda plan: SimpleNamespace(exact_s=2.0, merge_s=1.0, merge_bytes=1 << 30)
+    ):
+        assert "a train step 2 s more, 1 s of them merging adapters (1.00 GiB read and written)" in _exact(
+            SimpleNamespace(sampling=[])
+        )
