@@ -1,4 +1,5 @@
 import contextlib
+import dataclasses
 import math
 import os
 import signal
@@ -12,6 +13,7 @@ from lockstep.errors import ConfigError, LockstepError
 from lockstep.placement import make_mesh
 from lockstep.training import OptimizerConfig, TokenizedRows, Trainer, TrainerConfig, lm_loss
 from lockstep.training.step.train_state import parameter_shardings
+from tests import tiny
 from tests.unit.training.bigrams import Bigrams
 
 STEPS = 4
@@ -90,6 +92,27 @@ def test_the_first_loss_is_the_mean_over_the_tokens_of_the_batch(plain):
     batch = rows().batch(0, 8, slice(0, 8))
     parts = lm_loss(init(trainer), {name: jnp.asarray(column) for name, column in batch.items()})
     assert float(parts.total / parts.weight) == pytest.approx(plain[0][0], rel=1e-5)
+
+
+@pytest.mark.slow
+def test_with_exact_numerics_a_packed_document_has_the_loss_that_it_has_alone():
+    """The loss is that of one token, for sums have an order; the second step is of a gradient that rounds otherwise."""
+    document, *others = np.random.default_rng(0).integers(0, 64, (3, 20)).astype(np.int32)
+    model, found = dataclasses.replace(tiny.CONFIG, numerics="exact"), []
+    for mesh, before, after in (("1,4,1", (), ()), ("2,1,2", others[:1], others[1:])):
+        trainer, own = tiny.make_trainer(mesh, 2, mp="p=f32,c=bf16"), []
+        trainer.add_hook(lambda info, own=own: own.append(float(info.loss)))
+        columns = {"tokens": np.zeros((8, 64), np.int32), "loss_mask": np.zeros((8, 64), bool)}
+        columns["segment_ids"] = np.zeros((8, 64), np.int32)
+        for number, part in enumerate((*before, document, *after)):
+            where = 3, slice(20 * number, 20 * number + 20)
+            columns["tokens"][where], columns["segment_ids"][where] = part, number + 1
+        columns["loss_mask"][3, 20 * len(before) + 13] = True
+        columns = columns if before else {name: columns[name] for name in ("tokens", "loss_mask")}
+        trainer.train(tiny.init_model(trainer, config=model), TokenizedRows(columns=columns, seed=0, shuffle=False))
+        found.append(own)
+    assert found[0][0].hex() == found[1][0].hex()
+    assert found[1][1] < found[1][0] and found[0][1] == pytest.approx(found[1][1], rel=0.1)
 
 
 class OfTwoLengths:
