@@ -118,6 +118,7 @@ class MemoryModel:
         tokens = sizes.prefill_rows * sizes.page_size * model.dtype.itemsize
         mlp = -(-config.mlp_activations // model.decode_mesh.tensor)
         activations = tokens * (mlp + 3 * config.hidden_dim)
+        activations += sizes.prefill_rows * sizes.page_size * self._exact_answers
         activations *= 2 if self._tpu7x else 1  # nearly twice as much, read off its compiler
         if (
             model.heads.context > 1
@@ -243,7 +244,19 @@ class MemoryModel:
     def _activations(self) -> int:
         """Bytes of the activations of one token."""
         config = self.model.config
-        return 4 * (6 * config.hidden_dim + -(-config.mlp_activations // self.model.decode_mesh.tensor))
+        mlp = -(-config.mlp_activations // self.model.decode_mesh.tensor)
+        return 4 * (6 * config.hidden_dim + mlp) + self._exact_answers
+
+    @functools.cached_property
+    def _exact_answers(self) -> int:
+        """Bytes of a token in which exact numerics add what experts answer, float32: gathered from all devices that
+        have a part of each; four arrays where they have whole ones (read off XLA for CPU).
+        """
+        config = self.model.config
+        if not config.exact or config.experts is None:
+            return 0
+        arrays = 4 if self.model.whole_experts else max(4, self.model.decode_mesh.tensor)
+        return 4 * arrays * config.experts.num_experts_per_tok * config.hidden_dim
 
     @functools.cached_property
     def _heads(self) -> int:

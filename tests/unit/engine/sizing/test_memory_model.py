@@ -13,9 +13,9 @@ from lockstep.engine.sizing.choose import Chooser
 from lockstep.engine.sizing.demand import Demand, desired_capacity
 from lockstep.engine.sizing.memory_model import Footprint, MemoryModel, fit
 from lockstep.engine.sizing.result import Sizing
-from lockstep.models import read_decoder
+from lockstep.models import Experts, read_decoder
 from lockstep.types import SamplingParams
-from tests.unit.engine.models import LLAMA, mesh_of, model_on, request
+from tests.unit.engine.models import FAMILIES, LLAMA, in_bfloat16, mesh_of, model_on, request
 from tests.unit.engine.schedule.test_scheduler import capacity_of
 from tests.unit.engine.sizing.made_up import models_on
 
@@ -55,6 +55,26 @@ def test_the_compiler_agrees_about_the_bytes() -> None:
     assert sizing.compiled.temporaries <= 1.3 * sizing.predicted.temporaries
     for name in ("prefill", "decode"):
         assert engine.programs[name].memory().alias_size_in_bytes == sizing.compiled.pool, f"{name}: in place"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("whole", [1, 4])
+def test_the_compiler_agrees_about_the_bytes_of_exact_experts(whole: int) -> None:
+    """Parts of each on four devices, or two whole ones on each, which answer 4 times for each of 64 tokens."""
+    experts = Experts(num_experts=8, num_experts_per_tok=4, intermediate_dim=16)
+    config = dataclasses.replace(
+        FAMILIES["experts"], hidden_dim=512, num_layers=1, num_kv_heads=4, numerics="exact", experts=experts
+    )
+    model, mesh = in_bfloat16(model_on("1,1,4", config)), mesh_of("1,1,4")
+    engine_config = EngineConfig(layout={"tensor": 4, "expert": whole}, max_steps_per_launch=2, max_prefill_size=64)
+    engine = Engine(engine_config, mesh)
+    engine.prepare(model, [request(i, 40, 8) for i in range(64)])
+    assert engine.sizing is not None
+    found = MemoryModel(DecodeModels(engine_config, *read_decoder(model), mesh)[engine_config.layout])
+    predicted, compiled = found.temporaries(engine.sizing.sizes)["decode"], engine.programs["decode"].memory()
+    print(predicted, compiled.temp_size_in_bytes)
+    gathered = 64 * 4 * 4 * 512 * 4
+    assert predicted - gathered < compiled.temp_size_in_bytes <= 1.1 * predicted
 
 
 def test_weights_move_before_there_is_a_pool() -> None:
