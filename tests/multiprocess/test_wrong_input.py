@@ -41,7 +41,7 @@ EXPECTED = {
     "too long prompt": ["prompt 0 has", "max_seq_len is 32", "raise max_seq_len"],
     "longer than the model": ["prompt 0 has", "max_seq_len is 64", "Shorten the prompt"],
     "no new tokens": ["max_new_tokens is 0", "at least 1", "Set max_new_tokens"],
-    "no page": ["page_size is 0", "at least 1", "Set page_size"],
+    "no page": ["page_size is 0", "at least 1", "Set a larger number, or null"],
     "no generations": ["n_generations is 0", "at least 1", "Set n_generations"],
     "negative temperature": ["temperature is -1.0", "at least 0", "Use 0"],
     "no multihost": ["allow_multihost is false", "2 processes", "Set it to true"],
