@@ -14,9 +14,9 @@ export JAX_PLATFORMS := cpu
 test slow nightly: export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/build/jax-cache
 test slow nightly: export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS ?= 0.1
 # Most of a test's time goes to compiling programs that then run for milliseconds: no optimisations, and loops by XLA's
-# older emitters, which take a third of the time. The slow tests compile as users do.
-test: export XLA_FLAGS ?= --xla_backend_optimization_level=0 \
-	--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters
+# older emitters, an eighth of the time. Tests marked `optimized`, all of make nightly, and the demo compile as users do.
+COMPILED_FAST := --xla_backend_optimization_level=0 --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters
+test: export XLA_FLAGS ?= $(COMPILED_FAST)
 
 .PHONY: help setup setup-tests demo rl-demo test slow nightly fuzz docs lint format types
 help: ## show this list
@@ -48,7 +48,9 @@ test: setup-tests ## run the tests (ARGS='-k name' narrows them)
 	@$(PYTHON) -m pytest -m "not slow and not nightly" -n $(WORKERS) $(ARGS)
 
 slow: setup-tests ## run the slow tests, the whole demo among them
-	@$(PYTHON) -m pytest -m "slow and not nightly" -n $(WORKERS) $(ARGS)
+	@XLA_FLAGS="$${XLA_FLAGS-$(COMPILED_FAST)}" \
+		$(PYTHON) -m pytest -m "slow and not nightly and not optimized" -n $(WORKERS) $(ARGS) || [ $$? = 5 ]
+	@$(PYTHON) -m pytest -m "slow and not nightly and optimized" -n $(WORKERS) $(ARGS) || [ $$? = 5 ]
 
 nightly: setup-tests ## run the slow tests that have a sibling among those of make slow, and fuzz
 	@$(PYTHON) -m pytest -m nightly -n $(WORKERS) $(ARGS)

@@ -9,6 +9,8 @@ from lockstep.types import Request
 from tests.oracle import Expected, assert_same_but_for_near_ties, assert_same_logprobs, oracle_completions
 from tests.unit.engine.models import in_bfloat16, many_requests, mesh_of, mixed_requests, model_on, request
 
+pytestmark = pytest.mark.optimized
+
 FILTERED = 24
 """Requests from this number on draw through filters."""
 

@@ -13,6 +13,8 @@ from lockstep.placement import place
 from tests import tiny
 from tests.unit.engine.models import mesh_of
 
+pytestmark = pytest.mark.optimized
+
 CONFIG = dataclasses.replace(tiny.CONFIG, qkv_bias=True)
 ENGINE = EngineConfig(dtype="bfloat16", page_size=8)
 REQUESTS = tiny.requests()  # greedy: a smaller program

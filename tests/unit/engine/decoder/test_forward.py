@@ -25,6 +25,8 @@ from tests.adapters import GATE_UP, MLPS, with_adapters
 from tests.exact import REQUESTS, bits_of, completed, model_of, trainer_bits
 from tests.unit.engine.models import FAMILIES, LLAMA, VOCAB, in_bfloat16, mesh_of, model_on, request
 
+pytestmark = pytest.mark.optimized
+
 DATA = Path(__file__).parents[4] / "data"
 
 

@@ -22,6 +22,8 @@ from lockstep.placement.device import (
 )
 from lockstep.placement.device.exact import MOST_ROWS
 
+pytestmark = pytest.mark.optimized
+
 RNG = np.random.default_rng(0)
 
 
