@@ -18,6 +18,7 @@ from lockstep.engine.decoder.forward import check_exact_platform
 from lockstep.errors import ConfigError
 from lockstep.models import Experts, LlamaConfig, LoraConfig, Variant, merge_lora, read_decoder
 from lockstep.models.rope import RotaryConfig
+from lockstep.placement import place
 from lockstep.text import encode, load_tokenizer, read_prompts
 from lockstep.training.objectives.logprobs import token_logprobs
 from lockstep.types import Drafts
@@ -132,9 +133,10 @@ def test_a_router_with_an_adapter_has_the_same_bits() -> None:
     """Levanter gives it one."""
     config = dataclasses.replace(FAMILIES["experts"], numerics="exact")
     _, weights = read_decoder(model_of("1,1,1", "bfloat16", config))
-    a, b = np.random.default_rng(0).standard_normal((2, 2, 16, 3)).astype(np.float32)
+    rng, whole = np.random.default_rng(0), jax.NamedSharding(mesh_of("1,1,1"), jax.P())
+    a, b = (place(rng.standard_normal(shape).astype(np.float32), whole) for shape in ((2, 16, 3), (2, 3, 6)))
     pattern = "layer embed expert, layer embed rank, layer rank expert -> layer embed expert"
-    router = merge_lora(weights.layers.router, a, b.swapaxes(1, 2)[:, :, :6], pattern, scale=1.0)
+    router = merge_lora(weights.layers.router, a, b, pattern, scale=1.0)
     model = config, dataclasses.replace(weights, layers=dataclasses.replace(weights.layers, router=router))
     answers = completed("1,1,1", model, page_size=8, max_seqs=3)
     assert audit(model, REQUESTS, answers).logprob_gap == 0.0
