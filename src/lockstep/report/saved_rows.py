@@ -177,11 +177,10 @@ def parse_row(record: Mapping[str, Any], place: str) -> SavedRow:
         raise _wrong(place, FIELDS, further, "an object")
     for name, value in further.items():
         texts.setdefault(name, value if isinstance(value, str) else json.dumps(value))
-    name = _found(record, "prompt_id", place)
     return SavedRow(
         axis=axis,
         when=_count(record, axis, place),
-        prompt_id=_count(record, "prompt_id", place) if not isinstance(name, str) else name,
+        prompt_id=_prompt_id(record, place),
         generation_id=_count(record, "generation_id", place) if "generation_id" in record else 0,
         prompt=_text(record, "prompt", place),
         generated_text=_text(record, "generated_text", place),
@@ -198,6 +197,11 @@ def _count(record: Mapping[str, Any], name: str, place: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**53:
         raise _wrong(place, name, value, "a whole number from 0 to 2**53")
     return value
+
+
+def _prompt_id(record: Mapping[str, Any], place: str) -> int | str:
+    value = _found(record, "prompt_id", place)
+    return value if isinstance(value, str) else _count(record, "prompt_id", place)
 
 
 def _text(record: Mapping[str, Any], name: str, place: str) -> str:

@@ -124,7 +124,7 @@ def test_a_model_that_is_smaller_than_a_tile_has_no_mesh_that_would_mend_it():
 )
 def test_slices_are_told_what_their_gradients_take(kind, bits, flops, text):
     trainer = TrainerConfig(train_batch_size=16)
-    training = SimpleNamespace(trainer=trainer, sequences_per_row=1, length=128)
+    training = SimpleNamespace(trainer=trainer, sequences_per_row=1, length=128, lora=None)
     workload = SimpleNamespace(
         training=training, dtype="float32", model=SimpleNamespace(gradient_checkpointing=True, exact=False)
     )

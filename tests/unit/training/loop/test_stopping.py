@@ -181,6 +181,11 @@ def same(first, second):
     return all(np.array_equal(a, b) for a, b in zip(leaves(first), leaves(second), strict=True))
 
 
+def two_programs(test):
+    """A test of two programs that have the same bits as users compile them, and not by the emitters of `make test`."""
+    return pytest.mark.slow(pytest.mark.optimized(test))
+
+
 @pytest.fixture(scope="module")
 def plain():
     return run({})
@@ -191,6 +196,7 @@ def skipped():
     return run({2: math.nan}, steps=STEPS + 1, on_nan="skip")
 
 
+@two_programs
 def test_skipping_costs_nothing_where_no_step_is_bad(plain):
     found, result, trainer = run({}, on_nan="skip")
     assert found == plain[0] and same(result, plain[1]) and result.skipped_steps == 0
@@ -201,6 +207,7 @@ def test_skipping_costs_nothing_where_no_step_is_bad(plain):
     assert after.temp_size_in_bytes <= before.temp_size_in_bytes + before.alias_size_in_bytes // 2
 
 
+@two_programs
 def test_a_skipped_step_is_as_if_its_batch_had_not_been_there(plain, skipped, caplog):
     found, result, _ = skipped
     assert math.isnan(found[2]) and [*found[:2], *found[3:]] == plain[0]
@@ -208,6 +215,7 @@ def test_a_skipped_step_is_as_if_its_batch_had_not_been_there(plain, skipped, ca
     assert (result.completed_steps, result.skipped_steps, result.diverged) == (STEPS + 1, 1, False)
 
 
+@two_programs
 def test_stopping_leaves_the_model_as_it_was_before_the_bad_step():
     found, result, _ = run({2: math.inf}, on_nan="stop")
     assert (result.completed_steps, result.diverged, result.stopped_by) == (3, True, None)
