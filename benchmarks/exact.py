@@ -44,7 +44,7 @@ GOALS = {"decode_exact_vs_fast": 0.7, "prefill_exact_vs_fast": 0.7, "forward_exa
 PRODUCTS = ((64, 96), (512, 512), (512, 1376), (1376, 512))
 IN_TURN = ((64, 96), (128, 512), (128, 1376), (512, 1376))
 """Terms and columns of products that are compared with sums of one term after the other."""
-IN_TURN_ROWS = (16, 24, 48, 96, 256)
+IN_TURN_ROWS = (16, 24, 48, 96, 256, 512)
 
 
 class Finding(NamedTuple):
@@ -233,7 +233,7 @@ def _by_inner(operation: str, dtype: str, shape: str, x: Any, w: Any) -> Finding
 
 
 def _in_turn(operation: str, dtype: str, shape: str, dot: Callable[[Any, Any], Any], x: Any, w: Any) -> Finding:
-    """Compares with what FMA gives, one term after the other: in float64 each product of two float32 is exact."""
+    """Compare with what FMA gives, one term after the other: in float64 each product of two float32 is exact."""
     wanted, wide = np.zeros((len(x), w.shape[1]), np.float32), [np.asarray(each, np.float64) for each in (x, w)]
     for row, column in zip(wide[0].T, wide[1], strict=True):
         wanted = (wanted + row[:, None] * column).astype(np.float32)

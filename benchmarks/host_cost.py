@@ -113,7 +113,7 @@ class StubPrograms:
 
 
 class Clock:
-    """Splits the host's time: between launches, in the stub, and while the devices would work."""
+    """Split the host's time: between launches, in the stub, and while the devices would work."""
 
     def __init__(self, stub: StubPrograms, scheduler: Scheduler) -> None:
         self.between: list[float] = []

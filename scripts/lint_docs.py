@@ -90,9 +90,12 @@ def unfit_code(source: str) -> list[str]:
 
 
 def vague_summaries(source: str) -> list[str]:
-    """Docstrings, those of fields too, that begin with What, How or Where instead of naming the thing."""
-    found = re.findall(r'^ *r?"""((?:What|How|Where) .{0,50})', source, re.MULTILINE)
-    return [f"{text!r}: a summary names the thing ('Free bytes of ...', not 'What is free')" for text in found]
+    """Docstrings, those of fields too, that begin with What, How, Where or Returns instead of naming the thing."""
+    found = re.findall(r'^ *r?"""((?:What|How|Where|Returns) .{0,50})', source, re.MULTILINE)
+    return [
+        f"{text!r}: a summary names the thing ('Free bytes of ...', not 'What is free'), or says Return"
+        for text in found
+    ]
 
 
 def problems(root: Path) -> Iterator[str]:

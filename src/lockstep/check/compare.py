@@ -110,7 +110,7 @@ class _Unmatched:
 
 
 class LaunchComparison:
-    """Compares the launches of two processes, from one thread of each, whose order can be compared.
+    """Compare the launches of two processes, from one thread of each, whose order can be compared.
 
     Equal launches are dropped as soon as both are there. Where two differ, it waits for as many launches as it takes to
     say what is missing, what is too many and what only comes in another order.

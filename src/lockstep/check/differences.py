@@ -142,7 +142,7 @@ def compare_arguments(first: ProcessLog, other: ProcessLog, one: Launch, another
 
 
 class PutComparison:
-    """Compares the arrays that two processes put together, by the line that does it.
+    """Compare the arrays that two processes put together, by the line that does it.
 
     Where one of them puts more at a line than the other, it is not known which belong together: what differs
     is said when both have put as many.

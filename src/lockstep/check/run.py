@@ -31,7 +31,7 @@ UNDECIDED_S = 2.0  # seconds that a difference stands before it is told, though 
 
 
 class Follower:
-    """Compares processes as they go on. What it keeps grows with their programs and lines, not with their launches."""
+    """Compare processes as they go on. What it keeps grows with their programs and lines, not with their launches."""
 
     def __init__(self, directory: Path, processes: int, on_finding: Callable[[Finding], None]) -> None:
         texts: dict[str, str] = {}

@@ -101,7 +101,7 @@ class MergeLora:
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def exact_change(equation: str, scale: float, a: Array, b: Array) -> Array:
-    """Returns what an adapter adds to a weight in float32, with the same bits whichever part of the weight it is of.
+    """Return what an adapter adds to a weight in float32, with the same bits whichever part of the weight it is of.
 
     Args:
         equation: As `MergeLora` has it.
@@ -120,7 +120,7 @@ def exact_change(equation: str, scale: float, a: Array, b: Array) -> Array:
 
 
 def narrower(one: Any, other: Any) -> jnp.dtype:
-    """Returns that of two float types which has fewer bits: that of a computation whose weights have both."""
+    """Return that of two float types which has fewer bits: that of a computation whose weights have both."""
     return min(jnp.dtype(one), jnp.dtype(other), key=lambda dtype: dtype.itemsize)
 
 

@@ -23,7 +23,7 @@ def attend_exact(
     modifier: ScoreModifier,
     sinks: Float[Array, "kv_head group"] | None = None,
 ) -> Float[Array, "sequence query kv_head group head"]:
-    """Attends each query to all positions up to and including its own; softmax in float32, block by block of keys.
+    """Attend each query to all positions up to and including its own; softmax in float32, block by block of keys.
 
     A block of which a query sees nothing adds exactly 0, so that the bits do not depend on the length of others.
 
@@ -35,7 +35,7 @@ def attend_exact(
     rows = queries * group
 
     def tiles(x: Array, axis: int, tile: int) -> Array:
-        """Splits an axis of rows into tiles, which come first."""
+        """Split an axis of rows into tiles, which come first."""
         x = jnp.pad(x, [(0, -rows % tile if i == axis else 0) for i in range(x.ndim)])
         x = x.reshape(*x.shape[:axis], -1, tile, *x.shape[axis + 1 :])
         return jnp.moveaxis(x, axis, 0)
@@ -123,7 +123,7 @@ def attend_documents(
 
 
 def contiguous_blocks(k: Float[Array, "sequence kv_head position head"], v: Array) -> tuple[ReadChunk, int]:
-    """Returns what reads blocks of whole sequences, and the number of blocks."""
+    """Return a reader of blocks of whole sequences, and the number of blocks."""
     blocks = -(-k.shape[2] // BLOCK)
     padding = ((0, 0), (0, 0), (0, blocks * BLOCK - k.shape[2]), (0, 0))
     k, v = jnp.pad(k, padding), jnp.pad(v, padding)
@@ -156,7 +156,7 @@ class ExactAttention(XlaAttention):
         self, q: Array, cache: Cache, layer: Array, page_table: Array, position: Array, active: Array,
         sinks: Array | None = None,
     ) -> Array:  # fmt: skip
-        """Attends to the context; idle slots are computed too."""
+        """Attend to the context; idle slots are computed too."""
         context = cache[1]
         chunk = context.k.shape[4]
 
@@ -173,7 +173,7 @@ class ExactAttention(XlaAttention):
     def prefill(
         self, q: Array, pool: Array, layer: Array, first_page: Array, rows: Rows, sinks: Array | None = None
     ) -> Array:
-        """Attends to the pages of the pool; unused rows are computed too."""
+        """Attend to the pages of the pool; unused rows are computed too."""
         start, page_table = rows
         pages = BLOCK // self.page_size
         blocks = -(-page_table.shape[1] // pages)

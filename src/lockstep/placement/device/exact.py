@@ -48,7 +48,7 @@ IN_TURN: Final = 128
 """Terms of a sum that a product of float32 on CPU adds one after the other, at most."""
 _FEW: Final = 48
 """Rows that Eigen multiplies at most, where YNNPACK multiplies others."""
-_MANY: Final = (64, 256)
+_MANY: Final = (64, 512)
 """Rows that YNNPACK multiplies together: at least, at most."""
 COLUMNS: Final = 64
 """Columns that YNNPACK multiplies are a multiple of this."""
@@ -63,7 +63,7 @@ def blocks_of(size: int) -> int:
 
 
 def elementwise(function: Callable[[Array], Array], x: Array) -> Array:
-    """Returns ``function(x)``, computed in rows of 128 numbers.
+    """Return ``function(x)``, computed in rows of 128 numbers.
 
     The bits of exp, log, tanh and erf in XLA's code for CPU depend on the size of the array: alone, by three, or by a
     whole vector they are those of other polynomials, which differ in up to a fifth of all numbers.
@@ -74,7 +74,7 @@ def elementwise(function: Callable[[Array], Array], x: Array) -> Array:
 
 
 def tree_sum(x: Float[Array, "... width"]) -> Float[Array, "..."]:
-    """Returns the sums over the last axis, whose numbers are added in an order that depends on its size alone."""
+    """Return the sums over the last axis, whose numbers are added in an order that depends on its size alone."""
     x = barrier(x)
     width = x.shape[-1]
     x = jnp.pad(x, [*((0, 0),) * (x.ndim - 1), (0, (1 << max(width - 1, 0).bit_length()) - width)])
@@ -87,7 +87,7 @@ def tree_sum(x: Float[Array, "... width"]) -> Float[Array, "..."]:
 
 
 def add_blocks(parts: Float[Array, "block ..."]) -> Float[Array, "..."]:
-    """Returns the sum of blocks, neighbours first: what devices add of theirs, a power of two of them, is a subtree."""
+    """Return the sum of blocks, neighbours first: what devices add of theirs, a power of two of them, is a subtree."""
     parts = barrier(parts)
     while len(parts) > 1:
         if len(parts) % 2:
@@ -97,7 +97,7 @@ def add_blocks(parts: Float[Array, "block ..."]) -> Float[Array, "..."]:
 
 
 def add_heads(sums: Float[Array, "..."], axes: int, devices: Sequence[str]) -> Float[Array, "..."]:
-    """Returns the sum over the last axes, of heads, and over those of other devices; the axes are kept, and one more.
+    """Return the sum over the last axes, of heads, and over those of other devices; the axes are kept, and one more.
 
     Heads that devices repeat, a power of two of times, are added to each other first: the mean stays what it was.
     """
@@ -130,13 +130,13 @@ def _even(rows: int, multiple: int, most: int) -> int:
 
 
 def by_platform(cpu: Callable[[], Array], default: Callable[[], Array]) -> Array:
-    """Returns what one of two functions does: that of the platform that the program is compiled for."""
+    """Return the result of one of two functions: that of the platform that the program is compiled for."""
     found: Array = jax.lax.platform_dependent(cpu=cpu, default=default)
     return found
 
 
 def by_tile(compute: Callable[[int], Array], rows: int, dtype: Any, terms: int | None = None) -> Array:
-    """Returns ``compute(tile)``, on CPU for a tile of up to `MOST_ROWS` rows, elsewhere for `TILE`.
+    """Return ``compute(tile)``, on CPU for a tile of up to `MOST_ROWS` rows, elsewhere for `TILE`.
 
     Args:
         terms: In float32, the terms or columns of the products, whichever are more; None for any number. Up to
@@ -155,7 +155,7 @@ def product(
     inner: int = 1,
     transposed: bool = False,
 ) -> Float[Array, "*rows columns"]:
-    """Returns ``x @ weight`` in float32, tile by tile of rows.
+    """Return ``x @ weight`` in float32, tile by tile of rows.
 
     Args:
         x: The input.
@@ -235,7 +235,7 @@ def _in_turn(rows: Float[Array, "row inputs"], weight: Float[Array, "inputs colu
 
 
 def low_rank_product(a: Float[Array, "row rank"], b: Float[Array, "rank column"]) -> Float[Array, "row column"]:
-    """Returns ``a @ b`` in float32: a number has the same bits, whichever rows and columns are made beside it.
+    """Return ``a @ b`` in float32: a number has the same bits, whichever rows and columns are made beside it.
 
     On CPU it is a `product`; elsewhere, where columns may change bits, the numbers of the rank are added in order.
     Many of them are computed one after the other.
