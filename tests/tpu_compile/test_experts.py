@@ -43,7 +43,10 @@ def kernels(text: str) -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("slice_name", "expert"),
-    [("v6e-8", 4), ("v6e-8", 1), ("v5p-8", 4), pytest.param("tpu7x-8", 4, marks=pytest.mark.nightly)],
+    [
+        *(("v6e-8", 1), ("v5p-8", 4)),
+        *(pytest.param(each, 4, marks=pytest.mark.nightly) for each in ("v6e-8", "tpu7x-8")),
+    ],
 )
 def test_decode_and_prefill_multiply_by_the_kernel(slice_name: str, expert: int) -> None:
     mesh = make_mesh("auto", list(topology(slice_name).devices))
