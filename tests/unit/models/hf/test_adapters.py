@@ -61,6 +61,7 @@ def test_rows_are_those_of_the_merged_weights(family, modules):
 
 
 @pytest.mark.slow
+@pytest.mark.optimized
 @pytest.mark.parametrize(
     ("family", "modules", "dtype"),
     [("qwen3", ("q_proj", "o_proj"), "float32"), ("qwen3_moe_mixed", ("up_proj",), "bfloat16")],
