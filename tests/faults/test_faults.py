@@ -170,7 +170,7 @@ def check_sigterm_time(phase, results):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processes", [2, ON_FOUR])
+@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.nightly)])
 def test_sigterm_saves_the_weights_of_the_step_it_stopped_at(processes):
     results, saved = sigterms(processes)
     assert [result["codes"] for result in results] == [[143, 0, 0]] * processes

@@ -135,8 +135,10 @@ def reference_texts(model, sampling):
     [
         "fsdp",
         "qwen3_moe",
-        "snowball",
-        *(pytest.param(each, marks=pytest.mark.nightly) for each in ("tensor", "mixtral", "snowball, split")),
+        *(
+            pytest.param(each, marks=pytest.mark.nightly)
+            for each in ("tensor", "mixtral", "snowball", "snowball, split")
+        ),
     ],
 )
 def test_a_run_with_samples_has_the_same_losses_and_launches(run, tmp_path):

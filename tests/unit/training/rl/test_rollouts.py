@@ -89,7 +89,7 @@ def test_the_engine_and_the_trainer_have_the_same_probabilities(mesh, blocks, lo
     [
         ("2,1,2", tiny.CONFIG, {}, None),
         pytest.param("1,2,2", runs.EXPERTS, {}, None, marks=pytest.mark.nightly),
-        ("2,2,1", runs.EXPERTS, {"replay_routing": True}, None),
+        pytest.param("2,2,1", runs.EXPERTS, {"replay_routing": True}, None, marks=pytest.mark.nightly),
         ("2,1,2", tiny.CONFIG, {}, LORA),
         pytest.param("1,4,1", tiny.CONFIG, {}, LORA, marks=pytest.mark.nightly),
     ],
