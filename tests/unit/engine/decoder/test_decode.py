@@ -19,8 +19,6 @@ from tests.oracle import assert_same_but_for_near_ties, assert_same_logprobs, as
 from tests.unit.engine.combinations import CONFIGS, Case, check, expected, pool
 from tests.unit.engine.models import FAMILIES, VOCAB, in_bfloat16, many_requests, mesh_of, model_on, request
 
-pytestmark = pytest.mark.optimized
-
 POISON = 39
 """A token that only the sick have in their prompts, and that nobody may sample."""
 

@@ -14,8 +14,6 @@ from tests.unit.engine.combinations import CONFIGS, Case, answer, check, pool
 from tests.unit.engine.models import FAMILIES, mesh_of, model_on
 from tests.unit.engine.random_engines import random_case
 
-pytestmark = pytest.mark.optimized
-
 QUICK = (("llama3", 0), ("qwen3", 1), ("tied", 3))
 """Family and configuration of what a short test draws from."""
 TOKENS_PER_TIE = 1000

@@ -19,8 +19,6 @@ from lockstep.types import Completion, FinishReason
 from tests.oracle import Expected, assert_same_logprobs, assert_same_tokens, oracle_completions
 from tests.unit.engine.models import FAMILIES, LLAMA, VOCAB, mesh_of, mixed_requests, model_on, request
 
-pytestmark = pytest.mark.optimized
-
 LAYOUTS: dict[str, Any] = {"tensor1": {"tensor": 1}, "training": "training", "tensor2": {"tensor": 2}}
 # Spread over the families, so that each family and each layout meets several: page sizes, prefill in chunks, few
 # sequences, few pages, short launches.
