@@ -10,7 +10,7 @@ STARTUP = Path(__file__).resolve().parent / "startup"
 CACHE = REPOSITORY / "build" / "jax-cache"
 
 
-COMPILED_FAST = "--xla_backend_optimization_level=0 --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
+COMPILED_FAST = (REPOSITORY / "Makefile").read_text(encoding="utf-8").partition("COMPILED_FAST := ")[2].splitlines()[0]
 """Flags of XLA with which programs compile in a fraction of the time, as in `make test`."""
 OPTIMISED = {"XLA_FLAGS": "--xla_backend_optimization_level=3"}
 """Variables with which a job compiles as it does for a user."""

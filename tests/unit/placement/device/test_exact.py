@@ -23,6 +23,8 @@ from lockstep.placement.device import (
 from lockstep.placement.device.exact import MOST_ROWS
 
 pytestmark = pytest.mark.optimized
+ON_AVX512 = pytest.mark.skipif(not exact._WIDE, reason="this machine has no AVX-512")
+"""For kernels that products take with AVX-512 alone; without it the other form, tested too, is all that runs."""
 
 RNG = np.random.default_rng(0)
 
@@ -125,7 +127,7 @@ def test_tiles_of_float32_are_of_what_there_is_from_49_rows_on_with_avx512(monke
     assert [tile_of(each, "float32", "cpu") for each in rows] == [16, 16, 24, 48, 64, 144, 512]
 
 
-@pytest.mark.skipif(not exact._WIDE, reason="this machine has no AVX-512")
+@ON_AVX512
 @pytest.mark.parametrize("rows", [3, 48, 49, 512])
 def test_terms_are_added_one_after_the_other_by_few_rows_and_by_many(rows):
     rng = np.random.default_rng(rows)  # of its own, for rounding to float64 first is another number once in 5e8
@@ -141,13 +143,11 @@ def test_terms_are_added_one_after_the_other_by_few_rows_and_by_many(rows):
     np.testing.assert_array_equal(found, blocks[0] + blocks[1])
 
 
-@pytest.mark.parametrize("wide", [True, False])
+@pytest.mark.parametrize("wide", [pytest.param(True, marks=ON_AVX512), False])
 @pytest.mark.parametrize("cases", [2, pytest.param(150, marks=pytest.mark.slow)])
 def test_a_product_of_float32_has_the_same_bits_in_any_rows_columns_and_program(cases, wide, monkeypatch):
     """A part of each product alone, in a loop beside other work, or from a part of the weight within the program."""
     rng = np.random.default_rng(cases)
-    if wide and not exact._WIDE:
-        pytest.skip("this machine has no AVX-512")
     if not wide:
         monkeypatch.setattr(exact, "_WIDE", False)
 
