@@ -10,12 +10,12 @@ from lockstep.engine.schedule.pages import NULL_PAGE as NULL_PAGE
 from lockstep.engine.schedule.pages import PageAllocator as PageAllocator
 from lockstep.engine.schedule.planning import check_capacity as check_capacity
 from lockstep.engine.schedule.planning import check_length as check_length
-from lockstep.engine.schedule.results import Counts as Counts
-from lockstep.engine.schedule.results import DecodeResults as DecodeResults
-from lockstep.engine.schedule.results import DraftCounts as DraftCounts
-from lockstep.engine.schedule.results import RoutedShape as RoutedShape
-from lockstep.engine.schedule.results import as_floats as as_floats
 from lockstep.engine.schedule.sampling import SamplingBatch as SamplingBatch
 from lockstep.engine.schedule.sampling import sampling_sizes as sampling_sizes
 from lockstep.engine.schedule.scheduler import FindStop as FindStop
 from lockstep.engine.schedule.scheduler import Scheduler as Scheduler
+from lockstep.engine.schedule.sequence import Counts as Counts
+from lockstep.engine.schedule.sequence import DecodeResults as DecodeResults
+from lockstep.engine.schedule.sequence import DraftCounts as DraftCounts
+from lockstep.engine.schedule.sequence import RoutedShape as RoutedShape
+from lockstep.engine.schedule.sequence import as_floats as as_floats

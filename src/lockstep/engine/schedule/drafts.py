@@ -11,11 +11,10 @@ from collections.abc import Sequence as Seq
 import numpy as np
 from jaxtyping import Float, Int, Int32
 
-from lockstep.engine.schedule.batch import Capacity, VerifyBatch
+from lockstep.engine.schedule.batch import Capacity, DecodeSlots, VerifyBatch
 from lockstep.engine.schedule.ngrams import Ngrams
 from lockstep.engine.schedule.planning import num_decode_steps
 from lockstep.engine.schedule.sequence import Sequence
-from lockstep.engine.schedule.slots import DecodeSlots
 from lockstep.types import Drafts
 
 _MATCHED = (3, 2)

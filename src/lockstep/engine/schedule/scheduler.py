@@ -10,6 +10,7 @@ from lockstep.engine.schedule.batch import (
     Capacity,
     CopyPagesBatch,
     DecodeBatch,
+    DecodeSlots,
     PrefillBatch,
     PromptLogprobsBatch,
     VerifyBatch,
@@ -27,9 +28,7 @@ from lockstep.engine.schedule.planning import (
     prompt_logprobs_batch,
 )
 from lockstep.engine.schedule.replica import Replica
-from lockstep.engine.schedule.results import Counts, DecodeResults, RoutedShape
-from lockstep.engine.schedule.sequence import PromptLogprobs, Sequence
-from lockstep.engine.schedule.slots import DecodeSlots
+from lockstep.engine.schedule.sequence import Counts, DecodeResults, PromptLogprobs, RoutedShape, Sequence
 from lockstep.errors import ConfigError
 from lockstep.types import Completion, FinishReason, Request
 
