@@ -309,7 +309,7 @@ def ends_command(*arguments):
         ("before", 2),
         ("during", 2),
         pytest.param("after", 2, marks=pytest.mark.nightly),
-        ("during", 4),
+        pytest.param("during", 4, marks=pytest.mark.nightly),
         pytest.param("after", 4, marks=pytest.mark.nightly),
     ],
 )
@@ -324,7 +324,7 @@ def test_a_host_dies(when, processes, tmp_path):
         pytest.param("before", 2, marks=pytest.mark.nightly),
         ("during", 2),
         pytest.param("after", 2, marks=pytest.mark.nightly),
-        ("during", 4),
+        pytest.param("during", 4, marks=pytest.mark.nightly),
     ],
 )
 def test_the_leader_dies(when, processes, tmp_path):

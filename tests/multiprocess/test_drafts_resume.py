@@ -15,7 +15,7 @@ from tests import rollouts as runs
 from tests.multiprocess.harness import run_processes
 from tests.multiprocess.test_train_grpo import tiny_init
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
+pytestmark = [pytest.mark.multiprocess, pytest.mark.nightly]
 
 STEPS, SAVED = 6, 4
 """Three rollouts see each question once, so from the fourth on there are answers to draft from."""

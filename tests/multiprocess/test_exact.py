@@ -13,28 +13,20 @@ from tests.unit.engine.models import FAMILIES
 
 pytestmark = pytest.mark.multiprocess
 
-CASES = {
-    2: [
-        ("llama", "bfloat16", "1,2,2", {"layout": {"tensor": 4}}),
-        ("olmo", "float32", "2,1,2", {"layout": {"tensor": 2}, "max_seqs": 3}),
-        ("gemma3", "bfloat16", "4,1,1", {"layout": "training", "page_size": 4}),
-    ],
-    4: [
-        ("llama", "bfloat16", "2,2,2", {"layout": {"tensor": 8}}),
-        ("qwen3", "bfloat16", "1,4,2", {"layout": {"tensor": 4}, "max_seqs": 3}),
-        ("apertus", "bfloat16", "4,1,2", {"layout": "training", "page_size": 4}),
-    ],
-}
-"""Family, type, mesh and engine by the number of processes: tensor groups over them and within, the training layout."""
+CASES = [
+    (2, "llama", "bfloat16", "1,2,2", {"layout": {"tensor": 4}}),
+    (2, "olmo", "float32", "2,1,2", {"layout": {"tensor": 2}, "max_seqs": 3}),
+    (2, "gemma3", "bfloat16", "4,1,1", {"layout": "training", "page_size": 4}),
+    (4, "llama", "bfloat16", "2,2,2", {"layout": {"tensor": 8}}),
+    (4, "qwen3", "bfloat16", "1,4,2", {"layout": {"tensor": 4}, "max_seqs": 3}),
+    (4, "apertus", "bfloat16", "4,1,2", {"layout": "training", "page_size": 4}),
+]
+"""Processes, family, type, mesh and engine: tensor groups over processes and within, the training layout."""
 EXACTLY = ("logprob_gap", "ratio_gap")
 
 
-def body_bits(hosts, cases):
-    """The bits of engine and trainer, case by case; on one device without a layout."""
-    return [bits_in(hosts, *case) for case in cases]
-
-
-def bits_in(hosts, family, dtype, mesh, engine):
+def body_bits(hosts, family, dtype, mesh, engine):
+    """The bits of engine and trainer; on one device without a layout."""
     if hosts.count == 1:
         mesh, engine = "1,1,1", {}
     model = model_of(mesh, dtype, dataclasses.replace(FAMILIES[family], numerics="exact", num_heads=8))
@@ -65,17 +57,16 @@ def body_grpo(hosts, mesh, steps):
     }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.nightly)])
-def test_processes_have_the_bits_of_one_and_of_the_trainer(processes):
+@pytest.mark.parametrize(
+    ("processes", "family", "dtype", "mesh", "engine"),
+    [pytest.param(*each, marks=pytest.mark.nightly if n else pytest.mark.slow) for n, each in enumerate(CASES)],
+)
+def test_processes_have_the_bits_of_one_and_of_the_trainer(processes, family, dtype, mesh, engine):
     """As users compile: with the flags of `make test` one number of the trainer's had another last bit."""
-    cases = CASES[processes]
-    (alone,) = run_processes(body_bits, processes=1, devices=1, args=(cases,), env=OPTIMISED, timeout_s=200)
-    results = run_processes(body_bits, processes=processes, devices=2, args=(cases,), env=OPTIMISED, timeout_s=500)
-    for case, (wanted, _), *found in zip(cases, alone, *results, strict=True):
-        for engine, trainer in found:
-            assert engine == wanted, case
-            assert trainer == wanted, case
+    args = (family, dtype, mesh, engine)
+    ((wanted, _),) = run_processes(body_bits, processes=1, devices=1, args=args, env=OPTIMISED, timeout_s=200)
+    results = run_processes(body_bits, processes=processes, devices=2, args=args, env=OPTIMISED, timeout_s=500)
+    assert results == [(wanted, wanted)] * processes
 
 
 @pytest.mark.parametrize(

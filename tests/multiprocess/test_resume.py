@@ -104,7 +104,7 @@ def body_failure(hosts, directory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", ["llama", pytest.param("experts", marks=pytest.mark.nightly)])
 def test_a_run_goes_on_bit_for_bit_and_on_another_mesh_to_rounding(model, tmp_path):
     first, *others = run_processes(body_resume, processes=2, devices=2, args=(str(tmp_path), model))
     assert all(other == first for other in others)
@@ -164,7 +164,7 @@ def body_one_slice(hosts, directory):
     return [result.completed_steps, list(losses.items())]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_slices_share_the_writing_and_resume_alike_after_one_has_lost_a_process(tmp_path):
     with pytest.raises(AssertionError, match="process 3 failed, signal SIGKILL"):
         run_processes(

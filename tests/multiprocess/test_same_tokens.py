@@ -16,7 +16,7 @@ from lockstep.engine import Engine, EngineConfig
 from lockstep.placement import make_mesh
 from lockstep.types import Completion, FinishReason
 from tests import tiny
-from tests.multiprocess.harness import cached, run_processes
+from tests.multiprocess.harness import run_processes
 from tests.oracle import (
     NEAR_TIES_PER_THOUSAND,
     assert_same_but_for_near_ties,
@@ -59,24 +59,21 @@ def all_requests(in_bfloat16=False, in_8_bits=False):
     return every[::4] if in_8_bits else every  # one of each group, for time
 
 
-CASES = {
-    2: [
-        ("auto", "auto", {}),
-        ("auto", "training", TIGHT),
-        ("1,2,2", {"tensor": 2}, TIGHT),
-        ("1,2,2", {"tensor": 4}, HALF),
-        ("1,2,2", {"tensor": 4, "context": 2}, TIGHT),
-        ("1,2,2", {"tensor": 2}, ROUNDED),
-        ("auto", "training", TIGHT | {"weight_dtype": "fp8"}),
-        ("auto", "training", TIGHT | HALF),
-    ],
-    4: [("host_local", {"tensor": 2}, {}), ("auto", {"tensor": 1}, {}), ("auto", {"tensor": 2}, TIGHT | HALF)],
-}
-"""Mesh, layout and engine options, by the number of processes."""
-
-
-def body(hosts):
-    return [answer(hosts, *case) for case in CASES[hosts.count]]
+CASES = [
+    (2, "auto", "auto", {}),
+    (2, "auto", "training", TIGHT),
+    (2, "1,2,2", {"tensor": 4}, HALF),
+    (2, "1,2,2", {"tensor": 4, "context": 2}, TIGHT),
+    (4, "host_local", {"tensor": 2}, {}),
+    (2, "1,2,2", {"tensor": 2}, TIGHT),
+    (2, "1,2,2", {"tensor": 2}, ROUNDED),
+    (2, "auto", "training", TIGHT | {"weight_dtype": "fp8"}),
+    (2, "auto", "training", TIGHT | HALF),
+    (4, "auto", {"tensor": 1}, {}),
+    (4, "auto", {"tensor": 2}, TIGHT | HALF),
+]
+"""Processes, mesh, layout and engine options."""
+IN_SLOW = 5
 
 
 def answer(hosts, mesh_shape, layout, options):
@@ -106,25 +103,17 @@ def expected(in_bfloat16, weight_dtype):
     return oracle_completions((tiny.CONFIG, weights), all_requests(in_bfloat16, bool(weight_dtype)))
 
 
-@cached
-def answers(processes):
-    """Each process's answers, by case: one launch of processes makes all."""
-    return run_processes(body, processes=processes, timeout_s=300)
-
-
 @pytest.mark.parametrize(
-    ("processes", "case"),
+    ("processes", "mesh", "layout", "options"),
     [
-        pytest.param(n, i, marks=pytest.mark.nightly if n > 2 and i > 0 else pytest.mark.slow)
-        for n, cases in CASES.items()
-        for i in range(len(cases))
+        pytest.param(*case, marks=pytest.mark.slow if n < IN_SLOW else pytest.mark.nightly)
+        for n, case in enumerate(CASES)
     ],
 )
-def test_tokens_are_those_of_one_process(processes, case):
-    options = CASES[processes][case][2]
+def test_tokens_are_those_of_one_process(processes, mesh, layout, options):
     in_bfloat16 = "dtype" in options
     want = expected(in_bfloat16, options.get("weight_dtype"))
-    results = [result[case] for result in answers(processes)]
+    results = run_processes(answer, processes=processes, args=(mesh, layout, options), timeout_s=300)
     assert len({result["ledger"] for result in results}) == 1
     for result in results:
         got = [

@@ -19,7 +19,7 @@ def has_open(pid, path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), 1])
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.nightly)])
 def test_sigterm_while_prompts_are_read(victim, checkpoint, tmp_path):
     """The leader reads, the other one waits for it in a call that Python cannot interrupt."""
     prompts = tmp_path / "prompts.txt"

@@ -41,9 +41,13 @@ def expected(model: Any) -> list[Expected]:
 @pytest.mark.parametrize(
     ("layout", "options"),
     [
-        pytest.param("training", {"page_size": 8}),
+        pytest.param("training", {"page_size": 8}, marks=pytest.mark.nightly),
         pytest.param({"tensor": 1}, {"max_seqs": 7}, marks=pytest.mark.nightly),
-        ({"tensor": 2}, {"max_seqs": 3, "page_size": 8, "max_prefill_size": 16, "max_steps_per_launch": 5}),
+        pytest.param(
+            {"tensor": 2},
+            {"max_seqs": 3, "page_size": 8, "max_prefill_size": 16, "max_steps_per_launch": 5},
+            marks=pytest.mark.nightly,
+        ),
         pytest.param({"tensor": 4}, {"max_seqs": 5}),
     ],
     ids=str,

@@ -121,7 +121,7 @@ print(json.dumps({
         pytest.param("v4-8", "bfloat16", 2, marks=pytest.mark.nightly),
         pytest.param("v5litepod-4", "bfloat16", 2, marks=pytest.mark.nightly),
         pytest.param("v6e-4", "bfloat16", 2, marks=pytest.mark.nightly),
-        pytest.param("v5p-8", "float32", 2, marks=pytest.mark.slow),
+        pytest.param("v5p-8", "float32", 2, marks=pytest.mark.nightly),
     ],
 )
 def test_heads_too_wide_for_the_kernel_get_plain_attention(slice_, dtype, tensor):
@@ -154,8 +154,8 @@ def test_heads_too_wide_for_the_kernel_get_plain_attention(slice_, dtype, tensor
 
 # `test_programs.py` has a cheaper look at the same programs with a tensor group; in the training layout tokens are
 # compared on CPU.
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", [pytest.param({"tensor": 4}, id="tensor-4", marks=pytest.mark.nightly), "training"])
+@pytest.mark.nightly
+@pytest.mark.parametrize("layout", [pytest.param({"tensor": 4}, id="tensor-4"), "training"])
 def test_llama3_8b_compiles_for_v5p_16(layout):
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
     run = subprocess.run(
@@ -329,7 +329,7 @@ print(json.dumps({
     ("slice_", "tensor"),
     [
         ("v5p-8", 2),
-        pytest.param("v6e-4", 1, marks=pytest.mark.slow),
+        pytest.param("v6e-4", 1, marks=pytest.mark.nightly),
         pytest.param("v5p-8", 1, marks=pytest.mark.nightly),
         pytest.param("v6e-4", 2, marks=pytest.mark.nightly),
     ],

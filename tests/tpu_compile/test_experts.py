@@ -64,7 +64,7 @@ def test_decode_and_prefill_multiply_by_the_kernel(slice_name: str, expert: int)
         assert engine.programs[name].memory().temp_size_in_bytes < 32 << 20, "nothing copies them"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_layers_with_an_mlp_and_layers_with_experts_are_two_branches() -> None:
     """Each layer runs one of them, on weights of all layers of its kind that nothing copies into the branch."""
     experts = dataclasses.replace(CONFIG.experts, mlp_only_layers=(0,))

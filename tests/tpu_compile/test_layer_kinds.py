@@ -52,7 +52,7 @@ def kernels(text: str) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("slice_", ["v5p-8", "v6e-4"])
+@pytest.mark.parametrize("slice_", ["v5p-8", pytest.param("v6e-4", marks=pytest.mark.nightly)])
 def test_decoding_chooses_between_two_calls_of_the_kernel(slice_):
     mesh = make_mesh("auto", list(topology(slice_).devices))
     weights = weights_on(mesh, ModelPreset(config=CONFIG, vocab_size=1024), "bfloat16")

@@ -79,7 +79,7 @@ def exchanged_in(sampling):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["global_mesh", "host_data_parallel"])
+@pytest.mark.parametrize("mode", ["global_mesh", pytest.param("host_data_parallel", marks=pytest.mark.nightly)])
 def test_the_sampler_is_planned_for_two_slices(mode, cache):
     code, text, found = plan(
         "--config_path", "config/sampler/demo.yaml", "--topology", "2xv6e-16", "--inference_mode", mode,
@@ -90,7 +90,7 @@ def test_the_sampler_is_planned_for_two_slices(mode, cache):
     assert bool(exchanged_in(sampling)) == (mode == "global_mesh"), "hosts for themselves exchange nothing"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_grpo_is_planned_for_two_slices(cache, tmp_path):
     demo = (ROOT / "config" / "grpo_demo.yaml").read_text(encoding="utf-8")
     config = tmp_path / "grpo.yaml"
@@ -372,7 +372,7 @@ def test_both_meshes_side_by_side(cache, tmp_path):
     assert "trainer.mesh_shape" in text and "of it across hosts" in text
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_sizes_that_used_to_fail_work(cache):
     """100 prompts × 4,096 tokens with a prefill of 8,192 tokens: our blocks compile, or it is refused with advice."""
     code, text, found = plan(
