@@ -134,9 +134,10 @@ def reference_texts(model, sampling):
     "run",
     [
         "fsdp",
+        "qwen3_moe",
         *(
             pytest.param(each, marks=pytest.mark.nightly)
-            for each in ("tensor", "qwen3_moe", "mixtral", "snowball", "snowball, split")
+            for each in ("tensor", "mixtral", "snowball", "snowball, split")
         ),
     ],
 )
