@@ -66,7 +66,9 @@ def test_processes_have_the_bits_of_one_and_of_the_trainer(processes, family, dt
     args = (family, dtype, mesh, engine)
     ((wanted, _),) = run_processes(body_bits, processes=1, devices=1, args=args, env=OPTIMISED, timeout_s=200)
     results = run_processes(body_bits, processes=processes, devices=2, args=args, env=OPTIMISED, timeout_s=500)
-    assert results == [(wanted, wanted)] * processes
+    for engine, trainer in results:
+        assert engine == wanted
+        assert trainer == wanted
 
 
 @pytest.mark.parametrize(
