@@ -87,6 +87,9 @@ def controller(words: list[str]) -> int:
     log = option(given, "output", f"slurm-{number}.log").replace("%j", number)
     restarts = 0
     while True:
+        if (directory / "cancelled").exists():
+            set_state(directory, "CANCELLED")
+            return 0
         if state(directory) == "PENDING":
             set_state(directory, "RUNNING")
         environment = {
@@ -102,14 +105,16 @@ def controller(words: list[str]) -> int:
                 ["bash", script], env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
             )
         (directory / "batch").write_text(str(batch.pid))
+        if (directory / "cancelled").exists():  # while it was started; later ones are scancel's to end
+            kill(batch.pid, signal.SIGKILL)
         code = batch.wait()
         if (directory / "requeue").exists():
             (directory / "requeue").unlink()
             restarts += 1
             set_state(directory, "PENDING")
             continue
-        if state(directory) != "CANCELLED":
-            set_state(directory, "COMPLETED" if code == 0 else "FAILED")
+        cancelled = (directory / "cancelled").exists()
+        set_state(directory, "CANCELLED" if cancelled else "COMPLETED" if code == 0 else "FAILED")
         return 0
 
 
@@ -167,16 +172,22 @@ def scancel(words: list[str]) -> int:
     directory = job_directory(words[-1])
     if state(directory) not in ("PENDING", "RUNNING"):
         return 0
-    tasks = [int(pid) for pid in (directory / "tasks").read_text().split()] if (directory / "tasks").exists() else []
+    (directory / "cancelled").touch()
     set_state(directory, "CANCELLED")
+    tasks, batch = (pids(directory / name) for name in ("tasks", "batch"))
     for pid in tasks:
         kill(pid, signal.SIGKILL if "--signal=KILL" in words else signal.SIGTERM)
     end = time.monotonic() + KILL_WAIT_S
     while time.monotonic() < end and any(map(alive, tasks)):
         time.sleep(0.02)
-    for pid in [*tasks, int((directory / "batch").read_text())]:
+    for pid in [*tasks, *batch]:
         kill(pid, signal.SIGKILL)
     return 0
+
+
+def pids(file: Path) -> list[int]:
+    """The process groups in a file; none where nothing was started yet."""
+    return [int(pid) for pid in file.read_text().split()] if file.exists() else []
 
 
 def alive(pid: int) -> bool:

@@ -181,6 +181,7 @@ def body_resume(hosts, directory):
     return {"losses": losses, "ends": [in_rollout, between], "ahead": sorted(ahead.items())}
 
 
+@pytest.mark.nightly
 def test_what_was_sampled_ahead_goes_into_checkpoints(tmp_path):
     results = run_processes(body_resume, processes=2, devices=2, args=(str(tmp_path),), timeout_s=400)
     assert results[0] == results[1]

@@ -8,7 +8,7 @@ from lockstep.report import read_jsonl
 from tests import wandb_run
 from tests.multiprocess.harness import run_command
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
+pytestmark = [pytest.mark.multiprocess, pytest.mark.nightly]
 
 ROOT = Path(__file__).parents[2]
 PROMPTS, ROUNDS, GENERATIONS = 32, 2, 4

@@ -70,7 +70,7 @@ def checkpoint(tmp_path_factory):
     return path
 
 
-@pytest.mark.parametrize("place", ["disk", "bucket"])
+@pytest.mark.parametrize("place", [pytest.param("disk", marks=pytest.mark.nightly), "bucket"])
 @pytest.mark.parametrize("processes", [pytest.param(2, marks=pytest.mark.nightly), 4])
 def test_a_process_holds_its_part_and_64_mib_at_most(checkpoint, processes, place):
     with fake_gcs.serve() as bucket:

@@ -290,7 +290,7 @@ def train_demo(directory, run_id, *arguments, config="config/grpo_demo.yaml"):
     return run
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_stages_have_the_losses_and_rollouts_of_a_mesh_without(tmp_path, monkeypatch):
     """Each stage is a slice; the log-probabilities of policy and reference are of both."""
     arguments = ["--trainer.num_train_steps", "3", "--trainer.per_device_parallelism", "2", "--hf_save_path", "null"]

@@ -72,8 +72,8 @@ def test_decoding_chooses_between_two_calls_of_the_kernel(slice_):
         assert kernels(engine.programs[name].text()) == (3 if name == "decode" else 4), name
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("slice_", ["v5p-8", pytest.param("v6e-4", marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("slice_", ["v5p-8", "v6e-4"])
 def test_training_chooses_between_two_kernels_forward_and_backward(slice_):
     mesh = make_mesh("1,2,-1", topology(slice_).devices)
     everywhere = NamedSharding(mesh, PartitionSpec())

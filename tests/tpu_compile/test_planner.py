@@ -350,7 +350,7 @@ def test_rows_split_over_devices(cache):
     assert "collective-permute" in text and "all-gather" in text
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_both_meshes_side_by_side(cache, tmp_path):
     """Full-device FSDP gathers over all hosts; host_local inside each, and sums gradients between them."""
     demo = (ROOT / "config" / "grpo_demo.yaml").read_text(encoding="utf-8")

@@ -10,7 +10,6 @@ import pytest
 
 pytest.importorskip("libtpu", reason="the TPU compiler comes with the extra [plan]")
 
-SLOW = pytest.mark.slow
 LAYERS = 32
 
 
@@ -46,7 +45,7 @@ def test_programs_of_llama_3_1_8b(slice_name: str, tensor: int) -> None:
     check_memory(found)
 
 
-@SLOW
+@pytest.mark.nightly
 def test_long_contexts_split_over_devices() -> None:
     """131,072 tokens of Llama-3.1-8B: 16 devices that have each kv head twice, or each half of its positions."""
     options = "--context 130944"
@@ -74,20 +73,17 @@ def test_programs_on_tpu7x(tensor: int) -> None:
         assert measured[name] <= found["predicted"][name], name
 
 
-@SLOW
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("model", "slice_name", "tensor", "batch"),
-    [
-        pytest.param("qwen2.5-3b", "v5p-16", 1, 64, marks=pytest.mark.nightly),
-        ("llama-3.1-8b", "v6e-16", 4, 256),
-    ],
+    [("qwen2.5-3b", "v5p-16", 1, 64), ("llama-3.1-8b", "v6e-16", 4, 256)],
 )
 def test_predicted_memory_of_other_sizes(model: str, slice_name: str, tensor: int, batch: int) -> None:
     """A tied vocabulary that is large beside the layers, and batches whose vocabulary does not fit vector memory."""
     check_memory(compiled(slice_name, tensor, batch, model))
 
 
-@SLOW
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("slice_name", "tensor", "weight_dtype"),
     [pytest.param("v5p-16", 4, "int8", marks=pytest.mark.nightly), ("v6e-16", 4, "fp8")],
