@@ -51,7 +51,7 @@ def test_levanter_with_our_block_in_its_yaml(name, tmp_path):
         assert "skipped on every host" not in leader and "failed on the leader" not in leader
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_levanter_on_a_pod_reads_only_the_bucket_and_what_is_synced(checkpoint, tmp_path):
     """The file for 32 chips on 32 simulated devices of two processes; a directory in place of gs://YOUR_BUCKET."""
     bucket, worker = tmp_path / "bucket", tmp_path / "worker"

@@ -26,7 +26,8 @@ def test_a_killed_process_is_named_long_before_jax_misses_it():
         assert "Check failure stack trace" not in log
 
 
-@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("victim", [0, 1])
 def test_a_stopped_process_is_named_when_jax_gives_it_up(victim):
     """The system keeps the connections of a process that stands still: JAX decides, and we say who it is."""
     ends = run_unattended([*SCENARIO, "vanish", str(victim), "stop", "20"], processes=3, timeout_s=90)

@@ -81,8 +81,20 @@ def write_config(path, checkpoint, run_id, **values):
     return path
 
 
-@pytest.mark.parametrize("mode", ["host_data_parallel", pytest.param("global_mesh", marks=pytest.mark.nightly)])
-def test_whatever_is_killed_whenever_every_row_comes_out_once(mode, checkpoint, tmp_path):
+SOME = [(2, 1), (4, "all"), (2, 0), (2, "all")]
+MORE = [(2, 1), (4, "all"), (1, "all"), (2, 0), (4, 3), (2, "all")]
+"""Processes, and which of them is killed: all of two when all rows are there, while they are gathered and merged."""
+
+
+@pytest.mark.parametrize(
+    ("mode", "kills"),
+    [
+        ("host_data_parallel", SOME),
+        pytest.param("host_data_parallel", MORE, marks=pytest.mark.nightly),
+        pytest.param("global_mesh", MORE, marks=pytest.mark.nightly),
+    ],
+)
+def test_whatever_is_killed_whenever_every_row_comes_out_once(mode, kills, checkpoint, tmp_path):
     draw = random.Random(mode)
     with open(tmp_path / "log", "w+") as log:
         whole = write_config(tmp_path / "whole.yaml", checkpoint, "whole", inference_mode=mode)
@@ -90,8 +102,7 @@ def test_whatever_is_killed_whenever_every_row_comes_out_once(mode, checkpoint, 
         killed = write_config(tmp_path / "killed.yaml", checkpoint, "killed", inference_mode=mode)
         directory, total = tmp_path / "killed" / "samples", PROMPTS * GENERATIONS
         last = 0
-        # The last one is killed when all rows are there: while they are gathered and merged.
-        for processes, whom in [(2, 1), (4, "all"), (1, "all"), (2, 0), (4, 3), (2, "all")]:
+        for processes, whom in kills:
             before = rows(directory)
             assert before >= last, "what was on disk stays there"
             last = before

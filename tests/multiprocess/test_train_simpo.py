@@ -52,8 +52,8 @@ def test_simpo_trains_and_samples(tmp_path):
 AS_ASKED = ["data/preferences/as_asked.jsonl", "data/preferences/as_asked_held_out.jsonl"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.nightly) for seed in (1, 2))])
+@pytest.mark.nightly
+@pytest.mark.parametrize("seed", [0, 1, 2])
 def test_simpo_learns_what_holds_for_pairs_it_has_not_seen(tmp_path, seed):
     """Whether an answer is liked depends on what the question asks for, in words or in digits.
 

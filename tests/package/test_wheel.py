@@ -185,12 +185,14 @@ def check_types(programs, directory, text):
     return done.stdout.splitlines()
 
 
+@pytest.mark.nightly
 def test_a_users_strict_mypy_knows_the_types(programs, tmp_path):
     *found, last = check_types(programs, tmp_path, RIGHT + "\n".join(f"lockstep.{name}" for name in lockstep.__all__))
     assert last == "Success: no issues found in 1 source file"
     assert [re.search(r'Revealed type is "(.*)"', line)[1].replace("builtins.", "") for line in found] == REVEALED
 
 
+@pytest.mark.nightly
 def test_a_users_mypy_sees_what_is_wrong(programs, tmp_path):
     *found, _ = check_types(programs, tmp_path, WRONG)
     assert [re.search(r":(\d+): error: .*\[([\w-]+)\]", line).groups() for line in found if "error:" in line] == [

@@ -111,17 +111,17 @@ print(json.dumps({
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("slice_", "dtype", "tensor"),
     [
         ("v5p-8", "bfloat16", 2),
-        pytest.param("v5p-8", "bfloat16", 1, marks=pytest.mark.nightly),
-        pytest.param("v5p-8", "bfloat16", 4, marks=pytest.mark.nightly),
-        pytest.param("v4-8", "bfloat16", 2, marks=pytest.mark.nightly),
-        pytest.param("v5litepod-4", "bfloat16", 2, marks=pytest.mark.nightly),
-        pytest.param("v6e-4", "bfloat16", 2, marks=pytest.mark.nightly),
-        pytest.param("v5p-8", "float32", 2, marks=pytest.mark.nightly),
+        ("v5p-8", "bfloat16", 1),
+        ("v5p-8", "bfloat16", 4),
+        ("v4-8", "bfloat16", 2),
+        ("v5litepod-4", "bfloat16", 2),
+        ("v6e-4", "bfloat16", 2),
+        ("v5p-8", "float32", 2),
     ],
 )
 def test_heads_too_wide_for_the_kernel_get_plain_attention(slice_, dtype, tensor):

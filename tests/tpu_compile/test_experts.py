@@ -82,7 +82,7 @@ def test_layers_with_an_mlp_and_layers_with_experts_are_two_branches() -> None:
         assert not any(copies(hlo, shape) for shape in ((64, 2048, 768), (2, 32, 2048, 768), (64, 768, 2048))), name
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_gpt_oss_is_decoded_on_a_tpu() -> None:
     mesh = make_mesh("auto", list(topology("v6e-8").devices))
     model = GPT_OSS, weights_on(mesh, ModelPreset(config=GPT_OSS, vocab_size=512), "bfloat16")

@@ -78,8 +78,8 @@ def exchanged_in(sampling):
     return found
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", ["global_mesh", pytest.param("host_data_parallel", marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("mode", ["global_mesh", "host_data_parallel"])
 def test_the_sampler_is_planned_for_two_slices(mode, cache):
     code, text, found = plan(
         "--config_path", "config/sampler/demo.yaml", "--topology", "2xv6e-16", "--inference_mode", mode,
@@ -204,7 +204,7 @@ def test_rows_longer_than_the_model_are_refused(cache):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_exact_numerics_are_refused_with_their_price(cache):
     code, text, found = plan(
         "--config_path", TINY, "--topology", "v6e-8", "--model.numerics", "exact", "--trainer.mp", "p=f32,c=bfloat16",
@@ -308,7 +308,7 @@ def nightly(*case):
     return pytest.param(*case, marks=pytest.mark.nightly)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["docs/plan.md:text:0", "README.md:text:0"])
 def test_what_the_pages_show_of_the_plan_for_a_v5p_64_is_printed(name, cache):
     (words,) = [shlex.split(line)[2:] for line in commands_before(name) if line.startswith("lockstep plan")]

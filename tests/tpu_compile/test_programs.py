@@ -83,11 +83,8 @@ def test_predicted_memory_of_other_sizes(model: str, slice_name: str, tensor: in
     check_memory(compiled(slice_name, tensor, batch, model))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("slice_name", "tensor", "weight_dtype"),
-    [pytest.param("v5p-16", 4, "int8", marks=pytest.mark.nightly), ("v6e-16", 4, "fp8")],
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize(("slice_name", "tensor", "weight_dtype"), [("v5p-16", 4, "int8"), ("v6e-16", 4, "fp8")])
 def test_weights_in_8_bits(slice_name: str, tensor: int, weight_dtype: str) -> None:
     """Few sequences of 512 tokens, as of a round of samples: weights are most of what a step reads."""
     small = "--context 512"
