@@ -52,7 +52,7 @@ slow: setup-tests ## run the slow tests, the whole demo among them
 		$(PYTHON) -m pytest -m "slow and not nightly and not optimized" -n $(WORKERS) $(ARGS) || [ $$? = 5 ]
 	@$(PYTHON) -m pytest -m "slow and not nightly and optimized" -n $(WORKERS) $(ARGS) || [ $$? = 5 ]
 
-nightly: setup-tests ## run the slow tests that have a sibling among those of make slow, and fuzz
+nightly: setup-tests ## run the longest tests, most with a sibling in make slow, and fuzz
 	@$(PYTHON) -m pytest -m nightly -n $(WORKERS) $(ARGS)
 	@$(MAKE) --no-print-directory fuzz
 
