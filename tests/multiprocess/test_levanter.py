@@ -133,11 +133,10 @@ def reference_texts(model, sampling):
 @pytest.mark.parametrize(
     "run",
     [
-        "fsdp",
         "qwen3_moe",
         *(
             pytest.param(each, marks=pytest.mark.nightly)
-            for each in ("tensor", "mixtral", "snowball", "snowball, split")
+            for each in ("fsdp", "tensor", "mixtral", "snowball", "snowball, split")
         ),
     ],
 )

@@ -92,12 +92,8 @@ def test_gpt_oss_is_decoded_on_a_tpu() -> None:
     assert [kernels(engine.programs[name].text()) for name in ("decode", "prefill")] == [2, 2]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("config", "products"),
-    [(CONFIG, 3), pytest.param(GPT_OSS, 2, marks=pytest.mark.nightly)],
-    ids=["qwen3_moe", "gpt_oss"],
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize(("config", "products"), [(CONFIG, 3), (GPT_OSS, 2)], ids=["qwen3_moe", "gpt_oss"])
 def test_a_gradient_multiplies_by_the_kernel(config: Any, products: int) -> None:
     mesh = make_mesh("auto", list(topology("v5p-8").devices))
     model = skeleton(512, config)

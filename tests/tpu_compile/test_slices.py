@@ -47,7 +47,10 @@ def sent(text):
     return [(run.computation, run.times, run.op.arrays[0].bytes) for run in runs]
 
 
-@pytest.mark.parametrize(("shape", "dtype"), [("1,4,1", None), ("1,4,1", "bfloat16"), ("1,2,2", None)])
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [("1,4,1", "bfloat16"), *(pytest.param(each, None, marks=pytest.mark.nightly) for each in ("1,4,1", "1,2,2"))],
+)
 def test_slices_exchange_each_gradient_once_a_step_and_nothing_between_microbatches(shape, dtype):
     mesh = make_mesh(shape, topology("2xv6e-4").devices)
     optimizer, precision = OptimizerConfig().build(8), parse_precision("p=f32,c=bf16")
@@ -87,7 +90,7 @@ def test_slices_exchange_each_gradient_once_a_step_and_nothing_between_microbatc
     assert weights <= summed < 1.1 * weights
 
 
-@pytest.mark.parametrize("repeats", [1, 2])
+@pytest.mark.parametrize("repeats", [pytest.param(1, marks=pytest.mark.nightly), 2])
 def test_stages_hand_on_one_microbatch_at_a_time_and_add_up_what_both_have_once_a_step(repeats):
     mesh = make_mesh("pp=2,fsdp=-1", topology("2xv6e-4").devices)
     optimizer, precision = OptimizerConfig().build(8), parse_precision("p=f32,c=bf16")
@@ -124,7 +127,7 @@ def _init(vocab, key, config=CONFIG):
     return LlamaLMHeadModel.init(vocab, config, key=key)
 
 
-@pytest.mark.parametrize("name", ["2xv5p-16", "2xv6e-16"])
+@pytest.mark.parametrize("name", ["2xv5p-16", pytest.param("2xv6e-16", marks=pytest.mark.nightly)])
 def test_decoding_takes_no_weight_from_another_slice(name):
     mesh = make_mesh("auto", topology(name).devices)
     weights = weights_on(mesh, ModelPreset(config=CONFIG, vocab_size=1024), "float32")
