@@ -74,8 +74,8 @@ def test_thirty_thousand_prompts_take_little_memory():
     current, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert len(store) == 30_000 and store[29_999].tokens[0] == 29_999
-    assert current < 2 << 20, "12 bytes a prompt, with room to grow"
-    assert peak < 16 << 20, "the prompts are over 30 MB"
+    assert current < 30_000 * 40, "12 bytes a prompt, with room to grow"
+    assert peak < 6 << 20, "the prompts are over 30 MB"
 
 
 def test_fields_of_a_file_have_any_names(tmp_path):
