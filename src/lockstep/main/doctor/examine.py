@@ -56,10 +56,10 @@ def fit_link(measured: Sequence[CollectiveTime]) -> dict[str, float]:
 
     Latency and hop are those, not below 0, whose prediction of the smallest collectives has the least squared error.
     The bandwidth is that at which a device receives what the largest all-gather brings, in the time that it takes
-    longer than the smallest: over several groups, the least.
+    longer than the smallest, or in all of its time where noise hides the difference: over several groups, the least.
 
     Returns:
-        ``latency_s``, ``hop_s`` and ``bandwidth``, as far as they can be told; nothing where nothing was measured.
+        ``latency_s``, ``bandwidth`` and, where groups differ in it, ``hop_s``; nothing where nothing was measured.
     """
     if not measured:
         return {}
@@ -74,11 +74,9 @@ def fit_link(measured: Sequence[CollectiveTime]) -> dict[str, float]:
     for group in dict.fromkeys(one.group.name for one in measured):
         gathers = [one for one in measured if one.group.name == group and one.kind == "all-gather"]
         first, last = (pick(gathers, key=lambda one: one.size) for pick in (min, max))
-        if last.seconds > first.seconds:
-            rates.append((last.received - first.received) / (last.seconds - first.seconds))
-    if rates:
-        found["bandwidth"] = min(rates)
-    return found
+        longer = last.seconds - first.seconds
+        rates.append((last.received - first.received) / longer if longer > 0 else last.received / last.seconds)
+    return found | {"bandwidth": min(rates)}
 
 
 def calibration(

@@ -77,6 +77,13 @@ def test_the_link_that_made_the_seconds_is_found():
     assert found["latency_s"] == pytest.approx(7e-6, rel=0.05) and found["hop_s"] == pytest.approx(2e-6, rel=0.05)
 
 
+def test_a_bandwidth_hidden_by_noise_is_that_of_the_whole_time():
+    link = Link(bandwidth=1.5e11, latency_s=7e-6, hop_s=2e-6)
+    noisy = [dataclasses.replace(one, seconds=1e-3) for one in made_by({False: link, True: link}, devices())]
+    least = min(one.received for one in noisy if one.kind == "all-gather" and one.size == max(SIZES))
+    assert fit_link(noisy)["bandwidth"] == least / 1e-3
+
+
 def test_a_tpu_has_one_link_and_plan_reads_the_file(tmp_path):
     link = Link(bandwidth=1.5e11, latency_s=7e-6, hop_s=2e-6)
     content = calibration(SPEEDS, made_by({False: link, True: link}, devices()), devices()[0], 2, 8)
