@@ -101,6 +101,7 @@ ARROWS = (
 NOT_DRAWN = (
     ("testing", "hosts"),
     ("models", "models.attention"),
+    ("models", "text"),
     ("main.plan", "launch"),
     ("main.plan", "batch_inference"),
 )

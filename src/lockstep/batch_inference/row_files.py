@@ -174,12 +174,14 @@ def check_manifest(directory: Path, manifest: Mapping[str, Any], *, force: bool)
     fix = "Choose another trainer.run_id or host_data_parallel_output_dir, or remove the directory."
     before = parse_json(path.read_bytes(), str(path), dict, fix)
     different = [name for name in {**before, **manifest} if before.get(name) != manifest.get(name)]
+    # It is worth a word: nothing that the user wrote need be another.
+    dated = " (a chat template that prints the date makes other prompts every day)" if "prompts" in different else ""
     lines = [f"{name} was {_as_json(before.get(name))} and is {_as_json(manifest.get(name))}" for name in different]
     if lines and not force:
         raise ConfigError(
-            f"{directory} has rows of a job that differs from this one: {'; '.join(lines)}. Change that back, choose "
-            "another trainer.run_id or host_data_parallel_output_dir, remove the directory, or keep its rows and go "
-            "on with --resume force."
+            f"{directory} has rows of a job that differs from this one: {'; '.join(lines)}{dated}. Change that back, "
+            "choose another trainer.run_id or host_data_parallel_output_dir, remove the directory, or keep its rows "
+            "and go on with --resume force."
         )
     return lines
 

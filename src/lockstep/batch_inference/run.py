@@ -67,7 +67,7 @@ from lockstep.report import (
     print_table,
     write_parquet,
 )
-from lockstep.text import StopFinder, fetch_tokenizer, iter_prompts, load_tokenizer, stop_ids, tokenizer_digest
+from lockstep.text import StopFinder, fetch_tokenizer, load_tokenizer, stop_ids, tokenizer_digest
 from lockstep.urls import HUB_WAIT_S, check_bare_name
 
 if TYPE_CHECKING:
@@ -160,7 +160,7 @@ class _Run:
         lines: Iterator[bytes] | None = None
         if hosts.is_leader:
             lines = encoded_lines(
-                iter_prompts(config.prompts, config.prompt_fields, config.max_line_bytes),
+                config.stream_prompts(),
                 self.tokenizer,
                 config.prompt_fields,
                 max_seq_len=config.engine.max_seq_len,

@@ -12,7 +12,7 @@ from lockstep.engine import EarlierAnswers, Generation, PhaseClock, Ready, gener
 from lockstep.engine.schedule import FindStop
 from lockstep.hosts import Hosts, Watchdog, environment
 from lockstep.json_text import from_peer
-from lockstep.text import Prompt, StopFinder, encode, read_prompts, stop_ids, warn_of_texts
+from lockstep.text import Prompt, StopFinder, encode, stop_ids, warn_of_texts
 from lockstep.types import Completion, Request
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def read_round_prompts(
         ConfigError: A stop string can never be found, or there are fewer prompts than a round has.
     """
     StopFinder(tokenizer).check(config.stop)
-    prompts = read_prompts(config.prompts, config.prompt_fields, config.max_line_bytes)
+    prompts = list(config.stream_prompts())
     warn_of_texts(tokenizer, prompts, config.prompt_fields)
     config.check_prompts_per_round(len(prompts))
     params = config.sampling_params(stop_ids(tokenizer))

@@ -2,15 +2,19 @@
 
 import contextlib
 import dataclasses
+import functools
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.plugins import load_object
+from lockstep.printable import get_logger
 from lockstep.report.answers import Pattern, last_number, same_number
 from lockstep.report.rows import COLUMNS, FIELDS, SAMPLE_COLUMNS, Row, SampleRow, TableRow, metric_names
-from lockstep.text import MAX_LINE_BYTES, Prompt, PromptFields, PromptFormat
+from lockstep.text import MAX_LINE_BYTES, Prompt, PromptFields, PromptFormat, iter_prompts
+
+log = get_logger(__name__)
 
 type AnyRow = Row | SampleRow
 """A row of a training run or of ``lockstep sample``; a metric may read what both have."""
@@ -60,13 +64,14 @@ def repetition(row: AnyRow, prompt: Prompt) -> float:
     return 1 - len(set(runs)) / len(runs) if runs else 0.0
 
 
-def perplexity(row: AnyRow, prompt: Prompt) -> float:
-    """The perplexity of the completion: the exponential of the mean negative log-probability per token.
+def perplexity(row: AnyRow, prompt: Prompt) -> float | None:
+    """The perplexity of the completion: the exponential of the mean negative log-probability per token; None without
+    tokens.
 
     The probabilities are those of the model at temperature 1. The value has four digits, of which the last may differ
     between layouts.
     """
-    return float(f"{math.exp(min(-row.mean_logprob, 700.0)):.{_DIGITS}g}")
+    return float(f"{math.exp(min(-row.mean_logprob, 700.0)):.{_DIGITS}g}") if row.num_tokens else None
 
 
 BUILT_IN: Mapping[str, Metric] = {
@@ -76,6 +81,7 @@ BUILT_IN: Mapping[str, Metric] = {
     "repetition": repetition,
     "perplexity": perplexity,
 }
+_COMPARING = ("exact_match", "gsm8k")  # metrics that have no value without a reference answer
 _REGEX = "regex="
 
 
@@ -220,6 +226,17 @@ def pass_rates(rows: Sequence[Row]) -> dict[str, float]:
     return found
 
 
+@functools.cache
+def _warn_of_answers(metrics: str, field: str, fields: str) -> None:
+    log.warning(
+        "metrics has %s, and no prompt has an answer to compare with: there will be no value. The field of answers is "
+        "%r (answer_field); the further fields of the last prompt: %s. Set answer_field, or leave the metric out.",
+        metrics,
+        field,
+        fields,
+    )
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvaluationFields:
     """The prompts, the metrics and the table, which ``inference_eval`` and ``sample`` have in common."""
@@ -243,6 +260,15 @@ class EvaluationFields:
     ``repetition``, ``perplexity``, or ``module:function`` of (row, prompt) -> float or None (no value)."""
     skip_samples_table: bool = False
     """No table of rows in the tracker and none at the terminal; the scalars are logged."""
+
+    def stream_prompts(self) -> Iterator[Prompt]:
+        """The prompts one by one; a warning, once, where a metric compares with answers and no prompt has one."""
+        answered, fields = False, list[str]()
+        for prompt in iter_prompts(self.prompts, self.prompt_fields, self.max_line_bytes):
+            answered, fields = answered or prompt.answer is not None, list(prompt.fields)
+            yield prompt
+        if (comparing := [name for name in self.metrics if name in _COMPARING]) and not answered:
+            _warn_of_answers(", ".join(comparing), self.answer_field, ", ".join(fields) or "none")
 
     @property
     def prompt_fields(self) -> PromptFields:

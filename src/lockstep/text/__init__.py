@@ -18,3 +18,4 @@ from lockstep.text.tokenizer import stop_ids as stop_ids
 from lockstep.text.tokenizer import token_count as token_count
 from lockstep.text.tokenizer import token_texts as token_texts
 from lockstep.text.tokenizer import tokenizer_digest as tokenizer_digest
+from lockstep.text.tokenizer import write_tokenizer as write_tokenizer

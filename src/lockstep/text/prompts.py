@@ -1,5 +1,6 @@
 """Prompts: reading them from a list or a file, and turning them into token ids."""
 
+import codecs
 import dataclasses
 import functools
 import io
@@ -268,7 +269,8 @@ def _read_lines(path: str, max_line_bytes: int) -> Iterator[str]:
                         f"{path}:{number} has more than {max_line_bytes:,} bytes (max_line_bytes). Raise that, or cut "
                         "the line."
                     )
-                yield _decoded(line, f"{path}:{number}").rstrip("\r\n")
+                text = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
+                yield _decoded(text, f"{path}:{number}").rstrip("\r\n")
     except PromptError:
         raise
     except FileNotFoundError:

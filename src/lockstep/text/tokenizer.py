@@ -24,6 +24,7 @@ log = get_logger(__name__)
 
 # End-of-turn tokens of chat families whose tokenizers name another token as the end of the sequence.
 END_OF_TURN_TOKENS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>")
+_END, _RETURN = "<|end|>", "<|return|>"  # with both (gpt-oss) `<|end|>` ends a message, and a turn has several
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 _SUFFIXES = (".json", ".jinja", ".model", ".txt")
 """The suffixes of files that may belong to a tokenizer; weights, which may be beside it, have others."""
@@ -212,7 +213,8 @@ def stop_ids(tokenizer: "PreTrainedTokenizerBase") -> tuple[int, ...]:
     if tokenizer.eos_token_id is not None:
         ids.add(int(tokenizer.eos_token_id))
     vocab: dict[str, int] = tokenizer.get_vocab()
-    ids.update(vocab[token] for token in END_OF_TURN_TOKENS if token in vocab)
+    ends = [token for token in END_OF_TURN_TOKENS if token != _END or _RETURN not in vocab]
+    ids.update(vocab[token] for token in ends if token in vocab)
     known = vars(tokenizer).get(_FETCHED)
     settings: dict[str, Any] = _generation_config(str(tokenizer.name_or_path)) if known is None else known
     listed = settings.get("eos_token_id")
@@ -221,6 +223,18 @@ def stop_ids(tokenizer: "PreTrainedTokenizerBase") -> tuple[int, ...]:
         raise ConfigError(f"{_GENERATION_CONFIG} of {tokenizer.name_or_path} has eos_token_id {wrong[0]!r}. Mend it.")
     ids.update(named)
     return tuple(sorted(ids))
+
+
+def write_tokenizer(tokenizer: Any, directory: str | os.PathLike[str]) -> None:
+    """Write a tokenizer's files, and its `stop_ids` as a ``generation_config.json``, which ``save_pretrained`` leaves
+    out; without it, who loads the files goes on where an answer ends.
+    """
+    tokenizer.save_pretrained(os.fspath(directory))
+    settings = {name: getattr(tokenizer, name, None) for name in ("bos_token_id", "pad_token_id")}
+    settings = {name: value for name, value in settings.items() if value is not None}
+    if ends := list(stop_ids(tokenizer)):
+        text = json.dumps(settings | {"eos_token_id": ends}, indent=2)
+        (Path(directory) / _GENERATION_CONFIG).write_text(text + "\n")
 
 
 def decode(tokenizer: "PreTrainedTokenizerBase", tokens: Sequence[int]) -> str:

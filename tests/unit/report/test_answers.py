@@ -162,6 +162,7 @@ def test_built_in_metrics():
     assert values_of(["repetition"], "short") == {"repetition": 0.0}
     assert values_of(["perplexity"], "x", mean_logprob=-1.0) == {"perplexity": 2.718}
     assert values_of(["perplexity"], "x", mean_logprob=-1e9)["perplexity"] > 1e300
+    assert values_of(["perplexity"], "", mean_logprob=0.0, num_tokens=0) == {"perplexity": None}
     assert values_of([r"regex=^\d+$", "regex=seven"], "seven\n7") == {"regex": 1.0, "regex_2": 1.0}
     assert values_of(["regex=eight"], "seven") == {"regex": 0.0}
 

@@ -9,7 +9,8 @@ import pytest
 
 from lockstep.errors import ConfigError
 from lockstep.report import Row, check_metrics, load_metric, load_metrics, measure, metric_means, pass_rates
-from lockstep.report.metrics import BUILT_IN, exact_match
+from lockstep.report import metrics as metrics_module
+from lockstep.report.metrics import BUILT_IN, EvaluationFields, exact_match
 from lockstep.text import Prompt
 
 PROMPT = Prompt(id=7, text="What is 2 plus 2?", answer="four")
@@ -166,3 +167,18 @@ def test_messages_name_metrics_that_there_are():
                 names = re.findall(r"\bmetrics?:? \[?([a-z]+[_@/\d][\w@/]*)", node.value)
                 wrong += [(path.name, name) for name in names if name not in BUILT_IN and not name.startswith("pass@")]
     assert not wrong
+
+
+@pytest.mark.parametrize(
+    ("prompts", "metrics", "warned"),
+    [
+        (["One"], ["exact_match", "length"], True),
+        (["One", {"prompt": "Two", "answer": "2"}], ["exact_match", "gsm8k"], False),
+        (["One"], ["length"], False),
+    ],
+)
+def test_metrics_that_compare_with_answers_that_nobody_has_are_warned_of(prompts, metrics, warned, caplog, monkeypatch):
+    monkeypatch.setattr(metrics_module, "_warn_of_answers", metrics_module._warn_of_answers.__wrapped__)
+    fields = EvaluationFields(prompts=prompts, metrics=metrics)
+    assert len(list(fields.stream_prompts())) == len(prompts)
+    assert ("no prompt has an answer" in caplog.text) is warned and ("Set answer_field" in caplog.text) is warned

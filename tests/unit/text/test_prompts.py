@@ -30,6 +30,8 @@ def test_reads_text_and_jsonl_files_and_skips_empty_lines(tmp_path):
     text = tmp_path / "prompts.txt"
     text.write_text("One\n\nTwo ↵\n", encoding="utf-8")
     assert [prompt.text for prompt in read_prompts(str(text))] == ["One", "Two ↵"]
+    text.write_text("One\nTwo\n", encoding="utf-8-sig")  # with a byte order mark
+    assert [prompt.text for prompt in read_prompts(str(text))] == ["One", "Two"]
     lines = tmp_path / "prompts.jsonl"
     lines.write_text("\n".join([json.dumps({"prompt": "One", "source": "here"}), "", json.dumps(CHAT)]))
     assert [prompt.shown for prompt in read_prompts(str(lines))] == ["One", "user: What is 3 plus 4?"]

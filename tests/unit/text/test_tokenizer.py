@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import httpx
 import pytest
+import transformers
 from huggingface_hub.errors import HfHubHTTPError
 
 import lockstep
@@ -19,7 +20,16 @@ from lockstep import urls
 from lockstep.batch_inference.config import SampleConfig
 from lockstep.errors import ConfigError
 from lockstep.main.runs import EvalConfig, ExportConfig
-from lockstep.text import check_vocab, decode, fetch_tokenizer, load_tokenizer, stop_ids, token_texts, tokenizer_digest
+from lockstep.text import (
+    check_vocab,
+    decode,
+    fetch_tokenizer,
+    load_tokenizer,
+    stop_ids,
+    token_texts,
+    tokenizer_digest,
+    write_tokenizer,
+)
 from lockstep.training import TrainLmConfig
 
 DEMO_TOKENIZER = Path(__file__).parents[3] / "data" / "demo" / "tokenizer"
@@ -174,6 +184,26 @@ def test_stop_ids_are_eos_end_of_turn_and_those_of_the_generation_config(tokeniz
         (copy / "generation_config.json").write_text(wrong)
         with pytest.raises(ConfigError, match=r"generation_config\.json .*Mend it"):
             stop_ids(load_tokenizer(copy))
+
+
+def test_a_message_that_ends_is_no_answer_that_ends_where_the_family_tells_them_apart():
+    """gpt-oss ends each message of a turn with `<|end|>`, the last one with `<|return|>`."""
+    other = load_tokenizer(DEMO_TOKENIZER)
+    other.add_special_tokens({"additional_special_tokens": ["<|end|>"]})
+    assert other.convert_tokens_to_ids("<|end|>") in stop_ids(other), "as Phi-3 and Phi-4 end a turn"
+    other.add_special_tokens({"additional_special_tokens": ["<|end|>", "<|return|>"], "eos_token": "<|return|>"})
+    assert stop_ids(other) == (other.convert_tokens_to_ids("<|return|>"),)
+
+
+def test_written_files_say_where_answers_end(tmp_path):
+    copy = tmp_path / "tokenizer"
+    shutil.copytree(DEMO_TOKENIZER, copy)
+    (copy / "generation_config.json").write_text(json.dumps({"eos_token_id": [4, 2]}))
+    before = load_tokenizer(copy)
+    (tmp_path / "written").mkdir()
+    write_tokenizer(before, tmp_path / "written")
+    assert stop_ids(load_tokenizer(tmp_path / "written")) == stop_ids(before) and {2, 4} < {*stop_ids(before), -1}
+    assert transformers.GenerationConfig.from_pretrained(tmp_path / "written").eos_token_id == list(stop_ids(before))
 
 
 def test_the_generation_config_of_a_hub_name_is_that_of_the_hubs_cache(tokenizer, tmp_path):

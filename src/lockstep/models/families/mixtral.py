@@ -64,6 +64,7 @@ FAMILY: Final = Family(
         "num_experts_per_tok": 2,
         "router_aux_loss_coef": 0.001,
         "rms_norm_eps": 1e-5,
+        "rope_theta": 1e6,
     },
     read=_read,
     write=_write,

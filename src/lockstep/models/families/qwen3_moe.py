@@ -7,8 +7,8 @@ from typing import Any, Final
 from lockstep.models.config import LlamaConfig, ModelConfig
 from lockstep.models.experts import Experts
 from lockstep.models.families import llama, qwen3
-from lockstep.models.families.family import Family, ModelPreset
-from lockstep.models.families.qwen2 import WINDOW_DEFAULTS, read_windows, write_windows
+from lockstep.models.families.family import Family, ModelPreset, windows
+from lockstep.models.families.qwen2 import WINDOW_DEFAULTS
 from lockstep.models.rope import RotaryConfig, required
 
 
@@ -62,11 +62,15 @@ def write_experts(config: LlamaConfig) -> dict[str, Any]:
 
 
 def _read(hf: Mapping[str, Any]) -> dict[str, Any]:
-    return {"qk_norm": True, "experts": read_experts(hf), **read_windows(hf)}
+    window = hf["sliding_window"] if hf["use_sliding_window"] else None
+    # In transformers all layers of this family slide or none: `max_window_layers` and `layer_types` are not read.
+    return {"qk_norm": True, "experts": read_experts(hf), **windows(window, None)}
 
 
 def _write(config: LlamaConfig) -> dict[str, Any]:
-    return {"attention_bias": False, **write_experts(config), **write_windows(config)}
+    window = config.variant.sliding_window
+    slides = {"use_sliding_window": window is not None} | ({} if window is None else {"sliding_window": window})
+    return {"attention_bias": False, **write_experts(config), **slides}
 
 
 EXPERT_TENSORS: Final = {"router": MLP + "gate.weight"} | {

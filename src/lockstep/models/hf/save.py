@@ -20,6 +20,7 @@ from lockstep.models.hf.saved_tensor import SavedTensor, index_text, saved_tenso
 from lockstep.models.llama import LlamaLMHeadModel
 from lockstep.models.lora import LoraModel, merge_adapters
 from lockstep.printable import bytes_text, get_logger
+from lockstep.text import write_tokenizer
 from lockstep.urls import check_bare_name
 
 log = get_logger(__name__)
@@ -36,6 +37,9 @@ class SavesTokenizer(Protocol):
 
     def save_pretrained(self, save_directory: str) -> Any:
         """Write the tokenizer's files to a directory."""
+
+    def get_vocab(self) -> dict[str, int]:
+        """Return the ids of all tokens by their text."""
 
 
 def save_hf(
@@ -245,7 +249,7 @@ class _Save:
         if len(self._files) > 1:
             (directory / INDEX_NAME).write_text(index_text(self._files))
         if tokenizer is not None:
-            tokenizer.save_pretrained(os.fspath(directory))
+            write_tokenizer(tokenizer, directory)
         values = dict(config)
         values["torch_dtype"] = max(self._tensors, key=lambda tensor: tensor.nbytes).dtype.name
         for token in ("bos_token_id", "eos_token_id", "pad_token_id"):

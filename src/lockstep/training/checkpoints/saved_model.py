@@ -32,6 +32,7 @@ from lockstep.models import (
     skeleton,
 )
 from lockstep.printable import hide_credentials
+from lockstep.text import write_tokenizer
 from lockstep.training.checkpoints.arrays import ArrayReader, read_arrays
 from lockstep.training.checkpoints.checkpoint import (
     METADATA,
@@ -100,7 +101,7 @@ def save_tokenizer(path: str, tokenizer: SavesTokenizer) -> None:
         return
     target.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="lockstep-tokenizer-") as temporary:
-        tokenizer.save_pretrained(temporary)
+        write_tokenizer(tokenizer, temporary)
         files = [file for file in Path(temporary).rglob("*") if file.is_file()]
         for file in sorted(files, key=lambda file: file.name == _LAST):
             copy = target / file.relative_to(temporary).as_posix()

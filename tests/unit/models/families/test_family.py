@@ -30,6 +30,7 @@ from lockstep.models.families.gemma2 import Gemma2Config, Gemma2Variant
 from lockstep.models.families.gemma3 import Gemma3Config, Gemma3Variant
 from lockstep.models.families.olmo2 import Olmo2Config
 from lockstep.models.families.phi3 import Phi3Config
+from lockstep.models.families.registry import FAMILIES as REGISTERED
 
 GOLDEN = Path(__file__).parents[3] / "golden"
 SIZES: dict[str, Any] = {
@@ -196,6 +197,28 @@ def test_windows_are_written_as_transformers_reads_them(first: int, tmp_path: Pa
     assert (theirs.layer_types, theirs.sliding_window) == (types, 64)
     mistral = config_to_hf(config_from_hf(hf("mistral", sliding_window=64)), 112)
     assert mistral["architectures"] == ["MistralForCausalLM"] and mistral["sliding_window"] == 64
+
+
+def test_all_layers_of_qwen3_with_experts_slide_as_in_transformers() -> None:
+    settings = {"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 3}
+    config = config_from_hf(hf("qwen3_moe_mixed", **settings))
+    assert {kind.window for kind in layer_kinds(config)} == {16}
+    written = config_to_hf(config, 112)
+    assert config_from_hf(written) == config and not {"layer_types", "max_window_layers"} & written.keys()
+    types = ("full_attention", *["sliding_attention"] * 7)
+    mixed = dataclasses.replace(config, variant=dataclasses.replace(config.variant, layer_types=types))
+    with pytest.raises(ConfigError, match="cannot be saved as a Hugging Face checkpoint"):
+        config_to_hf(mixed, 112)
+
+
+@pytest.mark.parametrize("family", REGISTERED)
+def test_a_base_that_is_left_out_is_that_of_transformers(family: str) -> None:
+    model_type = REGISTERED[family].model_type
+    theirs = getattr(type(transformers.AutoConfig.for_model(model_type)), "default_theta", 1e4)
+    keys = {"rope_theta", "rope_parameters", "rope_local_base_freq"}
+    written = config_to_hf(REGISTERED[family].config(), 112)
+    config = config_from_hf({key: value for key, value in written.items() if key not in keys})
+    assert config.rope.theta == (theirs["global"] if isinstance(theirs, dict) else theirs)
 
 
 PUBLISHED = {

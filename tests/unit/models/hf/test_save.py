@@ -98,7 +98,10 @@ def test_a_gather_compiles_once_per_parameter_not_per_layer(tmp_path: Path, capl
 
 def test_the_tokenizer_and_its_special_tokens_are_saved(tmp_path: Path) -> None:
     class Tokenizer:
-        bos_token_id, eos_token_id, pad_token_id = 5, 7, None
+        bos_token_id, eos_token_id, pad_token_id, name_or_path = 5, 7, None, ""
+
+        def get_vocab(self) -> dict[str, int]:
+            return {"<|im_end|>": 3}
 
         def save_pretrained(self, directory: str) -> None:
             (Path(directory) / "tokenizer.json").write_text("{}")
@@ -107,6 +110,7 @@ def test_the_tokenizer_and_its_special_tokens_are_saved(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "tokenizer.json").is_file()
     config = transformers.AutoConfig.from_pretrained(tmp_path / "out")
     assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == (5, 7, None)
+    assert transformers.GenerationConfig.from_pretrained(tmp_path / "out").eos_token_id == [3, 7]
 
 
 def test_a_checkpoint_is_replaced_whole(tmp_path: Path) -> None:
@@ -128,6 +132,9 @@ def test_what_is_not_a_checkpoint_is_not_replaced(tmp_path: Path) -> None:
 
 def test_a_failure_leaves_the_old_checkpoint_and_nothing_else(tmp_path: Path) -> None:
     class Broken:
+        def get_vocab(self) -> dict[str, int]:
+            return {}
+
         def save_pretrained(self, directory: str) -> None:
             raise OSError("no space left on device")
 
