@@ -15,8 +15,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import draccus
+import yaml
 from draccus.choice_types import CHOICE_TYPE_KEY, ChoiceType
 from draccus.parsers import decoding
+from draccus.parsers.yaml_loader import SafeLoaderWithInclusion
 from draccus.utils import DecodingError, ParsingError
 
 from lockstep.errors import ConfigError, LockstepError
@@ -129,36 +131,104 @@ def read_values(arguments: Sequence[str]) -> dict[str, Any]:
 def decode_config[Config](cls: type[Config], values: Mapping[str, Any], where: str) -> Config:
     """Build a configuration from nested mappings."""
     with refused(where, "Correct it there."):
-        check_keys(cls, values, (), where)
+        given = checked_values(cls, values, (), where)
         try:
-            return typing.cast(Config, draccus.decode(cls, dict(values)))
+            return typing.cast(Config, draccus.decode(cls, given))
         except ParsingError as error:
             raise ConfigError(f"{where}: {_reason(error)}") from error
 
 
-def check_keys(kind: Any, value: Any, path: tuple[str, ...], where: str) -> None:
-    """Check that a configuration has every key; draccus checks the values.
+def checked_values(kind: Any, value: Any, path: tuple[str, ...], where: str) -> Any:
+    """The values for draccus, which checks what this does not: keys, nulls, and texts that YAML takes for others.
 
     Raises:
-        ConfigError: A key or a choice is unknown; the message has its path and the closest known one.
+        ConfigError: A key or a choice is unknown; the message has its path and the closest known one. Or a value is
+            null, true or false, or a text, where that is none.
     """
+    kinds = _kinds(kind)
     if isinstance(value, Mapping):
         cls = _dataclass_of(kind, value, path, where)
         if cls is None:
-            return
-        hints = typing.get_type_hints(cls)
+            (inner_kind,) = [typing.get_args(each)[1] for each in kinds if len(typing.get_args(each)) == 2][:1] or [Any]
+            return {key: checked_values(inner_kind, inner, (*path, str(key)), where) for key, inner in value.items()}
+        hints = typing.get_type_hints(cls) | {CHOICE_TYPE_KEY: Any} if choices_of(kind) else typing.get_type_hints(cls)
         names = {field.name for field in dataclasses.fields(cls)}
-        for key, inner in value.items():
-            if key in names:
-                check_keys(hints[key], inner, (*path, key), where)
-            elif not (key == CHOICE_TYPE_KEY and choices_of(kind)):
+        for key in value:
+            if key not in names and not (key == CHOICE_TYPE_KEY and choices_of(kind)):
                 known = _suggest(str(key), names - refused_keys(cls), "key")
                 raise ConfigError(f"{where}: unknown key {'.'.join((*path, str(key)))!r}. {known}")
-    elif isinstance(value, list):
-        for inner_kind in options_of(kind):
-            for item_kind in typing.get_args(inner_kind)[:1] if typing.get_origin(inner_kind) in (tuple, list) else ():
-                for index, item in enumerate(value):
-                    check_keys(item_kind, item, (*path, str(index)), where)
+        return {key: checked_values(hints[key], inner, (*path, key), where) for key, inner in value.items()}
+    lists = [typing.get_args(each) for each in kinds if typing.get_origin(each) in (tuple, list)]
+    if isinstance(value, list):
+        items = tuple(each for arguments in lists for each in arguments if each is not Ellipsis)
+        item_kind = typing.Union[items] if items else Any  # noqa: UP007 (of types that are known at run time alone)
+        return [checked_values(item_kind, item, (*path, str(index)), where) for index, item in enumerate(value)]
+    name = ".".join(path)
+    if value is None and not {type(None), Any, object}.intersection(kinds):
+        raise ConfigError(f"{where}: {name!r} is null (no value). Give it one, or remove the line for its default.")
+    if isinstance(value, str) and len(lists) == len(kinds):
+        raise ConfigError(f"{where}: {name!r} is the text {value!r}; it must be a list. Write [{value}].")
+    if str in kinds and not {int, float, bool, Any}.intersection(kinds):
+        if isinstance(value, bool):
+            raise ConfigError(f"{where}: {name!r} is {value} to YAML; it must be a text. Put it in quotes.")
+        return getattr(value, "source", value)
+    return value.plain if isinstance(value, _Integer | _Float) else value
+
+
+def _kinds(kind: Any) -> list[Any]:
+    """The members of a union, and of unions in it; any other type alone."""
+    if isinstance(kind, typing.TypeAliasType):
+        return _kinds(kind.__value__)
+    if typing.get_origin(kind) in (typing.Union, types.UnionType):
+        return [each for option in typing.get_args(kind) for each in _kinds(option)]
+    return [kind]
+
+
+class _Integer(int):
+    """A whole number that is not written as Python does: ``007``, ``12:30``."""
+
+    source: str
+
+    @property
+    def plain(self) -> int:
+        return int(self)
+
+
+class _Float(float):
+    """The same of other numbers: ``1e-3``."""
+
+    source: str
+
+    @property
+    def plain(self) -> float:
+        return float(self)
+
+
+class _Loader(SafeLoaderWithInclusion):
+    """Safe YAML with each key of a mapping once, and numbers that know how they are written."""
+
+    def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.value != "<<":
+                if key.value in seen:
+                    raise yaml.MarkedYAMLError(problem=f"the key {key.value!r} is twice", problem_mark=key.start_mark)
+                seen.add(key.value)
+        return typing.cast(yaml.MappingNode, node)
+
+    def construct_number(self, node: yaml.ScalarNode) -> int | float:
+        integer = node.tag.endswith(":int")
+        value = self.construct_yaml_int(node) if integer else self.construct_yaml_float(node)
+        if str(value) == node.value:
+            return typing.cast(int | float, value)
+        number: _Integer | _Float = _Integer(value) if integer else _Float(value)
+        number.source = node.value
+        return number
+
+
+_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_number)
+_Loader.add_constructor("tag:yaml.org,2002:float", _Loader.construct_number)
 
 
 def ordered_fields(cls: type[Any]) -> list[dataclasses.Field[Any]]:
@@ -208,7 +278,7 @@ def pairs(arguments: Sequence[str]) -> Iterator[tuple[str, Any]]:
                 raise ConfigError(f"argument --{key} has no value. Write --{key} VALUE (true or false for a switch).")
             text = rest.pop(0)
         try:
-            yield key, text if key == CONFIG_PATH or not text else draccus.cfgparsing.parse_string(text)
+            yield key, text if key == CONFIG_PATH or not text else yaml.load(text, _Loader)
         except Exception as error:  # the YAML parser has its own errors
             raise ConfigError(
                 f"argument --{key} has the value {text!r}, which is not YAML: {error}. Quote it."
@@ -225,7 +295,7 @@ def _read_yaml(path: str) -> tuple[dict[str, Any], str]:
     if len(text) > MAX_BYTES:
         raise ConfigError(f"{path} has more than {MAX_BYTES:,} bytes. Put prompts into a file of their own.")
     try:
-        values = draccus.cfgparsing.parse_string(text)  # the safe loader; that of load_config is not
+        values = yaml.load(text, _Loader) if text else text
     except Exception as error:  # the YAML parser has its own errors
         raise ConfigError(f"{path} is not YAML: {error}. Correct it there.") from error
     if not isinstance(values, dict):
@@ -248,7 +318,7 @@ def _set(values: dict[str, Any], key: str, value: Any) -> None:
     *parents, last = key.split(".")
     for parent in parents:
         inner = values.get(parent)
-        values[parent] = values = inner if isinstance(inner, dict) else {}
+        values[parent] = values = dict(inner) if isinstance(inner, dict) else {}  # an alias has the same one elsewhere
     values[last] = value
 
 

@@ -3,6 +3,7 @@
 import argparse
 import functools
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -44,6 +45,9 @@ def main(arguments: Sequence[str], *, console: Console | None = None) -> int:
             f"--processes is {options.processes} and --devices_per_process {options.devices_per_process}; there must "
             "be at least 2 processes, to be compared, with at least 1 device each."
         )
+    for path in (options.json, options.html):
+        if path is not None and not os.access(path.parent, os.W_OK):
+            raise ConfigError(f"{path} cannot be written: {path.parent} is no directory to write to. Choose another.")
     console = console or Console(highlight=False)
     result = check_command(
         command,

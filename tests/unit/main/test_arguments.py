@@ -1,5 +1,6 @@
 import dataclasses
 import sys
+from typing import Any
 
 import draccus
 import pytest
@@ -44,6 +45,8 @@ class Outer:
     shape: Shape | None = None
     shapes: Shape | tuple[Shape, ...] = ()
     text: str | list[str | dict[str, int]] = "x"
+    tags: tuple[str, ...] = ()
+    free: dict[str, Any] = dataclasses.field(default_factory=dict)
     name: str
 
 
@@ -72,6 +75,25 @@ def test_a_module_beside_the_file_that_names_it_is_found_and_takes_no_ones_place
     assert sys.path[-1] == str(tmp_path)
 
 
+@pytest.mark.parametrize("text", ["007", "2026_11_26", "12:30", "1e3", "0x10", "1.50"])
+def test_a_text_that_yaml_takes_for_a_number_stays_as_it_is_written(tmp_path, text):
+    assert parse_arguments(Outer, ["--name", text, "--tags", f"[{text}]"]) == Outer(name=text, tags=(text,))
+    (tmp_path / "c.yaml").write_text(f"name: {text}\nfree: {{a: [1.50, 010]}}\ninner: {{steps: 010}}\n")
+    config = parse_arguments(Outer, ["--config_path", str(tmp_path / "c.yaml")])
+    assert config.name == text and config.inner.steps == 8
+    assert config.free == {"a": [1.5, 8]} and [type(each) for each in config.free["a"]] == [float, int]
+
+
+def test_what_a_file_says_twice_is_refused_and_an_alias_is_changed_in_one_place(tmp_path):
+    path = tmp_path / "c.yaml"
+    path.write_text("name: a\ninner: {steps: 2}\nshape: {type: round}\ninner: {}\n")
+    with pytest.raises(ConfigError, match=r"c\.yaml is not YAML: the key 'inner' is twice\n.*line 4"):
+        parse_arguments(Outer, ["--config_path", str(path)])
+    path.write_text("name: a\nfree: &one {k: 1}\ntext: [*one, {<<: *one, k: 3}]\n")
+    config = parse_arguments(Outer, ["--config_path", str(path), "--free.k", "2"])
+    assert config == Outer(name="a", free={"k": 2}, text=[{"k": 1}, {"k": 3}])
+
+
 def test_a_text_or_a_list_stays_what_it_is():
     assert decode_config(Outer, {"name": 7, "text": "y"}, "here") == Outer(name="7", text="y")
     assert decode_config(Outer, {"name": "a", "text": ["y", {"z": 1}]}, "here").text == ["y", {"z": 1}]
@@ -81,7 +103,7 @@ def test_a_text_or_a_list_stays_what_it_is():
 @pytest.mark.parametrize(
     ("values", "text"),
     [
-        ({"nam": "a"}, r"here: unknown key 'nam'. Did you mean 'name'\? Known keys here: inner, name, shape"),
+        ({"nam": "a"}, r"here: unknown key 'nam'. Did you mean 'name'\? Known keys here: free, inner, name, shape"),
         ({"name": "a", "inner": {"stepps": 1}}, r"unknown key 'inner.stepps'. Did you mean 'steps'\?"),
         ({"name": "a", "shape": {"type": "rund"}}, r"'shape.type' is 'rund'. Did you mean 'round'\?"),
         ({"name": "a", "shape": {"type": "round", "radios": 1}}, r"'shape.radios'. Did you mean 'radius'\?"),
@@ -89,6 +111,12 @@ def test_a_text_or_a_list_stays_what_it_is():
         ({"name": "a", "inner": {"steps": 0}}, r"inner.steps is 0; it must be at least 1"),
         ({"name": "a", "inner": {"steps": "many"}}, r"inner.steps.*'many'"),
         ({"name": ["a"]}, r"name.*Expected a text, got \['a'\]"),
+        ({"name": True}, r"here: 'name' is True to YAML; it must be a text\. Put it in quotes"),
+        ({"name": None}, r"here: 'name' is null \(no value\)\. Give it one, or remove the line"),
+        ({"name": "a", "inner": None}, r"here: 'inner' is null"),
+        ({"name": "a", "inner": {"steps": None}}, r"here: 'inner.steps' is null"),
+        ({"name": "a", "tags": "demo"}, r"here: 'tags' is the text 'demo'; it must be a list\. Write \[demo\]"),
+        ({"name": "a", "text": [True]}, r"here: 'text.0' is True to YAML"),
         ({}, r"Missing required field\(s\) `name`"),
     ],
 )
