@@ -184,10 +184,10 @@ class Pod:
             data = read("secret", each["secretRef"]["name"])["data"]
             environment |= {name: base64.b64decode(value).decode() for name, value in data.items()}
         for each in container["env"]:
-            environment[each["name"]] = each["value"] if "value" in each else self._field(each["valueFrom"])
+            given = each.get("valueFrom")
+            environment[each["name"]] = self._field(given) if given else expanded(each["value"], environment)
         words = [*container["command"], *container["args"]]
         words = [expanded(word, environment).replace("/lockstep/", f"{directory}/") for word in words]
-        environment = {name: expanded(value, environment) for name, value in environment.items()}
         process = subprocess.Popen(
             words, env=environment, cwd=directory, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT, start_new_session=True,
@@ -236,9 +236,13 @@ class Pod:
 
 
 def expanded(text: str, environment) -> str:
-    """``$(NAME)`` replaced where there is such a variable, ``$$(`` by ``$(``."""
-    known = re.sub(r"(?<!\$)\$\((\w+)\)", lambda found: environment.get(found[1], found[0]), text)
-    return known.replace("$$(", "$(")
+    """Every ``$$`` replaced by ``$``, and ``$(NAME)`` by the variable where there is one.
+
+    As third_party/forked/golang/expansion/expand.go of Kubernetes does it.
+    """
+    return re.sub(
+        r"\$(?:\$|\(([^)]*)\))", lambda found: "$" if found[1] is None else environment.get(found[1], found[0]), text
+    )
 
 
 def controller(words: list[str]) -> int:

@@ -187,9 +187,8 @@ def _pod(job: GkeJob) -> dict[str, Any]:
     container = {
         "name": CONTAINER,
         "image": job.image,
-        # Kubernetes reads $(NAME) in these as a variable, and $$( as $(.
-        "command": ["bash", "-c", pod_script(job).replace("$(", "$$("), "lockstep"],
-        "args": [word.replace("$(", "$$(") for word in job.command],
+        "command": ["bash", "-c", _literal(pod_script(job)), "lockstep"],
+        "args": [_literal(word) for word in job.command],
         "env": _environment(job),
         "resources": {"limits": {"google.com/tpu": job.slice.chips // job.slice.hosts}},
         # GKE's TPU plugin gives a pod its chips; the capability is for the limit of locked memory.
@@ -228,8 +227,12 @@ def _environment(job: GkeJob) -> list[dict[str, Any]]:
             # The name that a JobSet gives its first pod: https://jobset.sigs.k8s.io/docs/concepts/
             {"name": "MEGASCALE_COORDINATOR_ADDRESS", "value": f"{job.name}-{REPLICATED_JOB}-0-0.{job.name}"},
         ]
-    given = {name: value.replace("$(", "$$(") for name, value in job.environment.items()}
-    return found + [{"name": name, "value": value} for name, value in given.items()]
+    return found + [{"name": name, "value": _literal(value)} for name, value in job.environment.items()]
+
+
+def _literal(text: str) -> str:
+    """A text as a container gets it: Kubernetes reads ``$(NAME)`` in it as a variable, and ``$$`` as ``$``."""
+    return text.replace("$", "$$")
 
 
 def _pod_failure_rules() -> list[dict[str, Any]]:

@@ -110,10 +110,10 @@ def launch(*words, python="print(1)", name="job", kind="v5p-16"):
 def test_every_pod_of_every_slice_runs_the_command(cluster, capfdbinary):
     names = ["REQUIRE_JAX_PROCESS_COUNT", "COLOUR", "MEGASCALE_SLICE_ID", "MEGASCALE_NUM_SLICES"]
     text = PRINT + f"print(*[os.environ[name] for name in {names} + ['MEGASCALE_COORDINATOR_ADDRESS']])"
-    assert launch("--slices", "2", "--env", "COLOUR=$(deep) blue", python=text) == 0
+    assert launch("--slices", "2", "--env", "COLOUR=$(deep) $$blue", python=text) == 0
     shown = capfdbinary.readouterr()
     for process in range(4):
-        line = f"4 $(deep) blue {process // 2} 2 job-slice-0-0.job"
+        line = f"4 $(deep) $$blue {process // 2} 2 job-slice-0-0.job"
         assert f"[{process}] pod {process % 2}\n".encode() in shown.out
         assert f"[{process}] {line}\n".encode() in shown.out
     assert b"launch: job: Running" in shown.err or b"launch: job: exit code 0" in shown.err

@@ -11,6 +11,7 @@ from lockstep.exits import EXIT_CODES, is_retried
 from lockstep.launch.gke_manifest import GkeJob, config_maps, job_set, pod_script, secret
 from lockstep.launch.setup_vm import uv_requirement
 from lockstep.launch.slices import slices
+from tests.fake_cloud.fake_kubectl import expanded
 from tests.fake_cloud.shellcheck import shellcheck
 
 
@@ -141,10 +142,32 @@ def test_extras_are_one_word_of_the_script(tmp_path):
     assert not list(tmp_path.rglob("pwned"))
 
 
+@pytest.mark.parametrize(
+    ("text", "seen"),
+    [
+        ("$(A)-$(B)", "a-b"),
+        ("$(A)-$(NONE)", "a-$(NONE)"),
+        ("f000-$$VAR_A", "f000-$VAR_A"),
+        ("$$(A)", "$(A)"),
+        ("$$$$$$$(A)", "$$$a"),
+        ("$A $ $(A $", "$A $ $(A $"),
+    ],
+)
+def test_the_fake_replaces_as_kubernetes_does(text, seen):
+    """Cases of its expand_test.go."""
+    assert expanded(text, {"A": "a", "B": "b"}) == seen
+
+
 def test_what_kubernetes_would_replace_is_kept():
-    pod = job_set(job(command=["echo", "$(HOME)"], environment={"A": "$(B)"}))["spec"]["replicatedJobs"][0]
-    container = pod["template"]["spec"]["template"]["spec"]["containers"][0]
-    assert container["args"] == ["echo", "$$(HOME)"] and {"name": "A", "value": "$$(B)"} in container["env"]
+    words = ["bash", "-c", "echo $$ $(date) $${x}", "$$(HOME)", "a$$b$"]
+    given = job(command=words, environment={"A": "a$$b $(HOME) $$(HOME)"})
+    container = pod_template(given)["spec"]["containers"][0]
+    known = {"HOME": "/root"}
+    assert [expanded(word, known) for word in container["args"]] == words
+    assert expanded(container["command"][2], known) == pod_script(given)
+    assert [expanded(each["value"], known) for each in container["env"] if each["name"] == "A"] == [
+        given.environment["A"]
+    ]
 
 
 @pytest.mark.parametrize("given", [job(), ALL], ids=["plain", "all"])
