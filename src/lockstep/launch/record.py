@@ -69,6 +69,15 @@ class JobRecord:
         temporary.write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n", encoding="utf-8")
         temporary.replace(self.directory / "job.json")
 
+    def set_aside_logs(self) -> None:
+        """Move the logs of an earlier job of this name to ``earlier-N``: none of them is taken for one of this job."""
+        if found := [*self.directory.glob("attempt-*")]:
+            numbers = (int(path.name.partition("-")[2]) for path in self.directory.glob("earlier-*"))
+            earlier = self.directory / f"earlier-{max(numbers, default=0) + 1}"
+            earlier.mkdir(mode=0o700)
+            for path in found:
+                path.rename(earlier / path.name)
+
 
 def new_record(options: argparse.Namespace, name: str) -> JobRecord:
     """The record of a job that is about to start; it is not written yet."""

@@ -52,6 +52,7 @@ def _numbers(path: Path) -> tuple[int, int]:
 POLL_S: Final = 5.0  # seconds between two questions to Slurm's controller, which serves all users
 READ_S: Final = 0.5  # seconds between two looks at the logs
 ENDED: Final = {
+    "COMPLETED": DONE,
     "NODE_FAIL": WORKER_LOST,
     "BOOT_FAIL": WORKER_LOST,
     "PREEMPTED": WORKER_LOST,
@@ -61,7 +62,10 @@ ENDED: Final = {
     "DEADLINE": TERMINATED,
     "FAILED": FAILED,
 }
-"""States in which Slurm ended a job before its script could note a code (https://slurm.schedmd.com/squeue.html)."""
+"""States of a job whose script has noted no code, or none that the file system shows yet.
+
+https://slurm.schedmd.com/squeue.html
+"""
 
 AWAY: Final = re.compile(r"Unable to contact slurm controller|Socket timed out|Connection refused")
 """The words of Slurm's commands where the controller does not answer."""
@@ -104,8 +108,7 @@ class Slurm:
         job = _job(options, record, environment)
         directory = record.directory
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-        for path in directory.glob(f"attempt-*/{CODE}*"):
-            path.unlink()  # of an earlier job of this name
+        record.set_aside_logs()
         for name, text in {SCRIPT: batch_script(job), TASK: task_script(list(environment.secret))}.items():
             (directory / name).write_text(text, encoding="utf-8")
         for name, data in filter_files().items() if environment.secret else ():
@@ -285,8 +288,8 @@ def _show_failure(job: JobRecord, attempt: int, code: int, console: Console) -> 
             ended.append((task not in themselves, float(at), task))
     if ended:
         console.say(f"process {min(ended)[2]} failed first; its log is {job.log(attempt, min(ended)[2])}")
-    own_log = sorted(job.directory.glob("slurm-*.log"))
-    for line in own_log[-1].read_text(errors="replace").splitlines()[-5:] if own_log else ():
+    own_log = job.directory / f"slurm-{job.notes['job']}.log"
+    for line in own_log.read_text(errors="replace").splitlines()[-5:] if own_log.exists() else ():
         console.say(f"slurm: {line}")
 
 

@@ -172,6 +172,30 @@ def test_the_name_of_a_job_in_the_queue_is_taken(cluster, capsys):
     assert launch(python="print(1)") == 0
 
 
+def test_a_name_that_is_used_again_has_nothing_of_the_earlier_job(cluster, capfd):
+    """Its logs, of more attempts and tasks, are kept beside."""
+    assert launch("--retries", "1", "--nodes", "2", python=f"print('first'); exit({exits.WORKER_LOST})") != 0
+    capfd.readouterr()
+    assert launch(python="print('second')") == 0
+    assert capfd.readouterr().out == "[0] second\n"
+    assert main(["status", "job"]) == 0 and main(["logs", "job"]) == 0
+    shown = capfd.readouterr().out
+    assert shown == "job: exit code 0, done\n  attempt-1 process 0: exit code 0, done\n[0] second\n"
+    assert launch(python="exit(3)") == 3
+    kept = sorted(str(path.relative_to(cluster / "jobs/job")) for path in cluster.glob("jobs/job/*/*/worker-*.log"))
+    first = [f"earlier-1/attempt-{attempt}/worker-{task}.log" for attempt in (1, 2) for task in (0, 1)]
+    assert kept == [*first, "earlier-2/attempt-1/worker-0.log"]
+
+
+def test_a_code_that_the_file_system_does_not_show_yet_is_that_of_the_accounting(cluster, capfd):
+    assert launch(python="print(1)") == 0
+    for code in cluster.glob("jobs/job/attempt-1/code*"):
+        code.unlink()
+    capfd.readouterr()
+    assert main(["status", "job"]) == 0
+    assert capfd.readouterr().out == "job: ended\n"
+
+
 @pytest.mark.slow
 def test_ctrl_c_cancels_the_job(cluster):
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
