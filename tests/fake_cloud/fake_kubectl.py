@@ -102,7 +102,10 @@ def get(words: list[str]) -> int:
 
 def patch(words: list[str]) -> int:
     found = read(words[0], words[1])
-    found["spec"].update(json.loads(option(words, "patch"))["spec"])
+    assert option(words, "type") == "merge", words
+    given = json.loads(option(words, "patch"))
+    found["spec"].update(given.get("spec", {}))
+    found["metadata"].setdefault("annotations", {}).update(given.get("metadata", {}).get("annotations", {}))
     write(words[0], words[1], found)
     return 0
 
@@ -140,7 +143,7 @@ def logs(words: list[str]) -> int:
                 if shown == 2 and os.environ.get("FAKE_KUBE_DROPS") and not dropped.exists():
                     dropped.touch()
                     sys.exit("error: unexpected EOF")
-            if ended:
+            if ended or "--follow" not in words:
                 return 0
             time.sleep(0.02)
 

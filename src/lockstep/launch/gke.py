@@ -181,6 +181,7 @@ class Gke:
         options = argparse.Namespace(**{**vars(options), "name": spec.record.name})
         Cluster(spec.record).make_room(find_record(options.name))
         spec.record.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        spec.record.set_aside_logs()
         console = Console(log=spec.record.directory / "launcher.log")
         while True:
             cluster = _created(spec, console)
@@ -231,7 +232,7 @@ class Gke:
         found, pods = cluster.look()
         if follow and found and verdict(found, pods) is None:
             return _follow(cluster, Console(), stop_on_signal=False)
-        logs = PodLogs(job, cluster.kubectl, Console())
+        logs = PodLogs(job, cluster.kubectl, Console(), to_the_end=False)
         logs.show_kept({pod.attempt for pod in pods})
         for pod in pods:
             logs.follow(pod)

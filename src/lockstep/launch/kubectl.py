@@ -29,6 +29,10 @@ from lockstep.launch.processes import failed_by_their_logs
 from lockstep.launch.record import JobRecord
 from lockstep.launch.slices import slice_of
 
+STOPPED: Final = "Stopped"
+"""The state of a JobSet that the launcher has suspended, once no pod runs. Its annotation tells it from one that Kueue
+suspends until there is room."""
+STOP: Final = "lockstep/stopped"
 CALL_S: Final = 120.0  # seconds that a call may take that does not follow anything
 
 CAUSES: Final = (
@@ -144,6 +148,8 @@ def verdict(job_set: Mapping[str, Any], pods: Iterable[PodState]) -> int | None:
     state = job_set.get("status", {}).get("terminalState")
     if not state:
         return None
+    if state == STOPPED:
+        return TERMINATED
     if state == "Completed":
         return DONE
     first = first_failure(pods)
@@ -190,10 +196,11 @@ class PodLogs:
         installed: The identities of the pods that have installed what they need.
     """
 
-    def __init__(self, job: JobRecord, kubectl: Kubectl, console: Console | None) -> None:
+    def __init__(self, job: JobRecord, kubectl: Kubectl, console: Console | None, *, to_the_end: bool = True) -> None:
         self._job = job
         self._kubectl = kubectl
         self._console = console
+        self._words = ["--follow"] if to_the_end else []  # without it a log ends with what has been printed
         self._threads: dict[str, threading.Thread] = {}
         self._seen: dict[str, PodState] = {}
         self.installed: set[str] = set()
@@ -237,7 +244,7 @@ class PodLogs:
         with open(path, "wb") as log:
             while True:
                 since = [f"--since-time={last}"] if last else []
-                words = ("logs", "--follow", "--timestamps", f"--container={CONTAINER}", *since, f"pod/{pod.name}")
+                words = ("logs", *self._words, "--timestamps", f"--container={CONTAINER}", *since, f"pod/{pod.name}")
                 child = subprocess.Popen(
                     self._kubectl.argv(*words),
                     stdin=subprocess.DEVNULL,
@@ -308,7 +315,12 @@ class Cluster:
         found = self.kubectl.get("jobset", self.job.name)
         pods = self.kubectl.get("pods", self._selector)
         states = pod_states(pods, self._hosts, self.job.notes.get("attempts", 0))
-        return found if self._id in _ids(found) else {}, states
+        if self._id not in _ids(found):
+            return {}, states
+        stopped = found["spec"].get("suspend") and STOP in found["metadata"].get("annotations", {})
+        if stopped and not any(pod.running for pod in states):
+            found["status"] = {"terminalState": STOPPED, **found.get("status", {})}
+        return found, states
 
     def fewer(self, pods: Sequence[PodState]) -> int | None:
         """The slices of the last attempt all pods of which have started, where they are enough and not all."""
@@ -339,7 +351,7 @@ class Cluster:
 
     def suspend(self) -> None:
         """Have the pods deleted in order; the JobSet stays."""
-        patch = '{"spec": {"suspend": true}}'
+        patch = json.dumps({"metadata": {"annotations": {STOP: "true"}}, "spec": {"suspend": True}})
         self.kubectl.run("patch", "jobset", self.job.name, "--type=merge", f"--patch={patch}")
 
     def kill(self) -> None:

@@ -198,7 +198,7 @@ def test_a_broken_connection_to_a_log_shows_no_line_twice(cluster, monkeypatch, 
 
 
 @pytest.mark.slow
-def test_stop_ends_the_pods_in_order_and_keeps_what_they_print(cluster):
+def test_stop_ends_the_pods_in_order_and_keeps_what_they_print(cluster, capfd):
     text = PRINT + (
         "import signal; signal.signal(signal.SIGTERM, lambda *_: (print('saved', flush=True), sys.exit(143)))\n"
         "print('ready', flush=True); time.sleep(30)"
@@ -208,8 +208,55 @@ def test_stop_ends_the_pods_in_order_and_keeps_what_they_print(cluster):
     wait_for(lambda: all("ready" in read(path) for path in pods(cluster, 2)))
     assert main(["stop", "job"]) == 0
     assert read(cluster / "jobs/job/attempt-1/worker-1.log").splitlines()[-1] == "saved"
+    for words in (["status"], ["logs", "-f"], ["stop"]):
+        assert main([*words, "job"]) == (exits.TERMINATED if words == ["status"] else 0)
+    shown = capfd.readouterr().out
+    assert "job: Stopped\n" in shown and shown.count("saved") == 2
     assert main(["delete", "job"]) == 0 and load_record("job").deleted
     assert not (cluster / "kube/jobset-job.json").exists()
+
+
+def test_a_job_that_another_launcher_stops_has_ended_for_the_one_that_follows_it(cluster, monkeypatch, capsys):
+    def create(self, manifest):
+        self.kubectl.run("create", "--filename=-", manifest=manifest)
+        self.suspend()  # as `lockstep launch stop` does meanwhile
+
+    monkeypatch.setattr("lockstep.launch.gke.Cluster.create", create)
+    assert launch(kind="v6e-8", python="import time; time.sleep(30)") == exits.TERMINATED
+    assert load_record("job").attempts[-1].code == exits.TERMINATED
+    assert main(["status", "job"]) == exits.TERMINATED and "job: Stopped\n" in capsys.readouterr().out
+
+
+def test_a_job_that_waits_in_a_queue_has_not_ended(cluster, capsys):
+    """Kueue suspends JobSets until there is room."""
+    assert launch("--no-foreground", kind="v6e-8", python="import time; time.sleep(30)") == 0
+    found = json.loads((cluster / "kube/jobset-job.json").read_text())
+    found["spec"]["suspend"] = True
+    (cluster / "kube/jobset-job.json").write_text(json.dumps(found))
+    wait_for(lambda: json.loads(read(cluster / "kube/pods-job.json")) == [])
+    assert main(["status", "job"]) == 0 and "job: Running\n" in capsys.readouterr().out
+
+
+def test_logs_of_a_running_job_come_at_once(cluster, capfd):
+    text = PRINT + f"[time.sleep(0.05) for _ in range(1200) if not os.path.exists('{cluster}/end')]"
+    assert launch("--no-foreground", python=text) == 0
+    wait_for(lambda: all("pod" in read(path) for path in pods(cluster, 2)))
+    assert main(["logs", "job"]) == 0
+    assert capfd.readouterr().out == "[0] pod 0\n[1] pod 1\n"
+    calls = [json.loads(line) for line in read(cluster / "kube/calls").splitlines()]
+    assert not [words for words in calls if words[0] == "logs" and "--follow" in words]
+    (cluster / "end").touch()
+
+
+def test_a_name_that_is_used_again_has_no_logs_of_the_earlier_job(cluster, capfd):
+    """Its logs, of more attempts and pods, are kept beside."""
+    for name in ("attempt-1/worker-1.log", "attempt-2/worker-0.log"):
+        (cluster / "jobs/job" / name).parent.mkdir(parents=True)
+        (cluster / "jobs/job" / name).write_text("first\n")
+    assert launch(kind="v6e-8", python="print('second')") == 0
+    capfd.readouterr()
+    assert main(["logs", "job"]) == 0 and capfd.readouterr().out == "[0] second\n"
+    assert read(cluster / "jobs/job/earlier-1/attempt-2/worker-0.log") == "first\n"
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ import pytest
 
 from lockstep.exits import REFUSED, UNREACHABLE
 from lockstep.launch.backend import LaunchError
-from lockstep.launch.kubectl import Kubectl, PodLogs, first_failure, not_started, pod_states, verdict
+from lockstep.launch.kubectl import STOPPED, Kubectl, PodLogs, first_failure, not_started, pod_states, verdict
 
 
 @pytest.fixture
@@ -134,3 +134,4 @@ def test_the_verdict():
     assert verdict({"status": {"terminalState": "Completed"}}, failed) == 0
     assert verdict({"status": {"terminalState": "Failed"}}, failed) == 3
     assert verdict({"status": {"terminalState": "Failed"}}, []) == 87
+    assert verdict({"status": {"terminalState": STOPPED}}, failed) == 143
