@@ -26,7 +26,7 @@ from lockstep.launch.gke_manifest import FILES, MAX_PARTS, PART_BYTES, SYNCED, G
 from lockstep.launch.kubectl import Cluster, PodLogs, PodState, not_started, verdict
 from lockstep.launch.options import add_job_options, add_slices_option, count, slice_counts
 from lockstep.launch.processes import signals_to
-from lockstep.launch.record import Attempt, JobRecord, find_record, name_from_date, new_record
+from lockstep.launch.record import Attempt, JobRecord, find_earlier, name_from_date, new_record
 from lockstep.launch.setup_vm import EXTRAS, PINS, ROOT, build_wheel, version_of, wheel_path
 from lockstep.launch.slices import slice_of
 from lockstep.launch.sync import make_archive
@@ -179,7 +179,7 @@ class Gke:
         """Create the objects and, in the foreground, show the pods' logs until the JobSet has ended."""
         spec = GkeSpec.of(options)
         options = argparse.Namespace(**{**vars(options), "name": spec.record.name})
-        Cluster(spec.record).make_room(find_record(options.name))
+        Cluster(spec.record).make_room(find_earlier(spec.record))
         spec.record.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         spec.record.set_aside_logs()
         console = Console(log=spec.record.directory / "launcher.log")

@@ -122,6 +122,17 @@ def find_record(name: str) -> JobRecord | None:
         return typed(JobRecord, fields)
 
 
+def find_earlier(record: JobRecord) -> JobRecord | None:
+    """The record of an earlier job of this name, None where there is none; the name of another backend's is refused."""
+    before = find_record(record.name)
+    if before is not None and before.backend != record.backend:
+        raise ConfigError(
+            f"there is a job {record.name!r} with backend {before.backend!r} in {before.directory}. Give this one "
+            "another --name."
+        )
+    return before
+
+
 def load_record(name: str) -> JobRecord:
     """The record of a job."""
     record = find_record(name)

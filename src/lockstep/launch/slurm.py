@@ -19,7 +19,7 @@ from lockstep.launch.backend import Console, LaunchError, Patience
 from lockstep.launch.environment import JobEnvironment, filter_files, here_document, job_environment, job_variables
 from lockstep.launch.options import add_job_options, count
 from lockstep.launch.processes import failed_by_their_logs, signals_to
-from lockstep.launch.record import Attempt, JobRecord, find_record, name_from_date, new_record
+from lockstep.launch.record import Attempt, JobRecord, find_earlier, name_from_date, new_record
 from lockstep.launch.slurm_script import CODE, SCRIPT, SECRETS, TASK, SlurmJob, batch_script, secrets_file, task_script
 
 
@@ -98,7 +98,7 @@ class Slurm:
     def run(self, options: argparse.Namespace) -> int:
         """Submit the job and, in the foreground, show its logs until it has ended."""
         record = new_record(options, options.name or name_from_date())
-        if (before := find_record(record.name)) is not None and not before.deleted and _state(before):
+        if (before := find_earlier(record)) is not None and not before.deleted and _state(before):
             raise LaunchError(
                 f"job {record.name!r} is in Slurm's queue (job {before.notes['job']}). Give another --name, or end it: "
                 f"lockstep launch delete {record.name}.",

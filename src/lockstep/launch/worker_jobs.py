@@ -13,7 +13,7 @@ from lockstep.launch.attempt import AttemptSpec, Outcome, RunningAttempt
 from lockstep.launch.backend import Console, LaunchError, Transport, WorkerBackend, root_on_worker
 from lockstep.launch.environment import RESTARTS, JobEnvironment, job_environment, job_variables, show_commands
 from lockstep.launch.prepare import Preparation, prepare
-from lockstep.launch.record import Attempt, JobRecord, find_record, name_from_date, new_record
+from lockstep.launch.record import Attempt, JobRecord, find_earlier, name_from_date, new_record
 from lockstep.launch.started_job import StartedJob
 from lockstep.launch.sync import Archive, check_configuration, make_archive
 from lockstep.redact import Redactor
@@ -184,14 +184,9 @@ class _Run:
 
 def _continued(record: JobRecord) -> JobRecord:
     """The record with the attempts of an earlier job of this name, whose logs stay."""
-    before = find_record(record.name)
+    before = find_earlier(record)
     if before is None:
         return record
-    if before.backend != record.backend:
-        raise ConfigError(
-            f"there is a job {record.name!r} with backend {before.backend!r} in {before.directory}. Give this one "
-            "another --name."
-        )
     return dataclasses.replace(record, attempts=before.attempts, notes=before.notes)
 
 

@@ -17,7 +17,7 @@ from lockstep.launch.environment import job_variables
 from lockstep.launch.gke import GkeSpec
 from lockstep.launch.gke_manifest import MAX_PARTS
 from lockstep.launch.kubectl import PodState
-from lockstep.launch.record import load_record
+from lockstep.launch.record import JobRecord, load_record
 from lockstep.launch.setup_vm import ROOT
 from tests.fake_cloud import fake_kubectl
 
@@ -409,6 +409,14 @@ def test_an_image_that_is_not_there_ends_the_job(cluster, monkeypatch, capsys):
     shown = capsys.readouterr().err
     assert "job: Pending (ImagePullBackOff: as the test wants it)" in shown
     assert "process 0 can never start. Mend it (--image)" in shown
+
+
+def test_a_name_that_a_job_of_another_backend_has_is_refused(cluster, capsys):
+    JobRecord(name="job", backend="tpu-vm", command=("true",), options={}).save()
+    assert launch() == 1
+    shown = capsys.readouterr().err
+    assert "there is a job 'job' with backend 'tpu-vm'" in shown and "Give this one another --name." in shown
+    assert load_record("job").backend == "tpu-vm" and not (cluster / "kube").exists()
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from lockstep import exits
 from lockstep.launch import main
 from lockstep.launch.backend import Console
 from lockstep.launch.environment import filter_files
-from lockstep.launch.record import load_record
+from lockstep.launch.record import JobRecord, load_record
 from lockstep.launch.slurm import FollowedFiles
 from tests.fake_cloud import fake_slurm
 
@@ -194,6 +194,14 @@ def test_a_code_that_the_file_system_does_not_show_yet_is_that_of_the_accounting
     capfd.readouterr()
     assert main(["status", "job"]) == 0
     assert capfd.readouterr().out == "job: ended\n"
+
+
+def test_a_name_that_a_job_of_another_backend_has_is_refused(cluster, capsys):
+    JobRecord(name="job", backend="ssh", command=("true",), options={}).save()
+    assert launch(python="print(1)") == 1
+    shown = capsys.readouterr().err
+    assert "there is a job 'job' with backend 'ssh'" in shown and "Give this one another --name." in shown
+    assert load_record("job").backend == "ssh" and not (cluster / "slurm").exists()
 
 
 @pytest.mark.slow
