@@ -180,7 +180,8 @@ class Ssh(WorkerBackend):
     def add_options(self, parser: argparse.ArgumentParser) -> None:
         add_worker_options(parser)
         add = parser.add_argument_group("ssh: hosts that exist").add_argument
-        add("--hosts", required=True, metavar="A,B,C|FILE", help="hosts (user@host), or a file with one per line")
+        add("--hosts", type=host_list, required=True, metavar="A,B,C|FILE", help="hosts (user@host), or a file with "
+            "one per line")  # fmt: skip
         add("--ssh_option", action="append", default=[], metavar="WORD", help="a word for ssh: --ssh_option=-p2222")
         add("--coordinator", metavar="HOST", help="address of the first host for the others (default: its name)")
         add("--port", type=int, default=8476, help="port of the coordination service on the first host (default 8476)")
@@ -195,7 +196,7 @@ class Ssh(WorkerBackend):
         return self.find(options)
 
     def find(self, options: argparse.Namespace) -> SshTransport:
-        hosts = read_hosts(options.hosts)
+        hosts = options.hosts.split(",")
         address = f"{options.coordinator or hosts[0].rpartition('@')[2]}:{options.port}"
         path = (f"{options.venv}/bin",) if options.venv else ()
         workers = [
@@ -213,23 +214,27 @@ class Ssh(WorkerBackend):
         """Nothing was created."""
 
 
-def read_hosts(given: str) -> list[str]:
-    """The hosts of ``--hosts``: separated by commas, or the lines of a file."""
+def host_list(given: str) -> str:
+    """Read ``--hosts`` or the file that it names, as a type of argparse.
+
+    It returns the hosts, separated by commas: the job's record keeps them, for the file is another one elsewhere, and
+    may change.
+    """
+    lines = [given]
     if "/" in given or Path(given).is_file():
         try:
-            words = Path(given).read_text(encoding="utf-8").splitlines()
+            lines = Path(given).expanduser().read_text(encoding="utf-8").splitlines()
         except OSError as error:
-            raise ConfigError(
-                f"--hosts {given} cannot be read ({error}). Name hosts, or a file with one per line."
+            raise argparse.ArgumentTypeError(
+                f"{given} cannot be read ({error}). Name hosts, or a file with one per line."
             ) from None
-    else:
-        words = given.split(",")
-    hosts = [word.strip() for word in words if word.strip() and not word.strip().startswith("#")]
+    words = [word.strip() for line in lines if not line.strip().startswith("#") for word in line.split(",")]
+    hosts = [word for word in words if word]
     twice = sorted({host for host in hosts if hosts.count(host) > 1})
     if not hosts or twice:
         wrong = f"has {', '.join(twice)} twice" if twice else "names no host"
-        raise ConfigError(f"--hosts {given} {wrong}. Each host runs one process: name each once.")
+        raise argparse.ArgumentTypeError(f"{given} {wrong}. Each host runs one process: name each once.")
     dashed = [host for host in hosts if host.startswith("-")]
     if dashed:
-        raise ConfigError(f"--hosts {given}: {dashed[0]!r} is no host. Give options of ssh as --ssh_option=...")
-    return hosts
+        raise argparse.ArgumentTypeError(f"{given}: {dashed[0]!r} is no host. Give options of ssh as --ssh_option=...")
+    return ",".join(hosts)

@@ -1,6 +1,7 @@
 """The launcher's command line: what all backends share, and groups of options that some of them share."""
 
 import argparse
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -186,7 +187,8 @@ def add_google_options(parser: argparse.ArgumentParser) -> None:
     add("--service_account", default="", help="the account of new machines (default: the project's)")
     add("--internal_ip", action="store_true", help="machines have no external address, and ssh uses the internal one")
     add("--ssh_user", default="", help="the user on the machines (default: the one that gcloud uses)")
-    add("--ssh_key", default="~/.ssh/google_compute_engine", help="the ssh key (default: the one that gcloud makes)")
+    add("--ssh_key", type=absolute, default="~/.ssh/google_compute_engine", help="the ssh key (default: the one that "
+        "gcloud makes)")  # fmt: skip
     add("--wait_s", type=float, default=86400.0, help="seconds to wait for the slice, then give up (default a day)")
     add("--poll_s", type=float, default=10.0, help="seconds between two looks at its state (default 10)")
     add("--setup", choices=("auto", "none"), default="auto", help="auto: install this checkout on every machine, "
@@ -236,6 +238,11 @@ def name_value(text: str) -> tuple[str, str]:
             f"{name!r} is no name of a variable; write NAME=VALUE with letters, digits and '_' before the '='"
         )
     return name, value
+
+
+def absolute(text: str) -> str:
+    """Read a path that the job's record keeps, for launchers in other directories, as a type of argparse."""
+    return os.path.abspath(os.path.expanduser(text))
 
 
 def count(text: str) -> int:

@@ -1,7 +1,6 @@
 """The local backend: environment, programs, and a backend of one's own beside it."""
 
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from lockstep import launch
-from lockstep.errors import ConfigError
-from lockstep.launch.machines import Ssh, read_hosts
+from lockstep.launch.machines import Ssh
 from lockstep.launch.main import parse
+from lockstep.launch.record import new_record
 
 LAUNCHER = Path(__file__).resolve().parents[3] / "infra" / "launch.py"
 
@@ -109,21 +108,37 @@ def test_each_host_has_its_place_in_the_job():
     assert alone.environment["LOCKSTEP_COORDINATOR_ADDRESS"] == "10.0.0.1:8476"
 
 
-def test_hosts_of_a_file(tmp_path):
-    path = tmp_path / "hosts"
-    path.write_text("# the rack\none\n\n  me@two\n")
-    assert read_hosts(str(path)) == ["one", "me@two"]
+def test_hosts_of_a_file_are_in_the_record_for_launchers_in_other_directories(tmp_path, monkeypatch):
+    (tmp_path / "hosts").write_text("# the rack, once\none\n\n  me@two\n")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "one,me@two").write_text("three")
+    for given in ("hosts", "./hosts", str(tmp_path / "hosts")):
+        monkeypatch.chdir(tmp_path)
+        options = parse(["--backend", "ssh", "--hosts", given, "--", "x"])
+        monkeypatch.chdir(tmp_path / "elsewhere")
+        later = new_record(options, "job").namespace()
+        assert [worker.name for worker in Ssh().find(later).workers] == ["one", "me@two"]
+
+
+def test_the_path_of_an_ssh_key_is_that_of_another_directory_too(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", "/home/me")
+    words = ("--tpu_name", "pod", "--zone", "us-east5-a")
+    for given, kept in (("keys/mine", f"{tmp_path}/keys/mine"), ("~/mine", "/home/me/mine"), ("/mine", "/mine")):
+        assert parse([*words, "--ssh_key", given, "--", "x"]).ssh_key == kept
+    assert parse([*words, "--", "x"]).ssh_key == "/home/me/.ssh/google_compute_engine"
 
 
 @pytest.mark.parametrize(
     ("given", "text"),
     [
-        ("a,b,a", "--hosts a,b,a has a twice. Each host runs one process: name each once."),
-        (",", "--hosts , names no host."),
-        ("no/such/file", "--hosts no/such/file cannot be read"),
+        ("a,b,a", "argument --hosts: a,b,a has a twice. Each host runs one process: name each once."),
+        (",", "--hosts: , names no host."),
+        ("no/such/file", "--hosts: no/such/file cannot be read"),
         ("a,-oProxyCommand=x", "'-oProxyCommand=x' is no host"),
     ],
 )
-def test_what_is_no_list_of_hosts(given, text):
-    with pytest.raises(ConfigError, match=re.escape(text)):
-        read_hosts(given)
+def test_what_is_no_list_of_hosts(given, text, capsys):
+    with pytest.raises(SystemExit):
+        parse(["--backend", "ssh", f"--hosts={given}", "--", "x"])
+    assert text in capsys.readouterr().err
