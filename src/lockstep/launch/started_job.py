@@ -186,21 +186,44 @@ class StartedJob:
 
     def delete(self) -> int:
         """Stop the job, remove its files from the workers, and give back the workers; its logs here stay."""
-        grace = float(self._options.grace_s)
+        left = False  # whether the command may still run
         try:
             transport = self._backend.find(self._options)
-            answers = on_all(
-                transport, lambda index: self._call(transport, index, op="delete", timeout_s=grace + MARGIN_S)
-            )
-            for worker, answer in zip(transport.workers, answers, strict=True):
-                if "unreachable" in answer:
-                    self._console.say(f"worker {worker.name} cannot be reached: {answer['unreachable']}")
-        except LockstepError as error:  # workers that are gone need no stop
+        except LaunchError as error:  # workers that are gone need no stop
             self._console.say(f"its workers cannot be found: {error}")
+        else:
+            failures = [each for each in on_all(transport, lambda index: self._delete_on(transport, index)) if each]
+            for failure in failures:
+                self._console.say(failure)
+            left = bool(failures)
         self._backend.release(self._options, self._console)
+        if left and self._has_workers():
+            self._console.say(
+                f"{self._job.name} is not deleted: its command may still run there. Delete it again once every worker "
+                "can be reached."
+            )
+            return UNREACHABLE
         dataclasses.replace(self._job, deleted=True).save()
         self._console.say(f"deleted {self._job.name}; its logs stay in {self._job.directory}")
         return DONE
+
+    def _delete_on(self, transport: Transport, index: int) -> str:
+        """Stop the job on a worker and remove its files there; the reason why that cannot be done, or ""."""
+        limit_s = float(self._options.grace_s) + MARGIN_S
+        try:
+            answer = self._call(transport, index, op="delete", timeout_s=limit_s)
+        except LaunchError as error:
+            return str(error)
+        away = answer.get("unreachable")
+        return f"worker {transport.workers[index].name} cannot be reached: {away}" if away else ""
+
+    def _has_workers(self) -> bool:
+        """Whether there are workers, as far as the backend can say."""
+        try:
+            self._backend.find(self._options)
+        except LaunchError as error:
+            return error.code == UNREACHABLE
+        return True
 
 
 def _in_words(state: dict[str, Any]) -> str:

@@ -5,6 +5,12 @@ import signal
 import pytest
 
 from lockstep.exits import DONE, FAILED, TERMINATED, UNREACHABLE
+from lockstep.launch import BACKENDS, main, parse
+from lockstep.launch.backend import LaunchError
+from lockstep.launch.machines import Ssh
+from lockstep.launch.record import Attempt, new_record
+from lockstep.launch.worker_jobs import WorkerJobs
+from tests.fake_cloud.cloud import wait_for
 
 FAST = ("--no-preflight", "--no-foreground", "--grace_s", "5", "--name", "job")
 
@@ -17,6 +23,15 @@ def running(cloud):
     assert (done.returncode, done.stdout.count("begin")) == (DONE, 2), done.stderr
     assert "it runs; now: lockstep launch status|logs -f|stop|delete job" in done.stderr
     return cloud
+
+
+@pytest.fixture
+def launch(cloud, monkeypatch):
+    """The launcher within this process; one that leaves a job alone does not watch it first."""
+    for name in ("PATH", "HOME", "FAKE_CLOUD", "LOCKSTEP_JOBS_DIR"):
+        monkeypatch.setenv(name, cloud.environment[name])
+    monkeypatch.setattr("lockstep.launch.attempt.DETACH_S", 0.0)
+    return lambda *words, backends=BACKENDS: main(words, backends)
 
 
 def end(cloud, *codes):
@@ -75,6 +90,42 @@ def test_stop_gives_time_to_save_and_delete_leaves_only_the_logs(running):
     assert sorted(path.name for path in running.jobs.rglob("worker-*")) == ["worker-0.log", "worker-1.log"]
     gone = running.launch("status", "job")
     assert gone.returncode == DONE and "job was deleted" in gone.stderr
+
+
+def test_a_job_of_which_a_worker_cannot_be_reached_is_not_deleted(cloud, launch, capsys):
+    assert launch("--hosts", cloud.add("a", "b"), *FAST, "--", "sleep", "1000") == DONE
+    cloud.set("b", "down")
+    assert launch("delete", "job") == UNREACHABLE
+    said = capsys.readouterr().err
+    assert "worker b cannot be reached: ssh: connect to host b" in said
+    assert "job is not deleted: its command may still run there" in said
+    assert cloud.processes("b") and not cloud.record("job")["deleted"]
+    wait_for(lambda: not cloud.processes("a"))
+    cloud.unset("b", "down")
+    assert launch("delete", "job") == DONE and cloud.record("job")["deleted"]
+    assert cloud.wait_until_empty() and not list(cloud.hosts_directory.rglob("worker-*"))
+
+
+class Rented(Ssh):
+    """Hosts that are given back."""
+
+    released = False
+
+    def find(self, options):
+        if self.released:
+            raise LaunchError("they are gone")
+        return super().find(options)
+
+    def release(self, options, console):
+        self.released = True
+
+
+def test_a_job_is_deleted_with_its_workers_whether_they_can_be_reached_or_not(cloud, launch):
+    options = parse(["--hosts", cloud.add("a", "b"), *FAST, "--", "x"])
+    new_record(options, "job").with_attempt(Attempt(number=1, id="attempt-1", started=0.0, launched=True)).save()
+    cloud.set("b", "down")
+    assert launch("delete", "job", backends={"ssh": WorkerJobs(Rented())}) == DONE
+    assert cloud.record("job")["deleted"]
 
 
 @pytest.mark.slow
