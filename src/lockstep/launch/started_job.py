@@ -1,8 +1,11 @@
 """Operations on a job that was started before: its status, its logs, its end."""
 
 import dataclasses
+import os
 import queue
 import time
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from lockstep.errors import LockstepError
@@ -62,6 +65,7 @@ class StartedJob:
         attempt = self._last()
         if attempt.code is not None or not all(state["state"] in ("ended", "lost") for state in states):
             return
+        self._fetch_from_all(transport, attempt)
         endings = [
             Ending(worker=index, code=state["code"], at=state["ended"], reason=state["reason"])
             if state["state"] == "ended"
@@ -79,45 +83,60 @@ class StartedJob:
     def logs(self, *, follow: bool) -> int:
         """Print what is kept here and what is new on the workers; with ``follow`` until the command has ended."""
         attempt = self._last()
-        if self._job.deleted or (attempt.code is not None and not follow):
+        if self._job.deleted:
             return self._print_kept(attempt)
         try:
             transport = self._backend.find(self._options)
-        except LockstepError:
+        except LockstepError as error:
             self._print_kept(attempt)
-            raise
+            if follow or attempt.code is None:
+                raise
+            self._console.say(f"its workers cannot be found: {error}")
+            return DONE
+        if not follow:
+            self._fetch_from_all(transport, attempt)
+            return self._print_kept(attempt)
         try:
-            return self._follow(transport, attempt, wait=follow)
+            return self._follow(transport, attempt)
         except KeyboardInterrupt:
             self._console.say(f"no longer followed; job {self._job.name} goes on")
             return INTERRUPTED
 
+    def _kept(self, attempt: Attempt) -> Iterator[tuple[int, bytes]]:
+        """The workers of which there is output here, and that."""
+        names = self._job.log(attempt.number, 0).parent.glob("worker-*.log")
+        for index in sorted(int(path.stem.split("-")[1]) for path in names):
+            yield index, self._job.log(attempt.number, index).read_bytes()
+
     def _print_kept(self, attempt: Attempt) -> int:
-        paths = sorted(
-            self._job.log(attempt.number, 0).parent.glob("worker-*.log"), key=lambda path: int(path.stem.split("-")[1])
-        )
-        for path in paths:
-            for line in path.read_bytes().splitlines():
-                self._console.line(f"[{path.stem.split('-')[1]}] ", line)
+        for index, data in self._kept(attempt):
+            self._print_rest(index, self._print_lines(index, data))
         return DONE
 
-    def _follow(self, transport: Transport, attempt: Attempt, wait: bool) -> int:
-        """Print the logs of all workers, and add to the files here what was not in them."""
+    def _print_lines(self, index: int, data: bytes) -> bytes:
+        """Print the whole lines of what a worker has printed; return what comes after them."""
+        *lines, rest = data.split(b"\n")
+        for line in lines:
+            self._console.line(f"[{index}] ", line)
+        return rest
+
+    def _print_rest(self, index: int, rest: bytes) -> None:
+        if rest:
+            self._console.line(f"[{index}] ", rest)
+
+    def _follow(self, transport: Transport, attempt: Attempt) -> int:
+        """Print the logs of all workers until the command has ended, and add to the files here what is new."""
         count = len(transport.workers)
-        self._print_kept(attempt)
-        paths = [self._job.log(attempt.number, index) for index in range(count)]
-        paths[0].parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        offsets = [path.stat().st_size if path.exists() else 0 for path in paths]
-        requests = [{"root": root_on_worker(self._job.name, index), "attempt": attempt.id} for index in range(count)]
-        if not wait:
-            for index in range(count):
-                self._fetch(transport, index, requests[index], offsets[index])
-            return DONE
+        rest, offsets = [b""] * count, [0] * count
+        for index, data in self._kept(attempt):
+            left = self._print_lines(index, data)
+            if index < count:
+                rest[index], offsets[index] = left, len(data)
         events: queue.Queue[Event] = queue.Queue(WAITING_EVENTS)
         followers = [
-            Follower(transport, index, requests[index], None, offsets[index], events) for index in range(count)
+            Follower(transport, index, self._of_attempt(attempt, index), None, offsets[index], events)
+            for index in range(count)
         ]
-        rest = [b""] * count
         states: dict[int, dict[str, Any]] = {}
         try:
             for follower in followers:
@@ -131,10 +150,12 @@ class StartedJob:
                     continue
                 index = event.worker
                 if event.kind == "output":
-                    rest[index] = self._print_new(index, paths[index].name, event.data, rest[index])
+                    offsets[index] = keep(self._job.log(attempt.number, index), offsets[index], event.data)
+                    rest[index] = self._print_lines(index, rest[index] + event.data)
                 elif event.kind == "dropped":
                     self._console.once(f"worker {transport.workers[index].name} cannot be reached: {event.text}")
                 elif event.kind == "result":
+                    self._print_rest(index, rest[index])
                     states[index] = {"state": "lost", **event.result}
         finally:
             for follower in followers:
@@ -145,29 +166,32 @@ class StartedJob:
         self._note_end(transport, [states[index] for index in range(count)])
         return self._last().code or DONE
 
-    def _fetch(self, transport: Transport, index: int, request: dict[str, Any], offset: int) -> None:
-        full = {**request, "op": "follow", "start": None, "offset": offset, "wait": False}
-        connection, rest = Connection(transport, index, full, stays=True), b""
+    def _of_attempt(self, attempt: Attempt, index: int) -> dict[str, Any]:
+        return {"root": root_on_worker(self._job.name, index), "attempt": attempt.id}
+
+    def _fetch_from_all(self, transport: Transport, attempt: Attempt) -> None:
+        """Add to the files here what is new on the workers, as far as they can be reached."""
+        for failure in on_all(transport, lambda index: self._fetch(transport, index, attempt)):
+            if failure:
+                self._console.say(failure)
+
+    def _fetch(self, transport: Transport, index: int, attempt: Attempt) -> str:
+        """Add to the file here what is new on a worker; the reason why that cannot be done, or ""."""
+        name, path = transport.workers[index].name, self._job.log(attempt.number, index)
+        offset = path.stat().st_size if path.exists() else 0
+        request = {**self._of_attempt(attempt, index), "op": "follow", "start": None, "offset": offset, "wait": False}
+        connection = Connection(transport, index, request, stays=True)
         try:
             for kind, data in connection.frames():
                 if kind == "O":
-                    rest = self._print_new(index, f"worker-{index}.log", data, rest)
+                    offset = keep(path, offset, data)
                 elif kind == "R" and (error := answered(data, "follow").get("error")):
-                    self._console.say(f"worker {transport.workers[index].name}: {error}")
-        except DroppedError as error:
-            self._console.say(f"worker {transport.workers[index].name} cannot be reached: {error}")
+                    return f"worker {name}: {error}"
+        except DroppedError as dropped:
+            return f"worker {name} cannot be reached: {dropped}"
         finally:
             connection.close()
-        if rest:
-            self._console.line(f"[{index}] ", rest)
-
-    def _print_new(self, index: int, name: str, data: bytes, rest: bytes) -> bytes:
-        with (self._job.log(self._last().number, index).with_name(name)).open("ab") as file:
-            file.write(data)
-        *lines, rest = (rest + data).split(b"\n")
-        for line in lines:
-            self._console.line(f"[{index}] ", line)
-        return rest
+        return ""
 
     def stop(self) -> int:
         """End the command on all workers, and say how it ended."""
@@ -208,10 +232,17 @@ class StartedJob:
         return DONE
 
     def _delete_on(self, transport: Transport, index: int) -> str:
-        """Stop the job on a worker and remove its files there; the reason why that cannot be done, or ""."""
+        """Stop the job on a worker, keep its logs and remove its files; the reason why that cannot be done, or ""."""
         limit_s = float(self._options.grace_s) + MARGIN_S
         try:
-            answer = self._call(transport, index, op="delete", timeout_s=limit_s)
+            answer = self._call(transport, index, op="clear", how="stop", timeout_s=limit_s)
+            if "unreachable" not in answer:
+                for attempt in self._job.attempts:
+                    # Whoever has noted an end has first kept what was printed.
+                    if attempt.code is None or attempt == self._last():
+                        if failure := self._fetch(transport, index, attempt):
+                            return failure
+                answer = self._call(transport, index, op="delete", timeout_s=limit_s)
         except LaunchError as error:
             return str(error)
         away = answer.get("unreachable")
@@ -224,6 +255,18 @@ class StartedJob:
         except LaunchError as error:
             return error.code == UNREACHABLE
         return True
+
+
+def keep(path: Path, offset: int, data: bytes) -> int:
+    """Write what a worker has printed to the place that it has in the worker's file; return the place after it.
+
+    Whoever else keeps it at the same time writes the same there.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600), "wb") as file:
+        file.seek(offset)
+        file.write(data)
+    return offset + len(data)
 
 
 def _in_words(state: dict[str, Any]) -> str:

@@ -1,6 +1,7 @@
 """A job that is left alone: status, logs, stop and delete from other launchers."""
 
 import signal
+import threading
 
 import pytest
 
@@ -126,6 +127,71 @@ def test_a_job_is_deleted_with_its_workers_whether_they_can_be_reached_or_not(cl
     cloud.set("b", "down")
     assert launch("delete", "job", backends={"ssh": WorkerJobs(Rented())}) == DONE
     assert cloud.record("job")["deleted"]
+
+
+WAITING = "echo begin; touch ~/begun; until [ -e ~/go ]; do sleep .02; done; seq 1000; printf 'no end of line'; exit 1"
+PRINTED = ["begin", *map(str, range(1, 1001)), "no end of line"]
+
+
+def printed(cloud):
+    """What is in the log on the worker, attempt by attempt."""
+    return [path.read_bytes() for path in sorted(cloud.hosts_directory.rglob("attempt-*/log"))]
+
+
+def kept(cloud):
+    """What is in the files that are kept of the job, attempt by attempt."""
+    return [path.read_bytes() for path in sorted(cloud.jobs.rglob("worker-0.log"))]
+
+
+def test_launchers_that_follow_at_the_same_time_keep_the_log_of_the_worker(cloud, launch, capsys):
+    hosts = cloud.add("a")
+
+    def follow():
+        followers = [threading.Thread(target=launch, args=("logs", "-f", "job")) for _ in range(2)]
+        try:
+            wait_for((cloud.hosts_directory / "a" / "begun").exists)
+            calls = len(cloud.calls())
+            for follower in followers:
+                follower.start()
+            wait_for(lambda: len(cloud.calls()) >= calls + 2)
+        finally:
+            (cloud.hosts_directory / "a" / "go").touch()
+        for follower in followers:
+            follower.join()
+
+    thread = threading.Thread(target=follow)
+    thread.start()
+    assert launch("--hosts", hosts, "--no-preflight", "--name", "job", "--", "sh", "-c", WAITING) == FAILED
+    thread.join()
+    assert kept(cloud) == printed(cloud) and printed(cloud)[0].decode().split("\n") == PRINTED
+    shown = [line for line in capsys.readouterr().out.splitlines() if line.startswith("[0] ")]
+    assert sorted(shown) == sorted(f"[0] {line}" for line in PRINTED for _ in range(3))
+
+
+def test_no_line_of_a_job_that_was_left_alone_is_lost_when_its_end_is_noted_or_it_is_deleted(cloud, launch, capsys):
+    """The first attempt ends unseen, the second is noted by ``status``, the third ended by ``delete``."""
+    hosts = cloud.add("a")
+
+    def shown():
+        capsys.readouterr()
+        assert launch("logs", "job") == DONE
+        return capsys.readouterr().out.splitlines()
+
+    for number in (1, 2):
+        (cloud.hosts_directory / "a" / "go").unlink(missing_ok=True)
+        assert launch("--hosts", hosts, *FAST, "--", "sh", "-c", WAITING) == DONE
+        (cloud.hosts_directory / "a" / "go").touch()
+        assert cloud.wait_until_empty() and len(printed(cloud)) == number
+    assert launch("status", "job") == FAILED
+    assert shown() == [f"[0] {line}" for line in PRINTED]
+    (cloud.jobs / "job" / "attempt-2" / "worker-0.log").write_text("beg")  # a launcher was ended as it noted the end
+    assert shown() == [f"[0] {line}" for line in PRINTED]
+    text = "trap 'echo saved; exit' TERM; touch ~/ready; sleep 1000 & wait"
+    assert launch("--hosts", hosts, *FAST, "--", "sh", "-c", text) == DONE
+    wait_for((cloud.hosts_directory / "a" / "ready").exists)
+    assert launch("delete", "job") == DONE and not printed(cloud)
+    assert [each.decode().split("\n") for each in kept(cloud)] == [PRINTED, PRINTED, ["saved", ""]]
+    assert shown() == ["[0] saved"]
 
 
 @pytest.mark.slow
