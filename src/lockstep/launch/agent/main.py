@@ -286,6 +286,8 @@ def _put(root: str, request: dict[str, Any]) -> dict[str, Any]:
     """Unpack the archive that follows into ``files``; what it does not name stays, such as what a run has written."""
     target, note = os.path.join(root, "files"), os.path.join(root, "files.digest")
     os.makedirs(target, exist_ok=True)
+    if os.path.exists(note):
+        os.unlink(note)  # until all is unpacked the files are of no archive
     with tarfile.open(fileobj=sys.stdin.buffer, mode="r|gz") as archive:
         if hasattr(tarfile, "data_filter"):
             archive.extraction_filter = tarfile.data_filter

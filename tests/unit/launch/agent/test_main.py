@@ -1,12 +1,14 @@
 """The agent as a worker gets it: plain Python 3.8 with its standard library."""
 
 import ast
+import io
 import json
 import os
 import shutil
 import socket
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -182,3 +184,27 @@ def test_small_pages_count_where_there_are_chips(tmp_path, setting, small):
     chip.touch()
     assert has_small_pages([f"{tmp_path}/accel*"], str(enabled)) == small
     assert not has_small_pages([f"{tmp_path}/accel*"], str(tmp_path / "none"))
+
+
+def archive_of(text):
+    target = io.BytesIO()
+    with tarfile.open(fileobj=target, mode="w:gz") as tar:
+        for name, content in (("first", text), ("second", os.urandom(100_000))):
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            tar.addfile(member, io.BytesIO(content))
+    return target.getvalue()
+
+
+def test_files_of_which_a_part_was_replaced_are_those_of_no_archive(tmp_path):
+    old, new = archive_of(b"old"), archive_of(b"new")
+
+    def answer(operation, digest, data=b""):
+        request = {"op": operation, "root": "~/x", "digest": digest}
+        return json.loads(ask(sys.executable, tmp_path, request, data).partition(b"\n")[2])
+
+    assert answer("put", "old", old) == {} and answer("has", "old") == {"has": True}
+    assert "error" in answer("put", "new", new[: len(new) // 2])
+    assert (tmp_path / "x" / "files" / "first").read_bytes() == b"new"
+    assert [answer("has", digest) for digest in ("old", "new")] == [{"has": False}] * 2
+    assert answer("put", "old", old) == {} and answer("has", "old") == {"has": True}
