@@ -173,14 +173,24 @@ def files_of(given: str) -> Iterator[str]:
 
 
 def _files_of_git(path: str) -> list[str] | None:
-    """The files that git has or does not ignore; None where it has nothing to say."""
-    words = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", "--", path]
+    """The files that git has or does not ignore, and of repositories within; None where it has nothing to say."""
+    words = ["git", "-C", path, "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     try:
         done = subprocess.run(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     except FileNotFoundError:
         return None
-    names = [os.fsdecode(name) for name in done.stdout.split(b"\0") if name]
-    return [name for name in names if os.path.lexists(name)] if done.returncode == 0 and names else None
+    listed = [os.path.normpath(os.path.join(path, os.fsdecode(name))) for name in done.stdout.split(b"\0") if name]
+    if done.returncode != 0 or not listed:
+        return None
+    found: list[str] = []
+    for name in listed:
+        if name == path:  # a submodule that was not fetched
+            found += _files_below(name)
+        elif os.path.isdir(name) and not os.path.islink(name):  # a submodule, or a clone that git does not ignore
+            found += files_of(name)
+        elif os.path.lexists(name):
+            found.append(name)
+    return found
 
 
 def _files_below(path: str) -> Iterator[str]:

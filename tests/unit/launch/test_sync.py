@@ -1,5 +1,6 @@
 """The files that are copied to workers."""
 
+import shutil
 import subprocess
 import tarfile
 
@@ -8,7 +9,7 @@ import pytest
 from lockstep.errors import ConfigError
 from lockstep.launch.machines import Ssh
 from lockstep.launch.options import parse_options
-from lockstep.launch.sync import check_configuration, make_archive
+from lockstep.launch.sync import check_configuration, files_of, make_archive
 from lockstep.launch.worker_jobs import WorkerJobs
 
 
@@ -79,6 +80,36 @@ def test_git_says_what_belongs_to_a_repository(folder):
     assert names(make_archive(["code"], None, folder / "x.tar.gz")) == [
         f"code/{name}" for name in ("a.py", "link", "new.py", "run.sh")
     ]
+
+
+def test_repositories_within_a_repository_come_with_it(folder):
+    def git(*words):
+        subprocess.run(["git", "-c", "user.name=n", "-c", "user.email=a@b", *words], check=True, capture_output=True)
+
+    def repository(path):
+        (folder / path / "lib").mkdir(parents=True)
+        (folder / path / "lib" / "tracked.py").touch()
+        (folder / path / "new.py").touch()
+        (folder / path / "big.log").touch()
+        (folder / path / ".gitignore").write_text("*.log\n")
+        git("init", "-q", path)
+        git("-C", path, "add", "lib", ".gitignore")
+        git("-C", path, "commit", "-qm", "x")
+
+    git("init", "-q")
+    for path in ("code/submodule", "code/clone", "code/clone/within", "code/not_fetched"):
+        repository(path)
+    git("add", "code/submodule", "code/not_fetched")
+    shutil.rmtree(folder / "code" / "not_fetched")
+    (folder / "code" / "not_fetched").mkdir()
+    files = (".gitignore", "lib/tracked.py", "new.py")
+    for given, path in (("code", ""), (".", ""), ("code/submodule", "submodule/"), ("code/clone/lib", "clone/lib/")):
+        wanted = [f"{each}/{name}" for each in ("submodule", "clone", "clone/within") for name in files]
+        wanted += ["a.py", "big.log", "link", "run.sh", "__pycache__/a.pyc"]
+        archive = make_archive([given], None, folder.parent / "x.tar.gz")
+        assert names(archive) == sorted(f"code/{name}" for name in wanted if name.startswith(path)), given
+        assert archive.count == len(names(archive))
+    assert list(files_of("code/not_fetched")) == []
 
 
 def test_the_digest_is_that_of_names_modes_and_contents(folder):
