@@ -2,6 +2,7 @@
 
 import abc
 import argparse
+import collections
 import dataclasses
 import os
 import sys
@@ -20,6 +21,24 @@ from lockstep.redact import Redactor
 ERROR = b"error: "  # the beginning of a line in which a process says why it ends (lockstep.hosts.exit)
 
 
+class Errors:
+    """The ``error: `` lines of processes, of which a terminal needs one copy, though all print them."""
+
+    def __init__(self) -> None:
+        self._printed: collections.Counter[tuple[str, bytes]] = collections.Counter()
+        self._shown: collections.Counter[bytes] = collections.Counter()
+
+    def is_copy(self, process: str, line: bytes) -> bool:
+        """Note a line that is printed; return whether it was shown already, as that of another process."""
+        if not line.startswith(ERROR):
+            return False
+        self._printed[process, line] += 1
+        if self._printed[process, line] <= self._shown[line]:
+            return True
+        self._shown[line] += 1
+        return False
+
+
 class Console:
     """The terminal, and the file ``launcher.log`` of the job.
 
@@ -32,7 +51,7 @@ class Console:
         self._redactor = redactor or Redactor(())
         self._log = log
         self._lock = threading.Lock()
-        self._errors: set[bytes] = set()
+        self._errors = Errors()
         self._shown_once: set[str] = set()
         if log is not None:
             log.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -66,10 +85,8 @@ class Console:
     def line(self, prefix: str, line: bytes) -> None:
         """Print a line of a worker, which has no end of line, to standard output; an error of all workers once."""
         with self._lock:
-            if line.startswith(ERROR):
-                if line in self._errors:
-                    return
-                self._errors.add(line)
+            if self._errors.is_copy(prefix, line):
+                return
             sys.stdout.buffer.write(prefix.encode() + line + b"\n")
             sys.stdout.buffer.flush()
 

@@ -16,7 +16,7 @@ from typing import IO
 
 from lockstep.exits import FAULT, PEER_FAILED
 from lockstep.launch.agent.supervisor import die_with_parent
-from lockstep.launch.backend import ERROR
+from lockstep.launch.backend import ERROR, Errors
 from lockstep.redact import Redactor
 
 LAST_LINES = 40  # number of last lines of a failed process that are shown again
@@ -106,7 +106,7 @@ class Job:
         self.selector = selectors.DefaultSelector()
         self.received: list[int] = []  # signals to the launcher that are not yet passed on
         self.stopped_by: int | None = None  # the first of them
-        self.errors: set[bytes] = set()
+        self.errors = Errors()
         self.failed: Child | None = None
         self.first_failure: float | None = None
         self.terminate_at: float | None = None  # when what still runs after a failure gets SIGTERM
@@ -256,9 +256,7 @@ class Job:
         if child.log:
             child.log.write(line + b"\n")
         # An error that stopped every process is said by each of them: one copy is enough at the terminal.
-        repeated = line.startswith(ERROR) and line in self.errors
-        if line.startswith(ERROR):
-            self.errors.add(line)
+        repeated = self.errors.is_copy(str(child.index), line)
         # After Ctrl-C the leader may still report something; N copies of a stack trace are of no use.
         if not repeated and (self.stopped_by is None or child.index == 0):
             sys.stdout.buffer.write(child.prefix.encode() + line + b"\n")

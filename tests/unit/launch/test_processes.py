@@ -214,6 +214,13 @@ def test_an_error_of_every_process_is_shown_once(tmp_path):
     assert logs == ["error: no such file\n"] * 3
 
 
+def test_an_error_that_a_process_prints_again_is_shown_again():
+    program = "[print(f'error: no answer, trying again\\ntry {number}') for number in (1, 2, 3)]"
+    assert run(program, "--prefix", "never", processes=1).stdout.splitlines() == [
+        line for number in (1, 2, 3) for line in ("error: no answer, trying again", f"try {number}")
+    ]
+
+
 def test_different_errors_are_all_shown():
     done = run("print(f'error: disk {i} is full'); sys.exit(1)")
     assert all(f"error: disk {i} is full" in done.stdout for i in range(2))
