@@ -10,7 +10,17 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lockstep.exits import DONE, FAULT, PEER_FAILED, SETUP_FAILED, UNREACHABLE, WORKER_LOST, describe_code, is_retried
+from lockstep.exits import (
+    DONE,
+    FAULT,
+    PEER_FAILED,
+    SETUP_FAILED,
+    TERMINATED,
+    UNREACHABLE,
+    WORKER_LOST,
+    describe_code,
+    is_retried,
+)
 from lockstep.launch.backend import Console, Transport
 from lockstep.launch.connection import WAITING_EVENTS, Event, Follower
 from lockstep.launch.processes import LAST_LINES, REPORT_S, failed_by_themselves, private, signals_to, tail_to_show
@@ -107,12 +117,23 @@ class AttemptSpec:
 
 
 class RunningAttempt:
-    """The command on all workers."""
+    """The command on all workers.
+
+    Args:
+        why_lost: The platform's word on workers that it has taken away.
+        given_up: Whether somebody has stopped or deleted the job.
+    """
 
     def __init__(
-        self, transport: Transport, spec: AttemptSpec, console: Console, why_lost: Callable[[], str | None]
+        self,
+        transport: Transport,
+        spec: AttemptSpec,
+        console: Console,
+        why_lost: Callable[[], str | None],
+        given_up: Callable[[], bool] = lambda: False,
     ) -> None:
         self._workers, self._spec, self._console, self._why_lost = transport.workers, spec, console, why_lost
+        self._given_up = given_up
         count = len(transport.workers)
         self._events: queue.Queue[Event] = queue.Queue(WAITING_EVENTS)
         self._followers = [
@@ -220,6 +241,8 @@ class RunningAttempt:
         elif event.kind == "connected":
             if self._console.forget(f"worker {name} cannot be reached, "):
                 self._console.say(f"worker {name} is reached again")
+        elif event.kind == "started" and self._given_up():
+            self._followers[index].ask("stop")  # it has come to the worker before the command had
         elif event.kind == "result" and index not in self._endings:
             if self._rest[index]:
                 self._show(index, self._rest[index])
@@ -230,6 +253,8 @@ class RunningAttempt:
         now, skew = time.time(), self._spec.skews_s[index]
         if "error" in result:
             return Ending(worker=index, code=SETUP_FAILED, at=now, reason=result["error"])
+        if result["state"] != "ended" and self._given_up():
+            return Ending(worker=index, code=TERMINATED, at=now, reason=ASKED)
         if result["state"] != "ended":
             reason = "its processes are gone without a word: the machine was restarted, or replaced"
             return Ending(worker=index, code=WORKER_LOST, at=now, reason=reason)

@@ -135,6 +135,9 @@ class WorkerBackend(abc.ABC):
     anything is done, by `dry_run` too; what the platform refuses is a `LaunchError`.
     """
 
+    given_up: Callable[[], bool] = staticmethod(lambda: False)
+    """Whether somebody has stopped or deleted the job: a wait of `acquire` then ends, with a `LaunchError`."""
+
     @abc.abstractmethod
     def add_options(self, parser: argparse.ArgumentParser) -> None:
         """Add this backend's own options, after ``options.add_worker_options(parser)``."""

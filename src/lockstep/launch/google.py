@@ -116,7 +116,8 @@ class GoogleBackend(WorkerBackend):
         pod = self._acquired = self.pod(options)
         if self._installs(options) and (version := setup_vm.version_of()).changed:
             console.say(f"this checkout has changes that are not committed: they are installed too, as {version.name}")
-        pod.ensure(Wait(say=console.say, timeout_s=options.wait_s, poll_s=options.poll_s))
+        wait = Wait(say=console.say, timeout_s=options.wait_s, poll_s=options.poll_s, given_up=self.given_up)
+        pod.ensure(wait)
         machines = pod.machines()
         gcloud = self._gcloud(options)
         for command in pod.login_commands(machines):

@@ -199,7 +199,7 @@ class ElasticPod:
         What has not come by then is withdrawn; the next start asks for it again.
         """
         enough = threading.Event()
-        each = dataclasses.replace(wait, given_up=enough.is_set)
+        each = dataclasses.replace(wait, given_up=lambda: enough.is_set() or wait.given_up())
         with concurrent.futures.ThreadPoolExecutor(len(self._parts)) as pool:
             try:
                 asked = [pool.submit(part.ensure, each) for part in self._parts]

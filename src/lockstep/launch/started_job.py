@@ -13,8 +13,9 @@ from lockstep.exits import DONE, INTERRUPTED, UNREACHABLE, WORKER_LOST, describe
 from lockstep.launch.attempt import ASKED, Ending, first_failure
 from lockstep.launch.backend import Console, LaunchError, Transport, WorkerBackend, root_on_worker
 from lockstep.launch.connection import WAITING_EVENTS, Connection, DroppedError, Event, Follower, answered, call
+from lockstep.launch.end_request import ask_to_end
 from lockstep.launch.prepare import on_all
-from lockstep.launch.record import Attempt, JobRecord
+from lockstep.launch.record import Attempt, JobRecord, find_record
 from lockstep.printable import printable, without_credentials
 
 MARGIN_S = 20.0  # seconds beyond its grace in which a job must have ended
@@ -196,6 +197,7 @@ class StartedJob:
     def stop(self) -> int:
         """End the command on all workers, and say how it ended."""
         grace = float(self._options.grace_s)
+        ask_to_end(self._job, "stop")
         transport = self._backend.find(self._options)
         attempt = self._last()
         self._console.say(f"stopping {self._job.name}; its processes have {grace:g} s to save")
@@ -210,6 +212,7 @@ class StartedJob:
 
     def delete(self) -> int:
         """Stop the job, remove its files from the workers, and give back the workers; its logs here stay."""
+        ask_to_end(self._job, "delete")
         left = False  # whether the command may still run
         try:
             transport = self._backend.find(self._options)
@@ -227,7 +230,8 @@ class StartedJob:
                 "can be reached."
             )
             return UNREACHABLE
-        dataclasses.replace(self._job, deleted=True).save()
+        job = find_record(self._job.name) or self._job  # with the end that its launcher may have noted by now
+        dataclasses.replace(job, deleted=True).save()
         self._console.say(f"deleted {self._job.name}; its logs stay in {self._job.directory}")
         return DONE
 

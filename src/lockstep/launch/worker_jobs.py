@@ -8,9 +8,10 @@ import time
 from pathlib import Path
 
 from lockstep.errors import ConfigError
-from lockstep.exits import DONE, INTERRUPTED, is_retried
+from lockstep.exits import DONE, INTERRUPTED, TERMINATED, is_retried
 from lockstep.launch.attempt import AttemptSpec, Outcome, RunningAttempt
 from lockstep.launch.backend import Console, LaunchError, Transport, WorkerBackend, root_on_worker
+from lockstep.launch.end_request import EndRequest
 from lockstep.launch.environment import RESTARTS, JobEnvironment, job_environment, job_variables, show_commands
 from lockstep.launch.prepare import Preparation, prepare
 from lockstep.launch.record import Attempt, JobRecord, find_earlier, name_from_date, new_record
@@ -60,7 +61,8 @@ class WorkerJobs:
 
     def _try(self, run: "_Run", record: JobRecord) -> int:
         """Start attempts until one is done, cannot be helped by another, or was the last."""
-        begun = 0
+        request, begun = EndRequest(record), 0
+        self._backend.given_up = lambda: bool(request.command())
         for tries in range(run.options.retries + 1):
             number = max((attempt.number for attempt in record.attempts), default=0) + 1
             attempt = Attempt(number=number, id=f"attempt-{number}-{secrets.token_hex(4)}", started=time.time())
@@ -69,9 +71,11 @@ class WorkerJobs:
             failure = None
             try:
                 running = self._prepare(run, record, attempt, replaces=tries > 0, restarts=begun)
+                if request.command():
+                    raise LaunchError("somebody has ended it meanwhile")
                 begun += 1
                 attempt = dataclasses.replace(attempt, launched=True)
-                record.with_attempt(attempt).save()
+                _keep(record.with_attempt(attempt), request)
                 outcome = running.run()
             except LaunchError as error:
                 failure = error
@@ -82,14 +86,21 @@ class WorkerJobs:
             if outcome.detached:
                 run.console.say(f"it runs; now: lockstep launch status|logs -f|stop|delete {record.name}")
                 return DONE
+            if (command := request.command()) and (failure is not None or outcome.retry):
+                failure, outcome = None, Outcome(code=TERMINATED, cause=f"ended by lockstep launch {command}")
             cause = Redactor(run.environment.secret.values()).text(outcome.cause)
             ended = dataclasses.replace(attempt, ended=time.time(), code=outcome.code, cause=cause)
             record = record.with_attempt(ended)
-            record.save()
+            _keep(record, request)
             if not outcome.retry or tries == run.options.retries:
                 break
             run.console.say(f"{cause}\ntrying again in {RETRY_PAUSE_S:g} s, {tries + 1} of {run.options.retries}")
             time.sleep(RETRY_PAUSE_S)
+            if request.command():
+                failure, outcome = None, Outcome(code=TERMINATED)
+                break
+        if command := request.command():
+            run.console.say(f"job {record.name} was ended by lockstep launch {command}, and is not started again")
         if failure is not None:
             raise failure
         return outcome.code
@@ -146,7 +157,7 @@ class WorkerJobs:
             unreachable_s=options.unreachable_s,
         )
         console.say(f"starting on {count} worker(s), attempt {attempt.number}")
-        return RunningAttempt(transport, spec, console, lambda: self._backend.why_lost(options))
+        return RunningAttempt(transport, spec, console, lambda: self._backend.why_lost(options), self._backend.given_up)
 
     def dry_run(self, options: argparse.Namespace) -> int:
         """Print the commands that create the workers, and what they amount to on each of them."""
@@ -188,6 +199,12 @@ def _continued(record: JobRecord) -> JobRecord:
     if before is None:
         return record
     return dataclasses.replace(record, attempts=before.attempts, notes=before.notes)
+
+
+def _keep(record: JobRecord, request: EndRequest) -> None:
+    """Write a record, which the process that deletes the job may have marked."""
+    found = find_record(record.name) if request.command() == "delete" else None
+    dataclasses.replace(record, deleted=found is not None and found.deleted).save()
 
 
 def check_process_count(options: argparse.Namespace, transport: Transport) -> None:

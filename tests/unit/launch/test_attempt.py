@@ -18,7 +18,19 @@ from lockstep.exits import (
     UNREACHABLE,
     WORKER_LOST,
 )
-from lockstep.launch.attempt import ASKED, CAUSE_S, QUIET_S, Ending, can_retry, first_failure
+from lockstep.launch.attempt import (
+    ASKED,
+    CAUSE_S,
+    QUIET_S,
+    AttemptSpec,
+    Ending,
+    RunningAttempt,
+    can_retry,
+    first_failure,
+)
+from lockstep.launch.backend import Console
+from lockstep.launch.connection import Event
+from lockstep.launch.machines import SshTransport, Worker
 from tests.fake_cloud.cloud import wait_for
 
 
@@ -73,6 +85,27 @@ def test_what_is_tried_again_is_in_the_table(code):
 def test_who_stopped_a_job_does_not_want_it_again():
     assert can_retry(Ending(worker=0, code=TERMINATED, at=0.0, reason="the worker is shut down"))
     assert not can_retry(Ending(worker=0, code=TERMINATED, at=0.0, reason=ASKED))
+
+
+def attempt(tmp_path, why_lost=lambda: None, given_up=lambda: False):
+    """An attempt on one worker that nothing was started of."""
+    limits = {"grace_s": 1.0, "lease_s": 120.0, "unreachable_s": 120.0}
+    logs = [tmp_path / "worker-0.log"]
+    spec = AttemptSpec(id="x", roots=["~"], starts=[{}], logs=logs, skews_s=[None], foreground=True, **limits)
+    return RunningAttempt(SshTransport([Worker(name="a")], []), spec, Console(), why_lost, given_up)
+
+
+def test_a_job_that_was_ended_as_its_command_started_is_ended_again_and_is_no_lost_worker(tmp_path):
+    given_up = False
+    made = attempt(tmp_path, given_up=lambda: given_up)
+    (follower,) = made._followers
+    made._take(Event(worker=0, kind="started"))
+    assert follower.wanted == ""
+    given_up = True
+    made._take(Event(worker=0, kind="started"))
+    assert follower.wanted == "stop"
+    made._take(Event(worker=0, kind="result", result={"state": "absent"}))
+    assert (made._endings[0].code, made._endings[0].reason) == (TERMINATED, ASKED)
 
 
 FAST = ("--no-preflight", "--grace_s", "2", "--name", "job")

@@ -135,3 +135,12 @@ def test_ctrl_c_withdraws_every_request(monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         pod.ensure(Wait(say=lambda text: None, timeout_s=60, poll_s=0.001))
     assert all(part.withdrawn for part in parts)
+
+
+def test_a_job_that_somebody_ends_withdraws_every_request():
+    parts = [Part("pod-0", None), Part("pod-1", None)]
+    given_up = []
+    wait = Wait(say=given_up.append, timeout_s=60, poll_s=0.001, given_up=lambda: len(given_up) == 2)
+    with pytest.raises(LaunchError, match="pod-0 has not come, and is withdrawn"):
+        ElasticPod(parts, 1, 1, 60).ensure(wait)
+    assert all(part.withdrawn for part in parts)
