@@ -3,6 +3,7 @@
 import abc
 import argparse
 import collections
+import contextlib
 import dataclasses
 import os
 import sys
@@ -77,7 +78,8 @@ class Console:
         """Print a text as it is to standard error."""
         text = self._redactor.text(text)
         with self._lock:
-            print(text, end="", file=sys.stderr, flush=True)
+            with contextlib.suppress(OSError):  # a terminal that was closed: what is to be done then goes on
+                print(text, end="", file=sys.stderr, flush=True)
             if self._log is not None:
                 with open(os.open(self._log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "a") as file:
                     file.write(text)

@@ -272,14 +272,23 @@ class Job:
 
 @contextlib.contextmanager
 def signals_to(receive: Callable[[int], object]) -> Iterator[None]:
-    """Pass SIGINT, SIGTERM and SIGHUP to a function while the block runs."""
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    """Pass SIGINT, SIGTERM and SIGHUP to a function while the block runs; under nohup, SIGHUP stays ignored."""
+    numbers = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+        numbers.remove(signal.SIGHUP)
     before = {number: signal.signal(number, lambda number, _: receive(number)) for number in numbers}
     try:
         yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def interrupt(number: int) -> None:
+    """Raise `KeyboardInterrupt`; after another signal than Ctrl-C once: a terminal that closes sends SIGHUP twice."""
+    if number != signal.SIGINT:
+        signal.signal(number, signal.SIG_IGN)  # also for gcloud, by which a request is withdrawn now
+    raise KeyboardInterrupt
 
 
 def describe(child: Child) -> str:

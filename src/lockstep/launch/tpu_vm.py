@@ -6,7 +6,7 @@ their meaning: https://cloud.google.com/tpu/docs/queued-resources and the messag
 
 import dataclasses
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from lockstep.exits import REFUSED, UNAVAILABLE
@@ -96,18 +96,20 @@ class TpuVm(GooglePod):
             self.delete(wait)
             request, nodes = None, {}
         asked = request is None and not any(nodes.values())
+        commands = self.create_commands() if asked else []
         if asked:
-            for command in self.create_commands():
-                hosts = self._check_type_is_given().hosts * self.count
-                wait.say(f"{self.name}: asking for {self.described(f'{hosts} hosts')} in {self.gcloud.zone}")
-                self.gcloud.run(command)
+            hosts = self._check_type_is_given().hosts * self.count
+            wait.say(f"{self.name}: asking for {self.described(f'{hosts} hosts')} in {self.gcloud.zone}")
         else:
             self._check_kind(nodes)
             wait.say(f"{self.name}: using what exists")
         try:
-            wait.until_usable(self.name, self._look, undone=", and the request is withdrawn" if asked else "")
+            for command in commands:
+                self.gcloud.run(command)
+            wait.until_usable(self.name, self._looks(), undone=", and the request is withdrawn" if asked else "")
         except BaseException as error:
-            if asked and not isinstance(error, GcloudError):
+            # What Google has refused or failed costs nothing; of what was interrupted nobody knows.
+            if asked and not (isinstance(error, GcloudError) and error.cause.name != "unknown"):
                 self._withdraw(wait)
             raise
 
@@ -147,8 +149,10 @@ class TpuVm(GooglePod):
 
     def delete(self, wait: Wait) -> None:
         """Delete the queued resource with its nodes, or nodes that were made without one; wait until they are gone."""
-        if self._request() is not None:
-            self.run_unless_gone(self._delete_request())
+        request = self._request()
+        if request is not None:
+            if _state_of(request) != "DELETING":
+                self.run_unless_gone(self._delete_request())
         else:
             for node, described in self._nodes().items():
                 if described is not None:
@@ -157,9 +161,27 @@ class TpuVm(GooglePod):
 
         self._await_deletion(wait)
 
-    def _look(self) -> tuple[str, bool]:
+    def _looks(self) -> Callable[[], tuple[str, bool]]:
+        """A look at it, which raises where all of it is gone that an earlier one has seen."""
+        seen = False
+
+        def look() -> tuple[str, bool]:
+            nonlocal seen
+            request, nodes = self._request(), self._nodes()
+            there = request is not None or any(nodes.values())
+            if seen and not there:
+                raise LaunchError(
+                    f"{self.name} is gone: somebody has deleted it while it was waited for. Start again to ask for it "
+                    "anew.",
+                    REFUSED,
+                )
+            seen = seen or there
+            return self._state(request, nodes)
+
+        return look
+
+    def _state(self, request: dict[str, Any] | None, nodes: dict[str, dict[str, Any] | None]) -> tuple[str, bool]:
         """Return the state to show, and whether every node can be used."""
-        request, nodes = self._request(), self._nodes()
         state = _state_of(request)
         if state in ENDED:
             self._raise_ended(request or {})

@@ -14,7 +14,8 @@ from lockstep.launch.backend import Console, LaunchError, Transport, WorkerBacke
 from lockstep.launch.end_request import EndRequest
 from lockstep.launch.environment import RESTARTS, JobEnvironment, job_environment, job_variables, show_commands
 from lockstep.launch.prepare import Preparation, prepare
-from lockstep.launch.record import Attempt, JobRecord, find_earlier, name_from_date, new_record
+from lockstep.launch.processes import interrupt, signals_to
+from lockstep.launch.record import Attempt, JobRecord, find_earlier, find_record, name_from_date, new_record
 from lockstep.launch.started_job import StartedJob
 from lockstep.launch.sync import Archive, check_configuration, make_archive
 from lockstep.redact import Redactor
@@ -57,7 +58,8 @@ class WorkerJobs:
                 archive = make_archive(options.sync, options.env_file, Path(folder) / "files.tar.gz")
                 if warning := archive.warning():
                     console.say(warning)
-            return self._try(_Run(options, environment, archive, console), record)
+            with signals_to(interrupt):
+                return self._try(_Run(options, environment, archive, console), record)
 
     def _try(self, run: "_Run", record: JobRecord) -> int:
         """Start attempts until one is done, cannot be helped by another, or was the last."""

@@ -1,5 +1,8 @@
 """The launcher's own lines, and a platform that does not answer."""
 
+import errno
+import io
+
 import pytest
 
 from lockstep.exits import REFUSED, UNREACHABLE
@@ -22,6 +25,16 @@ def test_an_error_of_all_processes_is_shown_once_and_one_of_a_process_as_often_a
     once = ["[0] error: no answer"]
     tries = [[f"[{process}] try {number}" for process in range(3)] for number in (1, 2)]
     assert shown == once + tries[0] + once + tries[1] + ["[1] error: no answer"]
+
+
+def test_what_the_launcher_says_is_in_its_log_where_its_terminal_was_closed(monkeypatch, tmp_path):
+    class Closed(io.StringIO):
+        def write(self, text):
+            raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr("sys.stderr", Closed())
+    Console(log=tmp_path / "launcher.log").say("withdrawing the request")
+    assert (tmp_path / "launcher.log").read_text() == "launch: withdrawing the request\n"
 
 
 def raise_(error):

@@ -2,7 +2,9 @@
 
 import json
 import os
+import pty
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -10,10 +12,19 @@ from pathlib import Path
 import pytest
 
 from lockstep.errors import ConfigError
-from lockstep.exits import INTERRUPTED, PREFLIGHT, REFUSED, SETUP_FAILED, UNAVAILABLE, UNREACHABLE, WORKER_LOST
+from lockstep.exits import (
+    INTERRUPTED,
+    PREFLIGHT,
+    REFUSED,
+    SETUP_FAILED,
+    TERMINATED,
+    UNAVAILABLE,
+    UNREACHABLE,
+    WORKER_LOST,
+)
 from lockstep.launch import BACKENDS, free_port, parse
 from lockstep.launch.google import MigBackend, TpuVmBackend
-from tests.fake_cloud.laptop import ROOT, Laptop
+from tests.fake_cloud.laptop import LAUNCHER, ROOT, Laptop
 
 SLICE = ["--tpu_name", "pod", "--tpu_type", "v6e-16", "--zone", "us-east5-a", "--project", "p", "--poll_s", "0.05"]
 TWO_HOSTS = ["--tpu_type", "v5p-16"]
@@ -186,14 +197,49 @@ def test_a_port_of_worker_0_that_the_network_closes_is_found_before_the_start(la
     assert "gcloud compute firewall-rules create lockstep-8482 " in output and "[0] began" not in output
 
 
-def test_ctrl_c_while_waiting_leaves_no_request_behind(laptop):
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, *(pytest.param(each, marks=pytest.mark.slow) for each in (signal.SIGHUP, signal.SIGTERM))]
+)
+def test_ctrl_c_while_waiting_leaves_no_request_behind(laptop, number):
     laptop.cloud.queue(["WAITING_FOR_RESOURCES"] * 10000)
     process = laptop.start(*SLICE, "--setup", "none", "--", "true")
     output = laptop.read_until(process, "WAITING_FOR_RESOURCES")
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     output += process.communicate(timeout=60)[0]
     assert process.returncode == INTERRUPTED and "withdrawing the request" in output, output
     assert not laptop.cloud.read()["requests"]
+
+
+@pytest.mark.slow
+def test_a_terminal_that_closes_while_waiting_leaves_no_request_behind(laptop):
+    laptop.cloud.queue(["WAITING_FOR_RESOURCES"] * 10000)
+    words = [sys.executable, "-c", "import os, sys; os.setsid(); os.close(os.open(os.ttyname(1), os.O_RDWR));"
+             "os.execv(sys.argv[1], sys.argv[1:])", *LAUNCHER, *SLICE, "--setup", "none", "--", "true"]  # fmt: skip
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        words, env=laptop.environment, cwd=laptop.directory, stdin=theirs, stdout=theirs, stderr=theirs
+    )
+    os.close(theirs)
+    output = b""
+    while b"WAITING_FOR_RESOURCES" not in output:
+        output += os.read(ours, 4096)
+    os.close(ours)
+    process.wait(timeout=60)
+    assert not laptop.cloud.read()["requests"]
+    assert "withdrawing the request" in (laptop.directory / "jobs" / "pod" / "launcher.log").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", ["stop", "delete"])
+def test_a_job_that_somebody_ends_while_it_waits_for_its_slice_leaves_no_request_behind(laptop, command):
+    laptop.cloud.queue(["WAITING_FOR_RESOURCES"] * 10000)
+    process = laptop.start(*SLICE, "--setup", "none", "--retries", "3", "--", "true")
+    output = laptop.read_until(process, "WAITING_FOR_RESOURCES")
+    laptop.start(command, "pod").communicate(timeout=60)
+    output += process.communicate(timeout=60)[0]
+    assert process.returncode == TERMINATED, output
+    assert f"job pod was ended by lockstep launch {command}, and is not started again" in output
+    assert not laptop.cloud.read()["requests"] and len(laptop.cloud.calls("queued-resources create")) == 1
 
 
 @pytest.mark.slow

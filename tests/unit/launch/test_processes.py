@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from lockstep.launch.processes import failed_by_their_logs, failed_by_themselves, tail_to_show
+from lockstep.launch.processes import failed_by_their_logs, failed_by_themselves, interrupt, signals_to, tail_to_show
 from tests.unit.launch.test_machines import LAUNCHER
 
 PRELUDE = "import os, signal, subprocess, sys, time; i = int(os.environ['LOCKSTEP_PROCESS_ID'])\n"
@@ -232,3 +232,33 @@ def test_an_exported_secret_is_in_no_log_and_logs_are_their_owners(tmp_path, mon
     log = tmp_path / "logs" / "process-0.log"
     assert log.read_text() == "got <redacted>\n" and stat.S_IMODE(log.stat().st_mode) == 0o600
     assert done.returncode == 0 and "hush" not in done.stdout + done.stderr
+
+
+@pytest.fixture
+def hang_up():
+    """The action of SIGHUP is that of before again when the test ends."""
+    before = signal.getsignal(signal.SIGHUP)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+def test_a_closed_terminal_is_heard_of_but_under_nohup(hang_up):
+    received: list[int] = []
+    for action, wanted in ((signal.SIG_DFL, [signal.SIGHUP]), (signal.SIG_IGN, [])):
+        signal.signal(signal.SIGHUP, action)
+        with signals_to(received.append):
+            signal.raise_signal(signal.SIGHUP)
+        assert (received, signal.getsignal(signal.SIGHUP)) == (wanted, action)
+        received.clear()
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM])
+def test_a_signal_interrupts_once_so_that_what_follows_is_done(number):
+    before, done = signal.getsignal(number), False
+    with pytest.raises(KeyboardInterrupt), signals_to(interrupt):
+        try:
+            signal.raise_signal(number)
+        finally:
+            signal.raise_signal(number)
+            done = True
+    assert done and signal.getsignal(number) == before

@@ -165,6 +165,39 @@ def test_ctrl_c_in_the_wait_withdraws_the_request(cloud):
     assert not in_the_way(cloud)
 
 
+@pytest.mark.parametrize(
+    "error",
+    [KeyboardInterrupt(), GcloudError("gcloud", "Command killed by keyboard interrupt")],
+    ids=["here", "gcloud"],
+)
+def test_ctrl_c_as_the_request_is_made_withdraws_it(cloud, monkeypatch, error):
+    run = Gcloud.run
+
+    def interrupted(self, command, *words):
+        found = run(self, command, *words)
+        if "create" in command:
+            raise error
+        return found
+
+    cloud.queue(["WAITING_FOR_RESOURCES"] * 1000)
+    monkeypatch.setattr(Gcloud, "run", interrupted)
+    with pytest.raises(type(error)):
+        ensure(pod())
+    assert cloud.calls("queued-resources create") and not in_the_way(cloud)
+
+
+def test_a_request_that_somebody_has_deleted_is_not_waited_for(cloud):
+    cloud.queue(["WAITING_FOR_RESOURCES"] * 1000)
+
+    def say(text):
+        if "WAITING" in text:
+            gcloud.run(["gcloud", "compute", "tpus", "queued-resources", "delete", "pod", "--force"])
+
+    with pytest.raises(LaunchError, match="pod is gone: somebody has deleted it while it was waited for") as caught:
+        pod().ensure(Wait(say=say, timeout_s=60, poll_s=0.01))
+    assert caught.value.code == REFUSED
+
+
 def test_a_wait_survives_a_network_that_is_gone_for_a_while(cloud):
     cloud.queue(["WAITING_FOR_RESOURCES", *QUEUE])
 
