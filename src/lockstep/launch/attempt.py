@@ -276,6 +276,7 @@ class RunningAttempt:
         """End the wait for workers that cannot be reached, once they were given time or the platform has taken them."""
         away = [follower for follower in self._running() if not follower.connected]
         if not away:
+            self._taken = ""  # it was of workers that have come back
             return
         ending = self._stopped_by is not None or self._cause is not None
         patience = min(self._spec.unreachable_s, GIVE_UP_S if ending else self._spec.unreachable_s)

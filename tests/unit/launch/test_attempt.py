@@ -108,6 +108,20 @@ def test_a_job_that_was_ended_as_its_command_started_is_ended_again_and_is_no_lo
     assert (made._endings[0].code, made._endings[0].reason) == (TERMINATED, ASKED)
 
 
+def test_what_the_platform_said_of_an_earlier_break_ends_no_worker_at_a_later_one(tmp_path):
+    made = attempt(tmp_path, why_lost=lambda: "node pod is REPAIRING")
+    (follower,) = made._followers
+    made._ask_platform()  # its worker is back before the answer is
+    follower.connected = True
+    made._find_lost(time.monotonic())
+    follower.connected, follower.away_since = False, time.monotonic()
+    made._find_lost(time.monotonic())
+    assert not made._endings
+    made._ask_platform()
+    made._find_lost(time.monotonic())
+    assert made._endings[0].reason == "node pod is REPAIRING"
+
+
 FAST = ("--no-preflight", "--grace_s", "2", "--name", "job")
 
 
