@@ -22,7 +22,7 @@ from lockstep.launch.backend import Console, LaunchError, Transport, Worker, Wor
 from lockstep.launch.gcloud import Gcloud
 from lockstep.launch.mig import CAPACITY_FLAGS, Mig
 from lockstep.launch.options import add_google_options, add_worker_options, slice_counts
-from lockstep.launch.pod import ElasticPod, Machine, PasteTransport, Pod, SshTransport, Wait, slices_of
+from lockstep.launch.pod import ElasticPod, Machine, PasteTransport, Pod, SshTransport, Wait, left_alone, slices_of
 from lockstep.launch.slices import slice_of
 from lockstep.launch.tpu_vm import TpuVm
 
@@ -168,11 +168,7 @@ class GoogleBackend(WorkerBackend):
         if pod.made_here():
             pod.delete(Wait(say=console.say, timeout_s=options.wait_s, poll_s=options.poll_s))
             return
-        console.say(
-            f"{options.tpu_name} was not made by this launcher, or is gone, and is left as it is. To delete it:"
-        )
-        for command in pod.delete_commands():
-            console.say(f"  {shlex.join(command)}")
+        console.say(left_alone(pod))
 
     def _check(self, options: argparse.Namespace) -> None:
         """Refuse what does not fit together, before anything is done."""

@@ -43,6 +43,10 @@ class GivenUpError(LaunchError):
 class Pod(Protocol):
     """Slices of one name. Every method may raise `LaunchError`."""
 
+    @property
+    def name(self) -> str:
+        """The name in messages."""
+
     def create_commands(self) -> list[list[str]]:
         """Return the commands that make it, ready to run."""
 
@@ -168,6 +172,10 @@ class ElasticPod:
         self._parts, self._least, self._hosts, self._more_s = parts, least, hosts, more_s
         self._used: list[Pod] | None = None
 
+    @property
+    def name(self) -> str:
+        return ", ".join(part.name for part in self._parts)
+
     def create_commands(self) -> list[list[str]]:
         return [command for part in self._parts for command in part.create_commands()]
 
@@ -246,12 +254,32 @@ class ElasticPod:
         return next((text for part in self._in_use() if (text := part.lost()) is not None), None)
 
     def delete(self, wait: Wait) -> None:
+        """Delete every slice that the launcher made, and name each that could not be deleted.
+
+        Raises:
+            LaunchError: Of all that failed, after the others were deleted.
+        """
+        errors = []
         for part in self._parts:
-            part.delete(wait)
+            try:
+                if part.made_here():
+                    part.delete(wait)
+                else:
+                    wait.say(left_alone(part))
+            except LaunchError as error:
+                errors.append(error)
+        if errors:
+            raise LaunchError("\n".join(map(str, errors)), errors[0].code)
 
     def _in_use(self) -> list[Pod]:
         """The slices of the last `ensure`; in another process those that are there."""
         return [part for part in self._parts if part.lost() is None] if self._used is None else self._used
+
+
+def left_alone(pod: Pod) -> str:
+    """The message about slices that are not deleted with their job."""
+    lines = "\n".join(f"  {shlex.join(command)}" for command in pod.delete_commands())
+    return f"{pod.name} was not made by this launcher, or is gone, and is left as it is. To delete it:\n{lines}"
 
 
 def by_hand(name: str, error: GcloudError, commands: Sequence[Sequence[str]]) -> str:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lockstep.exits import REFUSED, UNAVAILABLE
+from lockstep.exits import REFUSED, UNAVAILABLE, UNREACHABLE
 from lockstep.launch.backend import LaunchError
 from lockstep.launch.gcloud import GcloudError
 from lockstep.launch.pod import LOST_POLLS, ElasticPod, Machine, Wait
@@ -43,8 +43,8 @@ def test_each_state_is_shown_once_and_the_limit_is_named():
 class Part:
     """A slice of one machine: after so many looks it can be used; never with None; an error is raised at once."""
 
-    def __init__(self, name, looks):
-        self.name, self.looks, self.usable, self.withdrawn = name, looks, False, False
+    def __init__(self, name, looks, ours=True):
+        self.name, self.looks, self.usable, self.withdrawn, self.ours = name, looks, False, False, ours
 
     def ensure(self, wait):
         if isinstance(self.looks, Exception):
@@ -67,6 +67,17 @@ class Part:
     def lost(self):
         return None if self.usable else f"{self.name} is gone"
 
+    def made_here(self):
+        return self.ours
+
+    def delete(self, wait):
+        if isinstance(self.looks, Exception):
+            raise self.looks
+        wait.say(f"{self.name}: deleted")
+
+    def delete_commands(self):
+        return [["delete", self.name]]
+
     def login_commands(self, machines):
         return [[one.name for one in machines]]
 
@@ -79,6 +90,31 @@ def ensure(*looks, least=1, more_s=0.05, say=lambda text: None, timeout_s=60):
 
 
 REFUSAL = LaunchError("Quota exceeded\nhint", REFUSED)
+
+
+def delete(*parts):
+    said = []
+    pod = ElasticPod(parts, 1, 1, 0)
+    assert pod.made_here()
+    pod.delete(Wait(say=said.append, timeout_s=60, poll_s=0.001))
+    return said
+
+
+def test_a_slice_that_somebody_else_made_is_left_alone():
+    assert delete(Part("pod-0", 0, ours=False), Part("pod-1", 0)) == [
+        "pod-0 was not made by this launcher, or is gone, and is left as it is. To delete it:\n  delete pod-0",
+        "pod-1: deleted",
+    ]
+
+
+def test_a_slice_that_cannot_be_deleted_is_named_after_the_others_were_deleted():
+    last = Part("pod-2", 0)
+    last.delete = lambda wait: said.append("pod-2")
+    said = []
+    failing = [Part(f"pod-{i}", LaunchError(f"no answer of {i}", code)) for i, code in ((0, UNREACHABLE), (1, REFUSED))]
+    with pytest.raises(LaunchError, match="no answer of 0\nno answer of 1") as caught:
+        delete(*failing, last)
+    assert caught.value.code == UNREACHABLE and said == ["pod-2"]
 
 
 def test_slices_that_do_not_come_are_withdrawn_and_those_that_are_there_are_numbered_without_a_gap():
