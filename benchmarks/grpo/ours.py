@@ -90,7 +90,7 @@ def make(
 
         sampler = LevanterEngine(trainer.mesh)
     rollouts = Rollouts(
-        GrpoRunFields(rollout=sampling, rewards=[FunctionReward(function="benchmarks.grpo.load:reward")]),
+        GrpoRunFields(rollout=sampling, rewards=[FunctionReward(function="benchmarks.grpo.load:reward", name="share")]),
         objective,
         Questions(prompts=prompts, tokens=tokens, seed=0),
         tokenizer,

@@ -24,6 +24,7 @@ from lockstep.report.metrics import pass_rates as pass_rates
 from lockstep.report.page import make_payload as make_payload
 from lockstep.report.page import render_page as render_page
 from lockstep.report.page import write_page as write_page
+from lockstep.report.row_formats import NO_SCORES as NO_SCORES
 from lockstep.report.row_formats import check_pyarrow as check_pyarrow
 from lockstep.report.row_formats import print_table as print_table
 from lockstep.report.row_formats import terminal_table as terminal_table

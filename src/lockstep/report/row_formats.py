@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from rich import box
 from rich.console import Console
@@ -156,7 +156,7 @@ def _pyarrow() -> tuple[Any, Any]:
 
 
 VERSION = 2  # the version of the log format that is written
-OWN = {*COLUMNS, *SAMPLE_COLUMNS, *FILE_COLUMNS, "task", "question_id", "answer"}
+NO_SCORES: Final = {*COLUMNS, *SAMPLE_COLUMNS, *FILE_COLUMNS, "task", "question_id", "answer"}
 """The columns of rows that are no scores."""
 STOP_REASONS = {"stop": "stop", "length": "max_tokens"}
 """Finish reasons in the words of inspect_ai; those that it has no word for are unknown."""
@@ -225,7 +225,7 @@ def _sample(row: Mapping[str, Any], model: str) -> dict[str, Any]:
         "scores": {
             name: {"value": float(value), "answer": said}
             for name, value in row.items()
-            if name not in OWN and value is not None
+            if name not in NO_SCORES and value is not None
         },
         "metadata": {name: row[name] for name in ("mean_logprob", "finish_reason") if name in row},
     }

@@ -9,7 +9,7 @@ import draccus
 
 from lockstep.errors import ConfigError
 from lockstep.plugins import OpenRegistry, load_object
-from lockstep.report import Pattern, Row, last_number, load_metric
+from lockstep.report import NO_SCORES, Pattern, Row, last_number, load_metric
 from lockstep.text import Prompt
 from lockstep.training.data.records import BadRow
 
@@ -80,11 +80,22 @@ def labels(rewards: Sequence[RewardConfig]) -> list[str]:
     return found
 
 
+TOTAL: Final = "reward"
+"""The name of the sum of all components in the rows of answers."""
+
+
 def check_rewards(rewards: Sequence[RewardConfig]) -> None:
-    """Check that there is something to learn from."""
+    """Check that there is something to learn from, and that no component has the name of another column."""
     if not any(reward.weight for reward in rewards):
         given = "is empty" if not rewards else "has weights of 0 only"
         raise ConfigError(f"rewards {given}: nothing could be learned. Use e.g. [{{type: gsm8k}}].")
+    for label in labels(rewards):
+        if label == TOTAL or label in NO_SCORES:
+            has = "the sum of all components" if label == TOTAL else "another value"
+            raise ConfigError(
+                f"rewards: a component is called {label!r}, the name that rows of answers have for {has}; it must be "
+                f"none of {', '.join(sorted({TOTAL, *NO_SCORES}))}. Give it another name, such as name: my_{label}."
+            )
 
 
 MARK: Final = "####"

@@ -16,6 +16,7 @@ from lockstep.printable import get_logger
 from lockstep.report import BackgroundQueue, Row, Tracker, append_jsonl
 from lockstep.training.rl.groups import Groups, Sampled
 from lockstep.training.rl.questions import AnswerRows
+from lockstep.training.rl.rewards import TOTAL
 from lockstep.types import Completion, FinishReason
 
 log = get_logger(__name__)
@@ -87,7 +88,7 @@ class RolloutLog:
             question = int(groups.questions[answer // groups.size])
             row, _ = self._rows.row(step, question, groups.completions[answer])
             components = {name: float(values[answer]) for name, values in groups.rewards.components.items()}
-            rows.append(dataclasses.replace(row, metrics={"reward": float(groups.rewards.total[answer]), **components}))
+            rows.append(dataclasses.replace(row, metrics={TOTAL: float(groups.rewards.total[answer]), **components}))
         return rows
 
 

@@ -114,6 +114,8 @@ def test_a_function_of_the_users_own():
         (lambda: FunctionReward(function="judge"), "function is 'judge'; it must be module:function"),
         (lambda: check_rewards([]), "rewards is empty"),
         (lambda: check_rewards([LengthReward(weight=0)]), "rewards has weights of 0 only"),
+        (lambda: check_rewards([FunctionReward(function="mine:reward")]), "'reward'.*sum.*name: my_reward"),
+        (lambda: check_rewards([Gsm8kReward(), LengthReward(name="num_tokens")]), "'num_tokens'.*another value"),
     ],
 )
 def test_settings_that_cannot_work(make, text):
