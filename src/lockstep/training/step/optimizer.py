@@ -71,13 +71,14 @@ class OptimizerConfig:
     max_grad_norm: float | None = 1.0
     """Gradients are scaled down to this global norm, with muon those that it leaves to AdamW; null for no clipping."""
     warmup: float = 0.01
-    """Linear warm-up from 0: a fraction of the run up to 1, a number of steps above."""
+    """Linear warm-up from 0: a fraction of the run up to 1, rounded down to steps; a number of steps above."""
     decay: float | None = None
-    """Length of the final decay: a fraction up to 1, steps above; null for everything after the warm-up, with ``wsd``
-    for 0.2."""
+    """Length of the final decay: a fraction up to 1, rounded down to steps, none where that is 0; steps above; null for
+    everything after the warm-up, with ``wsd`` for 0.2. ``constant`` has none."""
     lr_schedule: str = "cosine"
     """Shape of the decay: ``cosine``, ``linear``, ``constant``; ``wsd`` is stable, then falls with 1 - sqrt;
-    ``inv_sqrt`` falls with the root of the steps from step 10,000 on; or ``module:function`` of your own."""
+    ``inv_sqrt`` falls with the root of the steps of warm-up and decay, from 10,000 on; or ``module:function`` of your
+    own."""
     min_lr_ratio: float = 0.1
     """Learning rate at the end, as a fraction of the peak, below which ``inv_sqrt`` does not fall; ``constant`` has no
     use for it."""
@@ -118,7 +119,12 @@ class OptimizerConfig:
             )
         if self.decay is not None and not self.decay > 0:
             raise ConfigError(
-                f"optimizer.decay is {self.decay}; it must be above 0. Use lr_schedule: constant for none."
+                f"optimizer.decay is {self.decay}; it must be above 0. Use null and lr_schedule: constant for none."
+            )
+        if self.decay is not None and self.lr_schedule == "constant":
+            raise ConfigError(
+                f"optimizer.decay is {self.decay}, for which lr_schedule: constant has no use: the rate stays. Remove "
+                "it, or use lr_schedule: linear or wsd."
             )
         for name in ("warmup", "decay"):
             value = getattr(self, name)

@@ -11,7 +11,7 @@ from jaxtyping import Array, ArrayLike
 from lockstep.errors import ConfigError
 from lockstep.plugins import load_object
 
-TIMESCALE: Final = 10_000  # the number of steps after which `inv_sqrt` begins to fall
+TIMESCALE: Final = 10_000  # the number of steps of warm-up and decay after which `inv_sqrt` begins to fall
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,8 +43,9 @@ def _wsd(decay: Decay) -> optax.Schedule:
 
 
 def _inv_sqrt(decay: Decay) -> optax.Schedule:
-    """Stay until step `TIMESCALE` and fall with the root of the steps from there on (Vaswani et al. 2017, arXiv
-    1706.03762, section 5.3, with another number in the place of the warm-up), as Levanter's does.
+    """Stay until warm-up and decay have had `TIMESCALE` steps and fall with the root of these from there on (Vaswani et
+    al. 2017, arXiv 1706.03762, section 5.3, with another number in the place of the warm-up), as Levanter's does. Where
+    the decay is all that is left after the warm-up, they are the steps of the run.
     """
 
     def falling(step: ArrayLike) -> Array:

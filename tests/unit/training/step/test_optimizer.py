@@ -48,6 +48,7 @@ def test_constant():
         ({"min_lr_ratio": 1.1}, "optimizer.min_lr_ratio is 1.1; it must be at least 0 and less than 1"),
         ({"max_grad_norm": 0.0}, "Use null for no clipping"),
         ({"decay": 0.0}, "lr_schedule: constant"),
+        ({"decay": 0.5, "lr_schedule": "constant"}, "decay is 0.5, for which .*constant has no use"),
     ],
 )
 def test_values_out_of_range(values, text):
@@ -85,10 +86,13 @@ def levanter():
         (300, {"warmup": 0, "decay": 1, "min_lr_ratio": 0.3}),
         (300, {"warmup": 1}),
         (20_000, {"min_lr_ratio": 0.8}),
+        (40_000, {"warmup": 0, "decay": 0.5}),
+        (100, {"warmup": 0.009, "decay": 0.009}),
     ],
 )
 def test_learning_rates_are_levanters_at_every_step(levanter, shape, steps, lengths):
-    ours = OptimizerConfig(lr_schedule=shape, **lengths).schedule(steps)
+    own = {name: value for name, value in lengths.items() if shape != "constant" or name != "decay"}  # it is refused
+    ours = OptimizerConfig(lr_schedule=shape, **own).schedule(steps)
     theirs = levanter["adam"](lr_schedule=shape, **lengths).lr_scheduler(steps)
     at = jnp.arange(steps)
     np.testing.assert_allclose(jax.vmap(ours)(at), jax.vmap(theirs)(at), rtol=2e-6, atol=1e-12)

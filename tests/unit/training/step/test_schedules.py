@@ -23,6 +23,9 @@ def test_inv_sqrt_falls_from_step_10000_and_stops_at_the_minimum():
     schedule = OptimizerConfig(learning_rate=1.0, warmup=8, lr_schedule="inv_sqrt", min_lr_ratio=0.25).schedule(10**6)
     found = [float(schedule(step)) for step in (8, 10_000, 40_000, 10**6 - 1)]
     assert found == [1.0, 1.0, pytest.approx(0.5), 0.25]
+    schedule = OptimizerConfig(learning_rate=1.0, warmup=100, lr_schedule="inv_sqrt", decay=0.5).schedule(60_000)
+    found = [float(schedule(step)) for step in (39_900, 59_999)]  # those of warm-up and decay are 10,000 and 30,099
+    assert found == [1.0, pytest.approx((10_000 / 30_099) ** 0.5)]
 
 
 def test_steps_beyond_the_run_stay_at_the_end():
