@@ -119,7 +119,8 @@ _CPU = Chip(
     network=Link(bandwidth=0.5e9, latency_s=2e-3),
 )
 
-# By prefix of ``device.device_kind``; the longest match counts.
+# By prefix of ``device.device_kind``; the longest match counts. The numbers of a GPU are those of the whole name alone:
+# "NVIDIA H100 PCIe", "NVIDIA H200 NVL" and the parts of a GPU ("… MIG 1g.18gb") are slower.
 _KINDS = {
     "TPU v4": _V4,
     "TPU v5": _V5P,
@@ -129,7 +130,7 @@ _KINDS = {
     "TPU v6 lite": _V6E,
     "TPU v6e": _V6E,
     "TPU7x": _TPU7X,
-    "NVIDIA H100": _H100,
+    "NVIDIA H100 80GB HBM3": _H100,
     "NVIDIA H200": _H200,
 }
 
@@ -141,8 +142,9 @@ def chip_of(device: jax.Device) -> Chip:
 
 def published_chip(device: jax.Device) -> Chip | None:
     """The chip of a device whose numbers its maker publishes; None for a CPU and for a kind that no table has."""
-    known = any(device.device_kind.startswith(kind) for kind in _KINDS)
-    return chip_named(device.device_kind, device.platform) if known else None
+    name = device.device_kind
+    known = name in _KINDS if device.platform == "gpu" else any(name.startswith(kind) for kind in _KINDS)
+    return chip_named(name, device.platform) if known else None
 
 
 def slice_index(device: jax.Device) -> int:

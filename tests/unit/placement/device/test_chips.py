@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import pytest
 
-from lockstep.placement.device import Link, chip_named, hops, on_one_chip
+from lockstep.placement.device import Link, chip_named, hops, on_one_chip, published_chip
 
 
 @pytest.mark.parametrize(
@@ -25,6 +25,25 @@ from lockstep.placement.device import Link, chip_named, hops, on_one_chip
 )
 def test_chips(kind: str, platform: str, name: str) -> None:
     assert chip_named(kind, platform).name == name
+
+
+@pytest.mark.parametrize(
+    ("kind", "platform", "name"),
+    [
+        ("NVIDIA H100 80GB HBM3", "gpu", "H100"),
+        ("NVIDIA H200", "gpu", "H200"),
+        ("NVIDIA H100 PCIe", "gpu", None),
+        ("NVIDIA H100 NVL", "gpu", None),
+        ("NVIDIA H200 NVL", "gpu", None),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "gpu", None),
+        ("TPU v5 lite", "tpu", "TPU v5e"),
+        ("cpu", "cpu", None),
+    ],
+)
+def test_numbers_are_published_for_the_very_device_alone(kind: str, platform: str, name: str | None) -> None:
+    device: Any = SimpleNamespace(device_kind=kind, platform=platform)
+    chip = published_chip(device)
+    assert (None if chip is None else chip.name) == name
 
 
 @pytest.mark.parametrize(
