@@ -50,7 +50,7 @@ class Throughput:
         """Return the figures as a tracker gets them: ``throughput/…``, durations in seconds."""
         values = {
             "throughput/step_duration_s": self.step_s,
-            "throughput/examples_per_s": self.rows / self.step_s,
+            "throughput/examples_per_s": self.rows / (self.step_s + self.wait_s),
             "throughput/data_wait_s": self.wait_s,
         }
         if self.tokens_per_s is not None:

@@ -59,7 +59,7 @@ def test_what_a_tracker_and_the_log_get():
     found = Throughput(rows=4, tokens=1000, step_s=1.5, wait_s=0.5, mfu=0.4512)
     assert found.metrics() == {
         "throughput/step_duration_s": 1.5,
-        "throughput/examples_per_s": 4 / 1.5,
+        "throughput/examples_per_s": 2.0,  # with the wait, as the tokens
         "throughput/data_wait_s": 0.5,
         "throughput/tokens_per_s": 500.0,
         "throughput/mfu": 0.4512,
