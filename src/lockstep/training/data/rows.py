@@ -35,7 +35,9 @@ class BatchesOfLengths(Protocol):
 
     @property
     def lengths(self) -> Sequence[int]:
-        """All lengths of the last axis of the columns, ascending; the train step is compiled for each of them."""
+        """All lengths of the last axis of the columns with the most axes, which are those with positions, ascending;
+        the train step is compiled for each of them.
+        """
         ...
 
 

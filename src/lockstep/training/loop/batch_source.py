@@ -85,7 +85,12 @@ class BatchFeed:
         lengths: Sequence[int | None] = [None]
         if isinstance(self._batches, BatchesOfLengths):
             lengths = self._batches.lengths
-        found = [{name: self._struct(rows, length) for name, rows in local.items()} for length in lengths]
+        # A number for each sequence, as `REFERENCE` of pairs has it, has no axis of positions.
+        axes = max(rows.ndim for rows in local.values())
+        found = [
+            {name: self._struct(rows, length if rows.ndim == axes else None) for name, rows in local.items()}
+            for length in lengths
+        ]
         return found if self._reference is None else [self._reference.structs(one) for one in found]
 
     def compile(self, launcher: Launcher) -> list[dict[str, jax.ShapeDtypeStruct]]:

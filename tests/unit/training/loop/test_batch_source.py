@@ -1,6 +1,7 @@
 """Batches are read ahead in one thread, and placed while the step before runs."""
 
 import threading
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ import pytest
 from lockstep.placement import make_mesh
 from lockstep.training import TrainStep
 from lockstep.training.loop.batch_source import BatchFeed
+from lockstep.training.objectives import REFERENCE
 from tests.clock import until
 from tests.unit.training.loop.test_trainer import STEPS, init, losses, make_trainer, rows
 
@@ -64,6 +66,14 @@ def test_the_step_is_compiled_for_the_rows_of_every_length(noting):
     source = feed(noting)
     assert [each["tokens"].shape for each in source.all_structs()] == [(8, 2), (8, 3), (8, 7)]
     assert source.structs() == source.all_structs()[-1]
+    source.close()
+
+
+def test_a_column_without_positions_is_of_one_shape_beside_rows_of_every_length():
+    pairs = {"tokens": np.zeros((8, 2, 5), np.int32), REFERENCE: np.zeros((8, 2), np.float32)}
+    source = feed(SimpleNamespace(batch=lambda *_: pairs, lengths=(3, 5)))
+    shapes = [{name: each.shape for name, each in structs.items()} for structs in source.all_structs()]
+    assert shapes == [{"tokens": (8, 2, length), REFERENCE: (8, 2)} for length in (3, 5)]
     source.close()
 
 

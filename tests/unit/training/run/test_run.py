@@ -23,7 +23,7 @@ from lockstep.models import LoraModel, fingerprint, load_config, load_hf, read_h
 from lockstep.placement import make_mesh
 from lockstep.testing import run_threads
 from lockstep.text import load_tokenizer
-from lockstep.training import StepInfo, TrainerConfig, TrainLmConfig, saved_model, train
+from lockstep.training import StepInfo, TrainerConfig, TrainLmConfig, TrainPreferenceConfig, saved_model, train
 from lockstep.training.checkpoints.saved_model import _is_beside
 from lockstep.training.run.run import HfSaves, describe_adapters, load_frozen
 from tests import tiny
@@ -68,6 +68,27 @@ def test_the_leader_alone_reads_a_tokenizer_at_a_url(tmp_path):
     assert others == [first] * 2 and first.startswith("3 of 3 processes failed"), "each had the tokenizer"
     files = [Path(path).name for path, _ in CountedFiles.reads]
     assert "tokenizer.json" in files and len(files) == len(set(files)), "each file was read once"
+
+
+@pytest.mark.slow
+def test_pairs_with_log_probabilities_of_a_reference_of_their_own_are_learned_from(tmp_path):
+    def chat(answer):
+        return [{"role": "user", "content": "?"}, {"role": "assistant", "content": answer}]
+
+    reference = {"ref_chosen_logps": -3.0, "ref_rejected_logps": -5.0}
+    pairs = [{"chosen": chat("yes"), "rejected": chat(str(n)), **reference} for n in range(8)]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)) + "\n")
+    given = f"--config_path config/dpo_tiny.yaml --data.train_urls [{tmp_path}/pairs.jsonl] --data.length_buckets [30] "
+    given += f"--data.format preference_with_reference --data.cache_dir {tmp_path}/cache --trainer.log_dir {tmp_path} "
+    given += "--trainer.train_batch_size 8 --trainer.per_device_parallelism -1 --trainer.num_train_steps 2 "
+    given += "--optimizer.warmup 0 --trainer.run_id run --inference_eval.enabled false --model.num_layers 1"
+    assert train(parse_arguments(TrainPreferenceConfig, given.split()), HOSTS) == 0
+    lines = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+    steps = [line for line in lines if "train/loss" in line]
+    assert len(steps) == 2
+    for name, expected in (("chosen", -3.0), ("rejected", -5.0)):
+        rewards = [0.5 * (line[f"train/logps/{name}"] - expected) for line in steps]
+        assert [line[f"train/rewards/{name}"] for line in steps] == pytest.approx(rewards, rel=1e-4)
 
 
 @pytest.fixture(scope="module")
