@@ -151,8 +151,12 @@ class TrainConfig:
                 raise ConfigError(f"{name} is set and hf_save_path is null, so it has no effect. Set hf_save_path.")
 
     def facts(self) -> dict[str, str]:
-        """Return facts that hosts, and a checkpoint to go on from, have in common, beyond tokenizer and data."""
-        return {}
+        """Return facts that hosts, and a checkpoint to go on from, have in common, beyond tokenizer and data: the
+        reference, which a run that goes on reads again.
+        """
+        if not self.has_reference or self.initialize_from_hf is None:
+            return {}
+        return {"reference model": fingerprint(self.initialize_from_hf)}
 
     @property
     def source(self) -> DataSource[Any]:
@@ -267,12 +271,6 @@ class TrainPreferenceConfig(_PairsConfig):
     def has_reference(self) -> bool:
         """Whether the loss compares with a frozen copy of the model."""
         return self.objective.NEEDS_REFERENCE and not self.data.data_format.reference
-
-    def facts(self) -> dict[str, str]:
-        """See `TrainConfig.facts`: the reference, which a run that goes on reads again."""
-        if not self.has_reference or self.initialize_from_hf is None:
-            return {}
-        return {"reference model": fingerprint(self.initialize_from_hf)}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -79,6 +79,17 @@ def test_the_reference_is_read_where_the_loss_compares_with_one(coefficient, ref
     assert given["reference"] == reference and given["model"] == "the model"
 
 
+def test_a_run_that_goes_on_has_the_same_reference(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    found = []
+    for weights in (b"these", b"those"):
+        (tmp_path / "model.safetensors").write_bytes(weights)
+        given = ["--initialize_from_hf", str(tmp_path), "--kl_coefficient"]
+        assert read(*given, "0").facts() == {}, "there is none"
+        found.append(read(*given, "0.1").facts())
+    assert found[0].keys() == found[1].keys() == {"reference model"} and found[0] != found[1]
+
+
 def test_the_loss_has_all_of_its_settings():
     config = read("--loss", "gspo", "--clip_epsilon_high", "4e-4", "--use_rollout_logprobs", "false")
     assert (config.loss_fn.loss, config.loss_fn.clip_epsilon_high) == ("gspo", 4e-4)
