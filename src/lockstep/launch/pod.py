@@ -257,7 +257,7 @@ class ElasticPod:
         """Delete every slice that the launcher made, and name each that could not be deleted.
 
         Raises:
-            LaunchError: Of all that failed, after the others were deleted.
+            LaunchError: Names all that failed, after the others were deleted.
         """
         errors = []
         for part in self._parts:
