@@ -331,7 +331,9 @@ class RunningAttempt:
         if lines:
             self._console.say(f"{'its' if source == index else f'process {source} failed before, its'} last lines:")
             self._console.raw("".join(f"[{source}] {line.decode(errors='replace')}\n" for line in lines))
-        self._terminate_at = time.monotonic() + min(self._spec.grace_s, REPORT_S)
+        # Where somebody has stopped the job, every worker gives its process the grace, and then ends it.
+        grace_s = self._spec.grace_s
+        self._terminate_at = time.monotonic() + (grace_s if self._cause.reason == ASKED else min(grace_s, REPORT_S))
 
     def _pass_signals_on(self) -> None:
         while self._received:

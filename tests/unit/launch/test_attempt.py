@@ -31,6 +31,7 @@ from lockstep.launch.attempt import (
 from lockstep.launch.backend import Console
 from lockstep.launch.connection import Event
 from lockstep.launch.machines import SshTransport, Worker
+from lockstep.launch.processes import REPORT_S
 from tests.fake_cloud.cloud import wait_for
 
 
@@ -87,12 +88,27 @@ def test_who_stopped_a_job_does_not_want_it_again():
     assert not can_retry(Ending(worker=0, code=TERMINATED, at=0.0, reason=ASKED))
 
 
-def attempt(tmp_path, why_lost=lambda: None, given_up=lambda: False):
-    """An attempt on one worker that nothing was started of."""
-    limits = {"grace_s": 1.0, "lease_s": 120.0, "unreachable_s": 120.0}
-    logs = [tmp_path / "worker-0.log"]
-    spec = AttemptSpec(id="x", roots=["~"], starts=[{}], logs=logs, skews_s=[None], foreground=True, **limits)
-    return RunningAttempt(SshTransport([Worker(name="a")], []), spec, Console(), why_lost, given_up)
+def attempt(tmp_path, names="a", why_lost=lambda: None, given_up=lambda: False):
+    """An attempt that nothing was started of."""
+    limits = {"grace_s": 60.0, "lease_s": 120.0, "unreachable_s": 120.0}
+    logs, n = [tmp_path / f"worker-{name}.log" for name in names], len(names)
+    spec = AttemptSpec(
+        id="x", roots=["~"] * n, starts=[{}] * n, logs=logs, skews_s=[None] * n, foreground=True, **limits
+    )
+    return RunningAttempt(SshTransport([Worker(name=each) for each in names], []), spec, Console(), why_lost, given_up)
+
+
+@pytest.mark.parametrize(("reason", "seconds"), [(ASKED, 60.0), ("the worker is shut down", REPORT_S)])
+def test_after_a_stop_each_process_has_its_grace_though_another_has_ended(tmp_path, reason, seconds):
+    made = attempt(tmp_path, "ab")
+    for follower in made._followers:
+        follower.connected = True
+    end = {"state": "ended", "code": TERMINATED, "ended": time.time(), "reason": reason}
+    made._take(Event(worker=0, kind="result", result=end))
+    made._first_failure -= 2 * CAUSE_S
+    begin = time.monotonic()
+    made._find_cause()
+    assert begin + seconds <= made._terminate_at <= time.monotonic() + seconds
 
 
 def test_a_job_that_was_ended_as_its_command_started_is_ended_again_and_is_no_lost_worker(tmp_path):
