@@ -5,7 +5,7 @@ its own, and ``/lockstep/…`` of its script is there. Faults, each a variable: 
 answers instead of creating a JobSet; ``FAKE_KUBE_DISRUPTS`` is the process whose node is taken away half a second after
 the first start; ``FAKE_KUBE_WAITS`` is why pods never start; with ``FAKE_KUBE_DROPS`` a connection to a log breaks
 after two lines. With the file ``away`` there, the cluster does not answer, once. The file ``slices`` has the number of
-slices that nodes are there for: pods of others wait.
+slices that nodes are there for: pods of others wait. The cluster of ``--context=NAME`` is the directory ``NAME`` in it.
 
 What it does not have: images, namespaces.
 """
@@ -59,6 +59,8 @@ def option(words: list[str], name: str) -> str:
 
 
 def main(words: list[str]) -> int:
+    if context := option(words, "context"):
+        os.environ["FAKE_KUBE"] += f"/{context}"
     words = [word for word in words if not word.startswith(("--context=", "--namespace="))]
     with (home() / "calls").open("a") as calls:
         calls.write(json.dumps(words) + "\n")

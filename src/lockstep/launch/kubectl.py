@@ -347,7 +347,15 @@ class Cluster:
                 f"there is a JobSet {self.job.name} already. Give another --name, or delete it: {way}", REFUSED
             )
         if before is not None and known:
-            Cluster(before).delete()
+            earlier = Cluster(before)
+            if earlier.look()[0]:
+                raise LaunchError(
+                    f"there is a JobSet {self.job.name} of this launcher elsewhere (--context "
+                    f"{earlier.kubectl.context!r}, --namespace {earlier.kubectl.namespace!r}). Give another --name, or "
+                    f"delete it: lockstep launch delete {self.job.name}",
+                    REFUSED,
+                )
+            earlier.delete()
 
     def suspend(self) -> None:
         """Have the pods deleted in order; the JobSet stays."""

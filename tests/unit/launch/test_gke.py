@@ -411,6 +411,16 @@ def test_an_image_that_is_not_there_ends_the_job(cluster, monkeypatch, capsys):
     assert "process 0 can never start. Mend it (--image)" in shown
 
 
+def test_a_job_that_another_cluster_has_is_not_deleted_for_one_of_its_name(cluster, capsys):
+    assert launch("--context", "one", "--no-foreground", kind="v6e-8", python="import time; time.sleep(30)") == 0
+    assert launch("--context", "two", "--no-foreground", kind="v6e-8") == exits.REFUSED
+    shown = capsys.readouterr().err
+    assert "there is a JobSet job of this launcher elsewhere (--context 'one', --namespace '')" in shown
+    assert (cluster / "kube/one/jobset-job.json").exists() and not (cluster / "kube/two/jobset-job.json").exists()
+    assert main(["delete", "job"]) == 0
+    assert launch("--context", "two", "--no-foreground", kind="v6e-8") == 0
+
+
 def test_a_name_that_a_job_of_another_backend_has_is_refused(cluster, capsys):
     JobRecord(name="job", backend="tpu-vm", command=("true",), options={}).save()
     assert launch() == 1
