@@ -51,6 +51,7 @@ class RolloutLog:
             **reward_metrics(groups.totals, rewards.components, rewards.failed, rewards.late),
             **answer_metrics(chosen.completions, chosen.signal, chosen.dropped),
             "rollout/attempts": float(len(sampled)),
+            "rollout/generated_tokens": float(sum(len(each.tokens) for each in groups.completions)),
         }
         for moment, used in (("before", sampled[-1].before), ("after", sampled[-1].after)):
             if used is not None:
@@ -120,7 +121,7 @@ def reward_metrics(
 def answer_metrics(
     completions: Sequence[Completion], signal: Bool[np.ndarray, " prompt"], dropped: Bool[np.ndarray, " prompt"]
 ) -> dict[str, float]:
-    """Return what the answers of a rollout look like.
+    """Return what the answers that are learned from look like.
 
     Args:
         signal: Whether something can be learned from the answers to a prompt.
@@ -133,7 +134,6 @@ def answer_metrics(
         "rollout/cut_share": float(np.mean([each.finish_reason == FinishReason.LENGTH for each in completions])),
         "rollout/groups_without_signal": float(1 - signal.mean()),
         "rollout/groups_dropped": float(dropped.mean()),
-        "rollout/generated_tokens": float(lengths.sum()),
     }
 
 

@@ -14,7 +14,7 @@ from lockstep.training import StepInfo
 from lockstep.training.rl import groups as groups_module
 from lockstep.training.rl.groups import Groups, Sampled, choose_groups, completions_from_json
 from lockstep.training.rl.rewarding import Rewards, Scoring
-from lockstep.training.rl.rewards import FunctionReward
+from lockstep.training.rl.rewards import FunctionReward, LengthReward
 from lockstep.types import Drafts, FinishReason, RoutedExperts
 from tests import rollouts as runs
 from tests import tiny
@@ -98,6 +98,12 @@ def test_answers_that_were_cut_give_no_gradient_and_count_for_the_others():
     assert plain["loss_mask"].any(axis=-1).all()
     assert (masked["loss_mask"].any(axis=-1) == [False, True, True, True]).all()
     np.testing.assert_array_equal(masked["advantage"], plain["advantage"])
+
+
+def test_the_tokens_of_every_attempt_are_counted():
+    _, scalars = rollout_of(Parrot(), rollout={"max_attempts": 3}, rewards=[LengthReward()])
+    assert scalars["rollout/attempts"] == 3 and scalars["rollout/groups_without_signal"] == 1
+    assert scalars["rollout/generated_tokens"] == 3 * runs.BATCH * 2
 
 
 def test_dynamic_sampling_never_has_to_ask_a_question_again():

@@ -22,7 +22,6 @@ def test_answers_and_groups():
         "rollout/cut_share": pytest.approx(1 / 3),
         "rollout/groups_without_signal": 0.75,
         "rollout/groups_dropped": 0.25,
-        "rollout/generated_tokens": 6.0,
     }
 
 
