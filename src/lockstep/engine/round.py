@@ -263,12 +263,7 @@ class PhaseClock:
 
     def __init__(self, phases: Iterable[str] = ()) -> None:
         self.seconds: dict[str, float] = dict.fromkeys(phases, 0.0)
-        self._begin = self._last = time.perf_counter()
-
-    @property
-    def total(self) -> float:
-        """The seconds since the clock was made."""
-        return time.perf_counter() - self._begin
+        self._last = time.perf_counter()
 
     def lap(self, phase: str) -> None:
         """Count the time since the last lap."""

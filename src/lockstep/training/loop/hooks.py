@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self, runtime_checkable
 
 from jaxtyping import PyTree
 
+from lockstep.engine import PhaseClock
 from lockstep.errors import ConfigError
 from lockstep.json_text import refused
 
@@ -36,6 +37,8 @@ class StepInfo:
     """The average of the parameters over the steps, where the optimizer keeps one (``optimizer.ema_decay``)."""
     metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
     """The further figures of the step that is done, such as ``grad_norm``; the same on every host."""
+    hook_seconds: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """Seconds that the hooks before this one took after the step, by their names."""
 
     @classmethod
     def of(cls, step: int, state: "TrainState", metrics: "StepMetrics", step_duration: float) -> Self:
@@ -126,10 +129,12 @@ class Hooks:
 
     def after_step(self, info: StepInfo) -> bool:
         """Call every hook that this step is due for; False where one was ``interrupted``: the job is asked to end."""
-        done = True
+        done, clock = True, PhaseClock()
+        info = dataclasses.replace(info, hook_seconds=clock.seconds)
         for hook, every in self._hooks:
             if info.next_step % every == 0:
                 hook.on_step(info) if isinstance(hook, Hook) else hook(info)
+                clock.lap(_name(hook))
                 done = done and getattr(hook, "interrupted", False) is not True
         return done
 

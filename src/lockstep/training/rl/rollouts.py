@@ -185,7 +185,7 @@ class Rollouts:
         self.flush()
 
     def on_step(self, info: StepInfo, force: bool = False) -> None:
-        """Log where the time of a step went. Added as the last hook, it sees how long the others took."""
+        """Log where the time of a step went. Added after a `SampleCallback`, it sees how long that took."""
         if info.step < 0 or info.step != self._step or info.next_step == self._logged_step or self._rollout is None:
             return  # before the first step, a second call, or a call that an earlier process left undone
         self._logged_step = info.next_step
@@ -198,7 +198,7 @@ class Rollouts:
             info.next_step,
             {
                 **{f"time/{phase}_s": seconds for phase, seconds in self._clock.seconds.items()},
-                "time/inference_eval_s": max(0.0, self._clock.total - step_s),
+                "time/inference_eval_s": info.hook_seconds.get("inference_eval", 0.0),
                 "time/train/step_avg_last10_s": mean_s,
                 "throughput/train/valid_tokens_per_s": tokens_per_s,
             },

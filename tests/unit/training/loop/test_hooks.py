@@ -1,5 +1,7 @@
 """When hooks are called."""
 
+import time
+
 import pytest
 
 from lockstep.errors import ConfigError
@@ -123,3 +125,18 @@ def test_a_hook_that_is_interrupted_says_so():
     recorder.interrupted = True
     assert hooks.after_step(info(3)) is True, "it was not called"
     assert hooks.after_step(info(4)) is False
+
+
+def test_a_hook_sees_how_long_those_before_it_took():
+    class Named(Recorder):
+        name = "inference_eval"
+
+        def on_step(self, info, force=False):
+            time.sleep(0.01)
+            assert dict(info.hook_seconds) == {}
+
+    hooks, found = hooks_with(Named(), 2), []
+    hooks.add(lambda info: found.append(dict(info.hook_seconds)), 1)
+    hooks.after_step(info(1))
+    hooks.after_step(info(2))
+    assert found[0] == {} and found[1].keys() == {"inference_eval"} and found[1]["inference_eval"] >= 0.009

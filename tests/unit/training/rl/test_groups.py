@@ -161,6 +161,16 @@ def test_much_clipping_of_answers_that_are_new_is_said_once(caplog):
     assert "train/logprob_gap is 0.5" in caplog.text
 
 
+def test_the_time_of_samples_is_that_of_their_callback_alone():
+    tracker = runs.Recorder()
+    trainer, rollouts, model = runs.make(engine=Parrot(), tracker=tracker)
+    for number, seconds in enumerate(({"HfSaves": 3.0}, {"inference_eval": 2.0, "HfSaves": 3.0})):
+        rollouts.batch(number, model)
+        rollouts.on_step(StepInfo(step=number, model=model, loss=1.0, step_duration=0.1, hook_seconds=seconds))
+    assert trainer.tracker.flush(60)
+    assert [tracker.scalars[step]["time/inference_eval_s"] for step in (1, 2)] == [0.0, 2.0]
+
+
 def test_a_checkpoint_keeps_every_answer_bit_for_bit():
     values = [completion(0, 0, [7, 3]), completion(0, 1, []), completion(1, 0, [9], FinishReason.LENGTH)]
     odd = float(np.float32(0.1))
