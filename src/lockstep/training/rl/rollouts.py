@@ -212,7 +212,8 @@ class Rollouts:
         rollout = None if between or self._rollout is None else self._rollout.to_json()
         ahead = None if self._ahead is None else self._ahead.to_json()
         drafts = self._sampler.earlier.state()
-        return {"updates": self._fields.updates, "rollout": rollout, "ahead": ahead, "drafts": drafts}
+        sampled = {"updates": self._fields.updates, "temperature": self._fields.rollout.temperature}
+        return {**sampled, "rollout": rollout, "ahead": ahead, "drafts": drafts}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state` returned in an earlier process."""
@@ -221,9 +222,17 @@ class Rollouts:
                 f"the checkpoint is of a run with {state['updates']} updates per rollout (num_iterations times "
                 f"minibatches), and now there are {self._fields.updates}. Use the same, or another trainer.run_id."
             )
-        if "drafts" in state:  # checkpoints of earlier versions have none
-            self._sampler.earlier.load_state(state["drafts"])
         self._rollout = None if state["rollout"] is None else Rollout.from_json(state["rollout"])
+        temperature = self._fields.rollout.temperature
+        given = state.get("temperature", temperature)  # checkpoints of earlier versions have none
+        if self._rollout is not None and given != temperature:
+            raise ConfigError(
+                f"the checkpoint is from within a rollout that was sampled with rollout.temperature {given}, and now "
+                f"it is {temperature}: the ratios of its answers would be of two policies. Use {given} until step "
+                f"{(self._rollout.number + 1) * self._fields.updates}, with which it ends, or another trainer.run_id."
+            )
+        if "drafts" in state:  # nor these
+            self._sampler.earlier.load_state(state["drafts"])
         ahead = state.get("ahead")
         if ahead is not None and self._fields.rollout_ahead:
             self._ahead = self._sampler.resumed(ahead)

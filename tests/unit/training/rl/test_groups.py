@@ -182,6 +182,25 @@ def test_a_checkpoint_keeps_every_answer_bit_for_bit():
     assert completions_from_json(kept) == values
 
 
+def test_a_rollout_goes_on_at_the_temperature_it_was_sampled_with():
+    def made(temperature):
+        run = {"num_iterations": 2, "rollout": {"temperature": temperature}}
+        _, rollouts, model = runs.make(engine=Parrot(), run=run)
+        return rollouts, model
+
+    rollouts, model = made(1.0)
+    rollouts.batch(2, model)
+    within = json.loads(json.dumps(rollouts.state()))
+    rollouts.batch(3, model)
+    between = json.loads(json.dumps(rollouts.state()))
+    text = r"sampled with rollout\.temperature 1\.0, and now it is 0\.5: .* Use 1\.0 until step 4,"
+    with pytest.raises(ConfigError, match=text):
+        made(0.5)[0].load_state(within)
+    made(1.0)[0].load_state(within)
+    made(0.5)[0].load_state(between)
+    made(0.5)[0].load_state({name: value for name, value in within.items() if name != "temperature"})
+
+
 def test_answers_of_an_earlier_process_get_their_rewards_again():
     _, rollouts, _ = runs.make(loss=runs.AHEAD, run={"rollout_ahead": 1, "num_iterations": 2})
     sampler = rollouts._sampler
