@@ -91,11 +91,11 @@ def run(host: str, command: str, refused: str = "ssh: connect to host {host} por
 
 
 def kill_everything(host: str) -> None:
-    """Kill what runs on a host, however it was started: its variables say where it runs."""
-    mark = f"FAKE_HOST={host}".encode()
+    """Kill what runs on a host of this cloud, however it was started: its variables say where it runs."""
+    marks = {f"FAKE_HOST={host}".encode(), f"FAKE_CLOUD={os.environ['FAKE_CLOUD']}".encode()}
     for path in Path("/proc").glob("[0-9]*/environ"):
         try:
-            if mark in path.read_bytes().split(b"\0"):
+            if marks <= set(path.read_bytes().split(b"\0")):
                 os.kill(int(path.parent.name), signal.SIGKILL)
         except OSError:
             pass

@@ -1,10 +1,12 @@
 """The answers of the agent, which anything on a worker's side may have written, over connections that drop."""
 
+import subprocess
+
 import pytest
 
 from lockstep.launch.backend import LaunchError
 from lockstep.launch.connection import answered
-from tests.fake_cloud.cloud import wait_for
+from tests.fake_cloud.cloud import Cloud, wait_for
 from tests.unit.launch.test_attempt import FAST, logs, script
 
 
@@ -53,3 +55,22 @@ def test_a_connection_that_drops_loses_no_line_repeats_none_and_runs_nothing_twi
         assert shown == [f"[{index}] {line}" for line in wanted]
         assert logs(cloud)[index].splitlines() == wanted
         assert (cloud.hosts_directory / name / "ran").read_text() == "ran\n"
+
+
+def test_what_runs_on_a_host_that_is_gone_is_that_of_its_own_cloud(tmp_path):
+    """Tests that run side by side have hosts of the same name."""
+    clouds = [Cloud(tmp_path / name) for name in ("one", "two")]
+    connections = []
+    try:
+        for each in clouds:
+            words = [each.directory / "bin" / "ssh", each.add("a"), "sleep 1000"]
+            connections.append(subprocess.Popen(words, env=each.environment, stdin=subprocess.DEVNULL))
+        wait_for(lambda: all(each.processes() for each in clouds))
+        clouds[0].set("a", "gone")
+        assert connections[0].wait(60) == 255 and clouds[0].wait_until_empty()
+        assert clouds[1].processes() and connections[1].poll() is None
+    finally:
+        for each in clouds:
+            each.close()
+        for connection in connections:
+            connection.wait(60)
