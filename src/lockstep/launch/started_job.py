@@ -227,7 +227,7 @@ class StartedJob:
         if left and self._has_workers():
             self._console.say(
                 f"{self._job.name} is not deleted: its command may still run there. Delete it again once every worker "
-                "can be reached."
+                f"can be reached; where one is gone for good, remove {self._job.directory} to forget the job."
             )
             return UNREACHABLE
         job = find_record(self._job.name) or self._job  # with the end that its launcher may have noted by now
