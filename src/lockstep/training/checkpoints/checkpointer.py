@@ -70,6 +70,7 @@ class Checkpointer:
         self._reports = ReportWait(reported)
         self._model = model
         self._pending: _Save | None = None
+        self._unfinished: CheckpointMetadata | None = None  # what the run went on from, if its hooks were to be called
         self._last_s: float | None = None
         self._search = CheckpointSearch(self.directory)
         handler()  # now, not in the first save, which would hold training up for a second
@@ -118,11 +119,13 @@ class Checkpointer:
             for line in changes(metadata.config, self._run_config):
                 log.warning("the run goes on with another configuration than at step %d: %s", metadata.step, line)
             log.info("the run goes on from %s", directory)
-        self.last_step = metadata.step
+        self.last_step, self._unfinished = metadata.step, None if metadata.hooks_called else metadata
         return jax.tree.unflatten(jax.tree.structure(structs), [read[name] for name in named])
 
     def save(self, state: TrainState, *, step: int, loss: float, hooks: Mapping[str, Any], hooks_called: bool) -> None:
-        """Begin a checkpoint, after the one before has come to its end; nothing where this step has one.
+        """Begin a checkpoint, after the one before has come to its end.
+
+        Where this step has one, its arrays stay, and it says from now on that its hooks have been called, if they have.
 
         Args:
             state: The state after the step. It may be donated as soon as this returns.
@@ -131,6 +134,9 @@ class Checkpointer:
         start = time.monotonic()
         self.wait()
         if step == self.last_step:
+            found, self._unfinished = self._unfinished, None
+            if found is not None and found.step == step and hooks_called:
+                self._note_hooks(dataclasses.replace(found, hooks=hooks, hooks_called=True))
             return
         if (waited_s := time.monotonic() - start) > SLOW_S and self._hosts.is_leader:
             log.warning("training waited %.1f s for the save before this one: raise checkpointer.every", waited_s)
@@ -157,6 +163,19 @@ class Checkpointer:
         self._pending = _Save(metadata, named)
         threading.Thread(target=self._write, args=(self._pending,), name="lockstep-checkpoint", daemon=True).start()
         self._pending.copied.wait()
+
+    def _note_hooks(self, metadata: CheckpointMetadata) -> None:
+        """Say in a checkpoint that the run has gone on from that the hooks of its step have been called since."""
+        self._reports.training_waits(True)
+        try:
+            with self._hosts.scope("checkpoint") as scope, scope.run_on_all("noting the hooks of a checkpoint"):
+                if scope.is_leader:
+                    self._reports(metadata.step)
+                    self.directory.commit(metadata)
+        except PeerError as error:
+            self._count_failure(metadata.step, str(error))
+        finally:
+            self._reports.training_waits(False)
 
     def wait(self) -> None:
         """Wait until the save that is under way has come to its end, at most until its time is over, on all hosts."""

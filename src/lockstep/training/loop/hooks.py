@@ -121,25 +121,37 @@ class Hooks:
             )
         self._hooks.append((hook, every))
 
-    def before_first_step(self, info: StepInfo) -> None:
-        """Call the hooks that are objects; functions are called after completed steps only."""
+    def before_first_step(self, info: StepInfo) -> bool:
+        """Call the hooks that are objects; functions are called after completed steps only. See `after_step`."""
         for hook, _ in self._hooks:
             if isinstance(hook, Hook):
                 hook.on_step(info)
+                if _interrupted(hook):
+                    return False
+        return True
 
     def after_step(self, info: StepInfo) -> bool:
-        """Call every hook that this step is due for; False where one was ``interrupted``: the job is asked to end."""
-        done, clock = True, PhaseClock()
+        """Call every hook that this step is due for, up to one that was ``interrupted``, the same on every host.
+
+        Returns:
+            Whether all were called; False: the job is asked to end, and a resume calls them.
+        """
+        clock = PhaseClock()
         info = dataclasses.replace(info, hook_seconds=clock.seconds)
         for hook, every in self._hooks:
             if info.next_step % every == 0:
                 hook.on_step(info) if isinstance(hook, Hook) else hook(info)
                 clock.lap(_name(hook))
-                done = done and getattr(hook, "interrupted", False) is not True
-        return done
+                if _interrupted(hook):
+                    return False
+        return True
 
-    def after_last_step(self, info: StepInfo) -> None:
-        """Call every hook a last time: with ``force`` where it takes that, else unless it was called for this step."""
+    def after_last_step(self, info: StepInfo) -> bool:
+        """Call every hook a last time: with ``force`` where it takes that, else unless it was called for this step.
+
+        Returns:
+            Whether all were called, see `after_step`.
+        """
         for hook, every in self._hooks:
             if isinstance(hook, Hook):
                 hook.on_step(info, force=True)
@@ -147,6 +159,9 @@ class Hooks:
                 hook(info, force=True)
             elif info.next_step % every != 0:
                 hook(info)
+            if _interrupted(hook):
+                return False
+        return True
 
     def after_signal(self) -> None:
         """Call the hooks that have something to end when a signal ended the run."""
@@ -180,6 +195,10 @@ class Hooks:
 
 def _name(hook: Any) -> str:
     return str(getattr(hook, "name", type(hook).__name__))
+
+
+def _interrupted(hook: Any) -> bool:
+    return getattr(hook, "interrupted", False) is True
 
 
 def _takes_force(function: Callable[..., Any]) -> bool:

@@ -61,16 +61,18 @@ class Saves:
         step, loss = (0, math.nan) if found is None else (found.step, found.loss)
         return StepInfo(step=step - 1, model=state.model, loss=loss, step_duration=0.0, average=state.average)
 
-    def begin(self, info: StepInfo) -> None:
-        """Call the hooks as before a first step, or those that a run which goes on has not called yet."""
+    def begin(self, info: StepInfo) -> bool:
+        """Call the hooks as before a first step, or those that a run which goes on has not called yet.
+
+        Returns:
+            Whether all were called; False: the job is asked to end, and the next start begins where this one did.
+        """
         if self.resumed_from is None:
-            self._hooks.before_first_step(info)
-            return
+            return self._hooks.before_first_step(info)
         self._hooks.load_state(self.resumed_from.hooks)
         if self._watch.name in self.resumed_from.hooks:
             self._watch.load_state(self.resumed_from.hooks[self._watch.name])
-        if not self.resumed_from.hooks_called:
-            self._hooks.after_step(info)
+        return self.resumed_from.hooks_called or self._hooks.after_step(info)
 
     def flag(self) -> int:
         """Return the stop flag of this host for the next step: the leader's asks for a save where time is up."""

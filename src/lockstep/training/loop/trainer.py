@@ -213,7 +213,7 @@ class Trainer:
         Returns:
             The trained model and how the run ended. A signal (Ctrl-C, SIGTERM) on any host ends the run after a step,
             the same on all hosts, without the forced last hooks; one that comes while the train step is compiled ends
-            it after the first step.
+            it after the first step. One that interrupts a hook before the first step, or after the last, ends it there.
         """
         with StopRequest(self.hosts) as stop:
             return self._train(model, batches, stop)
@@ -231,8 +231,8 @@ class Trainer:
         with contextlib.closing(run.source), contextlib.closing(run.log), contextlib.closing(run.profiler):
             step_fn = self._compile(state, shardings, run.source)
             with jax.thread_guard(True):
-                self._saves.begin(info)
-                for step in range(info.next_step, config.num_train_steps):
+                hooks_called = self._saves.begin(info)
+                for step in range(info.next_step, config.num_train_steps if hooks_called else 0):
                     advanced = self._advance(run, step_fn, state, step, stop)
                     if advanced is None:
                         stopped_by, between_steps = stop.between_steps(), True
@@ -244,12 +244,15 @@ class Trainer:
                     if stopped_by or diverged:
                         self._hooks.after_signal()
                         break
-                    self._saves.after_step(
-                        state, info, hooks_called=self._hooks.after_step(info), save_requested=metrics.save
-                    )
+                    hooks_called = self._hooks.after_step(info)
+                    self._saves.after_step(state, info, hooks_called=hooks_called, save_requested=metrics.save)
                 else:
-                    if not self._saves.complete:
-                        self._hooks.after_last_step(info)
+                    if hooks_called and not self._saves.complete:
+                        hooks_called = self._hooks.after_last_step(info)
+                        self._saves.after_step(state, info, hooks_called=hooks_called)
+                    if not hooks_called:  # a hook was interrupted, and no step is left that would carry the signal
+                        stopped_by = stop.between_steps()
+                        self._hooks.after_signal()
                 self._saves.end(state, info, stopped_by, diverged=diverged, between_steps=between_steps)
                 self._flush_tracker(min(FINISH_S, self.hosts.timeout_s / 2) if stopped_by is None else STOPPED_FLUSH_S)
                 with self.hosts.launch_on_all("end of training"):

@@ -140,3 +140,14 @@ def test_a_hook_sees_how_long_those_before_it_took():
     hooks.after_step(info(1))
     hooks.after_step(info(2))
     assert found[0] == {} and found[1].keys() == {"inference_eval"} and found[1]["inference_eval"] >= 0.009
+
+
+@pytest.mark.parametrize("call", ["before_first_step", "after_step", "after_last_step"])
+def test_after_a_hook_that_is_interrupted_no_other_is_called_for_a_resume_calls_all(call):
+    hooks, first, interrupted, last = Hooks(), Recorder(), Recorder(), Recorder()
+    for hook in (first, interrupted, last):
+        hooks.add(hook, 1)
+    assert getattr(hooks, call)(info(4)) is True
+    interrupted.interrupted = True
+    assert getattr(hooks, call)(info(4)) is False
+    assert [len(hook.calls) for hook in (first, interrupted, last)] == [2, 2, 1]

@@ -221,6 +221,69 @@ def test_a_hook_that_was_interrupted_is_called_again_at_the_same_step(tmp_path, 
     assert_same_end(plain, losses, noting, result)
 
 
+class Interrupted(Noting):
+    """A hook that is asked to end in one of its calls, given by step and ``force``; the signal comes then."""
+
+    def __init__(self, call, number=signal.SIGTERM):
+        super().__init__()
+        self.call, self.number = call, number
+
+    def on_step(self, info, force=False):
+        self.interrupted = [info.next_step, force] == self.call
+        if self.interrupted:
+            os.kill(os.getpid(), self.number)
+        else:
+            super().on_step(info, force)
+
+
+def with_hook(path, hook, **values):
+    trainer = make(path, num_train_steps=4, every=100, **values)
+    trainer.add_hook(hook, every=2)
+    state = trainer.restore(Bigrams.init)
+    result = trainer.train(trainer.init_model(Bigrams.init) if state is None else state, rows())
+    found = trainer._checkpointer.directory
+    return (
+        result.completed_steps,
+        result.stopped_by,
+        {step: found.metadata(step).hooks_called for step in found.steps()},
+    )
+
+
+@pytest.mark.parametrize(
+    ("call", "steps", "saved"),
+    [([0, False], 0, {}), ([2, False], 3, {2: False}), ([4, False], 4, {4: False}), ([4, True], 4, {4: False})],
+)
+def test_a_hook_that_was_interrupted_is_called_when_the_run_goes_on_wherever_that_was(tmp_path, call, steps, saved):
+    """Before the first step, in the middle, after the last step, at the end; once more at the resume."""
+    assert with_hook(tmp_path, Interrupted(call)) == (steps, signal.SIGTERM, saved)
+    for step in saved:
+        ends = (step, signal.SIGTERM, saved)
+        assert with_hook(tmp_path, Interrupted([step, False])) == ends, "no step was trained, nothing was replaced"
+    noting = Noting()
+    assert with_hook(tmp_path, noting) == (4, None, {**dict.fromkeys(saved, False), 4: True})
+    made = list(dict.fromkeys(map(tuple, noting.calls)))  # those before the checkpoint as its state has them
+    assert made == [(0, False), (2, False), (4, False), (4, True)]
+    calls = list(noting.calls)
+    assert with_hook(tmp_path, noting, resume="must")[:2] == (4, None)
+    assert noting.calls == calls, "a later start has nothing left to do"
+
+
+def test_a_checkpoint_in_which_the_last_hooks_cannot_be_noted_is_a_save_that_failed(tmp_path, monkeypatch):
+    def commit(self, metadata):
+        raise OSError("the disk is full")
+
+    with_hook(tmp_path, Interrupted([4, True]))
+    monkeypatch.setattr(checkpointer_module.CheckpointDirectory, "commit", commit)
+    trainer = make(tmp_path, num_train_steps=4)
+    result = trainer.train(trainer.restore(Bigrams.init), rows())
+    assert (result.checkpoint_errors, result.stopped_by) == (1, None)
+    assert not trainer._checkpointer.directory.metadata(4).hooks_called
+
+
+def test_ctrl_c_in_the_last_hooks_keeps_what_was_trained(tmp_path):
+    assert with_hook(tmp_path, Interrupted([4, True], signal.SIGINT)) == (4, signal.SIGINT, {4: False})
+
+
 @pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_on_another_mesh_it_goes_on_to_rounding(tmp_path, plain, devices):
     with pytest.raises(Crash):
