@@ -5,7 +5,7 @@ import functools
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import PyTree
 
-from lockstep.callback import SampleCallback
+from lockstep.callback import InferenceEvalConfig, SampleCallback
 from lockstep.errors import ConfigError, PeerError
 from lockstep.hosts import Hosts, config_digest, leader_only, try_leader_only
 from lockstep.models import (
@@ -165,8 +165,9 @@ def train(config: TrainConfig, hosts: Hosts) -> int:
         del model, state
         saved = None
         with StopRequest(hosts):  # a signal from now on must not leave half a checkpoint
-            # A machine that is taken away (SIGTERM) leaves what it has; Ctrl-C ends at once.
-            if result.stopped_by in (None, signal.SIGTERM) and config.hf_save_path is not None:
+            # A machine that is taken away (SIGTERM) leaves what it has; Ctrl-C ends at once, unless all steps are done.
+            done = result.completed_steps == config.trainer.num_train_steps
+            if (result.stopped_by in (None, signal.SIGTERM) or done) and config.hf_save_path is not None:
                 hosts.phase("saving")
                 complete = result.stopped_by is None and not result.diverged
                 saved = saves.save_last(result.eval_model, None if complete else result.completed_steps)
@@ -189,8 +190,9 @@ def _restore(
     with hosts.run_on_all("files of the run"):
         if hosts.is_leader:
             step = -1 if came_from is None else came_from.step
-            redone = came_from is not None and not came_from.hooks_called
-            rewind(run_dir, metrics_step=step, samples_step=step - 1 if redone else step)
+            # Where a signal came after the round of the step, the callback does not make it again.
+            made = came_from is None or came_from.hooks_called or _last_round(came_from.hooks) == step
+            rewind(run_dir, metrics_step=step, samples_step=step if made else step - 1)
             if trainer.config.checkpointer is not None and trainer.config.run_id is None:
                 log.warning(
                     "trainer.run_id is null: a later start finds the checkpoints of this run only with "
@@ -198,6 +200,12 @@ def _restore(
                     run_dir.name,
                 )
     return state
+
+
+def _last_round(hooks: Mapping[str, Any]) -> int | None:
+    """The step of the last round of samples by the states of hooks; None where there was none."""
+    state = hooks.get(InferenceEvalConfig.BLOCK)
+    return state.get("last_step") if isinstance(state, Mapping) else None
 
 
 def _announce(config: TrainConfig, model: PyTree, rows: Data, mesh: Mesh, run_dir: Path) -> str:

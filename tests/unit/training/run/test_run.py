@@ -21,11 +21,12 @@ from lockstep.main.arguments import parse_arguments
 from lockstep.main.runs import ExportConfig, export
 from lockstep.models import LoraModel, fingerprint, load_config, load_hf, read_hf_config, save_hf
 from lockstep.placement import make_mesh
+from lockstep.report import append_jsonl, read_jsonl
 from lockstep.testing import run_threads
 from lockstep.text import load_tokenizer
 from lockstep.training import StepInfo, TrainerConfig, TrainLmConfig, TrainPreferenceConfig, saved_model, train
 from lockstep.training.checkpoints.saved_model import _is_beside
-from lockstep.training.run.run import HfSaves, describe_adapters, load_frozen
+from lockstep.training.run.run import HfSaves, _restore, describe_adapters, load_frozen
 from tests import tiny
 from tests.adapters import LORA, numpy_merged, save_base, save_checkpoint
 from tests.counted_files import CountedFiles
@@ -89,6 +90,24 @@ def test_pairs_with_log_probabilities_of_a_reference_of_their_own_are_learned_fr
     for name, expected in (("chosen", -3.0), ("rejected", -5.0)):
         rewards = [0.5 * (line[f"train/logps/{name}"] - expected) for line in steps]
         assert [line[f"train/rewards/{name}"] for line in steps] == pytest.approx(rewards, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("last_round", "hooks_called", "kept"), [(4, False, [2, 4]), (2, False, [2]), (None, False, [2]), (2, True, [2, 4])]
+)
+def test_rounds_that_the_callback_does_not_make_again_at_a_resume_stay(tmp_path, last_round, hooks_called, kept):
+    """After the round of step 4 another hook was interrupted; or the round was, or no hook was called; all were."""
+    metadata = {"step": 4, "hooks_called": hooks_called, "hooks": {"inference_eval": {"last_step": last_round}}}
+    trainer = SimpleNamespace(
+        restore=lambda init, frozen: "state",
+        resumed_from=SimpleNamespace(**metadata),
+        config=TrainerConfig(),
+    )
+    for name in ("samples.jsonl", "tasks.jsonl"):
+        append_jsonl(tmp_path / name, [{"step": step} for step in (2, 4, 6)])
+    assert _restore(None, None, trainer, tmp_path, HOSTS) == "state"
+    for name in ("samples.jsonl", "tasks.jsonl"):
+        assert [row["step"] for row in read_jsonl(tmp_path / name)] == kept
 
 
 @pytest.fixture(scope="module")
