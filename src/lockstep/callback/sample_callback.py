@@ -31,7 +31,7 @@ MAX_TASK_SECONDS = 900.0  # seconds that a round of tasks may last where the con
 AFTER_SIGNAL_S = 2.0  # seconds that reports have after a signal: little time remains for a save
 
 
-KEPT = ("last_step", "rounds", "skipped_rounds", "abandoned_rounds", "switched_off")
+KEPT = ("last_step", "rounds", "skipped_rounds", "abandoned_rounds", "switched_off", "tasks_left")
 """Attributes of a callback that a checkpoint keeps; counts of the leader's own failures begin anew."""
 
 
@@ -86,6 +86,8 @@ class SampleCallback:
         """Rounds that ended without samples because the job was asked to end."""
         self.interrupted = False
         """Whether the last call left a round undone because the job is asked to end: a resume has to do it."""
+        self.tasks_left: int | None = None
+        """The step of the last round whose tasks are undone because the job is asked to end; None where none are."""
         self.switched_off = False
         """Whether ``max_consecutive_errors`` rounds in a row were skipped, so that no more are tried."""
         self._tokenizer = tokenizer
@@ -167,20 +169,16 @@ class SampleCallback:
             HostTimeoutError: a host is missing.
         """
         step = int(getattr(info, "next_step", info.step))
-        self.interrupted = False
+        self.interrupted, tasks_due = False, self.tasks_left == step
         if self._due(step, force):
             before, self.last_step = self.last_step, step
-            model = getattr(info, "eval_model", info.model)
-            self._round(step, model)
+            self._round(step, _model(info))
             if self.interrupted:
                 self.last_step = before
-            elif (
-                self.tasks is not None
-                and self.config.tasks.due(step, last=force)
-                and self._task_errors_in_a_row != self.config.max_consecutive_errors
-            ):
-                self._run_tasks(self.tasks, step, model)
-        if force:
+            tasks_due = not self.interrupted and self.config.tasks.due(step, last=force)
+        if tasks_due and self.tasks is not None and self._task_errors_in_a_row != self.config.max_consecutive_errors:
+            self._run_tasks(self.tasks, step, _model(info))
+        if force and not self.interrupted:
             self.finish()
 
     def finish(self) -> None:
@@ -223,6 +221,7 @@ class SampleCallback:
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state` returned in an earlier process."""
+        state = {"tasks_left": None, **state}  # checkpoints of earlier versions do not have it
         for name, value in typed(dict[str, int | bool | None], {name: state[name] for name in KEPT}).items():
             setattr(self, name, value)
         self._errors_in_a_row = typed(int, state["errors_in_a_row"])
@@ -290,6 +289,7 @@ class SampleCallback:
 
     def _run_tasks(self, tasks: TaskRounds, step: int, model: Any) -> None:
         """A round of tasks; where it fails, all hosts go on with training, or raise, as after a round of samples."""
+        self.tasks_left = None
         try:
             done = tasks.run(step, model)
         except (PeerError, DisagreementError) as error:
@@ -307,8 +307,10 @@ class SampleCallback:
                 self._reporter.log(step, {"skipped_task_rounds": tasks.skipped_rounds})
             return
         self._task_errors_in_a_row = 0
-        if not done and self._hosts.is_leader:
-            log.warning("%s: the job is asked to end: no tasks after step %d", self.name, step)
+        if not done:
+            self.tasks_left, self.interrupted = step, True
+            if self._hosts.is_leader:
+                log.warning("%s: the job is asked to end: no tasks after step %d", self.name, step)
 
     def _skip(self, step: int, error: HostError) -> None:
         """Count a failed round, the same on every host, and raise ``error`` again where the configuration says so."""
@@ -377,3 +379,8 @@ class SampleCallback:
             lines = "\n".join(f"  {each}" for each in new)
             log.info("%s: compiled %d programs:\n%s", self.name, len(new), lines)
             self._logged_compilations = len(compilations)
+
+
+def _model(info: Any) -> Any:
+    """The model to sample: an average of the parameters where ``info`` has one."""
+    return getattr(info, "eval_model", info.model)

@@ -336,6 +336,37 @@ def test_a_round_that_was_interrupted_is_due_again_after_a_resume():
     assert resumed.steps == [4]
 
 
+def with_tasks(interrupted, **values):
+    """A callback whose round of tasks says whether it was interrupted, and the steps of its rounds of tasks."""
+    callback, asked = Counting(eval_every=2, **values), []
+    callback.config.tasks.names.append("task")
+    callback.tasks = SimpleNamespace(run=lambda step, model: asked.append(step) or not interrupted)
+    return callback, asked
+
+
+@pytest.mark.parametrize("force", [False, True])
+def test_tasks_that_were_interrupted_are_due_again_after_a_resume_and_the_samples_before_them_are_not(force):
+    callback, asked = with_tasks(interrupted=True)
+    callback.finish = lambda: pytest.fail("the job is asked to end")
+    callback.on_step(tiny.Info(2, None), force=force)
+    assert callback.interrupted and (callback.steps, asked) == ([2], [2])
+    callback.on_step(tiny.Info(3, None))
+    assert not callback.interrupted, "it is the round of one step that is left"
+    resumed, asked = with_tasks(interrupted=False)
+    resumed.load_state(json.loads(json.dumps(callback.state())))
+    for step in (2, 2, 3, 4):
+        resumed(tiny.Info(step, None))
+    assert not resumed.interrupted and (resumed.steps, asked) == ([4], [2, 4])
+
+
+def test_a_state_of_an_earlier_version_has_no_tasks_left():
+    state = Counting().state()
+    del state["tasks_left"], state["drafts"]
+    callback = Counting()
+    callback.load_state(state)
+    assert callback.tasks_left is None
+
+
 def test_a_round_that_was_made_is_not_due_again_after_a_resume():
     callback = Counting(eval_every=2)
     callback(tiny.Info(2, None))
