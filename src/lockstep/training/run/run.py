@@ -231,7 +231,7 @@ def _check_validation(config: TrainerConfig, data: DataSource[Any]) -> None:
 
 
 class HfSaves:
-    """Saves the model of a run; a hook of its trainer. Every host makes the same calls.
+    """Saves the model of a run, or its average; a hook of its trainer. Every host makes the same calls.
 
     A save that fails while training goes on is logged and counted. When the job is asked to end, a save that is under
     way is given up, because the checkpoint that a resume begins at needs the time; the resumed run then makes it.
@@ -243,7 +243,9 @@ class HfSaves:
         self, config: TrainConfig, run_dir: Path, tokenizer: "PreTrainedTokenizerBase", vocab_size: int, hosts: Hosts
     ) -> None:
         self._config, self._run_dir, self._tokenizer, self._vocab_size = config, run_dir, tokenizer, vocab_size
-        self._hosts = hosts
+        self._hosts, self._dtype = hosts, config.hf_save_dtype
+        if self._dtype is None and config.lora is None:  # an average has a type of its own; adapters have their base's
+            self._dtype = config.trainer.precision.param.name
         self.errors = 0  # saves that failed while training went on
         self.interrupted = False
         """Whether the last save was given up because the job is asked to end; the same on every host."""
@@ -256,7 +258,7 @@ class HfSaves:
         start = time.monotonic()
         path = self._path(info.next_step)
         try:
-            self.interrupted = not self._save(info.model, path, interrupted=self._hosts.preemption.requested)
+            self.interrupted = not self._save(info.eval_model, path, interrupted=self._hosts.preemption.requested)
         except PeerError as error:
             self.errors += 1
             if self._hosts.is_leader:
@@ -283,7 +285,7 @@ class HfSaves:
             model,
             path,
             tokenizer=self._tokenizer,
-            dtype=self._config.hf_save_dtype,
+            dtype=self._dtype,
             vocab_size=self._vocab_size,
             hosts=self._hosts,
             **options,

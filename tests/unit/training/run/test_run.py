@@ -1,5 +1,6 @@
 """A run from its configuration: what is refused before a file of data is read or a weight is made."""
 
+import dataclasses
 import json
 import logging
 import shutil
@@ -26,6 +27,7 @@ from lockstep.testing import run_threads
 from lockstep.text import load_tokenizer
 from lockstep.training import StepInfo, TrainerConfig, TrainLmConfig, TrainPreferenceConfig, saved_model, train
 from lockstep.training.checkpoints.saved_model import _is_beside
+from lockstep.training.run import run
 from lockstep.training.run.run import HfSaves, _restore, describe_adapters, load_frozen
 from tests import tiny
 from tests.adapters import LORA, numpy_merged, save_base, save_checkpoint
@@ -120,7 +122,7 @@ HOSTS = Hosts(MemoryClient.hub(1)[0])
 
 
 def make(tmp_path, **values):
-    fields = {"hf_save_path": "hf", "hf_save_dtype": None, "trainer": TrainerConfig(num_train_steps=9)}
+    fields = {"hf_save_path": "hf", "hf_save_dtype": None, "lora": None, "trainer": TrainerConfig(num_train_steps=9)}
     return HfSaves(SimpleNamespace(**fields | values), tmp_path, tiny.tokenizer(), tiny.vocab_size() - 2, HOSTS), HOSTS
 
 
@@ -145,6 +147,18 @@ def test_models_are_saved_by_their_steps_and_the_last_one_under_the_name_alone(t
     found = load_hf(str(tmp_path / "hf"), make_mesh("auto"), dtype="bfloat16")
     np.testing.assert_array_equal(found.embed.array, np.asarray(model.embed.array).astype("bfloat16")[:-2])
     assert len(jax.tree.leaves(found)) == len(jax.tree.leaves(model))
+
+
+@pytest.mark.parametrize("lora", [None, LORA])
+def test_every_model_is_the_average_where_there_is_one_in_the_type_of_the_parameters(tmp_path, monkeypatch, lora):
+    saved = []
+    monkeypatch.setattr(run, "save_hf", lambda model, path, *, dtype, **options: saved.append((model, dtype)) or True)
+    saves, _ = make(tmp_path, trainer=TrainerConfig(num_train_steps=9, mp="p=bf16"), lora=lora)
+    saves.on_step(dataclasses.replace(info("parameters", 3), average="average"))
+    saves.on_step(info("parameters", 6))
+    saves.save_last("average", None)
+    dtype = "bfloat16" if lora is None else None  # that of their base
+    assert saved == [("average", dtype), ("parameters", dtype), ("average", dtype)]
 
 
 def test_a_save_that_fails_costs_a_model_and_nothing_else(tmp_path, model, caplog):
