@@ -1,6 +1,7 @@
 """A model and data so small that a test trains and samples in seconds; the same numbers on every mesh."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -146,7 +147,13 @@ class Info:
 
 
 def save_checkpoint(
-    path: str, step: int = 4, mesh_shape: str = "auto", hosts: Any = None, seed: int = 0, adapters: Any = None
+    path: str,
+    step: int = 4,
+    mesh_shape: str = "auto",
+    hosts: Any = None,
+    seed: int = 0,
+    adapters: Any = None,
+    opt_state: Callable[[Any], Any] = lambda trained: (),
 ) -> Any:
     """A training checkpoint with random weights and the demo's tokenizer beside it; the model, or adapters, in it."""
     mesh = make_mesh(mesh_shape)
@@ -170,7 +177,9 @@ def save_checkpoint(
         reported=lambda: None,
         model=model_spec(CONFIG, vocab_size(), adapters),
     )
-    state = TrainState(step=place(np.int32(step), jax.NamedSharding(mesh, jax.P())), model=model, opt_state=())
+    state = TrainState(
+        step=place(np.int32(step), jax.NamedSharding(mesh, jax.P())), model=model, opt_state=opt_state(model)
+    )
     checkpointer.save(state, step=step, loss=1.0, hooks={}, hooks_called=True)
     checkpointer.wait()
     assert checkpointer.errors == 0

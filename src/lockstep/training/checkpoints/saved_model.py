@@ -111,7 +111,7 @@ def save_tokenizer(path: str, tokenizer: SavesTokenizer) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SavedModel:
-    """The model in a training checkpoint.
+    """The model in a training checkpoint: the average of its parameters where the optimizer kept one.
 
     Args:
         rows: The number of rows of the embedding, which may be more.
@@ -211,7 +211,7 @@ class SavedModel:
             structs,
             shardings,
         )
-        named = named_arrays({"model": placed})
+        named = {name.replace("model", self._name, 1): leaf for name, leaf in named_arrays({"model": placed}).items()}
         read = read_arrays(self._arrays, named, self.metadata.tree_digest)
         trained = jax.tree.unflatten(jax.tree.structure(structs), [read[name] for name in named])
         if self.adapters is None:
@@ -219,6 +219,12 @@ class SavedModel:
             return model
         assert base is not None, "adapters have a base"
         return LoraModel(base=base, adapters=trained, scale=self.adapters.lora.scale)
+
+    @property
+    def _name(self) -> str:
+        """The beginning of the names of its arrays."""
+        names = (re.match(r"(opt_state\.(.+\.)?average)\.", name) for name in self.metadata.shapes)
+        return next((found[1] for found in names if found), "model")
 
     @property
     def _arrays(self) -> "epath.Path":
@@ -232,7 +238,7 @@ class SavedModel:
         arrays = self._array_reader()
 
         def read_pair(name: str, place: int) -> tuple[np.ndarray, np.ndarray]:
-            a, b = (arrays.read(f"model.{name}.{factor}.0", (place,)) for factor in ("a", "b"))
+            a, b = (arrays.read(f"{self._name}.{name}.{factor}.0", (place,)) for factor in ("a", "b"))
             return a.astype(np.float32), b.astype(np.float32)
 
         return read_pair
@@ -248,7 +254,7 @@ class SavedModel:
             index: list[int | slice] = [slice(None) for _ in parameter.axes]
             index[parameter.axes.index(tensor.row_axis)] = slice(start, stop)
             layer = () if tensor.place is None else (tensor.place,)
-            return tensor.to_stored(arrays.read(f"model.{parameter.path}.0", (*layer, *index)))
+            return tensor.to_stored(arrays.read(f"{self._name}.{parameter.path}.0", (*layer, *index)))
 
         return read
 

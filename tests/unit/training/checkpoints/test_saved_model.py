@@ -20,6 +20,7 @@ from lockstep.training.checkpoints.arrays import ArrayReader
 from lockstep.training.checkpoints.checkpoint import METADATA, DamagedCheckpointError
 from lockstep.training.checkpoints.config import write_resumable
 from lockstep.training.checkpoints.saved_model import SavedAdapters
+from lockstep.training.step.train_state import AverageState
 from tests import tiny
 
 
@@ -112,6 +113,29 @@ def test_the_factors_of_adapters_are_read_layer_by_layer_without_their_base(tmp_
         for found, whole in zip(read(name, layer), (pairs[name].a, pairs[name].b), strict=True):
             np.testing.assert_array_equal(found, whole.array[layer])
             assert found.dtype == np.float32 and whole.dtype == jnp.bfloat16
+
+
+def averaged(trained):
+    """What an optimizer keeps for trained parameters, whose average is twice them."""
+    return (), AverageState(average=jax.tree.map(lambda leaf: 2 * leaf.astype(np.float32), trained))
+
+
+def test_the_average_is_read_where_the_optimizer_kept_one_as_the_run_samples_and_saves_it(tmp_path):
+    model = tiny.save_checkpoint(str(tmp_path), opt_state=averaged)
+    found = saved_model(str(tmp_path))
+    assert same(found.read(make_mesh("1,2,-1"), "float32"), jax.tree.map(lambda leaf: 2 * leaf, model))
+    (embedding,) = (one for one in saved_tensors(found.skeleton(), None, found.vocab_size) if "embed" in one.name)
+    expected = 2 * np.asarray(model.embed.array)[: found.vocab_size]
+    np.testing.assert_array_equal(found.reader()(embedding, 0, found.vocab_size), expected)
+
+
+def test_the_average_of_adapters_is_read_in_their_place(tmp_path):
+    lora = LoraConfig(r=2, target_modules=("q_proj",), base_dtype="bfloat16")
+    adapters = SavedAdapters(lora=lora, base="elsewhere", fingerprint="0")
+    pairs = tiny.save_checkpoint(str(tmp_path), adapters=adapters, opt_state=averaged)
+    name = next(iter(pairs))
+    a, _ = saved_model(str(tmp_path)).pair_reader()(name, 1)
+    np.testing.assert_array_equal(a, 2 * np.asarray(pairs[name].a.array[1], np.float32))
 
 
 def test_arrays_are_stored_layer_by_layer_where_they_are_large(run):
