@@ -199,6 +199,7 @@ class LlamaLayer(eqx.Module):
         layer_kind: NamedArray | None = None,
         engine: EngineRouting | None = None,
         known: NamedArray | None = None,
+        counted: NamedArray | None = None,
     ) -> tuple[NamedArray, RouterSums | None]:
         """Map ``[batch, position, embed]`` to the same axes; `LlamaAttention` and `LlamaExperts` have the other
         arguments.
@@ -221,7 +222,7 @@ class LlamaLayer(eqx.Module):
             if isinstance(self.mlp, LlamaMlp):
                 return self.mlp(h)
             assert isinstance(self.mlp, LlamaExperts)
-            answers, sums = self.mlp(h, segment_ids, engine)
+            answers, sums = self.mlp(h, segment_ids if counted is None else counted, engine)
             return answers
 
         # With the stream sharded by the batch axes XLA gathers weights (FSDP) rather than split activations by embed.
@@ -312,6 +313,7 @@ class LlamaLMHeadModel(eqx.Module):
         segment_ids: NamedArray | None = None,
         engine: EngineRouting | None = None,
         known: NamedArray | None = None,
+        counted: NamedArray | None = None,
     ) -> tuple[NamedArray, RouterSums | None]:
         """Return what `activations` does, and the sums of the router of each layer; None where there are no experts.
 
@@ -320,6 +322,7 @@ class LlamaLMHeadModel(eqx.Module):
         Args:
             engine: The experts that an engine chose for the tokens.
             known: The residual stream after each layer ``[layer, batch, position, embed]``, see `LlamaLayer`.
+            counted: Whether each token is in the sums, with the axes of ``input_ids``; None: as the segment ids say.
         """
         config, Position = self.config, input_ids.resolve_axis("position")
         if Position.size > config.max_seq_len:
@@ -340,7 +343,8 @@ class LlamaLMHeadModel(eqx.Module):
         x = hax.named(block.scale_embedding(x.array, config.embed_scale), x.axes)
         layers = self.layers.scan_via(LlamaLayer.__call__)
         x = gated_norm(rms_norm(x, self.embed_norm, config), self.embed_norm_down, self.embed_norm_up)
-        x, sums = layers(x, angles, segment_ids, layer_kind, engine, *(() if known is None else (known,)))
+        known_and_counted = () if known is None and counted is None else (known, counted)
+        x, sums = layers(x, angles, segment_ids, layer_kind, engine, *known_and_counted)
         if split is not None:
             x = x.rearrange(("batch", "position", "embed"))
             x = hax.named(split.restore(x.array, hax.partitioning.pspec_for_axis(x.axes[:1])), x.axes)

@@ -128,12 +128,12 @@ class LlamaExperts(eqx.Module):
         )
 
     def __call__(
-        self, x: NamedArray, segment_ids: NamedArray | None, engine: EngineRouting | None = None
+        self, x: NamedArray, counted: NamedArray | None, engine: EngineRouting | None = None
     ) -> tuple[NamedArray, RouterSums]:
         """Map ``[batch, position, embed]`` to the same axes; each device routes the rows that it has.
 
         Args:
-            segment_ids: The document of each position; what is of document 0 is padding, and not in the sums.
+            counted: 0 for each position that is not in the sums, such as the document of padding; None: all are.
 
         Returns:
             The sum of what the experts answer, and the router's sums.
@@ -142,9 +142,7 @@ class LlamaExperts(eqx.Module):
         assert experts is not None
         axes = (*(axis for axis in x.axes if axis != ax.Embed), ax.Embed)
         tokens = x.rearrange(axes).array
-        valid = (
-            jnp.ones(tokens.shape[:-1], bool) if segment_ids is None else segment_ids.rearrange(axes[:-1]).array != 0
-        )
+        valid = jnp.ones(tokens.shape[:-1], bool) if counted is None else counted.rearrange(axes[:-1]).array != 0
         mesh = jax.sharding.get_abstract_mesh()
         rows, width = (None if mesh.empty else physical_axis_name(axis) for axis in (axes[0], ax.ExpertMlp))
         # XLA would sort the tokens of all devices.
@@ -271,13 +269,14 @@ class MixedLayers(eqx.Module):
             layer_kind: Any,
             engine: EngineRouting | None = None,
             known: NamedArray | None = None,
+            counted: NamedArray | None = None,
         ) -> tuple[NamedArray, RouterSums]:
             def run(x: NamedArray, layers: Any, of_layers: Any) -> Any:
                 # Not of a projection, which may have adapters.
                 leaves = jax.tree.leaves(layers, is_leaf=lambda leaf: isinstance(leaf, NamedArray))
                 axis = next(leaf.resolve_axis("layer") for leaf in leaves if isinstance(leaf, NamedArray))
                 stack = Stacked(layers, axis, policy)
-                return stack.scan_via(call)(x, angles, segment_ids, *of_layers)
+                return stack.scan_via(call)(x, angles, segment_ids, *of_layers, counted)
 
             def unit(x: NamedArray, runs: Sequence[Any]) -> tuple[NamedArray, RouterSums | None]:
                 found = None

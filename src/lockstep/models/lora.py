@@ -205,9 +205,10 @@ class LoraModel(eqx.Module):
         segment_ids: NamedArray | None = None,
         engine: EngineRouting | None = None,
         known: NamedArray | None = None,
+        counted: NamedArray | None = None,
     ) -> tuple[NamedArray, RouterSums | None]:
         """Return what `LlamaLMHeadModel.activations_and_router` does."""
-        return self.adapted().activations_and_router(input_ids, segment_ids, engine, known)
+        return self.adapted().activations_and_router(input_ids, segment_ids, engine, known, counted)
 
     def lm_head_array(self) -> NamedArray:
         """Return the output layer, see `LlamaLMHeadModel.lm_head_array`."""

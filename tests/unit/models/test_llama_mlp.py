@@ -20,6 +20,8 @@ from lockstep.models.llama_mlp import repeated_runs
 from lockstep.models.trainable import skeleton
 from lockstep.placement import batch_spec, make_mesh
 from lockstep.training import TrainStep, lm_loss, parse_precision
+from lockstep.training.objectives import GrpoConfig, SimpoConfig
+from lockstep.training.objectives.logprobs import loss_with_routers
 from lockstep.training.step.train_step import init_model, init_state
 from tests.unit.models.test_expert_mlps import dense
 
@@ -106,6 +108,63 @@ def test_padding_is_not_in_the_losses_of_routers() -> None:
     _, sums = jax.jit(lambda model: model.activations_and_router(ids, segments))(model)
     assert sums is not None and sums.tokens.tolist() == [10, 10]
     assert sums.counts.sum(axis=-1).tolist() == [20, 20]
+
+
+class CountedError(Exception):
+    """What the routers of a model were told of the tokens that count."""
+
+
+class Telling:
+    """A model with experts that computes nothing."""
+
+    config, logit_soft_cap = CONFIG, None
+    lm_head_array = logits = None
+
+    def activations_and_router(self, *_: Any, counted: hax.NamedArray | None = None) -> Any:
+        raise CountedError(None if counted is None else counted.array.astype(int).tolist())
+
+
+def test_tokens_count_up_to_the_last_target_of_their_sequence() -> None:
+    masks = jnp.array([[[0, 1, 0, 0], [0, 1, 0, 1]], [[0, 1, 1, 0], [0, 0, 0, 0]]], bool)
+    up_to = [[1, 1, 0, 0], [1, 1, 1, 1], [1, 1, 1, 0], [0, 0, 0, 0]]
+    pairs = {"tokens": jnp.zeros((2, 2, 4), jnp.int32), "loss_mask": masks}
+    answers = {name: column.reshape(4, 4) for name, column in pairs.items()}
+    answers |= {"rollout_logprobs": jnp.zeros((4, 4)), "advantage": jnp.ones(4)}
+    packed = {**answers, "segment_ids": jnp.ones((4, 4), jnp.int32)}
+    for objective, batch, expected in (
+        (SimpoConfig(), pairs, up_to),
+        (GrpoConfig(), answers, up_to),
+        (lm_loss, answers, up_to),
+        (lm_loss, packed, None),
+    ):
+        with pytest.raises(CountedError) as told:
+            loss_with_routers(objective, Telling(), batch)
+        assert told.value.args == (expected,), objective
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"mlp_only_layers": (0,)},
+        pytest.param({}, marks=pytest.mark.nightly),
+        pytest.param({"numerics": "exact"}, marks=pytest.mark.nightly),
+    ],
+)
+def test_padding_of_rows_without_documents_changes_no_loss_of_routers(values: dict[str, Any]) -> None:
+    rng, only = np.random.default_rng(0), values.pop("mlp_only_layers", ())
+    config = dataclasses.replace(CONFIG, experts=dataclasses.replace(EXPERTS, mlp_only_layers=only), **values)
+    model = jax.tree.map(lambda leaf: 0.3 * rng.standard_normal(leaf.shape, np.float32), skeleton(32, config))
+    tokens, mask = rng.integers(0, 32, (2, 8)).astype(np.int32), np.array([[False] + [True] * 7] * 2)
+
+    def metrics(extra: int, empty: int) -> dict[str, Any]:
+        """Those of the rows with more padding, and of rows without targets beside them."""
+        added = ((0, empty), (0, extra))
+        batch = {"tokens": jnp.pad(tokens, added), "loss_mask": jnp.pad(mask, added)}
+        parts = jax.jit(lambda model: loss_with_routers(lm_loss, model, batch))(model)
+        return {name: float(value / parts.weight) for name, value in {**parts.metrics, "loss": parts.total}.items()}
+
+    assert metrics(8, 2) == pytest.approx(metrics(0, 0), rel=1e-4)
 
 
 @pytest.mark.parametrize(

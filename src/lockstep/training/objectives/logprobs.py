@@ -219,8 +219,9 @@ def loss_with_routers(objective: LossFn, model: Any, batch: Mapping[str, Array])
     """Return the sums of an objective, and to it the losses of the routers of a model with experts (`Experts`).
 
     They are added up over layers, and over the forward passes of the objective; with microbatches they are the mean of
-    those of each. Metrics: ``router/loss``, those of `RouterSums.metrics`, and where the batch has the experts that an
-    engine chose (`routing_column`) ``routing_gap``, the share of those in layers and tokens that differ.
+    those of each. Neither padding nor a sequence without targets is in them. Metrics: ``router/loss``, those of
+    `RouterSums.metrics`, and where the batch has the experts that an engine chose (`routing_column`) ``routing_gap``,
+    the share of those in layers and tokens that differ.
     """
     recording = with_routing(model, batch)
     if recording is model:
@@ -261,23 +262,41 @@ def with_routing(model: Any, batch: Mapping[str, Array]) -> Any:
     given = [
         EngineRouting(hax.named(batch[name], _ROUTED), replayed) for name, replayed in ROUTING.items() if name in batch
     ]
-    return _RouterRecording(model, given)
+    return _RouterRecording(model, given, _up_to_last_target(batch))
+
+
+def _up_to_last_target(batch: Mapping[str, Array]) -> Bool[Array, "row position"] | None:
+    """Which tokens have a target at or behind them, by the sequence: what comes after the last one is padding, or has
+    no part in the loss. None where segment ids tell what is padding, or nothing does.
+    """
+    if "segment_ids" in batch or "loss_mask" not in batch:
+        return None
+    mask = batch["loss_mask"].reshape(-1, batch["loss_mask"].shape[-1]).astype(bool)
+    positions = jnp.arange(mask.shape[1])
+    return positions <= jnp.max(jnp.where(mask, positions, -1), axis=1, keepdims=True)
 
 
 class _RouterRecording:
     """A model that keeps the sums of its routers, while an objective is traced."""
 
-    def __init__(self, model: Any, engine: Sequence[EngineRouting]) -> None:
-        self.model, self._engine = model, engine
+    def __init__(self, model: Any, engine: Sequence[EngineRouting], counted: Array | None) -> None:
+        self.model, self._engine, self._counted = model, engine, counted
         self.sums: list[RouterSums] = []
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.model, name)
 
     def activations(self, input_ids: NamedArray, segment_ids: NamedArray | None = None) -> NamedArray:
-        states, sums = self.model.activations_and_router(input_ids, segment_ids, *self._engine)
+        counted = self._counted_of(input_ids)
+        states, sums = self.model.activations_and_router(input_ids, segment_ids, *self._engine, counted=counted)
         self.sums.append(sums)
         return states
+
+    def _counted_of(self, input_ids: NamedArray) -> NamedArray | None:
+        """The tokens in the sums; None where an objective of one's own has made other rows of the batch."""
+        if self._counted is None or self._counted.shape != input_ids.array.shape:
+            return None
+        return hax.named(self._counted, input_ids.axes)
 
     @property
     def replayed(self) -> Array | None:
@@ -288,7 +307,8 @@ class _RouterRecording:
         self, input_ids: NamedArray, segment_ids: NamedArray | None = None, *, engine: EngineRouting, known: NamedArray
     ) -> tuple[NamedArray, RouterSums]:
         """With `exact_logprobs`, whose experts are those that are compared."""
-        states, sums = self.model.activations_and_router(input_ids, segment_ids, engine, known)
+        counted = self._counted_of(input_ids)
+        states, sums = self.model.activations_and_router(input_ids, segment_ids, engine, known, counted)
         if self._engine:
             own, given = (jnp.sort(each.experts.array) for each in (engine, self._engine[0]))
             compared = given[..., 0] >= 0
