@@ -271,7 +271,7 @@ class TrainStep:
         values = {name: total / parts.weight for name, total in parts.metrics.items()}
         values["grad_norm"] = optax.global_norm(gradients)
         if self._schedule is not None:
-            updates_done = completed_updates(state.opt_state) if self.skip_bad else None
+            updates_done = completed_updates(state.opt_state)
             values["learning_rate"] = jnp.asarray(self._schedule(state.step if updates_done is None else updates_done))
         loss = parts.total / parts.weight
         if self.skip_bad:

@@ -1,5 +1,6 @@
 """Where the parameters of a train step are placed."""
 
+import dataclasses
 import functools
 
 import jax
@@ -79,17 +80,23 @@ def test_the_memory_of_the_state_before_is_that_of_the_state_after():
     assert text.count("jax.buffer_donor") + text.count("tf.aliasing_output") == len(jax.tree.leaves(state))
 
 
-def step_once(shape, microbatches, reduce_dtype=None):
-    """Mesh, metrics, the model after one step of gradient descent, and the collectives of the program."""
-    mesh, precision, optimizer = make_mesh(shape, jax.devices()[:4]), parse_precision("f32"), optax.sgd(1.0)
+def step_once(shape, microbatches, reduce_dtype=None, optimizer=None, schedule=None, before=0):
+    """Mesh, metrics, the model after one step of gradient descent, and the collectives of the program.
+
+    Args:
+        before: The number of steps before it, of which none was an update.
+    """
+    mesh, precision = make_mesh(shape, jax.devices()[:4]), parse_precision("f32")
+    optimizer = optax.sgd(1.0) if optimizer is None else optimizer
     model = Bigrams.init(jax.random.key(0))
 
     def launch(name, function, arguments, *, out_shardings, donate=()):
         return jax.jit(function, out_shardings=out_shardings)(*arguments)
 
     state, shardings = init_state(model, optimizer, mesh, precision, launch)
+    state = dataclasses.replace(state, step=state.step + before)
     step = TrainStep(
-        loss_fn=lm_loss, optimizer=optimizer, schedule=None, mesh=mesh, shardings=shardings, precision=precision,
+        loss_fn=lm_loss, optimizer=optimizer, schedule=schedule, mesh=mesh, shardings=shardings, precision=precision,
         microbatches=microbatches, reduce_dtype=reduce_dtype,
     )  # fmt: skip
     rng = np.random.default_rng(0)
@@ -101,6 +108,18 @@ def step_once(shape, microbatches, reduce_dtype=None):
     step.compile(state, batch, stop, ledger=Ledger())
     after, metrics = step(state, batch, stop)
     return mesh, step.read(metrics), jax.device_get(after.model), found
+
+
+@pytest.mark.parametrize(("counts", "expected"), [(True, 0.5), (False, 0.75)])
+def test_the_learning_rate_is_that_of_the_updates_that_the_optimizer_has_counted(counts, expected):
+    """Steps that were skipped before are no updates, also where the run skips no more."""
+
+    def schedule(count):
+        return 1 - 0.5 ** (count + 1)
+
+    optimizer = optax.sgd(schedule if counts else 1.0)
+    _, metrics, *_ = step_once("1,4,1", 1, optimizer=optimizer, schedule=schedule, before=1)
+    assert metrics.values["learning_rate"] == expected
 
 
 @functools.cache
