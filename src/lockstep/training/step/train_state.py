@@ -21,10 +21,8 @@ _TYPES: Final = {
     "full": jnp.float32,
     "bf16": jnp.bfloat16,
     "bfloat16": jnp.bfloat16,
-    "f16": jnp.float16,
-    "float16": jnp.float16,
-    "half": jnp.float16,
 }
+_FLOAT16: Final = ("f16", "float16", "half")
 _KEYS: Final = {"p": "param", "params": "param", "c": "compute", "compute": "compute"}
 _USAGE: Final = "Write one type for both ('f32') or pairs such as 'p=f32,c=bf16'; types: " + ", ".join(_TYPES)
 
@@ -58,7 +56,7 @@ def parse_precision(policy: str) -> Precision:
             where it is left out). jmp's ``o=`` is refused, because it would have no effect.
 
     Raises:
-        ConfigError: The string names an unknown key or type.
+        ConfigError: The string names an unknown key or type, or float16.
     """
     if "=" not in policy:
         only = _read_type(policy, policy)
@@ -74,6 +72,11 @@ def parse_precision(policy: str) -> Precision:
 
 
 def _read_type(name: str, policy: str) -> jnp.dtype:
+    if name.strip() in _FLOAT16:
+        raise ConfigError(
+            f"mp is {policy!r}, and float16 cannot train: gradients of single tokens are below its least number, and "
+            "losses are not scaled. Use bf16 (as in p=f32,c=bf16) or f32."
+        )
     if name.strip() not in _TYPES:
         raise ConfigError(f"mp is {policy!r}: {name.strip()!r} is not a known float type. {_USAGE}")
     return jnp.dtype(_TYPES[name.strip()])

@@ -214,7 +214,7 @@ def test_an_optimizer_without_one_has_none():
         ("f32", "float32", "float32"),
         ("bf16", "bfloat16", "bfloat16"),
         ("p=f32,c=bf16", "float32", "bfloat16"),
-        ("compute=half, params=full", "float32", "float16"),
+        ("compute=bfloat16, params=full", "float32", "bfloat16"),
         ("p=bf16", "bfloat16", "bfloat16"),
         ("c=bf16", "float32", "bfloat16"),
     ],
@@ -235,6 +235,12 @@ def test_a_policy_names_both_types(policy, param, compute):
 )
 def test_what_is_not_a_policy_is_refused_with_the_types(policy, text):
     with pytest.raises(ConfigError, match=f"{text}.*types: f32, float32"):
+        parse_precision(policy)
+
+
+@pytest.mark.parametrize("policy", ["f16", "half", "p=f32,c=float16", "p=f16,c=f32"])
+def test_float16_is_refused_whose_range_loses_gradients(policy):
+    with pytest.raises(ConfigError, match=f"mp is '{policy}', and float16 cannot train.* Use bf16 .* or f32"):
         parse_precision(policy)
 
 
