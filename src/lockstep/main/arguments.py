@@ -166,7 +166,9 @@ def checked_values(kind: Any, value: Any, path: tuple[str, ...], where: str) -> 
     name = ".".join(path)
     if value is None and not {type(None), Any, object}.intersection(kinds):
         raise ConfigError(f"{where}: {name!r} is null (no value). Give it one, or remove the line for its default.")
-    if isinstance(value, str) and len(lists) == len(kinds):
+    if isinstance(value, str) and len(lists) == len([each for each in kinds if each is not type(None)]):
+        if value and any(str in arguments for arguments in lists):
+            return [value]
         raise ConfigError(f"{where}: {name!r} is the text {value!r}; it must be a list. Write [{value}].")
     if str in kinds and not {int, float, bool, Any}.intersection(kinds):
         if isinstance(value, bool):

@@ -46,6 +46,7 @@ class Outer:
     shapes: Shape | tuple[Shape, ...] = ()
     text: str | list[str | dict[str, int]] = "x"
     tags: tuple[str, ...] = ()
+    sizes: list[int] | None = None
     free: dict[str, Any] = dataclasses.field(default_factory=dict)
     name: str
 
@@ -95,6 +96,7 @@ def test_what_a_file_says_twice_is_refused_and_an_alias_is_changed_in_one_place(
 
 
 def test_a_text_or_a_list_stays_what_it_is():
+    assert decode_config(Outer, {"name": "a", "tags": "demo"}, "here").tags == ("demo",), "not its letters"
     assert decode_config(Outer, {"name": 7, "text": "y"}, "here") == Outer(name="7", text="y")
     assert decode_config(Outer, {"name": "a", "text": ["y", {"z": 1}]}, "here").text == ["y", {"z": 1}]
     assert decode_config(Outer, {"name": "a", "shapes": [{"type": "round"}]}, "here").shapes == (Round(),)
@@ -115,7 +117,7 @@ def test_a_text_or_a_list_stays_what_it_is():
         ({"name": None}, r"here: 'name' is null \(no value\)\. Give it one, or remove the line"),
         ({"name": "a", "inner": None}, r"here: 'inner' is null"),
         ({"name": "a", "inner": {"steps": None}}, r"here: 'inner.steps' is null"),
-        ({"name": "a", "tags": "demo"}, r"here: 'tags' is the text 'demo'; it must be a list\. Write \[demo\]"),
+        ({"name": "a", "sizes": "8"}, r"here: 'sizes' is the text '8'; it must be a list\. Write \[8\]"),
         ({"name": "a", "text": [True]}, r"here: 'text.0' is True to YAML"),
         ({}, r"Missing required field\(s\) `name`"),
     ],

@@ -95,13 +95,16 @@ def start(directory: str, spec: dict[str, Any]) -> bool:
     Args:
         spec: ``argv``, ``cwd``, ``path``, ``env``, ``secrets``, ``lease_s`` (None: none), ``grace_s``.
     """
-    lock = claim(directory)
-    if lock is None:
-        return False
     sys.stdout.flush()
-    if os.fork():
-        os.close(lock)
-        return True
+    # A connection that ends from here on must not leave an attempt that is claimed and that nobody runs.
+    handlers = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGHUP, signal.SIGINT)}
+    lock = claim(directory)
+    if lock is None or os.fork():
+        for hang_up, handler in handlers.items():
+            signal.signal(hang_up, handler or signal.SIG_DFL)
+        if lock is not None:
+            os.close(lock)
+        return lock is not None
     try:
         os.setsid()
         null = os.open(os.devnull, os.O_RDWR)
@@ -114,8 +117,6 @@ def start(directory: str, spec: dict[str, Any]) -> bool:
                     os.close(number)
                 except OSError:
                     pass
-        for number in (signal.SIGHUP, signal.SIGINT):
-            signal.signal(number, signal.SIG_IGN)
         Supervisor(directory, spec).run()
     except BaseException:
         import traceback
