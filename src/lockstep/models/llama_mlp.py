@@ -178,7 +178,9 @@ class LlamaExperts(eqx.Module):
                 weights = weights._replace(down_bias=jnp.where(first, weights.down_bias, 0))
             flat = tokens.reshape(-1, tokens.shape[-1])
             chosen = None if chosen is None else chosen.reshape(len(flat), -1).astype(jnp.int32)
-            routing = route(flat, router, router_bias, experts, chosen if replays else None)
+            # Experts of its own are replayed too: gradients then have the same bits where an engine's are no others.
+            own = jnp.full((len(flat), experts.num_experts_per_tok), -1, jnp.int32)
+            routing = route(flat, router, router_bias, experts, chosen if replays else own)
             answers = mixture(flat, routing, weights, self.config.variant.activation)
             if sharded and width is not None:
                 answers = jax.lax.psum(answers, width)
