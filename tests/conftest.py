@@ -22,9 +22,12 @@ ON_ONE_WORKER = (
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):  # before the first use of a device
     os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
 
-# A shell starts what it leaves in the background with SIGINT ignored, and so would be what the tests start.
+# A shell starts what it leaves in the background with SIGINT ignored, nohup with SIGHUP, and so would be what the tests
+# start.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -253,8 +253,7 @@ def test_a_closed_terminal_is_heard_of_but_under_nohup(hang_up):
 
 
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM])
-def test_a_signal_interrupts_once_so_that_what_follows_is_done(hang_up, number):
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
+def test_a_signal_interrupts_once_so_that_what_follows_is_done(number):
     before, done = signal.getsignal(number), False
     with pytest.raises(KeyboardInterrupt), signals_to(interrupt):
         try:
