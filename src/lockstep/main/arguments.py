@@ -149,15 +149,18 @@ def checked_values(kind: Any, value: Any, path: tuple[str, ...], where: str) -> 
     if isinstance(value, Mapping):
         cls = _dataclass_of(kind, value, path, where)
         if cls is None:
-            (inner_kind,) = [typing.get_args(each)[1] for each in kinds if len(typing.get_args(each)) == 2][:1] or [Any]
+            of_values = [typing.get_args(each)[1] for each in kinds if typing.get_origin(each) in (dict, Mapping)]
+            inner_kind = of_values[0] if of_values else Any
             return {key: checked_values(inner_kind, inner, (*path, str(key)), where) for key, inner in value.items()}
-        hints = typing.get_type_hints(cls) | {CHOICE_TYPE_KEY: Any} if choices_of(kind) else typing.get_type_hints(cls)
-        names = {field.name for field in dataclasses.fields(cls)}
+        hints = typing.get_type_hints(cls)
+        inner_kinds = {field.name: hints[field.name] for field in dataclasses.fields(cls)}
+        extra = {CHOICE_TYPE_KEY: Any} if choices_of(kind) else {}
         for key in value:
-            if key not in names and not (key == CHOICE_TYPE_KEY and choices_of(kind)):
-                known = _suggest(str(key), names - refused_keys(cls), "key")
+            if key not in inner_kinds and key not in extra:
+                known = _suggest(str(key), inner_kinds.keys() - refused_keys(cls), "key")
                 raise ConfigError(f"{where}: unknown key {'.'.join((*path, str(key)))!r}. {known}")
-        return {key: checked_values(hints[key], inner, (*path, key), where) for key, inner in value.items()}
+        inner_kinds = {**extra, **inner_kinds}
+        return {key: checked_values(inner_kinds[key], inner, (*path, key), where) for key, inner in value.items()}
     lists = [typing.get_args(each) for each in kinds if typing.get_origin(each) in (tuple, list)]
     if isinstance(value, list):
         items = tuple(each for arguments in lists for each in arguments if each is not Ellipsis)
@@ -174,7 +177,9 @@ def checked_values(kind: Any, value: Any, path: tuple[str, ...], where: str) -> 
         if isinstance(value, bool):
             raise ConfigError(f"{where}: {name!r} is {value} to YAML; it must be a text. Put it in quotes.")
         return getattr(value, "source", value)
-    return value.plain if isinstance(value, _Integer | _Float) else value
+    if isinstance(value, _Integer | _Float):
+        return int(value) if isinstance(value, int) else float(value)
+    return value
 
 
 def _kinds(kind: Any) -> list[Any]:
@@ -191,19 +196,11 @@ class _Integer(int):
 
     source: str
 
-    @property
-    def plain(self) -> int:
-        return int(self)
-
 
 class _Float(float):
-    """The same of other numbers: ``1e-3``."""
+    """The same of other numbers: ``1.50``."""
 
     source: str
-
-    @property
-    def plain(self) -> float:
-        return float(self)
 
 
 class _Loader(SafeLoaderWithInclusion):

@@ -63,9 +63,6 @@ class LoraConfig:
     uses them anyway. Adapters are in the parameter type."""
 
     def __post_init__(self) -> None:
-        if self.target_modules and all(len(name) == 1 for name in self.target_modules):
-            # A single name in YAML arrives as its letters.
-            object.__setattr__(self, "target_modules", ("".join(self.target_modules),))
         if self.r < 1:
             raise ConfigError(f"lora.r is {self.r}; a rank must be at least 1. Raise it, or leave lora out.")
         if not (self.alpha > 0 and math.isfinite(self.alpha)):

@@ -89,16 +89,17 @@ def test_a_launcher_between_two_attempts_does_not_begin_the_second(here, monkeyp
 
 
 @pytest.mark.slow
-def test_a_job_that_somebody_deletes_is_not_started_again_and_stays_deleted(cloud):
+@pytest.mark.parametrize("command", ["stop", "delete"])
+def test_a_job_that_somebody_ends_is_not_started_again_by_its_launcher(cloud, command):
     text = "trap 'exit 143' TERM; echo begin; sleep 60 & wait"
     words = ("--hosts", cloud.add("a"), "--no-preflight", "--name", "job", "--retries", "2", "--", "sh", "-c", text)
     process = cloud.start(*words)
     assert process.stdout.readline() == "[0] begin\n"
-    assert cloud.launch("delete", "job").returncode == DONE
+    assert cloud.launch(command, "job").returncode == DONE
     _, errors = process.communicate(timeout=60)
     assert process.returncode == TERMINATED and "(the launcher asked for it)" in errors
-    assert "job job was ended by lockstep launch delete" in errors and "taken away" not in errors
+    assert f"job job was ended by lockstep launch {command}" in errors and "taken away" not in errors
     record = cloud.record("job")
-    assert [each["code"] for each in record["attempts"]] == [TERMINATED] and record["deleted"]
+    assert [each["code"] for each in record["attempts"]] == [TERMINATED] and record["deleted"] == (command == "delete")
     again = cloud.launch("--hosts", "a", "--no-preflight", "--name", "job", "--", "true")
     assert again.returncode == DONE and not cloud.record("job")["deleted"]

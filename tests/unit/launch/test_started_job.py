@@ -194,18 +194,6 @@ def test_no_line_of_a_job_that_was_left_alone_is_lost_when_its_end_is_noted_or_i
     assert shown() == ["[0] saved"]
 
 
-@pytest.mark.slow
-def test_a_job_that_somebody_stops_is_not_started_again(cloud):
-    text = "trap 'exit 143' TERM; echo begin; sleep 60 & wait"
-    words = ("--hosts", cloud.add("a"), "--no-preflight", "--name", "job", "--retries", "2", "--", "sh", "-c", text)
-    process = cloud.start(*words)
-    assert process.stdout.readline() == "[0] begin\n"
-    assert cloud.launch("stop", "job").returncode == DONE
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == TERMINATED and "(the launcher asked for it)" in errors
-    assert len(cloud.record("job")["attempts"]) == 1
-
-
 def test_a_job_that_cannot_start_is_known_at_once(cloud):
     done = cloud.launch("--hosts", cloud.add("a"), *FAST, "--", "sh", "-c", "echo 'error: no file'; exit 1")
     assert done.returncode == FAILED and "[0] error: no file" in done.stdout
