@@ -256,6 +256,7 @@ def longest_common(a, b):
     return lengths[-1]
 
 
+@pytest.mark.slow
 def test_differences_lead_from_one_text_to_the_other_the_shortest_way(page_of):
     random.seed(5)
     words = ["one", "two", "-", ",", "é", "日", "本", "😀", "."]
@@ -386,6 +387,7 @@ def test_filters_and_sorts(page_of):
     assert page.locator(".item .none").text_content() == "not asked yet"
 
 
+@pytest.mark.slow
 def test_an_address_leads_to_what_was_shown(page_of, reports):
     page = page_of(STEPS)
     page.select_option("#metric", "num_tokens")

@@ -1,9 +1,9 @@
 """Slurm's commands for tests: jobs run as processes of this machine, each task in a home directory of its own.
 
 ``install(directory)`` puts sbatch, squeue, scancel, scontrol, sacct and srun there. The state of all jobs is in the
-directory ``$FAKE_SLURM``. Faults: ``$FAKE_SLURM_REFUSES`` is what sbatch answers instead of taking a job;
-``$FAKE_SLURM_LOSES_NODE`` is the number of a task whose node fails half a second after the first start. With the file
-``away`` there, the controller does not answer squeue, once.
+directory ``$FAKE_SLURM``; the number of the first is ``$FAKE_SLURM_FIRST``, or 1000. Faults: ``$FAKE_SLURM_REFUSES`` is
+what sbatch answers instead of taking a job; ``$FAKE_SLURM_LOSES_NODE`` is the number of a task whose node fails half a
+second after the first start. With the file ``away`` there, the controller does not answer squeue, once.
 
 What it does not have: partitions, accounts, priorities, time limits. ``KillWait`` is one second.
 """
@@ -63,7 +63,7 @@ def sbatch(words: list[str]) -> int:
     script = Path(words[-1])
     directives = re.findall(r"^#SBATCH (.*)$", script.read_text(), re.MULTILINE)
     given = [word for line in directives for word in shlex.split(line)] + words[:-1]
-    number = str(1000 + len(list(home().glob("*"))))
+    number = str(int(os.environ.get("FAKE_SLURM_FIRST", "1000")) + len(list(home().glob("*"))))
     directory = home() / number
     directory.mkdir(parents=True)
     (directory / "given").write_text("\n".join(given))

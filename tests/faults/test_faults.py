@@ -239,6 +239,7 @@ def test_sigterm_while_a_report_hangs():
     check_sees(name, results[0]["hangs"]["log"])
 
 
+@pytest.mark.slow
 def test_the_trainers_tracker_blocks():
     name = "trainers_tracker_blocks"
     blocked = [result["blocked"] for result in exits()]
@@ -248,6 +249,7 @@ def test_the_trainers_tracker_blocks():
     check_time(name, 2, max(one["blocked"]["seconds"] for one in blocked))
 
 
+@pytest.mark.slow
 def test_on_error_raise_is_the_same_error_everywhere():
     texts = {result["texts"]["round"] for result in exits()}
     assert len(texts) == 1
@@ -255,6 +257,7 @@ def test_on_error_raise_is_the_same_error_everywhere():
     assert text.startswith("PeerError: 1 of 2 processes failed") and "'no/such/file.txt' does not exist" in text
 
 
+@pytest.mark.slow
 def test_wandb_is_missing():
     for result in exits():
         assert result["texts"]["wandb_is_missing"].startswith("PeerError: 1 of 2 processes failed")
@@ -262,6 +265,7 @@ def test_wandb_is_missing():
     check_time("wandb_is_missing", 2, max(result["seconds"]["wandb_is_missing"] for result in exits()))
 
 
+@pytest.mark.slow
 def test_a_second_thread_cannot_launch_during_training_or_a_round():
     for result in exits():
         threads = result["threads"]

@@ -198,6 +198,7 @@ def test_a_launch_that_fails_on_one_process_after_all_agreed_ends_all_within_sec
     assert all(output.count("both went on") == 1 for output in outputs)
 
 
+@pytest.mark.slow
 def test_the_service_listens_on_loopback_alone_and_a_forged_end_is_a_failure():
     run = run_command([*SCENARIO, "attacked"])
     assert run.code != 0 and "launch: failed" in run.output, run.output

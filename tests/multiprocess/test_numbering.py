@@ -55,7 +55,12 @@ def body_round(hosts, directory):
     }
 
 
-@pytest.mark.parametrize("behaviour", BEHAVIOURS)
+FAST = ("a broadcast gives everybody the leader's bytes", "who disagrees is named to everybody")
+
+
+@pytest.mark.parametrize(
+    "behaviour", [each if each in FAST else pytest.param(each, marks=pytest.mark.slow) for each in BEHAVIOURS]
+)
 def test_between_processes(group, behaviour):
     body, check = BEHAVIOURS[behaviour]
     check(group.run(body, (WAIT_S,), timeout_s=60.0), WAIT_S)

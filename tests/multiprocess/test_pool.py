@@ -74,6 +74,7 @@ def body_fails(hosts, how):
     hosts.barrier("never")
 
 
+@pytest.mark.slow
 def test_what_a_body_leaves_behind_fails_its_test_by_name():
     with pytest.raises(AssertionError) as caught:
         run_processes(body_leaves, devices=1)
@@ -151,6 +152,7 @@ def test_a_body_that_every_process_skips_is_skipped_and_its_group_goes_on():
     assert run_processes(body_pid, devices=1) == pids
 
 
+@pytest.mark.slow
 def test_a_group_serves_many_bodies_and_ends_in_order():
     group = POOL.shared(2, 1)
     pids = run_processes(body_pid, devices=1)

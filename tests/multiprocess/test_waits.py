@@ -16,6 +16,8 @@ from lockstep.text import iter_prompts
 from tests import tiny
 from tests.multiprocess.harness import run_processes
 
+pytestmark = pytest.mark.slow
+
 
 class Waits:
     """The keys that this process waits at, those of the gate left out, which is passed before each launch."""

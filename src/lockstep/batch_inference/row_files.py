@@ -174,7 +174,7 @@ def check_manifest(directory: Path, manifest: Mapping[str, Any], *, force: bool)
     fix = "Choose another trainer.run_id or host_data_parallel_output_dir, or remove the directory."
     before = parse_json(path.read_bytes(), str(path), dict, fix)
     different = [name for name in {**before, **manifest} if before.get(name) != manifest.get(name)]
-    # It is worth a word: nothing that the user wrote need be another.
+    # Such prompts differ where the user has changed nothing.
     dated = " (a chat template that prints the date makes other prompts every day)" if "prompts" in different else ""
     lines = [f"{name} was {_as_json(before.get(name))} and is {_as_json(manifest.get(name))}" for name in different]
     if lines and not force:

@@ -155,9 +155,9 @@ class Slurm:
             _forget_secrets(job)
         code = _noted_code(job)
         print(f"{job.name}: {state or ('ended' if code is None else describe_code(code))}")
-        for path in sorted(job.directory.glob(f"attempt-*/{CODE}-*")):
-            task = int(path.name.rpartition("-")[2])
-            print(f"  {path.parent.name} process {task}: {describe_code(int(path.read_text().split()[0]))}")
+        for attempt in sorted(job.directory.glob("attempt-*")):
+            for task, (ended, _) in sorted(_noted_ends(attempt).items()):
+                print(f"  {attempt.name} process {task}: {describe_code(ended)}")
         return DONE if state else self._code(job)
 
     def logs(self, job: JobRecord, *, follow: bool) -> int:
@@ -276,17 +276,22 @@ def _noted_code(job: JobRecord) -> int | None:
     return int(file.read_text()) if file is not None and file.exists() else None
 
 
+def _noted_ends(attempt: Path) -> dict[int, tuple[int, float]]:
+    """The exit code of each task that has noted it, and when it ended; a task may be killed while it writes."""
+    words = {path: path.read_text().split() for path in attempt.glob(f"{CODE}-*")}
+    return {
+        int(path.name.rpartition("-")[2]): (int(noted[0]), float(noted[1]))
+        for path, noted in words.items()
+        if len(noted) == 2
+    }
+
+
 def _show_failure(job: JobRecord, attempt: int, code: int, console: Console) -> None:
     """Say what ended the job, and show the end of the log of the process that failed first."""
     console.say(f"failed: {describe_code(code)}")
-    ended = []
     themselves = failed_by_their_logs(job.directory.glob(f"attempt-{attempt}/worker-*.log"))
-    for path in job.directory.glob(f"attempt-{attempt}/{CODE}-*"):
-        own, _, at = path.read_text().partition(" ")
-        if int(own) == code:
-            task = int(path.name.rpartition("-")[2])
-            ended.append((task not in themselves, float(at), task))
-    if ended:
+    noted = _noted_ends(job.directory / f"attempt-{attempt}")
+    if ended := [(task not in themselves, at, task) for task, (own, at) in noted.items() if own == code]:
         console.say(f"process {min(ended)[2]} failed first; its log is {job.log(attempt, min(ended)[2])}")
     own_log = job.directory / f"slurm-{job.notes['job']}.log"
     for line in own_log.read_text(errors="replace").splitlines()[-5:] if own_log.exists() else ():

@@ -126,6 +126,7 @@ def task_script(secret_names: Sequence[str]) -> str:
 logs=$1
 shift
 {run_command(list(secret_names), '$(dirname "$logs")', forward=False)}\
+trap '' TERM INT # what Slurm ends because of another task still notes when
 printf '%s %s\\n' "$code" "$(date +%s.%N)" > "$logs/code-$SLURM_PROCID"
 exit "$code"
 """

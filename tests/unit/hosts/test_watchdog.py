@@ -25,6 +25,7 @@ with Watchdog(hosts, 0.3).watch("decode"):
 """
 
 
+@pytest.mark.slow
 def test_watchdog_reports_and_ends():
     env = {**os.environ, "JAX_PLATFORMS": "cpu"}
     done = subprocess.run([sys.executable, "-c", WATCHED], env=env, capture_output=True, text=True)

@@ -221,6 +221,7 @@ def test_ctrl_c_once_gives_time_to_save_and_twice_kills(cloud, twice):
     assert cloud.wait_until_empty() and len(cloud.record("job")["attempts"]) == 1
 
 
+@pytest.mark.slow
 def test_a_job_whose_launcher_is_gone_stops_by_its_lease(cloud):
     text = "trap 'echo saved; exit 0' TERM; echo ready; sleep 600 & wait"
     process = cloud.start("--hosts", cloud.add("a"), *FAST, "--lease_s", "3", *script(text))

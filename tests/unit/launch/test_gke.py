@@ -152,6 +152,7 @@ def test_a_lost_node_starts_all_pods_again_and_both_logs_are_kept(cluster, monke
     assert capfd.readouterr().out.count("[1] pod 1") == 2
 
 
+@pytest.mark.slow
 def test_with_a_slice_less_the_same_command_goes_on(cluster, monkeypatch, capfd):
     """The nodes of slice 1 are taken away for good; all attempts have logs of their own."""
     monkeypatch.setenv("FAKE_KUBE_DISRUPTS", "1")
@@ -335,6 +336,7 @@ def test_what_is_not_ours_is_neither_replaced_nor_deleted(cluster, capsys, kind,
     assert main(["delete", "job"]) == 0 and file.read_text() == before
 
 
+@pytest.mark.slow
 def test_what_a_launcher_that_was_killed_has_left_is_replaced(cluster, monkeypatch):
     (cluster / "env").write_text(f"HF_TOKEN={SECRET}\n")
 

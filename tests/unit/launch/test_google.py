@@ -51,6 +51,7 @@ def ordered(output: str, *texts: str) -> None:
         at = found
 
 
+@pytest.mark.slow
 def test_from_nothing_to_a_run_on_all_workers_and_back(laptop):
     program = 'echo "$FAKE_WORKER of $REQUIRE_JAX_PROCESS_COUNT, multi $REQUIRE_MULTIHOST, $(cat ~/.mark 2>/dev/null)"'
     output = run(

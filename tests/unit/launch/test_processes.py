@@ -199,6 +199,7 @@ def test_the_leader_keeps_the_terminal():
     os.close(ours)
 
 
+@pytest.mark.slow
 def test_a_flood_on_one_pipe_does_not_hide_the_other():
     program = "if i == 1: time.sleep(.5); sys.exit(5)\nwhile True: print('x' * 1000)"
     assert run(program).returncode == 5

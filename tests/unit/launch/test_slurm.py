@@ -81,6 +81,7 @@ def test_every_task_runs_the_command_and_is_shown_with_its_number(cluster, capfd
 def test_a_task_has_its_gpu_or_all_of_its_node(nodes, each, gpus, cluster, capfdbinary, monkeypatch):
     """Two processes join by Slurm's variables; what JAX would show them of two GPUs."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    monkeypatch.setenv("FAKE_SLURM_FIRST", str(os.getpid()))  # by which JAX chooses a port of this machine
     text = "import jax, lockstep; hosts = lockstep.start()\n"
     text += "print('process', hosts.index, 'of', hosts.count, 'sees', jax.config.values['jax_cuda_visible_devices'])"
     assert launch("--nodes", str(nodes), "--tasks_per_node", str(each), python=text) == 0
@@ -194,6 +195,15 @@ def test_a_code_that_the_file_system_does_not_show_yet_is_that_of_the_accounting
     capfd.readouterr()
     assert main(["status", "job"]) == 0
     assert capfd.readouterr().out == "job: ended\n"
+
+
+@pytest.mark.parametrize("half", ["", "3 \n"])
+def test_a_task_that_was_killed_while_it_noted_its_end_has_none(cluster, capfd, half):
+    assert launch(python="exit(3)") == 3
+    (cluster / "jobs/job/attempt-1/code-0").write_text(half)
+    capfd.readouterr()
+    assert main(["status", "job"]) == 3
+    assert capfd.readouterr().out == f"job: {exits.describe_code(3)}\n"
 
 
 def test_a_name_that_a_job_of_another_backend_has_is_refused(cluster, capsys):

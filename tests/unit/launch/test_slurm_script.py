@@ -100,3 +100,12 @@ def test_secrets_survive_any_letter(tmp_path):
         ["bash", "-c", '. "$0/secrets.sh"; printf %s "$TOKEN"', tmp_path], capture_output=True, text=True, check=True
     )
     assert done.stdout == value
+
+
+def test_a_task_that_slurm_ends_as_it_notes_its_end_notes_when(tmp_path):
+    (tmp_path / "date").write_text('#!/bin/bash\nkill -TERM $$\nexec /bin/date "$@"\n')
+    (tmp_path / "date").chmod(0o755)
+    env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_PROCID": "3"}
+    done = subprocess.run(["bash", "-c", task_script([]), "task", str(tmp_path), "bash", "-c", "exit 87"], env=env)
+    code, at = (tmp_path / "code-3").read_text().split()
+    assert done.returncode == int(code) == 87 and float(at) > 0

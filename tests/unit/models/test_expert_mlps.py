@@ -43,7 +43,7 @@ def dense(x: jax.Array, routing: Routing, weights: ExpertWeights) -> jax.Array:
     ("shape", "norm"),  # experts, choices, tokens, embed, width
     [
         ((5, 3, 37, 12, 7), True),
-        ((128, 8, 12, 16, 8), False),  # a row at a time
+        pytest.param((128, 8, 12, 16, 8), False, marks=pytest.mark.slow),  # a row at a time
         *(
             pytest.param(shape, True, marks=pytest.mark.slow)
             for shape in [(8, 2, 1, 16, 8), (16, 4, 20, 16, 8), (3, 2, 300, 8, 8)]

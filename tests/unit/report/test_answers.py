@@ -188,6 +188,7 @@ SLOW, TEXT = "(a|aa)+$", "a" * 36 + "b"
 """``re`` needs some 6 s for it, ``regex`` twice that."""
 
 
+@pytest.mark.slow
 def test_other_threads_run_while_a_pattern_backtracks(monkeypatch):
     monkeypatch.setattr(answers, "MATCH_S", 1.0)
     ticks, stop = [], threading.Event()

@@ -198,6 +198,7 @@ for step in range(4, 26, 2):
 """
 
 
+@pytest.mark.slow
 def test_python_waits_a_moment_for_jobs_when_it_ends():
     """And names what is lost. The module alone, because importing jax takes seconds."""
     command = [sys.executable, "-c", EXIT, background.__file__]

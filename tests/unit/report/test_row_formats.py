@@ -154,6 +154,7 @@ def test_each_step_and_task_is_a_log(tmp_path):
     }
 
 
+@pytest.mark.slow
 def test_inspect_itself_reads_the_logs(tmp_path):
     inspect_log = pytest.importorskip("inspect_ai.log")
     write_inspect_log([*ROWS, TASK, SAMPLE], tmp_path, run="run", created=MADE)

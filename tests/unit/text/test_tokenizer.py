@@ -151,6 +151,7 @@ def test_code_of_a_tokenizer_is_run_where_it_is_named_alone(with_code, scheme, m
     assert type(load_tokenizer(place, place)).__name__ == "Mine" and made.exists()
 
 
+@pytest.mark.slow
 def test_an_unknown_hub_name_is_refused(monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     code = (

@@ -148,8 +148,8 @@ def test_features_that_others_use_change_nothing_bit_for_bit(grown: Engine) -> N
 @pytest.mark.parametrize(
     ("params", "inputs", "outputs"),
     [
-        ({"repetition_penalty": 1.1}, ("history", "prompt_length", "penalties"), 0),
-        pytest.param({"logit_bias": ((1, 1.0),)}, ("bias_ids", "bias"), 0, marks=pytest.mark.slow),
+        pytest.param({"repetition_penalty": 1.1}, ("history", "prompt_length", "penalties"), 0, marks=pytest.mark.slow),
+        ({"logit_bias": ((1, 1.0),)}, ("bias_ids", "bias"), 0),
         pytest.param({"allowed_token_ids": (1, 2)}, ("allowed_ids",), 0, marks=pytest.mark.slow),
         pytest.param({"stop_token_ids": (1,), "min_tokens": 1}, ("stop_from",), 0, marks=pytest.mark.slow),
         pytest.param({"top_logprobs": 2}, (), 4, marks=pytest.mark.slow),  # an id and a log-probability of each

@@ -219,16 +219,20 @@ def test_any_order_of_endings(examples: int) -> None:
     assert not [each for each in wanted if not SEEN[each]], SEEN
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
-@given(cases_with_stops())
-def test_stop_strings_end_answers_whatever_the_launches(case: tuple[Capacity, list[Request]]) -> None:
-    capacity, requests = case
-    for steps in {1, capacity.steps, 7}:
-        run = Run(dataclasses.replace(capacity, steps=steps), requests)
-        while run.launch():
-            pass
-        for completion in run.scheduler.completions():
-            run.check_completion(completion)
+@pytest.mark.parametrize("examples", [30, pytest.param(100, marks=pytest.mark.slow)])
+def test_stop_strings_end_answers_whatever_the_launches(examples: int) -> None:
+    @settings(max_examples=examples, deadline=None, derandomize=True)
+    @given(cases_with_stops())
+    def drawn(case: tuple[Capacity, list[Request]]) -> None:
+        capacity, requests = case
+        for steps in {1, capacity.steps, 7}:
+            run = Run(dataclasses.replace(capacity, steps=steps), requests)
+            while run.launch():
+                pass
+            for completion in run.scheduler.completions():
+                run.check_completion(completion)
+
+    drawn()
 
 
 def test_a_writer_that_leaves_has_the_sharers_write_its_pages() -> None:

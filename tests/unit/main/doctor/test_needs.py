@@ -217,6 +217,7 @@ def test_wandb_without_a_network_or_a_key(monkeypatch, tmp_path):
     assert check_wandb({"mode": "offline"}, 5).text == "not asked: mode offline"
 
 
+@pytest.mark.slow
 def test_all_of_it_at_once_within_the_time(monkeypatch, tmp_path):
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", f"http://127.0.0.1:{closed_port()}")
     monkeypatch.setenv("FSSPEC_GS_TOKEN", "anon")

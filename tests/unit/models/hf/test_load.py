@@ -26,6 +26,7 @@ from tests.multiprocess.harness import run_threads
 
 GOLDEN = Path(__file__).parents[3] / "golden"
 FAMILIES = ["llama3", "llama_tied", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "olmo2", "phi3"]
+FAST = ["llama3", "llama_tied", "qwen2", "gemma3", "phi3"]
 EXPERTS = ["mixtral", "qwen2_moe", "qwen3_moe", "qwen3_moe_mixed"]
 
 
@@ -50,7 +51,8 @@ def change_tensors(directory: Path, change: Callable[[dict[str, np.ndarray]], ob
         pytest.param(
             family,
             shape,
-            marks=[pytest.mark.slow] * (family in EXPERTS or (shape == "1,2,2") != (family in ("llama_tied", "qwen2"))),
+            marks=[pytest.mark.slow]
+            * (family not in FAST or (shape == "1,2,2") != (family in ("llama_tied", "qwen2"))),
         )
         for family in (*FAMILIES, *EXPERTS)
         for shape in ("1,1,1", "1,2,2")

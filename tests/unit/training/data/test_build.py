@@ -96,6 +96,7 @@ def test_what_fails_on_one_host_fails_on_all_and_the_next_start_goes_on(config, 
     assert not list(cache.glob("*.tmp"))
 
 
+@pytest.mark.slow
 def test_a_slow_host_is_waited_for(config):
     """Longer than any wait may last, as long as something is read."""
     tokenizers = [Counting(), Counting(delay_s=0.6)]

@@ -60,7 +60,7 @@ def test_every_row_comes_once_per_epoch_in_another_order(size):
 
 @pytest.mark.parametrize(
     "size",
-    [rows_module.SMALL, 2**16 + 1, *(pytest.param(n, marks=pytest.mark.slow) for n in (200_000, 2**18, 10**6)), 10**9],
+    [rows_module.SMALL, 2**16 + 1, *(pytest.param(n, marks=pytest.mark.slow) for n in (200_000, 2**18, 10**6, 10**9))],
 )
 def test_rows_at_neighbouring_places_have_nothing_to_do_with_each_other(size):
     """For a uniform permutation each correlation is 1 / sqrt(count) of chance; six of them never come by chance."""
@@ -247,7 +247,7 @@ def generate(path, row, count):
 @pytest.mark.parametrize(
     ("count", "row", "given", "limit"),
     [
-        (15_000, question, {"format": "prompt_completion"}, 30),
+        pytest.param(15_000, question, {"format": "prompt_completion"}, 30, marks=pytest.mark.slow),
         # Short rows, which are tokenised in half the time: 8 minutes of one core.
         pytest.param(10_000_000, digits, {"packing": False}, 120, marks=pytest.mark.nightly),
     ],

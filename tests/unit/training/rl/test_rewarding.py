@@ -48,7 +48,7 @@ def rewarded(hosts):
     )
 
 
-@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_every_host_gets_the_weighted_sums_of_all_answers(count, caplog):
     picky_values = [1, 1, 1, -1, -1, 1, -1, 1]
     expected = (2.0 * np.array(picky_values) + 0.5 * np.arange(ANSWERS) / 10).tolist()

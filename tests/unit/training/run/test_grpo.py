@@ -103,7 +103,7 @@ def test_a_policy_has_no_token_beyond_the_tokenizer():
     assert read().make_objective(tokenizer).vocab_size == max(tokenizer.get_vocab().values()) + 1
 
 
-@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+@pytest.mark.parametrize("temperature", [pytest.param(0.5, marks=pytest.mark.slow), 1.0, 2.0])
 def test_the_gradient_is_that_of_the_mean_reward_of_what_is_sampled(temperature):
     """Over all answers of two tokens, each as often as it is drawn; the reward depends on the first token alone."""
     config = read("--rollout.temperature", str(temperature), "--use_rollout_logprobs", "false")

@@ -54,6 +54,7 @@ def test_gradients_of_keys_are_summed_in_float32():
         assert np.abs(ours - true).mean() < 1.2 * np.abs(theirs - true).mean()
 
 
+@pytest.mark.slow
 def test_memory_grows_with_the_length_and_not_with_its_square():
     attention = CausalAttention(scale=0.3)
 
