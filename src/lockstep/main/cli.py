@@ -1,5 +1,8 @@
 """The ``lockstep`` command."""
 
+import os
+import select
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
@@ -18,7 +21,7 @@ def run(arguments: Sequence[str]) -> int:
     if not arguments or arguments[0] in HELP:
         from lockstep.main.help import overview
 
-        print(overview())
+        _show(overview())
         return exits.DONE if arguments else exits.USAGE
     command, rest = find_command(arguments[0]), list(arguments[1:])
     asked = next((index for index, word in enumerate(own_words(rest)) if word in HELP), None)
@@ -26,7 +29,7 @@ def run(arguments: Sequence[str]) -> int:
         from lockstep.main.help import command_help
 
         after = rest[asked + 1 : asked + 2]
-        print(command_help(command, after[0] if after and not after[0].startswith("-") else None))
+        _show(command_help(command, after[0] if after and not after[0].startswith("-") else None))
         return exits.DONE
     return command.run(rest)
 
@@ -51,3 +54,26 @@ def run_alone(arguments: Sequence[str], debug: bool) -> int:
             traceback.print_exc()
         print(f"error: {printable(without_credentials(str(error)))}", file=sys.stderr)
         return exits.FAILED
+    except BrokenPipeError:
+        if not _reader_has_left():
+            raise
+        return 128 + signal.SIGPIPE
+
+
+def _show(text: str) -> None:
+    """Print a text of which a reader may want the beginning alone, as ``head`` does."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        if not _reader_has_left():
+            raise
+
+
+def _reader_has_left() -> bool:
+    """Whether nobody reads standard output any more; what is left for it is then dropped, so that Python ends well."""
+    pipe = select.poll()
+    pipe.register(sys.stdout.fileno(), 0)  # for the event that none asks for: an error
+    left = bool(pipe.poll(0))
+    if left:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return left

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from lockstep import exits
+from lockstep.errors import ConfigError
 from lockstep.launch import main as launch
 from lockstep.main.commands import Arguments
 from lockstep.report import read_jsonl
@@ -141,7 +142,10 @@ def main(arguments: Sequence[str]) -> int:
     directory = Path(options.directory)
     words = ["--backend", "local", "--processes", str(options.processes), "--devices_per_process", "1"]
     words += ["--", "lockstep", "train-lm", "--config_path", str(directory / "demo.yaml")]
-    written = write_demo(directory, shlex.join(["lockstep", "launch", *words]))
+    try:
+        written = write_demo(directory, shlex.join(["lockstep", "launch", *words]))
+    except OSError as error:
+        raise ConfigError(f"{error}. Name a directory that can be written with --directory PATH.") from error
     print(_introduction(directory, options.processes, written), flush=True)
     run_id = time.strftime("%Y%m%d-%H%M%S")
     words += ["--trainer.log_dir", str(directory / "runs"), "--trainer.run_id", run_id]

@@ -197,7 +197,11 @@ def run_convert(arguments: Sequence[str]) -> int:
     """Convert as the command line says."""
     words = name_words(arguments, ["run"], "lockstep convert RUN [--key VALUE ...]")
     logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
-    for path in convert(parse_arguments(ConvertConfig, words)):
+    try:
+        written = convert(parse_arguments(ConvertConfig, words))
+    except OSError as error:
+        raise ConfigError(f"{error}. Name a directory that can be written with --output PATH.") from error
+    for path in written:
         print(path)
     return 0
 

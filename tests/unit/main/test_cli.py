@@ -1,5 +1,7 @@
 """The command line."""
 
+import signal
+import subprocess
 import sys
 
 import pytest
@@ -64,3 +66,13 @@ def test_a_mistake_in_any_command_is_a_line_and_for_debugging_a_stack(monkeypatc
     given = words if command.own_help else words[:2]
     assert printed.splitlines()[-1] == f"error: {command.name} was given {given}"
     assert ("Traceback" in printed) == debug
+
+
+@pytest.mark.parametrize(
+    ("words", "code"), [(["--help"], 0), (["completion", "bash"], 128 + signal.SIGPIPE)], ids=["help", "completion"]
+)
+def test_a_reader_that_leaves_early_sees_no_error(words, code):
+    command = [sys.executable, "-c", "from lockstep.main.cli import main; main()", *words]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process.stdout.close()
+    assert (process.stderr.read(), process.wait()) == (b"", code)

@@ -211,3 +211,9 @@ def test_what_cannot_work_is_refused(monkeypatch, tmp_path, arguments, message):
     with pytest.raises(ConfigError, match=message):
         start(monkeypatch, tmp_path, *arguments)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_directory_that_cannot_be_written_is_a_mistake(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="--directory PATH"):
+        demo.main(["--directory", str(tmp_path / "file")])

@@ -236,3 +236,9 @@ def test_what_has_no_rows_is_refused(tmp_path):
         convert(ConvertConfig(run=str(tmp_path), format="parquet"))
     with pytest.raises(ConfigError, match="format is 'csv'; it must be parquet or inspect"):
         ConvertConfig(run=str(tmp_path), format="csv")
+
+
+def test_a_directory_that_cannot_be_written_is_a_mistake(tmp_path):
+    append_jsonl(tmp_path / "rows.jsonl", [{"prompt_id": 0, "step": 1, "generated_text": "a"}])
+    with pytest.raises(ConfigError, match="--output PATH"):
+        run_convert([str(tmp_path / "rows.jsonl"), "--format", "inspect", "--output", str(tmp_path / "rows.jsonl")])
