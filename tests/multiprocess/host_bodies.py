@@ -344,6 +344,8 @@ def check_requests(results: Results, wait_s: float) -> None:
         assert asked["gather"] == {"set": 1, "barrier": 1} | leaders
 
 
+LATE = "who is late is named with its phase"
+
 BEHAVIOURS: dict[str, tuple[Callable[[Hosts, float], Any], Callable[[Results, float], None]]] = {
     "a barrier lets nobody pass before all have come": (barrier, check_barrier),
     "a broadcast gives everybody the leader's bytes": (broadcast, check_broadcast),
@@ -352,7 +354,7 @@ BEHAVIOURS: dict[str, tuple[Callable[[Hosts, float], Any], Callable[[Results, fl
     "errors of some are raised on all": (failures, check_failures),
     "a name is used once in a scope": (names, check_names),
     "no key stays": (keys, check_keys),
-    "who is late is named with its phase": (late, check_late),
+    LATE: (late, check_late),
     "who left by an error is named with it": (left_by_error, check_left_by_error),
     "a call is one wait": (requests, check_requests),
     "reasons to stop are known to all": (stopping, check_stopping),

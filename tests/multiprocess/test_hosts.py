@@ -13,7 +13,7 @@ from lockstep.errors import LaunchMismatchError
 from lockstep.exits import PEER_FAILED
 from lockstep.hosts import DistributedConfig, Hosts, leader_only, start
 from tests.multiprocess.harness import run_command, run_processes
-from tests.multiprocess.host_bodies import BEHAVIOURS
+from tests.multiprocess.host_bodies import BEHAVIOURS, LATE
 from tests.multiprocess.launcher import LAUNCHER
 
 pytestmark = pytest.mark.multiprocess
@@ -75,7 +75,10 @@ def body_leader_only(hosts: Hosts):
 
 
 @pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])  # test_numbering.py has 4 too
-@pytest.mark.parametrize("behaviour", BEHAVIOURS)
+@pytest.mark.parametrize(
+    "behaviour",  # threads wait as long as processes for who is late: tests/unit/hosts
+    [pytest.param(each, marks=[pytest.mark.slow] * (each == LATE)) for each in BEHAVIOURS],
+)
 def test_between_processes(behaviour, processes):
     body, check = BEHAVIOURS[behaviour]
     check(run_processes(body, processes=processes, args=(WAIT_S,)), WAIT_S)

@@ -110,8 +110,8 @@ def test_messages_that_pages_quote_are_in_the_sources():
 
 NAMES = make_api_docs.public_names()
 SLOW = (
-    "Engine SampleCallback audit models.check_reader models.load_hf models.save_hf testing.run_processes "
-    "training.Trainer"
+    "Engine SampleCallback audit models.check_reader models.load_hf models.save_hf "
+    "testing.assert_nothing_left testing.run_processes training.Trainer"
 ).split()
 """Names of lockstep whose examples compile programs or start processes: `make slow` runs them."""
 

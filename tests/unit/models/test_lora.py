@@ -40,7 +40,7 @@ SEVEN = [f"{weight}_proj" for weight in ("q", "k", "v", "o", "gate", "up", "down
     [
         pytest.param("qwen3", "1,1,1", LORA, marks=pytest.mark.slow),
         ("llama", "1,2,2", LORA),
-        ("experts", "1,2,2", MLPS),
+        pytest.param("experts", "1,2,2", MLPS, marks=pytest.mark.slow),
     ],
 )
 def test_it_computes_as_the_merged_model(family, mesh_shape, lora):

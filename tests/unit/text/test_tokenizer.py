@@ -230,6 +230,7 @@ def test_the_generation_config_of_a_hub_name_is_that_of_the_hubs_cache(tokenizer
     assert warning.startswith("generation_config.json of the tokenizer 'org/unknown' is neither in the cache")
 
 
+@pytest.mark.slow
 def test_transformers_is_imported_on_first_use_and_says_nothing_at_the_terminal():
     code = (
         "import sys; from lockstep.text import load_tokenizer\n"

@@ -127,7 +127,8 @@ def rows() -> tuple[np.ndarray, ...]:
     "queries",
     [3, pytest.param(8, marks=pytest.mark.nightly), pytest.param(64, marks=pytest.mark.slow)],
 )
-@pytest.mark.parametrize(("kv_heads", "group", "head"), [pytest.param(*HEADS[0], marks=pytest.mark.slow), HEADS[1]])
+@pytest.mark.parametrize(("kv_heads", "group", "head"), HEADS[:2])
+@pytest.mark.slow
 def test_prefill(kv_heads: int, group: int, head: int, queries: int) -> None:
     heads = Heads(kv_heads=kv_heads, group=group, head_size=head)
     start, table, page = rows()

@@ -63,7 +63,7 @@ def test_every_parameter_has_a_gradient(family: str) -> None:
         assert np.all(np.isfinite(layers)) and np.all(layers.max(axis=1) > 0), name
 
 
-@pytest.mark.parametrize("family", [some_fast(name, "gemma3", "gpt_oss", "phi3") for name in FAMILIES])
+@pytest.mark.parametrize("family", [some_fast(name, "gpt_oss") for name in FAMILIES])
 def test_a_saved_checkpoint_is_the_one_that_was_loaded(family: str, tmp_path: Path) -> None:
     model = load_hf(str(GOLDEN / family), make_mesh("1,1,2", jax.devices()[:2]), dtype=jnp.bfloat16)
     save_hf(model, tmp_path / "out", max_shard_bytes=20_000)
@@ -106,7 +106,7 @@ def test_adapters_are_trained_and_saved_merged(family: str, lora: LoraConfig, tm
 @pytest.mark.parametrize(
     ("family", "modules"),
     [
-        ("phi3", ("all-linear",)),
+        pytest.param("phi3", ("all-linear",), marks=pytest.mark.slow),
         pytest.param("phi3", ("k_proj", "up_proj"), marks=pytest.mark.slow),
         ("mixtral", ("q_proj", *MLPS.target_modules)),  # an adapter of each expert
         ("gpt_oss", ("q_proj", *GATE_UP.target_modules)),  # of parameters that have all experts

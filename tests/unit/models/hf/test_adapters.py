@@ -28,8 +28,8 @@ GOLDEN = Path(__file__).parents[3] / "golden"
     ("family", "modules"),
     [
         ("qwen3", ("all-linear",)),
-        ("qwen3", ("o_proj",)),
-        ("qwen3_moe_mixed", ("all-linear",)),
+        pytest.param("qwen3", ("o_proj",), marks=pytest.mark.slow),
+        pytest.param("qwen3_moe_mixed", ("all-linear",), marks=pytest.mark.slow),
         ("qwen3_moe_mixed", ("v_proj", *MLPS.target_modules)),
         ("gpt_oss", GATE_UP.target_modules),
     ],

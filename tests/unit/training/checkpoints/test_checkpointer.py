@@ -100,6 +100,7 @@ def test_a_host_that_cannot_write_fails_the_save_on_all_and_the_next_one_works(t
     assert not make(tmp_path).directory.of(1).exists()
 
 
+@pytest.mark.slow
 def test_a_host_that_hangs_costs_the_save_and_nothing_else(tmp_path, monkeypatch, caplog):
     release = threading.Event()
 

@@ -13,7 +13,7 @@ from tests.unit.models.attention.training.cases import SINKS, arrays, with_gradi
 @pytest.mark.parametrize(
     ("attention", "packed"),
     [
-        (CausalAttention(scale=0.3), False),
+        pytest.param(CausalAttention(scale=0.3), False, marks=pytest.mark.slow),
         (CausalAttention(scale=0.7, sliding_window=150, soft_cap=1.5), True),
     ],
     ids=["plain", "window, soft cap, documents, sinks"],
