@@ -43,6 +43,17 @@ def parse_json[Found](
     return found
 
 
+def lone_surrogate(text: str) -> str:
+    """Half a surrogate pair in a text, for an error; empty where there is none. JSON can have one (an emoji that was
+    cut), UTF-8 and tokenizers cannot.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return f"half a surrogate pair, {text[error.start]!r}"
+    return ""
+
+
 @contextlib.contextmanager
 def refused(place: str, fix: str, error: type[LockstepError] = ConfigError) -> Iterator[None]:
     """Raise what the block stumbles over in values that others wrote as one error of ours.

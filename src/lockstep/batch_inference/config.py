@@ -4,7 +4,7 @@ import dataclasses
 from typing import Literal
 
 from lockstep.engine import EngineConfig, SamplingFields
-from lockstep.errors import ConfigError, check_at_least, check_one_of, check_run_id
+from lockstep.errors import ConfigError, check_at_least, check_one_of, check_run_dir
 from lockstep.hosts import DistributedConfig
 from lockstep.report import EvaluationFields, JsonlTrackerConfig, TrackerConfig, check_metrics
 from lockstep.text import read_prompts
@@ -30,7 +30,7 @@ class JobConfig:
     """The parent of the run directory."""
 
     def __post_init__(self) -> None:
-        check_run_id(self.run_id)
+        check_run_dir(self.log_dir, self.run_id)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

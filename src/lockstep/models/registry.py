@@ -15,6 +15,9 @@ from lockstep.errors import LockstepError
 from lockstep.models.config import LlamaConfig
 from lockstep.models.weights import DecoderWeights
 from lockstep.placement import sources
+from lockstep.printable import get_logger
+
+log = get_logger(__name__)
 
 NAMED_AT_MOST = 8
 """The number of parameters that an error names."""
@@ -171,13 +174,25 @@ def register_reader(
         @functools.wraps(reader)
         def checked(model: Any) -> tuple[LlamaConfig, DecoderWeights]:
             config, weights = reader(model)
-            check_all_read(parameters(model), weights, ignore=ignore)
+            own = parameters(model)
+            if own is model and not named_parameters(model):
+                _warn_of_no_parameters(class_name(type(model)))
+            check_all_read(own, weights, ignore=ignore)
             return config, weights
 
         read_registered.register(cls)(checked)
         return reader
 
     return register
+
+
+@functools.cache
+def _warn_of_no_parameters(cls: str) -> None:
+    log.warning(
+        "a %s is no pytree with parameters, so it is not known whether its reader left one out. Give register_reader "
+        "parameters=, a function from a model to a pytree of its parameters.",
+        cls,
+    )
 
 
 @functools.singledispatch

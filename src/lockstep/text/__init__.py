@@ -14,6 +14,7 @@ from lockstep.text.tokenizer import check_vocab as check_vocab
 from lockstep.text.tokenizer import decode as decode
 from lockstep.text.tokenizer import fetch_tokenizer as fetch_tokenizer
 from lockstep.text.tokenizer import load_tokenizer as load_tokenizer
+from lockstep.text.tokenizer import special_tokens as special_tokens
 from lockstep.text.tokenizer import stop_ids as stop_ids
 from lockstep.text.tokenizer import token_count as token_count
 from lockstep.text.tokenizer import token_texts as token_texts

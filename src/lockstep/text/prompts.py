@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from lockstep.errors import PromptError
-from lockstep.json_text import parse_json
+from lockstep.json_text import lone_surrogate, parse_json
 from lockstep.printable import get_logger
 from lockstep.urls import url_to_fs
 
@@ -63,11 +63,13 @@ class Prompt:
             if not self.messages:
                 raise PromptError(f"prompt {self.id} has an empty list of messages. Remove it or add a user message.")
             for message in self.messages:
-                if not all(isinstance(message.get(key), str) for key in ("role", "content")):
+                texts = [message.get(key) for key in ("role", "content")] if isinstance(message, Mapping) else [None]
+                if not all(isinstance(text, str) for text in texts):
                     raise PromptError(
-                        f"prompt {self.id} has the message {dict(message)!r}; a message needs the texts 'role' and "
-                        "'content'."
+                        f"prompt {self.id} has the message {message!r}; a message needs the texts 'role' and 'content'."
                     )
+        if broken := lone_surrogate(self.shown):
+            raise PromptError(f"prompt {self.id} has {broken}, which is no character. Correct it or remove it.")
 
     @property
     def shown(self) -> str:

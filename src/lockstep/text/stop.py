@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from lockstep.errors import ConfigError
-from lockstep.text.tokenizer import decode
+from lockstep.text.tokenizer import decode, special_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -30,7 +30,8 @@ class StopFinder:
     def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
         self._tokenizer = tokenizer
         vocab: dict[str, int] = tokenizer.get_vocab()
-        self._special = frozenset(int(token) for token in tokenizer.all_special_ids)
+        self._special = special_tokens(tokenizer)
+        self._special_ids = frozenset(self._special.values())
         # SentencePiece's byte fallback decodes a run of bytes as a whole: one wrong byte changes those before it.
         byte_names = (f"<0x{byte:02X}>" for byte in range(256)) if "<0x00>" in vocab else ()
         self._bytes = frozenset(vocab[name] for name in byte_names if name in vocab)
@@ -39,15 +40,16 @@ class StopFinder:
         """Check that every stop string can be found.
 
         Raises:
-            ConfigError: A stop string is the name of a special token, which has no text.
+            ConfigError: A stop string has the name of a special token, which has no text.
         """
-        vocab: dict[str, int] = self._tokenizer.get_vocab()
         for stop in stops:
-            if vocab.get(stop) in self._special:
-                raise ConfigError(
-                    f"stop has {stop!r}, which is a special token of the tokenizer and never part of the text. Put its "
-                    f"id, {vocab[stop]}, in stop_token_ids."
-                )
+            for name, token in self._special.items():
+                if name in stop:
+                    which = "is" if name == stop else f"has {name!r}, which is"
+                    raise ConfigError(
+                        f"stop has {stop!r}, which {which} a special token of the tokenizer and never part of the "
+                        f"text. Put its id, {token}, in stop_token_ids."
+                    )
 
     def __call__(self, tokens: Sequence[int], start: int, stops: Sequence[str]) -> int | None:
         """The smallest number of leading tokens whose text contains a stop string.
@@ -79,7 +81,7 @@ class StopFinder:
         back = longest + _CHARACTER_BYTES
         while (first := start - back) > 0:
             back *= 2
-            while first > 0 and (tokens[first] in self._special or tokens[first] in self._bytes):
+            while first > 0 and (tokens[first] in self._special_ids or tokens[first] in self._bytes):
                 first -= 1
             # The first token's text may lose a leading space, or be the end of a character: it does not count.
             begun = len(decode(self._tokenizer, tokens[first : first + 1])) + _CHARACTER_BYTES

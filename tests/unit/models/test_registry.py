@@ -154,3 +154,12 @@ def test_every_registered_reader_is_checked():
     assert read_decoder(Ignoring(weights(), beside))[0] is CONFIG
     with pytest.raises(UnreadParameterError, match=r"1\.lora_a"):
         read_decoder(NoTree(weights=weights(), beside=beside))
+
+
+def test_a_model_whose_parameters_nobody_can_see_is_warned_of(caplog):
+    class Hidden(SimpleNamespace):
+        pass
+
+    register_reader(Hidden)(lambda model: (CONFIG, model.weights))
+    assert read_decoder(Hidden(weights=weights()))[0] is CONFIG
+    assert "Hidden is no pytree with parameters" in caplog.text and "parameters=" in caplog.text

@@ -57,6 +57,7 @@ def test_reads_a_url_through_fsspec():
         ([{"prompt": "One", **CHAT}], r"prompt 0 needs a text or chat messages, exactly one"),
         ([{"messages": "hello"}], r"'messages' is 'hello'; it must be a list"),
         ([{"messages": []}], r"prompt 0 has an empty list of messages"),
+        (["cut \ud83d"], r"prompt 0 has half a surrogate pair, '\\ud83d', which is no character"),
         ([{"messages": [{"role": "user"}]}], r"a message needs the texts 'role' and 'content'"),
         ([3], r"prompts\[0\]: 3 is not a prompt"),
         ("Once upon a time", r"'Once upon a time', which is taken as a file and must end in .txt.*write a list"),

@@ -140,6 +140,9 @@ def test_a_special_token_is_no_stop_string() -> None:
         ConfigError, match=r"stop has '<\|end\|>', which is a special token .* id, 0, in stop_token_ids"
     ):
         finder.check(["\n", tokenizer.eos_token])
+    tokenizer.add_tokens([transformers.AddedToken("<|start|>", special=True)])  # one that the tokenizer has no name for
+    with pytest.raises(ConfigError, match=r"has '<\|start\|>\\n', which has '<\|start\|>', which is a special token"):
+        StopFinder(tokenizer).check(["<|start|>\n"])
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 The interface is that of ``lm_eval.api.model`` (Gao et al., https://github.com/EleutherAI/lm-evaluation-harness).
 """
 
+import itertools
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from lockstep.callback.evaluation.config import TasksConfig
 from lockstep.errors import ConfigError
-from lockstep.text import cut_at_stop, decode, stop_ids
+from lockstep.text import cut_at_stop, decode, special_tokens, stop_ids
 from lockstep.types import Completion, Request, SamplingParams
 
 if TYPE_CHECKING:
@@ -157,15 +158,14 @@ class EngineLM(TemplateLM):
         else:
             values = {"temperature": 1.0} | values
         length = int(lengths[0]) if lengths else self._config.max_new_tokens
-        vocab = self.tokenizer.get_vocab()
-        special = set(self.tokenizer.all_special_ids)
+        special = special_tokens(self.tokenizer)
         texts = [until] if isinstance(until, str) else list(until)
         # A special token is no part of the text: its id ends the answer instead.
-        ids = {vocab[text] for text in texts if vocab.get(text) in special}
+        ids = {text: [token for name, token in special.items() if text.startswith(name)] for text in texts}
         return SamplingParams(
             max_new_tokens=min(length, room),
-            stop_token_ids=tuple(sorted({*self._stop_ids, *ids})),
-            stop=tuple(text for text in texts if text and vocab.get(text) not in special),
+            stop_token_ids=tuple(sorted({*self._stop_ids, *itertools.chain(*ids.values())})),
+            stop=tuple(text for text in texts if text and not ids[text]),
             **values,
         )
 

@@ -68,6 +68,13 @@ class TensorboardTrackerConfig(TrackerConfig):
 
     logdir: str | None = None
 
+    def __post_init__(self) -> None:
+        if self.logdir is not None and "://" in self.logdir:
+            raise ConfigError(
+                f"tracker.logdir is {self.logdir!r}; event files are appended to, as no bucket allows, so it must be a "
+                "directory. Copy it to the bucket when the run has ended."
+            )
+
     def build(self, run_dir: str | Path, run_name: str, config: Mapping[str, Any] | None = None) -> Tracker:
         """Start the tracker, see ``TrackerConfig.build``."""
         directory = Path(run_dir) / "tensorboard" if self.logdir is None else Path(self.logdir) / run_name

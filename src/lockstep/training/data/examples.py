@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from lockstep.errors import ConfigError, PromptError
+from lockstep.json_text import lone_surrogate
 from lockstep.plugins import load_object
 from lockstep.text import Prompt
 from lockstep.training.data.records import BadRow, Record, field
@@ -158,7 +159,7 @@ def _completions(tokenizer: "PreTrainedTokenizerBase", records: Sequence[Record]
 
     def examples(good: Sequence[tuple[str, str]]) -> list[Example | BadRow]:
         prompts = _ids(tokenizer, [prompt for prompt, _ in good])
-        completions = _ids(tokenizer, [completion for _, completion in good], add_special_tokens=False)
+        completions = _continuations(tokenizer, [completion for _, completion in good])
         return [
             _example(prompt, [*completion, *_end(tokenizer, completion)])
             for prompt, completion in zip(prompts, completions, strict=True)
@@ -233,6 +234,8 @@ def _chat(tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Mapping[str, 
     except Exception as error:  # the template is a program of the tokenizer's: it may raise anything
         raise BadRow(f"{side}has messages that the tokenizer's chat template refuses: {error}") from error
     assert isinstance(prompt, str) and isinstance(text, str)
+    if broken := lone_surrogate(text):
+        raise BadRow(f"{side}has {broken} in its messages. Correct it or remove it.")
     if not text.startswith(prompt):
         raise BadRow(
             f"{side}has a chat whose text does not begin with that of its prompt, so it is not known where the answer "
@@ -318,7 +321,20 @@ def make_prompt(**values: Any) -> Prompt:
 
 
 def _ids(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str], **options: bool) -> list[list[int]]:
-    return list(tokenizer(list(texts), verbose=False, **options)["input_ids"]) if texts else []
+    return list(tokenizer(list(texts), verbose=False, **options)["input_ids"])
+
+
+def _continuations(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str]) -> list[list[int]]:
+    """Tokens of texts that go on from others, without the space that some tokenizers put before a text of its own
+    (Llama 2, Mistral).
+    """
+    line = "\n"
+    before, lone, after = _ids(tokenizer, [line, "a", line + "a"], add_special_tokens=False)
+    if after != [*before, *lone]:
+        wholes = _ids(tokenizer, [line + text for text in texts], add_special_tokens=False)
+        if all(whole[: len(before)] == before for whole in wholes):
+            return [whole[len(before) :] for whole in wholes]
+    return _ids(tokenizer, texts, add_special_tokens=False)
 
 
 def _end(tokenizer: "PreTrainedTokenizerBase", tokens: Sequence[int]) -> list[int]:
@@ -341,8 +357,9 @@ def _map_good[T](
     found: Sequence[T | BadRow], function: Callable[[Sequence[T]], Sequence[Example | BadRow]]
 ) -> list[Example | BadRow]:
     """Apply a function to all that can be used at once, and leave the others in their places."""
-    good = iter(function([one for one in found if not isinstance(one, BadRow)]))
-    return [one if isinstance(one, BadRow) else next(good) for one in found]
+    good = [one for one in found if not isinstance(one, BadRow)]
+    examples = iter(function(good) if good else [])
+    return [one if isinstance(one, BadRow) else next(examples) for one in found]
 
 
 REFERENCE_FIELDS: Final = ("ref_chosen_logps", "ref_rejected_logps")

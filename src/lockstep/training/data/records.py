@@ -10,7 +10,7 @@ from typing import Any, Literal
 import fsspec
 
 from lockstep.errors import ConfigError
-from lockstep.json_text import parse_json
+from lockstep.json_text import lone_surrogate, parse_json
 from lockstep.urls import check_bare_name, url_to_fs
 
 WHOLE_BYTES = 1 << 20
@@ -219,6 +219,8 @@ def field(record: Record, name: str, kind: type | tuple[type, ...] = str) -> Any
     if not isinstance(record[name], kind):
         wanted = " or ".join(each.__name__ for each in (kind if isinstance(kind, tuple) else (kind,)))
         raise BadRow(f"has {record[name]!r:.200} as {name!r}, which is not a {wanted}. Correct it.")
+    if isinstance(record[name], str) and (broken := lone_surrogate(record[name])):
+        raise BadRow(f"has {broken} in {name!r}. Correct it.")
     return record[name]
 
 
@@ -273,6 +275,8 @@ def _read_text(
     file: SourceFile, part: int, parts: int, fields: Sequence[str]
 ) -> Iterator[tuple[int, int, Record | BadRow | None]]:
     text = b"".join(line for _, line in _lines(file, part, parts))
+    if not text:  # a line that begins before this part holds all of it
+        return
     try:
         yield 0, len(text), {"text": text.decode("utf-8")}
     except UnicodeDecodeError as error:

@@ -6,7 +6,7 @@ from typing import Literal
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from lockstep.errors import ConfigError, check_at_least, check_run_id
+from lockstep.errors import ConfigError, check_at_least, check_run_dir
 from lockstep.hosts import DistributedConfig
 from lockstep.models import LlamaConfig, Numerics
 from lockstep.models.attention import AttentionBackend, check_backend
@@ -108,7 +108,7 @@ class TrainerConfig:
             )
         alone = ", or null for a validation after the last step alone."
         check_at_least(self, 1, "steps_per_eval", block="trainer.", fix=alone)
-        check_run_id(self.run_id)
+        check_run_dir(self.log_dir, self.run_id)
         if self.resume == "must" and (self.checkpointer is None or self.run_id is None):
             missing = "trainer.checkpointer" if self.checkpointer is None else "trainer.run_id"
             raise ConfigError(

@@ -230,6 +230,24 @@ class _PairsConfig(TrainConfig):
     data: PreferenceDataConfig
     """Preference pairs."""
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.loss_fn.NEEDS_REFERENCE and self.data.data_format.reference:
+            raise ConfigError(
+                f"data.format is {self.data.format}, and the objective has no use for a reference model. Use format: "
+                "preference, or train-preference with an objective such as dpo."
+            )
+
+    @property
+    def loss_fn(self) -> PreferenceObjective:
+        """The loss of pairs."""
+        raise NotImplementedError
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether the loss compares with a frozen copy of the model."""
+        return self.loss_fn.NEEDS_REFERENCE and not self.data.data_format.reference
+
     def columns(self, model_max_seq_len: int) -> dict[str, jax.ShapeDtypeStruct]:
         """See `TrainConfig.columns`."""
         columns = super().columns(model_max_seq_len)
@@ -254,23 +272,10 @@ class TrainPreferenceConfig(_PairsConfig):
     objective: PreferenceObjective
     """The loss, such as ``{type: dpo, beta: 0.1}``; a class of your own is ``{type: "my_module:MyObjective"}``."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.data.data_format.reference and not self.objective.NEEDS_REFERENCE:
-            raise ConfigError(
-                f"data.format is {self.data.format}, and the objective has no use for a reference model. Use format: "
-                "preference, or an objective such as dpo."
-            )
-
     @property
     def loss_fn(self) -> PreferenceObjective:
         """The loss."""
         return self.objective
-
-    @property
-    def has_reference(self) -> bool:
-        """Whether the loss compares with a frozen copy of the model."""
-        return self.objective.NEEDS_REFERENCE and not self.data.data_format.reference
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -281,10 +286,6 @@ class TrainSimpoConfig(_PairsConfig):
     """Scale of the reward, see `SimpoConfig`."""
     gamma_beta_ratio: float = 0.5
     """Target margin as a fraction of ``beta``, see `SimpoConfig`."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _ = self.loss_fn
 
     @property
     def loss_fn(self) -> SimpoConfig:

@@ -93,3 +93,8 @@ def test_tensorboard_itself_reads_the_files(tmp_path):
     assert [(event.step, event.value) for event in found.Scalars("train/loss")] == [(1, 1.5)]
     (event,) = found.Tensors("samples/text_summary")
     assert event.step == 2 and event.tensor_proto.string_val[0].decode() == markdown_table([row(2, "text")])
+
+
+def test_a_bucket_is_no_place_for_event_files():
+    with pytest.raises(ConfigError, match=r"tracker\.logdir is 'gs://bucket/all'"):
+        TensorboardTrackerConfig(logdir="gs://bucket/all")

@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 
 import pytest
-from tokenizers import Tokenizer, models, processors
+from tokenizers import Tokenizer, models, normalizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from lockstep.errors import ConfigError
@@ -187,3 +187,30 @@ def test_chats_need_a_template(tmp_path):
     with pytest.raises(ConfigError, match="'characters' has no chat template"):
         LmDataConfig(train_urls=("x.jsonl",), format="chat").load(Plain(), 16, 0)
     FORMATS["prompt_completion"].check(Plain())
+
+
+def test_a_completion_has_no_space_that_the_tokenizer_puts_before_texts():
+    """As those of Llama 2 and Mistral do."""
+    vocab = {character: number for number, character in enumerate("\n\u2581q2+=4")}
+    tokenizer = Tokenizer(models.BPE(vocab, []))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+    records = [{"prompt": "q 2+2=", "completion": "4"}, {"prompt": "q 2+2=", "completion": " 4"}]
+    for ((one,),), record in zip(zip(FORMATS["prompt_completion"].tokenize(tokenizer, records)), records, strict=True):
+        assert one.tokens == tokenizer.encode(record["prompt"] + record["completion"])
+        assert one.n_prompt == len(tokenizer.encode(record["prompt"]))
+
+
+@pytest.mark.parametrize(
+    ("kind", "record"),
+    [
+        ("text", {"text": "cut \ud83d"}),
+        ("prompt_completion", {"prompt": "a", "completion": "cut \ud83d"}),
+        ("chat", {"messages": [{"role": "user", "content": "cut \ud83d"}, {"role": "assistant", "content": "a"}]}),
+        ("chat", {"messages": ["q", {"role": "assistant", "content": "a"}]}),
+        ("chat_all", {"messages": [None, {"role": "assistant", "content": "a"}]}),
+    ],
+)
+def test_what_no_tokenizer_takes_is_a_bad_row(kind, record):
+    (found,) = FORMATS[kind].tokenize(merging(), [record])
+    assert isinstance(found, BadRow) and ("surrogate" in str(found) or "a message needs the texts" in str(found))

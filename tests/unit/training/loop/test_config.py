@@ -15,6 +15,7 @@ from lockstep.training import CheckpointerConfig, TrainerConfig
         ({"seed": -1}, "seed is -1"),
         ({"mp": "f31"}, "mp is 'f31'"),
         ({"run_id": "a/b"}, "run_id is 'a/b'"),
+        ({"log_dir": "gs://bucket/runs"}, "log_dir is 'gs://bucket/runs'.* must be a directory"),
     ],
 )
 def test_settings_out_of_range(values, text):

@@ -8,7 +8,7 @@ import pytest
 from lockstep.errors import ConfigError
 from lockstep.main.arguments import parse_arguments
 from lockstep.models import LoraConfig, LoraModel
-from lockstep.training import CheckpointerConfig, TrainConfig, TrainerConfig, TrainPreferenceConfig
+from lockstep.training import CheckpointerConfig, TrainConfig, TrainerConfig, TrainPreferenceConfig, TrainSimpoConfig
 from lockstep.training.data import LmDataConfig, build
 from lockstep.training.objectives import DpoConfig, OrpoConfig, SimpoConfig
 from lockstep.training.run.config import Setup
@@ -119,3 +119,15 @@ def test_the_command_takes_each(arguments, expected):
 def test_one_that_is_not_there_is_an_error_with_a_name(objective, text):
     with pytest.raises(ConfigError, match=text.replace("?", r"\?")):
         parse_arguments(TrainPreferenceConfig, [*FILE, "--objective", objective])
+
+
+@pytest.mark.parametrize(
+    ("cls", "given"),
+    [
+        (TrainSimpoConfig, ["--config_path", "config/simpo_tiny.yaml"]),
+        (TrainPreferenceConfig, [*FILE, "--objective", "{type: simpo}"]),
+    ],
+)
+def test_a_reference_that_has_no_use_is_refused(cls, given):
+    with pytest.raises(ConfigError, match="has no use for a reference model"):
+        parse_arguments(cls, [*given, "--data.format", "preference_with_reference"])
