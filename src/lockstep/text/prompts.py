@@ -188,9 +188,21 @@ def _warn_of_texts(tokenizer: str) -> None:
     )
 
 
+@functools.cache
+def _warn_of_two_beginnings(beginning: str) -> None:
+    log.warning(
+        "a prompt begins with %s, and the tokenizer puts another before it, which the model has not seen in training. "
+        "Leave it out of the text, or give messages in the place of a chat that a template has written.",
+        beginning,
+    )
+
+
 def _encode_one(tokenizer: "PreTrainedTokenizerBase", prompt: Prompt) -> tuple[int, ...]:
     if prompt.text is not None:
-        return tuple(int(token) for token in tokenizer.encode(prompt.text))
+        tokens = tuple(int(token) for token in tokenizer.encode(prompt.text))
+        if tokens[:2] == (getattr(tokenizer, "bos_token_id", None),) * 2:
+            _warn_of_two_beginnings(str(tokenizer.bos_token))
+        return tokens
     assert prompt.messages is not None
     if not tokenizer.chat_template:
         raise PromptError(

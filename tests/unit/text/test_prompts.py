@@ -174,6 +174,14 @@ def test_texts_alone_for_a_model_of_chats_are_warned_of_once(tokenizer, prompts,
     assert ("Set prompt_format: chat" in caplog.text) is warned
 
 
+@pytest.mark.parametrize(("text", "warned"), [("<bos>One", True), ("One", False)])
+def test_a_second_beginning_is_warned_of(tokenizer, text, warned, caplog, monkeypatch):
+    unheard = prompt_module._warn_of_two_beginnings.__wrapped__
+    monkeypatch.setattr(prompt_module, "_warn_of_two_beginnings", unheard)
+    encode(tokenizer, read_prompts([text]))
+    assert ("the tokenizer puts another before it" in caplog.text) is warned
+
+
 SHIPPED = [
     path for room in ("config", "examples", "src/lockstep/main") for path in sorted((ROOT / room).rglob("*.yaml"))
 ]
