@@ -151,8 +151,10 @@ class LevanterSampleCallback(Callback):
                 and this step had none.
         """
         step = info.next_step
-        config = self.sampler.config
-        if not config.enabled or step == self.sampler.last_step or (force and not config.at_end):
+        config, done = self.sampler.config, step == self.sampler.last_step
+        if force and self.sampler.tasks is not None:
+            done = done and step == self.sampler.last_tasks
+        if not config.enabled or done or (force and not config.at_end):
             if force:
                 self.sampler.finish()
             return

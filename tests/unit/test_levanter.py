@@ -21,6 +21,7 @@ from levanter.tracker.background import BackgroundTracker
 from levanter.tracker.wandb import WandbTracker
 
 from lockstep.callback import InferenceEvalConfig
+from lockstep.callback.evaluation import TasksConfig
 from lockstep.errors import ConfigError, PeerError
 from lockstep.levanter import LevanterTracker, sample_callback, start
 from tests import tiny
@@ -103,6 +104,18 @@ def test_it_decodes_in_the_compute_dtype_and_checks_the_model_after_the_first_st
     assert every == 1
     with pytest.raises(PeerError, match="cannot be read"):
         check(SimpleNamespace(eval_model=object()))
+
+
+def test_the_last_call_has_its_tasks_where_the_step_had_its_samples_in_their_turn():
+    config = InferenceEvalConfig(prompts=["one"], tasks=TasksConfig(names=["task"], every=300))
+    hook, asked = sample_callback(config, tiny.tokenizer(), trainer()), []
+    hook.sampler._round = lambda step, model: asked.append(f"samples {step}")
+    run = SimpleNamespace(run=lambda step, model: asked.append(f"tasks {step}") or True, wait=lambda limit_s: True)
+    hook.sampler.tasks = run
+    info = SimpleNamespace(next_step=400, eval_model=None, emit_event=lambda event: None)
+    for force in (False, True, True):
+        hook.on_step(info, force=force)
+    assert asked == ["samples 400", "tasks 400"]
 
 
 def test_it_logs_at_levanters_step_to_every_tracker():

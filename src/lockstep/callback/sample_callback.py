@@ -31,7 +31,7 @@ MAX_TASK_SECONDS = 900.0  # seconds that a round of tasks may last where the con
 AFTER_SIGNAL_S = 2.0  # seconds that reports have after a signal: little time remains for a save
 
 
-KEPT = ("last_step", "rounds", "skipped_rounds", "abandoned_rounds", "switched_off", "tasks_left")
+KEPT = ("last_step", "rounds", "skipped_rounds", "abandoned_rounds", "switched_off", "tasks_left", "last_tasks")
 """Attributes of a callback that a checkpoint keeps; counts of the leader's own failures begin anew."""
 
 
@@ -88,6 +88,8 @@ class SampleCallback:
         """Whether the last call left a round undone because the job is asked to end: a resume has to do it."""
         self.tasks_left: int | None = None
         """The step of the last round whose tasks are undone because the job is asked to end; None where none are."""
+        self.last_tasks: int | None = None
+        """The step of the last round of tasks, finished or failed; None before the first."""
         self.switched_off = False
         """Whether ``max_consecutive_errors`` rounds in a row were skipped, so that no more are tried."""
         self._tokenizer = tokenizer
@@ -169,13 +171,15 @@ class SampleCallback:
             HostTimeoutError: a host is missing.
         """
         step = int(getattr(info, "next_step", info.step))
-        self.interrupted, tasks_due = False, self.tasks_left == step
+        self.interrupted, tasks_due, last = False, self.tasks_left == step, force and self.config.at_end
         if self._due(step, force):
             before, self.last_step = self.last_step, step
             self._round(step, _model(info))
             if self.interrupted:
                 self.last_step = before
-            tasks_due = not self.interrupted and self.config.tasks.due(step, last=force)
+            tasks_due = not self.interrupted and self.config.tasks.due(step, last=last)
+        elif last and step == self.last_step:  # its samples came in their turn, its tasks only if it was theirs too
+            tasks_due = step != self.last_tasks
         if tasks_due and self.tasks is not None and self._task_errors_in_a_row != self.config.max_consecutive_errors:
             self._run_tasks(self.tasks, step, _model(info))
         if force and not self.interrupted:
@@ -221,7 +225,7 @@ class SampleCallback:
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state` returned in an earlier process."""
-        state = {"tasks_left": None, **state}  # checkpoints of earlier versions do not have it
+        state = {"tasks_left": None, "last_tasks": None, **state}  # checkpoints of earlier versions have none
         for name, value in typed(dict[str, int | bool | None], {name: state[name] for name in KEPT}).items():
             setattr(self, name, value)
         self._errors_in_a_row = typed(int, state["errors_in_a_row"])
@@ -289,7 +293,7 @@ class SampleCallback:
 
     def _run_tasks(self, tasks: TaskRounds, step: int, model: Any) -> None:
         """A round of tasks; where it fails, all hosts go on with training, or raise, as after a round of samples."""
-        self.tasks_left = None
+        before, self.tasks_left, self.last_tasks = self.last_tasks, None, step
         try:
             done = tasks.run(step, model)
         except (PeerError, DisagreementError) as error:
@@ -308,7 +312,7 @@ class SampleCallback:
             return
         self._task_errors_in_a_row = 0
         if not done:
-            self.tasks_left, self.interrupted = step, True
+            self.tasks_left, self.last_tasks, self.interrupted = step, before, True
             if self._hosts.is_leader:
                 log.warning("%s: the job is asked to end: no tasks after step %d", self.name, step)
 

@@ -13,6 +13,7 @@ import pytest
 
 import lockstep
 from lockstep.callback import InferenceEvalConfig, SampleCallback
+from lockstep.callback.evaluation import TasksConfig
 from lockstep.models import UnreadableModelError, register_reader
 from lockstep.placement import make_mesh
 from lockstep.placement.device import memory as device_memory
@@ -339,8 +340,11 @@ def test_a_round_that_was_interrupted_is_due_again_after_a_resume():
 def with_tasks(interrupted, **values):
     """A callback whose round of tasks says whether it was interrupted, and the steps of its rounds of tasks."""
     callback, asked = Counting(eval_every=2, **values), []
-    callback.config.tasks.names.append("task")
-    callback.tasks = SimpleNamespace(run=lambda step, model: asked.append(step) or not interrupted)
+    if "tasks" not in values:
+        callback.config.tasks.names.append("task")
+    callback.tasks = SimpleNamespace(
+        run=lambda step, model: asked.append(step) or not interrupted, wait=lambda limit_s: True
+    )
     return callback, asked
 
 
@@ -359,12 +363,40 @@ def test_tasks_that_were_interrupted_are_due_again_after_a_resume_and_the_sample
     assert not resumed.interrupted and (resumed.steps, asked) == ([4], [2, 4])
 
 
+@pytest.mark.parametrize(
+    ("steps", "at_end", "asked_at"), [(6, True, [6]), (8, True, [6, 8]), (9, True, [6, 9]), (8, False, [6])]
+)
+def test_the_end_of_training_has_its_tasks_whether_or_not_it_has_a_round_of_samples_of_its_own(steps, at_end, asked_at):
+    callback, asked = with_tasks(interrupted=False, tasks=TasksConfig(names=["task"], every=6), at_end=at_end)
+    for step in range(1, steps + 1):
+        callback(tiny.Info(step, None))
+    callback(tiny.Info(steps, None), force=True)
+    assert asked == asked_at
+    resumed, asked = with_tasks(interrupted=False, tasks=callback.config.tasks, at_end=at_end)
+    resumed.load_state(json.loads(json.dumps(callback.state())))
+    resumed(tiny.Info(steps, None), force=True)
+    assert asked == [], "another hook was interrupted in its last call"
+
+
+def test_tasks_of_the_end_that_were_interrupted_run_once_after_a_resume():
+    tasks = TasksConfig(names=["task"], every=6)
+    callback, asked = with_tasks(interrupted=True, tasks=tasks)
+    callback(tiny.Info(8, None))
+    callback(tiny.Info(8, None), force=True)
+    assert callback.interrupted and (callback.tasks_left, callback.last_tasks) == (8, None)
+    resumed, asked = with_tasks(interrupted=False, tasks=tasks)
+    resumed.load_state(json.loads(json.dumps(callback.state())))
+    resumed(tiny.Info(8, None))
+    resumed(tiny.Info(8, None), force=True)
+    assert (resumed.steps, asked) == ([], [8])
+
+
 def test_a_state_of_an_earlier_version_has_no_tasks_left():
     state = Counting().state()
-    del state["tasks_left"], state["drafts"]
+    del state["tasks_left"], state["last_tasks"], state["drafts"]
     callback = Counting()
     callback.load_state(state)
-    assert callback.tasks_left is None
+    assert callback.tasks_left is None and callback.last_tasks is None
 
 
 def test_a_round_that_was_made_is_not_due_again_after_a_resume():
