@@ -11,7 +11,7 @@ from lockstep.errors import ConfigError, LockstepError
 from lockstep.plugins import load_object
 from lockstep.printable import get_logger
 from lockstep.report.answers import Pattern, last_number, same_number
-from lockstep.report.rows import COLUMNS, FIELDS, SAMPLE_COLUMNS, Row, SampleRow, TableRow, metric_names
+from lockstep.report.rows import COLUMNS, FILE_COLUMNS, SAMPLE_COLUMNS, Row, SampleRow, TableRow, metric_names
 from lockstep.text import MAX_LINE_BYTES, Prompt, PromptFields, PromptFormat, iter_prompts
 
 log = get_logger(__name__)
@@ -83,6 +83,14 @@ BUILT_IN: Mapping[str, Metric] = {
 }
 _COMPARING = ("exact_match", "gsm8k")  # metrics that have no value without a reference answer
 _REGEX = "regex="
+_TAKEN = {*COLUMNS, *SAMPLE_COLUMNS, *FILE_COLUMNS}
+SCALARS = frozenset(
+    "samples report_errors dropped_reports skipped_rounds skipped_task_rounds num_prompts num_completions "
+    "unfinished_completions generated_tokens tokens_per_second logprob_gap logprob_noise logprob_gap_mean "
+    "logprob_noise_mean total_prompts total_generated_tokens num_hosts inference_mode total_completions "
+    "resumed_completions load_bytes_per_second".split()
+)
+"""The names beside those of columns under which a tracker gets what is no metric, without the prefix."""
 
 
 def load_metric(name: str) -> Metric:
@@ -112,7 +120,7 @@ def load_metrics(names: Iterable[str]) -> dict[str, Metric]:
         colon, and for regular expressions ``regex``, ``regex_2`` and so on.
 
     Raises:
-        ConfigError: There is no such metric, or the table has the column already.
+        ConfigError: There is no such metric, or its column or number is there already.
     """
     return {column: load_metric(name) for column, name in _columns(names).items()}
 
@@ -121,7 +129,7 @@ def check_metrics(names: Iterable[str], taken: Collection[str] = ()) -> None:
     """Check the names of metrics as far as that is possible without running a module of the user's.
 
     Raises:
-        ConfigError: A name cannot be that of a metric, or the table has the column already.
+        ConfigError: A name cannot be that of a metric, or its column or number is there already.
     """
     for name in _columns(names, taken).values():
         if name in BUILT_IN or name.startswith(_REGEX):
@@ -137,8 +145,10 @@ def _columns(names: Iterable[str], taken: Collection[str] = ()) -> dict[str, str
         column = "regex" if name.startswith(_REGEX) else name.rpartition(":")[2]
         if column == "regex" and column in columns:
             column = f"regex_{sum(each.startswith('regex') for each in columns) + 1}"
-        if column in columns or column in COLUMNS or column in SAMPLE_COLUMNS or column == FIELDS or column in taken:
+        if column in columns or column in _TAKEN or column in taken:
             raise ConfigError(f"metric {name!r}: the table already has a column {column!r}. Rename or remove it.")
+        if column in SCALARS:
+            raise ConfigError(f"metric {name!r}: {column!r} is a number that is logged anyway. Rename or remove it.")
         columns[column] = name
     return columns
 

@@ -19,6 +19,7 @@ from lockstep.batch_inference.summary import (
     summary_table,
 )
 from lockstep.engine.schedule import DraftCounts
+from lockstep.report.metrics import SCALARS
 from tests.multiprocess.harness import run_threads
 from tests.unit.batch_inference.made_up_progress import JOB, shown
 from tests.unit.batch_inference.made_up_rows import row
@@ -58,6 +59,8 @@ def test_figures_have_the_promised_names():
     ):
         assert part in text
     assert "drafts" not in text and not any("drafts" in name for name in values)
+    own = {name.removeprefix("sample/") for name in values} - set(totals.sums)
+    assert {name for name in own if "/" not in name} <= SCALARS, "no metric may have the name of one of them"
 
     saved = DraftCounts(tokens=160, steps=40, drafted=100, right=90)
     outcome = dataclasses.replace(outcome, drafts=saved)

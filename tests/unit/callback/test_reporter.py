@@ -12,9 +12,10 @@ from lockstep.callback import InferenceEvalConfig
 from lockstep.callback.evaluation import TaskResults
 from lockstep.callback.evaluation.harness import TaskRow
 from lockstep.callback.reporter import MAX_WAITING, Reporter
-from lockstep.engine import Generation
+from lockstep.engine import AuditResult, Generation
 from lockstep.errors import ConfigError
 from lockstep.report import Judge, JudgeConfig, Row, read_jsonl
+from lockstep.report.metrics import SCALARS
 from lockstep.report.saved_rows import read_rows
 from lockstep.report.trackers import NoopTracker
 from lockstep.text import Prompt
@@ -100,6 +101,16 @@ def test_reports_come_in_order_and_complete(tmp_path, capsys):
     assert tracker.calls[-1][1]["inference_eval/skipped_rounds"] == 1
     shown = capsys.readouterr().out
     assert [f"what the model says after {step}" in shown for step in (1, 2, 3)] == [True] * 3
+
+
+def test_every_number_beside_the_metrics_has_a_name_that_no_metric_may_have():
+    tracker = Recorder()
+    made = reporter(tracker=tracker)
+    made.report(1, PROMPTS, dataclasses.replace(result(), audit=AuditResult(logprob_gap=0.0, logprob_noise=0.0)), {})
+    assert made.flush(30)
+    names = {name.removeprefix("inference_eval/") for name in tracker.calls[1][1]} | {"samples"}
+    audited = {each.name for each in dataclasses.fields(AuditResult)}
+    assert {name for name in names | audited if "/" not in name} <= SCALARS | {"step"}
 
 
 def test_a_metric_that_fails_on_one_row_loses_that_cell(tmp_path, own, caplog):

@@ -124,6 +124,10 @@ def test_each_call_of_a_metric_is_guarded(own):
         (["module:"], "metric 'module:' is not known"),
         (["regex=("], "regex"),
         (["no_such_module:length", "length"], "the table already has a column 'length'"),
+        (["m:tokens"], "metric 'm:tokens': the table already has a column 'tokens'. Rename or remove it."),
+        (["m:logprobs"], "the table already has a column 'logprobs'"),
+        (["m:round"], "the table already has a column 'round'"),
+        (["m:generated_tokens"], "metric 'm:generated_tokens': 'generated_tokens' is a number that is logged anyway"),
     ],
 )
 def test_names_are_checked_without_importing_anything(names, message):
