@@ -221,7 +221,11 @@ def convert(config: ConvertConfig) -> list[Path]:
         output = path.parent if config.output is None else Path(config.output)
         output.mkdir(parents=True, exist_ok=True)
         if config.format == "parquet":
-            written.append(write_parquet(path, output / f"{path.stem}.parquet"))
+            table = output / f"{path.stem}.parquet"
+            if table in written:  # of training; the other one keeps the directory that it has in the run
+                table = output / path.parent.name / table.name
+                table.parent.mkdir(exist_ok=True)
+            written.append(write_parquet(path, table))
             continue
         name = (path.parent if path.parent.name != "samples" else path.parent.parent).resolve().name
         made = datetime.fromtimestamp(path.stat().st_mtime, UTC)

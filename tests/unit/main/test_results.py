@@ -221,6 +221,15 @@ def test_a_run_as_parquet(with_tasks, capsys):
     assert found == [{"judge": None, **row} for row in read_jsonl(with_tasks / "samples.jsonl")]
 
 
+def test_rows_of_training_and_of_lockstep_sample_are_two_tables(with_tasks, tmp_path):
+    parquet = pytest.importorskip("pyarrow.parquet")
+    append_jsonl(with_tasks / "samples" / "samples.jsonl", [{"round": 0, "prompt_id": 0, "generated_text": "x"}])
+    written = convert(ConvertConfig(run=str(with_tasks), format="parquet", output=str(tmp_path / "out")))
+    names = ["samples.parquet", "tasks.parquet", "samples/samples.parquet"]
+    assert written == [tmp_path / "out" / name for name in names]
+    assert [parquet.read_table(path).num_rows for path in written] == [len(ROWS), 1, 1]
+
+
 def test_a_run_as_logs_of_inspect(with_tasks, tmp_path):
     assert len(convert(ConvertConfig(run=str(with_tasks), format="inspect"))) == 3
     assert len(list((with_tasks / "inspect").glob("*.json"))) == 3
