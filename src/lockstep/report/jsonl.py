@@ -3,7 +3,7 @@
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,8 @@ def append_jsonl(path: str | os.PathLike[str], records: Iterable[Mapping[str, An
     """Append a line per record, all in one write.
 
     A process killed in the middle of a write leaves a torn last line: it is removed first, with a warning. A float
-    that JSON cannot express is written as the text ``NaN``, ``Infinity`` or ``-Infinity``.
+    that JSON cannot express is written as the text ``NaN``, ``Infinity`` or ``-Infinity``; half of a surrogate pair,
+    which UTF-8 cannot express, as JSON's escape of it.
 
     Args:
         fsync: Whether to return only when the disk has the lines.
@@ -30,7 +31,7 @@ def append_jsonl(path: str | os.PathLike[str], records: Iterable[Mapping[str, An
         raise ConfigError(
             f"JSON lines cannot be appended to {os.fspath(path)!r}: object stores have no append. Use a local path."
         )
-    lines = b"".join(json.dumps(_strict(record), ensure_ascii=False).encode() + b"\n" for record in records)
+    lines = b"".join(_line(record) for record in records)
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     repair_jsonl(path)
     with open(path, "ab", buffering=0) as file:
@@ -114,9 +115,24 @@ def numbered_records(path: str | os.PathLike[str]) -> tuple[list[tuple[int, dict
     return records, torn
 
 
+def whole_lines(lines: Iterable[bytes]) -> Iterator[tuple[int, bytes]]:
+    """The lines that have something in them, with their numbers from 1, but for a last one that is not whole."""
+    for number, line in enumerate(lines, start=1):
+        if line.strip() and (line.endswith(b"\n") or _is_whole(line)):
+            yield number, line
+
+
 def parse_record(line: bytes, place: str) -> dict[str, Any]:
     """Return the object of a line."""
     return parse_json(line, place, dict, "Remove or mend the line.", LockstepError)
+
+
+def _line(record: Mapping[str, Any]) -> bytes:
+    strict = _strict(record)
+    try:
+        return json.dumps(strict, ensure_ascii=False).encode() + b"\n"
+    except UnicodeEncodeError:  # half of a surrogate pair, which the escapes of ASCII can express
+        return json.dumps(strict).encode() + b"\n"
 
 
 def _last_line(file: Any) -> bytes:

@@ -21,7 +21,7 @@ from rich.text import Text
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.json_text import refused
 from lockstep.printable import visible
-from lockstep.report.jsonl import parse_record
+from lockstep.report.jsonl import parse_record, whole_lines
 from lockstep.report.metrics import metric_means
 from lockstep.report.rows import COLUMNS, FIELDS, FILE_COLUMNS, SAMPLE_COLUMNS, Row, SampleRow, metric_names
 
@@ -71,11 +71,10 @@ def write_parquet(lines: Path, output: Path | None = None) -> Path:
 
 def _rows(lines: Path) -> Iterator[dict[str, Any]]:
     with open(lines, "rb") as file:
-        for number, line in enumerate(file, start=1):
-            if line.endswith(b"\n") and line.strip():
-                row = parse_record(line, f"{lines}:{number}")
-                # Objects of users have no one type: they are texts of JSON here.
-                yield row | {FIELDS: json.dumps(row[FIELDS])} if isinstance(row.get(FIELDS), dict) else row
+        for number, line in whole_lines(file):
+            row = parse_record(line, f"{lines}:{number}")
+            # Objects of users have no one type: they are texts of JSON here.
+            yield row | {FIELDS: json.dumps(row[FIELDS])} if isinstance(row.get(FIELDS), dict) else row
 
 
 def _columns(lines: Path) -> dict[str, str]:
@@ -139,7 +138,7 @@ def _as(value: Any, kind: str) -> Any:
 
 
 def _text(value: Any) -> Any:
-    """A text that UTF-8 can express: a lone surrogate of a model's becomes a question mark, as in its JSON lines."""
+    """A text that UTF-8 can express: half of a surrogate pair becomes a question mark."""
     return value.encode(errors="replace").decode() if isinstance(value, str) else value
 
 
@@ -160,25 +159,33 @@ NO_SCORES: Final = {*COLUMNS, *SAMPLE_COLUMNS, *FILE_COLUMNS, "task", "question_
 """The columns of rows that are no scores."""
 STOP_REASONS = {"stop": "stop", "length": "max_tokens"}
 """Finish reasons in the words of inspect_ai; those that it has no word for are unknown."""
+_MEND = "A row has step (or round), prompt_id, prompt and generated_text, and else numbers and texts. Mend the row."
 
 
 def write_inspect_log(rows: Iterable[Mapping[str, Any]], directory: Path, *, run: str, created: datetime) -> list[Path]:
-    """Write a log for each step (or round) and task of some rows."""
-    groups: dict[tuple[str, int], list[Mapping[str, Any]]] = {}
-    for row in rows:
-        at = row["step"] if "step" in row else row.get("round", 0)
-        groups.setdefault((str(row.get("task", "samples")), int(at)), []).append(row)
+    """Write a log for each step (or round) and task of some rows.
+
+    Raises:
+        LockstepError: There is no row, or one has not what a log needs; nothing is written then.
+    """
+    groups: dict[tuple[str, str, int], list[dict[str, Any]]] = {}
+    for number, row in enumerate(rows, start=1):
+        with refused(f"row {number} of {run} as a sample of inspect_ai", _MEND, LockstepError):
+            unit = "round" if "round" in row and "step" not in row else "step"
+            at = int(row.get(unit, 0))
+            sample = _sample(row, f"{run}@{unit}-{at}")
+            groups.setdefault((str(row.get("task", "samples")), unit, at), []).append(sample)
     if not groups:
         raise LockstepError("there are no rows to write. Give a file with some.")
     directory.mkdir(parents=True, exist_ok=True)
-    return [_write(directory, run, task, step, each, created) for (task, step), each in groups.items()]
+    return [_write(directory, run, *key, samples, created) for key, samples in groups.items()]
 
 
-def _write(directory: Path, run: str, task: str, step: int, rows: list[Mapping[str, Any]], created: datetime) -> Path:
+def _write(
+    directory: Path, run: str, task: str, unit: str, step: int, samples: list[dict[str, Any]], created: datetime
+) -> Path:
     when = created.astimezone(UTC).replace(microsecond=0).isoformat()
     key = hashlib.sha256(f"{run}/{task}/{step}".encode()).hexdigest()[:22]
-    unit = "round" if "round" in rows[0] else "step"
-    samples = [_sample(row, f"{run}@{unit}-{step}") for row in rows]
     log = {
         "version": VERSION,
         "status": "success",
@@ -206,28 +213,28 @@ def _write(directory: Path, run: str, task: str, step: int, rows: list[Mapping[s
 
 
 def _sample(row: Mapping[str, Any], model: str) -> dict[str, Any]:
-    number = int(row["question_id"] if "question_id" in row else row["prompt_id"])
+    number = row["question_id"] if "question_id" in row else row["prompt_id"]
     reason = STOP_REASONS.get(str(row.get("finish_reason")), "unknown")
-    said = str(row["generated_text"])
+    prompt, said, count = _text(str(row["prompt"])), _text(str(row["generated_text"])), int(row.get("num_tokens") or 0)
     message = {"role": "assistant", "content": said, "source": "generate", "model": model}
+    others = {name: value for name, value in row.items() if name not in NO_SCORES and value is not None}
+    texts = {name: _text(value) for name, value in others.items() if _kind(value) == "text"}
     return {
-        "id": number,
+        "id": _text(number) if isinstance(number, str) else int(number),
         "epoch": int(row.get("generation_id", 0)) + 1,
-        "input": str(row["prompt"]),
-        "target": str(row.get("answer", "")),
-        "messages": [{"role": "user", "content": str(row["prompt"]), "source": "input"}, message],
+        "input": prompt,
+        "target": _text(str(row.get("answer", ""))),
+        "messages": [{"role": "user", "content": prompt, "source": "input"}, message],
         "output": {
             "model": model,
             "choices": [{"message": message, "stop_reason": reason}],
             "completion": said,
-            "usage": {"output_tokens": int(row.get("num_tokens", 0)), "total_tokens": int(row.get("num_tokens", 0))},
+            "usage": {"output_tokens": count, "total_tokens": count},
         },
         "scores": {
-            name: {"value": float(value), "answer": said}
-            for name, value in row.items()
-            if name not in NO_SCORES and value is not None
+            name: {"value": float(value), "answer": said} for name, value in others.items() if name not in texts
         },
-        "metadata": {name: row[name] for name in ("mean_logprob", "finish_reason") if name in row},
+        "metadata": {name: row[name] for name in ("mean_logprob", "finish_reason") if name in row} | texts,
     }
 
 

@@ -42,6 +42,13 @@ def test_floats_that_json_has_no_word_for_stay_readable(tmp_path):
     }
 
 
+def test_half_of_a_surrogate_pair_costs_neither_its_row_nor_the_others(tmp_path):
+    path, rows = tmp_path / "rows.jsonl", [{"a": "ä"}, {"fields": {"title": "ä cut \ud83d"}}, {"b": 2}]
+    append_jsonl(path, rows)
+    assert read_jsonl(path) == rows
+    assert "ä".encode() in path.read_bytes().splitlines()[0], "other lines are as before"
+
+
 @pytest.mark.parametrize("filler", [0, 70_000])
 def test_a_torn_last_line_is_removed_with_a_warning(tmp_path, caplog, filler):
     path = tmp_path / "rows.jsonl"

@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import json
+import math
 import sys
 from datetime import UTC, datetime
 
@@ -60,6 +61,15 @@ def test_rows_of_a_run_may_gain_columns_and_numbers_that_are_not_finite(tmp_path
         {"step": 2, "said": "? x", "score": float("inf"), "none": None, "judge": 0.5},
     ]
     assert [str(each.type) for each in found.schema] == ["int64", "string", "double", "double", "double"]
+
+
+@pytest.mark.parametrize(("last", "steps"), [('{"step": 2}', [1, 2]), ('{"step": 2', [1])])
+def test_a_last_line_without_a_newline_is_a_row_where_it_is_whole_as_for_other_readers(tmp_path, last, steps):
+    parquet = pytest.importorskip("pyarrow.parquet")
+    lines = tmp_path / "samples.jsonl"
+    lines.write_text('{"step": 1}\n\n' + last)
+    assert [row["step"] for row in read_jsonl(lines)] == steps
+    assert [row["step"] for row in parquet.read_table(write_parquet(lines)).to_pylist()] == steps
 
 
 @pytest.mark.parametrize(
@@ -154,12 +164,49 @@ def test_each_step_and_task_is_a_log(tmp_path):
     }
 
 
+THEIRS = {
+    "step": 30,
+    "prompt_id": "q-7",
+    "prompt": "What?",
+    "generated_text": "x",
+    "num_tokens": None,
+    "verdict": "good \ud83d",
+    "score": "NaN",
+    "passed": True,
+}
+
+
+def test_rows_of_other_programs_may_have_names_and_texts(tmp_path):
+    (path,) = write_inspect_log([THEIRS], tmp_path, run="run", created=MADE)
+    (sample,) = json.loads(path.read_text())["samples"]
+    assert (sample["id"], sample["metadata"]) == ("q-7", {"verdict": "good ?"})
+    values = {name: score["value"] for name, score in sample["scores"].items()}
+    assert values["passed"] == 1.0 and math.isnan(values["score"]) and len(values) == 2
+
+
+@pytest.mark.parametrize(
+    ("row", "why"),
+    [
+        ({"step": 1, "prompt_id": 0, "prompt": "a"}, "KeyError: 'generated_text'"),
+        ({**THEIRS, "score": [1]}, "TypeError: .*list"),
+        ({**THEIRS, "step": "soon"}, "ValueError: .*soon"),
+    ],
+)
+def test_a_row_that_is_no_sample_is_named_before_anything_is_written(tmp_path, row, why):
+    with pytest.raises(LockstepError, match=rf"^row 2 of run as a sample of inspect_ai .*{why}.*\. A row has step"):
+        write_inspect_log([THEIRS, row], tmp_path / "logs", run="run", created=MADE)
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.slow
 def test_inspect_itself_reads_the_logs(tmp_path):
     inspect_log = pytest.importorskip("inspect_ai.log")
-    write_inspect_log([*ROWS, TASK, SAMPLE], tmp_path, run="run", created=MADE)
+    write_inspect_log([*ROWS, TASK, SAMPLE, THEIRS], tmp_path, run="run", created=MADE)
     logs = [inspect_log.read_eval_log(info.name) for info in inspect_log.list_eval_logs(str(tmp_path))]
-    assert {log.eval.model for log in logs} == {"lockstep/run@step-10", "lockstep/run@step-20", "lockstep/run@round-1"}
+    steps = ("step-10", "step-20", "round-1", "step-30")
+    assert {log.eval.model for log in logs} == {f"lockstep/run@{step}" for step in steps}
+    (theirs,) = [log.samples[0] for log in logs if log.eval.model == "lockstep/run@step-30"]
+    assert (theirs.id, theirs.metadata["verdict"]) == ("q-7", "good ?")
     (log,) = [log for log in logs if log.eval.model == "lockstep/run@step-10"]
     assert log.status == "success" and log.version == 2
     assert [(one.id, one.epoch, one.input, one.output.completion) for one in log.samples] == [
