@@ -26,7 +26,9 @@ MAX_REPLY_BYTES = 1 << 20  # the longest reply that is read
 BACKOFF_S = 0.5  # seconds before the first repetition; each further one waits twice as long
 TOO_MANY_REQUESTS = 429
 _SHOWN = 300
-_NUMBER = re.compile(r"[-+]?\d+(?:\.\d+)?")
+_NUMBER = re.compile(r"(?:(?<![\w.])[-+])?(?:\d+(?:\.\d+)?|(?<!\w)\.\d+)")
+_SCALE = re.compile(r"(?<=\d)[\s(]*(?:/|\bout\s+of\b)\s*\d+(?:\.\d+)?", re.IGNORECASE)  # of 8/10, of 8 out of 10
+_RANGE = re.compile(r"\d[ \t]*(?:[-–—]|\bto\b)[ \t]*$")
 
 TEMPLATE = """\
 You judge the answer of a language model.
@@ -55,7 +57,7 @@ class JudgeConfig:
     """The judge's model, as the endpoint names it."""
     template: str = TEMPLATE
     """The prompt of the judge, with ``{prompt}``, ``{generated_text}`` and ``{answer}`` (the reference) filled in. The
-    last number of its reply is the verdict."""
+    last number of its reply is the verdict, without a scale such as ``/10``; a range such as 7-8 is none."""
     api_key_env: str = "OPENAI_API_KEY"
     """The environment variable with the key, on the leader; it is sent where it is set, and never logged."""
     timeout_s: float = 30.0
@@ -99,6 +101,13 @@ class JudgeConfig:
             )
         if "generated_text" not in names:
             raise ConfigError("judge.template has no {generated_text}, so the judge would not see the answer. Add it.")
+
+
+def verdict_of(reply: str) -> float | None:
+    """The last number of a reply, without its scale; None where there is none, or a range."""
+    text = _SCALE.sub("", reply.replace("**", ""))  # without the marks of bold text
+    *_, last = (None, *_NUMBER.finditer(text))
+    return None if last is None or _RANGE.search(text[: last.start()]) else float(last[0])
 
 
 class Judge:
@@ -155,10 +164,12 @@ class Judge:
             prompt=row.prompt, generated_text=row.generated_text, answer=prompt.answer or ""
         )
         reply = self._ask(text, deadline)
-        numbers = _NUMBER.findall(reply)
-        if not numbers:
-            raise LockstepError(f"the reply has no number: {self._beginning(reply.encode(errors='replace'))!r}")
-        return float(numbers[-1])
+        verdict = verdict_of(reply)
+        if verdict is None:
+            shown = self._beginning(reply.encode(errors="replace"))
+            has = "a range, not a number" if _NUMBER.search(reply) else "no number"
+            raise LockstepError(f"the reply has {has}: {shown!r}")
+        return verdict
 
     def _ask(self, text: str, deadline: float) -> str:
         config = self._config

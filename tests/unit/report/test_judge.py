@@ -12,7 +12,7 @@ import pytest
 
 from lockstep.errors import ConfigError
 from lockstep.report import JUDGE, Judge, JudgeConfig, Row
-from lockstep.report.judge import _SHOWN
+from lockstep.report.judge import _SHOWN, verdict_of
 from lockstep.text import Prompt
 
 KEY = "sk-never-to-be-seen"
@@ -109,6 +109,36 @@ def test_each_answer_gets_its_verdict_beside_its_other_metrics():
     assert body["messages"] == [{"role": "user", "content": "{Q} question 0 REFERENCE nineteen ANSWER a"}]
 
 
+@pytest.mark.parametrize(
+    ("reply", "verdict"),
+    [
+        ("7", 7),
+        ("3.", 3),
+        ("Of 10 I give 8.5", 8.5),
+        ("The answer 19 is right. Score: -1", -1),
+        ("8/10", 8),
+        ("2/10.", 2),
+        ("**Rating:** **8.5** / 10", 8.5),
+        ("Rating: 7 out of 10", 7),
+        ("6 (out of 10)", 6),
+        ("4/5", 4),
+        ("Score: .5", 0.5),
+        ("-.5", -0.5),
+        ("Bad.8", 8),
+        ("score-8", 8),
+        ("On a scale of 0-10: 9", 9),
+        ("1\n- 8", 8),
+        ("7-8", None),
+        ("7 – 8/10", None),
+        ("7 to 8", None),
+        ("8 on a scale of 0 to 10", None),
+        ("none", None),
+    ],
+)
+def test_the_last_number_is_the_verdict_without_its_scale_and_a_range_is_none(reply, verdict):
+    assert verdict_of(reply) == verdict
+
+
 def test_without_a_key_none_is_sent(monkeypatch):
     monkeypatch.delenv("OPENAI_API_KEY")
     with serving(said("7")) as server:
@@ -136,6 +166,7 @@ def test_what_may_pass_is_tried_again(passing):
         ((401, b'"' + b"".join(b"\\u%04x" % each for each in KEY.encode()) + b'"'), "HTTP 401 .*: .*<redacted>", 1),
         ((500, {}), "HTTP 500", 3),
         (said("I would rather not say."), "the reply has no number: 'I would rather not say.'", 1),
+        (said("7-8"), "the reply has a range, not a number: '7-8'", 1),
         ((200, b"<html>"), "not a chat completion: '<html>'", 1),
         ((200, {"choices": [{"message": {"content": None}}]}), "the reply has no text", 1),
         ((200, b"x" * (1 << 21)), "the reply is longer than 1048576 bytes", 1),
