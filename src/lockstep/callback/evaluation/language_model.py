@@ -146,7 +146,7 @@ class EngineLM(TemplateLM):
         left = dict(arguments)
         until = left.pop("until", None) or []
         lengths = [left.pop(name) for name in LENGTHS if name in left]
-        sampled = left.pop("do_sample", left.get("temperature", 0) > 0)
+        sampled = left.pop("do_sample", (left.get("temperature") or 0) > 0)
         values = {name: left.pop(name) for name in SAMPLING if left.get(name) is not None}
         if unknown := [name for name, value in left.items() if value is not None]:
             raise ConfigError(

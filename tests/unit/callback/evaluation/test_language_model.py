@@ -124,6 +124,7 @@ def test_what_is_left_out_is_counted(lm):
         ({"do_sample": True}, (1.0, 1.0, None)),
         ({"do_sample": False, "temperature": 0.7, "top_k": 3}, (0.0, 1.0, None)),
         ({"temperature": 0.5, "top_k": 3}, (0.5, 1.0, 3)),
+        ({"temperature": None, "top_k": 3}, (0.0, 1.0, None)),
     ],
 )
 def test_generation_arguments(lm, arguments, wanted):
