@@ -2,7 +2,6 @@
 
 import concurrent.futures
 import contextlib
-import hashlib
 import json
 import math
 import os
@@ -91,6 +90,20 @@ class TensorFile:
             )
         return np.frombuffer(data, dtype).reshape(stop - start, *self.shape(name)[1:])
 
+    def stored_bytes(self, name: str) -> int:
+        """Return the bytes of a tensor in the file, whatever its dtype."""
+        start, end = self._tensors[name]["data_offsets"]
+        return max(0, end - start)
+
+    def read_bytes(self, name: str, start: int, count: int) -> bytes:
+        """Read bytes of a tensor, whatever its dtype, in one request; fewer where it ends before."""
+        begin, end = (self._data + each for each in self._tensors[name]["data_offsets"])
+        data: bytes = patient_with_hub(
+            self._path,
+            lambda: self._filesystem.cat_file(self._path, start=begin + start, end=min(begin + start + count, end)),
+        )
+        return data
+
     def _dtype(self, name: str) -> np.dtype[Any]:
         stored = self._tensors[name]["dtype"]
         if stored not in _DTYPES:
@@ -148,13 +161,13 @@ class CheckpointFiles:
         self.directory = os.fspath(directory)
         heads = read_heads(self.directory) if heads is None else heads
         self._filesystem, root = url_to_fs(self.directory)
-        self._open: dict[str, TensorFile] = {}
+        self.opened: dict[str, TensorFile] = {}  # by the name of the file
         self._scales_file_of: dict[str, str] = {}
         files, file_of = _weight_map(self.directory, heads)
         for file in files:
             with _named_file(f"{self.directory}/{file}"):
-                self._open[file] = TensorFile(self._filesystem, f"{root.rstrip('/')}/{file}", heads[file])
-        self._file_of = dict.fromkeys(self._open[SINGLE_NAME].names, SINGLE_NAME) if file_of is None else file_of
+                self.opened[file] = TensorFile(self._filesystem, f"{root.rstrip('/')}/{file}", heads[file])
+        self._file_of = dict.fromkeys(self.opened[SINGLE_NAME].names, SINGLE_NAME) if file_of is None else file_of
         self._packed = packed_names(self._file_of)
         for name in self._packed:  # two tensors, which are read as one
             self._file_of[name] = self._file_of.pop(name + BLOCKS)
@@ -233,9 +246,9 @@ class CheckpointFiles:
         return [(self._opened_file(stored, file), stored) for stored, file in places]
 
     def _opened_file(self, stored: str, file: str) -> TensorFile:
-        if stored not in self._open[file].names:
+        if stored not in self.opened[file].names:
             raise ConfigError(f"{INDEX_NAME} says tensor {stored} is in {file}; it is not. {AGAIN}")
-        return self._open[file]
+        return self.opened[file]
 
 
 def read_heads(directory: str) -> dict[str, bytes]:
@@ -339,37 +352,3 @@ def local_directory(path: str | os.PathLike[str], *, pattern: str = "*") -> Iter
         for file in files:
             filesystem.get_file(file, f"{temporary}/{file.rsplit('/', 1)[-1]}")
         yield pathlib.Path(temporary)
-
-
-_PIECES_PER_FILE = 16
-_PIECE_BYTES = 64 << 10
-
-
-def fingerprint(checkpoint: str) -> str:
-    """Return a digest that differs between checkpoints: of names, sizes and pieces of their files, not of age or place.
-
-    The beginning of each file of weights (with the names and shapes of the tensors) and pieces of 64 KiB all over it
-    are read, so that it takes seconds for a checkpoint of any size. Training changes all weights, so every piece
-    differs.
-
-    Raises:
-        ConfigError: There is no config.json with safetensors.
-    """
-    filesystem, root = url_to_fs(os.path.expanduser(checkpoint))
-    files = sorted(f for f in filesystem.glob(f"{root.rstrip('/')}/*") if f.endswith((".safetensors", ".json")))
-    total = hashlib.sha256()
-    weights = [file for file in files if file.endswith(".safetensors")]
-    if not weights or f"{root.rstrip('/')}/config.json" not in files:
-        raise ConfigError(
-            f"{checkpoint} has no config.json with safetensors beside it. Give the directory of a Hugging Face "
-            "checkpoint (transformers: save_pretrained); the checkpoint of a training run is a checkpoint_path."
-        )
-    for file in (f"{root.rstrip('/')}/config.json", *weights):
-        size = filesystem.size(file)
-        total.update(f"{file.rsplit('/', 1)[-1]} {size}\n".encode())
-        starts = sorted({size * piece // _PIECES_PER_FILE for piece in range(_PIECES_PER_FILE)})
-        with filesystem.open(file, "rb") as opened:
-            for start in starts:
-                opened.seek(start)
-                total.update(opened.read(_PIECE_BYTES))
-    return total.hexdigest()
