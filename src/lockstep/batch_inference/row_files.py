@@ -15,7 +15,7 @@ from lockstep.batch_inference.prompt_store import JobShape
 from lockstep.errors import ConfigError, HostError, LockstepError
 from lockstep.hosts import Hosts
 from lockstep.json_text import FOREIGN, parse_json, refused
-from lockstep.printable import get_logger
+from lockstep.printable import get_logger, without_credentials
 from lockstep.report import append_jsonl, repair_jsonl
 from lockstep.urls import url_to_fs
 
@@ -164,22 +164,29 @@ def check_manifest(directory: Path, manifest: Mapping[str, Any], *, force: bool)
         ConfigError: The rows come from another job; the message names what differs.
     """
     path = directory / MANIFEST
-    if not path.exists():
-        if not force and any(directory.glob(PATTERN)):
+    text = path.read_bytes() if path.exists() else None
+    return _check(str(directory), text, lambda: any(directory.glob(PATTERN)), manifest, force)
+
+
+def _check(
+    place: str, text: bytes | None, has_rows: Callable[[], bool], manifest: Mapping[str, Any], force: bool
+) -> list[str]:
+    if text is None:
+        if not force and has_rows():
             raise ConfigError(
-                f"{directory} has rows but no {MANIFEST}, so it is not known which job they come from. Choose another "
-                "host_data_parallel_output_dir, remove the rows, or keep them with --resume force."
+                f"{place} has rows but no {MANIFEST}, so it is not known which job they come from. Choose another "
+                "trainer.run_id or host_data_parallel_output_dir, remove the rows, or keep them with --resume force."
             )
         return []
     fix = "Choose another trainer.run_id or host_data_parallel_output_dir, or remove the directory."
-    before = parse_json(path.read_bytes(), str(path), dict, fix)
+    before = parse_json(text, f"{place}/{MANIFEST}", dict, fix)
     different = [name for name in {**before, **manifest} if before.get(name) != manifest.get(name)]
     # Such prompts differ where the user has changed nothing.
     dated = " (a chat template that prints the date makes other prompts every day)" if "prompts" in different else ""
     lines = [f"{name} was {_as_json(before.get(name))} and is {_as_json(manifest.get(name))}" for name in different]
     if lines and not force:
         raise ConfigError(
-            f"{directory} has rows of a job that differs from this one: {'; '.join(lines)}{dated}. Change that back, "
+            f"{place} has rows of a job that differs from this one: {'; '.join(lines)}{dated}. Change that back, "
             "choose another trainer.run_id or host_data_parallel_output_dir, remove the directory, or keep its rows "
             "and go on with --resume force."
         )
@@ -214,20 +221,31 @@ class RemoteRows:
         # Unique, so that no two processes write the same object, also where a run is started again.
         self._name, self._batches = f"{host_name(host)}-{uuid.uuid4().hex[:8]}", 0
 
+    def check(self, manifest: Mapping[str, Any], *, force: bool) -> list[str]:
+        """Compare a job with the one whose rows are there, as `check_manifest` does; nothing is written here."""
+        self._filesystem.invalidate_cache()
+        place = f"{self._root}/{MANIFEST}"
+        text = self._filesystem.cat_file(place) if self._filesystem.exists(place) else None
+        url = without_credentials(self.url)
+        return _check(url, text, lambda: bool(self._filesystem.glob(f"{self._root}/{PATTERN}")), manifest, force)
+
     def fetch(self, directory: Path, hosts: int) -> None:
-        """Copy what earlier runs left: the job's manifest, and this host's part of all rows in one file."""
+        """Copy this host's part of the rows that earlier runs left into one file; there is none where it has no part.
+
+        The file counts as rows of the job whose manifest is in the directory: compare it first.
+        """
         self._filesystem.invalidate_cache()
         objects = sorted(self._filesystem.glob(f"{self._root}/{PATTERN}"))
-        if own := objects[self._host :: hosts]:
-            temporary = directory / f".found.{self._host}.tmp"
-            with open(temporary, "wb") as file:
-                for each in own:
-                    file.write(self._filesystem.cat_file(each))
-            os.replace(temporary, directory / f"{host_name(self._host)}-found.jsonl")
-        if self._filesystem.exists(f"{self._root}/{MANIFEST}"):
-            temporary = directory / f".{MANIFEST}.{self._host}.tmp"
-            temporary.write_bytes(self._filesystem.cat_file(f"{self._root}/{MANIFEST}"))
-            os.replace(temporary, directory / MANIFEST)
+        path = directory / f"{host_name(self._host)}-found.jsonl"
+        own = objects[self._host :: hosts]
+        if not own:
+            path.unlink(missing_ok=True)
+            return
+        temporary = directory / f".found.{self._host}.tmp"
+        with open(temporary, "wb") as file:
+            for each in own:
+                file.write(self._filesystem.cat_file(each))
+        os.replace(temporary, path)
 
     def add(self, lines: bytes) -> None:
         """Upload a batch of rows; when this returns they are there."""

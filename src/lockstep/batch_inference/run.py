@@ -184,9 +184,12 @@ class _Run:
         }
         with hosts.run_on_all("output directory"):
             self.output_dir.mkdir(parents=True, exist_ok=True)
+            # Both, before either changes: rows that are only here count beside those behind the URL.
+            force = config.resume == "force"
+            lines = check_manifest(self.output_dir, record, force=force)
             if self.remote is not None:
-                self.remote.fetch(self.output_dir, hosts.count)
-            for line in check_manifest(self.output_dir, record, force=config.resume == "force"):
+                lines += self.remote.check(record, force=force)
+            for line in lines:
                 log.warning("resume force: %s; rows that are there stay as they are", line)
         with hosts.run_on_all("job record"):
             path = write_manifest(self.output_dir, record, hosts.index)
@@ -197,7 +200,9 @@ class _Run:
         """Rows that some host has, whichever wrote them, the same on every host."""
         hosts, index = self.hosts, RowIndex(shape)
         with hosts.run_on_all("rows on disk"):
-            # Before any host reads the others' files: each mends its own.
+            # Before any host reads the others' files: each brings and mends its own.
+            if self.remote is not None:
+                self.remote.fetch(self.output_dir, hosts.count)
             keep = None if self.remote is None else self.remote.add
             self.rows = RowFile(host_file(self.output_dir, hosts.index), index, keep)
         with hosts.run_on_all("scan rows"):

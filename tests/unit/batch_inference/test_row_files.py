@@ -8,6 +8,7 @@ import pytest
 
 from lockstep.batch_inference import row_files
 from lockstep.batch_inference.row_files import (
+    RemoteRows,
     RowFile,
     RowIndex,
     agree_on_owners,
@@ -89,6 +90,43 @@ def test_a_setting_that_only_one_of_two_jobs_has_makes_them_differ(tmp_path):
 def test_a_manifest_appears_whole_and_leaves_nothing_temporary(tmp_path):
     path = write_manifest(tmp_path / "rows", {"seed": 0}, 3)
     assert [each.name for each in path.parent.iterdir()] == ["job.json"]
+
+
+def remote_of(tmp_path, **objects):
+    """Rows behind a URL, with the numbers of those in each object."""
+    there = tmp_path / "there"
+    for name, numbers in objects.items():
+        write(there / name, 0, numbers)
+        host_file(there / name, 0).rename(there / f"samples-host-000-{name}-000000.jsonl")
+    return RemoteRows(f"file://{there}", 0), there
+
+
+def test_another_job_behind_a_url_is_refused_and_leaves_nothing_here(tmp_path):
+    remote, there = remote_of(tmp_path, a=[0])
+    with pytest.raises(ConfigError, match=r"file://.*there has rows but no job.json"):
+        remote.check({"seed": 0}, force=False)
+    assert remote.check({"seed": 0}, force=True) == []
+    write_manifest(there, {"seed": 0}, 0)
+    assert remote.check({"seed": 0}, force=False) == []
+    with pytest.raises(ConfigError, match=r"file://.*there has rows of a job that differs.*seed was 0 and is 1"):
+        remote.check({"seed": 1}, force=False)
+    assert remote.check({"seed": 1}, force=True) == ["seed was 0 and is 1"]
+    assert [each.name for each in tmp_path.iterdir()] == ["there"]
+
+
+def test_fetching_leaves_the_manifest_here_and_the_rows_that_are_there_now(tmp_path):
+    remote, there = remote_of(tmp_path, a=[0, 1], b=[2])
+    write_manifest(there, {"seed": 1}, 0)
+    here = tmp_path / "here"
+    manifest = write_manifest(here, {"seed": 0}, 0)
+    remote.fetch(here, 1)
+    assert [each["num_tokens"] for each in read_jsonl(here / "samples-host-000-found.jsonl")] == [0, 1, 2]
+    remote.fetch(here, 2)
+    assert [each["num_tokens"] for each in read_jsonl(here / "samples-host-000-found.jsonl")] == [0, 1]
+    for each in there.glob("samples-*"):
+        each.unlink()
+    remote.fetch(here, 2)
+    assert list(here.iterdir()) == [manifest] and json.loads(manifest.read_text()) == {"seed": 0}
 
 
 pytest.importorskip("gcsfs", reason="gcsfs is not installed (pip install 'jax-lockstep[gcs]')")

@@ -160,3 +160,15 @@ def test_a_tracker_that_fails_costs_no_row(checkpoint, prompts, tmp_path, sample
     sample("run", tracker=tracker, **values, **FIELDS)
     assert len(read_jsonl(tmp_path / "run" / "samples" / "samples.jsonl")) == 6
     assert "the tracker is down" in caplog.text and tracker.finish.called
+
+
+@pytest.mark.slow
+def test_rows_here_are_of_the_job_behind_the_url_or_refused(checkpoint, tmp_path, sample):
+    there = tmp_path / "there"
+    there.mkdir()
+    values = {"hf_checkpoint": str(checkpoint), "prompts": ["one", "two"], "max_new_tokens": 4, "n_generations": 1}
+    sample("here", **values)
+    sample("elsewhere", **values, seed=1, host_data_parallel_output_dir=f"file://{there}")
+    with pytest.raises(PeerError, match="here/samples has rows of a job that differs.*seed was 0 and is 1"):
+        sample("here", **values, seed=1, host_data_parallel_output_dir=f"file://{there}")
+    assert json.loads((tmp_path / "here" / "samples" / "job.json").read_text())["seed"] == 0
