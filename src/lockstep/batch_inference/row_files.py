@@ -51,8 +51,8 @@ class RowIndex:
         return self._file != NOWHERE
 
     def scan(self, directory: Path) -> None:
-        """Add the rows of every file in a directory, whichever host wrote it."""
-        for path in sorted(directory.glob(PATTERN)):
+        """Add the rows of every file in a directory that was not read yet, whichever host wrote it."""
+        for path in sorted(set(directory.glob(PATTERN)) - set(self.files)):
             self.scan_file(path)
 
     def scan_file(self, path: Path, start: int = 0) -> int:
@@ -229,8 +229,8 @@ class RemoteRows:
         url = without_credentials(self.url)
         return _check(url, text, lambda: bool(self._filesystem.glob(f"{self._root}/{PATTERN}")), manifest, force)
 
-    def fetch(self, directory: Path, hosts: int) -> None:
-        """Copy this host's part of the rows that earlier runs left into one file; there is none where it has no part.
+    def fetch(self, directory: Path, hosts: int) -> Path | None:
+        """Copy this host's part of the rows that earlier runs left into a file and return it; None without a part.
 
         The file counts as rows of the job whose manifest is in the directory: compare it first.
         """
@@ -240,12 +240,13 @@ class RemoteRows:
         own = objects[self._host :: hosts]
         if not own:
             path.unlink(missing_ok=True)
-            return
+            return None
         temporary = directory / f".found.{self._host}.tmp"
         with open(temporary, "wb") as file:
             for each in own:
                 file.write(self._filesystem.cat_file(each))
         os.replace(temporary, path)
+        return path
 
     def add(self, lines: bytes) -> None:
         """Upload a batch of rows; when this returns they are there."""
@@ -274,6 +275,34 @@ def agree_on_owners(hosts: Hosts, index: RowIndex) -> Int[np.ndarray, " rows"]:
         if len(owner) != index.shape.rows or ((owner < NOWHERE) | (owner >= hosts.count)).any():
             raise ValueError("it is of another job")
         return owner
+
+
+def union(hosts: Hosts, name: str, present: Bool[np.ndarray, " rows"]) -> Bool[np.ndarray, " rows"]:
+    """Return whether each row is present on any host, the same on every host."""
+    with hosts.scope(name) as scope:
+        posts = scope.gather("present", pack(present))
+        on_any: bytes | None = None
+        if posts is not None:
+            on_any = pack(np.any([unpack(post, len(present)) for post in posts], axis=0))
+        return unpack(scope.broadcast("on any", on_any), len(present))
+
+
+def upload_rows(hosts: Hosts, remote: RemoteRows, index: RowIndex, rows: Bool[np.ndarray, " rows"]) -> None:
+    """Upload rows that are on the hosts' disks, each by one host that has it.
+
+    Args:
+        rows: Which rows, the same on every host.
+
+    Raises:
+        PeerError: A host could not upload its part; raised on every host.
+    """
+    if not rows.any():
+        return
+    with hosts.scope("earlier rows") as scope:
+        owner = agree_on_owners(scope, index)
+        with scope.run_on_all("upload", "uploading rows of an earlier run"):
+            for piece in _pieces(index, np.flatnonzero(rows & (owner == hosts.index)), GATHER_BYTES):
+                remote.add(piece)
 
 
 def merge(hosts: Hosts, index: RowIndex, owner: Int[np.ndarray, " rows"], directory: Path) -> Path | None:

@@ -35,8 +35,8 @@ from lockstep.batch_inference.row_files import (
     check_manifest,
     host_file,
     merge,
-    pack,
-    unpack,
+    union,
+    upload_rows,
     write_manifest,
 )
 from lockstep.batch_inference.summary import (
@@ -198,20 +198,20 @@ class _Run:
 
     def _find(self, shape: JobShape) -> tuple[RowIndex, np.ndarray]:
         """Rows that some host has, whichever wrote them, the same on every host."""
-        hosts, index = self.hosts, RowIndex(shape)
+        hosts, index, remote = self.hosts, RowIndex(shape), self.remote
         with hosts.run_on_all("rows on disk"):
             # Before any host reads the others' files: each brings and mends its own.
-            if self.remote is not None:
-                self.remote.fetch(self.output_dir, hosts.count)
-            keep = None if self.remote is None else self.remote.add
-            self.rows = RowFile(host_file(self.output_dir, hosts.index), index, keep)
+            fetched = None if remote is None else remote.fetch(self.output_dir, hosts.count)
+            if fetched is not None:
+                index.scan_file(fetched)
+            there = index.present
+            self.rows = RowFile(host_file(self.output_dir, hosts.index), index, None if remote is None else remote.add)
         with hosts.run_on_all("scan rows"):
             index.scan(self.output_dir)
-        posts = hosts.gather("found rows", pack(index.present))
-        union: bytes | None = None
-        if posts is not None:
-            union = pack(np.any([unpack(post, shape.rows) for post in posts], axis=0))
-        return index, unpack(hosts.broadcast("rows that are there", union), shape.rows)
+        found = union(hosts, "found rows", index.present)
+        if remote is not None:  # an earlier run had another URL or none, or ended between disk and URL
+            upload_rows(hosts, remote, index, found & ~union(hosts, "rows behind the URL", there))
+        return index, found
 
     def _generate(
         self, store: PromptStore, shape: JobShape, index: RowIndex, found: np.ndarray, tracker: Tracker

@@ -15,6 +15,8 @@ from lockstep.batch_inference.row_files import (
     check_manifest,
     host_file,
     merge,
+    union,
+    upload_rows,
     write_manifest,
 )
 from lockstep.batch_inference.summary import Totals, add_up
@@ -127,6 +129,32 @@ def test_fetching_leaves_the_manifest_here_and_the_rows_that_are_there_now(tmp_p
         each.unlink()
     remote.fetch(here, 2)
     assert list(here.iterdir()) == [manifest] and json.loads(manifest.read_text()) == {"seed": 0}
+
+
+def body_upload(hosts, directories, url):
+    remote, index = RemoteRows(url, hosts.index), RowIndex(SHAPE)
+    fetched = remote.fetch(directories[hosts.index], hosts.count)
+    if fetched is not None:
+        index.scan_file(fetched)
+    there = index.present
+    hosts.barrier("fetched")
+    index.scan(directories[hosts.index])
+    found = union(hosts, "found", index.present)
+    upload_rows(hosts, remote, index, found & ~union(hosts, "there", there))
+    return np.flatnonzero(found).tolist()
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["one directory", "a directory of each"])
+def test_rows_that_are_on_disks_alone_are_uploaded_once(tmp_path, shared):
+    _, there = remote_of(tmp_path, a=[0, 1], b=[2])
+    directories = [tmp_path / "here" if shared else tmp_path / str(host) for host in range(2)]
+    write(directories[0], 0, [2, 4, 5])  # row 2 is in what the other host fetches
+    write(directories[1], 1, [1, 5, 6])
+    write(directories[1], 7, [7])  # of a host that takes no part any more
+    for _ in range(2):
+        assert run_threads(body_upload, 2, directories, f"file://{there}") == [[0, 1, 2, 4, 5, 6, 7]] * 2
+        rows = [each for path in there.glob("samples-*") for each in read_jsonl(path)]
+        assert sorted(each["num_tokens"] for each in rows) == [0, 1, 2, 4, 5, 6, 7]
 
 
 pytest.importorskip("gcsfs", reason="gcsfs is not installed (pip install 'jax-lockstep[gcs]')")

@@ -163,12 +163,17 @@ def test_a_tracker_that_fails_costs_no_row(checkpoint, prompts, tmp_path, sample
 
 
 @pytest.mark.slow
-def test_rows_here_are_of_the_job_behind_the_url_or_refused(checkpoint, tmp_path, sample):
+def test_rows_here_are_of_the_job_behind_the_url_and_go_there(checkpoint, tmp_path, sample):
     there = tmp_path / "there"
     there.mkdir()
+    (tmp_path / "new").mkdir()
     values = {"hf_checkpoint": str(checkpoint), "prompts": ["one", "two"], "max_new_tokens": 4, "n_generations": 1}
     sample("here", **values)
     sample("elsewhere", **values, seed=1, host_data_parallel_output_dir=f"file://{there}")
     with pytest.raises(PeerError, match="here/samples has rows of a job that differs.*seed was 0 and is 1"):
         sample("here", **values, seed=1, host_data_parallel_output_dir=f"file://{there}")
     assert json.loads((tmp_path / "here" / "samples" / "job.json").read_text())["seed"] == 0
+
+    sample("here", **values, host_data_parallel_output_dir=f"file://{tmp_path}/new", enable_host_rows_gather=False)
+    rows = [each for path in (tmp_path / "new").glob("samples-host-*") for each in read_jsonl(path)]
+    assert len(rows) == 2 and rows == read_jsonl(tmp_path / "here" / "samples" / "samples-host-000.jsonl")
