@@ -1,6 +1,7 @@
 """Capacities and decode layout of the engine: its own configuration, and the fields that other blocks share with it."""
 
 import dataclasses
+from collections.abc import Callable
 
 import jax.numpy as jnp
 
@@ -121,6 +122,10 @@ class EngineConfig(CapacityFields):
                 "dtype that the engine computes in, which dtype sets."
             )
         tensor_size(self.layout)
+
+    def free_bytes(self, measure: Callable[[], int]) -> int:
+        """The free memory to count on, on each device: ``memory_bytes_per_device``, or else what ``measure`` finds."""
+        return measure() if self.memory_bytes_per_device is None else self.memory_bytes_per_device
 
     def first_page_size(self, platform: str) -> int:
         """Tokens in a page before page tables are too large: as configured, or larger on TPU.

@@ -114,11 +114,13 @@ class Engine:
         Raises:
             ConfigError: A device does not report its memory, and ``memory_bytes_per_device`` is not set.
         """
-        if self.config.memory_bytes_per_device is not None:
-            return self.config.memory_bytes_per_device
-        weights = None if model is None else read_decoder(model)[1]
-        jax.block_until_ready(sources(weights))
-        return free_bytes(self.mesh, weights)
+
+        def measure() -> int:
+            weights = None if model is None else read_decoder(model)[1]
+            jax.block_until_ready(sources(weights))
+            return free_bytes(self.mesh, weights)
+
+        return self.config.free_bytes(measure)
 
     def check(self, model: Any, requests: Sequence[Request], *, free: int | None = None) -> Capacity:
         """Refuse what can never work, without compiling or launching anything.

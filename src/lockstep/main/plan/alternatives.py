@@ -12,8 +12,9 @@ from lockstep.engine import Sizing
 from lockstep.errors import CapacityError, CompilerError, HbmError
 from lockstep.main.plan.compiler import CompileCache, Topology
 from lockstep.main.plan.planner import Plan, make_plan, predict_sampling
+from lockstep.main.plan.step_flops import flops_on
 from lockstep.main.plan.summary import moments, train_time
-from lockstep.main.plan.train_step import compile_step, flops_on, make_state, peak
+from lockstep.main.plan.train_step import compile_step, make_state, peak
 from lockstep.main.plan.workload import Workload
 from lockstep.models import POLICIES
 from lockstep.placement import make_mesh

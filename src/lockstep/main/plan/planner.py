@@ -147,10 +147,10 @@ def _plan(
     sampling: list[SamplingPlan] = []
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         step = pool.submit(plan_largest_step, workload, mesh, state, cache, chip.memory) if state else None
-        free = chip.memory - resident
+        left = chip.memory - resident
         for one in workload.sampling:
             try:
-                sampling.append(_plan_sampling(workload, one, mesh, decoder, cache, free, hosts))
+                sampling.append(_plan_sampling(workload, one, mesh, decoder, cache, left, hosts))
             except InfeasibleError as refused:
                 infeasibilities.append(refused.infeasibility)
         if step is not None:
@@ -215,10 +215,15 @@ def _plan_sampling(
     mesh: Mesh,
     decoder: Decoder,
     cache: CompileCache,
-    free: int,
+    left: int,
     hosts: Sequence[int],
 ) -> SamplingPlan:
-    """The sizes that `Engine.prepare` chooses for a round of sampling, by the function that sizes the engine."""
+    """The sizes that `Engine.prepare` chooses for a round of sampling, by the function that sizes the engine.
+
+    Args:
+        left: The bytes of a device beside what is on it for the whole run.
+    """
+    free = one.engine.free_bytes(lambda: left)
 
     def make() -> Engine:
         return Engine(one.engine, mesh, vocab_size=one.vocab_size, compile_with=cache)
@@ -234,6 +239,8 @@ def _plan_sampling(
         key, value = one.key("max_prefill_size"), one.engine.max_prefill_size
         raise InfeasibleError(Infeasibility(key=key, value=value, largest=None, text=str(error))) from error
     assert engine.sizing is not None
+    if (refused := _over_limit(one, engine.sizing, left)) is not None:
+        raise InfeasibleError(refused)
     programs = engine.programs
     unmet = never_used(request.params for request in one.requests)
     found = {name: collectives(Hlo(program.text(), unmet), len(hosts)) for name, program in programs.items()}
@@ -251,12 +258,33 @@ def _plan_sampling(
     )
 
 
+def _over_limit(one: SamplingWorkload, sizing: Sizing, left: int) -> Infeasibility | None:
+    """The infeasibility of an engine that fits the memory that it is told to count on, but not what there is."""
+    needed, limit = (sizing.compiled or sizing.predicted).total, one.engine.memory_bytes_per_device
+    if limit is None or needed <= left:
+        return None
+    key = one.key("memory_bytes_per_device")
+    text = (
+        f"{key} is {limit}, for which sampling is sized: it needs {needed} bytes per device, of which {left} are free. "
+        f"Set it to at most {left}, or to null."
+    )
+    return Infeasibility(key=key, value=limit, largest=max(left, 0) or None, text=text)
+
+
 def predict_sampling(workload: Workload, one: SamplingWorkload, topology: Topology) -> Sizing:
-    """The sizes of the engine for a round of sampling beside the training state, before anything is compiled."""
+    """The sizes of the engine for a round of sampling beside the training state, before anything is compiled.
+
+    Raises:
+        CapacityError: It can never fit, or fits only the limit of its configuration.
+    """
     mesh = make_mesh(workload.mesh_shape, topology.devices)
     state, decoder = _model(workload, mesh)
-    free = chip_of(topology.devices[0]).memory - (state.resident if state else _bytes(decoder))
-    return Engine(one.engine, mesh, vocab_size=one.vocab_size).predict(decoder, one.requests, free=free)
+    left = chip_of(topology.devices[0]).memory - (state.resident if state else _bytes(decoder))
+    free = one.engine.free_bytes(lambda: left)
+    sizing = Engine(one.engine, mesh, vocab_size=one.vocab_size).predict(decoder, one.requests, free=free)
+    if (refused := _over_limit(one, sizing, left)) is not None:
+        raise CapacityError(refused.text)
+    return sizing
 
 
 def _shorter(

@@ -12,27 +12,21 @@ from jax.sharding import Mesh
 
 from lockstep.errors import HbmError
 from lockstep.main.plan.compiler import CompileCache, Summary
+from lockstep.main.plan.step_flops import bubble, flops_on
 from lockstep.main.plan.workload import Infeasibility, InfeasibleError, TrainingWorkload, Workload
 from lockstep.models import (
     LlamaLMHeadModel,
     LoraModel,
-    adapter_products,
     join_trained,
-    layer_kinds,
-    layer_products,
-    recomputes_layers,
     skeleton,
     split_trained,
 )
-from lockstep.models.attention import attention_products
 from lockstep.placement import CP, PP, data_shards
 from lockstep.placement.device import block_bytes
 from lockstep.training import (
-    TrainerConfig,
     TrainStep,
     batch_structs,
     busiest_bytes,
-    needs_vocab_blocks,
     parameter_shardings,
     state_structs,
 )
@@ -110,6 +104,7 @@ def _bytes(tree: Any) -> int:
 
 
 NAME = "train_step"
+LIMIT = "trainer.memory_bytes_per_device"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -148,6 +143,12 @@ def compile_step(
     return cache(step.lower(state.structs, batch), NAME)
 
 
+def bytes_for_step(workload: Workload, state: State, memory: int) -> int:
+    """The bytes of a device with ``memory`` that a run gives the train step: its limit, or what no reference takes."""
+    assert workload.training is not None
+    return workload.training.trainer.step_bytes(lambda: memory - state.reference)
+
+
 def plan_step(workload: Workload, mesh: Mesh, state: State, cache: CompileCache, memory: int) -> TrainStepPlan:
     """Compile the train step, or find out what would fit.
 
@@ -157,7 +158,7 @@ def plan_step(workload: Workload, mesh: Mesh, state: State, cache: CompileCache,
     """
     training = workload.training
     assert training is not None
-    memory -= state.reference
+    memory = bytes_for_step(workload, state, memory)
     microbatches, stages = training.trainer.microbatches(mesh), mesh.shape.get(PP, 1)
     try:
         summary = _fitting(compile_step(workload, mesh, state, cache, microbatches=microbatches), memory)
@@ -215,49 +216,6 @@ def saved_bytes(workload: Workload, rows: int) -> int:
     )
 
 
-def flops_on(workload: Workload, mesh: Mesh) -> float:
-    """The floating-point operations of a train step on a mesh, in all of its devices together."""
-    training = workload.training
-    assert training is not None
-    parts = 1 if PP in mesh.shape else training.trainer.microbatches(mesh)
-    rows = training.trainer.train_batch_size // data_shards(mesh) // parts
-    tokens = rows * training.sequences_per_row * training.length // mesh.shape.get(CP, 1)
-    vocab_blocks = needs_vocab_blocks(tokens, workload.vocab_size // mesh.shape["tp"])
-    return step_flops(workload, vocab_blocks=vocab_blocks, idle=bubble(training.trainer, mesh))
-
-
-def step_flops(workload: Workload, *, vocab_blocks: bool, idle: float = 0.0) -> float:
-    """The floating-point operations of a train step.
-
-    They are 2 per weight and token forward, 4 backward, and 2 again where layers are computed twice, or logits, because
-    they are made in blocks. A frozen weight has no gradient, so it needs 2 backward. Attention is counted as it is
-    computed, and so are layers in a stage that has no microbatch.
-    """
-    training, config = workload.training, workload.model
-    assert training is not None
-    forwards = 2 if recomputes_layers(config.gradient_checkpointing) else 1
-    tokens = training.trainer.train_batch_size * training.sequences_per_row * training.length
-    per_head = (
-        attention_products(config.attn_backend, training.length, kind.window, forwards=forwards)
-        for kind in layer_kinds(config)
-    )
-    pairs = config.num_heads * config.head_size * sum(per_head)
-    backwards, adapters = 2, 0.0
-    if training.lora is not None:
-        backwards = 1
-        adapters = adapter_products(training.lora.shapes(config), config)
-    products = (forwards + backwards) * layer_products(config) + pairs + (forwards + 2) * adapters
-    products /= 1 - idle
-    output = config.hidden_dim * workload.vocab_size * (backwards + (2 if vocab_blocks else 1))
-    return 2.0 * (products + output) * tokens
-
-
-def bubble(trainer: TrainerConfig, mesh: Mesh) -> float:
-    """The share of a pipeline's steps in which a stage has no microbatch; 0 without stages."""
-    stages = mesh.shape.get(PP, 1)
-    return (stages - 1) / (trainer.pipeline_repeats * stages * trainer.microbatches(mesh) + stages - 1)
-
-
 def _fitting(summary: Summary, memory: int) -> Summary:
     if peak(summary) > memory:
         raise HbmError(
@@ -277,17 +235,18 @@ def _what_fits(
     assert training is not None
     trainer = training.trainer
     rows = trainer.train_batch_size // data_shards(mesh)
-    given = rows // trainer.microbatches(mesh)
-    first = f"the train step needs {error.needed / 2**30:.2f} GiB per device and there are {memory / 2**30:.2f} GiB"
+    given, limit = rows // trainer.microbatches(mesh), trainer.memory_bytes_per_device
+    room = f"{memory / 2**30:.2f} GiB" + (f" ({LIMIT} is {limit})" if limit is not None else "")
+    first = f"the train step needs {error.needed / 2**30:.2f} GiB per device and there are {room}"
     fixed = state.parameters + state.optimizer
     if fixed >= memory:
         return Infeasibility(
-            key=workload.model_key,
-            value=f"{fixed / 2**30:.2f} GiB",
+            key=workload.model_key if limit is None else LIMIT,
+            value=f"{fixed / 2**30:.2f} GiB" if limit is None else limit,
             largest=None,
             text=f"parameters and optimizer state take {fixed / 2**30:.2f} GiB per device, of which there are "
-            f"{memory / 2**30:.2f} GiB: no batch is small enough. Use a larger slice or a smaller model, or set "
-            "trainer.mp to p=bf16.",
+            f"{room}: no batch is small enough. {'' if limit is None else f'Raise {LIMIT}, or set it to null. '}"
+            "Use a larger slice or a smaller model, or set trainer.mp to p=bf16.",
         )
 
     def works(microbatches: int, length: int | None = None) -> bool:
@@ -359,19 +318,35 @@ def _columns(training: TrainingWorkload, length: int | None) -> dict[str, jax.Sh
 def plan_largest_step(workload: Workload, mesh: Mesh, state: State, cache: CompileCache, memory: int) -> TrainStepPlan:
     """Compile the train step; where the number of rows at a time is open, with the largest that fits.
 
+    Args:
+        memory: The bytes of a device that programs may use; the limit of the configuration counts as it does in a run.
+
     Raises:
-        InfeasibleError: The step does not fit, or does not even with one row at a time.
+        InfeasibleError: The step does not fit, or does not even with one row at a time; or it fits only the limit.
         ConfigError: The mesh does not divide the batch.
     """
     assert workload.training is not None
+    limit = workload.training.trainer.memory_bytes_per_device
     try:
-        return plan_step(workload, mesh, state, cache, memory)
+        found = plan_step(workload, mesh, state, cache, memory)
     except InfeasibleError as error:
-        found = error.infeasibility
-        trainer = workload.training.trainer
-        is_open = trainer.per_device_parallelism == "auto" and found.key == "trainer.per_device_parallelism"
-        if not (is_open and found.largest):
+        open_rows = workload.training.trainer.per_device_parallelism == "auto"
+        largest = error.infeasibility.largest
+        if not (open_rows and error.infeasibility.key == "trainer.per_device_parallelism" and largest):
             raise
-    trainer = dataclasses.replace(trainer, per_device_parallelism=found.largest)
-    training = dataclasses.replace(workload.training, trainer=trainer)
-    return plan_step(dataclasses.replace(workload, training=training), mesh, state, cache, memory)
+        chosen = with_rows(workload, largest)
+        found = plan_step(chosen, mesh, state, cache, memory if limit is None else limit + state.reference)
+    if limit is not None and peak(found.summary) > (left := memory - state.reference):
+        text = (
+            f"{LIMIT} is {limit}, and a run takes as many rows at a time as fit in it: the train step then needs "
+            f"{peak(found.summary)} bytes per device, of which there are {left}. Set it to at most {left}, or to null."
+        )
+        raise InfeasibleError(Infeasibility(key=LIMIT, value=limit, largest=left, text=text))
+    return found
+
+
+def with_rows(workload: Workload, rows: int) -> Workload:
+    """The workload with a number of rows at a time that was found, in place of a search."""
+    assert workload.training is not None
+    trainer = dataclasses.replace(workload.training.trainer, per_device_parallelism=rows, memory_bytes_per_device=None)
+    return dataclasses.replace(workload, training=dataclasses.replace(workload.training, trainer=trainer))

@@ -1,6 +1,7 @@
 """The configuration of a run, in Levanter's words."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Literal
 
 import jax.numpy as jnp
@@ -150,6 +151,14 @@ class TrainerConfig:
                 "can be used. Remove one of them."
             )
         return dataclasses.replace(model, attn_backend=self.attn_backend)
+
+    def step_bytes(self, measure: Callable[[], int]) -> int:
+        """The bytes of a device that the train step may use, parameters and optimizer state among them.
+
+        Args:
+            measure: Finds them where no ``memory_bytes_per_device`` says how many.
+        """
+        return measure() if self.memory_bytes_per_device is None else self.memory_bytes_per_device
 
     def microbatches(self, mesh: Mesh) -> int:
         """The number of microbatches of one step on a mesh.

@@ -336,7 +336,7 @@ class Trainer:
         todo = list(source.compile(self._launch) if isinstance(source, BatchFeed) else [source.structs()])
         if self.config.per_device_parallelism == "auto":  # what fits with the longest rows fits with shorter ones
             longest = todo.pop()
-            memory = memory_for_training(self.mesh, state, self.config.memory_bytes_per_device)
+            memory = self.config.step_bytes(lambda: memory_for_training(self.mesh, state))
             rows = self.config.train_batch_size // data_shards(self.mesh)
             self._step = compile_largest(
                 self.hosts, rows, make, lambda step: (state, longest, *self._signals(step, 0)), memory

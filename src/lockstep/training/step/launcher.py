@@ -23,14 +23,8 @@ log = get_logger(__name__)
 UNKNOWN = 2**62  # the bytes of a step that the compiler refused without saying how many it needs
 
 
-def memory_for_training(mesh: Mesh, state: PyTree, given: int | None) -> int:
-    """Return the bytes of a device of this process that the train step may use, the training state among them.
-
-    Args:
-        given: The bytes that the configuration names; None: what is free now and what the state takes.
-    """
-    if given is not None:
-        return given
+def memory_for_training(mesh: Mesh, state: PyTree) -> int:
+    """The bytes of a device of this process that there are for the train step: what is free now, and its state."""
     return free_bytes(mesh) + sum(block_bytes(leaf) for leaf in jax.tree.leaves(state))
 
 

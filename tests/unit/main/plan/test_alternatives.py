@@ -13,7 +13,7 @@ from lockstep.errors import CapacityError, CompilerError, HbmError
 from lockstep.main.plan import alternatives
 from lockstep.main.plan.alternatives import mesh_costs, print_meshes, print_remat, remat_costs
 from lockstep.main.plan.collectives import CollectiveSum
-from lockstep.main.plan.train_step import step_flops
+from lockstep.main.plan.step_flops import step_flops
 from lockstep.models import POLICIES
 from tests.unit.main.plan.test_train_step import workload_of
 

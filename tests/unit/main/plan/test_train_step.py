@@ -9,15 +9,8 @@ import pytest
 
 from lockstep.errors import ConfigError
 from lockstep.main.plan import train_step
-from lockstep.main.plan.train_step import (
-    bubble,
-    compile_step,
-    largest_that_works,
-    make_state,
-    peak,
-    saved_bytes,
-    step_flops,
-)
+from lockstep.main.plan.step_flops import step_flops
+from lockstep.main.plan.train_step import compile_step, largest_that_works, make_state, peak, saved_bytes
 from lockstep.main.plan.workload import Infeasibility, InfeasibleError, TrainingWorkload, Workload
 from lockstep.models import LoraConfig, skeleton
 from lockstep.placement import make_mesh
@@ -77,40 +70,6 @@ def workload_of(**values):
     )
 
 
-def test_operations_of_a_step_are_two_per_weight_and_token_three_times():
-    # A layer: q and o 16 x 32 each, k and v 16 x 16 each, the MLP 3 x 16 x 24; and all pairs of 32 positions.
-    weights = 2 * 16 * 32 + 2 * 16 * 16 + 3 * 16 * 24
-    pairs = 2 * 2 * 4 * 8 * 32
-    layers, output = 2 * (2 * weights + pairs), 2 * 16 * 40
-    assert step_flops(workload_of(), vocab_blocks=False) == 3 * (layers + output) * 8 * 32
-
-
-def test_frozen_weights_cost_two_operations_backward_and_adapters_four():
-    lora = LoraConfig(r=4, target_modules=("q_proj", "down_proj"), base_dtype="float32")
-    adapters = 2 * 4 * (16 + 32 + 24 + 16)
-    whole, ours = (step_flops(workload_of(lora=one), vocab_blocks=False) for one in (None, lora))
-    pairs = 2 * 2 * 4 * 8 * 32
-    tokens = 8 * 32
-    frozen = (whole - 2 * 3 * pairs * tokens) * 2 / 3 + 2 * 3 * pairs * tokens
-    assert ours == pytest.approx(frozen + 2 * 3 * adapters * tokens)
-
-
-def test_layers_that_are_computed_twice_cost_a_third_more_and_the_output_does_not():
-    twice, once = (step_flops(workload_of(remat=remat), vocab_blocks=False) for remat in (True, False))
-    output = 3 * 2 * 16 * 40 * 8 * 32
-    assert (twice - output) / (once - output) == pytest.approx(4 / 3)
-
-
-def test_a_row_of_two_sequences_costs_twice_as_much():
-    one, two = (step_flops(workload_of(sequences_per_row=n), vocab_blocks=False) for n in (1, 2))
-    assert two == 2 * one
-
-
-def test_logits_in_blocks_are_computed_twice():
-    blocks, whole = (step_flops(workload_of(), vocab_blocks=blocks) for blocks in (True, False))
-    assert blocks - whole == 2 * 16 * 40 * 8 * 32
-
-
 def test_what_the_backward_pass_needs_grows_with_the_rows_and_shrinks_with_rematerialisation():
     whole, half = saved_bytes(workload_of(), 4), saved_bytes(workload_of(), 2)
     assert whole == pytest.approx(2 * half, rel=0.05)
@@ -128,9 +87,11 @@ def test_the_worst_moment_is_the_compilers_or_arguments_and_temporaries_and_the_
     assert peak(SimpleNamespace(memory=memory)) == total
 
 
-def workload(parallelism):
+def workload(parallelism, limit=None):
     found = workload_of()
-    trainer = dataclasses.replace(found.training.trainer, per_device_parallelism=parallelism)
+    trainer = dataclasses.replace(
+        found.training.trainer, per_device_parallelism=parallelism, memory_bytes_per_device=limit
+    )
     return dataclasses.replace(found, training=dataclasses.replace(found.training, trainer=trainer))
 
 
@@ -158,6 +119,53 @@ def test_auto_plans_with_the_largest_that_works(monkeypatch):
 def test_a_number_that_was_given_and_other_reasons_stand(monkeypatch, parallelism, key, largest):
     with pytest.raises(InfeasibleError, match="too many"):
         plan(parallelism, monkeypatch, key, largest)
+
+
+NEEDED = {1: 80 << 20, 2: 50 << 20, 4: 30 << 20, 8: 20 << 20}
+"""The bytes of a made-up step, by the number of microbatches."""
+
+
+def compiled(*rest, microbatches, length=None):
+    """Stands in for the compiler."""
+    memory = SimpleNamespace(
+        peak_memory_in_bytes=NEEDED[microbatches],
+        argument_size_in_bytes=0,
+        temp_size_in_bytes=0,
+        generated_code_size_in_bytes=0,
+    )
+    return SimpleNamespace(memory=memory)
+
+
+def limited(limit, monkeypatch, reference=0, memory=100 << 20):
+    """The microbatches of the plan on a device with so much memory, of which a reference model takes a part."""
+    monkeypatch.setattr(train_step, "compile_step", compiled)
+    monkeypatch.setattr(train_step, "saved_bytes", lambda *rest: 0)
+    asked = dataclasses.replace(workload("auto", limit), mesh_shape="1,1,1")
+    mesh = make_mesh("1,1,1", jax.devices()[:1])
+    state = dataclasses.replace(make_state(asked, mesh), reference=reference)
+    return train_step.plan_largest_step(asked, mesh, state, None, memory).microbatches
+
+
+def test_auto_takes_the_rows_that_a_run_takes_with_its_limit(monkeypatch):
+    assert limited(None, monkeypatch) == 1 and limited(None, monkeypatch, reference=30 << 20) == 2
+    assert limited(50 << 20, monkeypatch) == 2 and limited((50 << 20) - 1, monkeypatch) == 4
+    # The run's limit is for the train step and its state: a reference model is beside it.
+    assert limited(50 << 20, monkeypatch, reference=40 << 20) == 2
+    assert limited(30 << 20, monkeypatch, reference=60 << 20) == 4
+
+
+@pytest.mark.parametrize(
+    ("limit", "key", "largest", "text"),
+    [
+        (90 << 20, "trainer.memory_bytes_per_device", 60 << 20, "needs 83886080 bytes per device, of which there are"),
+        (55 << 20, "trainer.memory_bytes_per_device", 40 << 20, "Set it to at most 41943040, or to null"),
+        (1000, "trainer.memory_bytes_per_device", None, "is 1000.: no batch is small enough. Raise trainer.memory_by"),
+    ],
+)
+def test_a_limit_beyond_the_device_or_below_the_state_is_refused(limit, key, largest, text, monkeypatch):
+    with pytest.raises(InfeasibleError, match=text) as refused:
+        limited(limit, monkeypatch, reference=(100 << 20) - (largest or 0))
+    assert (refused.value.infeasibility.key, refused.value.infeasibility.largest) == (key, largest)
 
 
 @pytest.mark.slow
@@ -204,14 +212,3 @@ def test_the_step_is_planned_with_the_repeats_of_the_configuration():
     found = dataclasses.replace(found, training=dataclasses.replace(found.training, trainer=trainer))
     with pytest.raises(ConfigError, match="pipeline_repeats is 2, for 2 layers in 1 stages"):
         compile_step(found, mesh, make_state(found, mesh), None, microbatches=1)
-
-
-def test_a_stage_computes_in_the_bubble_too():
-    """The bubble, (p - 1) / (v m + p - 1): layers are computed so much more often, the output layer is not."""
-    trainer = TrainerConfig(train_batch_size=12, per_device_parallelism=2)
-    idle = [bubble(trainer, make_mesh(shape, jax.devices()[:3])) for shape in ("1,3,1", "pp=3")]
-    idle.append(bubble(dataclasses.replace(trainer, pipeline_repeats=3), make_mesh("pp=3", jax.devices()[:3])))
-    assert idle == [0, 2 / 8, 2 / 20]
-    output = 3 * 2 * 16 * 40 * 8 * 32
-    whole, staged = (step_flops(workload_of(), vocab_blocks=False, idle=idle) for idle in (0.0, 0.25))
-    assert staged - output == pytest.approx((whole - output) / 0.75)
