@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from jax.sharding import Mesh
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -14,10 +15,18 @@ from lockstep.main.plan.compiler import CompileCache, Topology
 from lockstep.main.plan.planner import Plan, make_plan, predict_sampling
 from lockstep.main.plan.step_flops import flops_on
 from lockstep.main.plan.summary import moments, train_time
-from lockstep.main.plan.train_step import compile_step, make_state, peak
+from lockstep.main.plan.train_step import (
+    State,
+    bytes_for_step,
+    compile_step,
+    largest_rows,
+    make_state,
+    peak,
+    with_rows,
+)
 from lockstep.main.plan.workload import Workload
 from lockstep.models import POLICIES
-from lockstep.placement import make_mesh
+from lockstep.placement import data_shards, make_mesh
 from lockstep.printable import bytes_text, seconds_text
 
 MESH_SHAPES = ("auto", "host_local")  # full-device FSDP; and data parallel over hosts with FSDP inside each
@@ -125,10 +134,11 @@ class RematCost:
     """The train step with one policy."""
 
     policy: str
+    rows: int  # rows of a device at a time: as configured, or for auto the most that fit
     needed: int  # bytes per device at the worst moment; 0 where the compiler does not say
     memory: int  # bytes of a device that programs may use
     flops: float  # the floating-point operations of a step over all devices, those in a bubble among them
-    error: str | None = None  # why the compiler refused it; None where it did not
+    error: str | None = None  # why it cannot run; None where nothing but `memory` may be in its way
 
     @property
     def fits(self) -> bool:
@@ -136,33 +146,59 @@ class RematCost:
 
 
 def remat_costs(workload: Workload, topology: Topology, cache: CompileCache, memory: int) -> list[RematCost]:
-    """Compile the train step with every policy; nothing else of the plan changes."""
-    assert workload.training is not None
+    """Compile the train step with every policy, each with rows of its own where the configuration leaves them open."""
     mesh = make_mesh(workload.mesh_shape, topology.devices)
-    microbatches = workload.training.trainer.microbatches(mesh)
     found = []
     for policy in POLICIES:
         changed = dataclasses.replace(
             workload, model=dataclasses.replace(workload.model, gradient_checkpointing=policy)
         )
-        state, flops = make_state(changed, mesh), flops_on(changed, mesh)
-        needed, error = 0, None
-        try:
-            needed = state.reference + peak(compile_step(changed, mesh, state, cache, microbatches=microbatches))
-        except HbmError as refused:
-            needed, error = refused.needed + state.reference, "does not fit"
-        except CompilerError as refused:
-            error = str(refused)
-        found.append(RematCost(policy=policy, needed=needed, memory=memory, flops=flops, error=error))
+        found.append(_remat_cost(changed, mesh, cache, memory))
     return found
+
+
+def _remat_cost(workload: Workload, mesh: Mesh, cache: CompileCache, memory: int) -> RematCost:
+    assert workload.training is not None
+    trainer, state = workload.training.trainer, make_state(workload, mesh)
+    every = trainer.train_batch_size // data_shards(mesh)
+    rows, limit = every // trainer.microbatches(mesh), bytes_for_step(workload, state, memory)
+    needed, error = 0, None
+    try:
+        needed, fits = _attempt(workload, mesh, state, cache, limit, every // rows)
+        if not fits and trainer.per_device_parallelism == "auto":
+            rows = largest_rows(workload, mesh, state, cache, limit, needed) or 1
+            needed, fits = _attempt(workload, mesh, state, cache, limit, every // rows)
+        needed, error = needed + state.reference, None if fits else "does not fit"
+    except CompilerError as refused:
+        error = str(refused)
+    return RematCost(
+        policy=str(workload.model.gradient_checkpointing),
+        rows=rows,
+        needed=needed,
+        memory=memory,
+        flops=flops_on(with_rows(workload, rows), mesh),
+        error=error,
+    )
+
+
+def _attempt(
+    workload: Workload, mesh: Mesh, state: State, cache: CompileCache, limit: int, microbatches: int
+) -> tuple[int, bool]:
+    """The bytes of the train step, and whether it fits."""
+    try:
+        needed = peak(compile_step(workload, mesh, state, cache, microbatches=microbatches))
+    except HbmError as refused:
+        return refused.needed, False
+    return needed, needed <= limit
 
 
 def print_remat(costs: list[RematCost], console: Console) -> None:
     """Print a line per policy."""
     least = min(cost.flops for cost in costs)
-    console.print("model.gradient_checkpointing: HBM per device in the train step, and operations")
+    console.print("model.gradient_checkpointing: HBM per device in the train step, operations, and rows at a time")
     for cost in costs:
         size = bytes_text(cost.needed) if cost.needed else "-"
+        rows = f"{cost.rows:>4} row{'s' if cost.rows != 1 else ' '}"
         verdict = "fits" if cost.fits else cost.error or "does not fit"
-        console.print(f"  {cost.policy:<8} {size:>11}  {cost.flops / least:.2f} x  {verdict}", highlight=False)
+        console.print(f"  {cost.policy:<8} {size:>11}  {cost.flops / least:.2f} x  {rows}  {verdict}", highlight=False)
     console.print()

@@ -248,20 +248,7 @@ def _what_fits(
             f"{room}: no batch is small enough. {'' if limit is None else f'Raise {LIMIT}, or set it to null. '}"
             "Use a larger slice or a smaller model, or set trainer.mp to p=bf16.",
         )
-
-    def works(microbatches: int, length: int | None = None) -> bool:
-        try:
-            _fitting(compile_step(workload, mesh, state, cache, microbatches=microbatches, length=length), memory)
-        except HbmError:
-            return False
-        return True
-
-    # Gradients are added up from microbatch to microbatch: as large as the parameters that are trained.
-    constant = fixed + state.trained
-    sizes = [size for size in range(1, given) if rows % size == 0]
-    per_row = max(1.0, (error.needed - constant) / given)
-    guess = [size for size in sizes if constant + per_row * size <= memory]
-    best = largest_that_works(sizes, guess[-1] if guess else 1, lambda size: works(rows // size))
+    best = largest_rows(workload, mesh, state, cache, memory, error.needed)
     if best is not None:
         return Infeasibility(
             key="trainer.per_device_parallelism",
@@ -270,11 +257,15 @@ def _what_fits(
             text=f"{first}: {given} {training.rows} of {training.length} tokens at a time are too many for a device. "
             f"The largest trainer.per_device_parallelism that works is {best}.",
         )
-    unit = 128
+    unit, constant = 128, fixed + state.trained
     lengths = list(range(unit, training.length, unit))
     scale = max(1.0, (error.needed - constant) / given / training.length)
     guesses = [length for length in lengths if constant + scale * length <= memory]
-    longest = largest_that_works(lengths, guesses[-1] if guesses else unit, lambda length: works(rows, length))
+
+    def works(length: int) -> bool:
+        return _fits(workload, mesh, state, cache, memory, microbatches=rows, length=length)
+
+    longest = largest_that_works(lengths, guesses[-1] if guesses else unit, works)
     return Infeasibility(
         key=training.row_key,
         value=training.length,
@@ -287,6 +278,41 @@ def _what_fits(
             else f"Not even {unit} tokens work: use a larger slice."
         ),
     )
+
+
+def largest_rows(
+    workload: Workload, mesh: Mesh, state: State, cache: CompileCache, memory: int, needed: int
+) -> int | None:
+    """The largest number of rows at a time with which the train step fits; None where one row does not.
+
+    Args:
+        memory: The bytes of a device for the step and its state.
+        needed: The bytes that it needs with the rows of the configuration, which are too many.
+    """
+    assert workload.training is not None
+    trainer = workload.training.trainer
+    rows = trainer.train_batch_size // data_shards(mesh)
+    given = rows // trainer.microbatches(mesh)
+    if state.parameters + state.optimizer >= memory:
+        return None
+    # Gradients are added up from microbatch to microbatch: as large as the parameters that are trained.
+    constant = state.parameters + state.optimizer + state.trained
+    sizes = [size for size in range(1, given) if rows % size == 0]
+    per_row = max(1.0, (needed - constant) / given)
+    guess = [size for size in sizes if constant + per_row * size <= memory]
+
+    def works(size: int) -> bool:
+        return _fits(workload, mesh, state, cache, memory, microbatches=rows // size)
+
+    return largest_that_works(sizes, guess[-1] if guess else 1, works)
+
+
+def _fits(workload: Workload, mesh: Mesh, state: State, cache: CompileCache, memory: int, **sizes: Any) -> bool:
+    try:
+        _fitting(compile_step(workload, mesh, state, cache, **sizes), memory)
+    except HbmError:
+        return False
+    return True
 
 
 def largest_that_works(values: Sequence[int], guess: int, works: Callable[[int], bool]) -> int | None:

@@ -10,12 +10,14 @@ import pytest
 from rich.console import Console
 
 from lockstep.errors import CapacityError, CompilerError, HbmError
-from lockstep.main.plan import alternatives
+from lockstep.main.plan import alternatives, train_step
 from lockstep.main.plan.alternatives import mesh_costs, print_meshes, print_remat, remat_costs
 from lockstep.main.plan.collectives import CollectiveSum
 from lockstep.main.plan.step_flops import step_flops
 from lockstep.models import POLICIES
-from tests.unit.main.plan.test_train_step import workload_of
+from lockstep.placement import make_mesh
+from tests.unit.main.plan.test_train_step import compiled, workload_of
+from tests.unit.main.plan.test_train_step import workload as with_parallelism
 
 GATHERS = CollectiveSum(kind="all-gather", count=7, bytes=3 * 2**30, devices=16, crosses_hosts=True)
 INSIDE = CollectiveSum(kind="reduce-scatter", count=2, bytes=2**30, devices=4, crosses_hosts=False)
@@ -131,3 +133,34 @@ def test_a_line_for_each_with_the_verdict_and_operations_in_the_bubble_of_stages
         model = dataclasses.replace(workload.model, gradient_checkpointing=cost.policy)
         # All rows of a stage at once: two microbatches in three steps.
         assert cost.flops == step_flops(dataclasses.replace(workload, model=model), vocab_blocks=False, idle=1 / 3)
+
+
+def test_each_policy_has_the_rows_that_auto_takes_with_it(monkeypatch):
+    """Made-up steps of 8 rows: `full` needs 80, 50, 30, 20 MiB with 1, 2, 4, 8 microbatches, and others more."""
+    more = {"nothing": 71 << 20, "dots": 25 << 20, "full": 0, "offload": 0}
+
+    def compile_step(workload, *rest, microbatches, length=None):
+        step = compiled(microbatches=microbatches)
+        step.memory.peak_memory_in_bytes += more[workload.model.gradient_checkpointing]
+        if microbatches == 1:
+            raise HbmError("too large", needed=step.memory.peak_memory_in_bytes, limit=90 << 20)
+        return step
+
+    for module in (alternatives, train_step):
+        monkeypatch.setattr(module, "compile_step", compile_step)
+    monkeypatch.setattr(train_step, "saved_bytes", lambda *rest: 0)
+    topology, console = SimpleNamespace(devices=jax.devices()[:1]), Console(file=io.StringIO(), width=120)
+    asked = dataclasses.replace(with_parallelism("auto", 60 << 20), mesh_shape="1,1,1")
+    costs = remat_costs(asked, topology, None, 90 << 20)
+    assert [(cost.rows, cost.needed >> 20, cost.fits) for cost in costs] == [
+        (1, 91, False), (2, 55, True), (4, 50, True), (4, 50, True)
+    ]  # fmt: skip
+    print_remat(costs, console)
+    lines = console.file.getvalue().splitlines()
+    assert lines[1].endswith("1 row   does not fit") and lines[2].endswith("2 rows  fits")
+    mesh = make_mesh("1,1,1", topology.devices)
+    for cost in costs[1:]:
+        model = dataclasses.replace(asked.model, gradient_checkpointing=cost.policy)
+        planned = dataclasses.replace(asked, model=model)
+        plan = train_step.plan_largest_step(planned, mesh, train_step.make_state(planned, mesh), None, 90 << 20)
+        assert (plan.microbatches, plan.flops) == (8 // cost.rows, cost.flops), "as the plan above it"
