@@ -34,6 +34,8 @@ HAZARDS: Final = {
     "not",
 }
 """Variables that no run on several hosts survives for long, and why."""
+TRUE: Final = frozenset("y yes t true on 1".split())
+"""Values that JAX takes for true, in lower case."""
 
 
 def check_host() -> Finding:
@@ -91,7 +93,7 @@ def check_variables(environment: Mapping[str, str] = os.environ, chips: int | No
     """Look for variables that a run on several hosts does not survive, or that leave TPUs idle."""
     found = []
     for name, why in HAZARDS.items():
-        if environment.get(name, "").lower() in ("1", "true", "yes"):
+        if environment.get(name, "").lower() in TRUE:
             text = f"{name} is {environment[name]}: {why}."
             found.append(Finding.to_fix("variables", text, f"unset {name}."))
     chips = tpu_chips() if chips is None else chips

@@ -55,8 +55,16 @@ class DoctorConfig:
             )
 
 
-WRITTEN: Final = frozenset("base_path hf_save_path output output_dir log_dir host_data_parallel_output_dir".split())
-"""The keys of a configuration that name a place to write to; every other URL is read."""
+WRITTEN: Final = frozenset(
+    "base_path cache_dir hf_save_path peft_save_path merged_hf_save_path logdir output output_dir "
+    "host_data_parallel_output_dir".split()
+)
+"""The keys of a configuration that name a place to write to."""
+READ: Final = re.compile(
+    r"url|(\w+_)?urls|\w*(checkpoint|model|adapter)_path|prompts|task_dir|tokenizer|base_model|hf_checkpoint|"
+    r"initialize_from_hf"
+)
+"""The keys of a configuration that name what is read; a URL under a key that is in neither is a text or a service."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -86,9 +94,10 @@ def read_needs(config: DoctorConfig, values: Mapping[str, Any]) -> RunNeeds:
     tokenizer = values.get("tokenizer") or values.get("hf_checkpoint")  # the one beside it
     # A tokenizer and a checkpoint are looked at by their own readers.
     own = (tokenizer, checkpoint)
+    read = [text for key, text in urls if READ.fullmatch(key) and text not in own]
     return RunNeeds(
         written=tuple(dict.fromkeys([*config.buckets, *(text for key, text in urls if key in WRITTEN)])),
-        read=tuple(dict.fromkeys(text for key, text in urls if key not in WRITTEN and text not in own)),
+        read=tuple(dict.fromkeys(read)),
         tokenizer=tokenizer if isinstance(tokenizer, str) else None,
         trust_remote_code=values.get("trust_remote_code"),
         checkpoint=checkpoint if isinstance(checkpoint, str) else None,
@@ -101,12 +110,13 @@ def read_needs(config: DoctorConfig, values: Mapping[str, Any]) -> RunNeeds:
 
 
 def _texts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
-    """Every text of a configuration, with the key that it is under."""
+    """Every text of a configuration but prompts that are written out in it, with the key that it is under."""
     if isinstance(value, str):
         yield key, value
     elif isinstance(value, Mapping):
         for name, inner in value.items():
-            yield from _texts(inner, str(name))
+            if name != "prompts" or isinstance(inner, str):
+                yield from _texts(inner, str(name))
     elif isinstance(value, list):
         for inner in value:
             yield from _texts(inner, key)

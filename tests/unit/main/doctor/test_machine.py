@@ -4,6 +4,7 @@ import collections
 import copy
 
 import pytest
+from jax._src.config import bool_env
 
 from lockstep.main.doctor import machine
 from lockstep.main.doctor.machine import (
@@ -81,6 +82,13 @@ def test_variables_that_no_job_survives_are_found():
         "1 variable of JAX, TPU, Hugging Face and W&B, 2 compiler flags; compiled programs are not kept "
         "(JAX_COMPILATION_CACHE_DIR)"
     )
+
+
+@pytest.mark.parametrize("value", ["1", "y", "t", "ON", "Yes", "true", "0", "off", "n", "f", "no", "false"])
+def test_a_hazard_is_on_where_jax_takes_it_for_true(value, monkeypatch):
+    monkeypatch.setenv("JAX_DEBUG_NANS", value)
+    (found,) = check_variables({"JAX_DEBUG_NANS": value}, chips=0)
+    assert (found.outcome == "fix") == bool_env("JAX_DEBUG_NANS", False)
 
 
 def test_no_variable_has_a_secret_in_it():

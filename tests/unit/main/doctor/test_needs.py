@@ -61,6 +61,40 @@ def test_urls_go_where_they_are_used():
     assert (needs.mesh_shape, needs.log_dir) == ("1,-1,2", "/logs")
 
 
+def test_what_a_run_makes_is_written_and_neither_texts_nor_services_are_data():
+    needs = read_needs(
+        DoctorConfig(),
+        {
+            "trainer": {"tracker": {"type": "tensorboard", "logdir": "gs://out/tb"}, "log_dir": "gs://out/runs"},
+            "data": {
+                "train_urls": [{"url": "gs://in/a.jsonl", "name": "https://a.example"}],
+                "validation_urls": ["hf://datasets/b/val.parquet"],
+                "cache_dir": "gs://out/cache",
+                "system_prompt": "https://example.org is a site.",
+            },
+            "inference_eval": {
+                "judge": {"base_url": "https://api.example.org/v1"},
+                "prompts": [
+                    "https://example.org",
+                    {"messages": [{"role": "user", "content": "https://example.org"}], "url": "https://source.example"},
+                ],
+            },
+            "samples": {"prompts": "gs://in/prompts.jsonl", "checkpoint_path": "gs://in/step-10"},
+        },
+    )
+    assert needs.written == ("gs://out/tb", "gs://out/cache")
+    assert needs.read == (
+        "gs://in/a.jsonl", "hf://datasets/b/val.parquet", "gs://in/prompts.jsonl", "gs://in/step-10"
+    )  # fmt: skip
+
+
+def test_a_token_cache_that_is_not_there_yet_is_sound(tmp_path):
+    url = f"file://{tmp_path}/new/token-cache"
+    needs = read_needs(DoctorConfig(), {"data": {"cache_dir": url}})
+    (found,) = wait_for_all(begin_checks(needs), 60)
+    assert (found.name, found.outcome) == (f"bucket {url}", "ok"), found
+
+
 def test_the_digest_leaves_out_what_each_process_is_told():
     other = {**VALUES, "trainer": {**VALUES["trainer"], "distributed": {"process_id": 2}}}
     changed = {**VALUES, "tokenizer": "other"}
