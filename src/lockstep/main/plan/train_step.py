@@ -275,7 +275,7 @@ def _what_fits(
             f"The largest {training.row_key} that works, in steps of {unit}, is {longest} (with "
             "trainer.per_device_parallelism 1)."
             if longest
-            else f"Not even {unit} tokens work: use a larger slice."
+            else f"Not even {unit} tokens work: {f'raise {LIMIT}' if limit is not None else 'use a larger slice'}."
         ),
     )
 
