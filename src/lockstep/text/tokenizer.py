@@ -229,11 +229,10 @@ def special_tokens(tokenizer: "PreTrainedTokenizerBase") -> dict[str, int]:
     """The special tokens, which are no part of a text (`decode`), with their ids: those that the tokenizer names, and
     others that were added as such, like Llama 3's ``<|start_header_id|>``.
     """
-    named = dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
+    named: dict[str, Any] = dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
     added: dict[int, Any] = getattr(tokenizer, "added_tokens_decoder", {})
-    return {text: int(token) for text, token in named.items()} | {
-        str(token): int(number) for number, token in added.items() if token.special
-    }
+    found = named | {str(token): number for number, token in added.items() if token.special}
+    return {text: int(token) for text, token in found.items() if text and token is not None}
 
 
 def write_tokenizer(tokenizer: Any, directory: str | os.PathLike[str]) -> None:

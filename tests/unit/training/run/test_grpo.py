@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import yaml
+from safetensors.numpy import save_file
 
 from lockstep.errors import ConfigError
 from lockstep.launch.machines import Ssh
@@ -82,8 +83,8 @@ def test_the_reference_is_read_where_the_loss_compares_with_one(coefficient, ref
 def test_a_run_that_goes_on_has_the_same_reference(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     found = []
-    for weights in (b"these", b"those"):
-        (tmp_path / "model.safetensors").write_bytes(weights)
+    for weight in (1.0, 2.0):
+        save_file({"weight": np.full(3, weight, np.float32)}, tmp_path / "model.safetensors")
         given = ["--initialize_from_hf", str(tmp_path), "--kl_coefficient"]
         assert read(*given, "0").facts() == {}, "there is none"
         found.append(read(*given, "0.1").facts())
