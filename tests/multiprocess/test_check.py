@@ -52,6 +52,7 @@ def check(directory, *words):
     return run.returncode, json.loads(file.read_text(encoding="utf-8")), run.stdout
 
 
+@pytest.mark.slow
 def test_each_bug_is_found_on_its_line_and_nothing_else(tmp_path):
     scripts = [script for script in sorted(BUGS.glob("*.py")) if script.stem not in ("all", "pod", "some_enter")]
     code, report, output = check(tmp_path, "--", "python", str(BUGS / "all.py"))

@@ -45,6 +45,7 @@ def tiny(cache):
     return plan("--config_path", TINY, "--topology", "v6e-8", cache=cache)
 
 
+@pytest.mark.slow
 def test_what_fits_is_told_in_full(tiny):
     code, text, found = tiny
     assert code == 0, text

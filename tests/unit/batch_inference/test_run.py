@@ -77,6 +77,7 @@ def test_rows_go_where_they_are_wanted_with_every_metric_and_as_parquet(checkpoi
         assert row["perplexity"] == pytest.approx(math.exp(-mean), rel=1e-3)
 
 
+@pytest.mark.slow
 def test_without_gathering_the_figures_remain_and_the_log_says_what_to_set(
     checkpoint, prompts, tmp_path, sample, caplog
 ):
@@ -153,6 +154,7 @@ def test_a_training_checkpoint_answers_as_the_one_that_is_exported_from_it(promp
     assert identities[0] == identities[2] != identities[1]
 
 
+@pytest.mark.slow
 def test_a_tracker_that_fails_costs_no_row(checkpoint, prompts, tmp_path, sample, caplog):
     tracker = mock.Mock()
     tracker.log.side_effect = OSError("the tracker is down")

@@ -104,6 +104,7 @@ class Recorder(NoopTracker):
         self.scalars.append((step, dict(metrics)))
 
 
+@pytest.mark.slow
 def test_a_round_reads_the_model_once():
     weights = tiny.placed_weights(make_mesh("1,1,1", jax.devices()[:1]), vocab=tiny.vocab_size())
     reads = []

@@ -112,7 +112,13 @@ thread.join()
 
 @pytest.mark.parametrize(
     ("why", "code", "said", "stacks"),
-    [("peer", 85, True, False), ("own", -6, True, True), ("restored", -6, False, True)],
+    [
+        ("peer", 85, True, False),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in (("own", -6, True, True), ("restored", -6, False, True))
+        ),
+    ],
 )
 def test_an_abort_because_of_a_peer_has_a_last_word_and_its_code(why, code, said, stacks) -> None:
     done = subprocess.run([sys.executable, "-c", SCRIPT, why], capture_output=True, text=True, timeout=60)

@@ -93,6 +93,7 @@ def test_stop_gives_time_to_save_and_delete_leaves_only_the_logs(running):
     assert gone.returncode == DONE and "job was deleted" in gone.stderr
 
 
+@pytest.mark.slow
 def test_a_job_of_which_a_worker_cannot_be_reached_is_not_deleted(cloud, launch, capsys):
     assert launch("--hosts", cloud.add("a", "b"), *FAST, "--", "sleep", "1000") == DONE
     cloud.set("b", "down")
@@ -168,6 +169,7 @@ def test_launchers_that_follow_at_the_same_time_keep_the_log_of_the_worker(cloud
     assert sorted(shown) == sorted(f"[0] {line}" for line in PRINTED for _ in range(3))
 
 
+@pytest.mark.slow
 def test_no_line_of_a_job_that_was_left_alone_is_lost_when_its_end_is_noted_or_it_is_deleted(cloud, launch, capsys):
     """The first attempt ends unseen, the second is noted by ``status``, the third ended by ``delete``."""
     hosts = cloud.add("a")

@@ -14,7 +14,12 @@ from tests.unit.engine.models import FAMILIES, VOCAB, model_on
 from tests.unit.models.test_check_reader import CONFIG
 
 IDS = np.random.default_rng(0).integers(0, VOCAB, (2, 24)).astype(np.int32)
-MARKS = {"gemma": [], "olmo": [pytest.mark.slow], "gemma3": [pytest.mark.slow], "apertus": [pytest.mark.slow]}
+MARKS = {
+    "gemma": [pytest.mark.slow],
+    "olmo": [pytest.mark.slow],
+    "gemma3": [pytest.mark.slow],
+    "apertus": [pytest.mark.slow],
+}
 
 
 @pytest.mark.parametrize(

@@ -207,6 +207,7 @@ def test_written_files_say_where_answers_end(tmp_path):
     assert transformers.GenerationConfig.from_pretrained(tmp_path / "written").eos_token_id == list(stop_ids(before))
 
 
+@pytest.mark.slow
 def test_the_generation_config_of_a_hub_name_is_that_of_the_hubs_cache(tokenizer, tmp_path):
     for name in ("listed", "none", "unknown"):
         repo = tmp_path / "hub" / f"models--org--{name}"

@@ -123,6 +123,7 @@ def test_the_distribution_is_the_described_one(logits: str, temperature: float) 
         np.testing.assert_allclose(got.sampled_logprob, expected.logprobs[got.token], atol=2e-6)
 
 
+@pytest.mark.slow
 def test_neutral_filters_are_the_identity() -> None:
     rng = np.random.default_rng(0)
     logits = (3 * rng.standard_normal((ROWS, VOCAB))).astype(np.float32)
@@ -221,6 +222,7 @@ def test_among_equal_scores_the_first_tokens_are_kept(tensor: int) -> None:
         np.testing.assert_allclose(got.sampled_logprob, -math.log(len(ids)), atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_large_vocabulary_far_from_its_peak() -> None:
     # 100,000 tokens of which each has a weight that float32 sums would lose beside the peak.
     logits = np.full((2, 100_001), -16.0, np.float32)

@@ -67,6 +67,7 @@ def test_a_checkpoint_survives_the_round_trip_exactly(family: str, tmp_path: Pat
         np.testing.assert_array_equal(ours[name], tensor)
 
 
+@pytest.mark.slow
 def test_float32_weights_survive_in_several_files(tmp_path: Path) -> None:
     model = jax.tree.map(lambda x: jax.device_put(1.1 * np.asarray(x), x.sharding), load(GOLDEN / "qwen2", "1,2,2"))
     save_hf(model, tmp_path, max_shard_bytes=40_000)
@@ -96,6 +97,7 @@ def test_a_gather_compiles_once_per_parameter_not_per_layer(tmp_path: Path, capl
     assert 0 < len(compiled) <= len(jax.tree.leaves(model))
 
 
+@pytest.mark.slow
 def test_the_tokenizer_and_its_special_tokens_are_saved(tmp_path: Path) -> None:
     class Tokenizer:
         bos_token_id, eos_token_id, pad_token_id, name_or_path = 5, 7, None, ""

@@ -251,7 +251,12 @@ def with_hook(path, hook, **values):
 
 @pytest.mark.parametrize(
     ("call", "steps", "saved"),
-    [([0, False], 0, {}), ([2, False], 3, {2: False}), ([4, False], 4, {4: False}), ([4, True], 4, {4: False})],
+    [
+        ([0, False], 0, {}),
+        ([4, True], 4, {4: False}),
+        pytest.param([2, False], 3, {2: False}, marks=pytest.mark.slow),
+        pytest.param([4, False], 4, {4: False}, marks=pytest.mark.slow),
+    ],
 )
 def test_a_hook_that_was_interrupted_is_called_when_the_run_goes_on_wherever_that_was(tmp_path, call, steps, saved):
     """Before the first step, in the middle, after the last step, at the end; once more at the resume."""

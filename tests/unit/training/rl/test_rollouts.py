@@ -57,6 +57,7 @@ def live():
     return sorted((array.shape, str(array.dtype)) for array in jax.live_arrays())
 
 
+@pytest.mark.slow
 def test_a_rollout_is_sampled_once_for_all_of_its_updates(plain):
     trainer, rollouts, spy, tracker, *_ = plain
     assert sorted(spy.found) == [0, 1] and len(spy.losses) == 4
@@ -121,6 +122,7 @@ def test_exact_numerics_leave_no_bit_between_engine_and_trainer(mesh, model, rol
     assert first["train/grad_norm"] > 0 and second["train/ratio_gap"] > 1e-3
 
 
+@pytest.mark.slow
 def test_rows_are_prompts_with_their_answers(plain):
     _, rollouts, spy, *_ = plain
     first = spy.found[0]
@@ -134,6 +136,7 @@ def test_rows_are_prompts_with_their_answers(plain):
     assert first["tokens"] != spy.found[1]["tokens"], "another step has other questions and draws"
 
 
+@pytest.mark.slow
 def test_the_trainers_log_probabilities_are_the_engines_and_before_the_first_step_the_references(plain):
     _, _, spy, tracker, *_ = plain
     first, second = spy.found[0], spy.found[1]
@@ -149,6 +152,7 @@ def test_the_trainers_log_probabilities_are_the_engines_and_before_the_first_ste
     assert tracker.scalars[2]["train/ratio_gap"] > 1e-3
 
 
+@pytest.mark.slow
 def test_advantages_are_those_of_the_rewards_in_the_rows(plain):
     _, _, spy, tracker, directory, _ = plain
     advantages = np.reshape(spy.found[0]["advantage"], (-1, runs.GROUP))
@@ -174,6 +178,7 @@ def test_advantages_are_those_of_the_rewards_in_the_rows(plain):
     np.testing.assert_allclose(advantages, group_advantages(np.reshape(totals, (-1, runs.GROUP))), atol=1e-5)
 
 
+@pytest.mark.slow
 def test_figures_of_every_step(plain):
     _, _, _, tracker, *_ = plain
     for step in (1, 2, 3, 4):
@@ -187,6 +192,7 @@ def test_figures_of_every_step(plain):
         assert f"train/{name}" in tracker.scalars[1]
 
 
+@pytest.mark.slow
 def test_the_memory_of_a_rollout_is_gone_before_the_update(plain):
     """Live arrays before a batch is made and after it are the same, but for the batch, also where none is sampled."""
     *_, memory = plain

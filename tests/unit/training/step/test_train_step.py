@@ -129,7 +129,11 @@ def step_of_one_slice(microbatches):
 
 @pytest.mark.parametrize(
     ("microbatches", "dtype", "gap"),
-    [pytest.param(1, None, 1e-6, marks=pytest.mark.slow), (2, None, 1e-6), (2, "bfloat16", 1e-2)],
+    [
+        pytest.param(1, None, 1e-6, marks=pytest.mark.slow),
+        pytest.param(2, None, 1e-6, marks=pytest.mark.slow),
+        (2, "bfloat16", 1e-2),
+    ],
 )
 def test_slices_meet_once_a_step_and_take_the_step_of_one_slice(monkeypatch, microbatches, dtype, gap):
     _, one, expected, _ = step_of_one_slice(microbatches)
