@@ -81,17 +81,21 @@ def check_one_of(config: object, one: str, other: str, fix: str) -> None:
         raise ConfigError(f"exactly one of {one} and {other} is needed, but {which} given. {fix}")
 
 
+def check_local(key: str, path: str, fix: str) -> None:
+    """Refuse a URL in the place of a directory whose files are appended to."""
+    if "://" in path:
+        raise ConfigError(
+            f"{key} is {path!r}; files there are appended to, as no bucket allows, so it must be a directory. {fix}"
+        )
+
+
 def check_run_dir(log_dir: str, run_id: str | None) -> None:
     """Refuse a ``trainer.log_dir`` that is a URL, and a ``trainer.run_id`` that can be no directory's name.
 
     Args:
         run_id: None is left to be made up.
     """
-    if "://" in log_dir:
-        raise ConfigError(
-            f"trainer.log_dir is {log_dir!r}; the files of a run are appended to, as no bucket allows, so it must be a "
-            "directory. Checkpoints, models and the rows of lockstep sample may be at a URL."
-        )
+    check_local("trainer.log_dir", log_dir, "Checkpoints, models and the rows of lockstep sample may be at a URL.")
     if run_id is not None and (not run_id or set(run_id) & set("/\\") or run_id[0] == "."):
         raise ConfigError(
             f"trainer.run_id is {run_id!r}; it names a directory, so it must not be empty, hold a slash or start with "

@@ -31,7 +31,7 @@ from tests.multiprocess.launches import record_launches
 
 environment_module = sys.modules["lockstep.hosts.config"]
 audit_module = sys.modules["lockstep.engine.audit"]
-GOOD = {"eval_every": 1, "prompts": ["one"], "max_new_tokens": 4, "timeout_s": 60.0}
+GOOD = {"prompt_format": "text", "eval_every": 1, "prompts": ["one"], "max_new_tokens": 4, "timeout_s": 60.0}
 
 
 class Broken(NoopTracker):

@@ -47,6 +47,16 @@ ROUNDS = [
     for f in FAULTS
     if f.ends == GOES_ON and f.name not in ("trainers_tracker_blocks", "report_hangs_while_saving", *REPORTS)
 ]
+FAST = {
+    "leader_tokenizer_raises",
+    "prompts_differ",
+    "out_of_pages",
+    "stop_finder_raises_on_one_host",
+    "metric_raises",
+    "tracker_raises",
+    "disk_full",
+}
+"""Faults of every kind and phase, one run for which is in make test; a run for all others is slow."""
 REPORT_FAILS = {
     "tracker_launches",
     "metric_raises",
@@ -59,8 +69,8 @@ ON_FOUR = pytest.param(4, marks=pytest.mark.slow)
 
 
 @cached
-def went_on(processes):
-    names = [f.name for f in ROUNDS if processes == 2 or f.on_four]
+def went_on(processes, fast):
+    names = [f.name for f in ROUNDS if (processes == 2 or f.on_four) and (f.name in FAST) == fast]
     with tempfile.TemporaryDirectory() as directory:
         return run_processes(
             bodies.body_goes_on,
@@ -110,8 +120,12 @@ def check_sees(name, log):
     assert sees in log if sees else not log, log
 
 
+def fast_or_slow(name):
+    return pytest.param(name, marks=[pytest.mark.slow] * (name not in FAST))
+
+
 def check_goes_on(name, processes):
-    results = went_on(processes)
+    results = went_on(processes, name in FAST)
     leader = results[0]["found"][name]
     for result in results:
         assert result["losses"]["faulty"] == result["losses"]["plain"] == results[0]["losses"]["plain"]
@@ -131,12 +145,12 @@ def check_goes_on(name, processes):
 
 
 @pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.nightly)])
-@pytest.mark.parametrize("name", [f.name for f in ROUNDS if f.on_four])
+@pytest.mark.parametrize("name", [fast_or_slow(f.name) for f in ROUNDS if f.on_four])
 def test_training_goes_on_after(name, processes):
     check_goes_on(name, processes)
 
 
-@pytest.mark.parametrize("name", [f.name for f in ROUNDS if not f.on_four])
+@pytest.mark.parametrize("name", [fast_or_slow(f.name) for f in ROUNDS if not f.on_four])
 def test_training_goes_on_on_two_processes_after(name):
     check_goes_on(name, 2)
 

@@ -78,6 +78,7 @@ CONFIG = st.sampled_from(sorted(YAML_OF)).flatmap(
 )
 
 
+@pytest.mark.slow
 @fuzz(CONFIG)
 def test_configuration(directory, example):
     name, text = example

@@ -90,6 +90,7 @@ def body_other_text(hosts):
     return {"tokens": tokens, "said": said, "strict": strict}
 
 
+@pytest.mark.slow
 def test_another_text_of_a_program_is_a_warning_and_an_error_in_debug_mode():
     leader, other = run_processes(body_other_text)
     assert leader["tokens"] == other["tokens"] and leader["tokens"]

@@ -178,6 +178,7 @@ def test_sigterm_to_one_process_ends_all(where, victim):
     assert "Traceback" not in "".join(outputs)
 
 
+@pytest.mark.slow
 def test_watchdog_ends_a_process_that_waits_in_a_collective():
     codes, outputs = _run_by_hand(["stuck"])
     assert codes[0] == exits.WATCHDOG, outputs

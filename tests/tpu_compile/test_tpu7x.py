@@ -39,6 +39,7 @@ def compiled(tpu7x: Topology, name: str, function: Any, shapes: list[Any], optio
     return compile_program(name, function, structs, mesh=mesh, ledger=Ledger(), compiler_options=options)
 
 
+@pytest.mark.slow
 def test_gathers_of_decode_stay_on_the_tensorcore(tpu7x: Topology) -> None:
     """A gather of pages beside a scatter to them, as in https://github.com/jax-ml/jax/issues/40553."""
 

@@ -207,6 +207,7 @@ def test_a_plain_jax_loop_on_one_device(tmp_path, capsys, caplog, monkeypatch):
     assert "after 2 steps" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_table_can_be_left_out(capsys):
     mesh = make_mesh("1,1,1", jax.devices()[:1])
     tracker = Recorder()

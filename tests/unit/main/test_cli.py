@@ -68,6 +68,7 @@ def test_a_mistake_in_any_command_is_a_line_and_for_debugging_a_stack(monkeypatc
     assert ("Traceback" in printed) == debug
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "code"), [(["--help"], 0), (["completion", "bash"], 128 + signal.SIGPIPE)], ids=["help", "completion"]
 )

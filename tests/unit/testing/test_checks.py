@@ -60,6 +60,7 @@ def test_the_package_of_the_tests_is_found():
     assert package_of_tests("unit.test_loss") == "unit.test_loss"
 
 
+@pytest.mark.slow
 def test_what_a_test_puts_into_the_project_is_seen_and_what_its_helpers_have_is_not(hosts, monkeypatch, tmp_path):
     helper = types.ModuleType("test_stranger")
     helper.double = types.FunctionType((lambda: 2).__code__, {"__name__": "test_stranger"})

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, check_local
 from lockstep.report.rows import TableRow, metric_names
 from lockstep.report.trackers.base import Tracker, TrackerConfig, plain
 
@@ -69,11 +69,8 @@ class TensorboardTrackerConfig(TrackerConfig):
     logdir: str | None = None
 
     def __post_init__(self) -> None:
-        if self.logdir is not None and "://" in self.logdir:
-            raise ConfigError(
-                f"tracker.logdir is {self.logdir!r}; event files are appended to, as no bucket allows, so it must be a "
-                "directory. Copy it to the bucket when the run has ended."
-            )
+        if self.logdir is not None:
+            check_local("tracker.logdir", self.logdir, "Copy it to the bucket when the run has ended.")
 
     def build(self, run_dir: str | Path, run_name: str, config: Mapping[str, Any] | None = None) -> Tracker:
         """Start the tracker, see ``TrackerConfig.build``."""

@@ -91,7 +91,8 @@ def test_every_family_and_layout(family: str, layout: str, mesh: str, options: d
     assert {program.traces for program in engine.programs.values()} == {1}
 
 
-@pytest.mark.parametrize("vocab_size", [30, pytest.param(18, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("vocab_size", [30, 18])
 def test_rows_beyond_the_vocabulary_are_never_sampled(vocab_size: int) -> None:
     # Two devices have 20 rows each: with 18 tokens the second has none that may be sampled.
     engine = Engine(EngineConfig(layout={"tensor": 2}, **OPTIONS[2]), mesh_of("1,2,2"), vocab_size=vocab_size)

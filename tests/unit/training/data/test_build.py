@@ -105,6 +105,7 @@ def test_a_slow_host_is_waited_for(config):
     assert time.monotonic() - start > 3.0
 
 
+@pytest.mark.slow
 def test_a_host_that_reads_nothing_is_given_up(config, monkeypatch):
     monkeypatch.setattr(own_work, "STOP_S", 0.05)
 

@@ -10,6 +10,7 @@ from lockstep.models.attention.training.splash import splash_attention
 from tests.unit.models.attention.training.cases import SINKS, arrays, with_gradients
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("attention", "packed"),
     [
