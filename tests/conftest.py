@@ -1,4 +1,4 @@
-"""Four CPU devices in the process that runs the tests; which of them run side by side with `-n`; the time by file."""
+"""Four CPU devices in the process that runs the tests; examples; which tests run side by side; the time by file."""
 
 import collections
 import os
@@ -7,6 +7,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# The same examples in every run, however fast the machine is; tests/fuzz draws others when it is given time.
+settings.register_profile("lockstep", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("lockstep")
 
 ONE_AFTER_THE_OTHER = ("tests/faults/", "tests/multiprocess/")
 """Tests that start several processes, which fill two cores and keep time."""

@@ -101,7 +101,8 @@ def kept_within(scores: np.ndarray, params: SamplingParams, slack: float) -> np.
         # Scores that are off by half of the slack move the odds of a set of tokens by at most a factor of exp(slack).
         masses = np.exp(scores.astype(np.float64) - float(scores.max()))
         front, rest = ahead @ masses, (~ahead & mask) @ masses
-        mask &= front * (1 - params.top_p) < rest * params.top_p * math.exp(slack)
+        edge = nucleus_edge(params.top_p)
+        mask &= front * (1 - edge) < rest * edge * math.exp(slack)
     if params.min_p > 0:
         mask &= scores - scores.max() >= np.float32(math.log(params.min_p) - slack)
     return mask
@@ -109,7 +110,12 @@ def kept_within(scores: np.ndarray, params: SamplingParams, slack: float) -> np.
 
 def nucleus_size(scores: np.ndarray, p: float) -> int:
     """How many of the first of ``scores``, descending, have at least ``p`` of the probability."""
-    return int(np.argmax(shares(scores) >= float(np.float32(p)) * (1 - SLACK))) + 1
+    return int(np.argmax(shares(scores) >= nucleus_edge(p))) + 1
+
+
+def nucleus_edge(p: float) -> float:
+    """The probability that is enough for a nucleus of ``p``."""
+    return float(np.float32(p)) * (1 - SLACK)
 
 
 def shares(scores: np.ndarray) -> np.ndarray:

@@ -65,7 +65,7 @@ REPORT_FAILS = {
     "tracker_raises",
     "disk_full",
 }
-ON_FOUR = pytest.param(4, marks=pytest.mark.slow)
+ON_FOUR = pytest.param(4, marks=pytest.mark.nightly)
 
 
 @cached
@@ -324,7 +324,7 @@ def ends_command(*arguments):
 @pytest.mark.parametrize(
     ("when", "processes"),
     [
-        ("before", 2),
+        pytest.param("before", 2, marks=pytest.mark.nightly),
         ("during", 2),
         pytest.param("after", 2, marks=pytest.mark.nightly),
         pytest.param("during", 4, marks=pytest.mark.nightly),

@@ -48,7 +48,7 @@ def body(hosts, cases):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("processes", "devices", "count"),
-    [(2, 2, 6), *(pytest.param(*each, 12, marks=pytest.mark.nightly) for each in ((2, 2), (4, 1)))],
+    [(2, 2, 3), *(pytest.param(*each, 12, marks=pytest.mark.nightly) for each in ((2, 2), (4, 1)))],
 )
 def test_tokens_depend_on_the_request_alone_on_several_processes(processes, devices, count):
     cases = draw(count, processes)

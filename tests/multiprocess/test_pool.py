@@ -87,9 +87,9 @@ def test_what_a_body_leaves_behind_fails_its_test_by_name():
 @pytest.mark.parametrize(
     ("how", "words"),
     [
-        pytest.param("raises", "ValueError: boom", marks=pytest.mark.slow),
+        pytest.param("raises", "ValueError: boom", marks=pytest.mark.nightly),
         ("dies", "launch: process 1 failed, signal SIGKILL"),
-        pytest.param("takes too long", "not done within 3 s", marks=pytest.mark.slow),
+        pytest.param("takes too long", "not done within 3 s", marks=pytest.mark.nightly),
     ],
 )
 def test_a_body_that_fails_ends_its_group_with_its_own_logs(how, words):

@@ -61,10 +61,10 @@ def all_requests(in_bfloat16=False, in_8_bits=False):
 
 CASES = [
     (2, "auto", "auto", {}),
-    (2, "auto", "training", TIGHT),
     (2, "1,2,2", {"tensor": 4}, HALF),
     (2, "1,2,2", {"tensor": 4, "context": 2}, TIGHT),
     (4, "host_local", {"tensor": 2}, {}),
+    (2, "auto", "training", TIGHT),
     (2, "1,2,2", {"tensor": 2}, TIGHT),
     (2, "1,2,2", {"tensor": 2}, ROUNDED),
     (2, "auto", "training", TIGHT | {"weight_dtype": "fp8"}),
@@ -73,7 +73,7 @@ CASES = [
     (4, "auto", {"tensor": 2}, TIGHT | HALF),
 ]
 """Processes, mesh, layout and engine options."""
-IN_SLOW = 5
+IN_SLOW = 4
 
 
 def answer(hosts, mesh_shape, layout, options):

@@ -39,7 +39,7 @@ def sampling(checkpoint: Path, directory: Path) -> list[str]:
     ("where", "arguments", "victim", "phase"),
     [
         ("loading", sampling, 0, "loading the checkpoint"),
-        ("loading", demo_from, 1, "loading the checkpoint"),
+        pytest.param("loading", demo_from, 1, "loading the checkpoint", marks=pytest.mark.nightly),
         ("making", lambda *_: TRAIN, 1, "making the model"),
     ],
     ids=["the one that reads, sample", "one that waits, training", "made"],

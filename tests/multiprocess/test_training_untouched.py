@@ -106,7 +106,7 @@ def body(hosts, mesh_shape, layout):
     [
         (2, "auto", "auto"),
         pytest.param(2, "auto", "training", marks=pytest.mark.slow),
-        pytest.param(2, "1,2,2", {"tensor": 2}, marks=pytest.mark.slow),
+        pytest.param(2, "1,2,2", {"tensor": 2}, marks=pytest.mark.nightly),
         pytest.param(4, "host_local", "auto", marks=pytest.mark.nightly),
     ],
 )

@@ -256,7 +256,7 @@ print(json.dumps({
     ("slice_", "kv_cache_dtype", "num_layers"),
     # In bfloat16 two layers of such sequences are all of the 32 GiB that a v6e has.
     [
-        ("v5p-8", "auto", 2),
+        pytest.param("v5p-8", "auto", 2, marks=pytest.mark.nightly),
         pytest.param("v6e-4", "fp8", 2, marks=pytest.mark.nightly),
         pytest.param("v6e-4", "auto", 1, marks=pytest.mark.nightly),
     ],

@@ -137,7 +137,7 @@ def libtpu(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.param("v6e-4", {"tensor": 1}, SMALL, marks=pytest.mark.nightly),
         pytest.param("v6e-4", {"tensor": 2}, SMALL, marks=pytest.mark.nightly),
         pytest.param("v5p-8", {"tensor": 1}, EXPERTS, marks=pytest.mark.nightly),
-        pytest.param("v5p-8", {"tensor": 2, "expert": 1}, EXPERTS, marks=pytest.mark.slow),
+        pytest.param("v5p-8", {"tensor": 2, "expert": 1}, EXPERTS, marks=pytest.mark.nightly),
         pytest.param("v6e-4", {"tensor": 2, "expert": 2}, EXPERTS, marks=pytest.mark.nightly),
     ],
 )

@@ -88,7 +88,9 @@ def test_a_step_writes_into_the_pool_in_place(generation, kv_dtype):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("generation", ["v5p", "v4", "v5e", "v6e"])
+@pytest.mark.parametrize(
+    "generation", ["v5p", *(pytest.param(one, marks=pytest.mark.nightly) for one in ("v4", "v5e", "v6e"))]
+)
 def test_devices_that_split_positions_write_and_attend_in_place(generation):
     """Two devices have half of the pool each; queries are gathered and results exchanged, and nothing else is sent."""
     mesh = Mesh(np.array(topology(SLICES[generation]).devices[:2]), ("x",), axis_types=(AxisType.Auto,))

@@ -60,9 +60,11 @@ def test_a_prompt_that_cannot_be_read_ends_the_job_on_every_host():
 
 
 @pytest.mark.slow
-def test_thirty_thousand_prompts_take_little_memory():
+def test_ten_thousand_prompts_take_little_memory():
+    prompts = 10_000
+
     def some():
-        for number in range(30_000):
+        for number in range(prompts):
             record = {"text": f"{number} " + "word " * 100, "messages": None, "answer": None, "tokens": [number] * 100}
             yield json.dumps(record).encode() + b"\n"
 
@@ -73,9 +75,9 @@ def test_thirty_thousand_prompts_take_little_memory():
     (store,) = run_threads(body, 1)
     current, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert len(store) == 30_000 and store[29_999].tokens[0] == 29_999
-    assert current < 30_000 * 40, "12 bytes a prompt, with room to grow"
-    assert peak < 6 << 20, "the prompts are over 30 MB"
+    assert len(store) == prompts and store[prompts - 1].tokens[0] == prompts - 1
+    assert current < prompts * 40, "12 bytes a prompt, with room to grow"
+    assert peak < 6 << 20, "the prompts are over 10 MB"
 
 
 def test_fields_of_a_file_have_any_names(tmp_path):

@@ -129,7 +129,7 @@ def test_dry_run_prints_commands_that_work_when_pasted(cloud, tmp_path):
     assert (pasted.returncode, pasted.stdout) == (0, f"ran 0 x y {SECRET}\nran 1 x y {SECRET}\n"), pasted.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.multiprocess
 def test_simpo_trains_on_two_hosts(cloud, tmp_path):
     """The tiny run as a user starts it, from files that are copied to hosts with nothing but the environment."""

@@ -91,7 +91,7 @@ def alone() -> tuple[Callable[[np.ndarray], jax.Array], np.ndarray]:
     return jax.jit(lambda x: mixture(x, route(x, router, None, experts), weights, "silu")), np.asarray(x)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.data())
 def test_a_token_is_answered_as_if_it_were_alone(data: st.DataObject) -> None:
     answers, x = alone()

@@ -220,7 +220,7 @@ def drafts(draw: st.DrawFn, answer: tuple[int, ...]) -> tuple[int, ...]:
 
 
 @pytest.mark.slow
-@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True)
+@settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_no_draft_changes_a_token(data: st.DataObject, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, model = engine_on("1,1,1"), model_on("1,1,1")

@@ -202,14 +202,14 @@ def check_bits(case: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=2, deadline=None, derandomize=True, phases=[Phase.generate])
+@settings(max_examples=2, phases=[Phase.generate])
 @given(case=exact_cases())
 def test_any_model_batch_and_layout_has_the_same_bits(case: dict[str, Any]) -> None:
     check_bits(case)
 
 
 @pytest.mark.nightly
-@settings(max_examples=12, deadline=None, phases=[Phase.generate])
+@settings(max_examples=12, phases=[Phase.generate])
 @given(case=exact_cases())
 def test_many_models_batches_and_layouts_have_the_same_bits(case: dict[str, Any]) -> None:
     check_bits(case)

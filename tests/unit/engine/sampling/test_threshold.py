@@ -73,7 +73,7 @@ def tiny(draw: st.DrawFn) -> tuple[Any, ...]:
 
 
 @pytest.mark.slow
-@settings(max_examples=50, deadline=None, derandomize=True)
+@settings(max_examples=50)
 @given(tiny())
 def test_a_tiny_vocabulary(case: tuple[Any, ...]) -> None:
     assert_kept_as_before(*case)
@@ -100,7 +100,7 @@ FLAT = np.zeros((SLOTS, LARGE), np.float32)
 
 
 @pytest.mark.slow
-@settings(max_examples=50, deadline=None, derandomize=True)
+@settings(max_examples=50)
 @given(large())
 @example((FLAT, [0, SIZE, SIZE + 1], [0.1, 0.5, 1.0], [0, 0, 0]))
 @example((FLAT, [0, 0, 0], [SIZE / LARGE, (SIZE + 1) / LARGE, 1 - 2**-24], [0, 1, 0]))

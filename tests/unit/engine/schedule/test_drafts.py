@@ -212,7 +212,7 @@ def test_tokens_after_a_stop_string_count_for_nothing(drafted):
     assert (counts.steps, counts.drafted, counts.right) == ((1, 3, 3) if drafted else (3, 0, 0))
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_any_draft_gives_the_same_tokens_and_counts(data):
     """More requests than slots, some without drafts, stops, answers of any length; costs that lead to each choice."""

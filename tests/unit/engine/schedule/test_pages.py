@@ -5,7 +5,7 @@ from lockstep.engine.schedule import NULL_PAGE, PageAllocator
 from lockstep.engine.schedule.pages import PrefixTable, page_keys
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=200)
 @given(st.integers(2, 12), st.data())
 def test_no_overlap_no_leak_and_lowest_first(num_pages: int, data: st.DataObject) -> None:
     allocator = PageAllocator(num_pages)
@@ -50,7 +50,7 @@ def test_taking_too_many_takes_none() -> None:
 tokens = st.lists(st.integers(0, 2), max_size=12)
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=300)
 @given(tokens, tokens, st.integers(1, 4))
 def test_keys_are_equal_exactly_where_everything_before_is(a: list[int], b: list[int], size: int) -> None:
     first, second = page_keys(a, size), page_keys(b, size)

@@ -77,7 +77,7 @@ def test_a_row_of_prompt_logprobs_has_each_tokens_successor() -> None:
 PROMPTS = st.lists(st.integers(0, 1), min_size=1, max_size=8).map(tuple)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     st.integers(1, 5),
     st.integers(1, 4),

@@ -209,7 +209,7 @@ class Endings(RuleBasedStateMachine):
 @pytest.mark.parametrize("examples", [60, pytest.param(300, marks=pytest.mark.slow)])
 def test_any_order_of_endings(examples: int) -> None:
     SEEN.clear()
-    how = settings(max_examples=examples, stateful_step_count=25, deadline=None, derandomize=True)
+    how = settings(max_examples=examples, stateful_step_count=25)
     run_state_machine_as_test(Endings, settings=how)
     if examples < 300:
         return  # too few to come by every state
@@ -221,7 +221,7 @@ def test_any_order_of_endings(examples: int) -> None:
 
 @pytest.mark.parametrize("examples", [30, pytest.param(100, marks=pytest.mark.slow)])
 def test_stop_strings_end_answers_whatever_the_launches(examples: int) -> None:
-    @settings(max_examples=examples, deadline=None, derandomize=True)
+    @settings(max_examples=examples)
     @given(cases_with_stops())
     def drawn(case: tuple[Capacity, list[Request]]) -> None:
         capacity, requests = case

@@ -124,7 +124,7 @@ class Checks:
 @pytest.mark.parametrize("examples", [30, pytest.param(200, marks=pytest.mark.slow)])
 def test_everything_is_answered_as_if_it_were_alone(examples: int) -> None:
     drawn = given(cases(), st.none() | st.integers(1, 4), st.booleans())(answered_as_if_alone)
-    settings(max_examples=examples, deadline=None, derandomize=True)(drawn)()
+    settings(max_examples=examples)(drawn)()
 
 
 def answered_as_if_alone(case: tuple[Capacity, list[Request]], max_prompts: int | None, one_by_one: bool) -> None:
@@ -162,7 +162,7 @@ class AtOnce(Scheduler):
         super()._admit(all_that_fit=True)
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=40)
 @given(cases(), st.none() | st.integers(1, 4), st.lists(st.integers(0, 9), max_size=12))
 def test_who_is_admitted_while_devices_prefill_goes_where_it_would_have_gone_before(
     case: tuple[Capacity, list[Request]], max_prompts: int | None, cancels: list[int]
@@ -210,7 +210,7 @@ def test_a_first_batch_costs_as_much_per_row_on_many_replicas_and_slots_as_on_fe
     assert scheduler.next_batch() is not None and scheduler._num_active == 16 * 6, "to the rows that are left"
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=100)
 @given(cases(), st.booleans())
 def test_what_prompts_have_in_common_is_prefilled_once(case: tuple[Capacity, list[Request]], share: bool) -> None:
     capacity, requests = case
@@ -295,7 +295,7 @@ def test_all_generations_go_where_their_prompt_is_while_others_wait() -> None:
     assert [sum(s is not None for s in replica.slots) for replica in few._replicas] == [2, 2]
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60)
 @given(cases())
 def test_batches_are_a_pure_function_of_fixed_shapes(case: tuple[Capacity, list[Request]]) -> None:
     capacity, requests = case

@@ -178,7 +178,9 @@ CASES: list[Any] = [
     pytest.param(
         "qwen3", "1,2,2", {"tensor": 2}, {"page_size": 8, "max_prefill_size": 32, "max_seqs": 6}, marks=pytest.mark.slow
     ),
-    pytest.param("llama", "1,2,1", {"tensor": 1}, {"page_size": 16, "kv_cache_dtype": "fp8"}, marks=pytest.mark.slow),
+    pytest.param(
+        "llama", "1,2,1", {"tensor": 1}, {"page_size": 16, "kv_cache_dtype": "fp8"}, marks=pytest.mark.nightly
+    ),
     pytest.param("llama", "1,2,1", {"tensor": 1}, {"page_size": 16, "max_pages": 9}, marks=pytest.mark.nightly),
     pytest.param("tied", "1,2,2", "training", {"page_size": 8, "max_prefill_size": 8}, marks=pytest.mark.nightly),
     pytest.param("gemma3", "1,2,1", {"tensor": 1}, {"page_size": 8, "max_prefill_size": 16}, marks=pytest.mark.slow),
