@@ -72,8 +72,17 @@ def test_what_is_wrong_ends_the_build(text, complaint, tmp_path):
     assert done.returncode != 0 and complaint in done.stderr
 
 
-@pytest.mark.parametrize("theme", ["light", "dark"])
-@pytest.mark.parametrize("width", [390, 800, 1280])
+@pytest.mark.parametrize(
+    ("width", "theme"),
+    [
+        (390, "light"),
+        (1280, "dark"),
+        *(
+            pytest.param(*each, marks=pytest.mark.nightly)
+            for each in ((390, "dark"), (800, "light"), (800, "dark"), (1280, "light"))
+        ),
+    ],
+)
 def test_pages_are_read_without_a_network(site, browser, width, theme):
     context = browser.new_context(viewport={"width": width, "height": 800}, color_scheme=theme, offline=True)
     page, wrong = context.new_page(), []

@@ -134,7 +134,7 @@ def test_plain_python_needs_no_service():
 
 
 @pytest.mark.parametrize("bare", [[], pytest.param(["bare"], marks=pytest.mark.slow)], ids=["run_main", "bare"])
-@pytest.mark.parametrize("victim", [pytest.param("0", marks=pytest.mark.slow), "1"])
+@pytest.mark.parametrize("victim", [pytest.param("0", marks=pytest.mark.nightly), "1"])
 def test_one_process_that_raises_ends_all(victim, bare):
     """Without the launcher's help: the processes are started by hand, and the others wait in a barrier."""
     codes, outputs = _run_by_hand([*bare, "fail", victim])
@@ -159,9 +159,9 @@ def test_threads_that_ask_the_service_at_the_end_abort_nobody(bare):
 @pytest.mark.parametrize(
     ("victim", "where"),
     [
-        pytest.param("0", "waiting", marks=pytest.mark.slow),
+        pytest.param("0", "waiting", marks=pytest.mark.nightly),
         ("1", "working"),
-        pytest.param("0", "working", marks=pytest.mark.slow),
+        pytest.param("0", "working", marks=pytest.mark.nightly),
         pytest.param("1", "waiting", marks=pytest.mark.slow),
     ],
 )
@@ -222,7 +222,7 @@ def test_a_fault_is_tried_again_until_nothing_was_saved_in_between():
 
 
 @pytest.mark.slow  # with processes of no job: tests/unit/launch/test_processes.py
-@pytest.mark.parametrize("victim", ["0", "1"])
+@pytest.mark.parametrize("victim", [pytest.param("0", marks=pytest.mark.nightly), "1"])
 def test_launcher_shows_the_failing_process(victim):
     run = run_command([*SCENARIO, "fail", victim])
     assert run.code == 1

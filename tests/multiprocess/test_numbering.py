@@ -94,7 +94,7 @@ def test_the_end_of_the_process_that_runs_the_service_is_told_by_its_own_number(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.nightly)])
 def test_the_process_that_fails_is_told_by_its_own_number(victim):
     ends = run_unattended([*SCENARIO, "fail", str(victim)])[::-1]  # in the order of the processes
     other = 1 - victim

@@ -87,7 +87,7 @@ def test_peak_memory_does_not_grow_with_the_processes():
     assert four <= PLACED_MIB / 4 + 16
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_comparison_that_place_avoids_does_grow():
     two, four = grown(2, "device_put"), grown(4, "device_put")
     print(f"device_put of {PLACED_MIB} MiB: peak grew by {two:.0f} MiB with 2 processes, {four:.0f} MiB with 4")

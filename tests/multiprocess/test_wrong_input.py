@@ -149,7 +149,7 @@ def test_requests_that_differ_are_found_by_the_engine(results):
             [],
             {"REQUIRE_JAX_PROCESS_COUNT": "1"},
             ["has 2 process", "requires 1", "change the requirement"],
-            marks=pytest.mark.slow,  # the check of the case above
+            marks=pytest.mark.nightly,  # the check of the case above
         ),
         pytest.param(
             ["--model", "null", "--initialize_from_hf", "tests/golden/llama3"],

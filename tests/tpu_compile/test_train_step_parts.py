@@ -38,7 +38,7 @@ def mesh_of(generation, shape):
         pytest.param("v5e", 2048, 64, "bfloat16", CausalAttention(scale=0.1), marks=pytest.mark.slow),
         pytest.param(
             "v5p", 1900, 256, "float32", CausalAttention(scale=0.1, sliding_window=700, soft_cap=50.0),
-            marks=pytest.mark.slow,
+            marks=pytest.mark.nightly,
         ),
         pytest.param("v6e", 1024, 80, "float32", CausalAttention(scale=0.1, soft_cap=30.0), marks=pytest.mark.slow),
     ],
@@ -71,7 +71,7 @@ def test_attention_is_the_kernel_forward_and_backward(generation, length, head, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("generation", ["v5p", "v6e"])
+@pytest.mark.parametrize("generation", ["v5p", pytest.param("v6e", marks=pytest.mark.nightly)])
 def test_the_loss_gathers_the_output_layer_and_scatters_its_gradient_once_per_microbatch(generation):
     mesh = mesh_of(generation, "1,-1,1")
     rows, positions, embed, vocab, most = 2 * mesh.size, 512, 1024, 32768, 2**23

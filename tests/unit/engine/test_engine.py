@@ -139,7 +139,7 @@ def test_no_requests_no_answers(engine: Engine, model: Any) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", [{"tensor": 2}, {"tensor": 4}, "auto"])
-@pytest.mark.parametrize("family", ["llama", "gemma"])
+@pytest.mark.parametrize("family", ["llama", pytest.param("gemma", marks=pytest.mark.nightly)])
 def test_layers_in_stages_are_moved_to_every_replica(family: str, layout: Any) -> None:
     model = model_on("pp=2,fsdp=2", FAMILIES[family])
     assert model.layers.stacked.attention.q.array.sharding.spec[0] == "pp"
@@ -166,8 +166,8 @@ def test_any_mesh_context_will_do(engine: Engine, model: Any) -> None:
 @pytest.mark.parametrize(
     ("mesh", "options", "moved"),
     [
-        ("1,1,1", {}, False),
-        ("4,1,1", {}, False),
+        pytest.param("1,1,1", {}, False, marks=pytest.mark.nightly),
+        pytest.param("4,1,1", {}, False, marks=pytest.mark.nightly),
         ("4,1,1", {"dtype": "bfloat16"}, True),
         ("1,1,4", {"layout": {"tensor": 4}}, False),
         ("1,4,1", {}, True),

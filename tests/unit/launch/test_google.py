@@ -251,9 +251,8 @@ def test_two_slices_are_told_what_megascale_needs(laptop):
         assert f"[{i}] 127.0.0.2:8080 8080 2 {i // 2}." in output
 
 
-@pytest.mark.parametrize(
-    "backend", [pytest.param("tpu-vm", marks=pytest.mark.slow), pytest.param("mig", marks=pytest.mark.nightly)]
-)
+@pytest.mark.nightly  # on GKE, in make slow: tests/unit/launch/test_gke.py
+@pytest.mark.parametrize("backend", ["tpu-vm", "mig"])
 def test_with_a_slice_less_the_same_command_goes_on_and_the_next_start_asks_for_all_again(laptop, backend):
     laptop.add_metadata_server()
     program = """

@@ -48,7 +48,19 @@ FAMILIES: dict[str, Any] = {
         **models.SIZES, head_dim=16, num_experts=5, num_experts_per_tok=3, moe_intermediate_dim=24, norm_topk_prob=False
     ),
 }
-NIGHTLY = ("mixtral", "llama", "llama_hybrid", "mistral", "gemma", "gemma2", "olmo2", "qwen2", "qwen3", "apertus")
+NIGHTLY = (
+    "mixtral",
+    "mixtral_shared",
+    "llama",
+    "llama_hybrid",
+    "mistral",
+    "gemma",
+    "gemma2",
+    "olmo2",
+    "qwen2",
+    "qwen3",
+    "apertus",
+)
 """Families that are read as those of the other tests are."""
 UNSTACKED = {
     name: dataclasses.replace(FAMILIES[name], scan_layers=False) for name in ("llama", "olmo2", "gemma2", "apertus")

@@ -122,11 +122,11 @@ def test_repeats_keep_the_states_of_a_step_and_no_weights():
 @pytest.mark.parametrize(
     ("shape", "devices", "microbatches", "slices", "repeats"),
     [
-        ("pp=2", 2, 1, 1, 2),
-        ("pp=4", 4, 4, 1, 1),
+        pytest.param("pp=2", 2, 1, 1, 2, marks=pytest.mark.nightly),
+        pytest.param("pp=4", 4, 4, 1, 1, marks=pytest.mark.nightly),
         ("pp=2,fsdp=2", 4, 2, 1, 2),
         ("pp=2,tp=2", 4, 4, 2, 1),
-        ("pp=2,dp=2", 4, 1, 2, 1),
+        pytest.param("pp=2,dp=2", 4, 1, 2, 1, marks=pytest.mark.nightly),
         ("pp=2", 4, 2, 4, 1),
     ],
 )

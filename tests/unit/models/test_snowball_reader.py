@@ -113,7 +113,7 @@ nightly = pytest.mark.nightly
     [
         pytest.param(CONFIG, ONE, {"tensor": 1}, marks=nightly),
         (CONFIG, (1, 1, 1, 1, 2), {"tensor": 2}),  # by width: 5 experts
-        (WHOLE, (1, 1, 1, 2, 2), {"tensor": 2}),
+        pytest.param(WHOLE, (1, 1, 1, 2, 2), {"tensor": 2}, marks=nightly),
         pytest.param(WHOLE, (1, 2, 1, 1, 2), {"tensor": 4}, marks=nightly),  # two devices share a kv head
         pytest.param(CONFIG, (1, 2, 1, 1, 1), "training", marks=nightly),
     ],

@@ -108,7 +108,9 @@ def adapted(
     return model
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3", "gemma2")])
+@pytest.mark.parametrize(
+    "name", [pytest.param("qwen3", marks=pytest.mark.nightly), pytest.param("gemma2", marks=pytest.mark.slow)]
+)
 def test_adapters_are_merged(name):
     mesh = models.mesh(2, 2)
     base = models.randomise(models.MODELS[name](), mesh)

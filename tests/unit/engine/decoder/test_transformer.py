@@ -34,16 +34,14 @@ COLLECTIVE = re.compile(r"= \S+ (?:all-gather|all-reduce|reduce-scatter|collecti
 QUICK = {"qwen3": ("training",)}
 """Layouts of the families that `make test` runs, which has Llama on two devices by its vocabulary, below."""
 SLOW = {
-    "llama": LAYOUTS,
-    "qwen2": ("tensor1",),
+    "llama": ("tensor1",),
     "gemma3": ("tensor2",),
     "apertus": ("tensor2",),
     "experts": ("tensor2",),
-    "sinks": ("tensor2",),
     "gpt_oss": ("tensor2",),
-    "mixed": ("tensor2", "training"),
+    "mixed": ("training",),
 }
-"""Those of `make slow`: one family in all, some others in one. The rest are nightly."""
+"""Those of `make slow`. The rest are nightly."""
 
 
 def marks(family: str, layout: str) -> list[pytest.MarkDecorator]:

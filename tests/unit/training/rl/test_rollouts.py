@@ -69,7 +69,10 @@ def test_a_rollout_is_sampled_once_for_all_of_its_updates(plain):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("mesh", "blocks", "loss"), [("auto", False, {}), ("2,1,2", True, runs.AHEAD)])
+@pytest.mark.parametrize(
+    ("mesh", "blocks", "loss"),
+    [pytest.param("auto", False, {}, marks=pytest.mark.nightly), ("2,1,2", True, runs.AHEAD)],
+)
 def test_the_engine_and_the_trainer_have_the_same_probabilities(mesh, blocks, loss, monkeypatch):
     """At a temperature, of a model whose vocabulary is padded: with all logits at once, or in blocks on two devices."""
     if blocks:
@@ -91,7 +94,7 @@ def test_the_engine_and_the_trainer_have_the_same_probabilities(mesh, blocks, lo
         ("2,1,2", tiny.CONFIG, {}, None),
         pytest.param("1,2,2", runs.EXPERTS, {}, None, marks=pytest.mark.nightly),
         pytest.param("2,2,1", runs.EXPERTS, {"replay_routing": True}, None, marks=pytest.mark.nightly),
-        ("2,1,2", tiny.CONFIG, {}, LORA),
+        pytest.param("2,1,2", tiny.CONFIG, {}, LORA, marks=pytest.mark.nightly),
         pytest.param("1,4,1", tiny.CONFIG, {}, LORA, marks=pytest.mark.nightly),
     ],
 )
