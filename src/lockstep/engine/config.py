@@ -36,6 +36,8 @@ class CapacityFields:
     hbm_utilization: float = 0.9
     """Share of the free device memory that sampling may use; free is what the device with the least free memory of all
     hosts has left."""
+    memory_bytes_per_device: int | None = None
+    """Free memory to assume on each device of this host, in bytes. Null: ask the device."""
     kv_cache_dtype: str = "auto"
     """``auto``: K and V are kept in the dtype that the engine computes in. ``fp8``: in 8 bits (E4M3,
     without scales): twice the pages of bfloat16. Log-probabilities are then those of the rounded K and V, and the
@@ -83,8 +85,6 @@ class EngineConfig(CapacityFields):
     """Tokens sampled per sequence in one launch. Null: up to 64."""
     share_prefixes: bool = True
     """Keep what several sequences begin with once, and prefill it once. False: every sequence by itself."""
-    memory_bytes_per_device: int | None = None
-    """Free memory to assume on each device of this host, in bytes. Null: ask the device."""
     dtype: str | None = None
     """Floating dtype of weights, activations and KV cache while decoding. Null: the dtype of the parameters."""
 

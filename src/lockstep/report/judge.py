@@ -26,9 +26,9 @@ MAX_REPLY_BYTES = 1 << 20  # the longest reply that is read
 BACKOFF_S = 0.5  # seconds before the first repetition; each further one waits twice as long
 TOO_MANY_REQUESTS = 429
 _SHOWN = 300
-_NUMBER = re.compile(r"(?:(?<![\w.])[-+])?(?:\d+(?:\.\d+)?|(?<!\w)\.\d+)")
-_SCALE = re.compile(r"(?<=\d)[\s(]*(?:/|\bout\s+of\b)\s*\d+(?:\.\d+)?", re.IGNORECASE)  # of 8/10, of 8 out of 10
-_RANGE = re.compile(r"\d[ \t]*(?:[-–—]|\bto\b)[ \t]*$")
+_NUMBER = re.compile(r"(?:(?<![\w.])[-+])?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<!\w)\.\d+)")
+_SCALE = re.compile(r"(?<=\d)[\s(]*(?:/|\bout\s+of\b)\s*\d[\d,]*(?:\.\d+)?", re.IGNORECASE)  # of 8/10, of 8 out of 10
+_RANGE = re.compile(r"\d(?:,|[ \t]*(?:[-–—]|\bto\b)[ \t]*)$")  # what a range, or a decimal comma, has before its end
 
 TEMPLATE = """\
 You judge the answer of a language model.
@@ -104,10 +104,10 @@ class JudgeConfig:
 
 
 def verdict_of(reply: str) -> float | None:
-    """The last number of a reply, without its scale; None where there is none, or a range."""
+    """The last number of a reply, without its scale; None where there is none, a range, or a decimal comma."""
     text = _SCALE.sub("", reply.replace("**", ""))  # without the marks of bold text
     *_, last = (None, *_NUMBER.finditer(text))
-    return None if last is None or _RANGE.search(text[: last.start()]) else float(last[0])
+    return None if last is None or _RANGE.search(text[: last.start()]) else float(last[0].replace(",", ""))
 
 
 class Judge:
@@ -167,7 +167,7 @@ class Judge:
         verdict = verdict_of(reply)
         if verdict is None:
             shown = self._beginning(reply.encode(errors="replace"))
-            has = "a range, not a number" if _NUMBER.search(reply) else "no number"
+            has = "a range or a comma, not a number" if _NUMBER.search(reply) else "no number"
             raise LockstepError(f"the reply has {has}: {shown!r}")
         return verdict
 

@@ -42,6 +42,7 @@ OTHER_CAPACITIES = {
     "max_prefill_size": 80,
     "max_prompts_per_batch": 6,
     "hbm_utilization": 0.5,
+    "memory_bytes_per_device": 1 << 30,
     "kv_cache_dtype": "fp8",
     "weight_dtype": "int8",
     "layout": {"tensor": 2},
