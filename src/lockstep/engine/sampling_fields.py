@@ -164,11 +164,12 @@ class SamplingFields(SamplingRules):
                     f"{prefix}{name} is {getattr(self, name)} and temperature is 0, which is greedy: {name} would do "
                     f"nothing. Set temperature to more than 0, or remove {name}."
                 )
-        if self.ignore_eos and self.min_tokens:
-            raise ConfigError(
-                f"{prefix}min_tokens is {self.min_tokens} and ignore_eos is true: no stop token ends an answer, so "
-                "min_tokens would do nothing. Remove one of the two."
-            )
+        for name in ("min_tokens", "stop_token_ids"):
+            if self.ignore_eos and (value := getattr(self, name)):
+                raise ConfigError(
+                    f"{prefix}{name} is {value} and ignore_eos is true: no stop token ends an answer, so {name} would "
+                    "do nothing. Remove one of the two."
+                )
         try:
             check_named_filters(self.sampling_params(()).filter_values())
         except LockstepError as error:
