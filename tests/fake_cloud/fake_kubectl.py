@@ -5,7 +5,9 @@ its own, and ``/lockstep/…`` of its script is there. Faults, each a variable: 
 answers instead of creating a JobSet; ``FAKE_KUBE_DISRUPTS`` is the process whose node is taken away half a second after
 the first start; ``FAKE_KUBE_WAITS`` is why pods never start; with ``FAKE_KUBE_DROPS`` a connection to a log breaks
 after two lines. With the file ``away`` there, the cluster does not answer, once. The file ``slices`` has the number of
-slices that nodes are there for: pods of others wait. The cluster of ``--context=NAME`` is the directory ``NAME`` in it.
+slices that nodes are there for: pods of others wait. A JobSet of a queue is one of Kueue's, which starts it again when
+somebody else suspends it, as long as its Workload is active. The cluster of ``--context=NAME`` is the directory
+``NAME`` in it.
 
 What it does not have: images, namespaces.
 """
@@ -24,6 +26,7 @@ import time
 from datetime import UTC, datetime
 from pathlib import Path
 
+WORKLOADS = "workloads.kueue.x-k8s.io"
 KINDS = {"JobSet": "jobset", "Secret": "secret", "ConfigMap": "configmap"}
 
 
@@ -79,7 +82,11 @@ def create(words: list[str]) -> int:
         if refusal := os.environ.get("FAKE_KUBE_REFUSES"):
             sys.exit(refusal)
         manifest["status"] = {}
+        manifest["metadata"]["uid"] = f"uid-of-{name}"
         write("pods", name, [])
+        if "kueue.x-k8s.io/queue-name" in manifest["metadata"]["labels"]:
+            labels = {"kueue.x-k8s.io/job-uid": f"uid-of-{name}"}
+            write(WORKLOADS, name, {"metadata": {"name": name, "labels": labels}, "spec": {"active": True}})
     write(kind, name, manifest)
     if kind == "jobset":
         subprocess.Popen(
@@ -97,6 +104,8 @@ def get(words: list[str]) -> int:
     if words[0] == "pods":
         names = selected("jobset", words)
         print(json.dumps({"items": [pod for name in names for pod in read("pods", name) or []]}))
+    elif words[0] == WORKLOADS:
+        print(json.dumps({"items": [read(WORKLOADS, name) for name in selected(WORKLOADS, words)]}))
     elif (found := read(words[0], words[1])) is not None:
         print(json.dumps(found))
     return 0
@@ -279,6 +288,13 @@ def watch(name: str, found, pods: list[Pod], attempt: int) -> str:
     while True:
         write("pods", name, [pod.described() for pod in pods])
         now = read("jobset", name)
+        if (
+            now is not None
+            and now["spec"].get("suspend")
+            and (read(WORKLOADS, name) or {"spec": {}})["spec"].get("active")
+        ):
+            write("jobset", name, now | {"spec": now["spec"] | {"suspend": False}})
+            continue
         if now is None or now["spec"].get("suspend"):
             end(pods, grace_s, home() / f"kill-{name}")
             write("pods", name, [])

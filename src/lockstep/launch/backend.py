@@ -256,3 +256,12 @@ class Patience:
             self._console.say("it answers again")
             self._since = None
         return found
+
+    def do(self, action: Callable[[], object]) -> bool:
+        """Whether what the platform is told has reached it."""
+        return self.look(lambda: (action(),)) is not None
+
+    def insist(self, action: Callable[[], object], poll_s: float) -> None:
+        """Tell the platform until it has reached it."""
+        while not self.do(action):
+            time.sleep(poll_s)

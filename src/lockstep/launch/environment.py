@@ -79,6 +79,7 @@ def read_env_file(path: Path) -> dict[str, str]:
     return found
 
 
+DRAIN_S: Final = 5  # seconds in which output may still come after the command has ended
 _FORWARDING: Final = """\
 "$@" &
 child=$!
@@ -110,7 +111,9 @@ def run_command(secret_names: list[str], directory: str, *, forward: bool) -> st
     begin = (
         f'exec 3>&1\nexec > >(exec python3 "{directory}/redact.py" {names} >&3) 2>&1\nfiltering=$!\n' if names else ""
     )
-    end = 'exec >&3 2>&3\nwait "$filtering"\n' if names else ""
+    # A process that the command has left may hold the filter's input open for ever.
+    limit = f'{{ sleep {DRAIN_S}; kill -KILL "$filtering"; }} > /dev/null 2>&1 &\nlimiting=$!\n'
+    end = f'exec >&3 2>&3\n{limit}wait "$filtering"\nkill "$limiting" 2> /dev/null\n' if names else ""
     run = _FORWARDING if forward else 'trap : TERM INT\n"$@"\ncode=$?\n'
     return begin + run + end
 

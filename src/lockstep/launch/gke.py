@@ -1,6 +1,7 @@
 """The backend ``gke``: a JobSet on a cluster of Google Kubernetes Engine whose node pools have TPU slices."""
 
 import argparse
+import contextlib
 import dataclasses
 import gzip
 import io
@@ -14,7 +15,7 @@ import tarfile
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,8 +24,9 @@ from lockstep.exits import DONE, INTERRUPTED, SETUP_FAILED, WORKER_LOST, describ
 from lockstep.launch.backend import Console, LaunchError, Patience
 from lockstep.launch.environment import JobEnvironment, filter_files, here_document, job_environment, job_variables
 from lockstep.launch.gke_manifest import FILES, MAX_PARTS, PART_BYTES, SYNCED, GkeJob, config_maps, job_set, secret
-from lockstep.launch.kubectl import Cluster, PodLogs, PodState, not_started, verdict
+from lockstep.launch.kubectl import Cluster, PodLogs
 from lockstep.launch.options import add_job_options, add_slices_option, count, slice_counts
+from lockstep.launch.pods import PodState, not_started, verdict
 from lockstep.launch.processes import signals_to
 from lockstep.launch.record import Attempt, JobRecord, find_earlier, name_from_date, new_record
 from lockstep.launch.setup_vm import EXTRAS, PINS, ROOT, build_wheel, version_of, wheel_path
@@ -165,8 +167,9 @@ def pack(files: Mapping[str, bytes]) -> bytes:
 POLL_S: Final = 5.0  # seconds between two looks at the JobSet and its pods
 SAY_S: Final = 60.0  # seconds between two lines that say which processes have not started
 NAMED: Final = 8  # processes that such a line names
-STUCK: Final = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "CreateContainerConfigError")
-"""The reasons of pods that wait and will never start."""
+STUCK: Final = ("InvalidImageName", "CreateContainerConfigError")  # reasons of pods that will never start
+PULLS: Final = ("ErrImagePull", "ImagePullBackOff")
+PULL_S: Final = 300.0  # seconds for which Kubernetes may try to pull an image
 
 
 class Gke:
@@ -232,11 +235,11 @@ class Gke:
         found, pods = cluster.look()
         if follow and found and verdict(found, pods) is None:
             return _follow(cluster, Console(), stop_on_signal=False)
-        logs = PodLogs(job, cluster.kubectl, Console(), to_the_end=False)
-        logs.show_kept({pod.attempt for pod in pods})
-        for pod in pods:
-            logs.follow(pod)
-            logs.join()  # one after the other
+        with contextlib.closing(PodLogs(job, cluster.kubectl, Console(), to_the_end=False)) as logs:
+            logs.show_kept({pod.attempt for pod in pods})
+            for pod in pods:
+                logs.follow(pod)
+                logs.join()  # one after the other
         return DONE
 
     def stop(self, job: JobRecord) -> int:
@@ -244,11 +247,11 @@ class Gke:
         cluster = Cluster(job)
         found, pods = cluster.look()
         if found and verdict(found, pods) is None:
-            logs = PodLogs(job, cluster.kubectl, None)
-            for pod in pods:
-                logs.follow(pod)
-            _end(cluster)
-            logs.join()
+            with contextlib.closing(PodLogs(job, cluster.kubectl, None)) as logs:
+                for pod in pods:
+                    logs.follow(pod)
+                _end(cluster, Patience(Console()))
+                logs.join()
         return DONE
 
     def delete(self, job: JobRecord) -> int:
@@ -293,10 +296,10 @@ def _created(spec: GkeSpec, console: Console) -> Cluster:
     return cluster
 
 
-def _end(cluster: Cluster) -> None:
+def _end(cluster: Cluster, patience: Patience) -> None:
     """Suspend a JobSet, and wait until no pod runs."""
-    cluster.suspend()
-    while any(pod.running for pod in cluster.look()[1]):
+    patience.insist(cluster.suspend, POLL_S)
+    while (looked := patience.look(cluster.look)) is None or any(pod.running for pod in looked[1]):
         time.sleep(min(POLL_S, 1.0))
 
 
@@ -316,9 +319,16 @@ def _say_who_is_missing(
 
 def _follow(cluster: Cluster, console: Console, *, stop_on_signal: bool) -> int:
     """Show logs and states until the JobSet has ended; return its code."""
-    logs, shown = PodLogs(cluster.job, cluster.kubectl, console), ""
+    with contextlib.closing(PodLogs(cluster.job, cluster.kubectl, console)) as logs:
+        return _until_its_end(cluster, logs, console, stop_on_signal=stop_on_signal)
+
+
+def _until_its_end(cluster: Cluster, logs: PodLogs, console: Console, *, stop_on_signal: bool) -> int:
+    shown = ""
     received: list[int] = []
     stopped_by: int | None = None
+    to_do: Callable[[], None] | None = None  # what a signal asks for and the cluster has not been told yet
+    pulling: dict[str, float] = {}  # since when an image cannot be pulled, by the identity of the pod
     wake, patience = threading.Event(), Patience(console)
     begun = said = enough = time.monotonic()
 
@@ -336,8 +346,10 @@ def _follow(cluster: Cluster, console: Console, *, stop_on_signal: bool) -> int:
                 # One that has started since the last look says its last words too; a second signal waits for nothing.
                 for pod in (patience.look(cluster.look) or ({}, []))[1] if stopped_by is None else ():
                     logs.follow(pod)
-                cluster.kill() if stopped_by else cluster.suspend()
+                to_do = cluster.kill if stopped_by else cluster.suspend
                 stopped_by = stopped_by or number
+            if to_do is not None and patience.do(to_do):
+                to_do = None
             looked = patience.look(cluster.look)
             if looked is None:
                 wake.wait(POLL_S)
@@ -360,16 +372,18 @@ def _follow(cluster: Cluster, console: Console, *, stop_on_signal: bool) -> int:
                     f"going on with {some} of {cluster.slices} slices: the pods of the others have not started in "
                     f"{waited:.0f} s"
                 )
-                _end(cluster)
+                _end(cluster, patience)
                 logs.join()
                 raise _FewerSlicesError(some, max(pod.attempt for pod in pods))
-            stuck = [pod for pod in pods if pod.waits in STUCK]
+            now = time.monotonic()
+            pulling = {pod.uid: pulling.get(pod.uid, now) for pod in pods if pod.waits in PULLS}
+            stuck = [pod for pod in pods if pod.waits in STUCK or now - pulling.get(pod.uid, now) > PULL_S]
             code = verdict(found, logs.seen) if found else WORKER_LOST
-            if stopped_by is not None and not any(pod.running for pod in pods):
+            if stopped_by is not None and to_do is None and not any(pod.running for pod in pods):
                 code = 128 + stopped_by
             elif stuck and code is None and stopped_by is None:
                 console.say(f"process {stuck[0].process} can never start. Mend it (--image), then start the job again.")
-                cluster.kill()
+                patience.insist(cluster.kill, POLL_S)
                 code = SETUP_FAILED
             if code is not None:
                 break

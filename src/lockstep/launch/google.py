@@ -12,6 +12,7 @@ import getpass
 import re
 import shlex
 import subprocess
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -19,7 +20,7 @@ from typing import Any, Final
 from lockstep.errors import ConfigError
 from lockstep.launch import setup_vm
 from lockstep.launch.backend import Console, LaunchError, Transport, Worker, WorkerBackend
-from lockstep.launch.gcloud import Gcloud
+from lockstep.launch.gcloud import Gcloud, GcloudError
 from lockstep.launch.mig import CAPACITY_FLAGS, Mig
 from lockstep.launch.options import add_google_options, add_worker_options, slice_counts
 from lockstep.launch.pod import ElasticPod, Machine, PasteTransport, Pod, SshTransport, Wait, left_alone, slices_of
@@ -119,20 +120,32 @@ class GoogleBackend(WorkerBackend):
         wait = Wait(say=console.say, timeout_s=options.wait_s, poll_s=options.poll_s, given_up=self.given_up)
         pod.ensure(wait)
         machines = pod.machines()
-        gcloud = self._gcloud(options)
-        for command in pod.login_commands(machines):
-            gcloud.run(command)
+        try:
+            for command in pod.login_commands(machines):
+                self._log_in(command, options, console)
+        except LaunchError:
+            _say_what_it_costs(pod, options, console)
+            raise
         transport = self._transport(options, machines)
         if slices_of(machines) > 1:
             workers = self._workers(options, machines, self.coordinator(transport))
             transport = SshTransport(machines, workers, transport.user, transport.key)
         console.say(f"{options.tpu_name}: {len(machines)} workers, user {transport.user}")
-        if pod.made_here():
-            name = options.name or options.tpu_name
-            console.say(
-                f"{options.tpu_name} stays when the job ends, and costs money until: lockstep launch delete {name}"
-            )
+        _say_what_it_costs(pod, options, console)
         return transport
+
+    def _log_in(self, command: Sequence[str], options: argparse.Namespace, console: Console) -> None:
+        """Have gcloud log in; again while ssh does not answer: a machine counts as running before its ssh does."""
+        begin = time.monotonic()
+        while True:
+            try:
+                self._gcloud(options).run(command)
+                return
+            except GcloudError as error:
+                if error.cause.name != "ssh" or self.given_up() or time.monotonic() - begin > options.unreachable_s:
+                    raise
+                console.once(f"{options.tpu_name}: ssh does not answer yet, trying for {options.unreachable_s:g} s")
+                time.sleep(options.poll_s)
 
     def find(self, options: argparse.Namespace) -> Transport:
         return self._transport(options, self.pod(options).machines())
@@ -338,3 +351,9 @@ class MigBackend(GoogleBackend):
             + ", ".join(f"{transport.machines[i].name} says {number or 'nothing'}" for i, number in said.items())
             + ". Several slices find each other by its address; look at the machines, or use one slice."
         )
+
+
+def _say_what_it_costs(pod: Pod, options: argparse.Namespace, console: Console) -> None:
+    if pod.made_here():
+        name = options.name or options.tpu_name
+        console.say(f"{options.tpu_name} stays when the job ends, and costs money until: lockstep launch delete {name}")

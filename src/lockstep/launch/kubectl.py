@@ -1,38 +1,31 @@
-"""kubectl, the pods of a job as it shows them, and the job's objects on its cluster."""
+"""kubectl, the logs of pods, and a job's objects on its cluster."""
 
 import collections
 import dataclasses
+import fcntl
 import json
+import os
+import re
 import shutil
 import subprocess
 import threading
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import IO, Any, Final
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any, Final, Self
 
-from lockstep.exits import (
-    DONE,
-    FAULT,
-    NOT_FOUND,
-    PEER_FAILED,
-    REFUSED,
-    TERMINATED,
-    UNREACHABLE,
-    WORKER_LOST,
-    describe_code,
-)
+from lockstep.exits import NOT_FOUND, REFUSED, UNREACHABLE
 from lockstep.json_text import parse_json
 from lockstep.launch.backend import Console, LaunchError
 from lockstep.launch.gke_manifest import CONTAINER, INSTALLED, JOB_ID
 from lockstep.launch.options import slice_counts
+from lockstep.launch.pods import STOPPED, PodState, first_failure, pod_states
 from lockstep.launch.processes import failed_by_their_logs
 from lockstep.launch.record import JobRecord
 from lockstep.launch.slices import slice_of
 
-STOPPED: Final = "Stopped"
-"""The state of a JobSet that the launcher has suspended, once no pod runs. Its annotation tells it from one that Kueue
-suspends until there is room."""
 STOP: Final = "lockstep/stopped"
+QUEUED: Final = "kueue.x-k8s.io/job-uid"  # a label of Kueue's Workload: the uid of what it queues
 CALL_S: Final = 120.0  # seconds that a call may take that does not follow anything
 
 CAUSES: Final = (
@@ -44,16 +37,18 @@ CAUSES: Final = (
      "kubectl knows no cluster: gcloud container clusters get-credentials CLUSTER --location ZONE."),
     ("context was not found", REFUSED, "kubectl config get-contexts lists what there is for --context."),
     ("namespaces", REFUSED, "Make it: kubectl create namespace NAME, or give another --namespace."),
-    ("(AlreadyExists)", REFUSED,
+    (r"\(AlreadyExists\)", REFUSED,
      "It is not of this job, so it stays as it is. Give another --name, or delete it where nothing needs it."),
     ("exceeded quota", REFUSED, "The namespace's quota does not allow it: kubectl describe quota."),
     ("orbidden", REFUSED, "Your account may not do this: ask for the role Kubernetes Engine Developer."),
     ("Unauthorized", REFUSED, "The login has expired: gcloud auth login."),
     ("is invalid", REFUSED, "The cluster's JobSet is older than this needs (0.6): upgrade it."),
-    ("Unable to connect to the server", UNREACHABLE, "Is the cluster there, and do you reach its network?"),
-    ("connection refused", UNREACHABLE, "Is the cluster there, and do you reach its network?"),
+    (r"Unable to connect to the server|[Cc]onnection (refused|reset|lost)|The connection to the server .* was refused"
+     r"|\((ServiceUnavailable|Timeout|ServerTimeout|InternalError|TooManyRequests)\)|unexpected EOF|i/o timeout"
+     r"|etcdserver: |TLS handshake timeout", UNREACHABLE,
+     "Is the cluster there, and do you reach its network? Its control plane is away for minutes while it is upgraded."),
 )  # fmt: skip
-"""A part of kubectl's text, the launcher's exit code, and what to try."""
+"""A pattern of kubectl's text, the launcher's exit code, and what to try."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -76,8 +71,9 @@ class Kubectl:
             )
         text = None if manifest is None else json.dumps(manifest)
         try:
+            # In a session of its own: the Ctrl-C of a terminal is for the launcher.
             done = subprocess.run(
-                self.argv(*words), input=text, capture_output=True, text=True, timeout=CALL_S, check=False
+                self.argv(*words), input=text, capture_output=True, text=True, timeout=CALL_S, start_new_session=True
             )
         except subprocess.TimeoutExpired:
             raise LaunchError(
@@ -97,96 +93,59 @@ class Kubectl:
 
 def _explained(words: Sequence[str], said: str) -> LaunchError:
     text = said.strip() or "it gave no reason"
-    for part, code, advice in CAUSES:
-        if part in said:
+    for pattern, code, advice in CAUSES:
+        if re.search(pattern, said):
             return LaunchError(f"kubectl {words[0]} was refused: {text}\n{advice}", code)
     return LaunchError(f"kubectl {words[0]} failed: {text}", REFUSED)
 
 
 RECONNECT_S = 2.0  # seconds between two connections to the same log
-IN_CONSEQUENCE = (PEER_FAILED, TERMINATED)  # codes of pods that another one has ended
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PodState:
-    """The state of a pod, as Kubernetes tells it."""
+class KeptLog:
+    """The log of a process in the job's directory and, in a file beside it, the time of its last line.
 
-    name: str
-    uid: str  # its identity: a pod that is made again has another
-    process: int  # number of its process in the job
-    attempt: int  # number of the attempt, from 1
-    phase: str  # `Pending`, `Running`, `Succeeded` or `Failed`
-    waits: str = ""  # why it does not run yet, in Kubernetes' word; "": it does, or nobody says why
-    message: str = ""
-    code: int | None = None  # the exit code of its container; None: it has not ended
-    ended: str = ""  # when it ended, as Kubernetes writes times, which sort as texts; "": it has not
+    The first who opens it writes both; others read them, and show what follows.
 
-    @property
-    def running(self) -> bool:
-        """Whether its container runs, or may still start."""
-        return self.phase in ("Pending", "Running") and self.code is None
-
-    @property
-    def started(self) -> bool:
-        return self.code is not None or self.phase == "Running"
-
-    def __str__(self) -> str:
-        if self.code is not None:
-            return describe_code(self.code)
-        reason = f" ({self.waits}{': ' + self.message if self.message else ''})" if self.waits else ""
-        return f"{self.phase}{reason}"
-
-
-def pod_states(found: Mapping[str, Any], hosts: int, attempts: int = 0) -> list[PodState]:
-    """The pods of ``kubectl get pods``, by attempt and process."""
-    states = (_pod_state(each, hosts, attempts) for each in found.get("items", ()))
-    return sorted(states, key=lambda pod: (pod.attempt, pod.process))
-
-
-def verdict(job_set: Mapping[str, Any], pods: Iterable[PodState]) -> int | None:
-    """The exit code of a job; None: it has not ended."""
-    state = job_set.get("status", {}).get("terminalState")
-    if not state:
-        return None
-    if state == STOPPED:
-        return TERMINATED
-    if state == "Completed":
-        return DONE
-    first = first_failure(pods)
-    return WORKER_LOST if first is None or first.code is None else first.code
-
-
-def first_failure(pods: Iterable[PodState], themselves: Collection[int] = ()) -> PodState | None:
-    """The pod of the last attempt that failed first; one that failed by itself before one that another has ended."""
-    pods = list(pods)
-    last = max((pod.attempt for pod in pods), default=0)
-    failed = [pod for pod in pods if pod.attempt == last and pod.code]
-
-    def rank(pod: PodState) -> tuple[bool, bool, bool, str]:
-        return pod.code in IN_CONSEQUENCE, pod.code == FAULT, pod.process not in themselves, pod.ended
-
-    return min(failed, key=rank, default=None)
-
-
-def not_started(pods: Iterable[PodState], count: int, installed: Collection[str] | None) -> list[str]:
-    """The processes that the others of a job wait for, and what they wait for in their turn.
-
-    Args:
-        installed: The identities of the pods that have installed what they need; None: nothing is to be installed.
+    Attributes:
+        text: What was printed before.
+        last: The time of its last line, as Kubernetes writes times; empty: there is none.
     """
-    pods = list(pods)
-    last = max((pod.attempt for pod in pods), default=1)
-    present = {pod.process: pod for pod in pods if pod.attempt == last}
-    found = []
-    for process in range(count):
-        pod = present.get(process)
-        if pod is None:
-            found.append(f"process {process} (no pod yet)")
-        elif not pod.started:
-            found.append(f"process {process} ({pod.name}: {pod})")
-        elif pod.code is None and installed is not None and pod.uid not in installed:
-            found.append(f"process {process} ({pod.name}: installing)")
-    return found
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        self._time = os.open(path.with_suffix(".time"), os.O_RDWR | os.O_CREAT, 0o600)
+        self._writes = True
+        try:
+            fcntl.flock(self._time, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._writes = False
+        self.last, before = self._newest(), None
+        while before != self.last:  # another process is writing
+            before, self.text, self.last = self.last, path.read_bytes(), self._newest()
+        if self._writes and not self.last:
+            os.ftruncate(self._log, 0)  # nobody knows when a line of it was printed, and the cluster has it
+            self.text = b""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._log)
+        os.close(self._time)
+
+    def write(self, line: bytes, when: str) -> None:
+        self.last = when
+        if self._writes:
+            os.write(self._log, line + b"\n")
+            os.pwrite(self._time, when.encode().ljust(_TIME_BYTES), 0)
+
+    def _newest(self) -> str:
+        return os.pread(self._time, _TIME_BYTES, 0).decode().strip()
+
+
+_TIME_BYTES = 40  # more than a time with nanoseconds and an offset has
 
 
 class PodLogs:
@@ -202,6 +161,8 @@ class PodLogs:
         self._console = console
         self._words = ["--follow"] if to_the_end else []  # without it a log ends with what has been printed
         self._threads: dict[str, threading.Thread] = {}
+        self._children: set[subprocess.Popen[bytes]] = set()
+        self._closed = threading.Event()
         self._seen: dict[str, PodState] = {}
         self.installed: set[str] = set()
 
@@ -224,6 +185,12 @@ class PodLogs:
         for thread in self._threads.values():
             thread.join(max(0.0, end - time.monotonic()))
 
+    def close(self) -> None:
+        """End the connections that are left."""
+        self._closed.set()
+        for child in tuple(self._children):
+            child.kill()
+
     def first_failure(self) -> PodState | None:
         last = max((pod.attempt for pod in self.seen), default=0)
         logs = self._job.directory.glob(f"attempt-{last}/worker-*.log")
@@ -238,62 +205,39 @@ class PodLogs:
                     self._console.line(f"[{process}] ", line)
 
     def _run(self, pod: PodState) -> None:
-        path = self._job.log(pod.attempt, pod.process)
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        last = ""
-        with open(path, "wb") as log:
+        with KeptLog(self._job.log(pod.attempt, pod.process)) as kept:
+            for text in kept.text.splitlines():
+                self._show(pod, text)
             while True:
-                since = [f"--since-time={last}"] if last else []
+                since = [f"--since-time={kept.last}"] if kept.last else []
                 words = ("logs", *self._words, "--timestamps", f"--container={CONTAINER}", *since, f"pod/{pod.name}")
                 child = subprocess.Popen(
                     self._kubectl.argv(*words),
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.DEVNULL,
+                    start_new_session=True,  # as all that kubectl does
                 )
+                self._children.add(child)
                 assert child.stdout is not None
-                last = self._copy(child.stdout, log, pod, last)
-                if child.wait() == 0 or not self._seen[pod.uid].running:
+                self._copy(child.stdout, kept, pod)
+                self._children.remove(child)
+                if child.wait() == 0 or not self._seen[pod.uid].running or self._closed.wait(RECONNECT_S):
                     return
-                time.sleep(RECONNECT_S)
 
-    def _copy(self, lines: IO[bytes], log: IO[bytes], pod: PodState, last: str) -> str:
-        """Copy lines that are newer than the time ``last``; return the time of the newest."""
+    def _copy(self, lines: IO[bytes], kept: KeptLog, pod: PodState) -> None:
+        """Show and keep the lines that are newer than the last one that is kept."""
         for line in lines:
             when, _, text = line.rstrip(b"\n").partition(b" ")
-            if when.decode() <= last:
-                continue  # from before the connection broke
-            last = when.decode()
-            if text == INSTALLED.encode():
-                self.installed.add(pod.uid)
-            log.write(text + b"\n")
-            log.flush()
-            if self._console is not None:
-                self._console.line(f"[{pod.process}] ", text)
-        return last
+            if when.decode() > kept.last:  # else from before the connection broke
+                kept.write(text, when.decode())
+                self._show(pod, text)
 
-
-def _pod_state(found: Mapping[str, Any], hosts: int, attempts: int) -> PodState:
-    meta, status = found["metadata"], found.get("status", {})
-    labels = meta.get("labels", {})
-    index = meta.get("annotations", {}).get("batch.kubernetes.io/job-completion-index", "0")
-    state: Mapping[str, Any] = next((each.get("state", {}) for each in status.get("containerStatuses", ())), {})
-    ended, waiting = state.get("terminated", {}), state.get("waiting", {})
-    unscheduled: Mapping[str, Any] = next(
-        (each for each in status.get("conditions", ()) if each["type"] == "PodScheduled" and each["status"] == "False"),
-        {},
-    )
-    return PodState(
-        name=meta["name"],
-        uid=meta["uid"],
-        process=int(labels.get("jobset.sigs.k8s.io/job-index", "0")) * hosts + int(index),
-        attempt=attempts + int(labels.get("jobset.sigs.k8s.io/restart-attempt", "0")) + 1,
-        phase=status.get("phase", "Pending"),
-        waits=waiting.get("reason") or unscheduled.get("reason", ""),
-        message=waiting.get("message") or unscheduled.get("message", ""),
-        code=ended.get("exitCode"),
-        ended=ended.get("finishedAt") or "",
-    )
+    def _show(self, pod: PodState, text: bytes) -> None:
+        if text == INSTALLED.encode():
+            self.installed.add(pod.uid)
+        if self._console is not None:
+            self._console.line(f"[{pod.process}] ", text)
 
 
 class Cluster:
@@ -359,8 +303,17 @@ class Cluster:
 
     def suspend(self) -> None:
         """Have the pods deleted in order; the JobSet stays."""
+        if self.job.options["queue"]:
+            self._deactivate()
         patch = json.dumps({"metadata": {"annotations": {STOP: "true"}}, "spec": {"suspend": True}})
         self.kubectl.run("patch", "jobset", self.job.name, "--type=merge", f"--patch={patch}")
+
+    def _deactivate(self) -> None:
+        """Take the job from Kueue, which would start a JobSet that somebody else suspends again."""
+        uid = self.kubectl.get("jobset", self.job.name).get("metadata", {}).get("uid")
+        kind, patch = "workloads.kueue.x-k8s.io", json.dumps({"spec": {"active": False}})
+        for each in self.kubectl.get(kind, f"--selector={QUEUED}={uid}").get("items", ()) if uid else ():
+            self.kubectl.run("patch", kind, each["metadata"]["name"], "--type=merge", f"--patch={patch}")
 
     def kill(self) -> None:
         """Have the pods deleted at once; the JobSet stays."""

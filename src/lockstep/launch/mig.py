@@ -252,8 +252,10 @@ class Mig(GooglePod):
         wait.say(f"{self.name}: deleting what was made of it")
         try:
             self._delete_ours()
-        except GcloudError as error:
+        except BaseException as error:
             wait.say(by_hand(self.name, error, self.delete_commands()))
+            if not isinstance(error, GcloudError):
+                raise
 
     def _check_ours(self, groups: dict[str, dict[str, Any] | None], lost: str) -> None:
         """Refuse to delete groups that somebody else made: stopped machines have disks."""

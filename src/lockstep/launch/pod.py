@@ -282,10 +282,11 @@ def left_alone(pod: Pod) -> str:
     return f"{pod.name} was not made by this launcher, or is gone, and is left as it is. To delete it:\n{lines}"
 
 
-def by_hand(name: str, error: GcloudError, commands: Sequence[Sequence[str]]) -> str:
+def by_hand(name: str, error: BaseException, commands: Sequence[Sequence[str]]) -> str:
     """The message about a slice that could not be deleted: it may cost money."""
     lines = "\n".join(f"  {shlex.join(command)}" for command in commands)
-    return f"{name} could not be deleted, and may cost money: {error}\nDelete it by hand:\n{lines}"
+    why = str(error) or "interrupted"
+    return f"{name} could not be deleted, and may cost money: {why}\nDelete it by hand:\n{lines}"
 
 
 def duration(seconds: float) -> str:

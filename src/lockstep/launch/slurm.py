@@ -188,6 +188,7 @@ class Slurm:
         patience = Patience(console)
         received: list[int] = []
         stopped_by: int | None = None
+        to_do: list[str] | None = None  # what a signal asks for and Slurm has not been told yet
         with signals_to(received.append):
             while True:
                 if received:
@@ -196,12 +197,10 @@ class Slurm:
                         return 128 + number
                     force = ["--signal=KILL", "--full"] if stopped_by else []
                     console.say(f"{signal.Signals(number).name}, {'killing' if force else 'ending'} the job")
-                    try:
-                        _slurm(["scancel", *force, job.notes["job"]])
-                    except LaunchError as error:  # it has just ended by itself
-                        console.say(str(error))
+                    to_do = ["scancel", *force, job.notes["job"]]
                     stopped_by, asked = stopped_by or number, 0.0
                 if time.monotonic() - asked > POLL_S:
+                    to_do = _told(to_do, patience, console)
                     known, asked = patience.look(lambda: _state(job)), time.monotonic()
                     state = state if known is None else known
                     if state and state != shown:
@@ -228,6 +227,19 @@ class Slurm:
         except LaunchError:
             words = []
         return ENDED.get(words[0], WORKER_LOST) if words else WORKER_LOST
+
+
+def _told(to_do: list[str] | None, patience: Patience, console: Console) -> list[str] | None:
+    """Run a command of Slurm's; the command again where Slurm cannot be reached now."""
+    if to_do is None:
+        return None
+    try:
+        return None if patience.do(lambda: _slurm(to_do)) else to_do
+    except LaunchError as error:
+        if error.code == UNREACHABLE:
+            raise
+        console.say(str(error))  # the job has just ended by itself
+        return None
 
 
 def _job(options: argparse.Namespace, record: JobRecord, environment: JobEnvironment) -> SlurmJob:
@@ -308,7 +320,8 @@ def _write_private(path: Path, text: str) -> None:
 def _slurm(argv: Sequence[str]) -> str:
     """Run one of Slurm's commands and return its output."""
     try:
-        done = subprocess.run(argv, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
+        # In a session of its own: the Ctrl-C of a terminal is for the launcher.
+        done = subprocess.run(argv, capture_output=True, text=True, stdin=subprocess.DEVNULL, start_new_session=True)
     except FileNotFoundError:
         raise LaunchError(
             f"{argv[0]} was not found. Run this on a login node of the cluster, where Slurm's commands are.", NOT_FOUND

@@ -9,7 +9,7 @@ import shlex
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from lockstep.exits import REFUSED, UNAVAILABLE
+from lockstep.exits import REFUSED, UNAVAILABLE, UNREACHABLE
 from lockstep.launch.backend import LaunchError
 from lockstep.launch.gcloud import GcloudError
 from lockstep.launch.pod import LABEL, GooglePod, Machine, Wait, by_hand
@@ -27,6 +27,10 @@ ENDED: Final = frozenset({"FAILED", "SUSPENDING", "SUSPENDED"})
 """States of a queued resource that has no nodes any more, and will have none."""
 COMES_BACK: Final = frozenset({"CREATING", "RESTARTING", "REIMAGING", "REPAIRING", "STARTING", "STOPPING"})
 """States of a node that a READY may follow. STOPPING is also how a preemption begins."""
+
+
+class RequestFailedError(GcloudError):
+    """A queued resource has ended without nodes, which costs nothing."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -103,13 +107,16 @@ class TpuVm(GooglePod):
         else:
             self._check_kind(nodes)
             wait.say(f"{self.name}: using what exists")
+        taken = False  # whether Google has taken the request
         try:
             for command in commands:
                 self.gcloud.run(command)
+            taken = True
             wait.until_usable(self.name, self._looks(), undone=", and the request is withdrawn" if asked else "")
         except BaseException as error:
-            # What Google has refused or failed costs nothing; of what was interrupted nobody knows.
-            if asked and not (isinstance(error, GcloudError) and error.cause.name != "unknown"):
+            # What Google has refused or failed costs nothing; of what was interrupted or not answered nobody knows.
+            refused = isinstance(error, GcloudError) and error.cause.name != "unknown" and error.code != UNREACHABLE
+            if asked and not (refused and not taken) and not isinstance(error, RequestFailedError):
                 self._withdraw(wait)
             raise
 
@@ -218,7 +225,8 @@ class TpuVm(GooglePod):
         data = request.get("state", {})
         message = data.get("failedData", {}).get("error", {}).get("message", "")
         if message:
-            raise self.gcloud.error(f"gcloud compute tpus queued-resources describe {self.name}", message)
+            words = self.gcloud.command("compute", "tpus", "queued-resources", "describe", self.name)
+            raise RequestFailedError(shlex.join(words), message, zone=self.gcloud.zone, project=self.gcloud.project)
         who = {"USER": "by a user", "SERVICE": "by Google"}.get(data.get("stateInitiator", ""), "")
         raise LaunchError(
             f"queued resource {self.name} is {data.get('state')} {who}".strip()
@@ -251,8 +259,10 @@ class TpuVm(GooglePod):
         wait.say(f"{self.name}: withdrawing the request")
         try:
             self.run_unless_gone(self._delete_request())
-        except GcloudError as error:
+        except BaseException as error:
             wait.say(by_hand(self.name, error, self.delete_commands()))
+            if not isinstance(error, GcloudError):
+                raise
 
     def _ssh(self, node: str, worker: int, command: str) -> list[str]:
         words = ["compute", "tpus", "tpu-vm", "ssh", node, f"--worker={worker}", f"--command={command}"]

@@ -87,6 +87,16 @@ def test_secrets_are_replaced_to_the_last_word(run):
     assert process.communicate(timeout=60)[0] == "it is <redacted>\nend <redacted>code 0\n"
 
 
+def test_what_the_command_leaves_behind_is_not_waited_for(run, monkeypatch, tmp_path):
+    monkeypatch.setattr("lockstep.launch.environment.DRAIN_S", 0.2)
+    program = (
+        f"import subprocess; print(subprocess.Popen(['sleep', '600']).pid, file=open({str(tmp_path / 'pid')!r}, 'w'))"
+    )
+    process = run(f"{program}; exit(7)", secrets=["TOKEN"])
+    assert process.wait(timeout=60) == 7
+    os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
+
+
 def test_a_directory_of_any_name_is_one_word_of_the_workers_shell(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "home").mkdir()

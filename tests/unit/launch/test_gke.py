@@ -16,7 +16,7 @@ from lockstep.launch import main, parse
 from lockstep.launch.environment import job_variables
 from lockstep.launch.gke import GkeSpec
 from lockstep.launch.gke_manifest import MAX_PARTS
-from lockstep.launch.kubectl import PodState
+from lockstep.launch.pods import PodState
 from lockstep.launch.record import JobRecord, load_record
 from lockstep.launch.setup_vm import ROOT
 from tests.fake_cloud import fake_kubectl
@@ -196,6 +196,14 @@ def test_a_broken_connection_to_a_log_shows_no_line_twice(cluster, monkeypatch, 
     assert launch(kind="v6e-8", python=text) == 0
     lines = capfd.readouterr().out.splitlines()
     assert lines == ["[0] pod 0", *(f"[0] line {i}" for i in range(8))]
+
+
+def test_stop_takes_the_job_from_its_queue_which_would_start_it_again(cluster, capfd):
+    python = PRINT + "time.sleep(60)"
+    assert launch("--no-foreground", "--queue", "team", "--grace_s", "1", kind="v6e-8", python=python) == 0
+    wait_for(lambda: [*pods(cluster, 1)])
+    assert main(["stop", "job"]) == 0 and main(["status", "job"]) == exits.TERMINATED
+    assert "job: Stopped" in capfd.readouterr().out
 
 
 @pytest.mark.slow
@@ -407,6 +415,7 @@ def test_processes_that_the_others_wait_for_are_named_once_a_minute(cluster, mon
 
 def test_an_image_that_is_not_there_ends_the_job(cluster, monkeypatch, capsys):
     monkeypatch.setenv("FAKE_KUBE_WAITS", "ImagePullBackOff")
+    monkeypatch.setattr("lockstep.launch.gke.PULL_S", 0.2)
     assert launch() == exits.SETUP_FAILED
     shown = capsys.readouterr().err
     assert "job: Pending (ImagePullBackOff: as the test wants it)" in shown

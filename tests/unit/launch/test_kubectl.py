@@ -1,12 +1,18 @@
-"""How kubectl is called; what its errors mean is in test_gke.py."""
+"""How kubectl is called, and the logs of pods; what its errors mean is in test_gke.py."""
 
+import os
+import signal
+import subprocess
+import sys
+import time
 from types import SimpleNamespace
 
 import pytest
 
 from lockstep.exits import REFUSED, UNREACHABLE
 from lockstep.launch.backend import LaunchError
-from lockstep.launch.kubectl import STOPPED, Kubectl, PodLogs, first_failure, not_started, pod_states, verdict
+from lockstep.launch.kubectl import KeptLog, Kubectl, PodLogs
+from tests.unit.launch.test_pods import ended, pod, states
 
 
 @pytest.fixture
@@ -41,6 +47,12 @@ def test_nothing_is_an_empty_object(says):
     [
         ("executable gke-gcloud-auth-plugin not found", REFUSED, "gcloud components install gke-gcloud-auth-plugin"),
         ("error: You must be logged in to the server (Unauthorized)", REFUSED, "gcloud auth login"),
+        (
+            "The connection to the server h was refused - did you specify the right host or port?",
+            UNREACHABLE,
+            "upgraded",
+        ),
+        ("Error from server (ServiceUnavailable): the server is away", UNREACHABLE, "upgraded"),
         ("something new", REFUSED, "kubectl get failed: something new"),
     ],
 )
@@ -59,64 +71,6 @@ def test_a_cluster_that_does_not_answer(says, monkeypatch):
     assert caught.value.code == UNREACHABLE
 
 
-def pod(slice_index=0, index=0, attempt=0, phase="Running", **status):
-    labels = {"jobset.sigs.k8s.io/job-index": str(slice_index), "jobset.sigs.k8s.io/restart-attempt": str(attempt)}
-    name = f"job-slice-{slice_index}-{index}-{attempt}"
-    annotations = {"batch.kubernetes.io/job-completion-index": str(index)}
-    metadata = {"name": name, "uid": name, "labels": labels, "annotations": annotations}
-    return {"metadata": metadata, "status": {"phase": phase, **status}}
-
-
-def ended(code, at, **place):
-    state = {"terminated": {"exitCode": code, "finishedAt": f"2026-11-23T07:00:{at:02}Z"}}
-    return pod(phase="Failed" if code else "Succeeded", containerStatuses=[{"state": state}], **place)
-
-
-def states(*pods):
-    return pod_states({"items": pods}, hosts=2)
-
-
-def test_processes_are_numbered_slice_by_slice():
-    found = states(pod(1, 1), pod(0, 1), pod(1, 0, attempt=1), pod(0, 0))
-    assert [(each.attempt, each.process) for each in found] == [(1, 0), (1, 1), (1, 3), (2, 2)]
-
-
-def test_why_a_pod_does_not_start():
-    condition = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "0/3 nodes"}
-    (waits,) = states(pod(phase="Pending", conditions=[condition]))
-    assert str(waits) == "Pending (Unschedulable: 0/3 nodes)" and waits.running and not waits.started
-    waiting = {"waiting": {"reason": "ErrImagePull"}}
-    (waits,) = states(pod(phase="Pending", containerStatuses=[{"state": waiting}]))
-    assert str(waits) == "Pending (ErrImagePull)"
-
-
-def test_who_is_missing_is_named_with_what_it_waits_for():
-    condition = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "0/3 nodes"}
-    pods = states(pod(), pod(0, 1), pod(1, 0, phase="Pending", conditions=[condition]))
-    missing = ["process 2 (job-slice-1-0-0: Pending (Unschedulable: 0/3 nodes))", "process 3 (no pod yet)"]
-    assert not_started(pods, 4, None) == missing
-    installing = ["process 1 (job-slice-0-1-0: installing)", *missing]
-    assert not_started(pods, 4, {"job-slice-0-0-0"}) == installing
-    again = states(pod(), pod(0, 1), pod(0, 0, attempt=1))
-    assert not_started(again, 2, None) == ["process 1 (no pod yet)"]
-
-
-@pytest.mark.parametrize(
-    ("pods", "process"),
-    [
-        ([ended(85, 1, index=0), ended(3, 9, index=1)], 1),
-        ([ended(7, 5, index=0), ended(3, 2, index=1), ended(0, 1, slice_index=1)], 1),
-        ([ended(3, 1, index=0), ended(143, 1, attempt=1, index=1)], 1),
-        ([ended(143, 2, index=0), ended(85, 1, index=1)], 1),
-        ([ended(93, 1, index=0), ended(3, 2, index=1)], 1),
-        ([ended(85, 1, index=0), ended(93, 2, index=1)], 1),
-    ],
-    ids=["consequence", "time", "last attempt", "only consequences", "a fault of it", "a fault"],
-)
-def test_the_first_failure(pods, process):
-    assert first_failure(states(*pods)).process == process
-
-
 def test_a_pod_whose_log_has_an_error_of_its_own_comes_before_one_that_was_told_and_ended_before(tmp_path):
     logs = PodLogs(SimpleNamespace(directory=tmp_path), None, None)
     told = states(ended(1, 1, index=0), ended(1, 2, index=1))
@@ -128,10 +82,45 @@ def test_a_pod_whose_log_has_an_error_of_its_own_comes_before_one_that_was_told_
     assert logs.first_failure().process == 1
 
 
-def test_the_verdict():
-    failed = states(ended(3, 1))
-    assert verdict({}, failed) is None and verdict({"status": {}}, failed) is None
-    assert verdict({"status": {"terminalState": "Completed"}}, failed) == 0
-    assert verdict({"status": {"terminalState": "Failed"}}, failed) == 3
-    assert verdict({"status": {"terminalState": "Failed"}}, []) == 87
-    assert verdict({"status": {"terminalState": STOPPED}}, failed) == 143
+TIMES = [f"2026-11-27T07:00:0{i}.5Z" for i in range(4)]
+
+
+def test_a_kept_log_goes_on_after_its_last_line_and_has_one_writer(tmp_path):
+    path = tmp_path / "attempt-1" / "worker-0.log"
+    with KeptLog(path) as first:
+        first.write(b"one", TIMES[0])
+        with KeptLog(path) as second:
+            assert (second.text, second.last) == (b"one\n", TIMES[0])
+            second.write(b"shown elsewhere", TIMES[1])
+        first.write(b"two", TIMES[1])
+    with KeptLog(path) as third:
+        assert (third.text, third.last) == (b"one\ntwo\n", TIMES[1])
+        third.write(b"three", TIMES[2])
+    assert path.read_bytes() == b"one\ntwo\nthree\n"
+
+
+def test_what_a_cluster_has_forgotten_stays_in_the_kept_log(says, tmp_path):
+    """The kubelet keeps the last 10 MiB of a container's log alone."""
+    job = SimpleNamespace(directory=tmp_path, log=lambda attempt, process: tmp_path / "worker-0.log")
+    with KeptLog(tmp_path / "worker-0.log") as kept:
+        for number in (0, 1):
+            kept.write(f"line {number}".encode(), TIMES[number])
+    says("".join(f"echo '{TIMES[number]} line {number}'\n" for number in (1, 2)))
+    shown, (one,) = [], states(pod())
+    logs = PodLogs(job, Kubectl(), SimpleNamespace(line=lambda prefix, text: shown.append(text)))
+    logs.follow(one)
+    logs.join()
+    assert shown == [b"line 0", b"line 1", b"line 2"]
+    assert (tmp_path / "worker-0.log").read_bytes() == b"line 0\nline 1\nline 2\n"
+
+
+def test_ctrl_c_at_a_terminal_is_not_for_kubectl(says, tmp_path):
+    """A terminal sends it to the whole group of processes."""
+    says(f"echo $$ > {tmp_path}/pid; sleep 1; echo '{{}}'")
+    text = "from lockstep.launch.kubectl import Kubectl; print('began', flush=True); print(Kubectl().get('pods', 'x'))"
+    text = f"import signal; signal.signal(signal.SIGINT, lambda *_: print('told', flush=True)); {text}"
+    child = subprocess.Popen([sys.executable, "-c", text], stdout=subprocess.PIPE, text=True, start_new_session=True)
+    while not (tmp_path / "pid").exists():
+        time.sleep(0.01)
+    os.killpg(child.pid, signal.SIGINT)
+    assert child.communicate(timeout=60)[0].split() == ["began", "told", "{}"]

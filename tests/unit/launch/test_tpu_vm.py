@@ -167,8 +167,12 @@ def test_ctrl_c_in_the_wait_withdraws_the_request(cloud):
 
 @pytest.mark.parametrize(
     "error",
-    [KeyboardInterrupt(), GcloudError("gcloud", "Command killed by keyboard interrupt")],
-    ids=["here", "gcloud"],
+    [
+        KeyboardInterrupt(),
+        GcloudError("gcloud", "Command killed by keyboard interrupt"),
+        GcloudError("gcloud", "Max retries exceeded"),
+    ],
+    ids=["here", "gcloud", "no answer"],
 )
 def test_ctrl_c_as_the_request_is_made_withdraws_it(cloud, monkeypatch, error):
     run = Gcloud.run
@@ -184,6 +188,38 @@ def test_ctrl_c_as_the_request_is_made_withdraws_it(cloud, monkeypatch, error):
     with pytest.raises(type(error)):
         ensure(pod())
     assert cloud.calls("queued-resources create") and not in_the_way(cloud)
+
+
+def test_a_login_that_expires_in_the_wait_leaves_no_request_behind(cloud):
+    cloud.queue(["WAITING_FOR_RESOURCES"] * 1000)
+
+    def say(text):
+        if "WAITING" in text:
+            cloud.reply("describe pod", "ERROR: There was a problem refreshing your current auth tokens: x")
+
+    with pytest.raises(GcloudError, match="gcloud auth login"):
+        pod().ensure(Wait(say=say, timeout_s=60, poll_s=0.01))
+    assert not in_the_way(cloud)
+
+
+def test_a_second_ctrl_c_says_what_may_cost_money(cloud, monkeypatch):
+    run, said = Gcloud.run, []
+
+    def say(text):
+        said.append(text)
+        if "WAITING" in text:
+            raise KeyboardInterrupt
+
+    def interrupted(self, command, *words):
+        if "delete" in command:
+            raise KeyboardInterrupt
+        return run(self, command, *words)
+
+    cloud.queue(["WAITING_FOR_RESOURCES"] * 1000)
+    monkeypatch.setattr(Gcloud, "run", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        pod().ensure(Wait(say=say, timeout_s=60, poll_s=0.01))
+    assert "pod could not be deleted, and may cost money: interrupted" in said[-1]
 
 
 def test_a_request_that_somebody_has_deleted_is_not_waited_for(cloud):
