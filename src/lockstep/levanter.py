@@ -72,9 +72,9 @@ def sample_callback(
     """Make a hook for ``trainer.add_hook(…, every=N)`` that shows what the model says. Every process makes one.
 
     Levanter's ``every`` is the schedule: a round runs after each step that it divides, and after the last step if
-    ``config.at_end``; pass ``config.eval_every`` as ``every``. The model is the evaluation model (the
-    averaged one where there is model averaging, the policy of a DPO model) in the trainer's compute dtype. The samples
-    go to the trainer's trackers.
+    ``config.at_end``; pass ``config.eval_every`` as ``every``: ``prompts_per_round`` deals by it. The model is the
+    evaluation model (the averaged one where there is model averaging, the policy of a DPO model) in the trainer's
+    compute dtype. The samples go to the trainer's trackers.
 
     Args:
         config: What to sample, and within which limits.
@@ -119,13 +119,14 @@ class LevanterSampleCallback(Callback):
                 "inference_eval.at_start is true, but Levanter calls no hook before the first step. Set it to false."
             )
         self.sampler = SampleCallback(
-            dataclasses.replace(config, eval_every=1),
+            config,
             tokenizer.as_hf_tokenizer() if hasattr(tokenizer, "as_hf_tokenizer") else tokenizer,
             tracker=LevanterTracker(trainer.tracker),
             name=name,
             output_dir=output_dir,
             hosts=hosts,
             dtype=jnp.dtype(trainer.mp.compute_dtype).name,
+            every_call=True,
         )
         """The callback that runs the rounds, with its counters and its engine."""
         self._checked = False

@@ -112,10 +112,10 @@ def test_the_last_call_has_its_tasks_where_the_step_had_its_samples_in_their_tur
     hook.sampler._round = lambda step, model: asked.append(f"samples {step}")
     run = SimpleNamespace(run=lambda step, model: asked.append(f"tasks {step}") or True, wait=lambda limit_s: True)
     hook.sampler.tasks = run
-    info = SimpleNamespace(next_step=400, eval_model=None, emit_event=lambda event: None)
-    for force in (False, True, True):
-        hook.on_step(info, force=force)
-    assert asked == ["samples 400", "tasks 400"]
+    for step, force in ((70, False), (400, False), (400, True), (400, True)):
+        hook.on_step(SimpleNamespace(next_step=step, eval_model=None, emit_event=lambda event: None), force=force)
+    assert asked == ["samples 70", "samples 400", "tasks 400"], "Levanter's schedule decides"
+    assert hook.sampler.config == config, "prompts_per_round deals by its eval_every"
 
 
 def test_it_logs_at_levanters_step_to_every_tracker():

@@ -51,7 +51,7 @@ from lockstep.batch_inference.summary import (
     make_live_view,
     summary_table,
 )
-from lockstep.hosts import Hosts, config_digest, leader_only, try_leader_only
+from lockstep.hosts import Hosts, closing_on_leader, config_digest, leader_only, try_leader_only
 from lockstep.json_text import from_peer
 from lockstep.placement import make_mesh
 from lockstep.printable import get_logger
@@ -108,15 +108,12 @@ class _Run:
             if hosts.is_leader:
                 built = build_tracker(config.trainer.tracker, self.run_dir, self.run_dir.name, draccus.encode(config))
                 tracker = BackgroundTracker(built, leader_only, finish_s=min(FINISH_S, hosts.timeout_s / 2))
-        try:
+        with closing_on_leader(hosts, lambda: _report("closing the tracker", tracker.finish)):
             present = int(found.sum())
             if hosts.is_leader and present:
                 log.info("%d of %d answers are there already", present, shape.rows)
             progress = self._generate(store, shape, index, found, tracker)
             self._report(shape, index, present, progress, tracker)
-        finally:
-            if hosts.is_leader:
-                _report("closing the tracker", tracker.finish)
         return 0
 
     def _read(self) -> None:

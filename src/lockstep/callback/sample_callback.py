@@ -31,8 +31,8 @@ MAX_TASK_SECONDS = 900.0  # seconds that a round of tasks may last where the con
 AFTER_SIGNAL_S = 2.0  # seconds that reports have after a signal: little time remains for a save
 
 
-KEPT = ("last_step", "rounds", "skipped_rounds", "abandoned_rounds", "switched_off", "tasks_left", "last_tasks")
-"""Attributes of a callback that a checkpoint keeps; counts of the leader's own failures begin anew."""
+KEPT = ("last_step", "rounds", "skipped_rounds", "abandoned_rounds", "tasks_left", "last_tasks")
+"""Attributes of a callback that a checkpoint keeps; the leader's own failures and errors in a row begin anew."""
 
 
 class SampleCallback:
@@ -50,6 +50,7 @@ class SampleCallback:
         output_dir: The directory where the leader appends to ``samples.jsonl``; None for no file.
         hosts: The processes of the job; None for the current ones.
         dtype: The floating dtype to decode in, the trainer's compute dtype; None: the dtype of the parameters.
+        every_call: Whether a round is due at every call, because the loop has the schedule.
 
     Raises:
         ConfigError: ``config`` does not allow sampling in several processes.
@@ -75,6 +76,7 @@ class SampleCallback:
         output_dir: str | os.PathLike[str] | None = None,
         hosts: Hosts | None = None,
         dtype: str | None = None,
+        every_call: bool = False,
     ) -> None:
         self.config = config
         self.name = name
@@ -101,7 +103,7 @@ class SampleCallback:
             samples_path=None if output_dir is None else Path(output_dir) / "samples.jsonl",
         )
         self._hosts = current() if hosts is None else hosts
-        self._dtype = dtype
+        self._dtype, self._every_call = dtype, every_call
         self.tasks: TaskRounds | None = None
         """The rounds of tasks, with their counts; None without ``tasks``."""
         if config.enabled and config.tasks.names:
@@ -220,15 +222,13 @@ class SampleCallback:
 
     def state(self) -> dict[str, Any]:
         """The state for a run that goes on from a checkpoint; the same on every host."""
-        kept = {name: getattr(self, name) for name in KEPT} | {"errors_in_a_row": self._errors_in_a_row}
-        return kept | {"drafts": self._earlier.state()}
+        return {name: getattr(self, name) for name in KEPT} | {"drafts": self._earlier.state()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state` returned in an earlier process."""
         state = {"tasks_left": None, "last_tasks": None, **state}  # checkpoints of earlier versions have none
         for name, value in typed(dict[str, int | bool | None], {name: state[name] for name in KEPT}).items():
             setattr(self, name, value)
-        self._errors_in_a_row = typed(int, state["errors_in_a_row"])
         if "drafts" in state:  # checkpoints of earlier versions have none
             self._earlier.load_state(state["drafts"])
 
@@ -260,7 +260,7 @@ class SampleCallback:
             return False
         if step == 0:
             return config.at_start
-        return step % config.eval_every == 0 or (force and config.at_end)
+        return self._every_call or step % config.eval_every == 0 or (force and config.at_end)
 
     def _round(self, step: int, model: Any) -> None:
         try:

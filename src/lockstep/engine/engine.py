@@ -356,7 +356,8 @@ class Engine:
             gate: See `run`; None for one without a time limit.
 
         Returns:
-            Completions in the order of the requests, then of their generations; the same on every host.
+            Completions in the order of the requests, then of their generations; the same on every host. Where the job
+            is asked to end (SIGTERM), those that are not finished have ``finish_reason`` cancelled.
 
         Raises:
             PeerError: Preparation or generation failed on at least one host; raised on every host.

@@ -4,8 +4,9 @@ Without this, a process that raises waits in JAX's own exit barrier for peers th
 dies is only missed after ``heartbeat_timeout_s``. Measured on 2 processes: see tests/multiprocess/test_hosts.py.
 """
 
+import contextlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import NoReturn
 
@@ -52,11 +53,34 @@ def outcome(hosts: Hosts | None, error: BaseException) -> tuple[int, str]:
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
         return code, error.code if isinstance(error.code, str) else f"exit code {code}"
     kind = type(error).__name__
-    if isinstance(error, HostError):  # the peers have the same error where all have it: to them a word is enough
-        return failure_code(error), kind if _is_everywhere(hosts, error) else f"{kind}: {error}"
     if isinstance(error, USER_ERRORS):
         return FAILED, str(error)
     return failure_code(error), f"{kind}: {error}"
+
+
+@contextlib.contextmanager
+def closing_on_leader(hosts: Hosts, close: Callable[[], object]) -> Iterator[None]:
+    """Run a block, and at its end ``close`` on the leader.
+
+    The others wait for it where they have come to the end as the leader has, in order or with an error that every
+    process has: a process that leaves with an error ends the others soon after.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if isinstance(error, HostError) and _is_everywhere(hosts, error):
+            with contextlib.suppress(HostError):
+                _close(hosts, close)
+        elif hosts.is_leader:
+            close()
+        raise
+    _close(hosts, close)
+
+
+def _close(hosts: Hosts, close: Callable[[], object]) -> None:
+    with hosts.run_on_all("closing"):
+        if hosts.is_leader:
+            close()
 
 
 def print_error(hosts: Hosts | None, error: BaseException, debug: bool = False) -> None:

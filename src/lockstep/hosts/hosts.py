@@ -4,14 +4,23 @@ import collections
 import contextlib
 import signal
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 
 import jax
 
-from lockstep.errors import HostError, PeerError
+from lockstep.errors import HostError, HostTimeoutError, PeerError
 from lockstep.hosts._client import Client
 from lockstep.hosts.channel import Channel
-from lockstep.hosts.exchange import agree, all_min, broadcast, broadcast_from_leader, gather, reasons_to_stop
+from lockstep.hosts.exchange import (
+    agree,
+    all_min,
+    broadcast,
+    broadcast_from_leader,
+    error_text,
+    gather,
+    reasons_to_stop,
+)
 from lockstep.hosts.fault import note_saved
 from lockstep.hosts.heartbeat import wait_for_missing
 from lockstep.hosts.phase import Ledger, Phase
@@ -187,10 +196,17 @@ class Hosts:
         try:
             yield phase
         except Exception as caught:
+            # An error that lives on, as a cause or in a cycle, would keep what functions had: arrays on devices.
+            traceback.clear_frames(caught.__traceback__)
             if isinstance(caught, PeerError) and caught.processes == self.count:
                 raise  # every process has it already
             error = caught
-        phase.end(self._channel, self._key(name), error, ledger, self.timeout_s, strict=self.debug)
+        try:
+            phase.end(self._channel, self._key(name), error, ledger, self.timeout_s, strict=self.debug)
+        except HostTimeoutError as late:
+            if error is None:
+                raise
+            raise HostTimeoutError(f"{late} This process had failed before: {error_text(error)}") from error
 
     def barrier(self, name: str) -> None:
         """Return once every process has called it with this name.

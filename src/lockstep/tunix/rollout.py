@@ -15,7 +15,7 @@ from tunix.rl import common, reshard, utils
 from tunix.rl.rollout.base_rollout import BaseRollout, RolloutConfig, RolloutOutput
 
 from lockstep.engine import Engine, EngineConfig, generate_on_all
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, LockstepError
 from lockstep.hosts import Hosts, current, environment
 from lockstep.models import read_decoder
 from lockstep.placement import mesh_of
@@ -113,6 +113,7 @@ class Rollout(BaseRollout):
 
         Raises:
             PeerError: A request cannot work, such as one that is longer than the model's longest sequence.
+            LockstepError: The job is asked to end; raised on every process.
         """
         _check(rollout_config)
         tokens = [self._encode(prompt) for prompt in prompts]
@@ -125,13 +126,16 @@ class Rollout(BaseRollout):
         largest = [dataclasses.replace(each, prompt_tokens=(0,) * width) for each in requests]
         with self._hosts.scope("generate") as scope:
             # Made for the widest prompts: whatever the lengths of this call's, the same programs.
-            completions = generate_on_all(
+            generation = generate_on_all(
                 scope,
                 lambda: (self.engine, read_decoder(self._model), None),
                 requests,
                 largest=largest,
                 facts=environment(),
-            ).completions
+            )
+        if generation.ended:  # the same on every process
+            raise LockstepError("the job is asked to end (SIGTERM): there are no answers to learn from.")
+        completions = generation.completions
         padded = np.full((len(tokens), width), self.pad_id(), np.int32)
         for row, prompt in zip(padded, tokens, strict=True):
             row[width - len(prompt) :] = prompt

@@ -404,10 +404,13 @@ def test_a_state_of_an_earlier_version_has_no_tasks_left():
 def test_a_round_that_was_made_is_not_due_again_after_a_resume():
     callback = Counting(eval_every=2)
     callback(tiny.Info(2, None))
+    callback.switched_off = True
     resumed = Counting(eval_every=2)
     resumed.load_state(callback.state())
     resumed(tiny.Info(2, None), force=True)
     assert resumed.steps == []
+    resumed(tiny.Info(4, None))
+    assert resumed.steps == [4], "a new start tries again"
 
 
 def test_an_average_of_the_parameters_is_sampled_in_their_place():

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from lockstep.engine import Gate
-from lockstep.errors import PeerError
+from lockstep.errors import HostTimeoutError, PeerError
 from lockstep.hosts import Hosts, MemoryClient, current, ready_on_all
 from lockstep.hosts.hosts import JAX_NOTICE, LOOK_S, Preemption
 from lockstep.types import FinishReason
@@ -40,6 +40,13 @@ def test_one_process_waits_for_nobody():
         scope.barrier("end")
     assert hosts.client.get_dir("lockstep/job") == {}
     assert hosts.is_leader and current().count == 1 and current() is current()
+
+
+def test_a_process_that_failed_and_waits_in_vain_says_why():
+    hosts = Hosts(MemoryClient.hub(2)[0], timeout_s=0.1)
+    with pytest.raises(HostTimeoutError, match="This process had failed before: ValueError: no prompts"):
+        with hosts.run_on_all("prepare"):
+            raise ValueError("no prompts")
 
 
 def test_what_fails_in_a_job_of_ones_own_is_told_to_the_others():

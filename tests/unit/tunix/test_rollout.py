@@ -1,6 +1,7 @@
 """Our rollout against Tunix's own: the same prompts, tokens and log-probabilities; on the actor's mesh and another."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -13,7 +14,7 @@ from tunix.rl.rollout.base_rollout import CacheConfig, RolloutConfig
 from tunix.rl.rollout.vanilla_rollout import VanillaRollout
 
 from lockstep.engine import EngineConfig
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, LockstepError
 from lockstep.tunix import Rollout
 from lockstep.tunix.rollout import compute_dtype
 from tests import tiny
@@ -167,3 +168,11 @@ def test_what_has_no_effect_is_refused():
 def test_the_compute_dtype_is_the_configuration_s():
     assert compute_dtype(models.MODELS["qwen3"]()) == "float32"
     assert compute_dtype(models.MODELS["llama3"]()) is None
+
+
+def test_a_job_that_is_asked_to_end_learns_from_no_answers(monkeypatch):
+    mesh = models.mesh(1, 1)
+    ended = SimpleNamespace(ended=True, completions=[])
+    monkeypatch.setattr("lockstep.tunix.rollout.generate_on_all", lambda *_, **__: ended)
+    with pytest.raises(LockstepError, match="the job is asked to end"):
+        rollout(model_on(mesh), mesh).generate(PROMPTS, CONFIG)

@@ -19,7 +19,7 @@ from jaxtyping import PyTree
 
 from lockstep.callback import InferenceEvalConfig, SampleCallback
 from lockstep.errors import ConfigError, PeerError
-from lockstep.hosts import Hosts, config_digest, leader_only, try_leader_only
+from lockstep.hosts import Hosts, closing_on_leader, config_digest, leader_only, try_leader_only
 from lockstep.models import (
     LlamaConfig,
     LlamaLMHeadModel,
@@ -106,7 +106,13 @@ def train(config: TrainConfig, hosts: Hosts) -> int:
             # The others wait for the leader at their end, at most timeout_s.
             tracker = BackgroundTracker(built, leader_only, finish_s=min(FINISH_S, hosts.timeout_s / 2))
     samples: SampleCallback | None = None
-    try:
+
+    def close() -> None:
+        if samples is not None:  # where an error ended training, the rounds before it are reported too
+            samples.flush(min(LAST_FLUSH_S, hosts.timeout_s / 4))
+        try_leader_only("closing the tracker", tracker.finish, "what it had written is kept")
+
+    with closing_on_leader(hosts, close):
         schedule = config.optimizer.schedule(config.trainer.num_train_steps)
         optimizer = config.optimizer.build(config.trainer.num_train_steps)
         trainer = Trainer(
@@ -171,11 +177,6 @@ def train(config: TrainConfig, hosts: Hosts) -> int:
                 hosts.phase("saving")
                 complete = result.stopped_by is None and not result.diverged
                 saved = saves.save_last(result.eval_model, None if complete else result.completed_steps)
-    finally:
-        if hosts.is_leader:
-            if samples is not None:  # where an error ended training, the rounds before it are reported too
-                samples.flush(min(LAST_FLUSH_S, hosts.timeout_s / 4))
-            try_leader_only("closing the tracker", tracker.finish, "what it had written is kept")
     if hosts.is_leader:
         print(closing_summary(run_dir, result, config.trainer.num_train_steps, saved), flush=True)
     return result.exit_code
