@@ -212,9 +212,14 @@ class SampleCallback:
         """
         limit_s = self.config.flush_s if timeout_s is None else timeout_s
         begin = time.monotonic()
-        if self.tasks is not None and not self.tasks.wait(limit_s):
-            log.error("%s: after %g s the last round of tasks is not scored. Its scores are lost", self.name, limit_s)
-        return self._reporter.flush(limit_s, spent_s=time.monotonic() - begin)
+        scored = self.tasks is None or self.tasks.wait(limit_s)
+        if not scored:
+            log.error(
+                "%s: after %g s the last round of tasks is not scored. Its scores are lost if this process ends now",
+                self.name,
+                limit_s,
+            )
+        return self._reporter.flush(limit_s, spent_s=time.monotonic() - begin) and scored
 
     def after_signal(self) -> None:
         """Wait on this host, at most 2 s, for the last reports: a signal ended the loop without a last call."""
