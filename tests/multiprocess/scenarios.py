@@ -17,9 +17,9 @@ from collections.abc import Callable
 from jax.errors import JaxRuntimeError
 
 from lockstep.errors import HostError, HostTimeoutError, PeerError
-from lockstep.hosts import DistributedConfig, Watchdog, current, run_main, start
+from lockstep.hosts import DistributedConfig, Watchdog, closing_on_leader, current, run_main, start
 from lockstep.hosts._client import service_address
-from lockstep.hosts.peers import ANNOUNCEMENTS, WAKE_UPS
+from lockstep.hosts.peers import ANNOUNCEMENTS, GRACE_S, WAKE_UPS
 from lockstep.report import BackgroundQueue
 
 LISTENED_S = 6.0
@@ -44,6 +44,13 @@ def fail(victim: str) -> None:
         hosts.barrier("never")
     except HostTimeoutError as error:
         raise AssertionError("should have been ended before") from error
+
+
+def close() -> None:
+    """All have the same error; the leader's tracker takes longer to close than a process that is told waits."""
+    hosts = start(DistributedConfig(timeout_s=600))
+    with closing_on_leader(hosts, lambda: (time.sleep(GRACE_S + 1), print("closed", flush=True))):
+        hosts.agree("settings", {"learning rate": str(hosts.index)})
 
 
 def fault(victim: str, saved: str) -> None:

@@ -1,6 +1,7 @@
 """hosts/ between real processes: waits, agreement, guardrails, leader-only work, and how a job ends."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -146,6 +147,13 @@ def test_one_process_that_raises_ends_all(victim, bare):
     assert "step 2 is written" in outputs[0]
     lost = "lockstep: reports: this process ends, and what is not done is lost: step 4 (3 rows). "
     assert lost in outputs[0] and "lost" not in outputs[1]
+
+
+@pytest.mark.slow
+def test_an_error_of_all_is_said_after_the_leader_has_closed_what_is_open():
+    codes, outputs = _run_by_hand(["close"])
+    assert codes == [1, 1], outputs
+    assert re.search("closed\n.*learning rate", outputs[0], re.DOTALL) and "learning rate" not in outputs[1]
 
 
 @pytest.mark.slow

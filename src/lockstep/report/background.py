@@ -141,7 +141,7 @@ class BackgroundTracker:
     ) -> None:
         self.dropped = 0  # the number of calls that found the queue full, or were left when the time to finish was over
         self.errors = 0  # the number of calls in which the tracker failed
-        self._tracker, self._guard, self._finish_s = tracker, guard, finish_s
+        self._tracker, self._guard, self.finish_s = tracker, guard, finish_s
         self._queue = BackgroundQueue("lockstep-tracker", size=size)
         self._finished = False
 
@@ -165,9 +165,9 @@ class BackgroundTracker:
             return
         self._finished = True
         self._queue.put("finish", lambda: self._call(self._tracker.finish), even_if_full=True)
-        if left := self._queue.flush(self._finish_s):
+        if left := self._queue.flush(self.finish_s):
             self.dropped += len(left) - 1  # the last is finishing itself
-            log.error("the tracker did not finish within %g s; it is left behind", self._finish_s)
+            log.error("the tracker did not finish within %g s; it is left behind", self.finish_s)
         if self.dropped or self.errors:
             log.warning("the tracker failed %d times, and %d calls were dropped", self.errors, self.dropped)
 

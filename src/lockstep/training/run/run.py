@@ -56,6 +56,7 @@ log = get_logger(__name__)
 
 LAST_FLUSH_S = 2.0
 """Seconds that reports of rounds still have when everything else is done; at the end of training they had more."""
+STOPPED_FINISH_S = 10.0  # seconds that closing the tracker may take after a signal: a machine may be taken away
 
 
 def train(config: TrainConfig, hosts: Hosts) -> int:
@@ -168,6 +169,8 @@ def train(config: TrainConfig, hosts: Hosts) -> int:
             log.info("%s", _announce(config, model, rows, mesh, run_dir))
         hosts.phase("training")
         result = trainer.train(model if state is None else state, batches)
+        if result.stopped_by is not None and isinstance(tracker, BackgroundTracker):
+            tracker.finish_s = min(tracker.finish_s, STOPPED_FINISH_S)
         del model, state
         saved = None
         with StopRequest(hosts):  # a signal from now on must not leave half a checkpoint
