@@ -61,7 +61,7 @@ def questions(count: int = 12) -> Questions:
 def fields(**values: Any) -> GrpoRunFields:
     """Settings with a reward that differs between answers from the beginning."""
     rewards = [FunctionReward(function="tests.rollouts:parity"), LengthReward(weight=-0.5)]
-    rollout = RolloutConfig(n_generations=GROUP, max_new_tokens=NEW, **values.pop("rollout", {}))
+    rollout = RolloutConfig(**{"n_generations": GROUP, "max_new_tokens": NEW} | values.pop("rollout", {}))
     return GrpoRunFields(**{"rollout": rollout, "rewards": rewards, "reward_timeout_s": 20.0} | values)
 
 

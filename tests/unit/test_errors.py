@@ -2,14 +2,16 @@
 
 import argparse
 import ast
+import dataclasses
 import importlib
+import pkgutil
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from lockstep import errors
+from lockstep import errors, training
 from lockstep.main.commands import COMMANDS
 from lockstep.main.help import add_keys
 
@@ -48,6 +50,34 @@ def test_only_what_every_process_raises_with_one_text_is_printed_once():
 def test_a_compiler_error_says_nothing_of_bytes_that_the_compiler_does_not_name():
     error = errors.HbmError("too large")
     assert (str(error), error.needed, error.limit) == ("too large", 0, 0)
+
+
+MODULES = [
+    importlib.import_module(each.name) for each in pkgutil.walk_packages(training.__path__, "lockstep.training.")
+]
+FOUND = {each for module in MODULES for name, each in vars(module).items() if re.search("(Config|Reward)$", name)}
+CONFIGS = [each for each in FOUND if dataclasses.is_dataclass(each) and each.__module__.startswith("lockstep.training")]
+CHOICES = [
+    pytest.param(kind, field, id=f"{kind.__name__}.{field.name}")
+    for kind in sorted(CONFIGS, key=str)
+    for field in dataclasses.fields(kind)
+    if "Literal" in str(field.type) and "[int" not in str(field.type)
+]
+
+
+@pytest.mark.parametrize(("kind", "field"), CHOICES)
+def test_a_configuration_refuses_what_is_no_choice_of_a_field(kind, field):
+    config = object.__new__(kind)  # the check comes before all others, which need further fields
+    vars(config).update({each.name: each.default for each in dataclasses.fields(kind)} | {field.name: "Other"})
+    with pytest.raises(errors.ConfigError, match=rf"\b{field.name} is 'Other'; it must be one of \w+, .*\."):
+        config.__post_init__()
+
+
+def test_null_is_a_choice_where_it_is_named():
+    training.TrainerConfig(dcn_reduce_dtype=None)
+    assert len(CHOICES) > 30
+    with pytest.raises(errors.ConfigError, match="loss is None; it must be one of grpo, dr_grpo, dapo, gspo"):
+        training.GrpoConfig(loss=None)
 
 
 def messages() -> Iterator[tuple[str, str]]:

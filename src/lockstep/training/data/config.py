@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 import jax
 import numpy as np
 
-from lockstep.errors import ConfigError, PeerError, check_at_least, refuse_keys
+from lockstep.errors import ConfigError, PeerError, check_at_least, check_choices, refuse_keys
 from lockstep.hosts import Hosts, MemoryClient
 from lockstep.plugins import load_object
 from lockstep.text import tokenizer_digest
@@ -86,6 +86,7 @@ class DataConfig:
     """Draw every epoch in another order."""
 
     def __post_init__(self) -> None:
+        check_choices(self, "data.")
         check_at_least(self, 2, "max_seq_len", block="data.", fix=". Raise it, or use null.")
         buckets = self.length_buckets
         if any(length < 2 for length in buckets) or list(buckets) != sorted(set(buckets)):

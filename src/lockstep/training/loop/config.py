@@ -7,10 +7,10 @@ from typing import Literal
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from lockstep.errors import ConfigError, check_at_least, check_run_dir
+from lockstep.errors import ConfigError, check_at_least, check_choices, check_run_dir
 from lockstep.hosts import DistributedConfig
 from lockstep.models import LlamaConfig, Numerics
-from lockstep.models.attention import AttentionBackend, check_backend
+from lockstep.models.attention import AttentionBackend
 from lockstep.placement import data_shards
 from lockstep.report import JsonlTrackerConfig, TrackerConfig
 from lockstep.training.checkpoints.config import CheckpointerConfig
@@ -88,6 +88,7 @@ class TrainerConfig:
     """The parent of the run directory."""
 
     def __post_init__(self) -> None:
+        check_choices(self, "trainer.")
         if not 0 <= self.seed < 2**32:
             raise ConfigError(f"trainer.seed is {self.seed}; it must be at least 0 and less than 2**32. Change it.")
         check_at_least(self, 1, "num_train_steps", "train_batch_size", "pipeline_repeats", block="trainer.")
@@ -116,8 +117,6 @@ class TrainerConfig:
                 f"trainer.resume is must, but {missing} is null, so there is no checkpoint to find. Set both "
                 "trainer.checkpointer and the trainer.run_id of the run to go on with."
             )
-        if self.attn_backend is not None:
-            check_backend(self.attn_backend)
         parse_precision(self.mp)
         if self.profiler is not None:
             self.profiler.check(self.num_train_steps)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from lockstep.errors import ConfigError, check_at_least
+from lockstep.errors import ConfigError, check_at_least, check_choices
 from lockstep.training.objectives.logprobs import LossParts, target_mask, token_logprobs
 
 
@@ -79,6 +79,7 @@ class GrpoFields:
 
     def check_loss(self) -> None:
         """Check the settings."""
+        check_choices(self)
         if not 0 < self.clip_epsilon < 1:
             raise ConfigError(
                 f"clip_epsilon is {self.clip_epsilon}; it must be more than 0 and less than 1. The paper's is 0.2."
@@ -86,8 +87,6 @@ class GrpoFields:
         high = ". DAPO's paper uses 0.28; null is as clip_epsilon."
         check_at_least(self, 0, "clip_epsilon_high", fix=high, above=True)
         check_at_least(self, 0, "kl_coefficient", fix=". The paper uses 0.04; 0 is none.")
-        if self.advantage_ddof not in (0, 1):
-            raise ConfigError(f"advantage_ddof is {self.advantage_ddof}; it must be 1 (as in TRL and verl) or 0.")
         for name in ("advantage_ddof", "advantage_epsilon"):
             if self.loss == "dr_grpo" and getattr(self, name) != getattr(GrpoFields, name):
                 raise ConfigError(

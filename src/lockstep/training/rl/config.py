@@ -121,6 +121,11 @@ class GrpoRunFields:
                 "(trainer.distributed.timeout_s): one whose rewards are late would be taken for dead. Lower "
                 "reward_timeout_s, or raise trainer.distributed.timeout_s."
             )
+        if self.mask_truncated and self.rollout.ignore_eos and not self.rollout.stop:
+            raise ConfigError(
+                "mask_truncated is true, rollout.ignore_eos is true and rollout.stop is empty: every answer would be "
+                "cut at rollout.max_new_tokens, and nothing learned. Set one of the two to false, or give rollout.stop."
+            )
         self._check_ahead(importance_cap)
         self.rollout.check_policy(importance_cap)
         check_rewards(self.rewards)

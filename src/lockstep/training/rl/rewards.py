@@ -7,7 +7,7 @@ from typing import ClassVar, Final, Literal
 
 import draccus
 
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, check_choices
 from lockstep.plugins import OpenRegistry, load_object
 from lockstep.report import NO_SCORES, Pattern, Row, last_number, load_metric
 from lockstep.text import Prompt
@@ -51,6 +51,7 @@ class RewardConfig(OpenRegistry, draccus.ChoiceRegistry):
     """The name in metrics and tables; null: the type's, or the function's."""
 
     def __post_init__(self) -> None:
+        check_choices(self, "rewards: ")
         for field in ("weight", "default"):
             if not math.isfinite(getattr(self, field)):
                 raise ConfigError(f"rewards: {self.label}.{field} is {getattr(self, field)}; it must be finite.")

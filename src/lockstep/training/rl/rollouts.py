@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import jax
 import numpy as np
@@ -39,6 +39,14 @@ log = get_logger(__name__)
 MOST_CLIPPED = 0.2
 """The share of tokens whose gradient clipping may take away in the first update of a rollout without a word."""
 WIDE_FOR_GSPO = 0.05  # the `clip_epsilon` from which on GSPO's ratio of a whole answer is never clipped
+
+
+SIZES: Final = {
+    "updates": "updates per rollout (num_iterations times minibatches)",
+    "n_generations": "answers per question (rollout.n_generations)",
+    "n_questions": "questions per rollout (trainer.train_batch_size times minibatches / rollout.n_generations)",
+}
+"""The numbers that follow from settings and decide which questions a rollout has, in the words of an error."""
 
 
 class Rollouts:
@@ -208,20 +216,23 @@ class Rollouts:
         """Return what a checkpoint keeps: the rollout, where updates of it are still to come, what was sampled for the
         next one, and the drafts of those after it.
         """
-        between = (self._step + 1) % self._fields.updates == 0 or self._rollout is None
-        rollout = None if between or self._rollout is None else self._rollout.to_json()
+        rest = self._rollout
+        if rest is not None and self._step + 1 >= (rest.number + 1) * self._fields.updates:
+            rest = None  # its updates are done
+        rollout = None if rest is None else rest.to_json()
         ahead = None if self._ahead is None else self._ahead.to_json()
         drafts = self._sampler.earlier.state()
-        sampled = {"updates": self._fields.updates, "temperature": self._fields.rollout.temperature}
+        sampled = {**self._sizes(), "temperature": self._fields.rollout.temperature}
         return {**sampled, "rollout": rollout, "ahead": ahead, "drafts": drafts}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state` returned in an earlier process."""
-        if state["updates"] != self._fields.updates:
-            raise ConfigError(
-                f"the checkpoint is of a run with {state['updates']} updates per rollout (num_iterations times "
-                f"minibatches), and now there are {self._fields.updates}. Use the same, or another trainer.run_id."
-            )
+        for name, now in self._sizes().items():
+            if (before := state.get(name, now)) != now:  # checkpoints of earlier versions have the updates alone
+                raise ConfigError(
+                    f"the checkpoint is of a run with {before} {SIZES[name]}, and now there are {now}. Use the same, "
+                    "or another trainer.run_id."
+                )
         self._rollout = None if state["rollout"] is None else Rollout.from_json(state["rollout"])
         temperature = self._fields.rollout.temperature
         given = state.get("temperature", temperature)  # checkpoints of earlier versions have none
@@ -231,6 +242,8 @@ class Rollouts:
                 f"it is {temperature}: the ratios of its answers would be of two policies. Use {given} until step "
                 f"{(self._rollout.number + 1) * self._fields.updates}, with which it ends, or another trainer.run_id."
             )
+        if self._rollout is not None:
+            self._check_rows(self._rollout)
         if "drafts" in state:  # nor these
             self._sampler.earlier.load_state(state["drafts"])
         ahead = state.get("ahead")
@@ -246,6 +259,26 @@ class Rollouts:
     def after_signal(self) -> None:
         """Wait for rows that are not written yet: a signal ended the run."""
         self.flush()
+
+    def _sizes(self) -> dict[str, int]:
+        """The numbers of `SIZES`."""
+        return {
+            "updates": self._fields.updates,
+            "n_generations": self._fields.rollout.n_generations,
+            "n_questions": self._sampler.n_questions,
+        }
+
+    def _check_rows(self, rollout: Rollout) -> None:
+        """Refuse a rollout whose rows are none of this run."""
+        before = {name: column.shape[1:] for name, column in rollout.columns.items()}
+        now = {name: each.shape for name, each in self._columns.items()}
+        if before != now:
+            has = [f"{each['tokens'][0]} tokens and the columns {', '.join(sorted(each))}" for each in (before, now)]
+            raise ConfigError(
+                f"the checkpoint is from within a rollout whose rows have {has[0]}, and now they have {has[1]}. Use "
+                "the earlier data.max_seq_len, use_rollout_logprobs, kl_coefficient and rollout.replay_routing until "
+                f"step {(rollout.number + 1) * self._fields.updates}, with which it ends, or another trainer.run_id."
+            )
 
     def _roll_out(self, number: int, model: PyTree) -> Rollout | None:
         groups: list[Groups] = []

@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from lockstep.callback import InferenceEvalConfig
-from lockstep.errors import ConfigError, check_at_least, check_one_of
+from lockstep.errors import ConfigError, check_at_least, check_choices, check_one_of
 from lockstep.hosts import Hosts
 from lockstep.models import LoraConfig, LoraModel, ModelConfig, fingerprint
 from lockstep.training.data import CachedRows, DataConfig, LmDataConfig, PreferenceDataConfig, TokenCache
@@ -131,6 +131,7 @@ class TrainConfig:
     """The float type of Hugging Face checkpoints, ``float32`` or ``bfloat16``; null: that of the parameters."""
 
     def __post_init__(self) -> None:
+        check_choices(self)
         fix = "Set model to train from scratch, or initialize_from_hf to go on from a checkpoint."
         check_one_of(self, "model", "initialize_from_hf", fix)
         if self.gradient_checkpointing is not None and self.model is not None:

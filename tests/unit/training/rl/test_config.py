@@ -13,6 +13,8 @@ from lockstep.training.rl.rewards import Gsm8kReward
 def test_a_rollout_is_for_all_iterations_of_all_minibatches():
     fields = GrpoRunFields(num_iterations=2, minibatches=3)
     fields.check_run(16, 300, None)
+    cut_at_text = RolloutConfig(ignore_eos=True, stop=["."])
+    dataclasses.replace(fields, mask_truncated=True, rollout=cut_at_text).check_run(16, 300, None)
     assert fields.updates == 6 and fields.rewards == [Gsm8kReward()]
 
 
@@ -74,6 +76,10 @@ def test_a_rollout_ahead_needs_the_correction_and_no_rewards_before_the_next():
         ({"reward_timeout_s": 0}, "reward_timeout_s is 0; it must be more than 0"),
         ({"reward_timeout_s": 300}, r"reward_timeout_s is 300 and hosts wait 300 s .*trainer\.distributed\.timeout_s"),
         ({"rewards": []}, "rewards is empty"),
+        (
+            {"mask_truncated": True, "rollout": RolloutConfig(ignore_eos=True)},
+            r"mask_truncated is true, rollout\.ignore_eos is true and rollout\.stop is empty: .* or give rollout\.stop",
+        ),
         ({}, r"train_batch_size is 20 answers and rollout\.n_generations is 8; .* Use a multiple of 8, e\.g\. 16"),
     ],
 )

@@ -201,6 +201,39 @@ def test_a_rollout_goes_on_at_the_temperature_it_was_sampled_with():
     made(0.5)[0].load_state({name: value for name, value in within.items() if name != "temperature"})
 
 
+TWICE = {"num_iterations": 2}
+
+
+@pytest.mark.parametrize(
+    ("run", "loss", "row_length", "text"),
+    [
+        ({**TWICE, "rollout": {"n_generations": 8}}, {}, 24, r"4 answers per .*n_generations\), .* are 8\. Use the"),
+        ({"minibatches": 2}, {}, 24, r"4 questions per rollout .* minibatches / .*, and now there are 8\. Use the"),
+        (TWICE, {"use_rollout_logprobs": False}, 24, r"columns advantage, l.* now .* old_logprobs, .* until step 4,"),
+        (TWICE, {}, 32, r"rows have 24 tokens and .* now they have 32 .* earlier data\.max_seq_len, .* until step 4,"),
+    ],
+)
+def test_a_rollout_goes_on_with_the_questions_and_columns_it_was_begun_with(monkeypatch, run, loss, row_length, text):
+    _, rollouts, model = runs.make(engine=Parrot(), run=TWICE)
+    rollouts.batch(2, model)
+    state = json.loads(json.dumps(rollouts.state()))
+    monkeypatch.setattr(runs, "ROW", row_length)
+    with pytest.raises(ConfigError, match=text):
+        runs.make(engine=Parrot(), run=run, loss=loss)[1].load_state(state)
+
+
+def test_a_start_that_trains_no_step_keeps_the_rest_of_a_rollout():
+    """From a checkpoint of an earlier version, too, which knows no number but that of the updates."""
+    _, rollouts, model = runs.make(engine=Parrot(), run=TWICE)
+    rollouts.batch(2, model)
+    state = json.loads(json.dumps(rollouts.state()))
+    _, later, _ = runs.make(engine=Parrot(), run=TWICE)
+    later.load_state({name: value for name, value in state.items() if not name.startswith("n_")})
+    assert later.state() == state and state["rollout"]["number"] == 1
+    later.batch(3, model)
+    assert later.state()["rollout"] is None
+
+
 def test_answers_of_an_earlier_process_get_their_rewards_again():
     _, rollouts, _ = runs.make(loss=runs.AHEAD, run={"rollout_ahead": 1, "num_iterations": 2})
     sampler = rollouts._sampler
