@@ -53,7 +53,7 @@ def outcome(hosts: Hosts | None, error: BaseException) -> tuple[int, str]:
         return code, error.code if isinstance(error.code, str) else f"exit code {code}"
     kind = type(error).__name__
     if isinstance(error, HostError):  # the peers have the same error where all have it: to them a word is enough
-        return failure_code(error), kind if _is_everywhere(hosts, error) else f"{kind}: {error}"
+        return failure_code(error), kind if is_everywhere(hosts, error) else f"{kind}: {error}"
     if isinstance(error, USER_ERRORS):
         return FAILED, str(error)
     return failure_code(error), f"{kind}: {error}"
@@ -74,8 +74,8 @@ def print_error(hosts: Hosts | None, error: BaseException, debug: bool = False) 
         print(error_stack(error), file=sys.stderr, end="")
 
 
-def _is_everywhere(hosts: Hosts | None, error: HostError) -> bool:
-    """Whether every process of this job has the error; that of a job of a process's own is known to it alone."""
+def is_everywhere(hosts: Hosts | None, error: HostError) -> bool:
+    """Return whether every process of this job has an error; that of a job of a process's own is known to it alone."""
     if not isinstance(error, PeerError):
         return error.on_every_process
     return error.processes > 1 if hosts is None else error.processes == hosts.count
@@ -86,7 +86,7 @@ def _print_host_error(hosts: Hosts | None, error: HostError, debug: bool) -> Non
 
     With ``debug``, every process prints its stack and that of its cause before.
     """
-    if not _is_everywhere(hosts, error):
+    if not is_everywhere(hosts, error):
         print(error_stack(error), file=sys.stderr, end="")
         return
     cause = error.__cause__
