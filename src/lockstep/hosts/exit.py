@@ -68,7 +68,7 @@ def closing_on_leader(hosts: Hosts, close: Callable[[], object]) -> Iterator[Non
     try:
         yield
     except BaseException as error:
-        if isinstance(error, HostError) and _is_everywhere(hosts, error):
+        if isinstance(error, HostError) and is_everywhere(hosts, error):
             with contextlib.suppress(HostError):
                 _close(hosts, close)
         elif hosts.is_leader:
@@ -98,8 +98,8 @@ def print_error(hosts: Hosts | None, error: BaseException, debug: bool = False) 
         print(error_stack(error), file=sys.stderr, end="")
 
 
-def _is_everywhere(hosts: Hosts | None, error: HostError) -> bool:
-    """Whether every process of this job has the error; that of a job of a process's own is known to it alone."""
+def is_everywhere(hosts: Hosts | None, error: HostError) -> bool:
+    """Return whether every process of this job has an error; that of a job of a process's own is known to it alone."""
     if not isinstance(error, PeerError):
         return error.on_every_process
     return error.processes > 1 if hosts is None else error.processes == hosts.count
@@ -110,7 +110,7 @@ def _print_host_error(hosts: Hosts | None, error: HostError, debug: bool) -> Non
 
     With ``debug``, every process prints its stack and that of its cause before.
     """
-    if not _is_everywhere(hosts, error):
+    if not is_everywhere(hosts, error):
         print(error_stack(error), file=sys.stderr, end="")
         return
     cause = error.__cause__

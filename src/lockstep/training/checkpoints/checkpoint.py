@@ -106,7 +106,7 @@ class CheckpointDirectory:
 
     def steps(self) -> list[int]:
         """Return the steps that have a checkpoint, in ascending order."""
-        return sorted(step for step, directory in self._found() if (directory / METADATA).exists())
+        return sorted(step for step, directory in self._found() if is_there(directory / METADATA))
 
     def metadata(self, step: int) -> CheckpointMetadata:
         """Read the metadata of a checkpoint.
@@ -168,10 +168,27 @@ class CheckpointDirectory:
         return sorted(step for step, _ in self._found() if step not in complete)
 
     def _found(self) -> list[tuple[int, "epath.Path"]]:
-        if not self.path.exists():
+        if not is_there(self.path):
             return []
         matches = [(re.fullmatch(r"step-(\d+)", each.name), each) for each in self.path.iterdir()]
         return [(int(match[1]), each) for match, each in matches if match is not None]
+
+
+def is_there(path: "epath.Path") -> bool:
+    """Return whether there is a file or directory: ``exists()`` would take a stale handle for none, and it be removed.
+
+    Raises:
+        OSError: The storage does not say.
+    """
+    text = os.fspath(path)
+    if "\0" in text:
+        return False  # no path has it
+    try:
+        # `stat` of a local `epath.Path` looks the owner's name up too, which not every container knows.
+        path.stat() if "://" in text else os.stat(text)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
 
 
 def named_arrays(tree: PyTree) -> dict[str, Any]:
@@ -288,7 +305,7 @@ class CheckpointSearch:
     def check_shared(self, shared: str) -> None:
         """Find out whether this process sees the directory of the leader."""
         file = self.directory.path / SHARED_BY
-        if not file.exists() or file.read_text() != shared:
+        if not is_there(file) or file.read_text() != shared:
             raise ConfigError(
                 f"the directory of checkpoints {self.directory.path} is not the one that process 0 sees: each process "
                 "writes its own part there. Set trainer.checkpointer.base_path to a gs:// URL or to a file system that "
@@ -304,7 +321,7 @@ def keep_files(checkpoints: str, run_dir: Path, names: Iterable[str]) -> None:
     directory = CheckpointDirectory(checkpoints)
     for name in present:
         source, copy = run_dir / name, directory.path / name
-        if copy.exists() and copy.read_bytes() == source.read_bytes():
+        if is_there(copy) and copy.read_bytes() == source.read_bytes():
             continue
         directory.path.mkdir(parents=True, exist_ok=True)
         directory.write_whole(copy, source.read_bytes())
@@ -314,7 +331,7 @@ def bring_files(checkpoints: str, run_dir: Path, names: Iterable[str]) -> None:
     """Copy what `keep_files` kept into a run directory that does not have it; one process calls it."""
     for name in names:
         target, copy = run_dir / name, checkpoint_path(checkpoints) / name
-        if not target.exists() and copy.exists():
+        if not target.exists() and is_there(copy):
             run_dir.mkdir(parents=True, exist_ok=True)
             draft = target.with_suffix(".tmp")
             draft.write_bytes(copy.read_bytes())

@@ -69,7 +69,7 @@ class Checkpointer:
         self._hosts, self._facts, self._run_config = hosts, dict(facts), dict(run_config)
         self._reports = ReportWait(reported)
         self._model = model
-        self._pending: _Save | None = None
+        self.pending: _Save | None = None  # the save that is under way
         self._unfinished: CheckpointMetadata | None = None  # what the run went on from, if its hooks were to be called
         self._last_s: float | None = None
         self._search = CheckpointSearch(self.directory)
@@ -160,9 +160,9 @@ class Checkpointer:
             hooks_called=hooks_called,
             model=self._model,
         )
-        self._pending = _Save(metadata, named)
-        threading.Thread(target=self._write, args=(self._pending,), name="lockstep-checkpoint", daemon=True).start()
-        self._pending.copied.wait()
+        self.pending = _Save(metadata, named)
+        threading.Thread(target=self._write, args=(self.pending,), name="lockstep-checkpoint", daemon=True).start()
+        self.pending.copied.wait()
 
     def _note_hooks(self, metadata: CheckpointMetadata) -> None:
         """Say in a checkpoint that the run has gone on from that the hooks of its step have been called since."""
@@ -177,9 +177,9 @@ class Checkpointer:
         finally:
             self._reports.training_waits(False)
 
-    def wait(self) -> None:
-        """Wait until the save that is under way has come to its end, at most until its time is over, on all hosts."""
-        save = self._pending
+    def wait(self, *, removal: bool = True) -> None:
+        """Wait on all hosts, at most until its time is over, for the end of a save, and for the removal of old ones."""
+        save = self.pending
         if save is None:
             return
         outcome: str | None = None
@@ -190,11 +190,11 @@ class Checkpointer:
                 with self._hosts.scope("checkpoint end") as scope:
                     with scope.run_on_all("ending a checkpoint", f"writing the checkpoint of step {save.step}") as end:
                         if scope.is_leader:
-                            end.share(self._outcome(save, scope.timeout_s / 4))
+                            end.share(self._outcome(save, save.ended if removal else save.done, scope.timeout_s / 4))
                 outcome = end.shared[0]
         finally:
             self._reports.training_waits(False)
-        self._pending = None
+        self.pending = None
         if outcome:
             self._count_failure(save.step, outcome)
         else:
@@ -202,8 +202,8 @@ class Checkpointer:
 
     def save_after_signal(self, state: TrainState, *, step: int, **values: Any) -> None:
         """`save` after SIGTERM, unless one that was under way then is complete and no time for another is left."""
-        pending = self._pending
-        self.wait()
+        pending = self.pending
+        self.wait(removal=False)
         if pending is not None and pending.step == self.last_step != step:
             age_s = self._signal_age()
             with self._hosts.run_on_all("time for another save") as phase:
@@ -245,7 +245,7 @@ class Checkpointer:
             )
 
         def late() -> None:
-            pending = self._pending
+            pending = self.pending
             log.error(
                 "the checkpoint of step %d is not complete %g s after SIGTERM (checkpointer.grace_s): if the machine "
                 "is taken away now, the run goes on %s",
@@ -272,15 +272,15 @@ class Checkpointer:
 
     def _otherwise(self) -> str:
         """The checkpoint that a run would go on from if the save under way is not completed."""
-        pending, step = self._pending, self.last_step
+        pending, step = self.pending, self.last_step
         if pending is not None and pending.done.is_set() and not pending.error:
             step = pending.step
         return "from the beginning" if step is None else f"from step {step}"
 
-    def _outcome(self, save: "_Save", wait_s: float) -> str | None:
+    def _outcome(self, save: "_Save", end: threading.Event, wait_s: float) -> str | None:
         """On the leader: why the save failed, empty where it did not, None while nobody knows."""
         left_s = self.config.timeout_s - save.seconds
-        if save.done.wait(max(0.0, min(wait_s, left_s))):
+        if end.wait(max(0.0, min(wait_s, left_s))) or (save.done.is_set() and left_s <= wait_s):
             return save.error
         if left_s > wait_s:
             return None
@@ -296,9 +296,8 @@ class Checkpointer:
         """The thread of a save: this host's part, and on the leader the end of the whole."""
         with jax.no_execution(True):
             try:
-                directory = self.directory.of(save.step) / save.metadata.arrays
                 try:
-                    wait = write_arrays(directory, save.take_arrays())
+                    wait = write_arrays(self.directory.of(save.step) / save.metadata.arrays, save.take_arrays())
                 finally:
                     save.copied.set()
                 wait()
@@ -313,9 +312,12 @@ class Checkpointer:
             except Exception as error:
                 save.error = _text(error)
             save.done.set()
+            if self._hosts.is_leader and not save.error:
+                self._remove_old()
+            save.ended.set()
 
     def _complete(self, save: "_Save", key: str) -> str:
-        """On the leader: wait for all, then make it a checkpoint and remove old ones; say why where that fails."""
+        """On the leader: wait for all, then make it a checkpoint; say why where that fails."""
         client, pause_s = self._hosts.client, 0.01
         while len(posted := client.get_dir(key)) < self._hosts.count:
             if save.given_up.wait(pause_s):
@@ -343,7 +345,6 @@ class Checkpointer:
         self._search.damaged.pop(save.step, None)  # this one is there in its place
         self._last_s = save.seconds - reports_s
         log.info("checkpoint %s saved in %.1f s", self.directory.of(save.step), save.seconds)
-        self._remove_old()
         return ""
 
     def _remove_old(self) -> None:
@@ -376,7 +377,8 @@ class _Save:
 
     def __init__(self, metadata: CheckpointMetadata, arrays: Mapping[str, Any]) -> None:
         self.metadata, self.step = metadata, metadata.step
-        self.copied, self.done, self.given_up = threading.Event(), threading.Event(), threading.Event()
+        # `done`: whether it is a checkpoint is known; `ended`: old ones are removed, and nothing is left to do.
+        self.copied, self.given_up, self.done, self.ended = (threading.Event() for _ in range(4))
         self.error = ""
         self._arrays: Mapping[str, Any] = arrays
         self._began = time.monotonic()

@@ -5,12 +5,13 @@ import math
 import os
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from lockstep.errors import ConfigError
-from lockstep.hosts import Hosts
+from lockstep.errors import ConfigError, HostError
+from lockstep.hosts import Hosts, is_everywhere
+from lockstep.printable import get_logger
 from lockstep.training.checkpoints.checkpoint import CheckpointMetadata
 from lockstep.training.checkpoints.checkpointer import Checkpointer
 from lockstep.training.loop.config import TrainerConfig
@@ -18,6 +19,8 @@ from lockstep.training.loop.hooks import Hooks, StepInfo
 from lockstep.training.loop.stopping import LossWatch
 from lockstep.training.step.train_state import TrainState
 from lockstep.training.step.train_step import SAVE_FLAG
+
+log = get_logger(__name__)
 
 
 class Saves:
@@ -123,7 +126,23 @@ class Saves:
                 self._save(state, info, hooks_called=not diverged)
             elif preempted and not self._interrupted and info.next_step:
                 self._save(state, info, hooks_called=between_steps, signalled=True)
-            self._checkpointer.wait()
+            self._checkpointer.wait(removal=not preempted)
+
+    @contextlib.contextmanager
+    def completed(self) -> Iterator[None]:
+        """Complete the save that is under way when an error that every process has ends the block."""
+        try:
+            yield
+        except Exception as error:
+            everywhere = self._hosts.count == 1 or (isinstance(error, HostError) and is_everywhere(self._hosts, error))
+            if everywhere and self._checkpointer is not None and (save := self._checkpointer.pending) is not None:
+                if self._hosts.is_leader:
+                    log.warning("training has failed; it ends once the checkpoint of step %d is written", save.step)
+                try:
+                    self._checkpointer.wait()
+                except Exception as second:  # the first error says why the run ends
+                    log.warning("the checkpoint of step %d may not be complete: %s", save.step, second)
+            raise
 
     def _save(self, state: TrainState, info: StepInfo, hooks_called: bool, *, signalled: bool = False) -> None:
         assert self._checkpointer is not None

@@ -230,7 +230,7 @@ class Trainer:
         # A launch from a second thread could come before the train step on one host and after it on another.
         with contextlib.closing(run.source), contextlib.closing(run.log), contextlib.closing(run.profiler):
             step_fn = self._compile(state, shardings, run.source)
-            with jax.thread_guard(True):
+            with jax.thread_guard(True), self._saves.completed():
                 hooks_called = self._saves.begin(info)
                 for step in range(info.next_step, config.num_train_steps if hooks_called else 0):
                     advanced = self._advance(run, step_fn, state, step, stop)

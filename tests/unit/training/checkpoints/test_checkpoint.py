@@ -1,6 +1,8 @@
 import dataclasses
+import errno
 import hashlib
 import json
+import os
 import threading
 
 import numpy as np
@@ -9,6 +11,7 @@ import pytest
 from lockstep.errors import ConfigError
 from lockstep.training.checkpoints.checkpoint import (
     METADATA,
+    SHARED_BY,
     CheckpointDirectory,
     CheckpointMetadata,
     CheckpointSearch,
@@ -184,6 +187,21 @@ def test_what_interrupted_saves_have_left_is_removed_while_the_run_begins(search
     go.set()
     search.wait_removed(7, 10.0)
     assert search.directory.unfinished() == [] and asked == [5, 7]
+
+
+@pytest.mark.parametrize("name", [METADATA, SHARED_BY])
+def test_storage_that_fails_for_a_moment_costs_no_checkpoint(search, monkeypatch, name):
+    stat, shared = os.stat, json.loads(search.run("auto"))[0]
+
+    def fails(path, **options):
+        if str(path).endswith(name):
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), path)
+        return stat(path, **options)
+
+    with monkeypatch.context() as broken, pytest.raises(OSError, match=f"Stale file handle: '/.*/{name}'"):
+        broken.setattr(os, "stat", fails)
+        search.run("auto") if name == METADATA else search.check_shared(shared)
+    assert found(search) == 6 and search.directory.steps() == [2, 4, 6] and search._removed == {}
 
 
 def test_the_newest_that_is_not_damaged_is_found(search, caplog):

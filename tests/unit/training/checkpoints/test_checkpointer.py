@@ -1,3 +1,4 @@
+import dataclasses
 import logging
 import threading
 import time
@@ -12,6 +13,7 @@ from lockstep.training.checkpoints import checkpointer as module
 from lockstep.training.checkpoints.checkpoint import CheckpointDirectory, DamagedCheckpointError
 from lockstep.training.checkpoints.checkpointer import Checkpointer
 from lockstep.training.checkpoints.config import KeepConfig
+from tests.clock import until
 from tests.multiprocess.harness import run_threads
 
 STATE = {}
@@ -156,6 +158,25 @@ def test_old_checkpoints_that_cannot_be_removed_fail_no_save(tmp_path, monkeypat
     checkpointer.wait()
     assert (checkpointer.errors, checkpointer.last_step) == (0, 1)
     assert "old checkpoints stay" in caplog.text
+
+
+def test_a_checkpoint_counts_before_old_ones_are_removed_and_after_a_signal_nobody_waits_for_that(
+    tmp_path, monkeypatch
+):
+    checkpointer, go = make(tmp_path, keep=KeepConfig(newest=1)), threading.Event()
+    save(checkpointer, 1)
+    checkpointer.wait()
+    discard = checkpointer.directory.discard
+    monkeypatch.setattr(checkpointer.directory, "discard", lambda step: (go.wait(10), discard(step)))
+    save(checkpointer, 2)
+    checkpointer.save_after_signal(STATE, step=3, loss=1.0, hooks={}, hooks_called=True)
+    assert checkpointer.last_step == 2
+    checkpointer.pending.done.wait(10)
+    checkpointer.config = dataclasses.replace(checkpointer.config, timeout_s=1e-9)
+    checkpointer.wait()
+    assert (checkpointer.last_step, checkpointer.errors, checkpointer.directory.steps()) == (3, 0, [1, 2, 3])
+    go.set()
+    until(lambda: checkpointer.directory.steps() == [3])
 
 
 def test_a_wait_for_the_save_before_is_said(tmp_path, monkeypatch, caplog):

@@ -150,6 +150,7 @@ def test_arrays_are_stored_layer_by_layer_where_they_are_large(run):
 def test_what_is_not_there_is_said_plainly(run, tmp_path):
     directory, _ = run
     assert not has_checkpoint(str(tmp_path)) and not has_checkpoint(str(directory / "checkpoints" / "step-5"))
+    assert not has_checkpoint("no\0path")
     with pytest.raises(ConfigError, match=r"there is no training checkpoint in .* Give a run directory"):
         saved_model(str(tmp_path))
     with pytest.raises(ConfigError, match=r"no checkpoint of step 5 .* found those of steps 4, 8"):

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 import pytest
 
-from lockstep.errors import ConfigError, PeerError
+from lockstep.errors import ConfigError, DivergenceError, HostError, PeerError
 from lockstep.placement import make_mesh
 from lockstep.training import CheckpointerConfig, OptimizerConfig, Trainer, TrainerConfig, lm_loss
 from lockstep.training.checkpoints import checkpointer as checkpointer_module
@@ -66,12 +66,7 @@ def run(trainer, at=None):
     if at is not None:
         trainer.add_hook(at)
     state = trainer.restore(Bigrams.init)
-    try:
-        result = trainer.train(trainer.init_model(Bigrams.init) if state is None else state, rows())
-    except Crash:
-        if (save := trainer._checkpointer._pending) is not None:
-            save.done.wait()  # the threads of a process that has died write no more
-        raise
+    result = trainer.train(trainer.init_model(Bigrams.init) if state is None else state, rows())
     assert trainer.train_step_traces == 1
     return losses, noting, result
 
@@ -139,6 +134,26 @@ def test_who_does_not_lead_never_asks_for_a_save():
     checkpointer = SimpleNamespace(config=CheckpointerConfig(every_minutes=1e-9))
     leads = [SimpleNamespace(is_leader=leader) for leader in (True, False)]
     assert [Saves(checkpointer, None, None, config, hosts).flag() for hosts in leads] == [SAVE_FLAG, 0]
+
+
+@pytest.mark.parametrize(
+    ("error", "processes", "waits"),
+    [
+        (DivergenceError("nan"), 2, 1),
+        (PeerError("", 2), 2, 1),
+        (PeerError("", 1), 2, 0),
+        (HostError(), 2, 0),
+        (Crash(), 2, 0),
+        (Crash(), 1, 1),
+    ],
+)
+def test_a_save_under_way_is_completed_after_an_error_that_every_process_has(error, processes, waits):
+    waited = []
+    checkpointer = SimpleNamespace(pending=SimpleNamespace(step=2), wait=lambda: waited.append(2))
+    hosts = SimpleNamespace(count=processes, is_leader=True)
+    with pytest.raises(type(error)), Saves(checkpointer, None, None, TrainerConfig(), hosts).completed():
+        raise error
+    assert len(waited) == waits
 
 
 @pytest.mark.parametrize("fits", [True, False])

@@ -14,10 +14,13 @@ import pytest
 from lockstep.errors import ConfigError, DivergenceError
 from lockstep.hosts import Hosts, MemoryClient
 from lockstep.training import CheckpointerConfig, OptimizerConfig, Trainer, TrainerConfig, lm_loss
+from lockstep.training.checkpoints import checkpointer as checkpointer_module
+from lockstep.training.checkpoints.checkpoint import CheckpointDirectory
 from lockstep.training.loop import stopping as stopping_module
 from lockstep.training.loop.batch_source import BatchFeed
 from lockstep.training.loop.stopping import SKIPS_IN_A_ROW, LossSpikeConfig, LossWatch, StopRequest, TrainResult
 from lockstep.training.step.train_step import SAVE_FLAG, SIGNAL_FLAG, SKIPPED, SLOW_FLAG, StepMetrics
+from tests.clock import until
 from tests.multiprocess.harness import run_threads
 from tests.unit.training import bigrams
 from tests.unit.training.bigrams import Bigrams
@@ -229,6 +232,23 @@ def test_stopping_leaves_the_model_as_it_was_before_the_bad_step():
 def test_raising_names_the_step_and_what_to_do():
     with pytest.raises(DivergenceError, match=r"step 3 has loss nan and gradient norm nan\. Lower optimizer\.learn"):
         run({2: math.nan})
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_raising_does_not_lose_the_checkpoint_that_is_being_written(tmp_path, monkeypatch, caplog, waits):
+    write = checkpointer_module.write_arrays
+
+    def slow(directory, arrays):
+        wait = write(directory, arrays)
+        return lambda: (until(lambda: "ends once the checkpoint of step 2 is written" in caplog.text), wait())
+
+    monkeypatch.setattr(checkpointer_module, "write_arrays", slow)
+    if not waits:
+        monkeypatch.setattr(checkpointer_module.Checkpointer, "_outcome", lambda *_: 1 / 0)
+    with pytest.raises(DivergenceError, match="step 3 has loss nan"):
+        run({2: math.nan}, checkpointer=CheckpointerConfig(every=2), log_dir=str(tmp_path), run_id="run")
+    assert not waits or CheckpointDirectory(str(tmp_path / "run" / "checkpoints")).steps() == [2]
+    assert ("step 2 may not be complete: checkpoint end" in caplog.text) != waits
 
 
 def test_a_spike_is_skipped_and_a_run_that_goes_on_knows_the_losses_before_it(tmp_path, plain):
