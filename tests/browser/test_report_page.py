@@ -86,7 +86,7 @@ class Reports:
 
     def open(self, place, **state):
         page = self.context.new_page()
-        page.set_default_timeout(10_000)
+        page.set_default_timeout(60_000)
         page.on("console", lambda message: self.problems.append(message.text))
         page.on("pageerror", lambda error: self.problems.append(str(error)))
         page.on("dialog", lambda dialog: self.problems.append(dialog.message))
