@@ -303,10 +303,12 @@ class Cluster:
 
     def suspend(self) -> None:
         """Have the pods deleted in order; the JobSet stays."""
-        if self.job.options["queue"]:
-            self._deactivate()
-        patch = json.dumps({"metadata": {"annotations": {STOP: "true"}}, "spec": {"suspend": True}})
-        self.kubectl.run("patch", "jobset", self.job.name, "--type=merge", f"--patch={patch}")
+        try:
+            if self.job.options["queue"]:
+                self._deactivate()
+        finally:  # also where the account may not change what is Kueue's
+            patch = json.dumps({"metadata": {"annotations": {STOP: "true"}}, "spec": {"suspend": True}})
+            self.kubectl.run("patch", "jobset", self.job.name, "--type=merge", f"--patch={patch}")
 
     def _deactivate(self) -> None:
         """Take the job from Kueue, which would start a JobSet that somebody else suspends again."""

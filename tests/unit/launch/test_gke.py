@@ -13,6 +13,7 @@ import pytest
 from lockstep import exits
 from lockstep.errors import ConfigError
 from lockstep.launch import main, parse
+from lockstep.launch.backend import LaunchError
 from lockstep.launch.environment import job_variables
 from lockstep.launch.gke import GkeSpec
 from lockstep.launch.gke_manifest import MAX_PARTS
@@ -196,6 +197,20 @@ def test_a_broken_connection_to_a_log_shows_no_line_twice(cluster, monkeypatch, 
     assert launch(kind="v6e-8", python=text) == 0
     lines = capfd.readouterr().out.splitlines()
     assert lines == ["[0] pod 0", *(f"[0] line {i}" for i in range(8))]
+
+
+def test_where_the_queue_cannot_be_told_the_job_is_suspended_and_that_is_said(cluster, monkeypatch, capfd):
+    def refused(self):
+        raise LaunchError("kubectl patch was refused: workloads is forbidden", exits.REFUSED)
+
+    python = PRINT + "time.sleep(60)"
+    assert launch("--no-foreground", "--queue", "team", "--grace_s", "1", kind="v6e-8", python=python) == 0
+    with monkeypatch.context() as patch:
+        patch.setattr("lockstep.launch.kubectl.Cluster._deactivate", refused)
+        assert main(["stop", "job"]) == exits.REFUSED and "workloads is forbidden" in capfd.readouterr().err
+    found = json.loads((cluster / "kube/jobset-job.json").read_text())
+    assert found["metadata"]["annotations"]["lockstep/stopped"] == "true"
+    assert main(["delete", "job"]) == 0
 
 
 def test_stop_takes_the_job_from_its_queue_which_would_start_it_again(cluster, capfd):
