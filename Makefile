@@ -6,17 +6,13 @@ PROCESSES ?= 2
 DEVICES ?= 2
 WORKERS ?= 2
 FUZZ_S ?= 600
+AS_USERS_COMPILE := XLA_FLAGS= LOCKSTEP_TEST_KEEP=XLA_FLAGS
 
 # Where an image sets this variable, every process compiles all that it imports anew: 8 s instead of 4.
 export PYTHONDONTWRITEBYTECODE :=
-# Tests and the demo run on the CPU; programs compiled by one test run are kept for the next.
 export JAX_PLATFORMS := cpu
-test slow nightly: export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/build/jax-cache
-test slow nightly: export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS ?= 0.1
-# Most of a test's time goes to compiling programs that then run for milliseconds: no optimisations, and loops by XLA's
-# older emitters, an eighth of the time. Tests marked `optimized`, all of make nightly, and the demo compile as users do.
-COMPILED_FAST := --xla_backend_optimization_level=0 --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters
-test: export XLA_FLAGS ?= $(COMPILED_FAST)
+# tests/isolation.py makes the environment of the tests; these pytest reads before it.
+unexport PYTEST_ADDOPTS PYTEST_PLUGINS PYTHONPATH PYTHONHOME PYTHONWARNINGS
 
 .PHONY: help setup setup-tests demo rl-demo test slow nightly fuzz docs lint format types
 help: ## show this list
@@ -45,15 +41,14 @@ rl-demo: setup ## teach the demo's model for 250 steps, then let it learn sums f
 		lockstep train-grpo --config_path config/grpo_demo.yaml --trainer.run_id rl-demo $(ARGS)
 
 test: setup-tests ## run the tests (ARGS='-k name' narrows them)
-	@$(PYTHON) -m pytest -m "not slow and not nightly" -n $(WORKERS) $(ARGS)
+	@$(PYTHON) -m pytest -n $(WORKERS) $(ARGS)
 
 slow: setup-tests ## run the slow tests, the whole demo among them
-	@XLA_FLAGS="$${XLA_FLAGS-$(COMPILED_FAST)}" \
-		$(PYTHON) -m pytest -m "slow and not nightly and not optimized" -n $(WORKERS) $(ARGS) || [ $$? = 5 ]
-	@$(PYTHON) -m pytest -m "slow and not nightly and optimized" -n $(WORKERS) $(ARGS) || [ $$? = 5 ]
+	@$(PYTHON) -m pytest -m "slow and not nightly and not optimized" -n $(WORKERS) $(ARGS) || [ $$? = 5 ]
+	@$(AS_USERS_COMPILE) $(PYTHON) -m pytest -m "slow and not nightly and optimized" -n $(WORKERS) $(ARGS) || [ $$? = 5 ]
 
 nightly: setup-tests ## run the longest tests, most with a sibling in make slow, and fuzz
-	@$(PYTHON) -m pytest -m nightly -n $(WORKERS) $(ARGS)
+	@$(AS_USERS_COMPILE) $(PYTHON) -m pytest -m nightly -n $(WORKERS) $(ARGS)
 	@$(MAKE) --no-print-directory fuzz
 
 fuzz: setup-tests ## read what somebody could hand over, made up anew, for FUZZ_S seconds (default: 600)

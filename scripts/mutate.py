@@ -32,7 +32,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tests.multiprocess.launcher import COMPILED_FAST  # noqa: E402
+from tests.isolation import COMPILED_FAST  # noqa: E402
 from tests.unit.test_layout import COVERED, files_for  # noqa: E402
 
 PACKAGE = "src/lockstep"
@@ -255,6 +255,7 @@ def import_others(tree: Path) -> None:
         **{"PYTHONPATH": f"{tree}/src", "TMPDIR": f"{tree}/tmp", "JAX_PLATFORMS": "cpu"},
         **{"XLA_FLAGS": COMPILED_FAST, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1"},
         "JAX_COMPILATION_CACHE_DIR": f"{ROOT}/build/mutate-cache",
+        "LOCKSTEP_TEST_KEEP": "JAX_COMPILATION_CACHE_DIR PYTHONPATH",
     }
     for name in ("haliax", "hypothesis", "optax", "orbax.checkpoint", "transformers", "jax.experimental.pallas"):
         importlib.import_module(name)

@@ -1,9 +1,11 @@
-"""Four CPU devices in the process that runs the tests; examples; which tests run side by side; the time by file."""
+"""The environment of the tests; examples; which tests run side by side; the time by file."""
+
+# ruff: noqa: E402
+from tests import isolation
+
+isolation.isolate()  # before anything that reads the environment is imported
 
 import collections
-import os
-import signal
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -24,16 +26,6 @@ ON_ONE_WORKER = (
 )
 """Tests that share something that takes long to make: a browser, a wheel, a training run."""
 
-if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):  # before the first use of a device
-    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
-
-# A shell starts what it leaves in the background with SIGINT ignored, nohup with SIGHUP, and so would be what the tests
-# start.
-if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)
-
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
@@ -48,14 +40,6 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return next((shared for shared in ON_ONE_WORKER if nodeid.startswith(shared)), nodeid)
 
     return Scheduling(config, log)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _data_caches_of_this_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Keep the caches of training data apart from the user's, also in processes that tests start."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        yield
 
 
 SHOWN_FILES = 25

@@ -8,6 +8,8 @@ import sys
 import time
 from pathlib import Path
 
+from tests.fake_cloud.commands import write_command
+
 ROOT = Path(__file__).resolve().parents[2]
 FAKES = Path(__file__).resolve().parent
 
@@ -28,9 +30,7 @@ class Cloud:
         for folder in (self.hosts_directory, programs, self.directory / "home"):
             folder.mkdir(parents=True)
         for command in commands:
-            script = programs / command
-            script.write_text(f'#!/bin/sh\nexec {sys.executable} -S "{FAKES}/{command}.py" "$@"\n')
-            script.chmod(0o755)
+            write_command(programs / command, "-S", FAKES / f"{command}.py")
         self.environment = {
             **os.environ,
             "PATH": os.pathsep.join([str(programs), str(Path(sys.executable).parent), os.environ["PATH"]]),

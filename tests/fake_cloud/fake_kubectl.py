@@ -16,7 +16,6 @@ import base64
 import json
 import os
 import re
-import shlex
 import shutil
 import signal
 import subprocess
@@ -32,10 +31,10 @@ KINDS = {"JobSet": "jobset", "Secret": "secret", "ConfigMap": "configmap"}
 
 def install(directory: Path) -> None:
     """Make the command in a directory, which belongs on PATH."""
+    from tests.fake_cloud.commands import write_command  # which the command itself cannot import
+
     directory.mkdir(parents=True, exist_ok=True)
-    file = directory / "kubectl"
-    file.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} {shlex.quote(__file__)} "$@"\n')
-    file.chmod(0o755)
+    write_command(directory / "kubectl", __file__)
 
 
 def home() -> Path:
@@ -201,7 +200,7 @@ class Pod:
             given = each.get("valueFrom")
             environment[each["name"]] = self._field(given) if given else expanded(each["value"], environment)
         words = [*container["command"], *container["args"]]
-        words = [expanded(word, environment).replace("/lockstep/", f"{directory}/") for word in words]
+        words = [in_pod(expanded(word, environment), directory) for word in words]
         process = subprocess.Popen(
             words, env=environment, cwd=directory, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT, start_new_session=True,
@@ -247,6 +246,11 @@ class Pod:
             },
             "status": {"phase": phase, "containerStatuses": [{"state": state}]},
         }  # fmt: skip
+
+
+def in_pod(text: str, directory: Path) -> str:
+    """A text with the paths of a pod's own folders below a directory of this machine; other paths stay as they are."""
+    return re.sub(r"(?<![\w./-])/lockstep/(?=(?:parts|files|work)\b)", lambda _: f"{directory}/", text)
 
 
 def expanded(text: str, environment) -> str:

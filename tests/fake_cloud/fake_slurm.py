@@ -23,11 +23,11 @@ KILL_WAIT_S = 1.0
 
 def install(directory: Path) -> None:
     """Make the commands in a directory, which belongs on PATH."""
+    from tests.fake_cloud.commands import write_command  # which the commands themselves cannot import
+
     directory.mkdir(parents=True, exist_ok=True)
     for name in COMMANDS:
-        file = directory / name
-        file.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} {shlex.quote(__file__)} {name} "$@"\n')
-        file.chmod(0o755)
+        write_command(directory / name, __file__, name)
 
 
 def home() -> Path:

@@ -46,6 +46,8 @@ def main(words: list[str]) -> int:
         "FAKE_WORKER": str(machine["worker"] + machine["slice"] * int(os.environ.get("FAKE_HOSTS_PER_SLICE", "0"))),
     }
     environment.setdefault("PATH", os.environ["PATH"])
+    if "LD_LIBRARY_PATH" in os.environ:  # without which this Python may not start
+        environment["LD_LIBRARY_PATH"] = os.environ["LD_LIBRARY_PATH"]
     for name, value in environment.items():
         environment[name] = value.replace("{worker}", environment["FAKE_WORKER"])
     dropped_before = state["drops"].get(machine["name"], 0)

@@ -10,7 +10,6 @@ import json
 import os
 import shutil
 import signal
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -58,11 +57,11 @@ class Cloud:
 
     def install(self, bin_directory: Path) -> None:
         """Write the commands ``gcloud`` and ``ssh`` into a directory."""
+        from tests.fake_cloud.commands import write_command  # which the commands themselves cannot import
+
         bin_directory.mkdir(parents=True, exist_ok=True)
         for name, file in (("gcloud", "gcloud.py"), ("ssh", "gcloud_ssh.py")):
-            command = bin_directory / name
-            command.write_text(f'#!/bin/sh\nexec {sys.executable} -S {HERE / file} "$@"\n')
-            command.chmod(0o755)
+            write_command(bin_directory / name, "-S", HERE / file)
 
     def reply(self, words: str, stderr: str, *, code: int = 1, times: int = 1) -> None:
         """Have the next calls whose command line contains ``words`` fail."""

@@ -48,7 +48,7 @@ def run(host: str, command: str, refused: str = "ssh: connect to host {host} por
     if not home.is_dir() or down.exists() or gone.exists():
         print(refused.format(host=host), file=sys.stderr)
         return 255
-    keep = ("PATH", "LANG", "TMPDIR", "FAKE_CLOUD", "COVERAGE_PROCESS_START")
+    keep = ("PATH", "LANG", "TMPDIR", "FAKE_CLOUD", "COVERAGE_PROCESS_START", "LD_LIBRARY_PATH")
     environment = {name: os.environ[name] for name in keep if name in os.environ}
     if home.with_name(f"{host}.bare").exists():
         environment["PATH"] = str(cloud)

@@ -3,6 +3,8 @@
 import os
 from pathlib import Path
 
+from tests.isolation import COMPILED_FAST
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 LAUNCHER = REPOSITORY / "infra" / "launch.py"
 STARTUP = Path(__file__).resolve().parent / "startup"
@@ -10,8 +12,6 @@ STARTUP = Path(__file__).resolve().parent / "startup"
 CACHE = REPOSITORY / "build" / "jax-cache"
 
 
-COMPILED_FAST = (REPOSITORY / "Makefile").read_text(encoding="utf-8").partition("COMPILED_FAST := ")[2].splitlines()[0]
-"""Flags of XLA with which programs compile in a fraction of the time, as in `make test`."""
 OPTIMISED = {"XLA_FLAGS": "--xla_backend_optimization_level=3"}
 """Variables with which a job compiles as it does for a user."""
 

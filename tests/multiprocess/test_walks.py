@@ -19,7 +19,7 @@ from lockstep.models import as_trainable, save_hf
 from lockstep.placement import make_mesh
 from lockstep.report import read_jsonl
 from tests import snippets, tiny
-from tests.multiprocess.launcher import COMPILED_FAST
+from tests.isolation import COMPILED_FAST
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 import lockstep
-from tests.multiprocess.launcher import COMPILED_FAST
+from tests.fake_cloud.commands import LOADER
+from tests.isolation import COMPILED_FAST
 from tests.package.clean_env import make_clean_env, metadata_of
 
 pytestmark = pytest.mark.slow
@@ -20,7 +21,7 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 NOT_ASKED_FOR = {"wandb", "levanter", "lm_eval", "pyarrow", "gcsfs", "libtpu", "torch", "pytest", "matplotlib"}
 
-KEPT = ("HOME", "LANG", "TMPDIR", "JAX_COMPILATION_CACHE_DIR", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS")
+KEPT = ("HOME", "LANG", *LOADER, "TMPDIR", "JAX_COMPILATION_CACHE_DIR", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS")
 
 RIGHT = """
 import jax

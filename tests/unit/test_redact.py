@@ -14,6 +14,7 @@ import pytest
 
 from lockstep import redact
 from lockstep.redact import Redactor
+from tests.fake_cloud.commands import LOADER
 
 VALUES = ["abcabd", "abcabdef", "two\nlines-of-key", 'quote"d-value', "short"]
 TEXT = (
@@ -82,7 +83,7 @@ def test_as_a_script_it_takes_values_out_across_pieces_and_outlives_the_signal_t
     script.write_bytes(Path(redact.__file__).read_bytes())
     process = subprocess.Popen(
         [sys.executable, str(script), "TOKEN", "UNSET"],
-        env={"PATH": os.environ["PATH"], "TOKEN": "hf_0123456789"},
+        env={"PATH": os.environ["PATH"], "TOKEN": "hf_0123456789", **LOADER},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     )

@@ -13,6 +13,7 @@ import pytest
 from lockstep.errors import ConfigError
 from lockstep.launch import main
 from lockstep.launch.environment import filter_files, job_environment, read_env_file, run_command
+from tests.fake_cloud.commands import LOADER
 
 
 def test_what_a_line_may_be(tmp_path):
@@ -107,7 +108,7 @@ def test_a_directory_of_any_name_is_one_word_of_the_workers_shell(tmp_path, monk
         command = shlex.split(line.removesuffix(" < /dev/null"))[-1]
         folder = tmp_path / "home" / workdir.removeprefix("~").removeprefix("/")
         folder.mkdir(exist_ok=True)
-        environment = {"HOME": str(tmp_path / "home"), "PATH": "/usr/bin:/bin"}
+        environment = {"HOME": str(tmp_path / "home"), "PATH": "/usr/bin:/bin", **LOADER}
         done = subprocess.run(
             ["sh", "-c", command], env=environment, cwd=tmp_path / "home", capture_output=True, text=True
         )

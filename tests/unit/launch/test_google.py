@@ -24,6 +24,7 @@ from lockstep.exits import (
 )
 from lockstep.launch import BACKENDS, free_port, parse
 from lockstep.launch.google import MigBackend, TpuVmBackend
+from tests.fake_cloud.commands import LOADER
 from tests.fake_cloud.laptop import LAUNCHER, ROOT, Laptop
 
 SLICE = ["--tpu_name", "pod", "--tpu_type", "v6e-16", "--zone", "us-east5-a", "--project", "p", "--poll_s", "0.05"]
@@ -370,6 +371,7 @@ def test_a_preempted_training_run_has_the_losses_of_one_that_was_not(laptop):
     bucket = laptop.directory / "bucket"
     platform = {
         "PATH": os.environ["PATH"],
+        **LOADER,
         "PYTHONPATH": str(ROOT / "src"),
         "JAX_PLATFORMS": "cpu",
         "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",

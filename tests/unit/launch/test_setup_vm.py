@@ -11,6 +11,7 @@ import pytest
 from lockstep.exits import SETUP_FAILED
 from lockstep.launch import setup_vm
 from lockstep.launch.backend import LaunchError
+from tests.fake_cloud.commands import write_command
 from tests.fake_cloud.shellcheck import shellcheck
 
 
@@ -108,8 +109,7 @@ def machine(tmp_path):
     (tmp_path / "bin").mkdir()
     for name in ("sh", "mkdir", "flock", "grep", "rm", "date", "mv", "cat"):
         (tmp_path / "bin" / name).symlink_to(shutil.which(name))
-    (tmp_path / "bin" / "python3").write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
-    (tmp_path / "bin" / "python3").chmod(0o755)
+    write_command(tmp_path / "bin" / "python3")
     text = setup_vm.script(setup_vm.Version(name="1", changed=False), "x-1-py3-none-any.whl", "")
     environment = {"HOME": str(tmp_path), "PATH": str(tmp_path / "bin"), "PIP_NO_INDEX": "1"}
     return ["sh", "-c", text], {**environment, "PIP_FIND_LINKS": str(tmp_path), "PIP_CONFIG_FILE": "/dev/null"}
@@ -119,7 +119,7 @@ def test_an_installer_that_is_not_the_known_one_is_not_run(machine, tmp_path):
     words, environment = machine
     name = f"uv-{setup_vm.UV_VERSION}"
     with zipfile.ZipFile(tmp_path / f"{name}-py3-none-any.whl", "w") as wheel:
-        wheel.writestr(f"{name}.data/scripts/uv", f"#!/bin/sh\n: > {tmp_path}/pwned\n")
+        wheel.writestr(f"{name}.data/scripts/uv", f"#!/bin/sh\n: > '{tmp_path}/pwned'\n")
         for file, content in (("METADATA", "Metadata-Version: 2.1\nName: uv\nVersion: " + name[3:]), ("WHEEL", WHEEL)):
             wheel.writestr(f"{name}.dist-info/{file}", content + "\n")
         wheel.writestr(f"{name}.dist-info/RECORD", "")

@@ -12,7 +12,8 @@ from lockstep.exits import NOT_FOUND, PREFLIGHT
 from lockstep.launch import main
 from tests.fake_cloud.cloud import ROOT
 from tests.fake_cloud.shellcheck import shellcheck
-from tests.multiprocess.launcher import COMPILED_FAST, cache_environment
+from tests.isolation import COMPILED_FAST
+from tests.multiprocess.launcher import cache_environment
 
 SECRET = "hf_x9Q2Kp7/w+Zt1"
 OTHER = "first-half-9182/second-half-7364"

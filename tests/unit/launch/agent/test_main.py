@@ -17,6 +17,7 @@ import lockstep
 from lockstep.launch import connection
 from lockstep.launch.agent import main as agent
 from lockstep.launch.agent.main import has_small_pages
+from tests.fake_cloud.commands import LOADER
 
 AGENT = Path(lockstep.__file__).parent / "launch" / "agent"
 OLDEST = (3, 8)
@@ -26,7 +27,7 @@ def ask(python, home, request, payload=b""):
     done = subprocess.run(
         [python, "-I", "-c", connection.BOOT],
         input=connection.agent_line() + json.dumps(request).encode() + b"\n" + payload,
-        env={"HOME": str(home), "PATH": "/usr/bin:/bin"},
+        env={"HOME": str(home), "PATH": "/usr/bin:/bin", **LOADER},
         stdout=subprocess.PIPE,
         timeout=30,
         check=True,
@@ -85,7 +86,7 @@ def test_of_two_connections_one_starts_the_command_and_both_follow_it(tmp_path):
 def follow(python, home, request):
     process = subprocess.Popen(
         [python, "-I", "-c", connection.BOOT],
-        env={"HOME": str(home), "PATH": "/usr/bin:/bin"},
+        env={"HOME": str(home), "PATH": "/usr/bin:/bin", **LOADER},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     )
@@ -134,7 +135,7 @@ def test_processes_of_others_are_looked_at_as_root_only_where_that_is_allowed(tm
     for name in ("proc/7", "bin"):
         (tmp_path / name).mkdir(parents=True)
     (tmp_path / "proc/7/fd").mkdir()
-    (tmp_path / "bin/sudo").write_text(f"#!/bin/sh\n: > {tmp_path}/called\n")
+    (tmp_path / "bin/sudo").write_text(f"#!/bin/sh\n: > '{tmp_path}/called'\n")
     (tmp_path / "bin/sudo").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=":")
     monkeypatch.setattr(agent.os, "listdir", lambda path: (_ for _ in ()).throw(PermissionError))
