@@ -15,8 +15,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 COMPILED_FAST = "--xla_backend_optimization_level=0 --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
 """Most of a test's time goes to compiling programs that run for milliseconds. Without optimisations, and with loops by
-XLA's older emitters, it takes an eighth. Tests marked ``optimized`` in `make slow`, and `make nightly`, compile as users
-do."""
+XLA's older emitters, it takes an eighth. `make nightly`, and `make slow` where
+a test is marked ``optimized``, compile as users do."""
 DEVICES = "--xla_force_host_platform_device_count=4"
 
 KEPT = {

@@ -2,14 +2,17 @@
 
 import os
 import re
+import shutil
 import signal
+import socket
 import sys
+import tempfile
 import threading
 import time
 
 import pytest
 
-from lockstep.testing import assert_same_launches
+from lockstep.testing import assert_same_launches, group
 from tests.multiprocess.harness import POOL, run_processes
 
 pytestmark = pytest.mark.multiprocess
@@ -171,3 +174,13 @@ def test_processes_that_cannot_start_are_told(monkeypatch):
     monkeypatch.setenv("REQUIRE_JAX_PROCESS_COUNT", "3")
     with pytest.raises(AssertionError, match="(?s)the start of 2 processes: a process failed.*requires 3"):
         POOL.start(2, 1)
+
+
+def test_a_directory_for_temporary_files_with_a_name_too_long_for_a_socket(tmp_path, monkeypatch):
+    directory = tmp_path / ("x" * 130)
+    directory.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(directory))
+    made = group._make_directory()
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(made / group.SOCKET))
+    shutil.rmtree(made)

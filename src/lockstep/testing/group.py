@@ -36,6 +36,19 @@ END_S = 20.0  # seconds in which the processes of a group leave when the test ru
 LOOK_S = 30.0  # seconds in which every process says what a function has left behind
 OTHERS_S = 2.0  # seconds in which a function that failed in one process may end in the others too
 STACK_S = 0.3  # seconds in which a process prints where it is
+SOCKET_BYTES = 100  # bytes that the path of a Unix socket may have; macOS allows 103, Linux 107
+
+
+SOCKET = "line"
+
+
+def _make_directory() -> Path:
+    """Make a directory; where TMPDIR is too long for a socket in it, in /tmp."""
+    directory = Path(tempfile.mkdtemp(prefix="lockstep-test-"))
+    if len(os.fsencode(directory / SOCKET)) > SOCKET_BYTES:
+        directory.rmdir()
+        directory = Path(tempfile.mkdtemp(prefix="lockstep-test-", dir="/tmp"))
+    return directory
 
 
 class Group:
@@ -54,10 +67,10 @@ class Group:
     ):
         self._count = 0
         self._what = f"the start of {processes} processes"
-        self._directory = Path(tempfile.mkdtemp(prefix="lockstep-test-"))
+        self._directory = _make_directory()
         self._lines: dict[int, Connection] = {}
         self._pids: dict[int, int] = {}
-        address = str(self._directory / "line")
+        address = str(self._directory / SOCKET)
         first = None if setup is None else vars(Reference.to(setup))
         command = launch_command(processes, devices, self._directory)
         command += ["python", "-m", "lockstep.testing.worker", address, json.dumps({"path": sys.path, "setup": first})]

@@ -17,6 +17,7 @@ from lockstep.engine.audit import _Differences
 from lockstep.errors import CapacityError, ConfigError
 from lockstep.models import as_trainable, read_decoder
 from lockstep.types import Completion, FinishReason
+from tests.memory import live_arrays
 from tests.unit.engine.models import FAMILIES, mesh_of, mixed_requests, model_on, request
 
 TOLERANCE = 1e-5
@@ -89,14 +90,14 @@ def test_one_program_for_all_rounds_and_nothing_left_behind() -> None:
     auditor = Auditor(mesh_of("1,2,2"))
     with jax.no_execution(True):
         digests = auditor.prepare(model, mixed_requests())
-    live = len(jax.live_arrays())
+    live = len(live_arrays())
     gaps = []
     for _ in range(2):
         assert auditor.prepare(model, mixed_requests()) == digests
         gaps.append(auditor.run(model, mixed_requests(), got))
     assert gaps[0] == gaps[1] and [program.traces for program in auditor.programs.values()] == [1]
     assert auditor.ledger.launches == ["audit"] * 2 * -(-len(got) // 4)
-    assert len(jax.live_arrays()) == live
+    assert len(live_arrays()) == live
 
 
 @functools.cache

@@ -17,6 +17,7 @@ from lockstep.errors import CapacityError, ConfigError, LockstepError, PromptErr
 from lockstep.hosts import current
 from lockstep.models.experts import Routing, route
 from lockstep.types import Drafts, Request
+from tests.memory import live_arrays
 from tests.oracle import assert_same_tokens, oracle_completions
 from tests.unit.engine.models import FAMILIES, LLAMA, VOCAB, mesh_of, mixed_requests, model_on, request
 
@@ -81,9 +82,9 @@ def test_preparing_launches_nothing_and_a_second_run_compiles_nothing(engine: En
 
 def test_device_memory_is_what_it_was(engine: Engine, model: Any) -> None:
     engine.generate(model, mixed_requests())
-    before = jax.live_arrays()
+    before = live_arrays()
     engine.generate(model, mixed_requests())
-    after = jax.live_arrays()
+    after = live_arrays()
     assert len(after) == len(before)
     assert sum(a.nbytes for a in after) == sum(a.nbytes for a in before)
 
@@ -317,7 +318,7 @@ def test_prompts_stream_through() -> None:
     assert sizing.sizes.sequences == 5 and sizing.reasons["max_seqs"] == (5, "max_prompts_per_batch")
     assert sizing.reasons["max_prompts_per_batch"] == (2, "cap given")
     assert "max_prompts_per_batch 2: cap given" in sizing.describe()
-    compiled, live, read = engine.compilations, len(jax.live_arrays()), []
+    compiled, live, read = engine.compilations, len(live_arrays()), []
 
     def source():
         for one in requests:
@@ -329,19 +330,19 @@ def test_prompts_stream_through() -> None:
         parts += part
         known.append(len(read))
     assert known[0] < len(requests) and len(known) > 2, "all was read before anything was answered"
-    assert engine.compilations == compiled and len(jax.live_arrays()) == live
+    assert engine.compilations == compiled and len(live_arrays()) == live
     order = {one.prompt_id: at for at, one in enumerate(requests)}
     parts.sort(key=lambda c: (order[c.prompt_id], c.generation_id))
     assert assert_same_tokens(oracle_completions(model, requests), parts) == 0
     assert engine.run(model, requests) == parts
 
     gc.collect()  # what the oracle left behind
-    live = len(jax.live_arrays())
+    live = len(live_arrays())
     closed = engine.stream(model, requests)
     next(closed)
-    assert len(jax.live_arrays()) > live
+    assert len(live_arrays()) > live
     closed.close()
-    assert len(jax.live_arrays()) == live, "an iterator that is closed leaves its cache behind"
+    assert len(live_arrays()) == live, "an iterator that is closed leaves its cache behind"
 
 
 def test_what_was_not_prepared_for_is_refused_when_it_is_read() -> None:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -22,6 +21,7 @@ from lockstep.models import DecoderWeights
 from lockstep.placement import make_decode_mesh
 from lockstep.placement.device import Program
 from lockstep.types import Completion, FinishReason, Request
+from tests.memory import live_arrays
 from tests.unit.engine.models import mesh_of, mixed_requests, model_on, request
 from tests.unit.engine.schedule.test_schedule import find_stop
 from tests.unit.engine.schedule.test_scheduler import capacity_of
@@ -184,7 +184,7 @@ def test_stop_strings_without_a_finder_are_refused_by_name(engine: Engine, model
 
 
 def test_cancelling_leaves_the_others_as_they_were(engine: Engine, model: Any, plain: dict[Any, Any]) -> None:
-    live = len(jax.live_arrays())
+    live = len(live_arrays())
     calls = 0
 
     def cancel(scheduler: Scheduler) -> None:
@@ -205,14 +205,14 @@ def test_cancelling_leaves_the_others_as_they_were(engine: Engine, model: Any, p
             assert bool(completion.tokens) == (completion.prompt_id == 2)
         else:
             assert completion == before
-    assert len(jax.live_arrays()) == live
+    assert len(live_arrays()) == live
 
 
 @pytest.mark.parametrize("launches", [0, 1, 4])
 def test_when_the_time_is_over_all_come_back_with_what_they_have(
     engine: Engine, model: Any, plain: dict[Any, Any], launches: int
 ) -> None:
-    live = len(jax.live_arrays())
+    live = len(live_arrays())
     ticks = iter(np.arange(100.0))
     with current().scope("test-budget") as hosts:
         gate = Gate(hosts, launches + 0.5, clock=lambda: float(next(ticks)))
@@ -226,7 +226,7 @@ def test_when_the_time_is_over_all_come_back_with_what_they_have(
         assert completion.tokens == before.tokens[: len(completion.tokens)]
         if completion not in over:
             assert completion == before
-    assert len(jax.live_arrays()) == live
+    assert len(live_arrays()) == live
     assert engine.generate(model, mixed_requests()) == list(plain.values()), "the next run is not touched"
 
 
@@ -277,16 +277,16 @@ def test_what_fails_between_launches_fails_the_run_and_leaves_nothing(engine: En
     requests = [dataclasses.replace(r, params=dataclasses.replace(r.params, stop=("x",))) for r in mixed_requests()]
     engine.prepare(model, requests)
     gc.collect()
-    live = len(jax.live_arrays())
+    live = len(live_arrays())
     gc.disable()  # training goes on at once, and needs the memory
     try:
         with pytest.raises(PeerError, match="between launches failed: ValueError: no such text"):
             engine.generate(model, requests, **{"find_stop": find_stop, what: failing})
-        assert len(jax.live_arrays()) == live
+        assert len(live_arrays()) == live
     finally:
         gc.enable()
     assert engine.generate(model, mixed_requests()), "the next run is not touched"
-    assert len(jax.live_arrays()) == live
+    assert len(live_arrays()) == live
 
 
 @pytest.mark.parametrize("before", [1, 3, 20])

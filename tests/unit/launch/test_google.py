@@ -194,9 +194,12 @@ def test_a_port_of_worker_0_that_the_network_closes_is_found_before_the_start(la
     run(laptop, "true")
     with laptop.cloud.change() as state:
         for machine in state["machines"].values():
-            machine["internal"] = "300.0.0.1"  # nowhere
+            machine["internal"] = "255.255.255.255"  # where no system connects to
     output = run(laptop, "echo began", "--env", "JAX_COORDINATOR_PORT=8482", code=PREFLIGHT)
-    assert "worker pod worker 1: it cannot reach 300.0.0.1:8482" in output and "worker pod worker 0: it" not in output
+    assert (
+        "worker pod worker 1: it cannot reach 255.255.255.255:8482" in output
+        and "worker pod worker 0: it" not in output
+    )
     assert "Google's rule for new networks opens 8470, 8471, 8474, 8476 and 11211" in output
     assert "gcloud compute firewall-rules create lockstep-8482 " in output and "[0] began" not in output
 

@@ -6,6 +6,7 @@ import signal
 import stat
 import subprocess
 import sys
+import tempfile
 import time
 
 import pytest
@@ -13,7 +14,15 @@ import pytest
 from lockstep.launch.processes import failed_by_their_logs, failed_by_themselves, interrupt, signals_to, tail_to_show
 from tests.unit.launch.test_machines import LAUNCHER
 
-PRELUDE = "import os, signal, subprocess, sys, time; i = int(os.environ['LOCKSTEP_PROCESS_ID'])\n"
+PRELUDE = """\
+import os, pathlib, signal, subprocess, sys, time
+i = int(os.environ['LOCKSTEP_PROCESS_ID'])
+def show(*words):  # and wait until all other processes of the job have shown something
+    print(*words, flush=True)
+    shown = pathlib.Path(os.environ['SHOWN'])
+    (shown / str(i)).touch()
+    while len(list(shown.iterdir())) < int(os.environ['LOCKSTEP_NUM_PROCESSES']): time.sleep(.01)
+"""
 
 
 def command(program: str, *options: str, processes: int = 2) -> list[str]:
@@ -23,7 +32,9 @@ def command(program: str, *options: str, processes: int = 2) -> list[str]:
 
 def run(program: str, *options: str, processes: int = 2, **kwargs) -> subprocess.CompletedProcess[str]:
     arguments = command(program, *options, processes=processes)
-    return subprocess.run(arguments, capture_output=True, text=True, timeout=120, **kwargs)
+    with tempfile.TemporaryDirectory() as shown:
+        environment = {**kwargs.pop("env", os.environ), "SHOWN": shown}
+        return subprocess.run(arguments, capture_output=True, text=True, timeout=120, env=environment, **kwargs)
 
 
 def background(program: str, *options: str) -> tuple[subprocess.Popen[str], list[int]]:
@@ -53,7 +64,7 @@ def test_output_is_prefixed_and_whole():
 
 
 def test_one_fails_all_end(tmp_path):
-    program = "print('pid', os.getpid(), flush=True)\nif i == 1: time.sleep(.5); sys.exit('boom')\ntime.sleep(600)"
+    program = "show('pid', os.getpid())\nif i == 1: sys.exit('boom')\ntime.sleep(600)"
     done = run(program, "--log_dir", str(tmp_path / "logs"))
     assert done.returncode == 1
     lines = done.stderr.splitlines()
@@ -132,7 +143,7 @@ def test_a_fault_is_tried_again_and_a_second_one_without_a_checkpoint_is_not(tmp
 
 @pytest.mark.slow
 def test_exit_codes_and_a_peer_that_does_not_want_to_end():
-    ignore = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nif i == 1: time.sleep(.3); "
+    ignore = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nshow('ready')\nif i == 1: "
     assert run(ignore + "sys.exit(7)\ntime.sleep(600)").returncode == 7
     assert run(ignore + "os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(600)").returncode == 137
     # The one that raised is named, not the one that was aborted in consequence.
@@ -143,7 +154,7 @@ def test_exit_codes_and_a_peer_that_does_not_want_to_end():
 
 
 def test_no_grandchild_survives():
-    done = run("child = subprocess.Popen(['sleep', '600']); print(child.pid); time.sleep(.3); sys.exit(i)")
+    done = run("child = subprocess.Popen(['sleep', '600']); show(child.pid); sys.exit(i)")
     assert done.returncode == 1
     children = [int(line.split()[1]) for line in done.stdout.splitlines()]
     assert len(children) == 2 and all(map(gone, children))
@@ -201,7 +212,7 @@ def test_the_leader_keeps_the_terminal():
 
 @pytest.mark.slow
 def test_a_flood_on_one_pipe_does_not_hide_the_other():
-    program = "if i == 1: time.sleep(.5); sys.exit(5)\nwhile True: print('x' * 1000)"
+    program = "show('ready')\nif i == 1: sys.exit(5)\nwhile True: print('x' * 1000)"
     assert run(program).returncode == 5
 
 

@@ -6,7 +6,6 @@ import gc
 import threading
 from types import SimpleNamespace
 
-import jax
 import numpy as np
 import pytest
 
@@ -23,6 +22,7 @@ from tests import rollouts as runs
 from tests import tiny
 from tests.adapters import LORA
 from tests.clock import until
+from tests.memory import live_arrays
 from tests.unit.training.rl.parrot import Parrot
 
 
@@ -54,7 +54,7 @@ def plain(tmp_path_factory):
 def live():
     """Shape and type of every array on the devices."""
     gc.collect()
-    return sorted((array.shape, str(array.dtype)) for array in jax.live_arrays())
+    return sorted((array.shape, str(array.dtype)) for array in live_arrays())
 
 
 @pytest.mark.slow
