@@ -6,6 +6,8 @@ from tests import isolation
 isolation.isolate()  # before anything that reads the environment is imported
 
 import collections
+import logging
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -42,19 +44,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return Scheduling(config, log)
 
 
-SHOWN_FILES = 25
-
-
-def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Print how long the tests of each file took, set-up and clean-up included, whichever worker ran them."""
-    seconds: collections.Counter[str] = collections.Counter()
-    for reports in terminalreporter.stats.values():
-        for report in reports:
-            if isinstance(report, pytest.TestReport):
-                seconds[report.nodeid.partition("::")[0]] += report.duration
-    if len(seconds) < 2:
-        return
-    terminalreporter.section(f"time by file, the {SHOWN_FILES} slowest of {len(seconds)}")
-    for file, total in seconds.most_common(SHOWN_FILES):
-        terminalreporter.write_line(f"{total:8.1f} s  {file}")
-    terminalreporter.write_line(f"{seconds.total():8.1f} s  in all, on all workers together")
+@pytest.fixture(autouse=True)
+def _log_as_before() -> Iterator[None]:
+    """Undo what a command of a test does to the package's log, which `caplog` could not see afterwards."""
+    package = logging.getLogger("lockstep")
+    handlers, level, propagate = list(package.handlers), package.level, package.propagate
+    yield
+    package.handlers, package.propagate = handlers, propagate
+    package.setLevel(level)

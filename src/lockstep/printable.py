@@ -3,10 +3,11 @@
 Secrets are not shown, logged, sent to a tracker or stored: variables by their names, and parts of URLs.
 """
 
+import contextlib
 import logging
 import re
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 VISIBLE_CONTROLS: Final = {"\n": "↵", "\r": "␍", "\t": "⇥"}
@@ -83,6 +84,31 @@ def get_logger(name: str) -> logging.Logger:
     if _hide_in_record not in logger.filters:
         logger.addFilter(_hide_in_record)
     return logger
+
+
+def show_log(level: int) -> None:
+    """Show the package's log on stderr, from a level on: what a command calls, and no library.
+
+    The handler is the package's own, and the root logger, which any import may configure, has no part in it: nothing
+    that others set hides a line or repeats it.
+    """
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))
+    package = logging.getLogger(__package__)
+    package.handlers, package.propagate = [handler], False
+    package.setLevel(level)
+
+
+@contextlib.contextmanager
+def keep_root_logger() -> Iterator[None]:
+    """Undo what an import does to the root logger: with a handler there, the user's ``basicConfig`` has no effect."""
+    root = logging.root
+    handlers, level = list(root.handlers), root.level
+    try:
+        yield
+    finally:
+        root.handlers[:] = handlers
+        root.setLevel(level)
 
 
 def _hide_in_record(record: logging.LogRecord) -> bool:

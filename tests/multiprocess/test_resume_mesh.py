@@ -35,7 +35,7 @@ def test_a_run_goes_on_with_another_tensor_parallel_size(tmp_path):
         for later in (each for each in checkpoints(run) if each > step):
             shutil.rmtree(run / "checkpoints" / f"step-{later}")
         output = train(config, mesh_shape, processes, devices, "must")
-        assert f"goes on from {run}/checkpoints/step-{step}" in output
+        assert f"goes on from step {step}: {run}/checkpoints/step-{step}" in output
         # The sums of other devices round differently: no more than that.
         found = losses(run)
         assert list(found) == list(whole) and found != whole

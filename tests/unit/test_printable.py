@@ -14,8 +14,10 @@ from lockstep.printable import (
     bytes_text,
     get_logger,
     hide_credentials,
+    keep_root_logger,
     printable,
     seconds_text,
+    show_log,
     visible,
     without_credentials,
 )
@@ -128,3 +130,33 @@ def test_every_module_logs_that_way():
         and ast.unparse(node.args[0]) == "__name__"
     ]
     assert not wrong, f"get_logger of lockstep.printable hides credentials: {wrong}"
+
+
+@pytest.mark.parametrize("configured", ["before", "after", "never"])
+def test_the_log_of_a_command_is_shown_once_whoever_configures_the_root_logger(configured, monkeypatch, capsys):
+    root, others = logging.getLogger(), io.StringIO()
+    monkeypatch.setattr(root, "handlers", [logging.StreamHandler(others)] if configured == "before" else [])
+    monkeypatch.setattr(root, "level", logging.WARNING)
+    show_log(logging.INFO)
+    if configured == "after":
+        logging.basicConfig(stream=others, level=logging.ERROR)
+    handlers, level = list(root.handlers), root.level
+    log = get_logger("lockstep.training.loop")
+    log.info("step %d", 3)
+    log.debug("not shown")
+    assert capsys.readouterr().err == "lockstep.training.loop: step 3\n" and others.getvalue() == ""
+    assert (root.handlers, root.level) == (handlers, level)
+    show_log(logging.WARNING)  # a second command in this process
+    log.info("not shown")
+    log.warning("shown once")
+    assert capsys.readouterr().err == "lockstep.training.loop: shown once\n"
+
+
+def test_an_import_leaves_the_root_logger_to_the_user(monkeypatch):
+    root = logging.getLogger()
+    monkeypatch.setattr(root, "handlers", [])
+    monkeypatch.setattr(root, "level", logging.WARNING)
+    with pytest.raises(ImportError), keep_root_logger():
+        logging.basicConfig(level=logging.ERROR)
+        raise ImportError
+    assert root.handlers == [] and root.level == logging.WARNING

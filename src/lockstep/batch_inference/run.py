@@ -111,7 +111,7 @@ class _Run:
         with closing_on_leader(hosts, lambda: _report("closing the tracker", tracker.finish)):
             present = int(found.sum())
             if hosts.is_leader and present:
-                log.info("%d of %d answers are there already", present, shape.rows)
+                log.info("%s of %s answers were there", f"{present:,}", f"{shape.rows:,}")
             progress = self._generate(store, shape, index, found, tracker)
             self._report(shape, index, present, progress, tracker)
         return 0

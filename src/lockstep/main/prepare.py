@@ -37,6 +37,7 @@ from lockstep.main.plan import (
     remat_costs,
     topology,
 )
+from lockstep.printable import show_log
 
 
 def add_plan_options(parser: argparse.ArgumentParser) -> None:
@@ -196,7 +197,7 @@ def run_doctor(arguments: Sequence[str]) -> int:
     distributed = dataclasses.replace(
         distributed, timeout_s=config.timeout_s, initialization_timeout_s=max(1, round(config.timeout_s))
     )
-    logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
+    show_log(logging.WARNING)
     return examine(config, needs, distributed, Console(file=sys.stdout))
 
 

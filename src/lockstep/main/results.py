@@ -16,7 +16,7 @@ from rich.live import Live
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.main.arguments import name_words, parse_arguments
 from lockstep.main.commands import Arguments, seconds
-from lockstep.printable import bytes_text
+from lockstep.printable import bytes_text, show_log
 from lockstep.report import (
     LineView,
     PanelView,
@@ -196,7 +196,7 @@ class ConvertConfig:
 def run_convert(arguments: Sequence[str]) -> int:
     """Convert as the command line says."""
     words = name_words(arguments, ["run"], "lockstep convert RUN [--key VALUE ...]")
-    logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
+    show_log(logging.INFO)
     try:
         written = convert(parse_arguments(ConvertConfig, words))
     except OSError as error:

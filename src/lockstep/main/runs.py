@@ -23,7 +23,7 @@ from lockstep.hosts import DistributedConfig, Hosts, config_digest, digest, lead
 from lockstep.main.arguments import name_words, parse_arguments
 from lockstep.models import export_hf, save_peft
 from lockstep.placement import make_mesh
-from lockstep.printable import get_logger, without_credentials
+from lockstep.printable import get_logger, show_log, without_credentials
 from lockstep.report import WANDB_RUN, BackgroundTracker, append_jsonl, build_tracker
 from lockstep.text import fetch_tokenizer, load_tokenizer, tokenizer_digest
 from lockstep.training import (
@@ -62,7 +62,7 @@ def sample(arguments: Sequence[str]) -> int:
 def _join(distributed: DistributedConfig) -> Hosts:
     """Join the job; the leader alone logs what is no warning."""
     hosts = start(distributed)
-    logging.basicConfig(level=logging.INFO if hosts.is_leader else logging.WARNING, format="%(name)s: %(message)s")
+    show_log(logging.INFO if hosts.is_leader else logging.WARNING)
     return hosts
 
 

@@ -16,7 +16,6 @@ from lockstep.main import prepare as doctor
 def called(monkeypatch):
     calls = []
     monkeypatch.setattr(doctor, "examine", lambda *arguments: calls.append(arguments) or 0)
-    monkeypatch.setattr(doctor.logging, "basicConfig", lambda **_: None)
     return calls
 
 

@@ -118,7 +118,7 @@ class Checkpointer:
         if self._hosts.is_leader:
             for line in changes(metadata.config, self._run_config):
                 log.warning("the run goes on with another configuration than at step %d: %s", metadata.step, line)
-            log.info("the run goes on from %s", directory)
+            log.info("the run goes on from step %d: %s", metadata.step, directory)
         self.last_step, self._unfinished = metadata.step, None if metadata.hooks_called else metadata
         return jax.tree.unflatten(jax.tree.structure(structs), [read[name] for name in named])
 

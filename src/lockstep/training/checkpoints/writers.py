@@ -12,8 +12,12 @@ from typing import Any
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
 import tensorstore as ts
+
+from lockstep.printable import keep_root_logger
+
+with keep_root_logger():  # its import logs by absl, which calls `basicConfig`
+    import orbax.checkpoint as ocp
 
 CHUNK_BYTES = 64 << 20
 """The most bytes of a chunk in which an array is stored, before compression: what reading any part of it costs."""

@@ -2,6 +2,9 @@
 
 import collections
 import math
+import os
+import subprocess
+import sys
 
 import jax
 import numpy as np
@@ -169,3 +172,17 @@ def test_the_parts_of_all_processes_are_the_whole_and_each_writes_no_more(tmp_pa
     for name, value in saved.items():
         np.testing.assert_array_equal(reader.read(name, ()), np.asarray(value))
     assert max(sizes) < 1.2 * min(sizes), "each has a third, and an index"
+
+
+def test_importing_the_package_leaves_the_settings_of_the_log_to_the_user():
+    """Orbax's import calls `basicConfig`, after which that of the user's script has no effect."""
+    script = """
+import logging
+import lockstep.training
+assert logging.getLogger().handlers == []
+logging.basicConfig(level=logging.INFO, format="mine: %(message)s")
+logging.getLogger("lockstep.training").info("shown")
+"""
+    environment = dict(os.environ, JAX_PLATFORMS="cpu")
+    run = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False)
+    assert run.returncode == 0 and "mine: shown" in run.stderr.splitlines(), run.stderr
