@@ -54,6 +54,17 @@ def lone_surrogate(text: str) -> str:
     return ""
 
 
+def without_nulls(value: Any) -> Any:
+    """A JSON value without the keys whose value is null. Arrow, and JSON that was written from it, has in each object
+    the keys of all objects of its column, with nulls where there was none.
+    """
+    if isinstance(value, collections.abc.Mapping):
+        return {key: without_nulls(inner) for key, inner in value.items() if inner is not None}
+    if isinstance(value, list | tuple):
+        return [without_nulls(item) for item in value]
+    return value
+
+
 @contextlib.contextmanager
 def refused(place: str, fix: str, error: type[LockstepError] = ConfigError) -> Iterator[None]:
     """Raise what the block stumbles over in values that others wrote as one error of ours.

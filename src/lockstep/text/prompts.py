@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from lockstep.errors import PromptError
-from lockstep.json_text import lone_surrogate, parse_json
+from lockstep.json_text import lone_surrogate, parse_json, without_nulls
 from lockstep.printable import get_logger
 from lockstep.urls import url_to_fs
 
@@ -35,7 +35,8 @@ class Prompt:
     Args:
         id: The prompt's number, from 0 in the order of the source.
         text: The text that the model continues; None for a chat.
-        messages: The messages of a chat, ``{"role": …, "content": …}`` each; None for a text.
+        messages: The messages of a chat, ``{"role": …, "content": …}`` each, kept without keys that are null; None for a
+            text.
         answer: The reference answer, which metrics compare with; None where there is none.
         fields: The further fields of its line, such as an id of the user's.
 
@@ -60,6 +61,7 @@ class Prompt:
         if self.text is not None and not self.text.strip():
             raise PromptError(f"prompt {self.id} is empty ({self.text!r}). Remove it or give it text.")
         if self.messages is not None:
+            object.__setattr__(self, "messages", tuple(map(without_nulls, self.messages)))
             if not self.messages:
                 raise PromptError(f"prompt {self.id} has an empty list of messages. Remove it or add a user message.")
             for message in self.messages:

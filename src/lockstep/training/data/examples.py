@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from lockstep.errors import ConfigError, PromptError
-from lockstep.json_text import lone_surrogate
+from lockstep.json_text import lone_surrogate, without_nulls
 from lockstep.plugins import load_object
 from lockstep.text import Prompt
 from lockstep.training.data.records import BadRow, Record, field
@@ -169,18 +169,18 @@ def _completions(tokenizer: "PreTrainedTokenizerBase", records: Sequence[Record]
 
 
 def _chats(tokenizer: "PreTrainedTokenizerBase", records: Sequence[Record]) -> list[Example | BadRow]:
-    chats = _each(records, lambda record: _chat(tokenizer, field(record, "messages", list)))
+    chats = _each(records, lambda record: _chat(tokenizer, _messages(record)))
     return _map_good(chats, lambda good: _answers(tokenizer, good))
 
 
 def _whole_chats(tokenizer: "PreTrainedTokenizerBase", records: Sequence[Record]) -> list[Example | BadRow]:
-    chats = _each(records, lambda record: _whole_chat(tokenizer, field(record, "messages", list)))
+    chats = _each(records, lambda record: _whole_chat(tokenizer, _messages(record)))
     return _map_good(chats, lambda good: _answers(tokenizer, good))
 
 
 def _pairs(tokenizer: "PreTrainedTokenizerBase", records: Sequence[Record]) -> list[Example | BadRow]:
     def pair_of(record: Record) -> tuple[_Chat, _Chat]:
-        chosen, rejected = (field(record, name, list) for name in ("chosen", "rejected"))
+        chosen, rejected = (_messages(record, name) for name in ("chosen", "rejected"))
         if chosen[:-1] != rejected[:-1]:
             raise BadRow(
                 "has 'chosen' and 'rejected' that differ before the last message; they must answer the same prompt. "
@@ -208,6 +208,12 @@ def _scored_pairs(tokenizer: "PreTrainedTokenizerBase", records: Sequence[Record
         return tuple(dataclasses.replace(one, reference=each) for one, each in zip(example, values, strict=True))
 
     return [scored(*both) for both in zip(_pairs(tokenizer, records), _each(records, logprobs), strict=True)]
+
+
+def _messages(record: Record, name: str = "messages") -> list[Any]:
+    """The messages of a chat as their author wrote them, without the nulls of a column's other messages."""
+    messages: list[Any] = without_nulls(field(record, name, list))
+    return messages
 
 
 def _joined(chosen: Example | BadRow, rejected: Example | BadRow) -> Example | BadRow:

@@ -1,13 +1,15 @@
 """The files of a data source in chunks that hosts share out, and their records by number, or what is wrong there."""
 
+import contextlib
 import dataclasses
 import hashlib
 import io
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import fsspec
+import zstandard
 
 from lockstep.errors import ConfigError
 from lockstep.json_text import lone_surrogate, parse_json
@@ -224,15 +226,55 @@ def field(record: Record, name: str, kind: type | tuple[type, ...] = str) -> Any
     return record[name]
 
 
+class _ZstdStream(io.RawIOBase):
+    """A compressed file of any number of frames. The readers of zstandard take one that was cut for one that ends.
+
+    Raises:
+        EOFError: The file ends within a frame.
+    """
+
+    INPUT_BYTES: ClassVar = 8 << 10  # bytes that are decompressed at once, whose output has no limit
+
+    def __init__(self, file: Any) -> None:
+        self._file, self._frame = file, None
+        self._compressed, self._output = b"", memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._output and (self._compressed or self._read()):
+            frame = self._frame or zstandard.ZstdDecompressor().decompressobj()
+            self._output = memoryview(frame.decompress(self._compressed))
+            self._compressed, self._frame = frame.unused_data, None if frame.eof else frame
+        size = min(len(buffer), len(self._output))
+        buffer[:size], self._output = self._output[:size], self._output[size:]
+        return size
+
+    def _read(self) -> bool:
+        self._compressed = self._file.read(self.INPUT_BYTES)
+        if not self._compressed and self._frame is not None:
+            raise EOFError("compressed file ended before the end of a frame; it may be half a download")
+        return bool(self._compressed)
+
+
+@contextlib.contextmanager
+def _opened(file: SourceFile) -> Iterator[Any]:
+    """A file as a stream of what is compressed in it."""
+    codec = file.compression if file.compression != "zstd" else None
+    with file.fs.open(file.path, "rb", compression=codec) as stream:
+        yield io.BufferedReader(_ZstdStream(stream), BUFFER_BYTES) if file.compression == "zstd" else stream
+
+
 def _lines(file: SourceFile, part: int, parts: int, max_bytes: int | None = None) -> Iterator[tuple[int, bytes]]:
     """The lines that begin in a part, each with the bytes that were read with it.
 
     A line longer than ``max_bytes`` comes cut to one byte more than that; the rest is passed over piece by piece.
     """
     begin, end = (part * file.size // parts, (part + 1) * file.size // parts)
-    with file.fs.open(file.path, "rb", compression=file.compression) as raw:
+    with _opened(file) as raw:
         # Without a buffer of their own, these read a whole block for each line.
-        unbuffered = isinstance(raw, fsspec.spec.AbstractBufferedFile | io.RawIOBase) or file.compression == "zstd"
+        unbuffered = isinstance(raw, fsspec.spec.AbstractBufferedFile | io.RawIOBase)
         stream = io.BufferedReader(raw, BUFFER_BYTES) if unbuffered else raw
         if begin:
             stream.seek(begin - 1)
@@ -301,7 +343,7 @@ def _read_arrow(
 ) -> Iterator[tuple[int, int, Record | BadRow | None]]:
     import pyarrow.ipc
 
-    with file.fs.open(file.path, "rb", compression=file.compression) as stream:
+    with _opened(file) as stream:
         head = stream.read(6)
         stream.seek(0)
         if head == b"ARROW1":

@@ -2,15 +2,20 @@
 
 import dataclasses
 import itertools
+import json
+import string
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 from tokenizers import Tokenizer, models, normalizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from lockstep.errors import ConfigError
+from lockstep.json_text import without_nulls
 from lockstep.training.data import LmDataConfig, PreferenceDataConfig
 from lockstep.training.data.examples import FORMATS
-from lockstep.training.data.records import BadRow
+from lockstep.training.data.records import BadRow, list_files, read_piece
 from tests.unit.training.data import characters
 
 TEMPLATE = (
@@ -214,3 +219,55 @@ def test_a_completion_has_no_space_that_the_tokenizer_puts_before_texts():
 def test_what_no_tokenizer_takes_is_a_bad_row(kind, record):
     (found,) = FORMATS[kind].tokenize(merging(), [record])
     assert isinstance(found, BadRow) and ("surrogate" in str(found) or "a message needs the texts" in str(found))
+
+
+CALL = {"function": {"name": "add", "arguments": {"a": 2, "b": [{"c": 1}, {"d": None}]}}}
+FULL = [
+    {"role": "system", "content": "be", "name": "owner"},
+    {"role": "user", "content": "q?"},
+    {"role": "assistant", "content": "", "tool_calls": [CALL]},
+    {"role": "tool", "content": "ok", "tool_call_id": "id"},
+    {"role": "assistant", "content": "sum", "thinking": "long"},
+]
+EVERY_KEY = (
+    "{% for m in messages %}<{% for key in m | sort %}{{ key }}={{ m[key] | tojson }};{% endfor %}>"
+    "{% endfor %}{% if add_generation_prompt %}<content={% endif %}"
+)
+"""A template that shows each key, as many do with ``name`` and the arguments of a call."""
+
+
+def written(path, records, kind):
+    """A file of records: JSON lines as the author wrote them or as `datasets` does, with all keys; a table."""
+    table = pyarrow.Table.from_pylist(records)
+    if kind.endswith("jsonl"):
+        rows = table.to_pylist() if kind == "datasets.jsonl" else records
+        (path / kind).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    elif kind.endswith("parquet"):
+        pyarrow.parquet.write_table(table, path / kind)
+    else:
+        with pyarrow.OSFile(str(path / kind), "wb") as file, pyarrow.ipc.new_stream(file, table.schema) as stream:
+            stream.write_table(table)
+    return path / kind
+
+
+@pytest.mark.parametrize("kind", ["x.jsonl", "datasets.jsonl", "x.parquet", "x.arrow"])
+@pytest.mark.parametrize("data_format", ["chat", "chat_all", "preference"])
+def test_a_chat_has_the_keys_that_its_author_wrote_in_every_kind_of_file(tmp_path, kind, data_format):
+    """A column of objects has each key of any of them, with nulls."""
+    answers = [[*FULL[:4], FULL[-1] | {"content": text}] for text in ("sum", "other")]
+    names = ("chosen", "rejected") if data_format == "preference" else ("messages",)
+    few = {name: [{"role": "user", "content": "q?"}, {"role": "assistant", "content": name}] for name in names}
+    record = dict(zip(names, answers, strict=False))
+    tokenizer = merging()
+    tokenizer.chat_template = EVERY_KEY
+    (file,) = list_files(str(written(tmp_path, [record, few], kind)), "data")
+    records = [record for _, _, record in read_piece(file, 0, 1, ())]
+    texts = []
+    tokenizer.add_tokens(list(dict.fromkeys(string.printable)))
+    for example in FORMATS[data_format].tokenize(tokenizer, records):
+        assert not isinstance(example, BadRow), example
+        texts += ["".join(tokenizer.convert_ids_to_tokens([i if i >= 0 else ~i for i in s.tokens])) for s in example]
+    expected = [chat for row in ({name: chat for name, chat in record.items()}, few) for chat in row.values()]
+    for chat in expected:
+        assert texts.pop(0) == tokenizer.apply_chat_template(without_nulls(chat), tokenize=False)
+    assert "name" not in tokenizer.apply_chat_template(expected[-1], tokenize=False)

@@ -1,10 +1,13 @@
 """Records that cannot be used are named by file and line; files that cannot be read end the run."""
 
+import bz2
 import gzip
 import json
+import lzma
 import os
 
 import pytest
+import zstandard
 
 from lockstep.errors import ConfigError
 from lockstep.training.data import LmDataConfig, PreferenceDataConfig, records
@@ -96,6 +99,44 @@ def test_a_broken_archive_is_not_a_bad_row(tmp_path):
         LmDataConfig(train_urls=(str(tmp_path / "x.jsonl.gz"),)).load(Tokenizer(), 16, 0)
 
 
+def one(path):
+    (file,) = list_files(str(path), "data.train_urls")
+    return file
+
+
+def compressed(suffix, data):
+    codecs = {"gz": gzip, "bz2": bz2, "xz": lzma, "zst": zstandard}
+    return codecs[suffix].compress(data)
+
+
+@pytest.mark.parametrize("suffix", ["gz", "bz2", "xz", "zst"])
+@pytest.mark.parametrize("kept", ["half of a frame", "half of the second frame", "the head of the second frame"])
+def test_a_part_of_a_compressed_file_is_not_taken_for_the_whole(tmp_path, suffix, kept):
+    first, second = (compressed(suffix, json.dumps({"text": text * 4000}).encode() + b"\n") for text in ("äb", "cd"))
+    parts = {
+        "half of a frame": first[: len(first) // 2],
+        "half of the second frame": first + second[: len(second) // 2],
+        "the head of the second frame": first + second[:3],
+    }
+    path = tmp_path / f"x.jsonl.{suffix}"
+    path.write_bytes(first + second)
+    assert [record["text"][:2] for _, _, record in read_piece(one(path), 0, 1, ())] == ["äb", "cd"]
+    path.write_bytes(parts[kept])
+    with pytest.raises(ConfigError, match=rf"(?i)x.jsonl.{suffix} cannot be read: EOFError: .* ended before"):
+        list(read_piece(one(path), 0, 1, ()))
+
+
+@pytest.mark.parametrize("n_bytes", [1, 7, 1 << 20])
+def test_frames_of_zstd_may_be_empty_skipped_and_of_any_size(tmp_path, monkeypatch, n_bytes):
+    """Whatever part of a frame is read at once."""
+    monkeypatch.setattr(records._ZstdStream, "INPUT_BYTES", n_bytes)
+    skipped = b"\x50\x2a\x4d\x18" + (3).to_bytes(4, "little") + b"any"
+    frames = [compressed("zst", data) for data in (b'{"te', b"", b'xt": "a"}\n', b'{"text": "b"}\n' * 9000)]
+    (tmp_path / "x.jsonl.zst").write_bytes(skipped.join([b"", *frames, b""]))
+    texts = [record["text"] for _, _, record in read_piece(one(tmp_path / "x.jsonl.zst"), 0, 1, ())]
+    assert texts == ["a", *["b"] * 9000]
+
+
 RECORDS = [{"prompt": f"{n}?", "completion": "x" * (n % 5), "more": n} for n in range(50)]
 
 
@@ -104,15 +145,11 @@ def text_of(records):
 
 
 def as_gzip(path):
-    import gzip
-
     (path / "x.jsonl.gz").write_bytes(gzip.compress(text_of(RECORDS)))
     return path / "x.jsonl.gz"
 
 
 def as_zstd(path):
-    import zstandard
-
     (path / "x.jsonl.zst").write_bytes(zstandard.ZstdCompressor().compress(text_of(RECORDS)))
     return path / "x.jsonl.zst"
 
@@ -171,11 +208,6 @@ def test_every_format_gives_the_same_rows(tmp_path, monkeypatch, make):
     assert len(found["tokens"]) == 50
     for name, column in wanted.items():
         assert found[name].tolist() == column.tolist()
-
-
-def one(path):
-    (file,) = list_files(str(path), "data.train_urls")
-    return file
 
 
 def test_a_small_file_is_known_by_its_content_alone(tmp_path):
