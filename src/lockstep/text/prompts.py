@@ -35,8 +35,8 @@ class Prompt:
     Args:
         id: The prompt's number, from 0 in the order of the source.
         text: The text that the model continues; None for a chat.
-        messages: The messages of a chat, ``{"role": …, "content": …}`` each, kept without keys that are null; None for a
-            text.
+        messages: The messages of a chat, ``{"role": …, "content": …}`` each, kept without keys that are null; None
+            for a text.
         answer: The reference answer, which metrics compare with; None where there is none.
         fields: The further fields of its line, such as an id of the user's.
 

@@ -236,7 +236,8 @@ class _ZstdStream(io.RawIOBase):
     INPUT_BYTES: ClassVar = 8 << 10  # bytes that are decompressed at once, whose output has no limit
 
     def __init__(self, file: Any) -> None:
-        self._file, self._frame = file, None
+        self._file = file
+        self._frame: Any = None
         self._compressed, self._output = b"", memoryview(b"")
 
     def readable(self) -> bool:

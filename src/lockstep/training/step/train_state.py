@@ -31,7 +31,7 @@ _USAGE: Final = "Write one type for both ('f32') or pairs such as 'p=f32,c=bf16'
 class Precision:
     """The float types of a training run."""
 
-    param: jnp.dtype  # the type of stored parameters, gradients and optimizer state
+    param: jnp.dtype  # of stored parameters, gradients (sums of microbatches are in float32) and optimizer state
     compute: jnp.dtype  # the type of the arithmetic inside the model; losses are summed in float32 whatever it is
 
     def cast_to_compute(self, tree: PyTree) -> PyTree:

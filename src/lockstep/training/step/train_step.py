@@ -302,7 +302,7 @@ class TrainStep:
             (_, parts), gradients = eqx.filter_value_and_grad(self._mean, has_aux=True)(model, frozen, batch)
             return parts, gradients
         parts, gradients = self._sums(model, frozen, batch)
-        return parts, jax.tree.map(lambda g: (g / parts.weight).astype(g.dtype), gradients)
+        return parts, self._precision.cast_to_param(jax.tree.map(lambda g: g / parts.weight, gradients))
 
     def _differentiate_slice(self, model: PyTree, frozen: PyTree, batch: dict[str, Array]) -> tuple[LossParts, PyTree]:
         """`_differentiate` on one slice, which has all parameters: slices meet once, when all microbatches are done."""
@@ -310,15 +310,17 @@ class TrainStep:
         parts = jax.lax.psum(parts, DCN)
 
         def mean(gradient: Array) -> Array:
-            sent = (gradient / parts.weight).astype(self._reduce_dtype or gradient.dtype)
+            sent = (gradient / parts.weight).astype(self._reduce_dtype or self._precision.param)
             if self._mesh.devices.flat[0].platform == "cpu":  # XLA for CPUs aborts when it compiles a sum of bfloat16
-                sent = sent.astype(gradient.dtype)
-            return jax.lax.psum(sent, DCN).astype(gradient.dtype)
+                sent = sent.astype(jnp.float32)
+            return jax.lax.psum(sent, DCN)
 
-        return parts, jax.tree.map(mean, gradients)
+        return parts, self._precision.cast_to_param(jax.tree.map(mean, gradients))
 
     def _sums(self, model: PyTree, frozen: PyTree, batch: dict[str, Array]) -> tuple[LossParts, PyTree]:
-        """Return the sums of the microbatches, and the gradient of the sum of losses."""
+        """Return the sums of the microbatches, and the gradient of the sum of losses. That of several is added up in
+        float32: a sum in bfloat16 loses what is less than a 256th of it.
+        """
         differentiate = eqx.filter_value_and_grad(self._total, has_aux=True)
         if self._microbatches == 1:
             (_, parts), gradients = differentiate(model, frozen, batch)
@@ -326,11 +328,11 @@ class TrainStep:
 
         def add(sums: PyTree, microbatch: dict[str, Array]) -> tuple[PyTree, None]:
             (_, parts), gradients = differentiate(model, frozen, microbatch)
-            return jax.tree.map(jnp.add, sums, (parts, gradients)), None
+            return jax.tree.map(lambda a, b: a + b.astype(a.dtype), sums, (parts, gradients)), None
 
         split = {name: self._split(rows) for name, rows in batch.items()}
         (_, parts), gradients = jax.eval_shape(differentiate, model, frozen, {k: v[0] for k, v in split.items()})
-        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (parts, gradients))
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)), (parts, gradients))
         zeros = (zeros[0], hax.shard(zeros[1], parameter_axes(self._mesh), self._mesh))
         found: tuple[LossParts, PyTree] = jax.lax.scan(add, zeros, split)[0]
         return found

@@ -267,7 +267,7 @@ def test_a_chat_has_the_keys_that_its_author_wrote_in_every_kind_of_file(tmp_pat
     for example in FORMATS[data_format].tokenize(tokenizer, records):
         assert not isinstance(example, BadRow), example
         texts += ["".join(tokenizer.convert_ids_to_tokens([i if i >= 0 else ~i for i in s.tokens])) for s in example]
-    expected = [chat for row in ({name: chat for name, chat in record.items()}, few) for chat in row.values()]
+    expected = [chat for row in (record, few) for chat in row.values()]
     for chat in expected:
         assert texts.pop(0) == tokenizer.apply_chat_template(without_nulls(chat), tokenize=False)
     assert "name" not in tokenizer.apply_chat_template(expected[-1], tokenize=False)

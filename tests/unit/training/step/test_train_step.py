@@ -80,13 +80,13 @@ def test_the_memory_of_the_state_before_is_that_of_the_state_after():
     assert text.count("jax.buffer_donor") + text.count("tf.aliasing_output") == len(jax.tree.leaves(state))
 
 
-def step_once(shape, microbatches, reduce_dtype=None, optimizer=None, schedule=None, before=0):
+def step_once(shape, microbatches, reduce_dtype=None, optimizer=None, schedule=None, before=0, policy="f32", rows=8):
     """Mesh, metrics, the model after one step of gradient descent, and the collectives of the program.
 
     Args:
         before: The number of steps before it, of which none was an update.
     """
-    mesh, precision = make_mesh(shape, jax.devices()[:4]), parse_precision("f32")
+    mesh, precision = make_mesh(shape, jax.devices()[:4]), parse_precision(policy)
     optimizer = optax.sgd(1.0) if optimizer is None else optimizer
     model = Bigrams.init(jax.random.key(0))
 
@@ -100,8 +100,8 @@ def step_once(shape, microbatches, reduce_dtype=None, optimizer=None, schedule=N
         microbatches=microbatches, reduce_dtype=reduce_dtype,
     )  # fmt: skip
     rng = np.random.default_rng(0)
-    columns = {"tokens": rng.integers(0, 16, (8, 9), np.int32), "loss_mask": rng.random((8, 9)) < 0.5}
-    structs = batch_structs({k: jax.ShapeDtypeStruct(v.shape[1:], v.dtype) for k, v in columns.items()}, 8, mesh)
+    columns = {"tokens": rng.integers(0, 16, (rows, 9), np.int32), "loss_mask": rng.random((rows, 9)) < 0.5}
+    structs = batch_structs({k: jax.ShapeDtypeStruct(v.shape[1:], v.dtype) for k, v in columns.items()}, rows, mesh)
     batch = {name: jax.device_put(column, structs[name].sharding) for name, column in columns.items()}
     stop = jax.device_put(np.zeros(4, np.int32), NamedSharding(mesh, PartitionSpec(mesh.axis_names)))
     found = collectives(Hlo(step.lower(state, batch).compile().as_text()), mesh.size)
@@ -120,6 +120,16 @@ def test_the_learning_rate_is_that_of_the_updates_that_the_optimizer_has_counted
     optimizer = optax.sgd(schedule if counts else 1.0)
     _, metrics, *_ = step_once("1,4,1", 1, optimizer=optimizer, schedule=schedule, before=1)
     assert metrics.values["learning_rate"] == expected
+
+
+@pytest.mark.parametrize("slices", [1, 2])
+def test_gradients_of_microbatches_are_added_in_float32_whatever_the_parameters_are(monkeypatch, slices):
+    """A sum of 512 in bfloat16 stops growing at 256 times what is added."""
+    expected = step_once("1,4,1", 1, policy="p=f32,c=bf16", rows=2048)[1]
+    monkeypatch.setenv("MEGASCALE_NUM_SLICES", str(slices))
+    _, metrics, model, _ = step_once("auto", 512, policy="bf16", rows=2048)
+    assert model.embed.array.dtype == jnp.bfloat16, "they are stored as they were"
+    assert metrics.values["grad_norm"] == pytest.approx(expected.values["grad_norm"], rel=0.01)
 
 
 @functools.cache
