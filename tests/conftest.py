@@ -52,3 +52,21 @@ def _log_as_before() -> Iterator[None]:
     yield
     package.handlers, package.propagate = handlers, propagate
     package.setLevel(level)
+
+
+SHOWN_FILES = 25
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Print how long the tests of each file took, set-up and clean-up included, whichever worker ran them."""
+    seconds: collections.Counter[str] = collections.Counter()
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if isinstance(report, pytest.TestReport):
+                seconds[report.nodeid.partition("::")[0]] += report.duration
+    if len(seconds) < 2:
+        return
+    terminalreporter.section(f"time by file, the {SHOWN_FILES} slowest of {len(seconds)}")
+    for file, total in seconds.most_common(SHOWN_FILES):
+        terminalreporter.write_line(f"{total:8.1f} s  {file}")
+    terminalreporter.write_line(f"{seconds.total():8.1f} s  in all, on all workers together")
