@@ -54,7 +54,7 @@ class YarnScaling:
     ``beta_slow`` times are slowed by ``factor``, and those between are blended.
 
     Example:
-        >>> round(lockstep.models.YarnScaling(factor=32.0).attention_factor, 4)
+        >>> round(lockstep.models.YarnScaling(factor=32.0).amplitude, 4)
         1.3466
     """
 
@@ -68,6 +68,8 @@ class YarnScaling:
     """Whether the two bounds are rounded to whole pairs, outwards; gpt-oss does not."""
     original_max_position_embeddings: int = 4096
     """The context length in tokens before it was extended."""
+    attention_factor: float | None = None
+    """The factor of rotated queries, and of rotated keys. Null for ``0.1 ln(factor) + 1`` (the paper's equation 22)."""
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "factor", block="rope.yarn.", fix=". gpt-oss uses 32.")
@@ -77,11 +79,16 @@ class YarnScaling:
                 f"rope.yarn.beta_slow is {self.beta_slow} and rope.yarn.beta_fast is {self.beta_fast}; it must hold "
                 "that 0 < beta_slow < beta_fast. gpt-oss uses 1 and 32."
             )
+        if self.attention_factor is not None and not 0 < self.attention_factor < math.inf:
+            raise ConfigError(
+                f"rope.yarn.attention_factor is {self.attention_factor}; it must be finite and more than 0. Use null "
+                "for the paper's."
+            )
 
     @property
-    def attention_factor(self) -> float:
-        """The factor of rotated queries, and of rotated keys: ``0.1 ln(factor) + 1`` (the paper's equation 22)."""
-        return 0.1 * math.log(self.factor) + 1.0
+    def amplitude(self) -> float:
+        """The factor of rotated queries, and of rotated keys."""
+        return _amplitude(self.factor) if self.attention_factor is None else self.attention_factor
 
     def scale(self, frequencies: Float[np.ndarray, " half_head"], theta: float) -> Float[np.ndarray, " half_head"]:
         """The scaled frequencies.
@@ -157,7 +164,7 @@ class RotaryConfig:
     @property
     def score_factor(self) -> float:
         """The factor of attention scores that comes with the scaling."""
-        return 1.0 if self.yarn is None else self.yarn.attention_factor**2
+        return 1.0 if self.yarn is None else self.yarn.amplitude**2
 
     def rotated(self, head_size: int) -> int:
         """The number of elements of a head that are rotated, in pairs."""
@@ -187,17 +194,41 @@ class RotaryConfig:
 def rope_from_hf(hf: Mapping[str, Any]) -> RotaryConfig:
     """The rotary embeddings of a ``config.json``, in either spelling: ``rope_parameters`` is that of transformers 5.
 
+    Where a file has both, ``rope_scaling`` counts, as in transformers 5, unless ``rope_parameters`` contradicts it.
+    Source: ``transformers/modeling_rope_utils.py``, ``convert_rope_params_to_dict`` and ``standardize_rope_params``.
+
     Args:
         hf: The parsed file, or a mapping with the keys of one kind of its layers.
 
     Raises:
-        ConfigError: They are of a type that lockstep does not compute, or a key is missing.
+        ConfigError: They are of a type that lockstep does not compute, they contradict each other, or a key is missing.
     """
-    parameters: Mapping[str, Any] = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
-    kind = parameters.get("rope_type", parameters.get("type", "default"))
+    scaling, parameters = hf.get("rope_scaling") or {}, hf.get("rope_parameters") or {}
+    rope = _rotary(scaling or parameters, hf)
+    if scaling and parameters:
+        other = _rotary(parameters, hf)
+        plain = RotaryConfig(theta=rope.theta, partial_rotary_factor=rope.partial_rotary_factor)
+        if other not in (rope, plain):
+            raise ConfigError(
+                f"the checkpoint's config.json has rope_scaling {scaling} and rope_parameters {parameters}, which "
+                f"contradict each other: transformers would take rope_scaling, with rope_theta {rope.theta:g}. Keep "
+                "one of them, with rope_theta in it."
+            )
+    return rope
+
+
+def _rotary(parameters: Mapping[str, Any], hf: Mapping[str, Any]) -> RotaryConfig:
+    """The rotary embeddings of one of the two spellings."""
+    kind = _rope_type(parameters)
+    parts = {place["partial_rotary_factor"] for place in (parameters, hf) if place.get("partial_rotary_factor")}
+    if len(parts) > 1:
+        raise ConfigError(
+            f"the checkpoint's config.json has two values of partial_rotary_factor, {min(parts)} and {max(parts)}, one "
+            "beside the rotary settings and one in them. Keep the right one."
+        )
     common: dict[str, Any] = {
-        "theta": parameters.get("rope_theta", hf.get("rope_theta", 10000.0)),
-        "partial_rotary_factor": parameters.get("partial_rotary_factor", hf.get("partial_rotary_factor", 1.0)),
+        "theta": required(parameters if "rope_theta" in parameters else {"rope_theta": 10000.0, **hf}, "rope_theta"),
+        "partial_rotary_factor": max(parts, default=1.0),
     }
     if kind == "default":
         return RotaryConfig(**common)
@@ -219,27 +250,62 @@ def rope_from_hf(hf: Mapping[str, Any]) -> RotaryConfig:
             f"the checkpoint has rope type {kind!r}; lockstep computes 'default', 'linear', 'llama3' and 'yarn'. "
             f"Choose another checkpoint{remove}."
         )
-    keys = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-    return RotaryConfig(**common, scaling=Llama3Scaling(**{key: required(parameters, key) for key in keys}))
+    factors = {key: required(parameters, key) for key in ("factor", "low_freq_factor", "high_freq_factor")}
+    context = _original_context(parameters, hf)
+    return RotaryConfig(**common, scaling=Llama3Scaling(**factors, original_max_position_embeddings=context))
+
+
+def _rope_type(parameters: Mapping[str, Any]) -> str:
+    """The type of rotary settings, whose key has two names."""
+    nested = [key for key, value in parameters.items() if isinstance(value, Mapping)]
+    if nested:
+        raise ConfigError(
+            f"the checkpoint's rotary settings have {', '.join(nested)}, settings of each kind of layers, which "
+            "lockstep computes in gemma3 only. Choose another checkpoint."
+        )
+    kinds = [parameters[key] for key in ("rope_type", "type") if key in parameters]
+    if len(set(kinds)) > 1:
+        raise ConfigError(
+            f"the checkpoint's rotary settings have rope_type {kinds[0]!r} and type {kinds[1]!r}, which contradict "
+            "each other. Keep one of them in its config.json."
+        )
+    if not kinds and parameters.get("factor") is not None:
+        raise ConfigError(
+            f"the checkpoint's rotary settings have factor {parameters['factor']!r} and no rope_type, so that "
+            "transformers would not use it. Add rope_type to its config.json, or remove factor."
+        )
+    return str(kinds[0]) if kinds else "default"
+
+
+def _original_context(parameters: Mapping[str, Any], hf: Mapping[str, Any]) -> int:
+    """The context length before it was extended; that beside the rotary settings counts more, as in transformers 5."""
+    key = "original_max_position_embeddings"
+    place = hf if key in hf else parameters
+    return int(required(place, key) if key in place else required(hf, "max_position_embeddings"))
 
 
 def _yarn_from_hf(parameters: Mapping[str, Any], hf: Mapping[str, Any]) -> YarnScaling:
+    context, factor = _original_context(parameters, hf), parameters.get("factor")
+    if factor is None and "factor" in parameters:
+        factor = required(hf, "max_position_embeddings") / context
+    stated, scale, divisor = (parameters.get(key) for key in ("attention_factor", "mscale", "mscale_all_dim"))
     yarn = YarnScaling(
-        factor=required(parameters, "factor"),
+        factor=required({**parameters, "factor": factor}, "factor"),
         beta_fast=parameters.get("beta_fast") or 32.0,
         beta_slow=parameters.get("beta_slow") or 1.0,
-        truncate=parameters.get("truncate", True),
-        original_max_position_embeddings=parameters.get("original_max_position_embeddings")
-        or required(hf, "max_position_embeddings"),
+        truncate=bool(parameters.get("truncate", True)),
+        original_max_position_embeddings=context,
+        attention_factor=stated,
     )
-    given = parameters.get("attention_factor")
-    other = [key for key in ("mscale", "mscale_all_dim") if parameters.get(key)]
-    if other or not (given is None or math.isclose(given, yarn.attention_factor, rel_tol=1e-6)):
-        raise ConfigError(
-            f"the checkpoint's rope parameters have {', '.join(other) or f'attention_factor {given}'}; lockstep "
-            f"computes YaRN's own attention factor only, {yarn.attention_factor:.6g} here. Choose another checkpoint."
-        )
-    return yarn
+    if stated is None and scale and divisor:  # of DeepSeek
+        ratio = _amplitude(yarn.factor, scale) / _amplitude(yarn.factor, divisor)
+        yarn = dataclasses.replace(yarn, attention_factor=ratio)
+    one_spelling = dataclasses.replace(yarn, attention_factor=None)
+    return one_spelling if math.isclose(yarn.amplitude, one_spelling.amplitude, rel_tol=1e-6) else yarn
+
+
+def _amplitude(factor: float, scale: float = 1.0) -> float:
+    return 0.1 * scale * math.log(factor) + 1.0
 
 
 def rope_to_hf(rope: RotaryConfig) -> dict[str, Any] | None:
@@ -247,7 +313,8 @@ def rope_to_hf(rope: RotaryConfig) -> dict[str, Any] | None:
     if rope.linear_factor != 1:
         return {"rope_type": "linear", "factor": rope.linear_factor}
     if rope.yarn is not None:
-        return {"rope_type": "yarn", **dataclasses.asdict(rope.yarn)}
+        stated = {key: value for key, value in dataclasses.asdict(rope.yarn).items() if value is not None}
+        return {"rope_type": "yarn", **stated}
     if rope.scaling is None:
         return None
     return {
@@ -263,11 +330,12 @@ def required(hf: Mapping[str, Any], key: str) -> Any:
     """The value of a key of ``config.json``.
 
     Raises:
-        ConfigError: There is none.
+        ConfigError: There is none, or it is null.
     """
     if hf.get(key) is None:
+        state = f"{key}: null" if key in hf else f"no {key}"
         raise ConfigError(
-            f"the checkpoint's config.json has no {key}; lockstep needs it. Found keys: {', '.join(sorted(hf))}. Save "
+            f"the checkpoint's config.json has {state}; lockstep needs it. Found keys: {', '.join(sorted(hf))}. Save "
             "the checkpoint again with a recent version of transformers, or add the key."
         )
     return hf[key]

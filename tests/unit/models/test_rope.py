@@ -80,7 +80,7 @@ def test_yarn_is_that_of_transformers(yarn: YarnScaling) -> None:
     frequencies = rope.frequencies(size)
     assert frequencies.dtype == np.float32
     np.testing.assert_allclose([frequencies[pair] for pair in some], list(some.values()), rtol=1e-6)
-    assert yarn.attention_factor == pytest.approx(factor, rel=1e-8)
+    assert yarn.amplitude == pytest.approx(factor, rel=1e-8)
     config = LlamaConfig(**SMALL, rope=rope, variant=Variant(attention_scale=0.5))
     assert config.attention_scale == pytest.approx(0.5 * factor**2, rel=1e-8)
     written = rope_to_hf(rope)
@@ -101,8 +101,44 @@ def test_yarn_that_cannot_be_computed_is_refused() -> None:
     sliding = Variant(sliding_window=4, full_attention_every=2, sliding_rope=RotaryConfig())
     with pytest.raises(ConfigError, match=r"rope scales attention scores by 1\.8\d+ and variant\.sliding_rope by 1;"):
         LlamaConfig(**SMALL, rope=RotaryConfig(yarn=YarnScaling()), variant=sliding)
+    with pytest.raises(ConfigError, match=r"rope\.yarn\.attention_factor is 0\.0; it must be finite and more than 0"):
+        YarnScaling(attention_factor=0.0)
+
+
+def test_yarn_has_the_attention_factor_of_the_file() -> None:
     hf = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
-    with pytest.raises(ConfigError, match=r"rope parameters have attention_factor 2\.0; .*1\.13863 here"):
-        rope_from_hf({"rope_parameters": {**hf, "attention_factor": 2.0}})
-    with pytest.raises(ConfigError, match=r"rope parameters have mscale, mscale_all_dim"):
-        rope_from_hf({"rope_parameters": {**hf, "mscale": 1.0, "mscale_all_dim": 1.0}})
+    plain = rope_from_hf({"rope_parameters": hf})
+    assert rope_from_hf({"rope_parameters": {**hf, "mscale": 0.5}}) == plain  # only both count
+    assert rope_from_hf({"rope_parameters": {**hf, "attention_factor": plain.yarn.amplitude}}) == plain
+    stated = rope_from_hf({"rope_parameters": {**hf, "attention_factor": 2.0, "mscale": 1.0, "mscale_all_dim": 2.0}})
+    assert stated.score_factor == 4.0
+    scaled = rope_from_hf({"rope_parameters": {**hf, "mscale": 1.0, "mscale_all_dim": 0.5}})
+    assert scaled.score_factor == pytest.approx(((0.1 * np.log(4) + 1) / (0.05 * np.log(4) + 1)) ** 2)
+    for rope in (stated, scaled):
+        assert rope_from_hf({"rope_theta": 1e4, "rope_scaling": rope_to_hf(rope)}) == rope
+
+
+@pytest.mark.parametrize(
+    ("hf", "text"),
+    [
+        (
+            {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": {"rope_theta": 500.0}},
+            r"rope_scaling .*'linear'.* and rope_parameters .*500\.0.*contradict each other: .*rope_theta 10000\.",
+        ),
+        (
+            {"rope_scaling": {"type": "linear", "rope_type": "yarn"}},
+            r"rope_type 'yarn' and type 'linear', .*contradict",
+        ),
+        ({"rope_scaling": {"factor": 2.0}}, r"factor 2\.0 and no rope_type, .*would not use it"),
+        ({"rope_parameters": {"full_attention": {}}}, r"have full_attention, settings of each kind .*gemma3 only"),
+        ({"rope_theta": None}, r"has rope_theta: null; lockstep needs it"),
+        ({"rope_theta": 9.0, "rope_parameters": {"rope_theta": None}}, r"has rope_theta: null; lockstep needs it"),
+        (
+            {"partial_rotary_factor": 0.5, "rope_parameters": {"partial_rotary_factor": 0.25}},
+            r"two values of partial_rotary_factor, 0\.25 and 0\.5",
+        ),
+    ],
+)
+def test_rotary_settings_that_contradict_each_other_are_refused_by_key(hf: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        rope_from_hf(hf)

@@ -11,6 +11,13 @@ from lockstep.models.rope import required, rope_from_hf, rope_to_hf
 ACTIVATIONS: Final = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu"}
 """Activations of a gated MLP: Hugging Face's name and ours."""
 
+_DEFAULTS: Final = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "initializer_range": 0.02}
+"""The values of keys that a ``config.json`` lacks, in all families that do not say otherwise."""
+_NULLABLE: Final = frozenset(
+    "head_dim num_key_value_heads sliding_window attn_logit_softcapping final_logit_softcapping mlp_only_layers".split()
+    + ["rope_theta", "rope_local_base_freq", "partial_rotary_factor"]  # rope_parameters may have them
+)
+"""The keys with a default whose null transformers reads."""
 _TRAINING: Final = ("gradient_checkpointing", "attn_backend", "numerics")
 """Fields of a configuration that are of training, not of the model."""
 
@@ -52,7 +59,10 @@ class Family:
         Raises:
             ConfigError: A setting is not one that lockstep computes, or a key is missing.
         """
-        hf = {**self.defaults, **hf}
+        defaults = {**_DEFAULTS, **self.defaults}
+        hf = {**defaults, **hf}
+        for key in defaults.keys() - _NULLABLE:
+            required(hf, key)
         for switch in ("attention_bias", "mlp_bias", "use_bidirectional_attention"):
             if hf.get(switch) and not (switch == "attention_bias" and self.config().variant.o_bias):
                 raise ConfigError(
@@ -79,9 +89,9 @@ class Family:
             # As in transformers: the first Llama has no num_key_value_heads.
             "num_kv_heads": hf.get("num_key_value_heads") or num_heads,
             "head_dim": head_dim,
-            "layer_norm_epsilon": hf.get("rms_norm_eps", 1e-6),
-            "tie_word_embeddings": hf.get("tie_word_embeddings", False),
-            "initializer_range": hf.get("initializer_range", 0.02),
+            "layer_norm_epsilon": hf["rms_norm_eps"],
+            "tie_word_embeddings": hf["tie_word_embeddings"],
+            "initializer_range": hf["initializer_range"],
             "activation": variant.activation if activation is None else ACTIVATIONS[activation],
             **self.read(hf),
         }
@@ -156,6 +166,27 @@ def _computed(config: LlamaConfig) -> dict[str, Any]:
     for name in _TRAINING:
         fields.pop(name)
     return fields | {f"variant.{name}": value for name, value in variant.items()}
+
+
+def count_experts(hf: Mapping[str, Any], default: int | None = None) -> int:
+    """The number of experts, whose key has two names; ``default`` where the file has neither.
+
+    Raises:
+        ConfigError: The two differ, or there is no number.
+    """
+    counts = {key: hf[key] for key in ("num_experts", "num_local_experts") if key in hf}
+    if len(set(counts.values())) > 1:
+        raise ConfigError(
+            f"the checkpoint's config.json has {' and '.join(f'{key} {count}' for key, count in counts.items())}, "
+            "which are two names of one number. Keep the one that its tensors have."
+        )
+    number = next(iter(counts.values()), default)
+    if number is None:
+        raise ConfigError(
+            "the checkpoint's config.json has no number for num_experts or num_local_experts; lockstep needs it. Add "
+            "the number of experts that its tensors have."
+        )
+    return int(number)
 
 
 def windows(

@@ -48,6 +48,7 @@ TENSORS: Final = llama.TENSORS | {
 
 DEFAULTS: Final = {
     "head_dim": 256,
+    "num_key_value_heads": 4,
     "tie_word_embeddings": True,
     "query_pre_attn_scalar": 256,
     "sliding_window": 4096,

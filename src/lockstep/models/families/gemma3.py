@@ -4,10 +4,11 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Final
 
+from lockstep.errors import ConfigError
 from lockstep.models.config import LlamaConfig, ModelConfig
 from lockstep.models.families import gemma2, llama
 from lockstep.models.families.family import Family, ModelPreset
-from lockstep.models.rope import RotaryConfig, rope_from_hf, rope_to_hf
+from lockstep.models.rope import RotaryConfig, required, rope_from_hf, rope_to_hf
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,14 +34,32 @@ class Gemma3Config(LlamaConfig):
 
 
 def _read(hf: Mapping[str, Any]) -> dict[str, Any]:
-    kinds = hf.get("rope_parameters") or {}
-    local = {"rope_theta": hf["rope_local_base_freq"], "rope_parameters": kinds.get("sliding_attention")}
+    kinds, scaling = hf.get("rope_parameters") or {}, hf.get("rope_scaling") or {}
+    full, sliding = kinds.get("full_attention") or {}, kinds.get("sliding_attention") or {}
+    # transformers itself adds these two where all layers are of one kind.
+    unread = kinds.keys() - ({"full_attention", "sliding_attention"} | ({"rope_theta", "rope_type"} if full else set()))
+    if "type" in scaling and "rope_type" not in scaling:
+        unread |= {"type"}
+    if unread:
+        raise ConfigError(
+            f"the checkpoint's config.json has {', '.join(sorted(unread))} in rope_parameters or rope_scaling, which "
+            "transformers does not read there for gemma3. Put rope_theta, rope_type and the others into full_attention "
+            "and sliding_attention of rope_parameters."
+        )
+    common = {key: value for key, value in hf.items() if key in ("max_position_embeddings", "partial_rotary_factor")}
+    # As in transformers 5, what rope_scaling does not say is as rope_parameters says.
+    globally = {
+        "rope_theta": hf["rope_theta"],
+        "rope_parameters": full,
+        "rope_scaling": {**full, **scaling} if scaling else None,
+    }
     fields = gemma2.read(hf, every=hf.get("sliding_window_pattern", 6))
     slides = fields["sliding_window"] is not None
+    locally = {} if "rope_theta" in sliding else {"rope_theta": required(hf, "rope_local_base_freq")}
     return fields | {
         "qk_norm": True,
-        "rope": rope_from_hf({**hf, "rope_parameters": kinds.get("full_attention")}),
-        "sliding_rope": rope_from_hf(local) if slides else None,
+        "rope": rope_from_hf(common | globally),
+        "sliding_rope": rope_from_hf(common | locally | {"rope_parameters": sliding}) if slides else None,
     }
 
 

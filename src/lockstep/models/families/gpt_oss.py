@@ -8,8 +8,8 @@ from lockstep.errors import ConfigError
 from lockstep.models.config import Activation, LlamaConfig, ModelConfig, Variant
 from lockstep.models.experts import Experts
 from lockstep.models.families import llama
-from lockstep.models.families.family import Family, ModelPreset, layer_types_to_hf, windows
-from lockstep.models.rope import RotaryConfig, YarnScaling, required, rope_from_hf
+from lockstep.models.families.family import Family, ModelPreset, count_experts, layer_types_to_hf, windows
+from lockstep.models.rope import RotaryConfig, YarnScaling, required, rope_from_hf, rope_to_hf
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,16 +54,16 @@ def _read(hf: Mapping[str, Any]) -> dict[str, Any]:
                 "checkpoint."
             )
     experts = Experts(
-        num_experts=required(hf, "num_local_experts"),
+        num_experts=count_experts(hf, 128),
         num_experts_per_tok=required(hf, "num_experts_per_tok"),
         load_balancing_coef=hf["router_aux_loss_coef"],
     )
-    has_rope = hf.get("rope_parameters") or hf.get("rope_scaling")
+    published = hf.get("rope_parameters") is None and not hf.get("rope_scaling")
     return {
         "qkv_bias": True,
         "activation": "clamped_swiglu",
         "experts": experts,
-        "rope": rope_from_hf(hf) if has_rope else dataclasses.replace(GptOssConfig().rope, theta=hf["rope_theta"]),
+        "rope": rope_from_hf({**hf, "rope_parameters": rope_to_hf(GptOssConfig().rope)} if published else hf),
         **windows(hf["sliding_window"], hf.get("layer_types"), every=2, layers=hf["num_hidden_layers"]),
     }
 
@@ -108,7 +108,7 @@ FAMILY: Final = Family(
     },
     defaults={
         "head_dim": 64,
-        "num_local_experts": 128,
+        "num_key_value_heads": 8,
         "num_experts_per_tok": 4,
         "router_aux_loss_coef": 0.001,
         "rms_norm_eps": 1e-5,

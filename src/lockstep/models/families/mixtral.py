@@ -7,7 +7,7 @@ from typing import Any, Final
 from lockstep.models.config import LlamaConfig, ModelConfig
 from lockstep.models.experts import Experts
 from lockstep.models.families import llama
-from lockstep.models.families.family import Family, ModelPreset, windows
+from lockstep.models.families.family import Family, ModelPreset, count_experts, windows
 from lockstep.models.rope import RotaryConfig, required
 
 
@@ -29,7 +29,7 @@ MOE: Final = llama.LAYER + "block_sparse_moe."
 
 def _read(hf: Mapping[str, Any]) -> dict[str, Any]:
     experts = Experts(
-        num_experts=required(hf, "num_local_experts"),
+        num_experts=count_experts(hf, 8),
         num_experts_per_tok=required(hf, "num_experts_per_tok"),
         load_balancing_coef=hf["router_aux_loss_coef"],
     )
@@ -60,7 +60,7 @@ FAMILY: Final = Family(
     },
     defaults={
         "sliding_window": None,
-        "num_local_experts": 8,
+        "num_key_value_heads": 8,
         "num_experts_per_tok": 2,
         "router_aux_loss_coef": 0.001,
         "rms_norm_eps": 1e-5,

@@ -22,7 +22,7 @@ FAMILY: Final = Family(
     tensors=llama.TENSORS
     | dict.fromkeys(("q", "k", "v"), llama.LAYER + "self_attn.qkv_proj.weight")
     | dict.fromkeys(("gate", "up"), llama.LAYER + "mlp.gate_up_proj.weight"),
-    defaults={"partial_rotary_factor": 1.0, "sliding_window": None, "rms_norm_eps": 1e-5},
+    defaults={"partial_rotary_factor": None, "sliding_window": None, "rms_norm_eps": 1e-5},
     read=lambda hf: windows(hf["sliding_window"], None),
     write=lambda config: {"sliding_window": config.variant.sliding_window, "attention_bias": False},
     # The paper, section 3; the rest is in the checkpoint's config.json.

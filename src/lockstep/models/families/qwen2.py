@@ -60,7 +60,7 @@ FAMILY: Final = Family(
     model_type="qwen2",
     config=Qwen2Config,
     tensors=llama.TENSORS | {f"{name}_bias": llama.LAYER + f"self_attn.{name}_proj.bias" for name in "qkv"},
-    defaults=WINDOW_DEFAULTS,
+    defaults={"num_key_value_heads": 32, **WINDOW_DEFAULTS},
     read=lambda hf: {"qkv_bias": True, **read_windows(hf)},
     write=write_windows,
     # https://arxiv.org/abs/2412.15115, table 1; the rest is in each checkpoint's config.json.

@@ -60,7 +60,7 @@ FAMILY: Final = Family(
     tensors={**qwen2.FAMILY.tensors, **EXPERT_TENSORS}
     | {f"shared_{name}": f"{SHARED}.{name}_proj.weight" for name in ("gate", "up", "down")}
     | {"shared_router": f"{SHARED}_gate.weight"},
-    defaults={"qkv_bias": True, **EXPERT_DEFAULTS, **qwen2.WINDOW_DEFAULTS},
+    defaults={"qkv_bias": True, "num_key_value_heads": 16, **EXPERT_DEFAULTS, **qwen2.WINDOW_DEFAULTS},
     read=_read,
     write=_write,
     # Table 1 of the paper; the rest is in the checkpoint's config.json.

@@ -29,7 +29,7 @@ FAMILY: Final = Family(
     model_type="qwen3",
     config=Qwen3Config,
     tensors=llama.TENSORS | {f"{name}_norm": llama.LAYER + f"self_attn.{name}_norm.weight" for name in "qk"},
-    defaults={"head_dim": 128, **WINDOW_DEFAULTS},
+    defaults={"head_dim": 128, "num_key_value_heads": 32, **WINDOW_DEFAULTS},
     read=lambda hf: {"qk_norm": True, **read_windows(hf)},
     write=lambda config: {"attention_bias": False, **write_windows(config)},
     # Table 1 of the paper; the rest is in the checkpoint's config.json.

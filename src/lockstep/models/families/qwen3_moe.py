@@ -7,7 +7,7 @@ from typing import Any, Final
 from lockstep.models.config import LlamaConfig, ModelConfig
 from lockstep.models.experts import Experts
 from lockstep.models.families import llama, qwen3
-from lockstep.models.families.family import Family, ModelPreset, windows
+from lockstep.models.families.family import Family, ModelPreset, count_experts, windows
 from lockstep.models.families.qwen2 import WINDOW_DEFAULTS
 from lockstep.models.rope import RotaryConfig, required
 
@@ -34,10 +34,8 @@ def read_experts(hf: Mapping[str, Any]) -> Experts:
     """The experts of Qwen2-MoE and Qwen3-MoE, which are in every ``decoder_sparse_step``-th layer but some."""
     step, only = hf["decoder_sparse_step"], set(hf["mlp_only_layers"] or ())
     layers = range(required(hf, "num_hidden_layers"))
-    # transformers 5 calls it as Mixtral does.
-    number = "num_experts" if "num_experts" in hf else "num_local_experts"
     return Experts(
-        num_experts=required(hf, number),
+        num_experts=count_experts(hf),
         num_experts_per_tok=required(hf, "num_experts_per_tok"),
         intermediate_dim=required(hf, "moe_intermediate_size"),
         mlp_only_layers=tuple(layer for layer in layers if layer in only or (layer + 1) % step),
@@ -98,7 +96,7 @@ FAMILY: Final = Family(
     model_type="qwen3_moe",
     config=Qwen3MoeConfig,
     tensors={**qwen3.FAMILY.tensors, **EXPERT_TENSORS},
-    defaults={"head_dim": None, **EXPERT_DEFAULTS, **WINDOW_DEFAULTS},
+    defaults={"head_dim": None, "num_key_value_heads": 4, **EXPERT_DEFAULTS, **WINDOW_DEFAULTS},
     read=_read,
     write=_write,
     # Table 2 of the paper; the rest is in each checkpoint's config.json.

@@ -42,8 +42,9 @@ def family_of_hf(hf: Mapping[str, Any]) -> Family:
     """The family of a checkpoint.
 
     Raises:
-        ConfigError: It is of no family that lockstep computes.
+        ConfigError: It is of no family that lockstep computes, or its weights are quantised.
     """
+    _check_quantization(hf)
     names = hf.get("architectures") or []
     if len(names) != 1 or names[0] not in FAMILIES:
         lacks = "".join(f", which needs {NOT_COMPUTED[name]}" for name in names if name in NOT_COMPUTED)
@@ -52,6 +53,21 @@ def family_of_hf(hf: Mapping[str, Any]) -> Family:
             f"{', '.join(FAMILIES)}. Choose a checkpoint of one of these."
         )
     return FAMILIES[names[0]]
+
+
+def _check_quantization(hf: Mapping[str, Any]) -> None:
+    """Refuse quantised weights, but MXFP4 of gpt-oss."""
+    for key in ("quantization_config", "compression_config"):  # the second is older, of compressed-tensors
+        stated = hf.get(key)
+        if stated is None:
+            continue
+        method = stated.get("quant_method") if isinstance(stated, Mapping) else stated
+        if method != "mxfp4" or hf.get("architectures") != ["GptOssForCausalLM"]:
+            raise ConfigError(
+                f"the checkpoint's config.json has {key} (quant_method {method!r}): its weights are quantised, and "
+                "lockstep reads floats, and gpt-oss in MXFP4. Choose the checkpoint that it was made of, or dequantise "
+                "it with transformers and save it again."
+            )
 
 
 def family_of(config: LlamaConfig) -> Family:

@@ -102,6 +102,9 @@ FAMILIES = {
 }
 
 
+MIXTRAL: dict[str, Any] = {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"}
+
+
 def hf(family: str, **changes: Any) -> dict[str, Any]:
     return {**json.loads((GOLDEN / family / "config.json").read_text()), **changes}
 
@@ -357,7 +360,15 @@ def test_a_model_is_stored_as_the_first_family_that_loses_nothing() -> None:
         ),
         ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, r"has no factor; .*Found keys: rope_theta"),
         ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor 0\.5"),
-        ({"hidden_size": None}, r"has no hidden_size; .*Found keys: .*intermediate_size"),
+        *(
+            ({"quantization_config": {"quant_method": method}}, rf"quantization_config \(quant_method '{method}'\)")
+            for method in ("fp8", "compressed-tensors", "gptq", "awq", "bitsandbytes", "quanto", "torchao", "mxfp4")
+        ),
+        ({"quantization_config": {"load_in_4bit": True}}, r"quantization_config \(quant_method None\): .*quantised"),
+        ({"compression_config": {"quant_method": "sparseml"}}, r"compression_config \(quant_method 'sparseml'\)"),
+        ({"num_experts": 4, "num_local_experts": 2, **MIXTRAL}, r"num_experts 4 and num_local_experts 2, .*two names"),
+        ({"hidden_size": None}, r"has hidden_size: null; .*Found keys: .*intermediate_size"),
+        ({"rms_norm_eps": None}, r"has rms_norm_eps: null; lockstep needs it"),
         ({"num_attention_heads": 3}, r"num_heads is 3 and num_kv_heads is 2"),
     ],
 )
