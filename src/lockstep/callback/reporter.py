@@ -94,6 +94,9 @@ class Reporter:
             log.info("%s: tasks after step %d: %s", self._name, step, found.describe())
             self._try(f"writing {TASKS_FILE}", step, write_file)
             self._try("the tracker", step, track)
+            for failure in found.failures:
+                self.errors += 1
+                log.error("%s: after step %d %s; training goes on", self._name, step, failure)
 
         self._put(f"the tasks of step {step}", work)
 

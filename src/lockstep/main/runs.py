@@ -185,6 +185,12 @@ def _report(config: EvalConfig, results: TaskResults) -> None:
     if results.truncated:
         print(f"of {results.truncated} of {results.requests} requests the beginning was left out: they were too long")
     print(f"  scores  {scores}\n  rows    {rows}", flush=True)
+    if results.failures:
+        raise LockstepError(
+            f"{len(results.failures)} scores are missing; all answers and the other scores are written. "
+            + ". ".join(results.failures)
+            + "."
+        )
 
 
 def score_table(results: TaskResults) -> Table:

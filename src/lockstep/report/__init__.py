@@ -48,3 +48,4 @@ from lockstep.report.trackers import TrackerConfig as TrackerConfig
 from lockstep.report.trackers import WandbTracker as WandbTracker
 from lockstep.report.trackers import build_tracker as build_tracker
 from lockstep.report.trackers import check_trackers as check_trackers
+from lockstep.report.trackers import rewind_tracker as rewind_tracker

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from lockstep.exits import WAIT_S, before_end, finish_work
 from lockstep.printable import get_logger
 from lockstep.report.rows import TableRow
-from lockstep.report.trackers import Tracker
+from lockstep.report.trackers import Tracker, rewind_tracker
 
 log = get_logger(__name__)
 
@@ -154,6 +154,13 @@ class BackgroundTracker:
         """Queue rows to be added to a table."""
         kept = list(rows)
         self._put(f"rows of step {step}", lambda: self._tracker.log_rows(name, kept, step=step))
+
+    def rewind(self, *, step: int, rounds_step: int, rounds: Sequence[str]) -> None:
+        """Queue what `rewind_tracker` does."""
+        self._put(
+            f"rewind to step {step}",
+            lambda: rewind_tracker(self._tracker, step=step, rounds_step=rounds_step, rounds=rounds),
+        )
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until the tracker has done all calls; return whether it has."""

@@ -69,20 +69,32 @@ def drop_later(path: str | os.PathLike[str], step: int) -> int:
     """Remove the records of steps after one: a run that goes on from there writes them again.
 
     Returns:
-        The number of lines that were removed, those that are not whole records included.
+        The number of lines that were removed. Those that are no whole records are among them, and are warned of.
     """
     if not os.path.exists(path):
         return 0
     dropped, draft = 0, f"{os.fspath(path)}.tmp"
+    damaged: list[int] = []
     with open(path, "rb") as file, open(draft, "wb") as kept:
-        for line in file:
-            if _is_json(line) and _step(json.loads(line), step) <= step:
+        for number, line in enumerate(file, start=1):
+            whole = _is_json(line)
+            if whole and _step(json.loads(line), step) <= step:
                 kept.write(line.rstrip(b"\n") + b"\n")
-            else:
-                dropped += 1
+                continue
+            dropped += 1
+            if not whole:
+                damaged.append(number)
         kept.flush()
         os.fsync(kept.fileno())
     os.replace(draft, path)
+    if damaged:
+        log.warning(
+            "%s: %d damaged lines are removed, which are no JSON objects; the first was line %d. Their step is not "
+            "known: a row of an earlier step may be lost",
+            path,
+            len(damaged),
+            damaged[0],
+        )
     return dropped
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from lockstep.callback import InferenceEvalConfig
 from lockstep.callback.evaluation import TaskResults
-from lockstep.callback.evaluation.harness import TaskRow
+from lockstep.callback.evaluation.scoring import TaskRow
 from lockstep.callback.reporter import MAX_WAITING, Reporter
 from lockstep.engine import AuditResult, Generation
 from lockstep.errors import ConfigError
@@ -219,12 +219,18 @@ def test_scores_of_tasks_and_their_rows_are_reported(tmp_path, caplog):
     tracker = Recorder()
     made = reporter(tmp_path, tracker)
     row = TaskRow(step=2, task="t", question_id=0, prompt="p", generated_text="g", answer="a", metrics={"acc": 1.0})
-    made.report_tasks(2, TaskResults(scores={"t": {"acc": 1.0}}, rows=[row], requests=3, truncated=1))
+    made.report_tasks(
+        2,
+        TaskResults(
+            scores={"t": {"acc": 1.0}}, rows=[row], requests=3, truncated=1, failures=["task u: the metric f1"]
+        ),
+    )
     made.report_tasks(3, KeyError("no such field"))
-    assert made.flush(30) and made.errors == 1
+    assert made.flush(30) and made.errors == 2
     assert read_jsonl(tmp_path / "tasks.jsonl") == [row.to_dict()]
     (_, scalars), (_, name, rows), (_, counts) = tracker.calls
     assert scalars["eval/t/acc"] == 1.0 and scalars["eval/t/step"] == 2 and scalars["eval/truncated_requests"] == 1
     assert (name, rows) == ("eval/tasks", [row.to_dict()])
-    assert counts == {"inference_eval/step": 3, "inference_eval/report_errors": 1, "inference_eval/dropped_reports": 0}
+    assert counts == {"inference_eval/step": 3, "inference_eval/report_errors": 2, "inference_eval/dropped_reports": 0}
+    assert "after step 2 task u: the metric f1; training goes on" in caplog.text
     assert "the tasks after step 3 could not be scored; training goes on: 'no such field'" in caplog.text

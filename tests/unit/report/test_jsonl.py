@@ -107,6 +107,15 @@ def test_a_missing_file_has_nothing_to_drop(tmp_path):
     assert drop_later(tmp_path / "none.jsonl", 2) == 0
 
 
+def test_damaged_lines_that_a_resume_drops_are_counted_and_said(tmp_path, caplog):
+    path = tmp_path / "samples.jsonl"
+    path.write_bytes(b'{"step": 1}\n{"step": 1, "prom\n[2]\n\x80\n{"step": 3}\n')
+    assert drop_later(path, 2) == 4 and path.read_bytes() == b'{"step": 1}\n'
+    assert "samples.jsonl: 3 damaged lines are removed, which are no JSON objects; the first was line 2." in caplog.text
+    caplog.clear()
+    assert drop_later(path, 0) == 1 and not caplog.records
+
+
 def test_lines_have_their_numbers_and_half_of_a_last_line_is_named(tmp_path, caplog):
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b'{"a": 1}\n\n{"a": 2}\n{"a": ')

@@ -27,6 +27,9 @@ class TasksConfig:
     max_seq_len: int | None = None
     """Tokens of question and answer together. As in the harness, the beginning of a longer question is left out; how
     many were is counted in ``eval/truncated_requests``. Null: what the model was built for."""
+    single_bos: bool = False
+    """In `loglikelihood_rolling`, whether a text that the tokenizer begins with its token for the beginning gets no
+    second one. False: as the harness does, whose own models put it before every text."""
     max_seconds: float | None = None
     """Seconds that hosts may spend on a round of tasks; then it is given up on all of them. Compiling counts. Null: 900
     in training, and as long as it takes in ``lockstep eval``."""

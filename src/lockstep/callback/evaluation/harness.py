@@ -2,25 +2,21 @@
 
 import dataclasses
 import logging
-import numbers
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from lockstep.callback.evaluation.config import TasksConfig
+from lockstep.callback.evaluation.scoring import ScoringGuard, TaskResults, make_results
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.hosts import leader_only
 from lockstep.types import Completion, Request
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-PREFIX = "eval"  # the beginning of the names of all scores, and of that of the table
-TASK_COLUMNS = ("step", "task", "question_id", "prompt", "generated_text", "answer")
-"""The columns of a row, in the order of the table; the scores of the row follow."""
 
 
 class GivenUp(Exception):
@@ -124,63 +120,7 @@ class HarnessThread[Result]:
             self._questions.put(error or LockstepError("the tasks have no questions. Check their files and limit."))
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TaskRow:
-    """The model's answer to one question of a task."""
-
-    columns: ClassVar[tuple[str, ...]] = TASK_COLUMNS
-
-    step: int
-    task: str
-    question_id: int  # number of the question among those of its task
-    prompt: str  # what the model was given, without its beginning where that was left out
-    generated_text: str  # what it wrote; of a question with choices, the choice that it thinks most probable
-    answer: str  # the task's own answer, as the harness compares it
-    metrics: Mapping[str, float | None]
-
-    def to_dict(self) -> dict[str, Any]:
-        """The row as one flat mapping: ``TASK_COLUMNS``, then its scores."""
-        return {column: getattr(self, column) for column in TASK_COLUMNS} | dict(self.metrics)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TaskResults:
-    """Scores and answers of a round of tasks.
-
-    Args:
-        scores: For each task, and each group of tasks that has a mean, its scores by name: ``acc``, ``acc_stderr``; of
-            a filter of the task's own, ``exact_match/strict-match``.
-    """
-
-    scores: Mapping[str, Mapping[str, float]]
-    rows: list[TaskRow]  # the answers in the order of the tasks and their questions
-    requests: int
-    truncated: int  # number of requests whose beginning was left out because they were too long
-    seconds: float = 0.0
-
-    def scalars(self, step: int) -> dict[str, float]:
-        """The numbers as a tracker gets them: ``eval/TASK/METRIC``."""
-        found: dict[str, float] = {}
-        for task, scores in self.scores.items():
-            found |= {f"{PREFIX}/{task}/{name}": value for name, value in scores.items()}
-            found[f"{PREFIX}/{task}/step"] = step
-        found[f"{PREFIX}/requests"] = self.requests
-        found[f"{PREFIX}/truncated_requests"] = self.truncated
-        found[f"{PREFIX}/seconds"] = self.seconds
-        return found
-
-    def describe(self) -> str:
-        """The scores on one line, without their standard errors."""
-        return ", ".join(
-            f"{task} {name} {value:.4g}"
-            for task, scores in self.scores.items()
-            for name, value in scores.items()
-            if "_stderr" not in name
-        )
-
-
 FEWSHOT_SEED = 1234  # the seed of the questions that are shown solved: the harness's own default
-NO_FILTER = "none"  # the harness's name for scores of answers as they are
 
 
 class Harness:
@@ -212,8 +152,10 @@ class Harness:
         config = self._config
         loaded = self._tasks().load(list(config.names))
         tasks: Mapping[str, Any] = loaded["tasks"]
-        for task in tasks.values():
+        guard = ScoringGuard()
+        for name, task in tasks.items():
             _prepare(task, config.num_fewshot)
+            guard.protect(name, task)
         lm = EngineLM(
             self._tokenizer,
             ask,
@@ -223,7 +165,7 @@ class Harness:
             lambda: {instance.request_type for task in tasks.values() for instance in task.instances},
         )
         # Bootstrapped standard errors would start processes of their own beside this one.
-        found = evaluate(
+        evaluated = evaluate(
             lm,
             loaded,
             limit=config.limit,
@@ -231,13 +173,8 @@ class Harness:
             apply_chat_template=config.apply_chat_template,
             fewshot_as_multiturn=config.apply_chat_template,
         )
-        samples: Mapping[str, list[Mapping[str, Any]]] = found["samples"]
-        scores = {name: dict(_scores(values)) for name, values in found["results"].items()}
-        for name, task in tasks.items():
-            scores[name] |= _standard_errors(task, samples[name])
-        return TaskResults(
-            scores={name: values for name, values in scores.items() if values},
-            rows=[row for name in tasks for row in _rows(step, name, samples[name])],
+        return dataclasses.replace(
+            make_results(step, tasks, evaluated, guard),
             requests=lm.requests,
             truncated=lm.truncated,
             seconds=lm.answered_at - begin,
@@ -273,71 +210,3 @@ def _prepare(task: Any, num_fewshot: int | None) -> None:
     elif num_fewshot is not None and task.get_config("num_fewshot") != 0:
         task.set_config(key="num_fewshot", value=num_fewshot)
     task.set_fewshot_seed(seed=FEWSHOT_SEED)
-
-
-def _scores(values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """The numbers of a task, ``acc,none`` as ``acc`` and ``exact_match,strict`` as ``exact_match/strict``."""
-    for key, value in values.items():
-        name, comma, filter_name = key.partition(",")
-        if comma and _is_number(value):
-            yield _score_name(name, filter_name), float(value)
-
-
-def _score_name(metric: str, filter_name: str) -> str:
-    return metric if filter_name == NO_FILTER else f"{metric}/{filter_name}"
-
-
-def _standard_errors(task: Any, samples: list[Mapping[str, Any]]) -> dict[str, float]:
-    """The standard error of each score that is a mean over more than one question."""
-    from lm_eval.api.metrics import mean, mean_stderr
-
-    means = {name for name, function in task.aggregation().items() if function is mean}
-    values: dict[tuple[str, str], list[float]] = {}
-    for sample in samples:
-        for name in means & set(sample["metrics"]):
-            if _is_number(sample[name]):
-                values.setdefault((name, sample["filter"]), []).append(float(sample[name]))
-    return {
-        _score_name(f"{name}_stderr", filter_name): float(mean_stderr(each))
-        for (name, filter_name), each in values.items()
-        if len(each) > 1
-    }
-
-
-def _rows(step: int, task: str, samples: list[Mapping[str, Any]]) -> Iterator[TaskRow]:
-    """A row for each question; where a task has several filters, their scores stand side by side."""
-    rows: dict[int, TaskRow] = {}
-    for sample in samples:
-        scores: dict[str, float | None] = {
-            _score_name(name, sample["filter"]): float(sample[name])
-            for name in sample["metrics"]
-            if _is_number(sample[name]) and _score_name(name, sample["filter"]) not in TASK_COLUMNS
-        }
-        number = int(sample["doc_id"])
-        if number in rows:
-            scores = {**rows[number].metrics, **scores}
-        rows[number] = TaskRow(
-            step=step,
-            task=task,
-            question_id=number,
-            prompt=str(sample["arguments"][0][0]),
-            generated_text=_generated_text(sample),
-            answer=str(sample["target"]),
-            metrics=scores,
-        )
-    yield from rows.values()
-
-
-def _generated_text(sample: Mapping[str, Any]) -> str:
-    """The text of the model, or the choice that it thinks most probable."""
-    answers = [each[0] for each in sample["resps"]]
-    if isinstance(answers[0], str):
-        return answers[0]
-    if len(answers) > 1:
-        best = max(range(len(answers)), key=lambda number: answers[number][0])
-        return str(sample["arguments"][best][1])
-    return ""
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, numbers.Real)

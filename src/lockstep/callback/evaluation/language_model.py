@@ -13,11 +13,14 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from lockstep.callback.evaluation.config import TasksConfig
 from lockstep.errors import ConfigError
+from lockstep.printable import get_logger
 from lockstep.text import cut_at_stop, decode, special_tokens, stop_ids
 from lockstep.types import Completion, Request, SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+log = get_logger(__name__)
 
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 """Generation arguments of a task that are settings of sampling by the same name."""
@@ -52,6 +55,7 @@ class EngineLM(TemplateLM):
         self._ask, self._config, self._kinds = ask, config, kinds
         self._stop_ids = stop_ids(tokenizer)
         self._answered_kinds: set[str] = set()
+        self._warned_of_bos = False
 
     @property
     def eot_token_id(self) -> int:
@@ -110,7 +114,7 @@ class EngineLM(TemplateLM):
         for instance in requests:
             (text,) = instance.args
             rolling = get_rolling_token_windows(
-                token_list=self.tok_encode(text),
+                token_list=self._rolling_tokens(text),
                 prefix_token=self.prefix_token_id,
                 max_seq_len=self.max_length - 2,  # a window has one token before it, and the engine samples one more
                 context_len=1,
@@ -118,6 +122,22 @@ class EngineLM(TemplateLM):
             windows.append([make_disjoint_window(pair) for pair in rolling])
         scores = iter(self._score([pair for each in windows for pair in each], "loglikelihood_rolling"))
         return [sum(next(scores)[0] for _ in each) for each in windows]
+
+    def _rolling_tokens(self, text: str) -> list[int]:
+        """The tokens of a text whose windows begin with the token for the beginning."""
+        tokens = self.tok_encode(text)
+        if tokens[:1] != [self.prefix_token_id]:
+            return tokens
+        if self._config.single_bos:
+            return tokens[1:]
+        if not self._warned_of_bos:
+            self._warned_of_bos = True
+            log.warning(
+                "loglikelihood_rolling has two tokens for the beginning before each text, one of the tokenizer and one "
+                "of lm-evaluation-harness, as its own models have: perplexities are higher than with one. "
+                "tasks.single_bos: true leaves one"
+            )
+        return tokens
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = True) -> list[str]:
         """A continuation of each context, up to a stop string or as long as its task says.

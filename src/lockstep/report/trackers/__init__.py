@@ -10,6 +10,7 @@ from lockstep.report.trackers.base import TrackerChoice as TrackerChoice
 from lockstep.report.trackers.base import TrackerConfig as TrackerConfig
 from lockstep.report.trackers.base import build_tracker as build_tracker
 from lockstep.report.trackers.base import check_trackers as check_trackers
+from lockstep.report.trackers.base import rewind_tracker as rewind_tracker
 from lockstep.report.trackers.tensorboard import TensorboardTracker as TensorboardTracker
 from lockstep.report.trackers.tensorboard import TensorboardTrackerConfig as TensorboardTrackerConfig
 from lockstep.report.trackers.wandb import MAX_TABLE_ROWS as MAX_TABLE_ROWS

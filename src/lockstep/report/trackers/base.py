@@ -50,6 +50,21 @@ class Tracker(Protocol):
         ...
 
 
+def rewind_tracker(tracker: Tracker, *, step: int, rounds_step: int, rounds: Sequence[str]) -> None:
+    """Have a tracker forget what a run that goes on from a checkpoint logs again, where it can.
+
+    A tracker that can has a method ``rewind`` with the same named arguments.
+
+    Args:
+        step: The last step whose values stay.
+        rounds_step: The last step whose rounds of samples stay.
+        rounds: The beginnings of the names of values and tables of rounds.
+    """
+    rewind = getattr(tracker, "rewind", None)
+    if rewind is not None:
+        rewind(step=step, rounds_step=rounds_step, rounds=rounds)
+
+
 class NoopTracker:
     """A tracker that drops everything: the one of every process but the leader."""
 
@@ -80,6 +95,10 @@ class CompositeTracker:
     def log_rows(self, name: str, rows: Sequence[TableRow], *, step: int) -> None:
         """Add rows in each tracker."""
         self._each(lambda tracker: tracker.log_rows(name, rows, step=step))
+
+    def rewind(self, *, step: int, rounds_step: int, rounds: Sequence[str]) -> None:
+        """Rewind each tracker that can, see `rewind_tracker`."""
+        self._each(lambda tracker: rewind_tracker(tracker, step=step, rounds_step=rounds_step, rounds=rounds))
 
     def finish(self) -> None:
         """Finish each tracker."""

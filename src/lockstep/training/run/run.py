@@ -18,6 +18,7 @@ from jax.sharding import Mesh
 from jaxtyping import PyTree
 
 from lockstep.callback import InferenceEvalConfig, SampleCallback
+from lockstep.callback.evaluation import PREFIX as TASKS_PREFIX
 from lockstep.errors import ConfigError, PeerError
 from lockstep.hosts import Hosts, closing_on_leader, config_digest, leader_only, try_leader_only
 from lockstep.models import (
@@ -36,7 +37,15 @@ from lockstep.models import (
 )
 from lockstep.placement import make_mesh, parameter_axes
 from lockstep.printable import get_logger, hide_credentials
-from lockstep.report import FINISH_S, BackgroundTracker, NoopTracker, Tracker, check_trackers, load_metrics
+from lockstep.report import (
+    FINISH_S,
+    BackgroundTracker,
+    NoopTracker,
+    Tracker,
+    check_trackers,
+    load_metrics,
+    rewind_tracker,
+)
 from lockstep.text import check_vocab, fetch_tokenizer, load_tokenizer, token_count, tokenizer_digest
 from lockstep.training.checkpoints.saved_model import SavedAdapters, model_spec, save_tokenizer
 from lockstep.training.loop.config import TrainerConfig
@@ -196,7 +205,10 @@ def _restore(
             step = -1 if came_from is None else came_from.step
             # Where a signal came after the round of the step, the callback does not make it again.
             made = came_from is None or came_from.hooks_called or _last_round(came_from.hooks) == step
-            rewind(run_dir, metrics_step=step, samples_step=step if made else step - 1)
+            rounds_step = step if made else step - 1
+            rewind(run_dir, metrics_step=step, samples_step=rounds_step)
+            rounds = (f"{InferenceEvalConfig.BLOCK}/", f"{TASKS_PREFIX}/")
+            rewind_tracker(trainer.tracker, step=step, rounds_step=rounds_step, rounds=rounds)
             if trainer.config.checkpointer is not None and trainer.config.run_id is None:
                 log.warning(
                     "trainer.run_id is null: a later start finds the checkpoints of this run only with "

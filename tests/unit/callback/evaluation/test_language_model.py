@@ -98,6 +98,32 @@ def test_a_long_text_is_scored_in_windows_that_predict_each_token_once(model, lm
     assert found == pytest.approx(total, abs=1e-3)
 
 
+def test_a_text_that_the_tokenizer_begins_has_a_second_beginning_only_where_that_is_wanted(model, lm, caplog):
+    from lockstep.callback.evaluation.language_model import EngineLM
+
+    class Beginning(type(lm.tokenizer)):
+        """A tokenizer that puts its token for the beginning before a text, as Llama's does."""
+
+        def encode(self, text, add_special_tokens=True, **more):
+            rest = super().encode(text, add_special_tokens=False, **more)
+            return [self.bos_token_id, *rest] if add_special_tokens else rest
+
+    tokenizer = tiny.tokenizer()
+    tokenizer.__class__ = Beginning
+    tokenizer.bos_token = tokenizer.eos_token
+    rest = tokenizer.encode("What is 12 plus 7?", add_special_tokens=False)
+    for single, context in ((False, [tokenizer.bos_token_id] * 2), (True, [tokenizer.bos_token_id])):
+        config = TasksConfig(names=["own"], single_bos=single)
+        own = EngineLM(tokenizer, lm._ask, config, 32, lambda: ["loglikelihood_rolling"])
+        caplog.clear()
+        (logprob, _) = own.loglikelihood_rolling([instance("What is 12 plus 7?")] * 2)
+        # The harness predicts each token of the text, so also the tokenizer's own beginning.
+        first = 0.0 if single else expected(model, context[:1], context[1:])[0]
+        assert logprob == pytest.approx(first + expected(model, context, rest)[0], abs=1e-3)
+        warnings = [record.message for record in caplog.records]
+        assert len(warnings) == (not single) and all("tasks.single_bos: true leaves one" in each for each in warnings)
+
+
 def test_answers_are_those_of_greedy_decoding_up_to_a_stop_string(model, lm):
     tokenizer, text = tiny.tokenizer(), "What is 12 plus 7?"
     (whole,) = lm.generate_until([instance(text, {"until": "<eos>", "max_gen_toks": 6, "temperature": 0.0})])

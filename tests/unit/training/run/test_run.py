@@ -104,12 +104,16 @@ def test_rounds_that_the_callback_does_not_make_again_at_a_resume_stay(tmp_path,
         restore=lambda init, frozen: "state",
         resumed_from=SimpleNamespace(**metadata),
         config=TrainerConfig(),
+        tracker=SimpleNamespace(rewind=lambda **arguments: rewound.append(arguments)),
     )
+    rewound = []
     for name in ("samples.jsonl", "tasks.jsonl"):
         append_jsonl(tmp_path / name, [{"step": step} for step in (2, 4, 6)])
     assert _restore(None, None, trainer, tmp_path, HOSTS) == "state"
     for name in ("samples.jsonl", "tasks.jsonl"):
         assert [row["step"] for row in read_jsonl(tmp_path / name)] == kept
+    rounds = ("inference_eval/", "eval/")
+    assert rewound == [{"step": 4, "rounds_step": 4 if 4 in kept else 3, "rounds": rounds}]
 
 
 @pytest.fixture(scope="module")
