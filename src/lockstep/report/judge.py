@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import os
 import re
 import string
@@ -21,14 +22,14 @@ from lockstep.text import Prompt
 from lockstep.urls import open_http
 
 JUDGE = "judge"  # the column of the verdicts, and the name of their mean
-FIELDS = ("prompt", "generated_text", "answer")  # names that a template may have in braces
+FIELDS = ("prompt", "generated_text", "answer", "min", "max")  # names that a template may have in braces
 MAX_REPLY_BYTES = 1 << 20  # the longest reply that is read
 BACKOFF_S = 0.5  # seconds before the first repetition; each further one waits twice as long
 TOO_MANY_REQUESTS = 429
 _SHOWN = 300
-_NUMBER = re.compile(r"(?:(?<![\w.])[-+])?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<!\w)\.\d+)")
-_SCALE = re.compile(r"(?<=\d)[\s(]*(?:/|\bout\s+of\b)\s*\d[\d,]*(?:\.\d+)?", re.IGNORECASE)  # of 8/10, of 8 out of 10
-_RANGE = re.compile(r"\d(?:,|[ \t]*(?:[-–—]|\bto\b)[ \t]*)$")  # what a range, or a decimal comma, has before its end
+_SCORE_LINE = re.compile(r"score[ \t]*:[ \t]*([-+]?[0-9]+(?:\.[0-9]+)?)", re.IGNORECASE)
+_MARKS = " \t\r*_`"  # what may stand around a line that is a score: spaces, and marks of bold text and of code
+_FENCED = re.compile(r"```(?:json)?\s*(.*?)\s*```", re.DOTALL)
 
 TEMPLATE = """\
 You judge the answer of a language model.
@@ -42,9 +43,12 @@ Reference answer (empty if there is none):
 Answer to judge:
 {generated_text}
 
-How good is the answer, from 0 (useless or wrong) to 10 (complete and right)? What the answer itself says about its
-quality does not count. Reply with the number alone."""
+How good is the answer, from {min} (useless or wrong) to {max} (complete and right)? What the answer itself says about
+its quality does not count."""
 """The prompt of a judge where the configuration has none."""
+LINE_FORM = "\n\nEnd your reply with one line of its own, where N is a number from {min} to {max}:\nscore: N"
+JSON_FORM = '\n\nReply with a JSON object alone, where N is a number from {min} to {max}:\n{{"score": N}}'
+"""What follows each prompt of a judge: the form of the verdict."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,8 +60,14 @@ class JudgeConfig:
     model: str
     """The judge's model, as the endpoint names it."""
     template: str = TEMPLATE
-    """The prompt of the judge, with ``{prompt}``, ``{generated_text}`` and ``{answer}`` (the reference) filled in. The
-    last number of its reply is the verdict, without a scale such as ``/10``; a range such as 7-8 is none."""
+    """The prompt of the judge, with ``{prompt}``, ``{generated_text}``, ``{answer}`` (the reference), ``{min}`` and
+    ``{max}`` filled in. A request for the form of the verdict follows: a line ``score: N``."""
+    min: float = 0.0
+    """The lowest verdict; a lower one is none."""
+    max: float = 10.0
+    """The highest verdict; a higher one is none."""
+    json: bool = False
+    """Ask for a JSON object with ``score`` instead of a line, and for an endpoint's ``response_format`` of JSON."""
     api_key_env: str = "OPENAI_API_KEY"
     """The environment variable with the key, on the leader; it is sent where it is set, and never logged."""
     timeout_s: float = 30.0
@@ -85,6 +95,10 @@ class JudgeConfig:
         if not self.model:
             raise ConfigError("judge.model is empty. Name the judge's model as the endpoint does.")
         self._check_template()
+        if not (math.isfinite(self.min) and math.isfinite(self.max) and self.min < self.max):
+            raise ConfigError(
+                f"judge.min is {self.min:g} and judge.max is {self.max:g}; they must be finite, and min the lower."
+            )
         check_at_least(self, 0, "timeout_s", "max_seconds", block="judge.", fix=" seconds. Raise it.", above=True)
         check_at_least(self, 0, "retries", block="judge.")
         check_at_least(self, 1, "concurrency", "max_tokens", block="judge.")
@@ -104,10 +118,23 @@ class JudgeConfig:
 
 
 def verdict_of(reply: str) -> float | None:
-    """The last number of a reply, without its scale; None where there is none, a range, or a decimal comma."""
-    text = _SCALE.sub("", reply.replace("**", ""))  # without the marks of bold text
-    *_, last = (None, *_NUMBER.finditer(text))
-    return None if last is None or _RANGE.search(text[: last.start()]) else float(last[0].replace(",", ""))
+    """The verdict of a reply in the form that was asked for; None where it has none, or several that differ.
+
+    That is a line ``score: N``, or a JSON object with the number ``score``; what stands before ``</think>`` is no part
+    of the reply.
+    """
+    text = reply.rpartition("</think>")[2].strip()
+    fenced = _FENCED.fullmatch(text)
+    try:
+        value = json.loads(fenced[1] if fenced else text)
+    except (ValueError, RecursionError):
+        value = None
+    if isinstance(value, dict):
+        score = value.get("score")
+        return float(score) if isinstance(score, int | float) and not isinstance(score, bool) else None
+    lines = (_SCORE_LINE.fullmatch(line.strip(_MARKS).replace("**", "")) for line in text.split("\n"))
+    scores = {float(line[1]) for line in lines if line}
+    return scores.pop() if len(scores) == 1 else None
 
 
 class Judge:
@@ -160,16 +187,22 @@ class Judge:
         return judged, [text + self._redacted(f"{type(first).__name__}: {first}")]
 
     def _verdict(self, row: Row, prompt: Prompt, deadline: float) -> float:
-        text = self._config.template.format(
-            prompt=row.prompt, generated_text=row.generated_text, answer=prompt.answer or ""
-        )
+        config = self._config
+        limits = {"min": f"{config.min:g}", "max": f"{config.max:g}"}
+        text = config.template.format(
+            prompt=row.prompt, generated_text=row.generated_text, answer=prompt.answer or "", **limits
+        ) + (JSON_FORM if config.json else LINE_FORM).format(**limits)
         reply = self._ask(text, deadline)
         verdict = verdict_of(reply)
+        if verdict is not None and config.min <= verdict <= config.max:
+            return verdict
+        shown = self._beginning(reply.encode(errors="replace"))
         if verdict is None:
-            shown = self._beginning(reply.encode(errors="replace"))
-            has = "a range or a comma, not a number" if _NUMBER.search(reply) else "no number"
-            raise LockstepError(f"the reply has {has}: {shown!r}")
-        return verdict
+            form = 'object {"score": N}' if config.json else "line 'score: N', or several that differ"
+            raise LockstepError(f"the reply has no {form}: {shown!r}")
+        raise LockstepError(
+            f"the verdict {verdict:g} is not between judge.min {config.min:g} and judge.max {config.max:g}: {shown!r}"
+        )
 
     def _ask(self, text: str, deadline: float) -> str:
         config = self._config
@@ -195,12 +228,14 @@ class Judge:
     def _reply(self, text: str, deadline: float) -> str:
         config, begin = self._config, self._clock()
         end = min(begin + config.timeout_s, deadline)
-        body = {
+        body: dict[str, Any] = {
             "model": config.model,
             "messages": [{"role": "user", "content": text}],
             "temperature": 0,
             "max_tokens": config.max_tokens,
         }
+        if config.json:
+            body["response_format"] = {"type": "json_object"}
         headers = {"Content-Type": "application/json"}
         if key := self._key:
             headers["Authorization"] = f"Bearer {key}"
@@ -219,11 +254,14 @@ class Judge:
             if response.length:
                 raise ConnectionError("the reply ended too early")
         try:
-            content: Any = json.loads(received)["choices"][0]["message"]["content"]
-        except (ValueError, LookupError, TypeError, RecursionError):
+            choice: Any = json.loads(received)["choices"][0]
+            content, reason = choice["message"]["content"], choice.get("finish_reason")
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
             raise LockstepError(f"not a chat completion: {self._beginning(received)!r}") from None
         if not isinstance(content, str):
             raise LockstepError(f"the reply has no text: {self._beginning(received)!r}")
+        if reason == "length":
+            raise LockstepError(f"the reply was cut at judge.max_tokens, {config.max_tokens}. Raise it")
         return content
 
     @property

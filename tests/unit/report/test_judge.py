@@ -16,6 +16,7 @@ from lockstep.report.judge import _SHOWN, verdict_of
 from lockstep.text import Prompt
 
 KEY = "sk-never-to-be-seen"
+FORM = "\n\nEnd your reply with one line of its own, where N is a number from 0 to 10:\nscore: N"
 
 
 class Server(http.server.ThreadingHTTPServer):
@@ -98,7 +99,7 @@ def _quick(monkeypatch):
 def test_each_answer_gets_its_verdict_beside_its_other_metrics():
     def reply(body):
         (message,) = body["messages"]
-        return said(f"Of 10 I give {len(message['content'].split('ANSWER ')[1])}.5")
+        return said(f"score: {len(message['content'].split('ANSWER ')[1].split(FORM)[0])}.5")
 
     with serving(reply) as server:
         template = "{{Q}} {prompt} REFERENCE {answer} ANSWER {generated_text}"
@@ -106,48 +107,78 @@ def test_each_answer_gets_its_verdict_beside_its_other_metrics():
     path, headers, body = min(server.asked, key=lambda each: each[2]["messages"][0]["content"])
     assert path == "/v1/chat/completions" and headers["Authorization"] == f"Bearer {KEY}"
     assert (body["model"], body["temperature"]) == ("judge-1", 0)
-    assert body["messages"] == [{"role": "user", "content": "{Q} question 0 REFERENCE nineteen ANSWER a"}]
+    assert body["messages"] == [{"role": "user", "content": "{Q} question 0 REFERENCE nineteen ANSWER a" + FORM}]
 
 
 @pytest.mark.parametrize(
     ("reply", "verdict"),
     [
-        ("7", 7),
-        ("3.", 3),
-        ("Of 10 I give 8.5", 8.5),
-        ("The answer 19 is right. Score: -1", -1),
-        ("8/10", 8),
-        ("2/10.", 2),
-        ("**Rating:** **8.5** / 10", 8.5),
-        ("Rating: 7 out of 10", 7),
-        ("6 (out of 10)", 6),
-        ("4/5", 4),
-        ("Score: .5", 0.5),
-        ("-.5", -0.5),
-        ("Bad.8", 8),
-        ("score-8", 8),
-        ("On a scale of 0-10: 9", 9),
-        ("1\n- 8", 8),
-        ("7-8", None),
-        ("7 – 8/10", None),
-        ("7 to 8", None),
-        ("1,200", 1200),
-        ("8/1,000", 8),
-        ("Of 1,000,000 points: 12,345.5", 12345.5),
-        ("7,5", None),
-        ("7, 8", 8),
-        ("1,2345", None),
-        ("8 on a scale of 0 to 10", None),
+        ("score: 7", 7),
+        ("The answer 19 is right, 8 of 10.\nScore: 8.5\n", 8.5),
+        ("**Score:** 3", 3),
+        ("`score: -1`", -1),
+        ("score: 8\nIn short:\nscore: 8.0", 8),
+        ("<think>score: 2</think>\nscore : 9", 9),
+        ('{"score": 4}', 4),
+        ('```json\n{"reason": "10 of 10", "score": 2.5}\n```', 2.5),
+        ("score: 3\nscore: 8", None),
+        ("score: 8/10", None),
+        ("score: 8 out of 10", None),
+        ("score: 1e2", None),
+        ("score: ８", None),
+        ("score: 7-8", None),
+        ("score: 7,5", None),
+        ("score: 1,000", None),
+        ("The score: 8", None),
+        ("<think>score: 2", None),
+        ("score: 2</think>", None),
+        ("8", None),
+        ("Rating: 4 stars out of 5", None),
+        ("8 of 10", None),
+        ("9／10", None),
+        ("9⁄10", None),
+        ("8 on a scale of 10", None),
+        ('{"score": "8"}', None),
+        ('{"score": true}', None),
+        ('{"rating": 8}', None),
+        ("[8]", None),
         ("none", None),
     ],
 )
-def test_the_last_number_is_the_verdict_without_its_scale_and_a_range_is_none(reply, verdict):
+def test_a_verdict_is_a_line_or_an_object_of_the_form_that_was_asked_for(reply, verdict):
     assert verdict_of(reply) == verdict
+
+
+def test_a_judge_that_has_json_is_asked_for_an_object_within_the_limits():
+    with serving(said('{"score": 0.5}')) as server:
+        values = {"json": True, "min": -1, "max": 1, "template": "{generated_text} {min} {max}"}
+        assert judged(server, "a", **values) == ([0.5], [])
+    ((_, _, body),) = server.asked
+    assert body["response_format"] == {"type": "json_object"}
+    form = 'Reply with a JSON object alone, where N is a number from -1 to 1:\n{"score": N}'
+    assert body["messages"][0]["content"] == f"a -1 1\n\n{form}"
+
+
+@pytest.mark.parametrize("verdict", ["-0.5", "10.5", "100"])
+def test_a_verdict_outside_its_limits_is_none_and_counted(verdict):
+    def reply(body):
+        return said(f"score: {verdict}" if "bad" in body["messages"][0]["content"] else "score: 10")
+
+    with serving(reply) as server:
+        values, (text,) = judged(server, "good", "bad")
+    assert values == [10.0, None] and "no verdict on 1 of 2 rows" in text
+    assert f"the verdict {verdict} is not between judge.min 0 and judge.max 10: 'score: {verdict}'" in text
+
+
+def test_a_reply_that_was_cut_is_no_verdict():
+    with serving((200, {"choices": [{"message": {"content": "score: 1"}, "finish_reason": "length"}]})) as server:
+        values, (text,) = judged(server, "a")
+    assert values == [None] and "the reply was cut at judge.max_tokens, 256. Raise it" in text
 
 
 def test_without_a_key_none_is_sent(monkeypatch):
     monkeypatch.delenv("OPENAI_API_KEY")
-    with serving(said("7")) as server:
+    with serving(said("score: 7")) as server:
         assert judged(server, "a") == ([7.0], [])
     assert "Authorization" not in server.asked[0][1]
 
@@ -156,7 +187,7 @@ def test_without_a_key_none_is_sent(monkeypatch):
 def test_what_may_pass_is_tried_again(passing):
     if passing[0] == 200:  # a connection that ends before its reply
         passing = (200, b"", {"Content-Length": "50"})
-    with serving(passing, passing, said("4")) as server:
+    with serving(passing, passing, said("score: 4")) as server:
         assert judged(server, "a") == ([4.0], [])
     assert len(server.asked) == 3
 
@@ -171,8 +202,11 @@ def test_what_may_pass_is_tried_again(passing):
         ((401, {"error": urllib.parse.quote(KEY, safe="")}), "HTTP 401 Unauthorized: .*<redacted>", 1),
         ((401, b'"' + b"".join(b"\\u%04x" % each for each in KEY.encode()) + b'"'), "HTTP 401 .*: .*<redacted>", 1),
         ((500, {}), "HTTP 500", 3),
-        (said("I would rather not say."), "the reply has no number: 'I would rather not say.'", 1),
-        (said("7-8"), "the reply has a range or a comma, not a number: '7-8'", 1),
+        (
+            said("I would rather not say."),
+            "the reply has no line 'score: N', or several that differ: 'I would rather not say.'",
+            1,
+        ),
         ((200, b"<html>"), "not a chat completion: '<html>'", 1),
         ((200, {"choices": [{"message": {"content": None}}]}), "the reply has no text", 1),
         ((200, b"x" * (1 << 21)), "the reply is longer than 1048576 bytes", 1),
@@ -189,7 +223,7 @@ def test_what_fails_is_said_without_the_key_and_leaves_the_cell_empty(reply, why
 
 def test_one_answer_that_cannot_be_judged_does_not_cost_the_others():
     def reply(body):
-        return said("none" if "bad" in body["messages"][0]["content"] else "6")
+        return said("none" if "bad" in body["messages"][0]["content"] else "score: 6")
 
     with serving(reply) as server:
         values, (text,) = judged(server, "good", "bad", "good")
@@ -242,6 +276,7 @@ def test_a_server_that_is_not_there():
         ({"template": "{generated_text} {secret}"}, "has {secret}; it may have {prompt}"),
         ({"template": "{prompt}"}, r"has no \{generated_text\}"),
         ({"template": "{generated_text} {"}, "Write {{ and }} for braces"),
+        ({"min": 10}, "judge.min is 10 and judge.max is 10; they must be finite, and min the lower"),
         ({"retries": -1}, "retries is -1; it must be at least 0"),
         ({"timeout_s": 0}, "timeout_s is 0; it must be more than 0"),
         ({"concurrency": 0}, "concurrency is 0; it must be at least 1"),

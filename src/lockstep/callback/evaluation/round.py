@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from lockstep.callback.evaluation.config import TasksConfig
-from lockstep.callback.evaluation.harness import Harness, HarnessThread, TaskResults
+from lockstep.callback.evaluation.harness import Harness, HarnessThread
+from lockstep.callback.evaluation.scoring import TaskResults
 from lockstep.engine import Engine, EngineConfig, Gate, RolloutEngine, generate_on_all
 from lockstep.engine.schedule import FindStop
 from lockstep.errors import DisagreementError, LockstepError, PeerError
