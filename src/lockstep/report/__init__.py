@@ -26,8 +26,6 @@ from lockstep.report.page import render_page as render_page
 from lockstep.report.page import write_page as write_page
 from lockstep.report.row_formats import NO_SCORES as NO_SCORES
 from lockstep.report.row_formats import check_pyarrow as check_pyarrow
-from lockstep.report.row_formats import print_table as print_table
-from lockstep.report.row_formats import terminal_table as terminal_table
 from lockstep.report.row_formats import write_inspect_log as write_inspect_log
 from lockstep.report.row_formats import write_parquet as write_parquet
 from lockstep.report.rows import Row as Row
@@ -38,6 +36,8 @@ from lockstep.report.saved_rows import find_run as find_run
 from lockstep.report.tail import LineView as LineView
 from lockstep.report.tail import PanelView as PanelView
 from lockstep.report.tail import Tail as Tail
+from lockstep.report.terminal_table import SamplesTable as SamplesTable
+from lockstep.report.terminal_table import print_table as print_table
 from lockstep.report.trackers import MAX_TABLE_ROWS as MAX_TABLE_ROWS
 from lockstep.report.trackers import WANDB_RUN as WANDB_RUN
 from lockstep.report.trackers import JsonlTracker as JsonlTracker

@@ -17,8 +17,8 @@ from rich.text import Text
 from lockstep.errors import ConfigError
 from lockstep.printable import visible
 from lockstep.report.jsonl import numbered_records, parse_record
-from lockstep.report.row_formats import terminal_table
 from lockstep.report.saved_rows import RunFiles, SavedRow, find_run, parse_row, read_rows
+from lockstep.report.terminal_table import SamplesTable
 
 _CHECKED: Final = 256  # bytes before the place read up to that must still be there, or the file is another one
 
@@ -196,7 +196,7 @@ class PanelView:
         if tail.newest:
             title = f"what the model says at {tail.axis} {tail.newest[-1].when:,}"
             rows = [row.to_row() for row in tail.newest]
-            parts.append(terminal_table(rows, title=title, max_rows=self._rows, max_chars=MAX_CHARS))
+            parts.append(SamplesTable(rows, title=title, max_rows=self._rows, max_chars=MAX_CHARS))
         else:
             parts.append(Text("no samples yet", style="dim"))
         return Group(*parts)
