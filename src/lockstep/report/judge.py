@@ -48,7 +48,7 @@ its quality does not count."""
 """The prompt of a judge where the configuration has none."""
 LINE_FORM = "\n\nEnd your reply with one line of its own, where N is a number from {min} to {max}:\nscore: N"
 JSON_FORM = '\n\nReply with a JSON object alone, where N is a number from {min} to {max}:\n{{"score": N}}'
-"""What follows each prompt of a judge: the form of the verdict."""
+"""The ends of each prompt of a judge: the form of the verdict."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

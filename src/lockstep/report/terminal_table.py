@@ -87,7 +87,7 @@ class SamplesTable:
         return columns
 
     def _numbers(self, row: Row | SampleRow) -> dict[str, str]:
-        """What is said of a row beside its texts, by the name."""
+        """The numbers of a row and how it ended, as texts by their names."""
         sample = {"sample": str(row.generation_id)} if self._several else {}
         values = {name: row.metrics.get(name) for name in self._metrics}
         return {

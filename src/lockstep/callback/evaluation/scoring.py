@@ -6,6 +6,10 @@ import numbers
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
+from lockstep.printable import get_logger
+
+log = get_logger(__name__)
+
 PREFIX = "eval"  # the beginning of the names of all scores, and of that of the table
 TASK_COLUMNS = ("step", "task", "question_id", "prompt", "generated_text", "answer")
 """The columns of a row, in the order of the table; the scores of the row follow."""
@@ -185,6 +189,7 @@ def make_results(step: int, tasks: Mapping[str, Any], evaluated: Mapping[str, An
                 continue
             scores[name][_score_name(metric, filter_name)] = value
     for name, task in tasks.items():
+        _warn_of_spaces(name, scores[name], samples[name])
         if not guard.failed(name):
             scores[name] |= _standard_errors(task, samples[name])
     return TaskResults(
@@ -222,6 +227,28 @@ def _standard_errors(task: Any, samples: list[Mapping[str, Any]]) -> dict[str, f
         for (name, filter_name), numbers_of_filter in values.items()
         if len(numbers_of_filter) > 1
     }
+
+
+def _warn_of_spaces(name: str, scores: Mapping[str, float], samples: list[Mapping[str, Any]]) -> None:
+    """Warn of a score of 0 although answers are right but for spaces around them."""
+    counts: dict[str, int] = {}
+    for sample in samples:
+        text, answer = sample["filtered_resps"][0], sample["target"]
+        if not (isinstance(text, str) and isinstance(answer, str) and text.strip() == answer.strip() != ""):
+            continue
+        for metric in sample["metrics"]:
+            score = _score_name(metric, sample["filter"])
+            if text != answer and scores.get(score) == 0:
+                counts[score] = counts.get(score, 0) + 1
+    for score, count in counts.items():
+        log.warning(
+            "task %s: %s is 0, but %d of %d answers are the right ones with spaces around them. Give the task a "
+            "filter_list with remove_whitespace and take_first",
+            name,
+            score,
+            count,
+            len(samples),
+        )
 
 
 def _rows(step: int, name: str, task: Any, samples: list[Mapping[str, Any]]) -> Iterator[TaskRow]:

@@ -1,6 +1,8 @@
 """Rows and scores of tasks, whatever a task's own code does while its answers are scored."""
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +13,7 @@ from lockstep.types import Completion, FinishReason
 from tests import tiny
 
 pytest.importorskip("lm_eval")
+PAGE = Path(__file__).parents[4] / "docs" / "evaluation.md"
 DATA = [
     {"question": "What is 4 plus 6?", "answer": "ten", "choices": ["one", "ten"], "sentence": "Tim drank _ of it."},
     {"question": "What is 3 plus 2?", "answer": "five", "choices": ["one", "five"], "sentence": "Ann ate _ of it."},
@@ -43,6 +46,9 @@ def exit_results(doc, results): sys.exit(3)
 """
 
 
+SAID = "ten"
+
+
 def metrics(*names, aggregation="mean"):
     entries = (f"{{metric: {name}, aggregation: {aggregation}, higher_is_better: true}}" for name in names)
     return f"metric_list: [{', '.join(entries)}]\n"
@@ -58,7 +64,8 @@ def likely(text):
 def answers(requests, last):
     for request in requests:
         text = decode(tiny.tokenizer(), request.prompt_tokens)
-        said = () if request.params.prompt_logprobs else tuple(tiny.tokenizer().encode("ten", add_special_tokens=False))
+        words = tiny.tokenizer().encode(SAID, add_special_tokens=False)
+        said = () if request.params.prompt_logprobs else tuple(words)
         count = len(request.prompt_tokens) if request.params.prompt_logprobs else 0
         yield Completion(
             prompt_id=request.prompt_id,
@@ -148,3 +155,13 @@ def test_a_group_has_no_mean_without_one_of_its_tasks(run):
     results = run(broken=BROKEN["aggregation"][0], words=text, both=group)
     assert results.scores["words"]["exact_match"] == 0.5 and not {"broken", "both"} & set(results.scores)
     assert results.failures[-1] == "group both: it has no exact_match, because a task of it has none"
+
+
+def test_the_pages_own_task_scores_right_answers_that_begin_with_a_space(run, monkeypatch, caplog):
+    monkeypatch.setitem(globals(), "SAID", " ten")
+    (page,) = (text for text in re.findall(r"```yaml\n(.*?)```", PAGE.read_text(), re.DOTALL) if "task:" in text[:6])
+    text = page[page.index("output_type") :]
+    assert run(words=text).scores["words"]["exact_match"] == 0.5 and not caplog.records
+    without = "".join(line for line in text.splitlines(keepends=True) if not line.startswith("filter_list"))
+    assert run(words=without).scores["words"]["exact_match"] == 0
+    assert "task words: exact_match is 0, but 1 of 2 answers are the right ones with spaces around them" in caplog.text
