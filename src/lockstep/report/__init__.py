@@ -18,6 +18,7 @@ from lockstep.report.metrics import Metric as Metric
 from lockstep.report.metrics import check_metrics as check_metrics
 from lockstep.report.metrics import load_metric as load_metric
 from lockstep.report.metrics import load_metrics as load_metrics
+from lockstep.report.metrics import math_expressions as math_expressions
 from lockstep.report.metrics import measure as measure
 from lockstep.report.metrics import metric_means as metric_means
 from lockstep.report.metrics import pass_rates as pass_rates

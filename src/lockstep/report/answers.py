@@ -18,12 +18,16 @@ _HEADING_NUMBER = re.compile(r"\W*\d+[.)]\s+[*_]*[^\W\d_]")
 """The beginning of a heading such as ``1. Calculate the total``."""
 _REMARK = re.compile(r"\([^()]*\)")
 _UNIT = re.compile(r"\\(?:text|textrm|textit|mathrm|mbox|operatorname)\s*\{[^{}]*\}(?:\s*\^\s*(?:\{[^{}]*\}|\w))?")
-_SPACE = r"(?:\\[,;: ]|[~\u00a0\u2009\u202f])"
+_SPACE = r"(?:\\[,;: ]|[~\u00a0\u2000-\u200a\u202f\u205f])"
+_DASHES = r"[\u2010-\u2013\ufe63\uff0d]"  # hyphens, the figure dash and the en dash, which are written for a minus sign
+_GROUPS = re.compile(r"(?<![\w.,/])\d{1,3}(?: \d{3})+(?!\d|[ ]?/)")
+"""A number with a space between its thousands. Elsewhere than in a stated answer that is several numbers."""
 _BRACED = r"\s*(?:\{([^{}]+)\}|(\d))"
 
 _PLAIN: tuple[tuple[re.Pattern[str], str], ...] = tuple(
     (re.compile(pattern), plain)
     for pattern, plain in (
+        (_DASHES, "−"),
         (r"\\!|(?<=\d)" + _SPACE + r"(?=\d{3}(?!\d))", ""),  # within a number: 1,\!200 and 1\,200
         (r"\{,\}", ","),
         (_SPACE, " "),
@@ -73,7 +77,7 @@ def last_number(text: str) -> Fraction | None:
         if (found := _stated(_line(part), marked=True)) is not None:
             return found
     if (box := _last_box(text)) is not None:
-        return _stated(re.sub(r"^([-−])\s+", r"\1", box))  # no bullet, as it may be elsewhere
+        return _stated(re.sub(rf"^({_DASHES}|[-−])\s+", r"\1", box))  # no bullet, as it may be elsewhere
     numbers = _numbers(_plain(text))
     return numbers[-1][1] if numbers else None
 
@@ -106,7 +110,8 @@ def _stated(text: str, *, marked: bool = False) -> Fraction | None:
     """The number of a line or a box, without units and remarks where that leaves one."""
     if marked and _HEADING_NUMBER.match(text):
         return None
-    for plain in (_REMARK.sub(" ", _plain(_UNIT.sub(" ", text))), _plain(text)):
+    for unjoined in (_REMARK.sub(" ", _plain(_UNIT.sub(" ", text))), _plain(text)):
+        plain = _GROUPS.sub(lambda match: match[0].replace(" ", ""), unjoined)
         if not (numbers := _numbers(plain)):
             continue
         before = plain[: numbers[0][0]]

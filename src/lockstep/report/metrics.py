@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import logging
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -52,6 +53,41 @@ def gsm8k(row: AnyRow, prompt: Prompt) -> float | None:
     return float(same_number(last_number(row.generated_text), expected))
 
 
+def math_verify(row: AnyRow, prompt: Prompt) -> float | None:
+    """1 where the completion's mathematical expression equals that of the prompt's answer, else 0.
+
+    Both are read and compared by math-verify (https://github.com/huggingface/Math-Verify): fractions, roots, sets,
+    equations, in LaTeX or plain. It needs the extra ``math``, and has no time limit of its own here.
+
+    Raises:
+        LockstepError: The prompt's answer has no expression.
+    """
+    if prompt.answer is None:
+        return None
+    import math_verify as library
+
+    expected = math_expressions(prompt.answer)
+    if not expected:
+        raise LockstepError(
+            f"the answer of prompt {prompt.id}, {prompt.answer!r}, has no mathematical expression. Correct the answer."
+        )
+    # Its own limits are alarm signals, which only the main thread of a process can have.
+    return float(
+        library.verify(expected, library.parse(row.generated_text, parsing_timeout=None), timeout_seconds=None)
+    )
+
+
+def math_expressions(answer: str) -> list[Any]:
+    """The expressions that math-verify reads in a reference answer, which may be LaTeX without ``$`` around it."""
+    import math_verify as library
+
+    for text in (answer, f"${answer}$"):
+        expressions: list[Any] = library.parse(text, parsing_timeout=None)
+        if not all(isinstance(expression, str) for expression in expressions):  # a text is what it could not read
+            return expressions
+    return []
+
+
 def length(row: AnyRow, prompt: Prompt) -> float:
     """The number of tokens of the completion."""
     return float(row.num_tokens)
@@ -77,11 +113,12 @@ def perplexity(row: AnyRow, prompt: Prompt) -> float | None:
 BUILT_IN: Mapping[str, Metric] = {
     "exact_match": exact_match,
     "gsm8k": gsm8k,
+    "math_verify": math_verify,
     "length": length,
     "repetition": repetition,
     "perplexity": perplexity,
 }
-_COMPARING = ("exact_match", "gsm8k")  # metrics that have no value without a reference answer
+_COMPARING = ("exact_match", "gsm8k", "math_verify")  # metrics that have no value without a reference answer
 _REGEX = "regex="
 _TAKEN = {*COLUMNS, *SAMPLE_COLUMNS, *FILE_COLUMNS}
 SCALARS = frozenset(
@@ -97,12 +134,15 @@ def load_metric(name: str) -> Metric:
     """Find a metric by name.
 
     Args:
-        name: ``exact_match``, ``gsm8k``, ``length``, ``repetition``, ``perplexity``, ``regex=PATTERN`` (1 where the
-            pattern is found in the completion), or ``module:function`` of an importable module.
+        name: ``exact_match``, ``gsm8k``, ``math_verify``, ``length``, ``repetition``, ``perplexity``,
+            ``regex=PATTERN`` (1 where the pattern is found in the completion), or ``module:function`` of an importable
+            module.
 
     Raises:
         ConfigError: There is no such metric.
     """
+    if name == math_verify.__name__:
+        _check_math_verify()
     if name in BUILT_IN:
         return BUILT_IN[name]
     if name.startswith(_REGEX):
@@ -110,6 +150,18 @@ def load_metric(name: str) -> Metric:
     _check_name(name)
     found: Metric = load_object(name, "metric")
     return found
+
+
+def _check_math_verify() -> None:
+    try:
+        import math_verify as library  # noqa: F401 - whether it can be imported is the question
+    except ImportError as error:
+        raise ConfigError(
+            f"math_verify needs math-verify, which cannot be imported ({error}). Install it with "
+            "pip install 'jax-lockstep[math]' on every host, or use gsm8k."
+        ) from error
+    # Each call without a time limit would warn of that.
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 
 def load_metrics(names: Iterable[str]) -> dict[str, Metric]:
@@ -266,8 +318,8 @@ class EvaluationFields:
     max_line_bytes: int = MAX_LINE_BYTES
     """The most bytes of a line of the file of prompts; a longer one is an error, and is not read whole."""
     metrics: list[str] = dataclasses.field(default_factory=list)
-    """Numbers per completion, and their means: ``exact_match``, ``gsm8k``, ``regex=PATTERN``, ``length``,
-    ``repetition``, ``perplexity``, or ``module:function`` of (row, prompt) -> float or None (no value)."""
+    """Numbers per completion, and their means: ``exact_match``, ``gsm8k``, ``math_verify``, ``regex=PATTERN``,
+    ``length``, ``repetition``, ``perplexity``, or ``module:function`` of (row, prompt) -> float or None (no value)."""
     skip_samples_table: bool = False
     """No table of rows in the tracker and none at the terminal; the scalars are logged."""
 

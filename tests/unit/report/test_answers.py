@@ -1,4 +1,5 @@
 import re
+import sys
 import threading
 import time
 from fractions import Fraction
@@ -6,7 +7,7 @@ from fractions import Fraction
 import pytest
 
 from lockstep.errors import ConfigError
-from lockstep.report import SampleRow, answers, load_metrics, measure
+from lockstep.report import SampleRow, answers, check_metrics, load_metrics, measure
 from lockstep.report.answers import Pattern, last_number
 from lockstep.text import Prompt
 
@@ -115,6 +116,34 @@ SOLUTIONS: dict[str, tuple[tuple[str, int | str | None], ...]] = {
         ("72 km²", 72),
         ("72 m2", 72),
         ("It weighs 1\u202f200 g", 1200),
+        ("The answer is –5.", -5),
+        ("x = –5", -5),
+        ("x = ‑5 and y = －7", -7),
+        ("#### –5", -5),
+        ("#### \u20125.5", "-5.5"),
+        ("$\\boxed{– 5}$", -5),
+        ("12–5", 5),
+        ("pages 12 –15", 15),
+        ("the years 1990–1995", 1995),
+        ("a total – 72", 72),
+        ("Result:\n– 72", 72),
+        ("#### 1 200", 1200),
+        ("#### 1\u2009200", 1200),
+        ("#### 1\u2007200\u2007000", 1200000),
+        ("#### $1 234 567.50", "1234567.5"),
+        ("#### -1 200 dollars", -1200),
+        ("#### x = 12 345", 12345),
+        ("\\boxed{1 200}", 1200),
+        ("\\boxed{12 345\\text{ m}}", 12345),
+        ("#### 1 200/300", "5/3"),
+        ("#### 1 2000", 1),
+        ("#### 1234 567", 1234),
+        ("#### 2 20", 2),
+        ("counting 100 200 300", 300),
+        ("in 2024 300 people", 300),
+        ("#### 72 in 12 hours", 72),
+        ("\\boxed{72 in 12}", 12),
+        ("72 in 12 hours", 12),
         ("3 × 10^4 people", 30000),
         ("6.02e3 of them", 6020),
         ("They ate 1 3/4 pizzas.", "7/4"),
@@ -165,6 +194,34 @@ def test_built_in_metrics():
     assert values_of(["perplexity"], "", mean_logprob=0.0, num_tokens=0) == {"perplexity": None}
     assert values_of([r"regex=^\d+$", "regex=seven"], "seven\n7") == {"regex": 1.0, "regex_2": 1.0}
     assert values_of(["regex=eight"], "seven") == {"regex": 0.0}
+
+
+def test_math_verify_compares_expressions_as_the_library_does_in_its_own_thread():
+    pytest.importorskip("math_verify")
+    cases = [
+        ("72", "so \\boxed{72}", 1.0),
+        ("\\frac{1}{2}", "it is 0.5", 1.0),
+        ("\\sqrt{2}/2", "hence $\\frac{1}{\\sqrt 2}$", 1.0),
+        ("x^2+1", "\\boxed{1+x^2}", 1.0),
+        ("(1,2)", "$(1,2)$", 1.0),
+        ("work\n#### 1,200", "1200", 1.0),
+        ("72", "\\boxed{73}", 0.0),
+        ("72", "no idea", 0.0),
+    ]
+    found = []
+    thread = threading.Thread(
+        target=lambda: found.extend(values_of(["math_verify"], text, answer=answer) for answer, text, _ in cases)
+    )
+    thread.start()
+    thread.join()
+    assert [values["math_verify"] for values in found] == [value for _, _, value in cases]
+    assert values_of(["math_verify"], "72") == {"math_verify": None}
+
+
+def test_math_verify_names_its_extra_where_it_is_missing(monkeypatch):
+    monkeypatch.setitem(sys.modules, "math_verify", None)
+    with pytest.raises(ConfigError, match=r"pip install 'jax-lockstep\[math\]' on every host, or use gsm8k"):
+        check_metrics(["math_verify"])
 
 
 def test_wrong_metrics_are_refused_by_name():

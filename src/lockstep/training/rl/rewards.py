@@ -9,7 +9,7 @@ import draccus
 
 from lockstep.errors import ConfigError, check_choices
 from lockstep.plugins import OpenRegistry, load_object
-from lockstep.report import NO_SCORES, Pattern, Row, last_number, load_metric
+from lockstep.report import NO_SCORES, Pattern, Row, last_number, load_metric, math_expressions
 from lockstep.text import Prompt
 from lockstep.training.data.records import BadRow
 
@@ -19,7 +19,8 @@ type Reward = Callable[[Row, Prompt], float | Awaitable[float]]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RewardConfig(OpenRegistry, draccus.ChoiceRegistry):
-    """One component of the reward: ``type: gsm8k | exact_match | format | function | length | overlong | regex``, or
+    """One component of the reward: ``type: gsm8k | exact_match | format | function | length | math_verify | overlong |
+    regex``, or
     ``my_module:MyReward`` for a subclass of your own.
 
     Raises:
@@ -178,14 +179,37 @@ class Gsm8kReward(RewardConfig):
 
     def build(self, max_new_tokens: int) -> Reward:
         """See `RewardConfig.build`."""
-        metric = load_metric("gsm8k")
+        return _compared("gsm8k")
 
-        def gsm8k(row: Row, prompt: Prompt) -> float:
-            value = metric(row, prompt)
-            assert value is not None, "every question has a reference answer"
-            return value
 
-        return gsm8k
+@RewardConfig.register_subclass("math_verify")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MathVerifyReward(RewardConfig):
+    """1 where math-verify finds the answer's expression equal to that of the reference answer, else 0. It needs the
+    extra ``math`` (https://github.com/huggingface/Math-Verify).
+    """
+
+    def check_answer(self, answer: str) -> None:
+        """See `RewardConfig.check_answer`."""
+        load_metric("math_verify")
+        if not math_expressions(answer):
+            raise BadRow(f"has the answer {answer[-80:]!r}, which has no expression for the reward {self.label}")
+
+    def build(self, max_new_tokens: int) -> Reward:
+        """See `RewardConfig.build`."""
+        return _compared("math_verify")
+
+
+def _compared(name: str) -> Reward:
+    """The reward that a metric gives, which compares with the reference answer that every question has."""
+    metric = load_metric(name)
+
+    def compared(row: Row, prompt: Prompt) -> float:
+        value = metric(row, prompt)
+        assert value is not None, "every question has a reference answer"
+        return value
+
+    return compared
 
 
 @RewardConfig.register_subclass("length")

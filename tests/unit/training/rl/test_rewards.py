@@ -8,12 +8,14 @@ import pytest
 from lockstep.errors import ConfigError
 from lockstep.main.arguments import decode_config
 from lockstep.training import TrainGrpoConfig
+from lockstep.training.data.records import BadRow
 from lockstep.training.rl.rewards import (
     ExactMatchReward,
     FormatReward,
     FunctionReward,
     Gsm8kReward,
     LengthReward,
+    MathVerifyReward,
     OverlongReward,
     RegexReward,
     check_rewards,
@@ -53,6 +55,15 @@ def value(config, text="", answer="#### 2", max_new_tokens=100, **of_row):
 )
 def test_gsm8k_finds_the_final_number(text, answer, expected):
     assert value(Gsm8kReward(), text, answer) == expected
+
+
+def test_math_verify_compares_expressions_and_names_an_answer_without_one():
+    pytest.importorskip("math_verify")
+    assert value(MathVerifyReward(), "so \\boxed{\\frac{2}{4}}", "1/2") == 1
+    assert value(MathVerifyReward(), "so \\boxed{3}", "1/2") == 0
+    MathVerifyReward().check_answer("\\sqrt{2}")
+    with pytest.raises(BadRow, match="has the answer '…', which has no expression for the reward math_verify"):
+        MathVerifyReward().check_answer("…")
 
 
 @pytest.mark.parametrize(
