@@ -18,7 +18,7 @@ from array_record.python.array_record_module import ArrayRecordWriter
 from benchmarks.workers import write_json
 from lockstep.training.data.examples import TokenSequence
 from lockstep.training.data.rows import RowOrder
-from lockstep.training.data.token_cache import RowReader, RowWriter, new_file
+from lockstep.training.data.token_cache import RowReader, RowWriter, cache_file
 
 BATCH = 64
 
@@ -31,7 +31,7 @@ def seconds(work: Callable[[], object]) -> float:
 
 def write_ours(directory: str, rows: int, tokens: np.ndarray) -> RowReader:
     fs = fsspec.filesystem("file")
-    with new_file(fs, f"{directory}/0.rows") as data, new_file(fs, f"{directory}/0.index") as index:
+    with cache_file(fs, f"{directory}/0.rows") as data, cache_file(fs, f"{directory}/0.index") as index:
         writer = RowWriter(data, index)
         for _ in range(rows):
             writer.write([TokenSequence(1, tokens)])

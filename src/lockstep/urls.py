@@ -156,6 +156,22 @@ def check_bare_name(name: object, place: str) -> str:
     return name
 
 
+def check_links(directory: str | os.PathLike[str]) -> None:
+    """Refuse a directory that is written to where it has links that lead out of it: it may be somebody else's.
+
+    Raises:
+        ConfigError: It has one, at any depth.
+    """
+    root = os.path.realpath(directory)
+    for folder, directories, files in os.walk(root):
+        for path in (os.path.join(folder, name) for name in (*directories, *files)):
+            if os.path.islink(path) and os.path.commonpath([root, os.path.realpath(path)]) != root:
+                raise ConfigError(
+                    f"{path} is a link that leads out of {root} (to {os.readlink(path)!r}), where files are about to "
+                    "be written. Remove the link, or name the place that it leads to in the configuration."
+                )
+
+
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
     def redirect_request(self, *args: Any, **kwargs: Any) -> None:
         return None

@@ -17,7 +17,7 @@ from lockstep.text import load_tokenizer, read_prompts
 from lockstep.training import saved_model
 from lockstep.training.checkpoints.checkpoint import bring_files
 from lockstep.training.data.records import list_files
-from lockstep.urls import check_bare_name, check_url, checkpoint_path, url_to_fs
+from lockstep.urls import check_bare_name, check_links, check_url, checkpoint_path, url_to_fs
 
 PACKAGE = Path(lockstep.__file__).parent
 
@@ -122,6 +122,19 @@ def test_a_dataset_names_files_of_its_own_directory(tmp_path):
     (tmp_path / "state.json").write_text(json.dumps({"_data_files": [{"filename": "../secret.arrow"}]}))
     with pytest.raises(ConfigError, match=r"state\.json names '\.\./secret\.arrow'"):
         list_files(str(tmp_path), "data.train_urls")
+
+
+def test_a_directory_that_is_written_to_has_no_link_that_leads_out(tmp_path):
+    run = tmp_path / "runs" / "mine"
+    (run / "wandb" / "run-1").mkdir(parents=True)
+    (run / "wandb" / "latest-run").symlink_to("run-1")
+    check_links(run)
+    check_links(tmp_path / "nowhere")
+    (tmp_path / "link").symlink_to(run)
+    check_links(tmp_path / "link")  # the directory itself is the caller's choice
+    (run / "wandb" / "run-1" / "logs").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ConfigError, match=r"run-1/logs is a link that leads out of .*/mine \(to '.*elsewhere'\)"):
+        check_links(tmp_path / "link")
 
 
 OPENS = (

@@ -13,6 +13,7 @@ from jaxtyping import Bool, Int
 
 from lockstep.batch_inference.prompt_store import JobShape
 from lockstep.errors import ConfigError, HostError, LockstepError
+from lockstep.files import in_place, new_file, write_file
 from lockstep.hosts import Hosts
 from lockstep.json_text import FOREIGN, parse_json, refused
 from lockstep.printable import get_logger, without_credentials
@@ -196,9 +197,7 @@ def _check(
 def write_manifest(directory: Path, manifest: Mapping[str, Any], host: int) -> Path:
     """Write the manifest, whole or not at all; hosts that share the directory write the same."""
     directory.mkdir(parents=True, exist_ok=True)
-    temporary = directory / f".{MANIFEST}.{host}.tmp"
-    temporary.write_text(json.dumps(manifest, indent=1, sort_keys=True) + "\n", encoding="utf-8")
-    os.replace(temporary, directory / MANIFEST)
+    write_file(directory / MANIFEST, json.dumps(manifest, indent=1, sort_keys=True) + "\n")
     return directory / MANIFEST
 
 
@@ -241,11 +240,9 @@ class RemoteRows:
         if not own:
             path.unlink(missing_ok=True)
             return None
-        temporary = directory / f".found.{self._host}.tmp"
-        with open(temporary, "wb") as file:
+        with new_file(path) as file:
             for each in own:
                 file.write(self._filesystem.cat_file(each))
-        os.replace(temporary, path)
         return path
 
     def add(self, lines: bytes) -> None:
@@ -255,7 +252,7 @@ class RemoteRows:
 
     def put(self, path: Path) -> None:
         """Upload a file under its name."""
-        self._filesystem.put_file(str(path), f"{self._root}/{path.name}")
+        self._filesystem.pipe_file(f"{self._root}/{path.name}", path.read_bytes())
 
 
 GATHER_BYTES = 32 << 20
@@ -331,7 +328,10 @@ def merge(hosts: Hosts, index: RowIndex, owner: Int[np.ndarray, " rows"], direct
         pieces = _pieces(index, own, GATHER_BYTES // hosts.count)
         turn = 0
         with contextlib.ExitStack() as stack:
-            file = stack.enter_context(open(gathered, "wb")) if hosts.is_leader else None
+            file = None
+            if hosts.is_leader:
+                gathered.unlink(missing_ok=True)  # of a process that was killed
+                file = stack.enter_context(open(gathered, "xb", opener=in_place))
             while True:
                 piece = b""
                 with scope.run_on_all(f"read {turn}", "gathering rows"):
@@ -366,10 +366,6 @@ def _pieces(index: RowIndex, rows: Int[np.ndarray, " own"], limit: int) -> Itera
 
 
 def _write(path: Path, index: RowIndex, rows: int) -> None:
-    temporary = path.with_name(f".{path.name}.tmp")
-    with open(temporary, "wb") as file:
+    with new_file(path, fsync=True) as file:
         for line in index.read(range(rows)):
             file.write(line)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)

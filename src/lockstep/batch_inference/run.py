@@ -68,7 +68,7 @@ from lockstep.report import (
     write_parquet,
 )
 from lockstep.text import StopFinder, fetch_tokenizer, load_tokenizer, stop_ids, tokenizer_digest
-from lockstep.urls import HUB_WAIT_S, check_bare_name
+from lockstep.urls import HUB_WAIT_S, check_bare_name, check_links
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -180,6 +180,8 @@ class _Run:
             **json.loads(json.dumps(dataclasses.asdict(params))),  # as JSON gives them back
         }
         with hosts.run_on_all("output directory"):
+            for directory in (self.run_dir, self.output_dir):
+                check_links(directory)
             self.output_dir.mkdir(parents=True, exist_ok=True)
             # Both, before either changes: rows that are only here count beside those behind the URL.
             force = config.resume == "force"

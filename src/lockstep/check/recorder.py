@@ -18,6 +18,7 @@ import jax
 import numpy as np
 
 from lockstep.check import _jax, findings
+from lockstep.files import private
 
 QUIET_S = 3.0  # seconds without a launch after which a process notes where it is
 SAMPLES = 50  # first launches of a program from a stack at which the live arrays are looked at
@@ -34,7 +35,7 @@ class Recorder:
     """Writes a file of JSON lines, each complete as soon as it is written: the process may be killed at any time."""
 
     def __init__(self, file: Path, index: int) -> None:
-        self._file = os.open(file, os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_WRONLY)
+        self._file = private(file, os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_WRONLY)
         self._pid = os.getpid()
         self._index = index
         self._lock = threading.RLock()

@@ -24,6 +24,7 @@ from lockstep.check.launches import DIRECTORY, STARTUP
 from lockstep.check.log import LAUNCH_TIMED_OUT, Event, Launch, LogReader, ProcessLog, Put
 from lockstep.errors import ConfigError
 from lockstep.exits import DONE, FAILED, describe_code
+from lockstep.files import write_file
 
 AHEAD = 10_000
 """Launches that one process may be ahead of another before its file is left alone until the other has caught up."""
@@ -243,7 +244,7 @@ def check_command(
     with tempfile.TemporaryDirectory(prefix="lockstep-check-") as name:
         directory = Path(name)
         (directory / STARTUP).mkdir()
-        (directory / STARTUP / "sitecustomize.py").write_text(HOOK)
+        write_file(directory / STARTUP / "sitecustomize.py", HOOK)
         follower = Follower(directory, processes, tell_kept)
         code, stalled = _run(command, processes, devices, directory, stall_s, follower)
         follower.read()
@@ -379,4 +380,4 @@ def render_page(result: CheckResult) -> str:
 
 def write_page(result: CheckResult, file: Path) -> None:
     """Write the page."""
-    file.write_text(render_page(result), encoding="utf-8", errors="backslashreplace")
+    write_file(file, render_page(result).encode(errors="backslashreplace"))

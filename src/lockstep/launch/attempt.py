@@ -21,9 +21,10 @@ from lockstep.exits import (
     describe_code,
     is_retried,
 )
+from lockstep.files import private
 from lockstep.launch.backend import Console, Transport
 from lockstep.launch.connection import WAITING_EVENTS, Event, Follower
-from lockstep.launch.processes import LAST_LINES, REPORT_S, failed_by_themselves, private, signals_to, tail_to_show
+from lockstep.launch.processes import LAST_LINES, REPORT_S, failed_by_themselves, signals_to, tail_to_show
 
 CAUSE_S = 4.0
 """Seconds after a process ended because of another one in which that other one may end too, and is then named.

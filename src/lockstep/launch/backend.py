@@ -5,7 +5,6 @@ import argparse
 import collections
 import contextlib
 import dataclasses
-import os
 import sys
 import threading
 import time
@@ -15,6 +14,7 @@ from typing import Protocol
 
 from lockstep.errors import LockstepError
 from lockstep.exits import FAILED, UNREACHABLE
+from lockstep.files import private
 from lockstep.launch.record import JobRecord
 from lockstep.printable import printable, without_credentials
 from lockstep.redact import Redactor
@@ -81,7 +81,7 @@ class Console:
             with contextlib.suppress(OSError):  # a terminal that was closed: what is to be done then goes on
                 print(text, end="", file=sys.stderr, flush=True)
             if self._log is not None:
-                with open(os.open(self._log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "a") as file:
+                with open(self._log, "a", opener=private) as file:
                     file.write(text)
 
     def line(self, prefix: str, line: bytes) -> None:

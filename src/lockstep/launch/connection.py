@@ -23,8 +23,10 @@ from lockstep.printable import printable
 
 GREETING = b"lockstep-agent 1\n"  # the first line of an answer (lockstep.launch.agent.main)
 AGENT = "lockstep.launch.agent"
+GROUND = ("redact", "files")
+"""The modules of `lockstep` that the agent imports; they import none."""
 MODULES = ("supervisor", "main")
-"""The agent's modules, each after those that it imports; ``lockstep.redact`` is before them."""
+"""The agent's own modules, each after those that it imports."""
 BOOT = (
     "import json,sys,types\n"
     "for name,text in json.loads(sys.stdin.buffer.readline().decode()):\n"
@@ -47,9 +49,10 @@ class DroppedError(Exception):
 def agent_line() -> bytes:
     """The agent as the first line of a connection."""
     folder = Path(__file__).parent / "agent"
-    redact = (Path(__file__).parents[1] / "redact.py").read_text(encoding="utf-8")
-    packages = [("lockstep", ""), ("lockstep.launch", ""), (AGENT, ""), ("lockstep.redact", redact)]
-    modules = [(f"{AGENT}.{name}", (folder / f"{name}.py").read_text(encoding="utf-8")) for name in MODULES]
+    files = {f"lockstep.{name}": Path(__file__).parents[1] / f"{name}.py" for name in GROUND}
+    files |= {f"{AGENT}.{name}": folder / f"{name}.py" for name in MODULES}
+    packages = [("lockstep", ""), ("lockstep.launch", ""), (AGENT, "")]
+    modules = [(name, file.read_text(encoding="utf-8")) for name, file in files.items()]
     return json.dumps([*packages, *modules]).encode() + b"\n"
 
 

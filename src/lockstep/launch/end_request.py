@@ -5,7 +5,7 @@ It is no field of the record, which that launcher writes over.
 
 import secrets
 
-from lockstep.launch.agent.supervisor import write_whole
+from lockstep.files import write_file
 from lockstep.launch.record import JobRecord
 
 FILE = "end-request"
@@ -17,7 +17,7 @@ def ask_to_end(job: JobRecord, command: str) -> None:
     Args:
         command: ``stop`` or ``delete``.
     """
-    write_whole(str(job.directory / FILE), f"{command} {secrets.token_hex(8)}\n".encode())
+    write_file(job.directory / FILE, f"{command} {secrets.token_hex(8)}\n", 0o600)
 
 
 class EndRequest:

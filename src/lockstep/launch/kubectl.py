@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import IO, Any, Final, Self
 
 from lockstep.exits import NOT_FOUND, REFUSED, UNREACHABLE
+from lockstep.files import private
 from lockstep.json_text import parse_json
 from lockstep.launch.backend import Console, LaunchError
 from lockstep.launch.gke_manifest import CONTAINER, INSTALLED, JOB_ID
@@ -114,8 +115,8 @@ class KeptLog:
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        self._log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        self._time = os.open(path.with_suffix(".time"), os.O_RDWR | os.O_CREAT, 0o600)
+        self._log = private(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        self._time = private(path.with_suffix(".time"), os.O_RDWR | os.O_CREAT)
         self._writes = True
         try:
             fcntl.flock(self._time, fcntl.LOCK_EX | fcntl.LOCK_NB)

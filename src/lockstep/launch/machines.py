@@ -11,10 +11,11 @@ from pathlib import Path
 
 from lockstep.errors import ConfigError
 from lockstep.exits import DONE, NOT_FOUND, is_retried
+from lockstep.files import private
 from lockstep.launch.backend import Console, Worker, WorkerBackend, jax_environment
 from lockstep.launch.environment import RESTARTS, JobEnvironment, job_environment
 from lockstep.launch.options import add_worker_options, count, number
-from lockstep.launch.processes import Job, private, signals_to
+from lockstep.launch.processes import Job, signals_to
 from lockstep.launch.record import JobRecord
 from lockstep.printable import SECRET_NAME
 

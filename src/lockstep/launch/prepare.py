@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.exits import FAILED, PREFLIGHT, SETUP_FAILED, UNREACHABLE
+from lockstep.files import private
 from lockstep.launch.backend import Console, LaunchError, Transport, Worker
 from lockstep.launch.connection import DroppedError, call
 from lockstep.launch.sync import Archive
@@ -257,7 +258,7 @@ def _set_up(transport: Transport, index: int, job: Preparation, console: Console
     request = {"op": "setup", "script": job.setup, "files": [[name, len(data)] for name, data in files]}
     log = job.setup_logs[index]
     log.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    with log.open("wb") as file:
+    with open(log, "wb", opener=private) as file:
         rest = b""
 
         def show(data: bytes) -> None:

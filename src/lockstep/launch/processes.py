@@ -296,8 +296,3 @@ def describe(child: Child) -> str:
     code = child.process.returncode
     how = f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
     return f"{how}, after {time.monotonic() - child.started:.1f} s"
-
-
-def private(path: str, flags: int) -> int:
-    """Open a file that its owner alone can read, as an opener of `open`."""
-    return os.open(path, flags, 0o600)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import ConfigError
+from lockstep.files import write_file
 from lockstep.json_text import parse_json, refused, typed
 
 DIRECTORY = "LOCKSTEP_JOBS_DIR"  # the variable that names another directory than `~/.lockstep/jobs`
@@ -65,9 +66,7 @@ class JobRecord:
     def save(self) -> None:
         """Write the record, whole or not at all."""
         self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-        temporary = self.directory / f".job.json.{os.getpid()}"
-        temporary.write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n", encoding="utf-8")
-        temporary.replace(self.directory / "job.json")
+        write_file(self.directory / "job.json", json.dumps(dataclasses.asdict(self), indent=1) + "\n")
 
     def set_aside_logs(self) -> None:
         """Move the logs of an earlier job of this name to ``earlier-N``: none of them is taken for one of this job."""

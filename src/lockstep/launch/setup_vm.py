@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Final
 
 from lockstep.exits import SETUP_FAILED
+from lockstep.files import write_file
 from lockstep.launch.backend import LaunchError
 
 ROOT: Final = Path(__file__).resolve().parents[3]  # the checkout that this module is part of, if it is part of one
@@ -119,9 +120,7 @@ def build_wheel(root: Path, version: Version) -> Path:
                 (source / file).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(root / file, source / file)
             _build(source, out)
-            partial = path.with_name(f".{path.name}.{os.getpid()}")
-            shutil.copy2(out / path.name, partial)
-            partial.replace(path)
+            write_file(path, (out / path.name).read_bytes())
     return path
 
 

@@ -15,6 +15,7 @@ from typing import Final
 
 from lockstep.errors import ConfigError
 from lockstep.exits import DONE, FAILED, KILLED, NOT_FOUND, REFUSED, TERMINATED, UNREACHABLE, WORKER_LOST, describe_code
+from lockstep.files import write_file
 from lockstep.launch.backend import Console, LaunchError, Patience
 from lockstep.launch.environment import JobEnvironment, filter_files, here_document, job_environment, job_variables
 from lockstep.launch.options import add_job_options, count
@@ -110,13 +111,13 @@ class Slurm:
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         record.set_aside_logs()
         for name, text in {SCRIPT: batch_script(job), TASK: task_script(list(environment.secret))}.items():
-            (directory / name).write_text(text, encoding="utf-8")
+            write_file(directory / name, text)
         for name, data in filter_files().items() if environment.secret else ():
-            (directory / name).write_bytes(data)
+            write_file(directory / name, data)
         console = Console(log=directory / "launcher.log")
         try:
             if environment.secret:
-                _write_private(directory / SECRETS, secrets_file(environment.secret))
+                write_file(directory / SECRETS, secrets_file(environment.secret), 0o600)
             answer = _slurm(_submit(directory))
         except BaseException:
             (directory / SECRETS).unlink(missing_ok=True)
@@ -308,13 +309,6 @@ def _show_failure(job: JobRecord, attempt: int, code: int, console: Console) -> 
     own_log = job.directory / f"slurm-{job.notes['job']}.log"
     for line in own_log.read_text(errors="replace").splitlines()[-5:] if own_log.exists() else ():
         console.say(f"slurm: {line}")
-
-
-def _write_private(path: Path, text: str) -> None:
-    """Write a file that its owner alone can read, from its first byte on."""
-    path.unlink(missing_ok=True)
-    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
-        file.write(text)
 
 
 def _slurm(argv: Sequence[str]) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 
 from lockstep.errors import LockstepError
 from lockstep.exits import DONE, INTERRUPTED, UNREACHABLE, WORKER_LOST, describe_code
+from lockstep.files import private
 from lockstep.launch.attempt import ASKED, Ending, first_failure
 from lockstep.launch.backend import Console, LaunchError, Transport, WorkerBackend, root_on_worker
 from lockstep.launch.connection import WAITING_EVENTS, Connection, DroppedError, Event, Follower, answered, call
@@ -267,7 +268,7 @@ def keep(path: Path, offset: int, data: bytes) -> int:
     Whoever else keeps it at the same time writes the same there.
     """
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    with open(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600), "wb") as file:
+    with open(private(path, os.O_WRONLY | os.O_CREAT), "wb") as file:
         file.seek(offset)
         file.write(data)
     return offset + len(data)

@@ -11,6 +11,7 @@ from rich.console import Console
 
 from lockstep.check import KINDS, check_command, print_at_once, print_report, write_page
 from lockstep.errors import ConfigError
+from lockstep.files import write_file
 from lockstep.main.commands import Arguments, seconds
 
 
@@ -59,7 +60,7 @@ def main(arguments: Sequence[str], *, console: Console | None = None) -> int:
     )
     print_report(result, console)
     if options.json is not None:
-        options.json.write_text(json.dumps(result.as_json(), indent=1) + "\n", encoding="utf-8")
+        write_file(options.json, json.dumps(result.as_json(), indent=1) + "\n")
     if options.html is not None:
         write_page(result, options.html)
     return result.exit_code

@@ -14,6 +14,7 @@ from typing import Final
 
 from lockstep import exits
 from lockstep.errors import ConfigError
+from lockstep.files import write_file
 from lockstep.launch import main as launch
 from lockstep.main.commands import Arguments
 from lockstep.report import read_jsonl
@@ -99,7 +100,7 @@ def write_tokenizer(rows: Sequence[Mapping[str, str]], directory: Path) -> None:
         single="<bos> $A", pair="<bos> $A $B", special_tokens=[("<bos>", bos)]
     )
     directory.mkdir(parents=True, exist_ok=True)
-    tokenizer.save(str(directory / "tokenizer.json"))
+    write_file(directory / "tokenizer.json", tokenizer.to_str(pretty=True))
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": "<bos>",
@@ -108,13 +109,13 @@ def write_tokenizer(rows: Sequence[Mapping[str, str]], directory: Path) -> None:
         "clean_up_tokenization_spaces": False,
         "model_max_length": 4096,
     }
-    (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    (directory / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
+    write_file(directory / "tokenizer_config.json", json.dumps(config, indent=2) + "\n")
+    write_file(directory / "chat_template.jinja", CHAT_TEMPLATE)
 
 
 def write_rows(rows: Iterable[Mapping[str, str]], path: Path) -> None:
     """Write one JSON object per line."""
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    write_file(path, "".join(json.dumps(row) + "\n" for row in rows))
 
 
 KIND: Final = "in words"
@@ -170,7 +171,7 @@ def write_demo(directory: Path, command: str) -> bool:
     write_rows(held_out[:PROMPTS], files["prompts"])
     text = (importlib.resources.files("lockstep.main") / "demo.yaml").read_text(encoding="utf-8")
     paths = {name: json.dumps(str(path)) for name, path in {**files, "tokenizer": tokenizer}.items()}
-    config.write_text(string.Template(text).substitute(paths, command=command), encoding="utf-8")
+    write_file(config, string.Template(text).substitute(paths, command=command))
     return True
 
 

@@ -5,9 +5,7 @@ import dataclasses
 import json
 import logging
 import math
-import os
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -16,6 +14,7 @@ import jax
 from rich.console import Console
 
 from lockstep.errors import ConfigError
+from lockstep.files import write_file
 from lockstep.hosts import DistributedConfig
 from lockstep.main.arguments import CONFIG_PATH, decode_config, pairs, parse_arguments, read_values
 from lockstep.main.commands import Arguments, Command, planned_commands
@@ -173,13 +172,10 @@ def _bandwidth(given: str) -> float:
 
 
 def _write(path: Path, text: str) -> None:
-    """Write a file under a temporary name first, so that a reader never sees half of it."""
+    """Write a file, and the directory that it is in."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".writing-")
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        Path(temporary).replace(path)
+        write_file(path, text)
     except OSError as error:
         raise ConfigError(f"--json {path} cannot be written: {error}. Give another path.") from error
 

@@ -19,6 +19,7 @@ from lockstep.batch_inference import sample as run_sample
 from lockstep.callback.evaluation import PREFIX, TaskResults, TaskRounds, TasksConfig
 from lockstep.engine import EngineConfig
 from lockstep.errors import ConfigError, LockstepError, refuse_keys
+from lockstep.files import write_file
 from lockstep.hosts import DistributedConfig, Hosts, config_digest, digest, leader_only, start
 from lockstep.main.arguments import name_words, parse_arguments
 from lockstep.models import export_hf, save_peft
@@ -36,7 +37,7 @@ from lockstep.training import (
     saved_model,
 )
 from lockstep.training import train as run_train
-from lockstep.urls import HUB_WAIT_S
+from lockstep.urls import HUB_WAIT_S, check_links
 
 
 def train(cls: type[TrainConfig], arguments: Sequence[str]) -> int:
@@ -168,6 +169,7 @@ def _scored(rounds: TaskRounds, found: Sequence[TaskResults | Exception]) -> Tas
 def _report(config: EvalConfig, results: TaskResults) -> None:
     """Rows and scores on disk, in the tracker and at the terminal."""
     run_dir = Path(config.trainer.log_dir) / (config.trainer.run_id or time.strftime("eval-%Y%m%d-%H%M%S"))
+    check_links(run_dir)
     run_dir.mkdir(parents=True, exist_ok=True)
     rows = run_dir / "tasks.jsonl"
     # Another evaluation replaces files, and is another W&B run: that of the last one has rows of the same step.
@@ -175,7 +177,7 @@ def _report(config: EvalConfig, results: TaskResults) -> None:
         of_the_last.unlink(missing_ok=True)
     append_jsonl(rows, [row.to_dict() for row in results.rows])
     scores = run_dir / "scores.json"
-    scores.write_text(json.dumps({"checkpoint": config.checkpoint, "scores": results.scores}, indent=2) + "\n")
+    write_file(scores, json.dumps({"checkpoint": config.checkpoint, "scores": results.scores}, indent=2) + "\n")
     built = build_tracker(config.trainer.tracker, run_dir, run_dir.name, draccus.encode(config))
     tracker = BackgroundTracker(built, leader_only)
     tracker.log(results.scalars(0), step=0)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import ConfigError, LockstepError
+from lockstep.files import in_place, new_file
 from lockstep.json_text import parse_json
 from lockstep.printable import get_logger
 
@@ -34,7 +35,7 @@ def append_jsonl(path: str | os.PathLike[str], records: Iterable[Mapping[str, An
     lines = b"".join(_line(record) for record in records)
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     repair_jsonl(path)
-    with open(path, "ab", buffering=0) as file:
+    with open(path, "ab", buffering=0, opener=in_place) as file:
         view = memoryview(lines)
         while view:
             view = view[file.write(view) :]
@@ -51,7 +52,7 @@ def repair_jsonl(path: str | os.PathLike[str]) -> int:
     """
     if not os.path.exists(path):
         return 0
-    with open(path, "rb+") as file:
+    with open(path, "rb+", opener=in_place) as file:
         tail = _last_line(file)
         if not tail:
             return 0
@@ -73,9 +74,9 @@ def drop_later(path: str | os.PathLike[str], step: int) -> int:
     """
     if not os.path.exists(path):
         return 0
-    dropped, draft = 0, f"{os.fspath(path)}.tmp"
+    dropped = 0
     damaged: list[int] = []
-    with open(path, "rb") as file, open(draft, "wb") as kept:
+    with open(path, "rb", opener=in_place) as file, new_file(path, fsync=True) as kept:
         for number, line in enumerate(file, start=1):
             whole = _is_json(line)
             if whole and _step(json.loads(line), step) <= step:
@@ -84,9 +85,6 @@ def drop_later(path: str | os.PathLike[str], step: int) -> int:
             dropped += 1
             if not whole:
                 damaged.append(number)
-        kept.flush()
-        os.fsync(kept.fileno())
-    os.replace(draft, path)
     if damaged:
         log.warning(
             "%s: %d damaged lines are removed, which are no JSON objects; the first was line %d. Their step is not "

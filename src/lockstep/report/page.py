@@ -10,7 +10,6 @@ import importlib.metadata
 import itertools
 import json
 import math
-import os
 import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from lockstep.errors import LockstepError
+from lockstep.files import write_file
 from lockstep.report.jsonl import numbered_records
 from lockstep.report.saved_rows import TRACES, RunFiles, SavedRow, read_rows, require_rows
 
@@ -331,12 +331,7 @@ def escape_json(value: Any) -> str:
 def write_page(page: str, path: Path) -> int:
     """Write the page beside its place and move it there, so that nobody reads half of it; return the bytes written."""
     content = page.encode()
-    draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        draft.write_bytes(content)
-        os.replace(draft, path)
-    finally:
-        draft.unlink(missing_ok=True)
+    write_file(path, content)
     return len(content)
 
 

@@ -7,13 +7,13 @@ one.
 import hashlib
 import itertools
 import json
-import os
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
 from lockstep.errors import ConfigError, LockstepError
+from lockstep.files import new_file, write_file
 from lockstep.json_text import refused
 from lockstep.report.jsonl import parse_record, whole_lines
 from lockstep.report.rows import COLUMNS, FIELDS, FILE_COLUMNS, SAMPLE_COLUMNS
@@ -48,17 +48,12 @@ def write_parquet(lines: Path, output: Path | None = None) -> Path:
     kinds = _columns(lines)
     types = {"text": pa.string(), "float": pa.float64(), "int": pa.int64(), "bool": pa.bool_()}
     types |= {f"list of {kind}": pa.list_(types[kind]) for kind in ("text", "float", "int")}
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        with refused(f"{lines} as Parquet", "Correct the rows.", LockstepError):
-            schema = pa.schema([(_text(name), types[kind]) for name, kind in kinds.items()])
-            with pq.ParquetWriter(temporary, schema) as writer:
-                rows = _rows(lines)
-                while some := [_typed(row, kinds) for row in itertools.islice(rows, _ROWS)]:
-                    writer.write_table(pa.Table.from_pylist(some, schema=schema))
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with new_file(path) as file, refused(f"{lines} as Parquet", "Correct the rows.", LockstepError):
+        schema = pa.schema([(_text(name), types[kind]) for name, kind in kinds.items()])
+        with pq.ParquetWriter(file, schema) as writer:
+            rows = _rows(lines)
+            while batch := [_typed(row, kinds) for row in itertools.islice(rows, _ROWS)]:
+                writer.write_table(pa.Table.from_pylist(batch, schema=schema))
     return path
 
 
@@ -198,10 +193,8 @@ def _write(
         "samples": samples,
     }
     path = directory / f"{when.replace(':', '-')}_{_plain(task)}_{unit}-{step:06d}.json"
-    draft = path.with_name(f".{path.name}.tmp")
     # What is no number stands as NaN or Infinity, as inspect_ai itself writes it.
-    draft.write_text(json.dumps(log), encoding="utf-8")
-    os.replace(draft, path)
+    write_file(path, json.dumps(log))
     return path
 
 

@@ -18,6 +18,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NoReturn
 
+from lockstep.files import in_place
 from lockstep.testing.protocol import (
     DIRECTORY,
     MARK,
@@ -74,7 +75,10 @@ class Group:
         first = None if setup is None else vars(Reference.to(setup))
         command = launch_command(processes, devices, self._directory)
         command += ["python", "-m", "lockstep.testing.worker", address, json.dumps({"path": sys.path, "setup": first})]
-        with socket.socket(socket.AF_UNIX) as listener, open(self._directory / "launcher.log", "wb") as log:
+        with (
+            socket.socket(socket.AF_UNIX) as listener,
+            open(self._directory / "launcher.log", "wb", opener=in_place) as log,
+        ):
             listener.bind(address)
             listener.listen(processes)
             listener.settimeout(0.1)

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep import launch
+from lockstep.files import in_place
 from lockstep.testing.group import Group
 from lockstep.testing.protocol import DIRECTORY, Arguments, Placeholder, Reference, launch_command
 
@@ -235,7 +236,7 @@ def run_unattended(
         files = [Path(directory) / str(index) for index in range(processes)]
         running = []
         for index, file in enumerate(files):
-            with file.open("wb") as log:
+            with open(file, "wb", opener=in_place) as log:
                 base = {**os.environ, **POOL.settings.environment}
                 environment = launch.local_environment(base, options, address, index)
                 running.append(

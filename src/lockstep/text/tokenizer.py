@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.errors import ConfigError
+from lockstep.files import write_file
 from lockstep.json_text import FOREIGN, parse_json
 from lockstep.printable import get_logger
 from lockstep.urls import check_bare_name, patient_with_hub, url_to_fs
@@ -151,7 +152,7 @@ def _from_files(name: str, trusted: bool, fetched: bytes) -> "PreTrainedTokenize
                 for file in archive.namelist():
                     target = Path(copy, *(check_bare_name(part, place) for part in file.split("/")))
                     target.parent.mkdir(parents=True, exist_ok=True)
-                    target.write_bytes(archive.read(file))
+                    write_file(target, archive.read(file))
         except (zipfile.BadZipFile, zlib.error, NotImplementedError, EOFError) as error:
             raise ConfigError(f"{place} cannot be read ({error}). {FOREIGN}") from error
         try:
@@ -244,7 +245,7 @@ def write_tokenizer(tokenizer: Any, directory: str | os.PathLike[str]) -> None:
     settings = {name: value for name, value in settings.items() if value is not None}
     if ends := list(stop_ids(tokenizer)):
         text = json.dumps(settings | {"eos_token_id": ends}, indent=2)
-        (Path(directory) / _GENERATION_CONFIG).write_text(text + "\n")
+        write_file(Path(directory) / _GENERATION_CONFIG, text + "\n")
 
 
 def decode(tokenizer: "PreTrainedTokenizerBase", tokens: Sequence[int]) -> str:

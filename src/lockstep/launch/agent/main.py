@@ -17,6 +17,7 @@ import traceback
 from collections.abc import Sequence
 from typing import Any
 
+from lockstep.files import write_file
 from lockstep.launch.agent.supervisor import (
     EXIT,
     LEASE,
@@ -28,7 +29,6 @@ from lockstep.launch.agent.supervisor import (
     is_locked,
     read_json,
     start,
-    write_whole,
 )
 
 DEVICES = ("/dev/accel*", "/dev/vfio/*")  # the names of the devices of TPU chips
@@ -233,7 +233,7 @@ def ask(directory: str, what: str) -> None:
     path = os.path.join(directory, STOP)
     if what == "stop" and os.path.exists(path):
         return
-    write_whole(path, what.encode())
+    write_file(path, what.encode(), 0o600)
 
 
 def _read(log: str, offset: int) -> bytes:
@@ -292,7 +292,7 @@ def _put(root: str, request: dict[str, Any]) -> dict[str, Any]:
         if hasattr(tarfile, "data_filter"):
             archive.extraction_filter = tarfile.data_filter
         archive.extractall(target)
-    write_whole(note, request["digest"].encode())
+    write_file(note, request["digest"].encode(), 0o600)
     return {}
 
 
@@ -310,9 +310,9 @@ def _setup(root: str, request: dict[str, Any]) -> dict[str, Any]:
     folder = os.path.join(root, "setup")
     os.makedirs(folder, exist_ok=True)
     for name, size in request["files"]:
-        write_whole(os.path.join(folder, name), sys.stdin.buffer.read(size), 0o644)
+        write_file(os.path.join(folder, name), sys.stdin.buffer.read(size), 0o644)
     script = os.path.join(folder, "setup.sh")
-    write_whole(script, request["script"].encode(), 0o755)
+    write_file(script, request["script"].encode(), 0o755)
     process = subprocess.Popen(
         ["sh", script], cwd=folder, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )

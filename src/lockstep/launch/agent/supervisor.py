@@ -14,6 +14,7 @@ import sys
 import time
 from typing import Any
 
+from lockstep.files import private, write_file
 from lockstep.redact import Redactor
 
 LOCK = "lock"  # locked by the supervisor as long as it lives: the kernel gives it back however it ends
@@ -24,19 +25,9 @@ LEASE = "lease"  # its time of change is when the launcher was last heard of
 STOP = "stop"  # `stop` or `kill`: what the launcher asks for
 
 
-def write_whole(path: str, data: bytes, mode: int = 0o600) -> None:
-    """Write a file, whole or not at all."""
-    temporary = f"{path}.tmp-{os.getpid()}"
-    with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-
-
 def write_json(path: str, value: Any) -> None:
     """Write a JSON file, whole or not at all."""
-    write_whole(path, json.dumps(value).encode())
+    write_file(path, json.dumps(value), 0o600, fsync=True)
 
 
 def read_json(path: str) -> Any:
@@ -51,7 +42,7 @@ def read_json(path: str) -> Any:
 def is_locked(directory: str) -> bool:
     """Whether the supervisor of an attempt lives."""
     try:
-        descriptor = os.open(os.path.join(directory, LOCK), os.O_RDWR)
+        descriptor = private(os.path.join(directory, LOCK), os.O_RDWR)
     except FileNotFoundError:
         return False
     try:
@@ -71,7 +62,7 @@ def claim(directory: str) -> int | None:
     temporary = f"{directory}.tmp-{os.getpid()}"
     os.makedirs(temporary, mode=0o700)
     lock = os.path.join(temporary, LOCK)
-    descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o600)
+    descriptor = private(lock, os.O_RDWR | os.O_CREAT)
     fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     try:
         os.rename(temporary, directory)  # refused where the other directory has files
@@ -108,7 +99,7 @@ def start(directory: str, spec: dict[str, Any]) -> bool:
     try:
         os.setsid()
         null = os.open(os.devnull, os.O_RDWR)
-        trouble = os.open(os.path.join(directory, "supervisor.log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        trouble = private(os.path.join(directory, "supervisor.log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         for number, descriptor in enumerate((null, null, trouble)):
             os.dup2(descriptor, number)  # the connection waits for everybody who has its pipes
         for number in range(3, 256):
@@ -148,8 +139,7 @@ class Supervisor:
     def __init__(self, directory: str, spec: dict[str, Any]) -> None:
         self._directory, self._spec = directory, spec
         self._redactor = Redactor(spec["secrets"].values())
-        self._log = open(self._file(LOG), "ab", buffering=0)
-        os.chmod(self._file(LOG), 0o600)
+        self._log = open(self._file(LOG), "ab", buffering=0, opener=private)
         self._requested = ""  # what the launcher has asked for and was done
         self._kill_at: float | None = None
         self._reason = ""
@@ -174,7 +164,7 @@ class Supervisor:
             self._write(b"error: " + text.encode() + b"\n")
             self._end(127)
             return
-        open(self._file(LEASE), "wb").close()
+        open(self._file(LEASE), "wb", opener=private).close()
         try:
             process = subprocess.Popen(
                 [program or "", *argv[1:]],

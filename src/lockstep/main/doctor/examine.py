@@ -19,6 +19,7 @@ from rich.console import Console
 from scipy.optimize import nnls
 
 from lockstep.errors import ConfigError, HostError
+from lockstep.files import write_file
 from lockstep.hosts import DistributedConfig, Hosts, end_process, try_leader_only
 from lockstep.json_text import from_peer
 from lockstep.main.doctor import speed
@@ -210,7 +211,7 @@ class _Examination:
         def make() -> bytes:
             if cache and "://" not in cache:
                 Path(cache).mkdir(parents=True, exist_ok=True)
-                (Path(cache) / mark).touch()
+                write_file(Path(cache) / mark, b"")
             return mark.encode()
 
         mark = self._hosts.broadcast_from_leader("doctor: a file in the cache of programs", make).decode()

@@ -16,6 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from lockstep.errors import ConfigError
+from lockstep.files import write_file
 from lockstep.hosts import name_processes
 from lockstep.printable import hide_credentials, without_credentials
 
@@ -204,9 +205,7 @@ class Findings:
             **self.values,
         }
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        draft = self._path.with_name(f".{self._path.name}.{os.getpid()}")
-        draft.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-        draft.replace(self._path)
+        write_file(self._path, json.dumps(content, indent=2) + "\n")
 
 
 def _line(each: JobFinding) -> str:

@@ -10,7 +10,6 @@ import importlib.util
 import json
 import math
 import os
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -24,6 +23,7 @@ from rich.console import Console
 from rich.status import Status
 
 from lockstep.errors import ConfigError, HbmError, VmemError
+from lockstep.files import write_file
 from lockstep.launch import Slice, slices
 from lockstep.placement.device import compile_with_options, explain
 
@@ -321,15 +321,7 @@ class CompileCache:
             return
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".writing-")
-            try:
-                with os.fdopen(handle, "wb") as file:
-                    file.write(gzip.compress(json.dumps(values).encode(), compresslevel=5))
-                Path(temporary).replace(path)
-            except BaseException:
-                with contextlib.suppress(OSError):
-                    Path(temporary).unlink()
-                raise
+            write_file(path, gzip.compress(json.dumps(values).encode(), compresslevel=5))
         except OSError as error:
             raise ConfigError(
                 f"the result of compiling cannot be kept in {path.parent}: {error}. Give another --cache_dir, or "

@@ -9,9 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
-from safetensors.numpy import save_file
+from safetensors.numpy import save
 
 from lockstep.errors import ConfigError
+from lockstep.files import write_file
 from lockstep.models.config import LlamaConfig
 from lockstep.models.families.registry import family_of
 from lockstep.models.hf.files import CheckpointFiles
@@ -154,8 +155,8 @@ def save_peft(
 
     def write(place: str) -> None:
         directory = pathlib.Path(place)
-        save_file(tensors, directory / "adapter_model.safetensors", metadata={"format": "pt"})
-        (directory / "adapter_config.json").write_text(json.dumps(values, indent=2, sort_keys=True) + "\n")
+        write_file(directory / "adapter_model.safetensors", save(tensors, metadata={"format": "pt"}))
+        write_file(directory / "adapter_config.json", json.dumps(values, indent=2, sort_keys=True) + "\n")
 
     target = save_target(os.fspath(path), secrets.token_hex(4))
     target.begin()

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from lockstep.errors import ConfigError, PeerError
+from lockstep.files import write_file
 from lockstep.hosts import Hosts, current, digest, leader_only
 from lockstep.models.families.registry import config_to_hf
 from lockstep.models.hf.files import INDEX_NAME
@@ -247,14 +248,14 @@ class _Save:
         self, directory: pathlib.Path, config: Mapping[str, Any], tokenizer: SavesTokenizer | None
     ) -> None:
         if len(self._files) > 1:
-            (directory / INDEX_NAME).write_text(index_text(self._files))
+            write_file(directory / INDEX_NAME, index_text(self._files))
         if tokenizer is not None:
             write_tokenizer(tokenizer, directory)
         values = dict(config)
         values["torch_dtype"] = max(self._tensors, key=lambda tensor: tensor.nbytes).dtype.name
         for token in ("bos_token_id", "eos_token_id", "pad_token_id"):
             values[token] = getattr(tokenizer, token, None)
-        (directory / CONFIG_NAME).write_text(json.dumps(values, indent=2, sort_keys=True) + "\n")
+        write_file(directory / CONFIG_NAME, json.dumps(values, indent=2, sort_keys=True) + "\n")
 
 
 class _Progress:

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from fsspec.implementations.local import LocalFileSystem
 
 from lockstep.errors import ConfigError
+from lockstep.files import new_file
 from lockstep.models.hf.files import INDEX_NAME, SINGLE_NAME
 from lockstep.urls import url_to_fs
 
@@ -99,10 +100,8 @@ class LocalTarget(SaveTarget):
 
     @contextlib.contextmanager
     def create(self, name: str) -> Iterator[Writable]:
-        with open(self._draft / name, "wb") as file:
+        with new_file(self._draft / name, fsync=True) as file:
             yield file
-            file.flush()
-            os.fsync(file.fileno())
 
     def write_small(self, write: Callable[[str], None]) -> None:
         write(os.fspath(self._draft))

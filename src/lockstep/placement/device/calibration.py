@@ -21,12 +21,12 @@ import dataclasses
 import json
 import math
 import os
-import socket
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
 from lockstep.errors import ConfigError
+from lockstep.files import write_file
 from lockstep.json_text import parse_json
 from lockstep.placement.device.chips import Chip, Link, names_of_chips
 
@@ -80,12 +80,9 @@ def save_calibration(path: str | os.PathLike[str], **content: Any) -> None:
     """
     target = Path(path)
     _check(f"the calibration {target}", found := {"lockstep_calibration": FORMAT} | content)
-    # Every process may write it, and several of them to one directory.
-    draft = target.with_name(f".{target.name}.{os.getpid()}-{socket.gethostname()}")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        draft.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
-        draft.replace(target)
+        write_file(target, json.dumps(found, indent=2) + "\n")  # every process may write it
     except OSError as error:
         raise ConfigError(f"the calibration {target} cannot be written: {error}. Choose another file.") from error
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from lockstep.errors import ConfigError
+from lockstep.files import write_file
 from lockstep.json_text import refused, typed
 from lockstep.printable import get_logger
 from lockstep.report.rows import TableRow, metric_names
@@ -264,9 +265,7 @@ class WandbTrackerConfig(TrackerConfig):
 
 def _remember(run: "wandb.Run", file: Path) -> None:
     """Write down which run it is."""
-    draft = file.with_suffix(".tmp")
-    draft.write_text(json.dumps({"id": run.id, "project": run.project, "entity": run.entity}), encoding="utf-8")
-    draft.replace(file)
+    write_file(file, json.dumps({"id": run.id, "project": run.project, "entity": run.entity}))
 
 
 def _key_source() -> str:

@@ -16,6 +16,7 @@ import jax
 from jaxtyping import PyTree
 
 from lockstep.errors import ConfigError
+from lockstep.files import write_file
 from lockstep.json_text import parse_json, refused, typed
 from lockstep.printable import get_logger
 from lockstep.urls import check_bare_name, checkpoint_path
@@ -125,8 +126,19 @@ class CheckpointDirectory:
         return found
 
     def of(self, step: int) -> "epath.Path":
-        """Return the directory of a checkpoint."""
-        return self.path / f"step-{step}"
+        """Return the directory of a checkpoint, as `place` does."""
+        return self.place(f"step-{step}")
+
+    def place(self, name: str) -> "epath.Path":
+        """Return the directory of a name in this one.
+
+        Raises:
+            ConfigError: It is a link: what is removed and written there would be another run's.
+        """
+        path = self.path / name
+        if self._local and os.path.islink(path):
+            raise ConfigError(f"{path} is a link, and checkpoints are removed and written there. Put a copy there.")
+        return path
 
     def begin(self, step: int) -> str:
         """Make a directory for the arrays of a checkpoint, and return its name; nothing counts before `commit`."""
@@ -143,12 +155,7 @@ class CheckpointDirectory:
         if not self._local:
             target.write_bytes(data)  # an object appears as a whole
             return
-        draft = f"{os.fspath(target)}.tmp"
-        with open(draft, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(draft, target)
+        write_file(target, data, fsync=True)
 
     def remove(self, step: int) -> None:
         """Remove a checkpoint or what is there of it, its metadata first, so that no half of it ever counts."""
@@ -157,10 +164,11 @@ class CheckpointDirectory:
 
     def discard(self, step: int, arrays: str | None = None) -> None:
         """`remove`, where a failure is nothing but a line in the log."""
+        place = self.of(step)
         try:
-            self.remove(step) if arrays is None else (self.of(step) / arrays).rmtree(missing_ok=True)
+            self.remove(step) if arrays is None else (place / arrays).rmtree(missing_ok=True)
         except Exception as error:  # storage libraries have their own; a process that lives still may write there
-            log.warning("%s cannot be removed: %s", self.of(step), error)
+            log.warning("%s cannot be removed: %s", place, error)
 
     def unfinished(self) -> list[int]:
         """Return the steps of directories without metadata, which interrupted saves have left."""
@@ -239,7 +247,7 @@ class CheckpointSearch:
         self.directory.path.mkdir(parents=True, exist_ok=True)
         self._remove_unfinished()
         shared = f"{time.time_ns()}"
-        (self.directory.path / SHARED_BY).write_text(shared)
+        self.directory.write_whole(self.directory.path / SHARED_BY, shared.encode())
         steps = self.directory.steps()
         if steps and resume == "never":
             raise ConfigError(
@@ -333,6 +341,4 @@ def bring_files(checkpoints: str, run_dir: Path, names: Iterable[str]) -> None:
         target, copy = run_dir / name, checkpoint_path(checkpoints) / name
         if not target.exists() and is_there(copy):
             run_dir.mkdir(parents=True, exist_ok=True)
-            draft = target.with_suffix(".tmp")
-            draft.write_bytes(copy.read_bytes())
-            draft.replace(target)
+            write_file(target, copy.read_bytes())

@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 from lockstep.errors import ConfigError, check_at_least
+from lockstep.files import write_file
 from lockstep.json_text import parse_json
 from lockstep.printable import without_credentials
 
@@ -87,7 +88,7 @@ class CheckpointerConfig:
 
 def write_resumable(run_dir: Path, base_path: str) -> None:
     """Write where the checkpoints of a run are, without credentials."""
-    (run_dir / RESUMABLE).write_text(json.dumps({"base_path": without_credentials(base_path)}), encoding="utf-8")
+    write_file(run_dir / RESUMABLE, json.dumps({"base_path": without_credentials(base_path)}))
 
 
 def resumable_base(run_dir: Path) -> str | None:

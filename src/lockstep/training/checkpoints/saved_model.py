@@ -96,7 +96,7 @@ def save_tokenizer(path: str, tokenizer: SavesTokenizer) -> None:
         ...     lockstep.training.save_tokenizer(directory, tokenizer)
     """
     directory = CheckpointDirectory(path)
-    target = directory.path / TOKENIZER
+    target = directory.place(TOKENIZER)
     if (target / _LAST).exists():
         return
     target.mkdir(parents=True, exist_ok=True)

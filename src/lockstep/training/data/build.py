@@ -21,8 +21,8 @@ from lockstep.training.data.token_cache import (
     METADATA,
     CacheMetadata,
     TokenCache,
+    cache_file,
     is_local,
-    new_file,
     read_metadata,
     remove_dead_files,
 )
@@ -221,7 +221,7 @@ def _sharing(scope: Hosts, fs: Any, root: str, nonce: str, directories: Iterable
         try:
             for path in (*directories, probes) if is_local(fs) else ():
                 os.makedirs(path, exist_ok=True)
-            with new_file(fs, f"{probes}/{scope.index}") as stream:
+            with cache_file(fs, f"{probes}/{scope.index}") as stream:
                 stream.write(b"here")
         except Exception as error:  # each file system has its own errors
             raise ConfigError(
@@ -282,7 +282,7 @@ def _build(
     with scope.run_on_all("finish", "finishing the data cache"):
         if scope.index == group[0]:
             for spec, path in missing:
-                with new_file(fs, f"{path}/{METADATA}") as stream:
+                with cache_file(fs, f"{path}/{METADATA}") as stream:
                     stream.write(json.dumps(dataclasses.asdict(summarise_chunks(fs, path, spec))).encode())
                 if is_local(fs):
                     remove_dead_files(path)

@@ -24,7 +24,7 @@ from lockstep.training.data.records import (
     make_chunks,
     read_piece,
 )
-from lockstep.training.data.token_cache import FIX, CacheMetadata, RowWriter, chunk_file, new_file
+from lockstep.training.data.token_cache import FIX, CacheMetadata, RowWriter, cache_file, chunk_file
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -90,12 +90,12 @@ class ChunkBuilder:
             writers = []
             for bucket in range(len(shape.lengths)):
                 paths = [chunk_file(directory, bucket * n_chunks + self._number, name) for name in ("rows", "index")]
-                writers.append(RowWriter(*(files.enter_context(new_file(fs, path)) for path in paths)))
+                writers.append(RowWriter(*(files.enter_context(cache_file(fs, path)) for path in paths)))
             for row in self._rows(tokenizer):
                 writers[shape.bucket(row)].write(row)
             buckets = [{"digest": one.finish(), "rows": one.count, "tokens": one.tokens} for one in writers]
         facts = {"buckets": buckets, "lines": self._lines, **self._counts, "bad": self._bad}
-        with new_file(fs, chunk_file(directory, self._number, "json")) as stream:
+        with cache_file(fs, chunk_file(directory, self._number, "json")) as stream:
             stream.write(json.dumps(facts).encode())
 
     def _rows(self, tokenizer: "PreTrainedTokenizerBase") -> Iterator[Row]:

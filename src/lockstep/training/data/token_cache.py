@@ -7,7 +7,6 @@ import glob
 import hashlib
 import itertools
 import os
-import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, BinaryIO
@@ -16,6 +15,7 @@ import fsspec
 import numpy as np
 from jaxtyping import Float, Int
 
+from lockstep.files import new_file
 from lockstep.json_text import parse_json, refused, typed
 from lockstep.training.data.packing import Layout, Row
 from lockstep.training.objectives import REFERENCE
@@ -27,21 +27,15 @@ OPEN_CHUNKS = 128  # chunks whose files are mapped into memory at a time; each t
 
 
 @contextlib.contextmanager
-def new_file(fs: Any, path: str) -> Iterator[BinaryIO]:
+def cache_file(fs: Any, path: str) -> Iterator[BinaryIO]:
     """Write a file that appears as a whole, or in a bucket when it is closed."""
     if not is_local(fs):
         with fs.open(path, "wb") as stream:
             yield stream
         return
     # Another job may read or write the same cache: what it has mapped must not change.
-    temporary = f"{path}.{secrets.token_hex(4)}.tmp"
-    try:
-        with open(temporary, "wb") as stream:
-            yield stream
-        os.replace(temporary, path)
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            os.remove(temporary)
+    with new_file(path) as stream:
+        yield stream
 
 
 def remove_dead_files(directory: str) -> None:

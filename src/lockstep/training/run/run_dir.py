@@ -16,7 +16,7 @@ from lockstep.training.checkpoints.config import resumable_base, write_resumable
 from lockstep.training.loop.config import TrainerConfig
 from lockstep.training.loop.stopping import TrainResult
 from lockstep.training.rl import ROLLOUTS_FILE
-from lockstep.urls import check_bare_name
+from lockstep.urls import check_bare_name, check_links
 
 log = get_logger(__name__)
 
@@ -34,6 +34,7 @@ def make_run_dir(config: TrainerConfig, hosts: Hosts) -> Path:
     name = hosts.broadcast("run_id", name.encode() if hosts.is_leader else None).decode(errors="replace")
     path = Path(config.log_dir) / check_bare_name(name, "process 0")
     with hosts.run_on_all("run directory"):
+        check_links(path)
         if hosts.is_leader:
             path.mkdir(parents=True, exist_ok=True)
             base_path = None if config.checkpointer is None else config.checkpointer.base_path

@@ -47,13 +47,14 @@ def imports(path):
 
 
 def test_every_module_is_sent_after_those_that_it_imports_and_is_of_the_oldest_python():
-    sent = {"lockstep.redact"}
-    assert not any(each.startswith("lockstep") for each in imports(AGENT.parents[1] / "redact.py"))
+    ground = [AGENT.parents[1] / f"{name}.py" for name in connection.GROUND]
+    sent = {f"lockstep.{path.stem}" for path in ground}
+    assert not any(each.startswith("lockstep") for path in ground for each in imports(path))
     for name in connection.MODULES:
         own = {each for each in imports(AGENT / f"{name}.py") if each.startswith("lockstep")}
         assert own <= sent, name
         sent.add(f"{connection.AGENT}.{name}")
-    for path in (*AGENT.glob("*.py"), AGENT.parents[1] / "redact.py"):
+    for path in (*AGENT.glob("*.py"), *ground):
         others = {each.split(".")[0] for each in imports(path)} - {"lockstep"}
         assert others <= sys.stdlib_module_names, path
 

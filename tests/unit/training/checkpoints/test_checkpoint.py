@@ -70,6 +70,21 @@ def test_steps_are_sorted_as_numbers(directory):
     assert directory.steps() == [9, 10, 100]
 
 
+def test_a_linked_checkpoint_is_another_runs_and_stays_as_it_is(directory, tmp_path):
+    other = CheckpointDirectory(str(tmp_path / "other"))
+    complete(other, 4)
+    half = other.begin(5)
+    directory.path.mkdir(parents=True, exist_ok=True)
+    for step in (4, 5):
+        os.symlink(other.of(step), directory.path / f"step-{step}")
+        for use in (directory.remove, directory.discard, directory.begin, directory.metadata):
+            with pytest.raises(ConfigError, match=rf"step-{step} is a link, .*Put a copy there"):
+                use(step)
+    with pytest.raises(ConfigError, match="step-5 is a link"):
+        CheckpointSearch(directory).run("auto")
+    assert other.steps() == [4] and (other.of(5) / half).exists()
+
+
 def test_each_attempt_writes_elsewhere(directory):
     assert directory.begin(4) != directory.begin(4)
 

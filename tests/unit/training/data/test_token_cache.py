@@ -10,7 +10,7 @@ import pytest
 
 from lockstep.training.data import LmDataConfig, token_cache
 from lockstep.training.data.examples import TokenSequence
-from lockstep.training.data.token_cache import RowReader, RowWriter, expand, new_file, parse_record
+from lockstep.training.data.token_cache import RowReader, RowWriter, cache_file, expand, parse_record
 from tests.unit.training.data.characters import Tokenizer, write
 
 
@@ -43,8 +43,8 @@ def write_rows(fs, directory, counts):
     first = 0
     for chunk, count in enumerate(counts):
         with (
-            new_file(fs, f"{directory}/{chunk}.rows") as rows,
-            new_file(fs, f"{directory}/{chunk}.index") as index,
+            cache_file(fs, f"{directory}/{chunk}.rows") as rows,
+            cache_file(fs, f"{directory}/{chunk}.index") as index,
         ):
             writer = RowWriter(rows, index)
             for number in range(first, first + count):
@@ -88,14 +88,14 @@ def test_rows_are_read_back_by_number(tmp_path, monkeypatch, protocol):
 def test_a_file_appears_as_a_whole_or_not_at_all(tmp_path):
     fs = fsspec.filesystem("file")
     path = str(tmp_path / "x")
-    with new_file(fs, path) as stream:
+    with cache_file(fs, path) as stream:
         stream.write(b"old")
     mapped = np.memmap(path, np.uint8, "r")
-    with pytest.raises(KeyError), new_file(fs, path) as stream:
+    with pytest.raises(KeyError), cache_file(fs, path) as stream:
         stream.write(b"half")
         raise KeyError
     assert [one.name for one in tmp_path.iterdir()] == ["x"]
-    with new_file(fs, path) as stream:
+    with cache_file(fs, path) as stream:
         stream.write(b"new")
     assert bytes(mapped) == b"old" and (tmp_path / "x").read_bytes() == b"new"
 

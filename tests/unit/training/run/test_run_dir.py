@@ -42,6 +42,15 @@ def test_two_runs_without_a_name_have_different_ones(tmp_path):
     assert make_run_dir(settings(tmp_path), alone()) != make_run_dir(settings(tmp_path), alone())
 
 
+def test_a_directory_with_links_that_lead_out_is_refused(tmp_path):
+    checkpointed = settings(tmp_path, "mine", checkpointer=CheckpointerConfig(every=1))
+    path = make_run_dir(checkpointed, alone())
+    assert make_run_dir(checkpointed, alone()) == path
+    (path / "checkpoints").symlink_to(tmp_path)
+    with pytest.raises(PeerError, match=r"mine/checkpoints is a link that leads out of .*mine"):
+        make_run_dir(checkpointed, alone())
+
+
 def test_a_directory_with_files_is_refused(tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "samples.jsonl").touch()

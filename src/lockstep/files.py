@@ -1,0 +1,80 @@
+"""Every file that lockstep writes: no link is followed, and what replaces a file appears as a whole.
+
+A directory that somebody hands over may have links, and a pipe, under the names that are written there. Workers have
+this module without the package, with Python 3.8 or newer (`lockstep.launch.connection`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+import stat
+from collections.abc import Iterator
+from typing import BinaryIO
+
+
+@contextlib.contextmanager
+def new_file(path: str | os.PathLike[str], mode: int = 0o666, fsync: bool = False) -> Iterator[BinaryIO]:
+    """A context in which a file is written beside its place; it takes its place when the context ends without error.
+
+    What was in the place, a link too, is replaced.
+
+    Args:
+        mode: The permissions, of which the umask takes some away.
+        fsync: Whether the disk has the file before it takes its place.
+    """
+    place = os.path.abspath(os.fspath(path))
+    directory, name = os.path.split(place)
+    draft = os.path.join(directory, f"{name[:100]}.{secrets.token_hex(8)}.tmp")
+    try:
+        with open(_opened(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+            yield file
+            if fsync:
+                file.flush()
+                os.fsync(file.fileno())
+        os.replace(draft, place)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(draft)
+        raise
+
+
+def write_file(path: str | os.PathLike[str], content: bytes | str, mode: int = 0o666, fsync: bool = False) -> None:
+    """Write a file as `new_file` does; a text as UTF-8."""
+    with new_file(path, mode, fsync) as file:
+        file.write(content.encode() if isinstance(content, str) else content)
+
+
+def in_place(path: str | os.PathLike[str], flags: int) -> int:
+    """Open a file to add to it or to change it, as the ``opener`` of `open`.
+
+    Raises:
+        OSError: It is a link, a pipe or a device.
+    """
+    return _opened(path, flags, 0o666)
+
+
+def private(path: str | os.PathLike[str], flags: int) -> int:
+    """As `in_place`; a new file can be read by its owner alone."""
+    return _opened(path, flags, 0o600)
+
+
+def _opened(path: str | os.PathLike[str], flags: int, mode: int) -> int:
+    try:
+        # A pipe that nobody reads would be waited for.
+        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, mode)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO):
+            raise _refused(path) from error
+        raise
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise _refused(path)
+    return descriptor
+
+
+def _refused(path: str | os.PathLike[str]) -> OSError:
+    text = "it is a link, a pipe or a device, and only regular files are written; remove it, or choose another place"
+    return OSError(errno.ELOOP, text, os.fspath(path))
