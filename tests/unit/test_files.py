@@ -84,8 +84,9 @@ def test_a_file_in_its_place_is_no_link_and_no_pipe(tmp_path, victim, opener, mo
 OPENS = {"open", "fdopen", "GzipFile", "ZipFile", "TarFile"}
 WRITES = set(
     "write_text write_bytes touch mkstemp NamedTemporaryFile mkfifo mknod symlink symlink_to hardlink_to rename "
-    "renames copyfile copytree copy2 move truncate tofile savez savez_compressed save_file save_pretrained to_parquet to_csv "
-    "extract extractall ParquetWriter OSFile SummaryWriter start_trace pipe_file put_file get_file FileHandler".split()
+    "renames copyfile copytree copy2 move truncate tofile savez savez_compressed save_file save_pretrained to_csv "
+    "to_parquet extract extractall ParquetWriter OSFile SummaryWriter start_trace pipe_file put_file get_file "
+    "FileHandler".split()
 )
 OF_MODULES = {"os.replace", "os.link", "shutil.copy", "np.save", "ts.open", "tensorstore.open", "json.dump"}
 

@@ -2,13 +2,14 @@
 
 import dataclasses
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from lockstep.callback.config import InferenceEvalConfig
 from lockstep.engine import EarlierAnswers, Generation, PhaseClock, Ready, generate_on_all
+from lockstep.engine.sampling.filters import check_filters_of
 from lockstep.engine.schedule import FindStop
 from lockstep.hosts import Hosts, Watchdog, environment
 from lockstep.json_text import from_peer
@@ -120,10 +121,19 @@ def to_bytes(round_prompts: RoundPrompts) -> bytes:
     return json.dumps([each and [dataclasses.asdict(request) for request in each] for each in lists]).encode()
 
 
-def from_bytes(data: bytes) -> RoundPrompts:
-    """The inverse of `to_bytes`, without the prompts' text."""
-    found = from_peer(data, tuple[list[Request], list[Request] | None], "the leader's round of prompts")
-    return RoundPrompts(requests=found[0], largest=found[1])
+def from_bytes(data: bytes, filters: Collection[str] = ()) -> RoundPrompts:
+    """The inverse of `to_bytes`, without the prompts' text.
+
+    Args:
+        filters: The filters that this host's own configuration names.
+
+    Raises:
+        HostError: It is something else, or would have a module imported that the configuration does not name.
+    """
+    place = "the leader's round of prompts"
+    requests, largest = from_peer(data, tuple[list[Request], list[Request] | None], place)
+    check_filters_of(place, [*requests, *(largest or ())], filters)
+    return RoundPrompts(requests=requests, largest=largest)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -141,6 +151,7 @@ def run_round(
     facts: Mapping[str, str],
     read: Callable[[], RoundPrompts],
     ready: Ready,
+    filters: Collection[str] = (),
     find_stop: FindStop | None = None,
     max_seconds: float | None = None,
     watchdog: Watchdog | None = None,
@@ -152,6 +163,7 @@ def run_round(
         facts: What must be the same on every host before anything else happens (step, configuration, tokenizer).
         read: Reads the prompts; called on the leader alone.
         ready: Gives engine, model and auditor, see `generate_on_all`.
+        filters: The filters that the configuration names; prompts with others are refused.
         max_seconds: The seconds that generation may last; None for no limit.
 
     Returns:
@@ -178,7 +190,7 @@ def run_round(
         return None
 
     hosts.phase("read prompts")
-    round_prompts = from_bytes(hosts.broadcast_from_leader("prompts", read_on_leader))
+    round_prompts = from_bytes(hosts.broadcast_from_leader("prompts", read_on_leader), filters)
     clock.lap("prompts")
 
     generation = generate_on_all(

@@ -275,6 +275,7 @@ class SampleCallback:
                     facts={"step": str(step), **self._facts},
                     read=lambda: with_drafts(read_round_prompts(self.config, self._tokenizer, step), self._earlier),
                     ready=lambda: (*self._engine_for(model), self._auditor_or_none()),
+                    filters=self.config.filters,
                     find_stop=self._find_stop,
                     max_seconds=self.config.max_seconds,
                     watchdog=self._watchdog_of_all_rounds(),

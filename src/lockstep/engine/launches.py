@@ -72,7 +72,8 @@ class Gate:
         self.preempted = FinishReason.CANCELLED in reasons
         if self.preempted:
             return FinishReason.CANCELLED
-        return FinishReason.BUDGET if FinishReason.BUDGET in reasons else None
+        # A run without a limit ends with all answers, whatever a message says.
+        return FinishReason.BUDGET if FinishReason.BUDGET in reasons and self._end is not None else None
 
     def _reason(self) -> FinishReason | None:
         if self._hosts.preemption.requested():

@@ -12,6 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 from lockstep.engine.audit import Auditor, AuditResult
 from lockstep.engine.launches import BetweenLaunches, Gate
 from lockstep.engine.schedule import Counts, DraftCounts, FindStop
+from lockstep.errors import HostError
 from lockstep.hosts import Hosts, Ledger, Watchdog, digest
 from lockstep.placement.device import AroundLaunch, used_bytes
 from lockstep.types import Completion, FinishReason, Request
@@ -232,10 +233,13 @@ def stream_on_all(
     """
     around_launch: AroundLaunch = contextlib.nullcontext if watchdog is None else watchdog.watch_launch
     _prepare(hosts, engine, model, largest, free, facts=facts)
-    stream = _stream(engine, model, requests, around_launch, find_stop, Gate(hosts), between_launches)
+    gate = Gate(hosts)
+    stream = _stream(engine, model, requests, around_launch, find_stop, gate, between_launches)
     while True:
         with hosts.scope("batch") as scope, scope.launch_on_all("generate", engine.ledger) as generated:
             completions = take_batch(stream, batch, on_answered)
+            if gate.preempted:  # unfinished answers would count as answers
+                raise HostError("the job is asked to end. Start it again: what was answered is kept.")
             generated.agree({"tokens": digest(repr(completions))})
         if not completions:
             return

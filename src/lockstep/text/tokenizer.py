@@ -5,10 +5,11 @@ import hashlib
 import io
 import json
 import os
+import re
 import tempfile
 import zipfile
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,10 @@ _END, _RETURN = "<|end|>", "<|return|>"  # with both (gpt-oss) `<|end|>` ends a 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 _SUFFIXES = (".json", ".jinja", ".model", ".txt")
 """The suffixes of files that may belong to a tokenizer; weights, which may be beside it, have others."""
+_WITH_FILES = ("tokenizer_config.json", "special_tokens_map.json")
+"""The files whose keys are arguments of a tokenizer's class."""
+_NAMES_FILES = re.compile("_(files?|dir|path|spm)$|^(vocab|merges)$")
+"""Arguments that are names of files: all that tokenizers of transformers read have such names."""
 _GENERATION_CONFIG = "generation_config.json"
 _FETCHED = "lockstep_generation_config"  # the attribute of a tokenizer that was fetched which has what is in that file
 _CONTEXT = 8
@@ -44,27 +49,53 @@ def load_tokenizer(
     Args:
         path: A directory or URL with a tokenizer, or a name on the Hugging Face hub such as ``org/model``. A directory
             is read without any network access.
-        trust_remote_code: The ``path`` again, where Python code that the tokenizer brings may be run; None: none is.
+        trust_remote_code: The ``path`` again, where Python code that the tokenizer brings may be run, of a name on the
+            hub with the commit (``org/model@COMMIT``): each host fetches it itself. None: none is run.
         fetched: What `fetch_tokenizer` returned on this host or another; empty to read what is at ``path``.
 
     Raises:
-        ConfigError: There is no such directory or name, or what is there is not a tokenizer, or one with code of
-            its own that is not trusted; or ``trust_remote_code`` names another one.
+        ConfigError: There is no such directory or name, or what is there is not a tokenizer, one that names files
+            elsewhere, or one with code of its own that is not trusted; or ``trust_remote_code`` names another one.
     """
     name = os.fspath(path)
     if not name:
         raise ConfigError("tokenizer is empty. Set it to a tokenizer directory or a Hugging Face hub name (org/model).")
-    if trust_remote_code not in (None, name):
+    commit = _commit_of_code(name, trust_remote_code)
+    if commit is None:
+        if fetched or _is_remote(name):
+            return _from_files(name, fetched or fetch_tokenizer(name))
+    elif "://" in name:
+        return _from_files(name, _archive(name, _files_at_url(name, (*_SUFFIXES, ".py"))), trusted=True)
+    return _load(name, commit)
+
+
+def _commit_of_code(name: str, trust_remote_code: str | None) -> str | None:
+    """The commit of the hub at which a tokenizer's code is run, empty where it is at a path or URL; None: none is."""
+    if trust_remote_code is None:
+        return None
+    trusted, _, commit = trust_remote_code.partition("@") if _is_on_hub(name) else (trust_remote_code, "", "")
+    if trusted != name:
         raise ConfigError(
             f"trust_remote_code is {trust_remote_code!r}, and the tokenizer is {name!r}: code is run of the tokenizer "
             "that is named there alone. Write the same in both, or leave trust_remote_code out."
         )
-    trusted = trust_remote_code is not None
-    if fetched or "://" in name:
-        return _from_files(name, trusted, fetched or fetch_tokenizer(name, trust_remote_code))
+    if _is_on_hub(name) and not re.fullmatch("[0-9a-f]{40}", commit):
+        raise ConfigError(
+            f"trust_remote_code is {trust_remote_code!r}: code from the Hugging Face hub is run at one commit, which "
+            f"nobody can change. Write --trust_remote_code {name}@COMMIT with the 40 hexadecimal digits of one in "
+            f"https://huggingface.co/{name}/commits."
+        )
+    return commit
+
+
+def _load(name: str, commit: str | None) -> "PreTrainedTokenizerBase":
+    """The tokenizer of a directory or of the hub, its own code, of a commit, where ``commit`` is not None."""
     directory = Path(name).expanduser()
     if directory.is_dir():
         _check_files(name, [file.name for file in directory.iterdir()])
+        for file in _WITH_FILES:
+            if (directory / file).is_file():
+                _check_named_files((directory / file).read_bytes(), f"{name}/{file}")
     elif not _may_be_hub_name(name):
         raise ConfigError(
             f"tokenizer {name!r} was not found: looked for the directory {str(directory.absolute())!r}, and it does "
@@ -74,7 +105,10 @@ def load_tokenizer(
     try:
         # Said either way: without it transformers asks at the terminal whether to run what is beside the tokenizer.
         place = str(directory) if directory.is_dir() else name
-        load = functools.partial(_auto_tokenizer().from_pretrained, place, trust_remote_code=trusted)
+        pinned = {"revision": commit, "code_revision": commit} if commit else {}
+        load = functools.partial(
+            _auto_tokenizer().from_pretrained, place, trust_remote_code=commit is not None, **pinned
+        )
         return load() if directory.is_dir() else patient_with_hub(f"the tokenizer {name!r}", load)
     except Exception as error:  # AutoTokenizer raises whatever its parser or its download raised
         first_line = str(error).strip().split("\n")[0]
@@ -86,7 +120,8 @@ def load_tokenizer(
         fix = "Check the name, or point tokenizer at a directory that tokenizer.save_pretrained() wrote."
         if "trust_remote_code" in str(error):
             first_line = "it brings Python code of its own, which is not run"
-            fix = f"If you trust it, name it in trust_remote_code too: --trust_remote_code {name}."
+            at = "" if directory.is_dir() else "@COMMIT"
+            fix = f"If you trust it, name it in trust_remote_code too: --trust_remote_code {name}{at}."
         raise ConfigError(f"{where} ({type(error).__name__}: {first_line}). {fix}") from error
 
 
@@ -94,15 +129,18 @@ def fetch_tokenizer(path: str | os.PathLike[str], trust_remote_code: str | None 
     """Return the files of a tokenizer at a URL or on the Hugging Face hub, for one host to ask for and all to have.
 
     Returns:
-        The files as a zip archive; nothing for a directory, which each host has itself.
+        The files as a zip archive; nothing for a directory, which each host has itself, and for a tokenizer with code,
+        which nobody sends: each host fetches it.
     """
-    name, suffixes = os.fspath(path), _SUFFIXES if trust_remote_code is None else (*_SUFFIXES, ".py")
-    if "://" in name:
-        files = patient_with_hub(f"the tokenizer {name!r}", functools.partial(_files_at_url, name, suffixes))
-    elif not name or Path(name).expanduser().is_dir() or not _may_be_hub_name(name):
+    name = os.fspath(path)
+    if _commit_of_code(name, trust_remote_code) is not None or not _is_remote(name):
         return b""
-    else:
-        files = _files_on_hub(name, suffixes, trust_remote_code)
+    if "://" in name:
+        return _archive(name, patient_with_hub(f"the tokenizer {name!r}", lambda: _files_at_url(name, _SUFFIXES)))
+    return _archive(name, _files_on_hub(name))
+
+
+def _archive(name: str, files: Mapping[str, bytes]) -> bytes:
     _check_files(name, list(files))
     archive = io.BytesIO()
     with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as target:
@@ -120,11 +158,11 @@ def _files_at_url(url: str, suffixes: tuple[str, ...]) -> dict[str, bytes]:
     return {path.rpartition("/")[2]: filesystem.cat_file(path) for path in listed}
 
 
-def _files_on_hub(name: str, suffixes: tuple[str, ...], trust_remote_code: str | None) -> dict[str, bytes]:
+def _files_on_hub(name: str) -> dict[str, bytes]:
     from huggingface_hub import snapshot_download
 
     # The directory of further chat templates is the only one that belongs to a tokenizer.
-    allowed, ignored = [f"*{each}" for each in suffixes], ["*/*/*", "[!a]*/*"]
+    allowed, ignored = [f"*{suffix}" for suffix in _SUFFIXES], ["*/*/*", "[!a]*/*"]
 
     def download() -> str:
         return snapshot_download(name, allow_patterns=allowed, ignore_patterns=ignored)
@@ -134,16 +172,16 @@ def _files_on_hub(name: str, suffixes: tuple[str, ...], trust_remote_code: str |
     except ConfigError:
         raise
     except Exception:
-        load_tokenizer(name, trust_remote_code)  # says what is wrong with the name
+        _load(name, None)  # says what is wrong with the name
         raise
-    found = [file for file in place.rglob("*") if file.is_file() and file.name.endswith(suffixes)]
+    found = [file for file in place.rglob("*") if file.is_file() and file.name.endswith(_SUFFIXES)]
     files = {file.relative_to(place).as_posix(): file.read_bytes() for file in found}
     if _GENERATION_CONFIG not in files and (settings := _hub_generation_config(name)):
         files[_GENERATION_CONFIG] = json.dumps(settings).encode()
     return files
 
 
-def _from_files(name: str, trusted: bool, fetched: bytes) -> "PreTrainedTokenizerBase":
+def _from_files(name: str, fetched: bytes, *, trusted: bool = False) -> "PreTrainedTokenizerBase":
     """The tokenizer of files, which are written to a temporary directory to be read."""
     place = f"what process 0 fetched of the tokenizer {name!r}"
     with tempfile.TemporaryDirectory(prefix="lockstep-tokenizer-") as copy:
@@ -156,7 +194,7 @@ def _from_files(name: str, trusted: bool, fetched: bytes) -> "PreTrainedTokenize
         except (zipfile.BadZipFile, zlib.error, NotImplementedError, EOFError) as error:
             raise ConfigError(f"{place} cannot be read ({error}). {FOREIGN}") from error
         try:
-            tokenizer = load_tokenizer(copy, copy if trusted else None)
+            tokenizer = _load(copy, "" if trusted else None)
             settings = _generation_config(copy)
         except ConfigError as error:
             raise ConfigError(str(error).replace(copy, name)) from error
@@ -286,6 +324,15 @@ def _check_files(name: str, files: Sequence[str]) -> None:
         )
 
 
+def _check_named_files(text: bytes, file: str) -> None:
+    """Refuse settings that name a file elsewhere, which transformers would read: it would come out as tokens."""
+    for key, value in _parsed(text, file).items():
+        if _NAMES_FILES.search(key) and key != "special_tokens_map_file":  # which is not opened
+            for path in value if isinstance(value, list) and key.endswith("files") else [value]:
+                if isinstance(path, str):  # a vocabulary itself is an object, merges are a list
+                    check_bare_name(path, f"{key} in {file}")
+
+
 def _generation_config(name: str) -> dict[str, Any]:
     """The ``generation_config.json`` beside a tokenizer; empty where there is none."""
     file = f"{name.rstrip('/')}/{_GENERATION_CONFIG}"
@@ -322,6 +369,14 @@ def _hub_generation_config(name: str) -> dict[str, Any]:
                 str(error).strip().split("\n")[0],
             )
         return {}
+
+
+def _is_remote(name: str) -> bool:
+    return "://" in name or _is_on_hub(name)
+
+
+def _is_on_hub(name: str) -> bool:
+    return bool(name) and _may_be_hub_name(name) and not Path(name).expanduser().is_dir()
 
 
 def _may_be_hub_name(name: str) -> bool:

@@ -1,12 +1,14 @@
 """The prompts of a round: which they are, and how they travel."""
 
 import dataclasses
+import sys
 
 import pytest
 
 from lockstep.callback import InferenceEvalConfig
 from lockstep.callback.round import RoundPrompts, from_bytes, read_round_prompts, to_bytes
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, HostError
+from lockstep.types import Request, SamplingParams
 from tests import tiny
 from tests.unit.engine.models import request
 
@@ -25,6 +27,18 @@ def test_requests_survive_the_broadcast():
     questions = read_round_prompts(config, tiny.tokenizer())
     assert [prompt.text for prompt in questions.prompts] == config.prompts
     assert from_bytes(to_bytes(questions)) == dataclasses.replace(questions, prompts=[])
+
+
+def test_a_forged_prompt_has_no_module_imported(tmp_path, monkeypatch):
+    """``filters`` may name a module of the user's, which is imported: the host's own configuration says which."""
+    params = SamplingParams(max_new_tokens=1, temperature=1.0, filters=("antigravity:geohash=1", "top_n_sigma=2"))
+    forged = Request(prompt_id=0, prompt_tokens=(1,), params=params)
+    plain = Request(prompt_id=0, prompt_tokens=(1,), params=SamplingParams(max_new_tokens=1))
+    for questions in (RoundPrompts(requests=[forged]), RoundPrompts(requests=[plain], largest=[plain, forged])):
+        with pytest.raises(HostError, match="the filter 'antigravity:geohash', which the configuration of"):
+            from_bytes(to_bytes(questions), ["mine:function=1.5"])
+        assert "antigravity" not in sys.modules
+        assert from_bytes(to_bytes(questions), ["antigravity:geohash=0.5"]) == questions
 
 
 def test_prompts_are_dealt_as_from_a_shuffled_pack():

@@ -16,12 +16,13 @@ from lockstep.engine.decoder.build import Programs
 from lockstep.engine.launches import Gate, launch_all
 from lockstep.engine.schedule import DecodeResults, Scheduler
 from lockstep.errors import ConfigError, PeerError
-from lockstep.hosts import current
+from lockstep.hosts import Hosts, current
 from lockstep.models import DecoderWeights
 from lockstep.placement import make_decode_mesh
 from lockstep.placement.device import Program
 from lockstep.types import Completion, FinishReason, Request
 from tests.memory import live_arrays
+from tests.multiprocess.harness import run_threads
 from tests.unit.engine.models import mesh_of, mixed_requests, model_on, request
 from tests.unit.engine.schedule.test_schedule import find_stop
 from tests.unit.engine.schedule.test_scheduler import capacity_of
@@ -256,6 +257,15 @@ def test_without_a_limit_no_time_is_too_long() -> None:
         gate = Gate(hosts, clock=clock)
         clock.now = 1e9
         assert gate(None) is None
+
+
+def test_no_message_ends_a_run_that_has_no_limit() -> None:
+    def body(hosts: Hosts) -> Any:
+        if hosts.index == 0:
+            return Gate(hosts)(None)
+        return hosts.reasons_to_stop("between launches", None, FinishReason.BUDGET)
+
+    assert run_threads(body, 2)[0] is None
 
 
 def test_an_error_ends_a_run_whatever_else_does() -> None:

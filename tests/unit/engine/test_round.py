@@ -207,8 +207,25 @@ def test_batches_of_a_stream_are_agreed_on_before_they_are_there():
         hosts.barrier("ended")
         return seen, batches
 
-    backwards = [each.prompt_id for each in reversed(REQUESTS)]
+    backwards = [request.prompt_id for request in reversed(REQUESTS)]
     for seen, batches in run_threads(stream, 2, [Engine(), Engine()]):
         assert batches == [backwards[:2], backwards[2:]] and [each.prompt_id for each in seen] == backwards
     for _, batches in run_threads(stream, 2, [Engine(), Engine(token=2)]):
         assert len(batches) == 1 and "tokens" in batches[0]
+
+
+def test_a_stream_that_is_asked_to_end_yields_no_unfinished_answer():
+    """A forged notice of a preemption made a job that samples write half answers as answers, and end with code 0."""
+
+    class Stopped(Engine):
+        def stream(self, model, requests, *, gate, **options):
+            assert gate(None) == FinishReason.CANCELLED
+            yield from super().stream(model, requests, gate=lambda *_, **__: None, **options)
+
+    def stream(hosts):
+        if hosts.index == 1:
+            hosts.preemption.note(15)
+        with hosts.scope("round") as scope, pytest.raises(PeerError, match="is asked to end. Start it again"):
+            list(stream_on_all(scope, Stopped(), MODEL, REQUESTS, largest=REQUESTS[:1], free=4, batch=2))
+
+    run_threads(stream, 2)

@@ -3,6 +3,7 @@ import dataclasses
 import io
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -30,6 +31,7 @@ from lockstep.text import (
     tokenizer_digest,
     write_tokenizer,
 )
+from lockstep.text import tokenizer as tokenizer_module
 from lockstep.training import TrainLmConfig
 
 DEMO_TOKENIZER = Path(__file__).parents[3] / "data" / "demo" / "tokenizer"
@@ -149,6 +151,90 @@ def test_code_of_a_tokenizer_is_run_where_it_is_named_alone(with_code, scheme, m
         load_tokenizer(place, "another")
     assert not made.exists()
     assert type(load_tokenizer(place, place)).__name__ == "Mine" and made.exists()
+
+
+def test_code_is_never_sent_to_other_processes_and_never_taken_from_them(with_code, monkeypatch, tmp_path):
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    place, made = "file://" + with_code[0], with_code[1]
+    assert fetch_tokenizer(place, place) == b"", "each host fetches it"
+    archive = zipfile.ZipFile(io.BytesIO(fetch_tokenizer(place)))
+    assert not [name for name in archive.namelist() if name.endswith(".py")]
+    forged = io.BytesIO()
+    with zipfile.ZipFile(forged, "w") as files:
+        for name in archive.namelist():
+            files.writestr(name, archive.read(name))
+        code = Path(with_code[0], "mine.py").read_text()
+        files.writestr("mine.py", f"open({str(tmp_path / 'forged')!r}, 'w')\n{code}")
+    with pytest.raises(ConfigError, match="brings Python code of its own, which is not run"):
+        load_tokenizer(place, fetched=forged.getvalue())
+    assert type(load_tokenizer(place, place, forged.getvalue())).__name__ == "Mine"
+    assert made.exists() and not (tmp_path / "forged").exists()
+
+
+@pytest.mark.parametrize("given", ["org/model", "org/model@main", "org/model@abc123", "org/model@"])
+def test_code_from_the_hub_is_run_at_one_commit(given):
+    with pytest.raises(ConfigError, match="run at one commit, .* --trust_remote_code org/model@COMMIT with the 40"):
+        load_tokenizer("org/model", given)
+    with pytest.raises(ConfigError, match="the tokenizer is 'org/other'"):
+        load_tokenizer("org/other", f"org/model@{'a' * 40}")
+    assert fetch_tokenizer("org/model", f"org/model@{'a' * 40}") == b""
+
+
+def test_the_commit_reaches_transformers(monkeypatch):
+    asked = {}
+
+    class Auto:
+        @staticmethod
+        def from_pretrained(place, **options):
+            asked.update(options, place=place)
+
+    monkeypatch.setattr("lockstep.text.tokenizer._auto_tokenizer", lambda: Auto)
+    load_tokenizer("org/model", f"org/model@{'a' * 40}", fetched=b"forged")
+    pinned = {"revision": "a" * 40, "code_revision": "a" * 40, "trust_remote_code": True, "place": "org/model"}
+    assert asked == pinned
+
+
+@pytest.fixture
+def secret(tmp_path):
+    file = tmp_path / ".netrc"
+    file.write_text("machine\nexample\npassword\nhunter2\n")
+    return file
+
+
+@pytest.mark.parametrize("file", ["tokenizer_config.json", "special_tokens_map.json"])
+@pytest.mark.parametrize("key", ["vocab_file", "vocab", "tokenizer_file", "fast_tokenizer_files", "cache_dir"])
+@pytest.mark.parametrize("scheme", ["", "file://"])
+def test_a_tokenizer_names_no_file_elsewhere(tmp_path, secret, file, key, scheme):
+    """``vocab_file: ~/.netrc`` came out as the tokens of answers."""
+    place = tmp_path / "bert"
+    place.mkdir()
+    vocabulary = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "one"]
+    (place / "vocab.txt").write_text("\n".join(vocabulary))
+    # Too few files for a tokenizer but for the vocabulary that it names.
+    (place / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "BertTokenizer"}))
+    settings = {"tokenizer_class": "BertTokenizer", key: [str(secret)] if key.endswith("files") else str(secret)}
+    (place / file).write_text(json.dumps(settings))
+    with pytest.raises(ConfigError, match=rf"{key} in .*{file} names '.*netrc', which is not the name of"):
+        load_tokenizer(f"{scheme}{place}")
+
+
+def test_names_beside_a_tokenizer_and_those_that_nothing_opens_pass(tmp_path):
+    place = tmp_path / "tokenizer"
+    shutil.copytree(DEMO_TOKENIZER, place)
+    settings = json.loads((place / "tokenizer_config.json").read_text())
+    settings |= {"tokenizer_file": None, "special_tokens_map_file": "/root/.cache/special_tokens_map.json"}
+    (place / "tokenizer_config.json").write_text(json.dumps(settings))
+    assert load_tokenizer(place)("one").input_ids == load_tokenizer(DEMO_TOKENIZER)("one").input_ids
+
+
+def test_every_argument_of_transformers_that_names_a_file_is_known():
+    folder = Path(transformers.__file__).parent
+    names = set()
+    for path in folder.rglob("tokenization_*.py"):
+        for found in re.findall(r"VOCAB_FILES_NAMES = (\{[^}]*\})", path.read_text(encoding="utf-8")):
+            names |= set(re.findall(r'"(\w+)":', found))
+    assert {"vocab_file", "tokenizer_file", "merges_file"} <= names
+    assert not [name for name in names if not tokenizer_module._NAMES_FILES.search(name)]
 
 
 @pytest.mark.slow

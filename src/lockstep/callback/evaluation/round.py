@@ -11,6 +11,7 @@ from lockstep.callback.evaluation.config import TasksConfig
 from lockstep.callback.evaluation.harness import Harness, HarnessThread
 from lockstep.callback.evaluation.scoring import TaskResults
 from lockstep.engine import Engine, EngineConfig, Gate, RolloutEngine, generate_on_all
+from lockstep.engine.sampling.filters import check_filters_of
 from lockstep.engine.schedule import FindStop
 from lockstep.errors import DisagreementError, LockstepError, PeerError
 from lockstep.hosts import Hosts, Watchdog, digest, environment
@@ -90,6 +91,7 @@ def run_tasks(
             if data == b"null":
                 continue
             requests, last = from_peer(data, tuple[list[Request], bool], "the leader's question")
+            check_filters_of("the leader's question", requests, ())  # a task has none
             left_s = max(0.0, end - clock())
             gate = Gate(hosts, left_s if math.isfinite(left_s) else None, clock)
             with hosts.scope("generate") as scope:

@@ -13,16 +13,17 @@ user's. The three with keys of their own also have a field in `lockstep.types` a
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt
 
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, HostError
 from lockstep.plugins import load_object
-from lockstep.types import SamplingParams
+from lockstep.printable import printable
+from lockstep.types import Request, SamplingParams
 
 _SLACK = 1e-6
 """A set whose probability is ``top_p`` in exact arithmetic must count as such in float32."""
@@ -260,6 +261,26 @@ def check_named_filters(values: Mapping[str, float]) -> None:
             most = "" if math.isinf(NAMED[name].highest) else f" and at most {NAMED[name].highest:g}"
             raise ConfigError(
                 f"filters has {name}={value:g}; it must be at least {NAMED[name].lowest:g}{most}. Change it."
+            )
+
+
+def check_filters_of(place: str, requests: Iterable[Request], filters: Collection[str]) -> None:
+    """Refuse requests of another process that would have a module imported.
+
+    Args:
+        place: The message that they come in.
+        filters: The value of the key ``filters`` of this host's own configuration.
+
+    Raises:
+        HostError: A request has a filter of a module that the configuration does not name.
+    """
+    own = {text.rpartition("=")[0] for text in filters}
+    for name in sorted({name for request in requests for name in request.params.filter_values()} - own):
+        if ":" in name:
+            raise HostError(
+                f"{place} has the filter {printable(name)!r}, which the configuration of this host does not name: its "
+                "module is not imported. Start every process with the same configuration; if that is so, somebody else "
+                "has written to the coordination service (docs/security.md)."
             )
 
 

@@ -219,7 +219,14 @@ class WandbTrackerConfig(TrackerConfig):
 
         file = Path(run_dir) / WANDB_RUN
         try:
-            run = begin(self.mode, **self._same_run(file))
+            same = self._same_run(file)
+            run = begin(self.mode, **({"id": same["id"], "resume": "allow"} if same else {}))
+            if same and (run.entity, run.project) != (same["entity"], same["project"]):
+                log.warning(
+                    "%s is of a run in %s/%s, and this one is in %s/%s, as your configuration and W&B's settings say:"
+                    " a file does not decide where rows go. Set tracker.entity and tracker.project for that one.",
+                    *(file, same["entity"], same["project"], run.entity, run.project),
+                )
             if not (run.offline or run.disabled):
                 _remember(run, file)
             return WandbTracker(run)
@@ -244,7 +251,7 @@ class WandbTrackerConfig(TrackerConfig):
             raise ConfigError(f"wandb could not start offline either: {error}. Choose type: jsonl.") from error
 
     def _same_run(self, file: Path) -> dict[str, str]:
-        """Arguments with which W&B goes on in the run that an earlier start had online; none where it is another run.
+        """The run that an earlier start had online, in which W&B goes on; nothing where it is another run.
 
         An offline run has an id of its own, for nobody can know here what the server has.
         """
@@ -255,8 +262,7 @@ class WandbTrackerConfig(TrackerConfig):
             for name in ("project", "entity"):
                 if getattr(self, name) not in (None, found[name]):
                     return {}
-            # The defaults of a user may have changed since.
-            return {"id": found["id"], "project": found["project"], "entity": found["entity"], "resume": "allow"}
+            return {name: found[name] for name in ("id", "project", "entity")}
 
     @property
     def _mode(self) -> str:

@@ -42,7 +42,7 @@ from lockstep.training.checkpoints.checkpoint import (
     named_arrays,
     shape_texts,
 )
-from lockstep.training.checkpoints.config import CheckpointerConfig, resumable_base
+from lockstep.training.checkpoints.config import RESUMABLE, CheckpointerConfig, resumable_base
 from lockstep.training.step.train_state import parameter_shardings
 
 if TYPE_CHECKING:
@@ -360,5 +360,11 @@ def _checkpoints(path: str) -> tuple[str, int | None]:
     if match := re.fullmatch(r"step-(\d+)", path.rsplit("/", 1)[-1]):
         return path.rpartition("/")[0] or ".", int(match[1])
     if "://" not in path and (base_path := resumable_base(Path(path))) is not None:
+        if os.path.isabs(base_path) or "://" in base_path:
+            name = Path(path).absolute().name
+            raise ConfigError(
+                f"{path}/{RESUMABLE} names checkpoints at {base_path!r}, which is not below {path}: whoever "
+                f"wrote it would decide what is read. If you have, give the place: {base_path.rstrip('/')}/{name}."
+            )
         return CheckpointerConfig(base_path=base_path).path(Path(path), Path(path).absolute().name), None
     return path, None

@@ -12,21 +12,23 @@ import signal
 import statistics
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import FrameType, TracebackType
 from typing import Any, Final, Literal, Self
 
 import numpy as np
 from jaxtyping import PyTree
 
-from lockstep.errors import ConfigError, DivergenceError, check_at_least
+from lockstep.errors import ConfigError, DivergenceError, HostError, check_at_least
 from lockstep.hosts import Hosts
 from lockstep.json_text import typed
-from lockstep.printable import get_logger
+from lockstep.printable import get_logger, printable
 from lockstep.training.step.train_step import SIGNAL_FLAG, SKIPPED, SLOW_FLAG, StepMetrics
 
 SLOW_STEP_S = 2.0
 """Seconds of a step above which a signal ends the run after the step that it came in, and not after the next."""
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+"""The signals that end a run in order. Another number from another process would be another exit code, 0 even."""
 AGAIN_AFTER_S = 1.0
 """Seconds after a signal from which on another one is a second request: a terminal and a launcher may both deliver one
 Ctrl-C."""
@@ -53,7 +55,7 @@ class StopRequest:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
+            for number in SIGNALS:
                 self._before[number] = signal.signal(number, self._note)
         return self
 
@@ -81,15 +83,16 @@ class StopRequest:
         """
         self._slow = step_s > SLOW_STEP_S
         if metrics.stop or not metrics.slow:
-            return metrics.stop or None
-        reason = None if self.signal is None else str(self.signal)
-        return max(map(int, self._hosts.reasons_to_stop("end of a slow step", None, reason)), default=None)
+            return _of_hosts([metrics.stop or None])
+        reason = None if self.signal is None else str(int(self.signal))
+        reasons = self._hosts.reasons_to_stop("end of a slow step", None, reason)
+        return _of_hosts([int(text) if text.isdecimal() and len(text) < 4 else text for text in reasons])
 
     def between_steps(self) -> int:
         """Return the signal that ended the run while a batch was made, on whichever host it came."""
         with self._hosts.run_on_all("end of the run") as ended:
-            ended.share(self.signal or 0)
-        return max(ended.shared) or signal.SIGTERM
+            ended.share(self.signal)
+        return _of_hosts(ended.shared) or signal.SIGTERM
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self._at == 0.0:
@@ -98,6 +101,17 @@ class StopRequest:
         elif time.monotonic() - self._at > AGAIN_AFTER_S:
             # The step may hang in a device program that no exception can interrupt.
             os._exit(128 + number)
+
+
+def _of_hosts(numbers: Sequence[object]) -> int | None:
+    """The signal that hosts were asked to end by; None where none was."""
+    if strange := [number for number in numbers if number is not None and number not in SIGNALS]:
+        raise HostError(
+            f"another process was asked to end by {printable(repr(strange[0]))[:80]}; a run ends in order after SIGINT "
+            "and SIGTERM alone. If every process is of the same version, somebody else has written to the coordination "
+            "service (docs/security.md)."
+        )
+    return max((signal.Signals(number) for number in numbers if number is not None), default=None)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -267,14 +267,23 @@ def server(monkeypatch):
 def test_a_later_start_goes_on_in_the_same_wandb_run(server, tmp_path):
     for config in (WandbTrackerConfig(), WandbTrackerConfig(entity="me"), WandbTrackerConfig(mode="online")):
         build_tracker(config, tmp_path, "name")
-    same = ("made-1", "allow", "default-project", "me")
-    assert server.calls == [(None,), (None, *same), ("online", *same)]
+    same = ("made-1", "allow")
+    assert server.calls == [(None,), (None, *same, "me"), ("online", *same)]
+
+
+def test_a_file_that_somebody_handed_over_does_not_decide_where_rows_go(server, tmp_path, caplog):
+    text = json.dumps({"id": "theirs", "project": "bait", "entity": "thief"})
+    (tmp_path / WANDB_RUN).write_text(text)
+    build_tracker(WandbTrackerConfig(), tmp_path, "name")
+    assert server.calls == [(None, "theirs", "allow")], "W&B's own defaults"
+    assert "is of a run in thief/bait, and this one is in me/default-project" in caplog.text
+    assert json.loads((tmp_path / WANDB_RUN).read_text())["entity"] == "me"
 
 
 def test_another_project_has_a_wandb_run_of_its_own(server, tmp_path):
     for project in ("a", "b", "b", "a"):
         build_tracker(WandbTrackerConfig(project=project), tmp_path, "name")
-    assert server.calls == [(None, "a"), (None, "b"), (None, "made-2", "allow", "b", "me"), (None, "a")]
+    assert server.calls == [(None, "a"), (None, "b"), (None, "made-2", "allow", "b"), (None, "a")]
 
 
 def test_an_offline_wandb_run_has_an_id_of_its_own_and_the_online_one_is_not_forgotten(server, tmp_path, monkeypatch):
@@ -288,7 +297,7 @@ def test_an_offline_wandb_run_has_an_id_of_its_own_and_the_online_one_is_not_for
     build_tracker(config, tmp_path, "name")
     monkeypatch.delenv("WANDB_MODE")
     build_tracker(config, tmp_path, "name")
-    same = (None, "made-2", "allow", "default-project", "me")
+    same = (None, "made-2", "allow")
     assert server.calls == [("offline",), (None,), same, ("offline",), (None,), same]
 
 

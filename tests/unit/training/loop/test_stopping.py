@@ -1,5 +1,6 @@
 """A signal is noted and reaches all hosts; a second one ends the process."""
 
+import contextlib
 import math
 import os
 import signal
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lockstep.errors import ConfigError, DivergenceError
+from lockstep.errors import ConfigError, DivergenceError, HostError
 from lockstep.hosts import Hosts, MemoryClient
 from lockstep.training import CheckpointerConfig, OptimizerConfig, Trainer, TrainerConfig, lm_loss
 from lockstep.training.checkpoints import checkpointer as checkpointer_module
@@ -108,6 +109,36 @@ def test_after_a_slow_step_all_hosts_hear_of_a_signal_that_came_to_one():
         return [*found, stop.after_step(metrics(slow=True), 3.0)]
 
     assert run_threads(body, 2) == [[None, signal.SIGTERM]] * 2
+
+
+@pytest.mark.parametrize("reason", ["-128", "0", "9", "127", "1" * 400, "nan", "\x1b[2J", ""])
+def test_no_other_process_chooses_the_exit_code(reason):
+    """A forged signal -128 ended a job with exit code 0 after one of 4,000 steps."""
+
+    def body(hosts):
+        if hosts.index == 1:
+            with pytest.raises(HostError, match="after SIGINT and SIGTERM alone"):
+                StopRequest(hosts).after_step(metrics(slow=True), 0.1)
+        else:
+            hosts.reasons_to_stop("end of a slow step", None, reason)
+
+    run_threads(body, 2)
+
+
+@pytest.mark.parametrize("number", [-128, 9, "2", 1.5, [2]])
+def test_no_other_process_ends_a_run_by_another_signal(number):
+    def body(hosts):
+        if hosts.index == 1:
+            with pytest.raises(HostError):
+                StopRequest(hosts).between_steps()
+            return
+        with contextlib.suppress(HostError), hosts.run_on_all("end of the run") as ended:
+            ended.share(number)
+
+    run_threads(body, 2)
+    if isinstance(number, int):
+        with StopRequest(Hosts(MemoryClient.hub(1)[0])) as request, pytest.raises(HostError, match="SIGTERM alone"):
+            request.after_step(metrics(stop=number), 0.1)
 
 
 def test_after_a_fast_step_nobody_is_asked():

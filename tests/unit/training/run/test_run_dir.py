@@ -1,5 +1,7 @@
 """The directory of a run, and what is said of it at the end."""
 
+import json
+
 import pytest
 import wandb
 
@@ -9,6 +11,7 @@ from lockstep.report import append_jsonl, read_jsonl
 from lockstep.report.trackers import WandbTrackerConfig
 from lockstep.training import CheckpointerConfig, TrainerConfig
 from lockstep.training.checkpoints.config import resumable_base
+from lockstep.training.checkpoints.saved_model import has_checkpoint, saved_model
 from lockstep.training.loop.stopping import TrainResult
 from lockstep.training.run.run_dir import closing_summary, make_run_dir, rewind, start_tracker
 from tests.multiprocess.harness import run_threads
@@ -81,6 +84,14 @@ def test_where_the_checkpoints_are_is_kept_without_credentials(tmp_path):
     other = settings(tmp_path, "mine", checkpointer=CheckpointerConfig(base_path="s3://key:hush@other"))
     with pytest.raises(PeerError, match=r"base_path s3://bucket/checkpoints\?…, but now it is s3://other\."):
         make_run_dir(other, alone())
+
+
+@pytest.mark.parametrize("base_path", ["/elsewhere/checkpoints", "gs://somebody-elses/checkpoints"])
+def test_a_run_that_somebody_handed_over_leads_to_no_other_place(tmp_path, base_path):
+    (tmp_path / "resumable.json").write_text(json.dumps({"base_path": base_path}))
+    for read in (saved_model, has_checkpoint):
+        with pytest.raises(ConfigError, match=rf"not below .*If you have, give the place: {base_path}/{tmp_path.name}"):
+            read(str(tmp_path))
 
 
 @pytest.mark.parametrize(
