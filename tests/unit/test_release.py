@@ -65,6 +65,22 @@ def test_pip_installs_known_files_alone():
         assert told.startswith(wanted) and bool(told) == bool(wanted)
 
 
+def test_what_builds_a_package_is_known_too():
+    """An isolated build fetches whatever setuptools the index has and runs it; of what has a wheel nothing is built."""
+    text = (ROOT / "scripts" / "setup.sh").read_text(encoding="utf-8")
+    sdists = re.findall(r"--no-binary ([\w-]+)", text)
+    assert set(sdists) <= set(PINS) and "setuptools" in PINS
+    commands = re.findall(r"(?:\bpip install|\{pip\[@\]\}\")(?:[^\n]*\\\n)*[^\n]*", text)
+    assert len(commands) >= 5
+    for command in commands:
+        if command.endswith("--disable-pip-version-check)"):
+            continue  # the words of those below
+        by_hash = "--require-hashes --no-deps" in command
+        by_uv = "-c hashes.txt --build-constraint hashes.txt" in command and "--only-binary :all:" in command
+        later = text.index(command) > text.index("pip+=(--no-build-isolation --only-binary :all:")
+        assert by_hash or by_uv or later, command
+
+
 BESIDE = "marin-levanter[tpu]"  # on a TPU where Levanter trains
 
 

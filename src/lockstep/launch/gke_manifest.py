@@ -156,7 +156,7 @@ def pod_script(job: GkeJob) -> str:
         lines += [
             f"echo {shlex.quote(uv_requirement())} > {uv}.txt",
             f"{pip} --require-hashes --no-deps --only-binary :all: --target {uv} -r {uv}.txt {failed}",
-            f"{install} --constraint {FILES}/{PINS} {shlex.quote(job.requirement)} {failed}",
+            f"{install} --only-binary :all: --constraint {FILES}/{PINS} {shlex.quote(job.requirement)} {failed}",
             f"echo '{INSTALLED}'",
         ]
     script = "\n".join(lines) + "\n" + run_command(list(job.secret_names), FILES, forward=True)

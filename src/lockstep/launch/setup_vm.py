@@ -71,12 +71,25 @@ rm -rf "$home"
 mkdir "$home"
 "$uv" venv --quiet --python @PYTHON_VERSION@ "$home/venv"
 "$uv" pip install --quiet --python "$home/venv/bin/python" --prerelease allow \\
-  --constraint constraints.txt "$requirement"
+  --only-binary :all: --constraint constraints.txt "$requirement"
 "$home/venv/bin/lockstep" --help >/dev/null
 date >"$home/ready.new"
 mv "$home/ready.new" "$home/ready"
 say "$version is ready"
 """
+
+
+# Isolated, pip would fetch any setuptools and run it.
+PIP_BUILD: Final = f"""\
+set -e
+tools=$(mktemp -d)
+trap 'rm -rf "$tools"' EXIT
+awk '/^setuptools==/ {{ pin = 1 }} pin {{ print }} pin && !/\\\\$/ {{ exit }}' "$1/{PINS}" >"$tools/setuptools.txt"
+pip="$0 -m pip --quiet --disable-pip-version-check"
+$pip install --require-hashes --no-deps --only-binary :all: --target "$tools" -r "$tools/setuptools.txt"
+PYTHONPATH="$tools" $pip wheel --no-deps --no-build-isolation --wheel-dir "$2" "$1"
+"""
+"""A shell script: the Python, the source and the directory of the wheel are its arguments."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -125,10 +138,11 @@ def build_wheel(root: Path, version: Version) -> Path:
 
 
 def build_command(source: Path, out: Path) -> list[str]:
-    """Return the command that builds a wheel, with uv if it is there, or else with pip."""
+    """Return the command that builds a wheel with the setuptools of `PINS`: with uv if it is there, else with pip."""
     if shutil.which("uv"):
-        return ["uv", "build", "--quiet", "--wheel", "--out-dir", str(out), str(source)]
-    return [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(out), str(source)]
+        words = ["uv", "build", "--quiet", "--wheel", "--out-dir", str(out), str(source)]
+        return [*words, "--build-constraint", str(source / PINS)]
+    return ["sh", "-c", PIP_BUILD, sys.executable, str(source), str(out)]
 
 
 def script(version: Version, wheel_name: str, extras: str) -> str:

@@ -5,8 +5,10 @@ import fnmatch
 import gzip
 import hashlib
 import os
+import re
 import subprocess
 import tarfile
+import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -18,10 +20,17 @@ LEFT_OUT = {".git", ".venv", "__pycache__", ".mypy_cache", ".pytest_cache", ".ru
 CREDENTIALS = (
     ".env*", ".netrc", "_netrc", "*.pem", "*.key", "*.p12", "*.pfx", "*.ppk", ".git-credentials", ".pypirc", ".npmrc",
     ".boto", ".s3cfg", "id_rsa", "id_dsa", "id_ecdsa", "id_ecdsa_sk", "id_ed25519", "id_ed25519_sk", "credentials.db",
-    "access_tokens.db", "application_default_credentials.json", ".ssh", ".aws", ".azure", ".gcloud", ".gnupg", ".kube",
+    "access_tokens.db", "application_default_credentials.json", "adc.json", "client_secret*.json", "kaggle.json",
+    ".pgpass", ".my.cnf", ".ssh", ".aws", ".azure", ".gcloud", ".gnupg", ".kube", ".kaggle",
 )  # fmt: skip
 """Names of files and directories with keys and passwords, which are never copied."""
-CREDENTIAL_PATHS = (".config/gcloud", ".docker/config.json", ".huggingface/token", "huggingface/token")
+CREDENTIAL_PATHS = (
+    ".config/gcloud",
+    ".docker/config.json",
+    "huggingface/token",
+    ".huggingface/token",
+    "wandb/settings",
+)
 """The same, by more than one part of a path."""
 SHOWN = 8  # files that a warning names
 KEY_BYTES = 1 << 14  # no key file is larger: what is, is not looked into
@@ -101,9 +110,12 @@ def is_credential(name: str) -> bool:
     if not os.path.isfile(name) or os.path.getsize(name) > KEY_BYTES:
         return False
     content = Path(name).read_bytes().lstrip()
-    # Keys of ssh and TLS begin so; the key of a cloud's service account is a JSON object with one in it.
+    # Keys of ssh and TLS begin so; the key of a cloud's service account is a JSON object with one in it, and what its
+    # users log in with has one of the others.
     is_key = content.startswith(b"-----BEGIN") and b"PRIVATE KEY-----" in content.partition(b"\n")[0]
-    return is_key or (content.startswith(b"{") and b"-----BEGIN" in content and b'"private_key"' in content)
+    named = b'"private_key"' in content and b"-----BEGIN" in content
+    named = named or re.search(rb'"(refresh_token|client_secret)"\s*:\s*"[^"]', content) is not None
+    return is_key or (content.startswith(b"{") and named)
 
 
 def _check_link(name: str) -> None:
@@ -174,13 +186,8 @@ def files_of(given: str) -> Iterator[str]:
 
 def _files_of_git(path: str) -> list[str] | None:
     """The files that git has or does not ignore, and of repositories within; None where it has nothing to say."""
-    words = ["git", "-C", path, "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-    try:
-        done = subprocess.run(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-    except FileNotFoundError:
-        return None
-    listed = [os.path.normpath(os.path.join(path, os.fsdecode(name))) for name in done.stdout.split(b"\0") if name]
-    if done.returncode != 0 or not listed:
+    listed = _listed_by_git(path)
+    if not listed:
         return None
     found: list[str] = []
     for name in listed:
@@ -191,6 +198,39 @@ def _files_of_git(path: str) -> list[str] | None:
         elif os.path.lexists(name):
             found.append(name)
     return found
+
+
+def _listed_by_git(path: str) -> list[str]:
+    """What git lists below a directory, by the repository's ``.gitignore`` files and its index.
+
+    Nothing of its configuration is read, for it may be somebody else's: ``core.fsmonitor`` in it is a command that git
+    runs. So git looks at the files from an empty repository.
+    """
+    folder = Path(path).absolute()
+    root = next((each for each in (folder, *folder.parents) if os.path.lexists(each / ".git")), None)
+    if root is None:
+        return []
+    index, exclude = root / ".git" / "index", root / ".git" / "info" / "exclude"
+    words = ["git", "-c", "core.bare=false", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    words += [f"--exclude-from={exclude}"] if _is_plain(exclude) else []
+    plain = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    with tempfile.TemporaryDirectory(prefix="lockstep-git-") as empty:
+        ours = {**plain, "GIT_DIR": empty, "GIT_WORK_TREE": str(root)}
+        # An index that refers to more than itself (split, sparse, SHA-256) is left out.
+        for indexed in ([{"GIT_INDEX_FILE": str(index)}] if _is_plain(index) else []) + [{}]:
+            try:
+                subprocess.run(["git", "init", "--quiet", "--bare", "--template=", empty], check=True, env=plain)
+                done = subprocess.run(words, capture_output=True, cwd=path, env=ours | indexed)
+            except (FileNotFoundError, subprocess.CalledProcessError):
+                return []
+            if done.returncode == 0:
+                names = (os.fsdecode(name) for name in done.stdout.split(b"\0") if name)
+                return [os.path.normpath(os.path.join(path, name)) for name in names]
+    return []
+
+
+def _is_plain(path: Path) -> bool:
+    return path.is_file() and not path.is_symlink()
 
 
 def _files_below(path: str) -> Iterator[str]:

@@ -100,7 +100,30 @@ def test_a_wheel_is_built_once_from_what_git_knows(checkout, tmp_path, monkeypat
 def test_without_uv_pip_builds_it(monkeypatch):
     monkeypatch.setattr(shutil, "which", lambda name: None)
     command = setup_vm.build_command(Path("/s"), Path("/o"))
-    assert command[:4] == [sys.executable, "-m", "pip", "wheel"] and command[-2:] == ["/o", "/s"]
+    assert command[:2] == ["sh", "-c"] and command[-3:] == [sys.executable, "/s", "/o"]
+    shellcheck(f"#!/bin/sh\n{setup_vm.PIP_BUILD}")
+
+
+@pytest.mark.parametrize("tool", ["uv", "pip"])
+def test_what_builds_the_wheel_is_a_file_of_a_known_hash(tool, tmp_path, monkeypatch):
+    """Isolated, pip and uv fetch whatever setuptools an index has, and run it."""
+    monkeypatch.setattr(shutil, "which", lambda name: tool if tool == "uv" else None)
+    command = setup_vm.build_command(setup_vm.ROOT, tmp_path)
+    if tool == "uv":
+        assert command[-2:] == ["--build-constraint", str(setup_vm.ROOT / "hashes.txt")]
+        return
+    notes = tmp_path / "python"
+    notes.write_text(
+        f'#!/bin/sh\necho "$PYTHONPATH $*" >>{tmp_path}/log\n[ "$5" = wheel ] || cat "${{13}}" >>{tmp_path}/pins\n'
+    )
+    notes.chmod(0o755)
+    command[3] = str(notes)
+    subprocess.run(command, check=True)
+    install, wheel = (tmp_path / "log").read_text().splitlines()
+    assert "--require-hashes --no-deps --only-binary :all:" in install and "--no-build-isolation" in wheel
+    assert wheel.split()[0] == install.split()[-3], "the setuptools that was installed by its hash"
+    pins = (tmp_path / "pins").read_text().split()
+    assert pins[0].startswith("setuptools==") and all("--hash=sha256:" in word for word in pins[2::2])
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """The files that are copied to workers."""
 
+import os
 import shutil
 import subprocess
 import tarfile
@@ -112,6 +113,41 @@ def test_repositories_within_a_repository_come_with_it(folder):
     assert list(files_of("code/not_fetched")) == []
 
 
+@pytest.mark.parametrize("nested", [True, False])
+def test_the_configuration_of_a_repository_is_somebody_elses(folder, nested):
+    """``core.fsmonitor`` is a command that git runs; ``core.worktree`` leads to files elsewhere."""
+    place = folder / "code" / "theirs" if nested else folder
+    (place / "lib").mkdir(parents=True)
+    (place / "lib" / "mine.py").touch()
+    (place / "ignored.py").touch()
+    (place / ".gitignore").write_text("ignored.py\n/kept.py\n")
+    (place / "kept.py").touch()
+    made = folder.parent / "made"
+    hook = folder.parent / "hook"
+    hook.write_text(f"#!/bin/sh\ntouch {made}\n")
+    hook.chmod(0o755)
+
+    def git(*words):
+        subprocess.run(["git", "-C", str(place), *words], check=True, capture_output=True)
+
+    if nested:
+        subprocess.run(["git", "init", "-q"], check=True)
+    git("init", "-q")
+    git("add", "-f", "kept.py")
+    (place / ".git" / "info" / "exclude").write_text("excluded.py\n")
+    (place / "excluded.py").touch()
+    for key in ("core.fsmonitor", "core.sshCommand", "core.pager", "core.editor", "diff.external"):
+        git("config", key, str(hook))
+    git("config", "core.worktree", str(folder.parent))
+    git("config", "core.excludesFile", str(folder.parent / "nothing"))
+    (folder.parent / "secret").touch()
+    prefix = "code/theirs" if nested else "."
+    listed = {os.path.relpath(name, prefix) for name in files_of(prefix)}
+    assert {"lib/mine.py", "kept.py", ".gitignore"} <= listed
+    assert not listed & {"ignored.py", "excluded.py", "../secret"}
+    assert not made.exists()
+
+
 def test_the_digest_is_that_of_names_modes_and_contents(folder):
     def digest():
         return make_archive(["code", "code/a.py"], None, folder / "x.tar.gz").digest
@@ -132,6 +168,8 @@ def test_keys_and_passwords_are_left_out_and_named(folder):
     secrets = {
         ".env": "TOKEN=x", ".env.local": "TOKEN=x", ".netrc": "machine x", "tls/server.pem": "x", "id_ed25519": "x",
         ".ssh/config": "x", ".aws/credentials": "x", ".config/gcloud/anything": "x", "deploy": KEY,
+        "adc.json": "x", "client_secret_1.json": "x", "kaggle.json": "x", ".pgpass": "x", "wandb/settings": "x",
+        "mine.json": '{"type": "authorized_user", "refresh_token": "1//x"}',
         "robot.json": '{"type": "service_account", "private_key": "-----BEGIN PRIVATE KEY-----\\nAAAA"}',
     }  # fmt: skip
     for name, text in secrets.items():
@@ -139,7 +177,7 @@ def test_keys_and_passwords_are_left_out_and_named(folder):
         (folder / "code" / name).write_text(text)
     (folder / "code" / "link_to_key").symlink_to(".ssh/id_rsa")
     (folder / "code" / "test_keys.py").write_text(f"KEY = {KEY!r}")  # is about keys, and holds none
-    (folder / "code" / "data.json").write_text('{"private_key": null}')
+    (folder / "code" / "data.json").write_text('{"private_key": null, "refresh_token": ""}')
     for given in (["code"], ["."], ["code/.env", *(f"code/{name}" for name in secrets), "code"]):
         archive = make_archive(given, None, folder.parent / "x.tar.gz")
         assert names(archive) == [
@@ -147,7 +185,7 @@ def test_keys_and_passwords_are_left_out_and_named(folder):
         ]
     assert set(archive.left_out) == {f"code/{name}" for name in (*secrets, "link_to_key")}
     assert "leaves out what looks like keys or passwords: code/.aws/credentials, " in archive.warning()
-    assert "and 3 more. Give the job its secrets with --env_file" in archive.warning()
+    assert "and 9 more. Give the job its secrets with --env_file" in archive.warning()
     assert make_archive(["code/a.py"], None, folder / "x.tar.gz").warning() == ""
 
 
