@@ -201,7 +201,7 @@ def _files_of_git(path: str) -> list[str] | None:
 
 
 def _listed_by_git(path: str) -> list[str]:
-    """What git lists below a directory, by the repository's ``.gitignore`` files and its index.
+    """The files below a directory that git lists, by the repository's ``.gitignore`` files and its index.
 
     Nothing of its configuration is read, for it may be somebody else's: ``core.fsmonitor`` in it is a command that git
     runs. So git looks at the files from an empty repository.

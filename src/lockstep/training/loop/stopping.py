@@ -111,7 +111,7 @@ def _of_hosts(numbers: Sequence[object]) -> int | None:
             "and SIGTERM alone. If every process is of the same version, somebody else has written to the coordination "
             "service (docs/security.md)."
         )
-    return max((signal.Signals(number) for number in numbers if number is not None), default=None)
+    return max((number for number in SIGNALS if number in numbers), default=None)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
