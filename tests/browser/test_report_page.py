@@ -69,16 +69,18 @@ class Reports:
         self.problems, self.requests = [], []
 
     def write(self, *runs, reload_s=None, place=None):
-        """The file of a report; a run is its rows, or its rows and its metrics."""
+        """The file of a report; a run is its rows, or its rows, its metrics and the rows of its rollouts."""
         self.count += 1
         found = []
         for number, run in enumerate(runs):
-            rows, metrics = run if isinstance(run, tuple) else (run, [])
+            rows, metrics, rollouts = (*run, [])[:3] if isinstance(run, tuple) else (run, [], [])
             directory = self.directory / f"{self.count}" / f"run{number}"
             directory.mkdir(parents=True, exist_ok=True)
             # json.dumps writes lone surrogates as escapes, which a file can have and append_jsonl cannot write.
             (directory / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
             append_jsonl(directory / "metrics.jsonl", metrics)
+            if rollouts:
+                append_jsonl(directory / "rollouts.jsonl", rollouts)
             found.append(find_run(directory))
         place = place or self.directory / f"{self.count}.html"
         write_page(render_page(make_payload(found, reload_s=reload_s), "a <b>title</b>"), place)
@@ -595,3 +597,26 @@ def test_ten_thousand_rows_open_in_under_two_seconds_and_scroll(page_of):
     print(f"opened {opened:.0f} ms, frames {frames}, searched {searched:.0f} ms")
     assert opened < 2000 and frames["top"] > 150_000
     assert frames["items"] < 60 and frames["median"] < 50 and searched < 1000
+
+
+def test_a_run_of_rewards_has_the_reward_of_all_answers_first_and_names_best_and_worst(page_of):
+    samples = [row(step, 0, f"sample {step}", gsm8k=step / 10) for step in (0, 5, 10)]
+    rollouts = [
+        row(step, 0, text, f"question {step}", generation, rank=rank, reward=reward, gsm8k=reward, num_tokens=99)
+        for step in (1, 6)
+        for generation, (rank, text, reward) in enumerate((("best", "good", 1.0), ("worst", "bad", 0.0)))
+    ]
+    metrics = [
+        {"step": step, "time/update_s": step + 1, "inference_eval/step": step, "reward/mean": step / 100}
+        for step in range(11)
+    ]
+    page = page_of((samples, metrics, rollouts), view="curves")
+    assert page.locator("#curve-list h3").all_inner_texts() == ["reward", "answers", "time"]
+    text = page.locator("#curve-list").inner_text()
+    assert "0.1" in text and "reward" in page.locator("#metric").input_value()
+    assert "99" not in text, "the mean of best and worst answers says nothing of all"
+    page.evaluate("location.hash = 'step=6&prompt=0.3'")
+    until(page, "document.body.innerText.includes('worst of the rollout')")
+    body = page.locator("body").inner_text()
+    assert "Sample 0, best of the rollout" in body and "Sample 1, worst of the rollout" in body
+    assert "question 6" in body and "prompt 0" in body, "both kinds are in one page"

@@ -98,7 +98,7 @@ def watch(given: Sequence[str], output: Path, interval_s: float, sleep: Callable
 
 def _has_rows(run: RunFiles) -> bool:
     """Whether a whole line is there: the first one may still be written."""
-    for path in run.rows:
+    for path in (*run.rows, *run.rollouts):
         with open(path, "rb") as file:
             if file.readline().endswith(b"\n"):
                 return True
@@ -111,7 +111,7 @@ def _place(runs: Sequence[RunFiles]) -> Path:
     if len(runs) == 2:
         return first.directory / f"report-{_file_name(first.name)}-and-{_file_name(runs[1].name)}.html"
     whole = first.name == first.directory.resolve().name
-    return first.directory / ("report.html" if whole else f"{first.rows[0].stem}.html")
+    return first.directory / ("report.html" if whole else f"{(*first.rows, *first.rollouts)[0].stem}.html")
 
 
 def _file_name(name: str) -> str:

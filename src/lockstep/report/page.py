@@ -27,6 +27,7 @@ MAX_POINTS: Final = 1000
 values that are not finite, the first of them."""
 JOB_SIZE: Final = ("job/processes", "job/slices")  # figures of the job at the first step after each start
 NOT_CURVES: Final = ("step", "time")
+OWN_STEP: Final = "/step"  # the end of the names of values that say their own step, for a tracker's axes
 _NAMED_FLOATS: Final = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
@@ -60,7 +61,7 @@ def read_series(paths: Iterable[Path]) -> dict[str, Series]:
                     "of a run. Mend or remove the line, or name the file of rows alone in another directory."
                 )
             for name, value in record.items():
-                if name not in NOT_CURVES and (number_ := _number(value)) is not None:
+                if name not in NOT_CURVES and not name.endswith(OWN_STEP) and (number_ := _number(value)) is not None:
                     found.setdefault(name, {})[step] = number_
     return {name: _series(values) for name, values in found.items()}
 
@@ -112,10 +113,10 @@ def make_payload(runs: Sequence[RunFiles], *, reload_s: float | None = None) -> 
     """
     for run in runs:
         require_rows(run)
-    rows = [[row for path in run.rows for row in read_rows(path)] for run in runs]
+    rows = [[row for path in (*run.rows, *run.rollouts) for row in read_rows(path)] for run in runs]
     for run, found in zip(runs, rows, strict=True):
         if not found:
-            paths = ", ".join(map(str, run.rows))
+            paths = ", ".join(map(str, (*run.rows, *run.rollouts)))
             raise LockstepError(f"{paths} has no rows yet. Wait for the run's first round of samples.")
     axes = {row.axis: run.name for run, found in zip(runs, rows, strict=True) for row in found}
     if len(axes) > 1:
@@ -141,25 +142,27 @@ class _Prompts:
     """The prompts of all runs, each once, in order of first appearance.
 
     A prompt of a run is the same as one of another run when its text is; within a run, equal texts with several
-    numbers are several prompts, and so are several texts that had the same number one after the other.
+    numbers are several prompts, and so are several texts that had the same number one after the other. A question of
+    rollouts is another prompt than one of samples.
     """
 
     def __init__(self) -> None:
         self.table: list[dict[str, Any]] = []
-        """Each prompt's ``key`` in the address, its ``id`` as the run has it, and its ``text``."""
+        """Each prompt's ``key`` in the address, its ``id`` as the run has it, its ``text``, and whether its answers are
+        those of a rollout."""
         self._keys: set[str] = set()
 
     def places(self, rows: Iterable[SavedRow]) -> list[int]:
         """The place in the table of each row's prompt."""
-        others: dict[str, list[int]] = {}
+        others: dict[tuple[bool, str], list[int]] = {}
         for place, prompt in enumerate(self.table):
-            others.setdefault(prompt["text"], []).append(place)
-        own: dict[tuple[int | str, str], int] = {}
+            others.setdefault((prompt["rollout"], prompt["text"]), []).append(place)
+        own: dict[tuple[bool, int | str, str], int] = {}
         found = []
         for row in rows:
-            identity = (row.prompt_id, row.prompt)
+            identity = (row.rollout, row.prompt_id, row.prompt)
             if identity not in own:
-                same = others.get(row.prompt)
+                same = others.get((row.rollout, row.prompt))
                 own[identity] = same.pop(0) if same else self._add(row)
             found.append(own[identity])
         return found
@@ -170,7 +173,7 @@ class _Prompts:
             number += 1
             key = f"{row.prompt_id}.{number}"
         self._keys.add(key)
-        self.table.append({"key": key, "id": row.prompt_id, "text": row.prompt})
+        self.table.append({"key": key, "id": row.prompt_id, "text": row.prompt, "rollout": row.rollout})
         return len(self.table) - 1
 
 
@@ -217,7 +220,7 @@ def _run(run: RunFiles, rows: Sequence[SavedRow], prompts: _Prompts, notes: list
         "name": run.name,
         "traces": [[first, end, f"{TRACES}/steps-{first}-{end}"] for first, end, _ in traces],
         "changes": changes,
-        "files": [path.name for path in (*run.rows, *run.metrics)],
+        "files": [path.name for path in (*run.rows, *run.rollouts, *run.metrics)],
         "when": [row.when for row in shown],
         "prompt": [places[number] for number in kept],
         "generation": [row.generation_id for row in shown],
@@ -258,9 +261,9 @@ def _changes(processes: Series | None, slices: Series | None) -> list[tuple[int,
 
 
 def _names(rows: Iterable[SavedRow], kind: str) -> list[str]:
-    """The names of the columns of a kind, metrics before what every row has."""
+    """The names of the columns of a kind: the reward, other metrics, what every row has."""
     names = dict.fromkeys(name for row in rows for name in getattr(row, kind))
-    return sorted(names, key=lambda name: name in ("num_tokens", "mean_logprob"))
+    return sorted(names, key=lambda name: (name in ("num_tokens", "mean_logprob"), name != "reward"))
 
 
 def _plain(value: float | None) -> float | int | str | None:

@@ -143,7 +143,7 @@ def _pyarrow() -> tuple[Any, Any]:
 
 
 VERSION = 2  # the version of the log format that is written
-NO_SCORES: Final = {*COLUMNS, *SAMPLE_COLUMNS, *FILE_COLUMNS, "task", "question_id", "answer"}
+NO_SCORES: Final = {*COLUMNS, *SAMPLE_COLUMNS, *FILE_COLUMNS, "task", "question_id", "answer", "rank"}
 """The columns of rows that are no scores."""
 STOP_REASONS = {"stop": "stop", "length": "max_tokens"}
 """Finish reasons in the words of inspect_ai; those that it has no word for are unknown."""
@@ -220,7 +220,7 @@ def _sample(row: Mapping[str, Any], model: str) -> dict[str, Any]:
         "scores": {
             name: {"value": float(value), "answer": said} for name, value in others.items() if name not in texts
         },
-        "metadata": {name: row[name] for name in ("mean_logprob", "finish_reason") if name in row} | texts,
+        "metadata": {name: row[name] for name in ("mean_logprob", "finish_reason", "rank") if name in row} | texts,
     }
 
 

@@ -17,9 +17,9 @@ ROWS: Final = (
     "samples/samples.jsonl",
     "samples/samples-host-*.jsonl",
     "samples-host-*.jsonl",
-    "rollouts.jsonl",
 )
-"""Patterns of files of rows below a run's directory: the first that is there counts."""
+"""Patterns of files of samples below a run's directory: the first that is there counts."""
+ROLLOUTS: Final = "rollouts.jsonl"  # the file of the best and worst answers of each rollout
 METRICS: Final = "metrics*.jsonl"
 TRACES: Final = "profiler/plugins/profile"  # the directory of a run's profiler traces, each named by its steps
 
@@ -30,7 +30,8 @@ class RunFiles:
 
     name: str
     directory: Path
-    rows: tuple[Path, ...]  # the files of rows; several where hosts write their own
+    rows: tuple[Path, ...]  # the files of samples; several where hosts write their own
+    rollouts: tuple[Path, ...]  # the file of answers of rollouts, where there is one
     metrics: tuple[Path, ...]
 
     def traces(self) -> list[tuple[int, int, list[int]]]:
@@ -46,7 +47,7 @@ class RunFiles:
     def stamp(self) -> tuple[tuple[str, int, int, int], ...]:
         """Name, inode, size and time of change of each file: another value when one is written or replaced."""
         found = []
-        for path in (*self.rows, *self.metrics):
+        for path in (*self.rows, *self.rollouts, *self.metrics):
             try:
                 stat = path.stat()
             except FileNotFoundError:  # being replaced
@@ -69,20 +70,20 @@ def find_run(given: str | os.PathLike[str]) -> RunFiles:
         raise ConfigError(f"{text} is a URL; only local files are read. Copy the run's files here first.")
     path = Path(text)
     if path.is_dir():
-        return RunFiles(name=path.resolve().name, directory=path, rows=_rows(path), metrics=_metrics(path))
+        return _files(path.resolve().name, path, _rows(path))
     if not path.exists():
         raise ConfigError(
             f"{text} does not exist. Name the directory of a run (trainer.log_dir/trainer.run_id, such as "
             f"runs/my-run) or a file of its rows.{_nearby(path.parent)}"
         )
     directory = path.resolve().parent
-    name = directory.name if path.name in ROWS else f"{directory.name}/{path.stem}"
-    return RunFiles(name=name, directory=path.parent, rows=(path,), metrics=_metrics(path.parent))
+    alone = [file.name for file in _rows(directory)] == [path.name]  # the file is all that a report of the run has
+    return _files(directory.name if alone else f"{directory.name}/{path.stem}", path.parent, (path,))
 
 
 def require_rows(run: RunFiles) -> None:
     """Check that a run has rows."""
-    if not run.rows:
+    if not run.rows and not run.rollouts:
         raise ConfigError(
             f"{run.directory} has no samples.jsonl and no rollouts.jsonl. A run writes them from its first round of "
             f"samples on (inference_eval.eval_every); name its directory or its file.{_nearby(run.directory)}"
@@ -90,10 +91,19 @@ def require_rows(run: RunFiles) -> None:
 
 
 def _rows(directory: Path) -> tuple[Path, ...]:
-    for pattern in ROWS:
-        if found := sorted(directory.glob(pattern)):
-            return tuple(found)
-    return ()
+    """The files of samples of a directory, and that of its rollouts."""
+    samples = next((files for pattern in ROWS if (files := sorted(directory.glob(pattern)))), [])
+    return (*samples, *directory.glob(ROLLOUTS))
+
+
+def _files(name: str, directory: Path, rows: tuple[Path, ...]) -> RunFiles:
+    return RunFiles(
+        name=name,
+        directory=directory,
+        rows=tuple(path for path in rows if path.name != ROLLOUTS),
+        rollouts=tuple(path for path in rows if path.name == ROLLOUTS),
+        metrics=_metrics(directory),
+    )
 
 
 def _metrics(directory: Path) -> tuple[Path, ...]:
@@ -135,6 +145,7 @@ class SavedRow:
     numbers: Mapping[str, float | None]  # further columns that are numbers, by name; None where there is no value
     texts: Mapping[str, str]  # further columns that are texts, by name, and the further fields of the prompt's line
     tokens: Sequence[tuple[str, float]]
+    rollout: bool = False  # whether it is one of the best or worst answers of a rollout
 
     def to_row(self) -> Row:
         """The row of a table at the terminal."""
@@ -154,7 +165,8 @@ class SavedRow:
 def read_rows(path: Path) -> list[SavedRow]:
     """Read the rows of a file that may still be written; a last line that is not whole is left out."""
     records, _ = numbered_records(path)
-    return [parse_row(record, f"{path}:{number}") for number, record in records]
+    rows = [parse_row(record, f"{path}:{number}") for number, record in records]
+    return [dataclasses.replace(row, rollout=True) for row in rows] if path.name == ROLLOUTS else rows
 
 
 def parse_row(record: Mapping[str, Any], place: str) -> SavedRow:

@@ -120,7 +120,7 @@ class Tail:
         self.taken_back = 0  # lines that the last look did not find any more: the run went back to a checkpoint
         if must_be_there:
             run = find_run(given)
-            if not run.rows and not run.metrics:
+            if not (run.rows or run.rollouts or run.metrics):
                 raise ConfigError(
                     f"{given} has no samples.jsonl, rollouts.jsonl or metrics.jsonl. Name the directory of a run, or "
                     "leave out --no-follow to wait for its first round of samples."
@@ -134,10 +134,11 @@ class Tail:
         """
         run = find_run(self._given)
         self.new_rows, self.new_metrics, self.taken_back = [], [], 0
-        for path in (*run.rows, *run.metrics):
+        answers = run.rows or run.rollouts
+        for path in (*answers, *run.metrics):
             news = self._files.setdefault(path, FollowedFile(path)).look(at_end=at_end)
             self.taken_back += news.taken_back
-            if path in run.rows:
+            if path in answers:
                 self.new_rows += [parse_row(record, place) for place, record in news.records]
             else:
                 self.new_metrics += [found for _, record in news.records if (found := metrics_record(record))]
@@ -150,7 +151,7 @@ class Tail:
     def _read_anew(self, run: RunFiles) -> None:
         """Forget what is shown, some of which was taken back, and read what there is now."""
         self.newest, self.metrics, self.trends = [], {}, {}
-        rows = [row for path in run.rows for row in read_rows(path)]
+        rows = [row for path in run.rows or run.rollouts for row in read_rows(path)]
         metrics = [record for path in run.metrics for _, record in numbered_records(path)[0]]
         self._add(rows, [found for record in metrics if (found := metrics_record(record))])
 

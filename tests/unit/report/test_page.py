@@ -208,6 +208,22 @@ def test_another_number_of_processes_is_a_mark_and_a_line_and_no_curve(tmp_path)
     assert payload["runs"][0]["changes"] == [(2, "2 processes, before 1 process", 2)]
 
 
+def test_rollouts_are_in_the_page_of_their_run_as_prompts_of_their_own(tmp_path):
+    append_jsonl(tmp_path / "rollouts.jsonl", [row(1, 0, "p", "good", reward=1.0, rank="best", gsm8k=1.0)])
+    append_jsonl(tmp_path / "metrics.jsonl", [{"step": 1, "reward/mean": 0.5, "inference_eval/step": 1, "a": 2}])
+    run = run_of(tmp_path, row(1, 0, "p", "sample", gsm8k=0.0))
+    payload = make_payload([run])
+    assert [(prompt["key"], prompt["text"], prompt["rollout"]) for prompt in payload["prompts"]] == [
+        ("0", "p", False),
+        ("0.2", "p", True),
+    ]
+    (shown,) = payload["runs"]
+    assert shown["files"] == ["samples.jsonl", "rollouts.jsonl", "metrics.jsonl"]
+    assert list(shown["numbers"]) == ["reward", "gsm8k"] and shown["words"] == {"rank": [None, "best"]}
+    assert list(shown["series"]) == ["reward/mean", "a"], "a step over steps is no curve"
+    assert not payload["notes"]
+
+
 def test_token_log_probabilities_are_kept_by_row(tmp_path):
     run = run_of(tmp_path, row(), row(1, tokens=["a", "b"], token_logprobs=[-0.5, "-Infinity"]))
     assert make_payload([run])["runs"][0]["tokens"] == {"1": {"texts": ["a", "b"], "logprobs": [-0.5, "-Infinity"]}}

@@ -110,7 +110,7 @@ def make(directory, *names):
 @pytest.mark.parametrize(
     ("names", "rows"),
     [
-        (("samples.jsonl", "rollouts.jsonl", "metrics.jsonl"), ["samples.jsonl"]),
+        (("samples.jsonl", "rollouts.jsonl", "metrics.jsonl"), ["samples.jsonl", "rollouts.jsonl"]),
         (("samples/samples.jsonl", "samples/samples-host-000.jsonl"), ["samples.jsonl"]),
         (
             ("samples/samples-host-001.jsonl", "samples/samples-host-000.jsonl"),
@@ -120,9 +120,10 @@ def make(directory, *names):
         ((), []),
     ],
 )
-def test_a_directory_has_one_kind_of_rows(tmp_path, names, rows):
+def test_a_directory_has_one_kind_of_samples_and_its_rollouts(tmp_path, names, rows):
     run = find_run(make(tmp_path / "run", *names) if names else tmp_path)
-    assert [path.name for path in run.rows] == rows
+    assert [path.name for path in (*run.rows, *run.rollouts)] == rows
+    assert all((path.name == "rollouts.jsonl") == (path in run.rollouts) for path in (*run.rows, *run.rollouts))
     assert run.name == ("run" if names else tmp_path.name)
 
 
@@ -130,8 +131,18 @@ def test_a_file_has_the_metrics_beside_it(tmp_path):
     directory = make(tmp_path / "run", "rollouts.jsonl", "mine.jsonl", "metrics.jsonl", "metrics-1.jsonl")
     for file, name in (("rollouts.jsonl", "run"), ("mine.jsonl", "run/mine")):
         run = find_run(directory / file)
-        assert (run.name, run.rows) == (name, (directory / file,))
+        assert (run.name, (*run.rows, *run.rollouts)) == (name, (directory / file,))
         assert [path.name for path in run.metrics] == ["metrics-1.jsonl", "metrics.jsonl"]
+
+
+def test_a_file_that_is_not_all_of_its_run_has_a_name_of_its_own(tmp_path):
+    directory = make(tmp_path / "run", "samples.jsonl")
+    assert find_run(directory / "samples.jsonl").name == "run"
+    make(directory, "rollouts.jsonl")
+    assert [find_run(directory / f"{kind}.jsonl").name for kind in ("samples", "rollouts")] == [
+        "run/samples",
+        "run/rollouts",
+    ]
 
 
 def test_what_is_not_there_is_said_with_what_is_near(tmp_path):

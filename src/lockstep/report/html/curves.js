@@ -1,6 +1,6 @@
 // All curves: what the answers say in the mean, and what the run logged.
 
-/** Every curve by its name, a line per run; those of the answers come first. */
+/** Every curve by its name, a line per run; those of rewards and of the answers come first. */
 function allCurves() {
   const found = new Map();
   const put = (name, run, curve) => {
@@ -9,13 +9,17 @@ function allCurves() {
   };
   if (steps.length > 1) {
     for (const name of columns) {
-      for (const run of runs) if (run.numbers[name]) put(`answers/${name}`, run, run.meanCurve(name));
+      for (const run of runs) {
+        const curve = run.meanCurve(name);
+        if (curve && !curve.logged) put(`answers/${name}`, run, curve);
+      }
     }
   }
   for (const run of runs) {
     for (const [name, curve] of Object.entries(run.series)) put(name, run, { steps: curve.steps, values: curve.values.map(number) });
   }
-  return found;
+  const first = [...found.keys()].filter((name) => name.startsWith("reward/"));
+  return new Map([...first, ...found.keys()].map((name) => [name, found.get(name)]));
 }
 
 let curveCache = null;
@@ -56,7 +60,7 @@ function drawCurves() {
       const title = group ? name.slice(group.length + 1) : name;
       return new Chart({ title, lines: curveCache.get(name), step: currentStep(), onPick: pickStep }).element;
     });
-    const caption = group === "answers" ? h("p", { class: "muted" }, "The mean over all answers of a step, from the rows.") : "";
+    const caption = group === "answers" ? h("p", { class: "muted" }, "The mean over all samples of a step, from the rows.") : "";
     return h("section", { class: "block" }, h("h3", {}, group || "other"), caption, cards.length ? h("div", { class: "charts" }, cards) : "", constants(group, steady));
   });
   byId("curve-count").textContent = names.length === curveCache.size ? count(names.length, "curve") : `${names.length} of ${count(curveCache.size, "curve")}`;

@@ -57,7 +57,8 @@ function answers(prompt) {
 
 function card(run, prompt, generation, step, generations) {
   const row = run.rowAt(prompt, generation, step);
-  const title = [runs.length > 1 ? badge(run) : null, generations > 1 ? `Sample ${generation}` : runs.length > 1 ? run.name : "Answer"];
+  const rank = row < 0 ? null : run.words.rank?.[row];
+  const title = [runs.length > 1 ? badge(run) : null, generations > 1 ? `Sample ${generation}` : runs.length > 1 ? run.name : "Answer", rank ? `, ${rank} of the rollout` : null];
   const head = h("header", { class: "card-head" }, h("strong", {}, title));
   const body = h("div", { class: "answer", dir: "auto" });
   const element = h("section", { class: `card run-${run.place}` }, head, body);

@@ -143,6 +143,7 @@ function listItem(prompt, place, chosen, total) {
   const text = addText(h("span", { class: "item-prompt", dir: "auto" }), oneLine(prompts[prompt].text, PREVIEW), needle);
   const several = Math.max(...runs.map((run) => rowsAt(prompt, step).filter((each) => each.run === run).length));
   const samples = several > 1 ? h("span", { class: "id", title: `${several} answers; the first is shown here` }, `×${several}`) : null;
+  const rollout = prompts[prompt].rollout ? h("span", { class: "id", title: "A question of a rollout: its best and worst answers" }, "rollout") : null;
   const lines = runs.map((run) => itemAnswer(run, prompt, step, needle));
   const values = runs.map((run) => {
     const rows = rowsAt(prompt, step).filter((each) => each.run === run);
@@ -162,7 +163,7 @@ function listItem(prompt, place, chosen, total) {
       "aria-setsize": total,
       onclick: () => openPrompt(prompt),
     },
-    h("div", { class: "item-text" }, h("div", { class: "item-head" }, h("span", { class: "id" }, idText(prompt)), samples, text), lines),
+    h("div", { class: "item-text" }, h("div", { class: "item-head" }, h("span", { class: "id" }, idText(prompt)), rollout, samples, text), lines),
     side,
   );
 }
@@ -186,6 +187,8 @@ function itemAnswer(run, prompt, step, needle) {
     element.append(h("span", { class: "changed", title: `changed since ${baseText()}` }));
   }
   if (run.when[rows[0]] !== step) element.append(h("span", { class: "older" }, `${data.axis} ${run.when[rows[0]]}`));
+  const rank = run.words.rank?.[rows[0]];
+  if (rank) element.append(h("span", { class: "older" }, rank));
   const answer = oneLine(run.text(rows[0]), PREVIEW);
   if (answer) addText(element, answer, needle);
   else element.append(h("span", { class: "none" }, "empty"));

@@ -58,6 +58,7 @@ class Run {
     this.reasonOf = raw.reason;
     this.reasons = raw.reasons;
     this.generationOf = raw.generation;
+    this.promptOf = raw.prompt;
     this.steps = [...new Set(raw.when)].sort((a, b) => a - b);
     this.answers = prompts.map(() => new Map());
     this.asked = prompts.map(() => []);
@@ -121,14 +122,28 @@ class Run {
     return row < 0 ? null : (this.numbers[name]?.[row] ?? null);
   }
 
-  /** The mean of a column over all rows of each step. */
+  /** Whether a row is one of the best or worst answers of a rollout, whose mean says nothing of all answers. */
+  isRollout(row) {
+    return prompts[this.promptOf[row]].rollout;
+  }
+
+  /** The mean of a column over the samples of each step; that of a reward over all answers of each rollout, as logged. */
   meanCurve(name) {
     if (!this.numbers[name]) return null;
-    if (!this.means.has(name)) {
-      const values = this.steps.map((step) => mean(this.atStep.get(step).map((row) => this.value(name, row))));
-      this.means.set(name, { steps: this.steps, values });
-    }
+    if (!this.means.has(name)) this.means.set(name, this.sampledCurve(name) ?? this.loggedCurve(name));
     return this.means.get(name);
+  }
+
+  sampledCurve(name) {
+    const sampled = this.steps.map((step) => [step, this.atStep.get(step).filter((row) => !this.isRollout(row))]);
+    const asked = sampled.filter(([, rows]) => rows.length);
+    const values = asked.map(([, rows]) => mean(rows.map((row) => this.value(name, row))));
+    return values.some((value) => value !== null) ? { steps: asked.map(([step]) => step), values, logged: false } : null;
+  }
+
+  loggedCurve(name) {
+    const curve = this.series[name === "reward" ? "reward/mean" : `reward/${name}/mean`];
+    return curve ? { steps: curve.steps, values: curve.values.map(number), logged: true } : null;
   }
 
   /** The mean of a column over a prompt's generations at each step that it was asked at. */

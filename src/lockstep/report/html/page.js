@@ -112,9 +112,11 @@ function drawBand(place) {
     band.replaceChildren();
     return;
   }
-  const lines = runs.filter((run) => run.numbers[metric]).map((run) => {
+  const lines = runs.filter((run) => run.meanCurve(metric)).map((run) => {
     const curve = run.meanCurve(metric);
-    return { steps: curve.steps.map((step) => lastUpTo(steps, step)), values: curve.values, style: `run-${run.place}` };
+    const last = new Map(curve.steps.map((step, at) => [lastUpTo(steps, step), curve.values[at]]));
+    last.delete(-1);
+    return { steps: [...last.keys()], values: [...last.values()], style: `run-${run.place}` };
   });
   for (const line of lines) if (line.steps.at(-1) < steps.length - 1) [line.steps, line.values] = [[...line.steps, steps.length - 1], [...line.values, null]];
   const drawn = sparkline(lines, width, 34, place);

@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 from jaxtyping import Bool, Float
@@ -26,6 +27,20 @@ ROLLOUTS_FILE = "rollouts.jsonl"
 TABLE = "rollout/answers"  # the table of a tracker with the same rows
 FLUSH_S = 10.0  # seconds that the end of training waits for rows that are not written yet
 MAX_WAITING = 8  # rollouts whose rows may wait behind those that are being written
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RankedRow(Row):
+    """One of the best or the worst answers of a rollout."""
+
+    columns: ClassVar[tuple[str, ...]] = (*Row.columns, "rank")
+
+    rank: Literal["best", "worst"]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The row as one flat mapping: that of `Row`, with ``rank`` before its metrics."""
+        columns = {column: getattr(self, column) for column in self.columns}
+        return columns | dict(self.metrics)
 
 
 class RolloutLog:
@@ -80,16 +95,20 @@ class RolloutLog:
         if left := self._queue.flush(FLUSH_S):
             log.error("after %g s %s: not written, and lost when the process ends", FLUSH_S, ", ".join(left))
 
-    def _best_and_worst(self, step: int, groups: Groups) -> list[Row]:
+    def _best_and_worst(self, step: int, groups: Groups) -> list[RankedRow]:
         order = np.argsort(-groups.rewards.total, kind="stable")
         worst = min(self._shown // 2, len(order))
         best = min(self._shown - worst, len(order) - worst)
+        ranked: list[tuple[Literal["best", "worst"], int]] = [("best", answer) for answer in order[:best]]
+        ranked += [("worst", answer) for answer in order[len(order) - worst :]]
         rows = []
-        for answer in [*order[:best], *order[len(order) - worst :]]:
+        for rank, answer in ranked:
             question = int(groups.questions[answer // groups.size])
             row, _ = self._rows.row(step, question, groups.completions[answer])
             components = {name: float(values[answer]) for name, values in groups.rewards.components.items()}
-            rows.append(dataclasses.replace(row, metrics={TOTAL: float(groups.rewards.total[answer]), **components}))
+            values = {field.name: getattr(row, field.name) for field in dataclasses.fields(row)}
+            values["metrics"] = {TOTAL: float(groups.rewards.total[answer]), **components}
+            rows.append(RankedRow(**values, rank=rank))
         return rows
 
 

@@ -163,6 +163,7 @@ def test_advantages_are_those_of_the_rewards_in_the_rows(plain):
     lengths = np.sum(spy.found[0]["loss_mask"], axis=1)
     rows = read_jsonl(directory / "rollouts.jsonl")
     assert [row["step"] for row in rows] == [1] * 4 + [3] * 4
+    assert [row["rank"] for row in rows] == ["best", "best", "worst", "worst"] * 2
     assert [row.to_dict() for row in tracker.rows] == rows
     for row in rows:
         expected = runs.parity(type("Row", (), row), None) - 0.5 * row["num_tokens"] / 8
