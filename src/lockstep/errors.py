@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import types
 import typing
 
 
@@ -68,27 +67,6 @@ def check_at_least(
         if value is not None and not (value > least if above else value >= least):
             limit = "more than" if above else "at least"
             raise ConfigError(f"{block}{name} is {value}; it must be {limit} {least}{fix}")
-
-
-def check_choices(config: typing.Any, block: str = "") -> None:
-    """Refuse values that the `Literal` of their field does not have: no one has checked them that are given in Python.
-
-    Args:
-        block: The key of the configuration itself, with a dot at its end; "" for that of a command.
-
-    Raises:
-        ConfigError: There is one; the message names its field, it and what there is.
-    """
-    for field in dataclasses.fields(config):
-        union = typing.get_origin(field.type) in (typing.Union, types.UnionType)
-        kinds = typing.get_args(field.type) if union else (field.type,)
-        if any(kind is not types.NoneType and typing.get_origin(kind) is not typing.Literal for kind in kinds):
-            continue  # no choice, or a text, as annotations of a user's module may be
-        value = getattr(config, field.name)
-        known = [each for kind in kinds for each in typing.get_args(kind) or (None,)]
-        if value not in known:
-            names = ["null" if each is None else str(each) for each in known]
-            raise ConfigError(f"{block}{field.name} is {value!r}; it must be one of {', '.join(names)}. Correct it.")
 
 
 def check_one_of(config: object, one: str, other: str, fix: str) -> None:

@@ -87,6 +87,12 @@ def checkpoint_path(url: str) -> "epath.Path":
     return epath.Path(url)
 
 
+def absolute_path(path: str | os.PathLike[str]) -> str:
+    """Return a local path so that it names the same file whatever becomes the working directory; a URL as it is."""
+    text = os.fspath(path)
+    return text if "://" in text else os.path.abspath(os.path.expanduser(text))
+
+
 def open_http(request: urllib.request.Request, timeout_s: float) -> Any:
     """Return the reply to an HTTP request. No redirect is followed: its headers, a key among them, would go there too.
 

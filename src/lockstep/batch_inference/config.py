@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Literal
 
+from lockstep.config_fields import FilePath, check_fields
 from lockstep.engine import EngineConfig, SamplingFields
 from lockstep.errors import ConfigError, check_at_least, check_one_of, check_run_dir
 from lockstep.hosts import DistributedConfig
@@ -26,10 +27,11 @@ class JobConfig:
     run_id: str | None = None
     """The name of the run and of its directory; null: the leader makes one from the time. A run goes on where it was
     interrupted when it is started again with the same name."""
-    log_dir: str = "runs"
+    log_dir: FilePath = "runs"
     """The parent of the run directory."""
 
     def __post_init__(self) -> None:
+        check_fields(self, "trainer.")
         check_run_dir(self.log_dir, self.run_id)
 
 
@@ -37,11 +39,11 @@ class JobConfig:
 class CheckpointFields:
     """The keys of commands that read a checkpoint, beside its place."""
 
-    tokenizer: str | None = None
+    tokenizer: FilePath | None = None
     """Hugging Face tokenizer: a directory, a URL or a name; null: that of the checkpoint or its run."""
-    trust_remote_code: str | None = None
+    trust_remote_code: FilePath | None = None
     """The ``tokenizer`` again, where Python code that it brings may be run; null: none is."""
-    base_model: str | None = None
+    base_model: FilePath | None = None
     """The directory or URL of the base model of a checkpoint of adapters; null: the one that its run had, which must be
     beside the checkpoints."""
 
@@ -50,9 +52,9 @@ class CheckpointFields:
 class SampleConfig(CheckpointFields, EvaluationFields, SamplingFields):
     """Settings of ``sample``: what to ask which checkpoint, on which devices, and where the answers go."""
 
-    hf_checkpoint: str | None = None
+    hf_checkpoint: FilePath | None = None
     """Hugging Face checkpoint: a directory or a URL."""
-    checkpoint_path: str | None = None
+    checkpoint_path: FilePath | None = None
     """Checkpoint of a training run of ours, one that it goes on from (``step-N``) or one in the Hugging Face format:
     its run directory, a directory of runs (the newest checkpoint counts), the directory or URL of the run's
     checkpoints, or the checkpoint itself."""
@@ -70,7 +72,7 @@ class SampleConfig(CheckpointFields, EvaluationFields, SamplingFields):
     """The number of prompts that are in the engine at a time, and that are written together, at most. Null: worked out
     from the lengths of the prompts and the memory."""
     max_new_tokens: int = 256
-    host_data_parallel_output_dir: str | None = None
+    host_data_parallel_output_dir: FilePath | None = None
     """The directory of every host's rows and of the merged file, shared between hosts or not; null: ``samples`` in the
     run directory. Where it is a URL, rows are written to ``samples`` too and every batch is uploaded when it is
     written. A run goes on where it was interrupted when it is started again with the same directory."""
@@ -85,6 +87,7 @@ class SampleConfig(CheckpointFields, EvaluationFields, SamplingFields):
     refuse and say what differs. ``force``: go on whatever differs."""
 
     def __post_init__(self) -> None:
+        check_fields(self)
         fix = "Set hf_checkpoint to a Hugging Face checkpoint, or checkpoint_path to a training run of ours."
         check_one_of(self, "hf_checkpoint", "checkpoint_path", fix)
         if self.base_model is not None and self.hf_checkpoint is not None:

@@ -5,6 +5,7 @@ import functools
 from typing import ClassVar, Literal
 
 from lockstep.callback.evaluation import TasksConfig
+from lockstep.config_fields import check_fields
 from lockstep.engine import SamplingBlock
 from lockstep.errors import ConfigError, LockstepError, check_at_least
 from lockstep.report import JUDGE, EvaluationFields, JudgeConfig, check_metrics
@@ -71,6 +72,7 @@ class InferenceEvalConfig(EvaluationFields, SamplingBlock):
     about twice the mean noise, a mean gap is rounding (docs/sampler.md)."""
 
     def __post_init__(self) -> None:
+        check_fields(self, "inference_eval.")
         check = functools.partial(check_at_least, self, block="inference_eval.")
         check(1, "eval_every", fix=". Set enabled: false to switch sampling off.")
         check(0, "timeout_s", fix=" seconds. The default is 300.", above=True)
@@ -78,8 +80,6 @@ class InferenceEvalConfig(EvaluationFields, SamplingBlock):
         check(0, "flush_s", fix=" seconds. The default is 60.")
         check(1, "max_consecutive_errors", fix=". Use null to go on sampling whatever fails.")
         check(1, "prompts_per_round", fix=". Use null for all prompts in every round.")
-        if self.on_error not in ("skip", "raise"):
-            raise ConfigError(f"inference_eval.on_error is {self.on_error!r}; it must be skip or raise.")
         if self.tasks.every is not None and self.tasks.every % self.eval_every != 0:
             raise ConfigError(
                 f"inference_eval.tasks.every is {self.tasks.every}, which is no multiple of eval_every, "

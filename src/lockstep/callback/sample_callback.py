@@ -21,6 +21,7 @@ from lockstep.placement import mesh_of
 from lockstep.printable import get_logger
 from lockstep.report import Tracker
 from lockstep.text import StopFinder, check_vocab, token_count, tokenizer_digest
+from lockstep.urls import absolute_path
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -79,6 +80,8 @@ class SampleCallback:
         every_call: bool = False,
     ) -> None:
         self.config = config
+        if isinstance(config.prompts, str):
+            self.config = dataclasses.replace(config, prompts=absolute_path(config.prompts))
         self.name = name
         self.rounds = 0
         """Rounds that produced samples."""
@@ -100,7 +103,7 @@ class SampleCallback:
             config=config,
             tokenizer=tokenizer,
             tracker=tracker,
-            samples_path=None if output_dir is None else Path(output_dir) / "samples.jsonl",
+            samples_path=None if output_dir is None else Path(absolute_path(output_dir)) / "samples.jsonl",
         )
         self._hosts = current() if hosts is None else hosts
         self._dtype, self._every_call = dtype, every_call

@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import jax.numpy as jnp
 
+from lockstep.config_fields import FilePath, check_fields
 from lockstep.errors import ConfigError, check_at_least
 from lockstep.models import Experts
 from lockstep.placement.device import FP8
@@ -54,7 +55,7 @@ class CapacityFields:
     with ``expert: 1`` a part of each, else as is predicted to be faster. ``auto``: of those that fit, the one with the
     least predicted time. ``{tensor: 1, replicas: M}``: all have the weights, M of them decode. On CPU devices
     share a memory, and ``auto`` has one for each do so: per process, or one where all processes are on one machine."""
-    calibration: str | None = None
+    calibration: FilePath | None = None
     """A file of measured numbers of the devices, which every host has, for ``auto`` to predict with: bandwidth,
     operations, and the seconds of small collectives. Null: published numbers."""
 
@@ -89,6 +90,7 @@ class EngineConfig(CapacityFields):
     """Floating dtype of weights, activations and KV cache while decoding. Null: the dtype of the parameters."""
 
     def __post_init__(self) -> None:
+        check_fields(self, "engine.")
         fix = ". Set a larger number, or null to let lockstep work it out."
         check_at_least(self, 2, "max_seq_len", "max_pages", fix=fix)
         sequences = ("max_seqs", "max_seqs_in_prefill", "max_steps_per_launch", "max_prompts_per_batch")

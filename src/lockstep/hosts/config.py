@@ -12,6 +12,7 @@ from typing import Any
 import draccus
 import jax
 
+from lockstep.config_fields import check_fields
 from lockstep.errors import ConfigError, check_at_least
 from lockstep.hosts.exchange import digest
 
@@ -62,6 +63,7 @@ class DistributedConfig:
     """This process's number from 0; null reads LOCKSTEP_PROCESS_ID, then asks the cluster."""
 
     def __post_init__(self) -> None:
+        check_fields(self, "distributed.")
         waits, counts = (
             ("timeout_s", "initialization_timeout_s", "heartbeat_timeout_s"),
             ("require_process_count", "num_processes"),

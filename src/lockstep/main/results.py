@@ -13,6 +13,7 @@ from typing import Final, Literal, NoReturn
 from rich.console import Console
 from rich.live import Live
 
+from lockstep.config_fields import FilePath, check_fields
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.main.arguments import name_words, parse_arguments
 from lockstep.main.commands import Arguments, seconds
@@ -181,14 +182,15 @@ ROW_FILES = ("samples.jsonl", "tasks.jsonl", "samples/samples.jsonl")
 class ConvertConfig:
     """Settings of ``convert``."""
 
-    run: str
+    run: FilePath
     """A run directory, or a file of rows (.jsonl)."""
     format: Literal["parquet", "inspect"]
     """``parquet`` (needs pyarrow), or ``inspect``: logs of inspect_ai."""
-    output: str | None = None
+    output: FilePath | None = None
     """The directory for what is written; null: beside the rows, logs in a directory ``inspect`` there."""
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if self.format not in ("parquet", "inspect"):
             raise ConfigError(f"format is {self.format!r}; it must be parquet or inspect.")
 

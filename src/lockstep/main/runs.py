@@ -17,6 +17,7 @@ from rich.table import Table
 from lockstep.batch_inference import CheckpointFields, JobConfig, SampleConfig, checkpoint_at, load
 from lockstep.batch_inference import sample as run_sample
 from lockstep.callback.evaluation import PREFIX, TaskResults, TaskRounds, TasksConfig
+from lockstep.config_fields import FilePath, check_fields
 from lockstep.engine import EngineConfig
 from lockstep.errors import ConfigError, LockstepError, refuse_keys
 from lockstep.files import write_file
@@ -78,7 +79,7 @@ class EvalConfig(CheckpointFields):
 
     REFUSED: ClassVar[Mapping[str, str]] = {"tasks.every": "It is for training. Remove it."}
 
-    checkpoint: str
+    checkpoint: FilePath
     """A Hugging Face checkpoint, a training run of ours, or one of its checkpoints: a directory or a URL."""
     trainer: JobConfig = dataclasses.field(default_factory=JobConfig)
     """Devices, hosts, trackers, directories."""
@@ -88,6 +89,7 @@ class EvalConfig(CheckpointFields):
     """The tasks; on the command line ``--tasks a,b`` names them."""
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if not self.checkpoint:
             raise ConfigError("checkpoint is empty. Give a directory or a URL.")
         if not self.tasks.names:
@@ -213,9 +215,9 @@ def score_table(results: TaskResults) -> Table:
 class ExportConfig(CheckpointFields):
     """Settings of ``export``."""
 
-    checkpoint: str
+    checkpoint: FilePath
     """The run directory of a training run, the directory or URL of its checkpoints, or one of them (``step-N``)."""
-    output: str
+    output: FilePath
     """The directory or URL of the Hugging Face checkpoint; one that is there is replaced."""
     step: int | None = None
     """The number of completed steps of the checkpoint; null: the newest."""
@@ -227,6 +229,7 @@ class ExportConfig(CheckpointFields):
     """The settings by which the processes find each other; each of several writes files of its own."""
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if self.dtype not in (None, *HF_DTYPES):
             raise ConfigError(f"dtype is {self.dtype!r}; it must be {' or '.join(HF_DTYPES)}, or null.")
         if self.adapters and (self.dtype or self.tokenizer):

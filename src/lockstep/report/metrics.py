@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from lockstep.config_fields import FilePath
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.plugins import load_object
 from lockstep.printable import get_logger
@@ -303,7 +304,7 @@ def _warn_of_answers(metrics: str, field: str, fields: str) -> None:
 class EvaluationFields:
     """The prompts, the metrics and the table, which ``inference_eval`` and ``sample`` have in common."""
 
-    prompts: list[dict[str, Any] | str] | str = dataclasses.field(default_factory=list)
+    prompts: list[dict[str, Any] | str] | FilePath = dataclasses.field(default_factory=list)
     """A list of texts, ``{prompt, answer}`` or ``{messages, answer}``, or a .txt or .jsonl file (local or URL)."""
     prompt_format: PromptFormat | None = None
     """``chat``: a prompt that is a text is the user's message, through the tokenizer's chat template. ``text``: the

@@ -21,7 +21,7 @@ def config(**values):
         ({"n_rounds": 0}, "n_rounds is 0; it must be at least 1"),
         ({"seed": 2**32 - 1, "n_rounds": 2}, "seed must be 0 to 4294967294"),
         ({"max_prompts_per_batch": 0}, "max_prompts_per_batch is 0"),
-        ({"inference_mode": "both"}, "inference_mode is 'both'; it must be global_mesh or host_data_parallel"),
+        ({"inference_mode": "both"}, "inference_mode is 'both'; it must be one of global_mesh, host_data_parallel"),
         ({"host_data_parallel_output_dir": ""}, "is empty. Use a directory, a URL, or null"),
         ({"top_p": 0.5}, "top_p is 0.5 and temperature is 0.*would do nothing"),
         ({"write_parquet": True, "enable_host_rows_gather": False}, "there is no merged file to write"),

@@ -17,7 +17,7 @@ from lockstep.callback.evaluation import TasksConfig
 from lockstep.models import UnreadableModelError, register_reader
 from lockstep.placement import make_mesh
 from lockstep.placement.device import memory as device_memory
-from lockstep.report.trackers import NoopTracker
+from lockstep.report.trackers import JsonlTracker, NoopTracker
 from lockstep.training import StepInfo
 from tests import tiny
 from tests.multiprocess.harness import run_threads
@@ -205,6 +205,26 @@ def test_a_plain_jax_loop_on_one_device(tmp_path, capsys, caplog, monkeypatch):
     memory = [[scalars[f"inference_eval/hbm/{moment}_bytes"] for moment in moments] for _, scalars in tracker.scalars]
     assert memory == [[1000, 1001], [1002, 1003]]
     assert "after 2 steps" in capsys.readouterr().out
+
+
+def test_a_program_that_changes_its_directory_has_all_samples_in_one_file(tmp_path, monkeypatch):
+    """Paths are those of the time when the callback was made."""
+    tokenizer, vocab_size = tiny.tokenizer(), tiny.vocab_size()
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "asked.txt").write_text("one\n")
+    config = InferenceEvalConfig(eval_every=1, prompts="asked.txt", max_new_tokens=2, on_error="raise")
+    tracker = JsonlTracker("run/metrics.jsonl")
+    callback = SampleCallback(config, tokenizer, tracker=tracker, output_dir="run")
+    weights = tiny.placed_weights(make_mesh("1,1,1", jax.devices()[:1]), vocab=vocab_size)
+    for step in (1, 2):
+        callback(tiny.Info(step, (tiny.CONFIG, weights)))
+        assert callback.flush(30)
+        (tmp_path / "elsewhere").mkdir(exist_ok=True)
+        monkeypatch.chdir(tmp_path / "elsewhere")
+    for name in ("samples", "metrics"):
+        rows = [json.loads(line) for line in (tmp_path / "run" / f"{name}.jsonl").read_text().splitlines()]
+        assert [row["step"] for row in rows] == [1, 2]
+    assert list((tmp_path / "elsewhere").iterdir()) == []
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from lockstep.config_fields import FilePath, check_fields
 from lockstep.errors import ConfigError, check_at_least
 
 
@@ -9,9 +10,9 @@ from lockstep.errors import ConfigError, check_at_least
 class TasksConfig:
     """Tasks of lm-evaluation-harness (https://github.com/EleutherAI/lm-evaluation-harness), extra ``[eval]``."""
 
-    names: list[str] = dataclasses.field(default_factory=list)
+    names: list[FilePath] = dataclasses.field(default_factory=list)
     """Tasks, groups or tags by the harness's names, or the paths of task files (YAML). Empty: no tasks."""
-    task_dir: str | None = None
+    task_dir: FilePath | None = None
     """A directory with task files of your own, which are looked through first; on the leader alone."""
     every: int | None = None
     """Run the tasks after the rounds of samples at every so many completed steps, and after the one that the end of
@@ -35,6 +36,7 @@ class TasksConfig:
     in training, and as long as it takes in ``lockstep eval``."""
 
     def __post_init__(self) -> None:
+        check_fields(self, "tasks.")
         given: object = self.names
         if isinstance(given, str):
             raise ConfigError(f"tasks.names is {given!r}; it must be a list. Use [{given!r}].")

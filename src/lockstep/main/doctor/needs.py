@@ -15,6 +15,7 @@ import uuid
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
+from lockstep.config_fields import FilePath, check_fields
 from lockstep.errors import ConfigError, LockstepError, check_at_least
 from lockstep.hosts import digest
 from lockstep.json_text import parse_json
@@ -30,9 +31,9 @@ class DoctorConfig:
 
     buckets: list[str] = dataclasses.field(default_factory=list)
     """Directories or URLs to write to, read from and delete in, beside those of the run's configuration."""
-    json: str | None = None
+    json: FilePath | None = None
     """The file that the leader writes the report to; null: none."""
-    calibrate: str | None = None
+    calibrate: FilePath | None = None
     """The file that every process writes the measured numbers of the devices to, for ``lockstep plan --calibration``
     and the key ``calibration``; null: none."""
     self_test: bool = False
@@ -48,6 +49,7 @@ class DoctorConfig:
     """Seconds that buckets, W&B and the tokenizer may take to answer."""
 
     def __post_init__(self) -> None:
+        check_fields(self)
         check_at_least(self, 0, "self_test_s", "timeout_s", "reach_s", fix=" seconds. Leave it out.", above=True)
         if self.calibrate is not None and not self.measure:
             raise ConfigError(

@@ -212,7 +212,7 @@ class JsonlTracker:
     """
 
     def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
+        self.path = Path(path).absolute()
 
     def log(self, metrics: Mapping[str, float | str], *, step: int) -> None:
         """Append one line. Its ``time`` is in seconds since the epoch."""

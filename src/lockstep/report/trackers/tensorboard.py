@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from lockstep.config_fields import FilePath, check_fields
 from lockstep.errors import ConfigError, check_local
 from lockstep.printable import printable
 from lockstep.report.rows import TableRow, metric_names
@@ -114,9 +115,10 @@ class TensorboardTrackerConfig(TrackerConfig):
             ``tensorboard`` below the run's directory.
     """
 
-    logdir: str | None = None
+    logdir: FilePath | None = None
 
     def __post_init__(self) -> None:
+        check_fields(self, "tracker.")
         if self.logdir is not None:
             check_local("tracker.logdir", self.logdir, "Copy it to the bucket when the run has ended.")
 

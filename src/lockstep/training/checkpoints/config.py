@@ -4,6 +4,7 @@ import dataclasses
 import json
 from pathlib import Path
 
+from lockstep.config_fields import FilePath, check_fields
 from lockstep.errors import ConfigError, check_at_least
 from lockstep.files import write_file
 from lockstep.json_text import parse_json
@@ -24,6 +25,7 @@ class KeepConfig:
     """Checkpoints whose step is a multiple of this stay for good; null: none."""
 
     def __post_init__(self) -> None:
+        check_fields(self, "checkpointer.keep.")
         check_at_least(self, 1, "newest", "every", block="checkpointer.keep.")
 
     def removed(self, steps: list[int]) -> list[int]:
@@ -36,7 +38,7 @@ class KeepConfig:
 class CheckpointerConfig:
     """Settings of the checkpoints of a run."""
 
-    base_path: str = "checkpoints"
+    base_path: FilePath = "checkpoints"
     """A directory that all hosts share, or a ``gs://`` URL. A relative path is below the run directory; to an absolute
     one and to a URL the ``run_id`` is appended."""
     every: int | None = 1000
@@ -55,6 +57,7 @@ class CheckpointerConfig:
     """Seconds after which a save that is not complete is given up; training goes on."""
 
     def __post_init__(self) -> None:
+        check_fields(self, "checkpointer.")
         if self.every is None and self.every_minutes is None:
             raise ConfigError(
                 "checkpointer.every and checkpointer.every_minutes are both null, so nothing would be saved before the "

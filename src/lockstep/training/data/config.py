@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 import jax
 import numpy as np
 
-from lockstep.errors import ConfigError, PeerError, check_at_least, check_choices, refuse_keys
+from lockstep.config_fields import FilePath, check_fields
+from lockstep.errors import ConfigError, PeerError, check_at_least, refuse_keys
 from lockstep.hosts import Hosts, MemoryClient
 from lockstep.plugins import load_object
 from lockstep.text import tokenizer_digest
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 class SourceConfig:
     """A source of a mixture, or of the validation data."""
 
-    url: str
+    url: FilePath
     """Its file or files: a path or URL that fsspec knows, wildcards allowed, or a directory of ``save_to_disk``."""
     weight: float | None = None
     """The share of a batch that comes from it, relative to the weights of the others; null: 1."""
@@ -38,6 +39,7 @@ class SourceConfig:
     directory where the file has wildcards."""
 
     def __post_init__(self) -> None:
+        check_fields(self, "data.train_urls: ")
         if self.weight is not None and not 0 < self.weight < float("inf"):
             raise ConfigError(f"the weight of source {self.url} is {self.weight}; it must be above 0. Change it.")
 
@@ -56,14 +58,14 @@ class DataConfig:
     CROSS_ENTROPY: ClassVar[bool] = False
     """Whether the loss on this data is a mean over tokens, of which the exponential is the perplexity."""
 
-    train_urls: tuple[str | SourceConfig, ...] = ()
+    train_urls: tuple[FilePath | SourceConfig, ...] = ()
     """Files to train on: paths or URLs that fsspec knows (``gs://``, ``hf://``), wildcards allowed. JSON lines and
     text, also compressed (.gz, .zst), Parquet, and directories of ``Dataset.save_to_disk``. As soon as one has a
     weight (``{url, weight}``), each is a source of its own in a mixture; otherwise all together are one source."""
-    validation_urls: tuple[str | SourceConfig, ...] = ()
+    validation_urls: tuple[FilePath | SourceConfig, ...] = ()
     """Files to validate with, each a source with metrics of its own, ``eval/<name>/loss``; see
     ``trainer.steps_per_eval``."""
-    cache_dir: str | None = None
+    cache_dir: FilePath | None = None
     """The directory or URL of the tokenised cache, shared by the hosts so that each builds a part of it; null:
     ``token-cache`` in ``trainer.checkpointer.base_path`` where that is a URL, else ``lockstep/data`` below
     ``$XDG_CACHE_HOME`` or ``~/.cache``. Every later run finds it there."""
@@ -86,7 +88,7 @@ class DataConfig:
     """Draw every epoch in another order."""
 
     def __post_init__(self) -> None:
-        check_choices(self, "data.")
+        check_fields(self, "data.")
         check_at_least(self, 2, "max_seq_len", block="data.", fix=". Raise it, or use null.")
         buckets = self.length_buckets
         if any(length < 2 for length in buckets) or list(buckets) != sorted(set(buckets)):

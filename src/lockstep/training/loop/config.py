@@ -7,7 +7,8 @@ from typing import Literal
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from lockstep.errors import ConfigError, check_at_least, check_choices, check_run_dir
+from lockstep.config_fields import FilePath, check_fields
+from lockstep.errors import ConfigError, check_at_least, check_run_dir
 from lockstep.hosts import DistributedConfig
 from lockstep.models import LlamaConfig, Numerics
 from lockstep.models.attention import AttentionBackend
@@ -84,11 +85,11 @@ class TrainerConfig:
     """When a loss is so large that ``on_nan`` acts on it too; null: never."""
     profiler: ProfilerConfig | None = None
     """A profiler trace of some steps, in ``profiler`` below the run directory, for TensorBoard; null: none."""
-    log_dir: str = "runs"
+    log_dir: FilePath = "runs"
     """The parent of the run directory."""
 
     def __post_init__(self) -> None:
-        check_choices(self, "trainer.")
+        check_fields(self, "trainer.")
         if not 0 <= self.seed < 2**32:
             raise ConfigError(f"trainer.seed is {self.seed}; it must be at least 0 and less than 2**32. Change it.")
         check_at_least(self, 1, "num_train_steps", "train_batch_size", "pipeline_repeats", block="trainer.")

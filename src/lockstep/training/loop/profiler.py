@@ -9,6 +9,7 @@ from typing import Final
 
 import jax
 
+from lockstep.config_fields import check_fields
 from lockstep.errors import ConfigError, check_at_least
 from lockstep.hosts import Hosts
 from lockstep.printable import get_logger
@@ -31,6 +32,7 @@ class ProfilerConfig:
     trace, where they share the disk."""
 
     def __post_init__(self) -> None:
+        check_fields(self, "trainer.profiler.")
         check_at_least(self, 0, "start_step", block="trainer.profiler.")
         check_at_least(self, 1, "num_steps", block="trainer.profiler.")
         if self.processes is not None and (not self.processes or min(self.processes) < 0):

@@ -196,7 +196,7 @@ def directory_of_run(config: TrainerConfig, run_dir: str | os.PathLike[str] | No
         ConfigError: It is not known.
     """
     if run_dir is not None:
-        return Path(run_dir)
+        return Path(run_dir).absolute()
     if config.run_id is None:
         raise ConfigError(f"there is no run directory: neither run_dir nor trainer.run_id is given. {why}. Give one.")
-    return Path(config.log_dir) / config.run_id
+    return Path(config.log_dir).absolute() / config.run_id

@@ -19,6 +19,7 @@ from typing import Any, Final, Literal, Self
 import numpy as np
 from jaxtyping import PyTree
 
+from lockstep.config_fields import check_fields
 from lockstep.errors import ConfigError, DivergenceError, HostError, check_at_least
 from lockstep.hosts import Hosts
 from lockstep.json_text import typed
@@ -158,6 +159,7 @@ class LossSpikeConfig:
     """The number of standard deviations above their mean from which on a loss is a spike."""
 
     def __post_init__(self) -> None:
+        check_fields(self, "trainer.loss_spike.")
         one = ", for one loss has no deviation. Raise it."
         check_at_least(self, 2, "rolling_interval_length", block="trainer.loss_spike.", fix=one)
         if not self.sigma_factor > 0:

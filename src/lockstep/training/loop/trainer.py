@@ -118,7 +118,7 @@ class Trainer:
             reported=self._wait_until_reported,
         )
         self._saves = Saves(self._checkpointer, self._hooks, self._loss_watch, config, self.hosts)
-        self._run_dir = run_dir
+        self._run_dir = None if run_dir is None else Path(run_dir).absolute()
         if config.profiler is not None:
             config.profiler.check_processes(self.hosts, self._goes_on)
             self._run_dir = directory_of_run(config, run_dir, "trainer.profiler is set, and its trace needs a place")

@@ -6,7 +6,8 @@ from typing import ClassVar, Literal
 import jax
 import jax.numpy as jnp
 
-from lockstep.errors import ConfigError, check_choices
+from lockstep.config_fields import check_fields
+from lockstep.errors import ConfigError
 from lockstep.training.objectives.preference import PairLogprobs, PairLosses, PreferenceObjective
 
 
@@ -29,7 +30,7 @@ class DpoConfig(PreferenceObjective):
     https://arxiv.org/abs/2310.12036, equation 17)."""
 
     def __post_init__(self) -> None:
-        check_choices(self)
+        check_fields(self)
         if not self.beta > 0:
             raise ConfigError(f"beta is {self.beta}; it must be above 0. The paper uses 0.1 and 0.5.")
         if not 0 <= self.label_smoothing < 0.5:

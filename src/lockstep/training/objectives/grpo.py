@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from lockstep.errors import ConfigError, check_at_least, check_choices
+from lockstep.config_fields import check_fields
+from lockstep.errors import ConfigError, check_at_least
 from lockstep.training.objectives.logprobs import LossParts, target_mask, token_logprobs
 
 
@@ -79,7 +80,7 @@ class GrpoFields:
 
     def check_loss(self) -> None:
         """Check the settings."""
-        check_choices(self)
+        check_fields(self)
         if not 0 < self.clip_epsilon < 1:
             raise ConfigError(
                 f"clip_epsilon is {self.clip_epsilon}; it must be more than 0 and less than 1. The paper's is 0.2."

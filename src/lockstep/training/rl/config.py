@@ -3,6 +3,7 @@
 import dataclasses
 from typing import ClassVar
 
+from lockstep.config_fields import check_fields
 from lockstep.engine import SamplingBlock
 from lockstep.errors import ConfigError, check_at_least
 from lockstep.training.rl.rewards import Gsm8kReward, RewardConfig, check_rewards, labels
@@ -43,6 +44,7 @@ class RolloutConfig(SamplingBlock):
     al. 2025, https://arxiv.org/abs/2510.11370); false: the model's own choice, see ``train/routing_gap``."""
 
     def __post_init__(self) -> None:
+        check_fields(self, "rollout.")
         check_at_least(self, 1, "max_attempts", block="rollout.", fix=". Use 1 for no dynamic sampling.")
         if self.filter_by is not None and self.max_attempts == 1:
             raise ConfigError(

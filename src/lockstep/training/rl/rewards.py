@@ -7,7 +7,8 @@ from typing import ClassVar, Final, Literal
 
 import draccus
 
-from lockstep.errors import ConfigError, check_choices
+from lockstep.config_fields import check_fields
+from lockstep.errors import ConfigError
 from lockstep.plugins import OpenRegistry, load_object
 from lockstep.report import NO_SCORES, Pattern, Row, last_number, load_metric, math_expressions
 from lockstep.text import Prompt
@@ -52,7 +53,7 @@ class RewardConfig(OpenRegistry, draccus.ChoiceRegistry):
     """The name in metrics and tables; null: the type's, or the function's."""
 
     def __post_init__(self) -> None:
-        check_choices(self, "rewards: ")
+        check_fields(self, "rewards: ")
         for field in ("weight", "default"):
             if not math.isfinite(getattr(self, field)):
                 raise ConfigError(f"rewards: {self.label}.{field} is {getattr(self, field)}; it must be finite.")

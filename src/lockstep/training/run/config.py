@@ -10,7 +10,8 @@ import numpy as np
 from jaxtyping import PyTree
 
 from lockstep.callback import InferenceEvalConfig
-from lockstep.errors import ConfigError, check_at_least, check_choices, check_one_of
+from lockstep.config_fields import FilePath, check_fields
+from lockstep.errors import ConfigError, check_at_least, check_one_of
 from lockstep.hosts import Hosts
 from lockstep.models import LoraConfig, LoraModel, ModelConfig, fingerprint
 from lockstep.training.data import CachedRows, DataConfig, LmDataConfig, PreferenceDataConfig, TokenCache
@@ -107,7 +108,7 @@ class TrainConfig:
     """The training loop."""
     model: ModelConfig | None = None
     """The shape of a model from scratch; null with ``initialize_from_hf``."""
-    initialize_from_hf: str | None = None
+    initialize_from_hf: FilePath | None = None
     """The Hugging Face checkpoint to start from, a directory or a URL; null: a model from scratch."""
     gradient_checkpointing: Literal["nothing", "full", "dots", "offload"] | None = None
     """With ``initialize_from_hf``, what ``model.gradient_checkpointing`` is for a model from scratch; null: full."""
@@ -115,13 +116,13 @@ class TrainConfig:
     """Low-rank adapters on the model of ``initialize_from_hf``, which alone are trained; null: all of it is."""
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
     """The optimizer and its schedule."""
-    tokenizer: str
+    tokenizer: FilePath
     """The Hugging Face tokenizer: a directory or a name."""
-    trust_remote_code: str | None = None
+    trust_remote_code: FilePath | None = None
     """The ``tokenizer`` again, where Python code that it brings may be run; null: none is."""
     inference_eval: InferenceEvalConfig = dataclasses.field(default_factory=lambda: InferenceEvalConfig(enabled=False))
     """The samples while training; without this block there are none."""
-    hf_save_path: str | None = None
+    hf_save_path: FilePath | None = None
     """The place of the trained model as a Hugging Face checkpoint: a directory, where a relative path is below the run
     directory, or a URL; null: nowhere."""
     hf_save_steps: int | None = None
@@ -131,7 +132,7 @@ class TrainConfig:
     """The float type of Hugging Face checkpoints, ``float32`` or ``bfloat16``; null: that of the parameters."""
 
     def __post_init__(self) -> None:
-        check_choices(self)
+        check_fields(self)
         fix = "Set model to train from scratch, or initialize_from_hf to go on from a checkpoint."
         check_one_of(self, "model", "initialize_from_hf", fix)
         if self.gradient_checkpointing is not None and self.model is not None:

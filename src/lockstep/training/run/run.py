@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import os
 import signal
 import time
 from collections.abc import Callable, Mapping
@@ -54,9 +53,9 @@ from lockstep.training.loop.stopping import StopRequest
 from lockstep.training.loop.trainer import Trainer
 from lockstep.training.loop.validation import Validation
 from lockstep.training.run.config import Data, DataSource, Setup, TrainConfig
-from lockstep.training.run.run_dir import closing_summary, make_run_dir, rewind, start_tracker
+from lockstep.training.run.run_dir import closing_summary, make_run_dir, rewind, shown_path, start_tracker
 from lockstep.training.step.train_state import TrainState
-from lockstep.urls import HUB_WAIT_S
+from lockstep.urls import HUB_WAIT_S, absolute_path
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -232,7 +231,8 @@ def _announce(config: TrainConfig, model: PyTree, rows: Data, mesh: Mesh, run_di
     shape = ", ".join(f"{name} {size}" for name, size in mesh.shape.items())
     return (
         f"{n_parameters:,} parameters{trained} on mesh ({shape}); {len(rows):,} rows, batch "
-        f"{config.trainer.train_batch_size}, {config.trainer.num_train_steps} steps; run directory {run_dir}"
+        f"{config.trainer.train_batch_size}, {config.trainer.num_train_steps} steps; run directory "
+        f"{shown_path(run_dir)}"
     )
 
 
@@ -326,7 +326,7 @@ def describe_adapters(config: TrainConfig, model: LlamaConfig) -> SavedAdapters 
     config.lora.shapes(model)
     return SavedAdapters(
         lora=config.lora.resolved(config.trainer.precision.compute.name),
-        base=base if "://" in base else os.path.abspath(os.path.expanduser(base)),
+        base=absolute_path(base),
         fingerprint=fingerprint(base),
     )
 

@@ -32,7 +32,7 @@ def make_run_dir(config: TrainerConfig, hosts: Hosts) -> Path:
     """
     name = config.run_id or time.strftime("%Y%m%d-%H%M%S-") + secrets.token_hex(2)
     name = hosts.broadcast("run_id", name.encode() if hosts.is_leader else None).decode(errors="replace")
-    path = Path(config.log_dir) / check_bare_name(name, "process 0")
+    path = Path(config.log_dir).absolute() / check_bare_name(name, "process 0")
     with hosts.run_on_all("run directory"):
         check_links(path)
         if hosts.is_leader:
@@ -71,8 +71,16 @@ def rewind(run_dir: Path, *, metrics_step: int, samples_step: int) -> None:
     drop_later(run_dir / ROLLOUTS_FILE, metrics_step)
 
 
+def shown_path(path: Path) -> Path:
+    """A path for reading: relative to the working directory where it is below that."""
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+
+
 def closing_summary(run_dir: Path, result: TrainResult, num_train_steps: int, saved: str | None) -> str:
     """The text of several lines that names the files of a run and what to try next."""
+    run_dir = shown_path(run_dir)
+    if saved is not None and "://" not in saved:
+        saved = str(shown_path(Path(saved)))
     done = "done" if result.stopped_by is None else "stopped by a signal"
     if result.diverged:
         done = "stopped before a step whose loss is not finite or a spike (trainer.on_nan)"

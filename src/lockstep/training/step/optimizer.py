@@ -9,7 +9,8 @@ import jax
 import optax
 from jaxtyping import Array, Int, PyTree
 
-from lockstep.errors import ConfigError, check_choices
+from lockstep.config_fields import check_fields
+from lockstep.errors import ConfigError
 from lockstep.models import RANK
 from lockstep.training.step.schedules import SHARES, build_schedule, check_shape
 from lockstep.training.step.train_state import average_parameters
@@ -87,7 +88,7 @@ class OptimizerConfig:
     and Hugging Face checkpoints are then of the average. Null: none."""
 
     def __post_init__(self) -> None:
-        check_choices(self, "optimizer.")
+        check_fields(self, "optimizer.")
         check_shape(self.lr_schedule)
         uses = DEFAULTS[self.type]
         for name in ("beta1", "beta2", "epsilon", "momentum", "adam_lr", "adam_weight_decay"):

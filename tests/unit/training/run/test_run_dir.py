@@ -144,7 +144,7 @@ def test_the_summary_lists_what_is_there_and_nothing_else(tmp_path):
 def test_the_summary_says_how_to_go_on(tmp_path):
     (tmp_path / "wandb" / "offline-run-1").mkdir(parents=True)
     (tmp_path / "hf").mkdir()
-    text = closing_summary(tmp_path, result(), 10, tmp_path / "hf")
+    text = closing_summary(tmp_path, result(), 10, str(tmp_path / "hf"))
     assert f"checkpoint {tmp_path}/hf" in text and f"--initialize_from_hf {tmp_path}/hf" in text
     assert f"wandb sync {tmp_path}/wandb/offline-run-1" in text
 
@@ -153,7 +153,7 @@ def test_the_summary_says_how_to_go_on(tmp_path):
     ("saved", "text"), [(True, "stopped by a signal: 7"), (False, "stopped by a signal, no checkpoint was saved: 7")]
 )
 def test_a_run_that_a_signal_ended_says_whether_it_was_saved(tmp_path, saved, text):
-    assert text in closing_summary(tmp_path, result(stopped_by=15), 10, tmp_path if saved else None)
+    assert text in closing_summary(tmp_path, result(stopped_by=15), 10, str(tmp_path) if saved else None)
 
 
 def test_errors_of_the_tracker_are_counted(tmp_path):
