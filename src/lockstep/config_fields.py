@@ -1,4 +1,4 @@
-"""What a field of a configuration may hold: the same whether YAML or Python gives it."""
+"""Checks of the fields of a configuration: they hold the same whether YAML or Python gives it."""
 
 import collections.abc
 import dataclasses
@@ -11,7 +11,7 @@ from typing import Annotated, Any, Final
 from lockstep.errors import ConfigError
 
 _PATH: Final = "a path or a URL"
-_NAMES: Final = {
+_NAMES: Final[dict[Any, str]] = {
     int: "a whole number",
     float: "a number",
     bool: "true or false",
@@ -22,7 +22,7 @@ _NAMES: Final = {
     typing.Literal: "one of its choices",
     types.NoneType: "null",
 }
-"""What a field may hold, by the origin of its type. A value of a field that has any other type is not looked at."""
+"""Values of a field, by the origin of its type. A value of a field that has any other type is not looked at."""
 type _Kinds = tuple[Any, ...]
 
 FilePath = Annotated[str, _PATH]
@@ -42,7 +42,8 @@ def check_fields(config: Any, block: str = "") -> None:
         ConfigError: A value is no choice of a `Literal`, or no number, text or list where the field has one; the
             message names the field, the value and what it must be.
     """
-    for name, kinds in _kinds_of_fields(type(config)).items():
+    cls: Any = type(config)
+    for name, kinds in _kinds_of_fields(cls).items():
         before = getattr(config, name)
         value = _checked(before, kinds, f"{block}{name}")
         if value is not before:
@@ -63,15 +64,20 @@ def _members(kind: Any) -> _Kinds:
     """The members of a union, and of unions in it; any other type alone."""
     if isinstance(kind, typing.TypeAliasType):
         return _members(kind.__value__)
-    if typing.get_origin(kind) in (typing.Union, types.UnionType):
+    if _origin(kind) in (typing.Union, types.UnionType):
         return tuple(inner for member in typing.get_args(kind) for inner in _members(member))
     return (kind,)
 
 
+def _origin(kind: Any) -> Any:
+    """``list`` of ``list[int]``; of a type without arguments the type."""
+    origin: Any = typing.get_origin(kind)
+    return kind if origin is None else origin
+
+
 def _checked(value: Any, kinds: _Kinds, name: str) -> Any:
-    literals = [kind for kind in kinds if typing.get_origin(kind) is typing.Literal]
-    choices = [choice for literal in literals for choice in typing.get_args(literal)]
-    origins = {typing.get_origin(kind) or kind for kind in kinds}
+    choices = [choice for kind in kinds if _origin(kind) is typing.Literal for choice in typing.get_args(kind)]
+    origins = set(map(_origin, kinds))
     value = _plain(value, origins)
     if choices and origins <= {typing.Literal, types.NoneType}:
         known = [*choices, *([None] if types.NoneType in origins else [])]
@@ -86,7 +92,7 @@ def _checked(value: Any, kinds: _Kinds, name: str) -> Any:
         raise ConfigError(f"{name} is {value!r:.200}; it must be {' or '.join(names)}. {fix}.")
     elif isinstance(value, list | tuple):
         for kind in kinds:
-            if typing.get_origin(kind) in (list, tuple) and (inner := typing.get_args(kind)):
+            if _origin(kind) in (list, tuple) and (inner := typing.get_args(kind)):
                 members = [_checked(item, _members(inner[0]), f"{name}[{i}]") for i, item in enumerate(value)]
                 unchanged = all(new is old for new, old in zip(members, value, strict=True))
                 return value if unchanged else type(value)(members)

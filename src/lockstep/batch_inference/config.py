@@ -92,9 +92,6 @@ class SampleConfig(CheckpointFields, EvaluationFields, SamplingFields):
         check_one_of(self, "hf_checkpoint", "checkpoint_path", fix)
         if self.base_model is not None and self.hf_checkpoint is not None:
             raise ConfigError(f"base_model is {self.base_model!r}; hf_checkpoint has no adapters. Remove it.")
-        for name, choices in (("inference_mode", ("global_mesh", "host_data_parallel")), ("resume", ("auto", "force"))):
-            if getattr(self, name) not in choices:
-                raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be {' or '.join(choices)}.")
         check_at_least(self, 1, "n_rounds", fix=". Use 1 to ask every prompt once.")
         if not 0 <= self.seed <= 2**32 - self.n_rounds:
             raise ConfigError(

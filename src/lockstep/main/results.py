@@ -191,8 +191,6 @@ class ConvertConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if self.format not in ("parquet", "inspect"):
-            raise ConfigError(f"format is {self.format!r}; it must be parquet or inspect.")
 
 
 def run_convert(arguments: Sequence[str]) -> int:

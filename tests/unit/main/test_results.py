@@ -243,7 +243,7 @@ def test_what_has_no_rows_is_refused(tmp_path):
     (tmp_path / "samples.jsonl").touch()
     with pytest.raises(ConfigError, match="which is no file of rows and has none of samples.jsonl, tasks.jsonl"):
         convert(ConvertConfig(run=str(tmp_path), format="parquet"))
-    with pytest.raises(ConfigError, match="format is 'csv'; it must be parquet or inspect"):
+    with pytest.raises(ConfigError, match="format is 'csv'; it must be one of parquet, inspect"):
         ConvertConfig(run=str(tmp_path), format="csv")
 
 
