@@ -15,6 +15,7 @@ import jax
 from lockstep.config_fields import check_fields
 from lockstep.errors import ConfigError, check_at_least
 from lockstep.hosts.exchange import digest
+from lockstep.hosts.tls import TlsConfig
 
 COORDINATOR_ADDRESS = "LOCKSTEP_COORDINATOR_ADDRESS"
 NUM_PROCESSES = "LOCKSTEP_NUM_PROCESSES"
@@ -61,6 +62,9 @@ class DistributedConfig:
     """Processes of the job; null reads LOCKSTEP_NUM_PROCESSES, then asks the cluster."""
     process_id: int | None = None
     """This process's number from 0; null reads LOCKSTEP_PROCESS_ID, then asks the cluster."""
+    tls: TlsConfig | None = None
+    """Certificates of the processes, which encrypt the coordination service (jax 0.12); null reads JAX_MTLS_CERT_FILE,
+    JAX_MTLS_KEY_FILE, JAX_MTLS_CA_FILE and JAX_MTLS_PEER_URI_PREFIX, without which it is not encrypted."""
 
     def __post_init__(self) -> None:
         check_fields(self, "distributed.")

@@ -38,7 +38,12 @@ from lockstep.hosts.exit import end_job_on_uncaught_errors
 from lockstep.hosts.hosts import Hosts
 from lockstep.hosts.liveness import say_who_is_missing
 from lockstep.hosts.peers import end_process, watch_peers
+from lockstep.hosts.tls import TlsArguments, tls_arguments
 
+TLS_ADVICE = (
+    " Do the certificates of distributed.tls belong together: of one authority, valid today, and with a name of the "
+    "coordinator's host or a URI of peer_uri_prefix? gRPC does not say which does not."
+)
 ABORT_MARGIN_S = 30  # seconds that JAX waits longer for connections than we do: its abort does not say what to do
 
 _hosts: Hosts | None = None
@@ -208,10 +213,11 @@ def _initialize(config: DistributedConfig) -> None:
             f"process {index} of {count} has used JAX before lockstep.hosts.start(), so it is too late to join the "
             "others. Call start() first (also before jax.devices())."
         )
+    tls = tls_arguments(config.tls)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     _keep_sigterm()
     with (
-        _connecting(config, f"the {count} processes of the job (coordinator {address})"),
+        _connecting(config, f"the {count} processes of the job (coordinator {address})", tls),
         say_who_is_missing(address if index == 0 else None, count, config.initialization_timeout_s),
     ):
         jax.distributed.initialize(
@@ -223,6 +229,7 @@ def _initialize(config: DistributedConfig) -> None:
             coordinator_bind_address=bind_address(address) if index == 0 else None,
             initialization_timeout=config.initialization_timeout_s + ABORT_MARGIN_S,
             heartbeat_timeout_seconds=config.heartbeat_timeout_s,
+            **tls,
         )
 
 
@@ -237,9 +244,10 @@ def _keep_sigterm() -> None:
 
 def _initialize_from_cluster(config: DistributedConfig) -> None:
     """Start ``jax.distributed`` from what JAX finds of a TPU pod, GKE, Slurm or MPI; do nothing where it finds none."""
+    tls = tls_arguments(config.tls)
     _keep_sigterm()
     try:
-        with _connecting(config, "the processes of this cluster job"):
+        with _connecting(config, "the processes of this cluster job", tls):
             address = cluster_address()
             count = required_count(config) or environment_integer(REQUIRE_PROCESS_COUNT)
             with say_who_is_missing(address, count, config.initialization_timeout_s):
@@ -248,6 +256,7 @@ def _initialize_from_cluster(config: DistributedConfig) -> None:
                     coordinator_bind_address=None if address is None else bind_address(address),
                     initialization_timeout=config.initialization_timeout_s + ABORT_MARGIN_S,
                     heartbeat_timeout_seconds=config.heartbeat_timeout_s,
+                    **tls,
                 )
     except ValueError as error:
         # How JAX says that it found no cluster: this is a plain process.
@@ -256,12 +265,12 @@ def _initialize_from_cluster(config: DistributedConfig) -> None:
 
 
 @contextlib.contextmanager
-def _connecting(config: DistributedConfig, whom: str) -> Iterator[None]:
+def _connecting(config: DistributedConfig, whom: str, tls: TlsArguments) -> Iterator[None]:
     """End the process with our text when the block takes too long: the service would abort it without one."""
     text = (
         f"not all of {whom} connected within {config.initialization_timeout_s} s. Was the command started on every "
         "worker (gcloud ... --worker=all, infra/launch.py), and can they reach the coordinator? Raise "
-        "distributed.initialization_timeout_s if they only start slowly."
+        "distributed.initialization_timeout_s if they only start slowly." + (TLS_ADVICE if tls else "")
     )
 
     def give_up() -> None:

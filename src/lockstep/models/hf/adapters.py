@@ -155,7 +155,9 @@ def save_peft(
 
     def write(place: str) -> None:
         directory = pathlib.Path(place)
-        write_file(directory / "adapter_model.safetensors", save(tensors, metadata={"format": "pt"}))
+        # Of an array that is not contiguous safetensors 0.8.0 writes the memory, which is another array.
+        contiguous = {name: np.ascontiguousarray(array) for name, array in tensors.items()}
+        write_file(directory / "adapter_model.safetensors", save(contiguous, metadata={"format": "pt"}))
         write_file(directory / "adapter_config.json", json.dumps(values, indent=2, sort_keys=True) + "\n")
 
     target = save_target(os.fspath(path), secrets.token_hex(4))

@@ -170,9 +170,10 @@ def product(
 
     def whole(rows: Array, weight: Array) -> Array:
         # XLA for CPU multiplies 16 bits as float32, in another order, where they are a batch or an odd number; where a
-        # sum has few terms, in an order that depends on the rows; and a column alone in another than two of them.
+        # sum has few terms, in an order that depends on the rows; and few columns (jax 0.11: one, 0.12: up to 11) in
+        # another than many.
         more, count = (0, -rows.shape[1] % TERMS), weight.shape[0 if transposed else 1]
-        second = (0, 1 if count == 1 else 0)
+        second = (0, max(0, TILE - count))
         rows, weight = jnp.pad(rows, ((0, 0), more)), jnp.pad(weight, (second, more) if transposed else (more, second))
         rows, weight = barrier((rows, weight))
         found = jax.lax.dot_general(

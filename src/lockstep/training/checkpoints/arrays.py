@@ -28,6 +28,9 @@ _DAMAGE = {None, "DATA_LOSS", "FAILED_PRECONDITION", "INVALID_ARGUMENT", "NOT_FO
 """Statuses of tensorstore for bytes that are wrong or gone; None is INVALID_ARGUMENT, which it leaves out. The rest
 (UNAVAILABLE, PERMISSION_DENIED, …) is of the storage: the checkpoint may be good. https://abseil.io/docs/cpp/guides/status-codes"""
 
+_OF_THE_STORE = re.compile(r"(?:([A-Z_]+): )?(?:Error (?:opening|reading|decoding)|Metadata at) ")
+"""How a ValueError of tensorstore begins; it has no errors of its own."""
+
 
 def write_arrays(directory: "epath.Path", arrays: Mapping[str, Array]) -> Callable[[], None]:
     """Copy this process's part to its memory, and write it from threads; launches nothing, waits for no other host.
@@ -146,9 +149,8 @@ def damage_named(directory: "epath.Path") -> Iterator[None]:
         while cause.__cause__ is not None:
             cause = cause.__cause__
         text = str(cause)
-        code = re.match(r"([A-Z_]+): ", text)
-        from_store = isinstance(cause, ValueError) and "tensorstore/" in text
-        if not isinstance(cause, FileNotFoundError) and not (from_store and (code and code[1]) in _DAMAGE):
+        status = _OF_THE_STORE.match(text) if isinstance(cause, ValueError) else None
+        if not isinstance(cause, FileNotFoundError) and not (status and status[1] in _DAMAGE):
             raise
         chunk = re.search(r'Error reading "([^"]+)" in OCDBT', text)
         where = _file_of(directory, chunk[1]) if chunk else None

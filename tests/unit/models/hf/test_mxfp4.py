@@ -78,7 +78,8 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
         (wide, {f"{name}_{end}" for name in both for end in ("blocks", "scales")}),
     ):
         save_file(
-            {name: each for name, each in tensors.items() if name not in left_out}, directory / "model.safetensors"
+            {name: np.ascontiguousarray(each) for name, each in tensors.items() if name not in left_out},
+            directory / "model.safetensors",
         )
         (directory / "config.json").write_text(config)
     quantized = {**json.loads(config), "quantization_config": {"quant_method": "mxfp4"}}

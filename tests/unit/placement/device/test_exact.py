@@ -102,8 +102,9 @@ def test_a_row_of_a_product_has_the_same_bits_beside_any_others_and_from_any_col
     np.testing.assert_allclose(whole, np.asarray(x, np.float64) @ np.asarray(w, np.float64), atol=1e-4)
     part = jax.jit(lambda x, w: product(x, w, columns=4))(x[7:8], w[:, 48:])
     np.testing.assert_array_equal(part[0], whole[7, 48:])
-    column = jax.jit(lambda x, w: product(x, w, columns=1))(x, w[:, 12:13])
-    np.testing.assert_array_equal(column, whole[:, 12:13])
+    for count in (1, 2, 7, 12):
+        few = jax.jit(lambda x, w: product(x, w, columns=1))(x, w[:, 12 : 12 + count])
+        np.testing.assert_array_equal(few, whole[:, 12 : 12 + count])
     for rows in (3, 20, 70):
         beside = jax.jit(lambda x, w: product(x, w, columns=8))(x[7 : 7 + rows], w)
         np.testing.assert_array_equal(beside, whole[7 : 7 + rows])

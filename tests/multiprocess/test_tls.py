@@ -1,0 +1,96 @@
+"""A job whose coordination service is encrypted, between real processes: who gets in, and who does not."""
+
+import socket
+import ssl
+
+import pytest
+
+from lockstep.hosts import Hosts
+from lockstep.hosts._client import service_address
+from lockstep.hosts.tls import VARIABLES, tls_is_supported
+from tests.certificates import make_authority, make_certificate
+from tests.multiprocess.harness import run_command, run_processes
+
+pytestmark = pytest.mark.multiprocess
+
+HTTP2 = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + b"\x04" + bytes(5)
+"""How a gRPC client begins; the service answers with a frame of its settings (type 4)."""
+needs_tls = pytest.mark.skipif(not tls_is_supported(), reason="jax 0.12 is the first with TLS")
+
+
+def is_answered(address: str, context: ssl.SSLContext | None) -> bool:
+    """Whether the service at an address takes somebody for a client, who comes with or without TLS."""
+    host, _, port = address.rpartition(":")
+    with socket.create_connection((host, int(port)), 10) as plain:
+        try:
+            connection = plain if context is None else context.wrap_socket(plain)
+            connection.sendall(HTTP2)
+            answer = connection.recv(9)
+        except OSError:  # ssl.SSLError among them
+            return False
+        return answer[3:4] == b"\x04"
+
+
+def client_context(files: dict[str, str] | None) -> ssl.SSLContext:
+    """A client's side of TLS, which believes any service, with a certificate or without."""
+    context = ssl._create_unverified_context()
+    context.set_alpn_protocols(["h2"])
+    if files is not None:
+        context.load_cert_chain(files["cert_file"], files["key_file"])
+    return context
+
+
+def body_strangers(hosts: Hosts, job: dict[str, str], stranger: dict[str, str]):
+    rows = hosts.client.increment("counted")
+    hosts.barrier("both")
+    address = service_address()
+    contexts = {
+        "of the job": client_context(job),
+        "of another authority": client_context(stranger),
+        "without a certificate": client_context(None),
+        "without TLS": None,
+    }
+    answered = [name for name, context in contexts.items() if is_answered(address, context)]
+    hosts.barrier("asked")
+    hosts.client.delete("counted")
+    return [rows in (1, 2), answered]
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory):
+    """The files of the job, and those of a stranger with an authority of his own."""
+    directory = tmp_path_factory.mktemp("tls")
+    files = {}
+    for name, authority in (("job", "ca"), ("stranger", "other")):
+        make_authority(directory, authority)
+        files[name] = make_certificate(directory, name, f"URI:spiffe://{name}/worker,IP:127.0.0.1", authority)
+    return files
+
+
+@pytest.mark.parametrize("prefix", [None, "spiffe://job/"])
+def test_only_who_has_a_certificate_of_the_jobs_authority_is_answered(certificates, prefix):
+    env = {VARIABLES[name]: path for name, path in certificates["job"].items()}
+    if prefix is not None:
+        env[VARIABLES["peer_uri_prefix"]] = prefix
+    if not tls_is_supported():
+        run = run_command(["python", "-m", "tests.multiprocess.scenarios", "begin"], env=env)
+        assert run.code == 1 and "cannot encrypt its coordination service" in run.logs[0], run.output
+        return
+    results = run_processes(
+        body_strangers, args=(certificates["job"], certificates["stranger"]), processes=2, devices=1, env=env
+    )
+    assert results == [[True, ["of the job"]]] * 2
+
+
+@needs_tls
+@pytest.mark.slow
+@pytest.mark.parametrize("wrong", ["a stranger's certificate", "another prefix"])
+def test_a_job_that_does_not_believe_itself_ends_with_a_text(certificates, wrong):
+    env = {VARIABLES[name]: path for name, path in certificates["job"].items()}
+    if wrong == "another prefix":
+        env[VARIABLES["peer_uri_prefix"]] = "spiffe://stranger/"
+    else:
+        env[VARIABLES["ca_file"]] = certificates["stranger"]["ca_file"]
+    run = run_command(["python", "-m", "tests.multiprocess.scenarios", "begin", "3"], env=env, devices=1)
+    assert run.code == 85 and "not all of the 2 processes of the job" in run.output, run.output
+    assert "the certificates of distributed.tls" in run.output
