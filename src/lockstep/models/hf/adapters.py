@@ -155,7 +155,7 @@ def save_peft(
 
     def write(place: str) -> None:
         directory = pathlib.Path(place)
-        # Of an array that is not contiguous safetensors 0.8.0 writes the memory, which is another array.
+        # safetensors 0.8.0 writes the memory of an array in any order, whatever its strides say.
         contiguous = {name: np.ascontiguousarray(array) for name, array in tensors.items()}
         write_file(directory / "adapter_model.safetensors", save(contiguous, metadata={"format": "pt"}))
         write_file(directory / "adapter_config.json", json.dumps(values, indent=2, sort_keys=True) + "\n")

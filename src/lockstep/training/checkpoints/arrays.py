@@ -29,7 +29,7 @@ _DAMAGE = {None, "DATA_LOSS", "FAILED_PRECONDITION", "INVALID_ARGUMENT", "NOT_FO
 (UNAVAILABLE, PERMISSION_DENIED, …) is of the storage: the checkpoint may be good. https://abseil.io/docs/cpp/guides/status-codes"""
 
 _OF_THE_STORE = re.compile(r"(?:([A-Z_]+): )?(?:Error (?:opening|reading|decoding)|Metadata at) ")
-"""How a ValueError of tensorstore begins; it has no errors of its own."""
+"""The beginning of tensorstore's texts; it has no errors of its own, but ValueError."""
 
 
 def write_arrays(directory: "epath.Path", arrays: Mapping[str, Array]) -> Callable[[], None]:
