@@ -14,7 +14,7 @@ import pytest
 import lockstep
 from tests.fake_cloud.commands import LOADER
 from tests.isolation import COMPILED_FAST
-from tests.package.clean_env import make_clean_env, metadata_of
+from tests.package.clean_env import asked_for, make_clean_env, metadata_of
 
 pytestmark = pytest.mark.slow
 
@@ -149,6 +149,17 @@ def test_it_works_with_what_it_asks_for_and_nothing_else(programs, tmp_path):
     looked = run(programs, tmp_path, "lockstep", "doctor", JAX_PLATFORMS="cpu")
     assert looked.returncode == 0, looked.stdout + looked.stderr
     assert "Traceback" not in looked.stdout + looked.stderr
+
+
+def test_it_takes_at_most_900_mib_with_all_that_it_asks_for(built):
+    """Python's bytecode, which pip writes too, is about as large as the source."""
+    total = Path(built[1]).stat().st_size
+    for distribution in asked_for(metadata_of(built[1]).requires or ()).values():
+        for file in distribution.files or ():
+            place = Path(str(distribution.locate_file(file)))
+            if file.suffix != ".pyc" and place.is_file():
+                total += place.stat().st_size * (2 if file.suffix == ".py" else 1)
+    assert total < 900 * 2**20, f"{total / 2**20:.0f} MiB"
 
 
 @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.nightly)])
