@@ -228,7 +228,7 @@ def levanter_round(tokenizer: Any, trainer: Any) -> Callable[[Any], None]:
 
 def reset_peak() -> int:
     """Resident bytes of this process now; its peak is counted anew."""
-    Path("/proc/self/clear_refs").write_text("5")
+    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
     return _status("VmRSS")
 
 
@@ -238,7 +238,7 @@ def peak() -> int:
 
 
 def _status(name: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
 
 

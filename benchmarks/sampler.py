@@ -128,7 +128,7 @@ def levanter(config_path: Path) -> int:
 
     from lockstep.text import encode, load_tokenizer, read_prompts
 
-    config = yaml.safe_load(config_path.read_text())
+    config = yaml.safe_load(config_path.read_text(encoding="utf-8"))
     new_tokens = config["max_new_tokens"]
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("fsdp",))
     with jax.set_mesh(mesh), hax.axis_mapping({}):

@@ -247,7 +247,9 @@ class Record:
 
     def __init__(self, modules: Path) -> None:
         self._modules = modules
-        started = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
+        started = int(Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19]) / os.sysconf(
+            "SC_CLK_TCK"
+        )
         self._offset = time.clock_gettime(time.CLOCK_BOOTTIME) - started - time.perf_counter()
         self.figures: dict[str, Any] = {"steps_done": [], "losses": [], "compile_s": 0.0, "programs_s": {}}
 
@@ -397,7 +399,7 @@ def train_levanter(options: argparse.Namespace, record: Record) -> None:
 
 
 def _status(name: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
 
 

@@ -192,7 +192,9 @@ class Reached:
 
     def pytest_sessionfinish(self) -> None:
         """Write what was reached."""
-        Path(REACHED).write_text(json.dumps({line: sorted(files) for line, files in self._files.items()}))
+        Path(REACHED).write_text(
+            json.dumps({line: sorted(files) for line, files in self._files.items()}), encoding="utf-8"
+        )
 
 
 def others_of(tree: Path, change: Mutant, reached: Mapping[str, Sequence[str]]) -> list[str]:

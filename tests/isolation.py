@@ -5,7 +5,9 @@ a package registry, asks for `user_environment`; ``LOCKSTEP_TEST_KEEP="NAME NAME
 """
 
 import atexit
+import contextlib
 import json
+import locale
 import os
 import shutil
 import signal
@@ -69,6 +71,8 @@ def isolate() -> None:
     if DEVICES not in os.environ.setdefault("XLA_FLAGS", ""):
         os.environ["XLA_FLAGS"] += f" {DEVICES}"
     tempfile.tempdir = None  # it is asked for anew
+    with contextlib.suppress(locale.Error):  # files without an encoding are read and written in the locale's
+        locale.setlocale(locale.LC_ALL, SET["LC_ALL"])
     os.umask(0o022)
     os.chdir(ROOT)
     # A shell starts what it leaves in the background with SIGINT ignored, nohup with SIGHUP; processes of tests would

@@ -63,7 +63,7 @@ class Process(contextlib.AbstractContextManager["Process"]):
 
     def __init__(self, name: str, command: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
         self.name, self._log = name, log
-        with log.open("w") as errors:
+        with log.open("w", encoding="utf-8") as errors:
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.PIPE,

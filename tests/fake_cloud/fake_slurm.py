@@ -61,7 +61,7 @@ def sbatch(words: list[str]) -> int:
     if refusal := os.environ.get("FAKE_SLURM_REFUSES"):
         sys.exit(f"sbatch: error: {refusal}")
     script = Path(words[-1])
-    directives = re.findall(r"^#SBATCH (.*)$", script.read_text(), re.MULTILINE)
+    directives = re.findall(r"^#SBATCH (.*)$", script.read_text(encoding="utf-8"), re.MULTILINE)
     given = [word for line in directives for word in shlex.split(line)] + words[:-1]
     number = str(int(os.environ.get("FAKE_SLURM_FIRST", "1000")) + len(list(home().glob("*"))))
     directory = home() / number
@@ -100,7 +100,7 @@ def controller(words: list[str]) -> int:
         }
         if restarts:
             environment["SLURM_RESTART_COUNT"] = str(restarts)
-        with open(log, "a") as output:
+        with open(log, "a", encoding="utf-8") as output:
             batch = subprocess.Popen(
                 ["bash", script], env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
             )
@@ -187,7 +187,7 @@ def scancel(words: list[str]) -> int:
 
 def pids(file: Path) -> list[int]:
     """The process groups in a file; none where nothing was started yet."""
-    return [int(pid) for pid in file.read_text().split()] if file.exists() else []
+    return [int(pid) for pid in file.read_text(encoding="utf-8").split()] if file.exists() else []
 
 
 def alive(pid: int) -> bool:

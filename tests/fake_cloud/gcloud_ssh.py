@@ -19,7 +19,7 @@ WITH_VALUE = {"-o", "-i", "-p", "-l", "-F", "-J"}
 
 def main(words: list[str]) -> int:
     cloud = google_cloud.Cloud(Path(os.environ[google_cloud.DIRECTORY]))
-    with open(cloud.directory / "ssh-calls.txt", "a") as log:  # for tests that look for secrets
+    with open(cloud.directory / "ssh-calls.txt", "a", encoding="utf-8") as log:  # for tests that look for secrets
         log.write(shlex.join(words) + "\n")
     while words and words[0].startswith("-"):
         option = words.pop(0)

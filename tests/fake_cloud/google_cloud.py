@@ -42,7 +42,7 @@ class Cloud:
     def change(self) -> Iterator[dict[str, Any]]:
         """Give the state to the block, alone, and keep what the block makes of it."""
         path = self.directory / "state.json"
-        with open(self.directory / "lock", "w") as lock:
+        with open(self.directory / "lock", "w", encoding="utf-8") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             state = json.loads(path.read_text()) if path.exists() else json.loads(json.dumps(EMPTY))
             yield state

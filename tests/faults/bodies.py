@@ -181,11 +181,11 @@ class Faults:
         path = os.path.join(self.directory, "torn")
         if self.hosts.is_leader:
             os.makedirs(path)
-            with open(os.path.join(path, "samples.jsonl"), "w") as file:
+            with open(os.path.join(path, "samples.jsonl"), "w", encoding="utf-8") as file:
                 file.write('{"step": 1}\n{"step": 2, "gen')
         self.round(info, path=path)
         if self.hosts.is_leader:
-            with open(os.path.join(path, "samples.jsonl")) as file:
+            with open(os.path.join(path, "samples.jsonl"), encoding="utf-8") as file:
                 assert [json.loads(line)["step"] for line in file] == [1, info.next_step]
 
     def out_of_pages(self, info):

@@ -363,7 +363,7 @@ def check_death(name, when, victim, processes, directory):
 
 
 def test_every_row_of_the_table_has_a_test():
-    text = Path(__file__).read_text()
+    text = Path(__file__).read_text(encoding="utf-8")
     for fault in FAULTS:
         name = fault.name.removeprefix("sigterm_while_").partition("_dies_")[0]
         assert fault.ends == GOES_ON or name in text

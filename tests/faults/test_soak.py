@@ -19,7 +19,7 @@ SETTLED, EVERY = 50, 10
 
 
 def resident_bytes():
-    with open("/proc/self/statm") as file:
+    with open("/proc/self/statm", encoding="utf-8") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 

@@ -33,7 +33,7 @@ def write(directory):
     """300 examples in 9 chunks to train on, 13 to validate with."""
     for name, count in (("train", 300), ("held_out", 13)):
         lines = (json.dumps({"prompt": f"What is {n} plus 7?", "completion": " nine"}) for n in range(count))
-        Path(f"{directory}/{name}.jsonl").write_text("\n".join(lines))
+        Path(f"{directory}/{name}.jsonl").write_text("\n".join(lines), encoding="utf-8")
 
 
 def load(hosts, directory):

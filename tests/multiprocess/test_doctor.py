@@ -66,7 +66,7 @@ def test_the_self_test_passes_in_every_layout(tmp_path):
     run = doctor("--self-test", "--json", str(report), "--calibrate", str(path), timeout_s=400)
     assert run.code == 0, run.output
     assert time.monotonic() - begin < 300
-    kept = json.loads(Path(report).read_text())
+    kept = json.loads(Path(report).read_text(encoding="utf-8"))
     assert kept["complete"]
     tests = {title: found for title, found in kept["sections"].items() if title.startswith("self-test ")}
     assert list(tests) == ["self-test auto", "self-test host_local"]

@@ -74,14 +74,18 @@ def body_memory(hosts, directory):
     model = as_trainable(config, weights)
     whole = sum(leaf.nbytes for leaf in jax.tree.leaves(model))
     save_hf(model, f"{directory}/first", hosts=hosts)  # programs and libraries are there now
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # the peak begins anew
     start = _kib("VmRSS")
     save_hf(model, f"{directory}/second", hosts=hosts)
     return whole, (_kib("VmHWM") - start) << 10
 
 
 def _kib(name):
-    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name + ":")]
+    (line,) = [
+        line
+        for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+        if line.startswith(name + ":")
+    ]
     return int(line.split()[1])
 
 

@@ -63,7 +63,7 @@ def body_peak_memory(hosts, how):
 
 
 def _peak_bytes():
-    with open("/proc/self/status") as status:
+    with open("/proc/self/status", encoding="utf-8") as status:
         return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM"))
 
 

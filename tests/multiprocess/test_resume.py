@@ -125,7 +125,7 @@ def body_killed_slice(hosts, directory):
         patch.setenv("MEGASCALE_NUM_SLICES", "2")
         plain, _, _ = train(hosts, None, **SLICES)
         if hosts.is_leader:
-            Path(directory, "plain.json").write_text(json.dumps(list(plain.items())))
+            Path(directory, "plain.json").write_text(json.dumps(list(plain.items())), encoding="utf-8")
 
         def kill(info):
             deadline = time.monotonic() + 60

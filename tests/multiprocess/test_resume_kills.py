@@ -44,7 +44,7 @@ def end(job):
 
 
 def children(pid):
-    return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="utf-8").split()]
 
 
 def lines_of(run):
@@ -67,7 +67,7 @@ def kill(job, whom):
 def test_whoever_is_killed_whenever_losses_and_samples_are_those_of_a_run_without_a_break(tmp_path):
     draw = random.Random(0)
     whole, run = tmp_path / "whole", tmp_path / "killed"
-    with open(tmp_path / "log", "w+") as log, contextlib.ExitStack() as ends:
+    with open(tmp_path / "log", "w+", encoding="utf-8") as log, contextlib.ExitStack() as ends:
 
         def finish(config, **options):
             job = start(config, log, **options)

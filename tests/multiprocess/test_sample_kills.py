@@ -36,7 +36,7 @@ def start(config, processes, log, grace_s=1):
 
 
 def children(pid):
-    return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="utf-8").split()]
 
 
 def rows(directory):
@@ -96,7 +96,7 @@ MORE = [(2, 1), (4, "all"), (1, "all"), (2, 0), (4, 3), (2, "all")]
 )
 def test_whatever_is_killed_whenever_every_row_comes_out_once(mode, kills, checkpoint, tmp_path):
     draw = random.Random(mode)
-    with open(tmp_path / "log", "w+") as log:
+    with open(tmp_path / "log", "w+", encoding="utf-8") as log:
         whole = write_config(tmp_path / "whole.yaml", checkpoint, "whole", inference_mode=mode)
         assert start(whole, 1, log).wait(timeout=LIMIT_S) == 0, (tmp_path / "log").read_text()
         killed = write_config(tmp_path / "killed.yaml", checkpoint, "killed", inference_mode=mode)
@@ -123,7 +123,7 @@ def test_rows_in_a_bucket_outlive_the_machines(mode, checkpoint, tmp_path, monke
     """As above, but every run begins on machines that have nothing on their disks."""
     pytest.importorskip("gcsfs", reason="gcsfs is not installed (pip install 'jax-lockstep[gcs]')")
     draw, total = random.Random(mode), PROMPTS * GENERATIONS
-    with open(tmp_path / "log", "w+") as log, fake_gcs.serve() as bucket:
+    with open(tmp_path / "log", "w+", encoding="utf-8") as log, fake_gcs.serve() as bucket:
         for name, value in bucket.environment.items():
             monkeypatch.setenv(name, value)
         whole = write_config(tmp_path / "whole.yaml", checkpoint, "whole", inference_mode=mode)

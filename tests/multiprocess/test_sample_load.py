@@ -28,7 +28,7 @@ VOCAB = 8192
 
 def anonymous():
     """Bytes of this process that are not pages of a file, which the kernel may drop."""
-    lines = Path("/proc/self/status").read_text().splitlines()
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon"))
 
 

@@ -25,7 +25,7 @@ def test_sigterm_while_prompts_are_read(victim, checkpoint, tmp_path):
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("What is 12 plus 7, and why is that so?\n" * 1_000_000)  # takes far longer than this test
     config = write_config(tmp_path / "config.yaml", checkpoint, "run", prompts=str(prompts))
-    with open(tmp_path / "log", "w+") as log:
+    with open(tmp_path / "log", "w+", encoding="utf-8") as log:
         job = start(config, 2, log, grace_s=600)  # the launcher leaves them time for words of their own
         end = time.monotonic() + LIMIT_S
         while not (workers := children(job.pid)) or not has_open(workers[0], prompts):
@@ -41,6 +41,6 @@ def test_sigterm_while_prompts_are_read(victim, checkpoint, tmp_path):
     assert "Traceback" not in text
 
     config = write_config(tmp_path / "config.yaml", checkpoint, "run")
-    with open(tmp_path / "log", "w+") as log:
+    with open(tmp_path / "log", "w+", encoding="utf-8") as log:
         assert start(config, 1, log).wait(timeout=LIMIT_S) == 0, (tmp_path / "log").read_text()
     assert (tmp_path / "run" / "samples" / "samples.jsonl").read_bytes().count(b"\n") == 2 * PROMPTS

@@ -108,7 +108,7 @@ def test_what_a_block_stumbles_over_is_one_error_but_not_an_error_of_the_machine
     with pytest.raises(PromptError, match="^taken over$"), refused("it", "Mend it.", PromptError):
         raise ConfigError("taken over")
     with pytest.raises(FileNotFoundError), refused("it", "Mend it."):
-        open("/nowhere/at/all")
+        open("/nowhere/at/all", encoding="utf-8")
 
 
 def test_a_hundred_thousand_tokens_take_no_long():

@@ -97,7 +97,7 @@ def desk(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("my-runs").mkdir()
     shutil.copy("config/simpo_ultrafeedback_llama3_8b_v5p_64_inference.yaml", "my-runs/simpo.yaml")
-    Path("lockstep.env").write_text("A_KEY=0123456789abcdef\n")
+    Path("lockstep.env").write_text("A_KEY=0123456789abcdef\n", encoding="utf-8")
     asked = {"step": 1, "prompt_id": 0, "generation_id": 0, "prompt": "2 + 2 =", "num_tokens": 1}
     row = Row(**asked, generated_text="4", finish_reason="stop", mean_logprob=-0.5).to_record()
     for name in ("my-run", "other-run"):

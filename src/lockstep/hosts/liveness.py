@@ -302,7 +302,7 @@ def connected(port: int, folder: str = PROC) -> set[tuple[str, int]]:
     found = set()
     for name in ("tcp", "tcp6"):
         with contextlib.suppress(OSError):
-            for line in Path(folder, name).read_text().splitlines()[1:]:
+            for line in Path(folder, name).read_text(encoding="utf-8").splitlines()[1:]:
                 local, remote, state = line.split()[1:4]
                 if state == ESTABLISHED and int(local.rpartition(":")[2], 16) == port:
                     address, _, number = remote.rpartition(":")

@@ -81,7 +81,7 @@ class Console:
             with contextlib.suppress(OSError):  # a terminal that was closed: what is to be done then goes on
                 print(text, end="", file=sys.stderr, flush=True)
             if self._log is not None:
-                with open(self._log, "a", opener=private) as file:
+                with open(self._log, "a", encoding="utf-8", opener=private) as file:
                     file.write(text)
 
     def line(self, prefix: str, line: bytes) -> None:

@@ -14,6 +14,6 @@ JOB = JobProgress(rows=1200, found=200, generations=2, hosts=[FIRST, SECOND], se
 
 
 def shown(renderable):
-    console = Console(width=100, record=True, file=open("/dev/null", "w"))
+    console = Console(width=100, record=True, file=open("/dev/null", "w", encoding="utf-8"))
     console.print(renderable)
     return console.export_text()

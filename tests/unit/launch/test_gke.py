@@ -294,7 +294,7 @@ def test_ctrl_c_once_ends_in_order_and_twice_at_once(cluster, times):
         "print('ready', flush=True); time.sleep(30)"
     )
     output = cluster / "output"
-    with open(output, "w") as file:
+    with open(output, "w", encoding="utf-8") as file:
         command = [sys.executable, ROOT / "infra/launch.py", *words, sys.executable, "-c", text]
         child = subprocess.Popen(command, env=environment, stdout=file, stderr=subprocess.STDOUT)
     wait_for(lambda: "[0] ready" in read(output))

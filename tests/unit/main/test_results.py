@@ -150,7 +150,7 @@ def followed(tmp_path):
 
 @pytest.mark.parametrize("terminal", [False, True])
 def test_without_following_it_shows_what_is_there(followed, terminal):
-    with open(followed / "samples.jsonl", "a") as file:
+    with open(followed / "samples.jsonl", "a", encoding="utf-8") as file:
         file.write('{"step": 5, "prompt_id": 0, "prompt": "p", "generated_text": "last"}')
     shown = console(terminal)
     assert run_tail([str(followed), "--no-follow"], console=shown) == 0

@@ -77,11 +77,11 @@ def test_half_a_line_waits_for_the_other_half(tmp_path):
     path.write_text('{"step": 0}\n{"st')
     file = FollowedFile(path)
     assert steps(file.look()) == [0]
-    with open(path, "a") as writer:
+    with open(path, "a", encoding="utf-8") as writer:
         writer.write('ep": 1}')
     assert steps(file.look()) == []
     assert steps(file.look(at_end=True)) == [1]
-    with open(path, "a") as writer:
+    with open(path, "a", encoding="utf-8") as writer:
         writer.write('\n{"step": 2}\n')
     assert steps(file.look()) == [2]
 

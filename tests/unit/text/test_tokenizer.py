@@ -163,7 +163,7 @@ def test_code_is_never_sent_to_other_processes_and_never_taken_from_them(with_co
     with zipfile.ZipFile(forged, "w") as files:
         for name in archive.namelist():
             files.writestr(name, archive.read(name))
-        code = Path(with_code[0], "mine.py").read_text()
+        code = Path(with_code[0], "mine.py").read_text(encoding="utf-8")
         files.writestr("mine.py", f"open({str(tmp_path / 'forged')!r}, 'w')\n{code}")
     with pytest.raises(ConfigError, match="brings Python code of its own, which is not run"):
         load_tokenizer(place, fetched=forged.getvalue())

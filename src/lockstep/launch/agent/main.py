@@ -74,7 +74,7 @@ def has_small_pages(devices: Sequence[str] = DEVICES, path: str = HUGE_PAGES) ->
     if not any(glob.glob(pattern) for pattern in devices):
         return False
     try:
-        with open(path) as file:
+        with open(path, encoding="utf-8") as file:
             return "[always]" not in file.read()
     except OSError:
         return False
@@ -299,7 +299,7 @@ def _put(root: str, request: dict[str, Any]) -> dict[str, Any]:
 def _has(root: str, request: dict[str, Any]) -> dict[str, Any]:
     """Whether an archive with this digest was unpacked last."""
     try:
-        with open(os.path.join(root, "files.digest")) as file:
+        with open(os.path.join(root, "files.digest"), encoding="utf-8") as file:
             return {"has": file.read() == request["digest"]}
     except FileNotFoundError:
         return {"has": False}

@@ -224,7 +224,7 @@ class Supervisor:
 
     def _look_for_requests(self) -> None:
         try:
-            with open(self._file(STOP)) as file:
+            with open(self._file(STOP), encoding="utf-8") as file:
                 self._ask(file.read().strip(), "the launcher asked for it")
         except FileNotFoundError:
             pass

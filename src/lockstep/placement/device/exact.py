@@ -35,7 +35,7 @@ _PANEL: Final = 24
 def _has_avx512() -> bool:
     """Whether this machine has the parts of AVX-512 that YNNPACK asks for; without them nothing was compared."""
     file = Path("/proc/cpuinfo")
-    with file.open() if file.is_file() else contextlib.nullcontext(()) as lines:
+    with file.open(encoding="utf-8") if file.is_file() else contextlib.nullcontext(()) as lines:
         flags = next((line for line in lines if line.startswith("flags")), "")
     return {"avx512f", "avx512bw", "avx512dq", "avx512vl"} <= set(flags.split())
 

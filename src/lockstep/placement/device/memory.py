@@ -117,7 +117,7 @@ def _host_bytes() -> int:
     """The free bytes of this host, or of its container where that has less."""
     candidates = []
     if _MEMINFO.exists():
-        lines = dict(line.split(":", 1) for line in _MEMINFO.read_text().splitlines() if ":" in line)
+        lines = dict(line.split(":", 1) for line in _MEMINFO.read_text(encoding="utf-8").splitlines() if ":" in line)
         if "MemAvailable" in lines:
             candidates.append(int(lines["MemAvailable"].split()[0]) * 1024)
     try:

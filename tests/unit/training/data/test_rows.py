@@ -205,7 +205,7 @@ def test_pairs_in_buckets_are_those_without_in_batches_of_one_length_each(tmp_pa
 
 def anonymous_mib():
     """Resident memory of this process that is not a file's."""
-    with open("/proc/self/status") as status:
+    with open("/proc/self/status", encoding="utf-8") as status:
         return next(int(line.split()[1]) for line in status if line.startswith("RssAnon")) / 1024
 
 
