@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from lockstep.errors import PromptError
 from lockstep.json_text import lone_surrogate, parse_json, without_nulls
 from lockstep.printable import get_logger
+from lockstep.text.tokenize import TOKEN_CHARACTERS, chat_text, encode_text
 from lockstep.urls import url_to_fs
 
 if TYPE_CHECKING:
@@ -160,7 +161,16 @@ def encode(
     """
     encoded = []
     for prompt in prompts:
-        tokens = _encode_one(tokenizer, prompt)
+        length = sum(len(str(part)) for part in (prompt.text or "", *(prompt.messages or ())))
+        if max_seq_len is not None and length > max_seq_len * TOKEN_CHARACTERS:
+            raise PromptError(
+                f"prompt {prompt.id} has {length} characters, far beyond what max_seq_len {max_seq_len} can hold. "
+                "Shorten it."
+            )
+        try:
+            tokens = _encode_one(tokenizer, prompt)
+        except PromptError as error:
+            raise PromptError(f"prompt {prompt.id}: {str(error).removeprefix(f'prompt {prompt.id}: ')}") from error
         if not tokens:
             raise PromptError(f"prompt {prompt.id} ({prompt.shown!r}) has 0 tokens; at least 1 is needed. Change it.")
         if max_seq_len is not None and len(tokens) + max_new_tokens > max_seq_len:
@@ -201,7 +211,7 @@ def _warn_of_two_beginnings(beginning: str) -> None:
 
 def _encode_one(tokenizer: "PreTrainedTokenizerBase", prompt: Prompt) -> tuple[int, ...]:
     if prompt.text is not None:
-        tokens = tuple(int(token) for token in tokenizer.encode(prompt.text))
+        tokens = tuple(encode_text(tokenizer, prompt.text))
         if tokens[:2] == (getattr(tokenizer, "bos_token_id", None),) * 2:
             _warn_of_two_beginnings(str(tokenizer.bos_token))
         return tokens
@@ -211,13 +221,11 @@ def _encode_one(tokenizer: "PreTrainedTokenizerBase", prompt: Prompt) -> tuple[i
             f"prompt {prompt.id} is a chat, but the tokenizer {str(tokenizer.name_or_path)!r} has no chat template. "
             "Use a tokenizer with one (chat_template.jinja beside tokenizer.json), or write the prompt as plain text."
         )
-    messages = [dict(message) for message in prompt.messages]
     try:
-        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        text = chat_text(tokenizer, prompt.messages, add_generation_prompt=True)
     except Exception as error:  # the template is a program of the tokenizer's: it may raise anything
         raise PromptError(f"prompt {prompt.id}: the tokenizer's chat template refused its messages: {error}") from error
-    assert isinstance(text, str)
-    return tuple(int(token) for token in tokenizer.encode(text, add_special_tokens=False))
+    return tuple(encode_text(tokenizer, text, add_special_tokens=False))
 
 
 def _parse(index: int, item: object, fields: PromptFields, *, strict: bool) -> Prompt:

@@ -17,6 +17,7 @@ from lockstep.errors import ConfigError
 from lockstep.files import write_file
 from lockstep.json_text import FOREIGN, parse_json
 from lockstep.printable import get_logger
+from lockstep.text.tokenize import panics_as_errors
 from lockstep.urls import check_bare_name, patient_with_hub, url_to_fs
 
 if TYPE_CHECKING:
@@ -288,7 +289,8 @@ def write_tokenizer(tokenizer: Any, directory: str | os.PathLike[str]) -> None:
 
 def decode(tokenizer: "PreTrainedTokenizerBase", tokens: Sequence[int]) -> str:
     """The text of token ids, without special tokens; spaces are not cleaned up."""
-    text = tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    with panics_as_errors():
+        text = tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False)
     assert isinstance(text, str)
     return text
 

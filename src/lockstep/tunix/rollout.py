@@ -20,6 +20,7 @@ from lockstep.hosts import Hosts, current, environment
 from lockstep.models import read_decoder
 from lockstep.placement import mesh_of
 from lockstep.placement.device import fetch
+from lockstep.text.tokenize import panics_as_errors
 from lockstep.types import Completion, Request, SamplingParams
 
 
@@ -182,7 +183,8 @@ class Rollout(BaseRollout):
     def _encode(self, prompt: str) -> list[int]:
         """Token ids as Tunix's sampler has them."""
         bos = self._tokenizer.bos_id()
-        ids: list[int] = self._tokenizer.encode(prompt)
+        with panics_as_errors():
+            ids: list[int] = self._tokenizer.encode(prompt)
         return list(self._tokenizer.dedup_bos_ids([bos, *ids] if bos else ids))
 
     def _params(self, config: RolloutConfig) -> SamplingParams:

@@ -15,6 +15,7 @@ from lockstep.callback.evaluation.config import TasksConfig
 from lockstep.errors import ConfigError
 from lockstep.printable import get_logger
 from lockstep.text import cut_at_stop, decode, special_tokens, stop_ids
+from lockstep.text.tokenize import chat_text, encode_text
 from lockstep.types import Completion, Request, SamplingParams
 
 if TYPE_CHECKING:
@@ -85,18 +86,16 @@ class EngineLM(TemplateLM):
         if add_special_tokens is None:
             first = self.tokenizer.bos_token
             add_special_tokens = not (first and string.startswith(first))
-        return [int(token) for token in self.tokenizer.encode(string, add_special_tokens=add_special_tokens)]
+        return encode_text(self.tokenizer, string, add_special_tokens=add_special_tokens)
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """The text of a chat."""
-        text = self.tokenizer.apply_chat_template(
+        return chat_text(
+            self.tokenizer,
             chat_history,
-            tokenize=False,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=not add_generation_prompt,
         )
-        assert isinstance(text, str)
-        return text
 
     def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
         """The log-probability of each continuation after its context, and whether greedy decoding would write it."""

@@ -16,6 +16,7 @@ from lockstep.errors import ConfigError, PromptError
 from lockstep.json_text import lone_surrogate, without_nulls
 from lockstep.plugins import load_object
 from lockstep.text import Prompt
+from lockstep.text.tokenize import chat_text, token_ids
 from lockstep.training.data.records import BadRow, Record, field
 
 if TYPE_CHECKING:
@@ -235,8 +236,8 @@ def _chat(tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Mapping[str, 
         raise BadRow(f"{side}has an answer without a text as its 'content'. Correct it or remove it.")
     before = [dict(message) for message in make_prompt(messages=tuple(messages[:-1])).messages or ()]
     try:
-        prompt = tokenizer.apply_chat_template(before, add_generation_prompt=True, tokenize=False)
-        text = tokenizer.apply_chat_template([*before, dict(messages[-1])], tokenize=False)
+        prompt = chat_text(tokenizer, before, add_generation_prompt=True)
+        text = chat_text(tokenizer, [*before, messages[-1]])
     except Exception as error:  # the template is a program of the tokenizer's: it may raise anything
         raise BadRow(f"{side}has messages that the tokenizer's chat template refuses: {error}") from error
     assert isinstance(prompt, str) and isinstance(text, str)
@@ -273,7 +274,7 @@ def _answers(tokenizer: "PreTrainedTokenizerBase", chats: Sequence[_Chat]) -> li
     if not getattr(tokenizer, "is_fast", False):
         return _answers_by_prefix(tokenizer, chats)
     texts = [chat.text for chat in chats]
-    found = tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    found = token_ids(tokenizer, texts, add_special_tokens=False, return_offsets_mapping=True)
     examples: list[Example | BadRow] = []
     for chat, ids, offsets in zip(chats, found["input_ids"], found["offset_mapping"], strict=True):
         starts, ends = [start for start, _ in offsets], [end for _, end in offsets]
@@ -327,7 +328,7 @@ def make_prompt(**values: Any) -> Prompt:
 
 
 def _ids(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str], **options: bool) -> list[list[int]]:
-    return list(tokenizer(list(texts), verbose=False, **options)["input_ids"])
+    return list(token_ids(tokenizer, texts, **options)["input_ids"])
 
 
 def _continuations(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str]) -> list[list[int]]:
@@ -364,7 +365,12 @@ def _map_good[T](
 ) -> list[Example | BadRow]:
     """Apply a function to all that can be used at once, and leave the others in their places."""
     good = [one for one in found if not isinstance(one, BadRow)]
-    examples = iter(function(good) if good else [])
+    try:
+        examples = iter(function(good) if good else [])
+    except PromptError as error:  # of one of them
+        if len(good) > 1:
+            return [example for one in found for example in _map_good([one], function)]
+        examples = iter([BadRow(str(error))])
     return [one if isinstance(one, BadRow) else next(examples) for one in found]
 
 

@@ -1,0 +1,85 @@
+"""What a tokenizer of somebody else's may do: panic, and write a text for ever."""
+
+import ast
+import re
+import time
+from pathlib import Path
+
+import pytest
+from tokenizers import Regex, pre_tokenizers
+
+import lockstep
+from lockstep.errors import PromptError
+from lockstep.text import Prompt, decode, encode
+from lockstep.text import tokenize as tokenize_module
+from lockstep.text.tokenize import chat_text, encode_text, panics_as_errors
+from lockstep.training.data.examples import FORMATS
+from lockstep.training.data.records import BadRow
+from tests import tiny
+
+PACKAGE = Path(lockstep.__file__).parent
+HOSTILE = "a" * 40
+
+
+@pytest.fixture(scope="module")
+def panicking():
+    """A tokenizer whose pattern takes for ever on a run of one letter, as Llama 3's does on 12 MB of spaces."""
+    tokenizer = tiny.tokenizer()
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("(a+)+b|."), "isolated")
+    with pytest.raises(BaseException, match="retry-limit") as caught:
+        tokenizer.encode(HOSTILE)
+    assert not isinstance(caught.value, Exception), "this test proves nothing: it is an exception as others are"
+    return tokenizer
+
+
+def test_a_panic_is_an_error_of_the_text(panicking):
+    with pytest.raises(PromptError, match="prompt 3: the tokenizer's library gave up .*retry-limit"):
+        encode(panicking, [Prompt(id=3, text=HOSTILE)])
+    assert decode(panicking, encode_text(panicking, "xy")), "it goes on"
+    with pytest.raises(KeyboardInterrupt), panics_as_errors():
+        raise KeyboardInterrupt
+
+
+def test_a_row_that_panics_is_a_bad_row_and_the_others_are_examples(panicking):
+    first, bad, last = FORMATS["text"].tokenize(panicking, [{"text": text} for text in ("x", HOSTILE, "y")])
+    assert isinstance(bad, BadRow) and "gave up" in str(bad)
+    assert not isinstance(first, BadRow) and not isinstance(last, BadRow)
+
+
+def test_a_text_far_beyond_the_length_is_refused_before_it_is_encoded():
+    chat = ({"role": "user", "content": HOSTILE * 1000},)
+    for prompt in (Prompt(id=1, text=HOSTILE * 1000), Prompt(id=1, messages=chat)):
+        with pytest.raises(PromptError, match=r"prompt 1 has 400\d\d characters, far beyond what max_seq_len 8 can"):
+            encode(tiny.tokenizer(), [prompt], max_seq_len=8)
+
+
+def test_a_template_that_never_ends_is_ended(monkeypatch):
+    monkeypatch.setattr(tokenize_module, "TEMPLATE_S", 0.2)
+    tokenizer = tiny.tokenizer()
+    loop = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    tokenizer.chat_template = loop
+    with pytest.raises(PromptError, match=r"chat template has not ended after 0\.2 s"):
+        chat_text(tokenizer, [{"role": "user", "content": "a"}])
+    tokenizer.chat_template = "{{ messages[0].content }}"
+    assert chat_text(tokenizer, [{"role": "user", "content": "a"}]) == "a"
+    time.sleep(0.3)  # of the timer of the second call nothing comes any more
+
+
+def test_nothing_else_calls_a_tokenizer():
+    calls = {
+        (path.relative_to(PACKAGE).as_posix(), ast.unparse(node.func))
+        for path in PACKAGE.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call)
+        and re.search(r"tokenizer(\.(encode|decode|tokenize|apply_chat_template|batch_\w+))?$", ast.unparse(node.func))
+        and not re.fullmatch(r"(\w+\.)*\w+_tokenizer", ast.unparse(node.func))
+    }
+    assert calls == {
+        ("text/tokenize.py", "tokenizer"),
+        ("text/tokenize.py", "tokenizer.encode"),
+        ("text/tokenize.py", "tokenizer.apply_chat_template"),
+        ("text/tokenizer.py", "tokenizer.decode"),
+        ("tunix/rollout.py", "self._tokenizer.decode"),
+        ("tunix/rollout.py", "self._tokenizer.encode"),
+        ("main/doctor/layout_rounds.py", "tokenizer.encode"),  # of its own
+    }
