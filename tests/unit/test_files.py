@@ -89,12 +89,15 @@ WRITES = set(
     "FileHandler".split()
 )
 OF_MODULES = {"os.replace", "os.link", "shutil.copy", "np.save", "ts.open", "tensorstore.open", "json.dump"}
+KNOWN = OPENS | WRITES | {name.rpartition(".")[2] for name in OF_MODULES}
 
 
 def is_writing(call: ast.Call) -> bool:
     """Whether a call may write a file by another way than `lockstep.files`."""
+    last = getattr(call.func, "attr", getattr(call.func, "id", ""))
+    if last not in KNOWN:
+        return False
     name = ast.unparse(call.func)
-    last = name.rpartition(".")[2]
     if last in WRITES or name in OF_MODULES:
         return True
     if last == "replace" and len(call.args) == 1 and not call.keywords:  # of a path; a text takes two
