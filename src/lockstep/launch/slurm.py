@@ -286,16 +286,22 @@ def _noted_code(job: JobRecord) -> int | None:
     """The code that the script of the last attempt has noted; None: it has not."""
     attempts = sorted(job.directory.glob("attempt-*"), key=lambda path: int(path.name.rpartition("-")[2]))
     file = attempts[-1] / CODE if attempts else None
-    return int(file.read_text()) if file is not None and file.exists() else None
+    return _exit_code(file.read_text()) if file is not None and file.exists() else None
+
+
+def _exit_code(text: str) -> int:
+    """A noted exit code; what is none, which a task of somebody else's may write there, is a failure."""
+    text = text.strip()
+    return int(text) if re.fullmatch("[0-9]{1,3}", text) and int(text) < 256 else FAILED
 
 
 def _noted_ends(attempt: Path) -> dict[int, tuple[int, float]]:
     """The exit code of each task that has noted it, and when it ended; a task may be killed while it writes."""
-    words = {path: path.read_text().split() for path in attempt.glob(f"{CODE}-*")}
+    words = {path: path.read_text(errors="replace").split() for path in attempt.glob(f"{CODE}-*")}
     return {
-        int(path.name.rpartition("-")[2]): (int(noted[0]), float(noted[1]))
+        int(path.name.rpartition("-")[2]): (_exit_code(noted[0]), float(noted[1]))
         for path, noted in words.items()
-        if len(noted) == 2
+        if len(noted) == 2 and re.fullmatch(r"[0-9]{1,12}(\.[0-9]+)?", noted[1])
     }
 
 

@@ -202,9 +202,7 @@ class StartedJob:
         transport = self._backend.find(self._options)
         attempt = self._last()
         self._console.say(f"stopping {self._job.name}; its processes have {grace:g} s to save")
-        answers = on_all(
-            transport, lambda index: self._call(transport, index, op="clear", how="stop", timeout_s=grace + MARGIN_S)
-        )
+        answers = on_all(transport, lambda index: self._end_on(transport, index, "clear", grace + MARGIN_S))
         states = on_all(transport, lambda index: self._call(transport, index, op="status", attempt=attempt.id))
         for index, (worker, state) in enumerate(zip(transport.workers, states, strict=True)):
             print(f"[{index}] {worker.name}: {_in_words(state)}")
@@ -220,6 +218,8 @@ class StartedJob:
         except LaunchError as error:  # workers that are gone need no stop
             self._console.say(f"its workers cannot be found: {error}")
         else:
+            # Before anything is ended or given back: somebody else's job of this name is an error here.
+            on_all(transport, lambda index: self._end_on(transport, index, "clear", 0.0, how=""))
             failures = [each for each in on_all(transport, lambda index: self._delete_on(transport, index)) if each]
             for failure in failures:
                 self._console.say(failure)
@@ -240,18 +240,26 @@ class StartedJob:
         """Stop the job on a worker, keep its logs and remove its files; the reason why that cannot be done, or ""."""
         limit_s = float(self._options.grace_s) + MARGIN_S
         try:
-            answer = self._call(transport, index, op="clear", how="stop", timeout_s=limit_s)
+            answer = self._end_on(transport, index, "clear", limit_s)
             if "unreachable" not in answer:
                 for attempt in self._job.attempts:
                     # Whoever has noted an end has first kept what was printed.
                     if attempt.code is None or attempt == self._last():
                         if failure := self._fetch(transport, index, attempt):
                             return failure
-                answer = self._call(transport, index, op="delete", timeout_s=limit_s)
+                answer = self._end_on(transport, index, "delete", limit_s)
         except LaunchError as error:
             return str(error)
         away = answer.get("unreachable")
         return f"worker {transport.workers[index].name} cannot be reached: {away}" if away else ""
+
+    def _end_on(
+        self, transport: Transport, index: int, operation: str, timeout_s: float, how: str = "stop"
+    ) -> dict[str, Any]:
+        """End the attempts of the record on a worker, those that its launcher may have added by now too."""
+        job = find_record(self._job.name) or self._job
+        attempts = [attempt.id for attempt in job.attempts]
+        return self._call(transport, index, op=operation, how=how, timeout_s=timeout_s, attempts=attempts)
 
     def _has_workers(self) -> bool:
         """Whether there are workers, as far as the backend can say."""

@@ -38,7 +38,7 @@ def panics_as_errors() -> Iterator[None]:
         ) from None
 
 
-def token_ids(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str], **options: bool) -> Any:
+def token_ids(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str], **options: Any) -> Any:
     """The encoding of texts, as the tokenizer returns it: ``input_ids`` and what the options ask for.
 
     Raises:
@@ -58,7 +58,7 @@ def encode_text(tokenizer: "PreTrainedTokenizerBase", text: str, *, add_special_
         return [int(token) for token in tokenizer.encode(text, add_special_tokens=add_special_tokens)]
 
 
-def chat_text(tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Mapping[str, Any]], **options: bool) -> str:
+def chat_text(tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
     """The text that the tokenizer's chat template makes of messages.
 
     Raises:

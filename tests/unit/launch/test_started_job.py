@@ -130,6 +130,21 @@ def test_a_job_is_deleted_with_its_workers_whether_they_can_be_reached_or_not(cl
     assert cloud.record("job")["deleted"]
 
 
+def test_a_job_of_somebody_else_with_the_same_name_goes_on(cloud, launch, monkeypatch, tmp_path, capsys):
+    backends = {"ssh": WorkerJobs(Rented())}
+    options = parse(["--hosts", cloud.add("a"), *FAST, "--", "x"])
+    new_record(options, "job").with_attempt(Attempt(number=1, id="attempt-1", started=0.0, launched=True)).save()
+    monkeypatch.setenv("LOCKSTEP_JOBS_DIR", str(tmp_path / "theirs"))
+    assert launch("--hosts", "a", *FAST, "--", "sleep", "1000") == DONE
+    monkeypatch.setenv("LOCKSTEP_JOBS_DIR", cloud.environment["LOCKSTEP_JOBS_DIR"])
+    for command in ("stop", "delete"):
+        assert launch(command, "job", backends=backends) != DONE
+        assert "somebody else has a job of this name. Nothing was ended" in capsys.readouterr().err
+    assert cloud.processes("a") and not cloud.record("job")["deleted"] and not Rented.released
+    monkeypatch.setenv("LOCKSTEP_JOBS_DIR", str(tmp_path / "theirs"))
+    assert launch("delete", "job") == DONE and cloud.wait_until_empty()
+
+
 WAITING = "echo begin; touch ~/begun; until [ -e ~/go ]; do sleep .02; done; seq 1000; printf 'no end of line'; exit 1"
 PRINTED = ["begin", *map(str, range(1, 1001)), "no end of line"]
 

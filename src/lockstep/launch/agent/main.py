@@ -127,22 +127,20 @@ def holders(devices: Sequence[str] = DEVICES, proc: str = "/proc", sudo: bool = 
 
 
 def _as_root(wanted: set[str], proc: str) -> list[tuple[int, str]]:
-    """The same for processes of other users, where this one may become root without a password."""
-    script = f"cd {proc} && ls -l [0-9]*/fd"
+    """The same for processes of other users, where this one may become root without a password.
+
+    A file that a process has open may have any name, with line ends in it: the answers are separated by zeros.
+    """
+    script = f"cd {proc} && find [0-9]*/fd -maxdepth 1 -type l -printf '%h\\0%l\\0'"
     try:
         shown = subprocess.run(
             ["sudo", "-n", "sh", "-c", script], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=20
         )
     except (OSError, subprocess.TimeoutExpired):
         return []
-    found, pid = [], 0
-    for line in shown.stdout.decode(errors="replace").splitlines():
-        if line.endswith("/fd:"):
-            pid = int(line.split("/")[0])
-        else:
-            target = line.partition(" -> ")[2]
-            found += [(pid, target)] if target in wanted else []
-    return found
+    words = shown.stdout.decode(errors="replace").split("\0")
+    pairs = [(words[at], words[at + 1]) for at in range(0, len(words) - 1, 2)]
+    return [(int(folder.split("/")[0]), target) for folder, target in pairs if target in wanted]
 
 
 def _command(proc: str, pid: int) -> str:
@@ -323,10 +321,21 @@ def _setup(root: str, request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _clear(root: str, request: dict[str, Any]) -> dict[str, Any]:
-    """Name every attempt of this job that still runs here; end it (``how``), and wait until it is gone."""
+    """Name every attempt of this job that still runs here; end it (``how``), and wait until it is gone.
+
+    An attempt that is not among the ``attempts`` of the launcher's record is somebody else's, who has a job of the same
+    name: nothing is ended then.
+    """
     attempts = (os.path.join(root, name) for name in sorted(os.listdir(root)) if name.startswith("attempt-"))
     running = [path for path in attempts if os.path.isdir(path) and is_locked(path)]
     names = [os.path.basename(path) for path in running]
+    own = request.get("attempts")
+    strangers = [] if own is None else [name for name in names if name not in own]
+    if strangers:
+        raise RuntimeError(
+            f"{', '.join(strangers)} runs here, which this launcher has not started: somebody else has a job of this "
+            "name. Nothing was ended; end it where it was started"
+        )
     if not request["how"]:
         return {"running": names}
     for path in running:
@@ -355,7 +364,7 @@ def _status(root: str, request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _delete(root: str, request: dict[str, Any]) -> dict[str, Any]:
-    _clear(root, {"how": "stop", "timeout_s": request["timeout_s"]})
+    _clear(root, {"how": "stop", "timeout_s": request["timeout_s"], "attempts": request.get("attempts")})
     shutil.rmtree(root)
     try:
         os.rmdir(os.path.dirname(root))  # of the job, with its last worker

@@ -17,6 +17,7 @@ import lockstep
 from lockstep.launch import connection
 from lockstep.launch.agent import main as agent
 from lockstep.launch.agent.main import has_small_pages
+from lockstep.launch.agent.supervisor import claim
 from tests.fake_cloud.commands import LOADER
 
 AGENT = Path(lockstep.__file__).parent / "launch" / "agent"
@@ -144,6 +145,41 @@ def test_processes_of_others_are_looked_at_as_root_only_where_that_is_allowed(tm
     monkeypatch.setattr(agent.os, "listdir", lambda path: (_ for _ in ()).throw(PermissionError))
     assert agent.holders([str(tmp_path / "accel0")], str(tmp_path / "proc"), sudo=sudo) == []
     assert (tmp_path / "called").exists() == sudo
+
+
+def test_a_name_with_line_ends_is_no_process_that_has_a_chip(tmp_path, monkeypatch):
+    """What root reads of others' open files is named by them."""
+    chip = tmp_path / "accel0"
+    chip.touch()
+    for pid in ("7", "8"):
+        (tmp_path / "proc" / pid / "fd").mkdir(parents=True)
+    (tmp_path / "proc/8/fd/3").symlink_to(chip)
+    (tmp_path / "proc/7/fd/3").symlink_to(f"x\n1/fd:\nl 0 -> {chip}")
+    (tmp_path / "proc/7/fd/4").symlink_to(tmp_path / "\udcff")
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/sudo").write_text('#!/bin/sh\nshift\nexec "$@"\n')
+    (tmp_path / "bin/sudo").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=":")
+    monkeypatch.setattr(agent.os, "listdir", lambda path: (_ for _ in ()).throw(PermissionError))
+    found = agent.holders([str(chip)], str(tmp_path / "proc"))
+    assert [(one["pid"], one["device"]) for one in found] == [(8, str(chip))]
+
+
+def test_nothing_of_somebody_else_with_the_same_name_is_ended(tmp_path):
+    started = claim(str(tmp_path / "attempt-1-theirs"))
+    asked = {"how": "stop", "timeout_s": 0.1, "attempts": ["attempt-1-mine"]}
+    try:
+        for operation in ("clear", "delete"):
+            with pytest.raises(RuntimeError, match="attempt-1-theirs runs here, which this launcher has not started"):
+                agent.OPERATIONS[operation](str(tmp_path), asked)
+        with pytest.raises(RuntimeError, match="Nothing was ended"):
+            agent.OPERATIONS["clear"](str(tmp_path), {**asked, "how": ""})
+        assert os.listdir(tmp_path / "attempt-1-theirs") == ["lock"], "it was not asked to end"
+        assert agent.OPERATIONS["clear"](str(tmp_path), {"how": ""}) == {"running": ["attempt-1-theirs"]}
+    finally:
+        os.close(started)
+    agent.OPERATIONS["delete"](str(tmp_path), asked)
+    assert not tmp_path.exists(), "what has ended is in nobody's way"
 
 
 def test_a_port_in_use_is_found():
