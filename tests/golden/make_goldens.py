@@ -7,7 +7,8 @@ Needs a Python of its own, because the tests run without torch. Made with Python
     /tmp/goldens/bin/python tests/golden/make_goldens.py
 
 The families from gemma2 on are of transformers 5.24.0, those with experts of torch 2.14.1 and transformers 5.12.1;
-families named after the command are made alone. From gemma2 on their
+families named after the command are made alone; ``variants`` makes ``variants.npz``, the logits of `variants.py` (torch
+2.13.0, transformers 5.12.1, ml_dtypes 0.5). From gemma2 on their
 ``golden.npz`` also has ``generated`` int32 [2, 20], the tokens of greedy decoding with transformers' cache.
 
 Each family gets ``<family>/config.json``, bfloat16 weights (one file; mistral: several files with an index) and
@@ -19,6 +20,7 @@ import json
 import pathlib
 import shutil
 import sys
+import tempfile
 
 import numpy as np
 import torch
@@ -38,6 +40,7 @@ from transformers import (
     Qwen3Config,
     Qwen3MoeConfig,
 )
+from variants import POSITIONS, VARIANTS
 
 SIZES = {
     "vocab_size": 112,
@@ -178,9 +181,28 @@ def randomise(model: torch.nn.Module, generator: torch.Generator) -> None:
                 parameter.copy_(noise * 1.5 / parameter.shape[-1] ** 0.5)
 
 
+def write_variants(here: pathlib.Path) -> None:
+    """Writes the logits of each variant at some positions of its family's text, bit for bit what loading it gives."""
+    logits = {}
+    for name, variant in VARIANTS.items():
+        with tempfile.TemporaryDirectory() as directory:
+            variant.write(target := pathlib.Path(directory) / "checkpoint")
+            model = transformers.AutoModelForCausalLM.from_pretrained(
+                target, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
+            ).eval()
+        input_ids = torch.from_numpy(np.load(here / variant.family / "golden.npz")["input_ids"]).long()
+        with torch.no_grad():
+            logits[name] = model(input_ids).logits[:, POSITIONS].numpy()
+        usual = np.load(here / variant.family / "golden.npz")["logits"][:, POSITIONS]
+        print(f"{name}: {np.abs(logits[name] - usual).max():.4f} from {variant.family}")
+    np.savez_compressed(here / "variants.npz", **logits)
+
+
 def main() -> None:
     """Writes every family, or those named; replaces what is there."""
     here = pathlib.Path(__file__).parent
+    if sys.argv[1:] == ["variants"]:
+        return write_variants(here)
     wanted = sys.argv[1:] or list(FAMILIES)
     for seed, (family, config) in enumerate(FAMILIES.items()):
         if family not in wanted:

@@ -42,6 +42,7 @@ from lockstep.models.hf.fingerprints import fingerprint as fingerprint
 from lockstep.models.hf.load import load_config as load_config
 from lockstep.models.hf.load import load_hf as load_hf
 from lockstep.models.hf.load import read_hf_config as read_hf_config
+from lockstep.models.hf.load import read_vocab_size as read_vocab_size
 from lockstep.models.hf.save import SavesTokenizer as SavesTokenizer
 from lockstep.models.hf.save import export_hf as export_hf
 from lockstep.models.hf.save import save_hf as save_hf

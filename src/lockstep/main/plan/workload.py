@@ -12,7 +12,7 @@ import yaml
 from lockstep.batch_inference import Checkpoint, SampleConfig, resolve_checkpoint
 from lockstep.engine import DraftSource, EarlierAnswers, EngineConfig
 from lockstep.errors import ConfigError, PromptError
-from lockstep.models import LlamaConfig, LoraConfig, find_preset, load_config, padded_vocab_size, read_hf_config
+from lockstep.models import LlamaConfig, LoraConfig, find_preset, load_config, padded_vocab_size, read_vocab_size
 from lockstep.printable import without_credentials
 from lockstep.report import EvaluationFields
 from lockstep.text import encode, load_tokenizer, read_prompts, token_count
@@ -335,14 +335,12 @@ def _shape(source: str | None, model: Any, tokenizer: str | None, key: str, trus
         return Shape(config=model, vocab_size=padded_vocab_size(tokens, 1), source="the model block")
     path = Path(source).expanduser()
     if (path / "config.json").is_file():
-        rows = int(read_hf_config(path)["vocab_size"])
-        return Shape(config=load_config(path), vocab_size=rows, source=f"{path}/config.json")
+        return Shape(config=load_config(path), vocab_size=read_vocab_size(path), source=f"{path}/config.json")
     if known := find_preset(source):
         name = source.rstrip("/").rpartition("/")[2]
         return Shape(config=known.config, vocab_size=known.vocab_size, source=f"as published, by the name {name}")
     if "://" in source:
-        rows = int(read_hf_config(source)["vocab_size"])
-        return Shape(config=load_config(source), vocab_size=rows, source=source)
+        return Shape(config=load_config(source), vocab_size=read_vocab_size(source), source=source)
     raise ConfigError(
         f"{key} is {source!r}, which is neither a directory with a config.json nor a checkpoint whose shape is known. "
         "Copy its config.json here and give --model DIRECTORY, or --model with the name of one of the same shape, such "

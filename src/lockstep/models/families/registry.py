@@ -11,6 +11,7 @@ from lockstep.json_text import refused
 from lockstep.models import families
 from lockstep.models.config import LlamaConfig
 from lockstep.models.families.family import Family, ModelPreset
+from lockstep.models.rope import required
 
 _MODULES: Final = [
     importlib.import_module(f"{families.__name__}.{module.name}")
@@ -36,6 +37,23 @@ PRESETS: Final[Mapping[str, ModelPreset]] = {
     name: preset for family in FAMILIES.values() for name, preset in family.presets.items()
 }
 """The configurations of well-known checkpoints, for planning where a checkpoint cannot be read."""
+
+
+DEQUANTISE: Final = (
+    "Lockstep reads floats, and gpt-oss in MXFP4. Choose the checkpoint that this was made of, or dequantise it with "
+    "transformers and save it again."
+)
+"""The fix where weights are quantised."""
+
+
+def vocab_size_from_hf(hf: Mapping[str, Any]) -> int:
+    """Return the number of rows of the embedding that a Hugging Face ``config.json`` describes.
+
+    Raises:
+        ConfigError: It does not say it, or says no number.
+    """
+    with refused("vocab_size of the checkpoint's config.json", "Download the checkpoint again."):
+        return int(required(hf, "vocab_size"))
 
 
 def family_of_hf(hf: Mapping[str, Any]) -> Family:
@@ -64,9 +82,8 @@ def _check_quantization(hf: Mapping[str, Any]) -> None:
         method = stated.get("quant_method") if isinstance(stated, Mapping) else stated
         if method != "mxfp4" or hf.get("architectures") != ["GptOssForCausalLM"]:
             raise ConfigError(
-                f"the checkpoint's config.json has {key} (quant_method {method!r}): its weights are quantised, and "
-                "lockstep reads floats, and gpt-oss in MXFP4. Choose the checkpoint that it was made of, or dequantise "
-                "it with transformers and save it again."
+                f"the checkpoint's config.json has {key} (quant_method {method!r}): its weights are quantised. "
+                f"{DEQUANTISE}"
             )
 
 

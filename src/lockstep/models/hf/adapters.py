@@ -15,7 +15,7 @@ from lockstep.errors import ConfigError
 from lockstep.files import write_file
 from lockstep.models.config import LlamaConfig
 from lockstep.models.families.registry import family_of
-from lockstep.models.hf.files import CheckpointFiles
+from lockstep.models.hf.files import ADAPTER_NAME, CheckpointFiles
 from lockstep.models.hf.names import parameters, stored_shapes
 from lockstep.models.hf.save_target import save_target
 from lockstep.models.hf.save_writer import Read
@@ -59,7 +59,7 @@ def merged_rows(base: str, dtype: str, config: LlamaConfig, lora: LoraConfig, re
     Raises:
         ConfigError: The checkpoint cannot be read.
     """
-    files = CheckpointFiles(base)
+    files = CheckpointFiles(base, tied=config.tie_word_embeddings)
     adapted = {weight_of(name): name for name in lora.modules_of(config)}
 
     def change(a: np.ndarray, b: np.ndarray) -> np.ndarray:
@@ -158,7 +158,7 @@ def save_peft(
         # safetensors 0.8.0 writes the memory of an array in any order, whatever its strides say.
         contiguous = {name: np.ascontiguousarray(array) for name, array in tensors.items()}
         write_file(directory / "adapter_model.safetensors", save(contiguous, metadata={"format": "pt"}))
-        write_file(directory / "adapter_config.json", json.dumps(values, indent=2, sort_keys=True) + "\n")
+        write_file(directory / ADAPTER_NAME, json.dumps(values, indent=2, sort_keys=True) + "\n")
 
     target = save_target(os.fspath(path), secrets.token_hex(4))
     target.begin()

@@ -3,138 +3,24 @@
 import concurrent.futures
 import contextlib
 import json
-import math
 import os
 import pathlib
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 from lockstep.errors import ConfigError
 from lockstep.json_text import parse_json, refused
 from lockstep.models.hf.mxfp4 import BLOCK, BLOCKS, SCALES, packed_names, unpack
+from lockstep.models.hf.stored_names import StoredName, stored_names
+from lockstep.models.hf.tensor_file import TensorFile, read_header
 from lockstep.urls import check_bare_name, patient_with_hub, url_to_fs
 
-_LENGTH_BYTES = 8
-_LONGEST_HEADER = 100 << 20
-_DTYPES: dict[str, Any] = {
-    "F64": np.float64,
-    "F32": np.float32,
-    "F16": np.float16,
-    "BF16": ml_dtypes.bfloat16,
-    "I64": np.int64,
-    "I32": np.int32,
-    "I16": np.int16,
-    "I8": np.int8,
-    "U8": np.uint8,
-    "BOOL": np.bool_,
-}
-
-
-class TensorFile:
-    """One file of tensors, in the format of https://github.com/huggingface/safetensors. Threads may share it.
-
-    Args:
-        header: What `read_header` returned, here or on another host; None to read it.
-
-    Raises:
-        ConfigError: The file is not safetensors.
-    """
-
-    def __init__(self, filesystem: Any, path: str, header: bytes | None = None) -> None:
-        self._filesystem, self._path = filesystem, path
-        text = read_header(filesystem, path) if header is None else header
-        self._data = _LENGTH_BYTES + len(text)
-        again = "Save or upload it again."
-        self._tensors: dict[str, Any] = {}
-        for name, entry in parse_json(text, "its header", dict, again).items():
-            if name != "__metadata__":
-                with refused(f"what its header says of {name!r}", again):
-                    self._tensors[name] = _checked(entry)
-
-    @property
-    def names(self) -> Set[str]:
-        """The names of its tensors."""
-        return self._tensors.keys()
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a tensor."""
-        return tuple(self._tensors[name]["shape"])
-
-    def row_bytes(self, name: str) -> int:
-        """Return the bytes of one entry of a tensor's first dimension.
-
-        Raises:
-            ConfigError: The tensor has a dtype that NumPy does not know.
-        """
-        return math.prod(self.shape(name)[1:]) * self._dtype(name).itemsize
-
-    def read(self, name: str, start: int, stop: int) -> np.ndarray:
-        """Read the rows from ``start`` to ``stop`` of a tensor, in its stored dtype, in one request.
-
-        Raises:
-            ConfigError: The file ends before the rows do, or the tensor has a dtype that NumPy does not know.
-        """
-        dtype, row = self._dtype(name), self.row_bytes(name)
-        first = self._data + self._tensors[name]["data_offsets"][0]
-        data = patient_with_hub(
-            self._path, lambda: self._filesystem.cat_file(self._path, start=first + start * row, end=first + stop * row)
-        )
-        if len(data) != (stop - start) * row:
-            raise ConfigError(
-                f"{len(data)} bytes came where {(stop - start) * row} were asked for: the file is shorter than its "
-                "header says. Download or upload it again."
-            )
-        return np.frombuffer(data, dtype).reshape(stop - start, *self.shape(name)[1:])
-
-    def stored_bytes(self, name: str) -> int:
-        """Return the bytes of a tensor in the file, whatever its dtype."""
-        start, end = self._tensors[name]["data_offsets"]
-        return max(0, end - start)
-
-    def read_bytes(self, name: str, start: int, count: int) -> bytes:
-        """Read bytes of a tensor, whatever its dtype, in one request; fewer where it ends before."""
-        begin, end = (self._data + each for each in self._tensors[name]["data_offsets"])
-        data: bytes = patient_with_hub(
-            self._path,
-            lambda: self._filesystem.cat_file(self._path, start=begin + start, end=min(begin + start + count, end)),
-        )
-        return data
-
-    def _dtype(self, name: str) -> np.dtype[Any]:
-        stored = self._tensors[name]["dtype"]
-        if stored not in _DTYPES:
-            raise ConfigError(f"its dtype is {stored}, which cannot be read. Save it as one of {', '.join(_DTYPES)}.")
-        return np.dtype(_DTYPES[stored])
-
-
-def read_header(filesystem: Any, path: str) -> bytes:
-    """Read the header of a file of tensors: the JSON that says where each is.
-
-    Raises:
-        ConfigError: Its length is none of a header.
-    """
-    length = int.from_bytes(filesystem.cat_file(path, start=0, end=_LENGTH_BYTES), "little")
-    if not 0 < length <= _LONGEST_HEADER:
-        raise ConfigError(f"its header would have {length} bytes. Save or upload it again.")
-    header: bytes = filesystem.cat_file(path, start=_LENGTH_BYTES, end=_LENGTH_BYTES + length)
-    return header
-
-
-def _checked(entry: Any) -> Any:
-    """The entry of a tensor in a header, checked: NumPy counts bytes in 63 bits."""
-    sizes = [*entry["shape"], *entry["data_offsets"]]
-    if not all(type(each) is int and 0 <= each < 1 << 48 for each in sizes) or len(entry["data_offsets"]) != 2:
-        raise ValueError(f"its shape is {entry['shape']!r} at bytes {entry['data_offsets']!r}")
-    if math.prod(map(float, entry["shape"])) > 1 << 50 or not isinstance(entry["dtype"], str):
-        raise ValueError(f"{entry['shape']!r} of {entry['dtype']!r} is larger than any tensor")
-    return entry
-
-
 CONFIG_NAME = "config.json"
+ADAPTER_NAME = "adapter_config.json"
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 AGAIN = "Download the checkpoint again."
@@ -152,12 +38,16 @@ class CheckpointFiles:
             host's disk.
 
         heads: What `read_heads` returned, here or on another host; None to read it.
+        tied: Whether the output layer is the embedding, so that either has both.
 
     Raises:
-        ConfigError: A file is missing or is not safetensors.
+        ConfigError: A file is missing or is not safetensors, or it is not clear which files are the model's.
     """
 
-    def __init__(self, directory: str | os.PathLike[str], heads: Mapping[str, bytes] | None = None):
+    def __init__(
+        self, directory: str | os.PathLike[str], heads: Mapping[str, bytes] | None = None, *, tied: bool = False
+    ):
+        self._tied = tied
         self.directory = os.fspath(directory)
         heads = read_heads(self.directory) if heads is None else heads
         self._filesystem, root = url_to_fs(self.directory)
@@ -167,7 +57,15 @@ class CheckpointFiles:
         for file in files:
             with _named_file(f"{self.directory}/{file}"):
                 self.opened[file] = TensorFile(self._filesystem, f"{root.rstrip('/')}/{file}", heads[file])
-        self._file_of = dict.fromkeys(self.opened[SINGLE_NAME].names, SINGLE_NAME) if file_of is None else file_of
+        self._file_of = dict(file_of)
+        for file, opened in self.opened.items():  # transformers, too, reads tensors that the index does not name
+            for name in opened.names:
+                if (other := self._file_of.setdefault(name, file)) != file:
+                    raise ConfigError(
+                        f"{self.directory} has tensor {name} in {file}, and in {other} by its header or {INDEX_NAME}. "
+                        f"{AGAIN}"
+                    )
+        self._places: dict[str, StoredName | None] = {}
         self._packed = packed_names(self._file_of)
         for name in self._packed:  # two tensors, which are read as one
             self._file_of[name] = self._file_of.pop(name + BLOCKS)
@@ -175,12 +73,25 @@ class CheckpointFiles:
 
     @property
     def names(self) -> set[str]:
-        """The names of all tensors."""
+        """The names of all tensors, as they are stored."""
         return set(self._file_of)
+
+    def place(self, name: str) -> StoredName | None:
+        """Return the stored tensor that has a tensor of the model, or part of it; None where there is none."""
+        if name not in self._places:
+            places = (each for each in stored_names(name, tied=self._tied) if each.name in self._file_of)
+            parts = (each for each in places if each.expert is None or each.fits(self._stored_shape(each.name)))
+            self._places[name] = next(parts, None)
+        return self._places[name]
 
     def file_of(self, name: str) -> str:
         """Return the name of the file that has a tensor."""
-        return self._file_of[name]
+        return self._file_of[self._place(name).name]
+
+    def stored_dtype(self, name: str) -> str:
+        """Return the dtype of a tensor as the format spells it, such as ``BF16``."""
+        stored = self._place(name).name
+        return "MXFP4" if stored in self._packed else self._opened(stored).stored_dtype(stored)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a tensor as it is read.
@@ -188,6 +99,15 @@ class CheckpointFiles:
         Raises:
             ConfigError: The index names a file that does not have the tensor, or what is packed does not go together.
         """
+        place = self._place(name)
+        return place.rows(self._stored_shape(place.name))[1]
+
+    def _place(self, name: str) -> StoredName:
+        place = self.place(name)
+        assert place is not None, name
+        return place
+
+    def _stored_shape(self, name: str) -> tuple[int, ...]:
         if name not in self._packed:
             return self._opened(name).shape(name)
         blocks, scales = (file.shape(stored) for file, stored in self._opened_packed(name))
@@ -204,10 +124,10 @@ class CheckpointFiles:
         Raises:
             ConfigError: The tensor cannot be read; the error names it and its file.
         """
-        with self._named(name):
-            if name in self._packed:
-                return sum(file.row_bytes(stored) for file, stored in self._opened_packed(name))
-            return self._opened(name).row_bytes(name)
+        with self._named(name) as place:
+            if place.name in self._packed:
+                return sum(file.row_bytes(stored) for file, stored in self._opened_packed(place.name))
+            return self._opened(place.name).row_bytes(place.name, self.shape(name)[1:])
 
     def read(self, name: str, start: int, stop: int) -> np.ndarray:
         """Read the rows from ``start`` to ``stop`` of a tensor, in its stored dtype, in one request.
@@ -217,10 +137,11 @@ class CheckpointFiles:
         Raises:
             ConfigError: The rows cannot be read; the error names the tensor and its file.
         """
-        with self._named(name):
-            if name in self._packed:
-                return unpack(*(file.read(stored, start, stop) for file, stored in self._opened_packed(name)))
-            return self._opened(name).read(name, start, stop)
+        with self._named(name) as place:
+            if place.name in self._packed:
+                return unpack(*(file.read(stored, start, stop) for file, stored in self._opened_packed(place.name)))
+            first, shape = place.rows(self._stored_shape(place.name))
+            return self._opened(place.name).read(place.name, first + start, first + stop, shape[1:])
 
     def read_rows(self, names: Sequence[str], start: int, stop: int) -> np.ndarray:
         """Read the rows from ``start`` to ``stop`` of tensors of one shape, counted through all of them."""
@@ -230,12 +151,13 @@ class CheckpointFiles:
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     @contextlib.contextmanager
-    def _named(self, name: str) -> Iterator[None]:
+    def _named(self, name: str) -> Iterator[StoredName]:
+        place = self._place(name)
         try:
-            yield
+            yield place
         except Exception as error:
-            file = f"{self.directory}/{self._file_of[name]}"
-            raise ConfigError(f"tensor {name} in {file} cannot be read: {error}") from error
+            file = f"{self.directory}/{self._file_of[place.name]}"
+            raise ConfigError(f"tensor {place.name} in {file} cannot be read: {error}") from error
 
     def _opened(self, name: str) -> TensorFile:
         return self._opened_file(name, self._file_of[name])
@@ -265,8 +187,7 @@ def read_heads(directory: str) -> dict[str, bytes]:
 def _read_heads(directory: str) -> dict[str, bytes]:
     filesystem, root = url_to_fs(directory)
     root = root.rstrip("/")
-    listed = [path for path in filesystem.glob(f"{root}/*") if not filesystem.isdir(path)]
-    heads = {path.rsplit("/", 1)[-1]: b"" for path in listed}
+    heads = dict.fromkeys(files_in(filesystem, root), b"")
     for name in {CONFIG_NAME, INDEX_NAME} & heads.keys():
         heads[name] = filesystem.cat_file(f"{root}/{name}")
 
@@ -277,6 +198,22 @@ def _read_heads(directory: str) -> dict[str, bytes]:
     files, _ = _weight_map(directory, heads)
     with concurrent.futures.ThreadPoolExecutor(_THREADS, "lockstep-headers") as pool:
         return heads | dict(zip(files, pool.map(read, files), strict=True))
+
+
+def files_in(filesystem: Any, directory: str) -> dict[str, str]:
+    """Return the paths of a directory's files by name, whatever characters its own path has; none where it is none."""
+    try:
+        listed = filesystem.ls(directory, detail=True)
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    paths = [entry["name"] for entry in listed if entry["type"] == "file" or not filesystem.isdir(entry["name"])]
+    return {name: path for path in paths if (name := path.rsplit("/", 1)[-1]) and path != directory}
+
+
+def has_tensors(directory: str | os.PathLike[str]) -> bool:
+    """Whether there are safetensors in a directory or at a URL, which may have a configuration alone."""
+    filesystem, root = url_to_fs(directory)
+    return bool({SINGLE_NAME, INDEX_NAME} & files_in(filesystem, root.rstrip("/")).keys())
 
 
 def pack_heads(heads: Mapping[str, bytes]) -> bytes:
@@ -295,8 +232,13 @@ def unpack_heads(data: bytes) -> dict[str, bytes]:
         return {name: text.encode("latin-1") for name, text in parse_json(data, what, dict, AGAIN).items()}
 
 
-def _weight_map(directory: str, heads: Mapping[str, bytes]) -> tuple[list[str], dict[str, str] | None]:
-    """The files of tensors, and the one of each tensor where there is an index."""
+def _weight_map(directory: str, heads: Mapping[str, bytes]) -> tuple[list[str], dict[str, str]]:
+    """The files of tensors, and the one of each tensor that an index says."""
+    if ADAPTER_NAME in heads:
+        raise ConfigError(
+            f"{directory} has {ADAPTER_NAME}: transformers would add its adapter to the model, and lockstep reads "
+            "models alone. Give the base model, or merge the adapter (peft: merge_and_unload) and save that."
+        )
     if INDEX_NAME in heads:
         place = f"{directory}/{INDEX_NAME}"
         index = parse_json(heads[INDEX_NAME], place, dict, AGAIN)
@@ -305,6 +247,11 @@ def _weight_map(directory: str, heads: Mapping[str, bytes]) -> tuple[list[str], 
             missing = sorted(check_bare_name(file, place) for file in {*file_of.values()} - heads.keys())
         if missing:
             raise ConfigError(f"{place} names {', '.join(missing)}, which is not there. {AGAIN}")
+        if SINGLE_NAME in heads and SINGLE_NAME not in file_of.values():
+            raise ConfigError(
+                f"{directory} has {SINGLE_NAME} and {INDEX_NAME}, which names other files: transformers would read the "
+                "first, other programs the second. Remove the one that is not the model, with its files."
+            )
         return sorted(set(file_of.values())), file_of
     if SINGLE_NAME not in heads:
         found = ", ".join(sorted(heads)) or "nothing"
@@ -312,7 +259,7 @@ def _weight_map(directory: str, heads: Mapping[str, bytes]) -> tuple[list[str], 
             f"{directory} has neither {SINGLE_NAME} nor {INDEX_NAME}; found {found}. Save the checkpoint as "
             "safetensors (transformers: save_pretrained)."
         )
-    return [SINGLE_NAME], None
+    return [SINGLE_NAME], {}
 
 
 @contextlib.contextmanager
@@ -345,10 +292,12 @@ def local_directory(path: str | os.PathLike[str], *, pattern: str = "*") -> Iter
         yield directory
         return
     filesystem, root = url_to_fs(path)
-    files = [f for f in filesystem.glob(f"{root.rstrip('/')}/{pattern}") if not filesystem.isdir(f)]
+    files = {
+        name: place for name, place in files_in(filesystem, root.rstrip("/")).items() if fnmatchcase(name, pattern)
+    }
     if not files:
         raise ConfigError(f"there are no files {pattern} at {path}. Check the URL and the access rights.")
     with tempfile.TemporaryDirectory(prefix="lockstep-checkpoint-") as temporary:
-        for file in files:
-            filesystem.get_file(file, f"{temporary}/{file.rsplit('/', 1)[-1]}")
+        for name, place in files.items():
+            filesystem.get_file(place, f"{temporary}/{name}")
         yield pathlib.Path(temporary)

@@ -1,12 +1,11 @@
 """Loads Hugging Face checkpoints into sharded models; the hosts read every byte once between them."""
 
 import contextlib
-import difflib
+import dataclasses
 import functools
 import itertools
 import math
 import os
-import re
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -22,18 +21,22 @@ from lockstep.errors import ConfigError, PeerError
 from lockstep.hosts import Hosts, Ledger, MemoryClient, Phase, Watchdog, current, digest, ready_on_all
 from lockstep.json_text import parse_json
 from lockstep.models.config import LlamaConfig
-from lockstep.models.families.registry import config_from_hf, family_of, family_of_hf
+from lockstep.models.families.registry import config_from_hf, family_of, family_of_hf, vocab_size_from_hf
 from lockstep.models.hf.files import (
     CONFIG_NAME,
     CheckpointFiles,
+    has_tensors,
     local_directory,
     pack_heads,
     read_heads,
     unpack_heads,
 )
+from lockstep.models.hf.fit import check_tensors
 from lockstep.models.hf.names import Parameter, parameters, stored_shapes
 from lockstep.models.hf.row_layout import ReadingHosts, RowLayout
 from lockstep.models.hf.row_reader import ParallelReader, ParameterRead
+from lockstep.models.hf.stored_names import HEAD
+from lockstep.models.hf.tied_head import has_own_head
 from lockstep.models.llama import LlamaLMHeadModel
 from lockstep.models.trainable import skeleton
 from lockstep.placement import PARAMETER_AXES, axes_of
@@ -94,9 +97,6 @@ _MIN_BATCHES = 8
 _INTERVAL_S = 1.0
 """Seconds after which the hosts hear of each other while they read."""
 
-# Buffers that older versions of transformers stored; they follow from the configuration.
-_DERIVED = re.compile(r".*\.rotary_emb\.inv_freq|.*\.masked_bias")
-
 
 def read_hf_config(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Return the parsed ``config.json`` of a checkpoint.
@@ -115,8 +115,20 @@ def _parsed_config(text: bytes | None, path: str | os.PathLike[str]) -> dict[str
     return parse_json(text, f"{path}/config.json", dict, "Download the checkpoint again.")
 
 
+def read_vocab_size(path: str | os.PathLike[str]) -> int:
+    """Return the number of rows of the embedding of a checkpoint.
+
+    Raises:
+        ConfigError: The configuration cannot be read, or does not say it.
+    """
+    return vocab_size_from_hf(read_hf_config(path))
+
+
 def load_config(path: str | os.PathLike[str], *, max_seq_len: int | None = None) -> LlamaConfig:
     """Return the configuration of a Hugging Face checkpoint.
+
+    A tied output layer that is stored with other values than the embedding is not tied, as in transformers 5; the
+    tensors need not be there.
 
     Args:
         max_seq_len: The longest sequence in tokens, in place of the checkpoint's own limit. None for that.
@@ -124,7 +136,20 @@ def load_config(path: str | os.PathLike[str], *, max_seq_len: int | None = None)
     Raises:
         ConfigError: The configuration cannot be read, as for `read_hf_config` and `config_from_hf`.
     """
-    return config_from_hf(read_hf_config(path), max_seq_len=max_seq_len)
+    config = config_from_hf(read_hf_config(path), max_seq_len=max_seq_len)
+    if config.tie_word_embeddings and has_tensors(path) and has_own_head(CheckpointFiles(path, tied=True)):
+        return _untied(config, path)
+    return config
+
+
+def _untied(config: LlamaConfig, path: str | os.PathLike[str]) -> LlamaConfig:
+    log.warning(
+        "%s: config.json has tie_word_embeddings, and %s is stored with other values than the embedding; they are not "
+        "tied, as in transformers",
+        os.fspath(path),
+        HEAD,
+    )
+    return dataclasses.replace(config, tie_word_embeddings=False)
 
 
 def load_hf(
@@ -209,19 +234,31 @@ class _Loading:
         with self._hosts.run_on_all("open", "loading the checkpoint") as opened:
             heads = unpack_heads(shared) if shared and is_url else None
             hf = read_hf_config(path) if heads is None else _parsed_config(heads.get(CONFIG_NAME), path)
-            config = config_from_hf(hf) if config is None else config
-            model = skeleton(int(hf["vocab_size"]), config)
-            files = CheckpointFiles(path, heads)
             family = family_of_hf(hf)
+            stored = config_from_hf(hf) if config is None else config
+            files = CheckpointFiles(path, heads, tied=stored.tie_word_embeddings)
+            parts = (self._hosts.index, self._hosts.count) if self._together else (0, 1)
+            opened.share(stored.tie_word_embeddings and has_own_head(files, *parts))
+        with self._hosts.run_on_all("check", "loading the checkpoint") as checked:
+            if any(opened.shared) if self._together else opened.shared[self._hosts.index]:
+                if config is not None:
+                    raise ConfigError(
+                        f"{place} has {HEAD} with other values than the embedding, and tie_word_embeddings is true. "
+                        "Set model.tie_word_embeddings to false."
+                    )
+                stored = _untied(stored, path)
+                files = CheckpointFiles(path, heads)
+            config = stored
+            model = skeleton(vocab_size_from_hf(hf), config)
             family = family if isinstance(config, family.config) else family_of(config)
             expected = parameters(model, family.tensors)
-            _check_tensors(files, expected, tied=config.tie_word_embeddings)
+            check_tensors(files, expected, tied=config.tie_word_embeddings)
             layouts = [RowLayout.of(each, _sharding(each, self._mesh, mapping)) for each in expected]
             pairs = zip(expected, layouts, strict=True)
             reads = [ParameterRead(files, *each, self._dtype, self._readers) for each in pairs]
             total = sum(read.stored_bytes for read in reads)
             if self._together:
-                opened.agree({"tensors": digest(repr(stored_shapes(expected)))})
+                checked.agree({"tensors": digest(repr(stored_shapes(expected)))})
         leaves, structure = jax.tree.flatten(model)
         arrays = self._read_and_place(reads, total)
         assert len(leaves) == len(arrays)
@@ -308,35 +345,3 @@ def _sharding(parameter: Parameter, mesh: Mesh, mapping: ResourceMapping) -> Nam
                 f"divides {axis.size}."
             )
     return NamedSharding(mesh, spec)
-
-
-def _check_tensors(files: CheckpointFiles, expected: Sequence[Parameter], *, tied: bool) -> None:
-    shapes = stored_shapes(expected)
-    # A tied checkpoint may store the embedding a second time.
-    ignored = {"lm_head.weight"} if tied else set()
-    unexpected = sorted(n for n in files.names - shapes.keys() - ignored if not _DERIVED.fullmatch(n))
-    problems = [
-        f"tensor {name} of shape {shape} is missing{_nearest(name, unexpected)}"
-        for name, shape in shapes.items()
-        if name not in files.names
-    ]
-    problems += [
-        f"tensor {name} in {files.file_of(name)} has shape {files.shape(name)}, expected {shape}"
-        for name, shape in shapes.items()
-        if name in files.names and files.shape(name) != shape
-    ]
-    problems += [
-        f"tensor {name} in {files.file_of(name)} of shape {files.shape(name)} is not part of the model"
-        for name in unexpected
-    ]
-    if problems:
-        shown = problems[:10] + ([f"and {len(problems) - 10} more"] if len(problems) > 10 else [])
-        raise ConfigError(
-            f"the checkpoint in {files.directory} does not fit its configuration: {'; '.join(shown)}. Check "
-            "config.json (architectures, sizes, tie_word_embeddings) against the tensors."
-        )
-
-
-def _nearest(name: str, candidates: Sequence[str]) -> str:
-    match = difflib.get_close_matches(name, candidates, n=1, cutoff=0.95)
-    return f" (there is {match[0]})" if match else ""

@@ -30,7 +30,7 @@ from lockstep.models import (
     load_config,
     load_hf,
     padded_vocab_size,
-    read_hf_config,
+    read_vocab_size,
     save_hf,
     split_trained,
 )
@@ -349,7 +349,7 @@ def model_shape(config: TrainConfig, tokenizer: "PreTrainedTokenizerBase") -> tu
         shape = config.trainer.with_run_settings(load_config(config.initialize_from_hf))
         if config.gradient_checkpointing is not None:
             shape = dataclasses.replace(shape, gradient_checkpointing=config.gradient_checkpointing)
-        return shape, int(read_hf_config(config.initialize_from_hf)["vocab_size"])
+        return shape, read_vocab_size(config.initialize_from_hf)
     assert isinstance(config.model, LlamaConfig)
     token_ids = token_count(tokenizer)
     if config.hf_save_path is not None:

@@ -1,6 +1,7 @@
 """Files of safetensors, on a disk and behind URLs."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,9 @@ import numpy as np
 import pytest
 
 from lockstep.errors import ConfigError
-from lockstep.models import load_config, load_hf, read_hf_config
+from lockstep.models import fingerprint, load_config, load_hf, read_hf_config, read_vocab_size
 from lockstep.models.hf import row_reader
-from lockstep.models.hf.files import CheckpointFiles, TensorFile, pack_heads, read_heads, unpack_heads
+from lockstep.models.hf.files import CheckpointFiles, pack_heads, read_heads, unpack_heads
 from tests.unit.models.hf.test_load import GOLDEN, copy_of, mesh_of, refused
 
 
@@ -24,6 +25,10 @@ def test_files_that_are_not_there_are_named(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ConfigError, match=r"config\.json is not JSON"):
         read_hf_config(str(tmp_path))
+
+    (tmp_path / "config.json").write_text('{"vocab_size": null}')
+    with pytest.raises(ConfigError, match=r"has vocab_size: null; lockstep needs it"):
+        read_vocab_size(tmp_path)
 
     single = copy_of("llama3", tmp_path)
     (single / "model.safetensors").rename(single / "pytorch_model.bin")
@@ -40,9 +45,15 @@ def test_an_index_that_is_wrong_is_named(tmp_path: Path) -> None:
     directory = copy_of("mistral", tmp_path)
     file = directory / "model.safetensors.index.json"
     index = json.loads(file.read_text())
-    index["weight_map"]["model.norm.weight"] = "model-00001-of-00003.safetensors"
+    right, first = index["weight_map"]["model.norm.weight"], "model-00001-of-00003.safetensors"
+    index["weight_map"]["model.norm.weight"] = first
     file.write_text(json.dumps(index))
-    refused(directory, r"says tensor model\.norm\.weight is in model-00001-of-00003\.safetensors; it is not")
+    refused(
+        directory, rf"has tensor model\.norm\.weight in {right}, and in {first} by its header or model\.safetensors\.in"
+    )
+    index["weight_map"] |= {"model.norm.weight": right, "a": first}
+    file.write_text(json.dumps(index))
+    refused(directory, rf"says tensor a is in {first}; it is not")
     for text in ("[]", "{}", '{"weight_map": []}', '{"weight_map": {"a": 1}}', '{"weight_map": {"a": "../secret"}}'):
         file.write_text(text)
         refused(directory, r"index\.json (is a JSON list|cannot be read|names)")
@@ -80,25 +91,40 @@ def test_a_url_is_read_in_ranges(shape: str, monkeypatch: pytest.MonkeyPatch) ->
         load_config("memory://bucket/nothing")
 
 
-@pytest.mark.parametrize(
-    ("header", "why"),
-    [
-        ("[]", "its header is a JSON list, not an object"),
-        ("[" * 60_000, "nested too deeply"),
-        ('{"a": 1}', "what its header says of 'a' cannot be read"),
-        ('{"a": {"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]}}', r"its shape is \[-1\]"),
-        ('{"a": {"dtype": "F32", "shape": [1e3], "data_offsets": [0, 4]}}', "its shape is"),
-        (
-            '{"a": {"dtype": "F32", "shape": [4294967296, 4294967296], "data_offsets": [0, 4]}}',
-            "larger than any tensor",
-        ),
-        ('{"a": {"dtype": [], "shape": [1], "data_offsets": [0, 4]}}', "larger than any tensor"),
-    ],
-)
-def test_a_header_that_cannot_be_is_refused(tmp_path, header: str, why: str) -> None:
-    (tmp_path / "a").write_bytes(len(header).to_bytes(8, "little") + header.encode())
-    with pytest.raises(ConfigError, match=why):
-        TensorFile(fsspec.filesystem("file"), str(tmp_path / "a"))
+@pytest.mark.parametrize("name", ["brackets [v2]", "a b", "[!a]*?", "{a,b}", "50 % & #1"])
+def test_a_path_is_no_pattern(name: str, tmp_path: Path) -> None:
+    shutil.copytree(GOLDEN / "llama_tied", tmp_path / name)
+    memory = fsspec.filesystem("memory")
+    memory.put(str(GOLDEN / "llama_tied") + "/", f"/bucket/{name}/", recursive=True)
+    for place in (str(tmp_path / name), f"memory://bucket/{name}"):
+        assert load_config(place) == load_config(GOLDEN / "llama_tied")
+        assert CheckpointFiles(place).names == CheckpointFiles(GOLDEN / "llama_tied").names
+        assert fingerprint(place) == fingerprint(str(GOLDEN / "llama_tied"))
+
+
+def test_a_directory_of_two_models_is_refused(tmp_path: Path) -> None:
+    directory = copy_of("mistral", tmp_path)
+    shutil.copy(GOLDEN / "llama3" / "model.safetensors", directory)
+    refused(directory, r"has model\.safetensors and model\.safetensors\.index\.json, which names other files: .*Remove")
+    (directory / "model.safetensors.index.json").write_text(
+        '{"weight_map": {"model.norm.weight": "model.safetensors"}}'
+    )
+    assert CheckpointFiles(directory).names == CheckpointFiles(GOLDEN / "llama3").names  # it names that file alone
+    (directory / "adapter_config.json").write_text("{}")
+    refused(directory, r"has adapter_config\.json: transformers would add its adapter .*merge_and_unload")
+    with pytest.raises(ConfigError, match=r"has adapter_config\.json"):
+        fingerprint(str(directory))
+
+
+def test_tensors_that_the_index_leaves_out_are_read_and_those_of_two_files_refused(tmp_path: Path) -> None:
+    directory = copy_of("mistral", tmp_path)
+    file = directory / "model.safetensors.index.json"
+    index = json.loads(file.read_text())
+    last = index["weight_map"].pop("model.norm.weight")
+    file.write_text(json.dumps(index))
+    assert CheckpointFiles(directory).file_of("model.norm.weight") == last
+    shutil.copy(directory / last, directory / "model-00001-of-00003.safetensors")
+    refused(directory, r"has tensor .* in model-00001-of-00003\.safetensors, and in model-0000[23].* by its header")
 
 
 def test_heads_of_another_host_are_those_of_this_one_and_anything_else_is_refused() -> None:

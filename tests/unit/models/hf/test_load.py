@@ -22,6 +22,7 @@ from lockstep.models.hf.files import CheckpointFiles
 from lockstep.models.hf.load import LoadProgress
 from lockstep.placement import COMPUTE_AXES, PARAMETER_AXES, make_mesh
 from tests.counted_files import CountedFiles, HangingFiles, SlowFiles
+from tests.golden.variants import POSITIONS, VARIANTS
 from tests.multiprocess.harness import run_threads
 
 GOLDEN = Path(__file__).parents[3] / "golden"
@@ -68,6 +69,23 @@ def test_logits_agree_with_transformers(family: str, shape: str, record_property
     difference = float(np.abs(np.asarray(logits.array) - golden["logits"]).max())
     record_property("max_abs_difference", difference)
     assert difference < 1e-4
+
+
+QUICK = ("yarn_original_beside", "tied_with_own_head", "qwen3_moe_fused")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in VARIANTS]
+)
+def test_what_people_have_is_read_as_by_transformers(name: str, tmp_path: Path) -> None:
+    VARIANTS[name].write(tmp_path / name)
+    golden, mesh = np.load(GOLDEN / VARIANTS[name].family / "golden.npz"), mesh_of("1,1,1", 1)
+    model = load_hf(tmp_path / name, mesh)
+    ids = hax.named(golden["input_ids"], ("batch", "position"))
+    with jax.set_mesh(mesh):
+        logits = hax.named_jit(lambda m, i: m(i), axis_resources=COMPUTE_AXES)(model, ids)
+    expected = np.load(GOLDEN / "variants.npz")[name]
+    assert float(np.abs(np.asarray(logits.array)[:, POSITIONS] - expected).max()) < 1e-4
 
 
 def test_parameters_are_sharded_and_cast() -> None:

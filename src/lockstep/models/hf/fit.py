@@ -1,0 +1,87 @@
+"""Whether the tensors of a checkpoint are those of a model: what is missing, of another shape, or would be left out."""
+
+import difflib
+import math
+import re
+from collections import Counter
+from collections.abc import Sequence
+
+from lockstep.errors import ConfigError
+from lockstep.models.families.registry import DEQUANTISE
+from lockstep.models.hf.files import CheckpointFiles
+from lockstep.models.hf.names import Parameter, stored_shapes
+from lockstep.models.hf.stored_names import HEAD
+
+# Buffers that older versions of transformers stored; they follow from the configuration.
+_DERIVED = re.compile(r".*\.rotary_emb\.inv_freq|.*\.masked_bias")
+# What fp8, compressed-tensors, GPTQ, AWQ, bitsandbytes, quanto and ModelOpt store beside weights, or in their place.
+_OF_QUANTISED = re.compile(
+    r".*\.(qweight|qzeros|g_idx|scales|SCB|weight_format|absmax|quant_map|nested_\w+|quant_state\.\w+|[kv]_scale"
+    r"|(weight|input|output|[qkv])_(scale|scale_inv|scale_2|zero_point|packed|shape|g_idx|global_scale)"
+    r"|weight\._(data|scale|shift|\w*scale\w*)|activation_scale|(input|output)_scale|weight_scale_and_zero)"
+)
+_FLOATS = ("F64", "F32", "F16", "BF16", "MXFP4")
+
+
+def check_tensors(files: CheckpointFiles, expected: Sequence[Parameter], *, tied: bool) -> None:
+    """Refuse a checkpoint that has other tensors than a model, or some that would not be read.
+
+    Args:
+        expected: The parameters of the model.
+        tied: Whether the output layer is the embedding, which may then be stored a second time.
+
+    Raises:
+        ConfigError: Weights are quantised; or tensors are missing, of another shape, or not part of the model.
+    """
+    shapes = stored_shapes(expected)
+    places = {name: files.place(name) for name in shapes}
+    _check_floats(files, [name for name, place in places.items() if place is not None])
+    read = Counter[str]()
+    for name, place in places.items():
+        if place is not None:
+            read[place.name] += math.prod(files.shape(name))
+    copy = files.place(HEAD) if tied else None
+    unread = files.names - read.keys() - ({copy.name} if copy is not None else set())
+    unexpected = sorted(name for name in unread if not _DERIVED.fullmatch(name))
+    problems = [
+        f"tensor {name} of shape {shapes[name]} is missing{_nearest(name, unexpected)}"
+        for name, place in places.items()
+        if place is None
+    ]
+    problems += [
+        f"tensor {place.name} in {files.file_of(name)} has shape {files.shape(name)}, expected {shapes[name]}"
+        for name, place in places.items()
+        if place is not None and files.shape(name) != shapes[name]
+    ]
+    problems += [
+        f"tensor {name} in {files.file_of(name)} of shape {files.shape(name)} is not part of the model"
+        for name in unexpected
+    ]
+    if not problems:
+        problems = [
+            f"tensor {name} in {files.file_of(name)} of shape {files.shape(name)} has more experts than the model"
+            for name, count in read.items()
+            if count < math.prod(files.shape(name))
+        ]
+    if problems:
+        shown = problems[:10] + ([f"and {len(problems) - 10} more"] if len(problems) > 10 else [])
+        raise ConfigError(
+            f"the checkpoint in {files.directory} does not fit its configuration: {'; '.join(shown)}. Check "
+            "config.json (architectures, sizes, tie_word_embeddings) against the tensors."
+        )
+
+
+def _check_floats(files: CheckpointFiles, read: Sequence[str]) -> None:
+    """Refuse quantised weights, whose tensors would otherwise not fit, or fit and be integers."""
+    quantised = next((name for name in sorted(files.names) if _OF_QUANTISED.fullmatch(name)), None)
+    quantised = quantised or next((name for name in read if files.stored_dtype(name) not in _FLOATS), None)
+    if quantised is not None:
+        raise ConfigError(
+            f"the checkpoint in {files.directory} is quantised: {files.file_of(quantised)} has tensor {quantised} of "
+            f"dtype {files.stored_dtype(quantised)}. {DEQUANTISE}"
+        )
+
+
+def _nearest(name: str, candidates: Sequence[str]) -> str:
+    match = difflib.get_close_matches(name, candidates, n=1, cutoff=0.95)
+    return f" (there is {match[0]})" if match else ""
