@@ -14,11 +14,11 @@ export JAX_PLATFORMS := cpu
 # tests/isolation.py makes the environment of the tests; these pytest reads before it.
 unexport PYTEST_ADDOPTS PYTEST_PLUGINS PYTHONPATH PYTHONHOME PYTHONWARNINGS
 
-.PHONY: help setup setup-tests demo rl-demo test slow nightly fuzz docs lint format types
+.PHONY: help setup setup-tests demo rl-demo test slow nightly test-jax-0.12 test-newest fuzz docs lint format types
 help: ## show this list
 	@echo "Usage: make TARGET"
-	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1|\2/p' $(MAKEFILE_LIST) | column -t -s '|' 2>/dev/null \
-		|| sed -nE 's/^([a-z-]+):.*## (.*)/  make \1: \2/p' $(MAKEFILE_LIST)
+	@sed -nE 's/^([a-z0-9.-]+):.*## (.*)/  make \1|\2/p' $(MAKEFILE_LIST) | column -t -s '|' 2>/dev/null \
+		|| sed -nE 's/^([a-z0-9.-]+):.*## (.*)/  make \1: \2/p' $(MAKEFILE_LIST)
 
 setup: ## make the environment in .venv (the other targets do it themselves)
 	@scripts/setup.sh dev
@@ -47,9 +47,16 @@ slow: setup-tests ## run the slow tests, the whole demo among them
 	@$(PYTHON) -m pytest -m "slow and not nightly and not optimized" -n $(WORKERS) $(ARGS) || [ $$? = 5 ]
 	@$(AS_USERS_COMPILE) $(PYTHON) -m pytest -m "slow and not nightly and optimized" -n $(WORKERS) $(ARGS) || [ $$? = 5 ]
 
-nightly: setup-tests ## run the longest tests, most with a sibling in make slow, and fuzz
+nightly: setup-tests ## run the longest tests, most with a sibling in make slow, fuzz, and test-newest
 	@$(AS_USERS_COMPILE) $(PYTHON) -m pytest -m nightly -n $(WORKERS) $(ARGS)
 	@$(MAKE) --no-print-directory fuzz
+	@$(MAKE) --no-print-directory test-newest
+
+test-jax-0.12: setup-tests ## run the tests with jax 0.12 and the newest of the rest, without Levanter and Tunix, which pin 0.11
+	@scripts/test_versions.sh jax-0.12 -m "not slow and not nightly" -n $(WORKERS) $(ARGS)
+
+test-newest: setup-tests ## run the tests with the newest of everything, pre-releases of jax too; part of make nightly
+	@scripts/test_versions.sh newest -m "not slow and not nightly" -n $(WORKERS) $(ARGS)
 
 fuzz: setup-tests ## read what somebody could hand over, made up anew, for FUZZ_S seconds (default: 600)
 	@LOCKSTEP_FUZZ_SECONDS=$(FUZZ_S) $(PYTHON) -m pytest -s tests/fuzz $(ARGS)

@@ -14,6 +14,7 @@ import pytest
 from lockstep import errors, training
 from lockstep.main.commands import COMMANDS
 from lockstep.main.help import add_keys
+from tests.extras import NEEDS_CLIENTS
 
 ROOT = Path(__file__).parents[2]
 SOURCES = [(path, ast.parse(path.read_text(encoding="utf-8"))) for path in (ROOT / "src" / "lockstep").rglob("*.py")]
@@ -154,6 +155,7 @@ def unknown_names(text: str, options: set[str], keys: set[str], names: set[str])
     }
 
 
+@NEEDS_CLIENTS
 def test_no_message_names_what_does_not_exist():
     known, found = known_names(), {text: place for place, text in messages()}
     assert len(found) > 1000

@@ -1,0 +1,31 @@
+#!/usr/bin/env bash
+# Runs tests in an environment of its own, with other versions than those of .venv, and says which.
+#   scripts/test_versions.sh jax-0.12 [PYTEST ARGUMENT ...]   the versions of hashes-jax-0.12.txt
+#   scripts/test_versions.sh newest [PYTEST ARGUMENT ...]     the newest of everything, pre-releases of jax too
+# Levanter and Tunix pin jax 0.11, so their tests are left out.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+versions=${1:?jax-0.12 or newest}
+shift
+venv=build/venv-$versions
+uv=$(command -v uv || printf .venv/bin/uv)
+extras=dev,plan,gcs,browser,eval,readers,docs
+pins=hashes-jax-0.12.txt
+
+case $versions in
+  jax-0.12) options=(-c "$pins" --build-constraint hashes.txt) ;;
+  newest)
+    mkdir -p build
+    # Our own upper bound of jax is what is tried here.
+    printf 'jax>=0.12.0rc0\njaxlib>=0.12.0rc0\n' >build/newest-overrides.txt
+    options=(--upgrade --override build/newest-overrides.txt)
+    ;;
+  *) echo "test_versions: $versions is neither jax-0.12 nor newest" >&2 && exit 2 ;;
+esac
+[ -x "$venv/bin/python" ] || "$uv" venv --quiet --seed --python .venv/bin/python "$venv"
+"$uv" pip install --quiet --python "$venv/bin/python" "${options[@]}" -e ".[$extras]"
+echo "test_versions: $versions, other than in $pins:"
+diff <(grep -oE '^[^ ]+==[^ ]+' "$pins" | sort) \
+  <("$uv" pip freeze --quiet --python "$venv/bin/python" | grep -E '^[^ ]+==' | sort) | grep '^>' || echo "  nothing"
+exec "$venv/bin/python" -m pytest --ignore-glob='*levanter*' --ignore-glob='*tunix*' --ignore-glob='*snowball*' \
+  -k "not levanter and not tunix and not snowball" "$@"

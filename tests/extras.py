@@ -1,0 +1,11 @@
+"""Extras that an environment of tests may lack."""
+
+from importlib.util import find_spec
+
+import pytest
+
+NEEDS_CLIENTS = pytest.mark.skipif(
+    any(find_spec(name) is None for name in ("levanter", "tunix")),
+    reason="the extras levanter and tunix, which pin jax 0.11, are not installed",
+)
+"""Of a test that reads every public name, those for Levanter and Tunix too."""
