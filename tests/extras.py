@@ -8,4 +8,4 @@ NEEDS_CLIENTS = pytest.mark.skipif(
     any(find_spec(name) is None for name in ("levanter", "tunix")),
     reason="the extras levanter and tunix, which pin jax 0.11, are not installed",
 )
-"""Of a test that reads every public name, those for Levanter and Tunix too."""
+"""The mark of a test that reads every public name, those for Levanter and Tunix too."""
