@@ -30,6 +30,10 @@ class Bucket:
         """Object and bytes of each download."""
         self.refuse: str | None = None
         """What is told to everybody who asks for anything; None: nobody is refused."""
+        self.answering = threading.Event()
+        """Cleared, requests are taken and nobody is answered, as by a server that is stopped (SIGSTOP). A request for
+        ``/stop`` clears it, one for ``/go`` sets it."""
+        self.answering.set()
         self.bytes_per_s: float | None = None
         """The rate at which each process uploads its part of a checkpoint; None: as fast as it goes."""
         self._uplinks: collections.defaultdict[str, threading.Lock] = collections.defaultdict(threading.Lock)
@@ -59,6 +63,7 @@ def serve() -> Iterator[Bucket]:
         try:
             yield bucket
         finally:
+            bucket.answering.set()
             server.shutdown()
 
 
@@ -66,6 +71,11 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def do_GET(self) -> None:
+        if self.path in ("/stop", "/go"):
+            answering = self.server.bucket.answering
+            answering.clear() if self.path == "/stop" else answering.set()
+            self._answer(200, b"")
+            return
         kind, bucket, name, query = self._asked()
         objects = self.server.bucket.objects
         if self.server.bucket.refuse is not None:
@@ -117,6 +127,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self._answer(200, _resource(query["name"], data) | {"generation": str(store.generations[path])})
 
     def _asked(self) -> tuple[str, str, str, dict[str, str]]:
+        self.server.bucket.answering.wait()
         split = urllib.parse.urlsplit(self.path)
         kind, bucket, name = re.fullmatch("/(download/|upload/|)storage/v1/b/([^/]+)/o/?(.*)", split.path).groups()
         return kind, bucket, urllib.parse.unquote(name), dict(urllib.parse.parse_qsl(split.query))

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import signal
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,7 +43,7 @@ INTERRUPTED = _row(128 + signal.SIGINT, "interrupted (Ctrl-C)")
 ABORTED = _row(128 + signal.SIGABRT, "aborted, as by JAX where another process is gone (SIGABRT)", retried=True)
 BUS_ERROR = _row(128 + signal.SIGBUS, "a fault of memory or of a mapped file (SIGBUS)", retried=True)
 SEGMENTATION_FAULT = _row(128 + signal.SIGSEGV, "a fault inside a native library (SIGSEGV)", retried=True)
-KILLED = _row(128 + signal.SIGKILL, "killed (SIGKILL, or the machine ran out of memory)")
+KILLED = _row(128 + signal.SIGKILL, "killed (SIGKILL, or the machine ran out of memory)", retried=True)
 TERMINATED = _row(128 + signal.SIGTERM, "asked to end (SIGTERM), as before a preemption", retried=True)
 
 
@@ -59,6 +59,30 @@ def describe_code(code: int) -> str:
 def is_retried(code: int) -> bool:
     """Whether another try can cure what ended a job; the error of a user it cannot."""
     return code in EXIT_CODES and EXIT_CODES[code].retried
+
+
+DIED = (KILLED, BUS_ERROR, SEGMENTATION_FAULT)
+"""The codes of a process that died without a word: what others say after it is that it is gone."""
+
+
+def cause_of[Ended](failed: Sequence[Ended], code: Callable[[Ended], int], own: Collection[Ended]) -> Ended:
+    """Return the process that is the cause of the end of the others; the first of these, in the order of time.
+
+    1. one that ended by an error of its own, and has said so;
+    2. one that died without a word (`DIED`) before all others: their faults are its broken connections;
+    3. one that ended by an error;
+    4. one that ended by a fault, which may be a connection that broke as one of the above ended;
+    5. one that ended because of another one, or by a signal.
+
+    Args:
+        failed: The processes that have not ended well, in the order of time; at least one.
+        own: Those whose output has an error of their own.
+    """
+    raised = [each for each in failed if code(each) < 128 and code(each) not in (PEER_FAILED, FAULT)]
+    said = [each for each in raised if each in own]
+    dead = [each for each in failed[:1] if code(each) in DIED]
+    faults = [each for each in failed if code(each) == FAULT]
+    return (said or dead or raised or faults or failed)[0]
 
 
 type Finish = Callable[[float], Iterable[str]]
@@ -82,3 +106,16 @@ def finish_work(timeout_s: float) -> list[str]:
         with contextlib.suppress(Exception):  # the process ends, and has its reason
             left += finish(max(0.0, deadline - time.monotonic()))
     return left
+
+
+_given_up: list[Callable[[], bool]] = []
+
+
+def give_work_up(is_done: Callable[[], bool]) -> None:
+    """Note work in a thread that nobody waits for any more, and for which Python would wait at its exit."""
+    _given_up.append(is_done)
+
+
+def work_hangs() -> bool:
+    """Whether work that was given up still goes on, so that the process has to end without Python's exit handlers."""
+    return not all(is_done() for is_done in _given_up)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from lockstep import exits
-from lockstep.exits import EXIT_CODES, before_end, describe_code, finish_work, is_retried
+from lockstep.exits import EXIT_CODES, before_end, cause_of, describe_code, finish_work, is_retried
 from tests.clock import Clock
 
 ROOT = Path(__file__).parents[2]
@@ -39,7 +39,28 @@ def test_a_code_in_words(code, text):
 
 
 def test_what_is_tried_again():
-    assert [code for code in (0, 1, 2, 85, 87, 90, 143, 42) if is_retried(code)] == [85, 87, 143]
+    assert [code for code in (0, 1, 2, 85, 87, 90, 137, 143, 42) if is_retried(code)] == [85, 87, 137, 143]
+
+
+@pytest.mark.parametrize(
+    ("codes", "own", "cause"),
+    [
+        ([137, 93], [], 137),  # what a survivor sees of one that was killed is a broken connection
+        ([137, 1], [], 137),
+        ([137, 85, 93], [], 137),
+        ([139, 93], [], 139),
+        ([135, 85], [], 135),
+        ([137, 3], [3], 3),  # the launcher ends the others by force
+        ([85, 93, 137], [], 93),
+        ([134, 93], [], 93),  # JAX aborts a process where another is gone
+        ([85, 134], [], 85),
+        ([143, 93], [], 93),
+        ([93, 1], [], 1),
+    ],
+)
+def test_of_processes_that_ended_the_cause_of_the_others_is_named(codes, own, cause):
+    """In the order of time; `own`: those with an error of their own."""
+    assert cause_of(codes, lambda code: code, own) == cause
 
 
 @pytest.fixture

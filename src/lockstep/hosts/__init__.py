@@ -27,5 +27,7 @@ from lockstep.hosts.phase import Phase as Phase
 from lockstep.hosts.run_main import run_main as run_main
 from lockstep.hosts.start import current as current
 from lockstep.hosts.start import start as start
+from lockstep.hosts.storage import call_storage as call_storage
+from lockstep.hosts.storage import storage_wait as storage_wait
 from lockstep.hosts.tls import TlsConfig as TlsConfig
 from lockstep.hosts.watchdog import Watchdog as Watchdog

@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import NoReturn
 
 from lockstep.errors import CapacityError, CompilerError, ConfigError, HostError, LockstepError, PeerError, PromptError
-from lockstep.exits import FAILED, FAULT, INTERRUPTED, PEER_FAILED, WAIT_S
+from lockstep.exits import FAILED, FAULT, INTERRUPTED, PEER_FAILED, WAIT_S, work_hangs
 from lockstep.hosts.fault import failure_code, limit_attempts
 from lockstep.hosts.hosts import Hosts
 from lockstep.hosts.peers import announce_exit, end_process, failure_is_announced
@@ -136,12 +136,14 @@ def leave(hosts: Hosts | None, code: int, reason: str, peers: int = PEER_FAILED)
     Raises:
         SystemExit: The job has one process, or no service any more.
     """
-    if hosts is None:
+    if hosts is not None and hosts.client.count == 1 and code == FAULT:
+        code = limit_attempts(hosts.client, code)
+    if hosts is None or hosts.client.count == 1:
+        if work_hangs():
+            end_process(code)
         sys.exit(code)
     client = hosts.client
     if code == FAULT:  # a connection that breaks because another process has failed is no fault
         code = PEER_FAILED if failure_is_announced(client) else limit_attempts(client, code)
-    if client.count == 1:
-        sys.exit(code)
     announce_exit(client, reason, peers, WAIT_S)
     end_process(code)

@@ -27,8 +27,11 @@ _HARDWARE = re.compile(
     re.IGNORECASE,
 )
 _NETWORK = re.compile(
-    r"HostTimeoutError|ServiceGoneError|TimeoutError|Connection\w*Error|BrokenPipeError|(Connect|Read)Timeout\w*"
+    r"HostTimeoutError|ServiceGoneError|(FS)?TimeoutError|\w*Connection\w*Error|BrokenPipeError|\w*ProxyError|"
+    r"((Connect|Read)Timeout|Client(Connector|OS|Payload)|Server(Disconnected|Timeout)|ChunkedEncoding|Transport)\w*"
 )
+"""Errors of Python, of ours, and of what reads buckets: aiohttp, requests, botocore, google.auth, fsspec."""
+_HTTP_STATUS = {408, 429, 500, 502, 503, 504}  # replies that another request may not get
 _ERRNO = re.compile(r"\[Errno (5|19|100|101|103|104|110|112|113|116|121)\]")
 """Linux: input/output, no device, network down, connection lost, host down, stale handle, remote I/O."""
 
@@ -54,13 +57,19 @@ def is_fault(text: str) -> bool:
     return status in ("", "RESOURCE_EXHAUSTED") and bool(_RUNTIME.fullmatch(name) and _HARDWARE.search(message))
 
 
+def is_passing(error: BaseException) -> bool:
+    """Whether an error is a fault (`is_fault`) by its text, or by the status of the HTTP reply that it comes from."""
+    status = next((getattr(error, name) for name in ("status", "code") if hasattr(error, name)), None)
+    return is_fault(f"{type(error).__name__}: {error}") or (isinstance(status, int) and status in _HTTP_STATUS)
+
+
 def failure_code(error: BaseException) -> int:
     """The exit code of a process that an error ends: `FAULT`, or `FAILED` for what another attempt would meet again."""
     each: BaseException | None = error
     while each is not None:
         if isinstance(each, PeerError):
             return FAULT if each.fault else FAILED
-        if is_fault(f"{type(each).__name__}: {each}"):
+        if is_passing(each):
             return FAULT
         each = None if _MISTAKE.fullmatch(type(each).__name__) else each.__cause__
     return FAILED

@@ -9,9 +9,10 @@ from types import FrameType
 from typing import NoReturn
 
 from lockstep.errors import HostError
-from lockstep.exits import TERMINATED
+from lockstep.exits import TERMINATED, work_hangs
 from lockstep.hosts.exit import leave, outcome, print_error
 from lockstep.hosts.hosts import Hosts
+from lockstep.hosts.peers import end_process
 from lockstep.hosts.start import current_without_devices, shutdown
 
 HANDLER_S = 2.0
@@ -62,6 +63,8 @@ def run_main(main: Callable[[], object], *, debug: bool = False) -> None:
         text = f"exit code {code}"
         if code == 0:
             shutdown()
+            if work_hangs():
+                end_process(code)
     except _Terminated as terminated:
         _leave_after_sigterm(terminated.phase)
     except BaseException as error:

@@ -18,6 +18,7 @@ from lockstep.exits import (
     TERMINATED,
     UNREACHABLE,
     WORKER_LOST,
+    cause_of,
     describe_code,
     is_retried,
 )
@@ -58,9 +59,8 @@ def first_failure(
 ) -> Ending | None:
     """The ending that is the cause of the others; None while that is not known, or nothing has failed.
 
-    A worker that was lost is the cause whatever the others say: what they report is that it is gone. Otherwise it is
-    the first that ended by an error of its own, and has said so, before a fault (which may be a connection that broke
-    as that one ended), and before those that ended because of another one or by a signal.
+    A worker that was lost is the cause whatever the others say: what they report is that it is gone. Otherwise see
+    `cause_of`.
 
     Args:
         unreachable: Whether a worker cannot be reached at the moment.
@@ -75,7 +75,7 @@ def first_failure(
     raised = [each for each in failed if each.code < 128 and each.code not in (PEER_FAILED, FAULT)]
     own = raised if themselves is None else [each for each in raised if each.worker in themselves]
     if own or all_ended or waited_s > (CAUSE_S if themselves or not raised else QUIET_S):
-        return (own or raised or [each for each in failed if each.code == FAULT] or failed)[0]
+        return cause_of(failed, lambda ending: ending.code, own)
     return None
 
 

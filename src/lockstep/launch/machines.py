@@ -14,7 +14,7 @@ from lockstep.exits import DONE, NOT_FOUND, is_retried
 from lockstep.files import private
 from lockstep.launch.backend import Console, Worker, WorkerBackend, jax_environment
 from lockstep.launch.environment import RESTARTS, JobEnvironment, job_environment
-from lockstep.launch.options import add_worker_options, count, number
+from lockstep.launch.options import RETRIES_HELP, add_worker_options, count, number
 from lockstep.launch.processes import Job, signals_to
 from lockstep.launch.record import JobRecord
 from lockstep.printable import SECRET_NAME
@@ -36,9 +36,7 @@ class Local:
             "to it directly, so that its live output works; always: on for all; never: off for all",
         )
         add("--log_dir", type=Path, help="also write the output of process i to <log_dir>/process-<i>.log")
-        add(
-            "--retries", type=number, default=0, help="how often a job that lost a process is started again (default 0)"
-        )
+        add("--retries", type=number, default=0, help=RETRIES_HELP)
         add("--grace_s", type=float, default=10.0, help="seconds between SIGTERM and SIGKILL (default 10)")
 
     def run(self, options: argparse.Namespace) -> int:

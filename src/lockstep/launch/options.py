@@ -117,6 +117,12 @@ def add_common_options(parser: argparse.ArgumentParser, backends: Mapping[str, B
     add(DEBUG, action="store_true", help="show the stack of every error")
 
 
+RETRIES_HELP = (
+    "how often the job is started again where another try may help: a worker was lost, killed or out of memory, or its "
+    "hardware, runtime or network failed; never after an error of the program (default 0)"
+)
+
+
 def add_job_options(parser: argparse.ArgumentParser) -> None:
     """Add what backends have whose jobs run on other machines, and can go on without the launcher."""
     add = parser.add_argument_group("jobs on other machines").add_argument
@@ -127,7 +133,7 @@ def add_job_options(parser: argparse.ArgumentParser) -> None:
         default=True,
         help="stay, show the output, and end the job with this command; --no-foreground returns once it runs",
     )
-    add("--retries", type=number, default=0, help="how often a job that lost a worker is started again (default 0)")
+    add("--retries", type=number, default=0, help=RETRIES_HELP)
     add(
         "--sync",
         action="append",

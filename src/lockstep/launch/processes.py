@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from pathlib import Path
 from typing import IO
 
-from lockstep.exits import FAULT, PEER_FAILED
+from lockstep.exits import FAULT, PEER_FAILED, cause_of
 from lockstep.launch.agent.supervisor import die_with_parent
 from lockstep.launch.backend import ERROR, Errors
 from lockstep.redact import Redactor
@@ -107,6 +107,7 @@ class Job:
         self.received: list[int] = []  # signals to the launcher that are not yet passed on
         self.stopped_by: int | None = None  # the first of them
         self.errors = Errors()
+        self.ended: list[Child] = []  # those that have not ended well, in the order of time
         self.failed: Child | None = None
         self.first_failure: float | None = None
         self.terminate_at: float | None = None  # when what still runs after a failure gets SIGTERM
@@ -160,8 +161,10 @@ class Job:
 
     def _find_failure(self, all_ended: bool) -> None:
         """Name the process that failed first, but one that raised before one that ended because of another."""
-        failed = [child for child in self.children if child.process.returncode]
-        if not failed:
+        for child in self.children:
+            if child.process.returncode and child not in self.ended:
+                self.ended.append(child)
+        if not (failed := self.ended):
             return
         for child in failed:
             self._drain(child)
@@ -171,7 +174,7 @@ class Job:
         if self.first_failure is None:
             self.first_failure = time.monotonic()
         if own or all_ended or time.monotonic() - self.first_failure > CAUSE_S:
-            self._fail((own or raised or [c for c in failed if c.process.returncode == FAULT] or failed)[0])
+            self._fail(cause_of(failed, lambda child: shell_code(child.process.returncode), own))
 
     def _code(self) -> int:
         if self.stopped_by is not None:
@@ -179,8 +182,7 @@ class Job:
         if self.failed is None:
             return 0
         print(f"launch: failed: process {self.failed.index}, {describe(self.failed)}", file=sys.stderr, flush=True)
-        code = self.failed.process.returncode
-        return code if code > 0 else 128 - code
+        return shell_code(self.failed.process.returncode)
 
     def _pass_signals_on(self) -> None:
         while self.received:
@@ -289,6 +291,11 @@ def interrupt(number: int) -> None:
     if number != signal.SIGINT:
         signal.signal(number, signal.SIG_IGN)  # also for gcloud, by which a request is withdrawn now
     raise KeyboardInterrupt
+
+
+def shell_code(returncode: int) -> int:
+    """Return the exit code of a process as a shell has it: 128 + n for signal n."""
+    return returncode if returncode >= 0 else 128 - returncode
 
 
 def describe(child: Child) -> str:

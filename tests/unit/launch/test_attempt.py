@@ -80,7 +80,9 @@ def test_a_lost_worker_is_the_cause_whatever_the_others_report_of_it():
 def test_what_is_tried_again_is_in_the_table(code):
     ending = Ending(worker=0, code=code, at=0.0)
     assert can_retry(ending) == EXIT_CODES[code].retried
-    assert can_retry(ending) == (code in (85, 86, WORKER_LOST, UNREACHABLE, 91, FAULT, TERMINATED, 134, 135, 139))
+    assert can_retry(ending) == (
+        code in (85, 86, WORKER_LOST, UNREACHABLE, 91, FAULT, TERMINATED, 134, 135, KILLED, 139)
+    )
 
 
 def test_who_stopped_a_job_does_not_want_it_again():

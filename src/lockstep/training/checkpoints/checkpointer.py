@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -9,22 +10,23 @@ from typing import Any, Literal
 
 import jax
 
-from lockstep.errors import ConfigError, PeerError
-from lockstep.hosts import Hosts
-from lockstep.json_text import from_peer
+from lockstep.errors import PeerError
+from lockstep.hosts import Hosts, call_storage, storage_wait
 from lockstep.printable import get_logger
 from lockstep.report import ReportWait
 from lockstep.training.checkpoints.arrays import handler, merge_arrays, read_arrays, write_arrays
 from lockstep.training.checkpoints.checkpoint import (
     CheckpointDirectory,
     CheckpointMetadata,
-    CheckpointSearch,
     DamagedCheckpointError,
     changes,
     named_arrays,
     shape_texts,
 )
 from lockstep.training.checkpoints.config import CheckpointerConfig
+from lockstep.training.checkpoints.grace import Grace
+from lockstep.training.checkpoints.save import Save
+from lockstep.training.checkpoints.search import CheckpointSearch, check_fits
 from lockstep.training.step.train_state import TrainState
 from lockstep.urls import check_bare_name
 
@@ -34,6 +36,7 @@ KEYS = "lockstep/checkpoint"
 """The directory of the service in which every process posts that its part is written, or why not."""
 
 SLOW_S = 1.0  # seconds that training may wait for the save before, without a word in the log
+LATE_S = 10.0  # seconds that training waits for the save before; then it goes on without another one
 
 
 class Checkpointer:
@@ -69,7 +72,8 @@ class Checkpointer:
         self._hosts, self._facts, self._run_config = hosts, dict(facts), dict(run_config)
         self._reports = ReportWait(reported)
         self._model = model
-        self.pending: _Save | None = None  # the save that is under way
+        self.pending: Save | None = None  # the save that is under way
+        self._grace = Grace(config.grace_s, self.directory.path, hosts)
         self._unfinished: CheckpointMetadata | None = None  # what the run went on from, if its hooks were to be called
         self._last_s: float | None = None
         self._search = CheckpointSearch(self.directory)
@@ -89,11 +93,7 @@ class Checkpointer:
             PeerError: There is none or one against ``resume``, the hosts do not share the directory, or it cannot be
                 used; all are damaged, or the newest is and ``resume`` is ``must``.
         """
-        text = self._hosts.broadcast_from_leader("finding the checkpoint", lambda: self._search.run(resume).encode())
-        shared_by, metadata = from_peer(text, tuple[str, str | None], "the leader's checkpoint")
-        with self._hosts.run_on_all("sharing the directory of checkpoints"):
-            self._search.check_shared(shared_by)
-        return None if metadata is None else CheckpointMetadata.from_json(metadata)
+        return self._search.find(self._hosts, resume)
 
     def restore(self, metadata: CheckpointMetadata, structs: TrainState) -> TrainState | None:
         """Read a checkpoint into this run's shardings, each host only what its devices hold. Launches nothing.
@@ -105,9 +105,11 @@ class Checkpointer:
             PeerError: The checkpoint does not fit this run, or a host cannot read it.
         """
         directory, read = self.directory.of(metadata.step), {}
-        with self._hosts.run_on_all("reading the checkpoint", f"reading the checkpoint {directory}") as phase:
+        doing = f"reading the checkpoint {directory}"
+        waiting = storage_wait(doing) if self._hosts.is_leader else contextlib.nullcontext()
+        with self._hosts.run_on_all("reading the checkpoint", doing) as phase, waiting:
             named = named_arrays(structs)
-            self._check_fits(metadata, shape_texts(named))
+            check_fits(directory, metadata, self._facts, shape_texts(named))
             try:
                 read = read_arrays(directory / metadata.arrays, named, metadata.tree_digest)
             except DamagedCheckpointError as error:
@@ -122,7 +124,16 @@ class Checkpointer:
         self.last_step, self._unfinished = metadata.step, None if metadata.hooks_called else metadata
         return jax.tree.unflatten(jax.tree.structure(structs), [read[name] for name in named])
 
-    def save(self, state: TrainState, *, step: int, loss: float, hooks: Mapping[str, Any], hooks_called: bool) -> None:
+    def save(
+        self,
+        state: TrainState,
+        *,
+        step: int,
+        loss: float,
+        hooks: Mapping[str, Any],
+        hooks_called: bool,
+        is_last: bool = True,
+    ) -> None:
         """Begin a checkpoint, after the one before has come to its end.
 
         Where this step has one, its arrays stay, and it says from now on that its hooks have been called, if they have.
@@ -130,9 +141,11 @@ class Checkpointer:
         Args:
             state: The state after the step. It may be donated as soon as this returns.
             hooks_called: Whether the hooks have been called for this step.
+            is_last: Whether no other follows; where one does, this one is left out if the one before is late.
         """
         start = time.monotonic()
-        self.wait()
+        if not self.wait(at_most_s=math.inf if is_last else LATE_S):
+            return
         if step == self.last_step:
             found, self._unfinished = self._unfinished, None
             if found is not None and found.step == step and hooks_called:
@@ -160,7 +173,7 @@ class Checkpointer:
             hooks_called=hooks_called,
             model=self._model,
         )
-        self.pending = _Save(metadata, named)
+        self.pending = Save(metadata, named, self.directory.of(step))
         threading.Thread(target=self._write, args=(self.pending,), name="lockstep-checkpoint", daemon=True).start()
         self.pending.copied.wait()
 
@@ -171,41 +184,72 @@ class Checkpointer:
             with self._hosts.scope("checkpoint") as scope, scope.run_on_all("noting the hooks of a checkpoint"):
                 if scope.is_leader:
                     self._reports(metadata.step)
-                    self.directory.commit(metadata)
+                    doing = f"writing {self.directory.of(metadata.step)}"
+                    call_storage(doing, lambda: self.directory.commit(metadata), scope.timeout_s / 2)
         except PeerError as error:
             self._count_failure(metadata.step, str(error))
         finally:
             self._reports.training_waits(False)
 
-    def wait(self, *, removal: bool = True) -> None:
-        """Wait on all hosts, at most until its time is over, for the end of a save, and for the removal of old ones."""
+    def wait(self, *, removal: bool = True, at_most_s: float = math.inf) -> bool:
+        """Wait on all hosts, at most until its time is over, for the end of a save, and for the removal of old ones.
+
+        Args:
+            at_most_s: The seconds after which training goes on while it is written; none are waited another time.
+
+        Returns:
+            Whether no save is under way; the same on every host.
+        """
         save = self.pending
         if save is None:
-            return
+            return True
+        deadline = time.monotonic() + (0.0 if save.late and at_most_s < math.inf else at_most_s)
         outcome: str | None = None
         self._reports.training_waits(True)
+        waiting = storage_wait(str(save)) if self._hosts.is_leader else contextlib.nullcontext()
         try:
-            while outcome is None:
-                # A slice at a time, so that no host waits longer for another than it may.
-                with self._hosts.scope("checkpoint end") as scope:
-                    with scope.run_on_all("ending a checkpoint", f"writing the checkpoint of step {save.step}") as end:
-                        if scope.is_leader:
-                            end.share(self._outcome(save, save.ended if removal else save.done, scope.timeout_s / 4))
-                outcome = end.shared[0]
+            with waiting:
+                while outcome is None:
+                    # A slice at a time, so that no host waits longer for another than it may.
+                    with self._hosts.scope("checkpoint end") as scope:
+                        with scope.run_on_all("ending a checkpoint", str(save)) as end:
+                            end.share((None, False, False))
+                            if scope.is_leader:
+                                slice_s = min(scope.timeout_s / 4, deadline - time.monotonic())
+                                outcome = self._outcome(save, save.ended if removal else save.done, slice_s)
+                                end.share((outcome, time.monotonic() >= deadline, self._grace.storage_is_silent))
+                    outcome, save.late, self._grace.storage_is_silent = end.shared[0]
+                    if outcome is None and save.late:
+                        self._say_late(save)
+                        return False
         finally:
             self._reports.training_waits(False)
         self.pending = None
         if outcome:
+            save.give_up()
             self._count_failure(save.step, outcome)
         else:
             self.last_step = save.step
+        return True
+
+    def _say_late(self, save: Save) -> None:
+        if self._hosts.is_leader:
+            log.warning(
+                "training goes on without another checkpoint: %s, is not complete after %.0f s. Raise "
+                "checkpointer.every if that is the time a save takes",
+                save,
+                save.seconds,
+            )
 
     def save_after_signal(self, state: TrainState, *, step: int, **values: Any) -> None:
         """`save` after SIGTERM, unless one that was under way then is complete and no time for another is left."""
         pending = self.pending
+        self._grace.age_s()
         self.wait(removal=False)
+        if self._grace.storage_is_silent:
+            return
         if pending is not None and pending.step == self.last_step != step:
-            age_s = self._signal_age()
+            age_s = self._grace.age_s()
             with self._hosts.run_on_all("time for another save") as phase:
                 phase.share(self._last_s or 0.0)  # the leader's counts
             left_s, needed_s = self.config.grace_s - age_s, phase.shared[0]
@@ -227,48 +271,20 @@ class Checkpointer:
     @contextlib.contextmanager
     def within_grace(self, step: int) -> Iterator[None]:
         """Warn on the leader where a save that SIGTERM asked for may not fit in the time left; no report has any."""
-        age_s = self._signal_age()
+        before, age_s = self.last_step, self._grace.age_s()
         if not self._hosts.is_leader:
             yield
             return
-        grace_s, before = self.config.grace_s, self.last_step
-        start = time.monotonic() - age_s
         self._reports.signalled()
-        if self._last_s is not None and self._last_s > grace_s - age_s:
-            log.warning(
-                "the last checkpoint took %.1f s, and of the %g s that SIGTERM leaves (checkpointer.grace_s) %.1f s "
-                "are over: this one may not be complete in time, and the run then goes on %s",
-                self._last_s,
-                grace_s,
-                age_s,
-                self._otherwise(),
-            )
+        start = time.monotonic() - age_s
 
-        def late() -> None:
-            pending = self.pending
-            log.error(
-                "the checkpoint of step %d is not complete %g s after SIGTERM (checkpointer.grace_s): if the machine "
-                "is taken away now, the run goes on %s",
-                step if pending is None else pending.step,
-                grace_s,
-                self._otherwise(),
-            )
+        def written() -> int:
+            return step if self.pending is None else self.pending.step
 
-        timer = threading.Timer(max(0.0, grace_s - age_s), late)
-        timer.daemon = True
-        timer.start()
-        try:
+        with self._grace.warnings(age_s, self._last_s, written, self._otherwise):
             yield
-        finally:
-            timer.cancel()
         if self.last_step != before:
-            log.info("saved %.1f s after SIGTERM, which leaves %g s", time.monotonic() - start, grace_s)
-
-    def _signal_age(self) -> float:
-        """The seconds since the first process was asked to end; the same on every process."""
-        with self._hosts.run_on_all("time since the signal") as phase:
-            phase.share(self._hosts.preemption.age_s)
-        return max(phase.shared)
+            log.info("saved %.1f s after SIGTERM, which leaves %g s", time.monotonic() - start, self.config.grace_s)
 
     def _otherwise(self) -> str:
         """The checkpoint that a run would go on from if the save under way is not completed."""
@@ -277,22 +293,29 @@ class Checkpointer:
             step = pending.step
         return "from the beginning" if step is None else f"from step {step}"
 
-    def _outcome(self, save: "_Save", end: threading.Event, wait_s: float) -> str | None:
+    def _outcome(self, save: Save, end: threading.Event, wait_s: float) -> str | None:
         """On the leader: why the save failed, empty where it did not, None while nobody knows."""
-        left_s = self.config.timeout_s - save.seconds
-        if end.wait(max(0.0, min(wait_s, left_s))) or (save.done.is_set() and left_s <= wait_s):
+        give_up_at = time.monotonic() - save.seconds + self.config.timeout_s
+        wait_until = min(time.monotonic() + wait_s, give_up_at, self._grace.probe_at)
+        if end.wait(max(0.0, wait_until - time.monotonic())):
             return save.error
-        if left_s > wait_s:
-            return None
-        save.given_up.set()
-        return f"it was not complete after {self.config.timeout_s:g} s (checkpointer.timeout_s)"
+        if time.monotonic() >= give_up_at:
+            if save.done.is_set():
+                return save.error
+            return f"it was not complete after {self.config.timeout_s:g} s (checkpointer.timeout_s)"
+        if self._grace.probe():
+            return (
+                f"{self.directory.path} does not answer, and the {self.config.grace_s:g} s that SIGTERM leaves "
+                "(checkpointer.grace_s) are over"
+            )
+        return None
 
     def _count_failure(self, step: int, why: str) -> None:
         self.errors += 1
         if self._hosts.is_leader:
             log.error("the checkpoint of step %d was not saved, training goes on: %s", step, why)
 
-    def _write(self, save: "_Save") -> None:
+    def _write(self, save: Save) -> None:
         """The thread of a save: this host's part, and on the leader the end of the whole."""
         with jax.no_execution(True):
             try:
@@ -316,7 +339,7 @@ class Checkpointer:
                 self._remove_old()
             save.ended.set()
 
-    def _complete(self, save: "_Save", key: str) -> str:
+    def _complete(self, save: Save, key: str) -> str:
         """On the leader: wait for all, then make it a checkpoint; say why where that fails."""
         client, pause_s = self._hosts.client, 0.01
         while len(posted := client.get_dir(key)) < self._hosts.count:
@@ -355,43 +378,10 @@ class Checkpointer:
         except Exception as error:  # storage libraries have their own
             log.warning("%s cannot be listed, so old checkpoints stay: %s", self.directory.path, error)
 
-    def _discard(self, save: "_Save") -> None:
+    def _discard(self, save: Save) -> None:
         """Remove what a failed save has written; a damaged checkpoint of its step stays."""
         damaged = save.step in self._search.damaged
         self.directory.discard(save.step, save.metadata.arrays if damaged else None)
-
-    def _check_fits(self, metadata: CheckpointMetadata, shapes: Mapping[str, str]) -> None:
-        wrong = [f"{line} (now)" for line in changes(metadata.facts, self._facts)]
-        wrong += [f"array {line} (now)" for line in changes(metadata.shapes, shapes)]
-        if wrong:
-            more = f"\n  and {len(wrong) - 8} more" if len(wrong) > 8 else ""
-            raise ConfigError(
-                f"this run cannot go on from {self.directory.of(metadata.step)}; they differ in\n  "
-                + "\n  ".join(wrong[:8])
-                + f"{more}\nUse the values of the checkpoint, or another trainer.run_id for a new run."
-            )
-
-
-class _Save:
-    """A checkpoint that is being written."""
-
-    def __init__(self, metadata: CheckpointMetadata, arrays: Mapping[str, Any]) -> None:
-        self.metadata, self.step = metadata, metadata.step
-        # `done`: whether it is a checkpoint is known; `ended`: old ones are removed, and nothing is left to do.
-        self.copied, self.given_up, self.done, self.ended = (threading.Event() for _ in range(4))
-        self.error = ""
-        self._arrays: Mapping[str, Any] = arrays
-        self._began = time.monotonic()
-
-    @property
-    def seconds(self) -> float:
-        """The seconds since it began."""
-        return time.monotonic() - self._began
-
-    def take_arrays(self) -> Mapping[str, Any]:
-        """Return the arrays once, so that they live no longer than they are needed."""
-        arrays, self._arrays = self._arrays, {}
-        return arrays
 
 
 def _text(error: Exception) -> str:

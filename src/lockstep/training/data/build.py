@@ -14,11 +14,12 @@ import rich
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from lockstep.errors import ConfigError
-from lockstep.hosts import Hosts, HostThread
-from lockstep.printable import bytes_text, get_logger
+from lockstep.hosts import Hosts, HostThread, call_storage, storage_wait
+from lockstep.printable import bytes_text, get_logger, without_credentials
 from lockstep.training.data.chunk_builder import CacheSpec, ChunkBuilder, read_chunk, summarise_chunks
 from lockstep.training.data.token_cache import (
     METADATA,
+    RESIDENT_BYTES,
     CacheMetadata,
     TokenCache,
     cache_file,
@@ -204,7 +205,7 @@ def build_caches(
         group = _sharing(scope, fs, root, nonce, directories)
         _build(scope, fs, list(zip(specs, directories, strict=True)), tokenizer, policy, group)
         with scope.run_on_all("read", "reading the data cache") as phase:
-            caches = [TokenCache(fs, path, _finished(fs, path)) for path in directories]
+            caches = open_caches(fs, directories, scope.timeout_s)
             for spec, cache in zip(specs, caches, strict=True):
                 _check_rows(spec, cache.metadata, policy)
             phase.agree({f"rows of {spec.name}": cache.digest() for spec, cache in zip(specs, caches, strict=True)})
@@ -217,7 +218,8 @@ def build_caches(
 def _sharing(scope: Hosts, fs: Any, root: str, nonce: str, directories: Iterable[str]) -> list[int]:
     """The processes that see the same cache directory as this one, itself among them."""
     probes = f"{root.rstrip('/')}/probe-{nonce}"
-    with scope.run_on_all("mark", "writing to the cache directory"):
+    waiting = storage_wait(f"writing to data.cache_dir {without_credentials(root)}")
+    with scope.run_on_all("mark", "writing to the cache directory"), waiting:
         try:
             for path in (*directories, probes) if is_local(fs) else ():
                 os.makedirs(path, exist_ok=True)
@@ -288,8 +290,25 @@ def _build(
                     remove_dead_files(path)
 
 
-def _finished(fs: Any, path: str) -> CacheMetadata:
-    metadata = read_metadata(fs, path)
+def open_caches(fs: Any, directories: Sequence[str], timeout_s: float) -> list[TokenCache]:
+    """Open finished caches. The smallest of those in a bucket stay in memory, as many as `RESIDENT_BYTES` take."""
+    # Who waits for a bucket says so before others give up waiting for it.
+    wait_s = 0.8 * timeout_s
+    metadata = [_finished(fs, path, wait_s) for path in directories]
+    total, resident = 0, set[int]()
+    for number in sorted(range(len(metadata)), key=lambda number: metadata[number].nbytes):
+        total += metadata[number].nbytes
+        if total <= RESIDENT_BYTES:
+            resident.add(number)
+    return [
+        TokenCache(fs, path, facts, resident=number in resident, wait_s=wait_s)
+        for number, (path, facts) in enumerate(zip(directories, metadata, strict=True))
+    ]
+
+
+def _finished(fs: Any, path: str, wait_s: float) -> CacheMetadata:
+    doing = f"reading {fs.unstrip_protocol(path)}/{METADATA}"
+    metadata = call_storage(doing, lambda: read_metadata(fs, path), wait_s)
     if metadata is None:
         raise ConfigError(
             f"the data cache {path} has no {METADATA}, which another process has just written. Use a data.cache_dir "

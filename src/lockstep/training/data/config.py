@@ -10,14 +10,15 @@ import numpy as np
 
 from lockstep.config_fields import FilePath, check_fields
 from lockstep.errors import ConfigError, PeerError, check_at_least, refuse_keys
-from lockstep.hosts import Hosts, MemoryClient
+from lockstep.hosts import Hosts, MemoryClient, storage_wait
 from lockstep.plugins import load_object
+from lockstep.printable import without_credentials
 from lockstep.text import tokenizer_digest
 from lockstep.training.data.build import BadRowPolicy, build_caches
 from lockstep.training.data.chunk_builder import CacheSpec
 from lockstep.training.data.examples import FORMATS, DataFormat
 from lockstep.training.data.packing import RowShape
-from lockstep.training.data.records import MAX_LINE_BYTES, list_files
+from lockstep.training.data.records import MAX_LINE_BYTES, SourceFile, list_files
 from lockstep.training.data.rows import CachedRows
 from lockstep.training.data.token_cache import TokenCache
 from lockstep.training.objectives import REFERENCE
@@ -191,6 +192,10 @@ class DataConfig:
         lengths: tuple[int, ...],
         hosts: Hosts | None,
     ) -> list[TokenCache]:
+        def looked_for(url: str, name: str) -> list[SourceFile]:
+            with storage_wait(f"looking for the files of {without_credentials(url)}"):
+                return list_files(url, name)
+
         def make_specs() -> list[CacheSpec]:
             if not all(urls for _, urls in groups):
                 raise ConfigError(
@@ -210,7 +215,7 @@ class DataConfig:
             return [
                 CacheSpec(
                     name=name,
-                    files=tuple(file for url in urls for file in list_files(url, name.partition(" ")[0])),
+                    files=tuple(file for url in urls for file in looked_for(url, name.partition(" ")[0])),
                     format=format,
                     shape=shape,
                     tokenizer_digest=digest,

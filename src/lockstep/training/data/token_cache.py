@@ -1,5 +1,6 @@
 """A finished cache of tokenised rows: what is in it, and rows of it as arrays."""
 
+import bisect
 import contextlib
 import dataclasses
 import functools
@@ -7,6 +8,7 @@ import glob
 import hashlib
 import itertools
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, BinaryIO
@@ -16,6 +18,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from lockstep.files import new_file
+from lockstep.hosts import call_storage
 from lockstep.json_text import parse_json, refused, typed
 from lockstep.training.data.packing import Layout, Row
 from lockstep.training.objectives import REFERENCE
@@ -86,28 +89,52 @@ class RowWriter:
         self._waiting, self._ends = [], [] if last is None else [last]
 
 
+RESIDENT_BYTES = 1 << 30  # the most bytes of rows in a bucket that a host keeps in memory, so that each is read once
+GAP_BYTES = 1 << 16  # neighbouring rows of a larger cache are read in one request where less than this is between them
+WAIT_S = 240.0  # seconds that a bucket may take for the rows of a batch, over all tries
+
+
 class RowReader:
     """Reads rows of chunks by their numbers.
 
+    Those on a disk are mapped into memory. In a bucket the index of a chunk is read once, and its rows too where
+    ``resident``; else runs of neighbouring rows.
+
     Args:
         name: A function from the number of a chunk and a suffix to the path of its file.
+        resident: Whether the rows of a bucket stay in memory.
+        wait_s: The seconds that a bucket may take for one call.
     """
 
-    def __init__(self, fs: Any, name: Callable[[int, str], str], counts: Sequence[int]) -> None:
-        self._fs, self._name = fs, name
+    def __init__(
+        self,
+        fs: Any,
+        name: Callable[[int, str], str],
+        counts: Sequence[int],
+        *,
+        resident: bool = True,
+        wait_s: float = WAIT_S,
+    ) -> None:
+        self._fs, self._name, self._resident, self._wait_s = fs, name, resident, wait_s
         self._ends = np.cumsum(np.asarray(counts, np.int64))
         self._mapped = functools.lru_cache(maxsize=OPEN_CHUNKS)(self._map)
+        self._index: dict[int, np.ndarray] = {}
+        self._rows: dict[int, np.ndarray] = {}
 
     def __len__(self) -> int:
         """Return the number of rows of all chunks."""
         return int(self._ends[-1]) if len(self._ends) else 0
 
     def read(self, numbers: Sequence[int]) -> list[Int[np.ndarray, " record"]]:
-        """Read the records of some rows, see `parse_record`."""
+        """Read the records of some rows, see `parse_record`.
+
+        Raises:
+            HostTimeoutError: A bucket does not answer.
+        """
         chunks = np.searchsorted(self._ends, np.asarray(numbers), side="right")
         starts = np.concatenate([[0], self._ends])[chunks]
         places = [(int(c), int(number - start)) for c, number, start in zip(chunks, numbers, starts, strict=True)]
-        return self._read_mapped(places) if is_local(self._fs) else self._read_ranges(places)
+        return self._read_mapped(places) if is_local(self._fs) else self._read_bucket(places)
 
     def _read_mapped(self, places: Sequence[tuple[int, int]]) -> list[np.ndarray]:
         found = []
@@ -122,19 +149,55 @@ class RowReader:
         rows = np.memmap(self._name(chunk, "rows"), ROW, "r")
         return np.asarray(index), np.asarray(rows)
 
-    def _read_ranges(self, places: Sequence[tuple[int, int]]) -> list[np.ndarray]:
-        size = INDEX.itemsize
-        index = self._ranges("index", [(c, place * size, (place + 2) * size) for c, place in places])
-        bounds = [np.frombuffer(data, INDEX) * ROW.itemsize for data in index]
-        rows = self._ranges(
-            "rows", [(c, int(start), int(end)) for (c, _), (start, end) in zip(places, bounds, strict=True)]
-        )
-        return [np.frombuffer(data, ROW) for data in rows]
+    def _read_bucket(self, places: Sequence[tuple[int, int]]) -> list[np.ndarray]:
+        chunks = sorted({chunk for chunk, _ in places})
+        self._keep(self._index, "index", INDEX, chunks)
+        ends = self._index
+        bounds = [(chunk, int(ends[chunk][place]), int(ends[chunk][place + 1])) for chunk, place in places]
+        if self._resident:
+            self._keep(self._rows, "rows", ROW, chunks)
+            return [self._rows[chunk][start:end] for chunk, start, end in bounds]
+        runs = neighbouring(bounds, GAP_BYTES // ROW.itemsize)
+        data = self._ranges("rows", [(c, start * ROW.itemsize, end * ROW.itemsize) for c, start, end in runs])
+        arrays = [np.frombuffer(part, ROW) for part in data]
+        records = []
+        for chunk, start, end in bounds:
+            run = bisect.bisect_right(runs, (chunk, start, sys.maxsize)) - 1
+            first = runs[run][1]
+            records.append(arrays[run][start - first : end - first].copy())  # the run itself may go
+        return records
 
-    def _ranges(self, suffix: str, ranges: Sequence[tuple[int, int, int]]) -> list[bytes]:
+    def _keep(self, kept: dict[int, np.ndarray], suffix: str, dtype: np.dtype, chunks: Sequence[int]) -> None:
+        """Read the files of chunks that have not been read yet."""
+        missing = [chunk for chunk in chunks if chunk not in kept]
+        for chunk, data in zip(missing, self._ranges(suffix, [(c, 0, None) for c in missing]), strict=True):
+            kept[chunk] = np.frombuffer(data, dtype)
+
+    def _ranges(self, suffix: str, ranges: Sequence[tuple[int, int, int | None]]) -> list[bytes]:
+        if not ranges:
+            return []
         paths = [self._name(chunk, suffix) for chunk, _, _ in ranges]
         starts, ends = [start for _, start, _ in ranges], [end for _, _, end in ranges]
-        return self._fs.cat_ranges(paths, starts, ends, on_error="raise")
+
+        def read() -> list[bytes]:
+            parts = self._fs.cat_ranges(paths, starts, ends, on_error="raise")
+            for part in parts:  # asynchronous file systems return errors whatever `on_error` says
+                if isinstance(part, BaseException):
+                    raise part
+            return parts
+
+        more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
+        return call_storage(f"reading rows of {self._fs.unstrip_protocol(paths[0])}{more}", read, self._wait_s)
+
+
+def neighbouring(bounds: Sequence[tuple[int, int, int]], gap: int) -> list[tuple[int, int, int]]:
+    """Join ranges, each a chunk, a start and an end, where less than ``gap`` is between two; in ascending order."""
+    runs: list[tuple[int, int, int]] = []
+    for chunk, start, end in sorted(bounds):
+        if runs and runs[-1][0] == chunk and start - runs[-1][2] < gap:
+            start, end = runs[-1][1], max(end, runs.pop()[2])
+        runs.append((chunk, start, end))
+    return runs
 
 
 def parse_record(record: Int[np.ndarray, " record"]) -> Iterator[tuple[int, Int[np.ndarray, " token"]]]:
@@ -190,6 +253,11 @@ class CacheMetadata:
         return tuple(sum(rows) for rows in itertools.batched(self.chunk_rows, n_chunks))
 
     @property
+    def nbytes(self) -> int:
+        """The bytes of its rows and their index, but for the few of a row with many sequences."""
+        return self.tokens * ROW.itemsize + sum(self.chunk_rows) * (3 * ROW.itemsize + INDEX.itemsize)
+
+    @property
     def padding(self) -> float:
         """The share of all batches that is padding."""
         return self._padding(self.lengths)
@@ -220,16 +288,16 @@ class CacheMetadata:
 
 
 class TokenCache:
-    """The rows of a finished cache; of them nothing is in memory but those that are asked for.
+    """The rows of a finished cache, see `RowReader`. It has the methods of a random-access data source of grain."""
 
-    It has the methods of a random-access data source of grain.
-    """
-
-    def __init__(self, fs: Any, path: str, metadata: CacheMetadata) -> None:
+    def __init__(
+        self, fs: Any, path: str, metadata: CacheMetadata, *, resident: bool = True, wait_s: float = WAIT_S
+    ) -> None:
         self.path, self.metadata = path, metadata
         self.bucket_starts = np.cumsum([0, *metadata.bucket_rows])
         """The number of the first row of each bucket, and that of all rows."""
-        self._reader = RowReader(fs, lambda chunk, suffix: chunk_file(path, chunk, suffix), metadata.chunk_rows)
+        name = functools.partial(chunk_file, path)
+        self._reader = RowReader(fs, name, metadata.chunk_rows, resident=resident, wait_s=wait_s)
 
     def __len__(self) -> int:
         """Return the number of rows."""

@@ -1,6 +1,7 @@
 """When a training loop saves, and how it goes on from a checkpoint."""
 
 import contextlib
+import functools
 import math
 import os
 import signal
@@ -101,7 +102,7 @@ class Saves:
         # The last one comes after the last hooks.
         due = save_requested or (settings.every is not None and step % settings.every == 0)
         if self._interrupted or (hooks_called and due and step < self._config.num_train_steps):
-            self._save(state, info, hooks_called, signalled=self._interrupted)
+            self._save(state, info, hooks_called, signalled=self._interrupted, is_last=False)
 
     def end(
         self,
@@ -144,9 +145,13 @@ class Saves:
                     log.warning("the checkpoint of step %d may not be complete: %s", save.step, second)
             raise
 
-    def _save(self, state: TrainState, info: StepInfo, hooks_called: bool, *, signalled: bool = False) -> None:
+    def _save(
+        self, state: TrainState, info: StepInfo, hooks_called: bool, *, signalled: bool = False, is_last: bool = True
+    ) -> None:
         assert self._checkpointer is not None
-        save = self._checkpointer.save_after_signal if signalled else self._checkpointer.save
+        save = self._checkpointer.save_after_signal
+        if not signalled:
+            save = functools.partial(self._checkpointer.save, is_last=is_last)
         self._last_save = time.monotonic()
         hooks = self._hooks.state() | {self._watch.name: self._watch.state()}
         changing, _ = state.split()

@@ -1,6 +1,7 @@
 """What a cache says of itself, and its rows as a data source of grain."""
 
 import io
+import itertools
 import os
 import time
 
@@ -8,6 +9,8 @@ import fsspec
 import numpy as np
 import pytest
 
+from lockstep.errors import HostTimeoutError
+from lockstep.hosts import storage
 from lockstep.training.data import LmDataConfig, token_cache
 from lockstep.training.data.examples import TokenSequence
 from lockstep.training.data.token_cache import RowReader, RowWriter, cache_file, expand, parse_record
@@ -100,18 +103,79 @@ def test_a_file_appears_as_a_whole_or_not_at_all(tmp_path):
     assert bytes(mapped) == b"old" and (tmp_path / "x").read_bytes() == b"new"
 
 
-def test_a_bucket_is_read_by_ranges(tmp_path):
+@pytest.fixture
+def requests(monkeypatch):
+    """The bytes of each request to a bucket."""
+    fs, sizes = fsspec.filesystem("memory"), []
+
+    def cat_file(path, start=None, end=None, **_):
+        data = type(fs).cat_file(fs, path, start, end)
+        sizes.append(len(data))
+        return data
+
+    monkeypatch.setattr(fs, "cat_file", cat_file, raising=False)
+    return sizes
+
+
+def same(records, numbers):
+    for record, number in zip(records, numbers, strict=True):
+        found = [(n_prompt, tokens.tolist()) for n_prompt, tokens in parse_record(record)]
+        assert found == [(one.n_prompt, one.tokens) for one in row_of(number)]
+
+
+def test_a_cache_in_a_bucket_that_fits_in_memory_is_read_once(tmp_path, requests):
+    reader = write_rows(fsspec.filesystem("memory"), str(tmp_path), [300, 0, 400, 300])
+    order = np.random.default_rng(0).permutation(1000)
+    for batch in np.split(order, 20):
+        same(reader.read(batch), batch)
+    assert len(requests) == 6, "index and rows of each of three chunks that have any"
+
+
+def test_of_a_larger_cache_neighbouring_rows_are_one_request_and_the_index_is_read_once(
+    tmp_path, monkeypatch, requests
+):
     """A host reads what its rows take, not the files that they are in."""
     fs = fsspec.filesystem("memory")
-    reader = write_rows(fs, str(tmp_path), [1000])
-    sizes = []
-    original = fs.cat_file
-    fs.cat_file = lambda path, start=None, end=None, **_: (sizes.append(end - start), original(path, start, end))[1]
-    try:
-        reader.read([10, 500])
-    finally:
-        del fs.cat_file
-    assert sizes and sum(sizes) < 200
+    write_rows(fs, str(tmp_path), [1000, 1000])
+    reader = RowReader(fs, lambda chunk, suffix: f"{tmp_path}/{chunk}.{suffix}", [1000, 1000], resident=False)
+    monkeypatch.setattr(token_cache, "GAP_BYTES", 64)
+    same(reader.read(range(990, 1054)), range(990, 1054))
+    assert len(requests) == 4, "two indices, two runs"
+    requests.clear()
+    scattered = [1500, 3, 1999, 3, 700]
+    same(reader.read(scattered), scattered)
+    assert len(requests) == 4 and sum(requests) < 400
+
+
+def test_neighbouring_ranges_are_joined():
+    ranges = [(1, 0, 5), (0, 20, 30), (0, 0, 10), (0, 12, 15), (0, 2, 4), (0, 31, 31)]
+    assert token_cache.neighbouring(ranges, 3) == [(0, 0, 15), (0, 20, 31), (1, 0, 5)]
+    assert token_cache.neighbouring(ranges, 1) == [(0, 0, 10), (0, 12, 15), (0, 20, 30), (0, 31, 31), (1, 0, 5)]
+
+
+@pytest.mark.parametrize("fails", ["once", "always"])
+def test_a_bucket_that_fails_is_tried_again_and_then_named(monkeypatch, fails):
+    """Asynchronous file systems return what went wrong in the place of bytes."""
+    fs = fsspec.filesystem("memory")
+    write_rows(fs, "/cache", [10])
+    failures = itertools.repeat(ConnectionResetError("gone"), 1 if fails == "once" else 1 << 30)
+    original = fs.cat_ranges
+
+    def cat_ranges(paths, *bounds, **options):
+        return [failure for failure, _ in zip(failures, paths, strict=False)] or original(paths, *bounds, **options)
+
+    monkeypatch.setattr(storage, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(fs, "cat_ranges", cat_ranges, raising=False)
+    reader = RowReader(
+        fs, lambda chunk, suffix: f"/cache/{chunk}.{suffix}", [10], wait_s=0.2 if fails == "always" else 60
+    )
+    if fails == "once":
+        same(reader.read([7]), [7])
+        return
+    with pytest.raises(
+        HostTimeoutError, match=r"reading rows of memory:///cache/0.index; .*ConnectionResetError: gone"
+    ):
+        reader.read([7])
 
 
 def test_token_0_is_a_token_whether_it_is_trained_on_or_not():

@@ -1,0 +1,63 @@
+"""A process that is killed (``kill -9``) while it trains: the launcher starts the job again, and it goes on."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.unit.launch.test_machines import LAUNCHER
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
+
+SCRIPT = """
+import json, os, signal, sys, time
+import lockstep
+from lockstep.hosts import start
+from tests.multiprocess import test_resume as runs
+
+directory, victim = sys.argv[1], int(sys.argv[2])
+
+def main():
+    hosts = start()
+
+    def kill(info):
+        if info.next_step == 5 and os.environ.get("LOCKSTEP_RESTARTS", "0") == "0" and hosts.index == victim:
+            while 4 not in runs.steps_in(directory):
+                time.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    losses, result, _ = runs.train(hosts, directory, at=kill)
+    if hosts.is_leader:
+        with open(f"{directory}/losses.jsonl", "a") as file:
+            file.write(json.dumps([list(losses.items()), result.completed_steps]) + "\\n")
+
+lockstep.run_main(main)
+"""
+
+
+def launched(directory, victim):
+    """The end of a job of two processes, and losses and last step of each attempt that came to its end."""
+    directory.mkdir()
+    words = [sys.executable, str(LAUNCHER), "--backend", "local", "--processes", "2", "--devices_per_process", "2"]
+    words += ["--retries", "2", "--", sys.executable, "-c", SCRIPT, str(directory), str(victim)]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(words, capture_output=True, text=True, timeout=280, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stderr, [json.loads(line) for line in (directory / "losses.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    _, [(losses, steps)] = launched(tmp_path_factory.mktemp("plain") / "run", -1)
+    assert steps == 6
+    return dict(losses)
+
+
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.nightly)])
+def test_whichever_process_is_killed_the_job_goes_on_by_itself_bit_for_bit(tmp_path, plain, victim):
+    said, [(losses, steps)] = launched(tmp_path / "run", victim)
+    assert f"launch: process {victim} failed, signal SIGKILL" in said and "launch: trying again, 1 of 2" in said
+    assert steps == 6 and dict(losses) == {step: plain[step] for step in (5, 6)}
