@@ -1,5 +1,6 @@
 import dataclasses
 import sys
+import typing
 from typing import Any
 
 import draccus
@@ -17,7 +18,11 @@ from lockstep.main.arguments import (
     options_of,
     parse_arguments,
 )
+from lockstep.main.runs import EvalConfig
 from lockstep.plugins import load_object
+from lockstep.training import TrainGrpoConfig, TrainLmConfig
+from lockstep.training.checkpoints.config import KeepConfig
+from lockstep.training.loop.config import TrainerConfig
 
 
 class Shape(draccus.ChoiceRegistry):
@@ -226,3 +231,37 @@ def test_the_rest():
     defaults = {field.name: default_value(field) for field in dataclasses.fields(Derived)}
     assert defaults == {"first": None, "second": "x", "third": [1]}
     assert default_value(dataclasses.fields(Base)[1]) is dataclasses.MISSING
+
+
+def blocks_of(cls, prefix=()):
+    """The path of every key of a configuration whose value can be a block alone."""
+    for name, hint in typing.get_type_hints(cls).items():
+        kinds = options_of(hint)
+        if name in {field.name for field in dataclasses.fields(cls)} and all(map(dataclasses.is_dataclass, kinds)):
+            yield (*prefix, name)
+            yield from blocks_of(kinds[0], (*prefix, name))
+
+
+@pytest.mark.parametrize("cls", [SampleConfig, TrainLmConfig, TrainGrpoConfig, EvalConfig])
+@pytest.mark.parametrize("value", [[{"every": 70, "until": 9}], [], "text", 5, True])
+def test_what_is_no_block_where_one_is_wanted_is_named_with_its_keys_and_an_example(cls, value):
+    paths = list(blocks_of(cls))
+    assert paths
+    for path in paths:
+        values = value
+        for name in reversed(path):
+            values = {name: values}
+        with pytest.raises(ConfigError) as caught:
+            decode_config(cls, values, "mine.yaml")
+        text = str(caught.value)
+        if path[-1] == "keep" and isinstance(value, list):
+            assert "checkpointer.keep is the list" in text and "Write keep: {newest: 2, every: 1000}" in text
+        else:
+            assert f"mine.yaml: {'.'.join(path)!r} is " in text and "it must be a block with keys (" in text
+            assert f"Write e.g. {path[-1]}: {{" in text and "object has no attribute" not in text
+
+
+@pytest.mark.parametrize("entry", [{"every": 2000}, {"every": 2000, "until": None}])
+def test_levanters_list_of_checkpoints_that_stay_is_read_where_it_means_the_same(entry):
+    config = decode_config(TrainerConfig, {"checkpointer": {"keep": [entry]}}, "mine.yaml")
+    assert config.checkpointer is not None and config.checkpointer.keep == KeepConfig(every=2000)

@@ -2,7 +2,9 @@
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from lockstep.config_fields import FilePath, check_fields
 from lockstep.errors import ConfigError, check_at_least
@@ -27,6 +29,21 @@ class KeepConfig:
     def __post_init__(self) -> None:
         check_fields(self, "checkpointer.keep.")
         check_at_least(self, 1, "newest", "every", block="checkpointer.keep.")
+
+    @staticmethod
+    def from_list(values: list[Any]) -> dict[str, Any]:
+        """The keys that a list in Levanter's form means: ``[{every: 1000}]``, checkpoints that stay for good.
+
+        Raises:
+            ConfigError: It means something that there are no keys for.
+        """
+        first = values[0] if len(values) == 1 else None
+        if isinstance(first, Mapping) and first.keys() <= {"every", "until"} and first.get("until") is None:
+            return {"every": first.get("every")}
+        raise ConfigError(
+            f"checkpointer.keep is the list {values!r:.200}. Of Levanter's lists only one entry with every means the "
+            "same here, as [{every: 1000}]: steps cannot stay until a step. Write keep: {newest: 2, every: 1000}."
+        )
 
     def removed(self, steps: list[int]) -> list[int]:
         """Return which checkpoints go."""
