@@ -7,6 +7,7 @@ from lockstep.text.prompts import PromptFormat as PromptFormat
 from lockstep.text.prompts import encode as encode
 from lockstep.text.prompts import iter_prompts as iter_prompts
 from lockstep.text.prompts import read_prompts as read_prompts
+from lockstep.text.prompts import text_message as text_message
 from lockstep.text.prompts import warn_of_texts as warn_of_texts
 from lockstep.text.stop import StopFinder as StopFinder
 from lockstep.text.stop import cut_at_stop as cut_at_stop

@@ -1,10 +1,12 @@
 """Prompts: reading them from a list or a file, and turning them into token ids."""
 
 import codecs
+import csv
 import dataclasses
 import functools
 import io
 import itertools
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -22,9 +24,12 @@ log = get_logger(__name__)
 PromptFormat = Literal["chat", "text"]
 
 type PromptSource = str | Sequence[str | Mapping[str, Any]]
-"""A path or URL of a .txt or .jsonl file, or a list of texts and mappings."""
+"""A path or URL of a file of `PROMPT_FILES`, or a list of texts and mappings."""
 
+PROMPT_FILES = (".txt", ".jsonl", ".ndjson", ".jsonlines", ".csv", ".tsv", ".parquet")
+"""Ends of the names of files of prompts: a prompt per line, a JSON object per line, or a prompt per row."""
 INLINE_KEYS = ("prompt", "messages", "answer")
+_ROWS = 1000  # rows of a Parquet file that are in memory at a time
 MAX_LINE_BYTES = 16 << 20  # bytes of a line of prompts where nothing else is said
 _FIX = 'Write one object per line, such as {"prompt": "…", "answer": "…"}.'
 
@@ -36,8 +41,8 @@ class Prompt:
     Args:
         id: The prompt's number, from 0 in the order of the source.
         text: The text that the model continues; None for a chat.
-        messages: The messages of a chat, ``{"role": …, "content": …}`` each, kept without keys that are null; None
-            for a text.
+        messages: The messages of a chat, ``{"role": …, "content": …}`` each, as `text_message` makes them; None for a
+            text.
         answer: The reference answer, which metrics compare with; None where there is none.
         fields: The further fields of its line, such as an id of the user's.
 
@@ -52,7 +57,7 @@ class Prompt:
 
     id: int
     text: str | None = None
-    messages: tuple[Mapping[str, str], ...] | None = None
+    messages: tuple[Mapping[str, Any], ...] | None = None
     answer: str | None = None
     fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
@@ -62,15 +67,12 @@ class Prompt:
         if self.text is not None and not self.text.strip():
             raise PromptError(f"prompt {self.id} is empty ({self.text!r}). Remove it or give it text.")
         if self.messages is not None:
-            object.__setattr__(self, "messages", tuple(map(without_nulls, self.messages)))
             if not self.messages:
                 raise PromptError(f"prompt {self.id} has an empty list of messages. Remove it or add a user message.")
-            for message in self.messages:
-                texts = [message.get(key) for key in ("role", "content")] if isinstance(message, Mapping) else [None]
-                if not all(isinstance(text, str) for text in texts):
-                    raise PromptError(
-                        f"prompt {self.id} has the message {message!r}; a message needs the texts 'role' and 'content'."
-                    )
+            try:
+                object.__setattr__(self, "messages", tuple(map(text_message, self.messages)))
+            except PromptError as error:
+                raise PromptError(f"prompt {self.id} has {error}") from None
         if broken := lone_surrogate(self.shown):
             raise PromptError(f"prompt {self.id} has {broken}, which is no character. Correct it or remove it.")
 
@@ -80,7 +82,34 @@ class Prompt:
         if self.text is not None:
             return self.text
         assert self.messages is not None
-        return "\n".join(f"{message['role']}: {message['content']}" for message in self.messages)
+        return "\n".join(f"{message['role']}: {_shown_content(message)}" for message in self.messages)
+
+
+def text_message(message: object) -> Mapping[str, Any]:
+    """A message of a chat whose content is a text, or null beside calls of tools; without other nulls.
+
+    Text parts (``[{"type": "text", "text": …}]``, OpenAI) become one text with a line per part, as vLLM makes them.
+
+    Raises:
+        PromptError: It is no message, or has a part that is no text; the text goes on after its place.
+    """
+    if isinstance(message, Mapping) and isinstance(message.get("role"), str):
+        content, kept = message.get("content"), dict(without_nulls(message))
+        if isinstance(content, str):
+            return kept
+        if content is None and message.get("tool_calls"):
+            return {name: kept.get(name) for name in message if name in kept or name == "content"}
+        if isinstance(content, Sequence) and content:
+            texts = [part.get("text") for part in content if isinstance(part, Mapping) and part.get("type") == "text"]
+            if len(texts) == len(content) and all(isinstance(text, str) for text in texts):
+                return {**kept, "content": "\n".join(texts)}
+            raise PromptError(f"a message with a part that is no text: {content!r:.200}. Only texts can be asked.")
+    raise PromptError(f"the message {message!r:.200}; a message needs the texts 'role' and 'content'.")
+
+
+def _shown_content(message: Mapping[str, Any]) -> str:
+    content = message.get("content")
+    return json.dumps(message["tool_calls"], ensure_ascii=False) if content is None else content
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -106,8 +135,8 @@ def read_prompts(
     Args:
         source: A list whose items are texts, ``{"prompt": …, "answer": …}`` or ``{"messages": […], "answer": …}``
             (answers are optional); or the path or URL (``gs://…``, through fsspec) of a ``.txt`` file with one prompt
-            per line or a ``.jsonl`` file with such an item per line. Empty lines are skipped, and other fields of a
-            ``.jsonl`` line are those of the prompt.
+            per line, a ``.jsonl`` file with such an item per line, or a ``.csv``, ``.tsv`` or ``.parquet`` file with
+            one per row. Empty lines are skipped, and other fields of a line or row are those of the prompt.
         fields: The names of the fields in a ``.jsonl`` file, and the format; None: those of `PromptFields`.
 
     Raises:
@@ -236,15 +265,19 @@ def _parse(index: int, item: object, fields: PromptFields, *, strict: bool) -> P
     if strict and (unknown := [key for key in item if key not in INLINE_KEYS]):
         raise PromptError(f"unknown field {unknown[0]!r}; a prompt has {', '.join(INLINE_KEYS)}.")
     text, messages, answer = item.get(fields.prompt), item.get(fields.messages), item.get(fields.answer)
+    if messages is None and isinstance(text, Sequence) and not isinstance(text, str):
+        text, messages = None, text  # as TRL names the messages of a prompt
     if text is None and messages is None:
         raise PromptError(
             f"has neither {fields.prompt!r} nor {fields.messages!r} (its fields: "
             f"{', '.join(map(str, item)) or 'none'}). Set prompt_field, or messages_field for a chat, to one of them."
         )
     if text is not None and not isinstance(text, str):
-        raise PromptError(f"{fields.prompt!r} is {text!r}; it must be a text. For a chat use {fields.messages!r}.")
+        raise PromptError(f"{fields.prompt!r} is {text!r}; it must be a text, or a list of messages.")
+    if isinstance(answer, int | float) and not isinstance(answer, bool):
+        answer = str(answer)
     if answer is not None and not isinstance(answer, str):
-        raise PromptError(f"{fields.answer!r} is {answer!r}; it must be a text. Put it in quotes.")
+        raise PromptError(f"{fields.answer!r} is {answer!r}; it must be a text or a number. Put it in quotes.")
     if messages is not None and (
         not isinstance(messages, Sequence) or not all(isinstance(message, Mapping) for message in messages)
     ):
@@ -264,11 +297,17 @@ def _formatted(index: int, text: str, answer: str | None, further: Mapping[str, 
 
 
 def _read_file(path: str, max_line_bytes: int) -> Iterator[tuple[str, object]]:
-    if not path.endswith((".txt", ".jsonl")):
+    if not path.endswith(PROMPT_FILES):
         raise PromptError(
             f"prompts is the text {path!r}, which is taken as a file and must end in .txt (a prompt per line) or "
-            ".jsonl. For a prompt in the config itself, write a list: prompts: ['…']."
+            f"{', '.join(PROMPT_FILES[1:])}. For a prompt in the config itself, write a list: prompts: ['…']."
         )
+    if path.endswith(".parquet"):
+        yield from _read_parquet(path)
+        return
+    if path.endswith((".csv", ".tsv")):
+        yield from _read_table(path, max_line_bytes)
+        return
     for number, line in enumerate(_read_lines(path, max_line_bytes), start=1):
         place = f"{path}:{number}"
         if not line.strip():
@@ -277,6 +316,45 @@ def _read_file(path: str, max_line_bytes: int) -> Iterator[tuple[str, object]]:
             yield place, line
             continue
         yield place, parse_json(line, place, object, _FIX, PromptError)
+
+
+def _read_table(path: str, max_line_bytes: int) -> Iterator[tuple[str, object]]:
+    """The rows of a file of values with separators, whose first row has their names."""
+    lines = (f"{line}\n" for line in _read_lines(path, max_line_bytes))
+    csv.field_size_limit(max(csv.field_size_limit(), max_line_bytes))
+    reader = csv.DictReader(lines, delimiter="\t" if path.endswith(".tsv") else ",", strict=True)
+    try:
+        for row in reader:
+            if None in row or None in row.values():
+                raise PromptError(
+                    f"{path}:{reader.line_num} has another number of values than the first line has names, "
+                    f"{len(reader.fieldnames or ())}. Correct it, or quote values with separators in them."
+                )
+            yield f"{path}:{reader.line_num}", row
+    except csv.Error as error:
+        raise PromptError(f"{path}:{reader.line_num} is not CSV: {error}. Correct it.") from None
+
+
+def _read_parquet(path: str) -> Iterator[tuple[str, object]]:
+    try:
+        import pyarrow.parquet
+
+        filesystem, opened = url_to_fs(path)
+        with filesystem.open(opened, "rb") as stream, pyarrow.parquet.ParquetFile(stream) as table:
+            number = 0
+            for batch in table.iter_batches(batch_size=_ROWS):
+                for row in batch.to_pylist():
+                    number += 1
+                    yield f"{path}:{number}", row
+    except ImportError as error:
+        raise PromptError(
+            f"prompt file {path!r} needs pyarrow, which cannot be imported ({error}). Install it with "
+            "pip install 'jax-lockstep[parquet]'."
+        ) from error
+    except PromptError:
+        raise
+    except Exception as error:  # each file system has its own errors
+        raise PromptError(f"prompt file {path!r} could not be read ({type(error).__name__}: {error}).") from error
 
 
 def _read_lines(path: str, max_line_bytes: int) -> Iterator[str]:

@@ -45,6 +45,66 @@ def test_reads_a_url_through_fsspec():
     assert read_prompts("memory://prompts.jsonl") == [Prompt(id=0, text="One")]
 
 
+PARTS = [{"type": "text", "text": "What is"}, {"type": "text", "text": "3 plus 4?"}]
+CALL = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add", "arguments": "{}"}}]}
+
+
+@pytest.mark.parametrize(
+    ("item", "messages", "shown", "answer"),
+    [
+        ({"prompt": CHAT["messages"], "answer": 7}, CHAT["messages"], "user: What is 3 plus 4?", "7"),
+        ({"prompt": "p", "answer": 0.5}, None, "p", "0.5"),
+        (
+            {"messages": [{"role": "user", "content": PARTS}]},
+            [{"role": "user", "content": "What is\n3 plus 4?"}],
+            "user: What is\n3 plus 4?",
+            None,
+        ),
+        (
+            {"messages": [*CHAT["messages"], {**CALL, "name": None}, {"role": "tool", "content": "7"}]},
+            [*CHAT["messages"], CALL, {"role": "tool", "content": "7"}],
+            f"user: What is 3 plus 4?\nassistant: {json.dumps(CALL['tool_calls'])}\ntool: 7",
+            None,
+        ),
+    ],
+)
+@pytest.mark.parametrize("kind", ["inline", "jsonl", "ndjson", "jsonlines", "parquet"])
+def test_prompts_as_people_have_them(tmp_path, item, messages, shown, answer, kind):
+    source = [item]
+    if kind != "inline":
+        source = str(tmp_path / f"prompts.{kind}")
+        if kind == "parquet":
+            pytest.importorskip("pyarrow")
+            from pyarrow import Table, parquet
+
+            parquet.write_table(Table.from_pylist([item]), source)
+        else:
+            Path(source).write_text(json.dumps(item) + "\n")
+    (prompt,) = read_prompts(source)
+    assert (prompt.shown, prompt.answer) == (shown, answer)
+    assert prompt.messages == (None if messages is None else tuple(messages))
+
+
+@pytest.mark.parametrize(("kind", "mark"), [("csv", ","), ("tsv", "\t")])
+def test_prompts_of_a_table(tmp_path, kind, mark):
+    path = tmp_path / f"prompts.{kind}"
+    rows = [["prompt", "answer", "id"], ['"one,\n""two""\tthree"', "7", "a"], ["four", "", "b"]]
+    path.write_bytes(b"\xef\xbb\xbf" + "".join(mark.join(row) + "\r\n" for row in rows).encode())
+    first, second = read_prompts(str(path))
+    assert (first.text, first.answer, first.fields) == ('one,\n"two"\tthree', "7", {"id": "a"})
+    assert (second.text, second.answer, second.fields) == ("four", "", {"id": "b"})
+    path.write_text(f"prompt{mark}answer\none\n")
+    with pytest.raises(PromptError, match=rf"prompts\.{kind}:2 has another number of values than the first line has"):
+        read_prompts(str(path))
+
+
+def test_a_part_that_is_no_text_is_refused_by_place():
+    with pytest.raises(
+        PromptError, match=r"prompts\[0\]: prompt 0 has a message with a part that is no text: .*image_url"
+    ):
+        read_prompts([{"messages": [{"role": "user", "content": [*PARTS, {"type": "image_url", "image_url": {}}]}]}])
+
+
 @pytest.mark.parametrize(
     ("source", "message"),
     [
@@ -52,7 +112,7 @@ def test_reads_a_url_through_fsspec():
         (["One", "  "], r"prompts\[1\]: prompt 1 is empty"),
         ([{"answer": "2"}], r"prompts\[0\]: has neither 'prompt' nor 'messages' \(its fields: answer\)"),
         ([{"prompt": "One", "anwser": "2"}], r"prompts\[0\]: unknown field 'anwser'; a prompt has prompt, messages, a"),
-        ([{"prompt": "One", "answer": 2}], r"'answer' is 2; it must be a text. Put it in quotes"),
+        ([{"prompt": "One", "answer": [2]}], r"'answer' is \[2\]; it must be a text or a number. Put it in quotes"),
         ([{"prompt": 3}], r"'prompt' is 3; it must be a text"),
         ([{"prompt": "One", **CHAT}], r"prompt 0 needs a text or chat messages, exactly one"),
         ([{"messages": "hello"}], r"'messages' is 'hello'; it must be a list"),

@@ -31,6 +31,7 @@ _KINDS: dict[str, Kind] = {
     ".jsonl": "jsonl",
     ".ndjson": "jsonl",
     ".json": "jsonl",
+    ".jsonlines": "jsonl",
     ".parquet": "parquet",
     ".arrow": "arrow",
 }
@@ -122,6 +123,11 @@ def _file(fs: Any, path: str, info: Mapping[str, Any]) -> SourceFile:
     for suffix, codec in _COMPRESSIONS.items():
         if name.endswith(suffix):
             name, compression = name.removesuffix(suffix), codec
+    if name.endswith((".csv", ".tsv", ".xlsx")):
+        raise ConfigError(
+            f"training file {path} is a table, which is not read as data, and would be one document. Write it as JSON "
+            "lines or Parquet, e.g. pandas.read_csv(…).to_parquet(…)."
+        )
     kind: Kind = next((known for suffix, known in _KINDS.items() if name.endswith(suffix)), "text")
     return SourceFile(fs=fs, path=path, size=size, content=content, changed=changed, kind=kind, compression=compression)
 

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -171,12 +171,20 @@ def _prompt_of_function(function: Callable[[Record], Prompt], record: Record) ->
 
 
 def _prompt(config: GrpoDataConfig, record: Record) -> Prompt:
-    text = _text(record, "question", config.question_field) + config.instruction
-    answer = _text(record, "answer", config.answer_field)
+    question, answer = record.get(config.question_field), record.get(config.answer_field)
     fields = {name: record[name] for name in record if name not in (config.question_field, config.answer_field)}
+    if isinstance(question, list | tuple) and config.format != "text":  # as TRL names the messages of a prompt
+        (*before, last) = make_prompt(messages=tuple(question)).messages or ()
+        messages = [*before, {**last, "content": f"{last.get('content') or ''}{config.instruction}"}]
+    else:
+        text = _text(record, "question", config.question_field) + config.instruction
+        messages = [{"role": "user", "content": text}]
+    if isinstance(answer, int | float) and not isinstance(answer, bool):
+        answer = str(answer)
+    else:
+        answer = _text(record, "answer", config.answer_field)
     if config.format == "text":
         return make_prompt(text=text, answer=answer, fields=fields)
-    messages: list[Mapping[str, str]] = [{"role": "user", "content": text}]
     if config.system_prompt is not None:
         messages.insert(0, {"role": "system", "content": config.system_prompt})
     return make_prompt(messages=tuple(messages), answer=answer, fields=fields)

@@ -226,6 +226,7 @@ FULL = [
     {"role": "system", "content": "be", "name": "owner"},
     {"role": "user", "content": "q?"},
     {"role": "assistant", "content": "", "tool_calls": [CALL]},
+    {"role": "assistant", "content": None, "tool_calls": [CALL]},
     {"role": "tool", "content": "ok", "tool_call_id": "id"},
     {"role": "assistant", "content": "sum", "thinking": "long"},
 ]
@@ -254,7 +255,7 @@ def written(path, records, kind):
 @pytest.mark.parametrize("data_format", ["chat", "chat_all", "preference"])
 def test_a_chat_has_the_keys_that_its_author_wrote_in_every_kind_of_file(tmp_path, kind, data_format):
     """A column of objects has each key of any of them, with nulls."""
-    answers = [[*FULL[:4], FULL[-1] | {"content": text}] for text in ("sum", "other")]
+    answers = [[*FULL[:5], FULL[-1] | {"content": text}] for text in ("sum", "other")]
     names = ("chosen", "rejected") if data_format == "preference" else ("messages",)
     few = {name: [{"role": "user", "content": "q?"}, {"role": "assistant", "content": name}] for name in names}
     record = dict(zip(names, answers, strict=False))
@@ -269,5 +270,6 @@ def test_a_chat_has_the_keys_that_its_author_wrote_in_every_kind_of_file(tmp_pat
         texts += ["".join(tokenizer.convert_ids_to_tokens([i if i >= 0 else ~i for i in s.tokens])) for s in example]
     expected = [chat for row in (record, few) for chat in row.values()]
     for chat in expected:
-        assert texts.pop(0) == tokenizer.apply_chat_template(without_nulls(chat), tokenize=False)
+        written_keys = [without_nulls(message) | {"content": message["content"]} for message in chat]
+        assert texts.pop(0) == tokenizer.apply_chat_template(written_keys, tokenize=False)
     assert "name" not in tokenizer.apply_chat_template(expected[-1], tokenize=False)

@@ -268,3 +268,16 @@ def test_a_directory_must_be_one_split_of_a_data_set(tmp_path):
 def test_a_file_system_that_cannot_be_reached():
     with pytest.raises(ConfigError, match="'nonesuch://x' has the protocol 'nonesuch'; a URL must have one of file,"):
         list_files("nonesuch://x", "data.train_urls")
+
+
+@pytest.mark.parametrize("name", ["data.csv", "data.tsv", "data.csv.gz"])
+def test_a_table_is_no_document(tmp_path, name):
+    (tmp_path / name).write_text("text,label\na,b\n")
+    with pytest.raises(ConfigError, match=rf"{name} is a table, which is not read as data"):
+        list_files(str(tmp_path / name), "data.train_urls")
+
+
+def test_jsonlines_are_json_lines(tmp_path):
+    (tmp_path / "data.jsonlines").write_text('{"text": "a"}\n')
+    (file,) = list_files(str(tmp_path / "data.jsonlines"), "data.train_urls")
+    assert [record for _, _, record in read_piece(file, 0, 1, ("text",))] == [{"text": "a"}]

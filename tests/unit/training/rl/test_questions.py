@@ -141,6 +141,15 @@ def test_a_function_of_a_users_own_makes_the_prompt(tmp_path, monkeypatch):
         load(str(path), format="preference")
 
 
+def test_a_question_as_messages_and_an_answer_that_is_a_number(tmp_path):
+    path = tmp_path / "q.jsonl"
+    messages = [{"role": "system", "content": "be"}, {"role": "user", "content": [{"type": "text", "text": "2 + 2"}]}]
+    path.write_text(json.dumps({"question": messages, "answer": 4}) + "\n")
+    (prompt,) = load(str(path), instruction=" Go.").prompts
+    assert prompt.answer == "4"
+    assert prompt.messages == (messages[0], {"role": "user", "content": "2 + 2 Go."})
+
+
 def test_fields_have_names_of_the_user_s_and_all_others_reach_rewards(tmp_path):
     path = tmp_path / "q.jsonl"
     path.write_text('{"ask": "2 + 2", "gold": "4", "tests": ["assert f() == 4"]}\n')
