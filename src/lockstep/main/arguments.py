@@ -186,21 +186,14 @@ def checked_values(kind: Any, value: Any, path: tuple[str, ...], where: str) -> 
 
 def _block(kinds: Sequence[Any], value: Any) -> type[Any] | None:
     """The class of the block that a value should be, where it can be nothing else."""
-    if value is None and type(None) in kinds:
-        return None
-    others = [each for each in kinds if each is not type(None) and not dataclasses.is_dataclass(each)]
-    blocks = [each for each in kinds if dataclasses.is_dataclass(each)]
-    if not blocks or others or value is None:
+    blocks = [each for each in kinds if each is not type(None)]
+    if value is None or not blocks or not all(map(dataclasses.is_dataclass, blocks)):
         return None
     return typing.cast(type[Any], blocks[0])
 
 
 def _as_block(block: type[Any], value: Any, name: str, where: str) -> Any:
-    """The keys and values of a block that is written as Levanter writes it, where its class reads that.
-
-    Raises:
-        ConfigError: It is not; the message has the key, the keys of the block, and an example.
-    """
+    """The keys of a block that is written as Levanter writes it, where its class reads that; else an error."""
     from_list = getattr(block, "from_list", None)
     if isinstance(value, list) and from_list is not None:
         return from_list(value)
@@ -208,7 +201,7 @@ def _as_block(block: type[Any], value: Any, name: str, where: str) -> Any:
     fields = [CHOICE_TYPE_KEY] if choices else [field.name for field in ordered_fields(block)]
     last = name.rpartition(".")[2]
     values = {**dict.fromkeys(fields, "…"), CHOICE_TYPE_KEY: next(iter(choices), "…")}
-    given = {list: "a list", str: f"the text {value!r:.80}"}.get(type(value), repr(value)[:80])
+    given = "a list" if isinstance(value, list) else f"{value!r:.80}"
     raise ConfigError(
         f"{where}: {name!r} is {given}; it must be a block with keys ({', '.join(fields)}). Write e.g. "
         f"{last}: {{{fields[0]}: {values[fields[0]]}}}."

@@ -100,8 +100,9 @@ def text_message(message: object) -> Mapping[str, Any]:
         if content is None and message.get("tool_calls"):
             return {name: kept.get(name) for name in message if name in kept or name == "content"}
         if isinstance(content, Sequence) and content:
-            texts = [part.get("text") for part in content if isinstance(part, Mapping) and part.get("type") == "text"]
-            if len(texts) == len(content) and all(isinstance(text, str) for text in texts):
+            parts = [part for part in content if isinstance(part, Mapping) and part.get("type") == "text"]
+            texts = [part["text"] for part in parts if isinstance(part.get("text"), str)]
+            if len(texts) == len(content):
                 return {**kept, "content": "\n".join(texts)}
             raise PromptError(f"a message with a part that is no text: {content!r:.200}. Only texts can be asked.")
     raise PromptError(f"the message {message!r:.200}; a message needs the texts 'role' and 'content'.")

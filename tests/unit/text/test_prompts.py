@@ -79,7 +79,7 @@ def test_prompts_as_people_have_them(tmp_path, item, messages, shown, answer, ki
 
             parquet.write_table(Table.from_pylist([item]), source)
         else:
-            Path(source).write_text(json.dumps(item) + "\n")
+            Path(source).write_text(json.dumps(item) + "\n", encoding="utf-8")
     (prompt,) = read_prompts(source)
     assert (prompt.shown, prompt.answer) == (shown, answer)
     assert prompt.messages == (None if messages is None else tuple(messages))
@@ -93,7 +93,7 @@ def test_prompts_of_a_table(tmp_path, kind, mark):
     first, second = read_prompts(str(path))
     assert (first.text, first.answer, first.fields) == ('one,\n"two"\tthree', "7", {"id": "a"})
     assert (second.text, second.answer, second.fields) == ("four", "", {"id": "b"})
-    path.write_text(f"prompt{mark}answer\none\n")
+    path.write_text(f"prompt{mark}answer\none\n", encoding="utf-8")
     with pytest.raises(PromptError, match=rf"prompts\.{kind}:2 has another number of values than the first line has"):
         read_prompts(str(path))
 

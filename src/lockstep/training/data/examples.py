@@ -214,14 +214,10 @@ def _scored_pairs(tokenizer: "PreTrainedTokenizerBase", records: Sequence[Record
 def _messages(record: Record, name: str = "messages") -> list[Any]:
     """The messages of a chat as their author wrote them, without the nulls of a column's other messages."""
     messages: list[Any] = field(record, name, list)
-    return [_as_template(message) for message in messages]
-
-
-def _as_template(message: Any) -> Any:
     try:
-        return text_message(message)
-    except PromptError:  # said of the chat as a whole
-        return without_nulls(message)
+        return list(map(text_message, messages))
+    except PromptError:  # it is said of the whole chat
+        return [without_nulls(message) for message in messages]
 
 
 def _joined(chosen: Example | BadRow, rejected: Example | BadRow) -> Example | BadRow:
@@ -239,14 +235,12 @@ def _chat(tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Mapping[str, 
             f"{side}has {len(messages)} messages and ends with role {roles[-1] if roles else None!r}; it must have a "
             "prompt and end with the assistant's answer. Correct it or remove it."
         )
-    try:
-        answer = dict(text_message(messages[-1]))
-    except PromptError:
-        raise BadRow(f"{side}has an answer without a text as its 'content'. Correct it or remove it.") from None
+    if not isinstance(messages[-1].get("content"), str) and not messages[-1].get("tool_calls"):
+        raise BadRow(f"{side}has an answer without a text as its 'content'. Correct it or remove it.")
     before = [dict(message) for message in make_prompt(messages=tuple(messages[:-1])).messages or ()]
     try:
         prompt = chat_text(tokenizer, before, add_generation_prompt=True)
-        text = chat_text(tokenizer, [*before, answer])
+        text = chat_text(tokenizer, [*before, messages[-1]])
     except Exception as error:  # the template is a program of the tokenizer's: it may raise anything
         raise BadRow(f"{side}has messages that the tokenizer's chat template refuses: {error}") from error
     assert isinstance(prompt, str) and isinstance(text, str)
