@@ -62,19 +62,34 @@ def family_of_hf(hf: Mapping[str, Any]) -> Family:
     Raises:
         ConfigError: It is of no family that lockstep computes, or its weights are quantised.
     """
-    _check_quantization(hf)
-    names = hf.get("architectures") or []
+    _check_weights(hf)
+    names, kind = hf.get("architectures") or [], hf.get("model_type")
+    own = next((family for family in FAMILIES.values() if family.model_type == kind), None)
+    if own is not None and names in ([], [own.architecture.replace("ForCausalLM", "Model")]):
+        return own  # as in transformers, which looks at model_type; the second is saved without an output layer
     if len(names) != 1 or names[0] not in FAMILIES:
         lacks = "".join(f", which needs {NOT_COMPUTED[name]}" for name in names if name in NOT_COMPUTED)
         raise ConfigError(
             f"the checkpoint has architectures {names} (model_type {hf.get('model_type')!r}){lacks}; lockstep computes "
             f"{', '.join(FAMILIES)}. Choose a checkpoint of one of these."
         )
-    return FAMILIES[names[0]]
+    family = FAMILIES[names[0]]
+    if kind not in (None, family.model_type):
+        raise ConfigError(
+            f"the checkpoint's config.json has architectures {names} and model_type {kind!r}, which contradict each "
+            f"other: {names[0]} has {family.model_type!r}, and transformers looks at model_type. Correct the wrong one."
+        )
+    return family
 
 
-def _check_quantization(hf: Mapping[str, Any]) -> None:
-    """Refuse quantised weights, but MXFP4 of gpt-oss."""
+def _check_weights(hf: Mapping[str, Any]) -> None:
+    """Refuse quantised weights, but MXFP4 of gpt-oss, and those of another file."""
+    weights = hf.get("transformers_weights")
+    if weights not in (None, "model.safetensors", "model.safetensors.index.json"):
+        raise ConfigError(
+            f"the checkpoint's config.json has transformers_weights {weights!r}, the file that transformers reads; "
+            "lockstep reads model.safetensors or its index. Rename the file, and remove the key."
+        )
     for key in ("quantization_config", "compression_config"):  # the second is older, of compressed-tensors
         stated = hf.get(key)
         if stated is None:

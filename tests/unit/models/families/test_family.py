@@ -169,6 +169,11 @@ def test_another_activation_is_kept() -> None:
     assert config.variant.activation == "gelu_tanh" and config_to_hf(config, 8)["hidden_act"] == "gelu_pytorch_tanh"
 
 
+@pytest.mark.parametrize("names", [None, [], ["LlamaModel"]])
+def test_a_model_type_alone_says_the_family_as_in_transformers(names: list[str] | None) -> None:
+    assert config_from_hf(hf("llama3", architectures=names)) == FAMILIES["llama3"]
+
+
 def test_the_first_llama_has_no_number_of_key_value_heads() -> None:
     assert config_from_hf(hf("llama3", num_key_value_heads=None)).num_kv_heads == 4
 
@@ -337,7 +342,10 @@ def test_a_model_is_stored_as_the_first_family_that_loses_nothing() -> None:
     ("change", "text"),
     [
         ({"architectures": ["GemmaForCausalLM"], "model_type": "gemma"}, r"\['GemmaForCausalLM'\] .*LlamaForCausalLM"),
-        ({"architectures": None}, r"architectures \[\]"),
+        ({"architectures": None, "model_type": None}, r"architectures \[\]"),
+        ({"architectures": ["LlamaForSequenceClassification"]}, r"\['LlamaForSequenceClassification'\]"),
+        ({"architectures": ["MistralForCausalLM"]}, r"\['MistralForCausalLM'\] and model_type 'llama', .*contradict"),
+        ({"transformers_weights": "other.safetensors"}, r"transformers_weights 'other\.safetensors', the file"),
         (
             {"architectures": ["DeepseekV3ForCausalLM"]},
             r"DeepseekV3ForCausalLM.*needs multi-head latent attention, .*Mixtral",

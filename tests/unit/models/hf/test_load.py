@@ -72,10 +72,22 @@ def test_logits_agree_with_transformers(family: str, shape: str, record_property
 
 
 QUICK = ("yarn_original_beside", "tied_with_own_head", "qwen3_moe_fused")
+SLOW = (
+    "yarn_mscale",
+    "gemma3_old_spelling",
+    "tied_gemma_with_own_head",
+    "no_prefix",
+    "mixtral_fused",
+    "qwen2_moe_fused",
+)
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in VARIANTS]
+    "name",
+    [
+        pytest.param(name, marks=() if name in QUICK else pytest.mark.slow if name in SLOW else pytest.mark.nightly)
+        for name in VARIANTS
+    ],
 )
 def test_what_people_have_is_read_as_by_transformers(name: str, tmp_path: Path) -> None:
     VARIANTS[name].write(tmp_path / name)
