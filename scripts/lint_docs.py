@@ -18,8 +18,8 @@ benchmark results has a limit of its own."""
 WORDS_OF_A_PAGE, WORDS_OF_A_DECISION = 2600, 300
 LONGER = {"README.md": 1000, "benchmarks/README.md": 2700, "docs/adr/0012-what-does-not-earn-its-place.md": 500}
 """Words of the pages that have another limit."""
-LINES_OF_THE_CHANGELOG = 20
-"""Lines of what is not released, heading and empty lines included."""
+WORDS_OF_THE_CHANGELOG, WORDS_OF_ITS_LINES = 1000, 25
+"""Words of what is not released, and of each of its lines."""
 
 FORBIDDEN = {
     "alike": "the same, equally",
@@ -118,8 +118,11 @@ def problems(root: Path) -> Iterator[str]:
         yield from (f"{page.relative_to(root)}: {found}" for found in unfit_words(text))
         if page.name == "CHANGELOG.md":
             part = text.partition("\n## [Unreleased]")[2].partition("\n## ")[0].strip()
-            if (lines := len(part.splitlines())) > LINES_OF_THE_CHANGELOG:
-                yield f"{page.name}: {lines} lines of what is not released; at most {LINES_OF_THE_CHANGELOG}"
+            if (number := len(part.split())) > WORDS_OF_THE_CHANGELOG:
+                yield f"{page.name}: {number} words of what is not released; at most {WORDS_OF_THE_CHANGELOG}"
+            for line in part.splitlines():
+                if len(line.removeprefix("- ").split()) > WORDS_OF_ITS_LINES:
+                    yield f"{page.name}: {line[:60]!r} has more than {WORDS_OF_ITS_LINES} words"
     for source in (root / "src").rglob("*.py"):
         yield from (f"{source.relative_to(root)}: {each}" for each in vague_summaries(source.read_text("utf-8")))
     for source in sorted(path for folder in CODE for path in (root / folder).rglob("*.py")):

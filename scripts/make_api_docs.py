@@ -65,7 +65,7 @@ SECTIONS = {
     "Hosts": (
         "The processes of a job ([protocol.md](protocol.md)).",
         (*(f"lockstep.{name}" for name in ("start", "run_main", "Hosts", "DistributedConfig", "leader_only")),
-         "lockstep.hosts.current", "lockstep.hosts.MemoryClient"),
+         "lockstep.hosts.current", "lockstep.hosts.MemoryClient", "lockstep.hosts.TlsConfig"),
     ),
     "Models and readers": (
         "What the decoder reads, and how a model of another library is given to it "

@@ -10,8 +10,9 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from scripts import check_hashes
+from scripts import check_hashes, public_names
 from scripts.release_notes import notes
+from tests.extras import NEEDS_CLIENTS
 
 ROOT = Path(__file__).parents[2]
 PATHS = [path for place in ("*.*", ".github/**/*.*", "docs/install.md") for path in ROOT.glob(place) if path.is_file()]
@@ -79,6 +80,19 @@ def test_what_builds_a_package_is_known_too():
         by_uv = "-c hashes.txt --build-constraint hashes.txt" in command and "--only-binary :all:" in command
         later = text.index(command) > text.index("pip+=(--no-build-isolation --only-binary :all:")
         assert by_hash or by_uv or later, command
+
+
+@NEEDS_CLIENTS
+def test_a_public_name_does_not_change_without_a_line_in_the_changelog():
+    """Neither does the name of an argument or of a member. Mention it in backticks below `## [Unreleased]`."""
+    released = set(public_names.FILE.read_text(encoding="utf-8").splitlines())
+    section = TEXT["CHANGELOG.md"].partition("## [Unreleased]")[2].partition("\n## [")[0]
+    assert not public_names.unmentioned(released, {*public_names.lines()}, section)
+    before, after = {"lockstep.Engine(config)", "lockstep.view(x)"}, {"lockstep.Engine(settings)", "lockstep.new()"}
+    assert public_names.unmentioned(before, after, "- `view` is gone.") == [
+        "lockstep.Engine(config)", "lockstep.Engine(settings)", "lockstep.new()",
+    ]  # fmt: skip
+    assert not public_names.unmentioned(before, after, "- `view` is gone, `lockstep.new()` and `Engine` came")
 
 
 def test_the_other_line_of_jax_is_pinned_too_and_fits():

@@ -31,8 +31,9 @@ class TlsConfig:
         ConfigError: A path is empty, or the prefix does not end with a slash.
 
     Example:
-        >>> TlsConfig(cert_file="job.pem", key_file="job.key", ca_file="ca.pem").peer_uri_prefix is None
-        True
+        >>> tls = lockstep.hosts.TlsConfig(cert_file="job.pem", key_file="job.key", ca_file="ca.pem")
+        >>> lockstep.DistributedConfig(tls=tls).tls.ca_file
+        'ca.pem'
     """
 
     cert_file: str
