@@ -90,10 +90,14 @@ trainer = SimpleNamespace(
     with_training_hooks=lambda hooks: None,
 )
 state = SimpleNamespace(model=model)
+from levanter.distributed import DistributedConfig
+trainer_config = SimpleNamespace(distributed=DistributedConfig(), train_batch_size=8, data_axis_size=1)
 config = lockstep.InferenceEvalConfig(prompts=PROMPTS, max_new_tokens=4)
 """,
     "docs/levanter.md": TINY
     + """
+from levanter.distributed import DistributedConfig
+trainer_config = SimpleNamespace(distributed=DistributedConfig(), train_batch_size=8, data_axis_size=1)
 from levanter.main.train_lm import TrainLmConfig
 from lockstep.report import NoopTracker
 hooks = []

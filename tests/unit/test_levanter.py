@@ -2,6 +2,7 @@
 
 import importlib.util
 import shutil
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -90,6 +91,13 @@ def test_an_unsupported_model_is_refused_by_name_when_the_hook_is_made():
         sample_callback(InferenceEvalConfig(prompts=["one"]), tiny.tokenizer(), trainer(), model=model)
 
 
+def test_processes_that_did_not_join_a_job_are_refused_when_the_hook_is_made(monkeypatch):
+    monkeypatch.setattr(sys.modules["lockstep.hosts.start"], "_hosts", None)
+    monkeypatch.setenv("LOCKSTEP_NUM_PROCESSES", "2")
+    with pytest.raises(ConfigError, match=r"2 processes were started .* lockstep\.levanter\.start\(trainer_config\)"):
+        sample_callback(InferenceEvalConfig(prompts=["one"]), tiny.tokenizer(), trainer(), model=object())
+
+
 def test_at_start_is_refused_for_there_is_no_such_hook():
     config = InferenceEvalConfig(prompts=["one"], at_start=True)
     with pytest.raises(ConfigError, match="at_start is true, but Levanter calls no hook"):
@@ -99,7 +107,7 @@ def test_at_start_is_refused_for_there_is_no_such_hook():
 def test_it_decodes_in_the_compute_dtype_and_checks_the_model_after_the_first_step():
     made = trainer()
     hook = sample_callback(InferenceEvalConfig(prompts=["one"]), tiny.tokenizer(), made)
-    assert hook.sampler._dtype == "bfloat16"
+    assert hook.sampler._model_engine._config.dtype == "bfloat16"
     ((check, every),) = made.hooks
     assert every == 1
     with pytest.raises(PeerError, match="cannot be read"):

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,17 +11,18 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.callback.config import InferenceEvalConfig
 from lockstep.callback.evaluation import TaskRounds
+from lockstep.callback.loop_calls import by_one_thread, completed_steps, sampled_model
+from lockstep.callback.model_engine import ModelEngine
 from lockstep.callback.reporter import Reporter
 from lockstep.callback.round import keep_answers, read_round_prompts, run_round, with_drafts
-from lockstep.engine import Auditor, EarlierAnswers, Engine, Sizing
+from lockstep.engine import EarlierAnswers, Engine
 from lockstep.errors import ConfigError, DisagreementError, HostError, PeerError
-from lockstep.hosts import Hosts, Watchdog, current, digest, environment
+from lockstep.hosts import Hosts, JobHosts, Watchdog, digest, environment
 from lockstep.json_text import typed
-from lockstep.models import DecoderWeights, LlamaConfig, read_decoder
-from lockstep.placement import mesh_of
+from lockstep.placement.device import own_settings
 from lockstep.printable import get_logger
 from lockstep.report import Tracker
-from lockstep.text import StopFinder, check_vocab, token_count, tokenizer_digest
+from lockstep.text import StopFinder, tokenizer_digest
 from lockstep.urls import absolute_path
 
 if TYPE_CHECKING:
@@ -49,12 +51,10 @@ class SampleCallback:
             alone, from a thread of its own, so it may be slow. It stays the caller's to finish. None for none.
         name: The prefix of the table and of the metrics; two callbacks in one run need two names.
         output_dir: The directory where the leader appends to ``samples.jsonl``; None for no file.
-        hosts: The processes of the job; None for the current ones.
+        hosts: The processes of the job; None for those of the job at the first round or `check`, which may be joined
+            after the callback is made.
         dtype: The floating dtype to decode in, the trainer's compute dtype; None: the dtype of the parameters.
         every_call: Whether a round is due at every call, because the loop has the schedule.
-
-    Raises:
-        ConfigError: ``config`` does not allow sampling in several processes.
 
     Example:
         >>> from types import SimpleNamespace
@@ -105,8 +105,8 @@ class SampleCallback:
             tracker=tracker,
             samples_path=None if output_dir is None else Path(absolute_path(output_dir)) / "samples.jsonl",
         )
-        self._hosts = current() if hosts is None else hosts
-        self._dtype, self._every_call = dtype, every_call
+        self._job_hosts = JobHosts(hosts)
+        self._every_call = every_call
         self.tasks: TaskRounds | None = None
         """The rounds of tasks, with their counts; None without ``tasks``."""
         if config.enabled and config.tasks.names:
@@ -117,36 +117,38 @@ class SampleCallback:
                 engine,
                 tokenizer,
                 self._reporter.report_tasks,
-                self._hosts,
+                self._job_hosts,
                 config.timeout_s,
                 MAX_TASK_SECONDS,
             )
         self._task_errors_in_a_row = 0
-        self._engine: Engine | None = None
-        self._auditor: Auditor | None = None
+        self._model_engine = ModelEngine(config.engine_config(dtype), tokenizer, audit=config.audit)
+        self._in_use = threading.RLock()
         self._find_stop = StopFinder(tokenizer) if config.stop else None
         self.last_step: int | None = None
         """The step of the last round, finished or failed; None before the first."""
         self._earlier = EarlierAnswers(config.drafts)
         self._errors_in_a_row = 0
         self._watchdog: Watchdog | None = None
-        self._logged_sizing: Sizing | None = None
-        self._logged_compilations = 0
-        self._vocab_size = token_count(tokenizer)
         self._facts = {
             "configuration": digest(json.dumps(dataclasses.asdict(config), sort_keys=True)),
             "tokenizer": tokenizer_digest(tokenizer),
         }
-        if config.enabled and not config.allow_multihost and self._hosts.count > 1:
+
+    @property
+    def _hosts(self) -> Hosts:
+        hosts = self._job_hosts()
+        if not self.config.allow_multihost and hosts.count > 1:
             raise ConfigError(
-                f"inference_eval.allow_multihost is false and this job has {self._hosts.count} processes. Set it to "
+                f"inference_eval.allow_multihost is false and this job has {hosts.count} processes. Set it to "
                 "true to sample on all hosts in lockstep, or set inference_eval.enabled to false."
             )
+        return hosts
 
     @property
     def engine(self) -> Engine | None:
         """The engine, or None before the first round."""
-        return self._engine
+        return self._model_engine.engine
 
     @property
     def report_errors(self) -> int:
@@ -162,6 +164,7 @@ class SampleCallback:
         """See `on_step`."""
         self.on_step(info, force=force)
 
+    @by_one_thread
     def on_step(self, info: Any, force: bool = False) -> None:
         """Run a round if one is due after ``info``'s step; every host calls it.
 
@@ -175,21 +178,22 @@ class SampleCallback:
             LaunchMismatchError: hosts launched different programs; the same on every host.
             HostTimeoutError: a host is missing.
         """
-        step = int(getattr(info, "next_step", info.step))
+        step = completed_steps(info)
         self.interrupted, tasks_due, last = False, self.tasks_left == step, force and self.config.at_end
         if self._due(step, force):
             before, self.last_step = self.last_step, step
-            self._round(step, _model(info))
+            self._round(step, sampled_model(info))
             if self.interrupted:
                 self.last_step = before
             tasks_due = not self.interrupted and self.config.tasks.due(step, last=last)
         elif last and step == self.last_step:  # its samples came in their turn, its tasks only if it was theirs too
             tasks_due = step != self.last_tasks
         if tasks_due and self.tasks is not None and self._task_errors_in_a_row != self.config.max_consecutive_errors:
-            self._run_tasks(self.tasks, step, _model(info))
+            self._run_tasks(self.tasks, step, sampled_model(info))
         if force and not self.interrupted:
             self.finish()
 
+    @by_one_thread
     def finish(self) -> None:
         """Wait at most ``flush_s`` until all rounds are reported; every host calls it, and waits for the leader.
 
@@ -240,6 +244,7 @@ class SampleCallback:
         if "drafts" in state:  # checkpoints of earlier versions have none
             self._earlier.load_state(state["drafts"])
 
+    @by_one_thread
     def check(self, model: Any) -> None:
         """Find out now what would make a round fail, the same on every host: prompts, sizes, model, configuration.
 
@@ -252,10 +257,10 @@ class SampleCallback:
         """
         if not self.config.enabled:
             return
-        with self._hosts.scope(f"{self.name}/check", self.config.timeout_s) as hosts:
+        with own_settings(), self._hosts.scope(f"{self.name}/check", self.config.timeout_s) as hosts:
             with hosts.run_on_all("check") as checked:
                 checked.agree({**self._facts, **environment()})
-                engine, read = self._engine_for(model)
+                engine, read = self._model_engine.read(model, hosts)
                 if hosts.is_leader:
                     round_prompts = with_drafts(read_round_prompts(self.config, self._tokenizer), self._earlier)
                     engine.check(read, round_prompts.compile_requests)
@@ -272,12 +277,12 @@ class SampleCallback:
 
     def _round(self, step: int, model: Any) -> None:
         try:
-            with self._hosts.scope(self.name, self.config.timeout_s) as hosts:
+            with own_settings(), self._hosts.scope(self.name, self.config.timeout_s) as hosts:
                 result = run_round(
                     hosts,
                     facts={"step": str(step), **self._facts},
                     read=lambda: with_drafts(read_round_prompts(self.config, self._tokenizer, step), self._earlier),
-                    ready=lambda: (*self._engine_for(model), self._auditor_or_none()),
+                    ready=lambda: (*self._model_engine.read(model, hosts), self._model_engine.auditor()),
                     filters=self.config.filters,
                     find_stop=self._find_stop,
                     max_seconds=self.config.max_seconds,
@@ -297,14 +302,15 @@ class SampleCallback:
         if self._hosts.is_leader:
             keep_answers(self._earlier, result.requests, result.generation.completions)
             assert result.prompts is not None
-            self._log_sizing()
+            self._model_engine.log_sizing(self.name)
             self._reporter.report(step, result.prompts, result.generation, {"skipped_rounds": self.skipped_rounds})
 
     def _run_tasks(self, tasks: TaskRounds, step: int, model: Any) -> None:
         """A round of tasks; where it fails, all hosts go on with training, or raise, as after a round of samples."""
         before, self.tasks_left, self.last_tasks = self.last_tasks, None, step
         try:
-            done = tasks.run(step, model)
+            with own_settings():
+                done = tasks.run(step, model)
         except (PeerError, DisagreementError) as error:
             if self.config.on_error == "raise":
                 raise
@@ -344,56 +350,8 @@ class SampleCallback:
             )
         self._reporter.log(step, {"skipped_rounds": self.skipped_rounds})
 
-    def _engine_for(self, model: Any) -> tuple[Engine, tuple[LlamaConfig, DecoderWeights]]:
-        """The engine on the mesh that the model is sharded over, and the model as it was read, once for all.
-
-        The engine is made once, and again only when the mesh changes.
-        """
-        read = read_decoder(model)
-        weights = read[1]
-        check_vocab(self._tokenizer, weights.embed.shape[0])
-        mesh = mesh_of(weights.embed)
-        if self._engine is None or self._engine.mesh != mesh:
-            self._logged_compilations = 0
-            config = self.config.engine_config(self._dtype)
-            self._engine = Engine(config, mesh, vocab_size=self._vocab_size, ledger=self._hosts.ledger)
-        return self._engine, read
-
     def _watchdog_of_all_rounds(self) -> Watchdog:
         """One for all rounds: each has a thread that lives for up to ``timeout_s`` after its last watch."""
         if self._watchdog is None or self._watchdog.timeout_s != self.config.timeout_s:
             self._watchdog = Watchdog(self._hosts, self.config.timeout_s)
         return self._watchdog
-
-    def _auditor_or_none(self) -> Auditor | None:
-        """The auditor beside the engine, where the configuration asks for one."""
-        engine = self._engine
-        assert engine is not None
-        if not self.config.audit:
-            return None
-        if self._auditor is None or self._auditor.mesh != engine.mesh:
-            self._auditor = Auditor(
-                engine.mesh,
-                vocab_size=self._vocab_size,
-                dtype=self._dtype,
-                ledger=engine.ledger,
-                hbm_utilization=self.config.hbm_utilization,
-            )
-        return self._auditor
-
-    def _log_sizing(self) -> None:
-        """Log layout and capacities, and why, and what was compiled, as far as they are new."""
-        sizing = self._engine.sizing if self._engine else None
-        if sizing is not None and sizing != self._logged_sizing:
-            log.info("%s: %s", self.name, sizing.describe())
-            self._logged_sizing = sizing
-        compilations = self._engine.compilations if self._engine else ()
-        if new := compilations[self._logged_compilations :]:
-            lines = "\n".join(f"  {each}" for each in new)
-            log.info("%s: compiled %d programs:\n%s", self.name, len(new), lines)
-            self._logged_compilations = len(compilations)
-
-
-def _model(info: Any) -> Any:
-    """The model to sample: an average of the parameters where ``info`` has one."""
-    return getattr(info, "eval_model", info.model)

@@ -355,6 +355,7 @@ def replicate_kv_heads(config: LlamaConfig, weights: DecoderWeights, tensor: int
             sharding=resharded(leaf, (*spec[: axis + 2], *(None for _ in heads), *spec[len(spec) - behind :])),
             stacked=True,
             by_layer=leaf.by_layer if lazy else False,
+            blocks=leaf.blocks if lazy else (),
         )
 
     changed = {field.name: replicate(field.name) for field in dataclasses.fields(layers)}

@@ -16,7 +16,7 @@ from lockstep.engine.round import generate_on_all
 from lockstep.engine.schedule import Capacity, Counts, FindStop, Scheduler
 from lockstep.engine.sizing.choose import Chooser
 from lockstep.engine.sizing.result import Sizing
-from lockstep.engine.small_moves import KnownModel, describe_change
+from lockstep.engine.small_moves import KnownModel, describe_change, describe_uneven_layers
 from lockstep.errors import ConfigError
 from lockstep.hosts import Hosts, Ledger, current, environment
 from lockstep.models import DecoderWeights, LlamaConfig, read_decoder
@@ -183,6 +183,8 @@ class Engine:
             before=before,
             compile_with=self._compile_with,
         )
+        if before is None and (uneven := describe_uneven_layers(models.signature)):
+            log.info(uneven)
         if before is None or self._known is None:
             self._known = KnownModel(self._built.models.signature, self.mesh, self.ledger, self._compile_with)
         self._known.follow(read)

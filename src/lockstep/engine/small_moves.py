@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, Sharding
 from lockstep.engine.decode_model import signature_of
 from lockstep.hosts import Ledger
 from lockstep.models import DecoderWeights, LlamaConfig
-from lockstep.placement import LazyWeight, sources
+from lockstep.placement import LazyWeight, layer_differences, sources
 from lockstep.placement.device import Compile, Program, block_bytes, compile_program
 from lockstep.printable import bytes_text
 
@@ -181,6 +181,23 @@ def describe_change(before: Any, now: Any) -> str:
         f"the model is not placed as before: {'; '.join(map(str, moved[:NAMED_AT_MOST]))}{more}: {bytes_text(total)} "
         f"per device, and up to {bytes_text(_limit(before))} are moved back without compiling. Let the train step "
         "return parameters where it takes them: out_shardings of jax.jit, or jax.lax.with_sharding_constraint in it"
+    )
+
+
+def describe_uneven_layers(signature: Any) -> str:
+    """The weights whose layers differ in dtype or placement, and what bringing them together costs; '' for none."""
+    uneven, total = list[str](), 0
+    for path, weight in jax.tree_util.tree_leaves_with_path(signature[1]):
+        for part in weight.parts if isinstance(weight, LazyWeight) and weight.by_layer else ():
+            if differences := layer_differences(part):
+                uneven.append(f"{path[-1].name} ({', '.join(differences)})")
+                total += sum(map(block_bytes, part))
+    more = f" and {len(uneven) - NAMED_AT_MOST} more" if len(uneven) > NAMED_AT_MOST else ""
+    if not uneven:
+        return ""
+    return (
+        f"layers of a weight differ, so each round casts or moves some of {bytes_text(total)} per device: "
+        f"{'; '.join(uneven[:NAMED_AT_MOST])}{more}"
     )
 
 

@@ -25,6 +25,7 @@ from lockstep.hosts.peers import end_process as end_process
 from lockstep.hosts.phase import Ledger as Ledger
 from lockstep.hosts.phase import Phase as Phase
 from lockstep.hosts.run_main import run_main as run_main
+from lockstep.hosts.start import JobHosts as JobHosts
 from lockstep.hosts.start import current as current
 from lockstep.hosts.start import start as start
 from lockstep.hosts.storage import call_storage as call_storage

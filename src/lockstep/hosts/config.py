@@ -25,6 +25,8 @@ INITIALIZATION_TIMEOUT_S = "LOCKSTEP_INITIALIZATION_TIMEOUT_S"
 REQUIRE_MULTIHOST = "REQUIRE_MULTIHOST"
 REQUIRE_PROCESS_COUNT = "REQUIRE_JAX_PROCESS_COUNT"
 SLICES = "MEGASCALE_NUM_SLICES"
+WORLD_SIZE = "WORLD_SIZE"
+"""Set by torchrun, of which JAX knows nothing."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -95,6 +97,46 @@ def check_count(config: DistributedConfig, count: int) -> None:
     for name, required in wanted.items():
         if required is not None and count != required:
             raise ConfigError(f"this job has {count} process(es), but {name} requires {required}. {fix}")
+
+
+def check_launched(count: int) -> None:
+    """Refuse to go on where a launcher has started more processes than have joined the job.
+
+    Each of them would believe that it is the leader, and write every row. REQUIRE_JAX_PROCESS_COUNT says that ``count``
+    is meant.
+
+    Raises:
+        ConfigError: Names the launcher's variable, both numbers and the call that is missing.
+    """
+    check_count(DistributedConfig(), count)
+    launched = launched_count()
+    if launched is None or launched[1] <= count or environment_integer(REQUIRE_PROCESS_COUNT) == count:
+        return
+    variable, processes = launched
+    call = "lockstep.start(), with Levanter lockstep.levanter.start(trainer_config),"
+    if variable == WORLD_SIZE:
+        call = (
+            "lockstep.start(lockstep.DistributedConfig(coordinator_address=f\"{os.environ['MASTER_ADDR']}:8476\", "
+            "num_processes=int(os.environ['WORLD_SIZE']), process_id=int(os.environ['RANK'])))"
+        )
+    raise ConfigError(
+        f"{processes} processes were started (the variable {variable}), but the job of this one has {count}: each "
+        f"would take itself for the leader and write every row. Call {call} before the first use of JAX. If they are "
+        f"jobs of their own, set {REQUIRE_PROCESS_COUNT}={count}."
+    )
+
+
+def launched_count() -> tuple[str, int] | None:
+    """The variable in which the innermost launcher says how many processes it has started, and their number."""
+    slurm_step = all(f"SLURM_{name}" in os.environ for name in ("JOB_ID", "STEP_NODELIST", "PROCID", "LOCALID"))
+    variables = [NUM_PROCESSES, *([WORLD_SIZE] if "RANK" in os.environ else []), "OMPI_COMM_WORLD_SIZE"]
+    for name in [*variables, *(["SLURM_NTASKS"] if slurm_step else [])]:
+        if (count := environment_integer(name)) is not None:
+            return name, count
+    for name in ("TPU_PROCESS_ADDRESSES", "TPU_WORKER_HOSTNAMES"):
+        if workers := [worker for worker in os.environ.get(name, "").split(",") if worker.strip()]:
+            return name, len(workers) * (environment_integer(SLICES) or 1)
+    return None
 
 
 def required_count(config: DistributedConfig) -> int | None:

@@ -55,7 +55,7 @@ def try_leader_only(what: str, work: Callable[[], object], consequence: str) -> 
     try:
         with leader_only():
             work()
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a tracker, a metric and a disk are others' code
         stack = None if isinstance(error, LockstepError) else error
         log.error("%s failed on the leader; %s: %s: %s", what, consequence, type(error).__name__, error, exc_info=stack)
         return False

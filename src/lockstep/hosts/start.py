@@ -29,6 +29,7 @@ from lockstep.hosts.config import (
     REQUIRE_PROCESS_COUNT,
     DistributedConfig,
     check_count,
+    check_launched,
     environment_integer,
     local_gpus,
     required_count,
@@ -112,13 +113,17 @@ def current() -> Hosts:
 
     Where the user has started the service, this starts JAX's devices, which decide the number of this process.
 
+    Raises:
+        ConfigError: A launcher has started more processes than have joined the job.
+
     Example:
         >>> lockstep.hosts.current().count
         1
     """
     global _hosts
-    if _hosts is None:
-        hosts = current_without_devices()
+    hosts = current_without_devices()
+    if hosts is not _hosts:
+        check_launched(hosts.count)
         hosts.client.index = jax.process_index() if hosts.count > 1 else 0
         _hosts = hosts
     return _hosts
@@ -127,9 +132,46 @@ def current() -> Hosts:
 def current_without_devices() -> Hosts:
     """Return what `current` does, for the end of a process: no devices are started.
 
-    Where they are not there yet, the process has the number that the coordination service gave it.
+    Where they are not there yet, the process has the number that the coordination service gave it. What was found
+    before the user started the service is looked up anew.
     """
-    return Hosts(_client()) if _hosts is None else _hosts
+    before_service = _hosts is not None and service_is_running() and isinstance(_hosts.client, MemoryClient)
+    return Hosts(_client()) if _hosts is None or before_service else _hosts
+
+
+class JobHosts:
+    """The processes of the job as an object sees them that may be made before the job is joined: looked up at each use.
+
+    Args:
+        hosts: The processes, where the caller names them; None for those of the job.
+
+    Example:
+        >>> job_hosts = lockstep.hosts.JobHosts()  # before the job is joined
+        >>> job_hosts().count
+        1
+    """
+
+    def __init__(self, hosts: Hosts | None = None) -> None:
+        self._hosts = hosts
+        self._count: int | None = None  # the number of processes at the first use
+
+    def __call__(self) -> Hosts:
+        """Return the processes.
+
+        Raises:
+            HostError: Their number is not that of the first use.
+            ConfigError: See `current`.
+        """
+        hosts = current() if self._hosts is None else self._hosts
+        if self._count is None:
+            self._count = hosts.count
+        if self._count != hosts.count:
+            raise HostError(
+                f"this job had {self._count} process(es) at the first use of this object, and now has {hosts.count}: "
+                "rounds of the two do not go together. Join the job first (lockstep.start() or "
+                "jax.distributed.initialize()), and make a new object after it."
+            )
+        return hosts
 
 
 def shutdown() -> None:

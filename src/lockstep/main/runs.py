@@ -21,7 +21,7 @@ from lockstep.config_fields import FilePath, check_fields
 from lockstep.engine import EngineConfig
 from lockstep.errors import ConfigError, LockstepError, refuse_keys
 from lockstep.files import write_file
-from lockstep.hosts import DistributedConfig, Hosts, config_digest, digest, leader_only, start
+from lockstep.hosts import DistributedConfig, Hosts, JobHosts, config_digest, digest, leader_only, start
 from lockstep.main.arguments import name_words, parse_arguments
 from lockstep.models import export_hf, save_peft
 from lockstep.placement import make_mesh
@@ -128,7 +128,7 @@ def evaluate(config: EvalConfig, hosts: Hosts) -> int:
         dataclasses.replace(config.engine, max_seq_len=config.tasks.max_seq_len or config.engine.max_seq_len),
         tokenizer,
         lambda _, results: found.append(results),
-        hosts,
+        JobHosts(hosts),
         hosts.timeout_s,
     )
     with hosts.run_on_all("finding the tasks"):

@@ -10,8 +10,9 @@ from lockstep.models.config import LlamaConfig
 from lockstep.models.llama import LlamaLMHeadModel
 from lockstep.models.llama_mlp import MixedMlps
 from lockstep.models.registry import UnreadableModelError, class_name, has_reader, read_registered, register_reader
+from lockstep.models.weight_sizes import check_weights
 from lockstep.models.weights import WEIGHT_AXES, DecoderWeights, LayerWeights, haliax_axes
-from lockstep.placement import on_auto_mesh
+from lockstep.placement import on_one_mesh
 
 
 def read_decoder(model: Any) -> tuple[LlamaConfig, DecoderWeights]:
@@ -29,6 +30,8 @@ def read_decoder(model: Any) -> tuple[LlamaConfig, DecoderWeights]:
     Raises:
         UnreadableModelError: There is no reader for the class of ``model``, or it left a parameter out
             (`UnreadParameterError`).
+        ConfigError: A weight has another size or order of axes than the configuration says, or should not be there, or
+            is missing.
 
     Example:
         >>> config, weights = lockstep.models.read_decoder(model)
@@ -38,7 +41,8 @@ def read_decoder(model: Any) -> tuple[LlamaConfig, DecoderWeights]:
     if not has_reader(type(model)) and (readers := _readers_of_library(type(model))):
         importlib.import_module(readers)
     config, weights = read_registered(model)
-    return config, on_auto_mesh(weights)
+    check_weights(config, weights)
+    return config, on_one_mesh(weights)
 
 
 @register_reader(tuple, parameters=lambda pair: None)  # there is no model beside it

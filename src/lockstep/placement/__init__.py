@@ -9,7 +9,7 @@ from lockstep.placement.lazy_weight import Pick as Pick
 from lockstep.placement.lazy_weight import axis_groups as axis_groups
 from lockstep.placement.lazy_weight import axis_specs as axis_specs
 from lockstep.placement.lazy_weight import is_lazy as is_lazy
-from lockstep.placement.lazy_weight import on_auto_mesh as on_auto_mesh
+from lockstep.placement.lazy_weight import layer_differences as layer_differences
 from lockstep.placement.lazy_weight import resharded as resharded
 from lockstep.placement.lazy_weight import shape_structs as shape_structs
 from lockstep.placement.lazy_weight import sources as sources
@@ -38,6 +38,7 @@ from lockstep.placement.mesh import fsdp_warning as fsdp_warning
 from lockstep.placement.mesh import make_mesh as make_mesh
 from lockstep.placement.mesh import mesh_of as mesh_of
 from lockstep.placement.mesh import parameter_axes as parameter_axes
+from lockstep.placement.one_mesh import on_one_mesh as on_one_mesh
 from lockstep.placement.place import aligned_empty as aligned_empty
 from lockstep.placement.place import host_rows as host_rows
 from lockstep.placement.place import place as place

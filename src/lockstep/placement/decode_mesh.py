@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 import math
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 
 import jax
 import numpy as np
@@ -56,20 +56,45 @@ class DecodeMesh:
         Raises:
             ConfigError: The array is on other devices, or in an order that the decode mesh cannot express.
         """
-        sharding = getattr(array, "sharding", None)
-        devices = list(self.mesh.devices.flat)
-        if sharding is not None and sharding.device_set == set(devices):
-            if self.mesh.size == 1:
-                return PartitionSpec()
-            if isinstance(sharding, NamedSharding) and list(sharding.mesh.devices.flat) == devices:
-                if _long_axes(sharding.mesh.shape) == _long_axes(self.training_shape):
-                    return PartitionSpec(*(self._refine(entry) for entry in sharding.spec))
-        where = f"on {_names(sharding.device_set)} as {sharding}" if sharding is not None else "in host memory"
-        raise ConfigError(
+        expressed = self.expressed(array)
+        if expressed is None:
+            raise self._misplaced(array, path)
+        return expressed
+
+    def check_devices(self, array: jax.Array | jax.ShapeDtypeStruct, path: str) -> None:
+        """Refuse an array that is not on the devices of the mesh, in its order: no program takes both.
+
+        Raises:
+            ConfigError: It is on others, or in another order.
+        """
+        sharding, devices = getattr(array, "sharding", None), list(self.mesh.devices.flat)
+        if isinstance(sharding, NamedSharding) and list(sharding.mesh.devices.flat) != devices:
+            raise self._misplaced(array, path)
+
+    def _misplaced(self, array: jax.Array | jax.ShapeDtypeStruct, path: str) -> ConfigError:
+        sharding, devices = getattr(array, "sharding", None), list(self.mesh.devices.flat)
+        where = "in host memory"
+        if sharding is not None:
+            own = sharding.mesh.devices.flat if isinstance(sharding, NamedSharding) else sharding.device_set
+            where = f"on {_names(own)} as {sharding}"
+        return ConfigError(
             f"the weight {path} is placed {where}; the decode mesh needs every weight on the training mesh "
             f"{self.training_shape}, which is {_names(devices)} in this order. Shard the model over the mesh before "
             "sampling, or give the engine the mesh that the model is sharded over."
         )
+
+    def expressed(self, array: jax.Array | jax.ShapeDtypeStruct) -> PartitionSpec | None:
+        """`training_spec`; None where the decode mesh cannot express it."""
+        sharding = getattr(array, "sharding", None)
+        devices = list(self.mesh.devices.flat)
+        if sharding is None or sharding.device_set != set(devices):
+            return None
+        if self.mesh.size == 1:
+            return PartitionSpec()
+        if isinstance(sharding, NamedSharding) and list(sharding.mesh.devices.flat) == devices:
+            if _long_axes(sharding.mesh.shape) == _long_axes(self.training_shape):
+                return PartitionSpec(*(self._refine(entry) for entry in sharding.spec))
+        return None
 
     def _refine(self, entry: str | tuple[str, ...] | None) -> tuple[str, ...] | None:
         return tuple(axis for name in axes_of(entry) for axis in self.training_axes.get(name, ())) or None
@@ -147,5 +172,7 @@ def _long_axes(shape: Mapping[str, int]) -> list[tuple[str, int]]:
 
 
 def _names(devices: Iterable[jax.Device]) -> str:
-    ids = sorted(devices, key=lambda device: device.id)
-    return f"{len(ids)} devices ({', '.join(str(device) for device in ids[:8])}{', …' if len(ids) > 8 else ''})"
+    """Devices by name; a set has no order, so that they come by number."""
+    listed = sorted(devices, key=lambda device: device.id) if isinstance(devices, Set) else list(devices)
+    more = ", …" * (len(listed) > 8)
+    return f"{len(listed)} devices ({', '.join(map(str, listed[:8]))}{more})"

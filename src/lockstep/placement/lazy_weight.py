@@ -1,17 +1,21 @@
 """Weights in another form than the decoder's: described by reference, made while they are resharded."""
 
 import dataclasses
+import functools
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from jaxtyping import Array, PyTree
 
 from lockstep.errors import ConfigError
+from lockstep.placement.mesh import axes_of
 
 type Assemble = Callable[..., Array]
 """Makes a weight from its parts, whether they are whole arrays or one device's blocks; a stacked one layer by layer."""
@@ -118,7 +122,8 @@ def view(array: Any, pattern: str, **picks: Pick) -> Any:
         The array itself where nothing is to be changed, else a `LazyWeight`.
 
     Raises:
-        ConfigError: The pattern does not fit the array, or layers differ in shape, dtype or placement.
+        ConfigError: The pattern does not fit the array, or layers differ in shape. Where they differ in dtype or
+            placement, they are cast and moved to the common one while the weight is made.
 
     Example:
         >>> kernel = jax.ShapeDtypeStruct((2, 48, 32), "float32")
@@ -141,13 +146,8 @@ def view(array: Any, pattern: str, **picks: Pick) -> Any:
             f"the pattern {pattern!r} with {picks or 'no picks'} does not fit an array of shape {tuple(first.shape)}: "
             "it must name each axis of the array once, the layer first, and every axis must be wanted or picked."
         )
-    for layer in layers:
-        one, other = ((each.shape, each.dtype, _sharding(each)) for each in (first, layer))
-        if one != other:
-            raise ConfigError(
-                f"the layers of a weight differ: {one} and {other}. All layers must have the same shape, dtype and "
-                "placement."
-            )
+    even = not by_layer or not layer_differences(layers)
+    first = first if even else common_layer(layers)
     if not by_layer and have == want and not picks:
         return array
     sizes = {
@@ -157,7 +157,7 @@ def view(array: Any, pattern: str, **picks: Pick) -> Any:
     }
     parts = {name: _taken(pattern, name, sizes[name], name in want, pick) for name, pick in picks.items()}
     taken = {name: part for name, part in parts.items() if part is not None}
-    specs, kept, where = axis_specs(first), list[Any](), _sharding(first)
+    specs, kept, where = axis_specs(first), list[Any](), sharding_of(first)
     on_axis = dict(where.mesh.shape) if isinstance(where, NamedSharding) else {}
     for group, spec in zip(groups, specs, strict=True):
         count = math.prod(on_axis[name] for name in (spec if isinstance(spec, tuple) else (spec,)) if name)
@@ -182,8 +182,53 @@ def view(array: Any, pattern: str, **picks: Pick) -> Any:
         sharding=resharded(first, (None, *spec) if by_layer else spec),
         stacked=by_layer or want[0] == "layer",
         by_layer=by_layer,
-        blocks=() if tuple(kept) == specs else (resharded(first, kept),),
+        blocks=() if even and tuple(kept) == specs else (resharded(first, kept),),
     )
+
+
+def common_layer(layers: Sequence[Any]) -> jax.ShapeDtypeStruct:
+    """The form that the layers of a weight are brought to: the dtype that holds all of them, the placement of most.
+
+    Raises:
+        ConfigError: They differ in shape.
+    """
+    for number, layer in enumerate(layers):
+        if layer.shape != layers[0].shape:
+            raise ConfigError(
+                f"the layers of a weight differ in shape: layer 0 is {tuple(layers[0].shape)} and layer {number} is "
+                f"{tuple(layer.shape)}. Give arrays of one shape, or the layers of another kind as another weight."
+            )
+    dtype = functools.reduce(np.promote_types, (layer.dtype for layer in layers))
+    (sharding, _), *_ = Counter(map(sharding_of, layers)).most_common()
+    return jax.ShapeDtypeStruct(layers[0].shape, dtype, sharding=sharding)
+
+
+def layer_differences(layers: Sequence[Any]) -> list[str]:
+    """Return how layers differ in shape, dtype or placement: the first layer of each form; none where all agree.
+
+    Example:
+        >>> lockstep.placement.layer_differences([jax.numpy.ones(2), jax.numpy.ones(2, "bfloat16")])
+        ['layer 0 float32[2]', 'layer 1 bfloat16[2]']
+    """
+    forms: dict[Any, int] = {}
+    for number, layer in enumerate(layers):
+        forms.setdefault((layer.shape, layer.dtype, sharding_of(layer)), number)
+    if len(forms) == 1:
+        return []
+    placed = len({sharding for _, _, sharding in forms}) > 1
+    return [
+        f"layer {number} {np.dtype(dtype).name}[{','.join(map(str, shape))}]" + f" {sharding_text(sharding)}" * placed
+        for (shape, dtype, sharding), number in forms.items()
+    ]
+
+
+def sharding_text(sharding: Sharding | None) -> str:
+    """A placement for an error: the partition spec, the mesh, and its devices in the order of the mesh."""
+    if not isinstance(sharding, NamedSharding):
+        return f"on {sharding}"
+    ids = [device.id for device in sharding.mesh.devices.flat] if isinstance(sharding.mesh, Mesh) else []
+    shown = f"{', '.join(map(str, ids[:8]))}{', …' * (len(ids) > 8)}"
+    return f"{sharding.spec} on {dict(sharding.mesh.shape)} of devices {shown}"
 
 
 def axis_groups(side: str) -> list[tuple[str, ...]]:
@@ -234,14 +279,14 @@ def _taken(pattern: str, name: str, size: int, wanted: bool, pick: Pick) -> int 
 
 def axis_specs(array: Any) -> tuple[Any, ...]:
     """For each axis of an array, the mesh axes that split it; None where it is not split or not on a mesh."""
-    sharding = _sharding(array)
+    sharding = sharding_of(array)
     spec = tuple(sharding.spec) if isinstance(sharding, NamedSharding) else ()
     return spec + (None,) * (array.ndim - len(spec))
 
 
 def resharded(array: Any, spec: Sequence[Any]) -> Sharding | None:
     """The sharding of ``array`` with other entries."""
-    sharding = _sharding(array)
+    sharding = sharding_of(array)
     return NamedSharding(sharding.mesh, PartitionSpec(*spec)) if isinstance(sharding, NamedSharding) else sharding
 
 
@@ -255,11 +300,17 @@ class WeightSpec:
 
     def layers(self, parts: tuple[Any, ...]) -> tuple[Array, ...]:
         """The parts with all layers in one array each."""
-        return tuple(jnp.stack(part) for part in parts) if self.by_layer else parts
+        return tuple(map(_stacked, parts)) if self.by_layer else parts
 
     def make(self, parts: tuple[Any, ...]) -> Array:
         """The weight from arrays or blocks in place of its parts."""
         return jax.vmap(self.assemble)(*self.layers(parts)) if self.stacked else self.assemble(*parts)
+
+
+def _stacked(layers: Sequence[Array]) -> Array:
+    """All layers in one array, in the dtype that holds all of them."""
+    dtype = functools.reduce(np.promote_types, (layer.dtype for layer in layers))
+    return jnp.stack([layer.astype(dtype) for layer in layers])
 
 
 def weight_specs(weights: PyTree) -> PyTree:
@@ -284,10 +335,10 @@ def block_sources(weights: PyTree) -> PyTree:
 
     def structs(leaf: Any) -> tuple[Any, ...]:
         if not isinstance(leaf, LazyWeight):
-            return (_struct(leaf),)
+            return (struct_of(leaf),)
         wanted = leaf.blocks or (None,) * len(leaf.parts)
         return tuple(
-            jax.tree.map(lambda array, other=other: _struct(array, other), part)
+            jax.tree.map(lambda array, other=other: struct_of(array, other), part)
             for part, other in zip(leaf.parts, wanted, strict=True)
         )
 
@@ -302,41 +353,10 @@ def shape_structs(weights: PyTree) -> PyTree:
 
     def without_arrays(leaf: Any) -> Any:
         if isinstance(leaf, LazyWeight):
-            return dataclasses.replace(leaf, parts=jax.tree.map(_struct, leaf.parts))
-        return _struct(leaf)
+            return dataclasses.replace(leaf, parts=jax.tree.map(struct_of, leaf.parts))
+        return struct_of(leaf)
 
     return jax.tree.map(without_arrays, weights)
-
-
-def on_auto_mesh(weights: PyTree) -> PyTree:
-    """The same weights, by reference, seen on meshes of `AxisType.Auto` axes, as programs over other meshes need them.
-
-    Levanter trains some models on a mesh of explicit axes, whose arrays ``shard_map`` over a decode mesh refuses.
-    """
-
-    def seen(sharding: Any) -> Any:
-        mesh = getattr(sharding, "mesh", None)
-        if not isinstance(mesh, Mesh) or AxisType.Explicit not in mesh.axis_types:
-            return sharding
-        auto = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
-        return NamedSharding(auto, sharding.spec, memory_kind=sharding.memory_kind)
-
-    def weight(leaf: Any) -> Any:
-        have = getattr(leaf, "sharding", None)
-        want = seen(have)
-        if want is have:
-            return leaf
-        if isinstance(leaf, LazyWeight):
-            parts, blocks = jax.tree.map(weight, leaf.parts), tuple(map(seen, leaf.blocks))
-            return dataclasses.replace(leaf, parts=parts, sharding=want, blocks=blocks)
-        if not isinstance(leaf, jax.Array):
-            return _struct(leaf, want)
-        local = [shard.data for shard in leaf.addressable_shards]
-        return jax.make_array_from_single_device_arrays(leaf.shape, want, local, dtype=leaf.dtype)
-
-    found = jax.tree.map(weight, weights)
-    same = all(a is b for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(weights), strict=True))
-    return weights if same else found
 
 
 def is_lazy(weights: PyTree) -> bool:
@@ -344,21 +364,27 @@ def is_lazy(weights: PyTree) -> bool:
     return any(isinstance(leaf, LazyWeight) for leaf in jax.tree.leaves(weights))
 
 
-def _struct(array: Any, sharding: Sharding | None = None) -> jax.ShapeDtypeStruct:
+def struct_of(array: Any, sharding: Sharding | None = None) -> jax.ShapeDtypeStruct:
     """The shape, dtype and placement of an array, or another placement."""
-    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding or _sharding(array))
+    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding or sharding_of(array))
 
 
-def _sharding(array: Any) -> Sharding | None:
+def sharding_of(array: Any) -> Sharding | None:
     """The sharding of an array, written as short as can be; None for one of NumPy.
 
-    XLA returns ``P("fsdp", None)`` from a step that took ``P("fsdp")``: the same placement, which must compare equal.
+    XLA returns ``P("fsdp", None)`` from a step that took ``P("fsdp")``, and ``P("fsdp")`` from one that took
+    ``P("fsdp", "tp")`` where ``tp`` has one device: the same placement, which must compare equal.
     """
-    found: Sharding | None = getattr(array, "sharding", None)
-    if not isinstance(found, NamedSharding):
-        return found
-    used = 1 + max((index for index, axes in enumerate(found.spec) if axes not in (None, ())), default=-1)
-    return found if used == len(found.spec) else found.update(spec=PartitionSpec(*found.spec[:used]))
+    sharding: Sharding | None = getattr(array, "sharding", None)
+    if not isinstance(sharding, NamedSharding):
+        return sharding
+    sizes, spec = sharding.mesh.shape, list[Any]()
+    for entry in sharding.spec:
+        names = tuple(name for name in axes_of(entry) if sizes[name] > 1)
+        spec.append(names[0] if len(names) == 1 else names or None)
+    while spec and spec[-1] is None:
+        spec.pop()
+    return sharding if tuple(sharding.spec) == tuple(spec) else sharding.update(spec=PartitionSpec(*spec))
 
 
 def _keep(block: Array) -> Array:

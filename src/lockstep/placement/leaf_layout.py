@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import PyTree
 
 from lockstep.placement.decode_mesh import DecodeMesh
+from lockstep.placement.lazy_weight import sources
 from lockstep.placement.mesh import axes_of
 
 Axes = tuple[str, ...]
@@ -96,6 +97,8 @@ def leaf_layouts(
         name = path[-1].name
         return LeafLayout(decode_mesh, axes, tensor_dims.get(name), (lanes or {}).get(name, 1))
 
+    for path, part in jax.tree_util.tree_leaves_with_path(sources(weights)):
+        decode_mesh.check_devices(part, jax.tree_util.keystr(path))
     return jax.tree_util.tree_map_with_path(layout, weights)
 
 

@@ -88,11 +88,9 @@ def assembly_function(
     """
     decode_mesh = jax.tree.leaves(layouts)[0].decode_mesh
     target = jax.tree.map(lambda leaf: leaf.decode, layouts) if gather else layouts
-    have, want = (
-        jax.tree_util.tree_map_with_path(
-            lambda path, leaf: decode_mesh.training_spec(leaf, jax.tree_util.keystr(path)), parts
-        )
-        for parts in (sources(weights), block_sources(weights))
+    have = jax.tree.map(decode_mesh.expressed, sources(weights))
+    want = jax.tree_util.tree_map_with_path(
+        lambda path, leaf: decode_mesh.training_spec(leaf, jax.tree_util.keystr(path)), block_sources(weights)
     )
     # What is needed whole is gathered a layer at a time, by `GatheredParts`; XLA moves the rest beforehand.
     specs = jax.tree.map(_with_gathers, weight_specs(weights), have, want)
@@ -205,6 +203,9 @@ def _gathers(spec: WeightSpec, have: Any, want: Any) -> list[Gathers | None]:
     """For each part the axes of a layer that are split and needed whole; None where more than that is to be done."""
     layer, found = int(spec.stacked and not spec.by_layer), list[Gathers | None]()
     for parts in zip(have, want, strict=True):
+        if None in (layers := parts[0] if spec.by_layer else parts[:1]) or len(set(layers)) > 1:
+            found.append(None)
+            continue
         one, other = ([*(part[0] if spec.by_layer else part)] for part in parts)
         count = max(len(one), len(other))
         pairs = list(zip(*(each + [None] * (count - len(each)) for each in (one, other)), strict=True))

@@ -12,7 +12,7 @@ import pytest
 
 from lockstep.errors import ConfigError, HostError, HostTimeoutError
 from lockstep.exits import PEER_FAILED, is_retried
-from lockstep.hosts import DistributedConfig, Hosts, MemoryClient, current, start
+from lockstep.hosts import DistributedConfig, Hosts, JobHosts, MemoryClient, current, start
 from lockstep.hosts.start import number_processes
 from tests.multiprocess.harness import run_threads
 
@@ -26,7 +26,7 @@ def no_job(monkeypatch):
     monkeypatch.setattr(module, "_stop_watching", None)
     for name in ("COORDINATOR_ADDRESS", "NUM_PROCESSES", "PROCESS_ID"):
         monkeypatch.delenv(f"LOCKSTEP_{name}", raising=False)
-    for name in ("REQUIRE_MULTIHOST", "REQUIRE_JAX_PROCESS_COUNT"):
+    for name in ("REQUIRE_MULTIHOST", "REQUIRE_JAX_PROCESS_COUNT", "WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", *SLURM_STEP):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -68,6 +68,46 @@ def test_start_refuses(monkeypatch, config, env, text):
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=text):
         start(DistributedConfig(**config))
+
+
+SLURM_STEP = {f"SLURM_{name}": "0" for name in ("JOB_ID", "STEP_NODELIST", "PROCID", "LOCALID")}
+
+
+@pytest.mark.parametrize(
+    ("env", "text"),
+    [
+        ({"LOCKSTEP_NUM_PROCESSES": "2"}, r"2 processes were started \(the variable LOCKSTEP_NUM_PROCESSES\), but"),
+        ({"SLURM_NTASKS": "4", **SLURM_STEP}, r"4 processes .*SLURM_NTASKS.* has 1: .* Call lockstep\.start\(\)"),
+        ({"OMPI_COMM_WORLD_SIZE": "3"}, r"3 processes .*OMPI_COMM_WORLD_SIZE"),
+        ({"WORLD_SIZE": "8", "RANK": "1"}, r"8 processes .*WORLD_SIZE.*process_id=int\(os\.environ\['RANK'\]\)"),
+        ({"TPU_WORKER_HOSTNAMES": "a,b", "MEGASCALE_NUM_SLICES": "2"}, "4 processes .*TPU_WORKER_HOSTNAMES"),
+        ({"REQUIRE_JAX_PROCESS_COUNT": "2"}, "has 1 process.*REQUIRE_JAX_PROCESS_COUNT requires 2"),
+        ({"SLURM_NTASKS": "4"}, None),  # a batch script, of which Slurm has started one
+        ({"WORLD_SIZE": "8"}, None),
+        ({"TPU_WORKER_HOSTNAMES": "localhost"}, None),
+        ({"LOCKSTEP_NUM_PROCESSES": "1", "SLURM_NTASKS": "4", **SLURM_STEP}, None),  # the innermost launcher counts
+        ({"SLURM_NTASKS": "4", **SLURM_STEP, "REQUIRE_JAX_PROCESS_COUNT": "1"}, None),
+    ],
+)
+def test_processes_that_a_launcher_has_started_and_that_have_not_joined_are_refused(monkeypatch, env, text):
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    if text is None:
+        assert current().count == JobHosts()().count == 1
+        return
+    for find in (current, JobHosts()):
+        with pytest.raises(ConfigError, match=text):
+            find()
+
+
+def test_an_object_that_was_used_in_a_job_of_another_size_says_so():
+    named = JobHosts(Hosts(MemoryClient.hub(2)[0]))
+    assert named() is named()
+    of_the_job = JobHosts()
+    assert of_the_job().count == 1
+    module._hosts = Hosts(MemoryClient.hub(2)[0])  # as start() leaves it
+    with pytest.raises(HostError, match=r"had 1 process\(es\) at the first use of this object, and now has 2"):
+        of_the_job()
 
 
 def test_it_is_too_late_to_join_once_jax_was_used():

@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from lockstep.errors import ConfigError
 from lockstep.models import TENSOR_DIMS, DecoderWeights
-from lockstep.placement import LazyWeight, on_auto_mesh, place, view
+from lockstep.placement import LazyWeight, layer_differences, on_one_mesh, place, view
 from lockstep.placement.decode_mesh import make_decode_mesh
 from lockstep.placement.lazy_weight import is_lazy, sources
 from lockstep.placement.leaf_layout import leaf_layouts
@@ -153,9 +153,74 @@ def test_a_pattern_that_does_not_fit_is_refused(shape, pattern, picks, text):
         view(np.zeros(shape), pattern, **picks)
 
 
-def test_layers_that_differ_are_refused():
-    with pytest.raises(ConfigError, match="the layers of a weight differ"):
+def test_layers_that_differ_in_shape_are_refused():
+    with pytest.raises(ConfigError, match=r"differ in shape: layer 0 is \(2, 3\) and layer 1 is \(2, 4\)"):
         view([jax.numpy.zeros((2, 3)), jax.numpy.zeros((2, 4))], "a b -> b a")
+
+
+def renamed(spec):
+    return tuple({"fsdp": "x", "tp": "y", None: None}[axis] for axis in spec)
+
+
+SECOND_LAYER = {
+    None: (None, lambda name, spec: spec),
+    "norms whole": (None, lambda name, spec: () if "norm" in name else spec),
+    "matrices whole, norms split": (None, lambda name, spec: ("fsdp",) if "norm" in name else ()),
+    "another mesh that means the same": ((2, 2), lambda name, spec: renamed(spec)),
+    "another mesh": ((4,), lambda name, spec: (*(None,) * (len(spec) - 1), "x")),
+}
+
+
+@pytest.mark.parametrize(
+    ("case", "dtype"), [*((case, np.float32) for case in list(SECOND_LAYER)[1:]), (None, jnp.bfloat16)]
+)
+def test_layers_that_differ_in_placement_or_dtype_are_brought_together(case, dtype):
+    """The weights are the very numbers that were placed, whatever the layers have in common."""
+    mesh, (shape, spec_of) = mesh_of("1,2,2"), SECOND_LAYER[case]
+    other = mesh if shape is None else Mesh(mesh.devices.reshape(shape), ("x", "y")[: len(shape)])
+    plain = tiny.placed_weights(mesh)
+
+    def by_layer(path, leaf):
+        if path[0].name != "layers":
+            return leaf
+        spec = (*leaf.sharding.spec, *(None,) * leaf.ndim)[1 : leaf.ndim]
+        wheres = (
+            NamedSharding(mesh, PartitionSpec(*spec)),
+            NamedSharding(other, PartitionSpec(*spec_of(path[-1].name, spec))),
+        )
+        host = [np.asarray(leaf[0]), np.asarray(leaf[1]).astype(dtype)]
+        names = " ".join(f"axis{i}" for i in range(1, leaf.ndim))
+        layers = [place(np.ascontiguousarray(array), where) for array, where in zip(host, wheres, strict=True)]
+        return view(layers, f"{names} -> {names}")
+
+    stored = on_one_mesh(jax.tree_util.tree_map_with_path(by_layer, plain))
+    decode_mesh = make_decode_mesh(mesh, 2)
+    layouts = leaf_layouts(stored, decode_mesh, TENSOR_DIMS)
+    make, _ = assembly_function(stored, layouts, jnp.dtype(jnp.bfloat16), gather=True)
+    with jax.set_mesh(decode_mesh.mesh):
+        made = jax.jit(make)(sources(stored))
+    for path, weight in jax.tree_util.tree_leaves_with_path(plain):
+        (have,) = [leaf for at, leaf in jax.tree_util.tree_leaves_with_path(made) if at == path]
+        np.testing.assert_array_equal(np.asarray(have), np.asarray(weight).astype(jnp.bfloat16), err_msg=str(path))
+
+
+def test_a_placement_is_the_same_however_it_is_written():
+    mesh = Mesh(np.array(jax.devices()[:2]).reshape(2, 1), ("fsdp", "tp"))
+    specs = ("fsdp", "tp"), ("fsdp",), ("fsdp", None), (("fsdp", "tp"),), (("fsdp",), ())
+    layers = [jax.ShapeDtypeStruct((4, 4), "float32", sharding=NamedSharding(mesh, PartitionSpec(*s))) for s in specs]
+    assert layer_differences(layers) == [] and view(layers, "a b -> a b").blocks == ()
+
+
+def test_layers_on_devices_in_another_order_are_refused_by_path_in_that_order():
+    mesh = mesh_of("1,2,1")
+    turned = Mesh(mesh.devices[:, ::-1], mesh.axis_names)
+    plain = tiny.placed_weights(mesh)
+    host = np.asarray(plain.layers.gate)
+    layers = [place(host[i], NamedSharding(m, PartitionSpec("fsdp"))) for i, m in enumerate((mesh, turned))]
+    gate = view(layers, "embed mlp -> embed mlp")
+    stored = on_one_mesh(dataclasses.replace(plain, layers=dataclasses.replace(plain.layers, gate=gate)))
+    with pytest.raises(ConfigError, match=r"layers\.gate.* is placed on 2 devices \(cpu:1, cpu:0\) as"):
+        leaf_layouts(stored, make_decode_mesh(mesh, 1), TENSOR_DIMS)
 
 
 def test_a_function_that_cannot_be_hashed_is_refused():
@@ -168,20 +233,3 @@ def test_a_function_that_cannot_be_hashed_is_refused():
 
     with pytest.raises(ConfigError, match=r"Scale\(by=2.0\), cannot be hashed .*frozen dataclass"):
         LazyWeight(parts=(), assemble=Scale(by=2.0), shape=(1,), dtype=jnp.dtype("float32"), sharding=None)
-
-
-def test_arrays_of_explicit_axes_are_seen_on_auto_axes_by_reference():
-    devices, names = np.array(jax.devices()[:2]), ("data",)
-    where = NamedSharding(Mesh(devices, names, axis_types=(AxisType.Explicit,)), PartitionSpec("data"))
-    array = jax.device_put(np.arange(8.0, dtype=np.float32).reshape(4, 2), where)
-    weights = {"plain": array, "lazy": view([array, array], "a b -> b a"), "host": np.ones(2)}
-    struct = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where), array)
-    seen = on_auto_mesh({**weights, "struct": struct})
-    assert seen["host"] is weights["host"]
-    for each in (seen["plain"], *seen["lazy"].parts[0], seen["struct"]):
-        assert each.sharding.mesh.axis_types == (AxisType.Auto,) and each.sharding.spec == where.spec
-    assert seen["lazy"].sharding.mesh.axis_types == (AxisType.Auto,)
-    assert on_auto_mesh(seen)["plain"] is seen["plain"]
-    for have, want in zip(seen["plain"].addressable_shards, array.addressable_shards, strict=True):
-        assert have.data.unsafe_buffer_pointer() == want.data.unsafe_buffer_pointer()
-    np.testing.assert_array_equal(seen["plain"], array)

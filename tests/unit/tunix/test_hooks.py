@@ -1,6 +1,7 @@
 """Our hooks in Tunix's own training loop: which rounds, on what, where the samples go; training is untouched."""
 
 import contextlib
+import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -136,6 +137,14 @@ def test_the_users_hooks_get_every_call(rounds):
         line_trainer(hooks).train(line_batches(3), line_batches(1))
     assert alone.calls == beside.calls and len(set(alone.calls)) > 6
     assert rounds == [1, 2, 3]
+
+
+def test_processes_that_did_not_join_a_job_are_refused_when_training_begins(monkeypatch):
+    monkeypatch.setattr(sys.modules["lockstep.hosts.start"], "_hosts", None)
+    monkeypatch.setenv("LOCKSTEP_NUM_PROCESSES", "2")
+    line = line_trainer(sample_hooks(config(), tiny.tokenizer()))
+    with pytest.raises(ConfigError, match=r"2 processes were started .* Call lockstep\.start\(\)"):
+        line.train(line_batches(1))
 
 
 def test_what_cannot_be_read_is_refused_when_the_hooks_are_made():

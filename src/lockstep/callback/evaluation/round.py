@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Any
 from lockstep.callback.evaluation.config import TasksConfig
 from lockstep.callback.evaluation.harness import Harness, HarnessThread
 from lockstep.callback.evaluation.scoring import TaskResults
+from lockstep.callback.model_engine import ModelEngine
 from lockstep.engine import Engine, EngineConfig, Gate, RolloutEngine, generate_on_all
 from lockstep.engine.sampling.filters import check_filters_of
 from lockstep.engine.schedule import FindStop
 from lockstep.errors import DisagreementError, LockstepError, PeerError
-from lockstep.hosts import Hosts, Watchdog, digest, environment
+from lockstep.hosts import Hosts, JobHosts, Watchdog, digest, environment
 from lockstep.json_text import from_peer
-from lockstep.models import DecoderWeights, LlamaConfig, read_decoder
-from lockstep.placement import mesh_of
+from lockstep.models import DecoderWeights, LlamaConfig
 from lockstep.printable import get_logger
-from lockstep.text import StopFinder, check_vocab, token_count, tokenizer_digest
+from lockstep.text import StopFinder, tokenizer_digest
 from lockstep.types import FinishReason, Request
 
 if TYPE_CHECKING:
@@ -145,7 +145,7 @@ class TaskRounds:
         engine: EngineConfig,
         tokenizer: "PreTrainedTokenizerBase",
         on_results: OnResults,
-        hosts: Hosts,
+        job_hosts: JobHosts,
         timeout_s: float,
         max_seconds: float = math.inf,
     ) -> None:
@@ -154,14 +154,13 @@ class TaskRounds:
         """The seconds that a round may last."""
         self.rounds = 0  # rounds whose requests were all answered
         self.skipped_rounds = 0  # rounds that failed, or ran out of time, and were given up on every host
-        self._name, self._engine_config, self._tokenizer, self._on_results = name, engine, tokenizer, on_results
-        self._hosts, self._timeout_s = hosts, timeout_s
+        self._name, self._on_results = name, on_results
+        self._job_hosts, self._timeout_s = job_hosts, timeout_s
         self._harness = Harness(config, tokenizer)
         self._thread: HarnessThread[TaskResults] | None = None
-        self._engine: Engine | None = None
+        self._model_engine = ModelEngine(engine, tokenizer)
         self._find_stop = StopFinder(tokenizer)
-        self._watchdog = Watchdog(hosts, timeout_s)
-        self._vocab_size = token_count(tokenizer)
+        self._watchdog: Watchdog | None = None
         self._facts = {
             "tasks": digest(json.dumps([dataclasses.asdict(config), dataclasses.asdict(engine)], sort_keys=True)),
             "tokenizer": tokenizer_digest(tokenizer),
@@ -170,7 +169,7 @@ class TaskRounds:
     @property
     def engine(self) -> Engine | None:
         """The engine, or None before the first round."""
-        return self._engine
+        return self._model_engine.engine
 
     def check(self) -> None:
         """Find out what would make every round fail; called on the leader alone."""
@@ -190,8 +189,11 @@ class TaskRounds:
             LaunchMismatchError: Hosts launched different programs; the same on every host.
             HostTimeoutError: A host is missing.
         """
+        job = self._job_hosts()
+        if self._watchdog is None:
+            self._watchdog = Watchdog(job, self._timeout_s)
         try:
-            with self._hosts.scope(f"{self._name}/tasks", self._timeout_s) as hosts:
+            with job.scope(f"{self._name}/tasks", self._timeout_s) as hosts:
                 done = run_tasks(
                     hosts,
                     facts={"step": str(step), **self._facts},
@@ -228,10 +230,4 @@ class TaskRounds:
         return self._thread
 
     def _engine_for(self, model: Any) -> tuple[Engine, tuple[LlamaConfig, DecoderWeights]]:
-        read = read_decoder(model)
-        weights = read[1]
-        check_vocab(self._tokenizer, weights.embed.shape[0])
-        mesh = mesh_of(weights.embed)
-        if self._engine is None or self._engine.mesh != mesh:
-            self._engine = Engine(self._engine_config, mesh, vocab_size=self._vocab_size, ledger=self._hosts.ledger)
-        return self._engine, read
+        return self._model_engine.read(model, self._job_hosts())

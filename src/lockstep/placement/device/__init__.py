@@ -46,3 +46,4 @@ from lockstep.placement.device.program import compile_program as compile_program
 from lockstep.placement.device.program import fetch as fetch
 from lockstep.placement.device.program import start_fetch as start_fetch
 from lockstep.placement.device.program import without_directories as without_directories
+from lockstep.placement.device.settings import own_settings as own_settings

@@ -1,0 +1,56 @@
+"""The calls of a training loop: what it passes, and from which thread."""
+
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any, Concatenate, Protocol
+
+from lockstep.errors import ConfigError, LockstepError
+
+
+class Called(Protocol):
+    """The object that methods under `by_one_thread` belong to."""
+
+    name: str
+    _in_use: "threading._RLock"
+
+
+def by_one_thread[**Arguments, Result](
+    method: Callable[Concatenate[Any, Arguments], Result],
+) -> Callable[Concatenate[Any, Arguments], Result]:
+    """Have a method raise while another thread is inside one: hosts would take turns in different orders."""
+
+    @functools.wraps(method)
+    def alone(self: Called, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        if not self._in_use.acquire(blocking=False):
+            raise LockstepError(
+                f"{self.name}: {method.__name__} is called while another thread is inside this callback. Call it from "
+                "one thread, that of the training loop."
+            )
+        try:
+            return method(self, *args, **kwargs)
+        finally:
+            self._in_use.release()
+
+    return alone
+
+
+def completed_steps(info: Any) -> int:
+    """The number of completed steps."""
+    for name in ("next_step", "step"):
+        if hasattr(info, name):
+            return int(getattr(info, name))
+    raise ConfigError(
+        f"a {type(info).__name__} has neither next_step nor step, the number of completed steps. Pass "
+        "types.SimpleNamespace(step=step, model=model)."
+    )
+
+
+def sampled_model(info: Any) -> Any:
+    """The model to sample: an average of the parameters where ``info`` has one."""
+    for name in ("eval_model", "model"):
+        if hasattr(info, name):
+            return getattr(info, name)
+    raise ConfigError(
+        f"a {type(info).__name__} has neither eval_model nor model. Pass types.SimpleNamespace(step=step, model=model)."
+    )

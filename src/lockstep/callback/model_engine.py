@@ -1,0 +1,107 @@
+"""The engine of the model that trains: made for the mesh that the model is on, and again only when that changes."""
+
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+from lockstep.engine import Auditor, Engine, EngineConfig, Sizing
+from lockstep.errors import ConfigError
+from lockstep.hosts import Hosts
+from lockstep.models import DecoderWeights, LlamaConfig, read_decoder
+from lockstep.placement import mesh_of, sources
+from lockstep.printable import get_logger
+from lockstep.text import check_vocab, token_count
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+log = get_logger(__name__)
+
+
+class ModelEngine:
+    """Reads the model of a round, and has the engine for it."""
+
+    def __init__(self, config: EngineConfig, tokenizer: "PreTrainedTokenizerBase", *, audit: bool = False) -> None:
+        self.engine: Engine | None = None  # None before the first model
+        self._config, self._tokenizer, self._audit = config, tokenizer, audit
+        self._vocab_size = token_count(tokenizer)
+        self._auditor: Auditor | None = None
+        self._logged_sizing: Sizing | None = None
+        self._logged_compilations = 0
+
+    def read(self, model: Any, hosts: Hosts) -> tuple[Engine, tuple[LlamaConfig, DecoderWeights]]:
+        """The engine on the mesh that the model is sharded over, and the model as it was read, once for all.
+
+        Raises:
+            ConfigError: A weight is not where every process of the job has a part of it, has a dtype that rounds cannot
+                compute with, or does not have the size of the configuration or of the tokenizer.
+            UnreadableModelError: See `lockstep.models.read_decoder`.
+        """
+        read = read_decoder(model)
+        check_vocab(self._tokenizer, read[1].embed.shape[0])
+        check_processes(read[1], hosts)
+        mesh = mesh_of(read[1].embed)
+        if self.engine is None or self.engine.mesh != mesh:
+            self._logged_compilations = 0
+            self.engine = Engine(self._config, mesh, vocab_size=self._vocab_size, ledger=hosts.ledger)
+        return self.engine, read
+
+    def auditor(self) -> Auditor | None:
+        """The auditor beside the engine of the last `read`; None without ``audit``."""
+        engine = self.engine
+        if not self._audit or engine is None:
+            return None
+        if self._auditor is None or self._auditor.mesh != engine.mesh:
+            self._auditor = Auditor(
+                engine.mesh,
+                vocab_size=self._vocab_size,
+                dtype=self._config.dtype,
+                ledger=engine.ledger,
+                hbm_utilization=self._config.hbm_utilization,
+            )
+        return self._auditor
+
+    def log_sizing(self, name: str) -> None:
+        """Log layout and capacities, and why, and what was compiled, as far as they are new."""
+        sizing = self.engine.sizing if self.engine else None
+        if sizing is not None and sizing != self._logged_sizing:
+            log.info("%s: %s", name, sizing.describe())
+            self._logged_sizing = sizing
+        compilations = self.engine.compilations if self.engine else ()
+        if new := compilations[self._logged_compilations :]:
+            lines = "\n".join(f"  {compilation}" for compilation in new)
+            log.info("%s: compiled %d programs:\n%s", name, len(new), lines)
+            self._logged_compilations = len(compilations)
+
+
+def check_processes(weights: DecoderWeights, hosts: Hosts) -> None:
+    """Refuse weights that are not arrays of all processes of the job; nothing is launched.
+
+    Raises:
+        ConfigError: Names the first of them, the devices and processes that it is on, and the line that mends it.
+    """
+    needed = set(range(jax.process_count())) if hosts.count > 1 else {jax.process_index()}
+    for path, array in jax.tree_util.tree_leaves_with_path(sources(weights)):
+        name = jax.tree_util.keystr(path[:-1]).lstrip(".")
+        devices = getattr(getattr(array, "sharding", None), "device_set", None)
+        if devices is None:
+            raise ConfigError(
+                f"the weight {name} is a {type(array).__name__} in the memory of the host, on no device. Place the "
+                "model first: jax.device_put(params, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()))."
+            )
+        if array.dtype.itemsize > 4:
+            raise ConfigError(
+                f"the weight {name} is {array.dtype.name}, and rounds compute in at most 32 bits. Pass a copy in "
+                "float32: jax.tree.map(lambda array: array.astype('float32'), params)."
+            )
+        processes = {device.process_index for device in devices}
+        if processes != needed:
+            listed = ", ".join(map(str, sorted(devices, key=lambda device: device.id)[:4])) + ", …" * (len(devices) > 4)
+            raise ConfigError(
+                f"the weight {name} is on {listed} of process {', '.join(map(str, sorted(processes)))}, and this job "
+                f"samples on process {', '.join(map(str, sorted(needed)))}: every process must have a part of each "
+                "weight, and no process a model of its own. Make the model on a mesh of the devices of all processes: "
+                "jax.jit(init, out_shardings=jax.sharding.NamedSharding(lockstep.placement.make_mesh(), "
+                "jax.sharding.PartitionSpec()))(key)."
+            )

@@ -1,0 +1,131 @@
+"""Whether a model's weights have the sizes and axes that its configuration says, by their shapes alone."""
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from lockstep.errors import ConfigError
+from lockstep.models.config import LlamaConfig
+from lockstep.models.weights import STACKED, WEIGHT_AXES, DecoderWeights
+
+HEAD_AXES: Final = ("kv_head", "group", "head")
+"""The axes that may be flattened into fewer, in this order."""
+
+
+def check_weights(config: LlamaConfig, weights: DecoderWeights) -> None:
+    """Refuse weights that are not those of the configuration: a size, an order of axes, one too many or too few.
+
+    Args:
+        weights: Arrays, shape structs or `LazyWeight`; their shapes alone are read.
+
+    Raises:
+        ConfigError: Names the weight, what it has, and what the configuration says.
+    """
+    arrays = {
+        name: array
+        for name in WEIGHT_AXES
+        if (array := getattr(weights.layers if name in STACKED else weights, name)) is not None
+    }
+    for name, (setting, present) in _presence(config).items():
+        if present != (name in arrays):
+            raise ConfigError(
+                f"the model's configuration has {setting}, and its weights have {'no ' if present else ''}{name}: "
+                f"samples would be those of another model. Correct {setting.partition(' ')[0]}, or read "
+                f"{name + ' too' if present else 'no ' + name}."
+            )
+    sizes = axis_sizes(config) | {"vocab": int(arrays["embed"].shape[0])}
+    for name, array in arrays.items():
+        own = sizes | ({"layer": len(config.layers_of(name))} if name in STACKED else {})
+        if not _fits(WEIGHT_AXES[name], tuple(array.shape), own):
+            raise _misfit(name, tuple(array.shape), own)
+
+
+def axis_sizes(config: LlamaConfig) -> dict[str, int]:
+    """The size of each axis of weights by its name, as far as the configuration has it."""
+    experts = config.experts
+    sizes = {
+        "embed": config.hidden_dim,
+        "kv_head": config.num_kv_heads,
+        "group": config.q_heads_per_group,
+        "head": config.head_size,
+        "mlp": config.intermediate_dim,
+        "one": 1,
+    }
+    if experts is not None:
+        sizes |= {"expert": experts.num_experts, "expert_mlp": config.expert_dim, "gate_up": 2 * config.expert_dim}
+        if experts.shared_intermediate_dim is not None:
+            sizes["shared_mlp"] = experts.shared_intermediate_dim
+    if config.variant.gated_norm_rank is not None:
+        sizes["rank"] = config.variant.gated_norm_rank
+    return sizes
+
+
+SETTINGS: Final[Mapping[str, str]] = {
+    "layer": "num_layers",
+    "embed": "hidden_dim",
+    "kv_head": "num_kv_heads",
+    "group": "num_heads / num_kv_heads",
+    "head": "head_dim",
+    "mlp": "intermediate_dim",
+    "expert": "experts.num_experts",
+    "expert_mlp": "experts.intermediate_dim",
+    "gate_up": "2 * experts.intermediate_dim",
+    "shared_mlp": "experts.shared_intermediate_dim",
+    "rank": "variant.gated_norm_rank",
+    "vocab": "the rows of embed",
+}
+"""The setting that an axis has its size from."""
+
+
+def _presence(config: LlamaConfig) -> dict[str, tuple[str, bool]]:
+    """For weights that a setting decides on, the setting with its value, and whether there must be one."""
+    variant = config.variant
+    settings = {
+        "tie_word_embeddings": (config.tie_word_embeddings, {"lm_head": not config.tie_word_embeddings}),
+        "qkv_bias": (config.qkv_bias, dict.fromkeys(("q_bias", "k_bias", "v_bias"), config.qkv_bias)),
+        "qk_norm": (config.qk_norm, dict.fromkeys(("q_norm", "k_norm"), config.qk_norm and not variant.wide_qk_norm)),
+        "variant.wide_qk_norm": (
+            variant.wide_qk_norm,
+            dict.fromkeys(("q_wide_norm", "k_wide_norm"), variant.wide_qk_norm),
+        ),
+        "variant.pre_norm": (variant.pre_norm, dict.fromkeys(("attn_norm", "mlp_norm"), variant.pre_norm)),
+        "variant.post_norm": (
+            variant.post_norm,
+            dict.fromkeys(("attn_post_norm", "mlp_post_norm"), variant.post_norm),
+        ),
+        "variant.embed_norm": (variant.embed_norm, {"embed_norm": variant.embed_norm}),
+        "variant.o_bias": (variant.o_bias, {"o_bias": variant.o_bias}),
+        "variant.attention_sinks": (variant.attention_sinks, {"sinks": variant.attention_sinks}),
+        "variant.head_gates": (variant.head_gates, {"head_gate": variant.head_gates}),
+    }
+    return {
+        name: (f"{setting} = {value}", present)
+        for setting, (value, weights) in settings.items()
+        for name, present in weights.items()
+    }
+
+
+def _fits(axes: Sequence[str], shape: Sequence[int], sizes: Mapping[str, int]) -> bool:
+    """Whether an array has these axes, of which those of heads may be flattened into fewer."""
+    if not axes or not shape:
+        return not axes and not shape
+    heads = len(list(itertools.takewhile(HEAD_AXES.__contains__, axes)))
+    return any(
+        (axes[0] not in sizes or math.prod(sizes[axis] for axis in axes[:joint]) == shape[0])
+        and _fits(axes[joint:], shape[1:], sizes)
+        for joint in range(1, max(heads, 1) + 1)
+    )
+
+
+def _misfit(name: str, shape: tuple[int, ...], sizes: Mapping[str, int]) -> ConfigError:
+    axes = WEIGHT_AXES[name]
+    listed = ", ".join(f"{axis} {sizes.get(axis, 'any')}" for axis in axes)
+    settings = ", ".join(SETTINGS[axis] for axis in axes if axis in sizes and axis in SETTINGS)
+    fix = f"Correct {settings} in the configuration, or the array that the reader takes for {name}."
+    if any(_fits(axes, order, sizes) for order in itertools.permutations(shape)):
+        fix = (
+            f'Its axes are in another order: give it as lockstep.models.view(array, "... -> {" ".join(axes)}"), with '
+            "the names in the order of the array on the left."
+        )
+    return ConfigError(f"the weight {name} has the shape {shape}, and the model's configuration says ({listed}). {fix}")

@@ -1,0 +1,49 @@
+"""A loop whose callback is made before the job is joined, or whose job is never joined: see test_joining.py."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import jax
+
+import lockstep
+from lockstep.placement import make_mesh
+from tests import tiny
+
+CONFIG = lockstep.InferenceEvalConfig(
+    prompts=["one"], eval_every=1, max_new_tokens=4, temperature=0.0, timeout_s=60, on_error="raise"
+)
+
+
+def join(how: str) -> None:
+    """Join the job in one of the ways that there are."""
+    if how == "start":
+        lockstep.start()
+    elif how == "initialize":
+        jax.distributed.initialize(
+            os.environ["LOCKSTEP_COORDINATOR_ADDRESS"],
+            int(os.environ["LOCKSTEP_NUM_PROCESSES"]),
+            int(os.environ["LOCKSTEP_PROCESS_ID"]),
+        )
+
+
+def main(how: str, directory: str) -> None:
+    """Two rounds of a callback that was made before the job, and one of a callback that was made after."""
+    tokenizer = tiny.tokenizer()
+    early = lockstep.SampleCallback(CONFIG, tokenizer, output_dir=Path(directory) / "early")
+    join(how)
+    late = lockstep.SampleCallback(CONFIG, tokenizer, output_dir=Path(directory) / "late")
+    mesh = make_mesh("auto")
+    model = (tiny.CONFIG, tiny.placed_weights(mesh, vocab=tiny.vocab_size()))
+    for callback, steps in ((early, (1, 2)), (late, (1,))):
+        callback.check(model)
+        for step in steps:
+            callback(tiny.Info(step, model))
+        callback.finish()
+    counts = {"process": jax.process_index(), "of": lockstep.hosts.current().count, "rounds": early.rounds}
+    print("COUNTS " + json.dumps(counts), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,75 @@
+"""A model that each process has for itself is refused by check: by leaf, device and process, with what mends it."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from lockstep.callback import InferenceEvalConfig, SampleCallback
+from lockstep.errors import PeerError
+from lockstep.placement import make_mesh
+from tests import tiny
+from tests.multiprocess.harness import run_processes
+from tests.multiprocess.launches import record_launches
+
+pytestmark = pytest.mark.multiprocess
+
+
+def own_models():
+    """For each mistake the weights of this process."""
+    local = jax.local_devices()
+    mesh = Mesh(np.array(local), ("data",), axis_types=(AxisType.Auto,))
+    first = Mesh(np.array(jax.devices()[:2]), ("data",), axis_types=(AxisType.Auto,))
+    host = tiny.numpy_weights(vocab=tiny.vocab_size())
+    whole = tiny.placed_weights(make_mesh("auto"), vocab=tiny.vocab_size())
+
+    def placed(mesh):
+        return jax.tree.map(lambda array: jax.device_put(array, NamedSharding(mesh, PartitionSpec())), host)
+
+    def on_first(array):
+        """Only the processes of the mesh have a part of it."""
+        where = NamedSharding(first, PartitionSpec())
+        shards = [jax.device_put(array, device) for device in where.addressable_devices]
+        return jax.make_array_from_single_device_arrays(array.shape, where, shards, dtype=array.dtype)
+
+    yield "a device of each process", jax.tree.map(lambda array: jax.device_put(array, local[0]), host)
+    yield "a mesh of each process", placed(mesh)
+    yield "the devices of process 0", jax.tree.map(on_first, host)
+    yield "NumPy", host
+    norm = jax.device_put(host.final_norm, local[0])
+    yield "one norm", dataclasses.replace(whole, final_norm=norm)
+
+
+def body(hosts):
+    config = InferenceEvalConfig(prompts=["one"], max_new_tokens=4, on_error="raise", timeout_s=60)
+    texts = {}
+    with record_launches() as launches:
+        for name, weights in own_models():
+            callback = SampleCallback(config, tiny.tokenizer(), hosts=hosts)
+            launches.clear()
+            for call in (callback.check, lambda model, callback=callback: callback(tiny.Info(100, model))):
+                with pytest.raises(PeerError) as caught:
+                    call((tiny.CONFIG, weights))
+                texts.setdefault(name, []).append(str(caught.value))
+            assert launches == [], name
+    return texts
+
+
+def test_a_model_that_is_not_on_every_process_is_refused_by_check_and_by_the_round():
+    texts, other = run_processes(body, timeout_s=240)
+    assert texts == other
+    for name, said in texts.items():
+        for text in said:
+            if name == "NumPy":
+                assert "the weight embed is a ndarray in the memory of the host, on no device" in text
+                continue
+            weight = "final_norm" if name == "one norm" else "embed"
+            processes = {"the devices of process 0": ["0"]}.get(name, ["0", "1"])
+            for process in processes:
+                assert f"process {process}: ConfigError: the weight {weight} is on " in text or len(processes) == 1, (
+                    text
+                )
+                assert f" of process {process}, and this job samples on process 0, 1: every process must" in text, text
+            assert "jax.jit(init, out_shardings=jax.sharding.NamedSharding(lockstep.placement.make_mesh()," in text
