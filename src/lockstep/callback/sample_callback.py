@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.callback.config import InferenceEvalConfig
-from lockstep.callback.evaluation import TaskRounds
+from lockstep.callback.evaluation import ModelEngine, TaskRounds
 from lockstep.callback.loop_calls import by_one_thread, completed_steps, sampled_model
-from lockstep.callback.model_engine import ModelEngine
 from lockstep.callback.reporter import Reporter
 from lockstep.callback.round import keep_answers, read_round_prompts, run_round, with_drafts
 from lockstep.engine import EarlierAnswers, Engine

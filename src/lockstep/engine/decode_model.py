@@ -354,8 +354,7 @@ def replicate_kv_heads(config: LlamaConfig, weights: DecoderWeights, tensor: int
             dtype=leaf.dtype,
             sharding=resharded(leaf, (*spec[: axis + 2], *(None for _ in heads), *spec[len(spec) - behind :])),
             stacked=True,
-            by_layer=leaf.by_layer if lazy else False,
-            blocks=leaf.blocks if lazy else (),
+            **({name: getattr(leaf, name) for name in ("by_layer", "blocks", "layer_axis")} if lazy else {}),
         )
 
     changed = {field.name: replicate(field.name) for field in dataclasses.fields(layers)}

@@ -223,7 +223,8 @@ def _form(leaf: Any) -> tuple[Any, ...]:
     """The identity of a weight, its placement left out."""
     if not isinstance(leaf, LazyWeight):
         return ()
-    return leaf.assemble, leaf.shape, leaf.dtype, leaf.stacked, leaf.by_layer, jax.tree.structure(leaf.parts)
+    layers = leaf.stacked, leaf.by_layer, leaf.layer_axis
+    return leaf.assemble, leaf.shape, leaf.dtype, *layers, jax.tree.structure(leaf.parts)
 
 
 def _mesh(sharding: Sharding | None) -> Any:

@@ -164,6 +164,11 @@ def merge_lora(weight: Any, a: Any, b: Any, pattern: str, *, scale: float, **pic
         raise ConfigError(
             "some of weight, a and b are lists, some are not. Give an array per layer for all, or for none."
         )
+    if any("layer" in side.split()[1:] for side in sides):
+        raise ConfigError(
+            f"the pattern {pattern!r} has the layer behind another axis; of a weight with an adapter it must be the "
+            "first. Put it there: jax.numpy.moveaxis in the train step, or a list of one array for each layer."
+        )
     plain = view(weight, f"{sides[0]} -> {want}", **picks)
     every = [list(array) if lists[0] else [array] for array in (weight, a, b)]
     base = every[0][0]

@@ -37,6 +37,7 @@ class LazyWeight:
         stacked: Whether its first axis is the layer.
         by_layer: Whether every layer has arrays of its own.
         blocks: For each part the sharding whose blocks ``assemble`` needs, None for the one that it has; () for all.
+        layer_axis: The axis of each part that is the layer, where it is stacked and not ``by_layer``.
 
     Raises:
         ConfigError: ``assemble`` cannot be hashed.
@@ -59,6 +60,7 @@ class LazyWeight:
     stacked: bool = False
     by_layer: bool = False
     blocks: tuple[Sharding | None, ...] = ()
+    layer_axis: int = 0
 
     def __post_init__(self) -> None:
         try:
@@ -106,8 +108,8 @@ class Reorder:
 def view(array: Any, pattern: str, **picks: Pick) -> Any:
     """A weight as the decoder wants it from an array, or one array per layer, in another order of axes.
 
-    Nothing is launched or copied. The first name ``layer`` says that an array holds all layers; a list or tuple has an
-    array for each layer, and the weight gets the layer axis in front.
+    Nothing is launched or copied. The name ``layer`` says that an array holds all layers, along whichever axis; a list
+    or tuple has an array for each layer, and the weight gets the layer axis in front.
 
     Args:
         array: An array or shape struct, or a list of one for each layer.
@@ -140,11 +142,12 @@ def view(array: Any, pattern: str, **picks: Pick) -> Any:
     picked = [name for name in picks if name not in want]
     fits = len(have) == len(set(have)) and len(groups) == first.ndim and sorted(have) == sorted([*want, *picked])
     if not (fits and set(picks) <= set(have)) or (
-        "layer" in have and (by_layer or groups[0] != ("layer",) or want[0] != "layer")
+        "layer" in have and (by_layer or ("layer",) not in groups or want[0] != "layer")
     ):
         raise ConfigError(
             f"the pattern {pattern!r} with {picks or 'no picks'} does not fit an array of shape {tuple(first.shape)}: "
-            "it must name each axis of the array once, the layer first, and every axis must be wanted or picked."
+            "it must name each axis of the array once, every axis must be wanted or picked, and the layer is the first "
+            "of the weight."
         )
     even = not by_layer or not layer_differences(layers)
     first = first if even else common_layer(layers)
@@ -163,7 +166,7 @@ def view(array: Any, pattern: str, **picks: Pick) -> Any:
         count = math.prod(on_axis[name] for name in (spec if isinstance(spec, tuple) else (spec,)) if name)
         kept.append(spec if group[0] not in taken and sizes[group[0]] % count == 0 else None)
     split = {group[0]: spec for group, spec in zip(groups, kept, strict=True)}
-    inner = groups[1:] if "layer" in have else groups
+    inner = [group for group in groups if group != ("layer",)]
     names = [name for group in inner for name in group]
     left = [name for name in names if not isinstance(taken.get(name), int)]
     assemble = Reorder(
@@ -183,6 +186,7 @@ def view(array: Any, pattern: str, **picks: Pick) -> Any:
         stacked=by_layer or want[0] == "layer",
         by_layer=by_layer,
         blocks=() if even and tuple(kept) == specs else (resharded(first, kept),),
+        layer_axis=groups.index(("layer",)) if "layer" in have else 0,
     )
 
 
@@ -297,10 +301,13 @@ class WeightSpec:
     assemble: Assemble
     stacked: bool
     by_layer: bool
+    layer_axis: int = 0
 
     def layers(self, parts: tuple[Any, ...]) -> tuple[Array, ...]:
         """The parts with all layers in one array each."""
-        return tuple(map(_stacked, parts)) if self.by_layer else parts
+        if self.by_layer:
+            return tuple(map(_stacked, parts))
+        return tuple(jnp.moveaxis(part, self.layer_axis, 0) for part in parts) if self.layer_axis else parts
 
     def make(self, parts: tuple[Any, ...]) -> Array:
         """The weight from arrays or blocks in place of its parts."""
@@ -317,7 +324,7 @@ def weight_specs(weights: PyTree) -> PyTree:
     """The `WeightSpec` of each weight; a plain array is its own only part."""
     return jax.tree.map(
         lambda leaf: (
-            WeightSpec(leaf.assemble, leaf.stacked, leaf.by_layer)
+            WeightSpec(leaf.assemble, leaf.stacked, leaf.by_layer, leaf.layer_axis)
             if isinstance(leaf, LazyWeight)
             else WeightSpec(_keep, stacked=False, by_layer=False)
         ),

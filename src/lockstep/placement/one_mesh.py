@@ -48,7 +48,8 @@ def on_one_mesh(weights: PyTree) -> PyTree:
         if not isinstance(leaf, jax.Array):
             return struct_of(leaf, want)
         local = [shard.data for shard in leaf.addressable_shards]
-        return jax.make_array_from_single_device_arrays(leaf.shape, want, local, dtype=leaf.dtype)
+        dtype = None if local else leaf.dtype  # that of float64 would be read as float32 where JAX has no 64 bits
+        return jax.make_array_from_single_device_arrays(leaf.shape, want, local, dtype=dtype)
 
     def weight(path: tuple[Any, ...], leaf: Any) -> Any:
         if not isinstance(leaf, LazyWeight):
@@ -61,7 +62,9 @@ def on_one_mesh(weights: PyTree) -> PyTree:
         parts = jax.tree.map(array_on_mesh, leaf.parts)
         for at, part in enumerate(parts):
             if wanted[at] is None and any(_needs_move(array, mesh) for array in jax.tree.leaves(part)):
-                wanted[at] = spread(first[at].shape, mesh, first=int(leaf.stacked and not leaf.by_layer))
+                wanted[at] = spread(
+                    first[at].shape, mesh, layer=leaf.layer_axis if leaf.stacked and not leaf.by_layer else None
+                )
         sharding = seen(leaf.sharding, leaf.shape)
         if not _is_on(sharding, mesh) and any(block is not None for block in wanted):
             sharding = NamedSharding(mesh, PartitionSpec())
@@ -101,18 +104,18 @@ def _specs(counts: Sequence[int], names: list[str], sizes: dict[str, int]) -> It
                 yield from ((entry, *rest) for rest in _specs(counts[1:], left, sizes))
 
 
-def spread(shape: Sequence[int], mesh: Mesh, *, first: int = 0) -> NamedSharding:
-    """A sharding of an array over all devices of a mesh, by one axis from ``first`` on; whole where none divides."""
+def spread(shape: Sequence[int], mesh: Mesh, *, layer: int | None = None) -> NamedSharding:
+    """A sharding of an array over all devices of a mesh, by one axis but the layer's; whole where none divides."""
     names = tuple(name for name, size in mesh.shape.items() if size > 1)
-    for axis in range(first, len(shape)):
-        if shape[axis] % mesh.size == 0:
+    for axis, size in enumerate(shape):
+        if axis != layer and size % mesh.size == 0:
             return NamedSharding(mesh, PartitionSpec(*(None,) * axis, names or None))
     return NamedSharding(mesh, PartitionSpec())
 
 
 def _moved(array: Array, mesh: Mesh, stacked: bool) -> LazyWeight:
     """A weight that is to be moved to a placement on ``mesh``, because what it has cannot be said there."""
-    target = spread(array.shape, mesh, first=int(stacked))
+    target = spread(array.shape, mesh, layer=0 if stacked else None)
     return LazyWeight((array,), _unchanged, tuple(array.shape), array.dtype, target, stacked, blocks=(target,))
 
 

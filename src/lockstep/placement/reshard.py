@@ -201,7 +201,7 @@ def _taken_specs(spec: WeightSpec, have: Any, want: Any) -> tuple[Any, ...]:
 
 def _gathers(spec: WeightSpec, have: Any, want: Any) -> list[Gathers | None]:
     """For each part the axes of a layer that are split and needed whole; None where more than that is to be done."""
-    layer, found = int(spec.stacked and not spec.by_layer), list[Gathers | None]()
+    layer, found = spec.layer_axis if spec.stacked and not spec.by_layer else None, list[Gathers | None]()
     for parts in zip(have, want, strict=True):
         if None in (layers := parts[0] if spec.by_layer else parts[:1]) or len(set(layers)) > 1:
             found.append(None)
@@ -209,9 +209,11 @@ def _gathers(spec: WeightSpec, have: Any, want: Any) -> list[Gathers | None]:
         one, other = ([*(part[0] if spec.by_layer else part)] for part in parts)
         count = max(len(one), len(other))
         pairs = list(zip(*(each + [None] * (count - len(each)) for each in (one, other)), strict=True))
-        changed = [(axis - layer, split, wanted) for axis, (split, wanted) in enumerate(pairs) if split != wanted]
-        possible = all(axis >= 0 and wanted is None for axis, _, wanted in changed)
-        found.append(tuple((axis, split) for axis, split, _ in changed) if possible else None)
+        changed = [(axis, split, wanted) for axis, (split, wanted) in enumerate(pairs) if split != wanted]
+        possible = all(axis != layer and wanted is None for axis, _, wanted in changed)
+        behind = len(pairs) if layer is None else layer  # axes behind the layer's are one less in a layer
+        gathers = tuple((axis - (axis > behind), split) for axis, split, _ in changed)
+        found.append(gathers if possible else None)
     return found
 
 

@@ -1,6 +1,5 @@
 """When the callback samples, and that it works in any loop; what it does among hosts is in tests/multiprocess."""
 
-import contextlib
 import dataclasses
 import itertools
 import json
@@ -15,8 +14,6 @@ import pytest
 import lockstep
 from lockstep.callback import InferenceEvalConfig, SampleCallback
 from lockstep.callback.evaluation import TasksConfig
-from lockstep.errors import ConfigError, LockstepError
-from lockstep.hosts.config import OPTIONS
 from lockstep.models import UnreadableModelError, register_reader
 from lockstep.placement import make_mesh
 from lockstep.placement.device import memory as device_memory
@@ -444,86 +441,3 @@ def test_an_average_of_the_parameters_is_sampled_in_their_place():
     callback(StepInfo(step=1, model="parameters", loss=1.0, step_duration=0.1, average="average"))
     callback(tiny.Info(3, "plain"))
     assert seen == ["parameters", "average", "plain"]
-
-
-@pytest.mark.parametrize(
-    ("info", "text"),
-    [
-        (SimpleNamespace(next_step=1, eval_model=object()), None),
-        (SimpleNamespace(step=1, eval_model=object()), None),
-        (SimpleNamespace(next_step=1, model=object()), None),
-        (SimpleNamespace(model=object()), "a SimpleNamespace has neither next_step nor step"),
-        (SimpleNamespace(step=1), "a SimpleNamespace has neither eval_model nor model"),
-    ],
-)
-def test_an_info_has_one_of_two_names_for_the_step_and_for_the_model(info, text):
-    callback = Counting(eval_every=1)
-    if text is None:
-        callback(info)
-        assert callback.steps == [1]
-    else:
-        with pytest.raises(ConfigError, match=text):
-            callback(info)
-
-
-def test_a_second_thread_inside_a_callback_is_refused_and_the_first_goes_on():
-    inside, leave = threading.Event(), threading.Event()
-
-    class Slow(Counting):
-        def _round(self, step, model):
-            inside.set()
-            assert leave.wait(60)
-            super()._round(step, model)
-
-    callback = Slow(eval_every=1)
-    first = threading.Thread(target=callback, args=(tiny.Info(1, None),))
-    first.start()
-    assert inside.wait(60)
-    for call in (lambda: callback(tiny.Info(2, None)), lambda: callback.check(None), callback.finish):
-        with pytest.raises(LockstepError, match="another thread is inside this callback. Call it from one"):
-            call()
-    leave.set()
-    first.join(60)
-    assert callback.steps == [1]
-
-
-class Leaves(NoopTracker):
-    def log(self, metrics, *, step):
-        raise SystemExit("the tracker gives up")
-
-
-SETTINGS = {
-    "x64": lambda: jax.enable_x64(True),
-    "transfers": lambda: jax.transfer_guard("disallow"),
-    "ranks": lambda: jax.numpy_rank_promotion("raise"),
-    "dtypes": lambda: jax.numpy_dtype_promotion("strict"),
-    "no jit": lambda: jax.disable_jit(True),
-    "NaN": lambda: jax.debug_nans(True),
-}
-
-
-@pytest.mark.slow
-def test_rounds_are_the_same_under_every_setting_of_the_training_loop_and_a_tracker_that_exits_is_counted():
-    """Programs are compiled once; the settings of the loop are there again after each round."""
-    mesh = make_mesh("1,1,1", jax.devices()[:1])
-    model = tiny.CONFIG, tiny.placed_weights(mesh, vocab=tiny.vocab_size())
-    rows = {}
-    for name, setting in {"none": contextlib.nullcontext, **SETTINGS}.items():
-        config = InferenceEvalConfig(
-            prompts=["one", "two"], eval_every=1, max_new_tokens=6, seed=3, audit=True, on_error="raise"
-        )
-        tracker = Recorder() if name != "none" else Leaves()
-        with setting():
-            before = {option: getattr(jax.config, option, None) for option in OPTIONS}
-            callback = SampleCallback(config, tiny.tokenizer(), tracker=tracker)
-            callback.check(model)
-            for step in (1, 2):
-                callback(tiny.Info(step, model))
-            callback.finish()
-            assert {option: getattr(jax.config, option, None) for option in OPTIONS} == before
-        assert callback.rounds == 2 and callback.skipped_rounds == 0, name
-        if name == "none":
-            assert callback.report_errors == 2
-            continue
-        rows[name] = [row.generated_text for _, _, table in tracker.rows for row in table]
-    assert len(set(map(tuple, rows.values()))) == 1, rows

@@ -63,8 +63,11 @@ def test_a_class_is_named_with_its_module():
     assert class_name(Theirs) == f"{__name__}.Theirs"
 
 
+SMALL = dataclasses.replace(CONFIG, hidden_dim=8, intermediate_dim=8)
+
+
 def weights():
-    return numpy_weights(dataclasses.replace(CONFIG, hidden_dim=8, intermediate_dim=8), vocab=4)
+    return numpy_weights(SMALL, vocab=4)
 
 
 class Model(nnx.Module):
@@ -142,16 +145,16 @@ class NoTree(SimpleNamespace):
 
 def test_every_registered_reader_is_checked():
     def read(model):
-        return CONFIG, model.weights
+        return SMALL, model.weights
 
     register_reader(Adapted)(read)
     register_reader(Ignoring, ignore=("beside.*",))(read)
     register_reader(NoTree, parameters=lambda model: [model.weights, model.beside])(read)
     beside = {"lora_a": np.ones(2)}
-    assert read_decoder(Adapted(weights(), None))[0] is CONFIG
+    assert read_decoder(Adapted(weights(), None))[0] is SMALL
     with pytest.raises(UnreadParameterError, match=r"of a .*Adapted are .*beside\.lora_a"):
         read_decoder(Adapted(weights(), beside))
-    assert read_decoder(Ignoring(weights(), beside))[0] is CONFIG
+    assert read_decoder(Ignoring(weights(), beside))[0] is SMALL
     with pytest.raises(UnreadParameterError, match=r"1\.lora_a"):
         read_decoder(NoTree(weights=weights(), beside=beside))
 
@@ -160,6 +163,6 @@ def test_a_model_whose_parameters_nobody_can_see_is_warned_of(caplog):
     class Hidden(SimpleNamespace):
         pass
 
-    register_reader(Hidden)(lambda model: (CONFIG, model.weights))
-    assert read_decoder(Hidden(weights=weights()))[0] is CONFIG
+    register_reader(Hidden)(lambda model: (SMALL, model.weights))
+    assert read_decoder(Hidden(weights=weights()))[0] is SMALL
     assert "Hidden is no pytree with parameters" in caplog.text and "parameters=" in caplog.text

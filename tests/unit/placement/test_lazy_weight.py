@@ -139,7 +139,7 @@ def test_a_view_that_changes_nothing_is_the_array():
         ((2, 3), "a -> a", {}, "does not fit an array of shape"),
         ((2, 3), "a b -> b", {}, "every axis must be wanted or picked"),
         ((2, 3), "a b -> b a c", {}, "does not fit"),
-        ((2, 3), "a layer -> layer a", {}, "the layer first"),
+        ((2, 3), "layer a -> a layer", {}, "the layer is the first of the weight"),
         ((2, 3), "a b -> b a", {"c": 1}, "does not fit"),
         ((2, 6), "a (b c) -> a c", {"b": 0}, r"how large b and c are, which are 6 together.*c=SIZE .* b=\(INDEX, SIZE"),
         ((2, 6), "a (b c) -> a b c", {"c": 4}, "b 1 x c 4 is not the size of the array's axis, 6"),
@@ -151,6 +151,55 @@ def test_a_view_that_changes_nothing_is_the_array():
 def test_a_pattern_that_does_not_fit_is_refused(shape, pattern, picks, text):
     with pytest.raises(ConfigError, match=text):
         view(np.zeros(shape), pattern, **picks)
+
+
+@pytest.mark.parametrize(("mesh", "tensor"), [("1,2,2", 2), ("1,4,1", 1)])
+@pytest.mark.parametrize("axis", [1, -1])
+def test_layers_along_any_axis_are_made_into_the_weight(mesh, tensor, axis):
+    """MaxText's ``param_scan_axis`` is 1."""
+    mesh = mesh_of(mesh)
+    plain = tiny.placed_weights(mesh)
+
+    def elsewhere(path, leaf):
+        if path[0].name != "layers":
+            return leaf
+        names = ["layer", *(f"axis{i}" for i in range(1, leaf.ndim))]
+        order = [*range(1, leaf.ndim)]
+        order.insert(len(order) if axis == -1 else axis, 0)
+        spec = (*leaf.sharding.spec, *(None,) * leaf.ndim)[: leaf.ndim]
+        where = NamedSharding(mesh, PartitionSpec(*(spec[i] for i in order)))
+        stored = place(np.ascontiguousarray(np.asarray(leaf).transpose(order)), where)
+        return view(stored, f"{' '.join(names[i] for i in order)} -> {' '.join(names)}")
+
+    stored = jax.tree_util.tree_map_with_path(elsewhere, plain)
+    decode_mesh = make_decode_mesh(mesh, tensor)
+    layouts = leaf_layouts(stored, decode_mesh, TENSOR_DIMS)
+    assert layouts == leaf_layouts(plain, decode_mesh, TENSOR_DIMS)
+    make, _ = assembly_function(stored, layouts, jnp.dtype(jnp.float32), gather=True)
+    with jax.set_mesh(decode_mesh.mesh):
+        made = jax.jit(make)(sources(stored))
+    for path, weight in jax.tree_util.tree_leaves_with_path(plain):
+        (have,) = [leaf for at, leaf in jax.tree_util.tree_leaves_with_path(made) if at == path]
+        np.testing.assert_array_equal(np.asarray(have), np.asarray(weight), err_msg=str(path))
+
+
+def test_an_index_of_a_shared_axis_beside_layers_along_another_axis():
+    """The whole of an axis that devices share is gathered a layer at a time, wherever the layer is."""
+    mesh = mesh_of("1,4,1")
+    plain = tiny.placed_weights(mesh)
+    both = np.stack([np.asarray(plain.layers.gate), np.asarray(plain.layers.up)], axis=-1)  # layer embed mlp two
+    joint = both.transpose(1, 0, 2, 3).reshape(both.shape[1], both.shape[0], -1)  # embed layer (mlp two)
+    stored = place(np.ascontiguousarray(joint), NamedSharding(mesh, PartitionSpec(None, None, "fsdp")))
+    pattern = "embed layer (mlp two) -> layer embed mlp"
+    lazy = {name: view(stored, pattern, two=(at, 2)) for at, name in enumerate(("gate", "up"))}
+    weights = dataclasses.replace(plain, layers=dataclasses.replace(plain.layers, **lazy))
+    decode_mesh = make_decode_mesh(mesh, 1)
+    layouts = leaf_layouts(weights, decode_mesh, TENSOR_DIMS)
+    make, _ = assembly_function(weights, layouts, jnp.dtype(jnp.float32), gather=True)
+    with jax.set_mesh(decode_mesh.mesh):
+        made = jax.jit(make)(sources(weights))
+    for name in lazy:
+        np.testing.assert_array_equal(getattr(made.layers, name), getattr(plain.layers, name), err_msg=name)
 
 
 def test_layers_that_differ_in_shape_are_refused():

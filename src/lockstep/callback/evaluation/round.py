@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.callback.evaluation.config import TasksConfig
 from lockstep.callback.evaluation.harness import Harness, HarnessThread
+from lockstep.callback.evaluation.model_engine import ModelEngine
 from lockstep.callback.evaluation.scoring import TaskResults
-from lockstep.callback.model_engine import ModelEngine
 from lockstep.engine import Engine, EngineConfig, Gate, RolloutEngine, generate_on_all
 from lockstep.engine.sampling.filters import check_filters_of
 from lockstep.engine.schedule import FindStop

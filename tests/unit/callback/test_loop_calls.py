@@ -1,0 +1,51 @@
+"""What a training loop may pass, and that it calls from one thread."""
+
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+from lockstep.errors import ConfigError, LockstepError
+from tests import tiny
+from tests.unit.callback.test_sample_callback import Counting
+
+
+@pytest.mark.parametrize(
+    ("info", "text"),
+    [
+        (SimpleNamespace(next_step=1, eval_model=object()), None),
+        (SimpleNamespace(step=1, eval_model=object()), None),
+        (SimpleNamespace(next_step=1, model=object()), None),
+        (SimpleNamespace(model=object()), "a SimpleNamespace has neither next_step nor step"),
+        (SimpleNamespace(step=1), "a SimpleNamespace has neither eval_model nor model"),
+    ],
+)
+def test_an_info_has_one_of_two_names_for_the_step_and_for_the_model(info, text):
+    callback = Counting(eval_every=1)
+    if text is None:
+        callback(info)
+        assert callback.steps == [1]
+    else:
+        with pytest.raises(ConfigError, match=text):
+            callback(info)
+
+
+def test_a_second_thread_inside_a_callback_is_refused_and_the_first_goes_on():
+    inside, leave = threading.Event(), threading.Event()
+
+    class Slow(Counting):
+        def _round(self, step, model):
+            inside.set()
+            assert leave.wait(60)
+            super()._round(step, model)
+
+    callback = Slow(eval_every=1)
+    first = threading.Thread(target=callback, args=(tiny.Info(1, None),))
+    first.start()
+    assert inside.wait(60)
+    for call in (lambda: callback(tiny.Info(2, None)), lambda: callback.check(None), callback.finish):
+        with pytest.raises(LockstepError, match="another thread is inside this callback. Call it from one"):
+            call()
+    leave.set()
+    first.join(60)
+    assert callback.steps == [1]
