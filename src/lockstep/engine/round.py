@@ -14,7 +14,7 @@ from lockstep.engine.launches import BetweenLaunches, Gate
 from lockstep.engine.schedule import Counts, DraftCounts, FindStop
 from lockstep.errors import HostError
 from lockstep.hosts import Hosts, Ledger, Watchdog, digest
-from lockstep.placement.device import AroundLaunch, used_bytes
+from lockstep.placement.device import AroundLaunch, own_settings, used_bytes
 from lockstep.types import Completion, FinishReason, Request
 
 
@@ -108,6 +108,7 @@ class Generation:
     audit: AuditResult | None = None
 
 
+@own_settings()
 def generate_on_all(
     hosts: Hosts,
     ready: Ready,

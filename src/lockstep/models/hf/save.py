@@ -20,6 +20,7 @@ from lockstep.models.hf.save_writer import PIECE_BYTES, Direct, FileWriter, Gath
 from lockstep.models.hf.saved_tensor import SavedTensor, index_text, saved_tensors, split_into_files
 from lockstep.models.llama import LlamaLMHeadModel
 from lockstep.models.lora import LoraModel, merge_adapters
+from lockstep.placement.device import own_settings
 from lockstep.printable import bytes_text, get_logger
 from lockstep.text import write_tokenizer
 from lockstep.urls import check_bare_name
@@ -150,6 +151,7 @@ class _Save:
             for process in range(self._hosts.count)
         ]
 
+    @own_settings()
     def run(
         self,
         source: Source,

@@ -206,3 +206,10 @@ def test_a_model_on_one_device_without_a_mesh_is_saved(tmp_path: Path) -> None:
     alone = jax.tree.map(lambda x: jax.device_put(np.asarray(x), jax.devices()[1]), model)
     save_hf(alone, tmp_path / "out")
     assert same(load(tmp_path / "out"), model)
+
+
+def test_a_model_is_saved_by_a_loop_that_computes_in_64_bits(tmp_path: Path) -> None:
+    model = load(GOLDEN / "llama_tied")
+    with jax.enable_x64(True):
+        save_hf(model, tmp_path / "out")
+    assert same(load(tmp_path / "out"), model)
