@@ -9,6 +9,7 @@ from safetensors.numpy import load_file
 
 from lockstep.hosts import Hosts
 from tests import tiny
+from tests.golden.variants import HEAD, VARIANTS
 from tests.multiprocess.harness import run_processes
 from tests.multiprocess.launcher import REPOSITORY
 
@@ -62,6 +63,24 @@ def test_processes_load_their_shares_and_the_leader_writes_the_whole(processes: 
     assert saved.keys() == stored.keys()
     assert all((saved[n] == stored[n].astype("float32")).all() for n in stored)
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+def body_own_head(hosts: Hosts, checkpoint: str, target: str) -> bool:
+    from lockstep.models import load_config, load_hf, save_hf
+    from lockstep.placement import make_mesh
+
+    model = load_hf(checkpoint, make_mesh("auto"), hosts=hosts)
+    save_hf(model, target, hosts=hosts)
+    return model.lm_head is not None and model.config == load_config(checkpoint)
+
+
+@pytest.mark.slow
+def test_an_own_head_that_one_process_sees_is_every_process_s_and_saved(tmp_path: Path) -> None:
+    checkpoint, target = tmp_path / "checkpoint", tmp_path / "out"
+    VARIANTS["tied_with_head_of_other_last_rows"].write(checkpoint)  # the second process compares those
+    assert all(run_processes(body_own_head, processes=2, devices=2, args=(str(checkpoint), str(target))))
+    stored, saved = (load_file(place / "model.safetensors")[HEAD] for place in (checkpoint, target))
+    assert (saved == stored.astype("float32")).all()
 
 
 CONFIG = dataclasses.replace(tiny.CONFIG, hidden_dim=256, intermediate_dim=640, num_layers=4, num_heads=8)

@@ -19,6 +19,7 @@ from lockstep.placement.lazy_weight import sources
 from lockstep.placement.leaf_layout import leaf_layouts
 from lockstep.placement.reshard import assembly_function
 from tests.adapters import GATE_UP, MLPS, numpy_merged, with_adapters
+from tests.golden.variants import VARIANTS
 from tests.unit.engine.models import mesh_of
 
 GOLDEN = Path(__file__).parents[3] / "golden"
@@ -58,6 +59,19 @@ def test_rows_are_those_of_the_merged_weights(family, modules):
                 rows, whole[start * inner : stop * inner], rtol=1e-5, atol=1e-5, err_msg=tensor.name
             )
     assert set(asked) == {(name, place) for name, pair in model.pairs.items() for place in range(len(pair.a.array))}
+
+
+@pytest.mark.parametrize("name", ["tied_with_own_head", "tied_with_head_alone_no_prefix", "qwen3_moe_fused_no_prefix"])
+def test_rows_are_those_of_the_base_as_people_have_it(name, tmp_path):
+    VARIANTS[name].write(tmp_path / name)
+    base = load_hf(tmp_path / name, mesh_of("1,1,1"))
+    read = merged_rows(str(tmp_path / name), "float32", base.config, LoraConfig(target_modules=("q_proj",)), None)
+    tensors = [each for each in saved_tensors(base, "float32", base.Vocab.size) if each.parameter.name != "q"]
+    assert ("lm_head.weight" in {name for tensor in tensors for name in tensor.names}) == (base.lm_head is not None)
+    for tensor in tensors:
+        array = np.asarray(tensor.parameter.value.array)
+        whole = tensor.to_stored(array if tensor.place is None else array[tensor.place])
+        np.testing.assert_array_equal(read(tensor, 0, tensor.rows), whole, err_msg=str(tensor.names))
 
 
 @pytest.mark.slow
