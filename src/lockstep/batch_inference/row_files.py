@@ -252,7 +252,7 @@ class RemoteRows:
 
     def put(self, path: Path) -> None:
         """Upload a file under its name."""
-        self._filesystem.pipe_file(f"{self._root}/{path.name}", path.read_bytes())
+        self._filesystem.put_file(str(path), f"{self._root}/{path.name}")
 
 
 GATHER_BYTES = 32 << 20
