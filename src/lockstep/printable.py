@@ -5,9 +5,11 @@ Secrets are not shown, logged, sent to a tracker or stored: variables by their n
 
 import contextlib
 import logging
+import os
 import re
+import sys
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 VISIBLE_CONTROLS: Final = {"\n": "↵", "\r": "␍", "\t": "⇥"}
@@ -84,6 +86,32 @@ def get_logger(name: str) -> logging.Logger:
     if _hide_in_record not in logger.filters:
         logger.addFilter(_hide_in_record)
     return logger
+
+
+def write_to_stdout(write: Callable[[], object]) -> None:
+    """Have something written to stdout, where nothing that it cannot take ends the program.
+
+    A character that its encoding does not have is escaped. Where it cannot be written to (a closed terminal, a full
+    disk, a pipe that nobody reads), the log says so, and what follows is lost.
+    """
+    try:
+        try:
+            write()
+            sys.stdout.flush()
+        except UnicodeEncodeError:
+            sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+            write()
+            sys.stdout.flush()
+    except (OSError, ValueError, AttributeError, SystemExit) as error:
+        # rich makes SystemExit of a broken pipe.
+        if isinstance(error, SystemExit) and not isinstance(error.__context__, BrokenPipeError):
+            raise
+        cause = error.__context__ if isinstance(error, SystemExit) else error
+        get_logger(__name__).warning("stdout cannot be written to, nothing more is shown there: %s", cause)
+        # The buffer still has what could not be written, and Python's exit would fail for it.
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(sys.stdout.fileno(), 1)
 
 
 def show_log(level: int) -> None:

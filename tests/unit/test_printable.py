@@ -3,6 +3,9 @@
 import ast
 import io
 import logging
+import shlex
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -160,3 +163,33 @@ def test_an_import_leaves_the_root_logger_to_the_user(monkeypatch):
         logging.basicConfig(level=logging.ERROR)
         raise ImportError
     assert root.handlers == [] and root.level == logging.WARNING
+
+
+SHOWING = """
+import sys, rich
+from lockstep.printable import write_to_stdout
+for step in range(2000):
+    write_to_stdout(lambda: rich.get_console().print(f"step {step} – loss ↵"))
+    write_to_stdout(lambda: print(f"step {step} – of them all"))
+with open(sys.argv[1], "w") as file:
+    file.write(f"{step}")
+"""
+
+
+@pytest.mark.parametrize(
+    "shell",
+    [
+        "PYTHONIOENCODING=latin-1 {program}",
+        "PYTHONIOENCODING=ascii {program} > {out}.log",
+        "{program} > /dev/full",
+        "{program} >&-",
+        "{{ {program}; echo $? > {out}.code; }} | head -1",
+    ],
+)
+def test_what_stdout_cannot_take_ends_no_program(tmp_path, shell):
+    out = tmp_path / "out"
+    program = " ".join(map(shlex.quote, [sys.executable, "-c", SHOWING, str(out)]))
+    done = subprocess.run(["bash", "-c", shell.format(program=program, out=shlex.quote(str(out)))], capture_output=True)
+    code = tmp_path / "out.code"
+    assert (int(code.read_text()) if code.exists() else done.returncode) == 0, done.stderr
+    assert out.read_text() == "1999" and done.stderr.count(b"stdout cannot be written to") <= 1

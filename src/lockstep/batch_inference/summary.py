@@ -22,7 +22,7 @@ from lockstep.engine.schedule import DraftCounts
 from lockstep.hosts import Hosts
 from lockstep.json_text import from_peer, parse_json, refused, typed
 from lockstep.placement.device import peak_bytes, used_bytes
-from lockstep.printable import bytes_text, get_logger, without_credentials
+from lockstep.printable import bytes_text, get_logger, without_credentials, write_to_stdout
 from lockstep.report import MAX_TABLE_ROWS, SampleRow, Tracker
 
 log = get_logger(__name__)
@@ -230,15 +230,15 @@ class PanelView:
     def __init__(self, title: str) -> None:
         self._title = title
         self._live = Live(console=rich.get_console(), auto_refresh=False)
-        self._live.start()
+        write_to_stdout(self._live.start)
 
     def update(self, job: JobProgress) -> None:
         """Redraw the panel."""
-        self._live.update(panel(job, self._title), refresh=True)
+        write_to_stdout(lambda: self._live.update(panel(job, self._title), refresh=True))
 
     def close(self) -> None:
         """Leave the panel as it is and give the terminal back."""
-        self._live.stop()
+        write_to_stdout(self._live.stop)
 
 
 class LineView:
@@ -274,7 +274,7 @@ def make_live_view(title: str) -> LiveView:
     """Make a panel where the leader's output is a terminal, else lines."""
     if rich.get_console().is_terminal:
         return PanelView(title)
-    return LineView(lambda text: print(text, flush=True))
+    return LineView(lambda text: write_to_stdout(lambda: print(text)))
 
 
 def line(job: JobProgress) -> str:

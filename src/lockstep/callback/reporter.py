@@ -1,6 +1,5 @@
 """The leader's report of a round, behind a queue that training never waits for."""
 
-import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -11,7 +10,7 @@ from lockstep.callback.evaluation import PREFIX, TaskResults
 from lockstep.engine import Generation
 from lockstep.errors import LockstepError
 from lockstep.hosts import leader_only, try_leader_only
-from lockstep.printable import get_logger
+from lockstep.printable import get_logger, write_to_stdout
 from lockstep.report import (
     BackgroundQueue,
     Judge,
@@ -152,8 +151,7 @@ class Reporter:
                 title = f"{self._name}: what the model says after {step} steps"
                 if result.drafts is not None:
                     title += f" (drafts: {result.drafts})"
-                print_table(rows, title=title)
-                sys.stdout.flush()
+                write_to_stdout(lambda: print_table(rows, title=title))
 
         def track() -> None:
             if shown:

@@ -16,7 +16,7 @@ from lockstep.errors import LockstepError
 from lockstep.exits import FAILED, UNREACHABLE
 from lockstep.files import private
 from lockstep.launch.record import JobRecord
-from lockstep.printable import printable, without_credentials
+from lockstep.printable import printable, without_credentials, write_to_stdout
 from lockstep.redact import Redactor
 
 ERROR = b"error: "  # the beginning of a line in which a process says why it ends (lockstep.hosts.exit)
@@ -89,8 +89,7 @@ class Console:
         with self._lock:
             if self._errors.is_copy(prefix, line):
                 return
-            sys.stdout.buffer.write(prefix.encode() + line + b"\n")
-            sys.stdout.buffer.flush()
+            write_to_stdout(lambda: sys.stdout.buffer.write(prefix.encode() + line + b"\n"))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -17,6 +17,7 @@ from typing import IO
 from lockstep.exits import FAULT, PEER_FAILED, cause_of
 from lockstep.launch.agent.supervisor import die_with_parent
 from lockstep.launch.backend import ERROR, Errors
+from lockstep.printable import write_to_stdout
 from lockstep.redact import Redactor
 
 LAST_LINES = 40  # number of last lines of a failed process that are shown again
@@ -261,8 +262,7 @@ class Job:
         repeated = self.errors.is_copy(str(child.index), line)
         # After Ctrl-C the leader may still report something; N copies of a stack trace are of no use.
         if not repeated and (self.stopped_by is None or child.index == 0):
-            sys.stdout.buffer.write(child.prefix.encode() + line + b"\n")
-            sys.stdout.buffer.flush()
+            write_to_stdout(lambda: sys.stdout.buffer.write(child.prefix.encode() + line + b"\n"))
 
     def _finish(self, child: Child) -> None:
         self._drain(child)

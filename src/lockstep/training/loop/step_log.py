@@ -21,6 +21,7 @@ from lockstep.models import (
     read_decoder,
 )
 from lockstep.placement.device import published_chip
+from lockstep.printable import write_to_stdout
 from lockstep.report import Tracker
 from lockstep.training.loop.hooks import StepInfo
 from lockstep.training.step.train_step import StepMetrics
@@ -132,20 +133,21 @@ class ProgressDisplay:
             columns = BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[text]}"), TimeRemainingColumn()
             self._bar = Progress(TextColumn("train"), *columns, console=rich.get_console())
             self._bar.add_task("train", total=total, text="")
-            self._bar.start()
+            write_to_stdout(self._bar.start)
 
     def update(self, completed: int, loss: float | None, note: str = "") -> None:
         """Show the number of completed steps, the last loss (None: it says nothing), and the note."""
         self._last = (completed, loss, self._rate.add(completed), note)
         if self._bar is not None:
-            self._bar.update(self._bar.task_ids[0], completed=completed, text=_line_of(*self._last[1:]))
+            bar, text = self._bar, _line_of(*self._last[1:])
+            write_to_stdout(lambda: bar.update(bar.task_ids[0], completed=completed, text=text))
         elif time.monotonic() - self._shown_at >= self._every_s:
             self._show()
 
     def close(self) -> None:
         """Give the terminal back; print the last state unless it was printed already."""
         if self._bar is not None:
-            self._bar.stop()
+            write_to_stdout(self._bar.stop)
         elif self._shown != self._last[0]:
             self._show()
 
@@ -153,9 +155,8 @@ class ProgressDisplay:
         completed, loss, rate, note = self._last
         eta = f"{_clock((self._total - completed) / rate)} left" if rate else "starting"
         # A line of a log is one line, however wide the console is taken to be.
-        rich.get_console().print(
-            f"step {completed}/{self._total}  {_line_of(loss, rate, note)}  {eta}", highlight=False, soft_wrap=True
-        )
+        line = f"step {completed}/{self._total}  {_line_of(loss, rate, note)}  {eta}"
+        write_to_stdout(lambda: rich.get_console().print(line, highlight=False, soft_wrap=True))
         self._shown_at, self._shown = time.monotonic(), completed
 
 
@@ -174,13 +175,14 @@ class Rate:
 
 def _line_of(loss: float | None, rate: float, note: str) -> str:
     """The text of a step: loss, speed, and the note."""
-    parts = ["" if loss is None else f"loss {_number(loss, 4)}", f"{_number(rate, 2)} steps/s", note]
+    speed = _number(rate or math.nan, 2)  # 0: it is not known yet
+    parts = ["" if loss is None else f"loss {_number(loss, 4)}", f"{speed} steps/s", note]
     return "  ".join(filter(None, parts))
 
 
 def _number(value: float, digits: int) -> str:
     """Return the number as text, a dash where there is none yet."""
-    return f"{value:.{digits}f}" if value and math.isfinite(value) else UNKNOWN
+    return f"{value + 0.0:.{digits}f}" if math.isfinite(value) else UNKNOWN  # -0.0 is 0
 
 
 def _clock(seconds: float) -> str:

@@ -35,7 +35,7 @@ from lockstep.models import (
     split_trained,
 )
 from lockstep.placement import make_mesh, parameter_axes
-from lockstep.printable import get_logger, hide_credentials
+from lockstep.printable import get_logger, hide_credentials, write_to_stdout
 from lockstep.report import (
     FINISH_S,
     BackgroundTracker,
@@ -189,7 +189,8 @@ def train(config: TrainConfig, hosts: Hosts) -> int:
                 complete = result.stopped_by is None and not result.diverged
                 saved = saves.save_last(result.eval_model, None if complete else result.completed_steps)
     if hosts.is_leader:
-        print(closing_summary(run_dir, result, config.trainer.num_train_steps, saved), flush=True)
+        summary = closing_summary(run_dir, result, config.trainer.num_train_steps, saved)
+        write_to_stdout(lambda: print(summary))
     return result.exit_code
 
 

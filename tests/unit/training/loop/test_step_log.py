@@ -1,4 +1,7 @@
 import io
+import shlex
+import subprocess
+import sys
 import types
 
 import numpy as np
@@ -133,3 +136,25 @@ def test_a_line_has_loss_speed_and_the_time_that_is_left(console, clock):
         "step 4/7300  loss 1.2500  2.00 steps/s  1:00:48 left",
         f"step 8/7300  2.00 steps/s  reward 0.500 (last 10: 0.375)  {'rollout 0.20 s  ' * 8}  1:00:46 left",
     ]
+
+
+@pytest.mark.parametrize(("loss", "text"), [(-0.0, "loss 0.0000"), (0.0, "loss 0.0000"), (float("nan"), "loss –")])
+def test_a_loss_of_zero_is_a_number(loss, text):
+    assert step_log._line_of(loss, 0.0, "") == f"{text}  – steps/s"
+
+
+SHOWING = """
+from lockstep.training.loop.step_log import ProgressDisplay
+display = ProgressDisplay(3, every_s=0.0)
+for step in range(3):
+    display.update(step + 1, 1.5)
+display.close()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shell", ["PYTHONIOENCODING=latin-1 {}", "{} > /dev/full", "{} >&-"])
+def test_a_stdout_that_takes_no_line_ends_no_training(shell):
+    program = " ".join(map(shlex.quote, [sys.executable, "-c", SHOWING]))
+    done = subprocess.run(["bash", "-c", shell.format(program)], capture_output=True)
+    assert done.returncode == 0, done.stderr
