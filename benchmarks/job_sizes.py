@@ -33,7 +33,7 @@ import jax
 import numpy as np
 
 from benchmarks.host_cost import STEPS, first_batch, measure, requests_of, show, with_replicas
-from benchmarks.workers import report, run_workers
+from benchmarks.workers import report, run_on_threads, run_workers
 from lockstep.models import LlamaConfig, LlamaLMHeadModel
 from lockstep.training import OptimizerConfig, busiest_bytes, parse_precision, state_structs
 
@@ -104,7 +104,6 @@ def clients(address: str, count: int, start: float) -> int:
     from jaxlib import _jax
 
     from lockstep.hosts import Hosts, JaxClient
-    from lockstep.hosts._client import _Numbered
 
     place = int(os.environ["LOCKSTEP_PROCESS_ID"])
     tasks = range(count * place // CLIENT_PROCESSES, count * (place + 1) // CLIENT_PROCESSES)
@@ -121,10 +120,7 @@ def clients(address: str, count: int, start: float) -> int:
         time.sleep(max(0.0, start - CONNECT_S - count / 64 - time.monotonic()))
         service.connect()
         connected[task] = time.monotonic() - (start - CONNECT_S - count / 64)
-        client = object.__new__(JaxClient)
-        _Numbered.__init__(client, task, count)
-        client._client = service
-        hosts = Hosts(client, timeout_s=120)
+        hosts = Hosts(JaxClient(service, task, count), timeout_s=120)
         hosts._channel.heartbeat._has_thread = True  # as in a job, where another thread posts it
 
         def phase() -> None:
@@ -180,11 +176,7 @@ def clients(address: str, count: int, start: float) -> int:
 
     kept: list[object] = []
     connected: dict[int, float] = {}
-    threads = [threading.Thread(target=run, args=(task,)) for task in tasks]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_on_threads(run, tasks)
     report({"laps": laps, "cpu": cpu, "connect": max(connected.values())})
     os._exit(0)  # the clients would each wait for the others
 

@@ -4,7 +4,9 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import threading
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,24 @@ def report(figures: Any) -> None:
         figures: JSON values.
     """
     print(_PREFIX + json.dumps(figures), flush=True)
+
+
+def run_on_threads(work: Callable[[int], object], tasks: Iterable[int]) -> None:
+    """Do work for each task on a thread of its own; the first failure ends the process, as others may wait for it."""
+
+    def run(task: int) -> None:
+        try:
+            work(task)
+        except BaseException:
+            traceback.print_exc()
+            sys.stderr.flush()
+            os._exit(1)
+
+    threads = [threading.Thread(target=run, args=(task,)) for task in tasks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
 
 def run_workers(

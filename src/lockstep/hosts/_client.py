@@ -7,7 +7,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
 from jax._src import clusters, hardware_utils, xla_bridge
@@ -95,17 +95,19 @@ class _Numbered:
 
 
 class JaxClient(_Numbered):
-    """The service that ``jax.distributed.initialize`` started.
+    """The service that ``jax.distributed.initialize`` started, or a client of another one.
 
     A thread that is in a call when the interpreter goes down aborts the process: Python ends it where it comes back
     from C++, and C++ takes that for an exception that nothing may throw. So the job closes the client before its end.
     """
 
-    def __init__(self) -> None:
-        if global_state.client is None:
+    def __init__(self, client: Any = None, task: int = 0, count: int = 1) -> None:
+        if client is None:
+            client, task, count = global_state.client, global_state.process_id, global_state.num_processes
+        if client is None:
             raise HostError("jax.distributed is not initialized; call lockstep.hosts.start() first.")
-        super().__init__(global_state.process_id, global_state.num_processes)
-        self._client = global_state.client
+        super().__init__(task, count)
+        self._client = client
         self._calls = threading.Condition()
         self._inside = 0  # calls that threads are in
         self._closed = False
