@@ -194,6 +194,7 @@ assert all(each.tokens for each in completions) and engine.sizing.describe()
 """What must be true after the programs of a page."""
 
 CONFIGURATIONS = {
+    "docs/data.md:json:0": "records",
     "docs/evaluation.md:yaml:1": "lm_eval",
     "docs/grpo.md:yaml:0": "train-grpo",
     "docs/grpo.md:yaml:1": "train-grpo",

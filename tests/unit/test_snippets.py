@@ -21,7 +21,11 @@ from lockstep.main.commands import configured_commands
 from lockstep.placement.device import calibrated
 from lockstep.placement.device.chips import chip_named
 from lockstep.report import Row, append_jsonl
-from tests import snippets
+from lockstep.training.data import GrpoDataConfig
+from lockstep.training.data.examples import FORMATS
+from lockstep.training.data.records import BadRow
+from lockstep.training.rl.questions import iter_questions
+from tests import snippets, tiny
 from tests.snippets import BLOCKS, ROOT, commands
 
 
@@ -55,9 +59,25 @@ def test_programs_run(page, tmp_path, monkeypatch):
     exec(snippets.AFTER.get(page, ""), names)
 
 
+def check_record(record, directory):
+    """A record that is read as that of its format: its fields are those, and it can be trained on."""
+    formats = [kind for kind in FORMATS.values() if set(kind.fields) == set(record)]
+    for kind in formats:
+        (example,) = kind.tokenize(tiny.tokenizer(), [record])
+        assert not isinstance(example, BadRow), example
+    if not formats:
+        (directory / "questions.jsonl").write_text(json.dumps(record), encoding="utf-8")
+        ((_, prompt),) = iter_questions(GrpoDataConfig(train_urls=[str(directory / "questions.jsonl")]))
+        assert prompt.answer == record["answer"]
+
+
 @each("name", [block.name for block in of("yaml", "json")], ["docs/evaluation.md:yaml:1"])  # lm_eval's import takes 5 s
 def test_configurations_are_read(name, tmp_path):
     block, reader = snippets.named(name), snippets.CONFIGURATIONS.get(name, "train-lm")
+    if reader == "records":
+        for line in block.text.splitlines():
+            check_record(json.loads(line), tmp_path)
+        return
     values = (json.loads if block.language == "json" else yaml.safe_load)(block.text)
     if reader == "calibration":
         (tmp_path / "chip.json").write_text(block.text)

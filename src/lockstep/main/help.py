@@ -124,14 +124,14 @@ def key_groups(cls: type[Any], name: str = "", refused: Set[str] = frozenset()) 
     for field in ordered_fields(cls):
         key, kind = prefix + field.name, hints[field.name]
         blocks = [each for each in options_of(kind) if dataclasses.is_dataclass(each) and isinstance(each, type)]
-        text = _first_sentence(texts.get(field.name, ""))
+        text = texts.get(field.name, "")
         if choices := choices_of(kind):
             inner.append(_choice_group(key, text, choices))
         elif blocks:
             inner += key_groups(blocks[0], key, refused)
         elif key not in refused:
             keys.append(Key(name=key, kind=kind, default=_default(field), text=text))
-    yield KeyGroup(name=name, text=_first_sentence(first_paragraph(cls)), keys=keys)
+    yield KeyGroup(name=name, text=first_paragraph(cls), keys=keys)
     yield from inner
 
 
@@ -219,6 +219,7 @@ def script(shell: str) -> str:
         each = commands.add_parser(command.name, help=command.summary, add_help=False, conflict_handler="resolve")
         add_keys(each, command)
         for action in each._actions:
+            action.help = _first_sentence(action.help or "")
             if f"--{CONFIG_PATH}" in action.option_strings:
                 action.complete = shtab.FILE  # type: ignore[attr-defined]
     text: str = shtab.complete(parser, shell)

@@ -305,7 +305,8 @@ class EvaluationFields:
     """The prompts, the metrics and the table, which ``inference_eval`` and ``sample`` have in common."""
 
     prompts: list[dict[str, Any] | str] | FilePath = dataclasses.field(default_factory=list)
-    """A list of texts, ``{prompt, answer}`` or ``{messages, answer}``, or a .txt or .jsonl file (local or URL)."""
+    """A list of texts, ``{prompt, answer}`` or ``{messages, answer}``, or a .txt, .jsonl, .csv, .tsv or .parquet file
+    (local or URL)."""
     prompt_format: PromptFormat | None = None
     """``chat``: a prompt that is a text is the user's message, through the tokenizer's chat template. ``text``: the
     model goes on from it. Null: as ``text``, with a warning where the tokenizer has a template and no prompt is a chat.

@@ -67,11 +67,11 @@ class Outer:
     """Its name."""
 
 
-def test_keys_are_in_groups_with_their_defaults_and_first_sentences():
+def test_keys_are_in_groups_with_their_defaults_and_whole_texts():
     groups = {group.name: group for group in key_groups(Outer)}
     assert list(groups) == ["", "inner", "shape"]
     (steps,) = groups["inner"].keys
-    assert (steps.name, steps.default, steps.text) == ("inner.steps", "1", "the number of steps, 50 % of all")
+    assert (steps.name, steps.default, steps.text) == ("inner.steps", "1", "The number of steps, 50 % of all.")
     (name,) = groups[""].keys
     assert (name.name, name.default) == ("name", "required")
 
@@ -81,7 +81,7 @@ def test_a_block_with_a_type_has_the_keys_of_all_types():
     shown = {key.name: (key.default, key.text) for key in shape.keys}
     assert shown == {
         "shape.type": ("", "which of these it is"),
-        "shape.size": ("differs by type", "how large it is, e.g. for 1"),
+        "shape.size": ("differs by type", "How large it is, e.g. for 1. More than this is in the reference."),
         "shape.radius": ("0.5", "type round: "),
     }
 
@@ -113,6 +113,15 @@ REFUSED = {
     "trainer.steps_per_eval": "3",
     "trainer.per_device_eval_parallelism": "2",
 }
+
+
+@pytest.mark.parametrize("command", configured_commands().values(), ids=lambda each: each.name)
+def test_the_whole_text_of_every_key_is_shown(command):
+    shown = "".join(command_help(command).split())
+    for group in key_groups(command.config()):
+        for key in group.keys:
+            assert "".join(key.text.split()) in shown, key.name
+        assert "".join(group.text.split()) in shown, group.name
 
 
 def test_a_key_that_a_command_refuses_is_in_no_table_of_it():
