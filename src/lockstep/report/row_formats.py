@@ -22,6 +22,7 @@ _ROWS = 4096  # rows that are in memory at a time
 _TEXTS = ("prompt", "generated_text", "answer")
 """Columns that are texts, also where every text of a model's happens to be NaN."""
 _NOT_FINITE = ("NaN", "Infinity", "-Infinity")  # the floats that JSON cannot express, by their names in our JSON lines
+_FIELD = f"{FIELDS}."  # the beginning of the names of columns of further fields
 TEXTS, NUMBERS = frozenset(("text", "not finite")), frozenset(("int", "float", "not finite"))
 """Kinds of values that a column may have together."""
 
@@ -35,6 +36,7 @@ def write_parquet(lines: Path, output: Path | None = None) -> Path:
     """Write the rows of a file of JSON lines as Parquet, which appears under its name only when it is complete.
 
     A column is there if any row has it; a row without it has none there. Numbers of which one is a float are floats.
+    Each further field of prompts is a column ``fields.NAME``; objects, and values of several kinds, are texts of JSON.
 
     Args:
         output: The Parquet file; None: beside the lines, with the suffix ``.parquet``.
@@ -47,6 +49,7 @@ def write_parquet(lines: Path, output: Path | None = None) -> Path:
     path = lines.with_suffix(".parquet") if output is None else output
     kinds = _columns(lines)
     types = {"text": pa.string(), "float": pa.float64(), "int": pa.int64(), "bool": pa.bool_()}
+    types["json"] = pa.string()
     types |= {f"list of {kind}": pa.list_(types[kind]) for kind in ("text", "float", "int")}
     with new_file(path) as file, refused(f"{lines} as Parquet", "Correct the rows.", LockstepError):
         schema = pa.schema([(_text(name), types[kind]) for name, kind in kinds.items()])
@@ -61,8 +64,8 @@ def _rows(lines: Path) -> Iterator[dict[str, Any]]:
     with open(lines, "rb") as file:
         for number, line in whole_lines(file):
             row = parse_record(line, f"{lines}:{number}")
-            # Objects of users have no one type: they are texts of JSON here.
-            yield row | {FIELDS: json.dumps(row[FIELDS])} if isinstance(row.get(FIELDS), dict) else row
+            fields = row.pop(FIELDS, None) or {}
+            yield row | {f"{_FIELD}{name}": value for name, value in fields.items()}
 
 
 def _columns(lines: Path) -> dict[str, str]:
@@ -110,6 +113,8 @@ def _one_kind(lines: Path, name: str, kinds: set[str]) -> str:
     if len(inside) == len(kinds) and (inside <= NUMBERS or inside <= TEXTS):
         # A list in which every text is the name of a number may be one of texts.
         return "list of text" if "text" in inside else "list of int" if inside == {"int"} else "list of float"
+    if name.startswith(_FIELD):
+        return "json"  # objects of users, and values of several kinds
     raise LockstepError(f"{lines}: the column {name!r} has values of several kinds: {', '.join(sorted(kinds))}.")
 
 
@@ -119,6 +124,8 @@ def _typed(row: dict[str, Any], kinds: dict[str, str]) -> dict[str, Any]:
 
 def _as(value: Any, kind: str) -> Any:
     """A value as its column has it; an empty list is no value where the column has no list with anything in it."""
+    if kind == "json":
+        return None if value is None else json.dumps(value)
     _, is_list, inner = kind.rpartition("list of ")
     if isinstance(value, list):
         return [_as(each, inner) for each in value] if is_list else None

@@ -88,6 +88,27 @@ def test_what_has_no_columns_is_refused(tmp_path, records, message):
     assert [path.name for path in tmp_path.iterdir()] == ["samples.jsonl"]
 
 
+def test_fields_of_prompts_are_columns(tmp_path):
+    parquet = pytest.importorskip("pyarrow.parquet")
+    fields = [
+        {"id": 7, "level": "easy", "tags": ["a"], "meta": {"b": 1}, "mixed": 1, "step": "other"},
+        {"id": 8, "score": 0.5, "mixed": "two"},
+    ]
+    append_jsonl(tmp_path / "rows.jsonl", [{"step": 1, "prompt": "p", "fields": each} for each in fields])
+    table = parquet.read_table(write_parquet(tmp_path / "rows.jsonl")).to_pydict()
+    assert table == {
+        "step": [1, 1],
+        "prompt": ["p", "p"],
+        "fields.id": [7, 8],
+        "fields.level": ["easy", None],
+        "fields.tags": [["a"], None],
+        "fields.meta": ['{"b": 1}', None],
+        "fields.mixed": ["1", '"two"'],
+        "fields.step": ["other", None],
+        "fields.score": [None, 0.5],
+    }
+
+
 def test_lists_of_tokens_are_columns_too(tmp_path):
     parquet = pytest.importorskip("pyarrow.parquet")
     rows = [
