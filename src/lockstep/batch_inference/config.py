@@ -80,6 +80,9 @@ class SampleConfig(CheckpointFields, EvaluationFields, SamplingFields):
     """Gather all rows on the leader at the end: merged file, table. False: rows stay where their host wrote them."""
     write_parquet: bool = False
     """Write the merged rows as Parquet too; needs pyarrow (``pip install 'jax-lockstep[parquet]'``)."""
+    keep_tokens: bool = False
+    """Write the id and the log-probability of every token into the rows too, as ``token_ids`` and ``logprobs``. The
+    last digits of log-probabilities depend on layout and hosts: the files of two jobs are then not the same bytes."""
     defer_tracker_logs_until_end: bool = True
     """Keep what the live view shows and give it to the tracker at the end; false: as the run goes on."""
     resume: Literal["auto", "force"] = "auto"

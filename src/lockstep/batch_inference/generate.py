@@ -221,7 +221,8 @@ class Generator:
         for completion in sorted(completions, key=lambda each: (each.prompt_id, each.generation_id)):
             prompts.append(self._store[completion.prompt_id].prompt)
             text = cut_at_stop(decode(self._tokenizer, completion.tokens), self._config.stop)
-            rows.append(SampleRow.from_completion(completion, prompts[-1], text, round=round_))
+            keep = self._config.keep_tokens
+            rows.append(SampleRow.from_completion(completion, prompts[-1], text, keep_tokens=keep, round=round_))
         measured, failures = measure(self._metrics, rows, prompts, guard=leader_only)
         for failure in failures:
             log.error("round %d: %s; sampling goes on", round_, failure)

@@ -177,6 +177,7 @@ class _Run:
             "kv_cache_dtype": config.engine.kv_cache_dtype,
             "weight_dtype": config.engine.weight_dtype,
             "metrics": config.metrics,
+            **({"keep_tokens": True} if config.keep_tokens else {}),
             **json.loads(json.dumps(dataclasses.asdict(params))),  # as JSON gives them back
         }
         with hosts.run_on_all("output directory"):

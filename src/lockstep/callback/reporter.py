@@ -179,10 +179,8 @@ class Reporter:
         if self._config.token_logprobs:
             texts = token_texts(self._tokenizer, completion.tokens)
             tokens = tuple(zip(texts, map(float, completion.logprobs), strict=True))
-        kept = None
-        if self._config.keep_tokens:
-            kept = tuple(map(int, completion.tokens)), tuple(map(float, completion.logprobs))
-        return Row.from_completion(completion, prompt, text, step=step, tokens=tokens, kept=kept)
+        keep = self._config.keep_tokens
+        return Row.from_completion(completion, prompt, text, keep_tokens=keep, step=step, tokens=tokens)
 
 
 def scalars(rows: list[Row], result: Generation) -> dict[str, float]:

@@ -58,6 +58,7 @@ class CompletionRow:
     Args:
         metrics: The value of each metric, by the metric's name; None where it has no value for this row.
         fields: The further fields of the prompt's line, for the file alone.
+        kept: The token ids and their natural-log probabilities, for the file alone; None for none.
     """
 
     columns: ClassVar[tuple[str, ...]]
@@ -71,12 +72,16 @@ class CompletionRow:
     mean_logprob: float  # the mean natural-log probability of the sampled tokens; 0 where none was sampled
     metrics: Mapping[str, float | None] = dataclasses.field(default_factory=dict)
     fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    kept: tuple[tuple[int, ...], tuple[float, ...]] | None = None
 
     @classmethod
-    def from_completion(cls, completion: Completion, prompt: Prompt, text: str, **when: Any) -> Self:
+    def from_completion(
+        cls, completion: Completion, prompt: Prompt, text: str, *, keep_tokens: bool = False, **when: Any
+    ) -> Self:
         """The row of a completion, without metrics.
 
         Args:
+            keep_tokens: Whether it keeps the ids and log-probabilities of its tokens.
             **when: The fields of the row that say when it was sampled: ``step`` or ``round``.
         """
         return cls(
@@ -88,6 +93,7 @@ class CompletionRow:
             finish_reason=str(completion.finish_reason),
             mean_logprob=float(np.mean(completion.logprobs)) if completion.logprobs else 0.0,
             fields=prompt.fields,
+            kept=(tuple(map(int, completion.tokens)), tuple(map(float, completion.logprobs))) if keep_tokens else None,
             **when,
         )
 
@@ -98,7 +104,6 @@ class Row(CompletionRow):
 
     Args:
         tokens: The text that each token added and its natural-log probability, for the file alone; empty for none.
-        kept: The token ids and their natural-log probabilities, for the file alone; None for none.
 
     Example:
         >>> row = lockstep.report.Row(
@@ -120,7 +125,6 @@ class Row(CompletionRow):
 
     step: int
     tokens: tuple[tuple[str, float], ...] = ()
-    kept: tuple[tuple[int, ...], tuple[float, ...]] | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """The row as one flat mapping: ``COLUMNS``, then its metrics."""
@@ -160,17 +164,25 @@ class SampleRow(CompletionRow):
     mean_logprob: float = 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        """The row as it is written: ``SAMPLE_COLUMNS``, how it ended, its prompt's further fields, its metrics."""
+        """The row as it is written: ``SAMPLE_COLUMNS``, how it ended, its prompt's further fields, metrics, tokens."""
         columns = {column: getattr(self, column) for column in SAMPLE_COLUMNS}
         further = {FIELDS: dict(self.fields)} if self.fields else {}
-        return {**columns, "finish_reason": self.finish_reason, **further, **self.metrics}
+        kept = {name: list(values) for name, values in zip(KEPT_COLUMNS, self.kept or (), strict=False)}
+        return {**columns, "finish_reason": self.finish_reason, **further, **self.metrics, **kept}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "SampleRow":
         """The row that ``to_dict`` was called on."""
         own = (*SAMPLE_COLUMNS, "finish_reason")
-        metrics = {name: _number(value) for name, value in values.items() if name not in (*own, FIELDS)}
-        return cls(**{name: values[name] for name in own}, fields=values.get(FIELDS, {}), metrics=metrics)
+        others = (*own, FIELDS, *KEPT_COLUMNS)
+        metrics = {name: _number(value) for name, value in values.items() if name not in others}
+        tokens, logprobs = (tuple(values.get(name, ())) for name in KEPT_COLUMNS)
+        return cls(
+            **{name: values[name] for name in own},
+            fields=values.get(FIELDS, {}),
+            metrics=metrics,
+            kept=(tokens, logprobs) if KEPT_COLUMNS[0] in values else None,
+        )
 
 
 def metric_names(rows: Iterable[TableRow]) -> tuple[str, ...]:

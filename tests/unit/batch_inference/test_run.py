@@ -50,12 +50,14 @@ def test_rows_go_where_they_are_wanted_with_every_metric_and_as_parquet(checkpoi
         host_data_parallel_output_dir=str(tmp_path / "out"),
         write_parquet=True,
         skip_samples_table=True,
+        keep_tokens=True,
         metrics=list(METRICS),
     )
     rows = read_jsonl(tmp_path / "out" / "samples.jsonl")
     assert [(row["prompt_id"], row["generation_id"]) for row in rows] == [(p, g) for p in range(3) for g in range(2)]
     assert parquet.read_table(tmp_path / "out" / "samples.parquet").to_pylist() == rows
     assert read_jsonl(tmp_path / "out" / "samples-host-000.jsonl") != [] and not (tmp_path / "run" / "samples").exists()
+    assert all(len(row["token_ids"]) == len(row["logprobs"]) == row["num_tokens"] for row in rows)
     assert not tracker.tables, "skip_samples_table"
     for name in METRICS:
         assert tracker.values[f"sample/{name}"] == pytest.approx(sum(row[name] for row in rows) / len(rows)), name

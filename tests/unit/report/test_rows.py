@@ -36,6 +36,15 @@ def test_a_row_of_a_completion(cls, when):
     assert list(row.to_dict())[: len(cls.columns)] == list(cls.columns)
 
 
+def test_a_row_of_a_job_keeps_its_tokens_where_that_is_asked_for():
+    kept = SampleRow.from_completion(completion(-1.0, -2.5), PROMPT, "so", keep_tokens=True, round=2)
+    record = json.loads(json.dumps(kept.to_dict()))
+    assert record["token_ids"] == [0, 1] and record["logprobs"] == [-1.0, -2.5]
+    assert SampleRow.from_dict(record) == dataclasses.replace(kept, mean_logprob=0.0)
+    without = SampleRow.from_completion(completion(-1.0, -2.5), PROMPT, "so", round=2)
+    assert without.kept is None and "token_ids" not in without.to_dict()
+
+
 def test_a_completion_without_tokens_has_a_mean_of_zero():
     assert Row.from_completion(completion(), PROMPT, "", step=1).mean_logprob == 0.0
 
@@ -66,4 +75,5 @@ def test_further_fields_of_a_prompt_go_through_to_the_file_and_every_reader_of_i
     lines = tmp_path / "rows.jsonl"
     lines.write_text(json.dumps(record) + "\n")
     pq = pytest.importorskip("pyarrow.parquet")
-    assert json.loads(pq.read_table(write_parquet(lines)).to_pylist()[0]["fields"]) == prompt.fields
+    (table_row,) = pq.read_table(write_parquet(lines)).to_pylist()
+    assert {name: table_row[f"fields.{name}"] for name in prompt.fields} == prompt.fields
