@@ -46,6 +46,7 @@ from lockstep.models.hf.load import read_vocab_size as read_vocab_size
 from lockstep.models.hf.save import SavesTokenizer as SavesTokenizer
 from lockstep.models.hf.save import export_hf as export_hf
 from lockstep.models.hf.save import save_hf as save_hf
+from lockstep.models.hf.save_target import save_target as save_target
 from lockstep.models.hf.save_writer import Read as Read
 from lockstep.models.hf.saved_tensor import SavedTensor as SavedTensor
 from lockstep.models.llama import LlamaLMHeadModel as LlamaLMHeadModel

@@ -42,6 +42,15 @@ class SaveTarget(abc.ABC):
         self.token = token
 
     @abc.abstractmethod
+    def check(self) -> None:
+        """On one process, before the work whose result is saved: write to the place, and leave it as it was.
+
+        Raises:
+            ConfigError: Something is there that is not a checkpoint.
+            OSError: It cannot be written.
+        """
+
+    @abc.abstractmethod
     def begin(self) -> None:
         """On the leader: make the place.
 
@@ -76,24 +85,34 @@ class SaveTarget(abc.ABC):
 
 
 class LocalTarget(SaveTarget):
-    """A directory: files are written beside it, under a name that begins with a dot, and it is renamed at the end."""
+    """A directory: files are written beside it, under a name that begins with a dot, and it is renamed at the end.
+
+    Files of other names stay as they are.
+    """
 
     def __init__(self, path: str, token: str) -> None:
         super().__init__(token)
         self._path = pathlib.Path(path).expanduser().absolute()
         self._draft = self._path.with_name(f".{self._path.name}.tmp-{token}")
 
-    def begin(self) -> None:
+    def check(self) -> None:
         if self._path.exists() and not self._path.is_dir():
             raise ConfigError(f"{self._path} is a file; a checkpoint is a directory. Choose another path.")
-        # Replacing removes all files, so it has to be a checkpoint.
         if self._path.is_dir() and any(self._path.iterdir()) and not (self._path / CONFIG_NAME).is_file():
             raise ConfigError(
-                f"{self._path} is there and is not a checkpoint (no {CONFIG_NAME}); saving would replace it whole. "
+                f"{self._path} is there and is not a checkpoint (no {CONFIG_NAME}); saving would replace it. "
                 "Choose another path, or remove it yourself."
             )
-        self._remove_siblings("tmp")  # of processes that were killed
         self._draft.mkdir(parents=True)
+        self._draft.rmdir()
+
+    def begin(self) -> None:
+        for replaced in self._siblings("old"):  # by a process that was killed
+            if not self._path.exists():
+                replaced.rename(self._path)
+        self.check()
+        self._remove_siblings("tmp")  # of processes that were killed
+        self._draft.mkdir()
 
     def seen(self) -> bool:
         return self._draft.is_dir()
@@ -108,6 +127,7 @@ class LocalTarget(SaveTarget):
 
     def commit(self) -> None:
         if self._path.exists():
+            self._keep_others()
             self._path.rename(self._path.with_name(f".{self._path.name}.old-{self.token}"))
         self._draft.rename(self._path)
         self._remove_siblings("old")
@@ -115,9 +135,23 @@ class LocalTarget(SaveTarget):
     def abort(self) -> None:
         shutil.rmtree(self._draft, ignore_errors=True)
 
+    def _keep_others(self) -> None:
+        """Have what is no part of a checkpoint in the one that takes its place: it is somebody else's."""
+        for path in self._path.iterdir():
+            kept = self._draft / path.name
+            if path.name == CONFIG_NAME or _WEIGHTS.fullmatch(path.name) or os.path.lexists(kept):
+                continue
+            if path.is_dir() and not path.is_symlink():
+                shutil.copytree(path, kept, symlinks=True)
+            else:
+                shutil.copy2(path, kept, follow_symlinks=False)
+
+    def _siblings(self, kind: str) -> list[pathlib.Path]:
+        return sorted(self._path.parent.glob(f".{glob.escape(self._path.name)}.{kind}-*"))
+
     def _remove_siblings(self, kind: str) -> None:
-        for each in self._path.parent.glob(f".{glob.escape(self._path.name)}.{kind}-*"):
-            shutil.rmtree(each, ignore_errors=True)
+        for sibling in self._siblings(kind):
+            shutil.rmtree(sibling, ignore_errors=True)
 
 
 class BucketTarget(SaveTarget):
@@ -131,6 +165,11 @@ class BucketTarget(SaveTarget):
         self._filesystem, root = url_to_fs(url)
         self._root = root.rstrip("/")
         self._marker = f"{self._root}/.saving-{token}"
+
+    def check(self) -> None:
+        self._filesystem.makedirs(self._root, exist_ok=True)
+        self._filesystem.pipe_file(self._marker, b"Whether it can be written is tried.\n")
+        self._filesystem.rm_file(self._marker)
 
     def begin(self) -> None:
         self._filesystem.makedirs(self._root, exist_ok=True)

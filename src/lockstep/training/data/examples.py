@@ -15,7 +15,7 @@ import numpy as np
 from lockstep.errors import ConfigError, PromptError
 from lockstep.json_text import lone_surrogate, without_nulls
 from lockstep.plugins import load_object
-from lockstep.text import Prompt, text_message
+from lockstep.text import Prompt, count_appended, text_message, warn_of_no_end
 from lockstep.text.tokenize import chat_text, token_ids
 from lockstep.training.data.records import BadRow, Record, field
 
@@ -144,6 +144,7 @@ class DataFormat:
                 f"the data is made of chats, but the tokenizer {str(tokenizer.name_or_path)!r} has no chat template. "
                 "Use a tokenizer with one (chat_template.jinja beside tokenizer.json)."
             )
+        warn_of_no_end(tokenizer, chats=self.chats)
 
 
 def _documents(tokenizer: "PreTrainedTokenizerBase", records: Sequence[Record]) -> list[Example | BadRow]:
@@ -159,7 +160,8 @@ def _completions(tokenizer: "PreTrainedTokenizerBase", records: Sequence[Record]
         return make_prompt(text=field(record, "prompt")).shown, field(record, "completion")
 
     def examples(good: Sequence[tuple[str, str]]) -> list[Example | BadRow]:
-        prompts = _ids(tokenizer, [prompt for prompt, _ in good])
+        appended = count_appended(tokenizer)
+        prompts = [ids[: len(ids) - appended] for ids in _ids(tokenizer, [prompt for prompt, _ in good])]
         completions = _continuations(tokenizer, [completion for _, completion in good])
         return [
             _example(prompt, [*completion, *_end(tokenizer, completion)])

@@ -53,7 +53,14 @@ from lockstep.training.loop.stopping import StopRequest
 from lockstep.training.loop.trainer import Trainer
 from lockstep.training.loop.validation import Validation
 from lockstep.training.run.config import Data, DataSource, Setup, TrainConfig
-from lockstep.training.run.run_dir import closing_summary, make_run_dir, rewind, shown_path, start_tracker
+from lockstep.training.run.run_dir import (
+    check_save_paths,
+    closing_summary,
+    make_run_dir,
+    rewind,
+    shown_path,
+    start_tracker,
+)
 from lockstep.training.step.train_state import TrainState
 from lockstep.urls import HUB_WAIT_S, absolute_path
 
@@ -140,6 +147,10 @@ def train(config: TrainConfig, hosts: Hosts) -> int:
         with hosts.run_on_all("tokenizer beside the checkpoints"):
             if hosts.is_leader and trainer.checkpoints is not None:
                 save_tokenizer(trainer.checkpoints, tokenizer)
+        saves = HfSaves(config, run_dir, tokenizer, token_ids, hosts)
+        with hosts.run_on_all("hf_save_path", "writing to hf_save_path"):
+            if hosts.is_leader:
+                saves.check(trainer.checkpoints)
         init = initializer(model_config, vocab_size, adapters)
         frozen = None if adapters is None else load_frozen(adapters, model_config, trainer.mesh, hosts)
         state = _restore(init, frozen, trainer, run_dir, hosts)
@@ -156,7 +167,6 @@ def train(config: TrainConfig, hosts: Hosts) -> int:
             )
             samples.check(model)
             trainer.add_hook(samples)
-        saves = HfSaves(config, run_dir, tokenizer, token_ids, hosts)
         if config.hf_save_steps is not None:
             trainer.add_hook(saves, every=config.hf_save_steps)
         if validation:
@@ -266,6 +276,16 @@ class HfSaves:
         self.errors = 0  # saves that failed while training went on
         self.interrupted = False
         """Whether the last save was given up because the job is asked to end; the same on every host."""
+
+    def check(self, checkpoints: str | None) -> None:
+        """Find out on this process whether the models can be saved, see `check_save_paths`."""
+        config, every = self._config, self._config.hf_save_steps
+        if config.hf_save_path is None:
+            return
+        steps = () if every is None else range(every, config.trainer.num_train_steps, every)
+        others = {"initialize_from_hf": config.initialize_from_hf, "tokenizer": config.tokenizer}
+        others |= {"the run directory": str(self._run_dir), "that of the checkpoints": checkpoints}
+        check_save_paths([*map(self._path, steps), self._path(None)], others)
 
     def on_step(self, info: StepInfo, force: bool = False) -> None:
         """Save the model after a step; the last one is saved by `save_last`."""

@@ -1,14 +1,16 @@
 """The directory of a run: its name, the tracker that writes in it, and its files at the end."""
 
 import contextlib
+import os
 import secrets
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from lockstep.errors import ConfigError
 from lockstep.hosts import Hosts
+from lockstep.models import save_target
 from lockstep.printable import get_logger, without_credentials
 from lockstep.report import WANDB_RUN, Tracker, build_tracker, drop_later
 from lockstep.training.checkpoints.checkpoint import bring_files, keep_files
@@ -60,6 +62,30 @@ def _check_resumable(path: Path, base_path: str | None) -> None:
             f"run directory {path} is of a run with trainer.checkpointer.base_path {before}, but now it is "
             f"{now}. Use the same, or another trainer.run_id."
         )
+
+
+def check_save_paths(paths: Sequence[str], others: Mapping[str, str | None]) -> None:
+    """Find out before the first step whether the trained model can be saved; one process calls it.
+
+    Args:
+        paths: Where it is saved, the last model's place last.
+        others: The places that the run reads, or writes other files to, by their keys.
+
+    Raises:
+        ConfigError: It is one of those, or in it is something that is no checkpoint.
+        OSError: It cannot be written.
+    """
+    for path in paths:
+        for key, other in others.items():
+            if other is not None and _real(path) == _real(other):
+                raise ConfigError(
+                    f"hf_save_path is {path}, and so is {key}, which saving would replace. Choose another directory."
+                )
+    save_target(paths[-1], secrets.token_hex(4)).check()
+
+
+def _real(path: str) -> str:
+    return path.rstrip("/") if "://" in path else os.path.realpath(os.path.expanduser(path))
 
 
 def rewind(run_dir: Path, *, metrics_step: int, samples_step: int) -> None:

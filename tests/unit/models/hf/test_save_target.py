@@ -117,3 +117,52 @@ def test_a_file_that_is_not_written_to_its_end_is_none(bucket):
         raise OSError("no space")
     del file
     assert names(bucket) == [".saving-a"]
+
+
+STRANGERS = {"README.md": "mine", "original/notes.txt": "years of work", ".git/HEAD": "ref"}
+
+
+def test_what_is_no_part_of_a_checkpoint_stays_where_one_is_replaced(tmp_path):
+    """A name for each kind: a file, one in a directory, one that begins with a dot, a link to elsewhere."""
+    place, outside = tmp_path / "out", tmp_path / "outside"
+    complete(save_target(place, "a"))
+    for name, text in STRANGERS.items():
+        (place / name).parent.mkdir(exist_ok=True)
+        (place / name).write_text(text)
+    outside.mkdir()
+    (outside / "kept").touch()
+    (place / "link").symlink_to(outside)
+    (place / "model-00001-of-00002.safetensors").touch()  # of the checkpoint that is replaced
+    for token in ("b", "c"):
+        complete(save_target(place, token))
+    for name, text in STRANGERS.items():
+        assert (place / name).read_text() == text
+    assert (place / "link").is_symlink() and (outside / "kept").exists()
+    assert not (place / "model-00001-of-00002.safetensors").exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "outside"]
+
+
+def test_a_save_that_was_killed_between_its_renames_has_lost_nothing(tmp_path):
+    complete(save_target(tmp_path / "out", "a"))
+    (tmp_path / "out" / "README.md").write_text("mine")
+    target = save_target(tmp_path / "out", "b")
+    target.begin()
+    target.write_small(config_beside_more)
+    (tmp_path / "out").rename(tmp_path / ".out.old-b")  # and then it is killed
+    complete(save_target(tmp_path / "out", "c"))
+    assert (tmp_path / "out" / "README.md").read_text() == "mine"
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_whether_a_place_can_be_written_is_found_without_a_change_of_it(tmp_path, bucket):
+    complete(save_target(tmp_path / "out", "a"))
+    complete(save_target("memory://there/out", "a"))
+    before = names(bucket), sorted(tmp_path.rglob("*"))
+    for place in (tmp_path / "out", tmp_path / "new", "memory://there/out", "memory://new"):
+        save_target(place, "b").check()
+    assert (names(bucket), sorted(tmp_path.rglob("*"))) == before
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match="file"):
+        save_target(tmp_path / "file" / "below", "b").check()
+    with pytest.raises(ConfigError, match="is not a checkpoint"):
+        save_target(tmp_path, "b").check()

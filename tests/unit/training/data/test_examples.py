@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from lockstep.errors import ConfigError
 from lockstep.json_text import without_nulls
+from lockstep.text import Prompt, encode
 from lockstep.training.data import LmDataConfig, PreferenceDataConfig
 from lockstep.training.data.examples import FORMATS
 from lockstep.training.data.records import BadRow, list_files, read_piece
@@ -273,3 +274,52 @@ def test_a_chat_has_the_keys_that_its_author_wrote_in_every_kind_of_file(tmp_pat
         written_keys = [without_nulls(message) | {"content": message["content"]} for message in chat]
         assert texts.pop(0) == tokenizer.apply_chat_template(written_keys, tokenize=False)
     assert "name" not in tokenizer.apply_chat_template(expected[-1], tokenize=False)
+
+
+def of_words(post_processor, template=None, eos="</s>"):
+    """Characters as tokens, <s> is 0 and </s> is 1, with what the tokenizer puts around a text."""
+    vocab = {token: number for number, token in enumerate(["<s>", "</s>", *"abq? \n<>urse"])}
+    tokenizer = Tokenizer(models.BPE(vocab, []))
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=post_processor, special_tokens=[("<s>", 0), ("</s>", 1)]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=template, bos_token="<s>", eos_token=eos)
+
+
+@pytest.mark.parametrize(
+    ("around", "before"), [("$A </s>", []), ("<s> $A </s>", [0]), ("<s> $A", [0]), ("$A", []), ("$A </s> </s>", [])]
+)
+def test_an_end_that_the_tokenizer_appends_is_not_between_prompt_and_answer(around, before):
+    tokenizer = of_words(around)
+    plain = {text: tokenizer.encode(text, add_special_tokens=False) for text in ("q?", "ab", "q?</s>")}
+    record = {"prompt": "q?", "completion": "ab"}
+    (((sequence),),) = FORMATS["prompt_completion"].tokenize(tokenizer, [record])
+    assert list(sequence.tokens) == [*before, *plain["q?"], *plain["ab"], 1]
+    assert sequence.n_prompt == len(before) + 2
+    prompts = [Prompt(id=0, text="q?"), Prompt(id=1, text="q?</s>")]
+    assert encode(tokenizer, prompts) == [(*before, *plain["q?"]), (*before, *plain["q?</s>"])], "written is written"
+    (((document),),) = FORMATS["text"].tokenize(tokenizer, [{"text": "ab"}])
+    assert [*document.tokens][: len(before) + 3] == [*before, *plain["ab"], 1]
+
+
+ENDLESS = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<ass>{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("data_format", "template", "eos", "warned"),
+    [
+        ("text", None, "</s>", False),
+        ("text", None, None, True),
+        ("prompt_completion", None, None, True),
+        ("chat", ENDLESS, "</s>", True),
+        ("preference", ENDLESS, "</s>", True),
+        ("chat", ENDLESS, None, True),
+        ("chat", ENDLESS.replace("{% endfor", "{{ eos_token }}{% endfor"), "</s>", False),
+        ("chat", "{{ raise_exception('not so short') }}", "</s>", False),
+    ],
+)
+def test_answers_that_never_end_are_warned_of(data_format, template, eos, warned, caplog):
+    FORMATS[data_format].check(of_words("$A", template, eos))
+    assert ("learns to go on for ever" in caplog.text) == warned

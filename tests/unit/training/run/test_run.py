@@ -153,6 +153,44 @@ def test_models_are_saved_by_their_steps_and_the_last_one_under_the_name_alone(t
     assert len(jax.tree.leaves(found)) == len(jax.tree.leaves(model))
 
 
+@pytest.mark.parametrize(
+    ("given", "key"),
+    [
+        ("{tmp_path}/base", "initialize_from_hf"),
+        ("{tmp_path}/base/", "initialize_from_hf"),
+        ("{tmp_path}/link", "initialize_from_hf"),
+        ("../run/../base", "initialize_from_hf"),
+        ("{tmp_path}/tokenizer", "tokenizer"),
+        ("checkpoints", "that of the checkpoints"),
+        (".", "the run directory"),
+        ("{tmp_path}/trained", "initialize_from_hf"),
+    ],
+)
+def test_no_place_that_the_run_reads_or_writes_is_saved_to(tmp_path, given, key):
+    """The last is that of a model of a step."""
+    base = tmp_path / ("trained-step-4" if given.endswith("trained") else "base")
+    base.mkdir()
+    (base / "config.json").write_text("{}")
+    (tmp_path / "link").symlink_to(base)
+    values = {"initialize_from_hf": str(base), "tokenizer": str(tmp_path / "tokenizer")}
+    values |= {"hf_save_path": given.format(tmp_path=tmp_path), "hf_save_steps": 4}
+    saves, _ = make(tmp_path / "run", **values)
+    with pytest.raises(ConfigError, match=f"hf_save_path is .*, and so is {key}, which saving would replace"):
+        saves.check(str(tmp_path / "run" / "checkpoints"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([base.name, "link"])
+
+
+def test_a_place_that_cannot_be_written_is_found_before_the_first_step(tmp_path):
+    (tmp_path / "file").touch()
+    given = ["--tokenizer", tiny.TOKENIZER, "--trainer.log_dir", str(tmp_path / "runs"), "--hf_save_path"]
+    given += [str(tmp_path / "file" / "model"), "--trainer.num_train_steps", "1000000", "--model.type", "llama"]
+    given += ["--data.train_urls", "[data/demo/train.jsonl]", "--data.format", "prompt_completion"]
+    given += ["--model.hidden_dim", "8", "--model.num_layers", "1", "--model.num_heads", "2"]
+    given += ["--model.num_kv_heads", "2", "--model.intermediate_dim", "8", "--model.max_seq_len", "32"]
+    with pytest.raises(PeerError, match=r"Not a directory: '.*/file"):
+        train(parse_arguments(TrainLmConfig, given), Hosts(MemoryClient.hub(1)[0]))
+
+
 @pytest.mark.parametrize("lora", [None, LORA])
 def test_every_model_is_the_average_where_there_is_one_in_the_type_of_the_parameters(tmp_path, monkeypatch, lora):
     saved = []
