@@ -51,7 +51,15 @@ from lockstep.batch_inference.summary import (
     make_live_view,
     summary_table,
 )
-from lockstep.hosts import Hosts, closing_on_leader, config_digest, leader_only, try_leader_only
+from lockstep.hosts import (
+    Hosts,
+    closing_on_leader,
+    config_digest,
+    giving_back_leases,
+    leader_only,
+    take_lease,
+    try_leader_only,
+)
 from lockstep.json_text import from_peer
 from lockstep.placement import make_mesh
 from lockstep.printable import get_logger
@@ -78,6 +86,7 @@ log = get_logger(__name__)
 _SHOWN_ROWS = 10
 
 
+@giving_back_leases()
 def sample(config: SampleConfig, hosts: Hosts) -> int:
     """Complete every prompt once; every host makes the same call.
 
@@ -184,6 +193,10 @@ class _Run:
             for directory in (self.run_dir, self.output_dir):
                 check_links(directory)
             self.output_dir.mkdir(parents=True, exist_ok=True)
+            if hosts.is_leader:
+                for place in (self.output_dir, config.host_data_parallel_output_dir if self.remote else None):
+                    if place is not None:
+                        take_lease(place)
             # Both, before either changes: rows that are only here count beside those behind the URL.
             force = config.resume == "force"
             lines = check_manifest(self.output_dir, record, force=force)

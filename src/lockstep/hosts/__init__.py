@@ -17,6 +17,9 @@ from lockstep.hosts.exit import is_everywhere as is_everywhere
 from lockstep.hosts.fault import earlier_attempts as earlier_attempts
 from lockstep.hosts.hosts import Hosts as Hosts
 from lockstep.hosts.hosts import ready_on_all as ready_on_all
+from lockstep.hosts.lease import LEASE as LEASE
+from lockstep.hosts.lease import giving_back_leases as giving_back_leases
+from lockstep.hosts.lease import take_lease as take_lease
 from lockstep.hosts.own_work import HostThread as HostThread
 from lockstep.hosts.own_work import Stopped as Stopped
 from lockstep.hosts.own_work import leader_only as leader_only

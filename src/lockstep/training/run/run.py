@@ -19,7 +19,7 @@ from jaxtyping import PyTree
 from lockstep.callback import InferenceEvalConfig, SampleCallback
 from lockstep.callback.evaluation import PREFIX as TASKS_PREFIX
 from lockstep.errors import ConfigError, PeerError
-from lockstep.hosts import Hosts, closing_on_leader, config_digest, leader_only, try_leader_only
+from lockstep.hosts import Hosts, closing_on_leader, config_digest, giving_back_leases, leader_only, try_leader_only
 from lockstep.models import (
     LlamaConfig,
     LlamaLMHeadModel,
@@ -60,6 +60,7 @@ from lockstep.training.run.run_dir import (
     rewind,
     shown_path,
     start_tracker,
+    take_leases,
 )
 from lockstep.training.step.train_state import TrainState
 from lockstep.urls import HUB_WAIT_S, absolute_path
@@ -74,6 +75,7 @@ LAST_FLUSH_S = 2.0
 STOPPED_FINISH_S = 10.0  # seconds that closing the tracker may take after a signal: a machine may be taken away
 
 
+@giving_back_leases()
 def train(config: TrainConfig, hosts: Hosts) -> int:
     """Train; every host does the same: prepare, agree, train with samples, save, sum up.
 
@@ -100,9 +102,7 @@ def train(config: TrainConfig, hosts: Hosts) -> int:
         tokenizer = load_tokenizer(config.tokenizer, config.trust_remote_code, fetched)
         model_config, token_ids = model_shape(config, tokenizer)
         check_vocab(tokenizer, token_ids)
-        vocab_size = token_ids
-        if config.initialize_from_hf is None:
-            vocab_size = padded_vocab_size(token_ids, mesh.shape["tp"])
+        vocab_size = token_ids if config.model is None else padded_vocab_size(token_ids, mesh.shape["tp"])
         load_metrics(config.inference_eval.metrics if config.inference_eval.enabled else ())
         objective = config.make_objective(tokenizer)
         facts = {"tokenizer": tokenizer_digest(tokenizer), **config.facts()}
@@ -118,6 +118,7 @@ def train(config: TrainConfig, hosts: Hosts) -> int:
     tracker: Tracker = NoopTracker()
     with hosts.run_on_all("tracker"):
         if hosts.is_leader:
+            take_leases(config.trainer, run_dir)
             built = start_tracker(config.trainer, run_dir, draccus.encode(config))
             # The others wait for the leader at their end, at most timeout_s.
             tracker = BackgroundTracker(built, leader_only, finish_s=min(FINISH_S, hosts.timeout_s / 2))
@@ -184,7 +185,7 @@ def train(config: TrainConfig, hosts: Hosts) -> int:
         batches = config.make_batches(setup)
         del setup
         if hosts.is_leader:
-            log.info("%s", _announce(config, model, rows, mesh, run_dir))
+            log.info("%s", _announce(config, model, rows, mesh, shown_path(run_dir)))
         hosts.phase("training")
         result = trainer.train(model if state is None else state, batches)
         if result.stopped_by is not None and isinstance(tracker, BackgroundTracker):
@@ -242,8 +243,7 @@ def _announce(config: TrainConfig, model: PyTree, rows: Data, mesh: Mesh, run_di
     shape = ", ".join(f"{name} {size}" for name, size in mesh.shape.items())
     return (
         f"{n_parameters:,} parameters{trained} on mesh ({shape}); {len(rows):,} rows, batch "
-        f"{config.trainer.train_batch_size}, {config.trainer.num_train_steps} steps; run directory "
-        f"{shown_path(run_dir)}"
+        f"{config.trainer.train_batch_size}, {config.trainer.num_train_steps} steps; run directory {run_dir}"
     )
 
 
@@ -329,9 +329,8 @@ class HfSaves:
         )
 
     def _path(self, step: int | None) -> str:
-        given = self._config.hf_save_path
-        assert given is not None
-        name = given.rstrip("/") + ("" if step is None else f"-step-{step}")
+        assert self._config.hf_save_path is not None
+        name = self._config.hf_save_path.rstrip("/") + ("" if step is None else f"-step-{step}")
         return name if "://" in name else str(self._run_dir / name)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import ConfigError
-from lockstep.hosts import Hosts
+from lockstep.hosts import LEASE, Hosts, take_lease
 from lockstep.models import save_target
 from lockstep.printable import get_logger, without_credentials
 from lockstep.report import WANDB_RUN, Tracker, build_tracker, drop_later
@@ -18,7 +18,7 @@ from lockstep.training.checkpoints.config import resumable_base, write_resumable
 from lockstep.training.loop.config import TrainerConfig
 from lockstep.training.loop.stopping import TrainResult
 from lockstep.training.rl import ROLLOUTS_FILE
-from lockstep.urls import check_bare_name, check_links
+from lockstep.urls import check_bare_name, check_links, checkpoint_path
 
 log = get_logger(__name__)
 
@@ -40,11 +40,24 @@ def make_run_dir(config: TrainerConfig, hosts: Hosts) -> Path:
         if hosts.is_leader:
             path.mkdir(parents=True, exist_ok=True)
             base_path = None if config.checkpointer is None else config.checkpointer.base_path
-            if any(path.iterdir()):
+            if any(inside.name != LEASE for inside in path.iterdir()):
                 _check_resumable(path, None if config.resume == "never" else base_path)
             elif base_path is not None:
                 write_resumable(path, base_path)
     return path
+
+
+def take_leases(config: TrainerConfig, run_dir: Path) -> None:
+    """Take the leases of the run directory and of the checkpoints; the leader calls it before it changes a file there.
+
+    Raises:
+        ConfigError: Another job writes there now.
+    """
+    take_lease(run_dir)
+    checkpoints = None if config.checkpointer is None else config.checkpointer.path(run_dir, run_dir.name)
+    if checkpoints is not None and ("://" in checkpoints or not Path(checkpoints).is_relative_to(run_dir)):
+        checkpoint_path(checkpoints).mkdir(parents=True, exist_ok=True)
+        take_lease(checkpoints)
 
 
 def _check_resumable(path: Path, base_path: str | None) -> None:
