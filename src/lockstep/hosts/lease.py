@@ -158,14 +158,15 @@ class Lease:
 def _machine() -> str:
     facts = [socket.gethostname()]
     with contextlib.suppress(OSError):
-        facts += [Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.readlink("/proc/self/ns/pid")]
+        facts.append(Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip())
+        facts.append(os.readlink("/proc/self/ns/pid"))
     return " ".join(facts)
 
 
 def _start_of(pid: int) -> str:
     """When a process of this machine began, in the kernel's ticks; empty where there is none, or no /proc."""
     try:
-        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        state, *fields = Path(f"/proc/{pid}/stat").read_text("latin-1").rpartition(")")[2].split()
     except OSError:
         return ""
     return "" if state in "ZX" else fields[18]  # a process that has ended, and is not waited for

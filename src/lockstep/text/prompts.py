@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from lockstep.errors import PromptError
 from lockstep.json_text import lone_surrogate, parse_json, without_nulls
 from lockstep.printable import get_logger
-from lockstep.text.tokenize import TOKEN_CHARACTERS, chat_text, encode_text
-from lockstep.text.tokenizer import stop_ids
+from lockstep.text.tokenize import TOKEN_CHARACTERS, chat_text, count_appended, encode_text
 from lockstep.urls import url_to_fs
 
 if TYPE_CHECKING:
@@ -217,44 +216,10 @@ def encode(
     return encoded
 
 
-def count_appended(tokenizer: "PreTrainedTokenizerBase") -> int:
-    """Return how many special tokens a tokenizer puts behind a text, such as the end of the sequence."""
-    text, whole = (encode_text(tokenizer, "a", add_special_tokens=special) for special in (False, True))
-    ends = [end for end in range(len(text), len(whole) + 1) if text and whole[end - len(text) : end] == text]
-    return len(whole) - ends[-1] if ends else 0
-
-
 def warn_of_texts(tokenizer: "PreTrainedTokenizerBase", prompts: Iterable[Prompt], fields: PromptFields) -> None:
     """Warn, once in a process, where a model for chats is given texts alone and nothing says that it is meant."""
     if fields.format is None and tokenizer.chat_template and all(prompt.messages is None for prompt in prompts):
         _warn_of_texts(str(tokenizer.name_or_path))
-
-
-def warn_of_no_end(tokenizer: "PreTrainedTokenizerBase", *, chats: bool) -> None:
-    """Warn where nothing at the end of a trained answer stops a completion.
-
-    Args:
-        chats: Whether answers end as the chat template writes them; otherwise with the end-of-sequence token.
-    """
-    ends = set(stop_ids(tokenizer))
-    if (ends & set(_end_of_chat(tokenizer))) if chats else tokenizer.eos_token_id is not None:
-        return
-    log.warning(
-        "trained answers have no token at their end that stops a completion (%s), so the model learns to go on for "
-        "ever. Use %s.",
-        f"those are {', '.join(map(str, sorted(ends)))}" if ends else "the tokenizer has no eos_token",
-        "a chat template that ends each answer with one" if chats and ends else "a tokenizer with an eos_token",
-    )
-
-
-def _end_of_chat(tokenizer: "PreTrainedTokenizerBase") -> Sequence[int]:
-    """The tokens of a short answer and of what the template writes after it."""
-    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    try:
-        text = chat_text(tokenizer, messages)
-    except Exception:  # it has rules for chats that these messages break
-        return stop_ids(tokenizer)
-    return encode_text(tokenizer, text[text.rfind("b") :], add_special_tokens=False)
 
 
 @functools.cache

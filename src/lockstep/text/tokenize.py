@@ -76,6 +76,13 @@ def chat_text(tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Mapping[s
     return text
 
 
+def count_appended(tokenizer: "PreTrainedTokenizerBase") -> int:
+    """Return how many special tokens a tokenizer puts behind a text, such as the end of the sequence."""
+    text, whole = (encode_text(tokenizer, "a", add_special_tokens=special) for special in (False, True))
+    ends = [end for end in range(len(text), len(whole) + 1) if text and whole[end - len(text) : end] == text]
+    return len(whole) - ends[-1] if ends else 0
+
+
 @contextlib.contextmanager
 def _time_limit(seconds: float) -> Iterator[None]:
     """Raise in this thread when the block takes longer: between two instructions of Python, as templates are."""

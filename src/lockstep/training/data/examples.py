@@ -56,8 +56,7 @@ class _Chat:
 
 
 type Tokenize = Callable[["PreTrainedTokenizerBase", Sequence[Record]], list[Example | BadRow]]
-"""Turns records into tokens, all in one call of the tokenizer, which uses every core for it: the example of each
-record, or what is wrong with it.
+"""Turns records into tokens, all in one call of the tokenizer, which uses every core: each example, or what is wrong.
 
 Prompts have the tokens that `lockstep.text.encode` gives them, so that training and sampling see the same ones; only
 where a token holds the end of a chat's prompt and the first character of its answer, it belongs to the answer.
