@@ -15,6 +15,7 @@ from lockstep.hosts.exchange import name_processes as name_processes
 from lockstep.hosts.exit import closing_on_leader as closing_on_leader
 from lockstep.hosts.exit import is_everywhere as is_everywhere
 from lockstep.hosts.fault import earlier_attempts as earlier_attempts
+from lockstep.hosts.fault import is_passing as is_passing
 from lockstep.hosts.hosts import Hosts as Hosts
 from lockstep.hosts.hosts import ready_on_all as ready_on_all
 from lockstep.hosts.lease import LEASE as LEASE

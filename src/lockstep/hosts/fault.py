@@ -4,6 +4,7 @@ import contextlib
 import os
 import re
 import sys
+from typing import Any
 
 from lockstep.errors import HostError, PeerError
 from lockstep.exits import FAILED, FAULT, FAULT_AGAIN
@@ -59,7 +60,8 @@ def is_fault(text: str) -> bool:
 
 def is_passing(error: BaseException) -> bool:
     """Whether an error is a fault (`is_fault`) by its text, or by the status of the HTTP reply that it comes from."""
-    status = next((getattr(error, name) for name in ("status", "code") if hasattr(error, name)), None)
+    status: Any = getattr(getattr(error, "response", None), "status_code", None)  # requests, httpx
+    status = next((getattr(error, name) for name in ("status", "code") if hasattr(error, name)), status)
     return is_fault(f"{type(error).__name__}: {error}") or (isinstance(status, int) and status in _HTTP_STATUS)
 
 

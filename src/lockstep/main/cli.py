@@ -1,5 +1,6 @@
 """The ``lockstep`` command."""
 
+import importlib.metadata
 import os
 import select
 import signal
@@ -23,6 +24,9 @@ def run(arguments: Sequence[str]) -> int:
 
         _show(overview())
         return exits.DONE if arguments else exits.USAGE
+    if arguments[0] == "--version":
+        _show(f"lockstep {importlib.metadata.version('jax-lockstep')}")
+        return exits.DONE
     command, rest = find_command(arguments[0]), list(arguments[1:])
     asked = next((index for index, word in enumerate(own_words(rest)) if word in HELP), None)
     if asked is not None and not command.own_help:

@@ -23,6 +23,11 @@ def test_commands(capsys):
     assert "--gamma_beta_ratio" in capsys.readouterr().out
 
 
+def test_version(capsys):
+    assert cli.run(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("lockstep 0.")
+
+
 @pytest.mark.parametrize("arguments", [["--help", "trainer"], ["--config_path", "none.yaml", "-h", "trainer"]])
 def test_help_of_one_block(capsys, arguments):
     assert cli.run(["train-lm", *arguments]) == 0

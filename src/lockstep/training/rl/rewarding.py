@@ -2,19 +2,21 @@
 
 import asyncio
 import collections
+import copy
 import dataclasses
 import inspect
 import math
 import queue
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from jaxtyping import Bool, Float
 
-from lockstep.errors import ConfigError, HostError
-from lockstep.hosts import Hosts, leader_only
+from lockstep.errors import ConfigError, HostError, HostTimeoutError
+from lockstep.hosts import Hosts, is_passing, leader_only
 from lockstep.json_text import FOREIGN, refused
 from lockstep.printable import get_logger
 from lockstep.report import Row
@@ -25,6 +27,12 @@ type Value = float | str
 """The result of a component for an answer: a number, or an error."""
 
 LATE = "late"  # the error where there was no value in time
+PAUSES_S = (1.0, 2.0, 4.0)
+"""Seconds between tries where a reward fails by what another try may not meet, such as a server that answers 500."""
+
+
+class Outage(str):
+    """The text of such an error, after the last try."""
 
 
 class Scoring:
@@ -87,13 +95,21 @@ class Scoring:
                     self._changed.notify()
 
     def _value(self, runner: asyncio.Runner, reward: Reward, row: Row, prompt: Prompt) -> Value:
-        try:
-            value = reward(row, prompt)
-            if inspect.iscoroutine(value):
-                value = runner.run(value)
-            return as_number(value)
-        except (Exception, SystemExit) as error:  # a reward is the user's own code
-            return f"{type(error).__name__}: {error}"[:500]
+        for pause_s in (*PAUSES_S, None):
+            try:
+                # What a reward changes in its fields is nobody else's.
+                value = reward(row, dataclasses.replace(prompt, fields=copy.deepcopy(prompt.fields)))
+                if inspect.iscoroutine(value):
+                    value = runner.run(value)
+                return as_number(value)
+            except BaseException as error:  # a reward is the user's own code, and no signal comes to a thread
+                text = f"{type(error).__name__}: {error}"[:500]
+                if not is_passing(error):
+                    return text
+            if pause_s is None or self._closed:
+                break
+            time.sleep(pause_s)
+        return Outage(text)
 
 
 def as_number(value: Any) -> float:
@@ -169,8 +185,19 @@ class Rewarder:
         self._warned: set[str] = set()
 
     def check(self, row: Row, prompt: Prompt) -> None:
-        """Try every component on an answer, before training begins."""
+        """Try every component on an answer, before training begins.
+
+        Raises:
+            ConfigError: One is wrong.
+            HostTimeoutError: One has an outage, and no default.
+        """
         for name, text in try_rewards(self._functions, row, prompt, self._timeout_s).items():
+            if isinstance(text, Outage):
+                outage = f"reward {name} failed {len(PAUSES_S) + 1} times before the first step: {text}"
+                if self._configs[name].on_failure == "default":
+                    log.warning("%s. Its default is used while that lasts", outage)
+                    continue
+                raise HostTimeoutError(f"{outage}. Check its server, or set on_failure: default.")
             why = f"took more than {self._timeout_s:g} s" if text == LATE else text
             raise ConfigError(
                 f"rewards: {name} was tried on the reference answer to the first question ({row.generated_text!r}): "
@@ -188,7 +215,7 @@ class Rewarder:
             own = scoring.finish(self._timeout_s)
             # Texts of what went wrong stay here but for one per component: thousands of them would not.
             texts = {
-                name: found[name]
+                name: str(found[name])
                 for found in reversed(own.values())
                 for name in names
                 if isinstance(found[name], str) and found[name] != LATE

@@ -1,14 +1,18 @@
 """Rewards over several hosts, each with its share of the answers."""
 
 import asyncio
+import dataclasses
+import itertools
 import threading
+import urllib.error
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, HostTimeoutError
 from lockstep.hosts import Hosts, MemoryClient
+from lockstep.training.rl import rewarding
 from lockstep.training.rl.rewarding import LATE, Rewarder, Scoring, as_number, try_rewards
 from lockstep.training.rl.rewards import FunctionReward, LengthReward
 from tests.multiprocess.harness import run_threads
@@ -186,3 +190,67 @@ def test_what_is_no_number(value, error):
 
 def test_what_is_a_number():
     assert [as_number(each) for each in (True, 2, np.float32(0.5), np.array(3))] == [1.0, 2.0, 0.5, 3.0]
+
+
+def unavailable(times):
+    """A reward whose server answers 500 so many times."""
+    calls = itertools.count()
+
+    def reward(answer, question):
+        if next(calls) < times:
+            raise urllib.error.HTTPError("http://judge", 500, "Internal Server Error", {}, None)
+        return 1.0
+
+    return reward
+
+
+def test_a_server_that_fails_for_a_moment_is_asked_again(monkeypatch):
+    monkeypatch.setattr(rewarding, "PAUSES_S", (0.01, 0.01))
+    assert try_rewards({"judge": unavailable(2)}, row(""), prompt(), 60.0) == {}
+    text = try_rewards({"judge": unavailable(3)}, row(""), prompt(), 60.0)["judge"]
+    assert "HTTP Error 500" in text and isinstance(text, rewarding.Outage)
+
+
+DOWN = unavailable(1 << 30)
+
+
+@pytest.mark.parametrize("on_failure", ["default", "drop_group"])
+def test_an_outage_before_the_first_step_is_no_mistake_of_the_configuration(monkeypatch, caplog, on_failure):
+    monkeypatch.setattr(rewarding, "PAUSES_S", (0.01,))
+    configs = [FunctionReward(function=f"{__name__}:DOWN", on_failure=on_failure)]
+    rewarder = Rewarder(configs, max_new_tokens=10, workers=1, timeout_s=60.0)
+    if on_failure == "default":
+        rewarder.check(row(""), prompt())
+        assert "failed 2 times before the first step: HTTPError: HTTP Error 500" in caplog.text
+        return
+    with pytest.raises(HostTimeoutError, match="set on_failure: default"):
+        rewarder.check(row(""), prompt())
+
+
+@pytest.mark.parametrize("error", [asyncio.CancelledError, KeyboardInterrupt, GeneratorExit])
+def test_whatever_a_reward_raises_its_worker_goes_on(error):
+    async def cancelled(answer, question):
+        raise error
+
+    def raising(answer, question):
+        raise error
+
+    rewards = {"cancelled": cancelled, "raising": raising, "good": lambda answer, question: 1.0}
+    scoring = Scoring(rewards, workers=1)
+    for number in range(2):
+        scoring.submit(number, row(""), prompt())
+    for found in scoring.finish(60.0).values():
+        assert found["good"] == 1.0 and error.__name__ in found["cancelled"] and error.__name__ in found["raising"]
+
+
+def test_each_reward_has_fields_of_its_own():
+    question = dataclasses.replace(prompt(), fields={"tests": ["a"]})
+
+    def spoil(answer, question):
+        question.fields["tests"].append("b")
+        question.fields["seen"] = True
+        return len(question.fields["tests"])
+
+    scoring = Scoring({"first": spoil, "second": spoil}, workers=1)
+    scoring.submit(0, row(""), question)
+    assert scoring.finish(60.0)[0] == {"first": 2.0, "second": 2.0} and question.fields == {"tests": ["a"]}
