@@ -95,6 +95,15 @@ def test_a_public_name_does_not_change_without_a_line_in_the_changelog():
     assert not public_names.unmentioned(before, after, "- `view` is gone, `lockstep.new()` and `Engine` came")
 
 
+@pytest.mark.parametrize("kind", [DeprecationWarning, PendingDeprecationWarning, FutureWarning])
+def test_what_a_dependency_will_remove_is_an_error_where_the_call_is_ours(kind):
+    call = compile("import warnings; warnings.warn('use another', kind)", "a file", "exec")
+    with pytest.raises(kind, match="use another"):
+        exec(call, {"__name__": "lockstep.somewhere", "kind": kind})
+    with pytest.warns(kind):
+        exec(call, {"__name__": "somebody.else", "kind": kind})
+
+
 def test_the_other_line_of_jax_is_pinned_too_and_fits():
     """In hashes-jax-0.12.txt, as pyproject.toml allows it, each with a hash."""
     pattern = r"^([\w.-]+)(?:\[[\w,-]+\])?==(\S+) \\\n +--hash=sha256:[0-9a-f]{64}"
