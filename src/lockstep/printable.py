@@ -75,6 +75,24 @@ def hide_credentials(value: Any) -> Any:
     return value
 
 
+SECRET_OPTION: Final = re.compile("(PASSW\\w*|SECRET\\w*|CREDENTIAL\\w*|KEY|TOKEN|AUTH)$", re.IGNORECASE)
+"""Names of options whose values are secret: ``--tokenizer`` is none of them."""
+
+
+def public_arguments(arguments: Sequence[str]) -> list[str]:
+    """A command line `without_credentials`, and without the values of options with the name of a secret."""
+    shown, secret = [], False
+    for argument in arguments:
+        name, equals, _ = argument.partition("=")
+        if argument.startswith("--") and SECRET_OPTION.search(name):
+            shown.append(f"{name}={HIDDEN[1:]}" if equals else name)
+            secret = not equals
+        else:
+            shown.append(HIDDEN[1:] if secret and not argument.startswith("--") else without_credentials(argument))
+            secret = False
+    return shown
+
+
 def error_stack(error: BaseException) -> str:
     """The stack and the text of an error and of its causes, `without_credentials` and `printable`."""
     return printable(without_credentials("".join(traceback.format_exception(error))))

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from lockstep.batch_inference.config import SampleConfig
 from lockstep.errors import ConfigError
 from lockstep.hosts import Hosts
-from lockstep.json_text import parse_json
+from lockstep.json_text import parse_json, read_small
 from lockstep.models import LlamaLMHeadModel, LoraModel, fingerprint, load_hf, read_hf_config
 from lockstep.training import SavedModel, has_checkpoint, saved_at, saved_model
 
@@ -124,7 +124,7 @@ def _found(run: Path, base_model: str | None) -> list[tuple[float, Callable[[], 
 
 def _is_model(config: Path) -> bool:
     try:
-        return "architectures" in parse_json(config.read_bytes(), str(config), dict, "")
+        return "architectures" in parse_json(read_small(config), str(config), dict, "")
     except (OSError, ConfigError):
         return False
 

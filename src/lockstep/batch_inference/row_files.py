@@ -15,7 +15,7 @@ from lockstep.batch_inference.prompt_store import JobShape
 from lockstep.errors import ConfigError, HostError, LockstepError
 from lockstep.files import in_place, new_file, write_file
 from lockstep.hosts import Hosts
-from lockstep.json_text import FOREIGN, parse_json, refused
+from lockstep.json_text import FOREIGN, parse_json, read_small, refused
 from lockstep.printable import get_logger, without_credentials
 from lockstep.report import append_jsonl, repair_jsonl
 from lockstep.urls import url_to_fs
@@ -165,7 +165,7 @@ def check_manifest(directory: Path, manifest: Mapping[str, Any], *, force: bool)
         ConfigError: The rows come from another job; the message names what differs.
     """
     path = directory / MANIFEST
-    text = path.read_bytes() if path.exists() else None
+    text = read_small(path) if path.exists() else None
     return _check(str(directory), text, lambda: any(directory.glob(PATTERN)), manifest, force)
 
 

@@ -24,6 +24,7 @@ from draccus.utils import DecodingError, ParsingError
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.json_text import refused
 from lockstep.plugins import modules_beside
+from lockstep.printable import SECRET_OPTION
 
 
 @functools.cache
@@ -242,6 +243,20 @@ class _Loader(SafeLoaderWithInclusion):
                 seen.add(key.value)
         return typing.cast(yaml.MappingNode, node)
 
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        """Take in what ``<<`` names: merges of merges can be more than any memory has."""
+        for key, value in node.value:
+            if key.tag == "tag:yaml.org,2002:merge":
+                count = 0
+                for part in value.value if isinstance(value, yaml.SequenceNode) else [value]:
+                    if isinstance(part, yaml.MappingNode):
+                        self.flatten_mapping(part)
+                        count += len(part.value)
+                    if count > MAX_VALUES:
+                        problem = f"more than {MAX_VALUES:,} values are merged here"
+                        raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
+        super().flatten_mapping(node)  # type: ignore[no-untyped-call]  # PyYAML's
+
     def construct_number(self, node: yaml.ScalarNode) -> int | float:
         integer = node.tag.endswith(":int")
         value = self.construct_yaml_int(node) if integer else self.construct_yaml_float(node)
@@ -305,8 +320,9 @@ def pairs(arguments: Sequence[str]) -> Iterator[tuple[str, Any]]:
         try:
             yield key, text if key == CONFIG_PATH or not text else yaml.load(text, _Loader)
         except Exception as error:  # the YAML parser has its own errors
+            shown = "a value" if SECRET_OPTION.search(key) else f"the value {text!r}"
             raise ConfigError(
-                f"argument --{key} has the value {text!r}, which is not YAML: {error}. Quote it."
+                f"argument --{key} has {shown}, which is not YAML: {_without_snippet(error)}. Quote it."
             ) from None
 
 
@@ -322,12 +338,20 @@ def _read_yaml(path: str) -> tuple[dict[str, Any], str]:
     try:
         values = yaml.load(text, _Loader) if text else text
     except Exception as error:  # the YAML parser has its own errors
-        raise ConfigError(f"{path} is not YAML: {error}. Correct it there.") from error
+        raise ConfigError(f"{path} is not YAML: {_without_snippet(error)}. Correct it there.") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{path} holds {type(values).__name__}, not a mapping. Write 'key: value' lines.")
     if _is_longer(values, MAX_VALUES):
         raise ConfigError(f"{path} has more than {MAX_VALUES:,} values, those of aliases (*) counted. Write fewer.")
     return values, text
+
+
+def _without_snippet(error: Exception) -> str:
+    """An error of the YAML parser without the line that it shows, which may have a password."""
+    mark = error.problem_mark if isinstance(error, yaml.MarkedYAMLError) else None
+    if not isinstance(error, yaml.MarkedYAMLError) or mark is None:
+        return type(error).__name__ if isinstance(error, yaml.YAMLError) else str(error)
+    return f"{error.problem}, line {mark.line + 1}, column {mark.column + 1}"
 
 
 def _is_longer(values: Any, limit: int) -> bool:

@@ -179,7 +179,8 @@ def _report(config: EvalConfig, results: TaskResults) -> None:
         of_the_last.unlink(missing_ok=True)
     append_jsonl(rows, [row.to_dict() for row in results.rows])
     scores = run_dir / "scores.json"
-    write_file(scores, json.dumps({"checkpoint": config.checkpoint, "scores": results.scores}, indent=2) + "\n")
+    shown = {"checkpoint": without_credentials(config.checkpoint), "scores": results.scores}
+    write_file(scores, json.dumps(shown, indent=2) + "\n")
     built = build_tracker(config.trainer.tracker, run_dir, run_dir.name, draccus.encode(config))
     tracker = BackgroundTracker(built, leader_only)
     tracker.log(results.scalars(0), step=0)

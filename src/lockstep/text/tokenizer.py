@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.errors import ConfigError
 from lockstep.files import write_file
-from lockstep.json_text import FOREIGN, parse_json
+from lockstep.json_text import FOREIGN, parse_json, read_small
 from lockstep.printable import get_logger
 from lockstep.text.tokenize import panics_as_errors
 from lockstep.urls import check_bare_name, patient_with_hub, url_to_fs
@@ -96,7 +96,7 @@ def _load(name: str, commit: str | None) -> "PreTrainedTokenizerBase":
         _check_files(name, [file.name for file in directory.iterdir()])
         for file in _WITH_FILES:
             if (directory / file).is_file():
-                _check_named_files((directory / file).read_bytes(), f"{name}/{file}")
+                _check_named_files(read_small(directory / file), f"{name}/{file}")
     elif not _may_be_hub_name(name):
         raise ConfigError(
             f"tokenizer {name!r} was not found: looked for the directory {str(directory.absolute())!r}, and it does "
@@ -342,7 +342,7 @@ def _generation_config(name: str) -> dict[str, Any]:
         filesystem, path = url_to_fs(file)
         return _parsed(filesystem.cat_file(path), file) if filesystem.exists(path) else {}
     if Path(file).is_file():
-        return _parsed(Path(file).read_bytes(), file)
+        return _parsed(read_small(file), file)
     return _hub_generation_config(name) if name and _may_be_hub_name(name) and not Path(name).is_dir() else {}
 
 
@@ -358,7 +358,7 @@ def _hub_generation_config(name: str) -> dict[str, Any]:
 
     try:
         file = cached_file(name, _GENERATION_CONFIG)
-        return _parsed(Path(file).read_bytes(), file) if file else {}
+        return _parsed(read_small(file), file) if file else {}
     except OSError as error:
         # The cache also remembers that the hub has no such file; only where it says nothing the answer is not known.
         if try_to_load_from_cache(name, _GENERATION_CONFIG) is None:

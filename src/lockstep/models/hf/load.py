@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from lockstep.errors import ConfigError, PeerError
 from lockstep.hosts import Hosts, Ledger, MemoryClient, Phase, Watchdog, current, digest, ready_on_all
-from lockstep.json_text import parse_json
+from lockstep.json_text import parse_json, read_small
 from lockstep.models.config import LlamaConfig
 from lockstep.models.families.registry import config_from_hf, family_of, family_of_hf, vocab_size_from_hf
 from lockstep.models.hf.files import (
@@ -106,7 +106,7 @@ def read_hf_config(path: str | os.PathLike[str]) -> dict[str, Any]:
     """
     with local_directory(path, pattern=CONFIG_NAME) as directory:
         file = directory / CONFIG_NAME
-        return _parsed_config(file.read_bytes() if file.is_file() else None, path)
+        return _parsed_config(read_small(file) if file.exists() else None, path)
 
 
 def _parsed_config(text: bytes | None, path: str | os.PathLike[str]) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from typing import Any, Final
 
 from lockstep.errors import ConfigError
 from lockstep.files import write_file
-from lockstep.json_text import parse_json
+from lockstep.json_text import parse_json, read_small
 from lockstep.placement.device.chips import Chip, Link, names_of_chips
 
 FORMAT: Final = 1
@@ -90,7 +90,7 @@ def save_calibration(path: str | os.PathLike[str], **content: Any) -> None:
 def _read(path: str) -> dict[str, Any]:
     """The content of a calibration file, checked."""
     try:
-        text = Path(path).read_bytes()
+        text = read_small(path)
     except OSError as error:
         raise ConfigError(
             f"the calibration {path} cannot be read: {error}. Give a file that every host has, or none to use the "

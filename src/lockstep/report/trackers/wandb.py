@@ -3,14 +3,16 @@
 import dataclasses
 import json
 import os
+import sys
+import unittest.mock
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from lockstep.errors import ConfigError
 from lockstep.files import write_file
-from lockstep.json_text import refused, typed
-from lockstep.printable import get_logger
+from lockstep.json_text import read_small, refused, typed
+from lockstep.printable import get_logger, public_arguments
 from lockstep.report.rows import TableRow, metric_names
 from lockstep.report.trackers.base import Tracker, TrackerConfig, plain
 
@@ -215,7 +217,9 @@ class WandbTrackerConfig(TrackerConfig):
             # The terminal belongs to the samples table: no chat, no capture of stdout. Settings are made for each call,
             # because wandb.init writes the id of its run into them.
             settings = wandb.Settings(console="off", silent=True)
-            return wandb.init(mode=mode, settings=settings, **arguments | more)
+            # W&B keeps the command line in a file of the run.
+            with unittest.mock.patch.object(sys, "argv", [*sys.argv[:1], *public_arguments(sys.argv[1:])]):
+                return wandb.init(mode=mode, settings=settings, **arguments | more)
 
         file = Path(run_dir) / WANDB_RUN
         try:
@@ -258,7 +262,7 @@ class WandbTrackerConfig(TrackerConfig):
         if self._mode != "online" or not file.exists():
             return {}
         with refused(str(file), "Remove it: W&B gets a run of its own."):
-            found = typed(dict[str, str], json.loads(file.read_bytes()))
+            found = typed(dict[str, str], json.loads(read_small(file)))
             for name in ("project", "entity"):
                 if getattr(self, name) not in (None, found[name]):
                     return {}

@@ -9,7 +9,7 @@ from typing import Any
 from lockstep.config_fields import FilePath, check_fields
 from lockstep.errors import ConfigError, check_at_least
 from lockstep.files import write_file
-from lockstep.json_text import parse_json
+from lockstep.json_text import parse_json, read_small
 from lockstep.printable import without_credentials
 
 RESUMABLE = "resumable.json"
@@ -117,7 +117,7 @@ def resumable_base(run_dir: Path) -> str | None:
     if not file.is_file():
         return None
     fix = "Give the directory of the checkpoints itself, or choose another trainer.run_id."
-    base_path = parse_json(file.read_bytes(), str(file), dict, fix).get("base_path")
+    base_path = parse_json(read_small(file), str(file), dict, fix).get("base_path")
     if not isinstance(base_path, str) or not base_path or "\0" in base_path or ".." in base_path.split("/"):
         raise ConfigError(f"{file} has base_path {base_path!r}, which is no directory of checkpoints. {fix}")
     return base_path

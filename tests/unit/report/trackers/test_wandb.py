@@ -271,6 +271,25 @@ def test_a_later_start_goes_on_in_the_same_wandb_run(server, tmp_path):
     assert server.calls == [(None,), (None, *same, "me"), ("online", *same)]
 
 
+def test_the_command_line_that_wandb_keeps_has_no_secrets(monkeypatch, tmp_path):
+    import wandb
+
+    seen = []
+    monkeypatch.setattr(wandb, "init", lambda **given: seen.append(given["settings"]._args) or FakeRun())
+    words = [
+        "prog",
+        "--judge.api_key",
+        "hunter2",
+        "--judge.url=https://user:pw@host/a?sig=s3cr3t",
+        "--tokenizer",
+        "a/b",
+    ]
+    monkeypatch.setattr("sys.argv", words)
+    build_tracker(WandbTrackerConfig(mode="offline"), tmp_path, "name")
+    assert seen == [["--judge.api_key", "…", "--judge.url=https://host/a?…", "--tokenizer", "a/b"]]
+    assert words == sys.argv
+
+
 def test_a_file_that_somebody_handed_over_does_not_decide_where_rows_go(server, tmp_path, caplog):
     text = json.dumps({"id": "theirs", "project": "bait", "entity": "thief"})
     (tmp_path / WANDB_RUN).write_text(text)
