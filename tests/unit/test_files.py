@@ -107,7 +107,7 @@ def is_writing(call: ast.Call) -> bool:
     if call.args and isinstance(call.args[0], ast.Call) and ast.unparse(call.args[0].func) == "private":
         return False
     if name == "os.open":
-        return ast.unparse(call.args[1]) != "os.O_RDONLY"
+        return not set(ast.unparse(call.args[1]).split(" | ")) <= {"os.O_RDONLY", "os.O_NONBLOCK", "os.O_CLOEXEC"}
     rest = [*call.args[0 if isinstance(call.func, ast.Attribute) else 1 :], *(each.value for each in call.keywords)]
     texts = {each.value for word in rest for each in ast.walk(word) if isinstance(each, ast.Constant)}
     modes = {text for text in texts if isinstance(text, str) and re.fullmatch("[rwaxbt+|gz:]{1,4}", text)}
