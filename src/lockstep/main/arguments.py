@@ -12,17 +12,16 @@ import textwrap
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Final
+from typing import Any
 
 import draccus
-import yaml
 from draccus.choice_types import CHOICE_TYPE_KEY, ChoiceType
 from draccus.parsers import decoding
-from draccus.parsers.yaml_loader import SafeLoaderWithInclusion
 from draccus.utils import DecodingError, ParsingError
 
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.json_text import refused
+from lockstep.main.yaml_values import WrittenFloat, WrittenInteger, load_yaml, read_yaml, yaml_reason
 from lockstep.plugins import modules_beside
 from lockstep.printable import SECRET_OPTION
 
@@ -73,9 +72,6 @@ def default_value(field: dataclasses.Field[Any]) -> Any:
 
 
 CONFIG_PATH = "config_path"
-MAX_BYTES: Final = 512 << 10
-"""Bytes of a file at most: PyYAML reads 0.2 MB/s, and its faster parser dies of deep nesting."""
-MAX_VALUES: Final = 100_000  # values of a file at most, with those of aliases in each place
 
 
 def parse_arguments[Config](cls: type[Config], arguments: Sequence[str]) -> Config:
@@ -119,7 +115,7 @@ def read_values(arguments: Sequence[str]) -> dict[str, Any]:
     path = overrides.pop(CONFIG_PATH, None)
     values: dict[str, Any] = {}
     if path is not None:
-        values, text = _read_yaml(str(path))
+        values, text = read_yaml(str(path))
         folder = os.path.dirname(os.path.abspath(path))
         # Last: a file of the user's takes no name from a package that is imported later.
         if folder not in sys.path and modules_beside(path, " ".join((text, *arguments))):
@@ -180,7 +176,7 @@ def checked_values(kind: Any, value: Any, path: tuple[str, ...], where: str) -> 
         if isinstance(value, bool):
             raise ConfigError(f"{where}: {name!r} is {value} to YAML; it must be a text. Put it in quotes.")
         return getattr(value, "source", value)
-    if isinstance(value, _Integer | _Float):
+    if isinstance(value, WrittenInteger | WrittenFloat):
         return int(value) if isinstance(value, int) else float(value)
     return value
 
@@ -216,59 +212,6 @@ def _kinds(kind: Any) -> list[Any]:
     if typing.get_origin(kind) in (typing.Union, types.UnionType):
         return [each for option in typing.get_args(kind) for each in _kinds(option)]
     return [kind]
-
-
-class _Integer(int):
-    """A whole number that is not written as Python does: ``007``, ``12:30``."""
-
-    source: str
-
-
-class _Float(float):
-    """The same of other numbers: ``1.50``."""
-
-    source: str
-
-
-class _Loader(SafeLoaderWithInclusion):
-    """Safe YAML with each key of a mapping once, and numbers that know how they are written."""
-
-    def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
-        node = super().compose_mapping_node(anchor)
-        seen: set[str] = set()
-        for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode) and key.value != "<<":
-                if key.value in seen:
-                    raise yaml.MarkedYAMLError(problem=f"the key {key.value!r} is twice", problem_mark=key.start_mark)
-                seen.add(key.value)
-        return typing.cast(yaml.MappingNode, node)
-
-    def flatten_mapping(self, node: yaml.MappingNode) -> None:
-        """Take in what ``<<`` names: merges of merges can be more than any memory has."""
-        for key, value in node.value:
-            if key.tag == "tag:yaml.org,2002:merge":
-                count = 0
-                for part in value.value if isinstance(value, yaml.SequenceNode) else [value]:
-                    if isinstance(part, yaml.MappingNode):
-                        self.flatten_mapping(part)
-                        count += len(part.value)
-                    if count > MAX_VALUES:
-                        problem = f"more than {MAX_VALUES:,} values are merged here"
-                        raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
-        super().flatten_mapping(node)  # type: ignore[no-untyped-call]  # PyYAML's
-
-    def construct_number(self, node: yaml.ScalarNode) -> int | float:
-        integer = node.tag.endswith(":int")
-        value = self.construct_yaml_int(node) if integer else self.construct_yaml_float(node)
-        if str(value) == node.value:
-            return typing.cast(int | float, value)
-        number: _Integer | _Float = _Integer(value) if integer else _Float(value)
-        number.source = node.value
-        return number
-
-
-_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_number)
-_Loader.add_constructor("tag:yaml.org,2002:float", _Loader.construct_number)
 
 
 def ordered_fields(cls: type[Any]) -> list[dataclasses.Field[Any]]:
@@ -318,49 +261,12 @@ def pairs(arguments: Sequence[str]) -> Iterator[tuple[str, Any]]:
                 raise ConfigError(f"argument --{key} has no value. Write --{key} VALUE (true or false for a switch).")
             text = rest.pop(0)
         try:
-            yield key, text if key == CONFIG_PATH or not text else yaml.load(text, _Loader)
+            yield key, text if key == CONFIG_PATH or not text else load_yaml(text)
         except Exception as error:  # the YAML parser has its own errors
             shown = "a value" if SECRET_OPTION.search(key) else f"the value {text!r}"
             raise ConfigError(
-                f"argument --{key} has {shown}, which is not YAML: {_without_snippet(error)}. Quote it."
+                f"argument --{key} has {shown}, which is not YAML: {yaml_reason(error)}. Quote it."
             ) from None
-
-
-def _read_yaml(path: str) -> tuple[dict[str, Any], str]:
-    """Values and text of a file."""
-    try:
-        with open(path, "rb") as file:
-            text = file.read(MAX_BYTES + 1).decode()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--{CONFIG_PATH} {path} cannot be read: {error}. Check the path.") from error
-    if len(text) > MAX_BYTES:
-        raise ConfigError(f"{path} has more than {MAX_BYTES:,} bytes. Put prompts into a file of their own.")
-    try:
-        values = yaml.load(text, _Loader) if text else text
-    except Exception as error:  # the YAML parser has its own errors
-        raise ConfigError(f"{path} is not YAML: {_without_snippet(error)}. Correct it there.") from None
-    if not isinstance(values, dict):
-        raise ConfigError(f"{path} holds {type(values).__name__}, not a mapping. Write 'key: value' lines.")
-    if _is_longer(values, MAX_VALUES):
-        raise ConfigError(f"{path} has more than {MAX_VALUES:,} values, those of aliases (*) counted. Write fewer.")
-    return values, text
-
-
-def _without_snippet(error: Exception) -> str:
-    """An error of the YAML parser without the line that it shows, which may have a password."""
-    mark = error.problem_mark if isinstance(error, yaml.MarkedYAMLError) else None
-    if not isinstance(error, yaml.MarkedYAMLError) or mark is None:
-        return type(error).__name__ if isinstance(error, yaml.YAMLError) else str(error)
-    return f"{error.problem}, line {mark.line + 1}, column {mark.column + 1}"
-
-
-def _is_longer(values: Any, limit: int) -> bool:
-    """Whether there are more values than a limit: aliases of aliases can be more than any memory has, or endless."""
-    left, count = [values], 0
-    while left and count <= limit:
-        each, count = left.pop(), count + 1
-        left += each.values() if isinstance(each, dict) else each if isinstance(each, list | set | tuple) else ()
-    return count > limit
 
 
 def _set(values: dict[str, Any], key: str, value: Any) -> None:

@@ -1,0 +1,31 @@
+"""What is refused of a file of YAML; most of it is tested by way of arguments."""
+
+import traceback
+
+import pytest
+
+from lockstep.errors import ConfigError
+from lockstep.main.arguments import parse_arguments
+from lockstep.training import TrainLmConfig
+
+
+@pytest.mark.parametrize("text", ["judge:\n  api_key: 'hunter2\n  model: x\n", "a: [hunter2\n", "password: %hunter2\n"])
+def test_an_error_of_the_parser_shows_no_line_of_the_file(tmp_path, text):
+    """A configuration may have a password."""
+    (tmp_path / "run.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=r"run\.yaml is not YAML: .*, line \d+, column \d+\. Correct") as caught:
+        parse_arguments(TrainLmConfig, ["--config_path", str(tmp_path / "run.yaml")])
+    assert "hunter2" not in "".join(traceback.format_exception(caught.value))
+    with pytest.raises(ConfigError, match=r"--judge.api_key has a value, which is not YAML: ") as caught:
+        parse_arguments(TrainLmConfig, ["--judge.api_key", "[hunter2"])
+    assert "hunter2" not in str(caught.value)
+
+
+def test_merges_of_merges_are_refused_before_they_fill_the_memory(tmp_path):
+    lines = [
+        "a0: &a0 {k: 1}",
+        *(f"a{n}: &a{n} {{<<: [*a{n - 1}, *a{n - 1}, *a{n - 1}, *a{n - 1}]}}" for n in range(1, 30)),
+    ]
+    (tmp_path / "run.yaml").write_text("\n".join(lines))
+    with pytest.raises(ConfigError, match="more than 100,000 values are merged here, line"):
+        parse_arguments(TrainLmConfig, ["--config_path", str(tmp_path / "run.yaml")])
