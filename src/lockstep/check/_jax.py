@@ -48,7 +48,8 @@ def check_version() -> None:
     missing = [f"{owner.__name__}.{name}" for owner, names in NEEDED for name in names if not hasattr(owner, name)]
     if missing:
         raise ConfigError(
-            f"lockstep check does not know jax {jax.__version__}, which has no {', '.join(missing)}. Use jax 0.11."
+            f"lockstep check does not know jax {jax.__version__}, which has no {', '.join(missing)}. Use jax 0.11 "
+            "or 0.12."
         )
 
 
