@@ -9,7 +9,7 @@ root=$(cd "$(dirname "$0")/.." && pwd)
 places=(space temporary settings proxy git no_git loader locale ports user)
 [ $# -eq 0 ] || places=("$@")
 work=$(mktemp -d)
-trap 'rm -rf "$work"; jobs -p | xargs -r kill' EXIT
+trap 'rm -rf "$work"' EXIT
 
 at_space() { folder="$work/a folder of mine/lockstep"; }
 with_temporary() {
@@ -70,6 +70,7 @@ at_user() { # another one, without rights, whose files are for nobody else, and 
 
 try() { # in a shell of its own
   local folder=$work/lockstep start=() name names
+  trap 'jobs -p | xargs -r kill' EXIT
   IFS=+ read -ra names <<<"$1"
   git clone -q "$root" "$work/clone" || return
   for name in "${names[@]}"; do ! declare -F "at_$name" >/dev/null || "at_$name"; done
