@@ -198,6 +198,9 @@ def _report(config: EvalConfig, results: TaskResults) -> None:
         )
 
 
+LARGE = 1e6  # from here on a score is shown with four digits and a power of ten
+
+
 def score_table(results: TaskResults) -> Table:
     """The scores of tasks for a terminal."""
     table = Table(title="eval", title_justify="left", title_style="bold")
@@ -208,7 +211,8 @@ def score_table(results: TaskResults) -> Table:
             metric, slash, filter_name = name.partition("/")
             if not metric.endswith("_stderr"):
                 error = scores.get(f"{metric}_stderr{slash}{filter_name}")
-                table.add_row(task, name, f"{value:.4f}", "" if error is None else f"{error:.4f}")
+                shown = f"{value:.4f}" if abs(value) < LARGE else f"{value:.4g}"
+                table.add_row(task, name, shown, "" if error is None else f"{error:.4f}")
     return table
 
 
