@@ -31,6 +31,11 @@ class HfCheckpoint:
         """The tokenizer beside it."""
         return self.path
 
+    @property
+    def described_at(self) -> str:
+        """The place of the files that say where an answer ends."""
+        return self.path
+
     def fingerprint(self) -> str:
         """Return a digest that differs between checkpoints, see `fingerprint`."""
         return fingerprint(self.path)

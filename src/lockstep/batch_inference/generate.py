@@ -19,7 +19,7 @@ from lockstep.engine.schedule import Scheduler
 from lockstep.hosts import Hosts, Watchdog, digest, environment, leader_only
 from lockstep.printable import get_logger
 from lockstep.report import Metric, SampleRow, load_metrics, measure
-from lockstep.text import StopFinder, cut_at_stop, decode, token_count
+from lockstep.text import StopFinder, cut_at_stop, decode, prompt_end, token_count
 from lockstep.types import Completion, Request
 
 if TYPE_CHECKING:
@@ -219,10 +219,20 @@ class Generator:
         """Rows of a batch by prompt and generation, so that a file reads in order as far as it can."""
         rows, prompts = [], []
         for completion in sorted(completions, key=lambda each: (each.prompt_id, each.generation_id)):
-            prompts.append(self._store[completion.prompt_id].prompt)
-            text = cut_at_stop(decode(self._tokenizer, completion.tokens), self._config.stop)
-            keep = self._config.keep_tokens
-            rows.append(SampleRow.from_completion(completion, prompts[-1], text, keep_tokens=keep, round=round_))
+            asked = self._store[completion.prompt_id]
+            prompts.append(asked.prompt)
+            text = cut_at_stop(decode(self._tokenizer, completion.tokens, asked.tokens), self._config.stop)
+            end = prompt_end(self._tokenizer, asked.tokens)
+            rows.append(
+                SampleRow.from_completion(
+                    completion,
+                    asked.prompt,
+                    text,
+                    keep_tokens=self._config.keep_tokens,
+                    prompt_end=end,
+                    round=round_,
+                )
+            )
         measured, failures = measure(self._metrics, rows, prompts, guard=leader_only)
         for failure in failures:
             log.error("round %d: %s; sampling goes on", round_, failure)

@@ -131,7 +131,9 @@ class _Run:
 
         def fetch() -> bytes:
             check_trackers(config.trainer.tracker)  # before anything is read
-            return fetch_tokenizer(config.tokenizer or resolve_checkpoint(config).tokenizer, config.trust_remote_code)
+            checkpoint = resolve_checkpoint(config)
+            name = config.tokenizer or checkpoint.tokenizer
+            return fetch_tokenizer(name, config.trust_remote_code, checkpoint.described_at)
 
         fetched = hosts.broadcast_from_leader("tokenizer", fetch, HUB_WAIT_S)
         with hosts.run_on_all("reading tokenizer and checkpoint"):
@@ -139,7 +141,10 @@ class _Run:
                 check_pyarrow()
             self.checkpoint = resolve_checkpoint(config)
             self.tokenizer: PreTrainedTokenizerBase = load_tokenizer(
-                config.tokenizer or self.checkpoint.tokenizer, config.trust_remote_code, fetched
+                config.tokenizer or self.checkpoint.tokenizer,
+                config.trust_remote_code,
+                fetched,
+                self.checkpoint.described_at,
             )
             self.stop_ids = stop_ids(self.tokenizer)
             StopFinder(self.tokenizer).check(config.stop)

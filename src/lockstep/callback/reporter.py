@@ -1,7 +1,7 @@
 """The leader's report of a round, behind a queue that training never waits for."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,8 +24,8 @@ from lockstep.report import (
     pass_rates,
     print_table,
 )
-from lockstep.text import Prompt, cut_at_stop, decode, token_texts
-from lockstep.types import Completion, FinishReason
+from lockstep.text import Prompt, cut_at_stop, decode, prompt_end, token_texts
+from lockstep.types import Completion, FinishReason, Request
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -61,11 +61,22 @@ class Reporter:
         self._judge = None if config.judge is None else Judge(config.judge)
         self._queue = BackgroundQueue("lockstep-report", size=MAX_WAITING)
 
-    def report(self, step: int, prompts: list[Prompt], result: Generation, counts: Mapping[str, float]) -> None:
-        """Queue the report of a round; returns at once."""
+    def report(
+        self,
+        step: int,
+        prompts: list[Prompt],
+        result: Generation,
+        counts: Mapping[str, float],
+        requests: Sequence[Request] = (),
+    ) -> None:
+        """Queue the report of a round; returns at once.
+
+        Args:
+            requests: The prompts as the engine had them; the text of an answer goes on from them.
+        """
         size = len(result.completions)
         what = f"step {step} ({size} row{'s' * (size != 1)})"
-        self._put(what, lambda: self._report(step, prompts, result, counts))
+        self._put(what, lambda: self._report(step, prompts, result, counts, requests))
 
     def log(self, step: int, counts: Mapping[str, float]) -> None:
         """Queue numbers for the tracker; returns at once."""
@@ -124,15 +135,26 @@ class Reporter:
                 MAX_WAITING,
             )
 
-    def _report(self, step: int, prompts: list[Prompt], result: Generation, counts: Mapping[str, float]) -> None:
+    def _report(
+        self,
+        step: int,
+        prompts: list[Prompt],
+        result: Generation,
+        counts: Mapping[str, float],
+        requests: Sequence[Request],
+    ) -> None:
         start = time.perf_counter()
         rows: list[Row] = []
         shown = not self._config.skip_samples_table
 
         def make_rows() -> None:
             by_id = {prompt.id: prompt for prompt in prompts}
+            tokens = {request.prompt_id: request.prompt_tokens for request in requests}
             row_prompts = [by_id[completion.prompt_id] for completion in result.completions]
-            made = [self._row(step, *each) for each in zip(row_prompts, result.completions, strict=True)]
+            made = [
+                self._row(step, prompt, completion, tokens.get(prompt.id, ()))
+                for prompt, completion in zip(row_prompts, result.completions, strict=True)
+            ]
             measured, failures = measure(self._metrics, made, row_prompts, guard=leader_only)
             if self._judge is not None:
                 measured, unjudged = self._judge.judge(measured, row_prompts)
@@ -173,14 +195,14 @@ class Reporter:
         own = {"step": step, "report_errors": self.errors, "dropped_reports": self.dropped}
         self._tracker.log({f"{self._name}/{key}": value for key, value in {**own, **values}.items()}, step=step)
 
-    def _row(self, step: int, prompt: Prompt, completion: Completion) -> Row:
-        text = cut_at_stop(decode(self._tokenizer, completion.tokens), self._config.stop)
+    def _row(self, step: int, prompt: Prompt, completion: Completion, prompt_tokens: Sequence[int]) -> Row:
+        text = cut_at_stop(decode(self._tokenizer, completion.tokens, prompt_tokens), self._config.stop)
         tokens: tuple[tuple[str, float], ...] = ()
         if self._config.token_logprobs:
-            texts = token_texts(self._tokenizer, completion.tokens)
+            texts = token_texts(self._tokenizer, completion.tokens, prompt_tokens)
             tokens = tuple(zip(texts, map(float, completion.logprobs), strict=True))
-        keep = self._config.keep_tokens
-        return Row.from_completion(completion, prompt, text, keep_tokens=keep, step=step, tokens=tokens)
+        end, keep = prompt_end(self._tokenizer, prompt_tokens), self._config.keep_tokens
+        return Row.from_completion(completion, prompt, text, keep_tokens=keep, prompt_end=end, step=step, tokens=tokens)
 
 
 def scalars(rows: list[Row], result: Generation) -> dict[str, float]:

@@ -302,7 +302,8 @@ class SampleCallback:
             keep_answers(self._earlier, result.requests, result.generation.completions)
             assert result.prompts is not None
             self._model_engine.log_sizing(self.name)
-            self._reporter.report(step, result.prompts, result.generation, {"skipped_rounds": self.skipped_rounds})
+            counts = {"skipped_rounds": self.skipped_rounds}
+            self._reporter.report(step, result.prompts, result.generation, counts, result.requests)
 
     def _run_tasks(self, tasks: TaskRounds, step: int, model: Any) -> None:
         """A round of tasks; where it fails, all hosts go on with training, or raise, as after a round of samples."""

@@ -112,13 +112,15 @@ def evaluate(config: EvalConfig, hosts: Hosts) -> int:
     hosts.agree("config", {"configuration": config_digest(config)})
 
     def fetch() -> bytes:
-        name = config.tokenizer or checkpoint_at(config.checkpoint, "checkpoint", config.base_model).tokenizer
-        return fetch_tokenizer(name, config.trust_remote_code)
+        checkpoint = checkpoint_at(config.checkpoint, "checkpoint", config.base_model)
+        name = config.tokenizer or checkpoint.tokenizer
+        return fetch_tokenizer(name, config.trust_remote_code, checkpoint.described_at)
 
     fetched = hosts.broadcast_from_leader("tokenizer", fetch, HUB_WAIT_S)
     with hosts.run_on_all("reading tokenizer and checkpoint") as phase:
         checkpoint = checkpoint_at(config.checkpoint, "checkpoint", config.base_model)
-        tokenizer = load_tokenizer(config.tokenizer or checkpoint.tokenizer, config.trust_remote_code, fetched)
+        name = config.tokenizer or checkpoint.tokenizer
+        tokenizer = load_tokenizer(name, config.trust_remote_code, fetched, checkpoint.described_at)
         phase.agree({"checkpoint": checkpoint.fingerprint(), "tokenizer": tokenizer_digest(tokenizer)})
         mesh = make_mesh(config.trainer.mesh_shape)
     found: list[TaskResults | Exception] = []
@@ -264,13 +266,15 @@ def export(config: ExportConfig, hosts: Hosts) -> int:
     start_s = time.monotonic()
 
     def fetch() -> bytes:
-        name = config.tokenizer or saved_model(config.checkpoint, config.step, config.base_model).tokenizer
-        return fetch_tokenizer(name, config.trust_remote_code)
+        model = saved_model(config.checkpoint, config.step, config.base_model)
+        name = config.tokenizer or model.tokenizer
+        return fetch_tokenizer(name, config.trust_remote_code, model.described_at)
 
     fetched = hosts.broadcast_from_leader("tokenizer", fetch, HUB_WAIT_S)
     with hosts.run_on_all("reading the checkpoint's metadata") as phase:
         model = saved_model(config.checkpoint, config.step, config.base_model)
-        tokenizer = load_tokenizer(config.tokenizer or model.tokenizer, config.trust_remote_code, fetched)
+        name = config.tokenizer or model.tokenizer
+        tokenizer = load_tokenizer(name, config.trust_remote_code, fetched, model.described_at)
         phase.agree({"checkpoint": model.fingerprint()})
         if config.adapters and model.adapters is None:
             raise ConfigError(

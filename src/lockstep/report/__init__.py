@@ -16,6 +16,7 @@ from lockstep.report.judge import JudgeConfig as JudgeConfig
 from lockstep.report.metrics import EvaluationFields as EvaluationFields
 from lockstep.report.metrics import Metric as Metric
 from lockstep.report.metrics import check_metrics as check_metrics
+from lockstep.report.metrics import content as content
 from lockstep.report.metrics import load_metric as load_metric
 from lockstep.report.metrics import load_metrics as load_metrics
 from lockstep.report.metrics import math_expressions as math_expressions

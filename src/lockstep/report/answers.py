@@ -11,6 +11,7 @@ from typing import Final
 import regex
 
 from lockstep.errors import ConfigError
+from lockstep.text import split_answer
 
 _MARK = re.compile(r"#{4,}")
 _BRACE = re.compile(r"(?P<box>\\(?:boxed|fbox)\s*)?\{|\}")
@@ -65,14 +66,12 @@ def last_number(text: str) -> Fraction | None:
     r"""The number that a solution ends in.
 
     That is the number after the last ``####`` that one follows, else the one in the last ``\boxed{}``, else the last
-    number of the text. After ``####`` the first number of the line counts, or after ``=`` the last; it may have a label
-    (``#### Answer: 72``), but the number of a heading is none (``#### Step 2``, ``#### 1. Count``). What follows
-    ``</think>`` is read first. Units, currencies, thousands separators, LaTeX spaces, fractions, mixed numbers and
-    powers of ten are understood; multiples of π and roots are no numbers.
+    number of the text, without the reasoning before a final answer (`lockstep.text.split_answer`). After ``####`` the
+    first number of the line counts, or after ``=`` the last; it may have a label (``#### Answer: 72``), but the number
+    of a heading is none (``#### Step 2``, ``#### 1. Count``). Units, currencies, thousands separators, LaTeX spaces,
+    fractions, mixed numbers and powers of ten are understood; multiples of π and roots are no numbers.
     """
-    _, thought, answer = text.rpartition("</think>")
-    if thought and (found := last_number(answer)) is not None:
-        return found
+    text = split_answer(text).content
     for part in reversed(_MARK.split(text)[1:]):
         if (found := _stated(_line(part), marked=True)) is not None:
             return found

@@ -190,7 +190,7 @@ class Judge:
         config = self._config
         limits = {"min": f"{config.min:g}", "max": f"{config.max:g}"}
         text = config.template.format(
-            prompt=row.prompt, generated_text=row.generated_text, answer=prompt.answer or "", **limits
+            prompt=row.prompt, generated_text=row.content, answer=prompt.answer or "", **limits
         ) + (JSON_FORM if config.json else LINE_FORM).format(**limits)
         reply = self._ask(text, deadline)
         verdict = verdict_of(reply)

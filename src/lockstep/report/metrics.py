@@ -14,7 +14,7 @@ from lockstep.plugins import load_object
 from lockstep.printable import get_logger
 from lockstep.report.answers import Pattern, last_number, same_number
 from lockstep.report.rows import COLUMNS, FILE_COLUMNS, SAMPLE_COLUMNS, Row, SampleRow, TableRow, metric_names
-from lockstep.text import MAX_LINE_BYTES, Prompt, PromptFields, PromptFormat, iter_prompts
+from lockstep.text import MAX_LINE_BYTES, Prompt, PromptFields, PromptFormat, iter_prompts, split_answer
 
 log = get_logger(__name__)
 
@@ -28,16 +28,23 @@ _DIGITS = 4
 """The number of significant digits of the perplexity; further ones depend on how the model is split over devices."""
 
 
+def content(row: AnyRow) -> str:
+    """The final answer of a row, without the reasoning before it; of an object that has its text alone, by the markers
+    in that.
+    """
+    return row.content if hasattr(row, "content") else split_answer(row.generated_text).content
+
+
 def exact_match(row: AnyRow, prompt: Prompt) -> float | None:
-    """1 where the first line of the completion is the prompt's answer, but for space around it; else 0."""
+    """1 where the first line of the final answer (`content`) is that of the prompt, but for space around it; else 0."""
     if prompt.answer is None:
         return None
-    first_line = row.generated_text.strip().split("\n")[0].strip()
+    first_line = content(row).strip().split("\n")[0].strip()
     return float(first_line == prompt.answer.strip())
 
 
 def gsm8k(row: AnyRow, prompt: Prompt) -> float | None:
-    r"""1 where the completion ends in the number of the prompt's answer, as in GSM8K; else 0.
+    r"""1 where the final answer (`content`) ends in the number of the prompt's answer, as in GSM8K; else 0.
 
     The number of either text is the one after the last ``####`` that one follows, else in the last ``\boxed{}``, else
     the last number in it (Cobbe et al. 2021, https://arxiv.org/abs/2110.14168). Numbers are compared by value, without
@@ -51,7 +58,7 @@ def gsm8k(row: AnyRow, prompt: Prompt) -> float | None:
     expected = last_number(prompt.answer)
     if expected is None:
         raise LockstepError(f"the answer of prompt {prompt.id}, {prompt.answer!r}, has no number. Correct the answer.")
-    return float(same_number(last_number(row.generated_text), expected))
+    return float(same_number(last_number(content(row)), expected))
 
 
 def math_verify(row: AnyRow, prompt: Prompt) -> float | None:
@@ -73,9 +80,7 @@ def math_verify(row: AnyRow, prompt: Prompt) -> float | None:
             f"the answer of prompt {prompt.id}, {prompt.answer!r}, has no mathematical expression. Correct the answer."
         )
     # Its own limits are alarm signals, which only the main thread of a process can have.
-    return float(
-        library.verify(expected, library.parse(row.generated_text, parsing_timeout=None), timeout_seconds=None)
-    )
+    return float(library.verify(expected, library.parse(content(row), parsing_timeout=None), timeout_seconds=None))
 
 
 def math_expressions(answer: str) -> list[Any]:
@@ -136,7 +141,7 @@ def load_metric(name: str) -> Metric:
 
     Args:
         name: ``exact_match``, ``gsm8k``, ``math_verify``, ``length``, ``repetition``, ``perplexity``,
-            ``regex=PATTERN`` (1 where the pattern is found in the completion), or ``module:function`` of an importable
+            ``regex=PATTERN`` (1 where the pattern is in the final answer), or ``module:function`` of an importable
             module.
 
     Raises:
@@ -254,7 +259,7 @@ def _regex(name: str) -> Metric:
         pattern = Pattern(name.removeprefix(_REGEX), multiline=True)
     except ConfigError as error:
         raise ConfigError(f"metric {name!r}: {error}") from None
-    return lambda row, prompt: float(pattern.is_in(row.generated_text))
+    return lambda row, prompt: float(pattern.is_in(content(row)))
 
 
 def metric_means(rows: Iterable[TableRow]) -> dict[str, float]:

@@ -16,10 +16,10 @@ from lockstep.errors import ConfigError, LockstepError
 from lockstep.files import new_file, write_file
 from lockstep.json_text import refused
 from lockstep.report.jsonl import parse_record, whole_lines
-from lockstep.report.rows import COLUMNS, FIELDS, FILE_COLUMNS, SAMPLE_COLUMNS
+from lockstep.report.rows import COLUMNS, FIELDS, FILE_COLUMNS, PART_COLUMNS, SAMPLE_COLUMNS
 
 _ROWS = 4096  # rows that are in memory at a time
-_TEXTS = ("prompt", "generated_text", "answer")
+_TEXTS = ("prompt", "generated_text", *PART_COLUMNS, "answer")
 """Columns that are texts, also where every text of a model's happens to be NaN."""
 _NOT_FINITE = ("NaN", "Infinity", "-Infinity")  # the floats that JSON cannot express, by their names in our JSON lines
 _FIELD = f"{FIELDS}."  # the beginning of the names of columns of further fields

@@ -1,12 +1,13 @@
 """The rows of the samples tables: one completion each."""
 
 import dataclasses
+import functools
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, Protocol, Self
 
 import numpy as np
 
-from lockstep.text import Prompt
+from lockstep.text import THINKING, Answer, Prompt, split_answer
 from lockstep.types import Completion
 
 COLUMNS = (
@@ -27,10 +28,14 @@ TOKEN_COLUMNS = ("tokens", "token_logprobs")
 KEPT_COLUMNS = ("token_ids", "logprobs")
 """The columns of a file with each token's id and its natural-log probability: two lists of the same length."""
 
+REASONING, CONTENT = "reasoning", "content"
+PART_COLUMNS = (REASONING, CONTENT)
+"""The columns of a file with the parts of an answer, two texts, where it has more than one (`lockstep.text.Answer`)."""
+
 FIELDS = "fields"  # the column of a file with the further fields of a prompt's line, an object
 
-FILE_COLUMNS = (*TOKEN_COLUMNS, *KEPT_COLUMNS, FIELDS)
-"""The columns that only a file has; their values are lists, those of `FIELDS` objects."""
+FILE_COLUMNS = (*PART_COLUMNS, *TOKEN_COLUMNS, *KEPT_COLUMNS, FIELDS)
+"""The columns that only a file has; their values are texts, lists, those of `FIELDS` objects."""
 
 SAMPLE_COLUMNS = ("round", "prompt_id", "generation_id", "prompt", "generated_text", "num_tokens")
 """The columns of a row of ``lockstep sample``, in the order of its table; metrics follow."""
@@ -57,6 +62,7 @@ class CompletionRow:
 
     Args:
         metrics: The value of each metric, by the metric's name; None where it has no value for this row.
+        prompt_end: The end of the prompt's text, which may open the model's reasoning (`lockstep.text.split_answer`).
         fields: The further fields of the prompt's line, for the file alone.
         kept: The token ids and their natural-log probabilities, for the file alone; None for none.
     """
@@ -71,8 +77,30 @@ class CompletionRow:
     finish_reason: str  # why the completion ended: `stop`, `length`, `budget` or `cancelled`
     mean_logprob: float  # the mean natural-log probability of the sampled tokens; 0 where none was sampled
     metrics: Mapping[str, float | None] = dataclasses.field(default_factory=dict)
+    prompt_end: str = ""
     fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     kept: tuple[tuple[int, ...], tuple[float, ...]] | None = None
+
+    @property
+    def reasoning(self) -> str | None:
+        """The part before the final answer, such as between ``<think>`` and ``</think>``; None where there is none."""
+        return self._answer.reasoning
+
+    @property
+    def content(self) -> str:
+        """The final answer, which metrics and rewards read: ``generated_text`` where the model did not reason before;
+        empty where it did not get to it.
+        """
+        return self._answer.content
+
+    @functools.cached_property
+    def _answer(self) -> Answer:
+        return split_answer(self.generated_text, self.prompt_end)
+
+    @property
+    def _parts(self) -> dict[str, str]:
+        """The columns of a file with the parts of the answer, where it has more than one."""
+        return {} if self.reasoning is None else {REASONING: self.reasoning, CONTENT: self.content}
 
     @classmethod
     def from_completion(
@@ -81,8 +109,9 @@ class CompletionRow:
         """The row of a completion, without metrics.
 
         Args:
+            text: The text of the answer, up to a stop string.
             keep_tokens: Whether it keeps the ids and log-probabilities of its tokens.
-            **when: The fields of the row that say when it was sampled: ``step`` or ``round``.
+            **when: Further fields of the row, of which ``step`` or ``round`` says when it was sampled.
         """
         return cls(
             prompt_id=completion.prompt_id,
@@ -135,7 +164,7 @@ class Row(CompletionRow):
         columns = zip(TOKEN_COLUMNS, zip(*self.tokens, strict=True), strict=False)
         kept = zip(KEPT_COLUMNS, self.kept or (), strict=False)
         further = {FIELDS: dict(self.fields)} if self.fields else {}
-        return self.to_dict() | further | {name: list(values) for name, values in (*columns, *kept)}
+        return self.to_dict() | self._parts | further | {name: list(values) for name, values in (*columns, *kept)}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Row":
@@ -147,6 +176,7 @@ class Row(CompletionRow):
         metrics = {name: _number(value) for name, value in values.items() if name not in COLUMNS + FILE_COLUMNS}
         columns = {column: values[column] for column in COLUMNS}
         columns |= {"mean_logprob": float(columns["mean_logprob"]), FIELDS: values.get(FIELDS, {})}
+        columns |= {"prompt_end": _prompt_end(values)}
         return cls(**columns, metrics=metrics)
 
 
@@ -168,19 +198,20 @@ class SampleRow(CompletionRow):
         columns = {column: getattr(self, column) for column in SAMPLE_COLUMNS}
         further = {FIELDS: dict(self.fields)} if self.fields else {}
         kept = {name: list(values) for name, values in zip(KEPT_COLUMNS, self.kept or (), strict=False)}
-        return {**columns, "finish_reason": self.finish_reason, **further, **self.metrics, **kept}
+        return {**columns, "finish_reason": self.finish_reason, **self._parts, **further, **self.metrics, **kept}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "SampleRow":
         """The row that ``to_dict`` was called on."""
         own = (*SAMPLE_COLUMNS, "finish_reason")
-        others = (*own, FIELDS, *KEPT_COLUMNS)
+        others = (*own, *PART_COLUMNS, FIELDS, *KEPT_COLUMNS)
         metrics = {name: _number(value) for name, value in values.items() if name not in others}
         tokens, logprobs = (tuple(values.get(name, ())) for name in KEPT_COLUMNS)
         return cls(
             **{name: values[name] for name in own},
             fields=values.get(FIELDS, {}),
             metrics=metrics,
+            prompt_end=_prompt_end(values),
             kept=(tokens, logprobs) if KEPT_COLUMNS[0] in values else None,
         )
 
@@ -188,6 +219,12 @@ class SampleRow(CompletionRow):
 def metric_names(rows: Iterable[TableRow]) -> tuple[str, ...]:
     """The names of the metrics that any of some rows has, in order of first appearance."""
     return tuple(dict.fromkeys(name for row in rows for name in row.metrics))
+
+
+def _prompt_end(values: Mapping[str, Any]) -> str:
+    """The end of a prompt that opens the reasoning, where a row of a file has some and its text has no marker of it."""
+    has_parts = values.get(REASONING) is not None and split_answer(values["generated_text"]).reasoning is None
+    return THINKING[0][0] if has_parts else ""
 
 
 def _number(value: float | str | None) -> float | None:

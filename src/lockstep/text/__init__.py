@@ -1,5 +1,12 @@
 """Text in and out: tokenizers and prompts."""
 
+from lockstep.text.answer import THINKING as THINKING
+from lockstep.text.answer import Answer as Answer
+from lockstep.text.answer import cut_at_stop as cut_at_stop
+from lockstep.text.answer import split_answer as split_answer
+from lockstep.text.endings import stop_ids as stop_ids
+from lockstep.text.loading import fetch_tokenizer as fetch_tokenizer
+from lockstep.text.loading import load_tokenizer as load_tokenizer
 from lockstep.text.prompts import MAX_LINE_BYTES as MAX_LINE_BYTES
 from lockstep.text.prompts import Prompt as Prompt
 from lockstep.text.prompts import PromptFields as PromptFields
@@ -10,15 +17,12 @@ from lockstep.text.prompts import read_prompts as read_prompts
 from lockstep.text.prompts import text_message as text_message
 from lockstep.text.prompts import warn_of_texts as warn_of_texts
 from lockstep.text.stop import StopFinder as StopFinder
-from lockstep.text.stop import cut_at_stop as cut_at_stop
 from lockstep.text.stop import warn_of_no_end as warn_of_no_end
 from lockstep.text.tokenize import count_appended as count_appended
 from lockstep.text.tokenizer import check_vocab as check_vocab
 from lockstep.text.tokenizer import decode as decode
-from lockstep.text.tokenizer import fetch_tokenizer as fetch_tokenizer
-from lockstep.text.tokenizer import load_tokenizer as load_tokenizer
+from lockstep.text.tokenizer import prompt_end as prompt_end
 from lockstep.text.tokenizer import special_tokens as special_tokens
-from lockstep.text.tokenizer import stop_ids as stop_ids
 from lockstep.text.tokenizer import token_count as token_count
 from lockstep.text.tokenizer import token_texts as token_texts
 from lockstep.text.tokenizer import tokenizer_digest as tokenizer_digest

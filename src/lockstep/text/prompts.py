@@ -45,6 +45,7 @@ class Prompt:
             text.
         answer: The reference answer, which metrics compare with; None where there is none.
         fields: The further fields of its line, such as an id of the user's.
+        place: The file and line that it is from, for messages; empty where that is not known.
 
     Raises:
         PromptError: Neither or both of text and messages are given, one of them is empty, or a message is without role
@@ -60,6 +61,7 @@ class Prompt:
     messages: tuple[Mapping[str, Any], ...] | None = None
     answer: str | None = None
     fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    place: str = dataclasses.field(default="", compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if (self.text is None) == (self.messages is None):
@@ -167,7 +169,7 @@ def iter_prompts(
             prompt = _parse(index, item, fields, strict=strict)
         except PromptError as error:
             raise PromptError(f"{place}: {error}") from None
-        yield prompt
+        yield prompt if strict else dataclasses.replace(prompt, place=place)
     if index < 0:
         raise PromptError(f"{name} holds no prompts; at least 1 is needed. Add one, or disable the evaluation.")
 
@@ -195,7 +197,7 @@ def encode(
         length = sum(len(str(part)) for part in (prompt.text or "", *(prompt.messages or ())))
         if max_seq_len is not None and length > max_seq_len * TOKEN_CHARACTERS:
             raise PromptError(
-                f"prompt {prompt.id} has {length} characters, far beyond what max_seq_len {max_seq_len} can hold. "
+                f"{_named(prompt)} has {length} characters, far beyond what max_seq_len {max_seq_len} can hold. "
                 "Shorten it."
             )
         try:
@@ -203,17 +205,22 @@ def encode(
         except PromptError as error:
             raise PromptError(f"prompt {prompt.id}: {str(error).removeprefix(f'prompt {prompt.id}: ')}") from error
         if not tokens:
-            raise PromptError(f"prompt {prompt.id} ({prompt.shown!r}) has 0 tokens; at least 1 is needed. Change it.")
+            raise PromptError(f"{_named(prompt)} ({prompt.shown!r}) has 0 tokens; at least 1 is needed. Change it.")
         if max_seq_len is not None and len(tokens) + max_new_tokens > max_seq_len:
             room = max_seq_len - max_new_tokens
             raise PromptError(
-                f"prompt {prompt.id} has {len(tokens)} tokens and max_new_tokens is {max_new_tokens}: together "
+                f"{_named(prompt)} has {len(tokens)} tokens and max_new_tokens is {max_new_tokens}: together "
                 f"{len(tokens) + max_new_tokens}, but max_seq_len is {max_seq_len}. Shorten the prompt to "
                 f"{max(room, 0)} tokens, or lower max_new_tokens, or raise max_seq_len to at least "
                 f"{len(tokens) + max_new_tokens}."
             )
         encoded.append(tokens)
     return encoded
+
+
+def _named(prompt: Prompt) -> str:
+    """A prompt's number, and its place where that is known."""
+    return f"prompt {prompt.id} ({prompt.place})" if prompt.place else f"prompt {prompt.id}"
 
 
 def warn_of_texts(tokenizer: "PreTrainedTokenizerBase", prompts: Iterable[Prompt], fields: PromptFields) -> None:

@@ -5,8 +5,9 @@ from typing import TYPE_CHECKING
 
 from lockstep.errors import ConfigError
 from lockstep.printable import get_logger
+from lockstep.text.endings import stop_ids
 from lockstep.text.tokenize import chat_text, encode_text
-from lockstep.text.tokenizer import decode, special_tokens, stop_ids
+from lockstep.text.tokenizer import context_of, decode, special_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -55,30 +56,37 @@ class StopFinder:
                         f"text. Put its id, {token}, in stop_token_ids."
                     )
 
-    def __call__(self, tokens: Sequence[int], start: int, stops: Sequence[str]) -> int | None:
+    def __call__(
+        self, tokens: Sequence[int], start: int, stops: Sequence[str], after: Sequence[int] = ()
+    ) -> int | None:
         """The smallest number of leading tokens whose text contains a stop string.
 
         Args:
             tokens: The token ids of a completion so far.
             start: The number of leading tokens whose text is known to contain none.
             stops: The stop strings, none of them empty.
+            after: The token ids of the prompt. No stop string begins in it; what it ends with decides whether the
+                completion's text begins with a space (`decode`).
 
         Returns:
             A number greater than ``start``; None where no stop string is found.
         """
         if start == len(tokens):
             return None
-        first = self._window(tokens, start, max(map(len, stops)))
-        known = len(self._text(tokens[first:start]))
+        context = context_of(self._tokenizer, tokens, after)
+        begin, every = len(context), [*context, *tokens]
+        start += begin
+        first = self._window(every, start, max(map(len, stops)))
+        known, before = (len(self._text(every[first:end])) for end in (start, max(first, begin)))
 
         def contains_stop(end: int) -> bool:
-            text = self._text(tokens[first:end])
-            return any(text.find(stop, max(0, known - len(stop) + 1)) >= 0 for stop in stops)
+            text = self._text(every[first:end])
+            return any(text.find(stop, max(before, known - len(stop) + 1)) >= 0 for stop in stops)
 
         # Text only ever grows, so that all of it can be searched at once; not so with byte fallback, see __init__.
-        if self._bytes.isdisjoint(tokens[first:]) and not contains_stop(len(tokens)):
+        if self._bytes.isdisjoint(every[first:]) and not contains_stop(len(every)):
             return None
-        return next((end for end in range(start + 1, len(tokens) + 1) if contains_stop(end)), None)
+        return next((end - begin for end in range(start + 1, len(every) + 1) if contains_stop(end)), None)
 
     def _window(self, tokens: Sequence[int], start: int, longest: int) -> int:
         """The first token of a tail whose text up to ``start`` is longer than ``longest``, wherever decoding begins."""
@@ -95,12 +103,6 @@ class StopFinder:
 
     def _text(self, tokens: Sequence[int]) -> str:
         return decode(self._tokenizer, tokens).rstrip(_REPLACEMENT)
-
-
-def cut_at_stop(text: str, stops: Sequence[str]) -> str:
-    """A text up to the first stop string in it."""
-    found = [at for stop in stops if (at := text.find(stop)) >= 0]
-    return text[: min(found)] if found else text
 
 
 def warn_of_no_end(tokenizer: "PreTrainedTokenizerBase", *, chats: bool) -> None:

@@ -248,7 +248,7 @@ REFUSED: list[tuple[dict[str, Any], list[Request], type[Exception], str]] = [
         {},
         [request(3, 60, 8)],
         CapacityError,
-        r"prompt 3 has 60 tokens and max_new_tokens is 8, 68 together; max_seq_len is 64 \(the model allows 64\)\. "
+        r"prompt 3 has 60 tokens and max_new_tokens is 8, 68 together; the model allows 64\. "
         r"Shorten the prompt to at most 56 tokens, or lower max_new_tokens to at most 4\.",
     ),
     ({"max_seq_len": 16}, [request(3, 12, 8)], CapacityError, r"is 16 \(the .* 64\)\..* or raise max_seq_len to at le"),

@@ -94,7 +94,9 @@ SOLUTIONS: dict[str, tuple[tuple[str, int | str | None], ...]] = {
     "reasoning": (
         ("<think>\n#### 3?\n</think>\nThe answer is **72**.", 72),
         ("<think>\\boxed{5}, no.</think>\n\n**Final Answer**\n\\boxed{72}", 72),
-        ("<think>It is \\boxed{72}.</think>\n", 72),
+        ("<think>It is \\boxed{72}.</think>\n", None),
+        ("<think>It is \\boxed{72}", None),
+        ("<think>72</think>Seventy-two.", None),
         ("</think><answer>72</answer>", 72),
     ),
     "text": (

@@ -47,6 +47,25 @@ def test_exact_match_compares_the_first_line(text, value):
     assert exact_match(row(text), PROMPT) == value
 
 
+HARMONY = "<|channel|>analysis<|message|>{}<|end|><|start|>assistant<|channel|>final<|message|>{}"
+
+
+@pytest.mark.parametrize("form", ["<think>{}</think>{}", HARMONY])
+def test_metrics_read_the_final_answer_not_the_reasoning_before_it(form):
+    prompt = Prompt(id=7, text="What is 12 plus 7?", answer="19")
+
+    def values(reasoning, content):
+        text = form.format(reasoning, content)
+        # A row, and what others make that has its text alone.
+        both = [load_metric(name)(row(text), prompt) for name in ("exact_match", "gsm8k", "regex=^19$")]
+        assert both[0] == load_metric("exact_match")(types.SimpleNamespace(generated_text=text), prompt)
+        return both
+
+    assert values("12 + 7 = 19; 20 is wrong.", "19") == [1, 1, 1]
+    assert values("It is\n19", "Nineteen.") == [0, 0, 0]
+    assert values("It is\n19", "20") == [0, 0, 0]
+
+
 def test_metrics_are_found_by_name(own):
     assert load_metric("exact_match") is exact_match
     metrics = load_metrics(["exact_match", "own_metrics:length"])

@@ -77,3 +77,25 @@ def test_further_fields_of_a_prompt_go_through_to_the_file_and_every_reader_of_i
     pq = pytest.importorskip("pyarrow.parquet")
     (table_row,) = pq.read_table(write_parquet(lines)).to_pylist()
     assert {name: table_row[f"fields.{name}"] for name in prompt.fields} == prompt.fields
+
+
+@pytest.mark.parametrize(("cls", "when"), [(Row, {"step": 7}), (SampleRow, {"round": 2})])
+@pytest.mark.parametrize(
+    ("text", "end", "reasoning", "content"),
+    [
+        ("<think>1 + 1</think>2", "", "1 + 1", "2"),
+        ("1 + 1</think>2", "<think>\n", "1 + 1", "2"),
+        ("1 + 1", "<think>\n", "1 + 1", ""),
+        ("<|channel|>analysis<|message|>1 + 1<|end|><|start|>assistant<|channel|>final<|message|>2", "", "1 + 1", "2"),
+        ("2", "", None, "2"),
+    ],
+)
+def test_the_parts_of_an_answer_are_read_where_it_has_several(cls, when, text, end, reasoning, content, tmp_path):
+    before = cls.from_completion(completion(-1.0), PROMPT, text, prompt_end=end, **when)
+    assert (before.reasoning, before.content, before.generated_text) == (reasoning, content, text)
+    record = json.loads(json.dumps(before.to_record() if isinstance(before, Row) else before.to_dict()))
+    assert {"reasoning", "content"} & set(record) == ({"reasoning", "content"} if reasoning else set())
+    again = cls.from_dict(record)
+    assert (again.reasoning, again.content, dict(again.metrics)) == (reasoning, content, {})
+    saved = parse_row(record, "samples.jsonl:1")
+    assert not {"reasoning", "content"} & {*saved.texts, *saved.numbers}

@@ -1,5 +1,6 @@
 import contextlib
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -257,3 +258,15 @@ def test_no_shipped_configuration_is_warned_of(path):
     if isinstance(source, list) and all(isinstance(prompt, str) or "messages" not in prompt for prompt in source):
         assert block.get("prompt_format") is not None
     assert isinstance(source, list) or "gs://" in source or source == "$prompts"
+
+
+def test_a_prompt_that_is_too_long_is_named_with_its_length_and_its_line(tokenizer, tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('\n{"prompt": "short"}\n\n{"prompt": "' + "a" * 400 + '"}\n')
+    prompts = read_prompts(str(file))
+    tokens = len(encode(tokenizer, prompts[1:])[0])
+    with pytest.raises(
+        PromptError, match=rf"prompt 1 \({re.escape(str(file))}:4\) has {tokens} tokens and max_new_tokens is 8: .* 64"
+    ):
+        encode(tokenizer, prompts, max_seq_len=64, max_new_tokens=8)
+    assert prompts[0] == Prompt(id=0, text="short"), "the place is for messages alone"

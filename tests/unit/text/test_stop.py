@@ -48,18 +48,20 @@ def kind(name: str) -> tuple[Any, StopFinder]:
     return tokenizer, StopFinder(tokenizer)
 
 
-def brute_force(tokenizer: Any, tokens: Sequence[int], stops: Sequence[str]) -> int | None:
+def brute_force(tokenizer: Any, tokens: Sequence[int], stops: Sequence[str], after: Sequence[int] = ()) -> int | None:
     for end in range(1, len(tokens) + 1):
-        text = decode(tokenizer, tokens[:end]).rstrip("\ufffd")
+        text = decode(tokenizer, tokens[:end], after).rstrip("\ufffd")
         if any(stop in text for stop in stops):
             return end
     return None
 
 
-def in_launches(finder: StopFinder, tokens: Sequence[int], stops: Sequence[str], length: int) -> int | None:
+def in_launches(
+    finder: StopFinder, tokens: Sequence[int], stops: Sequence[str], length: int, after: Sequence[int] = ()
+) -> int | None:
     """As the scheduler asks: after every launch of so many tokens."""
     for start in range(0, len(tokens), length):
-        end = finder(tokens[: start + length], start, stops)
+        end = finder(tokens[: start + length], start, stops, after)
         if end is not None:
             assert start < end <= start + length
             return end
@@ -86,13 +88,16 @@ def test_as_brute_force_finds_them(name: str, seed: int, few: bool, lengths: tup
         at = rng.randrange(max(1, len(text)))
         piece = text[at : at + rng.randint(1, 6)].replace("\ufffd", "")
         stops.append(piece or "ab")
-    expected = brute_force(tokenizer, tokens, stops)
+    # What stands before is a prompt: whole characters.
+    letters = [token for token in choice if token < size and decode(tokenizer, [token]).strip("\ufffd ")]
+    prompt = [rng.choice(letters) for _ in range(rng.randint(0, 30))] if letters else []
+    expected = brute_force(tokenizer, tokens, stops, prompt)
     for length in (*lengths, len(tokens)):
-        assert in_launches(finder, tokens, stops, length) == expected, (tokens, stops, length)
+        assert in_launches(finder, tokens, stops, length, prompt) == expected, (tokens, stops, length, prompt)
     if expected is not None:
-        shown = cut_at_stop(decode(tokenizer, tokens[:expected]), stops)
+        shown = cut_at_stop(decode(tokenizer, tokens[:expected], prompt), stops)
         assert not any(stop in shown for stop in stops)
-        assert decode(tokenizer, tokens[:expected]).startswith(shown)
+        assert decode(tokenizer, tokens[:expected], prompt).startswith(shown)
 
 
 @pytest.mark.parametrize("name", ["byte fallback", "byte level"])
@@ -113,6 +118,14 @@ def test_a_space_that_decoding_leaves_out_at_the_beginning_counts_in_the_middle(
     assert decode(tokenizer, tokens).startswith("stopa a")
     assert in_launches(finder, tokens, [" stop"], 1) == len(tokens)
     assert in_launches(finder, tokens, [" stop"], len(tokens)) == len(tokens)
+
+
+def test_a_stop_that_begins_with_a_space_ends_an_answer_at_its_first_token_and_none_begins_in_the_prompt() -> None:
+    tokenizer, finder = kind("byte fallback")
+    vocab = tokenizer.get_vocab()
+    prompt, tokens = [vocab["▁a"]] * 3, [vocab["▁stop"], vocab["a"]]
+    assert finder(tokens, 0, [" stop"], prompt) == 1 and finder(tokens, 0, [" stop"]) is None
+    assert finder(tokens, 0, ["a stop"], prompt) is None
 
 
 def test_only_the_tail_is_decoded() -> None:

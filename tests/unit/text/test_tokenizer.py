@@ -1,6 +1,7 @@
 import ast
 import dataclasses
 import io
+import itertools
 import json
 import os
 import re
@@ -22,17 +23,21 @@ from lockstep.batch_inference.config import SampleConfig
 from lockstep.errors import ConfigError
 from lockstep.main.runs import EvalConfig, ExportConfig
 from lockstep.text import (
+    StopFinder,
     check_vocab,
     decode,
     fetch_tokenizer,
     load_tokenizer,
+    loading,
+    prompt_end,
+    special_tokens,
     stop_ids,
     token_texts,
     tokenizer_digest,
     write_tokenizer,
 )
-from lockstep.text import tokenizer as tokenizer_module
 from lockstep.training import TrainLmConfig
+from tests import made_tokenizers
 
 DEMO_TOKENIZER = Path(__file__).parents[3] / "data" / "demo" / "tokenizer"
 
@@ -187,8 +192,9 @@ def test_the_commit_reaches_transformers(monkeypatch):
         @staticmethod
         def from_pretrained(place, **options):
             asked.update(options, place=place)
+            return SimpleNamespace()
 
-    monkeypatch.setattr("lockstep.text.tokenizer._auto_tokenizer", lambda: Auto)
+    monkeypatch.setattr("lockstep.text.loading._transformers", lambda: SimpleNamespace(AutoTokenizer=Auto))
     load_tokenizer("org/model", f"org/model@{'a' * 40}", fetched=b"forged")
     pinned = {"revision": "a" * 40, "code_revision": "a" * 40, "trust_remote_code": True, "place": "org/model"}
     assert asked == pinned
@@ -234,7 +240,7 @@ def test_every_argument_of_transformers_that_names_a_file_is_known():
         for found in re.findall(r"VOCAB_FILES_NAMES = (\{[^}]*\})", path.read_text(encoding="utf-8")):
             names |= set(re.findall(r'"(\w+)":', found))
     assert {"vocab_file", "tokenizer_file", "merges_file"} <= names
-    assert not [name for name in names if not tokenizer_module._NAMES_FILES.search(name)]
+    assert not [name for name in names if not loading._NAMES_FILES.search(name)]
 
 
 @pytest.mark.slow
@@ -422,3 +428,37 @@ def test_the_hub_is_asked_by_one_host_and_waited_for(tokenizer, tmp_path, monkey
     ):
         fetch_tokenizer("org/name")
     assert len(asked) == 3, "twice 251 s were waited"
+
+
+@pytest.mark.parametrize("kind", ["byte level", "sentencepiece"])
+def test_an_answers_text_goes_on_from_its_prompts(kind, tmp_path):
+    made = made_tokenizers.sentencepiece() if kind == "sentencepiece" else made_tokenizers.byte_level(begin="<s>")
+    loaded = load_tokenizer(made_tokenizers.write(tmp_path / "made", made, {"bos_token": "<s>"}))
+    texts = ["def add(a, b):\n", "    return a + b", " and", "and", "\n\n", "😀", " é", "In 2023", "", " "]
+    for prompt, answer in itertools.product(texts, texts):
+        before = made.encode(prompt).ids
+        tokens = made.encode(answer, add_special_tokens=False).ids
+        expected = made.decode([*before, *tokens])[len(made.decode(before)) :]
+        assert decode(loaded, tokens, before) == expected, (prompt, answer)
+        assert "".join(token_texts(loaded, tokens, before)) == expected
+    assert decode(loaded, made.encode(" and", add_special_tokens=False).ids[-1:], made.encode("a").ids) == " and"
+
+
+def test_the_markers_of_gpt_oss_are_part_of_an_answer_and_others_ends_are_not(tmp_path):
+    names = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>")
+    made = made_tokenizers.byte_level(*names)
+    loaded = load_tokenizer(made_tokenizers.write(tmp_path / "oss", made, {"eos_token": "<|return|>"}))
+    text = "<|channel|>analysis<|message|>add a<|end|><|start|>assistant<|channel|>final<|message|>b"
+    tokens = loaded.encode(text + "<|return|>")
+    assert decode(loaded, tokens) == text and "".join(token_texts(loaded, tokens)) == text
+    assert special_tokens(loaded).keys() == {"<|return|>"}
+    assert StopFinder(loaded)(tokens, 0, ["<|end|>"]) == tokens.index(made.token_to_id("<|end|>")) + 1
+    assert prompt_end(loaded, loaded.encode("a<|start|>assistant")).endswith("<|start|>assistant")
+
+    phi = load_tokenizer(
+        made_tokenizers.write(tmp_path / "phi", made_tokenizers.byte_level("<|end|>", "<|start|>"), {})
+    )
+    assert decode(phi, phi.encode("add<|end|>")) == "add" and "<|end|>" in special_tokens(phi)
+    thinking = made_tokenizers.byte_level("[THINK]", "[/THINK]", "</s>")
+    magistral = load_tokenizer(made_tokenizers.write(tmp_path / "magistral", thinking, {"eos_token": "</s>"}))
+    assert decode(magistral, magistral.encode("[THINK]a[/THINK]b</s>")) == "[THINK]a[/THINK]b"

@@ -14,7 +14,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from lockstep.callback.evaluation.config import TasksConfig
 from lockstep.errors import ConfigError
 from lockstep.printable import get_logger
-from lockstep.text import cut_at_stop, decode, special_tokens, stop_ids
+from lockstep.text import cut_at_stop, decode, prompt_end, special_tokens, split_answer, stop_ids
 from lockstep.text.tokenize import chat_text, encode_text
 from lockstep.types import Completion, Request, SamplingParams
 
@@ -144,7 +144,7 @@ class EngineLM(TemplateLM):
         Raises:
             ConfigError: A task has a generation argument that is not known here.
         """
-        engine_requests, stops = [], []
+        engine_requests = []
         for number, instance in enumerate(requests):
             context, arguments = instance.args
             tokens = self.tok_encode(context) or [self.prefix_token_id]
@@ -153,12 +153,16 @@ class EngineLM(TemplateLM):
             params = self._params(arguments, instance.task_name, room)
             tokens = self._fitting(tokens, self.max_length - params.max_new_tokens)
             engine_requests.append(Request(prompt_id=number, prompt_tokens=tuple(tokens), params=params))
-            stops.append(params.stop)
         completions = self._answers(engine_requests, "generate_until")
         return [
-            cut_at_stop(decode(self.tokenizer, each.tokens), stop)
-            for each, stop in zip(completions, stops, strict=True)
+            self._content(completion.tokens, request)
+            for completion, request in zip(completions, engine_requests, strict=True)
         ]
+
+    def _content(self, tokens: Sequence[int], request: Request) -> str:
+        """The final answer, without the reasoning before it."""
+        text = cut_at_stop(decode(self.tokenizer, tokens, request.prompt_tokens), request.params.stop)
+        return split_answer(text, prompt_end(self.tokenizer, request.prompt_tokens)).content
 
     def _params(self, arguments: Mapping[str, Any], task: str | None, room: int) -> SamplingParams:
         """A task's generation arguments as ours; what has no effect here is refused."""

@@ -179,11 +179,13 @@ def check_length(request: Request, limit: int, largest: int | None = None) -> No
         ways.append(f"raise max_seq_len to at least {prompt + new}")
     if not ways:
         ways.append("shorten the prompt and lower max_new_tokens")
-    bound = "" if largest is None else f" (the model allows {largest})"
+    bound = f"max_seq_len is {limit}" + ("" if largest is None else f" (the model allows {largest})")
+    if limit == largest:  # which may be nothing that a user has set
+        bound = f"the model allows {largest}"
     fix = ", or ".join(ways)
     raise CapacityError(
         f"prompt {request.prompt_id} has {prompt} tokens and max_new_tokens is {new}, {prompt + new} together; "
-        f"max_seq_len is {limit}{bound}. {fix[0].upper()}{fix[1:]}."
+        f"{bound}. {fix[0].upper()}{fix[1:]}."
     )
 
 

@@ -32,9 +32,10 @@ from lockstep.engine.schedule.sequence import Counts, DecodeResults, PromptLogpr
 from lockstep.errors import ConfigError
 from lockstep.types import Completion, FinishReason, Request
 
-type FindStop = Callable[[Seq[int], int, Seq[str]], int | None]
-"""Takes the tokens of an answer, how many of them are known to have no stop string, and the stop strings. Returns the
-least number of tokens whose text has one, or None. It must be a pure function, the same on every host."""
+type FindStop = Callable[[Seq[int], int, Seq[str], Seq[int]], int | None]
+"""Takes the tokens of an answer, how many of them are known to have no stop string, the stop strings, and the tokens of
+the prompt. Returns the least number of tokens whose text has one, or None. It must be a pure function, the same on
+every host."""
 
 
 class Scheduler:
@@ -256,7 +257,8 @@ class Scheduler:
     def _cut_at_stop(self, sequence: Sequence, new: int) -> int | None:
         """End a sequence whose last ``new`` tokens complete a stop string; return how many came after it, if any."""
         assert self._find_stop is not None
-        end = self._find_stop(sequence.tokens, sequence.num_tokens - new, sequence.request.params.stop)
+        request = sequence.request
+        end = self._find_stop(sequence.tokens, sequence.num_tokens - new, request.params.stop, request.prompt_tokens)
         if end is None:
             return None
         cut = sequence.num_tokens - end

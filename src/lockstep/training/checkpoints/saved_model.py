@@ -146,6 +146,11 @@ class SavedModel:
             )
         return os.fspath(beside)
 
+    @property
+    def described_at(self) -> str:
+        """The directory or URL of the files that say where an answer ends; it may not exist."""
+        return os.fspath(self.directory.path / TOKENIZER)
+
     def fingerprint(self) -> str:
         """Return a digest that differs between checkpoints: each save has a name of its own in its metadata."""
         return hashlib.sha256(self.metadata.to_json().encode()).hexdigest()

@@ -14,7 +14,7 @@ from lockstep.hosts import digest
 from lockstep.plugins import load_object
 from lockstep.printable import get_logger
 from lockstep.report import Row
-from lockstep.text import Prompt, cut_at_stop, decode, encode
+from lockstep.text import Prompt, cut_at_stop, decode, encode, prompt_end
 from lockstep.training.data import GrpoDataConfig
 from lockstep.training.data.examples import make_prompt
 from lockstep.training.data.records import BadRow, Record, list_files, read_piece
@@ -205,7 +205,7 @@ class AnswerRows:
 
     def row(self, step: int, question: int, completion: Completion) -> tuple[Row, Prompt]:
         """Return an answer as a row, and its question."""
-        prompt = self.questions.prompts[question]
-        text = cut_at_stop(decode(self.tokenizer, completion.tokens), self.stop)
-        row = Row.from_completion(completion, prompt, text, step=step)
+        prompt, tokens = self.questions.prompts[question], self.questions.tokens[question]
+        text = cut_at_stop(decode(self.tokenizer, completion.tokens, tokens), self.stop)
+        row = Row.from_completion(completion, prompt, text, prompt_end=prompt_end(self.tokenizer, tokens), step=step)
         return dataclasses.replace(row, prompt_id=prompt.id), prompt

@@ -10,7 +10,7 @@ import draccus
 from lockstep.config_fields import check_fields
 from lockstep.errors import ConfigError
 from lockstep.plugins import OpenRegistry, load_object
-from lockstep.report import NO_SCORES, Pattern, Row, last_number, load_metric, math_expressions
+from lockstep.report import NO_SCORES, Pattern, Row, content, last_number, load_metric, math_expressions
 from lockstep.text import Prompt
 from lockstep.training.data.records import BadRow
 
@@ -109,7 +109,7 @@ MARK: Final = "####"
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExactMatchReward(RewardConfig):
     """1 where the final answer is that of the reference as text, but for space around it; else 0. The final answer is
-    what follows the last ``####``, else the whole text.
+    what follows the last ``####``, else the whole text, without the reasoning before it.
     """
 
     ignore_case: bool = False
@@ -120,7 +120,7 @@ class ExactMatchReward(RewardConfig):
 
         def exact_match(row: Row, prompt: Prompt) -> float:
             assert prompt.answer is not None, "every question has a reference answer"
-            given, expected = final_answer(row.generated_text), final_answer(prompt.answer)
+            given, expected = final_answer(content(row)), final_answer(prompt.answer)
             if self.ignore_case:
                 given, expected = given.casefold(), expected.casefold()
             return float(given == expected)
@@ -269,7 +269,7 @@ class OverlongReward(RewardConfig):
 @RewardConfig.register_subclass("format")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FormatReward(RewardConfig):
-    """1 where the whole answer matches a regular expression of Python; else 0.
+    """1 where the whole answer, reasoning and markers included, matches a regular expression of Python; else 0.
 
     Raises:
         ConfigError: The pattern is not a regular expression.
@@ -297,7 +297,7 @@ class FormatReward(RewardConfig):
 @RewardConfig.register_subclass("regex")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RegexReward(RewardConfig):
-    """1 where a regular expression of Python is found in the answer; else 0.
+    """1 where a regular expression of Python is found in the final answer, without the reasoning before it; else 0.
 
     Raises:
         ConfigError: The pattern is not a regular expression.
@@ -315,7 +315,7 @@ class RegexReward(RewardConfig):
         pattern = compiled(self.label, self.pattern, multiline=True)
 
         def regex(row: Row, prompt: Prompt) -> float:
-            return float(pattern.is_in(row.generated_text))
+            return float(pattern.is_in(content(row)))
 
         return regex
 

@@ -92,14 +92,14 @@ def train(config: TrainConfig, hosts: Hosts) -> int:
 
     def fetch() -> bytes:
         check_trackers(config.trainer.tracker)  # before anything is read
-        return fetch_tokenizer(config.tokenizer, config.trust_remote_code)
+        return fetch_tokenizer(config.tokenizer, config.trust_remote_code, config.initialize_from_hf or "")
 
     fetched = hosts.broadcast_from_leader("tokenizer", fetch, HUB_WAIT_S)
     with hosts.run_on_all("reading tokenizer") as prepared:
         _check_validation(config.trainer, source)
         mesh = make_mesh(config.trainer.mesh_shape)
         config.trainer.microbatches(mesh)
-        tokenizer = load_tokenizer(config.tokenizer, config.trust_remote_code, fetched)
+        tokenizer = load_tokenizer(config.tokenizer, config.trust_remote_code, fetched, config.initialize_from_hf or "")
         model_config, token_ids = model_shape(config, tokenizer)
         check_vocab(tokenizer, token_ids)
         vocab_size = token_ids if config.model is None else padded_vocab_size(token_ids, mesh.shape["tp"])

@@ -282,7 +282,7 @@ def test_stop_strings_and_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     params = SamplingParams(max_new_tokens=NEW, temperature=1.0, stop=("x",), n_generations=2)
     plain = [Request(prompt_id=i, prompt_tokens=(1, 2, i), params=params) for i in range(8)]
 
-    def find_stop(tokens: Sequence[int], clean: int, _: Sequence[str]) -> int | None:
+    def find_stop(tokens: Sequence[int], clean: int, _: Sequence[str], after: Sequence[int]) -> int | None:
         return next((at + 1 for at in range(max(0, clean - 1), len(tokens)) if tokens[at] % 11 == 3), None)
 
     engine.prepare(model, plain)

@@ -24,7 +24,7 @@ from tests.unit.engine.schedule.fake_device import FakeDevice, answer_alone, sco
 from tests.unit.engine.schedule.test_scheduler import capacity_of, cases, pages_of, request
 
 
-def find_stop(tokens: Sequence[int], start: int, stops: Sequence[str]) -> int | None:
+def find_stop(tokens: Sequence[int], start: int, stops: Sequence[str], after: Sequence[int] = ()) -> int | None:
     """Stop strings over an alphabet of one letter per token."""
     text = "".join(chr(ord("a") + token) for token in tokens)
     return next((n for n in range(start + 1, len(text) + 1) if any(stop in text[:n] for stop in stops)), None)

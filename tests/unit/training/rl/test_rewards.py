@@ -77,6 +77,13 @@ def test_exact_match_compares_the_final_answer_as_text(text, expected):
     )
 
 
+def test_rewards_read_the_final_answer_and_format_all_that_was_written():
+    right, wrong = "<think>no 17</think>#### 18", "<think>#### 18</think>eighteen"
+    for config in (Gsm8kReward(), ExactMatchReward(), RegexReward(pattern="18")):
+        assert value(config, right, "#### 18") == 1 and value(config, wrong, "#### 18") == 0
+    assert value(FormatReward(pattern="<think>.*</think>.*"), right) == 1
+
+
 def test_format_is_of_the_whole_answer_and_regex_of_a_part():
     assert value(FormatReward(), "2 and 3 is 5.\n#### 5") == value(FormatReward(), "#### 5") == 1
     assert value(FormatReward(), "2 and 3 is 5") == value(FormatReward(), "#### 5\nor 6") == 0

@@ -1,0 +1,60 @@
+"""The end of an answer: what tokenizer and files say, in transformers' order."""
+
+import json
+import logging
+
+import pytest
+import transformers
+
+from lockstep.errors import ConfigError
+from lockstep.text import load_tokenizer, stop_ids
+from tests import made_tokenizers
+
+
+@pytest.fixture
+def place(tmp_path):
+    return made_tokenizers.write(
+        tmp_path / "made", made_tokenizers.byte_level("<eos>", "<turn>"), {"eos_token": "<eos>"}
+    )
+
+
+CASES = {
+    "configuration": ({"config": {"eos_token_id": 5}}, {0, 5}),
+    "configuration, a list": ({"config": {"eos_token_id": [5, 6]}}, {0, 5, 6}),
+    "configuration of the text part": ({"config": {"text_config": {"eos_token_id": 5}}}, {0, 5}),
+    "generation configuration first": (
+        {"config": {"eos_token_id": 5}, "generation_config": {"eos_token_id": 1}},
+        {0, 1},
+    ),
+    "generation configuration without": ({"config": {"eos_token_id": 5}, "generation_config": {"top_k": 1}}, {0, 5}),
+    "generation configuration null": (
+        {"config": {"eos_token_id": 5}, "generation_config": {"eos_token_id": None}},
+        {0, 5},
+    ),
+    "none": ({"config": {}}, {0}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_files_of_a_checkpoint_say_where_an_answer_ends(name, place):
+    files, expected = CASES[name]
+    for file, values in files.items():
+        (place / f"{file}.json").write_text(json.dumps(values))
+    assert set(stop_ids(load_tokenizer(place))) == expected
+    assert set(stop_ids(transformers.AutoTokenizer.from_pretrained(place))) == expected, "of one that users load"
+
+
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
+def test_an_id_beyond_the_vocabulary_names_its_file_and_is_left_out(file, place, caplog):
+    (place / file).write_text(json.dumps({"eos_token_id": [1, 4000]}))
+    with caplog.at_level(logging.INFO):
+        assert stop_ids(load_tokenizer(place)) == (0, 1)
+    assert f"{place}/{file} has eos_token_id 4000, and the tokenizer has the ids 0 to 317" in caplog.text
+    assert f"an answer ends with 0 '<eos>' (the tokenizer), 1 '<turn>' ({place}/{file})" in caplog.text
+
+
+@pytest.mark.parametrize("wrong", ['"x"', "[1.5]", "{}", "-1", "true"])
+def test_what_is_no_id_is_refused_with_file_and_key(wrong, place):
+    (place / "config.json").write_text(f'{{"eos_token_id": {wrong}}}')
+    with pytest.raises(ConfigError, match=r"config\.json has eos_token_id .*, which is no token id\. Mend it"):
+        load_tokenizer(place)
