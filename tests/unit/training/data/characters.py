@@ -8,13 +8,16 @@ class Tokenizer:
 
     eos_token_id = 2
     chat_template = "characters"
-    name_or_path = "characters"
+    name_or_path = "./characters"  # no name that the hub could know
     init_kwargs = {}
     added_tokens_decoder = {}
     special_tokens_map = {}
 
     def get_vocab(self):
-        return {}
+        return {chr(code): code for code in range(256)}
+
+    def convert_ids_to_tokens(self, token):
+        return chr(token)
 
     def encode(self, text, add_special_tokens=True):
         special = {"<": 1, ">": 2, "|": 3}

@@ -190,7 +190,7 @@ def test_chats_need_a_template(tmp_path):
     class Plain(characters.Tokenizer):
         chat_template = None
 
-    with pytest.raises(ConfigError, match="'characters' has no chat template"):
+    with pytest.raises(ConfigError, match="'./characters' has no chat template"):
         LmDataConfig(train_urls=("x.jsonl",), format="chat").load(Plain(), 16, 0)
     FORMATS["prompt_completion"].check(Plain())
 
