@@ -38,8 +38,8 @@ def config_of(case, index):
 EXPECTED = {
     "empty prompt list": ["0 prompts|no prompts", "at least 1", "Add one"],
     "empty prompt": ["prompts[1]", "empty", "Remove it or give it text"],
-    "too long prompt": ["prompt 0 has", "max_seq_len is 32", "raise max_seq_len"],
-    "longer than the model": ["prompt 0 has", "max_seq_len is 64", "Shorten the prompt"],
+    "too long prompt": ["prompt 0 has", "max_seq_len is 32", "Shorten the prompt to 28"],
+    "longer than the model": ["prompt 0 has", "the model allows 64", "Shorten the prompt"],
     "no new tokens": ["max_new_tokens is 0", "at least 1", "Set max_new_tokens"],
     "no page": ["page_size is 0", "at least 1", "Set a larger number, or null"],
     "no generations": ["n_generations is 0", "at least 1", "Set n_generations"],

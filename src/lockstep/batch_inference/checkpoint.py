@@ -16,7 +16,16 @@ from lockstep.batch_inference.config import SampleConfig
 from lockstep.errors import ConfigError
 from lockstep.hosts import Hosts
 from lockstep.json_text import parse_json, read_small
-from lockstep.models import LlamaLMHeadModel, LoraModel, fingerprint, load_hf, read_hf_config
+from lockstep.models import (
+    LlamaLMHeadModel,
+    LoraModel,
+    config_from_hf,
+    fingerprint,
+    load_hf,
+    read_hf_config,
+    read_vocab_size,
+)
+from lockstep.text import ModelLimits
 from lockstep.training import SavedModel, has_checkpoint, saved_at, saved_model
 
 
@@ -35,6 +44,11 @@ class HfCheckpoint:
     def described_at(self) -> str:
         """The place of the files that say where an answer ends."""
         return self.path
+
+    def limits(self) -> ModelLimits:
+        """Return what its model can take."""
+        config = config_from_hf(read_hf_config(self.path))
+        return ModelLimits(rows=read_vocab_size(self.path), max_seq_len=config.max_seq_len)
 
     def fingerprint(self) -> str:
         """Return a digest that differs between checkpoints, see `fingerprint`."""

@@ -13,7 +13,7 @@ from jaxtyping import Bool, Int
 
 from lockstep.hosts import Hosts
 from lockstep.json_text import from_peer
-from lockstep.text import Prompt, PromptFields, encode, warn_of_texts
+from lockstep.text import ModelLimits, Prompt, PromptFields, encode, warn_of_texts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -176,11 +176,13 @@ def encoded_lines(
     *,
     max_seq_len: int | None,
     max_new_tokens: int,
+    limits: ModelLimits | None = None,
 ) -> Iterator[bytes]:
     """Encode prompts, each as a line of JSON; one that cannot be used raises when it is reached.
 
     Args:
         fields: The format that they were read in; None: the default.
+        limits: Those of the model; None: they are not checked.
 
     Yields:
         A line with the prompt and its tokens.
@@ -188,7 +190,7 @@ def encoded_lines(
     texts: Prompt | None = None
     for prompt in prompts:
         texts = prompt if prompt.messages is None and (prompt.id == 0 or texts) else None
-        (tokens,) = encode(tokenizer, [prompt], max_seq_len=max_seq_len, max_new_tokens=max_new_tokens)
+        (tokens,) = encode(tokenizer, [prompt], max_seq_len=max_seq_len, max_new_tokens=max_new_tokens, limits=limits)
         messages = None if prompt.messages is None else [dict(message) for message in prompt.messages]
         record = {"text": prompt.text, "messages": messages, "answer": prompt.answer, "fields": dict(prompt.fields)}
         yield json.dumps({**record, "tokens": tokens}).encode() + b"\n"

@@ -75,7 +75,7 @@ from lockstep.report import (
     print_table,
     write_parquet,
 )
-from lockstep.text import StopFinder, fetch_tokenizer, load_tokenizer, stop_ids, tokenizer_digest
+from lockstep.text import StopFinder, check_vocab, fetch_tokenizer, load_tokenizer, stop_ids, tokenizer_digest
 from lockstep.urls import HUB_WAIT_S, check_bare_name, check_links
 
 if TYPE_CHECKING:
@@ -146,6 +146,8 @@ class _Run:
                 fetched,
                 self.checkpoint.described_at,
             )
+            self.limits = self.checkpoint.limits()
+            check_vocab(self.tokenizer, self.limits.rows)
             self.stop_ids = stop_ids(self.tokenizer)
             StopFinder(self.tokenizer).check(config.stop)
             self.identity = self.checkpoint.fingerprint()
@@ -176,6 +178,7 @@ class _Run:
                 config.prompt_fields,
                 max_seq_len=config.engine.max_seq_len,
                 max_new_tokens=config.max_new_tokens,
+                limits=self.limits,
             )
         return store_prompts(hosts, lines)
 

@@ -13,7 +13,7 @@ from lockstep.engine.sampling.filters import check_filters_of
 from lockstep.engine.schedule import FindStop
 from lockstep.hosts import Hosts, Watchdog, environment
 from lockstep.json_text import from_peer
-from lockstep.text import Prompt, StopFinder, encode, stop_ids, warn_of_texts
+from lockstep.text import ModelLimits, Prompt, StopFinder, encode, stop_ids, warn_of_texts
 from lockstep.types import Completion, Request
 
 if TYPE_CHECKING:
@@ -41,9 +41,15 @@ class RoundPrompts:
 
 
 def read_round_prompts(
-    config: InferenceEvalConfig, tokenizer: "PreTrainedTokenizerBase", step: int = 0
+    config: InferenceEvalConfig,
+    tokenizer: "PreTrainedTokenizerBase",
+    step: int = 0,
+    limits: ModelLimits | None = None,
 ) -> RoundPrompts:
     """Read and encode the prompts of the round after ``step``; host-only.
+
+    Args:
+        limits: Those of the model; None: they are not checked.
 
     Raises:
         PromptError: A prompt or file cannot be used.
@@ -54,7 +60,9 @@ def read_round_prompts(
     warn_of_texts(tokenizer, prompts, config.prompt_fields)
     config.check_prompts_per_round(len(prompts))
     params = config.sampling_params(stop_ids(tokenizer))
-    encoded = encode(tokenizer, prompts, max_seq_len=config.max_seq_len, max_new_tokens=config.max_new_tokens)
+    encoded = encode(
+        tokenizer, prompts, max_seq_len=config.max_seq_len, max_new_tokens=config.max_new_tokens, limits=limits
+    )
     requests = [
         Request(prompt_id=prompt.id, prompt_tokens=tokens, params=params)
         for prompt, tokens in zip(prompts, encoded, strict=True)

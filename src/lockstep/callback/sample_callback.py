@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.callback.config import InferenceEvalConfig
-from lockstep.callback.evaluation import ModelEngine, TaskRounds
+from lockstep.callback.evaluation import ModelEngine, TaskRounds, limits_of
 from lockstep.callback.loop_calls import by_one_thread, completed_steps, sampled_model
 from lockstep.callback.reporter import Reporter
-from lockstep.callback.round import keep_answers, read_round_prompts, run_round, with_drafts
+from lockstep.callback.round import RoundPrompts, keep_answers, read_round_prompts, run_round, with_drafts
 from lockstep.engine import EarlierAnswers, Engine
 from lockstep.errors import ConfigError, DisagreementError, HostError, PeerError
 from lockstep.hosts import Hosts, JobHosts, Watchdog, digest, environment
@@ -21,7 +21,7 @@ from lockstep.json_text import typed
 from lockstep.placement.device import own_settings
 from lockstep.printable import get_logger
 from lockstep.report import Tracker
-from lockstep.text import StopFinder, tokenizer_digest
+from lockstep.text import ModelLimits, StopFinder, tokenizer_digest
 from lockstep.urls import absolute_path
 
 if TYPE_CHECKING:
@@ -261,8 +261,7 @@ class SampleCallback:
                 checked.agree({**self._facts, **environment()})
                 engine, read = self._model_engine.read(model, hosts)
                 if hosts.is_leader:
-                    round_prompts = with_drafts(read_round_prompts(self.config, self._tokenizer), self._earlier)
-                    engine.check(read, round_prompts.compile_requests)
+                    engine.check(read, self._read_prompts(0, limits_of(read)).compile_requests)
                     if self.tasks is not None:
                         self.tasks.check()
 
@@ -280,7 +279,7 @@ class SampleCallback:
                 result = run_round(
                     hosts,
                     facts={"step": str(step), **self._facts},
-                    read=lambda: with_drafts(read_round_prompts(self.config, self._tokenizer, step), self._earlier),
+                    read=lambda: self._read_prompts(step, self._limits(model, hosts)),
                     ready=lambda: (*self._model_engine.read(model, hosts), self._model_engine.auditor()),
                     filters=self.config.filters,
                     find_stop=self._find_stop,
@@ -304,6 +303,17 @@ class SampleCallback:
             self._model_engine.log_sizing(self.name)
             counts = {"skipped_rounds": self.skipped_rounds}
             self._reporter.report(step, result.prompts, result.generation, counts, result.requests)
+
+    def _limits(self, model: Any, hosts: Hosts) -> ModelLimits | None:
+        """The limits of a model; None where it cannot be read, which every host says when it makes the engine."""
+        try:
+            return limits_of(self._model_engine.read(model, hosts)[1])
+        except Exception:
+            return None
+
+    def _read_prompts(self, step: int, limits: ModelLimits | None) -> RoundPrompts:
+        """The prompts of the round after a step."""
+        return with_drafts(read_round_prompts(self.config, self._tokenizer, step, limits), self._earlier)
 
     def _run_tasks(self, tasks: TaskRounds, step: int, model: Any) -> None:
         """A round of tasks; where it fails, all hosts go on with training, or raise, as after a round of samples."""

@@ -112,8 +112,8 @@ def check_requests(requests: Sequence[Request], rows: int, vocab_size: int | Non
         vocab_size: The number of token ids that may be sampled, from 0; None for all rows.
 
     Raises:
-        ConfigError: A prompt_id is used twice or out of range, a token that the model does not have is asked for, or
-            nothing is left to sample.
+        ConfigError: A prompt_id is used twice or out of range, a token that neither model nor tokenizer has is asked
+            for, or nothing is left to sample.
         PromptError: A prompt has a token that the model does not have.
     """
     for _ in checked(requests, rows, vocab_size):
@@ -150,7 +150,8 @@ def checked(requests: Iterable[Request], rows: int, vocab_size: int | None = Non
                     "the tokenizer that the model was trained with."
                 )
         for token in request.params.stop_token_ids:
-            if not 0 <= token < rows:
+            # A token of the tokenizer that the embedding does not have is never sampled, and ends nothing.
+            if not 0 <= token < max(rows, vocab_size or 0):
                 raise ConfigError(
                     f"stop_token_ids of prompt {number} has {token}; the model's vocabulary has ids 0 to {rows - 1}, "
                     "so that it would never stop. Remove it, or use the tokenizer that the model was trained with."

@@ -5,6 +5,8 @@ from lockstep.text.answer import Answer as Answer
 from lockstep.text.answer import cut_at_stop as cut_at_stop
 from lockstep.text.answer import split_answer as split_answer
 from lockstep.text.endings import stop_ids as stop_ids
+from lockstep.text.limits import ModelLimits as ModelLimits
+from lockstep.text.limits import unknown_token as unknown_token
 from lockstep.text.loading import fetch_tokenizer as fetch_tokenizer
 from lockstep.text.loading import load_tokenizer as load_tokenizer
 from lockstep.text.prompts import MAX_LINE_BYTES as MAX_LINE_BYTES

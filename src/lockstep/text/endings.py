@@ -49,6 +49,14 @@ def stop_ids(tokenizer: "PreTrainedTokenizerBase") -> tuple[int, ...]:
     Raises:
         ConfigError: A file has an ``eos_token_id`` that is no token id.
     """
+    sources = stop_sources(tokenizer)
+    texts = [f"{token} {tokenizer.convert_ids_to_tokens(token)!r} ({source})" for token, source in sources.items()]
+    _log_stops(", ".join(texts))
+    return tuple(sorted(sources))
+
+
+def stop_sources(tokenizer: "PreTrainedTokenizerBase") -> dict[int, str]:
+    """The token ids of `stop_ids`, each with who says so: the tokenizer, or a file."""
     vocab: dict[str, int] = tokenizer.get_vocab()
     sources: dict[int, str] = {}
     if tokenizer.eos_token_id is not None:
@@ -63,9 +71,7 @@ def stop_ids(tokenizer: "PreTrainedTokenizerBase") -> tuple[int, ...]:
     for text in END_OF_TURN_TOKENS:
         if text in vocab and (text != _END or _RETURN not in vocab):
             sources.setdefault(vocab[text], "the tokenizer")
-    texts = [f"{token} {tokenizer.convert_ids_to_tokens(token)!r} ({source})" for token, source in sources.items()]
-    _log_stops(", ".join(texts))
-    return tuple(sorted(sources))
+    return sources
 
 
 def keep_ending(tokenizer: "PreTrainedTokenizerBase", ending: Ending) -> None:

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from lockstep.errors import PromptError
 from lockstep.json_text import lone_surrogate, parse_json, without_nulls
 from lockstep.printable import get_logger
-from lockstep.text.tokenize import TOKEN_CHARACTERS, chat_text, count_appended, encode_text
+from lockstep.text.limits import LengthLimit, ModelLimits, unknown_token
+from lockstep.text.tokenize import chat_text, count_appended, encode_text
 from lockstep.urls import url_to_fs
 
 if TYPE_CHECKING:
@@ -180,6 +181,7 @@ def encode(
     *,
     max_seq_len: int | None = None,
     max_new_tokens: int = 0,
+    limits: ModelLimits | None = None,
 ) -> list[tuple[int, ...]]:
     """Turn prompts into token ids, chats through the tokenizer's chat template.
 
@@ -188,32 +190,27 @@ def encode(
             would be nothing to say; chats get the start of an assistant's turn.
         max_seq_len: The number of tokens of prompt and completion together at most; None: it is not checked.
         max_new_tokens: The number of tokens of ``max_seq_len`` that are left for the completion.
+        limits: Those of the model; None: they are not checked.
 
     Raises:
-        PromptError: A prompt is too long or has no tokens, or it is a chat and the tokenizer has no chat template.
+        PromptError: A prompt is too long, has no tokens or one that the model does not have, or it is a chat and the
+            tokenizer has no chat template.
     """
     encoded = []
+    of_model = None if limits is None else limits.max_seq_len
+    limit = LengthLimit(max_seq_len=max_seq_len, of_model=of_model, max_new_tokens=max_new_tokens)
     for prompt in prompts:
-        length = sum(len(str(part)) for part in (prompt.text or "", *(prompt.messages or ())))
-        if max_seq_len is not None and length > max_seq_len * TOKEN_CHARACTERS:
-            raise PromptError(
-                f"{_named(prompt)} has {length} characters, far beyond what max_seq_len {max_seq_len} can hold. "
-                "Shorten it."
-            )
+        parts = (prompt.text or "", *(prompt.messages or ()))
+        limit.check_characters(_named(prompt), sum(len(str(part)) for part in parts))
         try:
             tokens = _encode_one(tokenizer, prompt)
         except PromptError as error:
             raise PromptError(f"prompt {prompt.id}: {str(error).removeprefix(f'prompt {prompt.id}: ')}") from error
         if not tokens:
             raise PromptError(f"{_named(prompt)} ({prompt.shown!r}) has 0 tokens; at least 1 is needed. Change it.")
-        if max_seq_len is not None and len(tokens) + max_new_tokens > max_seq_len:
-            room = max_seq_len - max_new_tokens
-            raise PromptError(
-                f"{_named(prompt)} has {len(tokens)} tokens and max_new_tokens is {max_new_tokens}: together "
-                f"{len(tokens) + max_new_tokens}, but max_seq_len is {max_seq_len}. Shorten the prompt to "
-                f"{max(room, 0)} tokens, or lower max_new_tokens, or raise max_seq_len to at least "
-                f"{len(tokens) + max_new_tokens}."
-            )
+        limit.check(_named(prompt), len(tokens))
+        if limits is not None and (unknown := unknown_token(tokenizer, tokens, limits.rows)):
+            raise PromptError(f"{_named(prompt)} {unknown}")
         encoded.append(tokens)
     return encoded
 

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 TEMPLATE_S: Final = 10.0  # seconds that a chat template may take
-TOKEN_CHARACTERS: Final = 256  # characters of a token at most, as far as a text that is much too long is concerned
 
 
 class _OverTime(BaseException):

@@ -1,5 +1,6 @@
 """Hugging Face tokenizers: text of tokens, what identifies one, and whether it fits the model."""
 
+import functools
 import hashlib
 import itertools
 import json
@@ -10,18 +11,22 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.errors import ConfigError
 from lockstep.files import write_file
+from lockstep.printable import get_logger
 from lockstep.text.answer import CHANNEL, HARMONY, MARKERS, MESSAGE
-from lockstep.text.endings import ENDING_FILES, stop_ids
+from lockstep.text.endings import ENDING_FILES, stop_ids, stop_sources
 from lockstep.text.tokenize import panics_as_errors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+log = get_logger(__name__)
 
 _BACKEND, _FAST = "TokenizersBackend", "PreTrainedTokenizerFast"  # one class; transformers 4 knows the second name
 _CONTEXT = 8  # tokens before a text that are decoded with it, at least
 _PROMPT_END = 32  # tokens of a prompt in which the markers that open a part of its answer are
 _REPLACEMENT = "\ufffd"  # the character that stands for an incomplete one in decoded text
 _CHARACTER_TOKENS = 4
+_SHOWN = 3  # tokens that a warning names
 _OF_LAST_CALL = ("padding", "truncation")  # parts of a fast tokenizer's backend that every call sets anew
 
 
@@ -52,15 +57,41 @@ def token_count(tokenizer: "PreTrainedTokenizerBase") -> int:
 
 
 def check_vocab(tokenizer: "PreTrainedTokenizerBase", vocab_size: int) -> None:
-    """Check that every token id of the tokenizer has a row in the model's embedding."""
-    vocab: dict[str, int] = tokenizer.get_vocab()
-    token, largest = max(vocab.items(), key=lambda item: item[1])
-    if largest >= vocab_size:
+    """Check that the tokens of a tokenizer have rows in the model's embedding.
+
+    Tokens that were added to the vocabulary, such as Gemma 3's ``<image_soft_token>``, may have none: a warning names
+    them once, and a text is refused where it has one (`unknown_token`).
+
+    Raises:
+        ConfigError: A token of the vocabulary itself has none.
+    """
+    beyond = {token: text for text, token in tokenizer.get_vocab().items() if token >= vocab_size}
+    if not beyond:
+        return
+    if ordinary := beyond.keys() - getattr(tokenizer, "added_tokens_decoder", {}).keys():
+        largest = max(ordinary)
+        token = beyond[largest]
         raise ConfigError(
             f"tokenizer and model vocabulary do not match: the tokenizer's largest token id is {largest} ({token!r}), "
             f"the model's vocabulary has {vocab_size} entries (ids 0 to {vocab_size - 1}). Use the tokenizer the "
             f"model was trained with, or a model with a vocabulary of at least {largest + 1}."
         )
+    sources = stop_sources(tokenizer)
+    ends = [f"{text!r} ends an answer as {sources[token]} says" for token, text in beyond.items() if token in sources]
+    tokens = ", ".join(f"{text!r} ({token})" for token, text in sorted(beyond.items())[:_SHOWN])
+    _warn_of_beyond(len(beyond), vocab_size, tokens + ", …" * (len(beyond) > _SHOWN), "; ".join(ends))
+
+
+@functools.cache
+def _warn_of_beyond(count: int, rows: int, tokens: str, ends: str) -> None:
+    log.warning(
+        "%d added tokens of the tokenizer are beyond the %d rows of the model's embedding: %s. A prompt or an example "
+        "that has one is refused%s.",
+        count,
+        rows,
+        tokens,
+        ends and f"; {ends}, and the model can never write it",
+    )
 
 
 def special_tokens(tokenizer: "PreTrainedTokenizerBase") -> dict[str, int]:

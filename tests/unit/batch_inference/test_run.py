@@ -181,3 +181,22 @@ def test_rows_here_are_of_the_job_behind_the_url_and_go_there(checkpoint, tmp_pa
     sample("here", **values, host_data_parallel_output_dir=f"file://{tmp_path}/new", enable_host_rows_gather=False)
     rows = [each for path in (tmp_path / "new").glob("samples-host-*") for each in read_jsonl(path)]
     assert len(rows) == 2 and rows == read_jsonl(tmp_path / "here" / "samples" / "samples-host-000.jsonl")
+
+
+def test_tokens_beyond_the_embedding_are_refused_only_in_prompts_and_end_nothing(checkpoint, tmp_path, sample, caplog):
+    other = Path(shutil.copytree(checkpoint, tmp_path / "other"))
+    tokenizer, rows = load_tokenizer(checkpoint), json.loads((other / "config.json").read_text())["vocab_size"]
+    tokenizer.add_tokens([f"<soft {number}>" for number in range(rows + 1 - len(tokenizer))], special_tokens=True)
+    tokenizer.save_pretrained(other)
+    (other / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, rows]}))
+    sample("run", hf_checkpoint=str(other), prompts=["What is 12 plus 7?"])
+    assert len(read_jsonl(tmp_path / "run" / "samples" / "samples.jsonl")) == 2
+    last = f"<soft {rows - len(load_tokenizer(checkpoint))}>"
+    assert f"{last!r} ends an answer as {other}/generation_config.json says, and the model can never" in caplog.text
+    asked = tmp_path / "asked.txt"
+    asked.write_text(f"one\n\nWhat is {last}?\n")
+    with pytest.raises(PeerError, match=rf"prompt 1 \({asked}:3\) has the token '{last}' \(id {rows}\)"):
+        sample("refused", hf_checkpoint=str(other), prompts=str(asked))
+    asked.write_text("12 " * 70)
+    with pytest.raises(PeerError, match=rf"prompt 0 \({asked}:1\) has \d+ tokens .* but the model allows 64\. Shorten"):
+        sample("long", hf_checkpoint=str(other), prompts=str(asked))

@@ -1,13 +1,17 @@
 """The prompts of a round: which they are, and how they travel."""
 
 import dataclasses
+import json
 import sys
 
+import jax
 import pytest
 
+import lockstep
 from lockstep.callback import InferenceEvalConfig
 from lockstep.callback.round import RoundPrompts, from_bytes, read_round_prompts, to_bytes
 from lockstep.errors import ConfigError, HostError
+from lockstep.placement import make_mesh
 from lockstep.types import Request, SamplingParams
 from tests import tiny
 from tests.unit.engine.models import request
@@ -67,3 +71,48 @@ def test_a_file_with_no_more_prompts_than_a_round_has_is_refused(tmp_path):
     config = InferenceEvalConfig(prompts=str(tmp_path / "two.txt"), prompts_per_round=2)
     with pytest.raises(ConfigError, match="prompts_per_round is 2 and there are 2 prompts.*at most 1, or use null"):
         read_round_prompts(config, tiny.tokenizer())
+
+
+SOFT = "<image_soft_token>"
+
+
+def callback_and_model(tmp_path, **values):
+    tokenizer = tiny.tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": [SOFT], "eos_token": "<beyond>"})
+    rows = len(tokenizer) - 2
+    config = lockstep.InferenceEvalConfig(eval_every=1, max_new_tokens=2, on_error="raise", **values)
+    weights = tiny.placed_weights(make_mesh("1,1,1", jax.devices()[:1]), vocab=rows)
+    return lockstep.SampleCallback(config, tokenizer, output_dir=tmp_path), (tiny.CONFIG, weights)
+
+
+def test_rounds_go_on_without_them_and_without_the_end_that_is_one(tmp_path, caplog):
+    callback, model = callback_and_model(tmp_path, prompts=["What is 12 plus 7?"])
+    callback.check(model)
+    callback(tiny.Info(1, model))
+    callback.finish()
+    (row,) = (json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines())
+    assert row["num_tokens"] == 2
+    (warning,) = (text for text in caplog.messages if "beyond" in text)
+    assert warning.startswith("2 added tokens") and "'<beyond>' ends an answer as the tokenizer says" in warning
+
+
+WRONG = {
+    "a token": (f"What is {SOFT}?", rf"prompt 1 \(PATH:3\) has the token '{SOFT}' \(id \d+\)"),
+    "its length": (
+        "12 " * 63,
+        r"prompt 1 \(PATH:3\) has \d+ tokens .* but the model allows 64\. Shorten the prompt to 62",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_prompt_that_the_model_cannot_take_is_named_with_its_line(name, tmp_path):
+    prompt, text = WRONG[name]
+    path = tmp_path / "asked.txt"
+    path.write_text(f"one\n\n{prompt}\n")
+    callback, model = callback_and_model(tmp_path, prompts=str(path))
+    text = text.replace("PATH", str(path))
+    with pytest.raises(lockstep.LockstepError, match=text):
+        callback.check(model)
+    with pytest.raises(lockstep.LockstepError, match=text):  # also of a loop that does not check first
+        callback(tiny.Info(1, model))

@@ -187,7 +187,7 @@ def test_a_prompt_that_does_not_fit_names_itself_and_the_limits(tokenizer):
         encode(tokenizer, prompts, max_seq_len=lengths[1] + 4, max_new_tokens=5)
     assert str(raised.value) == (
         f"prompt 1 has {lengths[1]} tokens and max_new_tokens is 5: together {lengths[1] + 5}, but max_seq_len is "
-        f"{lengths[1] + 4}. Shorten the prompt to {lengths[1] - 1} tokens, or lower max_new_tokens, or raise "
+        f"{lengths[1] + 4}. Shorten the prompt to {lengths[1] - 1} tokens, or lower max_new_tokens to 4, or raise "
         f"max_seq_len to at least {lengths[1] + 5}."
     )
 

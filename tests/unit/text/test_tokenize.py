@@ -49,7 +49,7 @@ def test_a_row_that_panics_is_a_bad_row_and_the_others_are_examples(panicking):
 def test_a_text_far_beyond_the_length_is_refused_before_it_is_encoded():
     chat = ({"role": "user", "content": HOSTILE * 1000},)
     for prompt in (Prompt(id=1, text=HOSTILE * 1000), Prompt(id=1, messages=chat)):
-        with pytest.raises(PromptError, match=r"prompt 1 has 400\d\d characters, far beyond what max_seq_len 8 can"):
+        with pytest.raises(PromptError, match=r"prompt 1 has 400\d\d characters, far beyond the 8 tokens of"):
             encode(tiny.tokenizer(), [prompt], max_seq_len=8)
 
 

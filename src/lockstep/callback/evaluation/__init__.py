@@ -2,6 +2,7 @@
 
 from lockstep.callback.evaluation.config import TasksConfig as TasksConfig
 from lockstep.callback.evaluation.model_engine import ModelEngine as ModelEngine
+from lockstep.callback.evaluation.model_engine import limits_of as limits_of
 from lockstep.callback.evaluation.round import TaskRounds as TaskRounds
 from lockstep.callback.evaluation.scoring import PREFIX as PREFIX
 from lockstep.callback.evaluation.scoring import TaskResults as TaskResults

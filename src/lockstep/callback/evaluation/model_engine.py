@@ -10,7 +10,7 @@ from lockstep.hosts import Hosts
 from lockstep.models import DecoderWeights, LlamaConfig, read_decoder
 from lockstep.placement import mesh_of, sources
 from lockstep.printable import get_logger
-from lockstep.text import check_vocab, token_count
+from lockstep.text import ModelLimits, check_vocab, token_count
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -73,6 +73,11 @@ class ModelEngine:
             lines = "\n".join(f"  {compilation}" for compilation in new)
             log.info("%s: compiled %d programs:\n%s", name, len(new), lines)
             self._logged_compilations = len(compilations)
+
+
+def limits_of(read: tuple[LlamaConfig, DecoderWeights]) -> ModelLimits:
+    """The limits of a model as it was read."""
+    return ModelLimits(rows=read[1].embed.shape[0], max_seq_len=read[0].max_seq_len)
 
 
 def check_processes(weights: DecoderWeights, hosts: Hosts) -> None:

@@ -32,7 +32,7 @@ from lockstep.models import (
     skeleton,
 )
 from lockstep.printable import hide_credentials
-from lockstep.text import write_tokenizer
+from lockstep.text import ModelLimits, write_tokenizer
 from lockstep.training.checkpoints.arrays import ArrayReader, read_arrays
 from lockstep.training.checkpoints.checkpoint import (
     METADATA,
@@ -150,6 +150,10 @@ class SavedModel:
     def described_at(self) -> str:
         """The directory or URL of the files that say where an answer ends; it may not exist."""
         return os.fspath(self.directory.path / TOKENIZER)
+
+    def limits(self) -> ModelLimits:
+        """Return what the model can take."""
+        return ModelLimits(rows=self.rows, max_seq_len=self.config.max_seq_len)
 
     def fingerprint(self) -> str:
         """Return a digest that differs between checkpoints: each save has a name of its own in its metadata."""

@@ -9,9 +9,12 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from lockstep.errors import ConfigError
 from lockstep.json_text import parse_json, refused, typed
 from lockstep.printable import without_credentials
+from lockstep.text import unknown_token
 from lockstep.training.data.examples import DataFormat, Example
 from lockstep.training.data.packing import Row, RowShape
 from lockstep.training.data.records import (
@@ -41,6 +44,7 @@ class CacheSpec:
     format: DataFormat  # what their records are
     shape: RowShape  # how examples become rows
     tokenizer_digest: str  # the digest of the tokenizer with its chat template
+    vocab_size: int | None = None  # rows of the model's embedding, where the tokenizer has more tokens; else None
     max_line_bytes: int = MAX_LINE_BYTES
 
     @functools.cached_property
@@ -58,7 +62,8 @@ class CacheSpec:
         """A digest that is the same on hosts with equal copies of the files, whenever they were copied."""
         files = [[file.path.rpartition("/")[2], file.size, file.content, file.kind] for file in self.files]
         shape = dataclasses.asdict(self.shape)
-        limits = [] if self.max_line_bytes == MAX_LINE_BYTES else [self.max_line_bytes]
+        limits: list[object] = [] if self.max_line_bytes == MAX_LINE_BYTES else [self.max_line_bytes]
+        limits += [] if self.vocab_size is None else [f"ids below {self.vocab_size}"]
         return _digest([CACHE_VERSION, self.tokenizer_digest, self.format.name, shape, files, self.chunks, *limits])
 
 
@@ -108,7 +113,7 @@ class ChunkBuilder:
             for batch in itertools.batched(records, BATCH_RECORDS):
                 bad_before = self._counts["n_bad"]
                 for line, example in self._tokenize(tokenizer, batch):
-                    fitting = example if isinstance(example, BadRow) else shape.fit(example)
+                    fitting = example if isinstance(example, BadRow) else self._known(tokenizer, shape.fit(example))
                     if isinstance(fitting, BadRow):
                         self._note_bad(piece, line, fitting)
                     elif fitting is None:
@@ -121,6 +126,15 @@ class ChunkBuilder:
                 self._progress(position - read, self._counts["n_bad"] - bad_before, file.path)
                 read = position
         yield from packer.finish()
+
+    def _known(self, tokenizer: "PreTrainedTokenizerBase", example: Example | BadRow | None) -> Example | BadRow | None:
+        """An example, or what is wrong with it where the model does not have a token of it."""
+        if self._spec.vocab_size is None or example is None or isinstance(example, BadRow):
+            return example
+        tokens = np.concatenate([np.asarray(sequence.tokens, np.int32) for sequence in example])
+        ids = np.maximum(tokens, ~tokens).tolist()  # one that is no target is stored as its complement
+        unknown = unknown_token(tokenizer, ids, self._spec.vocab_size)
+        return example if unknown is None else BadRow(unknown)
 
     def _tokenize(
         self, tokenizer: "PreTrainedTokenizerBase", batch: tuple[tuple[int, int, Record | BadRow | None], ...]

@@ -13,7 +13,7 @@ from lockstep.errors import ConfigError, PeerError, check_at_least, refuse_keys
 from lockstep.hosts import Hosts, MemoryClient, storage_wait
 from lockstep.plugins import load_object
 from lockstep.printable import without_credentials
-from lockstep.text import tokenizer_digest
+from lockstep.text import token_count, tokenizer_digest
 from lockstep.training.data.build import BadRowPolicy, build_caches
 from lockstep.training.data.chunk_builder import CacheSpec
 from lockstep.training.data.examples import FORMATS, DataFormat
@@ -135,12 +135,18 @@ class DataConfig:
         return {"tokens": jax.ShapeDtypeStruct(row, np.int32), "loss_mask": jax.ShapeDtypeStruct(row, np.bool_)}
 
     def load(
-        self, tokenizer: "PreTrainedTokenizerBase", model_max_seq_len: int, seed: int, hosts: Hosts | None = None
+        self,
+        tokenizer: "PreTrainedTokenizerBase",
+        model_max_seq_len: int,
+        seed: int,
+        hosts: Hosts | None = None,
+        vocab_size: int | None = None,
     ) -> CachedRows:
         """Tokenise the data that is not in the cache yet, and open the cache. Every host makes this call.
 
         Args:
             hosts: The hosts that make this call together; None for this one alone.
+            vocab_size: The number of rows of the model's embedding; None: its tokens are not checked.
 
         Raises:
             ConfigError: A file or too many records cannot be used; the message names their places.
@@ -152,16 +158,21 @@ class DataConfig:
             weights = [1.0 if source.weight is None else source.weight for source in sources]
         else:
             groups, weights = [("data.train_urls", [source.url for source in sources])], [1.0]
-        caches = self._open(groups, tokenizer, self.row_lengths(model_max_seq_len), hosts)
+        caches = self._open(groups, tokenizer, self.row_lengths(model_max_seq_len), hosts, vocab_size)
         return CachedRows(caches, weights, seed, self.shuffle)
 
     def load_validation(
-        self, tokenizer: "PreTrainedTokenizerBase", model_max_seq_len: int, hosts: Hosts | None = None
+        self,
+        tokenizer: "PreTrainedTokenizerBase",
+        model_max_seq_len: int,
+        hosts: Hosts | None = None,
+        vocab_size: int | None = None,
     ) -> dict[str, TokenCache]:
         """Open the validation data, as `load` does the training data. Every host makes this call.
 
         Args:
             hosts: The hosts that make this call together; None for this one alone.
+            vocab_size: The number of rows of the model's embedding; None: its tokens are not checked.
 
         Returns:
             The rows of each source by its name, in the order of the files; empty without ``validation_urls``.
@@ -174,7 +185,7 @@ class DataConfig:
             return {}
         groups = [(f"data.validation_urls ({source.label})", [source.url]) for source in self._validation]
         # One program validates: all rows have its length.
-        caches = self._open(groups, tokenizer, (self.row_length(model_max_seq_len),), hosts)
+        caches = self._open(groups, tokenizer, (self.row_length(model_max_seq_len),), hosts, vocab_size)
         return {source.label: cache for source, cache in zip(self._validation, caches, strict=True)}
 
     @property
@@ -191,6 +202,7 @@ class DataConfig:
         tokenizer: "PreTrainedTokenizerBase",
         lengths: tuple[int, ...],
         hosts: Hosts | None,
+        vocab_size: int | None,
     ) -> list[TokenCache]:
         def looked_for(url: str, name: str) -> list[SourceFile]:
             with storage_wait(f"looking for the files of {without_credentials(url)}"):
@@ -212,6 +224,7 @@ class DataConfig:
                 shorter=lengths[:-1],
             )
             digest = tokenizer_digest(tokenizer)
+            limited = vocab_size is not None and vocab_size < token_count(tokenizer)
             return [
                 CacheSpec(
                     name=name,
@@ -219,6 +232,7 @@ class DataConfig:
                     format=format,
                     shape=shape,
                     tokenizer_digest=digest,
+                    vocab_size=vocab_size if limited else None,
                     max_line_bytes=self.max_line_bytes,
                 )
                 for name, urls in groups

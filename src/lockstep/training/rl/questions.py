@@ -14,7 +14,7 @@ from lockstep.hosts import digest
 from lockstep.plugins import load_object
 from lockstep.printable import get_logger
 from lockstep.report import Row
-from lockstep.text import Prompt, cut_at_stop, decode, encode, prompt_end
+from lockstep.text import Prompt, cut_at_stop, decode, encode, prompt_end, unknown_token
 from lockstep.training.data import GrpoDataConfig
 from lockstep.training.data.examples import make_prompt
 from lockstep.training.data.records import BadRow, Record, list_files, read_piece
@@ -86,8 +86,14 @@ def load_questions(
     max_new_tokens: int,
     seed: int,
     rewards: Sequence[RewardConfig] = (),
+    vocab_size: int | None = None,
 ) -> Questions:
-    """Read and tokenise the questions."""
+    """Read and tokenise the questions.
+
+    Args:
+        row_length: The number of tokens of a question with its answer: ``data.max_seq_len``, or the model's.
+        vocab_size: The number of rows of the model's embedding; None: the questions' tokens are not checked.
+    """
     room = row_length - max_new_tokens
     prompts: list[Prompt] = []
     tokens: list[tuple[int, ...]] = []
@@ -97,15 +103,21 @@ def load_questions(
             (encoded,) = encode(tokenizer, [prompt])
         except PromptError as error:
             raise ConfigError(f"{place}: {error}") from error
+        if vocab_size is not None and (unknown := unknown_token(tokenizer, encoded, vocab_size)):
+            raise ConfigError(f"{place} {unknown}")
         if len(encoded) > room:
             if config.truncate:
                 left_out += 1
                 continue
+            whole = len(encoded) + max_new_tokens
+            bound = f"data.max_seq_len is {row_length}. Raise it to at least {whole},"
+            if config.max_seq_len is None:
+                bound = f"the model allows {row_length}. Shorten the prompt,"
+            lower = f" lower rollout.max_new_tokens to at most {row_length - len(encoded)},"
             raise ConfigError(
                 f"{place}: the prompt has {len(encoded)} tokens and rollout.max_new_tokens is {max_new_tokens}: "
-                f"together {len(encoded) + max_new_tokens}, but a row has {row_length}. Raise data.max_seq_len to at "
-                f"least {len(encoded) + max_new_tokens}, lower rollout.max_new_tokens to at most "
-                f"{max(row_length - len(encoded), 0)}, or set data.truncate: true to leave out such questions."
+                f"together {whole}, but {bound}{lower * (row_length > len(encoded))} or set data.truncate: true to "
+                "leave out such questions."
             )
         prompts.append(dataclasses.replace(prompt, id=len(prompts)))
         tokens.append(encoded)

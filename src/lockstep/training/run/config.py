@@ -52,13 +52,22 @@ class DataSource[Loaded: Data](Protocol):
         ...
 
     def load(
-        self, tokenizer: "PreTrainedTokenizerBase", model_max_seq_len: int, seed: int, hosts: Hosts | None = None
+        self,
+        tokenizer: "PreTrainedTokenizerBase",
+        model_max_seq_len: int,
+        seed: int,
+        hosts: Hosts | None = None,
+        vocab_size: int | None = None,
     ) -> Loaded:
         """Read and tokenise the data; every host makes this call."""
         ...
 
     def load_validation(
-        self, tokenizer: "PreTrainedTokenizerBase", model_max_seq_len: int, hosts: Hosts | None = None
+        self,
+        tokenizer: "PreTrainedTokenizerBase",
+        model_max_seq_len: int,
+        hosts: Hosts | None = None,
+        vocab_size: int | None = None,
     ) -> Mapping[str, TokenCache]:
         """Read and tokenise the rows to validate with, by the name of their source; every host makes this call."""
         ...

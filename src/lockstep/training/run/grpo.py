@@ -87,30 +87,42 @@ class TrainGrpoConfig(GrpoFields, GrpoRunFields, TrainConfig):
         return self.loss_fn.columns(self.data.row_length(model_max_seq_len), on_policy=self.updates == 1)
 
     def load(
-        self, tokenizer: "PreTrainedTokenizerBase", model_max_seq_len: int, seed: int, hosts: Hosts | None = None
+        self,
+        tokenizer: "PreTrainedTokenizerBase",
+        model_max_seq_len: int,
+        seed: int,
+        hosts: Hosts | None = None,
+        vocab_size: int | None = None,
     ) -> Questions:
         """Read and tokenise the questions, and check the rewards with them. Every host makes this call.
 
         Args:
             hosts: The hosts that make this call together; None for this one alone.
+            vocab_size: The number of rows of the model's embedding; None: its tokens are not checked.
 
         Raises:
             ConfigError: A file, a record, the tokenizer or a reward cannot be used.
             PeerError: The same, where hosts are given; raised on all of them.
         """
         if hosts is None:
-            return self._load(tokenizer, model_max_seq_len, seed)
+            return self._load(tokenizer, model_max_seq_len, seed, vocab_size)
         with hosts.run_on_all("reading questions"):
-            questions = self._load(tokenizer, model_max_seq_len, seed)
+            questions = self._load(tokenizer, model_max_seq_len, seed, vocab_size)
         return questions
 
     def load_validation(
-        self, tokenizer: "PreTrainedTokenizerBase", model_max_seq_len: int, hosts: Hosts | None = None
+        self,
+        tokenizer: "PreTrainedTokenizerBase",
+        model_max_seq_len: int,
+        hosts: Hosts | None = None,
+        vocab_size: int | None = None,
     ) -> dict[str, TokenCache]:
         """Return nothing: held-out questions are answered by ``inference_eval``."""
         return {}
 
-    def _load(self, tokenizer: "PreTrainedTokenizerBase", model_max_seq_len: int, seed: int) -> Questions:
+    def _load(
+        self, tokenizer: "PreTrainedTokenizerBase", model_max_seq_len: int, seed: int, vocab_size: int | None
+    ) -> Questions:
         StopFinder(tokenizer).check(self.rollout.stop)
         questions = load_questions(
             self.data,
@@ -119,6 +131,7 @@ class TrainGrpoConfig(GrpoFields, GrpoRunFields, TrainConfig):
             max_new_tokens=self.rollout.max_new_tokens,
             seed=seed,
             rewards=self.rewards,
+            vocab_size=vocab_size,
         )
         prompt = questions.prompts[0]
         answer = Row(

@@ -110,8 +110,8 @@ def train(config: TrainConfig, hosts: Hosts) -> int:
         if adapters is not None:
             facts |= {"base model": adapters.fingerprint, "lora.alpha / lora.r": str(adapters.lora.scale)}
         prepared.agree(facts)
-    rows = source.load(tokenizer, model_config.max_seq_len, config.trainer.seed, hosts)
-    validation = source.load_validation(tokenizer, model_config.max_seq_len, hosts)
+    rows = source.load(tokenizer, model_config.max_seq_len, config.trainer.seed, hosts, token_ids)
+    validation = source.load_validation(tokenizer, model_config.max_seq_len, hosts, token_ids)
     facts["training data"] = rows.digest()
     hosts.agree("training data", facts)
     run_dir = make_run_dir(config.trainer, hosts)

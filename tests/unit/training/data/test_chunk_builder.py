@@ -1,9 +1,12 @@
 """Rows that cannot be used are named by file and line, whichever part of a file they are in."""
 
+import json
+
 import pytest
 
 from lockstep.errors import ConfigError
 from lockstep.training.data import LmDataConfig, build, records
+from tests import tiny
 from tests.unit.training.data.characters import Tokenizer, columns, write
 
 
@@ -53,3 +56,41 @@ def test_too_many_bad_rows_stop_the_run(tmp_path, monkeypatch):
         config.load(Tokenizer(), 16, 0)
     with pytest.raises(ConfigError, match=text):  # also where the chunks are there already
         config.load(Tokenizer(), 16, 0)
+
+
+RECORDS = {
+    "text": {"text": "a <image> b"},
+    "prompt_completion": {"prompt": "a <image>", "completion": "b"},
+    "chat": {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "<image>"}]},
+    "earlier answer": {
+        "messages": [
+            *(
+                {"role": role, "content": text}
+                for role, text in (("user", "a"), ("assistant", "b"), ("user", "<image>"))
+            ),
+            {"role": "assistant", "content": "c"},
+        ]
+    },
+}
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_a_token_that_the_embedding_does_not_have_makes_a_bad_row_and_the_others_stay(name, tmp_path):
+    tokenizer = tiny.tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    good = json.loads(json.dumps(RECORDS[name]).replace("<image>", "3"))
+    urls = write(tmp_path / "x.jsonl", [good, RECORDS[name], good])
+    format = "chat" if name == "earlier answer" else name
+    values = {"train_urls": urls, "format": format, "cache_dir": str(tmp_path / "cache"), "packing": False}
+    values |= {"train_on": "all"} if name == "earlier answer" else {}
+    count = len(tokenizer)
+    (cache,) = LmDataConfig(**values).load(tokenizer, 64, 0, vocab_size=count - 1).caches
+    (bad,) = cache.metadata.bad
+    assert f"x.jsonl:2 has the token '<image>' (id {count - 1}), and the model's embedding has the ids 0 to" in bad
+    assert len(cache) == 2
+    with pytest.raises(ConfigError, match=r"x\.jsonl:2 has the token '<image>'"):
+        LmDataConfig(**values, on_bad_row="raise").load(tokenizer, 64, 0, vocab_size=count - 1)
+    # With rows for all tokens the cache is the one without a limit, which earlier versions wrote.
+    (whole,) = LmDataConfig(**values).load(tokenizer, 64, 0, vocab_size=count).caches
+    (unchecked,) = LmDataConfig(**values).load(tokenizer, 64, 0).caches
+    assert len(whole) == 3 and whole.path == unchecked.path != cache.path

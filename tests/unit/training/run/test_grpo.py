@@ -160,8 +160,14 @@ def test_what_is_loaded_before_any_device_work(tmp_path):
         return read(*arguments, *more).load(tokenizer or tiny.tokenizer(), 64, 0)
 
     assert len(load("--data.max_seq_len", "32")) == 1
-    with pytest.raises(ConfigError, match=r"q\.jsonl:1: the prompt has \d+ tokens .* but a row has 12"):
+    place = r"q\.jsonl:1: the prompt has \d+ tokens .* but "
+    with pytest.raises(ConfigError, match=place + r"data\.max_seq_len is 12\. Raise it to at least \d+, lower .* to"):
         load("--data.max_seq_len", "12")
+    unset = ["--data.max_seq_len", "null"]
+    with pytest.raises(ConfigError, match=place + r"the model allows 9\. Shorten the prompt, or set data\.truncate"):
+        read(*arguments, *unset).load(tiny.tokenizer(), 9, 0)
+    with pytest.raises(ConfigError, match=r"q\.jsonl:1 has the token '.*' \(id \d+\), and the model's embedding has"):
+        read(*arguments, *unset).load(tiny.tokenizer(), 64, 0, vocab_size=8)
     bad = json.dumps([{"type": "function", "function": f"{__name__}:not_a_number"}])
     with pytest.raises(ConfigError, match="rewards: not_a_number was tried .* returned 'good', which is not a number"):
         load("--data.max_seq_len", "32", "--rewards", bad)
