@@ -22,7 +22,7 @@ from lockstep.engine import engine as engine_module
 from lockstep.engine import launches as launches_module
 from lockstep.engine.schedule import Scheduler
 from lockstep.hosts import Ledger
-from lockstep.report import answers
+from lockstep.report import answers, jsonl
 from lockstep.report.trackers import NoopTracker
 from lockstep.text import StopFinder, token_count
 from lockstep.training import OptimizerConfig, TrainConfig, TrainerConfig, lm_loss, train
@@ -171,11 +171,11 @@ class Faults:
         self.round(info, tracker=Broken())
 
     def disk_full(self, info):
-        path = os.path.join(self.directory, "full")
-        if self.hosts.is_leader:
-            os.makedirs(path)
-            os.symlink("/dev/full", os.path.join(path, "samples.jsonl"))
-        self.round(info, path=path)
+        def open_full(path, flags):
+            return os.open("/dev/full", flags & ~os.O_CREAT)
+
+        with mock.patch.object(jsonl, "in_place", open_full):
+            self.round(info, path=os.path.join(self.directory, "full"))
 
     def jsonl_torn(self, info):
         path = os.path.join(self.directory, "torn")

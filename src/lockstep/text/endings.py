@@ -62,7 +62,7 @@ def stop_sources(tokenizer: "PreTrainedTokenizerBase") -> dict[int, str]:
     if tokenizer.eos_token_id is not None:
         sources[int(tokenizer.eos_token_id)] = "the tokenizer"
     ending = vars(tokenizer).get(_ATTRIBUTE) or read_ending(str(tokenizer.name_or_path))
-    largest = max(vocab.values())
+    largest = max(vocab.values(), default=-1)
     for token in ending.ids:
         if token > largest:
             _warn_of_unknown(token, ending.file, largest)

@@ -91,8 +91,8 @@ def test_the_longest_sequence_of_a_block_is_that_of_its_engine():
     [
         (SampleConfig, {"top_k": 5}, "^top_k is 5 and temperature is 0"),
         (InferenceEvalConfig, {"top_k": 5}, r"^inference_eval\.top_k is 5 and temperature is 0"),
-        (SampleConfig, {"stop": "x"}, r"^stop is 'x'; it must be a list of strings\. Use \['x'\]"),
-        (RolloutConfig, {"stop": "x"}, r"^rollout\.stop is 'x'; it must be a list of strings\. Use \['x'\]"),
+        (SampleConfig, {"stop": "x"}, r"^stop is 'x'; it must be a list\. Use \['x'\]"),
+        (RolloutConfig, {"stop": "x"}, r"^rollout\.stop is 'x'; it must be a list\. Use \['x'\]"),
         (RolloutConfig, {"ignore_eos": True, "min_tokens": 1}, r"^rollout\.min_tokens is 1 and ignore_eos is true"),
         (SampleConfig, {"ignore_eos": True, "stop_token_ids": [4]}, r"^stop_token_ids is \[4\] and ignore_eos is true"),
         (RolloutConfig, {"min_p": 2.0}, "^rollout: min_p is 2.0; it must be 0 to 1"),

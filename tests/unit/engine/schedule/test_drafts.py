@@ -202,7 +202,7 @@ def test_tokens_after_a_stop_string_count_for_nothing(drafted):
     alone = answer_alone(request(0, None), 0)[0]
     drafts = Drafts(answers=(alone,), compared=64, right=64) if drafted else Drafts()
     scheduler = Scheduler(
-        CAPACITY, [request(0, drafts, stop=("x",))], lambda tokens, new, stop: 3 if len(tokens) >= 3 else None,
+        CAPACITY, [request(0, drafts, stop=("x",))], lambda tokens, new, stop, prompt: 3 if len(tokens) >= 3 else None,
         verify_costs=CHEAP,
     )  # fmt: skip
     played = play(scheduler)
