@@ -63,11 +63,34 @@ def test_one_process_with_a_warm_cache_and_one_with_none_generate_the_same(tmp_p
     warm, cold = run_processes(body_caches, args=(str(tmp_path),), own=OWN)
     programs = len(warm["first"]["digests"]) // 3
     assert warm["first"]["hits"] == cold["first"]["hits"] == cold["second"]["hits"] == 0
-    assert warm["second"]["hits"] >= programs >= 4
+    assert warm["second"]["hits"] >= programs - 1 >= 3  # all but what moves the weights, see below
     for turn in ("first", "second"):
         assert warm[turn]["tokens"] == cold[turn]["tokens"] == warm["first"]["tokens"]
         assert warm[turn]["sizes"] == cold[turn]["sizes"]
     assert warm["ledger"] == cold["ledger"]
+
+
+def body_gathers(hosts, directory, layout):
+    import jax
+
+    Cache().move(directory)
+    mesh = make_mesh("1,2,2")
+    engine = Engine(EngineConfig(page_size=8, max_seqs=4, layout=layout), mesh, ledger=hosts.ledger)
+    engine.generate((tiny.CONFIG, tiny.placed_weights(mesh)), tiny.requests(temperature=0.8), hosts=hosts)
+    names = "jax_persistent_cache_min_compile_time_secs", "jax_compilation_cache_include_metadata_in_key"
+    return [getattr(jax.config, name) for name in names]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("layout", "cached"),
+    [({"tensor": 2}, {"new_cache", "prefill", "decode"}), pytest.param("training", set(), marks=pytest.mark.nightly)],
+)
+def test_programs_whose_collectives_nothing_orders_are_never_cached(layout, cached, tmp_path):
+    """A gather outside the loop over layers met one inside it in Gloo, in programs that were read from a cache."""
+    assert run_processes(body_gathers, args=(str(tmp_path), layout), own=OWN) == [[0, False]] * 2
+    entries = {path.name.partition("-")[0] for path in tmp_path.glob("jit_lockstep_*-cache")}
+    assert entries == {f"jit_lockstep_{name}" for name in cached}
 
 
 def body_other_text(hosts):

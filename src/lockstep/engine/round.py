@@ -233,11 +233,16 @@ def stream_on_all(
         PeerError, DisagreementError, LaunchMismatchError, HostTimeoutError: See `generate_on_all`.
     """
     around_launch: AroundLaunch = contextlib.nullcontext if watchdog is None else watchdog.watch_launch
-    _prepare(hosts, engine, model, largest, free, facts=facts)
+    with own_settings():
+        _prepare(hosts, engine, model, largest, free, facts=facts)
     gate = Gate(hosts)
     stream = _stream(engine, model, requests, around_launch, find_stop, gate, between_launches)
     while True:
-        with hosts.scope("batch") as scope, scope.launch_on_all("generate", engine.ledger) as generated:
+        with (
+            own_settings(),  # not around the yield: between two batches the caller has its own
+            hosts.scope("batch") as scope,
+            scope.launch_on_all("generate", engine.ledger) as generated,
+        ):
             completions = take_batch(stream, batch, on_answered)
             if gate.preempted:  # unfinished answers would count as answers
                 raise HostError("the job is asked to end. Start it again: what was answered is kept.")

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import pytest
 
 from lockstep.engine import generate_on_all, stream_on_all
@@ -212,6 +213,27 @@ def test_batches_of_a_stream_are_agreed_on_before_they_are_there():
         assert batches == [backwards[:2], backwards[2:]] and [each.prompt_id for each in seen] == backwards
     for _, batches in run_threads(stream, 2, [Engine(), Engine(token=2)]):
         assert len(batches) == 1 and "tokens" in batches[0]
+
+
+def test_a_stream_works_under_settings_of_its_own_and_leaves_those_of_its_caller():
+    class Strict(Engine):
+        def prepare(self, *arguments, **options):
+            assert jax.config.jax_numpy_rank_promotion == "allow"
+            return super().prepare(*arguments, **options)
+
+        def stream(self, *arguments, **options):
+            for answered in super().stream(*arguments, **options):
+                assert jax.config.jax_numpy_rank_promotion == "allow"
+                yield answered
+
+    def stream(hosts):
+        with jax.numpy_rank_promotion("raise"):
+            with hosts.scope("round") as scope:
+                agreed = stream_on_all(scope, Strict(), MODEL, REQUESTS, largest=REQUESTS[:1], free=4, batch=2)
+            settings = [jax.config.jax_numpy_rank_promotion for _ in agreed]
+            return [*settings, jax.config.jax_numpy_rank_promotion]
+
+    assert run_threads(stream, 2) == [["raise"] * 3] * 2
 
 
 def test_a_stream_that_is_asked_to_end_yields_no_unfinished_answer():

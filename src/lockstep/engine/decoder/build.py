@@ -90,11 +90,14 @@ def build_programs(
         CompilerError: A program does not compile.
     """
     decode_mesh = model.decode_mesh
+    # Weights are gathered outside the loop over layers and inside, and neither waits for the other.
+    gathers = any(layout != layout.decode for layout in jax.tree.leaves(model.layouts))
 
     def compiled(name: str, function: Callable[..., Any], arguments: list[Any], **options: Any) -> Program:
         return compile_program(
             name, function, arguments, mesh=decode_mesh.mesh, ledger=ledger, compile_with=compile_with,
-            compiler_options=compiler_options(model.device, name), **options,
+            compiler_options=compiler_options(model.device, name),
+            ordered=name != "reshard" and (model.moves or not gathers), **options,
         )  # fmt: skip
 
     structs, layouts = model.weights, model.layouts

@@ -81,6 +81,7 @@ def compile_program(
     out_shardings: Any = None,
     compiler_options: Mapping[str, str] = MappingProxyType({}),
     compile_with: Compile = compile_lowered,
+    ordered: bool = True,
 ) -> Program:
     """Traces, lowers and compiles ``function`` for ``arguments``; launches nothing and talks to no other host.
 
@@ -92,6 +93,8 @@ def compile_program(
         out_shardings: The shardings of the outputs; None leaves them to the compiler.
         compiler_options: Options of XLA for this program; a compiler that does not know one of them gets none.
         compile_with: The compiler; one that is never launched may return analyses alone.
+        ordered: Whether data dependences order its collectives. Where not, a job of several processes on CPU compiles
+            it without the compilation cache, see `without_cache`.
 
     Raises:
         CompilerError: The compiler refused the program; the message names it and says what to change.
@@ -110,7 +113,8 @@ def compile_program(
         with jax.set_mesh(mesh):
             with without_directories():
                 lowered = jax.jit(traced, donate_argnums=donate, **options).lower(*arguments)
-            compiled = compile_with(lowered, name, compiler_options)
+            with contextlib.nullcontext() if ordered or not _is_simulated_pod(mesh) else without_cache():
+                compiled = compile_with(lowered, name, compiler_options)
     except Exception as error:
         raise explain(name, dict(mesh.shape), error) from error
     shapes = tuple(_shape_text(argument) for argument in arguments)
@@ -160,6 +164,39 @@ def without_directories() -> Iterator[None]:
             yield
         finally:
             jax.config.update("jax_hlo_source_file_canonicalization_regex", before)
+
+
+_COMPILING = threading.RLock()
+
+
+@contextlib.contextmanager
+def without_cache() -> Iterator[None]:
+    """Neither read programs that are compiled inside from the compilation cache, nor write them there.
+
+    XLA's CPU runtime starts the collectives of a program in order only where it compiled the program itself: one that
+    was read from a cache may start a gather outside a loop before or after those inside, on each process as its threads
+    have it, and Gloo then ends the process (`Received data size doesn't match expected size`). Settings of the process
+    do it: no program compiles long enough to be written, and a key with metadata is that of no older entry.
+    """
+    settings = {
+        "jax_persistent_cache_min_compile_time_secs": math.inf,
+        "jax_compilation_cache_include_metadata_in_key": True,
+    }
+    with _COMPILING:
+        before = {name: getattr(jax.config, name) for name in settings}
+        try:
+            for name, value in settings.items():
+                jax.config.update(name, value)
+            yield
+        finally:
+            for name, value in before.items():
+                jax.config.update(name, value)
+
+
+def _is_simulated_pod(mesh: Mesh) -> bool:
+    """Whether a mesh has CPU devices of several processes."""
+    devices = list(mesh.devices.flat)
+    return devices[0].platform == "cpu" and len({device.process_index for device in devices}) > 1
 
 
 _METADATA = re.compile(r", metadata=\{[^}]*\}")
