@@ -5,7 +5,7 @@ import hashlib
 import itertools
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -129,8 +129,17 @@ def decode(tokenizer: "PreTrainedTokenizerBase", tokens: Sequence[int], after: S
         after: The tokens that stand before them, such as those of the prompt. The text is what ``tokens`` add to that
             of ``after``: a decoder as of Llama 2 and Mistral leaves out the space that a text begins with.
     """
-    context = context_of(tokenizer, tokens, after)
-    return _decoded(tokenizer, [*context, *tokens])[len(_decoded(tokenizer, context)) :]
+    return added_text(functools.partial(_decoded, tokenizer), tokens, after)
+
+
+def added_text(decoded: Callable[[list[int]], str], tokens: Sequence[int], after: Sequence[int]) -> str:
+    """The text that token ids add to that of those before them.
+
+    Args:
+        decoded: The text of token ids, of any tokenizer.
+    """
+    context = _context(decoded, tokens, after)
+    return decoded([*context, *tokens])[len(decoded(context)) :]
 
 
 def token_texts(tokenizer: "PreTrainedTokenizerBase", tokens: Sequence[int], after: Sequence[int] = ()) -> list[str]:
@@ -162,12 +171,15 @@ def context_of(tokenizer: "PreTrainedTokenizerBase", tokens: Sequence[int], afte
     """The last of the tokens before others that are decoded with them, from where a character begins; none where their
     text is not the same with the others behind it: bytes of SentencePiece that go on.
     """
+    return _context(functools.partial(_decoded, tokenizer), tokens, after)
+
+
+def _context(decoded: Callable[[list[int]], str], tokens: Sequence[int], after: Sequence[int]) -> list[int]:
     size = _CONTEXT
-    while size < len(after) and _decoded(tokenizer, after[-size:]).lstrip()[:1] in ("", _REPLACEMENT):
+    while size < len(after) and decoded(list(after[-size:])).lstrip()[:1] in ("", _REPLACEMENT):
         size *= 2
     context = list(after[-size:])
-    known, more = _decoded(tokenizer, context), _decoded(tokenizer, [*context, *tokens[:1]])
-    return context if more.startswith(known) else []
+    return context if decoded([*context, *tokens[:1]]).startswith(decoded(context)) else []
 
 
 def _decoded(tokenizer: "PreTrainedTokenizerBase", tokens: Sequence[int]) -> str:

@@ -21,6 +21,7 @@ from lockstep.models import read_decoder
 from lockstep.placement import mesh_of
 from lockstep.placement.device import fetch
 from lockstep.text.tokenize import panics_as_errors
+from lockstep.text.tokenizer import added_text
 from lockstep.types import Completion, Request, SamplingParams
 
 
@@ -108,9 +109,10 @@ class Rollout(BaseRollout):
             **kwargs: Nothing; Tunix passes none.
 
         Returns:
-            Texts, tokens without the end-of-sequence token, the prompts left-padded to ``max_prompt_length`` (the next
-            power of 2 of the longest, where that is longer), and with ``return_logprobs`` the log-probabilities of
-            the tokens at the temperature, without filters, as Tunix's own sampler has them.
+            Texts, each what its answer adds to its prompt's, tokens without the end-of-sequence token, the prompts
+            left-padded to ``max_prompt_length`` (the next power of 2 of the longest, where that is longer), and with
+            ``return_logprobs`` the log-probabilities of the tokens at the temperature, without filters, as Tunix's own
+            sampler has them.
 
         Raises:
             PeerError: A request cannot work, such as one that is longer than the model's longest sequence.
@@ -140,14 +142,17 @@ class Rollout(BaseRollout):
         padded = np.full((len(tokens), width), self.pad_id(), np.int32)
         for row, prompt in zip(padded, tokens, strict=True):
             row[width - len(prompt) :] = prompt
-        found = [_without_stop(each, params) for each in completions]
+        answers = [_without_stop(each, params) for each in completions]
         logprobs = (
             self._logprobs(padded, completions, params, rollout_config) if rollout_config.return_logprobs else None
         )
         return RolloutOutput(
-            text=[self._tokenizer.decode(each.tolist()) for each in found],
+            text=[
+                added_text(self._decoded, answer.tolist(), prompt)
+                for prompt, answer in zip(tokens, answers, strict=True)
+            ],
             logits=[],
-            tokens=found,
+            tokens=answers,
             left_padded_prompt_tokens=padded,
             logprobs=logprobs,
         )
@@ -181,11 +186,18 @@ class Rollout(BaseRollout):
         return self._model
 
     def _encode(self, prompt: str) -> list[int]:
-        """Token ids as Tunix's sampler has them."""
-        bos = self._tokenizer.bos_id()
+        """Token ids as Tunix's sampler has them, without the end that a tokenizer puts behind a text."""
+        bos, end = self._tokenizer.bos_id(), self._tokenizer.eos_id()
         with panics_as_errors():
             ids: list[int] = self._tokenizer.encode(prompt)
+            if self._tokenizer.encode("a")[-1:] == [end] == ids[-1:]:
+                ids = ids[:-1]
         return list(self._tokenizer.dedup_bos_ids([bos, *ids] if bos else ids))
+
+    def _decoded(self, tokens: list[int]) -> str:
+        """The text of token ids, special tokens included, as Tunix's sampler has it."""
+        with panics_as_errors():
+            return str(self._tokenizer.decode(tokens))
 
     def _params(self, config: RolloutConfig) -> SamplingParams:
         greedy = config.top_p is None  # what Tunix's sampler makes of it

@@ -7,7 +7,9 @@ import jax
 import numpy as np
 import pytest
 import qwix
+import tokenizers
 from flax import nnx
+from tokenizers import decoders, normalizers
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.rl import common
 from tunix.rl.rollout.base_rollout import CacheConfig, RolloutConfig
@@ -15,9 +17,10 @@ from tunix.rl.rollout.vanilla_rollout import VanillaRollout
 
 from lockstep.engine import EngineConfig
 from lockstep.errors import ConfigError, LockstepError
+from lockstep.text import load_tokenizer
 from lockstep.tunix import Rollout
 from lockstep.tunix.rollout import compute_dtype
-from tests import tiny
+from tests import made_tokenizers, tiny
 from tests import tunix_models as models
 
 PROMPTS = ["What is 12 plus 7?", "What is 12 plus 7?", "one", "What is 40 in words?"]
@@ -176,3 +179,36 @@ def test_a_job_that_is_asked_to_end_learns_from_no_answers(monkeypatch):
     monkeypatch.setattr("lockstep.tunix.rollout.generate_on_all", lambda *_, **__: ended)
     with pytest.raises(LockstepError, match="the job is asked to end"):
         rollout(model_on(mesh), mesh).generate(PROMPTS, CONFIG)
+
+
+def word_tokenizer(place):
+    """As Llama 2's with ``add_eos_token``: each word has its space, which decoding leaves out of the first; an end
+    behind every text.
+    """
+    vocab = {name: number for number, name in enumerate(["<unk>", "<s>", "</s>", *(f"▁w{n}" for n in range(61))])}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token="<unk>"))
+    made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Split("▁", "merged_with_next")
+    made.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    ends = [("<s>", 1), ("</s>", 2)]
+    made.post_processor = tokenizers.processors.TemplateProcessing("<s> $A </s>", None, ends)
+    made.add_special_tokens(["<unk>", "<s>", "</s>"])
+    settings = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    return load_tokenizer(made_tokenizers.write(place, made, settings))
+
+
+@pytest.mark.slow
+def test_answers_keep_their_first_space_and_prompts_have_no_end(tmp_path):
+    tokenizer, mesh = word_tokenizer(tmp_path / "made"), models.mesh(1, 1)
+    assert tokenizer.encode("w1 w2") == [1, 4, 5, 2]
+    model = models.randomise(models.MODELS["qwen3"](64), mesh, seed=0)
+    config = dataclasses.replace(CONFIG, top_p=None, return_logprobs=False, eos_tokens=[2])
+    made = Rollout(rollout_actor=model, tokenizer=tokenizer, mesh=mesh, rollout_config=config)
+    with mesh:
+        output = made.generate(["w1 w2", "w7"], config)
+    pad = tokenizer.pad_token_id
+    prompts = [[token for token in row if token != pad] for row in output.left_padded_prompt_tokens.tolist()]
+    assert prompts == [[1, 4, 5], [1, 10]]
+    for text, tokens in zip(output.text, output.tokens, strict=True):
+        assert len(tokens) and min(tokens) > 2
+        assert text == "".join(f" w{token - 3}" for token in tokens)
