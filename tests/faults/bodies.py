@@ -16,6 +16,7 @@ from unittest import mock
 
 import jax
 import jax.numpy as jnp
+from tokenizers import Tokenizer
 
 from lockstep.callback import InferenceEvalConfig, SampleCallback, reporter
 from lockstep.engine import engine as engine_module
@@ -76,7 +77,10 @@ def broken_tokenizer():
 
 def tokenizer_with_more(count):
     tokenizer = tiny.tokenizer()
-    tokenizer.add_tokens([f"<more {i}>" for i in range(count)])
+    parts = json.loads(tokenizer.backend_tokenizer.to_str())
+    first = max(tokenizer.get_vocab().values()) + 1
+    parts["model"]["vocab"] |= {f"more{i}": first + i for i in range(count)}
+    tokenizer._tokenizer = Tokenizer.from_str(json.dumps(parts))
     return tokenizer
 
 
