@@ -299,10 +299,10 @@ class Data:
     CROSS_ENTROPY = True
     validation_urls = ()
 
-    def load(self, tokenizer, model_max_seq_len, seed, hosts=None):
+    def load(self, tokenizer, model_max_seq_len, seed, hosts=None, vocab_size=None):
         return tiny.rows()
 
-    def load_validation(self, tokenizer, model_max_seq_len, hosts=None):
+    def load_validation(self, tokenizer, model_max_seq_len, hosts=None, vocab_size=None):
         return {}
 
 
