@@ -44,8 +44,9 @@ class CheckpointFields:
     trust_remote_code: FilePath | None = None
     """The ``tokenizer`` again, where Python code that it brings may be run; null: none is."""
     base_model: FilePath | None = None
-    """The directory or URL of the base model of a checkpoint of adapters; null: the one that its run had, which must be
-    beside the checkpoints."""
+    """The directory or URL of the base model of a checkpoint of adapters, or the configuration file of the run
+    in YAML, whose ``initialize_from_hf`` it is; null: the one that its run had, which must be beside the
+    checkpoints."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -72,6 +72,7 @@ def default_value(field: dataclasses.Field[Any]) -> Any:
 
 
 CONFIG_PATH = "config_path"
+BASE_MODEL = "base_model"  # the key of a base model, or of the configuration of the run that was initialized from it
 
 
 def parse_arguments[Config](cls: type[Config], arguments: Sequence[str]) -> Config:
@@ -122,7 +123,20 @@ def read_values(arguments: Sequence[str]) -> dict[str, Any]:
             sys.path.append(folder)
     for key, value in overrides.items():
         _set(values, key, value)
+    if isinstance(base := values.get(BASE_MODEL), str) and base.endswith((".yaml", ".yml")):
+        values[BASE_MODEL] = _base_of_run(base)
     return values
+
+
+def _base_of_run(path: str) -> str:
+    """The base model that the configuration of a training run names."""
+    base = read_yaml(path, BASE_MODEL)[0].get("initialize_from_hf")
+    if not isinstance(base, str) or not base:
+        raise ConfigError(
+            f"base_model is the configuration {path!r}, which names no initialize_from_hf. Give the directory or URL "
+            "of the base model itself."
+        )
+    return base
 
 
 def decode_config[Config](cls: type[Config], values: Mapping[str, Any], where: str) -> Config:

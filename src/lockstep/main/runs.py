@@ -280,18 +280,17 @@ def export(config: ExportConfig, hosts: Hosts) -> int:
             raise ConfigError(
                 f"adapters is true, and {model.path} has none: its run trained the whole model. Remove it."
             )
-        read = None if config.adapters else model.reader()  # of adapters, it looks for their base
+        # PEFT loads the base that is named beside the adapters, which may be elsewhere; a merged model needs it now.
+        base, read = (model.base(), None) if config.adapters else ("", model.reader())
     if hosts.is_leader:
         log.info("exporting %s", model.path)
     if read is None:
         with hosts.run_on_all("writing the adapters", "exporting"):
             if hosts.is_leader:
                 assert model.adapters is not None
-                adapters, base = model.adapters, config.base_model or model.adapters.base
+                lora = model.adapters.lora
                 with leader_only():
-                    save_peft(
-                        config.output, model.config, adapters.lora, without_credentials(base), model.pair_reader()
-                    )
+                    save_peft(config.output, model.config, lora, without_credentials(base), model.pair_reader())
                 print(without_credentials(f"exported the adapters of {model.path} to {config.output}"), flush=True)
         return 0
     export_hf(

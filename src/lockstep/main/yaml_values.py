@@ -71,13 +71,13 @@ def load_yaml(text: str) -> Any:
     return yaml.load(text, _Loader)
 
 
-def read_yaml(path: str) -> tuple[dict[str, Any], str]:
-    """Values and text of a file."""
+def read_yaml(path: str, key: str = "config_path") -> tuple[dict[str, Any], str]:
+    """Values and text of a file that a key of the command line names."""
     try:
         with open(path, "rb") as file:
             text = file.read(MAX_BYTES + 1).decode()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--config_path {path} cannot be read: {error}. Check the path.") from error
+        raise ConfigError(f"--{key} {path} cannot be read: {error}. Check the path.") from error
     if len(text) > MAX_BYTES:
         raise ConfigError(f"{path} has more than {MAX_BYTES:,} bytes. Put prompts into a file of their own.")
     try:

@@ -159,19 +159,30 @@ class SavedModel:
         """Return a digest that differs between checkpoints: each save has a name of its own in its metadata."""
         return hashlib.sha256(self.metadata.to_json().encode()).hexdigest()
 
-    def checked_base(self) -> str:
-        """Return the directory or URL of the base model that the adapters are for.
+    def base(self) -> str:
+        """Return the directory or URL of the base model that the adapters are for, which may not be there.
 
         Raises:
-            ConfigError: It is not there any more, or is another one; or the checkpoint names one that is not beside it.
+            ConfigError: The checkpoint names one that is not beside it.
         """
         assert self.adapters is not None, "there is a base where there are adapters"
         base = self.base_model or self.adapters.base
         if self.base_model is None and not _is_beside(base, os.fspath(self.directory.path)):
             raise ConfigError(
                 f"{self.path} has adapters alone, and says that their base model is {base!r}, which is not beside it. "
-                "If you trust that place, give it as base_model."
+                f"If you trust that place, add --base_model {base}, or --base_model with the configuration file of the "
+                "run (.yaml)."
             )
+        return base
+
+    def checked_base(self) -> str:
+        """Return `base`, after a look at what is there.
+
+        Raises:
+            ConfigError: It is not there any more, or is another one; or the checkpoint names one that is not beside it.
+        """
+        base = self.base()
+        assert self.adapters is not None, "base has looked"
         try:
             found = fingerprint(base)
         except (ConfigError, OSError) as error:

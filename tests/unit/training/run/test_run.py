@@ -325,13 +325,24 @@ def test_adapters_that_are_not_there_cannot_be_exported(tmp_path):
 def test_a_base_that_is_not_beside_the_checkpoint_is_read_only_where_it_is_given(saved, tmp_path):
     shutil.copytree(saved[0] / "checkpoints", tmp_path / "run" / "checkpoints")
     run, base = str(tmp_path / "run" / "checkpoints"), str(saved[0] / "base")
-    with pytest.raises(ConfigError, match="base model is .*/base', which is not beside it.*give it as base_model"):
+    with pytest.raises(ConfigError, match="base model is .*/base', which is not beside it.*add --base_model .*/base"):
         saved_model(run).checked_base()
     assert saved_model(run, base_model=base).checked_base() == base
     with pytest.raises(PeerError, match="which is not beside it"):
         export(ExportConfig(checkpoint=run, output=str(tmp_path / "out")), HOSTS)
-    export(ExportConfig(checkpoint=run, output=str(tmp_path / "out"), base_model=base), HOSTS)
+    with pytest.raises(PeerError, match="which is not beside it"):
+        export(ExportConfig(checkpoint=run, output=str(tmp_path / "out"), adapters=True), HOSTS)
+    assert not (tmp_path / "out").exists()
+    configuration = tmp_path / "run.yaml"
+    configuration.write_text(f"initialize_from_hf: {base}\nlora: {{r: 3}}\n")
+    words = ["--checkpoint", run, "--base_model", str(configuration), "--output"]
+    export(parse_arguments(ExportConfig, [*words, str(tmp_path / "out")]), HOSTS)
     assert (tmp_path / "out" / "config.json").is_file()
+    export(parse_arguments(ExportConfig, [*words, str(tmp_path / "peft"), "--adapters", "true"]), HOSTS)
+    assert json.loads((tmp_path / "peft" / "adapter_config.json").read_text())["base_model_name_or_path"] == base
+    configuration.write_text("model: {type: llama}\n")
+    with pytest.raises(ConfigError, match="base_model is the configuration '.*run.yaml', which names no initialize_"):
+        parse_arguments(ExportConfig, [*words, "out"])
     with pytest.raises(ConfigError, match="base_model is '.*', and .*base has no adapters. Remove it"):
         checkpoint_at(base, base_model=base)
     assert checkpoint_at(run, base_model=base).checked_base() == base
