@@ -149,6 +149,8 @@ def _row_number(line: bytes, shape: JobShape) -> int | None:
 
 
 MANIFEST = "job.json"  # the name of the manifest's file
+TEMPLATE_DATE = "date of the chat template"  # the key of a manifest
+_FIX = "Choose another trainer.run_id or host_data_parallel_output_dir, or remove the directory."
 
 
 def check_manifest(directory: Path, manifest: Mapping[str, Any], *, force: bool) -> list[str]:
@@ -179,19 +181,23 @@ def _check(
                 "trainer.run_id or host_data_parallel_output_dir, remove the rows, or keep them with --resume force."
             )
         return []
-    fix = "Choose another trainer.run_id or host_data_parallel_output_dir, or remove the directory."
-    before = parse_json(text, f"{place}/{MANIFEST}", dict, fix)
+    before = parse_json(text, f"{place}/{MANIFEST}", dict, _FIX)
     different = [name for name in {**before, **manifest} if before.get(name) != manifest.get(name)]
-    # Such prompts differ where the user has changed nothing.
-    dated = " (a chat template that prints the date makes other prompts every day)" if "prompts" in different else ""
     lines = [f"{name} was {_as_json(before.get(name))} and is {_as_json(manifest.get(name))}" for name in different]
     if lines and not force:
         raise ConfigError(
-            f"{place} has rows of a job that differs from this one: {'; '.join(lines)}{dated}. Change that back, "
+            f"{place} has rows of a job that differs from this one: {'; '.join(lines)}. Change that back, "
             "choose another trainer.run_id or host_data_parallel_output_dir, remove the directory, or keep its rows "
             "and go on with --resume force."
         )
     return lines
+
+
+def kept_template_date(directory: Path, remote: "RemoteRows | None") -> str | None:
+    """Return the date of the chat template that the manifest of an earlier start has; None where there is none."""
+    path = directory / MANIFEST
+    text = read_small(path) if path.exists() else None if remote is None else remote.manifest()
+    return None if text is None else parse_json(text, f"{directory}/{MANIFEST}", dict, _FIX).get(TEMPLATE_DATE)
 
 
 def write_manifest(directory: Path, manifest: Mapping[str, Any], host: int) -> Path:
@@ -222,11 +228,14 @@ class RemoteRows:
 
     def check(self, manifest: Mapping[str, Any], *, force: bool) -> list[str]:
         """Compare a job with the one whose rows are there, as `check_manifest` does; nothing is written here."""
+        text, url = self.manifest(), without_credentials(self.url)
+        return _check(url, text, lambda: bool(self._filesystem.glob(f"{self._root}/{PATTERN}")), manifest, force)
+
+    def manifest(self) -> bytes | None:
+        """Return the manifest that is there."""
         self._filesystem.invalidate_cache()
         place = f"{self._root}/{MANIFEST}"
-        text = self._filesystem.cat_file(place) if self._filesystem.exists(place) else None
-        url = without_credentials(self.url)
-        return _check(url, text, lambda: bool(self._filesystem.glob(f"{self._root}/{PATTERN}")), manifest, force)
+        return self._filesystem.cat_file(place) if self._filesystem.exists(place) else None
 
     def fetch(self, directory: Path, hosts: int) -> Path | None:
         """Copy this host's part of the rows that earlier runs left into a file and return it; None without a part.

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import json
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,6 +18,7 @@ from lockstep.batch_inference.checkpoint import load, resolve_checkpoint
 from lockstep.batch_inference.config import SampleConfig
 from lockstep.batch_inference.generate import Generator
 from lockstep.batch_inference.job_progress import Board, HostProgress, JobProgress, Meter
+from lockstep.batch_inference.progress_output import KEPT, ProgressOutput
 from lockstep.batch_inference.prompt_store import (
     JobShape,
     PromptStore,
@@ -28,12 +28,14 @@ from lockstep.batch_inference.prompt_store import (
     store_prompts,
 )
 from lockstep.batch_inference.row_files import (
+    TEMPLATE_DATE,
     RemoteRows,
     RowFile,
     RowIndex,
     agree_on_owners,
     check_manifest,
     host_file,
+    kept_template_date,
     merge,
     union,
     upload_rows,
@@ -75,7 +77,15 @@ from lockstep.report import (
     print_table,
     write_parquet,
 )
-from lockstep.text import StopFinder, check_vocab, fetch_tokenizer, load_tokenizer, stop_ids, tokenizer_digest
+from lockstep.text import (
+    StopFinder,
+    check_vocab,
+    fetch_tokenizer,
+    fix_template_date,
+    load_tokenizer,
+    stop_ids,
+    tokenizer_digest,
+)
 from lockstep.urls import HUB_WAIT_S, check_bare_name, check_links
 
 if TYPE_CHECKING:
@@ -166,6 +176,11 @@ class _Run:
                 self.remote = RemoteRows(given, hosts.index)
             elif given is not None:
                 self.output_dir = Path(given)
+        date = fix_template_date(
+            self.tokenizer, lambda: kept_template_date(self.output_dir, self.remote), hosts.broadcast_from_leader
+        )
+        if date:
+            self.facts |= {"tokenizer": tokenizer_digest(self.tokenizer), TEMPLATE_DATE: date}
 
     def _store(self) -> PromptStore:
         config, hosts = self.config, self.hosts
@@ -258,7 +273,7 @@ class _Run:
             log.info("%s", generator.engine.sizing.describe())
             log.info("batches of %d prompts at most", generator.batch_prompts)
         view: LiveView | None = make_live_view(self._title(shape)) if hosts.is_leader else None
-        shown = _ProgressOutput(view, tracker, defer=config.defer_tracker_logs_until_end)
+        shown = ProgressOutput(view, tracker, defer=config.defer_tracker_logs_until_end)
         with contextlib.closing(shown):
             board = Board(
                 hosts, separate=separate, rows=shape.rows, found=at_rest, generations=shape.generations, show=shown
@@ -350,46 +365,5 @@ class _Run:
         )
 
 
-class _ProgressOutput:
-    """Takes progress on the leader: to the view at once, to the tracker at once or at the end."""
-
-    def __init__(self, view: LiveView | None, tracker: Tracker, *, defer: bool) -> None:
-        self._view, self._tracker, self._defer = view, tracker, defer
-        self._kept: list[JobProgress] = []
-        self._last: JobProgress | None = None
-        self._next = 0.0
-
-    def __call__(self, job: JobProgress) -> None:
-        assert self._view is not None
-        with leader_only():
-            self._view.update(job)
-            self._last = job
-            if job.seconds >= self._next:
-                self._next = job.seconds + 10.0
-                self._keep(job)
-                if not self._defer:
-                    self._flush()
-
-    def close(self) -> None:
-        if self._view is None:
-            return
-        self._view.close()
-        if sys.exc_info()[0] is None:
-            if self._last is not None:
-                self._keep(self._last)
-            _report("the tracker", self._flush)
-
-    def _keep(self, job: JobProgress) -> None:
-        """For the tracker, unless it is there: how it ended is logged in any case."""
-        self._last = None
-        self._kept.append(job)
-
-    def _flush(self) -> None:
-        kept, self._kept = self._kept, []
-        for job in kept:
-            values: dict[str, float | str] = {f"sample/progress/{k}": v for k, v in job.metrics().items()}
-            self._tracker.log({**values, "sample/progress/seconds": job.seconds}, step=job.rows_done)
-
-
 def _report(what: str, work: Callable[[], None]) -> None:
-    try_leader_only(what, work, "all rows are on disk")
+    try_leader_only(what, work, KEPT)

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from lockstep.errors import PromptError
+from lockstep.text.template_date import date_options
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -66,6 +67,7 @@ def chat_text(tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Mapping[s
     """
     try:
         with _time_limit(TEMPLATE_S), panics_as_errors():
+            options |= date_options(tokenizer)
             text = tokenizer.apply_chat_template([dict(message) for message in messages], tokenize=False, **options)
     except _OverTime:
         raise PromptError(

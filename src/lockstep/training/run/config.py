@@ -73,6 +73,17 @@ class DataSource[Loaded: Data](Protocol):
         ...
 
 
+def check_validation(config: TrainerConfig, data: DataSource[Any]) -> None:
+    """Refuse settings of validation where there is nothing to validate with."""
+    for name in ("steps_per_eval", "per_device_eval_parallelism"):
+        value = getattr(config, name)
+        if value not in (None, -1) and not data.validation_urls:
+            raise ConfigError(
+                f"trainer.{name} is {value}, but data.validation_urls is empty, so it has no effect. Name files to "
+                "validate with, or leave it out."
+            )
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Setup[Loaded: Data]:
     """The state of a run before its first step, from which its batches are made."""

@@ -18,7 +18,7 @@ from jaxtyping import PyTree
 
 from lockstep.callback import InferenceEvalConfig, SampleCallback
 from lockstep.callback.evaluation import PREFIX as TASKS_PREFIX
-from lockstep.errors import ConfigError, PeerError
+from lockstep.errors import PeerError
 from lockstep.hosts import Hosts, closing_on_leader, config_digest, giving_back_leases, leader_only, try_leader_only
 from lockstep.models import (
     LlamaConfig,
@@ -47,12 +47,11 @@ from lockstep.report import (
 )
 from lockstep.text import check_vocab, fetch_tokenizer, load_tokenizer, token_count, tokenizer_digest
 from lockstep.training.checkpoints.saved_model import SavedAdapters, model_spec, save_tokenizer
-from lockstep.training.loop.config import TrainerConfig
 from lockstep.training.loop.hooks import StepInfo
 from lockstep.training.loop.stopping import StopRequest
 from lockstep.training.loop.trainer import Trainer
 from lockstep.training.loop.validation import Validation
-from lockstep.training.run.config import Data, DataSource, Setup, TrainConfig
+from lockstep.training.run.config import Data, Setup, TrainConfig, check_validation
 from lockstep.training.run.run_dir import (
     check_save_paths,
     closing_summary,
@@ -61,6 +60,7 @@ from lockstep.training.run.run_dir import (
     shown_path,
     start_tracker,
     take_leases,
+    template_date_facts,
 )
 from lockstep.training.step.train_state import TrainState
 from lockstep.urls import HUB_WAIT_S, absolute_path
@@ -96,7 +96,7 @@ def train(config: TrainConfig, hosts: Hosts) -> int:
 
     fetched = hosts.broadcast_from_leader("tokenizer", fetch, HUB_WAIT_S)
     with hosts.run_on_all("reading tokenizer") as prepared:
-        _check_validation(config.trainer, source)
+        check_validation(config.trainer, source)
         mesh = make_mesh(config.trainer.mesh_shape)
         config.trainer.microbatches(mesh)
         tokenizer = load_tokenizer(config.tokenizer, config.trust_remote_code, fetched, config.initialize_from_hf or "")
@@ -110,6 +110,7 @@ def train(config: TrainConfig, hosts: Hosts) -> int:
         if adapters is not None:
             facts |= {"base model": adapters.fingerprint, "lora.alpha / lora.r": str(adapters.lora.scale)}
         prepared.agree(facts)
+    facts |= template_date_facts(config.trainer, tokenizer, hosts)
     rows = source.load(tokenizer, model_config.max_seq_len, config.trainer.seed, hosts, token_ids)
     validation = source.load_validation(tokenizer, model_config.max_seq_len, hosts, token_ids)
     facts["training data"] = rows.digest()
@@ -245,16 +246,6 @@ def _announce(config: TrainConfig, model: PyTree, rows: Data, mesh: Mesh, run_di
         f"{n_parameters:,} parameters{trained} on mesh ({shape}); {len(rows):,} rows, batch "
         f"{config.trainer.train_batch_size}, {config.trainer.num_train_steps} steps; run directory {run_dir}"
     )
-
-
-def _check_validation(config: TrainerConfig, data: DataSource[Any]) -> None:
-    for name in ("steps_per_eval", "per_device_eval_parallelism"):
-        value = getattr(config, name)
-        if value not in (None, -1) and not data.validation_urls:
-            raise ConfigError(
-                f"trainer.{name} is {value}, but data.validation_urls is empty, so it has no effect. Name files to "
-                "validate with, or leave it out."
-            )
 
 
 class HfSaves:

@@ -6,21 +6,32 @@ import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lockstep.errors import ConfigError
-from lockstep.hosts import LEASE, Hosts, take_lease
+from lockstep.hosts import LEASE, Hosts, call_storage, take_lease
 from lockstep.models import save_target
 from lockstep.printable import get_logger, without_credentials
 from lockstep.report import WANDB_RUN, Tracker, build_tracker, drop_later
-from lockstep.training.checkpoints.checkpoint import bring_files, keep_files
+from lockstep.text import fix_template_date, tokenizer_digest
+from lockstep.training.checkpoints.checkpoint import (
+    CheckpointDirectory,
+    DamagedCheckpointError,
+    bring_files,
+    keep_files,
+)
 from lockstep.training.checkpoints.config import resumable_base, write_resumable
 from lockstep.training.loop.config import TrainerConfig
 from lockstep.training.loop.stopping import TrainResult
 from lockstep.training.rl import ROLLOUTS_FILE
 from lockstep.urls import check_bare_name, check_links, checkpoint_path
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 log = get_logger(__name__)
+
+_DATE = "date of the chat template"  # the name of that fact
 
 
 def make_run_dir(config: TrainerConfig, hosts: Hosts) -> Path:
@@ -45,6 +56,32 @@ def make_run_dir(config: TrainerConfig, hosts: Hosts) -> Path:
             elif base_path is not None:
                 write_resumable(path, base_path)
     return path
+
+
+def template_date_facts(config: TrainerConfig, tokenizer: "PreTrainedTokenizerBase", hosts: Hosts) -> dict[str, str]:
+    """Fix the date of the chat template, see `fix_template_date`; every host calls it.
+
+    Returns:
+        The facts of the run that depend on it: a checkpoint keeps them, and the run goes on with its date.
+    """
+
+    def kept() -> str | None:
+        if config.checkpointer is None or config.run_id is None:
+            return None
+        path = config.checkpointer.path(Path(config.log_dir).absolute() / config.run_id, config.run_id)
+
+        def read() -> str | None:
+            directory = CheckpointDirectory(path)
+            for step in reversed(directory.steps()):
+                with contextlib.suppress(DamagedCheckpointError):
+                    return directory.metadata(step).facts.get(_DATE)
+            return None
+
+        wait_s = 0.8 * hosts.timeout_s  # as for the search of the checkpoint itself
+        return call_storage(f"looking for checkpoints in {path}", read, wait_s, try_s=wait_s)
+
+    date = fix_template_date(tokenizer, kept, hosts.broadcast_from_leader)
+    return {"tokenizer": tokenizer_digest(tokenizer), **({_DATE: date} if date else {})}
 
 
 def take_leases(config: TrainerConfig, run_dir: Path) -> None:

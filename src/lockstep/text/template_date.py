@@ -1,0 +1,70 @@
+"""The date in a chat template, fixed for a run: today's, which templates ask for, differs by day and by zone."""
+
+import datetime
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+from lockstep.errors import ConfigError
+from lockstep.printable import get_logger
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+log = get_logger(__name__)
+
+_FUNCTION: Final = "strftime_now"  # the function of transformers that a template calls: Llama 3.2, SmolLM3, gpt-oss
+_ATTRIBUTE: Final = "lockstep_template_date"  # the attribute of a tokenizer that has its date
+
+
+def fix_template_date(
+    tokenizer: "PreTrainedTokenizerBase",
+    kept: Callable[[], str | None],
+    broadcast: Callable[[str, Callable[[], bytes]], bytes],
+) -> str:
+    """Have the chat template of a tokenizer see one date in every start of a run and on every host.
+
+    Args:
+        kept: A function that returns the date that an earlier start of the run kept; None for a new run, which has
+            today's by the leader's clock. It is called on the leader, and where the template has a date.
+        broadcast: ``Hosts.broadcast_from_leader``.
+
+    Returns:
+        The date, such as ``2026-11-28``; empty where the template has none.
+
+    Raises:
+        PeerError: What was kept cannot be read, or is no date.
+    """
+
+    def choose() -> bytes:
+        if _FUNCTION not in str(tokenizer.chat_template):
+            return b""
+        text = kept()
+        try:
+            date = datetime.date.today() if text is None else datetime.date.fromisoformat(text)
+        except ValueError as error:
+            raise ConfigError(
+                f"the run kept {text!r} as the date of its chat template ({error}). Start a new run."
+            ) from None
+        log.info(
+            "the chat template has the date %s (%s), in every later start of this run too",
+            date,
+            "today" if text is None else "of the first start",
+        )
+        return date.isoformat().encode()
+
+    date = broadcast("date of the chat template", choose).decode()
+    if date:
+        vars(tokenizer)[_ATTRIBUTE] = datetime.date.fromisoformat(date)
+    return date
+
+
+def template_date(tokenizer: Any) -> str:
+    """The date that `fix_template_date` has fixed; empty where none is."""
+    date = getattr(tokenizer, _ATTRIBUTE, None)
+    return date.isoformat() if date else ""
+
+
+def date_options(tokenizer: Any) -> Mapping[str, Any]:
+    """The variables by which a chat template sees the date that is fixed."""
+    date = getattr(tokenizer, _ATTRIBUTE, None)
+    return {_FUNCTION: date.strftime} if date else {}
