@@ -135,7 +135,8 @@ def check_reader(
     rests = rests if math.isclose(base, gap, rel_tol=0.05, abs_tol=tolerance) else []
     tried, likely = tuple(text for _, text in rests), _likely(rests, gap, base, tolerance)
     if gap <= tolerance and not likely:
-        cannot_tell = tuple(_with_rest(text, rest) for rest, text in rests if rest <= tolerance)
+        near = ((text.replace(": it should be ", " or "), rest) for rest, text in rests if rest <= tolerance)
+        cannot_tell = tuple(_with_rest(text, rest) for text, rest in near)
         return ReaderCheck(gap=gap, tolerance=tolerance, unseen=unseen, tried=tried, cannot_tell=cannot_tell)
     text = (
         f"what the reader returned differs from the model's own forward pass by up to {gap:.3g} in a log-probability; "

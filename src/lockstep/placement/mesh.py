@@ -154,9 +154,12 @@ def fsdp_warning(mesh: Mesh) -> str | None:
     """The text of the warning about FSDP over a network; None where chip links join all devices of each FSDP row.
 
     Inside a TPU slice hosts are joined by the chips' own links, where FSDP over all devices is right. Slices of TPUs
-    are joined by a network, and so are hosts with GPUs or CPUs.
+    are joined by a network, and so are hosts with GPUs. Processes with CPUs stand for a slice, as those of the demo do.
     """
-    if mesh.devices.flat[0].platform == "tpu":
+    platform = mesh.devices.flat[0].platform
+    if platform == "cpu":
+        return None
+    if platform == "tpu":
         joined, fix = "slices", "lockstep.placement.make_mesh (data parallel over slices, FSDP inside) is faster"
     else:
         joined, fix = "hosts", "mesh_shape: host_local (data parallel over hosts, FSDP inside) may be faster"

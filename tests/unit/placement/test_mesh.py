@@ -86,9 +86,12 @@ def test_on_tpus_only_slices_are_joined_by_a_network() -> None:
     assert warning is not None and "2 slices" in warning and "make_mesh" in warning
 
 
-@pytest.mark.parametrize("platform", ["cpu", "gpu"])
-def test_warning_names_hosts_and_fix(platform: str) -> None:
-    warning = fsdp_warning(make_mesh("auto", fake_pod(4, 2, platform)))
+def test_processes_with_cpus_stand_for_a_slice() -> None:
+    assert fsdp_spans_hosts(mesh := make_mesh("auto", fake_pod(4, 2, "cpu"))) and fsdp_warning(mesh) is None
+
+
+def test_warning_names_hosts_and_fix() -> None:
+    warning = fsdp_warning(make_mesh("auto", fake_pod(4, 2, "gpu")))
     assert warning is not None and "4 hosts" in warning and "host_local" in warning
 
 

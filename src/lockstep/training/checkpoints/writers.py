@@ -2,6 +2,7 @@
 setting for; replicas share what they have in common.
 """
 
+import asyncio
 import dataclasses
 import functools
 import itertools
@@ -24,6 +25,8 @@ CHUNK_BYTES = 64 << 20
 SPLIT_BYTES = 4 << 20
 """Shards of more bytes, of arrays with three axes or more, are stored layer by layer: in an export one is read at a
 time."""
+LAST_READS_S = 60.0
+"""Seconds that the reads of other arrays may take where one cannot be read."""
 PIECES = 4  # replicated shards above the mean of what a process writes divided by this are written in pieces
 
 
@@ -170,6 +173,18 @@ class CheckedArrayHandler(ocp.type_handlers.ArrayHandler):
             copies = [(part.of_array(), part.of_shard(np.asarray(shard))) for part, shard in parts]
             writes.append((ts.Spec(_spec(info, array, chunks_of(array))), copies))
         return [_Write(writes, infos[0].ts_context)] if writes else []
+
+    async def deserialize(self, infos: Any, args: Any = None) -> Any:
+        """Read arrays. Where one cannot be read, the reads of the others end before its error is raised: orbax closes
+        the event loop then, and tensorstore prints a traceback for each answer that comes to a closed one.
+        """
+        before = asyncio.all_tasks()  # which wait for this one
+        try:
+            return await super().deserialize(infos, args)
+        except Exception:
+            if reads := asyncio.all_tasks() - before:
+                await asyncio.wait(reads, timeout=LAST_READS_S)
+            raise
 
 
 class _Write:

@@ -122,6 +122,7 @@ class TrainResult:
     model: PyTree  # parameters after the last step, in the parameter type and sharding
     completed_steps: int  # steps that were done
     loss: float  # the loss of the last step; nan if there was none
+    progress: str = ""  # the words of the source of the batches where the loss says little, as that of GRPO does
     stopped_by: int | None
     """Signal that ended the run early, on whichever host it came; the same on all. None where there was none."""
     tracker_errors: int  # times the tracker failed; training went on

@@ -264,6 +264,7 @@ class Trainer:
             average=info.average,
             completed_steps=info.next_step,
             loss=info.loss,
+            progress=getattr(run.source, "progress", ""),
             stopped_by=stopped_by,
             diverged=diverged,
             skipped_steps=self._loss_watch.skipped,

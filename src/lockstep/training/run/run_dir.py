@@ -162,7 +162,8 @@ def closing_summary(run_dir: Path, result: TrainResult, num_train_steps: int, sa
         done = "stopped before a step whose loss is not finite or a spike (trainer.on_nan)"
     if result.stopped_by is not None and saved is None and result.checkpoint is None:
         done += ", no checkpoint was saved"
-    lines = ["", f"{done}: {result.completed_steps} of {num_train_steps} steps, last loss {result.loss:.4f}"]
+    last = result.progress.partition("  ")[0] or f"last loss {result.loss:.4f}"
+    lines = ["", f"{done}: {result.completed_steps} of {num_train_steps} steps, {last}"]
     found: list[tuple[str, Path]] = [
         ("samples", run_dir / "samples.jsonl"),
         ("rollouts", run_dir / ROLLOUTS_FILE),
