@@ -11,7 +11,7 @@ KEPT = "all rows are on disk"  # what stays where the leader's own work fails
 
 
 class ProgressOutput:
-    """Takes progress on the leader: to the view at once, to the tracker at once or at the end."""
+    """Takes progress on the leader."""
 
     def __init__(self, view: LiveView | None, tracker: Tracker, *, defer: bool) -> None:
         self._view, self._tracker, self._defer = view, tracker, defer

@@ -1,7 +1,6 @@
 """What a tokenizer of somebody else's may do: panic, and write a text for ever."""
 
 import ast
-import logging
 import re
 import time
 from pathlib import Path
@@ -10,8 +9,8 @@ import pytest
 from tokenizers import Regex, pre_tokenizers
 
 import lockstep
-from lockstep.errors import ConfigError, PromptError
-from lockstep.text import Prompt, decode, encode, fix_template_date, tokenizer_digest
+from lockstep.errors import PromptError
+from lockstep.text import Prompt, decode, encode
 from lockstep.text import tokenize as tokenize_module
 from lockstep.text.tokenize import chat_text, encode_text, panics_as_errors
 from lockstep.training.data.examples import FORMATS
@@ -88,41 +87,3 @@ def test_nothing_else_calls_a_tokenizer():
         ("tunix/rollout.py", "self._tokenizer.encode"),
         ("main/doctor/layout_rounds.py", "tokenizer.encode"),  # of its own
     }
-
-
-def test_a_date_in_the_template_is_that_of_the_run(monkeypatch, caplog):
-    caplog.set_level(logging.INFO, "lockstep")
-    messages = [{"role": "user", "content": "What is the date?"}]
-
-    def dated(zone, kept=None):
-        """A tokenizer of a start in a zone, and the date of its run."""
-        monkeypatch.setenv("TZ", zone)
-        time.tzset()
-        tokenizer = tiny.tokenizer()
-        tokenizer.chat_template = "{% if strftime_now is defined %}{{ strftime_now('%d %b %Y') }}{% endif %}"
-        return tokenizer, fix_template_date(tokenizer, lambda: kept, lambda _, choose: choose())
-
-    try:
-        (first, date), (other, later) = dated("UTC+12"), dated("UTC-14")
-        assert date != later and chat_text(first, messages) != chat_text(other, messages)
-        again, same = dated("UTC-14", date)
-        assert same == date and chat_text(again, messages) == chat_text(first, messages)
-        assert tokenizer_digest(again) == tokenizer_digest(first) != tokenizer_digest(other)
-        assert chat_text(dated("UTC", "2024-02-29")[0], messages) == "29 Feb 2024"
-        with pytest.raises(ConfigError, match="the run kept '30 February' as the date of its chat template"):
-            dated("UTC", "30 February")
-    finally:
-        monkeypatch.undo()
-        time.tzset()
-    lines = [
-        record.getMessage() for record in caplog.records if "the chat template has the date" in record.getMessage()
-    ]
-    assert lines[0].startswith(f"the chat template has the date {date} (today)")
-    assert lines[2].startswith(f"the chat template has the date {date} (of the first start)")
-
-
-def test_a_template_without_a_date_asks_nobody_for_one():
-    tokenizer = tiny.tokenizer()
-    before = tokenizer_digest(tokenizer)
-    assert fix_template_date(tokenizer, lambda: pytest.fail("asked"), lambda _, choose: choose()) == ""
-    assert tokenizer_digest(tokenizer) == before
