@@ -175,7 +175,7 @@ def _with_factors(weight: str, pattern: str, ndim: int, a_ndim: int, b_ndim: int
     """The pattern of `merge_lora` from that of `view`: which axes are inputs follows from the weight."""
     groups, want = axis_groups(pattern.partition("->")[0]), pattern.partition("->")[2].split()
     assert len(groups) == ndim, f"{pattern} of a weight with {ndim} axes"
-    stacked = ["layer"] * (groups[0] == ("layer",))
+    stacked = groups.index(("layer",)) if ("layer",) in groups else None
     have = [group[0] if len(group) == 1 else f"({' '.join(group)})" for group in groups]
     inner = [name for name in want if name != "layer"]
     inputs = inner[:-1] if weight in OUTPUTS else inner[:1]
@@ -185,8 +185,11 @@ def _with_factors(weight: str, pattern: str, ndim: int, a_ndim: int, b_ndim: int
     def side(names: list[str], axes: int) -> list[str]:
         return [f"({' '.join(names)})"] if axes == 1 and len(names) > 1 else names
 
-    left = [*stacked, *side(a, a_ndim - 1 - len(stacked)), "rank"]
-    right = [*stacked, "rank", *side(b, b_ndim - 1 - len(stacked))]
+    left = [*side(a, a_ndim - 1 - (stacked is not None)), "rank"]
+    right = ["rank", *side(b, b_ndim - 1 - (stacked is not None))]
+    for axes in (left, right):
+        if stacked is not None:
+            axes.insert(stacked, "layer")
     return f"{' '.join(have)}, {' '.join(left)}, {' '.join(right)} -> {' '.join(want)}"
 
 

@@ -136,8 +136,8 @@ def merge_lora(weight: Any, a: Any, b: Any, pattern: str, *, scale: float, **pic
         pattern: The names of the axes of the weight, of both factors, and of what the decoder wants, as in
             ``"embed heads head, embed rank, rank heads head -> embed heads head"``. Names in parentheses are one axis
             of a factor: ``rank (heads head)``; of the weight as in `view`, and then the factor has the same:
-            ``"embed (two mlp), embed rank, rank (two mlp) -> embed mlp"``. All layers in one array: ``layer`` first,
-            everywhere.
+            ``"embed (two mlp), embed rank, rank (two mlp) -> embed mlp"``. All layers in one array: ``layer`` first in
+            what the decoder wants, and in the arrays wherever it is, on the same axis of all three.
         scale: The factor of the product, ``alpha / rank`` in most libraries.
         **picks: What to take of axes, and sizes, as `lockstep.models.view` takes them.
 
@@ -164,10 +164,11 @@ def merge_lora(weight: Any, a: Any, b: Any, pattern: str, *, scale: float, **pic
         raise ConfigError(
             "some of weight, a and b are lists, some are not. Give an array per layer for all, or for none."
         )
-    if any("layer" in side.split()[1:] for side in sides):
+    places = {axis_groups(side).index(("layer",)) if "layer" in side.split() else None for side in sides}
+    if len(places) > 1:
         raise ConfigError(
-            f"the pattern {pattern!r} has the layer behind another axis; of a weight with an adapter it must be the "
-            "first. Put it there: jax.numpy.moveaxis in the train step, or a list of one array for each layer."
+            f"the pattern {pattern!r} has the layer on other axes of a factor than of the weight. Put it on the same: "
+            "jax.numpy.moveaxis in the train step, or lists of one array for each layer."
         )
     plain = view(weight, f"{sides[0]} -> {want}", **picks)
     every = [list(array) if lists[0] else [array] for array in (weight, a, b)]
@@ -176,7 +177,8 @@ def merge_lora(weight: Any, a: Any, b: Any, pattern: str, *, scale: float, **pic
         sides = [side.replace(joint, f"joint_{number}") for side in sides]
     names = [name for name in sides[0].split() if name != "layer"]
     groups = [axis_groups(side) for side in sides[1:]]
-    _check_factors(pattern, names, groups, base, [every[1][0], every[2][0]], len({len(part) for part in every}))
+    factors = [every[1][0], every[2][0]]
+    _check_factors(pattern, sides[0].split(), groups, base, factors, len({len(part) for part in every}))
     if not isinstance(plain, LazyWeight):
         sharding = resharded(base, axis_specs(base))
         plain = LazyWeight((base,), unchanged, base.shape, base.dtype, sharding, stacked=sides[0].startswith("layer "))
@@ -204,17 +206,18 @@ def merge_lora(weight: Any, a: Any, b: Any, pattern: str, *, scale: float, **pic
 
 
 def _check_factors(
-    pattern: str, names: Sequence[str], groups: Sequence[Any], base: Any, factors: Sequence[Any], lengths: int
+    pattern: str, axes: Sequence[str], groups: Sequence[Any], base: Any, factors: Sequence[Any], lengths: int
 ) -> None:
     """Refuse a pattern that does not fit: shapes, one rank, and axes that are split inside a group."""
-    sizes = dict(zip(names, base.shape[base.ndim - len(names) :], strict=True))
-    split = dict(zip(names, axis_specs(base)[base.ndim - len(names) :], strict=True))
+    sizes = {name: size for name, size in zip(axes, base.shape, strict=True) if name != "layer"}
+    split = dict(zip(axes, axis_specs(base), strict=True))
+    names = set(sizes)
     flat = [{name for group in side for name in group if name != "layer"} for side in groups]
-    rank = (flat[0] & flat[1]) - set(names)
+    rank = (flat[0] & flat[1]) - names
     why = ""
     if lengths > 1:
         why = "the lists have different numbers of layers"
-    elif len(rank) != 1 or flat[0] | flat[1] != set(names) | rank:
+    elif len(rank) != 1 or flat[0] | flat[1] != names | rank:
         why = (
             "both factors must have one axis that the weight does not have, the rank, and between them all of its axes"
         )

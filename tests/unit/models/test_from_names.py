@@ -180,6 +180,25 @@ def test_adapters_are_merged():
     assert is_lazy(weights.layers.k), "of an array with both"
 
 
+@pytest.mark.parametrize("axis", [0, 1])
+def test_adapters_are_merged_where_the_layer_is_any_axis_of_stacked_arrays(axis):
+    theirs = adapted()
+    stacked = {name: np.stack([block[name] for block in theirs["blocks"]], axis) for name in theirs["blocks"][0]}
+    axes = {"q": "embed heads head", "down": "mlp embed", "gate": "embed mlp", "attn_norm": "embed"}
+    table = {name: row for name, row in TABLE.items() if "{}" not in str(row)}
+    for name in TABLE.keys() - table.keys() - {"q_norm"}:
+        row = TABLE[name]
+        path, pattern, *picks = (row, f"{axes[name]} -> {axes[name]}") if isinstance(row, str) else row
+        have, want = pattern.split(" -> ")
+        names = have.split()
+        names.insert(axis, "layer")
+        table[name] = (path.replace(".{}", ""), f"{' '.join(names)} -> layer {want}", *picks)
+    weights = from_names(table, lora=LoraNames(scale=0.5))({**theirs, "blocks": stacked})
+    listed = from_names(TABLE, lora=LoraNames(scale=0.5))(theirs)
+    for name in (*ADAPTERS, "k", "gate", "attn_norm"):
+        np.testing.assert_array_equal(made(getattr(weights.layers, name)), made(getattr(listed.layers, name)), name)
+
+
 def test_an_adapter_that_only_some_layers_have_is_named():
     theirs = adapted()
     del theirs["blocks"][1]["q_lora_b"]

@@ -107,22 +107,29 @@ QKV = "embed kv group head, embed rank, rank (kv group head) -> embed kv group h
 
 
 @pytest.mark.parametrize("tensor", [1, 2])
-@pytest.mark.parametrize("by_layer", [False, True])
-def test_factors_are_brought_to_the_blocks_of_their_weight(tensor, by_layer):
+@pytest.mark.parametrize("layer_axis", [None, 0, 1])
+def test_factors_are_brought_to_the_blocks_of_their_weight(tensor, layer_axis):
     """The weight is split over both axes of the mesh; one factor is whole everywhere, one is split elsewhere."""
     mesh, rng = mesh_of("1,2,2"), np.random.default_rng(0)
     weights = tiny.placed_weights(mesh)
     q = np.asarray(weights.layers.q)
     a, b = (rng.standard_normal((len(q), *shape)).astype(np.float32) for shape in ((q.shape[1], 2), (2, q[0, 0].size)))
     arrays = [(q, ("fsdp", "tp")), (a, ()), (b, ("tp", "fsdp"))]
-    if by_layer:
+    if layer_axis is None:
         on = [[place(one, jax.NamedSharding(mesh, jax.P(*spec))) for one in array] for array, spec in arrays]
         lazy = merge_lora(*on, QKV, scale=SCALE)
     else:
-        on = [place(array, jax.NamedSharding(mesh, jax.P(None, *spec))) for array, spec in arrays]
-        lazy = merge_lora(
-            *on, ", ".join("layer " + side for side in QKV.split(", ")).replace("->", "-> layer"), scale=SCALE
-        )
+        on = []
+        for array, spec in arrays:
+            where = [*spec, None, None][: array.ndim - 1]
+            where.insert(layer_axis, None)
+            on.append(place(np.moveaxis(array, 0, layer_axis), jax.NamedSharding(mesh, jax.P(*where))))
+        left, want = QKV.split(" -> ")
+        sides = [side.split() for side in left.replace("(kv group head)", "kv-group-head").split(", ")]
+        for side in sides:
+            side.insert(layer_axis, "layer")
+        pattern = ", ".join(map(" ".join, sides)).replace("kv-group-head", "(kv group head)")
+        lazy = merge_lora(*on, f"{pattern} -> layer {want}", scale=SCALE)
     adapted = dataclasses.replace(weights, layers=dataclasses.replace(weights.layers, q=lazy))
     decode_mesh = make_decode_mesh(mesh, tensor)
     layouts = leaf_layouts(adapted, decode_mesh, TENSOR_DIMS)
@@ -140,6 +147,7 @@ def test_factors_are_brought_to_the_blocks_of_their_weight(tensor, by_layer):
         ("a b -> a b", "does not have the form"),
         ("a b, a r, s b -> a b", "both factors must have one axis that the weight does not have"),
         ("a b, a r, r -> a b", "both factors must have"),
+        ("layer b, r layer, layer r b -> layer b", "has the layer on other axes of a factor than of the weight"),
         ("a b, b r, r a -> a b", r"a factor has shape \(5, 2\), and the pattern with the weight's \(5, 7\)"),
     ],
 )
