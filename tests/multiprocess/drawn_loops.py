@@ -52,6 +52,7 @@ class Loop:
     frozen_whole: bool
     setting: str
     pins_results: bool
+    wide: bool  # 64-bit numbers by default
     seed: int
 
     @classmethod
@@ -81,6 +82,7 @@ class Loop:
             frozen_whole=bool(rng.integers(2)),
             setting=list(SETTINGS)[rng.integers(len(SETTINGS))],
             pins_results=bool(rng.integers(2)),
+            wide=bool(rng.integers(2)),  # drawn last: what is added here leaves the other draws of a seed
             seed=seed,
         )
 
@@ -88,7 +90,8 @@ class Loop:
         return (
             f"seed {self.seed}: mesh {dict(self.mesh.shape)} of {[d.id for d in self.mesh.devices.flat]}, layers "
             f"{self.layers}, frozen {self.frozen} {jnp.dtype(self.frozen_dtype).name} on {dict(self.frozen_mesh.shape)}"
-            f"{' whole' * self.frozen_whole}, {self.setting}, {'pinned' if self.pins_results else 'free'} results"
+            f"{' whole' * self.frozen_whole}, {self.setting}{', 64 bits' * self.wide}, "
+            f"{'pinned' if self.pins_results else 'free'} results"
         )
 
     def params(self) -> dict[str, Any]:
@@ -175,7 +178,7 @@ def run_loop(hosts: Hosts, seed: int, directory: str) -> dict[str, Any]:
         trained = loop.trained(params)
         places = jax.tree.map(lambda leaf: leaf.sharding, trained)
         step = jax.jit(train_step, donate_argnums=0, **({"out_shardings": (places, None)} if loop.pins_results else {}))
-        with SETTINGS[loop.setting]():
+        with SETTINGS[loop.setting](), jax.enable_x64(loop.wide):
             if callback is not None:
                 callback.check((config, read(params)))
             for number in range(1, STEPS + 1):
