@@ -268,7 +268,7 @@ def test_on_error_raise_is_the_same_error_everywhere():
     texts = {result["texts"]["round"] for result in exits()}
     assert len(texts) == 1
     (text,) = texts
-    assert text.startswith("PeerError: 1 of 2 processes failed") and "'no/such/file.txt' does not exist" in text
+    assert text.startswith("PeerError: 1 of 2 processes failed") and "/no/such/file.txt' does not exist" in text
 
 
 @pytest.mark.slow
