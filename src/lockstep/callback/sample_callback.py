@@ -1,11 +1,12 @@
 """The hook: when to sample, and what a failed round does."""
 
 import dataclasses
+import functools
 import json
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ from lockstep.engine import EarlierAnswers, Engine
 from lockstep.errors import ConfigError, DisagreementError, HostError, PeerError
 from lockstep.hosts import Hosts, JobHosts, Watchdog, digest, environment
 from lockstep.json_text import typed
+from lockstep.models import DecoderWeights, LlamaConfig
 from lockstep.placement.device import own_settings
 from lockstep.printable import get_logger
 from lockstep.report import Tracker
@@ -276,11 +278,12 @@ class SampleCallback:
     def _round(self, step: int, model: Any) -> None:
         try:
             with own_settings(), self._hosts.scope(self.name, self.config.timeout_s) as hosts:
+                read_model = functools.cache(lambda: self._model_engine.read(model, hosts))
                 result = run_round(
                     hosts,
                     facts={"step": str(step), **self._facts},
-                    read=lambda: self._read_prompts(step, self._limits(model, hosts)),
-                    ready=lambda: (*self._model_engine.read(model, hosts), self._model_engine.auditor()),
+                    read=lambda: self._read_prompts(step, _limits(read_model)),
+                    ready=lambda: (*read_model(), self._model_engine.auditor()),
                     filters=self.config.filters,
                     find_stop=self._find_stop,
                     max_seconds=self.config.max_seconds,
@@ -303,13 +306,6 @@ class SampleCallback:
             self._model_engine.log_sizing(self.name)
             counts = {"skipped_rounds": self.skipped_rounds}
             self._reporter.report(step, result.prompts, result.generation, counts, result.requests)
-
-    def _limits(self, model: Any, hosts: Hosts) -> ModelLimits | None:
-        """The limits of a model; None where it cannot be read, which every host says when it makes the engine."""
-        try:
-            return limits_of(self._model_engine.read(model, hosts)[1])
-        except Exception:
-            return None
 
     def _read_prompts(self, step: int, limits: ModelLimits | None) -> RoundPrompts:
         """The prompts of the round after a step."""
@@ -365,3 +361,11 @@ class SampleCallback:
         if self._watchdog is None or self._watchdog.timeout_s != self.config.timeout_s:
             self._watchdog = Watchdog(self._hosts, self.config.timeout_s)
         return self._watchdog
+
+
+def _limits(read_model: Callable[[], tuple[Engine, tuple[LlamaConfig, DecoderWeights]]]) -> ModelLimits | None:
+    """The limits of a model; None where it cannot be read, which every host says when it makes the engine."""
+    try:
+        return limits_of(read_model()[1])
+    except Exception:
+        return None

@@ -296,12 +296,12 @@ def test_the_package_is_installed_once(laptop):
     (tools / "uv").chmod(0o755)
     output = laptop.launch(*SLICE, "--tpu_type", "v5p-16", "--", "lockstep", "train", timeout_s=120)
     assert output.count("[0] trained with") == 1 and output.count("[1] trained with") == 1
-    ordered(output, "[0] setup: installing 0.1.0-", "[0] setup: 0.1.0-", "is ready", "[0] trained with")
+    ordered(output, "[0] setup: installing 0.2.0-", "[0] setup: 0.2.0-", "is ready", "[0] trained with")
     versions = laptop.cloud.home("pod worker 0") / ".lockstep" / "versions"
     (version,) = versions.iterdir()
     assert (version / "ready").exists()
     installed = (version / "installed").read_text()
-    assert "jax_lockstep-0.1.0-py3-none-any.whl[tpu,gcs,wandb,parquet]" in installed and "jax==" in installed
+    assert "jax_lockstep-0.2.0-py3-none-any.whl[tpu,gcs,wandb,parquet]" in installed and "jax==" in installed
     again = laptop.launch(*SLICE, "--tpu_type", "v5p-16", "--", "lockstep", "train")
     assert "is there already" in again and "installing" not in again
     # An installation that was interrupted is made again.
@@ -316,7 +316,7 @@ def test_the_package_is_installed_once(laptop):
 
 UV = """#!/bin/sh
 case "$1 $2" in
-  "build --quiet") mkdir -p "$5" && echo wheel > "$5/jax_lockstep-0.1.0-py3-none-any.whl" ;;
+  "build --quiet") mkdir -p "$5" && echo wheel > "$5/jax_lockstep-0.2.0-py3-none-any.whl" ;;
   "venv --quiet")
     for last; do :; done
     mkdir -p "$last/bin"
