@@ -119,7 +119,7 @@ def write_tokenizer(tokenizer: Any, directory: str | os.PathLike[str]) -> None:
         text = json.dumps(settings | {"eos_token_id": ends}, indent=2)
         write_file(Path(directory) / ENDING_FILES[0], text + "\n")
     file = Path(directory) / "tokenizer_config.json"
-    config = json.loads(file.read_text(encoding="utf-8"))
+    config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     if config.get("tokenizer_class") == _BACKEND:
         write_file(file, json.dumps(config | {"tokenizer_class": _FAST}, indent=2) + "\n")
 

@@ -103,7 +103,10 @@ def test_the_tokenizer_and_its_special_tokens_are_saved(tmp_path: Path) -> None:
         bos_token_id, eos_token_id, pad_token_id, name_or_path = 5, 7, None, ""
 
         def get_vocab(self) -> dict[str, int]:
-            return {"<|im_end|>": 3}
+            return {"<|im_end|>": 3, "<end>": 7}
+
+        def convert_ids_to_tokens(self, token: int) -> str:
+            return {3: "<|im_end|>", 7: "<end>"}[token]
 
         def save_pretrained(self, directory: str) -> None:
             (Path(directory) / "tokenizer.json").write_text("{}")
