@@ -228,9 +228,9 @@ def test_a_real_run_samples_the_model_that_is_trained_and_trains_the_same(tmp_pa
         hooks = sample_hooks(asked, tiny.tokenizer(), model=model, output_dir=tmp_path, also=Compare())
         report = hooks.sampler._reporter.report
 
-        def noted(step, prompts, result, counts):
+        def noted(step, prompts, result, counts, requests):
             reports.append((step, prompts, result.completions))
-            report(step, prompts, result, counts)
+            report(step, prompts, result, counts, requests)
 
         hooks.sampler._reporter.report = noted
         return hooks
