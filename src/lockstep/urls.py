@@ -165,11 +165,15 @@ def check_bare_name(name: object, place: str) -> str:
 def check_links(directory: str | os.PathLike[str]) -> None:
     """Refuse a directory that is written to where it has links that lead out of it: it may be somebody else's.
 
+    The logs of W&B's runs are left out: it puts links to its own cache there, and writes to none of an earlier run.
+
     Raises:
         ConfigError: It has one, at any depth.
     """
     root = os.path.realpath(directory)
     for folder, directories, files in os.walk(root):
+        if re.fullmatch(r"wandb/(offline-)?run-[^/]+/logs", os.path.relpath(folder, root)):
+            continue
         for path in (os.path.join(folder, name) for name in (*directories, *files)):
             if os.path.islink(path) and os.path.commonpath([root, os.path.realpath(path)]) != root:
                 raise ConfigError(

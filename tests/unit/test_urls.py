@@ -131,6 +131,8 @@ def test_a_directory_that_is_written_to_has_no_link_that_leads_out(tmp_path):
     run = tmp_path / "runs" / "mine"
     (run / "wandb" / "run-1").mkdir(parents=True)
     (run / "wandb" / "latest-run").symlink_to("run-1")
+    (run / "wandb" / "offline-run-2" / "logs").mkdir(parents=True)
+    (run / "wandb" / "offline-run-2" / "logs" / "debug-core.log").symlink_to(tmp_path / "cache")  # as W&B does
     check_links(run)
     check_links(tmp_path / "nowhere")
     (tmp_path / "link").symlink_to(run)
