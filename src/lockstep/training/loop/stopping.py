@@ -92,8 +92,8 @@ class StopRequest:
     def between_steps(self) -> int:
         """Return the signal that ended the run while a batch was made, on whichever host it came."""
         with self._hosts.run_on_all("end of the run") as ended:
-            ended.share(self.signal)
-        return _of_hosts(ended.shared) or signal.SIGTERM
+            ended.share(int(self.signal or 0))
+        return _of_hosts([number or None for number in ended.shared]) or signal.SIGTERM
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self._at == 0.0:
