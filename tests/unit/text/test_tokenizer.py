@@ -228,7 +228,7 @@ def test_names_beside_a_tokenizer_and_those_that_nothing_opens_pass(tmp_path):
     place = tmp_path / "tokenizer"
     shutil.copytree(DEMO_TOKENIZER, place)
     settings = json.loads((place / "tokenizer_config.json").read_text())
-    settings |= {"tokenizer_file": None, "special_tokens_map_file": "/root/.cache/special_tokens_map.json"}
+    settings |= {"tokenizer_file": None, "special_tokens_map_file": "/home/them/.cache/special_tokens_map.json"}
     (place / "tokenizer_config.json").write_text(json.dumps(settings))
     assert load_tokenizer(place)("one").input_ids == load_tokenizer(DEMO_TOKENIZER)("one").input_ids
 
