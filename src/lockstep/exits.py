@@ -78,10 +78,10 @@ def cause_of[Ended](failed: Sequence[Ended], code: Callable[[Ended], int], own: 
         failed: The processes that have not ended well, in the order of time; at least one.
         own: Those whose output has an error of their own.
     """
-    raised = [each for each in failed if code(each) < 128 and code(each) not in (PEER_FAILED, FAULT)]
-    said = [each for each in raised if each in own]
-    dead = [each for each in failed[:1] if code(each) in DIED]
-    faults = [each for each in failed if code(each) == FAULT]
+    raised = [process for process in failed if code(process) < 128 and code(process) not in (PEER_FAILED, FAULT)]
+    said = [process for process in raised if process in own]
+    dead = [process for process in failed[:1] if code(process) in DIED]
+    faults = [process for process in failed if code(process) == FAULT]
     return (said or dead or raised or faults or failed)[0]
 
 
