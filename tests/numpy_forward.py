@@ -1,0 +1,271 @@
+"""The forward pass of every family that is read from Hugging Face, in NumPy and float64: an oracle of its own.
+
+`forward(directory, ids)` reads ``config.json`` and the safetensors as they are, with transformers' names. It is written
+from the papers and from transformers' documentation, as plainly as it can be: no cache, no batching of experts, no
+fused weights. Whoever adds a family adds its row to `FAMILIES`.
+"""
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes  # noqa: F401  (NumPy learns bfloat16)
+import numpy as np
+from safetensors.numpy import load_file
+
+type Array = np.ndarray
+type Config = Mapping[str, Any]
+
+
+def silu(x: Array) -> Array:
+    return x / (1 + np.exp(-x))
+
+
+def gelu_tanh(x: Array) -> Array:
+    """Hendrycks and Gimpel 2016, the approximation by tanh."""
+    return 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+
+
+def softmax(x: Array) -> Array:
+    e = np.exp(x - x.max(-1, keepdims=True))
+    return e / e.sum(-1, keepdims=True)
+
+
+def soft_cap(x: Array, limit: float | None) -> Array:
+    return limit * np.tanh(x / limit) if limit else x
+
+
+def linear(tensors: "Tensors", name: str, x: Array) -> Array:
+    return x @ tensors[f"{name}.weight"].T + tensors.get(f"{name}.bias", 0.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """What a family does otherwise than Llama; a bias, a q-norm or a sink is used where the checkpoint has it."""
+
+    activation: Callable[[Array], Array] = silu
+    norm_plus_one: bool = False  # Gemma: the weight of a norm is stored less 1
+    norms: tuple[str | None, ...] = ("input_layernorm", None, "post_attention_layernorm", None)
+    """The norms before and after attention, before and after the MLP."""
+    norm_over_heads: bool = False  # OLMo 2: one norm over all heads of q, and of k
+    scaled_embedding: bool = False
+    mlp: Callable[["Family", Config, "Tensors", Array], Array] | None = None
+
+
+class Tensors(dict[str, Array]):
+    """Tensors in float64 by their names."""
+
+    def below(self, prefix: str) -> "Tensors":
+        """Those whose names begin with ``prefix.``, without it."""
+        start = f"{prefix}."
+        return Tensors({name.removeprefix(start): value for name, value in self.items() if name.startswith(start)})
+
+
+def gated(family: Family, tensors: Tensors, x: Array, names: tuple[str, str, str]) -> Array:
+    """Shazeer 2020: ``down(activation(gate(x)) * up(x))``."""
+    gate, up, down = names
+    return linear(tensors, down, family.activation(linear(tensors, gate, x)) * linear(tensors, up, x))
+
+
+PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+
+
+def dense(family: Family, config: Config, tensors: Tensors, x: Array) -> Array:
+    mlp = tensors.below("mlp")
+    if "gate_up_proj.weight" in mlp:  # Phi 3: gate above up
+        gate, up = np.split(mlp.pop("gate_up_proj.weight"), 2)
+        mlp |= {"gate_proj.weight": gate, "up_proj.weight": up}
+    return gated(family, mlp, x, PROJECTIONS)
+
+
+def routed(
+    scores: Array, top: int, expert: Callable[[int, Array], Array], weights: Callable[[Array], Array], x: Array
+) -> Array:
+    """The sum over the ``top`` experts of each token, weighted by ``weights`` of their scores; token by token."""
+    out = np.zeros_like(x)
+    for place in np.ndindex(x.shape[:-1]):
+        chosen = np.argsort(-scores[place], kind="stable")[:top]
+        share = weights(scores[place][chosen])
+        out[place] = sum(w * expert(int(index), x[place]) for w, index in zip(share, chosen, strict=True))
+    return out
+
+
+def mixtral(family: Family, config: Config, tensors: Tensors, x: Array) -> Array:
+    """Jiang et al. 2024, equation 2: the softmax is over the chosen experts' logits."""
+    moe = tensors.below("block_sparse_moe")
+
+    def expert(index: int, token: Array) -> Array:
+        return gated(family, moe.below(f"experts.{index}"), token, ("w1", "w3", "w2"))
+
+    return routed(linear(moe, "gate", x), config["num_experts_per_tok"], expert, softmax, x)
+
+
+def qwen_moe(family: Family, config: Config, tensors: Tensors, x: Array) -> Array:
+    """Qwen 2 and 3: shares of a softmax over all experts, renormalised or not, and a gated expert for all tokens."""
+    moe = tensors.below("mlp")
+    if "gate.weight" not in moe:  # a layer without experts
+        return dense(family, config, tensors, x)
+
+    def expert(index: int, token: Array) -> Array:
+        return gated(family, moe.below(f"experts.{index}"), token, PROJECTIONS)
+
+    def share(chosen: Array) -> Array:
+        return chosen / chosen.sum() if config["norm_topk_prob"] else chosen
+
+    out = routed(softmax(linear(moe, "gate", x)), config["num_experts_per_tok"], expert, share, x)
+    if "shared_expert_gate.weight" in moe:
+        shared = gated(family, moe.below("shared_expert"), x, PROJECTIONS)
+        out += shared / (1 + np.exp(-linear(moe, "shared_expert_gate", x)))
+    return out
+
+
+def gpt_oss(family: Family, config: Config, tensors: Tensors, x: Array) -> Array:
+    """gpt-oss: gate and up are the even and odd columns, clamped at 7, with sigmoid(1.702 gate) and up + 1."""
+    moe = tensors.below("mlp")
+
+    def expert(index: int, token: Array) -> Array:
+        both = token @ moe["experts.gate_up_proj"][index] + moe["experts.gate_up_proj_bias"][index]
+        gate, up = np.minimum(both[0::2], 7), np.clip(both[1::2], -7, 7)
+        hidden = (up + 1) * gate / (1 + np.exp(-1.702 * gate))
+        return hidden @ moe["experts.down_proj"][index] + moe["experts.down_proj_bias"][index]
+
+    return routed(linear(moe, "router", x), config["num_experts_per_tok"], expert, softmax, x)
+
+
+GEMMA_NORMS = (
+    "input_layernorm",
+    "post_attention_layernorm",
+    "pre_feedforward_layernorm",
+    "post_feedforward_layernorm",
+)
+GEMMA = Family(gelu_tanh, norm_plus_one=True, norms=GEMMA_NORMS, scaled_embedding=True)
+OLMO_NORMS = (None, "post_attention_layernorm", None, "post_feedforward_layernorm")
+FAMILIES: dict[str, Family] = {
+    **dict.fromkeys(("llama", "mistral", "phi3", "qwen2", "qwen3"), Family()),
+    **dict.fromkeys(("gemma2", "gemma3_text"), GEMMA),
+    "olmo2": Family(norms=OLMO_NORMS, norm_over_heads=True),
+    "mixtral": Family(mlp=mixtral),
+    **dict.fromkeys(("qwen2_moe", "qwen3_moe"), Family(mlp=qwen_moe)),
+    "gpt_oss": Family(mlp=gpt_oss),
+}
+"""By the ``model_type`` of ``config.json``."""
+
+
+def frequencies(rope: Config, head: int) -> tuple[Array, float]:
+    """The angle per position of each pair of a head (those that are not rotated have 0), and the factor of q and k."""
+    rotated = int(head * rope.get("partial_rotary_factor", 1.0))
+    exponents = np.arange(0, rotated, 2) / rotated
+    angles = rope["rope_theta"] ** -exponents
+    factor, attention = rope.get("factor", 1.0), 1.0
+    match rope["rope_type"]:
+        case "linear":
+            angles /= factor
+        case "llama3":  # kept above the high band, slowed below the low one, blended between
+            turns = rope["original_max_position_embeddings"] * angles / (2 * math.pi)
+            low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+            kept = np.clip((turns - low) / (high - low), 0, 1)
+            angles = kept * angles + (1 - kept) * angles / factor
+        case "yarn":  # Peng et al. 2023, section 3.2, and the temperature of 3.4
+            original, base = rope["original_max_position_embeddings"], math.log(rope["rope_theta"])
+
+            def pair(turns: float) -> float:
+                return rotated * math.log(original / (turns * 2 * math.pi)) / (2 * base)
+
+            low, high = pair(rope.get("beta_fast", 32.0)), pair(rope.get("beta_slow", 1.0))
+            if rope.get("truncate", True):
+                low, high = math.floor(low), math.ceil(high)
+            low, high = max(low, 0), min(high, rotated - 1)
+            slowed = np.clip((np.arange(rotated // 2) - low) / max(high - low, 0.001), 0, 1)
+            angles = slowed * angles / factor + (1 - slowed) * angles
+            attention = 0.1 * math.log(factor) + 1
+        case kind:
+            assert kind == "default", kind
+    return angles, attention
+
+
+def rotate(x: Array, rope: Config) -> Array:
+    """Su et al. 2021, of ``[batch, position, head, element]``; elements of a pair are half the rotated part apart."""
+    angles, attention = frequencies(rope, x.shape[-1])
+    half = len(angles)
+    turn = np.arange(x.shape[1])[:, None, None] * angles
+    first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    cos, sin = attention * np.cos(turn), attention * np.sin(turn)
+    return np.concatenate([first * cos - second * sin, second * cos + first * sin, rest], -1)
+
+
+def attention(family: Family, config: Config, tensors: Tensors, x: Array, kind: str) -> Array:
+    """Causal attention of one layer, of ``kind`` "full_attention" or "sliding_attention"."""
+    batch, length, width = x.shape
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    size = config.get("head_dim") or width // heads
+    if "qkv_proj.weight" in tensors:  # Phi 3
+        q, k, v = np.split(linear(tensors, "qkv_proj", x), [heads * size, (heads + kv_heads) * size], -1)
+    else:
+        q, k, v = (linear(tensors, f"{name}_proj", x) for name in "qkv")
+
+    def normed(name: str, values: Array, count: int) -> Array:
+        split = (batch, length, count, size)
+        weight = tensors.get(f"{name}_norm.weight")
+        if weight is None:
+            return values.reshape(split)
+        if family.norm_over_heads:
+            return rms_norm(family, config, values, weight).reshape(split)
+        return rms_norm(family, config, values.reshape(split), weight)
+
+    rope = config["rope_parameters"]
+    rope = rope.get(kind, rope)
+    q, k = rotate(normed("q", q, heads), rope), rotate(normed("k", k, kv_heads), rope)
+    group = heads // kv_heads
+    k, v = np.repeat(k, group, axis=2), np.repeat(v.reshape(batch, length, kv_heads, size), group, axis=2)
+    scale = config.get("query_pre_attn_scalar", size) ** -0.5
+    scores = soft_cap(np.einsum("bqnh,bknh->bnqk", q, k) * scale, config.get("attn_logit_softcapping"))
+    distance = np.arange(length)[:, None] - np.arange(length)
+    window = config["sliding_window"] if kind == "sliding_attention" else length
+    scores = np.where((distance >= 0) & (distance < window), scores, -np.inf)
+    if "sinks" in tensors:  # a score of each head that takes its share of the softmax, and has no value
+        sinks = np.broadcast_to(tensors["sinks"][:, None, None], (*scores.shape[:3], 1))
+        shares = softmax(np.concatenate([scores, sinks], -1))[..., :-1]
+    else:
+        shares = softmax(scores)
+    return linear(tensors, "o_proj", np.einsum("bnqk,bknh->bqnh", shares, v).reshape(batch, length, heads * size))
+
+
+def rms_norm(family: Family, config: Config, x: Array, weight: Array) -> Array:
+    """Zhang and Sennrich 2019."""
+    return x / np.sqrt(np.mean(x * x, -1, keepdims=True) + config["rms_norm_eps"]) * (weight + family.norm_plus_one)
+
+
+def layer_kind(config: Config, layer: int) -> str:
+    kinds = config.get("layer_types")
+    return kinds[layer] if kinds else "sliding_attention" if config.get("sliding_window") else "full_attention"
+
+
+def forward(directory: Path, ids: Array) -> Array:
+    """The logits of a checkpoint, float64 ``[batch, position, vocab]``, of tokens ``[batch, position]``."""
+    config = json.loads((directory / "config.json").read_text())
+    family = FAMILIES[config["model_type"]]
+    tensors = Tensors()
+    for file in sorted(directory.glob("*.safetensors")):
+        tensors.update({name: value.astype(np.float64) for name, value in load_file(file).items()})
+
+    def norm(scope: Tensors, name: str | None, x: Array) -> Array:
+        return x if name is None else rms_norm(family, config, x, scope[f"{name}.weight"])
+
+    embed = tensors["model.embed_tokens.weight"]
+    x = embed[ids] * (math.sqrt(config["hidden_size"]) if family.scaled_embedding else 1.0)
+    before_attention, after_attention, before_mlp, after_mlp = family.norms
+    for index in range(config["num_hidden_layers"]):
+        layer = tensors.below(f"model.layers.{index}")
+        out = attention(
+            family, config, layer.below("self_attn"), norm(layer, before_attention, x), layer_kind(config, index)
+        )
+        x = x + norm(layer, after_attention, out)
+        out = (family.mlp or dense)(family, config, layer, norm(layer, before_mlp, x))
+        x = x + norm(layer, after_mlp, out)
+    head = embed if config["tie_word_embeddings"] else tensors["lm_head.weight"]
+    return soft_cap(
+        rms_norm(family, config, x, tensors["model.norm.weight"]) @ head.T, config.get("final_logit_softcapping")
+    )
