@@ -59,6 +59,7 @@ PACKAGES = {
     "callback.evaluation": (4, 770, "tasks of lm-evaluation-harness"),
     "report": (4, 200, "rows, metrics, trackers"),
     "text": (5, 116, "tokenizer, prompts"),
+    "health": (5, 320, "answers that went wrong"),
     "engine": (5, 540, "sizing, programs, launches"),
     "engine.schedule": (6, 320, "slots, pages, batches"),
     "models": (6, 540, "families, readers, HF files"),
@@ -88,6 +89,7 @@ ARROWS = (
     ("batch_inference", "training"),
     ("report", "engine"),
     ("report", "text"),
+    ("report", "health"),
     ("engine", "engine.schedule"),
     ("engine", "models"),
     ("engine", "models.attention"),
@@ -102,6 +104,7 @@ NOT_DRAWN = (
     ("testing", "hosts"),
     ("models", "models.attention"),
     ("models", "text"),
+    ("health", "text"),
     ("main.plan", "launch"),
     ("main.plan", "batch_inference"),
 )
@@ -144,7 +147,7 @@ def packages() -> str:
             f'<path class="head" d="M{b - 4.5:g} {y_below - 9:g} h9 l-4.5 9 z"/>'
         )
     for name, (row, x, what) in PACKAGES.items():
-        kind = {"text": "wait", "report": "wait", "engine.schedule": "wait", "launch": "wait"}.get(name, "host")
+        kind = dict.fromkeys(("text", "health", "report", "engine.schedule", "launch"), "wait").get(name, "host")
         parts.append(box(x, top + row * step, wide, high, kind, [name, what]))
     bottom = top + 10 * step - 8
     parts.append(box(460, bottom, 560, high, "train", ["types, errors, units, exits", "used by every package"]))

@@ -17,7 +17,7 @@ PATHS = [path.relative_to(SOURCE) for path in sorted(SOURCE.rglob("*.py"))]
 
 GROUND = set("types errors config_fields files plugins exits urls printable redact json_text".split())
 """What every room may import."""
-NO_JAX = {*GROUND, "engine.schedule", "text", "report"}
+NO_JAX = {*GROUND, "engine.schedule", "text", "health", "report"}
 JAX = {"jax", "jaxlib", "equinox", "haliax", "optax", "orbax", "levanter"}
 
 TRAINING = [f"training{part}" for part in ("", *".run .rl .loop .checkpoints .step .data .objectives".split())]

@@ -1,5 +1,6 @@
 """Text in and out: tokenizers and prompts."""
 
+from lockstep.text.answer import CHANNEL as CHANNEL
 from lockstep.text.answer import THINKING as THINKING
 from lockstep.text.answer import Answer as Answer
 from lockstep.text.answer import cut_at_stop as cut_at_stop
@@ -24,6 +25,7 @@ from lockstep.text.template_date import fix_template_date as fix_template_date
 from lockstep.text.tokenize import count_appended as count_appended
 from lockstep.text.tokenizer import check_vocab as check_vocab
 from lockstep.text.tokenizer import decode as decode
+from lockstep.text.tokenizer import part_markers as part_markers
 from lockstep.text.tokenizer import prompt_end as prompt_end
 from lockstep.text.tokenizer import special_tokens as special_tokens
 from lockstep.text.tokenizer import token_count as token_count

@@ -101,7 +101,7 @@ def special_tokens(tokenizer: "PreTrainedTokenizerBase") -> dict[str, int]:
     """The special tokens, which are no part of a text (`decode`), with their ids: those that the tokenizer names, and
     others that were added as such, like Llama 3's ``<|start_header_id|>``; not the markers of an answer's parts.
     """
-    markers = _markers(tokenizer).values()
+    markers = part_markers(tokenizer).values()
     named: dict[str, Any] = dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
     added: dict[int, Any] = getattr(tokenizer, "added_tokens_decoder", {})
     found = named | {str(token): number for number, token in added.items() if token.special}
@@ -187,7 +187,7 @@ def _context(decoded: Callable[[list[int]], str], tokens: Sequence[int], after: 
 
 def _decoded(tokenizer: "PreTrainedTokenizerBase", tokens: Sequence[int]) -> str:
     """The text of tokens; between markers that are special tokens, that of each part."""
-    markers = _markers(tokenizer)
+    markers = part_markers(tokenizer)
     if markers.keys().isdisjoint(tokens):
         with panics_as_errors():
             text = tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False)
@@ -199,7 +199,7 @@ def _decoded(tokenizer: "PreTrainedTokenizerBase", tokens: Sequence[int]) -> str
     )
 
 
-def _markers(tokenizer: "PreTrainedTokenizerBase") -> dict[int, str]:
+def part_markers(tokenizer: "PreTrainedTokenizerBase") -> dict[int, str]:
     """The markers of an answer's parts that are tokens of a tokenizer, by id."""
     ids: Any = tokenizer.convert_tokens_to_ids(list(MARKERS))
     named = {text: token for text, token in zip(MARKERS, ids, strict=True) if token is not None}
