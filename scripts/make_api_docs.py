@@ -87,7 +87,7 @@ SECTIONS = {
         tuple(
             f"lockstep.training.{name}"
             for name in ("Trainer", "TrainerConfig", "OptimizerConfig", "TokenizedRows", "StepInfo", "lm_loss",
-                         "PreferenceObjective", "PairLosses", "DataFormat", "RewardConfig",
+                         "PreferenceObjective", "PairLosses", "PolicyLoss", "DataFormat", "RewardConfig",
                          "model_spec", "save_tokenizer")
         ),
     ),

@@ -17,6 +17,7 @@ from lockstep.training.loop.trainer import Trainer as Trainer
 from lockstep.training.objectives import GrpoConfig as GrpoConfig
 from lockstep.training.objectives import LossFn as LossFn
 from lockstep.training.objectives import PairLosses as PairLosses
+from lockstep.training.objectives import PolicyLoss as PolicyLoss
 from lockstep.training.objectives import PreferenceObjective as PreferenceObjective
 from lockstep.training.objectives import lm_loss as lm_loss
 from lockstep.training.objectives import needs_vocab_blocks as needs_vocab_blocks

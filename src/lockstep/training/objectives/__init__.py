@@ -2,7 +2,6 @@
 
 from lockstep.training.objectives.dpo import DpoConfig as DpoConfig
 from lockstep.training.objectives.grpo import GrpoConfig as GrpoConfig
-from lockstep.training.objectives.grpo import GrpoFields as GrpoFields
 from lockstep.training.objectives.logprobs import ROUTING as ROUTING
 from lockstep.training.objectives.logprobs import LossFn as LossFn
 from lockstep.training.objectives.logprobs import LossParts as LossParts
@@ -12,6 +11,8 @@ from lockstep.training.objectives.logprobs import routing_column as routing_colu
 from lockstep.training.objectives.logprobs import token_logprobs as token_logprobs
 from lockstep.training.objectives.logprobs import with_routing as with_routing
 from lockstep.training.objectives.orpo import OrpoConfig as OrpoConfig
+from lockstep.training.objectives.policy_loss import GrpoFields as GrpoFields
+from lockstep.training.objectives.policy_loss import PolicyLoss as PolicyLoss
 from lockstep.training.objectives.preference import REFERENCE as REFERENCE
 from lockstep.training.objectives.preference import PairLogprobs as PairLogprobs
 from lockstep.training.objectives.preference import PairLosses as PairLosses

@@ -19,7 +19,7 @@ from lockstep.hosts import Hosts, Watchdog, environment
 from lockstep.models import read_decoder
 from lockstep.text import StopFinder, stop_ids, token_count
 from lockstep.training.loop.config import TrainerConfig
-from lockstep.training.objectives.grpo import differ
+from lockstep.training.objectives.policy_loss import differ
 from lockstep.training.rl.config import GrpoRunFields
 from lockstep.training.rl.questions import AnswerRows, Questions
 from lockstep.training.rl.rewarding import Rewarder, Rewards, Scoring

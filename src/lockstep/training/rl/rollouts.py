@@ -20,7 +20,8 @@ from lockstep.text import token_count
 from lockstep.training.loop.config import TrainerConfig
 from lockstep.training.loop.hooks import StepInfo
 from lockstep.training.objectives import routing_column
-from lockstep.training.objectives.grpo import GrpoConfig, group_advantages
+from lockstep.training.objectives.grpo import GrpoConfig
+from lockstep.training.objectives.policy_loss import policy_loss
 from lockstep.training.rl.config import GrpoRunFields
 from lockstep.training.rl.groups import Groups, RolloutSampler, Sampled, choose_groups
 from lockstep.training.rl.questions import AnswerRows, Questions
@@ -38,7 +39,6 @@ log = get_logger(__name__)
 
 MOST_CLIPPED = 0.2
 """The share of tokens whose gradient clipping may take away in the first update of a rollout without a word."""
-WIDE_FOR_GSPO = 0.05  # the `clip_epsilon` from which on GSPO's ratio of a whole answer is never clipped
 
 
 SIZES: Final = {
@@ -121,12 +121,8 @@ class Rollouts:
         self._logged_step = 0
         self._trend = RewardTrend()
         self._said_clipping = False
-        if hosts.is_leader and objective.loss == "gspo" and objective.clip_epsilon >= WIDE_FOR_GSPO:
-            log.warning(
-                "loss is gspo and clip_epsilon is %g, which clips nothing: the ratio of a whole answer stays within "
-                "thousandths of 1. GSPO's paper uses clip_epsilon 3e-4 and clip_epsilon_high 4e-4",
-                objective.clip_epsilon,
-            )
+        if hosts.is_leader and (warning := policy_loss(objective.loss).warning(objective)):
+            log.warning("%s", warning)
 
     @property
     def engine(self) -> RolloutEngine | None:
@@ -328,18 +324,15 @@ class Rollouts:
         return Groups(questions=np.array(sampled.questions), completions=sampled.completions, rewards=rewards)
 
     def _with_advantages(self, number: int, groups: Groups) -> Rollout:
-        objective = self._objective
-        advantages = group_advantages(
-            groups.totals,
-            scale=objective.scales_advantages,
-            ddof=objective.advantage_ddof,
-            epsilon=objective.advantage_epsilon,
-        ).reshape(-1)
+        advantages = np.zeros(groups.totals.shape, np.float32)
+        if not groups.dropped.all():
+            loss = policy_loss(self._objective.loss)
+            advantages[~groups.dropped] = loss.advantages(groups.totals[~groups.dropped], self._objective)
         learned = np.repeat(~groups.dropped, groups.size)
         if self._fields.mask_truncated:
             learned &= [each.finish_reason != FinishReason.LENGTH for each in groups.completions]
         prompts = [self._questions.tokens[question] for question in groups.questions for _ in range(groups.size)]
-        columns = make_columns(self._columns, prompts, groups.completions, advantages, learned)
+        columns = make_columns(self._columns, prompts, groups.completions, advantages.reshape(-1), learned)
         lengths = [len(p) + len(c.tokens) for p, c in zip(prompts, groups.completions, strict=True)]
         return Rollout(number=number, columns=columns, lengths=np.array(lengths))
 

@@ -14,7 +14,7 @@ from lockstep.errors import ConfigError
 from lockstep.report import read_jsonl
 from lockstep.training import GrpoConfig
 from lockstep.training.objectives import logprobs
-from lockstep.training.objectives.grpo import group_advantages
+from lockstep.training.objectives.policy_loss import group_advantages
 from lockstep.training.rl import Rollouts
 from lockstep.training.rl.rewards import FunctionReward
 from lockstep.types import RoutedExperts
