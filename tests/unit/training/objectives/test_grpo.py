@@ -1,5 +1,7 @@
 """The losses of sampled answers against NumPy, written token by token from the equations of the papers."""
 
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -85,6 +87,40 @@ def parts_of(config, **values):
 
 
 OVER_TOKENS = ("dapo", "cispo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
+
+
+IMPORTANCE = {"use_rollout_logprobs": False, "importance_cap": 1.3}
+PEERS = {
+    "grpo": {},
+    "grpo_kl": {"kl_coefficient": 0.3},
+    "grpo_dual_clip": {"dual_clip": 1.5},
+    "dr_grpo": {"loss": "dr_grpo"},
+    "dapo": {"loss": "dapo"},
+    "gspo": {"loss": "gspo", "clip_epsilon": 0.05, "clip_epsilon_high": 0.07},
+    "cispo": {"loss": "cispo"},
+    "rloo": {"loss": "rloo"},
+    "importance_token_truncate": IMPORTANCE,
+    "importance_token_mask": IMPORTANCE | {"importance_above": "mask"},
+    "importance_sequence_truncate": IMPORTANCE | {"importance_level": "sequence"},
+    "importance_sequence_mask": IMPORTANCE | {"importance_level": "sequence", "importance_above": "mask"},
+}
+
+
+@pytest.mark.parametrize("case", PEERS)
+def test_loss_and_gradient_are_those_of_trl(case):
+    golden = np.load(Path(__file__).parents[3] / "golden" / "trl_losses.npz")
+    config = GrpoConfig(**{"clip_epsilon_high": 0.28} | PEERS[case])
+    given = {name: golden[name] for name in ("old_logprobs", "reference_logprobs", "mask", "advantage")}
+    # Without a correction TRL's old probabilities are the engine's.
+    given["rollout_logprobs"] = golden["drawn_logprobs" if config.importance_cap else "old_logprobs"]
+
+    def mean(x):
+        parts = parts_of(config, **given, logprobs=x)
+        return parts.total / parts.weight
+
+    loss, gradient = jax.value_and_grad(mean)(jnp.asarray(golden["logprobs"]))
+    assert float(loss) == pytest.approx(float(golden[f"{case}/loss"]), rel=1e-5)
+    np.testing.assert_allclose(gradient, golden[f"{case}/gradient"], rtol=1e-4, atol=1e-6)
 
 
 CLIPPED = [

@@ -1,0 +1,103 @@
+"""Makes ``trl_losses.npz``: losses of sampled answers, and their gradients, as TRL's trainers compute them.
+
+Needs a Python of its own, because the tests run without torch. Made with Python 3.11.2, torch 2.14.1, trl 1.16.0::
+
+    python3.11 -m venv /tmp/trl && /tmp/trl/bin/pip install torch trl==1.16.0
+    /tmp/trl/bin/python tests/golden/make_trl_losses.py
+
+``<case>/loss`` and ``<case>/gradient`` float32 ``[row, target]`` are those of the log-probabilities, of the inputs
+``logprobs``, ``old_logprobs``, ``reference_logprobs``, ``drawn_logprobs``, ``mask`` and ``advantage``.
+"""
+
+import pathlib
+from collections import defaultdict
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from trl.trainer.grpo_trainer import GRPOTrainer
+from trl.trainer.rloo_trainer import RLOOTrainer
+
+ROWS, TARGETS = 6, 9
+CLIP = {"epsilon_low": 0.2, "epsilon_high": 0.28}
+CASES: dict[str, dict[str, Any]] = {
+    "grpo": {"loss_type": "grpo"},
+    "grpo_kl": {"loss_type": "grpo", "beta": 0.3},
+    "grpo_dual_clip": {"loss_type": "grpo", "delta": 1.5},
+    "dr_grpo": {"loss_type": "dr_grpo"},
+    "dapo": {"loss_type": "dapo"},
+    "gspo": {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon_low": 0.05, "epsilon_high": 0.07},
+    "cispo": {"loss_type": "cispo", "epsilon_high": 1.28},  # TRL's is the bound itself
+    "rloo": {"trainer": RLOOTrainer},
+    **{
+        f"importance_{mode}": {"loss_type": "grpo", "importance": mode}
+        for mode in ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+    },
+}
+CAP = 1.3  # of the importance weights
+
+
+def importance(mode: str, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    """As `GRPOTrainer._generate_and_score_completions` computes it from its options, with a lower bound of 0."""
+    difference = (inputs["old_logprobs"] - inputs["drawn_logprobs"]) * inputs["mask"]
+    level, _, above = mode.partition("_")
+    ratio = torch.exp(difference.sum(-1, keepdim=True) if level == "sequence" else difference)
+    return ratio.clamp(max=CAP) if above == "truncate" else ratio.masked_fill(ratio > CAP, 0.0)
+
+
+def case_of(case: dict[str, Any], inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    settings = CLIP | {"beta": 0.0, "delta": None, "importance_sampling_level": "token", "loss_type": None} | case
+    logprobs = inputs["logprobs"].clone().requires_grad_()
+    mask = inputs["mask"].float()
+    same = SimpleNamespace(
+        gather=lambda x: x, gather_for_metrics=lambda x: x, reduce=lambda x, reduction: x, num_processes=1
+    )
+    trainer = SimpleNamespace(
+        **{name: settings[name] for name in (*CLIP, "beta", "importance_sampling_level", "loss_type")},
+        _get_per_token_logps_and_entropies=lambda *_, **__: (logprobs, torch.zeros_like(logprobs), None),
+        args=SimpleNamespace(delta=settings["delta"], use_bias_correction_kl=False, steps_per_generation=1),
+        accelerator=same, model=SimpleNamespace(training=True), max_completion_length=TARGETS,
+        aux_loss_enabled=False, top_entropy_quantile=1.0, off_policy_mask_threshold=None, _entropy_bonus_enabled=False,
+        current_gradient_accumulation_steps=1, _metrics=defaultdict(lambda: defaultdict(list)),
+        use_vllm="importance" in case, vllm_importance_sampling_correction=True,
+    )  # fmt: skip
+    batch = {
+        "prompt_ids": torch.zeros(ROWS, 1),
+        "prompt_mask": torch.ones(ROWS, 1),
+        "completion_ids": torch.zeros(ROWS, TARGETS),
+        "completion_mask": mask,
+        "advantages": inputs["advantage"],
+        "old_per_token_logps": inputs["old_logprobs"],
+        "old_logps": (inputs["old_logprobs"] * mask).sum(1),
+        "ref_per_token_logps": inputs["reference_logprobs"],
+        "num_items_in_batch": mask.sum(),
+    }
+    if "importance" in case:
+        batch["importance_sampling_ratio"] = importance(case["importance"], inputs)
+    loss = settings.get("trainer", GRPOTrainer)._compute_loss(trainer, None, batch)
+    loss.backward()
+    return loss.detach(), logprobs.grad
+
+
+def main() -> None:
+    generator = torch.Generator().manual_seed(0)
+    logprobs = -torch.rand(ROWS, TARGETS, generator=generator) * 3
+
+    def near(width: float) -> torch.Tensor:
+        return logprobs + width * torch.randn(ROWS, TARGETS, generator=generator)
+
+    inputs = {
+        "logprobs": logprobs, "old_logprobs": near(0.3), "reference_logprobs": near(0.5), "drawn_logprobs": near(0.3),
+        "mask": torch.rand(ROWS, TARGETS, generator=generator) < 0.7,
+        "advantage": torch.randn(ROWS, generator=generator),
+    }  # fmt: skip
+    arrays = {name: value.numpy() for name, value in inputs.items()}
+    for name, case in CASES.items():
+        loss, gradient = case_of(case, inputs)
+        arrays |= {f"{name}/loss": loss.numpy(), f"{name}/gradient": gradient.numpy()}
+        print(f"{name}: {loss:.6f}")
+    np.savez_compressed(pathlib.Path(__file__).parent / "trl_losses.npz", **arrays)
+
+
+main()
