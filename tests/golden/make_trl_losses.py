@@ -7,6 +7,9 @@ Needs a Python of its own, because the tests run without torch. Made with Python
 
 ``<case>/loss`` and ``<case>/gradient`` float32 ``[row, target]`` are those of the log-probabilities, of the inputs
 ``logprobs``, ``old_logprobs``, ``reference_logprobs``, ``drawn_logprobs``, ``mask`` and ``advantage``.
+Those of pairs, ``pairs/<case>/…`` with gradients ``[pair, 2]``, are of ``pairs/policy``, sums of log-probabilities of
+the chosen and the rejected response, and ``pairs/length``, their tokens. In a case that ends with ``_smoothed`` a
+tenth of the labels are wrong.
 """
 
 import pathlib
@@ -16,6 +19,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from trl.experimental.cpo.cpo_trainer import CPOTrainer
+from trl.experimental.orpo.orpo_trainer import ORPOTrainer
 from trl.trainer.grpo_trainer import GRPOTrainer
 from trl.trainer.rloo_trainer import RLOOTrainer
 
@@ -80,6 +85,24 @@ def case_of(case: dict[str, Any], inputs: dict[str, torch.Tensor]) -> tuple[torc
     return loss.detach(), logprobs.grad
 
 
+def pair_case(name: str, policy: torch.Tensor, length: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The losses of pairs, as `CPOTrainer.get_batch_loss_metrics` and ORPO's add the cross entropy, but by pair."""
+    policy = policy.clone().requires_grad_()
+    kind, _, smoothed = name.partition("_")
+    trainer = SimpleNamespace(
+        accelerator=SimpleNamespace(device="cpu"), beta=0.5, alpha=0.0, simpo_gamma=0.25, cpo_alpha=0.7,
+        loss_type="simpo" if kind == "simpo" else "sigmoid", label_smoothing=0.1 if smoothed else 0.0,
+    )  # fmt: skip
+    mean = policy / length
+    scores = policy if kind == "cpo" else mean
+    if kind == "orpo":
+        losses = -mean[:, 0] - ORPOTrainer.odds_ratio_loss(trainer, mean[:, 0], mean[:, 1])[0]
+    else:
+        losses = CPOTrainer.cpo_loss(trainer, scores[:, 0], scores[:, 1])[0] - trainer.cpo_alpha * mean[:, 0]
+    losses.sum().backward()
+    return losses.detach(), policy.grad
+
+
 def main() -> None:
     generator = torch.Generator().manual_seed(0)
     logprobs = -torch.rand(ROWS, TARGETS, generator=generator) * 3
@@ -97,6 +120,13 @@ def main() -> None:
         loss, gradient = case_of(case, inputs)
         arrays |= {f"{name}/loss": loss.numpy(), f"{name}/gradient": gradient.numpy()}
         print(f"{name}: {loss:.6f}")
+    length = torch.randint(2, 12, (ROWS, 2), generator=generator)
+    policy = -torch.rand(ROWS, 2, generator=generator) * 2 * length
+    arrays |= {"pairs/policy": policy.numpy(), "pairs/length": length.numpy()}
+    for name in ("cpo", "cpo_smoothed", "simpo", "simpo_smoothed", "orpo"):
+        losses, gradient = pair_case(name, policy, length)
+        arrays |= {f"pairs/{name}/loss": losses.numpy(), f"pairs/{name}/gradient": gradient.numpy()}
+        print(f"{name}: {losses.mean():.6f}")
     np.savez_compressed(pathlib.Path(__file__).parent / "trl_losses.npz", **arrays)
 
 

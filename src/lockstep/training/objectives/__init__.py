@@ -1,5 +1,6 @@
 """The objectives that training minimises."""
 
+from lockstep.training.objectives.cpo import CpoConfig as CpoConfig
 from lockstep.training.objectives.dpo import DpoConfig as DpoConfig
 from lockstep.training.objectives.grpo import GrpoConfig as GrpoConfig
 from lockstep.training.objectives.logprobs import ROUTING as ROUTING

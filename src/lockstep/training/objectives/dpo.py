@@ -3,17 +3,16 @@
 import dataclasses
 from typing import ClassVar, Literal
 
-import jax
 import jax.numpy as jnp
 
 from lockstep.config_fields import check_fields
 from lockstep.errors import ConfigError
-from lockstep.training.objectives.preference import PairLogprobs, PairLosses, PreferenceObjective
+from lockstep.training.objectives.preference import PairLogprobs, PairLosses, PreferenceObjective, SmoothedPairs
 
 
 @PreferenceObjective.register_subclass("dpo")
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DpoConfig(PreferenceObjective):
+class DpoConfig(SmoothedPairs):
     r"""DPO (Rafailov et al. 2023, https://arxiv.org/abs/2305.18290, equation 7): :math:`-\log\sigma(h)`, where
     :math:`h` is the difference of the rewards :math:`\beta\log(\pi(y|x)/\pi_{ref}(y|x))` of the two responses.
     """
@@ -22,9 +21,6 @@ class DpoConfig(PreferenceObjective):
 
     beta: float = 0.1
     """Scale of the reward; the larger, the closer the model stays to the reference."""
-    label_smoothing: float = 0.0
-    """Share of pairs whose preference is taken to be the wrong way round (cDPO, Mitchell 2023,
-    https://ericmitchell.ai/cdpo.pdf, equation 3)."""
     loss: Literal["sigmoid", "ipo"] = "sigmoid"
     r"""``sigmoid``: DPO. ``ipo``: :math:`(h/\beta - 1/(2\beta))^2` (Azar et al. 2023,
     https://arxiv.org/abs/2310.12036, equation 17)."""
@@ -33,11 +29,7 @@ class DpoConfig(PreferenceObjective):
         check_fields(self)
         if not self.beta > 0:
             raise ConfigError(f"beta is {self.beta}; it must be above 0. The paper uses 0.1 and 0.5.")
-        if not 0 <= self.label_smoothing < 0.5:
-            raise ConfigError(
-                f"label_smoothing is {self.label_smoothing}; it must be at least 0 and less than 0.5, at which nothing "
-                "could be learned. 0 is plain DPO."
-            )
+        self.check_pairs()
         if self.label_smoothing and self.loss != "sigmoid":
             raise ConfigError(
                 f"label_smoothing is {self.label_smoothing} and loss is {self.loss}, which has none: it would do "
@@ -50,6 +42,5 @@ class DpoConfig(PreferenceObjective):
         reward = self.beta * (pairs.policy - pairs.reference)
         margin = reward[:, 0] - reward[:, 1]
         if self.loss == "ipo":
-            return PairLosses(jnp.square((margin - 0.5) / self.beta), reward)
-        right, wrong = jax.nn.log_sigmoid(margin), jax.nn.log_sigmoid(-margin)
-        return PairLosses(-(1 - self.label_smoothing) * right - self.label_smoothing * wrong, reward)
+            return self.with_sft(pairs, jnp.square((margin - 0.5) / self.beta), reward)
+        return self.smoothed(pairs, margin, reward)

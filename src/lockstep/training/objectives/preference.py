@@ -5,10 +5,11 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Final, NamedTuple
 
 import draccus
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, check_at_least
 from lockstep.plugins import OpenRegistry
 from lockstep.training.objectives.logprobs import LossParts, target_mask, token_logprobs
 
@@ -46,7 +47,7 @@ class PairLosses(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PreferenceObjective(OpenRegistry, draccus.PluginRegistry, discover_packages_path="lockstep.training.objectives"):
-    """Loss of preference pairs: ``type: dpo | orpo | simpo``, or ``my_module:MyObjective`` for a subclass of your own.
+    """Loss of preference pairs: ``type: dpo | cpo | orpo | simpo``, or ``my_module:MyObjective``, a subclass of yours.
 
     A subclass is a frozen dataclass of its settings with `losses`.
 
@@ -153,3 +154,36 @@ class PreferenceObjective(OpenRegistry, draccus.PluginRegistry, discover_package
             weight=jnp.sum(real, dtype=jnp.float32),
             metrics={name: jnp.sum(jnp.where(real, values, 0.0)) for name, values in metrics.items()},
         )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SmoothedPairs(PreferenceObjective):
+    """An objective by the logistic loss of a margin, with the two settings that all of these have."""
+
+    label_smoothing: float = 0.0
+    """Share of pairs whose preference is taken to be the wrong way round (cDPO, Mitchell 2023,
+    https://ericmitchell.ai/cdpo.pdf, equation 3)."""
+    sft_weight: float = 0.0
+    """Weight of the mean cross entropy of the tokens of the chosen response, which is added (RPO, Pang et al. 2024,
+    https://arxiv.org/abs/2404.19733, equation 1)."""
+
+    def check_pairs(self) -> None:
+        """Check the two settings."""
+        if not 0 <= self.label_smoothing < 0.5:
+            raise ConfigError(
+                f"label_smoothing is {self.label_smoothing}; it must be at least 0 and less than 0.5, at which nothing "
+                "could be learned. 0 is without smoothing."
+            )
+        check_at_least(self, 0, "sft_weight", fix=". RPO's paper uses 1; 0 is none.")
+
+    def smoothed(self, pairs: PairLogprobs, margin: Float[Array, " row"], reward: Float[Array, "row 2"]) -> PairLosses:
+        """Return the losses of the pairs, of the margin between the rewards of their responses."""
+        right, wrong = jax.nn.log_sigmoid(margin), jax.nn.log_sigmoid(-margin)
+        return self.with_sft(pairs, -(1 - self.label_smoothing) * right - self.label_smoothing * wrong, reward)
+
+    def with_sft(self, pairs: PairLogprobs, loss: Float[Array, " row"], reward: Float[Array, "row 2"]) -> PairLosses:
+        """Return losses with the cross entropy of the chosen responses."""
+        if not self.sft_weight:
+            return PairLosses(loss, reward)
+        nll = -pairs.mean[:, 0]
+        return PairLosses(loss + self.sft_weight * nll, reward, {"nll_loss": nll})

@@ -2,16 +2,14 @@
 
 import dataclasses
 
-import jax
-
 from lockstep.config_fields import check_fields
 from lockstep.errors import ConfigError, check_at_least
-from lockstep.training.objectives.preference import PairLogprobs, PairLosses, PreferenceObjective
+from lockstep.training.objectives.preference import PairLogprobs, PairLosses, PreferenceObjective, SmoothedPairs
 
 
 @PreferenceObjective.register_subclass("simpo")
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SimpoConfig(PreferenceObjective):
+class SimpoConfig(SmoothedPairs):
     r"""SimPO (Meng, Xia & Chen 2024, https://arxiv.org/abs/2405.14734, equation 6):
     :math:`-\log\sigma(\beta\,(\bar p_w - \bar p_l) - \gamma)`, with mean log-probabilities.
     """
@@ -26,9 +24,9 @@ class SimpoConfig(PreferenceObjective):
         if not self.beta > 0:
             raise ConfigError(f"beta is {self.beta}; it must be above 0. The paper uses 2.0 to 10.")
         check_at_least(self, 0, "gamma_beta_ratio", fix=". The paper uses 0.1 to 0.8.")
+        self.check_pairs()
 
     def losses(self, pairs: PairLogprobs) -> PairLosses:
         """See `PreferenceObjective.losses`."""
         reward = self.beta * pairs.mean
-        margin = reward[:, 0] - reward[:, 1]
-        return PairLosses(-jax.nn.log_sigmoid(margin - self.gamma_beta_ratio * self.beta), reward)
+        return self.smoothed(pairs, reward[:, 0] - reward[:, 1] - self.gamma_beta_ratio * self.beta, reward)
