@@ -21,7 +21,7 @@ def ask_to_end(job: JobRecord, command: str) -> None:
 
 
 class EndRequest:
-    """A request to end a job that has come since this was made; an earlier one was for an earlier start."""
+    """A stop or delete that is requested after this object was made."""
 
     def __init__(self, job: JobRecord) -> None:
         self._path = job.directory / FILE

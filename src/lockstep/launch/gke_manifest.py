@@ -35,7 +35,7 @@ SYNCED: Final = "sync.tar.gz"
 INSTALLED: Final = "lockstep: installed, the command starts"
 """The line that a pod prints between the two: until then the others wait for it."""
 CAUSE_S: Final = 15
-"""Seconds that a pod waits which another one has ended, or may have, so that Kubernetes learns of the cause first."""
+"""Seconds by which a pod that failed because of another delays its exit, so that Kubernetes records the cause first."""
 PART_BYTES: Final = 1_000_000
 """Bytes of the files in one ConfigMap, which may have 1 MiB (https://kubernetes.io/docs/concepts/configuration/configmap/)."""
 MAX_PARTS: Final = 16  # ConfigMaps of a job: what is larger is data, and belongs in a bucket
