@@ -13,11 +13,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 from jax.errors import JaxRuntimeError
 
 from lockstep.errors import HostError, HostTimeoutError, PeerError
-from lockstep.hosts import DistributedConfig, Watchdog, closing_on_leader, current, run_main, start
+from lockstep.hosts import DistributedConfig, Hosts, Watchdog, closing_on_leader, current, liveness, run_main, start
 from lockstep.hosts._client import service_address
 from lockstep.hosts.peers import ANNOUNCEMENTS, GRACE_S, WAKE_UPS
 from lockstep.report import BackgroundQueue
@@ -71,19 +72,64 @@ def die(victim: str) -> None:
     time.sleep(600)
 
 
-def vanish(victim: str, how: str, heartbeat_timeout_s: str) -> None:
-    """One process is gone without a word while the others wait for something that no collective tells them of."""
+def vanish(victim: str, heartbeat_timeout_s: str) -> None:
+    """One process is killed while the others wait for something that no collective tells them of."""
     hosts = start(DistributedConfig(timeout_s=600, heartbeat_timeout_s=int(heartbeat_timeout_s)))
     hosts.phase("waiting for a device")
     hosts.barrier("all")
     time.sleep(LISTENED_S)
     print("all hear each other", flush=True)
-    if hosts.index == int(victim) and how == "kill":
+    if hosts.index == int(victim):
         os.kill(os.getpid(), signal.SIGKILL)
-    elif hosts.index == int(victim):
-        subprocess.Popen(["sh", "-c", f"sleep 45; kill -KILL {os.getpid()}"], start_new_session=True)
-        os.kill(os.getpid(), signal.SIGSTOP)
     time.sleep(600)
+
+
+def stop(victim: str, moment: str, heartbeat_timeout_s: str) -> None:
+    """One process is stopped (SIGSTOP) as it joins the job, once it has joined, or between two steps of all.
+
+    It is killed once the others have ended.
+    """
+    liveness.QUIET_S, liveness.ANSWER_S, liveness.UNHEARD_S = 3.0, 2.0, 8.0
+    module = sys.modules["lockstep.hosts.start"]
+    watch = module._watch
+    pids: list[bytes] = []
+
+    def join(hosts: Hosts) -> Callable[[], None]:
+        own = (f"pid/{hosts.client.task}", b"%d" % os.getpid())
+        if hosts.client.task == int(victim):
+            hosts.client.set(*own)
+            pids.extend(hosts.client.get(f"pid/{task}", 60) for task in range(hosts.client.count))
+        else:  # its answer may come from a process that is stopped by then
+            threading.Thread(target=hosts.client.set, args=own, daemon=True).start()
+        stop_at("joining", hosts)
+        return watch(hosts)
+
+    def stop_at(place: str, hosts: Hosts) -> None:
+        if (hosts.client.task, moment) == (int(victim), place):
+            others = " || ".join(f"kill -0 {pid.decode()}" for task, pid in enumerate(pids) if task != int(victim))
+            command = f"while {others}; do sleep 0.2; done; kill -KILL {os.getpid()}"
+            subprocess.Popen(["sh", "-c", command], start_new_session=True, stderr=subprocess.DEVNULL)
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    module._watch = join
+    hosts = start(DistributedConfig(timeout_s=600, heartbeat_timeout_s=int(heartbeat_timeout_s)))
+    stop_at("joined", hosts)
+    total, x = sum_over_processes()
+    for step in range(10**9):
+        total(x).block_until_ready()
+        if step == 10:
+            stop_at("steps", hosts)
+
+
+def sum_over_processes() -> tuple[Any, Any]:
+    """A program with a collective of all processes, and what it takes."""
+    import jax
+    import numpy as np
+
+    mesh = jax.make_mesh((jax.device_count(),), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+    values = np.ones(jax.device_count())
+    return jax.jit(lambda x: x.sum()), jax.make_array_from_callback(values.shape, rows, lambda at: values[at])
 
 
 def terminate(victim: str, where: str) -> None:
@@ -98,18 +144,13 @@ def terminate(victim: str, where: str) -> None:
 
 
 def stuck() -> None:
-    import jax
-    import numpy as np
-
     hosts = start(DistributedConfig(timeout_s=600))
-    mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
-    rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
-    x = jax.make_array_from_callback((4,), rows, lambda at: np.ones(4)[at])
+    total, x = sum_over_processes()
     hosts.phase("launching decode" if hosts.is_leader else "reading a slow disk")
     hosts.barrier("both")
     if hosts.is_leader:
         with Watchdog(hosts, 2.0).watch("decode"):
-            jax.jit(lambda x: x.sum())(x).block_until_ready()
+            total(x).block_until_ready()
     else:
         time.sleep(600)
 

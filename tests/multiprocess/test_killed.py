@@ -1,7 +1,8 @@
-"""A process that is killed (``kill -9``) while it trains: the launcher starts the job again, and it goes on."""
+"""A process that is killed or stopped while it trains: the launcher starts the job again, and it goes on."""
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -18,7 +19,7 @@ import lockstep
 from lockstep.hosts import start
 from tests.multiprocess import test_resume as runs
 
-directory, victim = sys.argv[1], int(sys.argv[2])
+directory, victim, number = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 
 def main():
     hosts = start()
@@ -27,7 +28,7 @@ def main():
         if info.next_step == 5 and os.environ.get("LOCKSTEP_RESTARTS", "0") == "0" and hosts.index == victim:
             while 4 not in runs.steps_in(directory):
                 time.sleep(0.01)
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), number)
 
     losses, result, _ = runs.train(hosts, directory, at=kill)
     if hosts.is_leader:
@@ -38,11 +39,11 @@ lockstep.run_main(main)
 """
 
 
-def launched(directory, victim):
+def launched(directory, victim, number=signal.SIGKILL):
     """The end of a job of two processes, and losses and last step of each attempt that came to its end."""
     directory.mkdir()
     words = [sys.executable, str(LAUNCHER), "--backend", "local", "--processes", "2", "--devices_per_process", "2"]
-    words += ["--retries", "2", "--", sys.executable, "-c", SCRIPT, str(directory), str(victim)]
+    words += ["--retries", "2", "--", sys.executable, "-c", SCRIPT, str(directory), str(victim), str(int(number))]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(words, capture_output=True, text=True, timeout=280, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -60,4 +61,11 @@ def plain(tmp_path_factory):
 def test_whichever_process_is_killed_the_job_goes_on_by_itself_bit_for_bit(tmp_path, plain, victim):
     said, [(losses, steps)] = launched(tmp_path / "run", victim)
     assert f"launch: process {victim} failed, signal SIGKILL" in said and "launch: trying again, 1 of 2" in said
+    assert steps == 6 and dict(losses) == {step: plain[step] for step in (5, 6)}
+
+
+@pytest.mark.nightly
+def test_the_leader_is_stopped_and_the_job_goes_on_by_itself_bit_for_bit(tmp_path, plain):
+    said, [(losses, steps)] = launched(tmp_path / "run", 0, signal.SIGSTOP)
+    assert "process 1 of 2 ends because process 0 does not answer" in said and "launch: trying again, 1 of 2" in said
     assert steps == 6 and dict(losses) == {step: plain[step] for step in (5, 6)}

@@ -1,6 +1,8 @@
 """Processes that are gone while the others wait for a device, as on a pod: no collective of gloo fails."""
 
+import concurrent.futures
 import os
+import re
 import shutil
 import subprocess
 import time
@@ -17,7 +19,7 @@ SCENARIO = ["python", "-m", "tests.multiprocess.scenarios"]
 
 
 def test_a_killed_process_is_named_long_before_jax_misses_it():
-    ends = run_unattended([*SCENARIO, "vanish", "1", "kill", "100"], processes=3, timeout_s=90)
+    ends = run_unattended([*SCENARIO, "vanish", "1", "100"], processes=3, timeout_s=90)
     assert [end.code for end in ends] == [85, -9, 85], [end.log for end in ends]
     for survivor in (0, 2):
         log = ends[survivor].log
@@ -26,17 +28,46 @@ def test_a_killed_process_is_named_long_before_jax_misses_it():
         assert "Check failure stack trace" not in log
 
 
+STOPS = [(victim, moment) for victim in (0, 1) for moment in ("joining", "steps")]
+"""Who is stopped, and when; all at once, because their processes have nothing to do but to wait."""
+
+
+@pytest.fixture(scope="module")
+def stopped_jobs():
+    """How the jobs of two processes end in which one is stopped. JAX is to miss the leader later than we do."""
+
+    def job(stop):
+        command = [*SCENARIO, "stop", *map(str, stop), "20" if stop[0] else "100"]
+        return run_unattended(command, processes=2, timeout_s=180)
+
+    with concurrent.futures.ThreadPoolExecutor(len(STOPS)) as jobs:
+        return dict(zip(STOPS, jobs.map(job, STOPS), strict=True))
+
+
+@pytest.mark.parametrize(("victim", "moment"), STOPS)
+def test_a_stopped_process_is_named_whenever_that_is(stopped_jobs, victim, moment):
+    check_survivors(stopped_jobs[victim, moment], victim)
+
+
 @pytest.mark.nightly
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_stopped_process_is_named_when_jax_gives_it_up(victim):
-    """The system keeps the connections of a process that stands still: JAX decides, and we say who it is."""
-    ends = run_unattended([*SCENARIO, "vanish", str(victim), "stop", "20"], processes=3, timeout_s=90)
-    survivors = [process for process in range(3) if process != victim]
-    assert [ends[process].code for process in survivors] == [85, 85], [end.log for end in ends]
-    for survivor in survivors:
-        log = ends[survivor].log
-        assert f"lockstep: process {survivor} of 3 ends because JAX gave up on a process of the job" in log
-        assert f"Missing: process {victim}" in log
+@pytest.mark.parametrize("moment", ["joining", "joined", "steps"])
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_stopped_process_of_four_is_named(victim, moment):
+    command = [*SCENARIO, "stop", str(victim), moment, "20" if victim else "100"]
+    check_survivors(run_unattended(command, processes=4, timeout_s=180), victim)
+
+
+def check_survivors(ends, victim):
+    silent = r"no sign of life for \d+ s"
+    named = rf"Missing: process {victim} \((never heard of|last phase '.*' \d+ s ago, {silent})\)"
+    if victim == 0:
+        named = rf"process 0 does not answer \({silent}, since \d\d:\d\d:\d\d; .*Missing: process 0\."
+    for survivor, end in enumerate(ends):
+        if survivor != victim:
+            assert end.code == 85, end.log
+            (words,) = (line for line in end.log.splitlines() if " ends because " in line)
+            assert re.search(named, words), words
+            assert victim or "Check failure stack trace" not in end.log, "JAX was first"
 
 
 @pytest.fixture
@@ -70,7 +101,7 @@ def machines():
 def test_a_machine_without_power_is_named_within_a_minute(machines, victim, tmp_path):
     names, power_off = machines
     options = launch.parse(["--devices_per_process", "1", "--processes", "3", "--", "python"])
-    command = [*SCENARIO, "vanish", "3", "kill", "300"]  # process 3, which is nobody
+    command = [*SCENARIO, "vanish", "3", "300"]  # process 3, which is nobody
     running, logs = [], [tmp_path / str(index) for index in range(3)]
     for index, name in enumerate(names):
         base = {**os.environ, **POOL.settings.environment}
@@ -96,4 +127,5 @@ def test_a_machine_without_power_is_named_within_a_minute(machines, victim, tmp_
     assert codes == [85, 85], [log.read_text() for log in logs]
     for index in survivors:
         text = logs[index].read_text()
-        assert f"process {victim} has died" in text and "Check failure stack trace" not in text
+        end = "has died" if victim else "does not answer"
+        assert f"process {victim} {end}" in text and "Check failure stack trace" not in text

@@ -2,6 +2,9 @@
 
 JAX notices a process that is gone by its own heartbeats, after ``heartbeat_timeout_s``, and then aborts all others. The
 operating system closes a dead process's connections at once, and those of a machine without power after `UNHEARD_S`.
+A process that is stopped (SIGSTOP) keeps them: where it is the one with the service, the others ask the service's port,
+which threads of C++ answer whatever Python does. (JAX's client has a callback for missed heartbeats, but jaxlib 0.11
+cannot call a function of Python there: it ends the process by ``std::bad_cast``.)
 """
 
 import contextlib
@@ -29,6 +32,11 @@ PORT = "LOCKSTEP_LIVENESS_PORT"
 KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
 UNHEARD_S = 30.0  # seconds after which the system ends a connection whose other machine does not answer, by `KEEPALIVE`
 NEWS_S = 5.0  # seconds between two lists of the processes that give no sign of life
+QUIET_S = 2 * NEWS_S  # seconds without such a list after which the service is asked for an answer
+ANSWER_S = 5.0  # seconds in which the service answers a new connection
+DIED = "has died, and with it the coordination service"
+HTTP2_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
+"""The first bytes of a client of gRPC, which the service answers, or closes the connection where it expects TLS."""
 CONNECT_S = 10.0  # seconds that connecting may take
 AGAIN_S = 0.1  # seconds before connecting again to a listener that has closed the connection
 GRACE_S = 2.0  # seconds in which a process whose connection has ended may connect again, or announce that it ends
@@ -133,7 +141,9 @@ class Listener:
 
     def _tell(self) -> None:
         """Send every process the others that give no sign of life, for the moment when JAX aborts it."""
-        silent = [f"process {i} ({peer})" for i, peer in sorted(heartbeats(self._client).items()) if peer.silent]
+        peers = heartbeats(self._client)
+        silent = [f"process {i} ({peer})" for i, peer in sorted(peers.items()) if peer.silent]
+        silent += [f"process {i} (never heard of)" for i in range(self._client.count) if peers and i not in peers]
         self._silent = silent[:SHOWN]
         news = (json.dumps(self._silent) + "\n").encode()
         for connection, task in self._tasks.items():
@@ -148,26 +158,32 @@ class Connection:
     def __init__(self, client: Client, stopping: threading.Event):
         self._client = client
         self._stopping = stopping
-        self._heard = time.monotonic()
-        self._connected = False
+        self._heard = time.monotonic()  # when the other process gave its last sign of life
+        self._has_news = False  # it has told which processes are silent
         self._silent: tuple[str, ...] = ()
 
     def missing(self) -> str:
         """Return the processes that give no sign of life, as text for an error; empty where none is known."""
-        unheard = time.monotonic() - self._heard
-        runner = self._client.processes[0]
-        if self._connected and unheard > 2 * NEWS_S:
-            return f"process {runner}, which runs the coordination service (nothing heard for {unheard:.0f} s)"
-        if service_is_refused():
-            return f"process {runner}, which runs the coordination service"
+        runner = f"process {self._client.processes[0]}, which runs the coordination service"
+        try:
+            if not service_answers(service_address(), SILENT_S):
+                return f"{runner} ({self._unanswered()})"
+        except ConnectionRefusedError:
+            return runner
         return ", ".join(self._silent)
 
-    def wait(self) -> bool:
+    def wait(self) -> str:
         """Wait for the end of the process that runs the service.
 
         Returns:
-            True: it is gone. False: it cannot be reached from here, which does not mean that.
+            How it ended, as what follows its name. Empty: it cannot be reached from here, which does not mean that.
         """
+        try:
+            return self._wait()
+        except _StoppedError:
+            return f"does not answer ({self._unanswered()}; stopped, or its machine stands still)"
+
+    def _wait(self) -> str:
         host = (service_address() or "").rpartition(":")[0].strip("[]")
         try:
             port, word = json.loads(self._client.get(LISTENER, CONNECT_S))
@@ -178,33 +194,81 @@ class Connection:
             pass
         # The listener is closed, or a firewall lets nobody there: the service's own port decides. The service closes a
         # connection on which nothing is sent now and then.
-        connected, self._connected = self._connected, False
         address = _address(service_address())
         try:
             while address is not None and self._stay(address, b"") and not self._stopping.is_set():
                 pass
         except ConnectionRefusedError:
-            return True
+            return DIED
         except OSError:
-            return connected
-        return False
+            return DIED if self._has_news else ""
+        return ""
 
     def _stay(self, address: tuple[str, int], hello: bytes) -> bool:
         """Connect, and return True when the other side has closed the connection."""
         with socket.create_connection(address, CONNECT_S) as connection:
-            connection.settimeout(None)
+            connection.settimeout(QUIET_S)
             keep_alive(connection)
             connection.sendall(hello)
             rest = b""
-            with contextlib.suppress(ConnectionResetError):
-                while received := connection.recv(4096):
-                    if not hello:
-                        continue  # the service's greeting
-                    self._connected, self._heard = True, time.monotonic()
-                    *lines, rest = (rest + received)[-NEWS_BYTES:].split(b"\n")
-                    if lines:
-                        self._silent = _names(lines[-1])
-            return True
+            while True:
+                try:
+                    received = connection.recv(4096)
+                except TimeoutError:
+                    self._raise_if_stopped()
+                    continue
+                except ConnectionResetError:
+                    return True
+                if not received:
+                    return True
+                self._heard = time.monotonic()
+                *lines, rest = (rest + received)[-NEWS_BYTES:].split(b"\n")
+                if lines and hello:  # else it is the service's greeting
+                    self._has_news, self._silent = True, _names(lines[-1])
+
+    def _raise_if_stopped(self) -> None:
+        """Ask the service for an answer, again and again until `UNHEARD_S` after the last sign of life.
+
+        The last two questions must be without an answer: the first may be, after both processes were stopped.
+        """
+        unanswered = 0
+        while unanswered < 2 or time.monotonic() - self._heard < UNHEARD_S:
+            if self._stopping.is_set() or service_answers(service_address(), ANSWER_S):
+                self._heard = time.monotonic()
+                return
+            unanswered += 1
+        raise _StoppedError
+
+    def _unanswered(self) -> str:
+        seconds = time.monotonic() - self._heard
+        since = time.strftime("%H:%M:%S", time.localtime(time.time() - seconds))
+        return f"no sign of life for {seconds:.0f} s, since {since}"
+
+
+class _StoppedError(Exception):
+    """The service does not answer, and its connections are open."""
+
+
+def service_answers(address: str | None, timeout_s: float) -> bool:
+    """Whether the coordination service answers a new connection, be it by closing it.
+
+    Raises:
+        ConnectionRefusedError: Nobody listens there.
+    """
+    place = _address(address)
+    if place is None:
+        return True
+    try:
+        with socket.create_connection(place, timeout_s) as connection:
+            connection.sendall(HTTP2_HELLO)
+            connection.recv(1)
+    except TimeoutError:
+        return False
+    except ConnectionRefusedError:
+        raise
+    except OSError:
+        return True
+    return True
 
 
 def _listen(host: str, backlog: int) -> socket.socket:
@@ -223,19 +287,6 @@ def keep_alive(connection: socket.socket) -> None:
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
     if hasattr(socket, "TCP_USER_TIMEOUT"):  # what was sent and is not acknowledged puts keepalive off
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(UNHEARD_S * 1000))
-
-
-def service_is_refused() -> bool:
-    """Whether nobody listens where the coordination service did."""
-    address = _address(service_address())
-    try:
-        if address is not None:
-            socket.create_connection(address, SILENT_S).close()
-    except ConnectionRefusedError:
-        return True
-    except OSError:
-        return False
-    return False
 
 
 def _address(text: str | None) -> tuple[str, int] | None:

@@ -19,7 +19,7 @@ from lockstep.exits import DONE, EXIT_CODES, PEER_FAILED, finish_work
 from lockstep.hosts._client import Client, ServiceGoneError, service_address
 from lockstep.hosts.exchange import digest, name_processes
 from lockstep.hosts.hosts import Hosts
-from lockstep.hosts.liveness import Connection, Listener
+from lockstep.hosts.liveness import DIED, Connection, Listener
 from lockstep.printable import printable, without_credentials
 
 ANNOUNCEMENTS = "lockstep/failed"
@@ -125,7 +125,7 @@ def _watch(hosts: Hosts, stopping: threading.Event) -> None:
         _wait_for_wake_up(client)
         announced = client.get_dir(ANNOUNCEMENTS)
     except ServiceGoneError:
-        _end_without_service(hosts, stopping)
+        _end_without_service(hosts, stopping, DIED)
         return
     except (HostError, TimeoutError):
         return  # the service was ended in order
@@ -173,13 +173,13 @@ def _wait_for_wake_up(client: Client) -> None:
 
 
 def _watch_service(hosts: Hosts, connection: Connection, stopping: threading.Event) -> None:
-    """End this process once the one that runs the service is gone.
+    """End this process once the one that runs the service is gone, or stopped.
 
     JAX notices at the same moment, and its requests fail in any order: the thread in `_watch` often has no time left to
     print anything.
     """
-    if connection.wait():
-        _end_without_service(hosts, stopping)
+    if ended := connection.wait():
+        _end_without_service(hosts, stopping, ended)
 
 
 def _announce_lost(hosts: Hosts, task: int, last: str) -> None:
@@ -214,15 +214,19 @@ def _last_launches(hosts: Hosts) -> str:
     return ", ".join(f"{index} {name!r}" for index, name, _ in hosts.ledger.last(SHOWN_LAUNCHES)) or "none"
 
 
-def _end_without_service(hosts: Hosts, stopping: threading.Event) -> None:
-    """End this process before JAX aborts it with a page of C++ stacks; do nothing where the job ended in order."""
+def _end_without_service(hosts: Hosts, stopping: threading.Event, ended: str) -> None:
+    """End this process before JAX aborts it with a page of C++ stacks; do nothing where the job ended in order.
+
+    Args:
+        ended: How the process with the service ended, as what follows its name.
+    """
     if stopping.wait(ORDERLY_S) or service_address() is None or not _ending.acquire(blocking=False):
         return
     lost = hosts.client.processes[0]
     print(
-        f"lockstep: process {hosts.index} of {hosts.count} ends because process {lost} has died, and with it the "
-        f"coordination service. Missing: process {lost}. This process was in phase {hosts.last_phase!r}; its last "
-        f"launches: {_last_launches(hosts)}. Look for the log that ends without an error.",
+        f"lockstep: process {hosts.index} of {hosts.count} ends because process {lost} {ended}. "
+        f"Missing: process {lost}. This process was in phase {hosts.last_phase!r}; its last launches: "
+        f"{_last_launches(hosts)}. Look for the log that ends without an error.",
         file=sys.stderr,
     )
     end_process(PEER_FAILED)

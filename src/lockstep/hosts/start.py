@@ -37,7 +37,7 @@ from lockstep.hosts.config import (
 from lockstep.hosts.exchange import name_processes
 from lockstep.hosts.exit import end_job_on_uncaught_errors
 from lockstep.hosts.hosts import Hosts
-from lockstep.hosts.liveness import say_who_is_missing
+from lockstep.hosts.liveness import ANSWER_S, say_who_is_missing, service_answers
 from lockstep.hosts.peers import end_process, watch_peers
 from lockstep.hosts.tls import TlsArguments, tls_arguments
 
@@ -259,7 +259,9 @@ def _initialize(config: DistributedConfig) -> None:
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     _keep_sigterm()
     with (
-        _connecting(config, f"the {count} processes of the job (coordinator {address})", tls),
+        _connecting(
+            config, f"the {count} processes of the job (coordinator {address})", tls, address if index else None
+        ),
         say_who_is_missing(address if index == 0 else None, count, config.initialization_timeout_s),
     ):
         jax.distributed.initialize(
@@ -307,8 +309,12 @@ def _initialize_from_cluster(config: DistributedConfig) -> None:
 
 
 @contextlib.contextmanager
-def _connecting(config: DistributedConfig, whom: str, tls: TlsArguments) -> Iterator[None]:
-    """End the process with our text when the block takes too long: the service would abort it without one."""
+def _connecting(config: DistributedConfig, whom: str, tls: TlsArguments, address: str | None = None) -> Iterator[None]:
+    """End the process with our text when the block takes too long: the service would abort it without one.
+
+    Args:
+        address: host:port of the service where another process runs it, for a sentence about that one.
+    """
     text = (
         f"not all of {whom} connected within {config.initialization_timeout_s} s. Was the command started on every "
         "worker (gcloud ... --worker=all, infra/launch.py), and can they reach the coordinator? Raise "
@@ -316,7 +322,7 @@ def _connecting(config: DistributedConfig, whom: str, tls: TlsArguments) -> Iter
     )
 
     def give_up() -> None:
-        print(f"error: {text}", file=sys.stderr)
+        print(f"error: {text}{_about_coordinator(address)}", file=sys.stderr)
         end_process(PEER_FAILED)  # another try may find them all
 
     timer = threading.Timer(config.initialization_timeout_s, give_up)
@@ -328,6 +334,16 @@ def _connecting(config: DistributedConfig, whom: str, tls: TlsArguments) -> Iter
         raise HostTimeoutError(f"{text} JAX says: {error}") from error
     finally:
         timer.cancel()
+
+
+def _about_coordinator(address: str | None) -> str:
+    """A sentence about a process with the service that does not answer; empty where it does."""
+    try:
+        if service_answers(address, ANSWER_S):
+            return ""
+    except ConnectionRefusedError:
+        return f" Nobody listens at {address}: process 0 has not started, or has ended."
+    return f" Process 0 does not answer at {address}: it is stopped, or its machine cannot be reached."
 
 
 def number_processes(hosts: Hosts, index: int, count: int, timeout_s: float) -> None:

@@ -3,12 +3,16 @@
 import json
 import queue
 import socket
+import ssl
 import threading
 import time
 
 import pytest
+from jax._src.lib import _jax
 
+from lockstep import launch
 from lockstep.hosts import MemoryClient, liveness
+from tests.certificates import make_authority
 
 
 @pytest.fixture
@@ -57,7 +61,7 @@ def test_the_system_ends_the_connection_of_a_machine_that_no_longer_answers(job,
 def test_where_the_service_has_no_address_nobody_is_taken_for_gone(monkeypatch):
     monkeypatch.setattr(liveness, "CONNECT_S", 0.05)
     monkeypatch.setattr(liveness, "service_address", lambda: None)
-    assert liveness.Connection(MemoryClient.hub(2)[1], threading.Event()).wait() is False
+    assert liveness.Connection(MemoryClient.hub(2)[1], threading.Event()).wait() == ""
 
 
 def test_a_process_whose_heart_beats_has_only_lost_its_connection(job):
@@ -88,11 +92,55 @@ def test_every_process_hears_who_is_silent(job, monkeypatch):
     clients, _, connect = job
     monkeypatch.setattr("lockstep.hosts.heartbeat.SILENT_S", -1.0)
     clients[1].set("lockstep/heartbeat/1", json.dumps(["decode", 0, 1]).encode())
+    clients[2].set("lockstep/heartbeat/2", json.dumps(["decode", 0, None]).encode())
     with connect("WORD 2\n") as connection:
         news = connection.makefile()
         while not (names := json.loads(news.readline())):
             pass
-    assert len(names) == 1 and names[0].startswith("process 1 (last phase 'decode'")
+    assert len(names) == 2 and names[0].startswith("process 1 (last phase 'decode'")
+    assert names[1] == "process 0 (never heard of)"
+
+
+def test_the_service_answers_a_stranger():
+    address = f"127.0.0.1:{launch.free_port()}"
+    service = _jax.get_distributed_runtime_service(address, 1)
+    assert liveness.service_answers(address, 60)
+    service.shutdown()
+
+
+def test_a_service_with_tls_closes_the_connection_of_a_stranger(tmp_path):
+    make_authority(tmp_path)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(tmp_path / "ca.pem", tmp_path / "ca.key")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve():
+            with server.accept()[0] as connection, pytest.raises(ssl.SSLError):
+                context.wrap_socket(connection, server_side=True)
+
+        threading.Thread(target=serve).start()
+        assert liveness.service_answers(f"127.0.0.1:{server.getsockname()[1]}", 60)
+
+
+def test_a_stopped_process_takes_connections_and_does_not_answer():
+    with socket.create_server(("127.0.0.1", 0)) as stopped:
+        address = f"127.0.0.1:{stopped.getsockname()[1]}"
+        assert not liveness.service_answers(address, 0.1)
+    with pytest.raises(ConnectionRefusedError):
+        liveness.service_answers(address, 60)
+
+
+def test_only_two_questions_in_a_row_without_an_answer_are_a_stopped_process(monkeypatch):
+    """After all processes were stopped and go on (Ctrl-Z and fg), the first question is late, the second is not."""
+    connection = liveness.Connection(MemoryClient.hub(2)[1], threading.Event())
+    connection._heard -= 3600
+    answers = [False, True]
+    monkeypatch.setattr(liveness, "service_answers", lambda *_: answers.pop(0))
+    connection._raise_if_stopped()
+    answers[:] = [False, False]
+    connection._heard -= 3600
+    with pytest.raises(liveness._StoppedError):
+        connection._raise_if_stopped()
 
 
 @pytest.mark.parametrize("line", [b"", b"{}", b"[1, null]", b"\xff", b"nonsense"])

@@ -3,6 +3,7 @@
 import os
 import random
 import re
+import socket
 import subprocess
 import sys
 import threading
@@ -173,6 +174,21 @@ def test_a_job_that_does_not_connect_ends_and_says_for_how_long_it_tried(monkeyp
             and is_retried(codes[0])
             and "error: not all of the 2 processes connected within 7 s" in capsys.readouterr().err
         )
+
+
+def test_a_process_that_does_not_connect_says_what_the_coordinator_does(monkeypatch, capsys):
+    def ended(address):
+        with module._connecting(DistributedConfig(), "the 2 processes", {}, address):
+            return capsys.readouterr().err
+
+    monkeypatch.setattr(module, "end_process", lambda _: None)
+    monkeypatch.setattr(module.threading.Timer, "start", lambda timer: timer.function())
+    monkeypatch.setattr(module, "ANSWER_S", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as stopped:
+        address = f"127.0.0.1:{stopped.getsockname()[1]}"
+        assert f"Process 0 does not answer at {address}: it is stopped" in ended(address)
+    assert f"Nobody listens at {address}: process 0 has not started" in ended(address)
+    assert "rocess 0" not in ended(None)
 
 
 @pytest.mark.parametrize("number", [1, 0])
