@@ -224,6 +224,18 @@ COMMANDS: Final = (
         options="lockstep.main.prepare:add_plan_options",
     ),
     Command(
+        name="data",
+        purpose=PREPARE,
+        summary="look at training data as the model will see it: ends, masks, thoughts, duplicates, cut rows",
+        function="lockstep.main.data:run_data",
+        example="lockstep data --check --config_path config/demo.yaml",
+        usage="--check [FILE ...] [--config_path FILE.yaml] [options] [--key.in.dots VALUE ...]",
+        description="Makes tokens of training data as a run would, with its tokenizer, chat template and lengths, says "
+        "how many examples are wrong in which way, and shows five with their loss masks. Without --config_path, FILE "
+        "and --tokenizer say what is looked at. Exit code 1 if a run would be refused, else 0.",
+        options="lockstep.main.data:add_options",
+    ),
+    Command(
         name="check",
         purpose=PREPARE,
         summary="run any JAX script on simulated processes and find what would stop it on a pod",

@@ -4,15 +4,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from lockstep.errors import ConfigError
-from lockstep.printable import get_logger
-from lockstep.text.endings import stop_ids
-from lockstep.text.tokenize import chat_text, encode_text
 from lockstep.text.tokenizer import context_of, decode, special_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-log = get_logger(__name__)
 
 _REPLACEMENT = "\ufffd"  # the character that stands for an incomplete one in decoded text
 _CHARACTER_BYTES = 4
@@ -103,30 +98,3 @@ class StopFinder:
 
     def _text(self, tokens: Sequence[int]) -> str:
         return decode(self._tokenizer, tokens).rstrip(_REPLACEMENT)
-
-
-def warn_of_no_end(tokenizer: "PreTrainedTokenizerBase", *, chats: bool) -> None:
-    """Warn where nothing at the end of a trained answer stops a completion.
-
-    Args:
-        chats: Whether answers end as the chat template writes them; otherwise with the end-of-sequence token.
-    """
-    ends = set(stop_ids(tokenizer))
-    if (ends & set(_end_of_chat(tokenizer))) if chats else tokenizer.eos_token_id is not None:
-        return
-    log.warning(
-        "trained answers have no token at their end that stops a completion (%s), so the model learns to go on for "
-        "ever. Use %s.",
-        f"those are {', '.join(map(str, sorted(ends)))}" if ends else "the tokenizer has no eos_token",
-        "a chat template that ends each answer with one" if chats and ends else "a tokenizer with an eos_token",
-    )
-
-
-def _end_of_chat(tokenizer: "PreTrainedTokenizerBase") -> Sequence[int]:
-    """The tokens of a short answer and of what the template writes after it."""
-    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    try:
-        text = chat_text(tokenizer, messages)
-    except Exception:  # it has rules for chats that these messages break
-        return stop_ids(tokenizer)
-    return encode_text(tokenizer, text[text.rfind("b") :], add_special_tokens=False)

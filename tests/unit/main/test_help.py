@@ -110,6 +110,7 @@ REFUSED = {
     "data.validation_urls": "[x]",
     "data.length_buckets": "[4]",
     "data.cache_dir": "x",
+    "data.require_end_token": "false",
     "trainer.steps_per_eval": "3",
     "trainer.per_device_eval_parallelism": "2",
 }

@@ -112,8 +112,7 @@ class ChunkBuilder:
             read = 0
             for batch in itertools.batched(records, BATCH_RECORDS):
                 bad_before = self._counts["n_bad"]
-                for line, example in self._tokenize(tokenizer, batch):
-                    fitting = example if isinstance(example, BadRow) else self._known(tokenizer, shape.fit(example))
+                for line, fitting in fit_records(self._spec, tokenizer, batch):
                     if isinstance(fitting, BadRow):
                         self._note_bad(piece, line, fitting)
                     elif fitting is None:
@@ -126,24 +125,6 @@ class ChunkBuilder:
                 self._progress(position - read, self._counts["n_bad"] - bad_before, file.path)
                 read = position
         yield from packer.finish()
-
-    def _known(self, tokenizer: "PreTrainedTokenizerBase", example: Example | BadRow | None) -> Example | BadRow | None:
-        """An example, or what is wrong with it where the model does not have a token of it."""
-        if self._spec.vocab_size is None or example is None or isinstance(example, BadRow):
-            return example
-        tokens = np.concatenate([np.asarray(sequence.tokens, np.int32) for sequence in example])
-        ids = np.maximum(tokens, ~tokens).tolist()  # one that is no target is stored as its complement
-        unknown = unknown_token(tokenizer, ids, self._spec.vocab_size)
-        return example if unknown is None else BadRow(unknown)
-
-    def _tokenize(
-        self, tokenizer: "PreTrainedTokenizerBase", batch: tuple[tuple[int, int, Record | BadRow | None], ...]
-    ) -> Iterator[tuple[int, Example | BadRow]]:
-        good = [record for _, _, record in batch if record is not None and not isinstance(record, BadRow)]
-        examples = iter(self._spec.format.tokenize(tokenizer, good) if good else ())
-        for line, _, record in batch:
-            if record is not None:
-                yield line, record if isinstance(record, BadRow) else next(examples)
 
     def _note_bad(self, piece: int, line: int, bad: BadRow) -> None:
         self._counts["n_bad"] += 1
@@ -158,6 +139,37 @@ class ChunkBuilder:
         number, part, parts = self._spec.chunks[self._number][piece]
         file = self._spec.files[number]
         return f"{place(file.path, lines_before(file, part, parts), line)} {text}"
+
+
+def fit_records(
+    spec: CacheSpec,
+    tokenizer: "PreTrainedTokenizerBase",
+    batch: Sequence[tuple[int, int, Record | BadRow | None]],
+) -> Iterator[tuple[int, Example | BadRow | None]]:
+    """Tokenise records as `read_piece` yields them, and cut them to the rows of a cache.
+
+    Yields:
+        The line of each record, and its example; what is wrong with it; or None where its prompt fills a row.
+    """
+    good = [record for _, _, record in batch if record is not None and not isinstance(record, BadRow)]
+    examples = iter(spec.format.tokenize(tokenizer, good) if good else ())
+    for line, _, record in batch:
+        if record is not None:
+            example = record if isinstance(record, BadRow) else next(examples)
+            fitting = example if isinstance(example, BadRow) else spec.shape.fit(example)
+            yield line, _known(spec, tokenizer, fitting)
+
+
+def _known(
+    spec: CacheSpec, tokenizer: "PreTrainedTokenizerBase", example: Example | BadRow | None
+) -> Example | BadRow | None:
+    """An example, or what is wrong with it where the model does not have a token of it."""
+    if spec.vocab_size is None or example is None or isinstance(example, BadRow):
+        return example
+    tokens = np.concatenate([np.asarray(sequence.tokens, np.int32) for sequence in example])
+    ids = np.maximum(tokens, ~tokens).tolist()  # one that is no target is stored as its complement
+    unknown = unknown_token(tokenizer, ids, spec.vocab_size)
+    return example if unknown is None else BadRow(unknown)
 
 
 def place(path: str, before: int, line: int) -> str:

@@ -1,8 +1,8 @@
 """Which data to train on and to validate with: text, prompts with completions, chats and preference pairs."""
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
-from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 import jax
@@ -17,39 +17,14 @@ from lockstep.text import token_count, tokenizer_digest
 from lockstep.training.data.build import BadRowPolicy, build_caches
 from lockstep.training.data.chunk_builder import CacheSpec
 from lockstep.training.data.examples import FORMATS, DataFormat
-from lockstep.training.data.packing import RowShape
-from lockstep.training.data.records import MAX_LINE_BYTES, SourceFile, list_files
+from lockstep.training.data.packing import ExampleKind, RowShape
+from lockstep.training.data.records import MAX_LINE_BYTES, SourceConfig, SourceFile, list_files
 from lockstep.training.data.rows import CachedRows
 from lockstep.training.data.token_cache import TokenCache
 from lockstep.training.objectives import REFERENCE
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SourceConfig:
-    """A source of a mixture, or of the validation data."""
-
-    url: FilePath
-    """Its file or files: a path or URL that fsspec knows, wildcards allowed, or a directory of ``save_to_disk``."""
-    weight: float | None = None
-    """The share of a batch that comes from it, relative to the weights of the others; null: 1."""
-    name: str | None = None
-    """Its name in metrics and messages; null: the name of the file without its suffix, or of the
-    directory where the file has wildcards."""
-
-    def __post_init__(self) -> None:
-        check_fields(self, "data.train_urls: ")
-        if self.weight is not None and not 0 < self.weight < float("inf"):
-            raise ConfigError(f"the weight of source {self.url} is {self.weight}; it must be above 0. Change it.")
-
-    @property
-    def label(self) -> str:
-        """The name in metrics and messages."""
-        path = PurePosixPath(self.url.rstrip("/"))
-        stem = path.name.split(".")[0]
-        return self.name or (path.parent.name if "*" in stem or "[" in stem else stem) or self.url
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -85,6 +60,8 @@ class DataConfig:
     """The most records of a source that may be left out; with more the run stops, and names the first."""
     max_line_bytes: int = MAX_LINE_BYTES
     """The most bytes of a JSON line; a longer one is a bad row, and is not read whole."""
+    require_end_token: bool = True
+    """Refuse answers of which none trains a token that generation stops at; false: a warning says so."""
     shuffle: bool = True
     """Draw every epoch in another order."""
 
@@ -152,12 +129,7 @@ class DataConfig:
             ConfigError: A file or too many records cannot be used; the message names their places.
             PeerError: The same, where hosts are given; raised on all of them.
         """
-        sources = [one if isinstance(one, SourceConfig) else SourceConfig(url=one) for one in self.train_urls]
-        if any(source.weight is not None for source in sources):
-            groups = [(f"data.train_urls ({source.label})", [source.url]) for source in sources]
-            weights = [1.0 if source.weight is None else source.weight for source in sources]
-        else:
-            groups, weights = [("data.train_urls", [source.url for source in sources])], [1.0]
+        groups, weights = self._sources()
         caches = self._open(groups, tokenizer, self.row_lengths(model_max_seq_len), hosts, vocab_size)
         return CachedRows(caches, weights, seed, self.shuffle)
 
@@ -189,12 +161,75 @@ class DataConfig:
         return {source.label: cache for source, cache in zip(self._validation, caches, strict=True)}
 
     @property
+    def example_kind(self) -> ExampleKind:
+        """The kind of the examples."""
+        return "documents" if self._rows()[0].documents else "answers"
+
+    @property
     def _validation(self) -> list[SourceConfig]:
         return [one if isinstance(one, SourceConfig) else SourceConfig(url=one) for one in self.validation_urls]
 
     def _rows(self) -> tuple[DataFormat, bool]:
         """The format of the records, and whether rows are packed."""
         raise ConfigError(f"{type(self).__name__} has no rows of its own: its rows are sampled while it trains.")
+
+    def specs(
+        self, tokenizer: "PreTrainedTokenizerBase", model_max_seq_len: int, vocab_size: int | None = None
+    ) -> list[CacheSpec]:
+        """Return the files of each source, and how `load` makes rows of them.
+
+        Raises:
+            ConfigError: There is no file, or the tokenizer cannot be used.
+        """
+        return self._specs(self._sources()[0], tokenizer, self.row_lengths(model_max_seq_len), vocab_size)
+
+    def _sources(self) -> tuple[list[tuple[str, list[str]]], list[float]]:
+        """The files of each source after its name, and its weight."""
+        sources = [one if isinstance(one, SourceConfig) else SourceConfig(url=one) for one in self.train_urls]
+        if any(source.weight is not None for source in sources):
+            weights = [1.0 if source.weight is None else source.weight for source in sources]
+            return [(f"data.train_urls ({source.label})", [source.url]) for source in sources], weights
+        return [("data.train_urls", [source.url for source in sources])], [1.0]
+
+    def _specs(
+        self,
+        groups: Sequence[tuple[str, Sequence[str]]],
+        tokenizer: "PreTrainedTokenizerBase",
+        lengths: tuple[int, ...],
+        vocab_size: int | None,
+    ) -> list[CacheSpec]:
+        def looked_for(url: str, name: str) -> list[SourceFile]:
+            with storage_wait(f"looking for the files of {without_credentials(url)}"):
+                return list_files(url, name)
+
+        if not all(urls for _, urls in groups):
+            raise ConfigError(
+                "data.train_urls is empty; at least 1 file is needed. List files, e.g. [data/train.jsonl]."
+            )
+        format, packing = self._rows()
+        format.check(tokenizer)
+        shape = RowShape(
+            length=lengths[-1],
+            truncate=self.truncate,
+            packing=packing,
+            documents=format.documents,
+            pairs=format.pairs,
+            shorter=lengths[:-1],
+        )
+        digest = tokenizer_digest(tokenizer)
+        limited = vocab_size is not None and vocab_size < token_count(tokenizer)
+        return [
+            CacheSpec(
+                name=name,
+                files=tuple(file for url in urls for file in looked_for(url, name.partition(" ")[0])),
+                format=format,
+                shape=shape,
+                tokenizer_digest=digest,
+                vocab_size=vocab_size if limited else None,
+                max_line_bytes=self.max_line_bytes,
+            )
+            for name, urls in groups
+        ]
 
     def _open(
         self,
@@ -204,40 +239,7 @@ class DataConfig:
         hosts: Hosts | None,
         vocab_size: int | None,
     ) -> list[TokenCache]:
-        def looked_for(url: str, name: str) -> list[SourceFile]:
-            with storage_wait(f"looking for the files of {without_credentials(url)}"):
-                return list_files(url, name)
-
-        def make_specs() -> list[CacheSpec]:
-            if not all(urls for _, urls in groups):
-                raise ConfigError(
-                    "data.train_urls is empty; at least 1 file is needed. List files, e.g. [data/train.jsonl]."
-                )
-            format, packing = self._rows()
-            format.check(tokenizer)
-            shape = RowShape(
-                length=lengths[-1],
-                truncate=self.truncate,
-                packing=packing,
-                documents=format.documents,
-                pairs=format.pairs,
-                shorter=lengths[:-1],
-            )
-            digest = tokenizer_digest(tokenizer)
-            limited = vocab_size is not None and vocab_size < token_count(tokenizer)
-            return [
-                CacheSpec(
-                    name=name,
-                    files=tuple(file for url in urls for file in looked_for(url, name.partition(" ")[0])),
-                    format=format,
-                    shape=shape,
-                    tokenizer_digest=digest,
-                    vocab_size=vocab_size if limited else None,
-                    max_line_bytes=self.max_line_bytes,
-                )
-                for name, urls in groups
-            ]
-
+        make_specs = functools.partial(self._specs, groups, tokenizer, lengths, vocab_size)
         policy = BadRowPolicy(on_bad_row=self.on_bad_row, max_bad_rows=self.max_bad_rows)
         if hosts is not None:
             return build_caches(make_specs, tokenizer, self.cache_dir, policy, hosts)
@@ -275,6 +277,8 @@ class LmDataConfig(DataConfig):
                 f"data.train_on is all and data.format is {self.format}, which has no turns. Remove it, or use format: "
                 "chat."
             )
+        if self.data_format.documents and not self.require_end_token:
+            raise ConfigError("data.require_end_token is false, and documents have no answers to end. Remove it.")
         if self.length_buckets and self.packs:
             raise ConfigError(
                 f"data.length_buckets is {list(self.length_buckets)}, but rows are packed, and a packed row is full. "
@@ -351,6 +355,7 @@ class GrpoDataConfig(DataConfig):
         "validation_urls": "Give held-out questions to inference_eval.prompts, with inference_eval.metrics: [gsm8k].",
         "length_buckets": "Its rows have one length. Remove it.",
         "cache_dir": "Questions are not cached. Remove it.",
+        "require_end_token": "Nothing of the data is a target. Remove it.",
     }
 
     format: str = "chat"
@@ -386,3 +391,8 @@ class GrpoDataConfig(DataConfig):
             raise ConfigError(f"data.format is {self.format!r}; it must be chat, text, or module:name of your own.")
         if any(isinstance(one, SourceConfig) and one.weight is not None for one in self.train_urls):
             raise ConfigError("data.train_urls has a weight, which has no effect in train-grpo. Remove it.")
+
+    @property
+    def example_kind(self) -> ExampleKind:
+        """Questions: an answer in the data is compared with, and never trained."""
+        return "questions"

@@ -15,7 +15,7 @@ import numpy as np
 from lockstep.errors import ConfigError, PromptError
 from lockstep.json_text import lone_surrogate, without_nulls
 from lockstep.plugins import load_object
-from lockstep.text import Prompt, count_appended, text_message, warn_of_no_end
+from lockstep.text import Prompt, count_appended, text_message
 from lockstep.text.tokenize import chat_text, token_ids
 from lockstep.training.data.records import BadRow, Record, field
 
@@ -143,7 +143,6 @@ class DataFormat:
                 f"the data is made of chats, but the tokenizer {str(tokenizer.name_or_path)!r} has no chat template. "
                 "Use a tokenizer with one (chat_template.jinja beside tokenizer.json)."
             )
-        warn_of_no_end(tokenizer, chats=self.chats)
 
 
 def _documents(tokenizer: "PreTrainedTokenizerBase", records: Sequence[Record]) -> list[Example | BadRow]:

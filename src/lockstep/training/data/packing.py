@@ -18,6 +18,9 @@ type Row = list[TokenSequence]
 type Layout = Literal["single", "packed", "pair"]
 """The layout of a row: one sequence; several in one sequence; or two sequences side by side."""
 
+type ExampleKind = Literal["answers", "documents", "questions"]
+"""The kind of examples: each ends with an answer; is a document, or a part of one; or is a question alone."""
+
 
 class Packer(Protocol):
     """Makes rows of examples."""

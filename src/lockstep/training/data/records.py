@@ -6,11 +6,13 @@ import hashlib
 import io
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import PurePosixPath
 from typing import Any, ClassVar, Literal
 
 import fsspec
 import zstandard
 
+from lockstep.config_fields import FilePath, check_fields
 from lockstep.errors import ConfigError
 from lockstep.json_text import lone_surrogate, parse_json
 from lockstep.urls import check_bare_name, url_to_fs
@@ -41,6 +43,31 @@ type Piece = tuple[int, int, int]
 """A part of a file: the number of the file, the number of the part, and how many parts the file has."""
 type Chunk = tuple[Piece, ...]
 """A unit of reading for one host: parts of one or several files."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SourceConfig:
+    """A source of a mixture, or of the validation data."""
+
+    url: FilePath
+    """Its file or files: a path or URL that fsspec knows, wildcards allowed, or a directory of ``save_to_disk``."""
+    weight: float | None = None
+    """The share of a batch that comes from it, relative to the weights of the others; null: 1."""
+    name: str | None = None
+    """Its name in metrics and messages; null: the name of the file without its suffix, or of the
+    directory where the file has wildcards."""
+
+    def __post_init__(self) -> None:
+        check_fields(self, "data.train_urls: ")
+        if self.weight is not None and not 0 < self.weight < float("inf"):
+            raise ConfigError(f"the weight of source {self.url} is {self.weight}; it must be above 0. Change it.")
+
+    @property
+    def label(self) -> str:
+        """The name in metrics and messages."""
+        path = PurePosixPath(self.url.rstrip("/"))
+        stem = path.name.split(".")[0]
+        return self.name or (path.parent.name if "*" in stem or "[" in stem else stem) or self.url
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

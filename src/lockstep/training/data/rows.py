@@ -3,13 +3,14 @@
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Int
 
 from lockstep.errors import ConfigError
+from lockstep.training.data.examples import Example
 from lockstep.training.data.token_cache import TokenCache
 
 
@@ -255,6 +256,7 @@ class BucketOrder:
         return self.weights[source] * (self.sizes[source][bucket] / sum(self.sizes[source]))
 
 
+_BATCH = 32  # rows of a batch whose examples are looked at
 _DIGESTED = 64  # places of the order that are in the digest: with another version of grain they might be others
 
 
@@ -286,6 +288,22 @@ class CachedRows:
                     columns[name] = np.empty((len(drawn), *values.shape[1:]), values.dtype)
                 columns[name][mine] = values
         return columns
+
+    def examples(self, count: int) -> Iterator[tuple[str, Example]]:
+        """Yield the examples of about ``count`` rows that the run begins with, each with its place; of all rows where
+        there are no more. None comes twice.
+        """
+        places = [(source, row) for source, cache in enumerate(self.caches) for row in range(min(len(cache), count))]
+        if len(self) > count:
+            batches = [self.order.rows(step, _BATCH, slice(_BATCH)) for step in range(-(-count // _BATCH))]
+            places = sorted({place for batch in batches for place in batch})
+        for source, cache in enumerate(self.caches):
+            numbers = [row for one, row in places if one == source]
+            name = f" of source {source}" if len(self.caches) > 1 else ""
+            for number, row in zip(numbers, cache.rows(numbers) if numbers else (), strict=True):
+                pair = cache.metadata.layout == "pair"
+                for example in [tuple(row)] if pair else [(sequence,) for sequence in row]:
+                    yield f"row {number}{name}", example
 
     def digest(self) -> str:
         """Return the SHA-256 of all rows and of their order, and the version of the order, for hosts to agree on."""

@@ -20,6 +20,7 @@ from jaxtyping import Float, Int
 from lockstep.files import new_file
 from lockstep.hosts import call_storage
 from lockstep.json_text import parse_json, refused, typed
+from lockstep.training.data.examples import TokenSequence
 from lockstep.training.data.packing import Layout, Row
 from lockstep.training.objectives import REFERENCE
 
@@ -317,6 +318,11 @@ class TokenCache:
         """
         bucket = int(np.searchsorted(self.bucket_starts, max(numbers), side="right")) - 1
         return expand(self._reader.read(numbers), self.metadata.layout, self.metadata.lengths[bucket])
+
+    def rows(self, numbers: Sequence[int]) -> list[Row]:
+        """Read some rows as the sequences that are in them."""
+        records = self._reader.read(numbers)
+        return [[TokenSequence(n_prompt, tokens) for n_prompt, tokens in parse_record(record)] for record in records]
 
     def digest(self) -> str:
         """Return the SHA-256 of all rows in hexadecimal digits."""

@@ -16,7 +16,7 @@ from lockstep.printable import get_logger
 from lockstep.report import Row
 from lockstep.text import Prompt, cut_at_stop, decode, encode, prompt_end, unknown_token
 from lockstep.training.data import GrpoDataConfig
-from lockstep.training.data.examples import make_prompt
+from lockstep.training.data.examples import Example, TokenSequence, make_prompt
 from lockstep.training.data.records import BadRow, Record, list_files, read_piece
 from lockstep.training.rl.rewards import RewardConfig
 from lockstep.types import Completion
@@ -51,6 +51,12 @@ class Questions:
         further = [repr([sorted(each.fields.items()) for each in self.prompts])] * any(x.fields for x in self.prompts)
         parts = digest(f"{self.seed} {self.shuffle}", repr(self.tokens), repr(answers), repr(first), *further)
         return f"{parts} (version {ORDER_VERSION} of the order)"
+
+    def examples(self, count: int) -> Iterator[tuple[str, Example]]:
+        """Yield the first questions that the run draws, each with its number; all where there are no more."""
+        for number in self.drawn(0, min(count, len(self))).tolist():
+            tokens = self.tokens[number]
+            yield f"question {number}", (TokenSequence(len(tokens), tokens),)
 
     def drawn(self, rollout: int, count: int, attempt: int = 0) -> Int[np.ndarray, " prompt"]:
         """Return which questions a rollout has: a function of seed and number alone.

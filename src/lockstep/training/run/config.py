@@ -15,6 +15,7 @@ from lockstep.errors import ConfigError, check_at_least, check_one_of
 from lockstep.hosts import Hosts
 from lockstep.models import LoraConfig, LoraModel, ModelConfig, fingerprint
 from lockstep.training.data import CachedRows, DataConfig, LmDataConfig, PreferenceDataConfig, TokenCache
+from lockstep.training.data.example_check import ExampleSource
 from lockstep.training.data.rows import Batches
 from lockstep.training.loop.batch_source import BatchSource
 from lockstep.training.loop.config import TrainerConfig
@@ -28,12 +29,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-class Data(Protocol):
+class Data(ExampleSource, Protocol):
     """Rows or questions, tokenised."""
-
-    def __len__(self) -> int:
-        """Return the number of rows, or of questions."""
-        ...
 
     def digest(self) -> str:
         """Return the digest of all of it, for hosts to agree on."""

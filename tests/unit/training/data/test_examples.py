@@ -300,26 +300,3 @@ def test_an_end_that_the_tokenizer_appends_is_not_between_prompt_and_answer(arou
     assert encode(tokenizer, prompts) == [(*before, *plain["q?"]), (*before, *plain["q?</s>"])], "written is written"
     (((document),),) = FORMATS["text"].tokenize(tokenizer, [{"text": "ab"}])
     assert [*document.tokens][: len(before) + 3] == [*before, *plain["ab"], 1]
-
-
-ENDLESS = (
-    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<ass>{% endif %}"
-)
-
-
-@pytest.mark.parametrize(
-    ("data_format", "template", "eos", "warned"),
-    [
-        ("text", None, "</s>", False),
-        ("text", None, None, True),
-        ("prompt_completion", None, None, True),
-        ("chat", ENDLESS, "</s>", True),
-        ("preference", ENDLESS, "</s>", True),
-        ("chat", ENDLESS, None, True),
-        ("chat", ENDLESS.replace("{% endfor", "{{ eos_token }}{% endfor"), "</s>", False),
-        ("chat", "{{ raise_exception('not so short') }}", "</s>", False),
-    ],
-)
-def test_answers_that_never_end_are_warned_of(data_format, template, eos, warned, caplog):
-    FORMATS[data_format].check(of_words("$A", template, eos))
-    assert ("learns to go on for ever" in caplog.text) == warned
