@@ -14,7 +14,7 @@ from lockstep.errors import ConfigError
 from lockstep.main.arguments import CONFIG_PATH
 from lockstep.main.commands import Arguments, planned_commands
 from lockstep.main.prepare import read_plan
-from lockstep.printable import show_log, without_credentials, write_to_stdout
+from lockstep.printable import printable, show_log, without_credentials, write_to_stdout
 from lockstep.text import load_tokenizer, stop_ids
 from lockstep.training import TrainConfig, TrainGrpoConfig
 from lockstep.training.data import DataConfig, LmDataConfig, PreferenceDataConfig
@@ -52,8 +52,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Run:
-    """What is looked at, as a run has it."""
+class _RunData:
+    """The data of a run, as its first step would see it."""
 
     data: DataConfig
     tokenizer: "PreTrainedTokenizerBase"
@@ -74,12 +74,13 @@ def run_data(arguments: Sequence[str]) -> int:
     run = _of_config(own, keys) if CONFIG_PATH in keys else _of_files(own, keys)
     length = run.length if run.data.truncate else None
     check = ExampleCheck(run.tokenizer, run.ends, kind=run.data.example_kind, length=length, seed=run.seed)
-    bad, without_room = list[str](), 0
+    bad, n_bad, without_room = list[str](), 0, 0
     console = Console()
     with console.status("reading") as status:
         for where, example in run.examples:
             if isinstance(example, BadRow):
-                bad.append(f"{where} {example}")
+                n_bad += 1
+                bad += [f"  {where} {example}"] if n_bad <= SHOWN_BAD else []
             elif example is None:
                 without_room += 1
             else:
@@ -90,25 +91,25 @@ def run_data(arguments: Sequence[str]) -> int:
     lines += check.problems()
     if without_room:
         lines.append(f"training data: {without_room:,} examples are left out: their prompts fill {length} tokens")
-    if bad:
-        lines += [f"training data: {len(bad):,} records cannot be used:", *(f"  {line}" for line in bad[:SHOWN_BAD])]
-    refused = list(_refusals(run, check, bad))
+    lines += [f"training data: {n_bad:,} records cannot be used:", *bad] if bad else []
+    refused = [f"a run is refused: {line}" for line in _refusals(run.data, check, n_bad)]
     write_to_stdout(lambda: print_examples(check, console))
-    write_to_stdout(lambda: print(*lines, *(f"a run is refused: {line}" for line in refused), sep="\n"))
+    write_to_stdout(lambda: print(printable(without_credentials("\n".join([*lines, *refused])))))
     return 1 if refused else 0
 
 
-def _refusals(run: _Run, check: ExampleCheck, bad: Sequence[str]) -> Iterator[str]:
+def _refusals(data: DataConfig, check: ExampleCheck, n_bad: int) -> Iterator[str]:
+    """The reasons for which a run on the data would end before its first step."""
     if not check.examples:
         yield "there is no example."
-    if len(bad) > (0 if run.data.on_bad_row == "raise" else run.data.max_bad_rows):
-        yield f"{len(bad):,} records cannot be used (data.on_bad_row, data.max_bad_rows)."
+    if n_bad > (0 if data.on_bad_row == "raise" else data.max_bad_rows):
+        yield f"{n_bad:,} records cannot be used (data.on_bad_row, data.max_bad_rows)."
     wrong = check.no_end()
-    if wrong is not None and run.data.require_end_token:
+    if wrong is not None and data.require_end_token:
         yield wrong
 
 
-def _of_config(own: argparse.Namespace, keys: Mapping[str, str]) -> _Run:
+def _of_config(own: argparse.Namespace, keys: Mapping[str, str]) -> _RunData:
     """The data of a run's configuration."""
     values = dict(keys)
     for option, key in (("tokenizer", "tokenizer"), ("format", "data.format"), ("max_seq_len", "data.max_seq_len")):
@@ -129,10 +130,10 @@ def _of_config(own: argparse.Namespace, keys: Mapping[str, str]) -> _Run:
     else:
         examples = _read_examples(data.specs(tokenizer, model.max_seq_len, vocab_size), tokenizer, own.rows)
     length = data.row_length(model.max_seq_len)
-    return _Run(data=data, tokenizer=tokenizer, ends=ends, length=length, seed=seed, examples=examples)
+    return _RunData(data=data, tokenizer=tokenizer, ends=ends, length=length, seed=seed, examples=examples)
 
 
-def _of_files(own: argparse.Namespace, keys: Mapping[str, str]) -> _Run:
+def _of_files(own: argparse.Namespace, keys: Mapping[str, str]) -> _RunData:
     """Files with nothing but a tokenizer."""
     if keys:
         raise ConfigError(f"--{next(iter(keys))} is a key of a configuration. Name that: --{CONFIG_PATH} FILE.")
@@ -147,7 +148,7 @@ def _of_files(own: argparse.Namespace, keys: Mapping[str, str]) -> _Run:
     data = cls(train_urls=tuple(own.files), format=name, truncate=own.max_seq_len is not None)
     tokenizer = load_tokenizer(own.tokenizer)
     examples = _read_examples(data.specs(tokenizer, length), tokenizer, own.rows)
-    return _Run(data=data, tokenizer=tokenizer, ends=stop_ids(tokenizer), length=length, seed=0, examples=examples)
+    return _RunData(data=data, tokenizer=tokenizer, ends=stop_ids(tokenizer), length=length, seed=0, examples=examples)
 
 
 def _format_of(url: str) -> str:

@@ -1,7 +1,6 @@
 """The examples of a run, looked at before its first step: what tokens and masks are wrong, and five of them to read."""
 
 import collections
-import functools
 import random
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Final, Protocol
@@ -12,9 +11,10 @@ from rich.console import Console
 from rich.text import Text
 
 from lockstep.errors import ConfigError
+from lockstep.health import unbalanced_marker
 from lockstep.hosts import Hosts
 from lockstep.printable import VISIBLE_CONTROLS, get_logger, printable, write_to_stdout
-from lockstep.text import THINKING, decode
+from lockstep.text import decode, part_markers
 from lockstep.text.tokenizer import added_text
 from lockstep.training.data.config import DataConfig
 from lockstep.training.data.examples import Example, TokenSequence
@@ -60,7 +60,7 @@ class ExampleCheck:
     ) -> None:
         self.tokenizer, self.ends, self._answers, self._length = tokenizer, sorted(ends), kind == "answers", length
         self._kind = kind
-        self._bos = getattr(tokenizer, "bos_token_id", None)
+        self._bos, self._parts = tokenizer.bos_token_id, frozenset(part_markers(tokenizer).values())
         self._draw, self._known = random.Random(seed), set[bytes]()
         self._first: dict[str, str] = {}
         self._last_targets = collections.Counter[int]()  # the last target of each answer without an end token
@@ -111,8 +111,8 @@ class ExampleCheck:
         texts = {
             "no end": f"have an answer without an end token ({ends}) to train, so the model learns to go on there",
             "two BOS": f"have {self._names([self._bos])} twice in a row: data and tokenizer or chat template write it",
-            "thought": "open a thought and do not close it, or close one that they do not open: "
-            + ", ".join("".join(pair) for pair in THINKING),
+            "thought": "have a marker of reasoning, such as <think>, that is not closed or not opened, or another "
+            "family's: see what the chat template writes before and into an answer",
             "no target": "have an empty loss mask: nothing is learned from them",
             "duplicate": "are the same as one before",
             "cut": f"are cut, as they are longer than {self._length} tokens (data.max_seq_len)",
@@ -168,9 +168,22 @@ class ExampleCheck:
                 if not has_end:
                     self._last_targets[int(ids[end - 1])] += 1
                     self._masked += bool(is_end[end : end + 1].any())
-        text = decode(self.tokenizer, ids.tolist())
-        if any(text.count(begin) != text.count(end) for begin, end in THINKING):
+        if self._has_open_thought(ids, answers, ended):
             yield "thought"
+
+    def _has_open_thought(
+        self, ids: Int[np.ndarray, " token"], answers: Int[np.ndarray, "answer 2"], ended: Sequence[bool]
+    ) -> bool:
+        """Whether an answer closes no thought that it, or the template before it, opens; or the reverse."""
+        prompt, done = "", 0
+        for (begin, end), has_end in zip(answers.tolist(), ended, strict=True):
+            before = decode(self.tokenizer, ids[done:begin].tolist())
+            answer = decode(self.tokenizer, ids[begin:end].tolist(), ids[:begin].tolist())
+            prompt, done = prompt + before, end
+            if unbalanced_marker(answer, prompt=prompt, prompt_end=before, ended=has_end, parts=self._parts):
+                return True
+            prompt += answer
+        return False
 
     def _names(self, tokens: Iterable[int | None]) -> str:
         known = [token for token in tokens if token is not None]
@@ -192,7 +205,10 @@ def print_examples(check: ExampleCheck, console: Console) -> None:
 def shown_sequence(check: ExampleCheck, sequence: TokenSequence, *, colour: bool) -> Text:
     """A sequence for reading, on one line and shortened, with its special tokens and its mask."""
     tokenizer, text = check.tokenizer, Text()
-    spell = functools.partial(tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    def spell(tokens: Sequence[int]) -> str:
+        return str(tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
     ids, targets = _ids_and_targets(sequence)
     kinds = np.where(targets, np.where(np.isin(ids, check.ends), _END, _TARGET), _TEXT)
     bounds = [0, *(np.flatnonzero(np.diff(kinds)) + 1).tolist(), len(ids)]

@@ -28,6 +28,8 @@ TEMPLATE = (
     "{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
+OPENING = TEMPLATE.replace("'|>' + m", "('|><think>' if m.role == 'assistant' else '|>') + m")
+OPENING = OPENING.replace("<|assistant|>{% endif %}", "<|assistant|><think>{% endif %}")
 ENDLESS = TEMPLATE.replace("{{ eos_token }}", ".")
 
 
@@ -70,8 +72,10 @@ def one(n_prompt, tokens):
         ("{{ bos_token }}" + TEMPLATE, ["four"], {"two BOS": 1}),
         (TEMPLATE, ["<think>2 + 2</think>four", "<think>four", "four</think>", "[THINK]a[/THINK]b"], {"thought": 2}),
         (TEMPLATE, ["<think>four[/THINK]"], {"thought": 1}),
+        (OPENING, ["2 + 2</think>four", "four", "<think>2 + 2</think>four"], {"thought": 2}),
+        (OPENING.replace("<think>", "<|start_think|>"), ["2 + 2</think>four"], {"thought": 1}),
     ],
-    ids=["healthy", "endless", "two BOS", "thoughts", "two families"],
+    ids=["healthy", "endless", "two BOS", "thoughts", "two families", "opened by the template", "wrong token"],
 )
 def test_what_is_wrong_with_the_tokens_of_chats_is_counted(template, answers, counts):
     check = of_chats(template, answers)
