@@ -97,7 +97,7 @@ def test_prompts(directory, text, name):
 
 ROW = {
     **{"step": 1, "prompt_id": 0, "generation_id": 0, "prompt": "a", "generated_text": "b", "num_tokens": 1},
-    **{"finish_reason": "stop", "mean_logprob": -0.5, "exact_match": 1.0},
+    **{"finish_reason": "stop", "mean_logprob": -0.5, "exact_match": 1.0, "health": "loop", "loop_from": 0},
     **{"tokens": ["b"], "token_logprobs": [-0.5], "token_ids": [3], "logprobs": [-0.5]},
 }
 SAMPLE_ROW = {"round": 0, **{name: value for name, value in ROW.items() if name != "step"}}

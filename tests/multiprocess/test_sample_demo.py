@@ -2,9 +2,12 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from lockstep.health import State
 from lockstep.report import read_jsonl
+from lockstep.report.rows import COLUMNS
 from tests import wandb_run
 from tests.multiprocess.harness import run_command
 
@@ -35,9 +38,7 @@ def test_the_sampler_of_the_demo_answers_from_the_demos_checkpoint(tmp_path):
     first, last = wandb_run.tables(trained, "inference_eval/samples")
     assert [{cells[0] for cells in table["data"]} for table in (first, last)] == [{0}, {10}]
     assert len(first["data"]) == len(last["data"]) == PROMPTS
-    assert last["columns"] == (
-        "step prompt_id generation_id prompt generated_text num_tokens finish_reason mean_logprob exact_match".split()
-    )
+    assert last["columns"] == [*COLUMNS, "exact_match"]
     values = dict(wandb_run.history(trained))[10]
     assert {"train/loss", "inference_eval/tokens_per_second", "inference_eval/exact_match"} <= values.keys()
 
@@ -51,6 +52,8 @@ def test_the_sampler_of_the_demo_answers_from_the_demos_checkpoint(tmp_path):
     assert table["columns"] == "round prompt_id generation_id prompt generated_text num_tokens exact_match".split()
     assert table["data"] == [[row[column] for column in table["columns"]] for row in rows]
     step, values = wandb_run.history(offline_run(sampled))[-1]
+    for state in (State.LOOP, State.CUT, State.SPECIAL_TOKEN):
+        assert values[f"sample/health/{state}"] == np.mean([state in row["health"].split() for row in rows])
     assert step == values["sample/total_completions"] == len(rows)
     assert values["sample/num_hosts"] == 2 and values["sample/inference_mode"] == "host_data_parallel"
     leader, other = ended.logs

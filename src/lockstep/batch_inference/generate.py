@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Generator as Answers
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,8 @@ from lockstep.batch_inference.prompt_store import Batch, JobShape, PromptStore, 
 from lockstep.batch_inference.row_files import RowFile
 from lockstep.engine import EarlierAnswers, Engine, stream_on_all, take_batch
 from lockstep.engine.schedule import Scheduler
-from lockstep.hosts import Hosts, Watchdog, digest, environment, leader_only
+from lockstep.health import Vocabulary, measure_health
+from lockstep.hosts import Hosts, Watchdog, digest, environment, leader_only, try_leader_only
 from lockstep.printable import get_logger
 from lockstep.report import Metric, SampleRow, load_metrics, measure
 from lockstep.text import StopFinder, cut_at_stop, decode, prompt_end, token_count
@@ -215,9 +217,13 @@ class Generator:
             while completions := take_batch(stream, size, count):
                 yield completions
 
+    @functools.cached_property
+    def _vocabulary(self) -> Vocabulary:
+        return Vocabulary.from_tokenizer(self._tokenizer)
+
     def _rows(self, round_: int, completions: Sequence[Completion]) -> list[SampleRow]:
         """Rows of a batch by prompt and generation, so that a file reads in order as far as it can."""
-        rows, prompts = [], []
+        rows, prompts, answers = [], [], []
         for completion in sorted(completions, key=lambda each: (each.prompt_id, each.generation_id)):
             asked = self._store[completion.prompt_id]
             prompts.append(asked.prompt)
@@ -233,6 +239,14 @@ class Generator:
                     round=round_,
                 )
             )
+            answers.append(rows[-1].answered(asked.prompt, completion, asked.tokens))
+
+        def look() -> None:
+            # By itself: which answers are in a batch depends on the layout, and rows do not.
+            health = [measure_health(answer, self._vocabulary) for answer in answers]
+            rows[:] = [row.with_health(own) for row, own in zip(rows, health, strict=True)]
+
+        try_leader_only("the health of answers", look, "sampling goes on")
         measured, failures = measure(self._metrics, rows, prompts, guard=leader_only)
         for failure in failures:
             log.error("round %d: %s; sampling goes on", round_, failure)

@@ -19,6 +19,7 @@ from rich.text import Text
 from lockstep.batch_inference.config import SampleConfig
 from lockstep.batch_inference.job_progress import JobProgress
 from lockstep.engine.schedule import DraftCounts
+from lockstep.health import State
 from lockstep.hosts import Hosts
 from lockstep.json_text import from_peer, parse_json, refused, typed
 from lockstep.placement.device import peak_bytes, used_bytes
@@ -39,6 +40,8 @@ class Totals:
     finish: dict[str, int] = dataclasses.field(default_factory=dict)
     sums: dict[str, float] = dataclasses.field(default_factory=dict)
     counts: dict[str, int] = dataclasses.field(default_factory=dict)
+    looked_at: int = 0  # rows whose health is known
+    states: dict[str, int] = dataclasses.field(default_factory=dict)  # rows in each state, of those
 
     def add(self, lines: Iterable[bytes]) -> "Totals":
         """Add rows, given as the lines of a file, and return itself."""
@@ -47,11 +50,20 @@ class Totals:
             self.rows += 1
             self.tokens += row.num_tokens
             self.finish[row.finish_reason] = self.finish.get(row.finish_reason, 0) + 1
+            self.looked_at += row.health is not None
+            for state in (row.health or "").split():
+                self.states[state] = self.states.get(state, 0) + 1
             for name, value in row.metrics.items():
                 if value is not None:
                     self.sums[name] = self.sums.get(name, 0.0) + value
                     self.counts[name] = self.counts.get(name, 0) + 1
         return self
+
+    @property
+    def health(self) -> dict[str, float]:
+        """The share of each state in the rows whose health is known; none where no row's is."""
+        known = [state for state in State if state != State.SAME_ANSWER and self.looked_at]  # that takes a round
+        return {state.value: self.states.get(state, 0) / self.looked_at for state in known}
 
     @property
     def means(self) -> dict[str, float]:
@@ -69,7 +81,9 @@ def add_up(hosts: Hosts, own: Totals) -> Totals | None:
         part = from_peer(post, Totals, "a host's totals")
         every.rows += part.rows
         every.tokens += part.tokens
-        for total, added in ((every.finish, part.finish), (every.counts, part.counts)):
+        every.looked_at += part.looked_at
+        pairs = ((every.finish, part.finish), (every.counts, part.counts), (every.states, part.states))
+        for total, added in pairs:
             for name, count in added.items():
                 total[name] = total.get(name, 0) + count
         for name, value in part.sums.items():
@@ -145,6 +159,7 @@ def metrics(outcome: Outcome) -> dict[str, float | str]:
         **({"sample/load_bytes_per_second": outcome.loaded_bytes / outcome.load_s} if outcome.load_s else {}),
         **{f"sample/hbm/{moment}_bytes": used for moment, used in outcome.memory.items()},
         **{f"sample/finish/{reason}": count for reason, count in sorted(outcome.totals.finish.items())},
+        **{f"sample/health/{state}": share for state, share in outcome.totals.health.items()},
         **({f"sample/{name}": value for name, value in outcome.drafts.metrics().items()} if outcome.drafts else {}),
         **{f"sample/{name}": mean for name, mean in outcome.totals.means.items()},
     }
@@ -189,6 +204,10 @@ def summary_table(outcome: Outcome) -> Table:
     mean = f", {totals.tokens / totals.rows:,.1f} per completion" if totals.rows else ""
     table.add_row("tokens", f"{totals.tokens:,}{mean}")
     table.add_row("ended by", ", ".join(f"{reason} {count:,}" for reason, count in sorted(totals.finish.items())))
+    unhealthy = {state: totals.states[state] for state, share in totals.health.items() if share}
+    if totals.looked_at:
+        parts = [f"{state} {count:,} ({count / totals.looked_at:.1%})" for state, count in unhealthy.items()]
+        table.add_row("health", ", ".join(parts) or "nothing is wrong with any")
     for name, value in totals.means.items():
         measured = totals.counts[name]
         table.add_row(name, f"mean {value:.4g}" + (f" of {measured:,}" if measured < totals.rows else ""))

@@ -1,5 +1,6 @@
 """The leader's report of a round, behind a queue that training never waits for."""
 
+import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -9,6 +10,7 @@ from lockstep.callback.config import InferenceEvalConfig
 from lockstep.callback.evaluation import PREFIX, TaskResults
 from lockstep.engine import Generation
 from lockstep.errors import LockstepError
+from lockstep.health import RoundHealth, Vocabulary, measure_round
 from lockstep.hosts import leader_only, try_leader_only
 from lockstep.printable import get_logger, write_to_stdout
 from lockstep.report import (
@@ -110,6 +112,10 @@ class Reporter:
 
         self._put(f"the tasks of step {step}", work)
 
+    @functools.cached_property
+    def _vocabulary(self) -> Vocabulary:
+        return Vocabulary.from_tokenizer(self._tokenizer)
+
     def flush(self, timeout_s: float, spent_s: float = 0.0) -> bool:
         """Wait until all reports are made; log which are not, and return whether all are."""
         left = self._queue.flush(max(0.0, timeout_s - spent_s))
@@ -145,16 +151,25 @@ class Reporter:
     ) -> None:
         start = time.perf_counter()
         rows: list[Row] = []
+        health: list[RoundHealth] = []
         shown = not self._config.skip_samples_table
 
         def make_rows() -> None:
             by_id = {prompt.id: prompt for prompt in prompts}
             tokens = {request.prompt_id: request.prompt_tokens for request in requests}
             row_prompts = [by_id[completion.prompt_id] for completion in result.completions]
-            made = [
-                self._row(step, prompt, completion, tokens.get(prompt.id, ()))
-                for prompt, completion in zip(row_prompts, result.completions, strict=True)
-            ]
+            answered = list(zip(row_prompts, result.completions, strict=True))
+            made = [self._row(step, prompt, completion, tokens.get(prompt.id, ())) for prompt, completion in answered]
+
+            def look() -> None:
+                answers = [
+                    row.answered(prompt, completion, tokens.get(prompt.id, ()))
+                    for row, (prompt, completion) in zip(made, answered, strict=True)
+                ]
+                health.append(measure_round(answers, self._vocabulary))
+                made[:] = [row.with_health(each) for row, each in zip(made, health[0].answers, strict=True)]
+
+            self._try("the health of answers", step, look)
             measured, failures = measure(self._metrics, made, row_prompts, guard=leader_only)
             if self._judge is not None:
                 measured, unjudged = self._judge.judge(measured, row_prompts)
@@ -178,7 +193,8 @@ class Reporter:
         def track() -> None:
             if shown:
                 self._tracker.log_rows(f"{self._name}/samples", rows, step=step)
-            self._log(step, {**counts, **scalars(rows, result), "time/report_s": time.perf_counter() - start})
+            values = {**scalars(rows, result), **(health[0].scalars() if health else {})}
+            self._log(step, {**counts, **values, "time/report_s": time.perf_counter() - start})
 
         if self._try("making rows", step, make_rows):
             self._try("writing samples.jsonl", step, write_file)

@@ -30,6 +30,7 @@ from lockstep.report.row_formats import NO_SCORES as NO_SCORES
 from lockstep.report.row_formats import check_pyarrow as check_pyarrow
 from lockstep.report.row_formats import write_inspect_log as write_inspect_log
 from lockstep.report.row_formats import write_parquet as write_parquet
+from lockstep.report.rows import HEALTH_COLUMNS as HEALTH_COLUMNS
 from lockstep.report.rows import Row as Row
 from lockstep.report.rows import SampleRow as SampleRow
 from lockstep.report.rows import TableRow as TableRow

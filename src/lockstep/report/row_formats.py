@@ -16,10 +16,10 @@ from lockstep.errors import ConfigError, LockstepError
 from lockstep.files import new_file, write_file
 from lockstep.json_text import refused
 from lockstep.report.jsonl import parse_record, whole_lines
-from lockstep.report.rows import COLUMNS, FIELDS, FILE_COLUMNS, PART_COLUMNS, SAMPLE_COLUMNS
+from lockstep.report.rows import COLUMNS, FIELDS, FILE_COLUMNS, HEALTH_COLUMNS, PART_COLUMNS, SAMPLE_COLUMNS
 
 _ROWS = 4096  # rows that are in memory at a time
-_TEXTS = ("prompt", "generated_text", *PART_COLUMNS, "answer")
+_TEXTS = ("prompt", "generated_text", *PART_COLUMNS, "answer", "health")
 """Columns that are texts, also where every text of a model's happens to be NaN."""
 _NOT_FINITE = ("NaN", "Infinity", "-Infinity")  # the floats that JSON cannot express, by their names in our JSON lines
 _FIELD = f"{FIELDS}."  # the beginning of the names of columns of further fields
@@ -152,6 +152,7 @@ def _pyarrow() -> tuple[Any, Any]:
 VERSION = 2  # the version of the log format that is written
 NO_SCORES: Final = {*COLUMNS, *SAMPLE_COLUMNS, *FILE_COLUMNS, "task", "question_id", "answer", "rank"}
 """The columns of rows that are no scores."""
+_METADATA: Final = ("mean_logprob", "finish_reason", "rank", *HEALTH_COLUMNS)
 STOP_REASONS = {"stop": "stop", "length": "max_tokens"}
 """Finish reasons in the words of inspect_ai; those that it has no word for are unknown."""
 _MEND = "A row has step (or round), prompt_id, prompt and generated_text, and else numbers and texts. Mend the row."
@@ -227,7 +228,7 @@ def _sample(row: Mapping[str, Any], model: str) -> dict[str, Any]:
         "scores": {
             name: {"value": float(value), "answer": said} for name, value in others.items() if name not in texts
         },
-        "metadata": {name: row[name] for name in ("mean_logprob", "finish_reason", "rank") if name in row} | texts,
+        "metadata": {name: row[name] for name in _METADATA if row.get(name) is not None} | texts,
     }
 
 

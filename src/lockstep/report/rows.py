@@ -2,11 +2,12 @@
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Protocol, Self
 
 import numpy as np
 
+from lockstep.health import AnsweredPrompt, Health
 from lockstep.text import THINKING, Answer, Prompt, split_answer
 from lockstep.types import Completion
 
@@ -19,8 +20,13 @@ COLUMNS = (
     "num_tokens",
     "finish_reason",
     "mean_logprob",
+    "health",
+    "loop_from",
 )
 """The columns of every row of a training run, in the order of the table; metrics follow."""
+
+HEALTH_COLUMNS = ("health", "loop_from")
+"""The columns with the health of an answer, a text and a number or null; those of a run without it are null."""
 
 TOKEN_COLUMNS = ("tokens", "token_logprobs")
 """The columns of a file with each token's text and its natural-log probability: two lists of the same length."""
@@ -65,6 +71,9 @@ class CompletionRow:
         prompt_end: The end of the prompt's text, which may open the model's reasoning (`lockstep.text.split_answer`).
         fields: The further fields of the prompt's line, for the file alone.
         kept: The token ids and their natural-log probabilities, for the file alone; None for none.
+        health: The states that say how it went wrong, with a space between two (`lockstep.health.State`); empty where
+            it did not, None where nobody looked.
+        loop_from: The index of the token with which its loop begins; None where there is none.
     """
 
     columns: ClassVar[tuple[str, ...]]
@@ -80,6 +89,22 @@ class CompletionRow:
     prompt_end: str = ""
     fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     kept: tuple[tuple[int, ...], tuple[float, ...]] | None = None
+    health: str | None = None
+    loop_from: int | None = None
+
+    def answered(self, prompt: Prompt, completion: Completion, prompt_tokens: Sequence[int]) -> AnsweredPrompt:
+        """The prompt and the completion that it is the row of, as `lockstep.health` looks at them."""
+        return AnsweredPrompt(
+            prompt=prompt,
+            completion=completion,
+            text=self.generated_text,
+            prompt_tokens=prompt_tokens,
+            prompt_end=self.prompt_end,
+        )
+
+    def with_health(self, health: Health) -> Self:
+        """The row with what was measured of its answer."""
+        return dataclasses.replace(self, health=str(health), loop_from=health.loop_from)
 
     @property
     def reasoning(self) -> str | None:
@@ -174,7 +199,8 @@ class Row(CompletionRow):
             values: The columns of the row; the values beyond ``COLUMNS`` and ``FILE_COLUMNS`` are metrics.
         """
         metrics = {name: _number(value) for name, value in values.items() if name not in COLUMNS + FILE_COLUMNS}
-        columns = {column: values[column] for column in COLUMNS}
+        columns = {column: values[column] for column in COLUMNS if column not in HEALTH_COLUMNS}
+        columns |= {column: values.get(column) for column in HEALTH_COLUMNS}  # earlier versions wrote none
         columns |= {"mean_logprob": float(columns["mean_logprob"]), FIELDS: values.get(FIELDS, {})}
         columns |= {"prompt_end": _prompt_end(values)}
         return cls(**columns, metrics=metrics)
@@ -194,21 +220,26 @@ class SampleRow(CompletionRow):
     mean_logprob: float = 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        """The row as it is written: ``SAMPLE_COLUMNS``, how it ended, its prompt's further fields, metrics, tokens."""
+        """The row as it is written: ``SAMPLE_COLUMNS``, how it ended, its health, its prompt's further fields, metrics,
+        tokens.
+        """
         columns = {column: getattr(self, column) for column in SAMPLE_COLUMNS}
         further = {FIELDS: dict(self.fields)} if self.fields else {}
         kept = {name: list(values) for name, values in zip(KEPT_COLUMNS, self.kept or (), strict=False)}
-        return {**columns, "finish_reason": self.finish_reason, **self._parts, **further, **self.metrics, **kept}
+        health = {} if self.health is None else {column: getattr(self, column) for column in HEALTH_COLUMNS}
+        ended = {"finish_reason": self.finish_reason}
+        return {**columns, **ended, **health, **self._parts, **further, **self.metrics, **kept}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "SampleRow":
         """The row that ``to_dict`` was called on."""
         own = (*SAMPLE_COLUMNS, "finish_reason")
-        others = (*own, *PART_COLUMNS, FIELDS, *KEPT_COLUMNS)
+        others = (*own, *HEALTH_COLUMNS, *PART_COLUMNS, FIELDS, *KEPT_COLUMNS)
         metrics = {name: _number(value) for name, value in values.items() if name not in others}
         tokens, logprobs = (tuple(values.get(name, ())) for name in KEPT_COLUMNS)
         return cls(
             **{name: values[name] for name in own},
+            **{name: values.get(name) for name in HEALTH_COLUMNS},
             fields=values.get(FIELDS, {}),
             metrics=metrics,
             prompt_end=_prompt_end(values),

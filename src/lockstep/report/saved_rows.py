@@ -10,7 +10,7 @@ from typing import Any, Final, Literal
 
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.report.jsonl import numbered_records
-from lockstep.report.rows import FIELDS, FILE_COLUMNS, TOKEN_COLUMNS, Row
+from lockstep.report.rows import FIELDS, FILE_COLUMNS, HEALTH_COLUMNS, TOKEN_COLUMNS, Row
 
 ROWS: Final = (
     "samples.jsonl",
@@ -124,6 +124,7 @@ type Axis = Literal["step", "round"]
 OWN: Final = ("step", "round", "prompt_id", "generation_id", "prompt", "generated_text", "finish_reason")
 """The columns with a meaning of their own; the others are numbers or texts about the answer."""
 TOKENS, TOKEN_LOGPROBS = TOKEN_COLUMNS
+HEALTH, LOOP_FROM = HEALTH_COLUMNS
 _NAMED_FLOATS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
@@ -133,6 +134,9 @@ class SavedRow:
 
     Args:
         tokens: Each token's text and natural-log probability; empty where the file does not have them.
+        health: The states of the answer, with a space between two; empty where nothing is wrong, None where the file
+            does not say.
+        loop_from: The index of the token with which its loop begins; None where there is none.
     """
 
     axis: Axis  # whether `when` is a step or a round
@@ -145,6 +149,8 @@ class SavedRow:
     numbers: Mapping[str, float | None]  # further columns that are numbers, by name; None where there is no value
     texts: Mapping[str, str]  # further columns that are texts, by name, and the further fields of the prompt's line
     tokens: Sequence[tuple[str, float]]
+    health: str | None = None
+    loop_from: int | None = None
     rollout: bool = False  # whether it is one of the best or worst answers of a rollout
 
     def to_row(self) -> Row:
@@ -159,6 +165,8 @@ class SavedRow:
             finish_reason=self.finish_reason,
             mean_logprob=self.numbers.get("mean_logprob") or 0.0,
             metrics={name: value for name, value in self.numbers.items() if name not in ("num_tokens", "mean_logprob")},
+            health=self.health,
+            loop_from=self.loop_from,
         )
 
 
@@ -174,7 +182,7 @@ def parse_row(record: Mapping[str, Any], place: str) -> SavedRow:
     axis: Axis = "round" if "step" not in record and "round" in record else "step"
     numbers, texts = {}, {}
     for name, value in record.items():
-        if name in OWN or name in FILE_COLUMNS:
+        if name in (*OWN, *FILE_COLUMNS, LOOP_FROM) or (name == HEALTH and not isinstance(value, int | float)):
             continue
         if value is None or isinstance(value, int | float):
             numbers[name] = None if value is None else _float(value)
@@ -200,6 +208,9 @@ def parse_row(record: Mapping[str, Any], place: str) -> SavedRow:
         numbers=numbers,
         texts=texts,
         tokens=_tokens(record, place),
+        # A number is a metric of this name, of another program or an earlier version.
+        health=None if isinstance(record.get(HEALTH), int | float | None) else _text(record, HEALTH, place),
+        loop_from=None if record.get(LOOP_FROM) is None else _count(record, LOOP_FROM, place),
     )
 
 

@@ -1,7 +1,7 @@
 """Rows of samples as a table at the terminal or in a log, whose texts can be read at every width."""
 
 from collections.abc import Iterator, Sequence
-from typing import Final
+from typing import Final, Literal
 
 from rich import box
 from rich.cells import cell_len
@@ -10,6 +10,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from lockstep.health import State
 from lockstep.printable import visible
 from lockstep.report.metrics import metric_means
 from lockstep.report.rows import Row, SampleRow, metric_names
@@ -38,6 +39,7 @@ class SamplesTable:
         self._title = Text(visible(title), style="bold")
         self._metrics = metric_names(rows)
         self._several = any(row.generation_id for row in rows)
+        self._unhealthy = any(map(_health, rows))
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """The table, or its rows below each other, as wide as there is room."""
@@ -65,7 +67,8 @@ class SamplesTable:
         table.add_column("prompt", overflow="fold", ratio=2, min_width=TEXT_WIDTH)
         table.add_column("generated text", overflow="fold", ratio=3, min_width=TEXT_WIDTH)
         for name in columns:
-            table.add_column(Text(_heading(name)), justify="left" if name == "finish" else "right", no_wrap=True)
+            side: Literal["left", "right"] = "left" if name in ("finish", "health") else "right"
+            table.add_column(Text(_heading(name)), justify=side, no_wrap=True)
         for row, values in zip(shown, numbers, strict=True):
             prompt, text = self._texts(row)
             rest = {name: value for name, value in values.items() if name not in columns}
@@ -94,6 +97,7 @@ class SamplesTable:
             **sample,
             "tokens": str(row.num_tokens),
             "finish": visible(row.finish_reason),
+            **({"health": visible(_health(row))} if self._unhealthy else {}),
             **{visible(name): "–" if value is None else f"{value:.3g}" for name, value in values.items()},
         }
 
@@ -121,6 +125,11 @@ def print_table(
             ``COLUMNS`` says, else 80 characters.
     """
     (console or Console()).print("", SamplesTable(rows, title=title, max_rows=max_rows))
+
+
+def _health(row: Row | SampleRow) -> str:
+    """The states of an answer, but for the one that its finish reason says."""
+    return " ".join(state for state in (row.health or "").split() if state != State.CUT)
 
 
 def _heading(name: str) -> str:

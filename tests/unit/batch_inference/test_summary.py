@@ -19,26 +19,28 @@ from lockstep.batch_inference.summary import (
     summary_table,
 )
 from lockstep.engine.schedule import DraftCounts
+from lockstep.health import State
 from lockstep.report.metrics import SCALARS
 from tests.multiprocess.harness import run_threads
 from tests.unit.batch_inference.made_up_progress import JOB, shown
 from tests.unit.batch_inference.made_up_rows import row
 
+OUTCOME = Outcome(
+    totals=Totals(rows=20, tokens=190, finish={"stop": 20}, sums={"gsm8k": 5.0}, counts={"gsm8k": 20}),
+    prompts=5,
+    hosts=2,
+    mode="host_data_parallel",
+    found=4,
+    tokens=160,
+    seconds=2.0,
+    load_s=4.0,
+    loaded_bytes=2**30,
+    memory={"before_load": 2**30, "peak": 3 * 2**30},
+)
+
 
 def test_figures_have_the_promised_names():
-    totals = Totals(rows=20, tokens=190, finish={"stop": 20}, sums={"gsm8k": 5.0}, counts={"gsm8k": 20})
-    outcome = Outcome(
-        totals=totals,
-        prompts=5,
-        hosts=2,
-        mode="host_data_parallel",
-        found=4,
-        tokens=160,
-        seconds=2.0,
-        load_s=4.0,
-        loaded_bytes=2**30,
-        memory={"before_load": 2**30, "peak": 3 * 2**30},
-    )
+    outcome, totals = OUTCOME, OUTCOME.totals
     values = metrics(outcome)
     assert {name: values[name] for name in list(values)[:5]} == {
         "sample/total_prompts": 5,
@@ -70,6 +72,19 @@ def test_figures_have_the_promised_names():
         "sample/drafts/tokens_per_step": 4.0,
     }
     assert "90% right, 120 of 160 steps saved" in shown(summary_table(outcome))
+
+
+def test_the_share_of_each_state_is_of_the_rows_whose_health_is_known():
+    healths = [{}, *({"health": states, "loop_from": None} for states in ("", "loop cut", "cut"))]
+    totals = Totals().add(json.dumps({**row(place), **health}).encode() for place, health in enumerate(healths))
+    assert (totals.looked_at, totals.states) == (3, {"loop": 1, "cut": 2})
+    both = run_threads(lambda hosts: add_up(hosts, totals), 2)[0]
+    assert both.health == {state: {"loop": 1, "cut": 2}.get(state, 0) / 3 for state in State if state != "same_answer"}
+    outcome = dataclasses.replace(OUTCOME, totals=both)
+    assert metrics(outcome)["sample/health/cut"] == pytest.approx(2 / 3)
+    assert "loop 2 (33.3%), cut 4 (66.7%)" in shown(summary_table(outcome))
+    assert not any("health" in name for name in metrics(OUTCOME))
+    assert "health" not in shown(summary_table(OUTCOME))
 
 
 def test_a_mean_is_over_the_rows_that_have_a_value():

@@ -14,6 +14,7 @@ from lockstep.callback.evaluation.scoring import TaskRow
 from lockstep.callback.reporter import MAX_WAITING, Reporter
 from lockstep.engine import AuditResult, Generation
 from lockstep.errors import ConfigError
+from lockstep.health import State
 from lockstep.report import Judge, JudgeConfig, Row, read_jsonl
 from lockstep.report.metrics import SCALARS
 from lockstep.report.saved_rows import read_rows
@@ -97,6 +98,7 @@ def test_reports_come_in_order_and_complete(tmp_path, capsys):
         "dropped_reports": 0,
         "time/generate_s": 2.0,
         "hbm/after_bytes": 5,
+        **{f"health/{state}": float(state == "cut") for state in State},
     }
     assert tracker.calls[-1][1]["inference_eval/skipped_rounds"] == 1
     shown = capsys.readouterr().out
@@ -191,6 +193,44 @@ def test_the_file_keeps_the_tokens_where_they_are_wanted(tmp_path, capsys):
     assert not any({"token_ids", "logprobs"} & set(row) for row in table)
     assert [Row.from_dict(row).to_dict() for row in rows] == table
     assert [row.texts for row in read_rows(tmp_path / "samples.jsonl")] == [{}, {}]
+
+
+def looping(token=7):
+    """One answer that loops from its fourth token on, and one that is fine."""
+    first, second = result().completions
+    loop = (5, 6, 8, *[token] * 40)
+    first = dataclasses.replace(first, tokens=loop, logprobs=(-1.0,) * len(loop))
+    second = dataclasses.replace(second, finish_reason=FinishReason.STOP)
+    return dataclasses.replace(result(), completions=[first, second])
+
+
+def test_the_health_of_answers_is_in_table_file_and_scalars(tmp_path, capsys):
+    tracker = Recorder()
+    made = reporter(tmp_path, tracker)
+    made.report(1, PROMPTS, looping(), {})
+    assert made.flush(30) and made.errors == 0
+    (_, _, rows), (_, scalars) = tracker.calls
+    assert [(row["health"], row["loop_from"]) for row in rows] == [("loop cut", 3), ("", None)]
+    assert rows == [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    shares = {state: scalars[f"inference_eval/health/{state}"] for state in State}
+    assert shares == {state: 0.5 * (state in ("loop", "cut")) for state in State}
+    assert "health" in capsys.readouterr().out
+    assert [(row.health, row.loop_from) for row in read_rows(tmp_path / "samples.jsonl")] == [
+        ("loop cut", 3),
+        ("", None),
+    ]
+
+
+def test_health_that_fails_is_counted_and_the_rows_are_reported_without_it(monkeypatch, caplog):
+    monkeypatch.setattr("lockstep.callback.reporter.measure_round", lambda answers, vocabulary: 1 / 0)
+    tracker = Recorder()
+    made = reporter(tracker=tracker)
+    made.report(1, PROMPTS, looping(), {})
+    assert made.flush(30) and made.errors == 1
+    (_, _, rows), (_, scalars) = tracker.calls
+    assert [(row["health"], row["loop_from"]) for row in rows] == [(None, None)] * 2
+    assert scalars["inference_eval/report_errors"] == 1 and not any("/health/" in name for name in scalars)
+    assert "the health of answers after step 1 failed on the leader; training goes on" in caplog.text
 
 
 def test_the_verdicts_of_a_judge_are_a_column_and_its_failures_are_said(monkeypatch, caplog):

@@ -87,7 +87,7 @@ def test_a_row_is_flat_in_a_file_and_comes_back_equal(tmp_path):
     rows = [make_row(metrics={"exact_match": 1.0}), make_row(step=4, mean_logprob=-float("inf"))]
     append_jsonl(tmp_path / "rows.jsonl", (row.to_dict() for row in rows))
     records = read_jsonl(tmp_path / "rows.jsonl")
-    assert list(records[0])[-2:] == ["mean_logprob", "exact_match"]
+    assert list(records[0])[-4:] == ["mean_logprob", "health", "loop_from", "exact_match"]
     assert [Row.from_dict(record) for record in records] == rows
     assert metric_names(rows) == ("exact_match",)
 

@@ -5,7 +5,8 @@ import json
 
 import pytest
 
-from lockstep.report import Row, SampleRow
+from lockstep.health import Health, State
+from lockstep.report import HEALTH_COLUMNS, Row, SampleRow
 from lockstep.report.row_formats import write_parquet
 from lockstep.report.saved_rows import parse_row
 from lockstep.text import Prompt
@@ -56,10 +57,39 @@ def test_a_sample_row_survives_its_file():
     assert SampleRow.from_dict(json.loads(json.dumps(values))).to_dict() == values
 
 
-def test_a_row_of_training_survives_its_file():
+HEALTHS = [Health(), Health(states=(State.LOOP, State.CUT), loop_from=3)]
+
+
+@pytest.mark.parametrize("health", [None, *HEALTHS])
+def test_a_row_of_training_survives_its_file(health):
     before = Row.from_completion(completion(-1.0), PROMPT, "so", step=7)
     before = dataclasses.replace(before, metrics={"gsm8k": None, "length": 2.0})
-    assert Row.from_dict(json.loads(json.dumps(before.to_dict()))) == before
+    before = before if health is None else before.with_health(health)
+    record = before.to_dict()
+    assert (record["health"], record["loop_from"]) == (
+        (None, None) if health is None else (str(health), before.loop_from)
+    )
+    assert Row.from_dict(json.loads(json.dumps(record))) == before
+    assert Row.from_dict({name: value for name, value in record.items() if name not in HEALTH_COLUMNS}) == (
+        dataclasses.replace(before, health=None, loop_from=None)
+    ), "as a version without health wrote it"
+    saved = parse_row(record, "a.jsonl:1")
+    assert (saved.health, saved.loop_from) == (before.health, before.loop_from)
+    assert not {*saved.texts, *saved.numbers} & set(HEALTH_COLUMNS)
+    assert saved.to_row().health == before.health
+
+
+@pytest.mark.parametrize("health", HEALTHS)
+def test_the_health_of_a_sample_row_is_in_its_file_where_it_was_looked_at(health):
+    values = row("text").with_health(health).to_dict()
+    assert (values["health"], values["loop_from"]) == (str(health), health.loop_from)
+    assert SampleRow.from_dict(json.loads(json.dumps(values))).to_dict() == values
+    assert not set(HEALTH_COLUMNS) & {*SampleRow.columns, *row("text").to_dict()}
+
+
+def test_a_number_named_health_is_a_metric_of_another_program():
+    record = {"step": 1, "prompt_id": 0, "prompt": "a", "generated_text": "b", "health": 0.5}
+    assert parse_row(record, "a.jsonl:1").numbers == {"health": 0.5} and parse_row(record, "a.jsonl:1").health is None
 
 
 @pytest.mark.parametrize(("cls", "when"), [(Row, {"step": 7}), (SampleRow, {"round": 2})])

@@ -43,6 +43,9 @@ class RolloutConfig(SamplingBlock):
     """Whether the update takes the experts that the engine chose for each token, and learns their weights (R3, Ma et
     al. 2025, https://arxiv.org/abs/2510.11370); false: the model's own choice, see ``train/routing_gap``."""
 
+    health: bool = True
+    """Look at the health of every answer (docs/health.md): ``rollout/health/STATE`` is the share in a state."""
+
     def __post_init__(self) -> None:
         check_fields(self, "rollout.")
         check_at_least(self, 1, "max_attempts", block="rollout.", fix=". Use 1 for no dynamic sampling.")

@@ -1,6 +1,7 @@
 """The leader's log of a rollout: figures, and the best and the worst answers; training never waits for it."""
 
 import dataclasses
+import functools
 from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ from jaxtyping import Bool, Float
 
 from lockstep.engine import PhaseClock
 from lockstep.engine.schedule import DraftCounts
+from lockstep.health import Health, RoundHealth, Vocabulary, measure_round
 from lockstep.hosts import try_leader_only
 from lockstep.printable import get_logger
 from lockstep.report import BackgroundQueue, Row, Tracker, append_jsonl
@@ -48,10 +50,13 @@ class RolloutLog:
 
     Args:
         shown: The number of answers of a rollout that are told.
+        health: Whether to look at the health of all answers.
     """
 
-    def __init__(self, tracker: Tracker, run_dir: Path | None, rows: AnswerRows, shown: int) -> None:
-        self._tracker, self._rows, self._shown = tracker, rows, shown
+    def __init__(
+        self, tracker: Tracker, run_dir: Path | None, rows: AnswerRows, shown: int, *, health: bool = False
+    ) -> None:
+        self._tracker, self._rows, self._shown, self._health = tracker, rows, shown, health
         self._file = None if run_dir is None else run_dir / ROLLOUTS_FILE
         self._queue = BackgroundQueue("lockstep-rollouts", size=MAX_WAITING)
 
@@ -78,16 +83,26 @@ class RolloutLog:
             log.info("drafts of the rollout of step %d: %s", step, saved)
         self._tracker.log(values, step=step)
 
+        measured: list[RoundHealth] = []
+
+        def look() -> None:
+            health = self._measured(step, groups)
+            self._tracker.log({f"rollout/{name}": value for name, value in health.scalars().items()}, step=step)
+            measured.append(health)
+
         def write() -> None:
-            rows = self._best_and_worst(step, groups)
+            rows = self._best_and_worst(step, groups, measured[0].answers if measured else ())
             if self._file is not None:
                 append_jsonl(self._file, [row.to_dict() for row in rows])
             self._tracker.log_rows(TABLE, rows, step=step)
 
         def work() -> None:
-            try_leader_only(f"writing {ROLLOUTS_FILE}", write, "training goes on")
+            if self._health:
+                try_leader_only(f"the health of the answers of step {step}", look, "training goes on")
+            if self._shown:
+                try_leader_only(f"writing {ROLLOUTS_FILE}", write, "training goes on")
 
-        if self._shown and not self._queue.put(f"the rows of step {step}", work):
+        if (self._shown or self._health) and not self._queue.put(f"the rows of step {step}", work):
             log.error("the rows of the rollout of step %d are dropped: the disk is slow or hangs", step)
 
     def flush(self) -> None:
@@ -95,7 +110,19 @@ class RolloutLog:
         if left := self._queue.flush(FLUSH_S):
             log.error("after %g s %s: not written, and lost when the process ends", FLUSH_S, ", ".join(left))
 
-    def _best_and_worst(self, step: int, groups: Groups) -> list[RankedRow]:
+    def _measured(self, step: int, groups: Groups) -> RoundHealth:
+        questions = np.repeat(groups.questions, groups.size)
+        answers = []
+        for question, completion in zip(map(int, questions), groups.completions, strict=True):
+            row, prompt = self._rows.row(step, question, completion)
+            answers.append(row.answered(prompt, completion, self._rows.questions.tokens[question]))
+        return measure_round(answers, self._vocabulary)
+
+    @functools.cached_property
+    def _vocabulary(self) -> Vocabulary:
+        return Vocabulary.from_tokenizer(self._rows.tokenizer)
+
+    def _best_and_worst(self, step: int, groups: Groups, health: Sequence[Health]) -> list[RankedRow]:
         order = np.argsort(-groups.rewards.total, kind="stable")
         worst = min(self._shown // 2, len(order))
         best = min(self._shown - worst, len(order) - worst)
@@ -105,6 +132,7 @@ class RolloutLog:
         for rank, answer in ranked:
             question = int(groups.questions[answer // groups.size])
             row, _ = self._rows.row(step, question, groups.completions[answer])
+            row = row.with_health(health[answer]) if health else row
             components = {name: float(values[answer]) for name, values in groups.rewards.components.items()}
             values = {field.name: getattr(row, field.name) for field in dataclasses.fields(row)}
             values["metrics"] = {TOTAL: float(groups.rewards.total[answer]), **components}

@@ -105,7 +105,7 @@ class Rollouts:
         self._columns = objective.columns(row_length, on_policy=fields.updates == 1) | routing
         self._rewarder = make_rewarder(fields)
         rows = AnswerRows(questions=questions, tokenizer=tokenizer, stop=fields.rollout.stop)
-        self._report = RolloutLog(self._tracker, run_dir, rows, fields.answers_shown)
+        self._report = RolloutLog(self._tracker, run_dir, rows, fields.answers_shown, health=fields.rollout.health)
         watchdog = Watchdog(hosts, hosts.timeout_s)
         self._logprobs = LogprobColumns(objective, self._columns, trainer, mesh, hosts, watchdog, reference)
         self._sampler = RolloutSampler(

@@ -1,5 +1,6 @@
 """What TensorBoard finds in the files, read as TensorBoard reads them."""
 
+import dataclasses
 import random
 import string
 import struct
@@ -120,7 +121,7 @@ def test_tensorboard_shows_a_text_as_it_is(texts):
     to_html = pytest.importorskip("tensorboard.plugin_util").markdown_to_safe_html
     page = Page(to_html(markdown_table([row(2, text, **{"a_*b*_|c": 0.25}) for text in texts])))
     assert page.elements <= {*TABLE, "br"}
-    assert [len(cells) for cells in page.cells] == [9] * (len(texts) + 1) and page.cells[0][-1] == "a_*b*_|c"
+    assert [len(cells) for cells in page.cells] == [11] * (len(texts) + 1) and page.cells[0][-1] == "a_*b*_|c"
     for text, cells in zip(texts, page.cells[1:], strict=True):
         assert cells[4] == printable(text)
         alone = Page(to_html(escape_markdown(text)))
@@ -128,10 +129,11 @@ def test_tensorboard_shows_a_text_as_it_is(texts):
 
 
 def test_a_row_of_the_table_is_one_line_whatever_the_model_says():
-    rule, first, second = markdown_table([row(2, "a | b\nc", good=0.25), row(2, "d")]).splitlines()[1:]
-    assert rule.count("---") == 9
-    assert first == "| 2 | 0 | 0 | What&#63; | a &#124; b<br>c | 2 | stop | -0.5 | 0.25 |"
-    assert second == "| 2 | 0 | 0 | What&#63; | d | 2 | stop | -0.5 |  |"
+    looped = dataclasses.replace(row(2, "a | b\nc", good=0.25), health="loop", loop_from=3)
+    rule, first, second = markdown_table([looped, row(2, "d")]).splitlines()[1:]
+    assert rule.count("---") == 11
+    assert first == "| 2 | 0 | 0 | What&#63; | a &#124; b<br>c | 2 | stop | -0.5 | loop | 3 | 0.25 |"
+    assert second == "| 2 | 0 | 0 | What&#63; | d | 2 | stop | -0.5 |  |  |  |"
 
 
 @pytest.mark.parametrize(("rounds_step", "rounds_at_2"), [(2, [2]), (1, [])])

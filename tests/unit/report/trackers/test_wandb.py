@@ -66,7 +66,7 @@ def test_another_wandb_table_goes_on_after_100_additions_and_with_a_new_column(m
     run = FakeRun()
     assert log_rounds(run, range(1, 8)) == {"t": [1, 2, 3], "t_2": [4, 5], "t_3": [6, 7]}
     table = run.logged[-1][1]["t_3"]
-    assert table.columns[-2:] == ["mean_logprob", "good"] and [cells[-1] for cells in table.data] == [1.0, 1.0]
+    assert table.columns[-2:] == ["loop_from", "good"] and [cells[-1] for cells in table.data] == [1.0, 1.0]
     WandbTracker(run).log_rows("t", [], step=8)
     assert len(run.logged) == 7
 

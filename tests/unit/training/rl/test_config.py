@@ -33,7 +33,7 @@ OFF_POLICY = {
 """Settings with which answers are drawn from other probabilities, with a value that does that."""
 
 ON_POLICY = {"max_new_tokens", "temperature", "ignore_eos", "n_generations", "seed", "stop_token_ids", "stop", "drafts"}
-ON_POLICY |= {"max_attempts", "filter_by", "replay_routing"} | {
+ON_POLICY |= {"max_attempts", "filter_by", "replay_routing", "health"} | {
     each.name for each in dataclasses.fields(CapacityFields)
 } - OFF_POLICY.keys()
 

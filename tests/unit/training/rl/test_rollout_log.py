@@ -1,8 +1,23 @@
 import numpy as np
 import pytest
 
-from lockstep.training.rl.rollout_log import RewardTrend, StepClock, StepTimes, answer_metrics, reward_metrics
+from lockstep.health import State
+from lockstep.report import NoopTracker, read_jsonl
+from lockstep.text import Prompt
+from lockstep.training.rl.groups import Groups, Sampled
+from lockstep.training.rl.questions import AnswerRows, Questions
+from lockstep.training.rl.rewarding import Rewards
+from lockstep.training.rl.rollout_log import (
+    ROLLOUTS_FILE,
+    RewardTrend,
+    RolloutLog,
+    StepClock,
+    StepTimes,
+    answer_metrics,
+    reward_metrics,
+)
 from lockstep.types import FinishReason
+from tests import tiny
 from tests.unit.training.rl.made_up import completion
 
 
@@ -52,3 +67,53 @@ def test_the_progress_display_has_the_reward_and_where_the_time_went():
         trend.add(reward)
     clock.add("rollout_generate", 1.25)
     assert f"{trend}  {clock}" == "reward 0.500 (last 2: 0.375)  rollout 1.25 s, reward 0.00 s"
+
+
+class Tracker(NoopTracker):
+    def __init__(self):
+        self.scalars, self.rows = {}, []
+
+    def log(self, metrics, *, step):
+        self.scalars.update(metrics)
+
+    def log_rows(self, name, rows, *, step):
+        self.rows += rows
+
+
+def log_rollout(tmp_path, tracker, **options):
+    """A rollout of two questions with two answers each, of which one loops."""
+    tokenizer = tiny.tokenizer()
+    prompts = [Prompt(id=number, text=f"What is {number} plus 7?") for number in (0, 1)]
+    tokens = [tuple(tokenizer.encode(prompt.text)) for prompt in prompts]
+    rows = AnswerRows(questions=Questions(prompts=prompts, tokens=tokens, seed=0), tokenizer=tokenizer, stop=())
+    answers = [(60, 61), [60, *[70] * 40], (62, 63), (64,)]
+    completions = [completion(place // 2, place % 2, answer) for place, answer in enumerate(answers)]
+    total = np.array([1.0, 0.0, 1.0, 0.5])
+    rewards = Rewards(total=total, components={"length": total}, failed={}, late={})
+    groups = Groups(questions=np.array([0, 1]), completions=completions, rewards=rewards)
+    sampled = Sampled(number=0, questions=[0, 1], completions=completions, scoring=None)
+    log = RolloutLog(tracker, tmp_path, rows, shown=2, **options)
+    log.report(3, groups, groups, [sampled])
+    log.flush()
+    return read_jsonl(tmp_path / ROLLOUTS_FILE)
+
+
+def test_the_health_of_all_answers_is_a_share_and_that_of_those_shown_is_in_their_rows(tmp_path):
+    tracker = Tracker()
+    rows = log_rollout(tmp_path, tracker, health=True)
+    shares = {state: tracker.scalars[f"rollout/health/{state}"] for state in State}
+    assert shares == {state: 0.25 * (state == "loop") for state in State}
+    assert [(row["rank"], row["health"], row["loop_from"]) for row in rows] == [
+        ("best", "", None),
+        ("worst", "loop", 1),
+    ]
+    assert rows == [row.to_dict() for row in tracker.rows]
+
+
+def test_rows_of_a_rollout_whose_health_fails_or_is_not_wanted_have_none(tmp_path, monkeypatch, caplog):
+    tracker = Tracker()
+    assert [row["health"] for row in log_rollout(tmp_path / "off", tracker)] == [None, None]
+    monkeypatch.setattr("lockstep.training.rl.rollout_log.measure_round", lambda answers, vocabulary: 1 / 0)
+    assert [row["health"] for row in log_rollout(tmp_path / "broken", tracker, health=True)] == [None, None]
+    assert "the health of the answers of step 3 failed on the leader; training goes on" in caplog.text
+    assert "reward/mean" in tracker.scalars and not any("/health/" in name for name in tracker.scalars)
