@@ -239,7 +239,8 @@ class SampleRow(CompletionRow):
         tokens, logprobs = (tuple(values.get(name, ())) for name in KEPT_COLUMNS)
         return cls(
             **{name: values[name] for name in own},
-            **{name: values.get(name) for name in HEALTH_COLUMNS},
+            health=values.get("health"),
+            loop_from=values.get("loop_from"),
             fields=values.get(FIELDS, {}),
             metrics=metrics,
             prompt_end=_prompt_end(values),
