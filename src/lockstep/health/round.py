@@ -22,6 +22,15 @@ class Share:
         """The part, from 0 to 1; 0 of no answers."""
         return self.count / self.total if self.total else 0.0
 
+    @property
+    def percent(self) -> str:
+        """The part in percent, as text."""
+        percent = 100 * self.value
+        return f"{percent:.{int(percent < 10 and percent != int(percent))}f} %"
+
+    def __str__(self) -> str:
+        return f"{self.count:,} of {self.total:,} answers ({self.percent})"
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RoundHealth:
