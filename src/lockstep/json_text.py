@@ -5,8 +5,6 @@ import contextlib
 import dataclasses
 import functools
 import json
-import os
-import stat
 import types
 import typing
 from collections.abc import Iterator
@@ -18,36 +16,6 @@ _NAMES: Final[dict[type, str]] = {dict: "an object", list: "a list"}
 FOREIGN: Final = "It comes from a process of another version, or from somebody else (docs/security.md)."
 """The fix for a message of another process that cannot be read."""
 _SHOWN: Final = 300  # characters of what Python says of a value; some errors have all of it
-
-
-MAX_BYTES: Final = 64 << 20  # of a file that is read whole; the index of the largest checkpoints has 10 MB
-
-
-def check_size(size: int | None, place: str) -> None:
-    """Refuse a file that is too large to be read whole.
-
-    Raises:
-        ConfigError: It has more bytes than `MAX_BYTES`.
-    """
-    if size is not None and size > MAX_BYTES:
-        raise ConfigError(f"{place} has {size:,} bytes; at most {MAX_BYTES:,} are read. It is not what its name says.")
-
-
-def read_small(path: str | os.PathLike[str]) -> bytes:
-    """The content of a file of JSON that somebody else may have made.
-
-    Raises:
-        ConfigError: It is a pipe or a device, which may have no end, or is larger than `MAX_BYTES`.
-        OSError: It cannot be read.
-    """
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    status = os.fstat(descriptor)
-    if not stat.S_ISREG(status.st_mode):
-        os.close(descriptor)
-        raise ConfigError(f"{os.fspath(path)} is a directory, a pipe or a device. It must be a regular file.")
-    with open(descriptor, "rb") as file:
-        check_size(status.st_size, os.fspath(path))
-        return file.read(MAX_BYTES)
 
 
 def parse_json[Found](

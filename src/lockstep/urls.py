@@ -1,13 +1,20 @@
 """The only file that opens URLs: which ones may be, and what a file that others wrote may name."""
 
+import contextlib
+import http.client
+import io
 import os
 import re
+import socket
+import threading
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Self
 
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, LockstepError
+from lockstep.limits import REPLY_BYTES
 from lockstep.printable import get_logger, without_credentials
 
 if TYPE_CHECKING:
@@ -93,14 +100,34 @@ def absolute_path(path: str | os.PathLike[str]) -> str:
     return text if "://" in text else os.path.abspath(os.path.expanduser(text))
 
 
-def open_http(request: urllib.request.Request, timeout_s: float) -> Any:
+def read_http(request: urllib.request.Request, timeout_s: float) -> bytes:
     """Return the reply to an HTTP request. No redirect is followed: its headers, a key among them, would go there too.
 
+    Args:
+        timeout_s: The seconds in which all of it has to be there, its headers and trailers too; the connection is
+            closed then.
+
     Raises:
-        urllib.error.HTTPError: The reply is an error or a redirect.
-        OSError: There is no reply in time.
+        urllib.error.HTTPError: The reply is an error or a redirect, whose text it has.
+        TimeoutError: The reply is not complete in time.
+        OSError: There is no reply, or half of one.
+        LockstepError: It is longer than `REPLY_BYTES`.
     """
-    return urllib.request.build_opener(_NoRedirect).open(request, timeout=timeout_s)
+    with _Deadline(timeout_s) as deadline:
+        opener = urllib.request.build_opener(_NoRedirect, *deadline.handlers())
+        try:
+            with opener.open(request, timeout=timeout_s) as response:
+                received: bytes = response.read(REPLY_BYTES + 1)
+                if len(received) <= REPLY_BYTES and response.length:
+                    raise ConnectionError("the reply ended too early")
+        except urllib.error.HTTPError as error:
+            text = io.BytesIO(error.read(REPLY_BYTES))
+            raise urllib.error.HTTPError(error.url, error.code, error.reason, error.headers, text) from None
+        except http.client.HTTPException as error:
+            raise ConnectionError(f"the reply is not complete, or not HTTP ({type(error).__name__})") from None
+    if len(received) > REPLY_BYTES:
+        raise LockstepError(f"the reply is longer than {REPLY_BYTES} bytes")
+    return received
 
 
 def patient_with_hub[Found](what: str, work: Callable[[], Found]) -> Found:
@@ -180,6 +207,81 @@ def check_links(directory: str | os.PathLike[str]) -> None:
                     f"{path} is a link that leads out of {root} (to {os.readlink(path)!r}), where files are about to "
                     "be written. Remove the link, or name the place that it leads to in the configuration."
                 )
+
+
+class _Deadline:
+    """A context in which HTTP connections end at a time, wherever their reading waits: the time-out of a socket begins
+    anew with each byte, and a server may send headers without end.
+
+    Raises:
+        TimeoutError: The block has not ended by then.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s, self._over, self._lock = timeout_s, False, threading.Lock()
+        self._sockets: list[socket.socket] = []
+        self._timer = threading.Timer(timeout_s, self._end)
+        self._timer.daemon = True
+
+    def handlers(self) -> list[urllib.request.BaseHandler]:
+        """The handlers with which urllib opens connections."""
+        kinds = (_Handler, http.client.HTTPConnection), (_TlsHandler, http.client.HTTPSConnection)
+        return [handler(self._connection(connection)) for handler, connection in kinds]
+
+    def _connection(self, kind: type[http.client.HTTPConnection]) -> Callable[..., http.client.HTTPConnection]:
+        def make(*args: Any, **options: Any) -> http.client.HTTPConnection:
+            connection = kind(*args, **options)
+            vars(connection)["_create_connection"] = self._connect  # what http.client calls for its socket
+            return connection
+
+        return make
+
+    def _connect(self, *args: Any) -> socket.socket:
+        connected = socket.create_connection(*args)
+        with self._lock:
+            if self._over:
+                connected.close()
+                raise TimeoutError
+            self._sockets.append(connected.dup())  # TLS takes the first one over
+        return connected
+
+    def _end(self) -> None:
+        with self._lock:
+            self._over = True
+            for each in self._sockets:
+                with contextlib.suppress(OSError):
+                    each.shutdown(socket.SHUT_RDWR)
+
+    def __enter__(self) -> Self:
+        self._timer.start()
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, stack: object) -> None:
+        self._timer.cancel()
+        with self._lock:
+            for each in self._sockets:
+                each.close()
+            # What it has read may be half of a reply that seems to have ended.
+            if self._over and (error is None or isinstance(error, Exception)):
+                raise TimeoutError(f"the reply was not complete after {self._timeout_s:g} s") from None
+
+
+class _Handler(urllib.request.HTTPHandler):
+    def __init__(self, make: Any) -> None:
+        super().__init__()
+        self._make = make
+
+    def http_open(self, request: urllib.request.Request) -> http.client.HTTPResponse:
+        return self.do_open(self._make, request)
+
+
+class _TlsHandler(urllib.request.HTTPSHandler):
+    def __init__(self, make: Any) -> None:
+        super().__init__()
+        self._make = make
+
+    def https_open(self, request: urllib.request.Request) -> http.client.HTTPResponse:
+        return self.do_open(self._make, request)
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):

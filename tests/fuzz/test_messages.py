@@ -247,14 +247,9 @@ VIEWER = {"data": {"viewer": {"username": "a", "entity": "b"}}}
 
 @fuzz(documents(CHAT_REPLY), documents(VIEWER))
 def test_replies_of_servers(directory, verdict, viewer):
-    def reply(body):
-        return SimpleNamespace(
-            read1=io.BytesIO(body).read1, read=io.BytesIO(body).read, length=0, __enter__=None, __exit__=None
-        )
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(judge, "open_http", lambda request, timeout_s: contextlib.nullcontext(reply(verdict)))
-        patch.setattr(needs, "open_http", lambda request, timeout_s: contextlib.nullcontext(reply(viewer)))
+        patch.setattr(judge, "read_http", lambda request, timeout_s: verdict)
+        patch.setattr(needs, "read_http", lambda request, timeout_s: viewer)
         patch.setenv("WANDB_API_KEY", "secret-key")
         assert needs.check_wandb({"mode": "online"}, 1).text
         judge.Judge(judge.JudgeConfig(base_url="http://localhost", model="a"))._reply("a", time.monotonic() + 5)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import os
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
@@ -10,10 +9,7 @@ from typing import Any, Literal
 import pytest
 
 from lockstep.errors import ConfigError, HostError, PromptError
-from lockstep.json_text import MAX_BYTES, from_peer, parse_json, read_small, refused, typed
-from lockstep.models import read_hf_config
-from lockstep.text import load_tokenizer
-from lockstep.training.checkpoints.config import resumable_base
+from lockstep.json_text import from_peer, parse_json, refused, typed
 from lockstep.types import Drafts, Request, SamplingParams
 
 
@@ -119,28 +115,3 @@ def test_a_hundred_thousand_tokens_take_no_long():
     begin = time.process_time()
     assert len(typed(tuple[int, ...], list(range(1_000_000)))) == 1_000_000
     assert time.process_time() - begin < 5
-
-
-def test_a_file_that_is_no_file_or_has_no_end_is_refused_before_it_is_read(tmp_path):
-    os.mkfifo(tmp_path / "pipe")
-    for path in (tmp_path / "pipe", tmp_path, "/dev/zero"):
-        with pytest.raises(ConfigError, match="is a directory, a pipe or a device"):
-            read_small(path)
-    with open(tmp_path / "config.json", "wb") as file:
-        file.truncate(MAX_BYTES + 1)  # takes no place on the disk
-    with pytest.raises(ConfigError, match=r"config\.json has 67,108,865 bytes; at most 67,108,864 are read"):
-        read_small(tmp_path / "config.json")
-    (tmp_path / "link").symlink_to(tmp_path / "small")
-    (tmp_path / "small").write_bytes(b"{}")
-    assert read_small(tmp_path / "link") == b"{}"
-
-
-@pytest.mark.parametrize(
-    ("name", "read"),
-    [("config.json", read_hf_config), ("tokenizer_config.json", load_tokenizer), ("resumable.json", resumable_base)],
-)
-def test_whatever_reads_a_file_of_somebody_elses_has_the_limit(tmp_path, name, read):
-    with open(tmp_path / name, "wb") as file:
-        file.truncate(MAX_BYTES + 1)
-    with pytest.raises(ConfigError, match="at most 67,108,864 are read"):
-        read(tmp_path)

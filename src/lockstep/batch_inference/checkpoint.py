@@ -15,7 +15,8 @@ from jax.sharding import Mesh
 from lockstep.batch_inference.config import SampleConfig
 from lockstep.errors import ConfigError
 from lockstep.hosts import Hosts
-from lockstep.json_text import parse_json, read_small
+from lockstep.json_text import parse_json
+from lockstep.limits import read_small
 from lockstep.models import (
     LlamaLMHeadModel,
     LoraModel,

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import shutil
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -15,7 +16,8 @@ from lockstep.batch_inference.prompt_store import JobShape
 from lockstep.errors import ConfigError, HostError, LockstepError
 from lockstep.files import in_place, new_file, write_file
 from lockstep.hosts import Hosts
-from lockstep.json_text import FOREIGN, parse_json, read_small, refused
+from lockstep.json_text import FOREIGN, parse_json, refused
+from lockstep.limits import read_object, read_small
 from lockstep.printable import get_logger, without_credentials
 from lockstep.report import append_jsonl, repair_jsonl
 from lockstep.urls import url_to_fs
@@ -235,7 +237,7 @@ class RemoteRows:
         """Return the manifest that is there."""
         self._filesystem.invalidate_cache()
         place = f"{self._root}/{MANIFEST}"
-        return self._filesystem.cat_file(place) if self._filesystem.exists(place) else None
+        return read_object(self._filesystem, place) if self._filesystem.exists(place) else None
 
     def fetch(self, directory: Path, hosts: int) -> Path | None:
         """Copy this host's part of the rows that earlier runs left into a file and return it; None without a part.
@@ -251,7 +253,8 @@ class RemoteRows:
             return None
         with new_file(path) as file:
             for each in own:
-                file.write(self._filesystem.cat_file(each))
+                with self._filesystem.open(each, "rb") as rows:
+                    shutil.copyfileobj(rows, file)
         return path
 
     def add(self, lines: bytes) -> None:

@@ -16,6 +16,7 @@ from typing import Any, Final
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.files import write_file
 from lockstep.json_text import parse_json, typed
+from lockstep.limits import read_object, read_small
 from lockstep.printable import get_logger, without_credentials
 from lockstep.urls import url_to_fs
 
@@ -121,10 +122,10 @@ class Lease:
         """The job that has the lease; None where none has, or what is there is no lease."""
         try:
             if self._filesystem is None:
-                text = Path(self._path).read_bytes()
+                text = read_small(self._path)
             else:
                 self._filesystem.invalidate_cache()
-                text = self._filesystem.cat_file(self._path)
+                text = read_object(self._filesystem, self._path)
         except FileNotFoundError:
             return None
         with contextlib.suppress(LockstepError, TypeError):

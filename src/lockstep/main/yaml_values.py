@@ -1,16 +1,13 @@
 """YAML that somebody else may have written: within limits, each key once, and errors that show no line of it."""
 
 import typing
-from typing import Any, Final
+from typing import Any
 
 import yaml
 from draccus.parsers.yaml_loader import SafeLoaderWithInclusion
 
 from lockstep.errors import ConfigError
-
-MAX_BYTES: Final = 512 << 10
-"""Bytes of a file at most: PyYAML reads 0.2 MB/s, and its faster parser dies of deep nesting."""
-MAX_VALUES: Final = 100_000  # values of a file at most, with those of aliases in each place
+from lockstep.limits import CONFIGURATION_BYTES, CONFIGURATION_VALUES
 
 
 class WrittenInteger(int):
@@ -47,8 +44,8 @@ class _Loader(SafeLoaderWithInclusion):
                     if isinstance(part, yaml.MappingNode):
                         self.flatten_mapping(part)
                         count += len(part.value)
-                    if count > MAX_VALUES:
-                        problem = f"more than {MAX_VALUES:,} values are merged here"
+                    if count > CONFIGURATION_VALUES:
+                        problem = f"more than {CONFIGURATION_VALUES:,} values are merged here"
                         raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
         super().flatten_mapping(node)  # type: ignore[no-untyped-call]  # PyYAML's
 
@@ -75,19 +72,21 @@ def read_yaml(path: str, key: str = "config_path") -> tuple[dict[str, Any], str]
     """Values and text of a file that a key of the command line names."""
     try:
         with open(path, "rb") as file:
-            text = file.read(MAX_BYTES + 1).decode()
+            text = file.read(CONFIGURATION_BYTES + 1).decode()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--{key} {path} cannot be read: {error}. Check the path.") from error
-    if len(text) > MAX_BYTES:
-        raise ConfigError(f"{path} has more than {MAX_BYTES:,} bytes. Put prompts into a file of their own.")
+    if len(text) > CONFIGURATION_BYTES:
+        raise ConfigError(f"{path} has more than {CONFIGURATION_BYTES:,} bytes. Put prompts into a file of their own.")
     try:
         values = load_yaml(text) if text else text
     except Exception as error:  # the YAML parser has its own errors
         raise ConfigError(f"{path} is not YAML: {yaml_reason(error)}. Correct it there.") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{path} holds {type(values).__name__}, not a mapping. Write 'key: value' lines.")
-    if _is_longer(values, MAX_VALUES):
-        raise ConfigError(f"{path} has more than {MAX_VALUES:,} values, those of aliases (*) counted. Write fewer.")
+    if _is_longer(values, CONFIGURATION_VALUES):
+        raise ConfigError(
+            f"{path} has more than {CONFIGURATION_VALUES:,} values, those of aliases (*) counted. Write fewer."
+        )
     return values, text
 
 

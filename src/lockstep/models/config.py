@@ -10,6 +10,7 @@ import numpy as np
 from jaxtyping import Float
 
 from lockstep.errors import ConfigError
+from lockstep.limits import LAYERS
 from lockstep.models.attention import AttentionBackend, check_backend
 from lockstep.models.experts import Experts
 from lockstep.models.rope import RotaryConfig
@@ -212,6 +213,8 @@ class LlamaConfig(ModelConfig):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value >= SIZE_LIMIT:
                 raise ConfigError(f"{name} is {value!r}; it must be a whole number below {SIZE_LIMIT}. Correct it.")
+            if name == "num_layers" and value > LAYERS:
+                raise ConfigError(f"num_layers is {value}; a model has at most {LAYERS} layers. Correct it.")
             if value < 1:
                 raise ConfigError(f"{name} is {value}; it must be at least 1. Set {name} to a positive whole number.")
         if self.num_heads % self.num_kv_heads:

@@ -15,6 +15,7 @@ import scipy.special
 from jaxtyping import Array, Bool, Float, Int
 
 from lockstep.errors import ConfigError, check_at_least
+from lockstep.limits import LAYERS
 from lockstep.models.weights import MLP_WEIGHTS, SPARSE_WEIGHTS
 from lockstep.placement.device import barrier, elementwise, product, tree_sum
 
@@ -64,6 +65,8 @@ class Experts:
             value = getattr(self, name)
             if value is not None and not (isinstance(value, int) and value >= 1):
                 raise ConfigError(f"experts.{name} is {value!r}; it must be a whole number of at least 1. Correct it.")
+        if self.num_experts > LAYERS:
+            raise ConfigError(f"experts.num_experts is {self.num_experts}; at most {LAYERS} are possible. Correct it.")
         if self.scoring not in get_args(Scoring):
             raise ConfigError(f"experts.scoring is {self.scoring!r}; it must be softmax or sigmoid. Correct it.")
         if self.num_experts_per_tok > self.num_experts:

@@ -19,11 +19,10 @@ from lockstep.printable import without_credentials
 from lockstep.redact import Redactor
 from lockstep.report.rows import Row
 from lockstep.text import Prompt
-from lockstep.urls import open_http
+from lockstep.urls import read_http
 
 JUDGE = "judge"  # the column of the verdicts, and the name of their mean
 FIELDS = ("prompt", "generated_text", "answer", "min", "max")  # names that a template may have in braces
-MAX_REPLY_BYTES = 1 << 20  # the longest reply that is read
 BACKOFF_S = 0.5  # seconds before the first repetition; each further one waits twice as long
 TOO_MANY_REQUESTS = 429
 _SHOWN = 300
@@ -212,7 +211,7 @@ class Judge:
             try:
                 return self._reply(text, deadline)
             except urllib.error.HTTPError as error:
-                body = error.read(MAX_REPLY_BYTES)
+                body = error.read()
                 said = f"HTTP {error.code} {error.reason}: {self._beginning(body)}"
                 if attempt == config.retries or not (error.code == TOO_MANY_REQUESTS or error.code >= 500):
                     raise LockstepError(said) from None
@@ -242,17 +241,11 @@ class Judge:
         url = config.base_url.rstrip("/") + "/chat/completions"
         data = json.dumps(body).encode()  # ASCII: a lone surrogate of a model travels as its escape
         request = urllib.request.Request(url, data, headers, method="POST")
-        with open_http(request, max(1e-3, end - begin)) as response:
-            received = b""
-            while chunk := response.read1(65536):
-                received += chunk
-                if len(received) > MAX_REPLY_BYTES:
-                    raise LockstepError(f"the reply is longer than {MAX_REPLY_BYTES} bytes")
-                if self._clock() > end:
-                    late = f"the reply was not complete after {config.timeout_s:g} s"
-                    raise TimeoutError(self._over() if end == deadline else late)
-            if response.length:
-                raise ConnectionError("the reply ended too early")
+        try:
+            received = read_http(request, max(1e-3, end - begin))
+        except TimeoutError:
+            late = f"the reply was not complete after {config.timeout_s:g} s"
+            raise TimeoutError(self._over() if end == deadline else late) from None
         try:
             choice: Any = json.loads(received)["choices"][0]
             content, reason = choice["message"]["content"], choice.get("finish_reason")

@@ -10,11 +10,12 @@ from typing import Any
 
 from lockstep.config_fields import FilePath
 from lockstep.errors import ConfigError, LockstepError
+from lockstep.limits import PROMPT_LINE_BYTES
 from lockstep.plugins import load_object
 from lockstep.printable import get_logger
 from lockstep.report.answers import Pattern, last_number, same_number
 from lockstep.report.rows import COLUMNS, FILE_COLUMNS, SAMPLE_COLUMNS, Row, SampleRow, TableRow, metric_names
-from lockstep.text import MAX_LINE_BYTES, Prompt, PromptFields, PromptFormat, iter_prompts, split_answer
+from lockstep.text import Prompt, PromptFields, PromptFormat, iter_prompts, split_answer
 
 log = get_logger(__name__)
 
@@ -322,7 +323,7 @@ class EvaluationFields:
     """The field of a .jsonl line with the messages of a chat, a list of ``{role, content}``."""
     answer_field: str = "answer"
     """The field of a .jsonl line with the reference answer."""
-    max_line_bytes: int = MAX_LINE_BYTES
+    max_line_bytes: int = PROMPT_LINE_BYTES
     """The most bytes of a line of the file of prompts; a longer one is an error, and is not read whole."""
     metrics: list[str] = dataclasses.field(default_factory=list)
     """Numbers per completion, and their means: ``exact_match``, ``gsm8k``, ``math_verify``, ``regex=PATTERN``,

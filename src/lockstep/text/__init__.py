@@ -10,7 +10,6 @@ from lockstep.text.limits import ModelLimits as ModelLimits
 from lockstep.text.limits import unknown_token as unknown_token
 from lockstep.text.loading import fetch_tokenizer as fetch_tokenizer
 from lockstep.text.loading import load_tokenizer as load_tokenizer
-from lockstep.text.prompts import MAX_LINE_BYTES as MAX_LINE_BYTES
 from lockstep.text.prompts import Prompt as Prompt
 from lockstep.text.prompts import PromptFields as PromptFields
 from lockstep.text.prompts import PromptFormat as PromptFormat

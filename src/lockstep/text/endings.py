@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.errors import ConfigError
-from lockstep.json_text import parse_json, read_small
+from lockstep.json_text import parse_json
+from lockstep.limits import read_object, read_small
 from lockstep.printable import get_logger
 from lockstep.urls import url_to_fs
 
@@ -105,7 +106,7 @@ def _settings(place: str, name: str) -> tuple[str, dict[str, Any]]:
     file = f"{place.rstrip('/')}/{name}"
     if "://" in place:
         filesystem, path = url_to_fs(file)
-        return file, parsed(filesystem.cat_file(path), file) if filesystem.exists(path) else {}
+        return file, parsed(read_object(filesystem, path), file) if filesystem.exists(path) else {}
     directory = Path(place).expanduser()
     if (directory / name).is_file():
         return file, parsed(read_small(directory / name), file)

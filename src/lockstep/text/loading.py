@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.errors import ConfigError
 from lockstep.files import write_file
-from lockstep.json_text import FOREIGN, read_small
+from lockstep.json_text import FOREIGN
+from lockstep.limits import TOKENIZER_BYTES, check_regular, read_object, read_small
 from lockstep.printable import get_logger
 from lockstep.text.endings import ENDING_FILES, hub_generation_config, keep_ending, may_be_hub_name, parsed, read_ending
 from lockstep.text.probes import check_against_file
@@ -34,6 +35,10 @@ _SUFFIXES = (".json", ".jinja", ".model", ".txt")
 """The suffixes of files that may belong to a tokenizer; weights, which may be beside it, have others."""
 _WITH_FILES = ("tokenizer_config.json", "special_tokens_map.json")
 """The files whose keys are arguments of a tokenizer's class."""
+_READ_WHOLE = re.compile(
+    r"(tokenizer|vocab|merges|special_tokens_map|added_tokens|chat_template|config\.|generation_config)|.*\.model$"
+)
+"""The files that transformers and tokenizers read whole."""
 _NAMES_FILES = re.compile("_(files?|dir|path|spm)$|^(vocab|merges)$")
 """Arguments that are names of files: all that tokenizers of transformers read have such names."""
 _CHECKPOINT = "checkpoint"  # the folder of fetched files that has those of a checkpoint elsewhere
@@ -167,7 +172,7 @@ def _files_at_url(url: str, suffixes: tuple[str, ...]) -> dict[str, bytes]:
         listed = [path for path in filesystem.ls(root, detail=False) if path.endswith(suffixes)]
     except FileNotFoundError:
         listed = []
-    return {path.rpartition("/")[2]: filesystem.cat_file(path) for path in listed}
+    return {path.rpartition("/")[2]: read_object(filesystem, path, TOKENIZER_BYTES) for path in listed}
 
 
 def _files_on_hub(name: str) -> dict[str, bytes]:
@@ -187,7 +192,7 @@ def _files_on_hub(name: str) -> dict[str, bytes]:
         _from_place(name, None)  # says what is wrong with the name
         raise
     found = [file for file in place.rglob("*") if file.is_file() and file.name.endswith(_SUFFIXES)]
-    files = {file.relative_to(place).as_posix(): file.read_bytes() for file in found}
+    files = {file.relative_to(place).as_posix(): read_small(file, TOKENIZER_BYTES) for file in found}
     if ENDING_FILES[0] not in files and (settings := hub_generation_config(name)):
         files[ENDING_FILES[0]] = json.dumps(settings).encode()
     return files
@@ -198,6 +203,9 @@ def _from_place(name: str, commit: str | None) -> "PreTrainedTokenizerBase":
     directory = Path(name).expanduser()
     if directory.is_dir():
         _check_files(name, [file.name for file in directory.iterdir()])
+        for path in directory.iterdir():
+            if _READ_WHOLE.match(path.name) and not path.is_dir():
+                check_regular(path, TOKENIZER_BYTES)
         for file in _WITH_FILES:
             if (directory / file).is_file():
                 _check_named_files(read_small(directory / file), f"{name}/{file}")
@@ -265,8 +273,7 @@ def _restore_added_tokens(tokenizer: "PreTrainedTokenizerFast", file: str) -> No
     from tokenizers import AddedToken
 
     loaded = tokenizer.added_tokens_decoder
-    with open(file, encoding="utf-8") as text:
-        stored = json.load(text).get("added_tokens") or []
+    stored = json.loads(read_small(file, TOKENIZER_BYTES)).get("added_tokens") or []
     own = {each.pop("id"): AddedToken(**each) for each in stored}
     tokenizer.backend_tokenizer.add_tokens(
         [each for number, each in own.items() if repr(loaded.get(number)) != repr(each)]

@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from lockstep.errors import PromptError
 from lockstep.json_text import lone_surrogate, parse_json, without_nulls
+from lockstep.limits import PROMPT_LINE_BYTES
 from lockstep.printable import get_logger
+from lockstep.text.arrow_rows import parquet_rows
 from lockstep.text.limits import LengthLimit, ModelLimits, unknown_token
 from lockstep.text.tokenize import chat_text, count_appended, encode_text
 from lockstep.urls import url_to_fs
@@ -30,8 +32,6 @@ type PromptSource = str | Sequence[str | Mapping[str, Any]]
 PROMPT_FILES = (".txt", ".jsonl", ".ndjson", ".jsonlines", ".csv", ".tsv", ".parquet")
 """Ends of the names of files of prompts: a prompt per line, a JSON object per line, or a prompt per row."""
 INLINE_KEYS = ("prompt", "messages", "answer")
-_ROWS = 1000  # rows of a Parquet file that are in memory at a time
-MAX_LINE_BYTES = 16 << 20  # bytes of a line of prompts where nothing else is said
 _FIX = 'Write one object per line, such as {"prompt": "…", "answer": "…"}.'
 
 
@@ -132,7 +132,7 @@ class PromptFields:
 
 
 def read_prompts(
-    source: PromptSource, fields: PromptFields | None = None, max_line_bytes: int = MAX_LINE_BYTES
+    source: PromptSource, fields: PromptFields | None = None, max_line_bytes: int = PROMPT_LINE_BYTES
 ) -> list[Prompt]:
     """Read prompts from a list or a file; they are numbered from 0.
 
@@ -150,7 +150,7 @@ def read_prompts(
 
 
 def iter_prompts(
-    source: PromptSource, fields: PromptFields | None = None, max_line_bytes: int = MAX_LINE_BYTES
+    source: PromptSource, fields: PromptFields | None = None, max_line_bytes: int = PROMPT_LINE_BYTES
 ) -> Iterator[Prompt]:
     """Read prompts one by one, so that a file of any length takes the memory of a line.
 
@@ -310,7 +310,7 @@ def _read_file(path: str, max_line_bytes: int) -> Iterator[tuple[str, object]]:
             f"{', '.join(PROMPT_FILES[1:])}. For a prompt in the config itself, write a list: prompts: ['…']."
         )
     if path.endswith(".parquet"):
-        yield from _read_parquet(path)
+        yield from _read_parquet(path, max_line_bytes)
         return
     if path.endswith((".csv", ".tsv")):
         yield from _read_table(path, max_line_bytes)
@@ -342,17 +342,17 @@ def _read_table(path: str, max_line_bytes: int) -> Iterator[tuple[str, object]]:
         raise PromptError(f"{path}:{reader.line_num} is not CSV: {error}. Correct it.") from None
 
 
-def _read_parquet(path: str) -> Iterator[tuple[str, object]]:
+def _read_parquet(path: str, max_bytes: int) -> Iterator[tuple[str, object]]:
     try:
         import pyarrow.parquet
 
         filesystem, opened = url_to_fs(path)
         with filesystem.open(opened, "rb") as stream, pyarrow.parquet.ParquetFile(stream) as table:
-            number = 0
-            for batch in table.iter_batches(batch_size=_ROWS):
-                for row in batch.to_pylist():
-                    number += 1
-                    yield f"{path}:{number}", row
+            groups = range(table.num_row_groups)
+            for number, row in enumerate(parquet_rows(table, stream, groups, None, max_bytes), start=1):
+                if row is None:
+                    raise _too_long(f"{path}:{number}", max_bytes, "row")
+                yield f"{path}:{number}", row
     except ImportError as error:
         raise PromptError(
             f"prompt file {path!r} needs pyarrow, which cannot be imported ({error}). Install it with "
@@ -374,10 +374,7 @@ def _read_lines(path: str, max_line_bytes: int) -> Iterator[str]:
                 if not line:
                     return
                 if len(line) > max_line_bytes:
-                    raise PromptError(
-                        f"{path}:{number} has more than {max_line_bytes:,} bytes (max_line_bytes). Raise that, or cut "
-                        "the line."
-                    )
+                    raise _too_long(f"{path}:{number}", max_line_bytes, "line")
                 text = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
                 yield _decoded(text, f"{path}:{number}").rstrip("\r\n")
     except PromptError:
@@ -388,6 +385,10 @@ def _read_lines(path: str, max_line_bytes: int) -> Iterator[str]:
         ) from None
     except Exception as error:  # each file system has its own errors (permissions, credentials, missing package)
         raise PromptError(f"prompt file {path!r} could not be read ({type(error).__name__}: {error}).") from error
+
+
+def _too_long(place: str, max_bytes: int, what: str) -> PromptError:
+    return PromptError(f"{place} has more than {max_bytes:,} bytes (max_line_bytes). Raise that, or cut the {what}.")
 
 
 def _decoded(line: bytes, place: str) -> str:

@@ -123,6 +123,7 @@ def test_head_size_follows_from_hidden_dim_unless_given() -> None:
         ({"hidden_dim": 30}, r"hidden_dim is 30 and num_heads is 4; .*Set head_dim"),
         ({"head_dim": 7}, r"head size is 7 \(head_dim\); .*even .*Set head_dim to an even number"),
         ({"hidden_dim": 12}, r"head size is 3 \(hidden_dim // num_heads\)"),
+        ({"num_layers": 10_001}, r"num_layers is 10001; a model has at most 10000 layers"),
         ({"num_layers": 0}, r"num_layers is 0; it must be at least 1\. Set num_layers"),
         ({"max_seq_len": -1}, r"max_seq_len is -1"),
         ({"num_heads": 2**63, "num_kv_heads": 3}, r"num_heads is 9223372036854775808; it must be a whole number below"),

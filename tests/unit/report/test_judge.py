@@ -5,7 +5,9 @@ import contextlib
 import http.server
 import json
 import re
+import socket
 import threading
+import time
 import urllib.parse
 
 import pytest
@@ -14,6 +16,7 @@ from lockstep.errors import ConfigError
 from lockstep.report import JUDGE, Judge, JudgeConfig, Row
 from lockstep.report.judge import _SHOWN, verdict_of
 from lockstep.text import Prompt
+from tests.clock import PATIENCE_S
 
 KEY = "sk-never-to-be-seen"
 FORM = "\n\nEnd your reply with one line of its own, where N is a number from 0 to 10:\nscore: N"
@@ -244,18 +247,52 @@ def test_a_judge_that_does_not_answer_costs_the_time_of_a_round_and_no_more():
     assert values == [None] * 6 and "no verdict on 6 of 6 rows" in text
 
 
-@pytest.mark.parametrize(
-    ("deadline", "text"),
-    [
-        (5.0, "the 30 s for all answers of a round are over"),
-        (9.0, "the reply was not complete after 7 s"),
-    ],
-)
-def test_a_reply_that_takes_too_long_names_the_limit_that_is_over(deadline, text):
-    with serving(said("1")) as server:
-        config = JudgeConfig(base_url=server.url, model="judge-1", max_seconds=30, timeout_s=7)
-        with pytest.raises(TimeoutError, match=f"^{text}$"):
-            Judge(config, clock=iter([0.0, 99.0]).__next__)._reply("is it right?", deadline)
+HEAD = b"HTTP/1.1 200 OK\r\n"
+CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
+WITHOUT_END = {
+    "one header": (HEAD, b"x"),
+    "answers to come": (b"", b"HTTP/1.1 100 Continue\r\nA: b\r\n\r\n"),
+    "a body": (HEAD + b"Content-Length: 1000000\r\n\r\n", b" "),
+    "chunks": (CHUNKED, b"1\r\n \r\n"),
+    "trailers": (CHUNKED + b"1\r\n \r\n0\r\n", b"A: b\r\n"),
+    "an error": (b"HTTP/1.1 400 Bad Request\r\nContent-Length: 1000000\r\n\r\n", b" "),
+}
+"""The beginnings of replies, and what a server repeats until nobody takes it any more."""
+
+
+@contextlib.contextmanager
+def repeating(beginning, piece):
+    """A server on a socket of its own. It ends with its connection."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answer():
+            connection, _ = listener.accept()
+            with connection, contextlib.suppress(OSError):
+                connection.sendall(beginning)
+                while True:
+                    connection.sendall(piece)
+                    time.sleep(0.01)
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
+        thread.join(PATIENCE_S)
+        assert not thread.is_alive(), "the connection is still open"
+
+
+@pytest.mark.parametrize("way", WITHOUT_END)
+def test_a_reply_without_end_is_given_up_and_its_connection_closed(way):
+    with repeating(*WITHOUT_END[way]) as url:
+        judge = Judge(JudgeConfig(base_url=url, model="judge-1", timeout_s=0.3, max_seconds=90, retries=0))
+        (judged_row,), (text,) = judge.judge([row(0)], [Prompt(id=0, text="a")])
+    assert judged_row.metrics[JUDGE] is None and "the reply was not complete after 0.3 s" in text
+
+
+def test_a_reply_that_takes_too_long_names_the_time_of_the_round_where_that_is_over():
+    with repeating(*WITHOUT_END["a body"]) as url:
+        judge = Judge(JudgeConfig(base_url=url, model="judge-1", max_seconds=0.3, timeout_s=60))
+        _, (text,) = judge.judge([row(0)], [Prompt(id=0, text="a")])
+    assert "the 0.3 s for all answers of a round are over" in text
 
 
 def test_a_server_that_is_not_there():

@@ -22,7 +22,7 @@ from lockstep.json_text import parse_json
 from lockstep.main.doctor.finding import BackgroundCheck, Finding
 from lockstep.models import read_hf_config
 from lockstep.text import load_tokenizer
-from lockstep.urls import open_http, url_to_fs
+from lockstep.urls import read_http, url_to_fs
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -137,7 +137,6 @@ def _mapping(value: Any) -> Mapping[str, Any]:
 
 NETWORK: Final = "Look at the network, a proxy, the name and the access rights, or raise reach_s."
 WANDB_URL: Final = "https://api.wandb.ai"
-REPLY_BYTES: Final = 1 << 20
 VIEWER: Final = "query Viewer { viewer { username entity } }"
 """The question that W&B's own client asks first: who the key belongs to."""
 
@@ -229,9 +228,7 @@ def check_wandb(settings: Mapping[str, Any], timeout_s: float) -> Finding:
         },
     )
     try:
-        with open_http(request, timeout_s) as answer:
-            text = answer.read(REPLY_BYTES)
-        found = parse_json(text, "its answer", dict, "").get("data")
+        found = parse_json(read_http(request, timeout_s), "its answer", dict, "").get("data")
         viewer = found.get("viewer") if isinstance(found, dict) else None
     except urllib.error.HTTPError as error:
         if error.code in (401, 403):

@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from lockstep.errors import ConfigError
 from lockstep.json_text import refused
+from lockstep.limits import LAYERS
 from lockstep.models import families
 from lockstep.models.config import LlamaConfig
 from lockstep.models.families.family import Family, ModelPreset
@@ -141,6 +142,9 @@ def config_from_hf(hf: Mapping[str, Any], *, max_seq_len: int | None = None) -> 
         ConfigError: The architecture, or one of its settings, is not one that lockstep computes; or a key is missing.
     """
     with refused("the checkpoint's config.json", "Download the checkpoint again."):
+        for key in ("num_hidden_layers", "num_experts", "num_local_experts"):
+            if isinstance(count := hf.get(key), int) and count > LAYERS:  # before a list has an entry for each
+                raise ConfigError(f"config.json has {key} {count}; at most {LAYERS} are possible. Correct it.")
         return family_of_hf(hf).config_from_hf(hf, max_seq_len)
 
 

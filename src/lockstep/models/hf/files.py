@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from lockstep.errors import ConfigError
-from lockstep.json_text import check_size, parse_json, refused
+from lockstep.json_text import parse_json, refused
+from lockstep.limits import read_object
 from lockstep.models.hf.mxfp4 import BLOCK, BLOCKS, SCALES, packed_names, unpack
 from lockstep.models.hf.stored_names import StoredName, stored_names
 from lockstep.models.hf.tensor_file import TensorFile, read_header
@@ -189,8 +190,7 @@ def _read_heads(directory: str) -> dict[str, bytes]:
     root = root.rstrip("/")
     heads = dict.fromkeys(files_in(filesystem, root), b"")
     for name in {CONFIG_NAME, INDEX_NAME} & heads.keys():
-        check_size(filesystem.size(f"{root}/{name}"), f"{directory}/{name}")
-        heads[name] = filesystem.cat_file(f"{root}/{name}")
+        heads[name] = read_object(filesystem, f"{root}/{name}")
 
     def read(file: str) -> bytes:
         with _named_file(f"{directory}/{file}"):

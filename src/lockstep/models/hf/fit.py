@@ -33,6 +33,7 @@ def check_tensors(files: CheckpointFiles, expected: Sequence[Parameter], *, tied
     Raises:
         ConfigError: Weights are quantised; or tensors are missing, of another shape, or not part of the model.
     """
+    _check_count(files, expected)
     shapes = stored_shapes(expected)
     places = {name: files.place(name) for name in shapes}
     _check_floats(files, [name for name, place in places.items() if place is not None])
@@ -69,6 +70,20 @@ def check_tensors(files: CheckpointFiles, expected: Sequence[Parameter], *, tied
             f"the checkpoint in {files.directory} does not fit its configuration: {'; '.join(shown)}. Check "
             "config.json (architectures, sizes, tie_word_embeddings) against the tensors."
         )
+
+
+def _check_count(files: CheckpointFiles, expected: Sequence[Parameter]) -> None:
+    """Refuse a configuration with many more layers or experts than there are tensors, before each has a name."""
+    tensors = len(files.names)
+    longest = max((size for name in files.names for size in files.shape(name)), default=0)  # experts may share a tensor
+    layers = max(len(each.layers) for each in expected)
+    experts = max(each.sizes.get("expert", 1) for each in expected)
+    for count, what, most in ((layers, "layers", tensors), (experts, "experts", max(tensors, longest))):
+        if count > most:
+            raise ConfigError(
+                f"the model that config.json describes has {count} {what}, and the checkpoint in {files.directory} has "
+                f"{tensors} tensors, fewer than one for each. Check the numbers of layers and experts in config.json."
+            )
 
 
 def _check_floats(files: CheckpointFiles, read: Sequence[str]) -> None:

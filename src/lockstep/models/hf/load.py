@@ -19,7 +19,8 @@ from jax.sharding import Mesh, NamedSharding
 
 from lockstep.errors import ConfigError, PeerError
 from lockstep.hosts import Hosts, Ledger, MemoryClient, Phase, Watchdog, current, digest, ready_on_all
-from lockstep.json_text import parse_json, read_small
+from lockstep.json_text import parse_json
+from lockstep.limits import read_small
 from lockstep.models.config import LlamaConfig
 from lockstep.models.families.registry import config_from_hf, family_of, family_of_hf, vocab_size_from_hf
 from lockstep.models.hf.files import (

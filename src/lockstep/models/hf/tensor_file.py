@@ -9,10 +9,10 @@ import numpy as np
 
 from lockstep.errors import ConfigError
 from lockstep.json_text import parse_json, refused
+from lockstep.limits import HEADER_BYTES
 from lockstep.urls import patient_with_hub
 
 _LENGTH_BYTES = 8
-_LONGEST_HEADER = 100 << 20
 _DTYPES: dict[str, Any] = {
     "F64": np.float64,
     "F32": np.float32,
@@ -123,7 +123,7 @@ def read_header(filesystem: Any, path: str) -> bytes:
         ConfigError: Its length is none of a header.
     """
     length = int.from_bytes(filesystem.cat_file(path, start=0, end=_LENGTH_BYTES), "little")
-    if not 0 < length <= _LONGEST_HEADER:
+    if not 0 < length <= HEADER_BYTES:
         raise ConfigError(f"its header would have {length} bytes. Save or upload it again.")
     header: bytes = filesystem.cat_file(path, start=_LENGTH_BYTES, end=_LENGTH_BYTES + length)
     return header

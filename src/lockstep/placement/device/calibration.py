@@ -27,7 +27,8 @@ from typing import Any, Final
 
 from lockstep.errors import ConfigError
 from lockstep.files import write_file
-from lockstep.json_text import parse_json, read_small
+from lockstep.json_text import parse_json
+from lockstep.limits import read_small
 from lockstep.placement.device.chips import Chip, Link, names_of_chips
 
 FORMAT: Final = 1

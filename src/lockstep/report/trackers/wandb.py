@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from lockstep.errors import ConfigError
 from lockstep.files import write_file
-from lockstep.json_text import read_small, refused, typed
+from lockstep.json_text import refused, typed
+from lockstep.limits import read_small
 from lockstep.printable import get_logger, public_arguments
 from lockstep.report.rows import TableRow, metric_names
 from lockstep.report.trackers.base import Tracker, TrackerConfig, plain

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import functools
 import hashlib
+import math
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -14,7 +15,8 @@ import numpy as np
 from jaxtyping import Array
 
 from lockstep.errors import ConfigError
-from lockstep.training.checkpoints.checkpoint import DamagedCheckpointError
+from lockstep.limits import CHUNK_BYTES
+from lockstep.training.checkpoints.checkpoint import DamagedCheckpointError, read_file
 
 if TYPE_CHECKING:
     from etils import epath
@@ -62,7 +64,7 @@ def merge_arrays(directory: "epath.Path") -> str:
         What `read_arrays` compares, beside the checksums of the store.
     """
     handler().finalize(directory)
-    return hashlib.sha256((directory / TREE).read_bytes()).hexdigest()
+    return hashlib.sha256(read_file(directory / TREE)).hexdigest()
 
 
 def read_arrays(
@@ -84,11 +86,44 @@ def read_arrays(
         for name, one in structs.items()
     }
     args = ocp.args.PyTreeRestore(item=dict.fromkeys(structs, 0), restore_args=restore_args, partial_restore=True)
+    store = _Store(directory, checked=tree_digest is not None)
     with damage_named(directory):
-        if tree_digest not in (None, hashlib.sha256((directory / TREE).read_bytes()).hexdigest()):
+        for opening in [store.open(name) for name in structs]:
+            _check_chunks(opening.result(), directory)
+        if tree_digest not in (None, hashlib.sha256(read_file(directory / TREE)).hexdigest()):
             raise DamagedCheckpointError(f"{directory / TREE} is damaged: its SHA-256 is not that of its writing")
         read: dict[str, Array] = handler().restore(directory, args=args)
     return read
+
+
+class _Store:
+    """The store of a checkpoint's arrays."""
+
+    def __init__(self, directory: "epath.Path", *, checked: bool) -> None:
+        import tensorstore
+
+        self._directory, self._driver = directory, "zarr3" if checked else "zarr"
+        self._context = tensorstore.Context({"cache_pool": {"total_bytes_limit": CACHE_BYTES}})
+
+    def open(self, name: str) -> Any:
+        """Begin to open an array; what is returned has it as its ``result()``."""
+        import tensorstore
+
+        # https://google.github.io/tensorstore/kvstore/ocdbt: where orbax puts its zarr arrays.
+        store = {"driver": "ocdbt", "base": f"{_url(self._directory)}/", "path": f"{name}/"}
+        spec = {"driver": self._driver, "kvstore": store, "fill_missing_data_reads": False}
+        return tensorstore.open(spec, read=True, context=self._context)
+
+
+def _check_chunks(array: Any, directory: "epath.Path") -> None:
+    """Refuse an array whose chunks would take memory that it does not have itself: a chunk is decoded as a whole."""
+    chunk, name = tuple(array.chunk_layout.read_chunk.shape or ()), array.kvstore.path.rstrip("/")
+    itemsize = array.dtype.numpy_dtype.itemsize
+    if (size := math.prod(chunk) * itemsize) > max(CHUNK_BYTES, math.prod(array.shape) * itemsize):
+        raise DamagedCheckpointError(
+            f"array {name} of {directory} has shape {tuple(array.shape)} and chunks of {chunk}, {size:,} bytes each, "
+            "which is more than the whole array. Do not trust it"
+        )
 
 
 class ArrayReader:
@@ -99,10 +134,7 @@ class ArrayReader:
     """
 
     def __init__(self, directory: "epath.Path", *, checked: bool) -> None:
-        import tensorstore
-
-        self._directory, self._driver = directory, "zarr3" if checked else "zarr"
-        self._context = tensorstore.Context({"cache_pool": {"total_bytes_limit": CACHE_BYTES}})
+        self._directory, self._store = directory, _Store(directory, checked=checked)
         self._open: dict[str, Any] = {}
 
     def read(self, name: str, index: tuple[int | slice, ...]) -> np.ndarray:
@@ -112,15 +144,12 @@ class ArrayReader:
             DamagedCheckpointError: A file is not as it was written, or not there.
             ConfigError: It cannot be read.
         """
-        import tensorstore
-
         try:
             with damage_named(self._directory):
                 if name not in self._open:
-                    # https://google.github.io/tensorstore/kvstore/ocdbt: where orbax puts its zarr arrays.
-                    store = {"driver": "ocdbt", "base": f"{_url(self._directory)}/", "path": f"{name}/"}
-                    spec = {"driver": self._driver, "kvstore": store, "fill_missing_data_reads": False}
-                    self._open[name] = tensorstore.open(spec, read=True, context=self._context).result()
+                    array = self._store.open(name).result()
+                    _check_chunks(array, self._directory)
+                    self._open[name] = array
                 return np.asarray(self._open[name][index].read().result())
         except DamagedCheckpointError:
             raise

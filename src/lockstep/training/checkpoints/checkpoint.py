@@ -16,6 +16,7 @@ from jaxtyping import PyTree
 from lockstep.errors import ConfigError
 from lockstep.files import write_file
 from lockstep.json_text import parse_json, refused, typed
+from lockstep.limits import check_size, read_small
 from lockstep.printable import get_logger
 from lockstep.urls import check_bare_name, checkpoint_path
 
@@ -116,7 +117,7 @@ class CheckpointDirectory:
         """
         file = self.of(step) / METADATA
         try:
-            found = CheckpointMetadata.from_json(file.read_bytes().decode())
+            found = CheckpointMetadata.from_json(read_file(file).decode())
         except (DamagedCheckpointError, UnicodeDecodeError) as error:
             raise DamagedCheckpointError(f"{file} is damaged: {error}") from error
         if found.tree_digest is None:
@@ -198,6 +199,15 @@ def is_there(path: "epath.Path") -> bool:
     return True
 
 
+def read_file(path: "epath.Path") -> bytes:
+    """The content of a small file on a disk or in a bucket, as `lockstep.limits.read_small`."""
+    text = os.fspath(path)
+    if "://" not in text:
+        return read_small(text)
+    check_size(path.stat().length, text)
+    return path.read_bytes()
+
+
 def named_arrays(tree: PyTree) -> dict[str, Any]:
     """The leaves of a tree by their paths, such as ``model.embed.0``."""
     leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
@@ -231,10 +241,10 @@ def keep_files(checkpoints: str, run_dir: Path, names: Iterable[str]) -> None:
     directory = CheckpointDirectory(checkpoints)
     for name in present:
         source, copy = run_dir / name, directory.path / name
-        if is_there(copy) and copy.read_bytes() == source.read_bytes():
+        if is_there(copy) and read_file(copy) == read_small(source):
             continue
         directory.path.mkdir(parents=True, exist_ok=True)
-        directory.write_whole(copy, source.read_bytes())
+        directory.write_whole(copy, read_small(source))
 
 
 def bring_files(checkpoints: str, run_dir: Path, names: Iterable[str]) -> None:
@@ -243,4 +253,4 @@ def bring_files(checkpoints: str, run_dir: Path, names: Iterable[str]) -> None:
         target, copy = run_dir / name, checkpoint_path(checkpoints) / name
         if not target.exists() and is_there(copy):
             run_dir.mkdir(parents=True, exist_ok=True)
-            write_file(target, copy.read_bytes())
+            write_file(target, read_file(copy))

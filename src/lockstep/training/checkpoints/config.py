@@ -9,7 +9,8 @@ from typing import Any
 from lockstep.config_fields import FilePath, check_fields
 from lockstep.errors import ConfigError, check_at_least
 from lockstep.files import write_file
-from lockstep.json_text import parse_json, read_small
+from lockstep.json_text import parse_json
+from lockstep.limits import read_small
 from lockstep.printable import without_credentials
 
 RESUMABLE = "resumable.json"

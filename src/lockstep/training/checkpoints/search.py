@@ -16,6 +16,7 @@ from lockstep.training.checkpoints.checkpoint import (
     DamagedCheckpointError,
     changes,
     is_there,
+    read_file,
 )
 
 if TYPE_CHECKING:
@@ -125,7 +126,7 @@ class CheckpointSearch:
     def check_shared(self, shared: str) -> None:
         """Find out whether this process sees the directory of the leader."""
         file = self.directory.path / SHARED_BY
-        if not is_there(file) or file.read_text() != shared:
+        if not is_there(file) or read_file(file).decode(errors="replace") != shared:
             raise ConfigError(
                 f"the directory of checkpoints {self.directory.path} is not the one that process 0 sees: each process "
                 "writes its own part there. Set trainer.checkpointer.base_path to a gs:// URL or to a file system that "

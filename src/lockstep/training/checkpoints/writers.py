@@ -15,13 +15,12 @@ import jax
 import numpy as np
 import tensorstore as ts
 
+from lockstep.limits import CHUNK_BYTES
 from lockstep.printable import keep_root_logger
 
 with keep_root_logger():  # its import logs by absl, which calls `basicConfig`
     import orbax.checkpoint as ocp
 
-CHUNK_BYTES = 64 << 20
-"""The most bytes of a chunk in which an array is stored, before compression: what reading any part of it costs."""
 SPLIT_BYTES = 4 << 20
 """Shards of more bytes, of arrays with three axes or more, are stored layer by layer: in an export one is read at a
 time."""

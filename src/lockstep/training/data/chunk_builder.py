@@ -13,12 +13,12 @@ import numpy as np
 
 from lockstep.errors import ConfigError
 from lockstep.json_text import parse_json, refused, typed
+from lockstep.limits import LINE_BYTES, read_object, read_objects
 from lockstep.printable import without_credentials
 from lockstep.text import unknown_token
 from lockstep.training.data.examples import DataFormat, Example
 from lockstep.training.data.packing import Row, RowShape
 from lockstep.training.data.records import (
-    MAX_LINE_BYTES,
     BadRow,
     Chunk,
     Record,
@@ -45,7 +45,7 @@ class CacheSpec:
     shape: RowShape  # how examples become rows
     tokenizer_digest: str  # the digest of the tokenizer with its chat template
     vocab_size: int | None = None  # rows of the model's embedding, where the tokenizer has more tokens; else None
-    max_line_bytes: int = MAX_LINE_BYTES
+    max_line_bytes: int = LINE_BYTES
 
     @functools.cached_property
     def chunks(self) -> tuple[Chunk, ...]:
@@ -62,7 +62,7 @@ class CacheSpec:
         """A digest that is the same on hosts with equal copies of the files, whenever they were copied."""
         files = [[file.path.rpartition("/")[2], file.size, file.content, file.kind] for file in self.files]
         shape = dataclasses.asdict(self.shape)
-        limits: list[object] = [] if self.max_line_bytes == MAX_LINE_BYTES else [self.max_line_bytes]
+        limits: list[object] = [] if self.max_line_bytes == LINE_BYTES else [self.max_line_bytes]
         limits += [] if self.vocab_size is None else [f"ids below {self.vocab_size}"]
         return _digest([CACHE_VERSION, self.tokenizer_digest, self.format.name, shape, files, self.chunks, *limits])
 
@@ -182,7 +182,7 @@ def read_chunk(fs: Any, directory: str, number: int) -> dict[str, Any] | None:
     """Return what is in a chunk; None where it is not complete."""
     path = chunk_file(directory, number, "json")
     try:
-        found = parse_json(fs.cat_file(path), path, dict, FIX)
+        found = parse_json(read_object(fs, path), path, dict, FIX)
     except FileNotFoundError:
         return None
     with refused(path, FIX):
@@ -193,9 +193,7 @@ def summarise_chunks(fs: Any, path: str, spec: CacheSpec) -> CacheMetadata:
     """The metadata of the chunks of a cache, with the lines of bad rows counted from the beginnings of their files."""
     fs.invalidate_cache()
     paths = [chunk_file(path, number, "json") for number in range(len(spec.chunks))]
-    whole = [None] * len(paths)
-    found = fs.cat_ranges(paths, whole, whole, on_error="raise")
-    chunks = [parse_json(data, file, dict, FIX) for file, data in zip(paths, found, strict=True)]
+    chunks = [parse_json(*each, dict, FIX) for each in zip(read_objects(fs, paths), paths, strict=True)]
     with refused(path, FIX):
         return _summary(chunks, spec)
 

@@ -11,6 +11,7 @@ import numpy as np
 from lockstep.config_fields import FilePath, check_fields
 from lockstep.errors import ConfigError, PeerError, check_at_least, refuse_keys
 from lockstep.hosts import Hosts, MemoryClient, storage_wait
+from lockstep.limits import LINE_BYTES
 from lockstep.plugins import load_object
 from lockstep.printable import without_credentials
 from lockstep.text import token_count, tokenizer_digest
@@ -18,7 +19,7 @@ from lockstep.training.data.build import BadRowPolicy, build_caches
 from lockstep.training.data.chunk_builder import CacheSpec
 from lockstep.training.data.examples import FORMATS, DataFormat
 from lockstep.training.data.packing import ExampleKind, RowShape
-from lockstep.training.data.records import MAX_LINE_BYTES, SourceConfig, SourceFile, list_files
+from lockstep.training.data.records import SourceConfig, SourceFile, list_files
 from lockstep.training.data.rows import CachedRows
 from lockstep.training.data.token_cache import TokenCache
 from lockstep.training.objectives import REFERENCE
@@ -58,7 +59,7 @@ class DataConfig:
     """The treatment of a record that cannot be used: leave it out and log its file, line and reason, or stop."""
     max_bad_rows: int = 100
     """The most records of a source that may be left out; with more the run stops, and names the first."""
-    max_line_bytes: int = MAX_LINE_BYTES
+    max_line_bytes: int = LINE_BYTES
     """The most bytes of a JSON line; a longer one is a bad row, and is not read whole."""
     require_end_token: bool = True
     """Refuse answers of which none trains a token that generation stops at; false: a warning says so."""

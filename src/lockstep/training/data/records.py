@@ -4,23 +4,25 @@ import contextlib
 import dataclasses
 import hashlib
 import io
+import itertools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import PurePosixPath
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import fsspec
-import zstandard
 
 from lockstep.config_fields import FilePath, check_fields
 from lockstep.errors import ConfigError
 from lockstep.json_text import lone_surrogate, parse_json
+from lockstep.limits import LINE_BYTES, TEXT_BYTES, read_object
+from lockstep.text.arrow_rows import batch_rows, parquet_rows
+from lockstep.training.data.zstd_stream import ZstdStream
 from lockstep.urls import check_bare_name, url_to_fs
 
 WHOLE_BYTES = 1 << 20
 """A file of at most this size is known by its content, a larger one by its ends and the time of its last change."""
 END_BYTES = 64 << 10
-MAX_LINE_BYTES = 64 << 20  # bytes of a JSON line where nothing else is said
 MIN_CHUNK_BYTES, MAX_CHUNK_BYTES, WANTED_CHUNKS = 4 << 20, 256 << 20, 64
 
 _ETAGS = ("md5Hash", "blob_id", "checksum", "etag", "ETag")
@@ -173,11 +175,11 @@ def _fingerprint(fs: Any, path: str, info: Mapping[str, Any], size: int) -> tupl
 def _dataset_files(fs: Any, directory: str, url: str, key: str) -> list[str]:
     """The Arrow files of a directory that ``Dataset.save_to_disk`` wrote."""
     if fs.exists(f"{directory}/state.json"):
-        state = json.loads(fs.cat_file(f"{directory}/state.json"))
+        state = json.loads(read_object(fs, f"{directory}/state.json"))
         names = [check_bare_name(file["filename"], f"{url}/state.json") for file in state["_data_files"]]
         return [f"{directory}/{name}" for name in names]
     if fs.exists(f"{directory}/dataset_dict.json"):
-        splits = json.loads(fs.cat_file(f"{directory}/dataset_dict.json"))["splits"]
+        splits = json.loads(read_object(fs, f"{directory}/dataset_dict.json"))["splits"]
         raise ConfigError(
             f"{url} holds the splits {', '.join(splits)}. Name one in {key}, e.g. {url.rstrip('/')}/{splits[0]}."
         )
@@ -188,7 +190,6 @@ def _dataset_files(fs: Any, directory: str, url: str, key: str) -> list[str]:
 
 
 BUFFER_BYTES = 1 << 20
-BATCH_RECORDS = 1000  # records of a Parquet or Arrow file that are in memory at a time
 
 type Record = Mapping[str, Any]
 """The fields of a training record by name."""
@@ -198,13 +199,16 @@ class BadRow(Exception):
     """A record that cannot be trained on; the text goes on after its place, as in ``file:line is not JSON``."""
 
 
+type _Records = Iterator[tuple[int, int, Record | BadRow | None]]
+
+
 def read_piece(
-    file: SourceFile, part: int, parts: int, fields: Sequence[str], max_line_bytes: int = MAX_LINE_BYTES
-) -> Iterator[tuple[int, int, Record | BadRow | None]]:
+    file: SourceFile, part: int, parts: int, fields: Sequence[str], max_line_bytes: int = LINE_BYTES
+) -> _Records:
     """Read the records of a part of a file.
 
-    JSON lines have an object per line. A text file is one record with the field ``text``; each
-    part of it is, where it has several. Parts begin and end at line ends, those of a Parquet file at row groups.
+    JSON lines have an object per line. A text file, or each part of one, is a record with the field ``text``. Parts
+    begin and end at line ends, those of a Parquet file at row groups.
 
     Args:
         fields: The fields that are needed, in formats that can leave out the others.
@@ -216,12 +220,15 @@ def read_piece(
     Raises:
         ConfigError: The file cannot be read.
     """
-    readers = {"text": _read_text, "parquet": _read_parquet, "arrow": _read_arrow}
     try:
         if file.kind == "jsonl":
             yield from _read_jsonl(file, part, parts, max_line_bytes)
+        elif file.kind == "text":
+            yield from _read_text(file, part, parts)
+        elif file.kind == "arrow":
+            yield from _read_arrow(file, max_line_bytes)
         else:
-            yield from readers[file.kind](file, part, parts, fields)
+            yield from _read_parquet(file, part, parts, fields, max_line_bytes)
     except ConfigError:
         raise
     except ImportError as error:
@@ -259,45 +266,12 @@ def field(record: Record, name: str, kind: type | tuple[type, ...] = str) -> Any
     return record[name]
 
 
-class _ZstdStream(io.RawIOBase):
-    """A compressed file of any number of frames. The readers of zstandard take one that was cut for one that ends.
-
-    Raises:
-        EOFError: The file ends within a frame.
-    """
-
-    INPUT_BYTES: ClassVar = 8 << 10  # bytes that are decompressed at once, whose output has no limit
-
-    def __init__(self, file: Any) -> None:
-        self._file = file
-        self._frame: Any = None
-        self._compressed, self._output = b"", memoryview(b"")
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        while not self._output and (self._compressed or self._read()):
-            frame = self._frame or zstandard.ZstdDecompressor().decompressobj()
-            self._output = memoryview(frame.decompress(self._compressed))
-            self._compressed, self._frame = frame.unused_data, None if frame.eof else frame
-        size = min(len(buffer), len(self._output))
-        buffer[:size], self._output = self._output[:size], self._output[size:]
-        return size
-
-    def _read(self) -> bool:
-        self._compressed = self._file.read(self.INPUT_BYTES)
-        if not self._compressed and self._frame is not None:
-            raise EOFError("compressed file ended before the end of a frame; it may be half a download")
-        return bool(self._compressed)
-
-
 @contextlib.contextmanager
 def _opened(file: SourceFile) -> Iterator[Any]:
     """A file as a stream of what is compressed in it."""
     codec = file.compression if file.compression != "zstd" else None
     with file.fs.open(file.path, "rb", compression=codec) as stream:
-        yield io.BufferedReader(_ZstdStream(stream), BUFFER_BYTES) if file.compression == "zstd" else stream
+        yield io.BufferedReader(ZstdStream(stream), BUFFER_BYTES) if file.compression == "zstd" else stream
 
 
 def _lines(file: SourceFile, part: int, parts: int, max_bytes: int | None = None) -> Iterator[tuple[int, bytes]]:
@@ -330,9 +304,7 @@ def _pass_line(stream: Any) -> int:
     return size
 
 
-def _read_jsonl(
-    file: SourceFile, part: int, parts: int, max_bytes: int
-) -> Iterator[tuple[int, int, Record | BadRow | None]]:
+def _read_jsonl(file: SourceFile, part: int, parts: int, max_bytes: int) -> _Records:
     begin = part * file.size // parts
     for number, (position, line) in enumerate(_lines(file, part, parts, max_bytes), start=1):
         yield number, position - begin, _parse(line, max_bytes) if line.strip() else None
@@ -340,41 +312,44 @@ def _read_jsonl(
 
 def _parse(line: bytes, max_bytes: int) -> Record | BadRow:
     if len(line) > max_bytes:
-        return BadRow(f"has more than {max_bytes:,} bytes (data.max_line_bytes). Raise that, or remove the line.")
+        return _too_long(max_bytes)
     try:
         return parse_json(line, "it", dict, "Write one object per line.")
     except ConfigError as error:
         return BadRow(str(error).removeprefix("it "))
 
 
-def _read_text(
-    file: SourceFile, part: int, parts: int, fields: Sequence[str]
-) -> Iterator[tuple[int, int, Record | BadRow | None]]:
-    text = b"".join(line for _, line in _lines(file, part, parts))
-    if not text:  # a line that begins before this part holds all of it
-        return
+def _too_long(max_bytes: int) -> BadRow:
+    return BadRow(f"has more than {max_bytes:,} bytes (data.max_line_bytes). Raise that, or remove the line.")
+
+
+def _read_text(file: SourceFile, part: int, parts: int) -> _Records:
+    text = bytearray()  # a list of empty lines would take forty times as much
+    for _, line in _lines(file, part, parts, TEXT_BYTES):
+        text += line
+        if len(text) > TEXT_BYTES:
+            yield 0, len(text), BadRow(f"has more than {TEXT_BYTES:,} bytes of text. Cut it into several files.")
+            return
+    if not text:
+        return  # a line that begins before this part holds all of it
     try:
         yield 0, len(text), {"text": text.decode("utf-8")}
     except UnicodeDecodeError as error:
         yield 0, len(text), BadRow(f"is not UTF-8: {error}. Convert the file or remove it.")
 
 
-def _read_parquet(
-    file: SourceFile, part: int, parts: int, fields: Sequence[str]
-) -> Iterator[tuple[int, int, Record | BadRow | None]]:
+def _read_parquet(file: SourceFile, part: int, parts: int, fields: Sequence[str], max_bytes: int) -> _Records:
     import pyarrow.parquet
 
     with file.fs.open(file.path, "rb") as stream, pyarrow.parquet.ParquetFile(stream) as table:
         groups = range(part * table.num_row_groups // parts, (part + 1) * table.num_row_groups // parts)
         columns = [name for name in fields if name in table.schema_arrow.names] or None
-        batches = table.iter_batches(BATCH_RECORDS, row_groups=list(groups), columns=columns) if groups else ()
         total = sum(table.metadata.row_group(group).num_rows for group in groups)
-        yield from _rows(batches, lambda number: file.size * number // (total * parts))
+        rows = parquet_rows(table, stream, groups, columns, max_bytes)
+        yield from _numbered(rows, max_bytes, lambda number: file.size * number // (total * parts))
 
 
-def _read_arrow(
-    file: SourceFile, part: int, parts: int, fields: Sequence[str]
-) -> Iterator[tuple[int, int, Record | BadRow | None]]:
+def _read_arrow(file: SourceFile, max_bytes: int) -> _Records:
     import pyarrow.ipc
 
     with _opened(file) as stream:
@@ -385,13 +360,10 @@ def _read_arrow(
             batches: Any = (table.get_batch(number) for number in range(table.num_record_batches))
         else:
             batches = pyarrow.ipc.open_stream(stream)
-        yield from _rows(batches, lambda _: stream.tell())
+        rows = itertools.chain.from_iterable(batch_rows(batch, max_bytes) for batch in batches)
+        yield from _numbered(rows, max_bytes, lambda _: stream.tell())
 
 
-def _rows(batches: Any, position: Any) -> Iterator[tuple[int, int, Record | BadRow | None]]:
-    number = 0
-    for batch in batches:
-        for start in range(0, batch.num_rows, BATCH_RECORDS):
-            for values in batch.slice(start, BATCH_RECORDS).to_pylist():
-                number += 1
-                yield number, position(number), values
+def _numbered(rows: Iterator[Record | None], max_bytes: int, position: Callable[[int], int]) -> _Records:
+    for number, row in enumerate(rows, start=1):
+        yield number, position(number), _too_long(max_bytes) if row is None else row

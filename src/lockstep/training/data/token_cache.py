@@ -20,6 +20,7 @@ from jaxtyping import Float, Int
 from lockstep.files import new_file
 from lockstep.hosts import call_storage
 from lockstep.json_text import parse_json, refused, typed
+from lockstep.limits import read_object
 from lockstep.training.data.examples import TokenSequence
 from lockstep.training.data.packing import Layout, Row
 from lockstep.training.objectives import REFERENCE
@@ -365,7 +366,7 @@ def chunk_file(path: str, chunk: int, suffix: str) -> str:
 def read_metadata(fs: Any, path: str) -> CacheMetadata | None:
     """Return what is in a cache; None where it is not finished."""
     try:
-        text = fs.cat_file(f"{path}/{METADATA}")
+        text = read_object(fs, f"{path}/{METADATA}")
     except FileNotFoundError:
         return None
     values = parse_json(text, f"{path}/{METADATA}", dict, FIX)

@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, Float, PyTree
 from lockstep.errors import ConfigError
 from lockstep.hosts import Hosts, Watchdog, digest, ready_on_all
 from lockstep.json_text import typed
+from lockstep.limits import PACKED_BYTES
 from lockstep.placement import batch_spec, host_rows, place_local
 from lockstep.placement.device import fetch
 from lockstep.training.loop.config import TrainerConfig
@@ -58,6 +59,8 @@ def unpacked(text: str) -> dict[str, np.ndarray]:
     """The arrays that `numpy.savez_compressed` packed, by name."""
     try:
         with np.load(io.BytesIO(base64.b64decode(text)), allow_pickle=False) as packed:
+            if (size := sum(each.file_size for each in packed.zip.infolist())) > PACKED_BYTES:
+                raise ValueError(f"packed arrays would take {size:,} bytes, and at most {PACKED_BYTES:,} are unpacked")
             return {name: packed[name] for name in packed.files}
     except (zipfile.BadZipFile, zlib.error, OSError, EOFError, NotImplementedError, MemoryError) as error:
         raise ValueError(f"packed arrays cannot be read: {error}") from error

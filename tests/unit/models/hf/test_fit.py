@@ -67,3 +67,20 @@ def test_nothing_is_left_out(tmp_path: Path) -> None:
     refused(fewer, tmp_path / "experts", r"experts\.gate_up_proj in .* of shape \(5, 44, 42\) has more experts than")
     both = Variant("llama3", tensors=lambda tensors: {**tensors, "norm.weight": tensors["model.norm.weight"]})
     refused(both, tmp_path / "both", r"tensor norm\.weight in model\.safetensors of shape \(64,\) is not part of")
+
+
+@pytest.mark.parametrize(
+    ("family", "key", "text"),
+    [
+        (
+            "llama3",
+            "num_hidden_layers",
+            r"has 9999 layers, and the checkpoint in .* has \d+ tensors, fewer than",
+        ),
+        ("qwen3_moe", "num_local_experts", r"has 9999 experts, and the checkpoint in .* has \d+ tensors, fewer than"),
+    ],
+)
+def test_more_layers_or_experts_than_tensors_are_refused_before_each_has_a_name(
+    family: str, key: str, text: str, tmp_path: Path
+) -> None:
+    refused(Variant(family, {key: 9999}), tmp_path, text)

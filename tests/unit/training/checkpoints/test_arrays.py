@@ -8,10 +8,12 @@ import fsspec
 import jax
 import numpy as np
 import pytest
+import tensorstore
 from etils import epath
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from lockstep.errors import ConfigError
 from lockstep.training.checkpoints import writers
 from lockstep.training.checkpoints.arrays import ArrayReader, damage_named, merge_arrays, read_arrays, write_arrays
 from lockstep.training.checkpoints.checkpoint import CheckpointDirectory, DamagedCheckpointError, named_arrays
@@ -245,3 +247,23 @@ def test_a_bucket_is_as_good_as_a_disk(bucket):
     assert directory.unfinished() == [] and directory.steps() == [3]
     directory.remove(3)
     assert not bucket.objects
+
+
+@pytest.mark.parametrize("driver", ["zarr3", "zarr"])
+def test_an_array_that_claims_a_huge_chunk_is_refused_before_one_is_read(tmp_path, driver):
+    """tensorstore decodes a chunk as a whole: 4 TB for an array of 96 numbers, and its process ends (bad_alloc)."""
+    huge = [10**6, 10**6]
+    grid = {"chunks": huge, "dtype": "<f4", "shape": [8, 12]}
+    if driver == "zarr3":
+        regular = {"name": "regular", "configuration": {"chunk_shape": huge}}
+        codecs = [{"name": "bytes", "configuration": {"endian": "little"}}]
+        grid = {"chunk_grid": regular, "data_type": "float32", "shape": [8, 12], "codecs": codecs}
+    store = {"driver": "ocdbt", "base": f"file://{tmp_path}/", "path": "w/"}
+    tensorstore.open({"driver": driver, "kvstore": store, "metadata": grid}, create=True).result()
+    why = r"array w of .* has shape \(8, 12\) and chunks of \(1000000, 1000000\), 4,000,000,000,000 bytes each"
+    with pytest.raises(ConfigError, match=why):
+        ArrayReader(epath.Path(tmp_path), checked=driver == "zarr3").read("w", ())
+    mesh = Mesh(np.array(jax.devices()[:2]), ("x",))
+    struct = jax.ShapeDtypeStruct((8, 12), np.float32, sharding=NamedSharding(mesh, P("x")))
+    with pytest.raises(ConfigError, match=why):
+        read_arrays(epath.Path(tmp_path), {"w": struct}, "0" * 64 if driver == "zarr3" else None)

@@ -5,13 +5,14 @@ import gzip
 import json
 import lzma
 import os
+import tracemalloc
 
 import pytest
 import zstandard
 
 from lockstep.errors import ConfigError
 from lockstep.training.data import LmDataConfig, PreferenceDataConfig, records
-from lockstep.training.data.records import list_files, make_chunks, read_piece
+from lockstep.training.data.records import BadRow, list_files, make_chunks, read_piece
 from tests.unit.training.data.characters import Tokenizer, columns, preference, write
 
 
@@ -124,17 +125,6 @@ def test_a_part_of_a_compressed_file_is_not_taken_for_the_whole(tmp_path, suffix
     path.write_bytes(parts[kept])
     with pytest.raises(ConfigError, match=rf"(?i)x.jsonl.{suffix} cannot be read: EOFError: .* ended before"):
         list(read_piece(one(path), 0, 1, ()))
-
-
-@pytest.mark.parametrize("n_bytes", [1, 7, 1 << 20])
-def test_frames_of_zstd_may_be_empty_skipped_and_of_any_size(tmp_path, monkeypatch, n_bytes):
-    """Whatever part of a frame is read at once."""
-    monkeypatch.setattr(records._ZstdStream, "INPUT_BYTES", n_bytes)
-    skipped = b"\x50\x2a\x4d\x18" + (3).to_bytes(4, "little") + b"any"
-    frames = [compressed("zst", data) for data in (b'{"te', b"", b'xt": "a"}\n', b'{"text": "b"}\n' * 9000)]
-    (tmp_path / "x.jsonl.zst").write_bytes(skipped.join([b"", *frames, b""]))
-    texts = [record["text"] for _, _, record in read_piece(one(tmp_path / "x.jsonl.zst"), 0, 1, ())]
-    assert texts == ["a", *["b"] * 9000]
 
 
 RECORDS = [{"prompt": f"{n}?", "completion": "x" * (n % 5), "more": n} for n in range(50)]
@@ -281,3 +271,37 @@ def test_jsonlines_are_json_lines(tmp_path):
     (tmp_path / "data.jsonlines").write_text('{"text": "a"}\n')
     (file,) = list_files(str(tmp_path / "data.jsonlines"), "data.train_urls")
     assert [record for _, _, record in read_piece(file, 0, 1, ("text",))] == [{"text": "a"}]
+
+
+def write_packed(path, text):
+    pack = {".gz": lambda: gzip.compress(text, 1), ".zst": lambda: zstandard.compress(text)}
+    path.write_bytes(pack.get(path.suffix, lambda: text)())
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.txt.gz", "a.txt.zst"])
+@pytest.mark.parametrize("piece", [b" ", b"x" * 999 + b"\n"])
+def test_a_text_without_end_is_a_bad_row_and_not_in_memory(tmp_path, monkeypatch, name, piece):
+    monkeypatch.setattr(records, "TEXT_BYTES", 3 << 20)
+    write_packed(tmp_path / name, piece * ((120 << 20) // len(piece)))
+    (file,) = list_files(str(tmp_path / name), "data.train_urls")
+    tracemalloc.start()
+    try:
+        ((_, _, record),) = read_piece(file, 0, 1, ())
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert isinstance(record, BadRow) and "has more than 3,145,728 bytes of text" in str(record)
+    assert peak < 80 << 20
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst"])
+def test_a_compressed_line_without_end_is_a_bad_row_and_the_next_is_read(tmp_path, name):
+    write_packed(tmp_path / name, b'{"text": "' + b" " * (120 << 20) + b'"}\n{"text": "b"}\n')
+    (file,) = list_files(str(tmp_path / name), "data.train_urls")
+    tracemalloc.start()
+    try:
+        (_, _, long), (_, _, short) = read_piece(file, 0, 1, (), max_line_bytes=1 << 20)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert isinstance(long, BadRow) and short == {"text": "b"} and peak < 80 << 20
