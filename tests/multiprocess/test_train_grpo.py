@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from lockstep.health import State
 from lockstep.training import CheckpointerConfig
 from lockstep.training.checkpoints.config import KeepConfig
 from lockstep.training.rl.rewards import FunctionReward, LengthReward
@@ -310,7 +311,11 @@ def test_the_command_trains_evaluates_and_saves(tmp_path):
         values.setdefault(line["step"], {}).update(line)
     assert "reward/exact_match/mean" in values[1] and "time/train/step_avg_last10_s" in values[2]
     assert "inference_eval/pass@1/exact_match" in values[0] and "inference_eval/pass@2/exact_match" in values[0]
-    assert (tmp_path / "run" / "rollouts.jsonl").exists() and (tmp_path / "run" / "checkpoint" / "config.json").exists()
+    assert values[1]["rollout/health/cut"] == values[1]["rollout/cut_share"]
+    assert {f"rollout/health/{state}" for state in State} <= values[1].keys() & values[2].keys()
+    rows = [json.loads(line) for line in (tmp_path / "run" / "rollouts.jsonl").read_text().splitlines()]
+    assert rows and all(("cut" in row["health"].split()) == (row["finish_reason"] == "length") for row in rows)
+    assert (tmp_path / "run" / "checkpoint" / "config.json").exists()
     assert "done: 2 of 2 steps" in run.logs[0] and "reward 0.000" in run.logs[0]
     check_the_evaluation_on_gsm8k(tmp_path, tmp_path / "run" / "checkpoint")
 

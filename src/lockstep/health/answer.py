@@ -2,7 +2,6 @@
 
 import dataclasses
 import enum
-import re
 import zlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final, Self
@@ -11,7 +10,7 @@ import numpy as np
 
 from lockstep.health.loops import Run, runs
 from lockstep.health.markers import is_tool_marker, turn_markers, unbalanced_marker
-from lockstep.health.scripts import script_letters
+from lockstep.health.scripts import is_in_other_script
 from lockstep.text import CHANNEL, Prompt, part_markers, special_tokens, split_answer, stop_ids
 from lockstep.types import Completion, FinishReason
 
@@ -34,25 +33,12 @@ REPETITIVE_COMPRESSION: Final = 0.2
 """The share of its bytes that it is compressed to at most."""
 COPIED_TOKENS: Final = 24
 """Tokens that a copy of the prompt has at least, unless it is the question and nothing else."""
-SCRIPT_SHARE, SCRIPT_LETTERS = 0.2, 10
-"""The share and number of an answer's letters that are in scripts which its prompt does not have."""
+
 
 _PIECES, _PIECE, _LEAST_PIECES = 16, 8, 14
 _BLANK_PROMPT: Final = 8  # characters below which a question that comes back is no copy: "Yes"
 _CALL: Final = " to="  # in the header of a message of gpt-oss: whom it is to
 _REPLACEMENT: Final = "\ufffd"
-_CODE: Final = re.compile(r"```.*?(?:```|\Z)|`[^`\n]*`|\$\$.*?\$\$|\$[^$\n]*\$|\\[A-Za-z]+|https?://\S+", re.DOTALL)
-_LATIN: Final = "Latin"
-_FOREIGN: Final = re.compile(
-    r"translat|pronounc|romaniz|transliterat|in (?:another|the original) (?:language|script)|翻[译訳譯]|번역|"
-    r"перев[ео]д|tradu[cz]|übersetz|ترجم|"
-    r"\b(?:arabic|armenian|bengali|bulgarian|chinese|english|farsi|french|georgian|german|greek|hebrew|hindi|"
-    r"japanese|kanji|hiragana|katakana|korean|hangul|cyrillic|latin|mandarin|cantonese|pinyin|persian|punjabi|russian|"
-    r"sanskrit|serbian|spanish|tamil|telugu|thai|ukrainian|urdu|vietnamese)\b|英[语語文]|中文|日[语語本]|韓国|한국어|영어|"
-    r"английск|русск|по-русски",
-    re.IGNORECASE,
-)
-"""Words of a question that asks for another language."""
 
 
 class State(enum.StrEnum):
@@ -168,7 +154,7 @@ def measure_health(answer: AnsweredPrompt, vocabulary: Vocabulary) -> Health:
         )
         is not None,
         State.INVALID_UTF8: _has_invalid_bytes(text if ended else text.rstrip(_REPLACEMENT), answer.prompt.shown),
-        State.OTHER_SCRIPT: _is_in_other_script(text, answer.prompt.shown),
+        State.OTHER_SCRIPT: is_in_other_script(text, answer.prompt.shown),
         State.PROMPT_COPY: _is_copy(tokens, answer),
     }
     return Health(
@@ -209,23 +195,6 @@ def _is_empty(answer: AnsweredPrompt, ended: bool) -> bool:
 
 def _has_invalid_bytes(text: str, prompt: str) -> bool:
     return _REPLACEMENT in text and _REPLACEMENT not in prompt
-
-
-def _is_in_other_script(text: str, prompt: str) -> bool:
-    """Whether an answer has letters of scripts that its prompt does not have; code, formulas and addresses left out."""
-    if text.isascii() and prompt.isascii():
-        return False
-    asked = script_letters(prompt)
-    letters = script_letters(_CODE.sub(" ", text))
-    total = sum(letters.values())
-    foreign = total - sum(letters.get(script, 0) for script in {*asked, _LATIN})
-    if "Kana" in asked and "Han" in letters and "Kana" not in letters:
-        foreign = letters["Han"]  # Japanese is not written in Han alone
-    if _LATIN in letters and asked.get(_LATIN, 0) <= SCRIPT_SHARE * sum(asked.values()):
-        # Names and terms are Latin everywhere: it counts where nothing else is there.
-        foreign = max(foreign, letters[_LATIN] if letters[_LATIN] == total and total >= 4 * SCRIPT_LETTERS else 0)
-    enough = bool(asked) and foreign >= max(SCRIPT_LETTERS, SCRIPT_SHARE * total)
-    return enough and _FOREIGN.search(prompt) is None
 
 
 def _is_copy(tokens: Sequence[int], answer: AnsweredPrompt) -> bool:

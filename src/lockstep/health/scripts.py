@@ -1,8 +1,12 @@
-"""Writing systems of a text: how many letters it has of each."""
+"""Writing systems of a text: how many letters it has of each, and whether an answer is in others than its prompt."""
 
+import re
 from typing import Final
 
 import numpy as np
+
+SCRIPT_SHARE, SCRIPT_LETTERS = 0.2, 10
+"""The share and number of an answer's letters that are in scripts which its prompt does not have."""
 
 _BLOCKS: Final = (
     (0x41, 0x5A, "Latin"), (0x61, 0x7A, "Latin"), (0xC0, 0x24F, "Latin"), (0x370, 0x3FF, "Greek"),
@@ -25,6 +29,21 @@ _SCRIPT: Final = np.array(
     [0, *(index for _, _, name in _BLOCKS for index in (1 + _NAMES.index(name), 0))]
 )  # of a code point by the number of edges up to it; 0 for none
 _NO_LETTERS: Final = np.array([0xD7, 0xF7])
+_CODE: Final = re.compile(r"```.*?(?:```|\Z)|`[^`\n]*`|\$\$.*?\$\$|\$[^$\n]*\$|\\[A-Za-z]+|https?://\S+", re.DOTALL)
+_LATIN: Final = "Latin"
+_LANGUAGES: Final = (
+    "arabic|armenian|bengali|bulgarian|cantonese|chinese|cyrillic|english|farsi|french|georgian|german|greek|hangul|"
+    "hebrew|hindi|hiragana|japanese|kanji|katakana|korean|latin|mandarin|persian|pinyin|punjabi|russian|sanskrit|"
+    "serbian|spanish|tamil|telugu|thai|ukrainian|urdu|vietnamese"
+)
+_FOREIGN: Final = re.compile(
+    rf"translat|transliterat|pronounc|\b(?:in|into|to|from) (?:{_LANGUAGES})\b"
+    rf"|\b(?:{_LANGUAGES}) (?:alphabet|character|equivalent|letter|name|phrase|poem|script|sentence|term|text|word)"
+    r"|[译訳譯]|번역|перев[ео]д|tradu[cz]|übersetz|ترجم"
+    r"|[语語文]で|用.{0,4}[语語文]|英[语語]|한국어|영어|на \w+ском|по-\w+ски",
+    re.IGNORECASE,
+)
+"""Words of a question that asks for another language."""
 
 
 def script_letters(text: str) -> dict[str, int]:
@@ -38,3 +57,20 @@ def script_letters(text: str) -> dict[str, int]:
     codes = codes[~np.isin(codes, _NO_LETTERS)]
     counts = np.bincount(_SCRIPT[np.searchsorted(_EDGES, codes, side="right")], minlength=len(_NAMES) + 1)
     return {name: int(count) for name, count in zip(_NAMES, counts[1:], strict=True) if count}
+
+
+def is_in_other_script(text: str, prompt: str) -> bool:
+    """Whether an answer has letters of scripts that its prompt does not have; code, formulas and addresses left out."""
+    if text.isascii() and prompt.isascii():
+        return False
+    asked = script_letters(prompt)
+    letters = script_letters(_CODE.sub(" ", text))
+    total = sum(letters.values())
+    foreign = total - sum(letters.get(script, 0) for script in {*asked, _LATIN})
+    if "Kana" in asked and "Han" in letters and "Kana" not in letters:
+        foreign = letters["Han"]  # Japanese is not written in Han alone
+    if _LATIN in letters and asked.get(_LATIN, 0) <= SCRIPT_SHARE * sum(asked.values()):
+        # Names and terms are Latin everywhere: it counts where nothing else is there.
+        foreign = max(foreign, letters[_LATIN] if letters[_LATIN] == total and total >= 4 * SCRIPT_LETTERS else 0)
+    enough = bool(asked) and foreign >= max(SCRIPT_LETTERS, SCRIPT_SHARE * total)
+    return enough and _FOREIGN.search(prompt) is None

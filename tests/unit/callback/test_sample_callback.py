@@ -9,11 +9,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 import lockstep
 from lockstep.callback import InferenceEvalConfig, SampleCallback
 from lockstep.callback.evaluation import TasksConfig
+from lockstep.health import State
 from lockstep.models import UnreadableModelError, register_reader
 from lockstep.placement import make_mesh
 from lockstep.placement.device import memory as device_memory
@@ -159,6 +161,22 @@ def test_the_last_answers_are_drafts_of_the_next(capsys):
     assert after["drafts/accepted_share"] == 1
     assert saved > tokens / 2 and after["drafts/tokens_per_step"] == tokens / (tokens - saved)
     assert f"drafts: 100% right, {saved} of {tokens} steps saved" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_model_that_says_one_token_for_ever_is_told_by_its_health(tmp_path):
+    """Where all weights are zero, all logits are equal: the first token id comes again and again (marin issue 4898)."""
+    weights = tiny.placed_weights(make_mesh("1,1,1", jax.devices()[:1]), vocab=tiny.vocab_size())
+    weights = jax.tree.map(jnp.zeros_like, weights)
+    tracker = Recorder()
+    config = InferenceEvalConfig(eval_every=1, prompts=["one", "two"], max_new_tokens=30, on_error="raise")
+    callback = lockstep.SampleCallback(config, tiny.tokenizer(), tracker=tracker, output_dir=tmp_path)
+    callback(tiny.Info(1, (tiny.CONFIG, weights)))
+    assert callback.flush(60) and callback.report_errors == 0
+    ((_, _, rows),), ((_, scalars),) = tracker.rows, tracker.scalars
+    states = "loop empty cut special_token"  # the token is one for padding, which is no text
+    assert [(row.health, row.loop_from) for row in rows] == [(states, 0)] * 2
+    shares = {name.rpartition("/")[2]: value for name, value in scalars.items() if "/health/" in name}
+    assert shares == {state: float(state in states.split()) for state in State}
 
 
 def test_a_plain_jax_loop_on_one_device(tmp_path, capsys, caplog, monkeypatch):

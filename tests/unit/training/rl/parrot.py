@@ -50,3 +50,12 @@ class Cut(Parrot):
                 )
                 for each in answered
             ]
+
+
+class Looping(Parrot):
+    """Answers of which the first of each question is one token for ever, until it is cut."""
+
+    def stream(self, model, requests, **options):
+        for answered in super().stream(model, requests, **options):
+            loop = completion(answered[0].prompt_id, 0, [9] * 30, FinishReason.LENGTH)
+            yield [loop, *answered[1:]]

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from lockstep.errors import ConfigError
+from lockstep.health import State
 from lockstep.hosts import Ledger
 from lockstep.models import read_decoder
 from lockstep.training import StepInfo
@@ -19,7 +20,7 @@ from lockstep.types import Drafts, FinishReason, RoutedExperts
 from tests import rollouts as runs
 from tests import tiny
 from tests.unit.training.rl.made_up import completion
-from tests.unit.training.rl.parrot import Cut, Parrot
+from tests.unit.training.rl.parrot import Cut, Looping, Parrot
 
 
 def groups(first, rewards):
@@ -98,6 +99,19 @@ def test_answers_that_were_cut_give_no_gradient_and_count_for_the_others():
     assert plain["loss_mask"].any(axis=-1).all()
     assert (masked["loss_mask"].any(axis=-1) == [False, True, True, True]).all()
     np.testing.assert_array_equal(masked["advantage"], plain["advantage"])
+
+
+@pytest.mark.parametrize("health", [True, False])
+def test_the_health_of_all_answers_of_a_rollout_is_logged(health, monkeypatch):
+    monkeypatch.setattr(runs, "ROW", 64)
+    tracker = runs.Recorder()
+    trainer, rollouts, model = runs.make(engine=Looping(), run={"rollout": {"health": health}}, tracker=tracker)
+    assert rollouts.batch(0, model) is not None
+    rollouts.flush()
+    assert trainer.tracker.flush(60)
+    shares = {name.rpartition("/")[2]: value for name, value in tracker.scalars[1].items() if "/health/" in name}
+    wrong = (State.LOOP, State.CUT, State.SAME_ANSWER)  # to every question
+    assert shares == ({state: (state in wrong) / runs.GROUP for state in State} if health else {})
 
 
 def test_the_tokens_of_every_attempt_are_counted():
