@@ -8,7 +8,7 @@ cd "$(dirname "$0")/.."
 versions=${1:?jax-0.12 or newest}
 shift
 venv=build/venv-$versions
-uv=$(command -v uv || printf .venv/bin/uv)
+uv=$(scripts/setup.sh --uv)
 extras=dev,plan,gcs,browser,eval,readers,docs
 pins=hashes-jax-0.12.txt
 

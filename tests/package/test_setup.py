@@ -48,10 +48,10 @@ class Machine:
     def add(self, name: str, version: str) -> None:
         self._write(self.programs / name, PYTHON.format(version=version))
 
-    def setup(self, code: int = 0) -> tuple[str, list[str]]:
+    def setup(self, *words: str, code: int = 0) -> tuple[str, list[str]]:
         """What it says, and what interpreters and uv were asked."""
         done = subprocess.run(
-            ["bash", "scripts/setup.sh", "dev", "plan"], cwd=self.clone, capture_output=True, text=True, timeout=60,
+            ["bash", "scripts/setup.sh", *(words or ("dev", "plan"))], cwd=self.clone, capture_output=True, text=True, timeout=60,
             env={"PATH": str(self.programs), "HOME": str(self.programs.parent)},
         )  # fmt: skip
         assert done.returncode == code, done.stdout + done.stderr
@@ -73,6 +73,10 @@ def test_an_old_python_is_enough(tmp_path: Path) -> None:
     assert " -c hashes.txt --build-constraint hashes.txt " in install and install.endswith(" -e .[dev,plan]")
     os.remove(machine.clone / "asked")
     assert machine.setup() == ("", []), "the second time there is nothing to do"
+    shutil.rmtree(machine.clone / "build")
+    said, asked = machine.setup("--uv")
+    assert said == "build/uv/bin/uv\n", "scripts/test_versions.sh installs with it"
+    assert len(asked) == 1 and "--require-hashes --no-deps" in asked[0]
 
 
 @pytest.mark.parametrize("name", ["python3.13", "python3", "python"])
