@@ -51,7 +51,8 @@ class Machine:
     def setup(self, *words: str, code: int = 0) -> tuple[str, list[str]]:
         """What it says, and what interpreters and uv were asked."""
         done = subprocess.run(
-            ["bash", "scripts/setup.sh", *(words or ("dev", "plan"))], cwd=self.clone, capture_output=True, text=True, timeout=60,
+            ["bash", "scripts/setup.sh", *(words or ("dev", "plan"))],
+            cwd=self.clone, capture_output=True, text=True, timeout=60,
             env={"PATH": str(self.programs), "HOME": str(self.programs.parent)},
         )  # fmt: skip
         assert done.returncode == code, done.stdout + done.stderr

@@ -8,9 +8,7 @@ from lockstep.engine.config import EngineConfig as EngineConfig
 from lockstep.engine.config import layout_text as layout_text
 from lockstep.engine.decode_model import DecodeModel as DecodeModel
 from lockstep.engine.decoder.forward import ExactForward as ExactForward
-from lockstep.engine.decoder.forward import check_exact_platform as check_exact_platform
 from lockstep.engine.decoder.forward import exact_logprobs as exact_logprobs
-from lockstep.engine.decoder.forward import exact_on as exact_on
 from lockstep.engine.engine import Engine as Engine
 from lockstep.engine.idle_replicas import count_memories as count_memories
 from lockstep.engine.launches import Gate as Gate

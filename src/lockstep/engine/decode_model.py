@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array
 
 from lockstep.engine.config import EngineConfig, Layout, context_size, layout_text, tensor_size, whole_experts
-from lockstep.engine.decoder.forward import check_exact_dtype, check_exact_platform, exact_merges
+from lockstep.engine.decoder.forward import check_exact_dtype, exact_merges
 from lockstep.engine.decoder.transformer import device_heads
 from lockstep.engine.idle_replicas import count_active, layout_with_idle_replicas
 from lockstep.errors import ConfigError
@@ -219,7 +219,6 @@ class DecodeModels:
                     f"numerics is exact and {name} is {getattr(self._engine, name)}, of which the trainer knows "
                     f"nothing. Set {name} to auto, or numerics to fast."
                 )
-        check_exact_platform(self.mesh.devices.flat[0].platform)
         if decode_mesh.context > 1:
             raise ConfigError("numerics is exact and context in layout sums attention by device. Leave out either.")
         split = {"num_heads": config.num_heads, "the vocabulary": self._weights.embed.shape[0]}

@@ -9,6 +9,7 @@ from jax.sharding import Mesh
 
 from lockstep.engine.config import EngineConfig, context_size, tensor_size
 from lockstep.engine.decode_model import DecodeModel
+from lockstep.engine.decoder.exact_proof import AGREED, prove_exact
 from lockstep.engine.decoder.transformer import routed_shape
 from lockstep.engine.launches import BetweenLaunches, Gate, launch_all
 from lockstep.engine.prepare import Prepared, check_requests, checked, models_for, prepare_programs
@@ -155,6 +156,8 @@ class Engine:
     def prepare(self, model: Any, requests: Sequence[Request], *, free: int | None = None) -> dict[str, str]:
         """Check the requests and compile what they need; launches nothing and talks to no other host.
 
+        Only with ``numerics: exact`` a device of this process runs the small programs that prove it, once.
+
         Args:
             model: What `lockstep.models.read_decoder` reads.
             requests: At least one request.
@@ -170,6 +173,7 @@ class Engine:
         """
         read, free = self._checked(model, requests, free)
         models, before = models_for(self.config, self.mesh, read, self._built)
+        proof = self._proof(*read)
         if self._built is not None and before is None:
             old = self._built.models.signature
             log.warning("all decode programs are compiled again: %s", describe_change(old, models.signature))
@@ -193,7 +197,7 @@ class Engine:
         compiled = [program.compilation for program in self.programs.values()]
         self._compilations += [each for each in compiled if id(each) not in known]
         digests = {name: text for program in self.programs.values() for name, text in program.digests.items()}
-        return {**digests, **self._built.sizing.schedule}
+        return {**digests, **self._built.sizing.schedule, **proof}
 
     def run(
         self,
@@ -376,6 +380,14 @@ class Engine:
                 between_launches=between_launches,
                 gate=gate,
             ).completions
+
+    def _proof(self, config: LlamaConfig, weights: DecoderWeights) -> dict[str, str]:
+        """The digest of the proof of ``numerics: exact``, by its name; none where they are fast."""
+        if not config.exact:
+            return {}
+        dtype, platform = self.config.dtype or weights.embed.dtype, self.mesh.devices.flat[0].platform
+        proof = prove_exact(config, weights.embed.shape[0], dtype, platform)
+        return {} if proof is None else {AGREED: proof}
 
     def _checked(
         self, model: Any, requests: Sequence[Request], free: int | None

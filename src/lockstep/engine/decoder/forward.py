@@ -1,8 +1,6 @@
 """The training forward of ``numerics: exact``: log-probabilities of whole sequences by the decoder's own functions."""
 
-import contextlib
 import dataclasses
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -10,6 +8,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
+from lockstep.engine.decoder.exact_proof import prove_exact
 from lockstep.engine.decoder.prefill import chunks
 from lockstep.engine.decoder.transformer import Transformer, of_experts
 from lockstep.engine.sampling.logprobs import target_logprobs
@@ -61,13 +60,15 @@ def exact_logprobs(
         replayed: The experts to take (`lockstep.models.route`).
 
     Raises:
-        ConfigError: The devices are not CPUs, or a weight is made of others in a way that is not known.
+        ConfigError: The numerics are not exact on these devices (`prove_exact`), or a weight is made of others in a way
+            that is not known.
     """
     mesh: Any = jax.sharding.get_abstract_mesh()
     names = () if mesh.empty else mesh.axis_names
     check_exact_dtype(weights.embed.dtype)
     device = None if mesh.empty else mesh.abstract_device
-    check_exact_platform(jax.default_backend() if device is None else device.platform)
+    platform = jax.default_backend() if device is None else device.platform
+    prove_exact(config, weights.embed.shape[0], weights.embed.dtype, platform)
     tensor = tuple(name for name in names if name == PARAMETER_AXES["vocab"])
     decode_mesh = DecodeMesh(
         mesh=mesh,
@@ -225,23 +226,3 @@ def check_exact_dtype(dtype: jnp.dtype) -> None:
             f"numerics is exact, which is tested in bfloat16 and float32, not in {dtype}. Use one of them, or set "
             "numerics to fast."
         )
-
-
-_EXACT_PLATFORMS = {"cpu"}
-
-
-@contextlib.contextmanager
-def exact_on(platform: str) -> Iterator[None]:
-    """Allow ``numerics: exact`` on a platform where its bits are not proved, to compare them there."""
-    added = {platform} - _EXACT_PLATFORMS
-    _EXACT_PLATFORMS.update(added)
-    try:
-        yield
-    finally:
-        _EXACT_PLATFORMS.difference_update(added)
-
-
-def check_exact_platform(platform: str) -> None:
-    """Refuse ``numerics: exact`` where nobody has seen that it is."""
-    if platform not in _EXACT_PLATFORMS:
-        raise ConfigError(f"numerics is exact, which runs on CPU only until now, not on {platform}. Set it to fast.")

@@ -2,12 +2,12 @@
 
 import concurrent.futures
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 from jax.sharding import Mesh
 
-from lockstep.engine import Engine, Sizing, check_exact_platform, exact_on, never_used
+from lockstep.engine import Engine, Sizing, never_used
 from lockstep.errors import CapacityError, CompilerError, ConfigError
 from lockstep.main.plan.collectives import Collective, CollectiveSum, FsdpBytes, collectives, fsdp_bytes, summed
 from lockstep.main.plan.compiler import CompileCache, Topology, names_of
@@ -110,20 +110,7 @@ def make_plan(workload: Workload, topology: Topology, cache: CompileCache, calib
             )
         )
     devices = topology.on_host() if workload.one_host else topology.devices
-    if workload.model.exact:
-        infeasibilities += _exact_infeasibilities(workload, devices[0].platform)
-        with exact_on(devices[0].platform):  # what it would take
-            return _plan(workload, topology, cache, chip, devices, infeasibilities)
     return _plan(workload, topology, cache, chip, devices, infeasibilities)
-
-
-def _exact_infeasibilities(workload: Workload, platform: str) -> Iterator[Infeasibility]:
-    try:
-        check_exact_platform(platform)
-    except ConfigError as error:
-        given = workload.training is not None and workload.training.trainer.numerics
-        key = "trainer.numerics" if given else "model.numerics"
-        yield Infeasibility(key=key, value="exact", largest=None, text=str(error))
 
 
 def _plan(

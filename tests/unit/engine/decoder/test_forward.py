@@ -13,8 +13,7 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from lockstep.engine import Engine, EngineConfig, audit, exact_on
-from lockstep.engine.decoder.forward import check_exact_platform
+from lockstep.engine import Engine, EngineConfig, audit
 from lockstep.errors import ConfigError
 from lockstep.models import Experts, LlamaConfig, LoraConfig, Variant, merge_lora, read_decoder
 from lockstep.models.rope import RotaryConfig
@@ -253,17 +252,6 @@ def test_drafts_and_an_audit_find_the_same_bits() -> None:
 def test_an_engine_that_rounds_what_the_trainer_does_not_is_refused(engine: dict[str, Any], error: str) -> None:
     with pytest.raises(ConfigError, match=error):
         Engine(EngineConfig(**engine), mesh_of("1,1,1")).check(model_of("1,1,1", "bfloat16"), REQUESTS)
-
-
-def test_a_platform_without_proof_is_refused() -> None:
-    check_exact_platform("cpu")
-    with pytest.raises(ConfigError, match="numerics is exact, which runs on CPU only until now, not on tpu"):
-        check_exact_platform("tpu")
-    with exact_on("tpu"), exact_on("cpu"):
-        check_exact_platform("tpu")
-    check_exact_platform("cpu")
-    with pytest.raises(ConfigError, match="not on tpu"):
-        check_exact_platform("tpu")
 
 
 def test_a_type_without_a_test_is_refused() -> None:
