@@ -108,7 +108,8 @@ SECTIONS = {
         ("lockstep.LockstepError",
          *(f"lockstep.errors.{name}" for name in (
              "ConfigError", "PromptError", "CapacityError", "CompilerError", "HbmError", "VmemError", "HostError",
-             "HostTimeoutError", "DisagreementError", "PeerError", "DivergenceError", "LaunchMismatchError"))),
+             "HostTimeoutError", "DisagreementError", "PeerError", "DivergenceError", "AlarmError",
+             "LaunchMismatchError"))),
     ),
 }  # fmt: skip
 """Heading, what stands below it, and the public names in the order of the page."""

@@ -14,15 +14,25 @@ _FULL, _LAST = 1, 4
 
 def history(run: Path) -> list[tuple[int, dict[str, Any]]]:
     """(step, values) of every history entry of ``wandb/offline-run-…``, without W&B's own keys."""
-    (file,) = run.glob("*.wandb")
     found = []
+    for entry in _messages(run, "history"):
+        items = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in entry.item}
+        found.append((entry.step.num, {k: v for k, v in items.items() if not k.startswith("_")}))
+    return found
+
+
+def alerts(run: Path) -> list[tuple[str, str, str]]:
+    """Title, text and level of every alert."""
+    return [(alert.title, alert.text, alert.level) for alert in _messages(run, "alert")]
+
+
+def _messages(run: Path, kind: str) -> Iterator[Any]:
+    (file,) = run.glob("*.wandb")
     for data in _records(file.read_bytes()):
         record = wandb_internal_pb2.Record()
         record.ParseFromString(data)
-        if record.WhichOneof("record_type") == "history":
-            items = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
-            found.append((record.history.step.num, {k: v for k, v in items.items() if not k.startswith("_")}))
-    return found
+        if record.WhichOneof("record_type") == kind:
+            yield getattr(record, kind)
 
 
 def tables(run: Path, name: str) -> list[dict[str, Any]]:

@@ -251,6 +251,17 @@ class DivergenceError(HostError):
     on_every_process = True
 
 
+class AlarmError(HostError):
+    """An alarm ends the run (``alarms.on_alarm``); raised on every host before the same round of samples.
+
+    Example:
+        >>> lockstep.errors.AlarmError("inference_eval: step 500: loop in 24 of 32 answers").on_every_process
+        True
+    """
+
+    on_every_process = True
+
+
 class LaunchMismatchError(HostError):
     """Hosts launched different device programs, or the same ones in a different order.
 

@@ -50,7 +50,7 @@ def test_a_wait_that_ran_out_is_a_timeout_error():
 
 def test_only_what_every_process_raises_with_one_text_is_printed_once():
     once = {error for error in EVERY if getattr(error, "on_every_process", False)}
-    assert once == {errors.PeerError, errors.DisagreementError, errors.DivergenceError}
+    assert once == {errors.PeerError, errors.DisagreementError, errors.DivergenceError, errors.AlarmError}
 
 
 def test_a_compiler_error_says_nothing_of_bytes_that_the_compiler_does_not_name():

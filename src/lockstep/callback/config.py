@@ -8,7 +8,7 @@ from lockstep.callback.evaluation import TasksConfig
 from lockstep.config_fields import check_fields
 from lockstep.engine import SamplingBlock
 from lockstep.errors import ConfigError, LockstepError, check_at_least
-from lockstep.report import JUDGE, EvaluationFields, JudgeConfig, check_metrics
+from lockstep.report import JUDGE, AlarmsConfig, EvaluationFields, JudgeConfig, check_metrics
 from lockstep.text import read_prompts
 
 
@@ -65,6 +65,8 @@ class InferenceEvalConfig(EvaluationFields, SamplingBlock):
     """Tasks of lm-evaluation-harness, run after the samples of a round (docs/evaluation.md)."""
     judge: JudgeConfig | None = None
     """A model elsewhere that judges each answer; its verdict is the metric ``judge``. Null: none."""
+    alarms: AlarmsConfig = dataclasses.field(default_factory=AlarmsConfig)
+    """When a state of answers is an alarm, and what becomes of it (docs/health.md)."""
     audit: bool = False
     """Recompute every log-probability with the training forward and log the largest difference, ``logprob_gap``, and
     the mean one, ``logprob_gap_mean``; where the engine computes or multiplies in fewer than 32 bits, also

@@ -10,10 +10,11 @@ from lockstep.callback.config import InferenceEvalConfig
 from lockstep.callback.evaluation import PREFIX, TaskResults
 from lockstep.engine import Generation
 from lockstep.errors import LockstepError
-from lockstep.health import RoundHealth, Vocabulary, measure_round
+from lockstep.health import AnsweredPrompt, RoundHealth, Vocabulary, measure_round
 from lockstep.hosts import leader_only, try_leader_only
 from lockstep.printable import get_logger, write_to_stdout
 from lockstep.report import (
+    AlarmLog,
     BackgroundQueue,
     Judge,
     NoopTracker,
@@ -54,6 +55,7 @@ class Reporter:
         tokenizer: "PreTrainedTokenizerBase",
         tracker: Tracker | None,
         samples_path: Path | None,
+        trained: bool = False,
     ) -> None:
         self.errors = 0  # parts of reports that failed; a metric counts once per round
         self.dropped = 0  # reports that were not made because the queue was full
@@ -61,6 +63,8 @@ class Reporter:
         self._tracker: Tracker = NoopTracker() if tracker is None else tracker
         self._metrics = load_metrics(config.metrics)
         self._judge = None if config.judge is None else Judge(config.judge)
+        directory = None if samples_path is None else samples_path.parent
+        self._alarms = AlarmLog(config.alarms, name, self._tracker, directory, trained=trained)
         self._queue = BackgroundQueue("lockstep-report", size=MAX_WAITING)
 
     def report(
@@ -112,6 +116,11 @@ class Reporter:
 
         self._put(f"the tasks of step {step}", work)
 
+    @property
+    def stop_reason(self) -> str | None:
+        """Why an alarm wants the run to end; None where none does."""
+        return self._alarms.stop_reason
+
     @functools.cached_property
     def _vocabulary(self) -> Vocabulary:
         return Vocabulary.from_tokenizer(self._tokenizer)
@@ -151,7 +160,7 @@ class Reporter:
     ) -> None:
         start = time.perf_counter()
         rows: list[Row] = []
-        health: list[RoundHealth] = []
+        looked_at: list[tuple[list[AnsweredPrompt], RoundHealth]] = []
         shown = not self._config.skip_samples_table
 
         def make_rows() -> None:
@@ -166,8 +175,9 @@ class Reporter:
                     row.answered(prompt, completion, tokens.get(prompt.id, ()))
                     for row, (prompt, completion) in zip(made, answered, strict=True)
                 ]
-                health.append(measure_round(answers, self._vocabulary))
-                made[:] = [row.with_health(each) for row, each in zip(made, health[0].answers, strict=True)]
+                health = measure_round(answers, self._vocabulary)
+                made[:] = [row.with_health(own) for row, own in zip(made, health.answers, strict=True)]
+                looked_at.append((answers, health))
 
             self._try("the health of answers", step, look)
             measured, failures = measure(self._metrics, made, row_prompts, guard=leader_only)
@@ -193,13 +203,15 @@ class Reporter:
         def track() -> None:
             if shown:
                 self._tracker.log_rows(f"{self._name}/samples", rows, step=step)
-            values = {**scalars(rows, result), **(health[0].scalars() if health else {})}
+            values = {**scalars(rows, result), **(looked_at[0][1].scalars() if looked_at else {})}
             self._log(step, {**counts, **values, "time/report_s": time.perf_counter() - start})
 
         if self._try("making rows", step, make_rows):
             self._try("writing samples.jsonl", step, write_file)
             self._try("the terminal table", step, show)
             self._try("the tracker", step, track)
+            if looked_at:
+                self._try("alarms", step, lambda: self._alarms.add(step, *looked_at[0]))
 
     def _try(self, what: str, step: int, work: Callable[[], None]) -> bool:
         """Do a part of a report, in which a launch raises; whether it succeeded."""

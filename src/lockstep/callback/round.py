@@ -11,8 +11,10 @@ from lockstep.callback.config import InferenceEvalConfig
 from lockstep.engine import EarlierAnswers, Generation, PhaseClock, Ready, generate_on_all
 from lockstep.engine.sampling.filters import check_filters_of
 from lockstep.engine.schedule import FindStop
+from lockstep.errors import AlarmError
 from lockstep.hosts import Hosts, Watchdog, environment
 from lockstep.json_text import from_peer
+from lockstep.printable import printable
 from lockstep.text import ModelLimits, Prompt, StopFinder, encode, stop_ids, warn_of_texts
 from lockstep.types import Completion, Request
 
@@ -163,6 +165,7 @@ def run_round(
     find_stop: FindStop | None = None,
     max_seconds: float | None = None,
     watchdog: Watchdog | None = None,
+    stop_reason: str | None = None,
 ) -> RoundResult | None:
     """Barrier, broadcast, generation, barrier: every host makes the same steps or none.
 
@@ -173,11 +176,13 @@ def run_round(
         ready: Gives engine, model and auditor, see `generate_on_all`.
         filters: The filters that the configuration names; prompts with others are refused.
         max_seconds: The seconds that generation may last; None for no limit.
+        stop_reason: Why this host wants the run to end; None where it does not.
 
     Returns:
         None where the job is asked to end: the round was aborted between the same two launches on every host.
 
     Raises:
+        AlarmError: A host wants the run to end; raised on every host, before anything is launched.
         PeerError, DisagreementError, LaunchMismatchError, HostTimeoutError: See `generate_on_all`.
     """
     clock = PhaseClock()
@@ -191,11 +196,14 @@ def run_round(
 
     with hosts.run_on_all("begin", "waiting for all hosts to begin") as begin:
         begin.agree({**facts, **environment(), "debug": str(hosts.debug)})
-        begin.share(hosts.preemption.requested())
+        begin.share((hosts.preemption.requested(), stop_reason or ""))
     clock.lap("barrier")
-    if any(begin.shared):
+    if any(ended for ended, _ in begin.shared):
         _end(hosts)
         return None
+    if reason := begin.shared[0][1]:  # the leader's, which alone has alarms
+        _end(hosts)
+        raise AlarmError(f"{printable(reason)} (alarms.on_alarm)")
 
     hosts.phase("read prompts")
     round_prompts = from_bytes(hosts.broadcast_from_leader("prompts", read_on_leader), filters)

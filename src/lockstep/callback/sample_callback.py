@@ -56,6 +56,7 @@ class SampleCallback:
             after the callback is made.
         dtype: The floating dtype to decode in, the trainer's compute dtype; None: the dtype of the parameters.
         every_call: Whether a round is due at every call, because the loop has the schedule.
+        trained: Whether the model was trained before, so that alarms need no warm-up (``alarms.warm_up``).
 
     Example:
         >>> from types import SimpleNamespace
@@ -79,6 +80,7 @@ class SampleCallback:
         hosts: Hosts | None = None,
         dtype: str | None = None,
         every_call: bool = False,
+        trained: bool = False,
     ) -> None:
         self.config = config
         if isinstance(config.prompts, str):
@@ -105,6 +107,7 @@ class SampleCallback:
             tokenizer=tokenizer,
             tracker=tracker,
             samples_path=None if output_dir is None else Path(absolute_path(output_dir)) / "samples.jsonl",
+            trained=trained,
         )
         self._job_hosts = JobHosts(hosts)
         self._every_call = every_call
@@ -152,6 +155,11 @@ class SampleCallback:
         return self._model_engine.engine
 
     @property
+    def stop_reason(self) -> str | None:
+        """Why an alarm wants the run to end, on the leader; None where none does (``alarms.on_alarm``)."""
+        return self._reporter.stop_reason
+
+    @property
     def report_errors(self) -> int:
         """Parts of reports that failed on the leader so far: a metric in a round, the file, the table, the tracker."""
         return self._reporter.errors
@@ -176,6 +184,7 @@ class SampleCallback:
 
         Raises:
             PeerError, DisagreementError: the round failed and ``on_error`` is raise; the same on every host.
+            AlarmError: an alarm of an earlier round ends the run; the same on every host.
             LaunchMismatchError: hosts launched different programs; the same on every host.
             HostTimeoutError: a host is missing.
         """
@@ -288,6 +297,7 @@ class SampleCallback:
                     find_stop=self._find_stop,
                     max_seconds=self.config.max_seconds,
                     watchdog=self._watchdog_of_all_rounds(),
+                    stop_reason=self._reporter.stop_reason,
                 )
         except (PeerError, DisagreementError) as error:
             self._skip(step, error)

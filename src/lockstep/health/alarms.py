@@ -96,11 +96,12 @@ class Alarm:
     prompts: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        before = "as in the first round" if self.before is None else f"before in {self.before}"
+        before = "" if self.before is None else f", before in {self.before}"
         where = ""
         if self.inside is not None and self.outside is not None:
             where = f"; {self.group} {self.inside.percent}, others {self.outside.percent}"
-        return f"step {self.step:,}: {self.state} in {self.now}, {before}{where}; since step {self.began:,}"
+        since = "the first round, " * (self.before is None) + f"step {self.began:,}"
+        return f"step {self.step:,}: {self.state} in {self.now}{before}{where}; since {since}"
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:

@@ -1,5 +1,8 @@
 """Rows of completions, and what is made of them: files, metrics, tables, tracked runs."""
 
+from lockstep.report.alarm_log import HEALTH_FILE as HEALTH_FILE
+from lockstep.report.alarm_log import AlarmLog as AlarmLog
+from lockstep.report.alarm_log import AlarmsConfig as AlarmsConfig
 from lockstep.report.answers import Pattern as Pattern
 from lockstep.report.answers import last_number as last_number
 from lockstep.report.background import FINISH_S as FINISH_S
@@ -49,6 +52,7 @@ from lockstep.report.trackers import NoopTracker as NoopTracker
 from lockstep.report.trackers import Tracker as Tracker
 from lockstep.report.trackers import TrackerConfig as TrackerConfig
 from lockstep.report.trackers import WandbTracker as WandbTracker
+from lockstep.report.trackers import alert_tracker as alert_tracker
 from lockstep.report.trackers import build_tracker as build_tracker
 from lockstep.report.trackers import check_trackers as check_trackers
 from lockstep.report.trackers import rewind_tracker as rewind_tracker

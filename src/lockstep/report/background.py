@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from lockstep.exits import WAIT_S, before_end, finish_work
 from lockstep.printable import get_logger
 from lockstep.report.rows import TableRow
-from lockstep.report.trackers import Tracker, rewind_tracker
+from lockstep.report.trackers import Tracker, alert_tracker, rewind_tracker
 
 log = get_logger(__name__)
 
@@ -161,6 +161,10 @@ class BackgroundTracker:
             f"rewind to step {step}",
             lambda: rewind_tracker(self._tracker, step=step, rounds_step=rounds_step, rounds=rounds),
         )
+
+    def alert(self, *, title: str, text: str, step: int) -> None:
+        """Queue what `alert_tracker` does."""
+        self._put(f"alert of step {step}", lambda: alert_tracker(self._tracker, title=title, text=text, step=step))
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until the tracker has done all calls; return whether it has."""

@@ -100,7 +100,7 @@ def test_a_trained_model_that_is_bad_from_the_first_round_on_is_told_in_the_seco
     told = {step: alarms for step, alarms in fed([25, 25, 26, 25], Alarms(["loop"], warm_up=0)).items() if alarms}
     assert list(told) == [100]  # step 0 is the model as it was given
     (alarm,) = told[100]
-    assert alarm.before is None and alarm.began == 0 and "as in the first round" in str(alarm)
+    assert alarm.before is None and alarm.began == 0 and "; since the first round, step 0" in str(alarm)
     assert not any(fed([25] * 30, Alarms(["loop"])).values())
     assert not any(fed([30, 25, 20, 14, 5], Alarms(["loop"], warm_up=0)).values()), "it fades"
     assert not any(fed([25] * 9, Alarms(["cut"], warm_up=0, usual=["cut"]), state="cut").values())

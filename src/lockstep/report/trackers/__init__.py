@@ -8,6 +8,7 @@ from lockstep.report.trackers.base import NoopTrackerConfig as NoopTrackerConfig
 from lockstep.report.trackers.base import Tracker as Tracker
 from lockstep.report.trackers.base import TrackerChoice as TrackerChoice
 from lockstep.report.trackers.base import TrackerConfig as TrackerConfig
+from lockstep.report.trackers.base import alert_tracker as alert_tracker
 from lockstep.report.trackers.base import build_tracker as build_tracker
 from lockstep.report.trackers.base import check_trackers as check_trackers
 from lockstep.report.trackers.base import rewind_tracker as rewind_tracker

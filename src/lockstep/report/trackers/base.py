@@ -65,6 +65,21 @@ def rewind_tracker(tracker: Tracker, *, step: int, rounds_step: int, rounds: Seq
         rewind(step=step, rounds_step=rounds_step, rounds=rounds)
 
 
+def alert_tracker(tracker: Tracker, *, title: str, text: str, step: int) -> None:
+    """Have a tracker tell its user of something at once, where it can.
+
+    A tracker that can has a method ``alert`` with the same named arguments.
+
+    Args:
+        title: The kind of thing, which is told seldom.
+        text: One line.
+        step: The number of training steps completed.
+    """
+    alert = getattr(tracker, "alert", None)
+    if alert is not None:
+        alert(title=title, text=text, step=step)
+
+
 class NoopTracker:
     """A tracker that drops everything: the one of every process but the leader."""
 
@@ -99,6 +114,10 @@ class CompositeTracker:
     def rewind(self, *, step: int, rounds_step: int, rounds: Sequence[str]) -> None:
         """Rewind each tracker that can, see `rewind_tracker`."""
         self._each(lambda tracker: rewind_tracker(tracker, step=step, rounds_step=rounds_step, rounds=rounds))
+
+    def alert(self, *, title: str, text: str, step: int) -> None:
+        """Have each tracker that can tell its user, see `alert_tracker`."""
+        self._each(lambda tracker: alert_tracker(tracker, title=title, text=text, step=step))
 
     def finish(self) -> None:
         """Finish each tracker."""

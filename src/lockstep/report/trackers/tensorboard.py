@@ -54,6 +54,10 @@ class TensorboardTracker:
                 event.summary.value.extend(values)
                 self._writer.file_writer.add_event(event, step=event.step, walltime=event.wall_time)
 
+    def alert(self, *, title: str, text: str, step: int) -> None:
+        """Record a text named ``alarms``."""
+        self._writer.add_text("alarms", escape_markdown(f"{title}: {text}"), step)
+
     def finish(self) -> None:
         """Write out what is pending and close the files."""
         self._writer.close()

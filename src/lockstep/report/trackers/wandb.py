@@ -154,6 +154,10 @@ class WandbTracker:
         if rows and (values := self._tables.add(name, rows, step=step)):
             self._log(values, step)
 
+    def alert(self, *, title: str, text: str, step: int) -> None:
+        """Send a W&B alert, which its user gets by mail or in Slack."""
+        self._run.alert(title=title, text=text, level="WARN")
+
     def finish(self) -> None:
         """Close the run; online, wait for the upload."""
         if not self._finished:

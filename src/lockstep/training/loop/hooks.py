@@ -163,6 +163,12 @@ class Hooks:
                 return False
         return True
 
+    @property
+    def stop_reason(self) -> str | None:
+        """Why a hook wants the run to end, on the leader: the first ``stop_reason``; None where none does."""
+        reasons = (getattr(hook, "stop_reason", None) for hook, _ in self._hooks)
+        return next((reason for reason in reasons if reason is not None), None)
+
     def after_signal(self) -> None:
         """Call the hooks that have something to end when a signal ended the run."""
         for hook, _ in self._hooks:

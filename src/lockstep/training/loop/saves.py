@@ -116,7 +116,7 @@ class Saves:
         """Save after the last step of this loop, unless a signal other than SIGTERM ended it; wait for what is written.
 
         Args:
-            diverged: Whether ``on_nan`` ended it, so that hooks have not been called for the last step.
+            diverged: Whether ``on_nan`` or an alarm ended it, so that hooks have not been called for the last step.
             between_steps: Whether the signal ended it after the hooks of the last step.
         """
         if self._checkpointer is None:

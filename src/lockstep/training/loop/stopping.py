@@ -1,4 +1,5 @@
-"""The end of a run, at the same step on every host: a signal, a loss that is not a number or a spike; and the result.
+"""The end of a run, at the same step on every host: a signal, a loss that is not a number or a spike, an alarm; and the
+result.
 
 Every host reads the same figures of a step, so all judge its loss equally, without a word between them. The limit of a
 loss is worked out on the hosts and is an argument of the next step, which leaves its state as it is above the limit.
@@ -24,7 +25,7 @@ from lockstep.errors import ConfigError, DivergenceError, HostError, check_at_le
 from lockstep.hosts import Hosts
 from lockstep.json_text import typed
 from lockstep.printable import get_logger, printable
-from lockstep.training.step.train_step import SIGNAL_FLAG, SKIPPED, SLOW_FLAG, StepMetrics
+from lockstep.training.step.train_step import ALARM_FLAG, SIGNAL_FLAG, SKIPPED, SLOW_FLAG, StepMetrics
 
 SLOW_STEP_S = 2.0
 """Seconds of a step above which a signal ends the run after the step that it came in, and not after the next."""
@@ -67,14 +68,17 @@ class StopRequest:
             signal.signal(number, handler)
         self._preemption.clear()
 
-    def flag(self, leaders: int) -> int:
+    def flag(self, leaders: int, stop_reason: str | None = None) -> int:
         """Return the stop flag of this host for the next step.
 
         Args:
-            leaders: The flags of the leader beside `SLOW_FLAG`; 0 on other hosts.
+            leaders: The flags of the leader beside `SLOW_FLAG` and `ALARM_FLAG`; 0 on other hosts.
+            stop_reason: Why an alarm ends the run, on the leader; None where none does.
         """
         if self.signal is not None:
             return SIGNAL_FLAG * self.signal
+        if stop_reason is not None and self._hosts.is_leader:
+            leaders |= ALARM_FLAG
         return leaders | SLOW_FLAG if self._slow and self._hosts.is_leader else leaders
 
     def after_step(self, metrics: StepMetrics, step_s: float) -> int | None:
@@ -132,6 +136,7 @@ class TrainResult:
     """The average of the parameters over the steps, where the optimizer keeps one (``optimizer.ema_decay``)."""
     skipped_steps: int = 0  # steps whose update was left out (`trainer.on_nan`)
     diverged: bool = False  # whether `on_nan: stop` ended the run; the model is then that before the bad step
+    alarmed: bool = False  # whether an alarm ended the run (`alarms.on_alarm`)
 
     @property
     def eval_model(self) -> PyTree:
@@ -140,8 +145,15 @@ class TrainResult:
 
     @property
     def exit_code(self) -> int:
-        """The exit code of a command that trains: 0, 128 + signal where one ended it, 1 where ``on_nan`` did."""
-        return int(self.diverged) if self.stopped_by is None else 128 + self.stopped_by
+        """The exit code of a command that trains: 0, 128 + signal where one ended it, 1 where ``on_nan`` or an alarm
+        did.
+        """
+        return int(self.diverged or self.alarmed) if self.stopped_by is None else 128 + self.stopped_by
+
+    @property
+    def complete(self) -> bool:
+        """Whether nothing ended the run before its last step."""
+        return self.stopped_by is None and not self.diverged and not self.alarmed
 
 
 log = get_logger(__name__)

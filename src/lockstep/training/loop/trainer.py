@@ -214,6 +214,7 @@ class Trainer:
             The trained model and how the run ended. A signal (Ctrl-C, SIGTERM) on any host ends the run after a step,
             the same on all hosts, without the forced last hooks; one that comes while the train step is compiled ends
             it after the first step. One that interrupts a hook before the first step, or after the last, ends it there.
+            So does a hook whose ``stop_reason`` is set on the leader.
         """
         with StopRequest(self.hosts) as stop:
             return self._train(model, batches, stop)
@@ -226,7 +227,7 @@ class Trainer:
         del model
         info = self._saves.first_info(state)
         run = self._begin(batches, state, info.next_step)
-        stopped_by, diverged, between_steps = None, False, False
+        stopped_by, diverged, alarmed, between_steps = None, False, False, False
         # A launch from a second thread could come before the train step on one host and after it on another.
         with contextlib.closing(run.source), contextlib.closing(run.log), contextlib.closing(run.profiler):
             step_fn = self._compile(state, shardings, run.source)
@@ -241,7 +242,8 @@ class Trainer:
                     state, info, metrics = advanced
                     stopped_by = stop.after_step(metrics, info.step_duration)
                     diverged = self._loss_watch.judge(info.next_step, metrics, is_leader=self.hosts.is_leader)
-                    if stopped_by or diverged:
+                    alarmed = metrics.alarm
+                    if stopped_by or diverged or alarmed:
                         self._hooks.after_signal()
                         break
                     hooks_called = self._hooks.after_step(info)
@@ -253,7 +255,9 @@ class Trainer:
                     if not hooks_called:  # a hook was interrupted, and no step is left that would carry the signal
                         stopped_by = stop.between_steps()
                         self._hooks.after_signal()
-                self._saves.end(state, info, stopped_by, diverged=diverged, between_steps=between_steps)
+                if alarmed and self.hosts.is_leader:
+                    log.warning("training stops after step %d: %s", info.next_step, self._hooks.stop_reason)
+                self._saves.end(state, info, stopped_by, diverged=diverged or alarmed, between_steps=between_steps)
                 self._flush_tracker(min(FINISH_S, self.hosts.timeout_s / 2) if stopped_by is None else STOPPED_FLUSH_S)
                 with self.hosts.launch_on_all("end of training"):
                     pass  # every launch of the run has been made: they are compared
@@ -267,6 +271,7 @@ class Trainer:
             progress=getattr(run.source, "progress", ""),
             stopped_by=stopped_by,
             diverged=diverged,
+            alarmed=alarmed,
             skipped_steps=self._loss_watch.skipped,
             tracker_errors=self.tracker.errors if isinstance(self.tracker, BackgroundTracker) else 0,
         )
@@ -309,7 +314,8 @@ class Trainer:
             return None
         start = time.perf_counter()
         with named_failure(self.hosts, step), self._watchdog.watch("train_step"), run.profiler.step(step):
-            state, figures = step_fn(state, batch, *self._signals(step_fn, stop.flag(self._saves.flag())))
+            flag = stop.flag(self._saves.flag(), self._hooks.stop_reason)
+            state, figures = step_fn(state, batch, *self._signals(step_fn, flag))
             run.source.prepare(step + 1)
             metrics = step_fn.read(figures)
         speed = run.meter.step(batch, step_s=time.perf_counter() - start, wait_s=start - requested)

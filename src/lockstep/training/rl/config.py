@@ -6,6 +6,7 @@ from typing import ClassVar
 from lockstep.config_fields import check_fields
 from lockstep.engine import SamplingBlock
 from lockstep.errors import ConfigError, check_at_least
+from lockstep.report import AlarmsConfig
 from lockstep.training.rl.rewards import Gsm8kReward, RewardConfig, check_rewards, labels
 
 
@@ -45,10 +46,14 @@ class RolloutConfig(SamplingBlock):
 
     health: bool = True
     """Look at the health of every answer (docs/health.md): ``rollout/health/STATE`` is the share in a state."""
+    alarms: AlarmsConfig = dataclasses.field(default_factory=AlarmsConfig)
+    """When a state of answers is an alarm, and what becomes of it (docs/health.md)."""
 
     def __post_init__(self) -> None:
         check_fields(self, "rollout.")
         check_at_least(self, 1, "max_attempts", block="rollout.", fix=". Use 1 for no dynamic sampling.")
+        if not self.health and self.alarms not in (AlarmsConfig(), AlarmsConfig(on_alarm=None)):
+            raise ConfigError("rollout.health is false, so rollout.alarms has no effect. Remove one of the two.")
         if self.filter_by is not None and self.max_attempts == 1:
             raise ConfigError(
                 f"rollout.filter_by is {self.filter_by} and rollout.max_attempts is 1: it would do nothing. Set "

@@ -13,10 +13,10 @@ from jaxtyping import Bool, Float
 
 from lockstep.engine import PhaseClock
 from lockstep.engine.schedule import DraftCounts
-from lockstep.health import Health, RoundHealth, Vocabulary, measure_round
+from lockstep.health import AnsweredPrompt, Health, RoundHealth, Vocabulary, measure_round
 from lockstep.hosts import try_leader_only
 from lockstep.printable import get_logger
-from lockstep.report import BackgroundQueue, Row, Tracker, append_jsonl
+from lockstep.report import AlarmLog, AlarmsConfig, BackgroundQueue, Row, Tracker, append_jsonl
 from lockstep.training.rl.groups import Groups, Sampled
 from lockstep.training.rl.questions import AnswerRows
 from lockstep.training.rl.rewards import TOTAL
@@ -50,13 +50,20 @@ class RolloutLog:
 
     Args:
         shown: The number of answers of a rollout that are told.
-        health: Whether to look at the health of all answers.
+        alarms: When a state of the answers is an alarm; None: their health is not looked at.
     """
 
     def __init__(
-        self, tracker: Tracker, run_dir: Path | None, rows: AnswerRows, shown: int, *, health: bool = False
+        self,
+        tracker: Tracker,
+        run_dir: Path | None,
+        rows: AnswerRows,
+        shown: int,
+        *,
+        alarms: AlarmsConfig | None = None,
     ) -> None:
-        self._tracker, self._rows, self._shown, self._health = tracker, rows, shown, health
+        self._tracker, self._rows, self._shown = tracker, rows, shown
+        self._alarms = None if alarms is None else AlarmLog(alarms, "rollout", tracker, run_dir, trained=True)
         self._file = None if run_dir is None else run_dir / ROLLOUTS_FILE
         self._queue = BackgroundQueue("lockstep-rollouts", size=MAX_WAITING)
 
@@ -85,10 +92,12 @@ class RolloutLog:
 
         measured: list[RoundHealth] = []
 
-        def look() -> None:
-            health = self._measured(step, groups)
-            self._tracker.log({f"rollout/{name}": value for name, value in health.scalars().items()}, step=step)
+        def look(alarms: AlarmLog) -> None:
+            answers = self._answered(step, groups)
+            health = measure_round(answers, self._vocabulary)
             measured.append(health)
+            self._tracker.log({f"rollout/{name}": value for name, value in health.scalars().items()}, step=step)
+            alarms.add(step, answers, health)
 
         def write() -> None:
             rows = self._best_and_worst(step, groups, measured[0].answers if measured else ())
@@ -97,12 +106,13 @@ class RolloutLog:
             self._tracker.log_rows(TABLE, rows, step=step)
 
         def work() -> None:
-            if self._health:
-                try_leader_only(f"the health of the answers of step {step}", look, "training goes on")
+            if (alarms := self._alarms) is not None:
+                health = f"the health of the answers of step {step}"
+                try_leader_only(health, lambda: look(alarms), "training goes on")
             if self._shown:
                 try_leader_only(f"writing {ROLLOUTS_FILE}", write, "training goes on")
 
-        if (self._shown or self._health) and not self._queue.put(f"the rows of step {step}", work):
+        if (self._shown or self._alarms) and not self._queue.put(f"the rows of step {step}", work):
             log.error("the rows of the rollout of step %d are dropped: the disk is slow or hangs", step)
 
     def flush(self) -> None:
@@ -110,13 +120,18 @@ class RolloutLog:
         if left := self._queue.flush(FLUSH_S):
             log.error("after %g s %s: not written, and lost when the process ends", FLUSH_S, ", ".join(left))
 
-    def _measured(self, step: int, groups: Groups) -> RoundHealth:
+    @property
+    def stop_reason(self) -> str | None:
+        """Why an alarm wants the run to end; None where none does."""
+        return None if self._alarms is None else self._alarms.stop_reason
+
+    def _answered(self, step: int, groups: Groups) -> list[AnsweredPrompt]:
         questions = np.repeat(groups.questions, groups.size)
         answers = []
         for question, completion in zip(map(int, questions), groups.completions, strict=True):
             row, prompt = self._rows.row(step, question, completion)
             answers.append(row.answered(prompt, completion, self._rows.questions.tokens[question]))
-        return measure_round(answers, self._vocabulary)
+        return answers
 
     @functools.cached_property
     def _vocabulary(self) -> Vocabulary:

@@ -105,7 +105,8 @@ class Rollouts:
         self._columns = objective.columns(row_length, on_policy=fields.updates == 1) | routing
         self._rewarder = make_rewarder(fields)
         rows = AnswerRows(questions=questions, tokenizer=tokenizer, stop=fields.rollout.stop)
-        self._report = RolloutLog(self._tracker, run_dir, rows, fields.answers_shown, health=fields.rollout.health)
+        alarms = fields.rollout.alarms if fields.rollout.health else None
+        self._report = RolloutLog(self._tracker, run_dir, rows, fields.answers_shown, alarms=alarms)
         watchdog = Watchdog(hosts, hosts.timeout_s)
         self._logprobs = LogprobColumns(objective, self._columns, trainer, mesh, hosts, watchdog, reference)
         self._sampler = RolloutSampler(
@@ -123,6 +124,11 @@ class Rollouts:
         self._said_clipping = False
         if hosts.is_leader and (warning := policy_loss(objective.loss).warning(objective)):
             log.warning("%s", warning)
+
+    @property
+    def stop_reason(self) -> str | None:
+        """Why an alarm wants the run to end, on the leader; None where none does (``rollout.alarms.on_alarm``)."""
+        return self._report.stop_reason
 
     @property
     def engine(self) -> RolloutEngine | None:

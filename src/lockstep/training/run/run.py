@@ -81,7 +81,7 @@ def train(config: TrainConfig, hosts: Hosts) -> int:
     """Train; every host does the same: prepare, agree, train with samples, save, sum up.
 
     Returns:
-        The exit code: 0, 128 + signal for a run that a signal ended, 1 for one that ``on_nan`` ended.
+        The exit code: 0, 128 + signal for a run that a signal ended, 1 for one that ``on_nan`` or an alarm ended.
 
     Raises:
         PeerError: Preparing or saving failed on a host.
@@ -170,6 +170,7 @@ def train(config: TrainConfig, hosts: Hosts) -> int:
                 output_dir=run_dir,
                 hosts=hosts,
                 dtype=config.trainer.precision.compute.name,
+                trained=config.initialize_from_hf is not None,
             )
             samples.check(model)
             trainer.add_hook(samples)
@@ -202,8 +203,7 @@ def train(config: TrainConfig, hosts: Hosts) -> int:
             done = result.completed_steps == config.trainer.num_train_steps
             if (result.stopped_by in (None, signal.SIGTERM) or done) and config.hf_save_path is not None:
                 hosts.phase("saving")
-                complete = result.stopped_by is None and not result.diverged
-                saved = saves.save_last(result.eval_model, None if complete else result.completed_steps)
+                saved = saves.save_last(result.eval_model, None if result.complete else result.completed_steps)
     if hosts.is_leader:
         summary = closing_summary(run_dir, result, config.trainer.num_train_steps, saved)
         write_to_stdout(lambda: print(summary))

@@ -12,7 +12,7 @@ from lockstep.errors import ConfigError
 from lockstep.hosts import LEASE, Hosts, call_storage, take_lease
 from lockstep.models import save_target
 from lockstep.printable import get_logger, without_credentials
-from lockstep.report import WANDB_RUN, Tracker, build_tracker, drop_later
+from lockstep.report import HEALTH_FILE, WANDB_RUN, Tracker, build_tracker, drop_later
 from lockstep.text import fix_template_date, tokenizer_digest
 from lockstep.training.checkpoints.checkpoint import (
     CheckpointDirectory,
@@ -142,7 +142,7 @@ def rewind(run_dir: Path, *, metrics_step: int, samples_step: int) -> None:
     """Remove from metrics and samples what a run that goes on from a checkpoint will write again."""
     for path in run_dir.glob("metrics*.jsonl"):
         drop_later(path, metrics_step)
-    for name in ("samples.jsonl", "tasks.jsonl"):
+    for name in ("samples.jsonl", "tasks.jsonl", HEALTH_FILE):
         drop_later(run_dir / name, samples_step)
     drop_later(run_dir / ROLLOUTS_FILE, metrics_step)
 
@@ -160,7 +160,9 @@ def closing_summary(run_dir: Path, result: TrainResult, num_train_steps: int, sa
     done = "done" if result.stopped_by is None else "stopped by a signal"
     if result.diverged:
         done = "stopped before a step whose loss is not finite or a spike (trainer.on_nan)"
-    if result.stopped_by is not None and saved is None and result.checkpoint is None:
+    if result.alarmed:
+        done = "stopped by an alarm (alarms.on_alarm)"
+    if not result.complete and not result.diverged and saved is None and result.checkpoint is None:
         done += ", no checkpoint was saved"
     last = result.progress.partition("  ")[0] or f"last loss {result.loss:.4f}"
     lines = ["", f"{done}: {result.completed_steps} of {num_train_steps} steps, {last}"]

@@ -23,9 +23,10 @@ from lockstep.training.step.optimizer import completed_updates
 from lockstep.training.step.train_state import Precision, TrainState, cast_floats, parameter_shardings
 
 SKIPPED = "skipped_step"  # the name of the metric that is 1 where a step left its update out
-SAVE_FLAG, SLOW_FLAG = 1, 2
-"""Stop flags of the leader, added up: a checkpoint is due; steps are slow, see `StopRequest.after_step`."""
-SIGNAL_FLAG = 4
+SAVE_FLAG, SLOW_FLAG, ALARM_FLAG = 1, 2, 4
+"""Stop flags of the leader, added up: a checkpoint is due; steps are slow, see `StopRequest.after_step`; an alarm ends
+the run."""
+SIGNAL_FLAG = 8
 """The stop flag of a signal is its number times this, so that it hides those of the leader in the largest flag."""
 
 
@@ -131,6 +132,7 @@ class StepMetrics:
     save: bool  # whether the leader asked for a checkpoint; False where a host was asked to stop
     slow: bool  # whether the leader said that steps are slow; False where a host was asked to stop
     values: Mapping[str, float]  # further metrics by name
+    alarm: bool = False  # whether an alarm on the leader ends the run; False where a host was asked to stop
 
 
 class TrainStep:
@@ -220,7 +222,7 @@ class TrainStep:
         Args:
             state: The state, which is donated: its arrays are deleted, but for those that are frozen.
             stop: On the devices of a host that was asked to stop `SIGNAL_FLAG` times the number of the signal; on those
-                of the leader `SAVE_FLAG` and `SLOW_FLAG`; 0 on all others.
+                of the leader `SAVE_FLAG`, `SLOW_FLAG` and `ALARM_FLAG`; 0 on all others.
             limit: With ``skip_bad``, the largest loss with which the step counts; infinity for any.
 
         Returns:
@@ -256,7 +258,12 @@ class TrainStep:
         values = dict(zip(self._names, others, strict=True))
         stop, flags = divmod(int(largest), SIGNAL_FLAG)
         return StepMetrics(
-            loss=loss, stop=stop, save=bool(flags & SAVE_FLAG), slow=bool(flags & SLOW_FLAG), values=values
+            loss=loss,
+            stop=stop,
+            save=bool(flags & SAVE_FLAG),
+            slow=bool(flags & SLOW_FLAG),
+            alarm=bool(flags & ALARM_FLAG),
+            values=values,
         )
 
     def _step(

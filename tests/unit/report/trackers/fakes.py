@@ -16,7 +16,11 @@ class FakeRun:
         self.step = 0
         self.logged = []
         self.axes = []
+        self.alerts = []
         self.finished = 0
+
+    def alert(self, title, text, level):
+        self.alerts.append((title, text, level))
 
     def log(self, values, *, step=None, commit=None):
         assert step is not None or commit is False, "W&B would open a new entry"

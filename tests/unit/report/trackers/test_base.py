@@ -9,16 +9,26 @@ import yaml
 
 from lockstep.errors import ConfigError
 from lockstep.report import (
+    BackgroundTracker,
     JsonlTracker,
     JsonlTrackerConfig,
+    NoopTracker,
     TrackerConfig,
+    WandbTracker,
+    alert_tracker,
     build_tracker,
     check_trackers,
     read_jsonl,
     trackers,
 )
-from lockstep.report.trackers import CompositeTracker, NoopTrackerConfig, TensorboardTrackerConfig, WandbTrackerConfig
-from tests.unit.report.trackers.fakes import row
+from lockstep.report.trackers import (
+    CompositeTracker,
+    NoopTrackerConfig,
+    TensorboardTracker,
+    TensorboardTrackerConfig,
+    WandbTrackerConfig,
+)
+from tests.unit.report.trackers.fakes import FakeRun, row
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -114,6 +124,22 @@ def test_several_trackers_all_get_everything_even_when_one_fails(tmp_path):
     tracker = build_tracker((JsonlTrackerConfig(), NoopTrackerConfig()), tmp_path, "name")
     assert isinstance(tracker, CompositeTracker)
     assert isinstance(tracker.trackers[0], JsonlTracker)
+
+
+def test_every_tracker_that_can_tells_its_user_of_an_alarm(tmp_path):
+    class Own(Recorder):
+        def alert(self, *, title, text, step):
+            self.calls.append((title, text, step))
+
+    own, run = Own(), FakeRun()
+    events = TensorboardTracker(tmp_path)
+    several = CompositeTracker([NoopTracker(), JsonlTracker(tmp_path / "m.jsonl"), WandbTracker(run), events, own])
+    tracker = BackgroundTracker(several)
+    alert_tracker(tracker, title="samples: loop", text="step 7: loop in 24 of 32 answers", step=7)
+    tracker.finish()
+    assert own.calls[0] == ("samples: loop", "step 7: loop in 24 of 32 answers", 7) and tracker.errors == 0
+    assert run.alerts == [("samples: loop", "step 7: loop in 24 of 32 answers", "WARN")]
+    assert not (tmp_path / "m.jsonl").exists()
 
 
 def test_jsonl_lines_hold_step_time_and_metrics(tmp_path):

@@ -119,6 +119,7 @@ with jax.no_execution(True):
         metrics = {"exact_match": None if step < 3 else 1.0} | ({"late": 0.5} if step >= 6 else {})
         tracker.log_rows("inference_eval/samples", [row(step, number, metrics) for number in (0, 1)], step=step)
         tracker.log({"inference_eval/step": step, "inference_eval/exact_match": 0.25}, step=step)
+    tracker.alert(title="inference_eval: loop", text="step 10: loop in 24 of 32 answers", step=10)
     tracker.finish()
 """
 
@@ -208,6 +209,11 @@ def test_a_wandb_run_that_is_resumed_again_and_again_holds_every_row_once(tmp_pa
     assert linked[0]["columns"][-2:] == ["exact_match", "late"]
 
 
+def test_an_offline_wandb_run_has_the_alert(offline_run):
+    assert wandb_run.alerts(offline_run) == [("inference_eval: loop", "step 10: loop in 24 of 32 answers", "WARN")]
+
+
+@pytest.mark.slow
 def test_an_offline_wandb_run_has_each_late_report_with_the_step_of_its_round(offline_run):
     history = wandb_run.history(offline_run)
     found = [(step, values["inference_eval/step"], values["train/loss"]) for step, values in history]

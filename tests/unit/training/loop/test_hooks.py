@@ -127,6 +127,16 @@ def test_a_hook_that_is_interrupted_says_so():
     assert hooks.after_step(info(4)) is False
 
 
+def test_the_first_reason_to_stop_is_the_one():
+    hooks, recorder, plain = Hooks(), Recorder(), Recorder()
+    hooks.add(plain, 1)
+    hooks.add(recorder, 1)
+    recorder.stop_reason = None
+    assert hooks.stop_reason is None
+    recorder.stop_reason = "loop in 24 of 32 answers"
+    assert hooks.stop_reason == recorder.stop_reason
+
+
 def test_a_hook_sees_how_long_those_before_it_took():
     class Named(Recorder):
         name = "inference_eval"

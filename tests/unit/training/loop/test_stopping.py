@@ -20,7 +20,7 @@ from lockstep.training.checkpoints.checkpoint import CheckpointDirectory
 from lockstep.training.loop import stopping as stopping_module
 from lockstep.training.loop.batch_source import BatchFeed
 from lockstep.training.loop.stopping import SKIPS_IN_A_ROW, LossSpikeConfig, LossWatch, StopRequest, TrainResult
-from lockstep.training.step.train_step import SAVE_FLAG, SIGNAL_FLAG, SKIPPED, SLOW_FLAG, StepMetrics
+from lockstep.training.step.train_step import ALARM_FLAG, SAVE_FLAG, SIGNAL_FLAG, SKIPPED, SLOW_FLAG, StepMetrics
 from tests.clock import until
 from tests.multiprocess.harness import run_threads
 from tests.unit.training import bigrams
@@ -66,13 +66,20 @@ def test_a_second_request_ends_the_process_at_once(hosts, ended, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("stopped_by", "diverged", "code"), [(None, False, 0), (None, True, 1), (15, False, 143), (2, True, 130)]
+    ("values", "code"),
+    [
+        ({}, 0),
+        ({"diverged": True}, 1),
+        ({"alarmed": True}, 1),
+        ({"stopped_by": 15}, 143),
+        ({"stopped_by": 2, "diverged": True, "alarmed": True}, 130),
+    ],
 )
-def test_a_launcher_sees_by_the_exit_code_what_ended_a_run(stopped_by, diverged, code):
+def test_a_launcher_sees_by_the_exit_code_what_ended_a_run(values, code):
     result = TrainResult(
-        model=None, completed_steps=3, loss=0.0, stopped_by=stopped_by, tracker_errors=0, diverged=diverged
+        **{"model": None, "completed_steps": 3, "loss": 0.0, "stopped_by": None, "tracker_errors": 0} | values
     )
-    assert result.exit_code == code
+    assert result.exit_code == code and result.complete == (code == 0)
 
 
 def test_afterwards_signals_do_what_they_did_and_the_request_is_forgotten(hosts):
@@ -157,7 +164,8 @@ def test_the_leader_says_whether_steps_are_slow_and_a_signal_is_the_largest_flag
     leader.after_step(metrics(), stopping_module.SLOW_STEP_S + 1)
     assert leader.flag(0) == SLOW_FLAG
     other._preemption.note(signal.SIGINT)
-    assert other.flag(0) == SIGNAL_FLAG * signal.SIGINT > SAVE_FLAG + SLOW_FLAG
+    assert leader.flag(SAVE_FLAG, "loop in 3 of 4 answers") == SAVE_FLAG + SLOW_FLAG + ALARM_FLAG
+    assert other.flag(0, "loop in 3 of 4 answers") == SIGNAL_FLAG * signal.SIGINT > SAVE_FLAG + SLOW_FLAG + ALARM_FLAG
 
 
 @pytest.mark.parametrize(("slow_step_s", "steps"), [(0.0, 2), (600.0, 3)])

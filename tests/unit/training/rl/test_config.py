@@ -5,6 +5,7 @@ import pytest
 
 from lockstep.engine import CapacityFields
 from lockstep.errors import ConfigError
+from lockstep.report import AlarmsConfig
 from lockstep.training import RolloutConfig
 from lockstep.training.rl import GrpoRunFields
 from lockstep.training.rl.rewards import Gsm8kReward
@@ -33,9 +34,15 @@ OFF_POLICY = {
 """Settings with which answers are drawn from other probabilities, with a value that does that."""
 
 ON_POLICY = {"max_new_tokens", "temperature", "ignore_eos", "n_generations", "seed", "stop_token_ids", "stop", "drafts"}
-ON_POLICY |= {"max_attempts", "filter_by", "replay_routing", "health"} | {
+ON_POLICY |= {"max_attempts", "filter_by", "replay_routing", "health", "alarms"} | {
     each.name for each in dataclasses.fields(CapacityFields)
 } - OFF_POLICY.keys()
+
+
+def test_alarms_without_health_are_refused():
+    with pytest.raises(ConfigError, match="rollout.health is false, so rollout.alarms has no effect"):
+        RolloutConfig(health=False, alarms=AlarmsConfig(on_alarm="stop"))
+    RolloutConfig(health=False, alarms=AlarmsConfig(on_alarm=None))
 
 
 def test_every_setting_of_a_rollout_is_known_to_change_the_probabilities_or_not():

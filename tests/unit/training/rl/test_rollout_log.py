@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from lockstep.health import State
-from lockstep.report import NoopTracker, read_jsonl
+from lockstep.report import AlarmsConfig, NoopTracker, read_jsonl
 from lockstep.text import Prompt
 from lockstep.training.rl.groups import Groups, Sampled
 from lockstep.training.rl.questions import AnswerRows, Questions
@@ -100,7 +100,7 @@ def log_rollout(tmp_path, tracker, **options):
 
 def test_the_health_of_all_answers_is_a_share_and_that_of_those_shown_is_in_their_rows(tmp_path):
     tracker = Tracker()
-    rows = log_rollout(tmp_path, tracker, health=True)
+    rows = log_rollout(tmp_path, tracker, alarms=AlarmsConfig())
     shares = {state: tracker.scalars[f"rollout/health/{state}"] for state in State}
     assert shares == {state: 0.25 * (state == "loop") for state in State}
     assert [(row["rank"], row["health"], row["loop_from"]) for row in rows] == [
@@ -114,6 +114,6 @@ def test_rows_of_a_rollout_whose_health_fails_or_is_not_wanted_have_none(tmp_pat
     tracker = Tracker()
     assert [row["health"] for row in log_rollout(tmp_path / "off", tracker)] == [None, None]
     monkeypatch.setattr("lockstep.training.rl.rollout_log.measure_round", lambda answers, vocabulary: 1 / 0)
-    assert [row["health"] for row in log_rollout(tmp_path / "broken", tracker, health=True)] == [None, None]
+    assert [row["health"] for row in log_rollout(tmp_path / "broken", tracker, alarms=AlarmsConfig())] == [None, None]
     assert "the health of the answers of step 3 failed on the leader; training goes on" in caplog.text
     assert "reward/mean" in tracker.scalars and not any("/health/" in name for name in tracker.scalars)

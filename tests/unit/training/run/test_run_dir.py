@@ -111,11 +111,11 @@ def test_a_directory_that_is_not_of_a_run_with_checkpoints_is_refused_to_one(tmp
 
 def test_what_a_resumed_run_will_write_again_is_removed(tmp_path):
     records = [{"step": step} for step in (1, 2, 3)]
-    for name in ("metrics.jsonl", "samples.jsonl", "rollouts.jsonl", "other.jsonl"):
+    for name in ("metrics.jsonl", "samples.jsonl", "rollouts.jsonl", "health.jsonl", "other.jsonl"):
         append_jsonl(tmp_path / name, records)
     rewind(tmp_path, metrics_step=2, samples_step=1)
     assert read_jsonl(tmp_path / "metrics.jsonl") == records[:2]
-    assert read_jsonl(tmp_path / "samples.jsonl") == records[:1]
+    assert read_jsonl(tmp_path / "samples.jsonl") == read_jsonl(tmp_path / "health.jsonl") == records[:1]
     assert read_jsonl(tmp_path / "rollouts.jsonl") == records[:2]
     assert read_jsonl(tmp_path / "other.jsonl") == records
 
@@ -168,6 +168,8 @@ def test_errors_of_the_tracker_are_counted(tmp_path):
 def test_a_run_that_diverged_or_skipped_steps_says_so(tmp_path):
     text = closing_summary(tmp_path, result(diverged=True, skipped_steps=1), 10, None)
     assert "stopped before a step whose loss is not finite or a spike (trainer.on_nan): 7 of 10 steps" in text
+    text = closing_summary(tmp_path, result(alarmed=True), 10, None)
+    assert "stopped by an alarm (alarms.on_alarm), no checkpoint was saved: 7 of 10 steps" in text
     assert "3 steps were skipped, see train/skipped_step" in closing_summary(
         tmp_path, result(skipped_steps=3), 10, None
     )
