@@ -69,11 +69,11 @@ class Reports:
         self.problems, self.requests = [], []
 
     def write(self, *runs, reload_s=None, place=None):
-        """The file of a report; a run is its rows, or its rows, its metrics and the rows of its rollouts."""
+        """The file of a report; a run is its rows, or its rows, metrics, rows of rollouts, and lines of health."""
         self.count += 1
         found = []
         for number, run in enumerate(runs):
-            rows, metrics, rollouts = (*run, [])[:3] if isinstance(run, tuple) else (run, [], [])
+            rows, metrics, rollouts, health = (*run, [], [])[:4] if isinstance(run, tuple) else (run, [], [], [])
             directory = self.directory / f"{self.count}" / f"run{number}"
             directory.mkdir(parents=True, exist_ok=True)
             # json.dumps writes lone surrogates as escapes, which a file can have and append_jsonl cannot write.
@@ -81,6 +81,8 @@ class Reports:
             append_jsonl(directory / "metrics.jsonl", metrics)
             if rollouts:
                 append_jsonl(directory / "rollouts.jsonl", rollouts)
+            if health:
+                append_jsonl(directory / "health.jsonl", health)
             found.append(find_run(directory))
         place = place or self.directory / f"{self.count}.html"
         write_page(render_page(make_payload(found, reload_s=reload_s), "a <b>title</b>"), place)
@@ -204,6 +206,71 @@ def test_what_a_model_says_is_shown_as_text_and_does_nothing(page_of):
     go(page, prompt="13")
     heights = page.eval_on_selector_all(".item", "all => all.map(each => each.getBoundingClientRect().height)")
     assert set(heights) == {86}
+
+
+def health_run(steps=12, bad=8):
+    """Samples that loop from a step on, an alarm, and the health of rollouts, of which no rows are kept."""
+    states = {True: "loop", False: ""}
+    rows = [
+        row(10 * n, prompt, f"answer {prompt} of {n}", health=states[n >= bad and prompt % 2 == 0])
+        for n in range(steps)
+        for prompt in range(6)
+    ]
+    line = f"step {10 * bad}: loop in 3 of 6 answers (50 %), before in 0 of 48 answers (0 %); since step {10 * bad}"
+    alarm = {"step": 10 * bad, "state": "loop", "began": 10 * bad}
+    health = [{"step": 10 * bad, "name": "inference_eval", "alarm": alarm, "line": line + HOSTILE[0]}]
+    for n in range(3000):
+        places = list(range(n % 5))
+        health.append({"step": n, "name": "rollout", "round": {"states": {"cut": places}, "answers": [4, 4]}})
+    return rows, [], [], health
+
+
+BOX = "each => { const box = each.getBoundingClientRect(); return [box.left, box.width, box.top, box.height]; }"
+
+
+@pytest.mark.parametrize("width", [1400, 390])
+def test_a_cell_of_the_health_of_a_run_leads_to_its_answers(page_of, width):
+    page = page_of(health_run(), view="health")
+    page.set_viewport_size({"width": width, "height": 900})
+    drawn(page)
+    until(page, "document.querySelectorAll('.strip svg').length === 2")
+    assert page.eval_on_selector_all(".strip-name", "all => all.map(each => each.textContent)") == ["loop", "cut"]
+    assert page.eval_on_selector_all(".strip-now", "all => all.map(each => each.textContent)")[0] == "50 %"
+    assert page.locator(".alarm-mark").count() == 1 and "loop in 3 of 6" in page.text_content(".told")
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    assert page.eval_on_selector("#health", "each => each.scrollWidth <= each.clientWidth")
+    cells = page.locator(".strip svg").nth(0).locator(".cell")
+    assert cells.count() == 12
+    assert (
+        cells.evaluate_all("all => all.map(each => Boolean(each.getAttribute('fill-opacity')))")
+        == [False] * 8 + [True] * 4
+    )
+    assert page.locator(".strip svg").nth(1).locator(".cell").count() == 375
+    left, size, top, height = page.eval_on_selector_all(".strip svg", f"all => ({BOX})(all[0])")
+    page.mouse.click(left + size * 8.5 / 12, top + height / 3)
+    drawn(page)
+    assert page.text_content("#step-text strong") == "step 80" and shown_prompts(page) == [
+        "prompt 0",
+        "prompt 2",
+        "prompt 4",
+    ]
+    check_state(page, {"step": "80", "filter": "health:loop"})
+    page.locator(".item").first.click()
+    assert "loop" in page.text_content(".figures")
+
+
+def test_an_alarm_leads_to_its_answers_and_a_run_without_health_has_no_such_view(page_of):
+    page = page_of(health_run(), view="health")
+    page.click(".told button")
+    drawn(page)
+    assert shown_prompts(page) == ["prompt 0", "prompt 2", "prompt 4"]
+    assert page.evaluate("window.pwned") is None
+    page = page_of([row(0, 0, "x")], view="health")
+    assert page.is_hidden("[data-view=health]") and page.is_hidden("#health") and page.is_visible("#answers")
+    page.keyboard.press("v")
+    page.keyboard.press("v")
+    drawn(page)
+    assert page.is_visible("#answers")
 
 
 @pytest.mark.slow

@@ -266,11 +266,11 @@ class Alarms:
         self._affected = {place for place in self._affected if self._rounds[0].step <= place[0] <= step}
 
     def _end_lasting(self) -> None:
-        """Forget the alarms of states that are back at less than half of what they had risen by."""
+        """Forget the alarms of states that were back at less than half of their rise in two rounds after another."""
         for state, alarm in list(self.lasting.items()):
-            prompts = [x for x in self._rounds[-1].prompts if alarm.group in (ALL, *x.groups)]
             before, now = 0.0 if alarm.before is None else alarm.before.value, alarm.inside or alarm.now
-            if prompts and _share(state, prompts).value < (before + now.value) / 2:
+            rounds = [[x for x in own.prompts if alarm.group in (ALL, *x.groups)] for own in list(self._rounds)[-2:]]
+            if all(_share(state, prompts).value < (before + now.value) / 2 for prompts in rounds if prompts):
                 del self.lasting[state]
 
     def _risen_states(self) -> list[str]:

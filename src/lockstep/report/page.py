@@ -19,6 +19,7 @@ from typing import Any, Final
 
 from lockstep.errors import LockstepError
 from lockstep.files import write_file
+from lockstep.report.health_strips import read_strips
 from lockstep.report.jsonl import numbered_records
 from lockstep.report.saved_rows import TRACES, RunFiles, SavedRow, read_rows, require_rows
 
@@ -204,7 +205,8 @@ def _run(run: RunFiles, rows: Sequence[SavedRow], prompts: _Prompts, notes: list
         )
     kept = sorted(last.values())
     shown = [rows[number] for number in kept]
-    texts, reasons = _Texts(), _Texts()
+    texts, reasons, health = _Texts(), _Texts(), _Texts()
+    strips, alarms = read_strips(shown, run.health)
     series, traces = read_series(run.metrics), run.traces()
     changes = _changes(*(series.pop(name, None) for name in JOB_SIZE))
     notes += [f"{run.name}: from step {step} on {text}." for step, text, _ in changes]
@@ -220,7 +222,7 @@ def _run(run: RunFiles, rows: Sequence[SavedRow], prompts: _Prompts, notes: list
         "name": run.name,
         "traces": [[first, end, f"{TRACES}/steps-{first}-{end}"] for first, end, _ in traces],
         "changes": changes,
-        "files": [path.name for path in (*run.rows, *run.rollouts, *run.metrics)],
+        "files": [path.name for path in (*run.rows, *run.rollouts, *run.metrics, *run.health)],
         "when": [row.when for row in shown],
         "prompt": [places[number] for number in kept],
         "generation": [row.generation_id for row in shown],
@@ -228,6 +230,10 @@ def _run(run: RunFiles, rows: Sequence[SavedRow], prompts: _Prompts, notes: list
         "texts": texts.table,
         "reason": [reasons.place(row.finish_reason) for row in shown],
         "reasons": reasons.table,
+        "health": [None if row.health is None else health.place(row.health) for row in shown],
+        "healths": health.table,
+        "strips": {name: dataclasses.asdict(strip) for name, strip in strips.items()},
+        "alarms": [dataclasses.asdict(alarm) for alarm in alarms],
         "numbers": {name: [_plain(row.numbers.get(name)) for row in shown] for name in _names(shown, "numbers")},
         "words": {name: [row.texts.get(name) for row in shown] for name in _names(shown, "texts")},
         "tokens": {
@@ -287,6 +293,7 @@ SCRIPTS: Final = (
     "list.js",
     "detail.js",
     "curves.js",
+    "health.js",
     "print.js",
     "page.js",
 )

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from lockstep.errors import ConfigError, LockstepError
+from lockstep.report.alarm_log import HEALTH_FILE
 from lockstep.report.jsonl import numbered_records
 from lockstep.report.rows import FIELDS, FILE_COLUMNS, HEALTH_COLUMNS, TOKEN_COLUMNS, Row
 
@@ -33,6 +34,7 @@ class RunFiles:
     rows: tuple[Path, ...]  # the files of samples; several where hosts write their own
     rollouts: tuple[Path, ...]  # the file of answers of rollouts, where there is one
     metrics: tuple[Path, ...]
+    health: tuple[Path, ...] = ()  # the file of the health of rounds, where there is one
 
     def traces(self) -> list[tuple[int, int, list[int]]]:
         """First and last step of each profiler trace in the directory, and the processes that have traced them."""
@@ -47,7 +49,7 @@ class RunFiles:
     def stamp(self) -> tuple[tuple[str, int, int, int], ...]:
         """Name, inode, size and time of change of each file: another value when one is written or replaced."""
         found = []
-        for path in (*self.rows, *self.rollouts, *self.metrics):
+        for path in (*self.rows, *self.rollouts, *self.metrics, *self.health):
             try:
                 stat = path.stat()
             except FileNotFoundError:  # being replaced
@@ -103,6 +105,7 @@ def _files(name: str, directory: Path, rows: tuple[Path, ...]) -> RunFiles:
         rows=tuple(path for path in rows if path.name != ROLLOUTS),
         rollouts=tuple(path for path in rows if path.name == ROLLOUTS),
         metrics=_metrics(directory),
+        health=tuple(directory.glob(HEALTH_FILE)),
     )
 
 

@@ -16,6 +16,7 @@ from rich.text import Text
 
 from lockstep.errors import ConfigError
 from lockstep.printable import visible
+from lockstep.report.health_strips import ToldAlarm, lasting_states
 from lockstep.report.jsonl import numbered_records, parse_record
 from lockstep.report.saved_rows import RunFiles, SavedRow, find_run, parse_row, read_rows
 from lockstep.report.terminal_table import SamplesTable
@@ -117,6 +118,9 @@ class Tail:
         self.trends: dict[str, collections.deque[float]] = {}  # the last values of each metric that is a number
         self.new_rows: list[SavedRow] = []  # the rows that the last look found
         self.new_metrics: list[MetricsRecord] = []  # the metrics that the last look found
+        self.alarms: dict[tuple[str, str], ToldAlarm] = {}
+        """The last alarm of each state that is still there, by the name of the rounds and the state."""
+        self.new_alarms: list[ToldAlarm] = []  # the alarms that the last look found
         self.taken_back = 0  # lines that the last look did not find any more: the run went back to a checkpoint
         if must_be_there:
             run = find_run(given)
@@ -132,30 +136,43 @@ class Tail:
         Args:
             at_end: Whether nobody writes any more, so that a last line may lack its newline.
         """
-        run = find_run(self._given)
-        self.new_rows, self.new_metrics, self.taken_back = [], [], 0
+        run, health = find_run(self._given), list[dict[str, Any]]()
+        self.new_rows, self.new_metrics, self.new_alarms, self.taken_back = [], [], [], 0
         answers = run.rows or run.rollouts
-        for path in (*answers, *run.metrics):
+        for path in (*answers, *run.metrics, *run.health):
             news = self._files.setdefault(path, FollowedFile(path)).look(at_end=at_end)
             self.taken_back += news.taken_back
             if path in answers:
                 self.new_rows += [parse_row(record, place) for place, record in news.records]
+            elif path in run.health:
+                health = [record for _, record in news.records]
             else:
                 self.new_metrics += [found for _, record in news.records if (found := metrics_record(record))]
+        self.new_alarms = [alarm for record in health if (alarm := ToldAlarm.from_record(record))]
         if self.taken_back:
             self._read_anew(run)
         else:
-            self._add(self.new_rows, self.new_metrics)
-        return bool(self.new_rows or self.new_metrics or self.taken_back)
+            self._add(self.new_rows, self.new_metrics, health)
+        return bool(self.new_rows or self.new_metrics or health or self.taken_back)
 
     def _read_anew(self, run: RunFiles) -> None:
         """Forget what is shown, some of which was taken back, and read what there is now."""
-        self.newest, self.metrics, self.trends = [], {}, {}
+        self.newest, self.metrics, self.trends, self.alarms = [], {}, {}, {}
         rows = [row for path in run.rows or run.rollouts for row in read_rows(path)]
         metrics = [record for path in run.metrics for _, record in numbered_records(path)[0]]
-        self._add(rows, [found for record in metrics if (found := metrics_record(record))])
+        health = [record for path in run.health for _, record in numbered_records(path)[0]]
+        self._add(rows, [found for record in metrics if (found := metrics_record(record))], health)
 
-    def _add(self, rows: Iterable[SavedRow], metrics: Iterable[MetricsRecord]) -> None:
+    def _add(
+        self, rows: Iterable[SavedRow], metrics: Iterable[MetricsRecord], health: Iterable[Mapping[str, Any]]
+    ) -> None:
+        for line in health:
+            if alarm := ToldAlarm.from_record(line):
+                self.alarms[alarm.name, alarm.state] = alarm
+            elif (lasting := lasting_states(line)) is not None:
+                gone = [key for key in self.alarms if key[0] == line.get("name") and key[1] not in lasting]
+                for key in gone:
+                    del self.alarms[key]
         for row in rows:
             if self.newest and self.newest[-1].when != row.when:
                 self.newest = []
@@ -193,7 +210,11 @@ class PanelView:
     def render(self, console: Console) -> RenderableType:
         """Metrics and samples as they are now."""
         tail = self._tail
-        parts: list[RenderableType] = [self._metrics(console)]
+        lines = [f"▲ {visible(alarm.text)}" for alarm in tail.alarms.values()]
+        parts: list[RenderableType] = [
+            *(Text(line, style="bold red", no_wrap=True, overflow="ellipsis") for line in lines),
+            self._metrics(console),
+        ]
         if tail.newest:
             title = f"what the model says at {tail.axis} {tail.newest[-1].when:,}"
             rows = [row.to_row() for row in tail.newest]
@@ -205,7 +226,8 @@ class PanelView:
     def _metrics(self, console: Console) -> RenderableType:
         tail = self._tail
         columns = 2 if console.width >= 110 else 1
-        room = max(4, console.height - _FRAME - 3 * min(self._rows, len(tail.newest))) * columns
+        used = _FRAME + len(tail.alarms) + 3 * min(self._rows, len(tail.newest))
+        room = max(4, console.height - used) * columns
         names = list(tail.metrics)[:room]
         grid = Table.grid(padding=(0, 2), expand=True)
         for _ in range(columns):
@@ -248,6 +270,7 @@ class LineView:
             for step in sorted(newest):
                 self._print(metrics_line(MetricsRecord(step=step, values=newest[step])))
             self._print_rows(tail.newest)
+            self._print_alarms(tail.alarms.values())
             return
         for record in tail.new_metrics:
             self._print(metrics_line(record))
@@ -256,6 +279,11 @@ class LineView:
             by_step.setdefault(row.when, []).append(row)
         for rows in by_step.values():
             self._print_rows(rows)
+        self._print_alarms(tail.new_alarms)
+
+    def _print_alarms(self, alarms: Iterable[ToldAlarm]) -> None:
+        for alarm in alarms:
+            self._print(f"▲ {visible(alarm.text)}")
 
     def _print_rows(self, rows: Sequence[SavedRow]) -> None:
         for row in rows[: self._rows]:

@@ -115,6 +115,12 @@ def test_an_alarm_is_told_once_and_again_when_the_state_has_gone_and_come_back()
     assert told[32 * 50][0].before.value < 0.05, "the rounds of the first time are no reference"
 
 
+def test_one_better_round_ends_no_alarm():
+    alarms = Alarms(["loop"], warm_up=0)
+    told = fed([1] * 8 + [24] * 60 + [8] + [24] * 9, alarms)
+    assert [step for step, own in told.items() if own] == [8 * 50] and alarms.lasting
+
+
 def test_the_group_is_named_that_tells():
     def groups(place):
         return ("code" if place % 4 == 0 else "no code", f"turns {place % 2}")

@@ -224,6 +224,17 @@ def test_rollouts_are_in_the_page_of_their_run_as_prompts_of_their_own(tmp_path)
     assert not payload["notes"]
 
 
+def test_health_is_there_by_row_in_strips_and_with_its_alarms(tmp_path):
+    rows = [row(0, health="loop cut"), row(0, 1, health=""), row(0, health="cut"), row(5, health=None)]
+    alarm = {"step": 5, "state": "loop", "began": 0}
+    append_jsonl(tmp_path / "health.jsonl", [{"step": 5, "name": "inference_eval", "alarm": alarm, "line": "loop"}])
+    (run,) = make_payload([run_of(tmp_path, *rows)])["runs"]
+    assert [run["healths"][place] if place is not None else None for place in run["health"]] == ["", "cut", None]
+    assert run["strips"]["samples"]["answers"] == [2] and run["strips"]["samples"]["states"]["cut"] == [1]
+    assert [(told["name"], told["began"], told["line"]) for told in run["alarms"]] == [("inference_eval", 0, "loop")]
+    assert "health.jsonl" in run["files"]
+
+
 def test_token_log_probabilities_are_kept_by_row(tmp_path):
     run = run_of(tmp_path, row(), row(1, tokens=["a", "b"], token_logprobs=[-0.5, "-Infinity"]))
     assert make_payload([run])["runs"][0]["tokens"] == {"1": {"texts": ["a", "b"], "logprobs": [-0.5, "-Infinity"]}}

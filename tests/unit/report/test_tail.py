@@ -179,6 +179,34 @@ def test_metrics_that_do_not_fit_are_counted(tmp_path):
     assert "36 more metrics" in text and "metric 13" in text and "metric 14" not in text and "no samples yet" in text
 
 
+ALARM = {"step": 10, "name": "rollout", "alarm": {"step": 10, "state": "loop", "began": 5}, "line": "loop \x1b[31m"}
+
+
+def round_after(step, *lasting):
+    return {"step": step, "name": "rollout", "round": {"lasting": [{"state": state} for state in lasting]}}
+
+
+def test_an_alarm_is_a_line_and_stands_above_the_panel_while_it_lasts(tail, tmp_path):
+    lines, shown = console(), console()
+    view = LineView(tail, 2, lines)
+    view.show()
+    append_jsonl(tmp_path / "health.jsonl", [round_after(10, "loop"), ALARM])
+    assert tail.look()
+    view.show()
+    assert lines.file.getvalue().splitlines()[5:] == ["▲ rollout: loop \\x1b[31m"]
+    shown.print(PanelView(tail, 3).render(shown))
+    assert shown.file.getvalue().splitlines()[0].startswith("▲ rollout: loop \\x1b[31m")
+    append_jsonl(tmp_path / "health.jsonl", [round_after(15, "loop")])
+    assert tail.look() and tail.alarms and not tail.new_alarms
+    late = console()
+    LineView(tail, 2, late).show()
+    assert late.file.getvalue().splitlines()[-1] == "▲ rollout: loop \\x1b[31m"
+    append_jsonl(tmp_path / "health.jsonl", [round_after(20)])
+    assert tail.look() and not tail.alarms
+    drop_later(tmp_path / "health.jsonl", 15)
+    assert tail.look() and list(tail.alarms) == [("rollout", "loop")], "the run went back"
+
+
 def test_lines_begin_with_the_newest_and_go_on_with_all(tail, tmp_path):
     shown = console()
     view = LineView(tail, 2, shown)

@@ -135,11 +135,12 @@ function figures(run, row) {
   const found = [
     ...columns.filter((name) => name in run.numbers).map((name) => [name, format(run.value(name, row))]),
     ...(reason ? [["finish", reason]] : []),
+    ...(run.states(row).length ? [["health", run.states(row).join(" ")]] : []),
   ];
   const list = h(
     "dl",
     { class: "figures" },
-    found.map(([name, value]) => h("div", {}, h("dt", {}, name), addText(h("dd", { class: name === "finish" && value !== "stop" ? "warn" : null }), value))),
+    found.map(([name, value]) => h("div", {}, h("dt", {}, name), addText(h("dd", { class: name === "health" || (name === "finish" && value !== "stop") ? "warn" : null }), value))),
   );
   for (const name of wordColumns) {
     const text = run.words[name]?.[row];

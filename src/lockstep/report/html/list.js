@@ -65,12 +65,18 @@ function filters() {
     down: [`${metric} lower ${since}`, (prompt, step) => gain(comparisons(prompt, step), metric, step) < 0],
     cut: ["Cut off at the length limit", (prompt, step) => rowsAt(prompt, step).some(({ run, row }) => run.reason(row) === "length")],
   };
+  for (const name of states) all[`health:${name}`] = [`Health: ${name}`, (prompt, step) => hasState(prompt, step, name)];
   if (runs.length > 1) all.differ = ["The runs differ", runsDiffer];
   if (metric === null) {
     delete all.up;
     delete all.down;
   }
   return all;
+}
+
+/** Whether an answer to a prompt that was asked at a step is in a state. */
+function hasState(prompt, step, name) {
+  return rowsAt(prompt, step).some(({ run, row }) => run.when[row] === step && run.states(row).includes(name));
 }
 
 function unchanged(found, step) {

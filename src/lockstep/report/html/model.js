@@ -52,6 +52,10 @@ class Run {
     this.words = table(Object.entries(raw.words));
     this.tokens = raw.tokens;
     this.series = raw.series;
+    this.strips = raw.strips;
+    this.alarms = raw.alarms;
+    this.healthOf = raw.health;
+    this.healths = raw.healths.map((states) => states.split(" ").filter(Boolean));
     this.changes = raw.changes;
     this.numbers = table(Object.entries(raw.numbers).map(([name, all]) => [name, all.map(number)]));
     this.textOf = raw.text;
@@ -106,6 +110,11 @@ class Run {
 
   text(row) {
     return this.texts[this.textOf[row]];
+  }
+
+  /** The states of a row's health; none where nothing is wrong or nobody has looked. */
+  states(row) {
+    return this.healths[this.healthOf[row]] ?? [];
   }
 
   reason(row) {
@@ -165,6 +174,8 @@ const runs = data.runs.map((raw, place) => new Run(raw, place));
 const steps = [...new Set(runs.flatMap((run) => run.steps))].sort((a, b) => a - b);
 const columns = [...new Set(runs.flatMap((run) => Object.keys(run.numbers)))];
 const wordColumns = [...new Set(runs.flatMap((run) => Object.keys(run.words)))];
+const hasHealth = runs.some((run) => Object.keys(run.strips).length > 0 || run.alarms.length > 0);
+const states = [...new Set(runs.flatMap((run) => run.healths.flat()))].sort();
 const hasLogprobs = runs.some((run) => Object.keys(run.tokens).length > 0);
 const labels = ["A", "B"];
 

@@ -7,7 +7,7 @@ const KEYS = [
   ["/", "search"],
   ["t, d, l", "text, difference, log-probability"],
   ["c", "only what changed, or all"],
-  ["v", "answers or curves"],
+  ["v", "the next view: answers, curves, health"],
   ["Esc", "leave the search, or go back to the list"],
   ["?", "this help"],
 ];
@@ -46,10 +46,12 @@ render = () => {
   const answersShown = state.view === "answers";
   for (const button of byId("views").children) button.setAttribute("aria-current", String(button.dataset.view === state.view));
   byId("answers").hidden = !answersShown;
-  byId("curves").hidden = answersShown;
+  byId("curves").hidden = state.view !== "curves";
+  byId("health").hidden = state.view !== "health";
   drawTimeline();
   if (!answersShown) {
-    drawCurves();
+    if (state.view === "curves") drawCurves();
+    else drawHealth();
     return;
   }
   drawFilters();
@@ -200,7 +202,7 @@ const ACTIONS = {
   d: () => show({ mode: state.mode === "difference" ? "text" : "difference" }),
   l: () => hasLogprobs && show({ mode: state.mode === "logprobs" ? "text" : "logprobs" }),
   c: () => show({ filter: state.filter === "changed" ? "all" : "changed" }),
-  v: () => show({ view: state.view === "answers" ? "curves" : "answers" }),
+  v: () => show({ view: VIEWS[(VIEWS.indexOf(state.view) + 1) % VIEWS.length] }),
   "?": () => byId("help").showModal(),
   Escape: () => showPane("list"),
 };
@@ -245,7 +247,7 @@ on("theme", "click", () => setTheme(THEMES[(THEMES.indexOf(document.documentElem
 
 /** Load the page again now and then; the address keeps the reader's place, and the tab how far the panes are scrolled. */
 function followRun() {
-  const panes = ["list", "detail", "curve-list"];
+  const panes = ["list", "detail", "curve-list", "health"];
   try {
     const before = JSON.parse(sessionStorage.getItem("lockstep-scroll") ?? "{}");
     for (const pane of panes) byId(pane).scrollTop = before[pane] ?? 0;
@@ -292,6 +294,7 @@ byId("summary").append(
   ...(runs.length > 1 ? runs.flatMap((run) => [badge(run), `${run.name} · `]) : []),
   [count(prompts.length, "prompt"), count(steps.length, data.axis), count(rowCount, "answer")].join(" · "),
 );
+for (const button of byId("views").children) button.hidden = !VIEWS.includes(button.dataset.view);
 if (data.notes.length) byId("help-button").classList.add("noted");
 showPane("list");
 setTheme(kept("lockstep-theme"));
@@ -308,6 +311,9 @@ addEventListener("hashchange", () => {
 let resizing = 0;
 addEventListener("resize", () => {
   cancelAnimationFrame(resizing);
-  resizing = requestAnimationFrame(() => drawBand(stepPlace()));
+  resizing = requestAnimationFrame(() => {
+    drawBand(stepPlace());
+    if (state.view === "health") drawHealth();
+  });
 });
 requestAnimationFrame(() => setTimeout(() => performance.mark("report-shown")));

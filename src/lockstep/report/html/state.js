@@ -1,7 +1,7 @@
 // What is shown, and the same in the address after "#", so that a link or a reload leads to it.
 
 const DEFAULTS = {
-  view: "answers", // or "curves"
+  view: "answers", // "curves", "health"
   step: null, // null: the last one, also when the page is written anew
   prompt: null, // a prompt's key
   base: "previous", // "first", "other" (the other run), or a step
@@ -12,7 +12,8 @@ const DEFAULTS = {
   metric: null,
   curve: "",
 };
-const CHOICES = { view: ["answers", "curves"], mode: ["text", "difference", "logprobs"] };
+const VIEWS = ["answers", "curves", ...(hasHealth ? ["health"] : [])];
+const CHOICES = { view: VIEWS, mode: ["text", "difference", "logprobs"] };
 
 const byKey = new Map(prompts.map((prompt, place) => [prompt.key, place]));
 const ordinary = columns.filter((name) => name !== "num_tokens" && name !== "mean_logprob");
