@@ -35,6 +35,7 @@ from lockstep.main.plan.train_step import bubble, compile_step, flops_on, make_s
 from lockstep.main.plan.workload import TrainingWorkload, Workload
 from lockstep.models.families.family import ModelPreset
 from lockstep.models.families.registry import PRESETS
+from lockstep.models.remat import RematPolicy
 from lockstep.placement import PP, make_mesh
 from lockstep.placement.device.chips import chip_of
 from lockstep.training import OptimizerConfig, TrainerConfig, lm_loss
@@ -44,7 +45,7 @@ STEPS = 100
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    """A model on a slice, with full FSDP, parameters in float32 and arithmetic in bfloat16.
+    """A model on a slice, with full FSDP and, unless told otherwise, parameters in float32.
 
     Args:
         model: The name of the model's preset.
@@ -53,7 +54,8 @@ class Case:
         length: The number of tokens of each.
         at_a_time: The number of sequences of a device's microbatch.
         layers: The number of layers, in place of the model's own; None for those.
-        mesh_shape, pipeline_repeats: As of ``trainer``.
+        mesh_shape, pipeline_repeats, mp: As of ``trainer``.
+        remat: The rematerialisation policy.
     """
 
     model: str
@@ -64,13 +66,17 @@ class Case:
     layers: int | None = None
     mesh_shape: str = "auto"
     pipeline_repeats: int = 1
+    remat: RematPolicy = "full"
+    mp: str = "p=f32,c=bfloat16"
 
     @property
     def preset(self) -> ModelPreset:
         """The model, which takes sequences of this length and no longer ones."""
         preset = PRESETS[self.model]
         layers = self.layers or preset.config.num_layers
-        config = dataclasses.replace(preset.config, max_seq_len=self.length, num_layers=layers)
+        config = dataclasses.replace(
+            preset.config, max_seq_len=self.length, num_layers=layers, gradient_checkpointing=self.remat
+        )
         return dataclasses.replace(preset, config=config)
 
 
@@ -114,7 +120,7 @@ def workload_of(case: Case) -> Workload:
     }
     trainer = TrainerConfig(
         train_batch_size=case.sequences, per_device_parallelism=case.at_a_time, num_train_steps=STEPS,
-        mp="p=f32,c=bfloat16", pipeline_repeats=case.pipeline_repeats,
+        mp=case.mp, pipeline_repeats=case.pipeline_repeats,
     )  # fmt: skip
     return Workload(
         command="train-lm", model=case.preset.config, model_key="model", vocab_size=case.preset.vocab_size,

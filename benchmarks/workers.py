@@ -24,6 +24,11 @@ def report(figures: Any) -> None:
     print(_PREFIX + json.dumps(figures), flush=True)
 
 
+def figures_in(output: str) -> list[Any]:
+    """Return what processes have told by `report`, in the order in which they did."""
+    return [json.loads(line.removeprefix(_PREFIX)) for line in output.splitlines() if line.startswith(_PREFIX)]
+
+
 def run_on_threads(work: Callable[[int], object], tasks: Iterable[int]) -> None:
     """Do work for each task on a thread of its own; the first failure ends the process, as others may wait for it."""
 
@@ -64,7 +69,7 @@ def run_workers(
     command += ["--processes", str(processes), "--devices_per_process", str(devices), "--", "python", "-m", module]
     everything = {**os.environ, **(environment or {})}
     run = subprocess.run([*command, *arguments], capture_output=True, text=True, cwd=ROOT, env=everything)
-    found = [json.loads(line.removeprefix(_PREFIX)) for line in run.stdout.splitlines() if line.startswith(_PREFIX)]
+    found = figures_in(run.stdout)
     if run.returncode or not found:
         raise RuntimeError(
             f"{module} {' '.join(arguments)} in {processes} processes ended with {run.returncode}:\n"

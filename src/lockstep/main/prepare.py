@@ -72,6 +72,9 @@ def add_plan_options(parser: argparse.ArgumentParser) -> None:
         "--write_bandwidth", metavar="X", default="1", help="GB/s at which a host writes a checkpoint (default: 1)"
     )
     how.add_argument(
+        "--dollars_per_chip_hour", metavar="X", help="what a chip costs, to tell what the run is expected to cost"
+    )
+    how.add_argument(
         "--cache_dir",
         metavar="DIR",
         default=str(default_directory()),
@@ -92,7 +95,10 @@ def run_plan(arguments: Sequence[str]) -> int:
     # A program that is only compiled cannot be read back from JAX's own cache.
     jax.config.update("jax_enable_compilation_cache", False)
     slice_ = topology(own.topology)
-    bandwidth = _bandwidth(own.write_bandwidth)
+    bandwidth = 1e9 * _positive("--write_bandwidth", own.write_bandwidth, "a number of GB/s", "0.5")
+    rate = own.dollars_per_chip_hour
+    if rate is not None:
+        rate = _positive("--dollars_per_chip_hour", rate, "a number of dollars", "4.2")
     command, config = read_plan(own.command, rest)
     progress = CompileProgress()
     cache = CompileCache(own.topology, None if own.cache_dir == "none" else Path(own.cache_dir), progress)
@@ -106,7 +112,7 @@ def run_plan(arguments: Sequence[str]) -> int:
         meshes = mesh_costs(workload, slice_, cache, own.calibration) if own.meshes else []
     path = Path(given[CONFIG_PATH]) if CONFIG_PATH in given else None
     places = [dataclasses.replace(one, place=place_of(path, one.key, list(given))) for one in plan.infeasibilities]
-    plan = dataclasses.replace(plan, infeasibilities=places, write_bandwidth=bandwidth)
+    plan = dataclasses.replace(plan, infeasibilities=places, write_bandwidth=bandwidth, dollars_per_chip_hour=rate)
     _show(plan, own.json, costs, meshes)
     return 0 if plan.fits else 1
 
@@ -160,15 +166,15 @@ def _score(command: Command, values: dict[str, Any]) -> int:
     return sum(1 if key in known else -1 for key in values)
 
 
-def _bandwidth(given: str) -> float:
-    """Bytes per second, of GB/s as given."""
+def _positive(option: str, given: str, what: str, example: str) -> float:
+    """The value of an option that is a number above 0."""
     try:
-        bandwidth = float(given) * 1e9
+        value = float(given)
     except ValueError:
-        bandwidth = 0.0
-    if not 0 < bandwidth < math.inf:
-        raise ConfigError(f"--write_bandwidth is {given!r}; it must be a number of GB/s above 0, such as 0.5.")
-    return bandwidth
+        value = 0.0
+    if not 0 < value < math.inf:
+        raise ConfigError(f"{option} is {given!r}; it must be {what} above 0, such as {example}.")
+    return value
 
 
 def _write(path: Path, text: str) -> None:

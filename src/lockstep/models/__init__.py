@@ -69,6 +69,7 @@ from lockstep.models.registry import named_parameters as named_parameters
 from lockstep.models.registry import register_reader as register_reader
 from lockstep.models.remat import POLICIES as POLICIES
 from lockstep.models.remat import RematPolicy as RematPolicy
+from lockstep.models.remat import recomputes_attention as recomputes_attention
 from lockstep.models.remat import recomputes_layers as recomputes_layers
 from lockstep.models.rope import Llama3Scaling as Llama3Scaling
 from lockstep.models.rope import RotaryConfig as RotaryConfig

@@ -55,3 +55,8 @@ def scan_policy(policy: RematPolicy) -> ScanCheckpointPolicy:
 def recomputes_layers(policy: RematPolicy) -> bool:
     """Return whether the backward pass computes the products of each layer a second time."""
     return name_of_policy(policy) in ("full", "offload")
+
+
+def recomputes_attention(policy: RematPolicy) -> bool:
+    """Return whether the backward pass computes the products of queries with keys and values a second time."""
+    return name_of_policy(policy) != "nothing"

@@ -28,11 +28,18 @@ def skeleton(vocab_size: int, config: LlamaConfig) -> LlamaLMHeadModel:
 
 
 @functools.lru_cache
-def layer_products(config: LlamaConfig) -> float:
-    """The numbers of the weights of all layers that a token is multiplied with."""
+def layer_products(config: LlamaConfig, *, again: bool = False) -> float:
+    """The numbers of the weights of all layers that a token is multiplied with.
+
+    Args:
+        again: Those alone that the backward pass multiplies with a second time where it recomputes layers: no gradient
+            needs the last product of a layer whose MLP is dense and whose result is added as it is.
+    """
+    unused = {"down"} if again and config.experts is None and not config.variant.post_norm else set()
     layers = skeleton(1, config).layers
     found = jax.tree_util.tree_leaves_with_path(layers, is_leaf=lambda leaf: isinstance(leaf, NamedArray))
     each = ((path[-1].name, leaf) for path, leaf in found)
+    each = ((name, leaf) for name, leaf in each if name not in unused)
     products = ((name, leaf.array.shape) for name, leaf in each if input_dims(name, leaf.ndim))
     return sum(config.part_read(name, 1) * math.prod(shape) for name, shape in products)
 

@@ -12,6 +12,8 @@ from lockstep.main.plan.compiler import default_directory as default_directory
 from lockstep.main.plan.compiler import topology as topology
 from lockstep.main.plan.planner import Plan as Plan
 from lockstep.main.plan.planner import make_plan as make_plan
+from lockstep.main.plan.step_time import StepTime as StepTime
+from lockstep.main.plan.step_time import least_time as least_time
 from lockstep.main.plan.summary import as_json as as_json
 from lockstep.main.plan.table import print_plan as print_plan
 from lockstep.main.plan.workload import Workload as Workload

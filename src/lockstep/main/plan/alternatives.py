@@ -14,7 +14,8 @@ from lockstep.errors import CapacityError, CompilerError, HbmError
 from lockstep.main.plan.compiler import CompileCache, Topology
 from lockstep.main.plan.planner import Plan, make_plan, predict_sampling
 from lockstep.main.plan.step_flops import flops_on
-from lockstep.main.plan.summary import moments, train_time
+from lockstep.main.plan.step_time import train_time
+from lockstep.main.plan.summary import moments
 from lockstep.main.plan.train_step import (
     State,
     bytes_for_step,

@@ -69,6 +69,7 @@ class Plan:
     infeasibilities: Sequence[Infeasibility]  # why the workload cannot run; none where it can
     seconds: float = 0.0  # seconds of compiling, all programs together; a cached program counts what it took then
     write_bandwidth: float = 1e9  # bytes per second of a host's checkpoints, as assumed; stated with every time
+    dollars_per_chip_hour: float | None = None  # the price of a chip, as given; None: the run's dollars are not told
     frozen: int = 0  # bytes per device of the parameters that no step changes, which are not in checkpoints
     checkpoint: int = 0  # bytes that the host which writes most writes of a checkpoint
 

@@ -3,7 +3,7 @@
 from jax.sharding import Mesh
 
 from lockstep.main.plan.workload import Workload
-from lockstep.models import adapter_products, layer_kinds, layer_products, recomputes_layers
+from lockstep.models import adapter_products, layer_kinds, layer_products, recomputes_attention, recomputes_layers
 from lockstep.models.attention import attention_products
 from lockstep.placement import CP, PP, data_shards
 from lockstep.training import TrainerConfig, needs_vocab_blocks
@@ -23,13 +23,14 @@ def flops_on(workload: Workload, mesh: Mesh) -> float:
 def step_flops(workload: Workload, *, vocab_blocks: bool, idle: float = 0.0) -> float:
     """The floating-point operations of a train step.
 
-    They are 2 per weight and token forward, 4 backward, and 2 again where layers are computed twice, or logits, because
-    they are made in blocks. A frozen weight has no gradient, so it needs 2 backward. Attention is counted as it is
-    computed, and so are layers in a stage that has no microbatch.
+    They are 2 per weight and token forward, 4 backward, and 2 again for what is computed twice: products of layers, as
+    far as a gradient needs them, and logits, because they are made in blocks. A frozen weight has no gradient, so it
+    needs 2 backward. Attention is counted as it is computed, and so are layers in a stage that has no microbatch.
     """
     training, config = workload.training, workload.model
     assert training is not None
-    forwards = 2 if recomputes_layers(config.gradient_checkpointing) else 1
+    again = recomputes_layers(config.gradient_checkpointing)
+    forwards = 2 if recomputes_attention(config.gradient_checkpointing) else 1
     tokens = training.trainer.train_batch_size * training.sequences_per_row * training.length
     per_head = (
         attention_products(config.attn_backend, training.length, kind.window, forwards=forwards)
@@ -40,7 +41,8 @@ def step_flops(workload: Workload, *, vocab_blocks: bool, idle: float = 0.0) -> 
     if training.lora is not None:
         backwards = 1
         adapters = adapter_products(training.lora.shapes(config), config)
-    products = (forwards + backwards) * layer_products(config) + pairs + (forwards + 2) * adapters
+    products = (1 + backwards) * layer_products(config) + pairs + (3 + again) * adapters
+    products += layer_products(config, again=True) if again else 0.0
     products /= 1 - idle
     output = config.hidden_dim * workload.vocab_size * (backwards + (2 if vocab_blocks else 1))
     return 2.0 * (products + output) * tokens

@@ -1,19 +1,15 @@
 """A plan in numbers: what the tables show and what ``--json`` writes."""
 
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
-
-import jax.numpy as jnp
 
 from lockstep.engine import layout_text
 from lockstep.main.plan.collectives import CollectiveSum
 from lockstep.main.plan.hlo import vmem
 from lockstep.main.plan.planner import Plan, SamplingPlan
+from lockstep.main.plan.step_time import DECODE_ERRORS, DECODE_OVER_BEST, EXPECTED_ERRORS, train_time
 from lockstep.main.plan.train_step import peak
-from lockstep.models import layer_products, recomputes_layers
-from lockstep.placement.device import tile_of
 from lockstep.training import SLOW_STEP_S, CheckpointerConfig
 
 TRAINING = "training step"
@@ -75,74 +71,6 @@ def moments(plan: Plan) -> list[Moment]:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class StepTime:
-    """The least time of a train step, each part as if the others took no time."""
-
-    compute_s: float  # seconds of the matrix products at the chip's peak
-    memory_s: float  # seconds of reading and writing what has to be read and written
-    collectives_s: float  # seconds of receiving what has to be received over the links
-    tokens: int
-    slices_s: float = 0.0  # seconds of what slices exchange; 0 where there is one, or no published rate
-    slices_bytes: int = 0  # bytes that a device receives for that
-    exact_s: float = 0.0  # seconds of the forward pass that `numerics: exact` has beside that of the gradient
-    merge_s: float = 0.0  # seconds of those in which it merges adapters
-    merge_bytes: int = 0  # bytes that a device reads and writes for that
-
-    @property
-    def step_s(self) -> float:
-        """The seconds of a step: the longest part, for at best all overlap; and the pass of `numerics: exact`."""
-        return max(self.compute_s, self.memory_s, self.collectives_s, self.slices_s) + self.exact_s
-
-
-def train_time(plan: Plan) -> StepTime | None:
-    """The least time of the train step; None where none is planned."""
-    if plan.training is None or plan.workload.training is None:
-        return None
-    chip, training, trainer = plan.chip, plan.workload.training, plan.workload.training.trainer
-    devices = 1
-    for size in plan.mesh_shape.values():
-        devices *= size
-    trained = plan.parameters - plan.frozen
-    # In the compute type, in which they are gathered; most of the adapters beside frozen weights is whole already.
-    frozen = plan.frozen / jnp.dtype(plan.workload.dtype).itemsize * plan.mesh_shape["fsdp"]
-    whole = trained / trainer.precision.param.itemsize * (1 if plan.frozen else plan.mesh_shape["fsdp"]) + frozen
-    whole *= trainer.precision.compute.itemsize
-    passes = 3 if recomputes_layers(plan.workload.model.gradient_checkpointing) else 2
-    moved = 2 * (trained + plan.optimizer) + plan.training.microbatches / (1 - plan.training.bubble) * passes * whole
-    received = sum(one.bytes for one in plan.training_collectives if not one.crosses_slices)
-    between = sum(one.bytes for one in plan.training_collectives if one.crosses_slices)
-    count = trainer.train_batch_size * training.sequences_per_row * training.length
-    merge_s, merge_bytes = _exact_merge(plan)
-    return StepTime(
-        compute_s=plan.training.flops / devices / chip.flops,
-        memory_s=moved / chip.bandwidth,
-        collectives_s=received / chip.link.bandwidth,
-        tokens=count,
-        slices_s=between / chip.dcn if chip.dcn else 0.0,
-        slices_bytes=between,
-        exact_s=_exact_forward_s(plan, count) + merge_s if plan.workload.model.exact else 0.0,
-        merge_s=merge_s,
-        merge_bytes=merge_bytes,
-    )
-
-
-def _exact_forward_s(plan: Plan, tokens: int) -> float:
-    """The least seconds of the exact forward pass, which reads all weights again for each tile of rows.
-
-    Where layers are computed again for their gradients it takes the place of their first computation.
-    """
-    config, split = plan.workload.model, plan.mesh_shape.get("tp", 1)
-    assert plan.workload.training is not None
-    weights = (layer_products(config) + config.hidden_dim * plan.workload.vocab_size) / split
-    rows = tokens * split / math.prod(plan.mesh_shape.values())
-    compute = plan.workload.training.trainer.precision.compute
-    tile = tile_of(math.ceil(rows), compute, plan.topology.devices[0].platform)
-    read = weights * compute.itemsize * math.ceil(rows / tile)
-    instead = layer_products(config) / split if recomputes_layers(config.gradient_checkpointing) else 0
-    return max(2 * weights * rows / plan.chip.flops, read / plan.chip.bandwidth) - 2 * instead * rows / plan.chip.flops
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class StopTime:
     """The time from SIGTERM to the end of the save, at worst."""
 
@@ -175,29 +103,6 @@ def stop_time(plan: Plan) -> StopTime:
     )
 
 
-def _exact_merge(plan: Plan) -> tuple[float, int]:
-    """The least seconds in which the forward passes of a step with exact numerics merge adapters, and the bytes that a
-    device reads and writes for that: its blocks of the weights, the merged ones, and sums in float32.
-
-    On CPU a sum is written and read once; elsewhere for every 8 numbers of the rank (`low_rank_product`).
-    """
-    training, config = plan.workload.training, plan.workload.model
-    if training is None or plan.training is None or training.lora is None or not config.exact:
-        return 0.0, 0
-    pairs, rank = training.lora.shapes(config), training.lora.r
-    sides = [(pair.a.array.shape, pair.b.array.shape) for pair in pairs.values()]
-    # One side of each matrix is that of A, the other that of B: their product, with those of the stack counted once.
-    adapted = sum(
-        math.prod(a) * math.prod(b) // (rank**2 * math.prod(a[: 2 if name.startswith("expert_") else 1]))
-        for name, (a, b) in zip(pairs, sides, strict=True)
-    )
-    own = adapted * plan.training.microbatches / math.prod(plan.mesh_shape.values())
-    own *= plan.mesh_shape.get("dp", 1) * plan.mesh_shape.get("dcn", 1)  # copies
-    sums = 1 if plan.topology.devices[0].platform == "cpu" else math.ceil(rank / 8)
-    moved = own * (2 * training.trainer.precision.compute.itemsize + 8 * sums)
-    return max(2 * rank * own / plan.chip.flops, moved / plan.chip.bandwidth), round(moved)
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RolloutStep:
     """The least time of a train step with its share of the rollout that it learns from."""
@@ -208,6 +113,27 @@ class RolloutStep:
     @property
     def step_s(self) -> float:
         return self.rollout_s + self.update_s
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunCost:
+    """The expected cost of all steps of a run, without start, samples, checkpoints and waiting."""
+
+    steps: int
+    step_s: float  # seconds to expect of a step, its share of a rollout among them
+    chip_hours: float
+    dollars: float | None  # by the rate that the user gave; None without one
+
+
+def run_cost(plan: Plan) -> RunCost | None:
+    """The cost of all steps; None where there is no train step."""
+    time, split = train_time(plan), rollout_step(plan)
+    if time is None or plan.workload.training is None:
+        return None
+    steps = plan.workload.training.trainer.num_train_steps
+    step_s = time.expected_s + (0.0 if split is None else DECODE_OVER_BEST * split.rollout_s)
+    hours, rate = steps * step_s * plan.topology.chips / 3600, plan.dollars_per_chip_hour
+    return RunCost(steps=steps, step_s=step_s, chip_hours=hours, dollars=None if rate is None else rate * hours)
 
 
 def rollout_step(plan: Plan) -> RolloutStep | None:
@@ -223,7 +149,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
     """The plan as ``--json`` writes it; its keys stay as they are when something is renamed in the code."""
     time = train_time(plan)
     split = rollout_step(plan)
-    stop = None if plan.training is None else stop_time(plan)
+    stop, cost = None if plan.training is None else stop_time(plan), run_cost(plan)
     every = moments(plan)
     worst = max(every, key=lambda moment: moment.total, default=None)
     return {
@@ -277,6 +203,11 @@ def as_json(plan: Plan) -> dict[str, Any]:
                 "step_s": time.step_s,
                 "tokens_per_s": time.tokens / time.step_s,
             },
+            "expected": {
+                "step_s": time.expected_s,
+                "errors": list(EXPECTED_ERRORS),
+                "tokens_per_s": time.tokens / time.expected_s,
+            },
         },
         "checkpoint": None
         if stop is None
@@ -291,6 +222,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         },
         "sampling": {one.workload.name or "sampling": _sampling(one) for one in plan.sampling},
         "rollout_step": None if split is None else {**dataclasses.asdict(split), "step_s": split.step_s},
+        "run": None if cost is None else dataclasses.asdict(cost),
         "notes": list(plan.workload.notes),
         "compile_seconds": plan.seconds,
     }
@@ -329,6 +261,7 @@ def _sampling(one: SamplingPlan) -> dict[str, Any]:
             "sequences_at_a_time": estimate.active,
             "tokens_per_s": estimate.active / estimate.step_s,
         },
+        "expected": {"step_s": DECODE_OVER_BEST * estimate.step_s, "errors": list(DECODE_ERRORS)},
         "drafts": [dataclasses.asdict(each) for each in one.drafts],
         "considered": [
             {

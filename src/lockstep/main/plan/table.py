@@ -13,7 +13,8 @@ from lockstep.engine import layout_text
 from lockstep.main.plan.collectives import CollectiveSum, FsdpBytes, ThinPieces
 from lockstep.main.plan.hlo import vmem
 from lockstep.main.plan.planner import Plan, SamplingPlan
-from lockstep.main.plan.summary import RolloutStep, StepTime, moments, rollout_step, stop_time, train_time
+from lockstep.main.plan.step_time import DECODE_ERRORS, DECODE_OVER_BEST, EXPECTED_ERRORS, StepTime, train_time
+from lockstep.main.plan.summary import RolloutStep, moments, rollout_step, run_cost, stop_time
 from lockstep.placement import PP
 from lockstep.placement.device import TILE
 from lockstep.printable import bytes_text, seconds_text
@@ -41,6 +42,7 @@ def print_plan(plan: Plan, console: Console) -> None:
         if plan.fsdp is not None:
             _print_fsdp(plan.fsdp, console)
         console.print(_speed(plan))
+        console.print(_expected(plan), highlight=False, soft_wrap=True)
         if plan.topology.num_slices > 1 and (time := train_time(plan)):
             console.print(_between_slices(plan, time), highlight=False, soft_wrap=True)
         if any(one.drafts for one in plan.sampling):
@@ -169,6 +171,30 @@ def _speed(plan: Plan) -> Table:
             seconds_text(found.step_s), f"{rate:,.0f}", f"{rate / chips:,.0f}",
         )  # fmt: skip
     return table
+
+
+def _expected(plan: Plan) -> str:
+    """The times that published steps make one expect, and the cost of the whole run then."""
+    lines = []
+    if time := train_time(plan):
+        rate = time.tokens / time.expected_s
+        lines.append(
+            f"expected: train step {seconds_text(time.expected_s)} ({_errors(EXPECTED_ERRORS)} in published steps), "
+            f"{rate:,.0f} tokens/s"
+        )
+    for one in plan.sampling:
+        step_s = DECODE_OVER_BEST * one.sizing.estimate.step_s
+        lines.append(_named(one, f"decode step {seconds_text(step_s)} ({_errors(DECODE_ERRORS)})"))
+    if cost := run_cost(plan):
+        dollars = "" if cost.dollars is None else f", ${cost.dollars:,.0f} at ${plan.dollars_per_chip_hour:g} each"
+        lines.append(
+            f"the run's {cost.steps:,} steps of {seconds_text(cost.step_s)}: {cost.chip_hours:,.4g} chip hours{dollars}"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def _errors(lowest_and_highest: tuple[float, float]) -> str:
+    return " to ".join(f"{error:+.0%}" for error in lowest_and_highest)
 
 
 def _pipeline(plan: Plan) -> str | None:

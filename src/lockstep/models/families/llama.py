@@ -46,6 +46,7 @@ FAMILY: Final = Family(
         "llama-3-70b": _preset(8192, 28672, 80, 64, context=8192, factor=None),
         "llama-3.1-8b": _preset(4096, 14336, 32, 32, context=131072, factor=8),
         "llama-3.1-70b": _preset(8192, 28672, 80, 64, context=131072, factor=8),
+        "llama-3.1-405b": _preset(16384, 53248, 126, 128, context=131072, factor=8),
         "llama-3.2-1b": _preset(2048, 8192, 16, 32, context=131072, factor=32, tied=True),
         "llama-3.2-3b": _preset(3072, 8192, 28, 24, context=131072, factor=32, tied=True),
         "llama-3.3-70b": _preset(8192, 28672, 80, 64, context=131072, factor=8),

@@ -41,5 +41,12 @@ FAMILY: Final = Family(
             ),
             vocab_size=151936,
         ),
+        "qwen3-32b": ModelPreset(
+            config=Qwen3Config(
+                max_seq_len=40960, hidden_dim=5120, intermediate_dim=25600, num_layers=64, num_heads=64,
+                num_kv_heads=8, head_dim=128, rope=RotaryConfig(theta=1e6),
+            ),
+            vocab_size=151936,
+        ),
     },
 )  # fmt: skip

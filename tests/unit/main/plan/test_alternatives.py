@@ -114,7 +114,7 @@ def test_each_policy_is_compiled_and_what_keeps_less_computes_more():
     costs = {cost.policy: cost for cost in found}
     assert tuple(costs) == POLICIES
     assert costs["nothing"].needed > costs["dots"].needed > costs["full"].needed > 0
-    assert costs["nothing"].flops == costs["dots"].flops < costs["full"].flops == costs["offload"].flops
+    assert costs["nothing"].flops < costs["dots"].flops < costs["full"].flops == costs["offload"].flops
     assert costs["full"].fits and costs["offload"].error == "no host memory here"
 
 

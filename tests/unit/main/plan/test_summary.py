@@ -1,16 +1,16 @@
 """What ``plan --json`` writes."""
 
-import dataclasses
 from types import SimpleNamespace
 from unittest import mock
 
+import pytest
+
 from lockstep.engine.sizing.cost_model import Estimate
 from lockstep.main.plan import summary, table
-from lockstep.main.plan.summary import _exact_forward_s, _exact_merge, _renamed, rollout_step
-from lockstep.main.plan.table import _exact, _split
-from lockstep.models import LlamaConfig, LoraConfig
+from lockstep.main.plan.step_time import DECODE_OVER_BEST, StepTime
+from lockstep.main.plan.summary import _renamed, rollout_step, run_cost
+from lockstep.main.plan.table import _exact, _expected, _split
 from lockstep.training import TrainerConfig
-from tests.unit.engine.models import FAMILIES
 
 
 def test_keys_stay_when_the_code_has_another_name():
@@ -33,48 +33,34 @@ def test_a_step_has_its_share_of_the_rollout_and_none_of_what_training_does_not_
     assert _split(split) == "a step: 4 s, of which rollout 3 s (75%, without prefill) and update 1 s\n"
 
 
-def plan_of(batch, gradient_checkpointing=False, **chip):
-    """A plan for four devices, two of which split weights; of exact numerics."""
-    config = LlamaConfig(
-        hidden_dim=16, intermediate_dim=32, num_layers=2, num_heads=4, num_kv_heads=4,
-        gradient_checkpointing=gradient_checkpointing,
-    )  # fmt: skip
-    trainer = TrainerConfig(mp="p=f32,c=bfloat16", train_batch_size=batch)
-    workload = SimpleNamespace(
-        model=dataclasses.replace(config, numerics="exact"), vocab_size=50, training=SimpleNamespace(trainer=trainer)
+@pytest.mark.parametrize("rate", [None, 2.5])
+def test_a_run_costs_what_its_steps_are_expected_to_take_on_every_chip(rate):
+    """On 32 chips: 100 steps, each 3 s at best and 1 s more in published ones, and 2 s of rollouts at best."""
+    time = StepTime(compute_s=3.0, memory_s=1.0, collectives_s=1.0, tokens=1000, exposed_s=1.0)
+    workload = SimpleNamespace(training=SimpleNamespace(trainer=TrainerConfig(num_train_steps=100)))
+    decode = SimpleNamespace(
+        workload=SimpleNamespace(steps=4, name="rollout"),
+        sizing=SimpleNamespace(estimate=SimpleNamespace(total_s=8.0, step_s=0.01)),
     )
-    topology = SimpleNamespace(devices=[SimpleNamespace(platform="tpu")])
-    sizes = {"dp": 1, "fsdp": 2, "tp": 2}
-    return SimpleNamespace(workload=workload, mesh_shape=sizes, topology=topology, chip=SimpleNamespace(**chip))
+    plan = SimpleNamespace(
+        workload=workload, topology=SimpleNamespace(chips=32), sampling=[decode], dollars_per_chip_hour=rate
+    )
+    with mock.patch.object(summary, "train_time", lambda plan: time):
+        cost = run_cost(plan)
+        assert cost is not None and cost.step_s == 4.0 + 2.0 * DECODE_OVER_BEST
+        assert cost.chip_hours == pytest.approx(100 * cost.step_s * 32 / 3600)
+        assert cost.dollars == (None if rate is None else pytest.approx(2.5 * cost.chip_hours))
+        with mock.patch.object(table, "train_time", lambda plan: time):
+            text = _expected(plan)
+    assert "expected: train step 4 s (-6% to +8% in published steps), 250 tokens/s\n" in text
+    assert "rollout: decode step 18.6 ms (-23% to +30%)\n" in text
+    told = "the run's 100 steps of 7.72 s: 6.862 chip hours"
+    assert text.endswith(f"{told}\n" if rate is None else f"{told}, $17 at $2.5 each\n")
 
 
-LAYERS = 2 * (4 * 16 * 16 + 3 * 16 * 32)
-WEIGHTS = LAYERS + 16 * 50
-"""The numbers of all weights that are multiplied with."""
-
-
-def test_the_forward_pass_of_exact_numerics_reads_weights_for_each_16_rows():
-    assert _exact_forward_s(plan_of(8, flops=1e30, bandwidth=1.0), 68) == 3 * 2 * WEIGHTS / 2, "34 rows, 2 bytes"
-    assert _exact_forward_s(plan_of(8, flops=1.0, bandwidth=1e30), 68) == 2 * WEIGHTS * 68 / 4
-    again = plan_of(8, gradient_checkpointing=True, flops=1.0, bandwidth=1e30)
-    assert _exact_forward_s(again, 68) == 2 * (WEIGHTS - LAYERS) * 68 / 4, "layers are computed again, but not first"
-
-
-def test_merging_adapters_reads_and_writes_the_blocks_of_a_device():
-    """Two weights have 256 and 512 numbers in each of two layers; the rank is 12, two times 8 at most."""
-    plan = plan_of(8, flops=1e30, bandwidth=10.0)
-    lora = LoraConfig(r=12, target_modules=("q_proj", "down_proj"))
-    plan.workload.training.lora, plan.training = lora, SimpleNamespace(microbatches=3)
-    own = 3 * 2 * (256 + 512) // 4
-    assert _exact_merge(plan) == (own * (2 + 2 + 2 * 8) / 10, own * 20)
-    plan.topology.devices[0].platform, plan.chip = "cpu", SimpleNamespace(flops=1.0, bandwidth=1e30)
-    assert _exact_merge(plan) == (2 * 12 * own, own * 12)
-    experts = FAMILIES["experts"]
-    plan.workload.model, plan.mesh_shape = dataclasses.replace(experts, numerics="exact"), {"dp": 2, "fsdp": 2, "tp": 1}
-    plan.workload.training.lora = LoraConfig(r=2, target_modules=("up_proj",))
-    assert _exact_merge(plan)[1] == 3 * 2 * 6 * 16 * 12 // 2 * 12, "each replica its own"
-    plan.workload.model = experts
-    assert _exact_merge(plan) == (0.0, 0)
+def test_what_is_not_trained_has_no_run_to_pay_for():
+    with mock.patch.object(summary, "train_time", lambda plan: None):
+        assert run_cost(SimpleNamespace(sampling=[])) is None
 
 
 def test_what_exact_numerics_cost_is_told():

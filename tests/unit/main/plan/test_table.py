@@ -9,6 +9,7 @@ from rich.console import Console
 
 from lockstep.main.plan import summary
 from lockstep.main.plan.collectives import CollectiveSum, FsdpBytes, ThinPieces
+from lockstep.main.plan.step_time import StepTime, train_time
 from lockstep.main.plan.table import _between_slices, _checkpoint, _named, _pipeline, _print_fsdp, print_plan
 from lockstep.main.plan.workload import Infeasibility
 from lockstep.placement.device import chip_named
@@ -137,7 +138,7 @@ def test_slices_are_told_what_their_gradients_take(kind, bits, flops, text):
             CollectiveSum(kind="all-reduce", count=9, bytes=2**bits, devices=2, crosses_hosts=True, crosses_slices=True)
         ],
     )  # fmt: skip
-    time = summary.train_time(plan)
+    time = train_time(plan)
     assert time.collectives_s == 0, "not over the links inside a slice"
     found = _between_slices(plan, time)
     assert text in found and ("warning" in found) == (text.startswith("hide"))
@@ -149,7 +150,7 @@ def test_slices_that_are_stages_hand_on_microbatches_and_the_bubble_is_told():
         mesh_shape={"pp": 2, "dp": 1, "fsdp": 8, "tp": 1}, training=SimpleNamespace(microbatches=8, bubble=1 / 9),
         workload=SimpleNamespace(training=SimpleNamespace(trainer=TrainerConfig())),
     )  # fmt: skip
-    time = summary.StepTime(compute_s=1.0, memory_s=0.0, collectives_s=0.0, tokens=1, slices_s=0.1, slices_bytes=2**30)
+    time = StepTime(compute_s=1.0, memory_s=0.0, collectives_s=0.0, tokens=1, slices_s=0.1, slices_bytes=2**30)
     assert "2 slices hand on microbatches, and add up their gradients once a step: 1.00 GiB" in _between_slices(
         plan, time
     )
