@@ -267,6 +267,7 @@ SHOWN = {
     "docs/grpo.md:text:0": ("tests/multiprocess/test_rl_demo.py", ("seconds", "left", "rate", "step", "reward")),
     "docs/launch-google.md:text:0": ("tests/unit/test_snippets.py", ()),
     "docs/plan.md:text:0": ("tests/tpu_compile/test_planner.py", ()),
+    "docs/plan.md:text:1": ("tests/tpu_compile/test_published.py", ()),
     "docs/testing.md:text:0": ("tests/unit/testing/test_plugin.py", ()),
     "docs/testing.md:text:1": ("tests/unit/testing/test_plugin.py", ()),
     "docs/testing.md:text:2": ("tests/unit/testing/test_plugin.py", ()),

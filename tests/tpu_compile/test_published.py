@@ -19,6 +19,7 @@ from lockstep.main.plan.step_time import (
     train_time,
 )
 from lockstep.models.attention import attention_products
+from tests.snippets import lacking
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +53,10 @@ def test_what_the_plan_expects_is_fitted_to_these_rows(found):
     assert round(found["decode_over_best"], 2) == DECODE_OVER_BEST
     for errors, told in ((found["train_errors"], EXPECTED_ERRORS), (found["decode_errors"], DECODE_ERRORS)):
         assert tuple(round(error, 2) for error in errors) == told
+
+
+def test_the_page_shows_these_rows(found):
+    assert lacking("docs/plan.md:text:1", published.table(found["rows"])) is None
 
 
 def product_flops(text):
