@@ -31,6 +31,8 @@ KEPT_PREFIXES = ("LOCKSTEP_FUZZ_", "LOCKSTEP_TEST_", "PIP_", "PYENV_", "PYTEST_X
 
 SET = {
     "COLUMNS": "80",
+    # Newer gcsfs (2026.7) asks by gRPC and TLS what kind of bucket it is, without end where it is fake_gcs.py.
+    "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",
     "GIT_CONFIG_COUNT": "1",
     "GIT_CONFIG_GLOBAL": os.devnull,
     "GIT_CONFIG_KEY_0": "safe.directory",  # a clone may belong to another user than the tests' processes

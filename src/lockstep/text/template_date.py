@@ -13,6 +13,17 @@ if TYPE_CHECKING:
 log = get_logger(__name__)
 
 _FUNCTION: Final = "strftime_now"  # the function of transformers that a template calls: Llama 3.2, SmolLM3, gpt-oss
+# transformers 5.24 gives a template data alone, so the function of the fixed date is one of Jinja's. The line ends within
+# what `trim_blocks` takes away: what follows begins a line, as it does alone.
+_MACRO: Final = """{%- macro strftime_now(format) -%}
+{%- set text = namespace(dated=format) -%}
+{%- for directive, value in lockstep_date.items() -%}
+{%- set text.dated = text.dated.replace(directive, value) -%}
+{%- endfor -%}
+{{- text.dated -}}
+{%- endmacro %}
+"""
+_DIRECTIVES: Final = "aAbBcdDeFgGhHIjklmMnpPrRStTuUVwWxXyYzZ"
 _ATTRIBUTE: Final = "lockstep_template_date"  # the attribute of a tokenizer that has its date
 
 
@@ -65,6 +76,9 @@ def template_date(tokenizer: Any) -> str:
 
 
 def date_options(tokenizer: Any) -> Mapping[str, Any]:
-    """The variables by which a chat template sees the date that is fixed."""
+    """Options of `apply_chat_template` with which the chat template sees the date that is fixed."""
     date = getattr(tokenizer, _ATTRIBUTE, None)
-    return {_FUNCTION: date.strftime} if date else {}
+    if not date:
+        return {}
+    values = {f"%{flag}{each}": date.strftime(f"%{flag}{each}") for flag in ("", "-") for each in _DIRECTIVES}
+    return {"chat_template": _MACRO + tokenizer.get_chat_template(), "lockstep_date": values}

@@ -42,6 +42,21 @@ def test_a_date_in_the_template_is_that_of_the_run(monkeypatch, caplog):
     assert lines[2].startswith(f"the chat template has the date {date} (of the first start)")
 
 
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        ("{{ strftime_now('%A, %-d %B %Y (%F)') }}", "Saturday, 3 February 2024 (2024-02-03)"),
+        ("\n  {% if strftime_now is defined %}\n  {{ strftime_now('%d') | int + 1 }}\n  {% endif %}\n", "\n  4\n"),
+        ("{% macro day() %}{{ strftime_now('%d') }}{% endmacro %}{{ day() }}{{ messages[0].content }}", "03?"),
+    ],
+)
+def test_a_template_sees_the_date_and_is_else_what_it_was(template, text):
+    tokenizer = tiny.tokenizer()
+    tokenizer.chat_template = template
+    fix_template_date(tokenizer, lambda: "2024-02-03", lambda _, choose: choose())
+    assert chat_text(tokenizer, [{"role": "user", "content": "?"}]) == text
+
+
 def test_a_template_without_a_date_asks_nobody_for_one():
     tokenizer = tiny.tokenizer()
     before = tokenizer_digest(tokenizer)
