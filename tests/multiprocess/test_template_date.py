@@ -60,7 +60,8 @@ def test_the_date_of_the_first_start_is_that_of_every_start_on_every_host(tmp_pa
         json.dumps(
             {
                 "tokenizer": str(tmp_path / "tokenizer"),
-                "data": {"train_urls": [str(tmp_path / "chats.jsonl")], "format": "chat", "max_seq_len": 64},
+                "data": {"train_urls": [str(tmp_path / "chats.jsonl")], "format": "chat", "max_seq_len": 64}
+                | {"require_end_token": False},
                 "model": {"type": "llama", "max_seq_len": 64, "hidden_dim": 32, "intermediate_dim": 64}
                 | {"num_layers": 2, "num_heads": 4, "num_kv_heads": 2},
                 "trainer": {"train_batch_size": 8, "run_id": "run", "checkpointer": {"every": 2}},

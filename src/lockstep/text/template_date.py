@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 log = get_logger(__name__)
 
 _FUNCTION: Final = "strftime_now"  # the function of transformers that a template calls: Llama 3.2, SmolLM3, gpt-oss
-# transformers 5.24 gives a template data alone, so the function of the fixed date is one of Jinja's. The line ends within
-# what `trim_blocks` takes away: what follows begins a line, as it does alone.
+# Newer transformers (5.24) gives a template data alone, so the function is one of Jinja's. `trim_blocks` removes the
+# end of its last line: what follows begins a line, as it does alone.
 _MACRO: Final = """{%- macro strftime_now(format) -%}
 {%- set text = namespace(dated=format) -%}
 {%- for directive, value in lockstep_date.items() -%}
