@@ -134,6 +134,9 @@ def test_the_demo_learns_and_leaves_everything_it_promises(model, exact, tmp_pat
     assert curve[steps[0]] < 0.1
     assert curve[steps[-1]] > 0.8
     assert all(row["finish_reason"] == "stop" for row in rows if row["step"] == steps[-1])
+    assert not [row for row in rows if row["step"] == steps[-1] and row["health"]], (
+        "a model that has learned is healthy"
+    )
 
     metrics = read_jsonl(run_dir / "metrics.jsonl")
     logged = {record["step"]: record["inference_eval/exact_match"] for record in metrics if "train/loss" not in record}

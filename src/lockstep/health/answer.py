@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final, Self
 import numpy as np
 
 from lockstep.health.loops import Run, runs
-from lockstep.health.markers import is_tool_marker, turn_markers, unbalanced_marker
+from lockstep.health.markers import is_part_marker, turn_markers, unbalanced_marker
 from lockstep.health.scripts import is_in_other_script
 from lockstep.text import CHANNEL, Prompt, part_markers, special_tokens, split_answer, stop_ids
 from lockstep.types import Completion, FinishReason
@@ -84,7 +84,7 @@ class Vocabulary:
     def from_tokenizer(cls, tokenizer: "PreTrainedTokenizerBase") -> Self:
         """The vocabulary of a Hugging Face tokenizer."""
         ends = frozenset(stop_ids(tokenizer))
-        special = {token for text, token in special_tokens(tokenizer).items() if not is_tool_marker(text)}
+        special = {token for text, token in special_tokens(tokenizer).items() if not is_part_marker(text)}
         return cls(special=frozenset(special) - ends, ends=ends, parts=frozenset(part_markers(tokenizer).values()))
 
 

@@ -24,7 +24,7 @@ _TURNS: Final = re.compile(
     r"|</?(?:start|end)_of_turn>|<(?:bos|eos|pad|unk)>"  # Gemma
     r"|<seed:(?:bos|eos|pad)>|\[gMASK\]|<sop>"  # Seed, GLM
 )
-_TOOLS: Final = re.compile("tool|python_tag|function|call", re.IGNORECASE)
+_PARTS: Final = re.compile("tool|python_tag|function|call|action|response|_box|cot_budget", re.IGNORECASE)
 _CHANNELS: Final = re.compile(r"<\|channel\|>(?:(?P<channel>[^<]*)(?P<next><\|(?:message|constrain)\|>)?)?")
 _PAIRED: Final = re.compile("|".join(re.escape(marker) for pair in PAIRS for marker in pair))
 _OPENING: Final = frozenset(begin for begin, _ in PAIRS)
@@ -32,9 +32,11 @@ _CLOSING: Final = {end: begin for begin, end in PAIRS}
 _CHANNEL_NAMES: Final = ("analysis", "commentary", "final")
 
 
-def is_tool_marker(marker: str) -> bool:
-    """Whether a special token is about calls of tools, which are a part of an answer."""
-    return _TOOLS.search(marker) is not None
+def is_part_marker(marker: str) -> bool:
+    """Whether a marker is one of reasoning, or of other parts that some family's answers have: calls of tools, Command
+    A's responses, GLM's boxes, Seed's budgets.
+    """
+    return marker in _OPENING or marker in _CLOSING or _PARTS.search(marker) is not None
 
 
 def turn_markers(text: str, parts: Collection[str] = ()) -> list[str]:
@@ -44,7 +46,7 @@ def turn_markers(text: str, parts: Collection[str] = ()) -> list[str]:
         text: An answer.
         parts: The markers that the answer's own family has in its answers, such as those of gpt-oss.
     """
-    return [marker for marker in _TURNS.findall(text) if marker not in parts and not _is_part(marker)]
+    return [marker for marker in _TURNS.findall(text) if marker not in parts and not is_part_marker(marker)]
 
 
 def unbalanced_marker(
@@ -82,7 +84,3 @@ def _unbalanced_channel(text: str, ended: bool) -> str | None:
         if not unfinished and (match["next"] is None or not name or name[0] not in _CHANNEL_NAMES):
             return CHANNEL
     return None
-
-
-def _is_part(marker: str) -> bool:
-    return marker in _OPENING or marker in _CLOSING or is_tool_marker(marker)

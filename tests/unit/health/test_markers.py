@@ -14,7 +14,7 @@ TURNS = {
     "Phi": ("<|user|>", "<|assistant|>", "<|system|>", "<|end|>", "<|im_sep|>"),
     "gpt-oss": ("<|start|>", "<|channel|>", "<|message|>", "<|return|>"),
     "DeepSeek": ("<｜begin▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>", "<｜end▁of▁sentence｜>"),
-    "Command": ("<|START_OF_TURN_TOKEN|>", "<|CHATBOT_TOKEN|>", "<|START_RESPONSE|>"),
+    "Command": ("<|START_OF_TURN_TOKEN|>", "<|CHATBOT_TOKEN|>", "<|USER_TOKEN|>"),
     "Granite": ("<|start_of_role|>", "<|end_of_role|>"),
     "Kimi": ("<|im_user|>", "<|im_middle|>"),
     "GLM": ("[gMASK]", "<sop>", "<|observation|>"),
@@ -36,7 +36,8 @@ def test_markers_of_turns_are_told_in_the_order_of_the_text(family):
         "<b>bold</b> <s>struck</s> <p>a</p> <end>",
         "| a | b |\n|---|---|\n| 1 | 2 |",
         "array[INSTANCE], [1, 2], [x](y), <https://example.org>",
-        "<think>so</think> <|START_THINKING|>so<|END_THINKING|>",
+        "<think>so</think> <|START_THINKING|>so<|END_THINKING|><|START_RESPONSE|>Paris<|END_RESPONSE|>",
+        "<seed:think><seed:cot_budget_reflect>so</seed:think> <|begin_of_box|>4<|end_of_box|>",
         '<tool_call>{"name": "f"}</tool_call> [TOOL_CALLS] <|python_tag|> <｜tool▁calls▁begin｜>',
     ],
 )
