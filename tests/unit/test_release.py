@@ -1,5 +1,6 @@
 """The release: notes from the changelog, who may publish, known files alone, and extras that fit together."""
 
+import datetime
 import importlib.metadata
 import re
 import tomllib
@@ -10,7 +11,7 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from scripts import check_hashes, public_names
+from scripts import check_hashes, make_sbom, public_names
 from scripts.release_notes import notes
 from tests.extras import NEEDS_CLIENTS
 
@@ -45,8 +46,59 @@ def test_only_who_publishes_may_and_the_release_runs_nothing_that_somebody_can_c
     assert publish["environment"] == "pypi" and "secrets." not in text
     assert not [step for step in publish["steps"] if "run" in step or "checkout" in step["uses"]]
     assert all(re.fullmatch(r"[\w./-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+", use) for use in re.findall("uses: *(.*)", text))
-    assert all("--require-hashes" in line and "--no-deps" in line for line in re.findall("pip install (.*)", text))
+    for line in re.findall("pip install (.*)", text):
+        nothing_is_run = "--dry-run" in line and "--only-binary :all:" in line
+        assert nothing_is_run or ("--require-hashes" in line and "--no-deps" in line)
+    assert publish["steps"][-1]["with"] == {"attestations": True}, "the provenance of each file"
     assert re.findall("-m build(.*)", text) == [" --no-isolation"]  # isolated, it fetches setuptools
+
+
+def installed(name, digest, *requirements, url="https://files.example/a.whl", **more):
+    """A package as pip's report has it."""
+    metadata = {"name": name, "version": "1.0", "requires_dist": list(requirements)} | more
+    source = {"url": url, "archive_info": {"hashes": {"sha256": digest * 64}}}
+    return {"metadata": metadata, "download_info": source, "requested": url.startswith("file:")}
+
+
+def test_the_bill_of_materials_has_each_file_by_its_hash_and_who_needs_it():
+    """The bill of the wheel of 2026-11-28 has passed the strict schema of CycloneDX 1.6."""
+    own = ["b[fast]>=1; python_version >= '3'", "gone; python_version < '3'", "tests; extra == 'dev'"]
+    report = {
+        "pip_version": "26.3",
+        "environment": {"python_version": "3.12"},
+        "install": [
+            installed("Lock_Step", "a", *own, url="file:///dist/a.whl", license_expression="Apache-2.0"),
+            installed("b", "b", "c.d; extra == 'fast'", classifier=["License :: OSI Approved :: MIT License"]),
+            installed("c.d", "c", license="BSD\nall of its text"),
+        ],
+    }
+    bill = make_sbom.bill_of(report, datetime.datetime(2026, 12, 1, 1, tzinfo=datetime.UTC))
+    assert (bill["bomFormat"], bill["specVersion"], bill["version"]) == ("CycloneDX", "1.6", 1)
+    wheel, components = bill["metadata"]["component"], bill["components"]
+    assert bill["metadata"]["timestamp"] == "2026-12-01T01:00:00+00:00" and "externalReferences" not in wheel
+    assert [each["purl"] for each in (wheel, *components)] == [
+        "pkg:pypi/lock-step@1.0", "pkg:pypi/b@1.0", "pkg:pypi/c-d@1.0",
+    ]  # fmt: skip
+    assert [each["hashes"][0]["content"][0] for each in (wheel, *components)] == ["a", "b", "c"]
+    assert [each["licenses"] for each in (wheel, *components)] == [
+        [{"expression": "Apache-2.0"}], [{"license": {"name": "MIT License"}}], [{"license": {"name": "BSD"}}],
+    ]  # fmt: skip
+    assert {each["ref"]: each["dependsOn"] for each in bill["dependencies"]} == {
+        "pkg:pypi/lock-step@1.0": ["pkg:pypi/b@1.0"],
+        "pkg:pypi/b@1.0": ["pkg:pypi/c-d@1.0"],
+        "pkg:pypi/c-d@1.0": [],
+    }
+    again = make_sbom.bill_of(report, datetime.datetime(2027, 1, 1, tzinfo=datetime.UTC))
+    assert again["serialNumber"] == bill["serialNumber"], "the same files"
+
+
+def test_the_release_has_its_bill_of_materials():
+    jobs = yaml.safe_load(TEXT["release.yml"])["jobs"]
+    (made,) = (step["run"] for step in jobs["build"]["steps"] if step.get("name") == "Bill of materials")
+    assert "--report - dist/*.whl | python scripts/make_sbom.py >" in made
+    kept = [step["with"]["path"] for step in jobs["build"]["steps"] if "upload-artifact" in step.get("uses", "")]
+    assert kept == ["dist/", "notes.md\n*.cdx.json\n"], "PyPI gets the first alone"
+    assert jobs["page"]["steps"][-1]["run"].endswith(" ./*.whl ./*.tar.gz ./*.cdx.json")
 
 
 def test_the_pins_of_both_files_are_the_same_and_each_has_a_hash():
