@@ -12,7 +12,10 @@ from lockstep.main.cli import run
         (["--processes", "1", "--", "python", "x.py"], "at least 2 processes"),
         (["--ignore", "nothing", "--", "python", "x.py"], "invalid choice"),
         (["python", "x.py"], "unrecognized arguments"),
-        (["--json", "/no/where/found.json", "--", "python", "x.py"], "/no/where is no directory to write to. Choose"),
+        (
+            ["--json", "/dev/null/where/found.json", "--", "python", "x.py"],
+            "/dev/null/where is no directory to write to. Choose",
+        ),
     ],
 )
 def test_what_cannot_work_is_said(arguments, said):
