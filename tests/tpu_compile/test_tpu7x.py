@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.experimental import topologies
 
 pytest.importorskip("libtpu", reason="the extra [plan] brings the TPU compiler")
 
@@ -31,6 +32,14 @@ def test_a_chip_is_two_devices_and_a_tensor_group_begins_with_them(tpu7x: Topolo
         groups = make_decode_mesh(mesh, tensor).mesh.devices.reshape(-1, 2)
         assert all(on_one_chip(list(pair)) for pair in groups), tensor
     assert all(on_one_chip(list(row)) for row in make_mesh("1,-1,2", tpu7x.devices).devices.reshape(-1, 2))
+
+
+@pytest.mark.parametrize("generation", ["TPU8t", "TPU8i"])
+def test_the_next_generation_is_not_known_to_the_compiler(tpu7x: Topology, generation: str) -> None:
+    """Where it is, `COMPILERS` and the table of slices can have it, and plan need not refuse it any more."""
+    for name in (generation, generation.removeprefix("TPU"), generation.replace("TPU", "v")):
+        with pytest.raises(Exception, match="Invalid TPU external name"):
+            topologies.get_topology_desc(platform="tpu", topology_name=f"{name.lower()}:2x2x1")
 
 
 def compiled(tpu7x: Topology, name: str, function: Any, shapes: list[Any], options: dict[str, str]) -> Program:

@@ -11,3 +11,4 @@ from lockstep.launch.options import own_words as own_words
 from lockstep.launch.options import without_debug as without_debug
 from lockstep.launch.slices import Slice as Slice
 from lockstep.launch.slices import slices as slices
+from lockstep.launch.slices import unpublished as unpublished

@@ -6,6 +6,7 @@ Standard library only, because `lockstep launch` runs before anything is install
 import dataclasses
 import functools
 import math
+import re
 from typing import Final
 
 from lockstep.errors import ConfigError
@@ -73,6 +74,12 @@ FAMILIES: Final = (
 )  # fmt: skip
 
 
+def unpublished(name: str) -> str | None:
+    """Return the generation of a name whose slices and machines are not documented; None for any other name."""
+    found = re.match(r"(?:tpu)?[ _-]?v?8([ti])(?![a-z0-9])", name.lower())
+    return f"TPU 8{found[1]}" if found else None
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Slice:
     """One slice, from its name alone."""
@@ -111,6 +118,11 @@ def slice_of(name: str | None) -> Slice | None:
     """Return the slice of a ``--tpu_type``; None where none is given."""
     if not name:
         return None
+    if generation := unpublished(name):
+        raise ConfigError(
+            f"--tpu_type is {name!r}: Google documents no slices and machine types of {generation} (2026-11-28). Make "
+            "the machines yourself, and use --backend ssh."
+        )
     if name not in slices():
         prefix = name.rpartition("-")[0]
         family = [each for each in slices() if each.rpartition("-")[0] == prefix]

@@ -345,6 +345,7 @@ def test_an_environment_that_is_there_is_used_as_it_is(laptop):
     ("words", "text"),
     [
         (["--tpu_type", "v6e-17"], "--tpu_type is 'v6e-17', which is not the name of a slice. Known: v6e-1, v6e-4,"),
+        (["--tpu_type", "tpu8i-8"], "Google documents no slices and machine types of TPU 8i (2026-11-28). Make the"),
         (["--tpu_type", "h100-8"], "names begin with v4, v5p, v5litepod, v6e, tpu7x"),
         (["--tpu_type", "tpu7x-8"], "which the Cloud TPU API does not have. Use --backend mig"),
         (["--zone", ""], "--zone is not given; backend tpu-vm needs it. Add it: --zone us-east5-a"),

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lockstep.launch.slices import CHIPS_PER_HOST, FAMILIES, slices
+from lockstep.launch.slices import CHIPS_PER_HOST, FAMILIES, slices, unpublished
 
 
 @pytest.mark.parametrize(
@@ -22,6 +22,17 @@ from lockstep.launch.slices import CHIPS_PER_HOST, FAMILIES, slices
 def test_a_name_says_how_many_chips_and_hosts(name, topology, chips, hosts):
     found = slices()[name]
     assert (found.topology, found.chips, found.hosts) == (topology, chips, hosts)
+
+
+@pytest.mark.parametrize(
+    ("name", "generation"),
+    [
+        ("tpu8t-16", "TPU 8t"), ("8i", "TPU 8i"), ("TPU 8t", "TPU 8t"), ("v8i-8", "TPU 8i"),
+        ("tpu8txt", None), ("v5p-8", None), ("tpu7x-8", None), ("8x8", None),
+    ],
+)  # fmt: skip
+def test_generations_without_published_slices_are_known_by_name(name, generation):
+    assert unpublished(name) == generation
 
 
 def test_no_two_slices_have_one_name_and_every_machine_exists():

@@ -24,7 +24,7 @@ from rich.status import Status
 
 from lockstep.errors import ConfigError, HbmError, VmemError
 from lockstep.files import write_file
-from lockstep.launch import Slice, slices
+from lockstep.launch import Slice, slices, unpublished
 from lockstep.placement.device import compile_with_options, explain
 
 NO_COMPILER: Final = (
@@ -114,6 +114,11 @@ def topology(name: str) -> Topology:
     """
     known = known_names()
     count, _, one = name.partition("x") if name[:1].isdecimal() else ("1", "", name)
+    if generation := unpublished(one or name):
+        raise ConfigError(
+            f"topology {name!r} cannot be planned: no TPU compiler (libtpu up to 0.0.52) knows {generation}, and no "
+            "slices of it are documented (2026-11-28). Plan for another generation, such as tpu7x-128."
+        )
     if one not in known or not count.isdecimal() or int(count) < 1:
         listed = "; ".join(", ".join(names_of(prefix)) for prefix in COMPILERS)
         raise ConfigError(f"topology {name!r} is not known. Known: {listed}; 2x before a name: two of them.")

@@ -16,6 +16,10 @@ _TPU_SOURCE = (
     "https://jax-ml.github.io/scaling-book/"
 )
 _TPU7X_SOURCE = "published, memory by the TPU compiler: https://docs.cloud.google.com/tpu/docs/tpu7x"
+_TPU8_SOURCE = (
+    "published: jax 0.12.0.1 (jax/_src/tpu_info.py); links: https://blog.google/innovation-and-ai/"
+    "infrastructure-and-cloud/google-cloud/eighth-generation-tpu-agentic-era/"
+)
 
 
 SLICES_VARIABLE: Final = "MEGASCALE_NUM_SLICES"
@@ -62,6 +66,7 @@ def _tpu(
     link: float,
     core: float = 0.0,
     dcn: float | None = None,
+    source: str = _TPU_SOURCE,
 ) -> Chip:
     # A ring uses both directions of one axis: two links. https://jax-ml.github.io/scaling-book/sharding/ has about 1 us
     # per hop ("A note on ICI latency"), and one measurement: a gather over 3 hops of a v5e that moves next to nothing
@@ -76,7 +81,7 @@ def _tpu(
         network=ici,
         core=Link(bandwidth=core, latency_s=ici.latency_s) if core else None,
         dcn=dcn,
-        source=_TPU7X_SOURCE if core else _TPU_SOURCE,
+        source=source,
     )
 
 
@@ -104,7 +109,11 @@ _V5P = _tpu("TPU v5p", 95.73, 2.765e12, 459e12, 90e9, dcn=6.25e9)
 _V6E = _tpu("TPU v6e", 31.24, 1.64e12, 918e12, 90e9, dcn=12.5e9)
 # A device is one of the two TensorCores of a chip. Half of 7.37 TB/s and 2,307 TFLOP/s; a link: 1,200 GB/s per chip in
 # six links and both directions; between the cores: six times a link.
-_TPU7X = _tpu("TPU7x core", 94.74, 7.37e12 / 2, 2307e12 / 2, 100e9, core=600e9, dcn=12.5e9 / 2)
+_TPU7X = _tpu("TPU7x core", 94.74, 7.37e12 / 2, 2307e12 / 2, 100e9, core=600e9, dcn=12.5e9 / 2, source=_TPU7X_SOURCE)
+# Links carry twice what those of TPU7x do: 19.2 Tbit/s per chip. 8i is no torus (Boardfly): its number is that of as
+# many links. A device of 8i is one of the two TensorCores of a chip; what is between them is not published.
+_TPU8T = _tpu("TPU 8t", 231e9 / 2**30, 6.4e12, 996.1e12, 200e9, source=_TPU8_SOURCE)
+_TPU8I = _tpu("TPU 8i core", 309e9 / 2 / 2**30, 8.6e12 / 2, 1101e12 / 2, 200e9, source=_TPU8_SOURCE)
 # https://www.nvidia.com/en-us/data-center/h100/ and /h200/, SXM.
 _H100 = _gpu("H100", 80, 3.35e12)
 _H200 = _gpu("H200", 141, 4.8e12)
@@ -130,6 +139,8 @@ _KINDS = {
     "TPU v6 lite": _V6E,
     "TPU v6e": _V6E,
     "TPU7x": _TPU7X,
+    "TPU8t": _TPU8T,
+    "TPU8i": _TPU8I,
     "NVIDIA H100 80GB HBM3": _H100,
     "NVIDIA H200": _H200,
 }

@@ -47,6 +47,12 @@ def test_an_unknown_name_lists_the_known_ones(name):
         topology(name)
 
 
+@pytest.mark.parametrize("name", ["tpu8t-16", "2xtpu8i-8", "8t"])
+def test_a_generation_without_a_compiler_is_refused_by_name(name):
+    with pytest.raises(ConfigError, match=f"topology '{name}' cannot be planned: no TPU compiler .* knows TPU 8[ti], "):
+        topology(name)
+
+
 @pytest.mark.slow
 def test_every_slice_is_known_to_the_compiler():
     pytest.importorskip("libtpu", reason="the TPU compiler comes with the extra [plan]")

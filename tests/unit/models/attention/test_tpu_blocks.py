@@ -32,6 +32,7 @@ def test_stored_heads(itemsize: int, wants: dict[int, int]) -> None:
         ("TPU v5p", "v5p"),
         ("TPU v5 lite", "v5e"),
         ("TPU7x", "tpu7x"),
+        ("TPU8t", "tpu8t"),
         ("TPU v6 lite", "v6e"),
         ("TPU v6e", "v6e"),
         ("CPU", "cpu"),

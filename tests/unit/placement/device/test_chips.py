@@ -17,6 +17,8 @@ from lockstep.placement.device import Link, chip_named, hops, on_one_chip, publi
         ("TPU v5 lite", "tpu", "TPU v5e"),
         ("TPU v6 lite", "tpu", "TPU v6e"),
         ("TPU7x", "tpu", "TPU7x core"),
+        ("TPU8t", "tpu", "TPU 8t"),
+        ("TPU8i", "tpu", "TPU 8i core"),
         ("TPU v9", "tpu", "TPU v5p"),
         ("NVIDIA H100 80GB HBM3", "gpu", "H100"),
         ("NVIDIA H200", "gpu", "H200"),
@@ -72,6 +74,18 @@ def test_the_two_devices_of_a_chip_are_near_each_other() -> None:
     assert not on_one_chip(devices[:2])
 
 
+@pytest.mark.parametrize(
+    ("kind", "devices", "memory", "bandwidth", "flops"),
+    [("TPU8t", 1, 231e9, 6.4e12, 0.996e15), ("TPU8i", 2, 309e9, 8.6e12, 1.10e15)],
+)
+def test_chips_of_the_eighth_generation_have_the_numbers_of_jax(kind, devices, memory, bandwidth, flops) -> None:
+    """Per chip, which is one device or two; a link carries twice what one of TPU7x does."""
+    chip = chip_named(kind, "tpu")
+    found = [devices * each for each in (chip.memory, chip.bandwidth, chip.flops)]
+    assert found == pytest.approx([memory, bandwidth, flops], rel=1e-3)
+    assert chip.link.bandwidth == 2 * chip_named("TPU7x", "tpu").link.bandwidth and chip.core is None
+
+
 def test_devices_without_a_place_are_a_line() -> None:
     assert hops(jax.devices()[:4]) == 3
 
@@ -84,5 +98,5 @@ def test_a_sum_goes_there_and_back() -> None:
 
 
 def test_a_plan_can_say_whose_numbers_it_has():
-    for kind, platform in (("TPU v5p", "tpu"), ("TPU v6e", "tpu"), ("NVIDIA H100", "gpu")):
+    for kind, platform in (("TPU v5p", "tpu"), ("TPU v6e", "tpu"), ("TPU8t", "tpu"), ("NVIDIA H100", "gpu")):
         assert chip_named(kind, platform).source.startswith("published: ")
