@@ -246,7 +246,8 @@ class Generator:
             health = [measure_health(answer, self._vocabulary) for answer in answers]
             rows[:] = [row.with_health(own) for row, own in zip(rows, health, strict=True)]
 
-        try_leader_only("the health of answers", look, "sampling goes on")
+        if self._config.health:
+            try_leader_only("the health of answers", look, "sampling goes on")
         measured, failures = measure(self._metrics, rows, prompts, guard=leader_only)
         for failure in failures:
             log.error("round %d: %s; sampling goes on", round_, failure)

@@ -76,6 +76,7 @@ class InferenceEvalConfig(EvaluationFields, SamplingBlock):
     def __post_init__(self) -> None:
         check_fields(self, "inference_eval.")
         check = functools.partial(check_at_least, self, block="inference_eval.")
+        self.alarms.check_health(self.health, "inference_eval")
         check(1, "eval_every", fix=". Set enabled: false to switch sampling off.")
         check(0, "timeout_s", fix=" seconds. The default is 300.", above=True)
         check(0, "max_seconds", fix=". Use null for no limit.", above=True)

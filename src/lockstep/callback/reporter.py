@@ -179,7 +179,8 @@ class Reporter:
                 made[:] = [row.with_health(own) for row, own in zip(made, health.answers, strict=True)]
                 looked_at.append((answers, health))
 
-            self._try("the health of answers", step, look)
+            if self._config.health:
+                self._try("the health of answers", step, look)
             measured, failures = measure(self._metrics, made, row_prompts, guard=leader_only)
             if self._judge is not None:
                 measured, unjudged = self._judge.judge(measured, row_prompts)

@@ -53,6 +53,15 @@ class AlarmsConfig:
             )
         check_at_least(self, 0, "warm_up", block="alarms.", fix=". Use null for the default.")
 
+    def check_health(self, health: bool, block: str) -> None:
+        """Check that somebody looks at the health of answers where alarms are set.
+
+        Args:
+            block: The block of the configuration that has both, such as ``rollout``.
+        """
+        if not health and self not in (AlarmsConfig(), AlarmsConfig(on_alarm=None)):
+            raise ConfigError(f"{block}.health is false, so {block}.alarms has no effect. Remove one of the two.")
+
 
 class AlarmLog:
     """Looks for alarms after each round, and tells each once a day; the leader alone has one, behind its queue.

@@ -328,6 +328,8 @@ class EvaluationFields:
     metrics: list[str] = dataclasses.field(default_factory=list)
     """Numbers per completion, and their means: ``exact_match``, ``gsm8k``, ``math_verify``, ``regex=PATTERN``,
     ``length``, ``repetition``, ``perplexity``, or ``module:function`` of (row, prompt) -> float or None (no value)."""
+    health: bool = True
+    """Look at the health of every answer: loops, markers of templates, empty answers and others (docs/health.md)."""
     skip_samples_table: bool = False
     """No table of rows in the tracker and none at the terminal; the scalars are logged."""
 

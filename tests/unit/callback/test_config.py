@@ -6,6 +6,7 @@ import pytest
 
 from lockstep.callback import InferenceEvalConfig
 from lockstep.errors import ConfigError, PromptError
+from lockstep.report import AlarmsConfig
 
 
 def test_the_callback_passes_its_fields_on() -> None:
@@ -22,6 +23,12 @@ def test_the_callback_passes_its_fields_on() -> None:
     params = InferenceEvalConfig(prompts=["a"], **fields).sampling_params((2,))
     assert {name: getattr(params, name) for name in fields} == fields
     assert InferenceEvalConfig(prompts=["a"], ignore_eos=True).sampling_params((2,)).stops == ()
+
+
+def test_alarms_without_health_are_refused() -> None:
+    with pytest.raises(ConfigError, match="inference_eval.health is false, so inference_eval.alarms has no effect"):
+        InferenceEvalConfig(prompts=["a"], health=False, alarms=AlarmsConfig(on_alarm="stop"))
+    assert not InferenceEvalConfig(prompts=["a"], health=False, alarms=AlarmsConfig(on_alarm=None)).health
 
 
 @pytest.mark.parametrize(

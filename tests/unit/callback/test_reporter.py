@@ -233,6 +233,16 @@ def test_health_that_fails_is_counted_and_the_rows_are_reported_without_it(monke
     assert "the health of answers after step 1 failed on the leader; training goes on" in caplog.text
 
 
+def test_nobody_looks_at_the_health_of_answers_where_it_is_switched_off():
+    tracker = Recorder()
+    made = reporter(tracker=tracker, health=False)
+    made.report(1, PROMPTS, looping(), {})
+    assert made.flush(30) and made.errors == 0
+    (_, _, rows), (_, scalars) = tracker.calls
+    assert [(row["health"], row["loop_from"]) for row in rows] == [(None, None)] * 2
+    assert not any("/health/" in name for name in scalars)
+
+
 def test_the_verdicts_of_a_judge_are_a_column_and_its_failures_are_said(monkeypatch, caplog):
     def half(self, rows, prompts):
         values = [7.0, None]

@@ -52,8 +52,7 @@ class RolloutConfig(SamplingBlock):
     def __post_init__(self) -> None:
         check_fields(self, "rollout.")
         check_at_least(self, 1, "max_attempts", block="rollout.", fix=". Use 1 for no dynamic sampling.")
-        if not self.health and self.alarms not in (AlarmsConfig(), AlarmsConfig(on_alarm=None)):
-            raise ConfigError("rollout.health is false, so rollout.alarms has no effect. Remove one of the two.")
+        self.alarms.check_health(self.health, "rollout")
         if self.filter_by is not None and self.max_attempts == 1:
             raise ConfigError(
                 f"rollout.filter_by is {self.filter_by} and rollout.max_attempts is 1: it would do nothing. Set "
