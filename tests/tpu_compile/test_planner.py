@@ -42,7 +42,23 @@ def cache(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def tiny(cache):
-    return plan("--config_path", TINY, "--topology", "v6e-8", cache=cache)
+    return plan("--config_path", TINY, "--topology", "v6e-8", "--dollars_per_chip_hour", "2.5", cache=cache)
+
+
+@pytest.mark.slow
+def test_the_run_is_told_with_what_it_is_expected_to_cost(tiny):
+    _, text, found = tiny
+    expected, run = found["train_step"]["expected"], found["run"]
+    assert expected["step_s"] > found["train_step"]["predicted_at_best"]["step_s"] and expected["errors"] == [
+        -0.06,
+        0.08,
+    ]
+    assert run["step_s"] == expected["step_s"] and run["steps"] > 0
+    assert run["chip_hours"] == pytest.approx(run["steps"] * run["step_s"] * 8 / 3600)
+    assert run["dollars"] == pytest.approx(2.5 * run["chip_hours"])
+    assert (
+        "expected: train step " in text and f"the run's {run['steps']:,} steps of " in text and " at $2.5 each" in text
+    )
 
 
 @pytest.mark.slow
@@ -136,7 +152,9 @@ def test_two_slices_are_planned(cache):
 
 @pytest.mark.slow
 def test_the_second_time_comes_from_the_cache(tiny, cache):
-    code, text, found = plan("--config_path", TINY, "--topology", "v6e-8", cache=cache)
+    code, text, found = plan(
+        "--config_path", TINY, "--topology", "v6e-8", "--dollars_per_chip_hour", "2.5", cache=cache
+    )
     assert code == 0 and "compiling" not in text and "from the cache" in text
     assert found == tiny[2]
 

@@ -1,6 +1,7 @@
 """The command line of doctor: whose key is whose, and a process whose coordinator is not there."""
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -54,6 +55,13 @@ def test_a_switch_may_have_a_value(called):
 def test_a_wrong_command_line_says_why(arguments, text, called):
     with pytest.raises(ConfigError, match=text):
         doctor.run_doctor(arguments)
+
+
+@pytest.mark.parametrize("value", ["free", "0", "-1", "inf", "nan"])
+def test_a_price_is_a_number_above_0(value):
+    text = f"--dollars_per_chip_hour is '{value}'; it must be a number of dollars above 0, such as 4.2."
+    with pytest.raises(ConfigError, match=re.escape(text)):
+        doctor._positive("--dollars_per_chip_hour", value, "a number of dollars", "4.2")
 
 
 def test_help_lists_the_keys(capsys):
