@@ -34,6 +34,7 @@ class Bucket:
         """Cleared, requests are taken and nobody is answered, as by a server that is stopped (SIGSTOP). A request for
         ``/stop`` clears it, one for ``/go`` sets it."""
         self.answering.set()
+        self._downloads_left: int | None = None
         self.bytes_per_s: float | None = None
         """The rate at which each process uploads its part of a checkpoint; None: as fast as it goes."""
         self._uplinks: collections.defaultdict[str, threading.Lock] = collections.defaultdict(threading.Lock)
@@ -43,6 +44,18 @@ class Bucket:
         """Variables with which both, in any process, come here instead of asking Google for credentials."""
         own = {"TENSORSTORE_GCS_HTTP_URL": self.url, "GOOGLE_AUTH_TOKEN_FOR_TESTING": "none"}
         return {"STORAGE_EMULATOR_HOST": self.url, "FSSPEC_GS_TOKEN": "anon", **own}
+
+    def stop_after(self, downloads: int) -> None:
+        """Answer so many downloads more, and nothing after them."""
+        self._downloads_left = downloads
+        if not downloads:
+            self.answering.clear()
+
+    def note_read(self, path: str, size: int) -> None:
+        """Remember a download that is about to be answered."""
+        self.reads.append((path, size))
+        if self._downloads_left:
+            self.stop_after(self._downloads_left - 1)
 
     def write(self, path: str, data: bytes) -> None:
         """Store an object, once its bytes have come through the uplink of the process that writes it."""
@@ -139,7 +152,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             size = len(data)
             status, data = (206, data[first : last + 1]) if first < size else (416, b"{}")
             headers["Content-Range"] = f"bytes {first}-{first + len(data) - 1}/{size}"
-        self.server.bucket.reads.append((path, len(data)))
+        self.server.bucket.note_read(path, len(data))
         self._answer(status, data, headers)
 
     def _answer(self, status: int, body: object, headers: dict[str, str] | None = None) -> None:

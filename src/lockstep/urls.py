@@ -7,27 +7,23 @@ import os
 import re
 import socket
 import threading
-import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.limits import REPLY_BYTES
-from lockstep.printable import get_logger, without_credentials
+from lockstep.printable import without_credentials
+from lockstep.storage import RemoteFiles
 
 if TYPE_CHECKING:
     from etils import epath
-
-log = get_logger(__name__)
 
 PLACEHOLDER: Final = "YOUR_BUCKET"  # the name of a bucket in configurations as they are shipped
 PROTOCOLS: Final = ("file", "local", "memory", "gs", "gcs", "s3", "az", "abfs", "hf", "http", "https")
 """The schemes of URLs that are read. Other file systems of fsspec read what a URL names as instructions: ``reference``
 renders its templates with jinja2, which runs code."""
-HUB_WAIT_S: Final = 600.0  # the most seconds to wait for the Hugging Face hub, whose limits are for five minutes
-_HUB_PAUSE_S: Final = 5.0  # the seconds to wait first where the hub does not say for how long
 CHECKPOINT_PROTOCOLS: Final = ("gs", "s3", "az", "hf")
 """Those of them that a training checkpoint may be at; ``etils.epath`` takes any other for a local path."""
 
@@ -59,11 +55,15 @@ def check_url(url: str | os.PathLike[str]) -> str:
 def url_to_fs(url: str | os.PathLike[str]) -> tuple[Any, str]:
     """Return the fsspec file system of a path or URL, and the path in it.
 
+    Reads of one that is not of this machine are waited for (`lockstep.storage.RemoteFiles`).
+
     Raises:
         ConfigError: `check_url` refuses it, or it has the `PLACEHOLDER` of a bucket.
         ImportError: The package for its protocol is not installed.
     """
     import fsspec
+    from fsspec.implementations.local import LocalFileSystem
+    from fsspec.implementations.memory import MemoryFileSystem
 
     text = check_url(url)
     if PLACEHOLDER in text:  # the bucket's client would ask for credentials for a minute first
@@ -72,7 +72,8 @@ def url_to_fs(url: str | os.PathLike[str]) -> tuple[Any, str]:
             "bucket there."
         )
     filesystem, path = fsspec.core.url_to_fs(text)
-    return filesystem, path
+    is_own = isinstance(filesystem, LocalFileSystem | MemoryFileSystem)
+    return filesystem if is_own else RemoteFiles(filesystem), path
 
 
 def checkpoint_path(url: str) -> "epath.Path":
@@ -128,54 +129,6 @@ def read_http(request: urllib.request.Request, timeout_s: float) -> bytes:
     if len(received) > REPLY_BYTES:
         raise LockstepError(f"the reply is longer than {REPLY_BYTES} bytes")
     return received
-
-
-def patient_with_hub[Found](what: str, work: Callable[[], Found]) -> Found:
-    """Do work that may ask the Hugging Face hub; where that has had too many requests, wait as it says and try again.
-
-    The hub's own client waits for some of its requests, a few times; others fail at once.
-
-    Args:
-        what: What is read, for the log and the error.
-
-    Raises:
-        ConfigError: The hub would not answer within `HUB_WAIT_S`.
-        Exception: Whatever else the work raised.
-    """
-    end, pause_s = time.monotonic() + HUB_WAIT_S, _HUB_PAUSE_S
-    while True:
-        try:
-            return work()
-        except Exception as error:
-            if (headers := _too_many_requests(error)) is None:
-                raise
-            wait_s = _asked_to_wait(headers) or pause_s
-            if time.monotonic() + wait_s > end:
-                raise ConfigError(
-                    f"the Hugging Face hub has had too many requests (429) for {what}: {wait_s:g} s more are to be "
-                    f"waited, and this waits at most {HUB_WAIT_S:g} s in all. Set HF_TOKEN (with a token more are "
-                    "allowed), try again later, or copy the files to a directory or a bucket."
-                ) from error
-            log.warning("the Hugging Face hub has had too many requests (429) for %s: waiting %g s", what, wait_s)
-            time.sleep(wait_s)
-            pause_s = min(2 * pause_s, 60.0)
-
-
-def _too_many_requests(error: BaseException | None) -> Mapping[str, str] | None:
-    """The headers of the reply 429 that an error comes from; None where it comes from something else."""
-    while error is not None:
-        response: Any = getattr(error, "response", None)
-        if getattr(response, "status_code", None) == 429:
-            return {name.lower(): value for name, value in dict(response.headers).items()}
-        error = error.__cause__ or error.__context__
-    return None
-
-
-def _asked_to_wait(headers: Mapping[str, str]) -> float | None:
-    """The seconds that a reply 429 asks for: in ``Retry-After``, or until its limit counts anew (``RateLimit``)."""
-    found = re.fullmatch(r"\s*(\d{1,6})\s*", headers.get("retry-after", ""))
-    found = found or re.search(r"\bt=(\d{1,6})\b", headers.get("ratelimit", ""))
-    return float(found[1]) + 1.0 if found else None  # it may have rounded down
 
 
 def check_bare_name(name: object, place: str) -> str:

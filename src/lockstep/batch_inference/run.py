@@ -77,6 +77,7 @@ from lockstep.report import (
     print_table,
     write_parquet,
 )
+from lockstep.storage import HUB_WAIT_S
 from lockstep.text import (
     StopFinder,
     check_vocab,
@@ -86,7 +87,7 @@ from lockstep.text import (
     stop_ids,
     tokenizer_digest,
 )
-from lockstep.urls import HUB_WAIT_S, check_bare_name, check_links
+from lockstep.urls import check_bare_name, check_links
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

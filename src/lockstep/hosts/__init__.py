@@ -15,7 +15,6 @@ from lockstep.hosts.exchange import name_processes as name_processes
 from lockstep.hosts.exit import closing_on_leader as closing_on_leader
 from lockstep.hosts.exit import is_everywhere as is_everywhere
 from lockstep.hosts.fault import earlier_attempts as earlier_attempts
-from lockstep.hosts.fault import is_passing as is_passing
 from lockstep.hosts.hosts import Hosts as Hosts
 from lockstep.hosts.hosts import ready_on_all as ready_on_all
 from lockstep.hosts.lease import LEASE as LEASE
@@ -28,11 +27,10 @@ from lockstep.hosts.own_work import try_leader_only as try_leader_only
 from lockstep.hosts.peers import end_process as end_process
 from lockstep.hosts.phase import Ledger as Ledger
 from lockstep.hosts.phase import Phase as Phase
+from lockstep.hosts.run_main import Terminated as Terminated
 from lockstep.hosts.run_main import run_main as run_main
 from lockstep.hosts.start import JobHosts as JobHosts
 from lockstep.hosts.start import current as current
 from lockstep.hosts.start import start as start
-from lockstep.hosts.storage import call_storage as call_storage
-from lockstep.hosts.storage import storage_wait as storage_wait
 from lockstep.hosts.tls import TlsConfig as TlsConfig
 from lockstep.hosts.watchdog import Watchdog as Watchdog

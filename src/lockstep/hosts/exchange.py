@@ -10,10 +10,9 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from lockstep.errors import DisagreementError, HostError, PeerError
+from lockstep.errors import DisagreementError, HostError, PeerError, is_fault
 from lockstep.hosts._client import BarrierFailedError
 from lockstep.hosts.channel import Channel, Column, columns, differs, read_columns, spread
-from lockstep.hosts.fault import is_fault
 from lockstep.json_text import typed
 from lockstep.printable import get_logger, printable, without_credentials
 

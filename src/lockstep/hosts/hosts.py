@@ -319,6 +319,7 @@ def ready_on_all(hosts: Hosts, name: str) -> Iterator[None]:
 
 JAX_NOTICE = "RECEIVED_PREEMPTION_NOTICE"
 """The key under which JAX's preemption service, where it runs, shows all processes that one of them got a SIGTERM."""
+ASKED = "lockstep/asked to end"  # key that is there while a process is that ends in order
 LOOK_S = 1.0  # seconds between two looks at that key: `Preemption.requested` is called before each launch
 
 
@@ -329,6 +330,7 @@ class Preemption:
         self._client = client
         self._next_look = 0.0
         self.signal: int | None = None  # the signal that asked this process to end, or None
+        self.in_order = False  # whether a loop notes signals, and ends on them in order
         self._noted = 0.0
 
     @property
@@ -351,6 +353,17 @@ class Preemption:
                 self.note(signal.SIGTERM)
         return self.signal is not None
 
+    def tell(self) -> None:
+        """Tell processes that wait for their rows that this one is asked to end; any thread may call it."""
+        if self._client.count > 1:
+            self._client.set(ASKED, b"")
+
+    def is_told(self) -> bool:
+        """Whether a process has called `tell`."""
+        return self._client.count > 1 and self._client.peek(ASKED) is not None
+
     def clear(self) -> None:
         """Forget a noted signal, once what it ended has ended."""
+        if self.signal is not None and self._client.count > 1:
+            self._client.delete(ASKED)
         self.signal = None

@@ -18,6 +18,7 @@ from lockstep.files import write_file
 from lockstep.json_text import parse_json, typed
 from lockstep.limits import read_object, read_small
 from lockstep.printable import get_logger, without_credentials
+from lockstep.storage import call_storage
 from lockstep.urls import url_to_fs
 
 log = get_logger(__name__)
@@ -25,6 +26,7 @@ log = get_logger(__name__)
 LEASE: Final = "lease.json"
 RENEW_S: Final = 10.0  # seconds between two renewals
 OLD_S: Final = 45.0  # seconds without a renewal after which the job counts as dead
+GIVE_BACK_S: Final = 5.0  # seconds that giving it back may take: it is old soon anyway
 SETTLE_S: Final = 0.5  # seconds after which of two jobs that took a lease at once both see whose it is
 
 
@@ -83,12 +85,15 @@ class Lease:
         """Remove the lease, where it is still this job's."""
         self._given_back.set()
         with contextlib.suppress(Exception):  # storage libraries have their own errors; an old lease is taken over
-            holder = self._read()
-            if holder is not None and holder.token == self._token:
-                if self._filesystem is None:
-                    os.unlink(self._path)
-                else:
-                    self._filesystem.rm_file(self._path)
+            call_storage(f"giving back {without_credentials(self._path)}", self._remove, GIVE_BACK_S)
+
+    def _remove(self) -> None:
+        holder = self._read()
+        if holder is not None and holder.token == self._token:
+            if self._filesystem is None:
+                os.unlink(self._path)
+            else:
+                self._filesystem.rm_file(self._path)
 
     @property
     def _path(self) -> str:

@@ -1,5 +1,6 @@
 """A program's main function, whose end is that of the job: in order, or at once on every process."""
 
+import contextlib
 import signal
 import socket
 import sys
@@ -21,8 +22,12 @@ HANDLER_S = 2.0
 _handled = threading.Event()
 
 
-class _Terminated(SystemExit):
-    """SIGTERM has come: raised in the main thread."""
+class Terminated(SystemExit):
+    """SIGTERM has come: raised in the main thread.
+
+    Args:
+        phase: What the process was doing, as its last line and those of its peers say it.
+    """
 
     def __init__(self, phase: str) -> None:
         super().__init__(TERMINATED)
@@ -65,7 +70,7 @@ def run_main(main: Callable[[], object], *, debug: bool = False) -> None:
             shutdown()
             if work_hangs():
                 end_process(code)
-    except _Terminated as terminated:
+    except Terminated as terminated:
         _leave_after_sigterm(terminated.phase)
     except BaseException as error:
         print_error(_job(), error, debug)
@@ -84,14 +89,14 @@ def _job() -> Hosts | None:
 
 def _terminate(number: int, frame: FrameType | None) -> NoReturn:
     _handled.set()
-    raise _Terminated(current_without_devices().last_phase)
+    raise Terminated(current_without_devices().last_phase)
 
 
 def _watch_signals() -> None:
     """Start a thread that sees SIGTERM as well.
 
     Python runs a handler only when the main thread returns from the call that it waits in, and a process that waits
-    for a slow peer would be killed before that.
+    for a slow peer would be killed before that. One that waits for a step tells those that wait for their rows.
     """
     reader, writer = socket.socketpair()
     writer.setblocking(False)
@@ -101,6 +106,9 @@ def _watch_signals() -> None:
         with reader, writer:
             while seen := reader.recv(64):
                 ours, hosts = signal.getsignal(signal.SIGTERM) is _terminate, current_without_devices()
+                if signal.SIGTERM in seen and hosts.preemption.in_order:
+                    with contextlib.suppress(HostError, TimeoutError):
+                        hosts.preemption.tell()
                 if signal.SIGTERM in seen and ours and hosts.count > 1 and not _handled.wait(HANDLER_S):
                     _leave_after_sigterm(hosts.last_phase)
 

@@ -27,6 +27,7 @@ from lockstep.models import export_hf, save_peft
 from lockstep.placement import make_mesh
 from lockstep.printable import get_logger, show_log, without_credentials
 from lockstep.report import WANDB_RUN, BackgroundTracker, append_jsonl, build_tracker
+from lockstep.storage import HUB_WAIT_S
 from lockstep.text import fetch_tokenizer, load_tokenizer, tokenizer_digest
 from lockstep.training import (
     HF_DTYPES,
@@ -38,7 +39,7 @@ from lockstep.training import (
     saved_model,
 )
 from lockstep.training import train as run_train
-from lockstep.urls import HUB_WAIT_S, check_links
+from lockstep.urls import check_links
 
 
 def train(cls: type[TrainConfig], arguments: Sequence[str]) -> int:

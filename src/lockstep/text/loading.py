@@ -14,15 +14,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, HostTimeoutError
 from lockstep.files import write_file
 from lockstep.json_text import FOREIGN
 from lockstep.limits import TOKENIZER_BYTES, check_regular, read_object, read_small
 from lockstep.printable import get_logger
+from lockstep.storage import WAIT_S, call_storage
 from lockstep.text.endings import ENDING_FILES, hub_generation_config, keep_ending, may_be_hub_name, parsed, read_ending
 from lockstep.text.probes import check_against_file
 from lockstep.text.tokenize import encode_text
-from lockstep.urls import check_bare_name, patient_with_hub, url_to_fs
+from lockstep.urls import check_bare_name, url_to_fs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -136,13 +137,13 @@ def fetch_tokenizer(
     files: dict[str, bytes] = {}
     if _commit_of_code(name, trust_remote_code) is None and _is_remote(name):
         if "://" in name:
-            files = patient_with_hub(f"the tokenizer {name!r}", lambda: _files_at_url(name, _SUFFIXES))
+            files = _files_at_url(name, _SUFFIXES)
         else:
             files = _files_on_hub(name)
         _check_files(name, list(files))
     if "://" in model and model != name:
         endings = tuple(f"/{file}" for file in ENDING_FILES)
-        beside = patient_with_hub(f"the checkpoint {model!r}", lambda: _files_at_url(model, endings))
+        beside = _files_at_url(model, endings)
         files |= {f"{_CHECKPOINT}/{file}": data for file, data in beside.items()}
     return _archive(files) if files else b""
 
@@ -185,8 +186,8 @@ def _files_on_hub(name: str) -> dict[str, bytes]:
         return snapshot_download(name, allow_patterns=allowed, ignore_patterns=ignored)
 
     try:
-        place = Path(patient_with_hub(f"the tokenizer {name!r}", download))
-    except ConfigError:
+        place = Path(call_storage(f"reading the tokenizer {name!r}", download, try_s=WAIT_S))
+    except (ConfigError, HostTimeoutError):
         raise
     except Exception:
         _from_place(name, None)  # says what is wrong with the name
@@ -218,8 +219,8 @@ def _from_place(name: str, commit: str | None) -> "PreTrainedTokenizerBase":
     try:
         place = str(directory) if directory.is_dir() else name
         load = functools.partial(_read, place, commit)
-        return load() if directory.is_dir() else patient_with_hub(f"the tokenizer {name!r}", load)
-    except ConfigError:
+        return load() if directory.is_dir() else call_storage(f"reading the tokenizer {name!r}", load, try_s=WAIT_S)
+    except (ConfigError, HostTimeoutError):
         raise
     except Exception as error:  # transformers raises whatever its parser or its download raised
         first_line = str(error).strip().split("\n")[0]

@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from lockstep.errors import PromptError
+from lockstep.errors import HostTimeoutError, PromptError
 from lockstep.json_text import lone_surrogate, parse_json, without_nulls
 from lockstep.limits import PROMPT_LINE_BYTES
 from lockstep.printable import get_logger
@@ -358,7 +358,7 @@ def _read_parquet(path: str, max_bytes: int) -> Iterator[tuple[str, object]]:
             f"prompt file {path!r} needs pyarrow, which cannot be imported ({error}). Install it with "
             "pip install 'jax-lockstep[parquet]'."
         ) from error
-    except PromptError:
+    except (PromptError, HostTimeoutError):
         raise
     except Exception as error:  # each file system has its own errors
         raise PromptError(f"prompt file {path!r} could not be read ({type(error).__name__}: {error}).") from error
@@ -377,7 +377,7 @@ def _read_lines(path: str, max_line_bytes: int) -> Iterator[str]:
                     raise _too_long(f"{path}:{number}", max_line_bytes, "line")
                 text = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
                 yield _decoded(text, f"{path}:{number}").rstrip("\r\n")
-    except PromptError:
+    except (PromptError, HostTimeoutError):
         raise
     except FileNotFoundError:
         raise PromptError(

@@ -3,10 +3,11 @@
 import pytest
 
 from lockstep import errors
+from lockstep.errors import is_fault
 from lockstep.exits import FAILED, FAULT, FAULT_AGAIN
 from lockstep.hosts import MemoryClient, fault
 from lockstep.hosts.exchange import raise_if_any_failed
-from lockstep.hosts.fault import failure_code, is_fault, limit_attempts, note_saved
+from lockstep.hosts.fault import failure_code, limit_attempts, note_saved
 
 HALTED = (
     "INTERNAL: Core halted unexpectedly: INTERNAL: Accelerator device halted prematurely, perhaps due to an on-device "

@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 import zipfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +19,7 @@ import transformers
 from huggingface_hub.errors import HfHubHTTPError
 
 import lockstep
-from lockstep import urls
+from lockstep import storage
 from lockstep.batch_inference.config import SampleConfig
 from lockstep.errors import ConfigError
 from lockstep.main.runs import EvalConfig, ExportConfig
@@ -413,10 +414,10 @@ def test_the_hub_is_asked_by_one_host_and_waited_for(tokenizer, tmp_path, monkey
         now[0] += seconds
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
-    monkeypatch.setattr(urls, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
+    monkeypatch.setattr(storage, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep, strftime=time.strftime))
     fetched = fetch_tokenizer("org/name")
     assert asked == ["org/name"] * 4 and slept == [8.0, 42.0, 20.0]
-    assert "too many requests (429) for the tokenizer 'org/name': waiting 8 s" in caplog.text
+    assert "too many requests (429) while reading the tokenizer 'org/name': waiting 8 s" in caplog.text
     there = load_tokenizer("org/name", fetched=fetched)
     assert len(asked) == 4 and tokenizer_digest(there) == tokenizer_digest(tokenizer)
     assert stop_ids(there) == (tokenizer.eos_token_id,) and there.name_or_path == "org/name"
@@ -424,7 +425,7 @@ def test_the_hub_is_asked_by_one_host_and_waited_for(tokenizer, tmp_path, monkey
     asked.clear()
     refusals[:] = [{"Retry-After": "250"}] * 9
     with pytest.raises(
-        ConfigError, match=r"\(429\) for the tokenizer 'org/name': 251 s more .* at most 600 s.*HF_TOKEN"
+        ConfigError, match=r"\(429\) while reading the tokenizer 'org/name': 251 s more .* at most 600 s.*HF_TOKEN"
     ):
         fetch_tokenizer("org/name")
     assert len(asked) == 3, "twice 251 s were waited"

@@ -12,13 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, HostTimeoutError
 from lockstep.json_text import parse_json, refused
 from lockstep.limits import read_object
 from lockstep.models.hf.mxfp4 import BLOCK, BLOCKS, SCALES, packed_names, unpack
 from lockstep.models.hf.stored_names import StoredName, stored_names
 from lockstep.models.hf.tensor_file import TensorFile, read_header
-from lockstep.urls import check_bare_name, patient_with_hub, url_to_fs
+from lockstep.urls import check_bare_name, url_to_fs
 
 CONFIG_NAME = "config.json"
 ADAPTER_NAME = "adapter_config.json"
@@ -156,6 +156,8 @@ class CheckpointFiles:
         place = self._place(name)
         try:
             yield place
+        except HostTimeoutError:
+            raise
         except Exception as error:
             file = f"{self.directory}/{self._file_of[place.name]}"
             raise ConfigError(f"tensor {place.name} in {file} cannot be read: {error}") from error
@@ -182,10 +184,6 @@ def read_heads(directory: str) -> dict[str, bytes]:
     Raises:
         ConfigError: A file is missing or is not safetensors.
     """
-    return patient_with_hub(directory, lambda: _read_heads(directory))
-
-
-def _read_heads(directory: str) -> dict[str, bytes]:
     filesystem, root = url_to_fs(directory)
     root = root.rstrip("/")
     heads = dict.fromkeys(files_in(filesystem, root), b"")
@@ -267,6 +265,8 @@ def _weight_map(directory: str, heads: Mapping[str, bytes]) -> tuple[list[str], 
 def _named_file(file: str) -> Iterator[None]:
     try:
         yield
+    except HostTimeoutError:
+        raise
     except Exception as error:
         raise ConfigError(f"{file} cannot be read as safetensors: {error}") from error
 

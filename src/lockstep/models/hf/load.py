@@ -43,7 +43,7 @@ from lockstep.models.trainable import skeleton
 from lockstep.placement import PARAMETER_AXES, axes_of
 from lockstep.placement.device import Program, compile_program
 from lockstep.printable import bytes_text, get_logger
-from lockstep.urls import HUB_WAIT_S
+from lockstep.storage import HUB_WAIT_S
 
 type OnRead = Callable[[int, int], None]
 """Takes the bytes that this host has just read, and those that it will read in all."""

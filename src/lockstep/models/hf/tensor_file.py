@@ -10,7 +10,6 @@ import numpy as np
 from lockstep.errors import ConfigError
 from lockstep.json_text import parse_json, refused
 from lockstep.limits import HEADER_BYTES
-from lockstep.urls import patient_with_hub
 
 _LENGTH_BYTES = 8
 _DTYPES: dict[str, Any] = {
@@ -85,9 +84,7 @@ class TensorFile:
         columns = self.shape(name)[1:] if columns is None else columns
         dtype, row = self._dtype(name), self.row_bytes(name, columns)
         first = self._data + self._tensors[name]["data_offsets"][0]
-        data = patient_with_hub(
-            self._path, lambda: self._filesystem.cat_file(self._path, start=first + start * row, end=first + stop * row)
-        )
+        data = self._filesystem.cat_file(self._path, start=first + start * row, end=first + stop * row)
         if len(data) != (stop - start) * row:
             raise ConfigError(
                 f"{len(data)} bytes came where {(stop - start) * row} were asked for: the file is shorter than its "
@@ -103,10 +100,7 @@ class TensorFile:
     def read_bytes(self, name: str, start: int, count: int) -> bytes:
         """Read bytes of a tensor, whatever its dtype, in one request; fewer where it ends before."""
         begin, end = (self._data + each for each in self._tensors[name]["data_offsets"])
-        data: bytes = patient_with_hub(
-            self._path,
-            lambda: self._filesystem.cat_file(self._path, start=begin + start, end=min(begin + start + count, end)),
-        )
+        data: bytes = self._filesystem.cat_file(self._path, start=begin + start, end=min(begin + start + count, end))
         return data
 
     def _dtype(self, name: str) -> np.dtype[Any]:

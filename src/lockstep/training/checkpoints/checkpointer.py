@@ -11,9 +11,10 @@ from typing import Any, Literal
 import jax
 
 from lockstep.errors import PeerError
-from lockstep.hosts import Hosts, call_storage, storage_wait
+from lockstep.hosts import Hosts
 from lockstep.printable import get_logger
 from lockstep.report import ReportWait
+from lockstep.storage import call_storage, storage_wait
 from lockstep.training.checkpoints.arrays import handler, merge_arrays, read_arrays, write_arrays
 from lockstep.training.checkpoints.checkpoint import (
     CheckpointDirectory,
@@ -24,9 +25,9 @@ from lockstep.training.checkpoints.checkpoint import (
     shape_texts,
 )
 from lockstep.training.checkpoints.config import CheckpointerConfig
-from lockstep.training.checkpoints.grace import Grace
+from lockstep.training.checkpoints.grace import ANSWER_S, Grace, answers
 from lockstep.training.checkpoints.save import Save
-from lockstep.training.checkpoints.search import CheckpointSearch, check_fits
+from lockstep.training.checkpoints.search import SHARED_BY, CheckpointSearch, check_fits
 from lockstep.training.step.train_state import TrainState
 from lockstep.urls import check_bare_name
 
@@ -106,12 +107,16 @@ class Checkpointer:
         """
         directory, read = self.directory.of(metadata.step), {}
         doing = f"reading the checkpoint {directory}"
-        waiting = storage_wait(doing) if self._hosts.is_leader else contextlib.nullcontext()
-        with self._hosts.run_on_all("reading the checkpoint", doing) as phase, waiting:
+        with self._hosts.run_on_all("reading the checkpoint", doing) as phase:
             named = named_arrays(structs)
             check_fits(directory, metadata, self._facts, shape_texts(named))
             try:
-                read = read_arrays(directory / metadata.arrays, named, metadata.tree_digest)
+                read = call_storage(
+                    doing,
+                    lambda: read_arrays(directory / metadata.arrays, named, metadata.tree_digest),
+                    0.8 * self._hosts.timeout_s,
+                    answers=lambda: answers(self.directory.path / SHARED_BY, ANSWER_S),
+                )
             except DamagedCheckpointError as error:
                 phase.share(str(error))
         if damage := [f"process {index}: {text}" for index, text in enumerate(phase.shared) if text]:

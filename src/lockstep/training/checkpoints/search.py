@@ -7,9 +7,10 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Literal
 
 from lockstep.errors import ConfigError
-from lockstep.hosts import Hosts, call_storage
+from lockstep.hosts import Hosts
 from lockstep.json_text import from_peer
 from lockstep.printable import get_logger
+from lockstep.storage import call_storage
 from lockstep.training.checkpoints.checkpoint import (
     CheckpointDirectory,
     CheckpointMetadata,

@@ -14,8 +14,9 @@ import rich
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from lockstep.errors import ConfigError
-from lockstep.hosts import Hosts, HostThread, call_storage, storage_wait
+from lockstep.hosts import Hosts, HostThread
 from lockstep.printable import bytes_text, get_logger, without_credentials
+from lockstep.storage import call_storage, storage_wait
 from lockstep.training.data.chunk_builder import CacheSpec, ChunkBuilder, read_chunk, summarise_chunks
 from lockstep.training.data.token_cache import (
     METADATA,

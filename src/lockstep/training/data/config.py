@@ -10,10 +10,11 @@ import numpy as np
 
 from lockstep.config_fields import FilePath, check_fields
 from lockstep.errors import ConfigError, PeerError, check_at_least, refuse_keys
-from lockstep.hosts import Hosts, MemoryClient, storage_wait
+from lockstep.hosts import Hosts, MemoryClient
 from lockstep.limits import LINE_BYTES
 from lockstep.plugins import load_object
 from lockstep.printable import without_credentials
+from lockstep.storage import storage_wait
 from lockstep.text import token_count, tokenizer_digest
 from lockstep.training.data.build import BadRowPolicy, build_caches
 from lockstep.training.data.chunk_builder import CacheSpec

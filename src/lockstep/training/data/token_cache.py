@@ -18,9 +18,9 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from lockstep.files import new_file
-from lockstep.hosts import call_storage
 from lockstep.json_text import parse_json, refused, typed
 from lockstep.limits import read_object
+from lockstep.storage import WAIT_S, call_storage
 from lockstep.training.data.examples import TokenSequence
 from lockstep.training.data.packing import Layout, Row
 from lockstep.training.objectives import REFERENCE
@@ -93,7 +93,6 @@ class RowWriter:
 
 RESIDENT_BYTES = 1 << 30  # the most bytes of rows in a bucket that a host keeps in memory, so that each is read once
 GAP_BYTES = 1 << 16  # neighbouring rows of a larger cache are read in one request where less than this is between them
-WAIT_S = 240.0  # seconds that a bucket may take for the rows of a batch, over all tries
 
 
 class RowReader:

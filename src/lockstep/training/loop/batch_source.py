@@ -2,6 +2,9 @@
 
 import concurrent.futures
 import functools
+import math
+import signal
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -10,12 +13,19 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import PyTree
 
+from lockstep.errors import HostTimeoutError
+from lockstep.exits import give_work_up
+from lockstep.hosts import Hosts, Terminated
 from lockstep.placement import batch_spec, host_rows, place_local
 from lockstep.training.data.rows import Batches, BatchesOfLengths
 from lockstep.training.loop.logprobs import ReferenceLogprobs
 from lockstep.training.objectives import REFERENCE
 from lockstep.training.step.launcher import Launcher
 
+LOOK_S = 0.5  # seconds between two looks for a signal of a process that waits for its rows
+ROWS_S = 5.0  # seconds after a signal in which rows may come, whose step then ends the run in order
+MEET_S = 3.0  # seconds after them in which the others have waited as long, where they are not in the step
+CLOSE_S = 2.0  # seconds that the end of a run waits for a read under way
 AHEAD = 2  # the number of batches that are read beyond the one in use: one is placed during a step, one is read
 
 
@@ -64,8 +74,10 @@ class BatchFeed:
         *,
         first: int,
         last: int,
+        hosts: Hosts,
         reference: ReferenceLogprobs | None = None,
     ) -> None:
+        self._hosts = hosts
         self._batches, self._n_rows, self._last, self._reference = batches, n_rows, last, reference
         self._sharding = NamedSharding(mesh, batch_spec(mesh))
         self._rows = host_rows(self._sharding, n_rows)
@@ -81,7 +93,8 @@ class BatchFeed:
 
     def all_structs(self) -> list[dict[str, jax.ShapeDtypeStruct]]:
         """Return the same for the batches of each length, ascending."""
-        local = self._reading(self._first).result()
+        if (local := self._rows_of(self._first)) is None:
+            raise self._interruption(self._first)
         lengths: Sequence[int | None] = [None]
         if isinstance(self._batches, BatchesOfLengths):
             lengths = self._batches.lengths
@@ -101,10 +114,17 @@ class BatchFeed:
                 launcher.compile_on_all(REFERENCE, functools.partial(self._reference.compile, structs))
         return found
 
-    def batch(self, step: int, model: PyTree) -> dict[str, jax.Array]:
-        """Return the batch of a step, see `BatchSource.batch`."""
+    def batch(self, step: int, model: PyTree) -> dict[str, jax.Array] | None:
+        """Return the batch of a step, see `BatchSource.batch`.
+
+        Raises:
+            SystemExit, KeyboardInterrupt: This process is asked to end before it has its rows, and others are in the
+                step, where they wait for it.
+        """
         self._read_ahead(step)
         if step not in self._placed:
+            if self._rows_of(step) is None:
+                return None
             self._place(step)
         batch = self._placed.pop(step)
         return batch if self._reference is None else self._reference.add_to(batch, step)
@@ -117,15 +137,47 @@ class BatchFeed:
             self._place(step)
 
     def close(self) -> None:
-        """End the thread."""
-        self._thread.shutdown(wait=True, cancel_futures=True)
+        """End the thread; one that waits for storage is left behind."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        reads = [read for read in self._reads.values() if read.running()]
+        if concurrent.futures.wait(reads, CLOSE_S).not_done:
+            give_work_up(lambda: all(read.done() for read in reads))
+        else:
+            self._thread.shutdown(wait=True)
+
+    def _rows_of(self, step: int) -> Mapping[str, np.ndarray] | None:
+        """This host's rows of a step; None on every host where one is asked to end while all wait for theirs."""
+        preemption, read, asked = self._hosts.preemption, self._reading(step), math.inf
+        while not read.done() and not concurrent.futures.wait([read], LOOK_S).done:
+            if asked == math.inf and preemption.signal is not None:
+                preemption.tell()
+            if preemption.signal is not None or preemption.is_told():
+                asked = min(asked, time.monotonic())
+            if asked < math.inf and (self._hosts.count == 1 or time.monotonic() - asked > ROWS_S):
+                self._meet(step)
+                return None
+        return read.result()
+
+    def _meet(self, step: int) -> None:
+        if self._hosts.count > 1:
+            try:
+                with self._hosts.scope("without rows", MEET_S) as scope:
+                    scope.barrier(f"step {step}")
+            except HostTimeoutError:
+                raise self._interruption(step) from None
+
+    def _interruption(self, step: int) -> BaseException:
+        number, phase = self._hosts.preemption.signal, f"waiting for the rows of step {step + 1}"
+        if number == signal.SIGINT:
+            return KeyboardInterrupt()
+        return Terminated(phase if number else f"{phase}, after a signal to another process")
 
     def _struct(self, rows: np.ndarray, length: int | None) -> jax.ShapeDtypeStruct:
         shape = rows.shape[1:] if length is None else (*rows.shape[1:-1], length)
         return jax.ShapeDtypeStruct((self._n_rows, *shape), rows.dtype, sharding=self._sharding)
 
     def _place(self, step: int) -> None:
-        local = self._reading(step).result()
+        local = self._reads[step].result()
         self._placed[step] = {name: place_local(rows, self._sharding, self._n_rows) for name, rows in local.items()}
         del self._reads[step]
 

@@ -59,6 +59,7 @@ class StopRequest:
         if threading.current_thread() is threading.main_thread():
             for number in SIGNALS:
                 self._before[number] = signal.signal(number, self._note)
+            self._preemption.in_order = True
         return self
 
     def __exit__(
@@ -66,6 +67,7 @@ class StopRequest:
     ) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
+        self._preemption.in_order = False
         self._preemption.clear()
 
     def flag(self, leaders: int, stop_reason: str | None = None) -> int:

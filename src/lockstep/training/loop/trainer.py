@@ -293,8 +293,15 @@ class Trainer:
         """Open the resources of the loop beside its state."""
         config, hosts = self.config, self.hosts
         if not isinstance(batches, BatchSource):
-            steps = {"first": first, "last": config.num_train_steps}
-            batches = BatchFeed(batches, config.train_batch_size, self.mesh, **steps, reference=self.reference)
+            batches = BatchFeed(
+                batches,
+                config.train_batch_size,
+                self.mesh,
+                first=first,
+                last=config.num_train_steps,
+                hosts=hosts,
+                reference=self.reference,
+            )
         job = {"job/processes": hosts.count, "job/slices": self.mesh.shape.get(DCN, 1)}
         traces = None if self._run_dir is None else Path(self._run_dir) / "profiler"
         return _Run(

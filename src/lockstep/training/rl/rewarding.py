@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool, Float
 
-from lockstep.errors import ConfigError, HostError, HostTimeoutError
-from lockstep.hosts import Hosts, is_passing, leader_only
+from lockstep.errors import ConfigError, HostError, HostTimeoutError, is_passing
+from lockstep.hosts import Hosts, leader_only
 from lockstep.json_text import FOREIGN, refused
 from lockstep.printable import get_logger
 from lockstep.report import Row

@@ -45,6 +45,7 @@ from lockstep.report import (
     load_metrics,
     rewind_tracker,
 )
+from lockstep.storage import HUB_WAIT_S
 from lockstep.text import check_vocab, fetch_tokenizer, load_tokenizer, stop_ids, token_count, tokenizer_digest
 from lockstep.training.checkpoints.saved_model import SavedAdapters, model_spec, save_tokenizer
 from lockstep.training.data.example_check import check_examples
@@ -64,7 +65,7 @@ from lockstep.training.run.run_dir import (
     template_date_facts,
 )
 from lockstep.training.step.train_state import TrainState
-from lockstep.urls import HUB_WAIT_S, absolute_path
+from lockstep.urls import absolute_path
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.errors import ConfigError
-from lockstep.hosts import LEASE, Hosts, call_storage, take_lease
+from lockstep.hosts import LEASE, Hosts, take_lease
 from lockstep.models import save_target
 from lockstep.printable import get_logger, without_credentials
 from lockstep.report import HEALTH_FILE, WANDB_RUN, Tracker, build_tracker, drop_later
+from lockstep.storage import call_storage
 from lockstep.text import fix_template_date, tokenizer_digest
 from lockstep.training.checkpoints.checkpoint import (
     CheckpointDirectory,

@@ -9,8 +9,8 @@ import fsspec
 import numpy as np
 import pytest
 
+from lockstep import storage
 from lockstep.errors import HostTimeoutError
-from lockstep.hosts import storage
 from lockstep.training.data import LmDataConfig, token_cache
 from lockstep.training.data.examples import TokenSequence
 from lockstep.training.data.token_cache import RowReader, RowWriter, cache_file, expand, parse_record

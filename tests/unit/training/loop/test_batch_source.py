@@ -1,5 +1,6 @@
 """Batches are read ahead in one thread, and placed while the step before runs."""
 
+import signal
 import threading
 from types import SimpleNamespace
 
@@ -8,11 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from lockstep import exits
+from lockstep.exits import work_hangs
+from lockstep.hosts import Hosts, MemoryClient, Terminated
 from lockstep.placement import make_mesh
 from lockstep.training import TrainStep
+from lockstep.training.loop import batch_source
 from lockstep.training.loop.batch_source import BatchFeed
 from lockstep.training.objectives import REFERENCE
 from tests.clock import until
+from tests.multiprocess.harness import run_threads
 from tests.unit.training.loop.test_trainer import STEPS, init, losses, make_trainer, rows
 
 
@@ -35,8 +41,12 @@ def noting():
     return Noting()
 
 
-def feed(batches, first=0, last=5):
-    return BatchFeed(batches, 8, make_mesh(), first=first, last=last)
+def feed(batches, first=0, last=5, hosts=None):
+    return BatchFeed(batches, 8, make_mesh(), first=first, last=last, hosts=hosts or alone())
+
+
+def alone():
+    return Hosts(MemoryClient.hub(1)[0])
 
 
 def test_the_first_batches_are_read_before_they_are_asked_for(noting):
@@ -129,7 +139,7 @@ class Following:
 
     def __init__(self, trainer):
         self.calls = []
-        self.feed = BatchFeed(rows(), 8, trainer.mesh, first=0, last=STEPS)
+        self.feed = BatchFeed(rows(), 8, trainer.mesh, first=0, last=STEPS, hosts=trainer.hosts)
 
     def structs(self):
         self.calls.append("structs")
@@ -159,3 +169,69 @@ def test_a_source_of_ones_own_sees_the_model_before_each_step_and_works_while_th
     steps = [(("batch", step, norms[step]), "__call__", ("prepare", step + 1), "read") for step in range(STEPS)]
     assert source.calls == ["structs", *(call for calls in steps for call in calls), "close"]
     assert [loss for loss, _ in found] == losses()[0]
+
+
+def test_a_signal_is_heard_while_rows_are_waited_for(noting, monkeypatch):
+    monkeypatch.setattr(batch_source, "CLOSE_S", 0.01)
+    monkeypatch.setattr(exits, "_given_up", [])  # without that of other tests
+    hosts = alone()
+    source = feed(noting, hosts=hosts)
+    assert source.batch(0, None) is not None
+    until(lambda: noting.asked == [0, 1, 2])
+    noting.may_read.clear()
+    for step in (1, 2):
+        assert source.batch(step, None) is not None
+    threading.Timer(0.1, hosts.preemption.note, [signal.SIGTERM]).start()
+    assert source.batch(3, None) is None
+    source.close()
+    assert work_hangs(), "the thread that reads is left behind"
+    noting.may_read.set()
+    until(lambda: not work_hangs())
+
+
+def test_rows_that_come_soon_after_a_signal_are_those_of_the_step_that_carries_it(noting, monkeypatch):
+    monkeypatch.setattr(batch_source, "LOOK_S", 0.02)
+    noting.may_read.clear()
+
+    def body(hosts):
+        hosts.preemption.note(signal.SIGTERM)
+        source = feed(noting, hosts=hosts)
+        threading.Timer(0.2, noting.may_read.set).start()
+        return source.batch(0, None) is not None
+
+    assert run_threads(body, 2) == [True, True]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_before_the_first_rows_ends_the_process(noting, number):
+    hosts = alone()
+    noting.may_read.clear()
+    source = feed(noting, hosts=hosts)
+    hosts.preemption.note(number)
+    with pytest.raises(Terminated if number == signal.SIGTERM else KeyboardInterrupt):
+        source.structs()
+    noting.may_read.set()
+    source.close()
+
+
+@pytest.mark.parametrize("all_wait", [True, False])
+def test_hosts_that_all_wait_for_rows_end_in_order_and_one_that_is_waited_for_leaves(noting, monkeypatch, all_wait):
+    monkeypatch.setattr(batch_source, "LOOK_S", 0.02)
+    monkeypatch.setattr(batch_source, "ROWS_S", 0.1)
+    monkeypatch.setattr(batch_source, "MEET_S", 60.0 if all_wait else 0.2)
+    noting.may_read.clear()
+
+    def body(hosts):
+        source = feed(noting, hosts=hosts)
+        if hosts.index == 1:
+            hosts.preemption.note(signal.SIGTERM)
+        try:
+            if not all_wait and hosts.index == 0:
+                return "in the step"
+            return source.batch(0, None)
+        except Terminated as terminated:
+            return terminated.code, terminated.phase
+
+    ended = run_threads(body, 2)
+    noting.may_read.set()
+    assert ended == ([None] * 2 if all_wait else ["in the step", (143, "waiting for the rows of step 1")])
