@@ -24,6 +24,8 @@ LINE_BYTES: Final = 64 << 20
 """The bytes of a line or row of training data where ``data.max_line_bytes`` does not say."""
 PROMPT_LINE_BYTES: Final = 16 << 20
 """The bytes of a line or row of prompts where ``max_line_bytes`` does not say."""
+TEMPLATE_BYTES: Final = 1 << 30
+"""The bytes of memory of the process that renders chat templates."""
 TEXT_BYTES: Final = 512 << 20
 """The bytes of a document of a file of texts, after decompression."""
 REPLY_BYTES: Final = 1 << 20

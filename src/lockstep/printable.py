@@ -45,8 +45,6 @@ def seconds_text(value: float) -> str:
     return "0" if value == 0 else f"{value * 1e6:.2g} µs"
 
 
-SECRET_NAME: Final = re.compile(r"AUTH|PASSW|TOKEN|KEY|SECRET|CREDENTIAL", re.IGNORECASE)
-"""Names of variables whose values are secret wherever they come from."""
 # Each character is looked at once: a text of others must not take time that grows with the square of its length.
 _URL: Final = re.compile(
     r"""(?P<scheme>https?)?(?P<mark>:(?:\\?/){2})(?:[^/\s"'<>?#]*@)?(?P<path>[^\s?#"'<>]*)(?P<rest>[?#][^\s"'<>]*)?""",

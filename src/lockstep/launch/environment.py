@@ -12,8 +12,7 @@ from typing import Final
 from lockstep.errors import ConfigError
 from lockstep.launch.backend import Transport, root_on_worker
 from lockstep.launch.sync import files_of, is_credential
-from lockstep.printable import SECRET_NAME
-from lockstep.redact import SHORTEST
+from lockstep.redact import SECRET_NAME, SHORTEST
 
 START_S = 1800
 """Seconds in which all processes of a job on other machines must have connected: pods install first, and capacity for a

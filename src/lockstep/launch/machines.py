@@ -17,7 +17,7 @@ from lockstep.launch.environment import RESTARTS, JobEnvironment, job_environmen
 from lockstep.launch.options import RETRIES_HELP, add_worker_options, count, number
 from lockstep.launch.processes import Job, signals_to
 from lockstep.launch.record import JobRecord
-from lockstep.printable import SECRET_NAME
+from lockstep.redact import SECRET_NAME
 
 
 class Local:

@@ -1,23 +1,17 @@
-"""Calls of a tokenizer. It may be somebody else's: its library panics, and its chat template may never end."""
+"""Calls of a tokenizer. It may be somebody else's, and its library panics."""
 
 import contextlib
-import ctypes
-import threading
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from lockstep.errors import PromptError
-from lockstep.text.template_date import date_options
+from lockstep.text.template import PROCESS
+from lockstep.text.template_date import date_options, template_date
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-TEMPLATE_S: Final = 10.0  # seconds that a chat template may take
-
-
-class _OverTime(BaseException):
-    """Raised in a template, which must not catch it."""
+_END: Final = "CONTINUE_FINAL_MESSAGE_TAG "  # what marks the end of the last message, as in transformers
 
 
 @contextlib.contextmanager
@@ -58,23 +52,47 @@ def encode_text(tokenizer: "PreTrainedTokenizerBase", text: str, *, add_special_
         return [int(token) for token in tokenizer.encode(text, add_special_tokens=add_special_tokens)]
 
 
-def chat_text(tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
-    """The text that the tokenizer's chat template makes of messages.
+def chat_text(
+    tokenizer: "PreTrainedTokenizerBase",
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    add_generation_prompt: bool = False,
+    continue_final_message: bool = False,
+) -> str:
+    """The text that the tokenizer's chat template makes of messages, as ``apply_chat_template`` of transformers.
+
+    Args:
+        add_generation_prompt: Whether the text ends with the beginning of an answer.
+        continue_final_message: Whether the text ends with the last message, which the model goes on from.
 
     Raises:
-        PromptError: The template has not ended after `TEMPLATE_S` seconds.
-        Exception: Whatever the template raises, which is a program of the tokenizer's.
+        PromptError: The template has refused the messages, or needs too much time or memory.
+        Exception: What a tokenizer with a method of its own raises.
     """
-    try:
-        with _time_limit(TEMPLATE_S), panics_as_errors():
-            options |= date_options(tokenizer)
-            text = tokenizer.apply_chat_template([dict(message) for message in messages], tokenize=False, **options)
-    except _OverTime:
-        raise PromptError(
-            f"the tokenizer's chat template has not ended after {TEMPLATE_S:g} s. Use a tokenizer with another one."
-        ) from None
-    assert isinstance(text, str)
-    return text
+    from transformers import PreTrainedTokenizerBase
+
+    chat = [dict(message) for message in messages]
+    if getattr(type(tokenizer), "apply_chat_template", None) is not PreTrainedTokenizerBase.apply_chat_template:
+        options: dict[str, Any] = {"add_generation_prompt": True} if add_generation_prompt else {}
+        options |= {"continue_final_message": True} if continue_final_message else {}
+        with panics_as_errors():
+            return str(tokenizer.apply_chat_template(chat, tokenize=False, **options, **date_options(tokenizer)))
+    if continue_final_message:
+        chat[-1]["content"] = f"{chat[-1]['content']}{_END}"
+    variables: dict[str, Any] = {
+        "messages": chat,
+        "tools": None,
+        "documents": None,
+        "add_generation_prompt": add_generation_prompt,
+    }
+    variables |= tokenizer.special_tokens_map
+    text = PROCESS.render(tokenizer.get_chat_template(), variables, template_date(tokenizer))
+    if not continue_final_message:
+        return text
+    before, mark, after = text.rpartition(_END.strip())
+    if not mark:
+        raise PromptError("it does not write the last message as it is, so nothing can go on from it")
+    return before if after.startswith(" ") else before.rstrip()  # some templates strip what they write
 
 
 def count_appended(tokenizer: "PreTrainedTokenizerBase") -> int:
@@ -82,30 +100,3 @@ def count_appended(tokenizer: "PreTrainedTokenizerBase") -> int:
     text, whole = (encode_text(tokenizer, "a", add_special_tokens=special) for special in (False, True))
     ends = [end for end in range(len(text), len(whole) + 1) if text and whole[end - len(text) : end] == text]
     return len(whole) - ends[-1] if ends else 0
-
-
-@contextlib.contextmanager
-def _time_limit(seconds: float) -> Iterator[None]:
-    """Raise in this thread when the block takes longer: between two instructions of Python, as templates are."""
-    lock, ended, late = threading.Lock(), False, False
-    caller = ctypes.c_ulong(threading.get_ident())
-
-    def interrupt() -> None:
-        nonlocal late
-        with lock:
-            if not ended:
-                late = True
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(caller, ctypes.py_object(_OverTime))
-
-    timer = threading.Timer(seconds, interrupt)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-        with lock:
-            ended = True
-        if late:
-            time.sleep(0.1)  # it is raised here at the latest, and not in what comes after the block
-            raise _OverTime

@@ -16,7 +16,8 @@ from packaging.requirements import Requirement
 
 from lockstep.hosts import FLAG_VARIABLES, environment, name_processes, tpu_chips
 from lockstep.main.doctor.finding import Finding
-from lockstep.printable import SECRET_NAME, bytes_text, without_credentials
+from lockstep.printable import bytes_text, without_credentials
+from lockstep.redact import SECRET_NAME
 
 FULL_BYTES: Final = 1 << 30  # free bytes of a disk below which a run will not end well
 SHORT_BYTES: Final = 10 << 30  # free bytes of a disk below which there is a warning
