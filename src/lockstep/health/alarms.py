@@ -115,7 +115,8 @@ class _Round:
     prompts: Sequence[PromptStates]
     groups: Mapping[str, int]  # the index of each group in `trials`
     trials: Float[np.ndarray, "kind group state 2"]
-    """Successes and trials: of answers to prompts that were asked before, and to those that are new."""
+    """Successes and trials: of answers to prompts that were asked before, to those that are new, and of all, whatever
+    they were before."""
     clusters: Float[np.ndarray, "state 4"]
     """Arguments of `design_effect` with prompts as clusters: sums over the prompts."""
 
@@ -239,6 +240,7 @@ class Alarms:
                 row += 1
         values = np.stack([now * (1 - before), 1 - before], axis=-1)
         kinds = [np.einsum("gp,psv->gsv", members * kind, values) for kind in (asked, ~asked)]
+        kinds.append(np.einsum("gp,psv->gsv", members, np.stack([now, np.ones_like(now)], axis=-1)))
         self._rounds.append(
             _Round(
                 step=step,
@@ -290,7 +292,7 @@ class Alarms:
     def _tests(self) -> Iterator[tuple[str, Float[np.ndarray, "test 2"], Float[np.ndarray, "test 2"]]]:
         """The samples of each state and window now, and those before: for each kind of prompt, group and reference."""
         groups, rounds = self._rounds[-1].groups, list(self._rounds)
-        trials = np.zeros((len(rounds), 2, len(groups), len(self._states), 2))
+        trials = np.zeros((len(rounds), 3, len(groups), len(self._states), 2))
         for place, earlier in enumerate(rounds):
             shared = [group for group in groups if group in earlier.groups]
             rows, columns = [groups[group] for group in shared], [earlier.groups[group] for group in shared]
@@ -299,11 +301,15 @@ class Alarms:
             if state in self.lasting or not trials[..., index, 0].any():
                 continue
             free = self._free(state)
+            # A rise by and by, round after round, is seen from the first of them alone: two samples, not one by one.
+            if len(free) > 1:
+                first, last = (self._sample(trials, index, [place])[2] for place in (free[0], free[-1]))
+                yield state, last, first
             for window in (window for window in WINDOWS if window < len(free)):
                 now, before = free[-window:], free[:-window]
-                samples = self._sample(trials, index, now)
+                samples = self._sample(trials, index, now)[:2]
                 for size in {min(size, len(before)) for size in REFERENCES}:
-                    asked, new = self._sample(trials, index, before[-size:])
+                    asked, new, _ = self._sample(trials, index, before[-size:])
                     # A prompt that is new has a state at least as often as one comes into it that was free of it.
                     yield state, samples.reshape(-1, 2), np.stack([asked + new, new]).reshape(-1, 2)
 
@@ -326,10 +332,12 @@ class Alarms:
         for state in self._states:
             if state in self._usual or state in self.lasting:
                 continue
-            totals = [math.fsum(prompt.share(state) for prompt in x.prompts) for x in rounds]
-            chances = [binomial_tail(total, len(x.prompts), COMMON) for total, x in zip(totals, rounds, strict=True)]
+            # A prompt of both rounds counts with its last answers; those of GRPO's rollouts are others in each round.
+            newest = {prompt.prompt: prompt.share(state) for x in rounds for prompt in x.prompts}
+            chance = binomial_tail(math.fsum(newest.values()), len(newest), COMMON)
             shares = [_share(state, x.prompts).value for x in rounds]
-            if max(chances) <= self._false_alarms / len(self._states) and shares[1] >= 0.9 * shares[0]:
+            fades = shares[1] < 0.9 * shares[0]
+            if chance <= self._false_alarms / len(self._states) and min(shares) > COMMON and not fades:
                 yield state
 
     def _alarm(self, state: str, risen: bool) -> Alarm:

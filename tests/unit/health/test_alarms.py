@@ -83,6 +83,28 @@ def test_a_state_that_comes_by_and_by_is_told():
     assert 600 <= alarm.began <= alarm.step
 
 
+@pytest.mark.parametrize(
+    ("counts", "told"),
+    [([0, 1, 1, 4, 11, 18, 16, 18], 5), ([0, 0, 4, 11, 18, 18], 4), ([0, 4, 11, 18, 25, 30], 3)],
+)
+def test_a_state_that_comes_by_and_by_from_the_first_rounds_on_is_told_within_two_of_an_eighth(counts, told):
+    # Found by benchmarks/spoiled_runs.py: half of the rows of a fine-tuning repeat their text.
+    assert [step for step, alarms in fed(counts, every=1).items() if alarms] == [told]
+    assert counts[told - 2] >= 32 / 8
+
+
+def test_new_prompts_in_each_round_are_further_evidence_of_a_bad_beginning():
+    alarms = Alarms(["loop", *map(str, range(9))], warm_up=0)
+    rounds = [
+        [PromptStates(prompt=f"{step} {i}", answers=[{"loop"}] * 8) for i in range(8)]  # a rollout of 8 questions
+        for step in range(1, 4)
+    ]
+    assert [len(alarms.add(step, states)) for step, states in enumerate(rounds, start=1)] == [0, 1, 0]
+    same = [PromptStates(prompt=str(i), answers=[{"loop"}] * 8) for i in range(8)]
+    alarms = Alarms(["loop", *map(str, range(9))], warm_up=0)
+    assert not any(alarms.add(step, same) for step in range(1, 9)), "8 prompts could all be hard ones"
+
+
 def test_an_improvement_is_no_alarm():
     assert not any(fed([32, 30, 24, 12, 6, 2, 0, 0, 0], Alarms(["loop"])).values())
     assert not any(fed([32, 30, 24, 12, 6, 2, 0, 0, 0], Alarms(["loop"], warm_up=0)).values())
