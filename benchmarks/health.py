@@ -1,9 +1,10 @@
-"""What the health of an answer costs, on one core.
+"""The price of the health of an answer, on one core, and the false alarms of runs without a fault, simulated.
 
     python -m benchmarks.health [--json PATH]
 
 Answers have 1,000 tokens, a word or a sign each: prose, code, tables, Chinese, loops that begin anywhere, and markers.
-``ms_per_answer`` is the mean over the answers; each counts with the least of several times.
+``ms_per_answer`` is the mean over the answers; each counts with the least of several times. ``false_alarms_per_round``
+is the mean over the kinds and sizes of runs of benchmarks/false_alarms.py.
 """
 
 import argparse
@@ -16,6 +17,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import fmean
 
+from benchmarks.false_alarms import KINDS, SIZES
+from benchmarks.false_alarms import false_alarms_per_round as rate
 from benchmarks.workers import write_json
 from lockstep.health import AnsweredPrompt, Vocabulary, measure_round
 from lockstep.text import Prompt
@@ -23,6 +26,7 @@ from lockstep.types import Completion, FinishReason
 
 ROOT = Path(__file__).parents[1]
 TOKENS, ANSWERS, ROUNDS = 1_000, 64, 5
+RUNS, RUN_ROUNDS = 2, 200  # simulated runs of each kind and size, and the rounds of each
 SOURCES = ("docs/protocol.md", "docs/training.md", "docs/plan.md", "README.md", "src/lockstep/training/run/run.py")
 PIECE = re.compile(r"\s?[^\W\u3040-\u9fff]+|\s|[\u3040-\u9fff]|[^\w\s]")
 
@@ -91,7 +95,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     options = parser.parse_args()
-    rows = {"ms_per_answer": ms_per_answer()}
+    rates = {
+        f"false_alarms_per_round/{kind}/{prompts}x{answers}": rate(kind, prompts, answers, runs=RUNS, rounds=RUN_ROUNDS)
+        for kind in KINDS
+        for prompts, answers in SIZES
+    }
+    rows = {"ms_per_answer": ms_per_answer(), "false_alarms_per_round": fmean(rates.values()), **rates}
     print("\n".join(f"{name}: {value:.3g}" for name, value in rows.items()))
     if options.json:
         write_json(options.json, rows)

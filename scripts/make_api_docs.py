@@ -95,7 +95,7 @@ SECTIONS = {
         "What the leader makes of answers ([extending.md](extending.md#a-metric)).",
         ("lockstep.report.Row", "lockstep.text.Prompt", "lockstep.report.Tracker", "lockstep.report.TrackerConfig",
          "lockstep.report.JsonlTracker",
-         "lockstep.report.WandbTracker"),
+         "lockstep.report.WandbTracker", "lockstep.health.Alarm", "lockstep.health.Share"),
     ),
     "Tests of multi-host code": (
         "In several processes with CPU devices ([testing.md](testing.md)); `lockstep check` looks at a whole script.",

@@ -265,6 +265,7 @@ SHOWN = {
     "docs/first-pod.md:text:1": ("tests/unit/test_first_pod.py", ()),
     "docs/first-pod.md:text:2": ("tests/unit/test_first_pod.py", ()),
     "docs/grpo.md:text:0": ("tests/multiprocess/test_rl_demo.py", ("seconds", "left", "rate", "step", "reward")),
+    "docs/health.md:text:0": ("tests/unit/report/test_alarm_log.py", ()),
     "docs/launch-google.md:text:0": ("tests/unit/test_snippets.py", ()),
     "docs/plan.md:text:0": ("tests/tpu_compile/test_planner.py", ()),
     "docs/plan.md:text:1": ("tests/tpu_compile/test_published.py", ()),

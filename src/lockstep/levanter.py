@@ -208,6 +208,11 @@ class LevanterTracker:
         for tracker in self._wandb:
             tracker.log_rows(name, rows, step=step)
 
+    def alert(self, *, title: str, text: str, step: int) -> None:
+        """Send a W&B alert; Levanter's other trackers have none."""
+        for tracker in self._wandb:
+            tracker.alert(title=title, text=text, step=step)
+
     def finish(self) -> None:
         """Do nothing: the trackers are the trainer's."""
 

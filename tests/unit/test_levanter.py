@@ -144,6 +144,8 @@ def test_a_round_that_levanters_wandb_tracker_would_refuse_goes_into_the_open_en
     ours = LevanterTracker(BackgroundTracker(theirs) if in_the_background else theirs)
     ours.log_rows("samples", [row(5, "text")], step=5)
     ours.log({"eval/step": 5, "eval/a": 1.0}, step=5)
+    ours.alert(title="samples: loop", text="loop in 3 of 4 answers", step=5)
+    assert run.alerts == [("samples: loop", "loop in 3 of 4 answers", "WARN")]
     assert [(step, list(values)) for step, values in run.logged[1:]] == [
         (9, ["samples", "samples_state"]),
         (9, ["eval/step", "eval/a"]),

@@ -55,7 +55,6 @@ class Reporter:
         tokenizer: "PreTrainedTokenizerBase",
         tracker: Tracker | None,
         samples_path: Path | None,
-        trained: bool = False,
     ) -> None:
         self.errors = 0  # parts of reports that failed; a metric counts once per round
         self.dropped = 0  # reports that were not made because the queue was full
@@ -64,7 +63,7 @@ class Reporter:
         self._metrics = load_metrics(config.metrics)
         self._judge = None if config.judge is None else Judge(config.judge)
         directory = None if samples_path is None else samples_path.parent
-        self._alarms = AlarmLog(config.alarms, name, self._tracker, directory, trained=trained)
+        self._alarms = AlarmLog(config.alarms, name, self._tracker, directory)
         self._queue = BackgroundQueue("lockstep-report", size=MAX_WAITING)
 
     def report(

@@ -56,7 +56,6 @@ class SampleCallback:
             after the callback is made.
         dtype: The floating dtype to decode in, the trainer's compute dtype; None: the dtype of the parameters.
         every_call: Whether a round is due at every call, because the loop has the schedule.
-        trained: Whether the model was trained before, so that alarms need no warm-up (``alarms.warm_up``).
 
     Example:
         >>> from types import SimpleNamespace
@@ -80,7 +79,6 @@ class SampleCallback:
         hosts: Hosts | None = None,
         dtype: str | None = None,
         every_call: bool = False,
-        trained: bool = False,
     ) -> None:
         self.config = config
         if isinstance(config.prompts, str):
@@ -107,7 +105,6 @@ class SampleCallback:
             tokenizer=tokenizer,
             tracker=tracker,
             samples_path=None if output_dir is None else Path(absolute_path(output_dir)) / "samples.jsonl",
-            trained=trained,
         )
         self._job_hosts = JobHosts(hosts)
         self._every_call = every_call

@@ -82,7 +82,13 @@ class Alarm:
         group: The prompts that have it more often than the others; empty where no group tells.
         inside: Its share among these since ``began``; None without a group.
         outside: Its share among the others; None without a group.
-        prompts: Some prompts whose answers are in the state, those of the group first.
+        prompts: The numbers of some prompts whose answers are in the state, those of the group first.
+
+    Example:
+        >>> from lockstep.health import Share
+        >>> before, now = Share(count=4, total=256), Share(count=10, total=32)
+        >>> print(lockstep.health.Alarm(step=6250, state="loop", began=6200, before=before, now=now))
+        step 6,250: loop in 10 of 32 answers (31 %), before in 4 of 256 answers (1.6 %); since step 6,200
     """
 
     step: int

@@ -12,7 +12,12 @@ SAME_TOKENS: Final = 8
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Share:
-    """A part of some answers."""
+    """A part of some answers.
+
+    Example:
+        >>> print(lockstep.health.Share(count=10, total=32))
+        10 of 32 answers (31 %)
+    """
 
     count: int
     total: int

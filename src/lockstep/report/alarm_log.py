@@ -4,7 +4,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Self
 
 from lockstep.config_fields import check_fields
 from lockstep.errors import ConfigError, check_at_least
@@ -36,9 +36,13 @@ class AlarmsConfig:
     false_alarms: float = FALSE_ALARMS
     """False alarms per round, over all states and groups together."""
     warm_up: int | None = None
-    """Rounds without an alarm at the beginning of a run. Null: 0 for a model that was trained before
-    (``initialize_from_hf``), else 8. With 0, a state that more than a third of the answers have from the first round
-    on is an alarm."""
+    """Rounds without an alarm at the beginning of a run. Null: 0 where the model was trained before
+    (``initialize_from_hf``) and for rollouts, else 8. With 0, a state that more than a third of the answers have from
+    the first round on is an alarm."""
+
+    def of_trained(self, *, trained: bool = True) -> Self:
+        """The same for a run whose model was trained before, or not."""
+        return self if self.warm_up is not None else dataclasses.replace(self, warm_up=0 if trained else WARM_UP)
 
     def __post_init__(self) -> None:
         check_fields(self, "alarms.")
@@ -69,7 +73,6 @@ class AlarmLog:
     Args:
         name: The name of the rounds, such as ``inference_eval``.
         directory: The directory with `HEALTH_FILE`, from which a run goes on; None: nothing is kept.
-        trained: Whether the model was trained before the run.
         clock: Returns the seconds since the epoch.
 
     Raises:
@@ -83,12 +86,10 @@ class AlarmLog:
         tracker: Tracker,
         directory: Path | None,
         *,
-        trained: bool = False,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._config, self._name, self._tracker, self._clock = config, name, tracker, clock
         self._file = None if directory is None else directory / HEALTH_FILE
-        self._trained = trained
         self._alarms: Alarms | None = None
         self._told: dict[str, float] = {}  # the time at which each state was told last
         self._action: Callable[[Alarm], object] | None = None
@@ -148,9 +149,7 @@ class AlarmLog:
 
     def _resumed(self, step: int) -> Alarms:
         """The alarms of a run that begins, or goes on, with the round of a step."""
-        warm_up = self._config.warm_up
-        if warm_up is None:
-            warm_up = 0 if self._trained else WARM_UP
+        warm_up = WARM_UP if self._config.warm_up is None else self._config.warm_up
 
         def new() -> Alarms:
             return Alarms(

@@ -62,6 +62,11 @@ class TunixTracker:
         if self._wandb is not None:
             self._wandb.log_rows(name, rows, step=step)
 
+    def alert(self, *, title: str, text: str, step: int) -> None:
+        """Send a W&B alert; Tunix's other backends have none."""
+        if self._wandb is not None:
+            self._wandb.alert(title=title, text=text, step=step)
+
     def finish(self) -> None:
         """Do nothing: the logger is the trainer's."""
 

@@ -1,5 +1,6 @@
 """Consequences of alarms: the line, the file, the alert, the stop, and that nothing is told twice a day."""
 
+import dataclasses
 import json
 import sys
 import types
@@ -13,6 +14,7 @@ from lockstep.report.alarm_log import ONCE_IN_S, prompt_states
 from lockstep.report.trackers import NoopTracker
 from lockstep.text import Prompt
 from lockstep.types import Completion, FinishReason
+from tests.snippets import lacking
 
 CODE = "```python\nx = 1\n```\nExplain this."
 SECRET = "see https://me:hunter2hunter2hunter2@host/x?token=hunter2 "
@@ -52,12 +54,12 @@ class Runs:
     """Rounds of a run, which may end and go on."""
 
     def __init__(self, directory, tracker=None, clock=lambda: 0.0, **config):
-        self.arguments = AlarmsConfig(**config), "inference_eval", tracker or NoopTracker(), directory
+        self.arguments = AlarmsConfig(**{"warm_up": 0} | config), "inference_eval", tracker or NoopTracker(), directory
         self.clock = clock
         self.restart()
 
     def restart(self):
-        self.log = AlarmLog(*self.arguments, trained=True, clock=lambda: self.clock())
+        self.log = AlarmLog(*self.arguments, clock=lambda: self.clock())
         return self
 
     def feed(self, first, counts, **options):
@@ -89,6 +91,21 @@ def test_an_alarm_is_one_line_with_step_state_shares_group_and_example(tmp_path,
     (alarm,) = (record for record in records if "alarm" in record)
     assert (alarm["name"], alarm["step"], alarm["line"]) == ("inference_eval", 7, tracker.alerts[0][1])
     assert alarm["alarm"]["state"] == "empty" and alarm["alarm"]["group"] == "code"
+
+
+def test_the_page_shows_an_alarm_as_it_is(tmp_path, caplog):
+    run = Runs(tmp_path)
+    looping = {*range(10), *range(13, 17)}
+    for step in range(4000, 6500, 250):
+        bad = looping if step == 6250 else {20}
+        answers = [answer(n, "Sure. !!!!!!!!" if n in bad else f"It is {n}.", code=n < 13) for n in range(40)]
+        for place, own in enumerate(answers):
+            if place in bad:
+                looped = dataclasses.replace(own.completion, tokens=(1, 2, *[3] * 38))
+                answers[place] = dataclasses.replace(own, completion=looped)
+        run.add(step, answers)
+    (line,) = (line for line in lines(caplog) if ": loop in" in line)
+    assert not lacking("docs/health.md:text:0", line.removeprefix("inference_eval: "))
 
 
 def test_what_a_model_says_is_shown_without_control_characters_secrets_and_its_middle(tmp_path, caplog):
@@ -230,6 +247,17 @@ def test_the_answers_to_a_prompt_are_one_entry_in_the_order_of_their_generations
 def test_settings_that_cannot_work_are_refused(values, message):
     with pytest.raises(ConfigError, match=message):
         AlarmsConfig(**values)
+
+
+def test_the_warm_up_is_that_of_the_model_unless_it_is_given():
+    for given, trained, warm_up in ((None, True, 0), (None, False, 8), (3, True, 3), (3, False, 3)):
+        assert AlarmsConfig(warm_up=given).of_trained(trained=trained).warm_up == warm_up
+    run = Runs(None, warm_up=None)
+    run.feed(1, [0] * 7 + [24])
+    assert not run.log._alarms.lasting
+    run = Runs(None, warm_up=None)
+    run.feed(1, [0] * 8 + [24])
+    assert run.log._alarms.lasting
 
 
 def test_a_function_that_is_not_there_is_named_at_the_start():

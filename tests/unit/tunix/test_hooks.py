@@ -285,6 +285,7 @@ def test_the_logger_gets_scalars_at_their_step_and_keeps_them():
     with tracker(backend) as (made, logger):
         made.log({"eval/time/report_s": 1.5, "eval/note": "no number"}, step=3)
         made.log_rows("eval/samples", [row(3, "text")], step=3)
+        made.alert(title="samples: loop", text="the logger has no place for it", step=3)
     assert backend.logged == [("eval/eval/time/report_s", 1.5, 3)]
     assert logger.get_metric_history("eval", "time/report_s", "eval").tolist() == [1.5]
 
@@ -296,6 +297,8 @@ def test_a_wandb_run_that_has_passed_the_step_gets_scalars_and_rows_in_its_open_
         run.log({"train/loss": 2.0}, step=9)
         made.log_rows("eval/samples", [row(5, "text")], step=5)
         made.log({"eval/step": 5, "eval/a": 1.0}, step=5)
+        made.alert(title="samples: loop", text="loop in 3 of 4 answers", step=5)
+    assert run.alerts == [("samples: loop", "loop in 3 of 4 answers", "WARN")]
     assert [(step, list(values)) for step, values in run.logged[1:]] == [
         (9, ["eval/samples", "eval/samples_state"]),
         (9, ["eval/step", "eval/a"]),

@@ -63,7 +63,7 @@ class RolloutLog:
         alarms: AlarmsConfig | None = None,
     ) -> None:
         self._tracker, self._rows, self._shown = tracker, rows, shown
-        self._alarms = None if alarms is None else AlarmLog(alarms, "rollout", tracker, run_dir, trained=True)
+        self._alarms = None if alarms is None else AlarmLog(alarms.of_trained(), "rollout", tracker, run_dir)
         self._file = None if run_dir is None else run_dir / ROLLOUTS_FILE
         self._queue = BackgroundQueue("lockstep-rollouts", size=MAX_WAITING)
 

@@ -164,14 +164,14 @@ def train(config: TrainConfig, hosts: Hosts) -> int:
         hosts.phase("making the model")
         model = make_model(config, model_config, init, frozen, trainer, hosts) if state is None else state.model
         if config.inference_eval.enabled:
+            alarms = config.inference_eval.alarms.of_trained(trained=config.initialize_from_hf is not None)
             samples = SampleCallback(
-                config.inference_eval,
+                dataclasses.replace(config.inference_eval, alarms=alarms),
                 tokenizer,
                 tracker=tracker,
                 output_dir=run_dir,
                 hosts=hosts,
                 dtype=config.trainer.precision.compute.name,
-                trained=config.initialize_from_hf is not None,
             )
             samples.check(model)
             trainer.add_hook(samples)
