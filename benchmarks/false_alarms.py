@@ -19,7 +19,8 @@ from typing import Final
 import numpy as np
 from jaxtyping import Bool, Float
 
-from lockstep.health.alarms import FALSE_ALARMS, Alarms, PromptStates
+from lockstep.health import Alarms, PromptStates
+from lockstep.health.alarms import FALSE_ALARMS
 
 SHARES: Final = {"cut": 0.5, "other_script": 0.2, "repetitive": 0.1, "loop": 0.05, "empty": 0.02, "special_token": 0.0}
 """The share of answers in each state."""

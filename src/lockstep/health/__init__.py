@@ -1,8 +1,8 @@
 """Health of answers: how they went wrong, said without reading them (docs/health.md)."""
 
-from lockstep.health.alarms import Alarm as Alarm
+from lockstep.health.alarm import Alarm as Alarm
+from lockstep.health.alarm import PromptStates as PromptStates
 from lockstep.health.alarms import Alarms as Alarms
-from lockstep.health.alarms import PromptStates as PromptStates
 from lockstep.health.answer import AnsweredPrompt as AnsweredPrompt
 from lockstep.health.answer import Health as Health
 from lockstep.health.answer import State as State

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from benchmarks.false_alarms import KINDS, SIZES, SimulatedRun, alarmed_rounds
+from lockstep.health import Alarms, PromptStates
 from lockstep.health import alarms as module
-from lockstep.health.alarms import WARM_UP, Alarms, PromptStates
+from lockstep.health.alarms import WARM_UP
 
 
 def round_of(looping, size=32, answers=1, state="loop", groups=lambda place: ()):
