@@ -207,7 +207,7 @@ def _listed_by_git(path: str) -> list[str]:
     runs. So git looks at the files from an empty repository.
     """
     folder = Path(path).absolute()
-    root = next((each for each in (folder, *folder.parents) if os.path.lexists(each / ".git")), None)
+    root = next((parent for parent in (folder, *folder.parents) if os.path.lexists(parent / ".git")), None)
     if root is None:
         return []
     index, exclude = root / ".git" / "index", root / ".git" / "info" / "exclude"

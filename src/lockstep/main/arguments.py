@@ -117,7 +117,7 @@ def read_values(arguments: Sequence[str]) -> dict[str, Any]:
     values: dict[str, Any] = {}
     if path is not None:
         values, text = read_yaml(str(path))
-        folder = os.path.dirname(os.path.abspath(path))
+        folder = os.path.dirname(os.path.abspath(os.path.expanduser(path)))
         # Last: a file of the user's takes no name from a package that is imported later.
         if folder not in sys.path and modules_beside(path, " ".join((text, *arguments))):
             sys.path.append(folder)
@@ -197,7 +197,7 @@ def checked_values(kind: Any, value: Any, path: tuple[str, ...], where: str) -> 
 
 def _block(kinds: Sequence[Any], value: Any) -> type[Any] | None:
     """The class of the block that a value should be, where it can be nothing else."""
-    blocks = [each for each in kinds if each is not type(None)]
+    blocks = [kind for kind in kinds if kind is not type(None)]
     if value is None or not blocks or not all(map(dataclasses.is_dataclass, blocks)):
         return None
     return typing.cast(type[Any], blocks[0])
@@ -212,9 +212,9 @@ def _as_block(block: type[Any], value: Any, name: str, where: str) -> Any:
     fields = [CHOICE_TYPE_KEY] if choices else [field.name for field in ordered_fields(block)]
     last = name.rpartition(".")[2]
     values = {**dict.fromkeys(fields, "…"), CHOICE_TYPE_KEY: next(iter(choices), "…")}
-    given = "a list" if isinstance(value, list) else f"{value!r:.80}"
+    shown = "a list" if isinstance(value, list) else f"{value!r:.80}"
     raise ConfigError(
-        f"{where}: {name!r} is {given}; it must be a block with keys ({', '.join(fields)}). Write e.g. "
+        f"{where}: {name!r} is {shown}; it must be a block with keys ({', '.join(fields)}). Write e.g. "
         f"{last}: {{{fields[0]}: {values[fields[0]]}}}."
     )
 
