@@ -1,11 +1,14 @@
 """Checks of the fields of a configuration: they hold the same whether YAML or Python gives it."""
 
+import argparse
 import collections.abc
 import dataclasses
 import functools
 import os
 import types
 import typing
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Any, Final
 
 from lockstep.errors import ConfigError
@@ -20,9 +23,13 @@ _NAMES: Final[dict[Any, str]] = {
     list: "a list",
     tuple: "a list",
     typing.Literal: "one of its choices",
+    dict: "a mapping",
+    collections.abc.Mapping: "a mapping",
+    collections.abc.Callable: "a function",
     types.NoneType: "null",
 }
 """Values of a field, by the origin of its type. A value of a field that has any other type is not looked at."""
+_PLAIN: Final = {int, float, bool, str}
 type _Kinds = tuple[Any, ...]
 
 FilePath = Annotated[str, _PATH]
@@ -33,14 +40,15 @@ def check_fields(config: Any, block: str = "") -> None:
     """Bring the fields of a configuration into the form that YAML gives them, or refuse them; `__post_init__` calls it.
 
     A scalar of NumPy becomes a number, a `Path` its text, a column of NumPy, pandas or ``datasets`` and a
-    ``ListConfig`` of omegaconf a list; in a `FilePath` the home directory takes the place of ``~``.
+    ``ListConfig`` of omegaconf a list, or a tuple where the field is one. In a `FilePath` the home directory takes the
+    place of ``~``; a field with the type `Path`, as users' classes have them, becomes absolute too.
 
     Args:
         block: The key of the configuration itself, with a dot at its end; "" for that of a command.
 
     Raises:
-        ConfigError: A value is no choice of a `Literal`, or no number, text or list where the field has one; the
-            message names the field, the value and what it must be.
+        ConfigError: A value is no choice of a `Literal`, or no number, text, list, mapping, function or configuration
+            where the field has one; the message names the field, the value and what it must be.
     """
     cls: Any = type(config)
     for name, kinds in _kinds_of_fields(cls).items():
@@ -79,40 +87,92 @@ def _checked(value: Any, kinds: _Kinds, name: str) -> Any:
     choices = [choice for kind in kinds if _origin(kind) is typing.Literal for choice in typing.get_args(kind)]
     origins = set(map(_origin, kinds))
     value = _plain(value, origins)
+    if any(_is_choice(value, choice) for choice in choices):
+        return value
     if choices and origins <= {typing.Literal, types.NoneType}:
+        if value is None and types.NoneType in origins:
+            return value
         known = [*choices, *([None] if types.NoneType in origins else [])]
-        if value not in known:
-            shown = ", ".join("null" if choice is None else str(choice) for choice in known)
-            raise ConfigError(f"{name} is {value!r}; it must be one of {shown}. Correct it.")
-    elif isinstance(value, str) and FilePath in kinds:
+        shown = ", ".join("null" if choice is None else str(choice) for choice in known)
+        raise ConfigError(f"{name} is {value!r}; it must be one of {shown}. Correct it.")
+    if isinstance(value, str) and FilePath in kinds:
         return _expanded(value, name)
-    elif value is not None and value not in choices and origins <= _NAMES.keys() and not origins & _accepted(value):
-        names = dict.fromkeys(text for kind, text in _NAMES.items() if kind in origins)
-        fix = f"Use [{value!r:.200}]" if isinstance(value, str) and list in origins else "Correct it"
-        raise ConfigError(f"{name} is {value!r:.200}; it must be {' or '.join(names)}. {fix}.")
-    elif isinstance(value, list | tuple):
-        for kind in kinds:
-            if _origin(kind) in (list, tuple) and (inner := typing.get_args(kind)):
-                members = [_checked(item, _members(inner[0]), f"{name}[{i}]") for i, item in enumerate(value)]
-                unchanged = all(new is old for new, old in zip(members, value, strict=True))
-                return value if unchanged else type(value)(members)
-    return value
+    if isinstance(value, str | os.PathLike) and any(map(_is_path, origins)):
+        return _local_path(value, str in origins, name)
+    if all(map(_is_known, origins)) and not _fits(value, origins):
+        texts = dict.fromkeys(_text_of(kind) for kind in (*_NAMES, *origins) if kind in origins)
+        fix = f"Use [{value!r:.200}]" if isinstance(value, str) and origins & {list, tuple} else "Correct it"
+        raise ConfigError(f"{name} is {value!r:.200}; it must be {' or '.join(texts)}. {fix}.")
+    if isinstance(value, dict):
+        return _checked_values(value, kinds, name)
+    return _checked_items(value, kinds, name) if isinstance(value, list | tuple) else value
 
 
-def _accepted(value: Any) -> set[Any]:
-    """The origins of types that may have a value."""
+def _checked_values(mapping: dict[Any, Any], kinds: _Kinds, name: str) -> dict[Any, Any]:
+    for kind in kinds:
+        if _origin(kind) in (dict, collections.abc.Mapping) and (inner := typing.get_args(kind)):
+            checked = {key: _checked(value, _members(inner[1]), f"{name}.{key}") for key, value in mapping.items()}
+            unchanged = all(checked[key] is value for key, value in mapping.items())
+            return mapping if unchanged else checked
+    return mapping
+
+
+def _checked_items(items: Sequence[Any], kinds: _Kinds, name: str) -> Any:
+    """The items of a list, in a list or a tuple as the field has it."""
+    for kind in kinds:
+        container, inner = _origin(kind), typing.get_args(kind)
+        if container not in (list, tuple) or not inner:
+            continue
+        if container is tuple and inner[-1] is not Ellipsis:
+            if len(items) != len(inner):
+                raise ConfigError(f"{name} is {items!r:.200}; it must have {len(inner)} items. Correct it.")
+            kinds_of_items = [_members(kind) for kind in inner]
+        else:
+            kinds_of_items = [_members(inner[0])] * len(items)
+            if {type(item) for item in items} <= _PLAIN & set(kinds_of_items[0] if items else ()):
+                return items if isinstance(items, container) else container(items)  # many tokens, or none
+        pairs = enumerate(zip(items, kinds_of_items, strict=True))
+        checked = [_checked(item, kinds, f"{name}[{at}]") for at, (item, kinds) in pairs]
+        unchanged = all(new is old for new, old in zip(checked, items, strict=True))
+        return items if unchanged and isinstance(items, container) else container(checked)
+    return items
+
+
+def _fits(value: Any, origins: set[Any]) -> bool:
+    """Whether a value has one of some types; a whole number is a number too, and true and false are none."""
     if isinstance(value, bool):
-        return {bool}
+        return bool in origins
     if isinstance(value, int):
-        return {int, float}
-    return next((kinds for kinds in ({float}, {str}, {list, tuple}) if isinstance(value, tuple(kinds))), set())
+        return not origins.isdisjoint({int, float})
+    if isinstance(value, list | tuple):
+        return not origins.isdisjoint({list, tuple})
+    return any(isinstance(value, origin) for origin in origins - {Annotated, typing.Literal})
+
+
+def _is_choice(value: Any, choice: Any) -> bool:
+    same_type = isinstance(value, type(choice)) and isinstance(value, bool) == isinstance(choice, bool)
+    return same_type and bool(value == choice)
+
+
+def _is_known(kind: Any) -> bool:
+    """Whether values are compared with a type: one of `_NAMES`, a path, a configuration or a choice of several."""
+    is_block = dataclasses.is_dataclass(kind) or hasattr(kind, "get_choice_class")
+    return kind in _NAMES or _is_path(kind) or isinstance(kind, type) and is_block
+
+
+def _text_of(kind: Any) -> str:
+    return _NAMES.get(kind) or ("a path" if _is_path(kind) else f"a {kind.__name__}")
+
+
+def _is_path(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, os.PathLike)
 
 
 def _plain(value: Any, origins: set[Any]) -> Any:
     """A value of another library as Python's own, where the field can have that."""
     if value is None or isinstance(value, bool | int | float | str | list | tuple | dict) and _is_python(value):
         return value
-    if isinstance(value, os.PathLike) and origins & {str, Annotated}:
+    if isinstance(value, os.PathLike) and origins & {str, Annotated} and not any(map(_is_path, origins)):
         return os.fspath(value)
     if getattr(value, "shape", None) == () and hasattr(value, "item"):
         return value.item()
@@ -138,3 +198,19 @@ def _expanded(path: str, name: str) -> str:
     if expanded.startswith("~"):
         raise ConfigError(f"{name} is {path!r}, and that user's home directory is not known. Write the whole path.")
     return expanded
+
+
+def option_path(text: str) -> Path:
+    """The type of an option of a command line that is a local path: no shell expands ``~`` in ``--output=~/FILE``."""
+    try:
+        return Path(_expanded(text, "the path"))
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _local_path(path: str | os.PathLike[str], may_be_text: bool, name: str) -> str | Path:
+    """A path of a user's own class: the same file whatever becomes the working directory; a URL as it is."""
+    text = os.fspath(path)
+    if "://" not in text:
+        text = os.path.abspath(_expanded(text, name))
+    return text if may_be_text and isinstance(path, str) else Path(text)

@@ -9,6 +9,7 @@ from typing import ClassVar
 import numpy as np
 from jaxtyping import Int16
 
+from lockstep.config_fields import check_fields
 from lockstep.errors import ConfigError, PromptError, check_at_least
 
 
@@ -127,9 +128,6 @@ class SamplingRules:
         Raises:
             ConfigError: One is not written as ``name=value`` or ``module:function=value`` with a finite value.
         """
-        given: object = self.filters
-        if isinstance(given, str):
-            raise ConfigError(f"filters is {given!r}; it must be a list of texts. Use [{given!r}].")
         found: dict[str, float] = {}
         for text in self.filters:
             name, _, value = text.rpartition("=")
@@ -197,14 +195,12 @@ class SamplingParams(SamplingRules):
     them."""
 
     def __post_init__(self) -> None:
+        check_fields(self)
         self.check_rules()
         self._check_token_lists()
         self._check_stop()
 
     def _check_stop(self) -> None:
-        given: object = self.stop
-        if isinstance(given, str):
-            raise ConfigError(f"stop is {given!r}; it must be a list of strings. Use [{given!r}].")
         for at, text in enumerate(self.stop):
             if not text:
                 raise ConfigError(f"stop has an empty string at place {at}; every text holds it. Remove it.")
@@ -278,6 +274,7 @@ class Drafts:
     right: int = 0
 
     def __post_init__(self) -> None:
+        check_fields(self, "drafts.")
         if not 0 <= self.right <= self.compared:
             raise ConfigError(
                 f"of {self.compared} tokens of earlier drafts {self.right} are said to be right; it must be from 0 to "
@@ -319,6 +316,7 @@ class Request:
     drafts: Drafts | None = None
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if not self.prompt_tokens:
             raise PromptError(
                 f"prompt {self.prompt_id} has 0 tokens; the model needs at least 1 to start from. Remove the prompt or "

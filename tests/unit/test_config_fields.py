@@ -1,21 +1,30 @@
 """Fields of configurations hold the same whether YAML or Python gives them: numbers, texts, lists and paths."""
 
+import argparse
 import collections.abc
+import contextlib
 import dataclasses
-import pathlib
+import importlib
 import re
+import time
+import types
 import typing
+from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from beartype.door import is_bearable
 
-from lockstep import InferenceEvalConfig
-from lockstep.config_fields import FilePath, check_fields
+from lockstep import InferenceEvalConfig, Request, SamplingParams
+from lockstep.config_fields import FilePath, check_fields, option_path
 from lockstep.errors import ConfigError
 from lockstep.main.arguments import choices_of, decode_config, default_value, options_of
-from lockstep.main.commands import configured_commands
-from lockstep.training import TrainerConfig
+from lockstep.main.commands import COMMANDS, configured_commands
+from lockstep.models import LlamaConfig, RotaryConfig
+from lockstep.report import TrackerConfig
+from lockstep.report.trackers.tensorboard import TensorboardTrackerConfig
+from lockstep.training import PreferenceObjective, RewardConfig, TrainerConfig
 
 
 def configurations(cls):
@@ -38,8 +47,32 @@ PATHS = [
     for name, hint in typing.get_type_hints(cls, include_extras=True).items()
     if str(FilePath) in str(hint)
 ]
+
+
+def values_of(cls):
+    """The values of a configuration's fields: its defaults, and for the others something that has their type."""
+    hints = typing.get_type_hints(cls, include_extras=True)
+    values = {field.name: default_value(field) for field in dataclasses.fields(cls)}
+    return {name: something(hints[name]) if value is dataclasses.MISSING else value for name, value in values.items()}
+
+
+def something(hint):
+    hint = hint.__value__ if isinstance(hint, typing.TypeAliasType) else hint
+    origin, inner = typing.get_origin(hint) or hint, typing.get_args(hint)
+    if origin is typing.Literal:
+        return inner[0]
+    if origin in (typing.Union, types.UnionType, typing.Annotated):
+        return something(inner[0])
+    if origin is collections.abc.Callable:
+        return len
+    if dataclasses.is_dataclass(origin):
+        return object.__new__(origin)
+    known = {str: "a", int: 1, float: 1.0, bool: True, list: [], tuple: (), dict: {}, collections.abc.Mapping: {}}
+    return known[origin]
+
+
 NAMES_OF_PATHS = re.compile(
-    r"(^|_)(path|dir|logdir|urls?|hf|checkpoint|tokenizer|output|json|model|run|prompts|calibration|calibrate|code)$"
+    r"(^|_)(path|dir|directory|logdir|file|urls?|hf|checkpoint|tokenizer|output|json|html|model|run|prompts|calibration|calibrate|code)$"
 )
 OF_NO_PATHS = {"JudgeConfig.base_url", "JudgeConfig.model"} | {
     f"Train{kind}Config.model" for kind in ("Lm", "Preference", "Simpo", "Grpo")
@@ -63,13 +96,10 @@ def test_a_path_may_begin_with_the_home_directory(cls, name, monkeypatch):
     monkeypatch.setenv("HOME", "/home/of/mine")
 
     hints = typing.get_type_hints(cls, include_extras=True)
-    defaults = {field.name: default_value(field) for field in dataclasses.fields(cls)}
-    needed = {key: typing.get_args(hints[key])[:1] for key, value in defaults.items() if value is dataclasses.MISSING}
-    defaults |= {key: "".join(each for each in first if isinstance(each, str)) or "a" for key, first in needed.items()}
 
     def checked(value):
         config = object.__new__(cls)
-        vars(config).update(defaults | {name: value})
+        vars(config).update(values_of(cls) | {name: value})
         try:
             config.__post_init__()
         except (AttributeError, TypeError, ConfigError, ValueError):  # of further fields
@@ -84,9 +114,134 @@ def test_a_path_may_begin_with_the_home_directory(cls, name, monkeypatch):
             "a/~b",
             "gs://a/~/b",
         ]
-        assert checked(pathlib.Path("~/a/b.jsonl")) == path
+        assert checked(Path("~/a/b.jsonl")) == path
     else:
-        assert list(checked(["~/a/b.jsonl", pathlib.Path("a")])) == [path, "a"]
+        assert list(checked(["~/a/b.jsonl", Path("a")])) == [path, "a"]
+
+
+def public_dataclasses():
+    """Every dataclass that has a public name, by that name."""
+    for line in (Path(__file__).parents[1] / "golden" / "public_names.txt").read_text().splitlines():
+        module, _, name = line.partition("(")[0].rpartition(".")
+        with contextlib.suppress(ImportError):  # the line is of a method
+            found = getattr(importlib.import_module(module), name, None)
+            if isinstance(found, type) and dataclasses.is_dataclass(found):
+                yield found
+
+
+RESULTS = {
+    *("Completion", "RoutedExperts", "TaskResults", "AuditResult", "Generation", "Sizing", "DecodeModel", "Row"),
+    *("SampleRow", "RunFiles", "Answer", "SavedModel", "StepInfo", "ReaderCheck", "ModelPreset", "SavedTensor"),
+    "DataFormat",  # made of another one, by its methods
+}
+"""What lockstep makes and nobody else."""
+ARRAYS = {
+    *("DecoderWeights", "LayerWeights", "LlamaLMHeadModel", "LoraModel", "LazyWeight", "EngineRouting", "MergeLora"),
+    *("DecodeMesh", "LeafLayout", "QuantizedLayout", "QuantizedWeight", "TokenizedRows"),
+}
+"""What has arrays or placements in it, whose types jaxtyping and JAX check."""
+OTHER_ERRORS = {"Prompt"}  # its errors are those of prompts
+WRONG = [None, True, 3, 1.5, "no", Path("no"), [object()], {"a": object()}, object()]
+CHECKED = [
+    cls
+    for cls in sorted({*public_dataclasses(), *CLASSES}, key=repr)
+    if cls.__name__ not in RESULTS | ARRAYS | OTHER_ERRORS and dataclasses.fields(cls)
+]
+
+
+def may_be(value, hint):
+    """Whether a field of this type takes a value, by another reader of types; a whole number is a number too."""
+    text = isinstance(value, Path) and "str" in str(hint)
+    number = type(value) is int and is_bearable(1.5, hint)
+    return text or number or is_bearable(value, hint)
+
+
+@pytest.mark.parametrize("cls", CHECKED, ids=lambda cls: cls.__name__)
+def test_a_wrong_type_in_python_is_an_error_that_names_the_field(cls):
+    hints = typing.get_type_hints(cls, include_extras=True)
+    for field in dataclasses.fields(cls):
+        for value in WRONG:
+            if may_be(value, hints[field.name]):
+                continue
+            config = object.__new__(cls)
+            vars(config).update(values_of(cls) | {field.name: value})
+            with pytest.raises(ConfigError, match=rf"\b{field.name}\b(\[0\]|\.a)? is .*; it must (be|have) "):
+                config.__post_init__()
+
+
+@pytest.mark.parametrize("command", [command for command in COMMANDS if command.options], ids=lambda each: each.name)
+def test_every_option_that_names_a_path_has_its_type(command, monkeypatch):
+    """No shell expands ``~`` in ``--output=~/FILE``."""
+    monkeypatch.setenv("HOME", "/home/of/mine")
+    parser = argparse.ArgumentParser(conflict_handler="resolve", add_help=False)
+    command.add_options(parser)
+    for option in parser._actions:
+        if option.option_strings and NAMES_OF_PATHS.search(option.dest) and option.dest not in OPTIONS_OF_NO_PATHS:
+            assert option.type is option_path, option.option_strings
+            assert parser._get_value(option, "~/a") == Path("/home/of/mine/a")
+    with pytest.raises(argparse.ArgumentTypeError, match="~nobody-at-all/a', and that user's home directory"):
+        option_path("~nobody-at-all/a")
+
+
+OPTIONS_OF_NO_PATHS = {"model", "dry_run"}
+"""The name of a shape, or a directory, which its reader expands; and a switch."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PathReward(RewardConfig):
+    """As a user may write it: with paths by the types of the standard library."""
+
+    words: Path
+    more: tuple[Path, ...] = ()
+    either: str | Path | None = None
+    place: FilePath = "gs://bucket/words"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PathTracker(TrackerConfig):
+    words: Path | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PathObjective(PreferenceObjective):
+    words: Path | None = None
+
+
+def test_paths_of_a_users_own_classes_are_whole_when_they_are_given(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", "/home/of/mine")
+    monkeypatch.chdir(tmp_path)
+    reward = PathReward(words="~/a", more=["b", Path("~/c")], either="d", place="~/e")
+    assert reward.words == Path("/home/of/mine/a") and reward.more == (tmp_path / "b", Path("/home/of/mine/c"))
+    assert reward.either == str(tmp_path / "d") and reward.place == "/home/of/mine/e"
+    assert PathReward(words=tmp_path, either=Path("d")).either == tmp_path / "d"
+    values = {"type": f"{__name__}:PathReward", "words": "~/a", "more": ["b"], "either": "gs://bucket/d"}
+    (decoded,) = decode_config(Rewards, {"rewards": [values]}, "run.yaml").rewards
+    assert (decoded.words, decoded.more) == (Path("/home/of/mine/a"), (tmp_path / "b",))
+    assert decoded.either == "gs://bucket/d"
+    for cls in (PathTracker, PathObjective):
+        assert cls(words="~/a").words == Path("/home/of/mine/a")
+    with pytest.raises(ConfigError, match=r"rewards: words is 3; it must be a path\. Correct it"):
+        PathReward(words=3)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rewards:
+    rewards: list[RewardConfig]
+
+
+def test_a_relative_directory_of_tensorboard_stays_where_it_was_given(monkeypatch, tmp_path):
+    pytest.importorskip("tensorboardX")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+    tracker = TensorboardTrackerConfig(logdir="curves").build("runs/a", "a")
+    beside = TensorboardTrackerConfig().build("runs/b", "b")
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    for each in (tracker, beside):
+        each.log({"loss": 1.0}, step=1)
+        each.rewind(step=1, rounds_step=1, rounds=())
+        each.finish()
+    assert not list((tmp_path / "elsewhere").iterdir())
+    assert len(list(tmp_path.glob("curves/a/*"))) == len(list(tmp_path.glob("runs/b/tensorboard/*"))) == 1
 
 
 def test_a_home_that_is_not_there_is_refused():
@@ -186,3 +341,30 @@ def test_yaml_and_python_are_refused_alike():
             decode_config(InferenceEvalConfig, {"prompts": ["a"], "eval_every": value}, "x.yaml")
         with pytest.raises(ConfigError, match="eval_every"):
             InferenceEvalConfig(prompts=["a"], eval_every=value)
+
+
+@pytest.mark.parametrize("number", [np.int64(3), np.uint8(3), np.array(3)])
+def test_sampling_and_models_take_numbers_of_other_libraries(number):
+    params = SamplingParams(
+        max_new_tokens=number,
+        temperature=np.float32(0.5),
+        ignore_eos=np.bool_(True),
+        stop_token_ids=np.array([1, 2]),
+        logit_bias=[[np.int32(1), np.float64(0.5)]],
+        stop=ListConfig(["a"]),
+    )
+    assert params == SamplingParams(
+        max_new_tokens=3, temperature=0.5, ignore_eos=True, stop_token_ids=(1, 2), logit_bias=((1, 0.5),), stop=("a",)
+    )
+    assert type(params.max_new_tokens) is int and hash(params)
+    request = Request(prompt_id=number, prompt_tokens=np.array([5, 6]), params=params)
+    assert request.prompt_tokens == (5, 6) and hash(request)
+    config = LlamaConfig(num_layers=number, rope=RotaryConfig(theta=np.float64(1e4)))
+    assert (config.num_layers, type(config.num_layers), type(config.rope.theta)) == (3, int, float)
+
+
+def test_many_tokens_are_looked_at_at_once():
+    tokens = tuple(range(1_000_000))
+    begin = time.process_time()
+    assert Request(prompt_id=0, prompt_tokens=tokens, params=SamplingParams(max_new_tokens=1)).prompt_tokens is tokens
+    assert time.process_time() - begin < 2

@@ -4,7 +4,7 @@ import base64
 import dataclasses
 import json
 from collections.abc import Hashable, Iterable, Mapping
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
@@ -150,14 +150,6 @@ class SamplingFields(SamplingRules):
             ConfigError: A value is out of its range, or would do nothing beside another one.
         """
         prefix = f"{self.BLOCK}." if self.BLOCK else ""
-        given: object = self.stop
-        if isinstance(given, str):
-            raise ConfigError(f"{prefix}stop is {given!r}; it must be a list of strings. Use [{given!r}].")
-        if self.drafts not in get_args(DraftSource):
-            raise ConfigError(
-                f"{prefix}drafts is {self.drafts!r}; it must be one of {', '.join(get_args(DraftSource))}. Use none "
-                "for plain decoding."
-            )
         for name in self.FILTERS:
             if self.temperature == 0 and self.is_set(name):
                 raise ConfigError(

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 
+from lockstep.config_fields import FilePath, check_fields
 from lockstep.errors import ConfigError
 
 VARIABLES = {
@@ -36,17 +37,18 @@ class TlsConfig:
         'ca.pem'
     """
 
-    cert_file: str
+    cert_file: FilePath
     """The certificate of this process, with those between it and the authority."""
-    key_file: str
+    key_file: FilePath
     """The private key of ``cert_file``, without a password."""
-    ca_file: str
+    ca_file: FilePath
     """The authorities whose certificates are believed: one of the job's own."""
     peer_uri_prefix: str | None = None
     """With what a URI of the peer's certificate must begin, such as ``spiffe://my-job/``; null compares the host of
     ``coordinator_address`` with the names in the certificate of process 0."""
 
     def __post_init__(self) -> None:
+        check_fields(self, "distributed.tls.")
         for name in ("cert_file", "key_file", "ca_file"):
             if not getattr(self, name):
                 raise ConfigError(f"distributed.tls.{name} is empty; it must be the path of a PEM file.")

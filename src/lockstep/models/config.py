@@ -9,6 +9,7 @@ import draccus
 import numpy as np
 from jaxtyping import Float
 
+from lockstep.config_fields import check_fields
 from lockstep.errors import ConfigError
 from lockstep.limits import LAYERS
 from lockstep.models.attention import AttentionBackend, check_backend
@@ -80,6 +81,7 @@ class Variant:
     """The rotary embeddings of layers with sliding attention; others have ``rope`` (Gemma 3). Null: all have it."""
 
     def __post_init__(self) -> None:
+        check_fields(self, "variant.")
         positive = ("embed_scale", "attention_scale", "attention_soft_cap", "logit_soft_cap", "sliding_window")
         for name in (*positive, "gated_norm_rank", "unit_qk_norm"):
             value = getattr(self, name)
@@ -91,17 +93,9 @@ class Variant:
                 "them. Set one of them to true."
             )
         self._check_layer_types()
-        known = get_args(Activation)
-        if self.activation not in known:
-            raise ConfigError(f"variant.activation is {self.activation!r}; it must be one of {', '.join(known)}.")
 
     def _check_layer_types(self) -> None:
         types = self.layer_types
-        for name in () if types is None else types:
-            if name not in get_args(LayerType):
-                raise ConfigError(
-                    f"variant.layer_types has {name!r}; each must be one of {', '.join(get_args(LayerType))}."
-                )
         every = self.full_attention_every
         if every is not None and (types is not None or every < 2):
             raise ConfigError(
@@ -208,10 +202,11 @@ class LlamaConfig(ModelConfig):
     whatever the batch and the layout (docs/exact.md). ``fast``: they differ by rounding."""
 
     def __post_init__(self) -> None:
+        check_fields(self)
         sizes = ["max_seq_len", "hidden_dim", "intermediate_dim", "num_layers", "num_heads", "num_kv_heads"]
         for name in sizes if self.head_dim is None else [*sizes, "head_dim"]:
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value >= SIZE_LIMIT:
+            if value >= SIZE_LIMIT:
                 raise ConfigError(f"{name} is {value!r}; it must be a whole number below {SIZE_LIMIT}. Correct it.")
             if name == "num_layers" and value > LAYERS:
                 raise ConfigError(f"num_layers is {value}; a model has at most {LAYERS} layers. Correct it.")

@@ -6,7 +6,7 @@ token's experts answer does not depend on the other tokens.
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple, Self, get_args
+from typing import Any, Literal, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ import numpy as np
 import scipy.special
 from jaxtyping import Array, Bool, Float, Int
 
+from lockstep.config_fields import check_fields
 from lockstep.errors import ConfigError, check_at_least
 from lockstep.limits import LAYERS
 from lockstep.models.weights import MLP_WEIGHTS, SPARSE_WEIGHTS
@@ -61,14 +62,11 @@ class Experts:
     """The factor of the router z-loss (ST-MoE, https://arxiv.org/abs/2202.08906, equation 5). 0 for none."""
 
     def __post_init__(self) -> None:
-        for name in ("num_experts", "num_experts_per_tok", "intermediate_dim", "shared_intermediate_dim"):
-            value = getattr(self, name)
-            if value is not None and not (isinstance(value, int) and value >= 1):
-                raise ConfigError(f"experts.{name} is {value!r}; it must be a whole number of at least 1. Correct it.")
+        check_fields(self, "experts.")
+        sizes = ("num_experts", "num_experts_per_tok", "intermediate_dim", "shared_intermediate_dim")
+        check_at_least(self, 1, *sizes, block="experts.")
         if self.num_experts > LAYERS:
             raise ConfigError(f"experts.num_experts is {self.num_experts}; at most {LAYERS} are possible. Correct it.")
-        if self.scoring not in get_args(Scoring):
-            raise ConfigError(f"experts.scoring is {self.scoring!r}; it must be softmax or sigmoid. Correct it.")
         if self.num_experts_per_tok > self.num_experts:
             raise ConfigError(
                 f"experts.num_experts_per_tok is {self.num_experts_per_tok} and experts.num_experts is "

@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from jaxtyping import PyTree
 
+from lockstep.config_fields import check_fields
 from lockstep.errors import ConfigError
 from lockstep.models.low_rank import merge_lora
 from lockstep.models.registry import check_all_read, named_parameters
@@ -49,6 +50,9 @@ class LoraNames:
     scale: float
     a: str = "{}_lora_a"
     b: str = "{}_lora_b"
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,6 +14,7 @@ from haliax import Axis, NamedArray
 from jax.sharding import Mesh
 from jaxtyping import Array, PyTree
 
+from lockstep.config_fields import check_fields
 from lockstep.errors import ConfigError
 from lockstep.hosts import Hosts, Ledger, Watchdog
 from lockstep.models.config import LlamaConfig
@@ -63,6 +64,7 @@ class LoraConfig:
     uses them anyway. Adapters are in the parameter type."""
 
     def __post_init__(self) -> None:
+        check_fields(self, "lora.")
         if self.r < 1:
             raise ConfigError(f"lora.r is {self.r}; a rank must be at least 1. Raise it, or leave lora out.")
         if not (self.alpha > 0 and math.isfinite(self.alpha)):

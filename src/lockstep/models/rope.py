@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
+from lockstep.config_fields import check_fields
 from lockstep.errors import ConfigError, check_at_least
 
 
@@ -32,6 +33,7 @@ class Llama3Scaling:
     """The context length in tokens before it was extended."""
 
     def __post_init__(self) -> None:
+        check_fields(self, "rope.scaling.")
         fixes = {
             "factor": "Llama 3.1 uses 8, Llama 3.2 uses 32",
             "original_max_position_embeddings": "Llama 3 uses 8192",
@@ -72,6 +74,7 @@ class YarnScaling:
     """The factor of rotated queries, and of rotated keys. Null for ``0.1 ln(factor) + 1`` (the paper's equation 22)."""
 
     def __post_init__(self) -> None:
+        check_fields(self, "rope.yarn.")
         check_at_least(self, 1, "factor", block="rope.yarn.", fix=". gpt-oss uses 32.")
         check_at_least(self, 1, "original_max_position_embeddings", block="rope.yarn.", fix=". gpt-oss uses 4096.")
         if not 0 < self.beta_slow < self.beta_fast:
@@ -135,6 +138,7 @@ class RotaryConfig:
     """The part of each head that is rotated, from its first element on; the rest has no position (Phi-4-mini: 0.75)."""
 
     def __post_init__(self) -> None:
+        check_fields(self, "rope.")
         check_at_least(self, 1, "linear_factor", block="rope.", fix=". Use 1 for none.")
         if not 0 < self.partial_rotary_factor <= 1:
             raise ConfigError(

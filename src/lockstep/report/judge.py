@@ -14,6 +14,7 @@ import urllib.request
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from lockstep.config_fields import check_fields
 from lockstep.errors import ConfigError, LockstepError, check_at_least
 from lockstep.printable import without_credentials
 from lockstep.redact import Redactor
@@ -81,6 +82,7 @@ class JudgeConfig:
     """Tokens of a reply at most."""
 
     def __post_init__(self) -> None:
+        check_fields(self, "judge.")
         url = urllib.parse.urlsplit(self.base_url)
         if url.scheme not in ("http", "https") or not url.hostname:
             raise ConfigError(

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep import launch
+from lockstep.config_fields import check_fields
 from lockstep.files import in_place
 from lockstep.testing.group import Group
 from lockstep.testing.protocol import DIRECTORY, Arguments, Placeholder, Reference, launch_command
@@ -43,6 +44,9 @@ class PoolSettings:
     environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
     setup: Callable[[], object] | None = None
     most_processes: int = 8
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
 
 class Pool:

@@ -154,7 +154,7 @@ SLIDING, FULL = "sliding_attention", "full_attention"
     ("fields", "text"),
     [
         ({"layer_types": (FULL,)}, r"layer_types has 1 entries and num_layers is 2.*one for each"),
-        ({"layer_types": (FULL, "local")}, r"layer_types has 'local'; each must be one of sliding_attention, full"),
+        ({"layer_types": (FULL, "local")}, r"layer_types\[1\] is 'local'; it must be one of sliding_attention, full"),
         ({"layer_types": (FULL, SLIDING)}, r"layer_types has sliding_attention and variant\.sliding_window is null"),
         ({"layer_types": (FULL, FULL), "sliding_window": 4}, r"variant\.sliding_window is set .* no effect"),
         ({"sliding_window": 4, "sliding_rope": RotaryConfig()}, r"variant\.sliding_rope is set .* no effect"),

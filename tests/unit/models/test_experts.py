@@ -81,8 +81,8 @@ def test_the_busiest_device_is_that_of_even_draws(tokens: int, devices: int) -> 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"scoring": "relu"}, "experts.scoring is 'relu'; it must be softmax or sigmoid"),
-        ({"num_experts": 0}, "experts.num_experts is 0; it must be a whole number of at least 1"),
+        ({"scoring": "relu"}, "experts.scoring is 'relu'; it must be one of softmax, sigmoid"),
+        ({"num_experts": 0}, "experts.num_experts is 0; it must be at least 1"),
         ({"num_experts_per_tok": 9}, "is 9 and experts.num_experts is 8; a token has no more experts than there are"),
         (
             {"mlp_only_layers": (2, 1)},

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import draccus
 
+from lockstep.config_fields import check_fields
 from lockstep.plugins import OpenRegistry
 from lockstep.printable import hide_credentials
 from lockstep.report.jsonl import append_jsonl
@@ -152,6 +153,9 @@ class TrackerConfig(OpenRegistry, draccus.PluginRegistry, discover_packages_path
         >>> Elsewhere(directory="/tmp").directory
         '/tmp'
     """
+
+    def __post_init__(self) -> None:
+        check_fields(self, "tracker.")
 
     def check(self) -> None:
         """Check that what the tracker needs is installed; call it on the leader alone, before the run's work begins.

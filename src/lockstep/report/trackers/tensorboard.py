@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from lockstep.config_fields import FilePath, check_fields
+from lockstep.config_fields import FilePath
 from lockstep.errors import ConfigError, check_local
 from lockstep.printable import printable
 from lockstep.report.rows import TableRow, metric_names
@@ -22,8 +22,8 @@ class TensorboardTracker:
     def __init__(self, directory: str | Path) -> None:
         import tensorboardX
 
-        self._directory = Path(directory)
-        self._writer: Any = tensorboardX.SummaryWriter(str(directory), flush_secs=FLUSH_S)
+        self._directory = Path(directory).absolute()
+        self._writer: Any = tensorboardX.SummaryWriter(str(self._directory), flush_secs=FLUSH_S)
 
     def log(self, metrics: Mapping[str, float | str], *, step: int) -> None:
         """Record scalars and texts."""
@@ -122,7 +122,7 @@ class TensorboardTrackerConfig(TrackerConfig):
     logdir: FilePath | None = None
 
     def __post_init__(self) -> None:
-        check_fields(self, "tracker.")
+        super().__post_init__()
         if self.logdir is not None:
             check_local("tracker.logdir", self.logdir, "Copy it to the bucket when the run has ended.")
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 
-from lockstep.config_fields import check_fields
 from lockstep.errors import ConfigError
 from lockstep.training.objectives.preference import (
     PairLogprobs,
@@ -26,7 +25,7 @@ class CpoConfig(SmoothedPairs):
     """Weight of the mean cross entropy of the tokens of the chosen response."""
 
     def __post_init__(self) -> None:
-        check_fields(self)
+        super().__post_init__()
         if not self.beta > 0:
             raise ConfigError(f"beta is {self.beta}; it must be above 0. The paper uses 0.1.")
         self.check_pairs()

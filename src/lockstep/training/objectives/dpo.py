@@ -5,7 +5,6 @@ from typing import ClassVar, Literal
 
 import jax.numpy as jnp
 
-from lockstep.config_fields import check_fields
 from lockstep.errors import ConfigError
 from lockstep.training.objectives.preference import PairLogprobs, PairLosses, PreferenceObjective, SmoothedPairs
 
@@ -26,7 +25,7 @@ class DpoConfig(SmoothedPairs):
     https://arxiv.org/abs/2310.12036, equation 17)."""
 
     def __post_init__(self) -> None:
-        check_fields(self)
+        super().__post_init__()
         if not self.beta > 0:
             raise ConfigError(f"beta is {self.beta}; it must be above 0. The paper uses 0.1 and 0.5.")
         self.check_pairs()

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from lockstep.config_fields import check_fields
 from lockstep.errors import ConfigError
 from lockstep.training.objectives.preference import PairLogprobs, PairLosses, PreferenceObjective
 
@@ -27,7 +26,7 @@ class OrpoConfig(PreferenceObjective):
     r"""Weight of the odds-ratio loss, the paper's :math:`\lambda`; rewards are this times the mean log-probability."""
 
     def __post_init__(self) -> None:
-        check_fields(self)
+        super().__post_init__()
         if not self.beta > 0:
             raise ConfigError(f"beta is {self.beta}; it must be above 0. The paper uses 0.1 to 1.0.")
 

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from lockstep.config_fields import check_fields
 from lockstep.errors import ConfigError, check_at_least
 from lockstep.plugins import OpenRegistry
 from lockstep.training.objectives.logprobs import LossParts, target_mask, token_logprobs
@@ -68,6 +69,9 @@ class PreferenceObjective(OpenRegistry, draccus.PluginRegistry, discover_package
 
     NEEDS_REFERENCE: ClassVar[bool] = False
     """Whether it compares with a frozen model, the one that training begins with."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     def losses(self, pairs: PairLogprobs) -> PairLosses:
         """Return loss and rewards of each pair, from float32 log-probabilities.

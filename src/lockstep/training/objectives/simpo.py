@@ -2,7 +2,6 @@
 
 import dataclasses
 
-from lockstep.config_fields import check_fields
 from lockstep.errors import ConfigError, check_at_least
 from lockstep.training.objectives.preference import PairLogprobs, PairLosses, PreferenceObjective, SmoothedPairs
 
@@ -20,7 +19,7 @@ class SimpoConfig(SmoothedPairs):
     """Target margin ``gamma`` between the rewards, as a fraction of ``beta``."""
 
     def __post_init__(self) -> None:
-        check_fields(self)
+        super().__post_init__()
         if not self.beta > 0:
             raise ConfigError(f"beta is {self.beta}; it must be above 0. The paper uses 2.0 to 10.")
         check_at_least(self, 0, "gamma_beta_ratio", fix=". The paper uses 0.1 to 0.8.")

@@ -328,7 +328,7 @@ def test_the_most_probable_token_is_always_kept() -> None:
         (("my:f",), "filters has 'my:f'; one is name=value"),
         (("my:f=nan",), "filters has 'my:f=nan'"),
         (("my:f=1", "my:f=2"), "has a filter twice"),
-        ("my:f=1", "it must be a list of texts"),
+        ("my:f=1", "it must be a list"),
     ],
 )
 def test_filters_are_written_as_name_and_value(filters: Any, text: str) -> None:
