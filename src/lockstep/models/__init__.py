@@ -39,6 +39,7 @@ from lockstep.models.hf.adapters import ReadPair as ReadPair
 from lockstep.models.hf.adapters import merged_rows as merged_rows
 from lockstep.models.hf.adapters import save_peft as save_peft
 from lockstep.models.hf.fingerprints import fingerprint as fingerprint
+from lockstep.models.hf.load import check_hf as check_hf
 from lockstep.models.hf.load import load_config as load_config
 from lockstep.models.hf.load import load_hf as load_hf
 from lockstep.models.hf.load import read_hf_config as read_hf_config

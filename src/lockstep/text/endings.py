@@ -151,7 +151,13 @@ def may_be_hub_name(name: str) -> bool:
 
 @functools.cache
 def _log_stops(stops: str) -> None:
-    log.info("an answer ends with %s", stops or "no token: the tokenizer names none, and no file beside the checkpoint")
+    if stops:
+        log.info("an answer ends with %s", stops)
+    else:
+        log.warning(
+            "an answer ends with no token: neither the tokenizer nor a file beside the checkpoint names one, so each "
+            "is as long as max_new_tokens, but for stop and stop_token_ids. Use a tokenizer with an eos_token"
+        )
 
 
 @functools.cache

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
 log = get_logger(__name__)
 
+TEMPLATE_DATE: Final = "date of the chat template"  # the name of that fact in what a run keeps
 _FUNCTION: Final = "strftime_now"  # the function of transformers that a template calls: Llama 3.2, SmolLM3, gpt-oss
 # Newer transformers (5.24) gives a template data alone, so the function is one of Jinja's. `trim_blocks` removes the
 # end of its last line: what follows begins a line, as it does alone.
@@ -24,6 +25,7 @@ _MACRO: Final = """{%- macro strftime_now(format) -%}
 {%- endmacro %}
 """
 _DIRECTIVES: Final = "aAbBcdDeFgGhHIjklmMnpPrRStTuUVwWxXyYzZ"
+_FIRST_CALL: Final = "lockstep_first_date"  # the attribute of one that a program has loaded itself
 _ATTRIBUTE: Final = "lockstep_template_date"  # the attribute of a tokenizer that has its date
 
 
@@ -63,7 +65,7 @@ def fix_template_date(
         )
         return date.isoformat().encode()
 
-    date = broadcast("date of the chat template", choose).decode()
+    date = broadcast(TEMPLATE_DATE, choose).decode()
     if date:
         vars(tokenizer)[_ATTRIBUTE] = datetime.date.fromisoformat(date)
     return date
@@ -76,9 +78,21 @@ def template_date(tokenizer: Any) -> str:
 
 
 def date_options(tokenizer: Any) -> Mapping[str, Any]:
-    """Options of `apply_chat_template` with which the chat template sees the date that is fixed."""
-    date = getattr(tokenizer, _ATTRIBUTE, None)
-    if not date:
+    """Options of `apply_chat_template` with which the chat template sees the date that is fixed.
+
+    Where none is, as in a program that has loaded the tokenizer itself, it is that of the first call, and a warning
+    says so.
+    """
+    if _FUNCTION not in str(tokenizer.chat_template):
         return {}
+    date = getattr(tokenizer, _ATTRIBUTE, None) or getattr(tokenizer, _FIRST_CALL, None)
+    if date is None:
+        date = vars(tokenizer)[_FIRST_CALL] = datetime.date.today()
+        log.warning(
+            "the chat template has today's date, %s by the clock of this process, and keeps it until the process ends; "
+            "a later start, or a host in another zone, may have another. A date that all have is set by "
+            "lockstep.text.fix_template_date",
+            date,
+        )
     values = {f"%{flag}{each}": date.strftime(f"%{flag}{each}") for flag in ("", "-") for each in _DIRECTIVES}
     return {"chat_template": _MACRO + tokenizer.get_chat_template(), "lockstep_date": values}

@@ -7,8 +7,8 @@ import pytest
 import transformers
 
 from lockstep.errors import ConfigError
-from lockstep.text import load_tokenizer, stop_ids
-from tests import made_tokenizers
+from lockstep.text import endings, load_tokenizer, stop_ids
+from tests import made_tokenizers, tiny
 
 
 @pytest.fixture
@@ -58,3 +58,12 @@ def test_what_is_no_id_is_refused_with_file_and_key(wrong, place):
     (place / "config.json").write_text(f'{{"eos_token_id": {wrong}}}')
     with pytest.raises(ConfigError, match=r"config\.json has eos_token_id .*, which is no token id\. Mend it"):
         load_tokenizer(place)
+
+
+def test_a_tokenizer_with_nothing_that_ends_an_answer_is_warned_of(caplog):
+    tokenizer = tiny.tokenizer()
+    tokenizer.eos_token = None
+    endings._log_stops.cache_clear()
+    assert stop_ids(tokenizer) == ()
+    (line,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert line.startswith("an answer ends with no token: ") and "each is as long as max_new_tokens" in line

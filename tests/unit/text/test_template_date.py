@@ -62,3 +62,27 @@ def test_a_template_without_a_date_asks_nobody_for_one():
     before = tokenizer_digest(tokenizer)
     assert fix_template_date(tokenizer, lambda: pytest.fail("asked"), lambda _, choose: choose()) == ""
     assert tokenizer_digest(tokenizer) == before
+
+
+def test_a_tokenizer_that_a_program_has_loaded_itself_keeps_the_date_of_the_first_call(monkeypatch, caplog):
+    messages = [{"role": "user", "content": "What is the date?"}]
+
+    def text(zone, tokenizer):
+        monkeypatch.setenv("TZ", zone)
+        time.tzset()
+        return chat_text(tokenizer, messages)
+
+    first, other = tiny.tokenizer(), tiny.tokenizer()
+    first.chat_template = other.chat_template = "{{ strftime_now('%Y-%m-%d') }}"
+    before = tokenizer_digest(first)
+    try:
+        date, later = text("UTC+12", first), text("UTC-14", other)
+        assert date != later and text("UTC-14", first) == date
+    finally:
+        monkeypatch.undo()
+        time.tzset()
+    said = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert [line.split(" by the clock")[0].split(", ")[1] for line in said] == [date, later]
+    assert tokenizer_digest(first) == before, "hosts that load it at midnight agree"
+    fix_template_date(first, lambda: "2024-02-29", lambda _, choose: choose())
+    assert chat_text(first, messages) == "2024-02-29"

@@ -13,6 +13,7 @@ from lockstep.callback.evaluation.config import TasksConfig
 from lockstep.callback.evaluation.scoring import ScoringGuard, TaskResults, make_results
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.hosts import leader_only
+from lockstep.text import ModelLimits
 from lockstep.types import Completion, Request
 
 if TYPE_CHECKING:
@@ -141,7 +142,7 @@ class Harness:
                     "of a task file. `lm-eval ls tasks` lists the harness's own."
                 )
 
-    def run(self, ask: Ask, step: int, max_length: int) -> TaskResults:
+    def run(self, ask: Ask, step: int, limits: ModelLimits) -> TaskResults:
         """Have the tasks answered, and score the answers."""
         from lm_eval.evaluator import evaluate
 
@@ -160,7 +161,7 @@ class Harness:
             self._tokenizer,
             ask,
             config,
-            min(config.max_seq_len or max_length, max_length),
+            dataclasses.replace(limits, max_seq_len=min(config.max_seq_len or limits.max_seq_len, limits.max_seq_len)),
             # The harness builds all requests before it asks for the first.
             lambda: {instance.request_type for task in tasks.values() for instance in task.instances},
         )

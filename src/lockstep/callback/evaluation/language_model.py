@@ -12,10 +12,19 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from lockstep.callback.evaluation.config import TasksConfig
-from lockstep.errors import ConfigError
-from lockstep.printable import get_logger
-from lockstep.text import cut_at_stop, decode, prompt_end, special_tokens, split_answer, stop_ids
-from lockstep.text.tokenize import chat_text, encode_text
+from lockstep.errors import ConfigError, PromptError
+from lockstep.printable import get_logger, visible
+from lockstep.text import (
+    ModelLimits,
+    cut_at_stop,
+    decode,
+    prompt_end,
+    special_tokens,
+    split_answer,
+    stop_ids,
+    unknown_token,
+)
+from lockstep.text.tokenize import chat_text, count_appended, encode_text
 from lockstep.types import Completion, Request, SamplingParams
 
 if TYPE_CHECKING:
@@ -32,10 +41,10 @@ class EngineLM(TemplateLM):
     """Turns the harness's instances into requests, and completions into what the harness expects.
 
     It encodes text as the harness's own ``hf`` model does: with the tokenizer's own special tokens, but none before a
-    text that begins with the token for its beginning already.
+    text that begins with the token for its beginning already, and none behind a text, where an answer begins.
 
     Args:
-        max_length: The number of tokens of question and answer together.
+        limits: The tokens of question and answer together, and those that the model knows.
         kinds: A function that gives the kinds of requests that the tasks will make.
     """
 
@@ -44,17 +53,18 @@ class EngineLM(TemplateLM):
         tokenizer: "PreTrainedTokenizerBase",
         ask: Callable[[list[Request], bool], list[Completion]],
         config: TasksConfig,
-        max_length: int,
+        limits: ModelLimits,
         kinds: Callable[[], Iterable[str]],
     ) -> None:
         super().__init__()
         self.tokenizer = tokenizer
-        self.max_length = max_length
+        self.max_length, self._rows = limits.max_seq_len, limits.rows
         self.requests = 0  # the number of requests that were answered
         self.truncated = 0  # the number of requests whose beginning was left out
         self.answered_at = time.monotonic()  # when the last answers came
         self._ask, self._config, self._kinds = ask, config, kinds
         self._stop_ids = stop_ids(tokenizer)
+        self._appended = count_appended(tokenizer)
         self._answered_kinds: set[str] = set()
         self._warned_of_bos = False
 
@@ -86,7 +96,8 @@ class EngineLM(TemplateLM):
         if add_special_tokens is None:
             first = self.tokenizer.bos_token
             add_special_tokens = not (first and string.startswith(first))
-        return encode_text(self.tokenizer, string, add_special_tokens=add_special_tokens)
+        tokens = encode_text(self.tokenizer, string, add_special_tokens=add_special_tokens)
+        return tokens[: len(tokens) - self._appended] if add_special_tokens else tokens
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """The text of a chat."""
@@ -220,6 +231,10 @@ class EngineLM(TemplateLM):
         return tokens[-max(1, room) :]
 
     def _answers(self, requests: list[Request], kind: str) -> list[Completion]:
+        for request in requests:
+            if unknown := unknown_token(self.tokenizer, request.prompt_tokens, self._rows):
+                shown = visible(decode(self.tokenizer, request.prompt_tokens))
+                raise PromptError(f"a question of the tasks ({kind}), {shown!r:.80}, {unknown}")
         self._answered_kinds.add(kind)
         completions = self._ask(requests, set(self._kinds()) <= self._answered_kinds) if requests else []
         self.requests += len(requests)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.callback.evaluation.config import TasksConfig
 from lockstep.callback.evaluation.harness import Harness, HarnessThread
-from lockstep.callback.evaluation.model_engine import ModelEngine
+from lockstep.callback.evaluation.model_engine import ModelEngine, limits_of
 from lockstep.callback.evaluation.scoring import TaskResults
 from lockstep.engine import Engine, EngineConfig, Gate, RolloutEngine, generate_on_all
 from lockstep.engine.sampling.filters import check_filters_of
@@ -219,14 +219,14 @@ class TaskRounds:
                 "the harness still works on an earlier round: it scores slowly, or hangs. Run the tasks less often "
                 "(inference_eval.tasks.every), or lower inference_eval.tasks.limit."
             )
-        length = read[0].max_seq_len  # the thread keeps this alone, and no array
+        limits = limits_of(read)  # the thread keeps this alone, and no array
 
         def done(result: TaskResults | None, error: Exception | None) -> None:
             found = error if result is None else result
             assert found is not None
             self._on_results(step, found)
 
-        self._thread = HarnessThread(lambda ask: self._harness.run(ask, step, length), done)
+        self._thread = HarnessThread(lambda ask: self._harness.run(ask, step, limits), done)
         return self._thread
 
     def _engine_for(self, model: Any) -> tuple[Engine, tuple[LlamaConfig, DecoderWeights]]:

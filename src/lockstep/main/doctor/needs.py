@@ -20,7 +20,7 @@ from lockstep.errors import ConfigError, LockstepError, check_at_least
 from lockstep.hosts import digest
 from lockstep.json_text import parse_json
 from lockstep.main.doctor.finding import BackgroundCheck, Finding
-from lockstep.models import read_hf_config
+from lockstep.models import check_hf, read_hf_config
 from lockstep.text import load_tokenizer
 from lockstep.urls import read_http, url_to_fs
 
@@ -105,7 +105,7 @@ def read_needs(config: DoctorConfig, values: Mapping[str, Any]) -> RunNeeds:
         checkpoint=checkpoint if isinstance(checkpoint, str) else None,
         wandb=next((one for one in each if one.get("type") == "wandb"), None),
         mesh_shape=str(trainer.get("mesh_shape", "auto")),
-        log_dir=str(trainer.get("log_dir", "runs")),
+        log_dir=os.path.expanduser(str(trainer.get("log_dir", "runs"))),
         distributed=distributed,
         config_digest=digest(repr(_without_distributed(values))) if values else "none",
     )
@@ -198,9 +198,10 @@ def check_tokenizer(name: str, trust_remote_code: str | None = None) -> Finding:
 
 
 def check_checkpoint(name: str) -> Finding:
-    """Read the ``config.json`` of a checkpoint as a run does."""
+    """Check a checkpoint as a run does, by its ``config.json`` and the headers of its files; no weight is read."""
     try:
         values = read_hf_config(name)
+        check_hf(name)
     except LockstepError as error:
         return Finding.to_fix("checkpoint", str(error))
     return Finding.ok("checkpoint", f"{name}: {values.get('model_type', 'unknown type')}")

@@ -72,6 +72,16 @@ class CheckpointFiles:
             self._file_of[name] = self._file_of.pop(name + BLOCKS)
             self._scales_file_of[name] = self._file_of.pop(name + SCALES)
 
+    def check_sizes(self) -> None:
+        """Check that the files are as long as their headers say.
+
+        Raises:
+            ConfigError: One is shorter.
+        """
+        for name, file in self.opened.items():
+            with _named_file(f"{self.directory}/{name}"):
+                file.check_size()
+
     @property
     def names(self) -> set[str]:
         """The names of all tensors, as they are stored."""

@@ -153,6 +153,24 @@ def _untied(config: LlamaConfig, path: str | os.PathLike[str]) -> LlamaConfig:
     return dataclasses.replace(config, tie_word_embeddings=False)
 
 
+def check_hf(path: str | os.PathLike[str]) -> LlamaConfig:
+    """Check a checkpoint as `load_hf` does, by its configuration and the headers of its files; no weight is read.
+
+    Returns:
+        The configuration.
+
+    Raises:
+        ConfigError: `load_hf` would raise it for any mesh.
+    """
+    hf, config = read_hf_config(path), load_config(path)
+    tied = config.tie_word_embeddings
+    expected = parameters(skeleton(vocab_size_from_hf(hf), config), family_of_hf(hf).tensors)
+    files = CheckpointFiles(path, tied=tied)
+    check_tensors(files, expected, tied=tied)
+    files.check_sizes()
+    return config
+
+
 def load_hf(
     path: str | os.PathLike[str],
     mesh: Mesh,

@@ -15,6 +15,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from lockstep.errors import ConfigError
 from lockstep.files import new_file
+from lockstep.hosts import LEASE
 from lockstep.models.hf.files import INDEX_NAME, SINGLE_NAME
 from lockstep.urls import url_to_fs
 
@@ -40,6 +41,11 @@ class SaveTarget(abc.ABC):
 
     def __init__(self, token: str) -> None:
         self.token = token
+
+    @property
+    @abc.abstractmethod
+    def lease(self) -> str:
+        """The path or URL of the file that says which job saves here."""
 
     @abc.abstractmethod
     def check(self) -> None:
@@ -94,6 +100,11 @@ class LocalTarget(SaveTarget):
         super().__init__(token)
         self._path = pathlib.Path(path).expanduser().absolute()
         self._draft = self._path.with_name(f".{self._path.name}.tmp-{token}")
+
+    @property
+    def lease(self) -> str:
+        # Beside the directory, which another one takes the place of.
+        return os.fspath(self._path.with_name(f".{self._path.name}.{LEASE}"))
 
     def check(self) -> None:
         if self._path.exists() and not self._path.is_dir():
@@ -162,9 +173,14 @@ class BucketTarget(SaveTarget):
 
     def __init__(self, url: str, token: str) -> None:
         super().__init__(token)
+        self._url = url.rstrip("/")
         self._filesystem, root = url_to_fs(url)
         self._root = root.rstrip("/")
         self._marker = f"{self._root}/.saving-{token}"
+
+    @property
+    def lease(self) -> str:
+        return f"{self._url}/{LEASE}"
 
     def check(self) -> None:
         self._filesystem.makedirs(self._root, exist_ok=True)

@@ -92,6 +92,17 @@ class TensorFile:
             )
         return np.frombuffer(data, dtype).reshape(stop - start, *columns)
 
+    def check_size(self) -> None:
+        """Compare the size of the file with its header.
+
+        Raises:
+            ConfigError: The file is shorter, such as one that was not downloaded whole.
+        """
+        size = self._filesystem.size(self._path)
+        end = self._data + max((entry["data_offsets"][1] for entry in self._tensors.values()), default=0)
+        if size is not None and size < end:
+            raise ConfigError(f"it has {size:,} bytes and needs {end:,} by its header. Download or upload it again.")
+
     def stored_bytes(self, name: str) -> int:
         """Return the bytes of a tensor in the file, whatever its dtype."""
         start, end = self._tensors[name]["data_offsets"]

@@ -11,11 +11,13 @@ import pytest
 from lockstep.callback.evaluation import TasksConfig
 from lockstep.callback.evaluation.harness import Harness, HarnessThread
 from lockstep.errors import ConfigError, LaunchMismatchError, LockstepError
+from lockstep.text import ModelLimits
 from lockstep.types import Completion, FinishReason
 from tests import tiny
 from tests.tasks import NAMES, QUESTIONS, write_tasks
 
 pytest.importorskip("lm_eval")
+LIMITS = ModelLimits(rows=tiny.vocab_size(), max_seq_len=tiny.CONFIG.max_seq_len)
 SAID = ["nineteen", "forty two", "seven"]
 """Answers to the questions; the second is wrong."""
 CHOSEN = [0, 0, 1]
@@ -54,7 +56,7 @@ def run(directory):
         return [answer(request) for request in requests]
 
     config = TasksConfig(names=NAMES, task_dir=directory)
-    return Harness(config, tiny.tokenizer()).run(ask, 7, tiny.CONFIG.max_seq_len), asked
+    return Harness(config, tiny.tokenizer()).run(ask, 7, LIMITS), asked
 
 
 def test_the_last_set_of_requests_is_known_as_the_last(run):

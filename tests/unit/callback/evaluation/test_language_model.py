@@ -1,17 +1,19 @@
 """What the harness is told: log-probabilities and texts against full forward passes, on one device."""
 
+import dataclasses
 import types
 
 import jax
 import numpy as np
 import pytest
+from tokenizers.processors import TemplateProcessing
 
 from lockstep.callback.evaluation import TasksConfig
 from lockstep.engine import Engine, EngineConfig
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, PromptError
 from lockstep.models import as_trainable
 from lockstep.placement import make_mesh
-from lockstep.text import StopFinder, cut_at_stop, decode
+from lockstep.text import ModelLimits, StopFinder, cut_at_stop, decode
 from lockstep.types import Request, SamplingParams
 from tests import tiny
 from tests.oracle import oracle_completions
@@ -20,6 +22,7 @@ pytest.importorskip("lm_eval")
 pytestmark = pytest.mark.slow
 LENGTH = 24
 """Tokens that fit, of question and answer together."""
+LIMITS = ModelLimits(rows=tiny.vocab_size(), max_seq_len=LENGTH)
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +44,7 @@ def lm(model):
         return engine.generate(model, requests, find_stop=StopFinder(tiny.tokenizer()))
 
     return EngineLM(
-        tiny.tokenizer(), ask, TasksConfig(names=["own"], max_new_tokens=4), LENGTH, lambda: ["loglikelihood"]
+        tiny.tokenizer(), ask, TasksConfig(names=["own"], max_new_tokens=4), LIMITS, lambda: ["loglikelihood"]
     )
 
 
@@ -114,7 +117,9 @@ def test_a_text_that_the_tokenizer_begins_has_a_second_beginning_only_where_that
     rest = tokenizer.encode("What is 12 plus 7?", add_special_tokens=False)
     for single, context in ((False, [tokenizer.bos_token_id] * 2), (True, [tokenizer.bos_token_id])):
         config = TasksConfig(names=["own"], single_bos=single)
-        own = EngineLM(tokenizer, lm._ask, config, 32, lambda: ["loglikelihood_rolling"])
+        own = EngineLM(
+            tokenizer, lm._ask, config, dataclasses.replace(LIMITS, max_seq_len=32), lambda: ["loglikelihood_rolling"]
+        )
         caplog.clear()
         (logprob, _) = own.loglikelihood_rolling([instance("What is 12 plus 7?")] * 2)
         # The harness predicts each token of the text, so also the tokenizer's own beginning.
@@ -161,3 +166,40 @@ def test_generation_arguments(lm, arguments, wanted):
 def test_an_argument_that_is_not_known_is_refused(lm):
     with pytest.raises(ConfigError, match="task 'own' has the generation argument 'num_beams', which is not known"):
         lm.generate_until([instance("one", {"num_beams": 4})])
+
+
+@pytest.mark.parametrize("around", ["$A <eos>", "$A", "<eos> $A <eos>"])
+def test_an_end_that_the_tokenizer_appends_is_not_between_question_and_answer(around):
+    tokenizer = tiny.tokenizer()
+    processor = TemplateProcessing(single=around, special_tokens=[("<eos>", tokenizer.eos_token_id)])
+    tokenizer.backend_tokenizer.post_processor = processor
+    from lockstep.callback.evaluation.language_model import EngineLM
+
+    lm = EngineLM(tokenizer, lambda *_: [], TasksConfig(names=["own"]), LIMITS, lambda: ["loglikelihood"])
+    plain = tokenizer.encode("one two", add_special_tokens=False)
+    before = [tokenizer.eos_token_id] if around.startswith("<eos>") else []
+    assert lm.tok_encode("one two") == [*before, *plain] and lm.tok_encode("one two", False) == plain
+    context, continuation = lm._encode_pair("one", " two")
+    assert context + continuation == [*before, *plain] and continuation
+
+
+def test_a_token_that_the_model_does_not_have_is_named_with_its_question_in_a_line():
+    from lockstep.callback.evaluation.language_model import EngineLM
+
+    tokenizer = tiny.tokenizer()
+    question = "one\nTwo"
+    last = max(tokenizer.encode(question))
+    small = EngineLM(
+        tokenizer,
+        lambda *_: pytest.fail("the model was asked"),
+        TasksConfig(names=["own"]),
+        ModelLimits(rows=last, max_seq_len=LENGTH),
+        lambda: ["loglikelihood"],
+    )
+    for ask in (small.generate_until, small.loglikelihood_rolling):
+        arguments = (question, {}) if ask == small.generate_until else (question,)
+        with pytest.raises(
+            PromptError, match=rf"a question of the tasks \({ask.__name__}\), 'one↵Two.*\(id {last}\)"
+        ) as caught:
+            ask([instance(*arguments)])
+        assert "\n" not in str(caught.value)

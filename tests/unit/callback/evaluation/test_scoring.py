@@ -8,7 +8,7 @@ import pytest
 
 from lockstep.callback.evaluation import TasksConfig
 from lockstep.callback.evaluation.harness import Harness
-from lockstep.text import decode
+from lockstep.text import ModelLimits, decode
 from lockstep.types import Completion, FinishReason
 from tests import tiny
 
@@ -89,7 +89,9 @@ def run(tmp_path):
             (tmp_path / f"{name}.yaml").write_text(head + text)
         groups = [name for name, text in files.items() if text.startswith("group")]
         config = TasksConfig(names=groups or list(files), task_dir=str(tmp_path))
-        return Harness(config, tiny.tokenizer()).run(lambda *asked: list(answers(*asked)), 3, 200)
+        return Harness(config, tiny.tokenizer()).run(
+            lambda *asked: list(answers(*asked)), 3, ModelLimits(rows=tiny.vocab_size(), max_seq_len=200)
+        )
 
     return run_tasks
 

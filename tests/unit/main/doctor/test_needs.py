@@ -3,6 +3,7 @@
 import http.server
 import json
 import socket
+import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -23,7 +24,9 @@ from lockstep.main.doctor.needs import (
     check_written,
     read_needs,
 )
-from tests import fake_gcs
+from lockstep.models import as_trainable, load_hf, read_hf_config, save_hf
+from lockstep.placement import make_mesh
+from tests import fake_gcs, tiny
 
 
 def test_seconds_are_positive():
@@ -160,8 +163,32 @@ def test_the_tokenizer_and_the_checkpoint_are_read_as_by_a_run(tmp_path):
     assert check_tokenizer("data/demo/tokenizer").outcome == "ok"
     found = check_tokenizer(str(tmp_path))
     assert found.outcome == "fix" and "holds none of tokenizer.json" in found.text
-    assert check_checkpoint("tests/golden/llama3").text == "tests/golden/llama3: llama"
     assert check_checkpoint(str(tmp_path)).outcome == "fix"
+
+
+def test_a_checkpoint_is_read_up_to_the_headers_of_its_weights(tmp_path):
+    """As by `load_hf`, in a process that has no devices yet: doctor looks before it joins the job."""
+    path = tmp_path / "model"
+    save_hf(as_trainable(tiny.CONFIG, tiny.placed_weights(make_mesh("auto"), vocab=64)), path)
+    code = (
+        "import sys; from lockstep.main.doctor.needs import check_checkpoint as check; print(check(sys.argv[1]).text)"
+    )
+    code += "; from jax._src import xla_bridge; assert not xla_bridge.backends_are_initialized()"
+    done = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True)
+    assert done.stdout == f"{path}: {read_hf_config(path)['model_type']}\n", done.stderr
+    file = path / "model.safetensors"
+    whole = file.read_bytes()
+    size = 8 + int.from_bytes(whole[:8], "little")
+    file.write_bytes(whole[:size] + bytes(len(whole) - size))  # of the weights nothing is left
+    assert check_checkpoint(str(path)).outcome == "ok"
+    file.write_bytes(whole.replace(b"layers.1.mlp.down_proj", b"layers.1.mlp.dawn_proj"))
+    damaged = check_checkpoint(str(path))
+    assert damaged.outcome == "fix" and "layers.1.mlp.down_proj" in damaged.text
+    with pytest.raises(ConfigError, match=r"layers\.1\.mlp\.down_proj"):
+        load_hf(path, make_mesh("auto"))
+    file.write_bytes(whole[: len(whole) // 2])
+    half = check_checkpoint(str(path))
+    assert half.outcome == "fix" and f"it has {len(whole) // 2:,} bytes and needs" in half.text
 
 
 class Wandb(http.server.BaseHTTPRequestHandler):
