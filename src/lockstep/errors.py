@@ -2,8 +2,11 @@
 
 import dataclasses
 import functools
+import os
 import re
 import typing
+
+from lockstep.files import check_file
 
 
 class LockstepError(Exception):
@@ -88,6 +91,19 @@ def check_local(key: str, path: str, fix: str) -> None:
         raise ConfigError(
             f"{key} is {path!r}; files there are appended to, as no bucket allows, so it must be a directory. {fix}"
         )
+
+
+def check_output(key: str, path: str | os.PathLike[str]) -> None:
+    """Refuse a file that cannot be written, before the work whose result goes there; its directory is made."""
+    try:
+        check_file(path)
+    except OSError as error:
+        raise ConfigError(f"{key} {os.fspath(path)} cannot be written: {error}. Choose another place.") from error
+
+
+def check_log_dir(log_dir: str) -> None:
+    """Refuse a ``trainer.log_dir`` that cannot be written to; the leader calls it before the run's work begins."""
+    check_output("a file in trainer.log_dir,", os.path.join(log_dir, "run"))
 
 
 def check_run_dir(log_dir: str, run_id: str | None) -> None:

@@ -25,9 +25,7 @@ def new_file(path: str | os.PathLike[str], mode: int = 0o666, fsync: bool = Fals
         mode: The permissions, of which the umask takes some away.
         fsync: Whether the disk has the file before it takes its place.
     """
-    place = os.path.abspath(os.fspath(path))
-    directory, name = os.path.split(place)
-    draft = os.path.join(directory, f"{name[:100]}.{secrets.token_hex(8)}.tmp")
+    place, draft = _places(path)
     try:
         with open(_opened(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
             yield file
@@ -39,6 +37,27 @@ def new_file(path: str | os.PathLike[str], mode: int = 0o666, fsync: bool = Fals
         with contextlib.suppress(OSError):
             os.unlink(draft)
         raise
+
+
+def check_file(path: str | os.PathLike[str]) -> None:
+    """Find out before long work whether `new_file` can write its result; makes the directory that the file is in.
+
+    Raises:
+        OSError: It cannot.
+    """
+    place, draft = _places(path)
+    os.makedirs(os.path.dirname(place), exist_ok=True)
+    os.close(_opened(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+    os.unlink(draft)
+
+
+def _places(path: str | os.PathLike[str]) -> tuple[str, str]:
+    """The absolute path of a file, which is no directory, and that of a draft beside it."""
+    place = os.path.abspath(os.fspath(path))
+    if os.path.isdir(place) and not os.path.islink(place):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), place)
+    directory, name = os.path.split(place)
+    return place, os.path.join(directory, f"{name[:100]}.{secrets.token_hex(8)}.tmp")
 
 
 def write_file(path: str | os.PathLike[str], content: bytes | str, mode: int = 0o666, fsync: bool = False) -> None:

@@ -10,7 +10,7 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, TextIO
 
 VISIBLE_CONTROLS: Final = {"\n": "↵", "\r": "␍", "\t": "⇥"}
 
@@ -128,6 +128,17 @@ def write_to_stdout(write: Callable[[], object]) -> None:
         sys.stdout = open(os.devnull, "w", encoding="utf-8")
         with contextlib.suppress(OSError, ValueError):
             os.dup2(sys.stdout.fileno(), 1)
+
+
+def print_lines(*lines: object) -> None:
+    """Print lines by `write_to_stdout`."""
+    write_to_stdout(lambda: print(*lines, sep="\n"))
+
+
+def print_to_stderr(text: str = "", *, end: str = "\n", stream: TextIO | None = None) -> None:
+    """Print a text to stderr, or to another stream; where it cannot be written nobody can be told, and nothing ends."""
+    with contextlib.suppress(OSError, ValueError):
+        print(text, end=end, file=sys.stderr if stream is None else stream, flush=True)
 
 
 def show_log(level: int) -> None:

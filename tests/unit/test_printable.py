@@ -3,6 +3,7 @@
 import ast
 import io
 import logging
+import re
 import shlex
 import subprocess
 import sys
@@ -187,3 +188,61 @@ def test_what_stdout_cannot_take_ends_no_program(tmp_path, shell):
     code = tmp_path / "out.code"
     assert (int(code.read_text()) if code.exists() else done.returncode) == 0, done.stderr
     assert out.read_text() == "1999" and done.stderr.count(b"stdout cannot be written to") <= 1
+
+
+WRITES = {
+    "main/cli.py": "help and version, of which a reader may want the beginning alone",
+    "main/help.py": "a script for a shell: half of it must not look like success",
+    "main/prepare.py": "plan --json -, as above",
+    "main/results.py": "tail, which ends with its reader",
+    "report/tail.py": "tail, as above",
+    "report/terminal_table.py": "a console that the caller gives",
+    "main/plan/alternatives.py": "within what prepare.py gives to write_to_stdout",
+    "main/plan/table.py": "as above",
+    "check/run.py": "within what main/check.py gives to write_to_stdout",
+    "launch/environment.py": "launch --dry-run, which is a script for a shell",
+    "launch/gke.py": "as above, and launch status",
+    "launch/machines.py": "as above",
+    "launch/slurm.py": "as above",
+    "launch/started_job.py": "as above",
+    "launch/agent/main.py": "messages to the launcher",
+    "launch/agent/supervisor.py": "as above",
+    "testing/protocol.py": "messages to the test run",
+    "testing/worker.py": "as above",
+    "main/plan/compiler.py": "progress, which is shown on stderr",
+    "printable.py": "write_to_stdout itself",
+}
+"""What writes to stdout by itself, and why an error of stdout may be one of the program there."""
+CONSOLES = re.compile(r"(.*\.)?_?(console|bar|live|rich\.get_console\(\))\.(print|start|stop|update|log)")
+
+
+def stdout_calls(tree):
+    """The calls that write to stdout outside what `write_to_stdout` is given, by their lines."""
+    functions = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+    guarded = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "write_to_stdout":
+            (work,) = node.args
+            guarded |= set(ast.walk(functions.get(work.id, work) if isinstance(work, ast.Name) else work))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and ast.unparse(node) == "sys.stdout.flush":
+            yield node.lineno
+        if not isinstance(node, ast.Call) or node in guarded:
+            continue
+        name = ast.unparse(node.func)
+        files = [ast.unparse(keyword.value) for keyword in node.keywords if keyword.arg == "file"]
+        if (
+            name == "print"
+            and files in ([], ["sys.stdout"])
+            or name.startswith("sys.stdout.")
+            or CONSOLES.fullmatch(name)
+        ):
+            yield node.lineno
+
+
+def test_what_writes_to_stdout_is_in_the_table_or_goes_by_its_owner():
+    package, found = Path(lockstep.__file__).parent, {}
+    for path in sorted(package.rglob("*.py")):
+        if lines := list(stdout_calls(ast.parse(path.read_text(encoding="utf-8")))):
+            found[path.relative_to(package).as_posix()] = lines
+    assert found.keys() == WRITES.keys(), found

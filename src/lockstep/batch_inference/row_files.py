@@ -20,6 +20,7 @@ from lockstep.json_text import FOREIGN, parse_json, refused
 from lockstep.limits import read_object, read_small
 from lockstep.printable import get_logger, without_credentials
 from lockstep.report import append_jsonl, repair_jsonl
+from lockstep.text import TEMPLATE_DATE
 from lockstep.urls import url_to_fs
 
 log = get_logger(__name__)
@@ -151,7 +152,6 @@ def _row_number(line: bytes, shape: JobShape) -> int | None:
 
 
 MANIFEST = "job.json"  # the name of the manifest's file
-TEMPLATE_DATE = "date of the chat template"  # the key of a manifest
 _FIX = "Choose another trainer.run_id or host_data_parallel_output_dir, or remove the directory."
 
 

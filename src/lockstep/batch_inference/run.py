@@ -28,7 +28,6 @@ from lockstep.batch_inference.prompt_store import (
     store_prompts,
 )
 from lockstep.batch_inference.row_files import (
-    TEMPLATE_DATE,
     RemoteRows,
     RowFile,
     RowIndex,
@@ -53,6 +52,7 @@ from lockstep.batch_inference.summary import (
     make_live_view,
     summary_table,
 )
+from lockstep.errors import check_log_dir
 from lockstep.hosts import (
     Hosts,
     closing_on_leader,
@@ -64,7 +64,7 @@ from lockstep.hosts import (
 )
 from lockstep.json_text import from_peer
 from lockstep.placement import make_mesh
-from lockstep.printable import get_logger
+from lockstep.printable import get_logger, print_lines, write_to_stdout
 from lockstep.report import (
     FINISH_S,
     BackgroundTracker,
@@ -79,6 +79,7 @@ from lockstep.report import (
 )
 from lockstep.storage import HUB_WAIT_S
 from lockstep.text import (
+    TEMPLATE_DATE,
     StopFinder,
     check_vocab,
     fetch_tokenizer,
@@ -142,6 +143,7 @@ class _Run:
 
         def fetch() -> bytes:
             check_trackers(config.trainer.tracker)  # before anything is read
+            check_log_dir(config.trainer.log_dir)
             checkpoint = resolve_checkpoint(config)
             name = config.tokenizer or checkpoint.tokenizer
             return fetch_tokenizer(name, config.trust_remote_code, checkpoint.described_at)
@@ -218,9 +220,11 @@ class _Run:
                 check_links(directory)
             self.output_dir.mkdir(parents=True, exist_ok=True)
             if hosts.is_leader:
-                for place in (self.output_dir, config.host_data_parallel_output_dir if self.remote else None):
+                given = config.host_data_parallel_output_dir
+                fix = "trainer.run_id" if given is None else "host_data_parallel_output_dir"
+                for place in (self.output_dir, given if self.remote else None):
                     if place is not None:
-                        take_lease(place)
+                        take_lease(place, fix=fix)
             # Both, before either changes: rows that are only here count beside those behind the URL.
             force = config.resume == "force"
             lines = check_manifest(self.output_dir, record, force=force)
@@ -342,7 +346,7 @@ class _Run:
             )
 
         def show() -> None:
-            rich.get_console().print("", summary_table(outcome))
+            write_to_stdout(lambda: rich.get_console().print("", summary_table(outcome)))
             if merged is not None and not config.skip_samples_table:
                 rows = first_rows(merged, _SHOWN_ROWS)
                 print_table(rows, title=f"sample: the first of {outcome.totals.rows:,} answers", max_rows=_SHOWN_ROWS)
@@ -350,7 +354,7 @@ class _Run:
             files += [("Parquet", parquet)] if parquet else []
             files += [("metrics", path) for path in sorted(self.run_dir.glob("metrics*.jsonl"))]
             files += [("W&B run", path) for path in sorted(self.run_dir.glob("wandb/*run-*"))]
-            print(closing_words(files, None if self.remote is None else self.remote.url), flush=True)
+            print_lines(closing_words(files, None if self.remote is None else self.remote.url))
 
         def track() -> None:
             log_job(tracker, outcome, merged, config, step=outcome.totals.rows)

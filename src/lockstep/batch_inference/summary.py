@@ -23,7 +23,7 @@ from lockstep.health import State
 from lockstep.hosts import Hosts
 from lockstep.json_text import from_peer, parse_json, refused, typed
 from lockstep.placement.device import peak_bytes, used_bytes
-from lockstep.printable import bytes_text, get_logger, without_credentials, write_to_stdout
+from lockstep.printable import bytes_text, get_logger, print_lines, without_credentials, write_to_stdout
 from lockstep.report import MAX_TABLE_ROWS, SampleRow, Tracker
 
 log = get_logger(__name__)
@@ -293,7 +293,7 @@ def make_live_view(title: str) -> LiveView:
     """Make a panel where the leader's output is a terminal, else lines."""
     if rich.get_console().is_terminal:
         return PanelView(title)
-    return LineView(lambda text: write_to_stdout(lambda: print(text)))
+    return LineView(print_lines)
 
 
 def line(job: JobProgress) -> str:

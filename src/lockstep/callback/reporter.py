@@ -12,7 +12,7 @@ from lockstep.engine import Generation
 from lockstep.errors import LockstepError
 from lockstep.health import AnsweredPrompt, RoundHealth, Vocabulary, measure_round
 from lockstep.hosts import leader_only, try_leader_only
-from lockstep.printable import get_logger, write_to_stdout
+from lockstep.printable import get_logger
 from lockstep.report import (
     AlarmLog,
     BackgroundQueue,
@@ -198,7 +198,7 @@ class Reporter:
                 title = f"{self._name}: what the model says after {step} steps"
                 if result.drafts is not None:
                     title += f" (drafts: {result.drafts})"
-                write_to_stdout(lambda: print_table(rows, title=title))
+                print_table(rows, title=title)
 
         def track() -> None:
             if shown:

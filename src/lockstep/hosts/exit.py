@@ -15,7 +15,7 @@ from lockstep.exits import FAILED, FAULT, INTERRUPTED, PEER_FAILED, WAIT_S, work
 from lockstep.hosts.fault import failure_code, limit_attempts
 from lockstep.hosts.hosts import Hosts
 from lockstep.hosts.peers import announce_exit, end_process, failure_is_announced
-from lockstep.printable import error_stack, printable, without_credentials
+from lockstep.printable import error_stack, print_to_stderr, printable, without_credentials
 
 USER_ERRORS = (ConfigError, PromptError, CapacityError, CompilerError)
 """Errors that a user can mend, printed without a stack."""
@@ -87,15 +87,15 @@ def print_error(hosts: Hosts | None, error: BaseException, debug: bool = False) 
     """Print an error that ends a program: without its stack where a user can mend it."""
     if isinstance(error, (KeyboardInterrupt, SystemExit)):
         if isinstance(error, SystemExit) and isinstance(error.code, str):
-            print(error.code, file=sys.stderr)
+            print_to_stderr(error.code)
     elif isinstance(error, HostError):
         _print_host_error(hosts, error, debug)
     elif isinstance(error, USER_ERRORS):
         if debug:
-            print(error_stack(error), file=sys.stderr, end="")
-        print(f"error: {printable(without_credentials(str(error)))}", file=sys.stderr)
+            print_to_stderr(error_stack(error), end="")
+        print_to_stderr(f"error: {printable(without_credentials(str(error)))}")
     else:
-        print(error_stack(error), file=sys.stderr, end="")
+        print_to_stderr(error_stack(error), end="")
 
 
 def is_everywhere(hosts: Hosts | None, error: HostError) -> bool:
@@ -111,17 +111,17 @@ def _print_host_error(hosts: Hosts | None, error: HostError, debug: bool) -> Non
     With ``debug``, every process prints its stack and that of its cause before.
     """
     if not is_everywhere(hosts, error):
-        print(error_stack(error), file=sys.stderr, end="")
+        print_to_stderr(error_stack(error), end="")
         return
     cause = error.__cause__
     if debug:
-        print(error_stack(error), file=sys.stderr, end="")
+        print_to_stderr(error_stack(error), end="")
     elif cause is not None and not isinstance(cause, LockstepError):
-        print(error_stack(cause), file=sys.stderr, end="")
+        print_to_stderr(error_stack(cause), end="")
     if hosts is None or hosts.is_leader:  # without a service every process speaks for itself
         alone = hosts is not None and hosts.count == 1
         text = cause if alone and isinstance(cause, LockstepError) else error
-        print(f"error: {printable(without_credentials(str(text)))}", file=sys.stderr, flush=True)
+        print_to_stderr(f"error: {printable(without_credentials(str(text)))}")
 
 
 def leave(hosts: Hosts | None, code: int, reason: str, peers: int = PEER_FAILED) -> NoReturn:

@@ -2,11 +2,11 @@
 
 import contextlib
 import os
-import sys
 
 from lockstep.errors import HostError, PeerError, is_mistake, is_passing
 from lockstep.exits import FAILED, FAULT, FAULT_AGAIN
 from lockstep.hosts._client import Client
+from lockstep.printable import print_to_stderr
 
 RESTARTS = "LOCKSTEP_RESTARTS"  # the variable in which a launcher says how many attempts there were before this one
 SAVED = "lockstep/saved"  # key that is there once this attempt has saved something from which the next one goes on
@@ -46,11 +46,9 @@ def limit_attempts(client: Client, code: int) -> int:
             return code
     except (HostError, TimeoutError):
         return code  # nobody knows: the launcher's own limit counts
-    print(
+    print_to_stderr(
         f"lockstep: attempt {restarts + 1} has ended by a fault too, and no checkpoint was saved since the one "
         f"before: exit code {FAULT_AGAIN}, so it is not tried again. Look at the first error; save more often, or "
-        "start the job anew on other machines.",
-        file=sys.stderr,
-        flush=True,
+        "start the job anew on other machines."
     )
     return FAULT_AGAIN

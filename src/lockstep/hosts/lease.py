@@ -27,6 +27,7 @@ LEASE: Final = "lease.json"
 RENEW_S: Final = 10.0  # seconds between two renewals
 OLD_S: Final = 45.0  # seconds without a renewal after which the job counts as dead
 GIVE_BACK_S: Final = 5.0  # seconds that giving it back may take: it is old soon anyway
+_FIX: Final = "trainer.run_id"
 SETTLE_S: Final = 0.5  # seconds after which of two jobs that took a lease at once both see whose it is
 
 
@@ -52,13 +53,25 @@ class Lease:
 
     Args:
         place: The directory, which is there, or a URL.
+        file: Where the lease is written, where that is not in the place.
+        fix: What the job can choose instead, for the error where another job has the lease.
     """
 
-    def __init__(self, place: str | os.PathLike[str], *, renew_s: float = RENEW_S, old_s: float = OLD_S) -> None:
+    def __init__(
+        self,
+        place: str | os.PathLike[str],
+        *,
+        file: str | os.PathLike[str] | None = None,
+        fix: str = _FIX,
+        renew_s: float = RENEW_S,
+        old_s: float = OLD_S,
+    ) -> None:
         self._place, self._renew_s, self._old_s = os.fspath(place).rstrip("/"), renew_s, old_s
+        self._fix = fix
+        self._path = f"{self._place}/{LEASE}" if file is None else os.fspath(file)
         self._filesystem: Any = None
-        if "://" in self._place:
-            self._filesystem, self._root = url_to_fs(self._place)
+        if "://" in self._path:
+            self._filesystem, self._path = url_to_fs(self._path)
         self._token = secrets.token_hex(8)
         self._given_back = threading.Event()
 
@@ -95,10 +108,6 @@ class Lease:
             else:
                 self._filesystem.rm_file(self._path)
 
-    @property
-    def _path(self) -> str:
-        return f"{self._place if self._filesystem is None else self._root}/{LEASE}"
-
     def _wait_until_old(self, before: Holder) -> None:
         left_s = self._old_s - max(time.time() - before.renewed, 0.0)
         end = time.monotonic() + left_s
@@ -115,7 +124,7 @@ class Lease:
     def _refused(self, holder: Holder) -> ConfigError:
         return ConfigError(
             "{}: {}, so another job writes there now, and files of two would mix. Wait until it has ended, end it, or "
-            "choose another trainer.run_id.".format(*self._shown(holder))
+            "choose another {}.".format(*self._shown(holder), self._fix)
         )
 
     def _shown(self, holder: Holder) -> tuple[str, str]:
@@ -181,14 +190,14 @@ def _start_of(pid: int) -> str:
 _LEASES: Final[list[Lease]] = []
 
 
-def take_lease(place: str | os.PathLike[str]) -> None:
-    """Take the lease of a directory or a URL until `giving_back_leases` ends, or the process does.
+def take_lease(place: str | os.PathLike[str], *, file: str | os.PathLike[str] | None = None, fix: str = _FIX) -> None:
+    """Take the lease of a directory or a URL until `giving_back_leases` ends, or the process does; see `Lease`.
 
     Raises:
         ConfigError: Another job has it.
         OSError: It cannot be written.
     """
-    lease = Lease(place)
+    lease = Lease(place, file=file, fix=fix)
     lease.take()
     _LEASES.append(lease)
 

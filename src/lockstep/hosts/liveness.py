@@ -24,7 +24,7 @@ from lockstep.errors import HostError
 from lockstep.hosts._client import Client, bind_address, service_address
 from lockstep.hosts.config import environment_integer
 from lockstep.hosts.heartbeat import SILENT_S, heartbeats
-from lockstep.printable import printable
+from lockstep.printable import print_to_stderr, printable
 
 LISTENER = "lockstep/liveness"  # key with the port of the listener and the word that a process of this job says there
 PORT = "LOCKSTEP_LIVENESS_PORT"
@@ -325,7 +325,7 @@ def say_who_is_missing(address: str | None, count: int | None, timeout_s: float)
         waited = SAY_S
         while not done.wait(SAY_S):
             text = missing(int(address.rpartition(":")[2]), count)
-            print(f"lockstep: waited {waited:.0f} of {timeout_s:.0f} s for the start: {text}", file=sys.stderr)
+            print_to_stderr(f"lockstep: waited {waited:.0f} of {timeout_s:.0f} s for the start: {text}")
             waited += SAY_S
 
     if address is not None:

@@ -20,7 +20,7 @@ from lockstep.hosts._client import Client, ServiceGoneError, service_address
 from lockstep.hosts.exchange import digest, name_processes
 from lockstep.hosts.hosts import Hosts
 from lockstep.hosts.liveness import DIED, Connection, Listener
-from lockstep.printable import printable, without_credentials
+from lockstep.printable import print_to_stderr, printable, without_credentials
 
 ANNOUNCEMENTS = "lockstep/failed"
 """Directory of the reasons, exit codes and numbers that ending processes announce, by task of the service."""
@@ -136,7 +136,7 @@ def _watch(hosts: Hosts, stopping: threading.Event) -> None:
             return
     reasons, code = _summarize(announced.values())
     for reason in reasons:
-        print(f"lockstep: process {client.index} ends because {reason}", file=sys.stderr)
+        print_to_stderr(f"lockstep: process {client.index} ends because {reason}")
     _mark_departure(client)
     end_process(code)
 
@@ -202,10 +202,9 @@ def _last_word(hosts: Hosts, missing: Callable[[], str]) -> bool:
     if not _ending.acquire(blocking=False):
         time.sleep(LAST_WORD_S)  # another thread says so, and ends the process
         return True
-    print(
+    print_to_stderr(
         f"lockstep: process {hosts.index} of {hosts.count} ends because JAX gave up on a process of the job. "
-        f"Missing: {text}. This process was in phase {hosts.last_phase!r}; its last launches: {_last_launches(hosts)}.",
-        file=sys.stderr,
+        f"Missing: {text}. This process was in phase {hosts.last_phase!r}; its last launches: {_last_launches(hosts)}."
     )
     end_process(PEER_FAILED)
 
@@ -223,11 +222,10 @@ def _end_without_service(hosts: Hosts, stopping: threading.Event, ended: str) ->
     if stopping.wait(ORDERLY_S) or service_address() is None or not _ending.acquire(blocking=False):
         return
     lost = hosts.client.processes[0]
-    print(
+    print_to_stderr(
         f"lockstep: process {hosts.index} of {hosts.count} ends because process {lost} {ended}. "
         f"Missing: process {lost}. This process was in phase {hosts.last_phase!r}; its last launches: "
-        f"{_last_launches(hosts)}. Look for the log that ends without an error.",
-        file=sys.stderr,
+        f"{_last_launches(hosts)}. Look for the log that ends without an error."
     )
     end_process(PEER_FAILED)
 
@@ -239,7 +237,7 @@ def end_process(code: int) -> NoReturn:
     """
     for text in finish_work(0.0):
         with contextlib.suppress(Exception):
-            print(f"lockstep: {text}", file=sys.stderr)
+            print_to_stderr(f"lockstep: {text}")
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()

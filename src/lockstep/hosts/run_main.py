@@ -3,7 +3,6 @@
 import contextlib
 import signal
 import socket
-import sys
 import threading
 from collections.abc import Callable
 from types import FrameType
@@ -15,6 +14,7 @@ from lockstep.hosts.exit import leave, outcome, print_error
 from lockstep.hosts.hosts import Hosts
 from lockstep.hosts.peers import end_process
 from lockstep.hosts.start import current_without_devices, shutdown
+from lockstep.printable import print_to_stderr
 
 HANDLER_S = 2.0
 """Seconds after SIGTERM that the main thread may spend in a call outside Python; then a thread ends the process."""
@@ -120,5 +120,5 @@ def _leave_after_sigterm(phase: str) -> NoReturn:
     hosts = current_without_devices()
     code = TERMINATED
     text = f"was asked to end (SIGTERM) in phase {phase!r}"
-    print(f"lockstep: process {hosts.index} of {hosts.count} {text}", file=sys.stderr, flush=True)
+    print_to_stderr(f"lockstep: process {hosts.index} of {hosts.count} {text}")
     leave(hosts, code, text, peers=code)

@@ -3,7 +3,6 @@
 import contextlib
 import os
 import socket
-import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -40,6 +39,7 @@ from lockstep.hosts.hosts import Hosts
 from lockstep.hosts.liveness import ANSWER_S, say_who_is_missing, service_answers
 from lockstep.hosts.peers import end_process, watch_peers
 from lockstep.hosts.tls import TlsArguments, tls_arguments
+from lockstep.printable import print_to_stderr
 
 TLS_ADVICE = (
     " Do the certificates of distributed.tls belong together: of one authority, valid today, and with a name of the "
@@ -97,11 +97,9 @@ def start(config: DistributedConfig | None = None) -> Hosts:
     if client.count > 1:
         number_processes(_hosts, index, count, config.initialization_timeout_s)
     task = "" if client.task == client.index else f" (task {client.task} of the coordination service)"
-    print(
+    print_to_stderr(
         f"lockstep: process {client.index} of {client.count}{task} on {socket.gethostname()}: backend "
-        f"{jax.default_backend()}, {jax.local_device_count()} of {jax.device_count()} devices are local",
-        file=sys.stderr,
-        flush=True,
+        f"{jax.default_backend()}, {jax.local_device_count()} of {jax.device_count()} devices are local"
     )
     _hosts.phase("started")
     return _hosts
@@ -322,7 +320,7 @@ def _connecting(config: DistributedConfig, whom: str, tls: TlsArguments, address
     )
 
     def give_up() -> None:
-        print(f"error: {text}{_about_coordinator(address)}", file=sys.stderr)
+        print_to_stderr(f"error: {text}{_about_coordinator(address)}")
         end_process(PEER_FAILED)  # another try may find them all
 
     timer = threading.Timer(config.initialization_timeout_s, give_up)

@@ -16,7 +16,7 @@ from lockstep.hosts.heartbeat import PeerHeartbeat, describe_elsewhere, describe
 from lockstep.hosts.hosts import Hosts
 from lockstep.hosts.peers import announce_exit, end_process
 from lockstep.json_text import typed
-from lockstep.printable import printable
+from lockstep.printable import print_to_stderr, printable
 
 SHOWN_LAUNCHES = 10  # number of last launches in the report
 LOOK_S = 2.0  # seconds in a block after which it is asked whether another process has failed in it
@@ -98,7 +98,7 @@ class Watchdog:
             )
             if (failed, count) == (what, hosts.ledger.count):
                 reason = f"in {what!r}, in which process {process} failed by itself: {printable(text)}"
-                print(f"lockstep: process {hosts.index} ends: it waits {reason}", file=sys.stderr, flush=True)
+                print_to_stderr(f"lockstep: process {hosts.index} ends: it waits {reason}")
                 announce_exit(hosts.client, reason)
                 end_process(PEER_FAILED)
 
@@ -110,16 +110,16 @@ class Watchdog:
         peers: dict[int, PeerHeartbeat] = {}
         self._call_with_deadline(lambda: peers.update(heartbeats(hosts.client)))
         text += f".{describe_missing(peers)}{describe_elsewhere(peers, hosts.last_phase)}"
-        print(f"\nlockstep watchdog: {text} Every process, as it was last heard of:", file=stream)
+        print_to_stderr(f"\nlockstep watchdog: {text} Every process, as it was last heard of:", stream=stream)
         for process in range(hosts.count):
-            print(f"  process {process}: {peers.get(process, 'never heard of')}", file=stream)
+            print_to_stderr(f"  process {process}: {peers.get(process, 'never heard of')}", stream=stream)
         launches = [f"{index} {name!r} ({digest})" for index, name, digest in hosts.ledger.last(SHOWN_LAUNCHES)]
-        print(f"lockstep watchdog: last launches here: {', '.join(launches) or 'none'}", file=stream)
-        print("lockstep watchdog: the stacks of this process:", file=stream, flush=True)
+        print_to_stderr(f"lockstep watchdog: last launches here: {', '.join(launches) or 'none'}", stream=stream)
+        print_to_stderr("lockstep watchdog: the stacks of this process:", stream=stream)
         with contextlib.suppress(Exception):
             faulthandler.dump_traceback(file=stream, all_threads=True)
         self._call_with_deadline(lambda: codes.append(limit_attempts(hosts.client, WATCHDOG)))
-        print(f"lockstep watchdog: ending with code {codes[-1]}", file=stream, flush=True)
+        print_to_stderr(f"lockstep watchdog: ending with code {codes[-1]}", stream=stream)
         self._call_with_deadline(announce_exit, hosts.client, text)
         return codes[-1]
 

@@ -9,7 +9,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from lockstep.errors import ConfigError
+from lockstep.config_fields import option_path
+from lockstep.errors import ConfigError, check_output
 from lockstep.exits import DONE, NOT_FOUND, is_retried
 from lockstep.files import private
 from lockstep.launch.backend import Console, Worker, WorkerBackend, jax_environment
@@ -35,7 +36,7 @@ class Local:
             help="put '[i] ' before each line. auto: yes, but at a terminal (and without --log_dir) process 0 writes "
             "to it directly, so that its live output works; always: on for all; never: off for all",
         )
-        add("--log_dir", type=Path, help="also write the output of process i to <log_dir>/process-<i>.log")
+        add("--log_dir", type=option_path, help="also write the output of process i to <log_dir>/process-<i>.log")
         add("--retries", type=number, default=0, help=RETRIES_HELP)
         add("--grace_s", type=float, default=10.0, help="seconds between SIGTERM and SIGKILL (default 10)")
 
@@ -48,7 +49,7 @@ class Local:
             return NOT_FOUND
         given = job_environment(options)
         if options.log_dir:
-            options.log_dir.mkdir(parents=True, exist_ok=True)
+            check_output("a log in --log_dir,", options.log_dir / "process-0.log")
         for restarts in range(options.retries + 1):
             code, stopped = self._attempt(options, command, given, restarts)
             if stopped or not is_retried(code) or restarts == options.retries:

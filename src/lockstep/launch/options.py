@@ -4,9 +4,9 @@ import argparse
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
+from lockstep.config_fields import option_path
 from lockstep.errors import ConfigError
 from lockstep.launch import setup_vm
 from lockstep.launch.backend import Backend
@@ -109,7 +109,7 @@ def add_common_options(parser: argparse.ArgumentParser, backends: Mapping[str, B
     add("--env", type=name_value, action="append", default=[], metavar="NAME=VALUE", help="set in every process")
     add(
         "--env_file",
-        type=Path,
+        type=option_path,
         metavar="FILE",
         help="lines NAME=VALUE with secrets, set in every process; the values are never shown, logged or kept",
     )

@@ -1,18 +1,17 @@
 """``lockstep check``: run a script on simulated processes and find what would stop it on a pod."""
 
 import argparse
-import functools
 import json
-import os
 from collections.abc import Sequence
-from pathlib import Path
 
 from rich.console import Console
 
 from lockstep.check import KINDS, check_command, print_at_once, print_report, write_page
-from lockstep.errors import ConfigError
+from lockstep.config_fields import option_path
+from lockstep.errors import ConfigError, check_output
 from lockstep.files import write_file
 from lockstep.main.commands import Arguments, seconds
+from lockstep.printable import write_to_stdout
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -21,8 +20,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--devices_per_process", type=int, default=2, metavar="N", help="CPU devices of each process (default: 2)"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write what was found as JSON")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="also write it as a page for a browser")
+    parser.add_argument("--json", type=option_path, metavar="FILE", help="also write what was found as JSON")
+    parser.add_argument("--html", type=option_path, metavar="FILE", help="also write it as a page for a browser")
     parser.add_argument(
         "--ignore", action="append", default=[], choices=sorted(KINDS), metavar="KIND",
         help=f"leave findings of this kind out; can be repeated: {', '.join(KINDS)}",
@@ -46,9 +45,9 @@ def main(arguments: Sequence[str], *, console: Console | None = None) -> int:
             f"--processes is {options.processes} and --devices_per_process {options.devices_per_process}; there must "
             "be at least 2 processes, to be compared, with at least 1 device each."
         )
-    for path in (options.json, options.html):
-        if path is not None and not os.access(path.parent, os.W_OK):
-            raise ConfigError(f"{path} cannot be written: {path.parent} is no directory to write to. Choose another.")
+    for key, path in (("--json", options.json), ("--html", options.html)):
+        if path is not None:
+            check_output(key, path)
     console = console or Console(highlight=False)
     result = check_command(
         command,
@@ -56,9 +55,9 @@ def main(arguments: Sequence[str], *, console: Console | None = None) -> int:
         devices=options.devices_per_process,
         stall_s=options.stall_s,
         ignore=options.ignore,
-        on_finding=functools.partial(print_at_once, console=console),
+        on_finding=lambda finding: write_to_stdout(lambda: print_at_once(finding, console)),
     )
-    print_report(result, console)
+    write_to_stdout(lambda: print_report(result, console))
     if options.json is not None:
         write_file(options.json, json.dumps(result.as_json(), indent=1) + "\n")
     if options.html is not None:

@@ -1,6 +1,7 @@
 """The ``lockstep`` command."""
 
 import importlib.metadata
+import io
 import os
 import select
 import signal
@@ -40,6 +41,8 @@ def run(arguments: Sequence[str]) -> int:
 
 def main() -> None:
     """Entry point: run the command of this process's arguments and leave the job in order."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # no character that its encoding does not have ends a command
     arguments, debug = without_debug(sys.argv[1:])
     for command in COMMANDS:
         if command.name in arguments[:1] and not command.joins_job:

@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import Final
 
 from lockstep import exits
+from lockstep.config_fields import option_path
 from lockstep.errors import ConfigError
 from lockstep.files import write_file
 from lockstep.launch import main as launch
 from lockstep.main.commands import Arguments
+from lockstep.printable import print_lines
 from lockstep.report import read_jsonl
 
 SEED: Final = 20
@@ -130,7 +132,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--processes", type=int, choices=(1, 2, 4), default=2, help="processes, with one device each (default: 2)"
     )
     parser.add_argument(
-        "--directory", default="lockstep-demo", metavar="PATH", help="where everything goes (default: lockstep-demo)"
+        "--directory",
+        type=option_path,
+        default=Path("lockstep-demo"),
+        metavar="PATH",
+        help="where everything goes (default: lockstep-demo)",
     )
 
 
@@ -140,21 +146,21 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_args(list(arguments))
     if options.steps is not None and options.steps < 1:
         parser.error(f"--steps is {options.steps}; it must be at least 1")
-    directory = Path(options.directory)
+    directory: Path = options.directory
     words = ["--backend", "local", "--processes", str(options.processes), "--devices_per_process", "1"]
     words += ["--", "lockstep", "train-lm", "--config_path", str(directory / "demo.yaml")]
     try:
         written = write_demo(directory, shlex.join(["lockstep", "launch", *words]))
     except OSError as error:
         raise ConfigError(f"{error}. Name a directory that can be written with --directory PATH.") from error
-    print(_introduction(directory, options.processes, written), flush=True)
+    print_lines(_introduction(directory, options.processes, written))
     run_id = time.strftime("%Y%m%d-%H%M%S")
     words += ["--trainer.log_dir", str(directory / "runs"), "--trainer.run_id", run_id]
     if options.steps is not None:
         words += ["--trainer.num_train_steps", str(options.steps)]
     code = launch(words)
     if code == exits.DONE:
-        print(closing(directory / "runs" / run_id), flush=True)
+        print_lines(closing(directory / "runs" / run_id))
     return code
 
 

@@ -13,7 +13,8 @@ from typing import Any, Final
 import jax
 from rich.console import Console
 
-from lockstep.errors import ConfigError
+from lockstep.config_fields import option_path
+from lockstep.errors import ConfigError, check_output
 from lockstep.files import write_file
 from lockstep.hosts import DistributedConfig
 from lockstep.main.arguments import CONFIG_PATH, decode_config, pairs, parse_arguments, read_values
@@ -36,7 +37,7 @@ from lockstep.main.plan import (
     remat_costs,
     topology,
 )
-from lockstep.printable import show_log
+from lockstep.printable import show_log, write_to_stdout
 
 
 def add_plan_options(parser: argparse.ArgumentParser) -> None:
@@ -52,9 +53,10 @@ def add_plan_options(parser: argparse.ArgumentParser) -> None:
         "--model", metavar="NAME", help="shape to plan with: a directory with a config.json, or a well-known checkpoint"
     )
     how = parser.add_argument_group("how it is shown and predicted")
-    how.add_argument("--json", metavar="PATH", help="write all numbers there, - for standard output")
+    how.add_argument("--json", type=option_path, metavar="PATH", help="write all numbers there, - for standard output")
     how.add_argument(
         "--calibration",
+        type=option_path,
         metavar="FILE",
         help="measured numbers of the chip, to predict seconds in place of published ones",
     )
@@ -76,8 +78,9 @@ def add_plan_options(parser: argparse.ArgumentParser) -> None:
     )
     how.add_argument(
         "--cache_dir",
+        type=option_path,
         metavar="DIR",
-        default=str(default_directory()),
+        default=default_directory(),
         help=f"where the compiler's results are kept, none for nowhere (default: {default_directory()})".replace(
             "%", "%%"
         ),
@@ -89,6 +92,8 @@ def run_plan(arguments: Sequence[str]) -> int:
     own, rest = Arguments("plan", add_plan_options).parse_known_args(list(arguments))
     if own.topology is None:
         raise ConfigError("--topology is missing: name the slice to plan for, such as --topology v5p-64.")
+    if own.json not in (None, STDOUT):
+        check_output("--json", own.json)
     given = dict(pairs(rest))
     # On a TPU host, its devices are left alone.
     jax.config.update("jax_platforms", "cpu")
@@ -101,23 +106,27 @@ def run_plan(arguments: Sequence[str]) -> int:
         rate = _positive("--dollars_per_chip_hour", rate, "a number of dollars", "4.2")
     command, config = read_plan(own.command, rest)
     progress = CompileProgress()
-    cache = CompileCache(own.topology, None if own.cache_dir == "none" else Path(own.cache_dir), progress)
+    cache = CompileCache(own.topology, None if own.cache_dir == Path("none") else own.cache_dir, progress)
     workload = command.workload(config, own.model)
+    calibration = None if own.calibration is None else str(own.calibration)
     for option in ("remat", "meshes"):
         if getattr(own, option) and workload.training is None:
             raise ConfigError(f"--{option} all is about a train step, and {command.name} has none. Remove it.")
     with progress.live():
-        plan = make_plan(workload, slice_, cache, own.calibration)
+        plan = make_plan(workload, slice_, cache, calibration)
         costs = remat_costs(workload, slice_, cache, plan.memory) if own.remat and plan.mesh_shape else []
-        meshes = mesh_costs(workload, slice_, cache, own.calibration) if own.meshes else []
-    path = Path(given[CONFIG_PATH]) if CONFIG_PATH in given else None
+        meshes = mesh_costs(workload, slice_, cache, calibration) if own.meshes else []
+    path = option_path(given[CONFIG_PATH]) if CONFIG_PATH in given else None
     places = [dataclasses.replace(one, place=place_of(path, one.key, list(given))) for one in plan.infeasibilities]
     plan = dataclasses.replace(plan, infeasibilities=places, write_bandwidth=bandwidth, dollars_per_chip_hour=rate)
     _show(plan, own.json, costs, meshes)
     return 0 if plan.fits else 1
 
 
-def _show(plan: Plan, json_path: str | None, costs: list[RematCost], meshes: list[MeshCost]) -> None:
+STDOUT: Final = Path("-")
+
+
+def _show(plan: Plan, json_path: Path | None, costs: list[RematCost], meshes: list[MeshCost]) -> None:
     if json_path is not None:
         values = as_json(plan)
         if costs:
@@ -125,16 +134,20 @@ def _show(plan: Plan, json_path: str | None, costs: list[RematCost], meshes: lis
         if meshes:
             values["meshes"] = [{**dataclasses.asdict(cost), "step_s": cost.step_s} for cost in meshes]
         text = json.dumps(values, indent=2) + "\n"
-        if json_path == "-":
+        if json_path == STDOUT:
             sys.stdout.write(text)
             return
-        _write(Path(json_path), text)
+        write_file(json_path, text)
     console = Console(width=None if sys.stdout.isatty() else 120)
-    print_plan(plan, console)
-    if costs:
-        print_remat(costs, console)
-    if meshes:
-        print_meshes(meshes, console)
+
+    def show() -> None:
+        print_plan(plan, console)
+        if costs:
+            print_remat(costs, console)
+        if meshes:
+            print_meshes(meshes, console)
+
+    write_to_stdout(show)
 
 
 def read_plan(name: str | None, rest: Sequence[str]) -> tuple[Command, Any]:
@@ -175,15 +188,6 @@ def _positive(option: str, given: str, what: str, example: str) -> float:
     if not 0 < value < math.inf:
         raise ConfigError(f"{option} is {given!r}; it must be {what} above 0, such as {example}.")
     return value
-
-
-def _write(path: Path, text: str) -> None:
-    """Write a file, and the directory that it is in."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_file(path, text)
-    except OSError as error:
-        raise ConfigError(f"--json {path} cannot be written: {error}. Give another path.") from error
 
 
 SWITCHES: Final = ("self-test", "self_test")  # the options that may stand without a value

@@ -13,11 +13,12 @@ from typing import Final, Literal, NoReturn
 from rich.console import Console
 from rich.live import Live
 
-from lockstep.config_fields import FilePath, check_fields
+from lockstep.config_fields import FilePath, check_fields, option_path
 from lockstep.errors import ConfigError, LockstepError
+from lockstep.files import check_file
 from lockstep.main.arguments import name_words, parse_arguments
 from lockstep.main.commands import Arguments, seconds
-from lockstep.printable import bytes_text, show_log
+from lockstep.printable import bytes_text, print_lines, show_log
 from lockstep.report import (
     LineView,
     PanelView,
@@ -38,7 +39,8 @@ RELOAD_S: Final = 10.0  # seconds between two looks at a run that is watched, an
 def add_report_options(parser: argparse.ArgumentParser) -> None:
     """Add what the command is given."""
     parser.add_argument("runs", nargs="*", metavar="RUN", help="a run, and another one to compare it with")
-    parser.add_argument("--output", "-o", type=Path, metavar="FILE", help="the file (default: report.html of the run)")
+    output = parser.add_argument("--output", "-o", type=option_path, metavar="FILE")
+    output.help = "the file (default: report.html of the run)"
     parser.add_argument("--watch", action="store_true", help="write it again whenever the run has written something")
     parser.add_argument(
         "--interval", type=seconds, default=RELOAD_S, metavar="S", help="seconds between two looks (default: 10)"
@@ -53,6 +55,7 @@ def run_report(arguments: Sequence[str]) -> int:
         parser.error(f"name one run, or two to compare; {len(options.runs)} were given")
     output = options.output or _place([find_run(given) for given in options.runs])
     try:
+        check_file(output)
         if options.watch:
             return watch(options.runs, output, options.interval)
         make_report([find_run(given) for given in options.runs], output)
@@ -70,14 +73,12 @@ def make_report(runs: Sequence[RunFiles], output: Path, reload_s: float | None =
     steps = len({when for run in payload["runs"] for when in run["when"]})
     counts = ((len(payload["prompts"]), "prompt"), (steps, payload["axis"]), (answers, "answer"))
     counted = ", ".join(f"{number:,} {noun}{'s' * (number != 1)}" for number, noun in counts)
-    print(f"{output}: {counted}, {bytes_text(size)}", flush=True)
-    for note in payload["notes"]:
-        print(f"  {note}", flush=True)
+    print_lines(f"{output}: {counted}, {bytes_text(size)}", *(f"  {note}" for note in payload["notes"]))
 
 
 def watch(given: Sequence[str], output: Path, interval_s: float, sleep: Callable[[float], object] = time.sleep) -> int:
     """Write the page again whenever a file of the runs has changed, until Ctrl-C."""
-    print(f"watching {' and '.join(given)} every {interval_s:g} s; Ctrl-C ends it", flush=True)
+    print_lines(f"watching {' and '.join(given)} every {interval_s:g} s; Ctrl-C ends it")
     last = None
     try:
         while True:
@@ -88,7 +89,7 @@ def watch(given: Sequence[str], output: Path, interval_s: float, sleep: Callable
                 make_report(runs, output, interval_s)
                 last = stamp
             elif empty and last is None:
-                print(f"{' and '.join(empty)}: no rows yet; waiting for the first round of samples", flush=True)
+                print_lines(f"{' and '.join(empty)}: no rows yet; waiting for the first round of samples")
                 last = []
             sleep(interval_s)
     except KeyboardInterrupt:
@@ -201,8 +202,7 @@ def run_convert(arguments: Sequence[str]) -> int:
         written = convert(parse_arguments(ConvertConfig, words))
     except OSError as error:
         raise ConfigError(f"{error}. Name a directory that can be written with --output PATH.") from error
-    for path in written:
-        print(path)
+    print_lines(*written)
     return 0
 
 

@@ -5,6 +5,7 @@ import functools
 import json
 import logging
 import re
+import secrets
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,16 +20,27 @@ from lockstep.batch_inference import sample as run_sample
 from lockstep.callback.evaluation import PREFIX, TaskResults, TaskRounds, TasksConfig
 from lockstep.config_fields import FilePath, check_fields
 from lockstep.engine import EngineConfig
-from lockstep.errors import ConfigError, LockstepError, refuse_keys
-from lockstep.files import write_file
-from lockstep.hosts import DistributedConfig, Hosts, JobHosts, config_digest, digest, leader_only, start
+from lockstep.errors import ConfigError, LockstepError, check_log_dir, refuse_keys
+from lockstep.files import check_file, write_file
+from lockstep.hosts import (
+    DistributedConfig,
+    Hosts,
+    JobHosts,
+    closing_on_leader,
+    config_digest,
+    digest,
+    giving_back_leases,
+    leader_only,
+    start,
+    take_lease,
+)
 from lockstep.main.arguments import name_words, parse_arguments
-from lockstep.models import export_hf, save_peft
+from lockstep.models import export_hf, save_peft, save_target
 from lockstep.placement import make_mesh
-from lockstep.printable import get_logger, show_log, without_credentials
-from lockstep.report import WANDB_RUN, BackgroundTracker, append_jsonl, build_tracker
+from lockstep.printable import get_logger, print_lines, show_log, without_credentials, write_to_stdout
+from lockstep.report import WANDB_RUN, BackgroundTracker, append_jsonl, build_tracker, check_trackers
 from lockstep.storage import HUB_WAIT_S
-from lockstep.text import fetch_tokenizer, load_tokenizer, tokenizer_digest
+from lockstep.text import TEMPLATE_DATE, fetch_tokenizer, fix_template_date, load_tokenizer, tokenizer_digest
 from lockstep.training import (
     HF_DTYPES,
     TrainConfig,
@@ -104,6 +116,7 @@ def run_eval(arguments: Sequence[str]) -> int:
     return evaluate(config, _join(config.trainer.distributed))
 
 
+@giving_back_leases()
 def evaluate(config: EvalConfig, hosts: Hosts) -> int:
     """Run the tasks; every process makes the same call.
 
@@ -113,6 +126,8 @@ def evaluate(config: EvalConfig, hosts: Hosts) -> int:
     hosts.agree("config", {"configuration": config_digest(config)})
 
     def fetch() -> bytes:
+        check_trackers(config.trainer.tracker)
+        check_log_dir(config.trainer.log_dir)
         checkpoint = checkpoint_at(config.checkpoint, "checkpoint", config.base_model)
         name = config.tokenizer or checkpoint.tokenizer
         return fetch_tokenizer(name, config.trust_remote_code, checkpoint.described_at)
@@ -124,6 +139,7 @@ def evaluate(config: EvalConfig, hosts: Hosts) -> int:
         tokenizer = load_tokenizer(name, config.trust_remote_code, fetched, checkpoint.described_at)
         phase.agree({"checkpoint": checkpoint.fingerprint(), "tokenizer": tokenizer_digest(tokenizer)})
         mesh = make_mesh(config.trainer.mesh_shape)
+    date = fix_template_date(tokenizer, lambda: None, hosts.broadcast_from_leader)
     found: list[TaskResults | Exception] = []
     rounds = TaskRounds(
         "eval",
@@ -137,14 +153,19 @@ def evaluate(config: EvalConfig, hosts: Hosts) -> int:
     with hosts.run_on_all("finding the tasks"):
         if hosts.is_leader:
             rounds.check()
-    model, _, _ = load(hosts, checkpoint, mesh, config.engine.dtype)
-    if not rounds.run(0, model):
-        return 1
-    # The others wait longer than the leader may take, however short their other waits are.
-    with hosts.scope("scoring", hosts.timeout_s + SCORE_S) as scope:
-        with scope.run_on_all("scoring", "scoring the answers"):
-            if hosts.is_leader:
-                _report(config, _scored(rounds, found))
+    output: _Output | None = None
+    with hosts.run_on_all("output"):
+        if hosts.is_leader:
+            output = _Output(config, {TEMPLATE_DATE: date} if date else {})
+    with closing_on_leader(hosts, lambda: output and output.close()):
+        model, _, _ = load(hosts, checkpoint, mesh, config.engine.dtype)
+        if not rounds.run(0, model):
+            return 1
+        # The others wait longer than the leader may take, however short their other waits are.
+        with hosts.scope("scoring", hosts.timeout_s + SCORE_S) as scope:
+            with scope.run_on_all("scoring", "scoring the answers"):
+                if output is not None:
+                    output.write(_scored(rounds, found))
     return 0
 
 
@@ -171,34 +192,55 @@ def _scored(rounds: TaskRounds, found: Sequence[TaskResults | Exception]) -> Tas
     return result
 
 
-def _report(config: EvalConfig, results: TaskResults) -> None:
-    """Rows and scores on disk, in the tracker and at the terminal."""
-    run_dir = Path(config.trainer.log_dir) / (config.trainer.run_id or time.strftime("eval-%Y%m%d-%H%M%S"))
-    check_links(run_dir)
-    run_dir.mkdir(parents=True, exist_ok=True)
-    rows = run_dir / "tasks.jsonl"
-    # Another evaluation replaces files, and is another W&B run: that of the last one has rows of the same step.
-    for of_the_last in (rows, run_dir / WANDB_RUN):
-        of_the_last.unlink(missing_ok=True)
-    append_jsonl(rows, [row.to_dict() for row in results.rows])
-    scores = run_dir / "scores.json"
-    shown = {"checkpoint": without_credentials(config.checkpoint), "scores": results.scores}
-    write_file(scores, json.dumps(shown, indent=2) + "\n")
-    built = build_tracker(config.trainer.tracker, run_dir, run_dir.name, draccus.encode(config))
-    tracker = BackgroundTracker(built, leader_only)
-    tracker.log(results.scalars(0), step=0)
-    tracker.log_rows(f"{PREFIX}/tasks", results.rows, step=0)
-    tracker.finish()
-    rich.get_console().print("", score_table(results))
-    if results.truncated:
-        print(f"of {results.truncated} of {results.requests} requests the beginning was left out: they were too long")
-    print(f"  scores  {scores}\n  rows    {rows}", flush=True)
-    if results.failures:
-        raise LockstepError(
-            f"{len(results.failures)} scores are missing; all answers and the other scores are written. "
-            + ". ".join(results.failures)
-            + "."
-        )
+class _Output:
+    """Rows and scores on disk, in the tracker and at the terminal; all of it is opened when this is made.
+
+    Raises:
+        ConfigError: Another job writes there now, or the tracker cannot start.
+        OSError: A file cannot be written.
+    """
+
+    def __init__(self, config: EvalConfig, facts: Mapping[str, str]) -> None:
+        self._facts = {"checkpoint": without_credentials(config.checkpoint), **facts}
+        name = config.trainer.run_id or time.strftime("eval-%Y%m%d-%H%M%S")
+        run_dir = (Path(config.trainer.log_dir) / name).absolute()  # a task's own code may change the directory
+        check_links(run_dir)
+        run_dir.mkdir(parents=True, exist_ok=True)
+        take_lease(run_dir)
+        self._rows, self._scores = run_dir / "tasks.jsonl", run_dir / "scores.json"
+        for path in (self._rows, self._scores):
+            check_file(path)
+        # Another evaluation is another W&B run: that of the last one has rows of the same step.
+        (run_dir / WANDB_RUN).unlink(missing_ok=True)
+        built = build_tracker(config.trainer.tracker, run_dir, name, draccus.encode(config))
+        self._tracker = BackgroundTracker(built, leader_only)
+
+    def write(self, results: TaskResults) -> None:
+        """Write the results in the place of those of another evaluation.
+
+        Raises:
+            LockstepError: Scores are missing; the others are written.
+        """
+        self._rows.unlink(missing_ok=True)
+        append_jsonl(self._rows, [row.to_dict() for row in results.rows])
+        write_file(self._scores, json.dumps({**self._facts, "scores": results.scores}, indent=2) + "\n")
+        self._tracker.log(results.scalars(0), step=0)
+        self._tracker.log_rows(f"{PREFIX}/tasks", results.rows, step=0)
+        self.close()
+        write_to_stdout(lambda: rich.get_console().print("", score_table(results)))
+        if (cut := results.truncated) > 0:
+            print_lines(f"of {cut} of {results.requests} requests the beginning was left out: they were too long")
+        print_lines(f"  scores  {self._scores}", f"  rows    {self._rows}")
+        if results.failures:
+            raise LockstepError(
+                f"{len(results.failures)} scores are missing; all answers and the other scores are written. "
+                + ". ".join(results.failures)
+                + "."
+            )
+
+    def close(self) -> None:
+        """Close the tracker; a second call does nothing."""
+        self._tracker.finish()
 
 
 LARGE = 1e6  # from here on a score is shown with four digits and a power of ten
@@ -259,6 +301,7 @@ def run_export(arguments: Sequence[str]) -> int:
     return export(config, _join(config.distributed))
 
 
+@giving_back_leases()
 def export(config: ExportConfig, hosts: Hosts) -> int:
     """Export; every process makes the same call."""
     asked = [config.checkpoint, config.output, config.step, config.dtype, config.adapters, config.tokenizer]
@@ -283,8 +326,12 @@ def export(config: ExportConfig, hosts: Hosts) -> int:
             )
         # PEFT loads the base that is named beside the adapters, which may be elsewhere; a merged model needs it now.
         base, read = (model.base(), None) if config.adapters else ("", model.reader())
-    if hosts.is_leader:
-        log.info("exporting %s", model.path)
+    with hosts.run_on_all("output", "writing to output"):
+        if hosts.is_leader:
+            place = save_target(config.output, secrets.token_hex(4))
+            place.check()
+            take_lease(config.output, file=place.lease, fix="output")
+            log.info("exporting %s", model.path)
     if read is None:
         with hosts.run_on_all("writing the adapters", "exporting"):
             if hosts.is_leader:
@@ -292,7 +339,7 @@ def export(config: ExportConfig, hosts: Hosts) -> int:
                 lora = model.adapters.lora
                 with leader_only():
                     save_peft(config.output, model.config, lora, without_credentials(base), model.pair_reader())
-                print(without_credentials(f"exported the adapters of {model.path} to {config.output}"), flush=True)
+                print_lines(without_credentials(f"exported the adapters of {model.path} to {config.output}"))
         return 0
     export_hf(
         model.skeleton(),
@@ -305,6 +352,8 @@ def export(config: ExportConfig, hosts: Hosts) -> int:
     )
     if hosts.is_leader:
         path, output = without_credentials(model.path), without_credentials(config.output)
-        print(f"exported {path} to {output} in {time.monotonic() - start_s:.1f} s", flush=True)
-        print(f"try next:\n  lockstep sample --hf_checkpoint {output} --prompts '[\"your prompt\"]'", flush=True)
+        print_lines(
+            f"exported {path} to {output} in {time.monotonic() - start_s:.1f} s",
+            f"try next:\n  lockstep sample --hf_checkpoint {output} --prompts '[\"your prompt\"]'",
+        )
     return 0

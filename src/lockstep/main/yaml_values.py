@@ -1,5 +1,6 @@
 """YAML that somebody else may have written: within limits, each key once, and errors that show no line of it."""
 
+import os
 import typing
 from typing import Any
 
@@ -71,7 +72,7 @@ def load_yaml(text: str) -> Any:
 def read_yaml(path: str, key: str = "config_path") -> tuple[dict[str, Any], str]:
     """Values and text of a file that a key of the command line names."""
     try:
-        with open(path, "rb") as file:
+        with open(os.path.expanduser(path), "rb") as file:
             text = file.read(CONFIGURATION_BYTES + 1).decode()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--{key} {path} cannot be read: {error}. Check the path.") from error

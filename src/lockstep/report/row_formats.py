@@ -47,11 +47,11 @@ def write_parquet(lines: Path, output: Path | None = None) -> Path:
     """
     pa, pq = _pyarrow()
     path = lines.with_suffix(".parquet") if output is None else output
-    kinds = _columns(lines)
     types = {"text": pa.string(), "float": pa.float64(), "int": pa.int64(), "bool": pa.bool_()}
     types["json"] = pa.string()
     types |= {f"list of {kind}": pa.list_(types[kind]) for kind in ("text", "float", "int")}
     with new_file(path) as file, refused(f"{lines} as Parquet", "Correct the rows.", LockstepError):
+        kinds = _columns(lines)
         schema = pa.schema([(_text(name), types[kind]) for name, kind in kinds.items()])
         with pq.ParquetWriter(file, schema) as writer:
             rows = _rows(lines)

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lockstep.health import State
-from lockstep.printable import visible
+from lockstep.printable import visible, write_to_stdout
 from lockstep.report.metrics import metric_means
 from lockstep.report.rows import Row, SampleRow, metric_names
 
@@ -124,7 +124,11 @@ def print_table(
         console: The console to print to; None: standard output, as wide as the terminal or the environment variable
             ``COLUMNS`` says, else 80 characters.
     """
-    (console or Console()).print("", SamplesTable(rows, title=title, max_rows=max_rows))
+    table = SamplesTable(rows, title=title, max_rows=max_rows)
+    if console is not None:
+        console.print("", table)
+    else:
+        write_to_stdout(lambda: Console().print("", table))
 
 
 def _health(row: Row | SampleRow) -> str:

@@ -19,7 +19,6 @@ from lockstep.text.prompts import read_prompts as read_prompts
 from lockstep.text.prompts import text_message as text_message
 from lockstep.text.prompts import warn_of_texts as warn_of_texts
 from lockstep.text.stop import StopFinder as StopFinder
-from lockstep.text.stop import warn_of_no_end as warn_of_no_end
 from lockstep.text.template_date import TEMPLATE_DATE as TEMPLATE_DATE
 from lockstep.text.template_date import fix_template_date as fix_template_date
 from lockstep.text.tokenize import count_appended as count_appended

@@ -12,10 +12,7 @@ from lockstep.main.cli import run
         (["--processes", "1", "--", "python", "x.py"], "at least 2 processes"),
         (["--ignore", "nothing", "--", "python", "x.py"], "invalid choice"),
         (["python", "x.py"], "unrecognized arguments"),
-        (
-            ["--json", "/dev/null/where/found.json", "--", "python", "x.py"],
-            "/dev/null/where is no directory to write to. Choose",
-        ),
+        (["--json", "/dev/null/where/found.json", "--", "python", "x.py"], "where/found.json cannot be written"),
     ],
 )
 def test_what_cannot_work_is_said(arguments, said):

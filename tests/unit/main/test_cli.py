@@ -1,5 +1,7 @@
 """The command line."""
 
+import json
+import shlex
 import signal
 import subprocess
 import sys
@@ -10,6 +12,8 @@ from lockstep.errors import ConfigError
 from lockstep.launch import without_debug
 from lockstep.main import cli
 from lockstep.main.commands import COMMANDS
+from tests import tiny
+from tests.tasks import write_tasks
 
 
 def test_commands(capsys):
@@ -82,3 +86,51 @@ def test_a_reader_that_leaves_early_sees_no_error(words, code):
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     process.stdout.close()
     assert (process.stderr.read(), process.wait()) == (b"", code)
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """A directory, of which no name can be written in ASCII, with a checkpoint, rows and tasks."""
+    directory = tmp_path_factory.mktemp("läuft")
+    tiny.save_checkpoint(str(directory / "checkpoints"))
+    row = {"step": 0, "prompt_id": 0, "generation_id": 0, "prompt": "ß?", "generated_text": "→", "num_tokens": 1}
+    row |= {"finish_reason": "stop", "mean_logprob": -0.5}
+    (directory / "samples.jsonl").write_text(json.dumps(row) + "\n")
+    write_tasks(directory / "tasks")
+    return directory
+
+
+ASCII, FULL = "PYTHONIOENCODING=ascii {command} > {out}/shown", "{command} > /dev/full"
+CLOSED, READER = "{command} >&-", "{{ {command}; echo $? > {out}/code; }} | head -0; exit $(cat {out}/code)"
+EVAL = (
+    "eval {run}/checkpoints --tasks own_words --tasks.task_dir {run}/tasks --trainer.log_dir {out} --trainer.run_id e"
+)
+SAMPLE = "sample --checkpoint_path {run}/checkpoints --prompts [ß] --max_new_tokens 4 --trainer.log_dir {out}"
+nightly = pytest.mark.nightly
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("command", "shell", "made"),
+    [
+        ("report {run} --output {out}/ä.html", FULL, "ä.html"),
+        ("convert {run} --format inspect --output {out}/ä", ASCII, "ä/*.json"),
+        ("tail {run} --no-follow", ASCII, "shown"),
+        pytest.param("check --json {out}/ä.json -- true", FULL, "ä.json", marks=nightly),
+        ("export {run}/checkpoints {out}/ä", ASCII, "ä/config.json"),
+        pytest.param("export {run}/checkpoints {out}/ä", CLOSED, "ä/config.json", marks=nightly),
+        (EVAL, READER, "e/scores.json"),
+        pytest.param(EVAL, FULL, "e/scores.json", marks=nightly),
+        (SAMPLE + " --trainer.run_id s", FULL, "s/samples/samples.jsonl"),
+        pytest.param(SAMPLE + " --trainer.run_id s", READER, "s/samples/samples.jsonl", marks=nightly),
+    ],
+)
+def test_what_stdout_cannot_take_ends_no_command(command, shell, made, results, tmp_path):
+    if command is EVAL:
+        pytest.importorskip("lm_eval")
+    places = {"run": shlex.quote(str(results)), "out": shlex.quote(str(tmp_path))}
+    program = shlex.join([sys.executable, "-c", "from lockstep.main.cli import main; main()"])
+    line = shell.format(command=f"{program} {command.format(**places)}", **places)
+    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert list(tmp_path.glob(made)) and "Traceback" not in done.stderr

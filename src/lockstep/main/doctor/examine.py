@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 from rich.console import Console
 from scipy.optimize import nnls
 
-from lockstep.errors import ConfigError, HostError
+from lockstep.errors import ConfigError, HostError, check_output
 from lockstep.files import write_file
 from lockstep.hosts import DistributedConfig, Hosts, end_process, try_leader_only
 from lockstep.json_text import from_peer
@@ -149,6 +149,8 @@ class _Examination:
     def run(self, machine: Sequence[Finding], joined: Finding, reaching: list[BackgroundCheck]) -> int:
         with self._hosts.run_on_all("the report's file"):
             self._report.begin()
+            if self._config.calibrate is not None:
+                check_output("calibrate", self._config.calibrate)
         if self._hosts.is_leader and self._needs.wandb is not None:
             settings, seconds = self._needs.wandb, self._config.reach_s
             reaching = [*reaching, BackgroundCheck("W&B", lambda: check_wandb(settings, seconds), NETWORK)]

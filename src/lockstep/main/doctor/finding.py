@@ -18,7 +18,7 @@ from rich.table import Table
 from lockstep.errors import ConfigError
 from lockstep.files import write_file
 from lockstep.hosts import name_processes
-from lockstep.printable import hide_credentials, without_credentials
+from lockstep.printable import hide_credentials, without_credentials, write_to_stdout
 
 Outcome = Literal["ok", "warning", "fix"]
 
@@ -176,7 +176,7 @@ class Findings:
             seconds = time.time() - self._begun
             text = f"{counts['ok']} ok, {counts['warning']} warnings, {counts['fix']} to fix, {seconds:.0f} s"
             sent = "" if self._path is None else f"; all of it is in {self._path}"
-            self._console.print(text + sent, highlight=False, soft_wrap=True, markup=False)
+            self._print(text + sent)
         self._write(complete=True)
         return self.exit_code
 
@@ -187,10 +187,16 @@ class Findings:
         if self._console is None:
             return
         if self._console.is_terminal:
-            self._console.print(_table(title, findings))
+            console, table = self._console, _table(title, findings)
+            write_to_stdout(lambda: console.print(table))
             return
         for each in findings:
-            self._console.print(_line(each), highlight=False, soft_wrap=True, markup=False)
+            self._print(_line(each))
+
+    def _print(self, line: str) -> None:
+        console = self._console
+        if console is not None:
+            write_to_stdout(lambda: console.print(line, highlight=False, soft_wrap=True, markup=False))
 
     def _write(self, *, complete: bool) -> None:
         if self._path is None:

@@ -15,7 +15,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from lockstep.errors import ConfigError
 from lockstep.hosts import Hosts, HostThread
-from lockstep.printable import bytes_text, get_logger, without_credentials
+from lockstep.printable import bytes_text, get_logger, without_credentials, write_to_stdout
 from lockstep.storage import call_storage, storage_wait
 from lockstep.training.data.chunk_builder import CacheSpec, ChunkBuilder, read_chunk, summarise_chunks
 from lockstep.training.data.token_cache import (
@@ -76,15 +76,16 @@ class BuildProgress:
     def close(self) -> None:
         """Give the terminal back."""
         if self._bar is not None:
-            self._bar.stop()
+            write_to_stdout(self._bar.stop)
 
     def _show_bar(self, read: int) -> None:
-        if self._bar is None:
+        bar = self._bar
+        if bar is None:
             columns = TextColumn("data cache"), BarColumn(), DownloadColumn(), TimeRemainingColumn()
-            self._bar = Progress(*columns, console=rich.get_console())
-            self._bar.add_task("data cache", total=self._total)
-            self._bar.start()
-        self._bar.update(self._bar.task_ids[0], completed=read)
+            self._bar = bar = Progress(*columns, console=rich.get_console())
+            bar.add_task("data cache", total=self._total)
+            write_to_stdout(bar.start)
+        write_to_stdout(lambda: bar.update(bar.task_ids[0], completed=read))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

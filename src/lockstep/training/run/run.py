@@ -18,7 +18,7 @@ from jaxtyping import PyTree
 
 from lockstep.callback import InferenceEvalConfig, SampleCallback
 from lockstep.callback.evaluation import PREFIX as TASKS_PREFIX
-from lockstep.errors import PeerError
+from lockstep.errors import PeerError, check_log_dir
 from lockstep.hosts import Hosts, closing_on_leader, config_digest, giving_back_leases, leader_only, try_leader_only
 from lockstep.models import (
     LlamaConfig,
@@ -35,7 +35,7 @@ from lockstep.models import (
     split_trained,
 )
 from lockstep.placement import make_mesh, parameter_axes
-from lockstep.printable import get_logger, hide_credentials, write_to_stdout
+from lockstep.printable import get_logger, hide_credentials, print_lines
 from lockstep.report import (
     FINISH_S,
     BackgroundTracker,
@@ -94,6 +94,7 @@ def train(config: TrainConfig, hosts: Hosts) -> int:
 
     def fetch() -> bytes:
         check_trackers(config.trainer.tracker)  # before anything is read
+        check_log_dir(config.trainer.log_dir)
         return fetch_tokenizer(config.tokenizer, config.trust_remote_code, config.initialize_from_hf or "")
 
     fetched = hosts.broadcast_from_leader("tokenizer", fetch, HUB_WAIT_S)
@@ -206,8 +207,7 @@ def train(config: TrainConfig, hosts: Hosts) -> int:
                 hosts.phase("saving")
                 saved = saves.save_last(result.eval_model, None if result.complete else result.completed_steps)
     if hosts.is_leader:
-        summary = closing_summary(run_dir, result, config.trainer.num_train_steps, saved)
-        write_to_stdout(lambda: print(summary))
+        print_lines(closing_summary(run_dir, result, config.trainer.num_train_steps, saved))
     return result.exit_code
 
 

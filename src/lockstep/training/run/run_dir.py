@@ -14,7 +14,7 @@ from lockstep.models import save_target
 from lockstep.printable import get_logger, without_credentials
 from lockstep.report import HEALTH_FILE, WANDB_RUN, Tracker, build_tracker, drop_later
 from lockstep.storage import call_storage
-from lockstep.text import fix_template_date, tokenizer_digest
+from lockstep.text import TEMPLATE_DATE, fix_template_date, tokenizer_digest
 from lockstep.training.checkpoints.checkpoint import (
     CheckpointDirectory,
     DamagedCheckpointError,
@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 log = get_logger(__name__)
-
-_DATE = "date of the chat template"  # the name of that fact
 
 
 def make_run_dir(config: TrainerConfig, hosts: Hosts) -> Path:
@@ -75,14 +73,14 @@ def template_date_facts(config: TrainerConfig, tokenizer: "PreTrainedTokenizerBa
             directory = CheckpointDirectory(path)
             for step in reversed(directory.steps()):
                 with contextlib.suppress(DamagedCheckpointError):
-                    return directory.metadata(step).facts.get(_DATE)
+                    return directory.metadata(step).facts.get(TEMPLATE_DATE)
             return None
 
         wait_s = 0.8 * hosts.timeout_s  # as for the search of the checkpoint itself
         return call_storage(f"looking for checkpoints in {path}", read, wait_s, try_s=wait_s)
 
     date = fix_template_date(tokenizer, kept, hosts.broadcast_from_leader)
-    return {"tokenizer": tokenizer_digest(tokenizer), **({_DATE: date} if date else {})}
+    return {"tokenizer": tokenizer_digest(tokenizer), **({TEMPLATE_DATE: date} if date else {})}
 
 
 def take_leases(config: TrainerConfig, run_dir: Path) -> None:
