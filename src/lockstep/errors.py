@@ -102,8 +102,11 @@ def check_output(key: str, path: str | os.PathLike[str]) -> None:
 
 
 def check_log_dir(log_dir: str) -> None:
-    """Refuse a ``trainer.log_dir`` that cannot be written to; the leader calls it before the run's work begins."""
-    check_output("a file in trainer.log_dir,", os.path.join(log_dir, "run"))
+    """Refuse a ``trainer.log_dir`` that cannot be made or written to; the leader calls it before the run's work."""
+    place = os.path.abspath(log_dir)
+    while not os.path.lexists(place):
+        place = os.path.dirname(place)
+    check_output("a file in trainer.log_dir,", os.path.join(place, ".probe"))
 
 
 def check_run_dir(log_dir: str, run_id: str | None) -> None:

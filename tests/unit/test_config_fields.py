@@ -183,8 +183,8 @@ def test_every_option_that_names_a_path_has_its_type(command, monkeypatch):
         option_path("~nobody-at-all/a")
 
 
-OPTIONS_OF_NO_PATHS = {"model", "dry_run"}
-"""The name of a shape, or a directory, which its reader expands; and a switch."""
+OPTIONS_OF_NO_PATHS = {"model", "tokenizer", "dry_run"}
+"""Names, or directories that their readers expand; and a switch."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -200,6 +200,7 @@ WRITES = {
     "main/plan/alternatives.py": "within what prepare.py gives to write_to_stdout",
     "main/plan/table.py": "as above",
     "check/run.py": "within what main/check.py gives to write_to_stdout",
+    "training/data/example_check.py": "within what main/data.py gives to it",
     "launch/environment.py": "launch --dry-run, which is a script for a shell",
     "launch/gke.py": "as above, and launch status",
     "launch/machines.py": "as above",

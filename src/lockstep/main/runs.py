@@ -157,7 +157,12 @@ def evaluate(config: EvalConfig, hosts: Hosts) -> int:
     with hosts.run_on_all("output"):
         if hosts.is_leader:
             output = _Output(config, {TEMPLATE_DATE: date} if date else {})
-    with closing_on_leader(hosts, lambda: output and output.close()):
+
+    def close() -> None:
+        if output is not None:
+            output.close()
+
+    with closing_on_leader(hosts, close):
         model, _, _ = load(hosts, checkpoint, mesh, config.engine.dtype)
         if not rounds.run(0, model):
             return 1

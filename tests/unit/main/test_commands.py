@@ -84,7 +84,7 @@ OUTPUTS = [
     ("launch", ["--prefix", "always", "--log_dir", "OUTPUT", "--", "true"], "lockstep.launch.machines:Job"),
 ]
 """Command, its words (the output comes last where they do not say where), and the beginning of its long work."""
-WITHOUT_OUTPUT = {"tail", "completion"}
+WITHOUT_OUTPUT = {"tail", "completion", "data"}
 
 
 def test_every_command_with_an_output_is_among_them():

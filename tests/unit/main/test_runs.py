@@ -1,7 +1,11 @@
 """``lockstep eval`` and ``export`` in this process, from the command line to the files."""
 
+import contextlib
 import json
+import subprocess
+import sys
 
+import fsspec
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +16,7 @@ from lockstep.errors import ConfigError, PeerError
 from lockstep.hosts import Hosts, MemoryClient
 from lockstep.main.arguments import parse_arguments
 from lockstep.main.runs import EvalConfig, ExportConfig, evaluate, export, name_tasks
-from lockstep.models import load_hf, read_hf_config
+from lockstep.models import load_hf, read_hf_config, save_target
 from lockstep.placement import make_mesh
 from lockstep.report import WANDB_RUN, read_jsonl
 from lockstep.text import load_tokenizer, tokenizer_digest
@@ -120,3 +124,60 @@ def test_values_that_cannot_work():
         ExportConfig(checkpoint="a", output="b", dtype="int8")
     with pytest.raises(ConfigError, match="output is empty"):
         ExportConfig(checkpoint="a", output="")
+
+
+HOLDER = """
+import sys, time
+from lockstep.hosts.lease import Lease
+Lease(sys.argv[1], file=sys.argv[2]).take()
+print("taken", flush=True)
+time.sleep(600)
+"""
+
+
+@contextlib.contextmanager
+def held(place, file):
+    """Another process that has the lease of a place."""
+    other = subprocess.Popen([sys.executable, "-c", HOLDER, place, file], stdout=subprocess.PIPE, text=True)
+    try:
+        assert other.stdout.readline() == "taken\n"
+        yield other
+    finally:
+        other.kill()
+        other.wait()
+
+
+def test_an_export_is_refused_while_another_job_writes_there(checkpoints, tmp_path):
+    out = str(tmp_path / "out")
+    config = ExportConfig(checkpoint=str(checkpoints[0]), output=out)
+    with held(out, save_target(out, "").lease) as other:
+        with pytest.raises(PeerError, match=rf"out: process {other.pid} on .* choose another output"):
+            export(config, alone())
+        assert not (tmp_path / "out").exists()
+    assert export(config, alone()) == 0  # the other one is dead
+    assert [path.name for path in tmp_path.iterdir()] == ["out"] and not (tmp_path / "out" / "lease.json").exists()
+
+
+def test_a_lease_of_an_export_to_a_bucket_is_beside_the_model_and_is_given_back(checkpoints):
+    filesystem = fsspec.filesystem("memory")
+    filesystem.store.clear()
+    url = "memory://bucket/model"
+    assert save_target(url, "").lease == f"{url}/lease.json"
+    assert export(ExportConfig(checkpoint=str(checkpoints[0]), output=url), alone()) == 0
+    names = {name.rpartition("/")[2] for name in filesystem.store}
+    filesystem.store.clear()
+    assert {"config.json", "model.safetensors"} <= names and "lease.json" not in names
+
+
+def test_an_evaluation_is_refused_while_another_job_writes_there(checkpoints, tmp_path, monkeypatch):
+    pytest.importorskip("lm_eval")
+    (tmp_path / "run").mkdir()
+    rows = tmp_path / "run" / "tasks.jsonl"
+    rows.write_text("{}\n")
+    words = [str(checkpoints[0]), "--tasks", NAMES[0], "--tasks.task_dir", write_tasks(tmp_path / "tasks")]
+    words += ["--trainer.log_dir", str(tmp_path), "--trainer.run_id", "run"]
+    monkeypatch.setattr("lockstep.main.runs.load", lambda *_: pytest.fail("the model was read"))
+    with held(str(tmp_path / "run"), str(tmp_path / "run" / "lease.json")) as other:
+        with pytest.raises(PeerError, match=rf"run: process {other.pid} on .* choose another trainer.run_id"):
+            evaluate(parse_arguments(EvalConfig, name_tasks(words)), alone())
+    assert rows.read_text() == "{}\n"

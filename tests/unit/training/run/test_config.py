@@ -30,7 +30,7 @@ from tests.unit.training.objectives.test_preference import FILE
 )
 def test_values_that_cannot_work(values, text):
     with pytest.raises(ConfigError, match=text):
-        TrainConfig(**{"data": None, "model": tiny.CONFIG, "tokenizer": tiny.TOKENIZER, **values})
+        TrainConfig(**{"data": LmDataConfig(), "model": tiny.CONFIG, "tokenizer": tiny.TOKENIZER, **values})
 
 
 def config_with(base_path, cache_dir=None, urls=()):
