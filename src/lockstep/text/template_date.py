@@ -77,14 +77,14 @@ def template_date(tokenizer: Any) -> str:
     return date.isoformat() if date else ""
 
 
-def date_options(tokenizer: Any) -> Mapping[str, Any]:
-    """Options of `apply_chat_template` with which the chat template sees the date that is fixed.
+def date_seen(tokenizer: Any) -> str:
+    """The date that the chat template sees; empty where it has none.
 
-    Where none is, as in a program that has loaded the tokenizer itself, it is that of the first call, and a warning
-    says so.
+    Where `fix_template_date` has fixed none, as in a program that has loaded the tokenizer itself, it is that of the
+    first call, and a warning says so.
     """
     if _FUNCTION not in str(tokenizer.chat_template):
-        return {}
+        return ""
     date = getattr(tokenizer, _ATTRIBUTE, None) or getattr(tokenizer, _FIRST_CALL, None)
     if date is None:
         date = vars(tokenizer)[_FIRST_CALL] = datetime.date.today()
@@ -94,5 +94,13 @@ def date_options(tokenizer: Any) -> Mapping[str, Any]:
             "lockstep.text.fix_template_date",
             date,
         )
+    return str(date.isoformat())
+
+
+def date_options(tokenizer: Any) -> Mapping[str, Any]:
+    """Options of `apply_chat_template` with which the chat template sees `date_seen`."""
+    if not (seen := date_seen(tokenizer)):
+        return {}
+    date = datetime.date.fromisoformat(seen)
     values = {f"%{flag}{each}": date.strftime(f"%{flag}{each}") for flag in ("", "-") for each in _DIRECTIVES}
     return {"chat_template": _MACRO + tokenizer.get_chat_template(), "lockstep_date": values}

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from lockstep.errors import PromptError
 from lockstep.text.template import PROCESS
-from lockstep.text.template_date import date_options, template_date
+from lockstep.text.template_date import date_options, date_seen
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -86,7 +86,7 @@ def chat_text(
         "add_generation_prompt": add_generation_prompt,
     }
     variables |= tokenizer.special_tokens_map
-    text = PROCESS.render(tokenizer.get_chat_template(), variables, template_date(tokenizer))
+    text = PROCESS.render(tokenizer.get_chat_template(), variables, date_seen(tokenizer))
     if not continue_final_message:
         return text
     before, mark, after = text.rpartition(_END.strip())
