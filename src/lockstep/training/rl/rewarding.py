@@ -124,7 +124,7 @@ def as_number(value: Any) -> float:
 
 def try_rewards(rewards: Mapping[str, Reward], row: Row, prompt: Prompt, timeout_s: float) -> dict[str, str]:
     """Return what goes wrong with each component that fails for an answer."""
-    scoring = Scoring(rewards, workers=1)
+    scoring = Scoring(rewards, workers=len(rewards))  # one that hangs makes no other late
     scoring.submit(0, row, prompt)
     found = scoring.finish(timeout_s)[0]
     return {name: value for name, value in found.items() if isinstance(value, str)}
@@ -184,24 +184,37 @@ class Rewarder:
         self._workers, self._timeout_s = workers, timeout_s
         self._warned: set[str] = set()
 
-    def check(self, row: Row, prompt: Prompt) -> None:
-        """Try every component on an answer, before training begins.
+    def check(self, row: Row, prompt: Prompt, wait_s: float = math.inf) -> None:
+        """Try every component on an answer, before training begins; one that gives nothing in time, several times.
+
+        Args:
+            wait_s: The seconds of all tries.
 
         Raises:
             ConfigError: One is wrong.
-            HostTimeoutError: One has an outage, and no default.
+            HostTimeoutError: One has an outage, or gave nothing in time, and no default.
         """
-        for name, text in try_rewards(self._functions, row, prompt, self._timeout_s).items():
-            if isinstance(text, Outage):
+        deadline, wrong, tries = time.monotonic() + wait_s, dict.fromkeys(self._functions, LATE), 0
+        for pause_s in (*PAUSES_S, math.inf):
+            late = {name: self._functions[name] for name, text in wrong.items() if text == LATE}
+            wrong = {name: text for name, text in wrong.items() if text != LATE}
+            wrong |= try_rewards(late, row, prompt, self._timeout_s)
+            tries += 1
+            if LATE not in wrong.values() or time.monotonic() + pause_s + self._timeout_s > deadline:
+                break
+            time.sleep(pause_s)
+        for name, text in wrong.items():
+            if text == LATE or isinstance(text, Outage):
                 outage = f"reward {name} failed {len(PAUSES_S) + 1} times before the first step: {text}"
+                if text == LATE:
+                    outage = f"reward {name} took more than {self._timeout_s:g} s before the first step, {tries} times"
                 if self._configs[name].on_failure == "default":
                     log.warning("%s. Its default is used while that lasts", outage)
                     continue
-                raise HostTimeoutError(f"{outage}. Check its server, or set on_failure: default.")
-            why = f"took more than {self._timeout_s:g} s" if text == LATE else text
+                raise HostTimeoutError(f"{outage}. Check the reward and its server, or set on_failure: default.")
             raise ConfigError(
                 f"rewards: {name} was tried on the reference answer to the first question ({row.generated_text!r}): "
-                f"{why}. A reward takes (row, prompt) and returns a finite number; correct it."
+                f"{text}. A reward takes (row, prompt) and returns a finite number; correct it."
             )
 
     def begin(self) -> Scoring:

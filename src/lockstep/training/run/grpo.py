@@ -144,7 +144,7 @@ class TrainGrpoConfig(GrpoFields, GrpoRunFields, TrainConfig):
             finish_reason="stop",
             mean_logprob=0.0,
         )
-        make_rewarder(self).check(answer, prompt)
+        make_rewarder(self).check(answer, prompt, 0.8 * self.trainer.distributed.timeout_s)
         return questions
 
     @property
