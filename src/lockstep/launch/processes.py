@@ -33,6 +33,11 @@ _BROKEN_CONNECTION = re.compile(
     rb"Gloo|by peer|coordination service|[Ss]ocket closed|UNAVAILABLE: |DEADLINE_EXCEEDED: |HostTimeoutError|PeerError"
 )
 """Words of an error that a process has because another one is gone."""
+_CONNECTED = re.compile(
+    rb"(?:\[Gloo\] Rank | is connected to \d+ peer ranks\. |Expected number of connected peer ranks is : |\d)+"
+)
+"""The lines of gloo about connections that it has made, whose pieces threads mix; it has no setting for them, and what
+it could not connect is an error."""
 
 
 def failed_by_themselves(last: Sequence[Iterable[bytes]]) -> set[int]:
@@ -255,6 +260,8 @@ class Job:
                 self._show(child, line)
 
     def _show(self, child: Child, line: bytes) -> None:
+        if (b"[Gloo] Rank " in line or b" peer ranks. Expected number" in line) and _CONNECTED.fullmatch(line):
+            return
         child.last.append(line)
         if child.log:
             child.log.write(line + b"\n")

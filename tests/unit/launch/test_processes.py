@@ -63,6 +63,16 @@ def test_output_is_prefixed_and_whole():
     assert run("print('hello')", "--prefix", "never").stdout == "hello\nhello\n"
 
 
+def test_what_gloo_prints_of_each_connection_is_left_out(tmp_path):
+    end = " is connected to 1 peer ranks. Expected number of connected peer ranks is : 1"
+    lines = [f"[Gloo] Rank 0{end}", f"[Gloo] Rank [Gloo] Rank 1{end}", f"0{end}"]
+    kept = [f"loss 1 [Gloo] Rank 0{end}", "[Gloo] Rank 0 is not connected", "0", ""]
+    logs = tmp_path / "logs"
+    done = run(f"print({chr(10).join(lines + kept)!r})", "--log_dir", str(logs), processes=1)
+    assert done.stdout.splitlines() == [f"[0] {line}" for line in kept]
+    assert (logs / "process-0.log").read_text().splitlines() == kept
+
+
 def test_one_fails_all_end(tmp_path):
     program = "show('pid', os.getpid())\nif i == 1: sys.exit('boom')\ntime.sleep(600)"
     done = run(program, "--log_dir", str(tmp_path / "logs"))
