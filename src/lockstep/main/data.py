@@ -135,8 +135,10 @@ def _of_config(own: argparse.Namespace, keys: Mapping[str, str]) -> _RunData:
 
 def _of_files(own: argparse.Namespace, keys: Mapping[str, str]) -> _RunData:
     """Files with nothing but a tokenizer."""
-    if keys:
-        raise ConfigError(f"--{next(iter(keys))} is a key of a configuration. Name that: --{CONFIG_PATH} FILE.")
+    own_keys = dict(keys)
+    trusted = own_keys.pop("trust_remote_code", None)
+    if own_keys:
+        raise ConfigError(f"--{next(iter(own_keys))} is a key of a configuration. Name that: --{CONFIG_PATH} FILE.")
     if not own.files or own.tokenizer is None:
         raise ConfigError(
             f"lockstep data --check needs --{CONFIG_PATH}, or files and their tokenizer. Write lockstep data --check "
@@ -146,7 +148,7 @@ def _of_files(own: argparse.Namespace, keys: Mapping[str, str]) -> _RunData:
     name = own.format or _format_of(own.files[0])
     cls = PreferenceDataConfig if DataFormat.find(name).pairs else LmDataConfig
     data = cls(train_urls=tuple(own.files), format=name, truncate=own.max_seq_len is not None)
-    tokenizer = load_tokenizer(own.tokenizer)
+    tokenizer = load_tokenizer(own.tokenizer, trust_remote_code=trusted)
     examples = _read_examples(data.specs(tokenizer, length), tokenizer, own.rows)
     return _RunData(data=data, tokenizer=tokenizer, ends=stop_ids(tokenizer), length=length, seed=0, examples=examples)
 
