@@ -233,9 +233,10 @@ FULL = [
 ]
 EVERY_KEY = (
     "{% for m in messages %}<{% for key in m | sort %}{{ key }}={{ m[key] | tojson }};{% endfor %}>"
-    "{% endfor %}{% if add_generation_prompt %}<content={% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}<{% endif %}"
 )
-"""A template that shows each key, as many do with ``name`` and the arguments of a call."""
+"""A template that shows each key, as many do with ``name`` and the arguments of a call. transformers 5.24 takes away
+``content`` where it is null."""
 
 
 def written(path, records, kind):
