@@ -104,7 +104,9 @@ def inputs(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("name", "words", "work"), OUTPUTS, ids=lambda value: value if isinstance(value, str) else value[-1]
+    ("name", "words", "work"),
+    [pytest.param(*output, marks=pytest.mark.slow if output[0] == "eval" else ()) for output in OUTPUTS],
+    ids=lambda value: value if isinstance(value, str) else value[-1],
 )
 def test_an_output_that_cannot_be_written_is_refused_before_the_work(
     name, words, work, inputs, tmp_path, monkeypatch, capsys

@@ -169,6 +169,7 @@ def test_a_lease_of_an_export_to_a_bucket_is_beside_the_model_and_is_given_back(
     assert {"config.json", "model.safetensors"} <= names and "lease.json" not in names
 
 
+@pytest.mark.slow
 def test_an_evaluation_is_refused_while_another_job_writes_there(checkpoints, tmp_path, monkeypatch):
     pytest.importorskip("lm_eval")
     (tmp_path / "run").mkdir()
