@@ -40,6 +40,17 @@ class AlarmsConfig:
     (``initialize_from_hf``) and for rollouts, else 8. With 0, a state that more than a third of the answers have from
     the first round on is an alarm."""
 
+    def load_action(self) -> Callable[[Alarm], object] | None:
+        """The function of ``on_alarm``; None where it names none.
+
+        Raises:
+            ConfigError: There is no such function.
+        """
+        if self.on_alarm is None or ":" not in self.on_alarm:
+            return None
+        action: Callable[[Alarm], object] = load_object(self.on_alarm, "alarms.on_alarm")
+        return action
+
     def of_trained(self, *, trained: bool = True) -> Self:
         """The same for a run whose model was trained before, or not."""
         return self if self.warm_up is not None else dataclasses.replace(self, warm_up=0 if trained else WARM_UP)
@@ -92,9 +103,7 @@ class AlarmLog:
         self._file = None if directory is None else directory / HEALTH_FILE
         self._alarms: Alarms | None = None
         self._told: dict[str, float] = {}  # the time at which each state was told last
-        self._action: Callable[[Alarm], object] | None = None
-        if config.on_alarm is not None and ":" in config.on_alarm:
-            self._action = load_object(config.on_alarm, "alarms.on_alarm")
+        self._action = config.load_action()
         self.stop_reason: str | None = None
         """Why the run should end; None while it may go on."""
 

@@ -124,6 +124,7 @@ class TrainGrpoConfig(GrpoFields, GrpoRunFields, TrainConfig):
         self, tokenizer: "PreTrainedTokenizerBase", model_max_seq_len: int, seed: int, vocab_size: int | None
     ) -> Questions:
         StopFinder(tokenizer).check(self.rollout.stop)
+        self.rollout.alarms.load_action()
         questions = load_questions(
             self.data,
             tokenizer,

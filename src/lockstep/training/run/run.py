@@ -106,7 +106,9 @@ def train(config: TrainConfig, hosts: Hosts) -> int:
         model_config, token_ids = model_shape(config, tokenizer)
         check_vocab(tokenizer, token_ids)
         vocab_size = token_ids if config.model is None else padded_vocab_size(token_ids, mesh.shape["tp"])
-        load_metrics(config.inference_eval.metrics if config.inference_eval.enabled else ())
+        if config.inference_eval.enabled:
+            load_metrics(config.inference_eval.metrics)
+            config.inference_eval.alarms.load_action()
         objective = config.make_objective(tokenizer)
         facts = {"tokenizer": tokenizer_digest(tokenizer), **config.facts()}
         adapters = describe_adapters(config, model_config)

@@ -44,6 +44,24 @@ def test_a_validation_without_files_is_refused(key, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("key", ["metrics", "alarms.on_alarm"])
+def test_a_function_that_one_host_lacks_is_found_by_all_before_anything_is_read(key, tmp_path):
+    value = "[no_such_module:act]" if key == "metrics" else "no_such_module:act"
+    given = ["--tokenizer", tiny.TOKENIZER, "--model.type", "llama", "--data.train_urls", "[a.jsonl]"]
+    given += [
+        "--inference_eval.prompts",
+        "[Why]",
+        f"--inference_eval.{key}",
+        value,
+        "--trainer.log_dir",
+        str(tmp_path),
+    ]
+    config = parse_arguments(TrainLmConfig, given)
+    with pytest.raises(PeerError, match="module 'no_such_module' could not be imported"):
+        train(config, Hosts(MemoryClient.hub(1)[0]))
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_tracker_that_is_not_installed_is_found_before_anything_is_read(tmp_path, monkeypatch):
     given = ["--tokenizer", "no/such/tokenizer", "--model.type", "llama", "--data.train_urls", "[a.jsonl]"]
     config = parse_arguments(TrainLmConfig, [*given, "--trainer.tracker.type", "wandb"])
