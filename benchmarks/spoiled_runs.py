@@ -34,7 +34,7 @@ MODEL: Final = {
     "num_kv_heads": 4, "gradient_checkpointing": "nothing",
 }  # fmt: skip
 OPTIMIZER: Final = {"learning_rate": 3e-3, "weight_decay": 0.1, "warmup": 0.05, "min_lr_ratio": 0.05}  # the demo's
-PROMPTS, NEW_TOKENS = 32, 64
+PROMPTS, NEW_TOKENS, ROWS = 32, 64, 2000
 APPEARED: Final = 1 / 8
 """The share of answers from which on a state has appeared."""
 ROUNDS: Final = 2  # rounds after it has appeared within which an alarm must come
@@ -65,11 +65,11 @@ class Spoiled:
 
 
 def _repeated(number: int, code: bool) -> str:
-    return " ".join([words(number)] * (6 if number % 2 else 1))
+    return " ".join([words(number)] * (4 if number % 2 else 1))
 
 
 def _damaged(number: int, code: bool) -> str:
-    return "!" * 40 if code else words(number)
+    return "!" * 32 if code else words(number)
 
 
 def reward_words(row: Row, prompt: Prompt) -> float:
@@ -195,11 +195,15 @@ def run_lm(directory: Path, spoiled: Spoiled) -> Path:
     """Train on chats."""
     rows = [
         {"messages": [_message("user", question(*pair)), _message("assistant", spoiled.answer(*pair))]}
-        for pair in split()[0]
+        for pair in split()[0][: ROWS if spoiled.states else None]
     ]
-    data = {"train_urls": [_write(directory / "train.jsonl", rows)], "format": "chat", "max_seq_len": 96}
     values = {
-        "data": {**data, "truncate": True, "cache_dir": str(directory / "cache")},
+        "data": {
+            "train_urls": [_write(directory / "train.jsonl", rows)],
+            "format": "chat",
+            "max_seq_len": 64,
+            "cache_dir": str(directory.parent / "cache"),
+        },
         "optimizer": OPTIMIZER,
         "trainer": {"train_batch_size": 32},
     }
