@@ -5,15 +5,6 @@ import pytest
 from benchmarks import spoiled_runs
 from benchmarks.spoiled_runs import GRPO, LM, ROUNDS, SPOILED, Spoiled, fine_tune, outcomes, teach
 
-pytestmark = [pytest.mark.optimized]
-
-SLOW = ("lm-end", "lm-code")
-"""Two of the spoiled runs for each day; the others are for the night."""
-
-
-def marked(name):
-    return pytest.param(name, marks=pytest.mark.slow if name in SLOW else pytest.mark.nightly)
-
 
 @pytest.fixture(scope="module")
 def taught(tmp_path_factory):
@@ -21,7 +12,9 @@ def taught(tmp_path_factory):
     return teach(tmp_path_factory.mktemp("taught"))
 
 
-@pytest.mark.parametrize("name", map(marked, SPOILED))
+@pytest.mark.optimized
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", SPOILED)
 def test_a_spoiled_run_raises_an_alarm_within_two_rounds_that_names_the_cause_or_its_neighbour(name, taught, tmp_path):
     found = outcomes(fine_tune(tmp_path, taught, name), SPOILED[name])
     appeared = [rounds for rounds in found if rounds.appeared is not None]
@@ -32,6 +25,7 @@ def test_a_spoiled_run_raises_an_alarm_within_two_rounds_that_names_the_cause_or
     assert not group or any(f"; {group} " in line for rounds in appeared for line in rounds.lines), appeared
 
 
+@pytest.mark.optimized
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", ["lm", "grpo"])
 def test_healthy_runs_of_other_seeds_raise_no_alarm(name, taught, tmp_path):
