@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 
+from lockstep.errors import PeerError
 from tests import rollouts as runs
 from tests import tiny
 from tests.exact import bits_of, completed, model_of, trainer_bits
@@ -85,3 +86,27 @@ def test_every_first_update_on_two_processes_has_ratio_one(mesh, steps, env):
     assert leader["gaps"] == [[zero] * len(EXACTLY)] * steps
     assert leader["kl"][0] == zero and leader["kl"].count(zero) == 1, "the policy learns"
     assert leader["losses"] == other["losses"] and len(set(leader["losses"])) == steps
+
+
+def body_refused(hosts):
+    """What the engine says, or the bits of engine and trainer where it says nothing."""
+    model = model_of("1,2,2", "bfloat16")
+    try:
+        answers = completed("1,2,2", model, hosts=hosts, layout={"tensor": 2})
+    except PeerError as error:
+        return str(error)
+    return bits_of(answers), trainer_bits("1,2,2", model, answers)
+
+
+@pytest.mark.slow
+def test_a_flag_with_which_products_are_not_exact_is_refused_on_every_host():
+    """Seen with jaxlib 0.11.1 on an AMD EPYC; where another machine refuses nothing, it has to be exact."""
+    flags = {"XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false"}
+    results = run_processes(body_refused, processes=2, devices=2, env=flags, timeout_s=500)
+    assert results[0] == results[1]
+    if isinstance(results[0], str):
+        assert "numerics is exact, and here it is not: a product of" in results[0]
+        assert "2 of 2 processes failed at" in results[0]
+    else:
+        engine, trainer = results[0]
+        assert engine == trainer
