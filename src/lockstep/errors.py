@@ -340,7 +340,12 @@ def is_fault(text: str) -> bool:
 
 
 def is_passing(error: BaseException) -> bool:
-    """Whether an error is a fault (`is_fault`) by its text, or by the status of the HTTP reply that it comes from."""
+    """Whether an error is a fault (`is_fault`) by its text, or by the status of the HTTP reply that it comes from.
+
+    What the user has to change is none, such as a damaged checkpoint, whatever its text quotes.
+    """
+    if isinstance(error, ConfigError):
+        return False
     status: typing.Any = getattr(getattr(error, "response", None), "status_code", None)  # requests, httpx
     status = next((getattr(error, name) for name in ("status", "code") if hasattr(error, name)), status)
     return is_fault(f"{type(error).__name__}: {error}") or (isinstance(status, int) and status in _HTTP_STATUS)

@@ -3,7 +3,7 @@
 import collections
 import random
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Bool, Int
@@ -223,6 +223,7 @@ def shown_sequence(check: ExampleCheck, sequence: TokenSequence, *, colour: bool
     return text
 
 
+@runtime_checkable
 class ExampleSource(Protocol):
     """The data of a run, of which some examples can be looked at."""
 

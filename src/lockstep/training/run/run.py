@@ -48,7 +48,8 @@ from lockstep.report import (
 from lockstep.storage import HUB_WAIT_S
 from lockstep.text import check_vocab, fetch_tokenizer, load_tokenizer, stop_ids, token_count, tokenizer_digest
 from lockstep.training.checkpoints.saved_model import SavedAdapters, model_spec, save_tokenizer
-from lockstep.training.data.example_check import check_examples
+from lockstep.training.data import DataConfig
+from lockstep.training.data.example_check import ExampleSource, check_examples
 from lockstep.training.loop.hooks import StepInfo
 from lockstep.training.loop.stopping import StopRequest
 from lockstep.training.loop.trainer import Trainer
@@ -120,9 +121,10 @@ def train(config: TrainConfig, hosts: Hosts) -> int:
     validation = source.load_validation(tokenizer, model_config.max_seq_len, hosts, token_ids)
     facts["training data"] = rows.digest()
     hosts.agree("training data", facts)
-    ends = config.inference_eval.sampling_params(stop_ids(tokenizer)).stop_token_ids
-    row_length, seed = config.data.row_length(model_config.max_seq_len), config.trainer.seed
-    check_examples(config.data, rows, tokenizer, ends, length=row_length, seed=seed, hosts=hosts)
+    if isinstance(config.data, DataConfig) and isinstance(rows, ExampleSource):  # a program's own rows may have neither
+        ends = config.inference_eval.sampling_params(stop_ids(tokenizer)).stop_token_ids
+        row_length, seed = config.data.row_length(model_config.max_seq_len), config.trainer.seed
+        check_examples(config.data, rows, tokenizer, ends, length=row_length, seed=seed, hosts=hosts)
     run_dir = make_run_dir(config.trainer, hosts)
     tracker: Tracker = NoopTracker()
     with hosts.run_on_all("tracker"):
