@@ -40,8 +40,11 @@ def path_of(place):
 
 
 def put(place, holder):
-    with fsspec.open(path_of(place), "w") as file:
+    """Write it as a whole: who reads meanwhile finds the one before."""
+    fs, path = fsspec.core.url_to_fs(path_of(place))
+    with fs.open(f"{path}.new", "w") as file:
         json.dump(dataclasses.asdict(holder), file)
+    fs.mv(f"{path}.new", path)
 
 
 def holder_of(place):
@@ -71,10 +74,7 @@ def test_one_that_another_machine_renews_is_refused(place):
     """A thread renews it as a job elsewhere does."""
     other = Lease(place, renew_s=0.02)
     other.take()
-    renew = other._write
-    other._write = lambda: (
-        renew() or put(place, dataclasses.replace(ELSEWHERE, token=other._token, renewed=time.time()))
-    )
+    other._write = lambda: put(place, dataclasses.replace(ELSEWHERE, token=other._token, renewed=time.time()))
     other._write()
     with pytest.raises(ConfigError, match="process 1 on far has its lease, renewed .* s ago, so another job writes"):
         Lease(place, renew_s=0.1, old_s=60).take()
