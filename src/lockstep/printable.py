@@ -131,8 +131,8 @@ def write_to_stdout(write: Callable[[], object]) -> None:
 
 
 def print_lines(*lines: object) -> None:
-    """Print lines by `write_to_stdout`."""
-    write_to_stdout(lambda: print(*lines, sep="\n"))
+    """Print lines by `write_to_stdout`; names of files and of others in them are made `printable`."""
+    write_to_stdout(lambda: print(*(printable(str(line)) for line in lines), sep="\n"))
 
 
 def print_to_stderr(text: str = "", *, end: str = "\n", stream: TextIO | None = None) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from lockstep.errors import ConfigError, LockstepError
+from lockstep.json_text import lone_surrogate
 from lockstep.limits import REPLY_BYTES
 from lockstep.printable import without_credentials
 from lockstep.storage import RemoteFiles
@@ -86,7 +87,10 @@ def checkpoint_path(url: str) -> "epath.Path":
 
     protocol = _protocol(check_url(url))
     if protocol is None:
-        return epath.Path(os.path.abspath(url))
+        path = os.path.abspath(url)
+        if lone_surrogate(path):  # a byte that is no UTF-8, for Python; tensorstore has no such names
+            raise ConfigError(f"checkpoints cannot be at {path!r}, whose name is not UTF-8. Rename the directory.")
+        return epath.Path(path)
     if protocol not in CHECKPOINT_PROTOCOLS:
         raise ConfigError(
             f"checkpoints cannot be at {without_credentials(str(url))!r}: give a local directory, or a URL of one of "

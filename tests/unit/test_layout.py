@@ -15,7 +15,9 @@ ROOT = Path(__file__).parents[2]
 SOURCE, UNIT = ROOT / "src" / "lockstep", ROOT / "tests" / "unit"
 PATHS = [path.relative_to(SOURCE) for path in sorted(SOURCE.rglob("*.py"))]
 
-GROUND = set("types errors config_fields files plugins exits storage urls printable redact json_text limits".split())
+GROUND = set(
+    "types errors config_fields files plugins exits storage urls printable redact json_text limits terminal".split()
+)
 """What every room may import."""
 NO_JAX = {*GROUND, "engine.schedule", "text", "health", "report"}
 JAX = {"jax", "jaxlib", "equinox", "haliax", "optax", "orbax", "levanter"}

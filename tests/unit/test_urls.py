@@ -2,6 +2,7 @@
 
 import ast
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -60,6 +61,8 @@ def test_a_checkpoint_is_where_its_library_can_be():
     with pytest.raises(ConfigError, match="checkpoints cannot be at 'memory://run': give a local directory, or"):
         checkpoint_path("memory://run")
     assert str(checkpoint_path("gs://bucket/run")) == "gs://bucket/run" and checkpoint_path("run").is_absolute()
+    with pytest.raises(ConfigError, match=r"checkpoints cannot be at '/a/b\\udcff', whose name is not UTF-8"):
+        checkpoint_path(os.fsdecode(b"/a/b\xff"))
 
 
 @pytest.fixture

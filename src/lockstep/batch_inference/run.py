@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 import draccus
 import jax
 import numpy as np
-import rich
 from jaxtyping import Int
 
 from lockstep.batch_inference.checkpoint import load, resolve_checkpoint
@@ -78,6 +77,7 @@ from lockstep.report import (
     write_parquet,
 )
 from lockstep.storage import HUB_WAIT_S
+from lockstep.terminal import console
 from lockstep.text import (
     TEMPLATE_DATE,
     StopFinder,
@@ -346,7 +346,7 @@ class _Run:
             )
 
         def show() -> None:
-            write_to_stdout(lambda: rich.get_console().print("", summary_table(outcome)))
+            write_to_stdout(lambda: console().print("", summary_table(outcome)))
             if merged is not None and not config.skip_samples_table:
                 rows = first_rows(merged, _SHOWN_ROWS)
                 print_table(rows, title=f"sample: the first of {outcome.totals.rows:,} answers", max_rows=_SHOWN_ROWS)

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
-import rich
 from rich import box
 from rich.console import Group, RenderableType
 from rich.live import Live
@@ -25,6 +24,7 @@ from lockstep.json_text import from_peer, parse_json, refused, typed
 from lockstep.placement.device import peak_bytes, used_bytes
 from lockstep.printable import bytes_text, get_logger, print_lines, without_credentials, write_to_stdout
 from lockstep.report import MAX_TABLE_ROWS, SampleRow, Tracker
+from lockstep.terminal import console
 
 log = get_logger(__name__)
 
@@ -248,7 +248,7 @@ class PanelView:
 
     def __init__(self, title: str) -> None:
         self._title = title
-        self._live = Live(console=rich.get_console(), auto_refresh=False)
+        self._live = Live(console=console(), auto_refresh=False)
         write_to_stdout(self._live.start)
 
     def update(self, job: JobProgress) -> None:
@@ -291,7 +291,7 @@ type LiveView = PanelView | LineView
 
 def make_live_view(title: str) -> LiveView:
     """Make a panel where the leader's output is a terminal, else lines."""
-    if rich.get_console().is_terminal:
+    if console().is_terminal:
         return PanelView(title)
     return LineView(print_lines)
 
@@ -326,7 +326,7 @@ def panel(job: JobProgress, title: str) -> RenderableType:
     parts: list[RenderableType] = [bar, figures]
     if len(job.hosts) > 1:
         parts.append(_hosts(job))
-    return Panel(Group(*parts), title=title, title_align="left", box=box.ROUNDED)
+    return Panel(Group(*parts), title=Text(title), title_align="left", box=box.ROUNDED)
 
 
 def _hosts(job: JobProgress) -> Table:

@@ -4,14 +4,13 @@ import argparse
 import json
 from collections.abc import Sequence
 
-from rich.console import Console
-
 from lockstep.check import KINDS, check_command, print_at_once, print_report, write_page
 from lockstep.config_fields import option_path
 from lockstep.errors import ConfigError, check_output
 from lockstep.files import write_file
 from lockstep.main.commands import Arguments, seconds
 from lockstep.printable import write_to_stdout
+from lockstep.terminal import Console
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -48,7 +47,7 @@ def main(arguments: Sequence[str], *, console: Console | None = None) -> int:
     for key, path in (("--json", options.json), ("--html", options.html)):
         if path is not None:
             check_output(key, path)
-    console = console or Console(highlight=False)
+    console = console or Console(markup=True)
     result = check_command(
         command,
         processes=options.processes,

@@ -8,13 +8,12 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
-from rich.console import Console
-
 from lockstep.errors import ConfigError
 from lockstep.main.arguments import CONFIG_PATH
 from lockstep.main.commands import Arguments, planned_commands
 from lockstep.main.prepare import read_plan
-from lockstep.printable import print_lines, printable, show_log, without_credentials, write_to_stdout
+from lockstep.printable import print_lines, show_log, without_credentials, write_to_stdout
+from lockstep.terminal import Console
 from lockstep.text import load_tokenizer, stop_ids
 from lockstep.training import TrainConfig, TrainGrpoConfig
 from lockstep.training.data import DataConfig, LmDataConfig, PreferenceDataConfig
@@ -94,7 +93,7 @@ def run_data(arguments: Sequence[str]) -> int:
     lines += [f"training data: {n_bad:,} records cannot be used:", *bad] if bad else []
     refused = [f"a run is refused: {line}" for line in _refusals(run.data, check, n_bad)]
     write_to_stdout(lambda: print_examples(check, console))
-    print_lines(printable(without_credentials("\n".join([*lines, *refused]))))
+    print_lines(without_credentials("\n".join([*lines, *refused])))
     return 1 if refused else 0
 
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, Final
 
 import jax
-from rich.console import Console
 
 from lockstep.config_fields import option_path
 from lockstep.errors import ConfigError, check_output
@@ -38,6 +37,7 @@ from lockstep.main.plan import (
     topology,
 )
 from lockstep.printable import show_log, write_to_stdout
+from lockstep.terminal import Console
 
 
 def add_plan_options(parser: argparse.ArgumentParser) -> None:
@@ -138,7 +138,7 @@ def _show(plan: Plan, json_path: Path | None, costs: list[RematCost], meshes: li
             sys.stdout.write(text)
             return
         write_file(json_path, text)
-    console = Console(width=None if sys.stdout.isatty() else 120)
+    console = Console(markup=True, width=None if sys.stdout.isatty() else 120)
 
     def show() -> None:
         print_plan(plan, console)

@@ -10,7 +10,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final, Literal, NoReturn
 
-from rich.console import Console
 from rich.live import Live
 
 from lockstep.config_fields import FilePath, check_fields, option_path
@@ -32,6 +31,7 @@ from lockstep.report import (
     write_page,
     write_parquet,
 )
+from lockstep.terminal import Console
 
 RELOAD_S: Final = 10.0  # seconds between two looks at a run that is watched, and between two reloads of its page
 
@@ -142,7 +142,7 @@ def run_tail(
         parser.error("name a run")
     if options.rows < 1:
         parser.error(f"--rows is {options.rows}; it must be at least 1")
-    console = console or Console(highlight=False)
+    console = console or Console()
     tail = Tail(options.run, must_be_there=not options.follow)
     if not options.follow:
         tail.look(at_end=True)

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import ClassVar
 
 import draccus
-import rich
 from rich.table import Table
 
 from lockstep.batch_inference import CheckpointFields, JobConfig, SampleConfig, checkpoint_at, load
@@ -40,6 +39,7 @@ from lockstep.placement import make_mesh
 from lockstep.printable import get_logger, print_lines, show_log, without_credentials, write_to_stdout
 from lockstep.report import WANDB_RUN, BackgroundTracker, append_jsonl, build_tracker, check_trackers
 from lockstep.storage import HUB_WAIT_S
+from lockstep.terminal import console
 from lockstep.text import TEMPLATE_DATE, fetch_tokenizer, fix_template_date, load_tokenizer, tokenizer_digest
 from lockstep.training import (
     HF_DTYPES,
@@ -232,7 +232,7 @@ class _Output:
         self._tracker.log(results.scalars(0), step=0)
         self._tracker.log_rows(f"{PREFIX}/tasks", results.rows, step=0)
         self.close()
-        write_to_stdout(lambda: rich.get_console().print("", score_table(results)))
+        write_to_stdout(lambda: console().print("", score_table(results)))
         if (cut := results.truncated) > 0:
             print_lines(f"of {cut} of {results.requests} requests the beginning was left out: they were too long")
         print_lines(f"  scores  {self._scores}", f"  rows    {self._rows}")

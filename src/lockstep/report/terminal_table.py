@@ -14,6 +14,7 @@ from lockstep.health import State
 from lockstep.printable import visible, write_to_stdout
 from lockstep.report.metrics import metric_means
 from lockstep.report.rows import Row, SampleRow, metric_names
+from lockstep.terminal import console as terminal_console
 
 TABLE_WIDTH: Final = 72  # columns from which on rows stand in a table; below, the parts of a row stand below each other
 TEXT_WIDTH: Final = 20  # columns that a prompt and a generated text have at least
@@ -128,7 +129,7 @@ def print_table(
     if console is not None:
         console.print("", table)
     else:
-        write_to_stdout(lambda: Console().print("", table))
+        write_to_stdout(lambda: terminal_console().print("", table))
 
 
 def _health(row: Row | SampleRow) -> str:

@@ -12,8 +12,8 @@ from typing import Any, Final, Literal, Self
 
 from rich import box
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from lockstep.errors import ConfigError
 from lockstep.files import write_file
@@ -228,11 +228,12 @@ def _table(title: str, findings: Sequence[JobFinding]) -> Table:
     table.add_column(overflow="fold", ratio=4)
     for each in findings:
         finding, style = each.finding, _STYLES[each.finding.outcome]
-        where = f"\n[dim]{escape(each.where)}[/]" if each.where else ""
-        fix = f"\n[bold]{escape(finding.fix)}[/]" if finding.fix else ""
-        table.add_row(
-            f"[{style}]{finding.outcome}[/]", f"{escape(finding.name)}{where}", f"{escape(finding.text)}{fix}"
-        )
+        name, text = Text(finding.name), Text(finding.text)
+        if each.where:
+            name.append(f"\n{each.where}", style="dim")
+        if finding.fix:
+            text.append(f"\n{finding.fix}", style="bold")
+        table.add_row(Text(finding.outcome, style=style), name, text)
     return table
 
 

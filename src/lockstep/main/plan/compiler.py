@@ -19,13 +19,13 @@ from typing import Any, Final
 
 import jax
 from jax.experimental import topologies
-from rich.console import Console
 from rich.status import Status
 
 from lockstep.errors import ConfigError, HbmError, VmemError
 from lockstep.files import write_file
 from lockstep.launch import Slice, slices, unpublished
 from lockstep.placement.device import compile_with_options, explain
+from lockstep.terminal import Console
 
 NO_COMPILER: Final = (
     "lockstep plan compiles with the TPU compiler, and the package libtpu is not installed here. Install it with "

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from lockstep.config_fields import FilePath
 from lockstep.errors import ConfigError, check_local
-from lockstep.printable import printable
+from lockstep.printable import printable, visible
 from lockstep.report.rows import TableRow, metric_names
 from lockstep.report.trackers.base import Tracker, TrackerConfig, plain
 
@@ -27,7 +27,7 @@ class TensorboardTracker:
 
     def log(self, metrics: Mapping[str, float | str], *, step: int) -> None:
         """Record scalars and texts."""
-        for name, value in metrics.items():
+        for name, value in ((visible(name), value) for name, value in metrics.items()):
             if isinstance(value, str):
                 self._writer.add_text(name, escape_markdown(value), step)
             else:

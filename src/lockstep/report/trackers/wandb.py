@@ -13,7 +13,7 @@ from lockstep.errors import ConfigError
 from lockstep.files import write_file
 from lockstep.json_text import refused, typed
 from lockstep.limits import read_small
-from lockstep.printable import get_logger, public_arguments
+from lockstep.printable import get_logger, public_arguments, visible
 from lockstep.report.rows import TableRow, metric_names
 from lockstep.report.trackers.base import Tracker, TrackerConfig, plain
 
@@ -106,7 +106,8 @@ class _GrowingTable:
             self._number, self._additions, self._table = self._number + 1, 0, None
             self._columns += missing
         if self._table is None:
-            self._table = wandb.Table(columns=list(self._columns), log_mode="INCREMENTAL")
+            columns: list[str | int] = [visible(str(column)) for column in self._columns]
+            self._table = wandb.Table(columns=columns, log_mode="INCREMENTAL")
         for row in rows:
             values = row.to_dict()
             self._table.add_data(*(values.get(str(column)) for column in self._columns))
@@ -142,12 +143,13 @@ class WandbTracker:
 
     def log(self, metrics: Mapping[str, float | str], *, step: int) -> None:
         """Record scalars; those of the same step become one history entry."""
-        for name in metrics.keys() - self._axes:
+        values = {visible(name): plain(value) for name, value in metrics.items()}
+        for name in values.keys() - self._axes:
             if name.endswith("/step"):
                 self._axes.add(name)
                 self._run.define_metric(name)
                 self._run.define_metric(name.removesuffix("step") + "*", step_metric=name)
-        self._log({name: plain(value) for name, value in metrics.items()}, step)
+        self._log(values, step)
 
     def log_rows(self, name: str, rows: Sequence[TableRow], *, step: int) -> None:
         """Add the rows to the table in W&B; only they are sent."""

@@ -10,15 +10,16 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-import rich
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from lockstep.errors import ConfigError
 from lockstep.hosts import Hosts, HostThread
 from lockstep.printable import bytes_text, get_logger, without_credentials, write_to_stdout
 from lockstep.storage import call_storage, storage_wait
+from lockstep.terminal import console
 from lockstep.training.data.chunk_builder import CacheSpec, ChunkBuilder, read_chunk, summarise_chunks
 from lockstep.training.data.token_cache import (
+    FIX,
     METADATA,
     RESIDENT_BYTES,
     CacheMetadata,
@@ -57,7 +58,7 @@ class BuildProgress:
         now = time.monotonic()
         if not self._hosts.is_leader or now < self._next:
             return
-        if rich.get_console().is_terminal:
+        if console().is_terminal:
             self._show_bar(read)
             return
         self._next = now + REPORT_S
@@ -82,7 +83,7 @@ class BuildProgress:
         bar = self._bar
         if bar is None:
             columns = TextColumn("data cache"), BarColumn(), DownloadColumn(), TimeRemainingColumn()
-            self._bar = bar = Progress(*columns, console=rich.get_console())
+            self._bar = bar = Progress(*columns, console=console())
             bar.add_task("data cache", total=self._total)
             write_to_stdout(bar.start)
         write_to_stdout(lambda: bar.update(bar.task_ids[0], completed=read))
@@ -207,7 +208,7 @@ def build_caches(
         group = _sharing(scope, fs, root, nonce, directories)
         _build(scope, fs, list(zip(specs, directories, strict=True)), tokenizer, policy, group)
         with scope.run_on_all("read", "reading the data cache") as phase:
-            caches = open_caches(fs, directories, scope.timeout_s)
+            caches = open_caches(fs, list(zip(specs, directories, strict=True)), scope.timeout_s)
             for spec, cache in zip(specs, caches, strict=True):
                 _check_rows(spec, cache.metadata, policy)
             phase.agree({f"rows of {spec.name}": cache.digest() for spec, cache in zip(specs, caches, strict=True)})
@@ -292,23 +293,23 @@ def _build(
                     remove_dead_files(path)
 
 
-def open_caches(fs: Any, directories: Sequence[str], timeout_s: float) -> list[TokenCache]:
+def open_caches(fs: Any, wanted: Sequence[tuple[CacheSpec, str]], timeout_s: float) -> list[TokenCache]:
     """Open finished caches. The smallest of those in a bucket stay in memory, as many as `RESIDENT_BYTES` take."""
     # Who waits for a bucket says so before others give up waiting for it.
     wait_s = 0.8 * timeout_s
-    metadata = [_finished(fs, path, wait_s) for path in directories]
+    metadata = [_finished(fs, spec, path, wait_s) for spec, path in wanted]
     total, resident = 0, set[int]()
     for number in sorted(range(len(metadata)), key=lambda number: metadata[number].nbytes):
         total += metadata[number].nbytes
         if total <= RESIDENT_BYTES:
             resident.add(number)
     return [
-        TokenCache(fs, path, facts, resident=number in resident, wait_s=wait_s)
-        for number, (path, facts) in enumerate(zip(directories, metadata, strict=True))
+        TokenCache(fs, path, facts, resident=number in resident, wait_s=wait_s, vocab_size=spec.embedding)
+        for number, ((spec, path), facts) in enumerate(zip(wanted, metadata, strict=True))
     ]
 
 
-def _finished(fs: Any, path: str, wait_s: float) -> CacheMetadata:
+def _finished(fs: Any, spec: CacheSpec, path: str, wait_s: float) -> CacheMetadata:
     doing = f"reading {fs.unstrip_protocol(path)}/{METADATA}"
     metadata = call_storage(doing, lambda: read_metadata(fs, path), wait_s)
     if metadata is None:
@@ -316,6 +317,9 @@ def _finished(fs: Any, path: str, wait_s: float) -> CacheMetadata:
             f"the data cache {path} has no {METADATA}, which another process has just written. Use a data.cache_dir "
             "that all hosts see in the same way, or one on each host's own disk."
         )
+    shape, chunks = spec.shape, len(spec.chunks) * len(spec.shape.lengths)
+    if (metadata.layout, metadata.lengths, len(metadata.chunk_rows)) != (shape.layout, shape.lengths, chunks):
+        raise ConfigError(f"{path}/{METADATA} is of other rows than those of {spec.name}. {FIX}")
     return metadata
 
 

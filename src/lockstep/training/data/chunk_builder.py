@@ -27,7 +27,8 @@ from lockstep.training.data.records import (
     make_chunks,
     read_piece,
 )
-from lockstep.training.data.token_cache import FIX, CacheMetadata, RowWriter, cache_file, chunk_file
+from lockstep.training.data.row_records import RowWriter
+from lockstep.training.data.token_cache import FIX, CacheMetadata, cache_file, chunk_file
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -46,6 +47,7 @@ class CacheSpec:
     tokenizer_digest: str  # the digest of the tokenizer with its chat template
     vocab_size: int | None = None  # rows of the model's embedding, where the tokenizer has more tokens; else None
     max_line_bytes: int = LINE_BYTES
+    embedding: int | None = None  # rows of the model's embedding; None where they are not known
 
     @functools.cached_property
     def chunks(self) -> tuple[Chunk, ...]:

@@ -218,8 +218,7 @@ class DataConfig:
             pairs=format.pairs,
             shorter=lengths[:-1],
         )
-        digest = tokenizer_digest(tokenizer)
-        limited = vocab_size is not None and vocab_size < token_count(tokenizer)
+        limited, digest = (vocab_size or 1 << 31) < token_count(tokenizer), tokenizer_digest(tokenizer)
         return [
             CacheSpec(
                 name=name,
@@ -229,6 +228,7 @@ class DataConfig:
                 tokenizer_digest=digest,
                 vocab_size=vocab_size if limited else None,
                 max_line_bytes=self.max_line_bytes,
+                embedding=vocab_size,
             )
             for name, urls in groups
         ]

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Final, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Bool, Int
-from rich.console import Console
 from rich.text import Text
 
 from lockstep.errors import ConfigError
 from lockstep.health import unbalanced_marker
 from lockstep.hosts import Hosts
 from lockstep.printable import VISIBLE_CONTROLS, get_logger, printable, write_to_stdout
+from lockstep.terminal import Console
 from lockstep.text import decode, part_markers
 from lockstep.text.tokenizer import added_text
 from lockstep.training.data.config import DataConfig

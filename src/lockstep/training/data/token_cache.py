@@ -15,18 +15,17 @@ from typing import Any, BinaryIO
 
 import fsspec
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Int
 
 from lockstep.files import new_file
 from lockstep.json_text import parse_json, refused, typed
-from lockstep.limits import read_object
+from lockstep.limits import check_regular, read_object
 from lockstep.storage import WAIT_S, call_storage
 from lockstep.training.data.examples import TokenSequence
 from lockstep.training.data.packing import Layout, Row
+from lockstep.training.data.row_records import INDEX, ROW, check_record, parse_record, parse_reference
 from lockstep.training.objectives import REFERENCE
 
-ROW, INDEX, LOGPROB = np.dtype("<i4"), np.dtype("<i8"), np.dtype("<f4")
-FLUSH_ROWS = 1000
 DEAD_S = 3600.0
 OPEN_CHUNKS = 128  # chunks whose files are mapped into memory at a time; each takes two file descriptors
 
@@ -54,41 +53,6 @@ def remove_dead_files(directory: str) -> None:
 def is_local(fs: Any) -> bool:
     """Whether files of a file system can be mapped into memory."""
     return isinstance(fs, fsspec.implementations.local.LocalFileSystem)
-
-
-class RowWriter:
-    """Writes the rows of a chunk."""
-
-    def __init__(self, rows: BinaryIO, index: BinaryIO) -> None:
-        self._rows, self._index, self._hash = rows, index, hashlib.sha256()
-        self._waiting: list[np.ndarray] = []
-        self._ends = [0]
-        self.count = 0  # the rows written so far
-        self.tokens = 0  # their tokens
-
-    def write(self, row: Row) -> None:
-        """Write a row."""
-        header = [len(row), *(number for one in row for number in (one.n_prompt, len(one.tokens)))]
-        reference = np.asarray([one.reference for one in row if one.reference is not None], LOGPROB).view(ROW)
-        record = np.concatenate([np.asarray(part, ROW) for part in (header, *(one.tokens for one in row), reference)])
-        self._waiting.append(record)
-        self._ends.append(self._ends[-1] + len(record))
-        self.count += 1
-        self.tokens += sum(len(one.tokens) for one in row)
-        if len(self._waiting) >= FLUSH_ROWS:
-            self._flush(self._ends.pop())
-
-    def finish(self) -> str:
-        """Write what is left, and return the SHA-256 of all rows in hexadecimal digits."""
-        self._flush(None)
-        return self._hash.hexdigest()
-
-    def _flush(self, last: int | None) -> None:
-        data = np.concatenate(self._waiting).tobytes() if self._waiting else b""
-        self._hash.update(data)
-        self._rows.write(data)
-        self._index.write(np.asarray(self._ends, INDEX).tobytes())
-        self._waiting, self._ends = [], [] if last is None else [last]
 
 
 RESIDENT_BYTES = 1 << 30  # the most bytes of rows in a bucket that a host keeps in memory, so that each is read once
@@ -141,10 +105,15 @@ class RowReader:
         found = []
         for chunk, place in places:
             index, rows = self._mapped(chunk)
-            found.append(rows[index[place] : index[place + 1]])
+            start, end = _bounds(index, place)
+            if end > len(rows):
+                raise ValueError(f"row {place} of chunk {chunk} ends at {end} of {len(rows)} numbers")
+            found.append(rows[start:end])
         return found
 
     def _map(self, chunk: int) -> tuple[np.ndarray, np.ndarray]:
+        for suffix in ("index", "rows"):
+            check_regular(self._name(chunk, suffix), sys.maxsize)  # a pipe would be waited for
         # As plain arrays: each slice of a np.memmap runs Python of its class.
         index = np.memmap(self._name(chunk, "index"), INDEX, "r")
         rows = np.memmap(self._name(chunk, "rows"), ROW, "r")
@@ -154,7 +123,7 @@ class RowReader:
         chunks = sorted({chunk for chunk, _ in places})
         self._keep(self._index, "index", INDEX, chunks)
         ends = self._index
-        bounds = [(chunk, int(ends[chunk][place]), int(ends[chunk][place + 1])) for chunk, place in places]
+        bounds = [(chunk, *_bounds(ends[chunk], place)) for chunk, place in places]
         if self._resident:
             self._keep(self._rows, "rows", ROW, chunks)
             return [self._rows[chunk][start:end] for chunk, start, end in bounds]
@@ -191,6 +160,13 @@ class RowReader:
         return call_storage(f"reading rows of {self._fs.unstrip_protocol(paths[0])}{more}", read, self._wait_s)
 
 
+def _bounds(index: np.ndarray, place: int) -> tuple[int, int]:
+    start, end = int(index[place]), int(index[place + 1])
+    if not 0 <= start <= end:
+        raise ValueError(f"row {place} of a chunk is at {start} to {end}")
+    return start, end
+
+
 def neighbouring(bounds: Sequence[tuple[int, int, int]], gap: int) -> list[tuple[int, int, int]]:
     """Join ranges, each a chunk, a start and an end, where less than ``gap`` is between two; in ascending order."""
     runs: list[tuple[int, int, int]] = []
@@ -199,24 +175,6 @@ def neighbouring(bounds: Sequence[tuple[int, int, int]], gap: int) -> list[tuple
             start, end = runs[-1][1], max(end, runs.pop()[2])
         runs.append((chunk, start, end))
     return runs
-
-
-def parse_record(record: Int[np.ndarray, " record"]) -> Iterator[tuple[int, Int[np.ndarray, " token"]]]:
-    """Yield the number of prompt tokens and all tokens of each sequence of a record."""
-    n_sequences = int(record[0])
-    start = 1 + 2 * n_sequences
-    header = record[1:start].tolist()
-    for n_prompt, size in zip(header[::2], header[1::2], strict=True):
-        yield n_prompt, record[start : start + size]
-        start += size
-
-
-def parse_reference(record: Int[np.ndarray, " record"]) -> Float[np.ndarray, " sequence"] | None:
-    """Return the log-probability of each sequence of a record under a reference model; None where it has none."""
-    n_sequences = int(record[0])
-    start = 1 + 2 * n_sequences
-    rest = record[start + int(record[2:start:2].sum()) :]
-    return rest.view(LOGPROB) if len(rest) else None
 
 
 FIX = "Remove this directory: the data is then tokenised again."  # the fix for a cache that cannot be used
@@ -241,6 +199,11 @@ class CacheMetadata:
     dropped: int  # examples left out because their prompts fill a row
     n_bad: int
     bad: tuple[str, ...]  # the first of them, each with its place and what is wrong
+
+    def __post_init__(self) -> None:
+        counts = (*self.chunk_rows, self.examples, self.unpacked_rows, self.tokens, self.dropped, self.n_bad)
+        if min(counts) < 0 or min(self.lengths, default=0) < 1 or len(self.chunk_rows) % len(self.lengths):
+            raise ValueError(f"numbers of rows and tokens cannot be {counts!r:.80} with rows of {self.lengths!r:.80}")
 
     @property
     def length(self) -> int:
@@ -292,9 +255,16 @@ class TokenCache:
     """The rows of a finished cache, see `RowReader`. It has the methods of a random-access data source of grain."""
 
     def __init__(
-        self, fs: Any, path: str, metadata: CacheMetadata, *, resident: bool = True, wait_s: float = WAIT_S
+        self,
+        fs: Any,
+        path: str,
+        metadata: CacheMetadata,
+        *,
+        resident: bool = True,
+        wait_s: float = WAIT_S,
+        vocab_size: int | None = None,
     ) -> None:
-        self.path, self.metadata = path, metadata
+        self.path, self.metadata, self._vocab_size = path, metadata, vocab_size
         self.bucket_starts = np.cumsum([0, *metadata.bucket_rows])
         """The number of the first row of each bucket, and that of all rows."""
         name = functools.partial(chunk_file, path)
@@ -315,14 +285,30 @@ class TokenCache:
             The columns ``tokens`` int32 ``[row, position]`` and ``loss_mask`` bool of the same shape, for packed rows
             ``segment_ids`` int32 too; for pairs ``[row, 2, position]``, chosen and rejected, and where the records
             have them ``reference_logprobs`` float32 ``[row, 2]``.
+
+        Raises:
+            ConfigError: The files do not have rows as the metadata say, or one with a token that the model lacks.
         """
-        bucket = int(np.searchsorted(self.bucket_starts, max(numbers), side="right")) - 1
-        return expand(self._reader.read(numbers), self.metadata.layout, self.metadata.lengths[bucket])
+        records, length = self._read(numbers)
+        return expand(records, self.metadata.layout, length)
 
     def rows(self, numbers: Sequence[int]) -> list[Row]:
         """Read some rows as the sequences that are in them."""
-        records = self._reader.read(numbers)
+        records, _ = self._read(numbers)
         return [[TokenSequence(n_prompt, tokens) for n_prompt, tokens in parse_record(record)] for record in records]
+
+    def _read(self, numbers: Sequence[int]) -> tuple[list[np.ndarray], int]:
+        """Records and the tokens of their longest row."""
+        bucket = int(np.searchsorted(self.bucket_starts, max(numbers), side="right")) - 1
+        length = self.metadata.lengths[bucket]
+        with refused(self.path, FIX):  # whoever writes to the directory may have written something else
+            try:
+                records = self._reader.read(numbers)
+            except FileNotFoundError as error:
+                raise ValueError(f"there is no {error.filename}") from None
+            for record in records:
+                check_record(record, self.metadata.layout, length, self._vocab_size)
+        return records, length
 
     def digest(self) -> str:
         """Return the SHA-256 of all rows in hexadecimal digits."""

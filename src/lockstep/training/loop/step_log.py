@@ -8,7 +8,6 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
-import rich
 from jax.sharding import Mesh
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -23,6 +22,7 @@ from lockstep.models import (
 from lockstep.placement.device import published_chip
 from lockstep.printable import write_to_stdout
 from lockstep.report import Tracker
+from lockstep.terminal import console
 from lockstep.training.loop.hooks import StepInfo
 from lockstep.training.step.train_step import StepMetrics
 
@@ -129,9 +129,10 @@ class ProgressDisplay:
         self._shown_at, self._shown = float("-inf"), -1
         self._last: tuple[int, float | None, float, str] = (0, None, 0.0, "")
         self._bar: Progress | None = None
-        if rich.get_console().is_terminal:
-            columns = BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[text]}"), TimeRemainingColumn()
-            self._bar = Progress(TextColumn("train"), *columns, console=rich.get_console())
+        if console().is_terminal:
+            text = TextColumn("{task.fields[text]}", markup=False)
+            columns = TextColumn("train"), BarColumn(), MofNCompleteColumn(), text, TimeRemainingColumn()
+            self._bar = Progress(*columns, console=console())
             self._bar.add_task("train", total=total, text="")
             write_to_stdout(self._bar.start)
 
@@ -156,7 +157,7 @@ class ProgressDisplay:
         eta = f"{_clock((self._total - completed) / rate)} left" if rate else "starting"
         # A line of a log is one line, however wide the console is taken to be.
         line = f"step {completed}/{self._total}  {_line_of(loss, rate, note)}  {eta}"
-        write_to_stdout(lambda: rich.get_console().print(line, highlight=False, soft_wrap=True))
+        write_to_stdout(lambda: console().print(line, soft_wrap=True))
         self._shown_at, self._shown = time.monotonic(), completed
 
 

@@ -203,3 +203,11 @@ def test_tensorboard_itself_reads_the_files(tmp_path):
 def test_a_bucket_is_no_place_for_event_files():
     with pytest.raises(ConfigError, match=r"tracker\.logdir is 'gs://bucket/all'"):
         TensorboardTrackerConfig(logdir="gs://bucket/all")
+
+
+def test_names_of_metrics_have_no_control_characters(tmp_path):
+    tracker = build_tracker(TensorboardTrackerConfig(), tmp_path, "run")
+    tracker.log({"data/\x1b[2J\udcff\n<b>é": 1.0, "\x1b]0;x\x07": "text"}, step=1)
+    tracker.finish()
+    tags = {tag for _, tag, _, _ in values(tmp_path / "tensorboard")}
+    assert len(tags) == 2 and all(tag.isprintable() for tag in tags)

@@ -389,3 +389,15 @@ def test_a_key_that_the_server_refuses_leaves_an_offline_run_behind(tmp_path):
     (run,) = (tmp_path / "run").glob("wandb/offline-run-*")
     assert wandb_run.history(run) == [(1, {"train/loss": 2.0})]
     assert "abcd1234" not in run.name and (tmp_path / "run" / WANDB_RUN).read_text() == before
+
+
+def test_names_of_metrics_have_no_control_characters():
+    """A name may be that of a file; W&B refuses half of a surrogate pair, and a page would obey the rest."""
+    run = FakeRun()
+    tracker, name = WandbTracker(run), "data/\x1b[2J\udcff\n<b>é"
+    tracker.log({name: 1.0, f"{name}/step": 1}, step=1)
+    tracker.log_rows("t", [row(1, "a", **{name: 0.5})], step=1)
+    shown = r"data/\x1b[2J\udcff" + "↵<b>é"
+    (_, values), (_, rows) = run.logged
+    assert values == {shown: 1.0, f"{shown}/step": 1} and run.axes[0] == (f"{shown}/step", None)
+    assert shown in rows["t"].columns and rows["t"].data[0][rows["t"].columns.index(shown)] == 0.5

@@ -6,10 +6,10 @@ import os
 import time
 
 import pytest
-from rich.console import Console
 
 from lockstep.errors import ConfigError, PeerError
 from lockstep.hosts import Hosts, MemoryClient, own_work
+from lockstep.terminal import Console
 from lockstep.training.data import LmDataConfig, build, records
 from lockstep.training.data.build import BuildProgress
 from tests.multiprocess.harness import run_threads
@@ -187,7 +187,7 @@ def test_the_default_is_below_the_users_cache(monkeypatch):
 
 def test_at_a_terminal_there_is_a_bar_until_the_data_is_there(monkeypatch):
     monkeypatch.setattr(build, "FIRST_S", 0.0)
-    monkeypatch.setattr(build.rich, "get_console", lambda: console)
+    monkeypatch.setattr(build, "console", lambda: console)
     console = Console(file=io.StringIO(), force_terminal=True)
     progress = BuildProgress(Hosts(*MemoryClient.hub(1)), 200)
     progress.show([(50, 200)])

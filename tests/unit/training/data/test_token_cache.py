@@ -11,9 +11,10 @@ import pytest
 
 from lockstep import storage
 from lockstep.errors import HostTimeoutError
-from lockstep.training.data import LmDataConfig, token_cache
+from lockstep.training.data import LmDataConfig, row_records, token_cache
 from lockstep.training.data.examples import TokenSequence
-from lockstep.training.data.token_cache import RowReader, RowWriter, cache_file, expand, parse_record
+from lockstep.training.data.row_records import RowWriter, parse_record
+from lockstep.training.data.token_cache import RowReader, cache_file, expand
 from tests.unit.training.data.characters import Tokenizer, write
 
 
@@ -67,7 +68,7 @@ def test_what_a_killed_process_was_writing_is_removed(tmp_path):
 
 
 def test_no_more_than_some_rows_wait_in_memory(monkeypatch):
-    monkeypatch.setattr(token_cache, "FLUSH_ROWS", 4)
+    monkeypatch.setattr(row_records, "FLUSH_ROWS", 4)
     stream = io.BytesIO()
     writer, sizes = RowWriter(stream, io.BytesIO()), []
     for number in range(9):
@@ -78,7 +79,7 @@ def test_no_more_than_some_rows_wait_in_memory(monkeypatch):
 
 @pytest.mark.parametrize("protocol", ["file", "memory"])
 def test_rows_are_read_back_by_number(tmp_path, monkeypatch, protocol):
-    monkeypatch.setattr(token_cache, "FLUSH_ROWS", 4)
+    monkeypatch.setattr(row_records, "FLUSH_ROWS", 4)
     fs = fsspec.filesystem(protocol)
     reader = write_rows(fs, str(tmp_path), [5, 0, 1, 9])
     assert len(reader) == 15 and len(RowReader(fs, lambda *_: "", [])) == 0

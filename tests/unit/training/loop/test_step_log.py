@@ -6,12 +6,11 @@ import types
 
 import numpy as np
 import pytest
-import rich
-from rich.console import Console
 
 from lockstep.models import LlamaConfig
 from lockstep.placement import make_mesh
 from lockstep.report import NoopTracker
+from lockstep.terminal import Console
 from lockstep.training.loop import step_log
 from lockstep.training.loop.step_log import (
     Meter,
@@ -74,7 +73,7 @@ def test_what_a_tracker_and_the_log_get():
 @pytest.fixture
 def console(monkeypatch):
     console = Console(file=io.StringIO(), width=120)
-    monkeypatch.setattr(rich, "get_console", lambda: console)
+    monkeypatch.setattr(step_log, "console", lambda: console)
     return console
 
 
@@ -99,7 +98,7 @@ def test_only_the_leader_shows_anything(console):
 
 def test_a_terminal_gets_a_bar(monkeypatch):
     console = Console(file=io.StringIO(), force_terminal=True, width=100)
-    monkeypatch.setattr(rich, "get_console", lambda: console)
+    monkeypatch.setattr(step_log, "console", lambda: console)
     bar = ProgressDisplay(5)
     bar.update(3, 2.5)
     bar.close()
