@@ -65,7 +65,7 @@ class Spoiled:
 
 
 def _repeated(number: int, code: bool) -> str:
-    return " ".join([words(number)] * (4 if number % 2 else 1))
+    return " ".join([words(number)] * 4)
 
 
 def _damaged(number: int, code: bool) -> str:
