@@ -266,7 +266,7 @@ SHOWN = {
     "docs/first-pod.md:text:2": ("tests/unit/test_first_pod.py", ()),
     "docs/grpo.md:text:0": ("tests/multiprocess/test_rl_demo.py", ("seconds", "left", "rate", "step", "reward")),
     "docs/health.md:text:0": ("tests/unit/report/test_alarm_log.py", ()),
-    "docs/launch-google.md:text:0": ("tests/unit/test_snippets.py", ()),
+    "docs/launch.md:text:0": ("tests/unit/test_snippets.py", ()),
     "docs/plan.md:text:0": ("tests/tpu_compile/test_planner.py", ()),
     "docs/plan.md:text:1": ("tests/tpu_compile/test_published.py", ()),
     "docs/testing.md:text:0": ("tests/unit/testing/test_plugin.py", ()),
@@ -276,8 +276,8 @@ SHOWN = {
 """Each block of output: the test that runs its command and compares, and what of VARIES varies in it."""
 
 NOT_PRINTED = {
-    "docs/scheduler-and-memory.md:text:0": "a formula; tests/oracle.py computes draws with it",
-    "docs/weights-and-layouts.md:text:0": "a drawing",
+    "docs/architecture.md:text:0": "a formula; tests/oracle.py computes draws with it",
+    "docs/architecture.md:text:1": "a drawing",
 }
 """Blocks of text that no program prints."""
 

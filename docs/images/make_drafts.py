@@ -1,4 +1,4 @@
-"""Draws drafts.svg, the picture of docs/drafts.md.
+"""Draws drafts.svg, the picture of docs/speed.md.
 
 It needs nothing but Python. The picture has a background of its own and follows the reader's light or dark theme::
 

@@ -160,8 +160,8 @@ def test_command_lines_run(name, desk, capsys):
     for line in commands(snippets.named(name)):
         if not line.startswith(tuple(snippets.NOT_READ)):
             run(line)
-    if name == "docs/launch-google.md:sh:0":
-        assert snippets.lacking("docs/launch-google.md:text:0", capsys.readouterr().out) is None
+    if name == "docs/launch.md:sh:2":
+        assert snippets.lacking("docs/launch.md:text:0", capsys.readouterr().out) is None
 
 
 @each("path", sorted(path.relative_to(ROOT) for path in (ROOT / "config").rglob("*.yaml")))

@@ -124,7 +124,7 @@ class SamplingFields(SamplingRules):
     drafts: DraftSource = "none"
     """Guess tokens and verify many of them in a step, where that is faster: ``last_round``, the last answers to the
     same prompt; ``ngram``, what followed the last tokens in prompt and answers before; ``auto``, both; ``none``. The
-    tokens stay what they are, up to a near-tie that rounding decides (docs/drafts.md)."""
+    tokens stay what they are, up to a near-tie that rounding decides (docs/speed.md)."""
 
     def sampling_params(self, stop_ids: tuple[int, ...], round_: int = 0) -> SamplingParams:
         """The sampling parameters of every prompt of a round.

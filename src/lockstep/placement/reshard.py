@@ -1,7 +1,7 @@
 """The programs that move weights from the training layout to the decode layout, and make those that are lazy.
 
 Explicit collectives inside a scan over layers keep the temporaries at one layer's size; an identity jit with new
-output shardings gathers whole stacked leaves (docs/weights-and-layouts.md, "Resharding").
+output shardings gathers whole stacked leaves (docs/architecture.md, "Resharding").
 """
 
 import dataclasses
