@@ -91,7 +91,7 @@ def shown(path: str) -> str:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Kind:
-    """One kind of finding; docs/check.md has a section for each."""
+    """One kind of finding; docs/check.md has a row for each."""
 
     name: str  # its name, as in `--ignore` and in the JSON report
     title: str
