@@ -1,12 +1,11 @@
-"""The block: norms, rotary embeddings, MLP, activation, scale and order of residuals, as functions on plain arrays.
+"""The block: norms, rotary embeddings, activations and scales, as functions on plain arrays.
 
-The trainable model, the engine's decoder and the search of `lockstep.models.check_reader` compute with these. Each has
-its own attention, its own products with weights, and its own sharding.
+`lockstep.models.layers` computes a layer with these.
 """
 
 import functools
 from collections.abc import Callable
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
@@ -28,33 +27,6 @@ product with the sum that it goes into (FMA), a rounding with the widening that 
 
 type Elementwise = Callable[[Callable[[Array], Array], Array], Array]
 """Applies a function of single numbers to an array."""
-
-
-class Summable(Protocol):
-    """An array, plain or with named axes."""
-
-    def __add__(self, other: Any, /) -> Any: ...
-
-
-def layer[X: Summable](
-    x: X,
-    attend: Callable[[X], X],
-    mlp: Callable[[X], X],
-    norm: Callable[[X, Any], X],
-    weights: Any,
-    shard: Callable[[X], X] = lambda x: x,
-) -> X:
-    """Apply one layer: attention, then the MLP, each between its norms and added to the residual stream.
-
-    Args:
-        attend: The attention, projections included.
-        norm: The norm, given a weight; given None it returns its input.
-        weights: The norms' weights as ``attn_norm``, ``attn_post_norm``, ``mlp_norm`` and ``mlp_post_norm``.
-        shard: The constraint on the sharding of the stream.
-    """
-    x = shard(x)
-    x = shard(x + norm(attend(norm(x, weights.attn_norm)), weights.attn_post_norm))
-    return shard(x + norm(mlp(norm(x, weights.mlp_norm)), weights.mlp_post_norm))
 
 
 def document_starts(segment_ids: Int[Array, "... position"]) -> Int[Array, "... position"]:

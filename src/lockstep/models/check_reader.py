@@ -14,8 +14,9 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.hosts import Hosts, current, digest
+from lockstep.models.adjustable import Settings, adjustable_logits, settings_of
 from lockstep.models.reader import read_decoder
-from lockstep.models.reader_search import Settings, adjustable_logits, settings_of, suspects
+from lockstep.models.reader_search import suspects
 from lockstep.models.trainable import as_trainable
 from lockstep.placement import mesh_of, place, sources, weight_specs
 from lockstep.placement.device import Program, compile_program, fetch

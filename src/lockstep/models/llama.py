@@ -11,29 +11,28 @@ import jax.numpy as jnp
 from haliax import Axis, NamedArray
 from haliax.nn.scan import Stacked
 from haliax.partitioning import physical_axis_name
-from jaxtyping import Array
+from jaxtyping import Array, Float
 
 from lockstep.errors import ConfigError
 from lockstep.models import block
 from lockstep.models.attention import CausalAttention, SplitPositions, self_attention
 from lockstep.models.config import LlamaConfig, distinct, layer_kinds
 from lockstep.models.experts import RouterSums
+from lockstep.models.layers import feed_forward, gated_norm, layer
 from lockstep.models.llama_mlp import EngineRouting, LlamaExperts, LlamaMlp, MixedLayers, MixedMlps
-from lockstep.models.low_rank import Weight, linear
+from lockstep.models.low_rank import Weight
 from lockstep.models.named_block import (
     LlamaAxes,
     document_positions,
     float32_logits,
-    gated_norm,
     look_up,
     neutral,
     norm_gates,
-    rms_norm,
     rotary_angles,
-    rotate,
-    unit_norm,
 )
 from lockstep.models.remat import scan_policy
+from lockstep.models.train_ops import Train
+from lockstep.models.weights import STACKED, LayerWeights
 
 
 class LlamaAttention(eqx.Module):
@@ -80,82 +79,42 @@ class LlamaAttention(eqx.Module):
             config=config,
         )
 
-    def __call__(
-        self, x: NamedArray, angles: NamedArray, segment_ids: NamedArray | None, layer_kind: NamedArray | None
-    ) -> NamedArray:
-        """The attended values, with the axes of ``x``.
+    def attend(
+        self, ops: Train, q: Array, k: Array, v: Array, segment_ids: NamedArray | None, layer_kind: NamedArray | None
+    ) -> Float[Array, "row position kv_head group head"]:
+        """The values that queries attend to, with all axes of rows but the position in one.
 
         Args:
-            x: The input ``[batch, position, embed]``.
-            segment_ids: The document of each position ``[batch, position]``, which attends to no other; None: a row is
-                one document.
+            q: The queries ``[*row, position, kv_head, group, head]``; ``k`` and ``v`` are without ``group``.
+            segment_ids: The document of each position, which attends to no other; None: a row is one document.
             layer_kind: Which of the model's distinct kinds of layers this one is; None where all are of one kind.
         """
-        ax = LlamaAxes.of(self.config)
-        q = _add(linear(x, self.q, ax.Embed), self.q_bias)
-        k = _add(linear(x, self.k, ax.Embed), self.k_bias)
-        v = _add(linear(x, self.v, ax.Embed), self.v_bias)
-        q, k = rms_norm(q, self.q_norm, self.config), rms_norm(k, self.k_norm, self.config)
-        q, k = rms_norm(q, self.q_wide_norm, self.config), rms_norm(k, self.k_wide_norm, self.config)
-        q, k = unit_norm(q, self.config), unit_norm(k, self.config)
-        angles = angles if layer_kind is None else angles["layer_kind", layer_kind]
-        q, k = rotate(q, angles, ax.HeadSize), rotate(k, angles, ax.HeadSize)
-        q = hax.named(block.scale_queries(q.array, self.config.attention_scale), q.axes)
-        q, k, v = (hax.auto_sharded(each) for each in (q, k, v))
-        attended = self._attend(q, k, v, segment_ids, layer_kind)
-        if self.head_gate is not None:
-            logits = hax.dot(x, self.head_gate, axis=ax.Embed)
-            attended = attended * hax.named(block.head_gates(logits.array), logits.axes)
-        out = linear(attended, self.o, (ax.KVHead, ax.Group, ax.HeadSize))
-        return _add(out, self.o_bias).rearrange(x.axes)
-
-    def _attend(
-        self,
-        q: NamedArray,
-        k: NamedArray,
-        v: NamedArray,
-        segment_ids: NamedArray | None,
-        layer_kind: NamedArray | None,
-    ) -> NamedArray:
-        """Return what the queries attend to, with the axes of ``q``; rows may have any axes, or none."""
-        ax, variant = LlamaAxes.of(self.config), self.config.variant
-        heads = (q.resolve_axis("position"), ax.KVHead, ax.Group, ax.HeadSize)
-        rows = tuple(axis for axis in q.axes if axis not in heads)
-
-        def flat(x: NamedArray, axes: tuple[Axis, ...]) -> Array:
-            array: Array = x.rearrange((*rows, *axes)).array
-            return array.reshape(-1, *(axis.size for axis in axes))
+        *rows, Position = ops.rows
+        KVHead = LlamaAxes.of(self.config).KVHead
 
         def attend(
             window: int | None, q: Array, k: Array, v: Array, segment_ids: Array | None, sinks: Array | None
         ) -> Array:
             scores = CausalAttention(
-                scale=ax.HeadSize.size**-0.5, sliding_window=window, soft_cap=variant.attention_soft_cap
+                scale=q.shape[-1] ** -0.5, sliding_window=window, soft_cap=self.config.variant.attention_soft_cap
             )
             return self_attention(
                 *(q, k, v, segment_ids, scores, sinks),
                 backend=self.config.attn_backend,
-                split=SplitPositions.of(heads[0]),
+                split=SplitPositions.of(Position),
                 batch_axes=physical_axis_name(rows[0]) if rows else None,
-                head_axes=physical_axis_name(ax.KVHead),
+                head_axes=physical_axis_name(KVHead),
             )
 
-        given = (
-            flat(q, heads),
-            flat(k, (heads[0], ax.KVHead, ax.HeadSize)),
-            flat(v, (heads[0], ax.KVHead, ax.HeadSize)),
-            None if segment_ids is None else flat(segment_ids, heads[:1]),
-            None if self.sinks is None else self.sinks.rearrange((ax.KVHead, ax.Group)).array,
-        )
+        documents = None if segment_ids is None else segment_ids.rearrange(ops.rows).array.reshape(-1, Position.size)
+        operands = *(x.reshape(-1, *x.shape[len(rows) :]) for x in (q, k, v)), documents, ops.array(self.sinks)
         windows = [kind.window for kind in distinct(layer_kinds(self.config))[0]]
         if layer_kind is None:
-            attended = attend(windows[0], *given)
-        else:  # the kernel's blocks depend on the window, so each has a branch
-            branches = [functools.partial(attend, window) for window in windows]
-            attended = jax.lax.switch(layer_kind.array, branches, *given)
-        if variant.exclusive_attention:
-            attended = block.exclusive(attended, given[2][..., None, :])
-        return hax.named(attended.reshape([axis.size for axis in (*rows, *heads)]), (*rows, *heads)).rearrange(q.axes)
+            return attend(windows[0], *operands)
+        # The kernel's blocks depend on the window, so each has a branch.
+        branches = [functools.partial(attend, window) for window in windows]
+        attended: Array = jax.lax.switch(layer_kind.array, branches, *operands)
+        return attended
 
 
 class LlamaLayer(eqx.Module):
@@ -201,42 +160,37 @@ class LlamaLayer(eqx.Module):
         known: NamedArray | None = None,
         counted: NamedArray | None = None,
     ) -> tuple[NamedArray, RouterSums | None]:
-        """Map ``[batch, position, embed]`` to the same axes; `LlamaAttention` and `LlamaExperts` have the other
-        arguments.
+        """Map ``[batch, position, embed]`` to the same axes.
 
         Args:
+            x: The residual stream; instead of ``batch`` any axes, or none.
+            angles: Those of `rotary_angles`.
+            segment_ids: See `LlamaAttention.attend`; ``layer_kind`` too.
+            engine: See `LlamaExperts`; ``counted`` too.
             known: The result where it is known but for rounding: nothing is computed until there is a gradient.
 
         Returns:
             The residual stream, and the sums of the router; None where there are no experts.
         """
-        sums: RouterSums | None = None
+        ops = Train.of(self.attention.config, x)
+        angles = angles if layer_kind is None else angles["layer_kind", layer_kind]
+        parts = {**vars(self), **vars(self.attention), **vars(self.mlp)}
+        w = LayerWeights(**{name: weight for name, weight in parts.items() if name in STACKED})
+        axes = (*ops.rows, x.resolve_axis("embed"))
 
-        def attention(h: NamedArray) -> NamedArray:
-            h = gated_norm(h, self.attn_norm_down, self.attn_norm_up)
-            return self.attention(h, angles, segment_ids, layer_kind)
-
-        def mlp(h: NamedArray) -> NamedArray:
-            nonlocal sums
-            h = gated_norm(h, self.mlp_norm_down, self.mlp_norm_up)
-            if isinstance(self.mlp, LlamaMlp):
-                return self.mlp(h)
+        def experts(h: Array) -> tuple[Array, RouterSums]:
             assert isinstance(self.mlp, LlamaExperts)
-            answers, sums = self.mlp(h, segment_ids if counted is None else counted, engine)
-            return answers
+            answers, sums = self.mlp(hax.named(h, axes), segment_ids if counted is None else counted, engine)
+            return answers.array, sums
 
-        # With the stream sharded by the batch axes XLA gathers weights (FSDP) rather than split activations by embed.
-        x = block.layer(
-            x,
-            attention,
-            mlp,
-            lambda h, weight: rms_norm(h, weight, self.attention.config),
-            self,
-            hax.auto_sharded,
-        )
+        stream, sums = layer(
+            ops, ops.config, w, x.rearrange(axes).array, ops.rotary(angles),
+            lambda q, k, v: self.attention.attend(ops, q, k, v, segment_ids, layer_kind),
+            lambda h: feed_forward(ops, ops.config, w, h, experts),
+        )  # fmt: skip
         if known is not None:
-            x = hax.named(value_with_gradient_of(known.rearrange(x.axes).array, x.array), x.axes)
-        return x, sums
+            stream = value_with_gradient_of(known.rearrange(axes).array, stream)
+        return hax.named(stream, axes).rearrange(x.axes), sums
 
 
 class LlamaLMHeadModel(eqx.Module):
@@ -342,14 +296,19 @@ class LlamaLMHeadModel(eqx.Module):
         x = look_up(self.embed, input_ids, split)
         x = hax.named(block.scale_embedding(x.array, config.embed_scale), x.axes)
         layers = self.layers.scan_via(LlamaLayer.__call__)
-        x = gated_norm(rms_norm(x, self.embed_norm, config), self.embed_norm_down, self.embed_norm_up)
+        x = self._normed(x, "embed_norm")
         known_and_counted = () if known is None and counted is None else (known, counted)
         x, sums = layers(x, angles, segment_ids, layer_kind, engine, *known_and_counted)
         if split is not None:
             x = x.rearrange(("batch", "position", "embed"))
             x = hax.named(split.restore(x.array, hax.partitioning.pspec_for_axis(x.axes[:1])), x.axes)
-        x = gated_norm(rms_norm(x, self.final_norm, config), self.final_norm_down, self.final_norm_up)
-        return x, sums
+        return self._normed(x, "final_norm"), sums
+
+    def _normed(self, x: NamedArray, norm: str) -> NamedArray:
+        """A stream after a norm, given by its name, and the norm's gate."""
+        weight, down, up = (getattr(self, name) for name in (norm, f"{norm}_down", f"{norm}_up"))
+        rows = x.rearrange((..., "embed"))
+        return hax.named(gated_norm(Train.of(self.config, x), rows.array, weight, down, up), rows.axes)
 
     def lm_head_array(self) -> NamedArray:
         """Return the output layer ``[embed, vocab]``, or the embedding ``[vocab, embed]`` where the two are tied."""
@@ -393,7 +352,3 @@ def value_with_gradient_of(value: jax.Array, other: jax.Array) -> jax.Array:
 value_with_gradient_of.defvjp(
     lambda value, other: (value, None), lambda _, gradient: (jnp.zeros_like(gradient), gradient)
 )
-
-
-def _add(x: NamedArray, bias: NamedArray | None) -> NamedArray:
-    return x if bias is None else x + bias

@@ -16,11 +16,10 @@ from haliax.partitioning import physical_axis_name
 from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
-from lockstep.models import block
 from lockstep.models.config import LlamaConfig
 from lockstep.models.expert_mlps import AdaptedMatrices, ExpertWeights, mixture
 from lockstep.models.experts import RouterSums, route
-from lockstep.models.low_rank import AdaptedWeight, Weight, linear
+from lockstep.models.low_rank import AdaptedWeight, Weight
 from lockstep.models.named_block import LlamaAxes
 from lockstep.models.remat import scan_policy
 from lockstep.placement import PARAMETER_AXES, axes_of
@@ -59,15 +58,6 @@ class LlamaMlp(eqx.Module):
             xielu_eps=scalar(-1e-6),
             config=config,
         )
-
-    def __call__(self, x: NamedArray) -> NamedArray:
-        """Map ``[batch, position, embed]`` to the same axes."""
-        up = linear(x, self.up, "embed")
-        gate = None if self.gate is None else linear(x, self.gate, "embed").rearrange(up.axes).array
-        scalars = (self.xielu_p, self.xielu_n, self.xielu_beta, self.xielu_eps)
-        xielu = tuple(each.array for each in scalars if each is not None)
-        inner = hax.named(block.hidden(self.config.variant.activation, up.array, gate, xielu), up.axes)
-        return linear(hax.auto_sharded(inner), self.down, "mlp").rearrange(x.axes)
 
 
 class EngineRouting(eqx.Module):
@@ -136,7 +126,7 @@ class LlamaExperts(eqx.Module):
             counted: 0 for each position that is not in the sums, such as the document of padding; None: all are.
 
         Returns:
-            The sum of what the experts answer, and the router's sums.
+            The sum of what the experts answer, without the shared one, and the router's sums.
         """
         ax, experts = LlamaAxes.of(self.config), self.config.experts
         assert experts is not None
@@ -201,20 +191,7 @@ class LlamaExperts(eqx.Module):
         chosen = None if engine is None else engine.experts.rearrange((*axes[:-1], "choice")).array
         answers, sums = compute(tokens, valid, chosen, self.router.array, bias, weights)
         answers = hax.named(answers, axes).rearrange(x.axes)
-        if self.shared_up is not None:
-            answers = answers + self._shared(x).rearrange(x.axes)
         return answers, jax.tree.map(lambda each: each.sum(axis=0), sums)
-
-    def _shared(self, x: NamedArray) -> NamedArray:
-        """Return what the shared expert answers."""
-        assert self.shared_gate is not None and self.shared_up is not None and self.shared_down is not None
-        up = linear(x, self.shared_up, "embed")
-        gate = linear(x, self.shared_gate, "embed").rearrange(up.axes)
-        inner = hax.named(block.hidden(self.config.variant.activation, up.array, gate.array), up.axes)
-        answer = linear(hax.auto_sharded(inner), self.shared_down, "shared_mlp")
-        if self.shared_router is None:
-            return answer
-        return answer * hax.nn.sigmoid(linear(x, self.shared_router, "embed"))["one", 0]
 
 
 def _matrices(weight: Weight | None) -> Any:

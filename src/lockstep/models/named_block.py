@@ -98,36 +98,6 @@ def norm_gates(config: LlamaConfig, key: jax.Array, norm: str, has: bool = True)
     return {name: hax.random.normal(keys[name], axes) * std if has and rank else None for name, axes in sides.items()}
 
 
-def rms_norm(x: NamedArray, weight: NamedArray | None, config: LlamaConfig) -> NamedArray:
-    """Apply RMSNorm to named axes; the axes and the dtype stay those of ``x``.
-
-    Args:
-        weight: The weight, whose axes are normalised; None for no normalisation.
-    """
-    if weight is None:
-        return x
-    axes = (*(axis for axis in x.axes if axis not in weight.axes), *weight.axes)
-    array = x.rearrange(axes).array
-    normed = block.rms_norm(array, weight.array, config.layer_norm_epsilon, offset=config.variant.norm_offset)
-    return hax.named(normed, axes).rearrange(x.axes)
-
-
-def gated_norm(x: NamedArray, down: NamedArray | None, up: NamedArray | None) -> NamedArray:
-    """Apply the gate of a norm to what the norm gave; None for no gate."""
-    if down is None or up is None:
-        return x
-    rows = x.rearrange((..., "embed"))
-    return hax.named(block.gated_norm(rows.array, down.array, up.array), rows.axes).rearrange(x.axes)
-
-
-def unit_norm(x: NamedArray, config: LlamaConfig) -> NamedArray:
-    """Apply the RMSNorm of queries and keys that has no weight, where the model has one."""
-    if config.variant.unit_qk_norm is None:
-        return x
-    heads = x.rearrange((..., "head_size"))
-    return hax.named(block.unit_norm(heads.array, config.variant.unit_qk_norm), heads.axes).rearrange(x.axes)
-
-
 def rotary_angles(config: LlamaConfig, positions: NamedArray) -> NamedArray:
     """Return the rotary angles of some positions.
 
@@ -138,21 +108,6 @@ def rotary_angles(config: LlamaConfig, positions: NamedArray) -> NamedArray:
     kinds, _ = distinct(layer_kinds(config))
     angles = block.rope_angles(positions.array, [rotary_frequencies(config, kind.rope) for kind in kinds])
     return hax.named(angles, (*(["layer_kind"] if len(kinds) > 1 else []), *positions.axes, "half_head"))
-
-
-def rotate(x: NamedArray, angles: NamedArray, HeadSize: Axis) -> NamedArray:
-    """Apply rotary embeddings to named axes; the axes and the dtype stay those of ``x``.
-
-    Args:
-        x: The heads ``[..., position, ..., head_size]``.
-        angles: The angles in float32 radians ``[..., position, half_head]``.
-        HeadSize: The axis whose two halves are rotated together.
-    """
-    axes = (*(axis for axis in x.axes if axis != HeadSize), HeadSize)
-    given = [axis for axis in axes if axis in angles.axes]
-    spread = angles.rearrange((*given, "half_head")).array
-    spread = spread.reshape([axis.size if axis in given else 1 for axis in axes[:-1]] + [-1])
-    return hax.named(block.rotate(x.rearrange(axes).array, jnp.cos(spread), jnp.sin(spread)), axes).rearrange(x.axes)
 
 
 def document_positions(Position: Axis, segment_ids: NamedArray | None) -> NamedArray:

@@ -1,241 +1,26 @@
-"""The usual errors of a reader, as settings of a forward pass: one compiled program tries any of them on a model.
+"""The usual errors of a reader, as settings of the forward pass of `lockstep.models.adjustable`.
 
-The pass is that of `lockstep.models.block` with an attention of its own, in float32, whose settings are numbers that it
-is given. `lockstep.models.check_reader` finds with it which setting or weight a reader has wrong.
+`lockstep.models.check_reader` finds with them which setting or weight a reader has wrong.
 """
 
 import dataclasses
 import math
-import types
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, Final
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
 
-from lockstep.models import block
+from lockstep.models.adjustable import ACTIVATIONS, PAIRS, SQUARE, Settings, of_layers, settings_of
 from lockstep.models.attention import NO_WINDOW
 from lockstep.models.config import LayerKind, LlamaConfig, distinct, layer_kinds, rotary_frequencies
 from lockstep.models.rope import Llama3Scaling, RotaryConfig
 from lockstep.models.weights import DecoderWeights
 
-ACTIVATIONS: Final = tuple(block.ACTIVATIONS)
-PAIRS: Final = (
-    ("gate", "up"),
-    ("expert_gate", "expert_up"),
-    ("shared_gate", "shared_up"),
-    ("k", "v"),
-    ("attn_norm", "mlp_norm"),
-    ("attn_post_norm", "mlp_post_norm"),
-    ("attn_post_norm", "mlp_norm"),
-    ("q_norm", "k_norm"),
-)
-"""Weights of one shape that a reader can take for each other."""
-SQUARE: Final = ("q", "k", "v", "o")
-"""Weights that can be square, so that their transpose has the right shape too."""
 THETAS: Final = (100.0, 1e3, 1e4, 1e5, 1.5e5, 2.5e5, 5e5, 1e6, 2e6, 5e6, 1e7, 1e8)
 LINEAR_FACTORS: Final = (1.0, 2.0, 4.0, 8.0)
 EPSILONS: Final = (1e-8, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3)
 MOST_EXPERTS: Final = 16
 """The largest number of a token's experts that is tried."""
-
-type Settings = dict[str, Any]
-"""Arrays by name, so that another value needs no other program; see `settings_of`."""
-
-
-def settings_of(config: LlamaConfig) -> Settings:
-    """The settings that a configuration says, as NumPy arrays."""
-    variant, kinds = config.variant, layer_kinds(config)
-    known, experts = variant.activation in ACTIVATIONS, config.experts
-    return {
-        **_of_layers(config, kinds),
-        "interleaved": np.bool_(False),  # element 2 i of a head is rotated with 2 i + 1, not i with i + half
-        "epsilon": np.float32(config.layer_norm_epsilon),
-        "norm_offset": np.float32(variant.norm_offset),
-        "embed_scale": np.float32(config.embed_scale or 1.0),
-        "attention_scale": np.float32(config.attention_scale or config.head_size**-0.5),
-        "attention_cap": np.float32(variant.attention_soft_cap or 0.0),  # 0 for none
-        "logit_cap": np.float32(variant.logit_soft_cap or 0.0),
-        "activation": np.int32(ACTIVATIONS.index(variant.activation) if known else 0),
-        "tied": np.bool_(config.tie_word_embeddings),
-        "heads": np.arange(config.num_heads, dtype=np.int32),  # the model's query head that is the decoder's i-th
-        "layers": np.arange(config.num_layers, dtype=np.int32),  # the model's layer that is the decoder's i-th
-        "experts_per_token": np.int32(experts.num_experts_per_tok if experts else 0),
-        "norm_topk_prob": np.bool_(experts is not None and experts.norm_topk_prob),
-        "swapped": np.zeros(len(PAIRS), bool),
-        "transposed": np.zeros(len(SQUARE), bool),
-    }
-
-
-def _of_layers(config: LlamaConfig, kinds: tuple[LayerKind, ...]) -> dict[str, Any]:
-    """Radians per token ``[layer, half_head]`` and positions that a query attends to ``[layer]``."""
-    return {
-        "frequencies": np.stack([rotary_frequencies(config, kind.rope) for kind in kinds]),
-        "window": np.array([kind.window or NO_WINDOW for kind in kinds], np.int32),
-    }
-
-
-def adjustable_logits(
-    config: LlamaConfig, weights: DecoderWeights, ids: Int[Array, "batch position"], settings: Settings
-) -> Float[Array, "batch position vocab"]:
-    """The logits of a model in float32, with settings that need not be those of its configuration.
-
-    Args:
-        config: The configuration, for the sizes alone.
-        weights: The weights; computed with in float32.
-    """
-    weights = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), weights)
-    kv, group, head = config.num_kv_heads, config.q_heads_per_group, config.head_size
-    position = jnp.arange(ids.shape[1])
-    distance = position[:, None] - position
-
-    def norm(x: Array, weight: Array | None) -> Array:
-        return block.rms_norm(x, weight, settings["epsilon"], offset=settings["norm_offset"])
-
-    def layer(x: Array, inputs: Any) -> tuple[Array, None]:
-        parts, frequencies, window = inputs
-        w = types.SimpleNamespace(**parts)
-        angles = block.rope_angles(position, [frequencies])[:, None]
-
-        def project(h: Array, name: str) -> Array:
-            out, bias = jnp.tensordot(h, getattr(w, name), 1), getattr(w, f"{name}_bias")
-            return out if bias is None else out + bias
-
-        def attend(h: Array) -> Array:
-            h = block.gated_norm(h, w.attn_norm_down, w.attn_norm_up)
-            q, k, v = project(h, "q"), project(h, "k"), project(h, "v")
-            q, k = norm(norm(q, w.q_norm), w.q_wide_norm), norm(norm(k, w.k_norm), w.k_wide_norm)
-            q, k = (block.unit_norm(each, config.variant.unit_qk_norm) for each in (q, k))
-            q, k = (block.rotate(each, jnp.cos(angles), jnp.sin(angles)) for each in (q, k))
-            scores = jnp.einsum("btkgh,bskh->bkgts", q.reshape(*ids.shape, kv, group, head), k)
-            scores = _capped(scores * settings["attention_scale"], settings["attention_cap"])
-            scores = jnp.where((distance >= 0) & (distance < window), scores, -jnp.inf)
-            if w.sinks is not None:
-                nothing = jnp.broadcast_to(w.sinks.reshape(kv, group, 1, 1), (*scores.shape[:-1], 1))
-                scores = jnp.concatenate([scores, nothing], axis=-1)
-            out = jnp.einsum("bkgts,bskh->btkgh", jax.nn.softmax(scores)[..., : ids.shape[1]], v)
-            if config.variant.exclusive_attention:
-                out = block.exclusive(out, v[..., None, :])
-            out = out.reshape(*ids.shape, kv * group, head)
-            if w.head_gate is not None:
-                out *= block.head_gates(h @ w.head_gate)[..., None]
-            out = jnp.tensordot(out, w.o, 2)
-            return out if w.o_bias is None else out + w.o_bias
-
-        def activate(h: Array) -> Array:
-            activated: Array = jax.lax.switch(settings["activation"], list(block.ACTIVATIONS.values()), h)
-            return activated
-
-        def experts(h: Array) -> Array:
-            return _mixture(h, w, settings, activate, config)
-
-        def dense(h: Array) -> Array:
-            up = h @ w.up
-            if w.gate is None:
-                inner = block.xielu(up, w.xielu_p, w.xielu_n, w.xielu_beta, w.xielu_eps)
-            else:
-                inner = activate(h @ w.gate) * up
-            out: Array = inner @ w.down
-            return out
-
-        def mlp(h: Array) -> Array:
-            h = block.gated_norm(h, w.mlp_norm_down, w.mlp_norm_up)
-            if w.router is None or w.up is None:
-                return experts(h) if w.up is None else dense(h)
-            out: Array = jax.lax.cond(w.dense, dense, experts, h)
-            return out
-
-        return block.layer(x, attend, mlp, norm, w), None
-
-    x = norm(settings["embed_scale"] * weights.embed[ids], weights.embed_norm)
-    x = block.gated_norm(x, weights.embed_norm_down, weights.embed_norm_up)
-    x, _ = jax.lax.scan(layer, x, (_layers(config, weights, settings), settings["frequencies"], settings["window"]))
-    output = weights.embed.T
-    if weights.lm_head is not None:
-        output = jnp.where(settings["tied"], output, weights.lm_head)
-    x = block.gated_norm(norm(x, weights.final_norm), weights.final_norm_down, weights.final_norm_up)
-    return _capped(x @ output, settings["logit_cap"])
-
-
-def _mixture(
-    h: Array, w: types.SimpleNamespace, settings: Settings, activate: Callable[[Array], Array], config: LlamaConfig
-) -> Array:
-    """The answers of experts by the weights of a token's own; all experts compute all tokens."""
-
-    def product(equation: str, x: Array, name: str) -> Array:
-        out, bias = jnp.einsum(equation, x, getattr(w, name)), getattr(w, f"{name}_bias", None)
-        return out if bias is None else out + bias
-
-    logits = product("bte,ex->btx", h, "router")
-    ranks = jnp.argsort(jnp.argsort(-logits, axis=-1), axis=-1)
-    assert config.experts is not None
-    sigmoid = config.experts.scoring == "sigmoid"
-    scores = jax.nn.sigmoid(logits - w.router_bias) if sigmoid else jax.nn.softmax(logits)
-    shares = jnp.where(ranks < settings["experts_per_token"], scores, 0.0)
-    shares = jnp.where(settings["norm_topk_prob"], shares / jnp.sum(shares, axis=-1, keepdims=True), shares)
-    shares *= config.experts.routed_scaling_factor
-    if w.expert_gate_up is None:
-        inner = activate(product("bte,xem->btxm", h, "expert_gate")) * product("bte,xem->btxm", h, "expert_up")
-    else:
-        inner = block.clamped_swiglu(product("bte,xem->btxm", h, "expert_gate_up"))
-    out = jnp.einsum("btxe,btx->bte", product("btxm,xme->btxe", inner, "expert_down"), shares)
-    if w.shared_up is None:
-        return out
-    shared = (activate(h @ w.shared_gate) * (h @ w.shared_up)) @ w.shared_down
-    return out + (shared if w.shared_router is None else jax.nn.sigmoid(h @ w.shared_router) * shared)
-
-
-def _layers(config: LlamaConfig, weights: DecoderWeights, settings: Settings) -> dict[str, Array | None]:
-    """The weights of the layers as the settings take them, those of q, k, v and o by head."""
-    heads, kv_heads, size = config.num_heads, config.num_kv_heads, config.head_size
-    found = {field.name: getattr(weights.layers, field.name) for field in dataclasses.fields(weights.layers)}
-    every = np.arange(config.num_layers)
-    dense, places = (None, every) if config.experts is None else config.experts.places(config.num_layers)
-    # A layer of the other kind takes the weights of any, which are not computed with.
-    own = {name: places if len(config.layers_of(name)) < len(every) else every for name in found}
-    found = {
-        name: each if each is None else each[jnp.asarray(own[name])[settings["layers"]]] for name, each in found.items()
-    }
-    found["dense"] = None if dense is None else jnp.asarray(dense)[settings["layers"]]
-    for number, (one, other) in enumerate(PAIRS):
-        a, b = found[one], found[other]
-        if a is not None and b is not None and a.shape == b.shape:
-            flag = settings["swapped"][number]
-            found[one], found[other] = jnp.where(flag, b, a), jnp.where(flag, a, b)
-    for number, name in enumerate(SQUARE):
-        sides = (config.hidden_dim, -1) if name != "o" else (-1, config.hidden_dim)
-        weight = found[name].reshape(config.num_layers, *sides)
-        if weight.shape[1] == weight.shape[2]:
-            weight = jnp.where(settings["transposed"][number], weight.swapaxes(1, 2), weight)
-        found[name] = weight
-    rotated = config.rope.rotated(size)
-    pairs = np.concatenate([np.arange(0, rotated, 2), np.arange(1, rotated, 2), np.arange(rotated, size)])
-    order = jnp.where(settings["interleaved"], pairs, np.arange(size))
-    for name, count in (("q", heads), ("k", kv_heads), ("v", kv_heads)):
-        shapes: dict[str, tuple[int, ...]] = {
-            "": (config.hidden_dim, count, size),
-            "_bias": (count, size),
-            "_norm": (size,),
-            "_wide_norm": (count, size),
-        }
-        for suffix, shape in shapes.items():
-            weight = found.get(name + suffix)
-            if weight is not None:
-                weight = weight.reshape(-1, *shape)
-                weight = weight[..., settings["heads"], :] if name == "q" and len(shape) > 1 else weight
-                found[name + suffix] = weight if name == "v" else weight[..., order]
-    for name, shape in (("sinks", (-1, heads)), ("head_gate", (config.num_layers, -1, heads))):
-        if found[name] is not None:
-            found[name] = found[name].reshape(shape)[..., settings["heads"]]
-    found["o"] = found["o"].reshape(-1, heads, size, config.hidden_dim)[:, settings["heads"]]
-    return found
-
-
-def _capped(x: Array, cap: Array) -> Array:
-    """Scores with the soft cap that is an array, 0 for none."""
-    return jnp.where(cap > 0, block.soft_cap(x, jnp.where(cap > 0, cap, 1.0)), x)
 
 
 def suspects(config: LlamaConfig, weights: DecoderWeights) -> Iterator[tuple[str, Settings]]:
@@ -294,7 +79,7 @@ def _guesses(config: LlamaConfig, weights: DecoderWeights, base: Settings) -> It
             yield text, {"window": sizes}
         if config.layer_types is not None:
             for text, others in _layer_types(config):
-                yield text, _of_layers(config, others)
+                yield text, of_layers(config, others)
     if config.experts is not None:
         now = config.experts
         yield (

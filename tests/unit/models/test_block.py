@@ -1,8 +1,5 @@
 """The functions of the block do what their sources say; the models that use them are compared elsewhere."""
 
-import types
-from typing import Any
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -10,19 +7,6 @@ import pytest
 from lockstep.models import block
 
 RNG = np.random.default_rng(0)
-
-
-def test_a_layer_adds_attention_then_mlp_each_between_its_norms() -> None:
-    weights = types.SimpleNamespace(attn_norm=2.0, attn_post_norm=3.0, mlp_norm=5.0, mlp_post_norm=None)
-    seen: list[Any] = []
-
-    def norm(x: float, weight: float | None) -> float:
-        return x if weight is None else x * weight
-
-    out = block.layer(1.0, lambda h: h + 0.5, lambda h: h * h, norm, weights, lambda x: seen.append(x) or x)
-    after_attention = 1.0 + 3.0 * (2.0 + 0.5)
-    assert out == after_attention + (5.0 * after_attention) ** 2
-    assert seen == [1.0, after_attention, out]
 
 
 @pytest.mark.parametrize("offset", [0.0, 1.0])

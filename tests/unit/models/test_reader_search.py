@@ -2,35 +2,15 @@
 
 import dataclasses
 
-import haliax as hax
 import jax
 import numpy as np
 import pytest
 
-from lockstep.models import RotaryConfig, Variant, read_decoder
-from lockstep.models.reader_search import adjustable_logits, settings_of, suspects
+from lockstep.models import RotaryConfig, Variant
+from lockstep.models.adjustable import settings_of
+from lockstep.models.reader_search import suspects
 from tests.tiny import numpy_weights
-from tests.unit.engine.models import FAMILIES, VOCAB, model_on
 from tests.unit.models.test_check_reader import CONFIG
-
-IDS = np.random.default_rng(0).integers(0, VOCAB, (2, 24)).astype(np.int32)
-MARKS = {
-    "gemma": [pytest.mark.slow],
-    "olmo": [pytest.mark.slow],
-    "gemma3": [pytest.mark.slow],
-    "apertus": [pytest.mark.slow],
-}
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(each, marks=MARKS.get(each, [pytest.mark.nightly])) for each in FAMILIES]
-)
-def test_it_is_the_trainable_model(name):
-    model = model_on("1,1,1", FAMILIES[name])
-    config, weights = read_decoder(model)
-    theirs = jax.jit(lambda m: m(hax.named(IDS, ("batch", "position"))).array)(model)
-    ours = jax.jit(adjustable_logits, static_argnums=0)(config, weights, IDS, settings_of(config))
-    np.testing.assert_allclose(ours, theirs, rtol=2e-4, atol=2e-4)
 
 
 def texts(config, **shapes):

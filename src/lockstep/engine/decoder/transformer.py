@@ -1,14 +1,16 @@
 """The Llama-family transformer over a paged KV cache, as one device of a replica runs it inside ``shard_map``."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Set
-from typing import Any, Final
+from typing import Final
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Int32
 
 from lockstep.engine.decoder.experts import answer_of_experts
+from lockstep.engine.decoder.ops import Exact, Sharded
 from lockstep.engine.schedule import Capacity, RoutedShape
 from lockstep.models import (
     MLP_WEIGHTS,
@@ -24,8 +26,9 @@ from lockstep.models import (
     rotary_frequencies,
 )
 from lockstep.models.attention import Heads, ScoreModifier
-from lockstep.placement import DecodeMesh, LayoutTree, QuantizedWeight, drop_layers, matmul, read, read_outer
-from lockstep.placement.device import add_blocks, add_heads, barrier, blocks_of, elementwise, product, tree_sum
+from lockstep.models.layers import Rotary, feed_forward, gated_norm, layer, project
+from lockstep.placement import DecodeMesh, LayoutTree, drop_layers, read, read_outer
+from lockstep.placement.device import elementwise, product
 
 LAYER: Final = frozenset(field.name for field in dataclasses.fields(LayerWeights))
 EXPERTS: Final = tuple(name for name, axes in WEIGHT_AXES.items() if "expert" in axes[:-1])
@@ -37,9 +40,6 @@ type Attend[Cache] = Callable[[Cache, Array, Array, Array | None], Array]
 ``[kv_head, group]``; returns attention's output."""
 type After[Cache] = Callable[[Cache, Array, Array], Cache]
 """Takes the cache, a layer and the residual stream after it; returns the cache."""
-type RopeAngles = tuple[Array, Array]
-"""The cosines and sines of the rotary angles, each ``[sequence, query, half_head]``; with one axis more in front where
-layers differ in their rotary embeddings: one entry for each of those that there are."""
 
 
 def device_heads(config: LlamaConfig, decode_mesh: DecodeMesh) -> Heads:
@@ -105,17 +105,18 @@ class Transformer:
         else:
             local = tokens - jax.lax.axis_index(self.decode_mesh.tensor_axes) * table.shape[0]
             is_local = (local >= 0) & (local < table.shape[0])
-            x = self._sum(jnp.where(is_local[..., None], table[jnp.where(is_local, local, 0)], 0))
-        x = self._norm(block.scale_embedding(x, self.config.embed_scale), weights.embed_norm)
-        return block.gated_norm(x, weights.embed_norm_down, weights.embed_norm_up)
+            x = jnp.where(is_local[..., None], table[jnp.where(is_local, local, 0)], 0)
+            x = jax.lax.psum(x, self.decode_mesh.tensor_axes)
+        x = block.scale_embedding(x, self.config.embed_scale)
+        return gated_norm(self._ops, x, weights.embed_norm, weights.embed_norm_down, weights.embed_norm_up)
 
     def logits(self, weights: DecoderWeights, x: Float[Array, "slot embed"]) -> Float[Array, "slot local_vocab"]:
         """Return float32 logits of this device's part of the vocabulary; -inf from ``vocab_size`` on."""
-        x = block.gated_norm(self._norm(x, weights.final_norm), weights.final_norm_down, weights.final_norm_up)
-        if self.config.exact:
+        x = gated_norm(self._ops, x, weights.final_norm, weights.final_norm_down, weights.final_norm_up)
+        if isinstance(self._ops, Exact):
             head = weights.embed if weights.lm_head is None else weights.lm_head
             tied = weights.lm_head is None
-            logits = product(x, head, columns=self._blocks(head.shape[0 if tied else 1]), transposed=tied)
+            logits = product(x, head, columns=self._ops.blocks(head.shape[0 if tied else 1]), transposed=tied)
         elif weights.lm_head is None:
             logits = jnp.einsum("sd,vd->sv", x, weights.embed, preferred_element_type=jnp.float32)
         else:
@@ -124,7 +125,7 @@ class Transformer:
         if self.config.exact and cap is not None:
             logits = elementwise(lambda x: block.soft_cap(x, cap), logits)
         else:
-            logits = self._fix(block.soft_cap(logits, cap))
+            logits = self._ops.fix(block.soft_cap(logits, cap))
         if logits.shape[1] * self.decode_mesh.tensor == self.vocab_size:
             return logits
         first = jax.lax.axis_index(self.decode_mesh.tensor_axes) * logits.shape[1] if self.decode_mesh.tensor > 1 else 0
@@ -165,38 +166,27 @@ class Transformer:
         shape = self.routed
         routed = None if shape is None else jnp.full((shape.layers, valid.size * shape.choices), -1, shape.dtype)
 
-        def layer(index: Array, carry: tuple[Array, Cache, Array | None]) -> tuple[Array, Cache, Array | None]:
+        def run(index: Array, carry: tuple[Array, Cache, Array | None]) -> tuple[Array, Cache, Array | None]:
             x, cache, routed = carry
             w = self._layer(weights, index)
 
-            def attention(h: Array) -> Array:
+            def attend_and_write(q: Array, k: Array, v: Array) -> Array:
                 nonlocal cache
-                h = block.gated_norm(h, w.attn_norm_down, w.attn_norm_up)
-                q, kv = self._project(w, h, self._of_layer(angles, index))
-                cache = write(cache, index, kv)
-                attended = attend(cache, index, q, w.sinks)
-                if self.config.variant.exclusive_attention:
-                    attended = block.exclusive(attended.reshape(q.shape), kv[:, :, 1::2, None])
-                if w.head_gate is not None:
-                    gates = block.head_gates(matmul(h, w.head_gate))
-                    attended = attended.reshape(q.shape) * gates.reshape(*q.shape[:-1], 1)
-                out = self._contract(attended.reshape(*x.shape[:2], -1), w.o, self._query_heads)
-                return out if w.o_bias is None else self._fix(out + w.o_bias)
+                cache = write(cache, index, _interleaved(k, v))
+                return attend(cache, index, q, w.sinks)
 
-            def mlp(h: Array) -> Array:
-                nonlocal routed
-                h = block.gated_norm(h, w.mlp_norm_down, w.mlp_norm_up)
+            def mlp(h: Array) -> tuple[Array, Array | None]:
                 own = None if replayed is None else replayed[:, :, index].reshape(valid.size, -1)
-                answers, experts = self._mlp_of_layer(weights, w, index, valid, h, own)
-                if routed is not None and experts is not None:
-                    routed = routed.at[index].set(experts.reshape(-1).astype(routed.dtype))
-                return answers
+                return self._mlp_of_layer(weights, w, index, valid, h, own)
 
-            x = block.layer(x, attention, mlp, self._norm, w, self._fix)
+            rotary = self._of_layer(angles, index)
+            x, experts = layer(self._ops, self.config, w, x, rotary, attend_and_write, mlp)
+            if routed is not None and experts is not None:
+                routed = routed.at[index].set(experts.reshape(-1).astype(routed.dtype))
             return x, cache if after is None else after(cache, index, x), routed
 
         x, cache, routed = jax.lax.fori_loop(
-            0, self.config.num_layers if count is None else count, layer, (x, cache, routed)
+            0, self.config.num_layers if count is None else count, run, (x, cache, routed)
         )
         return x, cache, None if routed is None else packed_experts(routed, valid.size).reshape(*x.shape[:2], -1)
 
@@ -218,9 +208,9 @@ class Transformer:
         )
         index = jnp.int32(last)
         w = self._layer(weights, index)
-        h = block.gated_norm(self._norm(x, w.attn_norm), w.attn_norm_down, w.attn_norm_up)
-        _, kv = self._project(w, h, self._of_layer(self._rope_angles(x, start), index))
-        return write(cache, index, kv), routed
+        h = gated_norm(self._ops, x, w.attn_norm, w.attn_norm_down, w.attn_norm_up)
+        _, k, v = project(self._ops, self.config, w, h, self._of_layer(self._rope_angles(x, start), index))
+        return write(cache, index, _interleaved(k, v)), routed
 
     def _layer(self, weights: LayerWeights, index: Array) -> LayerWeights:
         """Return one layer's weights as this device needs them, without its MLP where layers differ in it."""
@@ -243,7 +233,7 @@ class Transformer:
         layouts = [layout for name in EXPERTS if (layout := getattr(self.layouts.layers, name)) is not None]
         return bool(layouts) and all(layout == layout.decode for layout in layouts)
 
-    def _rope_angles(self, x: Array, start: Array, position: Array | None = None) -> RopeAngles:
+    def _rope_angles(self, x: Array, start: Array, position: Array | None = None) -> Rotary:
         positions = start[:, None] + jnp.arange(x.shape[1]) if position is None else position
         ropes, _ = distinct(kind.rope for kind in layer_kinds(self.config))
         angles = block.rope_angles(positions, [rotary_frequencies(self.config, rope) for rope in ropes])
@@ -251,35 +241,13 @@ class Transformer:
             return elementwise(jnp.cos, angles), elementwise(jnp.sin, angles)
         return jnp.cos(angles), jnp.sin(angles)
 
-    def _of_layer(self, angles: RopeAngles, index: Array) -> RopeAngles:
+    def _of_layer(self, angles: Rotary, index: Array) -> Rotary:
         """Return the angles of one layer."""
         ropes, which = distinct(kind.rope for kind in layer_kinds(self.config))
         if len(ropes) == 1:
             return angles
         cos, sin = (jax.lax.dynamic_index_in_dim(each, jnp.asarray(which)[index], keepdims=False) for each in angles)
         return cos, sin
-
-    def _project(self, w: LayerWeights, h: Array, angles: RopeAngles) -> tuple[Array, Array]:
-        """Return queries, and K and V interleaved by head, with rotary embeddings applied to queries and K.
-
-        Args:
-            h: The residual stream after the norm.
-        """
-        kv_head = (self.config.num_kv_heads // self.decode_mesh.tensor, self.config.head_size)
-        q_head = (kv_head[0], self.config.q_heads_per_group, kv_head[1])
-        q, k, v = (
-            self._linear(h, w.q, w.q_bias, q_head, self._query_heads),
-            self._linear(h, w.k, w.k_bias, kv_head, kv_head[0]),
-            self._linear(h, w.v, w.v_bias, kv_head, kv_head[0]),
-        )
-        q, k = self._norm(q, w.q_norm), self._norm(k, w.k_norm)
-        q, k = self._norm(q, w.q_wide_norm, wide=True), self._norm(k, w.k_wide_norm, wide=True)
-        q, k = (block.unit_norm(each, self.config.variant.unit_qk_norm) for each in (q, k))
-        q = block.rotate(q, *(each[:, :, None, None] for each in angles), fix=self._fix)
-        k = block.rotate(k, *(each[:, :, None] for each in angles), fix=self._fix)
-        q, k = self._fix((q, k))
-        kv = jnp.stack([k, v], axis=3).reshape(*k.shape[:2], -1, k.shape[-1])
-        return block.scale_queries(q, self.config.attention_scale), kv
 
     def _mlp_of_layer(
         self, weights: LayerWeights, w: LayerWeights, index: Array, valid: Array, h: Array, replayed: Array | None
@@ -301,100 +269,31 @@ class Transformer:
     def _mlp(
         self, w: LayerWeights, h: Array, index: Array, valid: Array, replayed: Array | None
     ) -> tuple[Array, Array | None]:
-        """Return what the MLP answers, or the sum of the experts that each token is given to, and the numbers of those
-        where they are reported; -1 for a layer without experts.
+        """Return the answer of the MLP or of experts, and the numbers of those that each token is given to where they
+        are reported; -1 for a layer without experts.
 
         Every device of a replica has all tokens, and its share of the experts, or of the width of each.
         """
-        activation = self.config.variant.activation
-        if w.router is not None:
+
+        def experts(h: Array) -> tuple[Array, Array]:
             answers, routing = answer_of_experts(
                 self.config, self.decode_mesh, w, h.reshape(-1, h.shape[-1]),
                 valid=valid, layer=index if self._stacked_experts else None, replayed=replayed,
             )  # fmt: skip
-            answers = answers.reshape(h.shape)
-            if w.shared_up is not None:
-                answers = self._fix(answers + self._shared(w, h))
-            answers = answers if self.config.exact else self._sum(answers)
-            return answers, None if self.routed is None else routing.experts
-        assert w.up is not None and w.down is not None
-        mlp = self.config.intermediate_dim // self.decode_mesh.tensor
-        up, gate = self._matmul(h, w.up, mlp), None if w.gate is None else self._matmul(h, w.gate, mlp)
-        xielu = (w.xielu_p, w.xielu_n, w.xielu_beta, w.xielu_eps)
-        inner = block.hidden(activation, up, gate, xielu, elementwise if self.config.exact else None)
-        answers = self._contract(inner, w.down, mlp)
-        none = None if self.routed is None else jnp.full((h.size // h.shape[-1], self.routed.choices), -1, jnp.int32)
-        return answers, none
+            return answers.reshape(h.shape), routing.experts
 
-    def _shared(self, w: LayerWeights, h: Array) -> Array:
-        """Return what the shared expert answers; fast, the part of this device."""
-        assert w.shared_up is not None and w.shared_gate is not None and w.shared_down is not None
-        assert self.config.experts is not None
-        exact = self.config.exact
-        width = (self.config.experts.shared_intermediate_dim or 0) // self.decode_mesh.tensor
-        up, gate = (self._matmul(h, weight, width) for weight in (w.shared_up, w.shared_gate))
-        inner = block.hidden(self.config.variant.activation, up, gate, elementwise=elementwise if exact else None)
-        answer = self._contract(inner, w.shared_down, width) if exact else matmul(inner, w.shared_down)
-        if w.shared_router is None:
-            return answer
-        if not exact:
-            return answer * jax.nn.sigmoid(matmul(h, w.shared_router))
-        logits = tree_sum(h.astype(jnp.float32) * w.shared_router[:, 0].astype(jnp.float32))
-        return self._fix(answer * self._fix(elementwise(jax.nn.sigmoid, logits).astype(h.dtype))[..., None])
+        answer, chosen = feed_forward(self._ops, self.config, w, h, experts)
+        if self.routed is None:
+            return answer, None
+        if chosen is None:
+            chosen = jnp.full((h.size // h.shape[-1], self.routed.choices), -1, jnp.int32)
+        return answer, chosen
 
-    def _norm(self, x: Array, weight: Array | None, *, wide: bool = False) -> Array:
-        """Apply RMSNorm; ``wide`` is over all heads together, those of the other devices of the replica included."""
-        epsilon, offset, exact = self.config.layer_norm_epsilon, self.config.variant.norm_offset, self.config.exact
-        if weight is None or not (exact or wide):
-            return block.rms_norm(x, weight, epsilon, offset=offset)
-        devices = self.decode_mesh.tensor if wide else 1
+    @functools.cached_property
+    def _ops(self) -> Sharded:
+        return (Exact if self.config.exact else Sharded)(self.config, self.decode_mesh)
 
-        def mean(squares: Array) -> Array:
-            if exact:
-                total = add_heads(tree_sum(squares), weight.ndim - 1, self.decode_mesh.tensor_axes if wide else ())
-            else:
-                total = self._sum(jnp.sum(squares, axis=tuple(range(-weight.ndim, 0)), keepdims=True))
-            return jnp.asarray(self._fix(total / (weight.size * devices)))
 
-        return self._fix(block.rms_norm(self._fix(x), weight, epsilon, offset=offset, mean=mean, fix=self._fix))
-
-    def _fix(self, x: Any) -> Any:
-        """Return what it is given: `lockstep.models.block.Fix`."""
-        return barrier(x) if self.config.exact else x
-
-    @property
-    def _query_heads(self) -> int:
-        return self.config.num_heads // self.decode_mesh.tensor
-
-    def _blocks(self, local: int) -> int:
-        """The number of blocks of an axis that the devices of a replica split, of which this one has ``local``."""
-        return blocks_of(local * self.decode_mesh.tensor) // self.decode_mesh.tensor
-
-    def _linear(
-        self, x: Array, weight: Array | QuantizedWeight, bias: Array | None, out: tuple[int, ...], local: int
-    ) -> Array:
-        """Multiply ``x @ weight``, add the bias, and divide the result's last axis as ``out`` says."""
-        flat = self._matmul(x, weight, local)
-        flat = flat if bias is None else flat + bias.reshape(-1)
-        return self._fix(flat).reshape(*x.shape[:-1], *out)
-
-    def _matmul(self, x: Array, weight: Array | QuantizedWeight, local: int) -> Array:
-        """Multiply by a weight whose columns the devices of a replica split, each with ``local`` of a thing."""
-        if not self.config.exact:
-            return matmul(x, weight)
-        assert not isinstance(weight, QuantizedWeight)
-        columns = self._blocks(local)
-        return barrier(product(barrier(x), weight.reshape(len(weight), -1), columns=columns).astype(x.dtype))
-
-    def _contract(self, x: Array, weight: Array | QuantizedWeight, local: int) -> Array:
-        """Multiply by a weight whose inputs the devices of a replica split, and add up what they have."""
-        if not self.config.exact:
-            return self._sum(matmul(x, weight, axes=-1))
-        assert not isinstance(weight, QuantizedWeight)
-        part = product(barrier(x), weight.reshape(-1, weight.shape[-1]), inner=self._blocks(local))
-        if self.decode_mesh.tensor > 1:
-            part = add_blocks(jax.lax.all_gather(part, self.decode_mesh.tensor_axes))
-        return barrier(part.astype(x.dtype))
-
-    def _sum(self, part: Array) -> Array:
-        return jax.lax.psum(part, self.decode_mesh.tensor_axes) if self.decode_mesh.tensor > 1 else part
+def _interleaved(k: Array, v: Array) -> Float[Array, "sequence query two_kv_heads head"]:
+    """K and V by head in turns, as the cache has them."""
+    return jnp.stack([k, v], axis=3).reshape(*k.shape[:2], -1, k.shape[-1])

@@ -1,0 +1,181 @@
+"""The layer of a transformer, written once: attention, MLP and what is around them, on plain arrays.
+
+Training, decoding, ``numerics: exact`` and the search of `lockstep.models.check_reader` run these lines, each with its
+own `Ops` for the few operations in which they differ.
+"""
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from jaxtyping import Array, Float
+
+from lockstep.models import block
+from lockstep.models.config import LlamaConfig
+from lockstep.models.weights import LayerWeights
+
+type Rotary = tuple[Float[Array, "*row half_head"], Float[Array, "*row half_head"]]
+"""The cosines and sines of the rotary angles; a row axis may have size 1, and the first ones may be left out."""
+type Attend = Callable[[Array, Array, Array], Array]
+"""Takes queries ``[*row, kv_head, group, head]``, keys and values ``[*row, kv_head, head]``; returns for each query the
+values that it attends to, in any shape that is as large."""
+type FeedForward = Callable[[Array], tuple[Array, Any]]
+"""Takes the stream after the norm; returns what the MLP or the experts answer, and whatever else is known of these."""
+
+
+class Ops(Protocol):
+    """What depends on where a model runs: the devices that split a weight, and the order of sums.
+
+    A weight is whatever the implementation has for it, an array for most; a row is a token of a sequence.
+    """
+
+    def local(self, size: int) -> int:
+        """The part that a weight on this device has of an axis that devices may split."""
+
+    def array(self, weight: Any) -> Any:
+        """A weight as a plain array; None for None."""
+
+    def columns(
+        self, x: Array, weight: Any, shape: tuple[int, ...], *, units: int, bias: Any = None
+    ) -> Float[Array, "..."]:
+        """The product ``x @ weight + bias``, whose columns devices may split.
+
+        Args:
+            x: The input ``[*row, inputs]``.
+            shape: The local sizes of the weight's axes after the first.
+            units: The local number of heads, or of columns, that no device has a part of.
+        """
+
+    def part(self, x: Array, weight: Any, *, units: int) -> Float[Array, "*row embed"]:
+        """The product ``x @ weight`` over the inputs on this device, all axes of the weight but the last.
+
+        Args:
+            x: The input ``[*row, ...]``, with the sizes of those axes or flat.
+            units: See `columns`.
+        """
+
+    def total(self, part: Array) -> Array:
+        """The sum of what `part` returned on all devices that split the weight."""
+
+    def norm(self, x: Array, weight: Any, *, wide: bool = False) -> Array:
+        """The RMSNorm over the axes of the weight; without a weight ``x``.
+
+        Args:
+            wide: Whether devices may split these axes.
+        """
+
+    def hidden(self, w: LayerWeights, up: Array, gate: Array | None) -> Array:
+        """The hidden activations of an MLP, see `lockstep.models.block.hidden`."""
+
+    def gate(self, x: Array, h: Array, weight: Any) -> Array:
+        """``x`` times the sigmoid of a number per token, ``h @ weight``."""
+
+    def shard(self, x: Array, *axes: str) -> Array:
+        """``x`` with the sharding of its axes, which are those of the rows and these."""
+
+    def fix[X](self, x: X) -> X:
+        """``x``, as `lockstep.models.block.Fix`."""
+
+
+def layer(
+    ops: Ops, config: LlamaConfig, w: LayerWeights, x: Array, rotary: Rotary, attend: Attend, mlp: FeedForward
+) -> tuple[Float[Array, "*row embed"], Any]:
+    """Attention, then the MLP, each between its norms and added to the residual stream.
+
+    Args:
+        w: The weights of the layer.
+        x: The residual stream ``[*row, embed]``.
+        mlp: `feed_forward` with the weights of the layer.
+
+    Returns:
+        The residual stream, and what ``mlp`` returned beside its answer.
+    """
+
+    def stream(x: Array) -> Array:
+        return ops.fix(ops.shard(x, "embed"))
+
+    x = stream(x)
+    h = gated_norm(ops, x, w.attn_norm, w.attn_norm_down, w.attn_norm_up)
+    x = stream(x + ops.norm(attention(ops, config, w, h, rotary, attend), w.attn_post_norm))
+    h, chosen = mlp(gated_norm(ops, x, w.mlp_norm, w.mlp_norm_down, w.mlp_norm_up))
+    return stream(x + ops.norm(h, w.mlp_post_norm)), chosen
+
+
+def gated_norm(ops: Ops, x: Array, weight: Any, down: Any, up: Any) -> Array:
+    """``x`` after the norm with a weight, and its gate, see `lockstep.models.block.gated_norm`."""
+    return block.gated_norm(ops.norm(x, weight), ops.array(down), ops.array(up))
+
+
+def attention(ops: Ops, config: LlamaConfig, w: LayerWeights, h: Array, rotary: Rotary, attend: Attend) -> Array:
+    """Grouped-query attention (Ainslie et al. 2023, https://arxiv.org/abs/2305.13245), projections included.
+
+    Args:
+        h: The stream after the norm.
+    """
+    q, k, v = project(ops, config, w, h, rotary)
+    attended = attend(q, k, v).reshape(q.shape)
+    if config.variant.exclusive_attention:
+        attended = block.exclusive(attended, v[..., None, :])
+    heads = q.shape[-3] * q.shape[-2]
+    if w.head_gate is not None:
+        logits = ops.columns(h, w.head_gate, q.shape[-3:-1], units=heads)
+        attended = attended * block.head_gates(logits)[..., None]
+    out = ops.total(ops.part(attended, w.o, units=heads))
+    return out if w.o_bias is None else ops.fix(out + ops.array(w.o_bias))
+
+
+def project(
+    ops: Ops, config: LlamaConfig, w: LayerWeights, h: Array, rotary: Rotary
+) -> tuple[
+    Float[Array, "*row kv_head group head"], Float[Array, "*row kv_head head"], Float[Array, "*row kv_head head"]
+]:
+    """Queries, and keys and values ``[*row, kv_head, head]``, with norms and rotary embeddings.
+
+    Args:
+        h: The stream after the norm.
+    """
+    kv, group, head = ops.local(config.num_kv_heads), config.q_heads_per_group, config.head_size
+    q = ops.columns(h, w.q, (kv, group, head), units=kv * group, bias=w.q_bias)
+    k = ops.columns(h, w.k, (kv, head), units=kv, bias=w.k_bias)
+    v = ops.columns(h, w.v, (kv, head), units=kv, bias=w.v_bias)
+    q, k = ops.norm(q, w.q_norm), ops.norm(k, w.k_norm)
+    q, k = ops.norm(q, w.q_wide_norm, wide=True), ops.norm(k, w.k_wide_norm, wide=True)
+    q, k = (block.unit_norm(x, config.variant.unit_qk_norm) for x in (q, k))
+    q = block.rotate(q, *(x[..., None, None, :] for x in rotary), fix=ops.fix)
+    k = block.rotate(k, *(x[..., None, :] for x in rotary), fix=ops.fix)
+    q, k = ops.fix((q, k))
+    q = ops.shard(block.scale_queries(q, config.attention_scale), "kv_head", "q_heads_per_group", "head_size")
+    return q, ops.shard(k, "kv_head", "head_size"), ops.shard(v, "kv_head", "head_size")
+
+
+def feed_forward(
+    ops: Ops, config: LlamaConfig, w: LayerWeights, h: Array, experts: FeedForward
+) -> tuple[Float[Array, "*row embed"], Any]:
+    """The answer of the MLP, or of a token's experts and the one that all tokens share.
+
+    Args:
+        w: The weights of the layer, of which norms and attention are not read.
+        h: The stream after the norm.
+        experts: Called where there is a router; its answer is a part, as that of `Ops.part`.
+
+    Returns:
+        The answer, and what ``experts`` returned beside it; None where it was not called.
+    """
+    if w.router is None:
+        part = _mlp_part(ops, w, h, (w.gate, w.up, w.down), ops.local(config.intermediate_dim), "mlp")
+        return ops.total(part), None
+    part, chosen = experts(h)
+    if w.shared_up is not None:
+        assert config.experts is not None and config.experts.shared_intermediate_dim is not None
+        width = ops.local(config.experts.shared_intermediate_dim)
+        shared = _mlp_part(ops, w, h, (w.shared_gate, w.shared_up, w.shared_down), width, "shared_mlp")
+        part = ops.fix(part + (shared if w.shared_router is None else ops.gate(shared, h, w.shared_router)))
+    return ops.total(part), chosen
+
+
+def _mlp_part(
+    ops: Ops, w: LayerWeights, h: Array, matrices: tuple[Any, Any, Any], width: int, axis: str
+) -> Float[Array, "*row embed"]:
+    gate, up, down = matrices
+    hidden_up = ops.columns(h, up, (width,), units=width)
+    hidden_gate = None if gate is None else ops.columns(h, gate, (width,), units=width)
+    return ops.part(ops.shard(ops.hidden(w, hidden_up, hidden_gate), axis), down, units=width)

@@ -1,0 +1,84 @@
+"""The operations of a layer in training: named axes, which XLA shards."""
+
+import dataclasses
+from typing import Any, Self
+
+import haliax as hax
+import jax
+import jax.numpy as jnp
+from haliax import Axis, NamedArray
+from jaxtyping import Array, Float
+
+from lockstep.models import block
+from lockstep.models.config import LlamaConfig
+from lockstep.models.layers import Rotary
+from lockstep.models.low_rank import AdaptedWeight, Weight, linear
+from lockstep.models.weights import LayerWeights
+
+
+@dataclasses.dataclass(frozen=True)
+class Train:
+    """`lockstep.models.layers.Ops` with weights that have named axes, and may have adapters.
+
+    Args:
+        rows: The axes of the rows, the position last.
+    """
+
+    config: LlamaConfig
+    rows: tuple[Axis, ...]
+
+    @classmethod
+    def of(cls, config: LlamaConfig, x: NamedArray) -> Self:
+        """For a stream with the axes ``position`` and ``embed``, and any others."""
+        Position = x.resolve_axis("position")
+        return cls(config, (*(axis for axis in x.axes if axis.name not in ("position", "embed")), Position))
+
+    def rotary(self, angles: NamedArray) -> Rotary:
+        """Cosines and sines of angles ``[half_head]`` with some of the axes of the rows."""
+        own = [axis for axis in self.rows if axis in angles.axes]
+        array = angles.rearrange((*own, "half_head")).array
+        array = array.reshape([axis.size if axis in own else 1 for axis in self.rows] + [-1])
+        return jnp.cos(array), jnp.sin(array)
+
+    def local(self, size: int) -> int:
+        """See `Ops`; so for all methods."""
+        return size
+
+    def array(self, weight: Any) -> Any:
+        return None if weight is None else weight.array
+
+    def columns(
+        self, x: Array, weight: Weight, shape: tuple[int, ...], *, units: int, bias: NamedArray | None = None
+    ) -> Float[Array, "..."]:
+        inputs, *outputs = _axes(weight)
+        product = linear(hax.named(x, (*self.rows, inputs)), weight, inputs)
+        product = product if bias is None else product + bias
+        return product.rearrange((*self.rows, *outputs)).array
+
+    def part(self, x: Array, weight: Weight, *, units: int) -> Float[Array, "*row embed"]:
+        *inputs, output = _axes(weight)
+        return linear(hax.named(x, (*self.rows, *inputs)), weight, inputs).rearrange((*self.rows, output)).array
+
+    def total(self, part: Array) -> Array:
+        return part
+
+    def norm(self, x: Array, weight: NamedArray | None, *, wide: bool = False) -> Array:
+        epsilon, offset = self.config.layer_norm_epsilon, self.config.variant.norm_offset
+        return block.rms_norm(x, self.array(weight), epsilon, offset=offset)
+
+    def hidden(self, w: LayerWeights, up: Array, gate: Array | None) -> Array:
+        xielu = tuple(map(self.array, (w.xielu_p, w.xielu_n, w.xielu_beta, w.xielu_eps)))
+        return block.hidden(self.config.variant.activation, up, gate, xielu)
+
+    def gate(self, x: Array, h: Array, weight: Weight) -> Array:
+        return x * jax.nn.sigmoid(self.columns(h, weight, (1,), units=1))
+
+    def shard(self, x: Array, *axes: str) -> Array:
+        return hax.auto_sharded(hax.named(x, (*self.rows, *axes))).array
+
+    def fix[X](self, x: X) -> X:
+        return x
+
+
+def _axes(weight: Weight) -> tuple[Axis, ...]:
+    return (weight.weight if isinstance(weight, AdaptedWeight) else weight).axes
