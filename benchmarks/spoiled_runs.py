@@ -105,19 +105,19 @@ LM: Final = {
 }
 """Spoiled fine-tunings by ``train-lm``."""
 GRPO: Final = {
-    "grpo-end": Spoiled(states=("cut", "invalid_utf8"), values=LENGTH),
+    "grpo-end": Spoiled(states=("cut",), values=LENGTH),
     "grpo-thought": Spoiled(states=("unbalanced_think",), template=OPENED, steps=10),
     "grpo-rate": Spoiled(
-        states=("cut", "loop", "empty", "same_answer", "invalid_utf8"),
+        states=("cut", "loop", "empty", "same_answer"),
         values={**LENGTH, "optimizer": {"learning_rate": 1e-2}},
         steps=15,
     ),
     "grpo-repeated": Spoiled(
-        states=("cut", "loop", "repetitive", "invalid_utf8"),
+        states=("cut", "loop", "repetitive"),
         values={"rewards": [{"type": "function", "function": "benchmarks.spoiled_runs:reward_words"}]},
     ),
     "grpo-code": Spoiled(
-        states=("cut", "loop", "invalid_utf8"),
+        states=("cut", "loop"),
         group="code",
         values={
             "rewards": [{"type": "function", "function": "benchmarks.spoiled_runs:reward_code"}],

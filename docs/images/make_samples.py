@@ -13,7 +13,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.terminal_theme import MONOKAI
 
-from lockstep.report import Row, read_jsonl, terminal_table
+from lockstep.report import Row, print_table, read_jsonl
 
 WIDTH = 88
 ROWS = 6
@@ -27,7 +27,7 @@ def draw(path: Path, title: str) -> str:
     for step in (rows[0].step, rows[-1].step):
         of_step = [row for row in rows if row.step == step]
         name = f"inference_eval: what the model says after {step} steps"
-        console.print(terminal_table(of_step, title=name, max_rows=ROWS), "")
+        print_table(of_step, title=name, max_rows=ROWS, console=console)
     svg = console.export_svg(title=title, theme=MONOKAI, unique_id="samples")
     # A picture in a README may not load fonts from elsewhere; the reader's monospace font serves as well.
     svg = re.sub(r"@font-face \{.*?\}\s*", "", svg, flags=re.DOTALL)
