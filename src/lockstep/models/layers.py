@@ -23,7 +23,7 @@ type FeedForward = Callable[[Array], tuple[Array, Any]]
 
 
 class Ops(Protocol):
-    """What depends on where a model runs: the devices that split a weight, and the order of sums.
+    """Operations that depend on where a model runs: on devices that split a weight, and on the order of sums.
 
     A weight is whatever the implementation has for it, an array for most; a row is a token of a sequence.
     """
