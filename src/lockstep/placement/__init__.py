@@ -22,6 +22,7 @@ from lockstep.placement.leaf_layout import leaf_layouts as leaf_layouts
 from lockstep.placement.leaf_layout import partition_specs as partition_specs
 from lockstep.placement.leaf_layout import read as read
 from lockstep.placement.leaf_layout import read_outer as read_outer
+from lockstep.placement.leaf_layout import source_name as source_name
 from lockstep.placement.mesh import COMPUTE_AXES as COMPUTE_AXES
 from lockstep.placement.mesh import CP as CP
 from lockstep.placement.mesh import DCN as DCN

@@ -73,14 +73,18 @@ class DecodeMesh:
 
     def _misplaced(self, array: jax.Array | jax.ShapeDtypeStruct, path: str) -> ConfigError:
         sharding, devices = getattr(array, "sharding", None), list(self.mesh.devices.flat)
-        where = "in host memory"
+        place, move = "in host memory", "Place it there: jax.device_put(array, jax.sharding.NamedSharding(mesh, spec))."
         if sharding is not None:
-            own = sharding.mesh.devices.flat if isinstance(sharding, NamedSharding) else sharding.device_set
-            where = f"on {_names(own)} as {sharding}"
+            named = isinstance(sharding, NamedSharding)
+            order = list(sharding.mesh.devices.flat) if named else sharding.device_set
+            place = f"on {_names(order)} as {f'{sharding.spec} on {dict(sharding.mesh.shape)}' if named else sharding}"
+            if sharding.device_set != set(devices):
+                move = (
+                    "Make the whole model there: jax.jit(init, out_shardings=jax.sharding.NamedSharding(mesh, spec))."
+                )
         return ConfigError(
-            f"the weight {path} is placed {where}; the decode mesh needs every weight on the training mesh "
-            f"{self.training_shape}, which is {_names(devices)} in this order. Shard the model over the mesh before "
-            "sampling, or give the engine the mesh that the model is sharded over."
+            f"the weight {path} is placed {place}; programs take all weights on one mesh, whose devices have one "
+            f"order: the training mesh {self.training_shape}, which is {_names(devices)}. {move}"
         )
 
     def expressed(self, array: jax.Array | jax.ShapeDtypeStruct) -> PartitionSpec | None:
@@ -172,7 +176,10 @@ def _long_axes(shape: Mapping[str, int]) -> list[tuple[str, int]]:
 
 
 def _names(devices: Iterable[jax.Device]) -> str:
-    """Devices by name; a set has no order, so that they come by number."""
+    """Devices by name and process; a set has no order, so that they come by number."""
     listed = sorted(devices, key=lambda device: device.id) if isinstance(devices, Set) else list(devices)
-    more = ", …" * (len(listed) > 8)
-    return f"{len(listed)} devices ({', '.join(map(str, listed[:8]))}{more})"
+    shown = [
+        f"{', '.join(map(str, group))} of process {process}"
+        for process, group in itertools.groupby(listed[:8], key=lambda device: device.process_index)
+    ]
+    return f"{len(listed)} devices ({', '.join(shown)}{', …' * (len(listed) > 8)})"

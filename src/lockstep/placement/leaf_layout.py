@@ -1,7 +1,7 @@
 """The placement of a weight in training, and the way from there to the part that a device decodes with."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -76,6 +76,13 @@ def _own_part(block: jax.Array, dim: int, axes: Axes, count: int) -> jax.Array:
     return jax.lax.dynamic_slice_in_dim(whole, jax.lax.axis_index(axes) * size, size, axis=dim)
 
 
+def source_name(path: Sequence[Any]) -> str:
+    """The name of a weight, or of an array of `sources`, for an error: the weight, and which of its arrays."""
+    fields = ".".join(key.name for key in path if hasattr(key, "name"))
+    part, *layer = [key.idx for key in path if hasattr(key, "idx")] or [0]
+    return fields + f" (part {part})" * bool(part) + "".join(f" of layer {number}" for number in layer)
+
+
 def leaf_layouts(
     weights: PyTree, decode_mesh: DecodeMesh, tensor_dims: Mapping[str, int], lanes: Mapping[str, int] | None = None
 ) -> LayoutTree:
@@ -92,13 +99,13 @@ def leaf_layouts(
     """
 
     def layout(path: tuple[Any, ...], leaf: jax.Array | jax.ShapeDtypeStruct) -> LeafLayout:
-        spec = decode_mesh.training_spec(leaf, jax.tree_util.keystr(path))
+        spec = decode_mesh.training_spec(leaf, source_name(path))
         axes = tuple(map(axes_of, spec)) + ((),) * (leaf.ndim - len(spec))
         name = path[-1].name
         return LeafLayout(decode_mesh, axes, tensor_dims.get(name), (lanes or {}).get(name, 1))
 
     for path, part in jax.tree_util.tree_leaves_with_path(sources(weights)):
-        decode_mesh.check_devices(part, jax.tree_util.keystr(path))
+        decode_mesh.check_devices(part, source_name(path))
     return jax.tree_util.tree_map_with_path(layout, weights)
 
 

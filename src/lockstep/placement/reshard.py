@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import PyTree
 
 from lockstep.placement.lazy_weight import Assemble, WeightSpec, block_sources, sources, weight_specs
-from lockstep.placement.leaf_layout import LayoutTree, LeafLayout, drop_layers, partition_specs, read
+from lockstep.placement.leaf_layout import LayoutTree, LeafLayout, drop_layers, partition_specs, read, source_name
 from lockstep.placement.quantized_weight import QuantizedLayout, QuantizedWeight
 
 
@@ -90,7 +90,7 @@ def assembly_function(
     target = jax.tree.map(lambda leaf: leaf.decode, layouts) if gather else layouts
     have = jax.tree.map(decode_mesh.expressed, sources(weights))
     want = jax.tree_util.tree_map_with_path(
-        lambda path, leaf: decode_mesh.training_spec(leaf, jax.tree_util.keystr(path)), block_sources(weights)
+        lambda path, leaf: decode_mesh.training_spec(leaf, source_name(path)), block_sources(weights)
     )
     # What is needed whole is gathered a layer at a time, by `GatheredParts`; XLA moves the rest beforehand.
     specs = jax.tree.map(_with_gathers, weight_specs(weights), have, want)

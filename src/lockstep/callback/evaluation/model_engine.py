@@ -8,7 +8,7 @@ from lockstep.engine import Auditor, Engine, EngineConfig, Sizing
 from lockstep.errors import ConfigError
 from lockstep.hosts import Hosts
 from lockstep.models import DecoderWeights, LlamaConfig, read_decoder
-from lockstep.placement import mesh_of, sources
+from lockstep.placement import mesh_of, source_name, sources
 from lockstep.printable import get_logger
 from lockstep.text import ModelLimits, check_vocab, token_count
 
@@ -88,7 +88,7 @@ def check_processes(weights: DecoderWeights, hosts: Hosts) -> None:
     """
     needed = set(range(jax.process_count())) if hosts.count > 1 else {jax.process_index()}
     for path, array in jax.tree_util.tree_leaves_with_path(sources(weights)):
-        name = jax.tree_util.keystr(path[:-1]).lstrip(".")
+        name = source_name(path)
         devices = getattr(getattr(array, "sharding", None), "device_set", None)
         if devices is None:
             raise ConfigError(
