@@ -1,13 +1,18 @@
 """A job whose coordination service is encrypted, between real processes: who gets in, and who does not."""
 
+import shutil
 import socket
 import ssl
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
 from lockstep.hosts import Hosts
 from lockstep.hosts._client import service_address
 from lockstep.hosts.tls import VARIABLES, tls_is_supported
+from lockstep.job_key import JOB_KEY
 from tests.certificates import make_authority, make_certificate
 from tests.multiprocess.harness import run_command, run_processes
 
@@ -80,6 +85,31 @@ def test_only_who_has_a_certificate_of_the_jobs_authority_is_answered(certificat
         body_strangers, args=(certificates["job"], certificates["stranger"]), processes=2, devices=1, env=env
     )
     assert results == [[True, ["of the job"]]] * 2
+
+
+LAUNCHED = f"""
+import os, ssl, lockstep
+from lockstep.hosts._client import service_address
+from lockstep.job_key import job_key_file
+from tests.multiprocess.test_tls import client_context, is_answered
+hosts = lockstep.start()
+key = os.environ.get({JOB_KEY!r})
+context = client_context(dict.fromkeys(("cert_file", "key_file"), job_key_file(key)) if key else None)
+print("answered", is_answered(service_address(), None), is_answered(service_address(), context), key)
+hosts.barrier("asked")
+"""
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is not installed")
+@pytest.mark.parametrize("words", [(), ("--env", f"{JOB_KEY}=")], ids=["key", "none"])
+def test_a_launched_job_is_encrypted_without_a_setting_and_shows_its_key_to_nobody(words):
+    root = Path(__file__).parents[2]
+    launched = [sys.executable, "infra/launch.py", "--devices_per_process", "1", *words, "--", "python", "-c", LAUNCHED]
+    done = subprocess.run(launched, cwd=root, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    encrypted = tls_is_supported() and not words
+    said = f"answered {not encrypted} {encrypted} {'' if words else '<redacted>'}"
+    assert [f"[{index}] {said}" in done.stdout for index in (0, 1)] == [True, True], done.stdout
 
 
 @needs_tls

@@ -16,7 +16,8 @@ SOURCE, UNIT = ROOT / "src" / "lockstep", ROOT / "tests" / "unit"
 PATHS = [path.relative_to(SOURCE) for path in sorted(SOURCE.rglob("*.py"))]
 
 GROUND = set(
-    "types errors config_fields files plugins exits storage urls printable redact json_text limits terminal".split()
+    "types errors config_fields files job_key plugins exits storage urls printable redact json_text limits "
+    "terminal".split()
 )
 """What every room may import."""
 NO_JAX = {*GROUND, "engine.schedule", "text", "health", "report"}

@@ -10,6 +10,7 @@ import jax
 
 from lockstep.config_fields import FilePath, check_fields
 from lockstep.errors import ConfigError
+from lockstep.job_key import JOB_KEY, PEER_URI_PREFIX, job_key_file
 
 VARIABLES = {
     "cert_file": "JAX_MTLS_CERT_FILE",
@@ -68,7 +69,8 @@ def tls_arguments(config: TlsConfig | None) -> TlsArguments:
     """Return what ``jax.distributed.initialize`` takes for a job with TLS; nothing for one without.
 
     Args:
-        config: The files; None: those of JAX's own variables (`VARIABLES`), where they are set.
+        config: The files; None: those of JAX's own variables (`VARIABLES`), where they are set, else the key that the
+            launcher has given to every process (`JOB_KEY`), where this JAX has TLS.
 
     Raises:
         ConfigError: The files do not belong together or cannot be read, only some of the variables are set, or this
@@ -77,6 +79,8 @@ def tls_arguments(config: TlsConfig | None) -> TlsArguments:
     source = "distributed.tls"
     if config is None:
         values = {name: os.environ[variable] for name, variable in VARIABLES.items() if os.environ.get(variable)}
+        if not values and (key := os.environ.get(JOB_KEY)) and tls_is_supported() and (file := job_key_file(key)):
+            values = {"cert_file": file, "key_file": file, "ca_file": file, "peer_uri_prefix": PEER_URI_PREFIX}
         if not values:
             return {}
         source = ", ".join(VARIABLES[name] for name in values)

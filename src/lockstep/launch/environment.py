@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from lockstep.errors import ConfigError
+from lockstep.job_key import JOB_KEY, make_job_key
 from lockstep.launch.backend import Transport, root_on_worker
 from lockstep.launch.sync import files_of, is_credential
 from lockstep.redact import SECRET_NAME, SHORTEST
@@ -36,20 +37,31 @@ class JobEnvironment:
     secret: Mapping[str, str]  # from `--env_file`, or of `--env` by their names; never shown, logged or kept
 
     @property
-    def too_short(self) -> list[str]:
-        """Names of secrets that are too short to be found in what a process prints."""
-        return sorted(name for name, value in self.secret.items() if len(value) < SHORTEST)
+    def remarks(self) -> list[str]:
+        """Lines about them for the start of the job."""
+        short = sorted(name for name, value in self.secret.items() if len(value) < SHORTEST)
+        shown = f"{', '.join(short)}: too short to be taken out of output, so what prints it shows it"
+        clear = f"no key for the job (no openssl here, or {JOB_KEY} is empty): it talks in clear text, on jax 0.12 too"
+        return [shown] * bool(short) + [clear] * (JOB_KEY not in self.secret)
 
 
-def job_environment(options: argparse.Namespace) -> JobEnvironment:
-    """Read ``--env`` and ``--env_file``; the first wins where both set a variable."""
+def job_environment(options: argparse.Namespace, *, make_key: bool = False) -> JobEnvironment:
+    """Read ``--env`` and ``--env_file``; the first wins where both set a variable.
+
+    Args:
+        make_key: Whether the job gets a `JOB_KEY` of its own, where neither sets one; an empty one is none.
+    """
     given = dict(options.env)
     secret = {name: value for name, value in given.items() if SECRET_NAME.search(name)}
     public = {name: value for name, value in given.items() if name not in secret}
     filed = read_env_file(options.env_file) if options.env_file else {}
-    return JobEnvironment(
-        public=public, secret={**{name: value for name, value in filed.items() if name not in public}, **secret}
-    )
+    secret = {**{name: value for name, value in filed.items() if name not in public}, **secret}
+    key = secret.pop(JOB_KEY, None)
+    if key is None and make_key:
+        key = make_job_key()
+    if key:
+        secret[JOB_KEY] = key
+    return JobEnvironment(public=public, secret=secret)
 
 
 def read_env_file(path: Path) -> dict[str, str]:

@@ -93,7 +93,7 @@ class GkeSpec:
                 f"--name is {record.name!r}; it must begin with a lower-case letter, have at most 40 lower-case "
                 "letters, digits and '-', and not end with '-': Kubernetes makes the pods' host names of it."
             )
-        environment = job_environment(options)
+        environment = job_environment(options, make_key=not options.dry_run)
         wheel_name = wheel_path(ROOT, version_of()).name if options.setup == "auto" else ""
         extras = f"[{options.extras}]" if options.extras else ""
         files = [SYNCED] if options.sync else []
@@ -136,8 +136,8 @@ class GkeSpec:
                 "image: --image NAME --setup none."
             )
         maps = config_maps(self.job, archive)
-        words = f"{len(maps)} ConfigMap(s) with {sizes} bytes" if maps else ""
-        return dataclasses.replace(self.job, parts=len(maps)), maps, "\n".join(filter(None, (warning, words)))
+        words = [warning, f"{len(maps)} ConfigMap(s) with {sizes} bytes" if maps else "", *self.environment.remarks]
+        return dataclasses.replace(self.job, parts=len(maps)), maps, "\n".join(filter(None, words))
 
     def _files(self) -> tuple[dict[str, bytes], str]:
         """The files, as `GkeJob.files` names them, and what is to be said of those that were left out."""

@@ -13,6 +13,7 @@ from lockstep.config_fields import option_path
 from lockstep.errors import ConfigError, check_output
 from lockstep.exits import DONE, NOT_FOUND, is_retried
 from lockstep.files import private
+from lockstep.job_key import JOB_KEY
 from lockstep.launch.backend import Console, Worker, WorkerBackend, jax_environment
 from lockstep.launch.environment import RESTARTS, JobEnvironment, job_environment
 from lockstep.launch.options import RETRIES_HELP, add_worker_options, count, number
@@ -47,7 +48,7 @@ class Local:
         except FileNotFoundError as error:
             print(f"launch: {error}", file=sys.stderr)
             return NOT_FOUND
-        given = job_environment(options)
+        given = job_environment(options, make_key=True)
         if options.log_dir:
             check_output("a log in --log_dir,", options.log_dir / "process-0.log")
         for restarts in range(options.retries + 1):
@@ -63,7 +64,8 @@ class Local:
         """Run the command once; return the job's exit code, and whether a signal to the launcher has ended it."""
         coordinator = f"127.0.0.1:{free_port()}"
         # What a process writes to the terminal itself cannot be looked through for secrets.
-        own_terminal = options.prefix == "auto" and sys.stdout.isatty() and not options.log_dir and not given.secret
+        hides = bool(given.secret.keys() - {JOB_KEY})
+        own_terminal = options.prefix == "auto" and sys.stdout.isatty() and not options.log_dir and not hides
         exported = [value for name, value in os.environ.items() if SECRET_NAME.search(name)]
         job = Job(options.grace_s, [*given.secret.values(), *exported])
         with signals_to(job.received.append):

@@ -105,7 +105,7 @@ class Slurm:
                 f"lockstep launch delete {record.name}.",
                 REFUSED,
             )
-        environment = job_environment(options)
+        environment = job_environment(options, make_key=True)
         job = _job(options, record, environment)
         directory = record.directory
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -115,6 +115,8 @@ class Slurm:
         for name, data in filter_files().items() if environment.secret else ():
             write_file(directory / name, data)
         console = Console(log=directory / "launcher.log")
+        for remark in environment.remarks:
+            console.say(remark)
         try:
             if environment.secret:
                 write_file(directory / SECRETS, secrets_file(environment.secret), 0o600)

@@ -34,7 +34,7 @@ class WorkerJobs:
 
     def run(self, options: argparse.Namespace) -> int:
         """Get the workers, prepare them, run the command, and try again where that can help."""
-        environment = job_environment(options)
+        environment = job_environment(options, make_key=True)
         check_configuration(options.command, options.sync, options.workdir)
         if options.retries and not options.foreground:
             raise ConfigError(
@@ -47,11 +47,8 @@ class WorkerJobs:
         record = _continued(new_record(options, name))
         console = Console(Redactor(environment.secret.values()), record.directory / "launcher.log")
         console.say(f"job {name}: logs and state in {record.directory}")
-        if environment.too_short:
-            console.say(
-                f"{', '.join(environment.too_short)} from --env_file: too short to be taken out of output, so what "
-                "prints it shows it"
-            )
+        for remark in environment.remarks:
+            console.say(remark)
         with tempfile.TemporaryDirectory() as folder:
             archive = None
             if options.sync:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.errors import ConfigError
+from lockstep.job_key import JOB_KEY
 from lockstep.launch import main
 from lockstep.launch.environment import filter_files, job_environment, read_env_file, run_command
 from tests.fake_cloud.commands import LOADER
@@ -35,10 +36,17 @@ def test_what_is_secret(tmp_path):
     path = tmp_path / "env"
     path.write_text("A=from-file\nB=from-file\nSHORT=abc\n")
     given = [("A", "from-line"), ("WANDB_API_KEY", "typed-here"), ("PLAIN", "1")]
-    found = job_environment(argparse.Namespace(env=given, env_file=path))
+    found = job_environment(argparse.Namespace(env=given, env_file=path), make_key=True)
+    key = found.secret.pop(JOB_KEY)
     assert found.public == {"A": "from-line", "PLAIN": "1"}
     assert found.secret == {"B": "from-file", "SHORT": "abc", "WANDB_API_KEY": "typed-here"}
-    assert found.too_short == ["SHORT"]
+    assert found.remarks == [
+        "SHORT: too short to be taken out of output, so what prints it shows it",
+        f"no key for the job (no openssl here, or {JOB_KEY} is empty): it talks in clear text, on jax 0.12 too",
+    ]
+    for value, sent in ((key, {JOB_KEY: key}), ("", {})):
+        options = argparse.Namespace(env=[(JOB_KEY, value)], env_file=None)
+        assert job_environment(options, make_key=True).secret == sent
     with pytest.raises(ConfigError, match="--env_file nowhere cannot be read"):
         job_environment(argparse.Namespace(env=[], env_file=Path("nowhere")))
 

@@ -12,6 +12,7 @@ import pytest
 
 from lockstep import exits
 from lockstep.errors import ConfigError
+from lockstep.job_key import JOB_KEY
 from lockstep.launch import main, parse
 from lockstep.launch.backend import LaunchError
 from lockstep.launch.environment import job_variables
@@ -22,10 +23,13 @@ from lockstep.launch.record import JobRecord, load_record
 from lockstep.launch.setup_vm import ROOT
 from tests.fake_cloud import fake_kubectl
 
+NO_KEY = ("--env", f"{JOB_KEY}=")
+"""Without secrets a pod runs its command alone, not a filter beside it."""
+
 
 def plan(*words, kind="v6e-16"):
     given = ["--tpu_type", kind] if kind else []
-    return GkeSpec.of(parse(["--backend", "gke", *given, "--setup", "none", *words, "--", "echo"]))
+    return GkeSpec.of(parse(["--backend", "gke", *given, "--setup", "none", *NO_KEY, *words, "--", "echo"]))
 
 
 def test_pods_wait_longer_for_each_other_than_processes_of_one_machine():
@@ -103,9 +107,9 @@ def cluster(tmp_path, monkeypatch):
     return tmp_path
 
 
-def launch(*words, python="print(1)", name="job", kind="v5p-16"):
-    command = [sys.executable, "-c", python]
-    return main(["--backend", "gke", "--tpu_type", kind, "--setup", "none", "--name", name, *words, "--", *command])
+def launch(*words, python="print(1)", name="job", kind="v5p-16", key=NO_KEY):
+    words = ("--backend", "gke", "--tpu_type", kind, "--setup", "none", "--name", name, *key, *words)
+    return main([*words, "--", sys.executable, "-c", python])
 
 
 def test_every_pod_of_every_slice_runs_the_command(cluster, capfdbinary):
@@ -467,19 +471,21 @@ def test_a_name_is_taken_until_it_is_deleted(cluster, capsys):
 
 def test_secrets_are_in_the_secret_and_in_nothing_else(cluster, capfdbinary):
     (cluster / "env").write_text(f"HF_TOKEN={SECRET}\n")
-    text = PRINT + "token = os.environ['HF_TOKEN']; print('token', token); assert len(token) == 19"
+    text = PRINT + "token = os.environ['HF_TOKEN']; print('token', token); assert len(token) == 19\n"
+    text += f"print('key', os.environ['{JOB_KEY}']); assert len(os.environ['{JOB_KEY}']) > 600"
     words = ("--env_file", "env", "--env", "WANDB_API_KEY=0123456789abcdef", "--slices", "2")
     assert launch("--dry-run", *words, python=text) == 0
-    assert launch(*words, python=text) == 0
+    assert launch(*words, python=text, key=()) == 0
     assert main(["logs", "job"]) == 0 and main(["status", "job"]) == 0
     shown = capfdbinary.readouterr()
-    assert b"[3] token <redacted>\n" in shown.out
+    assert b"[3] token <redacted>\n[3] key <redacted>\n" in shown.out
     allowed = {cluster / "env", cluster / "kube/secret-job.json"}
     written = [path for path in cluster.rglob("*") if path.is_file() and path not in allowed]
     for secret in (SECRET, "0123456789abcdef"):
         assert secret.encode() not in shown.out + shown.err
         assert len(written) > 10 and not [path for path in written if secret.encode() in path.read_bytes()]
-    assert set(json.loads((cluster / "kube/secret-job.json").read_text())["data"]) == {"HF_TOKEN", "WANDB_API_KEY"}
+    names = {"HF_TOKEN", "WANDB_API_KEY", JOB_KEY}
+    assert set(json.loads((cluster / "kube/secret-job.json").read_text())["data"]) == names
     assert main(["delete", "job"]) == 0 and not (cluster / "kube/secret-job.json").exists()
 
 

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[3]
 PACKAGE = Path(lockstep.__file__).parent
 
 
-ALONE = ("config_fields", "errors", "exits", "files", "json_text", "plugins", "printable", "redact")
+ALONE = ("config_fields", "errors", "exits", "files", "job_key", "json_text", "plugins", "printable", "redact")
 """The modules beside its own that the launcher may import."""
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from lockstep import exits
+from lockstep.job_key import JOB_KEY
 from lockstep.launch import main
 from lockstep.launch.backend import Console
 from lockstep.launch.environment import filter_files
@@ -57,7 +58,8 @@ def cluster(tmp_path, monkeypatch):
 
 def launch(*words, python=None, name="job"):
     command = [sys.executable, "-c", python] if python is not None else []
-    return main(["--backend", "slurm", "--name", name, *words, "--", *command])
+    key = () if "--env_file" in words else ("--env", f"{JOB_KEY}=")  # which would bring a filter beside every command
+    return main(["--backend", "slurm", "--name", name, *key, *words, "--", *command])
 
 
 def test_every_task_runs_the_command_and_is_shown_with_its_number(cluster, capfdbinary):
@@ -262,15 +264,15 @@ def test_without_slurm_it_says_where_to_run_it(tmp_path, monkeypatch, capsys):
 def test_secrets_are_in_one_private_file_and_in_nothing_else(cluster, capfdbinary):
     (cluster / "env").write_text(f"HF_TOKEN={SECRET}\n")
     text = (
-        PRINT + "import time; token = os.environ['HF_TOKEN']; print('token', token, flush=True);"
-        "time.sleep(1); assert len(token) == 19"
+        PRINT + f"import time; token = os.environ['HF_TOKEN']; print('key', os.environ['{JOB_KEY}'], end=' ');"
+        "print('token', token, flush=True); time.sleep(1); assert len(token) == 19"
     )
     assert launch("--env_file", "env", "--no-foreground", python=text) == 0
     wait_for(lambda: "token" in read(cluster / "jobs/job/attempt-1/worker-0.log"))
     assert main(["logs", "-f", "job"]) == 0
     assert main(["status", "job"]) == 0 and main(["logs", "job"]) == 0
     shown = capfdbinary.readouterr()
-    assert b"[0] token <redacted>" in shown.out
+    assert b"[0] key <redacted> token <redacted>" in shown.out
     assert SECRET.encode() not in shown.out + shown.err
     written = [path for path in cluster.rglob("*") if path.is_file() and path.name != "env"]
     assert len(written) > 8 and not [path for path in written if SECRET.encode() in path.read_bytes()]

@@ -40,7 +40,7 @@ def test_secrets_reach_the_processes_and_are_in_no_byte_that_is_written_or_shown
     ):
         assert f"[0] {line}\n" in done.stdout and f"[1] {line}\n" in done.stdout
     assert done.stdout.count("error: no access with <redacted>") == 1
-    assert "SHORT from --env_file: too short to be taken out of output" in done.stderr
+    assert "SHORT: too short to be taken out of output" in done.stderr
     for value in (SECRET, SECRET[:8], OTHER, key):
         assert cloud.bytes_anywhere(value.encode(), done.stdout, done.stderr) == []
     # The search finds what is there: the log has the digest, and the calls have the command's bootstrap.
