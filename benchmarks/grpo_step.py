@@ -26,6 +26,7 @@ from rich.table import Table
 
 from benchmarks.grpo.load import LOADS, GrpoLoad, save_tokenizer
 from benchmarks.grpo.turns import Process
+from benchmarks.sizes import sized
 from benchmarks.workers import write_json
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -97,7 +98,7 @@ def run(commands: Mapping[str, Sequence[str]], load: str, steps: int, directory:
     environment = {
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": f"--xla_force_host_platform_device_count={DEVICES}",
-        "JAX_ENABLE_COMPILATION_CACHE": "false",  # or the first step would not be the first
+        "JAX_ENABLE_COMPILATION_CACHE": sized("false", "true"),  # or the first step would not be the first
         "HF_HUB_OFFLINE": "1",
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
     }

@@ -19,14 +19,15 @@ from statistics import fmean
 
 from benchmarks.false_alarms import KINDS, SIZES
 from benchmarks.false_alarms import false_alarms_per_round as rate
+from benchmarks.sizes import sized
 from benchmarks.workers import write_json
 from lockstep.health import AnsweredPrompt, Vocabulary, measure_round
 from lockstep.text import Prompt
 from lockstep.types import Completion, FinishReason
 
 ROOT = Path(__file__).parents[1]
-TOKENS, ANSWERS, ROUNDS = 1_000, 64, 5
-RUNS, RUN_ROUNDS = 2, 200  # simulated runs of each kind and size, and the rounds of each
+TOKENS, ANSWERS, ROUNDS = 1_000, sized(64, 8), sized(5, 1)
+RUNS, RUN_ROUNDS = sized(2, 1), sized(200, 4)  # simulated runs of each kind and size, and the rounds of each
 SOURCES = ("docs/protocol.md", "docs/training.md", "docs/plan.md", "README.md", "src/lockstep/training/run/run.py")
 PIECE = re.compile(r"\s?[^\W\u3040-\u9fff]+|\s|[\u3040-\u9fff]|[^\w\s]")
 

@@ -25,6 +25,7 @@ of a gate in the busiest of 8 processes, all threads, the coordination service a
 import argparse
 import contextlib
 import dataclasses
+import math
 import os
 import statistics
 import sys
@@ -37,8 +38,10 @@ from typing import Any
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 
+import jax
 import numpy as np
 
+from benchmarks.sizes import sized
 from benchmarks.workers import report, run_workers, write_json
 from lockstep.engine import Gate
 from lockstep.engine.decoder.packing import pack
@@ -54,9 +57,10 @@ GOALS = {
     "gate_ms": 1.5,
     "first_batch_256_ms": 50.0,
 }
-LAUNCH_S = 0.15
+LAUNCH_S = sized(0.15, 0.01)
 """Seconds of a launch, of which the gate may cost a hundredth."""
-REPLICAS, SLOTS, STEPS, PAGE, STOP, VOCAB = 8, 1024, 64, 64, 499, 500
+PROCESSES, GATES = sized(8, 2), sized(400, 10)
+REPLICAS, SLOTS, STEPS, PAGE, STOP, VOCAB = 8, sized(1024, 64), 64, 64, 499, 500
 
 
 class Fetched:
@@ -140,7 +144,8 @@ class Clock:
 def measure(capacity: Capacity, requests: list[Request]) -> dict[str, float]:
     """The host's time on some requests: per launch and per token."""
     scheduler, stub = Scheduler(capacity, requests), StubPrograms(capacity)
-    mesh, pool = make_decode_mesh(make_mesh("auto"), 1), SimpleNamespace(delete=lambda: None)
+    devices = jax.devices()[: math.gcd(capacity.replicas, jax.device_count())]  # each has as many replicas
+    mesh, pool = make_decode_mesh(make_mesh("auto", devices), 1), SimpleNamespace(delete=lambda: None)
     clock = Clock(stub, scheduler)
     begin = time.thread_time()
     for _ in launch_all(
@@ -226,11 +231,11 @@ def worker() -> int:
         assert isinstance(hosts.client, JaxClient)
         service = hosts.client._client
         calls: dict[str, tuple[int, float, Callable[[], object]]] = {
-            "gate_ms": (400, 0.0, lambda: gate(None)),
-            "floor_ms": (400, 0.0, lambda: service.wait_at_barrier("floor", 60_000)),
-            "exchange_ms": (400, 0.0, lambda: hosts.agree("exchange", {"launch": "1"})),
-            "paced_gate_ms": (80, LAUNCH_S, lambda: gate(None)),
-            "paced_floor_ms": (80, LAUNCH_S, lambda: service.wait_at_barrier("paced floor", 60_000)),
+            "gate_ms": (GATES, 0.0, lambda: gate(None)),
+            "floor_ms": (GATES, 0.0, lambda: service.wait_at_barrier("floor", 60_000)),
+            "exchange_ms": (GATES, 0.0, lambda: hosts.agree("exchange", {"launch": "1"})),
+            "paced_gate_ms": (GATES // 5, LAUNCH_S, lambda: gate(None)),
+            "paced_floor_ms": (GATES // 5, LAUNCH_S, lambda: service.wait_at_barrier("paced floor", 60_000)),
         }
         laps: dict[str, list[float]] = {name: [] for name in calls}
         for turn in range(max(times for times, *_ in calls.values())):
@@ -244,9 +249,9 @@ def worker() -> int:
                     laps[name].append(1e3 * (time.perf_counter() - begin))
         hosts.barrier("gates alone")
         begin = time.process_time()
-        for _ in range(500):
+        for _ in range(GATES):
             gate(None)
-        cpu = 1e3 * (time.process_time() - begin) / 500
+        cpu = 1e3 * (time.process_time() - begin) / GATES
         all_cpu = hosts.gather("CPU time", repr(cpu).encode())
         if all_cpu is not None:
             medians = {name: statistics.median(each) for name, each in laps.items()}
@@ -267,14 +272,15 @@ def main() -> int:
         return worker()
     steady = measure(capacity_of(1 + 32 * STEPS), requests_of(SLOTS, (1, 1), (32 * STEPS, 32 * STEPS)))
     mixed = measure(capacity_of(768), requests_of(4 * SLOTS, (16, 256), (64, 512), stop_token_ids=(STOP,)))
-    many = measure(with_replicas(256, 1 + 8 * STEPS), requests_of(64 * 256, (1, 1), (8 * STEPS, 8 * STEPS)))
+    replicas = sized(256, 8)
+    many = measure(with_replicas(replicas, 1 + 8 * STEPS), requests_of(64 * replicas, (1, 1), (8 * STEPS, 8 * STEPS)))
     rows = {
         **steady,
         "us_per_token_256": many["us_per_token"],
-        **between_processes(8),
+        **between_processes(PROCESSES),
         **{f"{name}_2": value for name, value in between_processes(2).items() if name.endswith("_ms")},
         **{f"mixed_{name}": value for name, value in mixed.items()},
-        **{name: value for replicas in (8, 64, 256) for name, value in first_batch(replicas).items()},
+        **{name: value for count in (8, 64, 256) for name, value in first_batch(count).items()},
     }
     show(rows, GOALS, arguments.json)
     return 0

@@ -16,6 +16,7 @@ state of Llama-3-8B, with FSDP over 256 of four devices a host, and ``busiest`` 
 
 import argparse
 import dataclasses
+import math
 import os
 import socket
 import statistics
@@ -33,13 +34,14 @@ import jax
 import numpy as np
 
 from benchmarks.host_cost import STEPS, first_batch, measure, requests_of, show, with_replicas
+from benchmarks.sizes import sized
 from benchmarks.workers import report, run_on_threads, run_workers
 from lockstep.models import LlamaConfig, LlamaLMHeadModel
 from lockstep.training import OptimizerConfig, busiest_bytes, parse_precision, state_structs
 
 GOALS = {f"clients_{count}_{kind}_s": goal for count, goal in ((256, 0.1), (1024, 0.3)) for kind in ("phase", "agree")}
-CLIENT_PROCESSES, CONNECT_S = 4, 8.0
-CLIENT_ROUNDS, AGREED = 5, {f"value {number}": "x" * 64 for number in range(28)}
+CLIENT_PROCESSES, CONNECT_S, IMPORT_S, GAP_S = sized(4, 2), sized(8.0, 1.0), sized(30, 10), sized(2.0, 0.1)
+CLIENT_ROUNDS, AGREED = sized(5, 1), {f"value {number}": "x" * 64 for number in range(28)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +59,7 @@ def on_each_host(count: int) -> dict[str, float]:
     steps = [first_batch(count)[f"first_batch_{count}_ms"] for _ in range(3)]
     launch = measure(with_replicas(count, 1 + 3 * STEPS), requests_of(64 * count, (1, 1), (3 * STEPS, 3 * STEPS)))
     chips = np.array([Chip(number, number // 4) for number in range(4 * count)], dtype=object)
-    mesh = jax.sharding.Mesh(chips.reshape(-1, min(256, 4 * count), 1), ("dp", "fsdp", "tp"))
+    mesh = jax.sharding.Mesh(chips.reshape(-1, math.gcd(256, 4 * count), 1), ("dp", "fsdp", "tp"))
     llama = {"hidden_dim": 4096, "intermediate_dim": 14336, "num_layers": 32, "num_heads": 32, "num_kv_heads": 8}
     vocab, model = hax.Axis("vocab", 128256), LlamaConfig(max_seq_len=4096, **llama)
     state, _ = state_structs(
@@ -84,10 +86,10 @@ def between_clients(count: int) -> dict[str, float]:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
     service = _jax.get_distributed_runtime_service(address, count, heartbeat_timeout=3600)
-    start = time.monotonic() + 30 + count / 32  # all are connected by then
+    start = time.monotonic() + IMPORT_S + count / 32  # all are connected by then
     words = ["--client", address, str(count), str(start)]
     begin = time.process_time()
-    found = run_workers("benchmarks.job_sizes", *words, processes=CLIENT_PROCESSES, devices=1)
+    found = run_workers("benchmarks.job_sizes", *words, processes=processes_of(count), devices=1)
     kinds = list(found[0]["laps"])
     figures: dict[str, float] = {"service_cpu_s": (time.process_time() - begin) / (len(kinds) * CLIENT_ROUNDS)}
     figures["connect_s"] = max(one["connect"] for one in found)
@@ -99,18 +101,23 @@ def between_clients(count: int) -> dict[str, float]:
     return {f"clients_{count}_{name}": value for name, value in figures.items()}
 
 
+def processes_of(count: int) -> int:
+    """The number of processes that so many clients share."""
+    return min(CLIENT_PROCESSES, count)
+
+
 def clients(address: str, count: int, start: float) -> int:
     """One process of `between_clients`."""
     from jaxlib import _jax
 
     from lockstep.hosts import Hosts, JaxClient
 
-    place = int(os.environ["LOCKSTEP_PROCESS_ID"])
-    tasks = range(count * place // CLIENT_PROCESSES, count * (place + 1) // CLIENT_PROCESSES)
+    place, processes = int(os.environ["LOCKSTEP_PROCESS_ID"]), processes_of(count)
+    tasks = range(count * place // processes, count * (place + 1) // processes)
     kinds = ("phase", "agree", "save", "load", "requests", "barrier")
     laps: dict[str, list[float]] = {kind: [0.0] * CLIENT_ROUNDS for kind in kinds}
     cpu = dict.fromkeys(laps, 0.0)
-    lock, gap_s = threading.Lock(), 2 + count / 512
+    lock, gap_s = threading.Lock(), GAP_S + count / 512
     sys.setswitchinterval(1.0)  # on a pod a client has an interpreter of its own
 
     def run(task: int) -> None:
@@ -191,6 +198,8 @@ def main() -> int:
     if arguments.client:
         address, count, start = arguments.client
         return clients(address, int(count), float(start))
+    if not arguments.counts or min(arguments.counts) < 1:
+        parser.error(f"the numbers of hosts are {arguments.counts}. Give some, each at least 1, such as 8 64.")
     rows: dict[str, float] = {}
     for count in arguments.counts:
         rows |= on_each_host(count) | between_clients(count)

@@ -21,10 +21,11 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import numpy as np
 
+from benchmarks.sizes import sized
 from benchmarks.workers import report, run_workers, write_json
 
 ROOT = Path(__file__).resolve().parents[1]
-PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 8, 64, 64
+PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 8, 64, sized(64, 8)
 EVERY = 4
 CONTESTANTS = ("plain", "ours", "levanter")
 
@@ -106,9 +107,9 @@ def train(name: str, directory: str, num_steps: int) -> dict[str, list[float]]:
     vocab = -(-len(tokenizer) // 64) * 64
     model = LlamaConfig(
         max_seq_len=PROMPT_TOKENS + NEW_TOKENS,
-        hidden_dim=512,
-        intermediate_dim=1376,
-        num_layers=8,
+        hidden_dim=sized(512, 64),
+        intermediate_dim=sized(1376, 128),
+        num_layers=sized(8, 2),
         num_heads=8,
         num_kv_heads=4,
         attn_backend=AttentionBackend.VANILLA,

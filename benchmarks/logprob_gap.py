@@ -17,7 +17,6 @@ import argparse
 import contextlib
 import dataclasses
 import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -34,7 +33,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from benchmarks import engine_errors
-from benchmarks.workers import write_json
+from benchmarks.sizes import sized
+from benchmarks.workers import run_command, write_json
 from lockstep.engine import Auditor, AuditResult, Engine, EngineConfig
 from lockstep.models import load_hf, read_decoder
 from lockstep.placement import COMPUTE_AXES, make_mesh
@@ -43,9 +43,9 @@ from lockstep.types import Completion, Request, SamplingParams
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIG, PROMPTS = ROOT / "config" / "demo.yaml", ROOT / "data" / "demo" / "prompts.jsonl"
-STEPS, STALE = 600, 590
+STEPS, STALE = sized(600, 4), sized(590, 2)
 """Training steps, and those of the stale weights."""
-NEW_TOKENS, SAMPLES, LENGTH = 12, 8, 32
+NEW_TOKENS, SAMPLES, LENGTH = 12, sized(8, 1), 32
 LAYOUTS: tuple[Any, ...] = ("training", {"tensor": 1}, {"tensor": 2}, {"tensor": 4})
 ENGINE = EngineConfig(dtype="bfloat16", page_size=8)
 
@@ -105,9 +105,7 @@ def train(run: Path) -> None:
     ]
     command += ["--trainer.num_train_steps", str(STEPS), "--inference_eval.enabled", "false"]
     command += ["--hf_save_steps", str(STALE)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"training ended with {done.returncode}:\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}")
+    run_command(command)
 
 
 class Measured:

@@ -15,14 +15,15 @@ import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks.sizes import sized
 from benchmarks.workers import report, run_workers, write_json
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 ROOT = Path(__file__).resolve().parents[1]
-BATCH, ROW, NEW, STEPS, WARM = 32, 64, 32, 9, 3
+BATCH, ROW, NEW, STEPS, WARM = sized(32, 8), 64, sized(32, 4), sized(9, 5), sized(3, 1)
 SLEEP = "LOCKSTEP_BENCHMARK_SLEEP_S"
-REWARDS_S = (0.0, 0.5, 1.0, 2.0)
+REWARDS_S = sized((0.0, 0.5, 1.0, 2.0), (0.01,))
 
 
 def main() -> int:
@@ -76,7 +77,12 @@ def step_seconds(hosts: Any, ahead: int) -> float:
     from tests import tiny
 
     model_config = dataclasses.replace(
-        tiny.CONFIG, hidden_dim=256, intermediate_dim=688, num_layers=4, num_heads=8, num_kv_heads=4
+        tiny.CONFIG,
+        hidden_dim=sized(256, 32),
+        intermediate_dim=688,
+        num_layers=sized(4, 1),
+        num_heads=8,
+        num_kv_heads=4,
     )
     vocab_size = token_count(tiny.tokenizer())
     objective = GrpoConfig(use_rollout_logprobs=False, importance_cap=2.0, vocab_size=vocab_size)

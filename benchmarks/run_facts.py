@@ -11,6 +11,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks.sizes import IS_SMALLEST, SMALLEST
+
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("jax", "jaxlib", "numpy")
 
@@ -28,7 +30,7 @@ def run_facts() -> dict[str, Any]:
     """
     return {
         "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "command": command(_module(), sys.argv[1:]),
+        "command": (f"{SMALLEST}=1 " if IS_SMALLEST else "") + command(_module(), sys.argv[1:]),
         "machine": {"cpu": _cpu(), "cores": _cores(), "system": f"{platform.system()} {platform.machine()}"},
         "versions": {
             "python": platform.python_version(),

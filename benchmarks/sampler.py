@@ -10,8 +10,6 @@ import argparse
 import dataclasses
 import json
 import math
-import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -23,7 +21,8 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.workers import write_json
+from benchmarks.sizes import sized
+from benchmarks.workers import run_command, write_json
 
 ROOT = Path(__file__).resolve().parents[1]
 TOKENIZER = ROOT / "data" / "demo" / "tokenizer"
@@ -91,14 +90,12 @@ def _run(contestant: str, directory: Path, new_tokens: int) -> tuple[float, floa
         command = [sys.executable, "infra/launch.py", "--backend", "local", "--processes", "2"]
         command += ["--devices_per_process", "2", "--", "lockstep", "sample", "--config_path", str(path)]
     # No programs from earlier runs: compiling is part of it.
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_ENABLE_COMPILATION_CACHE": "false"}
+    environment = {"JAX_PLATFORMS": "cpu", "JAX_ENABLE_COMPILATION_CACHE": sized("false", "true")}
     start = time.perf_counter()
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    output = run_command(command, environment)
     seconds = time.perf_counter() - start
-    if done.returncode != 0:
-        raise RuntimeError(f"{contestant} ended with {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}")
     if contestant == "levanter":
-        return seconds, float(done.stdout.rpartition("rate ")[2])
+        return seconds, float(output.rpartition("rate ")[2])
     last = json.loads((directory / contestant / "metrics.jsonl").read_text().splitlines()[-1])
     return seconds, float(last["sample/tokens_per_second"])
 

@@ -8,16 +8,21 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from benchmarks.sizes import sized
 from lockstep.models import DecoderWeights, Experts, LayerWeights, LlamaConfig, Qwen3MoeConfig
 from lockstep.placement import place
 from lockstep.types import Request, SamplingParams
 
-VOCAB = 32000
-MODEL = LlamaConfig(max_seq_len=1024, hidden_dim=512, intermediate_dim=1376, num_layers=8, num_heads=8, num_kv_heads=4)
+VOCAB = sized(32000, 2048)
+MODEL = LlamaConfig(
+    max_seq_len=1024, num_heads=8, num_kv_heads=4,
+    hidden_dim=sized(512, 64), intermediate_dim=sized(1376, 128), num_layers=sized(8, 2),
+)  # fmt: skip
 """56 M parameters."""
 EXPERTS = Qwen3MoeConfig(
-    max_seq_len=1024, hidden_dim=512, intermediate_dim=1536, num_layers=4, num_heads=8, num_kv_heads=4, head_dim=64,
-    experts=Experts(num_experts=128, num_experts_per_tok=8, intermediate_dim=192),
+    max_seq_len=1024, hidden_dim=sized(512, 64), intermediate_dim=sized(1536, 128), num_layers=sized(4, 2),
+    num_heads=8, num_kv_heads=4, head_dim=64,
+    experts=Experts(num_experts=sized(128, 16), num_experts_per_tok=8, intermediate_dim=sized(192, 24)),
 )  # fmt: skip
 """A quarter of Qwen3-30B-A3B in each width, with as many experts: 188 M parameters, 19 M of them for a token."""
 

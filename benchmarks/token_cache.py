@@ -15,10 +15,12 @@ import grain
 import numpy as np
 from array_record.python.array_record_module import ArrayRecordWriter
 
+from benchmarks.sizes import sized
 from benchmarks.workers import write_json
 from lockstep.training.data.examples import TokenSequence
+from lockstep.training.data.row_records import RowWriter
 from lockstep.training.data.rows import RowOrder
-from lockstep.training.data.token_cache import RowReader, RowWriter, cache_file
+from lockstep.training.data.token_cache import RowReader, cache_file
 
 BATCH = 64
 
@@ -66,7 +68,7 @@ def place_us(sizes: tuple[int, ...], weights: tuple[float, ...], places: int) ->
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rows", type=int, default=50_000)
+    parser.add_argument("--rows", type=int, default=sized(50_000, 200))
     parser.add_argument("--length", type=int, default=512, help="tokens of a row")
     parser.add_argument("--json", type=Path, help="the file to write the numbers to")
     options = parser.parse_args()

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from benchmarks.run_facts import run_facts
+from benchmarks.workers import write_json
 from lockstep.engine import DecodeModel, Engine, EngineConfig
 from lockstep.engine.sampling.sampler import never_used
 from lockstep.engine.sizing.memory_model import MemoryModel
@@ -220,6 +221,7 @@ def main() -> None:
     parser.add_argument("--kv-cache-dtype", default="auto", choices=("auto", "fp8"))
     parser.add_argument("--drafts", action="store_true", help="with the programs that verify drafts")
     parser.add_argument("--filters", action="store_true", help="with programs that have top-k, top-p and min-p")
+    parser.add_argument("--json", type=Path, help="write the object to this file too")
     parser.add_argument("--table", type=Path, nargs="+", metavar="FILE")
     options = parser.parse_args()
     if options.table:
@@ -231,8 +233,10 @@ def main() -> None:
         kv_cache_dtype=options.kv_cache_dtype,
     )  # fmt: skip
     names = ("slice", "model", "weight_dtype", "kv_cache_dtype")
-    facts = {"run": run_facts()} | {name: getattr(options, name) for name in names}
-    print(json.dumps(facts | figures(engine, model, options.context)))
+    rows = {name: getattr(options, name) for name in names} | figures(engine, model, options.context)
+    print(json.dumps({"run": run_facts()} | rows))
+    if options.json:
+        write_json(options.json, rows)
 
 
 if __name__ == "__main__":

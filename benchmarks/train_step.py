@@ -25,14 +25,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.sizes import sized
 from benchmarks.workers import report, run_workers, write_json
 
 # Nothing else is imported here: a contestant's start is timed with the imports that it needs, and no others.
 
 ROOT = Path(__file__).resolve().parents[1]
 CONTESTANTS = ("levanter", "ours")
-VOCAB, ROWS, LENGTH = 32000, 8, 256
-SHAPE = {"max_seq_len": LENGTH, "hidden_dim": 512, "intermediate_dim": 1376, "num_heads": 8, "num_kv_heads": 4}
+VOCAB, ROWS, LENGTH = sized(32000, 512), 8, sized(256, 32)
+SHAPE = {
+    "max_seq_len": LENGTH, "num_heads": 8, "num_kv_heads": 4,
+    "hidden_dim": sized(512, 64), "intermediate_dim": sized(1376, 128),
+}  # fmt: skip
 EXPERTS = {"num_experts": 32, "num_experts_per_tok": 4}
 EXPERT_DIM = 256
 """The experts of ``--experts``, a Qwen3 with experts in place of MLPs."""
@@ -189,7 +193,7 @@ def launch(name: str, place: Place, options: argparse.Namespace, directory: Path
     arguments += ["--steps", str(options.steps), "--layers", str(options.layers)]
     arguments += ["--same_weights"] if same_weights else []
     arguments += ["--experts"] if options.experts else []
-    environment = {"JAX_ENABLE_COMPILATION_CACHE": "false", "WANDB_MODE": "disabled"}
+    environment = {"JAX_ENABLE_COMPILATION_CACHE": sized("false", "true"), "WANDB_MODE": "disabled"}
     found = run_workers(
         "benchmarks.train_step",
         *arguments,

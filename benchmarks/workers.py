@@ -1,7 +1,11 @@
-"""What the benchmarks share: workers in several processes that report figures, and the file of the results."""
+"""What the benchmarks share: workers on threads and in processes, and the file of the results.
+
+Every worker of a benchmark is started here: one that dies ends the benchmark with an error, whoever else measured.
+"""
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 import threading
@@ -29,22 +33,50 @@ def figures_in(output: str) -> list[Any]:
     return [json.loads(line.removeprefix(_PREFIX)) for line in output.splitlines() if line.startswith(_PREFIX)]
 
 
-def run_on_threads(work: Callable[[int], object], tasks: Iterable[int]) -> None:
-    """Do work for each task on a thread of its own; the first failure ends the process, as others may wait for it."""
+def run_on_threads[Task, Result](work: Callable[[Task], Result], tasks: Iterable[Task]) -> list[Result]:
+    """Do work for each task on a thread of its own; the first failure ends the process, as others may wait for it.
 
-    def run(task: int) -> None:
+    Returns:
+        What each task gave, in the order of the tasks.
+    """
+    results: dict[int, Result] = {}
+
+    def run(number: int, task: Task) -> None:
         try:
-            work(task)
+            results[number] = work(task)
         except BaseException:
             traceback.print_exc()
             sys.stderr.flush()
             os._exit(1)
 
-    threads = [threading.Thread(target=run, args=(task,)) for task in tasks]
+    threads = [threading.Thread(target=run, args=numbered) for numbered in enumerate(tasks)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
+    return [results[number] for number in range(len(threads))]
+
+
+def run_command(command: Sequence[str], environment: Mapping[str, str] | None = None) -> str:
+    """Run a command in the root of the repository, to its end.
+
+    Args:
+        command: The program and its arguments.
+        environment: Environment variables beside those of this process.
+
+    Returns:
+        Its standard output.
+
+    Raises:
+        RuntimeError: It failed or was killed; the end of what it printed is in the text.
+    """
+    everything = {**os.environ, **(environment or {})}
+    run = subprocess.run(command, cwd=ROOT, env=everything, capture_output=True, text=True, check=False)
+    if run.returncode:
+        raise RuntimeError(
+            f"{shlex.join(command)} ended with {run.returncode}:\n{run.stdout[-5000:]}\n{run.stderr[-5000:]}"
+        )
+    return run.stdout
 
 
 def run_workers(
@@ -67,15 +99,11 @@ def run_workers(
     """
     command = [sys.executable, str(ROOT / "infra" / "launch.py"), "--backend", "local", "--prefix", "never"]
     command += ["--processes", str(processes), "--devices_per_process", str(devices), "--", "python", "-m", module]
-    everything = {**os.environ, **(environment or {})}
-    run = subprocess.run([*command, *arguments], capture_output=True, text=True, cwd=ROOT, env=everything)
-    found = figures_in(run.stdout)
-    if run.returncode or not found:
-        raise RuntimeError(
-            f"{module} {' '.join(arguments)} in {processes} processes ended with {run.returncode}:\n"
-            f"{run.stdout[-5000:]}\n{run.stderr[-5000:]}"
-        )
-    return found
+    output = run_command([*command, *arguments], environment)
+    figures = figures_in(output)
+    if not figures:
+        raise RuntimeError(f"{shlex.join([module, *arguments])}: no process reported a figure:\n{output[-5000:]}")
+    return figures
 
 
 def write_json(path: Path, rows: Mapping[str, Any] | Sequence[Any]) -> None:

@@ -122,8 +122,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         _, described, content, _ = body.split(start, 3)
         name = json.loads(described.split(b"\n\n", 1)[1])["name"]
         data = content.split(b"\n\n", 1)[1].removesuffix(b"\n")
-        self.server.bucket.write(f"{bucket}/{name}", data)
-        self._answer(200, _resource(name, data))
+        self._overwrite(bucket, query | {"name": name}, data)
 
     def do_DELETE(self) -> None:
         _, bucket, name, _ = self._asked()

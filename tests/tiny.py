@@ -1,7 +1,8 @@
 """A model and data so small that a test trains and samples in seconds; the same numbers on every mesh."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -154,6 +155,7 @@ def save_checkpoint(
     seed: int = 0,
     adapters: Any = None,
     opt_state: Callable[[Any], Any] = lambda trained: (),
+    facts: Mapping[str, str] = MappingProxyType({}),
 ) -> Any:
     """A training checkpoint with random weights and the demo's tokenizer beside it; the model, or adapters, in it."""
     mesh = make_mesh(mesh_shape)
@@ -172,7 +174,7 @@ def save_checkpoint(
         CheckpointerConfig(),
         path,
         Hosts(MemoryClient.hub(1)[0]) if hosts is None else hosts,
-        facts={},
+        facts=facts,
         run_config={"tokenizer": TOKENIZER},
         reported=lambda: None,
         model=model_spec(CONFIG, vocab_size(), adapters),

@@ -19,6 +19,7 @@ from lockstep.hosts.hosts import Hosts as Hosts
 from lockstep.hosts.hosts import ready_on_all as ready_on_all
 from lockstep.hosts.lease import LEASE as LEASE
 from lockstep.hosts.lease import giving_back_leases as giving_back_leases
+from lockstep.hosts.lease import leased as leased
 from lockstep.hosts.lease import take_lease as take_lease
 from lockstep.hosts.own_work import HostThread as HostThread
 from lockstep.hosts.own_work import Stopped as Stopped

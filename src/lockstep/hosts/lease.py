@@ -87,16 +87,24 @@ class Lease:
         before = self._read()
         if before is not None and not before.is_dead:
             self._wait_until_old(before)
-        self._write()
-        time.sleep(SETTLE_S)
-        if (holder := self._read()) is not None and holder.token != self._token:
-            raise self._refused(holder)
+        created = self._create(before)
+        if not created:
+            self._write()
+        if not created or self._filesystem is not None:  # not every bucket tells whether an object is new
+            time.sleep(SETTLE_S)
+            if (holder := self._read()) is not None and holder.token != self._token:
+                raise self._refused(holder)
         threading.Thread(target=self._renew, name="lockstep-lease", daemon=True).start()
         atexit.register(self.give_back)
+
+    def is_of(self, file: str) -> bool:
+        """Return whether it is written to a file, a path or URL."""
+        return self._path == (url_to_fs(file)[1] if "://" in file else file)
 
     def give_back(self) -> None:
         """Remove the lease, where it is still this job's."""
         self._given_back.set()
+        atexit.unregister(self.give_back)
         with contextlib.suppress(Exception):  # storage libraries have their own errors; an old lease is taken over
             call_storage(f"giving back {without_credentials(self._path)}", self._remove, GIVE_BACK_S)
 
@@ -146,16 +154,52 @@ class Lease:
             return typed(Holder, parse_json(text, self._path, dict, ""))
         return None
 
-    def _write(self) -> None:
+    def _create(self, before: Holder | None) -> bool:
+        """Write the lease where none is, which one job alone can do, however slow another is; whether it was written.
+
+        Args:
+            before: The holder whose lease may be taken over.
+
+        Raises:
+            ConfigError: Another job has written one meanwhile.
+        """
+        try:
+            if self._filesystem is not None:
+                self._filesystem.pipe_file(self._path, self._text(), mode="create")
+            else:
+                with self._draft() as draft:
+                    os.link(draft, self._path)
+        except FileExistsError:
+            holder = self._read()
+            if holder is not None and (before is None or holder.token != before.token):
+                raise self._refused(holder) from None
+            return False
+        except Exception:  # a file system without links, a bucket that cannot; storage libraries have their own
+            return False
+        return True
+
+    @contextlib.contextmanager
+    def _draft(self) -> Iterator[str]:
+        """The lease under another name, so that nobody reads a part of it."""
+        draft = f"{self._path}.{self._token}"
+        write_file(draft, self._text())
+        try:
+            yield draft
+        finally:
+            os.unlink(draft)
+
+    def _text(self) -> bytes:
         host, pid = socket.gethostname(), os.getpid()
         holder = Holder(
             token=self._token, host=host, machine=_machine(), pid=pid, started=_start_of(pid), renewed=time.time()
         )
-        text = json.dumps(dataclasses.asdict(holder)).encode()
+        return json.dumps(dataclasses.asdict(holder)).encode()
+
+    def _write(self) -> None:
         if self._filesystem is not None:
-            self._filesystem.pipe_file(self._path, text)
-            return
-        write_file(self._path, text)
+            self._filesystem.pipe_file(self._path, self._text())
+        else:
+            write_file(self._path, self._text())
 
     def _renew(self) -> None:
         while not self._given_back.wait(self._renew_s):
@@ -200,6 +244,30 @@ def take_lease(place: str | os.PathLike[str], *, file: str | os.PathLike[str] | 
     lease = Lease(place, file=file, fix=fix)
     lease.take()
     _LEASES.append(lease)
+
+
+@contextlib.contextmanager
+def leased(place: str | os.PathLike[str], file: str, fix: str) -> Iterator[None]:
+    """A context in which this process has the lease of a place, and gives it back unless it had it before.
+
+    Args:
+        place, file, fix: As of `Lease`; the directory of the file is made.
+
+    Raises:
+        ConfigError: Another job has it.
+        OSError: It cannot be written.
+    """
+    if any(lease.is_of(file) for lease in _LEASES):
+        yield
+        return
+    if "://" not in file:
+        Path(file).parent.mkdir(parents=True, exist_ok=True)
+    lease = Lease(place, file=file, fix=fix)
+    lease.take()
+    try:
+        yield
+    finally:
+        lease.give_back()
 
 
 @contextlib.contextmanager

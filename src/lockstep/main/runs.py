@@ -9,12 +9,12 @@ import secrets
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Final
 
 import draccus
 from rich.table import Table
 
-from lockstep.batch_inference import CheckpointFields, JobConfig, SampleConfig, checkpoint_at, load
+from lockstep.batch_inference import Checkpoint, CheckpointFields, JobConfig, SampleConfig, checkpoint_at, load
 from lockstep.batch_inference import sample as run_sample
 from lockstep.callback.evaluation import PREFIX, TaskResults, TaskRounds, TasksConfig
 from lockstep.config_fields import FilePath, check_fields
@@ -33,6 +33,8 @@ from lockstep.hosts import (
     start,
     take_lease,
 )
+from lockstep.json_text import parse_json
+from lockstep.limits import read_small
 from lockstep.main.arguments import name_words, parse_arguments
 from lockstep.models import export_hf, save_peft, save_target
 from lockstep.placement import make_mesh
@@ -43,6 +45,7 @@ from lockstep.terminal import console
 from lockstep.text import TEMPLATE_DATE, fetch_tokenizer, fix_template_date, load_tokenizer, tokenizer_digest
 from lockstep.training import (
     HF_DTYPES,
+    SavedModel,
     TrainConfig,
     TrainGrpoConfig,
     TrainLmConfig,
@@ -139,7 +142,7 @@ def evaluate(config: EvalConfig, hosts: Hosts) -> int:
         tokenizer = load_tokenizer(name, config.trust_remote_code, fetched, checkpoint.described_at)
         phase.agree({"checkpoint": checkpoint.fingerprint(), "tokenizer": tokenizer_digest(tokenizer)})
         mesh = make_mesh(config.trainer.mesh_shape)
-    date = fix_template_date(tokenizer, lambda: None, hosts.broadcast_from_leader)
+    date = fix_template_date(tokenizer, lambda: _kept_date(config, checkpoint), hosts.broadcast_from_leader)
     found: list[TaskResults | Exception] = []
     rounds = TaskRounds(
         "eval",
@@ -172,6 +175,20 @@ def evaluate(config: EvalConfig, hosts: Hosts) -> int:
                 if output is not None:
                     output.write(_scored(rounds, found))
     return 0
+
+
+SCORES: Final = "scores.json"
+
+
+def _kept_date(config: EvalConfig, checkpoint: Checkpoint) -> str | None:
+    """The date of the chat template in the run that trained the checkpoint, else in the evaluation that is there."""
+    if isinstance(checkpoint, SavedModel) and TEMPLATE_DATE in checkpoint.metadata.facts:
+        return checkpoint.metadata.facts[TEMPLATE_DATE]
+    path = Path(config.trainer.log_dir) / (config.trainer.run_id or "") / SCORES
+    if config.trainer.run_id is None or not path.exists():
+        return None
+    date: str | None = parse_json(read_small(path), str(path), dict, "Remove it.").get(TEMPLATE_DATE)
+    return date
 
 
 def name_tasks(arguments: Sequence[str]) -> list[str]:
@@ -212,7 +229,7 @@ class _Output:
         check_links(run_dir)
         run_dir.mkdir(parents=True, exist_ok=True)
         take_lease(run_dir)
-        self._rows, self._scores = run_dir / "tasks.jsonl", run_dir / "scores.json"
+        self._rows, self._scores = run_dir / "tasks.jsonl", run_dir / SCORES
         for path in (self._rows, self._scores):
             check_file(path)
         # Another evaluation is another W&B run: that of the last one has rows of the same step.

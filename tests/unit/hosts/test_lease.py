@@ -102,6 +102,24 @@ def test_one_that_is_given_back_meanwhile_is_taken(place):
     lease.give_back()
 
 
+def test_one_that_another_job_took_since_this_one_looked_is_refused(place):
+    """As of two that start at once, of which one is slow: the other has the lease before the first writes it."""
+
+    class Slow(Lease):
+        def _read(self):
+            holder = super()._read()
+            if "token" not in vars(other_lease):
+                other_lease.token = True
+                other_lease.take()
+            return holder
+
+    other_lease = Lease(place, renew_s=600)
+    with pytest.raises(ConfigError, match=f"process {os.getpid()} on .* another job writes there now"):
+        Slow(place).take()
+    assert holder_of(place)["token"] == other_lease._token
+    other_lease.give_back()
+
+
 OTHER = """
 import sys, time
 from lockstep.hosts.lease import Lease

@@ -4,6 +4,7 @@ import contextlib
 import json
 import subprocess
 import sys
+import time
 
 import fsspec
 import jax
@@ -19,7 +20,7 @@ from lockstep.main.runs import EvalConfig, ExportConfig, evaluate, export, name_
 from lockstep.models import load_hf, read_hf_config, save_target
 from lockstep.placement import make_mesh
 from lockstep.report import WANDB_RUN, read_jsonl
-from lockstep.text import load_tokenizer, tokenizer_digest
+from lockstep.text import TEMPLATE_DATE, load_tokenizer, tokenizer_digest
 from tests import tiny
 from tests.multiprocess.harness import run_threads
 from tests.tasks import NAMES, QUESTIONS, write_tasks
@@ -82,6 +83,35 @@ def test_tasks_on_a_checkpoint(tmp_path, capsys):
     assert line["eval/own_choice/acc"] == scores["own_choice"]["acc"] and line["eval/requests"] == 8
     printed = capsys.readouterr().out
     assert "own_words" in printed and str(tmp_path / "run" / "scores.json")[-20:] in printed.replace("\n", "")
+
+
+@pytest.mark.slow
+def test_scores_say_the_date_of_the_chat_template_and_a_later_evaluation_keeps_it(tmp_path, monkeypatch):
+    pytest.importorskip("lm_eval")
+    tiny.save_checkpoint(str(tmp_path / "undated"))
+    tiny.save_checkpoint(str(tmp_path / "dated"), facts={TEMPLATE_DATE: "2024-02-29"})
+
+    def date(zone, run_id, checkpoint="undated"):
+        """That of an evaluation in a zone."""
+        monkeypatch.setenv("TZ", zone)
+        time.tzset()
+        tokenizer = load_tokenizer(str(tmp_path / checkpoint / "tokenizer"))
+        tokenizer.chat_template = "{{ strftime_now('%d %b %Y') }}{{ messages[0].content }}"
+        tokenizer.save_pretrained(tmp_path / checkpoint / "tokenizer")
+        words = name_tasks([str(tmp_path / checkpoint), "--tasks", NAMES[1], "--tasks.limit", "1"])
+        words += ["--tasks.task_dir", write_tasks(tmp_path / "tasks"), "--trainer.log_dir", str(tmp_path)]
+        config = parse_arguments(EvalConfig, [*words, "--trainer.run_id", run_id, "--engine.page_size", "8"])
+        assert evaluate(config, alone()) == 0
+        return json.loads((tmp_path / run_id / "scores.json").read_text())[TEMPLATE_DATE]
+
+    try:
+        first, other = date("UTC+12", "first"), date("UTC-14", "other")
+        assert first != other, "there is no hour at which these zones have the same date"
+        assert date("UTC-14", "first") == first
+        assert date("UTC-14", "trained", "dated") == "2024-02-29"
+    finally:
+        monkeypatch.undo()
+        time.tzset()
 
 
 @pytest.fixture(scope="module")

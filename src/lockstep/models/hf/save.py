@@ -1,5 +1,6 @@
 """Saves a model as a Hugging Face checkpoint: every host writes files of its own, a bounded piece at a time."""
 
+import contextlib
 import itertools
 import json
 import os
@@ -11,7 +12,7 @@ from typing import Any, Protocol
 
 from lockstep.errors import ConfigError, PeerError
 from lockstep.files import write_file
-from lockstep.hosts import Hosts, current, digest, leader_only
+from lockstep.hosts import Hosts, current, digest, leader_only, leased
 from lockstep.models.families.registry import config_to_hf
 from lockstep.models.hf.files import INDEX_NAME
 from lockstep.models.hf.load import LOG_INTERVAL_S
@@ -61,7 +62,7 @@ def save_hf(
     the leader writes all of them. A piece of a tensor, of at most 32 MiB, is on each device at a time, gathered by a
     program that every host launches; a host has two such pieces in memory. A directory appears as a whole, a
     checkpoint that was there is replaced; at a URL, config.json is written last. What fails on one host fails on all,
-    and leaves no half checkpoint.
+    and leaves no half checkpoint. One job at a time saves to a path, by a lease beside the directory or at the URL.
 
     Args:
         model: The model, in any sharding. Adapters are merged, for which the devices hold a second copy of the weights
@@ -79,7 +80,7 @@ def save_hf(
 
     Raises:
         PeerError: A host could not write; its own error is the cause there.
-        ConfigError: No Hugging Face architecture computes the model.
+        ConfigError: No Hugging Face architecture computes the model, or another job saves to the path.
 
     Example:
         >>> import tempfile
@@ -160,7 +161,17 @@ class _Save:
         interrupted: Callable[[], bool],
     ) -> bool:
         """Save; return whether it was saved, or a host gave up."""
-        target = self._begin()
+        with contextlib.ExitStack() as lease:
+            return self._run(self._begin(lease), source, config, tokenizer, interrupted)
+
+    def _run(
+        self,
+        target: SaveTarget,
+        source: Source,
+        config: Mapping[str, Any],
+        tokenizer: SavesTokenizer | None,
+        interrupted: Callable[[], bool],
+    ) -> bool:
         try:
             try:
                 self._choose_writers(target)
@@ -181,12 +192,14 @@ class _Save:
             self._abort(target, together=isinstance(error, PeerError))
             raise
 
-    def _begin(self) -> SaveTarget:
-        """Make the place."""
+    def _begin(self, lease: contextlib.ExitStack) -> SaveTarget:
+        """Make the place; the leader has its lease until the stack is closed."""
 
         def begin() -> bytes:
             token = secrets.token_hex(4)
-            save_target(self._path, token).begin()
+            target = save_target(self._path, token)
+            lease.enter_context(leased(self._path, target.lease, fix="path"))
+            target.begin()
             return token.encode()
 
         token = self._hosts.broadcast_from_leader("begin", begin).decode(errors="replace")

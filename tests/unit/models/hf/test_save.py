@@ -1,4 +1,6 @@
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -216,3 +218,48 @@ def test_a_model_is_saved_by_a_loop_that_computes_in_64_bits(tmp_path: Path) -> 
     with jax.enable_x64(True):
         save_hf(model, tmp_path / "out")
     assert same(load(tmp_path / "out"), model)
+
+
+SAVING = """
+import sys, time
+from pathlib import Path
+
+import jax
+from lockstep.models import load_hf, save_hf
+from lockstep.placement import PARAMETER_AXES, make_mesh
+
+source, path, go = sys.argv[1:]
+
+def interrupted():  # asked for while files are written
+    print("saving", flush=True)
+    while not Path(go).exists():
+        time.sleep(0.05)
+    return False
+
+save_hf(load_hf(source, make_mesh("1,1,1", jax.devices()[:1]), PARAMETER_AXES), path, interrupted=interrupted)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("killed", [False, True])
+def test_two_jobs_that_save_to_a_path_do_not_spoil_each_other(killed: bool, tmp_path: Path) -> None:
+    path, go = tmp_path / "deeper" / "out", tmp_path / "go"
+    arguments = [str(GOLDEN / "qwen2"), str(path), str(go)]
+    other = subprocess.Popen([sys.executable, "-c", SAVING, *arguments], stdout=subprocess.PIPE, text=True)
+    try:
+        assert other.stdout is not None and other.stdout.readline() == "saving\n"
+        mine = changed(load(GOLDEN / "qwen2"))
+        if killed:
+            other.kill()
+            other.wait()
+        else:
+            with pytest.raises(PeerError, match=f"process {other.pid} on .* has its lease.* choose another path"):
+                save_hf(mine, path)
+            go.touch()
+            assert other.wait(timeout=120) == 0
+            assert same(load(path), load(GOLDEN / "qwen2")), "what the other saved is whole"
+        save_hf(mine, path)
+        assert same(load(path), mine) and [file.name for file in path.parent.iterdir()] == ["out"]
+    finally:
+        other.kill()
+        other.wait()

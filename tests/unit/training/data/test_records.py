@@ -5,7 +5,10 @@ import gzip
 import json
 import lzma
 import os
+import subprocess
+import sys
 import tracemalloc
+from pathlib import Path
 
 import pytest
 import zstandard
@@ -278,30 +281,44 @@ def write_packed(path, text):
     path.write_bytes(pack.get(path.suffix, lambda: text)())
 
 
-@pytest.mark.parametrize("name", ["a.txt", "a.txt.gz", "a.txt.zst"])
-@pytest.mark.parametrize("piece", [b" ", b"x" * 999 + b"\n"])
-def test_a_text_without_end_is_a_bad_row_and_not_in_memory(tmp_path, monkeypatch, name, piece):
-    monkeypatch.setattr(records, "TEXT_BYTES", 3 << 20)
-    write_packed(tmp_path / name, piece * ((120 << 20) // len(piece)))
-    (file,) = list_files(str(tmp_path / name), "data.train_urls")
-    tracemalloc.start()
-    try:
-        ((_, _, record),) = read_piece(file, 0, 1, ())
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-    assert isinstance(record, BadRow) and "has more than 3,145,728 bytes of text" in str(record)
-    assert peak < 80 << 20
+ENDLESS, PIECES = 120 << 20, {"spaces": b" ", "lines": b"x" * 999 + b"\n"}
+TRACED = {
+    **{f"{piece} {name}": name for name in ("a.txt", "a.txt.gz", "a.txt.zst") for piece in PIECES},
+    **{name: name for name in ("a.jsonl.gz", "a.jsonl.zst")},
+}
 
 
-@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst"])
-def test_a_compressed_line_without_end_is_a_bad_row_and_the_next_is_read(tmp_path, name):
-    write_packed(tmp_path / name, b'{"text": "' + b" " * (120 << 20) + b'"}\n{"text": "b"}\n')
-    (file,) = list_files(str(tmp_path / name), "data.train_urls")
+def traced_read(case, directory):
+    """The records of a file of 120 MiB, bad ones as their text in a list, and the most bytes that reading it took."""
+    path = Path(directory) / TRACED[case]
+    piece = PIECES.get(case.partition(" ")[0])
+    line = b'{"text": "' + b" " * ENDLESS + b'"}\n{"text": "b"}\n'
+    write_packed(path, line if piece is None else piece * (ENDLESS // len(piece)))
+    (file,) = list_files(str(path), "data.train_urls")
     tracemalloc.start()
-    try:
-        (_, _, long), (_, _, short) = read_piece(file, 0, 1, (), max_line_bytes=1 << 20)
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-    assert isinstance(long, BadRow) and short == {"text": "b"} and peak < 80 << 20
+    rows = [row for _, _, row in read_piece(file, 0, 1, (), **({"max_line_bytes": 1 << 20} if piece is None else {}))]
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    return [[str(row)] if isinstance(row, BadRow) else row for row in rows], peak
+
+
+@pytest.fixture(scope="module")
+def traced(tmp_path_factory):
+    """What `traced_read` gives of each case, in a process of its own: other threads of this one take memory too."""
+    script = f"""
+import json
+from tests.unit.training.data.test_records import TRACED, records, traced_read
+records.TEXT_BYTES = 3 << 20
+print(json.dumps({{case: traced_read(case, {str(tmp_path_factory.mktemp("traced"))!r}) for case in TRACED}}))
+"""
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    return json.loads(run.stdout)
+
+
+@pytest.mark.parametrize("case", TRACED)
+def test_what_has_no_end_is_a_bad_row_and_not_in_memory(traced, case):
+    """The row after a compressed line is read."""
+    (bad, *rest), peak = traced[case]
+    assert rest == ([{"text": "b"}] if "jsonl" in case else []) and peak < 80 << 20
+    assert isinstance(bad, list) and ("jsonl" in case or "has more than 3,145,728 bytes of text" in bad[0])
