@@ -14,7 +14,7 @@ export JAX_PLATFORMS := cpu
 # tests/isolation.py makes the environment of the tests; these pytest reads before it.
 unexport PYTEST_ADDOPTS PYTEST_PLUGINS PYTHONPATH PYTHONHOME PYTHONWARNINGS
 
-.PHONY: help setup setup-tests demo rl-demo test slow nightly test-jax-0.12 test-newest fuzz docs lint format types
+.PHONY: help setup setup-tests demo rl-demo test slow nightly test-jax-0.12 test-newest fuzz docs links lint format types
 help: ## show this list
 	@echo "Usage: make TARGET"
 	@sed -nE 's/^([a-z0-9.-]+):.*## (.*)/  make \1|\2/p' $(MAKEFILE_LIST) | column -t -s '|' 2>/dev/null \
@@ -67,6 +67,9 @@ docs: ## build the documentation site in build/site; a link or an anchor that le
 	@scripts/setup.sh dev docs levanter tunix
 	@NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build --quiet --strict
 	@echo "docs: open build/site/index.html"
+
+links: ## look at every outside link of the documents, which needs a network; .github/workflows/site.yml does each week
+	@python3 scripts/check_links.py
 
 lint: setup ## check style and formatting, scripts, and words and lengths of the documents
 	@$(PYTHON) -m ruff check .

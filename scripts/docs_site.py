@@ -20,6 +20,8 @@ from docs.images import make_architecture
 ROOT = Path(__file__).resolve().parents[1]
 MADE = {"api.md": "make_api_docs.py", "configuration.md": "make_config_docs.py", "faults.md": "make_fault_docs.py"}
 """Pages of the site that a script writes, with the script: its `render` returns the page."""
+STANDS_FOR = {"#configuration": "configuration.md", "#python-api": "api.md", "#faults": "faults.md"}
+"""Sections of support.md, with the pages of `MADE` that links to them lead to on the site: elsewhere there are none."""
 PLACE = "repository"
 """The folder of the site with the pages of such files."""
 LINK = re.compile(r"(\]\()(?!https?://|mailto:|#)([^)#\s]+)((?:#[^)\s]*)?\))")
@@ -91,6 +93,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         target = (source.parent / match[2]).resolve()
         if not target.exists() or ROOT not in target.parents:
             return match[0]  # mkdocs says what is wrong with it
+        if target == ROOT / "docs" / "support.md" and match[3][:-1] in STANDS_FOR:
+            return match[1] + ups + STANDS_FOR[match[3][:-1]] + ")"
         uri = target.relative_to(ROOT / "docs").as_posix() if ROOT / "docs" in target.parents else site_path(target)
         return match[1] + ups + uri + match[3]
 

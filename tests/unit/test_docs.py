@@ -1,23 +1,25 @@
 """What the documentation says is there: names of files and code, numbers, pictures, messages, public names.
 
-Links and anchors are checked by ``make docs``.
+Anchors, and links inside the site, are checked by ``make docs``.
 """
 
 import contextlib
 import doctest
 import functools
+import http.server
 import inspect
 import re
 import signal
 import subprocess
 import sys
+import threading
 from types import SimpleNamespace
 
 import pytest
 
 import lockstep
 from lockstep.report import NoopTracker
-from scripts import make_api_docs, make_config_docs, make_fault_docs
+from scripts import check_links, make_api_docs, make_config_docs, make_fault_docs
 from tests import snippets
 from tests.extras import NEEDS_CLIENTS
 from tests.snippets import ROOT
@@ -78,6 +80,54 @@ def test_files_and_names_of_code_exist(page):
     wrong = [file for file in file_names(text) if not (file in known or any((root / file).exists() for root in roots))]
     wrong += [code for code in re.findall(r"`(\w+\(\)|[A-Z]\w+\.\w+)`", prose(text)) if not is_defined(code)]
     assert not wrong
+
+
+@pytest.mark.parametrize("page", [pytest.param(page, id=name(page)) for page in snippets.PAGES])
+def test_links_lead_to_files_of_the_repository(page):
+    """Where no site is built too, as on GitHub: pages of `MADE` are in no commit."""
+    links = re.findall(r"\]\((?!https?:|mailto:|#)([^)#\s]+)", prose(text_of(page)))
+    assert not [link for link in links if not (page.parent / link).exists()]
+
+
+class Answers(http.server.BaseHTTPRequestHandler):
+    """A server that answers with the number in the path; ``/get405`` knows no HEAD; ``/to404`` leads to the first."""
+
+    def do_HEAD(self, get=False):
+        moved = self.path == "/to404"
+        code = 302 if moved else 200 if get and self.path == "/get405" else int(self.path[-3:])
+        self.send_response(code)
+        self.send_header("Location" if moved else "Content-Length", "/404" if moved else "0")
+        self.end_headers()
+
+    def do_GET(self):
+        self.do_HEAD(get=True)
+
+    def log_message(self, *_):
+        pass
+
+
+def test_outside_links_that_are_dead_are_found(tmp_path, monkeypatch, capsys):
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Answers) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        found = check_links.faults(f"{url}/{path}" for path in ("200", "get405", "404", "410", "to404", "403", "503"))
+        (tmp_path / "one.md").write_text("[a](https://a.test/200#part), https://b.test/404.")
+        monkeypatch.setattr(
+            check_links, "fault", lambda link: (False, "") if "200" in link else (True, "404 Not Found")
+        )
+        assert check_links.main(tmp_path) == 1
+        server.shutdown()
+    assert {link.rpartition("/")[2]: dead for link, (dead, _) in found.items()} == {
+        "404": True, "410": True, "to404": True, "403": False, "503": False,
+    }  # fmt: skip
+    (tmp_path / "one.md").write_text(
+        f"[a](https://a.test/200#part), https://b.test/404. {url}/404 http://localhost/404"
+    )
+    monkeypatch.setattr(check_links, "fault", lambda link: ("404" in link, "404 Not Found" * ("404" in link)))
+    assert check_links.main(tmp_path) == 1
+    assert capsys.readouterr().out == "dead: https://b.test/404: 404 Not Found (one.md)\n2 links, 1 dead\n"
+    monkeypatch.setattr(check_links, "fault", lambda link: (True, "Name or service not known"))
+    assert check_links.main(tmp_path) == 2 and "This needs a network" in capsys.readouterr().out
 
 
 def test_pages_that_the_code_names_exist():

@@ -53,6 +53,18 @@ def test_only_who_publishes_may_and_the_release_runs_nothing_that_somebody_can_c
     assert re.findall("-m build(.*)", text) == [" --no-isolation"]  # isolated, it fetches setuptools
 
 
+def test_the_site_is_published_from_main_by_who_may_and_by_known_actions():
+    text = TEXT["site.yml"]
+    whole = yaml.safe_load(text)
+    rights = {name: job["permissions"] for name, job in whole["jobs"].items() if "permissions" in job}
+    assert whole["permissions"] == {"contents": "read"} and whole[True]["push"] == {"branches": ["main"]}
+    assert rights == {"publish": {"pages": "write", "id-token": "write"}} and "secrets." not in text
+    assert all(re.fullmatch(r"[\w./-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+", use) for use in re.findall("uses: *(.*)", text))
+    assert not [step for step in whole["jobs"]["publish"]["steps"] if "run" in step]
+    built = yaml.safe_load((ROOT / "mkdocs.yml").read_text().partition("\nmarkdown_extensions")[0])["site_dir"]
+    assert whole["jobs"]["build"]["steps"][-1]["with"]["path"] == built
+
+
 def installed(name, digest, *requirements, url="https://files.example/a.whl", **more):
     """A package as pip's report has it."""
     metadata = {"name": name, "version": "1.0", "requires_dist": list(requirements)} | more
