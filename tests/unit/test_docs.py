@@ -111,11 +111,6 @@ def test_outside_links_that_are_dead_are_found(tmp_path, monkeypatch, capsys):
         threading.Thread(target=server.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{server.server_port}"
         found = check_links.faults(f"{url}/{path}" for path in ("200", "get405", "404", "410", "to404", "403", "503"))
-        (tmp_path / "one.md").write_text("[a](https://a.test/200#part), https://b.test/404.")
-        monkeypatch.setattr(
-            check_links, "fault", lambda link: (False, "") if "200" in link else (True, "404 Not Found")
-        )
-        assert check_links.main(tmp_path) == 1
         server.shutdown()
     assert {link.rpartition("/")[2]: dead for link, (dead, _) in found.items()} == {
         "404": True, "410": True, "to404": True, "403": False, "503": False,
