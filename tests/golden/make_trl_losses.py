@@ -9,10 +9,13 @@ Needs a Python of its own, because the tests run without torch. Made with Python
 ``logprobs``, ``old_logprobs``, ``reference_logprobs``, ``drawn_logprobs``, ``mask`` and ``advantage``.
 Those of pairs, ``pairs/<case>/…`` with gradients ``[pair, 2]``, are of ``pairs/policy``, sums of log-probabilities of
 the chosen and the rejected response, and ``pairs/length``, their tokens. In a case that ends with ``_smoothed`` a
-tenth of the labels are wrong.
+tenth of the labels are wrong. Cases with an entropy bonus have gradients ``[row, target, vocab]``, of
+``entropy/logits``. ``rloo_kl_in_reward/advantages`` are of the rewards ``advantage``, in groups of three.
 """
 
+import inspect
 import pathlib
+import textwrap
 from collections import defaultdict
 from types import SimpleNamespace
 from typing import Any
@@ -23,8 +26,9 @@ from trl.experimental.cpo.cpo_trainer import CPOTrainer
 from trl.experimental.orpo.orpo_trainer import ORPOTrainer
 from trl.trainer.grpo_trainer import GRPOTrainer
 from trl.trainer.rloo_trainer import RLOOTrainer
+from trl.trainer.utils import entropy_from_logits, selective_log_softmax
 
-ROWS, TARGETS = 6, 9
+ROWS, TARGETS, VOCAB = 6, 9, 11
 CLIP = {"epsilon_low": 0.2, "epsilon_high": 0.28}
 CASES: dict[str, dict[str, Any]] = {
     "grpo": {"loss_type": "grpo"},
@@ -35,6 +39,8 @@ CASES: dict[str, dict[str, Any]] = {
     "gspo": {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon_low": 0.05, "epsilon_high": 0.07},
     "cispo": {"loss_type": "cispo", "epsilon_high": 1.28},  # TRL's is the bound itself
     "rloo": {"trainer": RLOOTrainer},
+    "dapo_entropy": {"loss_type": "dapo", "entropy_coef": 0.4},
+    "cispo_entropy": {"loss_type": "cispo", "epsilon_high": 1.28, "entropy_coef": 0.4},
     **{
         f"importance_{mode}": {"loss_type": "grpo", "importance": mode}
         for mode in ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
@@ -53,17 +59,27 @@ def importance(mode: str, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
 
 def case_of(case: dict[str, Any], inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     settings = CLIP | {"beta": 0.0, "delta": None, "importance_sampling_level": "token", "loss_type": None} | case
-    logprobs = inputs["logprobs"].clone().requires_grad_()
     mask = inputs["mask"].float()
+    if bonus := case.get("entropy_coef", 0.0):
+        leaf = inputs["entropy/logits"].clone().requires_grad_()
+        logprobs, entropies = selective_log_softmax(leaf, inputs["entropy/tokens"]), entropy_from_logits(leaf)
+    else:
+        leaf = logprobs = inputs["logprobs"].clone().requires_grad_()
+        entropies = torch.zeros_like(logprobs)
     same = SimpleNamespace(
-        gather=lambda x: x, gather_for_metrics=lambda x: x, reduce=lambda x, reduction: x, num_processes=1
+        gather=lambda x: x,
+        gather_for_metrics=lambda x: x,
+        reduce=lambda x, reduction: x,
+        num_processes=1,
+        sync_gradients=True,
     )
     trainer = SimpleNamespace(
         **{name: settings[name] for name in (*CLIP, "beta", "importance_sampling_level", "loss_type")},
-        _get_per_token_logps_and_entropies=lambda *_, **__: (logprobs, torch.zeros_like(logprobs), None),
+        _get_per_token_logps_and_entropies=lambda *_, **__: (logprobs, entropies, None),
         args=SimpleNamespace(delta=settings["delta"], use_bias_correction_kl=False, steps_per_generation=1),
         accelerator=same, model=SimpleNamespace(training=True), max_completion_length=TARGETS,
-        aux_loss_enabled=False, top_entropy_quantile=1.0, off_policy_mask_threshold=None, _entropy_bonus_enabled=False,
+        aux_loss_enabled=False, top_entropy_quantile=1.0, off_policy_mask_threshold=None,
+        _entropy_bonus_enabled=bool(bonus), entropy_coef=bonus, use_adaptive_entropy=False,
         current_gradient_accumulation_steps=1, _metrics=defaultdict(lambda: defaultdict(list)),
         use_vllm="importance" in case, vllm_importance_sampling_correction=True,
     )  # fmt: skip
@@ -82,7 +98,21 @@ def case_of(case: dict[str, Any], inputs: dict[str, torch.Tensor]) -> tuple[torc
         batch["importance_sampling_ratio"] = importance(case["importance"], inputs)
     loss = settings.get("trainer", GRPOTrainer)._compute_loss(trainer, None, batch)
     loss.backward()
-    return loss.detach(), logprobs.grad
+    return loss.detach(), leaf.grad
+
+
+def advantages_with_divergence(inputs: dict[str, torch.Tensor], beta: float, size: int) -> torch.Tensor:
+    """By the lines of `RLOOTrainer._generate_and_score_completions` from the divergence to the advantages."""
+    source = inspect.getsource(RLOOTrainer._generate_and_score_completions)
+    begin, end = source.index("        # Include the KL penalty"), source.index("        # Normalize advantages over")
+    names = {
+        "self": SimpleNamespace(beta=beta), "torch": torch, "gather": lambda x: x, "nanstd": lambda x, dim: x.std(dim),
+        "num_generations": size, "rewards": inputs["advantage"].clone(), "completion_mask": inputs["mask"].float(),
+        "old_per_token_logps": inputs["old_logprobs"], "ref_per_token_logps": inputs["reference_logprobs"],
+    }  # fmt: skip
+    exec(textwrap.dedent(source[begin:end]), names)
+    advantages: torch.Tensor = names["advantages"]
+    return advantages
 
 
 def pair_case(name: str, policy: torch.Tensor, length: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -115,7 +145,11 @@ def main() -> None:
         "mask": torch.rand(ROWS, TARGETS, generator=generator) < 0.7,
         "advantage": torch.randn(ROWS, generator=generator),
     }  # fmt: skip
+    others = torch.Generator().manual_seed(1)
+    inputs["entropy/logits"] = 2 * torch.randn(ROWS, TARGETS, VOCAB, generator=others)
+    inputs["entropy/tokens"] = torch.randint(0, VOCAB, (ROWS, TARGETS), generator=others)
     arrays = {name: value.numpy() for name, value in inputs.items()}
+    arrays["entropy/mean"] = entropy_from_logits(inputs["entropy/logits"])[inputs["mask"]].mean().numpy()
     for name, case in CASES.items():
         loss, gradient = case_of(case, inputs)
         arrays |= {f"{name}/loss": loss.numpy(), f"{name}/gradient": gradient.numpy()}
@@ -127,6 +161,7 @@ def main() -> None:
         losses, gradient = pair_case(name, policy, length)
         arrays |= {f"pairs/{name}/loss": losses.numpy(), f"pairs/{name}/gradient": gradient.numpy()}
         print(f"{name}: {losses.mean():.6f}")
+    arrays["rloo_kl_in_reward/advantages"] = advantages_with_divergence(inputs, beta=0.3, size=3).numpy()
     np.savez_compressed(pathlib.Path(__file__).parent / "trl_losses.npz", **arrays)
 
 

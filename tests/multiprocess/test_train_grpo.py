@@ -46,8 +46,9 @@ def outcome(trainer, rollouts, spy):
 
 
 def body_meshes(hosts, mesh_shapes):
-    """A rollout with two updates on each mesh, with a reference and the trainer's log-probabilities."""
+    """A rollout with two updates on each mesh, with a reference, the trainer's log-probabilities and the entropy."""
     loss = {"use_rollout_logprobs": False, "importance_cap": 2.0, "kl_coefficient": 0.05}
+    loss |= {"kl_in_reward": True, "entropy_coefficient": 0.01}
     results = []
     for mesh_shape in mesh_shapes:
         with pytest.MonkeyPatch.context() as patch:

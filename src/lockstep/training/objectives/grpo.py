@@ -10,7 +10,12 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from lockstep.errors import ConfigError
-from lockstep.training.objectives.logprobs import LossParts, target_mask, token_logprobs
+from lockstep.training.objectives.logprobs import (
+    LossParts,
+    target_mask,
+    token_logprobs,
+    token_logprobs_and_entropies,
+)
 from lockstep.training.objectives.policy_loss import GrpoFields, mean_shares, policy_loss
 
 
@@ -25,12 +30,12 @@ def k1(log_ratio: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
 
 def k2(log_ratio: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
     """Return half the squared log-ratio: of low variance, biased."""
-    return jnp.square(log_ratio) / 2
+    return log_ratio**2 / 2
 
 
 def k3(log_ratio: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
     """Return the ratio less 1 less the log-ratio: unbiased, never negative (equation 4 of arXiv 2402.03300)."""
-    return jnp.expm1(log_ratio) - log_ratio
+    return log_ratio.__array_namespace__().expm1(log_ratio) - log_ratio
 
 
 KL_ESTIMATORS: Final[Mapping[str, Callable[[Float[Array, "*shape"]], Float[Array, "*shape"]]]] = {
@@ -38,7 +43,8 @@ KL_ESTIMATORS: Final[Mapping[str, Callable[[Float[Array, "*shape"]], Float[Array
     "k2": k2,
     "k3": k3,
 }
-"""Estimators of a Kullback-Leibler divergence from samples (Schulman 2020, http://joschu.net/blog/kl-approx.html)."""
+"""Estimators of a Kullback-Leibler divergence from samples (Schulman 2020, http://joschu.net/blog/kl-approx.html), of
+arrays of JAX or NumPy."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,7 +84,29 @@ class GrpoConfig(GrpoFields):
 
     def needs_old_logprobs(self, *, on_policy: bool) -> bool:
         """Whether the trainer's log-probabilities of a rollout have to be computed before its first update."""
-        return not self.use_rollout_logprobs and not on_policy
+        return not self.use_rollout_logprobs and (self.kl_in_reward or not on_policy)
+
+    @property
+    def divergence(self) -> Callable[[Float[Array, "*shape"]], Float[Array, "*shape"]]:
+        """The function of ``kl_estimator``."""
+        return KL_ESTIMATORS[self.kl_estimator or ("k1" if self.kl_in_reward else "k3")]
+
+    def answer_divergences(
+        self, columns: Mapping[str, np.ndarray], answers: Bool[np.ndarray, "row position"]
+    ) -> Float[np.ndarray, " row"]:
+        r"""Return the divergence of each answer, which ``kl_in_reward`` takes from its reward.
+
+        :math:`\sum_t \mathrm{kl}(\log \pi_{ref}(t) - \log \pi_{old}(t))`, with :math:`\pi_{old}` the policy before the
+        first update of the rollout. In NumPy and float64, so that every host has the same bits.
+
+        Args:
+            columns: Those of `columns`, with the log-probabilities filled in.
+            answers: True for the tokens of the answers, those that nothing is learned from included.
+        """
+        old = columns["rollout_logprobs" if self.use_rollout_logprobs else "old_logprobs"]
+        log_ratio = np.where(answers, columns["reference_logprobs"].astype(np.float64) - old, 0.0)
+        divergences: Float[np.ndarray, " row"] = np.sum(self.divergence(_bounded(log_ratio)), axis=1)
+        return divergences
 
     def __call__(self, model: Any, batch: Mapping[str, Array]) -> LossParts:
         """Return the loss of sampled answers, see `grpo_parts`.
@@ -91,9 +119,13 @@ class GrpoConfig(GrpoFields):
                 where `columns` has them, ``old_logprobs`` (the trainer's, before the first update of the rollout) and
                 ``reference_logprobs``.
         """
-        logprobs = self.answer_logprobs(model, batch["tokens"])
-        others = {name: batch[name][:, 1:] for name in batch if name.endswith("_logprobs")}
-        return grpo_parts(self, logprobs, batch["advantage"], target_mask(batch), **others)
+        tokens = {"tokens": batch["tokens"]}
+        columns = {name: batch[name][:, 1:] for name in batch if name.endswith("_logprobs")}
+        if self.entropy_coefficient:
+            logprobs, columns["entropies"] = token_logprobs_and_entropies(model, tokens, **self._softmax)
+        else:
+            logprobs = token_logprobs(model, tokens, **self._softmax)
+        return grpo_parts(self, logprobs, batch["advantage"], target_mask(batch), **columns)
 
     def answer_logprobs(self, model: Any, tokens: Int[Array, "row position"]) -> Float[Array, "row target"]:
         """Return the log-probability of each token but the first under the policy, from the tokens before it.
@@ -101,7 +133,11 @@ class GrpoConfig(GrpoFields):
         Args:
             model: The model in the compute type, called as in `token_logprobs`.
         """
-        return token_logprobs(model, {"tokens": tokens}, temperature=self.temperature, vocab_size=self.vocab_size)
+        return token_logprobs(model, {"tokens": tokens}, **self._softmax)
+
+    @property
+    def _softmax(self) -> dict[str, Any]:
+        return {"temperature": self.temperature, "vocab_size": self.vocab_size}
 
 
 def grpo_parts(
@@ -112,9 +148,10 @@ def grpo_parts(
     rollout_logprobs: Float[Array, "row target"],
     old_logprobs: Float[Array, "row target"] | None = None,
     reference_logprobs: Float[Array, "row target"] | None = None,
+    entropies: Float[Array, "row target"] | None = None,
 ) -> LossParts:
     r"""Sums of the losses of tokens (`PolicyLoss.token_losses`) and, with a reference, :math:`\beta` times the
-    divergence from it.
+    divergence from it, unless that is in the reward; less the coefficient of the entropy times its mean.
 
     Args:
         mask: True for the tokens of the answers; a row without any counts for nothing.
@@ -123,13 +160,14 @@ def grpo_parts(
             first update, or with ``use_rollout_logprobs``.
         reference_logprobs: The log-probability of each token under the reference model; None without
             ``kl_coefficient``.
+        entropies: The entropy of the distribution of each token; None without ``entropy_coefficient``.
 
     Returns:
         Sums with metrics: ``ratio`` and ``ratio_gap`` (its mean, and its mean distance from 1), ``clipped`` (share
-        whose gradient the clipping takes away), ``entropy`` (the mean of the negative log-probabilities, an estimate),
-        ``logprob_gap`` and ``logprob_gap_signed`` (how far the log-probabilities of the trainer are from those of the
-        engine for the same weights, while the rollout is new), and, where they are used, ``importance`` and ``kl``. All
-        are those of the policy, at its temperature.
+        whose gradient the clipping takes away), ``entropy`` (the mean of ``entropies``; without them that of the
+        negative log-probabilities, an estimate), ``logprob_gap`` and ``logprob_gap_signed`` (how far the
+        log-probabilities of the trainer are from those of the engine for the same weights, while the rollout is new),
+        and, where they are used, ``importance`` and ``kl``. All are those of the policy, at its temperature.
     """
     trainer_old = jax.lax.stop_gradient(logprobs) if old_logprobs is None else old_logprobs
     old = rollout_logprobs if config.use_rollout_logprobs else trainer_old
@@ -146,7 +184,7 @@ def grpo_parts(
         "ratio": ratio,
         "ratio_gap": jnp.abs(ratio - 1),
         "clipped": clipped,
-        "entropy": -logprobs,
+        "entropy": -logprobs if entropies is None else within(entropies),
         "logprob_gap": jnp.abs(gap),
         "logprob_gap_signed": gap,
     }
@@ -155,22 +193,24 @@ def grpo_parts(
         losses = losses * metrics["importance"]
     if config.kl_coefficient:
         assert reference_logprobs is not None, "kl_coefficient needs reference_logprobs"
-        metrics["kl"] = KL_ESTIMATORS[config.kl_estimator](_bounded(within(reference_logprobs - logprobs)))
-        losses = losses + config.kl_coefficient * metrics["kl"]
+        metrics["kl"] = config.divergence(_bounded(within(reference_logprobs - logprobs)))
+        if not config.kl_in_reward:
+            losses = losses + config.kl_coefficient * metrics["kl"]
     shares, weight = mean_shares(mask, loss.MEAN_OVER)
-    return LossParts(
-        total=jnp.sum(loss.shares(mask) * losses),
-        weight=weight,
-        metrics={name: jnp.sum(shares * values) for name, values in metrics.items()},
-    )
+    sums = {name: jnp.sum(shares * values) for name, values in metrics.items()}
+    total = jnp.sum(loss.shares(mask) * losses)
+    if config.entropy_coefficient:
+        assert entropies is not None, "entropy_coefficient needs entropies"
+        total = total - config.entropy_coefficient * sums["entropy"]
+    return LossParts(total=total, weight=weight, metrics=sums)
 
 
 LARGEST_LOG_RATIO: Final = 20.0
 """Ratios are within e to this power and its inverse, as verl's: beyond it float32 would make a loss infinite."""
 
 
-def _bounded(log_ratio: Float[Array, "row target"]) -> Float[Array, "row target"]:
-    return jnp.clip(log_ratio, -LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
+def _bounded(log_ratio: Any) -> Any:
+    return log_ratio.__array_namespace__().clip(log_ratio, -LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
 
 
 def _importance(config: GrpoConfig, gap: Float[Array, "row target"], cap: float) -> Float[Array, "row target"]:

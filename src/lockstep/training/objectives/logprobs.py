@@ -17,7 +17,7 @@ from lockstep.engine import ExactForward, exact_logprobs
 from lockstep.errors import ConfigError
 from lockstep.models import EngineRouting, LlamaConfig, RouterSums, read_decoder, value_with_gradient_of
 from lockstep.models.attention import SplitPositions
-from lockstep.training.objectives.vocab_blocks import VocabBlocks, logits_fit, softmax_inputs
+from lockstep.training.objectives.vocab_blocks import VocabBlocks, logits_fit, softmax_inputs, weighted
 
 
 class LossParts(NamedTuple):
@@ -119,6 +119,29 @@ def token_logprobs(
     Raises:
         ConfigError: The batch has segment ids, and the model takes none.
     """
+    return _logprobs(model, batch, temperature, vocab_size, entropy=False)[0]
+
+
+def token_logprobs_and_entropies(
+    model: Any, batch: Mapping[str, Array], *, temperature: float = 1.0, vocab_size: int | None = None
+) -> tuple[Float[Array, "... target"], Float[Array, "... target"]]:
+    r"""Return what `token_logprobs` returns, and the entropy of the distribution of each of these tokens.
+
+    :math:`H = -\sum_v p_v \log p_v` in nats, over the whole vocabulary, not an estimate from the token that was drawn.
+    It is summed by the same blocks of the vocabulary, and its gradient too.
+
+    Raises:
+        ConfigError: The batch has segment ids, and the model takes none.
+    """
+    logprobs, entropies = _logprobs(model, batch, temperature, vocab_size, entropy=True)
+    assert entropies is not None
+    return logprobs, entropies
+
+
+def _logprobs(
+    model: Any, batch: Mapping[str, Array], temperature: float, vocab_size: int | None, *, entropy: bool
+) -> tuple[Array, Array | None]:
+    """The log-probability of each token but the first, and the entropy where it is asked for."""
     shape = batch["tokens"].shape
     # Axes between row and position are the inner ones, so that this reshape moves nothing between devices.
     tokens: Int[Array, "row position"] = batch["tokens"].reshape(-1, shape[-1])
@@ -144,16 +167,20 @@ def token_logprobs(
             vocab_size=vocab_size,
         )
         if blocks is None:
-            found = _picked(model.logits(states), targets, temperature, vocab_size)
+            logprobs, entropies = _picked(model.logits(states), targets, temperature, vocab_size, entropy)
         else:
-            rows = states.rearrange(("batch", "position", "embed")).array
-            found = blocks(rows, model.lm_head_array().array, targets)
+            rows, head = states.rearrange(("batch", "position", "embed")).array, model.lm_head_array().array
+            logprobs, entropies = (
+                blocks.with_entropy(rows, head, targets) if entropy else (blocks(rows, head, targets), None)
+            )
     else:
         _check_arguments(model, len(inputs))
-        found = _picked(model(*inputs), targets, temperature, vocab_size)
-    found = _whole_rows(found)
-    found = found[:, :-1] if exact is None else value_with_gradient_of(exact.logprobs, found[:, :-1])
-    return found.reshape(*shape[:-1], -1)
+        logprobs, entropies = _picked(model(*inputs), targets, temperature, vocab_size, entropy)
+    logprobs = _whole_rows(logprobs)[:, :-1]
+    logprobs = logprobs if exact is None else value_with_gradient_of(exact.logprobs, logprobs)
+    if entropies is not None:
+        entropies = _whole_rows(entropies)[:, :-1].reshape(*shape[:-1], -1)
+    return logprobs.reshape(*shape[:-1], -1), entropies
 
 
 def _whole_rows(x: Array) -> Array:
@@ -194,14 +221,23 @@ def target_mask(batch: Mapping[str, Array]) -> Bool[Array, "... target"]:
 
 
 def _picked(
-    logits: NamedArray, targets: Int[Array, "row position"], temperature: float, vocab_size: int | None
-) -> Float[Array, "row position"]:
+    logits: NamedArray,
+    targets: Int[Array, "row position"],
+    temperature: float,
+    vocab_size: int | None,
+    entropy: bool,
+) -> tuple[Float[Array, "row position"], Float[Array, "row position"] | None]:
     every = logits.rearrange(("batch", "position", "vocab")).array.astype(jnp.float32)
     ids = jnp.arange(every.shape[-1])
     every = softmax_inputs(every, ids, temperature, vocab_size)
     # The gradient of a sum is fused with that of the log-sum-exp; that of an index is another array of all logits.
     hit = targets[..., None] == ids
-    return jnp.sum(jnp.where(hit, every, 0.0), axis=-1) - jax.nn.logsumexp(every, axis=-1)
+    sum_exp = jax.nn.logsumexp(every, axis=-1)
+    picked = jnp.sum(jnp.where(hit, every, 0.0), axis=-1) - sum_exp
+    if not entropy:
+        return picked, None
+    logprobs = every - sum_exp[..., None]
+    return picked, -jnp.sum(weighted(jnp.exp(logprobs), logprobs), axis=-1)
 
 
 def _check_arguments(model: Any, count: int) -> None:

@@ -65,10 +65,19 @@ class GrpoFields:
     kl_coefficient: float = 0.0
     """Weight of the divergence from the reference model, the model as it was before the first step; 0: there is no
     reference model."""
-    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    kl_in_reward: bool = False
+    """Whether the divergence of an answer, the sum of those of its tokens, is taken from its reward before advantages
+    are made of it (Ouyang et al. 2022, https://arxiv.org/abs/2203.02155, equation 2); false: that of each token is a
+    part of its loss, as in GRPO's paper. It is never both."""
+    kl_estimator: Literal["k1", "k2", "k3"] | None = None
     """The estimator of the divergence from the sampled tokens (Schulman 2020, http://joschu.net/blog/kl-approx.html):
-    ``k1`` the log-ratio (its gradient has the mean 0: it measures, it does not pull), ``k2`` half its square, ``k3``
-    unbiased and never negative, as in GRPO's paper."""
+    ``k1`` the log-ratio (in a loss its gradient has the mean 0: it measures, it does not pull), ``k2`` half its square,
+    ``k3`` unbiased and never negative; null: ``k3`` in the loss, as in GRPO's paper, ``k1`` in the reward, as in
+    Ouyang et al."""
+    entropy_coefficient: float = 0.0
+    """Weight of the policy's entropy, which is taken from the loss (Mnih et al. 2016,
+    https://arxiv.org/abs/1602.01783, section 4): the mean that ``train/entropy`` shows, of the whole distribution of
+    each token; 0: none. 0.001 to 0.01 are usual."""
     use_rollout_logprobs: bool = True
     """Whether the old probability in the ratio is that of the engine which sampled; false: the trainer's own, computed
     once more before the first update of a rollout (where there is one update, in the update itself)."""
@@ -103,6 +112,7 @@ class GrpoFields:
         high = ". DAPO's paper uses 0.28; null is as clip_epsilon."
         check_at_least(self, 0, "clip_epsilon_high", fix=high, above=True)
         check_at_least(self, 0, "kl_coefficient", fix=". The paper uses 0.04; 0 is none.")
+        check_at_least(self, 0, "entropy_coefficient", fix=". 0.001 to 0.01 are usual; 0 is none.")
         for name in policy_loss(self.loss).UNUSED:
             if getattr(self, name) != getattr(GrpoFields, name):
                 raise ConfigError(
@@ -114,11 +124,12 @@ class GrpoFields:
             raise ConfigError(
                 f"advantage_epsilon is {self.advantage_epsilon}; it must be at least 0 and less than 1. TRL's is 1e-4."
             )
-        if self.kl_estimator != "k3" and not self.kl_coefficient:
-            raise ConfigError(
-                f"kl_estimator is {self.kl_estimator} and kl_coefficient is 0: it would do nothing. Set kl_coefficient "
-                "to more than 0, or remove kl_estimator."
-            )
+        for name in ("kl_estimator", "kl_in_reward"):
+            if getattr(self, name) and not self.kl_coefficient:
+                raise ConfigError(
+                    f"{name} is {getattr(self, name)} and kl_coefficient is 0: it would do nothing. Set kl_coefficient "
+                    f"to more than 0, or remove {name}."
+                )
         less = ", or answers that were sampled with the trainer's own probabilities would count less. 2 is usual; "
         check_at_least(self, 1, "importance_cap", fix=f"{less}null is none.")
         for name in ("importance_level", "importance_above"):

@@ -1,11 +1,11 @@
-"""Log-probabilities from hidden states and an output layer, with the logits of a block of the vocabulary at a time."""
+"""Log-probabilities and entropies from hidden states and an output layer, the logits of a block of ids at a time."""
 
 import dataclasses
 import functools
 import itertools
 import math
 from collections.abc import Callable
-from typing import Any, Final, Self
+from typing import Any, Final, NamedTuple, Self
 
 import haliax as hax
 import jax
@@ -25,6 +25,7 @@ LEAST: Final = 4096
 """Token ids that a block has at least: each block's product is added to the gradient of all hidden states."""
 
 _LOWEST: Final = float(np.finfo(np.float32).min)
+_NO_LOGPROB: Final = -200.0  # log-probabilities below this are of probabilities that are 0 in float32
 
 
 def logits_fit(tokens: int, vocab: int, *, most: int) -> bool:
@@ -47,13 +48,21 @@ def softmax_inputs(
     return scaled if vocab_size is None else jnp.where(ids < vocab_size, scaled, _LOWEST)
 
 
+def weighted(
+    probabilities: Float[Array, "*token vocab"], logprobs: Float[Array, "*token vocab"]
+) -> Float[Array, "*token vocab"]:
+    """Return the terms of a sum of logarithms under a distribution: an id without probability has the term 0."""
+    return probabilities * jnp.maximum(logprobs, _NO_LOGPROB)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class VocabBlocks:
     """The log-probability of one token id per hidden state: its logit less the log-sum-exp of all, in float32.
 
-    The log-sum-exp is summed block by block (Milakov & Gimelshein 2018, arXiv 1805.02867, algorithm 3). The backward
-    pass computes the logits of each block again; a block's part of the output layer's gradient is final when it is
-    made. A device computes its own rows: it gathers the output layer once for both passes.
+    The log-sum-exp is summed block by block (Milakov & Gimelshein 2018, arXiv 1805.02867, algorithm 3), and with it the
+    entropy, where that is asked for. The backward pass computes the logits of each block again; a block's part of the
+    output layer's gradient is final when it is made. A device computes its own rows: it gathers the output layer once
+    for both passes.
 
     Args:
         gathered: The mesh axes that split each axis of the output layer between steps, beyond ``vocab``.
@@ -132,8 +141,22 @@ class VocabBlocks:
         Args:
             head: The output layer, as stored between steps.
         """
-        found: Array = _logprobs(states, head, targets, self)
-        return found
+        return self._run(states, head, targets, entropy=False)[0]
+
+    def with_entropy(
+        self,
+        states: Float[Array, "row position embed"],
+        head: Float[Array, "embed vocab"] | Float[Array, "vocab embed"],
+        targets: Int[Array, "row position"],
+    ) -> tuple[Float[Array, "row position"], Float[Array, "row position"]]:
+        """Return the log-probability of each target, and the entropy in nats of the distribution that it is of."""
+        logprobs, entropy = self._run(states, head, targets, entropy=True)
+        assert entropy is not None
+        return logprobs, entropy
+
+    def _run(self, states: Array, head: Array, targets: Array, *, entropy: bool) -> tuple[Array, Array | None]:
+        logprobs, entropies = _logprobs(states, head, targets, self, entropy)
+        return logprobs, entropies
 
     @property
     def axis(self) -> int:
@@ -146,7 +169,9 @@ class VocabBlocks:
         used = [self.vocab if axis == self.axis else () for axis in (0, 1)]
         return P(*((*a, *b) or None for a, b in zip(used, extra, strict=True)))
 
-    def on_devices(self, function: Callable[..., Any], *, inputs: tuple[P, ...], outputs: Any) -> Callable[..., Any]:
+    def on_devices(
+        self, function: Callable[..., Any], *, inputs: tuple[P | None, ...], outputs: Any
+    ) -> Callable[..., Any]:
         """Return a function that each device runs on its own part of the arrays."""
         if self.mesh is None:
             return function
@@ -160,43 +185,83 @@ class VocabBlocks:
         )
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _logprobs(states: Array, head: Array, targets: Array, blocks: VocabBlocks) -> Array:
-    return _forward(states, head, targets, blocks)[0]
+class _Sums(NamedTuple):
+    """Sums over token ids of a part of the vocabulary, for each token.
+
+    Args:
+        highest: The highest score.
+        total: The sum of the exponentials of scores less it.
+        slant: The sum of these exponentials times their exponents, for the entropy; None for none.
+    """
+
+    highest: Array
+    total: Array
+    slant: Array | None
+
+    def below(self, higher: Array) -> "_Sums":
+        """Return the same sums for another highest score."""
+        fall = self.highest - higher
+        scale = jnp.exp(fall)
+        slant = None if self.slant is None else scale * self.slant + weighted(scale * self.total, fall)
+        return _Sums(higher, self.total * scale, slant)
 
 
-def _forward(states: Array, head: Array, targets: Array, blocks: VocabBlocks) -> tuple[Array, tuple[Array, ...]]:
-    def local(states: Array, head: Array, targets: Array) -> tuple[Array, Array, Array]:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _logprobs(
+    states: Array, head: Array, targets: Array, blocks: VocabBlocks, entropy: bool
+) -> tuple[Array, Array | None]:
+    return _forward(states, head, targets, blocks, entropy)[0]
+
+
+def _forward(
+    states: Array, head: Array, targets: Array, blocks: VocabBlocks, entropy: bool
+) -> tuple[tuple[Array, Array | None], tuple[Array | None, ...]]:
+    def local(states: Array, head: Array, targets: Array) -> tuple[Array, Array, Array | None, Array]:
         head = _gather(head, blocks)
         x, ids = states.reshape(-1, states.shape[-1]), targets.reshape(-1)
         vocab = head.shape[blocks.axis]
 
-        def add(index: Array, sums: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-            highest, total, picked = sums
+        def add(index: Array, sums: tuple[_Sums, Array]) -> tuple[_Sums, Array]:
+            before, picked = sums
             block = _Block.of(index, head, blocks)
             scores = jnp.where(block.fresh, block.scores(block.logits(x)), _LOWEST)
-            higher = jnp.maximum(highest, jnp.max(scores, axis=-1))
-            total = total * jnp.exp(highest - higher) + jnp.sum(jnp.exp(scores - higher[:, None]), axis=-1)
-            return higher, total, picked + jnp.sum(jnp.where(block.hit(ids), scores, 0.0), axis=-1)
+            higher = jnp.maximum(before.highest, jnp.max(scores, axis=-1))
+            after = before.below(higher)
+            distance = scores - higher[:, None]
+            exponentials = jnp.exp(distance)
+            total = after.total + jnp.sum(exponentials, axis=-1)
+            slant = None if after.slant is None else after.slant + jnp.sum(weighted(exponentials, distance), axis=-1)
+            return _Sums(higher, total, slant), picked + jnp.sum(jnp.where(block.hit(ids), scores, 0.0), axis=-1)
 
         nothing = jnp.zeros(len(x), jnp.float32)
-        sums = (jnp.full_like(nothing, _LOWEST), nothing, nothing)
-        highest, total, picked = jax.lax.fori_loop(0, _count(vocab, blocks), add, sums)
+        empty = _Sums(jnp.full_like(nothing, _LOWEST), nothing, nothing if entropy else None)
+        sums, picked = jax.lax.fori_loop(0, _count(vocab, blocks), add, (empty, nothing))
         if blocks.vocab:
-            top = jax.lax.pmax(highest, blocks.vocab)
-            total, picked = jax.lax.psum((total * jnp.exp(highest - top), picked), blocks.vocab)
-            highest = top
-        sum_exp = highest + jnp.log(total)
-        return (picked - sum_exp).reshape(targets.shape), sum_exp.reshape(targets.shape), head
+            sums = sums.below(jax.lax.pmax(sums.highest, blocks.vocab))
+            total, slant, picked = jax.lax.psum((sums.total, sums.slant, picked), blocks.vocab)
+            sums = _Sums(sums.highest, total, slant)
+        log_total = jnp.log(sums.total)
+        sum_exp = sums.highest + log_total
+        entropies = None if sums.slant is None else (log_total - sums.slant / sums.total).reshape(targets.shape)
+        return (picked - sum_exp).reshape(targets.shape), sum_exp.reshape(targets.shape), entropies, head
 
     rows, used = P(blocks.rows or None, blocks.positions or None), blocks.spec(stored=False)
-    run = blocks.on_devices(local, inputs=(rows, blocks.spec(stored=True), rows), outputs=(rows, rows, used))
-    logprobs, sum_exp, whole = run(states, head, targets)
-    return logprobs, (states, whole, targets, sum_exp)
+    run = blocks.on_devices(
+        local,
+        inputs=(rows, blocks.spec(stored=True), rows),
+        outputs=(rows, rows, rows if entropy else None, used),
+    )
+    logprobs, sum_exp, entropies, whole = run(states, head, targets)
+    return (logprobs, entropies), (states, whole, targets, sum_exp, entropies)
 
 
-def _backward(blocks: VocabBlocks, kept: tuple[Array, ...], gradient: Array) -> tuple[Array, Array, None]:
-    def local(states: Array, head: Array, targets: Array, sum_exp: Array, gradient: Array) -> tuple[Array, Array]:
+def _backward(
+    blocks: VocabBlocks, entropy: bool, kept: tuple[Array | None, ...], gradients: tuple[Array, Array | None]
+) -> tuple[Array, Array, None]:
+    def local(
+        states: Array, head: Array, targets: Array, sum_exp: Array, entropies: Array | None,
+        gradient: Array, of_entropies: Array | None,
+    ) -> tuple[Array, Array]:  # fmt: skip
         x, ids = states.reshape(-1, states.shape[-1]), targets.reshape(-1)
         weights, sums = gradient.reshape(-1, 1) / blocks.temperature, sum_exp.reshape(-1, 1)
         vocab = head.shape[blocks.axis]
@@ -205,7 +270,12 @@ def _backward(blocks: VocabBlocks, kept: tuple[Array, ...], gradient: Array) -> 
             of_x, of_head = gradients
             block = _Block.of(index, head, blocks)
             logits = block.logits(x)
-            slope = weights * (block.hit(ids) - jnp.exp(block.scores(logits) - sums))
+            logprobs = block.scores(logits) - sums
+            probabilities = jnp.exp(logprobs)
+            slope = weights * (block.hit(ids) - probabilities)
+            if entropies is not None and of_entropies is not None:
+                spread = weighted(probabilities, logprobs) + probabilities * entropies.reshape(-1, 1)
+                slope -= of_entropies.reshape(-1, 1) / blocks.temperature * spread
             if blocks.soft_cap is not None:
                 slope = slope * (1.0 - jnp.square(logits / blocks.soft_cap))
             # As in the model's own output layer: a float32 gradient would double what devices exchange.
@@ -224,10 +294,13 @@ def _backward(blocks: VocabBlocks, kept: tuple[Array, ...], gradient: Array) -> 
         return of_x.reshape(states.shape), _scatter(of_head, blocks)
 
     rows = P(blocks.rows or None, blocks.positions or None)
+    per_token = rows if entropy else None
     run = blocks.on_devices(
-        local, inputs=(rows, blocks.spec(stored=False), rows, rows, rows), outputs=(rows, blocks.spec(stored=True))
+        local,
+        inputs=(rows, blocks.spec(stored=False), rows, rows, per_token, rows, per_token),
+        outputs=(rows, blocks.spec(stored=True)),
     )
-    of_states, of_head = run(*kept, gradient)
+    of_states, of_head = run(*kept, *gradients)
     return of_states, of_head, None
 
 

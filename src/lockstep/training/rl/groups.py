@@ -19,7 +19,7 @@ from lockstep.hosts import Hosts, Watchdog, environment
 from lockstep.models import read_decoder
 from lockstep.text import StopFinder, stop_ids, token_count
 from lockstep.training.loop.config import TrainerConfig
-from lockstep.training.objectives.policy_loss import differ
+from lockstep.training.objectives.policy_loss import GrpoFields, differ, policy_loss
 from lockstep.training.rl.config import GrpoRunFields
 from lockstep.training.rl.questions import AnswerRows, Questions
 from lockstep.training.rl.rewarding import Rewarder, Rewards, Scoring
@@ -149,6 +149,16 @@ class Groups:
         """Whether the answers of a group are not equally right, which dynamic sampling looks for; none is dropped."""
         judged = self.rewards.total if self.rewards.judged is None else self.rewards.judged
         return differ(judged.reshape(len(self.questions), -1)) & ~self.dropped
+
+    def advantages(
+        self, config: GrpoFields, *, less: Float[np.ndarray, "group answer"] | float = 0.0
+    ) -> Float[np.ndarray, " answer"]:
+        """Return the advantage of each answer, from its reward less a number; 0 in groups that are dropped."""
+        advantages = np.zeros(self.totals.shape, np.float32)
+        if not self.dropped.all():
+            rewards = (self.totals - less)[~self.dropped]
+            advantages[~self.dropped] = policy_loss(config.loss).advantages(rewards, config)
+        return advantages.reshape(-1)
 
     def take(self, chosen: Sequence[int]) -> "Groups":
         """Return some of the groups."""

@@ -112,6 +112,17 @@ def make_columns(
     return rows
 
 
+def answer_mask(
+    prompts: Sequence[tuple[int, ...]], completions: Sequence[Completion], row_length: int
+) -> Bool[np.ndarray, "answer position"]:
+    """Return which tokens of each row are those of its answer, whether it is learned from or not."""
+    position = np.arange(row_length)
+    begins = np.array([len(prompt) for prompt in prompts])[:, None]
+    lengths = np.array([len(completion.tokens) for completion in completions])[:, None]
+    mask: Bool[np.ndarray, "answer position"] = (position >= begins) & (position < begins + lengths)
+    return mask
+
+
 OLD = "old_logprobs"  # the column of the model before the first update of a rollout
 
 
@@ -147,15 +158,18 @@ class LogprobColumns:
         """Traces of each program, by its column."""
         return {name: program.traces for name, program in self._programs.items()}
 
-    def fill(self, rollout: Rollout, model: PyTree) -> None:
+    def fill(self, rollout: Rollout, model: PyTree, answers: Bool[np.ndarray, "row position"]) -> None:
         """Agree on the rows, and compute what is wanted; every host calls it.
+
+        Args:
+            answers: Where the columns are filled in: the tokens of the answers, see `answer_mask`.
 
         Raises:
             DisagreementError: The hosts have different rows, programs or results; raised on every host.
             PeerError: A program does not compile on some host; raised on every host.
         """
         models = {OLD: model, REFERENCE: self._reference}
-        tokens, mask = rollout.columns["tokens"], rollout.columns["loss_mask"]
+        tokens = rollout.columns["tokens"]
         # The reference model takes its own experts: it is the policy of another time.
         reads = {OLD: ["tokens", *self._replayed], REFERENCE: ["tokens"]}
         given = {name: rollout.columns[name] for each in self._wanted for name in reads[each]}
@@ -181,5 +195,5 @@ class LogprobColumns:
                         columns = {one: placed[one] for one in reads[name]}
                         found[name] = np.pad(fetch(self._programs[name](models[name], columns)), ((0, 0), (1, 0)))
                 for name in self._wanted:
-                    rollout.columns[name][:] = np.where(mask, found[name], 0.0)
+                    rollout.columns[name][:] = np.where(answers, found[name], 0.0)
                     computed.agree({name: digest(rollout.columns[name].tobytes())})

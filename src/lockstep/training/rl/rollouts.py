@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any, Final
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
-from jaxtyping import PyTree
+from jaxtyping import Bool, PyTree
 
 from lockstep.engine import RolloutEngine
 from lockstep.errors import ConfigError
-from lockstep.hosts import Hosts, Watchdog
+from lockstep.hosts import Hosts, Watchdog, digest
 from lockstep.models import LlamaConfig
 from lockstep.placement import batch_spec, host_rows, place_local
 from lockstep.printable import get_logger
@@ -26,7 +26,7 @@ from lockstep.training.rl.config import GrpoRunFields
 from lockstep.training.rl.groups import Groups, RolloutSampler, Sampled, choose_groups
 from lockstep.training.rl.questions import AnswerRows, Questions
 from lockstep.training.rl.rewarding import Rewarder
-from lockstep.training.rl.rollout import LogprobColumns, Rollout, make_columns
+from lockstep.training.rl.rollout import LogprobColumns, Rollout, answer_mask, make_columns
 from lockstep.training.rl.rollout_log import RewardTrend, RolloutLog, StepClock, StepTimes
 from lockstep.training.step.train_step import batch_structs
 from lockstep.types import FinishReason
@@ -116,11 +116,8 @@ class Rollouts:
         _check_attempts(fields.rollout.max_attempts, self._sampler.n_questions, len(questions))
         self._rollout: Rollout | None = None
         self._ahead: Sampled | None = None
-        self._step = -1
-        self._times = StepTimes()
-        self._clock = StepClock()
-        self._logged_step = 0
-        self._trend = RewardTrend()
+        self._step, self._logged_step = -1, 0
+        self._times, self._clock, self._trend = StepTimes(), StepClock(), RewardTrend()
         self._said_clipping = False
         if hosts.is_leader and (warning := policy_loss(objective.loss).warning(objective)):
             log.warning("%s", warning)
@@ -297,12 +294,14 @@ class Rollouts:
             if sum(int(each.mixed.sum()) for each in groups) >= wanted:
                 break
         chosen = choose_groups(groups, wanted)
-        rollout = self._with_advantages(number, chosen)
+        rollout, answers = self._rows(number, chosen)
         everything = Groups.concatenate(groups)
         self._trend.add(float(everything.totals.mean()))
         if self._hosts.is_leader:
             self._report.report(self._sampler.learned_at(number), everything, chosen, every)
-        self._logprobs.fill(rollout, model)
+        self._logprobs.fill(rollout, model, answers)
+        if self._objective.kl_in_reward:
+            self._take_divergence(rollout, chosen, answers)
         self._clock.lap("logprobs")
         self._hosts.phase("training")
         return rollout
@@ -329,18 +328,25 @@ class Rollouts:
             rewards = self._rewarder.finish(scope, sampled.scoring, len(sampled.completions))
         return Groups(questions=np.array(sampled.questions), completions=sampled.completions, rewards=rewards)
 
-    def _with_advantages(self, number: int, groups: Groups) -> Rollout:
-        advantages = np.zeros(groups.totals.shape, np.float32)
-        if not groups.dropped.all():
-            loss = policy_loss(self._objective.loss)
-            advantages[~groups.dropped] = loss.advantages(groups.totals[~groups.dropped], self._objective)
+    def _take_divergence(self, rollout: Rollout, groups: Groups, answers: Bool[np.ndarray, "row position"]) -> None:
+        """Replace the advantages by those of the rewards less the divergence (``kl_in_reward``)."""
+        divergences = self._objective.answer_divergences(rollout.columns, answers).reshape(groups.totals.shape)
+        advantage = groups.advantages(self._objective, less=self._objective.kl_coefficient * divergences)
+        rollout.columns["advantage"][:] = advantage
+        with self._hosts.scope("advantages") as scope:
+            scope.agree("advantages", {"advantage": digest(advantage.tobytes())})
+        self._log(self._sampler.learned_at(rollout.number), {"rollout/kl": float(divergences.mean())})
+
+    def _rows(self, number: int, groups: Groups) -> tuple[Rollout, Bool[np.ndarray, "row position"]]:
+        """The rows of a rollout, and which tokens of them are those of the answers."""
         learned = np.repeat(~groups.dropped, groups.size)
         if self._fields.mask_truncated:
             learned &= [each.finish_reason != FinishReason.LENGTH for each in groups.completions]
         prompts = [self._questions.tokens[question] for question in groups.questions for _ in range(groups.size)]
-        columns = make_columns(self._columns, prompts, groups.completions, advantages.reshape(-1), learned)
+        columns = make_columns(self._columns, prompts, groups.completions, groups.advantages(self._objective), learned)
         lengths = [len(p) + len(c.tokens) for p, c in zip(prompts, groups.completions, strict=True)]
-        return Rollout(number=number, columns=columns, lengths=np.array(lengths))
+        rollout = Rollout(number=number, columns=columns, lengths=np.array(lengths))
+        return rollout, answer_mask(prompts, groups.completions, columns["tokens"].shape[1])
 
     def _watch_clipping(self, info: StepInfo) -> None:
         """Say once that clipping takes away much of the gradient of answers that the model itself has just sampled."""
@@ -352,11 +358,9 @@ class Rollouts:
                 "step %d: clipping takes away the gradient of %.0f %% of the tokens, though they were sampled by the "
                 "model that learns from them: its ratio should be 1. The probabilities of engine and trainer differ "
                 "(train/logprob_gap is %.2g), or clip_epsilon %g is too small",
-                info.next_step,
-                100 * clipped,
-                info.metrics.get("logprob_gap", float("nan")),
+                info.next_step, 100 * clipped, info.metrics.get("logprob_gap", float("nan")),
                 self._objective.clip_epsilon,
-            )
+            )  # fmt: skip
 
     def _log(self, step: int, values: Mapping[str, float]) -> None:
         if self._hosts.is_leader:

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import haliax as hax
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -49,9 +50,9 @@ def divergence(estimator, log_p, log_q):
     return {"k1": -np.log(r), "k2": np.log(r) ** 2 / 2, "k3": (r - 1) - np.log(r)}[estimator]
 
 
-def in_numpy(config, logprobs, advantage, mask, old, drawn=None, trainer_old=None, reference=None):
+def in_numpy(config, logprobs, advantage, mask, old, drawn=None, trainer_old=None, reference=None, entropies=None):
     """The mean loss of a batch."""
-    answers = []
+    answers, bonuses = [], []
     for row in range(len(logprobs)):
         tokens = np.flatnonzero(mask[row])
         if not len(tokens):
@@ -61,15 +62,21 @@ def in_numpy(config, logprobs, advantage, mask, old, drawn=None, trainer_old=Non
         factors = importance_of(config, trainer_old[row], drawn[row], tokens)
         for t, ratio, factor in zip(tokens, ratios, factors, strict=True):
             loss = factor * loss_of_token(config, ratio, advantage[row], logprobs[row, t])
-            if config.kl_coefficient:
-                loss += config.kl_coefficient * divergence(config.kl_estimator, logprobs[row, t], reference[row, t])
+            if config.kl_coefficient and not config.kl_in_reward:
+                loss += config.kl_coefficient * divergence(
+                    config.kl_estimator or "k3", logprobs[row, t], reference[row, t]
+                )
             losses.append(loss)
         answers.append(losses)
+        bonuses.append([] if entropies is None else [config.entropy_coefficient * entropies[row, t] for t in tokens])
+    bonus = 0.0
+    if config.entropy_coefficient:  # section 4 of arXiv 1602.01783
+        bonus = np.mean(sum(bonuses, []) if config.loss in OVER_TOKENS else [np.mean(each) for each in bonuses])
     if config.loss in OVER_TOKENS:  # equation 8 of arXiv 2503.14476: all tokens count the same
-        return sum(map(sum, answers)) / sum(map(len, answers))
+        return sum(map(sum, answers)) / sum(map(len, answers)) - bonus
     if config.loss == "dr_grpo":  # section 3.2 of arXiv 2503.20783: no 1/|o|, but a constant
-        return sum(map(sum, answers)) / (len(answers) * mask.shape[1])
-    return np.mean([np.mean(losses) for losses in answers])
+        return sum(map(sum, answers)) / (len(answers) * mask.shape[1]) - bonus
+    return np.mean([np.mean(losses) for losses in answers]) - bonus
 
 
 def made_up(rows=5, positions=7, seed=0):
@@ -106,9 +113,12 @@ PEERS = {
 }
 
 
+GOLDEN = Path(__file__).parents[3] / "golden" / "trl_losses.npz"
+
+
 @pytest.mark.parametrize("case", PEERS)
 def test_loss_and_gradient_are_those_of_trl(case):
-    golden = np.load(Path(__file__).parents[3] / "golden" / "trl_losses.npz")
+    golden = np.load(GOLDEN)
     config = GrpoConfig(**{"clip_epsilon_high": 0.28} | PEERS[case])
     given = {name: golden[name] for name in ("old_logprobs", "reference_logprobs", "mask", "advantage")}
     # Without a correction TRL's old probabilities are the engine's.
@@ -123,16 +133,74 @@ def test_loss_and_gradient_are_those_of_trl(case):
     np.testing.assert_allclose(gradient, golden[f"{case}/gradient"], rtol=1e-4, atol=1e-6)
 
 
+def table(logits):
+    """A model whose logits are those of a table, whatever the tokens are; the last position has none that count."""
+    rows = jnp.pad(logits, ((0, 0), (0, 1), (0, 0)))
+    return lambda tokens: hax.named(rows, (*tokens.axes, "vocab"))
+
+
+@pytest.mark.parametrize("loss", ["dapo", "cispo"])
+def test_the_entropy_bonus_and_its_gradient_are_those_of_trl(loss):
+    """From the logits on: TRL's mean is over all tokens, as that of these losses is."""
+    golden = np.load(GOLDEN)
+    config = GrpoConfig(loss=loss, clip_epsilon_high=0.28, entropy_coefficient=0.4)
+    columns = {name: np.pad(golden[name], ((0, 0), (1, 0))) for name in ("mask", "old_logprobs", "entropy/tokens")}
+    batch = {
+        "tokens": columns["entropy/tokens"].astype(np.int32),
+        "loss_mask": columns["mask"],
+        "rollout_logprobs": columns["old_logprobs"],
+        "advantage": golden["advantage"],
+    }
+
+    def mean(logits):
+        parts = config(table(logits), {name: jnp.asarray(column) for name, column in batch.items()})
+        return parts.total / parts.weight, parts.metrics["entropy"] / parts.weight
+
+    (value, entropy), gradient = jax.value_and_grad(mean, has_aux=True)(jnp.asarray(golden["entropy/logits"]))
+    assert float(value) == pytest.approx(float(golden[f"{loss}_entropy/loss"]), rel=1e-5)
+    np.testing.assert_allclose(gradient, golden[f"{loss}_entropy/gradient"], rtol=1e-4, atol=1e-6)
+    assert float(entropy) == pytest.approx(float(golden["entropy/mean"]), rel=1e-5)
+
+
+def test_the_advantages_with_a_divergence_in_the_reward_are_those_of_trl():
+    """RLOO's, with k1 as TRL has it, of rewards in two groups of three."""
+    golden = np.load(GOLDEN)
+    config = GrpoConfig(loss="rloo", kl_coefficient=0.3, kl_in_reward=True)
+    columns = {"rollout_logprobs": golden["old_logprobs"], "reference_logprobs": golden["reference_logprobs"]}
+    divergences = config.answer_divergences(columns, golden["mask"])
+    rewards = golden["advantage"].reshape(2, 3) - 0.3 * divergences.reshape(2, 3)
+    advantages = LOSSES["rloo"]().advantages(rewards, config)
+    np.testing.assert_allclose(advantages.reshape(-1), golden["rloo_kl_in_reward/advantages"], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("estimator", [None, "k1", "k2", "k3"])
+@pytest.mark.parametrize("use_rollout", [True, False])
+def test_the_divergence_of_an_answer_is_the_sum_of_those_of_its_tokens(estimator, use_rollout):
+    """By default k1 (equation 2 of arXiv 2203.02155), of the policy before the first update."""
+    config = GrpoConfig(kl_coefficient=0.5, kl_in_reward=True, kl_estimator=estimator, use_rollout_logprobs=use_rollout)
+    columns = made_up()
+    answers = columns["mask"]
+    old = columns["rollout_logprobs" if use_rollout else "old_logprobs"]
+    expected = [
+        sum(divergence(estimator or "k1", old[row, t], columns["reference_logprobs"][row, t]) for t in tokens)
+        for row, tokens in enumerate(map(np.flatnonzero, answers))
+    ]
+    np.testing.assert_allclose(config.answer_divergences(columns, answers), expected, rtol=1e-4, atol=1e-6)
+    assert "old_logprobs" in config.columns(7, on_policy=True) or use_rollout, "also where there is one update"
+
+
 CLIPPED = [
     {"clip_epsilon": 0.05},
     {"clip_epsilon": 0.2, "clip_epsilon_high": 0.28},
     {"dual_clip": 1.5},
     {"use_rollout_logprobs": False, "importance_cap": 1.5},
+    {"entropy_coefficient": 0.3},
 ]
 CORRECTED = [
     {"kl_coefficient": 0.04},
     {"kl_coefficient": 0.5, "kl_estimator": "k1"},
     {"kl_coefficient": 0.5, "kl_estimator": "k2"},
+    {"kl_coefficient": 0.5, "kl_in_reward": True},
     {"use_rollout_logprobs": False},
     {"use_rollout_logprobs": False, "importance_cap": 1.5, "importance_above": "mask"},
     {"use_rollout_logprobs": False, "importance_cap": 1.2, "importance_level": "sequence"},
@@ -151,6 +219,8 @@ CORRECTED = [
 def test_the_loss_is_that_of_the_paper(loss, values):
     values = {name: value for name, value in values.items() if name not in LOSSES[loss].UNUSED}
     config, given = GrpoConfig(loss=loss, **values), made_up()
+    entropies = np.random.default_rng(1).exponential(1.0, given["mask"].shape).astype(np.float32)
+    given |= {"entropies": entropies} if config.entropy_coefficient else {}
     parts = parts_of(config, **given)
     old = given["rollout_logprobs" if config.use_rollout_logprobs else "old_logprobs"]
     expected = in_numpy(
@@ -162,6 +232,7 @@ def test_the_loss_is_that_of_the_paper(loss, values):
         given["rollout_logprobs"],
         given["old_logprobs"],
         given["reference_logprobs"],
+        entropies,
     )
     assert float(parts.total / parts.weight) == pytest.approx(expected, rel=1e-5)
     assert ("kl" in parts.metrics) == bool(config.kl_coefficient)

@@ -13,6 +13,7 @@ from lockstep.placement import COMPUTE_AXES, PARAMETER_AXES, compute_axes, make_
 from lockstep.training.objectives.vocab_blocks import VocabBlocks
 
 ROWS, POSITIONS, EMBED = 4, 6, 8
+ENTROPY = 0.7  # the weight of an entropy beside that of a log-probability
 MOST = 2 * 4 * 24 * 128  # of all tokens, the logits of 128 token ids and their gradients
 AXES = {False: ("embed", "vocab"), True: ("vocab", "embed")}
 
@@ -39,6 +40,23 @@ def dense(states, head, targets, *, vocab_first=False, cap=None, temperature=1.0
     logits = (logits if cap is None else cap * jnp.tanh(logits / cap))[..., :vocab_size] / temperature
     picked = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
     return picked - jax.nn.logsumexp(logits, axis=-1)
+
+
+def blockwise_both(states, head, targets, *, vocab_first=False, cap=None, most=MOST, **softmax):
+    """The log-probability and the entropy of each token, with weights of their own in a sum."""
+    named = (hax.named(states, ("batch", "position", "embed")), hax.named(head, AXES[vocab_first]))
+    blocks = VocabBlocks.of(*named, cap, most=most, least=128, **softmax)
+    logprobs, entropies = blocks.with_entropy(states, head, targets)
+    return logprobs + ENTROPY * entropies
+
+
+def dense_both(states, head, targets, *, vocab_first=False, cap=None, temperature=1.0, vocab_size=None):
+    """The same of all logits at once: the entropy is the mean of the negative logarithms."""
+    logits = jnp.dot(states, head.T if vocab_first else head, preferred_element_type=jnp.float32)
+    logits = (logits if cap is None else cap * jnp.tanh(logits / cap))[..., :vocab_size] / temperature
+    logprobs = jax.nn.log_softmax(logits)
+    entropies = -jnp.sum(jnp.exp(logprobs) * logprobs, axis=-1)
+    return jnp.take_along_axis(logprobs, targets[..., None], axis=-1)[..., 0] + ENTROPY * entropies
 
 
 def with_gradients(function, inputs, mesh=None, **options):
@@ -77,6 +95,32 @@ def test_blocks_change_neither_the_result_nor_a_gradient(mesh, vocab, vocab_firs
     found = with_gradients(blockwise, inputs, mesh, most=MOST // parts, **options)
     for ours, theirs in zip(found, with_gradients(dense, inputs, **options), strict=True):
         np.testing.assert_allclose(ours, theirs, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "vocab", "cap", "softmax"),
+    [
+        *((mesh, 604, 1.5, {"temperature": 0.7, "vocab_size": 590}) for mesh in (None, "2,1,2")),
+        (None, 604, None, {"vocab_size": 120}),  # all blocks but the first are without a token
+        *(pytest.param(mesh, 512, None, {}, marks=pytest.mark.slow) for mesh in ("1,2,2", "fsdp=2,cp=2")),
+    ],
+)
+def test_the_entropy_of_blocks_is_that_of_all_logits_and_its_gradient_too(mesh, vocab, cap, softmax):
+    states, head, targets, weights = arrays(vocab, vocab_first=True)
+    inputs = (states, head, targets % softmax.get("vocab_size", vocab), weights)
+    mesh = make_mesh(mesh, jax.devices()[:4]) if mesh else None
+    parts, options = 1 if mesh is None else mesh.size // mesh.shape["tp"], {"vocab_first": True, "cap": cap} | softmax
+    blocks = with_gradients(blockwise_both, inputs, mesh, most=MOST // parts, **options)
+    for ours, theirs in zip(blocks, with_gradients(dense_both, inputs, **options), strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=3e-5)
+
+
+def test_a_certain_token_has_no_entropy_and_a_finite_gradient():
+    """Its probability is 1 and those of all others are 0, whose logarithms are no numbers."""
+    states, head, targets, weights = arrays(604)
+    inputs = (1e4 * states, head, targets, weights)
+    values, *gradients = with_gradients(lambda *x: blockwise_both(*x) - blockwise(*x), inputs)
+    assert np.abs(values).max() < 1e-3 and all(np.isfinite(gradient).all() for gradient in gradients)
 
 
 @pytest.mark.parametrize(

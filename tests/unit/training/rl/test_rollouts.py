@@ -16,7 +16,7 @@ from lockstep.training import GrpoConfig
 from lockstep.training.objectives import logprobs
 from lockstep.training.objectives.policy_loss import group_advantages
 from lockstep.training.rl import Rollouts
-from lockstep.training.rl.rewards import FunctionReward
+from lockstep.training.rl.rewards import FunctionReward, LengthReward
 from lockstep.types import RoutedExperts
 from tests import rollouts as runs
 from tests import tiny
@@ -180,6 +180,34 @@ def test_advantages_are_those_of_the_rewards_in_the_rows(plain):
         text = tiny.tokenizer().decode(answer, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         totals.append((text.count("e") % 2 == 0) - 0.5 * len(answer) / 8)
     np.testing.assert_allclose(advantages, group_advantages(np.reshape(totals, (-1, runs.GROUP))), atol=1e-5)
+
+
+@pytest.mark.slow
+def test_the_divergence_is_taken_from_the_reward_of_every_answer(monkeypatch):
+    """Also from that of one that nothing is learned from, because it was cut: it counts for the others of its group.
+
+    The entropy is that of the whole distribution, in blocks of the vocabulary: as far from the estimate as chance has
+    it.
+    """
+    monkeypatch.setattr(logprobs, "LOGITS_BYTES", 1)
+    tracker = runs.Recorder()
+    loss = {"loss": "rloo", "kl_coefficient": 0.5, "kl_in_reward": True, "entropy_coefficient": 0.01}
+    run = {"mask_truncated": True, "rewards": [LengthReward(weight=-0.5)], "rollout": {"stop": ["e"]}}
+    spy = runs.train(*runs.make(steps=2, tracker=tracker, loss=loss, run=run))
+    columns = {name: np.array(column) for name, column in spy.found[1].items()}
+    answers = columns["rollout_logprobs"] != 0
+    lengths = answers.sum(axis=1)
+    cut = lengths > columns["loss_mask"].sum(axis=1)
+    assert cut.any() and not cut.all()
+    kl = np.where(answers, columns["rollout_logprobs"] - columns["reference_logprobs"], 0).sum(axis=1)
+    rewards = -0.5 * lengths / 8
+    total = (rewards - 0.5 * kl).reshape(-1, runs.GROUP)
+    others = (total.sum(axis=1, keepdims=True) - total) / (runs.GROUP - 1)
+    np.testing.assert_allclose(columns["advantage"].reshape(total.shape), total - others, rtol=1e-4, atol=1e-5)
+    assert tracker.scalars[2]["rollout/kl"] == pytest.approx(kl.mean(), rel=1e-5) and abs(kl.mean()) > 1e-4
+    assert tracker.scalars[2]["reward/mean"] == pytest.approx(np.mean(rewards)), "the reward itself is shown"
+    estimate = -columns["rollout_logprobs"][columns["loss_mask"]].mean()
+    assert tracker.scalars[2]["train/entropy"] == pytest.approx(estimate, rel=0.3)
 
 
 @pytest.mark.slow
