@@ -89,7 +89,7 @@ def stop(victim: str, moment: str, heartbeat_timeout_s: str) -> None:
 
     It is killed once the others have ended.
     """
-    liveness.QUIET_S, liveness.ANSWER_S, liveness.UNHEARD_S = 3.0, 2.0, 8.0
+    liveness.NEWS_S, liveness.QUIET_S, liveness.ANSWER_S, liveness.UNHEARD_S = 1.0, 3.0, 2.0, 8.0
     module = sys.modules["lockstep.hosts.start"]
     watch = module._watch
     pids: list[bytes] = []

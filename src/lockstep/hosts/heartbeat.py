@@ -5,11 +5,11 @@ import dataclasses
 import json
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from lockstep.errors import HostError
 from lockstep.hosts._client import Client
-from lockstep.printable import visible
+from lockstep.printable import print_to_stderr, visible
 
 DIRECTORY = "lockstep/heartbeat"
 REMEMBERED_WAITS = 8  # keys in a heartbeat: the last ones at which the process waited for the others
@@ -148,6 +148,29 @@ def describe_elsewhere(peers: Mapping[int, PeerHeartbeat], phase: str) -> str:
     """Return a sentence for an error that names the processes that live, but are in another phase; empty for none."""
     who = [f"process {i} ({peer})" for i, peer in sorted(peers.items()) if not peer.silent and peer.phase != phase]
     return f" Elsewhere: {', '.join(who)}." if who else ""
+
+
+class SilentProcesses:
+    """The processes that give no sign of life, as text; one that stays among them is printed once."""
+
+    def __init__(self) -> None:
+        self.names: tuple[str, ...] = ()
+        self._since: dict[str, float] = {}  # process -> when it was first among them
+        self._printed: set[str] = set()
+
+    def hear(self, names: Sequence[str], limit_s: float) -> None:
+        """Take the processes that are silent now, each as ``process 1 (...)``; print those that are for ``limit_s``."""
+        self.names, now = tuple(names), time.monotonic()
+        by_process = {name.partition(" (")[0]: name for name in names}
+        self._since = {process: self._since.get(process, now) for process in by_process}
+        self._printed.intersection_update(by_process)
+        for process, name in by_process.items():
+            if process not in self._printed and now - self._since[process] >= limit_s:
+                self._printed.add(process)
+                print_to_stderr(
+                    f"lockstep: nothing is heard of {name}: it is stopped, or its Python stands still. Where JAX "
+                    "misses its heartbeats too, it will end all processes."
+                )
 
 
 def wait_for_missing(client: Client) -> str:

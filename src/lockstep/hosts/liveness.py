@@ -3,8 +3,10 @@
 JAX notices a process that is gone by its own heartbeats, after ``heartbeat_timeout_s``, and then aborts all others. The
 operating system closes a dead process's connections at once, and those of a machine without power after `UNHEARD_S`.
 A process that is stopped (SIGSTOP) keeps them: where it is the one with the service, the others ask the service's port,
-which threads of C++ answer whatever Python does. (JAX's client has a callback for missed heartbeats, but jaxlib 0.11
-cannot call a function of Python there: it ends the process by ``std::bad_cast``.)
+which threads of C++ answer whatever Python does. In another one nothing answers but its Python, which may stand still
+in a healthy process: after `UNHEARD_S` it is named, so that its name stands above JAX's stacks, and JAX's heartbeats
+decide. (JAX's client has a callback for missed ones, but jaxlib 0.11 cannot call a function of Python there: it ends
+the process by ``std::bad_cast``.)
 """
 
 import contextlib
@@ -23,7 +25,7 @@ from pathlib import Path
 from lockstep.errors import HostError
 from lockstep.hosts._client import Client, bind_address, service_address
 from lockstep.hosts.config import environment_integer
-from lockstep.hosts.heartbeat import SILENT_S, heartbeats
+from lockstep.hosts.heartbeat import SILENT_S, SilentProcesses, heartbeats
 from lockstep.printable import print_to_stderr, printable
 
 LISTENER = "lockstep/liveness"  # key with the port of the listener and the word that a process of this job says there
@@ -61,7 +63,7 @@ class Listener:
         self._tasks: dict[socket.socket, int | None] = {}  # None: it has not said the word
         self._lost: dict[int, float] = {}  # task -> when it was lost
         self._told = 0.0
-        self._silent: list[str] = []
+        self._silent = SilentProcesses()
         self._selector = selectors.DefaultSelector()
 
     def start(self) -> None:
@@ -79,7 +81,7 @@ class Listener:
 
         Nothing is asked of the service: JAX holds its locks while it aborts the process.
         """
-        return ", ".join(self._silent)
+        return ", ".join(self._silent.names)
 
     def _run(self, listening: socket.socket) -> None:
         while not self._stopping.is_set():
@@ -144,8 +146,8 @@ class Listener:
         peers = heartbeats(self._client)
         silent = [f"process {i} ({peer})" for i, peer in sorted(peers.items()) if peer.silent]
         silent += [f"process {i} (never heard of)" for i in range(self._client.count) if peers and i not in peers]
-        self._silent = silent[:SHOWN]
-        news = (json.dumps(self._silent) + "\n").encode()
+        self._silent.hear(silent[:SHOWN], UNHEARD_S)
+        news = (json.dumps(self._silent.names) + "\n").encode()
         for connection, task in self._tasks.items():
             if task is not None:
                 with contextlib.suppress(OSError):
@@ -160,7 +162,7 @@ class Connection:
         self._stopping = stopping
         self._heard = time.monotonic()  # when the other process gave its last sign of life
         self._has_news = False  # it has told which processes are silent
-        self._silent: tuple[str, ...] = ()
+        self._silent = SilentProcesses()
 
     def missing(self) -> str:
         """Return the processes that give no sign of life, as text for an error; empty where none is known."""
@@ -170,7 +172,7 @@ class Connection:
                 return f"{runner} ({self._unanswered()})"
         except ConnectionRefusedError:
             return runner
-        return ", ".join(self._silent)
+        return ", ".join(self._silent.names)
 
     def wait(self) -> str:
         """Wait for the end of the process that runs the service.
@@ -224,7 +226,8 @@ class Connection:
                 self._heard = time.monotonic()
                 *lines, rest = (rest + received)[-NEWS_BYTES:].split(b"\n")
                 if lines and hello:  # else it is the service's greeting
-                    self._has_news, self._silent = True, _names(lines[-1])
+                    self._has_news = True
+                    self._silent.hear(_names(lines[-1]), UNHEARD_S)
 
     def _raise_if_stopped(self) -> None:
         """Ask the service for an answer, again and again until `UNHEARD_S` after the last sign of life.

@@ -118,3 +118,15 @@ def test_the_more_processes_the_less_often_each_looks_for_one_that_is_silent(mon
     monkeypatch.setattr(heartbeat, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
     client = SimpleNamespace(count=count, get_dir=lambda prefix: read.append(prefix) or {})
     assert heartbeat.wait_for_missing(client) == "" and len(read) == looks
+
+
+def test_a_process_that_stays_silent_is_printed_once_until_it_is_heard_again(capsys):
+    silent = heartbeat.SilentProcesses()
+    silent.hear(["process 3 (2 s)"], 3600.0)
+    assert silent.names == ("process 3 (2 s)",) and capsys.readouterr().err == ""
+    for names in (["process 1 (2 s)"], ["process 1 (7 s)", "process 2 (2 s)"], [], ["process 1 (3 s)"]):
+        silent.hear(names, 0.0)
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.partition(": it is stopped")[0] for line in lines] == [
+        f"lockstep: nothing is heard of process {process}" for process in ("1 (2 s)", "2 (2 s)", "1 (3 s)")
+    ]
