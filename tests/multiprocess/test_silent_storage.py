@@ -195,6 +195,8 @@ def test_sigterm_ends_a_job_where_one_waits_for_rows_and_the_others_for_it(bucke
     assert [end.code for end in ends] == [143, 143], [end.log for end in ends]
     assert "process 1 of 2 was asked to end (SIGTERM) in phase 'waiting for the rows of step" in ends[1].log
     assert "process 0 ends because process 1 was asked to end (SIGTERM)" in ends[0].log
+    assert "nothing is saved, and the run goes on from its last checkpoint" in ends[1].log
+    assert not list(tmp_path.rglob("step-*"))
 
 
 SCRIPT = """

@@ -17,10 +17,13 @@ from lockstep.errors import HostTimeoutError
 from lockstep.exits import give_work_up
 from lockstep.hosts import Hosts, Terminated
 from lockstep.placement import batch_spec, host_rows, place_local
+from lockstep.printable import get_logger
 from lockstep.training.data.rows import Batches, BatchesOfLengths
 from lockstep.training.loop.logprobs import ReferenceLogprobs
 from lockstep.training.objectives import REFERENCE
 from lockstep.training.step.launcher import Launcher
+
+log = get_logger(__name__)
 
 LOOK_S = 0.5  # seconds between two looks for a signal of a process that waits for its rows
 ROWS_S = 5.0  # seconds after a signal in which rows may come, whose step then ends the run in order
@@ -164,6 +167,12 @@ class BatchFeed:
                 with self._hosts.scope("without rows", MEET_S) as scope:
                     scope.barrier(f"step {step}")
             except HostTimeoutError:
+                # Theirs is donated to a step that cannot end without these rows: no whole state is left in the job.
+                log.warning(
+                    "the rows of step %d do not come, and other processes are inside that step, which has taken the "
+                    "state before it: nothing is saved, and the run goes on from its last checkpoint",
+                    step + 1,
+                )
                 raise self._interruption(step) from None
 
     def _interruption(self, step: int) -> BaseException:
