@@ -58,33 +58,38 @@ def body(hosts):
 
 
 def body_order(hosts):
-    """What check and the round say of a norm whose devices come in another order, and what comes of their line."""
+    """What check and the round say of a norm on the devices in another order, and on some of every process."""
     config = InferenceEvalConfig(prompts=["one"], max_new_tokens=4, on_error="raise", timeout_s=60)
-    mesh = make_mesh("auto")
-    turned = Mesh(mesh.devices[:, ::-1], mesh.axis_names, axis_types=mesh.axis_types)
+    mesh, spec = make_mesh("auto"), PartitionSpec("fsdp")
     weights = tiny.placed_weights(mesh, vocab=tiny.vocab_size())
-    spec = PartitionSpec("fsdp")
-    norm = jax.device_put(weights.final_norm, NamedSharding(turned, spec))
+    host = tiny.numpy_weights(vocab=tiny.vocab_size()).final_norm
     callback, texts = SampleCallback(config, tiny.tokenizer(), hosts=hosts), []
-    for call in (callback.check, lambda model: callback(tiny.Info(100, model))):
-        with pytest.raises(PeerError) as caught:
-            call((tiny.CONFIG, dataclasses.replace(weights, final_norm=norm)))
-        texts.append(str(caught.value))
-    moved = jax.device_put(norm, jax.sharding.NamedSharding(mesh, spec))
-    callback.check((tiny.CONFIG, dataclasses.replace(weights, final_norm=moved)))
+    for devices in (mesh.devices[:, ::-1], mesh.devices[:, ::2]):
+        norm_mesh = Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types)
+        norm = jax.make_array_from_callback(host.shape, NamedSharding(norm_mesh, spec), lambda index: host[index])
+        for call in (callback.check, lambda model: callback(tiny.Info(100, model))):
+            with pytest.raises(PeerError) as caught:
+                call((tiny.CONFIG, dataclasses.replace(weights, final_norm=norm)))
+            texts.append(str(caught.value))
+        callback.last_step = None
+        if norm.sharding.device_set == set(mesh.devices.flat):  # what the text says
+            moved = jax.device_put(norm, jax.sharding.NamedSharding(mesh, spec))
+            callback.check((tiny.CONFIG, dataclasses.replace(weights, final_norm=moved)))
     return texts
 
 
-def test_a_weight_whose_devices_have_another_order_is_refused_by_check_and_by_the_round():
+def test_a_weight_on_devices_in_another_order_or_on_some_is_refused_by_check_and_by_the_round():
     texts, other = run_processes(body_order, timeout_s=240)
     assert texts == other
-    for text in texts:
-        for words in (
-            "the weight final_norm is placed on 4 devices (cpu:2049, cpu:2048 of process 1, cpu:1, cpu:0 of process 0)",
-            "which is 4 devices (cpu:0, cpu:1 of process 0, cpu:2048, cpu:2049 of process 1). Place it there: "
-            "jax.device_put(array, jax.sharding.NamedSharding(mesh, spec)).",
-        ):
-            assert words in text, text
+    whole = "which is 4 devices (cpu:0, cpu:1 of process 0, cpu:2048, cpu:2049 of process 1). "
+    order = "4 devices (cpu:2049, cpu:2048 of process 1, cpu:1, cpu:0 of process 0)"
+    some = "2 devices (cpu:0 of process 0, cpu:2048 of process 1)"
+    for text in texts[:2]:
+        assert f"the weight final_norm is placed on {order} as " in text, text
+        assert whole + "Place it there: jax.device_put(array, jax.sharding.NamedSharding(mesh, spec))." in text, text
+    for text in texts[2:]:
+        assert f"the weight final_norm is placed on {some} as " in text, text
+        assert whole + "Make the whole model there: jax.jit(init, out_shardings=" in text, text
 
 
 def test_a_model_that_is_not_on_every_process_is_refused_by_check_and_by_the_round():
