@@ -70,3 +70,34 @@ def test_rows_that_are_all_too_long_are_refused_before_any_is_decompressed(tmp_p
     assert file.stat().st_size < MIB // 8
     with pytest.raises(ConfigError, match=r"row group 0 have 3,145,\d{3} bytes each, and at most 1,048,576 are read"):
         batches(file, max_bytes=MIB)
+
+
+@pytest.mark.parametrize("layout", [{}, {"data_page_version": "2.0"}, {"row_group_size": 4}])
+def test_pages_that_become_far_larger_than_they_are_stored_are_refused_before_they_do(tmp_path, monkeypatch, layout):
+    """One column is within the limit, two together are not."""
+    file = tmp_path / "a.parquet"
+    rows = {"a": ["z" * MIB] * 8, "b": ["z" * MIB] * 8}
+    pq.write_table(pa.table(rows), file, use_dictionary=False, compression="zstd", **layout)
+    assert file.stat().st_size < MIB // 8 and len(batches(file)[0]) == 8
+    group = min(layout.get("row_group_size", 8), 8)
+    monkeypatch.setattr(arrow_rows, "BATCH_BYTES", (2 * group - 1) * MIB)
+    assert len(batches(file, ["a"])[0]) == 8
+    with pytest.raises(ValueError, match=r"its pages say that \d.* bytes become 1?\d,\d{3},\d{3}; at most"):
+        batches(file)
+    (source,) = list_files(str(file), "data.train_urls")
+    with pytest.raises(ConfigError, match=r"a\.parquet cannot be read: ValueError: its pages say"):
+        list(read_piece(source, 0, 1, ("a", "b")))
+
+
+def test_a_page_whose_header_lies_about_its_size_is_refused(tmp_path):
+    """The header's second field, the size, is made 2 GiB; nothing else of the file changes."""
+    file = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"a": ["x" * 64 * MIB * 2]}), file, use_dictionary=False, compression="zstd")
+    data = bytearray(file.read_bytes())
+    assert data[4:7] == b"\x15\x00\x15" and data[10] & 0x80 and not data[11] & 0x80  # a size of five bytes
+    data[7:12] = b"\xfe\xff\xff\xff\x0f"
+    file.write_bytes(data)
+    before = pa.default_memory_pool().max_memory()
+    with pytest.raises(ValueError, match=r"bytes become 2,147,483,647; at most 268,435,456 are read"):
+        batches(file, max_bytes=256 * MIB)
+    assert pa.default_memory_pool().max_memory() <= max(before, 1 << 28)
