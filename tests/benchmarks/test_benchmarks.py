@@ -61,7 +61,7 @@ ZERO = {
     "exact": "",
     "health": "false_alarms",
     "published": "error|exposed",
-    "tpu_programs": "collectives|predicted|bytes",  # of programs that this engine does not have
+    "tpu_programs": "collectives|^/predicted|^/programs",  # of programs that this engine does not have
     "tpu_train_step": "collectives|between_slices|bubble",
 }
 """A part of the names of figures that may be zero or less."""

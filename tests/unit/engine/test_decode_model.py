@@ -21,6 +21,7 @@ from lockstep.engine.decode_model import (
 from lockstep.errors import ConfigError
 from lockstep.models import LlamaConfig, Variant, read_decoder, view
 from lockstep.placement import LazyWeight, make_decode_mesh, place, sources, tensor_sizes
+from tests import tiny
 from tests.unit.engine.models import FAMILIES, LLAMA, mesh_of, model_on
 
 
@@ -183,3 +184,36 @@ def test_a_weight_that_is_cut_inside_a_head_is_refused() -> None:
     layers = dataclasses.replace(weights.layers, k=cut)
     with jax.no_execution(True), pytest.raises(ConfigError, match=r"weight k cut inside a kv head.*at most 2\."):
         replicate_kv_heads(config, dataclasses.replace(weights, layers=layers), 4)
+
+
+@pytest.mark.parametrize(
+    ("vocab", "heads", "kv_heads", "mlp", "works"),
+    [
+        (64, 4, 2, 48, (1, 2, 4)),
+        (97, 4, 2, 48, (1,)),
+        (66, 4, 2, 48, (1, 2)),
+        (64, 3, 1, 48, (1,)),
+        (64, 12, 3, 48, (1,)),
+        (64, 4, 2, 50, (1, 2)),
+        (64, 4, 2, 49, (1,)),
+    ],
+)
+def test_exact_numerics_have_the_layouts_that_docs_name_and_refuse_others(
+    vocab: int, heads: int, kv_heads: int, mlp: int, works: tuple[int, ...]
+) -> None:
+    """docs/exact.md: N divides vocabulary, query heads and MLP, and divides the KV heads or is a multiple of them."""
+    config = dataclasses.replace(
+        tiny.CONFIG, num_heads=heads, num_kv_heads=kv_heads, head_dim=8, intermediate_dim=mlp, numerics="exact"
+    )
+    mesh = mesh_of("1,4,1")
+    models = DecodeModels(EngineConfig(), config, tiny.placed_weights(mesh, config=config, vocab=vocab), mesh)
+    assert models["training"].config == config
+    for tensor in (1, 2, 4):
+        named = vocab % tensor == heads % tensor == mlp % tensor == 0 and 0 in (kv_heads % tensor, tensor % kv_heads)
+        assert named == (tensor in works)
+        if named:
+            assert models[{"tensor": tensor}].config.numerics == "exact"
+        else:
+            with pytest.raises(ConfigError, match=rf"layout {{tensor: {tensor}}} splits .* Set tensor to "):
+                check_layout(config, {"tensor": tensor}, make_decode_mesh(mesh, tensor))
+                models[{"tensor": tensor}]

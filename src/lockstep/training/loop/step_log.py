@@ -176,12 +176,12 @@ class Rate:
 
 def _line_of(loss: float | None, rate: float, note: str) -> str:
     """The text of a step: loss, speed, and the note."""
-    speed = _number(rate or math.nan, 2)  # 0: it is not known yet
-    parts = ["" if loss is None else f"loss {_number(loss, 4)}", f"{speed} steps/s", note]
+    speed = number_text(rate or math.nan, 2)  # 0: it is not known yet
+    parts = ["" if loss is None else f"loss {number_text(loss, 4)}", f"{speed} steps/s", note]
     return "  ".join(filter(None, parts))
 
 
-def _number(value: float, digits: int) -> str:
+def number_text(value: float, digits: int) -> str:
     """Return the number as text, a dash where there is none yet."""
     return f"{value + 0.0:.{digits}f}" if math.isfinite(value) else UNKNOWN  # -0.0 is 0
 

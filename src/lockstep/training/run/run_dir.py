@@ -23,6 +23,7 @@ from lockstep.training.checkpoints.checkpoint import (
 )
 from lockstep.training.checkpoints.config import resumable_base, write_resumable
 from lockstep.training.loop.config import TrainerConfig
+from lockstep.training.loop.step_log import number_text
 from lockstep.training.loop.stopping import TrainResult
 from lockstep.training.rl import ROLLOUTS_FILE
 from lockstep.urls import check_bare_name, check_links, checkpoint_path
@@ -163,7 +164,7 @@ def closing_summary(run_dir: Path, result: TrainResult, num_train_steps: int, sa
         done = "stopped by an alarm (alarms.on_alarm)"
     if not result.complete and not result.diverged and saved is None and result.checkpoint is None:
         done += ", no checkpoint was saved"
-    last = result.progress.partition("  ")[0] or f"last loss {result.loss:.4f}"
+    last = result.progress.partition("  ")[0] or f"last loss {number_text(result.loss, 4)}"
     lines = ["", f"{done}: {result.completed_steps} of {num_train_steps} steps, {last}"]
     found: list[tuple[str, Path]] = [
         ("samples", run_dir / "samples.jsonl"),

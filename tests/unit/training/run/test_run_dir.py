@@ -141,6 +141,23 @@ def test_the_summary_lists_what_is_there_and_nothing_else(tmp_path):
     assert "lockstep report" not in closing_summary(tmp_path, result(), 10, None)
 
 
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ({"loss": -0.0}, "last loss 0.0000"),
+        ({"loss": float("nan")}, "last loss –"),
+        (
+            {"loss": -0.0, "progress": "reward 0.2500 (last 10: 0.2000)  rollout 1.0 s"},
+            "reward 0.2500 (last 10: 0.2000)",
+        ),
+    ],
+)
+def test_the_summary_ends_with_the_figure_that_says_something(tmp_path, values, text):
+    """The loss of GRPO is 0 where the model that learns is the one that answered: its figure is the reward."""
+    line = closing_summary(tmp_path, result(**values), 10, None).splitlines()[1]
+    assert line == f"done: 7 of 10 steps, {text}"
+
+
 def test_the_summary_says_how_to_go_on(tmp_path):
     (tmp_path / "wandb" / "offline-run-1").mkdir(parents=True)
     (tmp_path / "hf").mkdir()
