@@ -108,7 +108,7 @@ def deadly(row, prompt):
 def train_with_breaks(hosts, where, at=None):
     """Eight steps, two iterations of two minibatches each, that go on from what is at ``where``: losses and the end."""
     # Four sequences at a time, so that a rollout has several launches.
-    run = {"num_iterations": 2, "minibatches": 2, "rollout": {"max_seqs": 4}}
+    run = {"num_iterations": 2, "minibatches": 2, "rollout": {"max_seqs": 4}, "sampling": "by_solve_rate"}
     run["rewards"] = [FunctionReward(function=f"{__name__}:deadly"), LengthReward(weight=-0.5)]
     trainer, rollouts, model = runs.make(
         "auto", 8, hosts, run=run, loss={"use_rollout_logprobs": False}, log_dir=str(where), run_id="run",

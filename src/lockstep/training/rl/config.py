@@ -1,7 +1,7 @@
 """Settings of reinforcement learning: how to sample, to reward, and to learn."""
 
 import dataclasses
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from lockstep.config_fields import check_fields
 from lockstep.engine import SamplingBlock
@@ -91,6 +91,9 @@ class GrpoRunFields:
     minibatches: int = 1
     """The number of optimizer steps that the answers of a rollout are split over: a rollout has ``train_batch_size``
     times as many answers, and is sampled once in ``num_iterations`` times as many steps."""
+    sampling: Literal["uniform", "by_solve_rate"] = "uniform"
+    """Which questions a rollout has: ``uniform``, each once per epoch; ``by_solve_rate``, those more often to which
+    about half of the answers were right so far (docs/grpo.md)."""
     rollout_ahead: int = 0
     """1: the answers of the next rollout are sampled before the updates of this one, with the model of that moment, so
     that their rewards are computed while the devices work; they are one rollout older than the model that learns from

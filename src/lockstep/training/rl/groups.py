@@ -24,6 +24,7 @@ from lockstep.training.rl.config import GrpoRunFields
 from lockstep.training.rl.questions import AnswerRows, Questions
 from lockstep.training.rl.rewarding import Rewarder, Rewards, Scoring
 from lockstep.training.rl.rollout import unpacked
+from lockstep.training.rl.solve_rates import SolveRates
 from lockstep.types import Completion, FinishReason, Request, RoutedExperts
 
 if TYPE_CHECKING:
@@ -145,10 +146,15 @@ class Groups:
         return differ(self.totals) & ~self.dropped
 
     @property
+    def judged(self) -> Float[np.ndarray, "group answer"]:
+        """The rewards that say how right the answers are, by group."""
+        judged = self.rewards.total if self.rewards.judged is None else self.rewards.judged
+        return judged.reshape(len(self.questions), -1)
+
+    @property
     def mixed(self) -> Bool[np.ndarray, " group"]:
         """Whether the answers of a group are not equally right, which dynamic sampling looks for; none is dropped."""
-        judged = self.rewards.total if self.rewards.judged is None else self.rewards.judged
-        return differ(judged.reshape(len(self.questions), -1)) & ~self.dropped
+        return differ(self.judged) & ~self.dropped
 
     def advantages(
         self, config: GrpoFields, *, less: Float[np.ndarray, "group answer"] | float = 0.0
@@ -247,10 +253,29 @@ class RolloutSampler:
         self.earlier = EarlierAnswers(fields.rollout.drafts)
         """The drafts of the next rollouts, which decide the last bits of log-probabilities."""
         self._before = self.earlier
+        self._rates = SolveRates(len(questions), questions.seed) if fields.sampling == "by_solve_rate" else None
         self._mesh = mesh
         self.engine = engine  # the engine; None before the first use where none was given
         self.n_questions = trainer.train_batch_size * fields.minibatches // fields.rollout.n_generations
         """The number of questions of a sampling."""
+
+    def add(self, groups: Groups) -> None:
+        """Count how right the answers of a whole rollout are, for the choice of later questions."""
+        for question, rewards, dropped in zip(groups.questions, groups.judged, groups.dropped, strict=True):
+            if self._rates is not None and not dropped:
+                self._rates.add(int(question), rewards)
+
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps: what decides about later rollouts."""
+        rates = {} if self._rates is None else {"solve_rates": self._rates.state()}
+        return {"drafts": self.earlier.state(), **rates}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state` returned; checkpoints of earlier versions have none of it."""
+        if "drafts" in state:
+            self.earlier.load_state(state["drafts"])
+        if self._rates is not None and "solve_rates" in state:
+            self._rates.load_state(state["solve_rates"])
 
     def check(self, model: PyTree) -> None:
         """Find out what would make a rollout fail; launches nothing."""
@@ -265,7 +290,8 @@ class RolloutSampler:
         """
         if attempt == 0:
             self._before = self.earlier.copy()
-        drawn = self._questions.drawn(number, self.n_questions, attempt).tolist()
+        source = self._questions if self._rates is None else self._rates
+        drawn = source.drawn(number, self.n_questions, attempt).tolist()
         # No rollout of another step or of another seed of the run has the same.
         seeds = (self._trainer.seed, self._fields.rollout.seed, number, attempt)
         seed = int(SeedSequence(seeds).generate_state(1)[0])

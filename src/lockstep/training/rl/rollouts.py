@@ -220,9 +220,8 @@ class Rollouts:
             rest = None  # its updates are done
         rollout = None if rest is None else rest.to_json()
         ahead = None if self._ahead is None else self._ahead.to_json()
-        drafts = self._sampler.earlier.state()
         sampled = {**self._sizes(), "temperature": self._fields.rollout.temperature}
-        return {**sampled, "rollout": rollout, "ahead": ahead, "drafts": drafts}
+        return {**sampled, "rollout": rollout, "ahead": ahead, **self._sampler.state()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state` returned in an earlier process."""
@@ -243,8 +242,7 @@ class Rollouts:
             )
         if self._rollout is not None:
             self._check_rows(self._rollout)
-        if "drafts" in state:  # nor these
-            self._sampler.earlier.load_state(state["drafts"])
+        self._sampler.load_state(state)
         ahead = state.get("ahead")
         if ahead is not None and self._fields.rollout_ahead:
             self._ahead = self._sampler.resumed(ahead)
@@ -296,6 +294,7 @@ class Rollouts:
         chosen = choose_groups(groups, wanted)
         rollout, answers = self._rows(number, chosen)
         everything = Groups.concatenate(groups)
+        self._sampler.add(everything)
         self._trend.add(float(everything.totals.mean()))
         if self._hosts.is_leader:
             self._report.report(self._sampler.learned_at(number), everything, chosen, every)
