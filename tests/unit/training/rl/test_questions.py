@@ -150,6 +150,22 @@ def test_a_question_as_messages_and_an_answer_that_is_a_number(tmp_path):
     assert prompt.messages == (messages[0], {"role": "user", "content": "2 + 2 Go."})
 
 
+def test_questions_of_a_parquet_file_are_chats_of_several_turns(tmp_path):
+    import pyarrow
+    import pyarrow.parquet
+
+    turns = [("user", "2 + 2"), ("assistant", "4"), ("user", "and 1 more")]
+    messages = [{"role": role, "content": content} for role, content in turns]
+    rows = [{"question": messages, "answer": 5, "level": "easy"}] * 3
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "q.parquet")
+    questions = load(str(tmp_path / "q.parquet"), row_length=64)
+    assert [prompt.messages for prompt in questions.prompts] == [tuple(messages)] * 3
+    assert [(prompt.answer, prompt.fields) for prompt in questions.prompts] == [("5", {"level": "easy"})] * 3
+    shown = tiny.tokenizer().decode(questions.tokens[0])
+    places = [shown.find(content) for _, content in turns]
+    assert -1 < places[0] < places[1] < places[2]
+
+
 def test_fields_have_names_of_the_user_s_and_all_others_reach_rewards(tmp_path):
     path = tmp_path / "q.jsonl"
     path.write_text('{"ask": "2 + 2", "gold": "4", "tests": ["assert f() == 4"]}\n')
