@@ -160,6 +160,17 @@ def watched(outer: Path) -> Iterator[Path]:
     assert len(list(outer.iterdir())) == beside + 1, "something was made beside the directory"
 
 
+@contextlib.contextmanager
+def unwatched() -> Iterator[None]:
+    """A context inside that of `watched` for what only names a place beside the directory, as a link to it does."""
+    global _seen
+    seen, _seen = _seen, None
+    try:
+        yield
+    finally:
+        _seen = seen
+
+
 def with_secrets(outer: Path) -> Path:
     """A directory with the files that the paths of `PATHS` lead to from one inside it."""
     for path in PATHS[1:4]:

@@ -288,7 +288,7 @@ def _noted_code(job: JobRecord) -> int | None:
     """The code that the script of the last attempt has noted; None: it has not."""
     attempts = sorted(job.directory.glob("attempt-*"), key=lambda path: int(path.name.rpartition("-")[2]))
     file = attempts[-1] / CODE if attempts else None
-    return _exit_code(file.read_text()) if file is not None and file.exists() else None
+    return _exit_code(file.read_text(errors="replace")) if file is not None and file.exists() else None
 
 
 def _exit_code(text: str) -> int:

@@ -110,6 +110,20 @@ def test_the_first_failure_is_the_code_of_the_job(cluster, capfd):
     assert "attempt-1 process 0: exit code 85, ended because another process failed" in capfd.readouterr().out
 
 
+def test_a_noted_code_that_is_none_is_a_failure_and_no_stack(cluster, capfd):
+    """Whatever a task, or somebody else who can write there, puts into the files of codes."""
+    assert launch(python="print(1)") == 0
+    attempt = cluster / "jobs/job/attempt-1"
+    for content in (b"", b"-1", b"256", b"9" * 400, b"0x0", b"0 0", b"\xff\xfe", "\u0663".encode(), b"nan", b"\x1b[2J"):
+        (attempt / "code").write_bytes(content)
+        (attempt / "code-0").write_bytes(content + b" 1.5")
+        assert main(["status", "job"]) == exits.FAILED, content
+        shown = capfd.readouterr()
+        assert "job: exit code 1" in shown.out and "\x1b" not in shown.out, content
+    (attempt / "code").write_bytes(b"85\n")
+    assert main(["status", "job"]) == exits.PEER_FAILED
+
+
 def test_the_task_with_an_error_of_its_own_is_named_not_one_that_was_told_and_ended_before(cluster, capfd):
     text = PRINT + (
         "import pathlib, signal, time; ended, deaf = pathlib.Path('ended'), pathlib.Path('deaf')\n"

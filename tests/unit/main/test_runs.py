@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 
 from lockstep.callback.evaluation import TasksConfig
+from lockstep.callback.evaluation.scoring import TaskResults
 from lockstep.errors import ConfigError, PeerError
 from lockstep.hosts import Hosts, MemoryClient
 from lockstep.main.arguments import parse_arguments
-from lockstep.main.runs import EvalConfig, ExportConfig, evaluate, export, name_tasks
+from lockstep.main.runs import EvalConfig, ExportConfig, _Output, evaluate, export, name_tasks
 from lockstep.models import load_hf, read_hf_config, save_target
 from lockstep.placement import make_mesh
 from lockstep.report import WANDB_RUN, read_jsonl
@@ -55,6 +56,18 @@ def test_the_command_line(words):
 def test_a_command_line_that_cannot_work(words, message):
     with pytest.raises(ConfigError, match=message):
         parse_arguments(EvalConfig, name_tasks(words))
+
+
+@pytest.mark.parametrize("url", ["s3://me:hunter2@host/run", "https://host/run?sig=hunter2"])
+def test_passwords_of_the_checkpoint_are_in_no_file_of_an_evaluation(tmp_path, url, capsys):
+    words = [url, "--tasks", "a", "--base_model", url, "--trainer.log_dir", str(tmp_path), "--trainer.run_id", "run"]
+    output = _Output(parse_arguments(EvalConfig, name_tasks(words)), {})
+    output.write(TaskResults(scores={"a": {"acc": 0.5}}, rows=[]))
+    files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
+    assert json.loads((tmp_path / "run/scores.json").read_text())["checkpoint"].startswith(url[:5])
+    assert len(files) >= 2 and not [path for path in files if b"hunter2" in path.read_bytes()]
+    shown = capsys.readouterr()
+    assert "hunter2" not in shown.out + shown.err
 
 
 @pytest.mark.slow
