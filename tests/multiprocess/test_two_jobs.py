@@ -18,7 +18,8 @@ from tests.multiprocess.lm_run import checkpoints, losses, write_config
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
 ROOT = Path(__file__).parents[2]
-ENDLESS = 1_000_000  # steps and rounds: no job of these tests comes to its end
+ENDLESS = 1_000_000  # steps: no job of these tests comes to its end
+ROUNDS = 20_000  # likewise; sampling parameters of all of them are made at the start
 LIMIT_S = 240
 
 
@@ -61,7 +62,7 @@ def test_of_two_samplers_that_start_at_once_one_goes_on(place, tmp_path):
         jobs = [
             start(
                 *("sample", "--checkpoint_path", str(tmp_path / "checkpoints"), "--prompts", "[one, two]"),
-                *("--n_rounds", str(ENDLESS), "--max_new_tokens", "4", "--max_prompts_per_batch", "2"),
+                *("--n_rounds", str(ROUNDS), "--max_new_tokens", "4", "--max_prompts_per_batch", "2"),
                 *("--host_data_parallel_output_dir", output),
                 *("--trainer.log_dir", str(tmp_path), "--trainer.run_id", f"job-{number}"),
                 environment=bucket.environment,
