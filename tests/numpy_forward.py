@@ -52,6 +52,7 @@ class Family:
     """The norms before and after attention, before and after the MLP."""
     norm_over_heads: bool = False  # OLMo 2: one norm over all heads of q, and of k
     scaled_embedding: bool = False
+    interleaved: bool = False  # GLM: neighbouring elements of a head are a pair
     mlp: Callable[["Family", Config, "Tensors", Array], Array] | None = None
 
 
@@ -75,7 +76,7 @@ PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 def dense(family: Family, config: Config, tensors: Tensors, x: Array) -> Array:
     mlp = tensors.below("mlp")
-    if "gate_up_proj.weight" in mlp:  # Phi 3: gate above up
+    if "gate_up_proj.weight" in mlp:  # Phi 3, GLM: gate above up
         gate, up = np.split(mlp.pop("gate_up_proj.weight"), 2)
         mlp |= {"gate_proj.weight": gate, "up_proj.weight": up}
     return gated(family, mlp, x, PROJECTIONS)
@@ -143,10 +144,12 @@ GEMMA_NORMS = (
 )
 GEMMA = Family(gelu_tanh, norm_plus_one=True, norms=GEMMA_NORMS, scaled_embedding=True)
 OLMO_NORMS = (None, "post_attention_layernorm", None, "post_feedforward_layernorm")
+GLM_NORMS = ("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm")
 FAMILIES: dict[str, Family] = {
     **dict.fromkeys(("llama", "mistral", "phi3", "qwen2", "qwen3"), Family()),
     **dict.fromkeys(("gemma2", "gemma3_text"), GEMMA),
     "olmo2": Family(norms=OLMO_NORMS, norm_over_heads=True),
+    "glm4": Family(norms=GLM_NORMS, interleaved=True),
     "mixtral": Family(mlp=mixtral),
     **dict.fromkeys(("qwen2_moe", "qwen3_moe"), Family(mlp=qwen_moe)),
     "gpt_oss": Family(mlp=gpt_oss),
@@ -186,8 +189,14 @@ def frequencies(rope: Config, head: int) -> tuple[Array, float]:
     return angles, attention
 
 
-def rotate(x: Array, rope: Config) -> Array:
+def rotate(x: Array, rope: Config, interleaved: bool) -> Array:
     """Su et al. 2021, of ``[batch, position, head, element]``; elements of a pair are half the rotated part apart."""
+    if interleaved:
+        half = len(frequencies(rope, x.shape[-1])[0])
+        pairs = x[..., : 2 * half].reshape(*x.shape[:-1], half, 2)
+        turned = rotate(np.concatenate([pairs[..., 0], pairs[..., 1], x[..., 2 * half :]], -1), rope, False)
+        neighbours = np.stack([turned[..., :half], turned[..., half : 2 * half]], -1).reshape(*x.shape[:-1], -1)
+        return np.concatenate([neighbours, turned[..., 2 * half :]], -1)
     angles, attention = frequencies(rope, x.shape[-1])
     half = len(angles)
     turn = np.arange(x.shape[1])[:, None, None] * angles
@@ -217,7 +226,8 @@ def attention(family: Family, config: Config, tensors: Tensors, x: Array, kind: 
 
     rope = config["rope_parameters"]
     rope = rope.get(kind, rope)
-    q, k = rotate(normed("q", q, heads), rope), rotate(normed("k", k, kv_heads), rope)
+    q = rotate(normed("q", q, heads), rope, family.interleaved)
+    k = rotate(normed("k", k, kv_heads), rope, family.interleaved)
     group = heads // kv_heads
     k, v = np.repeat(k, group, axis=2), np.repeat(v.reshape(batch, length, kv_heads, size), group, axis=2)
     scale = config.get("query_pre_attn_scalar", size) ** -0.5

@@ -28,6 +28,7 @@ import transformers
 from transformers import (
     Gemma2Config,
     Gemma3TextConfig,
+    Glm4Config,
     GptOssConfig,
     LlamaConfig,
     MistralConfig,
@@ -156,6 +157,14 @@ FAMILIES: dict[str, PreTrainedConfig] = {
             "truncate": False,
             "original_max_position_embeddings": 16,
         },
+    ),
+    "glm4": Glm4Config(
+        **{**ODD, "hidden_size": 48},
+        head_dim=12,
+        attention_bias=True,
+        rope_parameters={"rope_type": "default", "rope_theta": 300.0, "partial_rotary_factor": 0.5},
+        pad_token_id=0,
+        eos_token_id=0,
     ),
 }
 

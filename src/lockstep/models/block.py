@@ -114,6 +114,15 @@ def rotate(
     return jnp.concatenate([low_cos - high_sin, high_cos + low_sin, *rest], axis=-1).astype(x.dtype)
 
 
+def even_first(x: Float[Array, "... head"], rotated: int) -> Float[Array, "... head"]:
+    """Return heads with the even elements of the first ``rotated`` before the odd ones, for `rotate`.
+
+    Scores are the same in any order that queries and keys have in common.
+    """
+    pairs = x[..., :rotated].reshape(*x.shape[:-1], -1, 2)
+    return jnp.concatenate([pairs[..., 0], pairs[..., 1], x[..., rotated:]], axis=-1)
+
+
 def rope_angles(positions: Array, frequencies: list[Any]) -> Float[Array, "... half"]:
     """Return rotary angles in float32 radians, with an axis for the kinds in front where there are several.
 

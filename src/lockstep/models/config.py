@@ -77,6 +77,8 @@ class Variant:
     ``full_attention`` has none. Null: as ``full_attention_every`` says; else with ``sliding_window`` all have it."""
     full_attention_every: int | None = None
     """Every how many layers one has no ``sliding_window``: 2 in Gemma 2, 6 in Gemma 3. Null: ``layer_types`` says."""
+    interleaved_rope: bool = False
+    """Whether neighbouring elements of a head are rotated together (GLM), not those half of it apart."""
     sliding_rope: RotaryConfig | None = None
     """The rotary embeddings of layers with sliding attention; others have ``rope`` (Gemma 3). Null: all have it."""
 

@@ -140,6 +140,8 @@ def project(
     q, k = ops.norm(q, w.q_norm), ops.norm(k, w.k_norm)
     q, k = ops.norm(q, w.q_wide_norm, wide=True), ops.norm(k, w.k_wide_norm, wide=True)
     q, k = (block.unit_norm(x, config.variant.unit_qk_norm) for x in (q, k))
+    if config.variant.interleaved_rope:
+        q, k = (block.even_first(x, config.rope.rotated(head)) for x in (q, k))
     q = block.rotate(q, *(x[..., None, None, :] for x in rotary), fix=ops.fix)
     k = block.rotate(k, *(x[..., None, :] for x in rotary), fix=ops.fix)
     q, k = ops.fix((q, k))

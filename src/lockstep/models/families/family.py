@@ -63,13 +63,13 @@ class Family:
         hf = {**defaults, **hf}
         for key in defaults.keys() - _NULLABLE:
             required(hf, key)
-        for switch in ("attention_bias", "mlp_bias", "use_bidirectional_attention"):
-            if hf.get(switch) and not (switch == "attention_bias" and self.config().variant.o_bias):
-                raise ConfigError(
-                    f"the checkpoint has {switch}: true; lockstep has biases of attention in qwen2 and gpt_oss only, "
-                    f"and causal attention. Choose a checkpoint without {switch}."
-                )
         variant = self.config().variant
+        for switch in ("attention_bias", "mlp_bias", "use_bidirectional_attention"):
+            if hf.get(switch) and switch not in self.defaults and not (switch == "attention_bias" and variant.o_bias):
+                raise ConfigError(
+                    f"the checkpoint has {switch}: true; lockstep has biases of attention in qwen2, glm4 and gpt_oss "
+                    f"only, and causal attention. Choose a checkpoint without {switch}."
+                )
         activation = hf.get(self.activation_key)
         if activation is not None and activation not in ACTIVATIONS:
             raise ConfigError(

@@ -21,7 +21,18 @@ from tests.adapters import GATE_UP, MLPS, merged, with_adapters
 from tests.numpy_forward import forward
 
 GOLDEN = Path(__file__).parents[3] / "golden"
-FAMILIES = ["gemma2", "gemma3", "gpt_oss", "mixtral", "olmo2", "phi3", "qwen2_moe", "qwen3_moe", "qwen3_moe_mixed"]
+FAMILIES = [
+    "gemma2",
+    "gemma3",
+    "glm4",
+    "gpt_oss",
+    "mixtral",
+    "olmo2",
+    "phi3",
+    "qwen2_moe",
+    "qwen3_moe",
+    "qwen3_moe_mixed",
+]
 LLAMAS = ["llama3", "llama_tied", "mistral", "qwen2", "qwen3"]
 DEFAULT = LoraConfig(r=2, alpha=3.0)
 

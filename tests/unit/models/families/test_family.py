@@ -28,6 +28,7 @@ from lockstep.models import (
 )
 from lockstep.models.families.gemma2 import Gemma2Config, Gemma2Variant
 from lockstep.models.families.gemma3 import Gemma3Config, Gemma3Variant
+from lockstep.models.families.glm4 import Glm4Config
 from lockstep.models.families.olmo2 import Olmo2Config
 from lockstep.models.families.phi3 import Phi3Config
 from lockstep.models.families.registry import FAMILIES as REGISTERED
@@ -73,6 +74,12 @@ FAMILIES = {
         layer_norm_epsilon=1e-5,
         rope=RotaryConfig(theta=300.0, partial_rotary_factor=0.75),
         variant=Variant(sliding_window=7),
+    ),
+    "glm4": Glm4Config(
+        **{**ODD, "hidden_dim": 48},
+        head_dim=12,
+        layer_norm_epsilon=1.5625e-07,
+        rope=RotaryConfig(theta=300.0, partial_rotary_factor=0.5),
     ),
     "qwen2_moe": Qwen2MoeConfig(
         **{**ODD, "hidden_dim": 48},
