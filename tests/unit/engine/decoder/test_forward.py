@@ -58,6 +58,9 @@ MODELS = FAMILIES | {
     "phi": dataclasses.replace(
         LLAMA, rope=RotaryConfig(theta=100.0, partial_rotary_factor=0.5), variant=Variant(sliding_window=6)
     ),
+    "glm": dataclasses.replace(
+        LLAMA, rope=RotaryConfig(theta=100.0, partial_rotary_factor=0.5), variant=Variant(interleaved_rope=True)
+    ),
     "gelu": dataclasses.replace(LLAMA, variant=Variant(activation="gelu")),
     "relu": dataclasses.replace(LLAMA, variant=Variant(activation="relu")),
 }
