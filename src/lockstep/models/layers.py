@@ -72,6 +72,9 @@ class Ops(Protocol):
     def shard(self, x: Array, *axes: str) -> Array:
         """``x`` with the sharding of its axes, which are those of the rows and these."""
 
+    def keep(self, x: Array) -> Array:
+        """``x`` as an array of its own, which several products read, where making it again for each reads more."""
+
     def fix[X](self, x: X) -> X:
         """``x``, as `lockstep.models.block.Fix`."""
 
@@ -94,7 +97,7 @@ def layer(
         return ops.fix(ops.shard(x, "embed"))
 
     x = stream(x)
-    h = gated_norm(ops, x, w.attn_norm, w.attn_norm_down, w.attn_norm_up)
+    h = ops.keep(gated_norm(ops, x, w.attn_norm, w.attn_norm_down, w.attn_norm_up))
     x = stream(x + ops.norm(attention(ops, config, w, h, rotary, attend), w.attn_post_norm))
     h, chosen = mlp(gated_norm(ops, x, w.mlp_norm, w.mlp_norm_down, w.mlp_norm_up))
     return stream(x + ops.norm(h, w.mlp_post_norm)), chosen

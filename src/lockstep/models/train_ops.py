@@ -76,6 +76,9 @@ class Train:
     def shard(self, x: Array, *axes: str) -> Array:
         return hax.auto_sharded(hax.named(x, (*self.rows, *axes))).array
 
+    def keep(self, x: Array) -> Array:
+        return x
+
     def fix[X](self, x: X) -> X:
         return x
 
