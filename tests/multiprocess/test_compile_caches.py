@@ -1,12 +1,14 @@
 """A compilation cache per machine: one process finds its programs there, the other compiles them; both go on."""
 
 import logging
+from pathlib import Path
 from unittest import mock
 
 import pytest
 
 from lockstep.engine import Engine, EngineConfig
 from lockstep.errors import DisagreementError
+from lockstep.models import load_hf
 from lockstep.placement import make_mesh
 from lockstep.placement.device import program
 from tests import tiny
@@ -14,6 +16,7 @@ from tests.multiprocess.harness import run_processes
 
 pytestmark = pytest.mark.multiprocess
 
+GOLDEN = Path(__file__).parents[1] / "golden"
 OWN = "the processes have caches of their own"
 
 
@@ -68,6 +71,25 @@ def test_one_process_with_a_warm_cache_and_one_with_none_generate_the_same(tmp_p
         assert warm[turn]["tokens"] == cold[turn]["tokens"] == warm["first"]["tokens"]
         assert warm[turn]["sizes"] == cold[turn]["sizes"]
     assert warm["ledger"] == cold["ledger"]
+
+
+def body_loads(hosts, directory):
+    import jax
+    import numpy as np
+
+    cache, sums = Cache(), []
+    for turn in ("first", "second"):
+        cache.move(f"{directory}/{hosts.index}-{turn if hosts.index else 'warm'}")
+        model = load_hf(str(GOLDEN / "llama3"), make_mesh("auto"), hosts=hosts)
+        sums.append([float(np.asarray(jax.numpy.abs(leaf).sum())) for leaf in jax.tree.leaves(model)])
+    return sums, cache.hits
+
+
+@pytest.mark.slow
+def test_one_process_with_a_warm_cache_and_one_with_none_load_a_checkpoint(tmp_path):
+    (warm, hits), (cold, no_hits) = run_processes(body_loads, args=(str(tmp_path),), own=OWN)
+    assert hits > no_hits == 0
+    assert warm[0] == warm[1] == cold[0] == cold[1]
 
 
 def body_gathers(hosts, directory, layout):

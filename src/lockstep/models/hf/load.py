@@ -334,7 +334,7 @@ class _Loading:
                 programs[layout].insert(0, spread)
         if self._together:
             for number, program in enumerate(itertools.chain(*programs.values())):
-                phase.agree({f"{name}, {number}": value for name, value in program.digests.items()})
+                phase.agree({f"program {number}, {name}": value for name, value in program.digests.items()})
         return programs
 
     def _place(self, read: ParameterRead, programs: Sequence[Program]) -> jax.Array:
