@@ -151,6 +151,7 @@ ALLOWED = {
         "filesystem.cat_file": "its size was looked at",
         "filesystem.cat_ranges": "up to the limit",
     },
+    "job_key.py": {"(directory / f'{part}.pem').read_text": OWN},
     "main/demo.py": {"(importlib.resources.files('lockstep.main') / 'demo.yaml').read_text": OWN},
     "main/doctor/layout_rounds.py": {"(self._directory / layout / 'samples.jsonl').read_text": OWN},
     "main/doctor/machine.py": {"Path(path).read_text": KERNEL},
