@@ -136,6 +136,22 @@ def gpt_oss(family: Family, config: Config, tensors: Tensors, x: Array) -> Array
     return routed(linear(moe, "router", x), config["num_experts_per_tok"], expert, softmax, x)
 
 
+def glm_moe(family: Family, config: Config, tensors: Tensors, x: Array) -> Array:
+    """GLM-4.5, as DeepSeek V3: sigmoids, and a bias that chooses and does not weigh; an expert for all tokens."""
+    moe = tensors.below("mlp")
+    if "gate.weight" not in moe:  # a layer without experts
+        return dense(family, config, tensors, x)
+    scores = 1 / (1 + np.exp(-linear(moe, "gate", x)))
+    out = gated(family, moe.below("shared_experts"), x, PROJECTIONS)
+    for place in np.ndindex(x.shape[:-1]):
+        own, top = scores[place], config["num_experts_per_tok"]
+        chosen = np.argsort(-(own + moe["gate.e_score_correction_bias"]), kind="stable")[:top]
+        shares = own[chosen] / (own[chosen].sum() if config["norm_topk_prob"] else 1)
+        for share, index in zip(config["routed_scaling_factor"] * shares, chosen, strict=True):
+            out[place] += share * gated(family, moe.below(f"experts.{index}"), x[place], PROJECTIONS)
+    return out
+
+
 GEMMA_NORMS = (
     "input_layernorm",
     "post_attention_layernorm",
@@ -150,6 +166,7 @@ FAMILIES: dict[str, Family] = {
     **dict.fromkeys(("gemma2", "gemma3_text"), GEMMA),
     "olmo2": Family(norms=OLMO_NORMS, norm_over_heads=True),
     "glm4": Family(norms=GLM_NORMS, interleaved=True),
+    "glm4_moe": Family(mlp=glm_moe),
     "mixtral": Family(mlp=mixtral),
     **dict.fromkeys(("qwen2_moe", "qwen3_moe"), Family(mlp=qwen_moe)),
     "gpt_oss": Family(mlp=gpt_oss),

@@ -29,6 +29,7 @@ from transformers import (
     Gemma2Config,
     Gemma3TextConfig,
     Glm4Config,
+    Glm4MoeConfig,
     GptOssConfig,
     LlamaConfig,
     MistralConfig,
@@ -166,11 +167,26 @@ FAMILIES: dict[str, PreTrainedConfig] = {
         pad_token_id=0,
         eos_token_id=0,
     ),
+    "glm4_moe": Glm4MoeConfig(
+        **{**ODD, "hidden_size": 48},
+        head_dim=12,
+        attention_bias=True,
+        use_qk_norm=True,
+        moe_intermediate_size=22,
+        n_routed_experts=5,
+        n_shared_experts=2,
+        num_experts_per_tok=3,
+        routed_scaling_factor=1.5,
+        rope_parameters={"rope_type": "default", "rope_theta": 300.0, "partial_rotary_factor": 0.5},
+    ),
 }
 
 
 def randomise(model: torch.nn.Module, generator: torch.Generator) -> None:
     """Weights large enough that attention and MLP matter, norms around 1, biases around 0."""
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
         with torch.no_grad():

@@ -184,11 +184,12 @@ class Searched:
             out, bias = jnp.einsum(equation, x, getattr(w, name)), getattr(w, f"{name}_bias", None)
             return out if bias is None else out + bias
 
-        logits = product("bte,ex->btx", h, "router")
-        ranks = jnp.argsort(jnp.argsort(-logits, axis=-1), axis=-1)
         experts, settings = self.config.experts, self.settings
         assert experts is not None
-        scores = jax.nn.sigmoid(logits - w.router_bias) if experts.scoring == "sigmoid" else jax.nn.softmax(logits)
+        logits, unbiased = product("bte,ex->btx", h, "router"), jnp.einsum("bte,ex->btx", h, w.router)
+        scores = jax.nn.softmax(logits) if experts.scoring == "softmax" else jax.nn.sigmoid(unbiased)
+        order = scores + w.router_bias if experts.scoring == "biased_sigmoid" else logits
+        ranks = jnp.argsort(jnp.argsort(-order, axis=-1), axis=-1)
         shares = jnp.where(ranks < settings["experts_per_token"], scores, 0.0)
         shares = jnp.where(settings["norm_topk_prob"], shares / jnp.sum(shares, axis=-1, keepdims=True), shares)
         shares *= experts.routed_scaling_factor

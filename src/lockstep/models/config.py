@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Hashable, Iterable, Sequence
-from typing import Final, Literal, get_args
+from typing import ClassVar, Final, Literal, get_args
 
 import draccus
 import numpy as np
@@ -161,6 +161,9 @@ class LlamaConfig(ModelConfig):
         64
     """
 
+    _biased_norms: ClassVar[bool] = False
+    """Whether Hugging Face has an architecture of this class with both ``qkv_bias`` and ``qk_norm``."""
+
     max_seq_len: int = 2048
     """The longest sequence in tokens."""
     hidden_dim: int = 4096
@@ -238,10 +241,10 @@ class LlamaConfig(ModelConfig):
             )
         check_backend(self.attn_backend)
         self._check_numerics()
-        if self.qkv_bias and self.qk_norm:
+        if self.qkv_bias and self.qk_norm and not self._biased_norms:
             raise ConfigError(
-                "qkv_bias and qk_norm are both true; no architecture that Hugging Face can load has both, so the model "
-                "could not be saved. Set one of them to false (qwen2 has qkv_bias, qwen3 has qk_norm)."
+                "qkv_bias and qk_norm are both true; of the architectures that Hugging Face can load only glm4_moe "
+                "has both, so the model could not be saved. Set one to false (qwen2 has qkv_bias, qwen3 has qk_norm)."
             )
         if self.experts is not None and not self.variant.gated:
             raise ConfigError(

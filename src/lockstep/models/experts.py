@@ -20,7 +20,7 @@ from lockstep.limits import LAYERS
 from lockstep.models.weights import MLP_WEIGHTS, SPARSE_WEIGHTS
 from lockstep.placement.device import barrier, elementwise, product, tree_sum
 
-Scoring = Literal["softmax", "sigmoid"]
+Scoring = Literal["softmax", "sigmoid", "biased_sigmoid"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,7 +38,7 @@ class Experts:
     num_experts: int = 8
     """The number of experts of each layer."""
     num_experts_per_tok: int = 2
-    """The number of experts that a token is given to: those with its largest router logits, the lower number where
+    """The number of experts that a token is given to: those with its largest router scores, the lower number where
     two are equal."""
     intermediate_dim: int | None = None
     """The width of an expert's MLP. Null for the model's ``intermediate_dim``."""
@@ -51,8 +51,9 @@ class Experts:
     norm_topk_prob: bool = True
     """Whether the weights of a token's experts are divided by their sum."""
     scoring: Scoring = "softmax"
-    """The weights of experts, of the router's logits. With ``sigmoid`` the router has a bias, which chooses experts and
-    weighs none (Snowball; https://arxiv.org/abs/2408.15664)."""
+    """The weights of experts, of the router's logits. But for ``softmax`` the router has a bias, which chooses experts
+    and weighs none (https://arxiv.org/abs/2408.15664): with ``sigmoid`` it is added to the logits (Snowball), with
+    ``biased_sigmoid`` to their sigmoid (DeepSeek V3, GLM-4.5)."""
     routed_scaling_factor: float = 1.0
     """The factor of the weights."""
     load_balancing_coef: float = 0.001
@@ -138,11 +139,13 @@ class Routing(NamedTuple):
     """The experts of tokens."""
 
     experts: Int[Array, "token choice"]
-    """Their numbers, that with the largest logit first."""
+    """Their numbers, that with the largest score first."""
     weights: Float[Array, "token choice"]
     """The factors of what they answer, float32."""
     logits: Float[Array, "token expert"]
-    """The router's logits with its bias, float32: experts are chosen by them."""
+    """The router's logits, float32, with its bias where that is added to them."""
+    scores: Float[Array, "token expert"]
+    """The numbers by which experts are chosen, the largest first."""
 
 
 class RouterSums(NamedTuple):
@@ -159,7 +162,7 @@ class RouterSums(NamedTuple):
     compared: Float[Array, "..."]
     """The number of tokens whose experts an engine chose too."""
     differing: Float[Array, "..."]
-    """The number of those whose experts are others by the largest logits."""
+    """The number of those whose experts are others by the largest scores."""
 
     @classmethod
     def of(
@@ -172,7 +175,7 @@ class RouterSums(NamedTuple):
         """
         compared = differing = jnp.float32(0)
         if engine is not None:
-            _, own = jax.lax.top_k(routing.logits, engine.shape[-1])
+            _, own = jax.lax.top_k(routing.scores, engine.shape[-1])
             known, same = engine[:, 0] >= 0, jnp.all(jnp.sort(own) == jnp.sort(engine), axis=-1)
             compared, differing = (jnp.sum(each, dtype=jnp.float32) for each in (known, known & ~same))
         given = jnp.where(valid, 1.0, 0.0)
@@ -214,20 +217,24 @@ def route(
     Args:
         exact: Whether the bits of a token depend on no other (``numerics: exact``).
         replayed: The experts to take, whose weights are those of these logits (R3, https://arxiv.org/abs/2510.11370,
-            equation 5); -1 for those with the largest logits. None for these alone.
+            equation 5); -1 for those with the largest scores. None for these alone.
     """
     if exact:
         unbiased = product(x, router)
     else:
         unbiased = jnp.matmul(x.astype(jnp.float32), router.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
-    logits = unbiased if bias is None else unbiased + bias.astype(jnp.float32)
-    largest, chosen = jax.lax.top_k(logits, experts.num_experts_per_tok)
+    added = 0.0 if bias is None else bias.astype(jnp.float32)
+    if experts.scoring == "biased_sigmoid":
+        logits, scores = unbiased, jax.nn.sigmoid(unbiased) + added
+    else:
+        logits = scores = unbiased if bias is None else unbiased + added
+    largest, chosen = jax.lax.top_k(scores, experts.num_experts_per_tok)
     if replayed is not None:
         chosen = jnp.where(replayed < 0, chosen, replayed)
         largest = jnp.take_along_axis(logits, chosen, axis=-1)
     if exact:
         weights = _exact_softmax(largest, largest if experts.norm_topk_prob else logits)
-    elif experts.scoring == "sigmoid":
+    elif experts.scoring != "softmax":
         weights = jax.nn.sigmoid(jnp.take_along_axis(unbiased, chosen, axis=-1))
         if experts.norm_topk_prob:
             weights /= jnp.sum(weights, axis=-1, keepdims=True) + 1e-9
@@ -237,7 +244,7 @@ def route(
         weights = jnp.exp(largest - jax.nn.logsumexp(logits, axis=-1, keepdims=True))
     if experts.routed_scaling_factor != 1:
         weights *= experts.routed_scaling_factor
-    return Routing(chosen, weights, logits)
+    return Routing(chosen, weights, logits, scores)
 
 
 def _exact_softmax(some: Float[Array, "token choice"], every: Float[Array, "token expert"]) -> Array:

@@ -103,7 +103,7 @@ class LlamaExperts(eqx.Module):
 
         return cls(
             router=hax.random.normal(keys[0], (ax.Embed, ax.Expert)) * std,
-            router_bias=hax.zeros(ax.Expert) if fused or experts.scoring == "sigmoid" else None,
+            router_bias=hax.zeros(ax.Expert) if fused or experts.scoring != "softmax" else None,
             expert_gate=inputs(keys[1], ax.ExpertMlp, not fused),
             expert_up=inputs(keys[2], ax.ExpertMlp, not fused),
             expert_gate_up=inputs(keys[1], ax.GateUp, fused),

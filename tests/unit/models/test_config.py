@@ -130,7 +130,7 @@ def test_head_size_follows_from_hidden_dim_unless_given() -> None:
         ({"num_heads": 2**31 - 1, "num_kv_heads": 2}, r"must divide num_heads"),
         ({"hidden_dim": 32.0}, r"hidden_dim is 32\.0; it must be a whole number"),
         ({"layer_norm_epsilon": 0.0}, r"layer_norm_epsilon is 0\.0 .*must be positive"),
-        ({"qkv_bias": True, "qk_norm": True}, r"qkv_bias and qk_norm are both true; .*Set one of them to false"),
+        ({"qkv_bias": True, "qk_norm": True}, r"qkv_bias and qk_norm are both true; .*Set one to false"),
     ],
 )
 def test_values_that_cannot_work_are_refused(change: dict[str, Any], text: str) -> None:

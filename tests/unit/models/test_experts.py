@@ -35,6 +35,15 @@ def test_a_bias_of_a_sigmoid_router_chooses_and_weighs_nothing() -> None:
     assert replayed.experts.tolist() == [[1, 0]]
     assert float(replayed.weights[0, 0]) == pytest.approx(2.5 / (1 + np.exp(-0.1)), rel=1e-4)
 
+    # The sigmoids are 0.62, 0.52, 0.43 and 0.02.
+    beside = dataclasses.replace(plain, scoring="biased_sigmoid")
+    for bias, chosen in ((jnp.array([0.0, -9, 0, 5]), [3, 0]), (jnp.array([0.0, 0.2, 0, 0.3]), [1, 0])):
+        routing = route(jnp.asarray(logits), jnp.eye(4), bias, beside)
+        assert routing.experts.tolist() == [chosen]
+        np.testing.assert_allclose(routing.weights[0], 2.5 / (1 + np.exp(-logits[0, chosen])), rtol=1e-5)
+    sums = RouterSums.of(routing, jnp.ones(1, bool), jnp.array([[0, 1]]))
+    assert sums.compared == 1 and sums.differing == 0
+
 
 def test_losses_are_those_of_the_papers() -> None:
     experts = Experts(num_experts=4, num_experts_per_tok=2, load_balancing_coef=0.1, router_z_coef=0.01)

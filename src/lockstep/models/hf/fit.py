@@ -11,9 +11,13 @@ from lockstep.models.families.registry import DEQUANTISE
 from lockstep.models.hf.files import CheckpointFiles
 from lockstep.models.hf.names import Parameter, stored_shapes
 from lockstep.models.hf.stored_names import HEAD
+from lockstep.printable import get_logger
+
+log = get_logger(__name__)
 
 # Buffers that older versions of transformers stored; they follow from the configuration.
 _DERIVED = re.compile(r".*\.rotary_emb\.inv_freq|.*\.masked_bias")
+_PREDICTS = "eh_proj.weight"  # a layer of multi-token prediction has it (DeepSeek V3, GLM-4.5)
 # What fp8, compressed-tensors, GPTQ, AWQ, bitsandbytes, quanto and ModelOpt store beside weights, or in their place.
 _OF_QUANTISED = re.compile(
     r".*\.(qweight|qzeros|g_idx|scales|SCB|weight_format|absmax|quant_map|nested_\w+|quant_state\.\w+|[kv]_scale"
@@ -43,7 +47,10 @@ def check_tensors(files: CheckpointFiles, expected: Sequence[Parameter], *, tied
             read[place.name] += math.prod(files.shape(name))
     copy = files.place(HEAD) if tied else None
     unread = files.names - read.keys() - ({copy.name} if copy is not None else set())
-    unexpected = sorted(name for name in unread if not _DERIVED.fullmatch(name))
+    predicting = tuple(name.removesuffix(_PREDICTS) for name in unread if name.endswith(_PREDICTS))
+    if predicting:
+        log.warning("not read of %s: layers of multi-token prediction, %s", files.directory, ", ".join(predicting))
+    unexpected = sorted(name for name in unread if not (_DERIVED.fullmatch(name) or name.startswith(predicting)))
     problems = [
         f"tensor {name} of shape {shapes[name]} is missing{_nearest(name, unexpected)}"
         for name, place in places.items()

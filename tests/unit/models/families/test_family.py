@@ -29,6 +29,7 @@ from lockstep.models import (
 from lockstep.models.families.gemma2 import Gemma2Config, Gemma2Variant
 from lockstep.models.families.gemma3 import Gemma3Config, Gemma3Variant
 from lockstep.models.families.glm4 import Glm4Config
+from lockstep.models.families.glm4_moe import Glm4MoeConfig
 from lockstep.models.families.olmo2 import Olmo2Config
 from lockstep.models.families.phi3 import Phi3Config
 from lockstep.models.families.registry import FAMILIES as REGISTERED
@@ -80,6 +81,23 @@ FAMILIES = {
         head_dim=12,
         layer_norm_epsilon=1.5625e-07,
         rope=RotaryConfig(theta=300.0, partial_rotary_factor=0.5),
+    ),
+    "glm4_moe": Glm4MoeConfig(
+        **{**ODD, "hidden_dim": 48},
+        head_dim=12,
+        qkv_bias=True,
+        qk_norm=True,
+        rope=RotaryConfig(theta=300.0, partial_rotary_factor=0.5),
+        experts=Experts(
+            num_experts=5,
+            num_experts_per_tok=3,
+            intermediate_dim=22,
+            mlp_only_layers=(0,),
+            shared_intermediate_dim=44,
+            scoring="biased_sigmoid",
+            routed_scaling_factor=1.5,
+            load_balancing_coef=0.0,
+        ),
     ),
     "qwen2_moe": Qwen2MoeConfig(
         **{**ODD, "hidden_dim": 48},
@@ -147,6 +165,7 @@ def test_transformers_reads_what_is_written_as_its_own(family: str, tmp_path: Pa
         # The same as mlp_only_layers, and the name that transformers 4 has.
         "qwen3_moe_mixed": {"decoder_sparse_step", "mlp_only_layers", "num_experts"},
         "qwen2_moe": {"head_dim", "num_local_experts"},
+        "glm4_moe": {"num_nextn_predict_layers"},  # none
     }.get(family, set())
     assert {key for key in ours.keys() | theirs.keys() if ours.get(key) != theirs.get(key)} <= skip
 

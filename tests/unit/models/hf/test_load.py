@@ -28,7 +28,7 @@ from tests.multiprocess.harness import run_threads
 GOLDEN = Path(__file__).parents[3] / "golden"
 FAMILIES = ["llama3", "llama_tied", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "olmo2", "phi3", "glm4"]
 FAST = ["llama3", "llama_tied", "qwen2", "gemma3", "phi3"]
-EXPERTS = ["mixtral", "qwen2_moe", "qwen3_moe", "qwen3_moe_mixed"]
+EXPERTS = ["glm4_moe", "mixtral", "qwen2_moe", "qwen3_moe", "qwen3_moe_mixed"]
 
 
 def mesh_of(shape: str, devices: int = 4) -> Mesh:
@@ -213,6 +213,16 @@ def test_tensors_that_do_not_fit_are_named_with_file_and_shapes(tmp_path: Path) 
     change_tensors(directory, lambda t: t.update({name.replace("up_proj", "up_projj"): np.zeros((40, 64), np.float32)}))
     refused(directory, r"is missing \(there is model\.layers\.1\.mlp\.up_projj\.weight\)")
     refused(directory, r"up_projj\.weight in model\.safetensors of shape \(40, 64\) is not part of the model")
+
+
+def test_layers_of_multi_token_prediction_are_not_read_which_is_said(tmp_path, caplog) -> None:
+    directory = copy_of("glm4_moe", tmp_path)
+    more = {f"model.layers.3.{name}": np.ones((4, 4), np.float32) for name in ("eh_proj.weight", "enorm.weight")}
+    change_tensors(directory, lambda tensors: tensors.update(more))
+    load_hf(str(directory), mesh_of("1,1,1", 1))
+    assert "layers of multi-token prediction, model.layers.3." in caplog.text
+    change_tensors(directory, lambda tensors: tensors.pop("model.layers.3.eh_proj.weight"))
+    refused(directory, r"model\.layers\.3\.enorm\.weight in .* is not part of the model")
 
 
 def test_a_config_of_another_model_is_refused_before_anything_is_read(monkeypatch: pytest.MonkeyPatch) -> None:

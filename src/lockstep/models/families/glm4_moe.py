@@ -1,0 +1,95 @@
+"""GLM-4.5 (https://arxiv.org/abs/2508.06471): experts that a bias helps to choose, after some layers without."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, ClassVar, Final
+
+from lockstep.errors import ConfigError
+from lockstep.models.config import LlamaConfig, ModelConfig
+from lockstep.models.experts import Experts
+from lockstep.models.families import llama, qwen3
+from lockstep.models.families.family import Family
+from lockstep.models.families.qwen3_moe import EXPERT_TENSORS, MLP
+from lockstep.models.rope import RotaryConfig, required
+
+
+@ModelConfig.register_subclass("glm4_moe")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Glm4MoeConfig(LlamaConfig):
+    """GLM-4.5 (https://arxiv.org/abs/2508.06471): experts that a bias helps to choose, after some layers without."""
+
+    _biased_norms: ClassVar[bool] = True
+
+    rope: RotaryConfig = dataclasses.field(default_factory=lambda: RotaryConfig(partial_rotary_factor=0.5))
+    experts: Experts | None = dataclasses.field(
+        default_factory=lambda: Experts(
+            num_experts=128, num_experts_per_tok=8, intermediate_dim=1408, mlp_only_layers=(0,),
+            shared_intermediate_dim=1408, scoring="biased_sigmoid", load_balancing_coef=0.0,
+        )
+    )  # fmt: skip
+
+
+def _read(hf: Mapping[str, Any]) -> dict[str, Any]:
+    if (hf["n_group"], hf["topk_group"]) != (1, 1):
+        raise ConfigError(
+            f"the checkpoint has n_group {hf['n_group']} and topk_group {hf['topk_group']}; lockstep chooses among all "
+            "experts (1 and 1). Choose another checkpoint."
+        )
+    width = required(hf, "moe_intermediate_size")
+    experts = Experts(
+        num_experts=required(hf, "n_routed_experts"),
+        num_experts_per_tok=required(hf, "num_experts_per_tok"),
+        intermediate_dim=width,
+        mlp_only_layers=tuple(range(hf["first_k_dense_replace"])),
+        shared_intermediate_dim=width * hf["n_shared_experts"],
+        norm_topk_prob=hf["norm_topk_prob"],
+        scoring="biased_sigmoid",
+        routed_scaling_factor=float(hf["routed_scaling_factor"]),
+        load_balancing_coef=0.0,
+    )
+    return {"qkv_bias": hf["attention_bias"], "qk_norm": hf["use_qk_norm"], "experts": experts}
+
+
+def _write(config: LlamaConfig) -> dict[str, Any]:
+    experts = config.experts or Experts()
+    shared, only = experts.shared_intermediate_dim or 0, experts.mlp_only_layers
+    if shared % config.expert_dim or only != tuple(range(len(only))):
+        raise ConfigError(
+            f"glm4_moe has a shared expert as wide as some of the others, and MLPs in its first layers alone; "
+            f"experts.shared_intermediate_dim is {shared} beside {config.expert_dim}, experts.mlp_only_layers is "
+            f"{list(only)}. Change them to save the model as such."
+        )
+    return {
+        "attention_bias": config.qkv_bias,
+        "use_qk_norm": config.qk_norm,
+        "n_routed_experts": experts.num_experts,
+        "n_shared_experts": shared // config.expert_dim,
+        "num_experts_per_tok": experts.num_experts_per_tok,
+        "moe_intermediate_size": config.expert_dim,
+        "first_k_dense_replace": len(only),
+        "norm_topk_prob": experts.norm_topk_prob,
+        "routed_scaling_factor": experts.routed_scaling_factor,
+        "n_group": 1,
+        "topk_group": 1,
+        "num_nextn_predict_layers": 0,
+        "output_router_logits": False,
+    }
+
+
+FAMILY: Final = Family(
+    architecture="Glm4MoeForCausalLM",
+    model_type="glm4_moe",
+    config=Glm4MoeConfig,
+    tensors={**qwen3.FAMILY.tensors, **EXPERT_TENSORS}
+    | {f"{name}_bias": llama.LAYER + f"self_attn.{name}_proj.bias" for name in "qkv"}
+    | {f"shared_{name}": f"{MLP}shared_experts.{name}_proj.weight" for name in ("gate", "up", "down")}
+    | {"router_bias": MLP + "gate.e_score_correction_bias"},
+    # Those of transformers.
+    defaults={
+        "attention_bias": False, "use_qk_norm": False, "partial_rotary_factor": 0.5, "rms_norm_eps": 1e-5,
+        "head_dim": None, "num_key_value_heads": 8, "first_k_dense_replace": 1, "n_shared_experts": 1, "n_group": 1,
+        "topk_group": 1, "norm_topk_prob": True, "routed_scaling_factor": 1.0,
+    },
+    read=_read,
+    write=_write,
+)  # fmt: skip
