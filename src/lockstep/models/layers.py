@@ -13,7 +13,7 @@ from lockstep.models import block
 from lockstep.models.config import LlamaConfig
 from lockstep.models.weights import LayerWeights
 
-type Rotary = tuple[Float[Array, "*row half_head"], Float[Array, "*row half_head"]]
+type Rotary = tuple[Float[Array, "... half_head"], Float[Array, "... half_head"]]
 """The cosines and sines of the rotary angles; a row axis may have size 1, and the first ones may be left out."""
 type Attend = Callable[[Array, Array, Array], Array]
 """Takes queries ``[*row, kv_head, group, head]``, keys and values ``[*row, kv_head, head]``; returns for each query the
