@@ -168,13 +168,15 @@ def _computed(config: LlamaConfig) -> dict[str, Any]:
     return fields | {f"variant.{name}": value for name, value in variant.items()}
 
 
-def count_experts(hf: Mapping[str, Any], default: int | None = None) -> int:
+def count_experts(
+    hf: Mapping[str, Any], default: int | None = None, *, names: Sequence[str] = ("num_experts", "num_local_experts")
+) -> int:
     """The number of experts, whose key has two names; ``default`` where the file has neither.
 
     Raises:
         ConfigError: The two differ, or there is no number.
     """
-    counts = {key: hf[key] for key in ("num_experts", "num_local_experts") if key in hf}
+    counts = {key: hf[key] for key in names if key in hf}
     if len(set(counts.values())) > 1:
         raise ConfigError(
             f"the checkpoint's config.json has {' and '.join(f'{key} {count}' for key, count in counts.items())}, "
@@ -183,8 +185,8 @@ def count_experts(hf: Mapping[str, Any], default: int | None = None) -> int:
     number = next(iter(counts.values()), default)
     if number is None:
         raise ConfigError(
-            "the checkpoint's config.json has no number for num_experts or num_local_experts; lockstep needs it. Add "
-            "the number of experts that its tensors have."
+            f"the checkpoint's config.json has no number for {' or '.join(names)}; lockstep needs it. Add the number "
+            "of experts that its tensors have."
         )
     return int(number)
 

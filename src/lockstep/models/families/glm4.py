@@ -40,7 +40,13 @@ FAMILY: Final = Family(
         "mlp_post_norm": llama.LAYER + "post_mlp_layernorm.weight",
     },
     # Those of transformers.
-    defaults={"attention_bias": False, "partial_rotary_factor": 0.5, "rms_norm_eps": 1.5625e-07, "head_dim": 128},
+    defaults={
+        "attention_bias": True,
+        "partial_rotary_factor": 0.5,
+        "rms_norm_eps": 1.5625e-07,
+        "head_dim": 128,
+        "num_key_value_heads": 2,
+    },
     read=lambda hf: {"qkv_bias": hf["attention_bias"]},
     write=lambda config: {"attention_bias": config.qkv_bias},
 )

@@ -8,7 +8,7 @@ from lockstep.errors import ConfigError
 from lockstep.models.config import LlamaConfig, ModelConfig
 from lockstep.models.experts import Experts
 from lockstep.models.families import llama, qwen3
-from lockstep.models.families.family import Family
+from lockstep.models.families.family import Family, count_experts
 from lockstep.models.families.qwen3_moe import EXPERT_TENSORS, MLP
 from lockstep.models.rope import RotaryConfig, required
 
@@ -37,7 +37,7 @@ def _read(hf: Mapping[str, Any]) -> dict[str, Any]:
         )
     width = required(hf, "moe_intermediate_size")
     experts = Experts(
-        num_experts=required(hf, "n_routed_experts"),
+        num_experts=count_experts(hf, names=("n_routed_experts", "num_local_experts")),
         num_experts_per_tok=required(hf, "num_experts_per_tok"),
         intermediate_dim=width,
         mlp_only_layers=tuple(range(hf["first_k_dense_replace"])),
