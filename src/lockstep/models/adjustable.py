@@ -203,26 +203,27 @@ class Searched:
 def _layers(config: LlamaConfig, weights: DecoderWeights, settings: Settings) -> dict[str, Array | None]:
     """The weights of the layers as the settings take them, those of q, k, v and o by head."""
     heads, kv_heads, size = config.num_heads, config.num_kv_heads, config.head_size
-    found = {field.name: getattr(weights.layers, field.name) for field in dataclasses.fields(weights.layers)}
+    layers = {field.name: getattr(weights.layers, field.name) for field in dataclasses.fields(weights.layers)}
     every = np.arange(config.num_layers)
     dense, places = (None, every) if config.experts is None else config.experts.places(config.num_layers)
     # A layer of the other kind takes the weights of any, which are not computed with.
-    own = {name: places if len(config.layers_of(name)) < len(every) else every for name in found}
-    found = {
-        name: each if each is None else each[jnp.asarray(own[name])[settings["layers"]]] for name, each in found.items()
+    own = {name: places if len(config.layers_of(name)) < len(every) else every for name in layers}
+    layers = {
+        name: weight if weight is None else weight[jnp.asarray(own[name])[settings["layers"]]]
+        for name, weight in layers.items()
     }
-    found["dense"] = None if dense is None else jnp.asarray(dense)[settings["layers"]]
+    layers["dense"] = None if dense is None else jnp.asarray(dense)[settings["layers"]]
     for number, (one, other) in enumerate(PAIRS):
-        a, b = found[one], found[other]
+        a, b = layers[one], layers[other]
         if a is not None and b is not None and a.shape == b.shape:
             flag = settings["swapped"][number]
-            found[one], found[other] = jnp.where(flag, b, a), jnp.where(flag, a, b)
+            layers[one], layers[other] = jnp.where(flag, b, a), jnp.where(flag, a, b)
     for number, name in enumerate(SQUARE):
         sides = (config.hidden_dim, -1) if name != "o" else (-1, config.hidden_dim)
-        weight = found[name].reshape(config.num_layers, *sides)
+        weight = layers[name].reshape(config.num_layers, *sides)
         if weight.shape[1] == weight.shape[2]:
             weight = jnp.where(settings["transposed"][number], weight.swapaxes(1, 2), weight)
-        found[name] = weight
+        layers[name] = weight
     rotated = config.rope.rotated(size)
     pairs = np.concatenate([np.arange(0, rotated, 2), np.arange(1, rotated, 2), np.arange(rotated, size)])
     order = jnp.where(settings["interleaved"], pairs, np.arange(size))
@@ -234,16 +235,16 @@ def _layers(config: LlamaConfig, weights: DecoderWeights, settings: Settings) ->
             "_wide_norm": (count, size),
         }
         for suffix, shape in shapes.items():
-            weight = found.get(name + suffix)
+            weight = layers.get(name + suffix)
             if weight is not None:
                 weight = weight.reshape(-1, *shape)
                 weight = weight[..., settings["heads"], :] if name == "q" and len(shape) > 1 else weight
-                found[name + suffix] = weight if name == "v" else weight[..., order]
+                layers[name + suffix] = weight if name == "v" else weight[..., order]
     for name, shape in (("sinks", (-1, heads)), ("head_gate", (config.num_layers, -1, heads))):
-        if found[name] is not None:
-            found[name] = found[name].reshape(shape)[..., settings["heads"]]
-    found["o"] = found["o"].reshape(-1, heads, size, config.hidden_dim)[:, settings["heads"]]
-    return found
+        if layers[name] is not None:
+            layers[name] = layers[name].reshape(shape)[..., settings["heads"]]
+    layers["o"] = layers["o"].reshape(-1, heads, size, config.hidden_dim)[:, settings["heads"]]
+    return layers
 
 
 def _capped(x: Array, cap: Array) -> Array:

@@ -39,15 +39,15 @@ def parquet_rows(
     for number in groups:
         group = table.metadata.row_group(number)
         parts = [group.column(index) for index in range(group.num_columns)]
-        parts = [each for each in parts if columns is None or each.path_in_schema.split(".")[0] in columns]
-        mean = sum(each.total_uncompressed_size for each in parts) // max(group.num_rows, 1)
+        parts = [column for column in parts if columns is None or column.path_in_schema.split(".")[0] in columns]
+        mean = sum(column.total_uncompressed_size for column in parts) // max(group.num_rows, 1)
         if mean > max_bytes:
             raise ConfigError(
                 f"the rows of row group {number} have {mean:,} bytes each, and at most {max_bytes:,} are read "
                 "(max_line_bytes). Raise that, or cut the rows"
             )
         position = stream.tell()
-        largest = max(mean, sum(_dictionary_bytes(stream, each) for each in parts))
+        largest = max(mean, sum(_dictionary_bytes(stream, column) for column in parts))
         stream.seek(position)
         rows = max(1, min(BATCH_ROWS, BATCH_BYTES // max(largest, 1)))
         with ParquetFile(_PagesFile(stream, parts), metadata=table.metadata) as checked:
@@ -77,7 +77,7 @@ class _PagesFile:
 
     def __init__(self, stream: Any, columns: Sequence[Any]) -> None:
         self._stream = stream
-        self._chunks = {_first_page(each): each.total_compressed_size for each in columns}
+        self._chunks = {_first_page(column): column.total_compressed_size for column in columns}
         self._largest: dict[int, _Page] = {}
 
     def read(self, size: int = -1) -> bytes:

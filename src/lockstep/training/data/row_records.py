@@ -25,13 +25,17 @@ class RowWriter:
 
     def write(self, row: Row) -> None:
         """Write a row."""
-        header = [len(row), *(number for one in row for number in (one.n_prompt, len(one.tokens)))]
-        reference = np.asarray([one.reference for one in row if one.reference is not None], LOGPROB).view(ROW)
-        record = np.concatenate([np.asarray(part, ROW) for part in (header, *(one.tokens for one in row), reference)])
+        header = [len(row), *(number for sequence in row for number in (sequence.n_prompt, len(sequence.tokens)))]
+        reference = np.asarray(
+            [sequence.reference for sequence in row if sequence.reference is not None], LOGPROB
+        ).view(ROW)
+        record = np.concatenate(
+            [np.asarray(part, ROW) for part in (header, *(sequence.tokens for sequence in row), reference)]
+        )
         self._waiting.append(record)
         self._ends.append(self._ends[-1] + len(record))
         self.count += 1
-        self.tokens += sum(len(one.tokens) for one in row)
+        self.tokens += sum(len(sequence.tokens) for sequence in row)
         if len(self._waiting) >= FLUSH_ROWS:
             self._flush(self._ends.pop())
 
