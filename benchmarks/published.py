@@ -18,13 +18,14 @@ from typing import Any
 from benchmarks.tpu_train_step import Case, workload_of
 from benchmarks.workers import write_json
 from lockstep.engine import EngineConfig
-from lockstep.main.plan import CompileCache, StepTime, default_directory, least_time, make_plan, topology
-from lockstep.main.plan.planner import predict_sampling
-from lockstep.main.plan.step_time import train_time
-from lockstep.main.plan.workload import SamplingWorkload, Workload
 from lockstep.models.families.registry import PRESETS
 from lockstep.placement.device import chip_of
+from lockstep.plan import StepTime, least_time, make_plan
+from lockstep.plan.planner import predict_sampling
+from lockstep.plan.step_time import train_time
+from lockstep.plan.workload import SamplingWorkload, Workload
 from lockstep.types import Request, SamplingParams
+from lockstep.xla import CompileCache, default_directory, topology
 
 HALF = 0.5
 """The share of a chip's peak from which on a row must hold."""

@@ -26,17 +26,15 @@ from benchmarks.workers import write_json
 from lockstep.engine import DecodeModel, Engine, EngineConfig
 from lockstep.engine.sampling.sampler import never_used
 from lockstep.engine.sizing.memory_model import MemoryModel
-from lockstep.main.plan.collectives import collectives
-from lockstep.main.plan.compiler import topology
-from lockstep.main.plan.hlo import Hlo
-from lockstep.main.plan.traffic import copies, step_bytes
 from lockstep.models import WEIGHT_AXES, DecoderWeights, LlamaConfig, read_decoder, skeleton
 from lockstep.models.attention import select_attention
 from lockstep.models.families.family import ModelPreset
 from lockstep.models.families.registry import PRESETS
 from lockstep.placement import make_mesh
 from lockstep.placement.device.chips import chip_of, hops
+from lockstep.plan.traffic import copies, step_bytes
 from lockstep.types import Drafts, Request, SamplingParams
+from lockstep.xla import Hlo, collectives, topology
 
 SAMPLED = SamplingParams(max_new_tokens=64, temperature=0.7)
 UNMET = never_used([SAMPLED])

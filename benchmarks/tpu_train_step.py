@@ -27,18 +27,17 @@ import jax
 import numpy as np
 
 from benchmarks.workers import read_rows, write_json
-from lockstep.main.plan.collectives import collectives, fsdp_bytes, summed
-from lockstep.main.plan.compiler import CompileCache, Summary, Topology, topology
-from lockstep.main.plan.hlo import Array, Hlo, Op
-from lockstep.main.plan.traffic import traffic
-from lockstep.main.plan.train_step import bubble, compile_step, flops_on, make_state, peak
-from lockstep.main.plan.workload import TrainingWorkload, Workload
 from lockstep.models.families.family import ModelPreset
 from lockstep.models.families.registry import PRESETS
 from lockstep.models.remat import RematPolicy
 from lockstep.placement import PP, make_mesh
 from lockstep.placement.device.chips import chip_of
+from lockstep.plan.fsdp import fsdp_bytes
+from lockstep.plan.traffic import traffic
+from lockstep.plan.train_step import bubble, compile_step, flops_on, make_state, peak
+from lockstep.plan.workload import TrainingWorkload, Workload
 from lockstep.training import OptimizerConfig, TrainerConfig, lm_loss
+from lockstep.xla import Array, CompileCache, Hlo, Op, Summary, Topology, collectives, summed, topology
 
 STEPS = 100
 

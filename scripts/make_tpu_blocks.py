@@ -27,10 +27,10 @@ import numpy as np
 from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from lockstep.main.plan.compiler import topology
 from lockstep.models.attention.tpu_block_table import BLOCKS
 from lockstep.models.attention.tpu_blocks import BlockKey, stored_head_size, stored_heads, takes
 from lockstep.placement.device import FP8
+from lockstep.xla import topology
 
 TABLE = Path(__file__).parents[1] / "src" / "lockstep" / "models" / "attention" / "tpu_block_table.py"
 

@@ -46,41 +46,45 @@ STYLE = """
 
 PACKAGES = {
     "main": (0, 440, "the lockstep command"),
-    "testing": (0, 764, "tests in several processes"),
-    "main.plan": (1, 116, "a configuration on a TPU slice"),
-    "main.doctor": (1, 332, "checks of machine, job, pod"),
-    "training": (2, 200, "trainer, data, objectives"),
-    "check": (1, 764, "what each process launches"),
-    "launch": (2, 764, "a job on every machine"),
-    "levanter": (2, 450, "a hook for Levanter's trainer"),
-    "tunix": (2, 680, "hooks and rollout for Tunix"),
-    "callback": (3, 380, "SampleCallback and the round"),
-    "batch_inference": (1, 548, "lockstep sample"),
-    "callback.evaluation": (4, 770, "tasks of lm-evaluation-harness"),
-    "report": (4, 200, "rows, metrics, trackers"),
-    "text": (5, 116, "tokenizer, prompts"),
-    "health": (5, 320, "answers that went wrong"),
-    "engine": (5, 540, "sizing, programs, launches"),
-    "engine.schedule": (6, 320, "slots, pages, batches"),
-    "models": (6, 540, "families, readers, HF files"),
-    "models.attention": (6, 760, "paged attention"),
-    "placement": (7, 540, "meshes, resharding"),
-    "placement.device": (8, 640, "programs, memory, chips"),
-    "hosts": (9, 460, "everything between processes"),
+    "testing": (0, 980, "tests in several processes"),
+    "plan": (1, 116, "a configuration on a TPU slice"),
+    "doctor": (1, 332, "checks of machine, job, pod"),
+    "batch_inference": (1, 548, "lockstep sample, lockstep eval"),
+    "configuration": (1, 764, "YAML, keys, decoding"),
+    "check": (1, 980, "what each process launches"),
+    "xla": (2, 116, "programs' text, TPU compiler"),
+    "training": (2, 332, "trainer, data, objectives"),
+    "levanter": (2, 548, "a hook for Levanter's trainer"),
+    "tunix": (2, 764, "hooks and rollout for Tunix"),
+    "launch": (2, 980, "a job on every machine"),
+    "callback": (3, 480, "SampleCallback and the round"),
+    "callback.evaluation": (4, 870, "tasks of lm-evaluation-harness"),
+    "report": (4, 300, "rows, metrics, trackers"),
+    "text": (5, 216, "tokenizer, prompts"),
+    "health": (5, 420, "answers that went wrong"),
+    "engine": (5, 640, "sizing, programs, launches"),
+    "engine.schedule": (6, 420, "slots, pages, batches"),
+    "models": (6, 640, "families, readers, HF files"),
+    "models.attention": (6, 860, "paged attention"),
+    "placement": (7, 640, "meshes, resharding"),
+    "placement.device": (8, 740, "programs, memory, chips"),
+    "hosts": (9, 560, "everything between processes"),
 }
 """Package: row from the top, middle of the box, what is in it."""
 
 ARROWS = (
-    ("main", "main.plan"),
-    ("main", "main.doctor"),
+    ("main", "plan"),
+    ("main", "doctor"),
+    ("main", "configuration"),
     ("main", "check"),
     ("main", "batch_inference"),
     ("testing", "check"),
     ("check", "launch"),
     ("levanter", "callback"),
     ("tunix", "callback"),
-    ("main.plan", "training"),
-    ("main.doctor", "training"),
+    ("plan", "training"),
+    ("plan", "xla"),
+    ("doctor", "training"),
     ("training", "callback"),
     ("callback", "report"),
     ("callback", "callback.evaluation"),
@@ -105,8 +109,9 @@ NOT_DRAWN = (
     ("models", "models.attention"),
     ("models", "text"),
     ("health", "text"),
-    ("main.plan", "launch"),
-    ("main.plan", "batch_inference"),
+    ("plan", "batch_inference"),
+    ("xla", "launch"),
+    ("xla", "placement.device"),
 )
 """Further ones, between boxes of one row or far from each other."""
 
@@ -150,10 +155,10 @@ def packages() -> str:
         kind = dict.fromkeys(("text", "health", "report", "engine.schedule", "launch"), "wait").get(name, "host")
         parts.append(box(x, top + row * step, wide, high, kind, [name, what]))
     bottom = top + 10 * step - 8
-    parts.append(box(460, bottom, 560, high, "train", ["types, errors, units, exits", "used by every package"]))
+    parts.append(box(560, bottom, 560, high, "train", ["types, errors, units, exits", "used by every package"]))
     note = "An arrow points at what a package may import, and so at all below that. Dashed: no jax inside."
-    parts.append(f'<text class="small mid muted" x="460" y="{bottom + high + 26}">{note}</text>')
-    return picture(920, bottom + high + 44, "Packages of lockstep, and who may import whom", parts)
+    parts.append(f'<text class="small mid muted" x="560" y="{bottom + high + 26}">{note}</text>')
+    return picture(1120, bottom + high + 44, "Packages of lockstep, and who may import whom", parts)
 
 
 STEPS = (

@@ -14,6 +14,8 @@ from lockstep.batch_inference.prompt_store import JobShape, PromptStore
 from lockstep.batch_inference.row_files import RowIndex, agree_on_owners
 from lockstep.batch_inference.summary import MemoryLog, Totals, add_up
 from lockstep.callback.round import from_bytes
+from lockstep.doctor import needs
+from lockstep.doctor.finding import Finding, merge
 from lockstep.exits import DONE, EXIT_CODES
 from lockstep.hosts import Hosts, MemoryClient
 from lockstep.hosts.exchange import (
@@ -30,8 +32,6 @@ from lockstep.hosts.peers import _summarize
 from lockstep.hosts.phase import Ledger
 from lockstep.json_text import from_peer
 from lockstep.launch.connection import GREETING, Connection, DroppedError, answered
-from lockstep.main.doctor import needs
-from lockstep.main.doctor.finding import Finding, merge
 from lockstep.report import judge
 from lockstep.types import Drafts, Request, SamplingParams
 from tests.fuzz.hostile import documents, fuzz

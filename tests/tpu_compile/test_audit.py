@@ -17,7 +17,7 @@ from lockstep.engine import Auditor, Engine, EngineConfig
 from lockstep.models import LlamaConfig
 from lockstep.models.families.family import ModelPreset
 from lockstep.placement import make_mesh
-from lockstep.main.plan.compiler import topology
+from lockstep.xla import topology
 from lockstep.types import Request, SamplingParams
 
 jax.config.update("jax_default_matmul_precision", sys.argv[1] or None)

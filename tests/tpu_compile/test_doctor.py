@@ -8,11 +8,10 @@ pytest.importorskip("libtpu", reason="the extra [plan] brings the TPU compiler")
 
 import haliax as hax
 
+from lockstep.doctor import speed
+from lockstep.doctor.layout_rounds import LENGTH, PROMPTS, make_tokenizer, shape_for
 from lockstep.engine import Auditor, Engine, EngineConfig
 from lockstep.hosts import Hosts, MemoryClient
-from lockstep.main.doctor import speed
-from lockstep.main.doctor.layout_rounds import LENGTH, PROMPTS, make_tokenizer, shape_for
-from lockstep.main.plan import topology
 from lockstep.models import LlamaLMHeadModel, padded_vocab_size
 from lockstep.placement import data_shards, make_mesh, tensor_sizes
 from lockstep.training import (
@@ -24,6 +23,7 @@ from lockstep.training import (
     state_structs,
 )
 from lockstep.types import Request, SamplingParams
+from lockstep.xla import topology
 
 pytestmark = pytest.mark.slow
 

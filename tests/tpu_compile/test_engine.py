@@ -74,9 +74,8 @@ from lockstep.engine.sizing.memory_model import MemoryModel
 from lockstep.models import LlamaConfig, Variant
 from lockstep.models.families.family import ModelPreset
 from lockstep.placement import make_mesh
-from lockstep.main.plan.hlo import Hlo
-from lockstep.main.plan.compiler import topology
-from lockstep.main.plan.traffic import copies
+from lockstep.xla import Hlo, topology
+from lockstep.plan.traffic import copies
 from lockstep.types import Request, SamplingParams
 from benchmarks.tpu_programs import weights_on
 
@@ -181,9 +180,7 @@ from lockstep.engine import Engine, EngineConfig
 from lockstep.models import LlamaConfig
 from lockstep.models.families.family import ModelPreset
 from lockstep.placement import make_mesh
-from lockstep.main.plan.collectives import collectives
-from lockstep.main.plan.hlo import Hlo
-from lockstep.main.plan.compiler import topology
+from lockstep.xla import collectives, Hlo, topology
 from lockstep.types import Request, SamplingParams
 
 config = LlamaConfig(
@@ -222,7 +219,7 @@ from lockstep.engine import Engine, EngineConfig
 from lockstep.models import LlamaConfig
 from lockstep.models.families.family import ModelPreset
 from lockstep.placement import make_mesh
-from lockstep.main.plan.compiler import topology
+from lockstep.xla import topology
 from lockstep.types import Request, SamplingParams
 
 slice_, kv_cache_dtype, num_layers = sys.argv[1], sys.argv[2], int(sys.argv[3])
@@ -287,7 +284,7 @@ from lockstep.models import LlamaConfig
 from lockstep.models.families.family import ModelPreset
 from lockstep.placement import make_mesh
 from lockstep.placement import assembly_function, sources, view
-from lockstep.main.plan.compiler import topology
+from lockstep.xla import topology
 
 slice_, tensor = sys.argv[1], int(sys.argv[2])
 mesh = make_mesh("auto", list(topology(slice_).devices))

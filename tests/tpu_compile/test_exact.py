@@ -17,12 +17,11 @@ pytest.importorskip("libtpu", reason="the extra [plan] brings the TPU compiler")
 
 from benchmarks.tpu_programs import weights_on
 from lockstep.engine import Engine, EngineConfig, exact_logprobs
-from lockstep.main.plan.compiler import topology
-from lockstep.main.plan.hlo import Hlo, Op
 from lockstep.models import Experts, LlamaConfig
 from lockstep.models.families.family import ModelPreset
 from lockstep.placement import make_mesh
 from lockstep.types import Request, SamplingParams
+from lockstep.xla import Hlo, Op, topology
 
 SMALL = LlamaConfig(
     max_seq_len=256,

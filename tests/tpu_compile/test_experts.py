@@ -11,17 +11,16 @@ import pytest
 
 from benchmarks.tpu_programs import weights_on
 from lockstep.engine import Engine, EngineConfig
-from lockstep.main.plan.compiler import topology
-from lockstep.main.plan.hlo import Hlo
-from lockstep.main.plan.traffic import copies
 from lockstep.models import Experts, Qwen3MoeConfig, find_preset
 from lockstep.models.expert_mlps import AdaptedMatrices, ExpertWeights, mixture
 from lockstep.models.experts import route
 from lockstep.models.families.family import ModelPreset
 from lockstep.models.trainable import skeleton
 from lockstep.placement import COMPUTE_AXES, batch_spec, make_mesh
+from lockstep.plan.traffic import copies
 from lockstep.training import parameter_shardings
 from lockstep.types import Request, SamplingParams
+from lockstep.xla import Hlo, topology
 
 pytest.importorskip("libtpu", reason="the TPU compiler comes with the extra [plan]")
 

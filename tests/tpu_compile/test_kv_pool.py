@@ -9,13 +9,11 @@ pytest.importorskip("libtpu", reason="the extra [plan] brings the TPU compiler")
 
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from lockstep.main.plan.collectives import collectives
-from lockstep.main.plan.compiler import topology
-from lockstep.main.plan.hlo import Hlo
-from lockstep.main.plan.traffic import copies
 from lockstep.models.attention import Heads, StoredKvHeads, TpuAttention, select_attention
 from lockstep.models.attention.tpu_blocks import BlockKey, blocks_for, stored_heads
 from lockstep.models.attention.tpu_kernels import NAME
+from lockstep.plan.traffic import copies
+from lockstep.xla import Hlo, collectives, topology
 
 SLICES = {"v4": "v4-8", "v5e": "v5litepod-4", "v5p": "v5p-8", "v6e": "v6e-4"}
 HEADS = Heads(kv_heads=2, group=4, head_size=128)

@@ -14,13 +14,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 from benchmarks.tpu_programs import weights_on
 from lockstep.engine import Engine, EngineConfig
 from lockstep.engine.sizing.memory_model import MemoryModel
-from lockstep.main.plan.compiler import topology
-from lockstep.main.plan.hlo import Hlo
-from lockstep.main.plan.traffic import copies
 from lockstep.models import LlamaConfig, LlamaLMHeadModel, RotaryConfig, Variant
 from lockstep.models.families.family import ModelPreset
 from lockstep.placement import COMPUTE_AXES, make_mesh
+from lockstep.plan.traffic import copies
 from lockstep.types import Request, SamplingParams
+from lockstep.xla import Hlo, topology
 
 LENGTH = 2048
 CONFIG = LlamaConfig(

@@ -242,8 +242,9 @@ from lockstep.engine import Engine
 from lockstep.main.arguments import parse_arguments
 from lockstep.main.commands import find_command
 from lockstep.placement import make_mesh
-from lockstep.main.plan import CompileCache, make_plan, topology
-from lockstep.main.plan.train_step import make_state
+from lockstep.plan import make_plan
+from lockstep.xla import CompileCache, topology
+from lockstep.plan.train_step import make_state
 
 command = find_command("train-simpo")
 work = command.workload(parse_arguments(command.config(), ["--config_path", "config/simpo_tiny.yaml"]))
@@ -291,7 +292,7 @@ from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 from lockstep.placement.device.program import Ledger, compile_program
 from lockstep.errors import VmemError
-from lockstep.main.plan import topology
+from lockstep.xla import topology
 
 mesh = Mesh(np.array(topology("v5p-8").devices[:1]), ("x",), axis_types=(AxisType.Auto,))
 def struct(*shape, dtype=jnp.int32):

@@ -9,16 +9,10 @@ pytest.importorskip("libtpu", reason="the extra [plan] brings the TPU compiler")
 
 from benchmarks import published
 from benchmarks.tpu_train_step import workload_of
-from lockstep.main.plan import CompileCache, least_time, make_plan, topology
-from lockstep.main.plan.hlo import Hlo
-from lockstep.main.plan.step_time import (
-    DECODE_ERRORS,
-    DECODE_OVER_BEST,
-    EXPECTED_ERRORS,
-    EXPOSED_BYTES,
-    train_time,
-)
 from lockstep.models.attention import attention_products
+from lockstep.plan import least_time, make_plan
+from lockstep.plan.step_time import DECODE_ERRORS, DECODE_OVER_BEST, EXPECTED_ERRORS, EXPOSED_BYTES, train_time
+from lockstep.xla import CompileCache, Hlo, topology
 from tests.snippets import lacking
 
 

@@ -16,14 +16,12 @@ from benchmarks.tpu_programs import weights_on
 from lockstep.engine import Engine, EngineConfig
 from lockstep.engine.decode_model import DecodeModels
 from lockstep.engine.sizing.cost_model import from_other_slices
-from lockstep.main.plan.collectives import collectives
-from lockstep.main.plan.compiler import topology
-from lockstep.main.plan.hlo import Hlo
 from lockstep.models import LlamaConfig, LlamaLMHeadModel, read_decoder
 from lockstep.models.families.family import ModelPreset
 from lockstep.placement import data_shards, make_mesh, reshard_function
 from lockstep.training import OptimizerConfig, TrainStep, batch_structs, lm_loss, parse_precision, state_structs
 from lockstep.types import Request, SamplingParams
+from lockstep.xla import Hlo, collectives, topology
 
 pytestmark = pytest.mark.slow
 

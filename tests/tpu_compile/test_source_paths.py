@@ -20,7 +20,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from lockstep.models.attention.tpu_kernels import write_entries
 from lockstep.placement.device import compile_program
 from lockstep.hosts import Ledger
-from lockstep.main.plan.compiler import topology
+from lockstep.xla import topology
 
 mesh = Mesh(np.array(topology("v5p-8").devices[:1]), ("x",), axis_types=(AxisType.Auto,))
 

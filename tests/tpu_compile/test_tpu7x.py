@@ -13,10 +13,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from lockstep.engine.decoder.build import compiler_options
 from lockstep.hosts import Ledger
-from lockstep.main.plan.compiler import Topology, topology
 from lockstep.placement import make_mesh
 from lockstep.placement.decode_mesh import make_decode_mesh
 from lockstep.placement.device import Program, chip_of, compile_program, on_one_chip
+from lockstep.xla import Topology, topology
 
 
 @pytest.fixture(scope="module")

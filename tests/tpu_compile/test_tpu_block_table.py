@@ -9,8 +9,8 @@ pytest.importorskip("libtpu", reason="the extra [plan] brings the TPU compiler")
 from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from lockstep.main.plan.compiler import topology
 from lockstep.models.attention.tpu_blocks import BlockKey, blocks_for, safe
+from lockstep.xla import topology
 
 SLICES = {"v4": "v4-8", "v5e": "v5litepod-4", "v5p": "v5p-8", "v6e": "v6e-4", "tpu7x": "tpu7x-8"}
 TOKENS, SEQUENCES, POSITIONS = 64, 16, 1024

@@ -7,11 +7,10 @@ import pytest
 pytest.importorskip("libtpu", reason="the extra [plan] brings the TPU compiler")
 
 from benchmarks.tpu_train_step import CASES, train_step, workload_of
-from lockstep.main.plan.collectives import collectives, fsdp_bytes
-from lockstep.main.plan.compiler import CompileCache, topology
-from lockstep.main.plan.hlo import Hlo
-from lockstep.main.plan.train_step import make_state
 from lockstep.placement import make_mesh
+from lockstep.plan.fsdp import fsdp_bytes
+from lockstep.plan.train_step import make_state
+from lockstep.xla import CompileCache, Hlo, collectives, topology
 
 LAYERS = 2
 

@@ -9,12 +9,10 @@ pytest.importorskip("libtpu", reason="the extra [plan] brings the TPU compiler")
 
 from jax.sharding import NamedSharding, PartitionSpec
 
-from lockstep.main.plan.collectives import collectives
-from lockstep.main.plan.compiler import topology
-from lockstep.main.plan.hlo import Hlo
 from lockstep.models.attention import CausalAttention, self_attention
 from lockstep.placement import COMPUTE_AXES, make_mesh
 from lockstep.training.objectives.vocab_blocks import VocabBlocks
+from lockstep.xla import Hlo, collectives, topology
 
 SLICES = {"v4": "v4-8", "v5e": "v5litepod-4", "v5p": "v5p-8", "v6e": "v6e-4"}
 ROWS = ("dp", "fsdp")

@@ -197,8 +197,8 @@ WRITES = {
     "main/results.py": "tail, which ends with its reader",
     "report/tail.py": "tail, as above",
     "report/terminal_table.py": "a console that the caller gives",
-    "main/plan/alternatives.py": "within what prepare.py gives to write_to_stdout",
-    "main/plan/table.py": "as above",
+    "plan/alternatives.py": "within what prepare.py gives to write_to_stdout",
+    "plan/table.py": "as above",
     "check/run.py": "within what main/check.py gives to write_to_stdout",
     "training/data/example_check.py": "within what main/data.py gives to it",
     "launch/environment.py": "launch --dry-run, which is a script for a shell",
@@ -210,7 +210,7 @@ WRITES = {
     "launch/agent/supervisor.py": "as above",
     "testing/protocol.py": "messages to the test run",
     "testing/worker.py": "as above",
-    "main/plan/compiler.py": "progress, which is shown on stderr",
+    "xla/compiler.py": "progress, which is shown on stderr",
     "printable.py": "write_to_stdout itself",
 }
 """What writes to stdout by itself, and why an error of stdout may be one of the program there."""

@@ -14,7 +14,7 @@ from rich.text import Text
 
 import lockstep
 from lockstep.batch_inference.summary import Outcome, Totals, closing_words, summary_table
-from lockstep.main.doctor.finding import Finding, Findings, merge
+from lockstep.doctor.finding import Finding, Findings, merge
 from lockstep.main.results import run_report, run_tail
 from lockstep.printable import print_lines
 from lockstep.report import print_table

@@ -9,8 +9,8 @@ import pytest
 
 import lockstep
 from lockstep.batch_inference.row_files import RemoteRows
+from lockstep.doctor.needs import check_read, check_written
 from lockstep.errors import ConfigError, LockstepError
-from lockstep.main.doctor.needs import check_read, check_written
 from lockstep.models import fingerprint, read_hf_config
 from lockstep.models.hf.files import CheckpointFiles
 from lockstep.models.hf.save_target import save_target

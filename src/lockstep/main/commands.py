@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 from lockstep.errors import ConfigError
 
 if TYPE_CHECKING:
-    from lockstep.main.plan import Workload
+    from lockstep.plan import Workload
 
 
 class Arguments(argparse.ArgumentParser):
@@ -113,7 +113,7 @@ COMMANDS: Final = (
         function="lockstep.main.runs:train_lm",
         example="lockstep train-lm --config_path config/demo.yaml --trainer.num_train_steps 100",
         config_class="lockstep.main.runs:TrainLmConfig",
-        workload_function="lockstep.main.plan.workload:training_workload",
+        workload_function="lockstep.plan.workload:training_workload",
     ),
     Command(
         name="train-preference",
@@ -122,7 +122,7 @@ COMMANDS: Final = (
         function="lockstep.main.runs:train_preference",
         example="lockstep train-preference --config_path config/dpo_tiny.yaml --objective.beta 0.3",
         config_class="lockstep.main.runs:TrainPreferenceConfig",
-        workload_function="lockstep.main.plan.workload:training_workload",
+        workload_function="lockstep.plan.workload:training_workload",
     ),
     Command(
         name="train-simpo",
@@ -131,7 +131,7 @@ COMMANDS: Final = (
         function="lockstep.main.runs:train_simpo",
         example="lockstep train-simpo --config_path config/simpo_tiny.yaml --inference_eval.eval_every 10",
         config_class="lockstep.main.runs:TrainSimpoConfig",
-        workload_function="lockstep.main.plan.workload:training_workload",
+        workload_function="lockstep.plan.workload:training_workload",
     ),
     Command(
         name="train-grpo",
@@ -140,7 +140,7 @@ COMMANDS: Final = (
         function="lockstep.main.runs:train_grpo",
         example="lockstep train-grpo --config_path config/grpo_gsm8k_qwen25_3b_v6e_8.yaml --trainer.seed 1",
         config_class="lockstep.main.runs:TrainGrpoConfig",
-        workload_function="lockstep.main.plan.workload:training_workload",
+        workload_function="lockstep.plan.workload:training_workload",
     ),
     Command(
         name="sample",
@@ -149,7 +149,7 @@ COMMANDS: Final = (
         function="lockstep.main.runs:sample",
         example="lockstep sample --hf_checkpoint path/to/Llama-3.1-8B-Instruct --prompts questions.jsonl",
         config_class="lockstep.main.runs:SampleConfig",
-        workload_function="lockstep.main.plan.workload:sampling_workload",
+        workload_function="lockstep.plan.workload:sampling_workload",
     ),
     Command(
         name="eval",
@@ -259,7 +259,7 @@ COMMANDS: Final = (
         "on every host as you would start a run. --config_path names the configuration of a run, and what that reaches "
         "for is looked at too; any key that is not listed here is one of that run's. Exit code 0 if nothing needs a "
         "fix, else 1.",
-        config_class="lockstep.main.doctor:DoctorConfig",
+        config_class="lockstep.doctor:DoctorConfig",
     ),
     Command(
         name="launch",

@@ -13,20 +13,17 @@ from typing import Any, Final
 import jax
 
 from lockstep.config_fields import option_path
+from lockstep.doctor import DoctorConfig, examine, read_needs
 from lockstep.errors import ConfigError, check_output
 from lockstep.files import write_file
 from lockstep.hosts import DistributedConfig
 from lockstep.main.arguments import CONFIG_PATH, decode_config, pairs, parse_arguments, read_values
 from lockstep.main.commands import Arguments, Command, planned_commands
-from lockstep.main.doctor import DoctorConfig, examine, read_needs
-from lockstep.main.plan import (
-    CompileCache,
-    CompileProgress,
+from lockstep.plan import (
     MeshCost,
     Plan,
     RematCost,
     as_json,
-    default_directory,
     make_plan,
     mesh_costs,
     place_of,
@@ -34,10 +31,10 @@ from lockstep.main.plan import (
     print_plan,
     print_remat,
     remat_costs,
-    topology,
 )
 from lockstep.printable import show_log, write_to_stdout
 from lockstep.terminal import Console
+from lockstep.xla import CompileCache, CompileProgress, default_directory, topology
 
 
 def add_plan_options(parser: argparse.ArgumentParser) -> None:

@@ -4,7 +4,7 @@ import pytest
 
 from lockstep.engine.idle_replicas import count_active, layout_with_idle_replicas
 from lockstep.errors import ConfigError
-from lockstep.main.plan.compiler import topology
+from lockstep.xla import topology
 from tests.unit.engine.models import mesh_of
 
 

@@ -1,4 +1,4 @@
-"""The table of slices: names, chips, hosts. The compiler counts them too, in tests/unit/main/plan/test_compiler.py."""
+"""The table of slices: names, chips, hosts. The compiler counts them too, in tests/unit/xla/test_topology.py."""
 
 import pytest
 

@@ -51,7 +51,7 @@ def test_an_unknown_command_lists_the_known_ones():
 
 def test_the_table_imports_no_command():
     """``lockstep --help`` must not import what only a command needs."""
-    modules = "set(sys.modules) & {'lockstep.main.plan', 'lockstep.training', 'lockstep.main.runs'}"
+    modules = "set(sys.modules) & {'lockstep.plan', 'lockstep.training', 'lockstep.main.runs'}"
     text = f"import sys, lockstep.main.cli as cli; cli.run(['--help']); assert not ({modules}), {modules}"
     done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -79,8 +79,8 @@ OUTPUTS = [
     ("plan", ["--config_path", "config/demo.yaml", "--topology", "v5p-8", "--json"], "lockstep.main.prepare:make_plan"),
     ("check", ["--json", "OUTPUT", "--", "true"], "lockstep.main.check:check_command"),
     ("check", ["--html", "OUTPUT", "--", "true"], "lockstep.main.check:check_command"),
-    ("doctor", ["--json"], "lockstep.main.doctor.examine:measure_coordination"),
-    ("doctor", ["--calibrate"], "lockstep.main.doctor.examine:measure_coordination"),
+    ("doctor", ["--json"], "lockstep.doctor.examine:measure_coordination"),
+    ("doctor", ["--calibrate"], "lockstep.doctor.examine:measure_coordination"),
     ("launch", ["--prefix", "always", "--log_dir", "OUTPUT", "--", "true"], "lockstep.launch.machines:Job"),
 ]
 """Command, its words (the output comes last where they do not say where), and the beginning of its long work."""

@@ -71,6 +71,6 @@ def test_nothing_else_calls_a_tokenizer():
         ("text/tokenizer.py", "tokenizer.decode"),
         ("tunix/rollout.py", "self._tokenizer.decode"),
         ("tunix/rollout.py", "self._tokenizer.encode"),
-        ("main/doctor/layout_rounds.py", "tokenizer.encode"),  # of its own
+        ("doctor/layout_rounds.py", "tokenizer.encode"),  # of its own
         ("training/data/example_check.py", "tokenizer.decode"),  # of ids that it has made
     }

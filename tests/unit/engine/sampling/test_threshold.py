@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 
 from lockstep.engine.sampling.filters import FILTERS, Candidates
 from lockstep.engine.sampling.threshold import SIZE, Shortlist, _threshold, find_threshold, scopes_needed
-from lockstep.main.plan.collectives import collectives
-from lockstep.main.plan.hlo import Hlo
 from lockstep.placement.decode_mesh import make_decode_mesh
+from lockstep.xla import Hlo, collectives
 from tests.filters_oracle import kept_tokens
 from tests.unit.engine.models import mesh_of
 

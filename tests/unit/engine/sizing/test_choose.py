@@ -228,7 +228,7 @@ def test_short_memory_makes_requests_wait_and_changes_no_token() -> None:
 def tpu_models() -> Callable[..., DecodeModels]:
     """A model for long sequences on one device of a v5p, which runs nothing."""
     pytest.importorskip("libtpu", reason="the extra [plan] brings the TPU compiler")
-    from lockstep.main.plan.compiler import topology
+    from lockstep.xla import topology
 
     mesh = make_mesh("1,1,1", list(topology("v5p-8").devices[:1]))
     model = dataclasses.replace(LLAMA, max_seq_len=2 * LONG)
@@ -241,7 +241,7 @@ def tpu_models() -> Callable[..., DecodeModels]:
 def test_experts_are_split_whole_or_by_width_as_a_batch_reads_them_faster() -> None:
     """Experts as Qwen3-30B-A3B's on four chips, where a quarter of 768 columns takes 256."""
     pytest.importorskip("libtpu", reason="the extra [plan] brings the TPU compiler")
-    from lockstep.main.plan.compiler import topology
+    from lockstep.xla import topology
 
     mesh = make_mesh("1,1,4", list(topology("v6e-4").devices))
     experts = Experts(num_experts=128, num_experts_per_tok=8, intermediate_dim=768)

@@ -14,7 +14,7 @@ HEADS = Heads(kv_heads=2, group=4, head_size=64)
 @pytest.fixture(scope="module")
 def tpu() -> jax.Device:
     pytest.importorskip("libtpu", reason="the extra [plan] brings the TPU compiler")
-    from lockstep.main.plan.compiler import topology
+    from lockstep.xla import topology
 
     return topology("v5p-8").devices[0]
 

@@ -7,10 +7,9 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from lockstep.main.plan.collectives import collectives
-from lockstep.main.plan.hlo import Hlo
 from lockstep.placement import COMPUTE_AXES, PARAMETER_AXES, compute_axes, make_mesh
 from lockstep.training.objectives.vocab_blocks import VocabBlocks
+from lockstep.xla import Hlo, collectives
 
 ROWS, POSITIONS, EMBED = 4, 6, 8
 ENTROPY = 0.7  # the weight of an entropy beside that of a log-probability

@@ -12,8 +12,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from lockstep.errors import ConfigError
 from lockstep.hosts import Ledger
-from lockstep.main.plan.collectives import collectives
-from lockstep.main.plan.hlo import Hlo
 from lockstep.placement import make_mesh
 from lockstep.placement.device import slice_index
 from lockstep.training import (
@@ -26,6 +24,7 @@ from lockstep.training import (
     state_structs,
 )
 from lockstep.training.step.train_step import init_state
+from lockstep.xla import Hlo, collectives
 from tests.unit.training.bigrams import Bigrams
 
 

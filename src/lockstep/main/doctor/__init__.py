@@ -1,5 +1,0 @@
-"""``lockstep doctor``: what is wrong with a machine, a job or a pod, and what to do about it."""
-
-from lockstep.main.doctor.examine import examine as examine
-from lockstep.main.doctor.needs import DoctorConfig as DoctorConfig
-from lockstep.main.doctor.needs import read_needs as read_needs

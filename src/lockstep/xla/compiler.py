@@ -1,0 +1,207 @@
+"""The TPU compiler's results, kept in files, and its progress."""
+
+import contextlib
+import dataclasses
+import gzip
+import hashlib
+import importlib.metadata
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final
+
+import jax
+from rich.status import Status
+
+from lockstep.errors import ConfigError, HbmError, VmemError
+from lockstep.files import write_file
+from lockstep.placement.device import compile_with_options, explain
+from lockstep.terminal import Console
+
+
+class CompileProgress:
+    """Shows which programs are being compiled. Several threads may call it."""
+
+    def __init__(self, console: Console | None = None, quiet: bool = False) -> None:
+        self._console = Console(stderr=True) if console is None else console
+        self._quiet = quiet
+        self._start = time.monotonic()
+        self._lock = threading.Lock()
+        self._now: dict[str, float] = {}
+        self._status: Status | None = None
+
+    def __call__(self, name: str, what: str) -> None:
+        """Show what happens to a program."""
+        with self._lock:
+            if what == "compiling":
+                self._now[name] = time.monotonic()
+            else:
+                self._now.pop(name, None)
+            if self._quiet:
+                return
+            if self._status is not None:
+                self._status.update(self._line())
+                if what == "compiling":
+                    return
+            self._console.print(
+                f"[{time.monotonic() - self._start:5.1f} s] {name}: {what}", highlight=False, markup=False
+            )
+
+    @contextlib.contextmanager
+    def live(self) -> Iterator["CompileProgress"]:
+        """Show a live line inside this context, where the console is a terminal."""
+        if self._quiet or not self._console.is_terminal:
+            yield self
+            return
+        with self._console.status("planning") as status:
+            self._status = status
+            try:
+                yield self
+            finally:
+                self._status = None
+
+    def _line(self) -> str:
+        return "compiling " + ", ".join(self._now) if self._now else "planning"
+
+
+_TOO_LARGE: Final[dict[str, type[HbmError | VmemError]]] = {"hbm": HbmError, "vmem": VmemError}
+_FORMAT: Final = 2
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Memory:
+    """The bytes per device of one compiled program, under the names of XLA's ``CompiledMemoryStats``."""
+
+    argument_size_in_bytes: int
+    output_size_in_bytes: int
+    alias_size_in_bytes: int
+    temp_size_in_bytes: int
+    generated_code_size_in_bytes: int
+    peak_memory_in_bytes: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Summary:
+    """The result of compiling a program; it stands in for `jax.stages.Compiled` where nothing will run."""
+
+    memory: Memory
+    text: str
+    digest: str
+    seconds: float  # seconds that compiling took, when it was done
+    cached: bool  # whether the result was on disk
+
+    def memory_analysis(self) -> Memory:
+        return self.memory
+
+    def as_text(self) -> str:
+        return self.text
+
+
+def default_directory() -> Path:
+    """The directory where results are kept by default."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lockstep" / "plan"
+
+
+def lowered_digest(lowered: jax.stages.Lowered) -> str:
+    """The sha256 of a program as the compiler gets it."""
+    return hashlib.sha256(lowered.as_text().encode()).hexdigest()
+
+
+class CompileCache:
+    """A compiler for one topology that remembers its results, also that a program needs too much memory."""
+
+    def __init__(self, topology: str, directory: Path | None, report: Callable[[str, str], None]) -> None:
+        self._topology, self._directory, self._report = topology, directory, report
+        self.summaries: dict[str, Summary] = {}  # the latest result of each program, by the program's name
+
+    def __call__(
+        self, lowered: jax.stages.Lowered, name: str, options: Mapping[str, str] = MappingProxyType({})
+    ) -> Summary:
+        """Look a program up, or compile it."""
+        key = self._key(lowered, options)
+        found = self._read(key)
+        if found is None:
+            self._report(name, "compiling")
+            start = time.monotonic()
+            found = self._compile(lowered, name, options)
+            self._write(key, found)
+            took = f"{time.monotonic() - start:.1f} s"
+            self._report(name, f"does not fit ({took})" if "refused" in found else f"compiled in {took}")
+            cached = False
+        else:
+            self._report(name, "known to be too large, from the cache" if "refused" in found else "from the cache")
+            cached = True
+        if "refused" in found:
+            raise _TOO_LARGE[found["refused"]](found["message"], needed=found["needed"], limit=found["limit"])
+        summary = Summary(
+            memory=Memory(**found["memory"]),
+            text=found["text"],
+            digest=found["digest"],
+            seconds=found["seconds"],
+            cached=cached,
+        )
+        self.summaries[name] = summary
+        return summary
+
+    def _compile(self, lowered: jax.stages.Lowered, name: str, options: Mapping[str, str]) -> dict[str, Any]:
+        start = time.monotonic()
+        try:
+            compiled = compile_with_options(lowered, options)
+        except Exception as error:
+            explained = explain(name, {}, error)
+            for kind, cls in _TOO_LARGE.items():
+                if isinstance(explained, cls):
+                    return {
+                        "refused": kind,
+                        "message": str(explained),
+                        "needed": explained.needed,
+                        "limit": explained.limit,
+                    }
+            raise
+        analysis = compiled.memory_analysis()
+        memory = {each.name: int(getattr(analysis, each.name, 0)) for each in dataclasses.fields(Memory)}
+        return {
+            "memory": memory,
+            "text": compiled.as_text() or "",
+            "digest": lowered_digest(lowered),
+            "seconds": time.monotonic() - start,
+        }
+
+    def _key(self, lowered: jax.stages.Lowered, options: Mapping[str, str]) -> str:
+        try:
+            compiler = importlib.metadata.version("libtpu")
+        except importlib.metadata.PackageNotFoundError:
+            compiler = "none"
+        jaxlib, flags = importlib.metadata.version("jaxlib"), os.environ.get("LIBTPU_INIT_ARGS", "")
+        words = f"{_FORMAT} {self._topology} jaxlib {jaxlib} libtpu {compiler} {flags} {sorted(options.items())}"
+        return hashlib.sha256(f"{words} {lowered_digest(lowered)}".encode()).hexdigest()
+
+    def _path(self, key: str) -> Path | None:
+        return None if self._directory is None else self._directory / f"{key}.json.gz"
+
+    def _read(self, key: str) -> dict[str, Any] | None:
+        path = self._path(key)
+        if path is None or not path.exists():
+            return None
+        try:
+            with gzip.open(path, "rt", encoding="utf-8") as file:
+                return dict(json.load(file))
+        except (OSError, EOFError, ValueError, TypeError, RecursionError):  # a file that was damaged is compiled again
+            return None
+
+    def _write(self, key: str, values: Mapping[str, Any]) -> None:
+        path = self._path(key)
+        if path is None:
+            return
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_file(path, gzip.compress(json.dumps(values).encode(), compresslevel=5))
+        except OSError as error:
+            raise ConfigError(
+                f"the result of compiling cannot be kept in {path.parent}: {error}. Give another --cache_dir, or "
+                "--cache_dir none."
+            ) from error
