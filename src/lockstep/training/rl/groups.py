@@ -24,6 +24,7 @@ from lockstep.training.rl.config import GrpoRunFields
 from lockstep.training.rl.questions import AnswerRows, Questions
 from lockstep.training.rl.rewarding import Rewarder, Rewards, Scoring
 from lockstep.training.rl.rollout import unpacked
+from lockstep.training.rl.segments import Sample, single_turn
 from lockstep.training.rl.solve_rates import SolveRates
 from lockstep.types import Completion, FinishReason, Request, RoutedExperts
 
@@ -155,6 +156,18 @@ class Groups:
     def mixed(self) -> Bool[np.ndarray, " group"]:
         """Whether the answers of a group are not equally right, which dynamic sampling looks for; none is dropped."""
         return differ(self.judged) & ~self.dropped
+
+    def samples(self, prompts: Sequence[tuple[int, ...]]) -> list[Sample]:
+        """Return the answers as samples of training.
+
+        Args:
+            prompts: The token ids of each question, by its number.
+        """
+        questions = np.repeat(self.questions, self.size).tolist()
+        return [
+            single_turn(prompts[question], completion)
+            for question, completion in zip(questions, self.completions, strict=True)
+        ]
 
     def advantages(
         self, config: GrpoFields, *, less: Float[np.ndarray, "group answer"] | float = 0.0

@@ -22,7 +22,7 @@ from lockstep.placement.device import fetch
 from lockstep.training.loop.config import TrainerConfig
 from lockstep.training.loop.logprobs import LogprobProgram
 from lockstep.training.objectives import REFERENCE, ROUTING, GrpoConfig, with_routing
-from lockstep.types import Completion
+from lockstep.training.rl.segments import Sample
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -68,58 +68,62 @@ def unpacked(text: str) -> dict[str, np.ndarray]:
 
 def make_columns(
     columns: Mapping[str, jax.ShapeDtypeStruct],
-    prompts: Sequence[tuple[int, ...]],
-    completions: Sequence[Completion],
+    samples: Sequence[Sample],
     advantages: Float[np.ndarray, " answer"],
     learned: Bool[np.ndarray, " answer"] | None = None,
 ) -> dict[str, np.ndarray]:
-    """Return the rows of answers by column, the answer as axis 0: prompt, answer, padding.
+    """Return the rows of samples by column, the sample as axis 0: its segments one after the other, padding.
 
     Args:
         columns: Shape and type of one row of each column, as `GrpoConfig.columns` returned them. Columns of
             log-probabilities that the trainer computes are zeros here.
-        prompts: The prompt's token ids of each answer.
-        learned: Whether an answer is learned from, else it has no targets; None: all are.
+        learned: Whether a sample is learned from, else it has no targets; None: all are.
 
     Raises:
         ConfigError: An answer does not say what its tokens were drawn with, or which experts they were given to.
     """
-    rows: dict[str, Any] = {name: np.zeros((len(completions), *one.shape), one.dtype) for name, one in columns.items()}
+    rows: dict[str, Any] = {name: np.zeros((len(samples), *one.shape), one.dtype) for name, one in columns.items()}
     routing = [name for name in ROUTING if name in columns]
     for name in routing:
         rows[name][:] = -1
-    for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
-        if len(completion.sampled_logprobs) != len(completion.tokens):
-            raise ConfigError(
-                f"an answer of the engine has {len(completion.tokens)} tokens and {len(completion.sampled_logprobs)} "
-                "sampled_logprobs; training needs the log-probability that each token was drawn with. Have the engine "
-                "set Completion.sampled_logprobs."
-            )
-        begin, end = len(prompt), len(prompt) + len(completion.tokens)
-        rows["tokens"][row, :begin] = prompt
-        rows["tokens"][row, begin:end] = completion.tokens
-        rows["loss_mask"][row, begin:end] = learned is None or learned[row]
-        rows["rollout_logprobs"][row, begin:end] = completion.sampled_logprobs
-        for name in routing:
-            if completion.routed_experts is not None:
-                rows[name][row, : end - 1] = completion.routed_experts.numbers()
-            elif ROUTING[name] and completion.tokens:
+    for row, sample in enumerate(samples):
+        end, num_routed = 0, 0
+        for segment in sample:
+            begin, end = end, end + len(segment.tokens)
+            rows["tokens"][row, begin:end] = segment.tokens
+            if (completion := segment.completion) is None:
+                continue
+            if len(completion.sampled_logprobs) != len(completion.tokens):
                 raise ConfigError(
-                    "rollout.replay_routing is true and an answer of the engine has no routed_experts. Have the engine "
-                    "set Completion.routed_experts, or set rollout.replay_routing to false."
+                    f"an answer of the engine has {len(completion.tokens)} tokens and "
+                    f"{len(completion.sampled_logprobs)} sampled_logprobs; training needs the log-probability that "
+                    "each token was drawn with. Have the engine set Completion.sampled_logprobs."
                 )
+            rows["loss_mask"][row, begin:end] = learned is None or learned[row]
+            rows["rollout_logprobs"][row, begin:end] = completion.sampled_logprobs
+            for name in routing:
+                if completion.routed_experts is not None:
+                    # A later answer has the experts of all before it, read again perhaps: those of the reading count
+                    # in which the tokens were drawn.
+                    rows[name][row, num_routed : end - 1] = completion.routed_experts.numbers()[num_routed:]
+                elif ROUTING[name] and completion.tokens:
+                    raise ConfigError(
+                        "rollout.replay_routing is true and an answer of the engine has no routed_experts. Have the "
+                        "engine set Completion.routed_experts, or set rollout.replay_routing to false."
+                    )
+            num_routed = end - 1
     rows["advantage"][:] = advantages
     return rows
 
 
-def answer_mask(
-    prompts: Sequence[tuple[int, ...]], completions: Sequence[Completion], row_length: int
-) -> Bool[np.ndarray, "answer position"]:
-    """Return which tokens of each row are those of its answer, whether it is learned from or not."""
-    position = np.arange(row_length)
-    begins = np.array([len(prompt) for prompt in prompts])[:, None]
-    lengths = np.array([len(completion.tokens) for completion in completions])[:, None]
-    mask: Bool[np.ndarray, "answer position"] = (position >= begins) & (position < begins + lengths)
+def answer_mask(samples: Sequence[Sample], row_length: int) -> Bool[np.ndarray, "answer position"]:
+    """Return which tokens of each row are those of answers, whether they are learned from or not."""
+    mask = np.zeros((len(samples), row_length), bool)
+    for row, sample in enumerate(samples):
+        end = 0
+        for segment in sample:
+            begin, end = end, end + len(segment.tokens)
+            mask[row, begin:end] = segment.completion is not None
     return mask
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -28,6 +28,7 @@ from lockstep.training.rl.questions import AnswerRows, Questions
 from lockstep.training.rl.rewarding import Rewarder
 from lockstep.training.rl.rollout import LogprobColumns, Rollout, answer_mask, make_columns
 from lockstep.training.rl.rollout_log import RewardTrend, RolloutLog, StepClock, StepTimes
+from lockstep.training.rl.rollout_state import read_state, saved_state
 from lockstep.training.step.train_step import batch_structs
 from lockstep.types import FinishReason
 
@@ -39,14 +40,6 @@ log = get_logger(__name__)
 
 MOST_CLIPPED = 0.2
 """The share of tokens whose gradient clipping may take away in the first update of a rollout without a word."""
-
-
-SIZES: Final = {
-    "updates": "updates per rollout (num_iterations times minibatches)",
-    "n_generations": "answers per question (rollout.n_generations)",
-    "n_questions": "questions per rollout (trainer.train_batch_size times minibatches / rollout.n_generations)",
-}
-"""The numbers that follow from settings and decide which questions a rollout has, in the words of an error."""
 
 
 class Rollouts:
@@ -218,30 +211,12 @@ class Rollouts:
         rest = self._rollout
         if rest is not None and self._step + 1 >= (rest.number + 1) * self._fields.updates:
             rest = None  # its updates are done
-        rollout = None if rest is None else rest.to_json()
         ahead = None if self._ahead is None else self._ahead.to_json()
-        sampled = {**self._sizes(), "temperature": self._fields.rollout.temperature}
-        return {**sampled, "rollout": rollout, "ahead": ahead, **self._sampler.state()}
+        return {**saved_state(self._fields, self._sampler.n_questions, rest), "ahead": ahead, **self._sampler.state()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state` returned in an earlier process."""
-        for name, now in self._sizes().items():
-            if (before := state.get(name, now)) != now:  # checkpoints of earlier versions have the updates alone
-                raise ConfigError(
-                    f"the checkpoint is of a run with {before} {SIZES[name]}, and now there are {now}. Use the same, "
-                    "or another trainer.run_id."
-                )
-        self._rollout = None if state["rollout"] is None else Rollout.from_json(state["rollout"])
-        temperature = self._fields.rollout.temperature
-        given = state.get("temperature", temperature)  # checkpoints of earlier versions have none
-        if self._rollout is not None and given != temperature:
-            raise ConfigError(
-                f"the checkpoint is from within a rollout that was sampled with rollout.temperature {given}, and now "
-                f"it is {temperature}: the ratios of its answers would be of two policies. Use {given} until step "
-                f"{(self._rollout.number + 1) * self._fields.updates}, with which it ends, or another trainer.run_id."
-            )
-        if self._rollout is not None:
-            self._check_rows(self._rollout)
+        self._rollout = read_state(state, self._fields, self._sampler.n_questions, self._columns)
         self._sampler.load_state(state)
         ahead = state.get("ahead")
         if ahead is not None and self._fields.rollout_ahead:
@@ -256,26 +231,6 @@ class Rollouts:
     def after_signal(self) -> None:
         """Wait for rows that are not written yet: a signal ended the run."""
         self.flush()
-
-    def _sizes(self) -> dict[str, int]:
-        """The numbers of `SIZES`."""
-        return {
-            "updates": self._fields.updates,
-            "n_generations": self._fields.rollout.n_generations,
-            "n_questions": self._sampler.n_questions,
-        }
-
-    def _check_rows(self, rollout: Rollout) -> None:
-        """Refuse a rollout whose rows are none of this run."""
-        before = {name: column.shape[1:] for name, column in rollout.columns.items()}
-        now = {name: each.shape for name, each in self._columns.items()}
-        if before != now:
-            has = [f"{each['tokens'][0]} tokens and the columns {', '.join(sorted(each))}" for each in (before, now)]
-            raise ConfigError(
-                f"the checkpoint is from within a rollout whose rows have {has[0]}, and now they have {has[1]}. Use "
-                "the earlier data.max_seq_len, use_rollout_logprobs, kl_coefficient and rollout.replay_routing until "
-                f"step {(rollout.number + 1) * self._fields.updates}, with which it ends, or another trainer.run_id."
-            )
 
     def _roll_out(self, number: int, model: PyTree) -> Rollout | None:
         groups: list[Groups] = []
@@ -341,11 +296,11 @@ class Rollouts:
         learned = np.repeat(~groups.dropped, groups.size)
         if self._fields.mask_truncated:
             learned &= [each.finish_reason != FinishReason.LENGTH for each in groups.completions]
-        prompts = [self._questions.tokens[question] for question in groups.questions for _ in range(groups.size)]
-        columns = make_columns(self._columns, prompts, groups.completions, groups.advantages(self._objective), learned)
-        lengths = [len(p) + len(c.tokens) for p, c in zip(prompts, groups.completions, strict=True)]
-        rollout = Rollout(number=number, columns=columns, lengths=np.array(lengths))
-        return rollout, answer_mask(prompts, groups.completions, columns["tokens"].shape[1])
+        samples = groups.samples(self._questions.tokens)
+        columns = make_columns(self._columns, samples, groups.advantages(self._objective), learned)
+        lengths = np.array([sum(len(segment.tokens) for segment in sample) for sample in samples])
+        rollout = Rollout(number=number, columns=columns, lengths=lengths)
+        return rollout, answer_mask(samples, columns["tokens"].shape[1])
 
     def _watch_clipping(self, info: StepInfo) -> None:
         """Say once that clipping takes away much of the gradient of answers that the model itself has just sampled."""
