@@ -1,4 +1,4 @@
-"""What a checkpoint keeps of a rollout, and the settings that must be those with which it was sampled."""
+"""The part of a rollout that a checkpoint keeps, and the settings that must be those with which it was sampled."""
 
 from collections.abc import Mapping
 from typing import Any, Final
