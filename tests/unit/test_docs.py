@@ -8,6 +8,8 @@ import doctest
 import functools
 import http.server
 import inspect
+import json
+import math
 import re
 import signal
 import subprocess
@@ -132,13 +134,14 @@ def test_pages_that_the_code_names_exist():
             assert page in PAGES and (not heading or f"# {heading}\n" in text_of(page)), f"{name(source)}: {path}"
 
 
-def test_the_numbers_of_the_first_page_are_those_of_their_source():
-    page = ROOT / "docs" / "index.md"
-    rows = re.findall(r"^\| .* \| ([^|]*) \| [^|]*\]\(([^)#]+)[^|]*\|$", text_of(page).partition("## Numbers")[2], re.M)
+def test_the_numbers_of_the_first_page_are_those_of_benchmarks():
+    rows = re.findall(r"^\| .* \| ([\d.]+) \| `(\w+)`, `([\w.-]+)` \|$", text_of(ROOT / "README.md"), re.MULTILINE)
     assert len(rows) > 3
-    for numbers, link in rows:
-        found = re.findall(r"[\d.,]*\d", numbers)
-        assert found and all(f"| {number} |" in text_of((page.parent / link).resolve()) for number in found)
+    for number, key, file in rows:
+        values, decimals = [], len(number.partition(".")[2])
+        result = (ROOT / "benchmarks" / "results" / file).read_text(encoding="utf-8")
+        json.loads(result, object_hook=lambda entry, key=key, values=values: values.append(entry.get(key, math.nan)))
+        assert number in [f"{value:.{decimals}f}" for value in values], (key, file)
 
 
 def missing(text):
