@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from benchmarks.workers import write_json
+from lockstep.configuration import decode_config
 from lockstep.hosts import Hosts, MemoryClient
-from lockstep.main.arguments import decode_config
 from lockstep.main.demo import CHAT_TEMPLATE, words, write_rows
 from lockstep.report import Row, read_jsonl
 from lockstep.text import Prompt

@@ -14,7 +14,7 @@ import textwrap
 from collections.abc import Iterator
 from typing import Any
 
-from lockstep.main.arguments import field_texts
+from lockstep.configuration import field_texts
 
 SETUP = """\
 import haliax as hax

@@ -12,14 +12,7 @@ from typing import Any
 
 from draccus.choice_types import ChoiceType
 
-from lockstep.main.arguments import (
-    default_value,
-    field_texts,
-    first_paragraph,
-    options_of,
-    ordered_fields,
-    refused_keys,
-)
+from lockstep.configuration import default_value, field_texts, first_paragraph, options_of, ordered_fields, refused_keys
 from lockstep.main.commands import configured_commands
 
 HEAD = """\

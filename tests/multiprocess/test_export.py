@@ -17,8 +17,8 @@ pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 def body_export_and_sample(hosts, directory):
     """A checkpoint of both processes, exported by both, and what is sampled from each."""
     from lockstep.batch_inference import JobConfig, SampleConfig, sample
-    from lockstep.main.runs import ExportConfig, export
     from lockstep.models.hf import saved_tensor
+    from lockstep.training import ExportConfig, export
     from tests.multiprocess.launches import record_launches
 
     before, saved_tensor.MIN_PART_BYTES = saved_tensor.MIN_PART_BYTES, 1
@@ -100,8 +100,8 @@ def test_no_process_holds_more_than_some_pieces(tmp_path):
 def killed(directory: str) -> None:
     """An export that is killed when the first of its files is half written."""
     from lockstep.hosts import Hosts, MemoryClient
-    from lockstep.main.runs import ExportConfig, export
     from lockstep.models.hf import save_writer
+    from lockstep.training import ExportConfig, export
 
     save_writer.PIECE_BYTES = 4096
     original = save_writer._as_bytes
@@ -120,7 +120,7 @@ def killed(directory: str) -> None:
 
 def test_an_export_that_is_killed_leaves_the_old_one_and_the_next_replaces_it(tmp_path):
     from lockstep.hosts import Hosts, MemoryClient
-    from lockstep.main.runs import ExportConfig, export
+    from lockstep.training import ExportConfig, export
 
     tiny.save_checkpoint(str(tmp_path / "checkpoints"))
     config = ExportConfig(checkpoint=str(tmp_path / "checkpoints"), output=str(tmp_path / "out"))

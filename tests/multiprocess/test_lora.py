@@ -55,8 +55,7 @@ def without_the_last_checkpoint(hosts, directory, name):
 def body_train(hosts, directory, more):
     """A run, the same from its middle, and samples of what it left."""
     from lockstep.batch_inference import JobConfig, SampleConfig, sample
-    from lockstep.main.runs import ExportConfig, export
-    from lockstep.training import TrainLmConfig
+    from lockstep.training import ExportConfig, TrainLmConfig, export
 
     base = ["--initialize_from_hf", f"{directory}/base", *LM, *more]
     codes = [run(hosts, TrainLmConfig, *base, "--trainer.log_dir", f"{directory}/first")]

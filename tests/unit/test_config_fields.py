@@ -18,8 +18,8 @@ from beartype.door import is_bearable
 
 from lockstep import InferenceEvalConfig, Request, SamplingParams
 from lockstep.config_fields import FilePath, check_fields, option_path
+from lockstep.configuration import choices_of, decode_config, default_value, options_of
 from lockstep.errors import ConfigError
-from lockstep.main.arguments import choices_of, decode_config, default_value, options_of
 from lockstep.main.commands import COMMANDS, configured_commands
 from lockstep.models import LlamaConfig, RotaryConfig
 from lockstep.report import TrackerConfig

@@ -158,7 +158,7 @@ ALLOWED = {
     "doctor/needs.py": {"filesystem.cat_file": OWN},
     "xla/compiler.py": {"json.load": "the user's own cache"},
     "plan/workload.py": {"path.read_text": "a configuration that was read within its limit"},
-    "main/yaml_values.py": {"yaml.load": "a text"},
+    "configuration/yaml_values.py": {"yaml.load": "a text"},
     "models/hf/fingerprints.py": {"place[0].read_bytes": "a piece of a tensor"},
     "models/hf/save_target.py": {"file.read_bytes": OWN},
     "placement/device/memory.py": {"(_CGROUP / name).read_text": KERNEL, "_MEMINFO.read_text": KERNEL},

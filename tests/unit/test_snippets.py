@@ -14,9 +14,9 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
+from lockstep.configuration import decode_config
 from lockstep.launch import parse
 from lockstep.main import cli
-from lockstep.main.arguments import decode_config
 from lockstep.main.commands import configured_commands
 from lockstep.placement.device import calibrated
 from lockstep.placement.device.chips import chip_named

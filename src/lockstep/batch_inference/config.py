@@ -9,6 +9,7 @@ from lockstep.errors import ConfigError, check_at_least, check_one_of, check_run
 from lockstep.hosts import DistributedConfig
 from lockstep.report import EvaluationFields, JsonlTrackerConfig, TrackerConfig, check_metrics
 from lockstep.text import read_prompts
+from lockstep.training import CheckpointFields
 
 InferenceMode = Literal["global_mesh", "host_data_parallel"]
 
@@ -33,20 +34,6 @@ class JobConfig:
     def __post_init__(self) -> None:
         check_fields(self, "trainer.")
         check_run_dir(self.log_dir, self.run_id)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class CheckpointFields:
-    """The keys of commands that read a checkpoint, beside its place."""
-
-    tokenizer: FilePath | None = None
-    """Hugging Face tokenizer: a directory, a URL or a name; null: that of the checkpoint or its run."""
-    trust_remote_code: FilePath | None = None
-    """The ``tokenizer`` again, where Python code that it brings may be run; null: none is."""
-    base_model: FilePath | None = None
-    """The directory or URL of the base model of a checkpoint of adapters, or the configuration file of the run
-    in YAML, whose ``initialize_from_hf`` it is; null: the one that its run had, which must be beside the
-    checkpoints."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -160,7 +160,7 @@ COMMANDS: Final = (
         usage="CHECKPOINT --tasks TASK[,TASK...] [--config_path FILE.yaml] [--key VALUE ...]",
         description="Scores a checkpoint by tasks of lm-evaluation-harness. CHECKPOINT is a Hugging Face checkpoint or "
         "one of a training run, a directory or a URL. A task is one of the harness, or the path of a file of your own.",
-        config_class="lockstep.main.runs:EvalConfig",
+        config_class="lockstep.batch_inference:EvalConfig",
     ),
     Command(
         name="export",
@@ -171,7 +171,7 @@ COMMANDS: Final = (
         usage="CHECKPOINT OUTPUT [--config_path FILE.yaml] [--key VALUE ...]",
         description="Makes a Hugging Face checkpoint of a training checkpoint. CHECKPOINT is a run directory, the "
         "directory or URL of its checkpoints, or one of them. No device is needed.",
-        config_class="lockstep.main.runs:ExportConfig",
+        config_class="lockstep.training:ExportConfig",
     ),
     Command(
         name="report",
@@ -209,7 +209,7 @@ COMMANDS: Final = (
         description="Writes the rows of a run as Parquet, a file beside each file of rows, or as logs of inspect_ai, "
         "one for each step and task: inspect view --log-dir RUN/inspect. RUN is a run directory, or a file of its rows "
         "(.jsonl); of a directory the answers and the answers to tasks are written.",
-        config_class="lockstep.main.results:ConvertConfig",
+        config_class="lockstep.report:ConvertConfig",
     ),
     Command(
         name="plan",

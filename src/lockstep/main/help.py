@@ -10,9 +10,7 @@ from typing import Any, Final
 
 import shtab
 
-from lockstep.errors import ConfigError
-from lockstep.main.arguments import (
-    CONFIG_PATH,
+from lockstep.configuration import (
     choices_of,
     default_value,
     field_texts,
@@ -21,6 +19,8 @@ from lockstep.main.arguments import (
     ordered_fields,
     refused_keys,
 )
+from lockstep.errors import ConfigError
+from lockstep.main.arguments import CONFIG_PATH
 from lockstep.main.commands import COMMANDS, Command
 
 ADDED_OPTIONS: Final = "options"  # title of the group of options that every command has

@@ -13,11 +13,12 @@ from typing import Any, Final
 import jax
 
 from lockstep.config_fields import option_path
+from lockstep.configuration import decode_config
 from lockstep.doctor import DoctorConfig, examine, read_needs
 from lockstep.errors import ConfigError, check_output
 from lockstep.files import write_file
 from lockstep.hosts import DistributedConfig
-from lockstep.main.arguments import CONFIG_PATH, decode_config, pairs, parse_arguments, read_values
+from lockstep.main.arguments import CONFIG_PATH, pairs, parse_arguments, read_values
 from lockstep.main.commands import Arguments, Command, planned_commands
 from lockstep.plan import (
     MeshCost,

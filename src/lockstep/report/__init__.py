@@ -9,6 +9,8 @@ from lockstep.report.background import FINISH_S as FINISH_S
 from lockstep.report.background import BackgroundQueue as BackgroundQueue
 from lockstep.report.background import BackgroundTracker as BackgroundTracker
 from lockstep.report.background import ReportWait as ReportWait
+from lockstep.report.convert import ConvertConfig as ConvertConfig
+from lockstep.report.convert import convert as convert
 from lockstep.report.jsonl import append_jsonl as append_jsonl
 from lockstep.report.jsonl import drop_later as drop_later
 from lockstep.report.jsonl import read_jsonl as read_jsonl
@@ -29,6 +31,9 @@ from lockstep.report.metrics import pass_rates as pass_rates
 from lockstep.report.page import make_payload as make_payload
 from lockstep.report.page import render_page as render_page
 from lockstep.report.page import write_page as write_page
+from lockstep.report.page_file import make_report as make_report
+from lockstep.report.page_file import page_path as page_path
+from lockstep.report.page_file import watch as watch
 from lockstep.report.row_formats import NO_SCORES as NO_SCORES
 from lockstep.report.row_formats import check_pyarrow as check_pyarrow
 from lockstep.report.row_formats import write_inspect_log as write_inspect_log

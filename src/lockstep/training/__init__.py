@@ -1,6 +1,9 @@
 """Training: configuration, data, objectives, and the loop."""
 
 from lockstep.training.checkpoints.config import CheckpointerConfig as CheckpointerConfig
+from lockstep.training.checkpoints.config import CheckpointFields as CheckpointFields
+from lockstep.training.checkpoints.export import ExportConfig as ExportConfig
+from lockstep.training.checkpoints.export import export as export
 from lockstep.training.checkpoints.saved_model import SavedModel as SavedModel
 from lockstep.training.checkpoints.saved_model import has_checkpoint as has_checkpoint
 from lockstep.training.checkpoints.saved_model import model_spec as model_spec
@@ -23,7 +26,6 @@ from lockstep.training.objectives import lm_loss as lm_loss
 from lockstep.training.objectives import needs_vocab_blocks as needs_vocab_blocks
 from lockstep.training.rl import RewardConfig as RewardConfig
 from lockstep.training.rl.config import RolloutConfig as RolloutConfig
-from lockstep.training.run import HF_DTYPES as HF_DTYPES
 from lockstep.training.run import TrainConfig as TrainConfig
 from lockstep.training.run import TrainGrpoConfig as TrainGrpoConfig
 from lockstep.training.run import TrainLmConfig as TrainLmConfig

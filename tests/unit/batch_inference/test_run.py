@@ -14,11 +14,11 @@ from lockstep.batch_inference import SampleConfig
 from lockstep.engine.sizing.cost_model import Estimate
 from lockstep.errors import PeerError
 from lockstep.hosts import Hosts, MemoryClient
-from lockstep.main.runs import ExportConfig, export
 from lockstep.models import load_hf
 from lockstep.placement import make_mesh
 from lockstep.report import read_jsonl
 from lockstep.text import encode, load_tokenizer, read_prompts, stop_ids
+from lockstep.training import ExportConfig, export
 from lockstep.types import Request
 from tests import tiny
 from tests.oracle import oracle_completions

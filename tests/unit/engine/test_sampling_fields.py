@@ -7,10 +7,10 @@ import pytest
 
 from lockstep.batch_inference import SampleConfig
 from lockstep.callback import InferenceEvalConfig
+from lockstep.configuration import ordered_fields
 from lockstep.engine import CapacityFields, EngineConfig
 from lockstep.engine.sampling_fields import EarlierAnswers
 from lockstep.errors import ConfigError
-from lockstep.main.arguments import ordered_fields
 from lockstep.training import RolloutConfig
 from lockstep.types import Completion, Drafts, FinishReason, SamplingRules
 

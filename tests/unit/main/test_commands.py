@@ -60,6 +60,7 @@ def test_the_table_imports_no_command():
 RUN_DIR = "--trainer.log_dir"
 TRAIN = "lockstep.training.run.run:load_tokenizer"
 SAMPLE = "lockstep.batch_inference.run:load"
+EVALUATE = "lockstep.batch_inference.evaluation:load"
 ASKED = ["--checkpoint_path", "CHECKPOINT", "--prompts", "[one]", "--max_new_tokens", "4"]
 TASKS = ["CHECKPOINT", "--tasks", "own_words", "--tasks.task_dir", "TASKS"]
 OUTPUTS = [
@@ -70,12 +71,16 @@ OUTPUTS = [
     ("train-grpo", ["--config_path", "config/grpo_demo.yaml", RUN_DIR], TRAIN),
     ("sample", [*ASKED, RUN_DIR], SAMPLE),
     ("sample", [*ASKED, "--host_data_parallel_output_dir"], SAMPLE),
-    ("eval", [*TASKS, RUN_DIR], "lockstep.main.runs:load"),
-    ("eval", [*TASKS, "--trainer.tracker", "{type: tensorboard, logdir: OUTPUT}"], "lockstep.main.runs:load"),
-    ("export", ["CHECKPOINT", "OUTPUT"], "lockstep.main.runs:export_hf"),
-    ("report", ["data/demo", "--output"], "lockstep.main.results:make_payload"),
+    ("eval", [*TASKS, RUN_DIR], EVALUATE),
+    (
+        "eval",
+        [*TASKS, "--trainer.tracker", "{type: tensorboard, logdir: OUTPUT}"],
+        "lockstep.batch_inference.evaluation:load",
+    ),
+    ("export", ["CHECKPOINT", "OUTPUT"], "lockstep.training.checkpoints.export:export_hf"),
+    ("report", ["data/demo", "--output"], "lockstep.report.page_file:make_payload"),
     ("convert", ["ROWS", "--format", "parquet", "--output"], "lockstep.report.row_formats:_columns"),
-    ("convert", ["ROWS", "--format", "inspect", "--output"], "lockstep.main.results:write_inspect_log"),
+    ("convert", ["ROWS", "--format", "inspect", "--output"], "lockstep.report.convert:write_inspect_log"),
     ("plan", ["--config_path", "config/demo.yaml", "--topology", "v5p-8", "--json"], "lockstep.main.prepare:make_plan"),
     ("check", ["--json", "OUTPUT", "--", "true"], "lockstep.main.check:check_command"),
     ("check", ["--html", "OUTPUT", "--", "true"], "lockstep.main.check:check_command"),

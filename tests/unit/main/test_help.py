@@ -12,8 +12,9 @@ import draccus
 import pytest
 import yaml
 
+from lockstep.configuration import refused_keys
 from lockstep.errors import ConfigError
-from lockstep.main.arguments import parse_arguments, refused_keys
+from lockstep.main.arguments import parse_arguments
 from lockstep.main.commands import COMMANDS, configured_commands, find_command, planned_commands
 from lockstep.main.help import SHELLS, command_help, completion, key_groups, overview, script
 from lockstep.main.runs import name_tasks

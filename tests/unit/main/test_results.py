@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from lockstep.errors import ConfigError, LockstepError
-from lockstep.main.results import ConvertConfig, convert, run_convert, run_report, run_tail, watch
+from lockstep.main.results import run_convert, run_report, run_tail
 from lockstep.report import append_jsonl, read_jsonl
 from tests.unit.report.test_row_formats import ROWS, TASK
 
@@ -65,50 +65,10 @@ def test_wrong_arguments(run, monkeypatch, arguments, message):
         run_report(arguments)
 
 
-def test_a_watched_run_is_written_anew_when_it_has_changed(run, capsys):
-    page, seen = run / "report.html", []
-
-    def sleep(seconds):
-        assert seconds == 7
-        seen.append(page.stat().st_mtime_ns if page.exists() else None)
-        if len(seen) == 2:
-            append_jsonl(run / "samples.jsonl", rows(20))
-        if len(seen) == 3:
-            raise KeyboardInterrupt
-
-    assert watch([str(run)], page, 7, sleep) == 0
-    assert seen[0] == seen[1] != seen[2]
-    assert "at 20" in page.read_text() and '"reload_s":null' in page.read_text()
-    assert capsys.readouterr().out.count("report.html: ") == 3
-
-
-def test_a_run_without_rows_is_waited_for(tmp_path, capsys):
-    page, looks = tmp_path / "report.html", []
-
-    def sleep(_):
-        looks.append(page.exists() and '"reload_s":7' in page.read_text())
-        if len(looks) == 1:
-            (tmp_path / "samples.jsonl").write_text('{"step": 0, "prom')
-        if len(looks) == 2:
-            append_jsonl(tmp_path / "samples.jsonl", rows(0))
-        if len(looks) == 3:
-            raise KeyboardInterrupt
-
-    assert watch([str(tmp_path)], page, 7, sleep) == 0
-    assert looks == [False, False, True]
-    assert capsys.readouterr().out.count("no rows yet; waiting") == 1
-
-
 def test_a_page_that_cannot_be_written_says_what_to_do(run):
     (run / "folder").mkdir()
     with pytest.raises(LockstepError, match=r"Is a directory.*Name a file that can be written with --output FILE"):
         run_report([str(run), "-o", str(run / "folder")])
-
-
-def test_a_line_that_cannot_be_read_ends_the_watch(run):
-    (run / "samples.jsonl").write_text("{}\n")
-    with pytest.raises(LockstepError, match=r"samples\.jsonl:1: the column 'step' is missing"):
-        watch([str(run)], run / "report.html", 1, pytest.fail)
 
 
 COMMAND = """
@@ -219,32 +179,6 @@ def test_a_run_as_parquet(with_tasks, capsys):
     assert capsys.readouterr().out.split() == [str(with_tasks / "samples.parquet"), str(with_tasks / "tasks.parquet")]
     found = parquet.read_table(with_tasks / "samples.parquet").to_pylist()
     assert found == [{"judge": None, **row} for row in read_jsonl(with_tasks / "samples.jsonl")]
-
-
-def test_rows_of_training_and_of_lockstep_sample_are_two_tables(with_tasks, tmp_path):
-    parquet = pytest.importorskip("pyarrow.parquet")
-    append_jsonl(with_tasks / "samples" / "samples.jsonl", [{"round": 0, "prompt_id": 0, "generated_text": "x"}])
-    written = convert(ConvertConfig(run=str(with_tasks), format="parquet", output=str(tmp_path / "out")))
-    names = ["samples.parquet", "tasks.parquet", "samples/samples.parquet"]
-    assert written == [tmp_path / "out" / name for name in names]
-    assert [parquet.read_table(path).num_rows for path in written] == [len(ROWS), 1, 1]
-
-
-def test_a_run_as_logs_of_inspect(with_tasks, tmp_path):
-    assert len(convert(ConvertConfig(run=str(with_tasks), format="inspect"))) == 3
-    assert len(list((with_tasks / "inspect").glob("*.json"))) == 3
-    written = convert(
-        ConvertConfig(run=str(with_tasks / "tasks.jsonl"), format="inspect", output=str(tmp_path / "out"))
-    )
-    assert [path.parent for path in written] == [tmp_path / "out"]
-
-
-def test_what_has_no_rows_is_refused(tmp_path):
-    (tmp_path / "samples.jsonl").touch()
-    with pytest.raises(ConfigError, match="which is no file of rows and has none of samples.jsonl, tasks.jsonl"):
-        convert(ConvertConfig(run=str(tmp_path), format="parquet"))
-    with pytest.raises(ConfigError, match="format is 'csv'; it must be one of parquet, inspect"):
-        ConvertConfig(run=str(tmp_path), format="csv")
 
 
 def test_a_directory_that_cannot_be_written_is_a_mistake(tmp_path):

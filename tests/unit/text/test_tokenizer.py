@@ -20,9 +20,9 @@ from huggingface_hub.errors import HfHubHTTPError
 
 import lockstep
 from lockstep import storage
+from lockstep.batch_inference import EvalConfig
 from lockstep.batch_inference.config import SampleConfig
 from lockstep.errors import ConfigError
-from lockstep.main.runs import EvalConfig, ExportConfig
 from lockstep.text import (
     StopFinder,
     check_vocab,
@@ -37,7 +37,7 @@ from lockstep.text import (
     tokenizer_digest,
     write_tokenizer,
 )
-from lockstep.training import TrainLmConfig
+from lockstep.training import ExportConfig, TrainLmConfig
 from tests import made_tokenizers
 
 DEMO_TOKENIZER = Path(__file__).parents[3] / "data" / "demo" / "tokenizer"

@@ -4,7 +4,7 @@ import dataclasses
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from lockstep.config_fields import FilePath, check_fields
 from lockstep.errors import ConfigError, check_at_least
@@ -16,6 +16,21 @@ from lockstep.printable import without_credentials
 RESUMABLE = "resumable.json"
 """The file of a run directory that a later start may go on in; it says where the checkpoints are, without credentials.
 """
+HF_DTYPES: Final = ("float32", "bfloat16")  # the float types in which a Hugging Face checkpoint can be saved
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CheckpointFields:
+    """The keys of commands that read a checkpoint, beside its place."""
+
+    tokenizer: FilePath | None = None
+    """Hugging Face tokenizer: a directory, a URL or a name; null: that of the checkpoint or its run."""
+    trust_remote_code: FilePath | None = None
+    """The ``tokenizer`` again, where Python code that it brings may be run; null: none is."""
+    base_model: FilePath | None = None
+    """The directory or URL of the base model of a checkpoint of adapters, or the configuration file of the run
+    in YAML, whose ``initialize_from_hf`` it is; null: the one that its run had, which must be beside the
+    checkpoints."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,5 @@
 """Training runs: the configuration of each kind, and the steps from it to a trained model."""
 
-from lockstep.training.run.config import HF_DTYPES as HF_DTYPES
 from lockstep.training.run.config import TrainConfig as TrainConfig
 from lockstep.training.run.config import TrainLmConfig as TrainLmConfig
 from lockstep.training.run.config import TrainPreferenceConfig as TrainPreferenceConfig

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 import jax
 import numpy as np
@@ -14,6 +14,7 @@ from lockstep.config_fields import FilePath, check_fields
 from lockstep.errors import ConfigError, check_at_least, check_one_of
 from lockstep.hosts import Hosts
 from lockstep.models import LoraConfig, LoraModel, ModelConfig, fingerprint
+from lockstep.training.checkpoints.config import HF_DTYPES
 from lockstep.training.data import CachedRows, DataConfig, LmDataConfig, PreferenceDataConfig, TokenCache
 from lockstep.training.data.example_check import ExampleSource
 from lockstep.training.data.rows import Batches
@@ -101,9 +102,6 @@ class Setup[Loaded: Data]:
             return self.model.base
         fresh = self.trainer.resumed_from is None
         return self.trainer.frozen_copy(self.model if fresh else self.initial_model())
-
-
-HF_DTYPES: Final = ("float32", "bfloat16")  # the float types in which a Hugging Face checkpoint can be saved
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

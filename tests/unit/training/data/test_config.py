@@ -6,8 +6,8 @@ import sys
 import numpy as np
 import pytest
 
+from lockstep.configuration import decode_config
 from lockstep.errors import ConfigError
-from lockstep.main.arguments import decode_config
 from lockstep.training.data import GrpoDataConfig, LmDataConfig, PreferenceDataConfig, SourceConfig
 from tests.unit.training.data.characters import Tokenizer, chars, columns, preference, write
 

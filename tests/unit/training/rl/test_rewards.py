@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
+from lockstep.configuration import decode_config
 from lockstep.errors import ConfigError
-from lockstep.main.arguments import decode_config
 from lockstep.training import TrainGrpoConfig
 from lockstep.training.data.records import BadRow
 from lockstep.training.rl.rewards import (

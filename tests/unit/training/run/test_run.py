@@ -19,13 +19,21 @@ from lockstep.batch_inference.checkpoint import checkpoint_at, load
 from lockstep.errors import ConfigError, PeerError
 from lockstep.hosts import Hosts, MemoryClient
 from lockstep.main.arguments import parse_arguments
-from lockstep.main.runs import ExportConfig, export
 from lockstep.models import LoraModel, fingerprint, load_config, load_hf, read_hf_config, save_hf
 from lockstep.placement import make_mesh
 from lockstep.report import append_jsonl, read_jsonl
 from lockstep.testing import run_threads
 from lockstep.text import load_tokenizer
-from lockstep.training import StepInfo, TrainerConfig, TrainLmConfig, TrainPreferenceConfig, saved_model, train
+from lockstep.training import (
+    ExportConfig,
+    StepInfo,
+    TrainerConfig,
+    TrainLmConfig,
+    TrainPreferenceConfig,
+    export,
+    saved_model,
+    train,
+)
 from lockstep.training.checkpoints.saved_model import _is_beside
 from lockstep.training.run import run
 from lockstep.training.run.run import HfSaves, _restore, describe_adapters, load_frozen
