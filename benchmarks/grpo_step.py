@@ -1,11 +1,11 @@
 """A step of GRPO: lockstep's trainer, the same with Levanter's engine, and Tunix's learner with its rollout and ours.
 
-    python -m benchmarks.grpo_step [--quick] [--json PATH] [--only ours --only tunix] [--steps 6]
+    python -m benchmarks.grpo_step [--quick] [--json PATH] [--only ours --only tunix --only update] [--steps 6]
 
 All train the same small Llama from the same float32 weights on four simulated devices (FSDP): the same questions,
 answers per question, lengths, reward and optimizer, one update per rollout. Each has a process of its own, and they
 take turns: one makes a step while the others wait. The first `WARM` steps compile and are reported apart; the rest are
-medians.
+medians. Then the update alone takes turns with itself: answers as long as GSM8K's in packed rows, and in a row each.
 """
 
 import argparse
@@ -24,13 +24,15 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.grpo.load import LOADS, GrpoLoad, save_tokenizer
+from benchmarks.grpo.load import LOADS, UPDATES, GrpoLoad, save_tokenizer
 from benchmarks.grpo.turns import Process
 from benchmarks.sizes import sized
 from benchmarks.workers import write_json
 
 ROOT = Path(__file__).resolve().parents[1]
 CONTESTANTS = ("ours", "levanter", "tunix", "tunix_with_ours")
+UPDATE = "update"
+UPDATE_ROWS = ("packed", "padded")
 DEVICES = 4
 WARM = 2
 """Levanter's engine compiles in its second call, too, and Tunix's train step in its second step."""
@@ -43,8 +45,12 @@ GOALS = {
     "step_vs_tunix": 1.0,
     "tunix_rollout_with_ours": 3.0,
     "tunix_step_with_ours": 1.0,
+    "update_tokens_vs_padded": 2.0,
 }
-"""How many times as fast ours is: tokens per second of the rollout, and whole steps; then Tunix's with our rollout."""
+"""How many times as fast ours is: tokens per second of the rollout, and whole steps; Tunix's with our rollout; tokens
+per second of the update in packed rows beside rows of one answer."""
+SAME_LOSS = 1e-5
+"""How far apart the losses of packed rows and of rows of one answer may be, beside a thousandth of them."""
 SAME_MODEL = 1e-3
 """How far apart the log-probabilities of two contestants' first models may be."""
 
@@ -54,17 +60,22 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a smaller model, fewer and shorter answers")
     parser.add_argument("--steps", type=int, default=6, help=f"of each, of which the first {WARM} are not counted")
-    parser.add_argument("--only", action="append", choices=CONTESTANTS, help="measure these alone")
+    parser.add_argument("--only", action="append", choices=(*CONTESTANTS, UPDATE), help="measure these alone")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     arguments = parser.parse_args()
     if arguments.steps <= WARM:
         parser.error(f"--steps is {arguments.steps}; the first {WARM} are not counted. Use at least {WARM + 1}.")
     began, name = time.monotonic(), "quick" if arguments.quick else "full"
-    commands, missing = contestants(arguments.only or CONTESTANTS)
+    names = arguments.only or [*CONTESTANTS, UPDATE]
+    commands, missing = contestants([each for each in names if each != UPDATE])
+    update_load = sized("measured", "smallest")
     with tempfile.TemporaryDirectory() as directory:
-        heard = run(commands, name, arguments.steps, Path(directory))
-    rows = figures(heard, missing, LOADS[name])
+        heard = run(commands, name, arguments.steps, Path(directory)) if commands else {}
+        updates = run_updates(update_load, arguments.steps, Path(directory)) if UPDATE in names else {}
+    rows = figures(heard, missing, LOADS[name]) | update_figures(updates)
     rows |= {"load": str(LOADS[name]), "measured_in_s": round(time.monotonic() - began)}
+    if updates:
+        rows["update_load"] = str(UPDATES[update_load])
     show(rows)
     if arguments.json:
         write_json(arguments.json, rows)
@@ -95,6 +106,19 @@ def run(commands: Mapping[str, Sequence[str]], load: str, steps: int, directory:
     """What each contestant said before its first step and after each step, in turns."""
     save_tokenizer(LOADS[load], directory / "tokenizer")
     options = ["--load", load, "--steps", str(steps), "--tokenizer", str(directory / "tokenizer")]
+    heard = take_turns({name: [*command, *options] for name, command in commands.items()}, steps, directory)
+    check_models(heard)
+    return heard
+
+
+def run_updates(load: str, steps: int, directory: Path) -> dict[str, list[Any]]:
+    """What the updates in packed rows and in rows of one answer said, in turns."""
+    command = [sys.executable, "-m", "benchmarks.grpo.update", "--load", load, "--steps", str(steps), "--rows"]
+    return take_turns({rows: [*command, rows] for rows in UPDATE_ROWS}, steps, directory)
+
+
+def take_turns(commands: Mapping[str, Sequence[str]], steps: int, directory: Path) -> dict[str, list[Any]]:
+    """Run processes that each make a step while the others wait; what each said before the first and after each."""
     environment = {
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": f"--xla_force_host_platform_device_count={DEVICES}",
@@ -107,9 +131,8 @@ def run(commands: Mapping[str, Sequence[str]], load: str, steps: int, directory:
         running = {}
         for name, command in commands.items():
             log = directory / f"{name}.log"
-            running[name] = stack.enter_context(Process(name, [*command, *options], environment, log))
+            running[name] = stack.enter_context(Process(name, command, environment, log))
             heard[name] = [running[name].ready()]  # one start after the other, too
-        check_models(heard)
         for step in range(steps):
             for name, process in running.items():
                 heard[name].append(process.step())
@@ -159,6 +182,30 @@ def figures(heard: Mapping[str, Sequence[Any]], missing: Mapping[str, str], load
     return rows | {"not_run": dict(missing)}
 
 
+def update_figures(heard: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
+    """Medians of the update in packed rows and in rows of one answer, and how many times as fast the first is.
+
+    Raises:
+        ValueError: They have not learned the same.
+    """
+    if not heard:
+        return {"update_tokens_vs_padded": None}
+    rows: dict[str, Any] = {}
+    for name, (_, *steps) in heard.items():
+        seconds = [each["update_s"] for each in steps[WARM:]]
+        rows[f"update_{name}"] = {
+            "update_s": float(np.median(seconds)),
+            "tokens_per_s": steps[0]["tokens"] / float(np.median(seconds)),
+            "updates_s": seconds,
+            "rows": steps[0]["rows"],
+            "losses": [each["loss"] for each in steps],
+        }
+    packed, padded = (rows[f"update_{name}"] for name in UPDATE_ROWS)
+    if not np.allclose(packed["losses"], padded["losses"], rtol=1e-3, atol=SAME_LOSS):
+        raise ValueError(f"packed rows have the losses {packed['losses']}, rows of one answer {padded['losses']}")
+    return rows | {"update_tokens_vs_padded": packed["tokens_per_s"] / padded["tokens_per_s"]}
+
+
 def show(rows: Mapping[str, Any]) -> None:
     """The contestants, then the goals."""
     table = Table(title="a step of GRPO, seconds (medians)", title_justify="left")
@@ -183,7 +230,7 @@ def show(rows: Mapping[str, Any]) -> None:
     for name, command in rows["not_run"].items():
         print(f"not run: {name}; make its environment with: {command}")
     for name, goal in GOALS.items():
-        if rows[name] is not None:
+        if rows.get(name) is not None:
             met = "met" if rows[name] >= goal else "NOT MET"
             print(f"{name} {rows[name]:.3g} (goal {goal:g}: {met})")
 

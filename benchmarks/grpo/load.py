@@ -103,6 +103,36 @@ LOADS = {
 }
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class UpdateLoad:
+    """An update of answers whose lengths are drawn between two numbers, as GSM8K's are.
+
+    Args:
+        model: The model, and the tokens of a row.
+        answers: The number of answers.
+        rows_at_a_time: The rows of a device's microbatch.
+    """
+
+    model: GrpoLoad
+    answers: int = 64
+    rows_at_a_time: int = 1
+    shortest_prompt: int = 60
+    longest_prompt: int = 250
+    shortest_answer: int = 50
+    longest_answer: int = 400
+
+
+_ROW = {"prompt_tokens": 512, "new_tokens": 512}
+UPDATES = {
+    "measured": UpdateLoad(model=dataclasses.replace(LOADS["quick"], **_ROW)),
+    "smallest": UpdateLoad(
+        model=dataclasses.replace(LOADS["quick"], layers=1, prompt_tokens=32, new_tokens=32),
+        answers=16, shortest_prompt=2, longest_prompt=12, shortest_answer=2, longest_answer=20,
+    ),
+}  # fmt: skip
+"""Loads of `benchmarks.grpo.update`, with rows of 1,024 tokens and of 64."""
+
+
 def reward(row: Any, prompt: Any = None) -> float:
     """The share of an answer's words that begin with a; ours."""
     return share(row.generated_text)

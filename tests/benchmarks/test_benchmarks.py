@@ -25,7 +25,7 @@ ARGUMENTS = {
     "drafts": "--quick --batch 1",
     "exact": "--only bits",
     "experts": "--quick --only engine --only multiprocess",
-    "grpo_step": "--quick --only ours --steps 3",
+    "grpo_step": "--quick --only ours --only update --steps 3",
     "health": "",
     "host_cost": "",
     "job_sizes": "2",
@@ -52,6 +52,7 @@ NIGHTLY = {
 ELSEWHERE = {
     "accelerator": "tests/benchmarks/test_accelerator.py runs the script of all its sections",
     "grpo.ours": "a contestant of grpo_step",
+    "grpo.update": "contestants of grpo_step",
     "grpo.tunix": "a contestant of grpo_step, which --only ours leaves out: tests/unit/tunix has its rollout",
     "spoiled_runs": "tests/benchmarks/test_spoiled_runs.py spoils runs, nightly",
 }

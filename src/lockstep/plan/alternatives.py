@@ -154,7 +154,7 @@ def _remat_cost(workload: Workload, mesh: Mesh, cache: CompileCache, memory: int
     assert workload.training is not None
     trainer, state = workload.training.trainer, make_state(workload, mesh)
     every = trainer.train_batch_size // data_shards(mesh)
-    rows, limit = every // trainer.microbatches(mesh), bytes_for_step(workload, state, memory)
+    rows, limit = every // workload.training.microbatches(mesh), bytes_for_step(workload, state, memory)
     needed, error = 0, None
     try:
         needed, fits = _attempt(workload, mesh, state, cache, limit, every // rows)

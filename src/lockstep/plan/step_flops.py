@@ -13,11 +13,11 @@ def flops_on(workload: Workload, mesh: Mesh) -> float:
     """The floating-point operations of a train step on a mesh, in all of its devices together."""
     training = workload.training
     assert training is not None
-    parts = 1 if PP in mesh.shape else training.trainer.microbatches(mesh)
+    parts = 1 if PP in mesh.shape else training.microbatches(mesh)
     rows = training.trainer.train_batch_size // data_shards(mesh) // parts
     tokens = rows * training.sequences_per_row * training.length // mesh.shape.get(CP, 1)
     vocab_blocks = needs_vocab_blocks(tokens, workload.vocab_size // mesh.shape["tp"])
-    return step_flops(workload, vocab_blocks=vocab_blocks, idle=bubble(training.trainer, mesh))
+    return step_flops(workload, vocab_blocks=vocab_blocks, idle=bubble(training.trainer, mesh, packed=training.packed))
 
 
 def step_flops(workload: Workload, *, vocab_blocks: bool, idle: float = 0.0) -> float:
@@ -48,7 +48,7 @@ def step_flops(workload: Workload, *, vocab_blocks: bool, idle: float = 0.0) -> 
     return 2.0 * (products + output) * tokens
 
 
-def bubble(trainer: TrainerConfig, mesh: Mesh) -> float:
+def bubble(trainer: TrainerConfig, mesh: Mesh, *, packed: bool = False) -> float:
     """The share of a pipeline's steps in which a stage has no microbatch; 0 without stages."""
     stages = mesh.shape.get(PP, 1)
-    return (stages - 1) / (trainer.pipeline_repeats * stages * trainer.microbatches(mesh) + stages - 1)
+    return (stages - 1) / (trainer.pipeline_repeats * stages * trainer.microbatches(mesh, packed=packed) + stages - 1)

@@ -83,7 +83,8 @@ def least_time(workload: Workload, topology: Topology) -> StepTime:
     assert training is not None
     mesh = make_mesh(workload.mesh_shape, topology.devices)
     state, chip = make_state(workload, mesh), chip_of(topology.devices[0])
-    microbatches, idle = training.trainer.microbatches(mesh) * mesh.shape.get(PP, 1), bubble(training.trainer, mesh)
+    microbatches = training.microbatches(mesh) * mesh.shape.get(PP, 1)
+    idle = bubble(training.trainer, mesh, packed=training.packed)
     itemsize = training.trainer.precision.compute.itemsize
     received = fsdp_floor(state.structs.model, mesh.shape, microbatches=microbatches, itemsize=itemsize, bubble=idle)
     plan = Plan(

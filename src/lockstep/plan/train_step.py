@@ -159,7 +159,7 @@ def plan_step(workload: Workload, mesh: Mesh, state: State, cache: CompileCache,
     training = workload.training
     assert training is not None
     memory = bytes_for_step(workload, state, memory)
-    microbatches, stages = training.trainer.microbatches(mesh), mesh.shape.get(PP, 1)
+    microbatches, stages = training.microbatches(mesh), mesh.shape.get(PP, 1)
     try:
         summary = _fitting(compile_step(workload, mesh, state, cache, microbatches=microbatches), memory)
     except HbmError as error:
@@ -169,7 +169,7 @@ def plan_step(workload: Workload, mesh: Mesh, state: State, cache: CompileCache,
     )
     rows = training.trainer.train_batch_size // data_shards(mesh) // microbatches
     beyond = max(0, peak(summary) - state.parameters - state.optimizer - batch)
-    idle = bubble(training.trainer, mesh)
+    idle = bubble(training.trainer, mesh, packed=training.packed)
     # A stage keeps what its layers need of each step of the schedule.
     steps = stages * microbatches / (1 - idle) if stages > 1 else 1
     row = mesh.shape["tp"] * mesh.shape.get(CP, 1)
@@ -235,7 +235,7 @@ def _what_fits(
     assert training is not None
     trainer = training.trainer
     rows = trainer.train_batch_size // data_shards(mesh)
-    given, limit = rows // trainer.microbatches(mesh), trainer.memory_bytes_per_device
+    given, limit = rows // training.microbatches(mesh), trainer.memory_bytes_per_device
     room = f"{memory / 2**30:.2f} GiB" + (f" ({LIMIT} is {limit})" if limit is not None else "")
     first = f"the train step needs {error.needed / 2**30:.2f} GiB per device and there are {room}"
     fixed = state.parameters + state.optimizer
@@ -290,9 +290,9 @@ def largest_rows(
         needed: The bytes that it needs with the rows of the configuration, which are too many.
     """
     assert workload.training is not None
-    trainer = workload.training.trainer
-    rows = trainer.train_batch_size // data_shards(mesh)
-    given = rows // trainer.microbatches(mesh)
+    training = workload.training
+    rows = training.trainer.train_batch_size // data_shards(mesh)
+    given = rows // training.microbatches(mesh)
     if state.parameters + state.optimizer >= memory:
         return None
     # Gradients are added up from microbatch to microbatch: as large as the parameters that are trained.

@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import jax
 import yaml
+from jax.sharding import Mesh
 
 from lockstep.batch_inference import Checkpoint, SampleConfig, resolve_checkpoint
 from lockstep.engine import DraftSource, EarlierAnswers, EngineConfig
@@ -103,9 +104,14 @@ class TrainingWorkload:
     reference: bool = False  # whether a frozen copy of the model, in the compute type, is on the devices too
     lora: LoraConfig | None = None  # the adapters, where they alone are trained
 
+    packed: bool = False  # whether a run leaves out microbatches without tokens; they are planned as if there were none
+
     @property
     def length(self) -> int:
         return int(self.columns["tokens"].shape[-1])
+
+    def microbatches(self, mesh: Mesh) -> int:
+        return self.trainer.microbatches(mesh, packed=self.packed)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -208,6 +214,7 @@ def training_workload(name: str, config: TrainConfig, model: str | None = None) 
             sequences_per_row=config.SEQUENCES_PER_ROW,
             reference=config.has_reference and lora is None,  # without its adapters, the model is its own reference
             lora=lora,
+            packed=config.rollouts is not None,
         ),
         sampling=sampling,
         hosts=config.trainer.distributed.require_process_count,
@@ -292,6 +299,7 @@ def _rollouts(config: TrainConfig, rollout: RolloutConfig, shape: Shape, notes: 
     prompt = min(length - rollout.max_new_tokens, GSM8K_PROMPT)
     count = config.rollout_answers // rollout.n_generations
     notes.append(f"rollout: {count} questions of {prompt} tokens, {rollout.n_generations} answers to each")
+    notes.append("update: of rows without room for a second answer; a run packs shorter ones, and leaves rows out")
     routed = shape.config.experts is not None
     params = dataclasses.replace(rollout.sampling_params(()), routed_experts=routed)
     return SamplingWorkload(

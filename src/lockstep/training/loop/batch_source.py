@@ -62,6 +62,18 @@ class BatchSource(Protocol):
         ...
 
 
+@runtime_checkable
+class PackedBatches(Protocol):
+    """A `BatchSource` whose batches have ``segment_ids`` and end, on each device, in rows without tokens: how many
+    differs from step to step, and the train step leaves them out.
+    """
+
+    @property
+    def filled_rows(self) -> int:
+        """The number of rows of the last batch that have tokens."""
+        ...
+
+
 class BatchFeed:
     """The batches of data that do not depend on the model, each host reading only its own rows.
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Literal
+from typing import Final, Literal
 
 import jax.numpy as jnp
 from jax.sharding import Mesh
@@ -18,6 +18,10 @@ from lockstep.training.checkpoints.config import CheckpointerConfig
 from lockstep.training.loop.profiler import ProfilerConfig
 from lockstep.training.loop.stopping import LossSpikeConfig
 from lockstep.training.step.train_state import Precision, parse_precision
+
+PACKED_PARTS: Final = 8
+"""Microbatches that packed rows are divided into where a device could compute all of its rows at once: with more, less
+is computed for nothing, on average half of one, but each gathers the weights once more."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -160,11 +164,15 @@ class TrainerConfig:
         """
         return measure() if self.memory_bytes_per_device is None else self.memory_bytes_per_device
 
-    def microbatches(self, mesh: Mesh) -> int:
+    def microbatches(self, mesh: Mesh, *, packed: bool = False) -> int:
         """The number of microbatches of one step on a mesh.
 
+        Args:
+            packed: Whether a batch may end in microbatches without tokens, which are left out (`PackedBatches`).
+
         Returns:
-            The number, which is 1 where ``per_device_parallelism`` is -1 or not yet known (``auto``).
+            The number. Where ``per_device_parallelism`` is -1 or not yet known (``auto``) it is 1, or with ``packed``
+            at most `PACKED_PARTS`.
 
         Raises:
             ConfigError: The batch cannot be divided over the devices or over the microbatches.
@@ -179,7 +187,7 @@ class TrainerConfig:
             )
         rows = self.train_batch_size // shards
         if self.per_device_parallelism in ("auto", -1):
-            return 1
+            return max(parts for parts in range(1, PACKED_PARTS + 1) if rows % parts == 0) if packed else 1
         assert isinstance(self.per_device_parallelism, int)
         if rows % self.per_device_parallelism:
             divisors = [n for n in range(1, rows + 1) if rows % n == 0]

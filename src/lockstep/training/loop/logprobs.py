@@ -18,6 +18,7 @@ from lockstep.placement.device import Program, compile_program
 from lockstep.training.loop.config import TrainerConfig
 from lockstep.training.objectives import REFERENCE
 from lockstep.training.step.launcher import named_failure
+from lockstep.training.step.train_step import over_filled
 
 type Columns = Mapping[str, Any]
 """The columns of a batch as global arrays, or as shape structs with shardings."""
@@ -62,7 +63,8 @@ class LogprobProgram:
         """
         shape = batch["tokens"].shape
         if shape not in self._programs:
-            parts = self._microbatches(shape[0]) if microbatches is None else microbatches
+            packed = "segment_ids" in batch
+            parts = self._microbatches(shape[0], packed=packed) if microbatches is None else microbatches
 
             def compute(model: PyTree, batch: Mapping[str, Array]) -> Array:
                 return self._compute(model, batch, parts)
@@ -81,11 +83,11 @@ class LogprobProgram:
         """Launch; the result is float32, with the row as axis 0."""
         return self._programs[batch["tokens"].shape](model, dict(batch))
 
-    def _microbatches(self, n_rows: int) -> int:
+    def _microbatches(self, n_rows: int, *, packed: bool) -> int:
         if self._trainer.per_device_parallelism == "auto":
             # The trainer finds its number by compiling; a forward pass of one row at a time fits beside any.
             return n_rows // data_shards(self._mesh)
-        return self._trainer.microbatches(self._mesh) * (n_rows // self._trainer.train_batch_size)
+        return self._trainer.microbatches(self._mesh, packed=packed) * (n_rows // self._trainer.train_batch_size)
 
     def _compute(self, model: PyTree, batch: Mapping[str, Array], microbatches: int) -> Array:
         model = pipelined(self._trainer.precision.cast_to_compute(model))
@@ -97,14 +99,31 @@ class LogprobProgram:
             by_part = rows.reshape(shards, microbatches, -1, *rows.shape[1:]).swapaxes(0, 1)
             return jax.lax.with_sharding_constraint(by_part.reshape(microbatches, -1, *rows.shape[1:]), split)
 
-        def one(carry: None, part: Mapping[str, Array]) -> tuple[None, Array]:
+        def logprobs(part: Mapping[str, Array]) -> Array:
             with hax.axis_mapping(compute_axes(self._mesh)):
-                return carry, self._function(model, part)
+                return self._function(model, part)
 
-        _, found = jax.lax.scan(one, None, {name: parts(rows) for name, rows in batch.items()})
+        split_batch = {name: parts(rows) for name, rows in batch.items()}
+        if "segment_ids" in batch:
+            computed = _of_filled(logprobs, split_batch)
+        else:
+            _, computed = jax.lax.scan(lambda carry, part: (carry, logprobs(part)), None, split_batch)
         n_rows = len(batch["tokens"])
-        by_shard = found.reshape(microbatches, shards, -1, *found.shape[2:]).swapaxes(0, 1)
-        return by_shard.reshape(n_rows, *found.shape[2:]).astype(jnp.float32)
+        by_shard = computed.reshape(microbatches, shards, -1, *computed.shape[2:]).swapaxes(0, 1)
+        return by_shard.reshape(n_rows, *computed.shape[2:]).astype(jnp.float32)
+
+
+def _of_filled(function: Callable[[Mapping[str, Array]], Array], microbatches: Mapping[str, Array]) -> Array:
+    """The results of a function of a microbatch, stacked; 0 for the last ones where they have no tokens."""
+
+    def put(carry: tuple[Array, Array], part: Mapping[str, Array]) -> tuple[tuple[Array, Array], None]:
+        index, results = carry
+        return (index + 1, jax.lax.dynamic_update_index_in_dim(results, function(part), index, 0)), None
+
+    result = jax.eval_shape(function, {name: rows[0] for name, rows in microbatches.items()})
+    empty = jnp.zeros((len(microbatches["tokens"]), *result.shape), result.dtype)
+    results: Array = over_filled(put, (jnp.zeros((), jnp.int32), empty), microbatches)[1]
+    return results
 
 
 @runtime_checkable

@@ -37,7 +37,7 @@ class Throughput:
     """
 
     rows: int
-    tokens: int | None  # number of token positions of the batch, those that are masked too; None where it has no tokens
+    tokens: int | None  # number of token positions of rows with tokens, masked ones too; None where it has no tokens
     step_s: float  # seconds from the launch of the step to its figures
     wait_s: float  # seconds before it in which the devices waited for the batch
     mfu: float | None
@@ -80,14 +80,19 @@ class Meter:
         if isinstance(model, LoraModel):
             self._adapters = adapter_products(model.pairs, model.config)
 
-    def step(self, batch: Mapping[str, Any], *, step_s: float, wait_s: float) -> Throughput:
+    def step(
+        self, batch: Mapping[str, Any], *, step_s: float, wait_s: float, filled_rows: int | None = None
+    ) -> Throughput:
         """Return the figures of a step.
 
         Args:
             batch: The global arrays of the batch; the positions of ``tokens`` ``[row, ..., position]`` are counted.
+            filled_rows: The number of rows whose positions are counted; None for all.
         """
         rows = next(iter(batch.values())).shape[0]
         tokens = math.prod(batch["tokens"].shape) if "tokens" in batch else None
+        if tokens is not None and filled_rows is not None:
+            tokens = tokens // rows * filled_rows
         mfu = None
         if tokens is not None and self._shape is not None and self._peak:
             flops = tokens * flops_per_token(*self._shape, batch["tokens"].shape[-1], self._adapters)

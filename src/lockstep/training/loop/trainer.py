@@ -22,7 +22,7 @@ from lockstep.printable import get_logger
 from lockstep.report import FINISH_S, BackgroundTracker, NoopTracker, Tracker
 from lockstep.training.checkpoints.checkpoint import CheckpointMetadata
 from lockstep.training.data.rows import Batches
-from lockstep.training.loop.batch_source import BatchFeed, BatchSource
+from lockstep.training.loop.batch_source import BatchFeed, BatchSource, PackedBatches
 from lockstep.training.loop.config import TrainerConfig
 from lockstep.training.loop.hooks import Hook, Hooks, StepInfo
 from lockstep.training.loop.logprobs import ReferenceLogprobs
@@ -102,7 +102,7 @@ class Trainer:
         if tracker is not None and not isinstance(tracker, BackgroundTracker):
             self.tracker = self._queue = BackgroundTracker(tracker, leader_only)
         self._optimizer, self._loss_fn, self._schedule = optimizer, loss_fn, schedule
-        self._microbatches = config.microbatches(self.mesh)
+        config.microbatches(self.mesh)  # refuses a batch that the mesh does not divide
         self._hooks = Hooks()
         self._step: TrainStep | None = None
         self._watchdog = Watchdog(self.hosts, self.hosts.timeout_s)
@@ -325,13 +325,17 @@ class Trainer:
             state, figures = step_fn(state, batch, *self._signals(step_fn, flag))
             run.source.prepare(step + 1)
             metrics = step_fn.read(figures)
-        speed = run.meter.step(batch, step_s=time.perf_counter() - start, wait_s=start - requested)
+        seconds = {"step_s": time.perf_counter() - start, "wait_s": start - requested}
+        filled = run.source.filled_rows if isinstance(run.source, PackedBatches) else None
+        speed = run.meter.step(batch, **seconds, filled_rows=filled)
         info = StepInfo.of(step, state, metrics, speed.step_s)
         run.log.step(info, metrics, speed, getattr(run.source, "progress", ""))
         return state, info, metrics
 
     def _compile(self, state: TrainState, shardings: PyTree, source: BatchSource) -> TrainStep:
         """The train step, compiled and agreed on by every host; nobody launches it before all are ready."""
+        packed = isinstance(source, PackedBatches)
+        fewest = self.config.microbatches(self.mesh, packed=packed)
 
         def make(microbatches: int) -> TrainStep:
             return TrainStep(
@@ -345,6 +349,7 @@ class Trainer:
                 repeats=self.config.pipeline_repeats,
                 skip_bad=self.config.on_nan != "raise",
                 reduce_dtype=self.config.reduce_dtype,
+                skip_empty=packed,
             )
 
         todo = list(source.compile(self._launch) if isinstance(source, BatchFeed) else [source.structs()])
@@ -353,10 +358,10 @@ class Trainer:
             memory = self.config.step_bytes(lambda: memory_for_training(self.mesh, state))
             rows = self.config.train_batch_size // data_shards(self.mesh)
             self._step = compile_largest(
-                self.hosts, rows, make, lambda step: (state, longest, *self._signals(step, 0)), memory
+                self.hosts, rows, make, lambda step: (state, longest, *self._signals(step, 0)), memory, fewest
             )
         else:
-            self._step = make(self._microbatches)
+            self._step = make(fewest)
         signals = self._signals(self._step, 0)
         for batch in todo:
             compile_step = functools.partial(self._step.compile, state, batch, *signals, ledger=self.hosts.ledger)

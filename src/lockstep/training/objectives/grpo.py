@@ -7,7 +7,7 @@ from typing import Any, Final
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from lockstep.errors import ConfigError
 from lockstep.training.objectives.logprobs import (
@@ -117,27 +117,50 @@ class GrpoConfig(GrpoFields):
                 the answer; ``advantage`` ``[row]`` (see `group_advantages`); ``rollout_logprobs``
                 ``[row, position]``, the log-probability of each token that the engine drew it with; and of that shape,
                 where `columns` has them, ``old_logprobs`` (the trainer's, before the first update of the rollout) and
-                ``reference_logprobs``.
+                ``reference_logprobs``. Rows that hold several answers have ``segment_ids`` ``[row, position]``, the
+                number of each token's answer in its row from 1 on, 0 for padding, and ``advantage`` ``[row, answer]``.
         """
-        tokens = {"tokens": batch["tokens"]}
         columns = {name: batch[name][:, 1:] for name in batch if name.endswith("_logprobs")}
         if self.entropy_coefficient:
-            logprobs, columns["entropies"] = token_logprobs_and_entropies(model, tokens, **self._softmax)
+            columns["logprobs"], columns["entropies"] = token_logprobs_and_entropies(model, batch, **self._softmax)
         else:
-            logprobs = token_logprobs(model, tokens, **self._softmax)
-        return grpo_parts(self, logprobs, batch["advantage"], target_mask(batch), **columns)
+            columns["logprobs"] = token_logprobs(model, batch, **self._softmax)
+        mask, advantage = target_mask(batch), batch["advantage"]
+        if "segment_ids" in batch:
+            in_answer = batch["segment_ids"][:, None, 1:] == 1 + jnp.arange(advantage.shape[1])[:, None]
+            columns = {name: _for_each_answer(column, in_answer) for name, column in columns.items()}
+            mask, advantage = _for_each_answer(mask, in_answer) & _flat(in_answer), advantage.reshape(-1)
+        return grpo_parts(self, advantage=advantage, mask=mask, **columns)
 
-    def answer_logprobs(self, model: Any, tokens: Int[Array, "row position"]) -> Float[Array, "row target"]:
+    def answer_logprobs(
+        self,
+        model: Any,
+        tokens: Int[Array, "row position"],
+        segment_ids: Int[Array, "row position"] | None = None,
+    ) -> Float[Array, "row target"]:
         """Return the log-probability of each token but the first under the policy, from the tokens before it.
 
         Args:
             model: The model in the compute type, called as in `token_logprobs`.
+            segment_ids: The number of each token's answer in its row; None: a row has one.
         """
-        return token_logprobs(model, {"tokens": tokens}, **self._softmax)
+        packed = {} if segment_ids is None else {"segment_ids": segment_ids}
+        return token_logprobs(model, {"tokens": tokens, **packed}, **self._softmax)
 
     @property
     def _softmax(self) -> dict[str, Any]:
         return {"temperature": self.temperature, "vocab_size": self.vocab_size}
+
+
+def _flat(x: Array) -> Array:
+    return x.reshape(-1, x.shape[-1])
+
+
+def _for_each_answer(
+    column: Shaped[Array, "row target"], in_answer: Bool[Array, "row answer target"]
+) -> Shaped[Array, "row_answer target"]:
+    """A row for each answer of a row, all of its tokens where they were: a mask leaves those of the answer."""
+    return _flat(jnp.broadcast_to(column[:, None], in_answer.shape))
 
 
 def grpo_parts(

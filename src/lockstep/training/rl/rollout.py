@@ -10,19 +10,21 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, PyTree
 
 from lockstep.errors import ConfigError
 from lockstep.hosts import Hosts, Watchdog, digest, ready_on_all
 from lockstep.json_text import typed
 from lockstep.limits import PACKED_BYTES
-from lockstep.placement import batch_spec, host_rows, place_local
+from lockstep.placement import data_shards
 from lockstep.placement.device import fetch
 from lockstep.training.loop.config import TrainerConfig
 from lockstep.training.loop.logprobs import LogprobProgram
 from lockstep.training.objectives import REFERENCE, ROUTING, GrpoConfig, with_routing
+from lockstep.training.rl.packing import Packing, packed_columns
 from lockstep.training.rl.segments import Sample
+from lockstep.training.step.train_step import batch_structs
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -36,6 +38,17 @@ class Rollout:
     number: int
     columns: Mapping[str, np.ndarray]
     lengths: np.ndarray
+
+    def packing(self, answers: slice, shards: int, *, learned: bool = False) -> Packing:
+        """Return the places of some answers in packed rows.
+
+        Args:
+            shards: The number of equal parts that the rows are split into over the devices.
+            learned: Whether answers without targets are left out.
+        """
+        lengths, mask = self.lengths[answers], self.columns["loss_mask"][answers]
+        lengths = np.where(mask.any(axis=1), lengths, 0) if learned else lengths
+        return Packing.of(lengths, mask.shape[1], shards)
 
     def minibatch(self, update: int, batch_size: int) -> slice:
         """Return the answers of an update: each iteration takes all minibatches in the same order."""
@@ -145,12 +158,11 @@ class LogprobColumns:
     ) -> None:
         self._wanted = [name for name in (OLD, REFERENCE) if name in wanted]
         self._hosts, self._watchdog, self._reference = hosts, watchdog, reference
-        self._sharding = NamedSharding(mesh, batch_spec(mesh))
-
+        self._n_rows, self._mesh = trainer.train_batch_size, mesh
         self._replayed = [name for name, replayed in ROUTING.items() if replayed and name in wanted]
 
         def answers(model: PyTree, batch: Mapping[str, Array]) -> Array:
-            return objective.answer_logprobs(with_routing(model, batch), batch["tokens"])
+            return objective.answer_logprobs(with_routing(model, batch), batch["tokens"], batch["segment_ids"])
 
         self._programs = {
             name: LogprobProgram(name, answers, trainer=trainer, mesh=mesh, ledger=hosts.ledger, replicated=True)
@@ -173,13 +185,15 @@ class LogprobColumns:
             PeerError: A program does not compile on some host; raised on every host.
         """
         models = {OLD: model, REFERENCE: self._reference}
-        tokens = rollout.columns["tokens"]
         # The reference model takes its own experts: it is the policy of another time.
-        reads = {OLD: ["tokens", *self._replayed], REFERENCE: ["tokens"]}
-        given = {name: rollout.columns[name] for each in self._wanted for name in reads[each]}
-        structs = {
-            name: jax.ShapeDtypeStruct(each.shape, each.dtype, sharding=self._sharding) for name, each in given.items()
-        }
+        reads = {OLD: ["tokens", "segment_ids", *self._replayed], REFERENCE: ["tokens", "segment_ids"]}
+        columns = {name: rollout.columns[name] for name in ("tokens", *self._replayed)}
+        minibatches = [slice(begin, begin + self._n_rows) for begin in range(0, len(answers), self._n_rows)]
+        structs = batch_structs(
+            packed_columns({name: jax.ShapeDtypeStruct(each.shape[1:], each.dtype) for name, each in columns.items()}),
+            self._n_rows,
+            self._mesh,
+        )
         with self._hosts.scope("rollout rows") as scope:
             with scope.run_on_all("rows") as rows:
                 rows.agree({name: digest(column.tobytes()) for name, column in rollout.columns.items()})
@@ -188,16 +202,16 @@ class LogprobColumns:
             if not self._wanted:
                 return
             with scope.launch_on_all("log-probabilities", self._hosts.ledger) as computed:
-                with ready_on_all(scope, "placing rows"):
-                    mine = host_rows(self._sharding, len(tokens))
-                    placed = {
-                        name: place_local(each[mine], self._sharding, len(tokens)) for name, each in given.items()
-                    }
-                found: dict[str, np.ndarray] = {}
-                for name in self._wanted:
-                    with self._watchdog.watch(name):
-                        columns = {one: placed[one] for one in reads[name]}
-                        found[name] = np.pad(fetch(self._programs[name](models[name], columns)), ((0, 0), (1, 0)))
-                for name in self._wanted:
-                    rollout.columns[name][:] = np.where(answers, found[name], 0.0)
-                    computed.agree({name: digest(rollout.columns[name].tobytes())})
+                for minibatch in minibatches:
+                    packing = rollout.packing(minibatch, data_shards(self._mesh))
+                    with ready_on_all(scope, "placing rows"):
+                        placed = packing.place(
+                            {name: column[minibatch] for name, column in columns.items()}, self._mesh
+                        )
+                    for name in self._wanted:
+                        with self._watchdog.watch(name):
+                            read = {one: placed[one] for one in reads[name]}
+                            logprobs = np.pad(fetch(self._programs[name](models[name], read)), ((0, 0), (1, 0)))
+                        masked = np.where(answers[minibatch], packing.unpack(logprobs), 0.0)
+                        rollout.columns[name][minibatch] = masked
+                computed.agree({name: digest(rollout.columns[name].tobytes()) for name in self._wanted})

@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 from jaxtyping import Bool, PyTree
 
 from lockstep.engine import RolloutEngine
 from lockstep.errors import ConfigError
 from lockstep.hosts import Hosts, Watchdog, digest
 from lockstep.models import LlamaConfig
-from lockstep.placement import batch_spec, host_rows, place_local
+from lockstep.placement import data_shards
 from lockstep.printable import get_logger
 from lockstep.report import NoopTracker, Tracker
 from lockstep.text import token_count
@@ -24,6 +24,7 @@ from lockstep.training.objectives.grpo import GrpoConfig
 from lockstep.training.objectives.policy_loss import policy_loss
 from lockstep.training.rl.config import GrpoRunFields
 from lockstep.training.rl.groups import Groups, RolloutSampler, Sampled, choose_groups
+from lockstep.training.rl.packing import Packing, packed_columns
 from lockstep.training.rl.questions import AnswerRows, Questions
 from lockstep.training.rl.rewarding import Rewarder
 from lockstep.training.rl.rollout import LogprobColumns, Rollout, answer_mask, make_columns
@@ -89,7 +90,7 @@ class Rollouts:
         _check_policy(objective, fields.rollout.temperature, token_count(tokenizer))
         self._fields, self._objective, self._questions = fields, objective, questions
         self._trainer, self._hosts = trainer, hosts
-        self._mesh, self._sharding = mesh, NamedSharding(mesh, batch_spec(mesh))
+        self._mesh = mesh
         self._tracker: Tracker = NoopTracker() if tracker is None else tracker
         replays = fields.rollout.replay_routing
         routing = routing_column(model, row_length, replayed=replays)
@@ -108,6 +109,7 @@ class Rollouts:
         )  # fmt: skip
         _check_attempts(fields.rollout.max_attempts, self._sampler.n_questions, len(questions))
         self._rollout: Rollout | None = None
+        self._packing: Packing | None = None  # of the last batch
         self._ahead: Sampled | None = None
         self._step, self._logged_step = -1, 0
         self._times, self._clock, self._trend = StepTimes(), StepClock(), RewardTrend()
@@ -147,7 +149,12 @@ class Rollouts:
 
     def structs(self) -> Mapping[str, jax.ShapeDtypeStruct]:
         """Return global shape, type and sharding of each column, see `BatchSource.structs`."""
-        return batch_structs(self._columns, self._trainer.train_batch_size, self._mesh)
+        return batch_structs(packed_columns(self._columns), self._trainer.train_batch_size, self._mesh)
+
+    @property
+    def filled_rows(self) -> int:
+        """The number of rows of the last batch that have tokens, see `PackedBatches`."""
+        return 0 if self._packing is None else self._packing.filled
 
     def batch(self, step: int, model: PyTree) -> Mapping[str, jax.Array] | None:
         """Return the batch of a step, sampled first where a rollout is due, see `BatchSource.batch`.
@@ -166,12 +173,10 @@ class Rollouts:
             if self._rollout is None:
                 return None
         assert self._rollout is not None and self._rollout.number == number, "a rollout goes with its updates"
-        n_rows = self._trainer.train_batch_size
-        chosen, rows = self._rollout.minibatch(update, n_rows), host_rows(self._sharding, n_rows)
-        placed = {
-            name: place_local(column[chosen][rows], self._sharding, n_rows)
-            for name, column in self._rollout.columns.items()
-        }
+        answers = self._rollout.minibatch(update, self._trainer.train_batch_size)
+        self._packing = self._rollout.packing(answers, data_shards(self._mesh), learned=True)
+        columns = {name: column[answers] for name, column in self._rollout.columns.items()}
+        placed = self._packing.place(columns, self._mesh)
         self._clock.lap("place")
         return placed
 

@@ -15,6 +15,7 @@ from lockstep.training.data import GrpoDataConfig, TokenCache
 from lockstep.training.objectives import GrpoConfig, GrpoFields
 from lockstep.training.rl import GrpoRunFields, Questions, Rollouts, load_questions, make_rewarder
 from lockstep.training.rl.config import RolloutConfig
+from lockstep.training.rl.packing import packed_columns
 from lockstep.training.run.config import Setup, TrainConfig
 
 if TYPE_CHECKING:
@@ -84,7 +85,8 @@ class TrainGrpoConfig(GrpoFields, GrpoRunFields, TrainConfig):
 
     def columns(self, model_max_seq_len: int) -> dict[str, jax.ShapeDtypeStruct]:
         """Return shape and type of one row of each column of a batch, see `TrainConfig.columns`."""
-        return self.loss_fn.columns(self.data.row_length(model_max_seq_len), on_policy=self.updates == 1)
+        columns = self.loss_fn.columns(self.data.row_length(model_max_seq_len), on_policy=self.updates == 1)
+        return packed_columns(columns)
 
     def load(
         self,

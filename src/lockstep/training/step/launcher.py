@@ -29,13 +29,19 @@ def memory_for_training(mesh: Mesh, state: PyTree) -> int:
 
 
 def compile_largest(
-    hosts: Hosts, rows: int, make: Callable[[int], TrainStep], arguments: Callable[[TrainStep], Any], memory: int
+    hosts: Hosts,
+    rows: int,
+    make: Callable[[int], TrainStep],
+    arguments: Callable[[TrainStep], Any],
+    memory: int,
+    fewest: int = 1,
 ) -> TrainStep:
     """Compile the train step with fewer rows at a time until it fits; every host makes the same call.
 
     Args:
         make: A function from the number of microbatches to a train step that is not compiled.
         arguments: A function from a train step to the arguments that it is compiled for.
+        fewest: The number of microbatches to begin with.
 
     Raises:
         PeerError: A step does not compile for another reason than memory.
@@ -43,7 +49,7 @@ def compile_largest(
         ConfigError: Not even one row at a time fits; the same on every host.
     """
     memory = hosts.all_min("memory of the train step", memory)
-    sizes = [size for size in range(rows, 0, -1) if rows % size == 0]
+    sizes = [size for size in range(rows // fewest, 0, -1) if rows % size == 0]
     state_bytes, needed, size = 0, 0, rows
     while sizes:
         size = sizes.pop(0)

@@ -147,6 +147,7 @@ class TrainStep:
         skip_bad: Whether a step whose loss or gradient is not finite, or whose loss is above a limit, leaves parameters
             and optimizer state as they are.
         reduce_dtype: The type in which slices add up their gradients; None: that of the gradients.
+        skip_empty: Whether the last microbatches may have no tokens (``segment_ids`` of 0 alone); they are left out.
     """
 
     def __init__(
@@ -162,9 +163,10 @@ class TrainStep:
         repeats: int = 1,
         skip_bad: bool = False,
         reduce_dtype: jnp.dtype | None = None,
+        skip_empty: bool = False,
     ) -> None:
         self.skip_bad = skip_bad
-        self._reduce_dtype = reduce_dtype
+        self._reduce_dtype, self._skip_empty = reduce_dtype, skip_empty
         self._loss_fn, self._optimizer, self._schedule = loss_fn, optimizer, schedule
         self._mesh, self._precision = mesh, precision
         self._microbatches, self._piped = (1, microbatches) if PP in mesh.shape else (microbatches, 1)
@@ -341,6 +343,8 @@ class TrainStep:
         (_, parts), gradients = jax.eval_shape(differentiate, model, frozen, {k: v[0] for k, v in split.items()})
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)), (parts, gradients))
         zeros = (zeros[0], hax.shard(zeros[1], parameter_axes(self._mesh), self._mesh))
+        if self._skip_empty:
+            return over_filled(add, zeros, split)
         found: tuple[LossParts, PyTree] = jax.lax.scan(add, zeros, split)[0]
         return found
 
@@ -361,6 +365,24 @@ class TrainStep:
         parts = rows.reshape(n_shards, self._microbatches, -1, *rows.shape[1:]).swapaxes(0, 1)
         flat = parts.reshape(self._microbatches, -1, *rows.shape[1:])
         return jax.lax.with_sharding_constraint(flat, P(None, COMPUTE_AXES["batch"]))
+
+
+def over_filled[Carry](
+    function: Callable[[Carry, dict[str, Array]], tuple[Carry, Any]], carry: Carry, microbatches: Mapping[str, Array]
+) -> Carry:
+    """Return the carry of a `jax.lax.scan` over the microbatches up to the last that has tokens, and the first.
+
+    Args:
+        microbatches: Columns ``[microbatch, row, ...]`` with ``segment_ids``.
+    """
+    filled = jnp.any(microbatches["segment_ids"] != 0, axis=(1, 2))
+    end = jnp.max(jnp.where(filled, jnp.arange(1, len(filled) + 1), 1))
+
+    def turn(index: Array, carry: Carry) -> Carry:
+        part = {name: jax.lax.dynamic_index_in_dim(rows, index, keepdims=False) for name, rows in microbatches.items()}
+        return function(carry, part)[0]
+
+    return jax.lax.fori_loop(0, end, turn, carry)
 
 
 type _BatchShape = frozenset[tuple[str, tuple[int, ...]]]
