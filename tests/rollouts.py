@@ -83,6 +83,7 @@ def make(
     vocab: int | None = None,
     model: LlamaConfig = tiny.CONFIG,
     lora: LoraConfig | None = None,
+    row: int | None = None,
     **trainer_values: Any,
 ) -> tuple[Trainer, Rollouts, Any]:
     """A trainer, its rollouts, and a model with random weights, or what to go on from."""
@@ -102,7 +103,7 @@ def make(
         tiny.tokenizer(),
         config,
         trainer.mesh,
-        ROW,
+        ROW if row is None else row,
         trainer.hosts,
         reference=reference,
         tracker=trainer.tracker,

@@ -66,6 +66,20 @@ def test_a_contestant_that_generates_fewer_tokens_is_refused():
         grpo_step.figures(heard, {}, TINY)
 
 
+def updates(rows, loss, *seconds):
+    return [{"devices": 4}, *({"update_s": s, "loss": loss, "rows": rows, "tokens": 600} for s in seconds)]
+
+
+def test_packed_rows_are_compared_with_rows_of_one_answer_that_learn_the_same():
+    heard = {"packed": updates(4, -0.25, 9, 9, 1, 2, 3), "padded": updates(8, -0.250001, 9, 9, 7, 6, 5)}
+    rows = grpo_step.update_figures(heard)
+    assert rows["update_tokens_vs_padded"] == 3 and rows["update_packed"]["tokens_per_s"] == 300
+    assert (rows["update_packed"]["rows"], rows["update_padded"]["rows"]) == (4, 8)
+    with pytest.raises(ValueError, match="packed rows have the losses"):
+        grpo_step.update_figures(heard | {"padded": updates(8, -0.26, 9, 9, 7, 6, 5)})
+    assert grpo_step.update_figures({}) == {"update_tokens_vs_padded": None}
+
+
 @pytest.mark.parametrize("other", [{"logprob": -1.01, "devices": 4}, {"logprob": -1.0, "devices": 1}])
 def test_different_models_or_devices_are_refused(other):
     same = {"logprob": -1.0, "devices": 4}

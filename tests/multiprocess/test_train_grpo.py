@@ -9,7 +9,9 @@ import sys
 import time
 from pathlib import Path
 
+import jax
 import numpy as np
+import optax
 import pytest
 
 from lockstep.health import State
@@ -91,6 +93,51 @@ def body_experts(hosts):
     trainer, rollouts, model = runs.make("auto", 2, hosts, tracker=tracker, run=replayed, model=runs.EXPERTS)
     losses = runs.train(trainer, rollouts, model).losses
     return losses, [values["train/routing_gap"] for step, values in tracker.scalars.items() if step in (1, 2)]
+
+
+PACKED = {"loss": "gspo", "use_rollout_logprobs": False, "importance_cap": 2.0, "kl_coefficient": 0.05}
+
+
+def body_packed(hosts):
+    """One update of two minibatches' first, whose rows of 64 tokens have three answers each."""
+    tracker = runs.Recorder()
+    optimizer = optax.sgd(1.0)
+    run = {"minibatches": 2, "rewards": [LengthReward(weight=-0.5), FunctionReward(function="tests.rollouts:parity")]}
+    trainer, rollouts, model = runs.make(
+        "auto", 2, hosts, tracker=tracker, loss=PACKED, run=run, optimizer=optimizer, row=64
+    )
+    spy = runs.train(trainer, rollouts, model)
+    figures = {name: tracker.scalars.get(1, {}).get(f"train/{name}") for name in ("grad_norm", "kl", "logprob_gap")}
+    return {
+        "columns": spy.found[0],
+        "loss": spy.losses[0],
+        "figures": figures,
+        "filled": rollouts.filled_rows,
+        "traces": [trainer.train_step_traces, *rollouts.logprob_traces.values()],
+    }
+
+
+def body_padded(hosts, columns):
+    """Loss and gradient of the first minibatch on one device, with one answer in each row."""
+    trainer, rollouts, model = runs.make("auto", 2, hosts, loss=PACKED, run={"minibatches": 2}, row=64)
+    rollouts.close()
+    objective = runs.objective_of(runs.fields(), **PACKED)
+    structs = objective.columns(64, on_policy=False)
+    rows = {name: np.asarray(columns[name], one.dtype) for name, one in structs.items()}
+    batch = {name: column[: runs.BATCH] for name, column in rows.items()}
+
+    def mean_loss(model):
+        parts = objective(model, batch)
+        return parts.total / parts.weight, parts.metrics["kl"] / parts.weight
+
+    with jax.set_mesh(trainer.mesh):
+        (loss, kl), gradient = jax.jit(jax.value_and_grad(mean_loss, has_aux=True))(model)
+        logprobs = jax.jit(objective.answer_logprobs)(model, rows["tokens"])
+    return {
+        "loss": float(loss),
+        "figures": {"grad_norm": float(optax.global_norm(gradient)), "kl": float(kl)},
+        "logprobs": np.pad(np.asarray(logprobs), ((0, 0), (1, 0))).tolist(),
+    }
 
 
 KILLED_IN = {"step": 0, "signal": signal.SIGTERM}
@@ -208,6 +255,23 @@ def test_the_first_step_is_the_same_on_four_processes(oracle):
     meshes = ["auto", "host_local", "2,2,2"]
     results = run_processes(body_meshes, processes=4, devices=2, args=(meshes,), timeout_s=400)
     check_meshes(results, oracle, meshes)
+
+
+@pytest.mark.slow
+def test_packed_rows_are_learned_from_as_rows_of_one_answer():
+    leader, other = run_processes(body_packed, processes=2, devices=2, timeout_s=240)
+    assert leader["columns"] == other["columns"] and leader["loss"] == other["loss"]
+    assert leader["filled"] == other["filled"] <= runs.BATCH / 2, "three answers in a row"
+    assert set(leader["traces"]) == {1}
+    (padded,) = run_processes(body_padded, processes=1, devices=1, args=(leader["columns"],), timeout_s=240)
+    assert leader["loss"] == pytest.approx(padded["loss"], rel=1e-6, abs=1e-6)
+    assert leader["figures"]["grad_norm"] == pytest.approx(padded["figures"]["grad_norm"], rel=1e-5) != 0
+    assert leader["figures"]["kl"] == pytest.approx(padded["figures"]["kl"], abs=1e-6)
+    mask = np.array(leader["columns"]["loss_mask"])
+    for name in ("old_logprobs", "reference_logprobs"):  # of one model before the first update
+        found = np.array(leader["columns"][name])
+        np.testing.assert_allclose(found[mask], np.array(padded["logprobs"])[mask], rtol=1e-5, atol=1e-6)
+        assert not found[~mask].any()
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from jax.sharding import AbstractMesh
 
 from lockstep.batch_inference import SampleConfig
 from lockstep.engine import Engine, EngineConfig
@@ -212,6 +213,11 @@ def test_grpo_asks_for_rollouts_and_for_samples(monkeypatch):
     request = rollout.requests[0]
     assert len(request.prompt_tokens) + request.params.max_new_tokens == workload.training.length == 1024
     assert not workload.training.reference
+    columns = workload.training.columns
+    assert columns["segment_ids"].shape == (1024,) and columns["advantage"].shape == (16,), "the packed rows of a run"
+    open_rows = read("grpo_gsm8k_qwen25_3b_v6e_16.yaml", "--trainer.per_device_parallelism", "-1").training
+    mesh = AbstractMesh((1, 16, 1), ("dp", "fsdp", "tp"))
+    assert open_rows.microbatches(mesh) == 8 and workload.training.microbatches(mesh) == 2
     with_reference = read("grpo_gsm8k_qwen25_3b_v6e_16.yaml", "--kl_coefficient", "0.04")
     assert with_reference.training.reference and "reference_logprobs" in with_reference.training.columns
     assert (rollout.steps, samples.steps) == (1, None), "training waits for the rollout of each step"

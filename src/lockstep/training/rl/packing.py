@@ -29,12 +29,12 @@ def packed_columns(columns: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax
         columns: Those of the row of one answer.
 
     Returns:
-        The same for columns of tokens; ``[segment]`` for those with one number for an answer; and ``segment_ids``
+        The same for columns of tokens; ``[answer]`` for those with one number for each answer; and ``segment_ids``
         ``[position]``, the number of each token's answer in its row from 1 on, 0 for padding.
     """
     tokens = columns["tokens"]
-    segments = (answers_per_row(*tokens.shape),)
-    packed = {name: jax.ShapeDtypeStruct(one.shape or segments, one.dtype) for name, one in columns.items()}
+    answers = (answers_per_row(*tokens.shape),)
+    packed = {name: jax.ShapeDtypeStruct(one.shape or answers, one.dtype) for name, one in columns.items()}
     return packed | {"segment_ids": jax.ShapeDtypeStruct(tokens.shape, np.int32)}
 
 
@@ -51,14 +51,14 @@ class Packing:
         lengths: The tokens of each answer with its prompt; 0: it is left out.
         rows: The row of each answer.
         begins: The position of its first token.
-        segments: Its number among the answers of its row, from 0.
+        ordinals: Its number among the answers of its row, from 0.
     """
 
     row_length: int
     lengths: Int[np.ndarray, " answer"]
     rows: Int[np.ndarray, " answer"]
     begins: Int[np.ndarray, " answer"]
-    segments: Int[np.ndarray, " answer"]
+    ordinals: Int[np.ndarray, " answer"]
 
     @classmethod
     def of(cls, lengths: Int[np.ndarray, " answer"], row_length: int, shards: int) -> Self:
@@ -69,14 +69,14 @@ class Packing:
             shards: The number of equal parts that the rows are split into over the devices.
         """
         count, most = len(lengths), answers_per_row(row_length)
-        tokens, answers, rows, begins, segments = np.zeros((5, count), np.int64)
+        tokens, answers, rows, begins, ordinals = np.zeros((5, count), np.int64)
         for answer in np.argsort(-lengths, kind="stable")[: np.count_nonzero(lengths)]:
             row = int(np.argmax((tokens + lengths[answer] <= row_length) & (answers < most)))
-            rows[answer], begins[answer], segments[answer] = row, tokens[row], answers[row]
+            rows[answer], begins[answer], ordinals[answer] = row, tokens[row], answers[row]
             tokens[row] += lengths[answer]
             answers[row] += 1
         in_turn = rows % shards * (count // shards) + rows // shards
-        return cls(row_length=row_length, lengths=lengths, rows=in_turn, begins=begins, segments=segments)
+        return cls(row_length=row_length, lengths=lengths, rows=in_turn, begins=begins, ordinals=ordinals)
 
     @property
     def filled(self) -> int:
@@ -94,12 +94,12 @@ class Packing:
             if column.ndim == 1:
                 included = self.lengths > 0
                 packed[name] = np.zeros((count, answers_per_row(self.row_length)), column.dtype)
-                packed[name][self.rows[included], self.segments[included]] = column[included]
+                packed[name][self.rows[included], self.ordinals[included]] = column[included]
             else:
                 packed[name] = np.full(column.shape, -1 if name in ROUTING else 0, column.dtype)
                 packed[name][self._places] = column[self._tokens]
         packed["segment_ids"] = np.zeros((count, self.row_length), np.int32)
-        packed["segment_ids"][self._places] = np.repeat(self.segments + 1, self.lengths)
+        packed["segment_ids"][self._places] = np.repeat(self.ordinals + 1, self.lengths)
         return packed
 
     def place(self, columns: Mapping[str, np.ndarray], mesh: Mesh) -> dict[str, jax.Array]:

@@ -196,15 +196,16 @@ class LogprobColumns:
         )
         with self._hosts.scope("rollout rows") as scope:
             with scope.run_on_all("rows") as rows:
-                rows.agree({name: digest(column.tobytes()) for name, column in rollout.columns.items()})
+                agreed = {**rollout.columns, "lengths": rollout.lengths}
+                rows.agree({name: digest(column.tobytes()) for name, column in agreed.items()})
                 for name in self._wanted:
                     rows.agree(self._programs[name].compile(models[name], {one: structs[one] for one in reads[name]}))
             if not self._wanted:
                 return
             with scope.launch_on_all("log-probabilities", self._hosts.ledger) as computed:
                 for minibatch in minibatches:
-                    packing = rollout.packing(minibatch, data_shards(self._mesh))
                     with ready_on_all(scope, "placing rows"):
+                        packing = rollout.packing(minibatch, data_shards(self._mesh))
                         placed = packing.place(
                             {name: column[minibatch] for name, column in columns.items()}, self._mesh
                         )
