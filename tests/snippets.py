@@ -199,7 +199,6 @@ CONFIGURATIONS = {
     "docs/grpo.md:yaml:0": "train-grpo",
     "docs/grpo.md:yaml:1": "train-grpo",
     "docs/grpo.md:yaml:2": "train-grpo",
-    "docs/plan.md:json:0": "calibration",
     "docs/sampler.md:yaml:0": "sample",
     "docs/training.md:yaml:1": "train-preference",
 }
