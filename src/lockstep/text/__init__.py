@@ -22,6 +22,7 @@ from lockstep.text.stop import StopFinder as StopFinder
 from lockstep.text.template_date import TEMPLATE_DATE as TEMPLATE_DATE
 from lockstep.text.template_date import fix_template_date as fix_template_date
 from lockstep.text.tokenize import count_appended as count_appended
+from lockstep.text.tokenize import template_message_changes as template_message_changes
 from lockstep.text.tokenizer import check_vocab as check_vocab
 from lockstep.text.tokenizer import decode as decode
 from lockstep.text.tokenizer import part_markers as part_markers

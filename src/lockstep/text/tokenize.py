@@ -1,7 +1,7 @@
 """Calls of a tokenizer. It may be somebody else's, and its library panics."""
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from lockstep.errors import PromptError
@@ -71,12 +71,14 @@ def chat_text(
     """
     from transformers import PreTrainedTokenizerBase
 
-    chat = [dict(message) for message in messages]
+    chat: Any = [dict(message) for message in messages]
     if getattr(type(tokenizer), "apply_chat_template", None) is not PreTrainedTokenizerBase.apply_chat_template:
         options: dict[str, Any] = {"add_generation_prompt": True} if add_generation_prompt else {}
         options |= {"continue_final_message": True} if continue_final_message else {}
         with panics_as_errors():
             return str(tokenizer.apply_chat_template(chat, tokenize=False, **options, **date_options(tokenizer)))
+    for change in template_message_changes().values():
+        chat = change(chat)
     if continue_final_message:
         chat[-1]["content"] = f"{chat[-1]['content']}{_END}"
     variables: dict[str, Any] = {
@@ -93,6 +95,16 @@ def chat_text(
     if not mark:
         raise PromptError("it does not write the last message as it is, so nothing can go on from it")
     return before if after.startswith(" ") else before.rstrip()  # some templates strip what they write
+
+
+def template_message_changes() -> dict[str, Callable[[Any], Any]]:
+    """What the installed transformers does to messages before a template gets them, by name; nothing before 5.24, which
+    leaves out keys that are null and gives the reasoning under the names that templates read.
+    """
+    from transformers.utils import chat_template_utils
+
+    names = ("_normalize_chat_messages", "_alias_reasoning_fields")
+    return {name: getattr(chat_template_utils, name) for name in names if hasattr(chat_template_utils, name)}
 
 
 def count_appended(tokenizer: "PreTrainedTokenizerBase") -> int:

@@ -16,6 +16,7 @@ CHAT = [
     {
         "role": "assistant",
         "content": None,
+        "thinking": "Add.",
         "tool_calls": [{"function": {"name": "add", "arguments": {"b": [1.5, None], "a": "ü"}}}],
     },
     {"role": "assistant", "content": "It is 4. "},
@@ -23,6 +24,7 @@ CHAT = [
 TEMPLATES = {
     "lines": "{% for message in messages %}\n  {% if message.content %}\n  {{ message.role }}: {{ message.content }}\n"
     "  {% endif %}\n{% endfor %}\n",
+    "reasoning": "{% for m in messages %}{{ m.thinking }}|{{ m.reasoning_content }}|{{ m.keys() | list }}{% endfor %}",
     "loop controls": "{% for m in messages %}{% if loop.index == 2 %}{% continue %}{% endif %}{{ m['role'] }}"
     "{% if loop.last %}{% break %}{% endif %},{% endfor %}",
     "generation": "{% set x = 'a' %}{% for m in messages %}{% generation %}{% set x = 'b' %}{{ m.content | trim }}"
@@ -56,7 +58,8 @@ def test_a_template_is_rendered_as_transformers_does(name, prompt):
     tokenizer = tiny.tokenizer()
     tokenizer.chat_template = TEMPLATES[name]
     expected = tokenizer.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=prompt)
-    assert chat_text(tokenizer, CHAT, add_generation_prompt=prompt) == expected
+    text = chat_text(tokenizer, CHAT, add_generation_prompt=prompt)
+    assert ascii(text) == ascii(expected)  # pytest-xdist cannot send half of a surrogate pair
 
 
 @pytest.mark.parametrize("name", REFUSED)

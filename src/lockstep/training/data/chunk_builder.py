@@ -15,7 +15,7 @@ from lockstep.errors import ConfigError
 from lockstep.json_text import parse_json, refused, typed
 from lockstep.limits import LINE_BYTES, read_object, read_objects
 from lockstep.printable import without_credentials
-from lockstep.text import unknown_token
+from lockstep.text import template_message_changes, unknown_token
 from lockstep.training.data.examples import DataFormat, Example
 from lockstep.training.data.packing import Row, RowShape
 from lockstep.training.data.records import (
@@ -66,6 +66,7 @@ class CacheSpec:
         shape = dataclasses.asdict(self.shape)
         limits: list[object] = [] if self.max_line_bytes == LINE_BYTES else [self.max_line_bytes]
         limits += [] if self.vocab_size is None else [f"ids below {self.vocab_size}"]
+        limits += template_message_changes()  # none before transformers 5.24
         return _digest([CACHE_VERSION, self.tokenizer_digest, self.format.name, shape, files, self.chunks, *limits])
 
 
