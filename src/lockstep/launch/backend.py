@@ -228,6 +228,10 @@ class Backend(Protocol):
         """Stop the job and delete what was created for it on the workers, and the workers where `run` created them."""
 
 
+type Backends = Mapping[str, Callable[[], Backend | WorkerBackend]]
+"""Classes of backends by their names: each job has a backend of its own."""
+
+
 LIMIT_S = 600.0  # seconds after which a platform that cannot be reached ends the launcher, not the job
 
 

@@ -3,13 +3,13 @@
 import argparse
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from lockstep.config_fields import option_path
 from lockstep.errors import ConfigError
 from lockstep.launch import setup_vm
-from lockstep.launch.backend import Backend
+from lockstep.launch.backend import Backends
 from lockstep.launch.sync import modules_of_configuration
 
 CAPACITY_TYPES = ("on-demand", "spot", "reserved", "best-effort")
@@ -32,7 +32,7 @@ class Parser(argparse.ArgumentParser):
         return super().parse_known_args(words, namespace)
 
 
-def parse_options(argv: Sequence[str], backends: Mapping[str, Backend]) -> argparse.Namespace:
+def parse_options(argv: Sequence[str], backends: Backends) -> argparse.Namespace:
     """Read the options before ``--`` and the command after it."""
     argv = list(argv)
     cut = argv.index("--") if "--" in argv else len(argv)
@@ -51,7 +51,7 @@ def parse_options(argv: Sequence[str], backends: Mapping[str, Backend]) -> argpa
         parents=[common],
         allow_abbrev=False,
     )
-    backends[name].add_options(parser)
+    backends[name]().add_options(parser)
     options: argparse.Namespace = parser.parse_args(argv[:cut])
     options.backend = name
     options.command = argv[cut + 1 :]
@@ -62,11 +62,11 @@ def parse_options(argv: Sequence[str], backends: Mapping[str, Backend]) -> argpa
     return options
 
 
-def add_backend_options(parser: argparse.ArgumentParser, backends: Mapping[str, Backend]) -> None:
+def add_backend_options(parser: argparse.ArgumentParser, backends: Backends) -> None:
     """Add the options of every backend, for shell completion; those of the same name are one."""
     add_common_options(parser, backends)
-    for backend in backends.values():
-        backend.add_options(parser)
+    for make in backends.values():
+        make().add_options(parser)
 
 
 def own_words(words: Sequence[str]) -> Sequence[str]:
@@ -97,7 +97,7 @@ def default_backend(words: Sequence[str]) -> str:
     return "ssh" if "__hosts" in names else "local"
 
 
-def add_common_options(parser: argparse.ArgumentParser, backends: Mapping[str, Backend]) -> None:
+def add_common_options(parser: argparse.ArgumentParser, backends: Collection[str]) -> None:
     """Add what every backend has."""
     add = parser.add_argument_group("all backends").add_argument
     add(

@@ -13,7 +13,6 @@ from lockstep.launch.backend import LaunchError
 from lockstep.launch.end_request import EndRequest, ask_to_end
 from lockstep.launch.machines import Ssh
 from lockstep.launch.record import load_record, new_record
-from lockstep.launch.worker_jobs import WorkerJobs
 
 
 def test_a_request_is_for_who_has_begun_before_it(tmp_path, monkeypatch):
@@ -65,7 +64,7 @@ def here(cloud, monkeypatch):
 def test_a_launcher_that_waits_for_machines_ends_and_starts_nothing(here, capfd, command, then):
     backend = Asked(command, then)
     words = ["--backend", "own", "--hosts", here.add("a"), "--no-preflight", "--name", "job", "--retries", "3"]
-    assert main([*words, "--", "true"], {"own": WorkerJobs(backend)}) == TERMINATED
+    assert main([*words, "--", "true"], {"own": lambda: backend}) == TERMINATED
     assert f"job job was ended by lockstep launch {command}, and is not started again" in capfd.readouterr().err
     (attempt,) = load_record("job").attempts
     assert (backend.asked, attempt.launched, attempt.code) == (1, False, TERMINATED)

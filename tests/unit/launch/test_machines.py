@@ -79,7 +79,7 @@ def test_a_backend_of_ones_own_is_one_file(tmp_path, monkeypatch, capsys):
 
 
 def test_a_backend_is_a_class_and_a_row(monkeypatch, capsys):
-    monkeypatch.setitem(launch.BACKENDS, "elsewhere", Elsewhere())
+    monkeypatch.setitem(launch.BACKENDS, "elsewhere", Elsewhere)
     assert launch.main(["--zone", "here", "--backend", "elsewhere", "--env", "A=b", "--", "x", "--zone"]) == 3
     assert capsys.readouterr().out == "here ['x', '--zone'] [('A', 'b')]\n"
     for arguments, text in (

@@ -12,6 +12,7 @@ import lockstep
 from lockstep.exits import PREFLIGHT
 from lockstep.launch import BACKENDS, main
 from lockstep.launch.backend import Backend, LaunchError
+from lockstep.launch.main import make_backend
 
 ROOT = Path(__file__).parents[3]
 PACKAGE = Path(lockstep.__file__).parent
@@ -49,7 +50,7 @@ def test_the_launcher_needs_the_standard_library_alone():
 
 @pytest.mark.parametrize("name", sorted(BACKENDS))
 def test_a_backend_of_the_table_is_whole(name, capsys):
-    backend: Backend = BACKENDS[name]
+    backend: Backend = make_backend(name, BACKENDS)
     methods = ("add_options", "run", "dry_run", "status", "logs", "stop", "delete")
     assert all(callable(getattr(backend, method)) for method in methods)
     with pytest.raises(SystemExit) as end:
@@ -89,10 +90,26 @@ class Recorder:
         return method
 
 
+def test_a_job_has_a_backend_of_its_own(tmp_path, monkeypatch):
+    """What one notes of its job (a slice that it has acquired, whether somebody has ended it) is not another's."""
+    monkeypatch.setenv("LOCKSTEP_JOBS_DIR", str(tmp_path))
+    made = []
+
+    class Noted(Recorder):
+        def __init__(self):
+            super().__init__()
+            made.append(self)
+
+    for word in ("x", "y"):
+        assert main(["--", word], {"local": Noted}) == 7
+    assert [backend.calls for backend in made if backend.calls] == [[("run", ["x"])], [("run", ["y"])]]
+    assert all(make_backend(name, BACKENDS) is not make_backend(name, BACKENDS) for name in BACKENDS)
+
+
 def test_sub_commands(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("LOCKSTEP_JOBS_DIR", str(tmp_path))
     backend = Recorder()
-    table = {"local": backend}
+    table = {"local": lambda: backend}
     assert main(["--", "x"], table) == main(["run", "--", "x"], table) == 7
     assert main(["--dry-run", "--", "x"], table) == 0
     assert main(["--fails", "--", "x"], table) == PREFLIGHT and capsys.readouterr().err == "error: nothing there.\n"

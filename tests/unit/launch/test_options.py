@@ -20,7 +20,7 @@ class Everything:
         add_tpu_options(parser)
 
 
-BACKENDS = {"local": Everything(), "tpu-vm": Everything(), "ssh": Everything()}
+BACKENDS = dict.fromkeys(("local", "tpu-vm", "ssh"), Everything)
 
 
 def parse(*words):

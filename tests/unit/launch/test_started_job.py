@@ -10,7 +10,6 @@ from lockstep.launch import BACKENDS, main, parse
 from lockstep.launch.backend import LaunchError
 from lockstep.launch.machines import Ssh
 from lockstep.launch.record import Attempt, new_record
-from lockstep.launch.worker_jobs import WorkerJobs
 from tests.fake_cloud.cloud import wait_for
 
 FAST = ("--no-preflight", "--no-foreground", "--grace_s", "5", "--name", "job")
@@ -126,21 +125,21 @@ def test_a_job_is_deleted_with_its_workers_whether_they_can_be_reached_or_not(cl
     options = parse(["--hosts", cloud.add("a", "b"), *FAST, "--", "x"])
     new_record(options, "job").with_attempt(Attempt(number=1, id="attempt-1", started=0.0, launched=True)).save()
     cloud.set("b", "down")
-    assert launch("delete", "job", backends={"ssh": WorkerJobs(Rented())}) == DONE
+    assert launch("delete", "job", backends={"ssh": Rented}) == DONE
     assert cloud.record("job")["deleted"]
 
 
 def test_a_job_of_somebody_else_with_the_same_name_goes_on(cloud, launch, monkeypatch, tmp_path, capsys):
-    backends = {"ssh": WorkerJobs(Rented())}
+    backend = Rented()
     options = parse(["--hosts", cloud.add("a"), *FAST, "--", "x"])
     new_record(options, "job").with_attempt(Attempt(number=1, id="attempt-1", started=0.0, launched=True)).save()
     monkeypatch.setenv("LOCKSTEP_JOBS_DIR", str(tmp_path / "theirs"))
     assert launch("--hosts", "a", *FAST, "--", "sleep", "1000") == DONE
     monkeypatch.setenv("LOCKSTEP_JOBS_DIR", cloud.environment["LOCKSTEP_JOBS_DIR"])
     for command in ("stop", "delete"):
-        assert launch(command, "job", backends=backends) != DONE
+        assert launch(command, "job", backends={"ssh": lambda: backend}) != DONE
         assert "somebody else has a job of this name. Nothing was ended" in capsys.readouterr().err
-    assert cloud.processes("a") and not cloud.record("job")["deleted"] and not Rented.released
+    assert cloud.processes("a") and not cloud.record("job")["deleted"] and not backend.released
     monkeypatch.setenv("LOCKSTEP_JOBS_DIR", str(tmp_path / "theirs"))
     assert launch("delete", "job") == DONE and cloud.wait_until_empty()
 

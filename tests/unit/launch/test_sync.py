@@ -11,7 +11,6 @@ from lockstep.errors import ConfigError
 from lockstep.launch.machines import Ssh
 from lockstep.launch.options import parse_options
 from lockstep.launch.sync import check_configuration, files_of, make_archive
-from lockstep.launch.worker_jobs import WorkerJobs
 
 
 @pytest.fixture
@@ -55,9 +54,7 @@ def test_a_module_that_a_configuration_names_comes_with_it(folder):
     def sync(*given):
         words = [word for each in given for word in ("--sync", each)]
         command = ["lockstep", "train-grpo", "--config_path", "code/run.yaml", "--rewards.0.type=a:Length"]
-        return parse_options(
-            ["--backend", "ssh", "--hosts", "a", *words, "--", *command], {"ssh": WorkerJobs(Ssh())}
-        ).sync
+        return parse_options(["--backend", "ssh", "--hosts", "a", *words, "--", *command], {"ssh": Ssh}).sync
 
     assert sync("code/run.yaml") == ["code/run.yaml", "code/a.py", "code/judge.py"]
     assert sync("code") == ["code"] and sync() == []
