@@ -19,7 +19,7 @@ from lockstep.models import (
     split_trained,
 )
 from lockstep.placement import CP, PP, data_shards
-from lockstep.placement.device import block_bytes
+from lockstep.placement.device import block_bytes, program_bytes
 from lockstep.plan.step_flops import bubble, flops_on
 from lockstep.plan.workload import Infeasibility, InfeasibleError, TrainingWorkload, Workload
 from lockstep.training import (
@@ -187,9 +187,7 @@ def plan_step(workload: Workload, mesh: Mesh, state: State, cache: CompileCache,
 
 def peak(summary: Summary) -> int:
     """Bytes per device at the worst moment of a program, its own code included."""
-    memory = summary.memory
-    largest = memory.peak_memory_in_bytes or memory.argument_size_in_bytes + memory.temp_size_in_bytes
-    return largest + memory.generated_code_size_in_bytes
+    return program_bytes(summary.memory, "tpu")
 
 
 def saved_bytes(workload: Workload, rows: int) -> int:

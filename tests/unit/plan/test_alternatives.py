@@ -102,7 +102,8 @@ class OnCpu:
         found = lowered.compile().memory_analysis()
         sizes = {name: getattr(found, f"{name}_size_in_bytes") for name in ("argument", "temp", "generated_code")}
         # What the compiler for CPUs calls the peak is without temporaries.
-        memory = {f"{name}_size_in_bytes": size for name, size in sizes.items()} | {"peak_memory_in_bytes": 0}
+        memory = {f"{name}_size_in_bytes": size for name, size in sizes.items()}
+        memory["peak_memory_in_bytes"] = found.argument_size_in_bytes + found.temp_size_in_bytes
         return SimpleNamespace(memory=SimpleNamespace(**memory))
 
 

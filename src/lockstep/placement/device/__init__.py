@@ -36,6 +36,7 @@ from lockstep.placement.device.float8 import as_numbers as as_numbers
 from lockstep.placement.device.memory import block_bytes as block_bytes
 from lockstep.placement.device.memory import free_bytes as free_bytes
 from lockstep.placement.device.memory import peak_bytes as peak_bytes
+from lockstep.placement.device.memory import program_bytes as program_bytes
 from lockstep.placement.device.memory import raw_stats as raw_stats
 from lockstep.placement.device.memory import used_bytes as used_bytes
 from lockstep.placement.device.program import AroundLaunch as AroundLaunch

@@ -64,6 +64,18 @@ def peak_bytes() -> int | None:
     return _largest("peak_bytes_in_use")
 
 
+def program_bytes(analysis: Any, platform: str) -> int:
+    """The bytes per device at the worst moment of a compiled program, its arguments and its own code among them.
+
+    Args:
+        analysis: The compiler's, see `Program.memory`.
+    """
+    worst = analysis.peak_memory_in_bytes
+    if platform == "cpu":  # its compiler leaves temporaries out
+        worst += analysis.temp_size_in_bytes
+    return int(worst + analysis.generated_code_size_in_bytes)
+
+
 def raw_stats() -> list[dict[str, int]]:
     """Memory statistics of each device of this process, with the backend's own names; empty on a CPU."""
     return _stats()

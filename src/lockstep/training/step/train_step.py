@@ -17,7 +17,7 @@ from lockstep.errors import ConfigError
 from lockstep.hosts import Ledger
 from lockstep.models import join_trained, pipelined, split_trained
 from lockstep.placement import COMPUTE_AXES, DCN, PP, batch_spec, compute_axes, parameter_axes
-from lockstep.placement.device import Program, compile_program, without_directories
+from lockstep.placement.device import Program, compile_program, program_bytes, without_directories
 from lockstep.training.objectives.logprobs import LossFn, LossParts, loss_with_routers
 from lockstep.training.step.optimizer import completed_updates
 from lockstep.training.step.train_state import Precision, TrainState, cast_floats, parameter_shardings
@@ -185,11 +185,8 @@ class TrainStep:
         among them.
         """
         assert self._programs, "compile() comes first"
-        memory = max((one.memory() for one in self._programs.values()), key=lambda one: one.temp_size_in_bytes)
-        largest = memory.peak_memory_in_bytes
-        if largest < memory.temp_size_in_bytes:  # the compiler for CPUs leaves temporaries out of its peak
-            largest = memory.argument_size_in_bytes + memory.temp_size_in_bytes
-        return int(largest + memory.generated_code_size_in_bytes)
+        platform = self._mesh.devices.flat[0].platform
+        return max(program_bytes(program.memory(), platform) for program in self._programs.values())
 
     def compile(self, state: TrainState, batch: Mapping[str, Any], *signals: Any, ledger: Ledger) -> Mapping[str, str]:
         """Compile for arguments of these shapes, beside the programs that were compiled for batches of other shapes;

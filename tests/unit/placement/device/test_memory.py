@@ -4,6 +4,7 @@ import dataclasses
 from types import SimpleNamespace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
@@ -134,3 +135,13 @@ def test_a_backend_that_counts_nothing_is_told_from_one_that_uses_nothing(monkey
     assert module.used_bytes() is None and module.peak_bytes() is None
     monkeypatch.setattr(module, "_stats", lambda: [{"bytes_in_use": 0}, {"bytes_in_use": 5, "peak_bytes_in_use": 9}])
     assert (module.used_bytes(), module.peak_bytes()) == (5, 9)
+
+
+@pytest.mark.parametrize("rows", [1, 1000])
+def test_temporaries_are_in_the_worst_moment_of_a_program_on_a_cpu_whatever_its_arguments_are(rows):
+    arguments = jax.ShapeDtypeStruct((128, 128), "float32"), jax.ShapeDtypeStruct((rows, 1024), "float32")
+    program = jax.jit(lambda x, y: jnp.sin(x @ x).sum() + y.sum()).lower(*arguments).compile()
+    memory = program.memory_analysis()
+    assert memory.temp_size_in_bytes
+    sizes = (128 * 128 + rows * 1024) * 4 + memory.temp_size_in_bytes
+    assert sizes <= module.program_bytes(memory, "cpu") < sizes + 1024
