@@ -60,7 +60,7 @@ def plain(tmp_path_factory):
 @pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.nightly)])
 def test_whichever_process_is_killed_the_job_goes_on_by_itself_bit_for_bit(tmp_path, plain, victim):
     said, [(losses, steps)] = launched(tmp_path / "run", victim)
-    assert f"launch: process {victim} failed, signal SIGKILL" in said and "launch: trying again, 1 of 2" in said
+    assert f"launch: process {victim} failed, exit code 137, killed" in said and "launch: trying again, 1 of 2" in said
     assert steps == 6 and dict(losses) == {step: plain[step] for step in (5, 6)}
 
 

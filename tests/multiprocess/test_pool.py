@@ -91,7 +91,7 @@ def test_what_a_body_leaves_behind_fails_its_test_by_name():
     ("how", "words"),
     [
         pytest.param("raises", "ValueError: boom", marks=pytest.mark.nightly),
-        ("dies", "launch: process 1 failed, signal SIGKILL"),
+        ("dies", "launch: process 1 failed, exit code 137, killed"),
         pytest.param("takes too long", "not done within 3 s", marks=pytest.mark.nightly),
     ],
 )

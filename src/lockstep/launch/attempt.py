@@ -6,77 +6,29 @@ import queue
 import signal
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from lockstep.exits import (
     DONE,
-    FAULT,
-    PEER_FAILED,
     SETUP_FAILED,
     TERMINATED,
     UNREACHABLE,
     WORKER_LOST,
-    cause_of,
     describe_code,
     is_retried,
 )
 from lockstep.files import private
 from lockstep.launch.backend import Console, Transport
 from lockstep.launch.connection import WAITING_EVENTS, Event, Follower
-from lockstep.launch.processes import LAST_LINES, REPORT_S, failed_by_themselves, signals_to, tail_to_show
+from lockstep.launch.failure import LAST_LINES, Ending, failed_by_themselves, first_failure, tail_to_show
+from lockstep.launch.processes import REPORT_S, signals_to
 
-CAUSE_S = 4.0
-"""Seconds after a process ended because of another one in which that other one may end too, and is then named.
-
-A process of lockstep that fails gives its peers up to 3 s to go first (lockstep.hosts.peers).
-"""
-QUIET_S = 0.5  # seconds after a process ended without a word in which the output of another may say what has failed
 UNCLEAR_S = 20.0
 """Seconds after a failure for which a worker that cannot be reached may come back; then it was the cause."""
 ASKED = "the launcher asked for it"
 """The reason that a worker notes when it was told to end the command (lockstep.launch.agent.supervisor)."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Ending:
-    """The end of the command on one worker."""
-
-    worker: int
-    code: int
-    at: float  # when, in seconds since 1970 by the launcher's clock
-    reason: str = ""  # what ended it, where it did not end by itself
-
-
-def first_failure(
-    endings: Sequence[Ending],
-    *,
-    unreachable: bool,
-    all_ended: bool,
-    waited_s: float,
-    themselves: Collection[int] | None = None,
-) -> Ending | None:
-    """The ending that is the cause of the others; None while that is not known, or nothing has failed.
-
-    A worker that was lost is the cause whatever the others say: what they report is that it is gone. Otherwise see
-    `cause_of`.
-
-    Args:
-        unreachable: Whether a worker cannot be reached at the moment.
-        themselves: The workers whose output has an error of their own (`failed_by_themselves`); None: it is not known.
-    """
-    failed = sorted((each for each in endings if each.code != DONE), key=lambda each: each.at)
-    lost = [each for each in failed if each.code in (WORKER_LOST, UNREACHABLE)]
-    if lost:
-        return lost[0]
-    if not failed or unreachable:
-        return None
-    raised = [each for each in failed if each.code < 128 and each.code not in (PEER_FAILED, FAULT)]
-    own = raised if themselves is None else [each for each in raised if each.worker in themselves]
-    if own or all_ended or waited_s > (CAUSE_S if themselves or not raised else QUIET_S):
-        return cause_of(failed, lambda ending: ending.code, own)
-    return None
 
 
 def can_retry(cause: Ending) -> bool:

@@ -18,10 +18,10 @@ from lockstep.exits import NOT_FOUND, REFUSED, UNREACHABLE
 from lockstep.files import private
 from lockstep.json_text import parse_json
 from lockstep.launch.backend import Console, LaunchError
+from lockstep.launch.failure import failed_by_their_logs
 from lockstep.launch.gke_manifest import CONTAINER, INSTALLED, JOB_ID
 from lockstep.launch.options import slice_counts
 from lockstep.launch.pods import STOPPED, PodState, first_failure, pod_states
-from lockstep.launch.processes import failed_by_their_logs
 from lockstep.launch.record import JobRecord
 from lockstep.launch.slices import slice_of
 

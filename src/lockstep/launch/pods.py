@@ -4,12 +4,11 @@ import dataclasses
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Final
 
-from lockstep.exits import DONE, FAULT, PEER_FAILED, TERMINATED, WORKER_LOST, describe_code
+from lockstep.exits import DIED, DONE, TERMINATED, WORKER_LOST, cause_of, describe_code
 
 STOPPED: Final = "Stopped"
 """The state of a JobSet that the launcher has suspended, once no pod runs. Its annotation tells it from one that Kueue
 suspends until there is room."""
-IN_CONSEQUENCE = (PEER_FAILED, TERMINATED)  # codes of pods that another one has ended
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,15 +61,17 @@ def verdict(job_set: Mapping[str, Any], pods: Iterable[PodState]) -> int | None:
 
 
 def first_failure(pods: Iterable[PodState], themselves: Collection[int] = ()) -> PodState | None:
-    """The pod of the last attempt that failed first; one that failed by itself before one that another has ended."""
+    """The pod of the last attempt that is the cause of the end of the others, see `cause_of`.
+
+    Kubernetes knows the second of an end. A pod that ends because of another waits before it does (`gke_manifest`), so
+    that of two ends in the same second that of a pod that died without a word came first.
+    """
     pods = list(pods)
     last = max((pod.attempt for pod in pods), default=0)
     failed = [pod for pod in pods if pod.attempt == last and pod.code]
-
-    def rank(pod: PodState) -> tuple[bool, bool, bool, str]:
-        return pod.code in IN_CONSEQUENCE, pod.code == FAULT, pod.process not in themselves, pod.ended
-
-    return min(failed, key=rank, default=None)
+    failed.sort(key=lambda pod: (pod.ended, pod.code not in DIED))
+    own = [pod for pod in failed if pod.process in themselves]
+    return cause_of(failed, lambda pod: pod.code or DONE, own) if failed else None
 
 
 def not_started(pods: Iterable[PodState], count: int, installed: Collection[str] | None) -> list[str]:

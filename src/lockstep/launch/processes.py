@@ -10,77 +10,24 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import IO
 
-from lockstep.exits import FAULT, PEER_FAILED, cause_of
+from lockstep.exits import describe_code
 from lockstep.launch.agent.supervisor import die_with_parent
-from lockstep.launch.backend import ERROR, Errors
+from lockstep.launch.backend import Errors
+from lockstep.launch.failure import LAST_LINES, Ending, failed_by_themselves, first_failure, tail_to_show
 from lockstep.printable import write_to_stdout
 from lockstep.redact import Redactor
 
-LAST_LINES = 40  # number of last lines of a failed process that are shown again
-LAST_BYTES = 1 << 16  # bytes of a file that are read for them
 POLL_S = 0.05  # seconds between two checks of which processes still run
-CAUSE_S = 0.5  # seconds after a process ended in which the one that caused it may end too, or say so, and is then named
 REPORT_S = 3.0
 """Seconds that the other processes have, after one failed, to report what is wrong before they get SIGTERM."""
-_FAILED_ON = re.compile(ERROR + rb"\d+ of \d+ processes failed at .*?\. process(?:es)? (\d+)")
-"""The error that all processes were told, which the leader prints (lockstep.hosts.exchange)."""
-_EXCEPTION = re.compile(rb"[A-Za-z_][\w.]*(: |$)")
-_BROKEN_CONNECTION = re.compile(
-    rb"Gloo|by peer|coordination service|[Ss]ocket closed|UNAVAILABLE: |DEADLINE_EXCEEDED: |HostTimeoutError|PeerError"
-)
-"""Words of an error that a process has because another one is gone."""
 _CONNECTED = re.compile(
     rb"(?:\[Gloo\] Rank | is connected to \d+ peer ranks\. |Expected number of connected peer ranks is : |\d)+"
 )
 """The lines of gloo about connections that it has made, whose pieces threads mix; it has no setting for them, and what
 it could not connect is an error."""
-
-
-def failed_by_themselves(last: Sequence[Iterable[bytes]]) -> set[int]:
-    """The processes whose output says that they failed by an error of their own."""
-    lines = [list(each) for each in last]
-    told = {int(found[1]) for each in lines for line in each if (found := _FAILED_ON.match(line))}
-    return told or {index for index, each in enumerate(lines) if has_error_of_its_own(each)}
-
-
-def failed_by_their_logs(logs: Iterable[Path]) -> set[int]:
-    """As `failed_by_themselves`, of files ``worker-N.log``."""
-    tails = {}
-    for path in logs:
-        with open(path, "rb") as file:
-            file.seek(max(0, path.stat().st_size - LAST_BYTES))
-            tails[int(path.stem.rpartition("-")[2])] = file.read().splitlines()[-LAST_LINES:]
-    return failed_by_themselves([tails.get(index, []) for index in range(max(tails, default=-1) + 1)])
-
-
-def has_error_of_its_own(lines: Iterable[bytes]) -> bool:
-    """Whether lines have an ``error: ``, or a stack that ends in no broken connection."""
-    found = in_stack = False
-    for line in lines:
-        if line.startswith(ERROR):
-            found = True
-        elif line.startswith((b"Traceback (most recent call last):", b'  File "')):
-            in_stack = True
-        elif in_stack and _EXCEPTION.match(line):
-            if _BROKEN_CONNECTION.search(line):
-                return False
-            found, in_stack = True, False
-    return found
-
-
-def tail_to_show(index: int, last: Sequence[Collection[bytes]]) -> tuple[int, list[bytes]]:
-    """The process whose last lines explain a failure, and these; none where an ``error: `` line says it already."""
-    themselves = failed_by_themselves(last)
-    if themselves and index not in themselves:
-        index = min(themselves)
-    lines = list(last[index])
-    said = any(line.startswith(ERROR) for line in lines)
-    told = any(_FAILED_ON.match(line) for each in last for line in each)
-    return index, [] if said or (told and not has_error_of_its_own(lines)) else lines
 
 
 @dataclasses.dataclass(eq=False)
@@ -95,6 +42,11 @@ class Child:
     redactor: Redactor
     rest: bytes = b""
     last: collections.deque[bytes] = dataclasses.field(default_factory=lambda: collections.deque(maxlen=LAST_LINES))
+
+    @property
+    def code(self) -> int:
+        """The exit code of the process, which has ended, as a shell has it."""
+        return shell_code(self.process.returncode)
 
     def signal(self, number: int) -> None:
         """Send a signal to the process and everything it started."""
@@ -170,17 +122,21 @@ class Job:
         for child in self.children:
             if child.process.returncode and child not in self.ended:
                 self.ended.append(child)
-        if not (failed := self.ended):
+        if not self.ended:
             return
-        for child in failed:
+        for child in self.ended:
             self._drain(child)
-        raised = [c for c in failed if c.process.returncode > 0 and c.process.returncode not in (PEER_FAILED, FAULT)]
-        themselves = failed_by_themselves(self._last_lines())
-        own = [child for child in raised if child.index in themselves]
         if self.first_failure is None:
             self.first_failure = time.monotonic()
-        if own or all_ended or time.monotonic() - self.first_failure > CAUSE_S:
-            self._fail(cause_of(failed, lambda child: shell_code(child.process.returncode), own))
+        cause = first_failure(
+            [Ending(worker=child.index, code=child.code, at=place) for place, child in enumerate(self.ended)],
+            unreachable=False,
+            all_ended=all_ended,
+            waited_s=time.monotonic() - self.first_failure,
+            themselves=failed_by_themselves(self._last_lines()),
+        )
+        if cause is not None:
+            self._fail(self.children[cause.worker])
 
     def _code(self) -> int:
         if self.stopped_by is not None:
@@ -188,7 +144,7 @@ class Job:
         if self.failed is None:
             return 0
         print(f"launch: failed: process {self.failed.index}, {describe(self.failed)}", file=sys.stderr, flush=True)
-        return shell_code(self.failed.process.returncode)
+        return self.failed.code
 
     def _pass_signals_on(self) -> None:
         while self.received:
@@ -307,6 +263,4 @@ def shell_code(returncode: int) -> int:
 
 def describe(child: Child) -> str:
     """Return how and when a process ended, as text."""
-    code = child.process.returncode
-    how = f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
-    return f"{how}, after {time.monotonic() - child.started:.1f} s"
+    return f"{describe_code(child.code)}, after {time.monotonic() - child.started:.1f} s"

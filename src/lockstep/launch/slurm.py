@@ -18,8 +18,9 @@ from lockstep.exits import DONE, FAILED, KILLED, NOT_FOUND, REFUSED, TERMINATED,
 from lockstep.files import write_file
 from lockstep.launch.backend import Console, LaunchError, Patience
 from lockstep.launch.environment import JobEnvironment, filter_files, here_document, job_environment, job_variables
+from lockstep.launch.failure import failed_by_their_logs
 from lockstep.launch.options import add_job_options, count
-from lockstep.launch.processes import failed_by_their_logs, signals_to
+from lockstep.launch.processes import signals_to
 from lockstep.launch.record import Attempt, JobRecord, find_earlier, name_from_date, new_record
 from lockstep.launch.slurm_script import CODE, SCRIPT, SECRETS, TASK, SlurmJob, batch_script, secrets_file, task_script
 

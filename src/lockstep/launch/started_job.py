@@ -11,10 +11,11 @@ from typing import Any
 from lockstep.errors import LockstepError
 from lockstep.exits import DONE, INTERRUPTED, UNREACHABLE, WORKER_LOST, describe_code
 from lockstep.files import private
-from lockstep.launch.attempt import ASKED, Ending, first_failure
+from lockstep.launch.attempt import ASKED
 from lockstep.launch.backend import Console, LaunchError, Transport, WorkerBackend, root_on_worker
 from lockstep.launch.connection import WAITING_EVENTS, Connection, DroppedError, Event, Follower, answered, call
 from lockstep.launch.end_request import ask_to_end
+from lockstep.launch.failure import Ending, first_failure
 from lockstep.launch.prepare import on_all
 from lockstep.launch.record import Attempt, JobRecord, find_record
 from lockstep.printable import printable, without_credentials

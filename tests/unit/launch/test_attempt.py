@@ -12,68 +12,18 @@ from lockstep.exits import (
     FAULT,
     INTERRUPTED,
     KILLED,
-    PEER_FAILED,
     SETUP_FAILED,
     TERMINATED,
     UNREACHABLE,
     WORKER_LOST,
 )
-from lockstep.launch.attempt import (
-    ASKED,
-    CAUSE_S,
-    QUIET_S,
-    AttemptSpec,
-    Ending,
-    RunningAttempt,
-    can_retry,
-    first_failure,
-)
+from lockstep.launch.attempt import ASKED, AttemptSpec, RunningAttempt, can_retry
 from lockstep.launch.backend import Console
 from lockstep.launch.connection import Event
+from lockstep.launch.failure import CAUSE_S, Ending
 from lockstep.launch.machines import SshTransport, Worker
 from lockstep.launch.processes import REPORT_S
 from tests.fake_cloud.cloud import wait_for
-
-
-def cause(*codes, unreachable=False, all_ended=False, waited_s=0.0, themselves=None):
-    """The number of the worker that is named; endings are given by code, in the order in which they came about."""
-    endings = [Ending(worker=index, code=code, at=100.0 + index) for index, code in enumerate(codes)]
-    # They may be heard of in any order.
-    known = {"unreachable": unreachable, "all_ended": all_ended, "waited_s": waited_s, "themselves": themselves}
-    found = first_failure(endings[::-1], **known)
-    return None if found is None else found.worker
-
-
-def test_the_first_in_time_is_named_and_one_with_an_error_of_its_own_before_those_that_ended_in_consequence():
-    assert cause(0, 3, 1) == 1
-    assert cause(PEER_FAILED, 1) == 1
-    assert cause(134, PEER_FAILED, 1) == 2
-    assert cause(0, 0, all_ended=True) is None
-
-
-def test_without_an_error_of_its_own_there_is_a_wait_for_one():
-    assert cause(PEER_FAILED, PEER_FAILED) is None
-    assert cause(PEER_FAILED, PEER_FAILED, waited_s=CAUSE_S + 0.1) == 0
-    assert cause(0, PEER_FAILED, 137, all_ended=True) == 1
-
-
-def test_a_fault_may_come_of_the_error_of_another_and_comes_before_what_comes_of_it():
-    assert cause(FAULT, 1) == 1 and cause(FAULT, PEER_FAILED) is None
-    assert cause(PEER_FAILED, FAULT, 137, all_ended=True) == 1
-
-
-def test_who_has_said_that_it_failed_is_named_before_one_that_was_told():
-    assert cause(1, 1, themselves={1}) == cause(0, 1, themselves={1}) == 1
-    assert cause(1, 0, themselves={1}) is None and cause(1, 0, themselves={1}, waited_s=CAUSE_S + 0.1) == 0
-    assert cause(3, 0, themselves=()) is None and cause(3, 0, themselves=(), waited_s=QUIET_S + 0.1) == 0
-    assert cause(PEER_FAILED, 1, themselves=(), all_ended=True) == 1
-
-
-def test_a_lost_worker_is_the_cause_whatever_the_others_report_of_it():
-    assert cause(1, WORKER_LOST) == 1
-    assert cause(PEER_FAILED, 1, UNREACHABLE) == 2
-    # While one cannot be reached it is not known yet, even where another one has failed.
-    assert cause(1, unreachable=True) is None and cause(1, unreachable=False) == 0
 
 
 @pytest.mark.parametrize("code", sorted(EXIT_CODES))

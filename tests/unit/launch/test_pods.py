@@ -56,8 +56,10 @@ def test_who_is_missing_is_named_with_what_it_waits_for():
         ([ended(143, 2, index=0), ended(85, 1, index=1)], 1),
         ([ended(93, 1, index=0), ended(3, 2, index=1)], 1),
         ([ended(85, 1, index=0), ended(93, 2, index=1)], 1),
+        ([ended(85, 1, index=0), ended(137, 2, index=1), ended(3, 3, slice_index=1)], 2),
+        ([ended(85, 2, index=0), ended(137, 2, index=1)], 1),
     ],
-    ids=["consequence", "time", "last attempt", "only consequences", "a fault of it", "a fault"],
+    ids=["consequence", "time", "last attempt", "only consequences", "fault of it", "fault", "end by force", "second"],
 )
 def test_the_first_failure(pods, process):
     assert first_failure(states(*pods)).process == process

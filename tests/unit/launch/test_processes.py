@@ -11,7 +11,9 @@ import time
 
 import pytest
 
-from lockstep.launch.processes import failed_by_their_logs, failed_by_themselves, interrupt, signals_to, tail_to_show
+from lockstep.exits import KILLED, PEER_FAILED, describe_code
+from lockstep.launch.processes import interrupt, signals_to
+from tests.unit.launch.test_failure import GLOO, OWN, TOLD
 from tests.unit.launch.test_machines import LAUNCHER
 
 PRELUDE = """\
@@ -78,7 +80,7 @@ def test_one_fails_all_end(tmp_path):
     done = run(program, "--log_dir", str(tmp_path / "logs"))
     assert done.returncode == 1
     lines = done.stderr.splitlines()
-    assert lines[0].startswith("launch: process 1 failed, exit code 1, after ")
+    assert lines[0].startswith(f"launch: process 1 failed, {describe_code(1)}, after ")
     assert lines[1] == "launch: its last lines:" and lines[2].startswith("[1] pid") and lines[3] == "[1] boom"
     assert lines[4] == "launch: ending the other 1 process(es)"
     assert lines[-1].startswith("launch: failed: process 1, exit code 1")
@@ -86,58 +88,30 @@ def test_one_fails_all_end(tmp_path):
     assert gone(int((tmp_path / "logs" / "process-0.log").read_text().split()[1]))
 
 
-STACK = 'Traceback (most recent call last):\n  File "train.py", line 3, in <module>\n'
-OWN = STACK + "KeyError: 'question'"
-GLOO = STACK + "ValueError: UNKNOWN: Gloo all-reduce failed: Connection closed by peer [127.0.0.1]:25319"
-BOTH = (
-    GLOO
-    + "\n\nDuring handling of the above exception, another exception occurred:\n\n"
-    + STACK
-    + "RuntimeError: step 3"
-)
-TOLD = "error: 1 of 3 processes failed at 'reading prompts'. process 2: PromptError: no field 'prompt'"
-MINE = "error: data.train_urls is empty"
-
-
-@pytest.mark.parametrize(
-    ("outputs", "named", "themselves", "shown"),
-    [
-        (("step 1", OWN), 1, {1}, (1, OWN)),
-        ((GLOO, OWN), 1, {1}, (1, OWN)),
-        ((GLOO, OWN), 0, {1}, (1, OWN)),  # 1 waits in JAX's own exit barrier, and has no code yet
-        ((BOTH, OWN.partition("\n")[2]), 1, {1}, (1, OWN.partition("\n")[2])),  # its last lines begin inside the stack
-        ((GLOO, "killed"), 1, set(), (1, "killed")),
-        ((MINE, GLOO), 0, {0}, (0, "")),  # it stands a few lines above
-        ((TOLD, "step 1", "step 1"), 2, {2}, (2, "")),  # the leader has said it for all
-        ((TOLD, "step 1", OWN), 2, {2}, (2, OWN)),
-    ],
-)
-def test_the_process_with_an_error_of_its_own_is_told_from_one_that_ended_because_of_it(
-    outputs, named, themselves, shown
-):
-    last = [text.encode().splitlines() for text in outputs]
-    assert failed_by_themselves(last) == themselves
-    assert tail_to_show(named, last) == (shown[0], shown[1].encode().splitlines())
-
-
-def test_logs_are_read_from_their_ends(tmp_path):
-    for index, text in {0: GLOO, 2: "step 1\n" * 20_000 + OWN, 3: OWN + "\nstep 1" * 50}.items():
-        (tmp_path / f"worker-{index}.log").write_text(text)
-    assert failed_by_their_logs(tmp_path.iterdir()) == {2}
-    assert failed_by_their_logs([]) == set()
-
-
 def test_who_is_told_of_a_failure_and_ends_first_is_not_named():
     told = TOLD.replace("process 2", "processes 0, 2")
     done = run(f"if i == 1: sys.exit(1)\ntime.sleep(.2); print({told!r}, flush=True); time.sleep(.1); sys.exit(1)")
-    assert done.stderr.splitlines()[0].startswith("launch: process 0 failed, exit code 1, after ")
+    assert done.stderr.splitlines()[0].startswith(f"launch: process 0 failed, {describe_code(1)}, after ")
     assert "last lines" not in done.stderr and f"[0] {told}" in done.stdout and done.returncode == 1
+
+
+def test_a_process_that_ended_because_of_another_waits_for_that_one_to_be_named():
+    """One of lockstep that fails gives its peers 3 s to go first."""
+    done = run(f"time.sleep(1.5 * i); sys.exit([{PEER_FAILED}, 3][i])")
+    assert (
+        done.stderr.splitlines()[0].startswith("launch: process 1 failed, exit code 3, after ") and done.returncode == 3
+    )
+
+
+def test_the_end_of_a_process_is_told_in_the_words_of_the_table():
+    done = run("os.kill(os.getpid(), signal.SIGKILL)", processes=1)
+    assert f"launch: process 0 failed, {describe_code(KILLED)}, after " in done.stderr and done.returncode == KILLED
 
 
 def test_the_error_of_a_process_that_has_not_ended_yet_is_shown():
     program = f"if i == 1: print({OWN!r}, flush=True); time.sleep(600)\ntime.sleep(.2); sys.exit({GLOO!r})"
     lines = run(program, "--grace_s", "0.2").stderr.splitlines()
-    assert lines[0].startswith("launch: process 0 failed, exit code 1, after ")
+    assert lines[0].startswith(f"launch: process 0 failed, {describe_code(1)}, after ")
     assert lines[1] == "launch: process 1 failed before, its last lines:"
     assert "\n".join(lines[2:5]) == "\n".join(f"[1] {line}" for line in OWN.splitlines())
 
