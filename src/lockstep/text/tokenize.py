@@ -98,8 +98,8 @@ def chat_text(
 
 
 def template_message_changes() -> dict[str, Callable[[Any], Any]]:
-    """What the installed transformers does to messages before a template gets them, by name; nothing before 5.24, which
-    leaves out keys that are null and gives the reasoning under the names that templates read.
+    """Return the changes that the installed transformers makes to messages before a template gets them, by name; none
+    before 5.24, which leaves out keys that are null and gives the reasoning under the names that templates read.
     """
     from transformers.utils import chat_template_utils
 
