@@ -300,6 +300,8 @@ class Request:
         prompt_id: The prompt's number, unique in a call; draws depend on it.
         prompt_tokens: The token ids of the prompt, at least one.
         drafts: Guesses at the completions; None for plain decoding.
+        conversation: The number of the conversation that it is a turn of: the K/V of its full pages stays, for requests
+            that go on from it, until `Scheduler.forget` or until memory is wanted; None: it goes with the answer.
 
     Raises:
         PromptError: The prompt has no tokens.
@@ -314,6 +316,7 @@ class Request:
     prompt_tokens: tuple[int, ...]
     params: SamplingParams
     drafts: Drafts | None = None
+    conversation: int | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -1,5 +1,6 @@
 """Paged-attention generation on the devices that a model is sharded over."""
 
+from lockstep.engine.arrivals import Arrivals as Arrivals
 from lockstep.engine.audit import Auditor as Auditor
 from lockstep.engine.audit import AuditResult as AuditResult
 from lockstep.engine.audit import audit as audit

@@ -238,7 +238,7 @@ class Engine:
     def stream(
         self,
         model: Any,
-        requests: Iterable[Request],
+        requests: Iterable[Request | None],
         *,
         around_launch: AroundLaunch = contextlib.nullcontext,
         find_stop: FindStop | None = None,
@@ -247,17 +247,17 @@ class Engine:
     ) -> Generator[list[Completion], None, Counts]:
         """`run` for any number of prompts: they are read as room becomes free, and answers leave as they are complete.
 
-        The scheduler has at most ``max_prompts_per_batch`` prompts at a time, and reads new ones while others are still
-        being answered, so that no slot waits for the end of a batch. Cache and decode weights are freed when the
-        iterator ends or is closed. Every host must take the same steps: between two of them it may do what a host can
-        do alone, but launch nothing.
+        The scheduler has at most ``max_prompts_per_batch`` prompts at a time, and reads new ones while others are
+        answered. Cache and decode weights are freed when the iterator ends or is closed. Every host must take the same
+        steps: between two of them it may do what a host can do alone, but launch nothing.
 
         Args:
             requests: Read one by one, the same on every host. `prepare` must have seen requests that need as much as
-                any of them: as long, with as many stop tokens, with the same sampling features.
+                any of them: as long, with as many stop tokens, with the same sampling features. None: none for now.
 
         Yields:
             After each launch that finished any prompt, all completions of those prompts, in the order of the requests.
+            Nothing, again and again, while all that were read are answered and more are to come.
 
         Returns:
             How far the scheduler came, at the end.
@@ -269,7 +269,7 @@ class Engine:
             model, lambda weights: checked(requests, weights.embed.shape[0], self.vocab_size), find_stop, gate
         )
         for _ in self._launches(weights, scheduler, around_launch, between_launches, gate):
-            if answered := scheduler.take_answered():
+            if (answered := scheduler.take_answered()) or scheduler.starved:
                 yield answered
         if answered := scheduler.take_answered():
             yield answered
@@ -289,7 +289,7 @@ class Engine:
     def _begin(
         self,
         model: Any,
-        requests: Callable[[DecoderWeights], Iterable[Request]],
+        requests: Callable[[DecoderWeights], Iterable[Request | None]],
         find_stop: FindStop | None,
         gate: Gate | None,
     ) -> tuple[DecoderWeights, Scheduler]:

@@ -56,19 +56,23 @@ class Gate:
         self.preempted = False
         """Whether the run was aborted because the job is asked to end; the same on every host."""
 
-    def __call__(self, error: Exception | None, *, done: bool = False) -> FinishReason | None:
+    def __call__(self, error: Exception | None, *, done: bool = False, idle: bool = False) -> FinishReason | None:
         """Return when every host is here, and why the run ends early; None where it goes on.
 
         Args:
             error: What went wrong on this host since the last launch, or None.
             done: Whether there is nothing left to launch, so that no time is over and no signal matters.
+            idle: Whether there is nothing to launch until further requests come.
 
         Raises:
             PeerError: Something went wrong on at least one host. The text is the same on every host; a host's own error
                 is its cause.
             HostTimeoutError: Not all came in time; names the missing ones and their last phase.
         """
-        reasons = self._hosts.reasons_to_stop("between launches", error, None if done else self._reason())
+        return self._decided(self._hosts.reasons_to_stop("between launches", error, None if done else self._reason()))
+
+    def _decided(self, reasons: set[str]) -> FinishReason | None:
+        """The reason that counts of those that processes have; notes it."""
         self.preempted = FinishReason.CANCELLED in reasons
         if self.preempted:
             return FinishReason.CANCELLED
@@ -95,7 +99,8 @@ def launch_all(
 ) -> Iterator[None]:
     """Launch until all requests are answered; yield after each launch whose results were committed.
 
-    All that can fail on one host alone is done before the gate: a host that is through it launches.
+    All that can fail on one host alone is done before the gate: a host that is through it launches. Where requests are
+    still to come and there is nothing to launch until then, it yields at the gate's pace.
 
     Args:
         pool: The K/V pool; deleted at the end.
@@ -119,15 +124,19 @@ def launch_all(
             if gate is None:
                 raise
             error = caught
-        if gate is not None and (reason := gate(error, done=batch is None)) is not None:
+        done = batch is None and (error is not None or scheduler.done)
+        options = {"idle": True} if batch is None and not done else {}
+        if gate is not None and (reason := gate(error, done=done, **options)) is not None:
             scheduler.abort(reason)
-            batch = None
-        if committed:
+            batch, done = None, True
+        if committed or options:
             yield
-        if batch is None:
+        if done:
             break
-
         commit = None
+        if batch is None:
+            continue
+
         if isinstance(batch, PrefillBatch):
             with around_launch("prefill"):
                 pool = programs.prefill(weights, pool, given)

@@ -120,11 +120,11 @@ def check_requests(requests: Sequence[Request], rows: int, vocab_size: int | Non
         pass
 
 
-def checked(requests: Iterable[Request], rows: int, vocab_size: int | None = None) -> Iterator[Request]:
+def checked(requests: Iterable[Request | None], rows: int, vocab_size: int | None = None) -> Iterator[Request | None]:
     """Yield requests one by one, each when it has been checked as `check_requests` checks all.
 
     Args:
-        requests: Any number of requests, which may be read as they are needed.
+        requests: Any number of requests, which may be read as they are needed; None is yielded as it is.
         vocab_size: The number of token ids that may be sampled, from 0; None for all rows.
 
     Raises:
@@ -132,6 +132,9 @@ def checked(requests: Iterable[Request], rows: int, vocab_size: int | None = Non
     """
     seen: set[int] = set()
     for request in requests:
+        if request is None:
+            yield None
+            continue
         number = request.prompt_id
         if number in seen:
             raise ConfigError(

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
+from lockstep.engine.arrivals import ArrivalGate, Arrivals
 from lockstep.engine.audit import Auditor, AuditResult
 from lockstep.engine.launches import BetweenLaunches, Gate
 from lockstep.engine.schedule import Counts, DraftCounts, FindStop
@@ -93,10 +94,12 @@ class Generation:
         completions: In the order of the requests, then of the generations.
         ended: Whether the job is asked to end: generation was aborted between the same two launches on every host, and
             completions may be unfinished.
-        seconds: The wall time of ``prepare``, ``generate`` and ``audit``.
+        seconds: The wall time of ``prepare``, ``generate`` and ``audit``; ``arrivals`` is the part of ``generate`` in
+            which there was nothing to launch until a request arrived.
         memory: The most bytes in use on any device of this host ``before`` and ``after``; empty where the backend does
             not count them (CPU).
         drafts: What drafts saved; None where no request has any, or the engine is not lockstep's.
+        counts: The scheduler's counts; None where the engine is not lockstep's.
         audit: How far the log-probabilities are from those of the training forward; None without an auditor.
     """
 
@@ -105,6 +108,7 @@ class Generation:
     seconds: Mapping[str, float] = dataclasses.field(default_factory=dict)
     memory: Mapping[str, int] = dataclasses.field(default_factory=dict)
     drafts: DraftCounts | None = None
+    counts: Counts | None = None
     audit: AuditResult | None = None
 
 
@@ -115,6 +119,7 @@ def generate_on_all(
     requests: Sequence[Request],
     *,
     largest: Sequence[Request] | None = None,
+    arrivals: Arrivals | None = None,
     facts: Mapping[str, str] | None = None,
     find_stop: FindStop | None = None,
     max_seconds: float | None = None,
@@ -131,6 +136,8 @@ def generate_on_all(
             log-probabilities, or None; called on every host, launches nothing.
         requests: The same on every host; may be none.
         largest: As many requests as in any generation, and as long: programs are made for these. None: ``requests``.
+        arrivals: Requests that follow from answers, in place of ``requests``, of which there are then none; it has the
+            answers too, and completions come in the order of their prompts' numbers. ``largest`` is then needed.
         facts: What must be the same on every host, beside requests and programs.
         max_seconds: The seconds that launches may take; compiling does not count. None for no limit.
         gate: What holds every host before each launch; None for one with ``max_seconds``.
@@ -154,17 +161,22 @@ def generate_on_all(
             measured.share((engine.free_bytes(model), hosts.preemption.requested()))
     free, ended = min(free for free, _ in measured.shared), any(ending for _, ending in measured.shared)
     memory = {"before": used_bytes()}
-    if requests and not ended:
+    if (requests or arrivals is not None) and not ended:
         ended = _prepare(hosts, engine, model, requests if largest is None else largest, free, auditor)
     clock.lap("prepare")
-    if ended or not requests:
+    if ended or not (requests or arrivals is not None):
         return Generation(completions=_cancelled(requests), ended=ended, seconds=clock.seconds)
 
+    source: Iterable[Request | None] = requests
+    if arrivals is not None:
+        assert not requests and gate is None and auditor is None
+        source, between_launches, on_answered = arrivals, arrivals.between_launches, arrivals.answered
+        gate = ArrivalGate(hosts, arrivals, max_seconds)
     gate = Gate(hosts, max_seconds) if gate is None else gate
     error: Exception | None = None
     found: dict[int, list[Completion]] = {}
     with hosts.launch_on_all("generate", engine.ledger) as generated:
-        stream = _Stream(_stream(engine, model, requests, around_launch, find_stop, gate, between_launches))
+        stream = _Stream(_stream(engine, model, source, around_launch, find_stop, gate, between_launches))
         for answered in stream:
             for completion in answered:
                 found.setdefault(completion.prompt_id, []).append(completion)
@@ -175,9 +187,12 @@ def generate_on_all(
                 error = error or caught
         if error is not None:
             raise error
-        completions = [completion for request in requests for completion in found.get(request.prompt_id, [])]
+        order = sorted(found) if arrivals is not None else [request.prompt_id for request in requests]
+        completions = [completion for number in order for completion in found.get(number, [])]
         generated.agree({"tokens": digest(repr(completions))})
     clock.lap("generate")
+    if isinstance(gate, ArrivalGate):
+        clock.add("arrivals", gate.idle_s)
 
     audit: AuditResult | None = None
     if auditor is not None and not gate.preempted:
@@ -193,6 +208,7 @@ def generate_on_all(
         seconds=clock.seconds,
         memory={moment: used for moment, used in memory.items() if used is not None},
         drafts=stream.counts.of_drafts if stream.counts is not None and drafted else None,
+        counts=stream.counts,
         audit=audit,
     )
 
@@ -319,7 +335,7 @@ def _prepare(
 def _stream(
     engine: RolloutEngine,
     model: Any,
-    requests: Iterable[Request],
+    requests: Iterable[Any],  # with None among them where there are arrivals, which our own engine alone reads
     around_launch: AroundLaunch,
     find_stop: FindStop | None,
     gate: Gate,

@@ -32,3 +32,4 @@ from lockstep.text.tokenizer import token_count as token_count
 from lockstep.text.tokenizer import token_texts as token_texts
 from lockstep.text.tokenizer import tokenizer_digest as tokenizer_digest
 from lockstep.text.tokenizer import write_tokenizer as write_tokenizer
+from lockstep.text.turns import following_tokens as following_tokens

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import gc
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 
 from lockstep.engine import Engine, EngineConfig
+from lockstep.engine.schedule import Scheduler
 from lockstep.errors import CapacityError, ConfigError, LockstepError, PromptError
 from lockstep.hosts import current
 from lockstep.models.experts import Routing, route
@@ -20,6 +22,7 @@ from lockstep.types import Drafts, Request
 from tests.memory import live_arrays
 from tests.oracle import assert_same_tokens, oracle_completions
 from tests.unit.engine.models import FAMILIES, LLAMA, VOCAB, mesh_of, mixed_requests, model_on, request
+from tests.unit.engine.schedule.test_intake import Talk
 
 
 @pytest.fixture(scope="module")
@@ -401,3 +404,30 @@ def test_the_experts_of_tokens_are_those_of_the_training_forward(monkeypatch: py
 def test_experts_of_a_model_without_any_are_refused(engine: Engine, model: Any) -> None:
     with pytest.raises(ConfigError, match=r"routed_experts of prompt 0 is true; the model has no experts"):
         engine.check(model, [request(0, 3, routed_experts=True)])
+
+
+@pytest.mark.parametrize("numerics", ["fast", pytest.param("exact", marks=pytest.mark.slow)])
+def test_turns_have_the_same_tokens_whenever_they_come(numerics: Any) -> None:
+    """K/V that was kept, or taken away and prefilled again: in exact numerics not a bit of a probability differs."""
+    model = model_on("1,2,1", dataclasses.replace(LLAMA, numerics=numerics))
+    prompts = [tuple(range(1, 12)), tuple(range(1, 14)), tuple(range(3, 12))]
+    found = []
+    # One at a time, with pages for little more than one; and all at once, in two orders of replies.
+    for delays, most in (([2], 1), ([0], 3), ([4, 0, 2], 3)):
+        talk = Talk(prompts, [3, 3, 2], said=(5, 4, 2, 7), new=7, temperature=0.7, seed=5)
+        engine = Engine(
+            EngineConfig(page_size=8, max_seq_len=48, max_steps_per_launch=3, max_seqs=most), mesh_of("1,2,1")
+        )
+        engine.prepare(model, [request(number, 41, 7, stop_token_ids=(3,), temperature=0.7) for number in range(3)])
+        schedulers: list[Scheduler] = []
+        replies = itertools.cycle(delays)
+        for answered in engine.stream(model, iter(talk), between_launches=schedulers.append):
+            talk.answered(schedulers[-1], answered, replies)
+        found.append([completion for _, (_, completion) in sorted(talk.answers.items())])
+        counts = schedulers[-1].counts
+        assert (counts.prefilled_again > 0) == (most == 1) and len(found[-1]) == 8
+    requests = [one for _, (one, _) in sorted(talk.answers.items())]
+    assert assert_same_tokens(oracle_completions(model, requests), found[0]) == 0
+    for other in found[1:]:
+        assert [each.tokens for each in other] == [each.tokens for each in found[0]]
+        assert numerics == "fast" or other == found[0]

@@ -7,7 +7,7 @@ Prefix caching by a chained hash of each page's tokens, as in vLLM
 import bisect
 import hashlib
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
@@ -18,6 +18,9 @@ NULL_PAGE = 0
 class PageAllocator:
     """Allocates page numbers ``1 .. num_pages - 1`` of one replica, lowest first, with a reference count for each.
 
+    A page that a conversation keeps stays as it is when nobody refers to it any more, until the conversation is
+    forgotten or `make_room` takes it. It can be allocated all the same, and counts as free.
+
     Args:
         num_pages: The number of pages of the pool, the null page included; at least 2.
     """
@@ -27,14 +30,58 @@ class PageAllocator:
         self.num_pages = num_pages
         self._free = list(range(num_pages - 1, 0, -1))  # the lowest last, where removing costs nothing
         self._references: dict[int, int] = {}
+        self._keepers: dict[int, set[int]] = {}  # conversations that keep each page
+        self._kept: dict[int, set[int]] = {}  # pages that each conversation keeps
+        self._idle: dict[int, None] = {}  # pages that are kept and not referred to; the next to be taken first
 
     @property
     def num_free(self) -> int:
-        """The number of pages that can be allocated now."""
-        return len(self._free)
+        """The number of pages that can be allocated, once there is room (`make_room`)."""
+        return len(self._free) + len(self._idle)
+
+    @property
+    def num_idle(self) -> int:
+        """The number of these that conversations keep."""
+        return len(self._idle)
+
+    def is_idle(self, page: int) -> bool:
+        """Whether conversations alone keep a page."""
+        return page in self._idle
+
+    def keep(self, pages: Iterable[int], conversation: int) -> None:
+        """Have a conversation keep allocated pages, beside those that it keeps."""
+        for page in pages:
+            self._keepers.setdefault(page, set()).add(conversation)
+            self._kept.setdefault(conversation, set()).add(page)
+
+    def forget(self, conversation: int) -> list[int]:
+        """End a conversation; return the pages that became free, whose numbers are no longer valid."""
+        freed = []
+        for page in sorted(self._kept.pop(conversation, ())):
+            self._keepers[page].remove(conversation)
+            if not self._keepers[page]:
+                del self._keepers[page]
+                if page in self._idle:
+                    del self._idle[page]
+                    self._add_free(page)
+                    freed.append(page)
+        return freed
+
+    def make_room(self, count: int) -> list[int]:
+        """Take kept pages until ``count`` can be allocated; return those, whose numbers are no longer valid.
+
+        Those that were released longest ago go first, of a sequence its last pages.
+        """
+        taken = list(self._idle)[: max(0, count - len(self._free))]
+        for page in taken:
+            del self._idle[page]
+            for conversation in self._keepers.pop(page):
+                self._kept[conversation].remove(page)
+            self._add_free(page)
+        return taken
 
     def allocate(self, count: int) -> list[int]:
-        """Allocate ``count`` pages with one reference each; at most `num_free` may be asked for (assertion)."""
+        """Allocate ``count`` pages with one reference each, for which there must be room (assertion)."""
         assert count <= len(self._free), (count, len(self._free))
         pages = self._free[len(self._free) - count :][::-1]
         del self._free[len(self._free) - count :]
@@ -42,19 +89,26 @@ class PageAllocator:
         return pages
 
     def share(self, page: int) -> None:
-        """Add a reference to an allocated page."""
-        self._references[page] += 1
+        """Add a reference to a page that is allocated or kept."""
+        self._idle.pop(page, None)
+        self._references[page] = self._references.get(page, 0) + 1
 
     def release(self, pages: list[int]) -> list[int]:
         """Drop one reference of each page; return the pages that became free, whose numbers are no longer valid."""
-        freed = []
+        freed, idle = list[int](), list[int]()
         for page in pages:
             self._references[page] -= 1
             if self._references[page] == 0:
                 del self._references[page]
-                bisect.insort(self._free, page, key=operator.neg)
-                freed.append(page)
+                (idle if page in self._keepers else freed).append(page)
+        for page in freed:
+            self._add_free(page)
+        # The last page of a prefix is of no use without those before it: it is taken first.
+        self._idle.update(dict.fromkeys(reversed(idle)))
         return freed
+
+    def _add_free(self, page: int) -> None:
+        bisect.insort(self._free, page, key=operator.neg)
 
 
 def page_keys(tokens: Sequence[int], page_size: int) -> list[bytes]:

@@ -117,6 +117,7 @@ class Admission:
         self._replicas = {replica.index: replica for replica in replicas}
         self._free_slots = np.zeros(capacity.replicas, np.int64)
         self._free_pages = np.zeros(capacity.replicas, np.int64)
+        self._idle_pages = np.zeros(capacity.replicas, np.int64)
         self._holders: dict[bytes, set[int]] = {}
         for replica in self._replicas.values():
             replica.holders = self._holders
@@ -126,13 +127,14 @@ class Admission:
         """Note the free slots and pages of a replica that changed."""
         self._free_slots[replica.index] = replica.num_free_slots
         self._free_pages[replica.index] = replica.allocator.num_free
+        self._idle_pages[replica.index] = replica.allocator.num_idle
 
     def choose(self, sequence: Sequence, *, crowded: bool) -> Replica | None:
         """Return the replica with most free slots among those with room for the worst case, the first of equal ones.
 
         Args:
-            crowded: Whether all slots will be taken anyway: the replica that has most of the prompt comes first then,
-                so that a prompt is prefilled once and not once per replica.
+            crowded: Whether all slots will be taken anyway, or the K/V of a conversation was kept: the replica that has
+                most of the prompt comes first then, so that a prompt is prefilled once and not once per replica.
 
         Returns:
             The replica; None where none has room.
@@ -140,13 +142,20 @@ class Admission:
         need = sequence.worst_case_pages(self._page_size)
         room = np.where(self._free_pages >= need, self._free_slots, 0)
         for num_pages, holders in self._holders_of(sequence):
-            fitting = np.where(self._free_pages[holders] >= need - num_pages, self._free_slots[holders], 0)
+            missing = need - num_pages + self._num_idle(holders, sequence.prefix_keys[:num_pages])
+            fitting = np.where(self._free_pages[holders] >= missing, self._free_slots[holders], 0)
             best = int(fitting.argmax())
             if crowded and fitting[best]:
                 return self._replicas[int(holders[best])]
             room[holders] = np.maximum(room[holders], fitting)
         best = int(room.argmax())
         return self._replicas[best] if room[best] else None
+
+    def _num_idle(self, holders: Int[np.ndarray, " replica"], keys: list[bytes]) -> Int[np.ndarray, " replica"]:
+        """The number of pages with these keys that conversations alone keep: they count as free on their replica."""
+        if not self._idle_pages.any():
+            return np.zeros(len(holders), np.int64)
+        return np.array([self._replicas[int(holder)].num_idle(keys) for holder in holders])
 
     def _holders_of(self, sequence: Sequence) -> Iterator[tuple[int, Int[np.ndarray, " replica"]]]:
         """The replicas that have part of a prompt, with its full pages there; those with the longest part first."""

@@ -6,8 +6,9 @@ import numpy as np
 from jaxtyping import Int32
 
 from lockstep.engine.schedule.batch import Capacity, CopyPagesBatch, PrefillBatch
-from lockstep.engine.schedule.pages import NULL_PAGE, PageAllocator, PrefixTable
+from lockstep.engine.schedule.pages import NULL_PAGE, PageAllocator, PrefixTable, page_keys
 from lockstep.engine.schedule.sequence import Sequence
+from lockstep.types import FinishReason
 
 
 class Replica:
@@ -22,6 +23,8 @@ class Replica:
         self.slots: list[Sequence | None] = [None] * capacity.slots
         self.num_free_slots = capacity.slots
         """The number of slots without a sequence."""
+        self.num_prefilled = 0
+        """The number of tokens whose K/V prefill has written so far."""
         self._page_size = capacity.page_size
         self._most_prefilled = min(capacity.prefill_rows, capacity.prefill_sequences or capacity.prefill_rows)
         self.holders: dict[bytes, set[int]] = {}
@@ -72,7 +75,9 @@ class Replica:
         shared = self._prefixes.match(sequence.prefix_keys)
         for page in shared:
             self.allocator.share(page)
-        own = self.allocator.allocate(sequence.worst_case_pages(self._page_size) - len(shared))
+        num_own = sequence.worst_case_pages(self._page_size) - len(shared)
+        self._prefixes.remove(self.allocator.make_room(num_own))
+        own = self.allocator.allocate(num_own)
         for page in own:
             self.routed.pop(page, None)
         sequence.pages = shared + own
@@ -108,6 +113,7 @@ class Replica:
             starts = range(sequence.num_prefilled, sequence.num_prefill, self._page_size)[: count - len(rows)]
             rows += [(sequence, start) for start in starts]
             sequence.num_prefilled = min(starts[-1] + self._page_size, sequence.num_prefill)
+            self.num_prefilled += sequence.num_prefilled - starts[0]
             if sequence.num_prefilled == sequence.num_prefill:
                 self._queue.popleft()
         return rows
@@ -137,7 +143,8 @@ class Replica:
         """Free the slot and the pages of an ended sequence; its page numbers are no longer valid.
 
         Pages that it shares and has not prefilled are prefilled by the sequences that share them. Its partial page, if
-        others wait for a copy, is prefilled by the first of these, and the rest copy from there.
+        others wait for a copy, is prefilled by the first of these, and the rest copy from there. A turn of a
+        conversation leaves its full pages to the next one.
         """
         del self._admitted[sequence]
         if self._queue or self._page_copies:
@@ -150,10 +157,36 @@ class Replica:
         prompt = sequence.pages[: -(-sequence.num_prefill // self._page_size)]
         if all(page in self.routed for page in prompt):
             sequence.routed_prompt = [self.routed[page] for page in prompt]
+        if sequence.conversation is not None and sequence.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
+            self._keep(sequence, sequence.conversation)
         self._prefixes.remove(self.allocator.release(sequence.pages))
         sequence.pages = []
         self.slots[sequence.slot] = None
         self.num_free_slots += 1
+
+    def _keep(self, sequence: Sequence, conversation: int) -> None:
+        """Have a conversation keep the full pages of a complete turn: the K/V of all its tokens but the last, which
+        decode had no need to read.
+        """
+        keys = page_keys((*sequence.request.prompt_tokens, *sequence.tokens[:-1]), self._page_size)
+        for key, page in zip(keys, sequence.pages, strict=False):
+            self._prefixes.add(key, page)
+        pages = [page for page in self._prefixes.match(keys) if page in sequence.pages]
+        self.allocator.keep(pages, conversation)
+        sequence.num_kept = len(keys) * self._page_size
+        if sequence.routed is not None and sequence.routed_prompt is not None:
+            words = sequence.routed_words
+            for index in range(len(sequence.prefix_keys), len(keys)):  # what prefill has not written whole
+                place = slice(index * self._page_size, (index + 1) * self._page_size)
+                self.routed[sequence.pages[index]] = words[:, place].copy()
+
+    def forget(self, conversation: int) -> None:
+        """Free the pages that a conversation alone keeps."""
+        self._prefixes.remove(self.allocator.forget(conversation))
+
+    def num_idle(self, keys: list[bytes]) -> int:
+        """The number of pages with these keys, a prefix that is here, which conversations alone keep."""
+        return sum(map(self.allocator.is_idle, self._prefixes.match(keys)))
 
     def release_all(self) -> None:
         """Free all slots and pages."""

@@ -1,7 +1,7 @@
 """The scheduler: a pure function of the requests and of the sampled tokens, so that every host computes the same."""
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 
 import numpy as np
@@ -16,26 +16,19 @@ from lockstep.engine.schedule.batch import (
     VerifyBatch,
 )
 from lockstep.engine.schedule.drafts import Drafter
-from lockstep.engine.schedule.ngrams import Ngrams
-from lockstep.engine.schedule.pages import page_keys, tail_key
+from lockstep.engine.schedule.intake import FindStop, Intake
 from lockstep.engine.schedule.planning import (
     Admission,
     PromptLogprobsRow,
-    check_capacity,
     copy_pages_batch,
     num_decode_steps,
     prefill_batch,
     prompt_logprobs_batch,
 )
 from lockstep.engine.schedule.replica import Replica
-from lockstep.engine.schedule.sequence import Counts, DecodeResults, PromptLogprobs, RoutedShape, Sequence
+from lockstep.engine.schedule.sequence import Counts, DecodeResults, RoutedShape, Sequence
 from lockstep.errors import ConfigError
 from lockstep.types import Completion, FinishReason, Request
-
-type FindStop = Callable[[Seq[int], int, Seq[str], Seq[int]], int | None]
-"""Takes the tokens of an answer, how many of them are known to have no stop string, the stop strings, and the tokens of
-the prompt. Returns the least number of tokens whose text has one, or None. It must be a pure function, the same on
-every host."""
 
 
 class Scheduler:
@@ -47,7 +40,8 @@ class Scheduler:
     sequence can run out of pages.
 
     Args:
-        requests: The requests to answer; an iterator is read only as far as ``max_prompts`` allows.
+        requests: The requests to answer; an iterator is read only as far as ``max_prompts`` allows, and may give None
+            where it has none for now: it is asked again later.
         find_stop: The function that finds stop strings; needed if a request has any.
         share_prefixes: Whether sequences with a common prefix share its pages.
         max_prompts: The most prompts to have at a time, waiting and being answered; None for all.
@@ -63,7 +57,7 @@ class Scheduler:
     def __init__(
         self,
         capacity: Capacity,
-        requests: Iterable[Request],
+        requests: Iterable[Request | None],
         find_stop: FindStop | None = None,
         *,
         share_prefixes: bool = True,
@@ -72,16 +66,10 @@ class Scheduler:
         routed: RoutedShape | None = None,
     ) -> None:
         self.capacity = capacity
-        self._routed = routed
         self._drafter = Drafter(capacity, verify_costs or {}) if capacity.verify_widths else None
         self._find_stop = find_stop
-        self._share_prefixes = share_prefixes
         self._max_prompts = max_prompts
-        self._checked = isinstance(requests, Seq)
-        if isinstance(requests, Seq):
-            self._check(requests)
-        self._source: Iterator[Request] = iter(requests)
-        self._next = next(self._source, None)
+        self._intake = Intake(capacity, requests, find_stop, share_prefixes=share_prefixes, routed=routed)
         self._sequences: list[Sequence] = []
         self._unanswered: dict[int, int] = {}
         self._waiting: deque[Sequence] = deque()
@@ -94,12 +82,19 @@ class Scheduler:
         self._finished, self._stopped = 0, 0
         self._just_finished: list[Sequence] = []
         self._sampled = np.zeros(capacity.replicas, np.int64)
+        self._kept: dict[int, int] = {}  # tokens whose K/V each conversation has kept
+        self._prefilled_again = 0
         self._read()
 
     @property
     def done(self) -> bool:
-        """Whether every sequence is finished and no request is left to read."""
-        return self._next is None and not self._waiting and not self._num_active
+        """Whether every sequence is finished and no request is left to read, nor will come."""
+        return self._intake.ended and not self._waiting and not self._num_active
+
+    @property
+    def starved(self) -> bool:
+        """Whether every request that was read is answered, and more are to come."""
+        return not (self._unanswered or self._intake.ended)
 
     @property
     def counts(self) -> Counts:
@@ -114,6 +109,8 @@ class Scheduler:
             steps=self._drafter.steps if self._drafter else int(self._sampled.sum()),
             drafted=self._drafter.looked_at if self._drafter else 0,
             right=self._drafter.right if self._drafter else 0,
+            prefilled=sum(replica.num_prefilled for replica in self._replicas),
+            prefilled_again=self._prefilled_again,
         )
 
     def completions(self) -> list[Completion]:
@@ -168,6 +165,7 @@ class Scheduler:
         """
         while self._read_one() is not None:
             pass
+        self._intake.close()
         self._waiting.clear()
         self._unanswered.clear()
         for sequence in self._sequences:
@@ -179,8 +177,16 @@ class Scheduler:
             self._admission.update(replica)
         self._num_active = 0
 
+    def forget(self, conversation: int) -> None:
+        """End a conversation between two launches: the K/V that its turns have left is free."""
+        if self._kept.pop(conversation, None) is not None:
+            for replica in self._replicas:
+                replica.forget(conversation)
+                self._admission.update(replica)
+
     def next_batch(self) -> PrefillBatch | CopyPagesBatch | PromptLogprobsBatch | DecodeBatch | VerifyBatch | None:
-        """Admit waiting sequences that fit and return the batch of the next launch; None when all is done.
+        """Admit waiting sequences that fit and return the batch of the next launch; None when there is nothing to do:
+        all is `done`, or requests are still to come.
 
         The results of a `DecodeBatch` or `VerifyBatch` must be given to `commit`, those of a `PromptLogprobsBatch` to
         `commit_prompt_logprobs`, before the next call.
@@ -196,9 +202,10 @@ class Scheduler:
             batch, self._rows_in_flight = prompt_logprobs_batch(self.capacity, self._replicas)
             if self._rows_in_flight:
                 return batch
-        if self.done:
+        if not self._num_active:
+            assert not self._waiting
             return None
-        waiting = bool(self._waiting) or self._next is not None
+        waiting = bool(self._waiting) or not self._intake.ended
         stop_rate = self._stop_rate if self._slots.may_stop else 0.0
         if self._drafter is not None:
             verified = self._drafter.batch(self._slots, waiting=waiting, stop_rate=stop_rate)
@@ -290,15 +297,6 @@ class Scheduler:
             record.add(logprobs[r, row, :count], ids, values)
         self._rows_in_flight = []
 
-    def _check(self, requests: Seq[Request]) -> None:
-        check_capacity(self.capacity, requests)
-        for request in requests:
-            if request.params.stop and self._find_stop is None:
-                raise ConfigError(
-                    f"prompt {request.prompt_id} has the stop strings {list(request.params.stop)}; the engine knows no "
-                    "tokenizer. Pass find_stop=lockstep.StopFinder(tokenizer)."
-                )
-
     def _read(self) -> None:
         """Read requests until there are ``max_prompts`` unanswered prompts."""
         while self._max_prompts is None or len(self._unanswered) < self._max_prompts:
@@ -307,30 +305,12 @@ class Scheduler:
 
     def _read_one(self) -> list[Sequence] | None:
         """Read the next request and return its sequences; None if there is none."""
-        request = self._next
-        if request is None:
+        sequences = self._intake.read()
+        if sequences is None:
             return None
-        if not self._checked:
-            self._check([request])
-        self._next = next(self._source, None)
-        size = self.capacity.page_size
-        # Only what prefill writes can be shared: decode writes the K/V of the prompt's last token.
-        shared = request.prompt_tokens[:-1] if self._share_prefixes else ()
-        keys = page_keys(shared, size)
-        tail = tail_key(shared, size, keys)
-        record = PromptLogprobs(request=request) if request.params.prompt_logprobs else None
-        count, ngrams = request.params.n_generations, None
-        if request.drafts is not None and request.drafts.ngrams:
-            ngrams = Ngrams(request.prompt_tokens, count)
-        sequences = [
-            Sequence(
-                request=request, generation_id=generation, prefix_keys=keys, tail_key=tail, prompt_logprobs=record,
-                ngrams=ngrams, routed=self._routed,
-            )
-            for generation in range(count)
-        ]  # fmt: skip
-        assert request.prompt_id not in self._unanswered
-        self._unanswered[request.prompt_id] = len(sequences)
+        prompt_id = sequences[0].request.prompt_id
+        assert prompt_id not in self._unanswered
+        self._unanswered[prompt_id] = len(sequences)
         self._sequences += sequences
         self._waiting += sequences
         return sequences
@@ -360,6 +340,8 @@ class Scheduler:
         """Free the slot and the pages of an ended sequence."""
         replica = self._by_index[sequence.replica]
         replica.release(sequence)
+        if sequence.conversation is not None and sequence.num_kept:
+            self._kept[sequence.conversation] = sequence.num_kept
         self._admission.update(replica)
         self._num_active -= 1
 
@@ -380,10 +362,12 @@ class Scheduler:
         while self._waiting and self._num_active < self.capacity.sequences and not self._admits_more:
             sequence = self._waiting[0]
             crowded = len(self._waiting) >= slots - self._num_active
-            replica = self._admission.choose(sequence, crowded=crowded)
+            kept = 0 if sequence.conversation is None else self._kept.get(sequence.conversation, 0)
+            replica = self._admission.choose(sequence, crowded=crowded or kept > 0)
             if replica is None:
                 return  # longest-waiting first: no sequence overtakes another
             replica.admit(self._waiting.popleft())
+            self._prefilled_again += max(0, min(kept, sequence.num_prefill) - sequence.num_prefilled)
             self._admission.update(replica)
             self._num_active += 1
             self._slots.put(sequence)

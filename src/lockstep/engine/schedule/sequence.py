@@ -146,6 +146,8 @@ class Sequence:
     """The form of the experts in results; None where programs report none."""
     routed_prompt: list[Int32[np.ndarray, "word token"]] | None = None
     """The experts of the pages of the prompt, once the sequence has ended; None where not all were prefilled."""
+    conversation: int | None = None
+    """The conversation that keeps its K/V; None where none does."""
     num_tokens: int = 0
     """The number of sampled tokens."""
     finish_reason: FinishReason | None = None
@@ -158,6 +160,8 @@ class Sequence:
     """The pages of the replica, in order; none before admission and after release."""
     num_prefilled: int = 0
     """The number of tokens whose K/V is written, or is in a launch that writes it."""
+    num_kept: int = 0
+    """The number of tokens whose K/V its conversation keeps, once the sequence has ended."""
     _sampled: list[Int32[np.ndarray, "part token"]] = dataclasses.field(default_factory=list)
     """The samples of each launch, as in `DecodeResults`."""
     _tokens: list[int] = dataclasses.field(default_factory=list)
@@ -226,7 +230,7 @@ class Sequence:
         words = 0 if self.routed is None else self.routed.words
         empty = [np.empty((FIRST_TOP + words, 0), np.int32)]
         sampled = np.concatenate(self._sampled or empty, axis=1)
-        sampled, routed = np.split(sampled, [len(sampled) - words])
+        sampled = sampled[: len(sampled) - words]
         return Completion(
             prompt_id=self.request.prompt_id,
             generation_id=self.generation_id,
@@ -237,16 +241,23 @@ class Sequence:
             top_logprobs=_top_logprobs(sampled[FIRST_TOP:], self.request.params.top_logprobs),
             prompt_logprobs=prompt_logprobs,
             prompt_top_logprobs=prompt_top_logprobs,
-            routed_experts=self._routed_experts(routed),
+            routed_experts=self._routed_experts(),
         )
 
-    def _routed_experts(self, sampled: Int32[np.ndarray, "word token"]) -> RoutedExperts | None:
+    @property
+    def routed_words(self) -> Int32[np.ndarray, "word token"]:
+        """The words of the experts of every token with K/V, of an ended sequence whose programs report them."""
+        assert self.routed is not None and self.routed_prompt is not None
+        sampled = np.concatenate(self._sampled, axis=1)[-self.routed.words :]
+        prompt = np.concatenate([sampled[:, :0], *self.routed_prompt], axis=1)[:, : self.num_prefill]
+        return np.concatenate([prompt, sampled], axis=1)
+
+    def _routed_experts(self) -> RoutedExperts | None:
         if self.routed is None or not self.request.params.routed_experts:
             return None
         if self.routed_prompt is None or not self.num_tokens:
             return None
-        prompt = np.concatenate([sampled[:, :0], *self.routed_prompt], axis=1)[:, : self.num_prefill]
-        return self.routed.unpacked(np.concatenate([prompt, sampled], axis=1))
+        return self.routed.unpacked(self.routed_words)
 
 
 def _top_logprobs(parts: Int32[np.ndarray, "part token"], count: int) -> tuple[tuple[tuple[int, float], ...], ...]:
@@ -299,6 +310,8 @@ class Counts:
     steps: int = 0  # steps that sampled them, once for each sequence; fewer than tokens where drafts were verified
     drafted: int = 0  # number of tokens for which there was a draft
     right: int = 0  # number of those that were as drafted
+    prefilled: int = 0  # number of prompt tokens that were prefilled, each time that they were
+    prefilled_again: int = 0  # number of those whose K/V a conversation had kept until memory was wanted
 
     @property
     def of_drafts(self) -> DraftCounts:

@@ -36,6 +36,24 @@ def test_no_overlap_no_leak_and_lowest_first(num_pages: int, data: st.DataObject
     assert everything == list(range(1, num_pages)) and NULL_PAGE not in everything
 
 
+def test_kept_pages_are_free_and_those_released_longest_ago_go_first() -> None:
+    allocator = PageAllocator(8)
+    first, second = allocator.allocate(3), allocator.allocate(2)
+    allocator.keep(first, 7)
+    allocator.keep([first[0], *second], 8)
+    assert allocator.release(first) == allocator.release(second) == [] and (allocator.num_free, allocator.num_idle) == (
+        7,
+        5,
+    )
+    allocator.share(first[0])
+    assert allocator.num_free == 6 and allocator.make_room(2) == [] and allocator.make_room(4) == [3, 2]
+    assert allocator.allocate(4) == [2, 3, 6, 7] and allocator.num_free == 2
+    allocator.release([first[0]])
+    assert allocator.forget(7) == [] and allocator.num_idle == 3, "the first page is still kept by the other"
+    assert allocator.forget(8) == [1, 4, 5] and (allocator.num_free, allocator.num_idle) == (3, 0)
+    assert not (allocator._keepers or allocator._kept) and allocator.forget(9) == []
+
+
 def test_taking_too_many_takes_none() -> None:
     allocator = PageAllocator(4)
     try:
