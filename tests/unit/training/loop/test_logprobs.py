@@ -47,3 +47,32 @@ def test_each_row_has_its_own_log_probabilities(microbatches, replicated, mesh_s
         whole = jax.jit(objective.answer_logprobs, out_shardings=NamedSharding(mesh, P()))(model, tokens)
     np.testing.assert_allclose(found, whole, atol=1e-5)
     assert ledger.count == 1
+
+
+def test_rows_that_share_answers_have_the_log_probabilities_of_each_and_empty_microbatches_none():
+    """Half of the rows of each device hold three answers each, in two of four microbatches."""
+    mesh = make_mesh("auto")
+    model = tiny.init_model(tiny.make_trainer("auto", 1))
+    answers = np.asarray(tiny.rows(12 * mesh.size, 8).columns["tokens"])
+    objective = GrpoConfig()
+    rows = np.zeros((8 * mesh.size, 24), np.int32)
+    numbers = np.repeat(np.arange(1, 4, dtype=np.int32), 8)
+    filled = np.arange(len(rows)) % 8 < 4  # on each device the first
+    rows[filled] = answers.reshape(-1, 24)
+    trainer = TrainerConfig(train_batch_size=len(rows), per_device_parallelism=2, mp="f32")
+    program = LogprobProgram(
+        "packed_logprobs",
+        lambda model, batch: objective.answer_logprobs(model, batch["tokens"], batch["segment_ids"]),
+        trainer=trainer,
+        mesh=mesh,
+        ledger=Ledger(),
+    )
+    columns = {"tokens": rows, "segment_ids": filled[:, None] * numbers}
+    batch = {name: place(column, NamedSharding(mesh, batch_spec(mesh))) for name, column in columns.items()}
+    program.compile(model, batch)
+    computed = np.asarray(program(model, batch))
+    assert not computed[~filled].any(), "a model would give them some"
+    with jax.set_mesh(mesh):
+        whole = jax.jit(objective.answer_logprobs, out_shardings=NamedSharding(mesh, P()))(model, answers)
+    in_answers = np.pad(computed, ((0, 0), (1, 0)))[filled].reshape(-1, 8)[:, 1:]
+    np.testing.assert_allclose(in_answers, whole, rtol=1e-6, atol=1e-6)

@@ -56,6 +56,7 @@ def test_answers_like_those_of_gsm8k_need_less_than_half_of_the_rows():
 VOCAB, ROW = 7, 24
 TOKENS = np.random.default_rng(3).integers(6, 25, 16)
 """Prompts with their answers; one of 24 tokens has a row of its own, and some rows have three."""
+LEARNED = [answer for answer in range(len(TOKENS)) if answer % 7 != 5]
 
 
 class Halved(PolicyLoss):
@@ -71,7 +72,9 @@ def made_up(vocab=VOCAB):
     prompts = rng.integers(1, 5, len(TOKENS))[:, None]
     columns = {
         "tokens": np.where(position < TOKENS[:, None], rng.integers(1, vocab, (len(TOKENS), ROW)), 0).astype(np.int32),
-        "loss_mask": (position >= prompts) & (position < TOKENS[:, None]) & (np.arange(len(TOKENS))[:, None] % 7 != 5),
+        "loss_mask": (position >= prompts)
+        & (position < TOKENS[:, None])
+        & np.isin(np.arange(len(TOKENS)), LEARNED)[:, None],
         "advantage": rng.standard_normal(len(TOKENS)).astype(np.float32),
     }
     for name in ("rollout_logprobs", "old_logprobs", "reference_logprobs"):
@@ -152,16 +155,24 @@ class PackedRows(Rows):
     filled_rows = 5
 
 
-def updated(source, columns, mesh_shape, model, **trainer_values):
-    """The change of the weights by one step of gradient descent, and its figures."""
+def updated(source, columns, model, **trainer_values):
+    """The change of the weights by one step of gradient descent, its figures, and how many microbatches it computed."""
     tracker = runs.Recorder()
-    config = TrainerConfig(num_train_steps=1, train_batch_size=len(TOKENS), mesh_shape=mesh_shape, **trainer_values)
-    trainer = Trainer(config, optax.sgd(1.0), GrpoConfig(loss="gspo", kl_coefficient=0.1), tracker=tracker)
+    config = TrainerConfig(num_train_steps=1, train_batch_size=len(TOKENS), **trainer_values)
+    objective = GrpoConfig(loss="gspo", kl_coefficient=0.1)
+
+    def counted(model, batch):
+        parts = objective(model, batch)
+        return parts._replace(metrics={**parts.metrics, "microbatches": jnp.float32(1)})
+
+    trainer = Trainer(config, optax.sgd(1.0), counted, tracker=tracker)
     initial = runs.drawn(model, trainer.mesh)
     before = jax.tree.map(np.asarray, initial)
     after = trainer.train(initial, source(columns, trainer.mesh)).model
     assert trainer.train_step_traces == 1
-    return jax.tree.map(lambda a, b: np.asarray(a) - b, after, before), tracker.scalars[1]
+    figures = tracker.scalars[1]
+    microbatches = figures["train/microbatches"] * len(LEARNED)  # the weight of the figures of all
+    return jax.tree.map(lambda a, b: np.asarray(a) - b, after, before), figures, round(microbatches)
 
 
 # The load-balancing loss is a mean over microbatches, which are others.
@@ -169,22 +180,26 @@ EXPERTS = dataclasses.replace(runs.EXPERTS, experts=dataclasses.replace(runs.EXP
 
 
 @pytest.mark.parametrize(
-    ("mesh_shape", "model", "trainer_values"),
+    ("mesh_shape", "shards", "model", "rows_at_a_time"),
     [
-        ("auto", tiny.CONFIG, {}),
-        pytest.param("1,2,2", tiny.CONFIG, {"per_device_parallelism": 2}, marks=pytest.mark.slow),
-        pytest.param("pp=2,fsdp=-1", tiny.CONFIG, {}, marks=pytest.mark.nightly),
-        pytest.param("fsdp=-1,cp=2", tiny.CONFIG, {}, marks=pytest.mark.nightly),
-        pytest.param("auto", EXPERTS, {"per_device_parallelism": "auto"}, marks=pytest.mark.slow),
+        ("auto", 4, tiny.CONFIG, -1),
+        pytest.param("1,2,2", 2, tiny.CONFIG, 2, marks=pytest.mark.slow),
+        pytest.param("pp=2,fsdp=-1", 4, tiny.CONFIG, -1, marks=pytest.mark.nightly),
+        pytest.param("fsdp=-1,cp=2", 2, tiny.CONFIG, -1, marks=pytest.mark.nightly),
+        pytest.param("auto", 4, EXPERTS, "auto", marks=pytest.mark.slow),
     ],
 )
-def test_an_update_is_that_of_padded_rows(mesh_shape, model, trainer_values):
+def test_an_update_is_that_of_padded_rows(mesh_shape, shards, model, rows_at_a_time):
     """Through attention, positions, microbatches that are left out, and the optimizer."""
     columns = made_up(vocab=tiny.vocab_size())
     columns.pop("old_logprobs")
-    packing = Packing.of(np.where(columns["loss_mask"].any(axis=1), TOKENS, 0), ROW, 2 if "2" in mesh_shape else 4)
-    padded, figures = updated(Rows, columns, mesh_shape, model, **trainer_values)
-    packed, packed_figures = updated(PackedRows, packing.pack(columns), mesh_shape, model, **trainer_values)
+    packing = Packing.of(np.where(columns["loss_mask"].any(axis=1), TOKENS, 0), ROW, shards)
+    values = {"mesh_shape": mesh_shape, "per_device_parallelism": rows_at_a_time}
+    padded, figures, _ = updated(Rows, columns, model, **values)
+    packed, packed_figures, microbatches = updated(PackedRows, packing.pack(columns), model, **values)
+    rows = shards * max(1, rows_at_a_time) if rows_at_a_time != "auto" else shards
+    needed = 1 if "pp" in mesh_shape else -(-packing.filled // rows)  # stages have all microbatches at once
+    assert microbatches == needed < len(TOKENS) / rows
     largest = max(np.abs(leaf).max() for leaf in jax.tree.leaves(padded))
     for one, other in zip(jax.tree.leaves(packed), jax.tree.leaves(padded), strict=True):
         np.testing.assert_allclose(one, other, rtol=0, atol=1e-6 * largest)
