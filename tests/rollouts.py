@@ -96,6 +96,7 @@ def make(
     initial = tiny.init_model(trainer, vocab, model) if model.experts is None else drawn(model, trainer.mesh)
     reference = None if objective.kl_coefficient == 0 else initial if lora else trainer.frozen_copy(initial)
     initial = initial if lora is None else with_adapters(initial, lora, new=True)
+    teacher = trainer.frozen_copy(drawn(model, trainer.mesh)) if objective.teacher_coefficient else None
     rollouts = Rollouts(
         settings,
         objective,
@@ -106,6 +107,7 @@ def make(
         ROW if row is None else row,
         trainer.hosts,
         reference=reference,
+        teacher=teacher,
         tracker=trainer.tracker,
         run_dir=None if config.run_id is None else Path(config.log_dir) / config.run_id,
         engine=engine,

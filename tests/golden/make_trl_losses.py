@@ -11,6 +11,7 @@ Those of pairs, ``pairs/<case>/…`` with gradients ``[pair, 2]``, are of ``pair
 the chosen and the rejected response, and ``pairs/length``, their tokens. In a case that ends with ``_smoothed`` a
 tenth of the labels are wrong. Cases with an entropy bonus have gradients ``[row, target, vocab]``, of
 ``entropy/logits``. ``rloo_kl_in_reward/advantages`` are of the rewards ``advantage``, in groups of three.
+``kto/…`` has inputs of its own, see `kto_arrays`, and ``renewal/…``, see `renewal_arrays`.
 """
 
 import inspect
@@ -24,7 +25,9 @@ import numpy as np
 import torch
 from trl.experimental.cpo.cpo_trainer import CPOTrainer
 from trl.experimental.orpo.orpo_trainer import ORPOTrainer
+from trl.trainer.callbacks import SyncRefModelCallback
 from trl.trainer.grpo_trainer import GRPOTrainer
+from trl.trainer.kto_trainer import DataCollatorForUnpairedPreference, KTOTrainer
 from trl.trainer.rloo_trainer import RLOOTrainer
 from trl.trainer.utils import entropy_from_logits, selective_log_softmax
 
@@ -133,6 +136,72 @@ def pair_case(name: str, policy: torch.Tensor, length: torch.Tensor) -> tuple[to
     return losses.detach(), policy.grad
 
 
+def kto_arrays() -> dict[str, np.ndarray]:
+    """KTO's inputs, loss, gradient and reference point, and rows with the mismatched pairs that are made of them."""
+    generator = torch.Generator().manual_seed(2)
+
+    def random(*shape: int) -> torch.Tensor:
+        return -torch.rand(*shape, generator=generator) * 3
+
+    mask = torch.rand(ROWS, TARGETS, generator=generator) < 0.7
+    label = torch.tensor([True, False, False, True, True, False])
+    leaf, kl_policy = random(ROWS, TARGETS).requires_grad_(), random(ROWS, TARGETS)
+    reference, kl_reference = random(ROWS), random(ROWS) - 20
+    shape = (ROWS, TARGETS + 1)
+
+    def model(input_ids: torch.Tensor, **_: Any) -> SimpleNamespace:
+        logprobs = kl_policy if input_ids.any() else torch.where(mask, leaf, 0.0)
+        return SimpleNamespace(log_probs=logprobs, entropy=torch.zeros_like(leaf), mean_logits=torch.zeros_like(leaf))
+
+    trainer = SimpleNamespace(
+        accelerator=SimpleNamespace(device="cpu", gather_for_metrics=lambda x: x), model=SimpleNamespace(training=True),
+        calculate_KL=True, aux_loss_enabled=False, precompute_ref_logps=True, loss_type="kto", beta=0.4,
+        desirable_weight=1.2, undesirable_weight=0.7, _metrics=defaultdict(lambda: defaultdict(list)),
+        _total_train_tokens=0, _tp_size=1,
+    )  # fmt: skip
+    trainer._compute_kl_logps = lambda model, batch: KTOTrainer._compute_kl_logps(trainer, model, batch)
+    batch = {
+        "input_ids": torch.zeros(shape, dtype=torch.int64), "attention_mask": torch.ones(shape),
+        "completion_mask": torch.cat([torch.zeros(ROWS, 1), mask], 1), "label": label,
+        "KL_input_ids": torch.ones(shape, dtype=torch.int64), "KL_attention_mask": torch.ones(shape),
+        "KL_completion_mask": torch.ones(shape), "ref_logps": reference, "ref_KL_logps": kl_reference,
+    }  # fmt: skip
+    loss = KTOTrainer._compute_loss(trainer, model, batch, return_outputs=False)
+    loss.backward()
+    print(f"kto: {loss:.6f}, reference point {trainer._metrics['train']['kl'][0]:.6f}")
+
+    sizes = torch.randint(1, 9, (ROWS, 2), generator=generator).tolist()
+    ids = [[torch.randint(1, VOCAB, (size,), generator=generator).tolist() for size in pair] for pair in sizes]
+    completions = [completion for _, completion in ids]
+    examples = [
+        {"prompt_ids": prompt, "completion_ids": completion, "KL_completion_ids": other, "label": True}
+        for (prompt, completion), other in zip(ids, [completions[-1], *completions[:-1]], strict=True)
+    ]
+    rows = DataCollatorForUnpairedPreference(pad_token_id=0, max_length=12, pad_to_multiple_of=12)(examples)
+    return {
+        "logprobs": leaf.detach().numpy(), "mask": mask.numpy(), "label": label.numpy(),
+        "reference": reference.numpy(), "kl_reference": kl_reference.numpy(), "kl_policy": kl_policy.sum(1).numpy(),
+        "loss": loss.detach().numpy(), "gradient": leaf.grad.numpy(),
+        "point": np.float32(trainer._metrics["train"]["kl"][0]),
+        "rows/tokens": rows["input_ids"].numpy(), "rows/loss_mask": rows["completion_mask"].numpy().astype(bool),
+        "rows/mismatched_tokens": rows["KL_input_ids"].numpy(),
+        "rows/mismatched_mask": rows["KL_completion_mask"].numpy().astype(bool),
+    }  # fmt: skip
+
+
+def renewal_arrays() -> dict[str, np.ndarray]:
+    """Parameters after each of five steps, and of the reference that TRL renews with 0.6 of them every two steps."""
+    models = torch.randn(6, VOCAB, generator=torch.Generator().manual_seed(3))
+    model, reference = (torch.nn.ParameterList([models[0].clone()]) for _ in range(2))
+    references = [models[0].clone()]
+    for step in range(1, len(models)):
+        model[0].data.copy_(models[step])
+        if step % 2 == 0:
+            SyncRefModelCallback._sync_target_model(model, reference, 0.6)
+        references.append(reference[0].detach().clone())
+    return {"models": models.numpy(), "references": torch.stack(references).numpy()}
+
+
 def main() -> None:
     generator = torch.Generator().manual_seed(0)
     logprobs = -torch.rand(ROWS, TARGETS, generator=generator) * 3
@@ -162,6 +231,8 @@ def main() -> None:
         arrays |= {f"pairs/{name}/loss": losses.numpy(), f"pairs/{name}/gradient": gradient.numpy()}
         print(f"{name}: {losses.mean():.6f}")
     arrays["rloo_kl_in_reward/advantages"] = advantages_with_divergence(inputs, beta=0.3, size=3).numpy()
+    arrays |= {f"kto/{name}": value for name, value in kto_arrays().items()}
+    arrays |= {f"renewal/{name}": value for name, value in renewal_arrays().items()}
     np.savez_compressed(pathlib.Path(__file__).parent / "trl_losses.npz", **arrays)
 
 

@@ -48,9 +48,9 @@ def outcome(trainer, rollouts, spy):
 
 
 def body_meshes(hosts, mesh_shapes):
-    """A rollout with two updates on each mesh, with a reference, the trainer's log-probabilities and the entropy."""
+    """A rollout with two updates on each mesh, with a reference, a teacher, own log-probabilities and entropy."""
     loss = {"use_rollout_logprobs": False, "importance_cap": 2.0, "kl_coefficient": 0.05}
-    loss |= {"kl_in_reward": True, "entropy_coefficient": 0.01}
+    loss |= {"kl_in_reward": True, "entropy_coefficient": 0.01, "teacher_coefficient": 0.5}
     results = []
     for mesh_shape in mesh_shapes:
         with pytest.MonkeyPatch.context() as patch:

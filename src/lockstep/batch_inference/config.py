@@ -1,7 +1,7 @@
 """Settings of ``lockstep sample``."""
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
 
 from lockstep.config_fields import FilePath, check_fields
 from lockstep.engine import EngineConfig, SamplingFields
@@ -42,6 +42,8 @@ class SampleConfig(CheckpointFields, EvaluationFields, SamplingFields):
 
     hf_checkpoint: FilePath | None = None
     """Hugging Face checkpoint: a directory or a URL."""
+    chat_template_kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Variables for the chat template of the tokenizer, such as ``{enable_thinking: false}``."""
     checkpoint_path: FilePath | None = None
     """Checkpoint of a training run of ours, one that it goes on from (``step-N``) or one in the Hugging Face format:
     its run directory, a directory of runs (the newest checkpoint counts), the directory or URL of the run's

@@ -5,7 +5,7 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import ClassVar, Final
+from typing import Any, ClassVar, Final
 
 import draccus
 from rich.table import Table
@@ -48,6 +48,8 @@ class EvalConfig(CheckpointFields):
 
     checkpoint: FilePath
     """A Hugging Face checkpoint, a training run of ours, or one of its checkpoints: a directory or a URL."""
+    chat_template_kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Variables for the chat template of the tokenizer, such as ``{enable_thinking: false}``."""
     trainer: JobConfig = dataclasses.field(default_factory=JobConfig)
     """Devices, hosts, trackers, directories."""
     engine: EngineConfig = dataclasses.field(default_factory=EngineConfig)
@@ -84,7 +86,8 @@ def evaluate(config: EvalConfig, hosts: Hosts) -> int:
     with hosts.run_on_all("reading tokenizer and checkpoint") as phase:
         checkpoint = checkpoint_at(config.checkpoint, "checkpoint", config.base_model)
         name = config.tokenizer or checkpoint.tokenizer
-        tokenizer = load_tokenizer(name, config.trust_remote_code, fetched, checkpoint.described_at)
+        trusted, kwargs = config.trust_remote_code, config.chat_template_kwargs
+        tokenizer = load_tokenizer(name, trusted, fetched, checkpoint.described_at, kwargs)
         phase.agree({"checkpoint": checkpoint.fingerprint(), "tokenizer": tokenizer_digest(tokenizer)})
         mesh = make_mesh(config.trainer.mesh_shape)
     date = fix_template_date(tokenizer, lambda: _kept_date(config, checkpoint), hosts.broadcast_from_leader)

@@ -158,6 +158,7 @@ class _Run:
                 config.trust_remote_code,
                 fetched,
                 self.checkpoint.described_at,
+                config.chat_template_kwargs,
             )
             self.limits = self.checkpoint.limits()
             check_vocab(self.tokenizer, self.limits.rows)

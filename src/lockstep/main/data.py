@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 type Examples = Iterable[tuple[str, Example | BadRow | None]]
 """The place of each record, and its example; what is wrong with it; or None where its prompt fills a row."""
 
-KNOWN: Final = ("chat", "preference", "prompt_completion", "text")
+KNOWN: Final = ("chat", "preference", "unpaired_preference", "prompt_completion", "text")
 """The formats that files are told to have by the fields of their first record; the first that fits it decides."""
 UNLIMITED: Final = 2**30  # tokens of a row where nothing is cut
 SHOWN_BAD: Final = 5
@@ -119,7 +119,7 @@ def _of_config(own: argparse.Namespace, keys: Mapping[str, str]) -> _RunData:
     command, config = read_plan(own.command, [f"--{key}={value}" for key, value in values.items()])
     if not isinstance(config, TrainConfig):
         raise ConfigError(f"the configuration is one of {command.name}, which trains on no data. Name that of a run.")
-    tokenizer = load_tokenizer(config.tokenizer, config.trust_remote_code, checkpoint=config.initialize_from_hf or "")
+    tokenizer = config.read_tokenizer()
     model, vocab_size = model_shape(config, tokenizer)
     ends = config.inference_eval.sampling_params(stop_ids(tokenizer)).stop_token_ids
     data, seed = config.data, config.trainer.seed
@@ -145,7 +145,7 @@ def _of_files(own: argparse.Namespace, keys: Mapping[str, str]) -> _RunData:
         )
     length = own.max_seq_len or UNLIMITED
     name = own.format or _format_of(own.files[0])
-    cls = PreferenceDataConfig if DataFormat.find(name).pairs else LmDataConfig
+    cls = PreferenceDataConfig if DataFormat.find(name).preferences else LmDataConfig
     data = cls(train_urls=tuple(own.files), format=name, truncate=own.max_seq_len is not None)
     tokenizer = load_tokenizer(own.tokenizer, trust_remote_code=trusted)
     examples = _read_examples(data.specs(tokenizer, length), tokenizer, own.rows)

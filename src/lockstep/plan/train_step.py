@@ -41,7 +41,7 @@ class State:
     parameters: int  # bytes per device of the model's parameters
     trained: int  # bytes per device of those that are trained
     optimizer: int  # bytes per device of the optimizer's state
-    reference: int  # bytes per device of a frozen copy of the model
+    reference: int  # bytes per device of a frozen copy of the model, and of a teacher
     checkpoint: int  # bytes that the host which writes most writes of a checkpoint
 
     @property
@@ -55,7 +55,7 @@ def make_state(workload: Workload, mesh: Mesh) -> State:
     training = workload.training
     assert training is not None
     precision = training.trainer.precision
-    optimizer = training.optimizer.build(training.trainer.num_train_steps)
+    optimizer = training.optimizer.build(training.trainer.num_train_steps, training.renewal)
     structs, shardings = state_structs(
         lambda key: split_trained(init_trained(workload)(key))[0], optimizer, mesh, precision
     )
@@ -65,6 +65,10 @@ def make_state(workload: Workload, mesh: Mesh) -> State:
         structs = structs.join(LoraModel(base=base, adapters=None, scale=training.lora.scale))
     parameters = _bytes(structs.model)
     reference = parameters * precision.compute.itemsize // precision.param.itemsize if training.reference else 0
+    if (teacher := training.teacher) is not None:
+        dtype = precision.compute.name
+        shape = dataclasses.replace(workload, model=teacher.config, vocab_size=teacher.vocab_size, dtype=dtype)
+        reference += _bytes(model_structs(shape, mesh))
     return State(
         structs=structs,
         shardings=shardings,
@@ -129,7 +133,7 @@ def compile_step(
     steps = training.trainer.num_train_steps
     step = TrainStep(
         loss_fn=training.loss,
-        optimizer=training.optimizer.build(steps),
+        optimizer=training.optimizer.build(steps, training.renewal),
         schedule=training.optimizer.schedule(steps),
         mesh=mesh,
         shardings=state.shardings,

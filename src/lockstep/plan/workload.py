@@ -13,12 +13,15 @@ from jax.sharding import Mesh
 from lockstep.batch_inference import Checkpoint, SampleConfig, resolve_checkpoint
 from lockstep.engine import DraftSource, EarlierAnswers, EngineConfig
 from lockstep.errors import ConfigError, PromptError
-from lockstep.models import LlamaConfig, LoraConfig, find_preset, load_config, padded_vocab_size, read_vocab_size
+from lockstep.models import LlamaConfig, LoraConfig
+from lockstep.plan.model_shape import Shape, shape_of
 from lockstep.printable import without_credentials
 from lockstep.report import EvaluationFields
-from lockstep.text import encode, load_tokenizer, read_prompts, token_count
+from lockstep.text import encode, load_tokenizer, read_prompts
 from lockstep.training import LossFn, OptimizerConfig, RolloutConfig, SavedModel, TrainConfig, TrainerConfig
 from lockstep.training.objectives import routing_column
+from lockstep.training.run import TrainGrpoConfig
+from lockstep.training.step.renewal import ReferenceRenewal
 from lockstep.types import Request, SamplingParams
 
 
@@ -102,6 +105,8 @@ class TrainingWorkload:
     rows: str = "sequences"  # what a row is called in messages: pairs, sequences, answers
     sequences_per_row: int = 1  # number of sequences in a row: 2 for pairs
     reference: bool = False  # whether a frozen copy of the model, in the compute type, is on the devices too
+    teacher: Shape | None = None  # the model that is learned from, in the compute type
+    renewal: ReferenceRenewal | None = None  # how the optimizer keeps it instead; None: it does not
     lora: LoraConfig | None = None  # the adapters, where they alone are trained
 
     packed: bool = False  # whether a run leaves out microbatches without tokens; they are planned as if there were none
@@ -161,20 +166,11 @@ CHAT_TOKENS: Final = 64  # the number of tokens that a chat template may add to 
 GSM8K_PROMPT: Final = 256  # tokens of a question with its chat template: the longest of GSM8K has about 240
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Shape:
-    """A model's shape and where it was found."""
-
-    config: LlamaConfig
-    vocab_size: int  # number of rows of its embedding
-    source: str
-
-
 def training_workload(name: str, config: TrainConfig, model: str | None = None) -> Workload:
     """The workload of the configuration of a training command."""
     notes: list[str] = []
     key = "initialize_from_hf" if config.initialize_from_hf else "model"
-    shape = _shape(model or config.initialize_from_hf, config.model, config.tokenizer, key, config.trust_remote_code)
+    shape = shape_of(model or config.initialize_from_hf, config.model, config.tokenizer, key, config.trust_remote_code)
     notes.append(f"model shape: {shape.source}")
     if config.gradient_checkpointing is not None:
         remat = dataclasses.replace(shape.config, gradient_checkpointing=config.gradient_checkpointing)
@@ -193,6 +189,7 @@ def training_workload(name: str, config: TrainConfig, model: str | None = None) 
         )
     precision = config.trainer.precision
     lora = None if config.lora is None else config.lora.resolved(precision.compute.name)
+    teacher = config.teacher if isinstance(config, TrainGrpoConfig) else None
     sampling: list[SamplingWorkload] = []
     if config.rollouts is not None:
         sampling.append(_rollouts(config, config.rollouts, shape, notes))
@@ -210,11 +207,14 @@ def training_workload(name: str, config: TrainConfig, model: str | None = None) 
             optimizer=config.optimizer,
             loss=config.loss_fn,
             columns=columns,
-            rows=config.ROW_NAME,
-            sequences_per_row=config.SEQUENCES_PER_ROW,
-            reference=config.has_reference and lora is None,  # without its adapters, the model is its own reference
+            rows=config.row_name,
+            sequences_per_row=config.sequences_per_row,
+            # Without its adapters, the model is its own reference.
+            reference=config.has_reference and lora is None and config.renewal is None,
             lora=lora,
             packed=config.rollouts is not None,
+            renewal=config.renewal,
+            teacher=None if teacher is None else shape_of(teacher, None, None, "teacher", None),
         ),
         sampling=sampling,
         hosts=config.trainer.distributed.require_process_count,
@@ -247,7 +247,7 @@ def sampling_workload(name: str, config: SampleConfig, model: str | None = None)
         if checkpoint.adapters is not None:
             notes.append("the checkpoint has adapters alone; planned as the model that they make with their base")
     else:
-        shape = _shape(model or source, None, config.tokenizer or source, "hf_checkpoint", config.trust_remote_code)
+        shape = shape_of(model or source, None, config.tokenizer or source, "hf_checkpoint", config.trust_remote_code)
     notes.append(f"model shape: {shape.source}")
     params = config.sampling_params(tuple(config.stop_token_ids or ()), 0)
     tokenizer = config.tokenizer or source
@@ -324,35 +324,6 @@ def _samples(config: TrainConfig, notes: list[str]) -> SamplingWorkload:
         engine_block="inference_eval",
         # Where the prompts of a round are drawn, programs are compiled for the longest, as in the run.
         requests=_requests(sorted(lengths, reverse=True)[: samples.prompts_per_round], params, samples.drafts),
-    )
-
-
-def _shape(source: str | None, model: Any, tokenizer: str | None, key: str, trusted: str | None) -> Shape:
-    """The shape of the ``model`` block, of a checkpoint that can be read, or of a well-known one by its name."""
-    if source is None:
-        assert isinstance(model, LlamaConfig) and tokenizer is not None
-        if Path(tokenizer).expanduser().is_dir():
-            tokens = token_count(load_tokenizer(tokenizer, trusted))
-        elif known := find_preset(tokenizer):
-            tokens = known.vocab_size
-        else:
-            raise ConfigError(
-                f"the vocabulary of tokenizer {tokenizer!r} is not known here. Give a directory that holds the "
-                "tokenizer: --tokenizer DIRECTORY."
-            )
-        return Shape(config=model, vocab_size=padded_vocab_size(tokens, 1), source="the model block")
-    path = Path(source).expanduser()
-    if (path / "config.json").is_file():
-        return Shape(config=load_config(path), vocab_size=read_vocab_size(path), source=f"{path}/config.json")
-    if known := find_preset(source):
-        name = source.rstrip("/").rpartition("/")[2]
-        return Shape(config=known.config, vocab_size=known.vocab_size, source=f"as published, by the name {name}")
-    if "://" in source:
-        return Shape(config=load_config(source), vocab_size=read_vocab_size(source), source=source)
-    raise ConfigError(
-        f"{key} is {source!r}, which is neither a directory with a config.json nor a checkpoint whose shape is known. "
-        "Copy its config.json here and give --model DIRECTORY, or --model with the name of one of the same shape, such "
-        "as --model Llama-3.1-8B."
     )
 
 

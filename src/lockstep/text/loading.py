@@ -22,6 +22,7 @@ from lockstep.printable import get_logger
 from lockstep.storage import WAIT_S, call_storage
 from lockstep.text.endings import ENDING_FILES, hub_generation_config, keep_ending, may_be_hub_name, parsed, read_ending
 from lockstep.text.probes import check_against_file
+from lockstep.text.template_kwargs import set_template_kwargs
 from lockstep.text.tokenize import encode_text
 from lockstep.urls import check_bare_name, url_to_fs
 
@@ -51,6 +52,7 @@ def load_tokenizer(
     trust_remote_code: str | None = None,
     fetched: bytes = b"",
     checkpoint: str | os.PathLike[str] = "",
+    chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> "PreTrainedTokenizerBase":
     """Load a tokenizer: its ``tokenizer.json`` as it stands, with the special tokens, the chat template and
     ``add_bos_token`` of ``tokenizer_config.json``.
@@ -67,6 +69,7 @@ def load_tokenizer(
         fetched: What `fetch_tokenizer` returned on this host or another; empty to read what is at ``path``.
         checkpoint: The directory, URL or hub name of the model, whose files say where an answer ends (`stop_ids`);
             empty where that is ``path``.
+        chat_template_kwargs: Variables for its chat template, see `set_template_kwargs`; None for none.
 
     Raises:
         ConfigError: There is no such directory or name, or what is there is not a tokenizer, one that names files
@@ -93,6 +96,7 @@ def load_tokenizer(
 
         try:
             tokenizer = _from_place(local, (None if commit is None else "") if is_copied else commit)
+            set_template_kwargs(tokenizer, chat_template_kwargs or {})
             if _is_on_hub(local) and model == name:  # `stop_ids` asks the hub
                 return tokenizer
             ending = read_ending(beside, *([] if commit is None and "://" in model else [model]), local)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 from lockstep.errors import PromptError
 from lockstep.text.template import PROCESS
 from lockstep.text.template_date import date_options, date_seen
+from lockstep.text.template_kwargs import template_kwargs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -75,8 +76,9 @@ def chat_text(
     if getattr(type(tokenizer), "apply_chat_template", None) is not PreTrainedTokenizerBase.apply_chat_template:
         options: dict[str, Any] = {"add_generation_prompt": True} if add_generation_prompt else {}
         options |= {"continue_final_message": True} if continue_final_message else {}
+        options |= {**date_options(tokenizer), **template_kwargs(tokenizer)}
         with panics_as_errors():
-            return str(tokenizer.apply_chat_template(chat, tokenize=False, **options, **date_options(tokenizer)))
+            return str(tokenizer.apply_chat_template(chat, tokenize=False, **options))
     for change in template_message_changes().values():
         chat = change(chat)
     if continue_final_message:
@@ -87,7 +89,7 @@ def chat_text(
         "documents": None,
         "add_generation_prompt": add_generation_prompt,
     }
-    variables |= tokenizer.special_tokens_map
+    variables |= {**tokenizer.special_tokens_map, **template_kwargs(tokenizer)}
     text = PROCESS.render(tokenizer.get_chat_template(), variables, date_seen(tokenizer))
     if not continue_final_message:
         return text

@@ -15,6 +15,7 @@ from lockstep.printable import get_logger
 from lockstep.text.answer import CHANNEL, HARMONY, MARKERS, MESSAGE
 from lockstep.text.endings import ENDING_FILES, stop_ids, stop_sources
 from lockstep.text.template_date import template_date
+from lockstep.text.template_kwargs import template_kwargs
 from lockstep.text.tokenize import panics_as_errors
 
 if TYPE_CHECKING:
@@ -36,8 +37,8 @@ def tokenizer_digest(tokenizer: "PreTrainedTokenizerBase") -> str:
 
     For a fast tokenizer that is its whole backend (normaliser, merges, post-processor, decoder, added tokens), for a
     slow one its vocabulary and the arguments that it was made with; for both the class, special tokens, chat template
-    and its fixed date. The place that it was loaded from, and the padding and truncation of its last call, do not
-    count.
+    with its fixed date and its variables. The place that it was loaded from, and the padding and truncation of its last
+    call, do not count.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None and hasattr(backend, "to_str"):
@@ -50,6 +51,7 @@ def tokenizer_digest(tokenizer: "PreTrainedTokenizerBase") -> str:
         "special tokens": tokenizer.special_tokens_map,
         "chat template": tokenizer.chat_template,
         **({"date": date} if (date := template_date(tokenizer)) else {}),
+        **({"chat template kwargs": kwargs} if (kwargs := template_kwargs(tokenizer)) else {}),
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=repr).encode()).hexdigest()
 

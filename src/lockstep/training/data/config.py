@@ -23,7 +23,7 @@ from lockstep.training.data.packing import ExampleKind, RowShape
 from lockstep.training.data.records import SourceConfig, SourceFile, list_files
 from lockstep.training.data.rows import CachedRows
 from lockstep.training.data.token_cache import TokenCache
-from lockstep.training.objectives import REFERENCE
+from lockstep.training.objectives import DESIRABLE, REFERENCE
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -142,18 +142,10 @@ class DataConfig:
         hosts: Hosts | None = None,
         vocab_size: int | None = None,
     ) -> dict[str, TokenCache]:
-        """Open the validation data, as `load` does the training data. Every host makes this call.
-
-        Args:
-            hosts: The hosts that make this call together; None for this one alone.
-            vocab_size: The number of rows of the model's embedding; None: its tokens are not checked.
+        """Open the validation data; arguments and errors are those of `load`. Every host makes this call.
 
         Returns:
             The rows of each source by its name, in the order of the files; empty without ``validation_urls``.
-
-        Raises:
-            ConfigError: A file or too many records cannot be used; the message names their places.
-            PeerError: The same, where hosts are given; raised on all of them.
         """
         if not self.validation_urls:
             return {}
@@ -272,8 +264,8 @@ class LmDataConfig(DataConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.data_format.pairs:
-            raise ConfigError(f"data.format is {self.format!r}, whose examples are pairs. Use train-preference.")
+        if self.data_format.preferences:
+            raise ConfigError(f"data.format is {self.format!r}, whose examples are preferences. Use train-preference.")
         if self.train_on == "all" and self.format != "chat":
             raise ConfigError(
                 f"data.train_on is all and data.format is {self.format}, which has no turns. Remove it, or use format: "
@@ -310,19 +302,22 @@ class LmDataConfig(DataConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PreferenceDataConfig(DataConfig):
-    """The data of `train-preference`, in the chat format of UltraFeedback-binarized, with the fields ``chosen`` and
-    ``rejected``, each a list of ``{role, content}`` that ends with the assistant's answer; all before it is the prompt.
+    """The data of `train-preference`: pairs in the chat format of UltraFeedback-binarized, with the fields ``chosen``
+    and ``rejected``, each a list of ``{role, content}`` that ends with the assistant's answer, before it the prompt;
+    or single answers with a label.
     """
 
     format: str = "preference"
     """``preference``: the fields above. ``preference_with_reference``: also ``ref_chosen_logps`` and
     ``ref_rejected_logps``, the log-probability of each answer under a reference model, for a loss that needs one.
-    ``module:name``: a `DataFormat` of your own with ``pairs``, whose module is imported when this is read."""
+    ``unpaired_preference``, for ``kto``: ``prompt`` and ``completion``, texts or lists of messages, and ``label``,
+    whether the completion is desirable. ``module:name``: a `DataFormat` of your own with ``pairs`` or ``labels``, whose
+    module is imported when this is read."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.data_format.pairs:
-            raise ConfigError(f"data.format is {self.format!r}, whose examples are no pairs. Use train-lm.")
+        if not self.data_format.preferences:
+            raise ConfigError(f"data.format is {self.format!r}, whose examples are no preferences. Use train-lm.")
         if self.data_format.reference and self.truncate:
             raise ConfigError(
                 f"data.truncate is true and data.format is {self.format}, whose log-probabilities are those of whole "
@@ -332,10 +327,12 @@ class PreferenceDataConfig(DataConfig):
     @property
     def data_format(self) -> DataFormat:
         """The format of the records."""
-        return DataFormat.find(self.format, ("preference", "preference_with_reference"))
+        return DataFormat.find(self.format, ("preference", "preference_with_reference", "unpaired_preference"))
 
     def columns(self, model_max_seq_len: int) -> dict[str, jax.ShapeDtypeStruct]:
         single = super().columns(model_max_seq_len)
+        if self.data_format.labels:
+            return {**single, DESIRABLE: jax.ShapeDtypeStruct((), np.bool_)}
         columns = {name: jax.ShapeDtypeStruct((2, *one.shape), one.dtype) for name, one in single.items()}
         if self.data_format.reference:
             columns[REFERENCE] = jax.ShapeDtypeStruct((2,), np.float32)

@@ -196,7 +196,8 @@ def print_examples(check: ExampleCheck, console: Console) -> None:
     how = "what is trained is green" if colour else "what is trained is between ⟦ and ⟧"
     console.print(Text(f"training data: {len(check.drawn)} examples; {how}", style="bold"), soft_wrap=True)
     for example in check.drawn:
-        names = [""] if len(example) == 1 else ["chosen ", "rejected "]
+        label = {1: "desirable ", 0: "undesirable "}.get(example[0].value, "")  # type: ignore[call-overload]
+        names = [label] if len(example) == 1 else ["chosen ", "rejected "]
         for name, sequence in zip(names, example, strict=True):
             shown = shown_sequence(check, sequence, colour=colour)
             console.print(Text(f"  {name}").append_text(shown), soft_wrap=True)

@@ -1,4 +1,4 @@
-"""From records to tokens: documents, prompts with completions, chats and preference pairs."""
+"""From records to tokens: documents, prompts with completions, chats and preferences."""
 
 import bisect
 import dataclasses
@@ -8,15 +8,15 @@ import itertools
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
 from lockstep.errors import ConfigError, PromptError
-from lockstep.json_text import lone_surrogate, without_nulls
 from lockstep.plugins import load_object
-from lockstep.text import Prompt, count_appended, text_message
-from lockstep.text.tokenize import chat_text, token_ids
+from lockstep.text import count_appended
+from lockstep.text.tokenize import token_ids
+from lockstep.training.data.chats import Chat, chat_of, make_prompt, messages_of, whole_chat
 from lockstep.training.data.records import BadRow, Record, field
 
 if TYPE_CHECKING:
@@ -30,29 +30,17 @@ class TokenSequence:
     Args:
         n_prompt: The number of its first tokens that are not targets.
         tokens: Token ids. A later one that is no target is stored as its complement ``~id``, which is negative.
-        reference: The log-probability of the targets under a reference model; None where the records do not have it.
+        value: A number of the record: of a side of a pair, the log-probability of its targets under a reference model;
+            of an unpaired answer, 1 where it is desirable, else 0; None where the records have none.
     """
 
     n_prompt: int
     tokens: Sequence[int] | np.ndarray
-    reference: float | None = None
+    value: float | None = None
 
 
 type Example = tuple[TokenSequence, ...]
 """One sequence; of a pair the chosen and the rejected one."""
-
-
-@dataclasses.dataclass(frozen=True)
-class _Chat:
-    """A chat as text.
-
-    Args:
-        text: All of it.
-        answers: Where each answer that is a target begins and ends; the last one ends with the text.
-    """
-
-    text: str
-    answers: Sequence[tuple[int, int]]
 
 
 type Tokenize = Callable[["PreTrainedTokenizerBase", Sequence[Record]], list[Example | BadRow]]
@@ -75,6 +63,7 @@ class DataFormat:
         chats: Whether the tokenizer must have a chat template.
         pairs: Whether an example is a chosen and a rejected sequence.
         reference: Whether they have their log-probabilities under a reference model.
+        labels: Whether an example has a label, which says whether it is desirable.
 
     Example:
         >>> from lockstep.training import DataFormat
@@ -92,6 +81,7 @@ class DataFormat:
     chats: bool = False
     pairs: bool = False
     reference: bool = False
+    labels: bool = False
 
     @classmethod
     def find(cls, name: str, known: Sequence[str] = ()) -> "DataFormat":
@@ -136,6 +126,11 @@ class DataFormat:
 
         return dataclasses.replace(self, name="", fields=tuple(fields), tokenize=tokenize)
 
+    @property
+    def preferences(self) -> bool:
+        """Whether an example says which of two answers is better, or whether one is good."""
+        return self.pairs or self.labels
+
     def check(self, tokenizer: "PreTrainedTokenizerBase") -> None:
         """Check that a tokenizer can be used."""
         if self.chats and not tokenizer.chat_template:
@@ -170,26 +165,26 @@ def _completions(tokenizer: "PreTrainedTokenizerBase", records: Sequence[Record]
 
 
 def _chats(tokenizer: "PreTrainedTokenizerBase", records: Sequence[Record]) -> list[Example | BadRow]:
-    chats = _each(records, lambda record: _chat(tokenizer, _messages(record)))
+    chats = _each(records, lambda record: chat_of(tokenizer, messages_of(record)))
     return _map_good(chats, lambda good: _answers(tokenizer, good))
 
 
 def _whole_chats(tokenizer: "PreTrainedTokenizerBase", records: Sequence[Record]) -> list[Example | BadRow]:
-    chats = _each(records, lambda record: _whole_chat(tokenizer, _messages(record)))
+    chats = _each(records, lambda record: whole_chat(tokenizer, messages_of(record)))
     return _map_good(chats, lambda good: _answers(tokenizer, good))
 
 
 def _pairs(tokenizer: "PreTrainedTokenizerBase", records: Sequence[Record]) -> list[Example | BadRow]:
-    def pair_of(record: Record) -> tuple[_Chat, _Chat]:
-        chosen, rejected = (_messages(record, name) for name in ("chosen", "rejected"))
+    def pair_of(record: Record) -> tuple[Chat, Chat]:
+        chosen, rejected = (messages_of(record, name) for name in ("chosen", "rejected"))
         if chosen[:-1] != rejected[:-1]:
             raise BadRow(
                 "has 'chosen' and 'rejected' that differ before the last message; they must answer the same prompt. "
                 "Correct the pair or remove it."
             )
-        return _chat(tokenizer, chosen, "(chosen) "), _chat(tokenizer, rejected, "(rejected) ")
+        return chat_of(tokenizer, chosen, "(chosen) "), chat_of(tokenizer, rejected, "(rejected) ")
 
-    def examples(good: Sequence[tuple[_Chat, _Chat]]) -> list[Example | BadRow]:
+    def examples(good: Sequence[tuple[Chat, Chat]]) -> list[Example | BadRow]:
         answers = _answers(tokenizer, [chat for pair in good for chat in pair])
         return [_joined(*answers[number : number + 2]) for number in range(0, len(answers), 2)]
 
@@ -206,18 +201,36 @@ def _scored_pairs(tokenizer: "PreTrainedTokenizerBase", records: Sequence[Record
     def scored(example: Example | BadRow, values: list[float] | BadRow) -> Example | BadRow:
         if isinstance(example, BadRow) or isinstance(values, BadRow):
             return example if isinstance(example, BadRow) else values  # type: ignore[return-value]
-        return tuple(dataclasses.replace(one, reference=each) for one, each in zip(example, values, strict=True))
+        return tuple(dataclasses.replace(one, value=each) for one, each in zip(example, values, strict=True))
 
     return [scored(*both) for both in zip(_pairs(tokenizer, records), _each(records, logprobs), strict=True)]
 
 
-def _messages(record: Record, name: str = "messages") -> list[Any]:
-    """The messages of a chat as their author wrote them, without the nulls of a column's other messages."""
-    messages: list[Any] = field(record, name, list)
-    try:
-        return list(map(text_message, messages))
-    except PromptError:  # it is said of the whole chat
-        return [without_nulls(message) for message in messages]
+def _labelled(tokenizer: "PreTrainedTokenizerBase", records: Sequence[Record]) -> list[Example | BadRow]:
+    """Texts or chats with labels, each tokenised as without one."""
+
+    def parts(record: Record) -> tuple[Record, float]:
+        prompt, completion = (field(record, name, (str, list)) for name in ("prompt", "completion"))
+        label = float(field(record, "label", bool))
+        if isinstance(prompt, str) and isinstance(completion, str):
+            return {"prompt": prompt, "completion": completion}, label
+        if isinstance(prompt, str) or isinstance(completion, str) or len(completion) != 1:
+            raise BadRow(
+                "has a 'prompt' and a 'completion' that do not go together; both must be texts, or the one a list of "
+                "messages and the other a list of the one message that answers them. Correct it or remove it."
+            )
+        return {"messages": [*prompt, *completion]}, label
+
+    def examples(good: Sequence[tuple[Record, float]]) -> list[Example | BadRow]:
+        chats = iter(_chats(tokenizer, [record for record, _ in good if "messages" in record]))
+        texts = iter(_completions(tokenizer, [record for record, _ in good if "messages" not in record]))
+        tokenised = [(next(chats if "messages" in record else texts), label) for record, label in good]
+        return [
+            example if isinstance(example, BadRow) else (dataclasses.replace(example[0], value=label),)
+            for example, label in tokenised
+        ]
+
+    return _map_good(_each(records, parts), examples)
 
 
 def _joined(chosen: Example | BadRow, rejected: Example | BadRow) -> Example | BadRow:
@@ -228,51 +241,7 @@ def _joined(chosen: Example | BadRow, rejected: Example | BadRow) -> Example | B
     return (*chosen, *rejected)
 
 
-def _chat(tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Mapping[str, str]], side: str = "") -> _Chat:
-    roles = [message.get("role") if isinstance(message, Mapping) else None for message in messages]
-    if len(messages) < 2 or roles[-1] != "assistant":
-        raise BadRow(
-            f"{side}has {len(messages)} messages and ends with role {roles[-1] if roles else None!r}; it must have a "
-            "prompt and end with the assistant's answer. Correct it or remove it."
-        )
-    if not isinstance(messages[-1].get("content"), str) and not messages[-1].get("tool_calls"):
-        raise BadRow(f"{side}has an answer without a text as its 'content'. Correct it or remove it.")
-    before = [dict(message) for message in make_prompt(messages=tuple(messages[:-1])).messages or ()]
-    try:
-        prompt = chat_text(tokenizer, before, add_generation_prompt=True)
-        text = chat_text(tokenizer, [*before, messages[-1]])
-    except Exception as error:  # the template is a program of the tokenizer's: it may raise anything
-        raise BadRow(f"{side}has messages that the tokenizer's chat template refuses: {error}") from error
-    assert isinstance(prompt, str) and isinstance(text, str)
-    if broken := lone_surrogate(text):
-        raise BadRow(f"{side}has {broken} in its messages. Correct it or remove it.")
-    if not text.startswith(prompt):
-        raise BadRow(
-            f"{side}has a chat whose text does not begin with that of its prompt, so it is not known where the answer "
-            "begins. Use a chat template whose generation prompt begins an assistant's message."
-        )
-    return _Chat(text, [(len(prompt), len(text))])
-
-
-def _whole_chat(tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Mapping[str, str]]) -> _Chat:
-    """A chat of which every answer is a target: each as if it were the last, at the same place of the whole text."""
-    whole = _chat(tokenizer, messages)
-    answers: list[tuple[int, int]] = []
-    for number, message in enumerate(messages[:-1], 1):
-        if message["role"] != "assistant":
-            continue
-        part = _chat(tokenizer, messages[:number])
-        if not whole.text.startswith(part.text):
-            raise BadRow(
-                f"has a chat whose text up to message {number} is another one where messages follow, so it is not "
-                "known where this answer is. Use data.train_on: last, or a chat template that writes a message the "
-                "same whatever follows."
-            )
-        answers += part.answers
-    return _Chat(whole.text, [*answers, *whole.answers])
-
-
-def _answers(tokenizer: "PreTrainedTokenizerBase", chats: Sequence[_Chat]) -> list[Example | BadRow]:
+def _answers(tokenizer: "PreTrainedTokenizerBase", chats: Sequence[Chat]) -> list[Example | BadRow]:
     """Chats as tokens; those of an answer are the ones that hold a character of it."""
     if not getattr(tokenizer, "is_fast", False):
         return _answers_by_prefix(tokenizer, chats)
@@ -286,7 +255,7 @@ def _answers(tokenizer: "PreTrainedTokenizerBase", chats: Sequence[_Chat]) -> li
     return examples
 
 
-def _answers_by_prefix(tokenizer: "PreTrainedTokenizerBase", chats: Sequence[_Chat]) -> list[Example | BadRow]:
+def _answers_by_prefix(tokenizer: "PreTrainedTokenizerBase", chats: Sequence[Chat]) -> list[Example | BadRow]:
     """The same for a tokenizer that does not say which characters a token holds."""
     wholes = _ids(tokenizer, [chat.text for chat in chats], add_special_tokens=False)
     examples: list[Example | BadRow] = []
@@ -320,14 +289,6 @@ def _example(prompt: Sequence[int], target: Sequence[int]) -> Example | BadRow:
     if not target:
         return BadRow("has a completion of 0 tokens; at least 1 is needed. Correct it or remove it.")
     return (TokenSequence(len(prompt), [*prompt, *target]),)
-
-
-def make_prompt(**values: Any) -> Prompt:
-    """Return a prompt of a record."""
-    try:
-        return Prompt(id=0, **values)
-    except PromptError as error:
-        raise BadRow(f"has a prompt that cannot be used: {str(error).removeprefix('prompt 0 ')}") from error
 
 
 def _ids(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str], **options: bool) -> list[list[int]]:
@@ -394,6 +355,7 @@ FORMATS: Final[Mapping[str, DataFormat]] = {
         "preference_with_reference": dataclasses.replace(
             _PAIRS, fields=(*_PAIRS.fields, *REFERENCE_FIELDS), tokenize=_scored_pairs, reference=True
         ),
+        "unpaired_preference": DataFormat(fields=("prompt", "completion", "label"), tokenize=_labelled, labels=True),
     }.items()
 }
 """The formats by name: in a ``chat`` the last answer is the target, in ``chat_all`` every one."""

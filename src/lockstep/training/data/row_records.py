@@ -9,7 +9,7 @@ from jaxtyping import Float, Int
 
 from lockstep.training.data.packing import Layout, Row
 
-ROW, INDEX, LOGPROB = np.dtype("<i4"), np.dtype("<i8"), np.dtype("<f4")
+ROW, INDEX, VALUE = np.dtype("<i4"), np.dtype("<i8"), np.dtype("<f4")
 FLUSH_ROWS = 1000
 
 
@@ -26,11 +26,9 @@ class RowWriter:
     def write(self, row: Row) -> None:
         """Write a row."""
         header = [len(row), *(number for sequence in row for number in (sequence.n_prompt, len(sequence.tokens)))]
-        reference = np.asarray(
-            [sequence.reference for sequence in row if sequence.reference is not None], LOGPROB
-        ).view(ROW)
+        values = np.asarray([sequence.value for sequence in row if sequence.value is not None], VALUE).view(ROW)
         record = np.concatenate(
-            [np.asarray(part, ROW) for part in (header, *(sequence.tokens for sequence in row), reference)]
+            [np.asarray(part, ROW) for part in (header, *(sequence.tokens for sequence in row), values)]
         )
         self._waiting.append(record)
         self._ends.append(self._ends[-1] + len(record))
@@ -68,8 +66,8 @@ def check_record(record: Int[np.ndarray, " record"], layout: Layout, length: int
     prompts, sizes = record[1:start:2], record[2:start:2]
     total = int(sizes.sum(dtype=np.int64))
     longest = total if layout == "packed" else int(sizes.max())
-    rest = len(record) - start - total
-    if (prompts < 0).any() or (prompts > sizes).any() or longest > length or rest not in (0, 2 * (layout == "pair")):
+    rest, n_values = len(record) - start - total, {"single": 1, "pair": 2}.get(layout, 0)
+    if (prompts < 0).any() or (prompts > sizes).any() or longest > length or rest not in (0, n_values):
         raise ValueError(f"a row of {length} tokens would have sequences of {sizes.tolist()} tokens"[:200])
     tokens = record[start : start + total]
     highest = max(int(tokens.max()), int(~tokens.min())) if total else 0
@@ -87,9 +85,9 @@ def parse_record(record: Int[np.ndarray, " record"]) -> Iterator[tuple[int, Int[
         start += size
 
 
-def parse_reference(record: Int[np.ndarray, " record"]) -> Float[np.ndarray, " sequence"] | None:
-    """Return the log-probability of each sequence of a record under a reference model; None where it has none."""
+def parse_values(record: Int[np.ndarray, " record"]) -> Float[np.ndarray, " sequence"] | None:
+    """Return the value of each sequence of a record, see `TokenSequence`; None where it has none."""
     n_sequences = int(record[0])
     start = 1 + 2 * n_sequences
     rest = record[start + int(record[2:start:2].sum()) :]
-    return rest.view(LOGPROB) if len(rest) else None
+    return rest.view(VALUE) if len(rest) else None

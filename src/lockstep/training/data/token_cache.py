@@ -23,8 +23,8 @@ from lockstep.limits import check_regular, read_object
 from lockstep.storage import WAIT_S, call_storage
 from lockstep.training.data.examples import TokenSequence
 from lockstep.training.data.packing import Layout, Row
-from lockstep.training.data.row_records import INDEX, ROW, check_record, parse_record, parse_reference
-from lockstep.training.objectives import REFERENCE
+from lockstep.training.data.row_records import INDEX, ROW, check_record, parse_record, parse_values
+from lockstep.training.objectives import DESIRABLE, REFERENCE
 
 DEAD_S = 3600.0
 OPEN_CHUNKS = 128  # chunks whose files are mapped into memory at a time; each takes two file descriptors
@@ -284,13 +284,14 @@ class TokenCache:
         Returns:
             The columns ``tokens`` int32 ``[row, position]`` and ``loss_mask`` bool of the same shape, for packed rows
             ``segment_ids`` int32 too; for pairs ``[row, 2, position]``, chosen and rejected, and where the records
-            have them ``reference_logprobs`` float32 ``[row, 2]``.
+            have them ``reference_logprobs`` float32 ``[row, 2]``, or ``desirable`` bool ``[row]``.
 
         Raises:
             ConfigError: The files do not have rows as the metadata say, or one with a token that the model lacks.
         """
         records, length = self._read(numbers)
-        return expand(records, self.metadata.layout, length)
+        with refused(self.path, FIX):
+            return expand(records, self.metadata.layout, length)
 
     def rows(self, numbers: Sequence[int]) -> list[Row]:
         """Read some rows as the sequences that are in them."""
@@ -338,9 +339,18 @@ def expand(records: Sequence[np.ndarray], layout: Layout, length: int) -> dict[s
             start = end
     columns = {"tokens": tokens, "loss_mask": mask} | ({"segment_ids": segments} if layout == "packed" else {})
     if layout != "pair":
-        return {name: column[:, 0] for name, column in columns.items()}
-    reference = [one for one in map(parse_reference, records) if one is not None]
-    return {**columns, REFERENCE: np.stack(reference)} if reference else columns
+        columns = {name: column[:, 0] for name, column in columns.items()}
+    values = [value for value in map(parse_values, records) if value is not None]
+    if not values:
+        return columns
+    if len(values) < len(records):
+        raise ValueError(f"{len(values)} of {len(records)} rows have values")
+    if layout == "pair":
+        return columns | {REFERENCE: np.stack(values)}
+    labels = np.concatenate(values)
+    if not np.isin(labels, (0, 1)).all() or np.signbit(labels).any():
+        raise ValueError(f"rows have the labels {labels.tolist()!r:.80}")
+    return columns | {DESIRABLE: labels == 1}
 
 
 def chunk_file(path: str, chunk: int, suffix: str) -> str:

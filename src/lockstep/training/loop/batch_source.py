@@ -16,12 +16,15 @@ from jaxtyping import PyTree
 from lockstep.errors import HostTimeoutError
 from lockstep.exits import give_work_up
 from lockstep.hosts import Hosts, Terminated
+from lockstep.models import join_trained, split_trained
 from lockstep.placement import batch_spec, host_rows, place_local
 from lockstep.printable import get_logger
 from lockstep.training.data.rows import Batches, BatchesOfLengths
 from lockstep.training.loop.logprobs import ReferenceLogprobs
 from lockstep.training.objectives import REFERENCE
 from lockstep.training.step.launcher import Launcher
+from lockstep.training.step.renewal import reference_of
+from lockstep.training.step.train_state import TrainState
 
 log = get_logger(__name__)
 
@@ -74,6 +77,21 @@ class PackedBatches(Protocol):
         ...
 
 
+@runtime_checkable
+class UsesReference(Protocol):
+    """A `BatchSource` whose batches depend on a reference model, which the state of the optimizer may keep."""
+
+    def use_reference(self, model: PyTree) -> None:
+        """Take the reference model for batches until the next call, before which a step donates it."""
+        ...
+
+
+def give_reference(source: BatchSource, state: TrainState) -> None:
+    """Give a source the reference model that the state of an optimizer keeps, where there is one; launches nothing."""
+    if isinstance(source, UsesReference) and (kept := reference_of(state.opt_state)) is not None:
+        source.use_reference(join_trained(kept, split_trained(state.model)[1]))
+
+
 class BatchFeed:
     """The batches of data that do not depend on the model, each host reading only its own rows.
 
@@ -121,12 +139,16 @@ class BatchFeed:
         ]
         return found if self._reference is None else [self._reference.structs(one) for one in found]
 
-    def compile(self, launcher: Launcher) -> list[dict[str, jax.ShapeDtypeStruct]]:
-        """Compile what adds a column, and return `all_structs`; every host makes this call."""
+    def compile(self, launcher: Launcher, model: PyTree) -> list[dict[str, jax.ShapeDtypeStruct]]:
+        """Compile what adds a column, and return `all_structs`; every host makes this call.
+
+        Args:
+            model: The model that learns.
+        """
         found = self.all_structs()
         if self._reference is not None:
             for structs in found:
-                launcher.compile_on_all(REFERENCE, functools.partial(self._reference.compile, structs))
+                launcher.compile_on_all(REFERENCE, functools.partial(self._reference.compile, model, structs))
         return found
 
     def batch(self, step: int, model: PyTree) -> dict[str, jax.Array] | None:
@@ -142,7 +164,12 @@ class BatchFeed:
                 return None
             self._place(step)
         batch = self._placed.pop(step)
-        return batch if self._reference is None else self._reference.add_to(batch, step)
+        return batch if self._reference is None else self._reference.add_to(model, batch, step)
+
+    def use_reference(self, model: PyTree) -> None:
+        """See `UsesReference.use_reference`."""
+        if self._reference is not None:
+            self._reference.use(model)
 
     def prepare(self, step: int) -> None:
         """Place the batch of a step where it is read already; never waits."""

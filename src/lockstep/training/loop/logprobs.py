@@ -1,6 +1,6 @@
 """Log-probabilities that are columns of batches: of a frozen model, or of the one that learns before its update."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import haliax as hax
@@ -28,8 +28,10 @@ class LogprobProgram:
     """Computes log-probabilities of batches, microbatch by microbatch; compiled ahead of time for each shape.
 
     Args:
-        function: A function of a model in the compute type and the columns of a microbatch, with the row as axis 0 of
-            its result.
+        function: A function of a model in the compute type, or a tuple of them, and the columns of a microbatch, with
+            the row as axis 0 of its result.
+        before: A function that makes the columns of a whole batch from those that are given.
+        after: A function of the result for a whole batch, and its columns, that makes the program's result.
         replicated: Whether every device gets all of the result; otherwise its rows are where those of the batch are.
     """
 
@@ -42,10 +44,13 @@ class LogprobProgram:
         mesh: Mesh,
         ledger: Ledger,
         replicated: bool = False,
+        before: Callable[[Mapping[str, Array]], Mapping[str, Array]] = dict,
+        after: Callable[[Array, Mapping[str, Array]], Array] = lambda result, batch: result,
     ) -> None:
+        self._before, self._after = before, after
         self._name, self._function, self._trainer, self._mesh, self._ledger = name, function, trainer, mesh, ledger
         self._sharding = NamedSharding(mesh, P() if replicated else batch_spec(mesh))
-        self._programs: dict[tuple[int, ...], Program] = {}
+        self._programs: dict[Hashable, Program] = {}
 
     @property
     def traces(self) -> int:
@@ -61,15 +66,15 @@ class LogprobProgram:
         Returns:
             The program's digests, which all hosts must compare before the first call.
         """
-        shape = batch["tokens"].shape
-        if shape not in self._programs:
-            packed = "segment_ids" in batch
-            parts = self._microbatches(shape[0], packed=packed) if microbatches is None else microbatches
+        key = _shape(model, batch)
+        if key not in self._programs:
+            packed, n_rows = "segment_ids" in batch, len(batch["tokens"])
+            parts = self._microbatches(n_rows, packed=packed) if microbatches is None else microbatches
 
             def compute(model: PyTree, batch: Mapping[str, Array]) -> Array:
                 return self._compute(model, batch, parts)
 
-            self._programs[shape] = compile_program(
+            self._programs[key] = compile_program(
                 self._name,
                 compute,
                 [model, dict(batch)],
@@ -77,11 +82,11 @@ class LogprobProgram:
                 ledger=self._ledger,
                 out_shardings=self._sharding,
             )
-        return self._programs[shape].digests
+        return self._programs[key].digests
 
     def __call__(self, model: PyTree, batch: Columns) -> Array:
         """Launch; the result is float32, with the row as axis 0."""
-        return self._programs[batch["tokens"].shape](model, dict(batch))
+        return self._programs[_shape(model, batch)](model, dict(batch))
 
     def _microbatches(self, n_rows: int, *, packed: bool) -> int:
         if self._trainer.per_device_parallelism == "auto":
@@ -90,7 +95,11 @@ class LogprobProgram:
         return self._trainer.microbatches(self._mesh, packed=packed) * (n_rows // self._trainer.train_batch_size)
 
     def _compute(self, model: PyTree, batch: Mapping[str, Array], microbatches: int) -> Array:
-        model = pipelined(self._trainer.precision.cast_to_compute(model))
+        def prepared(model: PyTree) -> PyTree:
+            return pipelined(self._trainer.precision.cast_to_compute(model))
+
+        model = tuple(map(prepared, model)) if isinstance(model, tuple) else prepared(model)
+        batch = self._before(batch)
         shards = data_shards(self._mesh)
         split = NamedSharding(self._mesh, P(None, *batch_spec(self._mesh)))
 
@@ -110,7 +119,7 @@ class LogprobProgram:
             _, computed = jax.lax.scan(lambda carry, part: (carry, logprobs(part)), None, split_batch)
         n_rows = len(batch["tokens"])
         by_shard = computed.reshape(microbatches, shards, -1, *computed.shape[2:]).swapaxes(0, 1)
-        return by_shard.reshape(n_rows, *computed.shape[2:]).astype(jnp.float32)
+        return self._after(by_shard.reshape(n_rows, *computed.shape[2:]).astype(jnp.float32), batch)
 
 
 def _of_filled(function: Callable[[Mapping[str, Array]], Array], microbatches: Mapping[str, Array]) -> Array:
@@ -126,12 +135,32 @@ def _of_filled(function: Callable[[Mapping[str, Array]], Array], microbatches: M
     return results
 
 
+def _shape(model: PyTree, batch: Columns) -> Hashable:
+    """The key of a program: the shape of the rows, and the types of the model; an average may have one of its own."""
+    return batch["tokens"].shape, tuple(leaf.dtype for leaf in jax.tree.leaves(model))
+
+
 @runtime_checkable
 class NeedsReference(Protocol):
     """An objective that compares with a frozen model, such as `PreferenceObjective` with ``NEEDS_REFERENCE``."""
 
     def reference_logprobs(self, model: PyTree, batch: Mapping[str, Array], /) -> Float[Array, " row *shape"]:
         """Return the column ``reference_logprobs`` of a (micro)batch."""
+        ...
+
+
+@runtime_checkable
+class NeedsReferencePoint(NeedsReference, Protocol):
+    """One that also compares with a figure of the whole batch, such as `KtoConfig`. Its ``reference_logprobs`` gets a
+    tuple of the model that learns and the frozen one.
+    """
+
+    def mismatched(self, batch: Mapping[str, Array], /) -> Mapping[str, Array]:
+        """Return the columns of a whole batch with those that ``reference_logprobs`` reads."""
+        ...
+
+    def with_reference_point(self, logprobs: Array, batch: Mapping[str, Array], /) -> Float[Array, "row 2"]:
+        """Return the column ``reference_logprobs`` of a whole batch, from what that method returned."""
         ...
 
 
@@ -143,7 +172,7 @@ class ReferenceLogprobs:
 
     Args:
         model: The frozen model on the mesh, which no step may change: `Trainer.frozen_copy` of the first one, or the
-            base of a `LoraModel`.
+            base of a `LoraModel`. Where the optimizer keeps a reference (`ReferenceRenewal`), any in its place.
 
     Raises:
         ConfigError: The objective has no ``reference_logprobs``.
@@ -157,8 +186,12 @@ class ReferenceLogprobs:
             )
         self._model, self._mesh, self._hosts = model, mesh, hosts
         self._watchdog = Watchdog(hosts, hosts.timeout_s)
+        around: dict[str, Any] = {}
+        if isinstance(objective, NeedsReferencePoint):
+            around = {"before": objective.mismatched, "after": objective.with_reference_point}
+        self._has_point = bool(around)
         self._program = LogprobProgram(
-            REFERENCE, objective.reference_logprobs, trainer=trainer, mesh=mesh, ledger=hosts.ledger
+            REFERENCE, objective.reference_logprobs, trainer=trainer, mesh=mesh, ledger=hosts.ledger, **around
         )
 
     @property
@@ -166,23 +199,39 @@ class ReferenceLogprobs:
         """The number of times that the program was traced: once for each shape of a batch."""
         return self._program.traces
 
-    def compile(self, batch: Columns, microbatches: int | None = None) -> Mapping[str, str]:
-        """Compile for a shape, unless that is done, and return digests for hosts to compare, see `LogprobProgram`."""
-        return environment() | dict(self._program.compile(self._model, _read(batch), microbatches))
+    def compile(self, model: PyTree, batch: Columns, microbatches: int | None = None) -> Mapping[str, str]:
+        """Compile for a shape, unless that is done, and return digests for hosts to compare, see `LogprobProgram`.
+
+        Args:
+            model: The model that learns, or its shapes.
+        """
+        return environment() | dict(self._program.compile(self._models(model), _read(batch), microbatches))
+
+    def use(self, model: PyTree) -> None:
+        """Take another model as the frozen one, for the batches until the next call."""
+        self._model = model
 
     def structs(self, batch: Columns) -> dict[str, Any]:
         """Return the shapes of a batch with its further column."""
-        column = jax.ShapeDtypeStruct(batch["tokens"].shape[:-1], jnp.float32, sharding=batch["tokens"].sharding)
+        tokens = batch["tokens"]
+        shape = (*tokens.shape[:-1], 2) if self._has_point else tokens.shape[:-1]
+        column = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=tokens.sharding)
         return {**batch, REFERENCE: column}
 
-    def add_to(self, batch: Columns, step: int) -> dict[str, Any]:
+    def add_to(self, model: PyTree, batch: Columns, step: int) -> dict[str, Any]:
         """Launch, and return the batch with its further column.
+
+        Args:
+            model: The model that learns.
 
         Raises:
             HostError: The runtime failed, on several hosts most likely because one of them has died.
         """
         with named_failure(self._hosts, step), self._watchdog.watch(REFERENCE):
-            return {**batch, REFERENCE: self._program(self._model, _read(batch))}
+            return {**batch, REFERENCE: self._program(self._models(model), _read(batch))}
+
+    def _models(self, model: PyTree) -> PyTree:
+        return (model, self._model) if self._has_point else self._model
 
 
 def _read(batch: Columns) -> Columns:

@@ -22,7 +22,7 @@ from lockstep.printable import get_logger
 from lockstep.report import FINISH_S, BackgroundTracker, NoopTracker, Tracker
 from lockstep.training.checkpoints.checkpoint import CheckpointMetadata
 from lockstep.training.data.rows import Batches
-from lockstep.training.loop.batch_source import BatchFeed, BatchSource, PackedBatches
+from lockstep.training.loop.batch_source import BatchFeed, BatchSource, PackedBatches, give_reference
 from lockstep.training.loop.config import TrainerConfig
 from lockstep.training.loop.hooks import Hook, Hooks, StepInfo
 from lockstep.training.loop.logprobs import ReferenceLogprobs
@@ -302,6 +302,7 @@ class Trainer:
                 hosts=hosts,
                 reference=self.reference,
             )
+        give_reference(batches, state)
         job = {"job/processes": hosts.count, "job/slices": self.mesh.shape.get(DCN, 1)}
         traces = None if self._run_dir is None else Path(self._run_dir) / "profiler"
         return _Run(
@@ -323,6 +324,7 @@ class Trainer:
         with named_failure(self.hosts, step), self._watchdog.watch("train_step"), run.profiler.step(step):
             flag = stop.flag(self._saves.flag(), self._hooks.stop_reason)
             state, figures = step_fn(state, batch, *self._signals(step_fn, flag))
+            give_reference(run.source, state)
             run.source.prepare(step + 1)
             metrics = step_fn.read(figures)
         seconds = {"step_s": time.perf_counter() - start, "wait_s": start - requested}
@@ -352,7 +354,7 @@ class Trainer:
                 skip_empty=packed,
             )
 
-        todo = list(source.compile(self._launch) if isinstance(source, BatchFeed) else [source.structs()])
+        todo = list(source.compile(self._launch, state.model) if isinstance(source, BatchFeed) else [source.structs()])
         if self.config.per_device_parallelism == "auto":  # what fits with the longest rows fits with shorter ones
             longest = todo.pop()
             memory = self.config.step_bytes(lambda: memory_for_training(self.mesh, state))

@@ -107,7 +107,8 @@ class Validation:
         batch: Mapping[str, Any] = self._place(self._read(first, 0))
         digests: dict[str, str] = {}
         if (reference := self._trainer.reference) is not None:
-            digests |= {f"{REFERENCE} {name}": one for name, one in reference.compile(batch, microbatches=1).items()}
+            compiled = reference.compile(model, batch, microbatches=1)
+            digests |= {f"{REFERENCE} {name}": digest for name, digest in compiled.items()}
             batch = reference.structs(batch)
         self._program = compile_program(
             "eval_step",
@@ -120,12 +121,13 @@ class Validation:
         return digests | dict(self._program.digests)
 
     def _eval_step(self, model: PyTree, batch: dict[str, Array]) -> Float[Array, " n"]:
-        """The sums of one batch: of losses, of weights, and of each metric."""
+        """The sums of one batch: of losses and of each metric, and the weights of both."""
         with hax.axis_mapping(compute_axes(self._mesh)):
             parts = self._loss_fn(pipelined(self._precision.cast_to_compute(model)), batch)
         parts = cast_floats(parts, jnp.dtype(jnp.float32))
         self._names = tuple(parts.metrics)
-        return jnp.stack([parts.total, parts.weight, *parts.metrics.values()])
+        weights = [parts.weight, *(parts.weights.get(name, parts.weight) for name in parts.metrics)]
+        return jnp.stack([parts.total, *parts.metrics.values(), *weights])
 
     def _sum(self, scope: Any, number: int, model: PyTree, step: int) -> Float[np.ndarray, " n"]:
         """The sums over all rows of a source, in float64."""
@@ -139,7 +141,7 @@ class Validation:
                 batches = [self._place(self._read(rows, one)) for one in ahead]
             for batch in batches:
                 if self._trainer.reference is not None:
-                    batch = self._trainer.reference.add_to(batch, step)
+                    batch = self._trainer.reference.add_to(model, batch, step)
                 with self._watchdog.watch("eval_step"):
                     results.append(jax.block_until_ready(self._program(model, batch)))
         return np.sum([np.asarray(one.addressable_data(0), np.float64) for one in results], axis=0)
@@ -166,7 +168,9 @@ class Validation:
         return found
 
     def _named(self, prefix: str, sums: Float[np.ndarray, " n"]) -> dict[str, float]:
-        loss, *others = (float(value / sums[1]) for value in (sums[0], *sums[2:]))
+        totals, weights = np.split(sums, 2)
+        with np.errstate(invalid="ignore"):  # a metric of rows that are not there
+            loss, *others = (totals / weights).tolist()
         found = {f"{prefix}/loss": loss}
         if self._perplexity:
             with contextlib.suppress(OverflowError):

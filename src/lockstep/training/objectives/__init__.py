@@ -2,7 +2,10 @@
 
 from lockstep.training.objectives.cpo import CpoConfig as CpoConfig
 from lockstep.training.objectives.dpo import DpoConfig as DpoConfig
+from lockstep.training.objectives.grpo import TEACHER as TEACHER
 from lockstep.training.objectives.grpo import GrpoConfig as GrpoConfig
+from lockstep.training.objectives.kto import DESIRABLE as DESIRABLE
+from lockstep.training.objectives.kto import KtoConfig as KtoConfig
 from lockstep.training.objectives.logprobs import ROUTING as ROUTING
 from lockstep.training.objectives.logprobs import LossFn as LossFn
 from lockstep.training.objectives.logprobs import LossParts as LossParts

@@ -18,6 +18,9 @@ from lockstep.training.objectives.logprobs import (
 )
 from lockstep.training.objectives.policy_loss import GrpoFields, mean_shares, policy_loss
 
+TEACHER: Final = "teacher_logprobs"
+"""The column of the log-probabilities of tokens under a teacher."""
+
 
 def k1(log_ratio: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
     """Return the negative log-ratio: unbiased, of high variance, negative for half of the samples.
@@ -75,6 +78,8 @@ class GrpoConfig(GrpoFields):
             names.append("old_logprobs")
         if self.kl_coefficient:
             names.append("reference_logprobs")
+        if self.teacher_coefficient:
+            names.append(TEACHER)
         return {
             "tokens": row(np.int32),
             "loss_mask": row(np.bool_),
@@ -116,9 +121,10 @@ class GrpoConfig(GrpoFields):
             batch: The columns ``tokens`` ``[row, position]``; ``loss_mask`` of the same shape, true for the tokens of
                 the answer; ``advantage`` ``[row]`` (see `group_advantages`); ``rollout_logprobs``
                 ``[row, position]``, the log-probability of each token that the engine drew it with; and of that shape,
-                where `columns` has them, ``old_logprobs`` (the trainer's, before the first update of the rollout) and
-                ``reference_logprobs``. Rows that hold several answers have ``segment_ids`` ``[row, position]``, the
-                number of each token's answer in its row from 1 on, 0 for padding, and ``advantage`` ``[row, answer]``.
+                where `columns` has them, ``old_logprobs`` (the trainer's, before the first update of the rollout),
+                ``reference_logprobs`` and ``teacher_logprobs``. Rows that hold several answers have ``segment_ids``
+                ``[row, position]``, the number of each token's answer in its row from 1 on, 0 for padding, and
+                ``advantage`` ``[row, answer]``.
         """
         columns = {name: batch[name][:, 1:] for name in batch if name.endswith("_logprobs")}
         if self.entropy_coefficient:
@@ -171,10 +177,16 @@ def grpo_parts(
     rollout_logprobs: Float[Array, "row target"],
     old_logprobs: Float[Array, "row target"] | None = None,
     reference_logprobs: Float[Array, "row target"] | None = None,
+    teacher_logprobs: Float[Array, "row target"] | None = None,
     entropies: Float[Array, "row target"] | None = None,
 ) -> LossParts:
     r"""Sums of the losses of tokens (`PolicyLoss.token_losses`) and, with a reference, :math:`\beta` times the
     divergence from it, unless that is in the reward; less the coefficient of the entropy times its mean.
+
+    With a teacher the advantage of a token is :math:`A + \lambda(\log\pi_T - \log\pi_{old})` with
+    ``teacher_coefficient`` as :math:`\lambda`: its mean is less the reverse divergence from the teacher, token by token
+    (on-policy distillation: Agarwal et al. 2024, https://arxiv.org/abs/2306.13649, section 3; by the policy gradient of
+    Gu et al. 2024, https://arxiv.org/abs/2306.08543, with nothing of later tokens).
 
     Args:
         mask: True for the tokens of the answers; a row without any counts for nothing.
@@ -183,6 +195,7 @@ def grpo_parts(
             first update, or with ``use_rollout_logprobs``.
         reference_logprobs: The log-probability of each token under the reference model; None without
             ``kl_coefficient``.
+        teacher_logprobs: The log-probability of each token under the teacher; None without ``teacher_coefficient``.
         entropies: The entropy of the distribution of each token; None without ``entropy_coefficient``.
 
     Returns:
@@ -190,7 +203,8 @@ def grpo_parts(
         whose gradient the clipping takes away), ``entropy`` (the mean of ``entropies``; without them that of the
         negative log-probabilities, an estimate), ``logprob_gap`` and ``logprob_gap_signed`` (how far the
         log-probabilities of the trainer are from those of the engine for the same weights, while the rollout is new),
-        and, where they are used, ``importance`` and ``kl``. All are those of the policy, at its temperature.
+        and, where they are used, ``importance``, ``kl``, and ``teacher_kl`` (the mean of
+        :math:`\log\pi_{old} - \log\pi_T`). All are those of the policy, at its temperature.
     """
     trainer_old = jax.lax.stop_gradient(logprobs) if old_logprobs is None else old_logprobs
     old = rollout_logprobs if config.use_rollout_logprobs else trainer_old
@@ -201,7 +215,12 @@ def grpo_parts(
         return jnp.where(mask, x, 0.0)
 
     ratio = jnp.exp(_bounded(loss.log_ratio(within(logprobs - old), mask)))
-    losses, clipped = loss.token_losses(ratio, within(logprobs), advantage[:, None], config)
+    token_advantage, of_teacher = advantage[:, None], {}
+    if config.teacher_coefficient:
+        assert teacher_logprobs is not None, "teacher_coefficient needs teacher_logprobs"
+        of_teacher["teacher_kl"] = _bounded(within(old - teacher_logprobs))
+        token_advantage = token_advantage - config.teacher_coefficient * of_teacher["teacher_kl"]
+    losses, clipped = loss.token_losses(ratio, within(logprobs), token_advantage, config)
     gap = within(jax.lax.stop_gradient(trainer_old) - rollout_logprobs)
     metrics = {
         "ratio": ratio,
@@ -210,6 +229,7 @@ def grpo_parts(
         "entropy": -logprobs if entropies is None else within(entropies),
         "logprob_gap": jnp.abs(gap),
         "logprob_gap_signed": gap,
+        **of_teacher,
     }
     if config.importance_cap is not None:
         metrics["importance"] = _importance(config, gap, config.importance_cap)

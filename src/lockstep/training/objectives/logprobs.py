@@ -21,12 +21,17 @@ from lockstep.training.objectives.vocab_blocks import VocabBlocks, logits_fit, s
 
 
 class LossParts(NamedTuple):
-    """Sums over a (micro)batch. The loss and each metric are the sum over the whole batch divided by ``weight``."""
+    """Sums over a (micro)batch. The loss and each metric are the sum over the whole batch divided by its weight."""
 
     total: Float[Array, ""]  # the sum of losses, float32
     weight: Float[Array, ""]
     """The divisor of the sums, e.g. the number of tokens; it must not depend on the parameters."""
-    metrics: Mapping[str, Float[Array, ""]]  # sums of further metrics by name, with the same weight
+    metrics: Mapping[str, Float[Array, ""]]  # sums of further metrics by name, with the same weight but for those in
+    weights: Mapping[str, Float[Array, ""]] = {}  # the divisors of metrics that are means over fewer; nan over none
+
+    def means(self) -> dict[str, Float[Array, ""]]:
+        """Return the metrics, of the sums over a whole batch."""
+        return {name: total / self.weights.get(name, self.weight) for name, total in self.metrics.items()}
 
 
 class LossFn(Protocol):
@@ -272,7 +277,7 @@ def loss_with_routers(objective: LossFn, model: Any, batch: Mapping[str, Array])
         compared, differing = (sum(jnp.sum(getattr(each, name)) for each in recording.sums) for name in _COMPARED)
         means["routing_gap"] = differing / jnp.maximum(compared, 1.0)
     metrics = {name: parts.weight * value for name, value in means.items()}
-    return LossParts(parts.total + parts.weight * loss, parts.weight, {**parts.metrics, **metrics})
+    return parts._replace(total=parts.total + parts.weight * loss, metrics={**parts.metrics, **metrics})
 
 
 ROUTING: Final[Mapping[str, bool]] = {"rollout_experts": False, "replayed_experts": True}

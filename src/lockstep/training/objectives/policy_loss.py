@@ -78,6 +78,8 @@ class GrpoFields:
     """Weight of the policy's entropy, which is taken from the loss (Mnih et al. 2016,
     https://arxiv.org/abs/1602.01783, section 4): the mean that ``train/entropy`` shows, of the whole distribution of
     each token; 0: none. 0.001 to 0.01 are usual."""
+    teacher_coefficient: float = 0.0
+    """Weight of what ``teacher`` says of each token, which is added to its advantage; 0: there is no teacher."""
     use_rollout_logprobs: bool = True
     """Whether the old probability in the ratio is that of the engine which sampled; false: the trainer's own, computed
     once more before the first update of a rollout (where there is one update, in the update itself)."""
@@ -113,6 +115,7 @@ class GrpoFields:
         check_at_least(self, 0, "clip_epsilon_high", fix=high, above=True)
         check_at_least(self, 0, "kl_coefficient", fix=". The paper uses 0.04; 0 is none.")
         check_at_least(self, 0, "entropy_coefficient", fix=". 0.001 to 0.01 are usual; 0 is none.")
+        check_at_least(self, 0, "teacher_coefficient", fix=". 1 is usual; 0 is no teacher.")
         for name in policy_loss(self.loss).UNUSED:
             if getattr(self, name) != getattr(GrpoFields, name):
                 raise ConfigError(
@@ -192,7 +195,7 @@ class PolicyLoss:
         self,
         ratio: Float[Array, "row target"],
         logprobs: Float[Array, "row target"],
-        advantage: Float[Array, "row 1"],
+        advantage: Float[Array, "row _"],
         config: GrpoFields,
     ) -> tuple[Float[Array, "row target"], Bool[Array, "row target"]]:
         r"""Return the loss of each token, and whether clipping takes its gradient away.

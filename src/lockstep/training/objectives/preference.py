@@ -15,7 +15,8 @@ from lockstep.plugins import OpenRegistry
 from lockstep.training.objectives.logprobs import LossParts, target_mask, token_logprobs
 
 REFERENCE: Final = "reference_logprobs"
-"""The column of the log-probabilities under the frozen model: of responses ``[row, 2]``, or of tokens in GRPO."""
+"""The column of the log-probabilities under the frozen model: of responses ``[row, 2]``, or of tokens in GRPO; in KTO
+of the response, and the reference point."""
 
 
 class PairLogprobs(NamedTuple):
@@ -48,7 +49,7 @@ class PairLosses(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PreferenceObjective(OpenRegistry, draccus.PluginRegistry, discover_packages_path="lockstep.training.objectives"):
-    """Loss of preference pairs: ``type: dpo | cpo | orpo | simpo``, or ``my_module:MyObjective``, a subclass of yours.
+    """Loss of preference pairs: ``type: dpo | cpo | orpo | simpo | kto``, or ``my_module:MyObjective``, your subclass.
 
     A subclass is a frozen dataclass of its settings with `losses`.
 
@@ -69,6 +70,8 @@ class PreferenceObjective(OpenRegistry, draccus.PluginRegistry, discover_package
 
     NEEDS_REFERENCE: ClassVar[bool] = False
     """Whether it compares with a frozen model, the one that training begins with."""
+    PAIRS: ClassVar[bool] = True
+    """Whether it learns from pairs; False: from single responses with a label."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -106,6 +109,14 @@ class PreferenceObjective(OpenRegistry, draccus.PluginRegistry, discover_package
         """
         return jnp.sum(jnp.where(target_mask(batch), token_logprobs(model, batch), 0.0), axis=-1)
 
+    def check_reference(self, reference: Array | None) -> None:
+        """Refuse a batch without the column ``reference_logprobs``."""
+        if reference is None:
+            raise ConfigError(
+                f"{type(self).__name__} compares with a reference model and the batch has no column {REFERENCE}. Set "
+                "Trainer.reference to ReferenceLogprobs(...), or give the rows that column."
+            )
+
     def parts(
         self,
         logprobs: Float[Array, "row 2 target"],
@@ -126,11 +137,8 @@ class PreferenceObjective(OpenRegistry, draccus.PluginRegistry, discover_package
         """
         if not self.NEEDS_REFERENCE:
             reference = None
-        elif reference is None:
-            raise ConfigError(
-                f"{type(self).__name__} compares with a reference model and the batch has no column {REFERENCE}. Pass "
-                "reference=ReferenceLogprobs(...) to Trainer.train and Validation, or give the rows that column."
-            )
+        else:
+            self.check_reference(reference)
         counts = jnp.sum(mask, axis=-1)
         real = jnp.all(counts > 0, axis=-1)
         fills = ~real[:, None]

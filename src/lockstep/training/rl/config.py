@@ -117,8 +117,13 @@ class GrpoRunFields:
         """The number of optimizer steps per rollout."""
         return self.num_iterations * self.minibatches
 
-    def check_run(self, batch_size: int, hosts_wait_s: float, importance_cap: float | None) -> None:
+    def check_run(
+        self, batch_size: int, hosts_wait_s: float, importance_cap: float | None, *, taught: bool = False
+    ) -> None:
         """Check the settings.
+
+        Args:
+            taught: Whether a teacher is learned from.
 
         Raises:
             ConfigError: A value is out of its range, values do not go together, or the batch is not made of whole
@@ -140,7 +145,7 @@ class GrpoRunFields:
             )
         self._check_ahead(importance_cap)
         self.rollout.check_policy(importance_cap)
-        check_rewards(self.rewards)
+        check_rewards(self.rewards, taught=taught)
         if self.rollout.filter_by is not None and self.rollout.filter_by not in labels(self.rewards):
             raise ConfigError(
                 f"rollout.filter_by is {self.rollout.filter_by!r}; it must be one of the rewards "

@@ -16,7 +16,8 @@ from lockstep.printable import get_logger
 from lockstep.report import Row
 from lockstep.text import Prompt, cut_at_stop, decode, encode, prompt_end, unknown_token
 from lockstep.training.data import GrpoDataConfig
-from lockstep.training.data.examples import Example, TokenSequence, make_prompt
+from lockstep.training.data.chats import make_prompt
+from lockstep.training.data.examples import Example, TokenSequence
 from lockstep.training.data.records import BadRow, Record, list_files, read_piece
 from lockstep.training.rl.rewards import RewardConfig
 from lockstep.types import Completion

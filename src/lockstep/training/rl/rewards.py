@@ -87,9 +87,13 @@ TOTAL: Final = "reward"
 """The name of the sum of all components in the rows of answers."""
 
 
-def check_rewards(rewards: Sequence[RewardConfig]) -> None:
-    """Check that there is something to learn from, and that no component has the name of another column."""
-    if not any(reward.weight for reward in rewards):
+def check_rewards(rewards: Sequence[RewardConfig], *, taught: bool = False) -> None:
+    """Check that there is something to learn from, and that no component has the name of another column.
+
+    Args:
+        taught: Whether a teacher is learned from too, so that rewards may be for the eye alone.
+    """
+    if not rewards or not (taught or any(reward.weight for reward in rewards)):
         given = "is empty" if not rewards else "has weights of 0 only"
         raise ConfigError(f"rewards {given}: nothing could be learned. Use e.g. [{{type: gsm8k}}].")
     for label in labels(rewards):

@@ -21,7 +21,7 @@ from lockstep.placement import data_shards
 from lockstep.placement.device import fetch
 from lockstep.training.loop.config import TrainerConfig
 from lockstep.training.loop.logprobs import LogprobProgram
-from lockstep.training.objectives import REFERENCE, ROUTING, GrpoConfig, with_routing
+from lockstep.training.objectives import REFERENCE, ROUTING, TEACHER, GrpoConfig, with_routing
 from lockstep.training.rl.packing import Packing, packed_columns
 from lockstep.training.rl.segments import Sample
 from lockstep.training.step.train_step import batch_structs
@@ -155,9 +155,10 @@ class LogprobColumns:
         hosts: Hosts,
         watchdog: Watchdog,
         reference: PyTree | None,
+        teacher: PyTree | None = None,
     ) -> None:
-        self._wanted = [name for name in (OLD, REFERENCE) if name in wanted]
-        self._hosts, self._watchdog, self._reference = hosts, watchdog, reference
+        self._wanted = [name for name in (OLD, REFERENCE, TEACHER) if name in wanted]
+        self._hosts, self._watchdog, self._reference, self._teacher = hosts, watchdog, reference, teacher
         self._n_rows, self._mesh = trainer.train_batch_size, mesh
         self._replayed = [name for name, replayed in ROUTING.items() if replayed and name in wanted]
 
@@ -174,6 +175,10 @@ class LogprobColumns:
         """Traces of each program, by its column."""
         return {name: program.traces for name, program in self._programs.items()}
 
+    def use_reference(self, model: PyTree) -> None:
+        """Take another reference model."""
+        self._reference = model
+
     def fill(self, rollout: Rollout, model: PyTree, answers: Bool[np.ndarray, "row position"]) -> None:
         """Agree on the rows, and compute what is wanted; every host calls it.
 
@@ -184,9 +189,10 @@ class LogprobColumns:
             DisagreementError: The hosts have different rows, programs or results; raised on every host.
             PeerError: A program does not compile on some host; raised on every host.
         """
-        models = {OLD: model, REFERENCE: self._reference}
-        # The reference model takes its own experts: it is the policy of another time.
-        reads = {OLD: ["tokens", "segment_ids", *self._replayed], REFERENCE: ["tokens", "segment_ids"]}
+        models = {OLD: model, REFERENCE: self._reference, TEACHER: self._teacher}
+        # The reference model takes its own experts: it is the policy of another time. So does the teacher.
+        packed = ["tokens", "segment_ids"]
+        reads = {OLD: [*packed, *self._replayed], REFERENCE: packed, TEACHER: packed}
         columns = {name: rollout.columns[name] for name in ("tokens", *self._replayed)}
         minibatches = [slice(begin, begin + self._n_rows) for begin in range(0, len(answers), self._n_rows)]
         structs = batch_structs(

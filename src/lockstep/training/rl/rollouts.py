@@ -52,6 +52,7 @@ class Rollouts:
 
     Args:
         reference: The frozen model in the compute type; None without ``kl_coefficient``.
+        teacher: The model that the loss learns from, in the compute type; None without ``teacher_coefficient``.
         tracker: The tracker that metrics and rows go to, used by the leader; None for none.
         engine: What samples the answers; None for lockstep's engine with the settings of ``fields.rollout``.
         model: The configuration of the model, where it has experts: the engine's choice of them is compared with.
@@ -75,18 +76,21 @@ class Rollouts:
         hosts: Hosts,
         *,
         reference: PyTree | None = None,
+        teacher: PyTree | None = None,
         tracker: Tracker | None = None,
         run_dir: Path | None = None,
         engine: RolloutEngine | None = None,
         model: LlamaConfig | None = None,
     ) -> None:
-        if bool(objective.kl_coefficient) != (reference is not None):
-            given = "a" if reference is not None else "no"
-            raise ConfigError(
-                f"kl_coefficient is {objective.kl_coefficient} and {given} reference model is given. Give one where "
-                "kl_coefficient is more than 0, and None otherwise."
-            )
-        fields.check_run(trainer.train_batch_size, hosts.timeout_s, objective.importance_cap)
+        models = (("kl_coefficient", "reference model", reference), ("teacher_coefficient", "teacher", teacher))
+        for name, kind, frozen in models:
+            if bool(getattr(objective, name)) != (frozen is not None):
+                raise ConfigError(
+                    f"{name} is {getattr(objective, name)} and {'no' if frozen is None else 'a'} {kind} is given. Give "
+                    f"one where {name} is more than 0, and None otherwise."
+                )
+        taught, wait_s = teacher is not None, hosts.timeout_s
+        fields.check_run(trainer.train_batch_size, wait_s, objective.importance_cap, taught=taught)
         _check_policy(objective, fields.rollout.temperature, token_count(tokenizer))
         self._fields, self._objective, self._questions = fields, objective, questions
         self._trainer, self._hosts = trainer, hosts
@@ -102,7 +106,7 @@ class Rollouts:
         alarms = fields.rollout.alarms if fields.rollout.health else None
         self._report = RolloutLog(self._tracker, run_dir, rows, fields.answers_shown, alarms=alarms)
         watchdog = Watchdog(hosts, hosts.timeout_s)
-        self._logprobs = LogprobColumns(objective, self._columns, trainer, mesh, hosts, watchdog, reference)
+        self._logprobs = LogprobColumns(objective, self._columns, trainer, mesh, hosts, watchdog, reference, teacher)
         self._sampler = RolloutSampler(
             fields, questions, tokenizer, trainer, mesh, row_length, hosts, watchdog, self._rewarder, rows, engine,
             routed_experts=bool(routing),
@@ -179,6 +183,10 @@ class Rollouts:
         placed = self._packing.place(columns, self._mesh)
         self._clock.lap("place")
         return placed
+
+    def use_reference(self, model: PyTree) -> None:
+        """See `lockstep.training.loop.batch_source.UsesReference`."""
+        self._logprobs.use_reference(model)
 
     def prepare(self, step: int) -> None:
         """Do nothing: a rollout needs the model of its step."""

@@ -14,6 +14,7 @@ from lockstep.config_fields import FilePath, check_fields
 from lockstep.errors import ConfigError, check_at_least, check_one_of
 from lockstep.hosts import Hosts
 from lockstep.models import LoraConfig, LoraModel, ModelConfig, fingerprint
+from lockstep.text import load_tokenizer
 from lockstep.training.checkpoints.config import HF_DTYPES
 from lockstep.training.data import CachedRows, DataConfig, LmDataConfig, PreferenceDataConfig, TokenCache
 from lockstep.training.data.example_check import ExampleSource
@@ -25,6 +26,7 @@ from lockstep.training.loop.trainer import Trainer
 from lockstep.training.objectives import REFERENCE, LossFn, PreferenceObjective, SimpoConfig, lm_loss
 from lockstep.training.rl.config import RolloutConfig
 from lockstep.training.step.optimizer import OptimizerConfig
+from lockstep.training.step.renewal import ReferenceRenewal
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -94,10 +96,12 @@ class Setup[Loaded: Data]:
     trainer: Trainer  # the trainer, to which hooks can be added
     run_dir: Path
 
-    def reference(self) -> PyTree:
+    def reference(self, renewal: ReferenceRenewal | None) -> PyTree:
         """Return the frozen model; a run that goes on makes the one that it began with anew. Adapters leave one as it
-        was, which is used in place: there is no second copy.
+        was, which is used in place: there is no second copy. The trainer puts that of an optimizer in its place.
         """
+        if renewal is not None:
+            return self.model
         if isinstance(self.model, LoraModel):
             return self.model.base
         fresh = self.trainer.resumed_from is None
@@ -112,11 +116,6 @@ class TrainConfig:
         ConfigError: Not exactly one of ``model`` and ``initialize_from_hf`` is given, or a value of ``hf_save_…``
             cannot work or would have no effect.
     """
-
-    ROW_NAME: ClassVar[str] = "sequences"
-    """The name of a row of a batch in messages, in the plural."""
-    SEQUENCES_PER_ROW: ClassVar[int] = 1
-    """The number of sequences in a row of a batch: 2 for pairs."""
 
     data: DataConfig
     trainer: TrainerConfig = dataclasses.field(default_factory=TrainerConfig)
@@ -135,6 +134,8 @@ class TrainConfig:
     """The Hugging Face tokenizer: a directory or a name."""
     trust_remote_code: FilePath | None = None
     """The ``tokenizer`` again, where Python code that it brings may be run; null: none is."""
+    chat_template_kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Variables for its chat template, such as ``{enable_thinking: false}``, in training data and prompts."""
     inference_eval: InferenceEvalConfig = dataclasses.field(default_factory=lambda: InferenceEvalConfig(enabled=False))
     """The samples while training; without this block there are none."""
     hf_save_path: FilePath | None = None
@@ -195,6 +196,11 @@ class TrainConfig:
         """The loss with these settings."""
         raise NotImplementedError
 
+    def read_tokenizer(self, fetched: bytes = b"") -> "PreTrainedTokenizerBase":
+        """Return the tokenizer, see `load_tokenizer`."""
+        checkpoint = self.initialize_from_hf or ""
+        return load_tokenizer(self.tokenizer, self.trust_remote_code, fetched, checkpoint, self.chat_template_kwargs)
+
     def make_objective(self, tokenizer: "PreTrainedTokenizerBase") -> LossFn:
         """Return the loss of a run with a tokenizer."""
         return self.loss_fn
@@ -204,9 +210,24 @@ class TrainConfig:
         return self.data.columns(model_max_seq_len)
 
     @property
+    def row_name(self) -> str:
+        """The name of a row of a batch in messages, in the plural."""
+        return "sequences"
+
+    @property
+    def sequences_per_row(self) -> int:
+        """The number of sequences in a row of a batch: 2 for pairs."""
+        return 1
+
+    @property
     def has_reference(self) -> bool:
         """Whether a frozen copy of the model is on the devices beside the one that is trained."""
         return False
+
+    @property
+    def renewal(self) -> ReferenceRenewal | None:
+        """Return how the optimizer keeps and renews the reference model; None: there is none, or it stays as it is."""
+        return None
 
     @property
     def updates_per_rollout(self) -> int:
@@ -238,17 +259,26 @@ class TrainLmConfig(TrainConfig):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _PairsConfig(TrainConfig):
-    """Settings of a command that trains on pairs."""
-
-    ROW_NAME: ClassVar[str] = "pairs"
-    SEQUENCES_PER_ROW: ClassVar[int] = 2
+class _PreferencesConfig(TrainConfig):
+    """Settings of a command that trains on preferences."""
 
     data: PreferenceDataConfig
-    """Preference pairs."""
+    """Preferences."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.loss_fn.PAIRS != self.data.data_format.pairs:
+            kinds, name = ["single answers with a label", "pairs"], type(self.loss_fn).__name__
+            raise ConfigError(
+                f"data.format is {self.data.format}, whose examples are {kinds[self.data.data_format.pairs]}, and "
+                f"{name} learns from {kinds[self.loss_fn.PAIRS]}. Use format: "
+                f"{'preference' if self.loss_fn.PAIRS else 'unpaired_preference'}, or another objective."
+            )
+        if not self.loss_fn.PAIRS and self.trainer.train_batch_size < 2:
+            raise ConfigError(
+                f"trainer.train_batch_size is {self.trainer.train_batch_size}, and {type(self.loss_fn).__name__} pairs "
+                "each prompt with the completion of another row. Use at least 2."
+            )
         if not self.loss_fn.NEEDS_REFERENCE and self.data.data_format.reference:
             raise ConfigError(
                 f"data.format is {self.data.format}, and the objective has no use for a reference model. Use format: "
@@ -259,6 +289,16 @@ class _PairsConfig(TrainConfig):
     def loss_fn(self) -> PreferenceObjective:
         """The loss of pairs."""
         raise NotImplementedError
+
+    @property
+    def row_name(self) -> str:
+        """See `TrainConfig.row_name`."""
+        return "pairs" if self.loss_fn.PAIRS else "answers"
+
+    @property
+    def sequences_per_row(self) -> int:
+        """See `TrainConfig.sequences_per_row`."""
+        return 2 if self.loss_fn.PAIRS else 1
 
     @property
     def has_reference(self) -> bool:
@@ -277,13 +317,56 @@ class _PairsConfig(TrainConfig):
         if self.has_reference:
             trainer = setup.trainer
             trainer.reference = ReferenceLogprobs(
-                self.loss_fn, setup.reference(), self.trainer, trainer.mesh, trainer.hosts
+                self.loss_fn, setup.reference(self.renewal), self.trainer, trainer.mesh, trainer.hosts
             )
         return setup.data
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TrainPreferenceConfig(_PairsConfig):
+class RenewalFields(TrainConfig):
+    """Settings of commands with a reference model that may follow the model."""
+
+    reference_every: int | None = None
+    """The number of updates after which the reference model is renewed (TR-DPO, Gorbatovski et al. 2024,
+    https://arxiv.org/abs/2404.09656); null: it stays the model that training begins with."""
+    reference_mixup: float | None = None
+    """The share of the model in a renewed reference, the rest is of the one before; null: 1, a copy. TRL's default is
+    0.6, with a renewal every 512 steps."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_at_least(self, 1, "reference_every", fix=". TRL's default is 512; null is never.")
+        if self.reference_mixup is not None and not 0 < self.reference_mixup <= 1:
+            raise ConfigError(
+                f"reference_mixup is {self.reference_mixup}; it must be above 0 and at most 1. TRL's is 0.6."
+            )
+        if self.reference_mixup is not None and self.reference_every is None:
+            raise ConfigError(
+                f"reference_mixup is {self.reference_mixup} and reference_every is null: it would do nothing. Set "
+                "reference_every, or remove reference_mixup."
+            )
+        if self.reference_every is not None and not self.has_reference:
+            raise ConfigError(
+                f"reference_every is {self.reference_every}, and the loss has no reference model on the devices: it "
+                "would do nothing. Remove it, or use a loss with one."
+            )
+        if self.lora is not None and self.reference_mixup not in (None, 1.0):
+            raise ConfigError(
+                f"reference_mixup is {self.reference_mixup} and lora is given: the product of mixed factors is no "
+                "mixture of models. Remove reference_mixup, so that the reference is a copy."
+            )
+
+    @property
+    def renewal(self) -> ReferenceRenewal | None:
+        """See `TrainConfig.renewal`."""
+        if self.reference_every is None:
+            return None
+        mixup = 1.0 if self.reference_mixup is None else self.reference_mixup
+        return ReferenceRenewal(every=self.reference_every, mixup=mixup, dtype=self.trainer.precision.compute)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainPreferenceConfig(RenewalFields, _PreferencesConfig):
     """Settings of ``train-preference``."""
 
     objective: PreferenceObjective
@@ -296,7 +379,7 @@ class TrainPreferenceConfig(_PairsConfig):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TrainSimpoConfig(_PairsConfig):
+class TrainSimpoConfig(_PreferencesConfig):
     """Settings of ``train-simpo``, which is ``train-preference`` with SimPO, whose settings are keys of their own."""
 
     beta: float = 2.0

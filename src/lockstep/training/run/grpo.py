@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, ClassVar
 
 import jax
 
+from lockstep.config_fields import FilePath
 from lockstep.errors import ConfigError, refuse_keys
 from lockstep.hosts import Hosts
-from lockstep.models import read_decoder
+from lockstep.models import fingerprint, read_decoder
 from lockstep.report import Row
 from lockstep.text import StopFinder, token_count
 from lockstep.training.data import GrpoDataConfig, TokenCache
@@ -16,17 +17,17 @@ from lockstep.training.objectives import GrpoConfig, GrpoFields
 from lockstep.training.rl import GrpoRunFields, Questions, Rollouts, load_questions, make_rewarder
 from lockstep.training.rl.config import RolloutConfig
 from lockstep.training.rl.packing import packed_columns
-from lockstep.training.run.config import Setup, TrainConfig
+from lockstep.training.run.config import RenewalFields, Setup
+from lockstep.training.run.teacher import check_teacher, load_teacher
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TrainGrpoConfig(GrpoFields, GrpoRunFields, TrainConfig):
+class TrainGrpoConfig(GrpoFields, GrpoRunFields, RenewalFields):
     """Settings of ``train-grpo``."""
 
-    ROW_NAME: ClassVar[str] = "answers"
     CROSS_ENTROPY: ClassVar[bool] = False
     REFUSED: ClassVar[Mapping[str, str]] = {
         "trainer.steps_per_eval": "Held-out questions are answered every inference_eval.eval_every steps. Remove it.",
@@ -36,11 +37,21 @@ class TrainGrpoConfig(GrpoFields, GrpoRunFields, TrainConfig):
     data: GrpoDataConfig
     """Questions with answers that can be checked."""
 
+    teacher: FilePath | None = None
+    """A Hugging Face checkpoint, a directory or a URL, of a model with the same token ids whose probabilities are
+    learned with ``teacher_coefficient`` (docs/grpo.md); null: none."""
+
     def __post_init__(self) -> None:
         super().__post_init__()
         refuse_keys(self, "train-grpo")
         self.check_loss()
-        self.check_run(self.trainer.train_batch_size, self.trainer.distributed.timeout_s, self.importance_cap)
+        if (self.teacher is not None) != (self.teacher_coefficient > 0):
+            raise ConfigError(
+                f"teacher is {self.teacher or 'null'} and teacher_coefficient is {self.teacher_coefficient}: neither "
+                "does anything alone. Set both, with a coefficient such as 1, or neither."
+            )
+        wait_s, taught = self.trainer.distributed.timeout_s, self.teacher is not None
+        self.check_run(self.trainer.train_batch_size, wait_s, self.importance_cap, taught=taught)
         length, new = self.data.max_seq_len, self.rollout.max_new_tokens
         if length is not None and new >= length:
             raise ConfigError(
@@ -62,6 +73,11 @@ class TrainGrpoConfig(GrpoFields, GrpoRunFields, TrainConfig):
     def make_objective(self, tokenizer: "PreTrainedTokenizerBase") -> GrpoConfig:
         """Return the loss of a run with a tokenizer: ids beyond it are never drawn, and have no probability."""
         return dataclasses.replace(self.loss_fn, vocab_size=token_count(tokenizer))
+
+    @property
+    def row_name(self) -> str:
+        """See `TrainConfig.row_name`."""
+        return "answers"
 
     @property
     def has_reference(self) -> bool:
@@ -122,10 +138,16 @@ class TrainGrpoConfig(GrpoFields, GrpoRunFields, TrainConfig):
         """Return nothing: held-out questions are answered by ``inference_eval``."""
         return {}
 
+    def facts(self) -> dict[str, str]:
+        """See `TrainConfig.facts`."""
+        return super().facts() | ({} if self.teacher is None else {"teacher": fingerprint(self.teacher)})
+
     def _load(
         self, tokenizer: "PreTrainedTokenizerBase", model_max_seq_len: int, seed: int, vocab_size: int | None
     ) -> Questions:
         StopFinder(tokenizer).check(self.rollout.stop)
+        if self.teacher is not None:
+            check_teacher(self.teacher, tokenizer, self.data.row_length(model_max_seq_len))
         self.rollout.alarms.load_action()
         questions = load_questions(
             self.data,
@@ -167,7 +189,8 @@ class TrainGrpoConfig(GrpoFields, GrpoRunFields, TrainConfig):
             trainer.mesh,
             self.data.row_length(setup.model_max_seq_len),
             trainer.hosts,
-            reference=setup.reference() if self.has_reference else None,
+            reference=setup.reference(self.renewal) if self.has_reference else None,
+            teacher=None if self.teacher is None else load_teacher(self.teacher, trainer),
             tracker=trainer.tracker,
             run_dir=setup.run_dir,
             model=read_decoder(setup.model)[0],

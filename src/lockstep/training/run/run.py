@@ -46,7 +46,7 @@ from lockstep.report import (
     rewind_tracker,
 )
 from lockstep.storage import HUB_WAIT_S
-from lockstep.text import check_vocab, fetch_tokenizer, load_tokenizer, stop_ids, token_count, tokenizer_digest
+from lockstep.text import check_vocab, fetch_tokenizer, stop_ids, token_count, tokenizer_digest
 from lockstep.training.checkpoints.saved_model import SavedAdapters, model_spec, save_tokenizer
 from lockstep.training.data import DataConfig
 from lockstep.training.data.example_check import ExampleSource, check_examples
@@ -103,7 +103,7 @@ def train(config: TrainConfig, hosts: Hosts) -> int:
         check_validation(config.trainer, source)
         mesh = make_mesh(config.trainer.mesh_shape)
         config.trainer.microbatches(mesh)
-        tokenizer = load_tokenizer(config.tokenizer, config.trust_remote_code, fetched, config.initialize_from_hf or "")
+        tokenizer = config.read_tokenizer(fetched)
         model_config, token_ids = model_shape(config, tokenizer)
         check_vocab(tokenizer, token_ids)
         vocab_size = token_ids if config.model is None else padded_vocab_size(token_ids, mesh.shape["tp"])
@@ -142,7 +142,7 @@ def train(config: TrainConfig, hosts: Hosts) -> int:
 
     with closing_on_leader(hosts, close):
         schedule = config.optimizer.schedule(config.trainer.num_train_steps)
-        optimizer = config.optimizer.build(config.trainer.num_train_steps)
+        optimizer = config.optimizer.build(config.trainer.num_train_steps, config.renewal)
         trainer = Trainer(
             config.trainer,
             optimizer,

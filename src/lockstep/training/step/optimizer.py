@@ -12,6 +12,7 @@ from jaxtyping import Array, Int, PyTree
 from lockstep.config_fields import check_fields
 from lockstep.errors import ConfigError
 from lockstep.models import RANK
+from lockstep.training.step.renewal import ReferenceRenewal
 from lockstep.training.step.schedules import SHARES, build_schedule, check_shape
 from lockstep.training.step.train_state import average_parameters
 
@@ -171,10 +172,15 @@ class OptimizerConfig:
             total=num_train_steps,
         )
 
-    def build(self, num_train_steps: int) -> optax.GradientTransformation:
-        """Build the optimizer: an optax transformation over a tree of parameters."""
+    def build(self, num_train_steps: int, renewal: ReferenceRenewal | None = None) -> optax.GradientTransformation:
+        """Build the optimizer: an optax transformation over a tree of parameters.
+
+        Args:
+            renewal: How its state keeps a reference model; None: it has none.
+        """
         optimizer = self._muon(num_train_steps) if self.type == "muon" else self._of_all(num_train_steps)
         after = [] if self.ema_decay is None else [average_parameters(self.ema_decay)]
+        after += [] if renewal is None else [renewal.transformation()]
         return optax.chain(optimizer, *after) if after else optimizer
 
     def _muon(self, num_train_steps: int) -> optax.GradientTransformation:

@@ -274,7 +274,7 @@ class TrainStep:
         gradients = jax.lax.optimization_barrier(gradients)
         updates, opt_state = self._optimizer.update(gradients, state.opt_state, state.model)
         model = optax.apply_updates(state.model, updates)
-        values = {name: total / parts.weight for name, total in parts.metrics.items()}
+        values = parts.means()
         values["grad_norm"] = optax.global_norm(gradients)
         if self._schedule is not None:
             updates_done = completed_updates(state.opt_state)

@@ -301,3 +301,50 @@ def test_an_end_that_the_tokenizer_appends_is_not_between_prompt_and_answer(arou
     assert encode(tokenizer, prompts) == [(*before, *plain["q?"]), (*before, *plain["q?</s>"])], "written is written"
     (((document),),) = FORMATS["text"].tokenize(tokenizer, [{"text": "ab"}])
     assert [*document.tokens][: len(before) + 3] == [*before, *plain["ab"], 1]
+
+
+@pytest.mark.parametrize("kind", ["chat", "prompt_completion"])
+def test_an_unpaired_answer_is_tokenised_as_without_a_label(kind):
+    tokenizer = merging() if kind == "chat" else characters.Tokenizer()
+    if kind == "chat":
+        plain = [{"messages": chat(answer)} for answer in ("ok", "\nok", "no")]
+        records = [{"prompt": each["messages"][:-1], "completion": each["messages"][-1:]} for each in plain]
+    else:
+        plain = records = [{"prompt": "q?", "completion": answer} for answer in ("ok", "a", "no")]
+    labels = [True, False, True]
+    records = [{**record, "label": label} for record, label in zip(records, labels, strict=True)]
+    found = FORMATS["unpaired_preference"].tokenize(tokenizer, records)
+    expected = FORMATS[kind].tokenize(tokenizer, plain)
+    assert [one.value for (one,) in found] == [1.0, 0.0, 1.0]
+    assert [(one.n_prompt, one.tokens) for (one,) in found] == [(one.n_prompt, one.tokens) for (one,) in expected]
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ({"label": 1}, "has 1 as 'label', which is not a bool"),
+        ({"completion": chat("ok")[1:]}, "that do not go together; both must be texts, or"),
+        ({"prompt": chat("ok")[:1], "completion": chat("ok")}, "that do not go together"),
+        ({"prompt": 3}, "has 3 as 'prompt', which is not a str or list"),
+        ({"completion": ""}, "has a completion of 0 tokens"),
+    ],
+)
+def test_an_unpaired_answer_that_cannot_be_used_is_a_bad_row_between_good_ones(values, text):
+    good = {"prompt": "q?", "completion": "a", "label": True}
+    first, bad, last = FORMATS["unpaired_preference"].tokenize(merging(), [good, {**good, **values}, good])
+    assert isinstance(bad, BadRow) and text in str(bad)
+    assert first == last and not isinstance(first, BadRow)
+
+
+def test_labels_are_a_column(tmp_path):
+    records = [{"prompt": "q?", "completion": answer, "label": answer == "a"} for answer in ("a", "b", "a")]
+    urls = characters.write(tmp_path / "x.jsonl", records)
+    config = PreferenceDataConfig(
+        train_urls=urls, format="unpaired_preference", max_seq_len=8, shuffle=False, cache_dir=str(tmp_path / "cache")
+    )
+    found = characters.columns(config.load(characters.Tokenizer(), 8, 0))
+    assert found["desirable"].tolist() == [True, False, True]
+    columns = config.columns(8)
+    assert {name: (one.shape, one.dtype) for name, one in columns.items()} == {
+        name: (column.shape[1:], column.dtype) for name, column in found.items()
+    }

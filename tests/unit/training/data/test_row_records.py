@@ -29,7 +29,14 @@ def pairs(tmp_path):
     return PreferenceDataConfig(train_urls=urls, max_seq_len=16, cache_dir=str(tmp_path / "cache"))
 
 
-LAYOUTS = {"single": single, "packed": packed, "pair": pairs}
+def labelled(tmp_path):
+    records = [{"prompt": "a?", "completion": answer, "label": answer == "b"} for answer in ("b", "cd", "e")]
+    urls = write(tmp_path / "x.jsonl", records)
+    cache = str(tmp_path / "cache")
+    return PreferenceDataConfig(train_urls=urls, format="unpaired_preference", max_seq_len=8, cache_dir=cache)
+
+
+LAYOUTS = {"single": single, "packed": packed, "pair": pairs, "labelled": labelled}
 
 
 def read(config):

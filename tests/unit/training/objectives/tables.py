@@ -52,9 +52,10 @@ def pairs():
     return tokens, mask, tables[0], tables[1]
 
 
-def sums(table):
-    """The log-probability of each response in float64, ``[pair, 2]``."""
-    tokens, mask, *_ = pairs()
+def sums(table, tokens=None, mask=None):
+    """The log-probability of each response in float64: ``[pair, 2]``, or of rows that are given ``[row]``."""
+    if tokens is None:
+        tokens, mask, *_ = pairs()
     logprobs = table - np.log(np.exp(table).sum(1, keepdims=True))
     return (logprobs[tokens[..., :-1], tokens[..., 1:]] * mask[..., 1:]).sum(-1)
 
@@ -63,15 +64,16 @@ def counts():
     return pairs()[1].sum(-1)
 
 
-def gradient(table, by_sum):
+def gradient(table, by_sum, tokens=None, mask=None):
     """The gradient of the table in float64, given that of the loss by the log-probability of each response."""
-    tokens, mask, *_ = pairs()
+    if tokens is None:
+        tokens, mask, *_ = pairs()
     share = np.exp(table) / np.exp(table).sum(1, keepdims=True)
     found = np.zeros_like(table)
-    for pair, side, place in np.argwhere(mask[..., 1:]):
-        now, after = tokens[pair, side, place], tokens[pair, side, place + 1]
-        found[now] -= by_sum[pair, side] * share[now]
-        found[now, after] += by_sum[pair, side]
+    for *row, place in np.argwhere(mask[..., 1:]):
+        now, after = tokens[*row, place], tokens[*row, place + 1]
+        found[now] -= by_sum[*row] * share[now]
+        found[now, after] += by_sum[*row]
     return found
 
 
@@ -79,9 +81,12 @@ def sigmoid(x):
     return 1 / (1 + np.exp(-x))
 
 
-def step(objective, shape, parallelism, column=False):
-    """Loss, gradient, metrics and the trainer of a train step on the pairs, with plain gradient descent."""
-    tokens, mask, table, frozen = pairs()
+def step(objective, shape, parallelism, column=False, columns=None, tables=None):
+    """Loss, gradient, metrics and the trainer of a train step on the pairs, or on other columns and with other tables,
+    with plain gradient descent.
+    """
+    tokens, mask, *own = pairs()
+    table, frozen = tables or own
     devices = jax.devices()[: math.prod(map(int, shape.split(",")))]
     config = TrainerConfig(num_train_steps=1, train_batch_size=ROWS, per_device_parallelism=parallelism, mp="f32")
     metrics = {}
@@ -95,14 +100,14 @@ def step(objective, shape, parallelism, column=False):
         def finish(self): ...
 
     trainer = Trainer(config, optax.sgd(1.0), objective, mesh=make_mesh(shape, devices), tracker=Kept())
-    columns = {"tokens": tokens, "loss_mask": mask}
+    columns = columns or {"tokens": tokens, "loss_mask": mask}
     if column:
         columns["reference_logprobs"] = sums(frozen).astype(np.float32)
     elif objective.NEEDS_REFERENCE:
         reference = trainer.frozen_copy(trainer.init_model(lambda key: Table.of(frozen)))
         trainer.reference = ReferenceLogprobs(objective, reference, config, trainer.mesh, trainer.hosts)
     start = trainer.init_model(lambda key: Table.of(table))
-    rows = TokenizedRows(columns=columns, seed=0)
+    rows = TokenizedRows(columns=columns, seed=0, shuffle=False)
     result = trainer.train(start, rows)
     found = {name.removeprefix("train/"): value for name, value in metrics.items() if name.startswith("train/")}
     return result.loss, np.asarray(table - np.asarray(result.model.logits.array)), found, trainer

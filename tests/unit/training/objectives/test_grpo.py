@@ -50,7 +50,9 @@ def divergence(estimator, log_p, log_q):
     return {"k1": -np.log(r), "k2": np.log(r) ** 2 / 2, "k3": (r - 1) - np.log(r)}[estimator]
 
 
-def in_numpy(config, logprobs, advantage, mask, old, drawn=None, trainer_old=None, reference=None, entropies=None):
+def in_numpy(
+    config, logprobs, advantage, mask, old, drawn=None, trainer_old=None, reference=None, entropies=None, teacher=None
+):
     """The mean loss of a batch."""
     answers, bonuses = [], []
     for row in range(len(logprobs)):
@@ -61,7 +63,10 @@ def in_numpy(config, logprobs, advantage, mask, old, drawn=None, trainer_old=Non
         ratios = ratio_of(logprobs[row], old[row], tokens, config.loss)
         factors = importance_of(config, trainer_old[row], drawn[row], tokens)
         for t, ratio, factor in zip(tokens, ratios, factors, strict=True):
-            loss = factor * loss_of_token(config, ratio, advantage[row], logprobs[row, t])
+            gain = advantage[row]
+            if teacher is not None:  # less the divergence from the teacher at this token
+                gain -= config.teacher_coefficient * divergence("k1", old[row, t], teacher[row, t])
+            loss = factor * loss_of_token(config, ratio, gain, logprobs[row, t])
             if config.kl_coefficient and not config.kl_in_reward:
                 loss += config.kl_coefficient * divergence(
                     config.kl_estimator or "k3", logprobs[row, t], reference[row, t]

@@ -10,7 +10,7 @@ from lockstep.main.arguments import parse_arguments
 from lockstep.models import LoraConfig, LoraModel
 from lockstep.training import CheckpointerConfig, TrainConfig, TrainerConfig, TrainPreferenceConfig, TrainSimpoConfig
 from lockstep.training.data import LmDataConfig, build
-from lockstep.training.objectives import DpoConfig, OrpoConfig, SimpoConfig
+from lockstep.training.objectives import DpoConfig, KtoConfig, OrpoConfig, SimpoConfig
 from lockstep.training.run.config import Setup
 from tests import tiny
 from tests.unit.training.objectives.test_preference import FILE
@@ -82,12 +82,12 @@ def setup(model, resumed_from=None):
 
 @pytest.mark.parametrize(("resumed_from", "frozen"), [(None, "model"), ("step-4", "the first model")])
 def test_the_reference_is_the_model_before_the_first_step(resumed_from, frozen):
-    assert setup("model", resumed_from).reference() == ("copy of", frozen)
+    assert setup("model", resumed_from).reference(None) == ("copy of", frozen)
 
 
 def test_the_reference_of_adapters_is_their_base_and_no_copy():
     base = object()
-    assert setup(LoraModel(base=base, adapters=None, scale=1.0), "step-4").reference() is base
+    assert setup(LoraModel(base=base, adapters=None, scale=1.0), "step-4").reference(None) is base
 
 
 @pytest.mark.parametrize(
@@ -105,6 +105,38 @@ def test_the_command_takes_each(arguments, expected):
     columns = {name: (one.shape, one.dtype.name) for name, one in config.columns(48).items()}
     pair = {"tokens": ((2, 32), "int32"), "loss_mask": ((2, 32), "bool")}
     assert columns == pair | ({"reference_logprobs": ((2,), "float32")} if config.has_reference else {})
+
+
+UNPAIRED = ["--data.format", "unpaired_preference", "--objective"]
+
+
+def test_the_command_takes_kto_with_answers_that_have_a_label():
+    config = parse_arguments(TrainPreferenceConfig, [*FILE, *UNPAIRED, "{type: kto, desirable_weight: 1.3}"])
+    assert config.loss_fn == KtoConfig(desirable_weight=1.3) and config.has_reference
+    assert (config.row_name, config.sequences_per_row) == ("answers", 1)
+    columns = {name: (one.shape, one.dtype.name) for name, one in config.columns(48).items()}
+    assert columns == {
+        "tokens": ((32,), "int32"),
+        "loss_mask": ((32,), "bool"),
+        "desirable": ((), "bool"),
+        "reference_logprobs": ((2,), "float32"),
+    }
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--objective", "{type: kto}"], "whose examples are pairs, and KtoConfig learns from single answers"),
+        (
+            [*UNPAIRED, "{type: dpo}"],
+            "are single answers with a label, and DpoConfig learns from pairs. Use format: pre",
+        ),
+        ([*UNPAIRED, "{type: kto}", "--trainer.train_batch_size", "1"], "train_batch_size is 1, and KtoConfig pairs"),
+    ],
+)
+def test_objective_and_data_go_together(arguments, text):
+    with pytest.raises(ConfigError, match=text):
+        parse_arguments(TrainPreferenceConfig, [*FILE, *arguments])
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,51 @@
+"""Variables of a chat template that a run sets, such as ``enable_thinking`` of Qwen3."""
+
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+from lockstep.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_ATTRIBUTE: Final = "lockstep_template_kwargs"  # the attribute of a tokenizer that has them
+_OWN: Final = (
+    *("messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "tokenize", "chat_template"),
+    *("lockstep_date", "strftime_now", "conversation", "padding", "truncation", "max_length", "return_tensors"),
+)
+"""Names that the caller of a template, or `apply_chat_template` of transformers, gives a meaning of its own."""
+
+
+def set_template_kwargs(tokenizer: "PreTrainedTokenizerBase", kwargs: Mapping[str, Any]) -> None:
+    """Have the chat template of a tokenizer see variables in every chat; they are in `tokenizer_digest`.
+
+    Args:
+        kwargs: Their values by name, as ``apply_chat_template`` of transformers takes them.
+
+    Raises:
+        ConfigError: One has the name of a variable that every chat has, or the template does not mention it.
+    """
+    if not kwargs:
+        return
+    from transformers import PreTrainedTokenizerBase
+
+    own = getattr(type(tokenizer), "apply_chat_template", None) is not PreTrainedTokenizerBase.apply_chat_template
+    for name in kwargs:
+        if name in _OWN or name in tokenizer.special_tokens_map:
+            raise ConfigError(
+                f"chat_template_kwargs has {name}, which every chat has a value of its own for. Remove it."
+            )
+        # Its program is not parsed here: a name that it has in no word cannot change what it writes.
+        if not own and not re.search(rf"\b{re.escape(name)}\b", str(tokenizer.chat_template or "")):
+            raise ConfigError(
+                f"chat_template_kwargs has {name}, which the chat template of tokenizer "
+                f"{str(tokenizer.name_or_path)!r} does not mention: it would do nothing. Correct or remove it."
+            )
+    vars(tokenizer)[_ATTRIBUTE] = dict(kwargs)
+
+
+def template_kwargs(tokenizer: Any) -> Mapping[str, Any]:
+    """Return the variables that `set_template_kwargs` has set."""
+    kwargs: Mapping[str, Any] = getattr(tokenizer, _ATTRIBUTE, {})
+    return kwargs
