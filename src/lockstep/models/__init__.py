@@ -8,7 +8,6 @@ from lockstep.models.config import LayerKind as LayerKind
 from lockstep.models.config import LlamaConfig as LlamaConfig
 from lockstep.models.config import ModelConfig as ModelConfig
 from lockstep.models.config import Numerics as Numerics
-from lockstep.models.config import Variant as Variant
 from lockstep.models.config import distinct as distinct
 from lockstep.models.config import layer_kinds as layer_kinds
 from lockstep.models.config import rotary_frequencies as rotary_frequencies
@@ -78,6 +77,7 @@ from lockstep.models.rope import YarnScaling as YarnScaling
 from lockstep.models.trainable import as_trainable as as_trainable
 from lockstep.models.trainable import layer_products as layer_products
 from lockstep.models.trainable import skeleton as skeleton
+from lockstep.models.variant import Variant as Variant
 from lockstep.models.weights import MLP_WEIGHTS as MLP_WEIGHTS
 from lockstep.models.weights import SPARSE_WEIGHTS as SPARSE_WEIGHTS
 from lockstep.models.weights import STACKED as STACKED

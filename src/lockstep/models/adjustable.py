@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 from lockstep.models import block
 from lockstep.models.attention import NO_WINDOW
 from lockstep.models.config import LayerKind, LlamaConfig, layer_kinds, rotary_frequencies
-from lockstep.models.layers import feed_forward, gated_norm, layer
+from lockstep.models.layers import feed_forward, first_stream, last_stream, layer
 from lockstep.models.weights import DecoderWeights
 
 ACTIVATIONS: Final = tuple(block.ACTIVATIONS)
@@ -45,7 +45,7 @@ def settings_of(config: LlamaConfig) -> Settings:
         **of_layers(config, kinds),
         "interleaved": np.bool_(False),  # element 2 i of a head is rotated with 2 i + 1, not i with i + half
         "epsilon": np.float32(config.layer_norm_epsilon),
-        "norm_offset": np.float32(variant.norm_offset),
+        "norm_offset": np.float32(config.norm.offset),
         "embed_scale": np.float32(config.embed_scale or 1.0),
         "attention_scale": np.float32(config.attention_scale or config.head_size**-0.5),
         "attention_cap": np.float32(variant.attention_soft_cap or 0.0),  # 0 for none
@@ -79,8 +79,9 @@ def adjustable_logits(
         weights: The weights; computed with in float32.
     """
     weights = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), weights)
-    # The factor of attention scores is a setting.
-    config = dataclasses.replace(config, variant=dataclasses.replace(config.variant, attention_scale=None))
+    # The factors of attention scores and of the embedding are settings.
+    variant = dataclasses.replace(config.variant, attention_scale=None, embed_scale=None)
+    config = dataclasses.replace(config, variant=variant)
     ops = Searched(config, settings)
     position = jnp.arange(ids.shape[1])
     distance = position[:, None] - position
@@ -114,14 +115,12 @@ def adjustable_logits(
 
         return layer(ops, config, w, x, (jnp.cos(angles), jnp.sin(angles)), attend, mlp)
 
-    x = settings["embed_scale"] * weights.embed[ids]
-    x = gated_norm(ops, x, weights.embed_norm, weights.embed_norm_down, weights.embed_norm_up)
+    x = first_stream(ops, config, weights, settings["embed_scale"] * weights.embed[ids])
     x, _ = jax.lax.scan(run, x, (_layers(config, weights, settings), settings["frequencies"], settings["window"]))
     output = weights.embed.T
     if weights.lm_head is not None:
         output = jnp.where(settings["tied"], output, weights.lm_head)
-    x = gated_norm(ops, x, weights.final_norm, weights.final_norm_down, weights.final_norm_up)
-    return _capped(x @ output, settings["logit_cap"])
+    return _capped(last_stream(ops, config, weights, x) @ output, settings["logit_cap"])
 
 
 def _without_router(w: Any) -> Any:
@@ -154,7 +153,8 @@ class Searched:
     def norm(self, x: Array, weight: Array | None, *, wide: bool = False) -> Array:
         if weight is not None and wide:
             weight = weight.reshape(x.shape[2:])
-        return block.rms_norm(x, weight, self.settings["epsilon"], offset=self.settings["norm_offset"])
+        settings = {"epsilon": self.settings["epsilon"], "offset": self.settings["norm_offset"]}
+        return dataclasses.replace(self.config.norm, **settings)(x, weight)
 
     def hidden(self, w: Any, up: Array, gate: Array | None) -> Array:
         if gate is None:

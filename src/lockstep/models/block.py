@@ -3,6 +3,7 @@
 `lockstep.models.layers` computes a layer with these.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, Final
@@ -36,33 +37,43 @@ def document_starts(segment_ids: Int[Array, "... position"]) -> Int[Array, "... 
     return jax.lax.cummax(jnp.where(first, index, 0), axis=segment_ids.ndim - 1)
 
 
-def rms_norm(
-    x: Float[Array, "..."],
-    weight: Float[Array, "..."] | None,
-    epsilon: float | Array,
-    *,
-    offset: float | Array = 0.0,
-    mean: Callable[[Array], Array] | None = None,
-    fix: Fix = lambda x: x,
-) -> Float[Array, "..."]:
-    """Apply RMSNorm in float32 (Zhang & Sennrich 2019, https://arxiv.org/abs/1910.07467, eq. 4).
+@dataclasses.dataclass(frozen=True)
+class Norm:
+    """RMSNorm in float32 (Zhang & Sennrich 2019, https://arxiv.org/abs/1910.07467, eq. 4), but for its weight.
 
     Args:
-        x: The input, whose last axes are those of the weight.
-        weight: The weight; None for no norm.
+        epsilon: The number added to the mean square.
         offset: The number added to the weight, which is then multiplied in float32: 1 in Gemma.
-        mean: The mean of the squares over the weight's axes, which are kept; None where they are all on this device.
     """
-    if weight is None:
-        return x
-    wide = x.astype(jnp.float32)
-    squares = jax.lax.square(wide)  # a product would add up gradients in another order
-    axes = tuple(range(-weight.ndim, 0))
-    average = jnp.mean(squares, axis=axes, keepdims=True) if mean is None else mean(squares)
-    wide = wide * fix(jax.lax.rsqrt(average + epsilon))
-    if isinstance(offset, float) and offset == 0:
-        return fix(wide.astype(x.dtype)) * weight
-    return (wide * (offset + weight.astype(jnp.float32))).astype(x.dtype)
+
+    epsilon: float | Array
+    offset: float | Array = 0.0
+
+    def __call__(
+        self,
+        x: Float[Array, "..."],
+        weight: Float[Array, "..."] | None,
+        *,
+        mean: Callable[[Array], Array] | None = None,
+        fix: Fix = lambda x: x,
+    ) -> Float[Array, "..."]:
+        """Apply the norm.
+
+        Args:
+            x: The input, whose last axes are those of the weight.
+            weight: The weight; None for no norm.
+            mean: The mean over the weight's axes, which are kept; None where they are all on this device.
+        """
+        if weight is None:
+            return x
+        if mean is None:
+            mean = functools.partial(jnp.mean, axis=tuple(range(-weight.ndim, 0)), keepdims=True)
+        wide = x.astype(jnp.float32)
+        squares = jax.lax.square(wide)  # a product would add up gradients in another order
+        wide = wide * fix(jax.lax.rsqrt(mean(squares) + self.epsilon))
+        if isinstance(self.offset, float) and self.offset == 0:
+            return fix(wide.astype(x.dtype)) * weight
+        return (wide * (self.offset + weight.astype(jnp.float32))).astype(x.dtype)
 
 
 def gated_norm(x: Float[Array, "*batch embed"], down: Any, up: Any) -> Float[Array, "*batch embed"]:
@@ -77,7 +88,7 @@ def gated_norm(x: Float[Array, "*batch embed"], down: Any, up: Any) -> Float[Arr
 
 def unit_norm(x: Float[Array, "... head"], epsilon: float | None) -> Float[Array, "... head"]:
     """Apply an RMSNorm that has no weight; with ``epsilon`` None none."""
-    return x if epsilon is None else rms_norm(x, jnp.ones(x.shape[-1], x.dtype), epsilon)
+    return x if epsilon is None else Norm(epsilon)(x, jnp.ones(x.shape[-1], x.dtype))
 
 
 def exclusive(attended: Float[Array, "... head"], v: Float[Array, "... head"]) -> Float[Array, "... head"]:
@@ -142,8 +153,8 @@ def scale_queries(q: Float[Array, "... head"], scale: float | None) -> Float[Arr
     return q if scale is None else q * jnp.asarray(scale * q.shape[-1] ** 0.5, q.dtype)
 
 
-def scale_embedding(x: Float[Array, "..."], scale: float | None) -> Float[Array, "..."]:
-    """Return an embedding times a factor in the embedding's dtype.
+def scaled(x: Float[Array, "..."], scale: float | None) -> Float[Array, "..."]:
+    """Return an array times a factor in the array's dtype.
 
     Args:
         scale: The factor; None for 1.

@@ -108,6 +108,27 @@ def gated_norm(ops: Ops, x: Array, weight: Any, down: Any, up: Any) -> Array:
     return block.gated_norm(ops.norm(x, weight), ops.array(down), ops.array(up))
 
 
+def first_stream(ops: Ops, config: LlamaConfig, weights: Any, x: Array) -> Float[Array, "*row embed"]:
+    """The residual stream that the first layer reads.
+
+    Args:
+        weights: The weights of the model, such as `DecoderWeights`.
+        x: The rows of the embedding.
+    """
+    x = block.scaled(x, config.embed_scale)
+    return gated_norm(ops, x, weights.embed_norm, weights.embed_norm_down, weights.embed_norm_up)
+
+
+def last_stream(ops: Ops, config: LlamaConfig, weights: Any, x: Array) -> Float[Array, "*row embed"]:
+    """The input of the output layer.
+
+    Args:
+        weights: See `first_stream`.
+        x: The residual stream after the last layer.
+    """
+    return gated_norm(ops, x, weights.final_norm, weights.final_norm_down, weights.final_norm_up)
+
+
 def attention(ops: Ops, config: LlamaConfig, w: LayerWeights, h: Array, rotary: Rotary, attend: Attend) -> Array:
     """Grouped-query attention (Ainslie et al. 2023, https://arxiv.org/abs/2305.13245), projections included.
 

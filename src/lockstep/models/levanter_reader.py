@@ -27,11 +27,12 @@ from levanter.models.qwen import QwenConfig, QwenLMHeadModel
 from levanter.models.qwen3_moe import Qwen3MoeLMHeadModel
 
 from lockstep.models import snowball_reader as snowball_reader  # registers itself
-from lockstep.models.config import Activation, LlamaConfig, Variant
+from lockstep.models.config import LlamaConfig
 from lockstep.models.experts import Experts
 from lockstep.models.low_rank import MergeLora, unchanged
 from lockstep.models.registry import UnreadableModelError, read_registered, register_reader, registered_classes
 from lockstep.models.rope import Llama3Scaling, RotaryConfig
+from lockstep.models.variant import Activation, Variant
 from lockstep.models.weights import WEIGHT_AXES, DecoderWeights, LayerWeights, haliax_axes
 from lockstep.placement import LazyWeight, axis_specs, resharded, view
 

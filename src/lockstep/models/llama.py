@@ -2,7 +2,8 @@
 
 import dataclasses
 import functools
-from typing import Self
+from collections.abc import Callable
+from typing import Any, Self
 
 import equinox as eqx
 import haliax as hax
@@ -18,7 +19,7 @@ from lockstep.models import block
 from lockstep.models.attention import CausalAttention, SplitPositions, self_attention
 from lockstep.models.config import LlamaConfig, distinct, layer_kinds
 from lockstep.models.experts import RouterSums
-from lockstep.models.layers import feed_forward, gated_norm, layer
+from lockstep.models.layers import feed_forward, first_stream, last_stream, layer
 from lockstep.models.llama_mlp import EngineRouting, LlamaExperts, LlamaMlp, MixedLayers, MixedMlps
 from lockstep.models.low_rank import Weight
 from lockstep.models.named_block import (
@@ -137,17 +138,17 @@ class LlamaLayer(eqx.Module):
         """Return random projections and unit norms."""
         Embed = LlamaAxes.of(config).Embed
         attention_key, mlp_key = jax.random.split(key)
-        pre, post = config.variant.pre_norm, config.variant.post_norm
+        norms = {
+            name: neutral(config, Embed) if name in config.variant.norms else None
+            for name in ("attn_norm", "attn_post_norm", "mlp_norm", "mlp_post_norm")
+        }
         mlp = LlamaMlp if config.experts is None else LlamaExperts
         return cls(
-            **norm_gates(config, attention_key, "attn_norm", pre),
-            **norm_gates(config, mlp_key, "mlp_norm", pre),
-            attn_norm=neutral(config, Embed) if pre else None,
+            **norms,
+            **norm_gates(config, attention_key, "attn_norm", norms["attn_norm"] is not None),
+            **norm_gates(config, mlp_key, "mlp_norm", norms["mlp_norm"] is not None),
             attention=LlamaAttention.init(config, key=attention_key),
-            attn_post_norm=neutral(config, Embed) if post else None,
-            mlp_norm=neutral(config, Embed) if pre else None,
             mlp=None if config.mixes_mlps else mlp.init(config, key=mlp_key),
-            mlp_post_norm=neutral(config, Embed) if post else None,
         )
 
     def __call__(
@@ -294,21 +295,19 @@ class LlamaLMHeadModel(eqx.Module):
         kinds, which = distinct(layer_kinds(config))
         layer_kind = None if len(kinds) == 1 else hax.named(jnp.asarray(which), "layer")
         x = look_up(self.embed, input_ids, split)
-        x = hax.named(block.scale_embedding(x.array, config.embed_scale), x.axes)
         layers = self.layers.scan_via(LlamaLayer.__call__)
-        x = self._normed(x, "embed_norm")
+        x = self._applied(first_stream, x)
         known_and_counted = () if known is None and counted is None else (known, counted)
         x, sums = layers(x, angles, segment_ids, layer_kind, engine, *known_and_counted)
         if split is not None:
             x = x.rearrange(("batch", "position", "embed"))
             x = hax.named(split.restore(x.array, hax.partitioning.pspec_for_axis(x.axes[:1])), x.axes)
-        return self._normed(x, "final_norm"), sums
+        return self._applied(last_stream, x), sums
 
-    def _normed(self, x: NamedArray, norm: str) -> NamedArray:
-        """A stream after a norm, given by its name, and the norm's gate."""
-        weight, down, up = (getattr(self, name) for name in (norm, f"{norm}_down", f"{norm}_up"))
+    def _applied(self, end: Callable[[Train, LlamaConfig, Any, Array], Array], x: NamedArray) -> NamedArray:
+        """The stream after `first_stream` or `last_stream`."""
         rows = x.rearrange((..., "embed"))
-        return hax.named(gated_norm(Train.of(self.config, x), rows.array, weight, down, up), rows.axes)
+        return hax.named(end(Train.of(self.config, x), self.config, self, rows.array), rows.axes)
 
     def lm_head_array(self) -> NamedArray:
         """Return the output layer ``[embed, vocab]``, or the embedding ``[vocab, embed]`` where the two are tied."""

@@ -6,11 +6,12 @@ from typing import Any
 
 from levanter.models import snowball
 
-from lockstep.models.config import LlamaConfig, Variant
+from lockstep.models.config import LlamaConfig
 from lockstep.models.experts import Experts
 from lockstep.models.from_names import Entry, from_names
 from lockstep.models.registry import register_reader
 from lockstep.models.rope import RotaryConfig
+from lockstep.models.variant import Variant
 from lockstep.models.weights import DecoderWeights
 
 _GATES = {"embed": "embed_gated_norm", "final": "final_gated_norm"}

@@ -63,8 +63,7 @@ class Train:
         return part
 
     def norm(self, x: Array, weight: NamedArray | None, *, wide: bool = False) -> Array:
-        epsilon, offset = self.config.layer_norm_epsilon, self.config.variant.norm_offset
-        return block.rms_norm(x, self.array(weight), epsilon, offset=offset)
+        return self.config.norm(x, self.array(weight))
 
     def hidden(self, w: LayerWeights, up: Array, gate: Array | None) -> Array:
         xielu = tuple(map(self.array, (w.xielu_p, w.xielu_n, w.xielu_beta, w.xielu_eps)))

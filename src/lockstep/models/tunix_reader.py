@@ -16,11 +16,12 @@ from tunix.models.llama3 import model as llama3
 from tunix.models.qwen2 import model as qwen2
 from tunix.models.qwen3 import model as qwen3
 
-from lockstep.models.config import LlamaConfig, Variant
+from lockstep.models.config import LlamaConfig
 from lockstep.models.experts import Experts
 from lockstep.models.from_names import Entry, LoraNames, from_names
 from lockstep.models.registry import UnreadableModelError, named_parameters, register_reader, registered_classes
 from lockstep.models.rope import RotaryConfig
+from lockstep.models.variant import Variant
 from lockstep.models.weights import DecoderWeights
 
 PAGE = "docs/tunix.md"

@@ -89,10 +89,10 @@ def _presence(config: LlamaConfig) -> dict[str, tuple[str, bool]]:
             variant.wide_qk_norm,
             dict.fromkeys(("q_wide_norm", "k_wide_norm"), variant.wide_qk_norm),
         ),
-        "variant.pre_norm": (variant.pre_norm, dict.fromkeys(("attn_norm", "mlp_norm"), variant.pre_norm)),
+        "variant.pre_norm": (variant.pre_norm, {name: name in variant.norms for name in ("attn_norm", "mlp_norm")}),
         "variant.post_norm": (
             variant.post_norm,
-            dict.fromkeys(("attn_post_norm", "mlp_post_norm"), variant.post_norm),
+            {name: name in variant.norms for name in ("attn_post_norm", "mlp_post_norm")},
         ),
         "variant.embed_norm": (variant.embed_norm, {"embed_norm": variant.embed_norm}),
         "variant.o_bias": (variant.o_bias, {"o_bias": variant.o_bias}),

@@ -11,14 +11,14 @@ RNG = np.random.default_rng(0)
 
 @pytest.mark.parametrize("offset", [0.0, 1.0])
 @pytest.mark.parametrize("axes", [1, 2])
-def test_rms_norm_is_over_the_axes_of_its_weight(offset: float, axes: int) -> None:
+def test_a_norm_is_over_the_axes_of_its_weight(offset: float, axes: int) -> None:
     x = RNG.standard_normal((3, 4, 6)).astype(np.float32)
     weight = RNG.standard_normal((4, 6)[2 - axes :]).astype(np.float32)
     mean = (x.astype(np.float64) ** 2).mean(tuple(range(-axes, 0)), keepdims=True)
     want = x / np.sqrt(mean + 1e-3) * (weight + offset)
-    np.testing.assert_allclose(block.rms_norm(x, weight, 1e-3, offset=offset), want, rtol=1e-5)
-    assert block.rms_norm(x, None, 1e-3) is x
-    assert block.rms_norm(jnp.asarray(x, jnp.bfloat16), weight.astype(jnp.bfloat16), 1e-3).dtype == jnp.bfloat16
+    np.testing.assert_allclose(block.Norm(1e-3, offset)(x, weight), want, rtol=1e-5)
+    assert block.Norm(1e-3)(x, None) is x
+    assert block.Norm(1e-3)(jnp.asarray(x, jnp.bfloat16), weight.astype(jnp.bfloat16)).dtype == jnp.bfloat16
 
 
 def test_rotation_turns_each_pair_by_its_angle() -> None:
@@ -58,9 +58,9 @@ def test_unit_norms_and_gates_of_heads() -> None:
 
 def test_scales_and_caps() -> None:
     q = jnp.ones((2, 4))
-    assert block.scale_queries(q, None) is q and block.scale_embedding(q, None) is q and block.soft_cap(q, None) is q
+    assert block.scale_queries(q, None) is q and block.scaled(q, None) is q and block.soft_cap(q, None) is q
     np.testing.assert_allclose(block.scale_queries(q, 0.25), 0.5)
-    np.testing.assert_allclose(block.scale_embedding(q, 3.0), 3.0)
+    np.testing.assert_allclose(block.scaled(q, 3.0), 3.0)
     np.testing.assert_allclose(block.soft_cap(q, 2.0), 2 * np.tanh(0.5), rtol=1e-6)
 
 

@@ -150,24 +150,6 @@ def test_an_odd_mesh_can_split_the_vocabulary_too() -> None:
 SLIDING, FULL = "sliding_attention", "full_attention"
 
 
-@pytest.mark.parametrize(
-    ("fields", "text"),
-    [
-        ({"layer_types": (FULL,)}, r"layer_types has 1 entries and num_layers is 2.*one for each"),
-        ({"layer_types": (FULL, "local")}, r"layer_types\[1\] is 'local'; it must be one of sliding_attention, full"),
-        ({"layer_types": (FULL, SLIDING)}, r"layer_types has sliding_attention and variant\.sliding_window is null"),
-        ({"layer_types": (FULL, FULL), "sliding_window": 4}, r"variant\.sliding_window is set .* no effect"),
-        ({"sliding_window": 4, "sliding_rope": RotaryConfig()}, r"variant\.sliding_rope is set .* no effect"),
-        ({"full_attention_every": 2}, r"layer_types has sliding_attention and variant\.sliding_window is null"),
-        ({"full_attention_every": 1, "sliding_window": 4}, r"full_attention_every is 1 .*at least 2"),
-        ({"full_attention_every": 2, "layer_types": (FULL, FULL)}, r"full_attention_every is 2 and .*layer_types is"),
-    ],
-)
-def test_layer_types_that_cannot_work(fields: dict[str, Any], text: str) -> None:
-    with pytest.raises(ConfigError, match=text):
-        LlamaConfig(**SMALL, variant=Variant(**fields))
-
-
 def test_layer_types_are_read_from_yaml(tmp_path: Path) -> None:
     yaml = """
         model:

@@ -42,14 +42,11 @@ class Sharded:
         return jax.lax.psum(part, self.decode_mesh.tensor_axes) if self.decode_mesh.tensor > 1 else part
 
     def norm(self, x: Array, weight: Any, *, wide: bool = False) -> Array:
-        return block.rms_norm(
-            x, weight, self.config.layer_norm_epsilon, offset=self.config.variant.norm_offset,
-            mean=(lambda squares: self._mean(squares, weight)) if wide else None,
-        )  # fmt: skip
+        return self.config.norm(x, weight, mean=(lambda numbers: self._mean(numbers, weight)) if wide else None)
 
-    def _mean(self, squares: Array, weight: Array) -> Array:
+    def _mean(self, numbers: Array, weight: Array) -> Array:
         axes = tuple(range(-weight.ndim, 0))
-        return self.total(jnp.sum(squares, axis=axes, keepdims=True)) / (weight.size * self.decode_mesh.tensor)
+        return self.total(jnp.sum(numbers, axis=axes, keepdims=True)) / (weight.size * self.decode_mesh.tensor)
 
     def hidden(self, w: LayerWeights, up: Array, gate: Array | None) -> Array:
         return block.hidden(self.config.variant.activation, up, gate, (w.xielu_p, w.xielu_n, w.xielu_beta, w.xielu_eps))
@@ -96,15 +93,10 @@ class Exact(Sharded):
             return x
         devices, axes = (self.decode_mesh.tensor, self.decode_mesh.tensor_axes) if wide else (1, ())
 
-        def mean(squares: Array) -> Array:
-            return barrier(add_heads(tree_sum(squares), weight.ndim - 1, axes) / (weight.size * devices))
+        def mean(numbers: Array) -> Array:
+            return barrier(add_heads(tree_sum(numbers), weight.ndim - 1, axes) / (weight.size * devices))
 
-        config = self.config
-        return barrier(
-            block.rms_norm(
-                barrier(x), weight, config.layer_norm_epsilon, offset=config.variant.norm_offset, mean=mean, fix=barrier
-            )
-        )
+        return barrier(self.config.norm(barrier(x), weight, mean=mean, fix=barrier))
 
     def hidden(self, w: LayerWeights, up: Array, gate: Array | None) -> Array:
         xielu = (w.xielu_p, w.xielu_n, w.xielu_beta, w.xielu_eps)

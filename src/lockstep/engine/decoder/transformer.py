@@ -26,7 +26,7 @@ from lockstep.models import (
     rotary_frequencies,
 )
 from lockstep.models.attention import Heads, ScoreModifier
-from lockstep.models.layers import Rotary, feed_forward, gated_norm, layer, project
+from lockstep.models.layers import Rotary, feed_forward, first_stream, gated_norm, last_stream, layer, project
 from lockstep.placement import DecodeMesh, LayoutTree, drop_layers, read, read_outer
 from lockstep.placement.device import elementwise, product
 
@@ -107,12 +107,11 @@ class Transformer:
             is_local = (local >= 0) & (local < table.shape[0])
             x = jnp.where(is_local[..., None], table[jnp.where(is_local, local, 0)], 0)
             x = jax.lax.psum(x, self.decode_mesh.tensor_axes)
-        x = block.scale_embedding(x, self.config.embed_scale)
-        return gated_norm(self._ops, x, weights.embed_norm, weights.embed_norm_down, weights.embed_norm_up)
+        return first_stream(self._ops, self.config, weights, x)
 
     def logits(self, weights: DecoderWeights, x: Float[Array, "slot embed"]) -> Float[Array, "slot local_vocab"]:
         """Return float32 logits of this device's part of the vocabulary; -inf from ``vocab_size`` on."""
-        x = gated_norm(self._ops, x, weights.final_norm, weights.final_norm_down, weights.final_norm_up)
+        x = last_stream(self._ops, self.config, weights, x)
         if isinstance(self._ops, Exact):
             head = weights.embed if weights.lm_head is None else weights.lm_head
             tied = weights.lm_head is None

@@ -4,9 +4,10 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Final, Literal
 
-from lockstep.models.config import Activation, LlamaConfig, ModelConfig, Variant
+from lockstep.models.config import LlamaConfig, ModelConfig
 from lockstep.models.families import llama
 from lockstep.models.families.family import Family, ModelPreset, layer_types_to_hf, windows
+from lockstep.models.variant import Activation, Variant
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

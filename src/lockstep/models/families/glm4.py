@@ -3,10 +3,11 @@
 import dataclasses
 from typing import Final
 
-from lockstep.models.config import LlamaConfig, ModelConfig, Variant
+from lockstep.models.config import LlamaConfig, ModelConfig
 from lockstep.models.families import llama, phi3
 from lockstep.models.families.family import Family
 from lockstep.models.rope import RotaryConfig
+from lockstep.models.variant import Variant
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -5,11 +5,12 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from lockstep.errors import ConfigError
-from lockstep.models.config import Activation, LlamaConfig, ModelConfig, Variant
+from lockstep.models.config import LlamaConfig, ModelConfig
 from lockstep.models.experts import Experts
 from lockstep.models.families import llama
 from lockstep.models.families.family import Family, ModelPreset, count_experts, layer_types_to_hf, windows
 from lockstep.models.rope import RotaryConfig, YarnScaling, required, rope_from_hf, rope_to_hf
+from lockstep.models.variant import Activation, Variant
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
