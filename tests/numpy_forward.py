@@ -48,11 +48,14 @@ class Family:
 
     activation: Callable[[Array], Array] = silu
     norm_plus_one: bool = False  # Gemma: the weight of a norm is stored less 1
+    centered: bool = False  # Cohere: LayerNorm
+    parallel: bool = False  # Cohere: the MLP reads what attention reads
     norms: tuple[str | None, ...] = ("input_layernorm", None, "post_attention_layernorm", None)
     """The norms before and after attention, before and after the MLP."""
     norm_over_heads: bool = False  # OLMo 2: one norm over all heads of q, and of k
     scaled_embedding: bool = False
-    interleaved: bool = False  # GLM: neighbouring elements of a head are a pair
+    interleaved: bool = False  # GLM, Cohere: neighbouring elements of a head are a pair
+    rotates_full: bool = True  # Cohere: layers without a window have no positions
     mlp: Callable[["Family", Config, "Tensors", Array], Array] | None = None
 
 
@@ -167,6 +170,9 @@ FAMILIES: dict[str, Family] = {
     "olmo2": Family(norms=OLMO_NORMS, norm_over_heads=True),
     "glm4": Family(norms=GLM_NORMS, interleaved=True),
     "glm4_moe": Family(mlp=glm_moe),
+    "cohere2": Family(
+        centered=True, parallel=True, norms=("input_layernorm", None, None, None), interleaved=True, rotates_full=False
+    ),
     "mixtral": Family(mlp=mixtral),
     **dict.fromkeys(("qwen2_moe", "qwen3_moe"), Family(mlp=qwen_moe)),
     "gpt_oss": Family(mlp=gpt_oss),
@@ -238,13 +244,14 @@ def attention(family: Family, config: Config, tensors: Tensors, x: Array, kind: 
         if weight is None:
             return values.reshape(split)
         if family.norm_over_heads:
-            return rms_norm(family, config, values, weight).reshape(split)
-        return rms_norm(family, config, values.reshape(split), weight)
+            return normalised(family, config, values, weight).reshape(split)
+        return normalised(family, config, values.reshape(split), weight)
 
     rope = config["rope_parameters"]
     rope = rope.get(kind, rope)
-    q = rotate(normed("q", q, heads), rope, family.interleaved)
-    k = rotate(normed("k", k, kv_heads), rope, family.interleaved)
+    q, k = normed("q", q, heads), normed("k", k, kv_heads)
+    if family.rotates_full or kind == "sliding_attention":
+        q, k = (rotate(x, rope, family.interleaved) for x in (q, k))
     group = heads // kv_heads
     k, v = np.repeat(k, group, axis=2), np.repeat(v.reshape(batch, length, kv_heads, size), group, axis=2)
     scale = config.get("query_pre_attn_scalar", size) ** -0.5
@@ -260,9 +267,11 @@ def attention(family: Family, config: Config, tensors: Tensors, x: Array, kind: 
     return linear(tensors, "o_proj", np.einsum("bnqk,bknh->bqnh", shares, v).reshape(batch, length, heads * size))
 
 
-def rms_norm(family: Family, config: Config, x: Array, weight: Array) -> Array:
-    """Zhang and Sennrich 2019."""
-    return x / np.sqrt(np.mean(x * x, -1, keepdims=True) + config["rms_norm_eps"]) * (weight + family.norm_plus_one)
+def normalised(family: Family, config: Config, x: Array, weight: Array) -> Array:
+    """Zhang and Sennrich 2019; centered Ba et al. 2016."""
+    x = x - np.mean(x, -1, keepdims=True) if family.centered else x
+    epsilon = config["layer_norm_eps" if family.centered else "rms_norm_eps"]
+    return x / np.sqrt(np.mean(x * x, -1, keepdims=True) + epsilon) * (weight + family.norm_plus_one)
 
 
 def layer_kind(config: Config, layer: int) -> str:
@@ -270,29 +279,34 @@ def layer_kind(config: Config, layer: int) -> str:
     return kinds[layer] if kinds else "sliding_attention" if config.get("sliding_window") else "full_attention"
 
 
+def read_tensors(directory: Path) -> Tensors:
+    """All tensors of a checkpoint."""
+    files = sorted(directory.glob("*.safetensors"))
+    return Tensors({name: value.astype(np.float64) for file in files for name, value in load_file(file).items()})
+
+
 def forward(directory: Path, ids: Array) -> Array:
     """The logits of a checkpoint, float64 ``[batch, position, vocab]``, of tokens ``[batch, position]``."""
-    config = json.loads((directory / "config.json").read_text())
+    return logits_of(json.loads((directory / "config.json").read_text()), read_tensors(directory), ids)
+
+
+def logits_of(config: Config, tensors: Tensors, ids: Array) -> Array:
+    """`forward` of a checkpoint that was read."""
     family = FAMILIES[config["model_type"]]
-    tensors = Tensors()
-    for file in sorted(directory.glob("*.safetensors")):
-        tensors.update({name: value.astype(np.float64) for name, value in load_file(file).items()})
 
     def norm(scope: Tensors, name: str | None, x: Array) -> Array:
-        return x if name is None else rms_norm(family, config, x, scope[f"{name}.weight"])
+        return x if name is None else normalised(family, config, x, scope[f"{name}.weight"])
 
     embed = tensors["model.embed_tokens.weight"]
     x = embed[ids] * (math.sqrt(config["hidden_size"]) if family.scaled_embedding else 1.0)
     before_attention, after_attention, before_mlp, after_mlp = family.norms
     for index in range(config["num_hidden_layers"]):
         layer = tensors.below(f"model.layers.{index}")
-        out = attention(
-            family, config, layer.below("self_attn"), norm(layer, before_attention, x), layer_kind(config, index)
-        )
+        h = norm(layer, before_attention, x)
+        out = attention(family, config, layer.below("self_attn"), h, layer_kind(config, index))
         x = x + norm(layer, after_attention, out)
-        out = (family.mlp or dense)(family, config, layer, norm(layer, before_mlp, x))
+        out = (family.mlp or dense)(family, config, layer, h if family.parallel else norm(layer, before_mlp, x))
         x = x + norm(layer, after_mlp, out)
     head = embed if config["tie_word_embeddings"] else tensors["lm_head.weight"]
-    return soft_cap(
-        rms_norm(family, config, x, tensors["model.norm.weight"]) @ head.T, config.get("final_logit_softcapping")
-    )
+    logits = normalised(family, config, x, tensors["model.norm.weight"]) @ head.T * config.get("logit_scale", 1.0)
+    return soft_cap(logits, config.get("final_logit_softcapping"))

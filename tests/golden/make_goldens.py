@@ -26,6 +26,7 @@ import numpy as np
 import torch
 import transformers
 from transformers import (
+    Cohere2Config,
     Gemma2Config,
     Gemma3TextConfig,
     Glm4Config,
@@ -179,6 +180,15 @@ FAMILIES: dict[str, PreTrainedConfig] = {
         routed_scaling_factor=1.5,
         rope_parameters={"rope_type": "default", "rope_theta": 300.0, "partial_rotary_factor": 0.5},
     ),
+    "cohere2": Cohere2Config(
+        **{**ODD, "hidden_size": 48, "num_hidden_layers": 5},
+        attention_bias=True,
+        logit_scale=0.7,
+        sliding_window=5,
+        rope_parameters={"rope_type": "default", "rope_theta": 300.0},
+        eos_token_id=0,
+        bos_token_id=0,
+    ),
 }
 
 
@@ -191,9 +201,10 @@ def randomise(model: torch.nn.Module, generator: torch.Generator) -> None:
         noise = torch.randn(parameter.shape, generator=generator)
         with torch.no_grad():
             gemma = "Gemma" in type(model).__name__
-            if name == "model.norm.weight" and gemma:
+            tied = gemma or "Cohere" in type(model).__name__
+            if name == "model.norm.weight" and tied:
                 parameter.copy_(8 + 3 * noise)
-            elif name == "model.embed_tokens.weight" and gemma:
+            elif name == "model.embed_tokens.weight" and tied:
                 # Small, for it is the output layer too: each token would otherwise be followed by itself.
                 parameter.copy_(noise * 0.2 / parameter.shape[-1] ** 0.5)
             elif "norm" in name:

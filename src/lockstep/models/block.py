@@ -44,10 +44,13 @@ class Norm:
     Args:
         epsilon: The number added to the mean square.
         offset: The number added to the weight, which is then multiplied in float32: 1 in Gemma.
+        centered: Whether the mean is subtracted first, as in LayerNorm (Ba et al. 2016,
+            https://arxiv.org/abs/1607.06450), and the weight multiplied in float32.
     """
 
     epsilon: float | Array
     offset: float | Array = 0.0
+    centered: bool = False
 
     def __call__(
         self,
@@ -69,9 +72,11 @@ class Norm:
         if mean is None:
             mean = functools.partial(jnp.mean, axis=tuple(range(-weight.ndim, 0)), keepdims=True)
         wide = x.astype(jnp.float32)
+        if self.centered:
+            wide = fix(wide - mean(wide))
         squares = jax.lax.square(wide)  # a product would add up gradients in another order
         wide = wide * fix(jax.lax.rsqrt(mean(squares) + self.epsilon))
-        if isinstance(self.offset, float) and self.offset == 0:
+        if isinstance(self.offset, float) and self.offset == 0 and not self.centered:
             return fix(wide.astype(x.dtype)) * weight
         return (wide * (self.offset + weight.astype(jnp.float32))).astype(x.dtype)
 

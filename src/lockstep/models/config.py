@@ -162,6 +162,11 @@ class LlamaConfig(ModelConfig):
                 f"rope scales attention scores by {self.rope.score_factor:.6g} and variant.sliding_rope by "
                 f"{sliding.score_factor:.6g}; it must be one factor for all layers. Give both the same yarn, or none."
             )
+        if self.rope.score_factor != 1 and not self.variant.full_rope:
+            raise ConfigError(
+                f"rope.yarn has a factor of attention scores, {self.rope.score_factor:.6g}, for all layers, and those "
+                "with full attention have no rope (variant.full_rope is false). Set yarn to null, or full_rope to true."
+            )
         if self.rope.rotated(self.head_size) % 2 or self.rope.rotated(self.head_size) < 2:
             raise ConfigError(
                 f"rope.partial_rotary_factor {self.rope.partial_rotary_factor} of a head of {self.head_size} elements "
@@ -201,7 +206,8 @@ class LlamaConfig(ModelConfig):
     @property
     def norm(self) -> block.Norm:
         """The norms of the model, but for their weights."""
-        return block.Norm(self.layer_norm_epsilon, offset=1.0 if self.variant.norm_plus_one else 0.0)
+        offset = 1.0 if self.variant.norm_plus_one else 0.0
+        return block.Norm(self.layer_norm_epsilon, offset, centered=self.variant.centered_norm)
 
     @property
     def layer_types(self) -> tuple[LayerType, ...] | None:
@@ -282,7 +288,7 @@ def layer_kinds(config: LlamaConfig) -> tuple[LayerKind, ...]:
     window = variant.sliding_window
     window = None if window is None or window >= config.max_seq_len else window
     types = types or ("full_attention" if variant.sliding_window is None else "sliding_attention",) * config.num_layers
-    full = LayerKind(window=None, rope=config.rope)
+    full = LayerKind(window=None, rope=config.rope if variant.full_rope else RotaryConfig(linear_factor=math.inf))
     sliding = LayerKind(window=window, rope=variant.sliding_rope or config.rope)
     return tuple(sliding if each == "sliding_attention" else full for each in types)
 

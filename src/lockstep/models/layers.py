@@ -99,7 +99,8 @@ def layer(
     x = stream(x)
     h = ops.keep(gated_norm(ops, x, w.attn_norm, w.attn_norm_down, w.attn_norm_up))
     x = stream(x + ops.norm(attention(ops, config, w, h, rotary, attend), w.attn_post_norm))
-    h, chosen = mlp(gated_norm(ops, x, w.mlp_norm, w.mlp_norm_down, w.mlp_norm_up))
+    h = h if config.variant.parallel else gated_norm(ops, x, w.mlp_norm, w.mlp_norm_down, w.mlp_norm_up)
+    h, chosen = mlp(h)
     return stream(x + ops.norm(h, w.mlp_post_norm)), chosen
 
 
@@ -120,13 +121,14 @@ def first_stream(ops: Ops, config: LlamaConfig, weights: Any, x: Array) -> Float
 
 
 def last_stream(ops: Ops, config: LlamaConfig, weights: Any, x: Array) -> Float[Array, "*row embed"]:
-    """The input of the output layer.
+    """The input of the output layer, with the factor of the logits.
 
     Args:
         weights: See `first_stream`.
         x: The residual stream after the last layer.
     """
-    return gated_norm(ops, x, weights.final_norm, weights.final_norm_down, weights.final_norm_up)
+    x = gated_norm(ops, x, weights.final_norm, weights.final_norm_down, weights.final_norm_up)
+    return ops.fix(block.scaled(x, config.variant.logit_scale))
 
 
 def attention(ops: Ops, config: LlamaConfig, w: LayerWeights, h: Array, rotary: Rotary, attend: Attend) -> Array:

@@ -33,9 +33,11 @@ def layer_products(config: LlamaConfig, *, again: bool = False) -> float:
 
     Args:
         again: Those alone that the backward pass multiplies with a second time where it recomputes layers: no gradient
-            needs the last product of a layer whose MLP is dense and whose result is added as it is.
+            needs the last products of a layer, that of a dense MLP and of attention beside it, if these are added as
+            they are.
     """
-    unused = {"down"} if again and config.experts is None and not config.variant.post_norm else set()
+    last = {"down": config.experts is None, "o": config.variant.parallel}
+    unused = {name for name, is_last in last.items() if is_last and again and not config.variant.post_norm}
     layers = skeleton(1, config).layers
     found = jax.tree_util.tree_leaves_with_path(layers, is_leaf=lambda leaf: isinstance(leaf, NamedArray))
     each = ((path[-1].name, leaf) for path, leaf in found)

@@ -32,6 +32,10 @@ class Variant:
     """Whether an RMSNorm comes before attention and before the MLP. OLMo 2 has none."""
     post_norm: bool = False
     """Whether an RMSNorm comes after attention and the MLP, before the residual addition: OLMo 2, Gemma 2 and 3."""
+    parallel: bool = False
+    """Whether the MLP reads the norm before attention, too, and has none before it (Cohere 2)."""
+    centered_norm: bool = False
+    """Whether norms subtract the mean first: LayerNorm without a bias (Cohere 2)."""
     norm_plus_one: bool = False
     """Whether RMSNorm multiplies by 1 + weight, in float32 (Gemma)."""
     wide_qk_norm: bool = False
@@ -58,6 +62,8 @@ class Variant:
     """The soft cap of attention scores: a score s becomes ``cap * tanh(s / cap)`` (Gemma 2). Null for none."""
     logit_soft_cap: float | None = None
     """The soft cap of the logits of the output layer. Null for none."""
+    logit_scale: float | None = None
+    """The factor of the logits, before the soft cap (Cohere 2). Null for 1."""
     sliding_window: int | None = None
     """The number of positions that a query attends to, its own included. Null for all."""
     layer_types: tuple[LayerType, ...] | None = None
@@ -66,14 +72,16 @@ class Variant:
     full_attention_every: int | None = None
     """Every how many layers one has no ``sliding_window``: 2 in Gemma 2, 6 in Gemma 3. Null: ``layer_types`` says."""
     interleaved_rope: bool = False
-    """Whether neighbouring elements of a head are rotated together (GLM), not those half of it apart."""
+    """Whether neighbouring elements of a head are rotated together (GLM, Cohere), not those half of it apart."""
+    full_rope: bool = True
+    """Whether layers with full attention have rotary embeddings; Cohere 2 has them in the others alone."""
     sliding_rope: RotaryConfig | None = None
     """The rotary embeddings of layers with sliding attention; others have ``rope`` (Gemma 3). Null: all have it."""
 
     def __post_init__(self) -> None:
         check_fields(self, "variant.")
-        positive = ("embed_scale", "attention_scale", "attention_soft_cap", "logit_soft_cap", "sliding_window")
-        for name in (*positive, "gated_norm_rank", "unit_qk_norm"):
+        positive = ("embed_scale", "attention_scale", "attention_soft_cap", "logit_soft_cap", "logit_scale")
+        for name in (*positive, "sliding_window", "gated_norm_rank", "unit_qk_norm"):
             value = getattr(self, name)
             if value not in (None, "sqrt_hidden_dim") and not value > 0:
                 raise ConfigError(f"variant.{name} is {value}; it must be more than 0. Use null for none.")
@@ -108,7 +116,7 @@ class Variant:
     @property
     def norms(self) -> frozenset[str]:
         """The names of the weights of a layer's norms of the residual stream."""
-        before = {"attn_norm", "mlp_norm"} if self.pre_norm else set()
+        before = {"attn_norm", *(() if self.parallel else ("mlp_norm",))} if self.pre_norm else set()
         after = {"attn_post_norm", "mlp_post_norm"} if self.post_norm else set()
         return frozenset(before | after)
 

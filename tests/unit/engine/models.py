@@ -21,6 +21,7 @@ from lockstep.models import (
     Qwen3MoeConfig,
     Variant,
 )
+from lockstep.models.families.cohere2 import Cohere2Config, Cohere2Variant
 from lockstep.models.families.gpt_oss import GptOssConfig, GptOssVariant
 from lockstep.models.rope import Llama3Scaling, RotaryConfig, YarnScaling
 from lockstep.models.trainable import skeleton
@@ -109,6 +110,11 @@ FAMILIES = {
         ),
     ),
     "apertus": LlamaConfig(**SIZES, qk_norm=True, variant=Variant(activation="xielu", embed_norm=True)),
+    "cohere": Cohere2Config(
+        **SIZES | {"num_layers": 3},
+        rope=RotaryConfig(theta=100.0),
+        variant=Cohere2Variant(sliding_window=6, full_attention_every=2, logit_scale=0.7),
+    ),
 }
 VOCAB = 40
 

@@ -18,7 +18,7 @@ from lockstep.placement import make_decode_mesh
 from tests.unit.engine.models import FAMILIES, LLAMA, mesh_of, model_on
 
 SNOWBALL = Variant(gated_norm_rank=4, unit_qk_norm=1e-6, exclusive_attention=True, head_gates=True)
-CONFIGS = {name: FAMILIES[name] for name in ("llama", "qwen2", "gemma", "olmo", "apertus", "sinks")} | {
+CONFIGS = {name: FAMILIES[name] for name in ("llama", "qwen2", "gemma", "olmo", "apertus", "sinks", "cohere")} | {
     "snowball": dataclasses.replace(LLAMA, variant=SNOWBALL)
 }
 ROWS = (hax.Axis("batch", 2), hax.Axis("position", 6))

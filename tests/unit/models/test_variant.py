@@ -30,3 +30,4 @@ def test_the_norms_of_a_layer() -> None:
     assert Variant().norms == before
     assert Variant(post_norm=True).norms == before | after
     assert Variant(pre_norm=False, post_norm=True).norms == after
+    assert Variant(parallel=True).norms == {"attn_norm"}

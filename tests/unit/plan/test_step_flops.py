@@ -56,7 +56,7 @@ def products_in(jaxpr):
     [
         *(("llama", policy) for policy in POLICIES if policy != "offload"),
         ("sinks", "dots"),
-        *((family, "full") for family in ("gemma", "olmo", "gemma3", "sinks", "apertus")),
+        *((family, "full") for family in ("gemma", "olmo", "gemma3", "sinks", "apertus", "cohere")),
     ],
 )
 def test_operations_are_those_of_the_gradient_as_it_is_traced(family, policy):

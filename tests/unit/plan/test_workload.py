@@ -280,6 +280,8 @@ def test_a_model_that_is_not_known():
         ("google/gemma-3-27b-it", 62),
         ("allenai/OLMo-2-1124-7B-Instruct", 32),
         ("microsoft/phi-4", 40),
+        ("CohereLabs/c4ai-command-a-03-2025", 64),
+        ("zai-org/GLM-4.5-Air", 46),
     ],
 )
 def test_a_well_known_checkpoint_is_planned_by_its_name(name, layers):

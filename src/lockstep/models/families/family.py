@@ -11,7 +11,7 @@ from lockstep.models.rope import required, rope_from_hf, rope_to_hf
 ACTIVATIONS: Final = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu"}
 """Activations of a gated MLP: Hugging Face's name and ours."""
 
-_DEFAULTS: Final = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "initializer_range": 0.02}
+_DEFAULTS: Final = {"tie_word_embeddings": False, "initializer_range": 0.02}
 """The values of keys that a ``config.json`` lacks, in all families that do not say otherwise."""
 _NULLABLE: Final = frozenset(
     "head_dim num_key_value_heads sliding_window attn_logit_softcapping final_logit_softcapping mlp_only_layers".split()
@@ -48,6 +48,7 @@ class Family:
     read: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda hf: {}  # fields from a `config.json`
     write: Callable[[LlamaConfig], Mapping[str, Any]] = lambda config: {}  # keys of `config.json` from them
     activation_key: str = "hidden_act"
+    epsilon_key: str = "rms_norm_eps"
     presets: Mapping[str, ModelPreset] = dataclasses.field(default_factory=dict)
 
     def config_from_hf(self, hf: Mapping[str, Any], max_seq_len: int | None = None) -> LlamaConfig:
@@ -59,7 +60,7 @@ class Family:
         Raises:
             ConfigError: A setting is not one that lockstep computes, or a key is missing.
         """
-        defaults = {**_DEFAULTS, **self.defaults}
+        defaults = {self.epsilon_key: 1e-6, **_DEFAULTS, **self.defaults}
         hf = {**defaults, **hf}
         for key in defaults.keys() - _NULLABLE:
             required(hf, key)
@@ -67,8 +68,8 @@ class Family:
         for switch in ("attention_bias", "mlp_bias", "use_bidirectional_attention"):
             if hf.get(switch) and switch not in self.defaults and not (switch == "attention_bias" and variant.o_bias):
                 raise ConfigError(
-                    f"the checkpoint has {switch}: true; lockstep has biases of attention in qwen2, glm4 and gpt_oss "
-                    f"only, and causal attention. Choose a checkpoint without {switch}."
+                    f"the checkpoint has {switch}: true; lockstep has biases of attention in qwen2, glm4, gpt_oss and "
+                    f"cohere2 only, and causal attention. Choose a checkpoint without {switch}."
                 )
         activation = hf.get(self.activation_key)
         if activation is not None and activation not in ACTIVATIONS:
@@ -89,7 +90,7 @@ class Family:
             # As in transformers: the first Llama has no num_key_value_heads.
             "num_kv_heads": hf.get("num_key_value_heads") or num_heads,
             "head_dim": head_dim,
-            "layer_norm_epsilon": hf["rms_norm_eps"],
+            "layer_norm_epsilon": hf[self.epsilon_key],
             "tie_word_embeddings": hf["tie_word_embeddings"],
             "initializer_range": hf["initializer_range"],
             "activation": variant.activation if activation is None else ACTIVATIONS[activation],
@@ -128,7 +129,7 @@ class Family:
             self.activation_key: names.get(config.variant.activation, config.variant.activation),
             "max_position_embeddings": config.max_seq_len,
             "initializer_range": config.initializer_range,
-            "rms_norm_eps": config.layer_norm_epsilon,
+            self.epsilon_key: config.layer_norm_epsilon,
             "tie_word_embeddings": config.tie_word_embeddings,
             # transformers 5 reads these as well as its own rope_parameters; 4 and other programs read only these.
             "rope_theta": config.rope.theta,

@@ -5,7 +5,7 @@ from typing import Final
 
 from lockstep.models.config import LlamaConfig, ModelConfig
 from lockstep.models.families import llama, phi3
-from lockstep.models.families.family import Family
+from lockstep.models.families.family import Family, ModelPreset
 from lockstep.models.rope import RotaryConfig
 from lockstep.models.variant import Variant
 
@@ -50,4 +50,13 @@ FAMILY: Final = Family(
     },
     read=lambda hf: {"qkv_bias": hf["attention_bias"]},
     write=lambda config: {"attention_bias": config.qkv_bias},
-)
+    # Its config.json.
+    presets={
+        "glm-4-9b-0414": ModelPreset(
+            config=Glm4Config(
+                max_seq_len=32768, hidden_dim=4096, intermediate_dim=13696, num_layers=40, num_heads=32, num_kv_heads=2,
+            ),
+            vocab_size=151552,
+        )
+    },
+)  # fmt: skip

@@ -8,7 +8,7 @@ from lockstep.errors import ConfigError
 from lockstep.models.config import LlamaConfig, ModelConfig
 from lockstep.models.experts import Experts
 from lockstep.models.families import llama, qwen3
-from lockstep.models.families.family import Family, count_experts
+from lockstep.models.families.family import Family, ModelPreset, count_experts
 from lockstep.models.families.qwen3_moe import EXPERT_TENSORS, MLP
 from lockstep.models.rope import RotaryConfig, required
 
@@ -76,6 +76,21 @@ def _write(config: LlamaConfig) -> dict[str, Any]:
     }
 
 
+def _preset(
+    hidden: int, mlp: int, layers: int, experts: int, width: int, *, dense: int, norm: bool, scale: float
+) -> ModelPreset:
+    mixture = Experts(
+        num_experts=experts, num_experts_per_tok=8, intermediate_dim=width, mlp_only_layers=tuple(range(dense)),
+        shared_intermediate_dim=width, scoring="biased_sigmoid", routed_scaling_factor=scale, load_balancing_coef=0.0,
+    )  # fmt: skip
+    config = Glm4MoeConfig(
+        max_seq_len=131072, hidden_dim=hidden, intermediate_dim=mlp, num_layers=layers, num_heads=96, num_kv_heads=8,
+        head_dim=128, qkv_bias=True, qk_norm=norm, rope=RotaryConfig(theta=1e6, partial_rotary_factor=0.5),
+        experts=mixture,
+    )  # fmt: skip
+    return ModelPreset(config=config, vocab_size=151552)
+
+
 FAMILY: Final = Family(
     architecture="Glm4MoeForCausalLM",
     model_type="glm4_moe",
@@ -92,4 +107,9 @@ FAMILY: Final = Family(
     },
     read=_read,
     write=_write,
+    # Table 1 of the paper; the rest is in each checkpoint's config.json.
+    presets={
+        "glm-4.5": _preset(5120, 12288, 92, 160, 1536, dense=3, norm=True, scale=2.5),
+        "glm-4.5-air": _preset(4096, 10944, 46, 128, 1408, dense=1, norm=False, scale=1.0),
+    },
 )  # fmt: skip

@@ -1,6 +1,7 @@
 """Every family that is read from Hugging Face: tokens, gradients, adapters and checkpoints, with transformers' own."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,14 @@ import lockstep
 from lockstep.errors import ConfigError
 from lockstep.models import LoraConfig, join_trained, load_hf, save_hf, split_trained
 from lockstep.models.hf.adapters import save_peft
-from lockstep.placement import make_mesh
 from lockstep.types import Request, SamplingParams
 from tests.adapters import GATE_UP, MLPS, merged, with_adapters
-from tests.numpy_forward import forward
+from tests.numpy_forward import Tensors, forward, logits_of, read_tensors
+from tests.unit.engine.models import mesh_of
 
 GOLDEN = Path(__file__).parents[3] / "golden"
 EXPERTS = ["glm4_moe", "gpt_oss", "mixtral", "qwen2_moe", "qwen3_moe", "qwen3_moe_mixed"]
-FAMILIES = [*EXPERTS, "gemma2", "gemma3", "glm4", "olmo2", "phi3"]
+FAMILIES = [*EXPERTS, "cohere2", "gemma2", "gemma3", "glm4", "olmo2", "phi3"]
 LLAMAS = ["llama3", "llama_tied", "mistral", "qwen2", "qwen3"]
 DEFAULT = LoraConfig(r=2, alpha=3.0)
 
@@ -32,7 +33,7 @@ def some_fast(name: str, *fast: str) -> Any:
 
 
 def load(path: Any, shape: str = "1,1,2") -> Any:
-    return load_hf(str(path), make_mesh(shape, jax.devices()[: 1 if shape == "1,1,1" else 2]))
+    return load_hf(str(path), mesh_of(shape))
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, *LLAMAS])
@@ -42,16 +43,24 @@ def test_the_oracle_is_transformers(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", [some_fast(name, "phi3") for name in (*FAMILIES, *LLAMAS)])
-@pytest.mark.parametrize("layout", [{"tensor": 2}, pytest.param("training", marks=pytest.mark.nightly)])
-def test_the_engine_writes_what_transformers_writes(family: str, layout: Any) -> None:
+@pytest.mark.parametrize(
+    ("shape", "layout"),
+    [
+        ("1,1,2", {"tensor": 2}),
+        *(pytest.param(*case, marks=pytest.mark.nightly) for case in (
+            ("1,1,1", "auto"), ("1,1,2", "training"), ("1,2,2", {"tensor": 2})
+        )),
+    ],
+)  # fmt: skip
+def test_the_engine_writes_what_transformers_writes(family: str, shape: str, layout: Any) -> None:
     golden = np.load(GOLDEN / family / "golden.npz")
-    model = load(GOLDEN / family)
+    model = load(GOLDEN / family, shape)
     params = SamplingParams(max_new_tokens=20)
     asked = [
         Request(prompt_id=row, prompt_tokens=tuple(ids.tolist()), params=params)
         for row, ids in enumerate(golden["input_ids"])
     ]
-    engine = lockstep.Engine(lockstep.EngineConfig(layout=layout), make_mesh("1,1,2", jax.devices()[:2]))
+    engine = lockstep.Engine(lockstep.EngineConfig(layout=layout), mesh_of(shape))
     answers = engine.generate(model, asked)
     tokens = np.array([answer.tokens for answer in answers])
     if "generated" in golden:
@@ -80,9 +89,36 @@ def test_every_parameter_has_a_gradient(family: str) -> None:
         assert np.all(np.isfinite(layers)) and np.all((layers.max(axis=1) > 0) == trained), name
 
 
+@pytest.mark.parametrize("family", [some_fast(name, "cohere2") for name in (*FAMILIES, *LLAMAS)])
+def test_gradients_are_those_of_the_oracle(family: str, tmp_path: Path) -> None:
+    """Along a random direction of each kind of tensor, by a central difference in float64."""
+    ids, rng = np.load(GOLDEN / family / "golden.npz")["input_ids"][:, :8], np.random.default_rng(0)
+    config, tensors = json.loads((GOLDEN / family / "config.json").read_text()), read_tensors(GOLDEN / family)
+
+    def loss(model: Any) -> Any:
+        return -jnp.mean(jax.nn.log_softmax(model(hax.named(ids, ("batch", "position"))).array)[..., 0])
+
+    def loss_of(tensors: Tensors) -> float:
+        logits = logits_of(config, tensors, ids)
+        return -float(np.mean(logits[..., 0] - np.log(np.exp(logits).sum(-1))))
+
+    save_hf(jax.jit(jax.grad(loss))(load(GOLDEN / family, "1,1,1")), tmp_path / "gradient")
+    gradient = read_tensors(tmp_path / "gradient")
+    assert gradient.keys() == tensors.keys()
+    for kind in {re.sub(r"\.\d+\.", ".*.", name) for name in tensors}:
+        moved = [name for name in tensors if re.sub(r"\.\d+\.", ".*.", name) == kind]
+        way = {name: rng.standard_normal(tensors[name].shape) for name in moved}
+        ahead, behind = (
+            loss_of(Tensors(tensors | {name: tensors[name] + step * way[name] for name in moved}))
+            for step in (1e-5, -1e-5)
+        )
+        slope = sum(float(np.sum(gradient[name] * way[name])) for name in moved)
+        assert slope == pytest.approx((ahead - behind) / 2e-5, rel=1e-3, abs=1e-5), kind
+
+
 @pytest.mark.parametrize("family", [some_fast(name, "gpt_oss") for name in FAMILIES])
 def test_a_saved_checkpoint_is_the_one_that_was_loaded(family: str, tmp_path: Path) -> None:
-    model = load_hf(str(GOLDEN / family), make_mesh("1,1,2", jax.devices()[:2]), dtype=jnp.bfloat16)
+    model = load_hf(str(GOLDEN / family), mesh_of("1,1,2"), dtype=jnp.bfloat16)
     save_hf(model, tmp_path / "out", max_shard_bytes=20_000)
     ours, theirs = (
         {name: each for file in path.glob("*.safetensors") for name, each in load_file(file).items()}

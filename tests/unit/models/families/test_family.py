@@ -1,9 +1,11 @@
 import dataclasses
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import draccus
+import jax
 import pytest
 import transformers
 
@@ -25,7 +27,9 @@ from lockstep.models import (
     find_preset,
     layer_kinds,
     load_config,
+    skeleton,
 )
+from lockstep.models.families.cohere2 import Cohere2Config, Cohere2Variant
 from lockstep.models.families.gemma2 import Gemma2Config, Gemma2Variant
 from lockstep.models.families.gemma3 import Gemma3Config, Gemma3Variant
 from lockstep.models.families.glm4 import Glm4Config
@@ -99,6 +103,12 @@ FAMILIES = {
             load_balancing_coef=0.0,
         ),
     ),
+    "cohere2": Cohere2Config(
+        **{**ODD, "hidden_dim": 48, "num_layers": 5},
+        qkv_bias=True,
+        rope=RotaryConfig(theta=300.0),
+        variant=Cohere2Variant(o_bias=True, logit_scale=0.7, sliding_window=5),
+    ),
     "qwen2_moe": Qwen2MoeConfig(
         **{**ODD, "hidden_dim": 48},
         rope=RotaryConfig(theta=200.0),
@@ -127,6 +137,7 @@ FAMILIES = {
 }
 
 
+YARN: dict[str, Any] = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 MIXTRAL: dict[str, Any] = {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"}
 
 
@@ -159,7 +170,7 @@ def test_transformers_reads_what_is_written_as_its_own(family: str, tmp_path: Pa
         "qwen2": {"head_dim"},
         "olmo2": {"head_dim"},
         "gemma2": {"use_bidirectional_attention"},  # null or false
-        "gemma3": {"sliding_window_pattern"},  # of transformers 4
+        **dict.fromkeys(("gemma3", "cohere2"), {"sliding_window_pattern"}),  # of transformers 4
         # The same in rope_parameters, for transformers 4; and the length that only longrope has.
         "phi3": {"head_dim", "partial_rotary_factor", "original_max_position_embeddings", "attention_bias"},
         # The same as mlp_only_layers, and the name that transformers 4 has.
@@ -294,6 +305,68 @@ PUBLISHED = {
         "sliding_window": 512,
         "sliding_window_pattern": 6,
     },
+    "CohereLabs/c4ai-command-r7b-12-2024": {
+        "architectures": ["Cohere2ForCausalLM"],
+        "attention_bias": False,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "layer_norm_eps": 1e-05,
+        "logit_scale": 0.25,
+        "max_position_embeddings": 132096,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 8,
+        "rope_scaling": None,
+        "rope_theta": 50000,
+        "sliding_window": 4096,
+        "sliding_window_pattern": 4,
+    },
+    "zai-org/GLM-4.5-Air-Base": {
+        "architectures": ["Glm4MoeForCausalLM"],
+        "attention_bias": True,
+        "first_k_dense_replace": 1,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "hidden_size": 4096,
+        "intermediate_size": 10944,
+        "max_position_embeddings": 131072,
+        "moe_intermediate_size": 1408,
+        "n_group": 1,
+        "n_routed_experts": 128,
+        "n_shared_experts": 1,
+        "norm_topk_prob": True,
+        "num_attention_heads": 96,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 46,
+        "num_key_value_heads": 8,
+        "num_nextn_predict_layers": 1,
+        "partial_rotary_factor": 0.5,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": None,
+        "rope_theta": 1000000,
+        "routed_scaling_factor": 1.0,
+        "tie_word_embeddings": False,
+        "topk_group": 1,
+        "use_qk_norm": False,
+    },
+    "zai-org/GLM-4-9B-0414": {
+        "architectures": ["Glm4ForCausalLM"],
+        "attention_bias": True,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "hidden_size": 4096,
+        "intermediate_size": 13696,
+        "max_position_embeddings": 32768,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 40,
+        "num_key_value_heads": 2,
+        "partial_rotary_factor": 0.5,
+        "rms_norm_eps": 1e-05,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+    },
     "microsoft/phi-4": {
         "architectures": ["Phi3ForCausalLM"],
         "hidden_act": "silu",
@@ -312,6 +385,18 @@ PUBLISHED = {
     },
 }
 """What ``config.json`` of published checkpoints says, as transformers 4 wrote it."""
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [("c4ai-command-r7b-12-2024", 8.0), ("c4ai-command-a-03-2025", 111.1), ("GLM-4-9B-0414", 9.4), ("GLM-4.5", 352.8),
+     ("GLM-4.5-Air", 106.9)],
+)  # fmt: skip
+def test_a_preset_has_the_parameters_of_its_checkpoint(name: str, billions: float) -> None:
+    preset = find_preset(name)
+    assert preset is not None
+    leaves = jax.tree.leaves(skeleton(preset.vocab_size, preset.config))
+    assert sum(math.prod(leaf.shape) for leaf in leaves) / 1e9 == pytest.approx(billions, abs=0.06)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -387,6 +472,10 @@ def test_a_model_is_stored_as_the_first_family_that_loses_nothing() -> None:
         ),
         ({"hidden_act": "quick_gelu"}, r"hidden_act 'quick_gelu'; lockstep computes 'silu', 'gelu', .* only"),
         ({"attention_bias": True}, r"attention_bias: true"),
+        (
+            {"rope_parameters": {**YARN, "rope_theta": 1e4}, "architectures": None, "model_type": "cohere2"},
+            r"rope\.yarn has a factor of attention scores, 1\.29.*Set yarn to null, or full_rope to true",
+        ),
         ({"mlp_bias": True}, r"mlp_bias: true"),
         (
             {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4}},
