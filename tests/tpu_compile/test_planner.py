@@ -327,6 +327,29 @@ def nightly(*case):
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize("slice_", ["v5p-16", "v6e-16"])
+@pytest.mark.parametrize("model", ["c4ai-command-r7b-12-2024", "GLM-4-9B-0414", "GLM-4.5-Air"])
+def test_sampling_of_a_published_model_is_planned_by_its_name(model, slice_, cache):
+    code, text, found = plan(
+        "--config_path", "config/sampler/demo.yaml", "--topology", slice_, "--inference_mode", "global_mesh",
+        "--model", model, cache=cache,
+    )  # fmt: skip
+    assert (code, found["fits"]) == (0, True) and "attention: TPU kernel" in text, text
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("slice_", "hosts"), [("v5p-64", 8), ("v6e-64", 16)])
+@pytest.mark.parametrize("model", ["c4ai-command-r7b-12-2024", "GLM-4-9B-0414"])
+def test_training_of_a_published_model_is_planned_by_its_name(model, slice_, hosts, cache):
+    code, text, found = plan(
+        "--config_path", "config/simpo_ultrafeedback_llama3_8b_v5p_64_inference.yaml", "--topology", slice_,
+        "--initialize_from_hf", model, "--trainer.distributed.require_process_count", hosts,
+        "--trainer.per_device_parallelism", 1, cache=cache,
+    )  # fmt: skip
+    assert (code, found["fits"]) == (0, True), text
+
+
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["docs/plan.md:text:0", "README.md:text:0"])
 def test_what_the_pages_show_of_the_plan_for_a_v5p_64_is_printed(name, cache):
     (words,) = [shlex.split(line)[2:] for line in commands_before(name) if line.startswith("lockstep plan")]
