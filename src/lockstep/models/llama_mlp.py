@@ -22,7 +22,7 @@ from lockstep.models.experts import RouterSums, route
 from lockstep.models.low_rank import AdaptedWeight, Weight
 from lockstep.models.named_block import LlamaAxes
 from lockstep.models.remat import scan_policy
-from lockstep.placement import PARAMETER_AXES, axes_of
+from lockstep.placement import PARAMETER_AXES, axes_of, gather
 from lockstep.placement.device import auto_axes
 
 
@@ -155,7 +155,7 @@ class LlamaExperts(eqx.Module):
             if fsdp is None or weight is None or fsdp not in spec:
                 return weight
             # Gathered here, its gradient is scattered while it is summed; XLA would sum all of it on every device.
-            return jax.lax.all_gather(weight, fsdp, axis=tuple(spec).index(fsdp), tiled=True)
+            return gather(weight, fsdp, tuple(spec).index(fsdp))
 
         replays = engine is not None and engine.replayed
 

@@ -77,10 +77,10 @@ def collectives(hlo: Hlo, devices: int) -> list[Collective]:
     return [
         Collective(
             name=op.name,
-            kind=_kind(op),
+            kind="reduce-scatter" if _scatters(run.op) else _kind(op),
             times=run.times,
             in_step=run.in_step,
-            bytes=_result(op),
+            bytes=_result(run.op if _scatters(run.op) else op),
             groups=() if _crosses_slices(op) else _groups(op.line, devices),
             slices=_slices(op),
         )
@@ -129,6 +129,13 @@ def _inside(hlo: Hlo, fusion: Op) -> Iterator[Op]:
                 yield op
             elif op.kind == "fusion":
                 yield from _inside(hlo, op)
+
+
+def _scatters(op: Op) -> bool:
+    """Whether it is the TPU compiler's reduce-scatter: a kernel, written as a fusion of an all-reduce and a slice of it
+    (https://openxla.org/xla/hlo_dumps).
+    """
+    return op.kind == "fusion" and any("all-reduce-scatter" in name for name in op.called().get("calls", ()))
 
 
 def _crosses_slices(op: Op) -> bool:

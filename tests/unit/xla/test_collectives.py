@@ -93,6 +93,23 @@ def test_one_branch_of_a_condition_counts():
     assert unmet - held == {"collective-permute.9"}
 
 
+def test_the_fusion_of_an_all_reduce_and_a_slice_is_a_reduce_scatter():
+    text = """HloModule scatter
+
+%all-reduce-scatter.3 (x: bf16[32,128]) -> bf16[8,128] {
+  %x = bf16[32,128] parameter(0)
+  %all-reduce.5 = bf16[32,128] all-reduce(%x), channel_id=3, replica_groups={{0,1,2,3}}, to_apply=%add
+  ROOT %slice = bf16[8,128] dynamic-slice(%all-reduce.5, %first, %zero), dynamic_slice_sizes={8,128}
+}
+
+ENTRY %main (a: bf16[32,128]) -> bf16[8,128] {
+  ROOT %fusion = bf16[8,128] fusion(%a), kind=kCustom, calls=%all-reduce-scatter.3
+}
+"""
+    (found,) = collectives(Hlo(text), 4)
+    assert (found.kind, found.received) == ("reduce-scatter", 3 * 8 * 128 * 2)
+
+
 def test_vector_memory_of_the_hungriest_operation():
     assert vmem(TEXT) == 3145728
     assert vmem("") == 0

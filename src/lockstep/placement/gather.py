@@ -1,0 +1,48 @@
+"""Arrays that are split over devices, gathered; and sums over devices, scattered."""
+
+from collections.abc import Sequence
+from typing import Final
+
+import jax
+from jaxtyping import Array, Shaped
+
+from lockstep.placement.mesh import DCN
+
+NEIGHBOURS: Final = 4
+"""The chips of a host of a TPU slice, which a mesh has one after the other."""
+
+
+def gather(part: Shaped[Array, "..."], name: str, axis: int, *, neighbours: int | None = None) -> Shaped[Array, "..."]:
+    """Return the whole of an array, inside a ``shard_map``; its gradient is scattered while it is summed.
+
+    The TPU compiler makes an all-reduce of a sum that is scattered over all chips of a slice, of which a device
+    receives twice as much as of the two reduce-scatters here (ADR 17).
+
+    Args:
+        name: The mesh axis that splits the array.
+        axis: The axis of the array.
+        neighbours: The devices, one after the other on the mesh axis, that exchange what they have before all others
+            do; 1 for one exchange among all. None: as the compiler of the devices needs.
+    """
+    for groups in _exchanges(name, neighbours):
+        part = jax.lax.all_gather(part, name, axis=axis, tiled=True, axis_index_groups=groups)
+    return part
+
+
+def scatter(whole: Shaped[Array, "..."], name: str, axis: int) -> Shaped[Array, "..."]:
+    """Return a device's part of the sum over devices, as the gradient of `gather` does."""
+    for groups in reversed(_exchanges(name, None)):
+        whole = jax.lax.psum_scatter(whole, name, scatter_dimension=axis, tiled=True, axis_index_groups=groups)
+    return whole
+
+
+def _exchanges(name: str, neighbours: int | None) -> Sequence[list[list[int]] | None]:
+    mesh = jax.sharding.get_abstract_mesh()
+    size, in_slice = mesh.shape[name], mesh.size // mesh.shape.get(DCN, 1)
+    if neighbours is None:
+        on_tpu = mesh.abstract_device is not None and mesh.abstract_device.platform == "tpu"
+        neighbours = NEIGHBOURS if on_tpu and size == in_slice else 1
+    if neighbours == 1 or size <= neighbours or size % neighbours:
+        return [None]
+    near = [list(range(first, first + neighbours)) for first in range(0, size, neighbours)]
+    return near, [list(range(first, size, neighbours)) for first in range(neighbours)]
