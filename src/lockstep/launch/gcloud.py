@@ -13,45 +13,19 @@ api_lib/util/api_enablement, core/exceptions of SDK 528) and in reports of users
 """
 
 import dataclasses
-import re
-import shlex
-import subprocess
 from collections.abc import Sequence
 from typing import Any, Final
 
-from lockstep.exits import REFUSED, UNAVAILABLE, UNREACHABLE
+from lockstep.exits import UNAVAILABLE, UNREACHABLE
 from lockstep.json_text import parse_json
 from lockstep.launch.backend import LaunchError
+from lockstep.launch.tool import Cause, Tool, ToolError
 
 CALL_S: Final = 300.0
 """Seconds that one call may take; creating and deleting are asked for and then polled, so each call is short."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Cause:
-    """A reason why gcloud refuses."""
-
-    name: str
-    pattern: str  # what gcloud's text then contains
-    summary: str
-    advice: str  # what to try; `{zone}` and `{project}` are those of the call
-    code: int = REFUSED  # the launcher's exit code; `--retries` tries again after some of them
-
-    @property
-    def passes(self) -> bool:
-        """Whether the same call may succeed later, without a change."""
-        return self.code != REFUSED
-
-
-NOT_INSTALLED: Final = "gcloud is not installed, or not on PATH"
-
 CAUSES: Final = (
-    Cause(
-        name="missing",
-        pattern=f"^{NOT_INSTALLED}",
-        summary="there is no gcloud command on this machine",
-        advice="Install it: https://cloud.google.com/sdk/docs/install; then run: gcloud init",
-    ),
     Cause(
         name="login",
         pattern=r"do(es)? not (currently )?have an(y)? (active account|valid credentials)"
@@ -150,7 +124,8 @@ CAUSES: Final = (
     Cause(
         name="network",
         pattern=r"network connectivity|Could not reach|Unable to find the server|Connection (reset|refused|aborted)"
-        r"|Max retries exceeded|[Tt]imed? ?out|DEADLINE_EXCEEDED|UNAVAILABLE|Temporary failure in name resolution"
+        r"|Max retries exceeded|did not answer|[Tt]imed? ?out|DEADLINE_EXCEEDED|UNAVAILABLE"
+        r"|Temporary failure in name resolution"
         r"|(status|code|HttpError)\W+5\d\d\b|\bINTERNAL(_ERROR)?\b",
         summary="Google's service could not be reached, or failed",
         advice="Check the connection and start again; what was already made is found by its name",
@@ -159,29 +134,21 @@ CAUSES: Final = (
 )
 """The first whose pattern is found decides."""
 
-UNKNOWN: Final = Cause(
-    name="unknown",
-    pattern="",
-    summary="gcloud failed",
-    advice="Run the command by hand to see more; gcloud's own text is above",
+TOOL: Final = Tool(
+    missing=Cause(
+        name="missing",
+        summary="there is no gcloud command on this machine",
+        advice="Install it: https://cloud.google.com/sdk/docs/install; then run: gcloud init",
+    ),
+    causes=CAUSES,
+    unknown=Cause(
+        name="unknown",
+        summary="gcloud failed",
+        advice="Run the command by hand to see more; gcloud's own text is above",
+    ),
+    limit_s=CALL_S,
+    own_session=False,  # Ctrl-C ends what it waits for
 )
-
-
-def classify(text: str) -> Cause:
-    """Return why gcloud refuses, from what it printed."""
-    words = " ".join(text.split())  # gcloud breaks long lines
-    return next((cause for cause in CAUSES if re.search(cause.pattern, words)), UNKNOWN)
-
-
-class GcloudError(LaunchError):
-    """A gcloud command failed: says why, what gcloud printed, and what to try."""
-
-    def __init__(self, command: str, text: str, *, zone: str = "", project: str = ""):
-        self.cause = classify(text)
-        names = {"zone": zone or "of gcloud's configuration", "project": project or "of gcloud's configuration"}
-        summary, advice = self.cause.summary.format(**names), self.cause.advice.format(**names)
-        said = "\n".join(f"  {line}" for line in text.strip().splitlines()[-12:])
-        super().__init__(f"{summary}.\n  $ {command}\n{said}\n{advice}.", self.cause.code)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -203,34 +170,30 @@ class Gcloud:
     def configured_project(self) -> str:
         """Return the project of gcloud's configuration; Google is not asked."""
         command = ["gcloud", "config", "get-value", "project", "--quiet"]
-        if not (found := self.run(command).strip()):
-            raise GcloudError(shlex.join(command), "The required property [project] is not currently set.")
-        return found
+        if not (project := self.run(command).strip()):
+            raise self.error(command, "The required property [project] is not currently set.")
+        return project
 
-    def run(self, command: Sequence[str], timeout_s: float = CALL_S) -> str:
-        """Run a command line made by `command`, without a shell, and return what it prints."""
-        shown = shlex.join(command)
-        try:
-            done = subprocess.run(
-                command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=timeout_s
-            )
-        except FileNotFoundError as error:
-            raise GcloudError(shown, NOT_INSTALLED) from error
-        except subprocess.TimeoutExpired as error:
-            raise self.error(shown, f"timed out after {timeout_s:.0f} s") from error
-        if done.returncode != 0:
-            raise self.error(shown, done.stderr or done.stdout)
-        return done.stdout
+    def run(self, command: Sequence[str], limit_s: float | None = None) -> str:
+        """Run a command line made by `command`, and return what it prints; see `Tool.run`."""
+        return TOOL.run(command, self.names, limit_s=limit_s)
 
-    def error(self, command: str, text: str) -> GcloudError:
-        return GcloudError(command, text, zone=self.zone, project=self.project)
+    def error(self, command: Sequence[str], text: str) -> ToolError:
+        """The error of a command line that printed a text."""
+        return TOOL.error(command, text, self.names)
+
+    @property
+    def names(self) -> dict[str, str]:
+        """The words in braces of `CAUSES`."""
+        default = "of gcloud's configuration"
+        return {"zone": self.zone or default, "project": self.project or default}
 
     def read(self, *words: str, place: str = "zone") -> Any:
         """The JSON of a command that describes or lists something; None where there is nothing of that name."""
         try:
             text = self.run([*self.command(*words, place=place), "--format=json"]) or "null"
             return parse_json(text, "what gcloud prints", object, "Run it by hand: what prints beside it?", LaunchError)
-        except GcloudError as error:
+        except ToolError as error:
             if error.cause.name == "gone":
                 return None
             raise

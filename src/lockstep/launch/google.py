@@ -20,11 +20,12 @@ from typing import Any, Final
 from lockstep.errors import ConfigError
 from lockstep.launch import setup_vm
 from lockstep.launch.backend import Console, LaunchError, Transport, Worker, WorkerBackend
-from lockstep.launch.gcloud import Gcloud, GcloudError
+from lockstep.launch.gcloud import Gcloud
 from lockstep.launch.mig import CAPACITY_FLAGS, Mig
 from lockstep.launch.options import add_google_options, add_worker_options, slice_counts
 from lockstep.launch.pod import ElasticPod, Machine, PasteTransport, Pod, SshTransport, Wait, left_alone, slices_of
 from lockstep.launch.slices import slice_of
+from lockstep.launch.tool import ToolError
 from lockstep.launch.tpu_vm import TpuVm
 
 COORDINATOR_PORT: Final = "8476"
@@ -141,7 +142,7 @@ class GoogleBackend(WorkerBackend):
             try:
                 self._gcloud(options).run(command)
                 return
-            except GcloudError as error:
+            except ToolError as error:
                 if error.cause.name != "ssh" or self.given_up() or time.monotonic() - begin > options.unreachable_s:
                     raise
                 console.once(f"{options.tpu_name}: ssh does not answer yet, trying for {options.unreachable_s:g} s")

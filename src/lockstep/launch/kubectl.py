@@ -5,8 +5,6 @@ import dataclasses
 import fcntl
 import json
 import os
-import re
-import shutil
 import subprocess
 import threading
 import time
@@ -24,32 +22,47 @@ from lockstep.launch.options import slice_counts
 from lockstep.launch.pods import STOPPED, PodState, first_failure, pod_states
 from lockstep.launch.record import JobRecord
 from lockstep.launch.slices import slice_of
+from lockstep.launch.tool import Cause, Tool
 
 STOP: Final = "lockstep/stopped"
 QUEUED: Final = "kueue.x-k8s.io/job-uid"  # a label of Kueue's Workload: the uid of what it queues
 CALL_S: Final = 120.0  # seconds that a call may take that does not follow anything
 
-CAUSES: Final = (
-    ("executable gke-gcloud-auth-plugin not found", REFUSED,
-     "Install GKE's plugin: gcloud components install gke-gcloud-auth-plugin."),
-    ("no matches for kind \"JobSet\"", REFUSED,
-     "The cluster has no JobSet: see https://jobset.sigs.k8s.io/docs/installation/."),
-    ("no configuration has been provided", REFUSED,
-     "kubectl knows no cluster: gcloud container clusters get-credentials CLUSTER --location ZONE."),
-    ("context was not found", REFUSED, "kubectl config get-contexts lists what there is for --context."),
-    ("namespaces", REFUSED, "Make it: kubectl create namespace NAME, or give another --namespace."),
-    (r"\(AlreadyExists\)", REFUSED,
-     "It is not of this job, so it stays as it is. Give another --name, or delete it where nothing needs it."),
-    ("exceeded quota", REFUSED, "The namespace's quota does not allow it: kubectl describe quota."),
-    ("orbidden", REFUSED, "Your account may not do this: ask for the role Kubernetes Engine Developer."),
-    ("Unauthorized", REFUSED, "The login has expired: gcloud auth login."),
-    ("is invalid", REFUSED, "The cluster's JobSet is older than this needs (0.6): upgrade it."),
-    (r"Unable to connect to the server|[Cc]onnection (refused|reset|lost)|The connection to the server .* was refused"
-     r"|\((ServiceUnavailable|Timeout|ServerTimeout|InternalError|TooManyRequests)\)|unexpected EOF|i/o timeout"
-     r"|etcdserver: |TLS handshake timeout", UNREACHABLE,
-     "Is the cluster there, and do you reach its network? Its control plane is away for minutes while it is upgraded."),
+CAUSES: Final = tuple(
+    Cause(pattern=pattern, summary="kubectl {verb} was refused", advice=advice, code=code)
+    for pattern, code, advice in (
+        ("executable gke-gcloud-auth-plugin not found", REFUSED,
+         "Install GKE's plugin: gcloud components install gke-gcloud-auth-plugin"),
+        ("no matches for kind \"JobSet\"", REFUSED,
+         "The cluster has no JobSet: see https://jobset.sigs.k8s.io/docs/installation/"),
+        ("no configuration has been provided", REFUSED,
+         "kubectl knows no cluster: gcloud container clusters get-credentials CLUSTER --location ZONE"),
+        ("context was not found", REFUSED, "kubectl config get-contexts lists what there is for --context"),
+        ("namespaces", REFUSED, "Make it: kubectl create namespace NAME, or give another --namespace"),
+        (r"\(AlreadyExists\)", REFUSED,
+         "It is not of this job, so it stays as it is. Give another --name, or delete it where nothing needs it"),
+        ("exceeded quota", REFUSED, "The namespace's quota does not allow it: kubectl describe quota"),
+        ("orbidden", REFUSED, "Your account may not do this: ask for the role Kubernetes Engine Developer"),
+        ("Unauthorized", REFUSED, "The login has expired: gcloud auth login"),
+        ("is invalid", REFUSED, "The cluster's JobSet is older than this needs (0.6): upgrade it"),
+        (r"Unable to connect to the server|[Cc]onnection (refused|reset|lost)|did not answer|unexpected EOF|i/o timeout"
+         r"|\((ServiceUnavailable|Timeout|ServerTimeout|InternalError|TooManyRequests)\)|etcdserver: "
+         r"|The connection to the server .* was refused|TLS handshake timeout", UNREACHABLE,
+         "Is the cluster there, and do you reach its network? "
+         "Its control plane is away for minutes while it is upgraded"),
+    )
 )  # fmt: skip
-"""A pattern of kubectl's text, the launcher's exit code, and what to try."""
+TOOL: Final = Tool(
+    missing=Cause(
+        summary="kubectl was not found",
+        advice="Install it: gcloud components install kubectl; then gcloud container clusters get-credentials CLUSTER "
+        "--location ZONE",
+        code=NOT_FOUND,
+    ),
+    causes=CAUSES,
+    unknown=Cause(summary="kubectl {verb} failed", advice="Run the command by hand to see more"),
+    limit_s=CALL_S,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -64,25 +77,9 @@ class Kubectl:
         return ["kubectl", *(f"--{name}={value}" for name, value in given.items() if value), *words]
 
     def run(self, *words: str, manifest: Mapping[str, Any] | None = None) -> str:
-        if shutil.which("kubectl") is None:
-            raise LaunchError(
-                "kubectl was not found. Install it: gcloud components install kubectl; then "
-                "gcloud container clusters get-credentials CLUSTER --location ZONE.",
-                NOT_FOUND,
-            )
-        text = None if manifest is None else json.dumps(manifest)
-        try:
-            # In a session of its own: the Ctrl-C of a terminal is for the launcher.
-            done = subprocess.run(
-                self.argv(*words), input=text, capture_output=True, text=True, timeout=CALL_S, start_new_session=True
-            )
-        except subprocess.TimeoutExpired:
-            raise LaunchError(
-                f"kubectl {words[0]} did not answer within {CALL_S:g} s. Is the cluster there?", UNREACHABLE
-            ) from None
-        if done.returncode:
-            raise _explained(words, done.stderr)
-        return done.stdout
+        """Run a command, with an object as its standard input, and return what it prints."""
+        stdin = "" if manifest is None else json.dumps(manifest)
+        return TOOL.run(self.argv(*words), {"verb": words[0]}, stdin=stdin)
 
     def get(self, *words: str) -> dict[str, Any]:
         """Objects as ``kubectl get`` prints them; without items or fields where there are none."""
@@ -90,14 +87,6 @@ class Kubectl:
         if not text.strip():
             return {}
         return parse_json(text, "what kubectl prints", dict, "Run it by hand: what prints beside it?", LaunchError)
-
-
-def _explained(words: Sequence[str], said: str) -> LaunchError:
-    text = said.strip() or "it gave no reason"
-    for pattern, code, advice in CAUSES:
-        if re.search(pattern, said):
-            return LaunchError(f"kubectl {words[0]} was refused: {text}\n{advice}", code)
-    return LaunchError(f"kubectl {words[0]} failed: {text}", REFUSED)
 
 
 RECONNECT_S = 2.0  # seconds between two connections to the same log

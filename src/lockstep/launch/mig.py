@@ -12,9 +12,9 @@ from typing import Any, Final
 
 from lockstep.exits import REFUSED
 from lockstep.launch.backend import LaunchError
-from lockstep.launch.gcloud import GcloudError
 from lockstep.launch.pod import LABEL, GooglePod, Machine, Wait, by_hand
 from lockstep.launch.slices import IMAGE_PROJECT
+from lockstep.launch.tool import ToolError
 
 CAPACITY_FLAGS: Final = {
     "on-demand": [],
@@ -213,7 +213,7 @@ class Mig(GooglePod):
         return shown + (f" ({trouble})" if trouble else ""), states["RUNNING"] == total > 0
 
     def _trouble(self, group: str, instances: list[dict[str, Any]]) -> str:
-        """The reason in words why machines do not come; a `GcloudError` where waiting does not help."""
+        """The reason in words why machines do not come; a `ToolError` where waiting does not help."""
         errors = [
             error
             for instance in instances
@@ -225,10 +225,10 @@ class Mig(GooglePod):
         for error in errors:
             text = f"{error.get('code', '')}: {error.get('message', '')}"
             words = ("compute", "instance-groups", "managed", "list-errors", group)
-            found = self.gcloud.error(shlex.join(self.gcloud.command(*words)), text)
+            found = self.gcloud.error(self.gcloud.command(*words), text)
             if not found.cause.passes and found.cause.name != "unknown":
                 raise found
-            return found.cause.summary.format(zone=self.gcloud.zone, project=self.gcloud.project)
+            return found.summary
         return ""
 
     def _check_kind(self, groups: dict[str, dict[str, Any] | None]) -> None:
@@ -254,7 +254,7 @@ class Mig(GooglePod):
             self._delete_ours()
         except BaseException as error:
             wait.say(by_hand(self.name, error, self.delete_commands()))
-            if not isinstance(error, GcloudError):
+            if not isinstance(error, ToolError):
                 raise
 
     def _check_ours(self, groups: dict[str, dict[str, Any] | None], lost: str) -> None:

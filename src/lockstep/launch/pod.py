@@ -11,9 +11,10 @@ from typing import Final, Protocol
 
 from lockstep.exits import UNAVAILABLE
 from lockstep.launch.backend import LaunchError, Worker
-from lockstep.launch.gcloud import CALL_S, Gcloud, GcloudError
+from lockstep.launch.gcloud import CALL_S, Gcloud
 from lockstep.launch.machines import SSH_OPTIONS
 from lockstep.launch.slices import Slice
+from lockstep.launch.tool import ToolError
 
 LABEL: Final = "lockstep-launch"  # the label of what the launcher made: `delete` leaves alone what has none
 STILL_S: Final = 300.0  # seconds after which a state that has not changed is shown again
@@ -111,7 +112,7 @@ class GooglePod:
         """Run a command that deletes something; what is not there is no error."""
         try:
             self.gcloud.run(command, timeout_s)
-        except GcloudError as error:
+        except ToolError as error:
             if error.cause.name != "gone":
                 raise
 
@@ -133,11 +134,11 @@ class Wait:
             try:
                 state, done = look()
                 failures = 0
-            except GcloudError as error:
+            except ToolError as error:
                 failures += 1
                 if not error.cause.passes or failures >= LOST_POLLS:
                     raise
-                state, done = f"no answer from Google ({error.cause.summary}), asking again", False
+                state, done = f"no answer from Google ({error.summary}), asking again", False
             now = time.monotonic()
             if state != shown or now - shown_at > STILL_S:
                 after = f" after {duration(now - begin)}" if now - begin >= 1 else ""

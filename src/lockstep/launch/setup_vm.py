@@ -9,7 +9,6 @@ import hashlib
 import os
 import shlex
 import shutil
-import subprocess
 import sys
 import tempfile
 import tomllib
@@ -19,6 +18,7 @@ from typing import Final
 from lockstep.exits import SETUP_FAILED
 from lockstep.files import write_file
 from lockstep.launch.backend import LaunchError
+from lockstep.launch.tool import Cause, Tool
 
 ROOT: Final = Path(__file__).resolve().parents[3]  # the checkout that this module is part of, if it is part of one
 UV_VERSION: Final = "0.13.9"
@@ -132,7 +132,7 @@ def build_wheel(root: Path, version: Version) -> Path:
             for file in _files(root):
                 (source / file).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(root / file, source / file)
-            _build(source, out)
+            BUILDER.run(build_command(source, out))
             write_file(path, (out / path.name).read_bytes())
     return path
 
@@ -194,25 +194,15 @@ def _digest(root: Path) -> str:
     return total.hexdigest()[:10]
 
 
+NO_GIT: Final = Cause(summary="git failed in {root}", advice="Run the command by hand to see more", code=SETUP_FAILED)
+GIT: Final = Tool(missing=NO_GIT, unknown=NO_GIT, limit_s=60.0)
+NO_WHEEL: Final = Cause(
+    summary="the wheel of lockstep cannot be built",
+    advice="Install uv (https://docs.astral.sh/uv), or run the launcher with a Python that has pip",
+    code=SETUP_FAILED,
+)
+BUILDER: Final = Tool(missing=NO_WHEEL, unknown=NO_WHEEL, limit_s=BUILD_S, own_session=False)
+
+
 def _git(root: Path, *words: str) -> str:
-    try:
-        done = subprocess.run(["git", "-C", str(root), *words], capture_output=True, text=True, check=True, timeout=60)
-    except (OSError, subprocess.SubprocessError) as error:
-        said = getattr(error, "stderr", "") or error
-        raise LaunchError(f"git {' '.join(words)} failed in {root}: {said}", SETUP_FAILED) from error
-    return done.stdout
-
-
-def _build(source: Path, out: Path) -> None:
-    command = build_command(source, out)
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=BUILD_S)
-    except (OSError, subprocess.SubprocessError) as error:
-        raise LaunchError(f"the wheel of lockstep cannot be built: {error}", SETUP_FAILED) from error
-    if done.returncode != 0:
-        last = "\n".join(f"  {line}" for line in (done.stdout + done.stderr).strip().splitlines()[-8:])
-        raise LaunchError(
-            f"the wheel of lockstep cannot be built:\n  $ {shlex.join(command)}\n{last}\nInstall uv "
-            "(https://docs.astral.sh/uv), or run the launcher with a Python that has pip.",
-            SETUP_FAILED,
-        )
+    return GIT.run(["git", "-C", str(root), *words], {"root": str(root)})

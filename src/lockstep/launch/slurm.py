@@ -6,10 +6,7 @@ import os
 import re
 import shlex
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
@@ -23,6 +20,7 @@ from lockstep.launch.options import add_job_options, count
 from lockstep.launch.processes import signals_to
 from lockstep.launch.record import Attempt, JobRecord, find_earlier, name_from_date, new_record
 from lockstep.launch.slurm_script import CODE, SCRIPT, SECRETS, TASK, SlurmJob, batch_script, secrets_file, task_script
+from lockstep.launch.tool import Cause, Tool
 
 
 class FollowedFiles:
@@ -69,17 +67,29 @@ ENDED: Final = {
 https://slurm.schedmd.com/squeue.html
 """
 
-AWAY: Final = re.compile(r"Unable to contact slurm controller|Socket timed out|Connection refused")
-"""The words of Slurm's commands where the controller does not answer."""
-ADVICE: Final = {
-    "Invalid partition": "sinfo lists the partitions: choose one with --partition.",
-    "Invalid account": "sacctmgr show assoc user=$USER lists your accounts: choose one with --account.",
-    "node configuration is not available": "sinfo -N -l lists the nodes: ask for fewer --nodes or --tasks_per_node.",
-    "QOS": "Your quota does not allow it (sacctmgr show qos): fewer --nodes or a shorter --time_limit.",
-    "time limit is invalid": "sinfo -o '%P %l' lists the limits: a shorter --time_limit.",
-    "Unable to contact slurm controller": "The controller does not answer: try again later.",
-}
-"""Advice, by a part of Slurm's own words."""
+CAUSES: Final = tuple(
+    Cause(pattern=pattern, summary="{program} refused", advice=advice, code=code)
+    for pattern, code, advice in (
+        ("Invalid partition", REFUSED, "sinfo lists the partitions: choose one with --partition"),
+        ("Invalid account", REFUSED, "sacctmgr show assoc user=$USER lists your accounts: choose one with --account"),
+        ("node configuration is not available", REFUSED,
+         "sinfo -N -l lists the nodes: ask for fewer --nodes or --tasks_per_node"),
+        ("QOS", REFUSED, "Your quota does not allow it (sacctmgr show qos): fewer --nodes or a shorter --time_limit"),
+        ("time limit is invalid", REFUSED, "sinfo -o '%P %l' lists the limits: a shorter --time_limit"),
+        ("Unable to contact slurm controller|Socket timed out|Connection refused", UNREACHABLE,
+         "The controller does not answer: try again later"),
+    )
+)  # fmt: skip
+TOOL: Final = Tool(
+    missing=Cause(
+        summary="{program} was not found",
+        advice="Run this on a login node of the cluster, where Slurm's commands are",
+        code=NOT_FOUND,
+    ),
+    causes=CAUSES,
+    unknown=Cause(summary="{program} refused", advice="Run the command by hand to see more"),
+    warns=True,
+)
 
 
 class Slurm:
@@ -121,7 +131,7 @@ class Slurm:
         try:
             if environment.secret:
                 write_file(directory / SECRETS, secrets_file(environment.secret), 0o600)
-            answer = _slurm(_submit(directory))
+            answer = TOOL.run(_submit(directory))
         except BaseException:
             (directory / SECRETS).unlink(missing_ok=True)
             raise
@@ -174,7 +184,7 @@ class Slurm:
     def stop(self, job: JobRecord) -> int:
         """Cancel the job: Slurm sends SIGTERM, and SIGKILL after its KillWait."""
         if _state(job):
-            _slurm(["scancel", job.notes["job"]])
+            TOOL.run(["scancel", job.notes["job"]])
             while _state(job):
                 time.sleep(READ_S)
         _forget_secrets(job)
@@ -227,7 +237,7 @@ class Slurm:
         if (code := _noted_code(job)) is not None:
             return code
         try:
-            words = _slurm(["sacct", "-j", job.notes["job"], "-X", "-n", "-P", "-o", "State"]).split()
+            words = TOOL.run(["sacct", "-j", job.notes["job"], "-X", "-n", "-P", "-o", "State"]).split()
         except LaunchError:
             words = []
         return ENDED.get(words[0], WORKER_LOST) if words else WORKER_LOST
@@ -238,7 +248,7 @@ def _told(to_do: list[str] | None, patience: Patience, console: Console) -> list
     if to_do is None:
         return None
     try:
-        return None if patience.do(lambda: _slurm(to_do)) else to_do
+        return None if patience.do(lambda: TOOL.run(to_do)) else to_do
     except LaunchError as error:
         if error.code == UNREACHABLE:
             raise
@@ -277,7 +287,7 @@ def _submit(directory: Path) -> list[str]:
 def _state(job: JobRecord) -> str:
     """Slurm's state of a job and its reason, as in ``PENDING (Resources)``; "" once it has left the queue."""
     try:
-        text = _slurm(["squeue", "--noheader", f"--jobs={job.notes['job']}", "--format=%T (%r)"])
+        text = TOOL.run(["squeue", "--noheader", f"--jobs={job.notes['job']}", "--format=%T (%r)"])
     except LaunchError as error:
         if "Invalid job id" in str(error):  # how Slurm says that a job has ended a while ago
             return ""
@@ -318,22 +328,3 @@ def _show_failure(job: JobRecord, attempt: int, code: int, console: Console) -> 
     own_log = job.directory / f"slurm-{job.notes['job']}.log"
     for line in own_log.read_text(errors="replace").splitlines()[-5:] if own_log.exists() else ():
         console.say(f"slurm: {line}")
-
-
-def _slurm(argv: Sequence[str]) -> str:
-    """Run one of Slurm's commands and return its output."""
-    try:
-        # In a session of its own: the Ctrl-C of a terminal is for the launcher.
-        done = subprocess.run(argv, capture_output=True, text=True, stdin=subprocess.DEVNULL, start_new_session=True)
-    except FileNotFoundError:
-        raise LaunchError(
-            f"{argv[0]} was not found. Run this on a login node of the cluster, where Slurm's commands are.", NOT_FOUND
-        ) from None
-    if done.returncode:
-        said = re.sub(r"^\w+: (error: )?", "", done.stderr.strip().split("\n")[0])
-        code = UNREACHABLE if AWAY.search(done.stderr) else REFUSED
-        advice = next((f" {hint}" for text, hint in ADVICE.items() if text in done.stderr), "")
-        raise LaunchError(f"{argv[0]} refused: {said}{advice}", code)
-    if done.stderr:
-        print(done.stderr, end="", file=sys.stderr)
-    return done.stdout

@@ -11,9 +11,9 @@ from typing import Any, Final
 
 from lockstep.exits import REFUSED, UNAVAILABLE, UNREACHABLE
 from lockstep.launch.backend import LaunchError
-from lockstep.launch.gcloud import GcloudError
 from lockstep.launch.pod import LABEL, GooglePod, Machine, Wait, by_hand
 from lockstep.launch.slices import Slice
+from lockstep.launch.tool import ToolError
 
 CAPACITY_FLAGS: Final = {
     "on-demand": [],
@@ -29,7 +29,7 @@ COMES_BACK: Final = frozenset({"CREATING", "RESTARTING", "REIMAGING", "REPAIRING
 """States of a node that a READY may follow. STOPPING is also how a preemption begins."""
 
 
-class RequestFailedError(GcloudError):
+class RequestFailedError(ToolError):
     """A queued resource has ended without nodes, which costs nothing."""
 
 
@@ -115,7 +115,7 @@ class TpuVm(GooglePod):
             wait.until_usable(self.name, self._looks(), undone=", and the request is withdrawn" if asked else "")
         except BaseException as error:
             # What Google has refused or failed costs nothing; of what was interrupted or not answered nobody knows.
-            refused = isinstance(error, GcloudError) and error.cause.name != "unknown" and error.code != UNREACHABLE
+            refused = isinstance(error, ToolError) and error.cause.name != "unknown" and error.code != UNREACHABLE
             if asked and not (refused and not taken) and not isinstance(error, RequestFailedError):
                 self._withdraw(wait)
             raise
@@ -226,7 +226,8 @@ class TpuVm(GooglePod):
         message = data.get("failedData", {}).get("error", {}).get("message", "")
         if message:
             words = self.gcloud.command("compute", "tpus", "queued-resources", "describe", self.name)
-            raise RequestFailedError(shlex.join(words), message, zone=self.gcloud.zone, project=self.gcloud.project)
+            cause = self.gcloud.error(words, message).cause
+            raise RequestFailedError(cause, shlex.join(words), message, self.gcloud.names)
         who = {"USER": "by a user", "SERVICE": "by Google"}.get(data.get("stateInitiator", ""), "")
         raise LaunchError(
             f"queued resource {self.name} is {data.get('state')} {who}".strip()
@@ -261,7 +262,7 @@ class TpuVm(GooglePod):
             self.run_unless_gone(self._delete_request())
         except BaseException as error:
             wait.say(by_hand(self.name, error, self.delete_commands()))
-            if not isinstance(error, GcloudError):
+            if not isinstance(error, ToolError):
                 raise
 
     def _ssh(self, node: str, worker: int, command: str) -> list[str]:

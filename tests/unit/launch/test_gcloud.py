@@ -3,7 +3,8 @@
 import pytest
 
 from lockstep.exits import REFUSED, UNAVAILABLE, UNREACHABLE
-from lockstep.launch.gcloud import CAUSES, NOT_INSTALLED, Gcloud, GcloudError, classify
+from lockstep.launch.gcloud import CAUSES, Gcloud
+from lockstep.launch.tool import ToolError
 from tests.fake_cloud.google_cloud import Cloud
 
 CAPACITY = """Waiting for operation [projects/p/locations/us-central1-b/operations/operation-1756] to complete...failed.
@@ -64,15 +65,14 @@ CASES = [
     ("alice@34.1.2.3: Permission denied (publickey).", "ssh", UNREACHABLE, "firewall-rules"),
     (CRASH, "network", UNREACHABLE, "connection"),
     (UNAVAILABLE_503, "network", UNREACHABLE, "connection"),
-    (NOT_INSTALLED, "missing", REFUSED, "docs/install"),
     ("ERROR: something that nobody has seen", "unknown", REFUSED, "by hand"),
 ]
 
 
 @pytest.mark.parametrize(("text", "name", "code", "advice"), CASES)
 def test_an_error_says_its_cause_and_what_to_try(text, name, code, advice):
-    error = GcloudError("gcloud compute x", text, zone="us-east5-a", project="my-project")
-    assert (classify(text).name, error.cause.name, error.code) == (name, name, code)
+    error = Gcloud(zone="us-east5-a", project="my-project").error(["gcloud", "compute", "x"], text)
+    assert (error.cause.name, error.code) == (name, code)
     assert advice in str(error) and "$ gcloud compute x" in str(error)
     assert text.splitlines()[-1].strip() in str(error), "what gcloud said is shown"
     assert "{zone}" not in str(error) and "{project}" not in str(error)
@@ -99,12 +99,12 @@ def test_what_is_there_and_what_is_not(tmp_path, monkeypatch):
     gcloud = Gcloud(zone="us-east5-a")
     assert gcloud.read("compute", "tpus", "tpu-vm", "describe", "pod") is None
     cloud.reply("describe pod", "PERMISSION_DENIED: no")
-    with pytest.raises(GcloudError, match="the account may not do this"):
+    with pytest.raises(ToolError, match="the account may not do this"):
         gcloud.read("compute", "tpus", "tpu-vm", "describe", "pod")
     assert gcloud.configured_project() == "fake-project"
-    with pytest.raises(GcloudError, match="unrecognized arguments: --zoom"):
+    with pytest.raises(ToolError, match="unrecognized arguments: --zoom"):
         gcloud.run(["gcloud", "compute", "tpus", "tpu-vm", "describe", "pod", "--zoom=3"])
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(GcloudError, match=r"(?s)no gcloud command on this machine.*docs/install") as caught:
+    with pytest.raises(ToolError, match=r"(?s)no gcloud command on this machine.*docs/install") as caught:
         gcloud.read("compute", "tpus", "tpu-vm", "describe", "pod")
     assert caught.value.code == REFUSED

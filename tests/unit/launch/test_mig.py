@@ -8,10 +8,11 @@ import pytest
 
 from lockstep.exits import REFUSED, UNAVAILABLE
 from lockstep.launch.backend import LaunchError
-from lockstep.launch.gcloud import Gcloud, GcloudError
+from lockstep.launch.gcloud import Gcloud
 from lockstep.launch.mig import Mig
 from lockstep.launch.pod import Wait
 from lockstep.launch.slices import slices
+from lockstep.launch.tool import ToolError
 from tests.fake_cloud import gcloud
 from tests.fake_cloud.google_cloud import Cloud
 
@@ -21,7 +22,7 @@ def cloud(tmp_path, monkeypatch):
     """gcloud in this process; tests/unit/launch/test_google.py has it as a command."""
     monkeypatch.setenv("FAKE_GOOGLE", str(tmp_path / "cloud"))
     monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setattr("lockstep.launch.gcloud.subprocess.run", gcloud.run)
+    monkeypatch.setattr("lockstep.launch.tool.subprocess.run", gcloud.run)
     return Cloud(tmp_path / "cloud")
 
 
@@ -120,7 +121,7 @@ def test_nothing_there_and_no_kind_given(cloud):
 @pytest.mark.parametrize("step", ["resource-policies create", "instance-templates create", "managed create"])
 def test_a_refusal_at_any_step_leaves_nothing_behind(cloud, step):
     cloud.reply(step, " - Quota 'TPUS_PER_TPU_FAMILY' exceeded. Limit: 0.0 in region us-east5.")
-    with pytest.raises(GcloudError, match="quota for this kind of TPU is used up") as caught:
+    with pytest.raises(ToolError, match="quota for this kind of TPU is used up") as caught:
         ensure(mig())
     assert caught.value.code == REFUSED and left(cloud) == []
 
@@ -133,7 +134,7 @@ def test_an_error_of_the_group_ends_the_wait_or_is_shown(cloud):
     assert said[1] == "pod: 4 PENDING (the zone has no free TPUs of this kind at the moment)" and len(said) == 4
     mig().delete(Wait(say=said.append, timeout_s=60, poll_s=0.01))
     errors.write_text(json.dumps([{"code": "QUOTA_EXCEEDED", "message": "Quota 'TPUS' exceeded. Limit: 0.0"}]))
-    with pytest.raises(GcloudError, match="quota for this kind of TPU is used up"):
+    with pytest.raises(ToolError, match="quota for this kind of TPU is used up"):
         ensure(mig())
     assert left(cloud) == []
 
@@ -141,7 +142,7 @@ def test_an_error_of_the_group_ends_the_wait_or_is_shown(cloud):
 def test_what_others_made_under_the_name_is_never_deleted(cloud):
     with cloud.change() as state:
         state["templates"]["pod"] = {"machineType": "n2-standard-4", "labels": {}}
-    with pytest.raises(GcloudError, match="the name is taken"):
+    with pytest.raises(ToolError, match="the name is taken"):
         ensure(mig())
     assert left(cloud) == ["templates"], "theirs is there, and nothing of ours"
     with cloud.change() as state:

@@ -4,8 +4,9 @@ import pytest
 
 from lockstep.exits import REFUSED, UNAVAILABLE, UNREACHABLE
 from lockstep.launch.backend import LaunchError
-from lockstep.launch.gcloud import GcloudError
+from lockstep.launch.gcloud import Gcloud
 from lockstep.launch.pod import LOST_POLLS, ElasticPod, Machine, Wait
+from lockstep.launch.tool import ToolError
 
 
 def replies(*texts):
@@ -14,7 +15,7 @@ def replies(*texts):
 
     def look():
         if left:
-            raise GcloudError("gcloud describe pod", left.pop(0))
+            raise Gcloud(zone="z").error(["gcloud", "describe", "pod"], left.pop(0))
         return "READY", True
 
     return look
@@ -25,9 +26,9 @@ def test_a_wait_survives_some_failed_polls_and_no_refusal():
     wait = Wait(say=said.append, timeout_s=60, poll_s=0)
     assert wait.until("pod", replies(*["Max retries exceeded"] * (LOST_POLLS - 1)))
     assert "no answer from Google" in said[0] and said[1:] == ["pod: READY"]
-    with pytest.raises(GcloudError, match="could not be reached"):
+    with pytest.raises(ToolError, match="could not be reached"):
         wait.until("pod", replies(*["Max retries exceeded"] * LOST_POLLS))
-    with pytest.raises(GcloudError, match="there is nothing of this name"):
+    with pytest.raises(ToolError, match="there is nothing of this name"):
         wait.until("pod", replies("NOT_FOUND"))
 
 

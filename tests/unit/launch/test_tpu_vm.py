@@ -7,9 +7,10 @@ import pytest
 
 from lockstep.exits import REFUSED, UNAVAILABLE
 from lockstep.launch.backend import LaunchError
-from lockstep.launch.gcloud import Gcloud, GcloudError
+from lockstep.launch.gcloud import Gcloud
 from lockstep.launch.pod import Wait
 from lockstep.launch.slices import slices
+from lockstep.launch.tool import ToolError
 from lockstep.launch.tpu_vm import TpuVm
 from tests.fake_cloud import gcloud
 from tests.fake_cloud.google_cloud import QUEUE, Cloud
@@ -20,7 +21,7 @@ def cloud(tmp_path, monkeypatch):
     """gcloud in this process; tests/unit/launch/test_google.py has it as a command."""
     monkeypatch.setenv("FAKE_GOOGLE", str(tmp_path / "cloud"))
     monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setattr("lockstep.launch.gcloud.subprocess.run", gcloud.run)
+    monkeypatch.setattr("lockstep.launch.tool.subprocess.run", gcloud.run)
     return Cloud(tmp_path / "cloud")
 
 
@@ -129,7 +130,7 @@ def test_a_refusal_is_told_and_leaves_nothing_behind(cloud, text, cause, code, l
         cloud.queue(["WAITING_FOR_RESOURCES", {"FAILED": text}])
     else:
         cloud.reply("queued-resources create", f"ERROR: (gcloud.compute.tpus.queued-resources.create) {text}")
-    with pytest.raises(GcloudError) as caught:
+    with pytest.raises(ToolError) as caught:
         ensure(pod())
     assert (caught.value.cause.name, caught.value.code) == (cause, code) and text in str(caught.value)
     # A request that has failed is cleared away by the next start.
@@ -169,8 +170,8 @@ def test_ctrl_c_in_the_wait_withdraws_the_request(cloud):
     "error",
     [
         KeyboardInterrupt(),
-        GcloudError("gcloud", "Command killed by keyboard interrupt"),
-        GcloudError("gcloud", "Max retries exceeded"),
+        Gcloud(zone="z").error(["gcloud"], "Command killed by keyboard interrupt"),
+        Gcloud(zone="z").error(["gcloud"], "Max retries exceeded"),
     ],
     ids=["here", "gcloud", "no answer"],
 )
@@ -197,7 +198,7 @@ def test_a_login_that_expires_in_the_wait_leaves_no_request_behind(cloud):
         if "WAITING" in text:
             cloud.reply("describe pod", "ERROR: There was a problem refreshing your current auth tokens: x")
 
-    with pytest.raises(GcloudError, match="gcloud auth login"):
+    with pytest.raises(ToolError, match="gcloud auth login"):
         pod().ensure(Wait(say=say, timeout_s=60, poll_s=0.01))
     assert not in_the_way(cloud)
 
