@@ -12,9 +12,8 @@ from typing import Any, Final
 
 from lockstep.exits import REFUSED
 from lockstep.launch.backend import LaunchError
-from lockstep.launch.pod import LABEL, GooglePod, Machine, Wait, by_hand
+from lockstep.launch.pod import LABEL, GooglePod, Machine, Wait
 from lockstep.launch.slices import IMAGE_PROJECT
-from lockstep.launch.tool import ToolError
 
 CAPACITY_FLAGS: Final = {
     "on-demand": [],
@@ -136,7 +135,7 @@ class Mig(GooglePod):
             wait.until_usable(self.name, self._look, undone=", and is deleted again" if asked else "")
         except BaseException:
             if asked:
-                self._withdraw(wait)
+                self.withdraw(wait, "deleting what was made of it", self._delete_ours)
             raise
 
     def machines(self) -> list[Machine]:
@@ -152,24 +151,9 @@ class Mig(GooglePod):
             described = {each["name"]: each for each in listed or []}
             for name in names:
                 interface = (described.get(name, {}).get("networkInterfaces") or [{}])[0]
-                internal = interface.get("networkIP", "")
                 external = (interface.get("accessConfigs") or [{}])[0].get("natIP", "")
-                address = internal if self.internal_ip else external
-                if not address:
-                    raise LaunchError(
-                        f"{name} has no {'' if self.internal_ip else 'external '}address. From a machine of the same "
-                        "network, or with a VPN into it, add --internal_ip.",
-                        REFUSED,
-                    )
-                found.append(
-                    Machine(
-                        name=name,
-                        slice_id=slice_id,
-                        address=address,
-                        internal_address=internal,
-                        host_key_alias=f"compute.{described[name].get('id', name)}",
-                    )
-                )
+                key = f"compute.{described.get(name, {}).get('id', name)}"
+                found.append(self.machine(name, slice_id, interface.get("networkIP", ""), external, key))
         return found
 
     def lost(self, or_starting: bool = False) -> str | None:
@@ -246,16 +230,6 @@ class Mig(GooglePod):
                     "use it, or choose another --tpu_name.",
                     REFUSED,
                 )
-
-    def _withdraw(self, wait: Wait) -> None:
-        """Delete what was asked for and is not used: it would cost money once it comes."""
-        wait.say(f"{self.name}: deleting what was made of it")
-        try:
-            self._delete_ours()
-        except BaseException as error:
-            wait.say(by_hand(self.name, error, self.delete_commands()))
-            if not isinstance(error, ToolError):
-                raise
 
     def _check_ours(self, groups: dict[str, dict[str, Any] | None], lost: str) -> None:
         """Refuse to delete groups that somebody else made: stopped machines have disks."""

@@ -1,5 +1,6 @@
 """A pod that Google rents out: make it, wait for it, find its machines, delete it."""
 
+import abc
 import concurrent.futures
 import dataclasses
 import shlex
@@ -9,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final, Protocol
 
-from lockstep.exits import UNAVAILABLE
+from lockstep.exits import REFUSED, UNAVAILABLE
 from lockstep.launch.backend import LaunchError, Worker
 from lockstep.launch.gcloud import CALL_S, Gcloud
 from lockstep.launch.machines import SSH_OPTIONS
@@ -80,7 +81,7 @@ class Pod(Protocol):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class GooglePod:
+class GooglePod(abc.ABC):
     """The part of a `Pod` that both of Google's ways to rent slices share."""
 
     gcloud: Gcloud
@@ -107,6 +108,32 @@ class GooglePod:
         assert self.slice is not None
         times = f"{self.count} × " if self.count > 1 else ""
         return f"{times}{self.slice.name} ({self.capacity}, {machines})"
+
+    @abc.abstractmethod
+    def delete_commands(self) -> list[list[str]]:
+        """Return the commands that delete all of it, see `Pod`."""
+
+    def machine(self, name: str, slice_id: int, internal: str, external: str, host_key_alias: str) -> Machine:
+        """One of its machines, at the address by which ssh is to reach it."""
+        if not (address := internal if self.internal_ip else external):
+            raise LaunchError(
+                f"{name} has no {'' if self.internal_ip else 'external '}address. From a machine of the same network, "
+                "or with a VPN into it, add --internal_ip.",
+                REFUSED,
+            )
+        return Machine(
+            name=name, slice_id=slice_id, address=address, internal_address=internal, host_key_alias=host_key_alias
+        )
+
+    def withdraw(self, wait: "Wait", what: str, delete: Callable[[], None]) -> None:
+        """Delete what was asked for and nobody waits for any more: it would cost money once it comes."""
+        wait.say(f"{self.name}: {what}")
+        try:
+            delete()
+        except BaseException as error:
+            wait.say(by_hand(self.name, error, self.delete_commands()))
+            if not isinstance(error, ToolError):
+                raise
 
     def run_unless_gone(self, command: list[str], timeout_s: float = CALL_S) -> None:
         """Run a command that deletes something; what is not there is no error."""

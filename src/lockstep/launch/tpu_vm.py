@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from lockstep.exits import REFUSED, UNAVAILABLE, UNREACHABLE
 from lockstep.launch.backend import LaunchError
-from lockstep.launch.pod import LABEL, GooglePod, Machine, Wait, by_hand
+from lockstep.launch.pod import LABEL, GooglePod, Machine, Wait
 from lockstep.launch.slices import Slice
 from lockstep.launch.tool import ToolError
 
@@ -117,30 +117,18 @@ class TpuVm(GooglePod):
             # What Google has refused or failed costs nothing; of what was interrupted or not answered nobody knows.
             refused = isinstance(error, ToolError) and error.cause.name != "unknown" and error.code != UNREACHABLE
             if asked and not (refused and not taken) and not isinstance(error, RequestFailedError):
-                self._withdraw(wait)
+                delete = self._delete_request()
+                self.withdraw(wait, "withdrawing the request", lambda: self.run_unless_gone(delete))
             raise
 
     def machines(self) -> list[Machine]:
         found = []
         for slice_id, (node, described) in enumerate(self._nodes().items()):
             for i, endpoint in enumerate((described or {}).get("networkEndpoints", [])):
-                internal = endpoint.get("ipAddress", "")
                 external = endpoint.get("accessConfig", {}).get("externalIp", "")
-                name = f"{node} worker {i}"
-                if not self.internal_ip and not external:
-                    raise LaunchError(
-                        f"{name} has no external address. From a machine of the same network, or with a VPN into it, "
-                        "add --internal_ip."
-                    )
-                found.append(
-                    Machine(
-                        name=name,
-                        slice_id=slice_id,
-                        address=internal if self.internal_ip else external,
-                        internal_address=internal,
-                        host_key_alias=f"tpu.{described['id']}-{i}" if described else "",
-                    )
-                )
+                addresses = endpoint.get("ipAddress", ""), external
+                key = f"tpu.{described['id']}-{i}" if described else ""
+                found.append(self.machine(f"{node} worker {i}", slice_id, *addresses, key))
         return found
 
     def lost(self) -> str | None:
@@ -254,16 +242,6 @@ class TpuVm(GooglePod):
                 REFUSED,
             )
         return self.slice
-
-    def _withdraw(self, wait: Wait) -> None:
-        """Delete a request that nobody waits for any more: it would cost money once it is served."""
-        wait.say(f"{self.name}: withdrawing the request")
-        try:
-            self.run_unless_gone(self._delete_request())
-        except BaseException as error:
-            wait.say(by_hand(self.name, error, self.delete_commands()))
-            if not isinstance(error, ToolError):
-                raise
 
     def _ssh(self, node: str, worker: int, command: str) -> list[str]:
         words = ["compute", "tpus", "tpu-vm", "ssh", node, f"--worker={worker}", f"--command={command}"]
