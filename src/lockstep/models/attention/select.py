@@ -34,10 +34,10 @@ logger = get_logger(__name__)
 def has_kernel(device: jax.Device, heads: Heads) -> bool:
     """Whether attention on the device is a kernel that reads K and V in place, from the pages of the pool.
 
-    True on TPUs, running ones and those that can only be compiled for, for heads of at most `LANES` elements without
-    sinks: jax's kernel steps through rows of `LANES` elements and does not compile for wider heads on any generation.
+    True on TPUs, running ones and those that can only be compiled for, for heads of at most `LANES` elements: jax's
+    kernel steps through rows of `LANES` elements and does not compile for wider heads on any generation.
     """
-    return device.platform == "tpu" and heads.head_size <= LANES and not heads.at_own_positions.sinks
+    return device.platform == "tpu" and heads.head_size <= LANES
 
 
 def max_page_table_rows(device: jax.Device, heads: Heads, pages: int) -> int | None:
@@ -139,9 +139,7 @@ def _xla_attention(device: jax.Device, heads: Heads) -> XlaAttention:
 
 def _refusal(heads: Heads) -> str:
     """Why the TPU kernel does not take the heads."""
-    if heads.head_size > LANES:
-        return f"takes heads of at most {LANES} numbers, and here are {heads.head_size}"
-    return "has no sinks, and the model's heads have one each"
+    return f"takes heads of at most {LANES} numbers, and here are {heads.head_size}"
 
 
 @functools.cache

@@ -37,7 +37,7 @@ class Rows(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TpuAttention:
-    """`Attention` by the kernel, which has no sinks.
+    """`Attention` by the kernel. It has no sinks: they are joined with what it returns by the sums of its softmax.
 
     Args:
         decode_blocks: The block sizes for one query token per sequence.
@@ -97,7 +97,7 @@ class TpuAttention:
         )
         tokens = q.reshape(-1, *q.shape[2:])
         blocks = self.decode_blocks if queries == 1 else self.prefill_blocks
-        attended = self._attend(tokens, cache, layer, rows, 0, blocks)
+        attended = self._attend(tokens, cache, layer, rows, 0, blocks, sinks)
         return jax.tree.map(lambda a: a.reshape(slots, queries, *a.shape[1:]), attended)
 
     def begin_prefill(self, start: Array, page_table: Array, used: Array) -> Rows:
@@ -123,7 +123,7 @@ class TpuAttention:
     ) -> Any:
         """Attend all rows in one call of the kernel; the output of unused rows is zeros."""
         tokens = q.reshape(-1, *q.shape[2:])
-        attended = self._attend(tokens, pool, layer, rows, first_page, self.prefill_blocks)
+        attended = self._attend(tokens, pool, layer, rows, first_page, self.prefill_blocks, sinks)
         used = jnp.arange(tokens.shape[0]) < rows.q_starts[-1]
 
         def by_row(a: Array) -> Array:
@@ -131,17 +131,23 @@ class TpuAttention:
 
         return jax.tree.map(by_row, attended)
 
-    def _attend(self, q: Array, pool: Array, layer: Array, rows: Rows, first_page: Array | int, blocks: Blocks) -> Any:
+    def _attend(
+        self, q: Array, pool: Array, layer: Array, rows: Rows, first_page: Array | int, blocks: Blocks,
+        sinks: Array | None,
+    ) -> Any:  # fmt: skip
         """Call the kernel; ``q`` and the result are ``[token, kv_head, group, head]``."""
         if self.heads.windows is None:
-            return self._kernel(self.heads.modifier.window, blocks, q, pool, rows, first_page)
+            return self._kernel(self.heads.modifier.window, blocks, q, pool, rows, first_page, sinks)
         # The window is a constant of the kernel.
         windows = tuple(dict.fromkeys(self.heads.windows))
         which = jnp.asarray([windows.index(window) for window in self.heads.windows], jnp.int32)
         branches = [functools.partial(self._kernel, window, blocks) for window in windows]
-        return jax.lax.switch(which[layer], branches, q, pool, rows, first_page)
+        return jax.lax.switch(which[layer], branches, q, pool, rows, first_page, sinks)
 
-    def _kernel(self, window: Any, blocks: Blocks, q: Array, pool: Array, rows: Rows, first_page: Array | int) -> Any:
+    def _kernel(
+        self, window: Any, blocks: Blocks, q: Array, pool: Array, rows: Rows, first_page: Array | int,
+        sinks: Array | None,
+    ) -> Any:  # fmt: skip
         # Imported here because they load the TPU kernel language, which other devices never need.
         from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
 
@@ -150,7 +156,7 @@ class TpuAttention:
         tokens, kv_heads, group, head = q.shape
         scale = None if pool.dtype == q.dtype else 1.0
         padded = _pad(q, 1, self.stored_kv_heads.kv_heads, 3, self.stored_kv_heads.head_size)
-        attend = partial_attention if self.partial else ragged_paged_attention
+        attend = ragged_paged_attention if sinks is None and not self.partial else partial_attention
         found = attend(
             padded.reshape(tokens, -1, self.stored_kv_heads.head_size),
             pool,
@@ -168,7 +174,12 @@ class TpuAttention:
             vmem_limit_bytes=blocks.vmem_limit,
         )
         by_head = jax.tree.map(lambda a: a.reshape(tokens, -1, group, *a.shape[2:])[:, :kv_heads], found)
-        return by_head._replace(out=by_head.out[..., :head]) if self.partial else by_head[..., :head]
+        if self.partial:
+            return by_head._replace(out=by_head.out[..., :head])
+        if sinks is None:
+            return by_head[..., :head]
+        share = jax.nn.sigmoid(by_head.lse - sinks.astype(jnp.float32))  # of the positions, beside the sink's
+        return (by_head.out[..., :head] * share[..., None]).astype(q.dtype)
 
 
 def _write(pool: Array, index: Array, kv: Array) -> Array:

@@ -1,5 +1,7 @@
 """Which attention a device gets."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -28,8 +30,10 @@ def test_a_cpu_gets_plain_jax_with_the_models_own_heads() -> None:
     assert describe_attention(device, HEADS).startswith("plain JAX")
 
 
-def test_a_tpu_gets_the_kernel_with_heads_padded_to_its_lanes(tpu: jax.Device) -> None:
-    attention = select_attention(tpu, HEADS, page_size=16, dtype=jnp.dtype("bfloat16"))
+@pytest.mark.parametrize("sinks", [False, True])
+def test_a_tpu_gets_the_kernel_with_heads_padded_to_its_lanes(tpu: jax.Device, sinks: bool) -> None:
+    heads = dataclasses.replace(HEADS, sinks=sinks)
+    attention = select_attention(tpu, heads, page_size=16, dtype=jnp.dtype("bfloat16"))
     assert isinstance(attention, TpuAttention)
     assert (attention.stored_kv_heads.kv_heads, attention.stored_kv_heads.head_size) == (2, 128)
     assert describe_attention(tpu, HEADS) == "TPU kernel, on the KV cache itself"
@@ -41,13 +45,6 @@ def test_heads_wider_than_the_kernels_get_plain_jax_page_by_page_on_a_tpu(tpu: j
     attention = select_attention(tpu, wide, page_size=16, dtype=jnp.dtype("bfloat16"))
     assert isinstance(attention, XlaAttention) and attention.page_by_page
     assert "heads of at most 128 numbers, and here are 256" in describe_attention(tpu, wide)
-
-
-def test_heads_with_sinks_get_plain_jax_on_a_tpu(tpu: jax.Device) -> None:
-    sinks = Heads(kv_heads=2, group=4, head_size=64, sinks=True)
-    attention = select_attention(tpu, sinks, page_size=16, dtype=jnp.dtype("bfloat16"))
-    assert isinstance(attention, XlaAttention) and attention.page_by_page
-    assert "TPU kernel, which has no sinks, and the model's heads have one each" in describe_attention(tpu, sinks)
 
 
 def test_heads_that_the_kernel_cannot_split_are_refused_with_what_works(tpu: jax.Device) -> None:

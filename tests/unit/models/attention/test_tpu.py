@@ -47,10 +47,19 @@ HEADS = [(2, 2, 128), (3, 2, 64), (1, 4, 96)]
     ("kv_heads", "group", "head"),
     [HEADS[1], *(pytest.param(*heads, marks=pytest.mark.slow) for heads in (HEADS[0], HEADS[2]))],
 )
-@pytest.mark.parametrize("kv_dtype", [FLOAT32, pytest.param(FP8, marks=pytest.mark.slow)], ids=str)
-def test_decode(kv_heads: int, group: int, head: int, kv_dtype: jnp.dtype) -> None:
-    heads = Heads(kv_heads=kv_heads, group=group, head_size=head)
+@pytest.mark.parametrize(
+    ("kv_dtype", "windows", "sinks"),
+    [
+        (FLOAT32, None, False),
+        (FLOAT32, (None, 6), True),
+        pytest.param(FP8, None, False, marks=pytest.mark.slow),
+    ],
+    ids=["float32", "window and sinks", "fp8"],
+)
+def test_decode(kv_heads: int, group: int, head: int, kv_dtype: jnp.dtype, windows: Any, sinks: bool) -> None:
+    heads = Heads(kv_heads=kv_heads, group=group, head_size=head, windows=windows, sinks=sinks)
     rng = np.random.default_rng(1)
+    scores = jnp.asarray(rng.standard_normal((kv_heads, group)), jnp.float32) if sinks else None
     table = jnp.asarray(rng.permutation(np.arange(1, PAGES))[:9].reshape(3, 3).astype(np.int32))
     position, active = jnp.array([4, 8, 23], jnp.int32), jnp.array([True, False, True])
     q = rng.standard_normal((3, 1, kv_heads, group, head)).astype(np.float32)
@@ -63,8 +72,8 @@ def test_decode(kv_heads: int, group: int, head: int, kv_dtype: jnp.dtype) -> No
             cache = attention.begin_decode(pool, table, position, LAYERS)
             page = layer * PAGES + jnp.where(active, table[jnp.arange(3), position // PAGE_SIZE], 0)
             cache = attention.write(cache, layer, page[:, None], position[:, None], jnp.asarray(kv))
-            found = attention.decode(jnp.asarray(q), cache, layer, layer * PAGES + table, position, active)
-            return found, attention.end_decode(cache)
+            attended = attention.decode(jnp.asarray(q), cache, layer, layer * PAGES + table, position, active, scores)
+            return attended, attention.end_decode(cache)
 
         return step(pool_of(attention, heads, kv_dtype))
 
@@ -127,20 +136,22 @@ def rows() -> tuple[np.ndarray, ...]:
     "queries",
     [3, pytest.param(8, marks=pytest.mark.nightly), pytest.param(64, marks=pytest.mark.slow)],
 )
-@pytest.mark.parametrize(("kv_heads", "group", "head"), HEADS[:2])
+@pytest.mark.parametrize(("kv_heads", "group", "head", "sinks"), [(*HEADS[0], False), (*HEADS[1], True)])
 @pytest.mark.slow
-def test_prefill(kv_heads: int, group: int, head: int, queries: int) -> None:
-    heads = Heads(kv_heads=kv_heads, group=group, head_size=head)
+def test_prefill(kv_heads: int, group: int, head: int, sinks: bool, queries: int) -> None:
+    heads = Heads(kv_heads=kv_heads, group=group, head_size=head, sinks=sinks)
     start, table, page = rows()
-    q = np.random.default_rng(2).standard_normal((6, PAGE_SIZE, kv_heads, group, head)).astype(np.float32)
+    rng = np.random.default_rng(2)
+    q = rng.standard_normal((6, PAGE_SIZE, kv_heads, group, head)).astype(np.float32)
+    scores = jnp.asarray(rng.standard_normal((kv_heads, group)), jnp.float32) if sinks else None
     first = jnp.int32(PAGES)
 
     def run(attention: Any) -> jax.Array:
         @jax.jit
         def launch(pool: jax.Array) -> jax.Array:
             arranged = attention.begin_prefill(jnp.asarray(start), jnp.asarray(table), jnp.asarray(page != 0))
-            found: jax.Array = attention.prefill(jnp.asarray(q), pool, jnp.int32(0), first, arranged)
-            return found
+            attended: jax.Array = attention.prefill(jnp.asarray(q), pool, jnp.int32(0), first, arranged, scores)
+            return attended
 
         return launch(pool_of(attention, heads))
 
