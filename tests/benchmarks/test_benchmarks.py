@@ -60,6 +60,7 @@ ZERO = {
     "checkpoint_digests": "_more",  # the difference of two times
     "decode": "recompiles",
     "exact": "",
+    "grpo_step": "losses",
     "health": "false_alarms",
     "published": "error|exposed",
     "tpu_programs": "collectives|^/predicted|^/programs",  # of programs that this engine does not have
