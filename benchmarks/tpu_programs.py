@@ -107,8 +107,7 @@ def figures(engine: Engine, model: DecodeModel, context: int) -> dict[str, Any]:
     for name, program in engine.programs.items():
         memory, hlo = program.memory(), Hlo(program.text(), UNMET)
         pool = (
-            model.config.num_layers * sizes.pages, sizes.page_size // split, 2 * attention.stored_kv_heads.kv_heads,
-            attention.stored_kv_heads.head_size,
+            model.config.num_layers * sizes.pages, sizes.page_size // split, *attention.stored_kv_heads.shape,
         )  # fmt: skip
         programs[name] = {
             "arguments": int(memory.argument_size_in_bytes),

@@ -101,7 +101,6 @@ COVERED = {
     "check/_jax.py": "tests/unit/check/test_launches.py",
     "placement/device/float8.py": "tests/unit/models/attention/test_page_ops.py",
     "models/train_ops.py": "tests/unit/models/test_layers.py",
-    "models/attention/base.py": "tests/unit/models/attention/test_reference.py",
 }
 """Modules that have their tests in a file of another name: to become fewer."""
 

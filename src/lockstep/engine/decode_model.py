@@ -199,7 +199,7 @@ class DecodeModels:
             dtype=dtype,
             quantized_dtype=quantized,
             kv_dtype=kv_dtype,
-            kv_bytes=config.num_layers * 2 * kept.kv_heads * kept.head_size * kv_dtype.itemsize // heads.context,
+            kv_bytes=config.num_layers * kept.bytes(kv_dtype) // heads.context,
             whole_experts=whole,
             layouts=layouts,
             leaves=leaves,

@@ -128,7 +128,8 @@ def last_stream(ops: Ops, config: LlamaConfig, weights: Any, x: Array) -> Float[
         x: The residual stream after the last layer.
     """
     x = gated_norm(ops, x, weights.final_norm, weights.final_norm_down, weights.final_norm_up)
-    return ops.fix(block.scaled(x, config.variant.logit_scale))
+    scale = config.variant.logit_scale
+    return x if scale is None else ops.fix(block.scaled(x, scale))
 
 
 def attention(ops: Ops, config: LlamaConfig, w: LayerWeights, h: Array, rotary: Rotary, attend: Attend) -> Array:

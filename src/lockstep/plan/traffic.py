@@ -183,7 +183,7 @@ def step_bytes(
         else:
             program += size * run.times
     config, heads = model.config, model.heads
-    position = 2 * heads.kv_heads * heads.head_size * model.kv_dtype.itemsize / heads.context
+    position = heads.kept.bytes(model.kv_dtype) / heads.context
     return StepBytes(
         floor_weights=round(used_weights(model, float(sizes.slots))[0]),
         floor_kv=round(sizes.slots * config.positions_read(context) * position),

@@ -121,12 +121,13 @@ def build_programs(
         kv_dtype=model.kv_dtype,
         exact=model.config.exact,
     )
+    kept, size = attention.stored_kv_heads.shape
     pool = jax.ShapeDtypeStruct(
         (
             decode_mesh.replicas * model.config.num_layers * sizes.pages,
             sizes.page_size // decode_mesh.context,
-            2 * decode_mesh.tensor * attention.stored_kv_heads.kv_heads,
-            attention.stored_kv_heads.head_size,
+            decode_mesh.tensor * kept,
+            size,
         ),
         pool_dtype(model.device, model.heads, model.kv_dtype),
         sharding=decode_mesh.sharding(decode_mesh.replica_axes or None, None, decode_mesh.tensor_axes or None),

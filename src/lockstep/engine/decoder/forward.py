@@ -172,13 +172,13 @@ def _logprobs(
         return kv, cache[1]
 
     def attend(cache: Cache, layer: Array, q: Array, sinks: Array | None) -> Array:
-        k, v = (cache[0][:, :, at::2].swapaxes(1, 2) for at in (0, 1))
+        k, v = (rows.swapaxes(1, 2) for rows in heads.kept.split(cache[0]))
         if first is not None:
             return attend_documents(q, k, v, first, heads.modifier_of(layer), sinks)
         return attend_exact(q, position, *contiguous_blocks(k, v), heads.modifier_of(layer), sinks)
 
     x = transformer.embed(weights, tokens)
-    kv = jnp.zeros((rows, length, 2 * heads.kv_heads, heads.head_size), x.dtype)
+    kv = jnp.zeros((rows, length, *heads.kept.shape), x.dtype)
     stream = jnp.zeros((transformer.config.num_layers, *x.shape), x.dtype)
     start, active = jnp.zeros(rows, jnp.int32), jnp.ones(rows, bool)
     x, (_, stream), words = transformer.layers(

@@ -34,7 +34,7 @@ LAYER: Final = frozenset(field.name for field in dataclasses.fields(LayerWeights
 EXPERTS: Final = tuple(name for name, axes in WEIGHT_AXES.items() if "expert" in axes[:-1])
 
 type Write[Cache] = Callable[[Cache, Array, Array], Cache]
-"""Takes the cache, a layer and K/V ``[sequence, query, 2 * kv_heads, head]``; returns the cache with them written."""
+"""Takes the cache, a layer and K/V ``[sequence, query, *KvSpec.shape]``; returns the cache with them written."""
 type Attend[Cache] = Callable[[Cache, Array, Array, Array | None], Array]
 """Takes the cache, a layer, queries ``[sequence, query, kv_head, group, head]`` and the sinks of the layer's heads
 ``[kv_head, group]``; returns attention's output."""
@@ -171,7 +171,7 @@ class Transformer:
 
             def attend_and_write(q: Array, k: Array, v: Array) -> Array:
                 nonlocal cache
-                cache = write(cache, index, _interleaved(k, v))
+                cache = write(cache, index, self.heads.kept.join(k, v))
                 return attend(cache, index, q, w.sinks)
 
             def mlp(h: Array) -> tuple[Array, Array | None]:
@@ -209,7 +209,7 @@ class Transformer:
         w = self._layer(weights, index)
         h = gated_norm(self._ops, x, w.attn_norm, w.attn_norm_down, w.attn_norm_up)
         _, k, v = project(self._ops, self.config, w, h, self._of_layer(self._rope_angles(x, start), index))
-        return write(cache, index, _interleaved(k, v)), routed
+        return write(cache, index, self.heads.kept.join(k, v)), routed
 
     def _layer(self, weights: LayerWeights, index: Array) -> LayerWeights:
         """Return one layer's weights as this device needs them, without its MLP where layers differ in it."""
@@ -291,8 +291,3 @@ class Transformer:
     @functools.cached_property
     def _ops(self) -> Sharded:
         return (Exact if self.config.exact else Sharded)(self.config, self.decode_mesh)
-
-
-def _interleaved(k: Array, v: Array) -> Float[Array, "sequence query two_kv_heads head"]:
-    """K and V by head in turns, as the cache has them."""
-    return jnp.stack([k, v], axis=3).reshape(*k.shape[:2], -1, k.shape[-1])

@@ -277,8 +277,7 @@ class MemoryModel:
         """Bytes of K and V of a layer at so many positions in the compute dtype, where they are kept in another."""
         if self.model.kv_dtype == self.model.dtype:
             return 0
-        heads = self.model.heads
-        return 2 * positions * heads.kv_heads * heads.head_size * self.model.dtype.itemsize
+        return positions * self.model.heads.kept.bytes(self.model.dtype)
 
     def _context_bytes(self, sizes: Capacity) -> int:
         """Bytes of the context of one slot as decode gathers it once per launch, in whole chunks where it is long.

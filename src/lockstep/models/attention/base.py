@@ -1,6 +1,7 @@
 """The protocol between the decoder and attention over a paged KV cache, the same for every kind of device."""
 
 import dataclasses
+import math
 from typing import Any, Final, Protocol, runtime_checkable
 
 import jax.numpy as jnp
@@ -10,6 +11,39 @@ from lockstep.models.attention.softmax import ScoreModifier
 
 NO_WINDOW: Final = 2**30
 """More positions than any sequence has."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KvSpec:
+    """What a layer keeps of a position on one device: K and V of each head. The owner of the pool's last two axes.
+
+    Args:
+        kv_heads: The number of key/value heads. A kernel may need more and wider heads than the model has, padded with
+            zeros.
+        head_size: The size of a head in elements.
+    """
+
+    kv_heads: int
+    head_size: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The rows that a position has in the pool, and their size: K of head ``h`` is row ``2 * h``, V the next."""
+        return 2 * self.kv_heads, self.head_size
+
+    def bytes(self, dtype: jnp.dtype) -> int:
+        """Bytes of a position in a layer."""
+        return math.prod(self.shape) * dtype.itemsize
+
+    @staticmethod
+    def join(k: Num[Array, "*batch kv_head head"], v: Array) -> Num[Array, "*batch two_kv_heads head"]:
+        """Return the rows of K and V."""
+        return jnp.stack([k, v], axis=-2).reshape(*k.shape[:-2], -1, k.shape[-1])
+
+    @staticmethod
+    def split(rows: Num[Array, "*batch two_kv_heads head"]) -> tuple[Array, Array]:
+        """Return K and V ``[*batch, kv_head, head]`` of their rows."""
+        return rows[..., 0::2, :], rows[..., 1::2, :]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,6 +67,11 @@ class Heads:
     sinks: bool = False
     context: int = 1
     context_axes: tuple[str, ...] = ()
+
+    @property
+    def kept(self) -> KvSpec:
+        """What a layer keeps of a position."""
+        return KvSpec(kv_heads=self.kv_heads, head_size=self.head_size)
 
     @property
     def at_own_positions(self) -> "Heads":
@@ -60,32 +99,17 @@ class Heads:
         return dataclasses.replace(self.modifier, window=windows[layer])
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class StoredKvHeads:
-    """The key/value heads of a device as the pool stores them.
-
-    A kernel may need more and wider heads than the model has, padded with zeros.
-
-    Args:
-        kv_heads: The number of stored key/value heads, at least that of the model.
-        head_size: The stored head size in elements, at least that of the model.
-    """
-
-    kv_heads: int
-    head_size: int
-
-
 @runtime_checkable
 class Attention(Protocol):
-    """Attention over a flat pool ``[layer * pages + page, page_size, 2 * stored_kv_heads, stored_head_size]``.
+    """Attention over a flat pool ``[layer * pages + page, page_size, *stored_kv_heads.shape]``.
 
-    K of kv head ``h`` is at index ``2 * h`` of the pool's head axis, V at ``2 * h + 1``. All methods are traced, on
+    All methods are traced, on
     one device's blocks. ``cache`` is what a decode launch carries from step to step; only these methods look inside.
     """
 
     @property
-    def stored_kv_heads(self) -> StoredKvHeads:
-        """The key/value heads of the pool."""
+    def stored_kv_heads(self) -> KvSpec:
+        """What the pool keeps of a position."""
 
     def pack(self, kv: Float[Array, "... two_kv_heads head"]) -> Float[Array, "... stored_two_kv_heads stored_head"]:
         """Pad K and V to the heads that the pool stores; writing rounds them to the dtype of the pool."""

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from lockstep.errors import ConfigError
-from lockstep.models.attention.base import Attention, Heads, StoredKvHeads
+from lockstep.models.attention.base import Attention, Heads, KvSpec
 
 
 def check_context(layout: str, context: int, copies: int, page_size: int, windows: Iterable[Any]) -> None:
@@ -59,7 +59,7 @@ class ContextParallelAttention:
     own: Attention
 
     @property
-    def stored_kv_heads(self) -> StoredKvHeads:
+    def stored_kv_heads(self) -> KvSpec:
         """Those of a device."""
         return self.own.stored_kv_heads
 

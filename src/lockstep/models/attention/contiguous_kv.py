@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Num
 
+from lockstep.models.attention.base import KvSpec
 from lockstep.models.attention.page_ops import ReadKv, gather_kv, to_pool
 from lockstep.models.attention.softmax import ReadChunk, ScoreModifier, attend
 
@@ -83,9 +84,10 @@ def extend_context(
     """Write K and V of one or more positions per slot into one layer of the context; those beyond it are left out."""
     chunk, offset = jnp.divmod(position, context.k.shape[4])
     at = (layer, chunk, jnp.arange(kv.shape[0])[:, None], slice(None), offset)
+    k, v = KvSpec.split(kv)
     return Context(
-        context.k.at[at].set(to_pool(kv[:, :, 0::2], context.k.dtype), mode="drop"),
-        context.v.at[at].set(to_pool(kv[:, :, 1::2], context.v.dtype), mode="drop"),
+        context.k.at[at].set(to_pool(k, context.k.dtype), mode="drop"),
+        context.v.at[at].set(to_pool(v, context.v.dtype), mode="drop"),
     )
 
 

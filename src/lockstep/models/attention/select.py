@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from lockstep.errors import ConfigError
-from lockstep.models.attention.base import Attention, Heads, StoredKvHeads
+from lockstep.models.attention.base import Attention, Heads, KvSpec
 from lockstep.models.attention.context_parallel import ContextParallelAttention
 from lockstep.models.attention.exact import ExactAttention
 from lockstep.models.attention.tpu import TpuAttention
@@ -69,11 +69,11 @@ def describe_attention(device: jax.Device, heads: Heads, *, exact: bool = False)
     return f"{xla}; slower than the TPU kernel, which {_refusal(heads)}"
 
 
-def stored_kv_heads(device: jax.Device, heads: Heads, dtype: jnp.dtype) -> StoredKvHeads:
+def stored_kv_heads(device: jax.Device, heads: Heads, dtype: jnp.dtype) -> KvSpec:
     """The key/value heads that the pool of a device stores."""
     if not has_kernel(device, heads):
         return _xla_attention(device, heads).stored_kv_heads
-    return StoredKvHeads(
+    return KvSpec(
         kv_heads=stored_heads(heads.kv_heads, jnp.dtype(dtype).itemsize),
         head_size=stored_head_size(heads.head_size),
     )

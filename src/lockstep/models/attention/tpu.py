@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from lockstep.models.attention.base import Heads, StoredKvHeads
+from lockstep.models.attention.base import Heads, KvSpec
 from lockstep.models.attention.page_ops import copy_pages_one_by_one
 from lockstep.models.attention.tpu_blocks import Blocks
 
@@ -46,7 +46,7 @@ class TpuAttention:
     """
 
     heads: Heads
-    stored_kv_heads: StoredKvHeads
+    stored_kv_heads: KvSpec
     page_size: int
     decode_blocks: Blocks
     prefill_blocks: Blocks
@@ -54,7 +54,8 @@ class TpuAttention:
 
     def pack(self, kv: Array) -> Array:
         """Pad K and V with zeros to the heads that the kernel can read."""
-        return _pad(kv, -2, 2 * self.stored_kv_heads.kv_heads, -1, self.stored_kv_heads.head_size)
+        rows, size = self.stored_kv_heads.shape
+        return _pad(kv, -2, rows, -1, size)
 
     def write_pages(self, pool: Array, page: Array, kv: Array) -> Array:
         """Write with one call of the kernel that copies."""

@@ -5,7 +5,7 @@ from typing import Any
 
 from jaxtyping import Array
 
-from lockstep.models.attention.base import Heads, StoredKvHeads
+from lockstep.models.attention.base import Heads, KvSpec
 from lockstep.models.attention.contiguous_kv import (
     Context,
     attend_context,
@@ -43,9 +43,9 @@ class XlaAttention:
     partial: bool = False
 
     @property
-    def stored_kv_heads(self) -> StoredKvHeads:
+    def stored_kv_heads(self) -> KvSpec:
         """The model's own heads."""
-        return StoredKvHeads(kv_heads=self.heads.kv_heads, head_size=self.heads.head_size)
+        return self.heads.kept
 
     @property
     def _read_kv(self) -> ReadKv:
