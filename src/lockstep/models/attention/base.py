@@ -15,7 +15,7 @@ NO_WINDOW: Final = 2**30
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KvSpec:
-    """What a layer keeps of a position on one device: K and V of each head. The owner of the pool's last two axes.
+    """The numbers that a layer keeps of a position on one device, the last two axes of the pool: K and V of each head.
 
     Args:
         kv_heads: The number of key/value heads. A kernel may need more and wider heads than the model has, padded with
@@ -70,7 +70,7 @@ class Heads:
 
     @property
     def kept(self) -> KvSpec:
-        """What a layer keeps of a position."""
+        """The numbers that a layer keeps of a position."""
         return KvSpec(kv_heads=self.kv_heads, head_size=self.head_size)
 
     @property
@@ -109,7 +109,7 @@ class Attention(Protocol):
 
     @property
     def stored_kv_heads(self) -> KvSpec:
-        """What the pool keeps of a position."""
+        """The numbers that the pool keeps of a position."""
 
     def pack(self, kv: Float[Array, "... two_kv_heads head"]) -> Float[Array, "... stored_two_kv_heads stored_head"]:
         """Pad K and V to the heads that the pool stores; writing rounds them to the dtype of the pool."""
