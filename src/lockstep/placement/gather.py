@@ -1,4 +1,4 @@
-"""Arrays that are split over devices, gathered; and sums over devices, scattered."""
+"""Arrays that are split over devices, gathered; their gradients are scattered while they are summed."""
 
 from collections.abc import Sequence
 from typing import Final
@@ -27,13 +27,6 @@ def gather(part: Shaped[Array, "..."], name: str, axis: int, *, neighbours: int 
     for groups in _exchanges(name, neighbours):
         part = jax.lax.all_gather(part, name, axis=axis, tiled=True, axis_index_groups=groups)
     return part
-
-
-def scatter(whole: Shaped[Array, "..."], name: str, axis: int) -> Shaped[Array, "..."]:
-    """Return a device's part of the sum over devices, as the gradient of `gather` does."""
-    for groups in reversed(_exchanges(name, None)):
-        whole = jax.lax.psum_scatter(whole, name, scatter_dimension=axis, tiled=True, axis_index_groups=groups)
-    return whole
 
 
 def _exchanges(name: str, neighbours: int | None) -> Sequence[list[list[int]] | None]:

@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from lockstep.placement import PARAMETER_AXES, axes_of, gather, scatter
+from lockstep.placement import PARAMETER_AXES, axes_of
 from lockstep.placement.device import auto_axes
 
 LANES: Final = 128  # blocks are a multiple of this many token ids, the width of a TPU's tile
@@ -364,15 +364,18 @@ def _count(vocab: int, blocks: VocabBlocks) -> int:
 
 
 def _gather(head: Array, blocks: VocabBlocks) -> Array:
-    for axis, name in _exchanged(blocks):
-        head = gather(head, name, axis)
+    for axis, names in enumerate(blocks.gathered):
+        # With one device a gather is a copy.
+        split = _size(blocks.mesh, names) > 1
+        head = jax.lax.all_gather(head, names, axis=axis, tiled=True) if split else head
     return head
 
 
 def _scatter(of_head: Array, blocks: VocabBlocks) -> Array:
     """Return a device's part of the sum over all rows, as the output layer is stored."""
-    for axis, name in _exchanged(blocks):
-        of_head = scatter(of_head, name, axis)
+    for axis, names in enumerate(blocks.gathered):
+        split = _size(blocks.mesh, names) > 1
+        of_head = jax.lax.psum_scatter(of_head, names, scatter_dimension=axis, tiled=True) if split else of_head
     scattered = {*itertools.chain(*blocks.gathered)}
     copies = tuple(
         name for name in (*blocks.rows, *blocks.positions) if name not in scattered and _size(blocks.mesh, (name,)) > 1
@@ -380,12 +383,6 @@ def _scatter(of_head: Array, blocks: VocabBlocks) -> Array:
     of_head = jax.lax.psum(of_head, copies) if copies else of_head
     # XLA would else add up the whole of it in float32 over microbatches, on every device, and exchange that at the end.
     return jax.lax.optimization_barrier(of_head)
-
-
-def _exchanged(blocks: VocabBlocks) -> list[tuple[int, str]]:
-    """The axes of the output layer that are split, and the mesh axis of each; with one device a gather is a copy."""
-    split = ((axis, name) for axis, names in enumerate(blocks.gathered) for name in names)
-    return [(axis, name) for axis, name in split if _size(blocks.mesh, (name,)) > 1]
 
 
 def _size(mesh: AbstractMesh | None, axes: tuple[str, ...]) -> int:
