@@ -20,6 +20,7 @@ from lockstep.training.checkpoints.config import KeepConfig
 from lockstep.training.rl.rewards import FunctionReward, LengthReward
 from tests import rollouts as runs
 from tests import tiny
+from tests.adapters import save_base
 from tests.multiprocess.harness import run_command, run_processes
 from tests.multiprocess.launches import record_launches
 
@@ -229,7 +230,7 @@ def check_meshes(results, oracle, meshes):
         for mine, leaders in zip(one, results[0], strict=True):
             assert mine["losses"] == leaders["losses"] and mine["found"] == leaders["found"]
     for run in results[0]:
-        assert run["traces"] == [1, 1, 1] and set(run["engine"].values()) == {1}
+        assert run["traces"] == [1, 1, 1, 1] and set(run["engine"].values()) == {1}
         assert run["compilations"] == len(run["engine"])
         runs.assert_close(run["found"]["0"], oracle["found"]["0"])
         np.testing.assert_allclose(
@@ -367,13 +368,21 @@ def test_stages_have_the_losses_and_rollouts_of_a_mesh_without(tmp_path, monkeyp
 
 @pytest.mark.slow
 def test_the_command_trains_evaluates_and_saves(tmp_path):
-    """From a model that has learned nothing, for two steps."""
+    """From a model that has learned nothing, for two steps, with a teacher of its vocabulary and a reward model."""
+    save_base(str(tmp_path / "teacher"))
+    shutil.copytree(ROOT / "tests" / "golden" / "reward_model", tmp_path / "judge")
+    tiny.tokenizer().save_pretrained(tmp_path / "judge")
+    judge = {"type": "model", "model": str(tmp_path / "judge"), "max_seq_len": 48, "weight": 0}
     arguments = ["--inference_eval.n_generations", "2", "--inference_eval.temperature", "1"]
+    arguments += ["--teacher", str(tmp_path / "teacher"), "--teacher_coefficient", "0.5"]
+    arguments += ["--rewards", json.dumps([{"type": "exact_match"}, judge])]
     run = train_demo(tmp_path, "run", "--trainer.num_train_steps", "2", *arguments)
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     values = {}
     for line in lines:
         values.setdefault(line["step"], {}).update(line)
+    assert values[1]["train/teacher_kl"] > 0, "the two are random models"
+    assert values[1]["reward/model/mean"] != 0 == values[1]["reward/model/failed"]
     assert "reward/exact_match/mean" in values[1] and "time/train/step_avg_last10_s" in values[2]
     assert "inference_eval/pass@1/exact_match" in values[0] and "inference_eval/pass@2/exact_match" in values[0]
     assert values[1]["rollout/health/cut"] == values[1]["rollout/cut_share"]

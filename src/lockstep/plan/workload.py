@@ -13,13 +13,14 @@ from jax.sharding import Mesh
 from lockstep.batch_inference import Checkpoint, SampleConfig, resolve_checkpoint
 from lockstep.engine import DraftSource, EarlierAnswers, EngineConfig
 from lockstep.errors import ConfigError, PromptError
-from lockstep.models import LlamaConfig, LoraConfig
+from lockstep.models import LlamaConfig, LoraConfig, load_config, read_vocab_size
 from lockstep.plan.model_shape import Shape, shape_of
 from lockstep.printable import without_credentials
 from lockstep.report import EvaluationFields
 from lockstep.text import encode, load_tokenizer, read_prompts
 from lockstep.training import LossFn, OptimizerConfig, RolloutConfig, SavedModel, TrainConfig, TrainerConfig
 from lockstep.training.objectives import routing_column
+from lockstep.training.rl.reward_models import ModelReward
 from lockstep.training.run import TrainGrpoConfig
 from lockstep.training.step.renewal import ReferenceRenewal
 from lockstep.types import Request, SamplingParams
@@ -105,7 +106,7 @@ class TrainingWorkload:
     rows: str = "sequences"  # what a row is called in messages: pairs, sequences, answers
     sequences_per_row: int = 1  # number of sequences in a row: 2 for pairs
     reference: bool = False  # whether a frozen copy of the model, in the compute type, is on the devices too
-    teacher: Shape | None = None  # the model that is learned from, in the compute type
+    frozen: Sequence[Shape] = ()  # further models, in the compute type: a teacher, reward models
     renewal: ReferenceRenewal | None = None  # how the optimizer keeps it instead; None: it does not
     lora: LoraConfig | None = None  # the adapters, where they alone are trained
 
@@ -189,7 +190,7 @@ def training_workload(name: str, config: TrainConfig, model: str | None = None) 
         )
     precision = config.trainer.precision
     lora = None if config.lora is None else config.lora.resolved(precision.compute.name)
-    teacher = config.teacher if isinstance(config, TrainGrpoConfig) else None
+    frozen = _frozen(config) if isinstance(config, TrainGrpoConfig) else []
     sampling: list[SamplingWorkload] = []
     if config.rollouts is not None:
         sampling.append(_rollouts(config, config.rollouts, shape, notes))
@@ -214,7 +215,7 @@ def training_workload(name: str, config: TrainConfig, model: str | None = None) 
             lora=lora,
             packed=config.rollouts is not None,
             renewal=config.renewal,
-            teacher=None if teacher is None else shape_of(teacher, None, None, "teacher", None),
+            frozen=frozen,
         ),
         sampling=sampling,
         hosts=config.trainer.distributed.require_process_count,
@@ -291,6 +292,15 @@ def _trained(config: SampleConfig) -> Checkpoint | None:
     if path is None or ("://" not in path and not Path(path).is_dir()):
         return None
     return resolve_checkpoint(config)
+
+
+def _frozen(config: TrainGrpoConfig) -> list[Shape]:
+    """The shapes of a run's teacher and reward models."""
+    rewards = [each.model for each in config.rewards if isinstance(each, ModelReward)]
+    scorers = [
+        Shape(config=load_config(path, scorer=True), vocab_size=read_vocab_size(path), source=path) for path in rewards
+    ]
+    return [*scorers, *([] if config.teacher is None else [shape_of(config.teacher, None, None, "teacher", None)])]
 
 
 def _rollouts(config: TrainConfig, rollout: RolloutConfig, shape: Shape, notes: list[str]) -> SamplingWorkload:

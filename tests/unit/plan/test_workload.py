@@ -220,6 +220,10 @@ def test_grpo_asks_for_rollouts_and_for_samples(monkeypatch):
     assert open_rows.microbatches(mesh) == 8 and workload.training.microbatches(mesh) == 2
     with_reference = read("grpo_gsm8k_qwen25_3b_v6e_16.yaml", "--kl_coefficient", "0.04")
     assert with_reference.training.reference and "reference_logprobs" in with_reference.training.columns
+    renewed = read("grpo_gsm8k_qwen25_3b_v6e_16.yaml", "--kl_coefficient", "0.04", "--reference_every", "8").training
+    assert renewed.renewal.every == 8 and not renewed.reference, "the optimizer's state has it"
+    taught = read("grpo_gsm8k_qwen25_3b_v6e_16.yaml", "--teacher", "Qwen2.5-7B", "--teacher_coefficient", "1").training
+    assert [each.config.num_layers for each in taught.frozen] == [28] and "teacher_logprobs" in taught.columns
     assert (rollout.steps, samples.steps) == (1, None), "training waits for the rollout of each step"
 
 

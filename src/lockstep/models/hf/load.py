@@ -36,6 +36,7 @@ from lockstep.models.hf.fit import check_tensors
 from lockstep.models.hf.names import Parameter, parameters, stored_shapes
 from lockstep.models.hf.row_layout import ReadingHosts, RowLayout
 from lockstep.models.hf.row_reader import ParallelReader, ParameterRead
+from lockstep.models.hf.scorer import scorer_config, with_score
 from lockstep.models.hf.stored_names import HEAD
 from lockstep.models.hf.tied_head import has_own_head
 from lockstep.models.llama import LlamaLMHeadModel
@@ -125,7 +126,7 @@ def read_vocab_size(path: str | os.PathLike[str]) -> int:
     return vocab_size_from_hf(read_hf_config(path))
 
 
-def load_config(path: str | os.PathLike[str], *, max_seq_len: int | None = None) -> LlamaConfig:
+def load_config(path: str | os.PathLike[str], *, max_seq_len: int | None = None, scorer: bool = False) -> LlamaConfig:
     """Return the configuration of a Hugging Face checkpoint.
 
     A tied output layer that is stored with other values than the embedding is not tied, as in transformers 5; the
@@ -133,11 +134,13 @@ def load_config(path: str | os.PathLike[str], *, max_seq_len: int | None = None)
 
     Args:
         max_seq_len: The longest sequence in tokens, in place of the checkpoint's own limit. None for that.
+        scorer: Whether the checkpoint is a sequence classifier with one label, see `load_hf`.
 
     Raises:
         ConfigError: The configuration cannot be read, as for `read_hf_config` and `config_from_hf`.
     """
-    config = config_from_hf(read_hf_config(path), max_seq_len=max_seq_len)
+    hf = read_hf_config(path)
+    config = config_from_hf(scorer_config(hf, os.fspath(path)) if scorer else hf, max_seq_len=max_seq_len)
     if config.tie_word_embeddings and has_tensors(path) and has_own_head(CheckpointFiles(path, tied=True)):
         return _untied(config, path)
     return config
@@ -180,6 +183,7 @@ def load_hf(
     config: LlamaConfig | None = None,
     on_read: OnRead | None = None,
     hosts: Hosts | None = None,
+    scorer: bool = False,
 ) -> LlamaLMHeadModel:
     """Load a model with the weights of a Hugging Face checkpoint, sharded over a mesh.
 
@@ -199,6 +203,8 @@ def load_hf(
             call, and those that it will read in all.
         hosts: The hosts that load together, each of which makes this call, on one mesh or each on its own. None for
             ``lockstep.hosts.current()``, or for this host alone where the mesh is on no other.
+        scorer: Whether the checkpoint is a sequence classifier with one label, such as a reward model. Its output layer
+            has one column, the score, and ``mapping`` has nothing for "vocab".
 
     Returns:
         The model.
@@ -223,7 +229,7 @@ def load_hf(
         hosts = Hosts(MemoryClient.hub(1)[0])
     try:
         with (current() if hosts is None else hosts).scope("loading the checkpoint") as scope:
-            return _Loading(scope, mesh, jnp.dtype(dtype), on_read).load(path, mapping, config)
+            return _Loading(scope, mesh, jnp.dtype(dtype), on_read, scorer).load(path, mapping, config)
     except PeerError as error:
         if alone and error.__cause__ is not None:
             raise error.__cause__ from None
@@ -233,7 +239,10 @@ def load_hf(
 class _Loading:
     """One call of `load_hf`, between the hosts that make it together."""
 
-    def __init__(self, hosts: Hosts, mesh: Mesh, dtype: np.dtype[Any], on_read: OnRead | None) -> None:
+    def __init__(
+        self, hosts: Hosts, mesh: Mesh, dtype: np.dtype[Any], on_read: OnRead | None, scorer: bool = False
+    ) -> None:
+        self._scorer = scorer
         self._hosts, self._mesh, self._dtype, self._on_read = hosts, mesh, dtype, on_read
         self._together = any(device.process_index != jax.process_index() for device in mesh.devices.flat)
         self._readers = ReadingHosts.of(mesh)
@@ -253,6 +262,7 @@ class _Loading:
         with self._hosts.run_on_all("open", "loading the checkpoint") as opened:
             heads = unpack_heads(shared) if shared and is_url else None
             hf = read_hf_config(path) if heads is None else _parsed_config(heads.get(CONFIG_NAME), path)
+            hf = scorer_config(hf, place) if self._scorer else hf
             family = family_of_hf(hf)
             stored = config_from_hf(hf) if config is None else config
             files = CheckpointFiles(path, heads, tied=stored.tie_word_embeddings)
@@ -270,7 +280,8 @@ class _Loading:
             config = stored
             model = skeleton(vocab_size_from_hf(hf), config)
             family = family if isinstance(config, family.config) else family_of(config)
-            expected = parameters(model, family.tensors)
+            model, tensors = with_score(model, family.tensors) if self._scorer else (model, family.tensors)
+            expected = parameters(model, tensors)
             check_tensors(files, expected, tied=config.tie_word_embeddings)
             layouts = [RowLayout.of(each, _sharding(each, self._mesh, mapping)) for each in expected]
             pairs = zip(expected, layouts, strict=True)

@@ -177,7 +177,7 @@ class Rewarder:
     ) -> None:
         self._configs = dict(zip(labels(rewards), rewards, strict=True))
         self._functions: dict[str, Reward] = {
-            name: config.build(max_new_tokens) for name, config in self._configs.items()
+            name: config.build(max_new_tokens) for name, config in self._configs.items() if not config.ON_DEVICES
         }
         judges = {name: config.weight for name, config in self._configs.items() if config.weight and not config.SHAPING}
         self._judges = judges if filter_by is None else {filter_by: 1.0}
@@ -194,6 +194,8 @@ class Rewarder:
             ConfigError: One is wrong.
             HostTimeoutError: One has an outage, or gave nothing in time, and no default.
         """
+        if not self._functions:
+            return
         deadline, wrong, tries = time.monotonic() + wait_s, dict.fromkeys(self._functions, LATE), 0
         for pause_s in (*PAUSES_S, math.inf):
             late = {name: self._functions[name] for name, text in wrong.items() if text == LATE}
@@ -221,9 +223,15 @@ class Rewarder:
         """Start the threads of a rollout. This host's share of its answers is submitted to the result."""
         return Scoring(self._functions, self._workers)
 
-    def finish(self, hosts: Hosts, scoring: Scoring, n_answers: int) -> Rewards:
-        """Wait for the rewards of this host's share, and exchange them with the other hosts."""
-        names = list(self._functions)
+    def finish(
+        self, hosts: Hosts, scoring: Scoring, n_answers: int, scores: Mapping[str, Sequence[float | None]] | None = None
+    ) -> Rewards:
+        """Wait for the rewards of this host's share, and exchange them with the other hosts.
+
+        Args:
+            scores: The values of the components on devices, by name; None where an answer has none.
+        """
+        names, scores = list(self._functions), scores or {}
         with hosts.run_on_all("rewards") as phase:
             own = scoring.finish(self._timeout_s)
             # Texts of what went wrong stay here but for one per component: thousands of them would not.
@@ -239,9 +247,12 @@ class Rewarder:
             for index, (values, texts) in enumerate(phase.shared):
                 shared |= {int(number): each for number, each in values.items()}
                 self._warn(hosts, index, texts)
-            assert len(shared) == n_answers, "every answer is the share of one host"
-            in_order = [shared[number] for number in range(n_answers)]
-        return self._sum(names, in_order)
+            assert not names or len(shared) == n_answers, "every answer is the share of one host"
+            in_order = [
+                [*shared.get(number, ()), *(column[number] for column in scores.values())]
+                for number in range(n_answers)
+            ]
+        return self._sum([*names, *scores], in_order)
 
     def _sum(self, names: Sequence[str], values: Sequence[Sequence[Any]]) -> Rewards:
         components: dict[str, np.ndarray] = {}

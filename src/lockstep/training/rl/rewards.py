@@ -20,9 +20,8 @@ type Reward = Callable[[Row, Prompt], float | Awaitable[float]]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RewardConfig(OpenRegistry, draccus.ChoiceRegistry):
-    """One component of the reward: ``type: gsm8k | exact_match | format | function | length | math_verify | overlong |
-    regex``, or
-    ``my_module:MyReward`` for a subclass of your own.
+    """One component of the reward: ``type: gsm8k | exact_match | format | function | length | math_verify | model |
+    overlong | regex``, or ``my_module:MyReward`` for a subclass of your own.
 
     Raises:
         ConfigError: A value is out of its range.
@@ -40,6 +39,8 @@ class RewardConfig(OpenRegistry, draccus.ChoiceRegistry):
         'Brevity'
     """
 
+    ON_DEVICES: ClassVar[bool] = False
+    """Whether every host computes it together, by a program, and there is no function."""
     SHAPING: ClassVar[bool] = False
     """Whether it judges the form of an answer, such as its length, and not whether the answer is right."""
 

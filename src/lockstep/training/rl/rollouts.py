@@ -26,6 +26,7 @@ from lockstep.training.rl.config import GrpoRunFields
 from lockstep.training.rl.groups import Groups, RolloutSampler, Sampled, choose_groups
 from lockstep.training.rl.packing import Packing, packed_columns
 from lockstep.training.rl.questions import AnswerRows, Questions
+from lockstep.training.rl.reward_models import load_reward_models
 from lockstep.training.rl.rewarding import Rewarder
 from lockstep.training.rl.rollout import LogprobColumns, Rollout, answer_mask, make_columns
 from lockstep.training.rl.rollout_log import RewardTrend, RolloutLog, StepClock, StepTimes
@@ -104,8 +105,10 @@ class Rollouts:
         self._rewarder = make_rewarder(fields)
         rows = AnswerRows(questions=questions, tokenizer=tokenizer, stop=fields.rollout.stop)
         alarms = fields.rollout.alarms if fields.rollout.health else None
+        self._answer_rows = rows
         self._report = RolloutLog(self._tracker, run_dir, rows, fields.answers_shown, alarms=alarms)
-        watchdog = Watchdog(hosts, hosts.timeout_s)
+        self._watchdog = watchdog = Watchdog(hosts, hosts.timeout_s)
+        self._reward_models = load_reward_models(fields.rewards, trainer, mesh, hosts)
         self._logprobs = LogprobColumns(objective, self._columns, trainer, mesh, hosts, watchdog, reference, teacher)
         self._sampler = RolloutSampler(
             fields, questions, tokenizer, trainer, mesh, row_length, hosts, watchdog, self._rewarder, rows, engine,
@@ -291,8 +294,14 @@ class Rollouts:
         return sampled
 
     def _rewarded(self, sampled: Sampled) -> Groups:
+        scores: dict[str, list[float | None]] = {}
+        if self._reward_models:
+            step = self._sampler.learned_at(sampled.number)
+            completions, make_row = sampled.completions, self._answer_rows.row
+            answers = [make_row(step, sampled.questions[each.prompt_id], each) for each in completions]
+            scores = {model.name: model.scores(self._hosts, self._watchdog, answers) for model in self._reward_models}
         with self._hosts.scope("rewards") as scope:
-            rewards = self._rewarder.finish(scope, sampled.scoring, len(sampled.completions))
+            rewards = self._rewarder.finish(scope, sampled.scoring, len(sampled.completions), scores)
         return Groups(questions=np.array(sampled.questions), completions=sampled.completions, rewards=rewards)
 
     def _take_divergence(self, rollout: Rollout, groups: Groups, answers: Bool[np.ndarray, "row position"]) -> None:
