@@ -90,8 +90,8 @@ def test_gpt_oss_is_decoded_on_a_tpu() -> None:
     params = SamplingParams(max_new_tokens=64)
     engine.prepare(model, [Request(prompt_id=i, prompt_tokens=(1,) * 100, params=params) for i in range(64)])
     assert [kernels(engine.programs[name].text()) for name in ("decode", "prefill")] == [2, 2]
-    # The windows of its layers, and their sinks.
-    assert all(engine.programs[name].text().count('"partial_attention') >= 2 for name in ("decode", "prefill"))
+    # By the kernel that returns the sums of its softmax, of which a sink is one more term.
+    assert all('"partial_attention"' in engine.programs[name].text() for name in ("decode", "prefill"))
     assert engine.sizing is not None and "TPU kernel, on the KV cache itself" in engine.sizing.describe()
 
 
