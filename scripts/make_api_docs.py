@@ -88,6 +88,7 @@ SECTIONS = {
             f"lockstep.training.{name}"
             for name in ("Trainer", "TrainerConfig", "OptimizerConfig", "TokenizedRows", "StepInfo", "lm_loss",
                          "PreferenceObjective", "PairLosses", "PolicyLoss", "DataFormat", "RewardConfig",
+                         "Environment", "Reply",
                          "model_spec", "save_tokenizer")
         ),
     ),

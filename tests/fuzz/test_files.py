@@ -36,8 +36,8 @@ from lockstep.training.data.records import BadRow, list_files, read_piece
 from lockstep.training.data.token_cache import read_metadata
 from lockstep.training.loop.hooks import Hooks
 from lockstep.training.loop.stopping import LossSpikeConfig, LossWatch
-from lockstep.training.rl.groups import completions_from_json
 from lockstep.training.rl.rollout import Rollout
+from lockstep.training.rl.sampled import completions_from_json
 from lockstep.types import Completion, FinishReason
 from lockstep.urls import url_to_fs
 from tests.fuzz.hostile import damaged, documents, forged, fuzz, lines, watched, with_secrets

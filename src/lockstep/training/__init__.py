@@ -24,6 +24,8 @@ from lockstep.training.objectives import PolicyLoss as PolicyLoss
 from lockstep.training.objectives import PreferenceObjective as PreferenceObjective
 from lockstep.training.objectives import lm_loss as lm_loss
 from lockstep.training.objectives import needs_vocab_blocks as needs_vocab_blocks
+from lockstep.training.rl import Environment as Environment
+from lockstep.training.rl import Reply as Reply
 from lockstep.training.rl import RewardConfig as RewardConfig
 from lockstep.training.rl.config import RolloutConfig as RolloutConfig
 from lockstep.training.run import TrainConfig as TrainConfig

@@ -1,6 +1,8 @@
 """GRPO: questions, rollouts, rewards and the batches that are made of them."""
 
 from lockstep.training.rl.config import GrpoRunFields as GrpoRunFields
+from lockstep.training.rl.environment import Environment as Environment
+from lockstep.training.rl.environment import Reply as Reply
 from lockstep.training.rl.questions import Questions as Questions
 from lockstep.training.rl.questions import iter_questions as iter_questions
 from lockstep.training.rl.questions import load_questions as load_questions

@@ -7,6 +7,7 @@ from lockstep.config_fields import check_fields
 from lockstep.engine import SamplingBlock
 from lockstep.errors import ConfigError, check_at_least
 from lockstep.report import AlarmsConfig
+from lockstep.training.rl.environment import Environment
 from lockstep.training.rl.rewards import Gsm8kReward, RewardConfig, check_rewards, labels
 
 
@@ -100,6 +101,9 @@ class GrpoRunFields:
     them, which ``importance_cap`` corrects. Worth it where rewards are slow. 0: sampled by the model that learns."""
     rewards: list[RewardConfig] = dataclasses.field(default_factory=lambda: [Gsm8kReward()])
     """The components of the reward, which is their weighted sum; without this key gsm8k alone."""
+    environment: Environment | None = None
+    """The environment that the model talks to, in several turns, and that rewards it in place of ``rewards``: ``type:
+    retry``, or ``my_module:MyEnvironment``, and its fields (docs/grpo.md); null: each question is answered once."""
     reward_timeout_s: float = 30.0
     """Seconds that rewards may take after the last answer of a rollout, with ``rollout_ahead`` after that of the next;
     what is late has the component's default."""
@@ -144,6 +148,7 @@ class GrpoRunFields:
                 "cut at rollout.max_new_tokens, and nothing learned. Set one of the two to false, or give rollout.stop."
             )
         self._check_ahead(importance_cap)
+        self._check_environment(hosts_wait_s)
         self.rollout.check_policy(importance_cap)
         check_rewards(self.rewards, taught=taught)
         if self.rollout.filter_by is not None and self.rollout.filter_by not in labels(self.rewards):
@@ -156,6 +161,25 @@ class GrpoRunFields:
             raise ConfigError(
                 f"trainer.train_batch_size is {batch_size} answers and rollout.n_generations is {group}; a batch is "
                 f"made of whole groups. Use a multiple of {group}, e.g. {max(1, batch_size // group) * group}."
+            )
+
+    def _check_environment(self, hosts_wait_s: float) -> None:
+        if self.environment is None:
+            return
+        if self.rewards != [Gsm8kReward()]:
+            raise ConfigError("environment and rewards are both given; an environment rewards itself. Remove rewards.")
+        for name, value, fix in (
+            ("rollout_ahead", self.rollout_ahead, "it has rewarded by the time its answers are there. Set it to 0"),
+            ("rollout.drafts", self.rollout.drafts, "drafts guess the one answer to a question. Set it to none"),
+            ("rollout.filter_by", self.rollout.filter_by, "there is one reward. Remove it"),
+        ):
+            if value not in (0, "none", None):
+                raise ConfigError(f"{name} is {value} and an environment is given: {fix}.")
+        if self.environment.timeout_s >= hosts_wait_s:
+            raise ConfigError(
+                f"environment.timeout_s is {self.environment.timeout_s:g} and hosts wait {hosts_wait_s:g} s for each "
+                "other (trainer.distributed.timeout_s). Lower environment.timeout_s, or raise "
+                "trainer.distributed.timeout_s."
             )
 
     def _check_ahead(self, importance_cap: float | None) -> None:

@@ -1,10 +1,8 @@
 """The sampling of rollouts: answers before and after their rewards, and which questions of them are learned from."""
 
-import base64
 import collections
 import dataclasses
 import functools
-import io
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -14,105 +12,22 @@ from jaxtyping import Bool, Float, Int, PyTree
 from numpy.random import SeedSequence
 
 from lockstep.engine import EarlierAnswers, Engine, RolloutEngine, generate_on_all
-from lockstep.engine.schedule import DraftCounts
 from lockstep.hosts import Hosts, Watchdog, environment
 from lockstep.models import read_decoder
 from lockstep.text import StopFinder, stop_ids, token_count
 from lockstep.training.loop.config import TrainerConfig
 from lockstep.training.objectives.policy_loss import GrpoFields, differ, policy_loss
 from lockstep.training.rl.config import GrpoRunFields
+from lockstep.training.rl.conversations import Conversation
 from lockstep.training.rl.questions import AnswerRows, Questions
 from lockstep.training.rl.rewarding import Rewarder, Rewards, Scoring
-from lockstep.training.rl.rollout import unpacked
-from lockstep.training.rl.segments import Sample, single_turn
+from lockstep.training.rl.sampled import Sampled, completions_from_json
+from lockstep.training.rl.segments import Sample, Segment, single_turn
 from lockstep.training.rl.solve_rates import SolveRates
-from lockstep.types import Completion, FinishReason, Request, RoutedExperts
+from lockstep.types import Completion, Request
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Sampled:
-    """Answers before their rewards; the same on every host but for ``scoring`` and memory.
-
-    Args:
-        before: The most bytes in use on a device of this host before sampling; None where that is not known.
-        after: The most bytes in use on a device of this host after sampling; None where that is not known.
-    """
-
-    number: int
-    questions: Sequence[int]  # number of the question of each group
-    completions: Sequence[Completion]  # the answers, group by group
-    scoring: Scoring  # what computes the rewards of this host's share
-    before: int | None = None
-    after: int | None = None
-    drafts: DraftCounts | None = None  # what drafts saved; None where there were none, or an earlier process sampled
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the answers as JSON values, for a checkpoint; rewards are computed again after a resume."""
-        packed = io.BytesIO()
-        np.savez_compressed(
-            packed,
-            allow_pickle=False,
-            ids=np.array([(each.prompt_id, each.generation_id) for each in self.completions], np.int64),
-            lengths=np.array([len(each.tokens) for each in self.completions], np.int64),
-            tokens=np.array([token for each in self.completions for token in each.tokens], np.int64),
-            logprobs=np.array([value for each in self.completions for value in each.logprobs], np.float64),
-            sampled=np.array([value for each in self.completions for value in each.sampled_logprobs], np.float64),
-            **_packed_routing([each.routed_experts for each in self.completions]),
-        )
-        return {
-            "number": self.number,
-            "questions": list(self.questions),
-            "finish_reasons": [each.finish_reason.value for each in self.completions],
-            "completions": base64.b64encode(packed.getvalue()).decode(),
-        }
-
-
-def completions_from_json(values: Mapping[str, Any]) -> list[Completion]:
-    """Return the answers that `Sampled.to_json` packed, bit for bit."""
-    arrays = unpacked(values["completions"])
-    ends = np.cumsum(arrays["lengths"])
-    tokens, logprobs, sampled = (
-        [part.tolist() for part in np.split(arrays[name], ends[:-1])] for name in ("tokens", "logprobs", "sampled")
-    )
-    routing = _unpacked_routing(arrays, len(arrays["ids"]))
-    return [
-        Completion(
-            prompt_id=int(prompt),
-            generation_id=int(generation),
-            tokens=tuple(tokens[place]),
-            logprobs=tuple(logprobs[place]),
-            sampled_logprobs=tuple(sampled[place]),
-            finish_reason=FinishReason(values["finish_reasons"][place]),
-            routed_experts=routing[place],
-        )
-        for place, (prompt, generation) in enumerate(arrays["ids"])
-    ]
-
-
-def _packed_routing(routing: Sequence[RoutedExperts | None]) -> dict[str, np.ndarray]:
-    """The experts of answers as arrays; none where no answer has any."""
-    if not any(routing):
-        return {}
-    shapes = np.array([(0, 0, 0) if each is None else each.shape for each in routing], np.int64)
-    packed = b"".join(each.packed for each in routing if each is not None)
-    return {"routing_shapes": shapes, "routing": np.frombuffer(packed, "<i2")}
-
-
-def _unpacked_routing(arrays: Mapping[str, np.ndarray], count: int) -> list[RoutedExperts | None]:
-    if "routing" not in arrays:
-        return [None] * count
-    shapes = arrays["routing_shapes"].reshape(count, 3)
-    sizes = shapes.prod(axis=1)
-    if sizes.sum() != arrays["routing"].size or (shapes < 0).any():
-        raise ValueError("the experts of answers are not as many as said")
-    parts = np.split(arrays["routing"].astype("<i2"), np.cumsum(sizes)[:-1])
-    found: list[RoutedExperts | None] = []
-    for (tokens, layers, choices), part in zip(shapes.tolist(), parts, strict=True):
-        found.append(RoutedExperts((tokens, layers, choices), part.tobytes()) if part.size else None)
-    return found
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -122,6 +37,7 @@ class Groups:
     questions: Int[np.ndarray, " group"]  # number of the question of each group
     completions: Sequence[Completion]  # the answers, group by group
     rewards: Rewards  # the rewards of the answers, in the same order
+    conversations: Sequence[Conversation] | None = None  # the conversation of each answer; None with single turns
 
     @property
     def size(self) -> int:
@@ -164,6 +80,9 @@ class Groups:
             prompts: The token ids of each question, by its number.
         """
         questions = np.repeat(self.questions, self.size).tolist()
+        if self.conversations is not None:
+            pairs = zip(questions, self.conversations, strict=True)  # one whose environment did not begin is empty
+            return [talk.segments or (Segment(tokens=prompts[question]),) for question, talk in pairs]
         return [
             single_turn(prompts[question], completion)
             for question, completion in zip(questions, self.completions, strict=True)
@@ -189,8 +108,12 @@ class Groups:
             judged=None if self.rewards.judged is None else self.rewards.judged[places],
             dropped=None if self.rewards.dropped is None else self.rewards.dropped[places],
         )
-        completions = [self.completions[int(place)] for place in places]
-        return Groups(questions=self.questions[np.asarray(chosen)], completions=completions, rewards=rewards)
+        return Groups(
+            questions=self.questions[np.asarray(chosen)],
+            completions=[self.completions[int(place)] for place in places],
+            rewards=rewards,
+            conversations=self.conversations and [self.conversations[int(place)] for place in places],
+        )
 
     @classmethod
     def concatenate(cls, parts: Sequence["Groups"]) -> "Groups":
@@ -210,9 +133,12 @@ class Groups:
             judged=_joined([part.rewards.judged for part in parts]),
             dropped=_joined([part.rewards.dropped for part in parts]),
         )
-        completions = [completion for part in parts for completion in part.completions]
+        conversations = [conversation for part in parts for conversation in part.conversations or ()]
         return cls(
-            questions=np.concatenate([part.questions for part in parts]), completions=completions, rewards=rewards
+            questions=np.concatenate([part.questions for part in parts]),
+            completions=[completion for part in parts for completion in part.completions],
+            rewards=rewards,
+            conversations=conversations or None,
         )
 
 
@@ -303,11 +229,7 @@ class RolloutSampler:
         """
         if attempt == 0:
             self._before = self.earlier.copy()
-        source = self._questions if self._rates is None else self._rates
-        drawn = source.drawn(number, self.n_questions, attempt).tolist()
-        # No rollout of another step or of another seed of the run has the same.
-        seeds = (self._trainer.seed, self._fields.rollout.seed, number, attempt)
-        seed = int(SeedSequence(seeds).generate_state(1)[0])
+        drawn, seed = self._draw(number, attempt)
         requests, largest = self._requests(drawn, seed), self._requests(self._largest(), seed)
         scoring, generated = self._rewarder.begin(), None
         try:
@@ -340,6 +262,14 @@ class RolloutSampler:
             drafts=generated.drafts,
         )
 
+    def _draw(self, number: int, attempt: int) -> tuple[list[int], int]:
+        """The questions of a sampling, and the seed of its draws."""
+        source = self._questions if self._rates is None else self._rates
+        drawn = source.drawn(number, self.n_questions, attempt).tolist()
+        # No rollout of another step or of another seed of the run has the same.
+        seeds = (self._trainer.seed, self._fields.rollout.seed, number, attempt)
+        return drawn, int(SeedSequence(seeds).generate_state(1)[0])
+
     def resumed(self, values: Mapping[str, Any]) -> Sampled:
         """Return what an earlier process sampled; its rewards are computed anew."""
         sampled = Sampled(
@@ -348,6 +278,7 @@ class RolloutSampler:
             completions=completions_from_json(values),
             scoring=self._rewarder.begin(),
         )
+        assert sampled.scoring is not None
         self._submit(sampled.scoring, self.learned_at(sampled.number), sampled.questions, sampled.completions)
         return sampled
 

@@ -17,9 +17,12 @@ from lockstep.health import AnsweredPrompt, Health, RoundHealth, Vocabulary, mea
 from lockstep.hosts import try_leader_only
 from lockstep.printable import get_logger
 from lockstep.report import AlarmLog, AlarmsConfig, BackgroundQueue, Row, Tracker, append_jsonl
-from lockstep.training.rl.groups import Groups, Sampled
+from lockstep.text import Prompt
+from lockstep.training.rl.conversations import Conversation
+from lockstep.training.rl.groups import Groups
 from lockstep.training.rl.questions import AnswerRows
 from lockstep.training.rl.rewards import TOTAL
+from lockstep.training.rl.sampled import Sampled
 from lockstep.types import Completion, FinishReason
 
 log = get_logger(__name__)
@@ -38,6 +41,11 @@ class RankedRow(Row):
     columns: ClassVar[tuple[str, ...]] = (*Row.columns, "rank")
 
     rank: Literal["best", "worst"]
+    turns: Sequence[Mapping[str, Any]] = ()  # the messages of a conversation, for the file alone; none of a single turn
+
+    def to_record(self) -> dict[str, Any]:
+        """The row as the file has it: ``to_dict``, and the turns of a conversation."""
+        return self.to_dict() | ({"turns": [dict(message) for message in self.turns]} if self.turns else {})
 
     def to_dict(self) -> dict[str, Any]:
         """The row as one flat mapping: that of `Row`, with ``rank`` before its metrics."""
@@ -77,6 +85,8 @@ class RolloutLog:
         values = {
             **reward_metrics(groups.totals, rewards.components, rewards.failed, rewards.late),
             **answer_metrics(chosen.completions, chosen.signal, chosen.dropped),
+            **{name: sum(each.metrics[name] for each in sampled) for name in sampled[0].metrics},
+            **turn_metrics(groups.conversations or ()),
             "rollout/attempts": float(len(sampled)),
             "rollout/generated_tokens": float(sum(len(each.tokens) for each in groups.completions)),
         }
@@ -102,7 +112,7 @@ class RolloutLog:
         def write() -> None:
             rows = self._best_and_worst(step, groups, measured[0].answers if measured else ())
             if self._file is not None:
-                append_jsonl(self._file, [row.to_dict() for row in rows])
+                append_jsonl(self._file, [row.to_record() for row in rows])
             self._tracker.log_rows(TABLE, rows, step=step)
 
         def work() -> None:
@@ -126,12 +136,18 @@ class RolloutLog:
         return None if self._alarms is None else self._alarms.stop_reason
 
     def _answered(self, step: int, groups: Groups) -> list[AnsweredPrompt]:
-        questions = np.repeat(groups.questions, groups.size)
         answers = []
-        for question, completion in zip(map(int, questions), groups.completions, strict=True):
-            row, prompt = self._rows.row(step, question, completion)
-            answers.append(row.answered(prompt, completion, self._rows.questions.tokens[question]))
+        for answer, completion in enumerate(groups.completions):
+            row, prompt = self._row(step, groups, answer)
+            answers.append(row.answered(prompt, completion, self._rows.questions.tokens[prompt.id]))
         return answers
+
+    def _row(self, step: int, groups: Groups, answer: int) -> tuple[Row, Prompt]:
+        """The row of an answer, and its question; of a conversation all that the model said, a line per turn."""
+        row, prompt = self._rows.row(step, int(groups.questions[answer // groups.size]), groups.completions[answer])
+        if groups.conversations is not None:
+            row = dataclasses.replace(row, generated_text=groups.conversations[answer].said)
+        return row, prompt
 
     @functools.cached_property
     def _vocabulary(self) -> Vocabulary:
@@ -145,13 +161,13 @@ class RolloutLog:
         ranked += [("worst", answer) for answer in order[len(order) - worst :]]
         rows = []
         for rank, answer in ranked:
-            question = int(groups.questions[answer // groups.size])
-            row, _ = self._rows.row(step, question, groups.completions[answer])
+            row, _ = self._row(step, groups, answer)
             row = row.with_health(health[answer]) if health else row
             components = {name: float(values[answer]) for name, values in groups.rewards.components.items()}
             values = {field.name: getattr(row, field.name) for field in dataclasses.fields(row)}
             values["metrics"] = {TOTAL: float(groups.rewards.total[answer]), **components}
-            rows.append(RankedRow(**values, rank=rank))
+            turns = () if groups.conversations is None else groups.conversations[answer].messages
+            rows.append(RankedRow(**values, rank=rank, turns=turns))
         return rows
 
 
@@ -197,6 +213,11 @@ def answer_metrics(
         "rollout/groups_without_signal": float(1 - signal.mean()),
         "rollout/groups_dropped": float(dropped.mean()),
     }
+
+
+def turn_metrics(conversations: Sequence[Conversation]) -> dict[str, float]:
+    """Return the figures of conversations; none of single turns."""
+    return {"rollout/turns_mean": fmean(each.turns for each in conversations)} if conversations else {}
 
 
 class StepTimes:

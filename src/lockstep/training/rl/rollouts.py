@@ -23,14 +23,16 @@ from lockstep.training.objectives import routing_column
 from lockstep.training.objectives.grpo import GrpoConfig
 from lockstep.training.objectives.policy_loss import policy_loss
 from lockstep.training.rl.config import GrpoRunFields
-from lockstep.training.rl.groups import Groups, RolloutSampler, Sampled, choose_groups
+from lockstep.training.rl.conversation_sampler import ConversationSampler
+from lockstep.training.rl.groups import Groups, RolloutSampler, choose_groups
 from lockstep.training.rl.packing import Packing, packed_columns
 from lockstep.training.rl.questions import AnswerRows, Questions
 from lockstep.training.rl.reward_models import load_reward_models
-from lockstep.training.rl.rewarding import Rewarder
+from lockstep.training.rl.rewarding import Rewarder, Rewards
 from lockstep.training.rl.rollout import LogprobColumns, Rollout, answer_mask, make_columns
 from lockstep.training.rl.rollout_log import RewardTrend, RolloutLog, StepClock, StepTimes
 from lockstep.training.rl.rollout_state import read_state, saved_state
+from lockstep.training.rl.sampled import Sampled
 from lockstep.training.step.train_step import batch_structs
 from lockstep.types import FinishReason
 
@@ -110,7 +112,8 @@ class Rollouts:
         self._watchdog = watchdog = Watchdog(hosts, hosts.timeout_s)
         self._reward_models = load_reward_models(fields.rewards, trainer, mesh, hosts)
         self._logprobs = LogprobColumns(objective, self._columns, trainer, mesh, hosts, watchdog, reference, teacher)
-        self._sampler = RolloutSampler(
+        sampler = RolloutSampler if fields.environment is None else ConversationSampler
+        self._sampler = sampler(
             fields, questions, tokenizer, trainer, mesh, row_length, hosts, watchdog, self._rewarder, rows, engine,
             routed_experts=bool(routing),
         )  # fmt: skip
@@ -196,7 +199,7 @@ class Rollouts:
 
     def close(self) -> None:
         """End what is under way; rows of finished rollouts are written."""
-        if self._ahead is not None:
+        if self._ahead is not None and self._ahead.scoring is not None:
             self._ahead.scoring.close()
         self.flush()
 
@@ -294,6 +297,19 @@ class Rollouts:
         return sampled
 
     def _rewarded(self, sampled: Sampled) -> Groups:
+        rewards = sampled.rewards
+        if rewards is None:
+            rewards = self._scored(sampled)
+        return Groups(
+            questions=np.array(sampled.questions),
+            completions=sampled.completions,
+            rewards=rewards,
+            conversations=sampled.conversations,
+        )
+
+    def _scored(self, sampled: Sampled) -> Rewards:
+        """The rewards of answers, those of models computed now."""
+        assert sampled.scoring is not None
         scores: dict[str, list[float | None]] = {}
         if self._reward_models:
             step = self._sampler.learned_at(sampled.number)
@@ -301,8 +317,7 @@ class Rollouts:
             answers = [make_row(step, sampled.questions[each.prompt_id], each) for each in completions]
             scores = {model.name: model.scores(self._hosts, self._watchdog, answers) for model in self._reward_models}
         with self._hosts.scope("rewards") as scope:
-            rewards = self._rewarder.finish(scope, sampled.scoring, len(sampled.completions), scores)
-        return Groups(questions=np.array(sampled.questions), completions=sampled.completions, rewards=rewards)
+            return self._rewarder.finish(scope, sampled.scoring, len(sampled.completions), scores)
 
     def _take_divergence(self, rollout: Rollout, groups: Groups, answers: Bool[np.ndarray, "row position"]) -> None:
         """Replace the advantages by those of the rewards less the divergence (``kl_in_reward``)."""

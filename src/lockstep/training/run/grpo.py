@@ -155,9 +155,11 @@ class TrainGrpoConfig(GrpoFields, GrpoRunFields, RenewalFields):
             row_length=self.data.row_length(model_max_seq_len),
             max_new_tokens=self.rollout.max_new_tokens,
             seed=seed,
-            rewards=self.rewards,
+            rewards=self.rewards if self.environment is None else (),
             vocab_size=vocab_size,
         )
+        if self.environment is not None:
+            return questions
         prompt = questions.prompts[0]
         answer = Row(
             step=0,

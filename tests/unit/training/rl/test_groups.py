@@ -13,10 +13,11 @@ from lockstep.hosts import Ledger
 from lockstep.models import read_decoder
 from lockstep.training import StepInfo
 from lockstep.training.rl import groups as groups_module
-from lockstep.training.rl.groups import Groups, Sampled, choose_groups, completions_from_json
-from lockstep.training.rl.rewarding import Rewards, Scoring
+from lockstep.training.rl.groups import Groups, choose_groups
+from lockstep.training.rl.rewarding import Rewards
 from lockstep.training.rl.rewards import FunctionReward, LengthReward
-from lockstep.types import Drafts, FinishReason, RoutedExperts
+from lockstep.training.rl.sampled import Sampled
+from lockstep.types import Drafts
 from tests import rollouts as runs
 from tests import tiny
 from tests.unit.training.rl.made_up import completion
@@ -183,17 +184,6 @@ def test_the_time_of_samples_is_that_of_their_callback_alone():
         rollouts.on_step(StepInfo(step=number, model=model, loss=1.0, step_duration=0.1, hook_seconds=seconds))
     assert trainer.tracker.flush(60)
     assert [tracker.scalars[step]["time/inference_eval_s"] for step in (1, 2)] == [0.0, 2.0]
-
-
-def test_a_checkpoint_keeps_every_answer_bit_for_bit():
-    values = [completion(0, 0, [7, 3]), completion(0, 1, []), completion(1, 0, [9], FinishReason.LENGTH)]
-    odd = float(np.float32(0.1))
-    values.append(dataclasses.replace(values[0], prompt_id=1, generation_id=1, logprobs=(-odd, -1e-30)))
-    values[2:] = [dataclasses.replace(each, routed_experts=RoutedExperts((2, 1, 2), bytes(8))) for each in values[2:]]
-    before = Sampled(number=3, questions=[5, 2], completions=values, scoring=Scoring({}, workers=0))
-    kept = json.loads(json.dumps(before.to_json()))
-    assert kept["number"] == 3 and kept["questions"] == [5, 2]
-    assert completions_from_json(kept) == values
 
 
 def test_a_rollout_goes_on_at_the_temperature_it_was_sampled_with():

@@ -4,7 +4,7 @@ import pytest
 from lockstep.health import State
 from lockstep.report import AlarmsConfig, NoopTracker, read_jsonl
 from lockstep.text import Prompt
-from lockstep.training.rl.groups import Groups, Sampled
+from lockstep.training.rl.groups import Groups
 from lockstep.training.rl.questions import AnswerRows, Questions
 from lockstep.training.rl.rewarding import Rewards
 from lockstep.training.rl.rollout_log import (
@@ -16,6 +16,7 @@ from lockstep.training.rl.rollout_log import (
     answer_metrics,
     reward_metrics,
 )
+from lockstep.training.rl.sampled import Sampled
 from lockstep.types import FinishReason
 from tests import tiny
 from tests.unit.training.rl.made_up import completion

@@ -51,6 +51,19 @@ def test_a_row_has_room_for_prompt_and_answer():
         read("--rollout.max_new_tokens", "64", "--data.max_seq_len", "64")
 
 
+def test_an_environment_is_given_by_its_class(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    given = {"type": "calculator:Calculator", "max_turns": 3, "bonus": 0.25}
+    environment = read("--environment", json.dumps(given)).environment
+    assert (type(environment).__name__, environment.max_turns, environment.bonus) == ("Calculator", 3, 0.25)
+    assert read().environment is None and read("--environment.type", "retry").environment.discount == 0.5
+    with pytest.raises(ConfigError, match="environment.max_turns is 0; it must be at least 1"):
+        read("--environment", json.dumps({**given, "max_turns": 0}))
+    with pytest.raises(ConfigError, match="rollout.drafts is auto and an environment is given"):
+        read("--environment", json.dumps(given), "--rollout.drafts", "auto")
+    sys.modules.pop("calculator")
+
+
 @pytest.mark.parametrize(("coefficient", "reference"), [("0", False), ("0.04", True)])
 def test_a_reference_is_needed_where_the_loss_compares_with_one(coefficient, reference):
     config = read("--kl_coefficient", coefficient)

@@ -1,0 +1,114 @@
+"""The sampling of rollouts in which the model talks to an environment."""
+
+import contextlib
+import dataclasses
+from typing import Any
+
+from jaxtyping import PyTree
+
+from lockstep.engine import Engine, generate_on_all
+from lockstep.errors import ConfigError
+from lockstep.hosts import environment as facts_of_job
+from lockstep.printable import get_logger
+from lockstep.training.rl.conversations import Conversations
+from lockstep.training.rl.groups import RolloutSampler
+from lockstep.training.rl.sampled import Sampled
+from lockstep.types import Request
+
+log = get_logger(__name__)
+
+
+class ConversationSampler(RolloutSampler):
+    """Samples conversations with ``fields.environment``, which rewards them; the arguments are those of its base.
+
+    Raises:
+        ConfigError: The engine is not lockstep's: others read no requests that come later.
+    """
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        if self.engine is not None and not isinstance(self.engine, Engine):
+            raise ConfigError(
+                f"an environment and an engine of the class {type(self.engine).__name__} are given: only lockstep's "
+                "takes requests that come while it runs. Leave engine out."
+            )
+        self._warned = False
+
+    def check(self, model: PyTree) -> None:
+        """Find out what would make a rollout fail; launches nothing."""
+        engine, read = self._engine_for(model)
+        engine.check(read, self._longest())
+
+    def sample(self, number: int, attempt: int, model: PyTree) -> Sampled | None:
+        """Have a model talk about the questions of a rollout; every host calls it. None where the job is asked to end.
+
+        Raises:
+            PeerError, DisagreementError, LaunchMismatchError, HostTimeoutError: See `generate_on_all`.
+        """
+        assert self._fields.environment is not None
+        drawn, seed = self._draw(number, attempt)
+        conversations = Conversations(
+            self._fields.environment,
+            self._questions,
+            self._rows.tokenizer,
+            self._hosts,
+            drawn=drawn,
+            group=self._fields.rollout.n_generations,
+            params=dataclasses.replace(self._params, seed=seed),
+            row_length=self._row_length,
+            stop=self._fields.rollout.stop,
+        )
+        with contextlib.closing(conversations), self._hosts.scope("rollout") as scope:
+            generated = generate_on_all(
+                scope,
+                lambda: (*self._engine_for(model), None),
+                [],
+                largest=self._longest(),
+                arrivals=conversations,
+                facts={**facts_of_job(), "debug": str(scope.debug), "questions": str(drawn), "seed": str(seed)},
+                find_stop=self._find_stop,
+                watchdog=self._watchdog,
+            )
+        if generated.ended:
+            return None
+        self._warn(conversations)
+        counts = generated.counts
+        assert counts is not None
+        return Sampled(
+            number=number,
+            questions=drawn,
+            completions=conversations.completions(),
+            scoring=None,
+            before=generated.memory.get("before"),
+            after=generated.memory.get("after"),
+            conversations=conversations.conversations,
+            rewards=conversations.rewards(),
+            metrics={
+                "rollout/prefilled_tokens": float(counts.prefilled),
+                "rollout/prefilled_again_tokens": float(counts.prefilled_again),
+                "time/wait_for_environments_s": generated.seconds.get("arrivals", 0.0),
+            },
+        )
+
+    @property
+    def _row_length(self) -> int:
+        assert self._engine_config.max_seq_len is not None, "a rollout has rows of a fixed length"
+        return self._engine_config.max_seq_len
+
+    def _longest(self) -> list[Request]:
+        """Requests that need as much as any turns of a rollout."""
+        params = dataclasses.replace(self._params, n_generations=1)
+        prompt = (0,) * (self._row_length - params.max_new_tokens)
+        count = self.n_questions * self._fields.rollout.n_generations
+        return [Request(prompt_id=number, prompt_tokens=prompt, params=params) for number in range(count)]
+
+    def _warn(self, conversations: Conversations) -> None:
+        """Say once what went wrong with an environment; how often is in the metrics."""
+        failed = [each for each in conversations.conversations if each.error is not None]
+        if failed and self._hosts.is_leader and not self._warned:
+            self._warned = True
+            log.warning(
+                "the environment of question %d failed, and nothing is learned from the answers to it: %s. Later "
+                "failures are counted in reward/environment/failed and late",
+                failed[0].question, failed[0].error,
+            )  # fmt: skip

@@ -1,0 +1,121 @@
+"""Environments: the other side of conversations of several turns, which replies to the model and rewards it."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import draccus
+
+from lockstep.config_fields import check_fields
+from lockstep.errors import check_at_least
+from lockstep.plugins import OpenRegistry
+from lockstep.report import last_number
+from lockstep.text import Prompt, split_answer
+
+type Message = Mapping[str, Any]
+"""A message of a chat: ``role``, such as ``user`` or ``tool``, and ``content``, a text."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Reply:
+    """The reply of an environment to an answer.
+
+    Args:
+        messages: What the model reads before it answers again.
+        reward: What is added to the reward of the conversation.
+        done: Whether the conversation ends here; messages are then shown, and read by nobody.
+
+    Example:
+        >>> lockstep.training.Reply(reward=1.0, done=True).messages
+        ()
+    """
+
+    messages: Sequence[Message] = ()
+    reward: float = 0.0
+    done: bool = False
+
+
+@dataclasses.dataclass(kw_only=True)
+class Environment(OpenRegistry, draccus.ChoiceRegistry):
+    """An environment: ``type: retry``, or ``my_module:MyEnvironment`` for a dataclass that extends this one.
+
+    Each conversation has a copy of its own, in a thread and an event loop of its own on one host, where a launch
+    raises. One that raises, or takes too long, ends its conversation, and nothing is learned from the answers to that
+    question.
+
+    Example:
+        >>> import dataclasses
+        >>> @dataclasses.dataclass(kw_only=True)
+        ... class TwoTries(lockstep.training.Environment):
+        ...     hint: str = "Try again."
+        ...
+        ...     async def reset(self, question):
+        ...         self.answer = question.answer
+        ...         return await super().reset(question)
+        ...
+        ...     async def step(self, message):
+        ...         if self.answer in message["content"]:
+        ...             return lockstep.training.Reply(reward=1.0, done=True)
+        ...         return lockstep.training.Reply(messages=[{"role": "user", "content": self.hint}])
+        ...
+        >>> TwoTries(max_turns=2).hint
+        'Try again.'
+    """
+
+    max_turns: int = 8
+    """The number of answers of a conversation at most. It also ends with an answer that was cut at
+    ``rollout.max_new_tokens``, and where ``data.max_seq_len`` leaves no room for another one."""
+    timeout_s: float = 30.0
+    """Seconds that each `reset` and each `step` may take."""
+
+    def __post_init__(self) -> None:
+        check_fields(self, "environment.")
+        check_at_least(self, 1, "max_turns", block="environment.")
+        check_at_least(self, 0, "timeout_s", block="environment.", fix=" seconds. The default is 30.", above=True)
+
+    async def reset(self, question: Prompt) -> Sequence[Message]:
+        """Begin a conversation; return its first messages, by default those of the question.
+
+        Args:
+            question: A question of ``data``: ``messages`` or ``text``, ``answer``, and ``fields``, the rest of its
+                record.
+        """
+        return question.messages or ()
+
+    async def step(self, message: Message) -> Reply:
+        """Return what follows an answer of the model.
+
+        Args:
+            message: The answer: ``{"role": "assistant", "content": ...}``.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no step(message)")
+
+    async def close(self) -> None:
+        """End what the conversation has begun; called once, also after an error."""
+
+
+@Environment.register_subclass("retry")
+@dataclasses.dataclass(kw_only=True)
+class Retry(Environment):
+    """Asks again where the number that an answer ends in is not that of the reference answer, as the reward ``gsm8k``
+    reads both.
+    """
+
+    hint: str = "That is not right. Think again."
+    """The message after a wrong answer."""
+    discount: float = 0.5
+    """The reward of a right answer, times this for each wrong one before it."""
+
+    async def reset(self, question: Prompt) -> Sequence[Message]:
+        """See `Environment.reset`."""
+        self._number, self._worth = last_number(question.answer or ""), 1.0
+        if self._number is None:
+            raise ValueError(f"the reference answer {question.answer!r:.80} has no number")
+        return await super().reset(question)
+
+    async def step(self, message: Message) -> Reply:
+        """See `Environment.step`."""
+        if last_number(split_answer(str(message["content"])).content) == self._number:
+            return Reply(reward=self._worth, done=True)
+        self._worth *= self.discount
+        return Reply(messages=[{"role": "user", "content": self.hint}])

@@ -1,0 +1,69 @@
+import asyncio
+import runpy
+
+import pytest
+
+from lockstep.errors import ConfigError
+from lockstep.text import Prompt
+from lockstep.training import Environment, Reply
+from tests.environments import Parity
+
+
+def test_a_conversation_begins_with_the_question_unless_the_environment_says_otherwise():
+    messages = ({"role": "user", "content": "What is 2 plus 2?"},)
+    assert asyncio.run(Environment().reset(Prompt(id=0, messages=messages, answer="4"))) == messages
+    assert asyncio.run(Environment().reset(Prompt(id=0, text="2 + 2 =", answer="4"))) == ()
+
+
+def test_an_environment_has_to_reply():
+    with pytest.raises(NotImplementedError, match=r"Environment has no step\(message\)"):
+        asyncio.run(Environment().step({"role": "assistant", "content": "4"}))
+    assert Reply() == Reply(messages=(), reward=0.0, done=False)
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ({"max_turns": 0}, "environment.max_turns is 0; it must be at least 1"),
+        ({"timeout_s": 0}, "environment.timeout_s is 0; it must be more than 0 seconds"),
+        ({"every": "five"}, "environment.every is 'five'; it must be a whole number"),
+    ],
+)
+def test_settings_that_cannot_work(values, text):
+    with pytest.raises(ConfigError, match=text):
+        Parity(**values)
+
+
+def test_it_is_named_by_its_module_and_class():
+    assert Environment.get_choice_class("tests.environments:Parity") is Parity
+    with pytest.raises(ConfigError, match="'tests.environments:run' is not a subclass of Environment"):
+        Environment.get_choice_class("tests.environments:run")
+
+
+def test_the_example_computes_once_and_compares_the_last_number():
+    calculator = runpy.run_path("examples/calculator.py")["Calculator"](bonus=0.5)
+    question = Prompt(id=0, text="What is 12 plus 7?", answer="12 + 7 = 19\n#### 19")
+    (asked,) = asyncio.run(calculator.reset(question))
+    assert asked["content"].startswith("What is 12 plus 7? ")
+
+    def said(text):
+        return asyncio.run(calculator.step({"role": "assistant", "content": text}))
+
+    assert said("calc(12 + 7)") == Reply(messages=[{"role": "user", "content": "= 19"}], reward=0.5)
+    assert said("calc(__import__)").messages[0]["content"].startswith("= error: only +, - and *")
+    assert said("calc(9 **)").reward == 0.0
+    assert said("It is 19.") == Reply(reward=1.0, done=True) and said("It is 91.") == Reply(reward=0.0, done=True)
+
+
+def test_a_wrong_number_is_asked_for_again():
+    retry = Environment.get_choice_class("retry")(hint="No.", discount=0.5)
+
+    def talked(*answers):
+        asyncio.run(retry.reset(Prompt(id=0, text="What is 12 plus 7?", answer="12 + 7 = 19\n#### 19")))
+        return [asyncio.run(retry.step({"role": "assistant", "content": answer})) for answer in answers]
+
+    assert talked("#### 19.0") == [Reply(reward=1.0, done=True)]
+    wrong = Reply(messages=[{"role": "user", "content": "No."}])
+    assert talked("20", "no idea", "<think>20</think>19") == [wrong, wrong, Reply(reward=0.25, done=True)]
+    with pytest.raises(ValueError, match="the reference answer 'red' has no number"):
+        asyncio.run(retry.reset(Prompt(id=0, text="Which colour?", answer="red")))
