@@ -1,6 +1,6 @@
 """The public names with the names of their arguments, fields and methods, and those that a changelog must mention.
 
-``python -m scripts.public_names`` writes tests/golden/public_names.txt anew: after a release, from its commit. The
+``python -m scripts.public_names`` writes tests/golden/public_names.txt anew: in the commit of a release. The
 extras levanter and tunix must be installed.
 """
 

@@ -20,7 +20,6 @@ from lockstep.errors import ConfigError
 from lockstep.launch.machines import Ssh
 from lockstep.launch.options import parse_options
 from lockstep.launch.sync import make_archive
-from lockstep.launch.worker_jobs import WorkerJobs
 from lockstep.main.arguments import parse_arguments
 from lockstep.text import encode, read_prompts
 from lockstep.training import TrainGrpoConfig
@@ -208,7 +207,7 @@ def test_data_and_a_reward_of_ones_own_work_where_only_what_was_synced_is(tmp_pa
     command = ["lockstep", "train-grpo", "--config_path", "runs/my.yaml"]
     monkeypatch.chdir(mine)
     words = ["--backend", "ssh", "--hosts", "a", "--sync", "runs/my.yaml", "--sync", "runs/questions.jsonl"]
-    synced = parse_options([*words, "--", *command], {"ssh": WorkerJobs(Ssh())}).sync
+    synced = parse_options([*words, "--", *command], {"ssh": Ssh}).sync
     with tarfile.open(make_archive(synced, None, tmp_path / "x.tar.gz").path) as archive:
         archive.extractall(pod, filter="data")
     assert sorted(path.name for path in (pod / "runs").iterdir()) == ["my.yaml", "questions.jsonl", "walk_rewards.py"]
