@@ -132,6 +132,7 @@ def public_dataclasses():
 RESULTS = {
     *("Completion", "RoutedExperts", "TaskResults", "AuditResult", "Generation", "Sizing", "DecodeModel", "Row"),
     *("SampleRow", "RunFiles", "Answer", "SavedModel", "StepInfo", "ReaderCheck", "ModelPreset", "SavedTensor"),
+    *("Alarm", "Share"),
     "DataFormat",  # made of another one, by its methods
 }
 """What lockstep makes and nobody else."""

@@ -164,9 +164,12 @@ def _add_group(parser: argparse.ArgumentParser, group: KeyGroup) -> None:
             values = ["true", "false"]
         default = key.default if key.default in ("", "required") else f"default: {key.default}"
         text = f"{key.text} ({default})" if default else key.text
+        one_line = len(f"  --{key.name} {{{','.join(values)}}}") <= WIDTH
+        if not one_line:
+            text = f"{text}: {', '.join(values)}"
         added.add_argument(
             f"--{key.name}",
-            metavar=None if values else _metavar(key.kind),
+            metavar=None if values and one_line else _metavar(key.kind),
             choices=values or None,
             help=text.replace("%", "%%"),
         )

@@ -58,7 +58,7 @@ def test_the_table_imports_no_command():
 
 
 RUN_DIR = "--trainer.log_dir"
-TRAIN = "lockstep.training.run.run:load_tokenizer"
+TRAIN = "lockstep.training.run.config:load_tokenizer"
 SAMPLE = "lockstep.batch_inference.run:load"
 EVALUATE = "lockstep.batch_inference.evaluation:load"
 ASKED = ["--checkpoint_path", "CHECKPOINT", "--prompts", "[one]", "--max_new_tokens", "4"]

@@ -141,7 +141,9 @@ def test_every_command_asks_for_its_key_before_a_tokenizer_runs_code():
     ]
     assert len(calls) >= 7 and all("trust" in call for _, call in calls), calls
     # What several hosts run gets what the leader fetched.
-    assert all("fetched" in call for file, call in calls if file in ("run.py", "eval.py", "export.py")), calls
+    assert all(
+        "fetched" in call for file, call in calls if file in ("run.py", "config.py", "evaluation.py", "export.py")
+    ), calls
     for config in (SampleConfig, EvalConfig, ExportConfig, TrainLmConfig):
         assert {each.name: each.default for each in dataclasses.fields(config)}["trust_remote_code"] is None
 

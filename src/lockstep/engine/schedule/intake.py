@@ -54,7 +54,7 @@ class Intake:
         """Whether no request is left, nor will come."""
         self._advance()
 
-    def read(self) -> list[Sequence] | None:
+    def next_sequences(self) -> list[Sequence] | None:
         """Return the sequences of the next request; None where there is none, for now or for good."""
         if self._next is None:
             self._advance()

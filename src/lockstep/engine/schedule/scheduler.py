@@ -305,7 +305,7 @@ class Scheduler:
 
     def _read_one(self) -> list[Sequence] | None:
         """Read the next request and return its sequences; None if there is none."""
-        sequences = self._intake.read()
+        sequences = self._intake.next_sequences()
         if sequences is None:
             return None
         prompt_id = sequences[0].request.prompt_id

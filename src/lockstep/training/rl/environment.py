@@ -30,9 +30,12 @@ class Reply:
         ()
     """
 
-    messages: Sequence[Message] = ()
+    messages: tuple[Message, ...] | list[Message] = ()
     reward: float = 0.0
     done: bool = False
+
+    def __post_init__(self) -> None:
+        check_fields(self, "Reply.")
 
 
 @dataclasses.dataclass(kw_only=True)

@@ -88,7 +88,7 @@ class RewardModel:
         """
         hosts.phase(f"loading the reward model {name}")
         with hosts.run_on_all(f"reward model {name}"):
-            tokenizer = load_tokenizer(config.model)
+            tokenizer = load_tokenizer(config.model, trust_remote_code=None)
             check_vocab(tokenizer, read_vocab_size(config.model))
             shape = trainer.with_run_settings(load_config(config.model, scorer=True))
             if shape.max_seq_len < config.max_seq_len:

@@ -36,7 +36,7 @@ def check_teacher(teacher: str, tokenizer: "PreTrainedTokenizerBase", row_length
     Raises:
         ConfigError: Its token ids are other ones, or its sequences are shorter.
     """
-    own, other = tokenizer.get_vocab(), load_tokenizer(teacher).get_vocab()
+    own, other = tokenizer.get_vocab(), load_tokenizer(teacher, trust_remote_code=None).get_vocab()
     differing = sorted((number, token) for token, number in own.items() if other.get(token) != number)
     if differing:
         number, token = differing[0]
