@@ -21,6 +21,7 @@ from lockstep.text.prompts import warn_of_texts as warn_of_texts
 from lockstep.text.stop import StopFinder as StopFinder
 from lockstep.text.template_date import TEMPLATE_DATE as TEMPLATE_DATE
 from lockstep.text.template_date import fix_template_date as fix_template_date
+from lockstep.text.template_kwargs import set_tools as set_tools
 from lockstep.text.tokenize import count_appended as count_appended
 from lockstep.text.tokenize import template_message_changes as template_message_changes
 from lockstep.text.tokenizer import check_vocab as check_vocab

@@ -1,7 +1,7 @@
-"""Variables of a chat template that a run sets, such as ``enable_thinking`` of Qwen3."""
+"""Variables of a chat template that a run sets: ``enable_thinking`` of Qwen3, tools that it describes."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from lockstep.errors import ConfigError
@@ -43,6 +43,38 @@ def set_template_kwargs(tokenizer: "PreTrainedTokenizerBase", kwargs: Mapping[st
                 f"{str(tokenizer.name_or_path)!r} does not mention: it would do nothing. Correct or remove it."
             )
     vars(tokenizer)[_ATTRIBUTE] = dict(kwargs)
+
+
+def set_tools(tokenizer: "PreTrainedTokenizerBase", functions: Sequence[Callable[..., Any]]) -> None:
+    """Have the chat template of a tokenizer describe functions in every chat; they are in `tokenizer_digest`.
+
+    Args:
+        functions: Functions with a type for each argument, and a docstring that describes it and each of them, as
+            ``get_json_schema`` of transformers reads them.
+
+    Raises:
+        ConfigError: A function has no such types and docstring, or the template does not mention tools.
+    """
+    if not functions:
+        return
+    from transformers.utils.chat_template_utils import get_json_schema
+
+    if not re.search(r"\btools\b", str(tokenizer.chat_template or "")):
+        raise ConfigError(
+            f"the environment has tools, which the chat template of tokenizer {str(tokenizer.name_or_path)!r} does not "
+            "mention: the model would not know of them. Use a tokenizer whose template does, or describe them in the "
+            "environment's first messages and leave tools() out."
+        )
+    schemas = []
+    for function in functions:
+        try:
+            schemas.append(get_json_schema(function))
+        except Exception as error:  # of several kinds, not all of which transformers exports
+            raise ConfigError(
+                f"the tool {getattr(function, '__name__', function)!r} of the environment cannot be described "
+                f"({error}). Give each argument a type, and the function a docstring with a line for each of Args."
+            ) from error
+    vars(tokenizer)[_ATTRIBUTE] = {**template_kwargs(tokenizer), "tools": schemas}
 
 
 def template_kwargs(tokenizer: Any) -> Mapping[str, Any]:

@@ -27,6 +27,7 @@ from lockstep.training.objectives import needs_vocab_blocks as needs_vocab_block
 from lockstep.training.rl import Environment as Environment
 from lockstep.training.rl import Reply as Reply
 from lockstep.training.rl import RewardConfig as RewardConfig
+from lockstep.training.rl import ToolEnvironment as ToolEnvironment
 from lockstep.training.rl.config import RolloutConfig as RolloutConfig
 from lockstep.training.run import TrainConfig as TrainConfig
 from lockstep.training.run import TrainGrpoConfig as TrainGrpoConfig

@@ -1,7 +1,7 @@
 """Environments: the other side of conversations of several turns, which replies to the model and rewards it."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import draccus
@@ -75,6 +75,12 @@ class Environment(OpenRegistry, draccus.ChoiceRegistry):
         check_fields(self, "environment.")
         check_at_least(self, 1, "max_turns", block="environment.")
         check_at_least(self, 0, "timeout_s", block="environment.", fix=" seconds. The default is 30.", above=True)
+
+    def tools(self) -> Sequence[Callable[..., Any]]:
+        """Return the functions that the chat template describes to the model, see `ToolEnvironment`; none by default.
+        It is asked once, of an environment without a conversation.
+        """
+        return ()
 
     async def reset(self, question: Prompt) -> Sequence[Message]:
         """Begin a conversation; return its first messages, by default those of the question.

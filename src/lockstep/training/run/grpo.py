@@ -1,8 +1,8 @@
 """The configuration of ``train-grpo``: reinforcement learning on questions with verifiable answers."""
 
 import dataclasses
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, ClassVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
 
@@ -11,7 +11,7 @@ from lockstep.errors import ConfigError, refuse_keys
 from lockstep.hosts import Hosts
 from lockstep.models import fingerprint, read_decoder
 from lockstep.report import Row
-from lockstep.text import StopFinder, token_count
+from lockstep.text import StopFinder, set_tools, token_count
 from lockstep.training.data import GrpoDataConfig, TokenCache
 from lockstep.training.objectives import GrpoConfig, GrpoFields
 from lockstep.training.rl import GrpoRunFields, Questions, Rollouts, load_questions, make_rewarder
@@ -69,6 +69,16 @@ class TrainGrpoConfig(GrpoFields, GrpoRunFields, RenewalFields):
         """The loss with these settings."""
         settings = {each.name: getattr(self, each.name) for each in dataclasses.fields(GrpoFields)}
         return GrpoConfig(**settings, temperature=self.rollout.temperature)
+
+    def read_tokenizer(self, fetched: bytes = b"") -> "PreTrainedTokenizerBase":
+        """Return the tokenizer, whose chat template describes the tools of the environment."""
+        tokenizer = super().read_tokenizer(fetched)
+        set_tools(tokenizer, self._tools)
+        return tokenizer
+
+    @property
+    def _tools(self) -> Sequence[Callable[..., Any]]:
+        return () if self.environment is None else self.environment.tools()
 
     def make_objective(self, tokenizer: "PreTrainedTokenizerBase") -> GrpoConfig:
         """Return the loss of a run with a tokenizer: ids beyond it are never drawn, and have no probability."""
@@ -159,6 +169,12 @@ class TrainGrpoConfig(GrpoFields, GrpoRunFields, RenewalFields):
             vocab_size=vocab_size,
         )
         if self.environment is not None:
+            texts = [prompt for prompt in questions.prompts if prompt.messages is None]
+            if texts and self._tools:
+                raise ConfigError(
+                    f"the environment has tools, which a chat template describes, and data.format {self.data.format} "
+                    f"makes texts, such as {texts[0].shown!r:.80}. Use data.format: chat."
+                )
             return questions
         prompt = questions.prompts[0]
         answer = Row(

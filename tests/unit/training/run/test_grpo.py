@@ -26,6 +26,7 @@ from lockstep.training import TrainGrpoConfig
 from lockstep.training.rl import load_questions
 from lockstep.training.run import grpo as module
 from tests import tiny
+from tests.unit.training.rl import test_tools
 
 ROOT = Path(__file__).parents[4]
 SHIPPED = sorted(path.name for path in (ROOT / "config").glob("grpo_*.yaml"))
@@ -61,6 +62,26 @@ def test_an_environment_is_given_by_its_class(monkeypatch):
     with pytest.raises(ConfigError, match="rollout.drafts is auto and an environment is given"):
         read("--environment", json.dumps(given), "--rollout.drafts", "auto")
     sys.modules.pop("calculator")
+
+
+def test_the_chat_template_of_a_run_describes_the_tools_of_its_environment(tmp_path):
+    tokenizer = tiny.tokenizer()
+    tokenizer.chat_template = test_tools.HERMES
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    (tmp_path / "questions.jsonl").write_text('{"question": "1 + 2?", "answer": "#### 3"}\n')
+    words = ["--tokenizer", str(tmp_path / "tokenizer"), "--initialize_from_hf", "null", "--model.type", "llama"]
+    words += ["--data.train_urls", json.dumps([str(tmp_path / "questions.jsonl")]), "--data.max_seq_len", "4096"]
+    tools = ["--environment.type", f"{test_tools.__name__}:Sums"]
+    config = read(*words, *tools)
+    tokenizer = config.read_tokenizer()
+    questions = config.load(tokenizer, 4096, 0)
+    described = test_tools.described([dict(message) for message in questions.prompts[0].messages])
+    assert questions.tokens[0] == tuple(tokenizer.encode(described, add_special_tokens=False))
+    assert len(questions.tokens[0]) > len(read(*words).load(read(*words).read_tokenizer(), 4096, 0).tokens[0]) + 50
+    with pytest.raises(
+        ConfigError, match=r"the environment has tools, .* data.format text makes texts, such as '1 \+ 2"
+    ):
+        read(*words, *tools, "--data.format", "text").load(tokenizer, 4096, 0)
 
 
 @pytest.mark.parametrize(("coefficient", "reference"), [("0", False), ("0.04", True)])

@@ -1,0 +1,173 @@
+import asyncio
+import dataclasses
+import re
+
+import pytest
+
+from lockstep.errors import ConfigError
+from lockstep.text import Prompt, set_tools, tokenizer_digest
+from lockstep.text.tokenize import chat_text
+from lockstep.training import Reply, ToolEnvironment
+from lockstep.training.rl import ToolCall, tool_calls
+from tests import tiny
+
+PLAIN = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
+HERMES = "{% if tools %}{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}{% endif %}" + PLAIN
+
+
+def add(a: int, b: int) -> int:
+    """Add two whole numbers.
+
+    Args:
+        a: The first number.
+        b: The second number.
+    """
+    return a + b
+
+
+async def look_up(word: str) -> dict:
+    """Look up a word.
+
+    Args:
+        word: The word.
+    """
+    if word == "é":
+        return {"é": None}
+    raise LookupError("no such word")
+
+
+def undescribed(a):
+    return a
+
+
+@dataclasses.dataclass(kw_only=True)
+class Sums(ToolEnvironment):
+    def tools(self):
+        return [add, look_up]
+
+    async def reset(self, question):
+        self.answer = question.answer
+        return await super().reset(question)
+
+    async def score(self, answer):
+        return float(self.answer in answer)
+
+
+def call(name, **arguments):
+    return ToolCall(name=name, arguments=arguments)
+
+
+@pytest.mark.parametrize(
+    ("text", "calls"),
+    [
+        ("It is 3.", []),
+        ("", []),
+        ('<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>', [call("add", a=1, b=2)]),
+        (
+            'Both. <tool_call>{"name": "x", "arguments": {}}</tool_call>\n'
+            '<tool_call>{"arguments": {"n": {"m": [1]}}, "name": "y"}</tool_call>',
+            [call("x"), call("y", n={"m": [1]})],
+        ),
+        (
+            '<think>Should I <tool_call>?</think>\n\n<tool_call>{"name": "x", "arguments": {}}</tool_call>',
+            [call("x")],
+        ),
+        ('<think>{"name": "x"</think>No.', []),
+        ('{"name": "add", "parameters": {"a": 1}}', [call("add", a=1)]),
+        (' {"parameters": {"a": 1}, "name": "add"} ', [call("add", a=1)]),
+        ('{"colour": "red"}', []),
+        ('Write {"name": "add", "parameters": {}}', []),
+    ],
+)
+def test_calls_are_read_in_the_formats_of_chat_templates(text, calls):
+    assert tool_calls(text) == calls
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ('<tool_call>{"name": "add", "arguments": {}}', "no end: </tool_call> is missing"),
+        ("<tool_call>add(1, 2)</tool_call>", "is no JSON"),
+        ("<tool_call>" + "[" * 100_000 + "</tool_call>", "is no JSON"),
+        ('<tool_call>["add"]</tool_call>', "needs a name and an object"),
+        ('<tool_call>{"name": "add"}</tool_call>', "needs a name and an object"),
+        ('<tool_call>{"name": 3, "arguments": {}}</tool_call>', "needs a name and an object"),
+        ('<tool_call>{"arguments": {}}</tool_call>', "needs a name and an object"),
+        ('{"name": "add", "parameters": {"a": 1', "is no JSON"),
+        ('{"name": "add", "parameters": [1]}', "needs a name and an object"),
+    ],
+)
+def test_a_call_that_cannot_be_read_is_answered_with_what_is_wrong(text, error):
+    with pytest.raises(ValueError, match=re.escape(error)):
+        tool_calls(text)
+    (message,) = said(text).messages
+    assert message["role"] == "tool" and message["content"].startswith("error: ") and error in message["content"]
+
+
+def said(*texts):
+    environment = Sums()
+
+    async def talk():
+        await environment.reset(Prompt(id=0, messages=({"role": "user", "content": "1 + 2?"},), answer="3"))
+        return [await environment.step({"role": "assistant", "content": text}) for text in texts]
+
+    return asyncio.run(talk())[-1]
+
+
+def test_results_and_errors_are_messages_and_the_answer_without_calls_is_the_last():
+    def written(name, arguments):
+        return f'<tool_call>{{"name": "{name}", "arguments": {arguments}}}</tool_call>'
+
+    reply = said("".join(written("add", '{"a": 1, "b": 2}') + written("look_up", '{"word": "é"}')))
+    assert reply == Reply(
+        messages=[
+            {"role": "tool", "name": "add", "content": "3"},
+            {"role": "tool", "name": "look_up", "content": '{"é": null}'},
+        ]
+    )
+    for name, arguments, error in (
+        ("subtract", "{}", "there is no tool 'subtract', only add, look_up"),
+        ("add", '{"a": 1}', "missing 1 required positional argument: 'b'"),
+        ("add", '{"a": 1, "b": null}', "unsupported operand"),
+        ("look_up", '{"word": "a"}', "error: LookupError: no such word"),
+    ):
+        (message,) = said(written(name, arguments)).messages
+        assert message["name"] == name and error in message["content"]
+    assert said("It is 3.") == Reply(reward=1.0, done=True) and said("It is 4.") == Reply(reward=0.0, done=True)
+
+
+def described(chat):
+    """What transformers' template makes of a chat and the tools of `Sums`."""
+    tokenizer = tiny.tokenizer()
+    tokenizer.chat_template = HERMES
+    return tokenizer.apply_chat_template(chat, tools=[add, look_up], tokenize=False, add_generation_prompt=True)
+
+
+def test_the_chat_template_describes_tools_as_transformers_does():
+    tokenizer, plain = tiny.tokenizer(), tiny.tokenizer()
+    tokenizer.chat_template = plain.chat_template = HERMES
+    chat = [{"role": "user", "content": "1 + 2?"}]
+    set_tools(tokenizer, Sums().tools())
+    expected = described(chat)
+    assert '"Add two whole numbers."' in expected and '"The word."' in expected
+    assert chat_text(tokenizer, chat, add_generation_prompt=True) == expected
+    assert tokenizer_digest(tokenizer) != tokenizer_digest(plain), "hosts agree on them, and a resume has the same"
+
+
+@pytest.mark.parametrize(
+    ("template", "tool", "error"),
+    [
+        (PLAIN, add, "does not mention: the model would not know of them"),
+        (HERMES, undescribed, "the tool 'undescribed' of the environment cannot be described"),
+    ],
+)
+def test_tools_that_the_model_could_not_know_are_refused(template, tool, error):
+    tokenizer = tiny.tokenizer()
+    tokenizer.chat_template = template
+    with pytest.raises(ConfigError, match=error):
+        set_tools(tokenizer, [tool])
+
+
+def test_an_environment_says_how_it_scores():
+    with pytest.raises(NotImplementedError, match=r"ToolEnvironment has no score\(answer\)"):
+        asyncio.run(ToolEnvironment().step({"role": "assistant", "content": "4"}))
