@@ -46,8 +46,8 @@ def test_files_that_pages_name_have_pages(site):
 def test_pages_that_scripts_write_are_there(site):
     for page, text in {"api": "SampleCallback", "configuration": "rollout_ahead", "faults": "never returns"}.items():
         assert text in (site / f"{page}.html").read_text(encoding="utf-8")
-    led = (site / "sampler.html").read_text(encoding="utf-8")
-    assert 'href="configuration.html">configuration</a>' in led, "a link to the section of support.md"
+    led = (site / "grpo.html").read_text(encoding="utf-8")
+    assert 'href="configuration.html">their text</a>' in led, "a link to the section of support.md"
     titles = (ROOT / "docs" / "adr").glob("0*.md")
     index = (site / "adr" / "index.html").read_text(encoding="utf-8")
     assert not [page.name for page in titles if f'href="{page.stem}.html"' not in index]
