@@ -21,9 +21,9 @@ from lockstep.json_text import refused
 def decode_config[Config](cls: type[Config], values: Mapping[str, Any], where: str) -> Config:
     """Build a configuration from nested mappings."""
     with refused(where, "Correct it there."):
-        given = checked_values(cls, values, (), where)
+        checked = checked_values(cls, values, (), where)
         try:
-            return typing.cast(Config, draccus.decode(cls, given))
+            return typing.cast(Config, draccus.decode(cls, checked))
         except ParsingError as error:
             raise ConfigError(f"{where}: {_reason(error)}") from error
 
@@ -41,7 +41,7 @@ def checked_values(kind: Any, value: Any, path: tuple[str, ...], where: str) -> 
     if isinstance(value, Mapping):
         cls = _dataclass_of(kind, value, path, where)
         if cls is None:
-            of_values = [typing.get_args(each)[1] for each in kinds if typing.get_origin(each) in (dict, Mapping)]
+            of_values = [typing.get_args(kind)[1] for kind in kinds if typing.get_origin(kind) in (dict, Mapping)]
             inner_kind = of_values[0] if of_values else Any
             return {key: checked_values(inner_kind, inner, (*path, str(key)), where) for key, inner in value.items()}
         hints = typing.get_type_hints(cls)
@@ -53,15 +53,15 @@ def checked_values(kind: Any, value: Any, path: tuple[str, ...], where: str) -> 
                 raise ConfigError(f"{where}: unknown key {'.'.join((*path, str(key)))!r}. {known}")
         inner_kinds = {**extra, **inner_kinds}
         return {key: checked_values(inner_kinds[key], inner, (*path, key), where) for key, inner in value.items()}
-    lists = [typing.get_args(each) for each in kinds if typing.get_origin(each) in (tuple, list)]
+    lists = [typing.get_args(kind) for kind in kinds if typing.get_origin(kind) in (tuple, list)]
     if isinstance(value, list):
-        items = tuple(each for arguments in lists for each in arguments if each is not Ellipsis)
+        items = tuple(item for arguments in lists for item in arguments if item is not Ellipsis)
         item_kind = typing.Union[items] if items else Any  # noqa: UP007 (of types that are known at run time alone)
         return [checked_values(item_kind, item, (*path, str(index)), where) for index, item in enumerate(value)]
     name = ".".join(path)
     if value is None and not {type(None), Any, object}.intersection(kinds):
         raise ConfigError(f"{where}: {name!r} is null (no value). Give it one, or remove the line for its default.")
-    if isinstance(value, str) and len(lists) == len([each for each in kinds if each is not type(None)]):
+    if isinstance(value, str) and len(lists) == len([kind for kind in kinds if kind is not type(None)]):
         if value and any(str in arguments for arguments in lists):
             return [value]
         raise ConfigError(f"{where}: {name!r} is the text {value!r}; it must be a list. Write [{value}].")
@@ -103,7 +103,7 @@ def _kinds(kind: Any) -> list[Any]:
     if isinstance(kind, typing.TypeAliasType):
         return _kinds(kind.__value__)
     if typing.get_origin(kind) in (typing.Union, types.UnionType):
-        return [each for option in typing.get_args(kind) for each in _kinds(option)]
+        return [member for option in typing.get_args(kind) for member in _kinds(option)]
     return [kind]
 
 
