@@ -105,7 +105,7 @@ def test_gradients_are_those_of_the_oracle(family: str, tmp_path: Path) -> None:
     save_hf(jax.jit(jax.grad(loss))(load(GOLDEN / family, "1,1,1")), tmp_path / "gradient")
     gradient = read_tensors(tmp_path / "gradient")
     assert gradient.keys() == tensors.keys()
-    for kind in {re.sub(r"\.\d+\.", ".*.", name) for name in tensors}:
+    for kind in sorted({re.sub(r"\.\d+\.", ".*.", name) for name in tensors}):
         moved = [name for name in tensors if re.sub(r"\.\d+\.", ".*.", name) == kind]
         way = {name: rng.standard_normal(tensors[name].shape) for name in moved}
         ahead, behind = (
@@ -113,7 +113,8 @@ def test_gradients_are_those_of_the_oracle(family: str, tmp_path: Path) -> None:
             for step in (1e-5, -1e-5)
         )
         slope = sum(float(np.sum(gradient[name] * way[name])) for name in moved)
-        assert slope == pytest.approx((ahead - behind) / 2e-5, rel=1e-3, abs=1e-5), kind
+        norm = np.sqrt(sum(float(np.sum(np.square(gradient[name]))) for name in moved))  # the slope may be near zero
+        assert abs(slope - (ahead - behind) / 2e-5) <= 1e-4 * norm, kind
 
 
 @pytest.mark.parametrize("family", [some_fast(name, "gpt_oss") for name in FAMILIES])
