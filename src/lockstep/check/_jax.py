@@ -62,7 +62,7 @@ def watch_launches(watcher: LaunchWatcher) -> Iterator[None]:
     def watched(self: Any, *arguments: Any) -> Any:
         if config.no_execution.value:  # it is refused
             return call(self, *arguments)
-        kept = [each for index, each in enumerate(arguments) if index in self.kept_var_idx]
+        kept = [argument for index, argument in enumerate(arguments) if index in self.kept_var_idx]
         watcher.starts(self, kept)
         results = call(self, *arguments)
         watcher.succeeds(self, results)
@@ -102,10 +102,10 @@ def local_devices(program: Any) -> Sequence[jax.Device]:
 
 def all_devices(program: Any) -> set[jax.Device]:
     """All devices that a program runs on, those of other processes too."""
-    found = set(local_devices(program))
+    devices = set(local_devices(program))
     for sharding in (*in_shardings(program), *getattr(program.out_handler, "out_shardings", ())):
-        found |= getattr(sharding, "device_set", set())
-    return found
+        devices |= getattr(sharding, "device_set", set())
+    return devices
 
 
 def in_shardings(program: Any) -> Sequence[Any]:
@@ -119,9 +119,9 @@ def see_compiled(see: Callable[[Any, str], None]) -> None:
     compile_program = compiler.compile_or_get_cached
 
     @functools.wraps(compile_program)
-    def compile_and_report(backend: Any, computation: Any, *others: Any, **named: Any) -> Any:
+    def compile_and_report(backend: Any, computation: Any, *options: Any, **named: Any) -> Any:
         text = mlir.module_to_string(computation, enable_debug_info=False)  # the compiler may consume the module
-        executable = compile_program(backend, computation, *others, **named)
+        executable = compile_program(backend, computation, *options, **named)
         see(executable, text)
         return executable
 
@@ -175,15 +175,15 @@ def see_keys(added: Callable[[str], None], deleted: Callable[[str], None]) -> No
     client: Any = _jax.DistributedRuntimeClient
 
     def setting(store: Callable[..., Any]) -> Callable[..., Any]:
-        def store_and_report(self: Any, key: str, *others: Any, **named: Any) -> Any:
+        def store_and_report(self: Any, key: str, *values: Any, **named: Any) -> Any:
             added(key)
-            return store(self, key, *others, **named)
+            return store(self, key, *values, **named)
 
         return store_and_report
 
-    def delete_and_report(self: Any, key: str, *others: Any, **named: Any) -> Any:
+    def delete_and_report(self: Any, key: str, *values: Any, **named: Any) -> Any:
         deleted(key)
-        return delete(self, key, *others, **named)
+        return delete(self, key, *values, **named)
 
     delete = client.key_value_delete
     client.key_value_delete = delete_and_report
@@ -201,8 +201,8 @@ def join_job(address: str, count: int, index: int, joined: Callable[[], None]) -
 
     @functools.wraps(initialize)
     def initialize_here(*arguments: Any, **named: Any) -> None:
-        others = {name: value for name, value in named.items() if name not in replaced}
-        initialize(address, count, index, **others)
+        settings = {name: value for name, value in named.items() if name not in replaced}
+        initialize(address, count, index, **settings)
         joined()
 
     def backends_of_job() -> Any:

@@ -41,15 +41,15 @@ class ProcessChecks:
 
     def rest(self) -> Iterator[Finding]:
         """Findings that need to know which launch is the step, and so the end: programs compiled again, and growth."""
-        late = [each for each in self._lines.values() if each.last >= self._seen * LATE]
-        began = max(late, key=lambda each: each.count, default=_LaunchesAtLine()).first
+        late = [line for line in self._lines.values() if line.last >= self._seen * LATE]
+        began = max(late, key=lambda line: line.count, default=_LaunchesAtLine()).first
         for line in self._lines.values():
             yield from line.retraces(self._log.index, began)
-        looked_at = [each for each in self._steps.values() if each.count >= IN_USE]
-        functions = [each for each in looked_at if not each.is_operation]  # operations may go through a model's leaves
-        samples = [each for each in functions or looked_at if each.last >= self._seen * LATE]
+        looked_at = [step for step in self._steps.values() if step.count >= IN_USE]
+        functions = [step for step in looked_at if not step.is_operation]  # operations may go through a model's leaves
+        samples = [step for step in functions or looked_at if step.last >= self._seen * LATE]
         if samples:
-            yield from max(samples, key=lambda each: each.count).growth(self._log.index)
+            yield from max(samples, key=lambda step: step.count).growth(self._log.index)
 
     def _thread(self, launch: Launch) -> Iterator[Finding]:
         is_new = launch.thread not in self._shared
@@ -57,13 +57,13 @@ class ProcessChecks:
         if len(self._shared) < 2:
             return
         home = self._log.home
-        others = [each for thread, each in self._shared.items() if thread != home]
-        for each in others if is_new and launch.thread == home else [launch] if launch.thread != home else ():
+        launches = [shared for thread, shared in self._shared.items() if thread != home]
+        for foreign in launches if is_new and launch.thread == home else [launch] if launch.thread != home else ():
             yield Finding(
                 kind="thread",
-                text=f"{each.program.name} is launched from thread {each.thread!r}, others are not",
+                text=f"{foreign.program.name} is launched from thread {foreign.thread!r}, others are not",
                 places=(
-                    self._place(f"launches it from {each.thread!r}", each),
+                    self._place(f"launches it from {foreign.thread!r}", foreign),
                     self._place(
                         f"launches {self._shared[home].program.name} from {home or 'MainThread'!r}", self._shared[home]
                     ),
@@ -150,14 +150,15 @@ class _LaunchesAtLine:
             began: The index of the first launch of the step. What is made before may have many shapes: an optimizer's
                 state is made by one eager operation after another.
         """
-        for each in self._compiled:
-            line = own_line(each.launch.stack)
-            if line is not None and line.own and each.counts(began):
+        for compiled in self._compiled:
+            line = own_line(compiled.launch.stack)
+            if line is not None and line.own and compiled.counts(began):
                 yield Finding(
                     kind="retrace",
-                    text=f"{each.launch.program.name} was launched {each.number} times here and is then compiled again",
-                    places=(Place(process=index, text="launches it", stack=each.launch.stack),),
-                    details=_what_changed(each.before, each.launch),
+                    text=f"{compiled.launch.program.name} was launched {compiled.number} times here and is then "
+                    "compiled again",
+                    places=(Place(process=index, text="launches it", stack=compiled.launch.stack),),
+                    details=_what_changed(compiled.before, compiled.launch),
                 )
 
     def _in_use(self, digest: str) -> bool:
@@ -165,8 +166,8 @@ class _LaunchesAtLine:
         programs = [launch.program for _, launch in self._latest]
         if len(programs) < IN_USE:
             return False
-        same = all(each.digest == digest for each in programs)
-        return same or all(each.number == programs[0].number for each in programs)
+        same = all(program.digest == digest for program in programs)
+        return same or all(program.number == programs[0].number for program in programs)
 
 
 class _Samples:
@@ -220,9 +221,9 @@ def _what_changed(before: Launch, now: Launch) -> tuple[str, ...]:
     if len(old.arguments) != len(new.arguments):
         return (f"it had {len(old.arguments)} arguments and has {len(new.arguments)}",)
     changed = [
-        f"argument {position}: {one} became {other}"
-        for position, (one, other) in enumerate(zip(old.arguments, new.arguments, strict=True))
-        if one != other
+        f"argument {position}: {type_before} became {type_now}"
+        for position, (type_before, type_now) in enumerate(zip(old.arguments, new.arguments, strict=True))
+        if type_before != type_now
     ]
     if changed:
         return tuple(changed)
@@ -235,7 +236,7 @@ def _makers(index: int, first: Launch, last: Launch) -> tuple[Place, ...]:
     """The places where the arrays were made that are more now."""
     before = {(kind, stack): count for kind, stack, count in first.kinds}
     more = [(count - before.get((kind, stack), 0), kind, stack) for kind, stack, count in last.kinds]
-    most = sorted((each for each in more if each[0] > 0 and each[2]), key=lambda each: -each[0])[:3]
+    most = sorted((growth for growth in more if growth[0] > 0 and growth[2]), key=lambda growth: -growth[0])[:3]
     return tuple(
         Place(process=index, text=f"{count} more {kind} that are made here", stack=stack) for count, kind, stack in most
     )
@@ -245,5 +246,5 @@ def _setters(index: int, first: Launch, last: Launch) -> tuple[Place, ...]:
     """The place where the most keys were set that are more now; one that is set again and again is no more."""
     before = {stack: count for _, stack, count in first.setters}
     more = [(count - before.get(stack, 0), key, stack) for key, stack, count in last.setters]
-    most = sorted((each for each in more if each[0] > 0), key=lambda each: -each[0])[:1]
+    most = sorted((growth for growth in more if growth[0] > 0), key=lambda growth: -growth[0])[:1]
     return tuple(Place(process=index, text=f"sets {key!r}", stack=stack) for _, key, stack in most)

@@ -31,13 +31,13 @@ def gaps(left: Sequence[Hashable], right: Sequence[Hashable], most: int = MOST, 
     while begin < min(len(left), len(right)) and left[begin] == right[begin]:
         begin += 1
     equal = [(i + begin, j + begin) for i, j in _common(left[begin:], right[begin:], most, open_end)]
-    found = []
+    stretches = []
     i = j = begin
     for x, y in [*equal, (len(left), len(right))]:
         if x > i or y > j:
-            found.append(Gap(left=(i, x), right=(j, y)))
+            stretches.append(Gap(left=(i, x), right=(j, y)))
         i, j = x + 1, y + 1
-    return found
+    return stretches
 
 
 def _common(left: Sequence[Hashable], right: Sequence[Hashable], most: int, open_end: bool) -> list[tuple[int, int]]:
@@ -116,8 +116,8 @@ class LaunchComparison:
     say what is missing, what is too many and what only comes in another order.
     """
 
-    def __init__(self, first: ProcessLog, other: ProcessLog) -> None:
-        self._logs = (first, other)
+    def __init__(self, first: ProcessLog, second: ProcessLog) -> None:
+        self._logs = (first, second)
         self._waiting: tuple[list[Launch], list[Launch]] = ([], [])
         self._done = (0, 0)
         self._only: tuple[list[_Unmatched], list[_Unmatched]] = ([], [])
@@ -161,36 +161,36 @@ class LaunchComparison:
         """Drop what is equal at the front of both."""
         left, right = self._waiting
         equal = 0
-        for one, another in zip(left, right, strict=False):
-            if one.token != another.token:
+        for launch, twin in zip(left, right, strict=False):
+            if launch.token != twin.token:
                 break
             equal += 1
-            if one.values:
-                yield from compare_arguments(*self._logs, one, another)
+            if launch.values:
+                yield from compare_arguments(*self._logs, launch, twin)
         yield from self._drop(equal, equal)
 
     def _cut(self) -> tuple[int, int] | None:
         """The numbers after the last two launches that belong together and that enough others follow."""
-        left, right = (each[: self._window] for each in self._waiting)
-        found = None
+        left, right = (waiting[: self._window] for waiting in self._waiting)
+        ends_of_pair = None
         i = j = 0
-        stretches = gaps([each.token for each in left], [each.token for each in right], open_end=True)
+        stretches = gaps([launch.token for launch in left], [launch.token for launch in right], open_end=True)
         ends = Gap(left=(len(left),) * 2, right=(len(right),) * 2)
         for gap in [*stretches, ends]:
             equal = min(gap.left[0] - i, len(left) - NEAR - i, len(right) - NEAR - j)
             if equal > 0:
-                found = (i + equal, j + equal)
+                ends_of_pair = (i + equal, j + equal)
             i, j = gap.left[1], gap.right[1]
-        return found
+        return ends_of_pair
 
     def _decide(self, x: int, y: int, end: End | None = None) -> Iterator[Finding]:
         """Say what is different in the first ``x`` and ``y`` launches that wait."""
-        first, other = self._logs
+        first, second = self._logs
         left, right = self._waiting[0][:x], self._waiting[1][:y]
         pairs: list[tuple[Launch, Launch]] = []
         i = j = 0
         open_end = end is End.GOES_ON
-        for gap in gaps([each.token for each in left], [each.token for each in right], open_end=open_end):
+        for gap in gaps([launch.token for launch in left], [launch.token for launch in right], open_end=open_end):
             pairs += zip(left[i : gap.left[0]], right[j : gap.right[0]], strict=True)
             i, j = gap.left[1], gap.right[1]
             a, b = list(range(*gap.left)), list(range(*gap.right))
@@ -198,28 +198,28 @@ class LaunchComparison:
                 matched = _matched({n: left[n] for n in a}, {n: right[n] for n in b}, same)
                 a = [n for n in a if n not in dict(matched)]
                 b = [n for n in b if n not in dict(matched).values()]
-                both = [(left[n], right[m]) for n, m in matched]
+                same_launches = [(left[n], right[m]) for n, m in matched]
                 if same is _equal:
-                    pairs += both
+                    pairs += same_launches
                     continue
-                for one, another in both:
+                for launch, twin in same_launches:
                     # On its own devices a process may run a program of its own: JAX cuts its part out of a batch so.
-                    if one.program.shared or another.program.shared:
-                        yield different(first, one, other, another)
+                    if launch.program.shared or twin.program.shared:
+                        yield different(first, launch, second, twin)
             for only, numbers, launches, at in ((0, a, left, gap.right[0]), (1, b, right, gap.left[0])):
-                others = self._waiting[1 - only]
+                waiting_launches = self._waiting[1 - only]
                 self._only[only].extend(
                     _Unmatched(
                         launch=launches[number],
                         index=self._done[only] + number,
                         at=self._done[1 - only] + at,
-                        following=others[at] if at < len(others) else None,
+                        following=waiting_launches[at] if at < len(waiting_launches) else None,
                     )
                     for number in numbers
                 )
         pairs += zip(left[i:], right[j:], strict=True)
-        for one, another in pairs:
-            yield from compare_arguments(first, other, one, another)
+        for launch, twin in pairs:
+            yield from compare_arguments(first, second, launch, twin)
         yield from self._drop(x, y, end)
 
     def _drop(self, x: int, y: int, end: End | None = None) -> Iterator[Finding]:
@@ -228,52 +228,52 @@ class LaunchComparison:
         self._done = (self._done[0] + x, self._done[1] + y)
         if not any(self._only):
             return
-        first, other = self._logs
-        for one in list(self._only[0]):
-            near = (each for each in self._only[1] if abs(each.index - one.at) <= NEAR)
-            moved = next((each for each in near if each.launch.token == one.launch.token), None)
+        first, second = self._logs
+        for unmatched in list(self._only[0]):
+            near = (candidate for candidate in self._only[1] if abs(candidate.index - unmatched.at) <= NEAR)
+            moved = next((candidate for candidate in near if candidate.launch.token == unmatched.launch.token), None)
             if moved is not None:
-                self._only[0].remove(one)
+                self._only[0].remove(unmatched)
                 self._only[1].remove(moved)
-                yield order(first, one.launch, other, moved.launch)
+                yield order(first, unmatched.launch, second, moved.launch)
         decided = self._done[1] - NEAR
-        for only, log, another in ((0, first, other), (1, other, first)):
-            for each in list(self._only[only]):
-                if end is None and (each.index if only else each.at) >= decided:
+        for only, log, absent_log in ((0, first, second), (1, second, first)):
+            for unmatched in list(self._only[only]):
+                if end is None and (unmatched.index if only else unmatched.at) >= decided:
                     continue
-                self._only[only].remove(each)
-                after = each.following is None
+                self._only[only].remove(unmatched)
+                after = unmatched.following is None
                 if after and end in (End.FAILED, End.GOES_ON):
                     break  # that it launches no more says nothing about a process that was ended, or goes on
-                waits = after and end is End.HUNG and each.launch.program.shared
-                if waits and another.waits_for_devices:
+                waits = after and end is End.HUNG and unmatched.launch.program.shared
+                if waits and absent_log.waits_for_devices:
                     break  # in a launch that both have made: it is not this one that is missing
-                yield alone(log, each.launch, another, each.following, waits)
+                yield alone(log, unmatched.launch, absent_log, unmatched.following, waits)
                 if waits:
                     break  # what else it has handed to its devices waits behind that
 
 
-def _equal(one: Launch, other: Launch) -> bool:
+def _equal(launch: Launch, twin: Launch) -> bool:
     """The same program: from another line, as in the two branches of an if, or where the end of a run is not known."""
-    return one.program.key == other.program.key
+    return launch.program.key == twin.program.key
 
 
-def _differ(one: Launch, other: Launch) -> bool:
+def _differ(launch: Launch, twin: Launch) -> bool:
     """The same name at the same line, or a name that says something: one program that differs, and not two."""
-    if one.program.name != other.program.name or one.program.key == other.program.key:
+    if launch.program.name != twin.program.name or launch.program.key == twin.program.key:
         return False
-    return one.place == other.place or NAMELESS not in one.program.name
+    return launch.place == twin.place or NAMELESS not in launch.program.name
 
 
 def _matched(
     left: Mapping[int, Launch], right: Mapping[int, Launch], same: Callable[[Launch, Launch], bool]
 ) -> list[tuple[int, int]]:
     """Pairs of the two by their numbers, in the order of both."""
-    found: list[tuple[int, int]] = []
+    pairs: list[tuple[int, int]] = []
     rest = dict(right)
-    for x, one in left.items():
-        y = next((y for y, other in rest.items() if same(one, other)), None)
+    for x, launch in left.items():
+        y = next((y for y, twin in rest.items() if same(launch, twin)), None)
         if y is not None:
-            found.append((x, y))
-            rest = {each: launch for each, launch in rest.items() if each > y}
-    return found
+            pairs.append((x, y))
+            rest = {number: launch for number, launch in rest.items() if number > y}
+    return pairs

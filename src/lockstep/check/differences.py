@@ -31,64 +31,66 @@ def hints(launch: Launch) -> tuple[str, ...]:
     line = own_line(launch.stack)
     if line is None:
         return ()
-    found = []
+    lines = []
     for number in range(max(1, line.line - HINT_LINES), line.line + 1):
         text = linecache.getline(line.file, number).strip()
-        reasons = (why for what, why in HINTS.items() if re.search(what, text))
-        found += [f"{shown(line.file)}:{number} has `{text}`: {why}" for why in reasons]
-    return tuple(found)
+        reasons = (why for pattern, why in HINTS.items() if re.search(pattern, text))
+        lines += [f"{shown(line.file)}:{number} has `{text}`: {why}" for why in reasons]
+    return tuple(lines)
 
 
-def different(first: ProcessLog, one: Launch, other: ProcessLog, another: Launch) -> Finding:
+def different(first: ProcessLog, launch: Launch, second: ProcessLog, twin: Launch) -> Finding:
     """Both launch a program of the same name that differs."""
-    mine, theirs = one.program, another.program
-    only_numbers = mine.arguments == theirs.arguments and _without_numbers(mine.text) == _without_numbers(theirs.text)
-    kind = "values" if only_numbers and mine.text != theirs.text else "different_program"
+    program, twin_program = launch.program, twin.program
+    only_numbers = program.arguments == twin_program.arguments and _without_numbers(program.text) == _without_numbers(
+        twin_program.text
+    )
+    kind = "values" if only_numbers and program.text != twin_program.text else "different_program"
     text = (
-        f"a number that {mine.name} has as a constant differs"
+        f"a number that {program.name} has as a constant differs"
         if kind == "values"
-        else f"both launch {mine.name}, but not the same program"
+        else f"both launch {program.name}, but not the same program"
     )
     return Finding(
         kind=kind,
         text=text,
         places=(
-            Place(process=first.index, text=f"launches {_program(one)}", stack=one.stack),
-            Place(process=other.index, text=f"launches {_program(another)}", stack=another.stack),
+            Place(process=first.index, text=f"launches {_program(launch)}", stack=launch.stack),
+            Place(process=second.index, text=f"launches {_program(twin)}", stack=twin.stack),
         ),
-        details=(*_changed_lines(mine.text, theirs.text), *hints(one)),
+        details=(*_changed_lines(program.text, twin_program.text), *hints(launch)),
     )
 
 
-def order(first: ProcessLog, one: Launch, other: ProcessLog, another: Launch) -> Finding:
+def order(first: ProcessLog, launch: Launch, second: ProcessLog, twin: Launch) -> Finding:
     """Both launch the same, but not in the same place."""
     return Finding(
         kind="order",
-        text=f"both launch {one.program.name}, but not between the same other programs",
+        text=f"both launch {launch.program.name}, but not between the same other programs",
         places=(
-            Place(process=first.index, text=f"launches {_program(one)}", stack=one.stack),
-            Place(process=other.index, text=f"launches {_program(another)}, earlier or later", stack=another.stack),
+            Place(process=first.index, text=f"launches {_program(launch)}", stack=launch.stack),
+            Place(process=second.index, text=f"launches {_program(twin)}, earlier or later", stack=twin.stack),
         ),
-        details=hints(one),
+        details=hints(launch),
     )
 
 
-def alone(one: ProcessLog, launch: Launch, another: ProcessLog, following: Launch | None, waits: bool) -> Finding:
+def alone(log: ProcessLog, launch: Launch, absent_log: ProcessLog, following: Launch | None, waits: bool) -> Finding:
     """One process launches what another does not."""
     if waits:
-        place = _whereabouts(another)
+        place = _whereabouts(absent_log)
     elif following is not None:
         name = following.program.name
-        place = Place(process=another.index, text=f"launches {name} next, not this", stack=following.stack)
+        place = Place(process=absent_log.index, text=f"launches {name} next, not this", stack=following.stack)
     else:
-        place = Place(process=another.index, text="launches nothing more")
+        place = Place(process=absent_log.index, text="launches nothing more")
     devices = "devices of several processes" if launch.program.shared else "devices of this process alone"
     allowed = "A program on a process's own devices is allowed by JAX, yet runs on pods have failed with it."
     doing = f"{'waits in' if waits else 'launches'} {_program(launch)}"
     return Finding(
         kind="some_enter" if waits else "one_process",
         text=f"{launch.program.name}, on {devices}",
-        places=(Place(process=one.index, text=doing, stack=launch.stack), place),
+        places=(Place(process=log.index, text=doing, stack=launch.stack), place),
         details=(*(() if launch.program.shared else (allowed,)), *hints(launch)),
     )
 
@@ -115,8 +117,8 @@ def _without_numbers(text: str) -> str:
 
 
 @functools.lru_cache(maxsize=64)
-def _changed_lines(mine: str, theirs: str) -> tuple[str, ...]:
-    diff = difflib.unified_diff(mine.splitlines(), theirs.splitlines(), lineterm="", n=0)
+def _changed_lines(text: str, twin_text: str) -> tuple[str, ...]:
+    diff = difflib.unified_diff(text.splitlines(), twin_text.splitlines(), lineterm="", n=0)
     changed = (line for line in diff if line[:1] in "+-" and line[:3] not in ("+++", "---"))
     return tuple(line.strip() for line in itertools.islice(changed, SHOWN_LINES))
 
@@ -125,19 +127,19 @@ MOST_AHEAD = 10_000
 """Arrays that one process may put at a line before the other does; with more, the line is not compared."""
 
 
-def compare_arguments(first: ProcessLog, other: ProcessLog, one: Launch, another: Launch) -> Iterator[Finding]:
+def compare_arguments(first: ProcessLog, second: ProcessLog, launch: Launch, twin: Launch) -> Iterator[Finding]:
     """Arguments of which each process has its own copy, and that differ."""
-    for (position, digest, short), (_, other_digest, other_short) in zip(one.values, another.values, strict=False):
+    for (position, digest, short), (_, other_digest, other_short) in zip(launch.values, twin.values, strict=False):
         if digest != other_digest:
-            name = one.program.name
+            name = launch.program.name
             yield Finding(
                 kind="values",
                 text=f"argument {position} of {name}, of which each process passes its own copy, differs",
                 places=(
-                    Place(process=first.index, text=f"passes {short}", stack=one.stack),
-                    Place(process=other.index, text=f"passes {other_short}", stack=another.stack),
+                    Place(process=first.index, text=f"passes {short}", stack=launch.stack),
+                    Place(process=second.index, text=f"passes {other_short}", stack=twin.stack),
                 ),
-                details=hints(one),
+                details=hints(launch),
             )
 
 
@@ -148,8 +150,8 @@ class PutComparison:
     is said when both have put as many.
     """
 
-    def __init__(self, first: ProcessLog, other: ProcessLog) -> None:
-        self._logs = (first, other)
+    def __init__(self, first: ProcessLog, second: ProcessLog) -> None:
+        self._logs = (first, second)
         self._lines: dict[tuple[str, str], _PutsAtLine] = collections.defaultdict(_PutsAtLine)
 
     def add(self, side: int, put: Put) -> Iterator[Finding]:
@@ -160,7 +162,7 @@ class PutComparison:
             return
         line.waiting[side].append(put)
         if all(line.waiting):
-            finding = self._compare(*(each.popleft() for each in line.waiting))
+            finding = self._compare(*(queue.popleft() for queue in line.waiting))
             if finding is not None:
                 kept = line.kept
                 line.kept = finding if kept is None else dataclasses.replace(kept, count=kept.count + 1)
@@ -175,13 +177,13 @@ class PutComparison:
         differ = [at for at in put.pieces.keys() & twin.pieces.keys() if put.pieces[at] != twin.pieces[at]]
         if not differ:
             return None
-        first, other = self._logs
+        first, second = self._logs
         return Finding(
             kind="values",
             text=f"an array {put.array} is put together from pieces that should be copies and differ",
             places=(
                 Place(process=first.index, text="puts its copy", stack=put.stack),
-                Place(process=other.index, text="puts another", stack=twin.stack),
+                Place(process=second.index, text="puts another", stack=twin.stack),
             ),
             details=(f"{len(differ)} of its pieces are on both processes and differ: {min(differ)}",),
         )

@@ -39,13 +39,13 @@ _HIDDEN_ENDS = ("/contextlib.py", "/functools.py", "/threading.py", "/concurrent
 
 def walk(frame: FrameType | None) -> Key:
     """The stack from a frame outwards, without the frames of JAX and of the check."""
-    found: list[tuple[str, int, str]] = []
-    while frame is not None and len(found) < DEEPEST:
+    stack: list[tuple[str, int, str]] = []
+    while frame is not None and len(stack) < DEEPEST:
         code = frame.f_code
         if not is_hidden(code.co_filename):
-            found.append((code.co_filename, frame.f_lineno, code.co_qualname))
+            stack.append((code.co_filename, frame.f_lineno, code.co_qualname))
         frame = frame.f_back
-    return tuple(found)
+    return tuple(stack)
 
 
 def here() -> Key:

@@ -76,8 +76,8 @@ _WATCHING: list[contextlib.AbstractContextManager[None]] = []
 def at_start() -> None:
     """Have JAX recorded when this process imports it, and run the ``sitecustomize`` module that ours stands before."""
     directory = Path(os.environ[DIRECTORY])
-    others = [path for path in sys.path if path and Path(path) != directory / STARTUP]
-    spec = importlib.machinery.PathFinder.find_spec("sitecustomize", others)
+    search_path = [path for path in sys.path if path and Path(path) != directory / STARTUP]
+    spec = importlib.machinery.PathFinder.find_spec("sitecustomize", search_path)
     if spec is not None and spec.loader is not None:
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
     sys.meta_path.insert(0, JaxImport())

@@ -148,17 +148,17 @@ class LogReader:
         """
         if not self._file.exists():
             return []
-        found: list[Event] = []
-        while not found:
+        events: list[Event] = []
+        while not events:
             with self._file.open("rb") as file:
                 file.seek(self._offset)
                 read = file.read(CHUNK)
             self._offset += len(read)
             *lines, self._half = (self._half + read).split(b"\n")
-            found = [event for event in map(self._event, lines) if event is not None]
+            events = [event for event in map(self._event, lines) if event is not None]
             if not read:
                 break
-        return found
+        return events
 
     def _event(self, text: bytes) -> Event | None:
         launch = self._plain.get(text)

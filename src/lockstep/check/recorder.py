@@ -85,7 +85,7 @@ class Recorder:
             self._made |= dict.fromkeys(map(id, results), self._at.stack)
             if self._programs[id(program)][1]["devices"] < 2:
                 return
-            self._results = [weakref.ref(each) for each in results]
+            self._results = [weakref.ref(result) for result in results]
             self._in_flight = (self._in_flight + 1) % IN_FLIGHT
             held_back = self._in_flight == 0
         if held_back:
@@ -116,8 +116,10 @@ class Recorder:
     def key_deleted(self, key: str) -> None:
         """Forget a key, or a directory of keys."""
         with self._lock:
-            for each in [each for each in self._keys if each == key or each.startswith(key.rstrip("/") + "/")]:
-                del self._keys[each]
+            for known_key in [
+                known_key for known_key in self._keys if known_key == key or known_key.startswith(key.rstrip("/") + "/")
+            ]:
+                del self._keys[known_key]
 
     # ---- the life of the process
 
@@ -153,7 +155,7 @@ class Recorder:
             waiting = self._unfinished() and time.process_time() - computed < IDLE * quiet
             if quiet < QUIET_S or noted == (last, waiting):
                 continue
-            names = {each.ident: each.name for each in threading.enumerate()}
+            names = {thread.ident: thread.name for thread in threading.enumerate()}
             main = threading.main_thread().ident
             with self._lock:
                 for ident, frame in sys._current_frames().items():
@@ -181,7 +183,7 @@ class Recorder:
             "processes": sorted({device.process_index for device in devices}),
             "devices": len(devices),
             "local": sorted(local),
-            "arguments": [_describe(each) for each in arguments],
+            "arguments": [_describe(argument) for argument in arguments],
             "donated": _donated(text),
         }
         self._programs[id(program)] = (program, facts)
@@ -197,18 +199,18 @@ class Recorder:
 
     def _used_again(self, arguments: Sequence[Any]) -> list[tuple[int, int]]:
         """The positions of arguments that were donated before, each with the stack of that launch."""
-        found = []
-        for position, each in enumerate(arguments):
-            given, where = self._donated.get(id(each), (None, -1))
-            array = None if given is None else given()
-            if array is not None and array is each and array.is_deleted():
-                found.append((position, where))
-        return found
+        positions = []
+        for position, argument in enumerate(arguments):
+            reference, where = self._donated.get(id(argument), (None, -1))
+            array = None if reference is None else reference()
+            if array is not None and array is argument and array.is_deleted():
+                positions.append((position, where))
+        return positions
 
     def _unfinished(self) -> bool:
         """Whether the devices have not run the last launch, as far as its results are still there."""
-        arrays = [each() for each in self._results]
-        return any(each is not None and not each.is_deleted() and not each.is_ready() for each in arrays)
+        arrays = [result() for result in self._results]
+        return any(array is not None and not array.is_deleted() and not array.is_ready() for array in arrays)
 
     def _sample(self, program: int, where: int) -> dict[str, Any]:
         now = time.monotonic()
@@ -217,9 +219,9 @@ class Recorder:
             return {}
         arrays = jax.live_arrays()
         kinds = collections.Counter(
-            (f"{each.dtype}{list(each.shape)}", self._made.get(id(each), -1)) for each in arrays
+            (f"{array.dtype}{list(array.shape)}", self._made.get(id(array), -1)) for array in arrays
         )
-        known = {id(each) for each in arrays}
+        known = {id(array) for array in arrays}
         self._made = {number: where for number, where in self._made.items() if number in known}
         self._sampled = time.monotonic()
         most = [[kind, where, count] for (kind, where), count in kinds.most_common(MOST_KINDS)]
@@ -252,20 +254,20 @@ def _describe(value: Any) -> str:
 def _donated(text: str) -> list[int]:
     """The positions of the arguments that a program may overwrite, from its StableHLO."""
     head = text.partition("@main(")[2].partition("\n")[0]
-    found = []
+    positions = []
     for part in re.split(r"(?=%arg\d+: )", head):
         match = re.match(r"%arg(\d+): ", part)
         if match and _DONATED.search(part):
-            found.append(int(match[1]))
-    return found
+            positions.append(int(match[1]))
+    return positions
 
 
 def _host_values(program: Any, arguments: Sequence[Any]) -> Iterator[tuple[int, str, str]]:
     """Arguments that each process has its own copy of and JAX takes to be equal: position, digest, a short text."""
-    for position, (value, wanted) in enumerate(zip(arguments, _jax.in_shardings(program), strict=False)):
+    for position, (value, sharding) in enumerate(zip(arguments, _jax.in_shardings(program), strict=False)):
         if isinstance(value, jax.Array) and not value.is_fully_addressable:
             continue
-        if getattr(wanted, "is_fully_replicated", False) and (digest := _digest(value)) is not None:
+        if getattr(sharding, "is_fully_replicated", False) and (digest := _digest(value)) is not None:
             yield position, digest, _short(value)
 
 

@@ -38,8 +38,8 @@ class Follower:
         texts: dict[str, str] = {}
         self._readers = [LogReader(directory / f"process-{index}.jsonl", index, texts) for index in range(processes)]
         self._alone = [ProcessChecks(log) for log in self.logs]
-        first, *others = self.logs
-        self._pairs = [_Pair(first, other) for other in others]
+        first, *second_logs = self.logs
+        self._pairs = [_Pair(first, second) for second in second_logs]
         self._findings = Findings()
         self._on_finding = on_finding
         self._reported: set[tuple[str, str]] = set()
@@ -93,10 +93,10 @@ class Follower:
                 self._take(index, pairs, events)
 
     def _take(self, index: int, pairs: "Sequence[_Pair]", events: Sequence[Event]) -> None:
-        found = [finding for event in events for finding in self._alone[index].see(event)]
+        findings = [finding for event in events for finding in self._alone[index].see(event)]
         for pair in pairs:
-            found += pair.add(index, events)
-        for finding in found:
+            findings += pair.add(index, events)
+        for finding in findings:
             if self._findings.add(finding):
                 self._report_once(finding)
 
@@ -109,17 +109,17 @@ class Follower:
 class _Pair:
     """The comparisons of two processes."""
 
-    def __init__(self, first: ProcessLog, other: ProcessLog) -> None:
-        self._logs = (first, other)
-        self._main = LaunchComparison(first, other)
-        self._second = LaunchComparison(first, other)
-        self._puts = PutComparison(first, other)
+    def __init__(self, first: ProcessLog, second: ProcessLog) -> None:
+        self._logs = (first, second)
+        self._main = LaunchComparison(first, second)
+        self._second = LaunchComparison(first, second)
+        self._puts = PutComparison(first, second)
         self._since: float | None = None
 
     def ahead(self, index: int) -> int:
         """The number of launches that a process is ahead of the other."""
         side = self._side(index)
-        return max(each.ahead[side] for each in (self._main, self._second))
+        return max(comparison.ahead[side] for comparison in (self._main, self._second))
 
     def add(self, index: int, events: Sequence[Event]) -> Iterator[Finding]:
         """Take in what a process does next."""
@@ -127,16 +127,16 @@ class _Pair:
         launches = [event for event in events if isinstance(event, Launch)]
         # The main thread's have an order in any case; those of another thread where the main one trains nothing.
         for thread, comparison in (("", self._main), (home, self._second)):
-            mine = [each for each in launches if each.thread == thread]
-            if mine and (comparison is self._main or thread):
-                yield from comparison.add(*((mine, []) if side == 0 else ([], mine)))
+            thread_launches = [launch for launch in launches if launch.thread == thread]
+            if thread_launches and (comparison is self._main or thread):
+                yield from comparison.add(*((thread_launches, []) if side == 0 else ([], thread_launches)))
         for event in events:
             if isinstance(event, Put):
                 yield from self._puts.add(side, event)
 
     def undecided(self, now: float) -> Iterator[Finding]:
         """Differences that stand for a while, as far as they are known."""
-        if not any(each.differs for each in self._compared()):
+        if not any(comparison.differs for comparison in self._compared()):
             self._since = None
         elif self._since is None:
             self._since = now
@@ -145,8 +145,8 @@ class _Pair:
 
     def rest(self, end: End) -> Iterator[Finding]:
         """The differences that are not decided yet, if nothing more comes."""
-        for each in self._compared():
-            yield from each.rest(end)
+        for comparison in self._compared():
+            yield from comparison.rest(end)
 
     def _compared(self) -> list[LaunchComparison]:
         return [self._main, *([self._second] if all(log.home for log in self._logs) else [])]
@@ -262,7 +262,7 @@ def check_command(
         command=command,
         code=code,
         end=end,
-        findings=tuple(each for each in findings if each.kind not in ignore),
+        findings=tuple(finding for finding in findings if finding.kind not in ignore),
         launches=tuple(log.launches for log in logs),
         other_threads=sum(log.other_threads for log in logs),
         errors=errors,
@@ -356,7 +356,7 @@ def _print_finding(finding: Finding, number: int, put: Callable[..., None]) -> N
         put(f"   process {place.process} {escape(place.text)}{where}")
         if line and line.text:
             put(f"       {escape(line.text)}")
-        for frame in [each for each in place.stack if each is not line][:SHOWN_FRAMES]:
+        for frame in [inner_frame for inner_frame in place.stack if inner_frame is not line][:SHOWN_FRAMES]:
             put(f"       [dim]{escape(shown(frame.file))}:{frame.line} in {escape(frame.function)}[/]")
     for detail in finding.details:
         put(f"   | {escape(detail)}")

@@ -137,8 +137,8 @@ def measure_health(answer: AnsweredPrompt, vocabulary: Vocabulary) -> Health:
     tokens = completion.tokens
     ended = completion.finish_reason == FinishReason.STOP and bool(tokens) and tokens[-1] in vocabulary.ends
     tokens = tokens[: len(tokens) - ended]
-    found = runs(tokens, LOOP_TOKENS)
-    loop = max((run for run in found if _is_loop(run, len(tokens))), key=lambda run: run.length, default=None)
+    repeated = runs(tokens, LOOP_TOKENS)
+    loop = max((run for run in repeated if _is_loop(run, len(tokens))), key=lambda run: run.length, default=None)
     distinct, compression = distinct_ngrams(tokens), compressed_share(text)
     states = {
         State.LOOP: loop is not None,
@@ -160,7 +160,7 @@ def measure_health(answer: AnsweredPrompt, vocabulary: Vocabulary) -> Health:
     return Health(
         states=tuple(state for state in State if states.get(state)),
         loop_from=None if loop is None else loop.begin,
-        loop_share=max((run.length for run in found), default=0) / max(1, len(tokens)),
+        loop_share=max((run.length for run in repeated), default=0) / max(1, len(tokens)),
         distinct=distinct,
         compression=compression,
     )

@@ -46,7 +46,7 @@ def runs(tokens: Sequence[int], least: int) -> list[Run]:
     """
     sequence = np.asarray(tokens, np.int64)
     begins, widths, periods = _equal_at_places(sequence, *_windows(len(sequence), least))
-    found: list[Run] = []
+    found_runs: list[Run] = []
     while len(begins):
         run = _run_around(sequence, int(begins[0]), int(widths[0]), int(periods[0]))
         known = np.arange(len(begins)) == 0
@@ -54,9 +54,9 @@ def runs(tokens: Sequence[int], least: int) -> list[Run]:
             # Windows of a multiple of the period in the run are in no other one (Fine and Wilf 1965).
             known |= (periods % run.period == 0) & (begins - periods >= run.begin) & (begins + widths <= run.end)
             if run.length >= max(least, COPIES * run.period):
-                found.append(run)
+                found_runs.append(run)
         begins, widths, periods = begins[~known], widths[~known], periods[~known]
-    return found
+    return found_runs
 
 
 type _Windows = tuple[Int[np.ndarray, " window"], Int[np.ndarray, " window"], Int[np.ndarray, " window"]]

@@ -14,7 +14,7 @@ type Sample = Float[np.ndarray, "... 2"]
 """Successes and trials of some samples; they need not be whole."""
 
 
-def fisher_tail(sample: Sample, other: Sample, odds: float = 1.0) -> float:
+def fisher_tail(sample: Sample, second: Sample, odds: float = 1.0) -> float:
     """The probability of so many successes or more in the first of two samples, given those of both together.
 
     It is the upper tail of Fisher's noncentral hypergeometric distribution (Fisher 1935; McCullagh and Nelder 1989,
@@ -23,7 +23,7 @@ def fisher_tail(sample: Sample, other: Sample, odds: float = 1.0) -> float:
     Args:
         odds: The ratio of the odds of the two samples under the hypothesis.
     """
-    x, n, y, m = (int(value) for value in _whole(sample, other))
+    x, n, y, m = (int(value) for value in _whole(sample, second))
     low, high = max(0, x + y - m), min(n, x + y)
     values = np.arange(low, high + 1)
     logs = _log_choose(n, values) + _log_choose(m, x + y - values) + values * math.log(odds)
@@ -31,20 +31,20 @@ def fisher_tail(sample: Sample, other: Sample, odds: float = 1.0) -> float:
     return float(weights[x - low :].sum() / weights.sum())
 
 
-def least_tail(sample: Sample, other: Sample) -> Float[np.ndarray, " test"]:
+def least_tail(sample: Sample, second: Sample) -> Float[np.ndarray, " test"]:
     """The smallest `fisher_tail` of each of some pairs of samples with the same trials, and successes in both together.
 
     It is that of odds 1, a bound below that of others; 1 where a sample has no trials.
     """
-    x, n, y, m = _whole(sample, other)
+    x, n, y, m = _whole(sample, second)
     most = np.minimum(n, x + y)
     logs = _log_choose(n, most) + _log_choose(m, x + y - most) - _log_choose(n + m, x + y)
     return np.where((n > 0) & (m > 0), np.exp(logs), 1.0)
 
 
-def deviations(sample: Sample, other: Sample) -> Float[np.ndarray, " test"]:
+def deviations(sample: Sample, second: Sample) -> Float[np.ndarray, " test"]:
     """The standard deviations by which the successes of each sample are more than those of another; 0 without any."""
-    (x, n), (y, m) = np.moveaxis(sample, -1, 0), np.moveaxis(other, -1, 0)
+    (x, n), (y, m) = np.moveaxis(sample, -1, 0), np.moveaxis(second, -1, 0)
     total = np.maximum(n + m, 1)
     rate = (x + y) / total
     spread = np.sqrt(n * m / total * rate * (1 - rate))
@@ -89,9 +89,9 @@ def tarone_factor(rate: float, least: Iterable[float]) -> int:
     return max(1, len(rising))
 
 
-def _whole(sample: Sample, other: Sample) -> Any:
+def _whole(sample: Sample, second: Sample) -> Any:
     """Successes and trials of the two, as whole numbers that make their difference smaller."""
-    (x, n), (y, m) = np.moveaxis(np.asarray(sample), -1, 0), np.moveaxis(np.asarray(other), -1, 0)
+    (x, n), (y, m) = np.moveaxis(np.asarray(sample), -1, 0), np.moveaxis(np.asarray(second), -1, 0)
     n, m = np.ceil(n - _ERROR).astype(int), np.floor(m + _ERROR).astype(int)
     x, y = np.floor(x + _ERROR).astype(int), np.ceil(y - _ERROR).astype(int)
     return np.minimum(x, n), n, np.minimum(y, m), m

@@ -339,8 +339,8 @@ def bind_address(address: str) -> str | None:
     if is_loopback(host):
         return f"[::1]:{port}" if ":" in host else f"127.0.0.1:{port}" if host == "localhost" else address
     try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-        ((family, ip),) = {(each[0], str(each[4][0])) for each in found}
+        addresses = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        ((family, ip),) = {(entry[0], str(entry[4][0])) for entry in addresses}
         if is_loopback(ip):
             return None
         with socket.socket(family, socket.SOCK_STREAM) as probe:

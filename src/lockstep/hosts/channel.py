@@ -177,11 +177,11 @@ class Channel:
         silent = [i for i in longest_silent(peers) if i in missing]
         alive = [f"process {i} ({peers[i]})" for i in missing if silent and i not in silent and i in peers]
         first = silent or missing
-        who = [f"process {i} ({peers[i]})" if i in peers else f"process {i} (never seen)" for i in first]
+        absent = [f"process {i} ({peers[i]})" if i in peers else f"process {i} (never seen)" for i in first]
         elsewhere = [f"process {i} waits at {peers[i].waits[-1]!r}" for i in missing if i in peers and peers[i].waits]
         text = ""
-        if who:
-            text += f"Missing: {', '.join(who)}. "
+        if absent:
+            text += f"Missing: {', '.join(absent)}. "
         else:
             text += "Every process has come by now, but at least one of them after the deadline. "
         if alive:
@@ -200,21 +200,21 @@ def columns(rows: Sequence[Sequence[object]]) -> list[tuple[list[Any] | str, lis
     Args:
         rows: A list of JSON values for each process, all of the same length.
     """
-    found: list[tuple[list[Any] | str, list[int] | None]] = []
+    by_column: list[tuple[list[Any] | str, list[int] | None]] = []
     for column in zip(*rows, strict=True):
         numbers: dict[object, int] = {}
         values: list[object] = []
-        which = []
+        indices = []
         for value in column:
             # Numbers and texts themselves, and what they are: 1 and True are equal.
             key = (type(value), value) if type(value) in (int, str, bool) else json.dumps(value)
             number = numbers.setdefault(key, len(numbers))
             if number == len(values):
                 values.append(value)
-            which.append(number)
-        plain = len(values) in (1, len(which))
-        found.append((_packed(values) if plain else values, None if plain else which))
-    return found
+            indices.append(number)
+        plain = len(values) in (1, len(indices))
+        by_column.append((_packed(values) if plain else values, None if plain else indices))
+    return by_column
 
 
 def _packed(values: list[Any]) -> list[Any] | str:
@@ -227,22 +227,22 @@ def _packed(values: list[Any]) -> list[Any] | str:
     return values
 
 
-def read_columns(found: Any, number: int, count: int) -> list[Column]:
+def read_columns(received: Any, number: int, count: int) -> list[Column]:
     """Return what another process has made by `columns`; ValueError or TypeError for what it cannot be."""
     read: list[Column] = []
-    for values, which in found:
-        if type(values) is str and which is None and values[:1] in _INTEGERS:
+    for values, indices in received:
+        if type(values) is str and indices is None and values[:1] in _INTEGERS:
             text, values = values, array.array(values[0])
             values.frombytes(binascii.a2b_base64(text[1:], strict_mode=True))
         elif type(values) is not list:
             raise TypeError("no column")
-        if which is None and len(values) not in (1, count):
+        if indices is None and len(values) not in (1, count):
             raise TypeError("no column")
-        if which is not None:
-            typed(list[int], which)
-            if len(which) != count or min(which) < 0 or max(which) >= len(values):
+        if indices is not None:
+            typed(list[int], indices)
+            if len(indices) != count or min(indices) < 0 or max(indices) >= len(values):
                 raise ValueError("no column")
-        read.append((values, which))
+        read.append((values, indices))
     if len(read) != number:
         raise ValueError(f"{len(read)} columns")
     return read
@@ -255,7 +255,7 @@ def differs(column: Column) -> bool:
 
 def spread(column: Column, count: int) -> list[Any]:
     """Return the values of a column of `columns`, by process number."""
-    values, which = column
-    if which is None:
+    values, indices = column
+    if indices is None:
         return list(values) * (count if len(values) == 1 else 1)
-    return [values[number] for number in which]
+    return [values[number] for number in indices]

@@ -90,11 +90,11 @@ def check_count(config: DistributedConfig, count: int) -> None:
             "this job has 1 process, but distributed.require_multihost (or REQUIRE_MULTIHOST=1) requires at least 2. "
             + fix
         )
-    wanted = {
+    required_counts = {
         "distributed.require_process_count": required_count(config),
         REQUIRE_PROCESS_COUNT: environment_integer(REQUIRE_PROCESS_COUNT),
     }
-    for name, required in wanted.items():
+    for name, required in required_counts.items():
         if required is not None and count != required:
             raise ConfigError(f"this job has {count} process(es), but {name} requires {required}. {fix}")
 
@@ -187,8 +187,8 @@ def _tasks_on_node(tasks: int | None) -> int | None:
     """Tasks of Slurm's step on this node, of ``tasks`` in all; None where Slurm does not say."""
     layout = os.environ.get("SLURM_STEP_TASKS_PER_NODE") or os.environ.get("SLURM_TASKS_PER_NODE") or ""
     counts = []
-    for each, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", layout):  # 8(x2),4 is 8, 8 and 4
-        counts += [int(each)] * int(times or 1)
+    for tasks_per_node, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", layout):  # 8(x2),4 is 8, 8 and 4
+        counts += [int(tasks_per_node)] * int(times or 1)
     node = environment_integer("SLURM_NODEID") or 0
     if node < len(counts):
         return counts[node]
@@ -275,13 +275,13 @@ def _version(distribution: str) -> str:
 
 
 def _flags() -> dict[str, str]:
-    found = {}
+    flags = {}
     for variable in FLAG_VARIABLES:
         for flag in os.environ.get(variable, "").split():
             name, _, value = flag.partition("=")
             if not name.startswith(_PER_PROCESS_FLAGS):
-                found[f"{variable} {name}"] = value or "set"
-    return found
+                flags[f"{variable} {name}"] = value or "set"
+    return flags
 
 
 def _options() -> dict[str, str]:

@@ -72,9 +72,9 @@ def raise_if_different(
             _warn_once(channel, described.values())
         return
     texts = [described[name] for name in different]
-    what = ", ".join(map(repr, different))
+    names = ", ".join(map(repr, different))
     raise DisagreementError(
-        f"the processes of this job disagree at {shown(key)!r} on {what}. {' '.join(texts)} "
+        f"the processes of this job disagree at {shown(key)!r} on {names}. {' '.join(texts)} "
         "Every process must be started with the same command, configuration, files and library versions."
     )
 
@@ -95,9 +95,9 @@ def broadcast(channel: Channel, key: str, value: bytes | None, timeout_s: float)
     """
     leader = channel.client.index == 0
     if leader != (value is not None):
-        given = "None" if value is None else f"{len(value)} bytes"
+        passed = "None" if value is None else f"{len(value)} bytes"
         raise HostError(
-            f"broadcast {key!r}: process {channel.client.index} passed {given}. The leader (process 0) passes the "
+            f"broadcast {key!r}: process {channel.client.index} passed {passed}. The leader (process 0) passes the "
             "bytes, every other process passes None."
         )
     if value is not None:
@@ -167,10 +167,10 @@ def reasons_to_stop(
             pass
     elif channel.client.count > 1:
         channel.client.fail_barrier(key)
-    found = channel.exchange(
+    exchanged = channel.exchange(
         f"{key}/{number}", own, timeout_s, columns, functools.partial(_outcomes, channel.client.count)
     )
-    failed, reasons = (spread(column, channel.client.count) for column in found)
+    failed, reasons = (spread(column, channel.client.count) for column in exchanged)
     raise_if_any_failed(key, failed, error)
     return {reason for reason in reasons if reason is not None}
 
@@ -225,11 +225,11 @@ def name_processes(processes: Iterable[int]) -> str:
 
 def _differences(values: Sequence[Mapping[str, str]]) -> dict[str, str]:
     """The differences, by name, and who has which value."""
-    distinct = {id(one): one for one in values}.values()
+    distinct = {id(mapping): mapping for mapping in values}.values()
     described = {}
-    for name in dict.fromkeys(name for one in distinct for name in one):
-        if len({typed(str, one[name]) if name in one else None for one in distinct}) > 1:
-            described[name] = _describe(name, [one.get(name) for one in values])
+    for name in dict.fromkeys(name for mapping in distinct for name in mapping):
+        if len({typed(str, mapping[name]) if name in mapping else None for mapping in distinct}) > 1:
+            described[name] = _describe(name, [mapping.get(name) for mapping in values])
     return described
 
 
@@ -241,11 +241,11 @@ def _describe(name: str, values: Sequence[str | None]) -> str:
     ordered = sorted(groups.items(), key=lambda group: (-len(group[1]), group[1]))
     texts = []
     for value, processes in ordered[:SHOWN_VALUES]:
-        who = name_processes(processes)
+        names = name_processes(processes)
         if 2 * len(processes) > len(values):
-            who += " (the majority)"
-        what = "no such value" if value is None else _shorten(value)
-        texts.append(f"{who}: {what}")
+            names += " (the majority)"
+        shown_value = "no such value" if value is None else _shorten(value)
+        texts.append(f"{names}: {shown_value}")
     if len(ordered) > SHOWN_VALUES:
         texts.append(f"{len(ordered) - SHOWN_VALUES} more values")
     return f"{printable(name)}: {'; '.join(texts)}."
@@ -270,18 +270,18 @@ def _smallest(values: Sequence[object]) -> int:
     return min(typed(int, value) for value in values)
 
 
-def _outcomes(count: int, found: object) -> list[Column]:
-    read = read_columns(found, 2, count)
+def _outcomes(count: int, received: object) -> list[Column]:
+    read = read_columns(received, 2, count)
     for values, _ in read:
         typed(list[str | None], values)
     return read
 
 
-def _digests(count: int, found: object) -> list[Column]:
-    read = read_columns(found, 1, count)
+def _digests(count: int, received: object) -> list[Column]:
+    read = read_columns(received, 1, count)
     typed(list[str], read[0][0])
     return read
 
 
-def _texts(found: object) -> dict[str, str]:
-    return typed(dict[str, str], found)
+def _texts(received: object) -> dict[str, str]:
+    return typed(dict[str, str], received)

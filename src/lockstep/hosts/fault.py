@@ -14,13 +14,13 @@ SAVED = "lockstep/saved"  # key that is there once this attempt has saved someth
 
 def failure_code(error: BaseException) -> int:
     """The exit code of a process that an error ends: `FAULT`, or `FAILED` for what another attempt would meet again."""
-    each: BaseException | None = error
-    while each is not None:
-        if isinstance(each, PeerError):
-            return FAULT if each.fault else FAILED
-        if is_passing(each):
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, PeerError):
+            return FAULT if cause.fault else FAILED
+        if is_passing(cause):
             return FAULT
-        each = None if is_mistake(type(each).__name__) else each.__cause__
+        cause = None if is_mistake(type(cause).__name__) else cause.__cause__
     return FAILED
 
 

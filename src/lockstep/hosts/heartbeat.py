@@ -117,8 +117,8 @@ def heartbeats(client: Client, processes: Iterable[int] | None = None) -> dict[i
         if processes is None:
             posts = client.get_dir(DIRECTORY)
         else:
-            found = {key: client.peek(key) for key in (f"{DIRECTORY}/{process}" for process in processes)}
-            posts = {key: value for key, value in found.items() if value is not None}
+            values = {key: client.peek(key) for key in (f"{DIRECTORY}/{process}" for process in processes)}
+            posts = {key: value for key, value in values.items() if value is not None}
     except (HostError, TimeoutError):
         return {}
     read = {}
@@ -140,14 +140,16 @@ def longest_silent(peers: Mapping[int, PeerHeartbeat]) -> list[int]:
 
 def describe_missing(peers: Mapping[int, PeerHeartbeat]) -> str:
     """Return a sentence for an error that names the silent processes; empty where there is none."""
-    who = [f"process {i} ({peers[i]})" for i in longest_silent(peers)]
-    return f" Missing: {', '.join(who)}." if who else ""
+    silent = [f"process {i} ({peers[i]})" for i in longest_silent(peers)]
+    return f" Missing: {', '.join(silent)}." if silent else ""
 
 
 def describe_elsewhere(peers: Mapping[int, PeerHeartbeat], phase: str) -> str:
     """Return a sentence for an error that names the processes that live, but are in another phase; empty for none."""
-    who = [f"process {i} ({peer})" for i, peer in sorted(peers.items()) if not peer.silent and peer.phase != phase]
-    return f" Elsewhere: {', '.join(who)}." if who else ""
+    elsewhere = [
+        f"process {i} ({peer})" for i, peer in sorted(peers.items()) if not peer.silent and peer.phase != phase
+    ]
+    return f" Elsewhere: {', '.join(elsewhere)}." if elsewhere else ""
 
 
 class SilentProcesses:

@@ -111,17 +111,17 @@ class Listener:
 
     def _read(self, connection: socket.socket) -> None:
         try:
-            said = connection.recv(HELLO_BYTES)
+            message = connection.recv(HELLO_BYTES)
         except OSError:
-            said = b""
+            message = b""
         task = self._tasks[connection]
-        if said and task is None:
-            word, _, number = said.strip().partition(b" ")
+        if message and task is None:
+            word, _, number = message.strip().partition(b" ")
             if hmac.compare_digest(word, self._word) and number.isdigit() and int(number) < self._client.count:
                 self._tasks[connection] = int(number)
                 self._lost.pop(int(number), None)
                 return
-        elif said:
+        elif message:
             return
         self._selector.unregister(connection)
         del self._tasks[connection]
@@ -299,10 +299,10 @@ def _address(text: str | None) -> tuple[str, int] | None:
 
 def _names(line: bytes) -> tuple[str, ...]:
     try:
-        found = json.loads(line)
+        names = json.loads(line)
     except (ValueError, RecursionError):
         return ()
-    return tuple(printable(each) for each in found if isinstance(each, str)) if isinstance(found, list) else ()
+    return tuple(printable(name) for name in names if isinstance(name, str)) if isinstance(names, list) else ()
 
 
 SAY_S = 60.0  # seconds between two lines
@@ -342,26 +342,28 @@ def say_who_is_missing(address: str | None, count: int | None, timeout_s: float)
 def missing(port: int, count: int | None) -> str:
     """Who has not connected to a port of this machine, by name where the platform names the hosts of the job."""
     peers = connected(port)
-    found = f"{len(peers)} of {count} processes have connected" if count else f"{len(peers)} processes have connected"
+    connected_text = (
+        f"{len(peers)} of {count} processes have connected" if count else f"{len(peers)} processes have connected"
+    )
     hosts = {address for address, _ in peers}
     names = [name for name in os.environ.get(WORKERS, "").split(",") if name]
     absent = [f"worker {index} ({name})" for index, name in enumerate(names) if not _addresses(name) & hosts]
     if len(names) < 2 or not absent:
-        return f"{found}, from {_some(sorted(hosts))}" if hosts else found
-    return f"{found}; {_some(absent)} {'has' if len(absent) == 1 else 'have'} not"
+        return f"{connected_text}, from {_some(sorted(hosts))}" if hosts else connected_text
+    return f"{connected_text}; {_some(absent)} {'has' if len(absent) == 1 else 'have'} not"
 
 
 def connected(port: int, folder: str = PROC) -> set[tuple[str, int]]:
     """Address and port of whoever has a connection to a port of this machine; nobody where there is no such table."""
-    found = set()
+    remotes = set()
     for name in ("tcp", "tcp6"):
         with contextlib.suppress(OSError):
             for line in Path(folder, name).read_text(encoding="utf-8").splitlines()[1:]:
                 local, remote, state = line.split()[1:4]
                 if state == ESTABLISHED and int(local.rpartition(":")[2], 16) == port:
                     address, _, number = remote.rpartition(":")
-                    found.add((_ip_address(address), int(number, 16)))
-    return found
+                    remotes.add((_ip_address(address), int(number, 16)))
+    return remotes
 
 
 def _ip_address(digits: str) -> str:
@@ -376,7 +378,7 @@ def _ip_address(digits: str) -> str:
 def _addresses(name: str) -> set[str]:
     """The addresses of a host; none where its name is not known yet, as of a pod that does not run."""
     with contextlib.suppress(OSError):
-        return {str(each[4][0]) for each in socket.getaddrinfo(name, None)}
+        return {str(entry[4][0]) for entry in socket.getaddrinfo(name, None)}
     return set()
 
 

@@ -41,12 +41,12 @@ def leader_only() -> Iterator[None]:
         except Exception as error:  # JAX's RuntimeError, or whatever a library in between made of it
             if "no_execution" not in str(error):
                 raise
-            found = re.search(r"execute function (\S+),", str(error))
-            program = f"the device program {found[1]!r}" if found else "a device program"
+            match = re.search(r"execute function (\S+),", str(error))
+            program = f"the device program {match[1]!r}" if match else "a device program"
             raise LaunchMismatchError(MSG_LAUNCH_ALONE.format(program=program)) from error
 
 
-def try_leader_only(what: str, work: Callable[[], object], consequence: str) -> bool:
+def try_leader_only(task: str, work: Callable[[], object], consequence: str) -> bool:
     """Do work of the leader's in which a launch raises; what fails is logged; return whether it succeeded.
 
     Args:
@@ -57,7 +57,7 @@ def try_leader_only(what: str, work: Callable[[], object], consequence: str) -> 
             work()
     except (Exception, SystemExit) as error:  # a tracker, a metric and a disk are others' code
         stack = None if isinstance(error, LockstepError) else error
-        log.error("%s failed on the leader; %s: %s: %s", what, consequence, type(error).__name__, error, exc_info=stack)
+        log.error("%s failed on the leader; %s: %s: %s", task, consequence, type(error).__name__, error, exc_info=stack)
         return False
     return True
 

@@ -191,8 +191,8 @@ def _announce_lost(hosts: Hosts, task: int, last: str) -> None:
     if f"{DEPARTURES}/{task}" in client.get_dir(DEPARTURES):
         return
     client.set(f"{ANNOUNCEMENTS}/{task}", json.dumps([text, PEER_FAILED, client.processes[task]]).encode())
-    for each in range(client.count):
-        client.set(f"{WAKE_UPS}/{each}", b"")
+    for process in range(client.count):
+        client.set(f"{WAKE_UPS}/{process}", b"")
 
 
 def _last_word(hosts: Hosts, missing: Callable[[], str]) -> bool:

@@ -94,26 +94,31 @@ def raise_different_launches(channel: Channel, key: str, ledger: Ledger, timeout
 
 def _last_equal(hashes: Sequence[object]) -> int:
     """The number of launches that are the same on all, as far as hashes tell; at least those before the oldest hash."""
-    by_process = [dict(typed(list[tuple[int, str]], one)) for one in hashes]
-    first = max(min(one, default=SENT) for one in by_process) - SENT
-    while len({one.get(first + SENT) for one in by_process}) == 1 and first + SENT in by_process[0]:
+    by_process = [dict(typed(list[tuple[int, str]], hashes_of_process)) for hashes_of_process in hashes]
+    first = max(min(hashes_of_process, default=SENT) for hashes_of_process in by_process) - SENT
+    while (
+        len({hashes_of_process.get(first + SENT) for hashes_of_process in by_process}) == 1
+        and first + SENT in by_process[0]
+    ):
         first += SENT
     return first
 
 
 def _describe(key: str, entries: Sequence[object]) -> str:
-    read = [typed(list[tuple[int, str, str]], one) for one in entries]
-    by_process = [{index: (printable(name), printable(digest)) for index, name, digest in one} for one in read]
-    first = max(min(one, default=0) for one in by_process)
+    read = [typed(list[tuple[int, str, str]], launches) for launches in entries]
+    by_process = [
+        {index: (printable(name), printable(digest)) for index, name, digest in launches} for launches in read
+    ]
+    first = max(min(launches, default=0) for launches in by_process)
     text = f"the processes of this job launched different device programs, found at {key!r}. "
-    for index in sorted({index for one in by_process for index in one if index >= first}):
+    for index in sorted({index for launches in by_process for index in launches if index >= first}):
         made: collections.defaultdict[tuple[str, str] | None, list[int]] = collections.defaultdict(list)
-        for process, one in enumerate(by_process):
-            made[one.get(index)].append(process)
+        for process, launches in enumerate(by_process):
+            made[launches.get(index)].append(process)
         if len(made) > 1:
             parts = [
-                f"{_launch(launch)} on {name_processes(who)}"
-                for launch, who in sorted(made.items(), key=lambda m: m[1])
+                f"{_launch(launch)} on {name_processes(processes)}"
+                for launch, processes in sorted(made.items(), key=lambda m: m[1])
             ]
             text += f"Launch {index} was {'; '.join(parts[:SHOWN_VALUES])}. "
             break
@@ -168,7 +173,7 @@ class Phase:
         # What a failed process has gathered so far says nothing.
         own = [failed, self._own, digest_of(self._agreed), state] if error is None else [failed, None, "", state]
         errors, shared, digests, states = channel.exchange(
-            key, own, timeout_s, columns, lambda found: _outcomes(found, own, channel.client.count)
+            key, own, timeout_s, columns, lambda received: _outcomes(received, own, channel.client.count)
         )
         raise_if_any_failed(key, spread(errors, channel.client.count), error)
         if ledger is not None and differs(states):
@@ -178,8 +183,8 @@ class Phase:
         self._shared = spread(shared, channel.client.count)
 
 
-def _outcomes(found: object, own: list[Any], count: int) -> list[Column]:
-    read = read_columns(found, 4, count)
+def _outcomes(received: object, own: list[Any], count: int) -> list[Column]:
+    read = read_columns(received, 4, count)
     errors, shared, digests, states = (values for values, _ in read)
     # What is this process's own value needs no look.
     if errors != [own[0]]:

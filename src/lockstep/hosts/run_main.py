@@ -105,11 +105,11 @@ def _watch_signals() -> None:
     def watch() -> None:
         with reader, writer:
             while seen := reader.recv(64):
-                ours, hosts = signal.getsignal(signal.SIGTERM) is _terminate, current_without_devices()
+                is_ours, hosts = signal.getsignal(signal.SIGTERM) is _terminate, current_without_devices()
                 if signal.SIGTERM in seen and hosts.preemption.in_order:
                     with contextlib.suppress(HostError, TimeoutError):
                         hosts.preemption.tell()
-                if signal.SIGTERM in seen and ours and hosts.count > 1 and not _handled.wait(HANDLER_S):
+                if signal.SIGTERM in seen and is_ours and hosts.count > 1 and not _handled.wait(HANDLER_S):
                     _leave_after_sigterm(hosts.last_phase)
 
     threading.Thread(target=watch, name="lockstep-signals", daemon=True).start()

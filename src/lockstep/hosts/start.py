@@ -228,15 +228,15 @@ def _initialize(config: DistributedConfig) -> None:
     address = config.coordinator_address or os.environ.get(COORDINATOR_ADDRESS)
     count = config.num_processes if config.num_processes is not None else environment_integer(NUM_PROCESSES)
     index = config.process_id if config.process_id is not None else environment_integer(PROCESS_ID)
-    given = {"coordinator_address": address, "num_processes": count, "process_id": index}
-    missing = [name for name, value in given.items() if value is None]
+    settings = {"coordinator_address": address, "num_processes": count, "process_id": index}
+    missing = [name for name, value in settings.items() if value is None]
     if len(missing) == 3:
         if not backend_is_running():
             _initialize_from_cluster(config)
         return
     if missing:
         raise ConfigError(
-            f"distributed.{' and distributed.'.join(missing)} is not set, but {given} is. Set all three (or the "
+            f"distributed.{' and distributed.'.join(missing)} is not set, but {settings} is. Set all three (or the "
             f"variables {COORDINATOR_ADDRESS}, {NUM_PROCESSES}, {PROCESS_ID}), or none to ask the cluster."
         )
     assert address is not None and count is not None and index is not None

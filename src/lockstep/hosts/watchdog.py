@@ -39,10 +39,10 @@ class Watchdog:
         self._lock = threading.Lock()
 
     @contextlib.contextmanager
-    def watch(self, what: str) -> Iterator[None]:
+    def watch(self, launch: str) -> Iterator[None]:
         """Watch the block. Where watches are nested, the inner one counts while it lasts."""
         outer = self._watched
-        self._watched = (what, time.monotonic() + self.timeout_s)
+        self._watched = (launch, time.monotonic() + self.timeout_s)
         with self._lock:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="lockstep-watchdog", daemon=True)
@@ -50,7 +50,7 @@ class Watchdog:
         try:
             yield
         except Exception as error:
-            self._say_failed(what, error)
+            self._say_failed(launch, error)
             raise
         finally:
             self._watched = outer
@@ -81,31 +81,31 @@ class Watchdog:
                     self._thread = None  # idle: the next watch starts a new one
                     return
 
-    def _say_failed(self, what: str, error: Exception) -> None:
+    def _say_failed(self, launch: str, error: Exception) -> None:
         """Tell the others that this process is not in a launch: where they are, they wait for it in vain."""
         hosts = self._hosts
         if hosts.count > 1:
             with contextlib.suppress(HostError, TimeoutError):
-                words = [hosts.index, what, hosts.ledger.count, error_text(error)]
+                words = [hosts.index, launch, hosts.ledger.count, error_text(error)]
                 hosts.client.set(FAILED_LAUNCH, json.dumps(words).encode())
 
-    def _end_if_failed(self, what: str) -> None:
+    def _end_if_failed(self, launch: str) -> None:
         """End this process where another one has failed in the launch that this one has been in for a while."""
         hosts = self._hosts
         with contextlib.suppress(HostError, TimeoutError, ValueError, TypeError, RecursionError):
             process, failed, count, text = typed(
                 tuple[int, str, int, str], json.loads(hosts.client.peek(FAILED_LAUNCH) or b"")
             )
-            if (failed, count) == (what, hosts.ledger.count):
-                reason = f"in {what!r}, in which process {process} failed by itself: {printable(text)}"
+            if (failed, count) == (launch, hosts.ledger.count):
+                reason = f"in {launch!r}, in which process {process} failed by itself: {printable(text)}"
                 print_to_stderr(f"lockstep: process {hosts.index} ends: it waits {reason}")
                 announce_exit(hosts.client, reason)
                 end_process(PEER_FAILED)
 
-    def _report(self, what: str) -> int:
+    def _report(self, launch: str) -> int:
         """Say what was waited for, and return the exit code."""
         hosts, codes = self._hosts, [WATCHDOG]
-        text = f"{what!r} on process {hosts.index} of {hosts.count} did not end within {self.timeout_s:g} s"
+        text = f"{launch!r} on process {hosts.index} of {hosts.count} did not end within {self.timeout_s:g} s"
         stream = sys.__stderr__ or sys.stderr
         peers: dict[int, PeerHeartbeat] = {}
         self._call_with_deadline(lambda: peers.update(heartbeats(hosts.client)))

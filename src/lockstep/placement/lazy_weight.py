@@ -237,7 +237,7 @@ def sharding_text(sharding: Sharding | None) -> str:
 
 def axis_groups(side: str) -> list[tuple[str, ...]]:
     """The axes of an array in a pattern, each as the names that are in it."""
-    return [tuple(found.strip("()").split()) for found in re.findall(r"\([^)]*\)|\S+", side)]
+    return [tuple(group.strip("()").split()) for group in re.findall(r"\([^)]*\)|\S+", side)]
 
 
 def _axis_sizes(pattern: str, group: tuple[str, ...], whole: int, picks: Mapping[str, Pick]) -> dict[str, int]:
@@ -265,15 +265,15 @@ def _axis_sizes(pattern: str, group: tuple[str, ...], whole: int, picks: Mapping
     return sizes
 
 
-def _taken(pattern: str, name: str, size: int, wanted: bool, pick: Pick) -> int | tuple[int, int] | None:
+def _taken(pattern: str, name: str, size: int, is_kept: bool, pick: Pick) -> int | tuple[int, int] | None:
     """The part of an axis that the weight takes: an index, or the first and the one after the last; None for all."""
     if isinstance(pick, slice):
         first, end = pick.start or 0, size if pick.stop is None else pick.stop
-        if wanted and pick.step in (None, 1) and 0 <= first < end <= size:
+        if is_kept and pick.step in (None, 1) and 0 <= first < end <= size:
             return first, end
-    elif wanted and isinstance(pick, int):
+    elif is_kept and isinstance(pick, int):
         return None
-    elif not wanted and 0 <= (index := pick[0] if isinstance(pick, tuple) else pick) < size:
+    elif not is_kept and 0 <= (index := pick[0] if isinstance(pick, tuple) else pick) < size:
         return index
     raise ConfigError(
         f"the pattern {pattern!r} cannot take {name}={pick} of an axis of {size}. Of a wanted axis give a slice inside "
@@ -343,10 +343,10 @@ def block_sources(weights: PyTree) -> PyTree:
     def structs(leaf: Any) -> tuple[Any, ...]:
         if not isinstance(leaf, LazyWeight):
             return (struct_of(leaf),)
-        wanted = leaf.blocks or (None,) * len(leaf.parts)
+        shardings = leaf.blocks or (None,) * len(leaf.parts)
         return tuple(
-            jax.tree.map(lambda array, other=other: struct_of(array, other), part)
-            for part, other in zip(leaf.parts, wanted, strict=True)
+            jax.tree.map(lambda array, sharding=sharding: struct_of(array, sharding), part)
+            for part, sharding in zip(leaf.parts, shardings, strict=True)
         )
 
     return jax.tree.map(structs, weights)

@@ -51,15 +51,15 @@ class LeafLayout:
             return block
         tensor, dim, spec = self.decode_mesh.tensor_axes, self.tensor_dim, list(self.spec)
         if dim is not None and tensor and not spec[dim] and block.shape[dim] % self.decode_mesh.tensor == 0:
-            for other, axes in enumerate(spec):
+            for axis, axes in enumerate(spec):
                 if axes[-len(tensor) :] == tensor:
                     # The replica's devices swap: each gives up a part of `other` for its part of the tensor axis.
-                    block = jax.lax.all_to_all(block, tensor, split_axis=dim, concat_axis=other, tiled=True)
-                    spec[other], spec[dim] = axes[: -len(tensor)], tensor
+                    block = jax.lax.all_to_all(block, tensor, split_axis=dim, concat_axis=axis, tiled=True)
+                    spec[axis], spec[dim] = axes[: -len(tensor)], tensor
                     break
-        for other, axes in enumerate(spec):
-            if axes and not (other == dim and axes == tensor):
-                block = jax.lax.all_gather(block, axes, axis=other, tiled=True)
+        for axis, axes in enumerate(spec):
+            if axes and not (axis == dim and axes == tensor):
+                block = jax.lax.all_gather(block, axes, axis=axis, tiled=True)
         if dim is not None and tensor and spec[dim] != tensor:
             block = _own_part(block, dim, tensor, self.decode_mesh.tensor)
         return block if dim is None else _padded(block, dim, -block.shape[dim] % self.lanes)

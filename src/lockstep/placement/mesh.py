@@ -72,8 +72,8 @@ def make_mesh(mesh_shape: str = "auto", devices: Sequence[jax.Device] | None = N
     Raises:
         ConfigError: the shape cannot be read, or does not fit the number of devices; slices differ in size.
     """
-    given = jax.devices() if devices is None else devices
-    ordered = sorted(given, key=lambda d: (slice_index(d), d.process_index, d.id))
+    unordered = jax.devices() if devices is None else devices
+    ordered = sorted(unordered, key=lambda d: (slice_index(d), d.process_index, d.id))
     if not ordered:
         raise ConfigError("make_mesh was given an empty list of devices; a mesh needs at least 1. Pass devices=None.")
     slices = Counter(map(slice_index, ordered))
@@ -121,19 +121,19 @@ def _read_sizes(mesh_shape: str, n_devices: int, slices: int) -> dict[str, int]:
     parts = [part.strip().partition("=") for part in mesh_shape.split(",")]
     names = [name for name, equals, _ in parts if equals]
     try:
-        given = [int(size if equals else name) for name, equals, size in parts]
+        numbers = [int(size if equals else name) for name, equals, size in parts]
     except ValueError:
         raise ConfigError(f"mesh_shape is {mesh_shape!r}, which is not a mesh shape. {_USAGE}") from None
     if names and (len(names) < len(parts) or len({*names}) < len(names) or not {*names} <= {*MESH_AXES, PP, CP}):
         raise ConfigError(f"mesh_shape is {mesh_shape!r}, which does not name each size once. {_USAGE}")
-    if not names and len(given) != 3:
-        raise ConfigError(f"mesh_shape is {mesh_shape!r}: {len(given)} sizes where 3 are needed. {_USAGE}")
-    if any(size < 1 and size != -1 for size in given) or given.count(-1) > 1:
+    if not names and len(numbers) != 3:
+        raise ConfigError(f"mesh_shape is {mesh_shape!r}: {len(numbers)} sizes where 3 are needed. {_USAGE}")
+    if any(size < 1 and size != -1 for size in numbers) or numbers.count(-1) > 1:
         raise ConfigError(
             f"mesh_shape is {mesh_shape!r}: sizes must be at least 1, and at most one may be -1. {_USAGE}"
         )
-    sizes = {PP: 1, "dp": 1, "fsdp": 1, CP: 1, "tp": 1, **dict(zip(names or MESH_AXES, given, strict=True))}
-    known = math.prod(size for size in given if size != -1)
+    sizes = {PP: 1, "dp": 1, "fsdp": 1, CP: 1, "tp": 1, **dict(zip(names or MESH_AXES, numbers, strict=True))}
+    known = math.prod(size for size in numbers if size != -1)
     sizes = {name: n_devices // known if size == -1 else size for name, size in sizes.items()}
     if math.prod(sizes.values()) != n_devices:
         place = "" if slices == 1 else f" in each of the {slices} slices, over which parameters are not split"

@@ -58,20 +58,20 @@ def on_one_mesh(weights: PyTree) -> PyTree:
             return _moved(on_mesh, mesh, stacked) if _needs_move(on_mesh, mesh) else on_mesh
         first = [part[0] if leaf.by_layer else part for part in leaf.parts]
         blocks = leaf.blocks or (None,) * len(first)
-        wanted = [seen(block, part.shape) for block, part in zip(blocks, first, strict=True)]
+        placed_blocks = [seen(block, part.shape) for block, part in zip(blocks, first, strict=True)]
         parts = jax.tree.map(array_on_mesh, leaf.parts)
         for at, part in enumerate(parts):
-            if wanted[at] is None and any(_needs_move(array, mesh) for array in jax.tree.leaves(part)):
-                wanted[at] = spread(
+            if placed_blocks[at] is None and any(_needs_move(array, mesh) for array in jax.tree.leaves(part)):
+                placed_blocks[at] = spread(
                     first[at].shape, mesh, layer=leaf.layer_axis if leaf.stacked and not leaf.by_layer else None
                 )
         sharding = seen(leaf.sharding, leaf.shape)
-        if not _is_on(sharding, mesh) and any(block is not None for block in wanted):
+        if not _is_on(sharding, mesh) and any(block is not None for block in placed_blocks):
             sharding = NamedSharding(mesh, PartitionSpec())
-        same = sharding is leaf.sharding and all(a is b for a, b in zip(wanted, blocks, strict=True))
+        same = sharding is leaf.sharding and all(a is b for a, b in zip(placed_blocks, blocks, strict=True))
         if same and all(a is b for a, b in zip(*map(jax.tree.leaves, (parts, leaf.parts)), strict=True)):
             return leaf
-        made = tuple(wanted) if any(block is not None for block in wanted) else ()
+        made = tuple(placed_blocks) if any(block is not None for block in placed_blocks) else ()
         return dataclasses.replace(leaf, parts=parts, sharding=sharding, blocks=made)
 
     on_mesh = jax.tree_util.tree_map_with_path(weight, weights)

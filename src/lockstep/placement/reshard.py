@@ -141,8 +141,8 @@ def _layer_by_layer(make: Callable[..., Any], stacked: Any, *trees: Any, stages:
     }
 
     def made(count: int, axes: tuple[str, ...]) -> dict[str, Any]:
-        others = {name: None for name in names if kinds[name] != (count, axes)}
-        part, *rest = (dataclasses.replace(tree, **others) for tree in (stacked, *trees))
+        absent = {name: None for name in names if kinds[name] != (count, axes)}
+        part, *rest = (dataclasses.replace(tree, **absent) for tree in (stacked, *trees))
 
         def make_all(layers: Any) -> Any:
             return jax.lax.scan(lambda _, layer: (None, make(*rest, layer)), None, layers)[1]
@@ -155,15 +155,15 @@ def _layer_by_layer(make: Callable[..., Any], stacked: Any, *trees: Any, stages:
 
         if axes:
             shapes = jax.eval_shape(of_stages, 0)
-            out = jax.tree.map(lambda one: jnp.zeros((len(one), count, *one.shape[1:]), one.dtype), shapes)
+            out = jax.tree.map(lambda shape: jnp.zeros((len(shape), count, *shape.shape[1:]), shape.dtype), shapes)
             out = jax.lax.fori_loop(0, count, add, out)
             done = jax.tree.map(lambda array: array.reshape(-1, *array.shape[2:]), out)
         else:
             done = make_all(part)
         return {name: getattr(done, name) for name in names if kinds[name] == (count, axes)}
 
-    found = [made(*kind) for kind in sorted(set(kinds.values()))]
-    return dataclasses.replace(stacked, **dict(itertools.chain(*(each.items() for each in found))))
+    stacks = [made(*kind) for kind in sorted(set(kinds.values()))]
+    return dataclasses.replace(stacked, **dict(itertools.chain(*(weights.items() for weights in stacks))))
 
 
 type Gathers = tuple[tuple[int, tuple[str, ...]], ...]
@@ -255,13 +255,13 @@ def read_by_pieces(layout: LeafLayout, block: jax.Array, dtype: jnp.dtype) -> ja
     rows = block.shape[0] // own
     count = next((n for n in range(pieces, rows) if rows % n == 0), rows)  # a row at a time where there are too few
     size = rows // count
-    others = whole.shape[0] // rows
+    blocks = whole.shape[0] // rows
 
     def move(index: jax.Array, out: jax.Array) -> jax.Array:
         taken = [jax.lax.dynamic_slice_in_dim(block, part * rows + index * size, size) for part in range(own)]
         piece = layout.read(cast(jnp.concatenate(taken) if own > 1 else taken[0], dtype))
-        placed = piece.reshape(others, size, *whole.shape[1:])
+        placed = piece.reshape(blocks, size, *whole.shape[1:])
         return jax.lax.dynamic_update_slice_in_dim(out, placed, index * size, axis=1)
 
-    out = jnp.zeros((others, rows, *whole.shape[1:]), whole.dtype)
+    out = jnp.zeros((blocks, rows, *whole.shape[1:]), whole.dtype)
     return jax.lax.fori_loop(0, count, move, out).reshape(whole.shape)

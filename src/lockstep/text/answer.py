@@ -87,6 +87,6 @@ def _split_channels(text: str, opened: str | None) -> Answer:
     whole = text if opened is None else f"{CHANNEL}{opened}{MESSAGE}{text}"
     messages = [(message["channel"], message["body"]) for message in _MESSAGE.finditer(whole)]
     finals = [body for channel, body in messages if channel == _FINAL]
-    others = [body.strip() for channel, body in messages if channel != _FINAL]
-    reasoning = "\n".join(body for body in [*others, *finals[:-1]] if body)
+    thoughts = [body.strip() for channel, body in messages if channel != _FINAL]
+    reasoning = "\n".join(body for body in [*thoughts, *finals[:-1]] if body)
     return Answer(text=text, reasoning=reasoning or None, content=finals[-1] if finals else "")

@@ -196,8 +196,8 @@ def _files_on_hub(name: str) -> dict[str, bytes]:
     except Exception:
         _from_place(name, None)  # says what is wrong with the name
         raise
-    found = [file for file in place.rglob("*") if file.is_file() and file.name.endswith(_SUFFIXES)]
-    files = {file.relative_to(place).as_posix(): read_small(file, TOKENIZER_BYTES) for file in found}
+    paths = [file for file in place.rglob("*") if file.is_file() and file.name.endswith(_SUFFIXES)]
+    files = {file.relative_to(place).as_posix(): read_small(file, TOKENIZER_BYTES) for file in paths}
     if ENDING_FILES[0] not in files and (settings := hub_generation_config(name)):
         files[ENDING_FILES[0]] = json.dumps(settings).encode()
     return files
@@ -279,9 +279,9 @@ def _restore_added_tokens(tokenizer: "PreTrainedTokenizerFast", file: str) -> No
 
     loaded = tokenizer.added_tokens_decoder
     stored = json.loads(read_small(file, TOKENIZER_BYTES)).get("added_tokens") or []
-    own = {each.pop("id"): AddedToken(**each) for each in stored}
+    own = {settings.pop("id"): AddedToken(**settings) for settings in stored}
     tokenizer.backend_tokenizer.add_tokens(
-        [each for number, each in own.items() if repr(loaded.get(number)) != repr(each)]
+        [token for number, token in own.items() if repr(loaded.get(number)) != repr(token)]
     )
 
 
@@ -294,8 +294,8 @@ def _tokens_of_class(place: str, settings: Mapping[str, Any]) -> dict[str, str]:
     if name is None:
         model, _ = PreTrainedConfig.get_config_dict(place, _raise_exceptions_for_missing_entries=False)
         name = model.get("tokenizer_class") or TOKENIZER_MAPPING_NAMES.get(model.get("model_type", ""))
-    found = tokenizer_class_from_name(name) if name else None
-    parameters = inspect.signature(found.__init__).parameters if found else {}
+    tokenizer_class = tokenizer_class_from_name(name) if name else None
+    parameters = inspect.signature(tokenizer_class.__init__).parameters if tokenizer_class else {}
     defaults = {token: parameters[token].default for token in _SPECIAL_TOKENS if token in parameters}
     return {token: str(text) for token, text in defaults.items() if text and text is not inspect.Parameter.empty}
 

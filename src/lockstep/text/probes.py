@@ -59,12 +59,12 @@ def check_against_file(tokenizer: "PreTrainedTokenizerFast", file: str) -> None:
     _compare(file, ids, tokenizer.backend_tokenizer.decode_batch(ids), own.decode_batch(ids), "text")
 
 
-def _compare(file: str, given: Sequence[Any], loaded: Sequence[Any], expected: Sequence[Any], what: str) -> None:
-    differences = [parts for parts in zip(given, loaded, expected, strict=True) if parts[1] != parts[2]]
+def _compare(file: str, probes: Sequence[Any], loaded: Sequence[Any], expected: Sequence[Any], kind: str) -> None:
+    differences = [parts for parts in zip(probes, loaded, expected, strict=True) if parts[1] != parts[2]]
     if differences:
-        probe, other, own = differences[0]
+        probe, result, own = differences[0]
         raise ConfigError(
-            f"{file}: transformers reads it otherwise than it says: {len(differences)} of {len(given)} probes have "
-            f"other {what}, first {probe!r:.80}: {other!r:.80} in the place of {own!r:.80}. Use another version of "
+            f"{file}: transformers reads it otherwise than it says: {len(differences)} of {len(probes)} probes have "
+            f"other {kind}, first {probe!r:.80}: {result!r:.80} in the place of {own!r:.80}. Use another version of "
             "transformers, or correct tokenizer_config.json."
         )

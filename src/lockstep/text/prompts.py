@@ -387,8 +387,8 @@ def _read_lines(path: str, max_line_bytes: int) -> Iterator[str]:
         raise PromptError(f"prompt file {path!r} could not be read ({type(error).__name__}: {error}).") from error
 
 
-def _too_long(place: str, max_bytes: int, what: str) -> PromptError:
-    return PromptError(f"{place} has more than {max_bytes:,} bytes (max_line_bytes). Raise that, or cut the {what}.")
+def _too_long(place: str, max_bytes: int, item: str) -> PromptError:
+    return PromptError(f"{place} has more than {max_bytes:,} bytes (max_line_bytes). Raise that, or cut the {item}.")
 
 
 def _decoded(line: bytes, place: str) -> str:

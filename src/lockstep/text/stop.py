@@ -45,9 +45,9 @@ class StopFinder:
         for stop in stops:
             for name, token in self._special.items():
                 if name in stop:
-                    which = "is" if name == stop else f"has {name!r}, which is"
+                    relation = "is" if name == stop else f"has {name!r}, which is"
                     raise ConfigError(
-                        f"stop has {stop!r}, which {which} a special token of the tokenizer and never part of the "
+                        f"stop has {stop!r}, which {relation} a special token of the tokenizer and never part of the "
                         f"text. Put its id, {token}, in stop_token_ids."
                     )
 

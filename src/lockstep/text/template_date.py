@@ -102,5 +102,7 @@ def date_options(tokenizer: Any) -> Mapping[str, Any]:
     if not (seen := date_seen(tokenizer)):
         return {}
     date = datetime.date.fromisoformat(seen)
-    values = {f"%{flag}{each}": date.strftime(f"%{flag}{each}") for flag in ("", "-") for each in _DIRECTIVES}
+    values = {
+        f"%{flag}{directive}": date.strftime(f"%{flag}{directive}") for flag in ("", "-") for directive in _DIRECTIVES
+    }
     return {"chat_template": _MACRO + tokenizer.get_chat_template(), "lockstep_date": values}

@@ -106,8 +106,8 @@ def special_tokens(tokenizer: "PreTrainedTokenizerBase") -> dict[str, int]:
     markers = part_markers(tokenizer).values()
     named: dict[str, Any] = dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
     added: dict[int, Any] = getattr(tokenizer, "added_tokens_decoder", {})
-    found = named | {str(token): number for number, token in added.items() if token.special}
-    return {text: int(token) for text, token in found.items() if text and token is not None and text not in markers}
+    texts = named | {str(token): number for number, token in added.items() if token.special}
+    return {text: int(token) for text, token in texts.items() if text and token is not None and text not in markers}
 
 
 def write_tokenizer(tokenizer: Any, directory: str | os.PathLike[str]) -> None:

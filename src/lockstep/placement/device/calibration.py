@@ -51,21 +51,21 @@ def calibrated(chip: Chip, path: str | None) -> Chip:
     """
     if path is None:
         return chip
-    found = _read(path)
-    if found["chip"] != chip.name:
+    content = _read(path)
+    if content["chip"] != chip.name:
         raise ConfigError(
-            f"the calibration {path} was measured on {found['chip']}, and the devices are {chip.name}. Give a file "
+            f"the calibration {path} was measured on {content['chip']}, and the devices are {chip.name}. Give a file "
             f"that was measured on {chip.name}, or none to use the published numbers."
         )
-    links: dict[str, Any] = {name: found[name] for name in _LINKS if name in found}
+    links: dict[str, Any] = {name: content[name] for name in _LINKS if name in content}
     if chip.network == chip.link and "link" in links:
         links = {"network": links["link"]} | links
-    values: dict[str, Any] = {name: float(found[name]) for name in _NUMBERS if name in found}
+    values: dict[str, Any] = {name: float(content[name]) for name in _NUMBERS if name in content}
     values |= {name: dataclasses.replace(getattr(chip, name), **numbers) for name, numbers in links.items()}
     return dataclasses.replace(
         chip,
         **values,
-        source=f"measured {found['measured']} ({path}); what is not in that file: {chip.source}",
+        source=f"measured {content['measured']} ({path}); what is not in that file: {chip.source}",
     )
 
 
@@ -80,10 +80,10 @@ def save_calibration(path: str | os.PathLike[str], **content: Any) -> None:
         ConfigError: The content cannot be used, or the file cannot be written.
     """
     target = Path(path)
-    _check(f"the calibration {target}", found := {"lockstep_calibration": FORMAT} | content)
+    _check(f"the calibration {target}", checked := {"lockstep_calibration": FORMAT} | content)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        write_file(target, json.dumps(found, indent=2) + "\n")  # every process may write it
+        write_file(target, json.dumps(checked, indent=2) + "\n")  # every process may write it
     except OSError as error:
         raise ConfigError(f"the calibration {target} cannot be written: {error}. Choose another file.") from error
 
@@ -97,45 +97,45 @@ def _read(path: str) -> dict[str, Any]:
             f"the calibration {path} cannot be read: {error}. Give a file that every host has, or none to use the "
             "published numbers."
         ) from error
-    found = parse_json(text, f"the calibration {path}", dict, "Write it again.")
-    _check(f"the calibration {path}", found)
-    return found
+    content = parse_json(text, f"the calibration {path}", dict, "Write it again.")
+    _check(f"the calibration {path}", content)
+    return content
 
 
-def _check(where: str, found: Any) -> None:
+def _check(where: str, content: Any) -> None:
     """Refuse a content that cannot be used."""
-    if not isinstance(found, dict) or found.get("lockstep_calibration") != FORMAT:
-        given = found.get("lockstep_calibration") if isinstance(found, dict) else None
+    if not isinstance(content, dict) or content.get("lockstep_calibration") != FORMAT:
+        version = content.get("lockstep_calibration") if isinstance(content, dict) else None
         raise ConfigError(
-            f"{where} has lockstep_calibration {given!r}; this version reads {FORMAT}. Write it again with this "
+            f"{where} has lockstep_calibration {version!r}; this version reads {FORMAT}. Write it again with this "
             "version."
         )
-    _check_keys(where, found, (*_HEAD, *_NUMBERS, *_LINKS))
+    _check_keys(where, content, (*_HEAD, *_NUMBERS, *_LINKS))
     for name in ("chip", "measured"):
-        if not isinstance(found.get(name), str) or not found[name]:
-            raise ConfigError(f"{where} has {name} {found.get(name)!r}; it must be a text. Say {_HELP[name]}.")
-    if found["chip"] not in names_of_chips():
-        raise ConfigError(f"{where} has chip {found['chip']!r}; it must be one of {', '.join(names_of_chips())}.")
+        if not isinstance(content.get(name), str) or not content[name]:
+            raise ConfigError(f"{where} has {name} {content.get(name)!r}; it must be a text. Say {_HELP[name]}.")
+    if content["chip"] not in names_of_chips():
+        raise ConfigError(f"{where} has chip {content['chip']!r}; it must be one of {', '.join(names_of_chips())}.")
     for name in _NUMBERS:
-        if name in found:
-            _check_number(f"{where}: {name}", found[name], above=True)
+        if name in content:
+            _check_number(f"{where}: {name}", content[name], above=True)
     for name in _LINKS:
-        if name not in found:
+        if name not in content:
             continue
-        if not isinstance(found[name], dict):
+        if not isinstance(content[name], dict):
             raise ConfigError(
-                f"{where}: {name} is {found[name]!r}; it must be an object with {_either(_LINK_NUMBERS)}."
+                f"{where}: {name} is {content[name]!r}; it must be an object with {_either(_LINK_NUMBERS)}."
             )
-        _check_keys(f"{where}: {name}", found[name], _LINK_NUMBERS)
-        for entry, value in found[name].items():
+        _check_keys(f"{where}: {name}", content[name], _LINK_NUMBERS)
+        for entry, value in content[name].items():
             _check_number(f"{where}: {name}.{entry}", value, above=entry == "bandwidth")
 
 
 _HELP: Final = {"chip": "what was measured, such as TPU v5p", "measured": "when and on what"}
 
 
-def _check_keys(where: str, found: Mapping[str, Any], known: tuple[str, ...]) -> None:
-    unknown = [name for name in found if name not in known]
+def _check_keys(where: str, content: Mapping[str, Any], known: tuple[str, ...]) -> None:
+    unknown = [name for name in content if name not in known]
     if unknown:
         raise ConfigError(f"{where} has {unknown[0]!r}, which is not known. It may have {_either(known)}.")
 

@@ -169,23 +169,24 @@ def slice_index(device: jax.Device) -> int:
     """
     if device.platform == "tpu":
         return getattr(device, "slice_index", 0)
-    given = os.environ.get(SLICES_VARIABLE) or "1"
-    return 0 if given == "1" else _simulated_slices(given)[device]
+    slices = os.environ.get(SLICES_VARIABLE) or "1"
+    return 0 if slices == "1" else _simulated_slices(slices)[device]
 
 
 @functools.cache
-def _simulated_slices(given: str) -> dict[jax.Device, int]:
+def _simulated_slices(slices: str) -> dict[jax.Device, int]:
     devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
-    if not given.isdecimal() or int(given) < 1 or len(devices) % int(given):
+    if not slices.isdecimal() or int(slices) < 1 or len(devices) % int(slices):
         raise ConfigError(
-            f"{SLICES_VARIABLE} is {given!r}, but the job has {len(devices)} devices. Set it to a divisor, or unset it."
+            f"{SLICES_VARIABLE} is {slices!r}, but the job has {len(devices)} devices. Set it to a divisor, or "
+            "unset it."
         )
-    return {device: place * int(given) // len(devices) for place, device in enumerate(devices)}
+    return {device: place * int(slices) // len(devices) for place, device in enumerate(devices)}
 
 
 def on_one_chip(devices: Sequence[jax.Device]) -> bool:
     """Whether several devices are the cores of one chip, as on TPU7x."""
-    places = {(getattr(each, "slice_index", 0), *(getattr(each, "coords", None) or ())) for each in devices}
+    places = {(getattr(device, "slice_index", 0), *(getattr(device, "coords", None) or ())) for device in devices}
     return len(devices) > 1 and len(places) == 1 and hasattr(devices[0], "coords")
 
 

@@ -88,8 +88,8 @@ def explain(name: str, mesh: Mapping[str, int], error: Exception) -> CompilerErr
 def _sizes(patterns: tuple[re.Pattern[str], ...], text: str) -> tuple[int, int]:
     """The needed and the available bytes that a message names; zeros where it names none."""
     for pattern in patterns:
-        if found := pattern.search(text):
-            first, first_unit, second, second_unit = found.groups()
+        if match := pattern.search(text):
+            first, first_unit, second, second_unit = match.groups()
             return int(float(first) * _UNITS[first_unit]), int(float(second) * _UNITS[second_unit])
     return 0, 0
 

@@ -69,8 +69,8 @@ def elementwise(function: Callable[[Array], Array], x: Array) -> Array:
     whole vector they are those of other polynomials, which differ in up to a fifth of all numbers.
     """
     rows = jnp.pad(x.reshape(-1), (0, -x.size % _WIDTH)).reshape(-1, _WIDTH)
-    found = jnp.asarray(barrier(function(barrier(rows))))
-    return found.reshape(-1)[: x.size].reshape(x.shape)
+    values = jnp.asarray(barrier(function(barrier(rows))))
+    return values.reshape(-1)[: x.size].reshape(x.shape)
 
 
 def tree_sum(x: Float[Array, "... width"]) -> Float[Array, "..."]:
@@ -125,14 +125,14 @@ def tile_of(rows: int, dtype: Any, platform: str) -> int:
 
 
 def _even(rows: int, multiple: int, most: int) -> int:
-    each = -(-rows // -(-rows // most))
-    return -(-each // multiple) * multiple if each > TILE else TILE
+    tile = -(-rows // -(-rows // most))
+    return -(-tile // multiple) * multiple if tile > TILE else TILE
 
 
 def by_platform(cpu: Callable[[], Array], default: Callable[[], Array]) -> Array:
     """Return the result of one of two functions: that of the platform that the program is compiled for."""
-    found: Array = jax.lax.platform_dependent(cpu=cpu, default=default)
-    return found
+    result: Array = jax.lax.platform_dependent(cpu=cpu, default=default)
+    return result
 
 
 def by_tile(compute: Callable[[int], Array], rows: int, dtype: Any, terms: int | None = None) -> Array:
@@ -176,12 +176,12 @@ def product(
         second = (0, max(0, TILE - count))
         rows, weight = jnp.pad(rows, ((0, 0), more)), jnp.pad(weight, (second, more) if transposed else (more, second))
         rows, weight = barrier((rows, weight))
-        found = jax.lax.dot_general(
+        total = jax.lax.dot_general(
             rows, weight, axes, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32
         )
-        return found[:, :count]
+        return total[:, :count]
 
-    def one(rows: Array) -> Array:
+    def multiply(rows: Array) -> Array:
         if inner > 1:
             pairs = zip(jnp.split(rows, inner, axis=1), jnp.split(weight, inner), strict=True)
             return add_blocks(jnp.stack([whole(*pair) for pair in pairs]))
@@ -189,19 +189,19 @@ def product(
         return barrier(jnp.concatenate([whole(rows, part) for part in parts], axis=1))
 
     def by(tile: int) -> Array:
-        return _map_tiles(one, rows, tile)
+        return _map_tiles(multiply, rows, tile)
 
     if weight.dtype == jnp.float32 and _ADDS_IN_TURN and not transposed:
-        found = by_platform(lambda: _in_turn(rows, weight, inner), lambda: by(TILE))
+        total = by_platform(lambda: _in_turn(rows, weight, inner), lambda: by(TILE))
     else:
-        found = by_tile(by, len(rows), x.dtype)
-    return found.reshape(*x.shape[:-1], -1)
+        total = by_tile(by, len(rows), x.dtype)
+    return total.reshape(*x.shape[:-1], -1)
 
 
-def _map_tiles(one: Callable[[Array], Array], rows: Array, tile: int) -> Array:
+def _map_tiles(multiply: Callable[[Array], Array], rows: Array, tile: int) -> Array:
     padded = jnp.pad(rows, ((0, -len(rows) % tile), (0, 0))).reshape(-1, tile, rows.shape[1])
-    found = one(padded[0]) if len(padded) == 1 else jax.lax.map(one, padded)
-    return found.reshape(-1, found.shape[-1])[: len(rows)]
+    result = multiply(padded[0]) if len(padded) == 1 else jax.lax.map(multiply, padded)
+    return result.reshape(-1, result.shape[-1])[: len(rows)]
 
 
 def _in_turn(rows: Float[Array, "row inputs"], weight: Float[Array, "inputs columns"], inner: int) -> Array:
@@ -216,23 +216,23 @@ def _in_turn(rows: Float[Array, "row inputs"], weight: Float[Array, "inputs colu
     than 50 rows; for fewer it splits sums by the number of columns that a thread has.
     """
     columns, width = weight.shape[1], weight.shape[0] // inner
-    many = _WIDE and len(rows) > _FEW
+    is_wide = _WIDE and len(rows) > _FEW
     least = -(-width // IN_TURN)
-    parts = next((each for each in range(least, 2 * least) if width % each == 0), least)
+    parts = next((number for number in range(least, 2 * least) if width % number == 0), least)
     rest = (0, -width % parts)
-    more = (0, -columns % (COLUMNS if many else TILE))
+    more = (0, -columns % (COLUMNS if is_wide else TILE))
     weight = jnp.pad(weight.reshape(inner, width, columns), ((0, 0), rest, more))
     weight = barrier(weight.reshape(inner * parts, -1, weight.shape[2]))
 
-    def one(rows: Array) -> Array:
+    def multiply(rows: Array) -> Array:
         split = jnp.pad(rows.reshape(-1, inner, width), ((0, 0), (0, 0), rest)).reshape(-1, *weight.shape[:2])
-        split = barrier(split.transpose((1, 0, 2) if many else (1, 2, 0)))
-        axes = (((2 if many else 1,), (1,)), ((0,), (0,)))
-        found = barrier(jax.lax.dot_general(split, weight, axes, precision=jax.lax.Precision.HIGHEST))
-        by_block = found.reshape(inner, parts, *found.shape[1:])
+        split = barrier(split.transpose((1, 0, 2) if is_wide else (1, 2, 0)))
+        axes = (((2 if is_wide else 1,), (1,)), ((0,), (0,)))
+        sums = barrier(jax.lax.dot_general(split, weight, axes, precision=jax.lax.Precision.HIGHEST))
+        by_block = sums.reshape(inner, parts, *sums.shape[1:])
         return add_blocks(functools.reduce(operator.add, [by_block[:, part] for part in range(parts)]))
 
-    return _map_tiles(one, rows, tile_of(len(rows), weight.dtype, "cpu"))[:, :columns]
+    return _map_tiles(multiply, rows, tile_of(len(rows), weight.dtype, "cpu"))[:, :columns]
 
 
 def low_rank_product(a: Float[Array, "row rank"], b: Float[Array, "rank column"]) -> Float[Array, "row column"]:
@@ -260,5 +260,5 @@ def low_rank_product(a: Float[Array, "row rank"], b: Float[Array, "rank column"]
     mesh: Any = jax.sharding.get_abstract_mesh()
     if not mesh.empty and mesh.are_all_axes_auto:  # XLA would split the product over the devices
         compute = jax.shard_map(compute, mesh=mesh, in_specs=jax.P(), out_specs=jax.P(), check_vma=False)
-    found: Array = jax.custom_batching.sequential_vmap(compute)(a, b)
-    return found
+    result: Array = jax.custom_batching.sequential_vmap(compute)(a, b)
+    return result

@@ -38,8 +38,8 @@ def torn_entries_removed(program: str) -> Iterator[None]:
             warnings.filterwarnings("always", message=_MESSAGE)
             yield
     finally:
-        for one in caught:
-            if str(one.message).startswith(_MESSAGE) and (removed := remove_torn_entries(program)):
+        for warning in caught:
+            if str(warning.message).startswith(_MESSAGE) and (removed := remove_torn_entries(program)):
                 log.warning(
                     "the compilation cache had half an entry of %s, as a process that is killed leaves it: compiled "
                     "again, and removed %s",
@@ -47,7 +47,9 @@ def torn_entries_removed(program: str) -> Iterator[None]:
                     ", ".join(map(str, removed)),
                 )
             else:
-                warnings.showwarning(one.message, one.category, one.filename, one.lineno, one.file, one.line)
+                warnings.showwarning(
+                    warning.message, warning.category, warning.filename, warning.lineno, warning.file, warning.line
+                )
 
 
 def remove_torn_entries(program: str) -> list[Path]:

@@ -81,9 +81,9 @@ def read_arrays(
 
     restore_args = {
         name: ocp.type_handlers.ArrayRestoreArgs(
-            restore_type=jax.Array, sharding=one.sharding, dtype=one.dtype, global_shape=one.shape
+            restore_type=jax.Array, sharding=struct.sharding, dtype=struct.dtype, global_shape=struct.shape
         )
-        for name, one in structs.items()
+        for name, struct in structs.items()
     }
     args = ocp.args.PyTreeRestore(item=dict.fromkeys(structs, 0), restore_args=restore_args, partial_restore=True)
     store = _Store(directory, checked=tree_digest is not None)

@@ -117,12 +117,12 @@ class CheckpointDirectory:
         """
         file = self.of(step) / METADATA
         try:
-            found = CheckpointMetadata.from_json(read_file(file).decode())
+            metadata = CheckpointMetadata.from_json(read_file(file).decode())
         except (DamagedCheckpointError, UnicodeDecodeError) as error:
             raise DamagedCheckpointError(f"{file} is damaged: {error}") from error
-        if found.tree_digest is None:
+        if metadata.tree_digest is None:
             log.warning("%s is of a version that stored no checksums: a damaged file would not be found", self.of(step))
-        return found
+        return metadata
 
     def of(self, step: int) -> "epath.Path":
         """Return the directory of a checkpoint, as `place` does."""
@@ -178,8 +178,8 @@ class CheckpointDirectory:
     def _found(self) -> list[tuple[int, "epath.Path"]]:
         if not is_there(self.path):
             return []
-        matches = [(re.fullmatch(r"step-(\d+)", each.name), each) for each in self.path.iterdir()]
-        return [(int(match[1]), each) for match, each in matches if match is not None]
+        matches = [(re.fullmatch(r"step-(\d+)", entry.name), entry) for entry in self.path.iterdir()]
+        return [(int(match[1]), entry) for match, entry in matches if match is not None]
 
 
 def is_there(path: "epath.Path") -> bool:
@@ -218,7 +218,7 @@ def named_arrays(tree: PyTree) -> dict[str, Any]:
 
 def shape_texts(arrays: Mapping[str, Any]) -> dict[str, str]:
     """Return type and shape of each array as a text."""
-    return {name: f"{each.dtype}[{','.join(map(str, each.shape))}]" for name, each in arrays.items()}
+    return {name: f"{array.dtype}[{','.join(map(str, array.shape))}]" for name, array in arrays.items()}
 
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> list[str]:

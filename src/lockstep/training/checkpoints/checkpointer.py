@@ -152,9 +152,9 @@ class Checkpointer:
         if not self.wait(at_most_s=math.inf if is_last else LATE_S):
             return
         if step == self.last_step:
-            found, self._unfinished = self._unfinished, None
-            if found is not None and found.step == step and hooks_called:
-                self._note_hooks(dataclasses.replace(found, hooks=hooks, hooks_called=True))
+            unfinished, self._unfinished = self._unfinished, None
+            if unfinished is not None and unfinished.step == step and hooks_called:
+                self._note_hooks(dataclasses.replace(unfinished, hooks=hooks, hooks_called=True))
             return
         if (waited_s := time.monotonic() - start) > SLOW_S and self._hosts.is_leader:
             log.warning("training waited %.1f s for the save before this one: raise checkpointer.every", waited_s)

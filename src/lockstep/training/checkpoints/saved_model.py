@@ -184,13 +184,13 @@ class SavedModel:
         base = self.base()
         assert self.adapters is not None, "base has looked"
         try:
-            found = fingerprint(base)
+            digest = fingerprint(base)
         except (ConfigError, OSError) as error:
             raise ConfigError(
                 f"{self.path} has adapters alone, and their base model cannot be read: {error} Put the checkpoint "
                 f"that the run was initialized from at {base} again."
             ) from error
-        if found != self.adapters.fingerprint:
+        if digest != self.adapters.fingerprint:
             raise ConfigError(
                 f"{self.path} has adapters for another base model than the one that is now at {base}. Put the "
                 "checkpoint that the run was initialized from there again."
@@ -244,7 +244,7 @@ class SavedModel:
     def _name(self) -> str:
         """The beginning of the names of its arrays."""
         names = (re.match(r"(opt_state\.(.+\.)?average)\.", name) for name in self.metadata.shapes)
-        return next((found[1] for found in names if found), "model")
+        return next((match[1] for match in names if match), "model")
 
     @property
     def _arrays(self) -> "epath.Path":
@@ -296,10 +296,10 @@ def saved_model(path: str, step: int | None = None, base_model: str | None = Non
     steps = directory.steps()
     step = own if step is None else step
     if not steps or (step is not None and step not in steps):
-        wanted = "training checkpoint" if step is None else f"checkpoint of step {step}"
-        found = f"those of steps {', '.join(map(str, steps))}" if steps else f"no step-N with {METADATA}"
+        sought = "training checkpoint" if step is None else f"checkpoint of step {step}"
+        content = f"those of steps {', '.join(map(str, steps))}" if steps else f"no step-N with {METADATA}"
         raise ConfigError(
-            f"there is no {wanted} in {base}: found {found}. Give a run directory, the directory or URL of its "
+            f"there is no {sought} in {base}: found {content}. Give a run directory, the directory or URL of its "
             "checkpoints, or one of them."
         )
     metadata = directory.metadata(steps[-1] if step is None else step)

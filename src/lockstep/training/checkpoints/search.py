@@ -99,30 +99,30 @@ class CheckpointSearch:
             )
 
     def _newest(self, steps: list[int], resume: str) -> CheckpointMetadata | None:
-        found = None
+        newest = None
         for step in (step for step in reversed(steps) if step not in self.damaged):
             try:
-                found = self.directory.metadata(step)
+                newest = self.directory.metadata(step)
                 break
             except DamagedCheckpointError as error:
                 self.damaged[step] = str(error)
-        passed = [step for step in reversed(steps) if step in self.damaged and (found is None or step > found.step)]
+        passed = [step for step in reversed(steps) if step in self.damaged and (newest is None or step > newest.step)]
         if not passed:
-            return found
+            return newest
         damage = "\n  ".join(f"{self.directory.of(step)}: {self.damaged[step]}" for step in passed)
-        if resume == "must" or found is None:
-            why = "there is no older one" if found is None else "trainer.resume is must"
-            others = "" if found is None else f"use resume: auto to go on from step {found.step}, "
+        if resume == "must" or newest is None:
+            why = "there is no older one" if newest is None else "trainer.resume is must"
+            older = "" if newest is None else f"use resume: auto to go on from step {newest.step}, "
             raise ConfigError(
-                f"the newest checkpoint is damaged, and {why}:\n  {damage}\nBring the files back from a copy, {others}"
+                f"the newest checkpoint is damaged, and {why}:\n  {damage}\nBring the files back from a copy, {older}"
                 "or choose another trainer.run_id for a new run."
             )
         log.warning(
             "the run goes on from step %d and not from a newer checkpoint, which is damaged and stays as it is:\n  %s",
-            found.step,
+            newest.step,
             damage,
         )
-        return found
+        return newest
 
     def check_shared(self, shared: str) -> None:
         """Find out whether this process sees the directory of the leader."""

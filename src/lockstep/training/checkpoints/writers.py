@@ -62,7 +62,7 @@ def share_writing(arrays: Sequence[Any]) -> list[list[Part]]:
     Returns:
         The parts of each array, the same objects for the same shapes: of a large job they take a second to find.
     """
-    return _shared(tuple(_Struct(tuple(each.shape), np.dtype(each.dtype), each.sharding) for each in arrays))
+    return _shared(tuple(_Struct(tuple(array.shape), np.dtype(array.dtype), array.sharding) for array in arrays))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,18 +76,18 @@ class _Struct:
 
 @functools.lru_cache(maxsize=4)
 def _shared(arrays: tuple[_Struct, ...]) -> list[list[Part]]:
-    shards = [(number, *each) for number, array in enumerate(arrays) for each in _shards(array.sharding, array.shape)]
+    shards = [(number, *shard) for number, array in enumerate(arrays) for shard in _shards(array.sharding, array.shape)]
     load = dict.fromkeys(sorted({process for *_, owners in shards for process in owners}), 0)
-    sizes = [int(math.prod(each.sharding.shard_shape(each.shape)) * each.dtype.itemsize) for each in arrays]
+    sizes = [int(math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize) for array in arrays]
     mean = sum(sizes[number] for number, *_ in shards) / max(len(load), 1)
     # What one process alone can write comes first, then the largest: so a greedy choice is a good one.
-    shards.sort(key=lambda each: (len(each[2]) > 1, -sizes[each[0]]))
+    shards.sort(key=lambda shard: (len(shard[2]) > 1, -sizes[shard[0]]))
     parts: list[list[Part]] = [[] for _ in arrays]
     for number, index, owners in shards:
-        wanted = min(len(owners), math.ceil(sizes[number] * PIECES / mean) if mean else 1)
-        for axis, first, last, share in _pieces(arrays[number], wanted):
+        most_parts = min(len(owners), math.ceil(sizes[number] * PIECES / mean) if mean else 1)
+        for axis, first, last, share in _pieces(arrays[number], most_parts):
             nbytes = round(sizes[number] * share)
-            process = min(owners, key=lambda each: load[each])
+            process = min(owners, key=lambda owner: load[owner])
             load[process] += nbytes
             parts[number].append(Part(process=process, shard=index, axis=axis, first=first, last=last, nbytes=nbytes))
     return parts
@@ -119,19 +119,19 @@ def chunk_shape(
     chunk = [1 if axis in single_axes else size for axis, size in enumerate(shard)]
     for axis, size in enumerate(chunk):
         parts = min(size, -(-math.prod(chunk) * itemsize // max_bytes))
-        chunk[axis] = size // next(each for each in range(parts, size + 1) if size % each == 0)
+        chunk[axis] = size // next(divisor for divisor in range(parts, size + 1) if size % divisor == 0)
     return tuple(chunk)
 
 
-def _pieces(array: Any, wanted: int) -> list[tuple[int, int, int, float]]:
+def _pieces(array: Any, most: int) -> list[tuple[int, int, int, float]]:
     """Axis, first and last index and share of pieces of a shard: whole chunks, along the axis with most of them."""
     shard = array.sharding.shard_shape(array.shape)
     if not shard:
         return [(0, 0, 1, 1.0)]
     chunk = chunks_of(array)
-    axis = max(range(len(shard)), key=lambda each: shard[each] // chunk[each])
+    axis = max(range(len(shard)), key=lambda dimension: shard[dimension] // chunk[dimension])
     cells = shard[axis] // chunk[axis]
-    count = min(wanted, cells)
+    count = min(most, cells)
     borders = [chunk[axis] * (number * cells // count) for number in range(count + 1)]
     return [(axis, first, last, (last - first) / shard[axis]) for first, last in itertools.pairwise(borders)]
 
@@ -139,12 +139,12 @@ def _pieces(array: Any, wanted: int) -> list[tuple[int, int, int, float]]:
 @functools.lru_cache(maxsize=4096)
 def _shards(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> list[tuple[tuple[slice, ...], tuple[int, ...]]]:
     """Each shard of an array, and the processes that have it in the order of their devices."""
-    found: dict[tuple[tuple[int | None, int | None], ...], tuple[tuple[slice, ...], dict[int, None]]] = {}
+    owners_by_shard: dict[tuple[tuple[int | None, int | None], ...], tuple[tuple[slice, ...], dict[int, None]]] = {}
     indices: Mapping[Any, tuple[slice, ...]] = sharding.devices_indices_map(shape)
     for device, index in indices.items():
-        key = tuple((each.start, each.stop) for each in index)
-        found.setdefault(key, (index, {}))[1][device.process_index] = None
-    return [(index, tuple(owners)) for index, owners in found.values()]
+        key = tuple((part.start, part.stop) for part in index)
+        owners_by_shard.setdefault(key, (index, {}))[1][device.process_index] = None
+    return [(index, tuple(owners)) for index, owners in owners_by_shard.values()]
 
 
 OCDBT_CONFIG = {"max_inline_value_bytes": 1024, "max_decoded_node_bytes": 100_000_000, "manifest_kind": "single"}
@@ -161,14 +161,14 @@ class CheckedArrayHandler(ocp.type_handlers.ArrayHandler):
             values: Global arrays, all that the checkpoint has; `share_writing` says who writes what of them.
             infos: Name and directory of each.
         """
-        mine = [
+        own_parts = [
             [(part, _shard(array, part)) for part in parts if part.process == jax.process_index()]
             for array, parts in zip(values, share_writing(values), strict=True)
         ]
-        for _, shard in (each for parts in mine for each in parts):
+        for _, shard in (part_and_shard for parts in own_parts for part_and_shard in parts):
             shard.copy_to_host_async()
         writes = []
-        for array, info, parts in zip(values, infos, mine, strict=True):
+        for array, info, parts in zip(values, infos, own_parts, strict=True):
             copies = [(part.of_array(), part.of_shard(np.asarray(shard))) for part, shard in parts]
             writes.append((ts.Spec(_spec(info, array, chunks_of(array))), copies))
         return [_Write(writes, infos[0].ts_context)] if writes else []
@@ -209,7 +209,7 @@ class _Write:
 
 def _shard(array: jax.Array, part: Part) -> jax.Array:
     """The shard of this process that has a part; a slice of it here would be a device program."""
-    return next(each.data for each in array.addressable_shards if each.index == part.shard)
+    return next(shard.data for shard in array.addressable_shards if shard.index == part.shard)
 
 
 def _spec(info: Any, array: jax.Array, chunk: tuple[int, ...]) -> dict[str, Any]:

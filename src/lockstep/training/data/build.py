@@ -151,13 +151,13 @@ class BuildWorker(HostThread):
     def _stall(self) -> str:
         return f"nothing of {self._what} was read"
 
-    def _note(self, n_bytes: int, n_bad: int, what: str) -> None:
+    def _note(self, n_bytes: int, n_bad: int, activity: str) -> None:
         self._raise_if_stopped()
         self.bytes_read += n_bytes
         self.n_bad += n_bad
         if n_bad and self._first_bad is None:
             self._first_bad = self._builder
-        self._what = what
+        self._what = activity
         self._end_step()
 
 
@@ -240,7 +240,7 @@ def _sharing(scope: Hosts, fs: Any, root: str, nonce: str, directories: Iterable
     if scope.index == seen[0]:
         with contextlib.suppress(Exception):  # a directory with a few bytes is left behind
             fs.rm(probes, recursive=True)
-    if scope.is_leader and any(len(each) < scope.count for each in phase.shared):
+    if scope.is_leader and any(len(processes) < scope.count for processes in phase.shared):
         log.warning(
             "data.cache_dir %s is not one directory for all hosts, so each builds the cache for itself. Set it to a "
             "shared disk or a bucket (gs://…) to have it built once.",
@@ -252,22 +252,22 @@ def _sharing(scope: Hosts, fs: Any, root: str, nonce: str, directories: Iterable
 def _build(
     scope: Hosts,
     fs: Any,
-    wanted: Sequence[tuple[CacheSpec, str]],
+    specs: Sequence[tuple[CacheSpec, str]],
     tokenizer: "PreTrainedTokenizerBase",
     policy: BadRowPolicy,
     group: Sequence[int],
 ) -> None:
     """Build this host's share of the chunks, until all hosts are done; then the first of a group says so on disk."""
     with scope.run_on_all("caches", "looking for finished data caches") as phase:
-        missing = [(spec, path) for spec, path in wanted if read_metadata(fs, path) is None]
+        missing = [(spec, path) for spec, path in specs if read_metadata(fs, path) is None]
         phase.share(len(missing))
     if not any(phase.shared):
         return
     chunks = [Job(spec=spec, directory=path, number=n) for spec, path in missing for n in range(len(spec.chunks))]
     jobs = chunks[list(group).index(scope.index) :: len(group)]
-    mine = sum(job.size for job in jobs)
+    own_bytes = sum(job.size for job in jobs)
     with scope.run_on_all("shares") as phase:
-        phase.share(mine)
+        phase.share(own_bytes)
     totals = list(phase.shared)
     progress = BuildProgress(scope, sum(totals))
     interval_s = min(INTERVAL_S, scope.timeout_s / 4)
@@ -278,9 +278,9 @@ def _build(
         for number in itertools.count():
             with scope.run_on_all(f"build {number}", scope.last_phase) as phase:
                 done = worker.wait(interval_s)
-                if worker.n_bad > policy.max_bad_rows * len(wanted) and (first := worker.first_bad()):
+                if worker.n_bad > policy.max_bad_rows * len(specs) and (first := worker.first_bad()):
                     raise ConfigError(f"{_too_many(worker.n_bad, policy)} The first: {first}")
-                phase.share((done, min(worker.bytes_read, mine)))
+                phase.share((done, min(worker.bytes_read, own_bytes)))
             progress.show([(read, total) for (_, read), total in zip(phase.shared, totals, strict=True)])
             if all(done for done, _ in phase.shared):
                 break
@@ -293,11 +293,11 @@ def _build(
                     remove_dead_files(path)
 
 
-def open_caches(fs: Any, wanted: Sequence[tuple[CacheSpec, str]], timeout_s: float) -> list[TokenCache]:
+def open_caches(fs: Any, specs: Sequence[tuple[CacheSpec, str]], timeout_s: float) -> list[TokenCache]:
     """Open finished caches. The smallest of those in a bucket stay in memory, as many as `RESIDENT_BYTES` take."""
     # Who waits for a bucket says so before others give up waiting for it.
     wait_s = 0.8 * timeout_s
-    metadata = [_finished(fs, spec, path, wait_s) for spec, path in wanted]
+    metadata = [_finished(fs, spec, path, wait_s) for spec, path in specs]
     total, resident = 0, set[int]()
     for number in sorted(range(len(metadata)), key=lambda number: metadata[number].nbytes):
         total += metadata[number].nbytes
@@ -305,7 +305,7 @@ def open_caches(fs: Any, wanted: Sequence[tuple[CacheSpec, str]], timeout_s: flo
             resident.add(number)
     return [
         TokenCache(fs, path, facts, resident=number in resident, wait_s=wait_s, vocab_size=spec.embedding)
-        for number, ((spec, path), facts) in enumerate(zip(wanted, metadata, strict=True))
+        for number, ((spec, path), facts) in enumerate(zip(specs, metadata, strict=True))
     ]
 
 
@@ -337,9 +337,9 @@ def _check_rows(spec: CacheSpec, metadata: CacheMetadata, policy: BadRowPolicy) 
         raise ConfigError(f"{spec.name} has 0 rows; at least 1 is needed. {why}Check the files.")
 
 
-def _too_many(found: int, policy: BadRowPolicy) -> str:
+def _too_many(count: int, policy: BadRowPolicy) -> str:
     return (
-        f"{found} records cannot be used, but data.max_bad_rows is {policy.max_bad_rows}. Correct the data or the "
+        f"{count} records cannot be used, but data.max_bad_rows is {policy.max_bad_rows}. Correct the data or the "
         "settings, or raise data.max_bad_rows."
     )
 

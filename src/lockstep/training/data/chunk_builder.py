@@ -101,7 +101,7 @@ class ChunkBuilder:
                 writers.append(RowWriter(*(files.enter_context(cache_file(fs, path)) for path in paths)))
             for row in self._rows(tokenizer):
                 writers[shape.bucket(row)].write(row)
-            buckets = [{"digest": one.finish(), "rows": one.count, "tokens": one.tokens} for one in writers]
+            buckets = [{"digest": writer.finish(), "rows": writer.count, "tokens": writer.tokens} for writer in writers]
         facts = {"buckets": buckets, "lines": self._lines, **self._counts, "bad": self._bad}
         with cache_file(fs, chunk_file(directory, self._number, "json")) as stream:
             stream.write(json.dumps(facts).encode())
@@ -185,18 +185,20 @@ def read_chunk(fs: Any, directory: str, number: int) -> dict[str, Any] | None:
     """Return what is in a chunk; None where it is not complete."""
     path = chunk_file(directory, number, "json")
     try:
-        found = parse_json(read_object(fs, path), path, dict, FIX)
+        content = parse_json(read_object(fs, path), path, dict, FIX)
     except FileNotFoundError:
         return None
     with refused(path, FIX):
-        return found | {"n_bad": typed(int, found["n_bad"])}
+        return content | {"n_bad": typed(int, content["n_bad"])}
 
 
 def summarise_chunks(fs: Any, path: str, spec: CacheSpec) -> CacheMetadata:
     """The metadata of the chunks of a cache, with the lines of bad rows counted from the beginnings of their files."""
     fs.invalidate_cache()
     paths = [chunk_file(path, number, "json") for number in range(len(spec.chunks))]
-    chunks = [parse_json(*each, dict, FIX) for each in zip(read_objects(fs, paths), paths, strict=True)]
+    chunks = [
+        parse_json(*object_and_path, dict, FIX) for object_and_path in zip(read_objects(fs, paths), paths, strict=True)
+    ]
     with refused(path, FIX):
         return _summary(chunks, spec)
 
@@ -215,9 +217,9 @@ def _summary(chunks: Sequence[Mapping[str, Any]], spec: CacheSpec) -> CacheMetad
     return CacheMetadata(
         layout=spec.shape.layout,
         lengths=spec.shape.lengths,
-        chunk_rows=tuple(one["rows"] for one in buckets),
-        digests=tuple(one["digest"] for one in buckets),
-        tokens=sum(one["tokens"] for one in buckets),
+        chunk_rows=tuple(bucket["rows"] for bucket in buckets),
+        digests=tuple(bucket["digest"] for bucket in buckets),
+        tokens=sum(bucket["tokens"] for bucket in buckets),
         bad=tuple(bad),
         **{name: sum(chunk[name] for chunk in chunks) for name in ("examples", "unpacked_rows", "dropped", "n_bad")},
     )

@@ -77,7 +77,7 @@ class DataConfig:
             )
         check_at_least(self, 0, "max_bad_rows", block="data.")
         check_at_least(self, 1, "max_line_bytes", block="data.")
-        if any(isinstance(one, SourceConfig) and one.weight is not None for one in self.validation_urls):
+        if any(isinstance(source, SourceConfig) and source.weight is not None for source in self.validation_urls):
             raise ConfigError("data.validation_urls has a weight, which has no effect there. Remove it.")
         names = [source.label for source in self._validation]
         if twice := [name for name in names if names.count(name) > 1]:
@@ -161,7 +161,7 @@ class DataConfig:
 
     @property
     def _validation(self) -> list[SourceConfig]:
-        return [one if isinstance(one, SourceConfig) else SourceConfig(url=one) for one in self.validation_urls]
+        return [url if isinstance(url, SourceConfig) else SourceConfig(url=url) for url in self.validation_urls]
 
     def _rows(self) -> tuple[DataFormat, bool]:
         """The format of the records, and whether rows are packed."""
@@ -179,7 +179,7 @@ class DataConfig:
 
     def _sources(self) -> tuple[list[tuple[str, list[str]]], list[float]]:
         """The files of each source after its name, and its weight."""
-        sources = [one if isinstance(one, SourceConfig) else SourceConfig(url=one) for one in self.train_urls]
+        sources = [url if isinstance(url, SourceConfig) else SourceConfig(url=url) for url in self.train_urls]
         if any(source.weight is not None for source in sources):
             weights = [1.0 if source.weight is None else source.weight for source in sources]
             return [(f"data.train_urls ({source.label})", [source.url]) for source in sources], weights
@@ -287,8 +287,8 @@ class LmDataConfig(DataConfig):
     @property
     def data_format(self) -> DataFormat:
         """The format of the records."""
-        found = DataFormat.find(self.format, ("text", "prompt_completion", "chat"))
-        return FORMATS["chat_all"] if self.train_on == "all" else found
+        data_format = DataFormat.find(self.format, ("text", "prompt_completion", "chat"))
+        return FORMATS["chat_all"] if self.train_on == "all" else data_format
 
     def columns(self, model_max_seq_len: int) -> dict[str, jax.ShapeDtypeStruct]:
         columns = super().columns(model_max_seq_len)
@@ -333,7 +333,7 @@ class PreferenceDataConfig(DataConfig):
         single = super().columns(model_max_seq_len)
         if self.data_format.labels:
             return {**single, DESIRABLE: jax.ShapeDtypeStruct((), np.bool_)}
-        columns = {name: jax.ShapeDtypeStruct((2, *one.shape), one.dtype) for name, one in single.items()}
+        columns = {name: jax.ShapeDtypeStruct((2, *struct.shape), struct.dtype) for name, struct in single.items()}
         if self.data_format.reference:
             columns[REFERENCE] = jax.ShapeDtypeStruct((2,), np.float32)
         return columns
@@ -388,7 +388,7 @@ class GrpoDataConfig(DataConfig):
                     )
         elif self.format not in ("chat", "text"):
             raise ConfigError(f"data.format is {self.format!r}; it must be chat, text, or module:name of your own.")
-        if any(isinstance(one, SourceConfig) and one.weight is not None for one in self.train_urls):
+        if any(isinstance(source, SourceConfig) and source.weight is not None for source in self.train_urls):
             raise ConfigError("data.train_urls has a weight, which has no effect in train-grpo. Remove it.")
 
     @property

@@ -85,7 +85,7 @@ class ExampleCheck:
             self.drawn[slot] = example
         parts = [_ids_and_targets(sequence) for sequence in example]
         wrong = {kind for ids, targets in parts for kind in self._wrong(ids, targets)}
-        digest = b"".join(part.tobytes() for both in parts for part in (np.array([len(both[0])]), *both))
+        digest = b"".join(part.tobytes() for arrays in parts for part in (np.array([len(arrays[0])]), *arrays))
         key = hash(digest).to_bytes(8, signed=True)  # 64 bits: among a million, one in 10 million draws errs
         wrong |= {"duplicate"} if key in self._known else set()
         self._known.add(key)

@@ -100,11 +100,11 @@ class DataFormat:
             raise ConfigError(
                 f"data.format is {name!r}; it must be {', '.join(known or FORMATS)}, or module:name of your own."
             )
-        found: DataFormat = load_object(name, "data.format", cls)
+        loaded: DataFormat = load_object(name, "data.format", cls)
         # What its module says is a part of the cache's key; what that imports is not.
         source = inspect.getsource(sys.modules[name.partition(":")[0]])
         digest = hashlib.sha256(source.encode()).hexdigest()
-        return dataclasses.replace(found, name=f"{name} {digest[:16]}")
+        return dataclasses.replace(loaded, name=f"{name} {digest[:16]}")
 
     def converted(self, convert: Callable[[Record], Record], *, fields: Sequence[str]) -> "DataFormat":
         """Return the format of records of which a function makes records of this one.
@@ -193,17 +193,22 @@ def _pairs(tokenizer: "PreTrainedTokenizerBase", records: Sequence[Record]) -> l
 
 def _scored_pairs(tokenizer: "PreTrainedTokenizerBase", records: Sequence[Record]) -> list[Example | BadRow]:
     def logprobs(record: Record) -> list[float]:
-        found = [field(record, name, (int, float)) for name in REFERENCE_FIELDS]
-        if not all(math.isfinite(value) for value in found):
-            raise BadRow(f"has {found} as {' and '.join(REFERENCE_FIELDS)}; both must be finite. Correct it.")
-        return found
+        values = [field(record, name, (int, float)) for name in REFERENCE_FIELDS]
+        if not all(math.isfinite(value) for value in values):
+            raise BadRow(f"has {values} as {' and '.join(REFERENCE_FIELDS)}; both must be finite. Correct it.")
+        return values
 
     def scored(example: Example | BadRow, values: list[float] | BadRow) -> Example | BadRow:
         if isinstance(example, BadRow) or isinstance(values, BadRow):
             return example if isinstance(example, BadRow) else values  # type: ignore[return-value]
-        return tuple(dataclasses.replace(one, value=each) for one, each in zip(example, values, strict=True))
+        return tuple(
+            dataclasses.replace(sequence, value=logprob) for sequence, logprob in zip(example, values, strict=True)
+        )
 
-    return [scored(*both) for both in zip(_pairs(tokenizer, records), _each(records, logprobs), strict=True)]
+    return [
+        scored(*example_and_values)
+        for example_and_values in zip(_pairs(tokenizer, records), _each(records, logprobs), strict=True)
+    ]
 
 
 def _labelled(tokenizer: "PreTrainedTokenizerBase", records: Sequence[Record]) -> list[Example | BadRow]:
@@ -246,9 +251,9 @@ def _answers(tokenizer: "PreTrainedTokenizerBase", chats: Sequence[Chat]) -> lis
     if not getattr(tokenizer, "is_fast", False):
         return _answers_by_prefix(tokenizer, chats)
     texts = [chat.text for chat in chats]
-    found = token_ids(tokenizer, texts, add_special_tokens=False, return_offsets_mapping=True)
+    encoded = token_ids(tokenizer, texts, add_special_tokens=False, return_offsets_mapping=True)
     examples: list[Example | BadRow] = []
-    for chat, ids, offsets in zip(chats, found["input_ids"], found["offset_mapping"], strict=True):
+    for chat, ids, offsets in zip(chats, encoded["input_ids"], encoded["offset_mapping"], strict=True):
         starts, ends = [start for start, _ in offsets], [end for _, end in offsets]
         spans = [(bisect.bisect_right(ends, begin), bisect.bisect_left(starts, end)) for begin, end in chat.answers]
         examples.append(_with_targets(ids, spans))
@@ -315,27 +320,27 @@ def _end(tokenizer: "PreTrainedTokenizerBase", tokens: Sequence[int]) -> list[in
 
 
 def _each[T](records: Sequence[Record], read: Callable[[Record], T]) -> list[T | BadRow]:
-    found: list[T | BadRow] = []
+    results: list[T | BadRow] = []
     for record in records:
         try:
-            found.append(read(record))
+            results.append(read(record))
         except BadRow as bad:
-            found.append(bad)
-    return found
+            results.append(bad)
+    return results
 
 
 def _map_good[T](
-    found: Sequence[T | BadRow], function: Callable[[Sequence[T]], Sequence[Example | BadRow]]
+    items: Sequence[T | BadRow], function: Callable[[Sequence[T]], Sequence[Example | BadRow]]
 ) -> list[Example | BadRow]:
     """Apply a function to all that can be used at once, and leave the others in their places."""
-    good = [one for one in found if not isinstance(one, BadRow)]
+    good = [item for item in items if not isinstance(item, BadRow)]
     try:
         examples = iter(function(good) if good else [])
     except PromptError as error:  # of one of them
         if len(good) > 1:
-            return [example for one in found for example in _map_good([one], function)]
+            return [example for item in items for example in _map_good([item], function)]
         examples = iter([BadRow(str(error))])
-    return [one if isinstance(one, BadRow) else next(examples) for one in found]
+    return [item if isinstance(item, BadRow) else next(examples) for item in items]
 
 
 REFERENCE_FIELDS: Final = ("ref_chosen_logps", "ref_rejected_logps")

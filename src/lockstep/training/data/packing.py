@@ -52,7 +52,7 @@ class RowShape:
 
     def bucket(self, row: Row) -> int:
         """Return the number of the bucket whose rows are just long enough for all sequences of a row."""
-        return bisect.bisect_left(self.lengths, max(len(one.tokens) for one in row)) if self.shorter else 0
+        return bisect.bisect_left(self.lengths, max(len(sequence.tokens) for sequence in row)) if self.shorter else 0
 
     @property
     def layout(self) -> Layout:
@@ -73,16 +73,16 @@ class RowShape:
         """
         if self.documents:
             return example
-        for name, one in zip(("(chosen) ", "(rejected) ") if self.pairs else ("",), example, strict=True):
-            size = len(one.tokens)
+        for name, sequence in zip(("(chosen) ", "(rejected) ") if self.pairs else ("",), example, strict=True):
+            size = len(sequence.tokens)
             if size > self.length and not self.truncate:
                 return BadRow(
                     f"{name}has {size} tokens, but a row has {self.length}. Raise data.max_seq_len to at least {size}, "
                     "shorten the example, or set data.truncate: true to cut it."
                 )
-        if any(one.n_prompt >= self.length for one in example):
+        if any(sequence.n_prompt >= self.length for sequence in example):
             return None
-        return tuple(dataclasses.replace(one, tokens=one.tokens[: self.length]) for one in example)
+        return tuple(dataclasses.replace(sequence, tokens=sequence.tokens[: self.length]) for sequence in example)
 
 
 class _OneEach:
@@ -120,7 +120,7 @@ class _CutDocuments:
     def _take(self) -> Iterator[Row]:
         row, self._row, self._room = self._row, [], self._length
         # A sequence of one token has no target; a row of such sequences has no share in the loss.
-        if any(len(one.tokens) > 1 for one in row):
+        if any(len(sequence.tokens) > 1 for sequence in row):
             yield row
 
 
@@ -132,8 +132,8 @@ class _FirstFit:
         self._open: list[tuple[int, Row]] = []
 
     def add(self, example: Example) -> Iterator[Row]:
-        (one,) = example
-        size = len(one.tokens)
+        (sequence,) = example
+        size = len(sequence.tokens)
         place = next((i for i, (room, _) in enumerate(self._open) if room >= size), None)
         if place is None:
             if len(self._open) == OPEN_ROWS:
@@ -141,7 +141,7 @@ class _FirstFit:
             self._open.append((self._length, []))
             place = len(self._open) - 1
         room, row = self._open[place]
-        row.append(one)
+        row.append(sequence)
         self._open[place] = (room - size, row)
 
     def finish(self) -> Iterator[Row]:

@@ -106,12 +106,12 @@ def list_files(url: str, key: str) -> list[SourceFile]:
     try:
         fs, path = url_to_fs(url)
         if any(sign in path for sign in "*["):
-            infos = {one: info for one, info in sorted(fs.glob(path, detail=True).items()) if info["type"] == "file"}
+            infos = {name: info for name, info in sorted(fs.glob(path, detail=True).items()) if info["type"] == "file"}
         elif fs.isdir(path):
-            infos = {one: fs.info(one) for one in _dataset_files(fs, path.rstrip("/"), url, key)}
+            infos = {name: fs.info(name) for name in _dataset_files(fs, path.rstrip("/"), url, key)}
         else:
             infos = {path: fs.info(path)} if fs.exists(path) else {}
-        files = [_file(fs, one, info) for one, info in infos.items()]
+        files = [_file(fs, name, info) for name, info in infos.items()]
     except ConfigError:
         raise
     except Exception as error:  # each file system has its own errors: permissions, credentials, a missing package
@@ -129,8 +129,8 @@ def make_chunks(files: Sequence[SourceFile]) -> tuple[Chunk, ...]:
     A compressed file and an Arrow file are read as a whole; others in parts: JSON lines and text at line ends, Parquet
     at row groups.
     """
-    wanted = sum(file.size for file in files) // WANTED_CHUNKS
-    chunk_bytes = min(MAX_CHUNK_BYTES, max(MIN_CHUNK_BYTES, wanted))
+    even_bytes = sum(file.size for file in files) // WANTED_CHUNKS
+    chunk_bytes = min(MAX_CHUNK_BYTES, max(MIN_CHUNK_BYTES, even_bytes))
     chunks: list[Chunk] = []
     pieces: list[Piece] = []
     size = 0.0
@@ -259,8 +259,8 @@ def field(record: Record, name: str, kind: type | tuple[type, ...] = str) -> Any
     if name not in record:
         raise BadRow(f"has no field {name!r}; it has {sorted(record)}. Set data.format to what the file is.")
     if not isinstance(record[name], kind):
-        wanted = " or ".join(each.__name__ for each in (kind if isinstance(kind, tuple) else (kind,)))
-        raise BadRow(f"has {record[name]!r:.200} as {name!r}, which is not a {wanted}. Correct it.")
+        kinds = " or ".join(type_.__name__ for type_ in (kind if isinstance(kind, tuple) else (kind,)))
+        raise BadRow(f"has {record[name]!r:.200} as {name!r}, which is not a {kinds}. Correct it.")
     if isinstance(record[name], str) and (broken := lone_surrogate(record[name])):
         raise BadRow(f"has {broken} in {name!r}. Correct it.")
     return record[name]

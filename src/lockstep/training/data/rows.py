@@ -99,11 +99,11 @@ class TokenizedRows:
 
     def digest(self) -> str:
         """Return the SHA-256 of all rows and of their order in hexadecimal digits, for hosts to agree on."""
-        found = hashlib.sha256(f"{self.seed} {self.shuffle}".encode())
+        digest = hashlib.sha256(f"{self.seed} {self.shuffle}".encode())
         for name, column in sorted(self.columns.items()):
-            found.update(f"{name} {column.dtype} {column.shape}".encode())
-            found.update(np.ascontiguousarray(column).data)
-        return found.hexdigest()
+            digest.update(f"{name} {column.dtype} {column.shape}".encode())
+            digest.update(np.ascontiguousarray(column).data)
+        return digest.hexdigest()
 
     def _order(self, epoch: int) -> Int[np.ndarray, " row"]:
         if not self.shuffle:
@@ -146,12 +146,12 @@ class RowOrder:
 
     def rows(self, places: Sequence[int]) -> list[tuple[int, int]]:
         """Return the source and the number of the row there of each place."""
-        found = []
+        drawn = []
         for place in places:
             source, count = self.turn(place)
             epoch, offset = divmod(count, self.sizes[source])
-            found.append((source, self._shuffled(source, epoch, offset) if self.shuffle else offset))
-        return found
+            drawn.append((source, self._shuffled(source, epoch, offset) if self.shuffle else offset))
+        return drawn
 
     def turn(self, place: int) -> tuple[int, int]:
         """Return the source of a place, and how many places before it are that source's."""
@@ -224,12 +224,14 @@ class BucketOrder:
         turn, n_before = self._turns.turn(step)
         bucket, (sources, order) = self.buckets[turn], self._in_bucket[turn]
         places = range(n_before * batch_size, (n_before + 1) * batch_size)[rows]
-        return [(sources[one], sum(self.sizes[sources[one]][:bucket]) + row) for one, row in order.rows(places)]
+        return [
+            (sources[source], sum(self.sizes[sources[source]][:bucket]) + row) for source, row in order.rows(places)
+        ]
 
     def first(self, count: int) -> list[Sequence[object]]:
         """Return the beginning of the order, by which another order is told from this one."""
-        found: list[Sequence[object]] = [order.rows(range(count)) for _, order in self._in_bucket]
-        return found if len(found) == 1 else [*found, [self._turns.turn(step) for step in range(count)]]
+        orders: list[Sequence[object]] = [order.rows(range(count)) for _, order in self._in_bucket]
+        return orders if len(orders) == 1 else [*orders, [self._turns.turn(step) for step in range(count)]]
 
     @functools.cached_property
     def _turns(self) -> RowOrder:
@@ -241,15 +243,15 @@ class BucketOrder:
     @functools.cached_property
     def _in_bucket(self) -> tuple[tuple[tuple[int, ...], RowOrder], ...]:
         """The sources that have rows for each bucket, and the order of these rows; empty buckets are left out."""
-        found = []
+        orders = []
         for bucket in self.buckets:
             sources = tuple(source for source, sizes in enumerate(self.sizes) if sizes[bucket])
             sizes = tuple(self.sizes[source][bucket] for source in sources)
             weights = tuple(self._share(source, bucket) for source in sources)
             # A seed of its own: buckets of one size would otherwise have the same order.
             seed = self.seed + (bucket << 32)
-            found.append((sources, RowOrder(sizes=sizes, weights=weights, seed=seed, shuffle=self.shuffle)))
-        return tuple(found)
+            orders.append((sources, RowOrder(sizes=sizes, weights=weights, seed=seed, shuffle=self.shuffle)))
+        return tuple(orders)
 
     def _share(self, source: int, bucket: int) -> float:
         """The share of a bucket's rows of a source in the mixture."""
@@ -282,11 +284,11 @@ class CachedRows:
         drawn = self.order.rows(step, batch_size, rows)
         columns: dict[str, np.ndarray] = {}
         for source in sorted({source for source, _ in drawn}):
-            mine = [place for place, (one, _) in enumerate(drawn) if one == source]
-            for name, values in self.caches[source].take([drawn[place][1] for place in mine]).items():
+            slots = [place for place, (row_source, _) in enumerate(drawn) if row_source == source]
+            for name, values in self.caches[source].take([drawn[place][1] for place in slots]).items():
                 if name not in columns:
                     columns[name] = np.empty((len(drawn), *values.shape[1:]), values.dtype)
-                columns[name][mine] = values
+                columns[name][slots] = values
         return columns
 
     def examples(self, count: int) -> Iterator[tuple[str, Example]]:
@@ -298,7 +300,7 @@ class CachedRows:
             batches = [self.order.rows(step, _BATCH, slice(_BATCH)) for step in range(-(-count // _BATCH))]
             places = sorted({place for batch in batches for place in batch})
         for source, cache in enumerate(self.caches):
-            numbers = [row for one, row in places if one == source]
+            numbers = [row for row_source, row in places if row_source == source]
             name = f" of source {source}" if len(self.caches) > 1 else ""
             for number, row in zip(numbers, cache.rows(numbers) if numbers else (), strict=True):
                 pair = cache.metadata.layout == "pair"

@@ -102,14 +102,14 @@ class RowReader:
         return self._read_mapped(places) if is_local(self._fs) else self._read_bucket(places)
 
     def _read_mapped(self, places: Sequence[tuple[int, int]]) -> list[np.ndarray]:
-        found = []
+        arrays = []
         for chunk, place in places:
             index, rows = self._mapped(chunk)
             start, end = _bounds(index, place)
             if end > len(rows):
                 raise ValueError(f"row {place} of chunk {chunk} ends at {end} of {len(rows)} numbers")
-            found.append(rows[start:end])
-        return found
+            arrays.append(rows[start:end])
+        return arrays
 
     def _map(self, chunk: int) -> tuple[np.ndarray, np.ndarray]:
         for suffix in ("index", "rows"):

@@ -133,11 +133,11 @@ class BatchFeed:
             lengths = self._batches.lengths
         # A number for each sequence, as `REFERENCE` of pairs has it, has no axis of positions.
         axes = max(rows.ndim for rows in local.values())
-        found = [
+        by_length = [
             {name: self._struct(rows, length if rows.ndim == axes else None) for name, rows in local.items()}
             for length in lengths
         ]
-        return found if self._reference is None else [self._reference.structs(one) for one in found]
+        return by_length if self._reference is None else [self._reference.structs(structs) for structs in by_length]
 
     def compile(self, launcher: Launcher, model: PyTree) -> list[dict[str, jax.ShapeDtypeStruct]]:
         """Compile what adds a column, and return `all_structs`; every host makes this call.
@@ -145,11 +145,11 @@ class BatchFeed:
         Args:
             model: The model that learns.
         """
-        found = self.all_structs()
+        by_length = self.all_structs()
         if self._reference is not None:
-            for structs in found:
+            for structs in by_length:
                 launcher.compile_on_all(REFERENCE, functools.partial(self._reference.compile, model, structs))
-        return found
+        return by_length
 
     def batch(self, step: int, model: PyTree) -> dict[str, jax.Array] | None:
         """Return the batch of a step, see `BatchSource.batch`.
@@ -230,9 +230,9 @@ class BatchFeed:
         del self._reads[step]
 
     def _read_ahead(self, step: int) -> None:
-        for each in range(step, min(step + AHEAD + 1, self._last)):
-            if each not in self._placed:
-                self._reading(each)
+        for number in range(step, min(step + AHEAD + 1, self._last)):
+            if number not in self._placed:
+                self._reading(number)
 
     def _reading(self, step: int) -> "concurrent.futures.Future[Mapping[str, np.ndarray]]":
         if step not in self._reads:

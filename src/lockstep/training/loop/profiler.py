@@ -62,14 +62,14 @@ class ProfilerConfig:
         missing = sorted({process for process in self.processes or () if process >= hosts.count})
         if not missing:
             return
-        found = (
+        mistake = (
             f"trainer.profiler.processes names {', '.join(map(str, missing))}, but the job has {hosts.count} "
             f"process{'es' * (hosts.count > 1)}, 0 to {hosts.count - 1}."
         )
         if not goes_on():
-            raise ConfigError(f"{found} Leave them out, or use null for all processes.")
+            raise ConfigError(f"{mistake} Leave them out, or use null for all processes.")
         if hosts.is_leader:
-            log.warning("%s It goes on with fewer than it had: those that are there trace.", found)
+            log.warning("%s It goes on with fewer than it had: those that are there trace.", mistake)
 
 
 class Profiler:
@@ -84,8 +84,8 @@ class Profiler:
     """
 
     def __init__(self, config: ProfilerConfig | None, directory: Path | None, process: int) -> None:
-        here = config is not None and (config.processes is None or process in config.processes)
-        self._config, self._directory = config if here else None, directory
+        traces = config is not None and (config.processes is None or process in config.processes)
+        self._config, self._directory = config if traces else None, directory
         self._process, self._tracing = process, False
 
     def step(self, step: int) -> contextlib.AbstractContextManager[object]:

@@ -56,13 +56,13 @@ class Saves:
     @property
     def complete(self) -> bool:
         """Whether the run goes on from a checkpoint after which nothing is left to do."""
-        found = self.resumed_from
-        return found is not None and found.hooks_called and found.step >= self._config.num_train_steps
+        checkpoint = self.resumed_from
+        return checkpoint is not None and checkpoint.hooks_called and checkpoint.step >= self._config.num_train_steps
 
     def first_info(self, state: TrainState) -> StepInfo:
         """Return the info before the first step of this loop."""
-        found = self.resumed_from
-        step, loss = (0, math.nan) if found is None else (found.step, found.loss)
+        checkpoint = self.resumed_from
+        step, loss = (0, math.nan) if checkpoint is None else (checkpoint.step, checkpoint.loss)
         return StepInfo(step=step - 1, model=state.model, loss=loss, step_duration=0.0, average=state.average)
 
     def begin(self, info: StepInfo) -> bool:

@@ -175,8 +175,8 @@ class LossSpikeConfig:
 
     def __post_init__(self) -> None:
         check_fields(self, "trainer.loss_spike.")
-        one = ", for one loss has no deviation. Raise it."
-        check_at_least(self, 2, "rolling_interval_length", block="trainer.loss_spike.", fix=one)
+        fix = ", for one loss has no deviation. Raise it."
+        check_at_least(self, 2, "rolling_interval_length", block="trainer.loss_spike.", fix=fix)
         if not self.sigma_factor > 0:
             raise ConfigError(f"trainer.loss_spike.sigma_factor is {self.sigma_factor}; it must be above 0. Raise it.")
 

@@ -130,8 +130,8 @@ class Trainer:
 
     def _goes_on(self) -> bool:
         """Whether the job was started before. All hosts ask together."""
-        found = self._checkpointer
-        return earlier_attempts() > 0 or (found is not None and found.find(self.config.resume) is not None)
+        saves = self._checkpointer
+        return earlier_attempts() > 0 or (saves is not None and saves.find(self.config.resume) is not None)
 
     @property
     def resumed_from(self) -> CheckpointMetadata | None:

@@ -138,22 +138,22 @@ class Validation:
         for start in range(0, n_batches, BATCHES_AHEAD):
             with scope.run_on_all(f"rows of source {number} from batch {start}"):
                 ahead = range(start, min(start + BATCHES_AHEAD, n_batches))
-                batches = [self._place(self._read(rows, one)) for one in ahead]
+                batches = [self._place(self._read(rows, batch_number)) for batch_number in ahead]
             for batch in batches:
                 if self._trainer.reference is not None:
                     batch = self._trainer.reference.add_to(model, batch, step)
                 with self._watchdog.watch("eval_step"):
                     results.append(jax.block_until_ready(self._program(model, batch)))
-        return np.sum([np.asarray(one.addressable_data(0), np.float64) for one in results], axis=0)
+        return np.sum([np.asarray(sums.addressable_data(0), np.float64) for sums in results], axis=0)
 
     def _read(self, rows: ValidationRows, batch: int) -> dict[str, np.ndarray]:
         """This host's rows of a batch; beyond the last row they are empty, without a target."""
-        wanted = range(batch * self._batch_size, (batch + 1) * self._batch_size)[self._rows]
-        there = [number for number in wanted if number < len(rows)]
+        numbers = range(batch * self._batch_size, (batch + 1) * self._batch_size)[self._rows]
+        there = [number for number in numbers if number < len(rows)]
         columns = rows.take(there or [0])
         return {
             name: np.concatenate(
-                [column[: len(there)], np.zeros((len(wanted) - len(there), *column.shape[1:]), column.dtype)]
+                [column[: len(there)], np.zeros((len(numbers) - len(there), *column.shape[1:]), column.dtype)]
             )
             for name, column in columns.items()
         }
@@ -162,17 +162,17 @@ class Validation:
         return {name: place_local(rows, self._sharding, self._batch_size) for name, rows in batch.items()}
 
     def _figures(self, sums: Mapping[str, Float[np.ndarray, " n"]]) -> dict[str, float]:
-        found = self._named("eval", np.sum(list(sums.values()), axis=0))
+        figures = self._named("eval", np.sum(list(sums.values()), axis=0))
         for name, values in sums.items():
-            found |= self._named(f"eval/{name}", values)
-        return found
+            figures |= self._named(f"eval/{name}", values)
+        return figures
 
     def _named(self, prefix: str, sums: Float[np.ndarray, " n"]) -> dict[str, float]:
         totals, weights = np.split(sums, 2)
         with np.errstate(invalid="ignore"):  # a metric of rows that are not there
-            loss, *others = (totals / weights).tolist()
-        found = {f"{prefix}/loss": loss}
+            loss, *means = (totals / weights).tolist()
+        figures = {f"{prefix}/loss": loss}
         if self._perplexity:
             with contextlib.suppress(OverflowError):
-                found[f"{prefix}/perplexity"] = math.exp(loss)
-        return found | {f"{prefix}/{name}": value for name, value in zip(self._names, others, strict=True)}
+                figures[f"{prefix}/perplexity"] = math.exp(loss)
+        return figures | {f"{prefix}/{name}": value for name, value in zip(self._names, means, strict=True)}

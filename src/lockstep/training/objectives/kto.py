@@ -108,7 +108,7 @@ class KtoConfig(PreferenceObjective):
         source = position - begin + begin[before]
         inside = (position >= begin) & (source < len(position))
         source = jnp.clip(source, 0, len(position) - 1)
-        completion, targets = (jnp.take_along_axis(each[before], source, axis=-1) for each in (tokens, mask))
+        completion, targets = (jnp.take_along_axis(column[before], source, axis=-1) for column in (tokens, mask))
         columns = (jnp.where(position < begin, tokens, jnp.where(inside, completion, 0)), targets & inside)
         return {**batch, **dict(zip(_MISMATCHED, columns, strict=True))}
 
@@ -123,7 +123,9 @@ class KtoConfig(PreferenceObjective):
         policy, reference = models
         mismatched = dict(zip(("tokens", "loss_mask"), (batch[name] for name in _MISMATCHED), strict=True))
         answers = ((reference, batch), (reference, mismatched), (policy, mismatched))
-        return jnp.stack([super(KtoConfig, self).reference_logprobs(*each) for each in answers], axis=-1)
+        return jnp.stack(
+            [super(KtoConfig, self).reference_logprobs(*model_and_batch) for model_and_batch in answers], axis=-1
+        )
 
     def with_reference_point(
         self, logprobs: Float[Array, "row 3"], batch: Mapping[str, Array]

@@ -270,11 +270,13 @@ def loss_with_routers(objective: LossFn, model: Any, batch: Mapping[str, Array])
     experts, parts = model.config.experts, objective(recording, batch)
     if not recording.sums:
         return parts
-    loss = sum(jnp.sum(each.loss(experts)) for each in recording.sums)
-    found = [each.metrics() for each in recording.sums]
-    means = {name: sum(each[name] for each in found) / len(found) for name in found[0]} | {"router/loss": loss}
+    loss = sum(jnp.sum(sums.loss(experts)) for sums in recording.sums)
+    router_metrics = [sums.metrics() for sums in recording.sums]
+    means = {
+        name: sum(metric[name] for metric in router_metrics) / len(router_metrics) for name in router_metrics[0]
+    } | {"router/loss": loss}
     if any(name in batch for name in ROUTING):
-        compared, differing = (sum(jnp.sum(getattr(each, name)) for each in recording.sums) for name in _COMPARED)
+        compared, differing = (sum(jnp.sum(getattr(sums, name)) for sums in recording.sums) for name in _COMPARED)
         means["routing_gap"] = differing / jnp.maximum(compared, 1.0)
     metrics = {name: parts.weight * value for name, value in means.items()}
     return parts._replace(total=parts.total + parts.weight * loss, metrics={**parts.metrics, **metrics})
@@ -300,10 +302,10 @@ def with_routing(model: Any, batch: Mapping[str, Array]) -> Any:
     """Return a model with experts as one that keeps the sums of its routers, and takes the experts of a batch."""
     if getattr(getattr(model, "config", None), "experts", None) is None or not hasattr(model, "activations_and_router"):
         return model
-    given = [
+    engine_routing = [
         EngineRouting(hax.named(batch[name], _ROUTED), replayed) for name, replayed in ROUTING.items() if name in batch
     ]
-    return _RouterRecording(model, given, _up_to_last_target(batch))
+    return _RouterRecording(model, engine_routing, _up_to_last_target(batch))
 
 
 def _up_to_last_target(batch: Mapping[str, Array]) -> Bool[Array, "row position"] | None:
@@ -342,7 +344,7 @@ class _RouterRecording:
     @property
     def replayed(self) -> Array | None:
         """The experts to take; None where there are none."""
-        return next((each.experts.array for each in self._engine if each.replayed), None)
+        return next((routing.experts.array for routing in self._engine if routing.replayed), None)
 
     def activations_and_router(
         self, input_ids: NamedArray, segment_ids: NamedArray | None = None, *, engine: EngineRouting, known: NamedArray
@@ -351,14 +353,14 @@ class _RouterRecording:
         counted = self._counted_of(input_ids)
         states, sums = self.model.activations_and_router(input_ids, segment_ids, engine, known, counted)
         if self._engine:
-            own, given = (jnp.sort(each.experts.array) for each in (engine, self._engine[0]))
-            compared = given[..., 0] >= 0
-            found = compared, compared & jnp.any(own != given, axis=-1)
+            own, engine_experts = (jnp.sort(routing.experts.array) for routing in (engine, self._engine[0]))
+            compared = engine_experts[..., 0] >= 0
+            flags = compared, compared & jnp.any(own != engine_experts, axis=-1)
         else:
-            found = (jnp.zeros(()), jnp.zeros(()))
+            flags = (jnp.zeros(()), jnp.zeros(()))
         self.sums.append(
             sums._replace(
-                **{name: jnp.sum(each, dtype=jnp.float32) for name, each in zip(_COMPARED, found, strict=True)}
+                **{name: jnp.sum(flag, dtype=jnp.float32) for name, flag in zip(_COMPARED, flags, strict=True)}
             )
         )
         return states, sums

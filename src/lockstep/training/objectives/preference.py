@@ -144,14 +144,14 @@ class PreferenceObjective(OpenRegistry, draccus.PluginRegistry, discover_package
         fills = ~real[:, None]
         # A filler looks like responses of probability 1/e, so that no loss and no gradient of it is infinite or nan.
         policy = jnp.where(fills, -1.0, jnp.sum(jnp.where(mask, logprobs, 0.0), axis=-1))
-        found = self.losses(
+        losses = self.losses(
             PairLogprobs(
                 policy=policy,
                 length=jnp.where(fills, 1, counts),
                 reference=None if reference is None else jnp.where(fills, -1.0, reference),
             )
         )
-        chosen, rejected = found.reward[:, 0], found.reward[:, 1]
+        chosen, rejected = losses.reward[:, 0], losses.reward[:, 1]
         metrics = {
             "rewards/chosen": chosen,
             "rewards/rejected": rejected,
@@ -159,10 +159,10 @@ class PreferenceObjective(OpenRegistry, draccus.PluginRegistry, discover_package
             "rewards/accuracies": chosen > rejected,
             "logps/chosen": policy[:, 0],
             "logps/rejected": policy[:, 1],
-            **found.metrics,
+            **losses.metrics,
         }
         return LossParts(
-            total=jnp.sum(jnp.where(real, found.loss, 0.0)),
+            total=jnp.sum(jnp.where(real, losses.loss, 0.0)),
             weight=jnp.sum(real, dtype=jnp.float32),
             metrics={name: jnp.sum(jnp.where(real, values, 0.0)) for name, values in metrics.items()},
         )

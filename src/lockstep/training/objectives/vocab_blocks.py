@@ -107,7 +107,7 @@ class VocabBlocks:
         mesh: AbstractMesh | None = context
         rows, positions, split = (axes_of(physical_axis_name(name)) for name in ("batch", "position", "vocab"))
         stored = [axes_of(PARAMETER_AXES.get(axis.name)) for axis in head.axes]
-        gathered = tuple(tuple(axis for axis in found if axis not in split) for found in stored)
+        gathered = tuple(tuple(axis for axis in axes if axis not in split) for axes in stored)
         # Without the mesh and the mapping of a train step, XLA divides the work.
         if not (rows and {*rows, *split} <= set(context.axis_names) and {*itertools.chain(*gathered)} <= set(rows)):
             mesh, rows, positions, split, gathered = None, (), (), (), ((), ())

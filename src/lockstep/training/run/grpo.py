@@ -67,7 +67,7 @@ class TrainGrpoConfig(GrpoFields, GrpoRunFields, RenewalFields):
     @property
     def loss_fn(self) -> GrpoConfig:
         """The loss with these settings."""
-        settings = {each.name: getattr(self, each.name) for each in dataclasses.fields(GrpoFields)}
+        settings = {field.name: getattr(self, field.name) for field in dataclasses.fields(GrpoFields)}
         return GrpoConfig(**settings, temperature=self.rollout.temperature)
 
     def read_tokenizer(self, fetched: bytes = b"") -> "PreTrainedTokenizerBase":

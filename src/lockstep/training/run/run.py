@@ -283,9 +283,9 @@ class HfSaves:
         if config.hf_save_path is None:
             return
         steps = () if every is None else range(every, config.trainer.num_train_steps, every)
-        others = {"initialize_from_hf": config.initialize_from_hf, "tokenizer": config.tokenizer}
-        others |= {"the run directory": str(self._run_dir), "that of the checkpoints": checkpoints}
-        check_save_paths([*map(self._path, steps), self._path(None)], others)
+        taken = {"initialize_from_hf": config.initialize_from_hf, "tokenizer": config.tokenizer}
+        taken |= {"the run directory": str(self._run_dir), "that of the checkpoints": checkpoints}
+        check_save_paths([*map(self._path, steps), self._path(None)], taken)
 
     def on_step(self, info: StepInfo, force: bool = False) -> None:
         """Save the model after a step; the last one is saved by `save_last`."""

@@ -114,7 +114,7 @@ def _check_resumable(path: Path, base_path: str | None) -> None:
         )
 
 
-def check_save_paths(paths: Sequence[str], others: Mapping[str, str | None]) -> None:
+def check_save_paths(paths: Sequence[str], taken: Mapping[str, str | None]) -> None:
     """Find out before the first step whether the trained model can be saved; one process calls it.
 
     Args:
@@ -126,8 +126,8 @@ def check_save_paths(paths: Sequence[str], others: Mapping[str, str | None]) -> 
         OSError: It cannot be written.
     """
     for path in paths:
-        for key, other in others.items():
-            if other is not None and _real(path) == _real(other):
+        for key, taken_path in taken.items():
+            if taken_path is not None and _real(path) == _real(taken_path):
                 raise ConfigError(
                     f"hf_save_path is {path}, and so is {key}, which saving would replace. Choose another directory."
                 )
@@ -166,13 +166,13 @@ def closing_summary(run_dir: Path, result: TrainResult, num_train_steps: int, sa
         done += ", no checkpoint was saved"
     last = result.progress.partition("  ")[0] or f"last loss {number_text(result.loss, 4)}"
     lines = ["", f"{done}: {result.completed_steps} of {num_train_steps} steps, {last}"]
-    found: list[tuple[str, Path]] = [
+    files: list[tuple[str, Path]] = [
         ("samples", run_dir / "samples.jsonl"),
         ("rollouts", run_dir / ROLLOUTS_FILE),
         *(("metrics", path) for path in sorted(run_dir.glob("metrics*.jsonl"))),
         *(("W&B run", path) for path in sorted(run_dir.glob("wandb/*run-*"))),
     ]
-    lines += [f"  {name:<11}{path}" for name, path in found if path.exists()]
+    lines += [f"  {name:<11}{path}" for name, path in files if path.exists()]
     if saved is not None:
         lines.append(f"  {'checkpoint':<11}{saved}")
     if result.checkpoint is not None:

@@ -36,13 +36,13 @@ def check_teacher(teacher: str, tokenizer: "PreTrainedTokenizerBase", row_length
     Raises:
         ConfigError: Its token ids are other ones, or its sequences are shorter.
     """
-    own, other = tokenizer.get_vocab(), load_tokenizer(teacher, trust_remote_code=None).get_vocab()
-    differing = sorted((number, token) for token, number in own.items() if other.get(token) != number)
+    own, teacher_ids = tokenizer.get_vocab(), load_tokenizer(teacher, trust_remote_code=None).get_vocab()
+    differing = sorted((number, token) for token, number in own.items() if teacher_ids.get(token) != number)
     if differing:
         number, token = differing[0]
         raise ConfigError(
-            f"teacher is {teacher}, whose tokenizer has {other.get(token, 'no id')} for {token!r}, and tokenizer has "
-            f"{number} ({len(differing)} tokens differ): its probabilities would be those of other tokens. Use a "
+            f"teacher is {teacher}, whose tokenizer has {teacher_ids.get(token, 'no id')} for {token!r}, and tokenizer "
+            f"has {number} ({len(differing)} tokens differ): its probabilities would be those of other tokens. Use a "
             "teacher of the same vocabulary."
         )
     rows, longest = read_vocab_size(teacher), load_config(teacher).max_seq_len

@@ -56,10 +56,10 @@ def compile_largest(
         step = make(rows // size)
         with hosts.scope("train_step") as scope, scope.run_on_all("compiling train_step") as phase:
             phase.agree(environment() | {"debug": str(scope.debug), "rows at a time": str(size)})
-            given = arguments(step)
-            state_bytes = sum(block_bytes(leaf) for leaf in jax.tree.leaves(given[0]))
+            compiled_for = arguments(step)
+            state_bytes = sum(block_bytes(leaf) for leaf in jax.tree.leaves(compiled_for[0]))
             try:
-                phase.agree(step.compile(*given, ledger=hosts.ledger))
+                phase.agree(step.compile(*compiled_for, ledger=hosts.ledger))
                 phase.share(step.needed_bytes())
             except HbmError as error:
                 phase.share(error.needed or UNKNOWN)
@@ -74,7 +74,7 @@ def compile_largest(
             return step
         # What a step needs beside the state grows with its rows: sizes that are far too large are not compiled.
         room, over = memory - state_bytes, needed - state_bytes
-        likely = [each for each in sizes if needed == UNKNOWN or each * over <= 2 * size * room]
+        likely = [count for count in sizes if needed == UNKNOWN or count * over <= 2 * size * room]
         sizes = likely or sizes[-1:]
     raise ConfigError(
         f"the train step needs {'more' if needed == UNKNOWN else bytes_text(needed)} per device even with {size} of "

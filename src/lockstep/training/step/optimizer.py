@@ -139,8 +139,8 @@ class OptimizerConfig:
 
     def setting(self, name: str) -> float:
         """Return a setting of the optimizer, its default where it is null."""
-        given: float | None = getattr(self, name)
-        return DEFAULTS[self.type][name] if given is None else given
+        value: float | None = getattr(self, name)
+        return DEFAULTS[self.type][name] if value is None else value
 
     def schedule(self, num_train_steps: int, peak: float | None = None) -> optax.Schedule:
         """Build the learning-rate schedule.
@@ -156,8 +156,8 @@ class OptimizerConfig:
         """
         warmup = _steps(self.warmup, num_train_steps)
         rest = num_train_steps - warmup
-        given = SHARES.get(self.lr_schedule) if self.decay is None else self.decay
-        decay = rest if given is None else _steps(given, num_train_steps)
+        share = SHARES.get(self.lr_schedule) if self.decay is None else self.decay
+        decay = rest if share is None else _steps(share, num_train_steps)
         if rest < 0 or decay > rest:
             raise ConfigError(
                 f"optimizer.warmup ({warmup} steps) and optimizer.decay ({decay} steps) are longer than "
@@ -198,7 +198,7 @@ class OptimizerConfig:
                 ),
             },
             lambda parameters: jax.tree.map(
-                lambda one: "other" if _matrix(one) is None else "matrix", parameters, is_leaf=_named
+                lambda parameter: "other" if _matrix(parameter) is None else "matrix", parameters, is_leaf=_named
             ),
         )
 
@@ -251,7 +251,9 @@ def _step(weight_decay: float, schedule: optax.Schedule) -> list[optax.GradientT
 
 def _matrix_axes(parameters: PyTree) -> PyTree:
     """Which axes of each array are rows and columns of its matrices, in place of the array."""
-    return jax.tree.map(lambda one: jax.tree.map(lambda _: _matrix(one), one), parameters, is_leaf=_named)
+    return jax.tree.map(
+        lambda parameter: jax.tree.map(lambda _: _matrix(parameter), parameter), parameters, is_leaf=_named
+    )
 
 
 def _matrix(parameter: Any) -> optax.contrib.MuonDimensionNumbers | None:

@@ -61,14 +61,14 @@ def parse_precision(policy: str) -> Precision:
     if "=" not in policy:
         only = _read_type(policy, policy)
         return Precision(param=only, compute=only)
-    found: dict[str, jnp.dtype] = {}
+    types: dict[str, jnp.dtype] = {}
     for part in policy.split(","):
         key, _, name = part.strip().partition("=")
-        if key not in _KEYS or _KEYS[key] in found:
+        if key not in _KEYS or _KEYS[key] in types:
             raise ConfigError(f"mp is {policy!r}: {part.strip()!r} is not one of p= and c=, each once. {_USAGE}")
-        found[_KEYS[key]] = _read_type(name, policy)
-    param = found.get("param", jnp.dtype(jnp.float32))
-    return Precision(param=param, compute=found.get("compute", param))
+        types[_KEYS[key]] = _read_type(name, policy)
+    param = types.get("param", jnp.dtype(jnp.float32))
+    return Precision(param=param, compute=types.get("compute", param))
 
 
 def _read_type(name: str, policy: str) -> jnp.dtype:

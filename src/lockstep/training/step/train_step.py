@@ -111,7 +111,8 @@ def batch_structs(columns: Mapping[str, jax.ShapeDtypeStruct], n_rows: int, mesh
     """Return the shapes of a batch."""
     sharding = NamedSharding(mesh, batch_spec(mesh))
     return {
-        name: jax.ShapeDtypeStruct((n_rows, *one.shape), one.dtype, sharding=sharding) for name, one in columns.items()
+        name: jax.ShapeDtypeStruct((n_rows, *column.shape), column.dtype, sharding=sharding)
+        for name, column in columns.items()
     }
 
 
@@ -253,8 +254,8 @@ class TrainStep:
 
     def read(self, metrics: Array) -> StepMetrics:
         """Wait for a step and fetch its metrics, which are the same on every host; nothing is launched."""
-        loss, largest, *others = (float(x) for x in jax.device_get(metrics.addressable_data(0)))
-        values = dict(zip(self._names, others, strict=True))
+        loss, largest, *numbers = (float(x) for x in jax.device_get(metrics.addressable_data(0)))
+        values = dict(zip(self._names, numbers, strict=True))
         stop, flags = divmod(int(largest), SIGNAL_FLAG)
         return StepMetrics(
             loss=loss,
@@ -301,8 +302,8 @@ class TrainStep:
                 out_specs=P(),
                 check_vma=False,
             )
-            found: tuple[LossParts, PyTree] = over_slices(model, frozen, batch)
-            return found
+            summed: tuple[LossParts, PyTree] = over_slices(model, frozen, batch)
+            return summed
         if self._microbatches == 1:
             # Gradients that are divided afterwards are for a moment in memory twice.
             (_, parts), gradients = eqx.filter_value_and_grad(self._mean, has_aux=True)(model, frozen, batch)
@@ -342,8 +343,8 @@ class TrainStep:
         zeros = (zeros[0], hax.shard(zeros[1], parameter_axes(self._mesh), self._mesh))
         if self._skip_empty:
             return over_filled(add, zeros, split)
-        found: tuple[LossParts, PyTree] = jax.lax.scan(add, zeros, split)[0]
-        return found
+        summed: tuple[LossParts, PyTree] = jax.lax.scan(add, zeros, split)[0]
+        return summed
 
     def _total(self, model: PyTree, frozen: PyTree, batch: dict[str, Array]) -> tuple[Array, LossParts]:
         with hax.axis_mapping(compute_axes(self._mesh, of_slice=True)):
