@@ -80,36 +80,36 @@ class Reporter:
             requests: The prompts as the engine had them; the text of an answer goes on from them.
         """
         size = len(result.completions)
-        what = f"step {step} ({size} row{'s' * (size != 1)})"
-        self._put(what, lambda: self._report(step, prompts, result, counts, requests))
+        description = f"step {step} ({size} row{'s' * (size != 1)})"
+        self._put(description, lambda: self._report(step, prompts, result, counts, requests))
 
     def log(self, step: int, counts: Mapping[str, float]) -> None:
         """Queue numbers for the tracker; returns at once."""
         self._put(f"step {step} (skipped)", lambda: self._try("the tracker", step, lambda: self._log(step, counts)))
 
-    def report_tasks(self, step: int, found: TaskResults | Exception) -> None:
+    def report_tasks(self, step: int, results: TaskResults | Exception) -> None:
         """Queue the report of a round of tasks; returns at once."""
-        if isinstance(found, Exception):
+        if isinstance(results, Exception):
             self.errors += 1
-            what = f"{self._name}: the tasks after step {step} could not be scored; training goes on: {found}"
-            log.error(what, exc_info=None if isinstance(found, LockstepError) else found)
+            message = f"{self._name}: the tasks after step {step} could not be scored; training goes on: {results}"
+            log.error(message, exc_info=None if isinstance(results, LockstepError) else results)
             self.log(step, {})
             return
-        rows = [] if self._config.skip_samples_table else found.rows
+        rows = [] if self._config.skip_samples_table else results.rows
 
         def write_file() -> None:
             if self._samples_path is not None:
-                append_jsonl(self._samples_path.with_name(TASKS_FILE), [row.to_dict() for row in found.rows])
+                append_jsonl(self._samples_path.with_name(TASKS_FILE), [row.to_dict() for row in results.rows])
 
         def track() -> None:
-            self._tracker.log(found.scalars(step), step=step)
+            self._tracker.log(results.scalars(step), step=step)
             self._tracker.log_rows(f"{PREFIX}/tasks", rows, step=step)
 
         def work() -> None:
-            log.info("%s: tasks after step %d: %s", self._name, step, found.describe())
+            log.info("%s: tasks after step %d: %s", self._name, step, results.describe())
             self._try(f"writing {TASKS_FILE}", step, write_file)
             self._try("the tracker", step, track)
-            for failure in found.failures:
+            for failure in results.failures:
                 self.errors += 1
                 log.error("%s: after step %d %s; training goes on", self._name, step, failure)
 
@@ -138,14 +138,14 @@ class Reporter:
             )
         return not left
 
-    def _put(self, what: str, work: Callable[[], object]) -> None:
-        if not self._queue.put(what, work):
+    def _put(self, description: str, work: Callable[[], object]) -> None:
+        if not self._queue.put(description, work):
             self.dropped += 1
             log.error(
                 "%s: the report of %s is dropped, because %d earlier ones still wait: a metric, the disk or the "
                 "tracker is slow or hangs; training goes on",
                 self._name,
-                what,
+                description,
                 MAX_WAITING,
             )
 
@@ -213,9 +213,9 @@ class Reporter:
             if looked_at:
                 self._try("alarms", step, lambda: self._alarms.add(step, *looked_at[0]))
 
-    def _try(self, what: str, step: int, work: Callable[[], None]) -> bool:
+    def _try(self, part: str, step: int, work: Callable[[], None]) -> bool:
         """Do a part of a report, in which a launch raises; whether it succeeded."""
-        done = try_leader_only(f"{self._name}: {what} after step {step}", work, "training goes on")
+        done = try_leader_only(f"{self._name}: {part} after step {step}", work, "training goes on")
         self.errors += not done
         return done
 

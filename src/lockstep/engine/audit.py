@@ -203,21 +203,21 @@ class Auditor:
                     known = (*prompts[completion.prompt_id], *completion.tokens)
                     ids[row, : len(known)] = known
                 arguments = sources(weights), place(ids, self._rows)
-            found = {}
+            results = {}
             for name, program in programs.items():
                 with around_launch(name):
-                    found[name] = fetch(program(*arguments))
-            recomputed.append(found)
+                    results[name] = fetch(program(*arguments))
+            recomputed.append(results)
         # All is launched: from here on an error on one host leaves no other in a launch.
         gap, noise = _Differences(), _Differences()
-        for batch, found in zip(_batches(sampled, self.mesh.size), recomputed, strict=True):
+        for batch, results in zip(_batches(sampled, self.mesh.size), recomputed, strict=True):
             for row, completion in enumerate(batch):
                 first = len(prompts[completion.prompt_id]) - 1
                 tokens = slice(first, first + len(completion.tokens))
-                forward = found["audit"][row, tokens]
+                forward = results["audit"][row, tokens]
                 gap.add(forward, np.asarray(completion.logprobs, np.float32))
-                if "audit_float32" in found:
-                    noise.add(forward, found["audit_float32"][row, tokens])
+                if "audit_float32" in results:
+                    noise.add(forward, results["audit_float32"][row, tokens])
         measured = "audit_float32" in programs
         return AuditResult(
             logprob_gap=gap.largest,
@@ -317,8 +317,8 @@ class _Differences:
     def mean(self) -> float:
         return self.total / max(self.count, 1)
 
-    def add(self, ours: Float[np.ndarray, " token"], theirs: Float[np.ndarray, " token"]) -> None:
-        differences = np.abs(ours.astype(np.float64) - theirs)
+    def add(self, forward: Float[np.ndarray, " token"], engine: Float[np.ndarray, " token"]) -> None:
+        differences = np.abs(forward.astype(np.float64) - engine)
         if not np.isfinite(differences).all():
             differences = np.full_like(differences, math.inf)
         self.largest = max(self.largest, float(differences.max()))

@@ -142,7 +142,7 @@ class DecodeModels:
         ways = (way for size in sizes for way in _with_experts(self.config, {"tensor": size}))
         return [
             *(way for way in ways if _fits(self.config, way)),
-            *(way for each in split for way in _with_experts(self.config, each) if self._can(way)),
+            *(way for layout in split for way in _with_experts(self.config, layout) if self._can(way)),
             *([] if idle is None else [idle]),
             *(["training"] if self._can("training") else []),
         ]
@@ -231,7 +231,7 @@ class DecodeModels:
 
 
 def _leaves(weights: DecoderWeights, layouts: LayoutTree, dtype: jnp.dtype) -> tuple[Weight, ...]:
-    found = []
+    leaves = []
     every = jax.tree_util.tree_leaves_with_path(weights)
     for (path, leaf), layout in zip(every, jax.tree.leaves(layouts), strict=True):
         name, dims = path[-1].name, list(leaf.shape)
@@ -249,8 +249,8 @@ def _leaves(weights: DecoderWeights, layouts: LayoutTree, dtype: jnp.dtype) -> t
             decode_bytes=_bytes(layout, tuple(dims), dtype),
             training_bytes=_bytes(layout, block, dtype),
         )
-        found.append(weight)
-    return tuple(found)
+        leaves.append(weight)
+    return tuple(leaves)
 
 
 def _bytes(layout: LeafLayout | QuantizedLayout, dims: tuple[int, ...], dtype: jnp.dtype) -> int:
@@ -329,7 +329,7 @@ def replicate_kv_heads(config: LlamaConfig, weights: DecoderWeights, tensor: int
         if leaf is None or "kv_head" not in axes:
             return leaf
         axis, sizes = axes.index("kv_head"), {"group": group, "head": size}
-        heads = tuple(sizes[each] for each in axes if each in sizes)
+        heads = tuple(sizes[axis_name] for axis_name in axes if axis_name in sizes)
         behind = len(axes) - axis - 1 - len(heads)
         assemble: Assemble = _Regroup(axis, heads, behind) if "group" in axes else _Repeat(axis, times, size)
         spec = axis_specs(leaf)
@@ -337,9 +337,9 @@ def replicate_kv_heads(config: LlamaConfig, weights: DecoderWeights, tensor: int
         pieces = 1
         if isinstance(sharding, NamedSharding) and spec[axis + 1] is not None:
             names = spec[axis + 1] if isinstance(spec[axis + 1], tuple) else (spec[axis + 1],)
-            pieces = math.prod(sharding.mesh.shape[one] for one in names)
+            pieces = math.prod(sharding.mesh.shape[mesh_axis] for mesh_axis in names)
         inside = spec[axis + 2 : len(spec) - behind]
-        if config.num_kv_heads % pieces or any(one is not None for one in inside):
+        if config.num_kv_heads % pieces or any(part is not None for part in inside):
             raise ConfigError(
                 f"layout {{tensor: {tensor}}} needs each of the {config.num_kv_heads} kv heads on {times} devices, and "
                 f"the trainer has the weight {name} cut inside a kv head: {sharding}. Set tensor to at most "

@@ -77,8 +77,12 @@ class EarlierAnswers:
 
     def state(self) -> dict[str, Any]:
         """Return what is kept as JSON values, for a checkpoint: 5.4 bytes per token."""
-        kept = [(key, [len(each) for each in answers], self._agreement[key]) for key, answers in self._answers.items()]
-        tokens = np.concatenate([np.zeros(0, "<i4"), *(each for answers in self._answers.values() for each in answers)])
+        kept = [
+            (key, [len(answer) for answer in answers], self._agreement[key]) for key, answers in self._answers.items()
+        ]
+        tokens = np.concatenate(
+            [np.zeros(0, "<i4"), *(answer for answers in self._answers.values() for answer in answers)]
+        )
         return {"kept": json.dumps(kept), "tokens": base64.b64encode(tokens.astype("<i4").tobytes()).decode()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -89,7 +93,7 @@ class EarlierAnswers:
         self._answers, self._agreement, self._kept = {}, {}, len(tokens)
         begin = 0
         kept = typed(list[tuple[Any, list[int], tuple[int, int]]], json.loads(state["kept"]))
-        if min((each for _, lengths, _ in kept for each in lengths), default=0) < 0:
+        if min((length for _, lengths, _ in kept for length in lengths), default=0) < 0:
             raise ValueError("an answer has fewer than 0 tokens")
         for key, lengths, (compared, right) in kept:
             hashable = _hashable(key)
@@ -136,7 +140,7 @@ class SamplingFields(SamplingRules):
         Raises:
             ConfigError: A value is out of its range.
         """
-        rules: dict[str, Any] = {each.name: getattr(self, each.name) for each in dataclasses.fields(SamplingRules)}
+        rules: dict[str, Any] = {field.name: getattr(self, field.name) for field in dataclasses.fields(SamplingRules)}
         return SamplingParams(
             **rules | {"seed": self.seed + round_},
             stop_token_ids=stop_ids if self.stop_token_ids is None else tuple(self.stop_token_ids),
@@ -187,7 +191,7 @@ class SamplingBlock(SamplingFields, CapacityFields):
         Raises:
             ConfigError: A value is out of its range.
         """
-        names = [each.name for each in dataclasses.fields(EngineConfig) if hasattr(self, each.name)]
+        names = [field.name for field in dataclasses.fields(EngineConfig) if hasattr(self, field.name)]
         values: dict[str, Any] = {name: getattr(self, name) for name in names} | {"dtype": dtype}
         if max_seq_len is not None:
             values["max_seq_len"] = max_seq_len

@@ -110,21 +110,21 @@ def find_moves(before: Any, now: Any) -> tuple[Moved, ...] | None:
         before: The signature of the model that programs were compiled for.
         now: That of the model that comes.
     """
-    (config, old), (other, new) = before, now
+    (config, old), (new_config, new) = before, now
     trees: list[Any] = [jax.tree.structure(weights) for weights in (old, new)]
-    if config != other or trees[0] != trees[1]:
+    if config != new_config or trees[0] != trees[1]:
         return None
     if list(map(_form, jax.tree.leaves(old))) != list(map(_form, jax.tree.leaves(new))):
         return None
     pairs = zip(jax.tree_util.tree_leaves_with_path(sources(old)), jax.tree_util.tree_leaves(sources(new)), strict=True)
-    found = []
-    for at, ((path, one), another) in enumerate(pairs):
-        if (one.shape, one.dtype) != (another.shape, another.dtype):
+    moves = []
+    for at, ((path, struct), new_struct) in enumerate(pairs):
+        if (struct.shape, struct.dtype) != (new_struct.shape, new_struct.dtype):
             return None
-        if not _same_placement(one, another):
+        if not _same_placement(struct, new_struct):
             name = ".".join(key.name for key in path if isinstance(key, jax.tree_util.GetAttrKey))
-            found.append(Moved(name=name, at=at, before=one, now=another))
-    return tuple(found)
+            moves.append(Moved(name=name, at=at, before=struct, now=new_struct))
+    return tuple(moves)
 
 
 def are_small(moved: Sequence[Moved], before: Any) -> bool:
@@ -203,15 +203,18 @@ def describe_uneven_layers(signature: Any) -> str:
 
 def _other_functions(before: Any, now: Any) -> list[str]:
     """The weights, with their functions, of which nothing but the function is another; none where more is."""
-    (config, old), (other, new) = before, now
+    (config, old), (new_config, new) = before, now
     trees: list[Any] = [jax.tree.structure(weights) for weights in (old, new)]
-    if config != other or trees[0] != trees[1]:
+    if config != new_config or trees[0] != trees[1]:
         return []
     pairs = zip(jax.tree_util.tree_leaves_with_path(old), jax.tree.leaves(new), strict=True)
-    changed = [(path, one, two) for (path, one), two in pairs if _form(one) != _form(two)]
-    if any(not (_form(one) and _form(two) and _form(one)[1:] == _form(two)[1:]) for _, one, two in changed):
+    changed = [(path, leaf, new_leaf) for (path, leaf), new_leaf in pairs if _form(leaf) != _form(new_leaf)]
+    if any(
+        not (_form(leaf) and _form(new_leaf) and _form(leaf)[1:] == _form(new_leaf)[1:])
+        for _, leaf, new_leaf in changed
+    ):
         return []
-    return [f"{path[-1].name} ({one.assemble!r:.100})" for path, one, _ in changed]
+    return [f"{path[-1].name} ({leaf.assemble!r:.100})" for path, leaf, _ in changed]
 
 
 def _limit(signature: Any) -> int:
@@ -231,11 +234,11 @@ def _mesh(sharding: Sharding | None) -> Any:
     return sharding.mesh if isinstance(sharding, NamedSharding) else None
 
 
-def _same_placement(one: jax.ShapeDtypeStruct, another: jax.ShapeDtypeStruct) -> bool:
+def _same_placement(struct: jax.ShapeDtypeStruct, new_struct: jax.ShapeDtypeStruct) -> bool:
     """Whether every device has the same of both, however it is written: ``P("fsdp", None)`` is ``P("fsdp")``."""
-    if one.sharding is None or another.sharding is None:
-        return one.sharding is another.sharding
-    return bool(one.sharding.is_equivalent_to(another.sharding, len(one.shape)))
+    if struct.sharding is None or new_struct.sharding is None:
+        return struct.sharding is new_struct.sharding
+    return bool(struct.sharding.is_equivalent_to(new_struct.sharding, len(struct.shape)))
 
 
 def _placed(struct: jax.ShapeDtypeStruct) -> str:

@@ -73,17 +73,17 @@ def last_number(text: str) -> Fraction | None:
     """
     text = split_answer(text).content
     for part in reversed(_MARK.split(text)[1:]):
-        if (found := _stated(_line(part), marked=True)) is not None:
-            return found
+        if (number := _stated(_line(part), marked=True)) is not None:
+            return number
     if (box := _last_box(text)) is not None:
         return _stated(re.sub(rf"^({_DASHES}|[-−])\s+", r"\1", box))  # no bullet, as it may be elsewhere
     numbers = _numbers(_plain(text))
     return numbers[-1][1] if numbers else None
 
 
-def same_number(given: Fraction | None, expected: Fraction) -> bool:
+def same_number(number: Fraction | None, expected: Fraction) -> bool:
     """Whether a solution gives the expected number."""
-    return given is not None and given == expected
+    return number is not None and number == expected
 
 
 def _line(text: str) -> str:
@@ -135,8 +135,8 @@ def _plain(text: str) -> str:
 
 def _numbers(plain: str) -> list[tuple[int, Fraction]]:
     """The numbers of a plain text, each with the place where it begins."""
-    found = ((match.start(), _value(match)) for match in _NUMBER.finditer(plain))
-    return [(start, value) for start, value in found if value is not None]
+    values = ((match.start(), _value(match)) for match in _NUMBER.finditer(plain))
+    return [(start, value) for start, value in values if value is not None]
 
 
 def _value(match: re.Match[str]) -> Fraction | None:
@@ -229,9 +229,9 @@ def _for_regex(pattern: str, verbose: bool) -> str:
     parts, at = [], 0
     outer: list[bool] = []
     while at < len(pattern):
-        found = _TOKEN.match(pattern, at)
-        assert found is not None, "the last alternative matches any character"
-        token = found[0]
+        match = _TOKEN.match(pattern, at)
+        assert match is not None, "the last alternative matches any character"
+        token = match[0]
         if token[0] == "#" and not verbose:
             token = "#"
         at += len(token)

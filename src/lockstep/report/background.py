@@ -34,7 +34,7 @@ class BackgroundQueue:
         self._thread: threading.Thread | None = None
         _queues.add(self)
 
-    def put(self, what: str, work: Callable[[], object], *, even_if_full: bool = False) -> bool:
+    def put(self, description: str, work: Callable[[], object], *, even_if_full: bool = False) -> bool:
         """Queue a job; returns at once.
 
         Args:
@@ -46,7 +46,7 @@ class BackgroundQueue:
         with self._changed:
             if len(self._waiting) >= self._size and not even_if_full:
                 return False
-            self._waiting.append(_Job(what, work))
+            self._waiting.append(_Job(description, work))
             self._changed.notify_all()
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name=self.name, daemon=True)
@@ -57,7 +57,7 @@ class BackgroundQueue:
         """Wait until every job is done; return the names of those that are not by then, the one under way first."""
         with self._changed:
             self._changed.wait_for(lambda: not self._left(), timeout_s)
-            return [job.what for job in self._left()]
+            return [job.description for job in self._left()]
 
     def _left(self) -> list["_Job"]:
         return [*([] if self._current is None else [self._current]), *self._waiting]
@@ -73,7 +73,7 @@ class BackgroundQueue:
 
     @property
     def _doing(self) -> str:
-        return "" if self._current is None else self._current.what
+        return "" if self._current is None else self._current.description
 
     def _next(self) -> Callable[[], object] | None:
         """The next job, whose predecessor is done; None, and no thread from then on, where none comes."""
@@ -89,7 +89,7 @@ class BackgroundQueue:
 
 @dataclasses.dataclass(frozen=True)
 class _Job:
-    what: str
+    description: str
     work: Callable[[], object]
 
 
@@ -182,10 +182,10 @@ class BackgroundTracker:
         if self.dropped or self.errors:
             log.warning("the tracker failed %d times, and %d calls were dropped", self.errors, self.dropped)
 
-    def _put(self, what: str, work: Callable[[], None]) -> None:
+    def _put(self, description: str, work: Callable[[], None]) -> None:
         if self._finished:
             self.dropped += 1
-        elif not self._queue.put(what, lambda: self._call(work)):
+        elif not self._queue.put(description, lambda: self._call(work)):
             self.dropped += 1
             if self.dropped == 1:
                 log.error("the tracker is too slow: what it cannot take is dropped and counted; training goes on")

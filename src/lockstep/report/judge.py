@@ -173,13 +173,13 @@ class Judge:
             thread.start()
         for thread in threads:
             thread.join(max(0.0, deadline + 1 - self._clock()))
-        found = list(verdicts)  # a thread that is left behind may still write to the first list
-        values = [None if isinstance(verdict, Exception) else verdict for verdict in found]
+        replies = list(verdicts)  # a thread that is left behind may still write to the first list
+        values = [None if isinstance(verdict, Exception) else verdict for verdict in replies]
         judged = [
             dataclasses.replace(row, metrics={**row.metrics, JUDGE: value})
             for row, value in zip(rows, values, strict=True)
         ]
-        errors = [(row, error) for row, error in zip(rows, found, strict=True) if isinstance(error, Exception)]
+        errors = [(row, error) for row, error in zip(rows, replies, strict=True) if isinstance(error, Exception)]
         if not errors:
             return judged, []
         row, first = errors[0]
@@ -214,9 +214,9 @@ class Judge:
                 return self._reply(text, deadline)
             except urllib.error.HTTPError as error:
                 body = error.read()
-                said = f"HTTP {error.code} {error.reason}: {self._beginning(body)}"
+                refusal = f"HTTP {error.code} {error.reason}: {self._beginning(body)}"
                 if attempt == config.retries or not (error.code == TOO_MANY_REQUESTS or error.code >= 500):
-                    raise LockstepError(said) from None
+                    raise LockstepError(refusal) from None
             except (OSError, TimeoutError) as error:
                 if attempt == config.retries:
                     raise LockstepError(f"no reply: {error}") from None

@@ -155,8 +155,8 @@ def load_metric(name: str) -> Metric:
     if name.startswith(_REGEX):
         return _regex(name)
     _check_name(name)
-    found: Metric = load_object(name, "metric")
-    return found
+    metric: Metric = load_object(name, "metric")
+    return metric
 
 
 def _check_math_verify() -> None:
@@ -203,7 +203,7 @@ def _columns(names: Iterable[str], taken: Collection[str] = ()) -> dict[str, str
     for name in names:
         column = "regex" if name.startswith(_REGEX) else name.rpartition(":")[2]
         if column == "regex" and column in columns:
-            column = f"regex_{sum(each.startswith('regex') for each in columns) + 1}"
+            column = f"regex_{sum(known.startswith('regex') for known in columns) + 1}"
         if column in columns or column in _TAKEN or column in taken:
             raise ConfigError(f"metric {name!r}: the table already has a column {column!r}. Rename or remove it.")
         if column in SCALARS:
@@ -270,7 +270,7 @@ def metric_means(rows: Iterable[TableRow]) -> dict[str, float]:
         for name, value in row.metrics.items():
             if value is not None:
                 values.setdefault(name, []).append(value)
-    return {name: sum(each) / len(each) for name, each in values.items()}
+    return {name: sum(numbers) / len(numbers) for name, numbers in values.items()}
 
 
 def pass_rates(rows: Sequence[Row]) -> dict[str, float]:
@@ -281,18 +281,20 @@ def pass_rates(rows: Sequence[Row]) -> dict[str, float]:
     Both are over the prompts all of whose answers have a value: with fewer than ``k`` there is no such estimate of
     ``pass@k``, and one of ``pass@1`` alone would be of other prompts.
     """
-    found: dict[str, float] = {}
+    rates: dict[str, float] = {}
     for name in metric_names(rows):
         groups: dict[int, list[float | None]] = {}
         for row in rows:
             groups.setdefault(row.prompt_id, []).append(row.metrics.get(name))
         sizes = {len(values) for values in groups.values()}
-        values = {value for each in groups.values() for value in each}
-        scored = [solved for each in groups.values() if len(solved := [v for v in each if v is not None]) == len(each)]
+        values = {value for scores in groups.values() for value in scores}
+        scored = [
+            solved for scores in groups.values() if len(solved := [v for v in scores if v is not None]) == len(scores)
+        ]
         if scored and len(sizes) == 1 and (k := sizes.pop()) > 1 and values <= {0.0, 1.0, None}:
-            found[f"pass@1/{name}"] = sum(map(sum, scored)) / (k * len(scored))
-            found[f"pass@{k}/{name}"] = sum(1.0 in each for each in scored) / len(scored)
-    return found
+            rates[f"pass@1/{name}"] = sum(map(sum, scored)) / (k * len(scored))
+            rates[f"pass@{k}/{name}"] = sum(1.0 in scores for scores in scored) / len(scored)
+    return rates
 
 
 @functools.cache

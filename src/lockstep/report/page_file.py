@@ -21,13 +21,13 @@ def make_report(runs: Sequence[RunFiles], output: Path, reload_s: float | None =
     print_lines(f"{output}: {counted}, {bytes_text(size)}", *(f"  {note}" for note in payload["notes"]))
 
 
-def watch(given: Sequence[str], output: Path, interval_s: float, sleep: Callable[[float], object] = time.sleep) -> int:
+def watch(names: Sequence[str], output: Path, interval_s: float, sleep: Callable[[float], object] = time.sleep) -> int:
     """Write the page again whenever a file of the runs has changed, until Ctrl-C."""
-    print_lines(f"watching {' and '.join(given)} every {interval_s:g} s; Ctrl-C ends it")
+    print_lines(f"watching {' and '.join(names)} every {interval_s:g} s; Ctrl-C ends it")
     last = None
     try:
         while True:
-            runs = [find_run(each) for each in given]
+            runs = [find_run(name) for name in names]
             stamp = [run.stamp() for run in runs]  # before reading: what is written meanwhile is seen the next time
             empty = [run.name for run in runs if not _has_rows(run)]
             if not empty and stamp != last:
@@ -39,7 +39,7 @@ def watch(given: Sequence[str], output: Path, interval_s: float, sleep: Callable
             sleep(interval_s)
     except KeyboardInterrupt:
         if last:
-            make_report([find_run(each) for each in given], output)  # without the reloads
+            make_report([find_run(name) for name in names], output)  # without the reloads
         return 0
 
 

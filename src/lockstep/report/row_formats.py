@@ -70,13 +70,13 @@ def _rows(lines: Path) -> Iterator[dict[str, Any]]:
 
 def _columns(lines: Path) -> dict[str, str]:
     """The columns in order of first appearance, and what is in each."""
-    found: dict[str, set[str]] = {}
+    kinds_by_column: dict[str, set[str]] = {}
     for row in _rows(lines):
         for name, value in row.items():
-            found.setdefault(name, set()).add(_kind(value))
-    if not found:
+            kinds_by_column.setdefault(name, set()).add(_kind(value))
+    if not kinds_by_column:
         raise LockstepError(f"{lines} has no row. Give a file with some.")
-    return {name: _one_kind(lines, name, kinds) for name, kinds in found.items()}
+    return {name: _one_kind(lines, name, kinds) for name, kinds in kinds_by_column.items()}
 
 
 def _kind(value: Any) -> str:
@@ -91,7 +91,7 @@ def _kind(value: Any) -> str:
     if isinstance(value, str):
         return "not finite" if value in _NOT_FINITE else "text"
     if isinstance(value, list):
-        inside = {_kind(each) for each in value} - {"none"}
+        inside = {_kind(item) for item in value} - {"none"}
         if len(inside) < 2:
             return "none" if not inside else f"list of {inside.pop()}"
         return f"list of {'text' if inside == TEXTS else 'float' if inside <= NUMBERS else 'several kinds'}"
@@ -128,7 +128,7 @@ def _as(value: Any, kind: str) -> Any:
         return None if value is None else json.dumps(value)
     _, is_list, inner = kind.rpartition("list of ")
     if isinstance(value, list):
-        return [_as(each, inner) for each in value] if is_list else None
+        return [_as(item, inner) for item in value] if is_list else None
     return float(value) if value is not None and kind == "float" else _text(value)
 
 
@@ -209,10 +209,14 @@ def _write(
 def _sample(row: Mapping[str, Any], model: str) -> dict[str, Any]:
     number = row["question_id"] if "question_id" in row else row["prompt_id"]
     reason = STOP_REASONS.get(str(row.get("finish_reason")), "unknown")
-    prompt, said, count = _text(str(row["prompt"])), _text(str(row["generated_text"])), int(row.get("num_tokens") or 0)
-    message = {"role": "assistant", "content": said, "source": "generate", "model": model}
-    others = {name: value for name, value in row.items() if name not in NO_SCORES and value is not None}
-    texts = {name: _text(value) for name, value in others.items() if _kind(value) == "text"}
+    prompt, answer, count = (
+        _text(str(row["prompt"])),
+        _text(str(row["generated_text"])),
+        int(row.get("num_tokens") or 0),
+    )
+    message = {"role": "assistant", "content": answer, "source": "generate", "model": model}
+    scored = {name: value for name, value in row.items() if name not in NO_SCORES and value is not None}
+    texts = {name: _text(value) for name, value in scored.items() if _kind(value) == "text"}
     return {
         "id": _text(number) if isinstance(number, str) else int(number),
         "epoch": int(row.get("generation_id", 0)) + 1,
@@ -222,11 +226,11 @@ def _sample(row: Mapping[str, Any], model: str) -> dict[str, Any]:
         "output": {
             "model": model,
             "choices": [{"message": message, "stop_reason": reason}],
-            "completion": said,
+            "completion": answer,
             "usage": {"output_tokens": count, "total_tokens": count},
         },
         "scores": {
-            name: {"value": float(value), "answer": said} for name, value in others.items() if name not in texts
+            name: {"value": float(value), "answer": answer} for name, value in scored.items() if name not in texts
         },
         "metadata": {name: row[name] for name in _METADATA if row.get(name) is not None} | texts,
     }
@@ -244,15 +248,15 @@ def _results(samples: list[dict[str, Any]]) -> dict[str, Any]:
             {
                 "name": name,
                 "scorer": name,
-                "scored_samples": len(each),
-                "unscored_samples": len(samples) - len(each),
-                "metrics": {"mean": {"name": "mean", "value": sum(each) / len(each)}},
+                "scored_samples": len(scores),
+                "unscored_samples": len(samples) - len(scores),
+                "metrics": {"mean": {"name": "mean", "value": sum(scores) / len(scores)}},
             }
-            for name, each in values.items()
+            for name, scores in values.items()
         ],
     }
 
 
 def _plain(name: str) -> str:
     """A name as a part of a file's name."""
-    return "".join(each if each.isalnum() else "-" for each in name)
+    return "".join(character if character.isalnum() else "-" for character in name)

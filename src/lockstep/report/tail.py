@@ -107,10 +107,10 @@ class Tail:
         ConfigError: There is no such run.
     """
 
-    def __init__(self, given: str, *, must_be_there: bool = False) -> None:
-        self._given = given
+    def __init__(self, run_name: str, *, must_be_there: bool = False) -> None:
+        self._name = run_name
         self._files: dict[Path, FollowedFile] = {}
-        self.name = find_run(given).name
+        self.name = find_run(run_name).name
         self.axis: str = "step"
         self.newest: list[SavedRow] = []  # the rows of the step that was sampled last
         self.metrics: dict[str, tuple[int, float | str]] = {}
@@ -123,11 +123,11 @@ class Tail:
         self.new_alarms: list[ToldAlarm] = []  # the alarms that the last look found
         self.taken_back = 0  # lines that the last look did not find any more: the run went back to a checkpoint
         if must_be_there:
-            run = find_run(given)
+            run = find_run(run_name)
             if not (run.rows or run.rollouts or run.metrics):
                 raise ConfigError(
-                    f"{given} has no samples.jsonl, rollouts.jsonl or metrics.jsonl. Name the directory of a run, or "
-                    "leave out --no-follow to wait for its first round of samples."
+                    f"{run_name} has no samples.jsonl, rollouts.jsonl or metrics.jsonl. Name the directory of a run, "
+                    "or leave out --no-follow to wait for its first round of samples."
                 )
 
     def look(self, *, at_end: bool = False) -> bool:
@@ -136,7 +136,7 @@ class Tail:
         Args:
             at_end: Whether nobody writes any more, so that a last line may lack its newline.
         """
-        run, health = find_run(self._given), list[dict[str, Any]]()
+        run, health = find_run(self._name), list[dict[str, Any]]()
         self.new_rows, self.new_metrics, self.new_alarms, self.taken_back = [], [], [], 0
         answers = run.rows or run.rollouts
         for path in (*answers, *run.metrics, *run.health):
@@ -147,7 +147,7 @@ class Tail:
             elif path in run.health:
                 health = [record for _, record in news.records]
             else:
-                self.new_metrics += [found for _, record in news.records if (found := metrics_record(record))]
+                self.new_metrics += [metrics for _, record in news.records if (metrics := metrics_record(record))]
         self.new_alarms = [alarm for record in health if (alarm := ToldAlarm.from_record(record))]
         if self.taken_back:
             self._read_anew(run)
@@ -161,7 +161,7 @@ class Tail:
         rows = [row for path in run.rows or run.rollouts for row in read_rows(path)]
         metrics = [record for path in run.metrics for _, record in numbered_records(path)[0]]
         health = [record for path in run.health for _, record in numbered_records(path)[0]]
-        self._add(rows, [found for record in metrics if (found := metrics_record(record))], health)
+        self._add(rows, [newest for record in metrics if (newest := metrics_record(record))], health)
 
     def _add(
         self, rows: Iterable[SavedRow], metrics: Iterable[MetricsRecord], health: Iterable[Mapping[str, Any]]

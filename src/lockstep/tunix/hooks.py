@@ -231,8 +231,8 @@ def on_device(model: nnx.Module) -> nnx.Module:
     """Return the model with its arrays in the devices' own memory: a learner that offloads has them in the host's."""
     graph, state = nnx.split(model)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
-    wanted = jax.tree.map(_in_own_memory, shardings)
-    return model if wanted == shardings else nnx.merge(graph, jax.device_put(state, wanted))
+    own_shardings = jax.tree.map(_in_own_memory, shardings)
+    return model if own_shardings == shardings else nnx.merge(graph, jax.device_put(state, own_shardings))
 
 
 def _in_own_memory(sharding: Sharding) -> Sharding:
@@ -244,10 +244,10 @@ def _in_own_memory(sharding: Sharding) -> Sharding:
 
 def hugging_face(tokenizer: Any) -> Any:
     """The Hugging Face tokenizer that this is, or that Tunix's adapter holds."""
-    found = tokenizer.tokenizer if isinstance(tokenizer, TokenizerAdapter) else tokenizer
-    if not hasattr(found, "get_vocab"):
+    inner = tokenizer.tokenizer if isinstance(tokenizer, TokenizerAdapter) else tokenizer
+    if not hasattr(inner, "get_vocab"):
         raise ConfigError(
-            f"the tokenizer is a {type(found).__name__}; lockstep needs one of Hugging Face. Give it "
+            f"the tokenizer is a {type(inner).__name__}; lockstep needs one of Hugging Face. Give it "
             "AutoTokenizer.from_pretrained(NAME) of the same model, whatever tokenizer the trainer has (docs/tunix.md)."
         )
-    return found
+    return inner

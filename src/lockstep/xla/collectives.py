@@ -88,14 +88,14 @@ def collectives(hlo: Hlo, devices: int) -> list[Collective]:
     ]
 
 
-def summed(found: Iterable[Collective], hosts: Sequence[int]) -> list[CollectiveSum]:
+def summed(collectives: Iterable[Collective], hosts: Sequence[int]) -> list[CollectiveSum]:
     """The sums of the collectives between at least two devices, by kind and size of group, most bytes first."""
     sums: dict[tuple[str, int, bool, bool], list[int]] = collections.defaultdict(lambda: [0, 0])
-    for one in found:
-        if one.times and (one.slices or max(map(len, one.groups), default=1) > 1):
-            of_kind = sums[one.kind, one.devices, one.crosses(hosts), one.slices > 0]
-            of_kind[0] += one.times
-            of_kind[1] += one.times * one.received
+    for collective in collectives:
+        if collective.times and (collective.slices or max(map(len, collective.groups), default=1) > 1):
+            of_kind = sums[collective.kind, collective.devices, collective.crosses(hosts), collective.slices > 0]
+            of_kind[0] += collective.times
+            of_kind[1] += collective.times * collective.received
     return sorted(
         (
             CollectiveSum(
@@ -103,7 +103,7 @@ def summed(found: Iterable[Collective], hosts: Sequence[int]) -> list[Collective
             )
             for (kind, width, crosses, slices), (count, size) in sums.items()
         ),
-        key=lambda one: -one.bytes,
+        key=lambda total: -total.bytes,
     )
 
 
@@ -144,17 +144,17 @@ def _crosses_slices(op: Op) -> bool:
 
 
 def _kind(op: Op) -> str:
-    found = re.search(r'_xla_megascale_transfer_type="(\w+)"', op.line)
-    return found[1].lower().replace("_", "-") if found else op.kind.removesuffix("-start")
+    match = re.search(r'_xla_megascale_transfer_type="(\w+)"', op.line)
+    return match[1].lower().replace("_", "-") if match else op.kind.removesuffix("-start")
 
 
 def _slices(op: Op) -> int:
     """The slices among which the runtime exchanges an array: ``{1,2}x{0:3}`` is two, with four devices each."""
     if not _crosses_slices(op):
         return 0
-    found = re.search(r'_xla_megascale_target="\{([\d,:]+)\}', op.line)
-    ranges = [part.split(":") for part in found[1].split(",")] if found else []
-    return sum(int(each[-1]) - int(each[0]) + 1 for each in ranges) or 2
+    match = re.search(r'_xla_megascale_target="\{([\d,:]+)\}', op.line)
+    ranges = [part.split(":") for part in match[1].split(",")] if match else []
+    return sum(int(ends[-1]) - int(ends[0]) + 1 for ends in ranges) or 2
 
 
 def _result(op: Op) -> int:

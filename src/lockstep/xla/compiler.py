@@ -34,10 +34,10 @@ class CompileProgress:
         self._now: dict[str, float] = {}
         self._status: Status | None = None
 
-    def __call__(self, name: str, what: str) -> None:
+    def __call__(self, name: str, event: str) -> None:
         """Show what happens to a program."""
         with self._lock:
-            if what == "compiling":
+            if event == "compiling":
                 self._now[name] = time.monotonic()
             else:
                 self._now.pop(name, None)
@@ -45,10 +45,10 @@ class CompileProgress:
                 return
             if self._status is not None:
                 self._status.update(self._line())
-                if what == "compiling":
+                if event == "compiling":
                     return
             self._console.print(
-                f"[{time.monotonic() - self._start:5.1f} s] {name}: {what}", highlight=False, markup=False
+                f"[{time.monotonic() - self._start:5.1f} s] {name}: {event}", highlight=False, markup=False
             )
 
     @contextlib.contextmanager
@@ -123,25 +123,25 @@ class CompileCache:
     ) -> Summary:
         """Look a program up, or compile it."""
         key = self._key(lowered, options)
-        found = self._read(key)
-        if found is None:
+        content = self._read(key)
+        if content is None:
             self._report(name, "compiling")
             start = time.monotonic()
-            found = self._compile(lowered, name, options)
-            self._write(key, found)
+            content = self._compile(lowered, name, options)
+            self._write(key, content)
             took = f"{time.monotonic() - start:.1f} s"
-            self._report(name, f"does not fit ({took})" if "refused" in found else f"compiled in {took}")
+            self._report(name, f"does not fit ({took})" if "refused" in content else f"compiled in {took}")
             cached = False
         else:
-            self._report(name, "known to be too large, from the cache" if "refused" in found else "from the cache")
+            self._report(name, "known to be too large, from the cache" if "refused" in content else "from the cache")
             cached = True
-        if "refused" in found:
-            raise _TOO_LARGE[found["refused"]](found["message"], needed=found["needed"], limit=found["limit"])
+        if "refused" in content:
+            raise _TOO_LARGE[content["refused"]](content["message"], needed=content["needed"], limit=content["limit"])
         summary = Summary(
-            memory=Memory(**found["memory"]),
-            text=found["text"],
-            digest=found["digest"],
-            seconds=found["seconds"],
+            memory=Memory(**content["memory"]),
+            text=content["text"],
+            digest=content["digest"],
+            seconds=content["seconds"],
             cached=cached,
         )
         self.summaries[name] = summary
@@ -163,7 +163,7 @@ class CompileCache:
                     }
             raise
         analysis = compiled.memory_analysis()
-        memory = {each.name: int(getattr(analysis, each.name, 0)) for each in dataclasses.fields(Memory)}
+        memory = {field.name: int(getattr(analysis, field.name, 0)) for field in dataclasses.fields(Memory)}
         return {
             "memory": memory,
             "text": compiled.as_text() or "",

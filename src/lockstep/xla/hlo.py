@@ -51,10 +51,12 @@ class Op:
 
     def called(self) -> dict[str, list[str]]:
         """The names of the computations that the operation refers to, by their roles."""
-        found: dict[str, list[str]] = {}
+        names_by_role: dict[str, list[str]] = {}
         for role, names in _CALLED.findall(self.line):
-            found.setdefault(role, []).extend(name.strip().lstrip("%") for name in names.split(",") if name.strip())
-        return found
+            names_by_role.setdefault(role, []).extend(
+                name.strip().lstrip("%") for name in names.split(",") if name.strip()
+            )
+        return names_by_role
 
     @property
     def bytes(self) -> int:
@@ -99,11 +101,11 @@ class Hlo:
     @functools.cached_property
     def runs(self) -> list[Run]:
         """Every operation that runs by itself (not inside a fusion), with how often it runs."""
-        found: list[Run] = []
+        runs: list[Run] = []
 
         def visit(name: str, times: int, in_step: bool) -> None:
             for op in self.computations.get(name, {}).values():
-                found.append(Run(op=op, computation=name, times=times, in_step=in_step))
+                runs.append(Run(op=op, computation=name, times=times, in_step=in_step))
                 called = op.called()
                 if op.kind == "while":
                     turns = self.turns(name, op)
@@ -112,11 +114,11 @@ class Hlo:
                     visit(self._branch(op, called), times, in_step)
                 elif op.kind in ("call", "async-start", "call-start"):  # the last: on a SparseCore of a TPU7x
                     for role in ("called_computations", "to_apply", "calls"):
-                        for each in called.get(role, ()):
-                            visit(each, times, in_step)
+                        for computation in called.get(role, ()):
+                            visit(computation, times, in_step)
 
         visit(self.entry, 1, False)
-        return found
+        return runs
 
     def _branch(self, op: Op, called: Mapping[str, Sequence[str]]) -> str:
         scope = re.search(r'op_name="(?:[^"]*/)?([^"/]+)/cond"', op.line)
@@ -159,8 +161,8 @@ class Hlo:
 
 def vmem(text: str) -> int:
     """The bytes of vector memory of the operation of an optimised TPU program that needs most."""
-    found = re.findall(r'"used_scoped_memory_configs":\[\{"memory_space":"1","offset":"\d+","size":"(\d+)"', text)
-    return max(map(int, found), default=0)
+    sizes = re.findall(r'"used_scoped_memory_configs":\[\{"memory_space":"1","offset":"\d+","size":"(\d+)"', text)
+    return max(map(int, sizes), default=0)
 
 
 def _parse(line: str) -> Op | None:
@@ -200,10 +202,10 @@ def _closing(text: str, opening: int) -> int:
 
 
 def _constant(op: Op) -> int | None:
-    found = re.search(r"constant\((-?\d+)\)", op.line) if op.kind == "constant" else None
-    return int(found[1]) if found else None
+    match = re.search(r"constant\((-?\d+)\)", op.line) if op.kind == "constant" else None
+    return int(match[1]) if match else None
 
 
 def _index(op: Op) -> int | None:
-    found = re.search(r"index=(\d+)", op.line) if op.kind == "get-tuple-element" else None
-    return int(found[1]) if found else None
+    match = re.search(r"index=(\d+)", op.line) if op.kind == "get-tuple-element" else None
+    return int(match[1]) if match else None

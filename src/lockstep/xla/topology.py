@@ -80,7 +80,7 @@ class Topology:
 
 def known_names() -> dict[str, Slice]:
     """Every slice that can be compiled for, by its name."""
-    return {name: each for name, each in slices().items() if each.family.prefix in COMPILERS}
+    return {name: slice_ for name, slice_ in slices().items() if slice_.family.prefix in COMPILERS}
 
 
 def names_of(prefix: str) -> list[str]:
@@ -99,13 +99,13 @@ def topology(name: str) -> Topology:
         ConfigError: There is no slice of this name, or the TPU compiler is not installed.
     """
     known = known_names()
-    count, _, one = name.partition("x") if name[:1].isdecimal() else ("1", "", name)
-    if generation := unpublished(one or name):
+    count, _, slice_name = name.partition("x") if name[:1].isdecimal() else ("1", "", name)
+    if generation := unpublished(slice_name or name):
         raise ConfigError(
             f"topology {name!r} cannot be planned: no TPU compiler (libtpu up to 0.0.52) knows {generation}, and no "
             "slices of it are documented (2026-11-28). Plan for another generation, such as tpu7x-128."
         )
-    if one not in known or not count.isdecimal() or int(count) < 1:
+    if slice_name not in known or not count.isdecimal() or int(count) < 1:
         listed = "; ".join(", ".join(names_of(prefix)) for prefix in COMPILERS)
         raise ConfigError(f"topology {name!r} is not known. Known: {listed}; 2x before a name: two of them.")
     if importlib.util.find_spec("libtpu") is None:
@@ -119,18 +119,18 @@ def topology(name: str) -> Topology:
         ("ALLOW_MULTIPLE_LIBTPU_LOAD", "1"),
     ):
         os.environ.setdefault(variable, value)
-    found, (compiler_name, options) = known[one], COMPILERS[known[one].family.prefix]
+    slice_, (compiler_name, options) = known[slice_name], COMPILERS[known[slice_name].family.prefix]
     if int(count) > 1:
         options = {**options, "num_slices": int(count)}
-    if found.hosts == 1 and len(found.grid) == 2:  # the compiler would take it for several machines
-        options = {**options, "chips_per_host_bounds": (*found.grid, 1)}
+    if slice_.hosts == 1 and len(slice_.grid) == 2:  # the compiler would take it for several machines
+        options = {**options, "chips_per_host_bounds": (*slice_.grid, 1)}
     try:
         devices = topologies.get_topology_desc(
-            platform="tpu", topology_name=f"{compiler_name}:{found.topology}", **options
+            platform="tpu", topology_name=f"{compiler_name}:{slice_.topology}", **options
         ).devices
     except Exception as error:  # the plugin raises what it likes
         raise ConfigError(
-            f"the TPU compiler does not know topology {name} ({compiler_name}:{found.topology}): {error}. Install the "
+            f"the TPU compiler does not know topology {name} ({compiler_name}:{slice_.topology}): {error}. Install the "
             "version of libtpu that the extra [plan] names."
         ) from error
-    return Topology(name=name, grid=found.grid, devices=tuple(devices), num_slices=int(count))
+    return Topology(name=name, grid=slice_.grid, devices=tuple(devices), num_slices=int(count))

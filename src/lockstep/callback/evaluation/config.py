@@ -37,17 +37,17 @@ class TasksConfig:
 
     def __post_init__(self) -> None:
         check_fields(self, "tasks.")
-        given: object = self.names
-        if isinstance(given, str):
-            raise ConfigError(f"tasks.names is {given!r}; it must be a list. Use [{given!r}].")
+        names: object = self.names
+        if isinstance(names, str):
+            raise ConfigError(f"tasks.names is {names!r}; it must be a list. Use [{names!r}].")
         if not all(self.names):
             raise ConfigError("tasks.names has an empty name. Name a task there, or remove it.")
         if len(set(self.names)) < len(self.names):
             raise ConfigError(f"tasks.names has a task twice: {', '.join(self.names)}. Name each once.")
-        for each in dataclasses.fields(self):
-            if not self.names and each.name != "names" and getattr(self, each.name) != each.default:
+        for field in dataclasses.fields(self):
+            if not self.names and field.name != "names" and getattr(self, field.name) != field.default:
                 raise ConfigError(
-                    f"tasks.{each.name} is {getattr(self, each.name)!r} and tasks.names is empty, so that it has no "
+                    f"tasks.{field.name} is {getattr(self, field.name)!r} and tasks.names is empty, so that it has no "
                     "effect. Name a task, or remove it."
                 )
         check_at_least(self, 1, "max_new_tokens", block="tasks.")

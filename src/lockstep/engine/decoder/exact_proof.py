@@ -89,8 +89,8 @@ def _deep(things: int, columns: int, size: int = 1) -> ProductShape:
 
 
 def _cut(things: int, size: int) -> int:
-    each = blocks_of(things) * size
-    return things * size if things * size <= _LARGEST else max(1, _LARGEST // each) * each
+    multiple = blocks_of(things) * size
+    return things * size if things * size <= _LARGEST else max(1, _LARGEST // multiple) * multiple
 
 
 def prove_exact(config: LlamaConfig, vocab: int, dtype: Any, platform: str) -> str | None:
@@ -118,7 +118,7 @@ def prove_exact(config: LlamaConfig, vocab: int, dtype: Any, platform: str) -> s
 def _prove(numerics: Numerics, platform: str) -> str:
     device = jax.local_devices(backend=platform)[0]
     rows, weights = _numbers(numerics)
-    last = jax.tree.map(lambda each: each[-_STEPS:, None], rows)
+    last = jax.tree.map(lambda array: array[-_STEPS:, None], rows)
     together = functools.partial(_operations, numerics, training=True)
 
     def in_a_loop(rows: Any, weights: Any) -> dict[str, Array]:
@@ -136,7 +136,10 @@ def _prove(numerics: Numerics, platform: str) -> str:
     # Other threads have neither a mesh nor a trace, whatever the caller is in. All processes launch in the same order.
     with ThreadPoolExecutor(2) as threads:
         programs = list(threads.map(compile, (together, in_a_loop), (rows, last)))
-        trained, decoded = (threads.submit(launch, *each).result() for each in zip(programs, (rows, last), strict=True))
+        trained, decoded = (
+            threads.submit(launch, *program_and_rows).result()
+            for program_and_rows in zip(programs, (rows, last), strict=True)
+        )
     for name, numbers in decoded.items():
         alone = numbers[:, 0]
         beside = trained[name][-_STEPS:, -alone.shape[1] :]
@@ -149,7 +152,7 @@ def _prove(numerics: Numerics, platform: str) -> str:
                 "on this machine. Set numerics to fast; or take away what differs from a machine where it is exact: "
                 "XLA_FLAGS, the version of jaxlib, the kind of CPU (docs/exact.md)."
             )
-    return digest(*(np.ascontiguousarray(each).tobytes() for each in trained.values()))
+    return digest(*(np.ascontiguousarray(numbers).tobytes() for numbers in trained.values()))
 
 
 def _bits(numbers: np.ndarray) -> np.ndarray:
@@ -164,14 +167,14 @@ def _numbers(numerics: Numerics) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
         return rng.standard_normal(shape, np.float32).astype(dtype)
 
     kv_heads, group, size = numerics.heads
-    inputs = {terms: normal(_ROWS, terms) for terms in {each.terms: 0 for each in numerics.products}}
+    inputs = {terms: normal(_ROWS, terms) for terms in {shape.terms: 0 for shape in numerics.products}}
     rows = {
         "inputs": inputs,
         "queries": normal(_ROWS, kv_heads, group, size),
         "position": np.arange(_KEYS - _ROWS, _KEYS, dtype=np.int32),
         "numbers": normal(_ROWS, _WIDTH),
     }
-    products = [normal(*_stored(each)) for each in numerics.products]
+    products = [normal(*_stored(shape)) for shape in numerics.products]
     return rows, {"products": products, "keys": normal(2, kv_heads, _KEYS, size)}
 
 
@@ -192,7 +195,7 @@ def _operations(numerics: Numerics, rows: Any, weights: Any, *, training: bool) 
         results[name] = _product(shape, rows["inputs"][shape.terms], weight, whole=training)
     queries, position, (k, v) = rows["queries"], rows["position"], weights["keys"]
     axis, sequences = (0, 1) if training else (1, len(queries))
-    k, v = (jnp.broadcast_to(each, (sequences, *each.shape)) for each in (k, v))
+    k, v = (jnp.broadcast_to(keys_or_values, (sequences, *keys_or_values.shape)) for keys_or_values in (k, v))
     attended = attend_exact(
         jnp.expand_dims(queries, axis), jnp.expand_dims(position, axis), *contiguous_blocks(k, v),
         ScoreModifier(soft_cap=numerics.soft_cap),
@@ -202,16 +205,16 @@ def _operations(numerics: Numerics, rows: Any, weights: Any, *, training: bool) 
     results["an activation"] = _activation(numerics.activation, x)
     wide = x.astype(jnp.float32)
     functions = (jnp.cos, jnp.sin, lambda x: jnp.log(jnp.abs(x)))
-    results["a function"] = jnp.concatenate([elementwise(each, wide) for each in functions], axis=1)
+    results["a function"] = jnp.concatenate([elementwise(function, wide) for function in functions], axis=1)
     return results
 
 
 def _product(shape: ProductShape, x: Array, weight: Array, *, whole: bool) -> Array:
     if shape.inner > 1:  # two blocks stand for all, which are added in pairs
-        blocks = [jnp.split(each, shape.inner, axis=axis)[:2] for each, axis in ((x, 1), (weight, 0))]
+        blocks = [jnp.split(operand, shape.inner, axis=axis)[:2] for operand, axis in ((x, 1), (weight, 0))]
         if whole:
             return product(jnp.concatenate(blocks[0], axis=1), jnp.concatenate(blocks[1]), inner=2)
-        return add_blocks(jnp.stack([product(*each) for each in zip(*blocks, strict=True)]))
+        return add_blocks(jnp.stack([product(*pair) for pair in zip(*blocks, strict=True)]))
     columns = shape.outer
     if columns > 1 and not whole:
         columns, weight = columns // 2, jnp.split(weight, 2, axis=0 if shape.transposed else 1)[1]
@@ -220,5 +223,7 @@ def _product(shape: ProductShape, x: Array, weight: Array, *, whole: bool) -> Ar
 
 def _activation(name: str, x: Array) -> Array:
     gate = None if name in ("xielu", "clamped_swiglu") else x
-    parameters = tuple(jnp.asarray(each, x.dtype) for each in (0.8, -1.0, 0.5, -1e-6)) if name == "xielu" else ()
+    parameters = (
+        tuple(jnp.asarray(parameter, x.dtype) for parameter in (0.8, -1.0, 0.5, -1e-6)) if name == "xielu" else ()
+    )
     return block.hidden(name, x, gate, parameters, elementwise)

@@ -86,12 +86,12 @@ def exact_logprobs(
         name = path[-1].name
         split = [PARAMETER_AXES.get(axis, "") for axis in WEIGHT_AXES[name]]
         spec = tuple((axis,) if axis in names else () for axis in split)
-        found = LeafLayout(decode_mesh, spec, TENSOR_DIMS.get(name))
+        leaf_layout = LeafLayout(decode_mesh, spec, TENSOR_DIMS.get(name))
         if not isinstance(leaf, LazyWeight):
-            return found
+            return leaf_layout
         if not isinstance(leaf.assemble, MergeLora):
             raise ConfigError(f"numerics is exact, and the weight {name} is made of others. Set numerics to fast.")
-        return _MergedLayout(found, leaf.assemble, dtype)
+        return _MergedLayout(leaf_layout, leaf.assemble, dtype)
 
     layouts = jax.tree_util.tree_map_with_path(layout, weights)
     transformer = Transformer(
@@ -194,12 +194,12 @@ def _logprobs(
         return target_logprobs(logits, targets, transformer.decode_mesh, exact=True).logprob
 
     targets = jnp.roll(tokens, -1, axis=1).reshape(-1)
-    found = jax.lax.map(chunk, (chunks(x.reshape(-1, x.shape[-1])), chunks(targets)))
-    found = found.reshape(-1)[: targets.size].reshape(tokens.shape)[:, :-1]
-    found = jnp.maximum(found, jnp.finfo(jnp.float32).min)  # an id that is no token has none
+    logprobs = jax.lax.map(chunk, (chunks(x.reshape(-1, x.shape[-1])), chunks(targets)))
+    logprobs = logprobs.reshape(-1)[: targets.size].reshape(tokens.shape)[:, :-1]
+    logprobs = jnp.maximum(logprobs, jnp.finfo(jnp.float32).min)  # an id that is no token has none
     if (shape := transformer.routed) is None or words is None:
-        return ExactForward(found, stream, None)
-    return ExactForward(found, stream, unpacked_experts(words, shape.dtype, shape.layers, shape.choices))
+        return ExactForward(logprobs, stream, None)
+    return ExactForward(logprobs, stream, unpacked_experts(words, shape.dtype, shape.layers, shape.choices))
 
 
 def exact_merges(config: LlamaConfig, weights: DecoderWeights, dtype: jnp.dtype) -> DecoderWeights:
@@ -215,8 +215,8 @@ def exact_merges(config: LlamaConfig, weights: DecoderWeights, dtype: jnp.dtype)
             return leaf
         return dataclasses.replace(leaf, assemble=dataclasses.replace(leaf.assemble, exact=jnp.dtype(dtype).name))
 
-    found: DecoderWeights = jax.tree.map(exact, weights)
-    return found
+    merged: DecoderWeights = jax.tree.map(exact, weights)
+    return merged
 
 
 def check_exact_dtype(dtype: jnp.dtype) -> None:

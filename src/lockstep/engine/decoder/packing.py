@@ -20,13 +20,13 @@ def pack(batch: Batch) -> Int32[np.ndarray, "replica word"]:
     return np.concatenate([array.reshape(len(array), array[0].size).view(np.int32) for array in arrays], axis=1)
 
 
-def unpack(packed: Int32[Array, " word"], like: Batch) -> dict[str, Array]:
+def unpack(packed: Int32[Array, " word"], example: Batch) -> dict[str, Array]:
     """Return a replica's part of each array of a batch by name, inside a program.
 
     Args:
         like: A batch of the same kind and the same shapes.
     """
-    arrays = _arrays(like)
+    arrays = _arrays(example)
     sizes = [array[0].size for array in arrays.values()]
     parts = jnp.split(packed, np.cumsum(sizes)[:-1].tolist())
     return {
@@ -41,8 +41,8 @@ def pack_results(results: Sequence[Array], decode_mesh: DecodeMesh) -> Int32[Arr
     Args:
         results: A replica's arrays ``[a, b]``, which become a part, or ``[a, b, n]``, which become n parts.
     """
-    parts = [jnp.moveaxis(each, -1, 0) if each.ndim == 3 else each[None] for each in results]
-    packed = jnp.concatenate([jax.lax.bitcast_convert_type(each, jnp.int32) for each in parts])
+    parts = [jnp.moveaxis(array, -1, 0) if array.ndim == 3 else array[None] for array in results]
+    packed = jnp.concatenate([jax.lax.bitcast_convert_type(array, jnp.int32) for array in parts])
     return jax.lax.all_gather(packed, decode_mesh.replica_axes) if decode_mesh.replica_axes else packed[None]
 
 

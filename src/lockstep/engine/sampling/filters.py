@@ -127,14 +127,14 @@ def needed_mass(p: Float[Array, " slot"], total: Float[Array, " slot"]) -> Float
     return p * (1 - _SLACK) * total
 
 
-def needed_of_equals(missing: Float[Array, " slot"], each: Float[Array, " slot"]) -> Int[Array, " slot"]:
+def needed_of_equals(missing: Float[Array, " slot"], weight: Float[Array, " slot"]) -> Int[Array, " slot"]:
     """Return how many tokens of equal score top-p keeps of those with the least score kept.
 
     Args:
         missing: The mass that the tokens of higher score fall short of.
         each: The weight of one of these tokens.
     """
-    return jnp.clip(jnp.ceil(missing / jnp.where(each > 0, each, 1.0)), 1, 2.0**30).astype(jnp.int32)
+    return jnp.clip(jnp.ceil(missing / jnp.where(weight > 0, weight, 1.0)), 1, 2.0**30).astype(jnp.int32)
 
 
 def top_k(candidates: Candidates, threshold: TokenThreshold, k: Int[Array, " slot"]) -> TokenThreshold:
@@ -180,8 +180,8 @@ def top_p(candidates: Candidates, threshold: TokenThreshold, p: Float[Array, " s
         lambda: _largest_bound(lambda bound: mass(bits >= bound[:, None]) >= target, p.shape[0]),
     )
     equal = kept & (bits == least[:, None])
-    each = jnp.max(jnp.where(equal, weight, 0.0), axis=1)
-    needed = needed_of_equals(target - mass(bits > least[:, None]), each)
+    least_weight = jnp.max(jnp.where(equal, weight, 0.0), axis=1)
+    needed = needed_of_equals(target - mass(bits > least[:, None]), least_weight)
     last = _nth_id(equal, needed, candidates.ids)
     last = jnp.where(least == threshold.least, jnp.minimum(last, threshold.last), last)
     return TokenThreshold(jnp.where(p < 1, least, threshold.least), jnp.where(p < 1, last, threshold.last))
@@ -301,10 +301,10 @@ def find_filter(name: str) -> Filter:
 
     def apply(candidates: Candidates, threshold: TokenThreshold, values: Array) -> TokenThreshold:
         kept = jnp.where(threshold.mask(candidates), candidates.scores, -jnp.inf)
-        found = jnp.minimum(least_score(kept, values), jnp.max(kept, axis=1)).astype(jnp.float32)
-        least = sortable_bits(found[:, None])[:, 0]
+        bound = jnp.minimum(least_score(kept, values), jnp.max(kept, axis=1)).astype(jnp.float32)
+        least = sortable_bits(bound[:, None])[:, 0]
         # A least score that is nan keeps what is kept, as values of slots without this filter are nan.
-        tighter = ~jnp.isnan(values) & ~jnp.isnan(found) & (least > threshold.least)
+        tighter = ~jnp.isnan(values) & ~jnp.isnan(bound) & (least > threshold.least)
         return TokenThreshold(jnp.where(tighter, least, threshold.least), jnp.where(tighter, _ALL_IDS, threshold.last))
 
     return Filter(name=name, parameter="more_filters", narrows=lambda values: ~jnp.isnan(values), apply=apply)
@@ -313,8 +313,8 @@ def find_filter(name: str) -> Filter:
 def filters_of(names: Iterable[str]) -> list[Filter]:
     """Return filters by their names, in the order in which they are applied: `FILTERS`, then others by name."""
     names = set(names)
-    own = sorted(names - {each.name for each in FILTERS})
-    return [*(each for each in FILTERS if each.name in names), *map(find_filter, own)]
+    own = sorted(names - {filter_.name for filter_ in FILTERS})
+    return [*(filter_ for filter_ in FILTERS if filter_.name in names), *map(find_filter, own)]
 
 
 def _largest_bound(enough: Callable[[Array], Array], slots: int) -> UInt[Array, " slot"]:
@@ -338,5 +338,5 @@ def _nth_id(
         return jnp.sum(jnp.where(chosen & (rank == n[:, None]), ids, 0), axis=1, dtype=jnp.int32)
 
     # Equal scores are rare.
-    found = jax.lax.cond(jnp.any(total > n), search, lambda chosen: jnp.zeros_like(total), chosen)
-    return jnp.where(total > n, found, _ALL_IDS)
+    id_ = jax.lax.cond(jnp.any(total > n), search, lambda chosen: jnp.zeros_like(total), chosen)
+    return jnp.where(total > n, id_, _ALL_IDS)

@@ -134,7 +134,7 @@ def start_sampler(
         The sampler, and the tokens that the slots have at the start of the launch, or None where there are no
         penalties.
     """
-    filters = {each.name: given[each.parameter] for each in FILTERS if each.parameter in given}
+    filters = {filter_.name: given[filter_.parameter] for filter_ in FILTERS if filter_.parameter in given}
     filters |= {name: given["more_filters"][:, at] for at, name in enumerate(more_filters)}
     state = SamplingState(words, temperature, filters)
     first = first_id(local_vocab, decode_mesh)
@@ -239,19 +239,19 @@ def active_features(state: SamplingState, active: Bool[Array, " slot"], decode_m
     """Return the features that any active slot of any replica needs; one collective."""
     random = active & (state.temperature > 0)
     filters = filters_of(state.filters)
-    needs = [random, *(random & each.narrows(state.filters[each.name]) for each in filters)]
+    needs = [random, *(random & filter_.narrows(state.filters[filter_.name]) for filter_ in filters)]
     flags = jnp.stack([jnp.any(need) for need in needs]).astype(jnp.int32)
     if decode_mesh.replica_axes:
         flags = jax.lax.pmax(flags, decode_mesh.replica_axes)
     temperature, *needed = flags > 0
-    return ActiveFeatures(temperature, {each.name: flag for each, flag in zip(filters, needed, strict=True)})
+    return ActiveFeatures(temperature, {filter_.name: flag for filter_, flag in zip(filters, needed, strict=True)})
 
 
 def never_used(requested: Iterable[SamplingParams]) -> frozenset[str]:
     """Return the scopes of the features (`ActiveFeatures`) that no step of such requests needs."""
     random = [params for params in requested if params.temperature > 0]
-    names = {*(each.name for each in FILTERS), *(name for params in random for name in params.own_filters())}
-    filters = {each.name: any(map(each.is_requested, random)) for each in filters_of(names)}
+    names = {*(filter_.name for filter_ in FILTERS), *(name for params in random for name in params.own_filters())}
+    filters = {filter_.name: any(map(filter_.is_requested, random)) for filter_ in filters_of(names)}
     needs = {"temperature": bool(random), **filters, **scopes_needed(filters)}
     return frozenset(name for name, needed in needs.items() if not needed)
 

@@ -32,7 +32,7 @@ _WITH_LIST = FILTERS[:2]
 
 def scopes_needed(filters: Mapping[str, bool]) -> dict[str, bool]:
     """Return whether each condition around several filters holds, by its scope in a compiled program."""
-    return {_ALL: any(filters.values()), _LISTED: any(filters[each.name] for each in _WITH_LIST)}
+    return {_ALL: any(filters.values()), _LISTED: any(filters[filter_.name] for filter_ in _WITH_LIST)}
 
 
 def find_threshold(
@@ -70,8 +70,8 @@ def find_threshold(
         own = jax.lax.axis_index(decode_mesh.tensor_axes) * share + jnp.arange(share)
         own = jnp.minimum(own, slots - 1)
         own_parameters = {name: values[own] for name, values in parameters.items()}
-        found = _threshold(scores, own_parameters, features, with_list=with_list)
-        pair = jnp.stack([jax.lax.bitcast_convert_type(found.least, jnp.int32), found.last])
+        threshold = _threshold(scores, own_parameters, features, with_list=with_list)
+        pair = jnp.stack([jax.lax.bitcast_convert_type(threshold.least, jnp.int32), threshold.last])
         least, last = jax.lax.all_gather(pair, decode_mesh.tensor_axes, axis=1, tiled=True)[:, :slots]
         return TokenThreshold(jax.lax.bitcast_convert_type(least, jnp.uint32), last)
 
@@ -90,26 +90,26 @@ def _threshold(
     """The threshold of each slot, from all of its scores."""
     candidates = Candidates.of(scores, jnp.arange(scores.shape[1], dtype=jnp.int32))
 
-    def apply(each: Filter) -> Callable[[TokenThreshold], TokenThreshold]:
-        return lambda threshold: each.apply(candidates, threshold, parameters[each.name])
+    def apply(filter_: Filter) -> Callable[[TokenThreshold], TokenThreshold]:
+        return lambda threshold: filter_.apply(candidates, threshold, parameters[filter_.name])
 
     def search(threshold: TokenThreshold, filters: Sequence[Filter]) -> TokenThreshold:
-        for each in filters:
-            with jax.named_scope(each.name):
-                threshold = jax.lax.cond(features[each.name], apply(each), lambda same: same, threshold)
+        for filter_ in filters:
+            with jax.named_scope(filter_.name):
+                threshold = jax.lax.cond(features[filter_.name], apply(filter_), lambda same: same, threshold)
         return threshold
 
     def listed(threshold: TokenThreshold) -> TokenThreshold:
-        found, decided = Shortlist.of(candidates).threshold(candidates, parameters["top_k"], parameters["top_p"])
+        from_list, decided = Shortlist.of(candidates).threshold(candidates, parameters["top_k"], parameters["top_p"])
         # A true condition is what a plan counts, and what is nearly always the case.
-        return jax.lax.cond(jnp.all(decided), lambda: found, lambda: search(threshold, _WITH_LIST))
+        return jax.lax.cond(jnp.all(decided), lambda: from_list, lambda: search(threshold, _WITH_LIST))
 
     threshold, filters = keep_all(scores.shape[0]), filters_of(features)
     if not with_list:
         return search(threshold, filters)
     with jax.named_scope(_LISTED):
         threshold = jax.lax.cond(features["top_k"] | features["top_p"], listed, lambda same: same, threshold)
-    return search(threshold, [each for each in filters if each not in _WITH_LIST])
+    return search(threshold, [filter_ for filter_ in filters if filter_ not in _WITH_LIST])
 
 
 SIZE: Final = 128
@@ -139,8 +139,8 @@ class Shortlist(NamedTuple):
         _, best = _top(jnp.max(runs, axis=2), SIZE)
         best = jnp.sort(best, axis=1)  # of equal numbers the least id comes first
         within = jnp.take_along_axis(runs, best[:, :, None], axis=1)
-        found, entry = _top(within.reshape(len(scores), -1), SIZE)
-        return cls(found, jnp.take_along_axis(best, entry // width, axis=1) * width + entry % width)
+        largest, entry = _top(within.reshape(len(scores), -1), SIZE)
+        return cls(largest, jnp.take_along_axis(best, entry // width, axis=1) * width + entry % width)
 
     def threshold(
         self, candidates: Candidates, k: Int[Array, " slot"], p: Float[Array, " slot"]
@@ -206,5 +206,5 @@ def _top(
     """The largest numbers and where they are, the first of equal ones first."""
     # Where a slice of the result is used, XLA sorts all numbers on CPU, which takes 50 times as long; the barriers hide
     # that. One barrier for both ends the compiler where the list is the whole vocabulary.
-    found, places = jax.lax.top_k(numbers, size)
-    return jax.lax.optimization_barrier(found), jax.lax.optimization_barrier(places)
+    largest, places = jax.lax.top_k(numbers, size)
+    return jax.lax.optimization_barrier(largest), jax.lax.optimization_barrier(places)

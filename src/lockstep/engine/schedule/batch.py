@@ -54,14 +54,14 @@ class Capacity:
         """The indices of the replicas that are given sequences."""
         return range(0, self.replicas, self.replicas // (self.replicas - self.idle_replicas))
 
-    def at_least(self, other: "Capacity") -> "Capacity":
+    def at_least(self, least: "Capacity") -> "Capacity":
         """This capacity with nothing smaller than in another one."""
 
         def larger(new: Any, old: Any) -> Any:
             return tuple(sorted({*new, *old})) if isinstance(new, tuple) else max(new, old)
 
         names = [field.name for field in dataclasses.fields(self)]
-        return Capacity(**{name: larger(getattr(self, name), getattr(other, name)) for name in names})
+        return Capacity(**{name: larger(getattr(self, name), getattr(least, name)) for name in names})
 
     def with_slots(self, slots: int) -> "Capacity":
         """This capacity with ``slots`` per replica, and no more sequences than they have room for."""
@@ -167,7 +167,7 @@ class DecodeBatch:
     def copy(self, num_steps: int) -> "DecodeBatch":
         """Return a launch of ``num_steps`` with copies of the arrays."""
         own = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        copies: dict[str, Any] = {name: each.copy() for name, each in own.items() if isinstance(each, np.ndarray)}
+        copies: dict[str, Any] = {name: array.copy() for name, array in own.items() if isinstance(array, np.ndarray)}
         return dataclasses.replace(self, num_steps=num_steps, sampling=self.sampling.copy(), **copies)
 
     @classmethod
@@ -215,10 +215,10 @@ class DecodeSlots:
     """
 
     def __init__(self, capacity: Capacity) -> None:
-        one = dataclasses.replace(capacity, replicas=1, idle_replicas=0, slots=1, sequences=1)
+        single = dataclasses.replace(capacity, replicas=1, idle_replicas=0, slots=1, sequences=1)
         self._next = DecodeBatch.empty(capacity, 0)
         self._new: list[Sequence] = []
-        self._idle = DecodeBatch.empty(one, 0)
+        self._idle = DecodeBatch.empty(single, 0)
         self._has_stop_tokens = np.zeros(self._next.token.shape, bool)
         self.has_stop_strings = np.zeros(self._next.token.shape, bool)
         """Whether the sequence in each slot has stop strings; as of the last `batch`."""
@@ -257,17 +257,19 @@ class DecodeSlots:
         batch.token[at] = [sequence.last_token for sequence in new]
         batch.position[at] = [sequence.position for sequence in new]
         batch.remaining[at] = [sequence.remaining for sequence in new]
-        pages, stops = [sequence.pages for sequence in new], [one.stops for one in params]
+        pages, stops = [sequence.pages for sequence in new], [rules.stops for rules in params]
         for array, lists, padding in ((batch.page_table, pages, NULL_PAGE), (batch.stop_ids, stops, -1)):
             columns = np.array([*itertools.zip_longest(*lists, fillvalue=padding)], np.int32)
             array[*at, : len(columns)] = columns.T
-        batch.draw[at] = [(each.request.params.seed, each.request.prompt_id, each.generation_id) for each in new]
-        batch.temperature[at] = [one.temperature for one in params]
+        batch.draw[at] = [
+            (sequence.request.params.seed, sequence.request.prompt_id, sequence.generation_id) for sequence in new
+        ]
+        batch.temperature[at] = [rules.temperature for rules in params]
         if batch.sampling.arrays():
             for sequence in new:
                 batch.sampling.set((sequence.replica, sequence.slot), sequence)
-        self._has_stop_tokens[at] = [bool(each) for each in stops]
-        self.has_stop_strings[at] = [bool(one.stop) for one in params]
+        self._has_stop_tokens[at] = [bool(stop_ids) for stop_ids in stops]
+        self.has_stop_strings[at] = [bool(rules.stop) for rules in params]
         self.sequences[at] = new
 
     def clear(self, at: Slot) -> None:

@@ -63,9 +63,9 @@ class Proposer:
         agreement = self._agreement(answer, at)
         # Where the last tokens are mostly the same, one that is not was most often replaced by another.
         if 2 * agreement < min(len(answer), _COMPARED):
-            found = _after(self._draft, answer, near=at)
-            if found is not None and self._agreement(answer, found) > agreement:
-                at, self._shift = found, found - len(answer)
+            place = _after(self._draft, answer, near=at)
+            if place is not None and self._agreement(answer, place) > agreement:
+                at, self._shift = place, place - len(answer)
             elif len(looked_up := self._look_up(count)):
                 return looked_up
         draft = self._draft[max(at, 0) : max(at, 0) + count]
@@ -83,8 +83,8 @@ class Proposer:
 
     def _look_up(self, count: int) -> Int32[np.ndarray, " token"]:
         """The tokens that followed the last ones where these were before."""
-        found = [] if self._ngrams is None else self._ngrams.guess(self._generation_id, count)
-        return np.array(found, np.int32)
+        tokens = [] if self._ngrams is None else self._ngrams.guess(self._generation_id, count)
+        return np.array(tokens, np.int32)
 
 
 def _after(text: Int32[np.ndarray, " token"], last: Seq[int], near: int) -> int | None:

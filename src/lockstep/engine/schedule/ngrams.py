@@ -51,9 +51,9 @@ class Ngrams:
             if place is not None:
                 following = [*self._prompt[place : place + count], *text[self._begin :]]
                 return list(itertools.islice(itertools.cycle(following), count))
-            other = self._everywhere.get(gram)
-            if other is not None:
-                return self._texts[other[0]][other[1] : other[1] + count]
+            occurrence = self._everywhere.get(gram)
+            if occurrence is not None:
+                return self._texts[occurrence[0]][occurrence[1] : occurrence[1] + count]
         return []
 
     def _places_in_prompt(self) -> _Places:

@@ -210,11 +210,11 @@ def check_capacity(capacity: Capacity, requests: Seq[Request]) -> None:
         pages = Sequence(request=request, generation_id=0).worst_case_pages(capacity.page_size)
         if pages > capacity.pages - 1:
             room = (capacity.pages - 1) * capacity.page_size + 1 - prompt
-            other = f"lower max_new_tokens to at most {room}" if room >= 1 else "shorten the prompt"
+            alternative = f"lower max_new_tokens to at most {room}" if room >= 1 else "shorten the prompt"
             raise CapacityError(
                 f"prompt {request.prompt_id} needs {pages} pages of {capacity.page_size} tokens for its {prompt} "
                 f"prompt and {new} new tokens; a replica has {capacity.pages - 1} (max_pages less the null page). "
-                f"Raise max_pages to at least {pages + 1}, or {other}."
+                f"Raise max_pages to at least {pages + 1}, or {alternative}."
             )
         if len(request.params.stop_token_ids) > capacity.stop_ids:
             raise CapacityError(

@@ -205,7 +205,7 @@ class Replica:
             for source, target in self._page_copies
             if target is not leaving and target.num_prefilled == target.num_prefill
         ]
-        self._queue = deque(each for each in self._admitted if each.num_prefilled < each.num_prefill)
+        self._queue = deque(sequence for sequence in self._admitted if sequence.num_prefilled < sequence.num_prefill)
 
     def _hand_over(self, leaving: Sequence) -> None:
         """Make other sequences prefill the shared pages that ``leaving`` will not write: each page once, in order."""

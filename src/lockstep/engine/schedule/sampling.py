@@ -19,18 +19,18 @@ def sampling_sizes(params: Iterable[SamplingParams]) -> dict[str, int]:
     """Return the fields of `Capacity` that say which sampling features the programs need; 0 leaves a feature out."""
     sizes = {"filters": 0, "penalties": 0, "min_tokens": 0, "bias_ids": 0, "allowed_ids": 0}
     sizes |= {"top_logprobs": 0, "prompt_logprobs": 0, "routed_experts": 0}
-    for one in params:
-        wanted = {
-            "filters": int(one.has_filters),
-            "penalties": int(one.has_penalties),
-            "min_tokens": int(one.rules_out_stops),
-            "bias_ids": _round_up(len(one.logit_bias)),
-            "allowed_ids": _round_up(len(one.allowed_token_ids or ())),
-            "top_logprobs": one.top_logprobs,
-            "prompt_logprobs": int(one.prompt_logprobs),
-            "routed_experts": int(one.routed_experts),
+    for rules in params:
+        needed = {
+            "filters": int(rules.has_filters),
+            "penalties": int(rules.has_penalties),
+            "min_tokens": int(rules.rules_out_stops),
+            "bias_ids": _round_up(len(rules.logit_bias)),
+            "allowed_ids": _round_up(len(rules.allowed_token_ids or ())),
+            "top_logprobs": rules.top_logprobs,
+            "prompt_logprobs": int(rules.prompt_logprobs),
+            "routed_experts": int(rules.routed_experts),
         }
-        sizes = {name: max(size, wanted[name]) for name, size in sizes.items()}
+        sizes = {name: max(size, needed[name]) for name, size in sizes.items()}
     return sizes
 
 

@@ -100,11 +100,11 @@ class Scheduler:
     def counts(self) -> Counts:
         """The progress so far."""
         allocators = [replica.allocator for replica in self._replicas]
-        max_pages = sum(each.num_pages - 1 for each in allocators)
+        max_pages = sum(allocator.num_pages - 1 for allocator in allocators)
         return Counts(
             finished=self._finished,
             tokens=tuple(self._sampled.tolist()),
-            pages=max_pages - sum(each.num_free for each in allocators),
+            pages=max_pages - sum(allocator.num_free for allocator in allocators),
             max_pages=max_pages,
             steps=self._drafter.steps if self._drafter else int(self._sampled.sum()),
             drafted=self._drafter.looked_at if self._drafter else 0,
@@ -237,7 +237,7 @@ class Scheduler:
         at = np.nonzero(batch.remaining)
         sequences: list[Sequence] = self._slots.sequences[at].tolist()
         looks = self._slots.has_stop_strings[at]
-        counts, stopped = (each[at] for each in self._slots.advance(results))
+        counts, stopped = (array[at] for array in self._slots.advance(results))
         kept = counts.copy()
         sampled = results.packed.swapaxes(1, 2)[at]  # [sequence, part, step], a copy
         for sequence, count, part in zip(sequences, counts.tolist(), sampled, strict=True):

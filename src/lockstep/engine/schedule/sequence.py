@@ -282,8 +282,8 @@ class DraftCounts:
     def sum(cls, counts: "Iterable[DraftCounts]") -> "DraftCounts":
         """Return the counts of all together."""
         total = [0, 0, 0, 0]
-        for each in counts:
-            total = [a + b for a, b in zip(total, dataclasses.astuple(each), strict=True)]
+        for addend in counts:
+            total = [a + b for a, b in zip(total, dataclasses.astuple(addend), strict=True)]
         return cls(tokens=total[0], steps=total[1], drafted=total[2], right=total[3])
 
     def metrics(self) -> dict[str, float]:

@@ -202,8 +202,8 @@ def check_trackers(choice: TrackerChoice) -> None:
     Raises:
         ConfigError: A package is missing.
     """
-    for each in (choice,) if isinstance(choice, TrackerConfig) else choice:
-        each.check()
+    for tracker in (choice,) if isinstance(choice, TrackerConfig) else choice:
+        tracker.check()
 
 
 def build_tracker(
@@ -220,7 +220,7 @@ def build_tracker(
     config = None if config is None else hide_credentials(config)
     if isinstance(choice, TrackerConfig):
         return choice.build(run_dir, run_name, config)
-    return CompositeTracker([each.build(run_dir, run_name, config) for each in choice])
+    return CompositeTracker([tracker.build(run_dir, run_name, config) for tracker in choice])
 
 
 class JsonlTracker:

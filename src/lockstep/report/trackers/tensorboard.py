@@ -70,7 +70,7 @@ def markdown_table(rows: Sequence[TableRow]) -> str:
     lines = [
         [*map(escape_markdown, names)],
         ["---"] * len(names),
-        *([_cell(each.get(name)) for name in names] for each in values),
+        *([_cell(row_values.get(name)) for name in names] for row_values in values),
     ]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 

@@ -81,9 +81,9 @@ class _GrowingTable:
         summary: Any = run.summary
         if state := summary.get(self._state):
             with refused(f"what W&B has of the table {name}", "Start a run of its own: another trainer.run_id."):
-                found = typed(_State, json.loads(state))
-            self._number, self._additions, self._columns = found.table, found.additions, found.columns
-            self._logged_before = found.step
+                saved = typed(_State, json.loads(state))
+            self._number, self._additions, self._columns = saved.table, saved.additions, saved.columns
+            self._logged_before = saved.step
         elif summary.get(name) is not None:
             self._number = 1  # a version of Lockstep without states has logged it
 
@@ -269,11 +269,11 @@ class WandbTrackerConfig(TrackerConfig):
         if self._mode != "online" or not file.exists():
             return {}
         with refused(str(file), "Remove it: W&B gets a run of its own."):
-            found = typed(dict[str, str], json.loads(read_small(file)))
+            identity = typed(dict[str, str], json.loads(read_small(file)))
             for name in ("project", "entity"):
-                if getattr(self, name) not in (None, found[name]):
+                if getattr(self, name) not in (None, identity[name]):
                     return {}
-            return {name: found[name] for name in ("id", "project", "entity")}
+            return {name: identity[name] for name in ("id", "project", "entity")}
 
     @property
     def _mode(self) -> str:
