@@ -213,11 +213,11 @@ def _layers(config: LlamaConfig, weights: DecoderWeights, settings: Settings) ->
         for name, weight in layers.items()
     }
     layers["dense"] = None if dense is None else jnp.asarray(dense)[settings["layers"]]
-    for number, (one, other) in enumerate(PAIRS):
-        a, b = layers[one], layers[other]
+    for number, (first, second) in enumerate(PAIRS):
+        a, b = layers[first], layers[second]
         if a is not None and b is not None and a.shape == b.shape:
             flag = settings["swapped"][number]
-            layers[one], layers[other] = jnp.where(flag, b, a), jnp.where(flag, a, b)
+            layers[first], layers[second] = jnp.where(flag, b, a), jnp.where(flag, a, b)
     for number, name in enumerate(SQUARE):
         sides = (config.hidden_dim, -1) if name != "o" else (-1, config.hidden_dim)
         weight = layers[name].reshape(config.num_layers, *sides)

@@ -118,20 +118,20 @@ def check_reader(
             check = _Check(scope, model, length, seed)
             phase.agree({"configuration": digest(repr(check.config))})
         with scope.launch_on_all("the model's own forward pass"):
-            theirs = jax.block_until_ready(forward(check.ids))
+            expected = jax.block_until_ready(forward(check.ids))
         with scope.run_on_all("compile") as phase:
-            compare = check.compare(theirs)
+            compare = check.compare(expected)
             phase.agree(compare.digests)
         with scope.launch_on_all("compare"):
-            found = {name: fetch(array) for name, array in compare(check.parts, check.ids, theirs).items()}
-        gap = float(found["gaps"].max())
-        tolerance = max(LEAST_TOLERANCE, 4 * float(found["noise"].max()), 4 * float(found["rounding"]))
-        unseen = tuple(name for name, same in zip(check.names, found["constant"], strict=True) if same)
+            compared = {name: fetch(array) for name, array in compare(check.parts, check.ids, expected).items()}
+        gap = float(compared["gaps"].max())
+        tolerance = max(LEAST_TOLERANCE, 4 * float(compared["noise"].max()), 4 * float(compared["rounding"]))
+        unseen = tuple(name for name, same in zip(check.names, compared["constant"], strict=True) if same)
         with scope.run_on_all("compile the search") as phase:
-            program = check.adjustable(theirs)
+            program = check.adjustable(expected)
             phase.agree(program.digests)
         with scope.launch_on_all("search"):
-            base, rests = _rests(check, program, theirs)
+            base, rests = _rests(check, program, expected)
     # The search cannot compute every model, such as one with an activation of its own.
     rests = rests if math.isclose(base, gap, rel_tol=0.05, abs_tol=tolerance) else []
     tried, likely = tuple(text for _, text in rests), _likely(rests, gap, base, tolerance)
@@ -143,7 +143,7 @@ def check_reader(
         f"what the reader returned differs from the model's own forward pass by up to {gap:.3g} in a log-probability; "
         f"rounding makes at most {tolerance:.2g}. "
     )
-    text += f"Likely wrong: {'; or '.join(likely)}." if likely else _where(found["gaps"], tolerance, len(tried))
+    text += f"Likely wrong: {'; or '.join(likely)}." if likely else _where(compared["gaps"], tolerance, len(tried))
     if unseen:
         text += f" Whether {', '.join(unseen)} are right cannot be seen: all their numbers are equal."
     raise ReaderMismatchError(text, likely, tried)
@@ -168,41 +168,41 @@ class _Check:
         self.axes = self.mesh.axis_names if self.mesh.size > 1 else None
         self.ids = place(ids, NamedSharding(self.mesh, PartitionSpec(self.axes)))
 
-    def compare(self, theirs: Any) -> Program:
+    def compare(self, expected: Any) -> Program:
         """The program that compares the trainable model's log-probabilities with the model's own."""
         rows, length = self.ids.shape
-        shape = getattr(theirs, "shape", None)
+        shape = getattr(expected, "shape", None)
         if shape is None or len(shape) != 3 or tuple(shape[:2]) != (rows, length):
             raise ConfigError(
-                f"the forward pass returned {type(theirs).__name__} of shape {shape} for ids of shape "
+                f"the forward pass returned {type(expected).__name__} of shape {shape} for ids of shape "
                 f"({rows}, {length}). Return the logits alone, [{rows}, {length}, vocabulary]."
             )
         dtype = self.weights.embed.dtype
 
-        def compare(parts: PyTree, ids: Array, theirs: Array) -> dict[str, Array]:
+        def compare(parts: PyTree, ids: Array, expected: Array) -> dict[str, Array]:
             made = self._made(parts)
-            ours = self._logits(jax.tree.map(lambda leaf: leaf.astype(dtype), made), ids)
+            logits = self._logits(jax.tree.map(lambda leaf: leaf.astype(dtype), made), ids)
             with jax.default_matmul_precision("highest"):
                 exact = self._logits(jax.tree.map(lambda leaf: leaf.astype(jnp.float32), made), ids)
             every = jax.tree.leaves(made)
             return {
-                "gaps": _gaps(ours, theirs),
-                "noise": _gaps(ours, exact),
-                "rounding": jnp.finfo(theirs.dtype).eps * jnp.max(jnp.abs(theirs)).astype(jnp.float32),
+                "gaps": _gaps(logits, expected),
+                "noise": _gaps(logits, exact),
+                "rounding": jnp.finfo(expected.dtype).eps * jnp.max(jnp.abs(expected)).astype(jnp.float32),
                 "constant": jnp.stack([jnp.min(leaf) == jnp.max(leaf) for leaf in every]),
             }
 
-        return self._compile("check_reader", compare, [self.parts, self.ids, theirs])
+        return self._compile("check_reader", compare, [self.parts, self.ids, expected])
 
-    def adjustable(self, theirs: Any) -> Program:
+    def adjustable(self, expected: Any) -> Program:
         """The program that compares with other settings; they are its last argument."""
 
-        def compare(parts: PyTree, ids: Array, theirs: Array, settings: Settings) -> Array:
+        def compare(parts: PyTree, ids: Array, expected: Array, settings: Settings) -> Array:
             with jax.default_matmul_precision("highest"):
-                return jnp.max(_gaps(adjustable_logits(self.config, self._made(parts), ids, settings), theirs))
+                return jnp.max(_gaps(adjustable_logits(self.config, self._made(parts), ids, settings), expected))
 
         settings = self.placed(settings_of(self.config))
-        return self._compile("search_reader", compare, [self.parts, self.ids, theirs, settings])
+        return self._compile("search_reader", compare, [self.parts, self.ids, expected, settings])
 
     def placed(self, settings: Settings) -> Settings:
         """Settings as an argument of the program."""
@@ -230,18 +230,20 @@ class _Check:
         )
 
 
-def _gaps(ours: Array, theirs: Array) -> Array:
+def _gaps(logits: Array, expected: Array) -> Array:
     """The largest difference of two log-probabilities at each position, over the tokens that both have."""
-    count = min(ours.shape[-1], theirs.shape[-1])
-    one, other = (jax.nn.log_softmax(logits[..., :count].astype(jnp.float32)) for logits in (ours, theirs))
-    return jnp.max(jnp.nan_to_num(jnp.abs(one - other), nan=jnp.inf), axis=(0, 2))
+    count = min(logits.shape[-1], expected.shape[-1])
+    logprobs, expected_logprobs = (
+        jax.nn.log_softmax(side[..., :count].astype(jnp.float32)) for side in (logits, expected)
+    )
+    return jnp.max(jnp.nan_to_num(jnp.abs(logprobs - expected_logprobs), nan=jnp.inf), axis=(0, 2))
 
 
-def _rests(check: _Check, program: Program, theirs: Any) -> tuple[float, list[tuple[float, str]]]:
+def _rests(check: _Check, program: Program, expected: Any) -> tuple[float, list[tuple[float, str]]]:
     """The difference as the search computes it, and what is left of it with each guess, the least first."""
 
     def left(settings: Settings) -> float:
-        return float(fetch(program(check.parts, check.ids, theirs, check.placed(settings))))
+        return float(fetch(program(check.parts, check.ids, expected, check.placed(settings))))
 
     rests = sorted((left(settings), text) for text, settings in suspects(check.config, check.weights))
     return left(settings_of(check.config)), rests
@@ -250,9 +252,9 @@ def _rests(check: _Check, program: Program, theirs: Any) -> tuple[float, list[tu
 def _likely(rests: list[tuple[float, str]], gap: float, base: float, tolerance: float) -> tuple[str, ...]:
     """The guesses that explain the difference: hardly any of it is left with them."""
     if gap > tolerance:
-        explained = [each for each in rests if each[0] <= max(tolerance, gap / 50)]
+        explained = [rest_and_text for rest_and_text in rests if rest_and_text[0] <= max(tolerance, gap / 50)]
     else:
-        explained = [each for each in rests if CLEARLY_BETTER * each[0] < base]
+        explained = [rest_and_text for rest_and_text in rests if CLEARLY_BETTER * rest_and_text[0] < base]
     least = explained[0][0] if explained else 0.0
     most = min(max(tolerance, 2 * least), CLEARLY_BETTER * least)
     return tuple(_with_rest(text, rest) for rest, text in explained[:NAMED_AT_MOST] if rest <= most)

@@ -74,24 +74,24 @@ class NamesReader:
             UnreadParameterError: A parameter of the model is not in the table.
         """
         by_name = named_parameters(model)
-        found = {name: self._weight(name, entry, by_name) for name, entry in self.table.items()}
-        layers = LayerWeights(**{name: weight for name, weight in found.items() if name in STACKED})
-        weights = DecoderWeights(layers=layers, **{name: w for name, w in found.items() if name not in STACKED})
+        read = {name: self._weight(name, entry, by_name) for name, entry in self.table.items()}
+        layers = LayerWeights(**{name: weight for name, weight in read.items() if name in STACKED})
+        weights = DecoderWeights(layers=layers, **{name: w for name, w in read.items() if name not in STACKED})
         check_all_read(model, weights, ignore=self.ignore)
         return weights
 
     def _weight(self, weight: str, entry: Entry, by_name: Mapping[str, Any]) -> Any:
         name, pattern, picks = (*((entry,) if isinstance(entry, str) else entry), None, None)[:3]
         by_layer = "{}" in name
-        some = all(each in self.table for each in ("up", "router")) and weight in (*MLP_WEIGHTS, *SPARSE_WEIGHTS)
-        names = _of_layers(name, by_name, some=some) if by_layer else [name] * (name in by_name)
+        partly = all(name_ in self.table for name_ in ("up", "router")) and weight in (*MLP_WEIGHTS, *SPARSE_WEIGHTS)
+        names = _of_layers(name, by_name, partly=partly) if by_layer else [name] * (name in by_name)
         if not names:
             if weight in OPTIONAL:
                 return None
             raise _missing(weight, name.format(0) if by_layer else name, by_name)
-        arrays = [by_name[each] for each in names]
+        arrays = [by_name[parameter] for parameter in names]
         pattern = pattern or _same(weight, arrays[0], by_layer)
-        factors = [] if self.lora is None else [_factors(each, self.lora, by_name) for each in names]
+        factors = [] if self.lora is None else [_factors(parameter, self.lora, by_name) for parameter in names]
         if not any(factors):
             return view(arrays if by_layer else arrays[0], pattern, **(picks or {}))
         if not all(factors):
@@ -101,7 +101,7 @@ class NamesReader:
                 "read the weight with lockstep.models.merge_lora."
             )
         assert self.lora is not None
-        parts = [arrays, *([pair[which] for pair in factors] for which in (0, 1))]
+        parts = [arrays, *([pair[side] for pair in factors] for side in (0, 1))]
         weights, a, b = (part if by_layer else part[0] for part in parts)
         return merge_lora(
             weights,
@@ -154,10 +154,14 @@ def from_names(table: Mapping[str, Entry], *, lora: LoraNames | None = None, ign
     return NamesReader(table=dict(table), lora=lora, ignore=tuple(ignore))
 
 
-def _of_layers(name: str, by_name: Mapping[str, Any], *, some: bool) -> list[str]:
+def _of_layers(name: str, by_name: Mapping[str, Any], *, partly: bool) -> list[str]:
     """The parameters of all layers from the first on, or of ``some`` layers."""
     every = [name.format(layer) for layer in range(len(by_name))]
-    return [each for each in every if each in by_name] if some else [*takewhile(by_name.__contains__, every)]
+    return (
+        [parameter for parameter in every if parameter in by_name]
+        if partly
+        else [*takewhile(by_name.__contains__, every)]
+    )
 
 
 def _same(weight: str, array: Any, by_layer: bool) -> str:

@@ -52,8 +52,8 @@ AXES["o"] = AXES["o"].replace("kv_head q_heads_per_group", "heads")  # the one w
 
 @register_reader(LmHeadModel)
 def _refuse(model: Any) -> tuple[LlamaConfig, DecoderWeights]:
-    found = (cls for cls in registered_classes() if cls.__module__.startswith("levanter.models."))
-    supported = sorted(cls.__name__ for cls in found if cls is not LmHeadModel)
+    classes = (cls for cls in registered_classes() if cls.__module__.startswith("levanter.models."))
+    supported = sorted(cls.__name__ for cls in classes if cls is not LmHeadModel)
     raise UnreadableModelError(
         f"Levanter's {type(model).__name__} cannot be read; supported are {', '.join(supported)} and their "
         "subclasses. Train one of these, or register a reader for the class with lockstep.models.register_reader."
@@ -301,8 +301,8 @@ class _Layers:
         if norms[0] is None:
             return None
         if norms[0].weight is None or norms[0].bias is not None:
-            what = "no weight" if norms[0].weight is None else "a bias"
-            raise _unreadable(self.model, f"a {type(norms[0]).__name__} has {what}", "norms with a weight and no bias")
+            fault = "no weight" if norms[0].weight is None else "a bias"
+            raise _unreadable(self.model, f"a {type(norms[0]).__name__} has {fault}", "norms with a weight and no bias")
         if norms[0].eps != self.model.transformer.norm.eps:
             raise _unreadable(self.model, "its norms have different eps", "one eps for all norms")
         return self._named([norm.weight for norm in norms], axes)
@@ -380,8 +380,8 @@ def _base(linear: Any) -> Any:
     return linear.wrapped if isinstance(linear, LoraLinear) else linear
 
 
-def _unreadable(model: Any, what: str, can: str) -> UnreadableModelError:
+def _unreadable(model: Any, fault: str, can: str) -> UnreadableModelError:
     return UnreadableModelError(
-        f"Levanter's {type(model).__name__} cannot be read: {what}. The decoder can do {can}. Change the model's "
+        f"Levanter's {type(model).__name__} cannot be read: {fault}. The decoder can do {can}. Change the model's "
         "configuration, or leave lockstep's hook out of this run."
     )

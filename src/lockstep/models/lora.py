@@ -69,12 +69,12 @@ class LoraConfig:
             raise ConfigError(f"lora.r is {self.r}; a rank must be at least 1. Raise it, or leave lora out.")
         if not (self.alpha > 0 and math.isfinite(self.alpha)):
             raise ConfigError(f"lora.alpha is {self.alpha}; it must be a number above 0. Use lora.r for a scale of 1.")
-        given = self.target_modules
-        unknown = [name for name in given if name not in TARGETS and given != (ALL,)]
-        if unknown or not given or len(set(given)) < len(given):
-            what = f"has {unknown[0]!r}" if unknown else f"is {list(given)}"
+        modules = self.target_modules
+        unknown = [name for name in modules if name not in TARGETS and modules != (ALL,)]
+        if unknown or not modules or len(set(modules)) < len(modules):
+            fault = f"has {unknown[0]!r}" if unknown else f"is {list(modules)}"
             raise ConfigError(
-                f"lora.target_modules {what}; it must be {ALL} alone, or one or more of {', '.join(TARGETS)}, each "
+                f"lora.target_modules {fault}; it must be {ALL} alone, or one or more of {', '.join(TARGETS)}, each "
                 "once. Correct it."
             )
 
@@ -90,7 +90,7 @@ class LoraConfig:
             ConfigError: The model has no layer of a name that was asked for.
         """
         layers, asked = skeleton(1, config).layers.stacked, self.target_modules
-        own = {name: [each for each in of if _find(layers, each) is not None] for name, of in TARGETS.items()}
+        own = {name: [weight for weight in of if _find(layers, weight) is not None] for name, of in TARGETS.items()}
         own = {name: weights for name, weights in own.items() if weights}
         if asked == (ALL,):
             asked = tuple(name for name, (first, *_) in own.items() if config.experts is None or first in _ATTENTION)
@@ -99,8 +99,8 @@ class LoraConfig:
             raise ConfigError(
                 f"lora.target_modules has {missing[0]}, which this model does not have. Use some of {', '.join(own)}."
             )
-        found = [weight for name in asked for weight in own[name]]
-        return tuple(f"{weight}_proj" for weight in WEIGHTS if weight in found)
+        targeted = [weight for name in asked for weight in own[name]]
+        return tuple(f"{weight}_proj" for weight in WEIGHTS if weight in targeted)
 
     def resolved(self, compute: str) -> Self:
         """Return the configuration with a float type for the frozen weights.
@@ -132,7 +132,7 @@ class LoraConfig:
         """
         layers, Rank = skeleton(1, config).layers.stacked, Axis(RANK, self.r)
         keys = dict(zip(WEIGHTS, jax.random.split(key, len(WEIGHTS)), strict=True))
-        found = {}
+        pairs = {}
         for name in self.modules_of(config):
             axes = _find(layers, weight_of(name)).axes
             dims = input_dims(weight_of(name), len(axes))
@@ -146,8 +146,8 @@ class LoraConfig:
                 )
             bound = size_in**-0.5
             a = hax.random.uniform(keys[weight_of(name)], (*Stack, *In, Rank), minval=-bound, maxval=bound)
-            found[name] = LowRankPair(a=a, b=hax.zeros((*Stack, Rank, *Out)))
-        return found
+            pairs[name] = LowRankPair(a=a, b=hax.zeros((*Stack, Rank, *Out)))
+        return pairs
 
 
 def weight_of(name: str) -> str:
@@ -164,8 +164,8 @@ def adapter_products(pairs: dict[str, LowRankPair], config: LlamaConfig) -> floa
 def _find(layers: Any, weight: str) -> Any:
     """The weight of the stacked layers; None where they have none of this name."""
     mlps = (layers.mlp.dense, layers.mlp.sparse) if isinstance(layers.mlp, MixedMlps) else (layers.mlp,)
-    found = (getattr(part, weight, None) for part in (layers.attention, *mlps))
-    return next((each for each in found if each is not None), None)
+    candidates = (getattr(part, weight, None) for part in (layers.attention, *mlps))
+    return next((weight_ for weight_ in candidates if weight_ is not None), None)
 
 
 class LoraModel(eqx.Module):
@@ -234,8 +234,8 @@ class LoraModel(eqx.Module):
 
     def weight(self, name: str) -> NamedArray:
         """Return the frozen weight that an adapter is for."""
-        found: NamedArray = _find(self.base.layers.stacked, weight_of(name))
-        return found
+        frozen: NamedArray = _find(self.base.layers.stacked, weight_of(name))
+        return frozen
 
     def merge_of(self, name: str) -> MergeLora:
         """Return what makes one layer's merged weight of the weight and the two factors."""
@@ -329,7 +329,7 @@ def merge_adapters(model: LoraModel, hosts: Hosts, dtype: Any = None) -> LlamaLM
         programs: dict[str, Program] = {}
         with scope.run_on_all("compile", "merging adapters") as phase:
             for name, arrays in parts.items():
-                structs = [jax.ShapeDtypeStruct(each.shape, each.dtype, sharding=each.sharding) for each in arrays]
+                structs = [jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding) for array in arrays]
                 target, merge = jnp.dtype(structs[0].dtype if dtype is None else dtype), model.merge_of(name)
                 if model.config.exact:
                     target = narrower(structs[0].dtype, target)

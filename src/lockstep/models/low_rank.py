@@ -87,16 +87,16 @@ class MergeLora:
             delta = jnp.einsum(self.equation, *(factor.astype(jnp.float32) for factor in factors))
             return self.then(weight.astype(jnp.float32) + self.scale * delta)
         # Without a barrier XLA leaves out a rounding that is widened again.
-        weight, *factors = barrier([each.astype(self.exact) for each in (weight, *factors)])
+        weight, *factors = barrier([array.astype(self.exact) for array in (weight, *factors)])
         delta = exact_change(self.equation, self.scale, *factors)
         return self.then(jnp.asarray(barrier(weight.astype(jnp.float32) + delta)))
 
     def factor_specs[Axes](self, spec: Sequence[Axes], whole: Axes) -> tuple[tuple[Axes, ...], tuple[Axes, ...]]:
         """For each axis of both factors what a weight has for that axis in ``spec``; ``whole`` for the rank."""
         assert self.axes is None
-        one, other, merged = re.split("->|,", self.equation)
+        first, second, merged = re.split("->|,", self.equation)
         of = dict(zip(merged, spec, strict=True))
-        return tuple(of.get(axis, whole) for axis in one), tuple(of.get(axis, whole) for axis in other)
+        return tuple(of.get(axis, whole) for axis in first), tuple(of.get(axis, whole) for axis in second)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -106,22 +106,24 @@ def exact_change(equation: str, scale: float, a: Array, b: Array) -> Array:
     Args:
         equation: As `MergeLora` has it.
     """
-    one, other, merged = re.split("->|,", equation)
-    (rank,) = {*one} - {*merged}
-    both, left = ([axis for axis in merged if axis in one and (axis in other) == shared] for shared in (True, False))
-    right = [axis for axis in merged if axis not in one]
-    a = a.transpose([one.index(axis) for axis in (*both, *left, rank)])
-    b = b.transpose([other.index(axis) for axis in (*both, rank, *right)])
-    shape = *a.shape[:-1], *b.shape[len(both) + 1 :]
-    a, b = a.reshape(*a.shape[: len(both)], -1, a.shape[-1]), b.reshape(*b.shape[: len(both) + 1], -1)
-    multiply = functools.reduce(lambda function, _: jax.vmap(function), both, low_rank_product)
-    found = multiply(a, b).reshape(shape).transpose([(*both, *left, *right).index(axis) for axis in merged])
-    return jnp.asarray(barrier(scale * barrier(found)))
+    first, second, merged = re.split("->|,", equation)
+    (rank,) = {*first} - {*merged}
+    common, left = (
+        [axis for axis in merged if axis in first and (axis in second) == shared] for shared in (True, False)
+    )
+    right = [axis for axis in merged if axis not in first]
+    a = a.transpose([first.index(axis) for axis in (*common, *left, rank)])
+    b = b.transpose([second.index(axis) for axis in (*common, rank, *right)])
+    shape = *a.shape[:-1], *b.shape[len(common) + 1 :]
+    a, b = a.reshape(*a.shape[: len(common)], -1, a.shape[-1]), b.reshape(*b.shape[: len(common) + 1], -1)
+    multiply = functools.reduce(lambda function, _: jax.vmap(function), common, low_rank_product)
+    change = multiply(a, b).reshape(shape).transpose([(*common, *left, *right).index(axis) for axis in merged])
+    return jnp.asarray(barrier(scale * barrier(change)))
 
 
-def narrower(one: Any, other: Any) -> jnp.dtype:
+def narrower(first: Any, second: Any) -> jnp.dtype:
     """Return that of two float types which has fewer bits: that of a computation whose weights have both."""
-    return min(jnp.dtype(one), jnp.dtype(other), key=lambda dtype: dtype.itemsize)
+    return min(jnp.dtype(first), jnp.dtype(second), key=lambda dtype: dtype.itemsize)
 
 
 def merge_lora(weight: Any, a: Any, b: Any, pattern: str, *, scale: float, **picks: Pick) -> LazyWeight:
@@ -189,14 +191,14 @@ def merge_lora(weight: Any, a: Any, b: Any, pattern: str, *, scale: float, **pic
     inner = [[group for group in side if group != ("layer",)] for side in groups]
     flat = [[name for group in side for name in group] for side in inner]
     letters = dict(zip(dict.fromkeys([*names, *flat[0], *flat[1]]), string.ascii_letters, strict=False))
-    one, other, merged = ("".join(letters[name] for name in side) for side in (*flat, names))
+    first, second, merged = ("".join(letters[name] for name in side) for side in (*flat, names))
     grouped = any(len(group) > 1 for side in inner for group in side)
     axes = tuple(tuple(names.index(name) if name in names else -1 for name in side) for side in flat)
     return dataclasses.replace(
         plain,
         parts=tuple(tuple(part) if lists[0] else part[0] for part in every),
         assemble=MergeLora(
-            equation=f"{one},{other}->{merged}",
+            equation=f"{first},{second}->{merged}",
             scale=scale,
             then=plain.assemble,
             axes=(axes[0], axes[1]) if grouped else None,

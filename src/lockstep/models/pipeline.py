@@ -53,19 +53,19 @@ class PipelinedLayers(eqx.Module):
             layers, named_layers = _arrays((self.stacked.stacked, layer_kind), "layer")
             states, named_states = _arrays(x, "batch")
             rows, named_rows = _arrays(of_rows, "batch")
-            others, named_others = _arrays(shared)
+            unsplit, named_others = _arrays(shared)
 
-            def stage(layers: list[Array], states: list[Array], rows: list[Array], others: list[Array]) -> Array:
+            def stage(layers: list[Array], states: list[Array], rows: list[Array], unsplit: list[Array]) -> Array:
                 def named(layer: Any, x: NamedArray, *rest: Any) -> Any:
                     return call(layer, hax.named(checkpoint_name(x.array, _STATE), x.axes), *rest)
 
                 def apply(layers: list[Array], x: Array, rows: list[Array]) -> Array:
                     block, kinds = named_layers(layers)
                     stack = Stacked(block, hax.Axis("layer", len(layers[0])), policy)
-                    given = eqx.combine(named_rows(rows), named_others(others), is_leaf=_named)
+                    context = eqx.combine(named_rows(rows), named_others(unsplit), is_leaf=_named)
                     with hax.axis_mapping(COMPUTE_AXES):
-                        found = stack.scan_via(named)(named_states([x]), *given, kinds, None)[0]
-                    out: Array = found.rearrange(("batch", ...)).array
+                        applied = stack.scan_via(named)(named_states([x]), *context, kinds, None)[0]
+                    out: Array = applied.rearrange(("batch", ...)).array
                     return out
 
                 full = policy == scan_policy("full")
@@ -75,7 +75,7 @@ class PipelinedLayers(eqx.Module):
             run = jax.shard_map(
                 stage, mesh=mesh, axis_names={PP}, in_specs=(P(PP), P(PP), P(PP), P()), out_specs=P(PP), check_vma=False
             )
-            return named_states([run(layers, states, rows, others)]).rearrange(x.axes), None
+            return named_states([run(layers, states, rows, unsplit)]).rearrange(x.axes), None
 
         return scan
 
@@ -129,10 +129,12 @@ def _schedule(
             again = jax.lax.dynamic_update_index_in_dim(again, arrived, time % len(again), 0)
             next_one = jax.lax.dynamic_index_in_dim(again, (time + 1) % len(again), keepdims=False)
             first = jnp.where(time < total, waiting, next_one)
-        given = jnp.where(stage == 0, first, arrived)
-        done = apply_group(groups, repeat, given, own) if repeats > 1 else apply(layers, given, own)
-        turned = jax.lax.ppermute(waiting, PP, [(one, one - 1) for one in range(1, stages)])
-        arrived = jax.lax.ppermute(done, PP, [(one, (one + 1) % stages) for one in range(stages - (repeats == 1))])
+        entering = jnp.where(stage == 0, first, arrived)
+        done = apply_group(groups, repeat, entering, own) if repeats > 1 else apply(layers, entering, own)
+        turned = jax.lax.ppermute(waiting, PP, [(number, number - 1) for number in range(1, stages)])
+        arrived = jax.lax.ppermute(
+            done, PP, [(number, (number + 1) % stages) for number in range(stages - (repeats == 1))]
+        )
         ring = jax.lax.dynamic_update_index_in_dim(ring, jnp.where(stage == stages - 1, done, turned), slot, 0)
         return (ring, arrived, again), None
 
@@ -147,12 +149,16 @@ def _schedule(
 def _interleaved(layers: Array, stages: int, repeats: int) -> Array:
     """Return the layers of this stage in each repeat: every ``stages``-th group, where it has consecutive ones."""
     groups = layers.reshape(repeats // stages, stages, -1, *layers.shape[1:])
-    stage, found = jax.lax.axis_index(PP), jnp.zeros_like(groups).swapaxes(0, 1)
+    stage, interleaved = jax.lax.axis_index(PP), jnp.zeros_like(groups).swapaxes(0, 1)
     for shift in range(stages):  # XLA gathers what an all_to_all is given over the other axes
         part = jax.lax.dynamic_index_in_dim(groups, (stage + shift) % stages, 1, keepdims=False)
-        part = jax.lax.ppermute(part, PP, [(one, (one + shift) % stages) for one in range(stages)]) if shift else part
-        found = jax.lax.dynamic_update_index_in_dim(found, part, (stage - shift) % stages, 0)
-    return found.reshape(repeats, -1, *layers.shape[1:])
+        part = (
+            jax.lax.ppermute(part, PP, [(number, (number + shift) % stages) for number in range(stages)])
+            if shift
+            else part
+        )
+        interleaved = jax.lax.dynamic_update_index_in_dim(interleaved, part, (stage - shift) % stages, 0)
+    return interleaved.reshape(repeats, -1, *layers.shape[1:])
 
 
 def pipelined(model: PyTree, microbatches: int = 1, repeats: int = 1) -> PyTree:
@@ -171,20 +177,20 @@ def pipelined(model: PyTree, microbatches: int = 1, repeats: int = 1) -> PyTree:
     if PP not in mesh.shape and repeats == 1:
         return model
     config = getattr(model, "config", None)
-    found = f"a {type(model).__name__}" if not isinstance(model, LlamaLMHeadModel) else None
+    refused = f"a {type(model).__name__}" if not isinstance(model, LlamaLMHeadModel) else None
     if config is not None and config.experts is not None:
-        found = "a model with experts"
+        refused = "a model with experts"
     if config is not None and config.exact:
-        found = "model.numerics exact"
+        refused = "model.numerics exact"
     layers = 0 if config is None else config.num_layers
     if repeats > 1 and (stages == 1 or repeats % stages or layers % (stages * repeats)):
         raise ConfigError(
             f"trainer.pipeline_repeats is {repeats}, for {layers} layers in {stages} stages (mesh {dict(mesh.shape)}). "
             f"Use 1, or a multiple of pp that divides the layers of a stage."
         )
-    if found is not None:
+    if refused is not None:
         raise ConfigError(
-            f"trainer.mesh_shape has pp ({dict(mesh.shape)}), and this is {found}, which is not divided into stages. "
+            f"trainer.mesh_shape has pp ({dict(mesh.shape)}), and this is {refused}, which is not divided into stages. "
             "Only models without experts and adapters are, with model.numerics fast. Leave pp out."
         )
     return dataclasses.replace(model, layers=PipelinedLayers(model.layers, microbatches, repeats))

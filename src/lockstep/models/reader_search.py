@@ -78,8 +78,8 @@ def _guesses(config: LlamaConfig, weights: DecoderWeights, base: Settings) -> It
             sizes = np.where(slides, NO_WINDOW if window is None else window, NO_WINDOW).astype(np.int32)
             yield text, {"window": sizes}
         if config.layer_types is not None:
-            for text, others in _layer_types(config):
-                yield text, of_layers(config, others)
+            for text, kinds_ in _layer_types(config):
+                yield text, of_layers(config, kinds_)
     if config.experts is not None:
         now = config.experts
         yield (
@@ -106,7 +106,7 @@ def _ropes(config: LlamaConfig) -> Iterator[tuple[str, tuple[RotaryConfig, ...]]
     for name, rope in (("rope", config.rope), ("variant.sliding_rope", config.variant.sliding_rope)):
         if rope is not None and rope in now and math.isfinite(rope.linear_factor):
             for text, better in _other_ropes(name, rope):
-                yield text, tuple(better if each == rope else each for each in now)
+                yield text, tuple(better if current == rope else current for current in now)
     if config.variant.sliding_rope is not None:
         yield "variant.sliding_rope is set: all layers have rope", (config.rope,) * layers
     elif layers > 1:
@@ -143,9 +143,9 @@ def _other_ropes(name: str, rope: RotaryConfig) -> Iterator[tuple[str, RotaryCon
 def _layer_types(config: LlamaConfig) -> Iterator[tuple[str, tuple[LayerKind, ...]]]:
     """Other layers that slide, as the kind of each layer."""
     now = layer_kinds(config)
-    kinds, which = distinct(now)
+    kinds, indices = distinct(now)
     if len(kinds) == 2:
-        swapped = tuple(kinds[1 - each] for each in which)
+        swapped = tuple(kinds[1 - index] for index in indices)
         yield "variant.layer_types: the layers with a window are those without one, and the other way round", swapped
         yield "variant.layer_types are those of the next layer", (*now[1:], now[0])
         yield "variant.layer_types are those of the layer before", (now[-1], *now[:-1])
@@ -159,8 +159,8 @@ def _other_weights(config: LlamaConfig, weights: DecoderWeights) -> Iterator[tup
         text = "q and o: the model's query head i belongs to kv head i % num_kv_heads; read them as 'group kv_head'"
         yield text, {"heads": order}
     for number, pair in enumerate(PAIRS):
-        one, other = (getattr(weights.layers, name) for name in pair)
-        if one is not None and other is not None and one.shape == other.shape:
+        first, second = (getattr(weights.layers, name) for name in pair)
+        if first is not None and second is not None and first.shape == second.shape:
             flags = np.arange(len(PAIRS)) == number
             yield f"{pair[0]} and {pair[1]} are swapped", {"swapped": flags}
     for number, name in enumerate(SQUARE):

@@ -65,7 +65,7 @@ def named_parameters(model: PyTree) -> dict[str, Any]:
     variable: Any = () if nnx is None else nnx.Variable
     boxes: Any = (hax.NamedArray,) if nnx is None else (hax.NamedArray, variable)
     state = () if nnx is None else (nnx.RngState, nnx.Cache, nnx.Intermediate)
-    found = {}
+    parameters = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(model, is_leaf=lambda node: isinstance(node, boxes)):
         if isinstance(leaf, state):
             continue
@@ -73,8 +73,8 @@ def named_parameters(model: PyTree) -> dict[str, Any]:
         value = value.array if isinstance(value, hax.NamedArray) else value
         for inner, array in jax.tree_util.tree_leaves_with_path(value):
             if _is_parameter(array):
-                found[jax.tree_util.keystr((*path, *inner), simple=True, separator=".")] = array
-    return found
+                parameters[jax.tree_util.keystr((*path, *inner), simple=True, separator=".")] = array
+    return parameters
 
 
 def check_all_read(model: PyTree, weights: PyTree, *, ignore: Sequence[str] = ()) -> None:
@@ -231,7 +231,7 @@ def class_name(cls: type) -> str:
 def _page(cls: type) -> str:
     """The page that says how a model of this class is read: that of its library, or else of the closest base."""
     for base in cls.__mro__:
-        found = PAGES.get(base.__module__.split(".")[0].lower())
-        if found is not None:
-            return f"docs/{found[1]}.md says how {found[0]} is read"
+        library = PAGES.get(base.__module__.split(".")[0].lower())
+        if library is not None:
+            return f"docs/{library[1]}.md says how {library[0]} is read"
     return "docs/your-trainer.md says how"

@@ -55,7 +55,7 @@ def _read_snowball(model: Any) -> tuple[LlamaConfig, DecoderWeights]:
         head_gates=True,
         attention_scale=config.qk_mult * config.inferred_head_dim**-0.5,
         sliding_window=config.sliding_window if slides else None,
-        layer_types=tuple("full_attention" if each else "sliding_attention" for each in long),
+        layer_types=tuple("full_attention" if is_long else "sliding_attention" for is_long in long),
         sliding_rope=rope if slides else None,
     )
     experts = Experts(

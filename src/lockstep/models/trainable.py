@@ -39,10 +39,10 @@ def layer_products(config: LlamaConfig, *, again: bool = False) -> float:
     last = {"down": config.experts is None, "o": config.variant.parallel}
     unused = {name for name, is_last in last.items() if is_last and again and not config.variant.post_norm}
     layers = skeleton(1, config).layers
-    found = jax.tree_util.tree_leaves_with_path(layers, is_leaf=lambda leaf: isinstance(leaf, NamedArray))
-    each = ((path[-1].name, leaf) for path, leaf in found)
-    each = ((name, leaf) for name, leaf in each if name not in unused)
-    products = ((name, leaf.array.shape) for name, leaf in each if input_dims(name, leaf.ndim))
+    leaves = jax.tree_util.tree_leaves_with_path(layers, is_leaf=lambda leaf: isinstance(leaf, NamedArray))
+    named_leaves = ((path[-1].name, leaf) for path, leaf in leaves)
+    named_leaves = ((name, leaf) for name, leaf in named_leaves if name not in unused)
+    products = ((name, leaf.array.shape) for name, leaf in named_leaves if input_dims(name, leaf.ndim))
     return sum(config.part_read(name, 1) * math.prod(shape) for name, shape in products)
 
 

@@ -179,7 +179,7 @@ def _with_layer_types(variant: Variant, model: Any, local: Any, rope: RotaryConf
         return variant
     return dataclasses.replace(
         variant,
-        layer_types=tuple("sliding_attention" if each else "full_attention" for each in slides),
+        layer_types=tuple("sliding_attention" if is_sliding else "full_attention" for is_sliding in slides),
         sliding_window=model.config.sliding_window_size,
         sliding_rope=rope,
     )
@@ -260,8 +260,8 @@ def _default(function: Callable[..., Any], argument: str) -> float:
     return float(inspect.signature(function).parameters[argument].default)
 
 
-def _unreadable(model: Any, what: str, can: str) -> UnreadableModelError:
+def _unreadable(model: Any, fault: str, can: str) -> UnreadableModelError:
     return UnreadableModelError(
-        f"Tunix's {type(model).__name__} cannot be read: {what}. The decoder can do {can}. Change the model, or leave "
+        f"Tunix's {type(model).__name__} cannot be read: {fault}. The decoder can do {can}. Change the model, or leave "
         f"lockstep's hooks out of this run ({PAGE})."
     )

@@ -54,21 +54,21 @@ def mesh_costs(
     """Compile the train step for each of `MESH_SHAPES`, which are one mesh on one host, and predict its rollout."""
     if calibration is not None:
         workload = workload.calibrated(calibration)
-    found = []
+    costs = []
     for shape in MESH_SHAPES if topology.hosts > 1 else MESH_SHAPES[:1]:
         changed = dataclasses.replace(workload, mesh_shape=shape)
         plan = make_plan(dataclasses.replace(changed, sampling=[]), topology, cache, calibration)
         cost = update_cost(plan)
-        for one in changed.sampling:
-            if one.steps is not None and plan.mesh_shape:
+        for sampling in changed.sampling:
+            if sampling.steps is not None and plan.mesh_shape:
                 try:
-                    sizing = predict_sampling(changed, one, topology)
+                    sizing = predict_sampling(changed, sampling, topology)
                 except CapacityError:
                     cost = dataclasses.replace(cost, fits=False)
                 else:
-                    cost = with_rollout(cost, sizing, plan.resident, one.steps)
-        found.append(cost)
-    return found
+                    cost = with_rollout(cost, sizing, plan.resident, sampling.steps)
+        costs.append(cost)
+    return costs
 
 
 def update_cost(plan: Plan) -> MeshCost:
@@ -79,9 +79,11 @@ def update_cost(plan: Plan) -> MeshCost:
         sizes=plan.mesh_shape,
         fits=plan.fits,
         needed=max((moment.total for moment in moments(plan)), default=0),
-        received=sum(one.bytes for one in plan.training_collectives),
-        received_across_hosts=sum(one.bytes for one in plan.training_collectives if one.crosses_hosts),
-        collectives=sum(one.count for one in plan.training_collectives),
+        received=sum(collective.bytes for collective in plan.training_collectives),
+        received_across_hosts=sum(
+            collective.bytes for collective in plan.training_collectives if collective.crosses_hosts
+        ),
+        collectives=sum(collective.count for collective in plan.training_collectives),
         compute_s=0.0 if time is None else time.compute_s,
         collectives_s=0.0 if time is None else time.collectives_s,
         update_s=0.0 if time is None else time.step_s,
@@ -141,13 +143,13 @@ class RematCost:
 def remat_costs(workload: Workload, topology: Topology, cache: CompileCache, memory: int) -> list[RematCost]:
     """Compile the train step with every policy, each with rows of its own where the configuration leaves them open."""
     mesh = make_mesh(workload.mesh_shape, topology.devices)
-    found = []
+    costs = []
     for policy in POLICIES:
         changed = dataclasses.replace(
             workload, model=dataclasses.replace(workload.model, gradient_checkpointing=policy)
         )
-        found.append(_remat_cost(changed, mesh, cache, memory))
-    return found
+        costs.append(_remat_cost(changed, mesh, cache, memory))
+    return costs
 
 
 def _remat_cost(workload: Workload, mesh: Mesh, cache: CompileCache, memory: int) -> RematCost:

@@ -47,7 +47,7 @@ class FsdpBytes:
 def fsdp_bytes(
     model: PyTree,
     mesh_shape: Mapping[str, int],
-    found: Iterable[Collective],
+    exchanged: Iterable[Collective],
     *,
     microbatches: int,
     itemsize: int,
@@ -61,7 +61,11 @@ def fsdp_bytes(
     def between_data(group: Sequence[int]) -> bool:
         return len({place % tp for place in group}) == 1 and (row == tp or len({place // row for place in group}) > 1)
 
-    received = sum(one.times * one.received for one in found if not one.slices and all(map(between_data, one.groups)))
+    received = sum(
+        collective.times * collective.received
+        for collective in exchanged
+        if not collective.slices and all(map(between_data, collective.groups))
+    )
     return FsdpBytes(
         floor=fsdp_floor(model, mesh_shape, microbatches=microbatches, itemsize=itemsize, bubble=bubble),
         received=received,
@@ -92,7 +96,7 @@ def fsdp_floor(
     total = 0.0
     trained, frozen = split_trained(model)
     parameters = [(axes, 1) for _, axes in _parameters(trained)] + [(axes, 0) for _, axes in _parameters(frozen)]
-    tables = [each for each in parameters if {axis.name for axis in each[0]} == {"vocab", "embed"}]
+    tables = [parameter for parameter in parameters if {axis.name for axis in parameter[0]} == {"vocab", "embed"}]
     if len(tables) > 1:
         parameters.remove(tables[0])
     for axes, gradients in parameters:
@@ -116,7 +120,7 @@ def thin_pieces(model: PyTree, mesh_shape: Mapping[str, int]) -> tuple[ThinPiece
     A TPU stores an array in whole tiles of its last two axes, so that such a piece is stored, gathered and scattered
     with padding. Vectors are not named: they are next to nothing.
     """
-    found = []
+    pieces = []
     for path, axes in _parameters(model):
         if sum(axis.name != "layer" for axis in axes) < 2:
             continue
@@ -124,8 +128,8 @@ def thin_pieces(model: PyTree, mesh_shape: Mapping[str, int]) -> tuple[ThinPiece
             devices = mesh_shape["fsdp"] if PARAMETER_AXES.get(axis.name) == "fsdp" else 1
             piece = axis.size // devices
             if devices > 1 and piece < tile:
-                found.append(ThinPieces(parameter=path, axis=axis.name, size=axis.size, piece=piece, tile=tile))
-    return tuple(found)
+                pieces.append(ThinPieces(parameter=path, axis=axis.name, size=axis.size, piece=piece, tile=tile))
+    return tuple(pieces)
 
 
 def _all_reduce(size: float, devices: int) -> float:

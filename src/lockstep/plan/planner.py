@@ -135,9 +135,9 @@ def _plan(
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         step = pool.submit(plan_largest_step, workload, mesh, state, cache, chip.memory) if state else None
         left = chip.memory - resident
-        for one in workload.sampling:
+        for planned in workload.sampling:
             try:
-                sampling.append(_plan_sampling(workload, one, mesh, decoder, cache, left, hosts))
+                sampling.append(_plan_sampling(workload, planned, mesh, decoder, cache, left, hosts))
             except InfeasibleError as refused:
                 infeasibilities.append(refused.infeasibility)
         if step is not None:
@@ -173,13 +173,13 @@ def _plan(
 
 
 def _fsdp(
-    workload: Workload, state: State | None, training: TrainStepPlan | None, mesh: Mesh, found: Sequence[Collective]
+    workload: Workload, state: State | None, training: TrainStepPlan | None, mesh: Mesh, exchanged: Sequence[Collective]
 ) -> FsdpBytes | None:
     if state is None or training is None or workload.training is None:
         return None
     itemsize = workload.training.trainer.precision.compute.itemsize
     return fsdp_bytes(
-        state.structs.model, mesh.shape, found, microbatches=training.microbatches, itemsize=itemsize,
+        state.structs.model, mesh.shape, exchanged, microbatches=training.microbatches, itemsize=itemsize,
         bubble=training.bubble,
     )  # fmt: skip
 
@@ -198,7 +198,7 @@ def _bytes(decoder: Decoder) -> int:
 
 def _plan_sampling(
     workload: Workload,
-    one: SamplingWorkload,
+    sampling: SamplingWorkload,
     mesh: Mesh,
     decoder: Decoder,
     cache: CompileCache,
@@ -210,34 +210,34 @@ def _plan_sampling(
     Args:
         left: The bytes of a device beside what is on it for the whole run.
     """
-    free = one.engine.free_bytes(lambda: left)
+    free = sampling.engine.free_bytes(lambda: left)
 
     def make() -> Engine:
-        return Engine(one.engine, mesh, vocab_size=one.vocab_size, compile_with=cache)
+        return Engine(sampling.engine, mesh, vocab_size=sampling.vocab_size, compile_with=cache)
 
     try:
         engine = make()
-        engine.prepare(decoder, one.requests, free=free)
+        engine.prepare(decoder, sampling.requests, free=free)
     except CapacityError as error:
-        raise InfeasibleError(_shorter(one, make, decoder, free, error)) from error
+        raise InfeasibleError(_shorter(sampling, make, decoder, free, error)) from error
     except ConfigError as error:
-        raise InfeasibleError(_config_infeasibility(workload, one, error)) from error
+        raise InfeasibleError(_config_infeasibility(workload, sampling, error)) from error
     except CompilerError as error:
-        key, value = one.key("max_prefill_size"), one.engine.max_prefill_size
+        key, value = sampling.key("max_prefill_size"), sampling.engine.max_prefill_size
         raise InfeasibleError(Infeasibility(key=key, value=value, largest=None, text=str(error))) from error
     assert engine.sizing is not None
-    if (refused := _over_limit(one, engine.sizing, left)) is not None:
+    if (refused := _over_limit(sampling, engine.sizing, left)) is not None:
         raise InfeasibleError(refused)
     programs = engine.programs
-    unmet = never_used(request.params for request in one.requests)
-    found = {name: collectives(Hlo(program.text(), unmet), len(hosts)) for name, program in programs.items()}
-    steps = [each for each in found["decode"] if each.in_step]
-    found["decode"] = [each for each in found["decode"] if not each.in_step]
+    unmet = never_used(request.params for request in sampling.requests)
+    by_program = {name: collectives(Hlo(program.text(), unmet), len(hosts)) for name, program in programs.items()}
+    steps = [collective for collective in by_program["decode"] if collective.in_step]
+    by_program["decode"] = [collective for collective in by_program["decode"] if not collective.in_step]
     return SamplingPlan(
-        workload=one,
+        workload=sampling,
         sizing=engine.sizing,
         digests={name: program.digest for name, program in programs.items()},
-        collectives={name: summed(of_program, hosts) for name, of_program in found.items()},
+        collectives={name: summed(of_program, hosts) for name, of_program in by_program.items()},
         step_collectives=summed(steps, hosts),
         vmem={name: vmem(program.text()) for name, program in programs.items()},
         drafts=draft_bytes(engine, unmet),
@@ -245,12 +245,12 @@ def _plan_sampling(
     )
 
 
-def _over_limit(one: SamplingWorkload, sizing: Sizing, left: int) -> Infeasibility | None:
+def _over_limit(sampling: SamplingWorkload, sizing: Sizing, left: int) -> Infeasibility | None:
     """The infeasibility of an engine that fits the memory that it is told to count on, but not what there is."""
-    needed, limit = (sizing.compiled or sizing.predicted).total, one.engine.memory_bytes_per_device
+    needed, limit = (sizing.compiled or sizing.predicted).total, sampling.engine.memory_bytes_per_device
     if limit is None or needed <= left:
         return None
-    key = one.key("memory_bytes_per_device")
+    key = sampling.key("memory_bytes_per_device")
     text = (
         f"{key} is {limit}, for which sampling is sized: it needs {needed} bytes per device, of which {left} are free. "
         f"Set it to at most {left}, or to null."
@@ -258,7 +258,7 @@ def _over_limit(one: SamplingWorkload, sizing: Sizing, left: int) -> Infeasibili
     return Infeasibility(key=key, value=limit, largest=max(left, 0) or None, text=text)
 
 
-def predict_sampling(workload: Workload, one: SamplingWorkload, topology: Topology) -> Sizing:
+def predict_sampling(workload: Workload, sampling: SamplingWorkload, topology: Topology) -> Sizing:
     """The sizes of the engine for a round of sampling beside the training state, before anything is compiled.
 
     Raises:
@@ -267,35 +267,37 @@ def predict_sampling(workload: Workload, one: SamplingWorkload, topology: Topolo
     mesh = make_mesh(workload.mesh_shape, topology.devices)
     state, decoder = _model(workload, mesh)
     left = chip_of(topology.devices[0]).memory - (state.resident if state else _bytes(decoder))
-    free = one.engine.free_bytes(lambda: left)
-    sizing = Engine(one.engine, mesh, vocab_size=one.vocab_size).predict(decoder, one.requests, free=free)
-    if (refused := _over_limit(one, sizing, left)) is not None:
+    free = sampling.engine.free_bytes(lambda: left)
+    sizing = Engine(sampling.engine, mesh, vocab_size=sampling.vocab_size).predict(
+        decoder, sampling.requests, free=free
+    )
+    if (refused := _over_limit(sampling, sizing, left)) is not None:
         raise CapacityError(refused.text)
     return sizing
 
 
 def _shorter(
-    one: SamplingWorkload, make: Callable[[], Engine], decoder: Decoder, free: int, error: CapacityError
+    sampling: SamplingWorkload, make: Callable[[], Engine], decoder: Decoder, free: int, error: CapacityError
 ) -> Infeasibility:
     """The longest completions that fit: searched with the engine's prediction, then confirmed by the compiler."""
-    given = max(request.params.max_new_tokens for request in one.requests)
+    asked = max(request.params.max_new_tokens for request in sampling.requests)
 
     def works(longest: int, *, compiled: bool) -> bool:
         engine = make()
         ask = engine.prepare if compiled else engine.check
         try:
-            ask(decoder, _cut(one.requests, longest), free=free)
+            ask(decoder, _cut(sampling.requests, longest), free=free)
         except (CapacityError, CompilerError):
             return False
         return True
 
-    low, high = 0, given
+    low, high = 0, asked
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if works(middle, compiled=False) else (low, middle)
     while low and not works(low, compiled=True):
         low = low * 3 // 4
-    return Infeasibility(key=one.key("max_new_tokens"), value=given, largest=low or None, text=str(error))
+    return Infeasibility(key=sampling.key("max_new_tokens"), value=asked, largest=low or None, text=str(error))
 
 
 def _cut(requests: Sequence[Request], most: int) -> list[Request]:
@@ -307,14 +309,14 @@ def _cut(requests: Sequence[Request], most: int) -> list[Request]:
     ]
 
 
-def _config_infeasibility(workload: Workload, one: SamplingWorkload | None, error: ConfigError) -> Infeasibility:
+def _config_infeasibility(workload: Workload, sampling: SamplingWorkload | None, error: ConfigError) -> Infeasibility:
     """The infeasibility of the key that an error names; of the model's key where it names none."""
     keys = {f"trainer.{name}": f"trainer.{name}" for name in _TRAINER_KEYS} | {"mesh_shape": "trainer.mesh_shape"}
     keys |= {"data.max_seq_len": "data.max_seq_len"}
-    if one is not None:
-        keys |= {name: one.key(name) for name in _ENGINE_KEYS}
+    if sampling is not None:
+        keys |= {name: sampling.key(name) for name in _ENGINE_KEYS}
     key = key_in(str(error), keys)
-    value = getattr(one.engine, key.rpartition(".")[2], None) if one is not None and key is not None else None
+    value = getattr(sampling.engine, key.rpartition(".")[2], None) if sampling is not None and key is not None else None
     return Infeasibility(key=key or workload.model_key, value=value, largest=largest_in(str(error)), text=str(error))
 
 
@@ -327,9 +329,9 @@ def _with_slice(
     chip = chip_of(topology.devices[0])
     names = names_of(topology.slice_name.rpartition("-")[0])
     counts = {name: int(name.rpartition("-")[2]) for name in names}
-    here = counts[topology.slice_name]
+    chips = counts[topology.slice_name]
     enough = [
-        name for name in names if state.resident * here / counts[name] < 0.8 * chip.memory and counts[name] > here
+        name for name in names if state.resident * chips / counts[name] < 0.8 * chip.memory and counts[name] > chips
     ]
     if not enough:
         return infeasibility

@@ -63,8 +63,8 @@ def train_time(plan: Plan) -> StepTime | None:
         microbatches=plan.training.microbatches,
         idle=plan.training.bubble,
         flops=plan.training.flops,
-        received=sum(one.bytes for one in plan.training_collectives if not one.crosses_slices),
-        between=sum(one.bytes for one in plan.training_collectives if one.crosses_slices),
+        received=sum(collective.bytes for collective in plan.training_collectives if not collective.crosses_slices),
+        between=sum(collective.bytes for collective in plan.training_collectives if collective.crosses_slices),
     )
     if not plan.workload.model.exact:
         return time

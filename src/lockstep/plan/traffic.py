@@ -78,11 +78,11 @@ def _use(hlo: Hlo, computation: str, number: int) -> _Use | None:
     """The use of a parameter in a computation; None where it reads all of it."""
     inside = hlo.computations[computation]
     users: dict[str, list[tuple[Op, int]]] = {}
-    for each in inside.values():
-        for place, operand in enumerate(each.operands):
-            users.setdefault(operand, []).append((each, place))
+    for op in inside.values():
+        for place, operand in enumerate(op.operands):
+            users.setdefault(operand, []).append((op, place))
     total, updated, returned = 0, False, False
-    todo = [each.name for each in inside.values() if f" parameter({number})" in each.line and each.kind == "parameter"]
+    todo = [op.name for op in inside.values() if f" parameter({number})" in op.line and op.kind == "parameter"]
     seen = False
     while todo:
         name = todo.pop()
@@ -219,10 +219,10 @@ def draft_bytes(engine: Engine, unmet: Collection[str]) -> list[DraftBytes]:
     )
     if not sizes.verify_widths or not isinstance(attention, TpuAttention):
         return []
-    context = int(next(each for each in sizing.considered if each.layout == sizing.layout).demand.context)
+    context = int(next(choice for choice in sizing.considered if choice.layout == sizing.layout).demand.context)
 
     def moved(name: str, block_pages: int, query_blocks: int, steps: int) -> float:
-        found = step_bytes(
+        moved_bytes = step_bytes(
             engine.programs[name].text(),
             model,
             sizes,
@@ -231,7 +231,7 @@ def draft_bytes(engine: Engine, unmet: Collection[str]) -> list[DraftBytes]:
             query_blocks=query_blocks,
             unmet=unmet,
         )
-        return found.compiled(steps) / sizes.slots
+        return moved_bytes.compiled(steps) / sizes.slots
 
     decoded, blocks = moved("decode", attention.decode_blocks.pages, 1, sizes.steps), attention.prefill_blocks
     rows = []

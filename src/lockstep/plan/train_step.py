@@ -204,7 +204,9 @@ def saved_bytes(workload: Workload, rows: int) -> int:
         model = precision.cast_to_compute(init_trained(workload)(jax.random.key(0)))
         trained, frozen = split_trained(model)
         arrays, rest = eqx.partition(trained, eqx.is_array)
-        batch = {name: jax.numpy.zeros((rows, *one.shape), one.dtype) for name, one in training.columns.items()}
+        batch = {
+            name: jax.numpy.zeros((rows, *column.shape), column.dtype) for name, column in training.columns.items()
+        }
 
         def loss(part: Any) -> Any:
             return training.loss(join_trained(eqx.combine(part, rest), frozen), batch).total
@@ -237,7 +239,7 @@ def _what_fits(
     assert training is not None
     trainer = training.trainer
     rows = trainer.train_batch_size // data_shards(mesh)
-    given, limit = rows // training.microbatches(mesh), trainer.memory_bytes_per_device
+    tried, limit = rows // training.microbatches(mesh), trainer.memory_bytes_per_device
     room = f"{memory / 2**30:.2f} GiB" + (f" ({LIMIT} is {limit})" if limit is not None else "")
     first = f"the train step needs {error.needed / 2**30:.2f} GiB per device and there are {room}"
     fixed = state.parameters + state.optimizer
@@ -256,12 +258,12 @@ def _what_fits(
             key="trainer.per_device_parallelism",
             value=trainer.per_device_parallelism,
             largest=best,
-            text=f"{first}: {given} {training.rows} of {training.length} tokens at a time are too many for a device. "
+            text=f"{first}: {tried} {training.rows} of {training.length} tokens at a time are too many for a device. "
             f"The largest trainer.per_device_parallelism that works is {best}.",
         )
     unit, constant = 128, fixed + state.trained
     lengths = list(range(unit, training.length, unit))
-    scale = max(1.0, (error.needed - constant) / given / training.length)
+    scale = max(1.0, (error.needed - constant) / tried / training.length)
     guesses = [length for length in lengths if constant + scale * length <= memory]
 
     def works(length: int) -> bool:
@@ -294,13 +296,13 @@ def largest_rows(
     assert workload.training is not None
     training = workload.training
     rows = training.trainer.train_batch_size // data_shards(mesh)
-    given = rows // training.microbatches(mesh)
+    tried = rows // training.microbatches(mesh)
     if state.parameters + state.optimizer >= memory:
         return None
     # Gradients are added up from microbatch to microbatch: as large as the parameters that are trained.
     constant = state.parameters + state.optimizer + state.trained
-    sizes = [size for size in range(1, given) if rows % size == 0]
-    per_row = max(1.0, (needed - constant) / given)
+    sizes = [size for size in range(1, tried) if rows % size == 0]
+    per_row = max(1.0, (needed - constant) / tried)
     guess = [size for size in sizes if constant + per_row * size <= memory]
 
     def works(size: int) -> bool:
@@ -337,9 +339,9 @@ def _columns(training: TrainingWorkload, length: int | None) -> dict[str, jax.Sh
     if length is None:
         return dict(training.columns)
     changed = {}
-    for name, one in training.columns.items():
-        shape = tuple(length if size == training.length else size for size in one.shape)
-        changed[name] = jax.ShapeDtypeStruct(shape, one.dtype)
+    for name, column in training.columns.items():
+        shape = tuple(length if size == training.length else size for size in column.shape)
+        changed[name] = jax.ShapeDtypeStruct(shape, column.dtype)
     return changed
 
 
@@ -356,21 +358,21 @@ def plan_largest_step(workload: Workload, mesh: Mesh, state: State, cache: Compi
     assert workload.training is not None
     limit = workload.training.trainer.memory_bytes_per_device
     try:
-        found = plan_step(workload, mesh, state, cache, memory)
+        step = plan_step(workload, mesh, state, cache, memory)
     except InfeasibleError as error:
         open_rows = workload.training.trainer.per_device_parallelism == "auto"
         largest = error.infeasibility.largest
         if not (open_rows and error.infeasibility.key == "trainer.per_device_parallelism" and largest):
             raise
         chosen = with_rows(workload, largest)
-        found = plan_step(chosen, mesh, state, cache, memory if limit is None else limit + state.reference)
-    if limit is not None and peak(found.summary) > (left := memory - state.reference):
+        step = plan_step(chosen, mesh, state, cache, memory if limit is None else limit + state.reference)
+    if limit is not None and peak(step.summary) > (left := memory - state.reference):
         text = (
             f"{LIMIT} is {limit}, and a run takes as many rows at a time as fit in it: the train step then needs "
-            f"{peak(found.summary)} bytes per device, of which there are {left}. Set it to at most {left}, or to null."
+            f"{peak(step.summary)} bytes per device, of which there are {left}. Set it to at most {left}, or to null."
         )
         raise InfeasibleError(Infeasibility(key=LIMIT, value=limit, largest=left, text=text))
-    return found
+    return step
 
 
 def with_rows(workload: Workload, rows: int) -> Workload:

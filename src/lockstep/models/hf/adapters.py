@@ -77,7 +77,7 @@ def merged_rows(base: str, dtype: str, config: LlamaConfig, lora: LoraConfig, re
             a, b = read_pair(adapted[tensor.parameter.name], tensor.place)
             if config.exact:
                 compute = narrower(dtype, tensor.dtype)
-                rows, a, b = (each.astype(compute) for each in (rows, a, b))
+                rows, a, b = (array.astype(compute) for array in (rows, a, b))
             if tensor.row_axis == "expert":
                 parameter, sizes = tensor.parameter, tensor.parameter.sizes | {"expert": stop - start}
                 delta = parameter.stored.to_stored(change(a[start:stop], b[start:stop]), parameter.axes, sizes)
@@ -107,8 +107,8 @@ def save_peft(
     """
     family, adapters = family_of(config), lora.modules_of(config)
     _check_peft([weight_of(name) for name in adapters], family.tensors)
-    found = parameters(skeleton(1, config), family.tensors)
-    by_weight, shapes = {each.name: each for each in found}, stored_shapes(found)
+    adapted = parameters(skeleton(1, config), family.tensors)
+    by_weight, shapes = {parameter.name: parameter for parameter in adapted}, stored_shapes(adapted)
     together: dict[str, list[str]] = {}  # the adapters whose weights are rows of one tensor
     for name in adapters:
         together.setdefault(by_weight[weight_of(name)].stored.template, []).append(name)
@@ -129,11 +129,15 @@ def save_peft(
                     low, high = stored_factors_of_experts(*pairs[0])
                     module = stored.rpartition(".")[0] + ".base_layer" * (len(wrapped) - 1 - wrapped.index(template))
                 else:
-                    each = [(a[expert], b[expert]) if "{expert}" in template else (a, b) for a, b in pairs]
-                    low, high = _joined(each, [parameter.first_row for parameter in own], shapes[stored][0])
+                    parts = [(a[expert], b[expert]) if "{expert}" in template else (a, b) for a, b in pairs]
+                    low, high = _joined(parts, [parameter.first_row for parameter in own], shapes[stored][0])
                 tensors[f"base_model.model.{module}.lora_A.weight"] = low
                 tensors[f"base_model.model.{module}.lora_B.weight"] = high
-    modules = {each.rsplit(".", 2)[1]: len(names) for each, names in together.items() if each not in wrapped}
+    modules = {
+        module_name.rsplit(".", 2)[1]: len(names)
+        for module_name, names in together.items()
+        if module_name not in wrapped
+    }
     several = {module: count for module, count in modules.items() if count > 1}
     # https://huggingface.co/docs/peft/developer_guides/checkpoint
     values = {
@@ -175,7 +179,7 @@ def _joined(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return adapters of rows of one tensor as one adapter of it, of as many times the rank."""
     factors = [stored_factors(*pair) for pair in pairs]
-    low = np.concatenate([each for each, _ in factors])
+    low = np.concatenate([factor for factor, _ in factors])
     high, column = np.zeros((rows, len(low)), np.float32), 0
     for first, (_, part) in zip(first_rows, factors, strict=True):
         high[first : first + len(part), column : column + part.shape[1]] = part
@@ -187,10 +191,10 @@ def _check_peft(weights: Sequence[str], tensors: Mapping[str, str]) -> None:
     """Refuse adapters that PEFT would not load whole, for transformers 5 puts all experts into two parameters."""
     if not any("{expert}" in tensors[weight] for weight in weights):
         return
-    others = [weight for weight in weights if weight in MLP_WEIGHTS or weight.startswith("shared_")]
+    mlps = [weight for weight in weights if weight in MLP_WEIGHTS or weight.startswith("shared_")]
     joined = [weight for weight in weights if weight in ("expert_gate", "expert_up")]
     why = ""
-    if others:
+    if mlps:
         why = "the MLPs beside experts have adapters, which PEFT skips where the experts have some"
     elif len(joined) == 1:
         why = "gate_proj and up_proj of experts are one parameter in transformers, and one of the two has no adapters"

@@ -61,9 +61,9 @@ class CheckpointFiles:
         self._file_of = dict(file_of)
         for file, opened in self.opened.items():  # transformers, too, reads tensors that the index does not name
             for name in opened.names:
-                if (other := self._file_of.setdefault(name, file)) != file:
+                if (named := self._file_of.setdefault(name, file)) != file:
                     raise ConfigError(
-                        f"{self.directory} has tensor {name} in {file}, and in {other} by its header or {INDEX_NAME}. "
+                        f"{self.directory} has tensor {name} in {file}, and in {named} by its header or {INDEX_NAME}. "
                         f"{AGAIN}"
                     )
         self._places: dict[str, StoredName | None] = {}
@@ -90,8 +90,10 @@ class CheckpointFiles:
     def place(self, name: str) -> StoredName | None:
         """Return the stored tensor that has a tensor of the model, or part of it; None where there is none."""
         if name not in self._places:
-            places = (each for each in stored_names(name, tied=self._tied) if each.name in self._file_of)
-            parts = (each for each in places if each.expert is None or each.fits(self._stored_shape(each.name)))
+            places = (stored for stored in stored_names(name, tied=self._tied) if stored.name in self._file_of)
+            parts = (
+                stored for stored in places if stored.expert is None or stored.fits(self._stored_shape(stored.name))
+            )
             self._places[name] = next(parts, None)
         return self._places[name]
 
@@ -236,9 +238,9 @@ def unpack_heads(data: bytes) -> dict[str, bytes]:
     Raises:
         ConfigError: It is something else.
     """
-    what = "what process 0 read of the checkpoint"
-    with refused(what, AGAIN):
-        return {name: text.encode("latin-1") for name, text in parse_json(data, what, dict, AGAIN).items()}
+    origin = "what process 0 read of the checkpoint"
+    with refused(origin, AGAIN):
+        return {name: text.encode("latin-1") for name, text in parse_json(data, origin, dict, AGAIN).items()}
 
 
 def _weight_map(directory: str, heads: Mapping[str, bytes]) -> tuple[list[str], dict[str, str]]:
@@ -263,9 +265,9 @@ def _weight_map(directory: str, heads: Mapping[str, bytes]) -> tuple[list[str], 
             )
         return sorted(set(file_of.values())), file_of
     if SINGLE_NAME not in heads:
-        found = ", ".join(sorted(heads)) or "nothing"
+        names = ", ".join(sorted(heads)) or "nothing"
         raise ConfigError(
-            f"{directory} has neither {SINGLE_NAME} nor {INDEX_NAME}; found {found}. Save the checkpoint as "
+            f"{directory} has neither {SINGLE_NAME} nor {INDEX_NAME}; found {names}. Save the checkpoint as "
             "safetensors (transformers: save_pretrained)."
         )
     return [SINGLE_NAME], {}

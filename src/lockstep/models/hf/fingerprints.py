@@ -57,10 +57,10 @@ def _pieces(files: Mapping[str, TensorFile]) -> Iterator[tuple[TensorFile, str, 
     for _, tensors in sorted(kinds.items()):
         tensors.sort()
         ends = list(itertools.accumulate(files[file].stored_bytes(name) for _, name, file in tensors))
-        found: dict[tuple[int, int], None] = {}
+        places: dict[tuple[int, int], None] = {}
         for piece in range(_PIECES if ends[-1] else 0):
             place = (ends[-1] - 1) * piece // (_PIECES - 1)
             number = bisect.bisect_right(ends, place)
             start = ends[number - 1] if number else 0
-            found[number, (place - start) // _PIECE_BYTES] = None
-        yield from ((files[tensors[number][2]], tensors[number][1], piece * _PIECE_BYTES) for number, piece in found)
+            places[number, (place - start) // _PIECE_BYTES] = None
+        yield from ((files[tensors[number][2]], tensors[number][1], piece * _PIECE_BYTES) for number, piece in places)

@@ -83,12 +83,12 @@ def _check_count(files: CheckpointFiles, expected: Sequence[Parameter]) -> None:
     """Refuse a configuration with many more layers or experts than there are tensors, before each has a name."""
     tensors = len(files.names)
     longest = max((size for name in files.names for size in files.shape(name)), default=0)  # experts may share a tensor
-    layers = max(len(each.layers) for each in expected)
-    experts = max(each.sizes.get("expert", 1) for each in expected)
-    for count, what, most in ((layers, "layers", tensors), (experts, "experts", max(tensors, longest))):
+    layers = max(len(parameter.layers) for parameter in expected)
+    experts = max(parameter.sizes.get("expert", 1) for parameter in expected)
+    for count, kind, most in ((layers, "layers", tensors), (experts, "experts", max(tensors, longest))):
         if count > most:
             raise ConfigError(
-                f"the model that config.json describes has {count} {what}, and the checkpoint in {files.directory} has "
+                f"the model that config.json describes has {count} {kind}, and the checkpoint in {files.directory} has "
                 f"{tensors} tensors, fewer than one for each. Check the numbers of layers and experts in config.json."
             )
 

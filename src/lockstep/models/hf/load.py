@@ -283,9 +283,9 @@ class _Loading:
             model, tensors = with_score(model, family.tensors) if self._scorer else (model, family.tensors)
             expected = parameters(model, tensors)
             check_tensors(files, expected, tied=config.tie_word_embeddings)
-            layouts = [RowLayout.of(each, _sharding(each, self._mesh, mapping)) for each in expected]
+            layouts = [RowLayout.of(parameter, _sharding(parameter, self._mesh, mapping)) for parameter in expected]
             pairs = zip(expected, layouts, strict=True)
-            reads = [ParameterRead(files, *each, self._dtype, self._readers) for each in pairs]
+            reads = [ParameterRead(files, *pair, self._dtype, self._readers) for pair in pairs]
             total = sum(read.stored_bytes for read in reads)
             if self._together:
                 checked.agree({"tensors": digest(repr(stored_shapes(expected)))})
@@ -338,9 +338,9 @@ class _Loading:
             if (readers := self._readers) is not None:
                 layers, count, *columns = read.block_shape
                 shape = (layers, count * self._mesh.size, *columns)
-                given = jax.ShapeDtypeStruct(shape, self._dtype, sharding=readers.sharding)
+                block = jax.ShapeDtypeStruct(shape, self._dtype, sharding=readers.sharding)
                 spread = compiled(
-                    "spread_weights", readers.spread, [given], mesh=readers.mesh, out_shardings=readers.sharding
+                    "spread_weights", readers.spread, [block], mesh=readers.mesh, out_shardings=readers.sharding
                 )
                 programs[layout].insert(0, spread)
         if self._together:

@@ -23,9 +23,9 @@ _NAN: Final = 255
 
 def packed_names(names: Iterable[str]) -> set[str]:
     """The names of weights that a checkpoint has packed, without the ends of their two tensors."""
-    found = set(names)
-    stems = {name.removesuffix(BLOCKS) for name in found if name.endswith(BLOCKS)}
-    return {stem for stem in stems if stem + SCALES in found}
+    stored = set(names)
+    stems = {name.removesuffix(BLOCKS) for name in stored if name.endswith(BLOCKS)}
+    return {stem for stem in stems if stem + SCALES in stored}
 
 
 def unpack(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:

@@ -101,7 +101,7 @@ def parameters(model: Any, tensors: Mapping[str, str]) -> list[Parameter]:
         ConfigError: The model has a weight that the family lacks.
     """
     leaves, _ = jax.tree_util.tree_flatten_with_path(model, is_leaf=lambda x: isinstance(x, NamedArray))
-    found: list[Parameter] = []
+    listed: list[Parameter] = []
     for path, leaf in leaves:
         dotted = jax.tree_util.keystr(path, simple=True, separator=".")
         name = dotted.rpartition(".")[2]
@@ -110,25 +110,25 @@ def parameters(model: Any, tensors: Mapping[str, str]) -> list[Parameter]:
                 f"the model has the weight {dotted}, which the checkpoints of its family lack. Check model.type."
             )
         layers = model.config.layers_of(name) if name in STACKED else (None,)
-        found.append(Parameter(name, dotted, leaf, HFTensor.of(name, tensors[name]), layers))
+        listed.append(Parameter(name, dotted, leaf, HFTensor.of(name, tensors[name]), layers))
     rows: dict[str, int] = {}
     first_rows: dict[str, int] = {}
-    by_name = {each.name: each for each in found}
+    by_name = {parameter.name: parameter for parameter in listed}
     for name in filter(by_name.__contains__, tensors):
         first_rows[name] = rows.get(tensors[name], 0)
         assert not (first_rows[name] and "{expert}" in tensors[name]), "rows of several weights in each expert's tensor"
         rows[tensors[name]] = first_rows[name] + by_name[name].shape[0]
-    return [dataclasses.replace(each, first_row=first_rows[each.name]) for each in found]
+    return [dataclasses.replace(parameter, first_row=first_rows[parameter.name]) for parameter in listed]
 
 
-def stored_shapes(found: Sequence[Parameter]) -> dict[str, tuple[int, ...]]:
+def stored_shapes(listed: Sequence[Parameter]) -> dict[str, tuple[int, ...]]:
     """Return the shape of each tensor of a checkpoint by name."""
     shapes: dict[str, tuple[int, ...]] = {}
-    for each in found:
-        rows, *columns = each.shape
-        for layer in each.layers:
-            names = each.names(layer)
+    for parameter in listed:
+        rows, *columns = parameter.shape
+        for layer in parameter.layers:
+            names = parameter.names(layer)
             for name in names:
-                last = each.first_row + rows // len(names)
+                last = parameter.first_row + rows // len(names)
                 shapes[name] = (max(last, shapes.get(name, (0,))[0]), *columns)
     return shapes

@@ -96,7 +96,7 @@ class RowLayout:
         local = {name: size // self._count(slowest.get(name, ())) for name, size in sizes.items()}
         block = block[:, : local[self.dims[0][0]] * math.prod(sizes[name] for name in self.dims[0][1:])]
         stored = HFTensor("", self.dims)
-        result: Any = jax.vmap(lambda one: stored.from_stored(one, names, local))(block)
+        result: Any = jax.vmap(lambda layer: stored.from_stored(layer, names, local))(block)
         result = result if "layer" in sizes else result[0]
         for dim, ((name, size), axes) in enumerate(zip(self.axes, self.split, strict=True)):
             if name not in slowest and (count := self._count(axes)) > 1:
@@ -250,13 +250,13 @@ class RowGather:
         names = [name for name, _ in self.layout.axes]
         split = dict(zip(names, self.layout.split, strict=True))
         axis = names.index(self.row_axis)
-        here, layer = jnp.asarray(True), None
+        is_owner, layer = jnp.asarray(True), None
         if "layer" in split:
             part, layer = divmod(where[0], block.shape[0])
-            here = part == _index(split["layer"])
+            is_owner = part == _index(split["layer"])
         block = self._window(block, layer, axis, where[1], split[self.row_axis]).astype(self.dtype)
         if owners := (*split.get("layer", ()), *split[self.row_axis]):
-            block = _sum_exactly(jnp.where(here, block, 0), owners)
+            block = _sum_exactly(jnp.where(is_owner, block, 0), owners)
         for dim, name in enumerate(names):
             if name not in ("layer", self.row_axis) and split[name]:
                 block = jax.lax.all_gather(block, split[name], axis=dim, tiled=True)

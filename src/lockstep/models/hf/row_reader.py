@@ -69,11 +69,11 @@ class ParameterRead:
         self.layout, self.readers = layout, readers
         self._files, self._parameter, self._dtype = files, parameter, dtype
         process = jax.process_index() if process is None else process
-        self._devices = [each for each in layout.mesh.devices.flat if each.process_index == process]
+        self._devices = [device for device in layout.mesh.devices.flat if device.process_index == process]
         indices = layout.sharding.devices_indices_map(layout.shape)
-        served = [[each] if readers is None else readers.served(each) for each in self._devices]
+        served = [[device] if readers is None else readers.served(device) for device in self._devices]
         _, total, *_ = layout.shape
-        self._rows = [layout.rows(*indices[each][1].indices(total)[:2]) for each in itertools.chain(*served)]
+        self._rows = [layout.rows(*indices[device][1].indices(total)[:2]) for device in itertools.chain(*served)]
         self._blocks: list[np.ndarray] = []
 
     @property
@@ -117,13 +117,13 @@ class ParameterRead:
         `ReadingHosts.spread` and `spread` make it.
         """
         blocks, self._blocks = self._blocks, []
-        shards = [jax.device_put(*each) for each in zip(blocks, self._devices, strict=True)]
+        shards = [jax.device_put(*block_and_device) for block_and_device in zip(blocks, self._devices, strict=True)]
         return self._array(shards, self.layout.sharding if self.readers is None else self.readers.sharding)
 
     def handed_over(self, spread: jax.Array) -> jax.Array:
         """Return what `ReadingHosts.spread` made of the rows as an array of the shape and sharding of the layout."""
         shards = {shard.device: shard.data for shard in spread.addressable_shards}
-        return self._array([shards[each] for each in self._devices], self.layout.sharding)
+        return self._array([shards[device] for device in self._devices], self.layout.sharding)
 
     def _array(self, shards: Sequence[jax.Array], sharding: jax.sharding.Sharding) -> jax.Array:
         layers, rows, *columns = shards[0].shape
@@ -240,9 +240,9 @@ class ParallelReader:
 
     def _raise_if_stalled(self) -> None:
         if self._under_way and time.monotonic() - self._last_end > self._timeout_s:
-            what = ", ".join(dict.fromkeys(request.what for request in self._under_way))
+            names = ", ".join(dict.fromkeys(request.what for request in self._under_way))
             raise HostTimeoutError(
-                f"nothing of {what} came for {self._timeout_s:g} s. Check the disk, or the network and the access to "
+                f"nothing of {names} came for {self._timeout_s:g} s. Check the disk, or the network and the access to "
                 "the bucket, or raise timeout_s."
             )
 

@@ -209,7 +209,9 @@ class _Save:
         """Learn which hosts see the place, and share the files out between them."""
         with self._hosts.run_on_all("writers", "saving") as phase:
             phase.share(target.seen())
-            phase.agree({"tensors": digest(repr([(each.name, each.shape, each.dtype.name) for each in self._tensors]))})
+            phase.agree(
+                {"tensors": digest(repr([(tensor.name, tensor.shape, tensor.dtype.name) for tensor in self._tensors]))}
+            )
         self._writers = [process for process, sees in enumerate(phase.shared) if sees]
         if not self._writers:
             raise ConfigError(f"{self._path} cannot be seen where it was just made. Check the file system.")
@@ -241,11 +243,11 @@ class _Save:
                     source.advance(room)
                     done, own_room = source.wait(writer, interval_s)
                     phase.share((done, own_room, writer.written, interrupted()))
-                room = all(each for _, each, _, _ in phase.shared)
+                room = all(has_room for _, has_room, _, _ in phase.shared)
                 progress.show(sum(written for _, _, written, _ in phase.shared))
-                if all(each for each, *_ in phase.shared):
+                if all(is_done for is_done, *_ in phase.shared):
                     return True
-                if any(each for *_, each in phase.shared):
+                if any(is_interrupted for *_, is_interrupted in phase.shared):
                     source.close()
                     break
         self._abort(target, together=True)

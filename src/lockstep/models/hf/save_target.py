@@ -226,11 +226,11 @@ class BucketTarget(SaveTarget):
 
     def _remove(self) -> None:
         self._filesystem.invalidate_cache()
-        found = {path.rsplit("/", 1)[-1]: path for path in self._filesystem.find(self._root, maxdepth=1)}
+        paths = {path.rsplit("/", 1)[-1]: path for path in self._filesystem.find(self._root, maxdepth=1)}
         # Without its configuration nobody takes the rest for a checkpoint.
-        for name in sorted(found, key=lambda name: name != CONFIG_NAME):
+        for name in sorted(paths, key=lambda name: name != CONFIG_NAME):
             if name == CONFIG_NAME or name.startswith(".saving-") or _WEIGHTS.fullmatch(name):
-                self._filesystem.rm_file(found[name])
+                self._filesystem.rm_file(paths[name])
 
 
 def save_target(path: str | os.PathLike[str], token: str) -> SaveTarget:

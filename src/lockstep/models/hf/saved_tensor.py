@@ -94,19 +94,19 @@ def saved_tensors(model: LlamaLMHeadModel, dtype: Any, vocab_size: int) -> list[
     """
     tensors = [
         SavedTensor(
-            parameter=each,
+            parameter=parameter,
             layer=layer,
-            dtype=np.dtype(each.value.array.dtype if dtype is None else dtype),
+            dtype=np.dtype(parameter.value.array.dtype if dtype is None else dtype),
             vocab_size=vocab_size,
         )
-        for each in parameters(model, family_of(model.config).tensors)
-        for layer in each.layers
+        for parameter in parameters(model, family_of(model.config).tensors)
+        for layer in parameter.layers
     ]
-    first = {each.name: place for place, each in reversed(list(enumerate(tensors)))}
+    first = {tensor.name: place for place, tensor in reversed(list(enumerate(tensors)))}
 
-    def place(each: SavedTensor) -> tuple[int, int, int]:
+    def place(tensor: SavedTensor) -> tuple[int, int, int]:
         # The rows of one tensor follow each other.
-        return -1 if each.layer is None else each.layer, first[each.name], each.parameter.first_row
+        return -1 if tensor.layer is None else tensor.layer, first[tensor.name], tensor.parameter.first_row
 
     return sorted(tensors, key=place)
 
@@ -143,7 +143,9 @@ def file_header(tensors: Sequence[SavedTensor]) -> bytes:
     end = 0
     for names, group in itertools.groupby(tensors, key=lambda tensor: tensor.names):
         parts = list(group)
-        rows, nbytes = (sum(each) // len(names) for each in zip(*((p.shape[0], p.nbytes) for p in parts), strict=True))
+        rows, nbytes = (
+            sum(sizes) // len(names) for sizes in zip(*((p.shape[0], p.nbytes) for p in parts), strict=True)
+        )
         for name in names:
             start, end = end, end + nbytes
             entries[name] = {

@@ -110,7 +110,7 @@ class TensorFile:
 
     def read_bytes(self, name: str, start: int, count: int) -> bytes:
         """Read bytes of a tensor, whatever its dtype, in one request; fewer where it ends before."""
-        begin, end = (self._data + each for each in self._tensors[name]["data_offsets"])
+        begin, end = (self._data + offset for offset in self._tensors[name]["data_offsets"])
         data: bytes = self._filesystem.cat_file(self._path, start=begin + start, end=min(begin + start + count, end))
         return data
 
@@ -137,7 +137,7 @@ def read_header(filesystem: Any, path: str) -> bytes:
 def _checked(entry: Any) -> Any:
     """The entry of a tensor in a header, checked: NumPy counts bytes in 63 bits."""
     sizes = [*entry["shape"], *entry["data_offsets"]]
-    if not all(type(each) is int and 0 <= each < 1 << 48 for each in sizes) or len(entry["data_offsets"]) != 2:
+    if not all(type(size) is int and 0 <= size < 1 << 48 for size in sizes) or len(entry["data_offsets"]) != 2:
         raise ValueError(f"its shape is {entry['shape']!r} at bytes {entry['data_offsets']!r}")
     if math.prod(map(float, entry["shape"])) > 1 << 50 or not isinstance(entry["dtype"], str):
         raise ValueError(f"{entry['shape']!r} of {entry['dtype']!r} is larger than any tensor")

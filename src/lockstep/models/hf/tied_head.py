@@ -35,8 +35,8 @@ def has_own_head(files: CheckpointFiles, part: int = 0, parts: int = 1) -> bool:
 
     def differs(start: int) -> bool:
         stop = min(start + count, last)
-        rows, others = (files.read(name, start, stop).astype(np.float32) for name in (EMBED, HEAD))
-        return not np.array_equal(rows, others)
+        rows, head_rows = (files.read(name, start, stop).astype(np.float32) for name in (EMBED, HEAD))
+        return not np.array_equal(rows, head_rows)
 
     with concurrent.futures.ThreadPoolExecutor(_THREADS, "lockstep-head") as pool:
         compared = pool.map(differs, range(first, last, count))
