@@ -49,8 +49,8 @@ def refuse_keys(config: typing.Any, command: str, block: str = "") -> None:
         owner = functools.reduce(getattr, blocks, config)
         value, default = getattr(owner, name), next(x.default for x in dataclasses.fields(owner) if x.name == name)
         if value != default:
-            given = list(value) if isinstance(value, tuple) else value
-            raise ConfigError(f"{block}{key} is {given}, which has no effect in {command}. {instead}")
+            shown = list(value) if isinstance(value, tuple) else value
+            raise ConfigError(f"{block}{key} is {shown}, which has no effect in {command}. {instead}")
 
 
 def check_at_least(
@@ -73,16 +73,16 @@ def check_at_least(
             raise ConfigError(f"{block}{name} is {value}; it must be {limit} {least}{fix}")
 
 
-def check_one_of(config: object, one: str, other: str, fix: str) -> None:
+def check_one_of(config: object, first: str, second: str, fix: str) -> None:
     """Refuse a configuration that has both or neither of two fields, in one of which the same thing is given.
 
     Args:
         fix: What each is for, a sentence.
     """
-    given = [name for name in (one, other) if getattr(config, name) is not None]
-    if len(given) != 1:
-        which = "both are" if given else "neither is"
-        raise ConfigError(f"exactly one of {one} and {other} is needed, but {which} given. {fix}")
+    names = [name for name in (first, second) if getattr(config, name) is not None]
+    if len(names) != 1:
+        state = "both are" if names else "neither is"
+        raise ConfigError(f"exactly one of {first} and {second} is needed, but {state} given. {fix}")
 
 
 def check_local(key: str, path: str, fix: str) -> None:
@@ -330,8 +330,8 @@ def is_fault(text: str) -> bool:
         return True
     if is_mistake(name) or "already in use" in message:  # the chips, by another process
         return False
-    found = _STATUS.search(message)
-    status = found[1] if found else ""
+    status_match = _STATUS.search(message)
+    status = status_match[1] if status_match else ""
     if status in _FAULTS:
         return True
     if status in _FAULTS_BUT_OF_THE_COMPILER:

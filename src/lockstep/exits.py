@@ -79,10 +79,10 @@ def cause_of[Ended](failed: Sequence[Ended], code: Callable[[Ended], int], own: 
         own: Those whose output has an error of their own.
     """
     raised = [process for process in failed if code(process) < 128 and code(process) not in (PEER_FAILED, FAULT)]
-    said = [process for process in raised if process in own]
+    announced = [process for process in raised if process in own]
     dead = [process for process in failed[:1] if code(process) in DIED]
     faults = [process for process in failed if code(process) == FAULT]
-    return (said or dead or raised or faults or failed)[0]
+    return (announced or dead or raised or faults or failed)[0]
 
 
 type Finish = Callable[[float], Iterable[str]]

@@ -31,16 +31,16 @@ def parse_json[Found](
         LockstepError: It is no JSON, nested too deeply for Python's parser, or of another type.
     """
     try:
-        found: Any = json.loads(text)
+        parsed: Any = json.loads(text)
     except RecursionError:
         raise error(f"{place} is JSON that is nested too deeply to be read. {fix}") from None
     except UnicodeDecodeError as wrong:
         raise error(f"{place} is not UTF-8: {wrong}. {fix}") from None
     except ValueError as wrong:  # numbers with more digits than Python reads, too
         raise error(f"{place} is not JSON: {wrong}. {fix}") from None
-    if not isinstance(found, kind):
-        raise error(f"{place} is a JSON {type(found).__name__}, not {_NAMES.get(kind, kind.__name__)}. {fix}")
-    return found
+    if not isinstance(parsed, kind):
+        raise error(f"{place} is a JSON {type(parsed).__name__}, not {_NAMES.get(kind, kind.__name__)}. {fix}")
+    return parsed
 
 
 def lone_surrogate(text: str) -> str:
@@ -108,40 +108,40 @@ def typed[Kind](kind: type[Kind], value: Any, name: str = "it") -> Kind:
     while isinstance(annotation, typing.TypeAliasType):
         annotation = annotation.__value__
     origin, inner = typing.get_origin(annotation), typing.get_args(annotation)
-    found: Any = value
+    checked: Any = value
     if annotation in (Any, object):
-        return found
+        return checked
     if dataclasses.is_dataclass(annotation) and isinstance(value, dict):
         hints = _hints(typing.cast(type, annotation))
-        if all(each in hints for each in value):
-            return kind(**{each: typed(hints[each], inside, each) for each, inside in value.items()})
+        if all(key in hints for key in value):
+            return kind(**{key: typed(hints[key], inside, key) for key, inside in value.items()})
     elif origin in (typing.Union, types.UnionType):
-        for each in inner:
+        for option in inner:
             with contextlib.suppress(TypeError):
-                return typing.cast(Kind, typed(each, value, name))
+                return typing.cast(Kind, typed(option, value, name))
     elif origin is typing.Literal:
-        if any(type(value) is type(each) and value == each for each in inner):
-            return found
+        if any(type(value) is type(choice) and value == choice for choice in inner):
+            return checked
     elif origin in (list, tuple, collections.abc.Sequence) and isinstance(value, list | tuple):
         if origin is tuple and inner[1:] != (...,):
             if len(inner) == len(value):
-                return typing.cast(Kind, tuple(typed(*each, name) for each in zip(inner, value, strict=True)))
+                return typing.cast(Kind, tuple(typed(*pair, name) for pair in zip(inner, value, strict=True)))
         else:
             # Prompts have a hundred thousand numbers.
             plain = inner[0] is int and set(map(type, value)) == {int} and -(2**63) <= min(value) <= max(value) < 2**63
-            made = list(value) if plain else [typed(inner[0], each, name) for each in value]
+            made = list(value) if plain else [typed(inner[0], item, name) for item in value]
             return typing.cast(Kind, made if origin is list else tuple(made))
     elif origin in (dict, collections.abc.Mapping) and isinstance(value, dict):
-        return typing.cast(Kind, {each: typed(inner[1], inside, name) for each, inside in value.items()})
+        return typing.cast(Kind, {key: typed(inner[1], inside, name) for key, inside in value.items()})
     elif annotation in (int, float) and type(value) in (int, annotation):
         if isinstance(value, float) or -(2**63) <= value < 2**63:
-            return found
+            return checked
     elif annotation in (str, bool, type(None), dict, list) and type(value) is annotation:
-        return found
+        return checked
     raise TypeError(f"{name} is {value!r:.80}, which is not {getattr(kind, '__name__', kind)}")
 
 
 @functools.cache
 def _hints(kind: type) -> dict[str, Any]:
-    names = {each.name for each in dataclasses.fields(kind)}
+    names = {field.name for field in dataclasses.fields(kind)}
     return {name: hint for name, hint in typing.get_type_hints(kind).items() if name in names}

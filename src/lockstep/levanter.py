@@ -36,20 +36,20 @@ def start(config: Any) -> Hosts:
         >>> config.distributed.initialize_jax_distributed
         False
     """
-    given = config.distributed
-    if given.local_device_ids is not None:
+    asked = config.distributed
+    if asked.local_device_ids is not None:
         raise ConfigError(
-            f"trainer.distributed.local_device_ids is {given.local_device_ids}; set JAX_LOCAL_DEVICE_IDS in the "
+            f"trainer.distributed.local_device_ids is {asked.local_device_ids}; set JAX_LOCAL_DEVICE_IDS in the "
             "environment instead."
         )
     hosts = start_hosts(
         DistributedConfig(
-            coordinator_address=given.coordinator_address,
-            num_processes=given.num_processes,
-            process_id=given.process_id,
+            coordinator_address=asked.coordinator_address,
+            num_processes=asked.num_processes,
+            process_id=asked.process_id,
         )
     )
-    config.distributed = dataclasses.replace(given, initialize_jax_distributed=False)
+    config.distributed = dataclasses.replace(asked, initialize_jax_distributed=False)
     batch, devices = config.train_batch_size, config.data_axis_size
     if isinstance(batch, int) and batch != -1 and batch % devices:
         raise ConfigError(
@@ -189,12 +189,12 @@ class LevanterTracker:
     def __init__(self, tracker: Any) -> None:
         self._wandb: list[WandbTracker] = []
         self._others: list[Any] = []
-        for each in _flat(tracker):
-            wrapped = getattr(each, "wrapped", each)
+        for inner in _flat(tracker):
+            wrapped = getattr(inner, "wrapped", inner)
             if isinstance(wrapped, levanter.tracker.wandb.WandbTracker):
                 self._wandb.append(WandbTracker(wrapped.run, alone=False))
             else:
-                self._others.append(each)
+                self._others.append(inner)
 
     def log(self, metrics: Mapping[str, float | str], *, step: int) -> None:
         """Record scalars in every tracker."""
@@ -220,5 +220,5 @@ class LevanterTracker:
 def _flat(tracker: Any) -> list[Any]:
     """Return the trackers inside a composite one. A background tracker stays whole: its queue keeps the order."""
     if isinstance(tracker, CompositeTracker):
-        return [each for inner in tracker.loggers for each in _flat(inner)]
+        return [leaf for inner in tracker.loggers for leaf in _flat(inner)]
     return [tracker]

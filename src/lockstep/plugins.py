@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from lockstep.errors import ConfigError
 
 
-def load_object(name: str, what: str, kind: type | None = None) -> Any:
+def load_object(name: str, key: str, kind: type | None = None) -> Any:
     """Import the module of ``module:name`` and return what has that name in it.
 
     Args:
@@ -23,7 +23,7 @@ def load_object(name: str, what: str, kind: type | None = None) -> Any:
     module_name, _, attribute = name.partition(":")
     if not (module_name and attribute):
         raise ConfigError(
-            f"{what} is {name!r}; one of your own is module:name, such as my_module:{attribute or 'name'}."
+            f"{key} is {name!r}; one of your own is module:name, such as my_module:{attribute or 'name'}."
         )
     try:
         module = importlib.import_module(module_name)
@@ -31,17 +31,17 @@ def load_object(name: str, what: str, kind: type | None = None) -> Any:
         stem = module_name.removesuffix(".py")
         fix = f"Write {stem}:{attribute}" if stem != module_name else "Check the name"
         raise ConfigError(
-            f"{what} {name!r}: module {module_name!r} could not be imported ({type(error).__name__}: {error}). {fix}, "
+            f"{key} {name!r}: module {module_name!r} could not be imported ({type(error).__name__}: {error}). {fix}, "
             "and put the module beside the configuration, or its directory on PYTHONPATH, on every host."
         ) from error
-    found = getattr(module, attribute, None)
-    if not (callable(found) if kind is None else isinstance(found, kind)):
-        wanted = "function" if kind is None else kind.__name__
+    loaded = getattr(module, attribute, None)
+    if not (callable(loaded) if kind is None else isinstance(loaded, kind)):
+        kind_name = "function" if kind is None else kind.__name__
         raise ConfigError(
-            f"{what} {name!r}: module {module_name!r} has no {wanted} {attribute!r}. Check the name, and that the "
+            f"{key} {name!r}: module {module_name!r} has no {kind_name} {attribute!r}. Check the name, and that the "
             f"module is yours: it came from {getattr(module, '__file__', 'Python itself')}."
         )
-    return found
+    return loaded
 
 
 def modules_beside(config: str, text: str) -> list[str]:
@@ -50,7 +50,7 @@ def modules_beside(config: str, text: str) -> list[str]:
     Args:
         text: What it says, and the command line: all that may have ``module:name``.
     """
-    names = {found.partition(".")[0] for found in re.findall(r"([A-Za-z_][\w.]*):[A-Za-z_]", text)}
+    names = {reference.partition(".")[0] for reference in re.findall(r"([A-Za-z_][\w.]*):[A-Za-z_]", text)}
     paths = [Path(config).parent / place for name in sorted(names) for place in (f"{name}.py", name)]
     return [str(path) for path in paths if path.is_file() and path.suffix or (path / "__init__.py").is_file()]
 
@@ -83,10 +83,10 @@ class OpenRegistry:
         if not isinstance(name, str) or ":" not in name:
             registry: _Registry = super()  # type: ignore[assignment]  # the next base
             return registry.get_choice_class(name)
-        found = load_object(name, "type")
-        if not (isinstance(found, type) and issubclass(found, cls)):
+        loaded = load_object(name, "type")
+        if not (isinstance(loaded, type) and issubclass(loaded, cls)):
             raise ConfigError(f"type {name!r} is not a subclass of {cls.__name__}. Derive it from that class.")
-        return found
+        return loaded
 
     @classmethod
     def get_choice_name(cls, subcls: type) -> str:

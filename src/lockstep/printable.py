@@ -17,7 +17,7 @@ VISIBLE_CONTROLS: Final = {"\n": "↵", "\r": "␍", "\t": "⇥"}
 
 def visible(text: str) -> str:
     """A text on one line, with a sign for each newline, tab and control character, without the spaces around it."""
-    return _escaped("".join(VISIBLE_CONTROLS.get(each, each) for each in text.strip(" ")))
+    return _escaped("".join(VISIBLE_CONTROLS.get(character, character) for character in text.strip(" ")))
 
 
 def printable(text: str) -> str:
@@ -26,7 +26,9 @@ def printable(text: str) -> str:
 
 
 def _escaped(text: str) -> str:
-    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
+    return "".join(
+        character if character.isprintable() else character.encode("unicode_escape").decode() for character in text
+    )
 
 
 def bytes_text(size: int) -> str:
@@ -67,9 +69,9 @@ def hide_credentials(value: Any) -> Any:
     if isinstance(value, str):
         return without_credentials(value)
     if isinstance(value, Mapping):
-        return {key: hide_credentials(each) for key, each in value.items()}
+        return {key: hide_credentials(inner) for key, inner in value.items()}
     if isinstance(value, Sequence):
-        return [hide_credentials(each) for each in value]
+        return [hide_credentials(inner) for inner in value]
     return value
 
 

@@ -108,11 +108,11 @@ class _View:
 
     def spans(self, data: bytes) -> list[tuple[int, int]]:
         """The places of whole forms."""
-        found = [match.span() for match in self._pattern.finditer(self._squeezed(data))]
-        if self._separators is None or not found:
-            return found
+        spans = [match.span() for match in self._pattern.finditer(self._squeezed(data))]
+        if self._separators is None or not spans:
+            return spans
         places = self._places(data)
-        return [(places[start], self._end(data, places[end - 1] + 1)) for start, end in found]
+        return [(places[start], self._end(data, places[end - 1] + 1)) for start, end in spans]
 
     def waits_from(self, data: bytes) -> int:
         """The beginning of a form that the data ends within; the length of the data where there is none."""
@@ -200,7 +200,7 @@ def _parts(value: str) -> set[str]:
             parts.add(part)
             left += part.splitlines()  # a value of several lines is shown line by line
             left += [match[1] for match in (re.fullmatch(form, part.strip()) for form in _WRAPPED) if match]
-            left += [found for name, found in _NAMED.findall(part) if SECRET_NAME.search(name)]
+            left += [secret for name, secret in _NAMED.findall(part) if SECRET_NAME.search(name)]
             with contextlib.suppress(ValueError, RecursionError):
                 left += _secrets_in(json.loads(part), secret=False)
             with contextlib.suppress(ValueError):

@@ -154,9 +154,9 @@ def _refusal_of_hub(error: BaseException | None) -> Mapping[str, str] | None:
 
 def _asked_to_wait(headers: Mapping[str, str]) -> float | None:
     """The seconds that a reply 429 asks for: in ``Retry-After``, or until its limit counts anew (``RateLimit``)."""
-    found = re.fullmatch(r"\s*(\d{1,6})\s*", headers.get("retry-after", ""))
-    found = found or re.search(r"\bt=(\d{1,6})\b", headers.get("ratelimit", ""))
-    return float(found[1]) + 1.0 if found else None  # it may have rounded down
+    match = re.fullmatch(r"\s*(\d{1,6})\s*", headers.get("retry-after", ""))
+    match = match or re.search(r"\bt=(\d{1,6})\b", headers.get("ratelimit", ""))
+    return float(match[1]) + 1.0 if match else None  # it may have rounded down
 
 
 _READS = {
@@ -212,6 +212,6 @@ class RemoteFiles:
         return compr[get_compression(path, compression)](file, mode="r")
 
     def _url(self, path: str | list[str]) -> str:
-        first, *others = [path] if isinstance(path, str) else path
-        more = f" and {len(others)} more" if others else ""
+        first, *further = [path] if isinstance(path, str) else path
+        more = f" and {len(further)} more" if further else ""
         return without_credentials(self._filesystem.unstrip_protocol(first)) + more

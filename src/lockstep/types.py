@@ -128,18 +128,18 @@ class SamplingRules:
         Raises:
             ConfigError: One is not written as ``name=value`` or ``module:function=value`` with a finite value.
         """
-        found: dict[str, float] = {}
+        values: dict[str, float] = {}
         for text in self.filters:
             name, _, value = text.rpartition("=")
             try:
-                found[name] = float(value)
+                values[name] = float(value)
             except ValueError:
-                found[name] = math.nan
-            if not ((name.isidentifier() or all(name.partition(":"))) and math.isfinite(found[name])):
+                values[name] = math.nan
+            if not ((name.isidentifier() or all(name.partition(":"))) and math.isfinite(values[name])):
                 raise ConfigError(
                     f"filters has {text!r}; one is name=value, such as top_n_sigma=1.5, or module:function=value."
                 )
-        return dict(sorted(found.items()))
+        return dict(sorted(values.items()))
 
     def _check_penalties(self) -> None:
         if not 0.01 <= self.repetition_penalty <= 100:

@@ -205,9 +205,9 @@ class _Deadline:
     def _end(self) -> None:
         with self._lock:
             self._over = True
-            for each in self._sockets:
+            for connection in self._sockets:
                 with contextlib.suppress(OSError):
-                    each.shutdown(socket.SHUT_RDWR)
+                    connection.shutdown(socket.SHUT_RDWR)
 
     def __enter__(self) -> Self:
         self._timer.start()
@@ -216,8 +216,8 @@ class _Deadline:
     def __exit__(self, kind: object, error: BaseException | None, stack: object) -> None:
         self._timer.cancel()
         with self._lock:
-            for each in self._sockets:
-                each.close()
+            for connection in self._sockets:
+                connection.close()
             # What it has read may be half of a reply that seems to have ended.
             if self._over and (error is None or isinstance(error, Exception)):
                 raise TimeoutError(f"the reply was not complete after {self._timeout_s:g} s") from None

@@ -119,13 +119,13 @@ def _dataclass_of(kind: Any, value: Mapping[str, Any], path: tuple[str, ...], wh
             raise ConfigError(
                 f"{where}: {'.'.join((*path, CHOICE_TYPE_KEY))!r} is {name!r}. {_suggest(str(name), choices, 'type')}"
             ) from None
-    found = [option for option in options_of(kind) if dataclasses.is_dataclass(option)]
-    return typing.cast(type[Any], found[0]) if len(found) == 1 else None
+    classes = [option for option in options_of(kind) if dataclasses.is_dataclass(option)]
+    return typing.cast(type[Any], classes[0]) if len(classes) == 1 else None
 
 
-def _suggest(given: str, known: typing.Iterable[str], noun: str) -> str:
+def _suggest(word: str, known: typing.Iterable[str], noun: str) -> str:
     known = sorted(known)
-    close = difflib.get_close_matches(given[:80], known, n=1, cutoff=0.5)
+    close = difflib.get_close_matches(word[:80], known, n=1, cutoff=0.5)
     listed = f"Known {noun}s here: {', '.join(known) or 'none'}."
     return f"Did you mean {close[0]!r}? {listed}" if close else listed
 

@@ -18,14 +18,14 @@ from draccus.choice_types import ChoiceType
 def field_texts(cls: type[Any]) -> Mapping[str, str]:
     """The text of each field: the one below it, or its entry under ``Args:``; a parent's where there is none."""
     texts: dict[str, str] = {}
-    for each in reversed(cls.__mro__):
-        if not dataclasses.is_dataclass(each) and each is not cls:
+    for base in reversed(cls.__mro__):
+        if not dataclasses.is_dataclass(base) and base is not cls:
             continue
-        given = (inspect.getdoc(each) or "").partition("Args:\n")[2].partition("\n\n")[0]
-        for entry in re.finditer(r"^    (\w+): (.*(?:\n     +.*)*)", given, re.MULTILINE):
+        arguments = (inspect.getdoc(base) or "").partition("Args:\n")[2].partition("\n\n")[0]
+        for entry in re.finditer(r"^    (\w+): (.*(?:\n     +.*)*)", arguments, re.MULTILINE):
             text = re.sub(r"\bNone\b", "null", one_line(entry[2]))
             texts[entry[1]] = text[:1].upper() + text[1:]
-        body = ast.parse(textwrap.dedent(inspect.getsource(each))).body[0]
+        body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0]
         assert isinstance(body, ast.ClassDef)
         for field, after in zip(body.body, body.body[1:], strict=False):
             if not (isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)):
@@ -66,22 +66,22 @@ def ordered_fields(cls: type[Any]) -> list[dataclasses.Field[Any]]:
     """
     fields = {field.name: field for field in dataclasses.fields(cls)}
     ordered: list[dataclasses.Field[Any]] = []
-    for position, each in enumerate(cls.__mro__):
+    for position, owner in enumerate(cls.__mro__):
         above = {
             name for base in cls.__mro__[position + 1 :] for name in inspect.get_annotations(base) if name in fields
         }
-        ordered += [fields[name] for name in inspect.get_annotations(each) if name in fields and name not in above]
+        ordered += [fields[name] for name in inspect.get_annotations(owner) if name in fields and name not in above]
     return ordered
 
 
 def refused_keys(cls: type[Any], prefix: str = "") -> set[str]:
     """The keys that a configuration's class has and refuses (`lockstep.errors.refuse_keys`), with their dots."""
-    found = {prefix + key for key in getattr(cls, "REFUSED", ())}
+    keys = {prefix + key for key in getattr(cls, "REFUSED", ())}
     for name, hint in typing.get_type_hints(cls).items():
         for kind in options_of(hint):
             if isinstance(kind, type) and dataclasses.is_dataclass(kind):
-                found |= refused_keys(kind, f"{prefix}{name}.")
-    return found
+                keys |= refused_keys(kind, f"{prefix}{name}.")
+    return keys
 
 
 def choices_of(kind: Any) -> dict[str, Any]:

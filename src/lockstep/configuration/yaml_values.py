@@ -103,6 +103,6 @@ def _is_longer(values: Any, limit: int) -> bool:
     """Whether there are more values than a limit: aliases of aliases can be more than any memory has, or endless."""
     left, count = [values], 0
     while left and count <= limit:
-        each, count = left.pop(), count + 1
-        left += each.values() if isinstance(each, dict) else each if isinstance(each, list | set | tuple) else ()
+        value, count = left.pop(), count + 1
+        left += value.values() if isinstance(value, dict) else value if isinstance(value, list | set | tuple) else ()
     return count > limit

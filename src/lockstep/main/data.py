@@ -155,7 +155,7 @@ def _of_files(own: argparse.Namespace, keys: Mapping[str, str]) -> _RunData:
 def _format_of(url: str) -> str:
     """The format that the first record of a file has."""
     file = list_files(url, "FILE")[0]
-    record = next((each for _, _, each in read_piece(file, 0, 1, ()) if isinstance(each, Mapping)), {})
+    record = next((item for _, _, item in read_piece(file, 0, 1, ()) if isinstance(item, Mapping)), {})
     for name in KNOWN:
         if record.keys() >= set(FORMATS[name].fields):
             return name

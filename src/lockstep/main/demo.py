@@ -66,7 +66,7 @@ def split() -> tuple[list[dict[str, str]], list[dict[str, str]]]:
     pairs = questions()
     draw.shuffle(pairs)
     kinds = [[pair for pair in pairs if word in pair[0]] for word in ("words", "plus")]
-    held_out = [pair for both in zip(*(kind[: HELD_OUT_ROWS // 2] for kind in kinds), strict=True) for pair in both]
+    held_out = [pair for two in zip(*(kind[: HELD_OUT_ROWS // 2] for kind in kinds), strict=True) for pair in two]
     hidden = {_numbers(question) for question, _ in held_out}
     numbers, sums = ([pair for pair in kind if _numbers(pair[0]) not in hidden] for kind in kinds)
     train = numbers[:TRAIN_NUMBERS] + sums
@@ -183,11 +183,11 @@ def write_demo(directory: Path, command: str) -> bool:
 
 def _introduction(directory: Path, processes: int, written: bool) -> str:
     where = "one process" if processes == 1 else f"{processes} processes, as on a pod of {processes} hosts"
-    found = "are written to" if written else "are already in"
+    state = "are written to" if written else "are already in"
     return (
         f"demo: a small Llama learns to spell numbers, on {where}. Every 20 steps\n"
         "demo: it answers questions that it is never trained on. What it says first is noise; ctrl-C ends it.\n"
-        f"demo: configuration and data {found} {directory}\n"
+        f"demo: configuration and data {state} {directory}\n"
     )
 
 
@@ -214,6 +214,6 @@ def closing(run_dir: Path) -> str:
             f"{len(after)} after step {last}.",
             "demo: in a training loop of your own this is lockstep.SampleCallback(config, tokenizer), after each step.",
             "next:",
-            *(f"  {what}:\n    {command}" for what, command in next_steps.items()),
+            *(f"  {purpose}:\n    {command}" for purpose, command in next_steps.items()),
         ]
     )

@@ -56,7 +56,7 @@ def overview() -> str:
     ]
     for purpose in dict.fromkeys(command.purpose for command in COMMANDS):
         lines += ["", f"{purpose}:"]
-        lines += [f"  {each.name:<{width}}  {each.summary}" for each in COMMANDS if each.purpose == purpose]
+        lines += [f"  {command.name:<{width}}  {command.summary}" for command in COMMANDS if command.purpose == purpose]
     lines += [
         "",
         "of every command:",
@@ -123,7 +123,9 @@ def key_groups(cls: type[Any], name: str = "", refused: Set[str] = frozenset()) 
     keys, inner = [], []
     for field in ordered_fields(cls):
         key, kind = prefix + field.name, hints[field.name]
-        blocks = [each for each in options_of(kind) if dataclasses.is_dataclass(each) and isinstance(each, type)]
+        blocks = [
+            option for option in options_of(kind) if dataclasses.is_dataclass(option) and isinstance(option, type)
+        ]
         text = texts.get(field.name, "")
         if choices := choices_of(kind):
             inner.append(_choice_group(key, text, choices))
@@ -137,13 +139,13 @@ def key_groups(cls: type[Any], name: str = "", refused: Set[str] = frozenset()) 
 
 def _choice_group(name: str, text: str, choices: dict[str, Any]) -> KeyGroup:
     """The keys of all types of a block; each says which types have it, where not all do."""
-    found: dict[str, list[tuple[str, Key]]] = {}
+    keys_by_name: dict[str, list[tuple[str, Key]]] = {}
     for choice, cls in choices.items():
         for group in key_groups(cls, name):
             for key in group.keys:
-                found.setdefault(key.name, []).append((choice, key))
+                keys_by_name.setdefault(key.name, []).append((choice, key))
     keys = [Key(name=f"{name}.type", kind=typing.Literal[*choices], default="", text="which of these it is")]
-    for variants in found.values():
+    for variants in keys_by_name.values():
         (_, first), types = variants[0], [choice for choice, _ in variants]
         only = "" if len(types) == len(choices) else f"type {', '.join(types)}: "
         same = len({key.default for _, key in variants}) == 1
@@ -158,7 +160,9 @@ def _add_group(parser: argparse.ArgumentParser, group: KeyGroup) -> None:
     for key in group.keys:
         kinds = options_of(key.kind)
         values = (
-            [str(each) for each in typing.get_args(kinds[0])] if typing.get_origin(kinds[0]) is typing.Literal else []
+            [str(choice) for choice in typing.get_args(kinds[0])]
+            if typing.get_origin(kinds[0]) is typing.Literal
+            else []
         )
         if bool in kinds:
             values = ["true", "false"]
@@ -179,8 +183,8 @@ def _metavar(kind: Any) -> str:
     """The shape of a value: a word for each of the types that it may have."""
     words = {str: "TEXT", int: "N", float: "X", Any: "VALUE"}
     shown = []
-    for each in options_of(kind):
-        origin = typing.get_origin(each) or each
+    for option in options_of(kind):
+        origin = typing.get_origin(option) or option
         shown.append("LIST" if origin in (list, tuple) else "MAPPING" if origin is dict else words.get(origin, "VALUE"))
     return "|".join(dict.fromkeys(shown))
 
@@ -207,8 +211,8 @@ SHELLS: Final = ("bash", "zsh", "fish")
 def completion(arguments: Sequence[str]) -> int:
     """Print the completion script of a shell."""
     if len(arguments) != 1 or arguments[0] not in SHELLS:
-        given = " ".join(arguments) or "nothing"
-        raise ConfigError(f"lockstep completion was given {given}; it takes one of {', '.join(SHELLS)}.")
+        shown = " ".join(arguments) or "nothing"
+        raise ConfigError(f"lockstep completion was given {shown}; it takes one of {', '.join(SHELLS)}.")
     print(script(arguments[0]))
     return 0
 
@@ -219,9 +223,9 @@ def script(shell: str) -> str:
     commands = parser.add_subparsers(dest="command")
     for command in COMMANDS:
         # A key that two blocks of a launcher share is one word to a shell.
-        each = commands.add_parser(command.name, help=command.summary, add_help=False, conflict_handler="resolve")
-        add_keys(each, command)
-        for action in each._actions:
+        subparser = commands.add_parser(command.name, help=command.summary, add_help=False, conflict_handler="resolve")
+        add_keys(subparser, command)
+        for action in subparser._actions:
             action.help = _first_sentence(action.help or "")
             if f"--{CONFIG_PATH}" in action.option_strings:
                 action.complete = shtab.FILE  # type: ignore[attr-defined]

@@ -40,14 +40,14 @@ from lockstep.xla import CompileCache, CompileProgress, default_directory, topol
 
 def add_plan_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command itself, for ``--help``."""
-    what = parser.add_argument_group("what is planned")
-    what.add_argument(
+    group = parser.add_argument_group("what is planned")
+    group.add_argument(
         "--topology", metavar="NAME", help="the slice (v4-N, v5p-N, v5litepod-N, v6e-N, tpu7x-N); required"
     )
-    what.add_argument(
+    group.add_argument(
         "--command", choices=list(planned_commands()), help="whose configuration it is, where that is not clear"
     )
-    what.add_argument(
+    group.add_argument(
         "--model", metavar="NAME", help="shape to plan with: a directory with a config.json, or a well-known checkpoint"
     )
     how = parser.add_argument_group("how it is shown and predicted")
@@ -92,7 +92,7 @@ def run_plan(arguments: Sequence[str]) -> int:
         raise ConfigError("--topology is missing: name the slice to plan for, such as --topology v5p-64.")
     if own.json not in (None, STDOUT):
         check_output("--json", own.json)
-    given = dict(pairs(rest))
+    asked = dict(pairs(rest))
     # On a TPU host, its devices are left alone.
     jax.config.update("jax_platforms", "cpu")
     # A program that is only compiled cannot be read back from JAX's own cache.
@@ -114,8 +114,11 @@ def run_plan(arguments: Sequence[str]) -> int:
         plan = make_plan(workload, slice_, cache, calibration)
         costs = remat_costs(workload, slice_, cache, plan.memory) if own.remat and plan.mesh_shape else []
         meshes = mesh_costs(workload, slice_, cache, calibration) if own.meshes else []
-    path = option_path(given[CONFIG_PATH]) if CONFIG_PATH in given else None
-    places = [dataclasses.replace(one, place=place_of(path, one.key, list(given))) for one in plan.infeasibilities]
+    path = option_path(asked[CONFIG_PATH]) if CONFIG_PATH in asked else None
+    places = [
+        dataclasses.replace(infeasibility, place=place_of(path, infeasibility.key, list(asked)))
+        for infeasibility in plan.infeasibilities
+    ]
     plan = dataclasses.replace(plan, infeasibilities=places, write_bandwidth=bandwidth, dollars_per_chip_hour=rate)
     _show(plan, own.json, costs, meshes)
     return 0 if plan.fits else 1
@@ -155,11 +158,11 @@ def read_plan(name: str | None, rest: Sequence[str]) -> tuple[Command, Any]:
         return commands[name], parse_arguments(commands[name].config(), rest)
     parsed: dict[str, Any] = {}
     wrong: dict[str, ConfigError] = {}
-    for each, command in commands.items():
+    for command_name, command in commands.items():
         try:
-            parsed[each] = parse_arguments(command.config(), rest)
+            parsed[command_name] = parse_arguments(command.config(), rest)
         except ConfigError as error:
-            wrong[each] = error
+            wrong[command_name] = error
     if len(parsed) == 1:
         ((only, config),) = parsed.items()
         return commands[only], config
@@ -177,14 +180,14 @@ def _score(command: Command, values: dict[str, Any]) -> int:
     return sum(1 if key in known else -1 for key in values)
 
 
-def _positive(option: str, given: str, what: str, example: str) -> float:
+def _positive(option: str, text: str, quantity: str, example: str) -> float:
     """The value of an option that is a number above 0."""
     try:
-        value = float(given)
+        value = float(text)
     except ValueError:
         value = 0.0
     if not 0 < value < math.inf:
-        raise ConfigError(f"{option} is {given!r}; it must be {what} above 0, such as {example}.")
+        raise ConfigError(f"{option} is {text!r}; it must be {quantity} above 0, such as {example}.")
     return value
 
 

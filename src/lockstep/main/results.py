@@ -38,12 +38,12 @@ def run_report(arguments: Sequence[str]) -> int:
     options = parser.parse_args(list(arguments))
     if len(options.runs) not in (1, 2):
         parser.error(f"name one run, or two to compare; {len(options.runs)} were given")
-    output = options.output or page_path([find_run(given) for given in options.runs])
+    output = options.output or page_path([find_run(run) for run in options.runs])
     try:
         check_file(output)
         if options.watch:
             return watch(options.runs, output, options.interval)
-        make_report([find_run(given) for given in options.runs], output)
+        make_report([find_run(run) for run in options.runs], output)
     except OSError as error:
         raise LockstepError(f"{error}. Name a file that can be written with --output FILE.") from error
     return 0

@@ -25,7 +25,7 @@ from lockstep.training import train as run_train
 
 def train(cls: type[TrainConfig], arguments: Sequence[str]) -> int:
     """Train as the command line says; the exit code is that of `lockstep.training.train`."""
-    config = parse_arguments(cls, [re.sub(r"^--resume(?==|$)", "--trainer.resume", each) for each in arguments])
+    config = parse_arguments(cls, [re.sub(r"^--resume(?==|$)", "--trainer.resume", argument) for argument in arguments])
     hosts = _join(config.trainer.distributed)
     logging.getLogger("absl").setLevel(logging.WARNING)  # orbax says a dozen things about every save
     return run_train(config, hosts)
@@ -65,7 +65,7 @@ def name_tasks(arguments: Sequence[str]) -> list[str]:
         if not equals:
             value = rest.pop(0) if rest and not rest[0].startswith("--") else ""
         if key == "--tasks" and value and value[0] not in "{[":
-            value = json.dumps([each.strip() for each in value.split(",")])
+            value = json.dumps([task.strip() for task in value.split(",")])
         changed += ["--tasks.names" if key == "--tasks" and value[:1] == "[" else key, *([value] if value else [])]
     return changed
 

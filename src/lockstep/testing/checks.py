@@ -69,7 +69,9 @@ def look(hosts: "Hosts", tests: str = "") -> Facts:
     keys = hosts.client.get_dir("lockstep") if hosts.is_leader else {}
     return {
         "key of the service": {key: "" for key in keys if not key.startswith(tuple(KEPT_KEYS))},
-        "thread": {each.name: "" for each in threading.enumerate() if not each.name.startswith(tuple(KEPT_THREADS))},
+        "thread": {
+            thread.name: "" for thread in threading.enumerate() if not thread.name.startswith(tuple(KEPT_THREADS))
+        },
         "array": dict(arrays),
         "environment variable": dict(os.environ),
         "working directory": {"": os.getcwd()},
@@ -133,7 +135,7 @@ def _number(value: object) -> int:
 
 def _replaced(tests: str) -> dict[str, str]:
     """Return the names in the project's modules and classes that a test has put something of its own into."""
-    found = {}
+    replaced = {}
     for name, module in list(sys.modules.items()):
         if _inside(name, tests) or not _is_of_project(name, getattr(module, "__file__", None)):
             continue
@@ -142,8 +144,8 @@ def _replaced(tests: str) -> dict[str, str]:
             for attribute, value in list(vars(owner).items()):
                 origin = getattr(value, "__module__", None)
                 if isinstance(origin, str) and (_inside(origin, tests) or _inside(origin, "unittest.mock")):
-                    found[f"{name}:{getattr(owner, '__qualname__', '')}.{attribute}"] = origin
-    return found
+                    replaced[f"{name}:{getattr(owner, '__qualname__', '')}.{attribute}"] = origin
+    return replaced
 
 
 @functools.cache
@@ -191,7 +193,7 @@ def assert_same_launches(hosts: "Hosts | None" = None) -> Iterator[list[str]]:
         everyone = json.loads(scope.broadcast("all", b"[" + b",".join(rows) + b"]" if rows is not None else None))
         scope.barrier("end")
     for index in range(max(map(len, everyone))):
-        made = [one[index] if index < len(one) else "nothing" for one in everyone]
+        made = [own_launches[index] if index < len(own_launches) else "nothing" for own_launches in everyone]
         texts = [f"process {process}: {name}" for process, name in enumerate(made)]
         assert len(set(made)) == 1, f"launch {index} differs: {'; '.join(texts)}"
 

@@ -127,12 +127,12 @@ class Group:
         outcomes = self._outcomes(request, timeout_s)
         if not leaves:
             self._check_nothing_is_left()
-        reasons = [one.skipped for one in outcomes if one.skipped is not None]
+        reasons = [outcome.skipped for outcome in outcomes if outcome.skipped is not None]
         if reasons:
             import pytest
 
             pytest.skip(reasons[0])
-        return [json.loads(one.result or "null") for one in outcomes]
+        return [json.loads(outcome.result or "null") for outcome in outcomes]
 
     def _outcomes(self, request: Request, timeout_s: float) -> list[Outcome]:
         self._send(request)
@@ -143,10 +143,10 @@ class Group:
             if not arrived:
                 break
             outcomes |= arrived
-            if any(one.failed is not None for one in arrived.values()):
+            if any(outcome.failed is not None for outcome in arrived.values()):
                 deadline = min(deadline, time.monotonic() + OTHERS_S)
-        one_kind = len({one.skipped for one in outcomes.values()}) == 1
-        if waiting or not one_kind or any(one.failed is not None for one in outcomes.values()):
+        one_kind = len({outcome.skipped for outcome in outcomes.values()}) == 1
+        if waiting or not one_kind or any(outcome.failed is not None for outcome in outcomes.values()):
             self._fail_by_process(outcomes, timeout_s)
         return [outcomes[index] for index in sorted(outcomes)]
 
@@ -161,21 +161,21 @@ class Group:
         lines = [f"process {index}: {end}" for index, end in sorted(ends.items())]
         if len(set(ends.values())) == 1:
             lines = [f"every process {ends[0]}"] if not waiting else ["no process is done; each log ends with a stack"]
-        failed = any(one.failed is not None for one in outcomes.values())
+        failed = any(outcome.failed is not None for outcome in outcomes.values())
         why = "failed" if failed or not waiting else f"not done within {timeout_s:g} s"
         self._fail("\n  ".join([f"{why}:", *lines]), in_order=not waiting)
 
     def _check_nothing_is_left(self) -> None:
         self._send(LeftoverCheck())
-        found: dict[int, Leftovers] = {}
+        leftovers: dict[int, Leftovers] = {}
         deadline = time.monotonic() + LOOK_S
-        while waiting := self._lines.keys() - found.keys():
+        while waiting := self._lines.keys() - leftovers.keys():
             arrived = self._receive(waiting, deadline)
             if not arrived:
                 self._fail(f"what it left behind was not found within {LOOK_S:g} s")
-            found |= arrived
-        texts = [f"process {index}: {text}" for index, one in sorted(found.items()) for text in one.lines]
-        if len({one.ledger for one in found.values()}) > 1:
+            leftovers |= arrived
+        texts = [f"process {index}: {text}" for index, left in sorted(leftovers.items()) for text in left.lines]
+        if len({left.ledger for left in leftovers.values()}) > 1:
             texts.append("the processes have not launched the same programs")
         if texts:
             self._fail("left behind:\n  " + "\n  ".join(texts), in_order=True)
@@ -270,5 +270,5 @@ def run_threads(body: Callable[..., Any], count: int, *args: Any, timeout_s: flo
     unguarded = unittest.mock.patch.object(jax, "thread_guard", lambda _: contextlib.nullcontext())
     with unguarded, concurrent.futures.ThreadPoolExecutor(count) as pool:
         hosts = [Hosts(client, timeout_s) for client in MemoryClient.hub(count)]
-        futures = [pool.submit(body, one, *args) for one in hosts]
+        futures = [pool.submit(body, own_hosts, *args) for own_hosts in hosts]
         return [future.result() for future in futures]

@@ -45,17 +45,17 @@ class Reference:
         if not os.path.isfile(file):
             raise ValueError(f"{name} is not in a file, so other processes cannot find it. Put it into a module.")
         stem = os.path.splitext(os.path.basename(file))[0]
-        found = stem if function.__module__ == "__main__" else function.__module__
-        return cls(module=found, name=name, file=os.path.abspath(file))
+        module_name = stem if function.__module__ == "__main__" else function.__module__
+        return cls(module=module_name, name=name, file=os.path.abspath(file))
 
     def load(self) -> Any:
         """Return the function, bound to a new instance where it is a method."""
-        found: Any = _module(self.module, self.file)
+        target: Any = _module(self.module, self.file)
         for part in self.name.split("."):
-            found = getattr(found, part)
-            if isinstance(found, type):
-                found = found()
-        return found
+            target = getattr(target, part)
+            if isinstance(target, type):
+                target = target()
+        return target
 
 
 def _module(name: str, file: str) -> ModuleType:
