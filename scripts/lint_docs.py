@@ -1,4 +1,4 @@
-"""Lengths of the documents and words of our own, in pages and in the prose of the code; ``make lint`` runs it.
+"""Lengths of the documents, and words of our own in pages, in prose of the code and in names; ``make lint`` runs it.
 
 It needs nothing but Python. ``make docs`` looks at links; names and snippets are tests: test_docs.py, test_snippets.py.
 """
@@ -62,6 +62,13 @@ FORBIDDEN = {
 PATTERN = "|".join(re.escape(word).replace(r"\ ", r"\s+") for word in FORBIDDEN)
 
 
+PRONOUNS = frozenset(
+    "both each found given here like many mine one other others ours said some theirs wanted what which who".split()
+)
+PRONOUNS_IN_SRC = 530
+"""Words that are no names of things, and how often ``src`` may still bind one of them."""
+
+
 def documents(root: Path) -> list[Path]:
     """The pages that are written by hand and count."""
     names = ("README.md", "CONTRIBUTING.md", "docs/*.md", "docs/adr/*.md", "benchmarks/README.md")
@@ -103,6 +110,13 @@ def vague_summaries(source: str) -> list[str]:
     ]
 
 
+def pronouns(source: str) -> int:
+    """The number of variables and arguments of a file that are named by a pronoun."""
+    nodes = list(ast.walk(ast.parse(source)))
+    stored = [node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
+    return sum(name in PRONOUNS for name in (*stored, *(node.arg for node in nodes if isinstance(node, ast.arg))))
+
+
 def problems(root: Path) -> Iterator[str]:
     """Everything that is wrong below a directory, a line each."""
     total = 0
@@ -128,6 +142,10 @@ def problems(root: Path) -> Iterator[str]:
             for line in part.splitlines():
                 if len(line.removeprefix("- ").split()) > WORDS_OF_ITS_LINES:
                     yield f"{page.name}: {line[:60]!r} has more than {WORDS_OF_ITS_LINES} words"
+    counts = {path: pronouns(path.read_text("utf-8")) for path in (root / "src").rglob("*.py")}
+    if (count := sum(counts.values())) > PRONOUNS_IN_SRC:
+        most = ", ".join(path.name for path in sorted(counts, key=lambda path: -counts[path])[:5])
+        yield f"src: {count} names are pronouns, most in {most}; at most {PRONOUNS_IN_SRC}: name the thing"
     for source in (root / "src").rglob("*.py"):
         yield from (f"{source.relative_to(root)}: {each}" for each in vague_summaries(source.read_text("utf-8")))
     for source in sorted(path for folder in CODE for path in (root / folder).rglob("*.py")):

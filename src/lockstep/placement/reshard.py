@@ -189,32 +189,35 @@ class GatheredParts:
 
 def _with_gathers(spec: WeightSpec, have: Any, want: Any) -> WeightSpec:
     """The function that makes a weight from the blocks in place, where other ones are wanted."""
-    gathers = tuple(found or () for found in _gathers(spec, have, want))
+    gathers = tuple(part_gathers or () for part_gathers in _gathers(spec, have, want))
     return dataclasses.replace(spec, assemble=GatheredParts(spec.assemble, gathers)) if any(gathers) else spec
 
 
 def _taken_specs(spec: WeightSpec, have: Any, want: Any) -> tuple[Any, ...]:
     """The partition specs with which the parts of a weight come into the program."""
     gathers = _gathers(spec, have, want)
-    return tuple(other if each is None else one for each, one, other in zip(gathers, have, want, strict=True))
+    return tuple(
+        placed if part_gathers is None else stored
+        for part_gathers, stored, placed in zip(gathers, have, want, strict=True)
+    )
 
 
 def _gathers(spec: WeightSpec, have: Any, want: Any) -> list[Gathers | None]:
     """For each part the axes of a layer that are split and needed whole; None where more than that is to be done."""
-    layer, found = spec.layer_axis if spec.stacked and not spec.by_layer else None, list[Gathers | None]()
+    layer, by_part = spec.layer_axis if spec.stacked and not spec.by_layer else None, list[Gathers | None]()
     for parts in zip(have, want, strict=True):
         if None in (layers := parts[0] if spec.by_layer else parts[:1]) or len(set(layers)) > 1:
-            found.append(None)
+            by_part.append(None)
             continue
-        one, other = ([*(part[0] if spec.by_layer else part)] for part in parts)
-        count = max(len(one), len(other))
-        pairs = list(zip(*(each + [None] * (count - len(each)) for each in (one, other)), strict=True))
-        changed = [(axis, split, wanted) for axis, (split, wanted) in enumerate(pairs) if split != wanted]
-        possible = all(axis != layer and wanted is None for axis, _, wanted in changed)
+        stored, placed = ([*(part[0] if spec.by_layer else part)] for part in parts)
+        count = max(len(stored), len(placed))
+        pairs = list(zip(*(side + [None] * (count - len(side)) for side in (stored, placed)), strict=True))
+        changed = [(axis, split, needed) for axis, (split, needed) in enumerate(pairs) if split != needed]
+        possible = all(axis != layer and needed is None for axis, _, needed in changed)
         behind = len(pairs) if layer is None else layer  # axes behind the layer's are one less in a layer
         gathers = tuple((axis - (axis > behind), split) for axis, split, _ in changed)
-        found.append(gathers if possible else None)
-    return found
+        by_part.append(gathers if possible else None)
+    return by_part
 
 
 PIECE_BYTES = 32 << 20
