@@ -18,10 +18,12 @@ from lockstep.report.jsonl import repair_jsonl as repair_jsonl
 from lockstep.report.judge import JUDGE as JUDGE
 from lockstep.report.judge import Judge as Judge
 from lockstep.report.judge import JudgeConfig as JudgeConfig
+from lockstep.report.metrics import OPEN_METRICS as OPEN_METRICS
 from lockstep.report.metrics import EvaluationFields as EvaluationFields
 from lockstep.report.metrics import Metric as Metric
 from lockstep.report.metrics import check_metrics as check_metrics
 from lockstep.report.metrics import content as content
+from lockstep.report.metrics import exact_match as exact_match
 from lockstep.report.metrics import load_metric as load_metric
 from lockstep.report.metrics import load_metrics as load_metrics
 from lockstep.report.metrics import math_expressions as math_expressions

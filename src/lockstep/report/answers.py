@@ -81,6 +81,16 @@ def last_number(text: str) -> Fraction | None:
     return numbers[-1][1] if numbers else None
 
 
+def final_text(text: str, lines: int | None = None) -> str:
+    """The rest of the line after the last ``####`` of a text, without space around it.
+
+    Args:
+        lines: The lines that count where a text has no such mark, from the first that is not empty; None for all.
+    """
+    *_, last = marked = _MARK.split(text)
+    return "\n".join(last.strip().split("\n")[: 1 if len(marked) > 1 else lines]).strip()
+
+
 def same_number(number: Fraction | None, expected: Fraction) -> bool:
     """Whether a solution gives the expected number."""
     return number is not None and number == expected

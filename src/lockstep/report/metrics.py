@@ -13,7 +13,7 @@ from lockstep.errors import ConfigError, LockstepError
 from lockstep.limits import PROMPT_LINE_BYTES
 from lockstep.plugins import load_object
 from lockstep.printable import get_logger
-from lockstep.report.answers import Pattern, last_number, same_number
+from lockstep.report.answers import Pattern, final_text, last_number, same_number
 from lockstep.report.rows import COLUMNS, FILE_COLUMNS, SAMPLE_COLUMNS, Row, SampleRow, TableRow, metric_names
 from lockstep.text import Prompt, PromptFields, PromptFormat, iter_prompts, split_answer
 
@@ -36,12 +36,17 @@ def content(row: AnyRow) -> str:
     return row.content if hasattr(row, "content") else split_answer(row.generated_text).content
 
 
-def exact_match(row: AnyRow, prompt: Prompt) -> float | None:
-    """1 where the first line of the final answer (`content`) is that of the prompt, but for space around it; else 0."""
+def exact_match(row: AnyRow, prompt: Prompt, *, ignore_case: bool = False) -> float | None:
+    """1 where the final answer (`content`) is that of the prompt as text, but for space around it; else 0.
+
+    After a ``####``, as in GSM8K, the rest of that line counts. Without, the first lines count, as many as the prompt's
+    answer has.
+    """
     if prompt.answer is None:
         return None
-    first_line = content(row).strip().split("\n")[0].strip()
-    return float(first_line == prompt.answer.strip())
+    expected = final_text(prompt.answer)
+    answer = final_text(content(row), lines=expected.count("\n") + 1)
+    return float(answer.casefold() == expected.casefold() if ignore_case else answer == expected)
 
 
 def gsm8k(row: AnyRow, prompt: Prompt) -> float | None:
@@ -126,6 +131,8 @@ BUILT_IN: Mapping[str, Metric] = {
     "perplexity": perplexity,
 }
 _COMPARING = ("exact_match", "gsm8k", "math_verify")  # metrics that have no value without a reference answer
+OPEN_METRICS: Mapping[str, Metric] = {name: metric for name, metric in BUILT_IN.items() if name not in _COMPARING}
+"""The metrics that need no reference answer."""
 _REGEX = "regex="
 _TAKEN = {*COLUMNS, *SAMPLE_COLUMNS, *FILE_COLUMNS}
 SCALARS = frozenset(

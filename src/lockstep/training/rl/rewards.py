@@ -1,6 +1,7 @@
 """Rewards: functions of an answer and its question."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Awaitable, Callable, Sequence
 from typing import ClassVar, Final, Literal
@@ -10,12 +11,22 @@ import draccus
 from lockstep.config_fields import check_fields
 from lockstep.errors import ConfigError
 from lockstep.plugins import OpenRegistry, load_object
-from lockstep.report import NO_SCORES, Pattern, Row, content, last_number, load_metric, math_expressions
+from lockstep.report import (
+    NO_SCORES,
+    OPEN_METRICS,
+    Pattern,
+    Row,
+    content,
+    exact_match,
+    last_number,
+    load_metric,
+    math_expressions,
+)
 from lockstep.text import Prompt
 from lockstep.training.data.records import BadRow
 
-type Reward = Callable[[Row, Prompt], float | Awaitable[float]]
-"""A function of an answer and its question that returns a number, or a coroutine that does."""
+type Reward = Callable[[Row, Prompt], float | Awaitable[float | None] | None]
+"""A function of an answer and its question that returns a number, or a coroutine that does; None is a failure."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -106,15 +117,11 @@ def check_rewards(rewards: Sequence[RewardConfig], *, taught: bool = False) -> N
             )
 
 
-MARK: Final = "####"
-"""The mark before a final answer in GSM8K."""
-
-
 @RewardConfig.register_subclass("exact_match")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExactMatchReward(RewardConfig):
-    """1 where the final answer is that of the reference as text, but for space around it; else 0. The final answer is
-    what follows the last ``####``, else the whole text, without the reasoning before it.
+    """1 where the final answer is that of the reference as text, but for space around it; else 0: the rest of the line
+    after the last ``####``, else as many first lines as the reference has, without the reasoning before them.
     """
 
     ignore_case: bool = False
@@ -122,41 +129,29 @@ class ExactMatchReward(RewardConfig):
 
     def build(self, max_new_tokens: int) -> Reward:
         """See `RewardConfig.build`."""
-
-        def exact_match(row: Row, prompt: Prompt) -> float:
-            assert prompt.answer is not None, "every question has a reference answer"
-            given, expected = final_answer(content(row)), final_answer(prompt.answer)
-            if self.ignore_case:
-                given, expected = given.casefold(), expected.casefold()
-            return float(given == expected)
-
-        return exact_match
-
-
-def final_answer(text: str) -> str:
-    """Return the line after the last ``####`` of a solution; the whole text where there is no such mark."""
-    _, mark, after = text.rpartition(MARK)
-    return (after.strip().split("\n")[0] if mark else text).strip()
+        return functools.partial(exact_match, ignore_case=self.ignore_case)
 
 
 @RewardConfig.register_subclass("function")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FunctionReward(RewardConfig):
-    """The value of a function of an importable module for (row, prompt), as for metrics; it may be ``async``.
+    """The value of a metric, or of a function of an importable module for (row, prompt), which may be ``async``.
 
     Raises:
-        ConfigError: ``function`` is not written as ``module:function``.
+        ConfigError: ``function`` is neither.
     """
 
     function: str
-    """``module:function``, a module beside the configuration or on ``PYTHONPATH``, on every host."""
+    """A metric that needs no reference answer, such as ``repetition``; or ``module:function``, a module beside the
+    configuration or on ``PYTHONPATH``, on every host."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         module, colon, function = self.function.partition(":")
-        if not (module and colon and function):
+        if self.function not in OPEN_METRICS and not (module and colon and function):
             raise ConfigError(
-                f"rewards: function is {self.function!r}; it must be module:function, such as my_rewards:judge."
+                f"rewards: function is {self.function!r}; it must be module:function, such as my_rewards:judge, or "
+                f"one of {', '.join(OPEN_METRICS)}."
             )
 
     @property
@@ -166,7 +161,7 @@ class FunctionReward(RewardConfig):
 
     def build(self, max_new_tokens: int) -> Reward:
         """See `RewardConfig.build`."""
-        function: Reward = load_object(self.function, "reward")
+        function: Reward = OPEN_METRICS.get(self.function) or load_object(self.function, "reward")
         return function
 
 
@@ -185,7 +180,7 @@ class Gsm8kReward(RewardConfig):
 
     def build(self, max_new_tokens: int) -> Reward:
         """See `RewardConfig.build`."""
-        return _compared("gsm8k")
+        return load_metric("gsm8k")
 
 
 @RewardConfig.register_subclass("math_verify")
@@ -203,19 +198,7 @@ class MathVerifyReward(RewardConfig):
 
     def build(self, max_new_tokens: int) -> Reward:
         """See `RewardConfig.build`."""
-        return _compared("math_verify")
-
-
-def _compared(name: str) -> Reward:
-    """The reward that a metric gives, which compares with the reference answer that every question has."""
-    metric = load_metric(name)
-
-    def compared(row: Row, prompt: Prompt) -> float:
-        value = metric(row, prompt)
-        assert value is not None, "every question has a reference answer"
-        return value
-
-    return compared
+        return load_metric("math_verify")
 
 
 @RewardConfig.register_subclass("length")

@@ -2,11 +2,14 @@
 
 import asyncio
 import sys
+from types import SimpleNamespace
 
 import pytest
 
 from lockstep.configuration import decode_config
 from lockstep.errors import ConfigError
+from lockstep.report import load_metric
+from lockstep.text import Prompt
 from lockstep.training import TrainGrpoConfig
 from lockstep.training.data.records import BadRow
 from lockstep.training.rl.rewards import (
@@ -68,13 +71,34 @@ def test_math_verify_compares_expressions_and_names_an_answer_without_one():
 
 @pytest.mark.parametrize(
     ("text", "expected"),
-    [(" thirty-one", 1), ("#### thirty-one\n", 1), ("thirty-one\nthirty", 0), ("Thirty-one", 0), ("#### thirty", 0)],
+    [
+        (" thirty-one", 1),
+        ("#### thirty-one\n", 1),
+        ("thirty-one\nthirty", 1),
+        ("thirty\nthirty-one", 0),
+        ("Thirty-one", 0),
+        ("#### thirty", 0),
+        ("It is ##### thirty-one \n#", 1),
+    ],
 )
 def test_exact_match_compares_the_final_answer_as_text(text, expected):
-    assert value(ExactMatchReward(), text, "29 and 2\n#### thirty-one") == expected
+    reference = "29 and 2\n#### thirty-one"
+    assert value(ExactMatchReward(), text, reference) == expected
+    metric = load_metric("exact_match")  # which means the same
+    assert metric(SimpleNamespace(generated_text=text), Prompt(id=0, text="29 + 2?", answer=reference)) == expected
     assert value(ExactMatchReward(ignore_case=True), text.upper(), "#### thirty-one") == (
         expected or text == "Thirty-one"
     )
+
+
+def test_exact_match_takes_as_many_lines_as_the_reference_has():
+    assert value(ExactMatchReward(), "one\ntwo\nthree", "one\ntwo") == 1
+    assert value(ExactMatchReward(), "one\nthree", "one\ntwo") == 0 == value(ExactMatchReward(), "one", "one\ntwo")
+
+
+def test_a_metric_without_a_reference_answer_is_a_reward():
+    repeated = FunctionReward(function="repetition", weight=-0.5)
+    assert value(repeated, "a b c d a b c d", "") == pytest.approx(0.2) and repeated.label == "repetition"
 
 
 def test_rewards_read_the_final_answer_and_format_all_that_was_written():
