@@ -21,7 +21,7 @@ from lockstep.training.data.chunk_builder import BATCH_RECORDS, CacheSpec, fit_r
 from lockstep.training.data.example_check import ExampleCheck, print_examples
 from lockstep.training.data.examples import FORMATS, DataFormat, Example
 from lockstep.training.data.records import BadRow, list_files, read_piece
-from lockstep.training.run.run import model_shape
+from lockstep.training.run.initial_model import model_shape
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

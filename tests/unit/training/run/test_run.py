@@ -35,8 +35,10 @@ from lockstep.training import (
     train,
 )
 from lockstep.training.checkpoints.saved_model import _is_beside
-from lockstep.training.run import run
-from lockstep.training.run.run import HfSaves, _restore, describe_adapters, load_frozen
+from lockstep.training.run import hf_saves
+from lockstep.training.run.hf_saves import HfSaves
+from lockstep.training.run.initial_model import describe_adapters, load_frozen
+from lockstep.training.run.run import _restore
 from tests import tiny
 from tests.adapters import LORA, numpy_merged, save_base, save_checkpoint
 from tests.counted_files import CountedFiles
@@ -220,7 +222,9 @@ def test_a_place_that_cannot_be_written_is_found_before_the_first_step(tmp_path)
 @pytest.mark.parametrize("lora", [None, LORA])
 def test_every_model_is_the_average_where_there_is_one_in_the_type_of_the_parameters(tmp_path, monkeypatch, lora):
     saved = []
-    monkeypatch.setattr(run, "save_hf", lambda model, path, *, dtype, **options: saved.append((model, dtype)) or True)
+    monkeypatch.setattr(
+        hf_saves, "save_hf", lambda model, path, *, dtype, **options: saved.append((model, dtype)) or True
+    )
     saves, _ = make(tmp_path, trainer=TrainerConfig(num_train_steps=9, mp="p=bf16"), lora=lora)
     saves.on_step(dataclasses.replace(info("parameters", 3), average="average"))
     saves.on_step(info("parameters", 6))
