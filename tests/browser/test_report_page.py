@@ -259,6 +259,54 @@ def test_a_cell_of_the_health_of_a_run_leads_to_its_answers(page_of, width):
     assert "loop" in page.text_content(".figures")
 
 
+def conversation(*parts, reward=1.0, hostile=""):
+    """A row of a rollout: a call, its result, and the answer, with a text in all of them."""
+    call = json.dumps({"name": "calculator", "arguments": {"expression": f"37 + 45{hostile}"}}, ensure_ascii=False)
+    turns = [
+        {"role": "user", "content": "What is 37 + 45?"},
+        {
+            "role": "assistant",
+            "content": f"<think>I cannot add{hostile}.</think><tool_call>{call}</tool_call>",
+            "reward": 0,
+        },
+        {"role": "tool", "name": f"calculator{hostile}", "content": f"82{hostile}"},
+        {"role": "assistant", "content": f"It is 82{hostile}.", "reward": reward},
+        *parts,
+    ]
+    return row(3, 0, "said", prompt="user: What is 37 + 45?", turns=turns, reward=reward, rank="best")
+
+
+def test_a_conversation_is_drawn_turn_by_turn(page_of):
+    unread = {"role": "assistant", "content": "<tool_call>add(1, 2)</tool_call>"}
+    page = page_of(([], [], [conversation(unread, hostile=HOSTILE[2])], []))
+    page.set_viewport_size({"width": 1400, "height": 900})
+    drawn(page)
+    assert page.evaluate("window.pwned") is None
+    shown = page.eval_on_selector_all(".turn", "all => all.map(each => each.querySelector('.speaker').textContent)")
+    assert shown == ["assistant0", f"tool calculator{HOSTILE[2]}", "assistant1", "assistant"]
+    assert page.text_content(".figures").startswith("turns3"), "the answers of the model"
+    folded = page.eval_on_selector_all(
+        ".folded", "all => all.map(each => [each.open, each.querySelector('summary').textContent])"
+    )
+    assert folded == [
+        [False, f"Reasoning, {len('I cannot add.') + len(HOSTILE[2])} characters"],
+        [False, f'calculator(expression="37 + 45{HOSTILE[2]}")'],
+        [False, "a call of a tool is no JSON: Expecting value: line 1 column 1 (char 0)"],
+    ]
+    assert not page.locator(".call .part").is_visible()
+    page.click(".call summary")
+    assert '"expression"' in page.locator(".call .part").inner_text()
+    go(page, q="cannot add")
+    assert page.locator(".reasoning mark").is_visible(), "what is searched for is not folded"
+    texts = page.eval_on_selector_all(".item-answer", "all => all.map(each => each.textContent)")
+    assert texts and "calculator(expression=" in texts[0] and "tool_call" not in texts[0]
+    page.set_viewport_size({"width": 390, "height": 900})
+    page.evaluate("document.body.dataset.pane = 'detail'")
+    drawn(page)
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+    assert page.eval_on_selector(".answer", "each => each.scrollWidth <= each.clientWidth")
+
+
 def test_an_alarm_leads_to_its_answers_and_a_run_without_health_has_no_such_view(page_of):
     page = page_of(health_run(), view="health")
     page.click(".told button")

@@ -1,10 +1,10 @@
 """Conversations on several hosts: all have the same rows, a failure on one costs its groups, a kill costs nothing."""
 
 import dataclasses
-import json
 import os
-import shutil
+import random
 import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -20,23 +20,35 @@ from tests import environments, tiny
 from tests import rollouts as runs
 from tests.multiprocess.harness import run_processes
 from tests.multiprocess.launches import record_launches
-from tests.multiprocess.test_train_grpo import train_demo
 
 pytestmark = pytest.mark.multiprocess
 
 EXACT = dataclasses.replace(tiny.CONFIG, numerics="exact")
-ARMED = {"kill": False}
-"""Whether the next second turn kills its process."""
+CALLS_LEFT: dict[str, int] = {}
+"""The number of calls of environments that this process lives for; empty: it lives."""
+COUNTING = threading.Lock()
+
+
+def count_call():
+    """Count a call of an environment; the last one kills the process."""
+    with COUNTING:
+        if CALLS_LEFT:
+            CALLS_LEFT["calls"] -= 1
+            if not CALLS_LEFT["calls"]:
+                os.kill(os.getpid(), signal.SIGKILL)
 
 
 @dataclasses.dataclass(kw_only=True)
 class Deadly(environments.Parity):
-    """An environment in whose second turn the process dies once it is told to."""
+    """An environment whose calls are counted, before it begins and after it has replied."""
+
+    async def reset(self, question: Any) -> Any:
+        count_call()
+        return await super().reset(question)
 
     async def step(self, message: Any) -> Any:
         reply = await super().step(message)
-        if self.turn == 2 and ARMED["kill"]:
-            os.kill(os.getpid(), signal.SIGKILL)
+        count_call()
         return reply
 
 
@@ -53,9 +65,25 @@ def body_train(hosts):
     return {"found": spy.found, "losses": spy.losses, "launches": launches, "engine": engine, "scalars": scalars}
 
 
-def body_until(hosts, directory, victim=None):
-    """Six steps of two updates each from what is there, in exact numerics; a victim dies in the rollout of step 5."""
-    ARMED["kill"] = False
+@dataclasses.dataclass(frozen=True)
+class Kill:
+    """The moment of a kill: the process, the step before the rollout, and the number of calls of its environments."""
+
+    victim: int
+    after: int
+    calls: int
+
+    @classmethod
+    def drawn(cls, seed):
+        """A kill anywhere in the first or second turns of a rollout that follows no checkpoint, or one of step 3."""
+        draw = random.Random(seed)
+        share = runs.BATCH // 2  # the conversations of a host, each of which begins, and replies once or twice
+        return cls(draw.randrange(2), draw.choice([2, 4]), draw.randint(1, 2 * share))
+
+
+def body_until(hosts, directory, kill=None):
+    """Six steps of two updates each from what is there, in exact numerics; a victim dies within a rollout."""
+    CALLS_LEFT.clear()
     run = {**environments.run(), "environment": Deadly(timeout_s=20.0), "num_iterations": 2}
     trainer, rollouts, model = runs.make(
         "auto", 6, hosts, run=run, model=EXACT, log_dir=directory, run_id="run",
@@ -71,7 +99,8 @@ def body_until(hosts, directory, victim=None):
         while info.next_step == 4 and not (Path(directory) / "run/checkpoints/step-3/metadata.json").exists():
             assert time.monotonic() < deadline, "the checkpoint of step 3 is not complete"
             time.sleep(0.01)
-        ARMED["kill"] = hosts.index == victim and info.next_step == 4
+        if kill is not None and (hosts.index, info.next_step) == (kill.victim, kill.after):
+            CALLS_LEFT["calls"] = kill.calls
 
     trainer.add_hook(note)
     trainer.train(model if state is None else state, rollouts)
@@ -93,32 +122,23 @@ def test_hosts_have_the_same_conversations_and_a_failure_costs_its_group():
     assert (parts == 0).sum() == dropped * runs.BATCH and values["time/wait_for_environments_s"] >= 0
 
 
-@pytest.mark.slow
-def test_a_process_that_is_killed_in_a_conversation_goes_on_bit_for_bit(tmp_path):
-    unbroken, broken = tmp_path / "unbroken", tmp_path / "broken"
-    losses, others = run_processes(body_until, processes=2, devices=2, args=(str(unbroken),), timeout_s=240)
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory):
+    """The losses and the rollouts of a run that nothing has ended."""
+    directory = tmp_path_factory.mktemp("unbroken")
+    losses, others = run_processes(body_until, processes=2, devices=2, args=(str(directory),), timeout_s=240)
     assert losses == others and sorted(losses) == list("123456")
-    with pytest.raises(AssertionError, match="process 1 failed, .*SIGKILL"):
-        run_processes(body_until, processes=2, devices=2, args=(str(broken), 1), timeout_s=240, own="it is killed")
-    rest, others = run_processes(body_until, processes=2, devices=2, args=(str(broken),), timeout_s=240)
-    assert rest == others == {step: losses[step] for step in "456"}
-    rows = [(each / "run" / "rollouts.jsonl").read_bytes() for each in (unbroken, broken)]
-    assert rows[0] == rows[1] and b'"turns"' in rows[0]
+    return losses, (directory / "run" / "rollouts.jsonl").read_bytes()
 
 
-@pytest.mark.nightly
-def test_the_command_trains_on_the_example(tmp_path):
-    """In chats, with a model that has learned nothing: its stop tokens end an answer soon."""
-    shutil.copy("examples/calculator.py", tmp_path)
-    config = Path(shutil.copy("config/grpo_demo.yaml", tmp_path))
-    rewards = "rewards:\n  - type: exact_match # the answer in words, as text\n"
-    text = config.read_text(encoding="utf-8").replace(rewards, "").replace("data/", f"{Path.cwd()}/data/")
-    config.write_text(text, encoding="utf-8")
-    environment = {"type": "calculator:Calculator", "max_turns": 2}
-    arguments = ["--environment", json.dumps(environment), "--data.format", "chat", "--data.max_seq_len", "160"]
-    arguments += ["--rollout.stop_token_ids", json.dumps(environments.STOPS), "--trainer.num_train_steps", "2"]
-    train_demo(
-        tmp_path, "run", *arguments, "--inference_eval.enabled", "false", "--hf_save_path", "null", config=config
-    )
-    rows = [json.loads(line) for line in (tmp_path / "run" / "rollouts.jsonl").read_text().splitlines()]
-    assert rows and all([turn["role"] for turn in row["turns"]][:2] == ["user", "assistant"] for row in rows)
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [6, *(pytest.param(seed, marks=pytest.mark.nightly) for seed in (0, 1, 2, 3))])
+def test_a_process_that_is_killed_in_a_conversation_goes_on_bit_for_bit(tmp_path, unbroken, seed):
+    kill, (losses, rows) = Kill.drawn(seed), unbroken
+    print(f"seed {seed}: {kill}")
+    with pytest.raises(AssertionError, match=f"process {kill.victim} failed, .*SIGKILL"):
+        run_processes(body_until, processes=2, devices=2, args=(str(tmp_path), kill), timeout_s=240, own="it is killed")
+    rest, others = run_processes(body_until, processes=2, devices=2, args=(str(tmp_path),), timeout_s=240)
+    first = {2: 1, 4: 4}[kill.after]
+    assert rest == others == {step: losses[step] for step in map(str, range(first, 7))}
+    assert (tmp_path / "run" / "rollouts.jsonl").read_bytes() == rows and b'"turns"' in rows

@@ -63,3 +63,4 @@ from lockstep.report.trackers import alert_tracker as alert_tracker
 from lockstep.report.trackers import build_tracker as build_tracker
 from lockstep.report.trackers import check_trackers as check_trackers
 from lockstep.report.trackers import rewind_tracker as rewind_tracker
+from lockstep.report.turns import conversation_text as conversation_text

@@ -22,6 +22,8 @@ from lockstep.files import write_file
 from lockstep.report.health_strips import read_strips
 from lockstep.report.jsonl import numbered_records
 from lockstep.report.saved_rows import TRACES, RunFiles, SavedRow, read_rows, require_rows
+from lockstep.report.turns import Turn, answered, speaker, turn_parts
+from lockstep.text import AnswerPart
 
 MAX_POINTS: Final = 1000
 """Points of a curve; a longer one keeps the lowest and the highest of each of half as many stretches, and where one has
@@ -226,7 +228,7 @@ def _run(run: RunFiles, rows: Sequence[SavedRow], prompts: _Prompts, notes: list
         "when": [row.when for row in shown],
         "prompt": [places[number] for number in kept],
         "generation": [row.generation_id for row in shown],
-        "text": [texts.place(row.generated_text) for row in shown],
+        "text": [texts.place(row.shown) for row in shown],
         "texts": texts.table,
         "reason": [reasons.place(row.finish_reason) for row in shown],
         "reasons": reasons.table,
@@ -241,11 +243,32 @@ def _run(run: RunFiles, rows: Sequence[SavedRow], prompts: _Prompts, notes: list
             for number, row in enumerate(shown)
             if row.tokens
         },
+        "turns": {str(number): _turns(row) for number, row in enumerate(shown) if row.turns},
         "series": {
             name: {"steps": list(curve.steps), "values": [_plain(value) for value in curve.values]}
             for name, curve in series.items()
         },
     }
+
+
+def _turns(row: SavedRow) -> list[dict[str, Any]]:
+    """The turns of a conversation, without those that are the prompt, which the page shows above."""
+    rest = answered(row.turns)
+    opening = "\n".join(f"{turn['role']}: {turn.get('content')}" for turn in row.turns[: len(row.turns) - len(rest)])
+    return list(map(_turn, rest if opening == row.prompt else row.turns))
+
+
+def _turn(turn: Turn) -> dict[str, Any]:
+    """A turn as the page draws it: who speaks, what was said in parts, and the reward that followed."""
+    parts = [_part(part) for part in turn_parts(turn)]
+    reward = {"reward": _plain(float(turn["reward"]))} if turn.get("reward") is not None else {}
+    return {"role": turn["role"], "speaker": speaker(turn), "parts": parts, **reward}
+
+
+def _part(part: AnswerPart) -> dict[str, Any]:
+    """A part of an answer; that of a call has it in one line, or why it cannot be read."""
+    call = {"call": part.error or str(part.call), "readable": not part.error} if part.kind == "call" else {}
+    return {"kind": part.kind, "text": part.text, **call}
 
 
 def _changes(processes: Series | None, slices: Series | None) -> list[tuple[int, str, int]]:
@@ -291,6 +314,7 @@ SCRIPTS: Final = (
     "chart.js",
     "state.js",
     "list.js",
+    "turns.js",
     "detail.js",
     "curves.js",
     "health.js",

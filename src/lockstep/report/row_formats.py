@@ -16,7 +16,7 @@ from lockstep.errors import ConfigError, LockstepError
 from lockstep.files import new_file, write_file
 from lockstep.json_text import refused
 from lockstep.report.jsonl import parse_record, whole_lines
-from lockstep.report.rows import COLUMNS, FIELDS, FILE_COLUMNS, HEALTH_COLUMNS, PART_COLUMNS, SAMPLE_COLUMNS
+from lockstep.report.rows import COLUMNS, FIELDS, FILE_COLUMNS, HEALTH_COLUMNS, PART_COLUMNS, SAMPLE_COLUMNS, TURNS
 
 _ROWS = 4096  # rows that are in memory at a time
 _TEXTS = ("prompt", "generated_text", *PART_COLUMNS, "answer", "health")
@@ -36,7 +36,8 @@ def write_parquet(lines: Path, output: Path | None = None) -> Path:
     """Write the rows of a file of JSON lines as Parquet, which appears under its name only when it is complete.
 
     A column is there if any row has it; a row without it has none there. Numbers of which one is a float are floats.
-    Each further field of prompts is a column ``fields.NAME``; objects, and values of several kinds, are texts of JSON.
+    Each further field of prompts is a column ``fields.NAME``; objects, values of several kinds, and the turns of a
+    conversation are texts of JSON.
 
     Args:
         output: The Parquet file; None: beside the lines, with the suffix ``.parquet``.
@@ -113,8 +114,8 @@ def _one_kind(lines: Path, name: str, kinds: set[str]) -> str:
     if len(inside) == len(kinds) and (inside <= NUMBERS or inside <= TEXTS):
         # A list in which every text is the name of a number may be one of texts.
         return "list of text" if "text" in inside else "list of int" if inside == {"int"} else "list of float"
-    if name.startswith(_FIELD):
-        return "json"  # objects of users, and values of several kinds
+    if name.startswith(_FIELD) or name == TURNS:
+        return "json"  # objects, and values of several kinds
     raise LockstepError(f"{lines}: the column {name!r} has values of several kinds: {', '.join(sorted(kinds))}.")
 
 

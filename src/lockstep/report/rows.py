@@ -40,7 +40,9 @@ PART_COLUMNS = (REASONING, CONTENT)
 
 FIELDS = "fields"  # the column of a file with the further fields of a prompt's line, an object
 
-FILE_COLUMNS = (*PART_COLUMNS, *TOKEN_COLUMNS, *KEPT_COLUMNS, FIELDS)
+TURNS = "turns"  # the column of a file with the messages of a conversation, a list of objects
+
+FILE_COLUMNS = (*PART_COLUMNS, *TOKEN_COLUMNS, *KEPT_COLUMNS, FIELDS, TURNS)
 """The columns that only a file has; their values are texts, lists, those of `FIELDS` objects."""
 
 SAMPLE_COLUMNS = ("round", "prompt_id", "generation_id", "prompt", "generated_text", "num_tokens")
@@ -74,6 +76,8 @@ class CompletionRow:
         health: The states that say how it went wrong, with a space between two (`lockstep.health.State`); empty where
             it did not, None where nobody looked.
         loop_from: The index of the token with which its loop begins; None where there is none.
+        turns: The messages of a conversation, those of the prompt too (`lockstep.report.turns`); empty where the model
+            answers once.
     """
 
     columns: ClassVar[tuple[str, ...]]
@@ -91,6 +95,7 @@ class CompletionRow:
     kept: tuple[tuple[int, ...], tuple[float, ...]] | None = None
     health: str | None = None
     loop_from: int | None = None
+    turns: Sequence[Mapping[str, Any]] = ()
 
     def answered(self, prompt: Prompt, completion: Completion, prompt_tokens: Sequence[int]) -> AnsweredPrompt:
         """The prompt and the completion that it is the row of, as `lockstep.health` looks at them."""

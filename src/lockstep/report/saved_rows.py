@@ -11,7 +11,8 @@ from typing import Any, Final, Literal
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.report.alarm_log import HEALTH_FILE
 from lockstep.report.jsonl import numbered_records
-from lockstep.report.rows import FIELDS, FILE_COLUMNS, HEALTH_COLUMNS, TOKEN_COLUMNS, Row
+from lockstep.report.rows import FIELDS, FILE_COLUMNS, HEALTH_COLUMNS, TOKEN_COLUMNS, TURNS, Row
+from lockstep.report.turns import Turn, conversation_text
 
 ROWS: Final = (
     "samples.jsonl",
@@ -140,6 +141,7 @@ class SavedRow:
         health: The states of the answer, with a space between two; empty where nothing is wrong, None where the file
             does not say.
         loop_from: The index of the token with which its loop begins; None where there is none.
+        turns: The messages of a conversation; empty where the model answered once.
     """
 
     axis: Axis  # whether `when` is a step or a round
@@ -154,7 +156,13 @@ class SavedRow:
     tokens: Sequence[tuple[str, float]]
     health: str | None = None
     loop_from: int | None = None
+    turns: Sequence[Turn] = ()
     rollout: bool = False  # whether it is one of the best or worst answers of a rollout
+
+    @property
+    def shown(self) -> str:
+        """Text of the answer for readers: the lines of a conversation, or what the model wrote."""
+        return conversation_text(self.turns) if self.turns else self.generated_text
 
     def to_row(self) -> Row:
         """The row of a table at the terminal."""
@@ -170,6 +178,7 @@ class SavedRow:
             metrics={name: value for name, value in self.numbers.items() if name not in ("num_tokens", "mean_logprob")},
             health=self.health,
             loop_from=self.loop_from,
+            turns=self.turns,
         )
 
 
@@ -214,6 +223,7 @@ def parse_row(record: Mapping[str, Any], place: str) -> SavedRow:
         # A number is a metric of this name, of another program or an earlier version.
         health=None if isinstance(record.get(HEALTH), int | float | None) else _text(record, HEALTH, place),
         loop_from=None if record.get(LOOP_FROM) is None else _count(record, LOOP_FROM, place),
+        turns=_turns(record, place),
     )
 
 
@@ -235,6 +245,19 @@ def _text(record: Mapping[str, Any], name: str, place: str) -> str:
     if not isinstance(value, str):
         raise _wrong(place, name, value, "a text")
     return value
+
+
+def _turns(record: Mapping[str, Any], place: str) -> Sequence[Turn]:
+    turns = record.get(TURNS, [])
+    if not isinstance(turns, list) or not all(map(_is_turn, turns)):
+        raise _wrong(place, TURNS, turns, "a list of messages with the texts 'role' and 'content'")
+    return tuple(turns)
+
+
+def _is_turn(turn: Any) -> bool:
+    said = isinstance(turn, dict) and (isinstance(turn.get("content"), str) or isinstance(turn.get("tool_calls"), list))
+    texts = said and all(isinstance(turn.get(name, ""), str) for name in ("role", "name")) and "role" in turn
+    return texts and (turn.get("reward") is None or _is_number(turn["reward"]))
 
 
 def _tokens(record: Mapping[str, Any], place: str) -> list[tuple[str, float]]:

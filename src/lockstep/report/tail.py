@@ -303,7 +303,7 @@ def row_line(row: SavedRow) -> str:
     texts = "  ".join(f"{visible(name)} {_short(text)}" for name, text in row.texts.items())
     about = "  ".join(part for part in (row.finish_reason and visible(row.finish_reason), numbers, texts) if part)
     prompt = f"#{visible(str(row.prompt_id))}.{row.generation_id}"
-    return f"{row.axis} {row.when}  {prompt}  {_short(row.prompt)} → {_short(row.generated_text)}  [{about}]"
+    return f"{row.axis} {row.when}  {prompt}  {_short(row.prompt)} → {_short(row.shown)}  [{about}]"
 
 
 def metrics_line(record: MetricsRecord) -> str:

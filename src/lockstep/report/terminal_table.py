@@ -14,6 +14,7 @@ from lockstep.health import State
 from lockstep.printable import visible, write_to_stdout
 from lockstep.report.metrics import metric_means
 from lockstep.report.rows import Row, SampleRow, metric_names
+from lockstep.report.turns import answered, turn_lines
 from lockstep.terminal import console as terminal_console
 
 TABLE_WIDTH: Final = 72  # columns from which on rows stand in a table; below, the parts of a row stand below each other
@@ -104,7 +105,8 @@ class SamplesTable:
 
     def _texts(self, row: Row | SampleRow) -> Iterator[str]:
         yield _shortened(row.prompt, self._max_chars, keep_end=True)
-        yield _shortened(row.generated_text, self._max_chars, keep_end=False)
+        lines = turn_lines(answered(row.turns)) if row.turns else [row.generated_text]
+        yield "\n".join(_shortened(line, self._max_chars, keep_end=False) for line in lines)
 
     def _caption(self) -> str:
         rows, shown = self._rows, self._max_rows

@@ -33,4 +33,8 @@ from lockstep.text.tokenizer import token_count as token_count
 from lockstep.text.tokenizer import token_texts as token_texts
 from lockstep.text.tokenizer import tokenizer_digest as tokenizer_digest
 from lockstep.text.tokenizer import write_tokenizer as write_tokenizer
+from lockstep.text.tool_calls import AnswerPart as AnswerPart
+from lockstep.text.tool_calls import ToolCall as ToolCall
+from lockstep.text.tool_calls import split_calls as split_calls
+from lockstep.text.tool_calls import tool_calls as tool_calls
 from lockstep.text.turns import following_tokens as following_tokens

@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 THINKING: Final = (
@@ -21,11 +21,41 @@ HARMONY: Final = ("<|start|>", CHANNEL, "<|constrain|>", MESSAGE, "<|end|>")
 MARKERS: Final = (*(marker for pair in THINKING for marker in pair), *HARMONY)
 """The markers that stay in the text of an answer also where they are special tokens."""
 _MESSAGE: Final = re.compile(
-    r"(?:<\|channel\|>(?P<channel>\w*)[^<]*(?:<\|constrain\|>[^<]*)?)?<\|message\|>"
-    r"(?P<body>.*?)(?=<\|(?:start|channel|end|return|call)\|>|\Z)",
+    r"(?:(?:<\|start\|>|\A)(?P<role>[^<]*))?(?:<\|channel\|>(?P<channel>\w*)(?P<rest>[^<]*)"
+    r"(?:<\|constrain\|>[^<]*)?)?<\|message\|>(?P<body>.*?)(?=<\|(?:start|channel|end|return|call)\|>|\Z)",
     re.DOTALL,
 )
-_FINAL: Final = "final"
+_RECIPIENT: Final = re.compile(r"\bto=(\S+)")
+FINAL: Final = "final"
+"""The channel of gpt-oss that has the answer."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ChannelMessage:
+    """A message of gpt-oss.
+
+    Args:
+        channel: Its channel; None where its header names none.
+        recipient: The tool that it is sent to, such as ``functions.add``; None for none.
+        end: The place in the text at which it ends.
+    """
+
+    channel: str | None
+    recipient: str | None
+    body: str
+    end: int
+
+
+def channel_messages(text: str) -> Iterator[ChannelMessage]:
+    """Yield the messages of a turn of gpt-oss, the first of which may lack the beginning of its header."""
+    for match in _MESSAGE.finditer(text):
+        recipient = _RECIPIENT.search(f"{match['role'] or ''} {match['rest'] or ''}")
+        yield ChannelMessage(
+            channel=match["channel"],
+            recipient=recipient and recipient[1],
+            body=match["body"],
+            end=match.end(),
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,15 +108,15 @@ def cut_at_stop(text: str, stops: Sequence[str]) -> str:
 
 def _open_channel(prompt_end: str) -> str | None:
     """The channel of the message that a prompt ends in the middle of; None where it does not."""
-    messages = list(_MESSAGE.finditer(prompt_end))
-    return messages[-1]["channel"] or "" if messages and messages[-1].end() == len(prompt_end) else None
+    messages = list(channel_messages(prompt_end))
+    return messages[-1].channel or "" if messages and messages[-1].end == len(prompt_end) else None
 
 
 def _split_channels(text: str, opened: str | None) -> Answer:
     """The messages of a turn: the last one in the channel ``final`` is the answer, all others are reasoning."""
     whole = text if opened is None else f"{CHANNEL}{opened}{MESSAGE}{text}"
-    messages = [(message["channel"], message["body"]) for message in _MESSAGE.finditer(whole)]
-    finals = [body for channel, body in messages if channel == _FINAL]
-    thoughts = [body.strip() for channel, body in messages if channel != _FINAL]
+    messages = [(message.channel, message.body) for message in channel_messages(whole)]
+    finals = [body for channel, body in messages if channel == FINAL]
+    thoughts = [body.strip() for channel, body in messages if channel != FINAL]
     reasoning = "\n".join(body for body in [*thoughts, *finals[:-1]] if body)
     return Answer(text=text, reasoning=reasoning or None, content=finals[-1] if finals else "")

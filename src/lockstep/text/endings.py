@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 log = get_logger(__name__)
 
 # End-of-turn tokens of chat families whose tokenizers name another token as the end of the sequence.
-END_OF_TURN_TOKENS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>")
+END_OF_TURN_TOKENS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|call|>", "<end_of_turn>")
 _END, _RETURN = "<|end|>", "<|return|>"  # with both (gpt-oss) `<|end|>` ends a message, and a turn has several
 ENDING_FILES = ("generation_config.json", "config.json")
 """The files of a checkpoint that may say where an answer ends, in the order in which transformers asks them."""

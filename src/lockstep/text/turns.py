@@ -1,5 +1,7 @@
 """The tokens between two answers of a conversation: what was said meanwhile, as the chat template writes it."""
 
+import itertools
+import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
@@ -38,12 +40,33 @@ def following_tokens(
         'and three'
     """
     if not before:
-        text = "".join(str(message["content"]) for message in after)
-        return tuple(encode_text(tokenizer, text, add_special_tokens=False))
-    messages = [*before, {"role": "assistant", "content": _ANSWER}, *after]
-    _, mark, text = chat_text(tokenizer, messages, add_generation_prompt=True).partition(_ANSWER)
-    if not mark:
+        contents = "".join(str(message["content"]) for message in after)
+        return tuple(encode_text(tokenizer, contents, add_special_tokens=False))
+    text = _text_after_answer(tokenizer, before, after)
+    if text is None:
         raise PromptError("the chat template does not write an assistant's message as it is, so nothing can follow it.")
     tokens = encode_text(tokenizer, text, add_special_tokens=False)
     ended = bool(answer) and tokens[:1] == [answer[-1]]
     return tuple(tokens[ended:])
+
+
+def _text_after_answer(
+    tokenizer: "PreTrainedTokenizerBase", before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]
+) -> str | None:
+    """Text that the chat template writes after an answer; None where it does not write the answer as it is.
+
+    A template may refuse the markers of an earlier answer, and the result of a tool behind a message that calls none
+    (gpt-oss's refuses both). Then earlier turns are left out, and what stands for the answer is a call.
+    """
+    answer: dict[str, Any] = {"role": "assistant", "content": _ANSWER}
+    try:
+        text = chat_text(tokenizer, [*before, answer, *after], add_generation_prompt=True)
+    except PromptError:
+        if after[0]["role"] == "tool":
+            call = {"name": after[0].get("name", "tool"), "arguments": _ANSWER}
+            answer = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": call}]}
+        opening = itertools.takewhile(lambda message: message["role"] != "assistant", before)
+        text = chat_text(tokenizer, [*opening, answer, *after], add_generation_prompt=True)
+        text = text.replace(json.dumps(_ANSWER), _ANSWER)  # arguments may be written as JSON
+    _, mark, text = text.partition(_ANSWER)
+    return text if mark else None

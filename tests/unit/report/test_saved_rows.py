@@ -5,8 +5,9 @@ import os
 import pytest
 
 from lockstep.errors import ConfigError, LockstepError
-from lockstep.report import Row, append_jsonl
+from lockstep.report import Row, append_jsonl, conversation_text
 from lockstep.report.saved_rows import find_run, parse_row, read_rows, require_rows
+from tests.unit.report.test_turns import TURNS
 
 RECORD = {"step": 3, "prompt_id": 1, "prompt": "What?", "generated_text": "That."}
 
@@ -41,6 +42,16 @@ def test_columns_are_told_apart_by_what_they_have():
         "big": math.inf,
     }
     assert (row.finish_reason, row.generation_id, row.tokens) == ("", 0, [])
+
+
+def test_a_conversation_is_read_with_its_turns_and_shown_as_lines():
+    row = parse_row({**RECORD, "generated_text": "It is\n82.", "turns": TURNS}, "f:1")
+    assert row.turns == tuple(TURNS) and "turns" not in {**row.numbers, **row.texts}
+    assert row.shown == conversation_text(TURNS) == conversation_text(row.to_row().turns)
+    assert parse_row({**RECORD, "turns": []}, "f:1").shown == RECORD["generated_text"]
+    for wrong in ("no", [3], [{"role": "user"}], [{"content": "a"}], [{**TURNS[1], "reward": "much"}]):
+        with pytest.raises(LockstepError, match="f:1: the column 'turns' is .* a list of messages"):
+            parse_row({**RECORD, "turns": wrong}, "f:1")
 
 
 def test_rounds_and_named_prompts_and_tokens_are_read():

@@ -10,6 +10,7 @@ from rich.console import Console
 
 from lockstep.printable import visible
 from lockstep.report import Row, print_table
+from tests.unit.report.test_turns import TURNS
 
 
 def answer(prompt_id, text, *, prompt="What is 8281 in words?", generation_id=0, finish_reason="length", **metrics):
@@ -50,6 +51,17 @@ def test_newlines_and_control_characters_are_visible():
     assert visible(" a\nb\tc\r\x1b[31md\x00") == "a↵b⇥c␍\\x1b[31md\\x00"
     lines = printed([answer(0, "one\ntwo [red]three[/red]\x1b[2J")], 120)
     assert any("one↵two [red]three[/red]\\x1b[2J" in line for line in lines)
+
+
+def test_the_turns_of_a_conversation_are_lines_of_their_own():
+    row = dataclasses.replace(answer(0, "It is\n82."), turns=TURNS)
+    lines = printed([row], 160)
+    cells = [line.split("│")[2].strip() for line in lines if line.startswith("│")][1:]
+    assert cells[-3:] == [
+        'assistant: (Hm.) → calculator(expression="37 + 45")',
+        "tool calculator: 82",
+        "assistant: It is↵82.",
+    ]
 
 
 def test_what_is_left_out_is_counted():

@@ -34,6 +34,35 @@ def test_after_a_text_contents_follow_as_they_are(tokenizer):
     assert list(following_tokens(tokenizer, [], (1, 2), REPLY)) == tokenizer.encode("19", add_special_tokens=False)
 
 
+HARMONY = (
+    "{% set last = namespace(name=none) %}{% for m in messages %}"
+    "{% if m['role'] == 'tool' %}{% if last.name is none %}{{ raise_exception('a tool without a call') }}{% endif %}"
+    "{{ '<|start|>functions.' + last.name + ' to=assistant<|message|>' + m['content'] + '<|end|>' }}"
+    "{% elif m['tool_calls'] %}{% set last.name = m['tool_calls'][0]['function']['name'] %}"
+    "{{ '<|start|>assistant to=functions.' + last.name + '<|message|>' }}"
+    "{{ m['tool_calls'][0]['function']['arguments'] | tojson }}{{ '<|call|>' }}"
+    "{% elif '<|message|>' in m['content'] %}{{ raise_exception('a marker in the content') }}"
+    "{% else %}{{ '<|start|>' + m['role'] + '<|message|>' + m['content'] + '<|end|>' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}"
+)
+"""A template that refuses what gpt-oss's does: markers in an answer, and a tool's result that follows no call."""
+
+
+def test_a_template_that_wants_a_call_before_a_result_is_given_one(tokenizer):
+    tokenizer.chat_template = HARMONY
+    called = {"role": "assistant", "content": "<|channel|>commentary to=functions.add<|message|>{}"}
+    before = [*ASKED, called, {"role": "tool", "name": "add", "content": "19"}]
+    for after, speaker, end in (
+        ({"role": "tool", "name": "sub", "content": "5"}, "functions.sub to=assistant", "<|call|>"),
+        ({"role": "tool", "content": "5"}, "functions.tool to=assistant", "<|call|>"),
+        ({"role": "user", "content": "5"}, "user", "<|end|>"),
+    ):
+        for said in (ASKED, before):
+            tokens = following_tokens(tokenizer, said, (1, 2), [after])
+            expected = f"{end}<|start|>{speaker}<|message|>5<|end|><|start|>assistant"
+            assert list(tokens) == tokenizer.encode(expected, add_special_tokens=False)
+
+
 def test_a_template_that_hides_answers_is_refused(tokenizer):
     tokenizer.chat_template = (
         "{% for m in messages %}{% if m['role'] != 'assistant' %}{{ m['content'] }}{% endif %}{% endfor %}"

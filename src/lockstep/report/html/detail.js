@@ -100,7 +100,9 @@ function fillAnswer(element, body, run, row, base) {
       return;
     }
   }
-  if (text) addLong(body, text, key, (part) => addText(body, part, needle));
+  const turns = run.turns[row];
+  if (turns) addTurns(body, turns, key, needle);
+  else if (text) addLong(body, text, key, (part) => addText(body, part, needle));
   else body.append(h("span", { class: "none" }, "The answer is empty."));
 }
 
@@ -132,7 +134,9 @@ function copyButton(text) {
 /** The numbers and texts about an answer. */
 function figures(run, row) {
   const reason = run.reason(row);
+  const turns = run.turns[row]?.filter((turn) => turn.role === "assistant").length;
   const found = [
+    ...(turns ? [["turns", format(turns)]] : []),
     ...columns.filter((name) => name in run.numbers).map((name) => [name, format(run.value(name, row))]),
     ...(reason ? [["finish", reason]] : []),
     ...(run.states(row).length ? [["health", run.states(row).join(" ")]] : []),

@@ -51,6 +51,7 @@ class Run {
     this.texts = raw.texts;
     this.words = table(Object.entries(raw.words));
     this.tokens = raw.tokens;
+    this.turns = raw.turns;
     this.series = raw.series;
     this.strips = raw.strips;
     this.alarms = raw.alarms;

@@ -10,6 +10,4 @@ from lockstep.training.rl.rewards import RewardConfig as RewardConfig
 from lockstep.training.rl.rollout_log import ROLLOUTS_FILE as ROLLOUTS_FILE
 from lockstep.training.rl.rollouts import Rollouts as Rollouts
 from lockstep.training.rl.rollouts import make_rewarder as make_rewarder
-from lockstep.training.rl.tools import ToolCall as ToolCall
 from lockstep.training.rl.tools import ToolEnvironment as ToolEnvironment
-from lockstep.training.rl.tools import tool_calls as tool_calls

@@ -45,7 +45,7 @@ class Conversation:
     segments: list[Segment] = dataclasses.field(default_factory=list)
     messages: list[Message] = dataclasses.field(default_factory=list)  # all that was said, in order
     turns: int = 0  # number of answers
-    reward: float = 0.0
+    rewards: dict[int, float] = dataclasses.field(default_factory=dict)  # that of each answer, by its message's place
     error: str | None = None  # what went wrong with the environment
     ended: bool = False
     last: bool = False  # whether the last answer leaves no room for another turn
@@ -54,6 +54,19 @@ class Conversation:
     def said(self) -> str:
         """All that the model said, a line per turn."""
         return "\n".join(str(message["content"]) for message in self.messages if message["role"] == "assistant")
+
+    @property
+    def reward(self) -> float:
+        """The reward of all answers together."""
+        return sum(self.rewards.values())
+
+    @property
+    def turns_with_rewards(self) -> list[Message]:
+        """All messages, each answer with the ``reward`` that followed it, where the environment has replied."""
+        return [
+            {**message, "reward": self.rewards[place]} if place in self.rewards else message
+            for place, message in enumerate(self.messages)
+        ]
 
     @property
     def length(self) -> int:
@@ -282,8 +295,9 @@ class Conversations:
         if error is None:
             tokens = tuple(words["tokens"])
             room = min(self._row_length - conversation.length - len(tokens), self._params.max_new_tokens)
+            if conversation.turns:
+                conversation.rewards[len(conversation.messages) - 1] = words["reward"]
             conversation.messages += words["messages"]
-            conversation.reward += words["reward"]
             if room < 1 and not conversation.segments:
                 error = f"the first messages have {len(tokens)} tokens; data.max_seq_len is {self._row_length}"
             conversation.ended = words["done"] or conversation.last or room < 1

@@ -16,7 +16,8 @@ from lockstep.engine.schedule import DraftCounts
 from lockstep.health import AnsweredPrompt, Health, RoundHealth, Vocabulary, measure_round
 from lockstep.hosts import try_leader_only
 from lockstep.printable import get_logger
-from lockstep.report import AlarmLog, AlarmsConfig, BackgroundQueue, Row, Tracker, append_jsonl
+from lockstep.report import AlarmLog, AlarmsConfig, BackgroundQueue, Row, Tracker, append_jsonl, conversation_text
+from lockstep.report.rows import TURNS
 from lockstep.text import Prompt
 from lockstep.training.rl.conversations import Conversation
 from lockstep.training.rl.groups import Groups
@@ -41,16 +42,17 @@ class RankedRow(Row):
     columns: ClassVar[tuple[str, ...]] = (*Row.columns, "rank")
 
     rank: Literal["best", "worst"]
-    turns: Sequence[Mapping[str, Any]] = ()  # the messages of a conversation, for the file alone; none of a single turn
 
     def to_record(self) -> dict[str, Any]:
-        """The row as the file has it: ``to_dict``, and the turns of a conversation."""
-        return self.to_dict() | ({"turns": [dict(message) for message in self.turns]} if self.turns else {})
+        """The row as the file has it, with the turns of a conversation, and what the model said as it wrote it."""
+        turns = {TURNS: [dict(message) for message in self.turns], "generated_text": self.generated_text}
+        return self.to_dict() | (turns if self.turns else {})
 
     def to_dict(self) -> dict[str, Any]:
-        """The row as one flat mapping: that of `Row`, with ``rank`` before its metrics."""
+        """The row as one flat mapping: that of `Row`, with ``rank`` before its metrics, a conversation as its lines."""
         columns = {column: getattr(self, column) for column in self.columns}
-        return columns | dict(self.metrics)
+        lines = {"generated_text": conversation_text(self.turns)} if self.turns else {}
+        return columns | lines | dict(self.metrics)
 
 
 class RolloutLog:
@@ -166,8 +168,8 @@ class RolloutLog:
             components = {name: float(values[answer]) for name, values in groups.rewards.components.items()}
             values = {field.name: getattr(row, field.name) for field in dataclasses.fields(row)}
             values["metrics"] = {TOTAL: float(groups.rewards.total[answer]), **components}
-            turns = () if groups.conversations is None else groups.conversations[answer].messages
-            rows.append(RankedRow(**values, rank=rank, turns=turns))
+            values["turns"] = () if groups.conversations is None else groups.conversations[answer].turns_with_rewards
+            rows.append(RankedRow(**values, rank=rank))
         return rows
 
 

@@ -3,60 +3,9 @@
 import dataclasses
 import inspect
 import json
-import re
-from collections.abc import Mapping
-from typing import Any, Final
 
-from lockstep.text import split_answer
+from lockstep.text import ToolCall, tool_calls
 from lockstep.training.rl.environment import Environment, Message, Reply
-
-_TAGGED: Final = re.compile(r"<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
-_OBJECT: Final = re.compile(r'\s*\{\s*"(name|parameters)"\s*:')
-"""The beginning of an answer that is a call in the format of Llama 3.1."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ToolCall:
-    """A call of a tool that a model has written."""
-
-    name: str
-    arguments: Mapping[str, Any]
-
-
-def tool_calls(text: str) -> list[ToolCall]:
-    """Return the calls in an answer, but for its reasoning; none where it has none.
-
-    Two formats are read: that of Hermes and Qwen, any number of ``<tool_call>{"name": …, "arguments":
-    {…}}</tool_call>``, and that of Llama 3.1, an answer that is ``{"name": …, "parameters": {…}}`` alone.
-
-    Raises:
-        ValueError: A call is cut off, or no JSON object with a name and an object of arguments.
-
-    Example:
-        >>> from lockstep.training.rl import tool_calls
-        >>> tool_calls('<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>')
-        [ToolCall(name='add', arguments={'a': 1, 'b': 2})]
-    """
-    content = split_answer(text).content
-    if _OBJECT.match(content):
-        return [_call(content)]
-    calls = []
-    for match in _TAGGED.finditer(content):
-        if not match[2]:
-            raise ValueError("a call of a tool has no end: </tool_call> is missing")
-        calls.append(_call(match[1]))
-    return calls
-
-
-def _call(text: str) -> ToolCall:
-    try:
-        call = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"a call of a tool is no JSON: {error}") from error
-    arguments = call.get("arguments", call.get("parameters")) if isinstance(call, dict) else None
-    if not isinstance(arguments, dict) or not isinstance(call["name"] if "name" in call else None, str):
-        raise ValueError("a call of a tool needs a name and an object of arguments")
-    return ToolCall(name=call["name"], arguments=arguments)
 
 
 @dataclasses.dataclass(kw_only=True)

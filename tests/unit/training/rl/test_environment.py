@@ -1,4 +1,5 @@
 import asyncio
+import json
 import runpy
 
 import pytest
@@ -41,17 +42,21 @@ def test_it_is_named_by_its_module_and_class():
 
 
 def test_the_example_computes_once_and_compares_the_last_number():
-    calculator = runpy.run_path("examples/calculator.py")["Calculator"](bonus=0.5)
-    question = Prompt(id=0, text="What is 12 plus 7?", answer="12 + 7 = 19\n#### 19")
-    (asked,) = asyncio.run(calculator.reset(question))
-    assert asked["content"].startswith("What is 12 plus 7? ")
+    calculator = runpy.run_path("examples/agent_demo/calculator.py")["Calculator"]()
+    asked = {"role": "user", "content": "What is 12 plus 7?"}
+    question = Prompt(id=0, messages=(asked,), answer="12 + 7 = 19\n#### 19")
+    assert asyncio.run(calculator.reset(question)) == (asked,)
 
     def said(text):
         return asyncio.run(calculator.step({"role": "assistant", "content": text}))
 
-    assert said("calc(12 + 7)") == Reply(messages=[{"role": "user", "content": "= 19"}], reward=0.5)
-    assert said("calc(__import__)").messages[0]["content"].startswith("= error: only +, - and *")
-    assert said("calc(9 **)").reward == 0.0
+    def called(expression):
+        call = json.dumps({"name": "calculator", "arguments": {"expression": expression}})
+        (message,) = said(f"<tool_call>{call}</tool_call>").messages
+        return message["content"]
+
+    assert called(" 2 * (12 + 7) - 1") == "37"
+    assert "only +, - and *" in called("__import__") and "SyntaxError" in called("9 **") and "51" in called("1" * 51)
     assert said("It is 19.") == Reply(reward=1.0, done=True) and said("It is 91.") == Reply(reward=0.0, done=True)
 
 

@@ -2,8 +2,10 @@ import numpy as np
 import pytest
 
 from lockstep.health import State
-from lockstep.report import AlarmsConfig, NoopTracker, read_jsonl
+from lockstep.report import AlarmsConfig, NoopTracker, conversation_text, read_jsonl
+from lockstep.report.saved_rows import read_rows
 from lockstep.text import Prompt
+from lockstep.training.rl.conversations import Conversation
 from lockstep.training.rl.groups import Groups
 from lockstep.training.rl.questions import AnswerRows, Questions
 from lockstep.training.rl.rewarding import Rewards
@@ -19,6 +21,7 @@ from lockstep.training.rl.rollout_log import (
 from lockstep.training.rl.sampled import Sampled
 from lockstep.types import FinishReason
 from tests import tiny
+from tests.unit.report.test_turns import TURNS
 from tests.unit.training.rl.made_up import completion
 
 
@@ -81,7 +84,7 @@ class Tracker(NoopTracker):
         self.rows += rows
 
 
-def log_rollout(tmp_path, tracker, **options):
+def log_rollout(tmp_path, tracker, conversations=None, **options):
     """A rollout of two questions with two answers each, of which one loops."""
     tokenizer = tiny.tokenizer()
     prompts = [Prompt(id=number, text=f"What is {number} plus 7?") for number in (0, 1)]
@@ -91,7 +94,7 @@ def log_rollout(tmp_path, tracker, **options):
     completions = [completion(place // 2, place % 2, answer) for place, answer in enumerate(answers)]
     total = np.array([1.0, 0.0, 1.0, 0.5])
     rewards = Rewards(total=total, components={"length": total}, failed={}, late={})
-    groups = Groups(questions=np.array([0, 1]), completions=completions, rewards=rewards)
+    groups = Groups(questions=np.array([0, 1]), completions=completions, rewards=rewards, conversations=conversations)
     sampled = Sampled(number=0, questions=[0, 1], completions=completions, scoring=None)
     log = RolloutLog(tracker, tmp_path, rows, shown=2, **options)
     log.report(3, groups, groups, [sampled])
@@ -109,6 +112,19 @@ def test_the_health_of_all_answers_is_a_share_and_that_of_those_shown_is_in_thei
         ("worst", "loop", 1),
     ]
     assert rows == [row.to_dict() for row in tracker.rows]
+
+
+def test_a_conversation_is_a_list_of_turns_in_the_file_and_lines_in_the_table(tmp_path):
+    tracker, conversations = Tracker(), [Conversation(number=number, question=number // 2) for number in range(4)]
+    for conversation in conversations:
+        conversation.messages = [{name: turn[name] for name in turn if name != "reward"} for turn in TURNS]
+        conversation.rewards = {1: 0.0, 3: 1.0}
+    rows = log_rollout(tmp_path, tracker, conversations)
+    assert [row["turns"] for row in rows] == [TURNS, TURNS]
+    assert rows[0]["generated_text"] == conversations[0].said and '"expression"' in conversations[0].said
+    assert [row.to_dict()["generated_text"] for row in tracker.rows] == [conversation_text(TURNS)] * 2
+    assert conversations[0].reward == 1.0 and not {"turns"} & tracker.rows[0].to_dict().keys()
+    assert [row.shown for row in read_rows(tmp_path / ROLLOUTS_FILE)] == [conversation_text(TURNS)] * 2
 
 
 def test_rows_of_a_rollout_whose_health_fails_or_is_not_wanted_have_none(tmp_path, monkeypatch, caplog):

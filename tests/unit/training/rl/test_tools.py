@@ -1,14 +1,12 @@
 import asyncio
 import dataclasses
-import re
 
 import pytest
 
 from lockstep.errors import ConfigError
-from lockstep.text import Prompt, set_tools, tokenizer_digest
+from lockstep.text import Prompt, set_tools, tokenizer_digest, tool_calls
 from lockstep.text.tokenize import chat_text
 from lockstep.training import Reply, ToolEnvironment
-from lockstep.training.rl import ToolCall, tool_calls
 from tests import tiny
 
 PLAIN = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
@@ -53,55 +51,11 @@ class Sums(ToolEnvironment):
         return float(self.answer in answer)
 
 
-def call(name, **arguments):
-    return ToolCall(name=name, arguments=arguments)
-
-
-@pytest.mark.parametrize(
-    ("text", "calls"),
-    [
-        ("It is 3.", []),
-        ("", []),
-        ('<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>', [call("add", a=1, b=2)]),
-        (
-            'Both. <tool_call>{"name": "x", "arguments": {}}</tool_call>\n'
-            '<tool_call>{"arguments": {"n": {"m": [1]}}, "name": "y"}</tool_call>',
-            [call("x"), call("y", n={"m": [1]})],
-        ),
-        (
-            '<think>Should I <tool_call>?</think>\n\n<tool_call>{"name": "x", "arguments": {}}</tool_call>',
-            [call("x")],
-        ),
-        ('<think>{"name": "x"</think>No.', []),
-        ('{"name": "add", "parameters": {"a": 1}}', [call("add", a=1)]),
-        (' {"parameters": {"a": 1}, "name": "add"} ', [call("add", a=1)]),
-        ('{"colour": "red"}', []),
-        ('Write {"name": "add", "parameters": {}}', []),
-    ],
-)
-def test_calls_are_read_in_the_formats_of_chat_templates(text, calls):
-    assert tool_calls(text) == calls
-
-
-@pytest.mark.parametrize(
-    ("text", "error"),
-    [
-        ('<tool_call>{"name": "add", "arguments": {}}', "no end: </tool_call> is missing"),
-        ("<tool_call>add(1, 2)</tool_call>", "is no JSON"),
-        ("<tool_call>" + "[" * 100_000 + "</tool_call>", "is no JSON"),
-        ('<tool_call>["add"]</tool_call>', "needs a name and an object"),
-        ('<tool_call>{"name": "add"}</tool_call>', "needs a name and an object"),
-        ('<tool_call>{"name": 3, "arguments": {}}</tool_call>', "needs a name and an object"),
-        ('<tool_call>{"arguments": {}}</tool_call>', "needs a name and an object"),
-        ('{"name": "add", "parameters": {"a": 1', "is no JSON"),
-        ('{"name": "add", "parameters": [1]}', "needs a name and an object"),
-    ],
-)
-def test_a_call_that_cannot_be_read_is_answered_with_what_is_wrong(text, error):
-    with pytest.raises(ValueError, match=re.escape(error)):
+@pytest.mark.parametrize("text", ["<tool_call>add(1, 2)</tool_call>", '{"name": "add", "parameters": [1]}'])
+def test_a_call_that_cannot_be_read_is_answered_with_what_is_wrong(text):
+    with pytest.raises(ValueError, match="call") as error:
         tool_calls(text)
-    (message,) = said(text).messages
-    assert message["role"] == "tool" and message["content"].startswith("error: ") and error in message["content"]
+    assert said(text) == Reply(messages=[{"role": "tool", "content": f"error: {error.value}"}])
 
 
 def said(*texts):
@@ -133,6 +87,8 @@ def test_results_and_errors_are_messages_and_the_answer_without_calls_is_the_las
     ):
         (message,) = said(written(name, arguments)).messages
         assert message["name"] == name and error in message["content"]
+    call = '<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 1, "b": 2}'
+    assert said(call) == Reply(messages=[{"role": "tool", "name": "add", "content": "3"}])
     assert said("It is 3.") == Reply(reward=1.0, done=True) and said("It is 4.") == Reply(reward=0.0, done=True)
 
 

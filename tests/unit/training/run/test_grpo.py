@@ -52,10 +52,10 @@ def test_a_row_has_room_for_prompt_and_answer():
 
 
 def test_an_environment_is_given_by_its_class(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "examples"))
-    given = {"type": "calculator:Calculator", "max_turns": 3, "bonus": 0.25}
+    monkeypatch.syspath_prepend(str(ROOT / "examples" / "agent_demo"))
+    given = {"type": "calculator:Calculator", "max_turns": 3, "timeout_s": 2.5}
     environment = read("--environment", json.dumps(given)).environment
-    assert (type(environment).__name__, environment.max_turns, environment.bonus) == ("Calculator", 3, 0.25)
+    assert (type(environment).__name__, environment.max_turns, environment.timeout_s) == ("Calculator", 3, 2.5)
     assert read().environment is None and read("--environment.type", "retry").environment.discount == 0.5
     with pytest.raises(ConfigError, match="environment.max_turns is 0; it must be at least 1"):
         read("--environment", json.dumps({**given, "max_turns": 0}))
