@@ -26,10 +26,10 @@ class Errors:
     """The ``error: `` lines of processes, of which a terminal needs one copy, though all print them."""
 
     def __init__(self) -> None:
-        self._printed: collections.Counter[tuple[str, bytes]] = collections.Counter()
+        self._printed: collections.Counter[tuple[int, bytes]] = collections.Counter()
         self._shown: collections.Counter[bytes] = collections.Counter()
 
-    def is_copy(self, process: str, line: bytes) -> bool:
+    def is_copy(self, process: int, line: bytes) -> bool:
         """Note a line that is printed; return whether it was shown already, as that of another process."""
         if not line.startswith(ERROR):
             return False
@@ -46,11 +46,12 @@ class Console:
     Args:
         redactor: Takes secrets out of everything; None: there are none.
         log: The file to which the launcher's own lines are added; None: none.
+        prefixed: Whether lines of processes begin with their numbers.
     """
 
-    def __init__(self, redactor: Redactor | None = None, log: Path | None = None) -> None:
+    def __init__(self, redactor: Redactor | None = None, log: Path | None = None, prefixed: bool = True) -> None:
         self._redactor = redactor or Redactor(())
-        self._log = log
+        self._log, self._prefixed = log, prefixed
         self._lock = threading.Lock()
         self._errors = Errors()
         self._shown_once: set[str] = set()
@@ -84,12 +85,32 @@ class Console:
                 with open(self._log, "a", encoding="utf-8", opener=private) as file:
                     file.write(text)
 
-    def line(self, prefix: str, line: bytes) -> None:
-        """Print a line of a worker, which has no end of line, to standard output; an error of all workers once."""
+    def line(self, process: int, line: bytes) -> None:
+        """Print a line of a process, which has no end of line, to standard output; an error of all processes once."""
+        prefix = f"[{process}] ".encode() if self._prefixed else b""
         with self._lock:
-            if self._errors.is_copy(prefix, line):
+            if self._errors.is_copy(process, line):
                 return
-            write_to_stdout(lambda: sys.stdout.buffer.write(prefix.encode() + line + b"\n"))
+            write_to_stdout(lambda: sys.stdout.buffer.write(prefix + line + b"\n"))
+
+
+class Lines:
+    """Output that comes in pieces, given on line by line, without ends of lines."""
+
+    def __init__(self, take: Callable[[bytes], object]) -> None:
+        self._take, self._rest = take, b""
+
+    def feed(self, data: bytes) -> None:
+        """Give on the lines that are whole now."""
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        for line in lines:
+            self._take(line)
+
+    def end(self) -> None:
+        """Give on what has no end of line, as no more will come."""
+        if self._rest:
+            self._take(self._rest)
+            self._rest = b""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

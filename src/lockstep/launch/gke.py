@@ -24,10 +24,10 @@ from lockstep.exits import DONE, INTERRUPTED, SETUP_FAILED, WORKER_LOST, describ
 from lockstep.launch.backend import Console, LaunchError, Patience
 from lockstep.launch.environment import JobEnvironment, filter_files, here_document, job_environment, job_variables
 from lockstep.launch.gke_manifest import FILES, MAX_PARTS, PART_BYTES, SYNCED, GkeJob, config_maps, job_set, secret
+from lockstep.launch.job_loop import signals_to
 from lockstep.launch.kubectl import Cluster, PodLogs
 from lockstep.launch.options import add_job_options, add_slices_option, count, slice_counts
 from lockstep.launch.pods import PodState, not_started, verdict
-from lockstep.launch.processes import signals_to
 from lockstep.launch.record import Attempt, JobRecord, find_earlier, name_from_date, new_record
 from lockstep.launch.setup_vm import EXTRAS, PINS, ROOT, build_wheel, version_of, wheel_path
 from lockstep.launch.slices import slice_of

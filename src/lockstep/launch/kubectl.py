@@ -192,7 +192,7 @@ class PodLogs:
             attempt, process = (int(name.rpartition("-")[2]) for name in (path.parent.name, path.stem))
             if attempt not in present and self._console is not None:
                 for line in path.read_bytes().splitlines():
-                    self._console.line(f"[{process}] ", line)
+                    self._console.line(process, line)
 
     def _run(self, pod: PodState) -> None:
         with KeptLog(self._job.log(pod.attempt, pod.process)) as kept:
@@ -227,7 +227,7 @@ class PodLogs:
         if text == INSTALLED.encode():
             self.installed.add(pod.uid)
         if self._console is not None:
-            self._console.line(f"[{pod.process}] ", text)
+            self._console.line(pod.process, text)
 
 
 class Cluster:

@@ -11,13 +11,14 @@ from pathlib import Path
 
 from lockstep.config_fields import option_path
 from lockstep.errors import ConfigError, check_output
-from lockstep.exits import DONE, NOT_FOUND, is_retried
+from lockstep.exits import DONE, NOT_FOUND
 from lockstep.files import private
 from lockstep.job_key import JOB_KEY
 from lockstep.launch.backend import Console, Worker, WorkerBackend, jax_environment
 from lockstep.launch.environment import RESTARTS, JobEnvironment, job_environment
+from lockstep.launch.job_loop import Outcome
 from lockstep.launch.options import RETRIES_HELP, add_worker_options, count, number
-from lockstep.launch.processes import Job, signals_to
+from lockstep.launch.processes import LocalJob, ProcessSpec
 from lockstep.launch.record import JobRecord
 from lockstep.redact import SECRET_NAME
 
@@ -52,36 +53,36 @@ class Local:
         if options.log_dir:
             check_output("a log in --log_dir,", options.log_dir / "process-0.log")
         for restarts in range(options.retries + 1):
-            code, stopped = self._attempt(options, command, given, restarts)
-            if stopped or not is_retried(code) or restarts == options.retries:
+            outcome = self._attempt(options, command, given, restarts)
+            if not outcome.retry or restarts == options.retries:
                 break
             print(f"launch: trying again, {restarts + 1} of {options.retries}", file=sys.stderr, flush=True)
-        return code
+        return outcome.code
 
     def _attempt(
         self, options: argparse.Namespace, command: Sequence[str], given: JobEnvironment, restarts: int
-    ) -> tuple[int, bool]:
-        """Run the command once; return the job's exit code, and whether a signal to the launcher has ended it."""
+    ) -> Outcome:
+        """Run the command once."""
         coordinator = f"127.0.0.1:{free_port()}"
         # What a process writes to the terminal itself cannot be looked through for secrets.
         hides = bool(given.secret.keys() - {JOB_KEY})
         own_terminal = options.prefix == "auto" and sys.stdout.isatty() and not options.log_dir and not hides
         exported = [value for name, value in os.environ.items() if SECRET_NAME.search(name)]
-        job = Job(options.grace_s, [*given.secret.values(), *exported])
-        with signals_to(job.received.append):
-            for index in range(options.processes):
-                environment = {
-                    RESTARTS: str(restarts),
-                    **local_environment(os.environ, options, coordinator, index),
-                    **given.secret,
-                }
-                prefix = "" if options.prefix == "never" else f"[{index}] "
-                log = None
-                if options.log_dir:
-                    path = options.log_dir / f"process-{index}.log"
-                    log = open(path, "ab" if restarts else "wb", opener=private)
-                job.start(index, command, environment, inherit=own_terminal and index == 0, prefix=prefix, log=log)
-            return job.wait(), job.stopped_by is not None
+        specs = []
+        for index in range(options.processes):
+            environment = {
+                RESTARTS: str(restarts),
+                **local_environment(os.environ, options, coordinator, index),
+                **given.secret,
+            }
+            log = None
+            if options.log_dir:
+                path = options.log_dir / f"process-{index}.log"
+                log = open(path, "ab" if restarts else "wb", opener=private)
+            inherits = own_terminal and index == 0
+            specs.append(ProcessSpec(command=command, environment=environment, log=log, inherits=inherits))
+        console = Console(prefixed=options.prefix != "never")
+        return LocalJob(specs, console, options.grace_s, [*given.secret.values(), *exported]).run()
 
     def dry_run(self, options: argparse.Namespace) -> int:
         """Print the command of each process, with the variables that differ from those of the launcher."""

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import functools
 import resource
 import threading
 import time
@@ -11,7 +12,7 @@ from typing import Any
 
 from lockstep.exits import FAILED, PREFLIGHT, SETUP_FAILED, UNREACHABLE
 from lockstep.files import private
-from lockstep.launch.backend import Console, LaunchError, Transport, Worker
+from lockstep.launch.backend import Console, LaunchError, Lines, Transport, Worker
 from lockstep.launch.connection import DroppedError, call
 from lockstep.launch.sync import Archive
 
@@ -259,14 +260,11 @@ def _set_up(transport: Transport, index: int, job: Preparation, console: Console
     log = job.setup_logs[index]
     log.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     with open(log, "wb", opener=private) as file:
-        rest = b""
+        lines = Lines(functools.partial(console.line, index))
 
         def show(data: bytes) -> None:
-            nonlocal rest
             file.write(data)
-            *lines, rest = (rest + data).split(b"\n")
-            for line in lines:
-                console.line(f"[{index}] ", line)
+            lines.feed(data)
 
         answer = _ask(transport, index, job, request, tuple(data for _, data in files), show)
     if answer["code"] != 0:

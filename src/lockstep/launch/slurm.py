@@ -16,8 +16,8 @@ from lockstep.files import write_file
 from lockstep.launch.backend import Console, LaunchError, Patience
 from lockstep.launch.environment import JobEnvironment, filter_files, here_document, job_environment, job_variables
 from lockstep.launch.failure import failed_by_their_logs
+from lockstep.launch.job_loop import signals_to
 from lockstep.launch.options import add_job_options, count
-from lockstep.launch.processes import signals_to
 from lockstep.launch.record import Attempt, JobRecord, find_earlier, name_from_date, new_record
 from lockstep.launch.slurm_script import CODE, SCRIPT, SECRETS, TASK, SlurmJob, batch_script, secrets_file, task_script
 from lockstep.launch.tool import Cause, Tool
@@ -40,7 +40,7 @@ class FollowedFiles:
             whole = len(data) if last else data.rfind(b"\n") + 1
             self._read[path] = self._read.get(path, 0) + whole
             for line in data[:whole].splitlines():
-                self._console.line(f"[{_numbers(path)[1]}] ", line)
+                self._console.line(_numbers(path)[1], line)
 
 
 def _numbers(path: Path) -> tuple[int, int]:

@@ -1,8 +1,8 @@
 """Operations on a job that was started before: its status, its logs, its end."""
 
 import dataclasses
+import functools
 import os
-import queue
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,11 +11,12 @@ from typing import Any
 from lockstep.errors import LockstepError
 from lockstep.exits import DONE, INTERRUPTED, UNREACHABLE, WORKER_LOST, describe_code
 from lockstep.files import private
-from lockstep.launch.attempt import ASKED
-from lockstep.launch.backend import Console, LaunchError, Transport, WorkerBackend, root_on_worker
-from lockstep.launch.connection import WAITING_EVENTS, Connection, DroppedError, Event, Follower, answered, call
+from lockstep.launch.backend import Console, LaunchError, Lines, Transport, WorkerBackend, root_on_worker
+from lockstep.launch.connection import Connection, DroppedError, answered, call
 from lockstep.launch.end_request import ask_to_end
 from lockstep.launch.failure import Ending, first_failure
+from lockstep.launch.follower import Followers
+from lockstep.launch.job_loop import ASKED
 from lockstep.launch.prepare import on_all
 from lockstep.launch.record import Attempt, JobRecord, find_record
 from lockstep.printable import printable, without_credentials
@@ -113,64 +114,45 @@ class StartedJob:
 
     def _print_kept(self, attempt: Attempt) -> int:
         for index, data in self._kept(attempt):
-            self._print_rest(index, self._print_lines(index, data))
+            lines = self._lines(index)
+            lines.feed(data)
+            lines.end()
         return DONE
 
-    def _print_lines(self, index: int, data: bytes) -> bytes:
-        """Print the whole lines of what a worker has printed; return what comes after them."""
-        *lines, rest = data.split(b"\n")
-        for line in lines:
-            self._console.line(f"[{index}] ", line)
-        return rest
-
-    def _print_rest(self, index: int, rest: bytes) -> None:
-        if rest:
-            self._console.line(f"[{index}] ", rest)
+    def _lines(self, index: int) -> Lines:
+        """A printer of the lines of a worker."""
+        return Lines(functools.partial(self._console.line, index))
 
     def _follow(self, transport: Transport, attempt: Attempt) -> int:
         """Print the logs of all workers until the command has ended, and add to the files here what is new."""
         count = len(transport.workers)
-        rest, offsets = [b""] * count, [0] * count
+        lines, offsets = [self._lines(index) for index in range(count)], [0] * count
         for index, data in self._kept(attempt):
-            left = self._print_lines(index, data)
             if index < count:
-                rest[index], offsets[index] = left, len(data)
-        events: queue.Queue[Event] = queue.Queue(WAITING_EVENTS)
-        followers = [
-            Follower(transport, index, self._of_attempt(attempt, index), None, offsets[index], events)
-            for index in range(count)
-        ]
+                offsets[index] = len(data)
+            (lines[index] if index < count else self._lines(index)).feed(data)
+        roots = [root_on_worker(self._job.name, index) for index in range(count)]
+        followers = Followers(transport, attempt.id, roots, offsets, [None] * count)
         states: dict[int, dict[str, Any]] = {}
         try:
-            for follower in followers:
-                follower.start()
+            followers.start()
             while len(states) < count:
-                for follower in followers:
+                for follower in followers.by_worker:
                     follower.tick()
-                try:
-                    event = events.get(timeout=0.1)
-                except queue.Empty:
-                    continue
-                index = event.worker
-                if event.kind == "output":
-                    offsets[index] = keep(self._job.log(attempt.number, index), offsets[index], event.data)
-                    rest[index] = self._print_lines(index, rest[index] + event.data)
-                elif event.kind == "dropped":
-                    self._console.once(f"worker {transport.workers[index].name} cannot be reached: {event.text}")
-                elif event.kind == "result":
-                    self._print_rest(index, rest[index])
-                    states[index] = {"state": "lost", **event.result}
+                for event in followers.events(0.1):
+                    index = event.worker
+                    if event.kind == "output":
+                        offsets[index] = keep(self._job.log(attempt.number, index), offsets[index], event.data)
+                        lines[index].feed(event.data)
+                    elif event.kind == "dropped":
+                        self._console.once(f"worker {transport.workers[index].name} cannot be reached: {event.text}")
+                    elif event.kind == "result":
+                        lines[index].end()
+                        states[index] = {"state": "lost", **event.result}
         finally:
-            for follower in followers:
-                follower.finish()
-            for follower in followers:
-                if follower.is_alive():
-                    follower.join(timeout=5)
+            followers.finish()
         self._note_end(transport, [states[index] for index in range(count)])
         return self._last().code or DONE
-
-    def _of_attempt(self, attempt: Attempt, index: int) -> dict[str, Any]:
-        return {"root": root_on_worker(self._job.name, index), "attempt": attempt.id}
 
     def _fetch_from_all(self, transport: Transport, attempt: Attempt) -> None:
         """Add to the files here what is new on the workers, as far as they can be reached."""
@@ -182,7 +164,8 @@ class StartedJob:
         """Add to the file here what is new on a worker; the reason why that cannot be done, or ""."""
         name, path = transport.workers[index].name, self._job.log(attempt.number, index)
         offset = path.stat().st_size if path.exists() else 0
-        request = {**self._of_attempt(attempt, index), "op": "follow", "start": None, "offset": offset, "wait": False}
+        place = {"root": root_on_worker(self._job.name, index), "attempt": attempt.id}
+        request = {**place, "op": "follow", "start": None, "offset": offset, "wait": False}
         connection = Connection(transport, index, request, stays=True)
         try:
             for kind, data in connection.frames():

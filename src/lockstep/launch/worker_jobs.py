@@ -9,12 +9,12 @@ from pathlib import Path
 
 from lockstep.errors import ConfigError
 from lockstep.exits import DONE, INTERRUPTED, TERMINATED, is_retried
-from lockstep.launch.attempt import AttemptSpec, Outcome, RunningAttempt
+from lockstep.launch.attempt import AttemptSpec, RunningAttempt
 from lockstep.launch.backend import Console, LaunchError, Transport, WorkerBackend, root_on_worker
 from lockstep.launch.end_request import EndRequest
 from lockstep.launch.environment import RESTARTS, JobEnvironment, job_environment, job_variables, show_commands
+from lockstep.launch.job_loop import Outcome, interrupt, signals_to
 from lockstep.launch.prepare import Preparation, prepare
-from lockstep.launch.processes import interrupt, signals_to
 from lockstep.launch.record import Attempt, JobRecord, find_earlier, find_record, name_from_date, new_record
 from lockstep.launch.started_job import StartedJob
 from lockstep.launch.sync import Archive, check_configuration, make_archive

@@ -8,8 +8,6 @@ import time
 import pytest
 
 from lockstep.exits import (
-    EXIT_CODES,
-    FAULT,
     INTERRUPTED,
     KILLED,
     SETUP_FAILED,
@@ -17,27 +15,13 @@ from lockstep.exits import (
     UNREACHABLE,
     WORKER_LOST,
 )
-from lockstep.launch.attempt import ASKED, AttemptSpec, RunningAttempt, can_retry
+from lockstep.launch.attempt import AttemptSpec, RunningAttempt
 from lockstep.launch.backend import Console
-from lockstep.launch.connection import Event
-from lockstep.launch.failure import CAUSE_S, Ending
+from lockstep.launch.failure import CAUSE_S
+from lockstep.launch.follower import Event
+from lockstep.launch.job_loop import ASKED, REPORT_S
 from lockstep.launch.machines import SshTransport, Worker
-from lockstep.launch.processes import REPORT_S
 from tests.fake_cloud.cloud import wait_for
-
-
-@pytest.mark.parametrize("code", sorted(EXIT_CODES))
-def test_what_is_tried_again_is_in_the_table(code):
-    ending = Ending(worker=0, code=code, at=0.0)
-    assert can_retry(ending) == EXIT_CODES[code].retried
-    assert can_retry(ending) == (
-        code in (85, 86, WORKER_LOST, UNREACHABLE, 91, FAULT, TERMINATED, 134, 135, KILLED, 139)
-    )
-
-
-def test_who_stopped_a_job_does_not_want_it_again():
-    assert can_retry(Ending(worker=0, code=TERMINATED, at=0.0, reason="the worker is shut down"))
-    assert not can_retry(Ending(worker=0, code=TERMINATED, at=0.0, reason=ASKED))
 
 
 def attempt(tmp_path, names="a", why_lost=lambda: None, given_up=lambda: False):
@@ -53,11 +37,11 @@ def attempt(tmp_path, names="a", why_lost=lambda: None, given_up=lambda: False):
 @pytest.mark.parametrize(("reason", "seconds"), [(ASKED, 60.0), ("the worker is shut down", REPORT_S)])
 def test_after_a_stop_each_process_has_its_grace_though_another_has_ended(tmp_path, reason, seconds):
     made = attempt(tmp_path, "ab")
-    for follower in made._followers:
+    for follower in made._followers.by_worker:
         follower.connected = True
     end = {"state": "ended", "code": TERMINATED, "ended": time.time(), "reason": reason}
     made._take(Event(worker=0, kind="result", result=end))
-    made._first_failure -= 2 * CAUSE_S
+    made._failed_at -= 2 * CAUSE_S
     begin = time.monotonic()
     made._find_cause()
     assert begin + seconds <= made._terminate_at <= time.monotonic() + seconds
@@ -66,28 +50,28 @@ def test_after_a_stop_each_process_has_its_grace_though_another_has_ended(tmp_pa
 def test_a_job_that_was_ended_as_its_command_started_is_ended_again_and_is_no_lost_worker(tmp_path):
     given_up = False
     made = attempt(tmp_path, given_up=lambda: given_up)
-    (follower,) = made._followers
+    (follower,) = made._followers.by_worker
     made._take(Event(worker=0, kind="started"))
     assert follower.wanted == ""
     given_up = True
     made._take(Event(worker=0, kind="started"))
     assert follower.wanted == "stop"
     made._take(Event(worker=0, kind="result", result={"state": "absent"}))
-    assert (made._endings[0].code, made._endings[0].reason) == (TERMINATED, ASKED)
+    assert (made.endings[0].code, made.endings[0].reason) == (TERMINATED, ASKED)
 
 
 def test_what_the_platform_said_of_an_earlier_break_ends_no_worker_at_a_later_one(tmp_path):
     made = attempt(tmp_path, why_lost=lambda: "node pod is REPAIRING")
-    (follower,) = made._followers
+    (follower,) = made._followers.by_worker
     made._ask_platform()  # its worker is back before the answer is
     follower.connected = True
     made._find_lost(time.monotonic())
     follower.connected, follower.away_since = False, time.monotonic()
     made._find_lost(time.monotonic())
-    assert not made._endings
+    assert not made.endings
     made._ask_platform()
     made._find_lost(time.monotonic())
-    assert made._endings[0].reason == "node pod is REPAIRING"
+    assert made.endings[0].reason == "node pod is REPAIRING"
 
 
 FAST = ("--no-preflight", "--grace_s", "2", "--name", "job")

@@ -17,10 +17,10 @@ def test_what_the_launcher_says_of_a_worker_moves_no_terminal_and_has_no_credent
 def test_an_error_of_all_processes_is_shown_once_and_one_of_a_process_as_often_as_it_comes(capsys):
     console = Console()
     for number in (b"1", b"2"):
-        for prefix in ("[0] ", "[1] ", "[2] "):
-            console.line(prefix, b"error: no answer")
-            console.line(prefix, b"try " + number)
-    console.line("[1] ", b"error: no answer")
+        for process in range(3):
+            console.line(process, b"error: no answer")
+            console.line(process, b"try " + number)
+    console.line(1, b"error: no answer")
     shown = capsys.readouterr().out.splitlines()
     once = ["[0] error: no answer"]
     tries = [[f"[{process}] try {number}" for process in range(3)] for number in (1, 2)]

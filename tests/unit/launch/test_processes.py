@@ -12,7 +12,6 @@ import time
 import pytest
 
 from lockstep.exits import KILLED, PEER_FAILED, describe_code
-from lockstep.launch.processes import interrupt, signals_to
 from tests.unit.launch.test_failure import GLOO, OWN, TOLD
 from tests.unit.launch.test_machines import LAUNCHER
 
@@ -149,7 +148,7 @@ def test_ctrl_c_is_passed_on_and_quiet():
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert "launch: SIGINT, ending 2 process(es)" in output and "[1]" not in output
+    assert "launch: SIGINT, stopping 2 process(es); they have 2 s" in output and "[1]" not in output
     assert all(gone(pid) for pid in pids)
 
 
@@ -228,33 +227,3 @@ def test_an_exported_secret_is_in_no_log_and_logs_are_their_owners(tmp_path, mon
     log = tmp_path / "logs" / "process-0.log"
     assert log.read_text() == "got <redacted>\n" and stat.S_IMODE(log.stat().st_mode) == 0o600
     assert done.returncode == 0 and "hush" not in done.stdout + done.stderr
-
-
-@pytest.fixture
-def hang_up():
-    """The action of SIGHUP is that of before again when the test ends."""
-    before = signal.getsignal(signal.SIGHUP)
-    yield
-    signal.signal(signal.SIGHUP, before)
-
-
-def test_a_closed_terminal_is_heard_of_but_under_nohup(hang_up):
-    received: list[int] = []
-    for action, wanted in ((signal.SIG_DFL, [signal.SIGHUP]), (signal.SIG_IGN, [])):
-        signal.signal(signal.SIGHUP, action)
-        with signals_to(received.append):
-            signal.raise_signal(signal.SIGHUP)
-        assert (received, signal.getsignal(signal.SIGHUP)) == (wanted, action)
-        received.clear()
-
-
-@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM])
-def test_a_signal_interrupts_once_so_that_what_follows_is_done(number):
-    before, done = signal.getsignal(number), False
-    with pytest.raises(KeyboardInterrupt), signals_to(interrupt):
-        try:
-            signal.raise_signal(number)
-        finally:
-            signal.raise_signal(number)
-            done = True
-    assert done and signal.getsignal(number) == before
