@@ -76,7 +76,9 @@ def in_place(path: str | os.PathLike[str], flags: int) -> int:
 
 
 def private(path: str | os.PathLike[str], flags: int) -> int:
-    """As `in_place`; a new file can be read by its owner alone."""
+    """As `in_place`; a new file, and a directory that is made for it, can be read by its owner alone."""
+    if flags & os.O_CREAT:
+        os.makedirs(os.path.dirname(os.path.abspath(path)), mode=0o700, exist_ok=True)
     return _opened(path, flags, 0o600)
 
 

@@ -58,11 +58,11 @@ def test_permissions_are_those_of_the_umask(tmp_path):
     try:
         write_file(tmp_path / "open", b"")
         write_file(tmp_path / "secret", b"", 0o600)
-        open(tmp_path / "log", "ab", opener=private).close()
+        open(tmp_path / "own" / "log", "ab", opener=private).close()
     finally:
         os.umask(before)
-    modes = {name: (tmp_path / name).stat().st_mode & 0o777 for name in ("open", "secret", "log")}
-    assert modes == {"open": 0o640, "secret": 0o600, "log": 0o600}
+    modes = {name: (tmp_path / name).stat().st_mode & 0o777 for name in ("open", "secret", "own", "own/log")}
+    assert modes == {"open": 0o640, "secret": 0o600, "own": 0o700, "own/log": 0o600}
 
 
 @pytest.mark.parametrize("opener", [in_place, private])

@@ -60,8 +60,6 @@ class RunningAttempt(JobLoop):
         names = [f"worker {worker.name} (process {index})" for index, worker in enumerate(transport.workers)]
         super().__init__(names, console, spec.grace_s)
         self._followers = Followers(transport, spec.id, spec.roots, [0] * len(names), spec.starts)
-        for path in spec.logs:
-            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._logs = [open(path, "wb", buffering=0, opener=private) for path in spec.logs]
         self._all_started: float | None = None
         self._asking: threading.Thread | None = None

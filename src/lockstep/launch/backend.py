@@ -55,8 +55,6 @@ class Console:
         self._lock = threading.Lock()
         self._errors = Errors()
         self._shown_once: set[str] = set()
-        if log is not None:
-            log.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
 
     def say(self, text: str) -> None:
         """Print lines of the launcher's own to standard error, each after ``launch: ``; parts may be of a worker."""

@@ -72,13 +72,13 @@ def failed_by_themselves(last: Sequence[Iterable[bytes]]) -> set[int]:
     return told or {index for index, each in enumerate(lines) if has_error_of_its_own(each)}
 
 
-def failed_by_their_logs(logs: Iterable[Path]) -> set[int]:
-    """As `failed_by_themselves`, of files ``worker-N.log``."""
+def failed_by_their_logs(logs: Iterable[tuple[int, int, Path]]) -> set[int]:
+    """As `failed_by_themselves`, of logs of one attempt (`record.kept_logs`)."""
     tails = {}
-    for path in logs:
+    for _, worker, path in logs:
         with open(path, "rb") as file:
             file.seek(max(0, path.stat().st_size - LAST_BYTES))
-            tails[int(path.stem.rpartition("-")[2])] = file.read().splitlines()[-LAST_LINES:]
+            tails[worker] = file.read().splitlines()[-LAST_LINES:]
     return failed_by_themselves([tails.get(index, []) for index in range(max(tails, default=-1) + 1)])
 
 

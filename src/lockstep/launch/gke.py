@@ -183,8 +183,7 @@ class Gke:
         spec = GkeSpec.of(options)
         options = argparse.Namespace(**{**vars(options), "name": spec.record.name})
         Cluster(spec.record).make_room(find_earlier(spec.record))
-        spec.record.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-        spec.record.set_aside_logs()
+        spec.record.make_directory()
         console = Console(log=spec.record.directory / "launcher.log")
         while True:
             cluster = _created(spec, console)
@@ -285,7 +284,7 @@ def _created(spec: GkeSpec, console: Console) -> Cluster:
         cluster.create(job_set(job))
     except BaseException as error:
         code = error.code if isinstance(error, LaunchError) else INTERRUPTED
-        record = record.with_attempt(dataclasses.replace(record.attempts[-1], ended=time.time(), code=code))
+        record = record.with_end(code)
         try:
             cluster.delete()
             dataclasses.replace(record, deleted=True).save()
@@ -393,7 +392,7 @@ def _until_its_end(cluster: Cluster, logs: PodLogs, console: Console, *, stop_on
     if code and (first := logs.first_failure()) is not None:
         console.say(f"process {first.process} failed first; its log is {cluster.job.log(first.attempt, first.process)}")
     job = cluster.job
-    job.with_attempt(dataclasses.replace(job.attempts[-1], ended=time.time(), code=code)).save()
+    job.with_end(code).save()
     if code:
         console.say(f"failed: {describe_code(code)}")
     console.say(f"its objects stay until: lockstep launch delete {job.name}")

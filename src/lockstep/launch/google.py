@@ -6,27 +6,23 @@ costs seconds and 100 MB for each of hundreds of connections. gcloud makes the k
 which user it belongs to (OS Login has its own names); what it would run is what we run.
 """
 
-import abc
 import argparse
 import getpass
 import re
 import shlex
-import subprocess
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from lockstep.errors import ConfigError
 from lockstep.launch import setup_vm
 from lockstep.launch.backend import Console, LaunchError, Transport, Worker, WorkerBackend
+from lockstep.launch.elastic_pod import ElasticPod
 from lockstep.launch.gcloud import Gcloud
-from lockstep.launch.mig import CAPACITY_FLAGS, Mig
 from lockstep.launch.options import add_google_options, add_worker_options, slice_counts
-from lockstep.launch.pod import ElasticPod, Machine, PasteTransport, Pod, SshTransport, Wait, left_alone, slices_of
-from lockstep.launch.slices import slice_of
+from lockstep.launch.pod import GooglePod, Machine, SshTransport, Wait, left_alone, slices_of
 from lockstep.launch.tool import ToolError
-from lockstep.launch.tpu_vm import TpuVm
 
 COORDINATOR_PORT: Final = "8476"
 """The port of JAX's coordination service. JAX's own since 0.8.1, 8482, is not open in the firewall rule that Google
@@ -37,44 +33,35 @@ Where somebody has it, the listener takes another one."""
 MEGASCALE_PORT: Final = 8080  # the port of MegaScale's coordinator, on the first host of the first slice
 
 
+type Pod = GooglePod | ElasticPod
+
+
 class GoogleBackend(WorkerBackend):
-    """A backend whose machines belong to a `Pod`."""
+    """A backend of Google's machines.
 
-    title: str  # the heading of its options
+    Args:
+        kind: The way in which they are rented.
+    """
 
-    @abc.abstractmethod
-    def add_own_options(self, parser: argparse.ArgumentParser) -> None:
-        """Add what no other backend has."""
-
-    _acquired: Pod | None = None
-
-    @abc.abstractmethod
-    def pod_of(self, options: argparse.Namespace, name: str, count: int) -> Pod:
-        """A pod of so many slices; nothing is asked of Google."""
-
-    @abc.abstractmethod
-    def hosts_of_slice(self, options: argparse.Namespace) -> int:
-        """The number of machines of a slice, from its kind alone; 0 where the kind is not given."""
+    def __init__(self, kind: type[GooglePod]) -> None:
+        self._kind = kind
+        self._acquired: Pod | None = None
 
     def pod(self, options: argparse.Namespace) -> Pod:
         """The pod of the options; nothing is asked of Google."""
         name, (least, most) = options.tpu_name, slice_counts(options)
         if least == most:
-            return self.pod_of(options, name, most)
-        parts = [self.pod_of(options, f"{name}-{i}", 1) for i in range(most)]
-        return ElasticPod(parts, least, self.hosts_of_slice(options), options.slices_wait_s)
+            return self._kind.of(options, name, most)
+        parts = [self._kind.of(options, f"{name}-{i}", 1) for i in range(most)]
+        return ElasticPod(parts, least, parts[0].hosts, options.slices_wait_s)
 
     def hosts(self, options: argparse.Namespace) -> int:
         """The number of machines of all slices, from their kind alone; 0 where the kind is not given."""
-        return self.hosts_of_slice(options) * slice_counts(options)[1]
-
-    def coordinator(self, transport: SshTransport) -> Machine:
-        """The machine at which several slices find each other: JAX's first of the first slice."""
-        return transport.machines[0]
+        return self._kind.of(options, options.tpu_name, 1).hosts * slice_counts(options)[1]
 
     def add_options(self, parser: argparse.ArgumentParser) -> None:
         add_google_options(parser)
-        self.add_own_options(parser)
+        self._kind.add_own_options(parser.add_argument_group(self._kind.title).add_argument)
         add_worker_options(parser)
 
     def default_name(self, options: argparse.Namespace) -> str | None:
@@ -129,7 +116,7 @@ class GoogleBackend(WorkerBackend):
             raise
         transport = self._transport(options, machines)
         if slices_of(machines) > 1:
-            workers = self._workers(options, machines, self.coordinator(transport))
+            workers = self._workers(options, machines, self._kind.coordinator(transport))
             transport = SshTransport(machines, workers, transport.user, transport.key)
         console.say(f"{options.tpu_name}: {len(machines)} workers, user {transport.user}")
         _say_what_it_costs(pod, options, console)
@@ -182,7 +169,7 @@ class GoogleBackend(WorkerBackend):
         if pod.made_here():
             pod.delete(Wait(say=console.say, timeout_s=options.wait_s, poll_s=options.poll_s))
             return
-        console.say(left_alone(pod))
+        console.say(left_alone(pod.name, pod.delete_commands()))
 
     def _check(self, options: argparse.Namespace) -> None:
         """Refuse what does not fit together, before anything is done."""
@@ -247,111 +234,16 @@ class GoogleBackend(WorkerBackend):
     def _gcloud(self, options: argparse.Namespace) -> Gcloud:
         return Gcloud(project=options.project, zone=options.zone)
 
-    def _of_any_pod(self, options: argparse.Namespace, name: str, count: int) -> dict[str, Any]:
-        same = ("network", "service_account", "internal_ip")
-        named = {"name": name, "count": count, "capacity": options.capacity_type}
-        return {"gcloud": self._gcloud(options), **named, **{each: getattr(options, each) for each in same}}
 
+class PasteTransport:
+    """For ``--dry-run``: the same commands by gcloud's own ssh, which needs no address."""
 
-class TpuVmBackend(GoogleBackend):
-    """Slices by the Cloud TPU API: v4, v5e, v5p, v6e."""
+    def __init__(self, pod: Pod, workers: Sequence[Worker]) -> None:
+        self._pod = pod
+        self.workers = workers
 
-    title = "tpu-vm: slices by the Cloud TPU API"
-
-    def add_own_options(self, parser: argparse.ArgumentParser) -> None:
-        add = parser.add_argument_group(self.title).add_argument
-        add("--runtime_version", default="", help="the image of new machines (default: the one for the --tpu_type)")
-
-    def pod_of(self, options: argparse.Namespace, name: str, count: int) -> TpuVm:
-        found = slice_of(options.tpu_type)
-        if found is not None and not found.family.runtime_version:
-            raise ConfigError(
-                f"--tpu_type is {found.name}, which the Cloud TPU API does not have. Use --backend mig, or gke."
-            )
-        return TpuVm(**self._of_any_pod(options, name, count), slice=found, runtime_version=options.runtime_version)
-
-    def hosts_of_slice(self, options: argparse.Namespace) -> int:
-        found = slice_of(options.tpu_type)
-        return found.hosts if found else 0
-
-
-WORKER_NUMBER: Final = "http://metadata.google.internal/computeMetadata/v1/instance/attributes/agent-worker-number"
-"""The URL at which a machine reads its number within its slice, as JAX does (GceTpuCluster)."""
-
-
-class MigBackend(GoogleBackend):
-    """Slices by Compute Engine: v5p, v6e, TPU7x."""
-
-    title = "mig: slices by Compute Engine (managed instance groups)"
-
-    def add_own_options(self, parser: argparse.ArgumentParser) -> None:
-        add = parser.add_argument_group(self.title).add_argument
-        add("--machine_type", default="", help="for example ct6e-standard-4t, to make a v6e-8 of two machines "
-            "(default: the fewest machines)")  # fmt: skip
-        add("--reservation", default="", help="the reservation of --capacity_type reserved")
-        add("--boot_disk_gb", type=int, default=200, help="the disk of new machines in GB (default 200)")
-
-    def pod_of(self, options: argparse.Namespace, name: str, count: int) -> Mig:
-        found = slice_of(options.tpu_type)
-        machine_type = options.machine_type
-        if found is not None:
-            types = dict(found.family.machine_types)
-            if not types:
-                raise ConfigError(
-                    f"--tpu_type is {found.name}, which Compute Engine does not have. Use --backend tpu-vm, or gke."
-                )
-            machine_type = machine_type or types[found.chips // found.hosts]
-            fitting = [
-                name for chips, name in types.items() if found.chips % chips == 0 and (chips >= 4 or found.chips < 4)
-            ]
-            if machine_type not in fitting:
-                raise ConfigError(
-                    f"--machine_type is {machine_type}, of which no {found.name} can be made. Leave it out, or choose "
-                    f"from {', '.join(fitting)}."
-                )
-        if options.capacity_type not in CAPACITY_FLAGS:
-            raise ConfigError(
-                f"--capacity_type is {options.capacity_type}, which Compute Engine does not have. Use spot, or "
-                "--backend tpu-vm."
-            )
-        if (options.capacity_type == "reserved") != bool(options.reservation):
-            raise ConfigError(
-                "--capacity_type reserved and --reservation NAME belong together: give both (gcloud compute "
-                "reservations list shows yours), or none."
-            )
-        return Mig(
-            **self._of_any_pod(options, name, count),
-            slice=found,
-            machine_type=machine_type,
-            reservation=options.reservation,
-            boot_disk_gb=options.boot_disk_gb,
-        )
-
-    def hosts_of_slice(self, options: argparse.Namespace) -> int:
-        return self.pod_of(options, options.tpu_name, 1).hosts
-
-    def coordinator(self, transport: SshTransport) -> Machine:
-        """The machine of the first slice that JAX counts as its first; the groups do not tell."""
-        first = [i for i, machine in enumerate(transport.machines) if machine.slice_id == 0]
-        asked = {}
-        for i in first:
-            command = transport.argv(i, f"curl -sf -H 'Metadata-Flavor: Google' {WORKER_NUMBER}")
-            asked[i] = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True)
-        said = {}
-        for i, process in asked.items():
-            try:
-                said[i] = process.communicate(timeout=60)[0].strip()
-            except subprocess.TimeoutExpired:
-                process.kill()
-                said[i] = ""
-        for i, number in said.items():
-            if number == "0":
-                return transport.machines[i]
-        raise LaunchError(
-            "no machine of the first slice says that it is number 0 (metadata agent-worker-number): "
-            + ", ".join(f"{transport.machines[i].name} says {number or 'nothing'}" for i, number in said.items())
-            + ". Several slices find each other by its address; look at the machines, or use one slice."
-        )
+    def argv(self, worker: int, command: str) -> list[str]:
+        return self._pod.ssh_command(worker, command)
 
 
 def _say_what_it_costs(pod: Pod, options: argparse.Namespace, console: Console) -> None:

@@ -20,7 +20,7 @@ from lockstep.launch.failure import failed_by_their_logs
 from lockstep.launch.gke_manifest import CONTAINER, INSTALLED, JOB_ID
 from lockstep.launch.options import slice_counts
 from lockstep.launch.pods import STOPPED, PodState, first_failure, pod_states
-from lockstep.launch.record import JobRecord
+from lockstep.launch.record import JobRecord, kept_logs
 from lockstep.launch.slices import slice_of
 from lockstep.launch.tool import Cause, Tool
 
@@ -103,7 +103,6 @@ class KeptLog:
     """
 
     def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._log = private(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         self._time = private(path.with_suffix(".time"), os.O_RDWR | os.O_CREAT)
         self._writes = True
@@ -183,13 +182,11 @@ class PodLogs:
 
     def first_failure(self) -> PodState | None:
         last = max((pod.attempt for pod in self.seen), default=0)
-        logs = self._job.directory.glob(f"attempt-{last}/worker-*.log")
-        return first_failure(self.seen, failed_by_their_logs(logs))
+        return first_failure(self.seen, failed_by_their_logs(kept_logs(self._job.directory, last)))
 
     def show_kept(self, present: set[int]) -> None:
         """Show the kept logs of attempts whose pods are gone."""
-        for path in sorted(self._job.directory.glob("attempt-*/worker-*.log")):
-            attempt, process = (int(name.rpartition("-")[2]) for name in (path.parent.name, path.stem))
+        for attempt, process, path in kept_logs(self._job.directory):
             if attempt not in present and self._console is not None:
                 for line in path.read_bytes().splitlines():
                     self._console.line(process, line)

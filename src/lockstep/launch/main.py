@@ -1,6 +1,7 @@
 """``lockstep launch``: run, status, logs, stop, delete."""
 
 import argparse
+import functools
 import importlib
 import sys
 import traceback
@@ -10,11 +11,13 @@ from lockstep.errors import ConfigError, LockstepError
 from lockstep.exits import DONE, FAILED, INTERRUPTED
 from lockstep.launch.backend import Backend, Backends, LaunchError, WorkerBackend
 from lockstep.launch.gke import Gke
-from lockstep.launch.google import MigBackend, TpuVmBackend
+from lockstep.launch.google import GoogleBackend
 from lockstep.launch.machines import Local, Ssh
+from lockstep.launch.mig import Mig
 from lockstep.launch.options import PROG, Parser, add_backend_options, given_backend, parse_options, without_debug
 from lockstep.launch.record import load_record
 from lockstep.launch.slurm import Slurm
+from lockstep.launch.tpu_vm import TpuVm
 from lockstep.launch.worker_jobs import WorkerJobs
 from lockstep.printable import printable, without_credentials
 
@@ -23,10 +26,10 @@ BACKENDS: dict[str, Callable[[], Backend | WorkerBackend]] = {
     "local": Local,
     "slurm": Slurm,
     "ssh": Ssh,
-    "tpu-vm": TpuVmBackend,
-    "mig": MigBackend,
+    "tpu-vm": functools.partial(GoogleBackend, TpuVm),
+    "mig": functools.partial(GoogleBackend, Mig),
 }
-"""Every backend, by the name that ``--backend`` takes, as the class that makes it: each job has one of its own."""
+"""Every backend, by the name that ``--backend`` takes, as what makes one: each job has one of its own."""
 
 
 def make_backend(name: str, backends: Backends) -> Backend:

@@ -4,16 +4,19 @@ Steps and flags: https://docs.cloud.google.com/compute/docs/tpus/create-tpu-mig-
 waits until all machines of the slice can be had, and makes them together.
 """
 
+import argparse
 import collections
 import dataclasses
 import shlex
-from collections.abc import Sequence
+import subprocess
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
+from lockstep.errors import ConfigError
 from lockstep.exits import REFUSED
 from lockstep.launch.backend import LaunchError
-from lockstep.launch.pod import LABEL, GooglePod, Machine, Wait
-from lockstep.launch.slices import IMAGE_PROJECT
+from lockstep.launch.pod import LABEL, GooglePod, Machine, SshTransport, Wait
+from lockstep.launch.slices import IMAGE_PROJECT, Slice
 
 CAPACITY_FLAGS: Final = {
     "on-demand": [],
@@ -24,40 +27,103 @@ CAPACITY_FLAGS: Final = {
 """Options of ``instance-templates create`` for each ``--capacity_type``."""
 
 DELETE_S: Final = 1800.0  # seconds that deleting a group may take: gcloud waits for it
+WORKER_NUMBER: Final = "http://metadata.google.internal/computeMetadata/v1/instance/attributes/agent-worker-number"
+"""The URL at which a machine reads its number within its slice, as JAX does (GceTpuCluster)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Mig(GooglePod):
     """Slices of one name, each a managed instance group; policy and template have the pod's name."""
 
+    title = "mig: slices by Compute Engine (managed instance groups)"
+    noun = "group"
+    undoing = "deleting what was made of it"
+    undone = ", and is deleted again"
+
     machine_type: str = ""  # Compute Engine's type of its machines; empty without a kind of slice
     reservation: str = ""
     boot_disk_gb: int = 200
 
+    @staticmethod
+    def add_own_options(add: Callable[..., object]) -> None:
+        add("--machine_type", default="", help="for example ct6e-standard-4t, to make a v6e-8 of two machines "
+            "(default: the fewest machines)")  # fmt: skip
+        add("--reservation", default="", help="the reservation of --capacity_type reserved")
+        add("--boot_disk_gb", type=int, default=200, help="the disk of new machines in GB (default 200)")
+
+    @staticmethod
+    def own_values(options: argparse.Namespace, kind: Slice | None) -> dict[str, Any]:
+        machine_type = options.machine_type
+        if kind is not None:
+            types = dict(kind.family.machine_types)
+            if not types:
+                raise ConfigError(
+                    f"--tpu_type is {kind.name}, which Compute Engine does not have. Use --backend tpu-vm, or gke."
+                )
+            machine_type = machine_type or types[kind.chips // kind.hosts]
+            fitting = [
+                name for chips, name in types.items() if kind.chips % chips == 0 and (chips >= 4 or kind.chips < 4)
+            ]
+            if machine_type not in fitting:
+                raise ConfigError(
+                    f"--machine_type is {machine_type}, of which no {kind.name} can be made. Leave it out, or choose "
+                    f"from {', '.join(fitting)}."
+                )
+        if options.capacity_type not in CAPACITY_FLAGS:
+            raise ConfigError(
+                f"--capacity_type is {options.capacity_type}, which Compute Engine does not have. Use spot, or "
+                "--backend tpu-vm."
+            )
+        if (options.capacity_type == "reserved") != bool(options.reservation):
+            raise ConfigError(
+                "--capacity_type reserved and --reservation NAME belong together: give both (gcloud compute "
+                "reservations list shows yours), or none."
+            )
+        own = {"reservation": options.reservation, "boot_disk_gb": options.boot_disk_gb}
+        return {"machine_type": machine_type, **own}
+
+    @staticmethod
+    def coordinator(transport: SshTransport) -> Machine:
+        """The machine of the first slice that JAX counts as its first; the groups do not tell."""
+        first = [i for i, machine in enumerate(transport.machines) if machine.slice_id == 0]
+        asked = {}
+        for i in first:
+            command = transport.argv(i, f"curl -sf -H 'Metadata-Flavor: Google' {WORKER_NUMBER}")
+            asked[i] = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True)
+        said = {}
+        for i, process in asked.items():
+            try:
+                said[i] = process.communicate(timeout=60)[0].strip()
+            except subprocess.TimeoutExpired:
+                process.kill()
+                said[i] = ""
+        for i, number in said.items():
+            if number == "0":
+                return transport.machines[i]
+        raise LaunchError(
+            "no machine of the first slice says that it is number 0 (metadata agent-worker-number): "
+            + ", ".join(f"{transport.machines[i].name} says {number or 'nothing'}" for i, number in said.items())
+            + ". Several slices find each other by its address; look at the machines, or use one slice."
+        )
+
     @property
     def hosts(self) -> int:
-        """The number of machines of each slice; 0 where its kind is not known."""
         if self.slice is None:
             return 0
         chips = {name: chips for chips, name in self.slice.family.machine_types}
         return self.slice.chips // chips[self.machine_type]
 
     def create_commands(self) -> list[list[str]]:
-        if self.slice is None:
-            raise LaunchError(
-                f"there is no usable group named {self.name} in zone {self.gcloud.zone}, and nothing says which kind "
-                "of slice to make. Give --tpu_type, such as v6e-16.",
-                REFUSED,
-            )
+        kind = self.kind()
         several = self.hosts > 1  # a machine of its own needs no shape, and groups of one have no bulk mode
         policy = [
             *("compute", "resource-policies", "create", "workload-policy", self.name, "--type=HIGH_THROUGHPUT"),
-            f"--accelerator-topology={self.slice.topology}",
+            f"--accelerator-topology={kind.topology}",
             f"--description={LABEL}",
         ]
         template = [
             *("compute", "instance-templates", "create", self.name, f"--machine-type={self.machine_type}"),
-            f"--image-family={self.slice.family.image_family}",
+            f"--image-family={kind.family.image_family}",
             f"--image-project={IMAGE_PROJECT}",
             f"--boot-disk-size={self.boot_disk_gb}GB",
             "--maintenance-policy=TERMINATE",
@@ -110,33 +176,30 @@ class Mig(GooglePod):
     def made_here(self) -> bool:
         return any(group.get("description") == LABEL for group in self._groups().values() if group)
 
-    def ensure(self, wait: Wait) -> None:
-        """Use what there is of this name, else make it, and wait until every machine runs."""
-        found = self._groups()
-        asked = not any(found.values())
-        if not asked:
-            self._check_kind(found)
-            if (lost := self.lost(or_starting=True)) is not None:
-                self.create_commands()  # says which option is missing, before anything is deleted
-                self._check_ours(found, lost)
-                wait.say(f"{lost}: deleting what is left of {self.name}, to make a new one")
-                self.delete(wait)
-                asked = True
-            else:
-                wait.say(f"{self.name}: using what exists")
-        try:
-            if asked:
-                commands = self.create_commands()
-                self._delete_parts()  # of an earlier start that did not come to an end
-                kind = self.described(f"{self.hosts * self.count} × {self.machine_type}")
-                wait.say(f"{self.name}: asking for {kind} in {self.gcloud.zone}")
-                for command in commands:
-                    self.gcloud.run(command)
-            wait.until_usable(self.name, self._look, undone=", and is deleted again" if asked else "")
-        except BaseException:
-            if asked:
-                self.withdraw(wait, "deleting what was made of it", self._delete_ours)
-            raise
+    def take_existing(self, wait: Wait) -> bool:
+        groups = self._groups()
+        if any(groups.values()):
+            self._check_kind(groups)
+            if (lost := self.lost(or_starting=True)) is None:
+                return True
+            self.kind()  # before anything is deleted
+            self._check_ours(groups, lost)
+            wait.say(f"{lost}: deleting what is left of {self.name}, to make a new one")
+            self.delete(wait)
+        self._delete_parts()  # of an earlier start that did not come to an end
+        return False
+
+    def watch(self) -> Callable[[], tuple[str, bool]]:
+        return self._look
+
+    def undo(self) -> None:
+        for name, group in self._groups().items():
+            if group is not None and group.get("description") == LABEL:
+                self.run_unless_gone(self._delete_group(name), DELETE_S)
+        self._delete_parts()
+
+    def machines_in_words(self) -> str:
+        return f"{self.hosts * self.count} × {self.machine_type}"
 
     def machines(self) -> list[Machine]:
         found = []
@@ -172,7 +235,7 @@ class Mig(GooglePod):
         return None
 
     def delete(self, wait: Wait) -> None:
-        self._delete_ours()
+        self.undo()
         wait.say(f"{self.name}: deleted")
 
     def _look(self) -> tuple[str, bool]:
@@ -224,11 +287,9 @@ class Mig(GooglePod):
         machine_type = template.get("properties", {}).get("machineType", self.machine_type)
         for name, size in sizes.items():
             if (size, machine_type) != (self.hosts, self.machine_type):
-                raise LaunchError(
-                    f"group {name} exists and has {size} × {machine_type}, but --tpu_type "
-                    f"{self.slice.name} is {self.hosts} × {self.machine_type}. Leave --tpu_type out to "
-                    "use it, or choose another --tpu_name.",
-                    REFUSED,
+                raise self.other_kind(
+                    f"group {name} exists and has {size} × {machine_type}",
+                    f"{self.slice.name} is {self.hosts} × {self.machine_type}",
                 )
 
     def _check_ours(self, groups: dict[str, dict[str, Any] | None], lost: str) -> None:
@@ -240,12 +301,6 @@ class Mig(GooglePod):
                     "choose another --tpu_name.",
                     REFUSED,
                 )
-
-    def _delete_ours(self) -> None:
-        for name, group in self._groups().items():
-            if group is not None and group.get("description") == LABEL:
-                self.run_unless_gone(self._delete_group(name), DELETE_S)
-        self._delete_parts()
 
     def _delete_parts(self) -> None:
         """Delete the template and the policy, if the launcher made them; they cost nothing."""

@@ -1,20 +1,19 @@
 """A pod that Google rents out: make it, wait for it, find its machines, delete it."""
 
 import abc
-import concurrent.futures
+import argparse
 import dataclasses
 import shlex
-import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Any, ClassVar, Final, Self
 
-from lockstep.exits import REFUSED, UNAVAILABLE
+from lockstep.exits import REFUSED, UNAVAILABLE, UNREACHABLE
 from lockstep.launch.backend import LaunchError, Worker
 from lockstep.launch.gcloud import CALL_S, Gcloud
 from lockstep.launch.machines import SSH_OPTIONS
-from lockstep.launch.slices import Slice
+from lockstep.launch.slices import Slice, slice_of
 from lockstep.launch.tool import ToolError
 
 LABEL: Final = "lockstep-launch"  # the label of what the launcher made: `delete` leaves alone what has none
@@ -42,56 +41,140 @@ class GivenUpError(LaunchError):
     """Nobody waits any longer for a slice that may still come."""
 
 
-class Pod(Protocol):
-    """Slices of one name. Every method may raise `LaunchError`."""
-
-    @property
-    def name(self) -> str:
-        """The name in messages."""
-
-    def create_commands(self) -> list[list[str]]:
-        """Return the commands that make it, ready to run."""
-
-    def wait_lines(self) -> list[str]:
-        """Return lines for a shell that wait until it can be used, as `ensure` does."""
-
-    def delete_commands(self) -> list[list[str]]:
-        """Return the commands that delete all of it, ready to run."""
-
-    def login_commands(self, machines: Sequence[Machine] | None) -> list[list[str]]:
-        """Return the commands by which gcloud brings an ssh key to every machine; None: they are not known yet."""
-
-    def ssh_command(self, worker: int, command: str) -> list[str]:
-        """Return gcloud's own way to run a command on a worker, numbered over all slices, for people to paste."""
-
-    def made_here(self) -> bool:
-        """Whether the launcher made it: what others made is not deleted with a job."""
-
-    def ensure(self, wait: "Wait") -> None:
-        """Use what there is of this name, else make it, and wait until it can be used."""
-
-    def machines(self) -> list[Machine]:
-        """Return its machines, slice by slice, in the order of their numbers as far as Google tells it."""
-
-    def lost(self) -> str | None:
-        """Return in words what happened to it if it cannot run anything any more, or None."""
-
-    def delete(self, wait: "Wait") -> None:
-        """Delete all of it and wait until it is gone; what is already gone is no error."""
+class RequestFailedError(ToolError):
+    """A request has ended without machines, which costs nothing."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GooglePod(abc.ABC):
-    """The part of a `Pod` that both of Google's ways to rent slices share."""
+    """Slices of one name, rented in one of Google's ways. Every method may raise `LaunchError`."""
+
+    title: ClassVar[str]  # the heading of the options that this way alone has
+    noun: ClassVar[str]  # what a slice is called here
+    undoing: ClassVar[str]  # what is done with a request that nobody waits for any more
+    undone: ClassVar[str]
 
     gcloud: Gcloud
-    name: str
+    name: str  # the name in messages
     slice: Slice | None  # the kind of slice, or None: only an existing one is used, whatever its kind
     count: int = 1
     capacity: str = "on-demand"  # a key of `CAPACITY_FLAGS`
     network: str = ""  # the network's name, or empty for `default`
     service_account: str = ""  # the account of the machines, or empty for the project's default
     internal_ip: bool = False  # whether machines have, and ssh uses, internal addresses only
+
+    @classmethod
+    def of(cls, options: argparse.Namespace, name: str, count: int) -> Self:
+        """The pod of the options; nothing is asked of Google."""
+        kind = slice_of(options.tpu_type)
+        shared = {field: getattr(options, field) for field in ("network", "service_account", "internal_ip")}
+        own = {**shared, **cls.own_values(options, kind), "capacity": options.capacity_type}
+        return cls(gcloud=Gcloud(project=options.project, zone=options.zone), name=name, slice=kind, count=count, **own)
+
+    @staticmethod
+    @abc.abstractmethod
+    def add_own_options(add: Callable[..., object]) -> None:
+        """Add the options that this way alone has."""
+
+    @staticmethod
+    @abc.abstractmethod
+    def own_values(options: argparse.Namespace, kind: Slice | None) -> dict[str, Any]:
+        """The fields that this way alone has; options that do not fit together are refused (ConfigError)."""
+
+    @staticmethod
+    def coordinator(transport: "SshTransport") -> Machine:
+        """The machine at which several slices find each other: JAX's first of the first slice."""
+        return transport.machines[0]
+
+    @property
+    @abc.abstractmethod
+    def hosts(self) -> int:
+        """The number of machines of each slice; 0 where its kind is not known."""
+
+    @abc.abstractmethod
+    def create_commands(self) -> list[list[str]]:
+        """Return the commands that make it, ready to run."""
+
+    @abc.abstractmethod
+    def wait_lines(self) -> list[str]:
+        """Return lines for a shell that wait until it can be used, as `ensure` does."""
+
+    @abc.abstractmethod
+    def delete_commands(self) -> list[list[str]]:
+        """Return the commands that delete all of it, ready to run."""
+
+    @abc.abstractmethod
+    def login_commands(self, machines: Sequence[Machine] | None) -> list[list[str]]:
+        """Return the commands by which gcloud brings an ssh key to every machine; None: they are not known yet."""
+
+    @abc.abstractmethod
+    def ssh_command(self, worker: int, command: str) -> list[str]:
+        """Return gcloud's own way to run a command on a worker, numbered over all slices, for people to paste."""
+
+    @abc.abstractmethod
+    def made_here(self) -> bool:
+        """Whether the launcher made it: what others made is not deleted with a job."""
+
+    @abc.abstractmethod
+    def machines(self) -> list[Machine]:
+        """Return its machines, slice by slice, in the order of their numbers as far as Google tells it."""
+
+    @abc.abstractmethod
+    def lost(self) -> str | None:
+        """Return in words what happened to it if it cannot run anything any more, or None."""
+
+    @abc.abstractmethod
+    def delete(self, wait: "Wait") -> None:
+        """Delete all of it and wait until it is gone; what is already gone is no error."""
+
+    @abc.abstractmethod
+    def take_existing(self, wait: "Wait") -> bool:
+        """Return whether there is one of this name that can be used; else delete what is left of it.
+
+        Raises:
+            LaunchError: It is of another kind, or it is lost and cannot be replaced.
+        """
+
+    @abc.abstractmethod
+    def watch(self) -> Callable[[], tuple[str, bool]]:
+        """Return a function for one wait: it returns the state to show, and whether every machine can be used."""
+
+    @abc.abstractmethod
+    def undo(self) -> None:
+        """Delete what `create_commands` have made, or asked for."""
+
+    def ensure(self, wait: "Wait") -> None:
+        """Use what there is of this name, else ask for it, and wait until it can be used.
+
+        Raises:
+            LaunchError: What there is cannot be used, or it does not come in time; then the request is withdrawn.
+        """
+        asked = not self.take_existing(wait)
+        commands = self.create_commands() if asked else []
+        doing = f"asking for {self.described()} in {self.gcloud.zone}" if asked else "using what exists"
+        wait.say(f"{self.name}: {doing}")
+        taken = 0  # the commands that Google has taken
+        try:
+            for command in commands:
+                self.gcloud.run(command)
+                taken += 1
+            wait.until_usable(self.name, self.watch(), undone=self.undone if asked else "")
+        except BaseException as error:
+            # What Google has refused or failed costs nothing; of what was interrupted or not answered nobody knows.
+            refused = isinstance(error, ToolError) and error.cause.name != "unknown" and error.code != UNREACHABLE
+            if asked and (taken or not refused) and not isinstance(error, RequestFailedError):
+                self._withdraw(wait)
+            raise
+
+    def _withdraw(self, wait: "Wait") -> None:
+        """Delete what was asked for and nobody waits for any more: it would cost money once it comes."""
+        wait.say(f"{self.name}: {self.undoing}")
+        try:
+            self.undo()
+        except BaseException as error:
+            wait.say(by_hand(self.name, error, self.delete_commands()))
+            if not isinstance(error, ToolError):
+                raise
 
     @property
     def slice_names(self) -> list[str]:
@@ -103,15 +186,29 @@ class GooglePod(abc.ABC):
         given = {"network": self.network, "service-account": self.service_account}
         return [f"--{name}={value}" for name, value in given.items() if value]
 
-    def described(self, machines: str) -> str:
-        """The number, kind and capacity of its slices, in words."""
-        assert self.slice is not None
-        times = f"{self.count} × " if self.count > 1 else ""
-        return f"{times}{self.slice.name} ({self.capacity}, {machines})"
+    def machines_in_words(self) -> str:
+        return f"{self.hosts * self.count} hosts"
 
-    @abc.abstractmethod
-    def delete_commands(self) -> list[list[str]]:
-        """Return the commands that delete all of it, see `Pod`."""
+    def described(self) -> str:
+        """The number, kind and capacity of its slices, in words."""
+        times = f"{self.count} × " if self.count > 1 else ""
+        return f"{times}{self.kind().name} ({self.capacity}, {self.machines_in_words()})"
+
+    def kind(self) -> Slice:
+        """The kind of slice that is to be made."""
+        if self.slice is None:
+            raise LaunchError(
+                f"there is no usable {self.noun} named {self.name} in zone {self.gcloud.zone}, and nothing says which "
+                "kind to make. Give --tpu_type, such as v5p-64, or the name and zone of one that exists.",
+                REFUSED,
+            )
+        return self.slice
+
+    def other_kind(self, existing: str, kind: str) -> LaunchError:
+        """The error about a slice that exists and is of another kind than the one that was asked for."""
+        return LaunchError(
+            f"{existing}, but --tpu_type {kind}. Leave --tpu_type out to use it, or choose another --tpu_name.", REFUSED
+        )
 
     def machine(self, name: str, slice_id: int, internal: str, external: str, host_key_alias: str) -> Machine:
         """One of its machines, at the address by which ssh is to reach it."""
@@ -124,16 +221,6 @@ class GooglePod(abc.ABC):
         return Machine(
             name=name, slice_id=slice_id, address=address, internal_address=internal, host_key_alias=host_key_alias
         )
-
-    def withdraw(self, wait: "Wait", what: str, delete: Callable[[], None]) -> None:
-        """Delete what was asked for and nobody waits for any more: it would cost money once it comes."""
-        wait.say(f"{self.name}: {what}")
-        try:
-            delete()
-        except BaseException as error:
-            wait.say(by_hand(self.name, error, self.delete_commands()))
-            if not isinstance(error, ToolError):
-                raise
 
     def run_unless_gone(self, command: list[str], timeout_s: float = CALL_S) -> None:
         """Run a command that deletes something; what is not there is no error."""
@@ -188,126 +275,10 @@ class Wait:
             )
 
 
-class ElasticPod:
-    """Slices of which some may be missing: each is asked for, lost and made again by itself.
-
-    Args:
-        least: The slices without which nothing starts.
-        more_s: Seconds to wait for the other slices once the least can be used.
-    """
-
-    def __init__(self, parts: Sequence[Pod], least: int, hosts: int, more_s: float) -> None:
-        self._parts, self._least, self._hosts, self._more_s = parts, least, hosts, more_s
-        self._used: list[Pod] | None = None
-
-    @property
-    def name(self) -> str:
-        return ", ".join(part.name for part in self._parts)
-
-    def create_commands(self) -> list[list[str]]:
-        return [command for part in self._parts for command in part.create_commands()]
-
-    def wait_lines(self) -> list[str]:
-        return [line for part in self._parts for line in part.wait_lines()]
-
-    def delete_commands(self) -> list[list[str]]:
-        return [command for part in self._parts for command in part.delete_commands()]
-
-    def login_commands(self, machines: Sequence[Machine] | None) -> list[list[str]]:
-        """The commands that bring the key to the slices in use, see `Pod`."""
-        if machines is None:
-            return [command for part in self._parts for command in part.login_commands(None)]
-        found = []
-        for index, part in enumerate(self._in_use()):
-            found += part.login_commands([machine for machine in machines if machine.slice_id == index])
-        return found
-
-    def ssh_command(self, worker: int, command: str) -> list[str]:
-        return self._parts[worker // self._hosts].ssh_command(worker % self._hosts, command)
-
-    def made_here(self) -> bool:
-        """Whether the launcher made any of the slices."""
-        return any(part.made_here() for part in self._parts)
-
-    def ensure(self, wait: Wait) -> None:
-        """Ask for every slice that is not there, and wait for the least of them, then for the others for a while.
-
-        What has not come by then is withdrawn; the next start asks for it again.
-        """
-        enough = threading.Event()
-        each = dataclasses.replace(wait, given_up=lambda: enough.is_set() or wait.given_up())
-        with concurrent.futures.ThreadPoolExecutor(len(self._parts)) as pool:
-            try:
-                asked = [pool.submit(part.ensure, each) for part in self._parts]
-                self._await(asked, wait)
-            finally:
-                enough.set()  # Ctrl-C too: each withdraws its request
-        errors = [one.exception() for one in asked]
-        for error in errors:
-            if error is not None and not isinstance(error, LaunchError):
-                raise error
-        self._used = [part for part, error in zip(self._parts, errors, strict=True) if error is None]
-        count, most = len(self._used), len(self._parts)
-        if count < self._least:
-            found = [error for error in errors if error is not None]
-            raise next((error for error in found if not isinstance(error, GivenUpError)), found[0])
-        if count < most:
-            why = "; ".join(str(error).partition("\n")[0] for error in errors if error is not None)
-            wait.say(f"going on with {count} of {most} slices, the next start asks for {most} again: {why}")
-
-    def _await(self, asked: Sequence[concurrent.futures.Future[None]], wait: Wait) -> None:
-        """Wait until all slices have come or failed, too many have failed, or enough have come and time is up."""
-        begin: float | None = None
-        while not all(one.done() for one in asked):
-            errors = [one.exception() for one in asked if one.done()]
-            usable = errors.count(None)
-            if len(asked) - (len(errors) - usable) < self._least:
-                return
-            if usable >= self._least:
-                begin = begin or time.monotonic()
-                if time.monotonic() - begin >= self._more_s:
-                    return
-            time.sleep(min(0.2, wait.poll_s))
-
-    def machines(self) -> list[Machine]:
-        """The machines of the slices in use, which are numbered without a gap."""
-        return [
-            dataclasses.replace(machine, slice_id=index)
-            for index, part in enumerate(self._in_use())
-            for machine in part.machines()
-        ]
-
-    def lost(self) -> str | None:
-        """The first slice in use that is lost, in words."""
-        return next((text for part in self._in_use() if (text := part.lost()) is not None), None)
-
-    def delete(self, wait: Wait) -> None:
-        """Delete every slice that the launcher made, and name each that could not be deleted.
-
-        Raises:
-            LaunchError: Names all that failed, after the others were deleted.
-        """
-        errors = []
-        for part in self._parts:
-            try:
-                if part.made_here():
-                    part.delete(wait)
-                else:
-                    wait.say(left_alone(part))
-            except LaunchError as error:
-                errors.append(error)
-        if errors:
-            raise LaunchError("\n".join(map(str, errors)), errors[0].code)
-
-    def _in_use(self) -> list[Pod]:
-        """The slices of the last `ensure`; in another process those that are there."""
-        return [part for part in self._parts if part.lost() is None] if self._used is None else self._used
-
-
-def left_alone(pod: Pod) -> str:
+def left_alone(name: str, commands: Sequence[Sequence[str]]) -> str:
     """The message about slices that are not deleted with their job."""
-    lines = "\n".join(f"  {shlex.join(command)}" for command in pod.delete_commands())
-    return f"{pod.name} was not made by this launcher, or is gone, and is left as it is. To delete it:\n{lines}"
+    lines = "\n".join(f"  {shlex.join(command)}" for command in commands)
+    return f"{name} was not made by this launcher, or is gone, and is left as it is. To delete it:\n{lines}"
 
 
 def by_hand(name: str, error: BaseException, commands: Sequence[Sequence[str]]) -> str:
@@ -348,14 +319,3 @@ class SshTransport:
         }
         words = [word for name, value in options.items() for word in ("-o", f"{name}={value}")]
         return ["ssh", *SSH_OPTIONS, "-i", self.key, *words, "--", f"{self.user}@{machine.address}", command]
-
-
-class PasteTransport:
-    """For ``--dry-run``: the same commands by gcloud's own ssh, which needs no address."""
-
-    def __init__(self, pod: Pod, workers: Sequence[Worker]) -> None:
-        self._pod = pod
-        self.workers = workers
-
-    def argv(self, worker: int, command: str) -> list[str]:
-        return self._pod.ssh_command(worker, command)

@@ -258,7 +258,6 @@ def _set_up(transport: Transport, index: int, job: Preparation, console: Console
     files = list(job.setup_files.items())
     request = {"op": "setup", "script": job.setup, "files": [[name, len(data)] for name, data in files]}
     log = job.setup_logs[index]
-    log.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     with open(log, "wb", opener=private) as file:
         lines = Lines(functools.partial(console.line, index))
 

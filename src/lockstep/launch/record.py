@@ -63,19 +63,34 @@ class JobRecord:
         others = [each for each in self.attempts if each.number != attempt.number]
         return dataclasses.replace(self, attempts=(*others, attempt))
 
+    def with_end(self, code: int) -> "JobRecord":
+        """The record whose last attempt has ended now."""
+        return self.with_attempt(dataclasses.replace(self.attempts[-1], ended=time.time(), code=code))
+
     def save(self) -> None:
         """Write the record, whole or not at all."""
         self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         write_file(self.directory / "job.json", json.dumps(dataclasses.asdict(self), indent=1) + "\n")
 
-    def set_aside_logs(self) -> None:
-        """Move the logs of an earlier job of this name to ``earlier-N``: none of them is taken for one of this job."""
+    def make_directory(self) -> None:
+        """Make the directory, without logs of an earlier job of this name, which go to ``earlier-N``."""
+        self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         if found := [*self.directory.glob("attempt-*")]:
             numbers = (int(path.name.partition("-")[2]) for path in self.directory.glob("earlier-*"))
             earlier = self.directory / f"earlier-{max(numbers, default=0) + 1}"
             earlier.mkdir(mode=0o700)
             for path in found:
                 path.rename(earlier / path.name)
+
+
+def kept_logs(directory: Path, attempt: int | None = None) -> list[tuple[int, int, Path]]:
+    """The attempt, the worker and the file of each log in a job's directory, in their order; of one attempt or all."""
+
+    def number(name: str) -> int:
+        return int(name.rpartition("-")[2])
+
+    paths = directory.glob(f"attempt-{'*' if attempt is None else attempt}/worker-*.log")
+    return sorted((number(path.parent.name), number(path.stem), path) for path in paths)
 
 
 def new_record(options: argparse.Namespace, name: str) -> JobRecord:

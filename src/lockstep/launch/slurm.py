@@ -18,7 +18,7 @@ from lockstep.launch.environment import JobEnvironment, filter_files, here_docum
 from lockstep.launch.failure import failed_by_their_logs
 from lockstep.launch.job_loop import signals_to
 from lockstep.launch.options import add_job_options, count
-from lockstep.launch.record import Attempt, JobRecord, find_earlier, name_from_date, new_record
+from lockstep.launch.record import Attempt, JobRecord, find_earlier, kept_logs, name_from_date, new_record
 from lockstep.launch.slurm_script import CODE, SCRIPT, SECRETS, TASK, SlurmJob, batch_script, secrets_file, task_script
 from lockstep.launch.tool import Cause, Tool
 
@@ -33,20 +33,14 @@ class FollowedFiles:
 
     def read(self, *, last: bool) -> None:
         """Show the whole lines that are new; at ``last``, when no more will be written, one without an end too."""
-        for path in sorted(self._directory.glob("attempt-*/worker-*.log"), key=_numbers):
+        for _, task, path in kept_logs(self._directory):
             with open(path, "rb") as file:
                 file.seek(self._read.get(path, 0))
                 data = file.read()
             whole = len(data) if last else data.rfind(b"\n") + 1
             self._read[path] = self._read.get(path, 0) + whole
             for line in data[:whole].splitlines():
-                self._console.line(_numbers(path)[1], line)
-
-
-def _numbers(path: Path) -> tuple[int, int]:
-    """The numbers of the attempt and of the worker."""
-    attempt, worker = re.findall(r"\d+", f"{path.parent.name} {path.name}")
-    return int(attempt), int(worker)
+                self._console.line(task, line)
 
 
 POLL_S: Final = 5.0  # seconds between two questions to Slurm's controller, which serves all users
@@ -119,8 +113,7 @@ class Slurm:
         environment = job_environment(options, make_key=True)
         job = _job(options, record, environment)
         directory = record.directory
-        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-        record.set_aside_logs()
+        record.make_directory()
         for name, text in {SCRIPT: batch_script(job), TASK: task_script(list(environment.secret))}.items():
             write_file(directory / name, text)
         for name, data in filter_files().items() if environment.secret else ():
@@ -226,7 +219,7 @@ class Slurm:
                 time.sleep(READ_S)
         code = 128 + stopped_by if stopped_by else self._code(job)
         attempts = [*job.directory.glob("attempt-*")]
-        job.with_attempt(dataclasses.replace(job.attempts[-1], ended=time.time(), code=code)).save()
+        job.with_end(code).save()
         if code:
             _show_failure(job, len(attempts), code, console)
         _forget_secrets(job)
@@ -321,7 +314,7 @@ def _noted_ends(attempt: Path) -> dict[int, tuple[int, float]]:
 def _show_failure(job: JobRecord, attempt: int, code: int, console: Console) -> None:
     """Say what ended the job, and show the end of the log of the process that failed first."""
     console.say(f"failed: {describe_code(code)}")
-    themselves = failed_by_their_logs(job.directory.glob(f"attempt-{attempt}/worker-*.log"))
+    themselves = failed_by_their_logs(kept_logs(job.directory, attempt))
     noted = _noted_ends(job.directory / f"attempt-{attempt}")
     if ended := [(task not in themselves, at, task) for task, (own, at) in noted.items() if own == code]:
         console.say(f"process {min(ended)[2]} failed first; its log is {job.log(attempt, min(ended)[2])}")

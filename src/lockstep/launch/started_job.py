@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import os
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from lockstep.launch.failure import Ending, first_failure
 from lockstep.launch.follower import Followers
 from lockstep.launch.job_loop import ASKED
 from lockstep.launch.prepare import on_all
-from lockstep.launch.record import Attempt, JobRecord, find_record
+from lockstep.launch.record import Attempt, JobRecord, find_record, kept_logs
 from lockstep.printable import printable, without_credentials
 
 MARGIN_S = 20.0  # seconds beyond its grace in which a job must have ended
@@ -106,16 +105,10 @@ class StartedJob:
             self._console.say(f"no longer followed; job {self._job.name} goes on")
             return INTERRUPTED
 
-    def _kept(self, attempt: Attempt) -> Iterator[tuple[int, bytes]]:
-        """The workers of which there is output here, and that."""
-        names = self._job.log(attempt.number, 0).parent.glob("worker-*.log")
-        for index in sorted(int(path.stem.split("-")[1]) for path in names):
-            yield index, self._job.log(attempt.number, index).read_bytes()
-
     def _print_kept(self, attempt: Attempt) -> int:
-        for index, data in self._kept(attempt):
+        for _, index, path in kept_logs(self._job.directory, attempt.number):
             lines = self._lines(index)
-            lines.feed(data)
+            lines.feed(path.read_bytes())
             lines.end()
         return DONE
 
@@ -127,7 +120,8 @@ class StartedJob:
         """Print the logs of all workers until the command has ended, and add to the files here what is new."""
         count = len(transport.workers)
         lines, offsets = [self._lines(index) for index in range(count)], [0] * count
-        for index, data in self._kept(attempt):
+        for _, index, path in kept_logs(self._job.directory, attempt.number):
+            data = path.read_bytes()
             if index < count:
                 offsets[index] = len(data)
             (lines[index] if index < count else self._lines(index)).feed(data)
@@ -259,7 +253,6 @@ def keep(path: Path, offset: int, data: bytes) -> int:
 
     Whoever else keeps it at the same time writes the same there.
     """
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     with open(private(path, os.O_WRONLY | os.O_CREAT), "wb") as file:
         file.seek(offset)
         file.write(data)

@@ -4,16 +4,17 @@ A queued resource is asked for whatever the kind of capacity, because it waits w
 their meaning: https://cloud.google.com/tpu/docs/queued-resources and the messages of the API (tpu/v2 in SDK 528).
 """
 
+import argparse
 import dataclasses
 import shlex
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from lockstep.exits import REFUSED, UNAVAILABLE, UNREACHABLE
+from lockstep.errors import ConfigError
+from lockstep.exits import REFUSED, UNAVAILABLE
 from lockstep.launch.backend import LaunchError
-from lockstep.launch.pod import LABEL, GooglePod, Machine, Wait
+from lockstep.launch.pod import LABEL, GooglePod, Machine, RequestFailedError, Wait
 from lockstep.launch.slices import Slice
-from lockstep.launch.tool import ToolError
 
 CAPACITY_FLAGS: Final = {
     "on-demand": [],
@@ -29,18 +30,35 @@ COMES_BACK: Final = frozenset({"CREATING", "RESTARTING", "REIMAGING", "REPAIRING
 """States of a node that a READY may follow. STOPPING is also how a preemption begins."""
 
 
-class RequestFailedError(ToolError):
-    """A queued resource has ended without nodes, which costs nothing."""
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TpuVm(GooglePod):
     """The nodes of one queued resource of the pod's name, or nodes that somebody made in another way."""
 
+    title = "tpu-vm: slices by the Cloud TPU API"
+    noun = "TPU"
+    undoing = "withdrawing the request"
+    undone = ", and the request is withdrawn"
+
     runtime_version: str = ""  # the image, or empty for the one that belongs to the kind of slice
 
+    @staticmethod
+    def add_own_options(add: Callable[..., object]) -> None:
+        add("--runtime_version", default="", help="the image of new machines (default: the one for the --tpu_type)")
+
+    @staticmethod
+    def own_values(options: argparse.Namespace, kind: Slice | None) -> dict[str, Any]:
+        if kind is not None and not kind.family.runtime_version:
+            raise ConfigError(
+                f"--tpu_type is {kind.name}, which the Cloud TPU API does not have. Use --backend mig, or gke."
+            )
+        return {"runtime_version": options.runtime_version}
+
+    @property
+    def hosts(self) -> int:
+        return self.slice.hosts if self.slice else 0
+
     def create_commands(self) -> list[list[str]]:
-        slice_ = self._check_type_is_given()
+        kind = self.kind()
         which = (
             [f"--node-id={self.name}"]
             if self.count == 1
@@ -50,8 +68,8 @@ class TpuVm(GooglePod):
             # Best effort is known to the alpha commands alone.
             *(["alpha"] if self.capacity == "best-effort" else []),
             *("compute", "tpus", "queued-resources", "create", self.name, *which),
-            f"--accelerator-type={slice_.name}",
-            f"--runtime-version={self.runtime_version or slice_.family.runtime_version}",
+            f"--accelerator-type={kind.name}",
+            f"--runtime-version={self.runtime_version or kind.family.runtime_version}",
             *CAPACITY_FLAGS[self.capacity],
             f"--labels={LABEL}=yes",
             *self.account_options(),
@@ -73,7 +91,7 @@ class TpuVm(GooglePod):
         return [self._ssh(node, 0, "true") for node in self.slice_names]
 
     def ssh_command(self, worker: int, command: str) -> list[str]:
-        per_slice = self.slice.hosts if self.slice else worker + 1
+        per_slice = self.hosts or worker + 1
         return self._ssh(self.slice_names[worker // per_slice], worker % per_slice, command)
 
     def made_here(self) -> bool:
@@ -83,43 +101,26 @@ class TpuVm(GooglePod):
             return any(LABEL in spec.get("node", {}).get("labels", {}) for spec in specs)
         return any(LABEL in (described or {}).get("labels", {}) for described in self._nodes().values())
 
-    def ensure(self, wait: Wait) -> None:
-        """Use what there is of this name, else ask for it, and wait until every node is READY.
-
-        Raises:
-            LaunchError: What there is cannot be used, or it does not come in time; then the request is withdrawn.
-        """
+    def take_existing(self, wait: Wait) -> bool:
         request, nodes = self._request(), self._nodes()
-        if _state_of(request) == "DELETING":  # by a delete that was not waited for
+        state = _state_of(request)
+        if state == "DELETING":  # by a delete that was not waited for
             self._await_deletion(wait)
-            request, nodes = None, {}
-        elif _state_of(request) in ENDED or _is_dead(nodes):
-            self._check_type_is_given()  # before anything is deleted
-            was = _state_of(request) if _state_of(request) in ENDED else "PREEMPTED"
+            return False
+        if state in ENDED or _is_dead(nodes):
+            self.kind()  # before anything is deleted
+            was = state if state in ENDED else "PREEMPTED"
             wait.say(f"{self.name}: it is {was}; deleting what is left of it, to ask for a new one")
             self.delete(wait)
-            request, nodes = None, {}
-        asked = request is None and not any(nodes.values())
-        commands = self.create_commands() if asked else []
-        if asked:
-            hosts = self._check_type_is_given().hosts * self.count
-            wait.say(f"{self.name}: asking for {self.described(f'{hosts} hosts')} in {self.gcloud.zone}")
-        else:
-            self._check_kind(nodes)
-            wait.say(f"{self.name}: using what exists")
-        taken = False  # whether Google has taken the request
-        try:
-            for command in commands:
-                self.gcloud.run(command)
-            taken = True
-            wait.until_usable(self.name, self._looks(), undone=", and the request is withdrawn" if asked else "")
-        except BaseException as error:
-            # What Google has refused or failed costs nothing; of what was interrupted or not answered nobody knows.
-            refused = isinstance(error, ToolError) and error.cause.name != "unknown" and error.code != UNREACHABLE
-            if asked and not (refused and not taken) and not isinstance(error, RequestFailedError):
-                delete = self._delete_request()
-                self.withdraw(wait, "withdrawing the request", lambda: self.run_unless_gone(delete))
-            raise
+            return False
+        for node, described in nodes.items():
+            kind = (described or {}).get("acceleratorType", "")
+            if self.slice is not None and kind and kind != self.slice.name:
+                raise self.other_kind(f"{node} exists and is a {kind}", f"is {self.slice.name}")
+        return request is not None or any(nodes.values())
+
+    def undo(self) -> None:
+        self.run_unless_gone(self._delete_request())
 
     def machines(self) -> list[Machine]:
         found = []
@@ -156,8 +157,8 @@ class TpuVm(GooglePod):
 
         self._await_deletion(wait)
 
-    def _looks(self) -> Callable[[], tuple[str, bool]]:
-        """A look at it, which raises where all of it is gone that an earlier one has seen."""
+    def watch(self) -> Callable[[], tuple[str, bool]]:
+        """As in the base class; the function raises where all of it is gone that an earlier call has seen."""
         seen = False
 
         def look() -> tuple[str, bool]:
@@ -183,12 +184,12 @@ class TpuVm(GooglePod):
         if request is not None and state != "ACTIVE":
             return state, False
         states = {node: (described or {}).get("state", "not there yet") for node, described in nodes.items()}
-        dead = [f"{node} is {of}" for node, of in states.items() if nodes[node] and of not in {"READY", *COMES_BACK}]
+        dead = [f"{node} is {now}" for node, now in states.items() if nodes[node] and now not in {"READY", *COMES_BACK}]
         if dead:
             raise LaunchError(f"{', '.join(dead)}. Start it (gcloud compute tpus tpu-vm start), or delete it.", REFUSED)
-        if all(of == "READY" for of in states.values()):
+        if all(now == "READY" for now in states.values()):
             return (f"{state}, " if state else "") + "READY", True
-        waiting = ", ".join(f"{node} {of}" for node, of in states.items() if of != "READY")
+        waiting = ", ".join(f"{node} {now}" for node, now in states.items() if now != "READY")
         return f"{state + ', ' if state else ''}{waiting}", False
 
     def _await_deletion(self, wait: Wait) -> None:
@@ -222,26 +223,6 @@ class TpuVm(GooglePod):
             + ": it has no TPUs any more. Start again to have new ones, with --retries to have that done by itself.",
             UNAVAILABLE,
         )
-
-    def _check_kind(self, nodes: dict[str, dict[str, Any] | None]) -> None:
-        """Refuse nodes of another kind than the one that was asked for."""
-        for node, described in nodes.items():
-            kind = (described or {}).get("acceleratorType", "")
-            if self.slice is not None and kind and kind != self.slice.name:
-                raise LaunchError(
-                    f"{node} exists and is a {kind}, but --tpu_type is {self.slice.name}. Leave --tpu_type out to use "
-                    "it, or choose another --tpu_name.",
-                    REFUSED,
-                )
-
-    def _check_type_is_given(self) -> Slice:
-        if self.slice is None:
-            raise LaunchError(
-                f"there is no usable TPU named {self.name} in zone {self.gcloud.zone}, and nothing says which kind to "
-                "make. Give --tpu_type, such as v5p-64, or the name and zone of one that exists.",
-                REFUSED,
-            )
-        return self.slice
 
     def _ssh(self, node: str, worker: int, command: str) -> list[str]:
         words = ["compute", "tpus", "tpu-vm", "ssh", node, f"--worker={worker}", f"--command={command}"]

@@ -12,6 +12,7 @@ from lockstep.launch.failure import (
     first_failure,
     tail_to_show,
 )
+from lockstep.launch.record import kept_logs
 
 
 def cause(*codes, unreachable=False, all_ended=False, waited_s=0.0, themselves=None):
@@ -91,6 +92,7 @@ def test_the_process_with_an_error_of_its_own_is_told_from_one_that_ended_becaus
 
 def test_logs_are_read_from_their_ends(tmp_path):
     for index, text in {0: GLOO, 2: "step 1\n" * 20_000 + OWN, 3: OWN + "\nstep 1" * 50}.items():
-        (tmp_path / f"worker-{index}.log").write_text(text)
-    assert failed_by_their_logs(tmp_path.iterdir()) == {2}
+        (tmp_path / "attempt-1").mkdir(exist_ok=True)
+        (tmp_path / "attempt-1" / f"worker-{index}.log").write_text(text)
+    assert failed_by_their_logs(kept_logs(tmp_path, 1)) == {2}
     assert failed_by_their_logs([]) == set()

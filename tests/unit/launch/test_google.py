@@ -23,7 +23,9 @@ from lockstep.exits import (
     WORKER_LOST,
 )
 from lockstep.launch import BACKENDS, free_port, parse
-from lockstep.launch.google import MigBackend, TpuVmBackend
+from lockstep.launch.google import GoogleBackend
+from lockstep.launch.mig import Mig
+from lockstep.launch.tpu_vm import TpuVm
 from tests.fake_cloud.commands import LOADER
 from tests.fake_cloud.laptop import LAUNCHER, ROOT, Laptop
 
@@ -357,10 +359,9 @@ def test_an_environment_that_is_there_is_used_as_it_is(laptop):
     ],
 )  # fmt: skip
 def test_wrong_options(words, text):
-    backend = TpuVmBackend()
     options = parse(["--backend", "tpu-vm", *SLICE, *words, "--", "x"], BACKENDS)
     with pytest.raises(ConfigError) as caught:
-        backend.dry_run(options)
+        GoogleBackend(TpuVm).dry_run(options)
     assert text in str(caught.value)
 
 
@@ -520,13 +521,13 @@ def test_what_dry_run_of_mig_prints_can_be_pasted(mig_laptop):
 def test_wrong_options_of_mig(words, text):
     options = parse([*MIG_SLICE, *words, "--", "x"], BACKENDS)
     with pytest.raises(ConfigError) as caught:
-        MigBackend().dry_run(options)
+        GoogleBackend(Mig).dry_run(options)
     assert text in str(caught.value)
 
 
 def test_the_number_of_machines_follows_from_their_type():
     def hosts(*words):
-        return MigBackend().hosts(parse([*MIG_SLICE, *words, "--", "x"], BACKENDS))
+        return GoogleBackend(Mig).hosts(parse([*MIG_SLICE, *words, "--", "x"], BACKENDS))
 
     assert hosts("--tpu_type", "v6e-8") == 1
     assert hosts("--tpu_type", "v6e-8", "--machine_type", "ct6e-standard-4t") == 2
