@@ -166,7 +166,8 @@ class Followers:
         for follower in self.by_worker:
             follower.finish()
         for follower in self.by_worker:
-            follower.join(timeout=5)
+            if follower.is_alive():  # Ctrl-C may have come before it was started
+                follower.join(timeout=5)
 
     def events(self, timeout_s: float) -> Iterator[Event]:
         """Events that have come, or come within a time; not all of them: a flood of output must hide no signal."""
