@@ -9,7 +9,8 @@ pytest.importorskip("libtpu", reason="the extra [plan] brings the TPU compiler")
 
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from lockstep.models.attention import Heads, KvSpec, TpuAttention, select_attention
+from lockstep.models.attention import Heads, TpuAttention, select_attention
+from lockstep.models.attention.kv import PagedKv
 from lockstep.models.attention.tpu_blocks import BlockKey, blocks_for, stored_heads
 from lockstep.models.attention.tpu_kernels import NAME
 from lockstep.plan.traffic import copies
@@ -39,7 +40,7 @@ def libtpu(monkeypatch):
 def test_a_step_writes_into_the_pool_in_place(generation, kv_dtype):
     """Both kernels take the pool as it is: no copy of it, in another dtype or order, is in the program."""
     mesh = Mesh(np.array(topology(SLICES[generation]).devices[:1]), ("x",), axis_types=(AxisType.Auto,))
-    stored = KvSpec(kv_heads=stored_heads(HEADS.kv_heads, jnp.dtype(kv_dtype).itemsize), head_size=128)
+    stored = PagedKv(kv_heads=stored_heads(HEADS.kv_heads, jnp.dtype(kv_dtype).itemsize), head_size=128)
     key = BlockKey(
         generation=generation,
         q_heads=stored.kv_heads * HEADS.group,

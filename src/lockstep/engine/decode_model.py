@@ -3,33 +3,29 @@
 import dataclasses
 import functools
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding
-from jaxtyping import Array
+from jax.sharding import Mesh
 
 from lockstep.engine.config import EngineConfig, Layout, context_size, layout_text, tensor_size, whole_experts
 from lockstep.engine.decoder.forward import check_exact_dtype, exact_merges
-from lockstep.engine.decoder.transformer import device_heads
+from lockstep.engine.decoder.transformer import device_heads, kept_by_layer
 from lockstep.engine.idle_replicas import count_active, layout_with_idle_replicas
+from lockstep.engine.replicated_kv_heads import replicate_kv_heads, replicates_kv_heads
 from lockstep.errors import ConfigError
-from lockstep.models import STACKED, WEIGHT_AXES, DecoderWeights, LlamaConfig, part_lanes, quantized_dims, tensor_dims
+from lockstep.models import STACKED, DecoderWeights, LlamaConfig, part_lanes, quantized_dims, tensor_dims
 from lockstep.models.attention import Heads, check_context, stored_kv_heads
+from lockstep.models.attention.kv import KvSpec
 from lockstep.placement import (
-    Assemble,
     DecodeMesh,
     LayoutTree,
-    LazyWeight,
     LeafLayout,
     QuantizedLayout,
-    axis_specs,
     is_lazy,
     leaf_layouts,
     make_decode_mesh,
     quantized_layouts,
-    resharded,
     shape_structs,
     tensor_sizes,
 )
@@ -64,7 +60,7 @@ class DecodeModel:
         config: The configuration of the model, with kv heads replicated where the layout needs that.
         weights: Shape structs and `LazyWeight` of such, with the trainer's shardings and kv heads replicated.
         quantized_dtype: The 8-bit dtype of the weights of the layers' matrix products; None where it is ``dtype``.
-        kv_bytes: Bytes per device of K and V at one position in all layers, on average where positions are split.
+        kept: What each layer keeps of the past on a device, as the pool has it.
         whole_experts: Whether devices of a replica have whole experts, in place of a part of the width of each.
         layouts: The layout of each weight: where the trainer has it, and where decoding wants it.
         lazy: Whether any weight has yet to be made from what the trainer has.
@@ -84,7 +80,7 @@ class DecodeModel:
     dtype: jnp.dtype
     quantized_dtype: jnp.dtype | None
     kv_dtype: jnp.dtype
-    kv_bytes: int
+    kept: tuple[KvSpec, ...]
     whole_experts: bool
     layouts: LayoutTree
     leaves: tuple[Weight, ...]
@@ -93,6 +89,16 @@ class DecodeModel:
     moves: bool
     copied_bytes: int
     gathered: tuple[Weight, ...]
+
+    @functools.cached_property
+    def kv_bytes(self) -> int:
+        """Bytes per device of a position in all layers, on average where positions are split."""
+        return sum(layer.position_bytes(self.kv_dtype) for layer in self.kept) // self.heads.context
+
+    @functools.cached_property
+    def sequence_bytes(self) -> int:
+        """Bytes per device of a sequence in all layers beside those of its positions."""
+        return sum(layer.sequence_bytes(self.kv_dtype) for layer in self.kept)
 
     @property
     def copies(self) -> bool:
@@ -170,7 +176,6 @@ class DecodeModels:
         check_context(
             layout_text(layout), heads.context, copies, self._engine.first_page_size(device.platform), windows
         )
-        kept = stored_kv_heads(device, heads, kv_dtype)
         whole = whole_experts(layout, config.experts)
         quantized = self._engine.quantized_dtype
         lanes = {} if whole or decode_mesh.tensor == 1 or quantized is not None else part_lanes(device.platform)
@@ -199,7 +204,7 @@ class DecodeModels:
             dtype=dtype,
             quantized_dtype=quantized,
             kv_dtype=kv_dtype,
-            kv_bytes=config.num_layers * kept.bytes(kv_dtype) // heads.context,
+            kept=kept_by_layer(config, stored_kv_heads(device, heads, kv_dtype)),
             whole_experts=whole,
             layouts=layouts,
             leaves=leaves,
@@ -297,103 +302,3 @@ def _split(config: LlamaConfig, layout: Layout) -> dict[str, int]:
     heads = heads | shared | (mlp if config.mixes_mlps else {})
     whole, parts = {"experts.num_experts": experts.num_experts}, {"experts.intermediate_dim": config.expert_dim}
     return heads | (whole if whole_experts(layout, experts) else parts)
-
-
-def replicates_kv_heads(config: LlamaConfig, tensor: int) -> bool:
-    """Whether ``tensor`` devices need each kv head several times, and can divide its query heads."""
-    kv, group = config.num_kv_heads, config.q_heads_per_group
-    return tensor > kv and tensor % kv == 0 and group % (tensor // kv) == 0
-
-
-def replicate_kv_heads(config: LlamaConfig, weights: DecoderWeights, tensor: int) -> tuple[LlamaConfig, DecoderWeights]:
-    """The model as ``tensor`` devices see it: with a kv head for each of them, repeated where it has fewer.
-
-    Args:
-        weights: Arrays, shape structs or `LazyWeight`; nothing is launched or copied.
-
-    Returns:
-        Both unchanged where there are enough kv heads; else a model with ``tensor`` kv heads that computes the same,
-        whose weights are made while they are resharded.
-
-    Raises:
-        ConfigError: The trainer has a weight split inside a kv head.
-    """
-    if not replicates_kv_heads(config, tensor):
-        return config, weights
-    times = tensor // config.num_kv_heads
-    group, size = config.q_heads_per_group // times, config.head_size
-    layers = weights.layers
-
-    def replicate(name: str) -> Any:
-        leaf, (_, *axes) = getattr(layers, name), WEIGHT_AXES[name]
-        if leaf is None or "kv_head" not in axes:
-            return leaf
-        axis, sizes = axes.index("kv_head"), {"group": group, "head": size}
-        heads = tuple(sizes[axis_name] for axis_name in axes if axis_name in sizes)
-        behind = len(axes) - axis - 1 - len(heads)
-        assemble: Assemble = _Regroup(axis, heads, behind) if "group" in axes else _Repeat(axis, times, size)
-        spec = axis_specs(leaf)
-        sharding = getattr(leaf, "sharding", None)
-        pieces = 1
-        if isinstance(sharding, NamedSharding) and spec[axis + 1] is not None:
-            names = spec[axis + 1] if isinstance(spec[axis + 1], tuple) else (spec[axis + 1],)
-            pieces = math.prod(sharding.mesh.shape[mesh_axis] for mesh_axis in names)
-        inside = spec[axis + 2 : len(spec) - behind]
-        if config.num_kv_heads % pieces or any(part is not None for part in inside):
-            raise ConfigError(
-                f"layout {{tensor: {tensor}}} needs each of the {config.num_kv_heads} kv heads on {times} devices, and "
-                f"the trainer has the weight {name} cut inside a kv head: {sharding}. Set tensor to at most "
-                f"{config.num_kv_heads}."
-            )
-        lazy = isinstance(leaf, LazyWeight)
-        return LazyWeight(
-            parts=leaf.parts if lazy else (leaf,),
-            assemble=_Then(leaf.assemble, assemble) if lazy else assemble,
-            shape=(*leaf.shape[: axis + 1], tensor, *heads, *leaf.shape[leaf.ndim - behind :]),
-            dtype=leaf.dtype,
-            sharding=resharded(leaf, (*spec[: axis + 2], *(None for _ in heads), *spec[len(spec) - behind :])),
-            stacked=True,
-            **({name: getattr(leaf, name) for name in ("by_layer", "blocks", "layer_axis")} if lazy else {}),
-        )
-
-    changed = {field.name: replicate(field.name) for field in dataclasses.fields(layers)}
-    return (
-        dataclasses.replace(config, num_kv_heads=tensor, head_dim=size),
-        dataclasses.replace(weights, layers=dataclasses.replace(layers, **changed)),
-    )
-
-
-@dataclasses.dataclass(frozen=True)
-class _Repeat:
-    """Each kv head several times, one after the other."""
-
-    axis: int
-    times: int
-    size: int
-
-    def __call__(self, block: Array) -> Array:
-        return jnp.repeat(block.reshape(*block.shape[: self.axis], -1, self.size), self.times, axis=self.axis)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Regroup:
-    """Query heads in smaller groups; ``after`` axes follow those of the heads."""
-
-    axis: int
-    heads: tuple[int, ...]
-    after: int
-
-    def __call__(self, block: Array) -> Array:
-        behind = block.shape[block.ndim - self.after :]
-        return block.reshape(*block.shape[: self.axis], -1, *self.heads, *behind)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Then:
-    """One function after another."""
-
-    first: Assemble
-    second: Assemble
-
-    def __call__(self, *blocks: jax.Array) -> Array:
-        return self.second(self.first(*blocks))

@@ -302,7 +302,7 @@ class Engine:
                 sizing.sizes,
                 requests(weights),
                 find_stop,
-                share_prefixes=self.config.share_prefixes,
+                share_prefixes=sizing.shares_prefixes,
                 max_prompts=sizing.max_prompts,
                 verify_costs=sizing.verify_costs,
                 routed=routed_shape(self._built.model.config, sizing.sizes),

@@ -259,10 +259,6 @@ class LlamaConfig(ModelConfig):
             return self.experts.expected_hits(tokens) / self.experts.num_experts
         return float(weight != "embed" or self.tie_word_embeddings)
 
-    def positions_read(self, context: float) -> float:
-        """The positions whose K and V a token at the end of ``context`` attends to, of all layers together."""
-        return sum(context if kind.window is None else min(context, kind.window) for kind in layer_kinds(self))
-
 
 def every_nth_full(layers: int, every: int) -> tuple[LayerType, ...]:
     """The types of layers of which every n-th, counted from the first, has full attention."""

@@ -5,6 +5,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Final, NamedTuple
 
 from lockstep.engine import DecodeModel, Engine, used_weights
+from lockstep.engine.decoder.transformer import kept_by_layer
 from lockstep.engine.schedule import Capacity
 from lockstep.models.attention import TpuAttention, select_attention
 from lockstep.xla import Array, Hlo, Op, Run
@@ -182,11 +183,12 @@ def step_bytes(
             kernels += size * run.times
         else:
             program += size * run.times
-    config, heads = model.config, model.heads
-    position = heads.kept.bytes(model.kv_dtype) / heads.context
+    moved = sum(
+        layer.step_bytes(float(context), model.kv_dtype) for layer in kept_by_layer(model.config, model.heads.kept)
+    )
     return StepBytes(
         floor_weights=round(used_weights(model, float(sizes.slots))[0]),
-        floor_kv=round(sizes.slots * config.positions_read(context) * position),
+        floor_kv=round(sizes.slots * moved / model.heads.context),
         program=program,
         kernel=kernels,
         per_launch=launch,

@@ -198,11 +198,6 @@ def test_a_window_as_long_as_the_context_is_none():
     assert layer_kinds(config) == layer_kinds(LLAMA)
 
 
-def test_a_token_attends_to_the_window_of_each_layer():
-    config = LlamaConfig(**{**SMALL, "num_layers": 3}, variant=Variant(sliding_window=5, full_attention_every=3))
-    assert config.positions_read(4) == 12 and config.positions_read(40) == 5 + 5 + 40
-
-
 def test_an_embedding_is_read_whole_only_where_it_is_the_output_layer():
     tied = dataclasses.replace(LLAMA, tie_word_embeddings=True)
     assert [config.part_read("embed", 8) for config in (LLAMA, tied)] == [0, 1] and LLAMA.part_read("up", 1) == 1

@@ -26,6 +26,7 @@ from lockstep.models import (
     rotary_frequencies,
 )
 from lockstep.models.attention import Heads, ScoreModifier
+from lockstep.models.attention.kv import KvSpec, PagedKv
 from lockstep.models.layers import Rotary, feed_forward, first_stream, gated_norm, last_stream, layer, project
 from lockstep.placement import DecodeMesh, LayoutTree, drop_layers, read, read_outer
 from lockstep.placement.device import elementwise, product
@@ -34,7 +35,7 @@ LAYER: Final = frozenset(field.name for field in dataclasses.fields(LayerWeights
 EXPERTS: Final = tuple(name for name, axes in WEIGHT_AXES.items() if "expert" in axes[:-1])
 
 type Write[Cache] = Callable[[Cache, Array, Array], Cache]
-"""Takes the cache, a layer and K/V ``[sequence, query, *KvSpec.shape]``; returns the cache with them written."""
+"""Takes the cache, a layer and K/V ``[sequence, query, *PagedKv.shape]``; returns the cache with them written."""
 type Attend[Cache] = Callable[[Cache, Array, Array, Array | None], Array]
 """Takes the cache, a layer, queries ``[sequence, query, kv_head, group, head]`` and the sinks of the layer's heads
 ``[kv_head, group]``; returns attention's output."""
@@ -56,6 +57,15 @@ def device_heads(config: LlamaConfig, decode_mesh: DecodeMesh) -> Heads:
         context=decode_mesh.context,
         context_axes=decode_mesh.context_axes,
     )
+
+
+def kept_by_layer(config: LlamaConfig, rows: PagedKv) -> tuple[KvSpec, ...]:
+    """Return what each layer keeps of the past on a device.
+
+    Args:
+        rows: The rows of a position, of the layers that keep any.
+    """
+    return tuple(dataclasses.replace(rows, window=kind.window) for kind in layer_kinds(config))
 
 
 def routed_shape(config: LlamaConfig, sizes: Capacity) -> RoutedShape | None:

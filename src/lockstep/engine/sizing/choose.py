@@ -12,6 +12,7 @@ from lockstep.engine.sizing.memory_model import MemoryModel, concurrent_sequence
 from lockstep.engine.sizing.result import Choice, Sizing, reasons
 from lockstep.errors import CapacityError, ConfigError
 from lockstep.models.attention import describe_attention, max_page_table_rows
+from lockstep.models.attention.kv import describe_kept, shareable
 from lockstep.placement.device import Chip, calibrated, chip_of
 from lockstep.printable import bytes_text
 from lockstep.types import Request
@@ -73,6 +74,8 @@ class Chooser:
             kv_dtype=model.kv_dtype.name,
             weight_dtype=(model.quantized_dtype or model.dtype).name,
             attention=describe_attention(model.device, model.heads, exact=model.config.exact),
+            kept=describe_kept(model.kept, model.kv_dtype),
+            shares_prefixes=self.config.share_prefixes and shareable(model.kept),
         )
 
     def _consider(

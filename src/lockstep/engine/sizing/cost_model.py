@@ -74,7 +74,8 @@ def estimate(model: DecodeModel, sizes: Capacity, demand: Demand, chip: Chip) ->
     read, parameters = used_weights(model, slots)
     rows = max(1, math.ceil(slots))
     tiles = math.ceil(rows / tile_of(rows, model.dtype, model.device.platform)) if config.exact else 1
-    kv = slots * config.positions_read(demand.context) * model.kv_bytes / layers
+    moved_by_layer = [layer.step_bytes(demand.context, model.kv_dtype) for layer in model.kept]
+    kv = slots * sum(moved_by_layer) / model.heads.context
     # Devices at one memory share its bandwidth and cores: all of them while weights move, the active ones in a step.
     sharing = devices // count_memories(list(decode_mesh.mesh.devices.flat))
     decoding = sharing * len(sizes.active_replicas) / decode_mesh.replicas if sharing > 1 else 1

@@ -7,6 +7,7 @@ from lockstep.engine.config import EngineConfig
 from lockstep.engine.decode_model import DecodeModel, DecodeModels
 from lockstep.engine.schedule import Capacity, check_length, sampling_sizes
 from lockstep.errors import ConfigError
+from lockstep.models.attention.kv import revocable, shareable
 from lockstep.placement.device import chip_named
 from lockstep.types import Request
 
@@ -117,10 +118,10 @@ def desired_capacity(
         prefill_rows=max(1, rows),
         steps=steps,
         stop_ids=max(-(-demand.stop_ids // _STOP_IDS), 1) * _STOP_IDS,
-        page_copies=int(config.share_prefixes and demand.copies_pages),
+        page_copies=int(config.share_prefixes and shareable(model.kept) and demand.copies_pages),
         prefill_sequences=config.max_seqs_in_prefill or 0,
         idle_replicas=model.decode_mesh.replicas - active,
-        draft_tokens=min(_VERIFIED * steps, demand.new_tokens) if demand.drafts else 0,
+        draft_tokens=min(_VERIFIED * steps, demand.new_tokens) if demand.drafts and revocable(model.kept) else 0,
         more_filters=demand.more_filters,
         **demand.sampling,
     )

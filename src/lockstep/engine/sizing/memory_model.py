@@ -64,7 +64,7 @@ class MemoryModel:
         """Bytes per device with a capacity."""
         return Footprint(
             weights=self.model.copied_bytes,
-            pool=sizes.pages * sizes.page_size * self.model.kv_bytes,
+            pool=sizes.pages * sizes.page_size * self.model.kv_bytes + sizes.slots * self.model.sequence_bytes,
             reshard=self.reshard,
             temporaries=max(self.temporaries(sizes).values()),
         )
@@ -270,14 +270,15 @@ class MemoryModel:
 
     @property
     def _layer_kv_bytes(self) -> int:
-        """Bytes of K and V at one position in one layer."""
-        return self.model.kv_bytes // self.model.config.num_layers
+        """Bytes of a position in a layer that keeps most."""
+        most = max(layer.position_bytes(self.model.kv_dtype) for layer in self.model.kept)
+        return most // self.model.heads.context
 
     def _widened(self, positions: int) -> int:
         """Bytes of K and V of a layer at so many positions in the compute dtype, where they are kept in another."""
         if self.model.kv_dtype == self.model.dtype:
             return 0
-        return positions * self.model.heads.kept.bytes(self.model.dtype)
+        return positions * self.model.heads.kept.position_bytes(self.model.dtype)
 
     def _context_bytes(self, sizes: Capacity) -> int:
         """Bytes of the context of one slot as decode gathers it once per launch, in whole chunks where it is long.
@@ -375,7 +376,7 @@ def _most_sequences(
         now = footprint(sizes)
         if now.total > budget:
             continue
-        page = now.pool // fewest
+        page = footprint(dataclasses.replace(sizes, pages=fewest + 1)).pool - now.pool
         most = max(fewest, min(wanted.pages, slots * wanted.pages_per_sequence + 1))
         room = budget - (now.weights + now.pool + now.temporaries)
         sizes = dataclasses.replace(sizes, pages=min(most, fewest + max(0, room) // max(1, page)))

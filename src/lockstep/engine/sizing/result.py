@@ -43,6 +43,8 @@ class Sizing:
     kv_dtype: str
     weight_dtype: str  # the dtype of the weights of the layers' matrix products
     attention: str
+    kept: str  # what the layers keep of the past, and what that rules out
+    shares_prefixes: bool  # whether sequences read the pages of others that begin as they do
 
     @property
     def budget(self) -> int:
@@ -87,6 +89,7 @@ class Sizing:
         if self.compiled:
             lines[-1] += f"; {bytes_text(self.predicted.total)} were predicted"
         lines.append(f"attention: {self.attention}")
+        lines.append(f"kept of the past: {self.kept}")
         lines += [f"  {name} {value}: {why}" for name, (value, why) in self.reasons.items()]
         lines.append(f"predicted with the numbers of {self.chip}, at best:")
         for choice in self.considered:

@@ -3,7 +3,6 @@
 from lockstep.models.attention.base import NO_WINDOW as NO_WINDOW
 from lockstep.models.attention.base import Attention as Attention
 from lockstep.models.attention.base import Heads as Heads
-from lockstep.models.attention.base import KvSpec as KvSpec
 from lockstep.models.attention.context_parallel import check_context as check_context
 from lockstep.models.attention.contiguous_kv import CONTEXT_CHUNK as CONTEXT_CHUNK
 from lockstep.models.attention.contiguous_kv import Context as Context

@@ -1,49 +1,16 @@
 """The protocol between the decoder and attention over a paged KV cache, the same for every kind of device."""
 
 import dataclasses
-import math
 from typing import Any, Final, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Num
 
+from lockstep.models.attention.kv import PagedKv
 from lockstep.models.attention.softmax import ScoreModifier
 
 NO_WINDOW: Final = 2**30
 """More positions than any sequence has."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class KvSpec:
-    """The numbers that a layer keeps of a position on one device, the last two axes of the pool: K and V of each head.
-
-    Args:
-        kv_heads: The number of key/value heads. A kernel may need more and wider heads than the model has, padded with
-            zeros.
-        head_size: The size of a head in elements.
-    """
-
-    kv_heads: int
-    head_size: int
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """The rows that a position has in the pool, and their size: K of head ``h`` is row ``2 * h``, V the next."""
-        return 2 * self.kv_heads, self.head_size
-
-    def bytes(self, dtype: jnp.dtype) -> int:
-        """Bytes of a position in a layer."""
-        return math.prod(self.shape) * dtype.itemsize
-
-    @staticmethod
-    def join(k: Num[Array, "*batch kv_head head"], v: Array) -> Num[Array, "*batch two_kv_heads head"]:
-        """Return the rows of K and V."""
-        return jnp.stack([k, v], axis=-2).reshape(*k.shape[:-2], -1, k.shape[-1])
-
-    @staticmethod
-    def split(rows: Num[Array, "*batch two_kv_heads head"]) -> tuple[Array, Array]:
-        """Return K and V ``[*batch, kv_head, head]`` of their rows."""
-        return rows[..., 0::2, :], rows[..., 1::2, :]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,6 +22,7 @@ class Heads:
             https://arxiv.org/abs/2305.13245).
         windows: The sliding window of each layer, None for none, where layers differ; ``modifier`` then has no window.
         sinks: Whether each head has a score for nothing (`lockstep.models.attention.softmax.attend`).
+        value_size: The first elements of K that are V too; None where V has rows of its own (`PagedKv`).
         context: The number of devices that have the same key/value heads, over which positions are split.
         context_axes: The mesh axes of those devices.
     """
@@ -65,13 +33,14 @@ class Heads:
     modifier: ScoreModifier = ScoreModifier()
     windows: tuple[int | None, ...] | None = None
     sinks: bool = False
+    value_size: int | None = None
     context: int = 1
     context_axes: tuple[str, ...] = ()
 
     @property
-    def kept(self) -> KvSpec:
-        """The numbers that a layer keeps of a position."""
-        return KvSpec(kv_heads=self.kv_heads, head_size=self.head_size)
+    def kept(self) -> PagedKv:
+        """The rows that a layer keeps of a position."""
+        return PagedKv(kv_heads=self.kv_heads, head_size=self.head_size, value_size=self.value_size)
 
     @property
     def at_own_positions(self) -> "Heads":
@@ -86,6 +55,7 @@ class Heads:
             head_size=self.head_size,
             modifier=own,
             windows=windows,
+            value_size=self.value_size,
         )
 
     def _share(self, window: Any) -> Any:
@@ -108,8 +78,8 @@ class Attention(Protocol):
     """
 
     @property
-    def stored_kv_heads(self) -> KvSpec:
-        """The numbers that the pool keeps of a position."""
+    def stored_kv_heads(self) -> PagedKv:
+        """The rows that the pool keeps of a position."""
 
     def pack(self, kv: Float[Array, "... two_kv_heads head"]) -> Float[Array, "... stored_two_kv_heads stored_head"]:
         """Pad K and V to the heads that the pool stores; writing rounds them to the dtype of the pool."""

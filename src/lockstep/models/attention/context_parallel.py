@@ -20,7 +20,8 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from lockstep.errors import ConfigError
-from lockstep.models.attention.base import Attention, Heads, KvSpec
+from lockstep.models.attention.base import Attention, Heads
+from lockstep.models.attention.kv import PagedKv
 
 
 def check_context(layout: str, context: int, copies: int, page_size: int, windows: Iterable[Any]) -> None:
@@ -59,7 +60,7 @@ class ContextParallelAttention:
     own: Attention
 
     @property
-    def stored_kv_heads(self) -> KvSpec:
+    def stored_kv_heads(self) -> PagedKv:
         """Those of a device."""
         return self.own.stored_kv_heads
 

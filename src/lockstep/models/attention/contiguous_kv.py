@@ -10,8 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Num
 
-from lockstep.models.attention.base import KvSpec
-from lockstep.models.attention.page_ops import ReadKv, gather_kv, to_pool
+from lockstep.models.attention.page_ops import ReadKv, gather_kv, keys_and_values, to_pool
 from lockstep.models.attention.softmax import ReadChunk, ScoreModifier, attend
 
 CONTEXT_CHUNK = 128
@@ -19,13 +18,14 @@ CONTEXT_CHUNK = 128
 
 
 class Context(NamedTuple):
-    """Contiguous K and V of all layers, in the dtype of the pool.
+    """Contiguous K and V of all layers, or the latents that are both, in the dtype of the pool.
 
     A chunk of positions of all slots is one contiguous block of memory, so that attention reads it without a copy.
     """
 
     k: Num[Array, "layer chunk slot kv_head position head"]
-    v: Num[Array, "layer chunk slot kv_head position head"]
+    v: Num[Array, "layer chunk slot kv_head position head"] | None = None
+    """None where K is a latent."""
 
 
 def gather_context(
@@ -50,7 +50,7 @@ def gather_context(
         As many positions as the page table has, rounded up to whole chunks.
     """
     slots, num_pages = page_table.shape
-    page_size, two_kv_heads, head = pool.shape[1:]
+    page_size, _, head = pool.shape[1:]
     pages = min(max(CONTEXT_CHUNK // page_size, 1), num_pages)
     num_chunks = -(-num_pages // pages)
     padded = jnp.pad(page_table, ((0, 0), (0, num_chunks * pages - num_pages)))
@@ -61,17 +61,17 @@ def gather_context(
     def copy(iteration: Array, context: Context) -> Context:
         first, layer = iteration // num_layers * copied, iteration % num_layers
         table = jax.lax.dynamic_slice_in_dim(padded, first, copied, axis=1)
-        k, v = read_kv(pool, layer * (pool.shape[0] // num_layers) + table)
+        *k, v = read_kv(pool, layer * (pool.shape[0] // num_layers) + table)
         written = first * page_size + jnp.arange(copied * page_size) < lengths[:, None]
-        v = jnp.where(written[:, None, :, None], v, 0)
+        parts = *k, jnp.where(written[:, None, :, None], v, 0)
         at = (layer, first // pages, 0, 0, first % pages * page_size, 0)
-        return Context(
-            jax.lax.dynamic_update_slice(context.k, k[None, None], at),
-            jax.lax.dynamic_update_slice(context.v, v[None, None], at),
+        return jax.tree.map(
+            lambda whole, part: jax.lax.dynamic_update_slice(whole, part[None, None], at), context, Context(*parts)
         )
 
-    shape = (num_layers, num_chunks, slots, two_kv_heads // 2, pages * page_size, head)
-    empty = Context(jnp.zeros(shape, pool.dtype), jnp.zeros(shape, pool.dtype))
+    shapes = jax.eval_shape(read_kv, pool, padded[:, :copied])
+    shape = (num_layers, num_chunks, slots, shapes[0].shape[1], pages * page_size, head)
+    empty = Context(*(jnp.zeros(shape, pool.dtype) for _ in shapes))
     return jax.lax.fori_loop(0, num_layers * -(-jnp.max(lengths) // (copied * page_size)), copy, empty)
 
 
@@ -84,11 +84,9 @@ def extend_context(
     """Write K and V of one or more positions per slot into one layer of the context; those beyond it are left out."""
     chunk, offset = jnp.divmod(position, context.k.shape[4])
     at = (layer, chunk, jnp.arange(kv.shape[0])[:, None], slice(None), offset)
-    k, v = KvSpec.split(kv)
-    return Context(
-        context.k.at[at].set(to_pool(k, context.k.dtype), mode="drop"),
-        context.v.at[at].set(to_pool(v, context.v.dtype), mode="drop"),
-    )
+    arrays = jax.tree.leaves(context)
+    rows = Context(*(kv[..., part :: len(arrays), :] for part in range(len(arrays))))
+    return jax.tree.map(lambda array, row: array.at[at].set(to_pool(row, array.dtype), mode="drop"), context, rows)
 
 
 def attend_context(
@@ -100,18 +98,20 @@ def attend_context(
     sinks: Float[Array, "kv_head group"] | None = None,
     *,
     partial: bool = False,
+    value_size: int | None = None,
 ) -> Any:
     """Attend one or more queries per slot to the positions up to and including their own, as `attend` does.
 
     Args:
         q: The queries; query ``i`` of a slot is at ``position + i``. Those beyond the context see all of it.
         position: The position of each slot's first query.
+        value_size: See `lockstep.models.attention.kv.PagedKv`.
     """
     slots, queries, kv_heads, group, head = q.shape
     last = context.k.shape[1] * context.k.shape[4] - 1
     positions = jnp.repeat(jnp.minimum(position[:, None] + jnp.arange(queries), last), group, axis=1)
     by_head = q.transpose(0, 2, 1, 3, 4).reshape(slots, kv_heads, queries * group, head)
-    read = _read_chunk(context, layer)
+    read = _read_chunk(context, layer, value_size)
     sinks = None if sinks is None else jnp.tile(sinks, (1, queries))
     chunks, size = context.k.shape[1], context.k.shape[4]
     out = attend(by_head, positions, read, chunks, size, modifier, sinks, partial=partial)
@@ -123,12 +123,14 @@ def by_query(found: Any, queries: int) -> Any:
     return jax.tree.map(lambda a: a.reshape(*a.shape[:2], queries, -1, *a.shape[3:]).swapaxes(1, 2), found)
 
 
-def _read_chunk(context: Context, layer: Int[Array, ""]) -> ReadChunk:
+def _read_chunk(context: Context, layer: Int[Array, ""], value_size: int | None) -> ReadChunk:
     """Read chunks of one layer."""
 
     def read(index: Array | int) -> tuple[Array, Array]:
         first = (layer, index, 0, 0, 0, 0)
-        k, v = (jax.lax.dynamic_slice(a, first, (1, 1, *a.shape[2:]))[0, 0] for a in context)
-        return k, v
+        arrays = jax.tree.leaves(context)
+        return keys_and_values(
+            [jax.lax.dynamic_slice(a, first, (1, 1, *a.shape[2:]))[0, 0] for a in arrays], value_size
+        )
 
     return read

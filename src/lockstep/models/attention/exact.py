@@ -162,7 +162,7 @@ class ExactAttention(XlaAttention):
 
         def read(index: Array | int) -> tuple[Array, Array]:
             first = (layer, index, 0, 0, 0, 0)
-            k, v = (jax.lax.dynamic_slice(a, first, (1, 1, *a.shape[2:]))[0, 0] for a in context)
+            k, v = (jax.lax.dynamic_slice(a, first, (1, 1, *a.shape[2:]))[0, 0] for a in jax.tree.leaves(context))
             padding = ((0, 0), (0, 0), (0, BLOCK - chunk), (0, 0))
             return barrier((jnp.pad(k, padding), jnp.pad(v, padding)))
 

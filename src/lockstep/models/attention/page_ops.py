@@ -11,7 +11,7 @@ and writes the pool, a pool in 8 bits is an array of bytes: on CPU it converts a
 bits and back, the whole pool at every step. Kernels take an array of that type as it is.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -19,33 +19,48 @@ from jaxtyping import Array, Float, Int, Num
 
 from lockstep.placement.device import BYTE, FP8, LARGEST_FP8
 
-type ReadKv = Callable[[Array, Array], tuple[Array, Array]]
-"""Takes a pool and the pages ``[sequence, page]`` of it that each sequence has; returns K and V
+type ReadKv = Callable[[Array, Array], tuple[Array, ...]]
+"""Takes a pool and the pages ``[sequence, page]`` of it that each sequence has; returns K and V, or a latent of both,
 ``[sequence, kv_head, position, head]``."""
 
 
+def keys_and_values(parts: Sequence[Array], value_size: int | None) -> tuple[Array, Array]:
+    """Return K and V of what a `ReadKv` returns.
+
+    Args:
+        value_size: See `lockstep.models.attention.kv.PagedKv`.
+    """
+    if value_size is None:
+        k, v = parts
+        return k, v
+    (latent,) = parts
+    return latent, latent[..., :value_size]
+
+
 def gather_kv(
-    pool: Num[Array, "pool_page page_size two_kv_heads head"], page: Int[Array, "sequence page"]
-) -> tuple[Num[Array, "sequence kv_head position head"], Num[Array, "sequence kv_head position head"]]:
+    pool: Num[Array, "pool_page page_size row head"], page: Int[Array, "sequence page"], parts: int = 2
+) -> tuple[Num[Array, "sequence kv_head position head"], ...]:
     """Read the heads of all positions in one gather for K and one for V, straight into the order of the result.
 
     A gather of whole pages would have to be put into that order by a second pass over the memory.
+
+    Args:
+        parts: The number of rows of a head: 2 for K and V, 1 for a latent.
     """
-    page_size, two_kv_heads, head = pool.shape[1:]
-    row = (page[:, :, None] * page_size + jnp.arange(page_size)).reshape(len(page), 1, -1) * two_kv_heads
-    k = row + 2 * jnp.arange(two_kv_heads // 2)[:, None]
-    rows = pool.reshape(-1, head)
-    return rows.at[k].get(mode="promise_in_bounds"), rows.at[k + 1].get(mode="promise_in_bounds")
+    page_size, rows, head = pool.shape[1:]
+    first = (page[:, :, None] * page_size + jnp.arange(page_size)).reshape(len(page), 1, -1) * rows
+    k = first + parts * jnp.arange(rows // parts)[:, None]
+    flat = pool.reshape(-1, head)
+    return tuple(flat.at[k + part].get(mode="promise_in_bounds") for part in range(parts))
 
 
 def read_kv_page_by_page(
-    pool: Num[Array, "pool_page page_size two_kv_heads head"], page: Int[Array, "sequence page"]
-) -> tuple[Num[Array, "sequence kv_head position head"], Num[Array, "sequence kv_head position head"]]:
-    """Read one page at a time."""
-    pages = jax.lax.map(lambda one: jax.lax.dynamic_index_in_dim(pool, one, keepdims=False), page.reshape(-1))
-    heads = pages.reshape(len(page), -1, pool.shape[2] // 2, 2, pool.shape[3])
-    k, v = heads.transpose(3, 0, 2, 1, 4)
-    return k, v
+    pool: Num[Array, "pool_page page_size row head"], page: Int[Array, "sequence page"], parts: int = 2
+) -> tuple[Num[Array, "sequence kv_head position head"], ...]:
+    """Read one page at a time; the arguments are those of `gather_kv`."""
+    pages = jax.lax.map(lambda number: jax.lax.dynamic_index_in_dim(pool, number, keepdims=False), page.reshape(-1))
+    heads = pages.reshape(len(page), -1, pool.shape[2] // parts, parts, pool.shape[3])
+    return tuple(heads.transpose(3, 0, 2, 1, 4))
 
 
 def write_pages_one_by_one(

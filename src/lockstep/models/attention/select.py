@@ -10,9 +10,10 @@ import jax
 import jax.numpy as jnp
 
 from lockstep.errors import ConfigError
-from lockstep.models.attention.base import Attention, Heads, KvSpec
+from lockstep.models.attention.base import Attention, Heads
 from lockstep.models.attention.context_parallel import ContextParallelAttention
 from lockstep.models.attention.exact import ExactAttention
+from lockstep.models.attention.kv import PagedKv
 from lockstep.models.attention.tpu import TpuAttention
 from lockstep.models.attention.tpu_blocks import (
     LANES,
@@ -69,11 +70,11 @@ def describe_attention(device: jax.Device, heads: Heads, *, exact: bool = False)
     return f"{xla}; slower than the TPU kernel, which {_refusal(heads)}"
 
 
-def stored_kv_heads(device: jax.Device, heads: Heads, dtype: jnp.dtype) -> KvSpec:
+def stored_kv_heads(device: jax.Device, heads: Heads, dtype: jnp.dtype) -> PagedKv:
     """The key/value heads that the pool of a device stores."""
     if not has_kernel(device, heads):
         return _xla_attention(device, heads).stored_kv_heads
-    return KvSpec(
+    return PagedKv(
         kv_heads=stored_heads(heads.kv_heads, jnp.dtype(dtype).itemsize),
         head_size=stored_head_size(heads.head_size),
     )

@@ -11,7 +11,8 @@ from jaxtyping import Array, Float, Int
 from lockstep.placement.device import as_numbers
 
 type ReadChunk = Callable[[Array | int], tuple[Array, Array]]
-"""Takes the number of a chunk; returns its K and V ``[sequence, kv_head, position, head]`` as the pool holds them."""
+"""Takes the number of a chunk; returns its K and V ``[sequence, kv_head, position, head]`` as the pool holds them.
+V may be narrower."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,7 +64,8 @@ def attend(
         partial: Whether there are more positions elsewhere.
 
     Returns:
-        The attention output in the dtype of ``q``, or `Partial`; a query that sees nothing has 0 and -inf there.
+        The attention output ``[sequence, kv_head, query, value]`` in the dtype of ``q``, or
+        `Partial`; a query that sees nothing has 0 and -inf there.
     """
     scale = q.shape[-1] ** -0.5
 
@@ -97,7 +99,8 @@ def attend(
 
     # The running maximum starts finite, so that a chunk of which a query sees nothing adds exactly 0.
     lowest = jnp.full(q.shape[:3], jnp.finfo(jnp.float32).min)
-    empty = lowest, jnp.zeros_like(lowest), jnp.zeros(q.shape, jnp.float32)
+    values = jax.eval_shape(read, 0)[1]
+    empty = lowest, jnp.zeros_like(lowest), jnp.zeros((*q.shape[:3], values.shape[-1]), jnp.float32)
     if sinks is not None:
         highest = jnp.broadcast_to(sinks.astype(jnp.float32), q.shape[:3])
         empty = highest, jnp.ones_like(highest), empty[2]

@@ -21,7 +21,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from lockstep.models.attention.base import Heads, KvSpec
+from lockstep.models.attention.base import Heads
+from lockstep.models.attention.kv import PagedKv
 from lockstep.models.attention.page_ops import copy_pages_one_by_one
 from lockstep.models.attention.tpu_blocks import Blocks
 
@@ -46,7 +47,7 @@ class TpuAttention:
     """
 
     heads: Heads
-    stored_kv_heads: KvSpec
+    stored_kv_heads: PagedKv
     page_size: int
     decode_blocks: Blocks
     prefill_blocks: Blocks

@@ -5,17 +5,18 @@ from typing import Any
 
 from jaxtyping import Array
 
-from lockstep.models.attention.base import Heads, KvSpec
+from lockstep.models.attention.base import Heads
 from lockstep.models.attention.contiguous_kv import (
     Context,
     attend_context,
     extend_context,
     gather_context,
 )
+from lockstep.models.attention.kv import PagedKv
 from lockstep.models.attention.page_ops import (
-    ReadKv,
     copy_pages_one_by_one,
     gather_kv,
+    keys_and_values,
     read_kv_page_by_page,
     to_pool,
     write_pages_one_by_one,
@@ -43,13 +44,16 @@ class XlaAttention:
     partial: bool = False
 
     @property
-    def stored_kv_heads(self) -> KvSpec:
+    def stored_kv_heads(self) -> PagedKv:
         """The model's own heads."""
         return self.heads.kept
 
-    @property
-    def _read_kv(self) -> ReadKv:
-        return read_kv_page_by_page if self.page_by_page else gather_kv
+    def _read_parts(self, pool: Array, page: Array) -> tuple[Array, ...]:
+        read = read_kv_page_by_page if self.page_by_page else gather_kv
+        return read(pool, page, self.heads.kept.parts)
+
+    def _read_kv(self, pool: Array, page: Array) -> tuple[Array, Array]:
+        return keys_and_values(self._read_parts(pool, page), self.heads.kept.value_size)
 
     def pack(self, kv: Array) -> Array:
         """Return K and V as they are."""
@@ -69,7 +73,7 @@ class XlaAttention:
 
     def begin_decode(self, pool: Array, page_table: Array, position: Array, num_layers: int) -> Cache:
         """Return the pool and its pages gathered into contiguous K and V."""
-        return pool, gather_context(pool, page_table, position, num_layers, self._read_kv)
+        return pool, gather_context(pool, page_table, position, num_layers, self._read_parts)
 
     def end_decode(self, cache: Cache) -> Array:
         """Return the pool and drop the context."""
@@ -87,7 +91,8 @@ class XlaAttention:
     ) -> Any:  # fmt: skip
         """Attend to the context; idle slots are computed too."""
         modifier = self.heads.modifier_of(layer)
-        return attend_context(q, cache[1], layer, position, modifier, sinks, partial=self.partial)
+        size = self.heads.kept.value_size
+        return attend_context(q, cache[1], layer, position, modifier, sinks, partial=self.partial, value_size=size)
 
     def begin_prefill(self, start: Array, page_table: Array, used: Array) -> Rows:
         """Compute nothing."""

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from lockstep.engine import Engine, EngineConfig
-from lockstep.models.attention import Heads, KvSpec, TpuAttention, XlaAttention
+from lockstep.models.attention import Heads, TpuAttention, XlaAttention
+from lockstep.models.attention.kv import PagedKv
 from lockstep.models.attention.page_ops import to_pool
 from lockstep.models.attention.tpu_blocks import Blocks, stored_head_size, stored_heads
 from lockstep.placement.device import BYTE, FP8, as_numbers
@@ -24,7 +25,7 @@ FLOAT32 = jnp.dtype(jnp.float32)
 def attentions(heads: Heads, pages: int, queries: int, itemsize: int = 4) -> tuple[XlaAttention, TpuAttention]:
     blocks = Blocks(pages=pages, queries=queries, vmem_limit=2**24, known=True)
     kv_heads = stored_heads(heads.kv_heads, itemsize)
-    stored = KvSpec(kv_heads=kv_heads, head_size=stored_head_size(heads.head_size))
+    stored = PagedKv(kv_heads=kv_heads, head_size=stored_head_size(heads.head_size))
     kernel = TpuAttention(
         heads=heads, stored_kv_heads=stored, page_size=PAGE_SIZE, decode_blocks=blocks, prefill_blocks=blocks
     )

@@ -1,0 +1,136 @@
+"""What a layer keeps of the past: K and V of heads, or a latent of them, in pages of a pool, or a state of fixed size.
+
+Allocator, sizing, shared prefixes, drafts, layouts and `lockstep plan` ask a `KvSpec`, and assume nothing else.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterable, Sequence
+from typing import Protocol, runtime_checkable
+
+import jax.numpy as jnp
+from jaxtyping import Array, Num
+
+from lockstep.printable import bytes_text
+
+
+@runtime_checkable
+class KvSpec(Protocol):
+    """What one layer keeps of the past of a sequence, on one device of a replica."""
+
+    @property
+    def shareable(self) -> bool:
+        """Whether sequences can read what one of them has of a prefix that they have in common."""
+
+    @property
+    def revocable(self) -> bool:
+        """Whether the last positions can be taken back, as a draft that was wrong needs."""
+
+    def position_bytes(self, dtype: jnp.dtype) -> int:
+        """Bytes of each position.
+
+        Args:
+            dtype: That of the pool.
+        """
+
+    def sequence_bytes(self, dtype: jnp.dtype) -> int:
+        """Bytes of a sequence beside those of its positions, however long it is."""
+
+    def step_bytes(self, context: float, dtype: jnp.dtype) -> float:
+        """Bytes that a step of decode moves for a token that has ``context`` positions behind it."""
+
+    def describe(self) -> str:
+        """Name it in a few words, without bytes."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PagedKv:
+    """A `KvSpec` of rows for each position in pages of the pool, whose last two axes are ``shape``.
+
+    Args:
+        kv_heads: The number of key/value heads. A kernel may need more and wider heads than the model has, padded with
+            zeros.
+        head_size: The size of a head in elements.
+        value_size: The first elements of K that are V too, where K is a latent of both (DeepSeek-AI 2024,
+            https://arxiv.org/abs/2405.04434, section 2.1); None where V has a row of its own, as large as K.
+        window: The positions that a query attends to; None for all. Those before it keep their pages.
+    """
+
+    kv_heads: int
+    head_size: int
+    value_size: int | None = None
+    window: int | None = None
+
+    @property
+    def parts(self) -> int:
+        """The rows of a head at a position: K and V, or the latent alone."""
+        return 2 if self.value_size is None else 1
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The rows of a position, and their size: K of head ``h`` is row ``2 * h``, V the next; one latent a row."""
+        return self.parts * self.kv_heads, self.head_size
+
+    @property
+    def shareable(self) -> bool:
+        """Pages can have several readers."""
+        return True
+
+    @property
+    def revocable(self) -> bool:
+        """A position is written again, and not seen until then."""
+        return True
+
+    def position_bytes(self, dtype: jnp.dtype) -> int:
+        """Bytes of the rows of a position."""
+        return math.prod(self.shape) * dtype.itemsize
+
+    def sequence_bytes(self, dtype: jnp.dtype) -> int:
+        """None."""
+        return 0
+
+    def step_bytes(self, context: float, dtype: jnp.dtype) -> float:
+        """Bytes of the positions within the window, which are read once."""
+        return self.position_bytes(dtype) * (context if self.window is None else min(context, float(self.window)))
+
+    def describe(self) -> str:
+        """Name the rows of a position."""
+        kind = "K and V of {} heads of {}" if self.value_size is None else "{} latent of {}"
+        return kind.format(self.kv_heads, self.head_size)
+
+    def join(self, k: Num[Array, "*batch kv_head head"], v: Array) -> Num[Array, "*batch row head"]:
+        """Return the rows of K and V; of a latent K, which V is a part of."""
+        if self.value_size is not None:
+            return k
+        return jnp.stack([k, v], axis=-2).reshape(*k.shape[:-2], -1, k.shape[-1])
+
+    def split(self, rows: Num[Array, "*batch row head"]) -> tuple[Array, Array]:
+        """Return K and V ``[*batch, kv_head, head]`` of their rows."""
+        if self.value_size is not None:
+            return rows, rows[..., : self.value_size]
+        return rows[..., 0::2, :], rows[..., 1::2, :]
+
+
+def shareable(layers: Iterable[KvSpec]) -> bool:
+    """Whether sequences of a model with these layers can share prefixes."""
+    return all(layer.shareable for layer in layers)
+
+
+def revocable(layers: Iterable[KvSpec]) -> bool:
+    """Whether drafts can be verified in a model with these layers."""
+    return all(layer.revocable for layer in layers)
+
+
+def describe_kept(layers: Sequence[KvSpec], dtype: jnp.dtype) -> str:
+    """Say what the layers of a model keep, its bytes, and what it rules out, for the report of the chosen sizes."""
+    counts = dict[str, int]()
+    for layer in layers:
+        counts[layer.describe()] = counts.get(layer.describe(), 0) + 1
+    kinds = ", ".join(f"{kind} in {count} layers" for kind, count in counts.items())
+    sizes = {
+        "position": sum(layer.position_bytes(dtype) for layer in layers),
+        "sequence": sum(layer.sequence_bytes(dtype) for layer in layers),
+    }
+    text = f"{kinds}: " + " and ".join(f"{bytes_text(size)} a {of}" for of, size in sizes.items() if size)
+    ruled_out = {"prefixes are not shared": shareable(layers), "drafts are not verified": revocable(layers)}
+    return "; ".join([text, *(consequence for consequence, possible in ruled_out.items() if not possible)])
