@@ -3,8 +3,8 @@
     python -m benchmarks.drafts [--quick] [--batch 8|2|1] [--json PATH]
 
 All in one run and in turns, on the same weights, greedy; 8 sequences, then 2 and 1. A draft is the answer itself, with
-tokens replaced at random places: so after a wrong token the next ones may be right. Prefill and the first token are
-left out of all times. The engine chooses by itself how much of a draft it verifies at a time. As in a run from the
+tokens replaced at random places: so after a wrong token the next ones may be right. Times begin when prefill is done.
+The engine chooses by itself how much of a draft it verifies at a time. As in a run from the
 third round on, it knows how many tokens of the last two answers to a prompt were the same, here the share; ``told
 nothing`` is the second round, where drafts prove themselves first.
 
@@ -20,12 +20,13 @@ import dataclasses
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
+import jax
 import numpy as np
 from rich.console import Console
 from rich.table import Table
@@ -83,17 +84,14 @@ def measure(load: Load, turns: int, console: Console) -> dict[str, Any]:
     wrong, *right = drafted(plain[:1], answers[:1], 0.0) + drafted(plain[1:], answers[1:], 1.0)
     if right:
         contestants["uneven"] = [wrong, *right]
-    short = [dataclasses.replace(r, params=dataclasses.replace(r.params, max_new_tokens=1)) for r in plain]
     seconds, counts = {name: list[float]() for name in contestants}, dict[str, Counts]()
     floor, products = Floor(), dict[int, float]()
     for turn in range(turns + 1):
-        # The same for all: what comes before the second token has no draft.
-        first = float(np.median([timed(engine, model, short)[0] for _ in range(3)]))
         for name, requests in contestants.items():
-            whole, got, counts[name] = timed(engine, model, requests)
+            elapsed, got, counts[name] = timed(engine, model, requests)
             assert [c.tokens for c in got] == [c.tokens for c in answers], f"drafts change tokens: {name}"
             if turn:  # the first turn is to warm up
-                seconds[name].append(whole - first)
+                seconds[name].append(elapsed)
         for width in WIDTHS:
             products[width] = min(products.get(width, np.inf), floor.step_s(load.prompts * width, 2))
         console.print(f"{load.prompts} sequences, turn {turn} of {turns}")
@@ -127,12 +125,18 @@ def drafted(
 
 
 def timed(engine: Engine, model: Any, requests: Sequence[Request]) -> tuple[float, list[Completion], Counts]:
-    """Seconds of a run, its answers, and what the scheduler counted."""
-    seen: list[Scheduler] = []
-    keep: Callable[[Scheduler], None] = seen.append
-    start = time.perf_counter()
-    answers = engine.run(model, requests, between_launches=keep)
-    return time.perf_counter() - start, answers, seen[-1].counts
+    """Seconds of a run from the end of prefill to the last answer, the answers, and what the scheduler counted."""
+    start, counts = 0.0, Counts(finished=0, tokens=(), pages=0, max_pages=0)
+
+    def note(scheduler: Scheduler) -> None:
+        nonlocal start, counts
+        counts = scheduler.counts
+        if not sum(counts.tokens):
+            jax.block_until_ready(jax.live_arrays())  # prefill writes its pages while the host goes on
+            start = time.perf_counter()
+
+    answers = engine.run(model, requests, between_launches=note)
+    return time.perf_counter() - start, answers, counts
 
 
 def figures(
@@ -145,11 +149,11 @@ def figures(
 
     Args:
         load: What was generated.
-        seconds: The seconds of each turn after the first token, by contestant; ``plain`` among them.
+        seconds: The seconds of each turn after prefill, by contestant; ``plain`` among them.
         counts: What the scheduler counted, by contestant.
         products: The seconds of the products of a step, by the positions of each sequence in it.
     """
-    tokens, plain, rows = load.prompts * (load.new_tokens - 1), np.array(seconds["plain"]), dict[str, Any]()
+    tokens, plain, rows = load.prompts * load.new_tokens, np.array(seconds["plain"]), dict[str, Any]()
     for name, each in seconds.items():
         if name != "plain":  # of each turn for itself: the machine is not equally fast in all of them
             rows[f"speedup_{name}"] = float(np.median(plain / np.array(each)))

@@ -59,7 +59,6 @@ ELSEWHERE = {
 ZERO = {
     "checkpoint_digests": "_more",  # the difference of two times
     "decode": "recompiles",
-    "drafts": "speedup|ceiling|tokens_per_s",  # by the difference of two times
     "exact": "",
     "grpo_step": "losses",
     "health": "false_alarms",
