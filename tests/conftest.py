@@ -6,6 +6,7 @@ from tests import isolation
 isolation.isolate()  # before anything that reads the environment is imported
 
 import collections
+import gc
 import logging
 from collections.abc import Iterator
 from typing import Any
@@ -42,6 +43,17 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return next((shared for shared in ON_ONE_WORKER if nodeid.startswith(shared)), nodeid)
 
     return Scheduling(config, log)
+
+
+gc.disable()  # until all tests are imported, which leaves no garbage
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish() -> None:
+    """Let Python look for garbage among what tests make, not among libraries and tests: a sixth of the time."""
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 20)  # JAX traces a program into some hundred thousand objects
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)

@@ -5,6 +5,7 @@ python -m lockstep.testing.worker once JSON       for `function_command`; the JS
 """
 
 import faulthandler
+import gc
 import json
 import os
 import pickle
@@ -47,6 +48,7 @@ def serve(address: str, path: list[str], setup: Mapping[str, str] | None) -> Non
     extend_import_path(path)
     hosts = join(setup)
     faulthandler.register(signal.SIGUSR1)  # the test run asks where a process is that is late
+    gc.freeze()  # what is imported is no garbage, and each test ends with a look for all that is
     with connection.Client(address, "AF_UNIX") as line:
         line.send(Hello(index=hosts.index, pid=os.getpid()))
         while True:
