@@ -264,7 +264,7 @@ class Patience:
     def look[Found](self, ask: Callable[[], Found]) -> Found | None:
         """The answer of the platform; None where it cannot be reached now; after ``LIMIT_S`` its error."""
         try:
-            found = ask()
+            answer = ask()
         except LaunchError as error:
             if error.code != UNREACHABLE:
                 raise
@@ -277,7 +277,7 @@ class Patience:
         if self._since is not None:
             self._console.say("it answers again")
             self._since = None
-        return found
+        return answer
 
     def do(self, action: Callable[[], object]) -> bool:
         """Whether what the platform is told has reached it."""

@@ -136,8 +136,8 @@ class Connection:
         code = self._process.wait()
         self._errors.seek(0, 2)
         self._errors.seek(max(0, self._errors.tell() - STDERR_BYTES))
-        said = (noise[-STDERR_BYTES:] + self._errors.read()).decode(errors="replace").strip()
-        return (" ".join(said.split()) or "the connection was closed") + f" (exit code {code})"
+        words = (noise[-STDERR_BYTES:] + self._errors.read()).decode(errors="replace").strip()
+        return (" ".join(words.split()) or "the connection was closed") + f" (exit code {code})"
 
     def end(self) -> None:
         """End the connection; what runs on the worker goes on."""
@@ -170,13 +170,13 @@ def answered(data: bytes, operation: str) -> dict[str, Any]:
     """The last frame of a worker, with its texts as a terminal may have them."""
     place, fix = "the answer of a worker", "Look at what else its ssh or its python3 runs."
     with refused(place, fix, LaunchError):
-        found = parse_json(data, place, dict, fix, LaunchError)
-        typed(Answer, {each.name: found[each.name] for each in dataclasses.fields(Answer) if each.name in found})
-        kind = "ended" if found.get("state") == "ended" else operation
-        wanted = ("error",) if "error" in found else NEEDED.get(kind, ())
-        if missing := [name for name in wanted if name not in found]:
+        answer = parse_json(data, place, dict, fix, LaunchError)
+        typed(Answer, {field.name: answer[field.name] for field in dataclasses.fields(Answer) if field.name in answer})
+        kind = "ended" if answer.get("state") == "ended" else operation
+        needed = ("error",) if "error" in answer else NEEDED.get(kind, ())
+        if missing := [name for name in needed if name not in answer]:
             raise ValueError(f"it has no {missing[0]}")
-        return {name: printable(value) if isinstance(value, str) else value for name, value in found.items()}
+        return {name: printable(value) if isinstance(value, str) else value for name, value in answer.items()}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -39,10 +39,10 @@ class ElasticPod:
         """The commands that bring the key to the slices in use, see `GooglePod`."""
         if machines is None:
             return [command for part in self._parts for command in part.login_commands(None)]
-        found = []
+        commands = []
         for index, part in enumerate(self._in_use()):
-            found += part.login_commands([machine for machine in machines if machine.slice_id == index])
-        return found
+            commands += part.login_commands([machine for machine in machines if machine.slice_id == index])
+        return commands
 
     def ssh_command(self, worker: int, command: str) -> list[str]:
         return self._parts[worker // self._hosts].ssh_command(worker % self._hosts, command)
@@ -57,33 +57,33 @@ class ElasticPod:
         What has not come by then is withdrawn; the next start asks for it again.
         """
         enough = threading.Event()
-        each = dataclasses.replace(wait, given_up=lambda: enough.is_set() or wait.given_up())
+        slice_wait = dataclasses.replace(wait, given_up=lambda: enough.is_set() or wait.given_up())
         with concurrent.futures.ThreadPoolExecutor(len(self._parts)) as pool:
             try:
-                asked = [pool.submit(part.ensure, each) for part in self._parts]
-                self._await(asked, wait)
+                requests = [pool.submit(part.ensure, slice_wait) for part in self._parts]
+                self._await(requests, wait)
             finally:
                 enough.set()  # Ctrl-C too: each withdraws its request
-        errors = [one.exception() for one in asked]
+        errors = [request.exception() for request in requests]
         for error in errors:
             if error is not None and not isinstance(error, LaunchError):
                 raise error
         self._used = [part for part, error in zip(self._parts, errors, strict=True) if error is None]
         count, most = len(self._used), len(self._parts)
         if count < self._least:
-            found = [error for error in errors if error is not None]
-            raise next((error for error in found if not isinstance(error, GivenUpError)), found[0])
+            failures = [error for error in errors if error is not None]
+            raise next((error for error in failures if not isinstance(error, GivenUpError)), failures[0])
         if count < most:
             why = "; ".join(str(error).partition("\n")[0] for error in errors if error is not None)
             wait.say(f"going on with {count} of {most} slices, the next start asks for {most} again: {why}")
 
-    def _await(self, asked: Sequence[concurrent.futures.Future[None]], wait: Wait) -> None:
+    def _await(self, requests: Sequence[concurrent.futures.Future[None]], wait: Wait) -> None:
         """Wait until all slices have come or failed, too many have failed, or enough have come and time is up."""
         begin: float | None = None
-        while not all(one.done() for one in asked):
-            errors = [one.exception() for one in asked if one.done()]
+        while not all(request.done() for request in requests):
+            errors = [request.exception() for request in requests if request.done()]
             usable = errors.count(None)
-            if len(asked) - (len(errors) - usable) < self._least:
+            if len(requests) - (len(errors) - usable) < self._least:
                 return
             if usable >= self._least:
                 begin = begin or time.monotonic()

@@ -51,9 +51,9 @@ def job_environment(options: argparse.Namespace, *, make_key: bool = False) -> J
     Args:
         make_key: Whether the job gets a `JOB_KEY` of its own, where neither sets one; an empty one is none.
     """
-    given = dict(options.env)
-    secret = {name: value for name, value in given.items() if SECRET_NAME.search(name)}
-    public = {name: value for name, value in given.items() if name not in secret}
+    variables = dict(options.env)
+    secret = {name: value for name, value in variables.items() if SECRET_NAME.search(name)}
+    public = {name: value for name, value in variables.items() if name not in secret}
     filed = read_env_file(options.env_file) if options.env_file else {}
     secret = {**{name: value for name, value in filed.items() if name not in public}, **secret}
     key = secret.pop(JOB_KEY, None)
@@ -75,7 +75,7 @@ def read_env_file(path: Path) -> dict[str, str]:
         raise ConfigError(
             f"--env_file {path} cannot be read ({error}). Write a text file with lines NAME=VALUE."
         ) from None
-    found = {}
+    variables = {}
     for index, line in enumerate(lines, 1):
         text = line.strip().removeprefix("export ").strip()
         if not text or text.startswith("#"):
@@ -86,8 +86,8 @@ def read_env_file(path: Path) -> dict[str, str]:
             raise ConfigError(f"--env_file {path}, line {index}: it must be NAME=VALUE, without spaces around '='.")
         if len(value) >= 2 and value[0] == value[-1] and value[0] in "'\"":
             value = value[1:-1]
-        found[name] = value
-    return found
+        variables[name] = value
+    return variables
 
 
 DRAIN_S: Final = 5  # seconds in which output may still come after the command has ended
@@ -151,7 +151,7 @@ def show_commands(
             are none.
     """
     count = len(transport.workers)
-    left_out = [name for each in options.sync for name in files_of(each) if is_credential(name)]
+    left_out = [name for path in options.sync for name in files_of(path) if is_credential(name)]
     for command in created:
         print(command)
     for index, worker in enumerate(transport.workers):
@@ -167,7 +167,7 @@ def show_commands(
         elif setup is not None:
             show(f"mkdir -p {root} && cd {root} && cat > setup.sh && sh setup.sh", f"<<'EOF_SETUP'\n{setup}\nEOF_SETUP")
         if options.sync:
-            files = shlex.join(os.path.relpath(each) for each in options.sync)
+            files = shlex.join(os.path.relpath(path) for path in options.sync)
             without = shlex.join(f"--exclude={name}" for name in (".git", *left_out))
             packed = f"tar {without} -czf - {files} | "
             print(packed + shlex.join(transport.argv(index, f"mkdir -p {root}/files && tar -xzf - -C {root}/files")))
@@ -184,8 +184,8 @@ def show_commands(
         steps = [f"cd {cwd}"]
         if options.env_file:
             steps.append(f"set -a && . {root}/secrets.env && set +a")
-        for each in reversed(worker.path):
-            steps.append(f'PATH={_for_shell(each)}:"$PATH"')
+        for directory in reversed(worker.path):
+            steps.append(f'PATH={_for_shell(directory)}:"$PATH"')
         steps.append(shlex.join(["exec", "env", "PYTHONUNBUFFERED=1", *words, *options.command]))
         show(" && ".join(steps))
     print("\n# Each worker's last command is for a terminal of its own. The launcher starts it detached from the")

@@ -52,14 +52,14 @@ def first_failure(
         unreachable: Whether a worker cannot be reached at the moment.
         themselves: The workers whose output has an error of their own (`failed_by_themselves`); None: it is not known.
     """
-    failed = sorted((each for each in endings if each.code != DONE), key=lambda each: each.at)
-    lost = [each for each in failed if each.code in (WORKER_LOST, UNREACHABLE)]
+    failed = sorted((ending for ending in endings if ending.code != DONE), key=lambda ending: ending.at)
+    lost = [ending for ending in failed if ending.code in (WORKER_LOST, UNREACHABLE)]
     if lost:
         return lost[0]
     if not failed or unreachable:
         return None
-    raised = [each for each in failed if each.code < 128 and each.code not in (PEER_FAILED, FAULT)]
-    own = raised if themselves is None else [each for each in raised if each.worker in themselves]
+    raised = [ending for ending in failed if ending.code < 128 and ending.code not in (PEER_FAILED, FAULT)]
+    own = raised if themselves is None else [ending for ending in raised if ending.worker in themselves]
     if own or all_ended or waited_s > (CAUSE_S if themselves or not raised else QUIET_S):
         return cause_of(failed, lambda ending: ending.code, own)
     return None
@@ -67,9 +67,9 @@ def first_failure(
 
 def failed_by_themselves(last: Sequence[Iterable[bytes]]) -> set[int]:
     """The processes whose output says that they failed by an error of their own."""
-    lines = [list(each) for each in last]
-    told = {int(found[1]) for each in lines for line in each if (found := _FAILED_ON.match(line))}
-    return told or {index for index, each in enumerate(lines) if has_error_of_its_own(each)}
+    lines = [list(output) for output in last]
+    told = {int(report[1]) for output in lines for line in output if (report := _FAILED_ON.match(line))}
+    return told or {index for index, output in enumerate(lines) if has_error_of_its_own(output)}
 
 
 def failed_by_their_logs(logs: Iterable[tuple[int, int, Path]]) -> set[int]:
@@ -84,17 +84,17 @@ def failed_by_their_logs(logs: Iterable[tuple[int, int, Path]]) -> set[int]:
 
 def has_error_of_its_own(lines: Iterable[bytes]) -> bool:
     """Whether lines have an ``error: ``, or a stack that ends in no broken connection."""
-    found = in_stack = False
+    is_own = in_stack = False
     for line in lines:
         if line.startswith(ERROR):
-            found = True
+            is_own = True
         elif line.startswith((b"Traceback (most recent call last):", b'  File "')):
             in_stack = True
         elif in_stack and _EXCEPTION.match(line):
             if _BROKEN_CONNECTION.search(line):
                 return False
-            found, in_stack = True, False
-    return found
+            is_own, in_stack = True, False
+    return is_own
 
 
 def tail_to_show(index: int, last: Sequence[Collection[bytes]]) -> tuple[int, list[bytes]]:
@@ -103,6 +103,6 @@ def tail_to_show(index: int, last: Sequence[Collection[bytes]]) -> tuple[int, li
     if themselves and index not in themselves:
         index = min(themselves)
     lines = list(last[index])
-    said = any(line.startswith(ERROR) for line in lines)
-    told = any(_FAILED_ON.match(line) for each in last for line in each)
-    return index, [] if said or (told and not has_error_of_its_own(lines)) else lines
+    is_shown = any(line.startswith(ERROR) for line in lines)
+    told = any(_FAILED_ON.match(line) for output in last for line in output)
+    return index, [] if is_shown or (told and not has_error_of_its_own(lines)) else lines

@@ -126,9 +126,9 @@ class GkeSpec:
 
         The wheel is built where it is not there yet.
         """
-        found, warning = self._files()
-        archive = pack(found) if found else b""
-        sizes = ", ".join(f"{name} {len(data):,}" for name, data in found.items())
+        files, warning = self._files()
+        archive = pack(files) if files else b""
+        sizes = ", ".join(f"{name} {len(data):,}" for name, data in files.items())
         if len(archive) > MAX_PARTS * PART_BYTES:
             raise ConfigError(
                 f"the job's files have {len(archive):,} bytes ({sizes}); its ConfigMaps may have "
@@ -141,16 +141,16 @@ class GkeSpec:
 
     def _files(self) -> tuple[dict[str, bytes], str]:
         """The files, as `GkeJob.files` names them, and what is to be said of those that were left out."""
-        found: dict[str, bytes] = filter_files() if self.environment.secret else {}
+        files: dict[str, bytes] = filter_files() if self.environment.secret else {}
         warning = ""
         if self.wheel_name:
-            found[self.wheel_name] = build_wheel(ROOT, version_of()).read_bytes()
-            found[PINS] = (ROOT / PINS).read_bytes()
+            files[self.wheel_name] = build_wheel(ROOT, version_of()).read_bytes()
+            files[PINS] = (ROOT / PINS).read_bytes()
         if self.options.sync:
             with tempfile.TemporaryDirectory(prefix="lockstep-sync-") as directory:
                 archive = make_archive(self.options.sync, self.options.env_file, Path(directory) / SYNCED)
-                found[SYNCED], warning = archive.path.read_bytes(), archive.warning()
-        return found, warning
+                files[SYNCED], warning = archive.path.read_bytes(), archive.warning()
+        return files, warning
 
 
 def pack(files: Mapping[str, bytes]) -> bytes:
@@ -200,7 +200,7 @@ class Gke:
         """Print the manifest and the commands that create the objects, ready to paste."""
         spec = GkeSpec.of(options)
         kubectl = Cluster(spec.record).kubectl
-        job, _, said = spec.with_files()
+        job, _, remarks = spec.with_files()
         if spec.environment.secret:
             names = "".join(f"{name}\n" for name in spec.environment.secret)
             words = kubectl.argv("create", "secret", "generic", job.name, "--from-env-file=/dev/stdin")
@@ -211,7 +211,7 @@ class Gke:
                 print(f"(set -a && . {path} && set +a && {shlex.join(words)}) {here_document(names)}")
             else:
                 print(f"{shlex.join(words)} {here_document(names)}")
-        for line in said.splitlines():
+        for line in remarks.splitlines():
             print(f"# {line}")
         if job.parts:
             print(f"# The launcher makes the ConfigMaps of part-00 to part-{job.parts - 1:02}.")
@@ -220,19 +220,19 @@ class Gke:
         return DONE
 
     def status(self, job: JobRecord) -> int:
-        found, pods = Cluster(job).look()
-        state = found.get("status", {}).get("terminalState")
-        print(f"{job.name}: {state or ('Running' if found else 'there is no such JobSet any more')}")
+        job_set, pods = Cluster(job).look()
+        state = job_set.get("status", {}).get("terminalState")
+        print(f"{job.name}: {state or ('Running' if job_set else 'there is no such JobSet any more')}")
         for pod in pods:
             print(f"  process {pod.process} ({pod.name}): {pod}")
-        code = verdict(found, pods) if found else job.attempts[-1].code
+        code = verdict(job_set, pods) if job_set else job.attempts[-1].code
         return code or DONE
 
     def logs(self, job: JobRecord, *, follow: bool) -> int:
         """Print what the pods have printed; where they are gone, what was followed before."""
         cluster = Cluster(job)
-        found, pods = cluster.look()
-        if follow and found and verdict(found, pods) is None:
+        job_set, pods = cluster.look()
+        if follow and job_set and verdict(job_set, pods) is None:
             return _follow(cluster, Console(), stop_on_signal=False)
         with contextlib.closing(PodLogs(job, cluster.kubectl, Console(), to_the_end=False)) as logs:
             logs.show_kept({pod.attempt for pod in pods})
@@ -244,8 +244,8 @@ class Gke:
     def stop(self, job: JobRecord) -> int:
         """Suspend the JobSet: its pods get SIGTERM, and SIGKILL after ``--grace_s``; what they print is kept."""
         cluster = Cluster(job)
-        found, pods = cluster.look()
-        if found and verdict(found, pods) is None:
+        job_set, pods = cluster.look()
+        if job_set and verdict(job_set, pods) is None:
             with contextlib.closing(PodLogs(job, cluster.kubectl, None)) as logs:
                 for pod in pods:
                     logs.follow(pod)
@@ -271,16 +271,16 @@ class _FewerSlicesError(Exception):
 
 def _created(spec: GkeSpec, console: Console) -> Cluster:
     """Create a job's objects, all of them or none."""
-    job, maps, said = spec.with_files()
-    console.say(f"job {job.name}: {job.slices} x {job.slice.name}, {job.pods} pods{said and chr(10)}{said}")
+    job, maps, remarks = spec.with_files()
+    console.say(f"job {job.name}: {job.slices} x {job.slice.name}, {job.pods} pods{remarks and chr(10)}{remarks}")
     record = spec.record.with_attempt(Attempt(number=1, id=job.name, started=time.time()))
     record.save()  # whoever starts a job of this name next knows what this one may have left
     cluster = Cluster(record)
     try:
         if spec.environment.secret:
             cluster.create(secret(job, spec.environment.secret))
-        for each in maps:
-            cluster.create(each)
+        for config_map in maps:
+            cluster.create(config_map)
         cluster.create(job_set(job))
     except BaseException as error:
         code = error.code if isinstance(error, LaunchError) else INTERRUPTED
@@ -329,7 +329,7 @@ def _until_its_end(cluster: Cluster, logs: PodLogs, console: Console, *, stop_on
     to_do: Callable[[], None] | None = None  # what a signal asks for and the cluster has not been told yet
     pulling: dict[str, float] = {}  # since when an image cannot be pulled, by the identity of the pod
     wake, patience = threading.Event(), Patience(console)
-    begun = said = enough = time.monotonic()
+    began_at = reported_at = complete_since = time.monotonic()
 
     def receive(number: int) -> None:
         received.append(number)
@@ -354,30 +354,32 @@ def _until_its_end(cluster: Cluster, logs: PodLogs, console: Console, *, stop_on
                 wake.wait(POLL_S)
                 wake.clear()
                 continue
-            found, pods = looked
+            job_set, pods = looked
             for pod in pods:
                 logs.follow(pod)
             state = ", ".join(sorted({str(pod) for pod in pods})) or "waiting for pods"
             if state != shown:
                 console.say(f"{cluster.job.name}: {state}")
                 shown = state
-            if stopped_by is None and verdict(found, ()) is None and time.monotonic() - said >= SAY_S:
-                said = time.monotonic()
-                _say_who_is_missing(cluster, pods, logs, console, said - begun)
-            if stopped_by is not None or verdict(found, ()) is not None or (some := cluster.fewer(pods)) is None:
-                enough = time.monotonic()
-            elif (waited := time.monotonic() - enough) >= cluster.job.options["slices_wait_s"]:
+            goes_on = stopped_by is None and verdict(job_set, ()) is None
+            if goes_on and time.monotonic() - reported_at >= SAY_S:
+                reported_at = time.monotonic()
+                _say_who_is_missing(cluster, pods, logs, console, reported_at - began_at)
+            usable_slices = cluster.fewer(pods) if goes_on else None
+            if usable_slices is None:
+                complete_since = time.monotonic()
+            elif (waited := time.monotonic() - complete_since) >= cluster.job.options["slices_wait_s"]:
                 console.say(
-                    f"going on with {some} of {cluster.slices} slices: the pods of the others have not started in "
-                    f"{waited:.0f} s"
+                    f"going on with {usable_slices} of {cluster.slices} slices: the pods of the others have not "
+                    f"started in {waited:.0f} s"
                 )
                 _end(cluster, patience)
                 logs.join()
-                raise _FewerSlicesError(some, max(pod.attempt for pod in pods))
+                raise _FewerSlicesError(usable_slices, max(pod.attempt for pod in pods))
             now = time.monotonic()
             pulling = {pod.uid: pulling.get(pod.uid, now) for pod in pods if pod.waits in PULLS}
             stuck = [pod for pod in pods if pod.waits in STUCK or now - pulling.get(pod.uid, now) > PULL_S]
-            code = verdict(found, logs.seen) if found else WORKER_LOST
+            code = verdict(job_set, logs.seen) if job_set else WORKER_LOST
             if stopped_by is not None and to_do is None and not any(pod.running for pod in pods):
                 code = 128 + stopped_by
             elif stuck and code is None and stopped_by is None:

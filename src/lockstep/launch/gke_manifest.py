@@ -215,19 +215,19 @@ def _pod(job: GkeJob) -> dict[str, Any]:
 def _environment(job: GkeJob) -> list[dict[str, Any]]:
     """Public variables, and with several slices what MegaScale needs; GKE adds which host of its slice a pod is on."""
     restarts = "metadata.labels['jobset.sigs.k8s.io/restart-attempt']"
-    found: list[dict[str, Any]] = [
+    variables: list[dict[str, Any]] = [
         {"name": "PYTHONUNBUFFERED", "value": "1"},
         {"name": RESTARTS, "valueFrom": {"fieldRef": {"fieldPath": restarts}}},
     ]
     if job.slices > 1:
         index = "metadata.labels['jobset.sigs.k8s.io/job-index']"
-        found += [
+        variables += [
             {"name": "MEGASCALE_NUM_SLICES", "value": str(job.slices)},
             {"name": "MEGASCALE_SLICE_ID", "valueFrom": {"fieldRef": {"fieldPath": index}}},
             # The name that a JobSet gives its first pod: https://jobset.sigs.k8s.io/docs/concepts/
             {"name": "MEGASCALE_COORDINATOR_ADDRESS", "value": f"{job.name}-{REPLICATED_JOB}-0-0.{job.name}"},
         ]
-    return found + [{"name": name, "value": _literal(value)} for name, value in job.environment.items()]
+    return variables + [{"name": name, "value": _literal(value)} for name, value in job.environment.items()]
 
 
 def _literal(text: str) -> str:

@@ -196,8 +196,8 @@ class GoogleBackend(WorkerBackend):
     def _user(self, options: argparse.Namespace, machines: Sequence[Machine]) -> str:
         """The user in the ssh command that gcloud would run; without one there, that of this machine."""
         command = [*self.pod(options).login_commands(machines)[0], "--dry-run"]
-        found = re.search(r"(\S+)@" + re.escape(machines[0].address), self._gcloud(options).run(command))
-        return found[1] if found else getpass.getuser()
+        login = re.search(r"(\S+)@" + re.escape(machines[0].address), self._gcloud(options).run(command))
+        return login[1] if login else getpass.getuser()
 
     def _workers(self, options: argparse.Namespace, machines: Sequence[Machine], coordinator: Machine) -> list[Worker]:
         """The machines as workers; several slices find each other at the coordinator."""
@@ -224,7 +224,7 @@ class GoogleBackend(WorkerBackend):
                 ports = (*ports, MEGASCALE_PORT) if machine == coordinator else ports
             at = coordinator.internal_address
             begin = (port, MEGASCALE_PORT) if slices > 1 else (port,)
-            reaches = () if machine == coordinator else tuple(f"{at}:{each}" for each in begin)
+            reaches = () if machine == coordinator else tuple(f"{at}:{number}" for number in begin)
             workers.append(Worker(name=machine.name, environment=environment, ports=ports, reaches=reaches, path=path))
         return workers
 

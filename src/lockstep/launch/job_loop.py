@@ -149,9 +149,9 @@ class JobLoop(abc.ABC):
         now = time.monotonic()
         if now > self._terminate_at:
             self._terminate_at, self._kill_at = math.inf, now + min(self._grace_s, self.others_s)
-            if others := self.running:
-                self.console.say(f"ending the other {len(others)} process(es)")
-            self.signal(self.running, signal.SIGTERM)
+            if running := self.running:
+                self.console.say(f"ending the other {len(running)} process(es)")
+            self.signal(running, signal.SIGTERM)
         if now > self._kill_at:
             self._kill_at = math.inf
             self.signal(self.running, signal.SIGKILL)

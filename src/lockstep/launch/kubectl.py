@@ -73,8 +73,8 @@ class Kubectl:
     namespace: str = ""  # the namespace; "": the context's
 
     def argv(self, *words: str) -> list[str]:
-        given = {"context": self.context, "namespace": self.namespace}
-        return ["kubectl", *(f"--{name}={value}" for name, value in given.items() if value), *words]
+        options = {"context": self.context, "namespace": self.namespace}
+        return ["kubectl", *(f"--{name}={value}" for name, value in options.items() if value), *words]
 
     def run(self, *words: str, manifest: Mapping[str, Any] | None = None) -> str:
         """Run a command, with an object as its standard input, and return what it prints."""
@@ -243,15 +243,15 @@ class Cluster:
 
     def look(self) -> tuple[dict[str, Any], list[PodState]]:
         """The JobSet, empty where it is gone, and its pods."""
-        found = self.kubectl.get("jobset", self.job.name)
+        job_set = self.kubectl.get("jobset", self.job.name)
         pods = self.kubectl.get("pods", self._selector)
         states = pod_states(pods, self._hosts, self.job.notes.get("attempts", 0))
-        if self._id not in _ids(found):
+        if self._id not in _ids(job_set):
             return {}, states
-        stopped = found["spec"].get("suspend") and STOP in found["metadata"].get("annotations", {})
+        stopped = job_set["spec"].get("suspend") and STOP in job_set["metadata"].get("annotations", {})
         if stopped and not any(pod.running for pod in states):
-            found["status"] = {"terminalState": STOPPED, **found.get("status", {})}
-        return found, states
+            job_set["status"] = {"terminalState": STOPPED, **job_set.get("status", {})}
+        return job_set, states
 
     def fewer(self, pods: Sequence[PodState]) -> int | None:
         """The slices of the last attempt all pods of which have started, where they are enough and not all."""
@@ -271,9 +271,9 @@ class Cluster:
             before: The last job of this name that this machine has started; None: there was none.
         """
         known = None if before is None else before.notes.get("id")
-        if found := self.kubectl.get("jobset", self.job.name):
-            ours = known in _ids(found)
-            way = f"lockstep launch delete {self.job.name}" if ours else f"kubectl delete jobset {self.job.name}"
+        if job_set := self.kubectl.get("jobset", self.job.name):
+            is_ours = known in _ids(job_set)
+            way = f"lockstep launch delete {self.job.name}" if is_ours else f"kubectl delete jobset {self.job.name}"
             raise LaunchError(
                 f"there is a JobSet {self.job.name} already. Give another --name, or delete it: {way}", REFUSED
             )
@@ -301,8 +301,8 @@ class Cluster:
         """Take the job from Kueue, which would start a JobSet that somebody else suspends again."""
         uid = self.kubectl.get("jobset", self.job.name).get("metadata", {}).get("uid")
         kind, patch = "workloads.kueue.x-k8s.io", json.dumps({"spec": {"active": False}})
-        for each in self.kubectl.get(kind, f"--selector={QUEUED}={uid}").get("items", ()) if uid else ():
-            self.kubectl.run("patch", kind, each["metadata"]["name"], "--type=merge", f"--patch={patch}")
+        for workload in self.kubectl.get(kind, f"--selector={QUEUED}={uid}").get("items", ()) if uid else ():
+            self.kubectl.run("patch", kind, workload["metadata"]["name"], "--type=merge", f"--patch={patch}")
 
     def kill(self) -> None:
         """Have the pods deleted at once; the JobSet stays."""
@@ -321,7 +321,7 @@ class Cluster:
             raise failed[0]
 
 
-def _ids(found: Mapping[str, Any]) -> tuple[str, ...]:
+def _ids(described: Mapping[str, Any]) -> tuple[str, ...]:
     """The id of the job that an object is of; none where it is no job's, or not there."""
-    labels = found.get("metadata", {}).get("labels", {})
+    labels = described.get("metadata", {}).get("labels", {})
     return (labels[JOB_ID],) if JOB_ID in labels else ()

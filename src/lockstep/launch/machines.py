@@ -49,23 +49,23 @@ class Local:
         except FileNotFoundError as error:
             print(f"launch: {error}", file=sys.stderr)
             return NOT_FOUND
-        given = job_environment(options, make_key=True)
+        variables = job_environment(options, make_key=True)
         if options.log_dir:
             check_output("a log in --log_dir,", options.log_dir / "process-0.log")
         for restarts in range(options.retries + 1):
-            outcome = self._attempt(options, command, given, restarts)
+            outcome = self._attempt(options, command, variables, restarts)
             if not outcome.retry or restarts == options.retries:
                 break
             print(f"launch: trying again, {restarts + 1} of {options.retries}", file=sys.stderr, flush=True)
         return outcome.code
 
     def _attempt(
-        self, options: argparse.Namespace, command: Sequence[str], given: JobEnvironment, restarts: int
+        self, options: argparse.Namespace, command: Sequence[str], variables: JobEnvironment, restarts: int
     ) -> Outcome:
         """Run the command once."""
         coordinator = f"127.0.0.1:{free_port()}"
         # What a process writes to the terminal itself cannot be looked through for secrets.
-        hides = bool(given.secret.keys() - {JOB_KEY})
+        hides = bool(variables.secret.keys() - {JOB_KEY})
         own_terminal = options.prefix == "auto" and sys.stdout.isatty() and not options.log_dir and not hides
         exported = [value for name, value in os.environ.items() if SECRET_NAME.search(name)]
         specs = []
@@ -73,7 +73,7 @@ class Local:
             environment = {
                 RESTARTS: str(restarts),
                 **local_environment(os.environ, options, coordinator, index),
-                **given.secret,
+                **variables.secret,
             }
             log = None
             if options.log_dir:
@@ -82,20 +82,20 @@ class Local:
             inherits = own_terminal and index == 0
             specs.append(ProcessSpec(command=command, environment=environment, log=log, inherits=inherits))
         console = Console(prefixed=options.prefix != "never")
-        return LocalJob(specs, console, options.grace_s, [*given.secret.values(), *exported]).run()
+        return LocalJob(specs, console, options.grace_s, [*variables.secret.values(), *exported]).run()
 
     def dry_run(self, options: argparse.Namespace) -> int:
         """Print the command of each process, with the variables that differ from those of the launcher."""
-        given = job_environment(options)
+        variables = job_environment(options)
         coordinator = "127.0.0.1:8476"
         print("# each in the background of one shell; the launcher takes any free port for 8476")
         if options.env_file:
             print(f"set -a; . {shlex.quote(str(options.env_file))}; set +a")
         for index in range(options.processes):
-            public = argparse.Namespace(**{**vars(options), "env": list(given.public.items())})
-            wanted = local_environment(os.environ, public, coordinator, index)
-            changed = [f"{name}={value}" for name, value in wanted.items() if os.environ.get(name) != value]
-            hidden = [f"{name}=<redacted>" for name in given.secret if name in dict(options.env)]
+            public = argparse.Namespace(**{**vars(options), "env": list(variables.public.items())})
+            environment = local_environment(os.environ, public, coordinator, index)
+            changed = [f"{name}={value}" for name, value in environment.items() if os.environ.get(name) != value]
+            hidden = [f"{name}=<redacted>" for name in variables.secret if name in dict(options.env)]
             print(shlex.join(["env", *changed, *hidden, *options.command]), "&")
         print("wait")
         return DONE
@@ -144,15 +144,15 @@ def resolve(command: Sequence[str]) -> list[str]:
     if program in ("python", "python3"):
         return [sys.executable, *arguments]
     if os.sep in program:
-        found = program if os.access(program, os.X_OK) else None
+        path = program if os.access(program, os.X_OK) else None
     else:
-        found = shutil.which(program, path=str(Path(sys.executable).parent)) or shutil.which(program)
-    if found is None:
+        path = shutil.which(program, path=str(Path(sys.executable).parent)) or shutil.which(program)
+    if path is None:
         raise FileNotFoundError(
             f"no program {program!r} beside {sys.executable} or on PATH. Run this script with the Python of the "
             "environment that has it, for example .venv/bin/python infra/launch.py (make setup builds it)."
         )
-    return [found, *arguments]
+    return [path, *arguments]
 
 
 def free_port() -> int:
@@ -211,33 +211,33 @@ class Ssh(WorkerBackend):
             )
             for index, host in enumerate(hosts)
         ]
-        return SshTransport(workers, [word for each in options.ssh_option for word in shlex.split(each)])
+        return SshTransport(workers, [word for option in options.ssh_option for word in shlex.split(option)])
 
     def release(self, options: argparse.Namespace, console: Console) -> None:
         """Nothing was created."""
 
 
-def host_list(given: str) -> str:
+def host_list(text: str) -> str:
     """Read ``--hosts`` or the file that it names, as a type of argparse.
 
     It returns the hosts, separated by commas: the job's record keeps them, for the file is another one elsewhere, and
     may change.
     """
-    lines = [given]
-    if "/" in given or Path(given).is_file():
+    lines = [text]
+    if "/" in text or Path(text).is_file():
         try:
-            lines = Path(given).expanduser().read_text(encoding="utf-8").splitlines()
+            lines = Path(text).expanduser().read_text(encoding="utf-8").splitlines()
         except OSError as error:
             raise argparse.ArgumentTypeError(
-                f"{given} cannot be read ({error}). Name hosts, or a file with one per line."
+                f"{text} cannot be read ({error}). Name hosts, or a file with one per line."
             ) from None
     words = [word.strip() for line in lines if not line.strip().startswith("#") for word in line.split(",")]
     hosts = [word for word in words if word]
     twice = sorted({host for host in hosts if hosts.count(host) > 1})
     if not hosts or twice:
         wrong = f"has {', '.join(twice)} twice" if twice else "names no host"
-        raise argparse.ArgumentTypeError(f"{given} {wrong}. Each host runs one process: name each once.")
+        raise argparse.ArgumentTypeError(f"{text} {wrong}. Each host runs one process: name each once.")
     dashed = [host for host in hosts if host.startswith("-")]
     if dashed:
-        raise argparse.ArgumentTypeError(f"{given}: {dashed[0]!r} is no host. Give options of ssh as --ssh_option=...")
+        raise argparse.ArgumentTypeError(f"{text}: {dashed[0]!r} is no host. Give options of ssh as --ssh_option=...")
     return ",".join(hosts)

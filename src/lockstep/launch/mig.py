@@ -90,19 +90,19 @@ class Mig(GooglePod):
         for i in first:
             command = transport.argv(i, f"curl -sf -H 'Metadata-Flavor: Google' {WORKER_NUMBER}")
             asked[i] = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True)
-        said = {}
+        numbers = {}
         for i, process in asked.items():
             try:
-                said[i] = process.communicate(timeout=60)[0].strip()
+                numbers[i] = process.communicate(timeout=60)[0].strip()
             except subprocess.TimeoutExpired:
                 process.kill()
-                said[i] = ""
-        for i, number in said.items():
+                numbers[i] = ""
+        for i, number in numbers.items():
             if number == "0":
                 return transport.machines[i]
         raise LaunchError(
             "no machine of the first slice says that it is number 0 (metadata agent-worker-number): "
-            + ", ".join(f"{transport.machines[i].name} says {number or 'nothing'}" for i, number in said.items())
+            + ", ".join(f"{transport.machines[i].name} says {number or 'nothing'}" for i, number in numbers.items())
             + ". Several slices find each other by its address; look at the machines, or use one slice."
         )
 
@@ -202,22 +202,22 @@ class Mig(GooglePod):
         return f"{self.hosts * self.count} × {self.machine_type}"
 
     def machines(self) -> list[Machine]:
-        found = []
+        machines = []
         for slice_id, group in enumerate(self.slice_names):
-            names = sorted(_name_of(each) for each in self._instances(group))
+            names = sorted(_name_of(instance) for instance in self._instances(group))
             if not names:
                 continue
             query = f"name=({' '.join(names)})"
             listed = self.gcloud.read(
                 "compute", "instances", "list", f"--zones={self.gcloud.zone}", f"--filter={query}", place=""
             )
-            described = {each["name"]: each for each in listed or []}
+            described = {instance["name"]: instance for instance in listed or []}
             for name in names:
                 interface = (described.get(name, {}).get("networkInterfaces") or [{}])[0]
                 external = (interface.get("accessConfigs") or [{}])[0].get("natIP", "")
                 key = f"compute.{described.get(name, {}).get('id', name)}"
-                found.append(self.machine(name, slice_id, interface.get("networkIP", ""), external, key))
-        return found
+                machines.append(self.machine(name, slice_id, interface.get("networkIP", ""), external, key))
+        return machines
 
     def lost(self, or_starting: bool = False) -> str | None:
         """Return which machine does not run and never will again, or None."""
@@ -268,14 +268,14 @@ class Mig(GooglePod):
         ]
         if any(instance.get("instanceStatus") != "RUNNING" for instance in instances) or not instances:
             listed = self.gcloud.read("compute", "instance-groups", "managed", "list-errors", group)
-            errors += [each.get("error", {}) for each in listed or []]
+            errors += [listed_error.get("error", {}) for listed_error in listed or []]
         for error in errors:
             text = f"{error.get('code', '')}: {error.get('message', '')}"
             words = ("compute", "instance-groups", "managed", "list-errors", group)
-            found = self.gcloud.error(self.gcloud.command(*words), text)
-            if not found.cause.passes and found.cause.name != "unknown":
-                raise found
-            return found.summary
+            refusal = self.gcloud.error(self.gcloud.command(*words), text)
+            if not refusal.cause.passes and refusal.cause.name != "unknown":
+                raise refusal
+            return refusal.summary
         return ""
 
     def _check_kind(self, groups: dict[str, dict[str, Any] | None]) -> None:
@@ -305,11 +305,11 @@ class Mig(GooglePod):
     def _delete_parts(self) -> None:
         """Delete the template and the policy, if the launcher made them; they cost nothing."""
         template, policy = self._delete_part_commands()
-        found = self.gcloud.read("compute", "instance-templates", "describe", self.name, place="") or {}
-        if LABEL in found.get("properties", {}).get("labels", {}):
+        described = self.gcloud.read("compute", "instance-templates", "describe", self.name, place="") or {}
+        if LABEL in described.get("properties", {}).get("labels", {}):
             self.run_unless_gone(template, DELETE_S)
-        found = self.gcloud.read("compute", "resource-policies", "describe", self.name, place="region") or {}
-        if found.get("description") == LABEL:
+        described = self.gcloud.read("compute", "resource-policies", "describe", self.name, place="region") or {}
+        if described.get("description") == LABEL:
             self.run_unless_gone(policy, DELETE_S)
 
     def _delete_part_commands(self) -> list[list[str]]:

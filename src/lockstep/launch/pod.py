@@ -183,8 +183,8 @@ class GooglePod(abc.ABC):
 
     def account_options(self) -> list[str]:
         """The options of a command that makes machines, for their network and account."""
-        given = {"network": self.network, "service-account": self.service_account}
-        return [f"--{name}={value}" for name, value in given.items() if value]
+        options = {"network": self.network, "service-account": self.service_account}
+        return [f"--{name}={value}" for name, value in options.items() if value]
 
     def machines_in_words(self) -> str:
         return f"{self.hosts * self.count} hosts"
@@ -240,7 +240,7 @@ class Wait:
     poll_s: float
     given_up: Callable[[], bool] = lambda: False  # whether it is to end before its time
 
-    def until(self, what: str, look: Callable[[], tuple[str, bool]]) -> bool:
+    def until(self, name: str, look: Callable[[], tuple[str, bool]]) -> bool:
         """Look until it is done, or out of time (False); a state is shown when it changes, and from time to time."""
         begin = shown_at = time.monotonic()
         shown, failures = "", 0
@@ -256,7 +256,7 @@ class Wait:
             now = time.monotonic()
             if state != shown or now - shown_at > STILL_S:
                 after = f" after {duration(now - begin)}" if now - begin >= 1 else ""
-                self.say(f"{what}: {state}{after}")
+                self.say(f"{name}: {state}{after}")
                 shown, shown_at = state, now
             if done:
                 return True

@@ -41,9 +41,9 @@ class PodState:
         return f"{self.phase}{reason}"
 
 
-def pod_states(found: Mapping[str, Any], hosts: int, attempts: int = 0) -> list[PodState]:
+def pod_states(listed: Mapping[str, Any], hosts: int, attempts: int = 0) -> list[PodState]:
     """The pods of ``kubectl get pods``, by attempt and process."""
-    states = (_pod_state(each, hosts, attempts) for each in found.get("items", ()))
+    states = (_pod_state(pod, hosts, attempts) for pod in listed.get("items", ()))
     return sorted(states, key=lambda pod: (pod.attempt, pod.process))
 
 
@@ -83,28 +83,27 @@ def not_started(pods: Iterable[PodState], count: int, installed: Collection[str]
     pods = list(pods)
     last = max((pod.attempt for pod in pods), default=1)
     present = {pod.process: pod for pod in pods if pod.attempt == last}
-    found = []
+    missing = []
     for process in range(count):
         pod = present.get(process)
         if pod is None:
-            found.append(f"process {process} (no pod yet)")
+            missing.append(f"process {process} (no pod yet)")
         elif not pod.started:
-            found.append(f"process {process} ({pod.name}: {pod})")
+            missing.append(f"process {process} ({pod.name}: {pod})")
         elif pod.code is None and installed is not None and pod.uid not in installed:
-            found.append(f"process {process} ({pod.name}: installing)")
-    return found
+            missing.append(f"process {process} ({pod.name}: installing)")
+    return missing
 
 
-def _pod_state(found: Mapping[str, Any], hosts: int, attempts: int) -> PodState:
-    meta, status = found["metadata"], found.get("status", {})
+def _pod_state(pod: Mapping[str, Any], hosts: int, attempts: int) -> PodState:
+    meta, status = pod["metadata"], pod.get("status", {})
     labels = meta.get("labels", {})
     index = meta.get("annotations", {}).get("batch.kubernetes.io/job-completion-index", "0")
-    state: Mapping[str, Any] = next((each.get("state", {}) for each in status.get("containerStatuses", ())), {})
+    containers, conditions = status.get("containerStatuses", ()), status.get("conditions", ())
+    state: Mapping[str, Any] = next((container.get("state", {}) for container in containers), {})
     ended, waiting = state.get("terminated", {}), state.get("waiting", {})
-    unscheduled: Mapping[str, Any] = next(
-        (each for each in status.get("conditions", ()) if each["type"] == "PodScheduled" and each["status"] == "False"),
-        {},
-    )
+    waits = (row for row in conditions if (row["type"], row["status"]) == ("PodScheduled", "False"))
+    unscheduled: Mapping[str, Any] = next(waits, {})
     return PodState(
         name=meta["name"],
         uid=meta["uid"],

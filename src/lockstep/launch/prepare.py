@@ -28,45 +28,45 @@ Facts = Mapping[str, Any]  # of a worker, as agent.main.gather tells them, and `
 
 def problems(workers: Sequence[Worker], facts: Sequence[Facts], program: str) -> list[str]:
     """The problems of workers, one line each; empty: they are fit."""
-    found = []
+    lines = []
     for worker, fact in zip(workers, facts, strict=True):
-        found += [f"worker {worker.name}: {text}" for text in _own_problems(fact, program)]
-    return found + _differences(workers, facts)
+        lines += [f"worker {worker.name}: {text}" for text in _own_problems(fact, program)]
+    return lines + _differences(workers, facts)
 
 
 def advice(workers: Sequence[Worker], facts: Sequence[Facts], environment: Mapping[str, str]) -> list[str]:
     """Faults of workers that a job survives, one line each."""
-    found = []
+    lines = []
     slow = [worker.name for worker, fact in zip(workers, facts, strict=True) if fact["small_pages"]]
     if slow:
-        found.append(
+        lines.append(
             f"transparent huge pages are off on {len(slow)} worker(s), {slow[0]} first: the TPU runtime starts and "
             f"ends slowly. There: {HUGE_PAGES_FIX}"
         )
     cache = environment.get("JAX_COMPILATION_CACHE_DIR", "")
     if cache and "://" not in cache and len(workers) > 1:
-        found.append(
+        lines.append(
             f"JAX_COMPILATION_CACHE_DIR is {cache}. Unless all workers share it, one that is replaced compiles while "
             "the others wait for it: a gs:// URL has no such skew."
         )
-    return found
+    return lines
 
 
 def _own_problems(fact: Facts, program: str) -> list[str]:
-    found: list[str] = []
+    lines: list[str] = []
     for holder in fact["holders"]:
-        found.append(
+        lines.append(
             f"process {holder['pid']} ({holder['command']}) uses {holder['device']}, and a chip serves one process. "
             f"End it there with: sudo kill {holder['pid']}"
         )
     for port in fact["busy_ports"]:
-        found.append(
+        lines.append(
             f"port {port} is in use, and the job listens on it. End the process that `sudo ss -ltnp 'sport = {port}'` "
             "shows there, or take another one (ssh: --port; TPU VMs: --env JAX_COORDINATOR_PORT=11211)"
         )
     for address in fact["closed"]:
         port = address.rpartition(":")[2]
-        found.append(
+        lines.append(
             f"it cannot reach {address}, where the job begins: a firewall drops what is sent there. Google's rule for "
             "new networks opens 8470, 8471, 8474, 8476 and 11211 between machines. Take one of these (--env "
             f"JAX_COORDINATOR_PORT=8476), or open it: gcloud compute firewall-rules create lockstep-{port} "
@@ -74,36 +74,36 @@ def _own_problems(fact: Facts, program: str) -> list[str]:
         )
     for path, free in fact["disk"].items():
         if free < DISK_BYTES:
-            found.append(
+            lines.append(
                 f"{free / GIB:.2f} GiB are free in {path}; at least {DISK_BYTES / GIB:g} GiB are needed for "
                 "logs and caches. Delete files there, or take a larger disk"
             )
     if abs(fact["skew_s"]) > CLOCK_S:
         ahead = "ahead of" if fact["skew_s"] > 0 else "behind"
-        found.append(
+        lines.append(
             f"its clock is {abs(fact['skew_s']):.0f} s {ahead} this machine's; at most {CLOCK_S:g} s are allowed. "
             "Set it there with: sudo systemctl restart systemd-timesyncd (or chrony)"
         )
     if fact["program"] is None:
-        found.append(
+        lines.append(
             f"no program {program!r} in {fact['path']}. Install it there, or say where it is (with ssh: --venv DIR)"
         )
-    return found
+    return lines
 
 
 def _differences(workers: Sequence[Worker], facts: Sequence[Facts]) -> list[str]:
     """The packages and programs that have another version on some workers than on most."""
-    found = []
+    lines = []
     for name in ("python", "lockstep", "jax", "libtpu"):
         versions = [fact["versions"].get(name) for fact in facts]
         usual = collections.Counter(versions).most_common(1)[0][0]
         for worker, version in zip(workers, versions, strict=True):
             if version != usual:
-                found.append(
+                lines.append(
                     f"worker {worker.name}: {name} is {version or 'not there'}, but {usual or 'not there'} on most "
                     "workers; all must have the same. Install the same everywhere"
                 )
-    return found
+    return lines
 
 
 AT_ONCE = 64  # workers that are talked to at the same time
@@ -212,14 +212,14 @@ def prepare(transport: Transport, job: Preparation, console: Console) -> list[fl
     deadline = time.monotonic() + (FREE_S if job.replaces else 0.0)
     while True:
         facts = on_all(transport, lambda index: _facts(transport, index, job))
-        found = problems(transport.workers, facts, job.program)
+        lines = problems(transport.workers, facts, job.program)
         in_use = any(fact["holders"] or fact["busy_ports"] for fact in facts)
         if not in_use or time.monotonic() > deadline:
             break
         console.once("waiting for chips and ports to be free again")
         time.sleep(PAUSE_S[0])
-    if found:
-        raise LaunchError("\n".join(found) + "\nNothing was started. (--no-preflight starts all the same.)", PREFLIGHT)
+    if lines:
+        raise LaunchError("\n".join(lines) + "\nNothing was started. (--no-preflight starts all the same.)", PREFLIGHT)
     for text in advice(transport.workers, facts, job.environment):
         console.say(text)
     return [fact["skew_s"] for fact in facts]

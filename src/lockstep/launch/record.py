@@ -60,8 +60,8 @@ class JobRecord:
 
     def with_attempt(self, attempt: Attempt) -> "JobRecord":
         """The record with an attempt added, or replaced where there is one of this number."""
-        others = [each for each in self.attempts if each.number != attempt.number]
-        return dataclasses.replace(self, attempts=(*others, attempt))
+        attempts = [earlier for earlier in self.attempts if earlier.number != attempt.number]
+        return dataclasses.replace(self, attempts=(*attempts, attempt))
 
     def with_end(self, code: int) -> "JobRecord":
         """The record whose last attempt has ended now."""
@@ -75,11 +75,11 @@ class JobRecord:
     def make_directory(self) -> None:
         """Make the directory, without logs of an earlier job of this name, which go to ``earlier-N``."""
         self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-        if found := [*self.directory.glob("attempt-*")]:
+        if logs := [*self.directory.glob("attempt-*")]:
             numbers = (int(path.name.partition("-")[2]) for path in self.directory.glob("earlier-*"))
             earlier = self.directory / f"earlier-{max(numbers, default=0) + 1}"
             earlier.mkdir(mode=0o700)
-            for path in found:
+            for path in logs:
                 path.rename(earlier / path.name)
 
 

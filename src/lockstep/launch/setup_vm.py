@@ -163,7 +163,7 @@ def script(version: Version, wheel_name: str, extras: str) -> str:
 
 def uv_requirement() -> str:
     """The version of uv and the hashes of its files, as ``pip --require-hashes`` reads them."""
-    return f"uv=={UV_VERSION}" + "".join(f" --hash=sha256:{each}" for each in UV_HASHES)
+    return f"uv=={UV_VERSION}" + "".join(f" --hash=sha256:{digest}" for digest in UV_HASHES)
 
 
 def programs(version: Version) -> str:

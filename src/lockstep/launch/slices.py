@@ -76,8 +76,8 @@ FAMILIES: Final = (
 
 def unpublished(name: str) -> str | None:
     """Return the generation of a name whose slices and machines are not documented; None for any other name."""
-    found = re.match(r"(?:tpu)?[ _-]?v?8([ti])(?![a-z0-9])", name.lower())
-    return f"TPU 8{found[1]}" if found else None
+    generation = re.match(r"(?:tpu)?[ _-]?v?8([ti])(?![a-z0-9])", name.lower())
+    return f"TPU 8{generation[1]}" if generation else None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -106,12 +106,12 @@ class Slice:
 @functools.cache
 def slices() -> dict[str, Slice]:
     """Every documented slice by its name, smallest first within a generation."""
-    found = {}
+    by_name = {}
     for family in FAMILIES:
         for grid in family.grids:
             name = f"{family.prefix}-{math.prod(grid) * family.cores_in_name}"
-            found[name] = Slice(name=name, family=family, grid=grid)
-    return found
+            by_name[name] = Slice(name=name, family=family, grid=grid)
+    return by_name
 
 
 def slice_of(name: str | None) -> Slice | None:
@@ -125,7 +125,7 @@ def slice_of(name: str | None) -> Slice | None:
         )
     if name not in slices():
         prefix = name.rpartition("-")[0]
-        family = [each for each in slices() if each.rpartition("-")[0] == prefix]
-        known = ", ".join(family) or f"names begin with {', '.join(each.prefix for each in FAMILIES)}, as in v5p-64"
+        family = [sibling for sibling in slices() if sibling.rpartition("-")[0] == prefix]
+        known = ", ".join(family) or f"names begin with {', '.join(kind.prefix for kind in FAMILIES)}, as in v5p-64"
         raise ConfigError(f"--tpu_type is {name!r}, which is not the name of a slice. Known: {known}.")
     return slices()[name]

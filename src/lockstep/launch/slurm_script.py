@@ -138,7 +138,7 @@ def secrets_file(variables: Mapping[str, str]) -> str:
 
 
 def _directives(job: SlurmJob) -> str:
-    given = [
+    options = [
         f"--job-name={job.name}",
         f"--nodes={job.nodes}",
         f"--ntasks-per-node={job.tasks_per_node}",
@@ -147,5 +147,5 @@ def _directives(job: SlurmJob) -> str:
         "--requeue" if job.retries else "--no-requeue",
     ]
     if job.time_limit is not None:
-        given += [f"--time={job.time_limit}", f"--signal=TERM@{WARNING_S}"]
-    return "\n".join(f"#SBATCH {each}" for each in [*given, *job.options])
+        options += [f"--time={job.time_limit}", f"--signal=TERM@{WARNING_S}"]
+    return "\n".join(f"#SBATCH {option}" for option in [*options, *job.options])

@@ -35,7 +35,7 @@ class StartedJob:
         if not self._job.attempts:
             raise LaunchError(f"job {self._job.name!r} was never started; its record is in {self._job.directory}.")
         # One that was refused has not been on the workers, where an earlier one may still run.
-        return next((each for each in reversed(self._job.attempts) if each.launched), self._job.attempts[-1])
+        return next((attempt for attempt in reversed(self._job.attempts) if attempt.launched), self._job.attempts[-1])
 
     def _call(self, transport: Transport, worker: int, **request: Any) -> dict[str, Any]:
         """`call`, with the reason under ``unreachable`` where there is no answer."""
@@ -77,7 +77,7 @@ class StartedJob:
         ]
         cause = first_failure(endings, unreachable=False, all_ended=True, waited_s=0.0)
         text = f"worker {transport.workers[cause.worker].name} failed first. {cause.reason}".strip() if cause else ""
-        ended = max(each.at for each in endings)
+        ended = max(ending.at for ending in endings)
         self._job = self._job.with_attempt(
             dataclasses.replace(attempt, ended=ended, code=cause.code if cause else DONE, cause=text)
         )
@@ -198,7 +198,8 @@ class StartedJob:
         else:
             # Before anything is ended or given back: somebody else's job of this name is an error here.
             on_all(transport, lambda index: self._end_on(transport, index, "clear", 0.0, how=""))
-            failures = [each for each in on_all(transport, lambda index: self._delete_on(transport, index)) if each]
+            ends = on_all(transport, lambda index: self._delete_on(transport, index))
+            failures = [failure for failure in ends if failure]
             for failure in failures:
                 self._console.say(failure)
             left = bool(failures)

@@ -57,7 +57,7 @@ class Archive:
         )
 
 
-def make_archive(given: Sequence[str], secret: Path | None, target: Path) -> Archive:
+def make_archive(paths: Sequence[str], secret: Path | None, target: Path) -> Archive:
     """Write the archive of files and directories below the present one.
 
     Args:
@@ -67,12 +67,12 @@ def make_archive(given: Sequence[str], secret: Path | None, target: Path) -> Arc
         ConfigError: One is not there, not below the present directory, or is the file of secrets; or a link leads out
             of the directory.
     """
-    found = sorted({name for each in given for name in files_of(each)})
-    left_out = [name for name in found if is_credential(name)]
-    names = sorted(set(found) - set(left_out))
+    listed = sorted({name for path in paths for name in files_of(path)})
+    left_out = [name for name in listed if is_credential(name)]
+    names = sorted(set(listed) - set(left_out))
     if secret is not None and secret.resolve() in {Path(name).resolve() for name in names}:
         raise ConfigError(
-            f"--env_file {secret} is among the files of --sync {' '.join(given)}, so its secrets would lie on every "
+            f"--env_file {secret} is among the files of --sync {' '.join(paths)}, so its secrets would lie on every "
             "worker. Keep it elsewhere, or have git ignore it."
         )
     for name in names:
@@ -106,7 +106,8 @@ def is_credential(name: str) -> bool:
         return True
     # A link to a key is one too: what it leads to may be copied under the link's name one day.
     if os.path.islink(name):
-        return any(fnmatch.fnmatchcase(part, each) for part in os.readlink(name).split(os.sep) for each in CREDENTIALS)
+        parts = os.readlink(name).split(os.sep)
+        return any(fnmatch.fnmatchcase(part, pattern) for part in parts for pattern in CREDENTIALS)
     if not os.path.isfile(name) or os.path.getsize(name) > KEY_BYTES:
         return False
     content = Path(name).read_bytes().lstrip()
@@ -131,7 +132,7 @@ def _check_link(name: str) -> None:
         )
 
 
-def check_configuration(command: Sequence[str], given: Sequence[str], workdir: str | None) -> None:
+def check_configuration(command: Sequence[str], paths: Sequence[str], workdir: str | None) -> None:
     """Refuse a command whose configuration is a file of this machine that the workers would not have.
 
     Args:
@@ -142,7 +143,7 @@ def check_configuration(command: Sequence[str], given: Sequence[str], workdir: s
     """
     for path in _configurations(command) if workdir is None else ():
         relative = os.path.relpath(path)
-        if relative not in {name for each in given for name in files_of(each)}:
+        if relative not in {name for synced in paths for name in files_of(synced)}:
             folder = os.path.dirname(relative) or relative
             raise ConfigError(
                 f"--config_path {path} is a file of this machine, and the workers would not find it. Add --sync "
@@ -150,19 +151,19 @@ def check_configuration(command: Sequence[str], given: Sequence[str], workdir: s
             )
 
 
-def modules_of_configuration(command: Sequence[str], given: Sequence[str]) -> list[str]:
+def modules_of_configuration(command: Sequence[str], paths: Sequence[str]) -> list[str]:
     """Return the modules beside a command's configuration that it names and ``--sync`` does not bring yet."""
-    found: list[str] = []
+    modules: list[str] = []
     for path in _configurations(command):
         text = Path(path).read_text(encoding="utf-8", errors="replace")
-        found += map(os.path.relpath, modules_beside(path, " ".join((text, *command))))
-    copied = {name for each in given if found for name in files_of(each)}
-    return [each for each in found if not copied.issuperset(files_of(each))]
+        modules += map(os.path.relpath, modules_beside(path, " ".join((text, *command))))
+    copied = {name for synced in paths if modules for name in files_of(synced)}
+    return [module for module in modules if not copied.issuperset(files_of(module))]
 
 
 def _configurations(command: Sequence[str]) -> list[str]:
     """The files below the present directory that a command is given as its configuration, as it names them."""
-    words = [word for each in command for word in each.split("=", 1)]
+    words = [word for argument in command for word in argument.split("=", 1)]
     paths = [words[i + 1] for i, word in enumerate(words[:-1]) if word in ("--config_path", "--config-path")]
     return [
         path
@@ -171,15 +172,15 @@ def _configurations(command: Sequence[str]) -> list[str]:
     ]
 
 
-def files_of(given: str) -> Iterator[str]:
+def files_of(name: str) -> Iterator[str]:
     """The files of one ``--sync``, relative to the present directory."""
-    path = os.path.relpath(given)
+    path = os.path.relpath(name)
     if path.startswith(".."):
-        raise ConfigError(f"--sync {given} is not below {os.getcwd()}. Start the launcher in a directory above it.")
+        raise ConfigError(f"--sync {name} is not below {os.getcwd()}. Start the launcher in a directory above it.")
     if os.path.isfile(path):
         return iter([path])
     if not os.path.isdir(path):
-        raise ConfigError(f"--sync {given}: there is no such file or directory in {os.getcwd()}.")
+        raise ConfigError(f"--sync {name}: there is no such file or directory in {os.getcwd()}.")
     listed = _files_of_git(path)
     return iter(listed if listed is not None else _files_below(path))
 
@@ -189,15 +190,15 @@ def _files_of_git(path: str) -> list[str] | None:
     listed = _listed_by_git(path)
     if not listed:
         return None
-    found: list[str] = []
+    files: list[str] = []
     for name in listed:
         if name == path:  # a submodule that was not fetched
-            found += _files_below(name)
+            files += _files_below(name)
         elif os.path.isdir(name) and not os.path.islink(name):  # a submodule, or a clone that git does not ignore
-            found += files_of(name)
+            files += files_of(name)
         elif os.path.lexists(name):
-            found.append(name)
-    return found
+            files.append(name)
+    return files
 
 
 def _listed_by_git(path: str) -> list[str]:
@@ -215,12 +216,12 @@ def _listed_by_git(path: str) -> list[str]:
     words += [f"--exclude-from={exclude}"] if _is_plain(exclude) else []
     plain = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     with tempfile.TemporaryDirectory(prefix="lockstep-git-") as empty:
-        ours = {**plain, "GIT_DIR": empty, "GIT_WORK_TREE": str(root)}
+        variables = {**plain, "GIT_DIR": empty, "GIT_WORK_TREE": str(root)}
         # An index that refers to more than itself (split, sparse, SHA-256) is left out.
         for indexed in ([{"GIT_INDEX_FILE": str(index)}] if _is_plain(index) else []) + [{}]:
             try:
                 subprocess.run(["git", "init", "--quiet", "--bare", "--template=", empty], check=True, env=plain)
-                done = subprocess.run(words, capture_output=True, cwd=path, env=ours | indexed)
+                done = subprocess.run(words, capture_output=True, cwd=path, env=variables | indexed)
             except (FileNotFoundError, subprocess.CalledProcessError):
                 return []
             if done.returncode == 0:

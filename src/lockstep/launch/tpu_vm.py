@@ -59,7 +59,7 @@ class TpuVm(GooglePod):
 
     def create_commands(self) -> list[list[str]]:
         kind = self.kind()
-        which = (
+        nodes = (
             [f"--node-id={self.name}"]
             if self.count == 1
             else [f"--node-count={self.count}", f"--node-prefix={self.name}"]
@@ -67,7 +67,7 @@ class TpuVm(GooglePod):
         words = [
             # Best effort is known to the alpha commands alone.
             *(["alpha"] if self.capacity == "best-effort" else []),
-            *("compute", "tpus", "queued-resources", "create", self.name, *which),
+            *("compute", "tpus", "queued-resources", "create", self.name, *nodes),
             f"--accelerator-type={kind.name}",
             f"--runtime-version={self.runtime_version or kind.family.runtime_version}",
             *CAPACITY_FLAGS[self.capacity],
@@ -123,14 +123,14 @@ class TpuVm(GooglePod):
         self.run_unless_gone(self._delete_request())
 
     def machines(self) -> list[Machine]:
-        found = []
+        machines = []
         for slice_id, (node, described) in enumerate(self._nodes().items()):
             for i, endpoint in enumerate((described or {}).get("networkEndpoints", [])):
                 external = endpoint.get("accessConfig", {}).get("externalIp", "")
                 addresses = endpoint.get("ipAddress", ""), external
                 key = f"tpu.{described['id']}-{i}" if described else ""
-                found.append(self.machine(f"{node} worker {i}", slice_id, *addresses, key))
-        return found
+                machines.append(self.machine(f"{node} worker {i}", slice_id, *addresses, key))
+        return machines
 
     def lost(self) -> str | None:
         state = _state_of(self._request())
@@ -217,9 +217,9 @@ class TpuVm(GooglePod):
             words = self.gcloud.command("compute", "tpus", "queued-resources", "describe", self.name)
             cause = self.gcloud.error(words, message).cause
             raise RequestFailedError(cause, shlex.join(words), message, self.gcloud.names)
-        who = {"USER": "by a user", "SERVICE": "by Google"}.get(data.get("stateInitiator", ""), "")
+        initiator = {"USER": "by a user", "SERVICE": "by Google"}.get(data.get("stateInitiator", ""), "")
         raise LaunchError(
-            f"queued resource {self.name} is {data.get('state')} {who}".strip()
+            f"queued resource {self.name} is {data.get('state')} {initiator}".strip()
             + ": it has no TPUs any more. Start again to have new ones, with --retries to have that done by itself.",
             UNAVAILABLE,
         )
@@ -232,8 +232,8 @@ class TpuVm(GooglePod):
         return self.gcloud.command("compute", "tpus", "queued-resources", "delete", self.name, "--force", "--async")
 
     def _request(self) -> dict[str, Any] | None:
-        found = self.gcloud.read("compute", "tpus", "queued-resources", "describe", self.name)
-        return found if found is None else dict(found)
+        request = self.gcloud.read("compute", "tpus", "queued-resources", "describe", self.name)
+        return request if request is None else dict(request)
 
     def _nodes(self) -> dict[str, dict[str, Any] | None]:
         return {node: self.gcloud.read("compute", "tpus", "tpu-vm", "describe", node) for node in self.slice_names}

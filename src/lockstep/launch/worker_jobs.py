@@ -202,8 +202,8 @@ def _continued(record: JobRecord) -> JobRecord:
 
 def _keep(record: JobRecord, request: EndRequest) -> None:
     """Write a record, which the process that deletes the job may have marked."""
-    found = find_record(record.name) if request.command() == "delete" else None
-    dataclasses.replace(record, deleted=found is not None and found.deleted).save()
+    kept = find_record(record.name) if request.command() == "delete" else None
+    dataclasses.replace(record, deleted=kept is not None and kept.deleted).save()
 
 
 def check_process_count(options: argparse.Namespace, transport: Transport) -> None:

@@ -107,10 +107,10 @@ def is_closed(address: str) -> bool:
 
 def holders(devices: Sequence[str] = DEVICES, proc: str = "/proc", sudo: bool = True) -> list[dict[str, Any]]:
     """Processes that have a chip open: ``pid``, ``command``, ``device``; with ``sudo`` those of other users too."""
-    wanted = {os.path.realpath(path) for pattern in devices for path in glob.glob(pattern)}
-    if not wanted:
+    chips = {os.path.realpath(path) for pattern in devices for path in glob.glob(pattern)}
+    if not chips:
         return []
-    found = []
+    holding = []
     hidden = False
     for folder in glob.glob(os.path.join(proc, "[0-9]*", "fd")):
         try:
@@ -120,13 +120,13 @@ def holders(devices: Sequence[str] = DEVICES, proc: str = "/proc", sudo: bool = 
             continue
         except OSError:  # it has just ended
             continue
-        found += [(int(folder.split(os.sep)[-2]), device) for device in sorted(targets & wanted)]
+        holding += [(int(folder.split(os.sep)[-2]), device) for device in sorted(targets & chips)]
     if hidden and sudo:
-        found += _as_root(wanted, proc)
-    return [{"pid": pid, "command": _command(proc, pid), "device": device} for pid, device in sorted(set(found))]
+        holding += _as_root(chips, proc)
+    return [{"pid": pid, "command": _command(proc, pid), "device": device} for pid, device in sorted(set(holding))]
 
 
-def _as_root(wanted: set[str], proc: str) -> list[tuple[int, str]]:
+def _as_root(chips: set[str], proc: str) -> list[tuple[int, str]]:
     """The same for processes of other users, where this one may become root without a password.
 
     A file that a process has open may have any name, with line ends in it: the answers are separated by zeros.
@@ -140,7 +140,7 @@ def _as_root(wanted: set[str], proc: str) -> list[tuple[int, str]]:
         return []
     words = shown.stdout.decode(errors="replace").split("\0")
     pairs = [(words[at], words[at + 1]) for at in range(0, len(words) - 1, 2)]
-    return [(int(folder.split("/")[0]), target) for folder, target in pairs if target in wanted]
+    return [(int(folder.split("/")[0]), target) for folder, target in pairs if target in chips]
 
 
 def _command(proc: str, pid: int) -> str:
@@ -160,8 +160,8 @@ def versions(environ: dict[str, str]) -> dict[str, str]:
         done = subprocess.run(
             [python, "-c", VERSIONS], env=environ, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=60
         )
-        found: dict[str, str] = json.loads(done.stdout.decode() or "{}")
-        return found
+        installed: dict[str, str] = json.loads(done.stdout.decode() or "{}")
+        return installed
     except (OSError, ValueError, subprocess.TimeoutExpired):
         return {}
 
@@ -226,12 +226,12 @@ def look(directory: str) -> dict[str, Any]:
     return dict(read_json(os.path.join(directory, STATE)) or {}, state="running" if locked else "lost")
 
 
-def ask(directory: str, what: str) -> None:
+def ask(directory: str, request: str) -> None:
     """Ask the supervisor for ``stop`` or ``kill``; a kill is not taken back by a stop."""
     path = os.path.join(directory, STOP)
-    if what == "stop" and os.path.exists(path):
+    if request == "stop" and os.path.exists(path):
         return
-    write_file(path, what.encode(), 0o600)
+    write_file(path, request.encode(), 0o600)
 
 
 def _read(log: str, offset: int) -> bytes:

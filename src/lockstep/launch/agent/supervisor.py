@@ -119,10 +119,10 @@ def start(directory: str, spec: dict[str, Any]) -> bool:
 
 def environment(spec: dict[str, Any]) -> dict[str, str]:
     """The variables of the command: this machine's, then the job's, whose directories of programs are first on PATH."""
-    found = {**os.environ, "PYTHONUNBUFFERED": "1", **spec["env"], **spec["secrets"]}
-    path = [os.path.expanduser(each) for each in spec["path"]]
-    path += [found.get("PATH", os.defpath), os.path.expanduser("~/.local/bin")]
-    return {**found, "PATH": os.pathsep.join(path)}
+    variables = {**os.environ, "PYTHONUNBUFFERED": "1", **spec["env"], **spec["secrets"]}
+    path = [os.path.expanduser(directory) for directory in spec["path"]]
+    path += [variables.get("PATH", os.defpath), os.path.expanduser("~/.local/bin")]
+    return {**variables, "PATH": os.pathsep.join(path)}
 
 
 def find_program(program: str, environ: dict[str, str], cwd: str) -> str | None:
@@ -229,12 +229,12 @@ class Supervisor:
         except FileNotFoundError:
             pass
 
-    def _ask(self, what: str, reason: str) -> None:
+    def _ask(self, request: str, reason: str) -> None:
         """End the command: with ``stop`` it has time, with ``kill`` none."""
-        if what == self._requested or self._requested == "kill":
+        if request == self._requested or self._requested == "kill":
             return
-        self._requested, self._reason = what, self._reason or reason
-        if what == "kill":
+        self._requested, self._reason = request, self._reason or reason
+        if request == "kill":
             self._signal(signal.SIGKILL)
         else:
             self._signal(signal.SIGTERM)
