@@ -22,24 +22,6 @@ from lockstep.redact import Redactor
 ERROR = b"error: "  # the beginning of a line in which a process says why it ends (lockstep.hosts.exit)
 
 
-class Errors:
-    """The ``error: `` lines of processes, of which a terminal needs one copy, though all print them."""
-
-    def __init__(self) -> None:
-        self._printed: collections.Counter[tuple[int, bytes]] = collections.Counter()
-        self._shown: collections.Counter[bytes] = collections.Counter()
-
-    def is_copy(self, process: int, line: bytes) -> bool:
-        """Note a line that is printed; return whether it was shown already, as that of another process."""
-        if not line.startswith(ERROR):
-            return False
-        self._printed[process, line] += 1
-        if self._printed[process, line] <= self._shown[line]:
-            return True
-        self._shown[line] += 1
-        return False
-
-
 class Console:
     """The terminal, and the file ``launcher.log`` of the job.
 
@@ -53,7 +35,9 @@ class Console:
         self._redactor = redactor or Redactor(())
         self._log, self._prefixed = log, prefixed
         self._lock = threading.Lock()
-        self._errors = Errors()
+        # The errors that each process has printed, and those that were shown: a terminal needs one copy of each.
+        self._printed: collections.Counter[tuple[int, bytes]] = collections.Counter()
+        self._errors: collections.Counter[bytes] = collections.Counter()
         self._shown_once: set[str] = set()
 
     def say(self, text: str) -> None:
@@ -87,8 +71,11 @@ class Console:
         """Print a line of a process, which has no end of line, to standard output; an error of all processes once."""
         prefix = f"[{process}] ".encode() if self._prefixed else b""
         with self._lock:
-            if self._errors.is_copy(process, line):
-                return
+            if line.startswith(ERROR):
+                self._printed[process, line] += 1
+                if self._printed[process, line] <= self._errors[line]:
+                    return
+                self._errors[line] += 1
             write_to_stdout(lambda: sys.stdout.buffer.write(prefix + line + b"\n"))
 
 

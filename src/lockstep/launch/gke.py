@@ -3,19 +3,14 @@
 import argparse
 import contextlib
 import dataclasses
-import gzip
-import io
 import json
 import os
 import re
 import secrets
 import shlex
-import signal
-import tarfile
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,8 +18,18 @@ from lockstep.errors import ConfigError
 from lockstep.exits import DONE, INTERRUPTED, SETUP_FAILED, WORKER_LOST, describe_code
 from lockstep.launch.backend import Console, LaunchError, Patience
 from lockstep.launch.environment import JobEnvironment, filter_files, here_document, job_environment, job_variables
-from lockstep.launch.gke_manifest import FILES, MAX_PARTS, PART_BYTES, SYNCED, GkeJob, config_maps, job_set, secret
-from lockstep.launch.job_loop import signals_to
+from lockstep.launch.gke_manifest import (
+    FILES,
+    MAX_PARTS,
+    PART_BYTES,
+    SYNCED,
+    GkeJob,
+    config_maps,
+    job_set,
+    pack,
+    secret,
+)
+from lockstep.launch.job_loop import PlatformLoop
 from lockstep.launch.kubectl import Cluster, PodLogs
 from lockstep.launch.options import add_job_options, add_slices_option, count, slice_counts
 from lockstep.launch.pods import PodState, not_started, verdict
@@ -151,17 +156,6 @@ class GkeSpec:
                 archive = make_archive(self.options.sync, self.options.env_file, Path(directory) / SYNCED)
                 files[SYNCED], warning = archive.path.read_bytes(), archive.warning()
         return files, warning
-
-
-def pack(files: Mapping[str, bytes]) -> bytes:
-    """A compressed tar archive that is the same for the same files."""
-    target = io.BytesIO()
-    with gzip.GzipFile(fileobj=target, mode="wb", mtime=0) as packed, tarfile.open(fileobj=packed, mode="w") as tar:
-        for name in sorted(files):
-            info = tarfile.TarInfo(name)
-            info.size = len(files[name])
-            tar.addfile(info, io.BytesIO(files[name]))
-    return target.getvalue()
 
 
 POLL_S: Final = 5.0  # seconds between two looks at the JobSet and its pods
@@ -302,100 +296,101 @@ def _end(cluster: Cluster, patience: Patience) -> None:
         time.sleep(min(POLL_S, 1.0))
 
 
-def _say_who_is_missing(
-    cluster: Cluster, pods: Sequence[PodState], logs: PodLogs, console: Console, waited_s: float
-) -> None:
-    """Name the processes that have not started, where there are some."""
-    installs = cluster.job.options["setup"] == "auto"
-    missing = not_started(pods, cluster.count, logs.installed if installs else None)
-    if missing:
-        more = f" and {len(missing) - NAMED} more" if len(missing) > NAMED else ""
-        console.say(
-            f"{cluster.job.name}: {len(missing)} of {cluster.count} processes have not started after {waited_s:.0f} s: "
-            f"{', '.join(missing[:NAMED])}{more}"
-        )
+class _Following(PlatformLoop):
+    """A JobSet that is followed with the logs of its pods."""
+
+    def __init__(self, cluster: Cluster, logs: PodLogs, console: Console, *, stop_on_signal: bool) -> None:
+        super().__init__(console, "the pods", stop_on_signal=stop_on_signal)
+        self._cluster, self._logs = cluster, logs
+        self._shown = ""
+        self._pulling: dict[str, float] = {}  # since when an image cannot be pulled, by the identity of the pod
+        self._began_at = self._reported_at = self._complete_since = time.monotonic()
+
+    def end(self, *, kill: bool) -> None:
+        if kill:  # it waits for nothing
+            self._cluster.kill()
+            return
+        for pod in self._cluster.look()[1]:  # one that has started since the last look says its last words too
+            self._logs.follow(pod)
+        self._cluster.suspend()
+
+    def look(self) -> int | None:
+        self.tell()
+        if (looked := self.patience.look(self._cluster.look)) is None:
+            return None
+        job_set, pods = looked
+        for pod in pods:
+            self._logs.follow(pod)
+        state = ", ".join(sorted({str(pod) for pod in pods})) or "waiting for pods"
+        if state != self._shown:
+            self.console.say(f"{self._cluster.job.name}: {state}")
+            self._shown = state
+        if self.stopped_by is None and verdict(job_set, ()) is None:
+            self._report_missing(pods)
+            self._check_slices(pods)
+        else:
+            self._complete_since = time.monotonic()
+        stuck = self._stuck(pods)
+        if self.stopped_by is not None and self.to_do is None and not any(pod.running for pod in pods):
+            return 128 + self.stopped_by
+        code = verdict(job_set, self._logs.seen) if job_set else WORKER_LOST
+        if stuck and code is None and self.stopped_by is None:
+            self.console.say(
+                f"process {stuck[0].process} can never start. Mend it (--image), then start the job again."
+            )
+            self.patience.insist(self._cluster.kill, POLL_S)
+            return SETUP_FAILED
+        return code
+
+    def _stuck(self, pods: Sequence[PodState]) -> list[PodState]:
+        """The pods that can never start."""
+        now = time.monotonic()
+        self._pulling = {pod.uid: self._pulling.get(pod.uid, now) for pod in pods if pod.waits in PULLS}
+        return [pod for pod in pods if pod.waits in STUCK or now - self._pulling.get(pod.uid, now) > PULL_S]
+
+    def _report_missing(self, pods: Sequence[PodState]) -> None:
+        """Name the processes that have not started, where there are some, once in a while."""
+        now = time.monotonic()
+        if now - self._reported_at < SAY_S:
+            return
+        self._reported_at = now
+        installs = self._cluster.job.options["setup"] == "auto"
+        missing = not_started(pods, self._cluster.count, self._logs.installed if installs else None)
+        if missing:
+            more = f" and {len(missing) - NAMED} more" if len(missing) > NAMED else ""
+            self.console.say(
+                f"{self._cluster.job.name}: {len(missing)} of {self._cluster.count} processes have not started after "
+                f"{now - self._began_at:.0f} s: {', '.join(missing[:NAMED])}{more}"
+            )
+
+    def _check_slices(self, pods: Sequence[PodState]) -> None:
+        """End the job to go on with fewer slices, where the others have not come for long enough."""
+        usable = self._cluster.fewer(pods)
+        waited = time.monotonic() - self._complete_since
+        if usable is None:
+            self._complete_since = time.monotonic()
+        elif waited >= self._cluster.job.options["slices_wait_s"]:
+            self.console.say(
+                f"going on with {usable} of {self._cluster.slices} slices: the pods of the others have not started in "
+                f"{waited:.0f} s"
+            )
+            _end(self._cluster, self.patience)
+            self._logs.join()
+            raise _FewerSlicesError(usable, max(pod.attempt for pod in pods))
 
 
 def _follow(cluster: Cluster, console: Console, *, stop_on_signal: bool) -> int:
     """Show logs and states until the JobSet has ended; return its code."""
     with contextlib.closing(PodLogs(cluster.job, cluster.kubectl, console)) as logs:
-        return _until_its_end(cluster, logs, console, stop_on_signal=stop_on_signal)
-
-
-def _until_its_end(cluster: Cluster, logs: PodLogs, console: Console, *, stop_on_signal: bool) -> int:
-    shown = ""
-    received: list[int] = []
-    stopped_by: int | None = None
-    to_do: Callable[[], None] | None = None  # what a signal asks for and the cluster has not been told yet
-    pulling: dict[str, float] = {}  # since when an image cannot be pulled, by the identity of the pod
-    wake, patience = threading.Event(), Patience(console)
-    began_at = reported_at = complete_since = time.monotonic()
-
-    def receive(number: int) -> None:
-        received.append(number)
-        wake.set()
-
-    with signals_to(receive):
-        while True:
-            if received:
-                number = received.pop(0)
-                if not stop_on_signal:
-                    return 128 + number
-                console.say(f"{signal.Signals(number).name}, {'killing' if stopped_by else 'ending'} the pods")
-                # One that has started since the last look says its last words too; a second signal waits for nothing.
-                for pod in (patience.look(cluster.look) or ({}, []))[1] if stopped_by is None else ():
-                    logs.follow(pod)
-                to_do = cluster.kill if stopped_by else cluster.suspend
-                stopped_by = stopped_by or number
-            if to_do is not None and patience.do(to_do):
-                to_do = None
-            looked = patience.look(cluster.look)
-            if looked is None:
-                wake.wait(POLL_S)
-                wake.clear()
-                continue
-            job_set, pods = looked
-            for pod in pods:
-                logs.follow(pod)
-            state = ", ".join(sorted({str(pod) for pod in pods})) or "waiting for pods"
-            if state != shown:
-                console.say(f"{cluster.job.name}: {state}")
-                shown = state
-            goes_on = stopped_by is None and verdict(job_set, ()) is None
-            if goes_on and time.monotonic() - reported_at >= SAY_S:
-                reported_at = time.monotonic()
-                _say_who_is_missing(cluster, pods, logs, console, reported_at - began_at)
-            usable_slices = cluster.fewer(pods) if goes_on else None
-            if usable_slices is None:
-                complete_since = time.monotonic()
-            elif (waited := time.monotonic() - complete_since) >= cluster.job.options["slices_wait_s"]:
-                console.say(
-                    f"going on with {usable_slices} of {cluster.slices} slices: the pods of the others have not "
-                    f"started in {waited:.0f} s"
-                )
-                _end(cluster, patience)
-                logs.join()
-                raise _FewerSlicesError(usable_slices, max(pod.attempt for pod in pods))
-            now = time.monotonic()
-            pulling = {pod.uid: pulling.get(pod.uid, now) for pod in pods if pod.waits in PULLS}
-            stuck = [pod for pod in pods if pod.waits in STUCK or now - pulling.get(pod.uid, now) > PULL_S]
-            code = verdict(job_set, logs.seen) if job_set else WORKER_LOST
-            if stopped_by is not None and to_do is None and not any(pod.running for pod in pods):
-                code = 128 + stopped_by
-            elif stuck and code is None and stopped_by is None:
-                console.say(f"process {stuck[0].process} can never start. Mend it (--image), then start the job again.")
-                patience.insist(cluster.kill, POLL_S)
-                code = SETUP_FAILED
-            if code is not None:
-                break
-            wake.wait(POLL_S)
-            wake.clear()
-    logs.join()
-    if code and (first := logs.first_failure()) is not None:
-        console.say(f"process {first.process} failed first; its log is {cluster.job.log(first.attempt, first.process)}")
-    job = cluster.job
-    job.with_end(code).save()
-    if code:
-        console.say(f"failed: {describe_code(code)}")
-    console.say(f"its objects stay until: lockstep launch delete {job.name}")
-    return code
+        code, ended = _Following(cluster, logs, console, stop_on_signal=stop_on_signal).run(POLL_S)
+        if not ended:
+            return code
+        logs.join()
+        job = cluster.job
+        if code and (first := logs.first_failure()) is not None:
+            console.say(f"process {first.process} failed first; its log is {job.log(first.attempt, first.process)}")
+        job.with_end(code).save()
+        if code:
+            console.say(f"failed: {describe_code(code)}")
+        console.say(f"its objects stay until: lockstep launch delete {job.name}")
+        return code

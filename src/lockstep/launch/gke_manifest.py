@@ -7,7 +7,10 @@ https://docs.cloud.google.com/kubernetes-engine/docs/concepts/tpus.
 
 import base64
 import dataclasses
+import gzip
+import io
 import shlex
+import tarfile
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -118,6 +121,17 @@ def secret(job: GkeJob, variables: Mapping[str, str]) -> dict[str, Any]:
     """The Secret with the secret variables; it goes to kubectl's standard input and nowhere else."""
     data = {name: base64.b64encode(value.encode()).decode() for name, value in variables.items()}
     return {"apiVersion": "v1", "kind": "Secret", "metadata": _metadata(job, job.name), "type": "Opaque", "data": data}
+
+
+def pack(files: Mapping[str, bytes]) -> bytes:
+    """A compressed tar archive that is the same for the same files."""
+    target = io.BytesIO()
+    with gzip.GzipFile(fileobj=target, mode="wb", mtime=0) as packed, tarfile.open(fileobj=packed, mode="w") as tar:
+        for name in sorted(files):
+            info = tarfile.TarInfo(name)
+            info.size = len(files[name])
+            tar.addfile(info, io.BytesIO(files[name]))
+    return target.getvalue()
 
 
 def config_maps(job: GkeJob, archive: bytes) -> list[dict[str, Any]]:

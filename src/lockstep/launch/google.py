@@ -20,8 +20,9 @@ from lockstep.launch import setup_vm
 from lockstep.launch.backend import Console, LaunchError, Transport, Worker, WorkerBackend
 from lockstep.launch.elastic_pod import ElasticPod
 from lockstep.launch.gcloud import Gcloud
+from lockstep.launch.machines import SshTransport
 from lockstep.launch.options import add_google_options, add_worker_options, slice_counts
-from lockstep.launch.pod import GooglePod, Machine, SshTransport, Wait, left_alone, slices_of
+from lockstep.launch.pod import GooglePod, Machine, Wait, left_alone, slices_of, ssh_words
 from lockstep.launch.tool import ToolError
 
 COORDINATOR_PORT: Final = "8476"
@@ -114,11 +115,11 @@ class GoogleBackend(WorkerBackend):
         except LaunchError:
             _say_what_it_costs(pod, options, console)
             raise
-        transport = self._transport(options, machines)
+        user = self._user(options, machines)
+        transport = self._transport(options, machines, user)
         if slices_of(machines) > 1:
-            workers = self._workers(options, machines, self._kind.coordinator(transport))
-            transport = SshTransport(machines, workers, transport.user, transport.key)
-        console.say(f"{options.tpu_name}: {len(machines)} workers, user {transport.user}")
+            transport.workers = self._workers(options, machines, self._kind.coordinator(machines, transport))
+        console.say(f"{options.tpu_name}: {len(machines)} workers, user {user}")
         _say_what_it_costs(pod, options, console)
         return transport
 
@@ -136,7 +137,8 @@ class GoogleBackend(WorkerBackend):
                 time.sleep(options.poll_s)
 
     def find(self, options: argparse.Namespace) -> Transport:
-        return self._transport(options, self.pod(options).machines())
+        machines = self.pod(options).machines()
+        return self._transport(options, machines, self._user(options, machines))
 
     def setup_script(self, options: argparse.Namespace) -> str | None:
         """The script that installs this checkout, if it is to be installed."""
@@ -186,15 +188,17 @@ class GoogleBackend(WorkerBackend):
         if not re.fullmatch(r"[a-z]+-[a-z]+\d+-[a-z]", options.zone):
             raise ConfigError(f"--zone is {options.zone!r}, which is not the name of a zone such as us-east5-a.")
 
-    def _transport(self, options: argparse.Namespace, machines: Sequence[Machine]) -> SshTransport:
-        if not machines:
-            raise LaunchError(f"{options.tpu_name} has no machines. See what there is: --dry-run prints the commands.")
-        user = options.ssh_user or self._user(options, machines)
+    def _transport(self, options: argparse.Namespace, machines: Sequence[Machine], user: str) -> SshTransport:
         key = str(Path(options.ssh_key).expanduser())
-        return SshTransport(machines, self._workers(options, machines, machines[0]), user, key)
+        words = [ssh_words(machine, user, key) for machine in machines]
+        return SshTransport(self._workers(options, machines, machines[0]), words)
 
     def _user(self, options: argparse.Namespace, machines: Sequence[Machine]) -> str:
-        """The user in the ssh command that gcloud would run; without one there, that of this machine."""
+        """The user on the machines: as given, else in the ssh command that gcloud would run, else that of this one."""
+        if not machines:
+            raise LaunchError(f"{options.tpu_name} has no machines. See what there is: --dry-run prints the commands.")
+        if options.ssh_user:
+            return str(options.ssh_user)
         command = [*self.pod(options).login_commands(machines)[0], "--dry-run"]
         login = re.search(r"(\S+)@" + re.escape(machines[0].address), self._gcloud(options).run(command))
         return login[1] if login else getpass.getuser()

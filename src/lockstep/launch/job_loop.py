@@ -1,4 +1,4 @@
-"""The loop of a job: what its processes print, which failed first, how the others end then, and all by a signal."""
+"""Loops of a job: over its processes, which end together, or over looks at the platform that runs it."""
 
 import abc
 import collections
@@ -7,11 +7,12 @@ import dataclasses
 import functools
 import math
 import signal
+import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 
 from lockstep.exits import DONE, describe_code, is_retried
-from lockstep.launch.backend import Console, Lines
+from lockstep.launch.backend import Console, Lines, Patience
 from lockstep.launch.failure import LAST_LINES, Ending, failed_by_themselves, first_failure, tail_to_show
 
 POLL_S = 0.05  # seconds between two looks at the processes
@@ -202,6 +203,63 @@ class JobLoop(abc.ABC):
         # Where somebody has stopped the job, every worker gives its process the grace, and then ends it.
         pause_s = self._grace_s if reason == ASKED else min(self._grace_s, REPORT_S)
         self._terminate_at = time.monotonic() + pause_s
+
+
+class PlatformLoop(abc.ABC):
+    """A job that its platform runs, followed until it has ended.
+
+    Args:
+        noun: What a signal ends, in messages.
+        stop_on_signal: Whether a signal to the launcher ends the job; else it ends the following alone.
+
+    Attributes:
+        stopped_by: The first signal.
+        to_do: What a signal asks for and the platform has not been told yet.
+        due: The time (`time.monotonic`) from which the platform may be asked again.
+    """
+
+    def __init__(self, console: Console, noun: str, *, stop_on_signal: bool) -> None:
+        self.console, self.patience = console, Patience(console)
+        self.stopped_by: int | None = None
+        self.to_do: Callable[[], object] | None = None
+        self.due = 0.0
+        self._noun, self._stop_on_signal = noun, stop_on_signal
+        self._signals: list[int] = []
+        self._wake = threading.Event()
+
+    @abc.abstractmethod
+    def look(self) -> int | None:
+        """Tell the platform what is to do (`tell`), show what is new, and return the job's code once it has ended."""
+
+    @abc.abstractmethod
+    def end(self, *, kill: bool) -> None:
+        """Have the platform end the job, in order or at once."""
+
+    def tell(self) -> None:
+        """Tell the platform what a signal asks for, where it can be reached."""
+        if self.to_do is not None and self.patience.do(self.to_do):
+            self.to_do = None
+
+    def run(self, poll_s: float) -> tuple[int, bool]:
+        """Look every so many seconds; return the exit code, and whether the job has ended."""
+        with signals_to(self._receive):
+            while True:
+                if self._signals:
+                    number = self._signals.pop(0)
+                    if not self._stop_on_signal:
+                        return 128 + number, False
+                    name, kill = signal.Signals(number).name, self.stopped_by is not None
+                    self.console.say(f"{name}, {'killing' if kill else 'ending'} {self._noun}")
+                    self.to_do, self.due = functools.partial(self.end, kill=kill), 0.0
+                    self.stopped_by = self.stopped_by or number
+                if (code := self.look()) is not None:
+                    return code, True
+                self._wake.wait(poll_s)
+                self._wake.clear()
+
+    def _receive(self, number: int) -> None:
+        self._signals.append(number)
+        self._wake.set()
 
 
 @contextlib.contextmanager

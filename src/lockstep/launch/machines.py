@@ -100,18 +100,11 @@ class Local:
         print("wait")
         return DONE
 
-    def status(self, job: JobRecord) -> int:
-        """Refused, as are the others below: a local job is never kept."""
+    def logs(self, job: JobRecord, *, follow: bool = False) -> int:
+        """Refused, as is what else needs a record: a local job has none."""
         raise ConfigError(f"job {job.name!r} is local: it lives and ends with its launcher, and there is no record.")
 
-    def logs(self, job: JobRecord, *, follow: bool) -> int:
-        return self.status(job)
-
-    def stop(self, job: JobRecord) -> int:
-        return self.status(job)
-
-    def delete(self, job: JobRecord) -> int:
-        return self.status(job)
+    status = stop = delete = logs
 
 
 def local_environment(
@@ -167,14 +160,18 @@ SSH_OPTIONS = ("-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=15", "-o", "Se
 
 
 class SshTransport:
-    """Hosts behind one ssh each."""
+    """Workers behind one ssh each.
 
-    def __init__(self, workers: Sequence[Worker], options: Sequence[str]) -> None:
+    Args:
+        words: The words of ssh for each worker: options, ``--`` and the host.
+    """
+
+    def __init__(self, workers: Sequence[Worker], words: Sequence[Sequence[str]]) -> None:
         self.workers = workers
-        self._options = options
+        self._words = words
 
     def argv(self, worker: int, command: str) -> list[str]:
-        return ["ssh", *SSH_OPTIONS, *self._options, "--", self.workers[worker].name, command]
+        return ["ssh", *SSH_OPTIONS, *self._words[worker], command]
 
 
 class Ssh(WorkerBackend):
@@ -211,7 +208,8 @@ class Ssh(WorkerBackend):
             )
             for index, host in enumerate(hosts)
         ]
-        return SshTransport(workers, [word for option in options.ssh_option for word in shlex.split(option)])
+        own = [word for option in options.ssh_option for word in shlex.split(option)]
+        return SshTransport(workers, [[*own, "--", host] for host in hosts])
 
     def release(self, options: argparse.Namespace, console: Console) -> None:
         """Nothing was created."""

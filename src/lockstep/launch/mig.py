@@ -14,8 +14,8 @@ from typing import Any, Final
 
 from lockstep.errors import ConfigError
 from lockstep.exits import REFUSED
-from lockstep.launch.backend import LaunchError
-from lockstep.launch.pod import LABEL, GooglePod, Machine, SshTransport, Wait
+from lockstep.launch.backend import LaunchError, Transport
+from lockstep.launch.pod import LABEL, GooglePod, Machine, Wait
 from lockstep.launch.slices import IMAGE_PROJECT, Slice
 
 CAPACITY_FLAGS: Final = {
@@ -83,9 +83,9 @@ class Mig(GooglePod):
         return {"machine_type": machine_type, **own}
 
     @staticmethod
-    def coordinator(transport: SshTransport) -> Machine:
+    def coordinator(machines: Sequence[Machine], transport: Transport) -> Machine:
         """The machine of the first slice that JAX counts as its first; the groups do not tell."""
-        first = [i for i, machine in enumerate(transport.machines) if machine.slice_id == 0]
+        first = [i for i, machine in enumerate(machines) if machine.slice_id == 0]
         asked = {}
         for i in first:
             command = transport.argv(i, f"curl -sf -H 'Metadata-Flavor: Google' {WORKER_NUMBER}")
@@ -99,10 +99,10 @@ class Mig(GooglePod):
                 numbers[i] = ""
         for i, number in numbers.items():
             if number == "0":
-                return transport.machines[i]
+                return machines[i]
         raise LaunchError(
             "no machine of the first slice says that it is number 0 (metadata agent-worker-number): "
-            + ", ".join(f"{transport.machines[i].name} says {number or 'nothing'}" for i, number in numbers.items())
+            + ", ".join(f"{machines[i].name} says {number or 'nothing'}" for i, number in numbers.items())
             + ". Several slices find each other by its address; look at the machines, or use one slice."
         )
 

@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any, ClassVar, Final, Self
 
 from lockstep.exits import REFUSED, UNAVAILABLE, UNREACHABLE
-from lockstep.launch.backend import LaunchError, Worker
+from lockstep.launch.backend import LaunchError, Transport
 from lockstep.launch.gcloud import CALL_S, Gcloud
-from lockstep.launch.machines import SSH_OPTIONS
 from lockstep.launch.slices import Slice, slice_of
 from lockstep.launch.tool import ToolError
 
@@ -82,9 +81,9 @@ class GooglePod(abc.ABC):
         """The fields that this way alone has; options that do not fit together are refused (ConfigError)."""
 
     @staticmethod
-    def coordinator(transport: "SshTransport") -> Machine:
+    def coordinator(machines: Sequence[Machine], transport: Transport) -> Machine:
         """The machine at which several slices find each other: JAX's first of the first slice."""
-        return transport.machines[0]
+        return machines[0]
 
     @property
     @abc.abstractmethod
@@ -298,24 +297,15 @@ def duration(seconds: float) -> str:
     return f"{whole // 3600} h {whole % 3600 // 60} min"
 
 
-class SshTransport:
-    """Machines behind one ssh each."""
-
-    def __init__(self, machines: Sequence[Machine], workers: Sequence[Worker], user: str, key: str) -> None:
-        self.machines = machines
-        self.workers = workers
-        self.user = user
-        self.key = key
-
-    def argv(self, worker: int, command: str) -> list[str]:
-        machine = self.machines[worker]
-        options = {
-            "IdentitiesOnly": "yes",
-            "StrictHostKeyChecking": "accept-new",
-            # Where gcloud keeps them, under the name that gcloud uses.
-            "UserKnownHostsFile": str(Path("~/.ssh/google_compute_known_hosts").expanduser()),
-            "HostKeyAlias": machine.host_key_alias,
-            "CheckHostIP": "no",
-        }
-        words = [word for name, value in options.items() for word in ("-o", f"{name}={value}")]
-        return ["ssh", *SSH_OPTIONS, "-i", self.key, *words, "--", f"{self.user}@{machine.address}", command]
+def ssh_words(machine: Machine, user: str, key: str) -> list[str]:
+    """The words of ssh for a machine, see `SshTransport`."""
+    options = {
+        "IdentitiesOnly": "yes",
+        "StrictHostKeyChecking": "accept-new",
+        # Where gcloud keeps them, under the name that gcloud uses.
+        "UserKnownHostsFile": str(Path("~/.ssh/google_compute_known_hosts").expanduser()),
+        "HostKeyAlias": machine.host_key_alias,
+        "CheckHostIP": "no",
+    }
+    words = [word for name, value in options.items() for word in ("-o", f"{name}={value}")]
+    return ["-i", key, *words, "--", f"{user}@{machine.address}"]

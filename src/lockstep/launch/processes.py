@@ -34,20 +34,6 @@ class ProcessSpec:
     inherits: bool = False  # whether it writes to the launcher's own terminal
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Child:
-    """A process that was started, in a process group of its own."""
-
-    index: int
-    process: subprocess.Popen[bytes]
-    redactor: Redactor
-
-    def signal(self, number: int) -> None:
-        """Send a signal to the process and everything it started."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, number)
-
-
 class LocalJob(JobLoop):
     """Processes of this machine."""
 
@@ -57,13 +43,14 @@ class LocalJob(JobLoop):
         self, specs: Sequence[ProcessSpec], console: Console, grace_s: float, secrets: Collection[str] = ()
     ) -> None:
         super().__init__([f"process {index}" for index in range(len(specs))], console, grace_s)
-        self._specs, self._secrets = specs, secrets
-        self._children: list[Child] = []
+        self._specs = specs
+        self._redactors = [Redactor(secrets) for _ in specs]
+        self._children: list[subprocess.Popen[bytes]] = []
         self._selector = selectors.DefaultSelector()
 
     def start(self) -> None:
         for index, spec in enumerate(self._specs):
-            process = subprocess.Popen(
+            child = subprocess.Popen(
                 spec.command,
                 env=spec.environment,
                 stdin=subprocess.DEVNULL,
@@ -72,11 +59,10 @@ class LocalJob(JobLoop):
                 start_new_session=True,
                 preexec_fn=die_with_parent,
             )
-            child = Child(index, process, Redactor(self._secrets))
             self._children.append(child)
-            if process.stdout is not None:
-                os.set_blocking(process.stdout.fileno(), False)
-                self._selector.register(process.stdout, selectors.EVENT_READ, child)
+            if child.stdout is not None:
+                os.set_blocking(child.stdout.fileno(), False)
+                self._selector.register(child.stdout, selectors.EVENT_READ, index)
 
     def listen(self, timeout_s: float) -> None:
         if not self._selector.get_map():
@@ -84,21 +70,21 @@ class LocalJob(JobLoop):
         for key, _ in self._selector.select(timeout_s) if self._selector.get_map() else ():
             self._read(key.data, reads=1)
         for index in self.running:
-            child = self._children[index]
-            if (code := child.process.poll()) is not None:
-                self._read(child)
+            if (code := self._children[index].poll()) is not None:
+                self._read(index)
                 self.end(Ending(worker=index, code=shell_code(code), at=time.monotonic()))
 
     def signal(self, processes: Collection[int], number: int) -> None:
         for index in processes:
-            self._children[index].signal(number)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._children[index].pid, number)
 
     def close(self) -> None:
-        for child in self._children:
-            child.signal(signal.SIGKILL)  # what the processes started and left behind
-        for child in self._children:
-            self._read(child)
-            self.lines[child.index].end()
+        started = range(len(self._children))
+        self.signal(started, signal.SIGKILL)  # what the processes started and left behind
+        for index in started:
+            self._read(index)
+            self.lines[index].end()
         for spec in self._specs:
             if spec.log is not None:
                 spec.log.close()
@@ -111,9 +97,9 @@ class LocalJob(JobLoop):
             log.write(line + b"\n")
         super().show(index, line)
 
-    def _read(self, child: Child, reads: int = 256) -> None:
-        """Read what is in the pipe now, at most ``reads`` times."""
-        stream = child.process.stdout
+    def _read(self, index: int, reads: int = 256) -> None:
+        """Read what is in the pipe of a process now, at most ``reads`` times."""
+        stream, redactor = self._children[index].stdout, self._redactors[index]
         for _ in range(reads):
             if stream is None or stream.closed:
                 return
@@ -124,7 +110,7 @@ class LocalJob(JobLoop):
             if not data:
                 self._selector.unregister(stream)
                 stream.close()
-            self.lines[child.index].feed(child.redactor.feed(data) if data else child.redactor.flush())
+            self.lines[index].feed(redactor.feed(data) if data else redactor.flush())
 
 
 def shell_code(returncode: int) -> int:

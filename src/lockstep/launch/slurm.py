@@ -5,7 +5,6 @@ import dataclasses
 import os
 import re
 import shlex
-import signal
 import time
 from pathlib import Path
 from typing import Final
@@ -13,10 +12,10 @@ from typing import Final
 from lockstep.errors import ConfigError
 from lockstep.exits import DONE, FAILED, KILLED, NOT_FOUND, REFUSED, TERMINATED, UNREACHABLE, WORKER_LOST, describe_code
 from lockstep.files import write_file
-from lockstep.launch.backend import Console, LaunchError, Patience
+from lockstep.launch.backend import Console, LaunchError
 from lockstep.launch.environment import JobEnvironment, filter_files, here_document, job_environment, job_variables
 from lockstep.launch.failure import failed_by_their_logs
-from lockstep.launch.job_loop import signals_to
+from lockstep.launch.job_loop import PlatformLoop
 from lockstep.launch.options import add_job_options, count
 from lockstep.launch.record import Attempt, JobRecord, find_earlier, kept_logs, name_from_date, new_record
 from lockstep.launch.slurm_script import CODE, SCRIPT, SECRETS, TASK, SlurmJob, batch_script, secrets_file, task_script
@@ -165,7 +164,7 @@ class Slurm:
         for attempt in sorted(job.directory.glob("attempt-*")):
             for task, (ended, _) in sorted(_noted_ends(attempt).items()):
                 print(f"  {attempt.name} process {task}: {describe_code(ended)}")
-        return DONE if state else self._code(job)
+        return DONE if state else _code(job)
 
     def logs(self, job: JobRecord, *, follow: bool) -> int:
         """Print the logs of all attempts; with ``follow`` until the job has ended."""
@@ -191,33 +190,9 @@ class Slurm:
 
     def _follow(self, job: JobRecord, console: Console, *, stop_on_signal: bool) -> int:
         """Show logs and states until the job has left Slurm's queue; return its code."""
-        logs, shown, asked, state = FollowedFiles(job.directory, console), "", 0.0, "PENDING"
-        patience = Patience(console)
-        received: list[int] = []
-        stopped_by: int | None = None
-        to_do: list[str] | None = None  # what a signal asks for and Slurm has not been told yet
-        with signals_to(received.append):
-            while True:
-                if received:
-                    number = received.pop(0)
-                    if not stop_on_signal:
-                        return 128 + number
-                    force = ["--signal=KILL", "--full"] if stopped_by else []
-                    console.say(f"{signal.Signals(number).name}, {'killing' if force else 'ending'} the job")
-                    to_do = ["scancel", *force, job.notes["job"]]
-                    stopped_by, asked = stopped_by or number, 0.0
-                if time.monotonic() - asked > POLL_S:
-                    to_do = _told(to_do, patience, console)
-                    known, asked = patience.look(lambda: _state(job)), time.monotonic()
-                    state = state if known is None else known
-                    if state and state != shown:
-                        console.say(f"{job.name}: {state}")
-                        shown = state
-                logs.read(last=not state)
-                if not state:
-                    break
-                time.sleep(READ_S)
-        code = 128 + stopped_by if stopped_by else self._code(job)
+        code, ended = _Following(job, console, stop_on_signal=stop_on_signal).run(READ_S)
+        if not ended:
+            return code
         attempts = [*job.directory.glob("attempt-*")]
         job.with_end(code).save()
         if code:
@@ -225,28 +200,47 @@ class Slurm:
         _forget_secrets(job)
         return code
 
-    def _code(self, job: JobRecord) -> int:
-        """The code of a job that has left the queue: as its script noted, else as Slurm's accounting says."""
-        if (code := _noted_code(job)) is not None:
-            return code
+
+class _Following(PlatformLoop):
+    """A job of Slurm that is followed with its logs."""
+
+    def __init__(self, job: JobRecord, console: Console, *, stop_on_signal: bool) -> None:
+        super().__init__(console, "the job", stop_on_signal=stop_on_signal)
+        self._job, self._logs = job, FollowedFiles(job.directory, console)
+        self._state, self._shown = "PENDING", ""
+
+    def end(self, *, kill: bool) -> None:
         try:
-            words = TOOL.run(["sacct", "-j", job.notes["job"], "-X", "-n", "-P", "-o", "State"]).split()
-        except LaunchError:
-            words = []
-        return ENDED.get(words[0], WORKER_LOST) if words else WORKER_LOST
+            TOOL.run(["scancel", *(["--signal=KILL", "--full"] if kill else []), self._job.notes["job"]])
+        except LaunchError as error:
+            if error.code == UNREACHABLE:
+                raise
+            self.console.say(str(error))  # the job has just ended by itself
+
+    def look(self) -> int | None:
+        if time.monotonic() > self.due:
+            self.tell()
+            state = self.patience.look(lambda: _state(self._job))
+            self.due = time.monotonic() + POLL_S
+            self._state = self._state if state is None else state
+            if self._state and self._state != self._shown:
+                self.console.say(f"{self._job.name}: {self._state}")
+                self._shown = self._state
+        self._logs.read(last=not self._state)
+        if self._state:
+            return None
+        return 128 + self.stopped_by if self.stopped_by else _code(self._job)
 
 
-def _told(to_do: list[str] | None, patience: Patience, console: Console) -> list[str] | None:
-    """Run a command of Slurm's; the command again where Slurm cannot be reached now."""
-    if to_do is None:
-        return None
+def _code(job: JobRecord) -> int:
+    """The code of a job that has left the queue: as its script noted, else as Slurm's accounting says."""
+    if (code := _noted_code(job)) is not None:
+        return code
     try:
-        return None if patience.do(lambda: TOOL.run(to_do)) else to_do
-    except LaunchError as error:
-        if error.code == UNREACHABLE:
-            raise
-        console.say(str(error))  # the job has just ended by itself
-        return None
+        words = TOOL.run(["sacct", "-j", job.notes["job"], "-X", "-n", "-P", "-o", "State"]).split()
+    except LaunchError:
+        words = []
+    return ENDED.get(words[0], WORKER_LOST) if words else WORKER_LOST
 
 
 def _job(options: argparse.Namespace, record: JobRecord, environment: JobEnvironment) -> SlurmJob:

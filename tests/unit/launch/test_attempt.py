@@ -31,7 +31,8 @@ def attempt(tmp_path, names="a", why_lost=lambda: None, given_up=lambda: False):
     spec = AttemptSpec(
         id="x", roots=["~"] * n, starts=[{}] * n, logs=logs, skews_s=[None] * n, foreground=True, **limits
     )
-    return RunningAttempt(SshTransport([Worker(name=each) for each in names], []), spec, Console(), why_lost, given_up)
+    transport = SshTransport([Worker(name=name) for name in names], [[]] * n)
+    return RunningAttempt(transport, spec, Console(), why_lost, given_up)
 
 
 @pytest.mark.parametrize(("reason", "seconds"), [(ASKED, 60.0), ("the worker is shut down", REPORT_S)])
