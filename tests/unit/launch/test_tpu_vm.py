@@ -80,7 +80,7 @@ def test_a_new_one_is_asked_for_and_each_state_is_shown_once(cloud):
     assert len(cloud.calls("queued-resources create")) == 1
     said = []
     new.delete(Wait(say=said.append, timeout_s=60, poll_s=0.01))
-    assert said == ["pod: deleted"] and not in_the_way(cloud)
+    assert said[0].startswith("pod: deleted") and len(said) == 1 and not in_the_way(cloud)
 
 
 def test_two_slices_are_two_nodes_of_one_request(cloud):
@@ -282,7 +282,7 @@ def test_one_that_is_being_deleted_is_waited_for_and_made_anew(cloud):
         state["requests"]["pod"]["state"] = "DELETING"
 
     def say(text):
-        said.append(text)
+        said.append(text.partition(" after ")[0])
         if "deleting" in text:
             gcloud.run(["gcloud", "compute", "tpus", "queued-resources", "delete", "pod", "--force"])
 
