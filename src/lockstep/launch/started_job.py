@@ -13,7 +13,7 @@ from lockstep.files import private
 from lockstep.launch.backend import Console, LaunchError, Lines, Transport, WorkerBackend, root_on_worker
 from lockstep.launch.connection import Connection, DroppedError, answered, call
 from lockstep.launch.end_request import ask_to_end
-from lockstep.launch.failure import Ending, first_failure
+from lockstep.launch.failure import Ending, failed_by_their_logs, first_failure
 from lockstep.launch.follower import Followers
 from lockstep.launch.job_loop import ASKED
 from lockstep.launch.prepare import on_all
@@ -75,7 +75,10 @@ class StartedJob:
             else Ending(worker=index, code=WORKER_LOST, at=time.time(), reason="its processes are gone")
             for index, state in enumerate(states)
         ]
-        cause = first_failure(endings, unreachable=False, all_ended=True, waited_s=0.0)
+        failed = {ending.worker for ending in endings if ending.code != DONE}
+        logs = [log for log in kept_logs(self._job.directory, attempt.number) if log[1] in failed]
+        themselves = failed_by_their_logs(logs)
+        cause = first_failure(endings, unreachable=False, all_ended=True, waited_s=0.0, themselves=themselves)
         text = f"worker {transport.workers[cause.worker].name} failed first. {cause.reason}".strip() if cause else ""
         ended = max(ending.at for ending in endings)
         self._job = self._job.with_attempt(

@@ -93,6 +93,17 @@ def test_stop_gives_time_to_save_and_delete_leaves_only_the_logs(running):
 
 
 @pytest.mark.slow
+def test_the_worker_with_an_error_of_its_own_is_named_of_a_job_that_nobody_has_watched(cloud, launch, capsys):
+    """The other one was told of it, and has ended before."""
+    told = "error: 1 of 2 processes failed at 'reading prompts'. process 0: PromptError: no field"
+    text = f'[ $LOCKSTEP_PROCESS_ID = 1 ] || {{ echo "{told}"; until [ -e ~/../b/ended ]; do sleep .02; done; }}; '
+    text += "touch ~/ended; [ $LOCKSTEP_PROCESS_ID = 1 ] || sleep .2; exit 1"
+    assert launch("--hosts", cloud.add("a", "b"), *FAST, "--", "sh", "-c", text) == DONE
+    assert cloud.wait_until_empty() and launch("status", "job") == FAILED
+    assert "worker a failed first" in capsys.readouterr().out
+
+
+@pytest.mark.slow
 def test_a_job_of_which_a_worker_cannot_be_reached_is_not_deleted(cloud, launch, capsys):
     assert launch("--hosts", cloud.add("a", "b"), *FAST, "--", "sleep", "1000") == DONE
     cloud.set("b", "down")
