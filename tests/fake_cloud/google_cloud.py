@@ -73,6 +73,12 @@ class Cloud:
         with self.change() as state:
             state["queues"].append(states)
 
+    def costs(self) -> list[str]:
+        """The kinds of things that are left in the cloud."""
+        state = self.read()
+        kinds = ("requests", "nodes", "policies", "templates", "groups", "instances", "machines")
+        return [kind for kind in kinds if state[kind]]
+
     def calls(self, words: str = "") -> list[str]:
         """The command lines so far that contain ``words``."""
         return [call for call in self.read()["calls"] if words in call]

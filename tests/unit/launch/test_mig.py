@@ -6,24 +6,14 @@ import shlex
 
 import pytest
 
-from lockstep.exits import REFUSED, UNAVAILABLE
+from lockstep.exits import REFUSED
 from lockstep.launch.backend import LaunchError
 from lockstep.launch.gcloud import Gcloud
 from lockstep.launch.mig import Mig
 from lockstep.launch.pod import Wait
 from lockstep.launch.slices import slices
 from lockstep.launch.tool import ToolError
-from tests.fake_cloud import gcloud
-from tests.fake_cloud.google_cloud import Cloud
-
-
-@pytest.fixture
-def cloud(tmp_path, monkeypatch):
-    """gcloud in this process; tests/unit/launch/test_google.py has it as a command."""
-    monkeypatch.setenv("FAKE_GOOGLE", str(tmp_path / "cloud"))
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setattr("lockstep.launch.tool.subprocess.run", gcloud.run)
-    return Cloud(tmp_path / "cloud")
+from tests.unit.launch.test_pod import ensure
 
 
 def mig(kind="v6e-16", machine_type="ct6e-standard-4t", **values):
@@ -32,19 +22,7 @@ def mig(kind="v6e-16", machine_type="ct6e-standard-4t", **values):
     return Mig(**{"gcloud": google, "name": "pod", "slice": kind, "machine_type": machine_type, **values})
 
 
-def ensure(found, timeout_s=60.0):
-    """What was shown while it was made."""
-    said = []
-    found.ensure(Wait(say=said.append, timeout_s=timeout_s, poll_s=0.01))
-    return [re.sub(r" after \d.*", "", line) for line in said]
-
-
-def left(cloud):
-    state = cloud.read()
-    return [kind for kind in ("policies", "templates", "groups", "instances", "machines") if state[kind]]
-
-
-def test_the_commands_that_make_it(cloud):
+def test_the_commands_that_make_it(google_cloud):
     lines = [shlex.join(command) for command in mig(capacity="spot").create_commands()]
     assert lines == [
         "gcloud compute resource-policies create workload-policy pod --type=HIGH_THROUGHPUT --accelerator-topology=4x4 "
@@ -66,18 +44,18 @@ def test_the_commands_that_make_it(cloud):
     assert "--size=16" in tpu7x[2]
 
 
-def test_one_machine_needs_no_shape_and_no_bulk_mode(cloud):
+def test_one_machine_needs_no_shape_and_no_bulk_mode(google_cloud):
     template, group = (shlex.join(each) for each in mig("v6e-8", "ct6e-standard-8t").create_commands())
     assert "--size=1" in group and "bulk" not in group and "workload-policy" not in group + template
     assert mig("v6e-8", "ct6e-standard-4t").hosts == 2
 
 
-def test_without_a_project_it_is_that_of_gclouds_configuration(cloud):
+def test_without_a_project_it_is_that_of_gclouds_configuration(google_cloud):
     google = Gcloud(zone="us-east5-a")
     assert "projects/fake-project/regions" in shlex.join(mig(gcloud=google).create_commands()[-1])
 
 
-def test_a_new_one_is_made_and_all_of_it_deleted(cloud):
+def test_a_new_one_is_made_and_all_of_it_deleted(google_cloud):
     new = mig()
     assert ensure(new) == [
         "pod: asking for v6e-16 (on-demand, 4 × ct6e-standard-4t) in us-east5-a",
@@ -90,44 +68,38 @@ def test_a_new_one_is_made_and_all_of_it_deleted(cloud):
     assert ensure(new) == ["pod: using what exists", "pod: 4 RUNNING"]
     said = []
     new.delete(Wait(say=said.append, timeout_s=60, poll_s=0.01))
-    assert said == ["pod: deleted"] and left(cloud) == []
+    assert said == ["pod: deleted"] and google_cloud.costs() == []
     new.delete(Wait(say=said.append, timeout_s=60, poll_s=0.01))  # a second time
 
 
-def test_two_slices_are_two_groups_of_one_template(cloud):
+def test_two_slices_are_two_groups_of_one_template(google_cloud):
     both = mig(count=2)
     assert len(both.create_commands()) == 4
     ensure(both)
     assert [machine.slice_id for machine in both.machines()] == [0] * 4 + [1] * 4
-    assert cloud.read()["groups"].keys() == {"pod-0", "pod-1"}
+    assert google_cloud.read()["groups"].keys() == {"pod-0", "pod-1"}
 
 
-def test_what_exists_is_used_unless_it_is_another_kind(cloud):
+def test_what_exists_is_used_unless_it_is_another_kind(google_cloud):
     ensure(mig())
     assert ensure(mig(kind=None, machine_type=""))[0] == "pod: using what exists"
     with pytest.raises(LaunchError, match=r"has 4 × ct6e-standard-4t, but --tpu_type v6e-8 is 1 × ct6e-standard-8t"):
         ensure(mig("v6e-8", "ct6e-standard-8t"))
-    with cloud.change() as state:
+    with google_cloud.change() as state:
         state["groups"]["pod"]["description"] = ""
     assert not mig().made_here()
 
 
-def test_nothing_there_and_no_kind_given(cloud):
-    with pytest.raises(LaunchError, match=r"no usable group named pod.*Give --tpu_type") as caught:
-        ensure(mig(kind=None, machine_type=""))
-    assert caught.value.code == REFUSED
-
-
 @pytest.mark.parametrize("step", ["resource-policies create", "instance-templates create", "managed create"])
-def test_a_refusal_at_any_step_leaves_nothing_behind(cloud, step):
-    cloud.reply(step, " - Quota 'TPUS_PER_TPU_FAMILY' exceeded. Limit: 0.0 in region us-east5.")
+def test_a_refusal_at_any_step_leaves_nothing_behind(google_cloud, step):
+    google_cloud.reply(step, " - Quota 'TPUS_PER_TPU_FAMILY' exceeded. Limit: 0.0 in region us-east5.")
     with pytest.raises(ToolError, match="quota for this kind of TPU is used up") as caught:
         ensure(mig())
-    assert caught.value.code == REFUSED and left(cloud) == []
+    assert caught.value.code == REFUSED and google_cloud.costs() == []
 
 
-def test_an_error_of_the_group_ends_the_wait_or_is_shown(cloud):
-    errors = cloud.directory / "group_errors.json"
+def test_an_error_of_the_group_ends_the_wait_or_is_shown(google_cloud):
+    errors = google_cloud.directory / "group_errors.json"
     stockout = {"code": "ZONE_RESOURCE_POOL_EXHAUSTED", "message": "does not have enough resources available"}
     errors.write_text(json.dumps([stockout]))
     said = ensure(mig())
@@ -136,61 +108,46 @@ def test_an_error_of_the_group_ends_the_wait_or_is_shown(cloud):
     errors.write_text(json.dumps([{"code": "QUOTA_EXCEEDED", "message": "Quota 'TPUS' exceeded. Limit: 0.0"}]))
     with pytest.raises(ToolError, match="quota for this kind of TPU is used up"):
         ensure(mig())
-    assert left(cloud) == []
+    assert google_cloud.costs() == []
 
 
-def test_what_others_made_under_the_name_is_never_deleted(cloud):
-    with cloud.change() as state:
+def test_what_others_made_under_the_name_is_never_deleted(google_cloud):
+    with google_cloud.change() as state:
         state["templates"]["pod"] = {"machineType": "n2-standard-4", "labels": {}}
     with pytest.raises(ToolError, match="the name is taken"):
         ensure(mig())
-    assert left(cloud) == ["templates"], "theirs is there, and nothing of ours"
-    with cloud.change() as state:
+    assert google_cloud.costs() == ["templates"], "theirs is there, and nothing of ours"
+    with google_cloud.change() as state:
         state["templates"].clear()
     ensure(mig())
-    cloud.preempt("pod")
-    with cloud.change() as state:
+    google_cloud.preempt("pod")
+    with google_cloud.change() as state:
         state["groups"]["pod"]["description"] = "somebody's"
     with pytest.raises(LaunchError, match=r"is TERMINATED, and group pod was not made by this launcher"):
         ensure(mig())
-    assert cloud.read()["groups"]
+    assert google_cloud.read()["groups"]
 
 
-def test_what_cannot_be_deleted_is_told_with_the_commands(cloud):
-    said = []
-    cloud.reply("managed delete", "ERROR: gcloud crashed (ConnectionError): Max retries exceeded")
-    with pytest.raises(LaunchError, match="could not be used within 0 s"):
-        mig().ensure(Wait(say=said.append, timeout_s=0.0, poll_s=0.01))
-    assert "pod could not be deleted, and may cost money" in said[-1]
-    assert "  gcloud compute instance-groups managed delete pod --zone=us-east5-a --project=p --quiet" in said[-1]
-
-
-def test_a_wait_that_is_too_long_deletes_what_was_made(cloud):
-    with pytest.raises(LaunchError, match="could not be used within 0 s, and is deleted again") as caught:
-        ensure(mig(), timeout_s=0.0)
-    assert caught.value.code == UNAVAILABLE and left(cloud) == []
-
-
-def test_what_was_taken_away_is_seen_and_made_again(cloud):
+def test_what_was_taken_away_is_seen_and_made_again(google_cloud):
     new = mig(capacity="spot")
     ensure(new)
     before = {machine.host_key_alias for machine in new.machines()}
-    cloud.preempt("pod")
+    google_cloud.preempt("pod")
     assert re.fullmatch(r"pod-\w+ is TERMINATED", new.lost() or "")
     with pytest.raises(LaunchError, match="Give --tpu_type"):
         ensure(mig(kind=None, machine_type=""))
     said = ensure(new)
     assert "is TERMINATED: deleting what is left of pod" in said[0] and said[-1] == "pod: 4 RUNNING"
     assert new.lost() is None and not before & {machine.host_key_alias for machine in new.machines()}
-    with cloud.change() as state:
+    with google_cloud.change() as state:
         state["instances"].popitem()
     assert new.lost() == "group pod has 3 of 4 machines"
-    with cloud.change() as state:
+    with google_cloud.change() as state:
         del state["groups"]["pod"]
     assert new.lost() == "group pod is gone"
 
 
-def test_how_people_reach_a_worker(cloud):
+def test_how_people_reach_a_worker(google_cloud):
     ensure(mig())
     first, second, line = mig().ssh_command(1, "echo 'a b'")
     assert (first, second) == ("sh", "-c") and "| sed -n 2p)" in line and line.startswith("gcloud compute ssh ")

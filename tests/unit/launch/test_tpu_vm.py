@@ -1,6 +1,5 @@
 """Cloud TPU nodes: commands, states as they come, what exists, what was taken away. On a fake Google Cloud of files."""
 
-import re
 import shlex
 
 import pytest
@@ -13,34 +12,13 @@ from lockstep.launch.slices import slices
 from lockstep.launch.tool import ToolError
 from lockstep.launch.tpu_vm import TpuVm
 from tests.fake_cloud import gcloud
-from tests.fake_cloud.google_cloud import QUEUE, Cloud
-
-
-@pytest.fixture
-def cloud(tmp_path, monkeypatch):
-    """gcloud in this process; tests/unit/launch/test_google.py has it as a command."""
-    monkeypatch.setenv("FAKE_GOOGLE", str(tmp_path / "cloud"))
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setattr("lockstep.launch.tool.subprocess.run", gcloud.run)
-    return Cloud(tmp_path / "cloud")
+from tests.fake_cloud.google_cloud import QUEUE
+from tests.unit.launch.test_pod import ensure
 
 
 def pod(kind="v6e-16", **values):
     google = Gcloud(project="p", zone="us-east5-a")
     return TpuVm(**{"gcloud": google, "name": "pod", "slice": slices()[kind] if kind else None, **values})
-
-
-def ensure(found, timeout_s=60.0):
-    """What was shown while it was made."""
-    said = []
-    found.ensure(Wait(say=said.append, timeout_s=timeout_s, poll_s=0.01))
-    return [re.sub(r" after \d.*", "", line) for line in said]
-
-
-def in_the_way(cloud):
-    """What is left in the cloud and costs something."""
-    state = cloud.read()
-    return sorted([*state["requests"], *state["nodes"]])
 
 
 @pytest.mark.parametrize(
@@ -57,14 +35,14 @@ def in_the_way(cloud):
          "--runtime-version=r --labels=lockstep-launch=yes --network=net --service-account=a@b --internal-ips"),
     ],
 )  # fmt: skip
-def test_the_command_that_makes_it(cloud, values, words):
+def test_the_command_that_makes_it(google_cloud, values, words):
     (command,) = pod(**values).create_commands()
     assert words in shlex.join(command)
     assert command[-3:] == ["--zone=us-east5-a", "--project=p", "--quiet"]
 
 
-def test_a_new_one_is_asked_for_and_each_state_is_shown_once(cloud):
-    cloud.queue(["WAITING_FOR_RESOURCES", "WAITING_FOR_RESOURCES", "PROVISIONING", "ACTIVE"])
+def test_a_new_one_is_asked_for_and_each_state_is_shown_once(google_cloud):
+    google_cloud.queue(["WAITING_FOR_RESOURCES", "WAITING_FOR_RESOURCES", "PROVISIONING", "ACTIVE"])
     new = pod()
     assert ensure(new) == [
         "pod: asking for v6e-16 (on-demand, 4 hosts) in us-east5-a",
@@ -77,13 +55,13 @@ def test_a_new_one_is_asked_for_and_each_state_is_shown_once(cloud):
     assert new.lost() is None and new.made_here()
     # The second time it is there: nothing is made.
     assert ensure(new) == ["pod: using what exists", "pod: ACTIVE, READY"]
-    assert len(cloud.calls("queued-resources create")) == 1
+    assert len(google_cloud.calls("queued-resources create")) == 1
     said = []
     new.delete(Wait(say=said.append, timeout_s=60, poll_s=0.01))
-    assert said[0].startswith("pod: deleted") and len(said) == 1 and not in_the_way(cloud)
+    assert said[0].startswith("pod: deleted") and len(said) == 1 and not google_cloud.costs()
 
 
-def test_two_slices_are_two_nodes_of_one_request(cloud):
+def test_two_slices_are_two_nodes_of_one_request(google_cloud):
     both = pod(count=2)
     assert ensure(both)[0] == "pod: asking for 2 × v6e-16 (on-demand, 8 hosts) in us-east5-a"
     assert [(machine.name, machine.slice_id) for machine in both.machines()] == [
@@ -96,9 +74,9 @@ def test_two_slices_are_two_nodes_of_one_request(cloud):
     assert both.ssh_command(5, "ls")[5:8] == ["pod-1", "--worker=1", "--command=ls"]
 
 
-def test_a_node_that_somebody_made_is_used_and_not_called_ours(cloud):
+def test_a_node_that_somebody_made_is_used_and_not_called_ours(google_cloud):
     ensure(pod())
-    with cloud.change() as state:
+    with google_cloud.change() as state:
         state["requests"].clear()
         state["nodes"]["pod"].update(labels={}, request="")
     found = pod(kind=None)
@@ -106,12 +84,6 @@ def test_a_node_that_somebody_made_is_used_and_not_called_ours(cloud):
     assert not found.made_here() and len(found.machines()) == 4
     with pytest.raises(LaunchError, match=r"is a v6e-16, but --tpu_type is v5p-16. Leave --tpu_type out"):
         ensure(pod("v5p-16"))
-
-
-def test_nothing_there_and_no_kind_given(cloud):
-    with pytest.raises(LaunchError, match=r"no usable TPU named pod in zone us-east5-a.*Give --tpu_type") as caught:
-        ensure(pod(kind=None))
-    assert caught.value.code == REFUSED
 
 
 @pytest.mark.parametrize(
@@ -125,11 +97,11 @@ def test_nothing_there_and_no_kind_given(cloud):
     ],
 )
 @pytest.mark.parametrize("late", [False, True], ids=["at once", "later"])
-def test_a_refusal_is_told_and_leaves_nothing_behind(cloud, text, cause, code, late):
+def test_a_refusal_is_told_and_leaves_nothing_behind(google_cloud, text, cause, code, late):
     if late:
-        cloud.queue(["WAITING_FOR_RESOURCES", {"FAILED": text}])
+        google_cloud.queue(["WAITING_FOR_RESOURCES", {"FAILED": text}])
     else:
-        cloud.reply("queued-resources create", f"ERROR: (gcloud.compute.tpus.queued-resources.create) {text}")
+        google_cloud.reply("queued-resources create", f"ERROR: (gcloud.compute.tpus.queued-resources.create) {text}")
     with pytest.raises(ToolError) as caught:
         ensure(pod())
     assert (caught.value.cause.name, caught.value.code) == (cause, code) and text in str(caught.value)
@@ -137,94 +109,8 @@ def test_a_refusal_is_told_and_leaves_nothing_behind(cloud, text, cause, code, l
     assert ensure(pod())[-1] == "pod: ACTIVE, READY"
 
 
-def test_a_wait_that_is_too_long_withdraws_the_request(cloud):
-    cloud.queue(["WAITING_FOR_RESOURCES"] * 1000)
-    with pytest.raises(LaunchError, match=r"could not be used within 0 s, and the request is withdrawn") as caught:
-        ensure(pod(), timeout_s=0.2)
-    assert caught.value.code == UNAVAILABLE and not in_the_way(cloud)
-
-
-def test_a_request_that_cannot_be_withdrawn_is_told_with_the_command(cloud):
-    cloud.queue(["WAITING_FOR_RESOURCES"] * 1000)
-    cloud.reply("queued-resources delete", "ERROR: gcloud crashed (ConnectionError): Max retries exceeded")
-    said = []
-    with pytest.raises(LaunchError, match="could not be used within 0 s"):
-        pod().ensure(Wait(say=said.append, timeout_s=0.0, poll_s=0.01))
-    assert "pod could not be deleted, and may cost money" in said[-1]
-    assert "  gcloud compute tpus queued-resources delete pod --force --async --zone=us-east5-a" in said[-1]
-
-
-def test_ctrl_c_in_the_wait_withdraws_the_request(cloud):
-    cloud.queue(["WAITING_FOR_RESOURCES"] * 1000)
-
-    def say(text):
-        if "WAITING" in text:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        pod().ensure(Wait(say=say, timeout_s=60, poll_s=0.01))
-    assert not in_the_way(cloud)
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        KeyboardInterrupt(),
-        Gcloud(zone="z").error(["gcloud"], "Command killed by keyboard interrupt"),
-        Gcloud(zone="z").error(["gcloud"], "Max retries exceeded"),
-    ],
-    ids=["here", "gcloud", "no answer"],
-)
-def test_ctrl_c_as_the_request_is_made_withdraws_it(cloud, monkeypatch, error):
-    run = Gcloud.run
-
-    def interrupted(self, command, *words):
-        found = run(self, command, *words)
-        if "create" in command:
-            raise error
-        return found
-
-    cloud.queue(["WAITING_FOR_RESOURCES"] * 1000)
-    monkeypatch.setattr(Gcloud, "run", interrupted)
-    with pytest.raises(type(error)):
-        ensure(pod())
-    assert cloud.calls("queued-resources create") and not in_the_way(cloud)
-
-
-def test_a_login_that_expires_in_the_wait_leaves_no_request_behind(cloud):
-    cloud.queue(["WAITING_FOR_RESOURCES"] * 1000)
-
-    def say(text):
-        if "WAITING" in text:
-            cloud.reply("describe pod", "ERROR: There was a problem refreshing your current auth tokens: x")
-
-    with pytest.raises(ToolError, match="gcloud auth login"):
-        pod().ensure(Wait(say=say, timeout_s=60, poll_s=0.01))
-    assert not in_the_way(cloud)
-
-
-def test_a_second_ctrl_c_says_what_may_cost_money(cloud, monkeypatch):
-    run, said = Gcloud.run, []
-
-    def say(text):
-        said.append(text)
-        if "WAITING" in text:
-            raise KeyboardInterrupt
-
-    def interrupted(self, command, *words):
-        if "delete" in command:
-            raise KeyboardInterrupt
-        return run(self, command, *words)
-
-    cloud.queue(["WAITING_FOR_RESOURCES"] * 1000)
-    monkeypatch.setattr(Gcloud, "run", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        pod().ensure(Wait(say=say, timeout_s=60, poll_s=0.01))
-    assert "pod could not be deleted, and may cost money: interrupted" in said[-1]
-
-
-def test_a_request_that_somebody_has_deleted_is_not_waited_for(cloud):
-    cloud.queue(["WAITING_FOR_RESOURCES"] * 1000)
+def test_a_request_that_somebody_has_deleted_is_not_waited_for(google_cloud):
+    google_cloud.queue(["WAITING_FOR_RESOURCES"] * 1000)
 
     def say(text):
         if "WAITING" in text:
@@ -235,13 +121,13 @@ def test_a_request_that_somebody_has_deleted_is_not_waited_for(cloud):
     assert caught.value.code == REFUSED
 
 
-def test_a_wait_survives_a_network_that_is_gone_for_a_while(cloud):
-    cloud.queue(["WAITING_FOR_RESOURCES", *QUEUE])
+def test_a_wait_survives_a_network_that_is_gone_for_a_while(google_cloud):
+    google_cloud.queue(["WAITING_FOR_RESOURCES", *QUEUE])
 
     def say(text):
         said.append(text)
         if text == "pod: WAITING_FOR_RESOURCES" and len(said) == 2:
-            cloud.reply("describe pod", "ERROR: gcloud crashed (ConnectionError): Max retries exceeded", times=2)
+            google_cloud.reply("describe pod", "ERROR: gcloud crashed (ConnectionError): Max retries exceeded", times=2)
 
     said: list[str] = []
     pod().ensure(Wait(say=say, timeout_s=60, poll_s=0.01))
@@ -249,13 +135,13 @@ def test_a_wait_survives_a_network_that_is_gone_for_a_while(cloud):
 
 
 @pytest.mark.parametrize("whole", [True, False], ids=["request suspended", "node preempted"])
-def test_what_was_taken_away_is_seen_and_made_again(cloud, whole):
+def test_what_was_taken_away_is_seen_and_made_again(google_cloud, whole):
     new = pod(capacity="spot")
     ensure(new)
     before = {machine.host_key_alias for machine in new.machines()}
-    cloud.preempt("pod")
+    google_cloud.preempt("pod")
     if not whole:
-        with cloud.change() as state:
+        with google_cloud.change() as state:
             state["requests"]["pod"]["state"] = "ACTIVE"
     assert new.lost() == ("queued resource pod is SUSPENDED" if whole else "pod is PREEMPTED")
     with pytest.raises(LaunchError, match="Give --tpu_type"):
@@ -269,16 +155,16 @@ def test_what_was_taken_away_is_seen_and_made_again(cloud, whole):
     assert not before & {machine.host_key_alias for machine in new.machines()}
 
 
-def test_a_suspension_while_we_wait_ends_the_wait(cloud):
-    cloud.queue(["WAITING_FOR_RESOURCES", {"SUSPENDED": ""}])
+def test_a_suspension_while_we_wait_ends_the_wait(google_cloud):
+    google_cloud.queue(["WAITING_FOR_RESOURCES", {"SUSPENDED": ""}])
     with pytest.raises(LaunchError, match=r"is SUSPENDED by Google: it has no TPUs any more") as caught:
         ensure(pod())
     assert caught.value.code == UNAVAILABLE
 
 
-def test_one_that_is_being_deleted_is_waited_for_and_made_anew(cloud):
+def test_one_that_is_being_deleted_is_waited_for_and_made_anew(google_cloud):
     ensure(pod())
-    with cloud.change() as state:
+    with google_cloud.change() as state:
         state["requests"]["pod"]["state"] = "DELETING"
 
     def say(text):
@@ -291,33 +177,33 @@ def test_one_that_is_being_deleted_is_waited_for_and_made_anew(cloud):
     assert said[:2] == ["pod: deleting (pod)", "pod: deleted"] and said[-1].startswith("pod: ACTIVE, READY")
 
 
-def test_a_stopped_node_is_not_waited_for(cloud):
+def test_a_stopped_node_is_not_waited_for(google_cloud):
     ensure(pod())
-    with cloud.change() as state:
+    with google_cloud.change() as state:
         state["nodes"]["pod"]["state"] = "STOPPED"
     assert pod().lost() == "pod is STOPPED"
     with pytest.raises(LaunchError, match=r"pod is STOPPED. Start it \(gcloud compute tpus tpu-vm start\)"):
         ensure(pod())
 
 
-def test_a_node_that_is_repaired_is_waited_for(cloud):
+def test_a_node_that_is_repaired_is_waited_for(google_cloud):
     ensure(pod())
-    with cloud.change() as state:
+    with google_cloud.change() as state:
         state["nodes"]["pod"]["state"] = "REPAIRING"
     said = []
 
     def say(text):
         said.append(text)
-        with cloud.change() as state:
+        with google_cloud.change() as state:
             state["nodes"]["pod"]["state"] = "READY" if "REPAIRING" in text else state["nodes"]["pod"]["state"]
 
     pod().ensure(Wait(say=say, timeout_s=60, poll_s=0.01))
     assert said == ["pod: using what exists", "pod: ACTIVE, pod REPAIRING", "pod: ACTIVE, READY"]
 
 
-def test_machines_without_an_external_address(cloud):
+def test_machines_without_an_external_address(google_cloud):
     ensure(pod())
-    (cloud.directory / "internal_only").touch()
+    (google_cloud.directory / "internal_only").touch()
     with pytest.raises(LaunchError, match=r"pod worker 0 has no external address.*--internal_ip"):
         pod().machines()
     inside = pod(internal_ip=True)
