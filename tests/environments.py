@@ -5,8 +5,9 @@ import dataclasses
 import time
 from typing import Any
 
-from lockstep.training import Environment, Reply
+from lockstep.training import Environment, Reply, ToolEnvironment
 from lockstep.training.rl.rewards import Gsm8kReward
+from tests import tiny
 
 STOPS = list(range(0, 352, 2))
 """Tokens that end an answer of a random model within a few tokens."""
@@ -47,3 +48,34 @@ def run(**values: Any) -> dict[str, Any]:
     environment = Parity(**{"timeout_s": 20.0} | values)
     rollout = {"max_new_tokens": 4, "stop_token_ids": STOPS}
     return {"environment": environment, "rewards": [Gsm8kReward()], "rollout": rollout}
+
+
+def multiply(a: int, b: int) -> int:
+    """Multiply two whole numbers.
+
+    Args:
+        a: The first number.
+        b: The second number.
+    """
+    return a * b
+
+
+@dataclasses.dataclass(kw_only=True)
+class Products(ToolEnvironment):
+    """Has a tool, and rewards an answer without a call by its length."""
+
+    max_turns: int = 2
+
+    def tools(self) -> Any:
+        return [multiply]
+
+    async def score(self, answer: str) -> float:
+        return 1.0 / (1 + len(answer))
+
+
+def calling_tokenizer() -> Any:
+    """The demo's tokenizer with whole calls of `multiply` as tokens, so that a random model makes some."""
+    tokenizer = tiny.tokenizer()
+    call = '<tool_call>{{"name": "{}", "arguments": {{"a": {}, "b": 3}}}}</tool_call>'
+    tokenizer.add_tokens([call.format(name, a) for name in ("multiply", "divide") for a in range(75)])
+    return tokenizer

@@ -51,10 +51,11 @@ class Recorder:
         pass
 
 
-def questions(count: int = 12) -> Questions:
+def questions(count: int = 12, tokenizer: Any = None) -> Questions:
     """Sums, tokenised by the demo's tokenizer."""
+    tokenizer = tokenizer or tiny.tokenizer()
     prompts = [Prompt(id=i, text=f"What is {i} plus {3 * i}?", answer=f"#### {4 * i}") for i in range(count)]
-    tokens = [tuple(tiny.tokenizer().encode(prompt.text)) for prompt in prompts]
+    tokens = [tuple(tokenizer.encode(prompt.text)) for prompt in prompts]
     return Questions(prompts=prompts, tokens=tokens, seed=0)
 
 
@@ -65,9 +66,9 @@ def fields(**values: Any) -> GrpoRunFields:
     return GrpoRunFields(**{"rollout": rollout, "rewards": rewards, "reward_timeout_s": 20.0} | values)
 
 
-def objective_of(settings: GrpoRunFields, **loss: Any) -> GrpoConfig:
+def objective_of(settings: GrpoRunFields, tokenizer: Any = None, **loss: Any) -> GrpoConfig:
     """The loss, whose policy is the one that is sampled."""
-    temperature, vocab_size = settings.rollout.temperature, token_count(tiny.tokenizer())
+    temperature, vocab_size = settings.rollout.temperature, token_count(tokenizer or tiny.tokenizer())
     return GrpoConfig(temperature=temperature, vocab_size=vocab_size, **loss)
 
 
@@ -84,11 +85,13 @@ def make(
     model: LlamaConfig = tiny.CONFIG,
     lora: LoraConfig | None = None,
     row: int | None = None,
+    tokenizer: Any = None,
     **trainer_values: Any,
 ) -> tuple[Trainer, Rollouts, Any]:
     """A trainer, its rollouts, and a model with random weights, or what to go on from."""
     settings = fields(**(run or {}))
-    objective = objective_of(settings, **(loss or {}))
+    tokenizer = tokenizer or tiny.tokenizer()
+    objective = objective_of(settings, tokenizer, **(loss or {}))
     config = TrainerConfig(num_train_steps=steps, train_batch_size=BATCH, mesh_shape=mesh_shape, **trainer_values)
     if optimizer is None:
         optimizer = OptimizerConfig(learning_rate=1e-2, warmup=0).build(steps)
@@ -100,8 +103,8 @@ def make(
     rollouts = Rollouts(
         settings,
         objective,
-        questions(),
-        tiny.tokenizer(),
+        questions(tokenizer=tokenizer),
+        tokenizer,
         config,
         trainer.mesh,
         ROW if row is None else row,

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from lockstep.models import LlamaLMHeadModel
+from lockstep.text import tool_calls
 from lockstep.training import CheckpointerConfig
 from lockstep.training.checkpoints.config import KeepConfig
 from tests import environments, tiny
@@ -56,7 +57,28 @@ def body_train(hosts):
     """Two steps; the environments of every second question raise in their second turn."""
     tracker = runs.Recorder()
     run = environments.run(fails="raise", every=2)
-    trainer, rollouts, model = runs.make("auto", 2, hosts, tracker=tracker, run=run)
+    return trained(tracker, runs.make("auto", 2, hosts, tracker=tracker, run=run))
+
+
+def body_tools(hosts):
+    """Two steps in which the model calls tools, and all messages of their conversations."""
+    tracker, tokenizer = runs.Recorder(), environments.calling_tokenizer()
+    run = {**environments.run(), "environment": environments.Products(timeout_s=20.0)}
+    vocab = -(-len(tokenizer) // 4) * 4
+    made = runs.make("auto", 2, hosts, tracker=tracker, run=run, vocab=vocab, tokenizer=tokenizer, row=64)
+    sample, conversations = made[1]._sampler.sample, []
+
+    def sampled(*given):
+        rollout = sample(*given)
+        conversations.extend(conversation.messages for conversation in rollout.conversations)
+        return rollout
+
+    made[1]._sampler.sample = sampled
+    return {**trained(tracker, made), "conversations": conversations}
+
+
+def trained(tracker, made):
+    trainer, rollouts, model = made
     with record_launches() as launches:
         spy = runs.train(trainer, rollouts, model)
     assert trainer.tracker.flush(60)
@@ -120,6 +142,24 @@ def test_hosts_have_the_same_conversations_and_a_failure_costs_its_group():
     failed, dropped = values["reward/environment/failed"], values["rollout/groups_dropped"]
     assert 0 < failed < runs.BATCH and 0 < dropped < 1 and values["rollout/turns_mean"] > 1
     assert (parts == 0).sum() == dropped * runs.BATCH and values["time/wait_for_environments_s"] >= 0
+
+
+@pytest.mark.slow
+def test_hosts_hear_the_same_calls_of_tools_and_their_results():
+    leader, other = run_processes(body_tools, processes=2, devices=2, timeout_s=240)
+    for name in ("found", "losses", "launches", "engine", "conversations"):
+        assert leader[name] == other[name], name
+    results = set()
+    for asked, *replies in (messages for messages in leader["conversations"] if len(messages) > 1):
+        calls = tool_calls(asked["content"])
+        results.update(reply.get("name") for reply in replies if reply["role"] == "tool")
+        for call, reply in zip(calls, replies, strict=False):
+            product = (
+                str(3 * call.arguments["a"]) if call.name == "multiply" else "error: LookupError: there is no tool"
+            )
+            assert reply["role"] == "tool" and reply["content"].startswith(product)
+    assert results == {"multiply", "divide"}
+    assert leader["scalars"]["1"]["reward/environment/failed"] == 0 and leader["scalars"]["1"]["reward/std"] > 0
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 import concurrent.futures
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 from jax.sharding import Mesh
@@ -235,7 +236,7 @@ def _plan_sampling(
     by_program["decode"] = [collective for collective in by_program["decode"] if not collective.in_step]
     return SamplingPlan(
         workload=sampling,
-        sizing=engine.sizing,
+        sizing=_over_turns(engine.sizing, sampling.turns),
         digests={name: program.digest for name, program in programs.items()},
         collectives={name: summed(of_program, hosts) for name, of_program in by_program.items()},
         step_collectives=summed(steps, hosts),
@@ -273,7 +274,19 @@ def predict_sampling(workload: Workload, sampling: SamplingWorkload, topology: T
     )
     if (refused := _over_limit(sampling, sizing, left)) is not None:
         raise CapacityError(refused.text)
-    return sizing
+    return _over_turns(sizing, sampling.turns)
+
+
+def _over_turns(sizing: Sizing, turns: float) -> Sizing:
+    """The sizes of a round that answers all of its requests so many times: it decodes for so much longer."""
+    if turns == 1:
+        return sizing
+
+    def longer(choice: Any) -> Any:
+        estimate = choice.estimate and dataclasses.replace(choice.estimate, steps=turns * choice.estimate.steps)
+        return dataclasses.replace(choice, estimate=estimate)
+
+    return dataclasses.replace(longer(sizing), considered=tuple(map(longer, sizing.considered)))
 
 
 def _shorter(

@@ -20,6 +20,7 @@ from lockstep.report import EvaluationFields
 from lockstep.text import encode, load_tokenizer, read_prompts
 from lockstep.training import LossFn, OptimizerConfig, RolloutConfig, SavedModel, TrainConfig, TrainerConfig
 from lockstep.training.objectives import routing_column
+from lockstep.training.rl.conversations import longest_turns
 from lockstep.training.rl.reward_models import ModelReward
 from lockstep.training.run import TrainGrpoConfig
 from lockstep.training.step.renewal import ReferenceRenewal
@@ -130,6 +131,7 @@ class SamplingWorkload:
     requests: Sequence[Request]  # prompts of the right lengths; their token ids mean nothing
     vocab_size: int | None = None  # number of token ids that may be sampled; None: all
     steps: int | None = None  # train steps that learn from a round; None: training does not wait for it
+    turns: float = 1.0  # how often a round answers all requests: once for each turn of its conversations
 
     def key(self, name: str) -> str:
         """The key of a setting of this block, with dots, from the root of the configuration."""
@@ -193,7 +195,8 @@ def training_workload(name: str, config: TrainConfig, model: str | None = None) 
     frozen = _frozen(config) if isinstance(config, TrainGrpoConfig) else []
     sampling: list[SamplingWorkload] = []
     if config.rollouts is not None:
-        sampling.append(_rollouts(config, config.rollouts, shape, notes))
+        rollouts = _conversations if isinstance(config, TrainGrpoConfig) and config.environment else _rollouts
+        sampling.append(rollouts(config, config.rollouts, shape, notes))
     if config.inference_eval.enabled:
         sampling.append(_samples(config, notes))
     return Workload(
@@ -319,6 +322,21 @@ def _rollouts(config: TrainConfig, rollout: RolloutConfig, shape: Shape, notes: 
         requests=_requests([prompt] * count, params, rollout.drafts),
         steps=config.updates_per_rollout,
     )
+
+
+def _conversations(config: TrainGrpoConfig, rollout: RolloutConfig, shape: Shape, notes: list[str]) -> SamplingWorkload:
+    """The conversations of one rollout: the longest turns, for which a run compiles, as often as there is room."""
+    assert config.environment is not None
+    single, length = _rollouts(config, rollout, shape, notes), config.data.row_length(shape.config.max_seq_len)
+    params, count = single.requests[0].params, config.rollout_answers
+    room = length - len(single.requests[0].prompt_tokens)
+    turns = min(config.environment.max_turns, room / rollout.max_new_tokens)
+    notes.append(
+        f"environment: {count} conversations, each of {turns:.3g} answers of {rollout.max_new_tokens} tokens "
+        f"(environment.max_turns is {config.environment.max_turns}, data.max_seq_len leaves room for {room} tokens); "
+        "the tokens and the time of the environment are left out"
+    )
+    return dataclasses.replace(single, requests=longest_turns(params, length, count), turns=turns)
 
 
 def _samples(config: TrainConfig, notes: list[str]) -> SamplingWorkload:

@@ -11,6 +11,8 @@ from lockstep.placement import make_mesh
 from lockstep.plan import planner
 from lockstep.plan.planner import predict_sampling
 from lockstep.plan.workload import InfeasibleError, SamplingWorkload
+from lockstep.training.rl.conversations import longest_turns
+from lockstep.types import SamplingParams
 from tests.unit.plan.test_train_step import workload_of
 
 GIB = 1 << 30
@@ -77,3 +79,19 @@ def test_the_prediction_counts_on_the_same_memory(monkeypatch):
     assert predict_sampling(workload_of(), sampling(None), topology).free > 2 * GIB
     with pytest.raises(CapacityError, match="memory_bytes_per_device is .* Set it to at most"):
         predict_sampling(workload_of(), sampling(2**50), topology)
+
+
+def test_every_turn_of_a_conversation_decodes_and_the_weights_are_moved_once():
+    topology = SimpleNamespace(devices=jax.devices()[:1])
+    once, often = (predict_sampling(workload_of(), conversations(turns), topology) for turns in (1.0, 2.5))
+    assert often.sizes == once.sizes and often.estimate.step_s == once.estimate.step_s
+    for before, after in zip([once, *once.considered], [often, *often.considered], strict=True):
+        decoding = before.estimate.total_s - before.estimate.reshard_s
+        assert after.estimate.total_s == pytest.approx(before.estimate.reshard_s + 2.5 * decoding) and decoding > 0
+
+
+def conversations(turns):
+    requests = longest_turns(SamplingParams(max_new_tokens=4), row_length=16, count=8)
+    return SamplingWorkload(
+        name="rollout", engine=EngineConfig(), engine_block="rollout", requests=requests, turns=turns
+    )

@@ -236,6 +236,21 @@ def test_a_rollout_for_several_updates_has_their_answers_once(monkeypatch):
     assert "old_logprobs" in workload.training.columns
 
 
+@pytest.mark.parametrize(("most", "turns"), [(3, 3), (9, 3.84)])
+def test_conversations_are_planned_turn_by_turn(most, turns, monkeypatch):
+    """A row of 1,024 tokens has room for 768 after a question of 256: for 3.84 answers of 200."""
+    monkeypatch.chdir(ROOT)
+    talks = "--environment", f'{{"type": "retry", "max_turns": {most}}}', "--rollout.max_new_tokens", "200"
+    workload = read("grpo_gsm8k_qwen25_3b_v6e_16.yaml", *talks)
+    rollout, samples = workload.sampling
+    assert (rollout.turns, samples.turns, rollout.steps, len(rollout.requests)) == (turns, 1, 1, 128)
+    assert {
+        (len(turn.prompt_tokens), turn.params.max_new_tokens, turn.params.n_generations) for turn in rollout.requests
+    } == {(824, 200, 1)}
+    (note,) = [note for note in workload.notes if note.startswith("environment: ")]
+    assert f"128 conversations, each of {turns:g} answers of 200 tokens (environment.max_turns is {most}" in note
+
+
 def test_rows_longer_than_the_model_are_refused_and_the_longest_that_work_are_planned(monkeypatch):
     monkeypatch.chdir(ROOT)
     workload = read("simpo_ultrafeedback_llama3_8b_v5p_64_inference.yaml", "--data.max_seq_len", "9000")

@@ -10,7 +10,7 @@ from lockstep.engine import Engine, generate_on_all
 from lockstep.errors import ConfigError
 from lockstep.hosts import environment as facts_of_job
 from lockstep.printable import get_logger
-from lockstep.training.rl.conversations import Conversations
+from lockstep.training.rl.conversations import Conversations, longest_turns
 from lockstep.training.rl.groups import RolloutSampler
 from lockstep.training.rl.sampled import Sampled
 from lockstep.types import Request
@@ -97,10 +97,7 @@ class ConversationSampler(RolloutSampler):
 
     def _longest(self) -> list[Request]:
         """Requests that need as much as any turns of a rollout."""
-        params = dataclasses.replace(self._params, n_generations=1)
-        prompt = (0,) * (self._row_length - params.max_new_tokens)
-        count = self.n_questions * self._fields.rollout.n_generations
-        return [Request(prompt_id=number, prompt_tokens=prompt, params=params) for number in range(count)]
+        return longest_turns(self._params, self._row_length, self.n_questions * self._fields.rollout.n_generations)
 
     def _warn(self, conversations: Conversations) -> None:
         """Say once what went wrong with an environment; how often is in the metrics."""

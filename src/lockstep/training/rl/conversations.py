@@ -318,3 +318,15 @@ class Conversations:
         self._requests.append(
             Request(prompt_id=number, prompt_tokens=prompt_tokens, params=params, conversation=conversation.number)
         )
+
+
+def longest_turns(params: SamplingParams, row_length: int, count: int) -> list[Request]:
+    """Return requests that need as much as any turns of conversations, at the end of their rows.
+
+    Args:
+        params: How each answer is sampled.
+        count: The number of conversations.
+    """
+    params = dataclasses.replace(params, n_generations=1)
+    prompt = (0,) * (row_length - params.max_new_tokens)
+    return [Request(prompt_id=number, prompt_tokens=prompt, params=params) for number in range(count)]

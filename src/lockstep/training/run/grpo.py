@@ -17,6 +17,8 @@ from lockstep.training.objectives import GrpoConfig, GrpoFields
 from lockstep.training.rl import GrpoRunFields, Questions, Rollouts, load_questions, make_rewarder
 from lockstep.training.rl.config import RolloutConfig
 from lockstep.training.rl.packing import packed_columns
+from lockstep.training.rl.reward_models import ModelReward
+from lockstep.training.rl.rewards import labels
 from lockstep.training.run.config import RenewalFields, Setup
 from lockstep.training.run.teacher import check_teacher, load_teacher
 
@@ -149,8 +151,11 @@ class TrainGrpoConfig(GrpoFields, GrpoRunFields, RenewalFields):
         return {}
 
     def facts(self) -> dict[str, str]:
-        """See `TrainConfig.facts`."""
-        return super().facts() | ({} if self.teacher is None else {"teacher": fingerprint(self.teacher)})
+        """See `TrainConfig.facts`: also the teacher and the reward models."""
+        models = {} if self.teacher is None else {"teacher": self.teacher}
+        named = zip(labels(self.rewards), self.rewards, strict=True)
+        models |= {f"reward model {name}": reward.model for name, reward in named if isinstance(reward, ModelReward)}
+        return super().facts() | {name: fingerprint(model) for name, model in models.items()}
 
     def _load(
         self, tokenizer: "PreTrainedTokenizerBase", model_max_seq_len: int, seed: int, vocab_size: int | None

@@ -1,9 +1,13 @@
 """Which questions a rollout has, and questions that cannot be used."""
 
+import gzip
 import json
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
+import zstandard
 
 from lockstep.errors import ConfigError
 from lockstep.text import Prompt
@@ -150,15 +154,18 @@ def test_a_question_as_messages_and_an_answer_that_is_a_number(tmp_path):
     assert prompt.messages == (messages[0], {"role": "user", "content": "2 + 2 Go."})
 
 
-def test_questions_of_a_parquet_file_are_chats_of_several_turns(tmp_path):
-    import pyarrow
-    import pyarrow.parquet
-
+@pytest.mark.parametrize("suffix", ["parquet", "jsonl.gz", "jsonl.zst"])
+def test_questions_of_files_as_training_data_has_them_are_chats_of_several_turns(suffix, tmp_path):
     turns = [("user", "2 + 2"), ("assistant", "4"), ("user", "and 1 more")]
     messages = [{"role": role, "content": content} for role, content in turns]
     rows = [{"question": messages, "answer": 5, "level": "easy"}] * 3
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "q.parquet")
-    questions = load(str(tmp_path / "q.parquet"), row_length=64)
+    lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    path = tmp_path / f"q.{suffix}"
+    if suffix == "parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    else:
+        path.write_bytes(gzip.compress(lines) if suffix == "jsonl.gz" else zstandard.compress(lines))
+    questions = load(str(path), row_length=64)
     assert [prompt.messages for prompt in questions.prompts] == [tuple(messages)] * 3
     assert [(prompt.answer, prompt.fields) for prompt in questions.prompts] == [("5", {"level": "easy"})] * 3
     shown = tiny.tokenizer().decode(questions.tokens[0])

@@ -113,15 +113,25 @@ def test_the_reference_is_read_where_the_loss_compares_with_one(coefficient, ref
     assert given["reference"] == reference and given["model"] == "the model"
 
 
-def test_a_run_that_goes_on_has_the_same_reference(tmp_path):
+JUDGES = '[{{"type": "model", "model": "{0}"}}, {{"type": "model", "model": "{0}", "name": "judge"}}]'
+
+
+@pytest.mark.parametrize(
+    ("words", "names"),
+    [
+        (["--initialize_from_hf", "{}", "--kl_coefficient", "0.1"], ["reference model"]),
+        (["--teacher", "{}", "--teacher_coefficient", "1"], ["teacher"]),
+        (["--rewards", JUDGES], ["reward model model", "reward model judge"]),
+    ],
+)
+def test_a_run_that_goes_on_has_the_same_frozen_models(words, names, tmp_path):
     (tmp_path / "config.json").write_text("{}")
-    found = []
+    assert read("--initialize_from_hf", str(tmp_path)).facts() == {}, "there is none"
+    facts = []
     for weight in (1.0, 2.0):
         save_file({"weight": np.full(3, weight, np.float32)}, tmp_path / "model.safetensors")
-        given = ["--initialize_from_hf", str(tmp_path), "--kl_coefficient"]
-        assert read(*given, "0").facts() == {}, "there is none"
-        found.append(read(*given, "0.1").facts())
-    assert found[0].keys() == found[1].keys() == {"reference model"} and found[0] != found[1]
+        facts.append(read(*(word.format(tmp_path) for word in words)).facts())
+    assert facts[0].keys() == facts[1].keys() == {*names} and not facts[0].items() & facts[1].items()
 
 
 def test_the_loss_has_all_of_its_settings():
