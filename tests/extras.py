@@ -9,3 +9,7 @@ NEEDS_CLIENTS = pytest.mark.skipif(
     reason="the extras levanter and tunix, which pin jax 0.11, are not installed",
 )
 """The mark of a test that reads every public name, those for Levanter and Tunix too."""
+NEEDS_VERIFIERS = pytest.mark.skipif(find_spec("verifiers") is None, reason="the extra verifiers is not installed")
+"""The mark of a test of environments of verifiers."""
+NEEDS_OPENENV = pytest.mark.skipif(find_spec("openenv") is None, reason="openenv-core is not installed")
+"""The mark of a test of environments of OpenEnv."""

@@ -45,12 +45,14 @@ def set_template_kwargs(tokenizer: "PreTrainedTokenizerBase", kwargs: Mapping[st
     vars(tokenizer)[_ATTRIBUTE] = dict(kwargs)
 
 
-def set_tools(tokenizer: "PreTrainedTokenizerBase", functions: Sequence[Callable[..., Any]]) -> None:
+def set_tools(
+    tokenizer: "PreTrainedTokenizerBase", functions: Sequence[Callable[..., Any] | Mapping[str, Any]]
+) -> None:
     """Have the chat template of a tokenizer describe functions in every chat; they are in `tokenizer_digest`.
 
     Args:
         functions: Functions with a type for each argument, and a docstring that describes it and each of them, as
-            ``get_json_schema`` of transformers reads them.
+            ``get_json_schema`` of transformers reads them; or the schemas themselves.
 
     Raises:
         ConfigError: A function has no such types and docstring, or the template does not mention tools.
@@ -68,7 +70,7 @@ def set_tools(tokenizer: "PreTrainedTokenizerBase", functions: Sequence[Callable
     schemas = []
     for function in functions:
         try:
-            schemas.append(get_json_schema(function))
+            schemas.append(dict(function) if isinstance(function, Mapping) else get_json_schema(function))
         except Exception as error:  # of several kinds, not all of which transformers exports
             raise ConfigError(
                 f"the tool {getattr(function, '__name__', function)!r} of the environment cannot be described "

@@ -46,6 +46,7 @@ class Conversation:
     messages: list[Message] = dataclasses.field(default_factory=list)  # all that was said, in order
     turns: int = 0  # number of answers
     rewards: dict[int, float] = dataclasses.field(default_factory=dict)  # that of each answer, by its message's place
+    metrics: dict[str, float] = dataclasses.field(default_factory=dict)  # figures of the environment, by name
     error: str | None = None  # what went wrong with the environment
     ended: bool = False
     last: bool = False  # whether the last answer leaves no room for another turn
@@ -112,6 +113,15 @@ class EnvironmentThread:
     def step(self, message: Message) -> None:
         """Have the environment reply to an answer; returns at once."""
         self._call(functools.partial(self._environment.step, message))
+
+    def end(self, reply: Reply) -> None:
+        """Have the environment end a conversation after a reply that is the last; returns at once."""
+        self._call(functools.partial(self._ended, reply))
+
+    async def _ended(self, reply: Reply) -> Reply:
+        last = await self._environment.end()
+        metrics = {**reply.metrics, **last.metrics}
+        return dataclasses.replace(reply, reward=reply.reward + last.reward, metrics=metrics, done=True)
 
     def close(self) -> None:
         """End the thread once it has nothing to do."""
@@ -266,11 +276,16 @@ class Conversations:
             if not isinstance(reply, Reply):
                 raise TypeError(f"step returned {reply!r:.200}, and must return a lockstep.training.Reply")
             messages = [dict(text_message(message)) for message in reply.messages]
+            tokens = [] if reply.done or conversation.last else self._tokens(conversation, messages)
+            if conversation.segments and not reply.done and (conversation.last or self._room(conversation, tokens) < 1):
+                thread.end(reply)
+                return []
             words = {
                 "number": number,
                 "messages": messages,
-                "tokens": [] if reply.done or conversation.last else self._tokens(conversation, messages),
+                "tokens": tokens,
                 "reward": as_number(reply.reward),
+                "metrics": {str(name): as_number(value) for name, value in reply.metrics.items()},
                 "done": bool(reply.done),
             }
             json.dumps(words)
@@ -290,17 +305,22 @@ class Conversations:
         answer = conversation.segments[-1].tokens
         return following_tokens(self._tokenizer, conversation.messages[:-1], answer, messages)
 
+    def _room(self, conversation: Conversation, tokens: Sequence[int]) -> int:
+        """The tokens that an answer to some more may have."""
+        return self._row_length - conversation.length - len(tokens)
+
     def _hear(self, conversation: Conversation, words: Mapping[str, Any]) -> None:
         error = words.get("error")
         if error is None:
             tokens = tuple(words["tokens"])
-            room = min(self._row_length - conversation.length - len(tokens), self._params.max_new_tokens)
+            room = min(self._room(conversation, tokens), self._params.max_new_tokens)
             if conversation.turns:
                 conversation.rewards[len(conversation.messages) - 1] = words["reward"]
             conversation.messages += words["messages"]
-            if room < 1 and not conversation.segments:
+            conversation.metrics |= words["metrics"]
+            if room < 1 and not words["done"]:
                 error = f"the first messages have {len(tokens)} tokens; data.max_seq_len is {self._row_length}"
-            conversation.ended = words["done"] or conversation.last or room < 1
+            conversation.ended = words["done"]
         conversation.error = error
         conversation.ended |= error is not None
         if conversation.ended:

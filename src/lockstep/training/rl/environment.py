@@ -1,7 +1,7 @@
 """Environments: the other side of conversations of several turns, which replies to the model and rewards it."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import draccus
@@ -14,6 +14,8 @@ from lockstep.text import Prompt, split_answer
 
 type Message = Mapping[str, Any]
 """A message of a chat: ``role``, such as ``user`` or ``tool``, and ``content``, a text."""
+type Tool = Callable[..., Any] | Mapping[str, Any]
+"""A function with types and a docstring, or its schema as chat templates read it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -24,6 +26,7 @@ class Reply:
         messages: What the model reads before it answers again.
         reward: What is added to the reward of the conversation.
         done: Whether the conversation ends here; messages are then shown, and read by nobody.
+        metrics: Figures of the conversation, whose means are logged as ``rollout/environment/NAME``.
 
     Example:
         >>> lockstep.training.Reply(reward=1.0, done=True).messages
@@ -33,6 +36,7 @@ class Reply:
     messages: tuple[Message, ...] | list[Message] = ()
     reward: float = 0.0
     done: bool = False
+    metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_fields(self, "Reply.")
@@ -76,11 +80,15 @@ class Environment(OpenRegistry, draccus.ChoiceRegistry):
         check_at_least(self, 1, "max_turns", block="environment.")
         check_at_least(self, 0, "timeout_s", block="environment.", fix=" seconds. The default is 30.", above=True)
 
-    def tools(self) -> Sequence[Callable[..., Any]]:
+    def tools(self) -> Sequence[Tool]:
         """Return the functions that the chat template describes to the model, see `ToolEnvironment`; none by default.
         It is asked once, of an environment without a conversation.
         """
         return ()
+
+    def questions(self) -> Iterable[Prompt] | None:
+        """Return questions of its own, the same on every host; None, the default: those of ``data``."""
+        return None
 
     async def reset(self, question: Prompt) -> Sequence[Message]:
         """Begin a conversation; return its first messages, by default those of the question.
@@ -98,6 +106,12 @@ class Environment(OpenRegistry, draccus.ChoiceRegistry):
             message: The answer: ``{"role": "assistant", "content": ...}``.
         """
         raise NotImplementedError(f"{type(self).__name__} has no step(message)")
+
+    async def end(self) -> Reply:
+        """Return the last reward and metrics of a conversation that ends before a reply is ``done``: after
+        ``max_turns``, with an answer that was cut, or without room for another one; 0 by default.
+        """
+        return Reply()
 
     async def close(self) -> None:
         """End what the conversation has begun; called once, also after an error."""

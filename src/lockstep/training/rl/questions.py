@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -93,11 +93,13 @@ def load_questions(
     max_new_tokens: int,
     seed: int,
     rewards: Sequence[RewardConfig] = (),
+    own: Iterable[Prompt] | None = None,
     vocab_size: int | None = None,
 ) -> Questions:
     """Read and tokenise the questions.
 
     Args:
+        own: Questions in place of those of the files, from an environment.
         row_length: The number of tokens of a question with its answer: ``data.max_seq_len``, or the model's.
         vocab_size: The number of rows of the model's embedding; None: the questions' tokens are not checked.
     """
@@ -105,7 +107,10 @@ def load_questions(
     prompts: list[Prompt] = []
     tokens: list[tuple[int, ...]] = []
     left_out = 0
-    for place, prompt in iter_questions(config, rewards):
+    if own is not None and config.train_urls:
+        raise ConfigError("the environment has questions of its own, and data.train_urls is given. Remove it.")
+    named = ((f"question {number} of the environment", prompt) for number, prompt in enumerate(own or ()))
+    for place, prompt in iter_questions(config, rewards) if own is None else named:
         try:
             (encoded,) = encode(tokenizer, [prompt])
         except PromptError as error:

@@ -218,8 +218,17 @@ def answer_metrics(
 
 
 def turn_metrics(conversations: Sequence[Conversation]) -> dict[str, float]:
-    """Return the figures of conversations; none of single turns."""
-    return {"rollout/turns_mean": fmean(each.turns for each in conversations)} if conversations else {}
+    """Return the figures of conversations, each a mean of those that have it; none of single turns."""
+    if not conversations:
+        return {}
+    names = dict.fromkeys(name for conversation in conversations for name in conversation.metrics)
+    of_environment = {
+        f"rollout/environment/{name}": fmean(
+            conversation.metrics[name] for conversation in conversations if name in conversation.metrics
+        )
+        for name in names
+    }
+    return {"rollout/turns_mean": fmean(conversation.turns for conversation in conversations), **of_environment}
 
 
 class StepTimes:

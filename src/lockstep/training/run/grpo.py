@@ -1,8 +1,8 @@
 """The configuration of ``train-grpo``: reinforcement learning on questions with verifiable answers."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, ClassVar
 
 import jax
 
@@ -16,6 +16,7 @@ from lockstep.training.data import GrpoDataConfig, TokenCache
 from lockstep.training.objectives import GrpoConfig, GrpoFields
 from lockstep.training.rl import GrpoRunFields, Questions, Rollouts, load_questions, make_rewarder
 from lockstep.training.rl.config import RolloutConfig
+from lockstep.training.rl.environment import Tool
 from lockstep.training.rl.packing import packed_columns
 from lockstep.training.rl.reward_models import ModelReward
 from lockstep.training.rl.rewards import labels
@@ -79,7 +80,7 @@ class TrainGrpoConfig(GrpoFields, GrpoRunFields, RenewalFields):
         return tokenizer
 
     @property
-    def _tools(self) -> Sequence[Callable[..., Any]]:
+    def _tools(self) -> Sequence[Tool]:
         return () if self.environment is None else self.environment.tools()
 
     def make_objective(self, tokenizer: "PreTrainedTokenizerBase") -> GrpoConfig:
@@ -171,6 +172,7 @@ class TrainGrpoConfig(GrpoFields, GrpoRunFields, RenewalFields):
             max_new_tokens=self.rollout.max_new_tokens,
             seed=seed,
             rewards=self.rewards if self.environment is None else (),
+            own=None if self.environment is None else self.environment.questions(),
             vocab_size=vocab_size,
         )
         if self.environment is not None:
