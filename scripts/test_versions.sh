@@ -32,7 +32,7 @@ esac
 "$uv" pip install --quiet --python "$venv/bin/python" "${options[@]}" -e ".[$extras]"
 if [ "$versions" = environments ]; then
   # Without gradio, which only its web pages need, and which asks for an older pandas.
-  "$uv" pip install --quiet --python "$venv/bin/python" -c hashes.txt fastapi uvicorn websockets
+  "$uv" pip install --quiet --python "$venv/bin/python" -c hashes.txt fastapi fastmcp uvicorn websockets
   awk '/^openenv-core==/ { found = 1 } found { print } found && !/\\$/ { exit }' hashes.txt >build/openenv.txt
   "$uv" pip install --quiet --python "$venv/bin/python" --require-hashes --no-deps -r build/openenv.txt
 fi

@@ -86,6 +86,7 @@ def make(
     lora: LoraConfig | None = None,
     row: int | None = None,
     tokenizer: Any = None,
+    asked: Questions | None = None,
     **trainer_values: Any,
 ) -> tuple[Trainer, Rollouts, Any]:
     """A trainer, its rollouts, and a model with random weights, or what to go on from."""
@@ -103,7 +104,7 @@ def make(
     rollouts = Rollouts(
         settings,
         objective,
-        questions(tokenizer=tokenizer),
+        asked or questions(tokenizer=tokenizer),
         tokenizer,
         config,
         trainer.mesh,

@@ -34,11 +34,11 @@ class OpenEnvEnvironment(Environment):
     action: str
     """The field of an action that has the text of an answer, without its reasoning."""
     action_class: str | None = None
-    """The class of actions, ``module:Class``; null: the annotation of ``step``. A server needs none."""
+    """The class of actions, ``module:Class``; null: that in the annotation of ``step``; a server needs none."""
     observation: str | None = None
     """The field of an observation that the model reads; null: all of it, as JSON."""
     reset_fields: tuple[str, ...] = ()
-    """Fields of a question's record that ``reset`` takes; ``seed`` is the question's number where it is none of them."""
+    """Fields of a question's record that ``reset`` takes; ``seed`` is the number of the question unless it is one."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -105,7 +105,7 @@ class OpenEnvEnvironment(Environment):
         return annotated
 
     def _text(self, observation: Any) -> str:
-        """What the model reads of an observation."""
+        """The part of an observation that the model reads."""
         fields: Mapping[str, Any] = observation if isinstance(observation, Mapping) else observation.model_dump()
         if self.observation is None:
             rest = {name: value for name, value in fields.items() if name not in ("done", "reward", "metadata")}

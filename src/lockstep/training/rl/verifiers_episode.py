@@ -241,7 +241,7 @@ class _ChatLoop(vf.Harness):
 
 
 class _Desk(Interception):
-    """What verifiers has in place of a server at which its programs ask: the sessions of the runs, by their traces."""
+    """The sessions of the runs of an episode, by their traces, in place of a server at which programs ask."""
 
     def __init__(self, sessions: dict[str, RolloutSession]) -> None:
         super().__init__()
@@ -278,9 +278,7 @@ def _response(text: str, turn: int) -> vf.Response:
         reasoning_content="\n".join(part.text for part in parts if part.kind == "reasoning") or None,
         tool_calls=calls or None,
     )
-    return vf.Response(
-        id="", created=0, model=_MODEL, message=message, finish_reason="tool_calls" if calls else "stop"
-    )
+    return vf.Response(id="", created=0, model=_MODEL, message=message, finish_reason="tool_calls" if calls else "stop")
 
 
 def _written(message: Any) -> Message:

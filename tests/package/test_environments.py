@@ -1,0 +1,26 @@
+"""Adapters of other libraries' environments, tried where Levanter is not, beside which verifiers does not live.
+
+The environment is made of packages of the registry, by their hashes; the second time it is there.
+"""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+TESTS = [f"tests/unit/training/rl/test_{name}.py" for name in (
+    "openenv_environment", "verifiers_environment", "verifiers_episode",
+)]  # fmt: skip
+
+
+@pytest.mark.slow
+def test_environments_of_verifiers_and_openenv():
+    command = ["bash", "scripts/test_versions.sh", "environments"]
+    made = subprocess.run([*command, "--version"], cwd=ROOT, capture_output=True, text=True, timeout=600)
+    if made.returncode and "error sending request" in made.stderr:
+        pytest.skip(f"no registry of packages can be reached: {made.stderr[-300:]}")
+    assert made.returncode == 0, made.stderr
+    tried = subprocess.run([*command, "-q", *TESTS], cwd=ROOT, capture_output=True, text=True, timeout=900)
+    assert tried.returncode == 0, tried.stdout[-5000:] + tried.stderr[-2000:]
+    assert " passed" in tried.stdout and "skipped" not in tried.stdout
