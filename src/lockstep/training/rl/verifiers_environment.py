@@ -44,7 +44,7 @@ class VerifiersEnvironment(Environment):
 
     async def reset(self, question: Prompt) -> Sequence[Message]:
         """See `Environment.reset`."""
-        self._episode = _episodes().Episode(self._settings, question.fields["idx"], self.max_turns)
+        self._episode = _episodes().Episode(self._settings, question.fields["idx"])
         return (await self._episode.next_messages()).messages
 
     async def step(self, message: Message) -> Reply:

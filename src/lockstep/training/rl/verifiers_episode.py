@@ -119,14 +119,13 @@ class Episode:
     """A task of verifiers that the model works on; its coroutines run in one event loop.
 
     Args:
+        settings: Those of `load_tasks`.
         number: The number of the task.
-        max_turns: The most answers.
     """
 
-    def __init__(self, settings: str, number: int, max_turns: int) -> None:
+    def __init__(self, settings: str, number: int) -> None:
         self._config, tasks = load_tasks(settings)
         self._task, self._tools = tasks[number], Tools(self._config, tasks[number])
-        self._max_turns = max_turns
         self._asked: asyncio.Queue[Sequence[vf.Message]] = asyncio.Queue()
         self._answers: asyncio.Queue[str] = asyncio.Queue()
         self._messages: list[vf.Message] = []  # all that was said, in order
@@ -196,7 +195,7 @@ class Episode:
         if trace.num_turns == 0:
             await self._tools.begin(self._task, trace)
         tools = [vf.Tool(**schema["function"]) for schema in await self._tools.schemas()]
-        while await session.refused() is None and trace.num_turns < self._max_turns:
+        while await session.refused() is None:
             request, records, stop = await session.rewrite_request(vf.Request(messages=messages, tools=tools or None))
             trace.request_rewrites.extend(records)
             if stop is not None:
@@ -207,9 +206,9 @@ class Episode:
                 text = await self._answers.get()
             if session.stopped:
                 return
-            response = _response(text, trace.num_turns)
-            response, records, stop = await session.rewrite_response(response)
-            trace.response_rewrites.extend(records)
+            response, records, stop = await session.rewrite_response(_response(text, trace.num_turns))
+            if records:
+                raise ValueError(f"{records[0].handler} rewrites what the model has said, which is what it learns from")
             node = turn.commit(response)
             self._messages = messages = [*request.messages, response.message]
             stop = stop or await session.gate_tool_calls(node)
