@@ -195,8 +195,7 @@ def training_workload(name: str, config: TrainConfig, model: str | None = None) 
     frozen = _frozen(config) if isinstance(config, TrainGrpoConfig) else []
     sampling: list[SamplingWorkload] = []
     if config.rollouts is not None:
-        rollouts = _conversations if isinstance(config, TrainGrpoConfig) and config.environment else _rollouts
-        sampling.append(rollouts(config, config.rollouts, shape, notes))
+        sampling.append(_rollouts(config, config.rollouts, shape, notes))
     if config.inference_eval.enabled:
         sampling.append(_samples(config, notes))
     return Workload(
@@ -307,7 +306,7 @@ def _frozen(config: TrainGrpoConfig) -> list[Shape]:
 
 
 def _rollouts(config: TrainConfig, rollout: RolloutConfig, shape: Shape, notes: list[str]) -> SamplingWorkload:
-    """The rollouts of one step: a group of completions of each prompt."""
+    """The rollouts of one step: a group of completions of each prompt, or the longest turns of conversations."""
     length = config.data.row_length(shape.config.max_seq_len)
     prompt = min(length - rollout.max_new_tokens, GSM8K_PROMPT)
     count = config.rollout_answers // rollout.n_generations
@@ -315,28 +314,23 @@ def _rollouts(config: TrainConfig, rollout: RolloutConfig, shape: Shape, notes: 
     notes.append("update: of rows without room for a second answer; a run packs shorter ones, and leaves rows out")
     routed = shape.config.experts is not None
     params = dataclasses.replace(rollout.sampling_params(()), routed_experts=routed)
+    requests, turns = _requests([prompt] * count, params, rollout.drafts), 1.0
+    if isinstance(config, TrainGrpoConfig) and (environment := config.environment) is not None:
+        turns = min(environment.max_turns, (length - prompt) / rollout.max_new_tokens)
+        requests = longest_turns(params, length, config.rollout_answers)
+        notes.append(
+            f"environment: {len(requests)} conversations of {turns:.3g} answers of {rollout.max_new_tokens} tokens "
+            f"(environment.max_turns is {environment.max_turns}, data.max_seq_len leaves room for {length - prompt}); "
+            "the tokens and the time of the environment are left out"
+        )
     return SamplingWorkload(
         name="rollout",
         engine=rollout.engine_config(config.trainer.precision.compute.name, length),
         engine_block="rollout",
-        requests=_requests([prompt] * count, params, rollout.drafts),
+        requests=requests,
         steps=config.updates_per_rollout,
+        turns=turns,
     )
-
-
-def _conversations(config: TrainGrpoConfig, rollout: RolloutConfig, shape: Shape, notes: list[str]) -> SamplingWorkload:
-    """The conversations of one rollout: the longest turns, for which a run compiles, as often as there is room."""
-    assert config.environment is not None
-    single, length = _rollouts(config, rollout, shape, notes), config.data.row_length(shape.config.max_seq_len)
-    params, count = single.requests[0].params, config.rollout_answers
-    room = length - len(single.requests[0].prompt_tokens)
-    turns = min(config.environment.max_turns, room / rollout.max_new_tokens)
-    notes.append(
-        f"environment: {count} conversations, each of {turns:.3g} answers of {rollout.max_new_tokens} tokens "
-        f"(environment.max_turns is {config.environment.max_turns}, data.max_seq_len leaves room for {room} tokens); "
-        "the tokens and the time of the environment are left out"
-    )
-    return dataclasses.replace(single, requests=longest_turns(params, length, count), turns=turns)
 
 
 def _samples(config: TrainConfig, notes: list[str]) -> SamplingWorkload:

@@ -248,7 +248,7 @@ def test_conversations_are_planned_turn_by_turn(most, turns, monkeypatch):
         (len(turn.prompt_tokens), turn.params.max_new_tokens, turn.params.n_generations) for turn in rollout.requests
     } == {(824, 200, 1)}
     (note,) = [note for note in workload.notes if note.startswith("environment: ")]
-    assert f"128 conversations, each of {turns:g} answers of 200 tokens (environment.max_turns is {most}" in note
+    assert f"128 conversations of {turns:g} answers of 200 tokens (environment.max_turns is {most}" in note
 
 
 def test_rows_longer_than_the_model_are_refused_and_the_longest_that_work_are_planned(monkeypatch):

@@ -3,6 +3,8 @@
 import dataclasses
 import inspect
 import json
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from lockstep.text import ToolCall, tool_calls
 from lockstep.training.rl.environment import Environment, Message, Reply
@@ -39,6 +41,10 @@ class ToolEnvironment(Environment):
         >>> [tool.__name__ for tool in Sums().tools()]
         ['add']
     """
+
+    def tools(self) -> Sequence[Callable[..., Any]]:
+        """Return the functions that the model may call; none by default."""
+        return ()
 
     async def score(self, answer: str) -> float:
         """Return the reward of the answer that calls no tool, with which the conversation ends."""
