@@ -65,9 +65,7 @@ class LocalJob(JobLoop):
                 self._selector.register(child.stdout, selectors.EVENT_READ, index)
 
     def listen(self, timeout_s: float) -> None:
-        if not self._selector.get_map():
-            time.sleep(timeout_s)
-        for key, _ in self._selector.select(timeout_s) if self._selector.get_map() else ():
+        for key, _ in self._selector.select(timeout_s):
             self._read(key.data, reads=1)
         for index in self.running:
             if (code := self._children[index].poll()) is not None:

@@ -425,70 +425,60 @@ def test_a_preempted_training_run_has_the_losses_of_one_that_was_not(laptop):
 MIG_SLICE = ["--backend", "mig", "--tpu_name", "pod", "--zone", "us-east5-a", "--project", "p", "--poll_s", "0.05"]
 
 
-@pytest.fixture
-def mig_laptop(tmp_path):
-    found = Laptop(tmp_path)
-    yield found
-    found.close()
-
-
 @pytest.mark.slow
-def test_two_slices_find_each_other_at_the_machine_that_google_counts_first(mig_laptop):
+def test_two_slices_find_each_other_at_the_machine_that_google_counts_first(laptop):
     """The names of a group's machines say nothing about their numbers: each machine is asked for its own."""
-    mig_laptop.add_metadata_server()
+    laptop.add_metadata_server()
     program = 'echo "$FAKE_WORKER_NUMBER $MEGASCALE_COORDINATOR_ADDRESS $MEGASCALE_NUM_SLICES $MEGASCALE_SLICE_ID."'
-    output = mig_laptop.launch(
+    output = laptop.launch(
         *MIG_SLICE, "--tpu_type", "v6e-16", "--slices", "2", "--setup", "none", "--", "sh", "-c", program
     )
     assert "pod: 8 STAGING" in output and "pod: 8 RUNNING" in output and "8 workers" in output
-    machines = mig_laptop.cloud.read()["machines"].values()
+    machines = laptop.cloud.read()["machines"].values()
     (first,) = (each for each in machines if (each["slice"], each["worker"]) == (0, 0))
     for slice_id in (0, 1):
         for worker in range(4):
             assert output.count(f"{worker} {first['internal']}:8080 2 {slice_id}.") == 1
     names = sorted(each["name"] for each in machines if each["slice"] == 0)
     assert names[0] != first["name"], "else the test shows nothing"
-    mig_laptop.launch("delete", "pod")
-    state = mig_laptop.cloud.read()
+    laptop.launch("delete", "pod")
+    state = laptop.cloud.read()
     assert not any(state[kind] for kind in ("policies", "templates", "groups", "instances", "machines"))
 
 
 @pytest.mark.nightly
-def test_slices_whose_machines_do_not_say_their_number_are_refused(mig_laptop):
-    output = mig_laptop.launch(
+def test_slices_whose_machines_do_not_say_their_number_are_refused(laptop):
+    output = laptop.launch(
         *MIG_SLICE, "--tpu_type", "v5p-16", "--slices", "2", "--setup", "none", "--", "true", code=1
     )  # fmt: skip
     assert "no machine of the first slice says that it is number 0" in output
 
 
 @pytest.mark.nightly
-def test_what_was_preempted_is_made_again(mig_laptop):
+def test_what_was_preempted_is_made_again(laptop):
     program = """
         file=~/../starts$FAKE_WORKER_NUMBER; echo start >> $file; echo "start $(wc -l < $file)"
         if [ "$(wc -l < $file)" = 1 ]; then sleep 60; fi
     """
     options = ["--tpu_type", "v5p-16", "--capacity_type", "spot", "--retries", "1", "--setup", "none"]
-    process = mig_laptop.start(*MIG_SLICE, *options, "--", "sh", "-c", program)
-    output = mig_laptop.read_until(process, "start 1", times=2)
-    mig_laptop.cloud.preempt("pod")
+    process = laptop.start(*MIG_SLICE, *options, "--", "sh", "-c", program)
+    output = laptop.read_until(process, "start 1", times=2)
+    laptop.cloud.preempt("pod")
     output += process.communicate(timeout=60)[0]
     assert process.returncode == 0 and output.count("start 2") == 2, output
     assert "is TERMINATED" in output and output.count("pod: asking for v5p-16") == 2
 
 
-def test_quota_refused(mig_laptop):
-    mig_laptop.cloud.reply(
-        "instance-templates create", " - Quota 'TPUS_PER_TPU_FAMILY' exceeded. Limit: 0.0 in region x."
-    )
-    output = mig_laptop.launch(*MIG_SLICE, "--tpu_type", "v6e-16", "--setup", "none", "--", "true", code=REFUSED)
+def test_quota_refused(laptop):
+    laptop.cloud.reply("instance-templates create", " - Quota 'TPUS_PER_TPU_FAMILY' exceeded. Limit: 0.0 in region x.")
+    output = laptop.launch(*MIG_SLICE, "--tpu_type", "v6e-16", "--setup", "none", "--", "true", code=REFUSED)
     assert "iam-admin/quotas in project p " in output and "Traceback" not in output
-    assert not mig_laptop.cloud.read()["policies"], "what was made before is deleted"
+    assert not laptop.cloud.read()["policies"], "what was made before is deleted"
 
 
 @pytest.mark.slow
-def test_what_dry_run_of_mig_prints_can_be_pasted(mig_laptop):
+def test_what_dry_run_of_mig_prints_can_be_pasted(laptop):
     words = [
-        *MIG_SLICE,
         "--tpu_type",
         "v5p-16",
         "--setup",
@@ -499,9 +489,9 @@ def test_what_dry_run_of_mig_prints_can_be_pasted(mig_laptop):
         "-c",
         'echo "hello $FAKE_WORKER_NUMBER"',
     ]
-    printed = mig_laptop.launch(*words)
-    assert not mig_laptop.cloud.calls(), "nothing was asked"
-    assert sorted(mig_laptop.paste(printed).split("\n"))[1:] == ["hello 0", "hello 1"]
+    printed = laptop.launch(*MIG_SLICE, *words)
+    assert not laptop.cloud.calls(), "nothing was asked"
+    assert sorted(laptop.paste(printed).split("\n"))[1:] == ["hello 0", "hello 1"]
 
 
 @pytest.mark.parametrize(
