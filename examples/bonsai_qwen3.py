@@ -1,7 +1,7 @@
 """Qwen3 of JAX Bonsai, plain Flax NNX, read by the names of its parameters, checked, and sampled.
 
 Bonsai is installed from its repository, without what it pins: ``pip install --no-deps git+https://github.com/jax-ml/bonsai``.
-Written for its commit 3628425 (March 2026)::
+Written for its commit 3628425 (March 2026); our tests do not run it::
 
     python examples/bonsai_qwen3.py
 

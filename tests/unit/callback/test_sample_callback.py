@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import pytest
 
 import lockstep
-from lockstep.callback import InferenceEvalConfig, SampleCallback
+from lockstep.callback import InferenceEvalConfig, SampleCallback, sample_callback
 from lockstep.callback.evaluation import TasksConfig
 from lockstep.health import State
 from lockstep.models import UnreadableModelError, register_reader
@@ -334,12 +334,14 @@ def test_at_the_end_the_others_wait_for_the_last_report_longer_than_for_anything
     assert run_threads(body, 2) == [True, True]
 
 
-def test_after_a_signal_the_last_report_has_two_seconds(caplog):
+def test_after_a_signal_the_last_report_has_two_seconds(caplog, monkeypatch):
+    assert sample_callback.AFTER_SIGNAL_S == 2.0
+    monkeypatch.setattr(sample_callback, "AFTER_SIGNAL_S", 0.05)
     release = threading.Event()
     callback = SampleCallback(InferenceEvalConfig(prompts=["one"]), tiny.tokenizer())
     callback._reporter._queue.put("step 3 (1 row)", lambda: release.wait(60))
     callback.after_signal()
-    assert "after 2 s the report of step 3 (1 row) is not done" in caplog.text
+    assert "after 0.05 s the report of step 3 (1 row) is not done" in caplog.text
     release.set()
     assert callback.flush()
 

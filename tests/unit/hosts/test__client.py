@@ -10,6 +10,7 @@ import pytest
 from lockstep.errors import HostError
 from lockstep.hosts import JaxClient, MemoryClient, _client, on_one_machine
 from lockstep.hosts._client import bind_address
+from tests.clock import until
 
 
 def test_directories_end_at_a_slash():
@@ -79,26 +80,21 @@ def test_a_key_that_cannot_be_looked_up_is_no_missing_key(monkeypatch):
 
 
 def test_closing_waits_for_the_calls_of_other_threads_and_refuses_new_ones(monkeypatch):
-    asked, answered = threading.Event(), threading.Event()
+    asked, got = threading.Event(), []
 
     def get(key, milliseconds):
         asked.set()
-        assert answered.wait(60)
+        until(lambda: client._closed)  # the service answers after the client has begun to close
         return b"1"
 
     service = SimpleNamespace(blocking_key_value_get_bytes=get)
     monkeypatch.setattr(_client, "global_state", SimpleNamespace(client=service, process_id=0, num_processes=2))
-    client, got = JaxClient(), []
+    client = JaxClient()
     asking = threading.Thread(target=lambda: got.append(client.get("x", 60)))
-    closing = threading.Thread(target=client.close, args=(60.0,))
     asking.start()
     assert asked.wait(60)
-    closing.start()
-    closing.join(0.1)
-    assert closing.is_alive(), "the service has not answered"
-    answered.set()
-    closing.join(60)
-    assert not closing.is_alive() and not client._inside
+    client.close(60.0)
+    assert not client._inside
     asking.join(60)
     with pytest.raises(HostError, match="'y' after this process had left the job"):
         client.get("y", 60)

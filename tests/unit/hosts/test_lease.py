@@ -14,6 +14,7 @@ import pytest
 from lockstep.errors import ConfigError
 from lockstep.hosts import lease as leases
 from lockstep.hosts.lease import LEASE, Holder, Lease
+from tests.clock import until
 
 ELSEWHERE = Holder(token="other", host="far", machine="far 1 2", pid=1, started="3", renewed=0.0)
 
@@ -57,17 +58,10 @@ def test_it_is_there_until_it_is_given_back(place):
     lease.take()
     first = holder_of(place)
     assert first["pid"] == os.getpid() and abs(first["renewed"] - time.time()) < 60
-    wait_until(lambda: holder_of(place)["renewed"] > first["renewed"])
+    until(lambda: holder_of(place)["renewed"] > first["renewed"])
     lease.give_back()
     with pytest.raises(FileNotFoundError):
         holder_of(place)
-
-
-def wait_until(condition):
-    end = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 def test_one_that_another_machine_renews_is_refused(place):
@@ -138,7 +132,7 @@ def test_that_of_a_process_of_this_machine_is_refused_while_it_lives_and_taken_o
     finally:
         other.kill()
     # Not waited for: a process that has ended and is still listed is dead all the same.
-    wait_until(lambda: leases._start_of(other.pid) == "")
+    until(lambda: leases._start_of(other.pid) == "")
     lease = Lease(tmp_path, old_s=600)
     lease.take()
     assert holder_of(str(tmp_path))["pid"] == os.getpid()

@@ -80,16 +80,26 @@ def test_who_ends_for_a_reason_that_others_have_told_is_not_ended_by_them(monkey
 
 def test_nothing_ends_a_process_before_it_is_woken(monkeypatch: pytest.MonkeyPatch) -> None:
     client, other = MemoryClient.hub(2)
-    ended: list[int] = []
+    events: list[object] = []
+    get, get_dir = client.get, client.get_dir
+    waiting = threading.Event()
+
+    def wait(key: str, timeout_s: float) -> bytes:
+        waiting.set()
+        value = get(key, timeout_s)
+        events.append("woken")
+        return value
+
+    monkeypatch.setattr(client, "get", wait)
+    monkeypatch.setattr(client, "get_dir", lambda prefix: (events.append("read"), get_dir(prefix))[1])
     monkeypatch.setattr(peers, "GRACE_S", 0.0)
-    monkeypatch.setattr(peers, "end_process", ended.append)
+    monkeypatch.setattr(peers, "end_process", events.append)
     watch = threading.Thread(target=peers._watch, args=(Hosts(client), threading.Event()))
     watch.start()
-    watch.join(0.05)
-    assert watch.is_alive() and not ended
+    assert waiting.wait(60)
     peers.announce_exit(other, "PeerError")
     watch.join(60)
-    assert ended == [PEER_FAILED]
+    assert events == ["woken", "read", PEER_FAILED]
 
 
 SCRIPT = """

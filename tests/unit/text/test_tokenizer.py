@@ -416,6 +416,7 @@ def test_the_hub_is_asked_by_one_host_and_waited_for(tokenizer, tmp_path, monkey
         now[0] += seconds
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # `stop_ids` asks for the generation config
     monkeypatch.setattr(storage, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep, strftime=time.strftime))
     fetched = fetch_tokenizer("org/name")
     assert asked == ["org/name"] * 4 and slept == [8.0, 42.0, 20.0]

@@ -65,7 +65,7 @@ def test_values_that_cannot_work():
 HOLDER = """
 import sys, time
 from lockstep.hosts.lease import Lease
-Lease(sys.argv[1], file=sys.argv[2]).take()
+Lease(sys.argv[1], file=sys.argv[2], renew_s=0.05).take()
 print("taken", flush=True)
 time.sleep(600)
 """
