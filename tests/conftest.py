@@ -21,18 +21,16 @@ settings.load_profile("lockstep")
 ONE_AFTER_THE_OTHER = ("tests/faults/", "tests/multiprocess/")
 """Tests that start several processes, which fill two cores and keep time."""
 
-ON_ONE_WORKER = (
-    "tests/browser/",
-    "tests/package/",
-    "tests/unit/training/rl/test_rollouts.py",
-    "tests/unit/training/step/test_train_state.py",
-)
-"""Tests that share something that takes long to make: a browser, a wheel, a training run."""
+ON_ONE_WORKER = ("tests/browser/", "tests/package/")
+"""Tests that share something that takes long to make: a browser, a wheel."""
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """One worker runs all tests that start processes, one after the other; most others go to who is free."""
+    """One worker runs all tests that start processes, one after the other; files of others go to who is free.
+
+    The tests of a file share fixtures and compiled programs, which two workers would both make.
+    """
     # `--dist loadgroup` of pytest-xdist 3.8 has no effect with pytest 9.2, which gives tests another kind of name.
     from xdist.scheduler import LoadScopeScheduling
 
@@ -40,7 +38,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
         def _split_scope(self, nodeid: str) -> str:
             if nodeid.startswith(ONE_AFTER_THE_OTHER):
                 return "processes"
-            return next((shared for shared in ON_ONE_WORKER if nodeid.startswith(shared)), nodeid)
+            file = nodeid.partition("::")[0]
+            return next((shared for shared in ON_ONE_WORKER if file.startswith(shared)), file)
 
     return Scheduling(config, log)
 
