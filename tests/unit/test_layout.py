@@ -105,13 +105,19 @@ COVERED = {
 """Modules that have their tests in a file of another name: to become fewer."""
 
 
+def files_for(path):
+    """The files that may have the tests of a module, given below the package; its own first."""
+    files = [UNIT / path.parent / f"test_{stem}.py" for stem in (path.stem, path.parent.name)]
+    return files + [ROOT / "tests" / kind / f"test_{path.name}" for kind in ("multiprocess", "tpu_compile")]
+
+
 def test_every_module_has_its_tests_and_every_test_file_its_module():
-    tests = {path: [UNIT / path.parent / f"test_{stem}.py" for stem in (path.stem, path.parent.name)] for path in PATHS}
-    for path in PATHS:
-        tests[path] += [ROOT / "tests" / kind / f"test_{path.name}" for kind in ("multiprocess", "tpu_compile")]
-    tests = {path: files for path, files in tests.items() if path.stem != "__init__"}  # a face has nothing to test
+    tests = {path: files_for(path) for path in PATHS if path.stem != "__init__"}  # a face has nothing to test
     without = {path.as_posix() for path, files in tests.items() if not any(file.is_file() for file in files)}
     assert without == set(COVERED) and all((ROOT / test).is_file() for test in COVERED.values())
     # Beside the packages are the tests of the repository: of documents, snippets, layout, release.
     orphans = set(UNIT.glob("*/**/test_*.py")).difference(*tests.values())
     assert not orphans, "name these after the module that they test, or after its package"
+    from scripts import mutate  # it imports this module
+
+    assert mutate.own_test("src/lockstep/engine/engine.py") == "tests/unit/engine/test_engine.py"
