@@ -20,10 +20,6 @@ class OpenEnvEnvironment(Environment):
 
     The first observation follows the question in the user's message; the reward is the sum of those of observations. A
     conversation has an instance of its own, or a session of its own at the server.
-
-    Example:
-        >>> lockstep.training.OpenEnvEnvironment(environment="http://localhost:8000", action="message").max_turns
-        8
     """
 
     environment: str

@@ -21,10 +21,6 @@ class VerifiersEnvironment(Environment):
     The program that plays a task is a chat loop in this process: each of its calls of the model is a turn, so that no
     port is opened, and the tokens that are learned from are those that were sampled. Its tools are called in this
     process too. Metrics and rewards of the task are logged as ``rollout/environment/NAME``.
-
-    Example:
-        >>> lockstep.training.VerifiersEnvironment(taskset="gsm8k-v1", max_turns=4).settings
-        {}
     """
 
     taskset: str
