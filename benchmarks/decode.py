@@ -36,6 +36,7 @@ from benchmarks.contestants import (
 )
 from benchmarks.shapes import Load, Mix
 from benchmarks.workers import report, run_workers, write_json
+from lockstep.engine import Gate
 
 SMALL, LARGE = Load(8, 64, 64), Load(16, 256, 128)
 MIX, QUICK_MIX = Mix(128, 512, 256, slots=32), Mix(48, 64, 48, slots=8)
@@ -181,15 +182,17 @@ def host_share(load: Load, console: Console) -> dict[str, float]:
     contestant.generate(load, 1)
     inside = 0.0
 
-    @contextlib.contextmanager
-    def around(_: str) -> Iterator[None]:
-        nonlocal inside
-        start = time.perf_counter()
-        yield
-        inside += time.perf_counter() - start
+    class Timed(Gate):
+        @contextlib.contextmanager
+        def launch(self, program: str) -> Iterator[None]:
+            nonlocal inside
+            start = time.perf_counter()
+            yield
+            inside += time.perf_counter() - start
 
     start = time.perf_counter()
-    contestant.engine.run(contestant.model, requests, around_launch=around)
+    for _ in contestant.engine.stream(contestant.model, requests, gate=Timed()):
+        pass
     outside = time.perf_counter() - start - inside
     console.print(
         f"{load.prompts} sequences: {inside:.2f} s in launches, {outside * 1e3:.1f} ms on the host between them"

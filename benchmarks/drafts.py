@@ -34,7 +34,7 @@ from rich.table import Table
 from benchmarks.contestants import Floor, one_device
 from benchmarks.shapes import MODEL, VOCAB, Load, random_weights
 from benchmarks.workers import write_json
-from lockstep.engine import Engine, EngineConfig
+from lockstep.engine import Engine, EngineConfig, Gate, Observer
 from lockstep.engine.schedule import Counts, Scheduler
 from lockstep.types import Completion, Drafts, Request
 
@@ -76,7 +76,7 @@ def measure(load: Load, turns: int, console: Console) -> dict[str, Any]:
     plain = load.requests()
     nothing = [dataclasses.replace(each, drafts=Drafts()) for each in plain]  # compiles what verifies, too
     engine.prepare(model, nothing)
-    answers = engine.run(model, plain)
+    _, answers, _ = timed(engine, model, plain)
     contestants = {"plain": plain}
     for share in SHARES:
         contestants[f"{share}"] = drafted(plain, answers, share / 100)
@@ -128,15 +128,17 @@ def timed(engine: Engine, model: Any, requests: Sequence[Request]) -> tuple[floa
     """Seconds of a run from the end of prefill to the last answer, the answers, and what the scheduler counted."""
     start, counts = 0.0, Counts(finished=0, tokens=(), pages=0, max_pages=0)
 
-    def note(scheduler: Scheduler) -> None:
-        nonlocal start, counts
-        counts = scheduler.counts
-        if not sum(counts.tokens):
-            jax.block_until_ready(jax.live_arrays())  # prefill writes its pages while the host goes on
-            start = time.perf_counter()
+    class Noted(Observer):
+        def between_launches(self, scheduler: Scheduler) -> None:
+            nonlocal start, counts
+            counts = scheduler.counts
+            if not sum(counts.tokens):
+                jax.block_until_ready(jax.live_arrays())  # prefill writes its pages while the host goes on
+                start = time.perf_counter()
 
-    answers = engine.run(model, requests, between_launches=note)
-    return time.perf_counter() - start, answers, counts
+    answers = [each for part in engine.stream(model, requests, gate=Gate(observer=Noted())) for each in part]
+    seconds = time.perf_counter() - start
+    return seconds, sorted(answers, key=lambda each: each.prompt_id), counts
 
 
 def figures(

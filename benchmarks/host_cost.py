@@ -45,7 +45,7 @@ from benchmarks.sizes import sized
 from benchmarks.workers import report, run_workers, write_json
 from lockstep.engine import Gate
 from lockstep.engine.decoder.packing import pack
-from lockstep.engine.launches import launch_all
+from lockstep.engine.launches import Devices, launch_all
 from lockstep.engine.schedule import Capacity, DecodeBatch, DecodeResults, Scheduler
 from lockstep.placement import make_decode_mesh, make_mesh
 from lockstep.types import Request, SamplingParams
@@ -116,10 +116,11 @@ class StubPrograms:
         return seconds
 
 
-class Clock:
+class Clock(Gate):
     """Split the host's time: between launches, in the stub, and while the devices would work."""
 
     def __init__(self, stub: StubPrograms, scheduler: Scheduler) -> None:
+        super().__init__()
         self.between: list[float] = []
         """The seconds on the critical path from one decode launch to the next."""
         self._stub, self._ahead = stub, 0.0
@@ -133,7 +134,7 @@ class Clock:
         self._ahead += time.thread_time() - begin
 
     @contextlib.contextmanager
-    def around(self, program: str) -> Iterator[None]:
+    def launch(self, program: str) -> Iterator[None]:
         yield
         if program == "decode":
             now = time.thread_time()
@@ -148,14 +149,8 @@ def measure(capacity: Capacity, requests: list[Request]) -> dict[str, float]:
     mesh, pool = make_decode_mesh(make_mesh("auto", devices), 1), SimpleNamespace(delete=lambda: None)
     clock = Clock(stub, scheduler)
     begin = time.thread_time()
-    for _ in launch_all(
-        stub,  # type: ignore[arg-type]
-        None,  # type: ignore[arg-type]
-        pool,
-        scheduler,
-        mesh,
-        around_launch=clock.around,
-    ):
+    devices_of_stub = Devices(stub, None, pool, mesh)  # type: ignore[arg-type]
+    for _ in launch_all(devices_of_stub, scheduler, clock):
         pass
     completions = scheduler.completions()
     seconds = time.thread_time() - begin - stub.total

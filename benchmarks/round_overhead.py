@@ -73,7 +73,7 @@ def on_processes(processes: int) -> dict[str, float]:
 def worker() -> None:
     """One process: rounds of the callback, timed whole and inside launches."""
     from lockstep import InferenceEvalConfig, SampleCallback, start
-    from lockstep.engine import Engine
+    from lockstep.engine import Gate
     from tests import tiny
 
     hosts = start()
@@ -82,21 +82,18 @@ def worker() -> None:
     config = InferenceEvalConfig(eval_every=1, prompts=["one", "two"], max_new_tokens=16, on_error="raise")
     callback = SampleCallback(config, tiny.tokenizer(), hosts=hosts)
     inside = 0.0
-    stream = Engine.stream
+    launch = Gate.launch
 
-    def timed(self: Engine, *args: Any, around_launch: Callable[[str], Any], **options: Any) -> Any:
-        @contextlib.contextmanager
-        def around(name: str) -> Iterator[None]:
-            nonlocal inside
-            with around_launch(name):
-                begin = time.perf_counter()
-                yield
-                inside += time.perf_counter() - begin
-
-        return stream(self, *args, around_launch=around, **options)
+    @contextlib.contextmanager
+    def timed(self: Gate, program: str) -> Iterator[None]:
+        nonlocal inside
+        with launch(self, program):
+            begin = time.perf_counter()
+            yield
+            inside += time.perf_counter() - begin
 
     counted, laps, calls = CallCounter(), [], []
-    with counted.watch(type(hosts.client)), mock.patch.object(Engine, "stream", timed):
+    with counted.watch(type(hosts.client)), mock.patch.object(Gate, "launch", timed):
         for step in range(ROUNDS):
             hosts.barrier("between rounds")
             counted.reset()
@@ -180,6 +177,7 @@ def in_memory(count: int, latency_s: float) -> dict[str, float]:
     import jax
 
     from lockstep.callback.round import RoundPrompts, run_round
+    from lockstep.engine import Session
     from lockstep.hosts import Hosts, Ledger, MemoryClient
     from lockstep.placement import make_mesh
     from lockstep.types import Request, SamplingParams
@@ -218,9 +216,10 @@ def in_memory(count: int, latency_s: float) -> dict[str, float]:
             with hosts.scope("round") as scope:
                 run_round(
                     scope,
+                    Session(engine),
+                    model,
                     facts={"step": str(step)},
-                    read=lambda: RoundPrompts(requests=requests),
-                    ready=lambda: (engine, model, None),
+                    read=lambda limits: RoundPrompts(requests=requests),
                 )
             laps.append((time.perf_counter() - begin, slow.counted.calls))
         stop_heart()

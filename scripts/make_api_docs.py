@@ -60,7 +60,7 @@ SECTIONS = {
             f"lockstep.{name}"
             for name in ("Engine", "EngineConfig", "Request", "SamplingParams", "Completion", "FinishReason",
                          "StopFinder", "audit")
-        ) + ("lockstep.engine.Gate",),
+        ) + ("lockstep.engine.Session", "lockstep.engine.Observer", "lockstep.engine.Gate"),
     ),
     "Hosts": (
         "The processes of a job ([protocol.md](protocol.md)).",

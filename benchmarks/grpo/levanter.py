@@ -23,7 +23,6 @@ from lockstep.hosts import Ledger
 from lockstep.models import DecoderWeights, LlamaConfig
 from lockstep.models.levanter_reader import AXES
 from lockstep.models.weights import STACKED
-from lockstep.placement.device import AroundLaunch
 from lockstep.types import Completion, FinishReason, Request
 
 PARAMETERS, COMPUTE = {"embed": "fsdp"}, {"batch": "fsdp"}
@@ -63,13 +62,12 @@ class LevanterEngine:
         model: Any,
         requests: Sequence[Request],
         *,
-        around_launch: AroundLaunch,
         find_stop: FindStop | None,
         gate: Gate,
     ) -> Iterator[Sequence[Completion]]:
         """All answers at once, as it gives them."""
         assert find_stop is None and all(each.params.ignore_eos for each in requests)
-        with around_launch("levanter"), jax.set_mesh(self._mesh), hax.axis_mapping(COMPUTE):
+        with gate.launch("levanter"), jax.set_mesh(self._mesh), hax.axis_mapping(COMPUTE):
             theirs = self._as_levanter(*model)
             if self._engine is None:
                 self._engine = InferenceEngine.from_model_with_config(

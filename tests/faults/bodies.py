@@ -112,7 +112,7 @@ class Faults:
         tokenizer = tokenizer or tiny.tokenizer()
         self.callback = SampleCallback(config, tokenizer, hosts=self.hosts, output_dir=path, tracker=tracker)
         kept = config.engine_config(None), token_count(tokenizer)
-        self.callback._model_engine.engine = self.engines.get(kept)
+        self.callback._session.engine = self.engines.get(kept)
         for i in range(times):
             self.callback(tiny.Info(info.next_step + i, info.model if model is None else model))
         self.callback.flush()

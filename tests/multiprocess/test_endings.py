@@ -7,13 +7,14 @@ import pytest
 
 import lockstep
 from lockstep.callback import InferenceEvalConfig, SampleCallback
-from lockstep.engine import Engine, EngineConfig, Gate
+from lockstep.engine import Engine, EngineConfig, Gate, Session
 from lockstep.errors import PeerError
 from lockstep.placement import make_mesh
 from lockstep.report.trackers import NoopTracker
 from tests import tiny
 from tests.multiprocess.harness import run_processes
 from tests.multiprocess.launches import record_launches
+from tests.unit.engine.models import Between
 
 STEPS, EVERY = 6, 3
 STOPS = ["e", "a "]
@@ -88,11 +89,12 @@ def body_engine(hosts):
         if (5, 0) in scheduler.unfinished():
             scheduler.cancel(5, 0)
 
-    cancelled = engine.generate(model, requests, hosts=hosts, between_launches=cancel)
+    cancelled = engine.generate(model, requests, hosts=hosts, observer=Between(cancel))
     with hosts.scope("own budget") as scope:
         # The follower's clock says that the time was over long ago; the leader's decides.
         ticks = iter(range(1000)) if hosts.is_leader else iter(range(0, 10**6, 1000))
-        late = engine.run(model, requests, gate=Gate(scope, 6, clock=lambda: float(next(ticks))))
+        gate = Gate(scope, 6, clock=lambda: float(next(ticks)))
+        late = Session(engine).generate(scope, model, requests, gate=gate).completions
         scope.barrier("end")
 
     def fail(scheduler):
@@ -100,7 +102,7 @@ def body_engine(hosts):
             raise ValueError("no such view")
 
     try:
-        engine.generate(model, requests, hosts=hosts, between_launches=fail)
+        engine.generate(model, requests, hosts=hosts, observer=Between(fail))
         failed = ""
     except PeerError as error:
         failed = str(error)

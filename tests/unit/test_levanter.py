@@ -107,7 +107,7 @@ def test_at_start_is_refused_for_there_is_no_such_hook():
 def test_it_decodes_in_the_compute_dtype_and_checks_the_model_after_the_first_step():
     made = trainer()
     hook = sample_callback(InferenceEvalConfig(prompts=["one"]), tiny.tokenizer(), made)
-    assert hook.sampler._model_engine._config.dtype == "bfloat16"
+    assert hook.sampler._session._make.args[0].dtype == "bfloat16"
     ((check, every),) = made.hooks
     assert every == 1
     with pytest.raises(PeerError, match="cannot be read"):

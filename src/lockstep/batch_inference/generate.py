@@ -15,10 +15,10 @@ from lockstep.batch_inference.config import SampleConfig
 from lockstep.batch_inference.job_progress import Meter
 from lockstep.batch_inference.prompt_store import Batch, JobShape, PromptStore, batches, prompts_per_batch
 from lockstep.batch_inference.row_files import RowFile
-from lockstep.engine import EarlierAnswers, Engine, stream_on_all, take_batch
+from lockstep.engine import EarlierAnswers, Engine, Observer, Session
 from lockstep.engine.schedule import Scheduler
 from lockstep.health import Vocabulary, measure_health
-from lockstep.hosts import Hosts, Watchdog, digest, environment, leader_only, try_leader_only
+from lockstep.hosts import Hosts, Ledger, Watchdog, digest, environment, leader_only, try_leader_only
 from lockstep.printable import get_logger
 from lockstep.report import Metric, SampleRow, load_metrics, measure
 from lockstep.text import StopFinder, cut_at_stop, decode, prompt_end, token_count
@@ -45,29 +45,29 @@ class Generator:
         self._params = [config.sampling_params(stop_ids, round_) for round_ in range(config.n_rounds)]
         self._metrics: Mapping[str, Metric] = load_metrics(config.metrics)
         self._earlier = EarlierAnswers(config.drafts)
-        self._find_stop = StopFinder(tokenizer) if config.stop else None
-        self._watchdog = Watchdog(hosts, hosts.timeout_s)
+        find_stop = StopFinder(tokenizer) if config.stop else None
+        self._session = Session(self._make_engine, find_stop=find_stop, watchdog=Watchdog(hosts, hosts.timeout_s))
         self.lockstep = config.inference_mode == "global_mesh"  # whether all hosts work on the same prompts
         self.batch_prompts = 0  # prompts whose answers are written together, about; known after `prepare`
         self._free = 0
-        self._engine: Engine | None = None
-        self._model: Any = None
+        self._model: Any = None  # as it was read
 
     @property
     def engine(self) -> Engine | None:
         """The engine, or None before `prepare`."""
-        return self._engine
+        engine: Engine | None = self._session.engine
+        return engine
 
     @property
     def floor(self) -> float:
         """Tokens per second that the memory bandwidth of this host's engine allows, as predicted; 0 if unknown."""
-        sizing = self._engine.sizing if self._engine else None
+        sizing = self.engine.sizing if self.engine else None
         return sizing.estimate.active / sizing.estimate.step_s if sizing else 0.0
 
     def shares(self) -> Float[np.ndarray, "replica host"]:
         """The part of each replica's devices that each host has; after `prepare`."""
-        assert self._engine is not None
-        decode_mesh = self._engine.decode_mesh
+        assert self.engine is not None
+        decode_mesh = self.engine.decode_mesh
         owners = np.reshape(
             [device.process_index for device in decode_mesh.mesh.devices.flat],
             (decode_mesh.replicas, decode_mesh.tensor),
@@ -85,26 +85,24 @@ class Generator:
             PeerError: A host cannot work with this configuration; raised on every host.
             DisagreementError: The hosts compiled different programs.
         """
-        config = self._config
-        longest = int(self._store.lengths.max()) + config.max_new_tokens
-        vocab_size = token_count(self._tokenizer)
-
         with self._hosts.scope("engine") as scope:
-            with scope.run_on_all("measure memory") as measured:
-                window = config.max_prompts_per_batch or config.engine.max_prompts_per_batch
-                engine_config = dataclasses.replace(config.engine, max_seq_len=longest, max_prompts_per_batch=window)
-                # Where hosts work for themselves, their launches are not the job's.
-                ledger = self._hosts.ledger if self.lockstep else None
-                engine = self._engine = Engine(engine_config, mesh, vocab_size=vocab_size, ledger=ledger)
-                measured.agree(environment())
-                measured.share(engine.free_bytes(model))
-            self._free = min(measured.shared)
+            self._model, self._free, _ = self._session.measure(scope, model, environment())
+            engine = self.engine
+            assert engine is not None
             with scope.run_on_all("prepare") as prepared:
-                self._model = model
                 first = self._probe(engine, mesh, shape, units)
-                digests = engine.prepare(model, first, free=self._free) if first else {}
+                digests = engine.prepare(self._model, first, free=self._free) if first else {}
                 if self.lockstep:
                     prepared.agree({"batch": str(self.batch_prompts), **digests})
+
+    def _make_engine(self, mesh: Mesh, ledger: Ledger) -> Engine:
+        config = self._config
+        longest = int(self._store.lengths.max()) + config.max_new_tokens
+        window = config.max_prompts_per_batch or config.engine.max_prompts_per_batch
+        capacities = dataclasses.replace(config.engine, max_seq_len=longest, max_prompts_per_batch=window)
+        # Where hosts work for themselves, their launches are not the job's.
+        own = ledger if self.lockstep else None
+        return Engine(capacities, mesh, vocab_size=token_count(self._tokenizer), ledger=own)
 
     def run(
         self, shape: JobShape, units: Int[np.ndarray, " pending"], rows: RowFile | None, meter: Meter | None
@@ -164,58 +162,23 @@ class Generator:
         No slot waits for the end of a batch, and weights are moved once. In lockstep a batch comes when all hosts have
         agreed on its tokens.
         """
-        engine, n_generations = self._engine, self._config.n_generations
-        assert engine is not None
-
-        def show(scheduler: Scheduler) -> None:
-            if meter is None:
-                return
-            try:
-                with leader_only():
-                    meter(scheduler)
-            except Exception as error:  # a view that fails on one host must not part it from the others
-                log.warning("the live view failed: %s: %s", type(error).__name__, error)
-
-        def count(answered: Sequence[Completion]) -> None:
-            if meter is not None:
-                meter.add_prompts(len(answered) // n_generations)
-
+        n_generations = self._config.n_generations
         if meter is not None:
             meter.begin()
-        requests = (self._request(work.round, number) for number in work.prompts)
         # Longest first, so the first batch needs as much as any.
         first = self._requests(dataclasses.replace(work, prompts=work.prompts[: self.batch_prompts]))
-        size = self.batch_prompts * n_generations
-        if self.lockstep:
-            with self._hosts.scope("round") as scope:
-                agreed = stream_on_all(
-                    scope,
-                    engine,
-                    self._model,
-                    requests,
-                    largest=first,
-                    free=self._free,
-                    batch=size,
-                    facts={"prompts": digest(repr(work))},
-                    find_stop=self._find_stop,
-                    watchdog=self._watchdog,
-                    between_launches=show,
-                    on_answered=count,
-                )
-            yield from agreed
-            return
-        # This host's devices alone: no program of its spans hosts.
-        engine.prepare(self._model, first, free=self._free)
-        stream = engine.stream(
-            self._model,
-            requests,
-            around_launch=self._watchdog.watch_launch,
-            find_stop=self._find_stop,
-            between_launches=show,
-        )
-        with contextlib.closing(stream):
-            while completions := take_batch(stream, size, count):
-                yield completions
+        with self._hosts.scope("round") if self.lockstep else contextlib.nullcontext() as scope:
+            batches_of_answers = self._session.stream(
+                scope,
+                self._model,
+                (self._request(work.round, number) for number in work.prompts),
+                largest=first,
+                free=self._free,
+                batch=self.batch_prompts * n_generations,
+                facts={"prompts": digest(repr(work))},
+                observer=None if meter is None else _Shown(meter, n_generations),
+            )
+        return batches_of_answers
 
     @functools.cached_property
     def _vocabulary(self) -> Vocabulary:
@@ -252,3 +215,21 @@ class Generator:
         for failure in failures:
             log.error("round %d: %s; sampling goes on", round_, failure)
         return measured
+
+
+@dataclasses.dataclass(frozen=True)
+class _Shown(Observer):
+    """Shows in a live view how far a round is."""
+
+    meter: Meter
+    n_generations: int
+
+    def between_launches(self, scheduler: Scheduler) -> None:
+        try:
+            with leader_only():
+                self.meter(scheduler)
+        except Exception as error:  # a view that fails on one host must not part it from the others
+            log.warning("the live view failed: %s: %s", type(error).__name__, error)
+
+    def answered(self, completions: Sequence[Completion]) -> None:
+        self.meter.add_prompts(len(completions) // self.n_generations)

@@ -1,18 +1,19 @@
 """A round of sampling on all hosts: barrier, prompts from the leader, generation, barrier (docs/protocol.md)."""
 
+import contextlib
 import dataclasses
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from lockstep.callback.config import InferenceEvalConfig
-from lockstep.engine import EarlierAnswers, Generation, PhaseClock, Ready, generate_on_all
+from lockstep.callback.evaluation import limits_of
+from lockstep.engine import EarlierAnswers, Generation, PhaseClock, Session
 from lockstep.engine.sampling.filters import check_filters_of
-from lockstep.engine.schedule import FindStop
 from lockstep.errors import AlarmError
-from lockstep.hosts import Hosts, Watchdog, environment
+from lockstep.hosts import Hosts, environment
 from lockstep.json_text import from_peer
 from lockstep.printable import printable
 from lockstep.text import ModelLimits, Prompt, StopFinder, encode, stop_ids, warn_of_texts
@@ -157,14 +158,13 @@ class RoundResult:
 
 def run_round(
     hosts: Hosts,
+    session: Session,
+    model: Any,
     *,
     facts: Mapping[str, str],
-    read: Callable[[], RoundPrompts],
-    ready: Ready,
+    read: Callable[[ModelLimits | None], RoundPrompts],
     filters: Collection[str] = (),
-    find_stop: FindStop | None = None,
     max_seconds: float | None = None,
-    watchdog: Watchdog | None = None,
     stop_reason: str | None = None,
 ) -> RoundResult | None:
     """Barrier, broadcast, generation, barrier: every host makes the same steps or none.
@@ -172,8 +172,7 @@ def run_round(
     Args:
         hosts: Inside a scope of this round's own; its ``timeout_s`` bounds every wait.
         facts: What must be the same on every host before anything else happens (step, configuration, tokenizer).
-        read: Reads the prompts; called on the leader alone.
-        ready: Gives engine, model and auditor, see `generate_on_all`.
+        read: Reads the prompts, within the limits of the model where that can be read; called on the leader alone.
         filters: The filters that the configuration names; prompts with others are refused.
         max_seconds: The seconds that generation may last; None for no limit.
         stop_reason: Why this host wants the run to end; None where it does not.
@@ -183,14 +182,18 @@ def run_round(
 
     Raises:
         AlarmError: A host wants the run to end; raised on every host, before anything is launched.
-        PeerError, DisagreementError, LaunchMismatchError, HostTimeoutError: See `generate_on_all`.
+        PeerError, DisagreementError, LaunchMismatchError, HostTimeoutError: See `Session.generate`.
     """
     clock = PhaseClock()
     prompts: list[Prompt] | None = None
 
     def read_on_leader() -> bytes:
-        nonlocal prompts
-        round_prompts = read()
+        nonlocal prompts, model
+        limits = None
+        with contextlib.suppress(Exception):  # every host says it when it measures memory
+            model = session.read(hosts, model)
+            limits = limits_of(model)
+        round_prompts = read(limits)
         prompts = round_prompts.prompts
         return to_bytes(round_prompts)
 
@@ -209,14 +212,8 @@ def run_round(
     round_prompts = from_bytes(hosts.broadcast_from_leader("prompts", read_on_leader), filters)
     clock.lap("prompts")
 
-    generation = generate_on_all(
-        hosts,
-        ready,
-        round_prompts.requests,
-        largest=round_prompts.compile_requests,
-        find_stop=find_stop,
-        max_seconds=max_seconds,
-        watchdog=watchdog,
+    generation = session.generate(
+        hosts, model, round_prompts.requests, largest=round_prompts.compile_requests, max_seconds=max_seconds
     )
     clock.lap("generate")
     _end(hosts)

@@ -1,29 +1,27 @@
 """The hook: when to sample, and what a failed round does."""
 
 import dataclasses
-import functools
 import json
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.callback.config import InferenceEvalConfig
-from lockstep.callback.evaluation import ModelEngine, TaskRounds, limits_of
+from lockstep.callback.evaluation import ModelSession, TaskRounds, limits_of
 from lockstep.callback.loop_calls import by_one_thread, completed_steps, sampled_model
 from lockstep.callback.reporter import Reporter
 from lockstep.callback.round import RoundPrompts, keep_answers, read_round_prompts, run_round, with_drafts
 from lockstep.engine import EarlierAnswers, Engine
 from lockstep.errors import ConfigError, DisagreementError, HostError, PeerError
-from lockstep.hosts import Hosts, JobHosts, Watchdog, digest, environment
+from lockstep.hosts import Hosts, JobHosts, digest, environment
 from lockstep.json_text import typed
-from lockstep.models import DecoderWeights, LlamaConfig
 from lockstep.placement.device import own_settings
 from lockstep.printable import get_logger
 from lockstep.report import Tracker
-from lockstep.text import ModelLimits, StopFinder, tokenizer_digest
+from lockstep.text import ModelLimits, tokenizer_digest
 from lockstep.urls import absolute_path
 
 if TYPE_CHECKING:
@@ -123,14 +121,12 @@ class SampleCallback:
                 MAX_TASK_SECONDS,
             )
         self._task_errors_in_a_row = 0
-        self._model_engine = ModelEngine(config.engine_config(dtype), tokenizer, audit=config.audit)
+        self._session = ModelSession(config.engine_config(dtype), tokenizer, audit=config.audit)
         self._in_use = threading.RLock()
-        self._find_stop = StopFinder(tokenizer) if config.stop else None
         self.last_step: int | None = None
         """The step of the last round, finished or failed; None before the first."""
         self._earlier = EarlierAnswers(config.drafts)
         self._errors_in_a_row = 0
-        self._watchdog: Watchdog | None = None
         self._facts = {
             "configuration": digest(json.dumps(dataclasses.asdict(config), sort_keys=True)),
             "tokenizer": tokenizer_digest(tokenizer),
@@ -149,7 +145,7 @@ class SampleCallback:
     @property
     def engine(self) -> Engine | None:
         """The engine, or None before the first round."""
-        return self._model_engine.engine
+        return self._session.engine
 
     @property
     def stop_reason(self) -> str | None:
@@ -267,9 +263,9 @@ class SampleCallback:
         with own_settings(), self._hosts.scope(f"{self.name}/check", self.config.timeout_s) as hosts:
             with hosts.run_on_all("check") as checked:
                 checked.agree({**self._facts, **environment()})
-                engine, read = self._model_engine.read(model, hosts)
+                read = self._session.read(hosts, model)
                 if hosts.is_leader:
-                    engine.check(read, self._read_prompts(0, limits_of(read)).compile_requests)
+                    self._session.check(hosts, read, self._read_prompts(0, limits_of(read)).compile_requests)
                     if self.tasks is not None:
                         self.tasks.check()
 
@@ -284,16 +280,14 @@ class SampleCallback:
     def _round(self, step: int, model: Any) -> None:
         try:
             with own_settings(), self._hosts.scope(self.name, self.config.timeout_s) as hosts:
-                read_model = functools.cache(lambda: self._model_engine.read(model, hosts))
                 result = run_round(
                     hosts,
+                    self._session,
+                    model,
                     facts={"step": str(step), **self._facts},
-                    read=lambda: self._read_prompts(step, _limits(read_model)),
-                    ready=lambda: (*read_model(), self._model_engine.auditor()),
+                    read=lambda limits: self._read_prompts(step, limits),
                     filters=self.config.filters,
-                    find_stop=self._find_stop,
                     max_seconds=self.config.max_seconds,
-                    watchdog=self._watchdog_of_all_rounds(),
                     stop_reason=self._reporter.stop_reason,
                 )
         except (PeerError, DisagreementError) as error:
@@ -310,7 +304,7 @@ class SampleCallback:
         if self._hosts.is_leader:
             keep_answers(self._earlier, result.requests, result.generation.completions)
             assert result.prompts is not None
-            self._model_engine.log_sizing(self.name)
+            self._session.log_sizing(self.name)
             counts = {"skipped_rounds": self.skipped_rounds}
             self._reporter.report(step, result.prompts, result.generation, counts, result.requests)
 
@@ -362,17 +356,3 @@ class SampleCallback:
                 self._errors_in_a_row,
             )
         self._reporter.log(step, {"skipped_rounds": self.skipped_rounds})
-
-    def _watchdog_of_all_rounds(self) -> Watchdog:
-        """One for all rounds: each has a thread that lives for up to ``timeout_s`` after its last watch."""
-        if self._watchdog is None or self._watchdog.timeout_s != self.config.timeout_s:
-            self._watchdog = Watchdog(self._hosts, self.config.timeout_s)
-        return self._watchdog
-
-
-def _limits(read_model: Callable[[], tuple[Engine, tuple[LlamaConfig, DecoderWeights]]]) -> ModelLimits | None:
-    """The limits of a model; None where it cannot be read, which every host says when it makes the engine."""
-    try:
-        return limits_of(read_model()[1])
-    except Exception:
-        return None

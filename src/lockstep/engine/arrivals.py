@@ -1,48 +1,39 @@
 """Requests that come while a generation runs, such as further turns of conversations; every host learns of all."""
 
+import abc
 import time
 from collections.abc import Iterator, Sequence
-from typing import Protocol, runtime_checkable
 
-from lockstep.engine.launches import Gate
-from lockstep.engine.schedule import Scheduler
-from lockstep.hosts import Hosts
-from lockstep.types import Completion, FinishReason, Request
+from lockstep.engine.launches import Gate, Observer
+from lockstep.hosts import Hosts, Watchdog
+from lockstep.types import FinishReason, Request
 
 IDLE_S = 0.05
 """Seconds for which a host waits for its own arrivals before it meets the others, where nothing else is left to do."""
 
 
-@runtime_checkable
-class Arrivals(Protocol):
+class Arrivals(Observer, abc.ABC):
     """Requests that follow from answers to earlier ones. Every host has one, which knows its own share of what comes.
 
-    Iterated over, it gives the requests that every host knows; None where there are none, and some may come.
+    Iterated over, it gives the requests that every host knows; None where there are none, and some may come. What it
+    does as an observer must be the same on every host.
     """
 
+    @abc.abstractmethod
     def __iter__(self) -> Iterator[Request | None]:
         """Return what `Engine.stream` reads."""
-        ...
 
+    @abc.abstractmethod
     def take(self, wait_s: float) -> str:
         """Return what this host has to say to all: a text without meaning here, empty for nothing.
 
         Args:
             wait_s: The seconds to wait for something to say.
         """
-        ...
 
+    @abc.abstractmethod
     def hear(self, texts: Sequence[str]) -> None:
         """Take what every host has said, by process number; further requests follow from it, the same on every host."""
-        ...
-
-    def answered(self, completions: Sequence[Completion]) -> None:
-        """Take answers, the same on every host; launches nothing."""
-        ...
-
-    def between_launches(self, scheduler: Scheduler) -> None:
-        """Cancel what is not wanted any more, and forget conversations that have ended; the same on every host."""
-        ...
 
 
 class ArrivalGate(Gate):
@@ -53,9 +44,11 @@ class ArrivalGate(Gate):
         max_seconds: The seconds that the run may last, from now on; None for no limit.
     """
 
-    def __init__(self, hosts: Hosts, arrivals: Arrivals, max_seconds: float | None = None) -> None:
-        super().__init__(hosts, max_seconds)
-        self._arrivals, self._count = arrivals, 0
+    def __init__(
+        self, hosts: Hosts, arrivals: Arrivals, max_seconds: float | None = None, watchdog: Watchdog | None = None
+    ) -> None:
+        super().__init__(hosts, max_seconds, watchdog=watchdog, observer=arrivals)
+        self._meets, self._arrivals, self._count = hosts, arrivals, 0
         self.idle_s = 0.0
         """Seconds in which there was nothing to launch until something arrived."""
 
@@ -65,7 +58,7 @@ class ArrivalGate(Gate):
             return super().__call__(error, done=True)
         began = time.perf_counter()
         self._count += 1
-        with self._hosts.run_on_all(f"between launches {self._count}", "generate") as meeting:
+        with self._meets.run_on_all(f"between launches {self._count}", "generate") as meeting:
             if error is not None:
                 raise error
             meeting.share((self._reason(), self._arrivals.take(IDLE_S if idle else 0.0)))

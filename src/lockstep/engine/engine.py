@@ -1,7 +1,6 @@
 """The engine: requests in, completions out, on a model that is sharded over the devices of all hosts."""
 
-import contextlib
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -11,10 +10,10 @@ from lockstep.engine.config import EngineConfig, context_size, tensor_size
 from lockstep.engine.decode_model import DecodeModel
 from lockstep.engine.decoder.exact_proof import AGREED, prove_exact
 from lockstep.engine.decoder.transformer import routed_shape
-from lockstep.engine.launches import BetweenLaunches, Gate, launch_all
+from lockstep.engine.launches import Devices, Gate, Observer, launch_all
 from lockstep.engine.prepare import Prepared, check_requests, checked, models_for, prepare_programs
-from lockstep.engine.round import generate_on_all
 from lockstep.engine.schedule import Capacity, Counts, FindStop, Scheduler
+from lockstep.engine.session import Session
 from lockstep.engine.sizing.choose import Chooser
 from lockstep.engine.sizing.result import Sizing
 from lockstep.engine.small_moves import KnownModel, describe_change, describe_uneven_layers
@@ -22,7 +21,7 @@ from lockstep.errors import ConfigError
 from lockstep.hosts import Hosts, Ledger, current, environment
 from lockstep.models import DecoderWeights, LlamaConfig, read_decoder
 from lockstep.placement import DecodeMesh, make_decode_mesh, sources
-from lockstep.placement.device import AroundLaunch, Compilation, Compile, Program, compile_lowered, free_bytes
+from lockstep.placement.device import Compilation, Compile, Program, compile_lowered, free_bytes
 from lockstep.printable import get_logger
 from lockstep.types import Completion, Request
 
@@ -32,15 +31,15 @@ log = get_logger(__name__)
 class Engine:
     """Generates from a model that is already on the devices of ``mesh``; every host makes the same calls.
 
-    The engine keeps compiled programs and nothing else: cache and decode weights live for one `run`. Whatever takes a
-    model takes what `lockstep.models.read_decoder` returned too, so that a caller who makes several calls about one
+    The engine keeps compiled programs and nothing else: cache and decode weights live for one `stream`. Whatever takes
+    a model takes what `lockstep.models.read_decoder` returned too, so that a caller who makes several calls about one
     state of a model can read it once.
 
     Args:
         config: Caps and layout.
         mesh: The mesh that the model is sharded over (the trainer's).
         vocab_size: The number of token ids that may be sampled, from 0; None for all rows of the embedding.
-        compile_with: The compiler; one that gives figures alone is enough to `prepare`, not to `run`.
+        compile_with: The compiler; one that gives figures alone is enough to `prepare`, not to `stream`.
         ledger: Where launches are recorded, such as that of the job (``hosts.ledger``); None for one of its own.
 
     Raises:
@@ -164,7 +163,8 @@ class Engine:
             free: Bytes on the device with the least free memory of all hosts, agreed on; None: of this process.
 
         Returns:
-            The digests of all programs by name, and of what decides their order. Hosts must agree on them before `run`.
+            The digests of all programs by name, and of what decides their order. Hosts must agree on them before
+            `stream`.
 
         Raises:
             ConfigError: A capacity, layout, model or request cannot work.
@@ -199,61 +199,28 @@ class Engine:
         digests = {name: text for program in self.programs.values() for name, text in program.digests.items()}
         return {**digests, **self._built.sizing.schedule, **proof}
 
-    def run(
-        self,
-        model: Any,
-        requests: Sequence[Request],
-        *,
-        around_launch: AroundLaunch = contextlib.nullcontext,
-        find_stop: FindStop | None = None,
-        between_launches: BetweenLaunches | None = None,
-        gate: Gate | None = None,
-    ) -> list[Completion]:
-        """Generates; every host must call it with the same arguments after the same `prepare`.
-
-        Args:
-            model: The model that was given to `prepare`, or a later state of it.
-            around_launch: Called with the program's name; its context surrounds a launch and, for ``decode``,
-                ``verify_N`` and ``prompt_logprobs``, the wait for its result (and so for all that was launched before).
-            find_stop: Finds stop strings, such as ``lockstep.StopFinder(tokenizer)``; needed if a request has any.
-            between_launches: Called with the scheduler before each launch, to cancel sequences or to end the run. It
-                must do the same on every host.
-            gate: What holds every host before each launch until all can go on (`Gate`); None where an error between two
-                launches stays on its host, and its peers wait for it in the next one.
-
-        Returns:
-            Completions in the order of the requests, then of their generations; the same on every host.
-
-        Raises:
-            ConfigError: The model's shapes, dtypes or placement are not those that were prepared for, or a request has
-                stop strings and there is no ``find_stop``.
-            CapacityError: A request that was not prepared for does not fit.
-            PeerError: With a ``gate``, something failed on a host between two launches; raised on every host.
-        """
-        weights, scheduler = self._begin(model, lambda _: requests, find_stop, gate)
-        for _ in self._launches(weights, scheduler, around_launch, between_launches, gate):
-            pass
-        return scheduler.completions()
-
     def stream(
         self,
         model: Any,
         requests: Iterable[Request | None],
         *,
-        around_launch: AroundLaunch = contextlib.nullcontext,
         find_stop: FindStop | None = None,
-        between_launches: BetweenLaunches | None = None,
         gate: Gate | None = None,
     ) -> Generator[list[Completion], None, Counts]:
-        """`run` for any number of prompts: they are read as room becomes free, and answers leave as they are complete.
+        """Generates for any number of prompts, after `prepare`: they are read as room becomes free.
 
-        The scheduler has at most ``max_prompts_per_batch`` prompts at a time, and reads new ones while others are
-        answered. Cache and decode weights are freed when the iterator ends or is closed. Every host must take the same
-        steps: between two of them it may do what a host can do alone, but launch nothing.
+        Answers leave as they are complete. The scheduler has at most ``max_prompts_per_batch`` prompts at a time, and
+        reads new ones while others are answered. Cache and decode weights are freed when the iterator ends or is
+        closed. Every host must take the same steps: between two of them it may do what a host can do alone, but launch
+        nothing.
 
         Args:
+            model: The model that was given to `prepare`, or a later state of it.
             requests: Read one by one, the same on every host. `prepare` must have seen requests that need as much as
                 any of them: as long, with as many stop tokens, with the same sampling features. None: none for now.
+            find_stop: Finds stop strings, such as ``lockstep.StopFinder(tokenizer)``; needed if a request has any.
+            gate: What holds every host before each launch until all can go on (`Gate`); None where an error between two
+                launches stays on its host, and its peers wait for it in the next one.
 
         Yields:
             After each launch that finished any prompt, all completions of those prompts, in the order of the requests.
@@ -263,44 +230,36 @@ class Engine:
             How far the scheduler came, at the end.
 
         Raises:
-            ConfigError, PromptError, CapacityError: See `prepare` and `run`; raised when the request is read.
+            ConfigError: The model's shapes, dtypes or placement are not those that were prepared for, or a request has
+                stop strings and there is no ``find_stop``.
+            ConfigError, PromptError, CapacityError: See `prepare`; raised when the request is read.
+            PeerError: With a ``gate``, something failed on a host between two launches; raised on every host.
         """
-        weights, scheduler = self._begin(
-            model, lambda weights: checked(requests, weights.embed.shape[0], self.vocab_size), find_stop, gate
-        )
-        for _ in self._launches(weights, scheduler, around_launch, between_launches, gate):
+        gate = Gate() if gate is None else gate
+        weights, scheduler = self._begin(model, requests, find_stop, gate)
+        for _ in launch_all(self._devices(weights, gate), scheduler, gate):
             if (answered := scheduler.take_answered()) or scheduler.starved:
                 yield answered
         if answered := scheduler.take_answered():
             yield answered
         return scheduler.counts
 
-    def _prepared_for(self, model: Any) -> DecoderWeights:
-        """The arrays of a model that has the shapes, dtypes and placement that were prepared for."""
-        assert self._known is not None, "prepare() comes before run()"
-        read = read_decoder(model)
-        if read not in self._known:
-            raise ConfigError(
-                "the model's configuration, shapes, dtypes or placement are not those that the engine prepared for. "
-                "Call prepare with this model first."
-            )
-        return read[1]
-
     def _begin(
-        self,
-        model: Any,
-        requests: Callable[[DecoderWeights], Iterable[Request | None]],
-        find_stop: FindStop | None,
-        gate: Gate | None,
+        self, model: Any, requests: Iterable[Request | None], find_stop: FindStop | None, gate: Gate
     ) -> tuple[DecoderWeights, Scheduler]:
         """The steps before the first launch; where a host fails, none launches."""
-        assert self._built is not None, "prepare() comes before run()"
+        assert self._built is not None and self._known is not None, "prepare() comes before stream()"
         sizing, error = self._built.sizing, None
         try:
-            weights = self._prepared_for(model)
+            read = read_decoder(model)
+            if read not in self._known:
+                raise ConfigError(
+                    "the model's configuration, shapes, dtypes or placement are not those that the engine prepared "
+                    "for. Call prepare with this model first."
+                )
             scheduler = Scheduler(
                 sizing.sizes,
-                requests(weights),
+                checked(requests, read[1].embed.shape[0], self.vocab_size),
                 find_stop,
                 share_prefixes=sizing.shares_prefixes,
                 max_prompts=sizing.max_prompts,
@@ -308,39 +267,20 @@ class Engine:
                 routed=routed_shape(self._built.model.config, sizing.sizes),
             )
         except Exception as caught:
-            if gate is None:
-                raise
             error = caught
-        if gate is not None:
-            gate(error, done=True)
-        return weights, scheduler
+        gate(error, done=True)
+        return read[1], scheduler
 
-    def _launches(
-        self,
-        weights: DecoderWeights,
-        scheduler: Scheduler,
-        around_launch: AroundLaunch,
-        between_launches: BetweenLaunches | None,
-        gate: Gate | None,
-    ) -> Iterator[None]:
-        """Launch until all requests are answered; yield after each launch whose results were committed."""
+    def _devices(self, weights: DecoderWeights, gate: Gate) -> Devices:
+        """The weights in the layout of decoding, and an empty cache."""
         assert self._built is not None and self._known is not None
         model, programs = self._built.model, self._built.programs
-        with around_launch("reshard"):
+        with gate.launch("reshard"):
             weights = self._known.move_back(weights)
             if programs.reshard is not None:
                 weights = programs.reshard(sources(weights) if model.lazy else weights)
             pool = programs.new_cache()
-        return launch_all(
-            programs,
-            weights,
-            pool,
-            scheduler,
-            self.decode_mesh,
-            around_launch=around_launch,
-            between_launches=between_launches,
-            gate=gate,
-        )
+        return Devices(programs, weights, pool, self.decode_mesh)
 
     def generate(
         self,
@@ -349,8 +289,7 @@ class Engine:
         *,
         hosts: Hosts | None = None,
         find_stop: FindStop | None = None,
-        between_launches: BetweenLaunches | None = None,
-        gate: Gate | None = None,
+        observer: Observer | None = None,
     ) -> list[Completion]:
         """Prepares, agrees with the other hosts, generates, and agrees on the result; every host makes the same call.
 
@@ -358,8 +297,8 @@ class Engine:
             model: What `lockstep.models.read_decoder` reads; it is read once.
             requests: Requests; may be none, on every host.
             hosts: The hosts of the job; None for the current ones.
-            between_launches: See `run`; the scheduler has only the prompts that lack a completion.
-            gate: See `run`; None for one without a time limit.
+            find_stop: See `stream`.
+            observer: What this host does between launches and with answers; see `Session.generate`.
 
         Returns:
             Completions in the order of the requests, then of their generations; the same on every host. Where the job
@@ -370,16 +309,9 @@ class Engine:
             DisagreementError: Hosts were given different requests, versions or flags, or compiled different programs.
             LaunchMismatchError: Hosts launched different programs.
         """
+        session = Session(self, find_stop=find_stop)
         with (current() if hosts is None else hosts).scope("generate") as scope:
-            return generate_on_all(
-                scope,
-                lambda: (self, read_decoder(model), None),
-                requests,
-                facts=environment(),
-                find_stop=find_stop,
-                between_launches=between_launches,
-                gate=gate,
-            ).completions
+            return session.generate(scope, model, requests, facts=environment(), observer=observer).completions
 
     def _proof(self, config: LlamaConfig, weights: DecoderWeights) -> dict[str, str]:
         """The digest of the proof of ``numerics: exact``, by its name; none where they are fast."""

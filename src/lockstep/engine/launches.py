@@ -1,14 +1,12 @@
 """The loop over launches, and the gate before each: whether a host failed since the last one, and whether to go on."""
 
-import functools
+import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import numpy as np
-
 from lockstep.engine.decoder.build import Programs
-from lockstep.engine.decoder.packing import pack
+from lockstep.engine.decoder.packing import Batch, pack
 from lockstep.engine.decoder.prefill import unpack_prompt_logprobs
 from lockstep.engine.schedule import (
     CopyPagesBatch,
@@ -19,18 +17,25 @@ from lockstep.engine.schedule import (
     Scheduler,
     VerifyBatch,
 )
-from lockstep.hosts import Hosts
+from lockstep.hosts import Hosts, Watchdog
 from lockstep.models import DecoderWeights
 from lockstep.placement import DecodeMesh, place_argument
-from lockstep.placement.device import AroundLaunch, fetch, start_fetch
-from lockstep.types import FinishReason
+from lockstep.placement.device import fetch, start_fetch
+from lockstep.types import Completion, FinishReason
 
-type BetweenLaunches = Callable[[Scheduler], None]
-"""Called with the scheduler before each launch; may ``cancel`` sequences or ``abort`` all, the same on every host."""
+
+class Observer:
+    """What a host does of its own while all generate: extend it and override methods. None of them may launch."""
+
+    def between_launches(self, scheduler: Scheduler) -> None:
+        """Look at the scheduler before a launch; may ``cancel`` sequences or ``abort`` all, the same on every host."""
+
+    def answered(self, completions: Sequence[Completion]) -> None:
+        """Take completions as soon as their prompts have all of theirs."""
 
 
 class Gate:
-    """Holds every host before each launch until all can make it; pass it as ``gate`` to `Engine.run`, on every host.
+    """What an engine's loop knows of the hosts: holds each of them before each launch until all can make it.
 
     While nothing is wrong that is one barrier of the coordination service, and nothing in a job of one process. An
     error on any host is raised on all of them, so that none waits in a launch for one that will never make it. The
@@ -38,9 +43,12 @@ class Gate:
     interrupted, so a run can take longer by one launch.
 
     Args:
-        hosts: The hosts, inside a scope that has no other gate.
+        hosts: The hosts, inside a scope that has no other gate; None where this host generates by itself: an error
+            stays here, and peers that wait for it would do so in the next launch.
         max_seconds: The seconds that the run may last, from now on; None for no limit.
         clock: Gives seconds; read on the leader alone.
+        watchdog: What ends the process when a launch outlives its time; None for nothing.
+        observer: What this host does between launches; None for nothing.
 
     Example:
         >>> lockstep.engine.Gate(hosts, max_seconds=60.0).preempted
@@ -48,11 +56,17 @@ class Gate:
     """
 
     def __init__(
-        self, hosts: Hosts, max_seconds: float | None = None, clock: Callable[[], float] = time.monotonic
+        self,
+        hosts: Hosts | None = None,
+        max_seconds: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        watchdog: Watchdog | None = None,
+        observer: Observer | None = None,
     ) -> None:
-        self._hosts = hosts
-        self._clock = clock
+        self._hosts, self._watchdog, self._clock = hosts, watchdog, clock
         self._end = None if max_seconds is None else clock() + max_seconds
+        self.observer = Observer() if observer is None else observer
         self.preempted = False
         """Whether the run was aborted because the job is asked to end; the same on every host."""
 
@@ -69,7 +83,20 @@ class Gate:
                 is its cause.
             HostTimeoutError: Not all came in time; names the missing ones and their last phase.
         """
-        return self._decided(self._hosts.reasons_to_stop("between launches", error, None if done else self._reason()))
+        reason = None if done else self._reason()
+        if self._hosts is not None:
+            return self._decided(self._hosts.reasons_to_stop("between launches", error, reason))
+        if error is not None:
+            raise error
+        return self._decided(set() if reason is None else {reason})
+
+    def launch(self, program: str) -> contextlib.AbstractContextManager[object]:
+        """Surround a launch and, where the host waits for it, its result.
+
+        Args:
+            program: Its name, which other hosts read when they wait in vain.
+        """
+        return contextlib.nullcontext() if self._watchdog is None else self._watchdog.watch_launch(program)
 
     def _decided(self, reasons: set[str]) -> FinishReason | None:
         """The reason that counts of those that processes have; notes it."""
@@ -80,112 +107,112 @@ class Gate:
         return FinishReason.BUDGET if FinishReason.BUDGET in reasons and self._end is not None else None
 
     def _reason(self) -> FinishReason | None:
-        if self._hosts.preemption.requested():
+        if self._hosts is not None and self._hosts.preemption.requested():
             return FinishReason.CANCELLED
-        over = self._hosts.is_leader and self._end is not None and self._clock() >= self._end
-        return FinishReason.BUDGET if over else None
+        leads = self._hosts is None or self._hosts.is_leader
+        return FinishReason.BUDGET if leads and self._end is not None and self._clock() >= self._end else None
 
 
-def launch_all(
-    programs: Programs,
-    weights: DecoderWeights,
-    pool: Any,
-    scheduler: Scheduler,
-    decode_mesh: DecodeMesh,
-    *,
-    around_launch: AroundLaunch,
-    between_launches: BetweenLaunches | None = None,
-    gate: Gate | None = None,
-) -> Iterator[None]:
+def launch_all(devices: "Devices", scheduler: Scheduler, gate: Gate) -> Iterator[None]:
     """Launch until all requests are answered; yield after each launch whose results were committed.
 
     All that can fail on one host alone is done before the gate: a host that is through it launches. Where requests are
     still to come and there is nothing to launch until then, it yields at the gate's pace.
-
-    Args:
-        pool: The K/V pool; deleted at the end.
-        around_launch: Called with the program's name; its context surrounds a launch and the wait for its result.
-        between_launches: Called with the scheduler before each launch.
-        gate: What holds every host until all can go on; None where errors stay on their host.
     """
-    by_replica = decode_mesh.sharding(decode_mesh.replica_axes or None)
-    commit: Callable[[], None] | None = None
-    routed: list[Callable[[], None]] = []
     while True:
-        batch, error, committed = None, None, commit is not None
+        results, batch, argument, error = devices.take_results(), None, None, None
         try:
-            if commit is not None:
+            for commit in results:
                 commit()
-            if between_launches is not None:
-                between_launches(scheduler)
-            batch = scheduler.next_batch()
-            given = None if batch is None else place_argument(pack(batch), by_replica)
+            gate.observer.between_launches(scheduler)
+            if (batch := scheduler.next_batch()) is not None:
+                argument = place_argument(pack(batch), devices.by_replica)
         except Exception as caught:
-            if gate is None:
-                raise
             error = caught
         done = batch is None and (error is not None or scheduler.done)
-        options = {"idle": True} if batch is None and not done else {}
-        if gate is not None and (reason := gate(error, done=done, **options)) is not None:
+        idle = batch is None and not done
+        if (reason := gate(error, done=done, idle=idle)) is not None:
             scheduler.abort(reason)
             batch, done = None, True
-        if committed or options:
+        if results or idle:
             yield
         if done:
             break
-        commit = None
-        if batch is None:
-            continue
-
-        if isinstance(batch, PrefillBatch):
-            with around_launch("prefill"):
-                pool = programs.prefill(weights, pool, given)
-            if scheduler.capacity.routed_experts:
-                pool, words = pool
-                routed.append(functools.partial(_commit_routed, scheduler, batch, start_fetch(words)))
-        elif isinstance(batch, CopyPagesBatch):
-            assert programs.copy_pages is not None
-            with around_launch("copy_pages"):
-                pool = programs.copy_pages(pool, given)
-            if scheduler.capacity.routed_experts:
-                routed.append(functools.partial(scheduler.commit_routed, batch))
-        elif isinstance(batch, PromptLogprobsBatch):
-            assert programs.prompt_logprobs is not None
-            with around_launch("prompt_logprobs"):
-                packed = fetch(programs.prompt_logprobs(weights, pool, given))
-            commit = functools.partial(_commit_prompt_logprobs, scheduler, batch, packed)
-        else:
-            program = programs.verify[batch.width] if isinstance(batch, VerifyBatch) else programs.decode
-            with around_launch(f"verify_{batch.width}" if isinstance(batch, VerifyBatch) else "decode"):
-                pool, results = program(weights, pool, given)
-                fetched = start_fetch(results)
-                ahead = _error_of(scheduler.work_ahead)
-                packed = fetched()
-            commit = functools.partial(_commit, scheduler, batch, packed, ahead, routed)
-            routed = []
-    pool.delete()
+        if batch is not None:
+            devices.launch(batch, argument, scheduler, gate)
+    devices.close()
 
 
-def _commit(
-    scheduler: Scheduler,
-    batch: DecodeBatch | VerifyBatch,
-    packed: np.ndarray,
-    ahead: Exception | None,
-    routed: Sequence[Callable[[], None]],
-) -> None:
-    if ahead is not None:
-        raise ahead
-    for commit in routed:
-        commit()
-    scheduler.commit(batch, DecodeResults(packed=packed))
+class Devices:
+    """A generation on the devices: programs, weights, the K/V pool, and results that the scheduler does not have yet.
 
+    An error that outlives the generation keeps the arguments of the functions that it came through, so none that can
+    fail on one host alone is a method here: what it raises is raised on all hosts, and the pool has to be free by then.
 
-def _commit_routed(scheduler: Scheduler, batch: PrefillBatch, words: Callable[[], np.ndarray]) -> None:
-    scheduler.commit_routed(batch, words())
+    Args:
+        pool: The K/V pool; every launch takes it and leaves another.
+    """
 
+    def __init__(self, programs: Programs, weights: DecoderWeights, pool: Any, decode_mesh: DecodeMesh) -> None:
+        self._programs, self._weights, self._pool = programs, weights, pool
+        self.by_replica = decode_mesh.sharding(decode_mesh.replica_axes or None)
+        """The placement of the arguments of launches."""
+        self._results: list[Callable[[], None]] = []  # what commits them, in the order of the launches
+        self._decides = False  # whether the last of them decides about the next launch
 
-def _commit_prompt_logprobs(scheduler: Scheduler, batch: PromptLogprobsBatch, packed: np.ndarray) -> None:
-    scheduler.commit_prompt_logprobs(batch, *unpack_prompt_logprobs(packed))
+    def take_results(self) -> list[Callable[[], None]]:
+        """Return what commits the results so far, once those are there that decide about the next launch."""
+        results, self._results = (self._results, []) if self._decides else ([], self._results)
+        self._decides = False
+        return results
+
+    def launch(self, batch: Batch, argument: Any, scheduler: Scheduler, gate: Gate) -> None:
+        """Launch the program of a batch, and wait for results that decide about the next launch."""
+        programs, weights, routed = self._programs, self._weights, scheduler.capacity.routed_experts
+        match batch:
+            case PrefillBatch():
+                with gate.launch("prefill"):
+                    self._pool = programs.prefill(weights, self._pool, argument)
+                if routed:
+                    self._pool, words = self._pool
+                    experts = start_fetch(words)
+                    self._results.append(lambda: scheduler.commit_routed(batch, experts()))
+            case CopyPagesBatch():
+                assert programs.copy_pages is not None
+                with gate.launch("copy_pages"):
+                    self._pool = programs.copy_pages(self._pool, argument)
+                if routed:
+                    self._results.append(lambda: scheduler.commit_routed(batch))
+            case PromptLogprobsBatch():
+                assert programs.prompt_logprobs is not None
+                with gate.launch("prompt_logprobs"):
+                    packed = fetch(programs.prompt_logprobs(weights, self._pool, argument))
+                self._results.append(lambda: scheduler.commit_prompt_logprobs(batch, *unpack_prompt_logprobs(packed)))
+                self._decides = True
+            case DecodeBatch() | VerifyBatch():
+                self._sample(batch, argument, scheduler, gate)
+
+    def _sample(self, batch: DecodeBatch | VerifyBatch, argument: Any, scheduler: Scheduler, gate: Gate) -> None:
+        name, program = "decode", self._programs.decode
+        if isinstance(batch, VerifyBatch):
+            name, program = f"verify_{batch.width}", self._programs.verify[batch.width]
+        with gate.launch(name):
+            self._pool, results = program(self._weights, self._pool, argument)
+            fetched = start_fetch(results)
+            ahead = _error_of(scheduler.work_ahead)
+            packed = fetched()
+
+        def commit() -> None:
+            if ahead is not None:
+                raise ahead
+            scheduler.commit(batch, DecodeResults(packed=packed))
+
+        self._results.append(commit)
+        self._decides = True
+
+    def close(self) -> None:
+        """Free the pool."""
+        self._pool.delete()
 
 
 def _error_of(work: Callable[[], None]) -> Exception | None:

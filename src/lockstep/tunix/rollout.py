@@ -14,7 +14,7 @@ from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.rl import common, reshard, utils
 from tunix.rl.rollout.base_rollout import BaseRollout, RolloutConfig, RolloutOutput
 
-from lockstep.engine import Engine, EngineConfig, generate_on_all
+from lockstep.engine import Engine, EngineConfig, Session
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.hosts import Hosts, current, environment
 from lockstep.models import read_decoder
@@ -88,6 +88,7 @@ class Rollout(BaseRollout):
             config = dataclasses.replace(config, dtype=name)
         self.engine = Engine(config, mesh_of(weights.embed))
         """The engine, with its programs; it keeps no weights."""
+        self._session = Session(self.engine)
         self._calls = 0
         self._rows = weights.embed.shape[0]
 
@@ -129,13 +130,7 @@ class Rollout(BaseRollout):
         largest = [dataclasses.replace(each, prompt_tokens=(0,) * width) for each in requests]
         with self._hosts.scope("generate") as scope:
             # Made for the widest prompts: whatever the lengths of this call's, the same programs.
-            generation = generate_on_all(
-                scope,
-                lambda: (self.engine, read_decoder(self._model), None),
-                requests,
-                largest=largest,
-                facts=environment(),
-            )
+            generation = self._session.generate(scope, self._model, requests, largest=largest, facts=environment())
         if generation.ended:  # the same on every process
             raise LockstepError("the job is asked to end (SIGTERM): there are no answers to learn from.")
         completions = generation.completions

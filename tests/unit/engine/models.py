@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import haliax as hax
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from lockstep.engine import Observer
 from lockstep.models import (
     Experts,
     LlamaConfig,
@@ -27,6 +29,14 @@ from lockstep.models.rope import Llama3Scaling, RotaryConfig, YarnScaling
 from lockstep.models.trainable import skeleton
 from lockstep.placement import make_mesh, parameter_axes, place
 from lockstep.types import Request, SamplingParams
+
+
+class Between(Observer):
+    """Calls a function with the scheduler before each launch."""
+
+    def __init__(self, between_launches: Callable[[Any], object]) -> None:
+        self.between_launches = between_launches  # type: ignore[assignment]
+
 
 SIZES: dict[str, Any] = {
     "max_seq_len": 64,

@@ -5,14 +5,14 @@ import json
 import time
 from typing import Any
 
-from lockstep.engine import generate_on_all
+from lockstep.engine import Arrivals, Session
 from lockstep.engine.schedule import Scheduler
 from lockstep.errors import PeerError
 from lockstep.hosts import Ledger
 from tests.multiprocess.harness import run_threads
 from tests.unit.engine.schedule.fake_device import FakeDevice, answer_alone
 from tests.unit.engine.schedule.test_scheduler import capacity_of, request
-from tests.unit.engine.test_round import MODEL
+from tests.unit.engine.test_session import MODEL
 
 TURNS, CONVERSATIONS = 3, 4
 
@@ -32,13 +32,11 @@ class Engine:
     def prepare(self, model: Any, requests: Any, *, free: int) -> dict[str, str]:
         return {"decode": "digest"}
 
-    def stream(
-        self, model: Any, requests: Any, *, around_launch: Any, find_stop: Any, gate: Any, **options: Any
-    ) -> Any:
+    def stream(self, model: Any, requests: Any, *, find_stop: Any, gate: Any) -> Any:
         scheduler = Scheduler(capacity_of(pages=40, pages_per_sequence=20), iter(requests))
         device = FakeDevice(scheduler.capacity)
         while True:
-            options["between_launches"](scheduler)
+            gate.observer.between_launches(scheduler)
             batch = scheduler.next_batch()
             if gate(None, done=scheduler.done, idle=batch is None) is not None:
                 return scheduler.counts
@@ -50,7 +48,7 @@ class Engine:
                 return scheduler.counts
 
 
-class Echo:
+class Echo(Arrivals):
     """Conversations whose environment says the last token again, as late as its host pleases."""
 
     def __init__(self, hosts: Any, slow: int, fails: int | None = None) -> None:
@@ -105,7 +103,7 @@ def body(hosts: Any, slow: dict[int, int], fails: int | None = None) -> Any:
     echo, engine = Echo(hosts, slow[hosts.index], fails), Engine()
     try:
         with hosts.scope("round") as scope:
-            found = generate_on_all(scope, lambda: (engine, MODEL, None), [], largest=[request(0, 9, 9)], arrivals=echo)
+            found = Session(engine).generate(scope, MODEL, largest=[request(0, 9, 9)], observer=echo)
     except PeerError as error:
         found = str(error)
     hosts.barrier("ended")

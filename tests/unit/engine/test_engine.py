@@ -13,7 +13,7 @@ import jax
 import numpy as np
 import pytest
 
-from lockstep.engine import Engine, EngineConfig
+from lockstep.engine import Engine, EngineConfig, Gate
 from lockstep.engine.schedule import Scheduler
 from lockstep.errors import CapacityError, ConfigError, LockstepError, PromptError
 from lockstep.hosts import current
@@ -21,7 +21,7 @@ from lockstep.models.experts import Routing, route
 from lockstep.types import Drafts, Request
 from tests.memory import live_arrays
 from tests.oracle import assert_same_tokens, oracle_completions
-from tests.unit.engine.models import FAMILIES, LLAMA, VOCAB, mesh_of, mixed_requests, model_on, request
+from tests.unit.engine.models import FAMILIES, LLAMA, VOCAB, Between, mesh_of, mixed_requests, model_on, request
 from tests.unit.engine.schedule.test_intake import Talk
 
 
@@ -70,11 +70,11 @@ def test_preparing_launches_nothing_and_a_second_run_compiles_nothing(engine: En
     assert sizes is not None
     pool = f"float32[{2 * 2 * sizes.pages},8,4,8]"  # replicas, layers; two kv heads of 8 with K and V
     assert [pool in each.shapes for each in compiled] == [False, False, True, True, True]
-    first = engine.run(model, requests)
+    first = engine.generate(model, requests)
     launches = list(engine.ledger.launches)
     with compilations() as events:
         assert engine.prepare(model, requests) == digests
-        second = engine.run(model, requests)
+        second = engine.generate(model, requests)
     assert not events, "the second round compiles"
     assert engine.compilations == compiled
     assert first == second
@@ -112,14 +112,15 @@ def test_around_each_launch(engine: Engine, model: Any) -> None:
     engine.prepare(model, mixed_requests())
     seen: list[str] = []
 
-    @contextlib.contextmanager
-    def around(name: str) -> Iterator[None]:
-        start = len(engine.ledger.launches)
-        yield
-        assert name in engine.ledger.launches[start:]
-        seen.append(name)
+    class Watched(Gate):
+        @contextlib.contextmanager
+        def launch(self, program: str) -> Iterator[None]:
+            start = len(engine.ledger.launches)
+            yield
+            assert program in engine.ledger.launches[start:]
+            seen.append(program)
 
-    engine.run(model, mixed_requests(), around_launch=around)
+    list(engine.stream(model, mixed_requests(), gate=Watched()))
     assert seen[0] == "reshard" and set(seen) == {"reshard", "prefill", "copy_pages", "decode"}
 
 
@@ -130,7 +131,7 @@ def test_a_changed_model_gives_its_own_tokens_without_a_compilation(engine: Engi
     changed = jax.tree.map(lambda new, old: jax.device_put(new, old.sharding), changed, model)
     digests = engine.prepare(model, requests)
     assert engine.prepare(changed, requests) == digests
-    after = engine.run(changed, requests)
+    after = engine.generate(changed, requests)
     assert [c.tokens for c in after] != [c.tokens for c in before]
     assert assert_same_tokens(oracle_completions(changed, requests), after) == 0
 
@@ -214,7 +215,7 @@ def test_a_model_that_lies_elsewhere_is_compiled_for_again_and_never_run_unprepa
     )
     launches = len(engine.ledger.launches)
     with pytest.raises(ConfigError, match="are not those that the engine prepared for. Call prepare with this model"):
-        engine.run(moved, requests)
+        next(engine.stream(moved, requests))
     assert len(engine.ledger.launches) == launches
     before = engine.programs["decode"]
     assert engine.generate(moved, requests) == expected
@@ -337,7 +338,7 @@ def test_prompts_stream_through() -> None:
     order = {one.prompt_id: at for at, one in enumerate(requests)}
     parts.sort(key=lambda c: (order[c.prompt_id], c.generation_id))
     assert assert_same_tokens(oracle_completions(model, requests), parts) == 0
-    assert engine.run(model, requests) == parts
+    assert engine.generate(model, requests) == parts
 
     gc.collect()  # what the oracle left behind
     live = len(live_arrays())
@@ -421,7 +422,7 @@ def test_turns_have_the_same_tokens_whenever_they_come(numerics: str) -> None:
         engine.prepare(model, [request(number, 41, 7, stop_token_ids=(3,), temperature=0.7) for number in range(3)])
         schedulers: list[Scheduler] = []
         replies = itertools.cycle(delays)
-        for answered in engine.stream(model, iter(talk), between_launches=schedulers.append):
+        for answered in engine.stream(model, iter(talk), gate=Gate(observer=Between(schedulers.append))):
             talk.answered(schedulers[-1], answered, replies)
         found.append([completion for _, (_, completion) in sorted(talk.answers.items())])
         counts = schedulers[-1].counts

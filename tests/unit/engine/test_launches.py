@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lockstep.engine import Engine, EngineConfig
+from lockstep.engine import Engine, EngineConfig, Session
 from lockstep.engine.decoder.build import Programs
-from lockstep.engine.launches import Gate, launch_all
+from lockstep.engine.launches import Devices, Gate, launch_all
 from lockstep.engine.schedule import DecodeResults, Scheduler
 from lockstep.errors import ConfigError, PeerError
 from lockstep.hosts import Hosts, current
@@ -23,7 +23,7 @@ from lockstep.placement.device import Program
 from lockstep.types import Completion, FinishReason, Request
 from tests.memory import live_arrays
 from tests.multiprocess.harness import run_threads
-from tests.unit.engine.models import mesh_of, mixed_requests, model_on, request
+from tests.unit.engine.models import Between, mesh_of, mixed_requests, model_on, request
 from tests.unit.engine.schedule.test_schedule import find_stop
 from tests.unit.engine.schedule.test_scheduler import capacity_of
 from tests.unit.engine.schedule.test_scheduler import request as plain_request
@@ -57,46 +57,47 @@ class Notes:
         tokens = np.where(np.arange(4) < np.minimum(remaining, steps)[..., None], 1, -1).astype(np.int32)
         return pool, jnp.asarray(DecodeResults.of(tokens, np.zeros(tokens.shape, np.float32)).packed)
 
-    @property
-    def gate(self) -> Any:
-        """A gate that raises another error for an error."""
-
-        def gate(error: Exception | None, *, done: bool = False) -> None:
-            self.seen.append(f"gate {error or ''}{'done' if done else ''}".strip())
-            if error is not None:
-                raise RuntimeError("known to all") from error
-
-        return mock.Mock(spec=Gate, side_effect=gate)
-
-    @contextlib.contextmanager
-    def around(self, program: str) -> Iterator[None]:
-        yield
-        self.seen.append(f"end of {program}")
-
-    def run(self, **options: Any) -> None:
+    def run(self, gate: Gate) -> None:
         """The loop, from the first launch to the last."""
         decode = mock.Mock(spec=Program, side_effect=self.decode)
         decode.name = "decode"
         programs = mock.Mock(spec=Programs, prefill=self.prefill, decode=decode)
         weights, mesh = mock.Mock(spec=DecoderWeights), make_decode_mesh(mesh_of("1,1,1"), 1)
-        options = {"around_launch": self.around, **options}
-        for _ in launch_all(programs, weights, jnp.zeros(1), self.scheduler, mesh, **options):
+        for _ in launch_all(Devices(programs, weights, jnp.zeros(1), mesh), self.scheduler, gate):
             self.seen.append("yield")
+
+
+class NotedGate(Gate):
+    """A gate that takes notes, and raises another error for an error."""
+
+    def __init__(self, seen: list[str], between_launches: Callable[..., object] | None = None, **options: Any) -> None:
+        super().__init__(observer=Between(between_launches or (lambda _: seen.append("observer"))), **options)
+        self.seen = seen
+
+    def __call__(self, error: Exception | None, *, done: bool = False, idle: bool = False) -> None:
+        self.seen.append(f"gate {error or ''}{'done' if done else ''}".strip())
+        if error is not None:
+            raise RuntimeError("known to all") from error
+
+    @contextlib.contextmanager
+    def launch(self, program: str) -> Iterator[None]:
+        yield
+        self.seen.append(f"end of {program}")
 
 
 def test_the_gate_is_the_last_thing_before_a_launch() -> None:
     notes = Notes()
-    notes.run(gate=notes.gate, between_launches=lambda _: notes.seen.append("callback"))
-    first = ["callback", "gate", "prefill", "end of prefill", "callback", "gate", "decode", "work ahead"]
+    notes.run(NotedGate(notes.seen))
+    first = ["observer", "gate", "prefill", "end of prefill", "observer", "gate", "decode", "work ahead"]
     assert notes.seen[:8] == first
-    assert notes.seen[8:12] == ["end of decode", "commit", "callback", "gate"]
-    assert notes.seen[-3:] == ["callback", "gate done", "yield"]
+    assert notes.seen[8:12] == ["end of decode", "commit", "observer", "gate"]
+    assert notes.seen[-3:] == ["observer", "gate done", "yield"]
     launches = [at for at, what in enumerate(notes.seen) if what in ("decode", "prefill")]
     assert all("gate" in notes.seen[at - 2 : at] for at in launches)
     assert [len(c.tokens) for c in notes.scheduler.completions()] == [6, 6, 6]
 
 
-@pytest.mark.parametrize("what", ["commit", "work_ahead", "next_batch", "callback"])
+@pytest.mark.parametrize("what", ["commit", "work_ahead", "next_batch", "observer"])
 def test_an_error_goes_to_the_gate_and_nothing_is_launched_after_it(what: str) -> None:
     notes = Notes()
 
@@ -104,26 +105,26 @@ def test_an_error_goes_to_the_gate_and_nothing_is_launched_after_it(what: str) -
         if "decode" in notes.seen:
             raise ValueError("broken")
 
-    if what != "callback":
+    if what != "observer":
         before = getattr(notes.scheduler, what)
         setattr(notes.scheduler, what, lambda *given: (fail(), before(*given))[1])
     with pytest.raises(RuntimeError, match="known to all") as raised:
-        notes.run(gate=notes.gate, between_launches=fail if what == "callback" else None)
+        notes.run(NotedGate(notes.seen, fail if what == "observer" else None))
     assert isinstance(raised.value.__cause__, ValueError)
     assert notes.seen.count("decode") == 1 and notes.seen[-1].startswith("gate broken")
 
 
-def test_without_a_gate_an_error_is_the_callers() -> None:
+def test_without_hosts_an_error_is_the_callers() -> None:
     notes = Notes()
     with pytest.raises(ZeroDivisionError):
-        notes.run(between_launches=lambda _: 1 / 0)
+        notes.run(Gate(observer=Between(lambda _: 1 / 0)))
     assert notes.seen == []
 
 
 def test_a_reason_to_stop_ends_the_run_with_what_there_is() -> None:
     notes = Notes()
-    reasons = iter([None, None, FinishReason.BUDGET])
-    notes.run(gate=mock.Mock(spec=Gate, side_effect=reasons))
+    ticks = iter(range(4))
+    notes.run(Gate(None, 2.5, clock=lambda: float(next(ticks))))
     assert notes.seen.count("decode") == 1
     assert [(len(c.tokens), c.finish_reason) for c in notes.scheduler.completions()] == [
         (4, FinishReason.BUDGET), (4, FinishReason.BUDGET), (0, FinishReason.BUDGET),
@@ -197,7 +198,7 @@ def test_cancelling_leaves_the_others_as_they_were(engine: Engine, model: Any, p
         if (2, 1) in scheduler.unfinished() and scheduler.tokens_so_far(2, 1):
             scheduler.cancel(2, 1)
 
-    got = engine.generate(model, mixed_requests(), between_launches=cancel)
+    got = engine.generate(model, mixed_requests(), observer=Between(cancel))
     assert [c.prompt_id for c in got if c.finish_reason is FinishReason.CANCELLED] == [1, 2, 6]
     for completion in got:
         before = plain[completion.prompt_id, completion.generation_id]
@@ -217,8 +218,7 @@ def test_when_the_time_is_over_all_come_back_with_what_they_have(
     ticks = iter(np.arange(100.0))
     with current().scope("test-budget") as hosts:
         gate = Gate(hosts, launches + 0.5, clock=lambda: float(next(ticks)))
-        engine.prepare(model, mixed_requests())
-        got = engine.run(model, mixed_requests(), gate=gate)
+        got = Session(engine).generate(hosts, model, mixed_requests(), gate=gate).completions
     over = [c for c in got if c.finish_reason is FinishReason.BUDGET]
     assert over and (launches > 0 or not any(c.tokens for c in got))
     assert (len(over) == len(got)) == (launches < 4)
@@ -282,7 +282,7 @@ def failing(*_: Any) -> None:
     raise ValueError("no such text")
 
 
-@pytest.mark.parametrize("what", ["find_stop", pytest.param("between_launches", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("what", ["find_stop", pytest.param("observer", marks=pytest.mark.slow)])
 def test_what_fails_between_launches_fails_the_run_and_leaves_nothing(engine: Engine, model: Any, what: str) -> None:
     requests = [dataclasses.replace(r, params=dataclasses.replace(r.params, stop=("x",))) for r in mixed_requests()]
     engine.prepare(model, requests)
@@ -291,7 +291,8 @@ def test_what_fails_between_launches_fails_the_run_and_leaves_nothing(engine: En
     gc.disable()  # training goes on at once, and needs the memory
     try:
         with pytest.raises(PeerError, match="between launches failed: ValueError: no such text"):
-            engine.generate(model, requests, **{"find_stop": find_stop, what: failing})
+            options = {"find_stop": failing} if what == "find_stop" else {"observer": Between(failing)}
+            engine.generate(model, requests, **{"find_stop": find_stop, **options})
         assert len(live_arrays()) == live
     finally:
         gc.enable()

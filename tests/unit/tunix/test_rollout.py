@@ -176,7 +176,7 @@ def test_the_compute_dtype_is_the_configuration_s():
 def test_a_job_that_is_asked_to_end_learns_from_no_answers(monkeypatch):
     mesh = models.mesh(1, 1)
     ended = SimpleNamespace(ended=True, completions=[])
-    monkeypatch.setattr("lockstep.tunix.rollout.generate_on_all", lambda *_, **__: ended)
+    monkeypatch.setattr("lockstep.tunix.rollout.Session.generate", lambda *_, **__: ended)
     with pytest.raises(LockstepError, match="the job is asked to end"):
         rollout(model_on(mesh), mesh).generate(PROMPTS, CONFIG)
 

@@ -9,17 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.callback.evaluation.config import TasksConfig
 from lockstep.callback.evaluation.harness import Harness, HarnessThread
-from lockstep.callback.evaluation.model_engine import ModelEngine, limits_of
+from lockstep.callback.evaluation.model_session import ModelSession, limits_of
 from lockstep.callback.evaluation.scoring import TaskResults
-from lockstep.engine import Engine, EngineConfig, Gate, RolloutEngine, generate_on_all
+from lockstep.engine import Engine, EngineConfig, Gate, Session
 from lockstep.engine.sampling.filters import check_filters_of
-from lockstep.engine.schedule import FindStop
 from lockstep.errors import DisagreementError, LockstepError, PeerError
-from lockstep.hosts import Hosts, JobHosts, Watchdog, digest, environment
+from lockstep.hosts import Hosts, JobHosts, digest, environment
 from lockstep.json_text import from_peer
 from lockstep.models import DecoderWeights, LlamaConfig
 from lockstep.printable import get_logger
-from lockstep.text import StopFinder, tokenizer_digest
+from lockstep.text import tokenizer_digest
 from lockstep.types import FinishReason, Request
 
 if TYPE_CHECKING:
@@ -33,11 +32,10 @@ def run_tasks(
     hosts: Hosts,
     *,
     facts: Mapping[str, str],
-    engine: Callable[[], tuple[RolloutEngine, Any]],
+    session: Session,
+    model: Any,
     harness: Callable[[Any], HarnessThread[Any]],
-    find_stop: FindStop,
     max_seconds: float,
-    watchdog: Watchdog | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> bool:
     """Answer what the harness asks until it has no more questions; every host makes the same steps or none.
@@ -47,9 +45,8 @@ def run_tasks(
     Args:
         hosts: The processes, inside a scope of this round's own; its ``timeout_s`` bounds every wait and device call.
         facts: What must be the same on every host before anything else happens (step, configuration).
-        engine: A function that gives the engine and the model, read once for the round; called on every host, launches
-            nothing.
-        harness: A function of the model that starts the harness; called on the leader alone.
+        model: The model, which is read once for the round.
+        harness: A function of the model as it was read that starts the harness; called on the leader alone.
         max_seconds: The seconds that the round may last, by the leader's clock. A launch is never interrupted.
 
     Returns:
@@ -61,7 +58,6 @@ def run_tasks(
         LaunchMismatchError: The hosts launched different programs; raised on every host.
         HostTimeoutError: A host is missing.
     """
-    watchdog = Watchdog(hosts, hosts.timeout_s) if watchdog is None else watchdog
     end = clock() + max_seconds
     thread: HarnessThread[Any] | None = None
 
@@ -78,7 +74,7 @@ def run_tasks(
     try:
         with hosts.run_on_all("begin tasks") as begun:
             begun.agree({**facts, **environment()})
-            ready, model = engine()
+            model = session.read(hosts, model)
             if hosts.is_leader:
                 thread = harness(model)
         number, last = 0, False
@@ -93,11 +89,9 @@ def run_tasks(
             requests, last = from_peer(data, tuple[list[Request], bool], "the leader's question")
             check_filters_of("the leader's question", requests, ())  # a task has none
             left_s = max(0.0, end - clock())
-            gate = Gate(hosts, left_s if math.isfinite(left_s) else None, clock)
+            gate = Gate(hosts, left_s if math.isfinite(left_s) else None, clock, watchdog=session.watchdog)
             with hosts.scope("generate") as scope:
-                generation = generate_on_all(
-                    scope, lambda: (ready, model, None), requests, find_stop=find_stop, gate=gate, watchdog=watchdog
-                )
+                generation = session.generate(scope, model, requests, gate=gate)
             completions = generation.completions
             if generation.ended:
                 return False
@@ -158,9 +152,7 @@ class TaskRounds:
         self._job_hosts, self._timeout_s = job_hosts, timeout_s
         self._harness = Harness(config, tokenizer)
         self._thread: HarnessThread[TaskResults] | None = None
-        self._model_engine = ModelEngine(engine, tokenizer)
-        self._find_stop = StopFinder(tokenizer)
-        self._watchdog: Watchdog | None = None
+        self._session = ModelSession(engine, tokenizer)
         self._facts = {
             "tasks": digest(json.dumps([dataclasses.asdict(config), dataclasses.asdict(engine)], sort_keys=True)),
             "tokenizer": tokenizer_digest(tokenizer),
@@ -169,7 +161,7 @@ class TaskRounds:
     @property
     def engine(self) -> Engine | None:
         """The engine, or None before the first round."""
-        return self._model_engine.engine
+        return self._session.engine
 
     def check(self) -> None:
         """Find out what would make every round fail; called on the leader alone."""
@@ -189,19 +181,15 @@ class TaskRounds:
             LaunchMismatchError: Hosts launched different programs; the same on every host.
             HostTimeoutError: A host is missing.
         """
-        job = self._job_hosts()
-        if self._watchdog is None:
-            self._watchdog = Watchdog(job, self._timeout_s)
         try:
-            with job.scope(f"{self._name}/tasks", self._timeout_s) as hosts:
+            with self._job_hosts().scope(f"{self._name}/tasks", self._timeout_s) as hosts:
                 done = run_tasks(
                     hosts,
                     facts={"step": str(step), **self._facts},
-                    engine=lambda: self._engine_for(model),
+                    session=self._session,
+                    model=model,
                     harness=lambda read: self._start(step, read),
-                    find_stop=self._find_stop,
                     max_seconds=self.max_seconds,
-                    watchdog=self._watchdog,
                 )
         except (PeerError, DisagreementError):
             self.skipped_rounds += 1
@@ -228,6 +216,3 @@ class TaskRounds:
 
         self._thread = HarnessThread(lambda ask: self._harness.run(ask, step, limits), done)
         return self._thread
-
-    def _engine_for(self, model: Any) -> tuple[Engine, tuple[LlamaConfig, DecoderWeights]]:
-        return self._model_engine.read(model, self._job_hosts())

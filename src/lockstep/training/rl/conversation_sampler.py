@@ -6,7 +6,7 @@ from typing import Any
 
 from jaxtyping import PyTree
 
-from lockstep.engine import Engine, generate_on_all
+from lockstep.engine import Engine, RolloutEngine
 from lockstep.errors import ConfigError
 from lockstep.hosts import environment as facts_of_job
 from lockstep.printable import get_logger
@@ -27,23 +27,23 @@ class ConversationSampler(RolloutSampler):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        if self.engine is not None and not isinstance(self.engine, Engine):
+        engine: RolloutEngine | None = self.session.engine
+        if engine is not None and not isinstance(engine, Engine):
             raise ConfigError(
-                f"an environment and an engine of the class {type(self.engine).__name__} are given: only lockstep's "
+                f"an environment and an engine of the class {type(engine).__name__} are given: only lockstep's "
                 "takes requests that come while it runs. Leave engine out."
             )
         self._warned = False
 
     def check(self, model: PyTree) -> None:
         """Find out what would make a rollout fail; launches nothing."""
-        engine, read = self._engine_for(model)
-        engine.check(read, self._longest())
+        self.session.check(self._hosts, model, self._longest())
 
     def sample(self, number: int, attempt: int, model: PyTree) -> Sampled | None:
         """Have a model talk about the questions of a rollout; every host calls it. None where the job is asked to end.
 
         Raises:
-            PeerError, DisagreementError, LaunchMismatchError, HostTimeoutError: See `generate_on_all`.
+            PeerError, DisagreementError, LaunchMismatchError, HostTimeoutError: See `Session.generate`.
         """
         assert self._fields.environment is not None
         drawn, seed = self._draw(number, attempt)
@@ -59,15 +59,12 @@ class ConversationSampler(RolloutSampler):
             stop=self._fields.rollout.stop,
         )
         with contextlib.closing(conversations), self._hosts.scope("rollout") as scope:
-            generated = generate_on_all(
+            generated = self.session.generate(
                 scope,
-                lambda: (*self._engine_for(model), None),
-                [],
+                model,
                 largest=self._longest(),
-                arrivals=conversations,
                 facts={**facts_of_job(), "debug": str(scope.debug), "questions": str(drawn), "seed": str(seed)},
-                find_stop=self._find_stop,
-                watchdog=self._watchdog,
+                observer=conversations,
             )
         if generated.ended:
             return None
@@ -89,11 +86,6 @@ class ConversationSampler(RolloutSampler):
                 "time/wait_for_environments_s": generated.seconds.get("arrivals", 0.0),
             },
         )
-
-    @property
-    def _row_length(self) -> int:
-        assert self._engine_config.max_seq_len is not None, "a rollout has rows of a fixed length"
-        return self._engine_config.max_seq_len
 
     def _longest(self) -> list[Request]:
         """Requests that need as much as any turns of a rollout."""

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from lockstep.engine import Arrivals
 from lockstep.engine.schedule import Scheduler
 from lockstep.errors import HostError, PromptError
 from lockstep.hosts import Hosts, leader_only
@@ -144,8 +145,8 @@ class EnvironmentThread:
                 runner.run(asyncio.wait_for(self._environment.close(), self._environment.timeout_s))
 
 
-class Conversations:
-    """Requests that follow from answers (`lockstep.engine.Arrivals`): the turns of all conversations of a rollout.
+class Conversations(Arrivals):
+    """Requests that follow from answers: the turns of all conversations of a rollout.
 
     Args:
         drawn: The number of each group's question.

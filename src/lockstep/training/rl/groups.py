@@ -7,13 +7,11 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from jax.sharding import Mesh
 from jaxtyping import Bool, Float, Int, PyTree
 from numpy.random import SeedSequence
 
-from lockstep.engine import EarlierAnswers, Engine, RolloutEngine, generate_on_all
+from lockstep.engine import EarlierAnswers, Engine, Observer, RolloutEngine, Session
 from lockstep.hosts import Hosts, Watchdog, environment
-from lockstep.models import read_decoder
 from lockstep.text import StopFinder, stop_ids, token_count
 from lockstep.training.loop.config import TrainerConfig
 from lockstep.training.objectives.policy_loss import GrpoFields, differ, policy_loss
@@ -172,7 +170,6 @@ class RolloutSampler:
         questions: Questions,
         tokenizer: "PreTrainedTokenizerBase",
         trainer: TrainerConfig,
-        mesh: Mesh,
         row_length: int,
         hosts: Hosts,
         watchdog: Watchdog,
@@ -183,18 +180,21 @@ class RolloutSampler:
         routed_experts: bool = False,
     ) -> None:
         self._fields, self._questions, self._trainer = fields, questions, trainer
-        self._hosts, self._watchdog, self._rewarder, self._rows = hosts, watchdog, rewarder, rows
+        self._hosts, self._rewarder, self._rows = hosts, rewarder, rows
         params = fields.rollout.sampling_params(stop_ids(tokenizer))
         self._params = dataclasses.replace(params, routed_experts=routed_experts)
-        self._find_stop = StopFinder(tokenizer) if fields.rollout.stop else None
-        self._engine_config = fields.rollout.engine_config(trainer.precision.compute.name, row_length)
-        self._vocab_size = token_count(tokenizer)
+        self._row_length = row_length
+        config = fields.rollout.engine_config(trainer.precision.compute.name, row_length)
+        self.session = Session(
+            functools.partial(Engine, config, vocab_size=token_count(tokenizer)) if engine is None else engine,
+            find_stop=StopFinder(tokenizer) if fields.rollout.stop else None,
+            watchdog=watchdog,
+        )
+        """What samples the answers."""
         self.earlier = EarlierAnswers(fields.rollout.drafts)
         """The drafts of the next rollouts, which decide the last bits of log-probabilities."""
         self._before = self.earlier
         self._rates = SolveRates(len(questions), questions.seed) if fields.sampling == "by_solve_rate" else None
-        self._mesh = mesh
-        self.engine = engine  # the engine; None before the first use where none was given
         self.n_questions = trainer.train_batch_size * fields.minibatches // fields.rollout.n_generations
         """The number of questions of a sampling."""
 
@@ -218,14 +218,13 @@ class RolloutSampler:
 
     def check(self, model: PyTree) -> None:
         """Find out what would make a rollout fail; launches nothing."""
-        engine, read = self._engine_for(model)
-        engine.check(read, self._requests(self._largest(), seed=0))
+        self.session.check(self._hosts, model, self._requests(self._largest(), seed=0))
 
     def sample(self, number: int, attempt: int, model: PyTree) -> Sampled | None:
         """Have a model answer the questions of a rollout; every host calls it. None where the job is asked to end.
 
         Raises:
-            PeerError, DisagreementError, LaunchMismatchError, HostTimeoutError: See `generate_on_all`.
+            PeerError, DisagreementError, LaunchMismatchError, HostTimeoutError: See `Session.generate`.
         """
         if attempt == 0:
             self._before = self.earlier.copy()
@@ -234,15 +233,13 @@ class RolloutSampler:
         scoring, generated = self._rewarder.begin(), None
         try:
             with self._hosts.scope("rollout") as scope:
-                generated = generate_on_all(
+                generated = self.session.generate(
                     scope,
-                    lambda: (*self._engine_for(model), None),
+                    model,
                     requests,
                     largest=largest,
                     facts={**environment(), "debug": str(scope.debug)},
-                    find_stop=self._find_stop,
-                    watchdog=self._watchdog,
-                    on_answered=functools.partial(self._submit, scoring, self.learned_at(number), drawn),
+                    observer=self._scored(scoring, number, drawn),
                 )
         finally:
             if generated is None or generated.ended:
@@ -279,20 +276,12 @@ class RolloutSampler:
             scoring=self._rewarder.begin(),
         )
         assert sampled.scoring is not None
-        self._submit(sampled.scoring, self.learned_at(sampled.number), sampled.questions, sampled.completions)
+        self._scored(sampled.scoring, sampled.number, sampled.questions).answered(sampled.completions)
         return sampled
 
     def learned_at(self, number: int) -> int:
         """Return the number of completed steps when a rollout has been learned from once."""
         return number * self._fields.updates + 1
-
-    def _engine_for(self, model: PyTree) -> tuple[RolloutEngine, Any]:
-        """The engine, made once, and the model as it was read."""
-        read = read_decoder(model)
-        if self.engine is None:
-            config, ledger = self._engine_config, self._hosts.ledger
-            self.engine = Engine(config, self._mesh, vocab_size=self._vocab_size, ledger=ledger)
-        return self.engine, read
 
     def _largest(self) -> list[int]:
         return self._questions.longest(self.n_questions)
@@ -310,10 +299,24 @@ class RolloutSampler:
             for place, question in enumerate(questions)
         ]
 
-    def _submit(self, scoring: Scoring, step: int, drawn: Sequence[int], completions: Sequence[Completion]) -> None:
-        """Have this host's share of answers scored."""
+    def _scored(self, scoring: Scoring, number: int, drawn: Sequence[int]) -> "_Scored":
+        return _Scored(scoring, self._rows, self._hosts, self.learned_at(number), drawn, self._params.n_generations)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Scored(Observer):
+    """Has this host's share of answers scored as soon as they are there."""
+
+    scoring: Scoring
+    rows: AnswerRows
+    hosts: Hosts
+    step: int
+    drawn: Sequence[int]  # number of the question of each prompt
+    group: int  # number of answers to a question
+
+    def answered(self, completions: Sequence[Completion]) -> None:
         for completion in completions:
-            number = completion.prompt_id * self._fields.rollout.n_generations + completion.generation_id
-            if number % self._hosts.count == self._hosts.index:
-                row, prompt = self._rows.row(step, drawn[completion.prompt_id], completion)
-                scoring.submit(number, row, prompt)
+            number = completion.prompt_id * self.group + completion.generation_id
+            if number % self.hosts.count == self.hosts.index:
+                row, prompt = self.rows.row(self.step, self.drawn[completion.prompt_id], completion)
+                self.scoring.submit(number, row, prompt)

@@ -114,7 +114,7 @@ class Rollouts:
         self._logprobs = LogprobColumns(objective, self._columns, trainer, mesh, hosts, watchdog, reference, teacher)
         sampler = RolloutSampler if fields.environment is None else ConversationSampler
         self._sampler = sampler(
-            fields, questions, tokenizer, trainer, mesh, row_length, hosts, watchdog, self._rewarder, rows, engine,
+            fields, questions, tokenizer, trainer, row_length, hosts, watchdog, self._rewarder, rows, engine,
             routed_experts=bool(routing),
         )  # fmt: skip
         _check_attempts(fields.rollout.max_attempts, self._sampler.n_questions, len(questions))
@@ -135,7 +135,7 @@ class Rollouts:
     @property
     def engine(self) -> RolloutEngine | None:
         """The engine; None before the first rollout where none was given."""
-        return self._sampler.engine
+        return self._sampler.session.engine
 
     @property
     def logprob_traces(self) -> dict[str, int]:

@@ -7,6 +7,7 @@ import pytest
 from lockstep.callback.evaluation import round as tasks_round
 from lockstep.callback.evaluation.harness import HarnessThread
 from lockstep.callback.evaluation.round import run_tasks
+from lockstep.engine import Session
 from lockstep.errors import PeerError
 from lockstep.hosts import Hosts, Ledger
 from lockstep.placement import make_mesh
@@ -39,7 +40,7 @@ class Engine:
             raise MemoryError("no room for a batch")
         return {}
 
-    def stream(self, model, requests, *, around_launch, find_stop, gate):
+    def stream(self, model, requests, *, find_stop, gate):
         gate(None)
         yield [
             Completion(
@@ -63,7 +64,7 @@ def body(hosts, work, made, max_seconds=30.0, late=None):
     engine.index = hosts.index
 
     def harness(model):
-        assert hosts.is_leader and model is MODEL
+        assert hosts.is_leader and model == MODEL
         started.append(HarnessThread(work, lambda *each: found.append(each)))
         return started[0]
 
@@ -73,9 +74,9 @@ def body(hosts, work, made, max_seconds=30.0, late=None):
             outcome = run_tasks(
                 scope,
                 facts={"step": "3" if late is None else str(hosts.index)},
-                engine=lambda: (engine, MODEL),
+                session=Session(engine),
+                model=MODEL,
                 harness=harness,
-                find_stop=None,
                 max_seconds=max_seconds,
             )
     except Exception as error:

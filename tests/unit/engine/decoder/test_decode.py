@@ -17,7 +17,7 @@ from lockstep.placement import place
 from lockstep.types import Completion, Drafts, Request, SamplingParams
 from tests.oracle import assert_same_but_for_near_ties, assert_same_logprobs, assert_same_tokens, oracle_completions
 from tests.unit.engine.combinations import CONFIGS, Case, check, expected, pool
-from tests.unit.engine.models import FAMILIES, VOCAB, in_bfloat16, many_requests, mesh_of, model_on, request
+from tests.unit.engine.models import FAMILIES, VOCAB, Between, in_bfloat16, many_requests, mesh_of, model_on, request
 
 POISON = 39
 """A token that only the sick have in their prompts, and that nobody may sample."""
@@ -130,8 +130,7 @@ def assert_equal(want: Sequence[Completion], got: Sequence[Completion]) -> None:
 def scheduled(engine: Engine, model: Any, requests: Sequence[Request]) -> tuple[list[Completion], Scheduler]:
     """The answers, and the scheduler that made them."""
     seen: list[Scheduler] = []
-    engine.prepare(model, requests)
-    return engine.run(model, requests, between_launches=seen.append), seen[-1]
+    return engine.generate(model, requests, observer=Between(seen.append)), seen[-1]
 
 
 @pytest.mark.parametrize(
@@ -242,8 +241,7 @@ def test_no_draft_changes_a_token(data: st.DataObject, monkeypatch: pytest.Monke
 def known_answers() -> list[Completion]:
     plain = [request(i, 3 + 6 * i, NEW, **params) for i, params in enumerate(PARAMS.values())]
     engine, model = engine_on("1,1,1"), model_on("1,1,1")
-    engine.prepare(model, plain)
-    return engine.run(model, plain)
+    return engine.generate(model, plain)
 
 
 @pytest.mark.slow
@@ -285,8 +283,7 @@ def test_stop_strings_and_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     def find_stop(tokens: Sequence[int], clean: int, _: Sequence[str], after: Sequence[int]) -> int | None:
         return next((at + 1 for at in range(max(0, clean - 1), len(tokens)) if tokens[at] % 11 == 3), None)
 
-    engine.prepare(model, plain)
-    want = engine.run(model, plain, find_stop=find_stop)
+    want = engine.generate(model, plain, find_stop=find_stop)
     assert len({len(c.tokens) for c in want}) > 3
     answers = by_request(want)
     drafted = [with_drafts(each, [(*a, 5, 6, 7) for a in answers[each.prompt_id]]) for each in plain]

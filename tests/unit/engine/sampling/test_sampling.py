@@ -208,7 +208,7 @@ def test_what_was_not_prepared_for() -> None:
         with pytest.raises(
             CapacityError, match=f"prompt 0 needs {needed} of the sampler; the programs were built with"
         ):
-            engine.run(model, [request(0, 9, 4, **asked)])
+            next(engine.stream(model, [request(0, 9, 4, **asked)]))
     assert len(engine.ledger.launches) == launches
 
 

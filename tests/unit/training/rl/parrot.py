@@ -24,7 +24,7 @@ class Parrot:
         self.calls.append(("prepare", len(requests), free))
         return {"parrot": "0"}
 
-    def stream(self, model, requests, *, around_launch, find_stop, gate):
+    def stream(self, model, requests, *, find_stop, gate):
         config, weights = model
         assert config == tiny.CONFIG and weights.embed.shape[1] == tiny.CONFIG.hidden_dim
         for request in requests:

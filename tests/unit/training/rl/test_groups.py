@@ -10,9 +10,7 @@ import pytest
 from lockstep.errors import ConfigError
 from lockstep.health import State
 from lockstep.hosts import Ledger
-from lockstep.models import read_decoder
 from lockstep.training import StepInfo
-from lockstep.training.rl import groups as groups_module
 from lockstep.training.rl.groups import Groups, choose_groups
 from lockstep.training.rl.rewarding import Rewards
 from lockstep.training.rl.rewards import FunctionReward, LengthReward
@@ -288,10 +286,10 @@ def answer_of(request, generation):
     return request.prompt_tokens[-1 - generation :]
 
 
-def test_the_answers_of_the_last_epoch_are_drafts(monkeypatch):
-    _, rollouts, model = runs.make(run={"rollout": {"drafts": "last_round"}})
-    sampler, engine = rollouts._sampler, Asked()
-    monkeypatch.setattr(sampler, "_engine_for", lambda model: (engine, read_decoder(model)))
+def test_the_answers_of_the_last_epoch_are_drafts():
+    engine = Asked()
+    _, rollouts, model = runs.make(engine=engine, run={"rollout": {"drafts": "last_round"}})
+    sampler = rollouts._sampler
     known = {}
     for number in range(4):  # 12 questions, 4 in a rollout: the fourth begins the second epoch
         sampled = sampler.sample(number, 0, model)
@@ -305,23 +303,21 @@ def test_the_answers_of_the_last_epoch_are_drafts(monkeypatch):
 
 def test_a_rollout_that_is_ended_leaves_no_drafts(monkeypatch):
     """The checkpoint then has those of before, and all attempts are sampled again with them."""
-    _, rollouts, model = runs.make(run={"rollout": {"drafts": "last_round"}})
-    sampler, engine = rollouts._sampler, Asked()
-    monkeypatch.setattr(sampler, "_engine_for", lambda model: (engine, read_decoder(model)))
+    engine = Asked()
+    _, rollouts, model = runs.make(engine=engine, run={"rollout": {"drafts": "last_round"}})
+    sampler = rollouts._sampler
     sampler.sample(0, 0, model).scoring.close()
     before = rollouts.state()["drafts"]
     sampler.sample(1, 0, model).scoring.close()
     assert rollouts.state()["drafts"] != before
-    monkeypatch.setattr(
-        groups_module, "generate_on_all", lambda *args, **options: types.SimpleNamespace(ended=True)
-    )  # asked to end
+    ended = types.SimpleNamespace(ended=True)
+    monkeypatch.setattr(sampler.session, "generate", lambda *args, **options: ended)  # asked to end
     assert sampler.sample(1, 1, model) is None
     assert rollouts.state()["drafts"] == before
 
 
-def test_a_run_that_goes_on_has_the_drafts_of_the_one_before(monkeypatch):
-    _, rollouts, model = runs.make(run={"rollout": {"drafts": "last_round"}})
-    monkeypatch.setattr(rollouts._sampler, "_engine_for", lambda model: (Asked(), read_decoder(model)))
+def test_a_run_that_goes_on_has_the_drafts_of_the_one_before():
+    _, rollouts, model = runs.make(engine=Asked(), run={"rollout": {"drafts": "last_round"}})
     for number in range(4):  # in the fourth, answers are compared with those of the first
         rollouts._sampler.sample(number, 0, model).scoring.close()
     state = json.loads(json.dumps(rollouts.state()))

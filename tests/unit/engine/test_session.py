@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import pytest
 
-from lockstep.engine import generate_on_all, stream_on_all
+from lockstep.engine import Observer, Session
 from lockstep.engine.audit import Auditor, AuditResult
 from lockstep.engine.schedule import Counts
 from lockstep.errors import DisagreementError, PeerError
@@ -53,7 +53,7 @@ class Engine:
         self._do("prepare", len(requests), free)
         return {"decode": "digest"}
 
-    def stream(self, model, requests, *, around_launch, find_stop, gate):
+    def stream(self, model, requests, *, find_stop, gate):
         error = None
         for request in reversed(list(requests)):
             try:
@@ -71,7 +71,7 @@ def body(hosts, engines, options, requests=REQUESTS):
     engine = engines[hosts.index]
     try:
         with hosts.scope("round") as scope:
-            found = generate_on_all(scope, lambda: (engine, MODEL, None), requests, **options.get(hosts.index, {}))
+            found = Session(engine).generate(scope, MODEL, requests, **options.get(hosts.index, {}))
     except Exception as error:
         found = error
     hosts.barrier("ended")
@@ -122,12 +122,19 @@ def test_hosts_with_other_requests_or_facts_prepare_nothing():
     assert [engine.seen for engine in engines] == [[("measure",)]] * 2
 
 
-def test_an_error_in_on_answered_is_raised_on_all_after_the_last_launch():
+class Answered(Observer):
+    """Gives answers to a function."""
+
+    def __init__(self, answered):
+        self.answered = answered
+
+
+def test_an_error_of_an_observer_is_raised_on_all_after_the_last_launch():
     def fail(completions):
         raise KeyError("no such row")
 
     engines = [Engine(), Engine()]
-    errors = run_threads(body, 2, engines, {1: {"on_answered": fail}})
+    errors = run_threads(body, 2, engines, {1: {"observer": Answered(fail)}})
     assert {type(error) for error in errors} == {PeerError} and "process 1: KeyError: 'no such row'" in str(errors[0])
     assert [engine.ledger.count for engine in engines] == [3, 3]
 
@@ -165,6 +172,17 @@ class Audit(Auditor):
         return AuditResult(logprob_gap=0.25)
 
 
+class Audited(Session):
+    """A session with an audit."""
+
+    def __init__(self, engine):
+        super().__init__(engine)
+        self.audit = Audit()
+
+    def auditor(self):
+        return self.audit
+
+
 @pytest.mark.parametrize("ends", [False, True])
 def test_what_is_answered_is_audited_unless_the_job_is_asked_to_end(ends):
     def audited(hosts):
@@ -173,7 +191,7 @@ def test_what_is_answered_is_audited_unless_the_job_is_asked_to_end(ends):
                 hosts.preemption.note(15)
 
         with hosts.scope("round") as scope:
-            return generate_on_all(scope, lambda: (Engine(), MODEL, Audit()), REQUESTS, on_answered=answered)
+            return Audited(Engine()).generate(scope, MODEL, REQUESTS, observer=Answered(answered))
 
     for found in run_threads(audited, 2):
         assert (found.audit, found.ended) == ((None, True) if ends else (AuditResult(logprob_gap=0.25), False))
@@ -190,16 +208,8 @@ def test_batches_of_a_stream_are_agreed_on_before_they_are_there():
     def stream(hosts, engines):
         seen, batches = [], []
         with hosts.scope("round") as scope:
-            agreed = stream_on_all(
-                scope,
-                engines[hosts.index],
-                MODEL,
-                REQUESTS,
-                largest=REQUESTS[:1],
-                free=4,
-                batch=2,
-                on_answered=seen.extend,
-            )
+            session, observer = Session(engines[hosts.index]), Answered(seen.extend)
+            agreed = session.stream(scope, MODEL, REQUESTS, largest=REQUESTS[:1], free=4, batch=2, observer=observer)
         try:
             for batch in agreed:
                 batches.append([each.prompt_id for each in batch])
@@ -213,6 +223,25 @@ def test_batches_of_a_stream_are_agreed_on_before_they_are_there():
         assert batches == [backwards[:2], backwards[2:]] and [each.prompt_id for each in seen] == backwards
     for _, batches in run_threads(stream, 2, [Engine(), Engine(token=2)]):
         assert len(batches) == 1 and "tokens" in batches[0]
+
+
+def test_a_stream_measures_memory_where_nobody_has_and_prepares_for_the_least_of_all():
+    def stream(hosts, engines):
+        with hosts.scope("round") as scope:
+            return list(Session(engines[hosts.index]).stream(scope, MODEL, REQUESTS, largest=REQUESTS[:1], batch=9))
+
+    engines = [Engine(free=8), Engine(free=5)]
+    assert run_threads(stream, 2, engines) == [[[answer(each) for each in reversed(REQUESTS)]]] * 2
+    assert [engine.seen[:2] for engine in engines] == [[("measure",), ("prepare", 1, 5)]] * 2
+
+
+def test_a_host_by_itself_agrees_with_nobody():
+    def stream(hosts, engines):
+        session = Session(engines[hosts.index])
+        return list(session.stream(None, MODEL, REQUESTS, largest=REQUESTS[:1], free=4, batch=2))
+
+    for token, batches in zip((1, 2), run_threads(stream, 2, [Engine(), Engine(token=2)]), strict=True):
+        assert [[each.tokens for each in batch] for batch in batches] == [[(token,)] * 2, [(token,)]]
 
 
 def test_a_stream_works_under_settings_of_its_own_and_leaves_those_of_its_caller():
@@ -229,7 +258,7 @@ def test_a_stream_works_under_settings_of_its_own_and_leaves_those_of_its_caller
     def stream(hosts):
         with jax.numpy_rank_promotion("raise"):
             with hosts.scope("round") as scope:
-                agreed = stream_on_all(scope, Strict(), MODEL, REQUESTS, largest=REQUESTS[:1], free=4, batch=2)
+                agreed = Session(Strict()).stream(scope, MODEL, REQUESTS, largest=REQUESTS[:1], free=4, batch=2)
             settings = [jax.config.jax_numpy_rank_promotion for _ in agreed]
             return [*settings, jax.config.jax_numpy_rank_promotion]
 
@@ -248,6 +277,6 @@ def test_a_stream_that_is_asked_to_end_yields_no_unfinished_answer():
         if hosts.index == 1:
             hosts.preemption.note(15)
         with hosts.scope("round") as scope, pytest.raises(PeerError, match="is asked to end. Start it again"):
-            list(stream_on_all(scope, Stopped(), MODEL, REQUESTS, largest=REQUESTS[:1], free=4, batch=2))
+            list(Session(Stopped()).stream(scope, MODEL, REQUESTS, largest=REQUESTS[:1], free=4, batch=2))
 
     run_threads(stream, 2)

@@ -1,16 +1,17 @@
-"""The engine of the model that trains: made for the mesh that the model is on, and again only when that changes."""
+"""The session of the model that trains: what it refuses, audits and logs."""
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import jax
 
-from lockstep.engine import Auditor, Engine, EngineConfig, Sizing
+from lockstep.engine import Auditor, Engine, EngineConfig, Session, Sizing
 from lockstep.errors import ConfigError
-from lockstep.hosts import Hosts
+from lockstep.hosts import Hosts, Watchdog
 from lockstep.models import DecoderWeights, LlamaConfig, read_decoder
-from lockstep.placement import mesh_of, source_name, sources
+from lockstep.placement import source_name, sources
 from lockstep.printable import get_logger
-from lockstep.text import ModelLimits, check_vocab, token_count
+from lockstep.text import ModelLimits, StopFinder, check_vocab, token_count
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -19,46 +20,51 @@ if TYPE_CHECKING:
 log = get_logger(__name__)
 
 
-class ModelEngine:
-    """Reads the model of a round, and has the engine for it."""
+class ModelSession(Session):
+    """The session of the model that trains, whose engine is of the mesh that the model is on.
+
+    Args:
+        audit: Whether log-probabilities are recomputed after each generation.
+    """
+
+    engine: Engine | None
 
     def __init__(self, config: EngineConfig, tokenizer: "PreTrainedTokenizerBase", *, audit: bool = False) -> None:
-        self.engine: Engine | None = None  # None before the first model
-        self._config, self._tokenizer, self._audit = config, tokenizer, audit
-        self._vocab_size = token_count(tokenizer)
+        vocab_size = token_count(tokenizer)
+        super().__init__(functools.partial(Engine, config, vocab_size=vocab_size), find_stop=StopFinder(tokenizer))
+        self._tokenizer, self._audit = tokenizer, audit
         self._auditor: Auditor | None = None
         self._logged_sizing: Sizing | None = None
         self._logged_compilations = 0
 
-    def read(self, model: Any, hosts: Hosts) -> tuple[Engine, tuple[LlamaConfig, DecoderWeights]]:
-        """The engine on the mesh that the model is sharded over, and the model as it was read, once for all.
+    def read(self, hosts: Hosts, model: Any) -> tuple[LlamaConfig, DecoderWeights]:
+        """See `Session.read`.
 
         Raises:
             ConfigError: A weight is not where every process of the job has a part of it, has a dtype that rounds cannot
                 compute with, or does not have the size of the configuration or of the tokenizer.
             UnreadableModelError: See `lockstep.models.read_decoder`.
         """
+        if self.watchdog is None or self.watchdog.timeout_s != hosts.timeout_s:
+            # One for all rounds: each has a thread that lives for up to ``timeout_s`` after its last watch.
+            self.watchdog = Watchdog(hosts, hosts.timeout_s)
         read = read_decoder(model)
         check_vocab(self._tokenizer, read[1].embed.shape[0])
         check_processes(read[1], hosts)
-        mesh = mesh_of(read[1].embed)
-        if self.engine is None or self.engine.mesh != mesh:
-            self._logged_compilations = 0
-            self.engine = Engine(self._config, mesh, vocab_size=self._vocab_size, ledger=hosts.ledger)
-        return self.engine, read
+        return super().read(hosts, read)
 
     def auditor(self) -> Auditor | None:
-        """The auditor beside the engine of the last `read`; None without ``audit``."""
+        """See `Session.auditor`; None without ``audit``, and before the first model."""
         engine = self.engine
         if not self._audit or engine is None:
             return None
         if self._auditor is None or self._auditor.mesh != engine.mesh:
             self._auditor = Auditor(
                 engine.mesh,
-                vocab_size=self._vocab_size,
-                dtype=self._config.dtype,
+                vocab_size=engine.vocab_size,
+                dtype=engine.config.dtype,
                 ledger=engine.ledger,
-                hbm_utilization=self._config.hbm_utilization,
+                hbm_utilization=engine.config.hbm_utilization,
             )
         return self._auditor
 
