@@ -25,7 +25,7 @@ from lockstep.types import Completion, FinishReason
 
 
 class Observer:
-    """What a host does of its own while all generate: extend it and override methods. None of them may launch."""
+    """Work of one host while all generate: extend it and override methods. None of them may launch."""
 
     def between_launches(self, scheduler: Scheduler) -> None:
         """Look at the scheduler before a launch; may ``cancel`` sequences or ``abort`` all, the same on every host."""
@@ -35,7 +35,7 @@ class Observer:
 
 
 class Gate:
-    """What an engine's loop knows of the hosts: holds each of them before each launch until all can make it.
+    """The hosts, as an engine's loop knows them: each waits before a launch until all can make it.
 
     While nothing is wrong that is one barrier of the coordination service, and nothing in a job of one process. An
     error on any host is raised on all of them, so that none waits in a launch for one that will never make it. The

@@ -1,4 +1,4 @@
-"""What a session asks of an engine, so that another than lockstep's can sample."""
+"""The methods of an engine that a session calls, so that another than lockstep's can sample."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable

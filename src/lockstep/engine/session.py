@@ -177,8 +177,8 @@ class Session:
             max_seconds: The seconds that launches may take; compiling does not count. None for no limit.
             gate: What holds every host before each launch; None for one with ``max_seconds`` and ``observer``.
             observer: What this host does meanwhile; an error of its ``answered`` is raised on every host after the last
-                launch. Of `Arrivals`, requests come in place of ``requests``, of which there are then none, and
-                completions in the order of their prompts' numbers; ``largest`` is then needed.
+                launch. `Arrivals` have the requests too: then there are no ``requests``, ``largest`` is needed, and
+                completions come in the order of their prompts' numbers.
 
         Raises:
             PeerError: A phase failed on at least one host; raised on every host.

@@ -190,7 +190,7 @@ class RolloutSampler:
             find_stop=StopFinder(tokenizer) if fields.rollout.stop else None,
             watchdog=watchdog,
         )
-        """What samples the answers."""
+        """The door to the engine."""
         self.earlier = EarlierAnswers(fields.rollout.drafts)
         """The drafts of the next rollouts, which decide the last bits of log-probabilities."""
         self._before = self.earlier
