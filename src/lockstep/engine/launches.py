@@ -25,7 +25,17 @@ from lockstep.types import Completion, FinishReason
 
 
 class Observer:
-    """Work of one host while all generate: extend it and override methods. None of them may launch."""
+    """Work of one host while all generate: extend it and override methods. None of them may launch.
+
+    Example:
+        >>> class Answers(lockstep.engine.Observer):
+        ...     def answered(self, completions):
+        ...         print(f"{len(completions)} answered")
+        >>> params = lockstep.SamplingParams(max_new_tokens=4)
+        >>> asked = lockstep.Request(prompt_id=0, prompt_tokens=(1,), params=params)
+        >>> completions = lockstep.Engine(lockstep.EngineConfig(), mesh).generate(model, [asked], observer=Answers())
+        1 answered
+    """
 
     def between_launches(self, scheduler: Scheduler) -> None:
         """Look at the scheduler before a launch; may ``cancel`` sequences or ``abort`` all, the same on every host."""
