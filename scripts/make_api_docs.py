@@ -73,7 +73,8 @@ SECTIONS = {
         tuple(
             f"lockstep.models.{name}"
             for name in ("LlamaConfig", "MistralConfig", "MixtralConfig", "Qwen2Config", "Qwen2MoeConfig",
-                         "Qwen3Config", "Qwen3MoeConfig", "GptOssConfig", "Experts", "RotaryConfig", "Llama3Scaling",
+                         "Qwen3Config", "Qwen3MoeConfig", "GptOssConfig", "Experts", "LinearAttention", "RotaryConfig",
+                         "Llama3Scaling",
                          "YarnScaling", "Variant", "LlamaLMHeadModel", "DecoderWeights", "LayerWeights",
                          "register_reader",
                          "read_decoder", "from_names", "LoraNames", "view", "merge_lora", "LazyWeight",
@@ -124,6 +125,7 @@ IN_CONFIGURATION = (
     *(f"lockstep.models.{name}" for name in ("LlamaConfig", "MistralConfig", "Qwen2Config", "Qwen3Config")),
     *(f"lockstep.models.{name}" for name in ("MixtralConfig", "Qwen2MoeConfig", "Qwen3MoeConfig", "GptOssConfig")),
     "lockstep.models.Experts",
+    "lockstep.models.LinearAttention",
 )
 """Dataclasses whose fields are keys of YAML files, and on the page of the configuration."""
 

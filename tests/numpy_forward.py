@@ -56,6 +56,7 @@ class Family:
     scaled_embedding: bool = False
     interleaved: bool = False  # GLM, Cohere: neighbouring elements of a head are a pair
     rotates_full: bool = True  # Cohere: layers without a window have no positions
+    gated: bool = False  # Qwen3-Next: q_proj has a query and a gate of each head
     mlp: Callable[["Family", Config, "Tensors", Array], Array] | None = None
 
 
@@ -176,6 +177,7 @@ FAMILIES: dict[str, Family] = {
     "mixtral": Family(mlp=mixtral),
     **dict.fromkeys(("qwen2_moe", "qwen3_moe"), Family(mlp=qwen_moe)),
     "gpt_oss": Family(mlp=gpt_oss),
+    "qwen3_next": Family(norm_plus_one=True, gated=True, mlp=qwen_moe),
 }
 """By the ``model_type`` of ``config.json``."""
 
@@ -238,6 +240,10 @@ def attention(family: Family, config: Config, tensors: Tensors, x: Array, kind: 
     else:
         q, k, v = (linear(tensors, f"{name}_proj", x) for name in "qkv")
 
+    gate = np.inf
+    if family.gated:
+        q, gate = (x.reshape(batch, length, -1) for x in np.split(q.reshape(batch, length, heads, 2 * size), 2, -1))
+
     def normed(name: str, values: Array, count: int) -> Array:
         split = (batch, length, count, size)
         weight = tensors.get(f"{name}_norm.weight")
@@ -264,7 +270,42 @@ def attention(family: Family, config: Config, tensors: Tensors, x: Array, kind: 
         shares = softmax(np.concatenate([scores, sinks], -1))[..., :-1]
     else:
         shares = softmax(scores)
-    return linear(tensors, "o_proj", np.einsum("bnqk,bknh->bqnh", shares, v).reshape(batch, length, heads * size))
+    attended = np.einsum("bnqk,bknh->bqnh", shares, v).reshape(batch, length, heads * size)
+    return linear(tensors, "o_proj", attended / (1 + np.exp(-gate)))
+
+
+def delta_net(config: Config, tensors: Tensors, x: Array) -> Array:
+    """Yang et al. 2024, equation 10, position by position: the state of a head decays, and a token writes the part of
+    its value that the state does not answer to its key yet.
+    """
+    batch, length, _ = x.shape
+    heads, group = config["linear_num_key_heads"], config["linear_num_value_heads"] // config["linear_num_key_heads"]
+    key, value = config["linear_key_head_dim"], config["linear_value_head_dim"]
+    by_head = linear(tensors, "in_proj_qkvz", x).reshape(batch, length, heads, -1)
+    qkv, z = np.split(by_head, [2 * key + group * value], -1)
+    qkv = np.concatenate(
+        [part.reshape(batch, length, -1) for part in np.split(qkv, [key, 2 * key], -1)], -1
+    )  # in the order of the convolution: all queries, all keys, all values
+    taps = tensors["conv1d.weight"][:, 0]
+    past = np.pad(qkv, ((0, 0), (taps.shape[1] - 1, 0), (0, 0)))
+    qkv = silu(sum(past[:, tap : tap + length] * taps[:, tap] for tap in range(taps.shape[1])))
+    q, k, v = np.split(qkv, [heads * key, 2 * heads * key], -1)
+    q, k = (part.reshape(batch, length, heads, key).repeat(group, 2) for part in (q, k))
+    q, k = (part / np.sqrt(np.sum(part * part, -1, keepdims=True) + 1e-6) for part in (q, k))
+    v = v.reshape(batch, length, heads * group, value)
+    b, a = np.split(linear(tensors, "in_proj_ba", x).reshape(batch, length, heads, -1), 2, -1)
+    b, a = (part.reshape(batch, length, heads * group) for part in (b, a))
+    decay = np.exp(-np.exp(tensors["A_log"]) * np.log1p(np.exp(a + tensors["dt_bias"])))
+    state, out = np.zeros((batch, heads * group, key, value)), np.zeros_like(v)
+    for at in range(length):
+        state = state * decay[:, at, :, None, None]
+        answer = np.einsum("bhkv,bhk->bhv", state, k[:, at])
+        correction = (v[:, at] - answer) / (1 + np.exp(-b[:, at, :, None]))
+        state = state + k[:, at, :, :, None] * correction[:, :, None]
+        out[:, at] = np.einsum("bhkv,bhk->bhv", state, q[:, at]) / math.sqrt(key)
+    rms = np.sqrt(np.mean(out * out, -1, keepdims=True) + config["rms_norm_eps"])
+    gated_out = out / rms * tensors["norm.weight"] * silu(z.reshape(out.shape))
+    return linear(tensors, "out_proj", gated_out.reshape(batch, length, -1))
 
 
 def normalised(family: Family, config: Config, x: Array, weight: Array) -> Array:
@@ -303,7 +344,11 @@ def logits_of(config: Config, tensors: Tensors, ids: Array) -> Array:
     for index in range(config["num_hidden_layers"]):
         layer = tensors.below(f"model.layers.{index}")
         h = norm(layer, before_attention, x)
-        out = attention(family, config, layer.below("self_attn"), h, layer_kind(config, index))
+        kind = layer_kind(config, index)
+        if kind == "linear_attention":
+            out = delta_net(config, layer.below("linear_attn"), h)
+        else:
+            out = attention(family, config, layer.below("self_attn"), h, kind)
         x = x + norm(layer, after_attention, out)
         out = (family.mlp or dense)(family, config, layer, h if family.parallel else norm(layer, before_mlp, x))
         x = x + norm(layer, after_mlp, out)

@@ -42,6 +42,7 @@ from transformers import (
     Qwen2MoeConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
 )
 from variants import POSITIONS, VARIANTS
 
@@ -189,6 +190,25 @@ FAMILIES: dict[str, PreTrainedConfig] = {
         eos_token_id=0,
         bos_token_id=0,
     ),
+    # Layer 1 has attention, the others a state; two value heads to each of two key heads; layer 2 has no experts.
+    "qwen3_next": Qwen3NextConfig(
+        **{**ODD, "hidden_size": 48, "num_hidden_layers": 4, "num_attention_heads": 6},
+        head_dim=12,
+        layer_types=["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=6,
+        linear_value_head_dim=10,
+        linear_conv_kernel_dim=3,
+        moe_intermediate_size=22,
+        shared_expert_intermediate_size=34,
+        num_experts=5,
+        num_experts_per_tok=3,
+        mlp_only_layers=[2],
+        rms_norm_eps=1e-3,  # what a query reads of a memory that has little for it is not blown up with its rounding
+        rope_parameters={"rope_type": "default", "rope_theta": 300.0, "partial_rotary_factor": 0.5},
+        eos_token_id=0,
+    ),
 }
 
 
@@ -201,6 +221,7 @@ def randomise(model: torch.nn.Module, generator: torch.Generator) -> None:
         noise = torch.randn(parameter.shape, generator=generator)
         with torch.no_grad():
             gemma = "Gemma" in type(model).__name__
+            centred = gemma or ("Next" in type(model).__name__ and not name.endswith("linear_attn.norm.weight"))
             tied = gemma or "Cohere" in type(model).__name__
             if name == "model.norm.weight" and tied:
                 parameter.copy_(8 + 3 * noise)
@@ -208,7 +229,11 @@ def randomise(model: torch.nn.Module, generator: torch.Generator) -> None:
                 # Small, for it is the output layer too: each token would otherwise be followed by itself.
                 parameter.copy_(noise * 0.2 / parameter.shape[-1] ** 0.5)
             elif "norm" in name:
-                parameter.copy_((0 if gemma else 1) + 0.3 * noise)
+                parameter.copy_((0 if centred else 1) + 0.3 * noise)
+            elif name.endswith("A_log"):
+                parameter.copy_(noise - 1)  # memories of a few positions and of many
+            elif name.endswith("conv1d.weight"):
+                parameter.copy_(noise)
             elif name.endswith("gate_up_proj") and "GptOss" in type(model).__name__:
                 parameter.copy_(noise * 6 / parameter.shape[-1] ** 0.5)  # beyond the clamps
             elif name.endswith("bias"):

@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 
 from lockstep.engine.config import EngineConfig, Layout, context_size, layout_text, tensor_size, whole_experts
 from lockstep.engine.decoder.forward import check_exact_dtype, exact_merges
+from lockstep.engine.decoder.states import state_spec
 from lockstep.engine.decoder.transformer import device_heads, kept_by_layer
 from lockstep.engine.idle_replicas import count_active, layout_with_idle_replicas
 from lockstep.engine.replicated_kv_heads import replicate_kv_heads, replicates_kv_heads
@@ -167,6 +168,11 @@ class DecodeModels:
         dtype = jnp.dtype(self._engine.dtype or self._weights.embed.dtype)
         config, weights = replicate_kv_heads(self.config, exact_merges(self.config, self._weights, dtype), tensor)
         kv_dtype = self._engine.kv_dtype(dtype)
+        if config.linear_attention is not None and decode_mesh.context > 1:
+            raise ConfigError(
+                f"layout {layout_text(layout)} has context, and the model has linear attention, whose state has no "
+                "positions to split. Leave context out."
+            )
         if config.exact:
             check_exact_dtype(dtype)
             self._check_exact(layout, decode_mesh)
@@ -204,7 +210,9 @@ class DecodeModels:
             dtype=dtype,
             quantized_dtype=quantized,
             kv_dtype=kv_dtype,
-            kept=kept_by_layer(config, stored_kv_heads(device, heads, kv_dtype)),
+            kept=kept_by_layer(
+                config, stored_kv_heads(device, heads, kv_dtype), state_spec(config, decode_mesh.tensor, dtype)
+            ),
             whole_experts=whole,
             layouts=layouts,
             leaves=leaves,
@@ -295,6 +303,8 @@ def _with_experts(config: LlamaConfig, layout: Layout) -> list[Layout]:
 def _split(config: LlamaConfig, layout: Layout) -> dict[str, int]:
     tensor = tensor_size(layout) or 1
     heads = {} if replicates_kv_heads(config, tensor) else {"num_kv_heads": config.num_kv_heads}
+    if config.linear_attention is not None:
+        heads |= {"linear_attention.key_heads": config.linear_attention.key_heads}
     mlp, experts = {"intermediate_dim": config.intermediate_dim}, config.experts
     if experts is None:
         return heads | mlp

@@ -5,6 +5,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import jax
+
 from lockstep.engine.decoder.build import Programs
 from lockstep.engine.decoder.packing import Batch, pack
 from lockstep.engine.decoder.prefill import unpack_prompt_logprobs
@@ -222,7 +224,8 @@ class Devices:
 
     def close(self) -> None:
         """Free the pool."""
-        self._pool.delete()
+        for array in jax.tree.leaves(self._pool):
+            array.delete()
 
 
 def _error_of(work: Callable[[], None]) -> Exception | None:

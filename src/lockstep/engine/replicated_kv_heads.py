@@ -37,13 +37,14 @@ def replicate_kv_heads(config: LlamaConfig, weights: DecoderWeights, tensor: int
         return config, weights
     times = tensor // config.num_kv_heads
     group, size = config.q_heads_per_group // times, config.head_size
+    sizes = {"group": group, "head": size, "gated_head": 2 * size}
     layers = weights.layers
 
     def replicate(name: str) -> Any:
         leaf, (_, *axes) = getattr(layers, name), WEIGHT_AXES[name]
         if leaf is None or "kv_head" not in axes:
             return leaf
-        axis, sizes = axes.index("kv_head"), {"group": group, "head": size}
+        axis = axes.index("kv_head")
         heads = tuple(sizes[axis_name] for axis_name in axes if axis_name in sizes)
         behind = len(axes) - axis - 1 - len(heads)
         assemble: Assemble = _Regroup(axis, heads, behind) if "group" in axes else _Repeat(axis, times, size)

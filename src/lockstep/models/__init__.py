@@ -11,6 +11,7 @@ from lockstep.models.config import Numerics as Numerics
 from lockstep.models.config import distinct as distinct
 from lockstep.models.config import layer_kinds as layer_kinds
 from lockstep.models.config import rotary_frequencies as rotary_frequencies
+from lockstep.models.delta_rule import LinearAttention as LinearAttention
 from lockstep.models.expert_mlps import ExactSum as ExactSum
 from lockstep.models.expert_mlps import ExpertWeights as ExpertWeights
 from lockstep.models.expert_mlps import mixture as mixture
@@ -52,6 +53,7 @@ from lockstep.models.hf.saved_tensor import SavedTensor as SavedTensor
 from lockstep.models.llama import LlamaLMHeadModel as LlamaLMHeadModel
 from lockstep.models.llama import value_with_gradient_of as value_with_gradient_of
 from lockstep.models.llama_mlp import EngineRouting as EngineRouting
+from lockstep.models.llama_mlp import repeated_runs as repeated_runs
 from lockstep.models.lora import LoraConfig as LoraConfig
 from lockstep.models.lora import LoraModel as LoraModel
 from lockstep.models.lora import adapter_products as adapter_products
@@ -78,6 +80,8 @@ from lockstep.models.trainable import as_trainable as as_trainable
 from lockstep.models.trainable import layer_products as layer_products
 from lockstep.models.trainable import skeleton as skeleton
 from lockstep.models.variant import Variant as Variant
+from lockstep.models.weights import ATTENTION_WEIGHTS as ATTENTION_WEIGHTS
+from lockstep.models.weights import LINEAR_WEIGHTS as LINEAR_WEIGHTS
 from lockstep.models.weights import MLP_WEIGHTS as MLP_WEIGHTS
 from lockstep.models.weights import SPARSE_WEIGHTS as SPARSE_WEIGHTS
 from lockstep.models.weights import STACKED as STACKED

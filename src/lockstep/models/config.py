@@ -14,9 +14,11 @@ from lockstep.errors import ConfigError
 from lockstep.limits import LAYERS
 from lockstep.models import block
 from lockstep.models.attention import AttentionBackend, check_backend
+from lockstep.models.delta_rule import LinearAttention
 from lockstep.models.experts import Experts
 from lockstep.models.rope import RotaryConfig
 from lockstep.models.variant import LayerType, Variant
+from lockstep.models.weights import ATTENTION_WEIGHTS, LINEAR_WEIGHTS
 
 Numerics = Literal["fast", "exact"]
 SIZE_LIMIT = 1 << 31
@@ -24,7 +26,7 @@ SIZE_LIMIT = 1 << 31
 
 
 _NOT_EXACT: Final = {
-    "variant": ("gated_norm_rank", "unit_qk_norm", "exclusive_attention", "head_gates"),
+    "variant": ("gated_norm_rank", "unit_qk_norm", "exclusive_attention", "head_gates", "gated_attention"),
     "experts": ("scoring", "routed_scaling_factor"),
 }
 """Fields that ``numerics: exact`` refuses: those of Snowball, which is sampled here, and trained elsewhere
@@ -82,6 +84,8 @@ class LlamaConfig(ModelConfig):
     """Whether an RMSNorm over the head comes before the rotary embeddings of queries and keys (Qwen3)."""
     variant: Variant = dataclasses.field(default_factory=Variant)
     """The departures from Llama."""
+    linear_attention: LinearAttention | None = None
+    """The layers with linear attention, beside others with attention over all positions. Null for none."""
     experts: Experts | None = None
     """The experts of every layer, in place of an MLP. Null for none."""
     gradient_checkpointing: bool | Literal["nothing", "full", "dots", "offload"] = True
@@ -154,6 +158,7 @@ class LlamaConfig(ModelConfig):
                 f"variant.layer_types has {len(types)} entries and num_layers is {self.num_layers}; it needs one for "
                 "each layer. Set it to null where all layers are of one kind."
             )
+        self._check_linear()
         if self.variant.wide_qk_norm and not self.qk_norm:
             raise ConfigError("variant.wide_qk_norm is true, qk_norm is false: there is no norm. Set qk_norm to true.")
         sliding = self.variant.sliding_rope
@@ -171,6 +176,15 @@ class LlamaConfig(ModelConfig):
             raise ConfigError(
                 f"rope.partial_rotary_factor {self.rope.partial_rotary_factor} of a head of {self.head_size} elements "
                 f"rotates {self.rope.rotated(self.head_size)}; they are rotated in pairs. Change the factor."
+            )
+
+    def _check_linear(self) -> None:
+        linear = len(self.linear_layers)
+        if (self.linear_attention is None) == bool(linear) or linear == self.num_layers:
+            raise ConfigError(
+                f"linear_attention is {self.linear_attention}, and {linear} of {self.num_layers} layers have it "
+                "(full_attention_every, or variant.layer_types); some layers have it, and some have attention over all "
+                "positions. Correct them, or set linear_attention to null where no layer has it."
             )
 
     def _check_numerics(self) -> None:
@@ -212,8 +226,10 @@ class LlamaConfig(ModelConfig):
     @property
     def layer_types(self) -> tuple[LayerType, ...] | None:
         """The attention of each layer; None where all are of one kind."""
-        every = self.variant.full_attention_every
-        return self.variant.layer_types if every is None else every_nth_full(self.num_layers, every)
+        types, every, linear = self.variant.layer_types, self.variant.full_attention_every, self.linear_attention
+        if types is None and linear is not None:
+            return every_nth_full(self.num_layers, linear.full_attention_every, "linear_attention")
+        return types if every is None else every_nth_full(self.num_layers, every)
 
     @property
     def head_size(self) -> int:
@@ -235,8 +251,29 @@ class LlamaConfig(ModelConfig):
         """Whether some layers have an MLP and some experts."""
         return self.experts is not None and bool(self.experts.mlp_only_layers)
 
+    @property
+    def linear_layers(self) -> Sequence[int]:
+        """The numbers of the layers with linear attention."""
+        return tuple(layer for layer, kind in enumerate(self.layer_types or ()) if kind == "linear_attention")
+
+    @property
+    def mixed_parts(self) -> dict[str, tuple[str, ...]]:
+        """The parts of a layer in which layers differ, and of each layer the field of `MixedAttention` and `MixedMlps`
+        that has its own.
+        """
+        parts = {}
+        if linear := self.linear_layers:
+            parts["attention"] = tuple("linear" if layer in linear else "full" for layer in range(self.num_layers))
+        if self.experts is not None and (only := self.experts.mlp_only_layers):
+            parts["mlp"] = tuple("dense" if layer in only else "sparse" for layer in range(self.num_layers))
+        return parts
+
     def layers_of(self, weight: str) -> Sequence[int]:
-        """The numbers of the layers that have a weight: all, unless some have an MLP and some experts."""
+        """The numbers of the layers that have a weight: all, unless layers differ in it."""
+        if weight in LINEAR_WEIGHTS:
+            return self.linear_layers
+        if weight in ATTENTION_WEIGHTS and (linear := self.linear_layers):
+            return tuple(layer for layer in range(self.num_layers) if layer not in linear)
         return (self.experts or Experts()).layers_of(weight, range(self.num_layers))
 
     @property
@@ -260,9 +297,9 @@ class LlamaConfig(ModelConfig):
         return float(weight != "embed" or self.tie_word_embeddings)
 
 
-def every_nth_full(layers: int, every: int) -> tuple[LayerType, ...]:
+def every_nth_full(layers: int, every: int, other: LayerType = "sliding_attention") -> tuple[LayerType, ...]:
     """The types of layers of which every n-th, counted from the first, has full attention."""
-    return tuple("sliding_attention" if (layer + 1) % every else "full_attention" for layer in range(layers))
+    return tuple(other if (layer + 1) % every else "full_attention" for layer in range(layers))
 
 
 def rotary_frequencies(config: LlamaConfig, rope: RotaryConfig | None = None) -> Float[np.ndarray, " half_head"]:

@@ -7,10 +7,13 @@ own `Ops` for the few operations in which they differ.
 from collections.abc import Callable
 from typing import Any, Protocol
 
+import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from lockstep.models import block
 from lockstep.models.config import LlamaConfig
+from lockstep.models.delta_rule import DeltaGates
 from lockstep.models.weights import LayerWeights
 
 type Rotary = tuple[Float[Array, "... half_head"], Float[Array, "... half_head"]]
@@ -18,6 +21,9 @@ type Rotary = tuple[Float[Array, "... half_head"], Float[Array, "... half_head"]
 type Attend = Callable[[Array, Array, Array], Array]
 """Takes queries ``[*row, kv_head, group, head]``, keys and values ``[*row, kv_head, head]``; returns for each query the
 values that it attends to, in any shape that is as large."""
+type Recur = Callable[[Array, Array, DeltaGates], Array]
+"""Takes the inputs ``[*row, key_head, qkv]`` and the taps of `lockstep.models.delta_rule.gated_delta`, and the gates;
+returns what positions read, with the axes of rows."""
 type FeedForward = Callable[[Array], tuple[Array, Any]]
 """Takes the stream after the norm; returns what the MLP or the experts answer, and whatever else is known of these."""
 
@@ -80,13 +86,14 @@ class Ops(Protocol):
 
 
 def layer(
-    ops: Ops, config: LlamaConfig, w: LayerWeights, x: Array, rotary: Rotary, attend: Attend, mlp: FeedForward
+    ops: Ops, config: LlamaConfig, w: LayerWeights, x: Array, rotary: Rotary, attend: Any, mlp: FeedForward
 ) -> tuple[Float[Array, "*row embed"], Any]:
     """Attention, then the MLP, each between its norms and added to the residual stream.
 
     Args:
         w: The weights of the layer.
         x: The residual stream ``[*row, embed]``.
+        attend: `Attend`, or `Recur` of a layer with linear attention.
         mlp: `feed_forward` with the weights of the layer.
 
     Returns:
@@ -98,7 +105,11 @@ def layer(
 
     x = stream(x)
     h = ops.keep(gated_norm(ops, x, w.attn_norm, w.attn_norm_down, w.attn_norm_up))
-    x = stream(x + ops.norm(attention(ops, config, w, h, rotary, attend), w.attn_post_norm))
+    if w.linear_qkvz is None:
+        attended = attention(ops, config, w, h, rotary, attend)
+    else:
+        attended = linear_attention(ops, config, w, h, attend)
+    x = stream(x + ops.norm(attended, w.attn_post_norm))
     h = h if config.variant.parallel else gated_norm(ops, x, w.mlp_norm, w.mlp_norm_down, w.mlp_norm_up)
     h, chosen = mlp(h)
     return stream(x + ops.norm(h, w.mlp_post_norm)), chosen
@@ -138,8 +149,10 @@ def attention(ops: Ops, config: LlamaConfig, w: LayerWeights, h: Array, rotary: 
     Args:
         h: The stream after the norm.
     """
-    q, k, v = project(ops, config, w, h, rotary)
+    q, k, v, gate = project(ops, config, w, h, rotary)
     attended = attend(q, k, v).reshape(q.shape)
+    if gate is not None:
+        attended = attended * jax.nn.sigmoid(gate)
     if config.variant.exclusive_attention:
         attended = block.exclusive(attended, v[..., None, :])
     heads = q.shape[-3] * q.shape[-2]
@@ -153,15 +166,19 @@ def attention(ops: Ops, config: LlamaConfig, w: LayerWeights, h: Array, rotary: 
 def project(
     ops: Ops, config: LlamaConfig, w: LayerWeights, h: Array, rotary: Rotary
 ) -> tuple[
-    Float[Array, "*row kv_head group head"], Float[Array, "*row kv_head head"], Float[Array, "*row kv_head head"]
+    Float[Array, "*row kv_head group head"], Float[Array, "*row kv_head head"], Float[Array, "*row kv_head head"], Any
 ]:
-    """Queries, and keys and values ``[*row, kv_head, head]``, with norms and rotary embeddings.
+    """Queries, and keys and values ``[*row, kv_head, head]``, with norms and rotary embeddings; the gates of queries.
 
     Args:
         h: The stream after the norm.
     """
     kv, group, head = ops.local(config.num_kv_heads), config.q_heads_per_group, config.head_size
-    q = ops.columns(h, w.q, (kv, group, head), units=kv * group, bias=w.q_bias)
+    gate = None
+    if w.gated_q is None:
+        q = ops.columns(h, w.q, (kv, group, head), units=kv * group, bias=w.q_bias)
+    else:
+        q, gate = jnp.split(ops.columns(h, w.gated_q, (kv, group, 2 * head), units=kv * group), 2, axis=-1)
     k = ops.columns(h, w.k, (kv, head), units=kv, bias=w.k_bias)
     v = ops.columns(h, w.v, (kv, head), units=kv, bias=w.v_bias)
     q, k = ops.norm(q, w.q_norm), ops.norm(k, w.k_norm)
@@ -173,7 +190,32 @@ def project(
     k = block.rotate(k, *(x[..., None, :] for x in rotary), fix=ops.fix)
     q, k = ops.fix((q, k))
     q = ops.shard(block.scale_queries(q, config.attention_scale), "kv_head", "q_heads_per_group", "head_size")
-    return q, ops.shard(k, "kv_head", "head_size"), ops.shard(v, "kv_head", "head_size")
+    return q, ops.shard(k, "kv_head", "head_size"), ops.shard(v, "kv_head", "head_size"), gate
+
+
+def linear_attention(ops: Ops, config: LlamaConfig, w: LayerWeights, h: Array, recur: Recur) -> Array:
+    """A gated delta network (Yang et al. 2024, https://arxiv.org/abs/2412.06464), projections included.
+
+    Args:
+        h: The stream after the norm.
+    """
+    of = config.linear_attention
+    assert of is not None
+    heads = ops.local(of.key_heads)
+    inputs = ops.shard(ops.columns(h, w.linear_qkvz, (heads, of.qkvz), units=heads), "key_head", "qkvz")
+    gates = ops.columns(h, w.linear_gates, (heads, 2 * of.group), units=heads)
+    write, decay = (gate.astype(jnp.float32) for gate in jnp.split(gates, 2, axis=-1))
+    rate, bias = (
+        ops.array(x).reshape(decay.shape[-2:]).astype(jnp.float32) for x in (w.linear_decay, w.linear_decay_bias)
+    )
+    log_decay = -jnp.exp(rate) * jax.nn.softplus(decay + bias)
+    parts = (w.linear_conv_q, w.linear_conv_k, w.linear_conv_v)
+    taps = jnp.concatenate([ops.array(part).reshape(heads, -1, of.conv_width) for part in parts], axis=1)
+    out = recur(inputs[..., : of.qkv], taps, DeltaGates(jax.nn.sigmoid(write), log_decay))
+    out = block.Norm(config.layer_norm_epsilon)(out, ops.array(w.linear_norm))
+    gate = inputs[..., of.qkv :].reshape(out.shape).astype(jnp.float32)
+    out = ops.shard((out * jax.nn.silu(gate)).astype(h.dtype), "key_head", "value_group", "value")
+    return ops.total(ops.part(out, w.linear_o, units=heads))
 
 
 def feed_forward(

@@ -20,7 +20,8 @@ from lockstep.models.attention import CausalAttention, SplitPositions, self_atte
 from lockstep.models.config import LlamaConfig, distinct, layer_kinds
 from lockstep.models.experts import RouterSums
 from lockstep.models.layers import feed_forward, first_stream, last_stream, layer
-from lockstep.models.llama_mlp import EngineRouting, LlamaExperts, LlamaMlp, MixedLayers, MixedMlps
+from lockstep.models.llama_delta_net import DeltaNet
+from lockstep.models.llama_mlp import EngineRouting, LlamaExperts, LlamaMlp, MixedLayers, MixedMlps, stack
 from lockstep.models.low_rank import Weight
 from lockstep.models.named_block import (
     LlamaAxes,
@@ -39,7 +40,8 @@ from lockstep.models.weights import STACKED, LayerWeights
 class LlamaAttention(eqx.Module):
     """Grouped-query causal self-attention (Ainslie et al. 2023, https://arxiv.org/abs/2305.13245)."""
 
-    q: Weight
+    q: Weight | None
+    gated_q: Weight | None
     k: Weight
     v: Weight
     o: Weight
@@ -61,9 +63,12 @@ class LlamaAttention(eqx.Module):
         ax = LlamaAxes.of(config)
         keys = jax.random.split(key, 4)
         std, bias, wide = config.initializer_range, config.qkv_bias, config.variant.wide_qk_norm
-        norm = config.qk_norm and not wide
+        norm, gated = config.qk_norm and not wide, config.variant.gated_attention
+        queries = (ax.Embed, ax.KVHead, ax.Group, ax.GatedHead if gated else ax.HeadSize)
+        q = hax.random.normal(keys[0], queries) * std
         return cls(
-            q=hax.random.normal(keys[0], (ax.Embed, ax.KVHead, ax.Group, ax.HeadSize)) * std,
+            q=None if gated else q,
+            gated_q=q if gated else None,
             k=hax.random.normal(keys[1], (ax.Embed, ax.KVHead, ax.HeadSize)) * std,
             v=hax.random.normal(keys[2], (ax.Embed, ax.KVHead, ax.HeadSize)) * std,
             o=hax.random.normal(keys[3], (ax.KVHead, ax.Group, ax.HeadSize, ax.Embed)) * std,
@@ -81,14 +86,14 @@ class LlamaAttention(eqx.Module):
         )
 
     def attend(
-        self, ops: Train, q: Array, k: Array, v: Array, segment_ids: NamedArray | None, layer_kind: NamedArray | None
+        self, ops: Train, segment_ids: NamedArray | None, layer_kind: NamedArray | None, q: Array, k: Array, v: Array
     ) -> Float[Array, "row position kv_head group head"]:
         """The values that queries attend to, with all axes of rows but the position in one.
 
         Args:
-            q: The queries ``[*row, position, kv_head, group, head]``; ``k`` and ``v`` are without ``group``.
             segment_ids: The document of each position, which attends to no other; None: a row is one document.
             layer_kind: Which of the model's distinct kinds of layers this one is; None where all are of one kind.
+            q: The queries ``[*row, position, kv_head, group, head]``; ``k`` and ``v`` are without ``group``.
         """
         *rows, Position = ops.rows
         KVHead = LlamaAxes.of(self.config).KVHead
@@ -118,19 +123,26 @@ class LlamaAttention(eqx.Module):
         return attended
 
 
+class MixedAttention(eqx.Module):
+    """The attention of the layers that have it over all positions, stacked, and of those that have linear attention."""
+
+    full: LlamaAttention
+    linear: DeltaNet
+
+
 class LlamaLayer(eqx.Module):
     """One transformer layer: attention and MLP, each with its RMSNorms and a residual connection."""
 
     attn_norm: NamedArray | None
     attn_norm_down: NamedArray | None
     attn_norm_up: NamedArray | None
-    attention: LlamaAttention
+    attention: LlamaAttention | DeltaNet | MixedAttention | None
+    """Those of all layers in `MixedLayers`; ``mlp`` too."""
     attn_post_norm: NamedArray | None
     mlp_norm: NamedArray | None
     mlp_norm_down: NamedArray | None
     mlp_norm_up: NamedArray | None
     mlp: LlamaMlp | LlamaExperts | MixedMlps | None
-    """Those of all layers in `MixedLayers`."""
     mlp_post_norm: NamedArray | None
 
     @classmethod
@@ -142,13 +154,13 @@ class LlamaLayer(eqx.Module):
             name: neutral(config, Embed) if name in config.variant.norms else None
             for name in ("attn_norm", "attn_post_norm", "mlp_norm", "mlp_post_norm")
         }
-        mlp = LlamaMlp if config.experts is None else LlamaExperts
+        mlp, mixed = LlamaMlp if config.experts is None else LlamaExperts, config.mixed_parts
         return cls(
             **norms,
             **norm_gates(config, attention_key, "attn_norm", norms["attn_norm"] is not None),
             **norm_gates(config, mlp_key, "mlp_norm", norms["mlp_norm"] is not None),
-            attention=LlamaAttention.init(config, key=attention_key),
-            mlp=None if config.mixes_mlps else mlp.init(config, key=mlp_key),
+            attention=None if "attention" in mixed else LlamaAttention.init(config, key=attention_key),
+            mlp=None if "mlp" in mixed else mlp.init(config, key=mlp_key),
         )
 
     def __call__(
@@ -173,9 +185,11 @@ class LlamaLayer(eqx.Module):
         Returns:
             The residual stream, and the sums of the router; None where there are no experts.
         """
-        ops = Train.of(self.attention.config, x)
+        attention = self.attention
+        assert isinstance(attention, LlamaAttention | DeltaNet)
+        ops = Train.of(attention.config, x)
         angles = angles if layer_kind is None else angles["layer_kind", layer_kind]
-        parts = {**vars(self), **vars(self.attention), **vars(self.mlp)}
+        parts: dict[str, Any] = {**dict.fromkeys("kvo"), **vars(self), **vars(attention), **vars(self.mlp)}
         w = LayerWeights(**{name: weight for name, weight in parts.items() if name in STACKED})
         axes = (*ops.rows, x.resolve_axis("embed"))
 
@@ -186,7 +200,7 @@ class LlamaLayer(eqx.Module):
 
         stream, sums = layer(
             ops, ops.config, w, x.rearrange(axes).array, ops.rotary(angles),
-            lambda q, k, v: self.attention.attend(ops, q, k, v, segment_ids, layer_kind),
+            functools.partial(attention.attend, ops, segment_ids, layer_kind),
             lambda h: feed_forward(ops, ops.config, w, h, experts),
         )  # fmt: skip
         if known is not None:
@@ -226,9 +240,15 @@ class LlamaLMHeadModel(eqx.Module):
         embed_key, layer_key, head_key = jax.random.split(key, 3)
         stacked = Stacked.init(ax.Layer, LlamaLayer, gradient_checkpointing=scan_policy(config.gradient_checkpointing))
         layers: Stacked[LlamaLayer] | MixedLayers = stacked(config, key=jax.random.split(layer_key, config.num_layers))
-        if config.mixes_mlps:
-            mlps = MixedMlps.init(config, key=jax.random.fold_in(layer_key, 1))
-            layers = MixedLayers(dataclasses.replace(layers.stacked, mlp=mlps), config)
+        if mixed := config.mixed_parts:
+            parts: dict[str, Any] = {}
+            if "mlp" in mixed:
+                parts["mlp"] = MixedMlps.init(config, key=jax.random.fold_in(layer_key, 1))
+            if "attention" in mixed:
+                key = jax.random.fold_in(layer_key, 2)
+                full = stack(LlamaAttention, config, config.layers_of("k"), key=key)
+                parts["attention"] = MixedAttention(full, stack(DeltaNet, config, config.linear_layers, key=key))
+            layers = MixedLayers(dataclasses.replace(layers.stacked, **parts), config)
         return cls(
             **norm_gates(config, embed_key, "embed_norm", config.variant.embed_norm),
             **norm_gates(config, head_key, "final_norm"),
@@ -287,8 +307,9 @@ class LlamaLMHeadModel(eqx.Module):
             )
         positions, split = document_positions(Position, segment_ids), SplitPositions.of(Position)
         if split is not None:
-            if config.experts is not None:
-                raise ConfigError(split.refusal("a model with experts"))
+            if config.experts is not None or config.linear_attention is not None:
+                part = "experts" if config.experts is not None else "linear attention"
+                raise ConfigError(split.refusal(f"a model with {part}"))
             input_ids, positions = split.split(input_ids), split.split(positions)
             segment_ids = None if segment_ids is None else split.split(segment_ids)
         angles = rotary_angles(config, positions)
@@ -351,3 +372,12 @@ def value_with_gradient_of(value: jax.Array, other: jax.Array) -> jax.Array:
 value_with_gradient_of.defvjp(
     lambda value, other: (value, None), lambda _, gradient: (jnp.zeros_like(gradient), gradient)
 )
+
+
+def attention_and_mlp(layer: LlamaLayer) -> tuple[Any, ...]:
+    """The modules that have the weights of a layer, or of stacked ones, but for norms of the residual stream."""
+    attention, mlp = layer.attention, layer.mlp
+    return (
+        *((attention.full, attention.linear) if isinstance(attention, MixedAttention) else (attention,)),
+        *((mlp.dense, mlp.sparse) if isinstance(mlp, MixedMlps) else (mlp,)),
+    )

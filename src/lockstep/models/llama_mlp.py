@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, Self
 
@@ -218,23 +219,25 @@ class MixedMlps(eqx.Module):
     @classmethod
     def init(cls, config: LlamaConfig, *, key: jax.Array) -> Self:
         """Return random projections."""
-        keys = jax.random.split(key, config.num_layers)
+        dense, sparse = config.layers_of("up"), config.layers_of("router")
+        return cls(stack(LlamaMlp, config, dense, key=key), stack(LlamaExperts, config, sparse, key=key))
 
-        def stack(kind: Any, layers: Sequence[int]) -> Any:
-            return Stacked.init(Axis("layer", len(layers)), kind)(config, key=keys[jnp.asarray(layers)]).stacked
 
-        return cls(stack(LlamaMlp, config.layers_of("up")), stack(LlamaExperts, config.layers_of("router")))
+def stack(kind: Any, config: LlamaConfig, layers: Sequence[int], *, key: jax.Array) -> Any:
+    """Return the modules of some layers, stacked."""
+    keys = jax.random.split(key, config.num_layers)[jnp.asarray(layers)]
+    return Stacked.init(Axis("layer", len(layers)), kind)(config, key=keys).stacked
 
 
 class MixedLayers(eqx.Module):
-    """Stacked layers of which some have an MLP and some experts: a scan over each run of layers of one kind.
+    """Stacked layers that differ in attention or MLP: a scan over each run of layers of one kind.
 
     Two runs that repeat, as every other layer having experts, are a scan too, so that the time of compiling does not
     grow with the number of layers.
     """
 
     stacked: Any
-    """The stacked layers, with `MixedMlps` as ``mlp``."""
+    """The stacked layers, whose `LlamaConfig.mixed_parts` are `MixedMlps` and `MixedAttention`."""
     config: LlamaConfig = eqx.field(static=True)
 
     def scan_via(self, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -249,7 +252,7 @@ class MixedLayers(eqx.Module):
             engine: EngineRouting | None = None,
             known: NamedArray | None = None,
             counted: NamedArray | None = None,
-        ) -> tuple[NamedArray, RouterSums]:
+        ) -> tuple[NamedArray, RouterSums | None]:
             def run(x: NamedArray, layers: Any, of_layers: Any) -> Any:
                 # Not of a projection, which may have adapters.
                 leaves = jax.tree.leaves(layers, is_leaf=lambda leaf: isinstance(leaf, NamedArray))
@@ -272,7 +275,7 @@ class MixedLayers(eqx.Module):
                     x, sums = hax.scan(unit, "repeat")(x, runs)
                     sums = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), sums)
                 parts += [] if sums is None else [sums]
-            return x, jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *parts)
+            return x, jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *parts) if parts else None
 
         return scan
 
@@ -284,26 +287,35 @@ class MixedLayers(eqx.Module):
         Args:
             of_layers: The kinds of the layers, the experts that an engine chose, and what is known of them, by layer.
         """
-        only, units = self.config.layers_of("up"), list[tuple[list[Any], int]]()
-        common, mlps = dataclasses.replace(self.stacked, mlp=None), self.stacked.mlp
-        taken = {True: 0, False: 0}
-        for unit, repeats in repeated_runs([layer in only for layer in range(self.config.num_layers)]):
-            first, length, offset = sum(taken.values()), sum(count for _, count in unit), 0
-            runs: list[Any] = []
-            for dense, count in unit:
-                mlp = _layers(mlps.dense if dense else mlps.sparse, taken[dense], repeats, count, 0, count)
-                layers, cut = _layers((common, of_layers), first, repeats, length, offset, count)
-                runs.append((dataclasses.replace(layers, mlp=mlp), cut))
-                taken[dense] += repeats * count
-                offset += count
+        mixed, units = self.config.mixed_parts, list[tuple[list[Any], int]]()
+        common = dataclasses.replace(self.stacked, **dict.fromkeys(mixed))
+        taken = Counter[Any]()  # of each stack, by part and field; that of all layers by None
+        for unit, repeats in repeated_runs(list(zip(*mixed.values(), strict=True))):
+            lengths, offsets, runs = Counter[Any](), Counter[Any](), list[Any]()
+            for fields, count in unit:
+                lengths.update(dict.fromkeys((None, *zip(mixed, fields, strict=True)), count))
+            for fields, count in unit:
+
+                def cut(tree: Any, stack: Any) -> Any:
+                    own = _layers(tree, taken[stack], repeats, lengths[stack], offsets[stack], count)  # noqa: B023
+                    offsets[stack] += count  # noqa: B023
+                    return own
+
+                layers, own = cut((common, of_layers), None)
+                parts = {
+                    part: cut(getattr(getattr(self.stacked, part), field), (part, field))
+                    for part, field in zip(mixed, fields, strict=True)
+                }
+                runs.append((dataclasses.replace(layers, **parts), own))
+            taken.update({stack: repeats * length for stack, length in lengths.items()})
             units.append((runs, repeats))
         return units
 
 
-def repeated_runs(kinds: Sequence[bool]) -> list[tuple[tuple[tuple[bool, int], ...], int]]:
+def repeated_runs[Kind](kinds: Sequence[Kind]) -> list[tuple[tuple[tuple[Kind, int], ...], int]]:
     """Return the runs of layers of one kind as units of at most two runs, and how often each unit repeats."""
     runs = [(kind, len(list(layers))) for kind, layers in itertools.groupby(kinds)]
-    units, start = list[tuple[tuple[tuple[bool, int], ...], int]](), 0
+    units, start = list[tuple[tuple[tuple[Kind, int], ...], int]](), 0
     while start < len(runs):
         unit, repeats = tuple(runs[start : start + 2]), 1
         while tuple(runs[start + 2 * repeats :][:2]) == unit:

@@ -19,8 +19,8 @@ from lockstep.errors import ConfigError
 from lockstep.hosts import Hosts, Ledger, Watchdog
 from lockstep.models.config import LlamaConfig
 from lockstep.models.experts import RouterSums
-from lockstep.models.llama import LlamaLMHeadModel
-from lockstep.models.llama_mlp import EngineRouting, MixedMlps
+from lockstep.models.llama import LlamaLMHeadModel, attention_and_mlp
+from lockstep.models.llama_mlp import EngineRouting
 from lockstep.models.low_rank import RANK, AdaptedWeight, LowRankPair, MergeLora, narrower
 from lockstep.models.registry import read_registered, register_reader
 from lockstep.models.trainable import skeleton
@@ -30,14 +30,21 @@ from lockstep.placement.device import Program, compile_program
 
 _ATTENTION: Final = ("q", "k", "v", "o")
 TARGETS: Final[dict[str, tuple[str, ...]]] = {
-    **{f"{weight}_proj": (weight,) for weight in _ATTENTION},
+    "q_proj": ("q", "gated_q"),
+    **{f"{weight}_proj": (weight,) for weight in _ATTENTION if weight != "q"},
     **{f"{weight}_proj": (weight, f"expert_{weight}", f"shared_{weight}") for weight in MLP_WEIGHTS},
     "gate_up_proj": ("expert_gate_up",),
+    "in_proj_qkvz": ("linear_qkvz",),
+    "out_proj": ("linear_o",),
 }
 """The linear layers that can have adapters, by their names in Hugging Face models: their weights, of which a model has
 some. The adapter of a weight has its name and ``_proj``."""
 
-WEIGHTS: Final = [weights[place] for place in range(3) for weights in TARGETS.values() if place < len(weights)]
+_LATER: Final = ("gated_q", "linear_qkvz", "linear_o")
+WEIGHTS: Final = [
+    *(name for place in range(3) for of in TARGETS.values() for name in of[place : place + 1] if name not in _LATER),
+    *_LATER,  # behind the others, whose random numbers stay
+]
 """Those weights."""
 
 ALL: Final = "all-linear"
@@ -57,8 +64,8 @@ class LoraConfig:
     """The product of the factors is scaled by ``alpha / r``."""
     target_modules: tuple[str, ...] = (ALL,)
     """The linear layers with adapters: ``all-linear``, without the MLPs of a model that has experts, or some of
-    ``q_proj``, ``k_proj``, ``v_proj``, ``o_proj``, ``gate_proj``, ``up_proj``, ``down_proj``, and ``gate_up_proj`` of
-    gpt-oss. Those of an MLP are of each expert, too."""
+    ``q_proj``, ``k_proj``, ``v_proj``, ``o_proj``, ``gate_proj``, ``up_proj``, ``down_proj``, ``gate_up_proj`` of
+    gpt-oss, and ``in_proj_qkvz`` and ``out_proj`` of Qwen3-Next. Those of an MLP are of each expert, too."""
     base_dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """The float type in which the frozen weights are stored; null: the compute type of ``trainer.mp``, in which a step
     uses them anyway. Adapters are in the parameter type."""
@@ -93,7 +100,8 @@ class LoraConfig:
         own = {name: [weight for weight in of if _find(layers, weight) is not None] for name, of in TARGETS.items()}
         own = {name: weights for name, weights in own.items() if weights}
         if asked == (ALL,):
-            asked = tuple(name for name, (first, *_) in own.items() if config.experts is None or first in _ATTENTION)
+            mlps = {f"{name}_proj" for name in (*MLP_WEIGHTS, "gate_up")} if config.experts is not None else set()
+            asked = tuple(name for name in own if name not in mlps)
         missing = [name for name in asked if name not in own]
         if missing:
             raise ConfigError(
@@ -163,9 +171,8 @@ def adapter_products(pairs: dict[str, LowRankPair], config: LlamaConfig) -> floa
 
 def _find(layers: Any, weight: str) -> Any:
     """The weight of the stacked layers; None where they have none of this name."""
-    mlps = (layers.mlp.dense, layers.mlp.sparse) if isinstance(layers.mlp, MixedMlps) else (layers.mlp,)
-    candidates = (getattr(part, weight, None) for part in (layers.attention, *mlps))
-    return next((weight_ for weight_ in candidates if weight_ is not None), None)
+    candidates = (getattr(module, weight, None) for module in attention_and_mlp(layers))
+    return next((candidate for candidate in candidates if candidate is not None), None)
 
 
 class LoraModel(eqx.Module):

@@ -13,6 +13,7 @@ from jaxtyping import Array
 from lockstep.models import block
 from lockstep.models.attention import SplitPositions
 from lockstep.models.config import LlamaConfig, distinct, layer_kinds, rotary_frequencies
+from lockstep.models.delta_rule import LinearAttention
 from lockstep.placement import PARAMETER_AXES, PP, compute_axes
 from lockstep.placement.device import auto_axes
 
@@ -33,10 +34,19 @@ class LlamaAxes:
     SharedMlp: Axis
     Rank: Axis
     One: Axis
+    GatedHead: Axis
+    KeyHead: Axis
+    Key: Axis
+    ValueGroup: Axis
+    Value: Axis
+    Qkvz: Axis
+    Gates: Axis
+    Width: Axis
 
     @classmethod
     def of(cls, config: LlamaConfig) -> Self:
         """Return the axes of a configuration, with the names that sharding rules use."""
+        linear = config.linear_attention or LinearAttention()
         return cls(
             Embed=Axis("embed", config.hidden_dim),
             Mlp=Axis("mlp", config.intermediate_dim),
@@ -50,6 +60,14 @@ class LlamaAxes:
             SharedMlp=Axis("shared_mlp", (config.experts and config.experts.shared_intermediate_dim) or 1),
             Rank=Axis("rank", config.variant.gated_norm_rank or 1),
             One=Axis("one", 1),
+            GatedHead=Axis("gated_head", 2 * config.head_size),
+            KeyHead=Axis("key_head", linear.key_heads),
+            Key=Axis("key", linear.key_head_dim),
+            ValueGroup=Axis("value_group", linear.group),
+            Value=Axis("value", linear.value_head_dim),
+            Qkvz=Axis("qkvz", linear.qkvz),
+            Gates=Axis("gates", 2 * linear.group),
+            Width=Axis("width", linear.conv_width),
         )
 
 

@@ -180,6 +180,8 @@ def pipelined(model: PyTree, microbatches: int = 1, repeats: int = 1) -> PyTree:
     refused = f"a {type(model).__name__}" if not isinstance(model, LlamaLMHeadModel) else None
     if config is not None and config.experts is not None:
         refused = "a model with experts"
+    if config is not None and config.linear_attention is not None:
+        refused = "a model with linear attention"
     if config is not None and config.exact:
         refused = "model.numerics exact"
     layers = 0 if config is None else config.num_layers
@@ -191,7 +193,7 @@ def pipelined(model: PyTree, microbatches: int = 1, repeats: int = 1) -> PyTree:
     if refused is not None:
         raise ConfigError(
             f"trainer.mesh_shape has pp ({dict(mesh.shape)}), and this is {refused}, which is not divided into stages. "
-            "Only models without experts and adapters are, with model.numerics fast. Leave pp out."
+            "Only models without experts, linear attention and adapters are, with model.numerics fast. Leave pp out."
         )
     return dataclasses.replace(model, layers=PipelinedLayers(model.layers, microbatches, repeats))
 

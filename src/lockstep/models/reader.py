@@ -7,8 +7,7 @@ import equinox as eqx
 from haliax import NamedArray
 
 from lockstep.models.config import LlamaConfig
-from lockstep.models.llama import LlamaLMHeadModel
-from lockstep.models.llama_mlp import MixedMlps
+from lockstep.models.llama import LlamaLMHeadModel, attention_and_mlp
 from lockstep.models.registry import UnreadableModelError, class_name, has_reader, read_registered, register_reader
 from lockstep.models.weight_sizes import check_weights
 from lockstep.models.weights import WEIGHT_AXES, DecoderWeights, LayerWeights, haliax_axes
@@ -60,8 +59,7 @@ def _read_pair(model: tuple[Any, ...]) -> tuple[LlamaConfig, DecoderWeights]:
 @register_reader(LlamaLMHeadModel)
 def _read_llama(model: LlamaLMHeadModel) -> tuple[LlamaConfig, DecoderWeights]:
     layer = model.layers.stacked
-    mlps = (layer.mlp.dense, layer.mlp.sparse) if isinstance(layer.mlp, MixedMlps) else (layer.mlp,)
-    layers = _parameters(LayerWeights, layer, layer.attention, *mlps)
+    layers = _parameters(LayerWeights, layer, *attention_and_mlp(layer))
     return model.config, DecoderWeights(layers=LayerWeights(**layers), **_parameters(DecoderWeights, model))
 
 

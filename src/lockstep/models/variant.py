@@ -8,7 +8,7 @@ from lockstep.errors import ConfigError
 from lockstep.models.rope import RotaryConfig
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "xielu", "clamped_swiglu"]
-LayerType = Literal["sliding_attention", "full_attention"]
+LayerType = Literal["sliding_attention", "full_attention", "linear_attention"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,6 +58,8 @@ class Variant:
     """Whether attention's output is multiplied by a gate of each query head (Snowball)."""
     o_bias: bool = False
     """Whether the output projection of attention has a bias (gpt-oss)."""
+    gated_attention: bool = False
+    """Whether attention's output is multiplied by the sigmoid of a gate of each element (Qwen3-Next)."""
     attention_soft_cap: float | None = None
     """The soft cap of attention scores: a score s becomes ``cap * tanh(s / cap)`` (Gemma 2). Null for none."""
     logit_soft_cap: float | None = None
@@ -68,7 +70,8 @@ class Variant:
     """The number of positions that a query attends to, its own included. Null for all."""
     layer_types: tuple[LayerType, ...] | None = None
     """The attention of each layer, in Hugging Face's words: ``sliding_attention`` has the ``sliding_window``,
-    ``full_attention`` has none. Null: as ``full_attention_every`` says; else with ``sliding_window`` all have it."""
+    ``full_attention`` has none, ``linear_attention`` has a state (`LinearAttention`). Null: as ``full_attention_every``
+    says; else with ``sliding_window`` all have it."""
     full_attention_every: int | None = None
     """Every how many layers one has no ``sliding_window``: 2 in Gemma 2, 6 in Gemma 3. Null: ``layer_types`` says."""
     interleaved_rope: bool = False

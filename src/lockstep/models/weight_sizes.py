@@ -7,7 +7,7 @@ from typing import Final
 
 from lockstep.errors import ConfigError
 from lockstep.models.config import LlamaConfig
-from lockstep.models.weights import STACKED, WEIGHT_AXES, DecoderWeights
+from lockstep.models.weights import LINEAR_WEIGHTS, STACKED, WEIGHT_AXES, DecoderWeights
 
 HEAD_AXES: Final = ("kv_head", "group", "head")
 """The axes that may be flattened into fewer, in this order."""
@@ -56,6 +56,18 @@ def axis_sizes(config: LlamaConfig) -> dict[str, int]:
         sizes |= {"expert": experts.num_experts, "expert_mlp": config.expert_dim, "gate_up": 2 * config.expert_dim}
         if experts.shared_intermediate_dim is not None:
             sizes["shared_mlp"] = experts.shared_intermediate_dim
+    if config.variant.gated_attention:
+        sizes["gated_head"] = 2 * config.head_size
+    if (linear := config.linear_attention) is not None:
+        sizes |= {
+            "key_head": linear.key_heads,
+            "key": linear.key_head_dim,
+            "value_group": linear.group,
+            "value": linear.value_head_dim,
+            "qkvz": linear.qkvz,
+            "gates": 2 * linear.group,
+            "width": linear.conv_width,
+        }
     if config.variant.gated_norm_rank is not None:
         sizes["rank"] = config.variant.gated_norm_rank
     return sizes
@@ -73,6 +85,12 @@ SETTINGS: Final[Mapping[str, str]] = {
     "gate_up": "2 * experts.intermediate_dim",
     "shared_mlp": "experts.shared_intermediate_dim",
     "rank": "variant.gated_norm_rank",
+    "gated_head": "2 * head_dim",
+    "key_head": "linear_attention.key_heads",
+    "key": "linear_attention.key_head_dim",
+    "value_group": "linear_attention.value_heads / linear_attention.key_heads",
+    "value": "linear_attention.value_head_dim",
+    "width": "linear_attention.conv_width",
     "vocab": "the rows of embed",
 }
 """The setting that an axis has its size from."""
@@ -98,6 +116,14 @@ def _presence(config: LlamaConfig) -> dict[str, tuple[str, bool]]:
         "variant.o_bias": (variant.o_bias, {"o_bias": variant.o_bias}),
         "variant.attention_sinks": (variant.attention_sinks, {"sinks": variant.attention_sinks}),
         "variant.head_gates": (variant.head_gates, {"head_gate": variant.head_gates}),
+        "variant.gated_attention": (
+            variant.gated_attention,
+            {"gated_q": variant.gated_attention, "q": not variant.gated_attention},
+        ),
+        "linear_attention": (
+            config.linear_attention,
+            dict.fromkeys(sorted(LINEAR_WEIGHTS), config.linear_attention is not None),
+        ),
     }
     return {
         name: (f"{setting} = {value}", present)

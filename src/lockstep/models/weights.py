@@ -19,11 +19,14 @@ class LayerWeights:
     """Weights of all transformer layers, stacked on a leading layer axis.
 
     Axes: ``layer``; ``embed`` (hidden size); ``kv_head``; ``group`` (query heads per kv head); ``head`` (head size);
-    ``mlp`` (intermediate size); ``expert``; ``expert_mlp`` (intermediate size of an expert); ``gate_up`` (twice that:
-    gate and up in turns); ``shared_mlp`` (that of the shared expert); ``rank`` (of the gates of norms); ``one`` (a
-    single number). Query head ``i`` of a Hugging Face checkpoint is ``(kv_head, group) = divmod(i, G)``, ``G`` being
-    the number of query heads per kv head. The axes of heads may also be flattened into fewer, in this order. A weight
-    with another order of axes, or with one array per layer, is a `lockstep.placement.LazyWeight`.
+    ``gated_head`` (twice that: a query and its gate); ``key_head``, ``key``, ``value_group`` and ``value`` (heads and
+    sizes of linear attention, `lockstep.models.LinearAttention`); ``qkvz`` and ``gates`` (all that a key head has);
+    ``width`` (positions of its convolution); ``mlp`` (intermediate size); ``expert``; ``expert_mlp`` (intermediate size
+    of an expert); ``gate_up`` (twice that: gate and up in turns); ``shared_mlp`` (that of the shared expert); ``rank``
+    (of the gates of norms); ``one`` (a single number). Query head ``i`` of a Hugging Face checkpoint is ``(kv_head,
+    group) = divmod(i, G)``, ``G`` being the number of query heads per kv head. The axes of heads may also be flattened
+    into fewer, in this order. A weight with another order of axes, or with one array per layer, is a
+    `lockstep.placement.LazyWeight`.
 
     Example:
         >>> _, weights = lockstep.models.read_decoder(model)
@@ -31,10 +34,20 @@ class LayerWeights:
         (2, 32, 64)
     """
 
-    q: Float[Array, "layer embed kv_head group head"]
+    q: Float[Array, "layer embed kv_head group head"] | None = None
+    gated_q: Float[Array, "layer embed kv_head group gated_head"] | None = None
     k: Float[Array, "layer embed kv_head head"]
     v: Float[Array, "layer embed kv_head head"]
     o: Float[Array, "layer kv_head group head embed"]
+    linear_qkvz: Float[Array, "layer embed key_head qkvz"] | None = None
+    linear_gates: Float[Array, "layer embed key_head gates"] | None = None
+    linear_conv_q: Float[Array, "layer key_head key one width"] | None = None
+    linear_conv_k: Float[Array, "layer key_head key one width"] | None = None
+    linear_conv_v: Float[Array, "layer key_head value_group value one width"] | None = None
+    linear_decay: Float[Array, "layer key_head value_group"] | None = None
+    linear_decay_bias: Float[Array, "layer key_head value_group"] | None = None
+    linear_norm: Float[Array, "layer value"] | None = None
+    linear_o: Float[Array, "layer key_head value_group value embed"] | None = None
     up: Float[Array, "layer embed mlp"] | None = None
     down: Float[Array, "layer mlp embed"] | None = None
     gate: Float[Array, "layer embed mlp"] | None = None
@@ -118,13 +131,21 @@ STACKED: Final = frozenset(name for name, axes in WEIGHT_AXES.items() if axes[0]
 TENSOR_DIMS: Final[Mapping[str, int]] = {
     name: axes.index(split)
     for name, axes in WEIGHT_AXES.items()
-    for split in ("vocab", "kv_head", "mlp", "expert_mlp", "gate_up", "shared_mlp")
+    for split in ("vocab", "kv_head", "key_head", "mlp", "expert_mlp", "gate_up", "shared_mlp")
     if split in axes
 }
-"""The axis of each weight that the devices of a replica split: vocabulary, kv heads, or the width of MLPs. A weight
-that has none is copied to each. The number is right for weights with flattened head axes too, for ``kv_head`` comes
-first."""
+"""The axis of each weight that the devices of a replica split: vocabulary, kv heads, key heads of linear attention,
+or the width of MLPs. A weight that has none is copied to each. The number is right for weights with flattened head axes
+too, for ``kv_head`` comes first."""
 
+
+LINEAR_WEIGHTS: Final = frozenset(name for name in WEIGHT_AXES if name.startswith("linear_"))
+"""Names of the weights of a layer with linear attention."""
+
+ATTENTION_WEIGHTS: Final = frozenset(
+    name for name, axes in WEIGHT_AXES.items() if {"kv_head", "head"} & {*axes} or name == "o_bias"
+)
+"""Names of the weights of a layer with attention over all positions, in place of these."""
 
 MLP_WEIGHTS: Final = ("gate", "up", "down")
 """Names of the weights of a layer that has an MLP, beside those that all layers have."""
@@ -151,8 +172,10 @@ def part_lanes(platform: str) -> Mapping[str, int]:
 
 
 def quantized_dims(name: str, ndim: int) -> tuple[int, ...]:
-    """`input_dims` of a weight whose products may be in 8 bits; none for a router, whose choice hangs on rounding."""
-    return () if name in ("router", "shared_router") else input_dims(name, ndim)
+    """`input_dims` of a weight whose products may be in 8 bits; none for a router, whose choice hangs on rounding, and
+    gates of a memory, whose errors last.
+    """
+    return () if name in ("router", "shared_router", "linear_gates") else input_dims(name, ndim)
 
 
 def input_dims(name: str, ndim: int) -> tuple[int, ...]:

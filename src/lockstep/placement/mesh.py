@@ -32,6 +32,7 @@ PARAMETER_AXES: Final[dict[str, str]] = {
     "gate_up": "tp",
     "shared_mlp": "tp",
     "kv_head": "tp",
+    "key_head": "tp",
     "vocab": "tp",
 }
 """The mesh axes that split a parameter between steps, by the name of its logical axis."""

@@ -12,6 +12,7 @@ from lockstep.engine.decode_model import DecodeModel
 from lockstep.engine.decoder.decode import decode_function, verify_function
 from lockstep.engine.decoder.packing import Batch, pack
 from lockstep.engine.decoder.prefill import copy_pages_function, prefill_function, prompt_logprobs_function
+from lockstep.engine.decoder.states import KvAndStates, state_structs
 from lockstep.engine.decoder.transformer import Transformer, routed_shape
 from lockstep.engine.schedule import (
     Capacity,
@@ -122,9 +123,10 @@ def build_programs(
         exact=model.config.exact,
     )
     kept, size = attention.stored_kv_heads.shape
-    pool = jax.ShapeDtypeStruct(
+    layers = len(model.config.layers_of("k"))
+    pages = jax.ShapeDtypeStruct(
         (
-            decode_mesh.replicas * model.config.num_layers * sizes.pages,
+            decode_mesh.replicas * layers * sizes.pages,
             sizes.page_size // decode_mesh.context,
             decode_mesh.tensor * kept,
             size,
@@ -132,7 +134,13 @@ def build_programs(
         pool_dtype(model.device, model.heads, model.kv_dtype),
         sharding=decode_mesh.sharding(decode_mesh.replica_axes or None, None, decode_mesh.tensor_axes or None),
     )
-    new_cache = compiled("new_cache", lambda: jnp.zeros(pool.shape, pool.dtype), [], out_shardings=pool.sharding)
+    pool = KvAndStates(pages, state_structs(model.config, sizes, decode_mesh, model.dtype)).pool
+    new_cache = compiled(
+        "new_cache",
+        lambda: jax.tree.map(lambda part: jnp.zeros(part.shape, part.dtype), pool),
+        [],
+        out_shardings=_shardings(pool),
+    )
 
     rows = model.weights.embed.shape[0]
     allowed = rows if vocab_size is None else min(vocab_size, rows)
@@ -148,13 +156,13 @@ def build_programs(
     if sizes.page_copies:
         copies = _packed(CopyPagesBatch.empty(sizes), decode_mesh)
         mapped = jax.shard_map(
-            copy_pages_function(model.config.num_layers, sizes, attention),
+            copy_pages_function(layers, sizes, attention),
             mesh=decode_mesh.mesh,
-            in_specs=(pool.sharding.spec, copies.sharding.spec),
-            out_specs=pool.sharding.spec,
+            in_specs=(pages.sharding.spec, copies.sharding.spec),
+            out_specs=pages.sharding.spec,
             check_vma=False,
         )
-        copy_pages = compiled("copy_pages", mapped, [pool, copies], donate=(0,), out_shardings=pool.sharding)
+        copy_pages = compiled("copy_pages", mapped, [pages, copies], donate=(0,), out_shardings=pages.sharding)
     prompt_logprobs = None
     if sizes.prompt_logprobs:
         prompt_logprobs = _on_mesh(
@@ -190,7 +198,7 @@ def _on_mesh(
     function: Callable[..., Any],
     layouts: LayoutTree,
     weights: DecoderWeights,
-    pool: jax.ShapeDtypeStruct,
+    pool: Any,
     decode_mesh: DecodeMesh,
     batch: Batch,
     *,
@@ -203,13 +211,14 @@ def _on_mesh(
     its results alone.
     """
     everywhere, given = decode_mesh.sharding(), _packed(batch, decode_mesh)
-    outputs = (pool.sharding, everywhere) if results else pool.sharding
+    shardings = _shardings(pool)
+    outputs = (shardings, everywhere) if results else shardings
     if reads_only:
         outputs = everywhere
     mapped = jax.shard_map(
         function,
         mesh=decode_mesh.mesh,
-        in_specs=(partition_specs(layouts), pool.sharding.spec, given.sharding.spec),
+        in_specs=(partition_specs(layouts), jax.tree.map(lambda part: part.spec, shardings), given.sharding.spec),
         out_specs=jax.tree.map(lambda sharding: sharding.spec, outputs),
         check_vma=False,
     )
@@ -218,6 +227,10 @@ def _on_mesh(
 
 def _packed(batch: Batch, decode_mesh: DecodeMesh) -> jax.ShapeDtypeStruct:
     return _struct(pack(batch), decode_mesh.sharding(decode_mesh.replica_axes or None))
+
+
+def _shardings(pool: Any) -> Any:
+    return jax.tree.map(lambda part: part.sharding, pool)
 
 
 def _struct(array: Any, sharding: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:

@@ -14,7 +14,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from lockstep.engine.decoder import states
 from lockstep.engine.decoder.packing import pack_results, unpack
+from lockstep.engine.decoder.states import KvAndStates
 from lockstep.engine.decoder.transformer import Transformer
 from lockstep.engine.idle_replicas import own_steps
 from lockstep.engine.sampling.logprobs import top_logprobs
@@ -183,7 +185,7 @@ def verify_function(
         results.append(jnp.zeros(shape, jnp.int32))
         state = (
             jnp.int32(0),
-            attention.begin_decode(pool, page_table, given["position"], transformer.config.num_layers),
+            attention.begin_decode(pool, page_table, given["position"], transformer.kv_layers),
             given["token"],
             given["position"],
             given["remaining"],
@@ -215,7 +217,8 @@ def decode_function(
     decode_mesh = transformer.decode_mesh
     like = DecodeBatch.empty(capacity, 0)
 
-    def decode(weights: DecoderWeights, pool: Array, packed: Array) -> tuple[Array, Array]:
+    def decode(weights: DecoderWeights, pool: Any, packed: Array) -> tuple[Any, Array]:
+        past = KvAndStates.of(pool)
         weights = transformer.read_outer(weights)
         given = unpack(packed[0], like)
         token, position, remaining = given["token"], given["position"], given["remaining"]
@@ -238,17 +241,20 @@ def decode_function(
             index, cache, token, position, remaining, counts, results = state
             active = remaining > 0
             page = jnp.where(active, page_table[rows, position // capacity.page_size], NULL_PAGE)[:, None]
+            linear = transformer.config.linear_attention
+            recur = None if linear is None else states.step(linear, position, active)
 
-            def write(cache: Any, layer: Array, kv: Array) -> Any:
-                return attention.write(cache, layer, layer * transformer.pages + page, position[:, None], kv)
+            def write(cache: KvAndStates, layer: Array, kv: Array) -> KvAndStates:
+                place = layer * transformer.pages + page
+                return cache._replace(kv=attention.write(cache.kv, layer, place, position[:, None], kv))
 
-            def attend(cache: Any, layer: Array, q: Array, sinks: Array | None) -> Array:
+            def attend(cache: KvAndStates, layer: Array, q: Array, sinks: Array | None) -> Array:
                 table = layer * transformer.pages + page_table
-                return attention.decode(q, cache, layer, table, position, active, sinks)
+                return attention.decode(q, cache.kv, layer, table, position, active, sinks)
 
             x = transformer.embed(weights, token[:, None])
             x, cache, routed = transformer.layers(
-                weights.layers, x, cache, start=position, active=active, write=write, attend=attend
+                weights.layers, x, cache, start=position, active=active, write=write, attend=attend, recur=recur
             )
             logits = transformer.logits(weights, x[:, 0])
             sampled = sampler.draw(logits, counts, position + 1)
@@ -277,7 +283,7 @@ def decode_function(
             results.append(jnp.zeros((*shape, transformer.routed.words), jnp.int32))
         state = (
             jnp.int32(0),
-            attention.begin_decode(pool, page_table, position, transformer.config.num_layers),
+            past._replace(kv=attention.begin_decode(past.kv, page_table, position, transformer.kv_layers)),
             token,
             position,
             remaining,
@@ -285,6 +291,6 @@ def decode_function(
             results,
         )
         _, cache, _, _, _, _, results = jax.lax.while_loop(lambda state: state[0] < num_steps, step, state)
-        return attention.end_decode(cache), pack_results(results, decode_mesh)
+        return cache._replace(kv=attention.end_decode(cache.kv)).pool, pack_results(results, decode_mesh)
 
     return decode

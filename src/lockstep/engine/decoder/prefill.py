@@ -14,7 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int32
 
+from lockstep.engine.decoder import states
 from lockstep.engine.decoder.packing import pack_results, unpack
+from lockstep.engine.decoder.states import KvAndStates
 from lockstep.engine.decoder.transformer import Transformer
 from lockstep.engine.idle_replicas import run_if_busy
 from lockstep.engine.sampling.logprobs import target_logprobs, top_logprobs
@@ -36,29 +38,32 @@ def prefill_function(transformer: Transformer, capacity: Capacity, attention: At
     """
     like = PrefillBatch.empty(capacity)
 
-    def prefill(weights: DecoderWeights, pool: Array, packed: Array) -> Any:
+    def prefill(weights: DecoderWeights, pool: Any, packed: Array) -> Any:
         given = unpack(packed[0], like)
         tokens, start, page, page_table = given["tokens"], given["start"], given["page"], given["page_table"]
         weights = transformer.read_outer(weights)
         active = page != NULL_PAGE
         rows = attention.begin_prefill(start, page_table, active)
+        linear = transformer.config.linear_attention
+        recur = None if linear is None else states.rows(linear, capacity.slots, given["slot"], start, given["count"])
 
-        def write(pool: Array, layer: Array, kv: Array) -> Array:
-            return attention.write_pages(pool, layer * transformer.pages + page, kv)
+        def write(past: KvAndStates, layer: Array, kv: Array) -> KvAndStates:
+            return past._replace(kv=attention.write_pages(past.kv, layer * transformer.pages + page, kv))
 
-        def attend(pool: Array, layer: Array, q: Array, sinks: Array | None) -> Array:
-            return attention.prefill(q, pool, layer, layer * transformer.pages, rows, sinks)
+        def attend(past: KvAndStates, layer: Array, q: Array, sinks: Array | None) -> Array:
+            return attention.prefill(q, past.kv, layer, layer * transformer.pages, rows, sinks)
 
-        def fill(state: tuple[Array, Any]) -> tuple[Array, Any]:
-            pool, _ = state
+        def fill(state: tuple[KvAndStates, Any]) -> tuple[KvAndStates, Any]:
+            past, _ = state
             x = transformer.embed(weights, tokens)
             return transformer.fill_cache(
-                weights.layers, x, pool, start=start, active=active, write=write, attend=attend
+                weights.layers, x, past, start=start, active=active, write=write, attend=attend, recur=recur
             )
 
         shape = transformer.routed
         routed = None if shape is None else jnp.zeros((*tokens.shape, shape.words), jnp.int32)
-        pool, routed = run_if_busy(capacity, jnp.any(active), fill, (pool, routed))
+        past, routed = run_if_busy(capacity, jnp.any(active), fill, (KvAndStates.of(pool), routed))
+        pool = past.pool
         return pool if routed is None else (pool, pack_results([routed], transformer.decode_mesh))
 
     return prefill

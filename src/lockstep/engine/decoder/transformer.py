@@ -3,16 +3,20 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Set
-from typing import Final
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Int32
 
 from lockstep.engine.decoder.experts import answer_of_experts
 from lockstep.engine.decoder.ops import Exact, Sharded
+from lockstep.engine.decoder.states import Recur
 from lockstep.engine.schedule import Capacity, RoutedShape
 from lockstep.models import (
+    ATTENTION_WEIGHTS,
+    LINEAR_WEIGHTS,
     MLP_WEIGHTS,
     SPARSE_WEIGHTS,
     WEIGHT_AXES,
@@ -23,10 +27,12 @@ from lockstep.models import (
     distinct,
     layer_kinds,
     packed_experts,
+    repeated_runs,
     rotary_frequencies,
 )
 from lockstep.models.attention import Heads, ScoreModifier
 from lockstep.models.attention.kv import KvSpec, PagedKv
+from lockstep.models.delta_rule import DeltaGates
 from lockstep.models.layers import Rotary, feed_forward, first_stream, gated_norm, last_stream, layer, project
 from lockstep.placement import DecodeMesh, LayoutTree, drop_layers, read, read_outer
 from lockstep.placement.device import elementwise, product
@@ -59,13 +65,18 @@ def device_heads(config: LlamaConfig, decode_mesh: DecodeMesh) -> Heads:
     )
 
 
-def kept_by_layer(config: LlamaConfig, rows: PagedKv) -> tuple[KvSpec, ...]:
+def kept_by_layer(config: LlamaConfig, rows: PagedKv, state: KvSpec | None = None) -> tuple[KvSpec, ...]:
     """Return what each layer keeps of the past on a device.
 
     Args:
         rows: The rows of a position, of the layers that keep any.
+        state: That of layers with linear attention; None where there are none.
     """
-    return tuple(dataclasses.replace(rows, window=kind.window) for kind in layer_kinds(config))
+    kept: list[KvSpec] = [dataclasses.replace(rows, window=kind.window) for kind in layer_kinds(config)]
+    for number in config.linear_layers:
+        assert state is not None
+        kept[number] = state
+    return tuple(kept)
 
 
 def routed_shape(config: LlamaConfig, sizes: Capacity) -> RoutedShape | None:
@@ -102,6 +113,11 @@ class Transformer:
     def heads(self) -> Heads:
         """The attention heads of one device."""
         return device_heads(self.config, self.decode_mesh)
+
+    @property
+    def kv_layers(self) -> int:
+        """The number of layers that keep K and V."""
+        return len(self.config.layers_of("k"))
 
     def read_outer(self, weights: DecoderWeights) -> DecoderWeights:
         """Return the weights with all but ``layers`` as this device needs them: embedding, norms and output layer."""
@@ -150,6 +166,7 @@ class Transformer:
         active: Bool[Array, " sequence"],
         write: Write[Cache],
         attend: Attend[Cache],
+        recur: Recur | None = None,
         after: After[Cache] | None = None,
         count: int | None = None,
         position: Int[Array, "sequence query"] | None = None,
@@ -160,7 +177,8 @@ class Transformer:
         Args:
             weights: The device's blocks of the stacked layers.
             x: The embedded tokens; query ``i`` is at position ``start + i``.
-            cache: The K/V of all layers, in whatever form ``write`` and ``attend`` have it.
+            cache: The past of all layers, in whatever form ``write``, ``attend`` and ``recur`` have it. They count the
+                layers with attention over all positions, and those with linear attention, by themselves.
             start: The position of the first query of each sequence.
             active: Whether a sequence is there; for others no expert is read, and their results are arbitrary.
             count: The number of layers to run, from the first on; None for all.
@@ -175,29 +193,58 @@ class Transformer:
         shape = self.routed
         routed = None if shape is None else jnp.full((shape.layers, valid.size * shape.choices), -1, shape.dtype)
 
-        def run(index: Array, carry: tuple[Array, Cache, Array | None]) -> tuple[Array, Cache, Array | None]:
+        def run(kind: str, index: Array, carry: tuple[Array, Cache, Array | None]) -> tuple[Array, Cache, Array | None]:
             x, cache, routed = carry
-            w = self._layer(weights, index)
+            w, place = self._layer(weights, index, kind)
 
             def attend_and_write(q: Array, k: Array, v: Array) -> Array:
                 nonlocal cache
-                cache = write(cache, index, self.heads.kept.join(k, v))
-                return attend(cache, index, q, w.sinks)
+                cache = write(cache, place, self.heads.kept.join(k, v))
+                return attend(cache, place, q, w.sinks)
+
+            def recur_and_write(inputs: Array, taps: Array, gates: DeltaGates) -> Array:
+                nonlocal cache
+                assert recur is not None
+                out, cache = recur(cache, place, inputs, taps, gates)
+                return out
 
             def mlp(h: Array) -> tuple[Array, Array | None]:
                 own = None if replayed is None else replayed[:, :, index].reshape(valid.size, -1)
                 return self._mlp_of_layer(weights, w, index, valid, h, own)
 
             rotary = self._of_layer(angles, index)
-            x, experts = layer(self._ops, self.config, w, x, rotary, attend_and_write, mlp)
+            past = recur_and_write if kind == "linear" else attend_and_write
+            x, experts = layer(self._ops, self.config, w, x, rotary, past, mlp)
             if routed is not None and experts is not None:
                 routed = routed.at[index].set(experts.reshape(-1).astype(routed.dtype))
             return x, cache if after is None else after(cache, index, x), routed
 
-        x, cache, routed = jax.lax.fori_loop(
-            0, self.config.num_layers if count is None else count, run, (x, cache, routed)
-        )
+        x, cache, routed = self._in_runs(run, (x, cache, routed), count)
         return x, cache, None if routed is None else packed_experts(routed, valid.size).reshape(*x.shape[:2], -1)
+
+    def _in_runs[Carry](self, run: Callable[[str, Array, Carry], Carry], carry: Carry, count: int | None) -> Carry:
+        """Apply a function to each layer: a loop over each run of layers of one kind of attention, in a loop over units
+        that repeat.
+        """
+        first = 0
+        for unit, repeats in repeated_runs(self._kinds[:count]):
+            length = sum(layers for _, layers in unit)
+
+            def of_unit(number: Any, carry: Carry, unit: Any = unit, begin: int = first, length: int = length) -> Carry:
+                begin = begin + number * length
+                for kind, layers in unit:
+                    carry = jax.lax.fori_loop(begin, begin + layers, functools.partial(run, kind), carry)
+                    begin = begin + layers
+                return carry
+
+            carry = of_unit(0, carry) if repeats == 1 else jax.lax.fori_loop(0, repeats, of_unit, carry)
+            first += repeats * length
+        return carry
+
+    @property
+    def _kinds(self) -> tuple[str, ...]:
+        """The attention of each layer: ``full``, or ``linear``."""
+        return self.config.mixed_parts.get("attention", ("full",) * self.config.num_layers)
 
     def fill_cache[Cache](
         self,
@@ -209,21 +256,38 @@ class Transformer:
         active: Bool[Array, " sequence"],
         write: Write[Cache],
         attend: Attend[Cache],
+        recur: Recur | None = None,
     ) -> tuple[Cache, Int32[Array, "sequence query word"] | None]:
-        """Run `layers`, with the same arguments, for cache and experts: of the last layer it computes only K/V."""
+        """Run `layers`, with the same arguments, for cache and experts: of the last layer it computes only K/V, unless
+        it has a state.
+        """
         last = self.config.num_layers - 1
+        stateful = self._kinds[last] == "linear"
         x, cache, routed = self.layers(
-            weights, x, cache, start=start, active=active, write=write, attend=attend, count=last
-        )
+            weights, x, cache, start=start, active=active, write=write, attend=attend, recur=recur,
+            count=None if stateful else last,
+        )  # fmt: skip
+        if stateful:
+            return cache, routed
         index = jnp.int32(last)
-        w = self._layer(weights, index)
+        w, place = self._layer(weights, index, "full")
         h = gated_norm(self._ops, x, w.attn_norm, w.attn_norm_down, w.attn_norm_up)
-        _, k, v = project(self._ops, self.config, w, h, self._of_layer(self._rope_angles(x, start), index))
-        return write(cache, index, self.heads.kept.join(k, v)), routed
+        _, k, v, _ = project(self._ops, self.config, w, h, self._of_layer(self._rope_angles(x, start), index))
+        return write(cache, place, self.heads.kept.join(k, v)), routed
 
-    def _layer(self, weights: LayerWeights, index: Array) -> LayerWeights:
-        """Return one layer's weights as this device needs them, without its MLP where layers differ in it."""
-        return self._at(weights, index, LAYER - {*MLP_WEIGHTS, *SPARSE_WEIGHTS} if self.config.mixes_mlps else LAYER)
+    def _layer(self, weights: LayerWeights, index: Array, kind: str) -> tuple[LayerWeights, Array]:
+        """Return one layer's weights as this device needs them, without its MLP where layers differ in it, and the
+        place of the layer among those of its kind.
+        """
+        names = LAYER - {*MLP_WEIGHTS, *SPARSE_WEIGHTS} if self.config.mixes_mlps else LAYER
+        if self.config.linear_attention is None:
+            return self._at(weights, index, names), index
+        kinds = np.array(self._kinds) == kind
+        place = jnp.asarray(np.cumsum(kinds) - 1)[index]
+        own = LINEAR_WEIGHTS if kind == "linear" else ATTENTION_WEIGHTS
+        attention, common = self._at(weights, place, own), names - LINEAR_WEIGHTS - ATTENTION_WEIGHTS
+        of_kind = {name: getattr(attention, name) for name in own}
+        return dataclasses.replace(self._at(weights, index, common), **of_kind), place
 
     def _at(self, weights: LayerWeights, index: Array, names: Set[str]) -> LayerWeights:
         """Return some weights at a place of their stack. Indexed inside a loop, blocks are read in place.

@@ -81,6 +81,10 @@ class PrefillBatch:
     """The page that the row's K/V is written to."""
     page_table: Int32[np.ndarray, "replica row pages_per_sequence"]
     """The pages of the row's sequence, in order."""
+    slot: Int32[np.ndarray, "replica row"]
+    """The slot of the row's sequence."""
+    count: Int32[np.ndarray, "replica row"]
+    """The number of the row's tokens that decode does not read again; 0 for an unused row."""
 
     @classmethod
     def empty(cls, capacity: Capacity) -> "PrefillBatch":
@@ -91,6 +95,8 @@ class PrefillBatch:
             start=np.zeros(rows, np.int32),
             page=np.full(rows, NULL_PAGE, np.int32),
             page_table=np.full((*rows, capacity.pages_per_sequence), NULL_PAGE, np.int32),
+            slot=np.zeros(rows, np.int32),
+            count=np.zeros(rows, np.int32),
         )
 
 

@@ -60,7 +60,7 @@ def prefill_batch(capacity: Capacity, replicas: Seq[Replica]) -> PrefillBatch:
             # the row's queries see anyway.
             batch.tokens[r, row] = sequence.request.prompt_tokens[start]
             batch.tokens[r, row, : end - start] = sequence.request.prompt_tokens[start:end]
-            batch.start[r, row] = start
+            batch.start[r, row], batch.slot[r, row], batch.count[r, row] = start, sequence.slot, end - start
             batch.page[r, row] = sequence.pages[start // capacity.page_size]
             batch.page_table[r, row, : len(sequence.pages)] = sequence.pages
     return batch

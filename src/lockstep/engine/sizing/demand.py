@@ -90,6 +90,11 @@ def measure_demand(config: EngineConfig, models: DecodeModels, requests: Sequenc
             raise ConfigError(
                 f"routed_experts of prompt {request.prompt_id} is true; the model has no experts. Set it to false."
             )
+        if request.params.prompt_logprobs and models.config.linear_attention is not None:
+            raise ConfigError(
+                f"prompt_logprobs of prompt {request.prompt_id} is true; the model has linear attention, and the state "
+                "at each page of a prompt is gone after prefill. Set it to false."
+            )
     return Demand.of(requests, config.first_page_size(models.mesh.devices.flat[0].platform))
 
 

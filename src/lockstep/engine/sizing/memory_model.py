@@ -147,7 +147,9 @@ class MemoryModel:
         scores = 0 if self._kernel else 3 * self._heads * chunk * 4 + self._widened(chunk)
         if self._tpu and not self._kernel:  # K and V of a chunk of a layer, in use and being read
             scores += 2 * CONTEXT_CHUNK * self._layer_kv_bytes
-        of_slots = sizes.slots * (scores + 8 * sizes.steps + self._activations)
+        # The states of a layer before a step, and after it.
+        states = 2 * max(layer.sequence_bytes(self.model.kv_dtype) for layer in self.model.kept)
+        of_slots = sizes.slots * (scores + 8 * sizes.steps + self._activations + states)
         routed = self._routed(sizes, sizes.slots, sizes.slots * sizes.steps)
         return self._gathered_outer + self._gathered_layers + context + self._sampling(sizes) + of_slots + routed
 
@@ -191,7 +193,8 @@ class MemoryModel:
         """
         if not self._tpu or self.model.gathered:
             return 0
-        names = ("q",) if self._kernel and self.model.heads.kv_heads == 1 else ("q", "k", "v")
+        names: tuple[str, ...] = ("q", "gated_q", "linear_qkvz")
+        names += () if self._kernel and self.model.heads.kv_heads == 1 else ("k", "v")
         copies = 1 if self._kernel else 2
         return copies * sum(weight.decode_bytes for weight in self.model.leaves if weight.name in names)
 

@@ -111,6 +111,45 @@ class PagedKv:
         return rows[..., 0::2, :], rows[..., 1::2, :]
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FixedState:
+    """A `KvSpec` of a state that is as large after a million positions as after one: linear attention.
+
+    Args:
+        name: The state in a few words.
+        bytes: Its bytes, whatever type the pool of pages has.
+    """
+
+    name: str
+    bytes: int
+
+    @property
+    def shareable(self) -> bool:
+        """A state is that of the last position alone, and the next one changes it."""
+        return False
+
+    @property
+    def revocable(self) -> bool:
+        """A position cannot be taken out of a sum that has decayed."""
+        return False
+
+    def position_bytes(self, dtype: jnp.dtype) -> int:
+        """None."""
+        return 0
+
+    def sequence_bytes(self, dtype: jnp.dtype) -> int:
+        """Bytes of the state."""
+        return self.bytes
+
+    def step_bytes(self, context: float, dtype: jnp.dtype) -> float:
+        """Bytes of the state, which is read and written."""
+        return 2.0 * self.bytes
+
+    def describe(self) -> str:
+        """Name the state."""
+        return self.name
+
+
 def shareable(layers: Iterable[KvSpec]) -> bool:
     """Whether sequences of a model with these layers can share prefixes."""
     return all(layer.shareable for layer in layers)

@@ -61,6 +61,8 @@ class Family:
             ConfigError: A setting is not one that lockstep computes, or a key is missing.
         """
         defaults = {self.epsilon_key: 1e-6, **_DEFAULTS, **self.defaults}
+        if (hf.get("rope_parameters") or {}).get("partial_rotary_factor") is not None:
+            defaults.pop("partial_rotary_factor", None)  # said there, in transformers 5
         hf = {**defaults, **hf}
         for key in defaults.keys() - _NULLABLE:
             required(hf, key)

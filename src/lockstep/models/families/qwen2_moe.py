@@ -53,13 +53,14 @@ def _write(config: LlamaConfig) -> dict[str, Any]:
 
 
 SHARED: Final = MLP + "shared_expert"
+SHARED_TENSORS: Final = {f"shared_{name}": f"{SHARED}.{name}_proj.weight" for name in ("gate", "up", "down")} | {
+    "shared_router": f"{SHARED}_gate.weight"
+}
 FAMILY: Final = Family(
     architecture="Qwen2MoeForCausalLM",
     model_type="qwen2_moe",
     config=Qwen2MoeConfig,
-    tensors={**qwen2.FAMILY.tensors, **EXPERT_TENSORS}
-    | {f"shared_{name}": f"{SHARED}.{name}_proj.weight" for name in ("gate", "up", "down")}
-    | {"shared_router": f"{SHARED}_gate.weight"},
+    tensors={**qwen2.FAMILY.tensors, **EXPERT_TENSORS, **SHARED_TENSORS},
     defaults={"qkv_bias": True, "num_key_value_heads": 16, **EXPERT_DEFAULTS, **qwen2.WINDOW_DEFAULTS},
     read=_read,
     write=_write,

@@ -29,7 +29,6 @@ _LATENT: Final = "multi-head latent attention, whose cache is one compressed vec
 _DELTA: Final = "linear attention (gated delta net), whose layers keep a state in place of K and V, and gated attention"
 NOT_COMPUTED: Final[Mapping[str, str]] = {
     **dict.fromkeys(("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "DeepseekV32ForCausalLM"), _LATENT),
-    "Qwen3NextForCausalLM": _DELTA,
     **{f"Qwen3_5{size}For{head}": _DELTA for size in ("", "Moe") for head in ("CausalLM", "ConditionalGeneration")},
 }
 """The parts of well-known architectures that lockstep does not compute."""

@@ -48,6 +48,7 @@ def check_tensors(files: CheckpointFiles, expected: Sequence[Parameter], *, tied
     copy = files.place(HEAD) if tied else None
     unread = files.names - read.keys() - ({copy.name} if copy is not None else set())
     predicting = tuple(name.removesuffix(_PREDICTS) for name in unread if name.endswith(_PREDICTS))
+    predicting += ("mtp.",) if any(name.startswith("mtp.") for name in unread) else ()  # Qwen3-Next
     if predicting:
         log.warning("not read of %s: layers of multi-token prediction, %s", files.directory, ", ".join(predicting))
     unexpected = sorted(name for name in unread if not (_DERIVED.fullmatch(name) or name.startswith(predicting)))

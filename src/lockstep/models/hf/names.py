@@ -33,6 +33,8 @@ class HFTensor:
         axes = tuple(axis for axis in named if axis != "layer")
         if axes[0] == "expert" and "{expert}" not in template:  # one tensor for all experts, with our order of axes
             return cls(template, tuple((axis,) for axis in axes))
+        if axes[-1] == "width":  # a convolution of each channel, which has one input
+            return cls(template, (axes[:-2], axes[-2:-1], axes[-1:]))
         inputs = ("embed",) if "vocab" in axes else tuple(named[dim] for dim in input_dims(weight, len(named)))
         outputs = tuple(axis for axis in axes if axis not in inputs)
         return cls(template, (outputs, inputs) if inputs else (axes,))

@@ -22,7 +22,7 @@ from tests.numpy_forward import Tensors, forward, logits_of, read_tensors
 from tests.unit.engine.models import mesh_of
 
 GOLDEN = Path(__file__).parents[3] / "golden"
-EXPERTS = ["glm4_moe", "gpt_oss", "mixtral", "qwen2_moe", "qwen3_moe", "qwen3_moe_mixed"]
+EXPERTS = ["glm4_moe", "gpt_oss", "mixtral", "qwen2_moe", "qwen3_moe", "qwen3_moe_mixed", "qwen3_next"]
 FAMILIES = [*EXPERTS, "cohere2", "gemma2", "gemma3", "glm4", "olmo2", "phi3"]
 LLAMAS = ["llama3", "llama_tied", "mistral", "qwen2", "qwen3"]
 DEFAULT = LoraConfig(r=2, alpha=3.0)

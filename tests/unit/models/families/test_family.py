@@ -12,6 +12,7 @@ import transformers
 from lockstep.errors import ConfigError
 from lockstep.models import (
     Experts,
+    LinearAttention,
     Llama3Scaling,
     LlamaConfig,
     MistralConfig,
@@ -36,6 +37,7 @@ from lockstep.models.families.glm4 import Glm4Config
 from lockstep.models.families.glm4_moe import Glm4MoeConfig
 from lockstep.models.families.olmo2 import Olmo2Config
 from lockstep.models.families.phi3 import Phi3Config
+from lockstep.models.families.qwen3_next import Qwen3NextConfig, Qwen3NextVariant
 from lockstep.models.families.registry import FAMILIES as REGISTERED
 
 GOLDEN = Path(__file__).parents[3] / "golden"
@@ -134,6 +136,24 @@ FAMILIES = {
             mlp_only_layers=(0, 2, 4, 6, 7),
         ),
     ),
+    "qwen3_next": Qwen3NextConfig(
+        **{**ODD, "hidden_dim": 48, "num_layers": 4},
+        head_dim=12,
+        layer_norm_epsilon=1e-3,
+        rope=RotaryConfig(theta=300.0, partial_rotary_factor=0.5),
+        variant=Qwen3NextVariant(
+            layer_types=("linear_attention", "full_attention", "linear_attention", "linear_attention")
+        ),
+        linear_attention=LinearAttention(key_heads=2, value_heads=4, key_head_dim=6, value_head_dim=10, conv_width=3),
+        experts=Experts(
+            num_experts=5,
+            num_experts_per_tok=3,
+            intermediate_dim=22,
+            mlp_only_layers=(2,),
+            shared_intermediate_dim=34,
+            shared_router=True,
+        ),
+    ),
 }
 
 
@@ -177,6 +197,8 @@ def test_transformers_reads_what_is_written_as_its_own(family: str, tmp_path: Pa
         "qwen3_moe_mixed": {"decoder_sparse_step", "mlp_only_layers", "num_experts"},
         "qwen2_moe": {"head_dim", "num_local_experts"},
         "glm4_moe": {"num_nextn_predict_layers"},  # none
+        # The same as layer_types, in rope_parameters, and as num_experts.
+        "qwen3_next": {"full_attention_interval", "partial_rotary_factor", "num_local_experts"},
     }.get(family, set())
     assert {key for key in ours.keys() | theirs.keys() if ours.get(key) != theirs.get(key)} <= skip
 
@@ -190,6 +212,11 @@ def test_old_and_new_spelling_of_the_rotary_settings_are_the_same() -> None:
     old["rope_scaling"] = parameters
     assert config_from_hf(old) == config_from_hf(new) == FAMILIES["llama3"]
     assert config_from_hf({**old, "rope_scaling": None, "rope_theta": 5e5}).rope == RotaryConfig(theta=5e5)
+
+
+def test_a_part_that_is_rotated_is_read_in_the_spelling_of_transformers_5() -> None:
+    rope = {"rope_type": "default", "rope_theta": 300.0, "partial_rotary_factor": 0.34}
+    assert config_from_hf(hf("glm4_moe", rope_parameters=rope)).rope.partial_rotary_factor == 0.34
 
 
 def test_linear_scaling_is_kept(tmp_path: Path) -> None:
@@ -367,6 +394,36 @@ PUBLISHED = {
         "rope_theta": 10000.0,
         "tie_word_embeddings": False,
     },
+    "Qwen/Qwen3-Next-80B-A3B-Instruct": {
+        "architectures": ["Qwen3NextForCausalLM"],
+        "attention_bias": False,
+        "decoder_sparse_step": 1,
+        "full_attention_interval": 4,
+        "head_dim": 256,
+        "hidden_act": "silu",
+        "hidden_size": 2048,
+        "intermediate_size": 5120,
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "linear_value_head_dim": 128,
+        "max_position_embeddings": 262144,
+        "mlp_only_layers": [],
+        "moe_intermediate_size": 512,
+        "norm_topk_prob": True,
+        "num_attention_heads": 16,
+        "num_experts": 512,
+        "num_experts_per_tok": 10,
+        "num_hidden_layers": 48,
+        "num_key_value_heads": 2,
+        "partial_rotary_factor": 0.25,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": None,
+        "rope_theta": 10000000,
+        "shared_expert_intermediate_size": 512,
+        "tie_word_embeddings": False,
+    },
     "microsoft/phi-4": {
         "architectures": ["Phi3ForCausalLM"],
         "hidden_act": "silu",
@@ -390,7 +447,7 @@ PUBLISHED = {
 @pytest.mark.parametrize(
     ("name", "billions"),
     [("c4ai-command-r7b-12-2024", 8.0), ("c4ai-command-a-03-2025", 111.1), ("GLM-4-9B-0414", 9.4), ("GLM-4.5", 352.8),
-     ("GLM-4.5-Air", 106.9)],
+     ("GLM-4.5-Air", 106.9), ("Qwen3-Next-80B-A3B-Instruct", 79.7)],
 )  # fmt: skip
 def test_a_preset_has_the_parameters_of_its_checkpoint(name: str, billions: float) -> None:
     preset = find_preset(name)
@@ -462,10 +519,6 @@ def test_a_model_is_stored_as_the_first_family_that_loses_nothing() -> None:
             r"DeepseekV3ForCausalLM.*needs multi-head latent attention, .*Mixtral",
         ),
         ({"architectures": ["DeepseekV2ForCausalLM"]}, r"DeepseekV2ForCausalLM.*needs multi-head latent attention"),
-        (
-            {"architectures": ["Qwen3NextForCausalLM"]},
-            r"Qwen3NextForCausalLM.*needs linear attention \(gated delta net\)",
-        ),
         (
             {"architectures": ["Qwen3_5MoeForConditionalGeneration"]},
             r"Qwen3_5Moe.*needs linear attention \(gated delta",

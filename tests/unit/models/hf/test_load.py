@@ -28,7 +28,7 @@ from tests.multiprocess.harness import run_threads
 GOLDEN = Path(__file__).parents[3] / "golden"
 FAMILIES = ["llama3", "llama_tied", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "olmo2", "phi3", "glm4", "cohere2"]
 FAST = ["llama3", "llama_tied", "qwen2", "gemma3", "phi3"]
-EXPERTS = ["glm4_moe", "mixtral", "qwen2_moe", "qwen3_moe", "qwen3_moe_mixed"]
+EXPERTS = ["glm4_moe", "mixtral", "qwen2_moe", "qwen3_moe", "qwen3_moe_mixed", "qwen3_next"]
 
 
 def mesh_of(shape: str, devices: int = 4) -> Mesh:
@@ -215,6 +215,9 @@ def test_tensors_that_do_not_fit_are_named_with_file_and_shapes(tmp_path: Path) 
     refused(directory, r"up_projj\.weight in model\.safetensors of shape \(40, 64\) is not part of the model")
 
 
+QWEN_MTP = {f"mtp.{name}.weight": np.ones((4, 4), np.float32) for name in ("fc", "norm", "layers.0.mlp.gate")}
+
+
 def test_layers_of_multi_token_prediction_are_not_read_which_is_said(tmp_path, caplog) -> None:
     directory = copy_of("glm4_moe", tmp_path)
     more = {f"model.layers.3.{name}": np.ones((4, 4), np.float32) for name in ("eh_proj.weight", "enorm.weight")}
@@ -223,6 +226,9 @@ def test_layers_of_multi_token_prediction_are_not_read_which_is_said(tmp_path, c
     assert "layers of multi-token prediction, model.layers.3." in caplog.text
     change_tensors(directory, lambda tensors: tensors.pop("model.layers.3.eh_proj.weight"))
     refused(directory, r"model\.layers\.3\.enorm\.weight in .* is not part of the model")
+    change_tensors(directory, lambda tensors: (tensors.pop("model.layers.3.enorm.weight"), tensors.update(QWEN_MTP)))
+    load_hf(str(directory), mesh_of("1,1,1", 1))
+    assert "layers of multi-token prediction, mtp." in caplog.text
 
 
 def test_a_config_of_another_model_is_refused_before_anything_is_read(monkeypatch: pytest.MonkeyPatch) -> None:

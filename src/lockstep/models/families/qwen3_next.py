@@ -1,0 +1,118 @@
+"""Qwen3-Next: three layers of four with a gated delta network, gated attention in the fourth, many small experts."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Final
+
+from lockstep.errors import ConfigError
+from lockstep.models.config import LlamaConfig, ModelConfig, every_nth_full
+from lockstep.models.delta_rule import LinearAttention
+from lockstep.models.experts import Experts
+from lockstep.models.families import llama, qwen3
+from lockstep.models.families.family import Family, ModelPreset
+from lockstep.models.families.qwen2_moe import SHARED_TENSORS
+from lockstep.models.families.qwen3_moe import EXPERT_DEFAULTS, EXPERT_TENSORS, read_experts, write_experts
+from lockstep.models.rope import RotaryConfig, required
+from lockstep.models.variant import Variant
+
+_KEYS: Final = {
+    "key_heads": "linear_num_key_heads",
+    "value_heads": "linear_num_value_heads",
+    "key_head_dim": "linear_key_head_dim",
+    "value_head_dim": "linear_value_head_dim",
+    "conv_width": "linear_conv_kernel_dim",
+    "full_attention_every": "full_attention_interval",
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Qwen3NextVariant(Variant):
+    """The switches of Qwen3-Next."""
+
+    norm_plus_one: bool = True
+    gated_attention: bool = True
+
+
+@ModelConfig.register_subclass("qwen3_next")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Qwen3NextConfig(qwen3.Qwen3Config):
+    """Qwen3-Next (https://huggingface.co/Qwen/Qwen3-Next-80B-A3B-Instruct): linear attention in most layers."""
+
+    head_dim: int | None = 256
+    rope: RotaryConfig = dataclasses.field(default_factory=lambda: RotaryConfig(theta=1e7, partial_rotary_factor=0.25))
+    variant: Qwen3NextVariant = dataclasses.field(default_factory=Qwen3NextVariant)
+    linear_attention: LinearAttention | None = dataclasses.field(default_factory=LinearAttention)
+    experts: Experts | None = dataclasses.field(
+        default_factory=lambda: Experts(
+            num_experts=512, num_experts_per_tok=10, intermediate_dim=512, shared_intermediate_dim=512,
+            shared_router=True,
+        )
+    )  # fmt: skip
+
+
+def _read(hf: Mapping[str, Any]) -> dict[str, Any]:
+    usual = every_nth_full(required(hf, "num_hidden_layers"), hf["full_attention_interval"], "linear_attention")
+    types = tuple(hf.get("layer_types") or usual)
+    if unknown := sorted({*types} - {"linear_attention", "full_attention"}):
+        raise ConfigError(
+            f"the checkpoint's config.json has layer_types {unknown}; a layer of Qwen3-Next has linear_attention or "
+            "full_attention. Correct it."
+        )
+    experts = dataclasses.replace(
+        read_experts(hf),
+        shared_intermediate_dim=required(hf, "shared_expert_intermediate_size"),
+        shared_router=True,
+    )
+    linear = "linear_attention" in types
+    return {
+        "qk_norm": True,
+        "layer_types": types if linear and types != usual else None,
+        "linear_attention": LinearAttention(**{ours: hf[key] for ours, key in _KEYS.items()}) if linear else None,
+        "experts": experts,
+    }
+
+
+def _write(config: LlamaConfig) -> dict[str, Any]:
+    linear = config.linear_attention or LinearAttention()
+    return {
+        "attention_bias": False,
+        "layer_types": list(config.layer_types or ("full_attention",) * config.num_layers),
+        **{key: getattr(linear, ours) for ours, key in _KEYS.items()},
+        "shared_expert_intermediate_size": (config.experts or Experts()).shared_intermediate_dim,
+        **write_experts(config),
+    }
+
+
+LINEAR: Final = llama.LAYER + "linear_attn."
+_ATTENTION: Final = {name: tensor for name, tensor in qwen3.FAMILY.tensors.items() if name != "q"}
+FAMILY: Final = Family(
+    architecture="Qwen3NextForCausalLM",
+    model_type="qwen3_next",
+    config=Qwen3NextConfig,
+    tensors=_ATTENTION
+    | {"gated_q": llama.LAYER + "self_attn.q_proj.weight"}
+    | {"linear_qkvz": LINEAR + "in_proj_qkvz.weight", "linear_gates": LINEAR + "in_proj_ba.weight"}
+    | {f"linear_conv_{name}": LINEAR + "conv1d.weight" for name in "qkv"}
+    | {"linear_decay": LINEAR + "A_log", "linear_decay_bias": LINEAR + "dt_bias"}
+    | {"linear_norm": LINEAR + "norm.weight", "linear_o": LINEAR + "out_proj.weight"}
+    | EXPERT_TENSORS
+    | SHARED_TENSORS,
+    # Those of transformers.
+    defaults={
+        "head_dim": 256, "num_key_value_heads": 2, "partial_rotary_factor": 0.25, "full_attention_interval": 4,
+        "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4, **EXPERT_DEFAULTS, "norm_topk_prob": True,
+    },
+    read=_read,
+    write=_write,
+    # The config.json of the checkpoint.
+    presets={
+        "qwen3-next-80b-a3b": ModelPreset(
+            config=Qwen3NextConfig(
+                max_seq_len=262144, hidden_dim=2048, intermediate_dim=5120, num_layers=48, num_heads=16,
+                num_kv_heads=2,
+            ),
+            vocab_size=151936,
+        ),
+    },
+)  # fmt: skip
