@@ -64,20 +64,22 @@ def fit_link(measured: Sequence[CollectiveTime]) -> dict[str, float]:
     """
     if not measured:
         return {}
-    smallest = min(one.size for one in measured)
-    small = [one for one in measured if one.size == smallest]
-    unknowns = np.array([[1.0, one.turns] for one in small])
-    (latency, hop), _ = nnls(unknowns, np.array([one.seconds for one in small]))
-    found = {"latency_s": float(latency)}
-    if len({one.turns for one in small}) > 1:
-        found["hop_s"] = float(hop)
+    smallest = min(collective.size for collective in measured)
+    small = [collective for collective in measured if collective.size == smallest]
+    unknowns = np.array([[1.0, collective.turns] for collective in small])
+    (latency, hop), _ = nnls(unknowns, np.array([collective.seconds for collective in small]))
+    numbers = {"latency_s": float(latency)}
+    if len({collective.turns for collective in small}) > 1:
+        numbers["hop_s"] = float(hop)
     rates = []
-    for group in dict.fromkeys(one.group.name for one in measured):
-        gathers = [one for one in measured if one.group.name == group and one.kind == "all-gather"]
-        first, last = (pick(gathers, key=lambda one: one.size) for pick in (min, max))
+    for group in dict.fromkeys(collective.group.name for collective in measured):
+        gathers = [
+            collective for collective in measured if collective.group.name == group and collective.kind == "all-gather"
+        ]
+        first, last = (pick(gathers, key=lambda collective: collective.size) for pick in (min, max))
         longer = last.seconds - first.seconds
         rates.append((last.received - first.received) / longer if longer > 0 else last.received / last.seconds)
-    return found | {"bandwidth": min(rates)}
+    return numbers | {"bandwidth": min(rates)}
 
 
 def calibration(
@@ -86,23 +88,23 @@ def calibration(
     """The content of a calibration file; the same on every process."""
     chip = chip_of(device)
     one_network = chip.network == chip.link  # as on a TPU slice
-    of_slice = [one for one in measured if one.group.slices == 1]
-    inside = [one for one in of_slice if one_network or not one.group.crosses_hosts]
-    across = [one for one in of_slice if not one_network and one.group.crosses_hosts]
-    between = fit_link([one for one in measured if one.group.slices == one.group.members])
+    of_slice = [sample for sample in measured if sample.group.slices == 1]
+    inside = [sample for sample in of_slice if one_network or not sample.group.crosses_hosts]
+    across = [sample for sample in of_slice if not one_network and sample.group.crosses_hosts]
+    between = fit_link([sample for sample in measured if sample.group.slices == sample.group.members])
     runtime = " ".join(str(device.client.platform_version).split())
     day = time.strftime("%Y-%m-%d", time.gmtime())
     values: dict[str, Any] = {
         "chip": chip.name,
         "measured": f"{day} by lockstep doctor on {number} of {device.device_kind} in {processes} processes, jax "
         f"{importlib.metadata.version('jax')}, {runtime[:120]}",
-        "bandwidth": statistics.median(one.bandwidth for one in speeds),
-        "flops": statistics.median(one.flops for one in speeds),
+        "bandwidth": statistics.median(sample.bandwidth for sample in speeds),
+        "flops": statistics.median(sample.flops for sample in speeds),
     }
     if "bandwidth" in between:
         values["dcn"] = between["bandwidth"]
     links = {"link": fit_link(inside), "network": fit_link(across)}
-    return values | {name: found for name, found in links.items() if found}
+    return values | {name: fitted for name, fitted in links.items() if fitted}
 
 
 def examine(config: DoctorConfig, needs: RunNeeds, distributed: DistributedConfig, console: Console) -> int:
@@ -166,10 +168,12 @@ class _Examination:
 
     def _add(self, title: str, findings: Iterable[Finding], values: Mapping[str, Any] | None = None) -> None:
         """Have the leader show what all processes found."""
-        own = json.dumps([dataclasses.asdict(each) for each in findings])
+        own = json.dumps([dataclasses.asdict(finding) for finding in findings])
         everyone = self._hosts.gather(f"doctor/{title}", own.encode())
         if everyone is not None:
-            merged = merge([from_peer(one, list[Finding], "what a host found") for one in everyone])
+            merged = merge(
+                [from_peer(findings_of_process, list[Finding], "what a host found") for findings_of_process in everyone]
+            )
             try_leader_only("the report", lambda: self._report.add(title, merged, values), "the checks go on")
 
     def _on_all(self, title: str, work: Callable[[], tuple[list[Finding], dict[str, Any]]]) -> None:
@@ -234,29 +238,29 @@ class _Examination:
         kinds: list[speed.Kind] = ["all-reduce"]
         if self._config.calibrate is not None:
             kinds.append("all-gather")
-        wanted = [
+        loops = [
             (group, kind, size)
             for group in speed.find_groups(mesh)
             for kind in kinds
             for size in speed.collective_sizes(devices[0].platform)
         ]
         measured: list[speed.CollectiveTime] = []
-        if wanted:
-            seconds = time_loops(hosts, "collectives", lambda: speed.build_collectives(hosts, wanted))
-            slowest = [max(one[i] for one in seconds) for i in range(len(wanted))]
+        if loops:
+            seconds = time_loops(hosts, "collectives", lambda: speed.build_collectives(hosts, loops))
+            slowest = [max(sample[i] for sample in seconds) for i in range(len(loops))]
             measured = [
                 speed.CollectiveTime(group=group, kind=kind, size=size, seconds=taken)
-                for (group, kind, size), taken in zip(wanted, slowest, strict=True)
+                for (group, kind, size), taken in zip(loops, slowest, strict=True)
             ]
             findings += attempt("all-reduce", lambda: speed.judge_collectives(measured))
         if self._config.calibrate is not None:
             findings.append(self._calibrate(self._config.calibrate, speeds, measured, devices))
         values = {
-            "speeds": [dataclasses.asdict(one) for one in speeds],
+            "speeds": [dataclasses.asdict(sample) for sample in speeds],
             "collectives": [
-                {"group": one.group.name, "devices": one.group.members, "kind": one.kind, "bytes": one.size,
-                 "seconds": one.seconds}
-                for one in measured
+                {"group": sample.group.name, "devices": sample.group.members, "kind": sample.kind, "bytes": sample.size,
+                 "seconds": sample.seconds}
+                for sample in measured
             ],
         }  # fmt: skip
         return findings, values

@@ -65,8 +65,8 @@ class JobFinding:
 def attempt(name: str, check: Callable[[], Finding | Iterable[Finding]]) -> list[Finding]:
     """Do a check on this process; where it fails itself, that is what it found."""
     try:
-        found = check()
-        return [found] if isinstance(found, Finding) else list(found)
+        result = check()
+        return [result] if isinstance(result, Finding) else list(result)
     except Exception as error:  # a report with one line that failed is worth more than none
         return [failed(name, error)]
 
@@ -85,23 +85,23 @@ def merge(by_process: Sequence[Sequence[Finding]]) -> list[JobFinding]:
     """
     texts: dict[tuple[str, str, str], Finding] = {}
     processes: collections.defaultdict[tuple[str, str, str], list[int]] = collections.defaultdict(list)
-    others: collections.defaultdict[tuple[str, str, str], int] = collections.defaultdict(int)
+    further: collections.defaultdict[tuple[str, str, str], int] = collections.defaultdict(int)
     for process, findings in enumerate(by_process):
         seen: collections.Counter[str] = collections.Counter()
-        for each in findings:
+        for finding_ in findings:
             # A process may have several of one name: the first belongs to the first of another process.
-            seen[each.name] += each.outcome == "ok"
-            same = str(seen[each.name]) if each.outcome == "ok" else f"{each.text}\n{each.fix}"
-            key = (each.name, str(each.outcome), same)
-            first = texts.setdefault(key, each)
-            others[key] += first.text != each.text
+            seen[finding_.name] += finding_.outcome == "ok"
+            same = str(seen[finding_.name]) if finding_.outcome == "ok" else f"{finding_.text}\n{finding_.fix}"
+            key = (finding_.name, str(finding_.outcome), same)
+            first = texts.setdefault(key, finding_)
+            further[key] += first.text != finding_.text
             if process not in processes[key]:
                 processes[key].append(process)
     order = list(dict.fromkeys(name for name, _, _ in texts))
     merged = []
     for key, finding in sorted(texts.items(), key=lambda item: order.index(item[0][0])):
-        if others[key]:
-            text = f"{finding.text} (process {processes[key][0]}; {others[key]} more are ok too)"
+        if further[key]:
+            text = f"{finding.text} (process {processes[key][0]}; {further[key]} more are ok too)"
             finding = dataclasses.replace(finding, text=text)
         merged.append(JobFinding(finding=finding, processes=tuple(processes[key]), count=len(by_process)))
     return merged
@@ -149,7 +149,7 @@ class Findings:
     @property
     def exit_code(self) -> int:
         """1 where something needs a fix, else 0."""
-        return int(any(each.finding.outcome == "fix" for each in self._all()))
+        return int(any(job_finding.finding.outcome == "fix" for job_finding in self._all()))
 
     def begin(self) -> None:
         """Write the file for the first time."""
@@ -164,14 +164,16 @@ class Findings:
         """Show a section and keep it."""
         self.values |= hide_credentials(values or {})
         if findings:
-            findings = [dataclasses.replace(each, finding=_public(each.finding)) for each in findings]
+            findings = [
+                dataclasses.replace(job_finding, finding=_public(job_finding.finding)) for job_finding in findings
+            ]
             self.sections.setdefault(title, []).extend(findings)
             self._show(title, findings)
         self._write(complete=False)
 
     def finish(self) -> int:
         """Show the sum, write the file for the last time, and return the exit code."""
-        counts = {name: sum(each.finding.outcome == name for each in self._all()) for name in _STYLES}
+        counts = {name: sum(job_finding.finding.outcome == name for job_finding in self._all()) for name in _STYLES}
         if self._console is not None:
             seconds = time.time() - self._begun
             text = f"{counts['ok']} ok, {counts['warning']} warnings, {counts['fix']} to fix, {seconds:.0f} s"
@@ -181,7 +183,7 @@ class Findings:
         return self.exit_code
 
     def _all(self) -> list[JobFinding]:
-        return [each for section in self.sections.values() for each in section]
+        return [job_finding for section in self.sections.values() for job_finding in section]
 
     def _show(self, title: str, findings: Sequence[JobFinding]) -> None:
         if self._console is None:
@@ -190,8 +192,8 @@ class Findings:
             console, table = self._console, _table(title, findings)
             write_to_stdout(lambda: console.print(table))
             return
-        for each in findings:
-            self._print(_line(each))
+        for job_finding in findings:
+            self._print(_line(job_finding))
 
     def _print(self, line: str) -> None:
         console = self._console
@@ -207,16 +209,18 @@ class Findings:
             "seconds": round(time.time() - self._begun, 1),
             "complete": complete,
             "exit_code": self.exit_code,
-            "sections": {title: [each.as_json() for each in found] for title, found in self.sections.items()},
+            "sections": {
+                title: [job_finding.as_json() for job_finding in listed] for title, listed in self.sections.items()
+            },
             **self.values,
         }
         self._path.parent.mkdir(parents=True, exist_ok=True)
         write_file(self._path, json.dumps(content, indent=2) + "\n")
 
 
-def _line(each: JobFinding) -> str:
-    finding = each.finding
-    where = f" ({each.where})" if each.where else ""
+def _line(job_finding: JobFinding) -> str:
+    finding = job_finding.finding
+    where = f" ({job_finding.where})" if job_finding.where else ""
     fix = f" Fix: {finding.fix}" if finding.fix else ""
     return f"{finding.outcome:<7}  {finding.name}{where}: {finding.text}{fix}"
 
@@ -226,11 +230,11 @@ def _table(title: str, findings: Sequence[JobFinding]) -> Table:
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold", ratio=1)
     table.add_column(overflow="fold", ratio=4)
-    for each in findings:
-        finding, style = each.finding, _STYLES[each.finding.outcome]
+    for job_finding in findings:
+        finding, style = job_finding.finding, _STYLES[job_finding.finding.outcome]
         name, text = Text(finding.name), Text(finding.text)
-        if each.where:
-            name.append(f"\n{each.where}", style="dim")
+        if job_finding.where:
+            name.append(f"\n{job_finding.where}", style="dim")
         if finding.fix:
             text.append(f"\n{finding.fix}", style="bold")
         table.add_row(Text(finding.outcome, style=style), name, text)

@@ -106,7 +106,7 @@ def judge_coordination(by_process: Sequence[dict[str, Any]]) -> Finding:
     """Say how long the slowest process waits."""
     if len(by_process) == 1:
         return Finding.ok("coordination", "one process: nothing to wait for")
-    barrier, exchange = (max(one[name] for one in by_process) for name in ("barrier_s", "exchange_s"))
+    barrier, exchange = (max(times[name] for times in by_process) for name in ("barrier_s", "exchange_s"))
     text = f"a barrier takes {seconds_text(barrier)}, an exchange {seconds_text(exchange)} (median of {ROUNDS})"
     if barrier > SLOW_S:
         fix = "Look for a busy process 0, which serves all others, or for a slow network between hosts."
@@ -145,13 +145,13 @@ def check_memory(devices: Sequence[jax.Device] | None = None) -> Finding:
     """Say how much memory the devices of this process have, and whether something else is in it."""
     devices = jax.local_devices() if devices is None else devices
     stats = [device.memory_stats() or {} for device in devices]
-    if any("bytes_limit" not in one for one in stats):
+    if any("bytes_limit" not in stats_ for stats_ in stats):
         if devices[0].platform == "cpu":
             return Finding.ok("device memory", "that of the host, which CPU devices share")
         text = "a device does not report its memory, so that nobody knows how much is free."
         return Finding.to_fix("device memory", text, "Set memory_bytes_per_device of the block that samples.")
-    limit = min(int(one["bytes_limit"]) for one in stats)
-    used = max(int(one.get("bytes_in_use", 0)) for one in stats)
+    limit = min(int(stats_["bytes_limit"]) for stats_ in stats)
+    used = max(int(stats_.get("bytes_in_use", 0)) for stats_ in stats)
     text = f"{bytes_text(limit)} per device, {bytes_text(used)} in use"
     if used > IN_USE * limit:
         return Finding.warning("device memory", f"{text} before anything was done.", "Free what this process keeps.")

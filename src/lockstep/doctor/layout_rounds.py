@@ -133,7 +133,7 @@ class _Numbers:
 
     def largest(self, name: str, default: float) -> float:
         """The largest value of a number in any round."""
-        return max((float(one[name]) for one in self.rounds.values() if name in one), default=default)
+        return max((float(numbers[name]) for numbers in self.rounds.values() if name in numbers), default=default)
 
 
 class LayoutRounds:

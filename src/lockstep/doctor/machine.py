@@ -60,27 +60,27 @@ def run_paths(log_dir: str = "runs", environment: Mapping[str, str] = os.environ
 
 def check_disks(paths: Mapping[str, Path]) -> list[Finding]:
     """A finding for each disk with its free space, and one for each directory that cannot be written to."""
-    found: list[Finding] = []
+    findings: list[Finding] = []
     disks: dict[int, tuple[Path, list[str]]] = {}
-    for what, path in paths.items():
+    for use, path in paths.items():
         there = path.absolute()
         while not there.exists():
             there = there.parent
         if not os.access(there, os.W_OK):
-            text = f"the {what} {path} cannot be written to by user {os.getuid()}."
-            found.append(Finding.to_fix("disk", text, f"Change its owner, or choose another one for the {what}."))
-        disks.setdefault(there.stat().st_dev, (there, []))[1].append(what)
+            text = f"the {use} {path} cannot be written to by user {os.getuid()}."
+            findings.append(Finding.to_fix("disk", text, f"Change its owner, or choose another one for the {use}."))
+        disks.setdefault(there.stat().st_dev, (there, []))[1].append(use)
     for path, uses in disks.values():
         usage = shutil.disk_usage(path)
         text = f"{bytes_text(usage.free)} of {bytes_text(usage.total)} free for {', '.join(uses)} ({path})"
         fix = "Delete what is old there, or put it on a larger disk."
         if usage.free < FULL_BYTES:
-            found.append(Finding.to_fix("disk", text, fix))
+            findings.append(Finding.to_fix("disk", text, fix))
         elif usage.free < SHORT_BYTES:
-            found.append(Finding.warning("disk", text, fix))
+            findings.append(Finding.warning("disk", text, fix))
         else:
-            found.append(Finding.ok("disk", text))
-    return found
+            findings.append(Finding.ok("disk", text))
+    return findings
 
 
 def run_variables(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
@@ -92,17 +92,17 @@ def run_variables(environment: Mapping[str, str] = os.environ) -> dict[str, str]
 
 def check_variables(environment: Mapping[str, str] = os.environ, chips: int | None = None) -> list[Finding]:
     """Look for variables that a run on several hosts does not survive, or that leave TPUs idle."""
-    found = []
+    findings = []
     for name, why in HAZARDS.items():
         if environment.get(name, "").lower() in TRUE:
             text = f"{name} is {environment[name]}: {why}."
-            found.append(Finding.to_fix("variables", text, f"unset {name}."))
+            findings.append(Finding.to_fix("variables", text, f"unset {name}."))
     chips = tpu_chips() if chips is None else chips
     if chips and environment.get("JAX_PLATFORMS", "").startswith("cpu"):
         text = f"JAX_PLATFORMS is {environment['JAX_PLATFORMS']} on a machine with {chips} TPU chips."
-        found.append(Finding.warning("variables", text, "unset JAX_PLATFORMS, unless the CPU is meant."))
-    if found:
-        return found
+        findings.append(Finding.warning("variables", text, "unset JAX_PLATFORMS, unless the CPU is meant."))
+    if findings:
+        return findings
     cache = environment.get("JAX_COMPILATION_CACHE_DIR")
     kept = (
         f"compiled programs are kept in {cache}"
@@ -159,7 +159,7 @@ def check_versions(
     requirements: Callable[[str], Sequence[str]] = declared_requirements,
 ) -> list[Finding]:
     """Compare the installed packages with what lockstep, jax and Levanter require: a finding for each misfit."""
-    found, number = [], 0
+    findings, number = [], 0
     for name, extras in EXTRAS.items():
         for text in requirements(name):
             needed = Requirement(text)
@@ -170,20 +170,22 @@ def check_versions(
             if have is None and optional:
                 continue
             number += 1
-            wanted = f"{needed.name}{needed.specifier}"
-            fix = f"pip install {wanted!r} in this environment."
+            requirement = f"{needed.name}{needed.specifier}"
+            fix = f"pip install {requirement!r} in this environment."
             if have is None:
-                found.append(Finding.to_fix("versions", f"{needed.name} is missing; {name} needs {wanted}.", fix))
+                findings.append(
+                    Finding.to_fix("versions", f"{needed.name} is missing; {name} needs {requirement}.", fix)
+                )
             elif not needed.specifier.contains(have, prereleases=True):
-                text = f"{needed.name} {have} is installed; {name} {version(name)} needs {wanted}."
-                found.append(Finding.to_fix("versions", text, fix))
+                text = f"{needed.name} {have} is installed; {name} {version(name)} needs {requirement}."
+                findings.append(Finding.to_fix("versions", text, fix))
     for old, new in TWICE.items():
         if version(old) is not None and version(new) is not None:
             text = f"{old} {version(old)} and {new} {version(new)} install the same modules, over each other."
             fix = f"pip uninstall -y {old} {new}, then pip install {new}=={version(new)}."
-            found.append(Finding.to_fix("versions", text, fix))
-    if found:
-        return found
+            findings.append(Finding.to_fix("versions", text, fix))
+    if findings:
+        return findings
     shown = [f"{name} {version(name)}" for name in SHOWN_VERSIONS if version(name) is not None]
     text = f"{', '.join([*shown, f'Python {platform.python_version()}'])}; {number} requirements fit"
     if version(OURS) is None:
@@ -216,22 +218,22 @@ def host_facts(config_digest: str) -> dict[str, dict[str, str]]:
 
 def compare(by_process: Sequence[Mapping[str, Mapping[str, str]]]) -> list[Finding]:
     """A finding for each fact that differs between hosts, with who has what; one that is ok where none does."""
-    found = []
+    findings = []
     number = 0
     for kind in ("must", "should"):
-        names = list(dict.fromkeys(name for one in by_process for name in one[kind]))
+        names = list(dict.fromkeys(name for facts in by_process for name in facts[kind]))
         number += len(names)
         for name in names:
-            values = [one[kind].get(name, "not set") for one in by_process]
+            values = [facts[kind].get(name, "not set") for facts in by_process]
             if len(set(values)) == 1:
                 continue
             text = f"{name}: {who_has_what(values)}."
             fix = "Start every process with the same command, configuration, versions and variables."
             make = Finding.to_fix if kind == "must" else Finding.warning
-            found.append(make("hosts", text, fix))
-    if found:
-        return found
-    machines = len({one["own"]["host"] for one in by_process})
+            findings.append(make("hosts", text, fix))
+    if findings:
+        return findings
+    machines = len({facts["own"]["host"] for facts in by_process})
     text = f"{len(by_process)} process{'es' * (len(by_process) > 1)} on {machines} machine{'s' * (machines > 1)}"
     return [Finding.ok("hosts", f"{text}; {number} facts (versions, flags, variables, configuration) are the same")]
 

@@ -89,7 +89,7 @@ def read_needs(config: DoctorConfig, values: Mapping[str, Any]) -> RunNeeds:
     """Read what a run reaches for from its configuration."""
     trainer = _mapping(values.get("trainer"))
     trackers = trainer.get("tracker", values.get("tracker"))
-    each = [_mapping(one) for one in (trackers if isinstance(trackers, list) else [trackers])]
+    tracker_blocks = [_mapping(block) for block in (trackers if isinstance(trackers, list) else [trackers])]
     urls = [(key, text) for key, text in _texts(values) if re.match(r"\w+://", text)]
     distributed = _mapping(trainer.get("distributed", values.get("distributed")))
     checkpoint = values.get("initialize_from_hf", values.get("hf_checkpoint"))
@@ -103,7 +103,7 @@ def read_needs(config: DoctorConfig, values: Mapping[str, Any]) -> RunNeeds:
         tokenizer=tokenizer if isinstance(tokenizer, str) else None,
         trust_remote_code=values.get("trust_remote_code"),
         checkpoint=checkpoint if isinstance(checkpoint, str) else None,
-        wandb=next((one for one in each if one.get("type") == "wandb"), None),
+        wandb=next((block for block in tracker_blocks if block.get("type") == "wandb"), None),
         mesh_shape=str(trainer.get("mesh_shape", "auto")),
         log_dir=os.path.expanduser(str(trainer.get("log_dir", "runs"))),
         distributed=distributed,
@@ -177,12 +177,12 @@ def check_read(url: str) -> Finding:
     name = f"data {url}"
     try:
         filesystem, path = url_to_fs(url)
-        found = filesystem.glob(path) if re.search(r"[*?\[]", path) else [path] * filesystem.exists(path)
+        names = filesystem.glob(path) if re.search(r"[*?\[]", path) else [path] * filesystem.exists(path)
     except Exception as error:
         return Finding.to_fix(name, f"looking for it failed: {_text(error)}", _access(url))
-    if not found:
+    if not names:
         return Finding.to_fix(name, "there is nothing of this name.", "Correct the URL, or upload the files.")
-    return Finding.ok(name, f"{len(found)} file{'s' * (len(found) != 1)} or directories of this name")
+    return Finding.ok(name, f"{len(names)} file{'s' * (len(names) != 1)} or directories of this name")
 
 
 def check_tokenizer(name: str, trust_remote_code: str | None = None) -> Finding:
@@ -229,8 +229,8 @@ def check_wandb(settings: Mapping[str, Any], timeout_s: float) -> Finding:
         },
     )
     try:
-        found = parse_json(read_http(request, timeout_s), "its answer", dict, "").get("data")
-        viewer = found.get("viewer") if isinstance(found, dict) else None
+        answer = parse_json(read_http(request, timeout_s), "its answer", dict, "").get("data")
+        viewer = answer.get("viewer") if isinstance(answer, dict) else None
     except urllib.error.HTTPError as error:
         if error.code in (401, 403):
             return Finding.to_fix("W&B", f"{url} refuses the key ({error.code}).", login)
@@ -245,10 +245,10 @@ def check_wandb(settings: Mapping[str, Any], timeout_s: float) -> Finding:
 
 def _netrc_key(url: str) -> str | None:
     try:
-        found = netrc.netrc().authenticators(urllib.parse.urlsplit(url).hostname or "")
+        login = netrc.netrc().authenticators(urllib.parse.urlsplit(url).hostname or "")
     except (OSError, netrc.NetrcParseError):
         return None
-    return None if found is None else found[2]
+    return None if login is None else login[2]
 
 
 def _access(url: str) -> str:

@@ -47,17 +47,23 @@ class TrainingRun:
     memory: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # the devices' own figures, by when
 
 
-def judge_losses(what: str, plain: TrainingRun, sampled: TrainingRun, layouts: Sequence[str]) -> Finding:
+def judge_losses(test: str, plain: TrainingRun, sampled: TrainingRun, layouts: Sequence[str]) -> Finding:
     """Say whether training went on as if there were no samples; the first layout is that of the round after step 2."""
-    name = f"{what}: losses"
+    name = f"{test}: losses"
     if plain.losses != sampled.losses:
         pairs = list(zip(plain.losses, sampled.losses, strict=True))
-        first = next(i for i, (one, two) in enumerate(pairs) if one != two)
-        after = ["nothing was sampled", "the injected failure", *(f"the round in layout {each}" for each in layouts)]
+        first = next(i for i, (without, with_samples) in enumerate(pairs) if without != with_samples)
+        after = [
+            "nothing was sampled",
+            "the injected failure",
+            *(f"the round in layout {layout}" for layout in layouts),
+        ]
         before = after[first] if first < len(after) else "the rounds in all layouts"
-        one, two = (float.fromhex(loss) for loss in pairs[first])
+        without, with_samples = (float.fromhex(loss) for loss in pairs[first])
         return Finding.to_fix(
-            name, f"the loss of step {first + 1}, after {before}, is {two!r}, and without samples {one!r}.", SEND
+            name,
+            f"the loss of step {first + 1}, after {before}, is {with_samples!r}, and without samples {without!r}.",
+            SEND,
         )
     if (plain.traces, sampled.traces) != (1, 1):
         text = f"the train step was traced {sampled.traces} times with samples and {plain.traces} times without."
@@ -70,51 +76,58 @@ def judge_losses(what: str, plain: TrainingRun, sampled: TrainingRun, layouts: S
     )
 
 
-def judge_failure(what: str, rounds: int, skipped: int, processes: int) -> Finding:
+def judge_failure(test: str, rounds: int, skipped: int, processes: int) -> Finding:
     """Say whether the injected failure was skipped by all."""
-    name = f"{what}: failure on one host"
+    name = f"{test}: failure on one host"
     if (rounds, skipped) == (0, 1):
         everyone = f"all {processes} processes" if processes > 1 else "the only process"
         return Finding.ok(name, f"the round was skipped on {everyone}, and training went on")
     return Finding.to_fix(name, f"{rounds} rounds were made and {skipped} skipped; expected are 0 and 1.", SEND)
 
 
-def judge_layouts(what: str, results: Sequence[LayoutResult]) -> list[Finding]:
+def judge_layouts(test: str, results: Sequence[LayoutResult]) -> list[Finding]:
     """Say whether each layout answered as the model does, and all of them the same from the same weights."""
-    findings = [_judge_layout(f"{what}: layout {one.layout}", one) for one in results]
-    answers = {one.layout: one.answers for one in results if one.state == "tested"}
-    return [*findings, _judge_answers(f"{what}: answers", answers)] if len(answers) > 1 else findings
+    findings = [_judge_layout(f"{test}: layout {result.layout}", result) for result in results]
+    answers = {result.layout: result.answers for result in results if result.state == "tested"}
+    return [*findings, _judge_answers(f"{test}: answers", answers)] if len(answers) > 1 else findings
 
 
-def judge_memory(what: str, plain: TrainingRun, sampled: TrainingRun) -> Finding:
+def judge_memory(test: str, plain: TrainingRun, sampled: TrainingRun) -> Finding:
     """Say whether samples have left device memory in use."""
-    name = f"{what}: memory"
+    name = f"{test}: memory"
     if plain.used is None or sampled.used is None:
         return Finding.ok(name, "not counted on these devices")
     text = f"{sampled.used:,} bytes in use after the run with samples, {plain.used:,} after the one without"
     return Finding.ok(name, text) if sampled.used <= plain.used else Finding.warning(name, f"{text}.", SEND)
 
 
-def _judge_layout(name: str, one: LayoutResult) -> Finding:
-    if one.state == "auto":
+def _judge_layout(name: str, result: LayoutResult) -> Finding:
+    if result.state == "auto":
         return Finding.ok(name, "is the one that auto has chosen")
-    if one.state == "late":
+    if result.state == "late":
         return Finding.warning(name, "not tested: the time of the self-test was over.", "Raise self_test_s.")
-    if one.rounds != ROUNDS or set(one.traces) != {1}:
-        text = f"{one.rounds} rounds of {ROUNDS}; programs were traced {list(one.traces)} times, expected is once."
+    if result.rounds != ROUNDS or set(result.traces) != {1}:
+        text = (
+            f"{result.rounds} rounds of {ROUNDS}; programs were traced {list(result.traces)} times, expected is once."
+        )
         return Finding.to_fix(name, text, SEND)
-    text = f"{ROUNDS} rounds, the first in {one.seconds:.1f} s; log-probabilities are within {one.gap:.2g} of the "
+    text = (
+        f"{ROUNDS} rounds, the first in {result.seconds:.1f} s; log-probabilities are within {result.gap:.2g} of the "
+    )
     text += "training forward's"
-    if one.mean_noise:
-        text += f"; {one.mean_gap:.2g} in the mean, of which rounding explains {2 * one.mean_noise:.2g}"
-    if one.gap <= GAP or one.mean_gap <= 2 * one.mean_noise and one.gap < WRONG_GAP:
+    if result.mean_noise:
+        text += f"; {result.mean_gap:.2g} in the mean, of which rounding explains {2 * result.mean_noise:.2g}"
+    if result.gap <= GAP or result.mean_gap <= 2 * result.mean_noise and result.gap < WRONG_GAP:
         return Finding.ok(name, text)
-    return (Finding.warning if one.gap < WRONG_GAP else Finding.to_fix)(name, f"{text}.", SEND)
+    return (Finding.warning if result.gap < WRONG_GAP else Finding.to_fix)(name, f"{text}.", SEND)
 
 
 def _judge_answers(name: str, answers: Mapping[str, Sequence[str]]) -> Finding:
-    (first, expected), *others = answers.items()
-    different = {layout: sum(one != two for one, two in zip(expected, texts, strict=True)) for layout, texts in others}
+    (first, expected), *later = answers.items()
+    different = {
+        layout: sum(answer != other_answer for answer, other_answer in zip(expected, texts, strict=True))
+        for layout, texts in later
+    }
     if not any(different.values()):
         return Finding.ok(name, f"{len(answers)} layouts give the same {len(expected)} answers from the same weights")
     listed = ", ".join(f"{number} in {layout}" for layout, number in different.items() if number)
@@ -122,17 +135,17 @@ def _judge_answers(name: str, answers: Mapping[str, Sequence[str]]) -> Finding:
     return Finding.warning(name, text, f"A few are near-ties that rounding decides. If there are many: {SEND}")
 
 
-def judge_bits(what: str, layouts: Sequence[str], bits: Sequence[Sequence[str]], gap: float) -> Finding:
+def judge_bits(test: str, layouts: Sequence[str], bits: Sequence[Sequence[str]], gap: float) -> Finding:
     """Say whether ``numerics: exact`` is exact on these devices.
 
     Args:
         bits: For each layout the log-probabilities of the same tokens, in hexadecimal digits.
         gap: The largest difference between the first layout's and the training forward's, in nats.
     """
-    name, expected = f"{what}: exact numerics", bits[0]
+    name, expected = f"{test}: exact numerics", bits[0]
     different = {
-        layout: sum(one != two for one, two in itertools.zip_longest(expected, each))
-        for layout, each in zip(layouts, bits, strict=True)
+        layout: sum(bit_text != other_text for bit_text, other_text in itertools.zip_longest(expected, layout_bits))
+        for layout, layout_bits in zip(layouts, bits, strict=True)
     }
     if gap == 0 and not any(different.values()):
         text = f"{len(expected)} log-probabilities have the same bits in layouts {', '.join(layouts)} and in training"
@@ -142,7 +155,7 @@ def judge_bits(what: str, layouts: Sequence[str], bits: Sequence[Sequence[str]],
     return Finding.warning(name, f"{text}forward's differ by up to {gap:.2g}.", f"Set numerics to fast. {SEND}")
 
 
-def compare_bits(hosts: Hosts, what: str, mesh: Mesh) -> Finding:
+def compare_bits(hosts: Hosts, test: str, mesh: Mesh) -> Finding:
     """Sample a small model with ``numerics: exact`` in bfloat16 in two layouts, and compare bits with training."""
     shape = dataclasses.replace(shape_for(mesh), numerics="exact")
     trainer = Trainer(TrainerConfig(num_train_steps=1, train_batch_size=data_shards(mesh)), OptimizerConfig().build(1),
@@ -160,10 +173,10 @@ def compare_bits(hosts: Hosts, what: str, mesh: Mesh) -> Finding:
     except HostError as error:
         if not error.on_every_process:
             raise
-        return Finding.warning(f"{what}: exact numerics", str(error), f"Set numerics to fast. {SEND}")
+        return Finding.warning(f"{test}: exact numerics", str(error), f"Set numerics to fast. {SEND}")
     gap = audit(model, requests, answers[0], dtype="bfloat16", hosts=hosts).logprob_gap
-    bits = [[value.hex() for each in found for value in each.logprobs] for found in answers]
-    return judge_bits(what, [layout_text(layout) for layout in layouts], bits, gap)
+    bits = [[value.hex() for completion in completions for value in completion.logprobs] for completions in answers]
+    return judge_bits(test, [layout_text(layout) for layout in layouts], bits, gap)
 
 
 def self_test(
@@ -175,21 +188,21 @@ def self_test(
         deadline: The time (`time.monotonic`) on the leader after which no other layout is begun.
         all_layouts: Whether to decode in every layout, or only in that of ``auto`` and in that of training.
     """
-    what = f"self-test on mesh {mesh_shape}"
+    test = f"self-test on mesh {mesh_shape}"
     begin = time.monotonic()
     try:
-        findings, values = _self_test(hosts, what, mesh_shape, deadline, all_layouts=all_layouts)
+        findings, values = _self_test(hosts, test, mesh_shape, deadline, all_layouts=all_layouts)
     except HostError as error:
         if not error.on_every_process:
             raise
-        return [dataclasses.replace(failed(what, error), fix=SEND)], {}
-    return findings, {what: {"seconds": time.monotonic() - begin, **values}}
+        return [dataclasses.replace(failed(test, error), fix=SEND)], {}
+    return findings, {test: {"seconds": time.monotonic() - begin, **values}}
 
 
 def _self_test(
-    hosts: Hosts, what: str, mesh_shape: str, deadline: float, *, all_layouts: bool
+    hosts: Hosts, test: str, mesh_shape: str, deadline: float, *, all_layouts: bool
 ) -> tuple[list[Finding], Mapping[str, Any]]:
-    with hosts.run_on_all(what):
+    with hosts.run_on_all(test):
         mesh = make_mesh(mesh_shape)
         shape_for(mesh)
     dtype = "float32" if mesh.devices.flat[0].platform == "cpu" else "bfloat16"
@@ -203,25 +216,29 @@ def _self_test(
         rounds.finish()
         # The leader alone has the answers and their numbers.
         told = hosts.broadcast_from_leader(
-            f"{what}: layouts",
-            lambda: json.dumps([dataclasses.asdict(each) for each in judge_layouts(what, rounds.results())]).encode(),
+            f"{test}: layouts",
+            lambda: json.dumps(
+                [dataclasses.asdict(finding) for finding in judge_layouts(test, rounds.results())]
+            ).encode(),
         )
-    memory = hosts.gather(f"{what}: memory", json.dumps(sampled.memory).encode())
-    with hosts.launch_on_all(f"{what}: losses and launches") as phase:
-        phase.agree({f"losses {what} samples": " ".join(run.losses) for what, run in _named(plain, sampled)})
+    memory = hosts.gather(f"{test}: memory", json.dumps(sampled.memory).encode())
+    with hosts.launch_on_all(f"{test}: losses and launches") as phase:
+        phase.agree({f"losses {test} samples": " ".join(run.losses) for test, run in _named(plain, sampled)})
     return [
-        judge_losses(what, plain, sampled, rounds.layouts),
-        judge_failure(what, rounds.failing.rounds, rounds.failing.skipped_rounds, hosts.count),
+        judge_losses(test, plain, sampled, rounds.layouts),
+        judge_failure(test, rounds.failing.rounds, rounds.failing.skipped_rounds, hosts.count),
         *from_peer(told, list[Finding], "what the leader found"),
-        judge_memory(what, plain, sampled),
-        *([compare_bits(hosts, what, mesh)] if all_layouts and PP not in mesh.shape else []),
+        judge_memory(test, plain, sampled),
+        *([compare_bits(hosts, test, mesh)] if all_layouts and PP not in mesh.shape else []),
         Finding.ok(
-            f"{what}: launches",
+            f"{test}: launches",
             f"{hosts.ledger.count} launches since doctor began, the same in the same order on every process",
         ),
     ], {
-        **{f"losses {what} samples": list(run.losses) for what, run in _named(plain, sampled)},
-        "memory of each process": [from_peer(one, dict[str, Any], "memory of a host") for one in memory or ()],
+        **{f"losses {test} samples": list(run.losses) for test, run in _named(plain, sampled)},
+        "memory of each process": [
+            from_peer(memory_of_process, dict[str, Any], "memory of a host") for memory_of_process in memory or ()
+        ],
     }
 
 

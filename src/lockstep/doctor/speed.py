@@ -49,12 +49,12 @@ def time_loops(hosts: Hosts, name: str, build: Callable[[], Sequence[Loop]]) -> 
 def _time(loop: Loop) -> float:
     """Seconds of one turn on this process."""
     arguments = jax.block_until_ready(loop.fill())
-    few, many = loop.turns
+    few, most = loop.turns
     _launch(loop, arguments, few)  # the first launch of a program does more
     fastest = {turns: min(_launch(loop, arguments, turns) for _ in range(REPEATS)) for turns in loop.turns}
-    slope = (fastest[many] - fastest[few]) / (many - few)
+    slope = (fastest[most] - fastest[few]) / (most - few)
     # Where the turns are lost in the noise of the launch, they take less than the launch together with them.
-    return slope if slope > 0 else fastest[many] / many
+    return slope if slope > 0 else fastest[most] / most
 
 
 def _launch(loop: Loop, arguments: Any, turns: int) -> float:
@@ -155,13 +155,13 @@ def speeds(seconds: Sequence[Sequence[float]], devices: Sequence[jax.Device], si
     return [DeviceSpeed(bandwidth=read_bytes / read, flops=operations / product) for read, product in seconds]
 
 
-def judge_speeds(found: Sequence[DeviceSpeed], devices: Sequence[jax.Device]) -> list[Finding]:
+def judge_speeds(speeds: Sequence[DeviceSpeed], devices: Sequence[jax.Device]) -> list[Finding]:
     """Compare what was measured with what is published, and hosts that share no memory with each other."""
-    device, apart = devices[0], count_memories(devices) >= len(found)
+    device, apart = devices[0], count_memories(devices) >= len(speeds)
     chip = published_chip(device)
     findings = []
-    for name, what in (("bandwidth", "memory bandwidth"), ("flops", "matrix products")):
-        values = [getattr(one, name) for one in found]
+    for name, label in (("bandwidth", "memory bandwidth"), ("flops", "matrix products")):
+        values = [getattr(speed, name) for speed in speeds]
         middle, least = sorted(values)[len(values) // 2], min(values)
         unit, scale = ("GB/s", 1e9) if name == "bandwidth" else ("GFLOP/s", 1e9)
         if name == "flops" and least >= 1e12:
@@ -173,12 +173,12 @@ def judge_speeds(found: Sequence[DeviceSpeed], devices: Sequence[jax.Device]) ->
         if slow:
             text += f"; the median of all hosts is {middle / scale:.4g}, and {name_processes(slow)} slower."
             fix = "Look there for another process, for heat, or replace the machine: all others wait for it."
-            findings.append(Finding.warning(what, text, fix))
+            findings.append(Finding.warning(label, text, fix))
         elif chip is not None and least < LOW * getattr(chip, name):
             fix = "End other processes that use the devices; if it stays, --calibrate lets plan know."
-            findings.append(Finding.warning(what, f"{text}.", fix))
+            findings.append(Finding.warning(label, f"{text}.", fix))
         else:
-            findings.append(Finding.ok(what, text))
+            findings.append(Finding.ok(label, text))
     return findings
 
 
@@ -227,8 +227,8 @@ class CollectiveTime:
     @property
     def received(self) -> float:
         """The bytes that each device receives at least."""
-        others = self.group.members - 1
-        return 2 * others / self.group.members * self.size if self.kind == "all-reduce" else float(others * self.size)
+        peers = self.group.members - 1
+        return 2 * peers / self.group.members * self.size if self.kind == "all-reduce" else float(peers * self.size)
 
     @property
     def turns(self) -> int:
@@ -274,7 +274,7 @@ def find_groups(mesh: Mesh) -> list[Group]:
     processes = sorted({device.process_index for device in devices})
     by_host = [[device for device in devices if device.process_index == process] for process in processes]
     candidates["all devices"] = np.array([devices])
-    if len({len(one) for one in by_host}) == 1:
+    if len({len(members) for members in by_host}) == 1:
         candidates["the devices of a host"] = np.array(by_host)
         candidates["one device of each host"] = np.array(by_host).T
     groups: dict[frozenset[frozenset[jax.Device]], Group] = {}
@@ -293,9 +293,9 @@ def collective_sizes(platform: str) -> tuple[int, ...]:
     return (4 << 10, 64 << 10, 1 << 20) if platform == "cpu" else (4 << 10, 1 << 20, 64 << 20)
 
 
-def build_collectives(hosts: Hosts, wanted: Sequence[tuple[Group, Kind, int]]) -> list[Loop]:
+def build_collectives(hosts: Hosts, specs: Sequence[tuple[Group, Kind, int]]) -> list[Loop]:
     """Compile a loop for each collective."""
-    return [_loop(hosts, *one) for one in wanted]
+    return [_loop(hosts, *spec) for spec in specs]
 
 
 def _loop(hosts: Hosts, group: Group, kind: Kind, size: int) -> Loop:
@@ -335,25 +335,25 @@ def _loop(hosts: Hosts, group: Group, kind: Kind, size: int) -> Loop:
 
 def judge_collectives(measured: Sequence[CollectiveTime]) -> list[Finding]:
     """Say how long all-reduces take, by group and size."""
-    found = []
-    for group in dict.fromkeys(one.group.name for one in measured):
-        ours = [one for one in measured if one.group.name == group and one.kind == "all-reduce"]
-        first = ours[0].group
+    findings = []
+    for group in dict.fromkeys(sample.group.name for sample in measured):
+        reduces = [sample for sample in measured if sample.group.name == group and sample.kind == "all-reduce"]
+        first = reduces[0].group
         where = f"of several {'slices' if first.slices > 1 else 'hosts'}" if first.crosses_hosts else "of one host"
         name = f"all-reduce over {group}"
         text = f"{first.members} devices {where}: " + ", ".join(
-            f"{bytes_text(one.size).replace('.00', '')} {seconds_text(one.seconds)}" for one in ours
+            f"{bytes_text(sample.size).replace('.00', '')} {seconds_text(sample.seconds)}" for sample in reduces
         )
         if first.slices == first.members:
-            text += f", {ours[-1].rate_per_host / 1e9:.3g} GB/s per host"
+            text += f", {reduces[-1].rate_per_host / 1e9:.3g} GB/s per host"
         device = first.mesh.devices.flat[0]
-        slow = [one for one in ours if one.seconds > SLOW * one.predicted(chip_of(device))]
+        slow = [sample for sample in reduces if sample.seconds > SLOW * sample.predicted(chip_of(device))]
         if published_chip(device) is not None and slow:
-            worst = max(slow, key=lambda one: one.seconds / one.predicted(chip_of(device)))
+            worst = max(slow, key=lambda sample: sample.seconds / sample.predicted(chip_of(device)))
             expected = seconds_text(worst.predicted(chip_of(device)))
             text += f"; by published numbers {bytes_text(worst.size)} take {expected}."
             fix = "Look for another process on these hosts or for a broken link; --calibrate lets plan know."
-            found.append(Finding.warning(name, text, fix))
+            findings.append(Finding.warning(name, text, fix))
         else:
-            found.append(Finding.ok(name, text))
-    return found
+            findings.append(Finding.ok(name, text))
+    return findings

@@ -32,7 +32,7 @@ LAST_FLUSH_S = 2.0
 
 @dataclasses.dataclass(kw_only=True)
 class ReadRun:
-    """What a run has read before its data: tokenizer, shapes and objective, the same on every host."""
+    """Tokenizer, shapes and objective of a run, read before its data, the same on every host."""
 
     mesh: Mesh
     tokenizer: "PreTrainedTokenizerBase"
