@@ -88,13 +88,13 @@ def merge(by_process: Sequence[Sequence[Finding]]) -> list[JobFinding]:
     further: collections.defaultdict[tuple[str, str, str], int] = collections.defaultdict(int)
     for process, findings in enumerate(by_process):
         seen: collections.Counter[str] = collections.Counter()
-        for finding_ in findings:
+        for finding in findings:
             # A process may have several of one name: the first belongs to the first of another process.
-            seen[finding_.name] += finding_.outcome == "ok"
-            same = str(seen[finding_.name]) if finding_.outcome == "ok" else f"{finding_.text}\n{finding_.fix}"
-            key = (finding_.name, str(finding_.outcome), same)
-            first = texts.setdefault(key, finding_)
-            further[key] += first.text != finding_.text
+            seen[finding.name] += finding.outcome == "ok"
+            same = str(seen[finding.name]) if finding.outcome == "ok" else f"{finding.text}\n{finding.fix}"
+            key = (finding.name, str(finding.outcome), same)
+            first = texts.setdefault(key, finding)
+            further[key] += first.text != finding.text
             if process not in processes[key]:
                 processes[key].append(process)
     order = list(dict.fromkeys(name for name, _, _ in texts))

@@ -145,13 +145,13 @@ def check_memory(devices: Sequence[jax.Device] | None = None) -> Finding:
     """Say how much memory the devices of this process have, and whether something else is in it."""
     devices = jax.local_devices() if devices is None else devices
     stats = [device.memory_stats() or {} for device in devices]
-    if any("bytes_limit" not in stats_ for stats_ in stats):
+    if any("bytes_limit" not in device_stats for device_stats in stats):
         if devices[0].platform == "cpu":
             return Finding.ok("device memory", "that of the host, which CPU devices share")
         text = "a device does not report its memory, so that nobody knows how much is free."
         return Finding.to_fix("device memory", text, "Set memory_bytes_per_device of the block that samples.")
-    limit = min(int(stats_["bytes_limit"]) for stats_ in stats)
-    used = max(int(stats_.get("bytes_in_use", 0)) for stats_ in stats)
+    limit = min(int(device_stats["bytes_limit"]) for device_stats in stats)
+    used = max(int(device_stats.get("bytes_in_use", 0)) for device_stats in stats)
     text = f"{bytes_text(limit)} per device, {bytes_text(used)} in use"
     if used > IN_USE * limit:
         return Finding.warning("device memory", f"{text} before anything was done.", "Free what this process keeps.")
