@@ -47,9 +47,9 @@ if not TYPE_CHECKING:  # a checker knows the names from above: to it, any other 
 
     def __getattr__(name: str) -> Any:
         if name in _HOME:
-            found = getattr(importlib.import_module(f"lockstep.{_HOME[name]}"), name)
-            globals()[name] = found
-            return found
+            value = getattr(importlib.import_module(f"lockstep.{_HOME[name]}"), name)
+            globals()[name] = value
+            return value
         if name in _NAMES or name in _PACKAGES:
             return importlib.import_module(f"lockstep.{name}")
         raise AttributeError(f"module 'lockstep' has no attribute {name!r}")

@@ -87,10 +87,10 @@ def checkpoint_at(path: str, key: str = "checkpoint_path", base_model: str | Non
     Raises:
         ConfigError: There is no such checkpoint, or it does not say what its model is.
     """
-    found = _checkpoint_at(path, key, base_model)
-    if base_model is not None and isinstance(found, HfCheckpoint):
-        raise ConfigError(f"base_model is {base_model!r}, and {found.path} has no adapters. Remove it.")
-    return found
+    checkpoint = _checkpoint_at(path, key, base_model)
+    if base_model is not None and isinstance(checkpoint, HfCheckpoint):
+        raise ConfigError(f"base_model is {base_model!r}, and {checkpoint.path} has no adapters. Remove it.")
+    return checkpoint
 
 
 def _checkpoint_at(path: str, key: str, base_model: str | None) -> Checkpoint:
@@ -106,17 +106,17 @@ def _checkpoint_at(path: str, key: str, base_model: str | None) -> Checkpoint:
         )
     if re.fullmatch(r"step-\d+", Path(path).name) and has_checkpoint(path):
         return saved_model(path, base_model=base_model)
-    found = _found(Path(path), base_model) or [
-        each for run in Path(path).iterdir() if run.is_dir() for each in _found(run, base_model)
+    candidates = _found(Path(path), base_model) or [
+        candidate for run in Path(path).iterdir() if run.is_dir() for candidate in _found(run, base_model)
     ]
-    if not found:
+    if not candidates:
         raise ConfigError(
             f"{key} is {path!r}, which has no checkpoint: no config.json of a Hugging Face checkpoint there, "
             "one directory below or two, and none that a training run goes on from. Train with hf_save_path (for "
             "instance hf_save_path: checkpoint) or with trainer.checkpointer, and give the run directory. `make demo` "
             "does so."
         )
-    _, make = max(found, key=lambda each: each[0])
+    _, make = max(candidates, key=lambda candidate: candidate[0])
     return make()
 
 
@@ -128,18 +128,18 @@ def stored_dtype(hf: Mapping[str, Any]) -> str:
 
 def _found(run: Path, base_model: str | None) -> list[tuple[float, Callable[[], Checkpoint]]]:
     """Return the checkpoints inside a run directory: when each was complete, and what reads its description."""
-    found: list[tuple[float, Callable[[], Checkpoint]]] = [
-        (each.stat().st_mtime, functools.partial(HfCheckpoint, path=str(each.parent)))
-        for each in run.glob("*/config.json")
-        if _is_model(each)
+    checkpoints: list[tuple[float, Callable[[], Checkpoint]]] = [
+        (config_file.stat().st_mtime, functools.partial(HfCheckpoint, path=str(config_file.parent)))
+        for config_file in run.glob("*/config.json")
+        if _is_model(config_file)
     ]
     for directory in (run, run / "checkpoints"):
         if has_checkpoint(str(directory)):
-            found.append(
+            checkpoints.append(
                 (saved_at(str(directory)), functools.partial(saved_model, str(directory), base_model=base_model))
             )
             break
-    return found
+    return checkpoints
 
 
 def _is_model(config: Path) -> bool:

@@ -91,13 +91,13 @@ def evaluate(config: EvalConfig, hosts: Hosts) -> int:
         phase.agree({"checkpoint": checkpoint.fingerprint(), "tokenizer": tokenizer_digest(tokenizer)})
         mesh = make_mesh(config.trainer.mesh_shape)
     date = fix_template_date(tokenizer, lambda: _kept_date(config, checkpoint), hosts.broadcast_from_leader)
-    found: list[TaskResults | Exception] = []
+    outcomes: list[TaskResults | Exception] = []
     rounds = TaskRounds(
         "eval",
         config.tasks,
         dataclasses.replace(config.engine, max_seq_len=config.tasks.max_seq_len or config.engine.max_seq_len),
         tokenizer,
-        lambda _, results: found.append(results),
+        lambda _, results: outcomes.append(results),
         JobHosts(hosts),
         hosts.timeout_s,
     )
@@ -121,7 +121,7 @@ def evaluate(config: EvalConfig, hosts: Hosts) -> int:
         with hosts.scope("scoring", hosts.timeout_s + SCORE_S) as scope:
             with scope.run_on_all("scoring", "scoring the answers"):
                 if output is not None:
-                    output.write(_scored(rounds, found))
+                    output.write(_scored(rounds, outcomes))
     return 0
 
 
@@ -139,10 +139,10 @@ def _kept_date(config: EvalConfig, checkpoint: Checkpoint) -> str | None:
     return date
 
 
-def _scored(rounds: TaskRounds, found: Sequence[TaskResults | Exception]) -> TaskResults:
+def _scored(rounds: TaskRounds, outcomes: Sequence[TaskResults | Exception]) -> TaskResults:
     if not rounds.wait(SCORE_S):
         raise LockstepError(f"the harness has not scored the answers within {SCORE_S:g} s. A task's own code hangs.")
-    (result,) = found
+    (result,) = outcomes
     if isinstance(result, Exception):
         raise result
     return result

@@ -187,7 +187,7 @@ class Generator:
     def _rows(self, round_: int, completions: Sequence[Completion]) -> list[SampleRow]:
         """Rows of a batch by prompt and generation, so that a file reads in order as far as it can."""
         rows, prompts, answers = [], [], []
-        for completion in sorted(completions, key=lambda each: (each.prompt_id, each.generation_id)):
+        for completion in sorted(completions, key=lambda completion: (completion.prompt_id, completion.generation_id)):
             asked = self._store[completion.prompt_id]
             prompts.append(asked.prompt)
             text = cut_at_stop(decode(self._tokenizer, completion.tokens, asked.tokens), self._config.stop)

@@ -176,12 +176,12 @@ class Board:
 
     def job(self) -> JobProgress:
         """Return the progress of the job, as far as this host knows it."""
-        each = self._posts() if self._separate else [self._own]
+        hosts = self._posts() if self._separate else [self._own]
         return JobProgress(
             rows=self._rows,
             found=self._found,
             generations=self._generations,
-            hosts=each,
+            hosts=hosts,
             seconds=max(1e-9, time.monotonic() - self._start),
         )
 
@@ -221,10 +221,10 @@ class Board:
 
     def _posts(self) -> list[HostProgress]:
         posts = self._hosts.client.get_dir(_DIRECTORY)
-        found = [posts.get(f"{_DIRECTORY}/{index}", b"{}") for index in range(self._hosts.count)]
-        each = [from_peer(post, HostProgress, "a host's progress") for post in found]
-        each[self._hosts.index] = self._own
-        return each
+        texts = [posts.get(f"{_DIRECTORY}/{index}", b"{}") for index in range(self._hosts.count)]
+        progress = [from_peer(post, HostProgress, "a host's progress") for post in texts]
+        progress[self._hosts.index] = self._own
+        return progress
 
 
 class Meter:

@@ -164,9 +164,11 @@ class PromptStore:
         """Return a prompt by its number."""
         self._file.seek(self._offsets[number])
         line = self._file.read(self._offsets[number + 1] - self._offsets[number])
-        found = from_peer(line, _Line, "a prompt of the leader's")
-        prompt = Prompt(id=number, text=found.text, messages=found.messages, answer=found.answer, fields=found.fields)
-        return EncodedPrompt(prompt=prompt, tokens=found.tokens)
+        stored = from_peer(line, _Line, "a prompt of the leader's")
+        prompt = Prompt(
+            id=number, text=stored.text, messages=stored.messages, answer=stored.answer, fields=stored.fields
+        )
+        return EncodedPrompt(prompt=prompt, tokens=stored.tokens)
 
 
 def encoded_lines(

@@ -146,7 +146,7 @@ def _row_number(line: bytes, shape: JobShape) -> int | None:
     try:
         record = parse_json(line, "a row", dict, "")
         numbers = [record[name] for name in ("round", "prompt_id", "generation_id")]
-        return shape.row(*numbers) if all(type(each) is int for each in numbers) else None
+        return shape.row(*numbers) if all(type(value) is int for value in numbers) else None
     except (ConfigError, KeyError):
         return None
 
@@ -252,8 +252,8 @@ class RemoteRows:
             path.unlink(missing_ok=True)
             return None
         with new_file(path) as file:
-            for each in own:
-                with self._filesystem.open(each, "rb") as rows:
+            for source in own:
+                with self._filesystem.open(source, "rb") as rows:
                     shutil.copyfileobj(rows, file)
         return path
 
@@ -275,10 +275,10 @@ MERGED = "samples.jsonl"  # the name of the merged file
 def agree_on_owners(hosts: Hosts, index: RowIndex) -> Int[np.ndarray, " rows"]:
     """Return for each row the host that counts and sends it: the first that has the row on a disk that it can read."""
     posts = hosts.gather("present rows", pack(index.present))
-    found: bytes | None = None
+    owner_bytes: bytes | None = None
     if posts is not None:
-        found = owners([unpack(post, index.shape.rows) for post in posts]).tobytes()
-    data = hosts.broadcast("owners of rows", found)
+        owner_bytes = owners([unpack(post, index.shape.rows) for post in posts]).tobytes()
+    data = hosts.broadcast("owners of rows", owner_bytes)
     with refused("the leader's list of rows", FOREIGN, HostError):
         owner = np.frombuffer(data, np.int16)
         if len(owner) != index.shape.rows or ((owner < NOWHERE) | (owner >= hosts.count)).any():

@@ -123,17 +123,17 @@ class _Run:
         store = self._store()
         shape = JobShape(rounds=config.n_rounds, prompts=len(store), generations=config.n_generations)
         self._open(store)
-        index, found = self._find(shape)
+        index, present_rows = self._find(shape)
         tracker: Tracker = NoopTracker()
         with hosts.run_on_all("tracker"):
             if hosts.is_leader:
                 built = build_tracker(config.trainer.tracker, self.run_dir, self.run_dir.name, draccus.encode(config))
                 tracker = BackgroundTracker(built, leader_only, finish_s=min(FINISH_S, hosts.timeout_s / 2))
         with closing_on_leader(hosts, lambda: _report("closing the tracker", tracker.finish)):
-            present = int(found.sum())
+            present = int(present_rows.sum())
             if hosts.is_leader and present:
                 log.info("%s of %s answers were there", f"{present:,}", f"{shape.rows:,}")
-            progress = self._generate(store, shape, index, found, tracker)
+            progress = self._generate(store, shape, index, present_rows, tracker)
             self._report(shape, index, present, progress, tracker)
         return 0
 
@@ -172,14 +172,14 @@ class _Run:
         name = hosts.broadcast("run_id", name.encode() if hosts.is_leader else None).decode(errors="replace")
         check_bare_name(name, "process 0")
         self.run_dir = Path(config.trainer.log_dir) / name
-        given = config.host_data_parallel_output_dir
+        url = config.host_data_parallel_output_dir
         self.output_dir = self.run_dir / "samples"
         self.remote: RemoteRows | None = None
         with hosts.run_on_all("output"):
-            if given is not None and "://" in given:
-                self.remote = RemoteRows(given, hosts.index)
-            elif given is not None:
-                self.output_dir = Path(given)
+            if url is not None and "://" in url:
+                self.remote = RemoteRows(url, hosts.index)
+            elif url is not None:
+                self.output_dir = Path(url)
         date = fix_template_date(
             self.tokenizer, lambda: kept_template_date(self.output_dir, self.remote), hosts.broadcast_from_leader
         )
@@ -221,9 +221,9 @@ class _Run:
                 check_links(directory)
             self.output_dir.mkdir(parents=True, exist_ok=True)
             if hosts.is_leader:
-                given = config.host_data_parallel_output_dir
-                fix = "trainer.run_id" if given is None else "host_data_parallel_output_dir"
-                for place in (self.output_dir, given if self.remote else None):
+                url = config.host_data_parallel_output_dir
+                fix = "trainer.run_id" if url is None else "host_data_parallel_output_dir"
+                for place in (self.output_dir, url if self.remote else None):
                     if place is not None:
                         take_lease(place, fix=fix)
             # Both, before either changes: rows that are only here count beside those behind the URL.
@@ -250,22 +250,22 @@ class _Run:
             self.rows = RowFile(host_file(self.output_dir, hosts.index), index, None if remote is None else remote.add)
         with hosts.run_on_all("scan rows"):
             index.scan(self.output_dir)
-        found = union(hosts, "found rows", index.present)
+        present = union(hosts, "found rows", index.present)
         if remote is not None:  # an earlier run had another URL or none, or ended between disk and URL
-            upload_rows(hosts, remote, index, found & ~union(hosts, "rows behind the URL", there))
-        return index, found
+            upload_rows(hosts, remote, index, present & ~union(hosts, "rows behind the URL", there))
+        return index, present
 
     def _generate(
-        self, store: PromptStore, shape: JobShape, index: RowIndex, found: np.ndarray, tracker: Tracker
+        self, store: PromptStore, shape: JobShape, index: RowIndex, present: np.ndarray, tracker: Tracker
     ) -> JobProgress:
         config, hosts = self.config, self.hosts
         separate = config.inference_mode == "host_data_parallel"
-        units: Int[np.ndarray, " pending"] = pending_units(shape, store.lengths, shape.finished(found))
-        at_rest = int(shape.finished(found).sum()) * shape.generations
+        units: Int[np.ndarray, " pending"] = pending_units(shape, store.lengths, shape.finished(present))
+        at_rest = int(shape.finished(present).sum()) * shape.generations
         if not len(units):
             done = [HostProgress(done=True)]
             return JobProgress(rows=shape.rows, found=at_rest, generations=shape.generations, hosts=done, seconds=0.0)
-        mine = share_of(units, hosts.index, hosts.count) if separate else units
+        own_units = share_of(units, hosts.index, hosts.count) if separate else units
         self.memory.note("before_load")
         with hosts.run_on_all("mesh"):
             mesh = make_mesh(config.trainer.mesh_shape, jax.local_devices() if separate else None)
@@ -273,7 +273,7 @@ class _Run:
         self.memory.note("after_load")
         generator = Generator(hosts, config, store, self.tokenizer, self.stop_ids)
         hosts.phase("preparing the engine")
-        generator.prepare(model, mesh, shape, mine)
+        generator.prepare(model, mesh, shape, own_units)
         self.memory.note("after_engine")
         if hosts.is_leader and generator.engine and generator.engine.sizing:
             log.info("%s", generator.engine.sizing.describe())
@@ -286,7 +286,7 @@ class _Run:
             )
             meter = Meter(board, lambda: generator.floor, None if separate else generator.shares)
             writes = separate or hosts.is_leader
-            generator.run(shape, mine, self.rows if writes else None, meter if writes else None)
+            generator.run(shape, own_units, self.rows if writes else None, meter if writes else None)
             board.post(meter.total(done=True), now=True)
             if separate:
                 hosts.phase("waiting for the other hosts' shares")
@@ -301,10 +301,10 @@ class _Run:
         hosts.phase("gathering rows")
         owner = agree_on_owners(hosts, index)
         totals: Totals | None = None
-        mine = Totals()
+        own_totals = Totals()
         with hosts.run_on_all("count rows"):
-            mine.add(index.read(np.flatnonzero(owner == hosts.index)))
-        totals = add_up(hosts, mine)
+            own_totals.add(index.read(np.flatnonzero(owner == hosts.index)))
+        totals = add_up(hosts, own_totals)
         memory = self.memory.of_all("memory")
         loaded = hosts.gather("loaded bytes", str(self.loaded_bytes).encode())
         merged: Path | None = None
@@ -330,7 +330,7 @@ class _Run:
             tokens=progress.tokens,
             seconds=max((host.seconds for host in progress.hosts), default=0.0),
             load_s=self.load_s,
-            loaded_bytes=sum(from_peer(each, int, "a host's loaded bytes") for each in loaded),
+            loaded_bytes=sum(from_peer(value, int, "a host's loaded bytes") for value in loaded),
             memory=memory,
             drafts=None if config.drafts == "none" else progress.drafts,
         )
@@ -360,8 +360,8 @@ class _Run:
         def track() -> None:
             log_job(tracker, outcome, merged, config, step=outcome.totals.rows)
 
-        for what, work in (("the tracker", track), ("closing the tracker", tracker.finish), ("the summary", show)):
-            _report(what, work)
+        for task, work in (("the tracker", track), ("closing the tracker", tracker.finish), ("the summary", show)):
+            _report(task, work)
 
     def _title(self, shape: JobShape) -> str:
         config = self.config
@@ -371,5 +371,5 @@ class _Run:
         )
 
 
-def _report(what: str, work: Callable[[], None]) -> None:
-    try_leader_only(what, work, KEPT)
+def _report(task: str, work: Callable[[], None]) -> None:
+    try_leader_only(task, work, KEPT)

@@ -111,11 +111,11 @@ class MemoryLog:
     def of_all(self, name: str) -> dict[str, int]:
         """Return the most bytes of any host by moment, on the leader; empty elsewhere. Every host makes this call."""
         posts = self._hosts.gather(name, json.dumps(self._own).encode())
-        found: dict[str, int] = {}
+        most: dict[str, int] = {}
         for post in posts or ():
             for moment, used in from_peer(post, dict[str, int], "a host's memory").items():
-                found[moment] = max(used, found.get(moment, 0))
-        return found
+                most[moment] = max(used, most.get(moment, 0))
+        return most
 
     def _add(self, moment: str, used: int | None) -> None:
         if used is not None:
@@ -184,7 +184,7 @@ def log_job(tracker: Tracker, outcome: Outcome, merged: Path | None, config: Sam
 def first_rows(merged: Path, count: int) -> list[SampleRow]:
     """Return the first rows of a merged file."""
     with open(merged, "rb") as lines:
-        return [_row(each) for each in itertools.islice(lines, count)]
+        return [_row(line) for line in itertools.islice(lines, count)]
 
 
 def _row(line: bytes) -> SampleRow:
@@ -312,8 +312,8 @@ def panel(job: JobProgress, title: str) -> RenderableType:
     figures.add_column(style="dim")
     figures.add_column()
     figures.add_row("prompts", f"{job.prompts_done:,} of {job.prompts:,}")
-    found = f" ({job.found:,} were there from before)" if job.found else ""
-    figures.add_row("completions", f"{job.rows_done:,} of {job.rows:,}{found}")
+    earlier = f" ({job.found:,} were there from before)" if job.found else ""
+    figures.add_row("completions", f"{job.rows_done:,} of {job.rows:,}{earlier}")
     figures.add_row("speed", f"{job.rate:,.0f} tokens/s, {_floor(job)}")
     if len(job.host_rates) > len(job.hosts):
         figures.add_row("hosts", f"{_rates(job)} tokens/s on their devices")

@@ -113,12 +113,12 @@ def drawn_prompts(config: InferenceEvalConfig, count: int, step: int) -> list[in
     All prompts are shuffled and dealt, round by round; when fewer than a round's are left, they are shuffled anew. So
     no prompt comes twice before nearly all others had their turn.
     """
-    each = config.prompts_per_round
-    assert each is not None
+    per_round = config.prompts_per_round
+    assert per_round is not None
     rounds_before = max(0, -(-step // config.eval_every) - (not config.at_start))
-    deal, part = divmod(rounds_before, count // each)
+    deal, part = divmod(rounds_before, count // per_round)
     order = np.random.default_rng([config.seed, deal]).permutation(count)
-    return sorted(order[part * each : (part + 1) * each].tolist())
+    return sorted(order[part * per_round : (part + 1) * per_round].tolist())
 
 
 def largest_of(requests: Sequence[Request], count: int) -> list[Request]:
@@ -129,7 +129,9 @@ def largest_of(requests: Sequence[Request], count: int) -> list[Request]:
 def to_bytes(round_prompts: RoundPrompts) -> bytes:
     """A round's prompts as they are broadcast: ids and parameters, no text."""
     lists = (round_prompts.requests, round_prompts.largest)
-    return json.dumps([each and [dataclasses.asdict(request) for request in each] for each in lists]).encode()
+    return json.dumps(
+        [requests and [dataclasses.asdict(request) for request in requests] for requests in lists]
+    ).encode()
 
 
 def from_bytes(data: bytes, filters: Collection[str] = ()) -> RoundPrompts:

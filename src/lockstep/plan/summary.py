@@ -38,7 +38,7 @@ class Moment:
 def moments(plan: Plan) -> list[Moment]:
     """The moments that could need most memory: the train step, and each round of sampling beside the training state."""
     state = {"parameters": plan.parameters, "optimizer": plan.optimizer, "reference model": plan.reference}
-    found = []
+    moments_ = []
     if plan.training is not None:
         code = plan.training.summary.memory.generated_code_size_in_bytes
         parts = state | {
@@ -50,9 +50,9 @@ def moments(plan: Plan) -> list[Moment]:
             "more while weights move": 0,
             "programs": code,
         }
-        found.append(Moment(name=TRAINING, parts=parts, memory=plan.memory))
-    for one in plan.sampling:
-        need = one.sizing.compiled or one.sizing.predicted
+        moments_.append(Moment(name=TRAINING, parts=parts, memory=plan.memory))
+    for sampling in plan.sampling:
+        need = sampling.sizing.compiled or sampling.sizing.predicted
         step = plan.training.summary.memory.generated_code_size_in_bytes if plan.training else 0
         parts = state | {
             "batch": plan.training.batch if plan.training else 0,
@@ -60,13 +60,13 @@ def moments(plan: Plan) -> list[Moment]:
             "KV pages": need.pool,
             "decode weights": need.weights,
             # The footprint counts the code of the larger program among the temporaries.
-            "temporaries": max(0, need.temporaries - one.code),
+            "temporaries": max(0, need.temporaries - sampling.code),
             # The weights are resharded before there is a page pool.
             "more while weights move": max(0, need.reshard - need.pool - need.temporaries),
-            "programs": one.code + step,
+            "programs": sampling.code + step,
         }
-        found.append(Moment(name=one.workload.name or "sampling", parts=parts, memory=plan.memory))
-    return found
+        moments_.append(Moment(name=sampling.workload.name or "sampling", parts=parts, memory=plan.memory))
+    return moments_
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -138,9 +138,11 @@ def run_cost(plan: Plan) -> RunCost | None:
 def rollout_step(plan: Plan) -> RolloutStep | None:
     """The least time of a train step and its rollout; None where no train step learns from one."""
     time = train_time(plan)
-    for one in plan.sampling:
-        if time is not None and one.workload.steps is not None:
-            return RolloutStep(rollout_s=one.sizing.estimate.total_s / one.workload.steps, update_s=time.step_s)
+    for sampling in plan.sampling:
+        if time is not None and sampling.workload.steps is not None:
+            return RolloutStep(
+                rollout_s=sampling.sizing.estimate.total_s / sampling.workload.steps, update_s=time.step_s
+            )
     return None
 
 
@@ -174,7 +176,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
             "source": plan.chip.source,
         },
         "fits": plan.fits,
-        "refusals": [dataclasses.asdict(each) for each in plan.infeasibilities],
+        "refusals": [dataclasses.asdict(infeasibility) for infeasibility in plan.infeasibilities],
         "worst_moment": worst.name if worst else None,
         "hbm_bytes_per_device": {
             moment.name: {**moment.parts, "total": moment.total, "headroom": moment.headroom} for moment in every
@@ -195,7 +197,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
                 "floor_bytes": plan.fsdp.floor,
                 "received_bytes": plan.fsdp.received,
                 "ratio": plan.fsdp.ratio,
-                "thin_pieces": [dataclasses.asdict(one) for one in plan.fsdp.thin],
+                "thin_pieces": [dataclasses.asdict(pieces) for pieces in plan.fsdp.thin],
             },
             "predicted_at_best": {
                 **dataclasses.asdict(time),
@@ -219,7 +221,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
             "seconds_after_sigterm": stop.seconds,
             "seconds_after_sigterm_with_pending_save": stop.with_pending_s,
         },
-        "sampling": {one.workload.name or "sampling": _sampling(one) for one in plan.sampling},
+        "sampling": {planned.workload.name or "sampling": _sampling(planned) for planned in plan.sampling},
         "rollout_step": None if split is None else {**dataclasses.asdict(split), "step_s": split.step_s},
         "run": None if cost is None else dataclasses.asdict(cost),
         "notes": list(plan.workload.notes),
@@ -232,23 +234,23 @@ def _renamed(values: Mapping[str, Any]) -> dict[str, Any]:
     return {WRITTEN_AS.get(name, name): value for name, value in values.items()}
 
 
-def _collectives(found: Sequence[CollectiveSum]) -> list[dict[str, Any]]:
-    return [dataclasses.asdict(one) for one in found]
+def _collectives(sums: Sequence[CollectiveSum]) -> list[dict[str, Any]]:
+    return [dataclasses.asdict(collective) for collective in sums]
 
 
-def _sampling(one: SamplingPlan) -> dict[str, Any]:
-    sizing, estimate = one.sizing, one.sizing.estimate
+def _sampling(planned: SamplingPlan) -> dict[str, Any]:
+    sizing, estimate = planned.sizing, planned.sizing.estimate
     return {
         "layout": sizing.layout,
         "attention": sizing.attention,
         "sizes": _renamed(dataclasses.asdict(sizing.sizes)),
         "capacities": {name: {"value": value, "bound_by": why} for name, (value, why) in sizing.reasons.items()},
-        "digests": _renamed(one.digests),
-        "vmem_bytes": _renamed(one.vmem),
-        "collectives_per_decode_step": _collectives(one.step_collectives),
-        "collectives_per_decode_launch": _collectives(one.collectives["decode"]),
-        "collectives_per_relay": _collectives(one.collectives.get("reshard", [])),
-        "collectives_per_prefill_launch": _collectives(one.collectives["prefill"]),
+        "digests": _renamed(planned.digests),
+        "vmem_bytes": _renamed(planned.vmem),
+        "collectives_per_decode_step": _collectives(planned.step_collectives),
+        "collectives_per_decode_launch": _collectives(planned.collectives["decode"]),
+        "collectives_per_relay": _collectives(planned.collectives.get("reshard", [])),
+        "collectives_per_prefill_launch": _collectives(planned.collectives["prefill"]),
         "budget_bytes": sizing.budget,
         "predicted_at_best": {
             "bandwidth_floor_s": estimate.memory_s,
@@ -261,7 +263,7 @@ def _sampling(one: SamplingPlan) -> dict[str, Any]:
             "tokens_per_s": estimate.active / estimate.step_s,
         },
         "expected": {"step_s": DECODE_OVER_BEST * estimate.step_s, "errors": list(DECODE_ERRORS)},
-        "drafts": [dataclasses.asdict(each) for each in one.drafts],
+        "drafts": [dataclasses.asdict(entry) for entry in planned.drafts],
         "considered": [
             {
                 "layout": layout_text(choice.layout),

@@ -45,7 +45,7 @@ def print_plan(plan: Plan, console: Console) -> None:
         console.print(_expected(plan), highlight=False, soft_wrap=True)
         if plan.topology.num_slices > 1 and (time := train_time(plan)):
             console.print(_between_slices(plan, time), highlight=False, soft_wrap=True)
-        if any(one.drafts for one in plan.sampling):
+        if any(sampling.drafts for sampling in plan.sampling):
             console.print(_drafts(plan))
         if split := rollout_step(plan):
             console.print(_split(split), highlight=False)
@@ -53,9 +53,9 @@ def print_plan(plan: Plan, console: Console) -> None:
             console.print(_exact(plan), highlight=False, soft_wrap=True)
         if plan.training:
             console.print(_checkpoint(plan), highlight=False)
-        for one in plan.sampling:
-            console.print(_sizes(one))
-            console.print(_considered(one))
+        for sampling in plan.sampling:
+            console.print(_sizes(sampling))
+            console.print(_considered(sampling))
         console.print(
             f"[dim]predicted at best, not measured; {plan.chip.name}: {bytes_text(plan.memory)} HBM, "
             f"{plan.chip.bandwidth / 1e9:.4g} GB/s, {plan.chip.flops / 1e12:.4g} TFLOP/s, "
@@ -97,31 +97,40 @@ def _programs(plan: Plan) -> Table:
     if plan.training is not None:
         summary = plan.training.summary
         table.add_row("train step", bytes_text(vmem(summary.text)), summary.digest[:12])
-    for one in plan.sampling:
-        for name, digest in one.digests.items():
-            table.add_row(_named(one, name), bytes_text(one.vmem[name]), digest[:12])
+    for sampling in plan.sampling:
+        for name, digest in sampling.digests.items():
+            table.add_row(_named(sampling, name), bytes_text(sampling.vmem[name]), digest[:12])
     return table
 
 
 def _traffic(plan: Plan) -> Table:
     table = _table("collectives", "kind", "times", "received", "devices", "across")
 
-    def rows(name: str, found: Iterable[CollectiveSum]) -> None:
+    def rows(name: str, sums: Iterable[CollectiveSum]) -> None:
         none = True
-        for one in found:
-            crosses = "slices" if one.crosses_slices else "hosts" if one.crosses_hosts else "chips"
-            table.add_row(name, one.kind, f"{one.count:,}", bytes_text(one.bytes), str(one.devices), crosses)
+        for collective in sums:
+            crosses = "slices" if collective.crosses_slices else "hosts" if collective.crosses_hosts else "chips"
+            table.add_row(
+                name,
+                collective.kind,
+                f"{collective.count:,}",
+                bytes_text(collective.bytes),
+                str(collective.devices),
+                crosses,
+            )
             name, none = "", False
         if none:
             table.add_row(name, "none", "", "", "", "")
 
     if plan.training is not None:
         rows("per train step", plan.training_collectives)
-    for one in plan.sampling:
-        if "reshard" in one.collectives:
-            rows(_named(one, "per move of the weights"), one.collectives["reshard"])
-        rows(_named(one, "per decoded token"), one.step_collectives)
-        rows(_named(one, f"once per launch of {one.sizing.sizes.steps} steps"), one.collectives["decode"])
+    for sampling in plan.sampling:
+        if "reshard" in sampling.collectives:
+            rows(_named(sampling, "per move of the weights"), sampling.collectives["reshard"])
+        rows(_named(sampling, "per decoded token"), sampling.step_collectives)
+        rows(
+            _named(sampling, f"once per launch of {sampling.sizing.sizes.steps} steps"), sampling.collectives["decode"]
+        )
     return table
 
 
@@ -139,9 +148,11 @@ def _print_fsdp(fsdp: FsdpBytes, console: Console) -> None:
 
 
 def _thin(pieces: Sequence[ThinPieces]) -> str:
-    named = [f"{one.parameter} ({one.axis}: {one.size:,} in pieces of {one.piece})" for one in pieces[:_NAMED]]
+    named = [
+        f"{piece.parameter} ({piece.axis}: {piece.size:,} in pieces of {piece.piece})" for piece in pieces[:_NAMED]
+    ]
     more = f" and {len(pieces) - _NAMED} more (--json has them)" if len(pieces) > _NAMED else ""
-    worst = min(pieces, key=lambda one: one.size // one.tile)
+    worst = min(pieces, key=lambda piece: piece.size // piece.tile)
     largest = worst.size // worst.tile
     fix = f"make fsdp in trainer.mesh_shape at most {largest}, and dp or tp larger" if largest else "the model is small"
     return (
@@ -160,15 +171,15 @@ def _speed(plan: Plan) -> Table:
             "train step", seconds_text(time.memory_s), seconds_text(time.compute_s), seconds_text(time.collectives_s),
             seconds_text(time.step_s), f"{rate:,.0f}", f"{rate / chips:,.0f}",
         )  # fmt: skip
-    for one in plan.sampling:
-        found = one.sizing.estimate
+    for sampling in plan.sampling:
+        estimate = sampling.sizing.estimate
         # With a mesh on each host, the prediction is that of one host.
         groups = plan.topology.hosts if plan.workload.one_host else 1
-        rate = groups * found.active / found.step_s
+        rate = groups * estimate.active / estimate.step_s
         table.add_row(
-            _named(one, f"decode step of {groups * found.active:.4g} sequences"),
-            seconds_text(found.memory_s), seconds_text(found.compute_s), seconds_text(found.collectives_s),
-            seconds_text(found.step_s), f"{rate:,.0f}", f"{rate / chips:,.0f}",
+            _named(sampling, f"decode step of {groups * estimate.active:.4g} sequences"),
+            seconds_text(estimate.memory_s), seconds_text(estimate.compute_s), seconds_text(estimate.collectives_s),
+            seconds_text(estimate.step_s), f"{rate:,.0f}", f"{rate / chips:,.0f}",
         )  # fmt: skip
     return table
 
@@ -182,9 +193,9 @@ def _expected(plan: Plan) -> str:
             f"expected: train step {seconds_text(time.expected_s)} ({_errors(EXPECTED_ERRORS)} in published steps), "
             f"{rate:,.0f} tokens/s"
         )
-    for one in plan.sampling:
-        step_s = DECODE_OVER_BEST * one.sizing.estimate.step_s
-        lines.append(_named(one, f"decode step {seconds_text(step_s)} ({_errors(DECODE_ERRORS)})"))
+    for sampling in plan.sampling:
+        step_s = DECODE_OVER_BEST * sampling.sizing.estimate.step_s
+        lines.append(_named(sampling, f"decode step {seconds_text(step_s)} ({_errors(DECODE_ERRORS)})"))
     if cost := run_cost(plan):
         dollars = "" if cost.dollars is None else f", ${cost.dollars:,.0f} at ${plan.dollars_per_chip_hour:g} each"
         lines.append(
@@ -230,13 +241,13 @@ def _drafts(plan: Plan) -> Table:
     """The speed that verifying promises, beside that of decoding one token after the other."""
     table = _table("if all drafts are right", "moved per token", "decoded", "a step", "tokens/s", "per chip")
     groups, chips = plan.topology.hosts if plan.workload.one_host else 1, plan.topology.chips
-    for one in plan.sampling:
-        for each in one.drafts:
-            rate = groups * each.tokens_per_s
+    for sampling in plan.sampling:
+        for draft in sampling.drafts:
+            rate = groups * draft.tokens_per_s
             table.add_row(
-                _named(one, f"{each.width} tokens at a time"),
-                bytes_text(int(each.bytes_per_accepted_token)), bytes_text(int(each.bytes_per_decoded_token)),
-                seconds_text(each.step_s), f"{rate:,.0f}", f"{rate / chips:,.0f}",
+                _named(sampling, f"{draft.width} tokens at a time"),
+                bytes_text(int(draft.bytes_per_accepted_token)), bytes_text(int(draft.bytes_per_decoded_token)),
+                seconds_text(draft.step_s), f"{rate:,.0f}", f"{rate / chips:,.0f}",
             )  # fmt: skip
     return table
 
@@ -249,18 +260,20 @@ def _split(split: RolloutStep) -> str:
 
 
 def _exact(plan: Plan) -> str:
-    found = []
+    prices = []
     if time := train_time(plan):
         merging = f", {seconds_text(time.merge_s)} of them merging adapters" if time.merge_s else ""
         moved = f" ({bytes_text(time.merge_bytes)} read and written)" if time.merge_s else ""
-        found.append(f"a train step {seconds_text(time.exact_s)} more{merging}{moved}")
-    for one in plan.sampling:
-        step = one.sizing.estimate
+        prices.append(f"a train step {seconds_text(time.exact_s)} more{merging}{moved}")
+    for sampling in plan.sampling:
+        step = sampling.sizing.estimate
         fast = dataclasses.replace(step, memory_s=step.memory_s - step.reread_s)
-        found.append(
-            _named(one, f"decode steps of {seconds_text(step.step_s)}, {seconds_text(fast.step_s)} with numerics fast")
+        prices.append(
+            _named(
+                sampling, f"decode steps of {seconds_text(step.step_s)}, {seconds_text(fast.step_s)} with numerics fast"
+            )
         )
-    return f"the price of numerics exact, which multiplies {TILE} rows at a time: {'; '.join(found)}\n"
+    return f"the price of numerics exact, which multiplies {TILE} rows at a time: {'; '.join(prices)}\n"
 
 
 def _checkpoint(plan: Plan) -> str:
@@ -279,27 +292,27 @@ def _checkpoint(plan: Plan) -> str:
     )
 
 
-def _sizes(one: SamplingPlan) -> Table:
-    sizing = one.sizing
+def _sizes(sampling: SamplingPlan) -> Table:
+    sizing = sampling.sizing
     table = _table(
-        f"{one.workload.name or 'sampling'}: layout {layout_text(sizing.layout)}, {sizing.sizes.replicas} replicas, "
-        f"{sizing.sizes.slots} sequences in each",
+        f"{sampling.workload.name or 'sampling'}: layout {layout_text(sizing.layout)}, {sizing.sizes.replicas} "
+        f"replicas, {sizing.sizes.slots} sequences in each",
         "chosen",
         "bounded by",
     )
     for name, (value, why) in sizing.reasons.items():
-        table.add_row(one.workload.key(name), f"{value:,}", why)
+        table.add_row(sampling.workload.key(name), f"{value:,}", why)
     table.caption = f"attention: {sizing.attention}"
     return table
 
 
-def _considered(one: SamplingPlan) -> Table:
+def _considered(sampling: SamplingPlan) -> Table:
     table = _table("layouts considered", "per device", "decode step", "moving weights", "whole round")
-    for choice in one.sizing.considered:
-        mark = "* " if choice.layout == one.sizing.layout else "  "
-        found = choice.estimate
-        times = ["does not fit", "", ""] if found is None else [
-            seconds_text(found.step_s), seconds_text(found.reshard_s), seconds_text(found.total_s)
+    for choice in sampling.sizing.considered:
+        mark = "* " if choice.layout == sampling.sizing.layout else "  "
+        estimate = choice.estimate
+        times = ["does not fit", "", ""] if estimate is None else [
+            seconds_text(estimate.step_s), seconds_text(estimate.reshard_s), seconds_text(estimate.total_s)
         ]  # fmt: skip
         table.add_row(mark + layout_text(choice.layout), bytes_text(choice.footprint.total), *times)
     return table
@@ -314,14 +327,15 @@ def _verdict(plan: Plan, console: Console) -> None:
             highlight=False,
         )
         return
-    for each in plan.infeasibilities:
-        console.print(f"[bold red]does not fit[/]: {escape(each.text)}", highlight=False, soft_wrap=True)
-        if each.largest is not None:
+    for reason in plan.infeasibilities:
+        console.print(f"[bold red]does not fit[/]: {escape(reason.text)}", highlight=False, soft_wrap=True)
+        if reason.largest is not None:
             console.print(
-                f"  {each.key} is {each.value}; the largest that works is [bold]{each.largest}[/]", highlight=False
+                f"  {reason.key} is {reason.value}; the largest that works is [bold]{reason.largest}[/]",
+                highlight=False,
             )
-        console.print(f"  change {each.key} at {escape(each.place)}", highlight=False, soft_wrap=True)
+        console.print(f"  change {reason.key} at {escape(reason.place)}", highlight=False, soft_wrap=True)
 
 
-def _named(one: SamplingPlan, what: str) -> str:
-    return f"{one.workload.name}: {what}" if one.workload.name else what
+def _named(sampling: SamplingPlan, text: str) -> str:
+    return f"{sampling.workload.name}: {text}" if sampling.workload.name else text

@@ -48,11 +48,11 @@ class InfeasibleError(Exception):
 
 def with_common_largest(infeasibilities: Sequence[Infeasibility]) -> list[Infeasibility]:
     """The same reasons; those that name the same key get the largest value that works for all of them."""
-    found: dict[str, list[Any]] = {}
-    for each in infeasibilities:
-        found.setdefault(each.key, []).append(each.largest)
-    least = {key: None if None in largest else min(largest) for key, largest in found.items()}
-    return [dataclasses.replace(each, largest=least[each.key]) for each in infeasibilities]
+    by_key: dict[str, list[Any]] = {}
+    for infeasibility in infeasibilities:
+        by_key.setdefault(infeasibility.key, []).append(infeasibility.largest)
+    least = {key: None if None in largest else min(largest) for key, largest in by_key.items()}
+    return [dataclasses.replace(infeasibility, largest=least[infeasibility.key]) for infeasibility in infeasibilities]
 
 
 def place_of(path: Path | None, key: str, overrides: Sequence[str] = ()) -> str:
@@ -74,25 +74,25 @@ def place_of(path: Path | None, key: str, overrides: Sequence[str] = ()) -> str:
     parts = key.split(".")
     for depth, part in enumerate(parts):
         entries = node.value if isinstance(node, yaml.MappingNode) else []
-        found = next(((name, value) for name, value in entries if name.value == part), None)
-        if found is None:
+        entry = next(((name, value) for name, value in entries if name.value == part), None)
+        if entry is None:
             missing = ".".join(parts[depth:])
             above = ".".join(parts[:depth])
             return f"{path}:{line} (add {missing}{f' to {above}' if above else ''})"
-        line, node = found[0].start_mark.line + 1, found[1]
+        line, node = entry[0].start_mark.line + 1, entry[1]
     return f"{path}:{line}"
 
 
 def largest_in(text: str) -> int | None:
     """The bound of a number that a message has, ``Set it to at most 8192``; None where it has none."""
-    found = re.search(r"to at most (\d[\d,]*)", text)
-    return int(found[1].replace(",", "")) if found else None
+    match = re.search(r"to at most (\d[\d,]*)", text)
+    return int(match[1].replace(",", "")) if match else None
 
 
 def key_in(text: str, keys: Mapping[str, str]) -> str | None:
     """The first configuration key, with dots, that a message names; None where it names none."""
-    found = [(text.index(name), key) for name, key in keys.items() if name in text]
-    return min(found)[1] if found else None
+    matches = [(text.index(name), key) for name, key in keys.items() if name in text]
+    return min(matches)[1] if matches else None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -159,8 +159,8 @@ class Workload:
     def calibrated(self, path: str) -> "Workload":
         """The same with a file of measured numbers of the chip for every round of sampling."""
         sampling = [
-            dataclasses.replace(each, engine=dataclasses.replace(each.engine, calibration=path))
-            for each in self.sampling
+            dataclasses.replace(round_, engine=dataclasses.replace(round_.engine, calibration=path))
+            for round_ in self.sampling
         ]
         return dataclasses.replace(self, sampling=sampling)
 
@@ -231,10 +231,10 @@ def _rows_of(config: TrainConfig, most: int) -> tuple[TrainConfig, tuple[Infeasi
     try:
         config.data.row_length(most)
     except ConfigError as error:
-        given = config.data.max_seq_len
+        asked = config.data.max_seq_len
         data = dataclasses.replace(config.data, max_seq_len=most)
         return dataclasses.replace(config, data=data), (
-            Infeasibility(key="data.max_seq_len", value=given, largest=most, text=str(error)),
+            Infeasibility(key="data.max_seq_len", value=asked, largest=most, text=str(error)),
         )
     return config, ()
 
@@ -298,7 +298,7 @@ def _trained(config: SampleConfig) -> Checkpoint | None:
 
 def _frozen(config: TrainGrpoConfig) -> list[Shape]:
     """The shapes of a run's teacher and reward models."""
-    rewards = [each.model for each in config.rewards if isinstance(each, ModelReward)]
+    rewards = [reward.model for reward in config.rewards if isinstance(reward, ModelReward)]
     scorers = [
         Shape(config=load_config(path, scorer=True), vocab_size=read_vocab_size(path), source=path) for path in rewards
     ]
@@ -373,8 +373,8 @@ def _lengths(
             load_tokenizer(tokenizer, trusted), prompts, max_seq_len=max_seq_len, max_new_tokens=params.max_new_tokens
         )
         return [len(tokens) for tokens in encoded]
-    more = [1 if each.messages is None else CHAT_TOKENS * len(each.messages) for each in prompts]
-    lengths = [len(each.shown.encode()) + added for each, added in zip(prompts, more, strict=True)]
+    more = [1 if prompt.messages is None else CHAT_TOKENS * len(prompt.messages) for prompt in prompts]
+    lengths = [len(prompt.shown.encode()) + added for prompt, added in zip(prompts, more, strict=True)]
     if room is not None:
         lengths = [min(length, max(room, 1)) for length in lengths]
     notes.append(

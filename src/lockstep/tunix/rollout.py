@@ -127,7 +127,7 @@ class Rollout(BaseRollout):
         params = self._params(rollout_config)
         self._calls += 1
         requests = _grouped(tokens, params)
-        largest = [dataclasses.replace(each, prompt_tokens=(0,) * width) for each in requests]
+        largest = [dataclasses.replace(request, prompt_tokens=(0,) * width) for request in requests]
         with self._hosts.scope("generate") as scope:
             # Made for the widest prompts: whatever the lengths of this call's, the same programs.
             generation = self._session.generate(scope, self._model, requests, largest=largest, facts=environment())
@@ -137,7 +137,7 @@ class Rollout(BaseRollout):
         padded = np.full((len(tokens), width), self.pad_id(), np.int32)
         for row, prompt in zip(padded, tokens, strict=True):
             row[width - len(prompt) :] = prompt
-        answers = [_without_stop(each, params) for each in completions]
+        answers = [_without_stop(completion, params) for completion in completions]
         logprobs = (
             self._logprobs(padded, completions, params, rollout_config) if rollout_config.return_logprobs else None
         )
@@ -210,22 +210,22 @@ class Rollout(BaseRollout):
         self, padded: np.ndarray, completions: Sequence[Completion], params: SamplingParams, config: RolloutConfig
     ) -> list[np.ndarray]:
         """Those of the distribution at the temperature, before filters."""
-        lengths = [len(_without_stop(each, params)) for each in completions]
+        lengths = [len(_without_stop(completion, params)) for completion in completions]
         if params.temperature in (0.0, 1.0):
-            found = [each.logprobs for each in completions]
+            logprobs = [completion.logprobs for completion in completions]
         elif params.top_p == 1.0 and params.top_k is None:
-            found = [each.sampled_logprobs for each in completions]
+            logprobs = [completion.sampled_logprobs for completion in completions]
         else:
             tokens = np.full((len(completions), config.max_tokens_to_generate), self.pad_id(), np.int32)
-            for row, each in zip(tokens, completions, strict=True):
-                row[: len(each.tokens)] = each.tokens
+            for row, completion in zip(tokens, completions, strict=True):
+                row[: len(completion.tokens)] = completion.tokens
             own = self._own_logprobs(padded, tokens, params.temperature)
-            found = list(fetch(jax.device_put(own, NamedSharding(self.engine.mesh, PartitionSpec()))))
-        return [np.asarray(each[:length], np.float32) for each, length in zip(found, lengths, strict=True)]
+            logprobs = list(fetch(jax.device_put(own, NamedSharding(self.engine.mesh, PartitionSpec()))))
+        return [np.asarray(values[:length], np.float32) for values, length in zip(logprobs, lengths, strict=True)]
 
     def _own_logprobs(self, prompts: Any, completions: Any, temperature: float) -> jax.Array:
         graph, state = nnx.split(self._model)
-        found: jax.Array = common.compute_per_token_logps(
+        logprobs: jax.Array = common.compute_per_token_logps(
             graph,
             state,
             prompt_tokens=prompts,
@@ -236,7 +236,7 @@ class Rollout(BaseRollout):
             return_logits=False,
             temperature=temperature,
         )
-        return found
+        return logprobs
 
 
 def _grouped(tokens: Sequence[Sequence[int]], params: SamplingParams) -> list[Request]:

@@ -130,8 +130,8 @@ class EngineLM(TemplateLM):
                 context_len=1,
             )
             windows.append([make_disjoint_window(pair) for pair in rolling])
-        scores = iter(self._score([pair for each in windows for pair in each], "loglikelihood_rolling"))
-        return [sum(next(scores)[0] for _ in each) for each in windows]
+        scores = iter(self._score([pair for text_windows in windows for pair in text_windows], "loglikelihood_rolling"))
+        return [sum(next(scores)[0] for _ in text_windows) for text_windows in windows]
 
     def _rolling_tokens(self, text: str) -> list[int]:
         """The tokens of a text whose windows begin with the token for the beginning."""
@@ -214,7 +214,7 @@ class EngineLM(TemplateLM):
             )
             for number, (context, continuation) in enumerate(pairs)
         ]
-        found = []
+        scores = []
         completions = self._answers(engine_requests, kind)
         for (_, continuation), request, completion in zip(pairs, engine_requests, completions, strict=True):
             # The first token of a prompt has no probability; a continuation that was cut to that length loses it.
@@ -222,8 +222,8 @@ class EngineLM(TemplateLM):
             logprobs = [completion.prompt_logprobs[at] for at in scored]
             best = [completion.prompt_top_logprobs[at][0][0] for at in scored]
             greedy = best == [request.prompt_tokens[at] for at in scored]
-            found.append((sum(value for value in logprobs if value is not None), greedy))
-        return found
+            scores.append((sum(value for value in logprobs if value is not None), greedy))
+        return scores
 
     def _fitting(self, tokens: list[int], room: int) -> list[int]:
         """The end of a prompt that has room; counted where something is left out."""

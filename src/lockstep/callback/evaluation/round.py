@@ -68,7 +68,7 @@ def run_tasks(
         question = thread.next_question(max(0.0, min(left_s, TICK_S, hosts.timeout_s / 4)))
         if question is None and left_s <= 0:
             raise LockstepError(_too_slow(max_seconds, "the harness has not asked its next question"))
-        requests = question and [dataclasses.asdict(each) for each in question.requests]
+        requests = question and [dataclasses.asdict(item) for item in question.requests]
         return json.dumps(question and [requests, question.last]).encode()
 
     try:
@@ -95,7 +95,7 @@ def run_tasks(
             completions = generation.completions
             if generation.ended:
                 return False
-            if any(each.finish_reason == FinishReason.BUDGET for each in completions):
+            if any(item.finish_reason == FinishReason.BUDGET for item in completions):
                 raise PeerError(_too_slow(max_seconds, "not all requests are answered"), hosts.count)
             if last:
                 hosts.barrier("tasks end")
@@ -109,9 +109,9 @@ def run_tasks(
         hosts.phase("training")
 
 
-def _too_slow(max_seconds: float, what: str) -> str:
+def _too_slow(max_seconds: float, state: str) -> str:
     return (
-        f"the round of tasks has lasted {max_seconds:g} s (tasks.max_seconds) and {what}. Raise tasks.max_seconds, or "
+        f"the round of tasks has lasted {max_seconds:g} s (tasks.max_seconds) and {state}. Raise tasks.max_seconds, or "
         "lower tasks.limit."
     )
 
@@ -210,9 +210,9 @@ class TaskRounds:
         limits = limits_of(read)  # the thread keeps this alone, and no array
 
         def done(result: TaskResults | None, error: Exception | None) -> None:
-            found = error if result is None else result
-            assert found is not None
-            self._on_results(step, found)
+            outcome = error if result is None else result
+            assert outcome is not None
+            self._on_results(step, outcome)
 
         self._thread = HarnessThread(lambda ask: self._harness.run(ask, step, limits), done)
         return self._thread
