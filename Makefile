@@ -14,7 +14,7 @@ export JAX_PLATFORMS := cpu
 # tests/isolation.py makes the environment of the tests; these pytest reads before it.
 unexport PYTEST_ADDOPTS PYTEST_PLUGINS PYTHONPATH PYTHONHOME PYTHONWARNINGS
 
-.PHONY: help setup setup-tests demo rl-demo test slow nightly test-jax-0.12 test-newest fuzz docs links lint format types
+.PHONY: help setup setup-tests demo rl-demo agent-demo test slow nightly test-jax-0.12 test-newest fuzz docs links lint format types
 help: ## show this list
 	@echo "Usage: make TARGET"
 	@sed -nE 's/^([a-z0-9.-]+):.*## (.*)/  make \1|\2/p' $(MAKEFILE_LIST) | column -t -s '|' 2>/dev/null \
@@ -39,6 +39,10 @@ rl-demo: setup ## teach the demo's model for 250 steps, then let it learn sums f
 	@echo "rl-demo, 2 of 2: it goes on with rewards alone; reward is the share of right answers, (last 10: ...) its trend"
 	@$(PYTHON) infra/launch.py --backend local --processes $(PROCESSES) --devices_per_process $(DEVICES) -- \
 		lockstep train-grpo --config_path config/grpo_demo.yaml --trainer.run_id rl-demo $(ARGS)
+
+agent-demo: setup ## let a small model learn, from rewards alone, to call a calculator and to use its result (about 4 minutes)
+	@rm -rf runs/agent-demo
+	@$(PYTHON) examples/agent_demo/demo.py $(ARGS)
 
 test: setup-tests ## run the tests (ARGS='-k name' narrows them)
 	@$(PYTHON) -m pytest -n $(WORKERS) $(ARGS)
