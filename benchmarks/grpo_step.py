@@ -6,6 +6,7 @@ All train the same small Llama from the same float32 weights on four simulated d
 answers per question, lengths, reward and optimizer, one update per rollout. Each has a process of its own, and they
 take turns: one makes a step while the others wait. The first `WARM` steps compile and are reported apart; the rest are
 medians. Then the update alone takes turns with itself: answers as long as GSM8K's in packed rows, and in a row each.
+Last, lockstep's trainer waits for each program, which tells the share of its step in which devices wait for the host.
 """
 
 import argparse
@@ -31,7 +32,7 @@ from benchmarks.workers import write_json
 
 ROOT = Path(__file__).resolve().parents[1]
 CONTESTANTS = ("ours", "levanter", "tunix", "tunix_with_ours")
-UPDATE = "update"
+UPDATE, BUSY = "update", "busy"
 UPDATE_ROWS = ("packed", "padded")
 DEVICES = 4
 WARM = 2
@@ -40,15 +41,16 @@ MAKE_TUNIX = ".venv/bin/python -m pip install -c constraints.txt -e '.[tunix]'"
 MAKE_LEVANTER = ".venv/bin/python -m pip install -c constraints.txt -e '.[bench]'"
 GOALS = {
     "rollout_vs_levanter": 5.0,
-    "rollout_vs_tunix": 3.0,
+    "rollout_vs_tunix": 4.0,
     "step_vs_levanter": 1.0,
-    "step_vs_tunix": 1.0,
+    "step_vs_tunix": 2.5,
     "tunix_rollout_with_ours": 3.0,
     "tunix_step_with_ours": 1.0,
     "update_tokens_vs_padded": 2.0,
+    "busy_share": 0.97,
 }
 """How many times as fast ours is: tokens per second of the rollout, and whole steps; Tunix's with our rollout; tokens
-per second of the update in packed rows beside rows of one answer."""
+per second of the update in packed rows beside rows of one answer. The share of our step in which devices are busy."""
 SAME_LOSS = 1e-5
 """How far apart the losses of packed rows and of rows of one answer may be, beside a thousandth of them."""
 SAME_MODEL = 1e-3
@@ -60,19 +62,20 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a smaller model, fewer and shorter answers")
     parser.add_argument("--steps", type=int, default=6, help=f"of each, of which the first {WARM} are not counted")
-    parser.add_argument("--only", action="append", choices=(*CONTESTANTS, UPDATE), help="measure these alone")
+    parser.add_argument("--only", action="append", choices=(*CONTESTANTS, UPDATE, BUSY), help="measure these alone")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     arguments = parser.parse_args()
     if arguments.steps <= WARM:
         parser.error(f"--steps is {arguments.steps}; the first {WARM} are not counted. Use at least {WARM + 1}.")
     began, name = time.monotonic(), "quick" if arguments.quick else "full"
-    names = arguments.only or [*CONTESTANTS, UPDATE]
-    commands, missing = contestants([each for each in names if each != UPDATE])
+    names = arguments.only or [*CONTESTANTS, UPDATE, BUSY]
+    commands, missing = contestants([name for name in names if name in CONTESTANTS])
     update_load = sized("measured", "smallest")
     with tempfile.TemporaryDirectory() as directory:
         heard = run(commands, name, arguments.steps, Path(directory)) if commands else {}
         updates = run_updates(update_load, arguments.steps, Path(directory)) if UPDATE in names else {}
-    rows = figures(heard, missing, LOADS[name]) | update_figures(updates)
+        busy = run_busy(name, arguments.steps, Path(directory)) if BUSY in names else []
+    rows = figures(heard, missing, LOADS[name]) | update_figures(updates) | {"busy_share": busy_share(busy)}
     rows |= {"load": str(LOADS[name]), "measured_in_s": round(time.monotonic() - began)}
     if updates:
         rows["update_load"] = str(UPDATES[update_load])
@@ -115,6 +118,19 @@ def run_updates(load: str, steps: int, directory: Path) -> dict[str, list[Any]]:
     """What the updates in packed rows and in rows of one answer said, in turns."""
     command = [sys.executable, "-m", "benchmarks.grpo.update", "--load", load, "--steps", str(steps), "--rows"]
     return take_turns({rows: [*command, rows] for rows in UPDATE_ROWS}, steps, directory)
+
+
+def run_busy(load: str, steps: int, directory: Path) -> list[Any]:
+    """The figures of each step of ours, which waits for each program."""
+    save_tokenizer(LOADS[load], directory / "tokenizer")
+    options = ["--load", load, "--steps", str(steps), "--tokenizer", str(directory / "tokenizer")]
+    command = [sys.executable, "-m", "benchmarks.grpo.ours", "--engine", "ours", "--busy", *options]
+    return take_turns({BUSY: command}, steps, directory)[BUSY][1:]
+
+
+def busy_share(steps: Sequence[Any]) -> float | None:
+    """The median share of a step in which devices run programs; the rest is work of the host."""
+    return float(np.median([step["busy_s"] / step["step_s"] for step in steps[WARM:]])) if steps else None
 
 
 def take_turns(commands: Mapping[str, Sequence[str]], steps: int, directory: Path) -> dict[str, list[Any]]:

@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import time
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ from lockstep.hosts import Hosts, Ledger, start
 from lockstep.models import WEIGHT_AXES, DecoderWeights, LayerWeights, LlamaConfig, as_trainable
 from lockstep.models.rope import RotaryConfig
 from lockstep.placement import batch_spec, place
+from lockstep.placement.device import Program
 from lockstep.text import Prompt, encode, load_tokenizer, token_count
 from lockstep.training import GrpoConfig, OptimizerConfig, RolloutConfig, StepInfo, Trainer, TrainerConfig
 from lockstep.training.loop.logprobs import LogprobProgram
@@ -38,6 +40,29 @@ class LastFigures:
         pass
 
 
+class BusyTime:
+    """Seconds in which devices run programs: each is waited for, so that none runs while the host works.
+
+    It changes `lockstep.placement.device.Program` in this process.
+    """
+
+    def __init__(self) -> None:
+        self._seconds, launch = 0.0, Program.__call__
+
+        def launch_and_wait(program: Program, *inputs: Any) -> Any:
+            began = time.perf_counter()
+            results = jax.block_until_ready(launch(program, *inputs))
+            self._seconds += time.perf_counter() - began
+            return results
+
+        Program.__call__ = launch_and_wait  # type: ignore[method-assign]
+
+    def take(self) -> float:
+        """The seconds since the last call."""
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
+
+
 def main() -> None:
     """Train, a step at a time."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -45,10 +70,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int)
     parser.add_argument("--tokenizer")
     parser.add_argument("--engine", choices=("ours", "levanter"))
+    parser.add_argument("--busy", action="store_true", help="wait for each program, and tell how long devices are busy")
     arguments = parser.parse_args()
     load, turns, tracker = LOADS[arguments.load], Turns(arguments.steps), LastFigures()
     trainer, rollouts = make(load, arguments.steps, arguments.tokenizer, arguments.engine, start(), tracker)
     model = first_model(load, trainer.mesh)
+    busy = BusyTime() if arguments.busy else None
 
     def after_step(info: StepInfo) -> None:
         jax.block_until_ready(info.model)
@@ -61,6 +88,7 @@ def main() -> None:
             tokens=values["rollout/generated_tokens"],
             reward=values["reward/mean"],
             logprob_gap=values["train/logprob_gap"],
+            **({} if busy is None else {"busy_s": busy.take()}),
         )
 
     trainer.add_hook(after_step)

@@ -25,7 +25,7 @@ ARGUMENTS = {
     "drafts": "--quick --batch 1",
     "exact": "--only bits",
     "experts": "--quick --only engine --only multiprocess",
-    "grpo_step": "--quick --only ours --only update --steps 3",
+    "grpo_step": "--quick --only ours --only update --only busy --steps 3",
     "health": "",
     "host_cost": "",
     "job_sizes": "2",

@@ -80,6 +80,11 @@ def test_packed_rows_are_compared_with_rows_of_one_answer_that_learn_the_same():
     assert grpo_step.update_figures({}) == {"update_tokens_vs_padded": None}
 
 
+def test_the_share_in_which_devices_are_busy_leaves_out_the_steps_that_compile():
+    steps = [{"step_s": 4.0, "busy_s": busy} for busy in (0.1, 0.2, 2.0, 4.0, 3.0)]
+    assert grpo_step.busy_share(steps) == 0.75 and grpo_step.busy_share([]) is None
+
+
 @pytest.mark.parametrize("other", [{"logprob": -1.01, "devices": 4}, {"logprob": -1.0, "devices": 1}])
 def test_different_models_or_devices_are_refused(other):
     same = {"logprob": -1.0, "devices": 4}
