@@ -104,3 +104,24 @@ def test_the_loss_gathers_the_output_layer_and_scatters_its_gradient_once_per_mi
     assert sum(one.bytes for one in moved) == 2 * embed * vocab * (1 + 1 / mesh.size), "in bfloat16"
     logits = 4 * rows // mesh.size * positions * vocab
     assert compiled.memory_analysis().temp_size_in_bytes < 2 * 2 * embed * vocab + 5 * most < logits * 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axes", [("embed", "vocab"), pytest.param(("vocab", "embed"), marks=pytest.mark.nightly)])
+def test_the_gradient_of_the_output_layer_is_made_as_it_is_returned(axes):
+    """On one v6e, whose product would make it transposed: nothing copies it whole, or block by block."""
+    mesh = make_mesh("1,1,1", topology("v6e-1").devices)
+    sizes = {"embed": 1024, "vocab": 65536}
+    whole = NamedSharding(mesh, PartitionSpec())
+    shapes = (tuple(sizes[axis] for axis in axes), "bfloat16"), ((2, 1024, 1024), "bfloat16"), ((2, 1024), "int32")
+
+    def total(head, states, targets):
+        named = hax.named(states, ("batch", "position", "embed")), hax.named(head, axes)
+        return jnp.sum(VocabBlocks.of(*named, None, most=2**23)(states, head, targets))
+
+    arguments = [jax.ShapeDtypeStruct(shape, dtype, sharding=whole) for shape, dtype in shapes]
+    with jax.set_mesh(mesh):
+        compiled = jax.jit(jax.grad(total)).lower(*arguments).compile()
+    block = 4096 * sizes["embed"] * 2
+    copied = [run.op for run in Hlo(compiled.as_text()).runs if run.op.kind == "copy" and run.op.bytes >= block]
+    assert not copied and compiled.memory_analysis().temp_size_in_bytes < 2 * sizes["embed"] * sizes["vocab"]

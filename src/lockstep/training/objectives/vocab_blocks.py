@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from haliax.partitioning import physical_axis_name
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
@@ -23,6 +24,8 @@ LANES: Final = 128  # blocks are a multiple of this many token ids, the width of
 
 LEAST: Final = 4096
 """Token ids that a block has at least: each block's product is added to the gradient of all hidden states."""
+
+_ROW_MAJOR: Final = Layout((0, 1))
 
 _LOWEST: Final = float(np.finfo(np.float32).min)
 _NO_LOGPROB: Final = -200.0  # log-probabilities below this are of probabilities that are 0 in float32
@@ -285,7 +288,9 @@ def _backward(
             of_block = of_block.T if blocks.vocab_first else of_block
             if vocab % blocks.size:  # the last block begins inside the one before it
                 of_block += jax.lax.dynamic_slice_in_dim(of_head, block.start, blocks.size, blocks.axis)
-            return of_x, jax.lax.dynamic_update_slice_in_dim(of_head, of_block, block.start, blocks.axis)
+            of_head = jax.lax.dynamic_update_slice_in_dim(of_head, of_block, block.start, blocks.axis)
+            # A v6e makes the product transposed: XLA copied each block twice, or on one chip the whole at the end.
+            return of_x, with_layout_constraint(of_head, _ROW_MAJOR)
 
         empty = (jnp.zeros(x.shape, jnp.float32), jnp.zeros_like(head))
         of_x, of_head = jax.lax.fori_loop(0, _count(vocab, blocks), add, empty)
