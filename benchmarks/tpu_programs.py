@@ -32,7 +32,7 @@ from lockstep.models.families.family import ModelPreset
 from lockstep.models.families.registry import PRESETS
 from lockstep.placement import make_mesh
 from lockstep.placement.device.chips import chip_of, hops
-from lockstep.plan.traffic import copies, step_bytes
+from lockstep.plan.traffic import StepBytes, copies, step_bytes, traffic
 from lockstep.types import Drafts, Request, SamplingParams
 from lockstep.xla import Hlo, collectives, topology
 
@@ -88,6 +88,18 @@ def compile_for(
     engine.prepare((config, weights), requests)
     assert engine.decode_model is not None
     return engine, engine.decode_model
+
+
+def over_floor(text: str, model: DecodeModel, moved: StepBytes, steps: int) -> dict[str, float]:
+    """The bytes of a step beyond the floor: of layers, of logits and sampling, of attention, and a launch's own."""
+    layers = sum(weight.decode_bytes for weight in model.leaves if weight.layers)
+    outside = sum(size for run, size in traffic(Hlo(text, UNMET), lambda *_: 0) if run.in_step and run.times == 1)
+    return {
+        "layers": moved.program - outside - layers,
+        "logits": outside - (moved.floor_weights - layers),
+        "attention": moved.kernel - moved.floor_kv,
+        "launch": moved.per_launch / steps,
+    }
 
 
 def figures(engine: Engine, model: DecodeModel, context: int) -> dict[str, Any]:
@@ -173,6 +185,7 @@ def figures(engine: Engine, model: DecodeModel, context: int) -> dict[str, Any]:
         "per_launch": moved.per_launch,
         "steps": sizes.steps,
         "ratio": moved.ratio(sizes.steps),
+        "over_floor": over_floor(engine.programs["decode"].text(), model, moved, sizes.steps),
         "step_s": seconds,
         "collectives_s": wait,
         "bytes": moved.compiled(sizes.steps),

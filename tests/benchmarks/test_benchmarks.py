@@ -36,6 +36,7 @@ ARGUMENTS = {
     "round_overhead": "",
     "sampler": "--quick --prompts 4 --only global_mesh",
     "token_cache": "--length 16",
+    "tokamax_kernels": "--slice v6e-1 --only attention/llama-3-8b/4096/ours",
     "tpu_programs": "--model qwen2.5-0.5b --slice v5p-8 --batch 8 --context 128",
     "tpu_train_step": "--case llama-3-8b --layers 1",
     "train_step": "--quick --steps 2 --layers 1",
@@ -45,6 +46,7 @@ NIGHTLY = {
     "exact": "it compiles some 900 programs",
     "levanter_round": "Levanter's start, in two processes",
     "logprob_gap": "it trains a model, and compiles 17 engines",
+    "tokamax_kernels": "the TPU compiler takes half a minute, and tokamax is not installed",
     "tpu_programs": "the TPU compiler takes half a minute; tests/tpu_compile/test_programs.py has its functions",
     "tpu_train_step": "the TPU compiler takes a minute for one layer",
     "train_step": "Levanter's start, twice",
@@ -63,7 +65,7 @@ ZERO = {
     "grpo_step": "losses",
     "health": "false_alarms",
     "published": "error|exposed",
-    "tpu_programs": "collectives|^/predicted|^/programs",  # of programs that this engine does not have
+    "tpu_programs": "collectives|over_floor|^/predicted|^/programs",  # of programs that this engine does not have
     "tpu_train_step": "collectives|between_slices|bubble",
 }
 """A part of the names of figures that may be zero or less."""
