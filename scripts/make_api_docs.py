@@ -73,10 +73,9 @@ SECTIONS = {
         tuple(
             f"lockstep.models.{name}"
             for name in ("LlamaConfig", "MistralConfig", "MixtralConfig", "Qwen2Config", "Qwen2MoeConfig",
-                         "Qwen3Config", "Qwen3MoeConfig", "GptOssConfig", "Experts", "LinearAttention", "RotaryConfig",
-                         "Llama3Scaling",
-                         "YarnScaling", "Variant", "LlamaLMHeadModel", "DecoderWeights", "LayerWeights",
-                         "register_reader",
+                         "Qwen3Config", "Qwen3MoeConfig", "GptOssConfig", "Experts", "Latent", "LinearAttention",
+                         "RotaryConfig", "Llama3Scaling", "YarnScaling", "Variant", "LlamaLMHeadModel",
+                         "DecoderWeights", "LayerWeights", "register_reader",
                          "read_decoder", "from_names", "LoraNames", "view", "merge_lora", "LazyWeight",
                          "named_parameters", "check_all_read", "check_reader", "ReaderCheck", "ReaderMismatchError",
                          "UnreadableModelError", "UnreadParameterError", "load_hf", "save_hf")
@@ -126,6 +125,7 @@ IN_CONFIGURATION = (
     *(f"lockstep.models.{name}" for name in ("MixtralConfig", "Qwen2MoeConfig", "Qwen3MoeConfig", "GptOssConfig")),
     "lockstep.models.Experts",
     "lockstep.models.LinearAttention",
+    "lockstep.models.Latent",
 )
 """Dataclasses whose fields are keys of YAML files, and on the page of the configuration."""
 

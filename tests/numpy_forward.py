@@ -149,11 +149,43 @@ def glm_moe(family: Family, config: Config, tensors: Tensors, x: Array) -> Array
     out = gated(family, moe.below("shared_experts"), x, PROJECTIONS)
     for place in np.ndindex(x.shape[:-1]):
         own, top = scores[place], config["num_experts_per_tok"]
-        chosen = np.argsort(-(own + moe["gate.e_score_correction_bias"]), kind="stable")[:top]
+        choice = in_best_groups(own + moe["gate.e_score_correction_bias"], config)
+        chosen = np.argsort(-choice, kind="stable")[:top]
         shares = own[chosen] / (own[chosen].sum() if config["norm_topk_prob"] else 1)
         for share, index in zip(config["routed_scaling_factor"] * shares, chosen, strict=True):
             out[place] += share * gated(family, moe.below(f"experts.{index}"), x[place], PROJECTIONS)
     return out
+
+
+def in_best_groups(scores: Array, config: Config) -> Array:
+    """DeepSeek-AI 2024, section 2.1.2: scores of groups whose two best have no large sum are no scores."""
+    groups = scores.reshape(config["n_group"], -1)
+    sums = np.sort(groups, axis=1)[:, -2:].sum(axis=1)
+    best = np.argsort(-sums, kind="stable")[: config["topk_group"]]
+    return np.where(np.isin(np.arange(len(groups)), best)[:, None], groups, -np.inf).reshape(scores.shape)
+
+
+def latent_attention(family: Family, config: Config, tensors: Tensors, x: Array, kind: str) -> Array:
+    """DeepSeek-AI 2024, https://arxiv.org/abs/2405.04434, section 2.1: each head has keys and values of the latent."""
+    batch, length, _ = x.shape
+    heads, nope, rope_size = (config[name] for name in ("num_attention_heads", "qk_nope_head_dim", "qk_rope_head_dim"))
+    latents = x
+    if config["q_lora_rank"]:
+        latents = normalised(family, config, linear(tensors, "q_a_proj", x), tensors["q_a_layernorm.weight"])
+    q = linear(tensors, "q_b_proj" if config["q_lora_rank"] else "q_proj", latents).reshape(batch, length, heads, -1)
+    latent, key = np.split(linear(tensors, "kv_a_proj_with_mqa", x), [config["kv_lora_rank"]], -1)
+    latent = normalised(family, config, latent, tensors["kv_a_layernorm.weight"])
+    kv = linear(tensors, "kv_b_proj", latent).reshape(batch, length, heads, -1)
+    rope = config["rope_parameters"]
+    q_rotated, key = (rotate(part, rope, config["rope_interleave"]) for part in (q[..., nope:], key[:, :, None]))
+    scores = np.einsum("bqnh,bknh->bnqk", q[..., :nope], kv[..., :nope])
+    scores = scores + np.einsum("bqnh,bkh->bnqk", q_rotated, key[:, :, 0])
+    all_dims = 0.1 * rope.get("mscale_all_dim", 0) * math.log(rope.get("factor", 1.0)) + 1
+    scores = scores * all_dims**2 * (nope + rope_size) ** -0.5
+    scores = np.where(np.tri(length, dtype=bool), scores, -np.inf)
+    return linear(
+        tensors, "o_proj", np.einsum("bnqk,bknh->bqnh", softmax(scores), kv[..., nope:]).reshape(batch, length, -1)
+    )
 
 
 GEMMA_NORMS = (
@@ -171,6 +203,7 @@ FAMILIES: dict[str, Family] = {
     "olmo2": Family(norms=OLMO_NORMS, norm_over_heads=True),
     "glm4": Family(norms=GLM_NORMS, interleaved=True),
     "glm4_moe": Family(mlp=glm_moe),
+    "deepseek_v3": Family(mlp=glm_moe),
     "cohere2": Family(
         centered=True, parallel=True, norms=("input_layernorm", None, None, None), interleaved=True, rotates_full=False
     ),
@@ -209,6 +242,10 @@ def frequencies(rope: Config, head: int) -> tuple[Array, float]:
             slowed = np.clip((np.arange(rotated // 2) - low) / max(high - low, 0.001), 0, 1)
             angles = slowed * angles / factor + (1 - slowed) * angles
             attention = 0.1 * math.log(factor) + 1
+            if rope.get("mscale_all_dim"):  # DeepSeek multiplies scores instead
+                attention = (0.1 * rope["mscale"] * math.log(factor) + 1) / (
+                    0.1 * rope["mscale_all_dim"] * math.log(factor) + 1
+                )
         case kind:
             assert kind == "default", kind
     return angles, attention
@@ -348,7 +385,8 @@ def logits_of(config: Config, tensors: Tensors, ids: Array) -> Array:
         if kind == "linear_attention":
             out = delta_net(config, layer.below("linear_attn"), h)
         else:
-            out = attention(family, config, layer.below("self_attn"), h, kind)
+            attend = latent_attention if "kv_lora_rank" in config else attention
+            out = attend(family, config, layer.below("self_attn"), h, kind)
         x = x + norm(layer, after_attention, out)
         out = (family.mlp or dense)(family, config, layer, h if family.parallel else norm(layer, before_mlp, x))
         x = x + norm(layer, after_mlp, out)

@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 
 from lockstep.models import LlamaLMHeadModel, llama, read_decoder
+from lockstep.models.train_ops import Train
 from lockstep.models.trainable import skeleton
 from lockstep.types import Completion, FinishReason, Request, SamplingParams
 from tests.sampling_oracle import kept_within, log_softmax, step_of
@@ -294,15 +295,23 @@ def _on_one_device(model: Any) -> LlamaLMHeadModel:
 
 @contextlib.contextmanager
 def rounded_kv() -> Iterator[None]:
-    """Attention traced inside sees the numbers of K and V as 8 bits hold them (E4M3)."""
-    exact = llama.self_attention
+    """Attention traced inside sees the numbers of K and V, or of a latent, as 8 bits hold them (E4M3)."""
+    exact, exact_latent = llama.self_attention, Train.attend_latent
+
+    def in_8_bits(x: jax.Array) -> jax.Array:
+        return x.astype(jnp.float8_e4m3fn).astype(x.dtype)
 
     def rounded(q: jax.Array, k: jax.Array, v: jax.Array, *others: Any, **options: Any) -> jax.Array:
-        k, v = (each.astype(jnp.float8_e4m3fn).astype(each.dtype) for each in (k, v))
-        return exact(q, k, v, *others, **options)
+        return exact(q, in_8_bits(k), in_8_bits(v), *others, **options)
+
+    def rounded_latent(ops: Train, q: Any, latent: jax.Array, *others: Any) -> jax.Array:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(llama, "self_attention", exact)
+            return exact_latent(ops, q, in_8_bits(latent), *others)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(llama, "self_attention", rounded)
+        patch.setattr(Train, "attend_latent", rounded_latent)
         yield
 
 

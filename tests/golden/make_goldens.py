@@ -27,6 +27,7 @@ import torch
 import transformers
 from transformers import (
     Cohere2Config,
+    DeepseekV3Config,
     Gemma2Config,
     Gemma3TextConfig,
     Glm4Config,
@@ -77,6 +78,21 @@ ODD = {
 GEMMA3_ROPE = {
     "full_attention": {"rope_type": "linear", "factor": 3.0, "rope_theta": 5000.0},
     "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+}
+DEEPSEEK = {
+    **{**ODD, "hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 6},
+    "kv_lora_rank": 14,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 6,
+    "v_head_dim": 9,
+    "moe_intermediate_size": 22,
+    "n_routed_experts": 6,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 3,
+    "n_group": 3,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+    "num_mtp_layers": 0,
 }
 FAMILIES: dict[str, PreTrainedConfig] = {
     "llama3": LlamaConfig(**SIZES, rms_norm_eps=1e-5, rope_parameters=LLAMA3_ROPE),
@@ -208,6 +224,35 @@ FAMILIES: dict[str, PreTrainedConfig] = {
         rms_norm_eps=1e-3,  # what a query reads of a memory that has little for it is not blown up with its rounding
         rope_parameters={"rope_type": "default", "rope_theta": 300.0, "partial_rotary_factor": 0.5},
         eos_token_id=0,
+    ),
+    # Every size of a latent is another; a layer without experts, one of three groups without those of a token.
+    "deepseek_v3": DeepseekV3Config(
+        **DEEPSEEK,
+        q_lora_rank=22,
+        rope_interleave=True,
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 200.0,
+            "factor": 4.0,
+            "beta_fast": 2.0,
+            "original_max_position_embeddings": 16,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+        },
+    ),
+    # Queries of the residual stream, as V2-Lite and Kimi-VL have them; another factor of scores.
+    "deepseek_v3_lite": DeepseekV3Config(
+        **DEEPSEEK,
+        q_lora_rank=None,
+        rope_interleave=False,
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 200.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 16,
+            "mscale": 0.707,
+            "mscale_all_dim": 0.707,
+        },
     ),
 }
 

@@ -141,10 +141,10 @@ class DecodeModels:
         More devices than kv heads keep K and V several times. That is worth it for experts, which are most of the
         weights; elsewhere where somebody asks for it, or where they split the positions instead.
         """
-        kv_heads, experts = self.config.num_kv_heads, self.config.experts
+        kv_heads, kept, experts = self.config.num_kv_heads, self.config.kept_kv_heads, self.config.experts
         nested = tensor_sizes(self.mesh)
         sizes = [size for size in nested if size <= kv_heads or (experts and self._can({"tensor": size}))]
-        split = [{"tensor": size, "context": size // kv_heads} for size in nested if size > kv_heads]
+        split = [{"tensor": size, "context": size // kept} for size in nested if size > kept]
         idle = layout_with_idle_replicas(list(self.mesh.devices.flat))
         ways = (way for size in sizes for way in _with_experts(self.config, {"tensor": size}))
         return [
@@ -177,7 +177,7 @@ class DecodeModels:
             check_exact_dtype(dtype)
             self._check_exact(layout, decode_mesh)
         device, heads = self.mesh.devices.flat[0], device_heads(config, decode_mesh)
-        copies = tensor // self.config.num_kv_heads if config is not self.config else 1
+        copies = max(1, tensor // self.config.kept_kv_heads)
         windows = heads.windows or (heads.modifier.window,)
         check_context(
             layout_text(layout), heads.context, copies, self._engine.first_page_size(device.platform), windows

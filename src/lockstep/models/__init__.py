@@ -50,6 +50,7 @@ from lockstep.models.hf.save import save_hf as save_hf
 from lockstep.models.hf.save_target import save_target as save_target
 from lockstep.models.hf.save_writer import Read as Read
 from lockstep.models.hf.saved_tensor import SavedTensor as SavedTensor
+from lockstep.models.latent import Latent as Latent
 from lockstep.models.llama import LlamaLMHeadModel as LlamaLMHeadModel
 from lockstep.models.llama import value_with_gradient_of as value_with_gradient_of
 from lockstep.models.llama_mlp import EngineRouting as EngineRouting

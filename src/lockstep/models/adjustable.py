@@ -16,7 +16,8 @@ from jaxtyping import Array, Float, Int
 from lockstep.models import block
 from lockstep.models.attention import NO_WINDOW
 from lockstep.models.config import LayerKind, LlamaConfig, layer_kinds, rotary_frequencies
-from lockstep.models.layers import feed_forward, first_stream, last_stream, layer
+from lockstep.models.latent import LatentQueries
+from lockstep.models.layers import Attend, feed_forward, first_stream, last_stream, layer
 from lockstep.models.weights import DecoderWeights
 
 ACTIVATIONS: Final = tuple(block.ACTIVATIONS)
@@ -163,6 +164,9 @@ class Searched:
 
     def gate(self, x: Array, h: Array, weight: Array) -> Array:
         return x * jax.nn.sigmoid(h @ weight)
+
+    def attend_latent(self, q: LatentQueries, latent: Array, kv_b: Any, attend: Attend) -> Array:
+        raise AssertionError("models with a latent are not searched")
 
     def shard(self, x: Array, *axes: str) -> Array:
         return x

@@ -16,6 +16,7 @@ from lockstep.models import block
 from lockstep.models.attention import AttentionBackend, check_backend
 from lockstep.models.delta_rule import LinearAttention
 from lockstep.models.experts import Experts
+from lockstep.models.latent import Latent
 from lockstep.models.rope import RotaryConfig
 from lockstep.models.variant import LayerType, Variant
 from lockstep.models.weights import ATTENTION_WEIGHTS, LINEAR_WEIGHTS
@@ -27,10 +28,17 @@ SIZE_LIMIT = 1 << 31
 
 _NOT_EXACT: Final = {
     "variant": ("gated_norm_rank", "unit_qk_norm", "exclusive_attention", "head_gates", "gated_attention"),
-    "experts": ("scoring", "routed_scaling_factor"),
+    "experts": ("scoring", "groups", "routed_scaling_factor"),
 }
 """Fields that ``numerics: exact`` refuses: those of Snowball, which is sampled here, and trained elsewhere
 by other functions."""
+
+
+_NOT_LATENT: Final = (
+    "attention_sinks", "unit_qk_norm", "exclusive_attention", "head_gates", "o_bias", "wide_qk_norm",
+    "gated_attention",
+)  # fmt: skip
+"""Fields of a variant that attention with a latent does not have."""
 
 
 class ModelConfig(draccus.ChoiceRegistry):
@@ -86,6 +94,9 @@ class LlamaConfig(ModelConfig):
     """The departures from Llama."""
     linear_attention: LinearAttention | None = None
     """The layers with linear attention, beside others with attention over all positions. Null for none."""
+    latent: Latent | None = None
+    """The latent that keys and values of all heads are made of, which sets the sizes of heads (DeepSeek's multi-head
+    latent attention). Null for none."""
     experts: Experts | None = None
     """The experts of every layer, in place of an MLP. Null for none."""
     gradient_checkpointing: bool | Literal["nothing", "full", "dots", "offload"] = True
@@ -117,12 +128,12 @@ class LlamaConfig(ModelConfig):
                 "the same number of query heads, so num_kv_heads must divide num_heads. Set num_kv_heads to one of "
                 f"{[i for i in range(1, min(self.num_heads, 4096) + 1) if self.num_heads % i == 0]}."
             )
-        if self.head_dim is None and self.hidden_dim % self.num_heads:
+        if self.latent is None and self.head_dim is None and self.hidden_dim % self.num_heads:
             raise ConfigError(
                 f"hidden_dim is {self.hidden_dim} and num_heads is {self.num_heads}; with head_dim null, num_heads "
                 "must divide hidden_dim. Set head_dim, or change num_heads or hidden_dim."
             )
-        if self.head_size < 2 or self.head_size % 2:
+        if self.latent is None and (self.head_size < 2 or self.head_size % 2):
             origin = "hidden_dim // num_heads" if self.head_dim is None else "head_dim"
             raise ConfigError(
                 f"the head size is {self.head_size} ({origin}); rotary embeddings rotate pairs, so it must be "
@@ -133,6 +144,7 @@ class LlamaConfig(ModelConfig):
                 f"layer_norm_epsilon is {self.layer_norm_epsilon} and initializer_range is {self.initializer_range}; "
                 "layer_norm_epsilon must be positive and initializer_range at least 0. Llama uses 1e-5 and 0.02."
             )
+        self._check_latent()
         check_backend(self.attn_backend)
         self._check_numerics()
         if self.qkv_bias and self.qk_norm and not self._biased_norms:
@@ -172,10 +184,29 @@ class LlamaConfig(ModelConfig):
                 f"rope.yarn has a factor of attention scores, {self.rope.score_factor:.6g}, for all layers, and those "
                 "with full attention have no rope (variant.full_rope is false). Set yarn to null, or full_rope to true."
             )
-        if self.rope.rotated(self.head_size) % 2 or self.rope.rotated(self.head_size) < 2:
+        rotated = self.rope.rotated(self.rotary_size)
+        if rotated % 2 or rotated < 2:
             raise ConfigError(
-                f"rope.partial_rotary_factor {self.rope.partial_rotary_factor} of a head of {self.head_size} elements "
-                f"rotates {self.rope.rotated(self.head_size)}; they are rotated in pairs. Change the factor."
+                f"rope.partial_rotary_factor {self.rope.partial_rotary_factor} of a head of {self.rotary_size} "
+                f"elements rotates {rotated}; they are rotated in pairs. Change the factor."
+            )
+
+    def _check_latent(self) -> None:
+        if self.latent is None:
+            return
+        if self.num_kv_heads != self.num_heads or self.head_dim not in (None, self.latent.head_size):
+            raise ConfigError(
+                f"latent makes a key of {self.latent.head_size} elements for each of num_heads {self.num_heads}; "
+                f"num_kv_heads is {self.num_kv_heads} and head_dim {self.head_dim}. Set num_kv_heads to num_heads, and "
+                "head_dim to null."
+            )
+        plain = Variant()
+        departures = [name for name in ("qkv_bias", "qk_norm") if getattr(self, name)]
+        departures += [f"variant.{name}" for name in _NOT_LATENT if getattr(self.variant, name) != getattr(plain, name)]
+        if departures:
+            raise ConfigError(
+                f"latent and {departures[0]} are both set; no family has both. Set latent to null, or {departures[0]} "
+                "to its default."
             )
 
     def _check_linear(self) -> None:
@@ -196,7 +227,7 @@ class LlamaConfig(ModelConfig):
             for block, (own, plain) in given.items()
             for name in _NOT_EXACT[block]
             if (value := getattr(own, name)) != getattr(plain, name)
-        }
+        } | ({} if self.latent is None else {"latent": self.latent})
         for name, value in departures.items() if self.exact else ():
             raise ConfigError(f"numerics is exact and {name} is {value}, which is not exact yet. Set numerics to fast.")
 
@@ -234,7 +265,24 @@ class LlamaConfig(ModelConfig):
     @property
     def head_size(self) -> int:
         """The size of one attention head in elements."""
+        if self.latent is not None:
+            return self.latent.head_size
         return self.hidden_dim // self.num_heads if self.head_dim is None else self.head_dim
+
+    @property
+    def rotary_size(self) -> int:
+        """The elements of a head that may be rotated."""
+        return self.head_size if self.latent is None else self.latent.qk_rope_head_dim
+
+    @property
+    def value_size(self) -> int:
+        """The size of one head's value in elements."""
+        return self.head_size if self.latent is None else self.latent.v_head_dim
+
+    @property
+    def kept_kv_heads(self) -> int:
+        """The key/value heads of which a decoder keeps each position, and which devices can split."""
+        return self.num_kv_heads if self.latent is None else 1
 
     @property
     def q_heads_per_group(self) -> int:
@@ -304,7 +352,7 @@ def every_nth_full(layers: int, every: int, other: LayerType = "sliding_attentio
 
 def rotary_frequencies(config: LlamaConfig, rope: RotaryConfig | None = None) -> Float[np.ndarray, " half_head"]:
     """Return the rotary frequency of each pair of elements of a head, in radians per token; None: ``config.rope``."""
-    return (config.rope if rope is None else rope).frequencies(config.head_size)
+    return (config.rope if rope is None else rope).frequencies(config.rotary_size)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -54,6 +54,11 @@ class Experts:
     """The weights of experts, of the router's logits. But for ``softmax`` the router has a bias, which chooses experts
     and weighs none (https://arxiv.org/abs/2408.15664): with ``sigmoid`` it is added to the logits (Snowball), with
     ``biased_sigmoid`` to their sigmoid (DeepSeek V3, GLM-4.5)."""
+    groups: int = 1
+    """The number of groups of experts, of as many each: a token's experts are of the ``groups_per_tok`` whose two best
+    scores have the largest sums (DeepSeek V3, https://arxiv.org/abs/2412.19437, section 2.1.2)."""
+    groups_per_tok: int = 1
+    """The number of groups that a token's experts are of."""
     routed_scaling_factor: float = 1.0
     """The factor of the weights."""
     load_balancing_coef: float = 0.001
@@ -64,8 +69,8 @@ class Experts:
 
     def __post_init__(self) -> None:
         check_fields(self, "experts.")
-        sizes = ("num_experts", "num_experts_per_tok", "intermediate_dim", "shared_intermediate_dim")
-        check_at_least(self, 1, *sizes, block="experts.")
+        sizes = ("num_experts", "num_experts_per_tok", "intermediate_dim", "shared_intermediate_dim", "groups")
+        check_at_least(self, 1, *sizes, "groups_per_tok", block="experts.")
         if self.num_experts > LAYERS:
             raise ConfigError(f"experts.num_experts is {self.num_experts}; at most {LAYERS} are possible. Correct it.")
         if self.num_experts_per_tok > self.num_experts:
@@ -73,6 +78,7 @@ class Experts:
                 f"experts.num_experts_per_tok is {self.num_experts_per_tok} and experts.num_experts is "
                 f"{self.num_experts}; a token has no more experts than there are. Lower num_experts_per_tok."
             )
+        self._check_groups()
         if self.shared_router and self.shared_intermediate_dim is None:
             raise ConfigError(
                 "experts.shared_router is true and experts.shared_intermediate_dim is null: there is no shared expert. "
@@ -86,6 +92,20 @@ class Experts:
             )
         factors = ("load_balancing_coef", "router_z_coef", "routed_scaling_factor")
         check_at_least(self, 0, *factors, block="experts.", fix=". Use 0 for none.")
+
+    def _check_groups(self) -> None:
+        size = self.num_experts // self.groups
+        if self.groups > 1 and (self.num_experts % self.groups or size < 2):
+            raise ConfigError(
+                f"experts.groups is {self.groups} and experts.num_experts is {self.num_experts}; groups have the same "
+                "number of experts, two or more. Set groups to a divisor of num_experts, or to 1 for none."
+            )
+        if self.groups_per_tok > self.groups or self.num_experts_per_tok > self.groups_per_tok * size:
+            raise ConfigError(
+                f"experts.groups_per_tok is {self.groups_per_tok}, of {self.groups} groups of {size} experts, and "
+                f"experts.num_experts_per_tok is {self.num_experts_per_tok}; a token's experts are of so many groups. "
+                "Set groups_per_tok to a number of groups that has enough experts."
+            )
 
     def check_layers(self, num_layers: int) -> None:
         """Refuse ``mlp_only_layers`` that are not layers of a model, or all of them."""
@@ -228,6 +248,7 @@ def route(
         logits, scores = unbiased, jax.nn.sigmoid(unbiased) + added
     else:
         logits = scores = unbiased if bias is None else unbiased + added
+    scores = _in_best_groups(scores, experts)
     largest, chosen = jax.lax.top_k(scores, experts.num_experts_per_tok)
     if replayed is not None:
         chosen = jnp.where(replayed < 0, chosen, replayed)
@@ -245,6 +266,17 @@ def route(
     if experts.routed_scaling_factor != 1:
         weights *= experts.routed_scaling_factor
     return Routing(chosen, weights, logits, scores)
+
+
+def _in_best_groups(scores: Float[Array, "token expert"], experts: Experts) -> Float[Array, "token expert"]:
+    """The scores by which experts are chosen, with -inf in groups that a token has no experts of."""
+    if experts.groups_per_tok == experts.groups:
+        return scores
+    by_group = scores.reshape(len(scores), experts.groups, -1)
+    two_best, _ = jax.lax.top_k(by_group, 2)
+    _, best = jax.lax.top_k(two_best.sum(axis=-1), experts.groups_per_tok)
+    chosen = jax.nn.one_hot(best, experts.groups, dtype=jnp.bool_).any(axis=1)
+    return jnp.where(chosen[..., None], by_group, -jnp.inf).reshape(scores.shape)
 
 
 def _exact_softmax(some: Float[Array, "token choice"], every: Float[Array, "token expert"]) -> Array:

@@ -14,6 +14,7 @@ from jaxtyping import Array, Float
 from lockstep.models import block
 from lockstep.models.config import LlamaConfig
 from lockstep.models.delta_rule import DeltaGates
+from lockstep.models.latent import Latent, LatentQueries
 from lockstep.models.weights import LayerWeights
 
 type Rotary = tuple[Float[Array, "... half_head"], Float[Array, "... half_head"]]
@@ -74,6 +75,16 @@ class Ops(Protocol):
 
     def gate(self, x: Array, h: Array, weight: Any) -> Array:
         """``x`` times the sigmoid of a number per token, ``h @ weight``."""
+
+    def attend_latent(
+        self, q: LatentQueries, latent: Array, kv_b: Any, attend: Attend
+    ) -> Float[Array, "*row kv_head group head"]:
+        """Attention by keys and values of the latent, or by the latent, see `lockstep.models.latent`.
+
+        Args:
+            latent: What is kept of each position ``[*row, size]``.
+            kv_b: The weight that makes keys and values of it.
+        """
 
     def shard(self, x: Array, *axes: str) -> Array:
         """``x`` with the sharding of its axes, which are those of the rows and these."""
@@ -149,15 +160,19 @@ def attention(ops: Ops, config: LlamaConfig, w: LayerWeights, h: Array, rotary: 
     Args:
         h: The stream after the norm.
     """
-    q, k, v, gate = project(ops, config, w, h, rotary)
-    attended = attend(q, k, v).reshape(q.shape)
-    if gate is not None:
-        attended = attended * jax.nn.sigmoid(gate)
-    if config.variant.exclusive_attention:
-        attended = block.exclusive(attended, v[..., None, :])
-    heads = q.shape[-3] * q.shape[-2]
+    if config.latent is None:
+        q, k, v, gate = project(ops, config, w, h, rotary)
+        attended = attend(q, k, v).reshape(q.shape)
+        if gate is not None:
+            attended = attended * jax.nn.sigmoid(gate)
+        if config.variant.exclusive_attention:
+            attended = block.exclusive(attended, v[..., None, :])
+    else:
+        latent = latent_row(ops, config, w, h, rotary)
+        attended = ops.attend_latent(latent_queries(ops, config, w, h, rotary), latent, w.kv_b, attend)
+    heads = attended.shape[-3] * attended.shape[-2]
     if w.head_gate is not None:
-        logits = ops.columns(h, w.head_gate, q.shape[-3:-1], units=heads)
+        logits = ops.columns(h, w.head_gate, attended.shape[-3:-1], units=heads)
         attended = attended * block.head_gates(logits)[..., None]
     out = ops.total(ops.part(attended, w.o, units=heads))
     return out if w.o_bias is None else ops.fix(out + ops.array(w.o_bias))
@@ -216,6 +231,58 @@ def linear_attention(ops: Ops, config: LlamaConfig, w: LayerWeights, h: Array, r
     gate = inputs[..., of.qkv :].reshape(out.shape).astype(jnp.float32)
     out = ops.shard((out * jax.nn.silu(gate)).astype(h.dtype), "key_head", "value_group", "value")
     return ops.total(ops.part(out, w.linear_o, units=heads))
+
+
+def kept(
+    ops: Ops, config: LlamaConfig, w: LayerWeights, h: Array, rotary: Rotary
+) -> tuple[Float[Array, "*row kv_head head"], Float[Array, "*row kv_head value"]]:
+    """Keys and values that a decoder keeps; a latent, of which the values are the first elements.
+
+    Args:
+        h: The stream after the norm.
+    """
+    if config.latent is None:
+        return project(ops, config, w, h, rotary)[1:3]
+    latent = latent_row(ops, config, w, h, rotary)[..., None, :]
+    return latent, latent[..., : config.latent.kv_lora_rank]
+
+
+def latent_row(ops: Ops, config: LlamaConfig, w: LayerWeights, h: Array, rotary: Rotary) -> Float[Array, "*row size"]:
+    """The latent of keys and values after its norm, and the rotated key behind it.
+
+    Args:
+        h: The stream after the norm.
+    """
+    sizes = _sizes(config)
+    row = ops.columns(h, w.kv_a, (sizes.size,), units=sizes.size)
+    key = _rotate_latent(ops, config, row[..., sizes.kv_lora_rank :], rotary)
+    return jnp.concatenate([ops.norm(row[..., : sizes.kv_lora_rank], w.kv_a_norm), key], axis=-1)
+
+
+def latent_queries(ops: Ops, config: LlamaConfig, w: LayerWeights, h: Array, rotary: Rotary) -> LatentQueries:
+    """The queries of the heads on this device.
+
+    Args:
+        h: The stream after the norm.
+    """
+    sizes, heads, weight = _sizes(config), ops.local(config.num_heads), w.q
+    if w.q_a is not None and sizes.q_lora_rank is not None:
+        h = ops.norm(ops.columns(h, w.q_a, (sizes.q_lora_rank,), units=sizes.q_lora_rank), w.q_a_norm)
+        weight = w.q_b
+    q = ops.columns(h, weight, (heads, 1, sizes.head_size), units=heads)[..., 0, :]
+    plain, rotated = q[..., : sizes.qk_nope_head_dim], q[..., sizes.qk_nope_head_dim :]
+    rotated = _rotate_latent(ops, config, rotated, tuple(angles[..., None, :] for angles in rotary))
+    return LatentQueries(plain, rotated, config.attention_scale or sizes.head_size**-0.5)
+
+
+def _sizes(config: LlamaConfig) -> Latent:
+    assert config.latent is not None
+    return config.latent
+
+
+def _rotate_latent(ops: Ops, config: LlamaConfig, x: Array, rotary: tuple[Array, ...]) -> Array:
+    x = block.even_first(x, x.shape[-1]) if config.variant.interleaved_rope else x
+    return block.rotate(x, *rotary, fix=ops.fix)
 
 
 def feed_forward(

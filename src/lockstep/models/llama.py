@@ -38,12 +38,18 @@ from lockstep.models.weights import STACKED, LayerWeights
 
 
 class LlamaAttention(eqx.Module):
-    """Grouped-query causal self-attention (Ainslie et al. 2023, https://arxiv.org/abs/2305.13245)."""
+    """Grouped-query causal self-attention (Ainslie et al. 2023, https://arxiv.org/abs/2305.13245), or with a latent."""
 
     q: Weight | None
     gated_q: Weight | None
-    k: Weight
-    v: Weight
+    k: Weight | None
+    v: Weight | None
+    q_a: Weight | None
+    q_a_norm: NamedArray | None
+    q_b: Weight | None
+    kv_a: Weight | None
+    kv_a_norm: NamedArray | None
+    kv_b: Weight | None
     o: Weight
     q_bias: NamedArray | None
     k_bias: NamedArray | None
@@ -63,15 +69,26 @@ class LlamaAttention(eqx.Module):
         ax = LlamaAxes.of(config)
         keys = jax.random.split(key, 4)
         std, bias, wide = config.initializer_range, config.qkv_bias, config.variant.wide_qk_norm
-        norm, gated = config.qk_norm and not wide, config.variant.gated_attention
-        queries = (ax.Embed, ax.KVHead, ax.Group, ax.GatedHead if gated else ax.HeadSize)
-        q = hax.random.normal(keys[0], queries) * std
+        norm, gated, latent = config.qk_norm and not wide, config.variant.gated_attention, config.latent is not None
+        low_rank = config.latent is not None and config.latent.q_lora_rank is not None
+
+        def projection(number: int, has: bool, *axes: Axis) -> NamedArray | None:
+            own = keys[number] if number < 4 else jax.random.fold_in(key, number)
+            return hax.random.normal(own, axes) * std if has else None
+
+        heads = (ax.KVHead, ax.Group, ax.HeadSize)
         return cls(
-            q=None if gated else q,
-            gated_q=q if gated else None,
-            k=hax.random.normal(keys[1], (ax.Embed, ax.KVHead, ax.HeadSize)) * std,
-            v=hax.random.normal(keys[2], (ax.Embed, ax.KVHead, ax.HeadSize)) * std,
-            o=hax.random.normal(keys[3], (ax.KVHead, ax.Group, ax.HeadSize, ax.Embed)) * std,
+            q=projection(0, not low_rank and not gated, ax.Embed, *heads),
+            gated_q=projection(0, gated, ax.Embed, ax.KVHead, ax.Group, ax.GatedHead),
+            k=projection(1, not latent, ax.Embed, ax.KVHead, ax.HeadSize),
+            v=projection(2, not latent, ax.Embed, ax.KVHead, ax.HeadSize),
+            q_a=projection(4, low_rank, ax.Embed, ax.QRank),
+            q_a_norm=neutral(config, ax.QLatent) if low_rank else None,
+            q_b=projection(5, low_rank, ax.QLatent, *heads),
+            kv_a=projection(6, latent, ax.Embed, ax.Latent),
+            kv_a_norm=neutral(config, ax.KvLatent) if latent else None,
+            kv_b=projection(7, latent, ax.KvLatent, ax.KVHead, ax.KeyValue),
+            o=hax.random.normal(keys[3], (ax.KVHead, ax.Group, ax.ValueSize, ax.Embed)) * std,
             q_bias=hax.zeros((ax.KVHead, ax.Group, ax.HeadSize)) if bias else None,
             k_bias=hax.zeros((ax.KVHead, ax.HeadSize)) if bias else None,
             v_bias=hax.zeros((ax.KVHead, ax.HeadSize)) if bias else None,

@@ -28,19 +28,21 @@ from lockstep.models.weights import MLP_WEIGHTS, DecoderWeights, input_dims
 from lockstep.placement import LazyWeight, axis_specs, mesh_of, resharded
 from lockstep.placement.device import Program, compile_program
 
-_ATTENTION: Final = ("q", "k", "v", "o")
+_LATENT: Final = {"q_a_proj": "q_a", "q_b_proj": "q_b", "kv_a_proj_with_mqa": "kv_a", "kv_b_proj": "kv_b"}
+_ATTENTION: Final = ("q", "k", "v", "o", *_LATENT.values())
 TARGETS: Final[dict[str, tuple[str, ...]]] = {
     "q_proj": ("q", "gated_q"),
-    **{f"{weight}_proj": (weight,) for weight in _ATTENTION if weight != "q"},
+    **{f"{weight}_proj": (weight,) for weight in ("k", "v", "o")},
     **{f"{weight}_proj": (weight, f"expert_{weight}", f"shared_{weight}") for weight in MLP_WEIGHTS},
     "gate_up_proj": ("expert_gate_up",),
     "in_proj_qkvz": ("linear_qkvz",),
     "out_proj": ("linear_o",),
+    **{name: (weight,) for name, weight in _LATENT.items()},
 }
 """The linear layers that can have adapters, by their names in Hugging Face models: their weights, of which a model has
 some. The adapter of a weight has its name and ``_proj``."""
 
-_LATER: Final = ("gated_q", "linear_qkvz", "linear_o")
+_LATER: Final = ("gated_q", "linear_qkvz", "linear_o", *_LATENT.values())
 WEIGHTS: Final = [
     *(name for place in range(3) for of in TARGETS.values() for name in of[place : place + 1] if name not in _LATER),
     *_LATER,  # behind the others, whose random numbers stay
@@ -64,8 +66,9 @@ class LoraConfig:
     """The product of the factors is scaled by ``alpha / r``."""
     target_modules: tuple[str, ...] = (ALL,)
     """The linear layers with adapters: ``all-linear``, without the MLPs of a model that has experts, or some of
-    ``q_proj``, ``k_proj``, ``v_proj``, ``o_proj``, ``gate_proj``, ``up_proj``, ``down_proj``, ``gate_up_proj`` of
-    gpt-oss, and ``in_proj_qkvz`` and ``out_proj`` of Qwen3-Next. Those of an MLP are of each expert, too."""
+    ``q_proj``, ``k_proj``, ``v_proj``, ``o_proj``, ``gate_proj``, ``up_proj``, ``down_proj``; ``gate_up_proj`` of
+    gpt-oss; ``in_proj_qkvz`` and ``out_proj`` of Qwen3-Next; ``q_a_proj``, ``q_b_proj``, ``kv_a_proj_with_mqa``,
+    ``kv_b_proj`` of DeepSeek. Those of an MLP are of each expert, too."""
     base_dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """The float type in which the frozen weights are stored; null: the compute type of ``trainer.mp``, in which a step
     uses them anyway. Adapters are in the parameter type."""

@@ -14,6 +14,7 @@ from lockstep.models import block
 from lockstep.models.attention import SplitPositions
 from lockstep.models.config import LlamaConfig, distinct, layer_kinds, rotary_frequencies
 from lockstep.models.delta_rule import LinearAttention
+from lockstep.models.latent import Latent
 from lockstep.placement import PARAMETER_AXES, PP, compute_axes
 from lockstep.placement.device import auto_axes
 
@@ -42,11 +43,18 @@ class LlamaAxes:
     Qkvz: Axis
     Gates: Axis
     Width: Axis
+    QRank: Axis
+    QLatent: Axis
+    KvLatent: Axis
+    Latent: Axis
+    KeyValue: Axis
+    ValueSize: Axis
 
     @classmethod
     def of(cls, config: LlamaConfig) -> Self:
         """Return the axes of a configuration, with the names that sharding rules use."""
         linear = config.linear_attention or LinearAttention()
+        latent = config.latent or Latent()
         return cls(
             Embed=Axis("embed", config.hidden_dim),
             Mlp=Axis("mlp", config.intermediate_dim),
@@ -68,6 +76,12 @@ class LlamaAxes:
             Qkvz=Axis("qkvz", linear.qkvz),
             Gates=Axis("gates", 2 * linear.group),
             Width=Axis("width", linear.conv_width),
+            QRank=Axis("q_rank", latent.q_lora_rank or 1),
+            QLatent=Axis("q_latent", latent.q_lora_rank or 1),
+            KvLatent=Axis("kv_latent", latent.kv_lora_rank),
+            Latent=Axis("latent", latent.size),
+            KeyValue=Axis("key_value", latent.qk_nope_head_dim + latent.v_head_dim),
+            ValueSize=Axis("head_size", config.value_size),
         )
 
 

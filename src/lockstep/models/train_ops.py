@@ -11,7 +11,8 @@ from jaxtyping import Array, Float
 
 from lockstep.models import block
 from lockstep.models.config import LlamaConfig
-from lockstep.models.layers import Rotary
+from lockstep.models.latent import LatentQueries, expanded
+from lockstep.models.layers import Attend, Rotary
 from lockstep.models.low_rank import AdaptedWeight, Weight, linear
 from lockstep.models.weights import LayerWeights
 
@@ -71,6 +72,15 @@ class Train:
 
     def gate(self, x: Array, h: Array, weight: Weight) -> Array:
         return x * jax.nn.sigmoid(self.columns(h, weight, (1,), units=1))
+
+    def attend_latent(self, q: LatentQueries, latent: Array, kv_b: Weight, attend: Attend) -> Array:
+        inputs, *outputs = _axes(kv_b)
+        heads, width = (axis.size for axis in outputs)
+        kv = self.columns(latent[..., : inputs.size], kv_b, (heads, width), units=heads)
+        queries, k, v = expanded(q, latent, kv)
+        queries = self.shard(queries, "kv_head", "q_heads_per_group", "head_size")
+        attended = attend(queries, self.shard(k, "kv_head", "head_size"), self.shard(v, "kv_head", "head_size"))
+        return attended.reshape(*v.shape[:-1], 1, v.shape[-1])
 
     def shard(self, x: Array, *axes: str) -> Array:
         return hax.auto_sharded(hax.named(x, (*self.rows, *axes))).array

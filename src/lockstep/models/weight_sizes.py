@@ -36,7 +36,7 @@ def check_weights(config: LlamaConfig, weights: DecoderWeights) -> None:
             )
     sizes = axis_sizes(config) | {"vocab": int(arrays["embed"].shape[0])}
     for name, array in arrays.items():
-        own = sizes | ({"layer": len(config.layers_of(name))} if name in STACKED else {})
+        own = sizes | _own_sizes(config, name) | ({"layer": len(config.layers_of(name))} if name in STACKED else {})
         if not _fits(WEIGHT_AXES[name], tuple(array.shape), own):
             raise _misfit(name, tuple(array.shape), own)
 
@@ -68,9 +68,22 @@ def axis_sizes(config: LlamaConfig) -> dict[str, int]:
             "gates": 2 * linear.group,
             "width": linear.conv_width,
         }
+    if (latent := config.latent) is not None:
+        sizes |= {
+            "q_rank": latent.q_lora_rank or 0,
+            "q_latent": latent.q_lora_rank or 0,
+            "kv_latent": latent.kv_lora_rank,
+            "latent": latent.size,
+            "key_value": latent.qk_nope_head_dim + latent.v_head_dim,
+        }
     if config.variant.gated_norm_rank is not None:
         sizes["rank"] = config.variant.gated_norm_rank
     return sizes
+
+
+def _own_sizes(config: LlamaConfig, name: str) -> dict[str, int]:
+    """The sizes of axes that a weight has and others have not."""
+    return {"head": config.value_size} if name == "o" else {}
 
 
 SETTINGS: Final[Mapping[str, str]] = {
@@ -91,6 +104,11 @@ SETTINGS: Final[Mapping[str, str]] = {
     "value_group": "linear_attention.value_heads / linear_attention.key_heads",
     "value": "linear_attention.value_head_dim",
     "width": "linear_attention.conv_width",
+    "q_rank": "latent.q_lora_rank",
+    "q_latent": "latent.q_lora_rank",
+    "kv_latent": "latent.kv_lora_rank",
+    "latent": "latent.kv_lora_rank + latent.qk_rope_head_dim",
+    "key_value": "latent.qk_nope_head_dim + latent.v_head_dim",
     "vocab": "the rows of embed",
 }
 """The setting that an axis has its size from."""
@@ -98,10 +116,19 @@ SETTINGS: Final[Mapping[str, str]] = {
 
 def _presence(config: LlamaConfig) -> dict[str, tuple[str, bool]]:
     """For weights that a setting decides on, the setting with its value, and whether there must be one."""
-    variant = config.variant
+    variant, latent = config.variant, config.latent is not None
+    low_rank = config.latent is not None and config.latent.q_lora_rank is not None
     settings = {
         "tie_word_embeddings": (config.tie_word_embeddings, {"lm_head": not config.tie_word_embeddings}),
         "qkv_bias": (config.qkv_bias, dict.fromkeys(("q_bias", "k_bias", "v_bias"), config.qkv_bias)),
+        "latent": (
+            config.latent,
+            dict.fromkeys(("kv_a", "kv_a_norm", "kv_b"), latent) | dict.fromkeys(("k", "v"), not latent),
+        ),
+        "latent.q_lora_rank": (
+            config.latent and config.latent.q_lora_rank,
+            dict.fromkeys(("q_a", "q_a_norm", "q_b"), low_rank),
+        ),
         "qk_norm": (config.qk_norm, dict.fromkeys(("q_norm", "k_norm"), config.qk_norm and not variant.wide_qk_norm)),
         "variant.wide_qk_norm": (
             variant.wide_qk_norm,
@@ -118,7 +145,7 @@ def _presence(config: LlamaConfig) -> dict[str, tuple[str, bool]]:
         "variant.head_gates": (variant.head_gates, {"head_gate": variant.head_gates}),
         "variant.gated_attention": (
             variant.gated_attention,
-            {"gated_q": variant.gated_attention, "q": not variant.gated_attention},
+            {"gated_q": variant.gated_attention, "q": not (variant.gated_attention or low_rank)},
         ),
         "linear_attention": (
             config.linear_attention,

@@ -23,10 +23,11 @@ class LayerWeights:
     sizes of linear attention, `lockstep.models.LinearAttention`); ``qkvz`` and ``gates`` (all that a key head has);
     ``width`` (positions of its convolution); ``mlp`` (intermediate size); ``expert``; ``expert_mlp`` (intermediate size
     of an expert); ``gate_up`` (twice that: gate and up in turns); ``shared_mlp`` (that of the shared expert); ``rank``
-    (of the gates of norms); ``one`` (a single number). Query head ``i`` of a Hugging Face checkpoint is ``(kv_head,
-    group) = divmod(i, G)``, ``G`` being the number of query heads per kv head. The axes of heads may also be flattened
-    into fewer, in this order. A weight with another order of axes, or with one array per layer, is a
-    `lockstep.placement.LazyWeight`.
+    (of the gates of norms); ``one`` (a single number); of a `lockstep.models.Latent` ``q_rank`` and ``q_latent`` (that
+    of queries), ``kv_latent`` (that of keys and values), ``latent`` (with the rotated key), ``key_value`` (a head's
+    parts of both). Query head ``i`` of a Hugging Face checkpoint is ``(kv_head, group) = divmod(i, G)``, ``G`` being
+    the number of query heads per kv head. The axes of heads may also be flattened into fewer, in this order. A weight
+    with another order of axes, or with one array per layer, is a `lockstep.placement.LazyWeight`.
 
     Example:
         >>> _, weights = lockstep.models.read_decoder(model)
@@ -36,8 +37,14 @@ class LayerWeights:
 
     q: Float[Array, "layer embed kv_head group head"] | None = None
     gated_q: Float[Array, "layer embed kv_head group gated_head"] | None = None
-    k: Float[Array, "layer embed kv_head head"]
-    v: Float[Array, "layer embed kv_head head"]
+    k: Float[Array, "layer embed kv_head head"] | None = None
+    v: Float[Array, "layer embed kv_head head"] | None = None
+    q_a: Float[Array, "layer embed q_rank"] | None = None
+    q_a_norm: Float[Array, "layer q_latent"] | None = None
+    q_b: Float[Array, "layer q_latent kv_head group head"] | None = None
+    kv_a: Float[Array, "layer embed latent"] | None = None
+    kv_a_norm: Float[Array, "layer kv_latent"] | None = None
+    kv_b: Float[Array, "layer kv_latent kv_head key_value"] | None = None
     o: Float[Array, "layer kv_head group head embed"]
     linear_qkvz: Float[Array, "layer embed key_head qkvz"] | None = None
     linear_gates: Float[Array, "layer embed key_head gates"] | None = None
@@ -172,10 +179,13 @@ def part_lanes(platform: str) -> Mapping[str, int]:
 
 
 def quantized_dims(name: str, ndim: int) -> tuple[int, ...]:
-    """`input_dims` of a weight whose products may be in 8 bits; none for a router, whose choice hangs on rounding, and
-    gates of a memory, whose errors last.
+    """`input_dims` of a weight whose products may be in 8 bits; none for a router, whose choice hangs on rounding, for
+    gates of a memory, whose errors last, and for ``kv_b``, which decoding multiplies by one side and by the other.
     """
-    return () if name in ("router", "shared_router", "linear_gates") else input_dims(name, ndim)
+    return () if name in ("router", "shared_router", "linear_gates", "kv_b") else input_dims(name, ndim)
+
+
+_INPUTS: Final = frozenset(("embed", "q_latent", "kv_latent"))
 
 
 def input_dims(name: str, ndim: int) -> tuple[int, ...]:
@@ -188,7 +198,7 @@ def input_dims(name: str, ndim: int) -> tuple[int, ...]:
         Consecutive axes; none for norms and biases, and for embedding and output layer.
     """
     stacked, *axes = WEIGHT_AXES[name]
-    if stacked != "layer" or "embed" not in axes or len(axes) < 2:
+    if stacked != "layer" or not _INPUTS & {*axes} or len(axes) < 2:
         return ()
     first = 1 - ndim + (axes[0] == "expert")
     return (first,) if axes[-1] != "embed" else tuple(range(first, -1))

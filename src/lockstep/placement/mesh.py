@@ -27,6 +27,8 @@ DCN: Final = "dcn"
 
 PARAMETER_AXES: Final[dict[str, str]] = {
     "embed": "fsdp",
+    "q_latent": "fsdp",
+    "kv_latent": "fsdp",
     "mlp": "tp",
     "expert_mlp": "tp",
     "gate_up": "tp",

@@ -36,7 +36,7 @@ def step_flops(workload: Workload, *, vocab_blocks: bool, idle: float = 0.0) -> 
         attention_products(config.attn_backend, training.length, kind.window, forwards=forwards)
         for kind in layer_kinds(config)
     )
-    pairs = config.num_heads * config.head_size * sum(per_head)
+    pairs = config.num_heads * (config.head_size + config.value_size) / 2 * sum(per_head)
     backwards, adapters = 2, 0.0
     if training.lora is not None:
         backwards = 1

@@ -24,7 +24,9 @@ from lockstep.models import (
     Variant,
 )
 from lockstep.models.families.cohere2 import Cohere2Config, Cohere2Variant
+from lockstep.models.families.deepseek_v3 import DeepseekV3Config
 from lockstep.models.families.gpt_oss import GptOssConfig, GptOssVariant
+from lockstep.models.latent import Latent
 from lockstep.models.rope import Llama3Scaling, RotaryConfig, YarnScaling
 from lockstep.models.trainable import skeleton
 from lockstep.placement import make_mesh, parameter_axes, place
@@ -125,7 +127,24 @@ FAMILIES = {
         rope=RotaryConfig(theta=100.0),
         variant=Cohere2Variant(sliding_window=6, full_attention_every=2, logit_scale=0.7),
     ),
+    "latent": DeepseekV3Config(
+        **SIZES | {"num_layers": 3, "num_kv_heads": 4, "head_dim": None},
+        rope=RotaryConfig(theta=100.0, yarn=YarnScaling(factor=4.0, original_max_position_embeddings=16)),
+        latent=Latent(kv_lora_rank=12, q_lora_rank=8, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=9),
+        experts=Experts(
+            num_experts=6,
+            num_experts_per_tok=3,
+            intermediate_dim=12,
+            shared_intermediate_dim=12,
+            mlp_only_layers=(0,),
+            scoring="biased_sigmoid",
+            groups=3,
+            groups_per_tok=2,
+        ),
+    ),
 }
+EXACT = [name for name in FAMILIES if name != "latent"]
+"""The families that have ``numerics: exact``."""
 VOCAB = 40
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from lockstep.errors import ConfigError
 from lockstep.models.experts import Experts, RouterSums, route
+from tests.numpy_forward import in_best_groups
 
 
 def test_the_lower_number_wins_a_tie() -> None:
@@ -43,6 +44,36 @@ def test_a_bias_of_a_sigmoid_router_chooses_and_weighs_nothing() -> None:
         np.testing.assert_allclose(routing.weights[0], 2.5 / (1 + np.exp(-logits[0, chosen])), rtol=1e-5)
     sums = RouterSums.of(routing, jnp.ones(1, bool), jnp.array([[0, 1]]))
     assert sums.compared == 1 and sums.differing == 0
+
+
+@pytest.mark.parametrize("bias", [None, 0.4])
+def test_experts_are_of_the_groups_whose_two_best_have_the_largest_sums(bias: float | None) -> None:
+    rng = np.random.default_rng(0)
+    logits = rng.normal(size=(40, 12)).astype(np.float32)
+    added = None if bias is None else (bias * rng.normal(size=12)).astype(np.float32)
+    experts = Experts(num_experts=12, num_experts_per_tok=3, groups=4, groups_per_tok=2, scoring="biased_sigmoid")
+    routing = route(jnp.asarray(logits), jnp.eye(12), added, experts)
+    every = 0
+    for row, chosen in zip(logits, routing.experts, strict=True):
+        scores = 1 / (1 + np.exp(-row)) + (0 if added is None else added)
+        allowed = in_best_groups(scores, {"n_group": 4, "topk_group": 2})
+        assert chosen.tolist() == np.argsort(-allowed, kind="stable")[:3].tolist()
+        every += sorted(chosen.tolist()) == sorted(np.argsort(-scores)[:3].tolist())
+    assert 0 < every < 40, "the groups make a difference"
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"groups": 3}, r"experts.groups is 3 and experts.num_experts is 8; .*Set groups to a divisor"),
+        ({"groups": 8, "groups_per_tok": 8}, r"experts.groups is 8 and .*two or more"),
+        ({"groups": 2, "groups_per_tok": 3}, r"experts.groups_per_tok is 3, of 2 groups of 4 experts"),
+        ({"groups": 4}, r"experts.groups_per_tok is 1, of 4 groups of 2 .*num_experts_per_tok is 3"),
+    ],
+)
+def test_groups_that_cannot_be_are_refused(fields: dict[str, int], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        Experts(num_experts=8, num_experts_per_tok=3, **fields)
 
 
 def test_losses_are_those_of_the_papers() -> None:

@@ -22,7 +22,8 @@ def test_every_weight_is_split_or_small() -> None:
     norms.add("linear_norm")  # of a value, the same for all heads
     gates = {f"{norm}_norm_{side}" for norm in ("attn", "mlp", "embed", "final") for side in ("down", "up")}
     scalars = {"xielu_p", "xielu_n", "xielu_beta", "xielu_eps"}
-    assert set(WEIGHT_AXES) - set(TENSOR_DIMS) == norms | gates | scalars | {
+    latents = {"q_a", "q_a_norm", "kv_a", "kv_a_norm"}
+    assert set(WEIGHT_AXES) - set(TENSOR_DIMS) == norms | gates | scalars | latents | {
         "router",
         "router_bias",
         "shared_router",
@@ -32,7 +33,7 @@ def test_every_weight_is_split_or_small() -> None:
     assert TENSOR_DIMS == {
         "embed": 0,
         "lm_head": 1,
-        **dict.fromkeys(("q", "k", "v", "gate", "up", "head_gate"), 2),
+        **dict.fromkeys(("q", "k", "v", "q_b", "kv_b", "gate", "up", "head_gate"), 2),
         **{"expert_gate": 3, "expert_up": 3, "expert_gate_up": 3, "expert_gate_up_bias": 2, "expert_down": 2},
         **{"shared_gate": 2, "shared_up": 2, "shared_down": 1},
         **dict.fromkeys(("gated_q", "linear_qkvz", "linear_gates"), 2),

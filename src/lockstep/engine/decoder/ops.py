@@ -8,6 +8,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from lockstep.models import LayerWeights, LlamaConfig, block
+from lockstep.models.latent import LatentQueries, absorbed, values_of
+from lockstep.models.layers import Attend
 from lockstep.placement import DecodeMesh, QuantizedWeight, matmul
 from lockstep.placement.device import add_blocks, add_heads, barrier, blocks_of, elementwise, product, tree_sum
 
@@ -53,6 +55,13 @@ class Sharded:
 
     def gate(self, x: Array, h: Array, weight: Any) -> Array:
         return x * jax.nn.sigmoid(matmul(h, weight))
+
+    def attend_latent(self, q: LatentQueries, latent: Array, kv_b: Any, attend: Attend) -> Array:
+        heads, nope = q.plain.shape[-2:]
+        rank = len(kv_b)
+        kv_b = kv_b.reshape(rank, heads, -1)
+        attended = attend(absorbed(q, kv_b), latent[..., None, :], latent[..., None, :rank])
+        return values_of(attended.reshape(*q.plain.shape[:-1], rank), kv_b[..., nope:])[..., None, :]
 
     def shard(self, x: Array, *axes: str) -> Array:
         return x

@@ -33,7 +33,7 @@ from lockstep.models import (
 from lockstep.models.attention import Heads, ScoreModifier
 from lockstep.models.attention.kv import KvSpec, PagedKv
 from lockstep.models.delta_rule import DeltaGates
-from lockstep.models.layers import Rotary, feed_forward, first_stream, gated_norm, last_stream, layer, project
+from lockstep.models.layers import Rotary, feed_forward, first_stream, gated_norm, kept, last_stream, layer
 from lockstep.placement import DecodeMesh, LayoutTree, drop_layers, read, read_outer
 from lockstep.placement.device import elementwise, product
 
@@ -53,10 +53,12 @@ def device_heads(config: LlamaConfig, decode_mesh: DecodeMesh) -> Heads:
     """Return the attention heads of one device of the decode mesh."""
     windows = tuple(kind.window for kind in layer_kinds(config))
     differ = len(set(windows)) > 1
+    latent, kv_heads = config.latent, max(1, config.kept_kv_heads // decode_mesh.tensor)
     return Heads(
-        kv_heads=config.num_kv_heads // decode_mesh.tensor,
-        group=config.q_heads_per_group,
-        head_size=config.head_size,
+        kv_heads=kv_heads,
+        group=config.num_heads // decode_mesh.tensor // kv_heads,
+        head_size=config.head_size if latent is None else latent.size,
+        value_size=None if latent is None else latent.kv_lora_rank,
         modifier=ScoreModifier(soft_cap=config.variant.attention_soft_cap, window=None if differ else windows[0]),
         windows=windows if differ else None,
         sinks=config.variant.attention_sinks,
@@ -272,7 +274,7 @@ class Transformer:
         index = jnp.int32(last)
         w, place = self._layer(weights, index, "full")
         h = gated_norm(self._ops, x, w.attn_norm, w.attn_norm_down, w.attn_norm_up)
-        _, k, v, _ = project(self._ops, self.config, w, h, self._of_layer(self._rope_angles(x, start), index))
+        k, v = kept(self._ops, self.config, w, h, self._of_layer(self._rope_angles(x, start), index))
         return write(cache, place, self.heads.kept.join(k, v)), routed
 
     def _layer(self, weights: LayerWeights, index: Array, kind: str) -> tuple[LayerWeights, Array]:

@@ -245,10 +245,11 @@ class MemoryModel:
 
     @functools.cached_property
     def _activations(self) -> int:
-        """Bytes of the activations of one token."""
-        config = self.model.config
+        """Bytes of the activations of one token; queries for a latent, scaled too, and results are as wide as it."""
+        config, heads = self.model.config, self.model.heads
         mlp = -(-config.mlp_activations // self.model.decode_mesh.tensor)
-        return 4 * (6 * config.hidden_dim + mlp) + self._exact_answers
+        latent = 0 if heads.value_size is None else 3 * self._heads * heads.head_size
+        return 4 * (6 * config.hidden_dim + mlp + latent) + self._exact_answers
 
     @functools.cached_property
     def _exact_answers(self) -> int:

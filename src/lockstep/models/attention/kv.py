@@ -1,4 +1,4 @@
-"""What a layer keeps of the past: K and V of heads, or a latent of them, in pages of a pool, or a state of fixed size.
+"""Kinds of what a layer keeps of the past: K and V of heads or a latent of them, in pages of a pool, or a fixed state.
 
 Allocator, sizing, shared prefixes, drafts, layouts and `lockstep plan` ask a `KvSpec`, and assume nothing else.
 """
@@ -16,7 +16,7 @@ from lockstep.printable import bytes_text
 
 @runtime_checkable
 class KvSpec(Protocol):
-    """What one layer keeps of the past of a sequence, on one device of a replica."""
+    """The past of a sequence as one layer keeps it, on one device of a replica."""
 
     @property
     def shareable(self) -> bool:

@@ -35,10 +35,10 @@ logger = get_logger(__name__)
 def has_kernel(device: jax.Device, heads: Heads) -> bool:
     """Whether attention on the device is a kernel that reads K and V in place, from the pages of the pool.
 
-    True on TPUs, running ones and those that can only be compiled for, for heads of at most `LANES` elements: jax's
+    True on TPUs, running ones and those that can only be compiled for, for K and V of at most `LANES` elements: jax's
     kernel steps through rows of `LANES` elements and does not compile for wider heads on any generation.
     """
-    return device.platform == "tpu" and heads.head_size <= LANES
+    return device.platform == "tpu" and heads.head_size <= LANES and heads.value_size is None
 
 
 def max_page_table_rows(device: jax.Device, heads: Heads, pages: int) -> int | None:
@@ -140,6 +140,8 @@ def _xla_attention(device: jax.Device, heads: Heads) -> XlaAttention:
 
 def _refusal(heads: Heads) -> str:
     """Why the TPU kernel does not take the heads."""
+    if heads.value_size is not None:
+        return f"takes K and V, and here is a latent of both, of {heads.head_size} numbers"
     return f"takes heads of at most {LANES} numbers, and here are {heads.head_size}"
 
 

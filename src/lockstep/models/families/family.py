@@ -16,6 +16,7 @@ _DEFAULTS: Final = {"tie_word_embeddings": False, "initializer_range": 0.02}
 _NULLABLE: Final = frozenset(
     "head_dim num_key_value_heads sliding_window attn_logit_softcapping final_logit_softcapping mlp_only_layers".split()
     + ["rope_theta", "rope_local_base_freq", "partial_rotary_factor"]  # rope_parameters may have them
+    + ["q_lora_rank"]
 )
 """The keys with a default whose null transformers reads."""
 _TRAINING: Final = ("gradient_checkpointing", "attn_backend", "numerics")

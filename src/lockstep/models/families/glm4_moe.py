@@ -29,14 +29,10 @@ class Glm4MoeConfig(LlamaConfig):
     )  # fmt: skip
 
 
-def _read(hf: Mapping[str, Any]) -> dict[str, Any]:
-    if (hf["n_group"], hf["topk_group"]) != (1, 1):
-        raise ConfigError(
-            f"the checkpoint has n_group {hf['n_group']} and topk_group {hf['topk_group']}; lockstep chooses among all "
-            "experts (1 and 1). Choose another checkpoint."
-        )
+def experts_from_hf(hf: Mapping[str, Any]) -> Experts:
+    """The experts of a ``config.json``, in DeepSeek V3's words."""
     width = required(hf, "moe_intermediate_size")
-    experts = Experts(
+    return Experts(
         num_experts=count_experts(hf, names=("n_routed_experts", "num_local_experts")),
         num_experts_per_tok=required(hf, "num_experts_per_tok"),
         intermediate_dim=width,
@@ -44,24 +40,35 @@ def _read(hf: Mapping[str, Any]) -> dict[str, Any]:
         shared_intermediate_dim=width * hf["n_shared_experts"],
         norm_topk_prob=hf["norm_topk_prob"],
         scoring="biased_sigmoid",
+        groups=hf["n_group"],
+        groups_per_tok=hf["topk_group"],
         routed_scaling_factor=float(hf["routed_scaling_factor"]),
         load_balancing_coef=0.0,
     )
-    return {"qkv_bias": hf["attention_bias"], "qk_norm": hf["use_qk_norm"], "experts": experts}
 
 
-def _write(config: LlamaConfig) -> dict[str, Any]:
+def _read(hf: Mapping[str, Any]) -> dict[str, Any]:
+    return {"qkv_bias": hf["attention_bias"], "qk_norm": hf["use_qk_norm"], "experts": experts_from_hf(hf)}
+
+
+def experts_to_hf(config: LlamaConfig, family: str) -> dict[str, Any]:
+    """The keys of a ``config.json`` that `experts_from_hf` reads.
+
+    Args:
+        family: The name of the family, for errors.
+
+    Raises:
+        ConfigError: They cannot say it.
+    """
     experts = config.experts or Experts()
     shared, only = experts.shared_intermediate_dim or 0, experts.mlp_only_layers
     if shared % config.expert_dim or only != tuple(range(len(only))):
         raise ConfigError(
-            f"glm4_moe has a shared expert as wide as some of the others, and MLPs in its first layers alone; "
+            f"{family} has a shared expert as wide as some of the others, and MLPs in its first layers alone; "
             f"experts.shared_intermediate_dim is {shared} beside {config.expert_dim}, experts.mlp_only_layers is "
             f"{list(only)}. Change them to save the model as such."
         )
     return {
-        "attention_bias": config.qkv_bias,
-        "use_qk_norm": config.qk_norm,
         "n_routed_experts": experts.num_experts,
         "n_shared_experts": shared // config.expert_dim,
         "num_experts_per_tok": experts.num_experts_per_tok,
@@ -69,11 +76,15 @@ def _write(config: LlamaConfig) -> dict[str, Any]:
         "first_k_dense_replace": len(only),
         "norm_topk_prob": experts.norm_topk_prob,
         "routed_scaling_factor": experts.routed_scaling_factor,
-        "n_group": 1,
-        "topk_group": 1,
+        "n_group": experts.groups,
+        "topk_group": experts.groups_per_tok,
         "num_nextn_predict_layers": 0,
         "output_router_logits": False,
     }
+
+
+def _write(config: LlamaConfig) -> dict[str, Any]:
+    return {"attention_bias": config.qkv_bias, "use_qk_norm": config.qk_norm, **experts_to_hf(config, "glm4_moe")}
 
 
 def _preset(
@@ -91,14 +102,19 @@ def _preset(
     return ModelPreset(config=config, vocab_size=151552)
 
 
+BIASED_EXPERTS: Final = (
+    EXPERT_TENSORS
+    | {f"shared_{name}": f"{MLP}shared_experts.{name}_proj.weight" for name in ("gate", "up", "down")}
+    | {"router_bias": MLP + "gate.e_score_correction_bias"}
+)
+"""The tensors of experts that `experts_from_hf` reads."""
+
 FAMILY: Final = Family(
     architecture="Glm4MoeForCausalLM",
     model_type="glm4_moe",
     config=Glm4MoeConfig,
-    tensors={**qwen3.FAMILY.tensors, **EXPERT_TENSORS}
-    | {f"{name}_bias": llama.LAYER + f"self_attn.{name}_proj.bias" for name in "qkv"}
-    | {f"shared_{name}": f"{MLP}shared_experts.{name}_proj.weight" for name in ("gate", "up", "down")}
-    | {"router_bias": MLP + "gate.e_score_correction_bias"},
+    tensors={**qwen3.FAMILY.tensors, **BIASED_EXPERTS}
+    | {f"{name}_bias": llama.LAYER + f"self_attn.{name}_proj.bias" for name in "qkv"},
     # Those of transformers.
     defaults={
         "attention_bias": False, "use_qk_norm": False, "partial_rotary_factor": 0.5, "rms_norm_eps": 1e-5,

@@ -25,10 +25,10 @@ FAMILIES: Final[Mapping[str, Family]] = {
 }
 """The families by their entry of ``architectures`` in ``config.json``."""
 
-_LATENT: Final = "multi-head latent attention, whose cache is one compressed vector for all heads"
 _DELTA: Final = "linear attention (gated delta net), whose layers keep a state in place of K and V, and gated attention"
 NOT_COMPUTED: Final[Mapping[str, str]] = {
-    **dict.fromkeys(("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "DeepseekV32ForCausalLM"), _LATENT),
+    "DeepseekV2ForCausalLM": "experts that a softmax chooses by groups",
+    "DeepseekV32ForCausalLM": "attention to positions that an indexer chooses",
     **{f"Qwen3_5{size}For{head}": _DELTA for size in ("", "Moe") for head in ("CausalLM", "ConditionalGeneration")},
 }
 """The parts of well-known architectures that lockstep does not compute."""
@@ -40,8 +40,8 @@ PRESETS: Final[Mapping[str, ModelPreset]] = {
 
 
 DEQUANTISE: Final = (
-    "Lockstep reads floats, and gpt-oss in MXFP4. Choose the checkpoint that this was made of, or dequantise it with "
-    "transformers and save it again."
+    "Lockstep reads floats, gpt-oss in MXFP4, and FP8 in blocks of 128 rows and columns. Choose the checkpoint that "
+    "this was made of, or dequantise it with transformers and save it again."
 )
 """The fix where weights are quantised."""
 
@@ -83,7 +83,7 @@ def family_of_hf(hf: Mapping[str, Any]) -> Family:
 
 
 def _check_weights(hf: Mapping[str, Any]) -> None:
-    """Refuse quantised weights, but MXFP4 of gpt-oss, and those of another file."""
+    """Refuse quantised weights, but MXFP4 of gpt-oss and FP8 in blocks, and those of another file."""
     weights = hf.get("transformers_weights")
     if weights not in (None, "model.safetensors", "model.safetensors.index.json"):
         raise ConfigError(
@@ -94,8 +94,10 @@ def _check_weights(hf: Mapping[str, Any]) -> None:
         stated = hf.get(key)
         if stated is None:
             continue
-        method = stated.get("quant_method") if isinstance(stated, Mapping) else stated
-        if method != "mxfp4" or hf.get("architectures") != ["GptOssForCausalLM"]:
+        parts = stated if isinstance(stated, Mapping) else {"quant_method": stated}
+        method = parts.get("quant_method")
+        in_blocks = method == "fp8" and parts.get("weight_block_size") == [128, 128]
+        if not in_blocks and (method != "mxfp4" or hf.get("architectures") != ["GptOssForCausalLM"]):
             raise ConfigError(
                 f"the checkpoint's config.json has {key} (quant_method {method!r}): its weights are quantised. "
                 f"{DEQUANTISE}"

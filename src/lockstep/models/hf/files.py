@@ -15,6 +15,8 @@ import numpy as np
 from lockstep.errors import ConfigError, HostTimeoutError
 from lockstep.json_text import parse_json, refused
 from lockstep.limits import read_object
+from lockstep.models.hf import fp8
+from lockstep.models.hf.fp8 import FACTORS, scaled_names
 from lockstep.models.hf.mxfp4 import BLOCK, BLOCKS, SCALES, packed_names, unpack
 from lockstep.models.hf.stored_names import StoredName, stored_names
 from lockstep.models.hf.tensor_file import TensorFile, read_header
@@ -71,6 +73,9 @@ class CheckpointFiles:
         for name in self._packed:  # two tensors, which are read as one
             self._file_of[name] = self._file_of.pop(name + BLOCKS)
             self._scales_file_of[name] = self._file_of.pop(name + SCALES)
+        self._scaled = scaled_names(self._file_of)
+        for name in self._scaled:
+            self._scales_file_of[name] = self._file_of.pop(name + FACTORS)
 
     def check_sizes(self) -> None:
         """Check that the files are as long as their headers say.
@@ -104,7 +109,10 @@ class CheckpointFiles:
     def stored_dtype(self, name: str) -> str:
         """Return the dtype of a tensor as the format spells it, such as ``BF16``."""
         stored = self._place(name).name
-        return "MXFP4" if stored in self._packed else self._opened(stored).stored_dtype(stored)
+        if stored in self._packed:
+            return "MXFP4"
+        dtype = self._opened(stored).stored_dtype(stored)
+        return "FP8" if stored in self._scaled and dtype == "F8_E4M3" else dtype
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a tensor as it is read.
@@ -121,6 +129,14 @@ class CheckpointFiles:
         return place
 
     def _stored_shape(self, name: str) -> tuple[int, ...]:
+        if name in self._scaled:
+            shape, factors = self._opened(name).shape(name), self._factors_file(name).shape(name + FACTORS)
+            if len(shape) != 2 or factors != tuple(-(-size // fp8.BLOCK) for size in shape):
+                raise ConfigError(
+                    f"tensor {name} has shape {shape} and {name}{FACTORS} has {factors}; FP8 is read with a factor for "
+                    f"each block of {fp8.BLOCK} rows and columns. {AGAIN}"
+                )
+            return shape
         if name not in self._packed:
             return self._opened(name).shape(name)
         blocks, scales = (file.shape(stored) for file, stored in self._opened_packed(name))
@@ -145,7 +161,7 @@ class CheckpointFiles:
     def read(self, name: str, start: int, stop: int) -> np.ndarray:
         """Read the rows from ``start`` to ``stop`` of a tensor, in its stored dtype, in one request.
 
-        What is packed in 4 bits takes two requests and comes in bfloat16.
+        What is stored in 4 or 8 bits takes two requests and comes in bfloat16.
 
         Raises:
             ConfigError: The rows cannot be read; the error names the tensor and its file.
@@ -153,6 +169,11 @@ class CheckpointFiles:
         with self._named(name) as place:
             if place.name in self._packed:
                 return unpack(*(file.read(stored, start, stop) for file, stored in self._opened_packed(place.name)))
+            if place.name in self._scaled:
+                block, end = start // fp8.BLOCK, -(-stop // fp8.BLOCK)
+                factors = self._factors_file(place.name).read(place.name + FACTORS, block, end)
+                numbers = self._opened(place.name).read(place.name, start, stop)
+                return fp8.scaled(numbers, factors, start - block * fp8.BLOCK)
             first, shape = place.rows(self._stored_shape(place.name))
             return self._opened(place.name).read(place.name, first + start, first + stop, shape[1:])
 
@@ -181,6 +202,9 @@ class CheckpointFiles:
         """The file of the numbers of a packed tensor and that of their exponents, each with the name it has there."""
         places = ((name + BLOCKS, self._file_of[name]), (name + SCALES, self._scales_file_of[name]))
         return [(self._opened_file(stored, file), stored) for stored, file in places]
+
+    def _factors_file(self, name: str) -> TensorFile:
+        return self._opened_file(name + FACTORS, self._scales_file_of[name])
 
     def _opened_file(self, stored: str, file: str) -> TensorFile:
         if stored not in self.opened[file].names:

@@ -24,7 +24,7 @@ _OF_QUANTISED = re.compile(
     r"|(weight|input|output|[qkv])_(scale|scale_inv|scale_2|zero_point|packed|shape|g_idx|global_scale)"
     r"|weight\._(data|scale|shift|\w*scale\w*)|activation_scale|(input|output)_scale|weight_scale_and_zero)"
 )
-_FLOATS = ("F64", "F32", "F16", "BF16", "MXFP4")
+_FLOATS = ("F64", "F32", "F16", "BF16", "MXFP4", "FP8")
 
 
 def check_tensors(files: CheckpointFiles, expected: Sequence[Parameter], *, tied: bool) -> None:

@@ -23,7 +23,7 @@ from lockstep.training.objectives.logprobs import token_logprobs
 from lockstep.types import Drafts
 from tests.adapters import GATE_UP, MLPS, with_adapters
 from tests.exact import REQUESTS, bits_of, completed, model_of, trainer_bits
-from tests.unit.engine.models import FAMILIES, LLAMA, VOCAB, in_bfloat16, mesh_of, model_on, request
+from tests.unit.engine.models import EXACT, FAMILIES, LLAMA, VOCAB, in_bfloat16, mesh_of, model_on, request
 
 pytestmark = pytest.mark.optimized
 
@@ -52,7 +52,7 @@ EXPERT_ENGINES: list[tuple[str, dict[str, Any]]] = [
 """Whole experts on devices, where their number allows it, and a part of the width of each."""
 
 
-MODELS = FAMILIES | {
+MODELS = {name: FAMILIES[name] for name in EXACT} | {
     "gemma2": dataclasses.replace(FAMILIES["gemma"], qk_norm=False),
     "mistral": dataclasses.replace(LLAMA, variant=Variant(sliding_window=6)),
     "phi": dataclasses.replace(

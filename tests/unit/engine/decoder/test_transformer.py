@@ -40,6 +40,7 @@ SLOW = {
     "experts": ("tensor2",),
     "gpt_oss": ("tensor2",),
     "mixed": ("training",),
+    "latent": ("tensor2",),
 }
 """Those of `make slow`. The rest are nightly."""
 

@@ -45,6 +45,9 @@ def test_heads_wider_than_the_kernels_get_plain_jax_page_by_page_on_a_tpu(tpu: j
     attention = select_attention(tpu, wide, page_size=16, dtype=jnp.dtype("bfloat16"))
     assert isinstance(attention, XlaAttention) and attention.page_by_page
     assert "heads of at most 128 numbers, and here are 256" in describe_attention(tpu, wide)
+    latent = Heads(kv_heads=1, group=4, head_size=20, value_size=12)
+    assert isinstance(select_attention(tpu, latent, page_size=16, dtype=jnp.dtype("bfloat16")), XlaAttention)
+    assert "takes K and V, and here is a latent of both, of 20 numbers" in describe_attention(tpu, latent)
 
 
 def test_heads_that_the_kernel_cannot_split_are_refused_with_what_works(tpu: jax.Device) -> None:

@@ -23,6 +23,7 @@ from lockstep.models import (
     Qwen3MoeConfig,
     RotaryConfig,
     Variant,
+    YarnScaling,
     config_from_hf,
     config_to_hf,
     find_preset,
@@ -31,6 +32,7 @@ from lockstep.models import (
     skeleton,
 )
 from lockstep.models.families.cohere2 import Cohere2Config, Cohere2Variant
+from lockstep.models.families.deepseek_v3 import DeepseekV3Config
 from lockstep.models.families.gemma2 import Gemma2Config, Gemma2Variant
 from lockstep.models.families.gemma3 import Gemma3Config, Gemma3Variant
 from lockstep.models.families.glm4 import Glm4Config
@@ -39,6 +41,7 @@ from lockstep.models.families.olmo2 import Olmo2Config
 from lockstep.models.families.phi3 import Phi3Config
 from lockstep.models.families.qwen3_next import Qwen3NextConfig, Qwen3NextVariant
 from lockstep.models.families.registry import FAMILIES as REGISTERED
+from lockstep.models.latent import Latent
 
 GOLDEN = Path(__file__).parents[3] / "golden"
 SIZES: dict[str, Any] = {
@@ -58,6 +61,23 @@ ODD: dict[str, Any] = {
     "num_kv_heads": 2,
 }
 BANDS = Llama3Scaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64)
+LATENT = Latent(q_lora_rank=22, kv_lora_rank=14, qk_nope_head_dim=10, qk_rope_head_dim=6, v_head_dim=9)
+DEEPSEEK: dict[str, Any] = {
+    **{**ODD, "hidden_dim": 48, "num_kv_heads": 6},
+    "layer_norm_epsilon": 1e-6,
+    "experts": Experts(
+        num_experts=6,
+        num_experts_per_tok=3,
+        intermediate_dim=22,
+        mlp_only_layers=(0,),
+        shared_intermediate_dim=44,
+        scoring="biased_sigmoid",
+        groups=3,
+        groups_per_tok=2,
+        routed_scaling_factor=2.5,
+        load_balancing_coef=0.0,
+    ),
+}
 FAMILIES = {
     "llama3": LlamaConfig(**SIZES, layer_norm_epsilon=1e-5, rope=RotaryConfig(scaling=BANDS)),
     "llama_tied": LlamaConfig(**{**SIZES, "num_layers": 3}, layer_norm_epsilon=1e-6, tie_word_embeddings=True),
@@ -104,6 +124,24 @@ FAMILIES = {
             routed_scaling_factor=1.5,
             load_balancing_coef=0.0,
         ),
+    ),
+    "deepseek_v3": DeepseekV3Config(
+        **DEEPSEEK,
+        latent=LATENT,
+        rope=RotaryConfig(
+            theta=200.0, yarn=YarnScaling(factor=4.0, beta_fast=2.0, original_max_position_embeddings=16)
+        ),
+    ),
+    "deepseek_v3_lite": DeepseekV3Config(
+        **DEEPSEEK,
+        latent=dataclasses.replace(LATENT, q_lora_rank=None),
+        rope=RotaryConfig(
+            theta=200.0,
+            yarn=YarnScaling(
+                factor=4.0, original_max_position_embeddings=16, attention_factor=0.1 * 0.707 * math.log(4.0) + 1.0
+            ),
+        ),
+        variant=Variant(),
     ),
     "cohere2": Cohere2Config(
         **{**ODD, "hidden_dim": 48, "num_layers": 5},
@@ -199,6 +237,8 @@ def test_transformers_reads_what_is_written_as_its_own(family: str, tmp_path: Pa
         "glm4_moe": {"num_nextn_predict_layers"},  # none
         # The same as layer_types, in rope_parameters, and as num_experts.
         "qwen3_next": {"full_attention_interval", "partial_rotary_factor", "num_local_experts"},
+        # Defaults of transformers are written too; it has no use for the last.
+        **dict.fromkeys(("deepseek_v3", "deepseek_v3_lite"), {"rope_parameters", "pretraining_tp", "rope_scaling"}),
     }.get(family, set())
     assert {key for key in ours.keys() | theirs.keys() if ours.get(key) != theirs.get(key)} <= skip
 
@@ -424,6 +464,44 @@ PUBLISHED = {
         "shared_expert_intermediate_size": 512,
         "tie_word_embeddings": False,
     },
+    "deepseek-ai/DeepSeek-V3": {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "attention_bias": False,
+        "first_k_dense_replace": 3,
+        "hidden_act": "silu",
+        "hidden_size": 7168,
+        "intermediate_size": 18432,
+        "kv_lora_rank": 512,
+        "max_position_embeddings": 163840,
+        "moe_intermediate_size": 2048,
+        "n_group": 8,
+        "n_routed_experts": 256,
+        "n_shared_experts": 1,
+        "norm_topk_prob": True,
+        "num_attention_heads": 128,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 61,
+        "num_key_value_heads": 128,
+        "num_nextn_predict_layers": 1,
+        "q_lora_rank": 1536,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": {
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "factor": 40,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 4096,
+            "type": "yarn",
+        },
+        "rope_theta": 10000,
+        "routed_scaling_factor": 2.5,
+        "tie_word_embeddings": False,
+        "topk_group": 4,
+        "v_head_dim": 128,
+    },
     "microsoft/phi-4": {
         "architectures": ["Phi3ForCausalLM"],
         "hidden_act": "silu",
@@ -447,7 +525,7 @@ PUBLISHED = {
 @pytest.mark.parametrize(
     ("name", "billions"),
     [("c4ai-command-r7b-12-2024", 8.0), ("c4ai-command-a-03-2025", 111.1), ("GLM-4-9B-0414", 9.4), ("GLM-4.5", 352.8),
-     ("GLM-4.5-Air", 106.9), ("Qwen3-Next-80B-A3B-Instruct", 79.7)],
+     ("GLM-4.5-Air", 106.9), ("Qwen3-Next-80B-A3B-Instruct", 79.7), ("DeepSeek-V3", 671.03)],
 )  # fmt: skip
 def test_a_preset_has_the_parameters_of_its_checkpoint(name: str, billions: float) -> None:
     preset = find_preset(name)
@@ -514,11 +592,8 @@ def test_a_model_is_stored_as_the_first_family_that_loses_nothing() -> None:
         ({"architectures": ["LlamaForSequenceClassification"]}, r"\['LlamaForSequenceClassification'\]"),
         ({"architectures": ["MistralForCausalLM"]}, r"\['MistralForCausalLM'\] and model_type 'llama', .*contradict"),
         ({"transformers_weights": "other.safetensors"}, r"transformers_weights 'other\.safetensors', the file"),
-        (
-            {"architectures": ["DeepseekV3ForCausalLM"]},
-            r"DeepseekV3ForCausalLM.*needs multi-head latent attention, .*Mixtral",
-        ),
-        ({"architectures": ["DeepseekV2ForCausalLM"]}, r"DeepseekV2ForCausalLM.*needs multi-head latent attention"),
+        ({"architectures": ["DeepseekV2ForCausalLM"]}, r"DeepseekV2ForCausalLM.*needs experts that a softmax chooses"),
+        ({"architectures": ["DeepseekV32ForCausalLM"]}, r"DeepseekV32.*needs attention to positions that an indexer"),
         (
             {"architectures": ["Qwen3_5MoeForConditionalGeneration"]},
             r"Qwen3_5Moe.*needs linear attention \(gated delta",

@@ -28,7 +28,10 @@ from tests.multiprocess.harness import run_threads
 GOLDEN = Path(__file__).parents[3] / "golden"
 FAMILIES = ["llama3", "llama_tied", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "olmo2", "phi3", "glm4", "cohere2"]
 FAST = ["llama3", "llama_tied", "qwen2", "gemma3", "phi3"]
-EXPERTS = ["glm4_moe", "mixtral", "qwen2_moe", "qwen3_moe", "qwen3_moe_mixed", "qwen3_next"]
+EXPERTS = [
+    *("deepseek_v3", "deepseek_v3_lite", "glm4_moe"),
+    *("mixtral", "qwen2_moe", "qwen3_moe", "qwen3_moe_mixed", "qwen3_next"),
+]
 
 
 def mesh_of(shape: str, devices: int = 4) -> Mesh:

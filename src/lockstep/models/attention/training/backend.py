@@ -63,7 +63,7 @@ def attention_products(backend: AttentionBackend, length: int, window: int | Non
 def self_attention(
     q: Float[Array, "batch position kv_head group head"],
     k: Float[Array, "batch position kv_head head"],
-    v: Float[Array, "batch position kv_head head"],
+    v: Float[Array, "batch position kv_head value"],
     segment_ids: Int[Array, "batch position"] | None,
     attention: CausalAttention,
     sinks: Float[Array, "kv_head group"] | None = None,
@@ -73,7 +73,7 @@ def self_attention(
     batch_axes: MeshAxes = None,
     head_axes: MeshAxes = None,
     interpret: bool = False,
-) -> Float[Array, "batch position kv_head group head"]:
+) -> Float[Array, "batch position kv_head group value"]:
     """Attend over whole sequences, by the devices of the mesh that is set.
 
     Args:
@@ -109,7 +109,7 @@ def self_attention(
 
     def local(
         q: Array, k: Array, v: Array, segments: Array | None, sinks: Array | None, *own: Any
-    ) -> Float[Array, "batch query kv_head group head"]:
+    ) -> Float[Array, "batch query kv_head group value"]:
         if split is None:
             return splash_attention(q, k, v, segments, attention, sinks, interpret=interpret)
         order, query_segments, kernel = own

@@ -60,11 +60,11 @@ class Queries(NamedTuple):
 def attend_masked(
     q: Float[Array, "batch query kv_head group head"],
     k: Float[Array, "batch key kv_head head"],
-    v: Float[Array, "batch key kv_head head"],
+    v: Float[Array, "batch key kv_head value"],
     mask: Bool[Array, "any query key"],
     attention: CausalAttention,
     sinks: Float[Array, "kv_head group"] | None = None,
-) -> Float[Array, "batch query kv_head group head"]:
+) -> Float[Array, "batch query kv_head group value"]:
     """Attend with all scores in memory at once, in float32 (Vaswani et al. 2017, arXiv 1706.03762, equation 1).
 
     Args:
@@ -86,12 +86,12 @@ def attend_masked(
 def dense_attention(
     q: Float[Array, "batch query kv_head group head"],
     k: Float[Array, "batch position kv_head head"],
-    v: Float[Array, "batch position kv_head head"],
+    v: Float[Array, "batch position kv_head value"],
     segment_ids: Int[Array, "batch position"] | None,
     attention: CausalAttention,
     sinks: Float[Array, "kv_head group"] | None = None,
     queries: Queries | None = None,
-) -> Float[Array, "batch query kv_head group head"]:
+) -> Float[Array, "batch query kv_head group value"]:
     """Attend with the scores of all pairs of positions in memory, kept for the backward pass.
 
     Args:
@@ -109,14 +109,14 @@ def dense_attention(
 def blockwise_attention(
     q: Float[Array, "batch query kv_head group head"],
     k: Float[Array, "batch position kv_head head"],
-    v: Float[Array, "batch position kv_head head"],
+    v: Float[Array, "batch position kv_head value"],
     segment_ids: Int[Array, "batch position"] | None,
     attention: CausalAttention,
     sinks: Float[Array, "kv_head group"] | None = None,
     queries: Queries | None = None,
     *,
     query_block: int = QUERY_BLOCK,
-) -> Float[Array, "batch query kv_head group head"]:
+) -> Float[Array, "batch query kv_head group value"]:
     """Attend with the scores of some queries in memory, in the backward pass too, which computes them again.
 
     This is section 2 of Rabe & Staats 2021 (arXiv 2112.05682) with blocks of queries alone. A sequence that is one
@@ -137,7 +137,7 @@ def blockwise_attention(
     wide_k, wide_v = k.astype(jnp.float32), v.astype(jnp.float32)
 
     @jax.checkpoint  # the backward pass computes a block's scores again
-    def attend_block(start: Int[Array, ""]) -> Float[Array, "batch some kv_head group head"]:
+    def attend_block(start: Int[Array, ""]) -> Float[Array, "batch some kv_head group value"]:
         positions = jax.lax.dynamic_slice_in_dim(queries.positions, start, query_block)
         segments = queries.segment_ids
         segments = None if segments is None else jax.lax.dynamic_slice_in_dim(segments, start, query_block, 1)
@@ -146,5 +146,5 @@ def blockwise_attention(
         return attend_masked(chosen, wide_k.astype(k.dtype), wide_v.astype(v.dtype), mask, attention, sinks)
 
     parts = jax.lax.map(attend_block, starts)
-    whole = jnp.moveaxis(parts[:-1], 0, 1).reshape(batch, -1, kv_heads, group, head)
+    whole = jnp.moveaxis(parts[:-1], 0, 1).reshape(batch, -1, kv_heads, group, v.shape[-1])
     return jnp.concatenate([whole, parts[-1][:, (blocks - 1) * query_block - length :]], axis=1)

@@ -68,7 +68,7 @@ def splash_kernel(
 def splash_attention(
     q: Float[Array, "batch query kv_head group head"],
     k: Float[Array, "batch position kv_head head"],
-    v: Float[Array, "batch position kv_head head"],
+    v: Float[Array, "batch position kv_head value"],
     segment_ids: Int[Array, "batch position"] | None,
     attention: CausalAttention,
     sinks: Float[Array, "kv_head group"] | None = None,
@@ -76,7 +76,7 @@ def splash_attention(
     query_segments: Int[Array, "batch query"] | None = None,
     kernel: SplashAttentionKernel | None = None,
     interpret: bool = False,
-) -> Float[Array, "batch query kv_head group head"]:
+) -> Float[Array, "batch query kv_head group value"]:
     """Attend on one TPU; blocks that causality or the window leave empty are not computed, forward or backward.
 
     Rows whose length is not a multiple of `LANES` are padded at their end, where no query of theirs looks.
@@ -103,5 +103,5 @@ def splash_attention(
     heads = q.reshape(batch, kv_heads * group, length + padding, head)
     flat = None if sinks is None else sinks.reshape(-1)
     out = jnp.asarray(jax.vmap(kernel, in_axes=(0, 0, 0, 0, None))(heads, k, v, segments, flat))
-    out = jnp.moveaxis(out.reshape(batch, kv_heads, group, length + padding, head), -2, 1)
+    out = jnp.moveaxis(out.reshape(batch, kv_heads, group, length + padding, v.shape[-1]), -2, 1)
     return out[:, :length]

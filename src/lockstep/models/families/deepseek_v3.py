@@ -1,0 +1,121 @@
+"""DeepSeek V3 (https://arxiv.org/abs/2412.19437): attention with a latent, and experts in groups."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any, Final
+
+from lockstep.errors import ConfigError
+from lockstep.models.config import LlamaConfig, ModelConfig
+from lockstep.models.experts import Experts
+from lockstep.models.families import glm4_moe, llama
+from lockstep.models.families.family import Family, ModelPreset
+from lockstep.models.latent import Latent
+from lockstep.models.rope import RotaryConfig, YarnScaling, required, rope_from_hf, rope_to_hf
+from lockstep.models.variant import Variant
+
+
+@ModelConfig.register_subclass("deepseek_v3")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DeepseekV3Config(LlamaConfig):
+    """DeepSeek V3 (https://arxiv.org/abs/2412.19437): attention with a latent, and experts in groups."""
+
+    variant: Variant = dataclasses.field(default_factory=lambda: Variant(interleaved_rope=True))
+    latent: Latent | None = dataclasses.field(default_factory=Latent)
+    experts: Experts | None = dataclasses.field(
+        default_factory=lambda: Experts(
+            num_experts=256, num_experts_per_tok=8, intermediate_dim=2048, mlp_only_layers=(0, 1, 2),
+            shared_intermediate_dim=2048, scoring="biased_sigmoid", groups=8, groups_per_tok=4,
+            routed_scaling_factor=2.5, load_balancing_coef=0.0,
+        )
+    )  # fmt: skip
+
+
+_SIZES: Final = [field.name for field in dataclasses.fields(Latent)]
+
+
+def _read(hf: Mapping[str, Any]) -> dict[str, Any]:
+    heads = required(hf, "num_attention_heads")
+    if (hf.get("num_key_value_heads") or heads) != heads:
+        raise ConfigError(
+            f"the checkpoint has num_key_value_heads {hf['num_key_value_heads']} and num_attention_heads {heads}; "
+            "deepseek_v3 makes a key of its latent for each head. Correct num_key_value_heads."
+        )
+    return {
+        "head_dim": None,
+        "num_kv_heads": heads,
+        "latent": Latent(**{name: hf[name] if name == "q_lora_rank" else required(hf, name) for name in _SIZES}),
+        "experts": glm4_moe.experts_from_hf(hf),
+        "interleaved_rope": hf["rope_interleave"],
+        "rope": _rope_from_hf(hf),
+    }
+
+
+def _rope_from_hf(hf: Mapping[str, Any]) -> RotaryConfig:
+    """The rotary embeddings, of which YaRN multiplies scores as a whole, not rotated queries and keys."""
+    rope = rope_from_hf(hf)
+    if rope.yarn is None:
+        return rope
+    parameters = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
+    scale = parameters.get("mscale_all_dim")
+    if not scale or not math.isclose(rope.yarn.amplitude, 1.0, rel_tol=1e-6):
+        raise ConfigError(
+            f"the checkpoint has yarn with mscale {parameters.get('mscale')} and mscale_all_dim {scale}; lockstep "
+            "computes attention with a latent where the two are equal and not 0, so that scores are multiplied as a "
+            "whole. Choose another checkpoint."
+        )
+    factor = None if scale == 1 else 0.1 * scale * math.log(rope.yarn.factor) + 1.0
+    return dataclasses.replace(rope, yarn=dataclasses.replace(rope.yarn, attention_factor=factor))
+
+
+def _rope_to_hf(yarn: YarnScaling, rope: RotaryConfig) -> dict[str, Any]:
+    stated = {key: value for key, value in (rope_to_hf(rope) or {}).items() if key != "attention_factor"}
+    scale = round((yarn.amplitude - 1.0) / (0.1 * math.log(yarn.factor)), 12)
+    return stated | {"mscale": scale, "mscale_all_dim": scale}
+
+
+def _write(config: LlamaConfig) -> dict[str, Any]:
+    latent, yarn = config.latent or Latent(), config.rope.yarn
+    return {
+        **glm4_moe.experts_to_hf(config, "deepseek_v3"),
+        **dataclasses.asdict(latent),
+        "head_dim": latent.qk_rope_head_dim,
+        "rope_interleave": config.variant.interleaved_rope,
+        **({} if yarn is None else {"rope_scaling": _rope_to_hf(yarn, config.rope)}),
+    }
+
+
+_ATTENTION: Final = llama.LAYER + "self_attn."
+_V3: Final = ModelPreset(
+    config=DeepseekV3Config(
+        max_seq_len=163840, hidden_dim=7168, intermediate_dim=18432, num_layers=61, num_heads=128, num_kv_heads=128,
+        layer_norm_epsilon=1e-6, rope=RotaryConfig(yarn=YarnScaling(factor=40.0)),
+    ),
+    vocab_size=129280,
+)  # fmt: skip
+
+FAMILY: Final = Family(
+    architecture="DeepseekV3ForCausalLM",
+    model_type="deepseek_v3",
+    config=DeepseekV3Config,
+    tensors={name: tensor for name, tensor in llama.TENSORS.items() if name not in ("k", "v")}
+    | glm4_moe.BIASED_EXPERTS
+    | {
+        "q_a": _ATTENTION + "q_a_proj.weight",
+        "q_a_norm": _ATTENTION + "q_a_layernorm.weight",
+        "q_b": _ATTENTION + "q_b_proj.weight",
+        "kv_a": _ATTENTION + "kv_a_proj_with_mqa.weight",
+        "kv_a_norm": _ATTENTION + "kv_a_layernorm.weight",
+        "kv_b": _ATTENTION + "kv_b_proj.weight",
+    },
+    # Those of transformers.
+    defaults={
+        **dataclasses.asdict(Latent()), "rope_interleave": True, "num_key_value_heads": None,
+        "first_k_dense_replace": 3, "n_shared_experts": 1, "n_group": 8, "topk_group": 4, "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+    },
+    read=_read,
+    write=_write,
+    # Section 4.2 of the paper; the rest is in each checkpoint's config.json.
+    presets={"deepseek-v3": _V3, "deepseek-r1": _V3},
+)  # fmt: skip
