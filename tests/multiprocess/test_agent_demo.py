@@ -27,7 +27,7 @@ def run(directory, *options):
     return ended.returncode, ended.stdout
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 def test_a_demo_that_is_too_short_to_learn_says_so_and_ends_with_1(tmp_path):
     code, output = run(tmp_path / "demo", "--chat_steps", "2", "--steps", "2")
     assert code == 1 and "expected at most 0.2 and then at least 0.5" in output, output
