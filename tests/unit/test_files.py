@@ -142,7 +142,7 @@ ALLOWED = {
     "job_key.py": {"(directory / 'index').touch": OWN, "(directory / 'openssl.cnf').write_text": OWN},
     "launch/agent/main.py": {"archive.extractall": "of the launcher; `tarfile.data_filter` refuses what leads out"},
     "launch/agent/supervisor.py": {"os.open": "/dev/null", "os.rename": "of a new directory, to no file"},
-    "launch/gke.py": {"gzip.GzipFile": MEMORY, "tarfile.open": MEMORY},
+    "launch/gke_manifest.py": {"gzip.GzipFile": MEMORY, "tarfile.open": MEMORY},
     "launch/record.py": {"path.rename": "of directories of the launcher's own, into a new one"},
     "launch/setup_vm.py": {"shutil.copy2": OWN},
     "launch/sync.py": {"gzip.GzipFile": OWN, "tarfile.open": OWN},

@@ -134,7 +134,6 @@ KERNEL = "of this machine's kernel"
 ROWS = "rows, all of which are on the page or in the table"
 ALLOWED = {
     "batch_inference/row_files.py": {"file.read": "the rows since the last upload"},
-    "callback/round.py": {"read": "a reader of models"},
     "check/run.py": {
         "(folder / 'page.css').read_text": OWN,
         "(folder / 'page.html.j2').read_text": OWN,

@@ -195,7 +195,7 @@ class Engine:
         self.decode_mesh = self._built.model.decode_mesh
         known = {id(compilation) for compilation in self._compilations}
         compiled = [program.compilation for program in self.programs.values()]
-        self._compilations += [each for each in compiled if id(each) not in known]
+        self._compilations += [compilation for compilation in compiled if id(compilation) not in known]
         digests = {name: text for program in self.programs.values() for name, text in program.digests.items()}
         return {**digests, **self._built.sizing.schedule, **proof}
 

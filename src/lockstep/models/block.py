@@ -101,7 +101,7 @@ def exclusive(attended: Float[Array, "... head"], v: Float[Array, "... head"]) -
 
     Exclusive self attention (Zhai 2026, https://arxiv.org/abs/2603.09078).
     """
-    along, square = (jnp.sum(each * v, axis=-1, keepdims=True) for each in (attended, v))
+    along, square = (jnp.sum(vector * v, axis=-1, keepdims=True) for vector in (attended, v))
     return attended - along / (square + 1e-6) * v
 
 
@@ -145,8 +145,8 @@ def rope_angles(positions: Array, frequencies: list[Any]) -> Float[Array, "... h
     Args:
         frequencies: For each kind of layer the radians per token ``[half]``.
     """
-    each = [positions[..., None].astype(jnp.float32) * rope for rope in frequencies]
-    return each[0] if len(each) == 1 else jnp.stack(each)
+    angles = [positions[..., None].astype(jnp.float32) * rope for rope in frequencies]
+    return angles[0] if len(angles) == 1 else jnp.stack(angles)
 
 
 def scale_queries(q: Float[Array, "... head"], scale: float | None) -> Float[Array, "... head"]:
@@ -188,7 +188,7 @@ def hidden(
     if gate is None:
         if elementwise is None:
             return xielu(up, *xielu_parameters)
-        wide = [each.astype(jnp.float32) for each in (up, *xielu_parameters)]
+        wide = [array.astype(jnp.float32) for array in (up, *xielu_parameters)]
         return xielu(*wide, elementwise=elementwise).astype(up.dtype)
     activate = ACTIVATIONS[activation]
     if elementwise is None:

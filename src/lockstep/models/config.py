@@ -221,10 +221,10 @@ class LlamaConfig(ModelConfig):
     def _check_numerics(self) -> None:
         if self.numerics not in get_args(Numerics):
             raise ConfigError(f"numerics is {self.numerics!r}; it must be fast or exact. Use fast if in doubt.")
-        given = {"variant": (self.variant, Variant()), "experts": (self.experts or Experts(), Experts())}
+        blocks = {"variant": (self.variant, Variant()), "experts": (self.experts or Experts(), Experts())}
         departures = {
             f"{block}.{name}": value
-            for block, (own, plain) in given.items()
+            for block, (own, plain) in blocks.items()
             for name in _NOT_EXACT[block]
             if (value := getattr(own, name)) != getattr(plain, name)
         } | ({} if self.latent is None else {"latent": self.latent})
@@ -329,9 +329,9 @@ class LlamaConfig(ModelConfig):
         """Numbers of one token inside an MLP, at most: gate, up and product; of its experts inputs and outputs too."""
         if self.experts is None:
             return 3 * self.intermediate_dim
-        each = self.experts.num_experts_per_tok * (3 * self.expert_dim + 2 * self.hidden_dim)
-        each += 3 * (self.experts.shared_intermediate_dim or 0)
-        return max(3 * self.intermediate_dim, each) if self.mixes_mlps else each
+        inside = self.experts.num_experts_per_tok * (3 * self.expert_dim + 2 * self.hidden_dim)
+        inside += 3 * (self.experts.shared_intermediate_dim or 0)
+        return max(3 * self.intermediate_dim, inside) if self.mixes_mlps else inside
 
     def part_read(self, weight: str, tokens: float) -> float:
         """The part of a weight that a step reads, and for one token the part that it is multiplied with.
@@ -371,11 +371,11 @@ def layer_kinds(config: LlamaConfig) -> tuple[LayerKind, ...]:
     types = types or ("full_attention" if variant.sliding_window is None else "sliding_attention",) * config.num_layers
     full = LayerKind(window=None, rope=config.rope if variant.full_rope else RotaryConfig(linear_factor=math.inf))
     sliding = LayerKind(window=window, rope=variant.sliding_rope or config.rope)
-    return tuple(sliding if each == "sliding_attention" else full for each in types)
+    return tuple(sliding if type_ == "sliding_attention" else full for type_ in types)
 
 
 def distinct[T: Hashable](values: Iterable[T]) -> tuple[tuple[T, ...], tuple[int, ...]]:
     """The values that layers have, in the order of their first, and which of them each one has."""
-    each = tuple(values)
-    found = tuple(dict.fromkeys(each))
-    return found, tuple(map(found.index, each))
+    every = tuple(values)
+    kinds = tuple(dict.fromkeys(every))
+    return kinds, tuple(map(kinds.index, every))

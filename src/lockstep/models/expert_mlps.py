@@ -85,9 +85,9 @@ def mixture(
         weights = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), weights)
         base = layer * count
     local = routing.experts - first
-    here = (local >= 0) & (local < count)
-    here = here if valid is None else here & valid[:, None]
-    group = jnp.where(here, local, count).reshape(-1)
+    is_local = (local >= 0) & (local < count)
+    is_local = is_local if valid is None else is_local & valid[:, None]
+    group = jnp.where(is_local, local, count).reshape(-1)
     order = jnp.argsort(group, stable=True)
     sizes = jnp.diff(jnp.searchsorted(group[order], jnp.arange(count + 1))).astype(jnp.int32)
     computed = (jnp.arange(group.size) < sizes.sum())[:, None]
@@ -232,8 +232,8 @@ def _by_tile(
     return jax.lax.fori_loop(0, tiles.count, tile, jnp.zeros(padded.shape, dtype))[: len(x)]
 
 
-def _tiled_forward(activation: str, rows: tuple[int, ...], *given: Any) -> tuple[Array, Any]:
-    return _tiled(activation, rows, *given), given
+def _tiled_forward(activation: str, rows: tuple[int, ...], *arrays: Any) -> tuple[Array, Any]:
+    return _tiled(activation, rows, *arrays), arrays
 
 
 def _tiled_backward(
@@ -242,13 +242,13 @@ def _tiled_backward(
     """Compute each tile again, so that nothing of the width of experts is kept; sums over tiles in float32."""
     x, weights, sizes, base = saved
     tiles = _Tiles.of(sizes, len(x), base, rows)
-    padded, of_padded = (jnp.pad(each, ((0, rows[-1]), (0, 0))) for each in (x, gradient))
+    padded, of_padded = (jnp.pad(array, ((0, rows[-1]), (0, 0))) for array in (x, gradient))
 
     def tile(index: Array, state: Any) -> Any:
         of_x, of_weights = state
 
         def pull(rows: int, of_x: Array) -> tuple[Array, Sequence[Array | None]]:
-            inputs, of_answers = (tiles.take(each, index, rows) for each in (padded, of_padded))
+            inputs, of_answers = (tiles.take(array, index, rows) for array in (padded, of_padded))
             own = jnp.arange(rows) < tiles.end[index] - tiles.start[index]
             expert = tiles.expert_of(weights, index)
             of_inputs, *of_expert = jax.vjp(functools.partial(_mlp, activation), inputs, *expert)[1](
@@ -263,7 +263,7 @@ def _tiled_backward(
 
     zeros = jnp.zeros_like(padded), jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), weights)
     of_x, of_weights = jax.lax.fori_loop(0, tiles.count, tile, zeros)
-    return of_x[: len(x)], jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), of_weights, weights), None, None
+    return of_x[: len(x)], jax.tree.map(lambda leaf, weight: leaf.astype(weight.dtype), of_weights, weights), None, None
 
 
 _tiled.defvjp(_tiled_forward, _tiled_backward)

@@ -197,14 +197,14 @@ class RouterSums(NamedTuple):
         if engine is not None:
             _, own = jax.lax.top_k(routing.scores, engine.shape[-1])
             known, same = engine[:, 0] >= 0, jnp.all(jnp.sort(own) == jnp.sort(engine), axis=-1)
-            compared, differing = (jnp.sum(each, dtype=jnp.float32) for each in (known, known & ~same))
-        given = jnp.where(valid, 1.0, 0.0)
+            compared, differing = (jnp.sum(flag, dtype=jnp.float32) for flag in (known, known & ~same))
+        counted = jnp.where(valid, 1.0, 0.0)
         chosen = jax.nn.one_hot(routing.experts, routing.logits.shape[-1], dtype=jnp.float32).sum(axis=1)
         return cls(
-            tokens=given.sum(),
-            counts=given @ chosen,
-            probabilities=given @ jax.nn.softmax(routing.logits, axis=-1),
-            squares=given @ jax.nn.logsumexp(routing.logits, axis=-1) ** 2,
+            tokens=counted.sum(),
+            counts=counted @ chosen,
+            probabilities=counted @ jax.nn.softmax(routing.logits, axis=-1),
+            squares=counted @ jax.nn.logsumexp(routing.logits, axis=-1) ** 2,
             compared=compared,
             differing=differing,
         )
@@ -279,11 +279,11 @@ def _in_best_groups(scores: Float[Array, "token expert"], experts: Experts) -> F
     return jnp.where(chosen[..., None], by_group, -jnp.inf).reshape(scores.shape)
 
 
-def _exact_softmax(some: Float[Array, "token choice"], every: Float[Array, "token expert"]) -> Array:
+def _exact_softmax(chosen: Float[Array, "token choice"], every: Float[Array, "token expert"]) -> Array:
     """The softmax of some logits among all."""
     highest = jnp.max(every, axis=-1, keepdims=True)
     total = tree_sum(elementwise(jnp.exp, every - highest))
-    return jnp.asarray(barrier(elementwise(jnp.exp, some - highest) / total[..., None]))
+    return jnp.asarray(barrier(elementwise(jnp.exp, chosen - highest) / total[..., None]))
 
 
 def packed_experts(experts: Int[Array, "layer choices"], tokens: int) -> Int[Array, "token word"]:

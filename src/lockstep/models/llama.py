@@ -330,8 +330,8 @@ class LlamaLMHeadModel(eqx.Module):
             input_ids, positions = split.split(input_ids), split.split(positions)
             segment_ids = None if segment_ids is None else split.split(segment_ids)
         angles = rotary_angles(config, positions)
-        kinds, which = distinct(layer_kinds(config))
-        layer_kind = None if len(kinds) == 1 else hax.named(jnp.asarray(which), "layer")
+        kinds, indices = distinct(layer_kinds(config))
+        layer_kind = None if len(kinds) == 1 else hax.named(jnp.asarray(indices), "layer")
         x = look_up(self.embed, input_ids, split)
         layers = self.layers.scan_via(LlamaLayer.__call__)
         x = self._applied(first_stream, x)
@@ -381,7 +381,7 @@ class LlamaLMHeadModel(eqx.Module):
 
 
 @jax.custom_vjp
-def value_with_gradient_of(value: jax.Array, other: jax.Array) -> jax.Array:
+def value_with_gradient_of(value: jax.Array, differentiated: jax.Array) -> jax.Array:
     """Return ``value``, with the gradient of ``other``, which is the same but for rounding."""
     return value
 

@@ -176,7 +176,7 @@ class LlamaExperts(eqx.Module):
             if sharded and width is not None:
                 answers = jax.lax.psum(answers, width)
             sums = RouterSums.of(routing, valid.reshape(-1), chosen)
-            return answers.reshape(tokens.shape), jax.tree.map(lambda each: each[None], sums)
+            return answers.reshape(tokens.shape), jax.tree.map(lambda leaf: leaf[None], sums)
 
         if sharded:
             split = PartitionSpec(rows)
@@ -192,7 +192,7 @@ class LlamaExperts(eqx.Module):
         chosen = None if engine is None else engine.experts.rearrange((*axes[:-1], "choice")).array
         answers, sums = compute(tokens, valid, chosen, self.router.array, bias, weights)
         answers = hax.named(answers, axes).rearrange(x.axes)
-        return answers, jax.tree.map(lambda each: each.sum(axis=0), sums)
+        return answers, jax.tree.map(lambda leaf: leaf.sum(axis=0), sums)
 
 
 def _matrices(weight: Weight | None) -> Any:
@@ -261,11 +261,11 @@ class MixedLayers(eqx.Module):
                 return stack.scan_via(call)(x, angles, segment_ids, *of_layers, counted)
 
             def unit(x: NamedArray, runs: Sequence[Any]) -> tuple[NamedArray, RouterSums | None]:
-                found = None
+                last_sums = None
                 for layers, of_layers in runs:
                     x, sums = run(x, layers, of_layers)
-                    found = found if sums is None else sums
-                return x, found
+                    last_sums = last_sums if sums is None else sums
+                return x, last_sums
 
             parts: list[RouterSums] = []
             for runs, repeats in self._units((layer_kind, engine, known)):

@@ -100,8 +100,8 @@ def look_up(table: NamedArray, ids: NamedArray, split: SplitPositions | None = N
     def local(table: Array, ids: Array) -> Array:
         place = jax.lax.all_gather(ids, width, tiled=True) - jax.lax.axis_index(vocab) * len(table)
         own = (place >= 0) & (place < len(table))
-        found = jnp.where(own[..., None], table[jnp.clip(place, 0, len(table) - 1)], 0)
-        return jax.lax.all_to_all(jax.lax.psum(found, vocab), width, 0, found.ndim - 1, tiled=True)
+        rows_ = jnp.where(own[..., None], table[jnp.clip(place, 0, len(table) - 1)], 0)
+        return jax.lax.all_to_all(jax.lax.psum(rows_, vocab), width, 0, rows_.ndim - 1, tiled=True)
 
     tokens = PartitionSpec(rows, split and split.axis)
     mapped = jax.shard_map(

@@ -65,11 +65,11 @@ def _read_llama(model: LlamaLMHeadModel) -> tuple[LlamaConfig, DecoderWeights]:
 
 def _parameters(weights: type, *modules: eqx.Module) -> dict[str, Any]:
     """The arrays of a dataclass of weights from the modules that have parameters of their names."""
-    found = {}
+    arrays = {}
     for name in weights.__annotations__.keys() & WEIGHT_AXES.keys():
         module = next((module for module in modules if hasattr(module, name)), None)
-        found[name] = _array(name, getattr(module, name, None))
-    return found
+        arrays[name] = _array(name, getattr(module, name, None))
+    return arrays
 
 
 def _array(name: str, parameter: NamedArray | None) -> Any:

@@ -210,9 +210,9 @@ def rope_from_hf(hf: Mapping[str, Any]) -> RotaryConfig:
     scaling, parameters = hf.get("rope_scaling") or {}, hf.get("rope_parameters") or {}
     rope = _rotary(scaling or parameters, hf)
     if scaling and parameters:
-        other = _rotary(parameters, hf)
+        from_parameters = _rotary(parameters, hf)
         plain = RotaryConfig(theta=rope.theta, partial_rotary_factor=rope.partial_rotary_factor)
-        if other not in (rope, plain):
+        if from_parameters not in (rope, plain):
             raise ConfigError(
                 f"the checkpoint's config.json has rope_scaling {scaling} and rope_parameters {parameters}, which "
                 f"contradict each other: transformers would take rope_scaling, with rope_theta {rope.theta:g}. Keep "

@@ -53,7 +53,7 @@ def read_series(paths: Iterable[Path]) -> dict[str, Series]:
     Raises:
         LockstepError: A line cannot be read or has no step; the message has file and line.
     """
-    found: dict[str, dict[int, float]] = {}
+    series: dict[str, dict[int, float]] = {}
     for path in paths:
         records, _ = numbered_records(path)
         for number, record in records:
@@ -65,8 +65,8 @@ def read_series(paths: Iterable[Path]) -> dict[str, Series]:
                 )
             for name, value in record.items():
                 if name not in NOT_CURVES and not name.endswith(OWN_STEP) and (number_ := _number(value)) is not None:
-                    found.setdefault(name, {})[step] = number_
-    return {name: _series(values) for name, values in found.items()}
+                    series.setdefault(name, {})[step] = number_
+    return {name: _series(values) for name, values in series.items()}
 
 
 def _series(values: dict[int, float]) -> Series:
@@ -117,11 +117,11 @@ def make_payload(runs: Sequence[RunFiles], *, reload_s: float | None = None) -> 
     for run in runs:
         require_rows(run)
     rows = [[row for path in (*run.rows, *run.rollouts) for row in read_rows(path)] for run in runs]
-    for run, found in zip(runs, rows, strict=True):
-        if not found:
+    for run, run_rows in zip(runs, rows, strict=True):
+        if not run_rows:
             paths = ", ".join(map(str, (*run.rows, *run.rollouts)))
             raise LockstepError(f"{paths} has no rows yet. Wait for the run's first round of samples.")
-    axes = {row.axis: run.name for run, found in zip(runs, rows, strict=True) for row in found}
+    axes = {row.axis: run.name for run, run_rows in zip(runs, rows, strict=True) for row in run_rows}
     if len(axes) > 1:
         raise LockstepError(
             f"rows with a step ({axes['step']}) and rows with a round ({axes['round']}) cannot be shown together. "
@@ -129,7 +129,7 @@ def make_payload(runs: Sequence[RunFiles], *, reload_s: float | None = None) -> 
         )
     prompts = _Prompts()
     notes: list[str] = []
-    shown = [_run(run, found, prompts, notes) for run, found in zip(runs, rows, strict=True)]
+    shown = [_run(run, run_rows, prompts, notes) for run, run_rows in zip(runs, rows, strict=True)]
     return {
         "format": FORMAT,
         "axis": next(iter(axes)),
@@ -157,18 +157,18 @@ class _Prompts:
 
     def places(self, rows: Iterable[SavedRow]) -> list[int]:
         """The place in the table of each row's prompt."""
-        others: dict[tuple[bool, str], list[int]] = {}
+        places_of_text: dict[tuple[bool, str], list[int]] = {}
         for place, prompt in enumerate(self.table):
-            others.setdefault((prompt["rollout"], prompt["text"]), []).append(place)
+            places_of_text.setdefault((prompt["rollout"], prompt["text"]), []).append(place)
         own: dict[tuple[bool, int | str, str], int] = {}
-        found = []
+        places = []
         for row in rows:
             identity = (row.rollout, row.prompt_id, row.prompt)
             if identity not in own:
-                same = others.get((row.rollout, row.prompt))
+                same = places_of_text.get((row.rollout, row.prompt))
                 own[identity] = same.pop(0) if same else self._add(row)
-            found.append(own[identity])
-        return found
+            places.append(own[identity])
+        return places
 
     def _add(self, row: SavedRow) -> int:
         key, number = str(row.prompt_id), 1

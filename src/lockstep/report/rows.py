@@ -239,8 +239,8 @@ class SampleRow(CompletionRow):
     def from_dict(cls, values: Mapping[str, Any]) -> "SampleRow":
         """The row that ``to_dict`` was called on."""
         own = (*SAMPLE_COLUMNS, "finish_reason")
-        others = (*own, *HEALTH_COLUMNS, *PART_COLUMNS, FIELDS, *KEPT_COLUMNS)
-        metrics = {name: _number(value) for name, value in values.items() if name not in others}
+        columns = (*own, *HEALTH_COLUMNS, *PART_COLUMNS, FIELDS, *KEPT_COLUMNS)
+        metrics = {name: _number(value) for name, value in values.items() if name not in columns}
         tokens, logprobs = (tuple(values.get(name, ())) for name in KEPT_COLUMNS)
         return cls(
             **{name: values[name] for name in own},

@@ -39,27 +39,27 @@ class RunFiles:
 
     def traces(self) -> list[tuple[int, int, list[int]]]:
         """First and last step of each profiler trace in the directory, and the processes that have traced them."""
-        found = []
+        traces = []
         for trace in (self.directory / TRACES).glob("steps-*-*"):
             first, _, last = trace.name.removeprefix("steps-").partition("-")
             processes = [path.name.partition(".")[0].partition("-")[2] for path in trace.glob("process-*.xplane.pb")]
             if first.isdecimal() and last.isdecimal() and all(map(str.isdecimal, processes)):
-                found.append((int(first), int(last), sorted(map(int, processes))))
-        return sorted(found)
+                traces.append((int(first), int(last), sorted(map(int, processes))))
+        return sorted(traces)
 
     def stamp(self) -> tuple[tuple[str, int, int, int], ...]:
         """Name, inode, size and time of change of each file: another value when one is written or replaced."""
-        found = []
+        stamps = []
         for path in (*self.rows, *self.rollouts, *self.metrics, *self.health):
             try:
                 stat = path.stat()
             except FileNotFoundError:  # being replaced
                 continue
-            found.append((str(path), stat.st_ino, stat.st_size, stat.st_mtime_ns))
-        return tuple(found)
+            stamps.append((str(path), stat.st_ino, stat.st_size, stat.st_mtime_ns))
+        return tuple(stamps)
 
 
-def find_run(given: str | os.PathLike[str]) -> RunFiles:
+def find_run(place: str | os.PathLike[str]) -> RunFiles:
     """Find the files of a run, which need not have been written yet.
 
     Args:
@@ -68,7 +68,7 @@ def find_run(given: str | os.PathLike[str]) -> RunFiles:
     Raises:
         ConfigError: There is no such file or directory, or it is behind a URL.
     """
-    text = os.fspath(given)
+    text = os.fspath(place)
     if "://" in text:
         raise ConfigError(f"{text} is a URL; only local files are read. Copy the run's files here first.")
     path = Path(text)
@@ -118,8 +118,12 @@ def _nearby(directory: Path) -> str:
     """The newest run below a directory, as a sentence, or nothing."""
     if not directory.is_dir():
         return ""
-    runs = [each for each in directory.iterdir() if each.is_dir() and (_rows(each) or _metrics(each))]
-    return f" Did you mean {max(runs, key=lambda each: each.stat().st_mtime)}?" if runs else ""
+    runs = [
+        candidate
+        for candidate in directory.iterdir()
+        if candidate.is_dir() and (_rows(candidate) or _metrics(candidate))
+    ]
+    return f" Did you mean {max(runs, key=lambda candidate: candidate.stat().st_mtime)}?" if runs else ""
 
 
 type Axis = Literal["step", "round"]
@@ -264,9 +268,9 @@ def _tokens(record: Mapping[str, Any], place: str) -> list[tuple[str, float]]:
     if TOKENS not in record and TOKEN_LOGPROBS not in record:
         return []
     texts, logprobs = (_found(record, name, place) for name in (TOKENS, TOKEN_LOGPROBS))
-    if not isinstance(texts, list) or not all(isinstance(each, str) for each in texts):
+    if not isinstance(texts, list) or not all(isinstance(value, str) for value in texts):
         raise _wrong(place, TOKENS, texts, "a list of texts, one per token")
-    if not isinstance(logprobs, list) or not all(_is_number(each) for each in logprobs):
+    if not isinstance(logprobs, list) or not all(_is_number(value) for value in logprobs):
         raise _wrong(place, TOKEN_LOGPROBS, logprobs, "a list of numbers, one per token")
     if len(texts) != len(logprobs):
         raise LockstepError(
@@ -300,7 +304,7 @@ def _found(record: Mapping[str, Any], name: str, place: str) -> Any:
     return record[name]
 
 
-def _wrong(place: str, name: str, value: Any, wanted: str) -> LockstepError:
+def _wrong(place: str, name: str, value: Any, expected: str) -> LockstepError:
     shown = repr(value)
     shown = shown if len(shown) <= 80 else f"{shown[:80]}…"
-    return LockstepError(f"{place}: the column {name!r} is {shown}; {wanted} was expected. Mend or remove the line.")
+    return LockstepError(f"{place}: the column {name!r} is {shown}; {expected} was expected. Mend or remove the line.")

@@ -210,7 +210,7 @@ def _on_mesh(
     A function without ``results`` returns the pool alone. One that ``reads_only`` leaves the pool unchanged and returns
     its results alone.
     """
-    everywhere, given = decode_mesh.sharding(), _packed(batch, decode_mesh)
+    everywhere, packed = decode_mesh.sharding(), _packed(batch, decode_mesh)
     shardings = _shardings(pool)
     outputs = (shardings, everywhere) if results else shardings
     if reads_only:
@@ -218,11 +218,11 @@ def _on_mesh(
     mapped = jax.shard_map(
         function,
         mesh=decode_mesh.mesh,
-        in_specs=(partition_specs(layouts), jax.tree.map(lambda part: part.spec, shardings), given.sharding.spec),
+        in_specs=(partition_specs(layouts), jax.tree.map(lambda part: part.spec, shardings), packed.sharding.spec),
         out_specs=jax.tree.map(lambda sharding: sharding.spec, outputs),
         check_vma=False,
     )
-    return compiled(name, mapped, [weights, pool, given], donate=() if reads_only else (1,), out_shardings=outputs)
+    return compiled(name, mapped, [weights, pool, packed], donate=() if reads_only else (1,), out_shardings=outputs)
 
 
 def _packed(batch: Batch, decode_mesh: DecodeMesh) -> jax.ShapeDtypeStruct:

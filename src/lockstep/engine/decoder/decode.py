@@ -53,25 +53,25 @@ def verify_function(
         steps: a sequence's tokens one after the other. One more part has the step in which each was sampled.
     """
     decode_mesh = transformer.decode_mesh
-    like = VerifyBatch.empty(capacity, width, 0)
+    example = VerifyBatch.empty(capacity, width, 0)
     together = logits_at_once(capacity.slots, width)
     groups = -(-width // together)
     rows, ahead = jnp.arange(capacity.slots), jnp.arange(width)
 
     def verify(weights: DecoderWeights, pool: Array, packed: Array) -> tuple[Array, Array]:
         weights = transformer.read_outer(weights)
-        given = unpack(packed[0], like)
-        page_table, stop_ids = given["page_table"], given["stop_ids"]
+        inputs = unpack(packed[0], example)
+        page_table, stop_ids = inputs["page_table"], inputs["stop_ids"]
         # A step near the end of the drafts looks beyond them.
-        drafts = jnp.pad(given["drafts"], ((0, 0), (0, width)), constant_values=-1)
-        num_steps = own_steps(capacity, given["num_steps"], jnp.any(given["remaining"] > 0))
+        drafts = jnp.pad(inputs["drafts"], ((0, 0), (0, width)), constant_values=-1)
+        num_steps = own_steps(capacity, inputs["num_steps"], jnp.any(inputs["remaining"] > 0))
         sampler, counts = start_sampler(
-            given["draw"],
-            given["temperature"],
+            inputs["draw"],
+            inputs["temperature"],
             stop_ids,
-            {name: given[name] for name in like.decode.sampling.arrays()},
+            {name: inputs[name] for name in example.decode.sampling.arrays()},
             more_filters=capacity.more_filters,
-            active=given["remaining"] > 0,
+            active=inputs["remaining"] > 0,
             local_vocab=weights.embed.shape[0] if weights.lm_head is None else weights.lm_head.shape[1],
             decode_mesh=decode_mesh,
             exact=transformer.config.exact,
@@ -118,10 +118,10 @@ def verify_function(
 
             def draw(logits: Array, counts: Any, at: Array) -> list[Array]:
                 sampled = sampler.draw(logits, counts, at)
-                found = [sampled.token, sampled.logprob, sampled.sampled_logprob]
+                drawn = [sampled.token, sampled.logprob, sampled.sampled_logprob]
                 if capacity.top_logprobs:
-                    found += top_logprobs(logits, capacity.top_logprobs, sampled, decode_mesh)
-                return [*found, jnp.full_like(sampled.token, index)]
+                    drawn += top_logprobs(logits, capacity.top_logprobs, sampled, decode_mesh)
+                return [*drawn, jnp.full_like(sampled.token, index)]
 
             def goes_on(token: Array, expected: Array, left: Array) -> Array:
                 """Whether the position after a sampled token counts, if that token's own does."""
@@ -130,33 +130,33 @@ def verify_function(
 
             def sample_group(group: Array, state: Any) -> Any:
                 alive, token, position, remaining, done, counts, results = state
-                first, here = group * together, jnp.arange(together)[:, None]
-                some = jax.lax.dynamic_slice_in_dim(by_position, first, together)
-                logits = transformer.logits(weights, some.reshape(-1, some.shape[-1]))
+                first, offsets = group * together, jnp.arange(together)[:, None]
+                hidden = jax.lax.dynamic_slice_in_dim(by_position, first, together)
+                logits = transformer.logits(weights, hidden.reshape(-1, hidden.shape[-1]))
                 # All that follows is [position, slot].
                 logits = logits.reshape(together, capacity.slots, -1)
-                at, left = begin + first + 1 + here, remaining - here
-                wanted = jax.lax.dynamic_slice_in_dim(expected, first, together)
+                at, left = begin + first + 1 + offsets, remaining - offsets
+                drafted = jax.lax.dynamic_slice_in_dim(expected, first, together)
 
-                def draw_next(state: Any, given: Any) -> Any:
+                def draw_next(state: Any, inputs: Any) -> Any:
                     alive, counts = state
-                    logits, at, wanted, left = given
-                    found = draw(logits, counts, at)
-                    counts = sampler.count(counts, found[0], alive)
-                    return (alive & goes_on(found[0], wanted, left), counts), found
+                    logits, at, drafted, left = inputs
+                    drawn = draw(logits, counts, at)
+                    counts = sampler.count(counts, drawn[0], alive)
+                    return (alive & goes_on(drawn[0], drafted, left), counts), drawn
 
                 if counts is None:  # then no draw depends on the tokens before
-                    found = jax.vmap(lambda logits, at: draw(logits, None, at))(logits, at)
+                    drawn = jax.vmap(lambda logits, at: draw(logits, None, at))(logits, at)
                 else:
-                    (_, counts), found = jax.lax.scan(draw_next, (alive, counts), (logits, at, wanted, left))
+                    (_, counts), drawn = jax.lax.scan(draw_next, (alive, counts), (logits, at, drafted, left))
                 if routed is not None:
-                    found.insert(-1, jax.lax.dynamic_slice_in_dim(routed, first, together))
-                on = goes_on(found[0], wanted, left)
+                    drawn.insert(-1, jax.lax.dynamic_slice_in_dim(routed, first, together))
+                on = goes_on(drawn[0], drafted, left)
                 counted = alive & (jnp.cumsum(~on, axis=0) - ~on == 0)
                 count = jnp.sum(counted, axis=0)
                 # What does not count goes beyond the end, where nothing is written.
-                place = jnp.where(counted, done + here, capacity.draft_tokens)
-                last = found[0][jnp.maximum(count - 1, 0), rows]
+                place = jnp.where(counted, done + offsets, capacity.draft_tokens)
+                last = drawn[0][jnp.maximum(count - 1, 0), rows]
                 stopped = alive & jnp.any(last[:, None] == stop_ids, axis=1)
                 return (
                     alive & jnp.all(on, axis=0),
@@ -166,8 +166,8 @@ def verify_function(
                     done + count,
                     counts,
                     [
-                        result.at[rows, place].set(each, mode="drop")
-                        for result, each in zip(results, found, strict=True)
+                        result.at[rows, place].set(value, mode="drop")
+                        for result, value in zip(results, drawn, strict=True)
                     ],
                 )
 
@@ -185,10 +185,10 @@ def verify_function(
         results.append(jnp.zeros(shape, jnp.int32))
         state = (
             jnp.int32(0),
-            attention.begin_decode(pool, page_table, given["position"], transformer.kv_layers),
-            given["token"],
-            given["position"],
-            given["remaining"],
+            attention.begin_decode(pool, page_table, inputs["position"], transformer.kv_layers),
+            inputs["token"],
+            inputs["position"],
+            inputs["remaining"],
             jnp.zeros(capacity.slots, jnp.int32),
             counts,
             results,
@@ -215,21 +215,21 @@ def decode_function(
         before each token.
     """
     decode_mesh = transformer.decode_mesh
-    like = DecodeBatch.empty(capacity, 0)
+    example = DecodeBatch.empty(capacity, 0)
 
     def decode(weights: DecoderWeights, pool: Any, packed: Array) -> tuple[Any, Array]:
         past = KvAndStates.of(pool)
         weights = transformer.read_outer(weights)
-        given = unpack(packed[0], like)
-        token, position, remaining = given["token"], given["position"], given["remaining"]
-        page_table, stop_ids = given["page_table"], given["stop_ids"]
+        inputs = unpack(packed[0], example)
+        token, position, remaining = inputs["token"], inputs["position"], inputs["remaining"]
+        page_table, stop_ids = inputs["page_table"], inputs["stop_ids"]
         rows = jnp.arange(capacity.slots)
-        num_steps = own_steps(capacity, given["num_steps"], jnp.any(remaining > 0))
+        num_steps = own_steps(capacity, inputs["num_steps"], jnp.any(remaining > 0))
         sampler, counts = start_sampler(
-            given["draw"],
-            given["temperature"],
+            inputs["draw"],
+            inputs["temperature"],
             stop_ids,
-            {name: given[name] for name in like.sampling.arrays()},
+            {name: inputs[name] for name in example.sampling.arrays()},
             more_filters=capacity.more_filters,
             active=remaining > 0,
             local_vocab=weights.embed.shape[0] if weights.lm_head is None else weights.lm_head.shape[1],
@@ -258,11 +258,11 @@ def decode_function(
             )
             logits = transformer.logits(weights, x[:, 0])
             sampled = sampler.draw(logits, counts, position + 1)
-            found = [jnp.where(active, sampled.token, -1), sampled.logprob, sampled.sampled_logprob]
+            drawn = [jnp.where(active, sampled.token, -1), sampled.logprob, sampled.sampled_logprob]
             if capacity.top_logprobs:
-                found += top_logprobs(logits, capacity.top_logprobs, sampled, decode_mesh)
+                drawn += top_logprobs(logits, capacity.top_logprobs, sampled, decode_mesh)
             if routed is not None:
-                found.append(routed[:, 0])
+                drawn.append(routed[:, 0])
             stopped = jnp.any(sampled.token[:, None] == stop_ids, axis=1)
             return (
                 index + 1,
@@ -271,7 +271,7 @@ def decode_function(
                 jnp.where(active, position + 1, position),
                 jnp.where(active & ~stopped, remaining - 1, 0),
                 sampler.count(counts, sampled.token, active),
-                [result.at[:, index].set(one) for result, one in zip(results, found, strict=True)],
+                [result.at[:, index].set(value) for result, value in zip(results, drawn, strict=True)],
             )
 
         shape = (capacity.slots, capacity.steps)

@@ -36,16 +36,16 @@ def prefill_function(transformer: Transformer, capacity: Capacity, attention: At
         A function that returns the pool; with ``capacity.routed_experts`` also an array ``[replica, word, row, position
         on the page]``, replicated on every device.
     """
-    like = PrefillBatch.empty(capacity)
+    example = PrefillBatch.empty(capacity)
 
     def prefill(weights: DecoderWeights, pool: Any, packed: Array) -> Any:
-        given = unpack(packed[0], like)
-        tokens, start, page, page_table = given["tokens"], given["start"], given["page"], given["page_table"]
+        inputs = unpack(packed[0], example)
+        tokens, start, page, page_table = inputs["tokens"], inputs["start"], inputs["page"], inputs["page_table"]
         weights = transformer.read_outer(weights)
         active = page != NULL_PAGE
         rows = attention.begin_prefill(start, page_table, active)
         linear = transformer.config.linear_attention
-        recur = None if linear is None else states.rows(linear, capacity.slots, given["slot"], start, given["count"])
+        recur = None if linear is None else states.rows(linear, capacity.slots, inputs["slot"], start, inputs["count"])
 
         def write(past: KvAndStates, layer: Array, kv: Array) -> KvAndStates:
             return past._replace(kv=attention.write_pages(past.kv, layer * transformer.pages + page, kv))
@@ -78,13 +78,13 @@ def copy_pages_function(num_layers: int, capacity: Capacity, attention: Attentio
     Args:
         attention: The attention of the devices, which copies the pages.
     """
-    like = CopyPagesBatch.empty(capacity)
+    example = CopyPagesBatch.empty(capacity)
 
     def copy_pages(pool: Any, packed: Array) -> Any:
-        given = unpack(packed[0], like)
+        inputs = unpack(packed[0], example)
 
         def layer(index: Array, pool: Any) -> Any:
-            source, target = index * capacity.pages + given["source"], index * capacity.pages + given["target"]
+            source, target = index * capacity.pages + inputs["source"], index * capacity.pages + inputs["target"]
             return jax.tree.map(lambda part: attention.copy_pages(part, source, target), pool)
 
         return jax.lax.fori_loop(0, num_layers, layer, pool)

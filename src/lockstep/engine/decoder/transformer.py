@@ -297,11 +297,11 @@ class Transformer:
         Those of experts stay stacked (`mixture`), unless each step gathers them.
         """
         stacked = names & {*EXPERTS} if self._stacked_experts else set()
-        others = dict.fromkeys(LAYER - names | stacked)
-        layouts, indexed = (dataclasses.replace(tree, **others) for tree in (self.layouts.layers, weights))
+        left_out = dict.fromkeys(LAYER - names | stacked)
+        layouts, indexed = (dataclasses.replace(tree, **left_out) for tree in (self.layouts.layers, weights))
         stored = jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, keepdims=False), indexed)
-        one: LayerWeights = read(drop_layers(layouts), stored)
-        return dataclasses.replace(one, **{name: getattr(weights, name) for name in stacked})
+        layer: LayerWeights = read(drop_layers(layouts), stored)
+        return dataclasses.replace(layer, **{name: getattr(weights, name) for name in stacked})
 
     @property
     def _stacked_experts(self) -> bool:
@@ -318,10 +318,12 @@ class Transformer:
 
     def _of_layer(self, angles: Rotary, index: Array) -> Rotary:
         """Return the angles of one layer."""
-        ropes, which = distinct(kind.rope for kind in layer_kinds(self.config))
+        ropes, indices = distinct(kind.rope for kind in layer_kinds(self.config))
         if len(ropes) == 1:
             return angles
-        cos, sin = (jax.lax.dynamic_index_in_dim(each, jnp.asarray(which)[index], keepdims=False) for each in angles)
+        cos, sin = (
+            jax.lax.dynamic_index_in_dim(angle, jnp.asarray(indices)[index], keepdims=False) for angle in angles
+        )
         return cos, sin
 
     def _mlp_of_layer(
@@ -337,9 +339,9 @@ class Transformer:
         def branch(names: Set[str]) -> Callable[[Array], tuple[Array, Array | None]]:
             return lambda h: self._mlp(self._at(weights, place, names), h, place, valid, replayed)
 
-        found: tuple[Array, Array | None]
-        found = jax.lax.cond(jnp.asarray(dense)[index], branch({*MLP_WEIGHTS}), branch(SPARSE_WEIGHTS), h)
-        return found
+        result: tuple[Array, Array | None]
+        result = jax.lax.cond(jnp.asarray(dense)[index], branch({*MLP_WEIGHTS}), branch(SPARSE_WEIGHTS), h)
+        return result
 
     def _mlp(
         self, w: LayerWeights, h: Array, index: Array, valid: Array, replayed: Array | None

@@ -91,18 +91,18 @@ class Chooser:
             demand = Demand.of(requests, old.sizes.page_size)
         if model.heads.context > 1 and model.device.platform == "tpu":
             demand = Demand.of(requests, larger_page_size(self.config, demand.page_size) or demand.page_size)
-        wanted, sizes = self._fit(model, demand, old, None)
+        desired, sizes = self._fit(model, demand, old, None)
         while sizes is not None and not tables_fit(sizes, rows := self._max_rows(model, sizes)):
             larger = larger_page_size(self.config, demand.page_size)
             if larger is not None:
                 demand, rows = Demand.of(requests, larger), None
-            wanted, sizes = self._fit(model, demand, old, rows)
+            desired, sizes = self._fit(model, demand, old, rows)
         return Choice(
             layout=model.layout,
             demand=demand,
-            wanted=wanted,
+            wanted=desired,
             sizes=sizes,
-            footprint=MemoryModel(model).footprint(sizes or smallest(wanted, demand.longest)),
+            footprint=MemoryModel(model).footprint(sizes or smallest(desired, demand.longest)),
             estimate=None if sizes is None else estimate(model, sizes, demand, self._chip(model)),
         )
 
@@ -116,15 +116,15 @@ class Chooser:
         """The capacity for a demand if there were memory, and the one that fits, if any."""
         if old is not None and old.sizes.page_size != demand.page_size:
             old = None
-        wanted = desired_capacity(self.config, model, demand, old.wanted if old else None)
+        desired = desired_capacity(self.config, model, demand, old.wanted if old else None)
         footprint, budget = MemoryModel(model).footprint, self._budget(model.layout)
         least = old.sizes if old is not None and (old.compiled or old.predicted).total <= self.free else None
-        sizes = fit(wanted, demand, footprint, budget, least, max_rows)
+        sizes = fit(desired, demand, footprint, budget, least, max_rows)
         if sizes is None and least is not None:
-            sizes = fit(wanted, demand, footprint, budget, max_rows=max_rows)
-        if old is not None and least is not None and wanted == old.wanted and demand.longest <= least.pages - 1:
+            sizes = fit(desired, demand, footprint, budget, max_rows=max_rows)
+        if old is not None and least is not None and desired == old.wanted and demand.longest <= least.pages - 1:
             sizes = _grown(least, sizes, demand)
-        return wanted, sizes
+        return desired, sizes
 
     def _max_rows(self, model: DecodeModel, sizes: Capacity) -> int | None:
         """The most rows of a page table as wide as that of ``sizes``; None for no limit."""
@@ -163,8 +163,12 @@ class Chooser:
         if longest > 0 and cap is not None and cap > longest:
             ways.append(f"lower max_seq_len to at most {longest}")
         asked = [choice.layout for choice in choices]
-        others = [] if self.config.layout == "auto" else [each for each in self.models.possible if each not in asked]
-        tried = [self._consider(self.models[other], requests, demand) for other in others]
+        untried = (
+            []
+            if self.config.layout == "auto"
+            else [possible for possible in self.models.possible if possible not in asked]
+        )
+        tried = [self._consider(self.models[untried_layout], requests, demand) for untried_layout in untried]
         works = [layout_text(choice.layout) for choice in tried if choice.sizes is not None]
         if works:
             ways.append(f"set layout to auto or {' or '.join(works)}")
@@ -189,17 +193,17 @@ class Chooser:
 
     def _longest(self, choice: Choice) -> int:
         """Tokens of the longest sequence that fits alone; 0 if none does."""
-        memory, wanted, budget = MemoryModel(self.models[choice.layout]), choice.wanted, self._budget(choice.layout)
+        memory, desired, budget = MemoryModel(self.models[choice.layout]), choice.wanted, self._budget(choice.layout)
 
         def fits(pages: int) -> bool:
-            alone = dataclasses.replace(smallest(wanted, pages), pages_per_sequence=pages)
+            alone = dataclasses.replace(smallest(desired, pages), pages_per_sequence=pages)
             return memory.footprint(alone).total <= budget
 
-        low, high = 0, wanted.pages_per_sequence
+        low, high = 0, desired.pages_per_sequence
         while low < high:
             middle = (low + high + 1) // 2
             low, high = (middle, high) if fits(middle) else (low, middle - 1)
-        return low * wanted.page_size
+        return low * desired.page_size
 
 
 def _grown(used: Capacity, possible: Capacity | None, demand: Demand) -> Capacity:

@@ -125,7 +125,7 @@ def estimate(model: DecodeModel, sizes: Capacity, demand: Demand, chip: Chip) ->
 
 def from_other_slices(model: DecodeModel) -> int:
     """The bytes that a device receives over the network between slices while weights move: layers of their stages."""
-    decode_mesh, found = model.decode_mesh, 0
+    decode_mesh, received = model.decode_mesh, 0
     stages, copies = (decode_mesh.training_shape.get(axis, 1) for axis in (PP, DCN))
     slices = [slice_index(device) for device in decode_mesh.mesh.devices.reshape(copies, stages, -1)[0, :, 0]]
     leaves = zip(model.leaves, *map(jax.tree.leaves, (model.layouts, model.weights)), strict=True)
@@ -134,8 +134,8 @@ def from_other_slices(model: DecodeModel) -> int:
             # Layers that are to have 8 bits are sent as the trainer has them: a scale is that of a whole channel.
             as_it_is = model.quantized_dtype is not None and not model.lazy
             block = leaf.sharding.shard_shape(leaf.shape) if as_it_is else ()
-            found += math.prod(block) * leaf.dtype.itemsize if as_it_is else weight.training_bytes
-    return found * sum(one != slices[0] for one in slices)
+            received += math.prod(block) * leaf.dtype.itemsize if as_it_is else weight.training_bytes
+    return received * sum(slice_ != slices[0] for slice_ in slices)
 
 
 def verify_costs(sizes: Capacity, predicted: Estimate | None) -> dict[int, float]:
@@ -150,7 +150,7 @@ def verify_costs(sizes: Capacity, predicted: Estimate | None) -> dict[int, float
 def _link(decode_mesh: DecodeMesh, chip: Chip, group: int) -> tuple[Link, int]:
     """The slowest link inside groups of so many consecutive devices, and the hops across the widest of them."""
     groups = decode_mesh.mesh.devices.reshape(-1, group)
-    if chip.core is not None and all(on_one_chip(list(each)) for each in groups):
+    if chip.core is not None and all(on_one_chip(list(group_devices)) for group_devices in groups):
         return chip.core, 0
-    near = all(len({device.process_index for device in each}) == 1 for each in groups)
-    return chip.link if near else chip.network, max(hops(list(each)) for each in groups)
+    near = all(len({device.process_index for device in group_devices}) == 1 for group_devices in groups)
+    return chip.link if near else chip.network, max(hops(list(group_devices)) for group_devices in groups)

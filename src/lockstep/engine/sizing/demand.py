@@ -113,7 +113,7 @@ def desired_capacity(
     slots = -(-sequences // active)
     rows = min(slots * -(-demand.prefill // page_size), (config.max_prefill_size or _PREFILL_TOKENS) // page_size)
     steps = min(config.max_steps_per_launch or _STEPS, demand.new_tokens)
-    wanted = Capacity(
+    desired = Capacity(
         replicas=model.decode_mesh.replicas,
         sequences=sequences,
         slots=slots,
@@ -131,9 +131,9 @@ def desired_capacity(
         **demand.sampling,
     )
     if before is not None:
-        wanted = wanted.at_least(before)
-    pages = wanted.slots * wanted.pages_per_sequence + 1
-    return dataclasses.replace(wanted, pages=min(pages, config.max_pages or pages))
+        desired = desired.at_least(before)
+    pages = desired.slots * desired.pages_per_sequence + 1
+    return dataclasses.replace(desired, pages=min(pages, config.max_pages or pages))
 
 
 def slots_per_replica(kind: str, platform: str, itemsize: int) -> int:

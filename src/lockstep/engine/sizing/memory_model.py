@@ -163,15 +163,15 @@ class MemoryModel:
 
     def _sampling(self, sizes: Capacity) -> int:
         """Bytes of logits, scores, noise and what filters compute of them, in float32."""
-        one = sizes.slots * self._vocab * 4
-        counts = one * sizes.penalties
+        logits = sizes.slots * self._vocab * 4
+        counts = logits * sizes.penalties
         if not self._tpu:
-            return 4 * one + counts
+            return 4 * logits + counts
         if sizes.filters:
             # A device of a tensor group has the whole scores of the slots that it filters; a TPU7x has one more anyway.
-            total = (_FILTERED_VOCABULARIES + (self.model.decode_mesh.tensor > 1 or self._tpu7x)) * one
+            total = (_FILTERED_VOCABULARIES + (self.model.decode_mesh.tensor > 1 or self._tpu7x)) * logits
         else:
-            total = _VOCABULARIES * one + min(2 * one, _MORE_OF_FEW)
+            total = _VOCABULARIES * logits + min(2 * logits, _MORE_OF_FEW)
         return max(0, total + counts - _IN_VECTOR_MEMORY.get(tpu_generation(self.model.device.device_kind), 0))
 
     def _verify(self, sizes: Capacity) -> int:
@@ -219,7 +219,7 @@ class MemoryModel:
     def _stages(self) -> int:
         """The number of stages that layers are split over, of each of which a layer is moved at a time."""
         layouts = jax.tree.leaves(self.model.layouts.layers)
-        return max(math.prod(one.decode_mesh.mesh.shape[axis] for axis in one.spec[0]) for one in layouts)
+        return max(math.prod(layout.decode_mesh.mesh.shape[axis] for axis in layout.spec[0]) for layout in layouts)
 
     @functools.cached_property
     def _layer_bytes(self) -> int:
@@ -235,7 +235,7 @@ class MemoryModel:
     @functools.cached_property
     def _gathered_at_once(self) -> int:
         """The most that ``training`` gathers at a time where there are no logits."""
-        outer = [each.decode_bytes for each in self.model.gathered if each.name in ("embed", "lm_head")]
+        outer = [leaf.decode_bytes for leaf in self.model.gathered if leaf.name in ("embed", "lm_head")]
         return max(*outer, self._gathered_layers) if outer else self._gathered_layers
 
     @functools.cached_property
@@ -320,7 +320,7 @@ _GOOD_ENOUGH = 0.9
 
 
 def fit(
-    wanted: Capacity,
+    desired: Capacity,
     demand: Demand,
     footprint: Callable[[Capacity], Footprint],
     budget: int,
@@ -338,17 +338,17 @@ def fit(
     Returns:
         The capacity that lets most sequences decode at a time; None if not even one sequence fits.
     """
-    if footprint(wanted).total <= budget and tables_fit(wanted, max_rows):
-        return wanted
+    if footprint(desired).total <= budget and tables_fit(desired, max_rows):
+        return desired
     if max_rows is not None:
-        wanted = dataclasses.replace(
-            wanted.with_slots(min(wanted.slots, max_rows)), prefill_rows=min(wanted.prefill_rows, max_rows)
+        desired = dataclasses.replace(
+            desired.with_slots(min(desired.slots, max_rows)), prefill_rows=min(desired.prefill_rows, max_rows)
         )
-    rows, candidates = wanted.prefill_rows, []
+    rows, candidates = desired.prefill_rows, []
     while True:
-        found = _most_sequences(dataclasses.replace(wanted, prefill_rows=rows), demand, footprint, budget, least)
-        if found is not None:
-            candidates.append(found)
+        fitting = _most_sequences(dataclasses.replace(desired, prefill_rows=rows), demand, footprint, budget, least)
+        if fitting is not None:
+            candidates.append(fitting)
         if rows <= (least.prefill_rows if least else 1):
             break
         rows = max(rows // 2, least.prefill_rows if least else 1)
@@ -364,24 +364,24 @@ def tables_fit(sizes: Capacity, max_rows: int | None) -> bool:
 
 
 def _most_sequences(
-    wanted: Capacity,
+    desired: Capacity,
     demand: Demand,
     footprint: Callable[[Capacity], Footprint],
     budget: int,
     least: Capacity | None,
 ) -> Capacity | None:
     """The best number of slots and pages with the prefill rows of ``wanted``."""
-    fewest = min(wanted.pages, demand.longest + 1)
+    fewest = min(desired.pages, demand.longest + 1)
     if least is not None:
         fewest = max(fewest, least.pages)
     best = None
-    for slots in range(wanted.slots, (least.slots if least else 1) - 1, -1):
-        sizes = dataclasses.replace(wanted.with_slots(slots), pages=fewest)
+    for slots in range(desired.slots, (least.slots if least else 1) - 1, -1):
+        sizes = dataclasses.replace(desired.with_slots(slots), pages=fewest)
         now = footprint(sizes)
         if now.total > budget:
             continue
         page = footprint(dataclasses.replace(sizes, pages=fewest + 1)).pool - now.pool
-        most = max(fewest, min(wanted.pages, slots * wanted.pages_per_sequence + 1))
+        most = max(fewest, min(desired.pages, slots * desired.pages_per_sequence + 1))
         room = budget - (now.weights + now.pool + now.temporaries)
         sizes = dataclasses.replace(sizes, pages=min(most, fewest + max(0, room) // max(1, page)))
         if best is None or concurrent_sequences(sizes, demand) > concurrent_sequences(best, demand):
@@ -394,6 +394,6 @@ def concurrent_sequences(sizes: Capacity, demand: Demand) -> float:
     return min(float(sizes.sequences), len(sizes.active_replicas) * max(1.0, (sizes.pages - 1) / demand.mean))
 
 
-def smallest(wanted: Capacity, longest: int) -> Capacity:
+def smallest(desired: Capacity, longest: int) -> Capacity:
     """The smallest capacity for one sequence of ``longest`` pages."""
-    return dataclasses.replace(wanted.with_slots(1), pages=min(wanted.pages, longest + 1), prefill_rows=1)
+    return dataclasses.replace(desired.with_slots(1), pages=min(desired.pages, longest + 1), prefill_rows=1)

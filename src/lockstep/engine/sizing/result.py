@@ -101,18 +101,18 @@ class Sizing:
 def _outlook(choice: Choice) -> str:
     if choice.estimate is None or choice.sizes is None:
         return f"does not fit: one sequence needs {bytes_text(choice.footprint.total)} per device"
-    found = choice.estimate
+    estimate = choice.estimate
     return (
-        f"{1e3 * found.step_s:.3g} ms per step of {found.active:.4g} sequences ({1e3 * found.memory_s:.3g} ms memory, "
-        f"{1e3 * found.compute_s:.3g} ms compute, {1e3 * found.collectives_s:.3g} ms collectives), "
-        f"{1e3 * found.reshard_s:.3g} ms to move the weights, {found.active / found.step_s:.4g} tokens/s, "
-        f"{found.total_s:.3g} s in all, {bytes_text(choice.footprint.total)} per device"
+        f"{1e3 * estimate.step_s:.3g} ms per step of {estimate.active:.4g} sequences ({1e3 * estimate.memory_s:.3g} ms "
+        f"memory, {1e3 * estimate.compute_s:.3g} ms compute, {1e3 * estimate.collectives_s:.3g} ms collectives), "
+        f"{1e3 * estimate.reshard_s:.3g} ms to move the weights, {estimate.active / estimate.step_s:.4g} tokens/s, "
+        f"{estimate.total_s:.3g} s in all, {bytes_text(choice.footprint.total)} per device"
     )
 
 
 def reasons(
     config: EngineConfig,
-    wanted: Capacity,
+    desired: Capacity,
     sizes: Capacity,
     demand: Demand,
     max_prompts: int,
@@ -130,14 +130,14 @@ def reasons(
     prompt_rows = max(1, sizes.slots * -(-demand.prefill // page))
     # Name in the configuration, value, value if there were memory, value that the requests would need, in its unit.
     every = (
-        ("max_seqs", sizes.sequences, wanted.sequences, demand.sequences),
-        ("max_pages", sizes.pages, wanted.pages, sizes.slots * min(demand.longest, sizes.pages_per_sequence) + 1),
-        ("max_prefill_size", sizes.prefill_rows * page, wanted.prefill_rows * page, prompt_rows * page),
-        ("max_steps_per_launch", sizes.steps, wanted.steps, demand.new_tokens),
+        ("max_seqs", sizes.sequences, desired.sequences, demand.sequences),
+        ("max_pages", sizes.pages, desired.pages, sizes.slots * min(demand.longest, sizes.pages_per_sequence) + 1),
+        ("max_prefill_size", sizes.prefill_rows * page, desired.prefill_rows * page, prompt_rows * page),
+        ("max_steps_per_launch", sizes.steps, desired.steps, demand.new_tokens),
     )
-    found = {}
+    bounds = {}
     if page > page_size:
-        found["page_size"] = (page, f"page tables of pages of {page_size} do not fit in scalar memory")
+        bounds["page_size"] = (page, f"page tables of pages of {page_size} do not fit in scalar memory")
     crowded = set()
     if max_rows is not None:
         rows = {"max_seqs": sizes.slots, "max_prefill_size": sizes.prefill_rows}
@@ -149,13 +149,13 @@ def reasons(
             why = "all requests fit"
         else:
             why = "default" if getattr(config, name) is None else "cap given"
-        found[name] = (value, why)
-    count, why = found["max_seqs"]
+        bounds[name] = (value, why)
+    count, why = bounds["max_seqs"]
     if why in ("default", "cap given") and config.max_prompts_per_batch and count != config.max_seqs:
-        found["max_seqs"] = (count, "max_prompts_per_batch")
+        bounds["max_seqs"] = (count, "max_prompts_per_batch")
     if max_prompts >= num_prompts:
         why = "all requests fit"
     else:
         why = "fills max_seqs twice" if config.max_prompts_per_batch is None else "cap given"
-    found["max_prompts_per_batch"] = (min(max_prompts, num_prompts), why)
-    return found
+    bounds["max_prompts_per_batch"] = (min(max_prompts, num_prompts), why)
+    return bounds

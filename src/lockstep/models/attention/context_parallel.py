@@ -39,7 +39,7 @@ def check_context(layout: str, context: int, copies: int, page_size: int, window
             f"layout {layout} splits the positions of a kv head over {context} devices, and each kv head is on "
             f"{copies}. Set context to a divisor of that, or leave it out."
         )
-    for name, size in (("page_size", page_size), *(("a sliding window", each or 0) for each in windows)):
+    for name, size in (("page_size", page_size), *(("a sliding window", window or 0) for window in windows)):
         if size % context:
             raise ConfigError(
                 f"layout {layout} splits {name} = {size}, which {context} does not divide. Set context to a divisor of "
@@ -138,12 +138,14 @@ class ContextParallelAttention:
         groups = min(self._devices, queries)
         padded = jnp.pad(q, ((0, 0), (0, -queries % groups), *((0, 0) for _ in q.shape[2:])))
         gathered = jax.lax.all_gather(padded, self.heads.context_axes, axis=q.ndim - 2, tiled=True)
-        found = [attend(first, gathered[:, first::groups]) for first in range(groups)]
-        whole = jax.tree.map(lambda *a: jnp.stack(a, axis=2).reshape(len(q), -1, *a[0].shape[2:])[:, :queries], *found)
+        partial = [attend(first, gathered[:, first::groups]) for first in range(groups)]
+        whole = jax.tree.map(
+            lambda *a: jnp.stack(a, axis=2).reshape(len(q), -1, *a[0].shape[2:])[:, :queries], *partial
+        )
         visible = self._before(start[:, None] + jnp.arange(queries) + 1)
         return self._join(whole, visible > 0, sinks, q.dtype)
 
-    def _join(self, found: Any, sees: Array, sinks: Array | None, dtype: jnp.dtype) -> Array:
+    def _join(self, partial: Any, sees: Array, sinks: Array | None, dtype: jnp.dtype) -> Array:
         """Join what all devices found for the heads of this one.
 
         Args:
@@ -151,9 +153,9 @@ class ContextParallelAttention:
             sees: Whether a query sees any position of this device ``[*batch]``.
         """
         sees = sees[..., None, None]
-        lse = jnp.where(sees, found.lse, -jnp.inf)
-        both = jnp.concatenate([jnp.where(sees[..., None], found.out, 0), lse[..., None]], axis=-1)
-        by_device = both.reshape(*lse.shape[:-1], self._devices, self.heads.group, -1)
+        lse = jnp.where(sees, partial.lse, -jnp.inf)
+        joined = jnp.concatenate([jnp.where(sees[..., None], partial.out, 0), lse[..., None]], axis=-1)
+        by_device = joined.reshape(*lse.shape[:-1], self._devices, self.heads.group, -1)
         axis = by_device.ndim - 3
         parts = jax.lax.all_to_all(by_device, self.heads.context_axes, split_axis=axis, concat_axis=axis)
         out, lse = parts[..., :-1], parts[..., -1]

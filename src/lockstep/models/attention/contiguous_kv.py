@@ -118,9 +118,9 @@ def attend_context(
     return by_query(out, queries)
 
 
-def by_query(found: Any, queries: int) -> Any:
+def by_query(attended: Any, queries: int) -> Any:
     """Split ``[sequence, kv_head, query * group, ...]`` into ``[sequence, query, kv_head, group, ...]``."""
-    return jax.tree.map(lambda a: a.reshape(*a.shape[:2], queries, -1, *a.shape[3:]).swapaxes(1, 2), found)
+    return jax.tree.map(lambda a: a.reshape(*a.shape[:2], queries, -1, *a.shape[3:]).swapaxes(1, 2), attended)
 
 
 def _read_chunk(context: Context, layer: Int[Array, ""], value_size: int | None) -> ReadChunk:

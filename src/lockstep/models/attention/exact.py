@@ -45,8 +45,8 @@ def attend_exact(
     sink_rows = jnp.tile(lowest, (1, queries))
     by_head = q.transpose(0, 2, 1, 3, 4).reshape(sequences, kv_heads, rows, head)
 
-    def attend(given: tuple[Array, Array, Array]) -> Array:
-        q, position, largest = given
+    def attend(inputs: tuple[Array, Array, Array]) -> Array:
+        q, position, largest = inputs
 
         def add(index: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
             running_max, sum_exp, out = state
@@ -71,8 +71,8 @@ def attend_exact(
         return barrier((out / sum_exp[..., None]).astype(q.dtype))
 
     def by(tile: int) -> Array:
-        given = tiles(by_head, 2, tile), tiles(jnp.repeat(position, group, axis=1), 1, tile), tiles(sink_rows, 1, tile)
-        out = jax.lax.map(attend, given) if len(given[0]) > 1 else attend(jax.tree.map(lambda x: x[0], given))[None]
+        inputs = tiles(by_head, 2, tile), tiles(jnp.repeat(position, group, axis=1), 1, tile), tiles(sink_rows, 1, tile)
+        out = jax.lax.map(attend, inputs) if len(inputs[0]) > 1 else attend(jax.tree.map(lambda x: x[0], inputs))[None]
         return jnp.moveaxis(out, 0, 2).reshape(sequences, kv_heads, -1, head)[:, :, :rows]
 
     out = by_tile(by, rows, q.dtype, max(head, BLOCK))
@@ -102,8 +102,8 @@ def attend_documents(
     begins = jnp.pad(first, ((0, 0), (0, 1)), constant_values=length)
     slices = jax.vmap(jax.lax.dynamic_slice_in_dim, (0, 0, None, None))
     q, k, v = (
-        jnp.pad(each, [(0, BLOCK if axis == at else 0) for axis in range(each.ndim)])
-        for each, at in ((q, 1), (k, 2), (v, 2))
+        jnp.pad(array, [(0, BLOCK if axis == at else 0) for axis in range(array.ndim)])
+        for array, at in ((q, 1), (k, 2), (v, 2))
     )
 
     def attend(index: Array, out: Array) -> Array:
@@ -114,9 +114,9 @@ def attend_documents(
             return barrier((slices(k, begin + block * BLOCK, BLOCK, 1), slices(v, begin + block * BLOCK, BLOCK, 1)))
 
         position = (at - begin)[:, None] + jnp.arange(width)
-        found = attend_exact(slices(q, at, width, 0), position, read, -(-length // BLOCK), modifier, sinks)
+        attended = attend_exact(slices(q, at, width, 0), position, read, -(-length // BLOCK), modifier, sinks)
         # What a tile has beyond the end of its document is that of the next one, whose tile comes after.
-        return jax.vmap(jax.lax.dynamic_update_slice_in_dim, (0, 0, 0, None))(out, found, at, 0)
+        return jax.vmap(jax.lax.dynamic_update_slice_in_dim, (0, 0, 0, None))(out, attended, at, 0)
 
     out = jax.lax.fori_loop(0, jnp.max(jnp.sum(tiles < length, axis=1)), attend, jnp.zeros_like(q))
     return out[:, :length]
@@ -129,8 +129,8 @@ def contiguous_blocks(k: Float[Array, "sequence kv_head position head"], v: Arra
     k, v = jnp.pad(k, padding), jnp.pad(v, padding)
 
     def read(index: Array | int) -> tuple[Array, Array]:
-        found = [jax.lax.dynamic_slice_in_dim(each, index * BLOCK, BLOCK, axis=2) for each in (k, v)]
-        return barrier((found[0], found[1]))
+        block = [jax.lax.dynamic_slice_in_dim(array, index * BLOCK, BLOCK, axis=2) for array in (k, v)]
+        return barrier((block[0], block[1]))
 
     return read, blocks
 
@@ -194,7 +194,7 @@ def _dot(a: Array, b: Array, axis: int) -> Array:
     more, count = (0, -a.shape[3] % TERMS), b.shape[5 - axis]
     if a.dtype == jnp.float32:  # for other columns XLA has kernels that add in another order
         b = jnp.pad(b, [(0, -count % COLUMNS if at == 5 - axis else 0) for at in range(4)])
-    a, b = (jnp.pad(each, [more if at == of else (0, 0) for at in range(4)]) for each, of in ((a, 3), (b, axis)))
+    a, b = (jnp.pad(array, [more if at == of else (0, 0) for at in range(4)]) for array, of in ((a, 3), (b, axis)))
     a, b = barrier((a, b))
-    found = jax.lax.dot_general(a, b, axes, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
-    return jnp.asarray(barrier(found)[..., :count])
+    product = jax.lax.dot_general(a, b, axes, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
+    return jnp.asarray(barrier(product)[..., :count])

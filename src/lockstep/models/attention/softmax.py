@@ -71,28 +71,28 @@ def attend(
 
     def scores(k: Array, first: Array | int) -> Array:
         keys = as_numbers(k).astype(q.dtype)
-        found = jnp.einsum("skqh,skth->skqt", q, keys, preferred_element_type=jnp.float32) * scale
+        logits = jnp.einsum("skqh,skth->skqt", q, keys, preferred_element_type=jnp.float32) * scale
         if modifier.soft_cap is not None:
-            found = modifier.soft_cap * jnp.tanh(found / modifier.soft_cap)
+            logits = modifier.soft_cap * jnp.tanh(logits / modifier.soft_cap)
         distance = position[..., None] - (first + jnp.arange(chunk_size))
         visible = distance >= 0 if modifier.window is None else (distance >= 0) & (distance < modifier.window)
-        return jnp.where(visible[:, None], found, -jnp.inf)
+        return jnp.where(visible[:, None], logits, -jnp.inf)
 
     if num_chunks == 1 and not partial:
         k, v = read(0)
-        found = scores(k, 0)
+        logits = scores(k, 0)
         if sinks is not None:
             nothing = jnp.broadcast_to(sinks.astype(jnp.float32)[None, ..., None], (*q.shape[:3], 1))
-            found = jnp.concatenate([found, nothing], axis=-1)
-        weights = jax.nn.softmax(found, axis=-1)[..., :chunk_size].astype(q.dtype)
+            logits = jnp.concatenate([logits, nothing], axis=-1)
+        weights = jax.nn.softmax(logits, axis=-1)[..., :chunk_size].astype(q.dtype)
         return jnp.einsum("skqt,skth->skqh", weights, as_numbers(v).astype(q.dtype)).astype(q.dtype)
 
     def add_chunk(index: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         running_max, sum_exp, out = state
         k, v = read(index)
-        found = scores(k, index * chunk_size)
-        new_max = jnp.maximum(running_max, found.max(axis=-1))
-        rescale, weights = jnp.exp(running_max - new_max), jnp.exp(found - new_max[..., None])
+        logits = scores(k, index * chunk_size)
+        new_max = jnp.maximum(running_max, logits.max(axis=-1))
+        rescale, weights = jnp.exp(running_max - new_max), jnp.exp(logits - new_max[..., None])
         factors = weights.astype(q.dtype), as_numbers(v).astype(q.dtype)
         added = jnp.einsum("skqt,skth->skqh", *factors, preferred_element_type=jnp.float32)
         return new_max, sum_exp * rescale + weights.sum(axis=-1), out * rescale[..., None] + added

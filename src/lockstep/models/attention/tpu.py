@@ -142,9 +142,9 @@ class TpuAttention:
             return self._kernel(self.heads.modifier.window, blocks, q, pool, rows, first_page, sinks)
         # The window is a constant of the kernel.
         windows = tuple(dict.fromkeys(self.heads.windows))
-        which = jnp.asarray([windows.index(window) for window in self.heads.windows], jnp.int32)
+        branch = jnp.asarray([windows.index(window) for window in self.heads.windows], jnp.int32)
         branches = [functools.partial(self._kernel, window, blocks) for window in windows]
-        return jax.lax.switch(which[layer], branches, q, pool, rows, first_page, sinks)
+        return jax.lax.switch(branch[layer], branches, q, pool, rows, first_page, sinks)
 
     def _kernel(
         self, window: Any, blocks: Blocks, q: Array, pool: Array, rows: Rows, first_page: Array | int,
@@ -159,7 +159,7 @@ class TpuAttention:
         scale = None if pool.dtype == q.dtype else 1.0
         padded = _pad(q, 1, self.stored_kv_heads.kv_heads, 3, self.stored_kv_heads.head_size)
         attend = ragged_paged_attention if sinks is None and not self.partial else partial_attention
-        found = attend(
+        attended = attend(
             padded.reshape(tokens, -1, self.stored_kv_heads.head_size),
             pool,
             rows.lengths,
@@ -175,7 +175,7 @@ class TpuAttention:
             num_queries_per_block=min(blocks.queries, tokens),
             vmem_limit_bytes=blocks.vmem_limit,
         )
-        by_head = jax.tree.map(lambda a: a.reshape(tokens, -1, group, *a.shape[2:])[:, :kv_heads], found)
+        by_head = jax.tree.map(lambda a: a.reshape(tokens, -1, group, *a.shape[2:])[:, :kv_heads], attended)
         if self.partial:
             return by_head._replace(out=by_head.out[..., :head])
         if sinks is None:

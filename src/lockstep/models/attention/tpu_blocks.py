@@ -73,13 +73,15 @@ def blocks_for(key: BlockKey) -> tuple[Blocks, Blocks]:
     limit = VMEM_LIMIT.get(key.generation, min(VMEM_LIMIT.values()))
     blocks = BLOCKS.get(key.generation, {}) if key.page_size in PAGE_SIZES else {}
     q_heads, kv_heads, size, dtypes = key.heads
-    found = next((each for each, heads in blocks.items() if (q_heads, kv_heads) in heads.get((size, dtypes), ())), None)
-    if found is None:
+    sizes = next(
+        (entry for entry, heads in blocks.items() if (q_heads, kv_heads) in heads.get((size, dtypes), ())), None
+    )
+    if sizes is None:
         _warn(key)
         return safe(key), safe(key)
     decode, prefill = (
         Blocks(pages=positions // key.page_size, queries=queries, vmem_limit=limit, known=True)
-        for positions, queries in found
+        for positions, queries in sizes
     )
     return decode, prefill
 

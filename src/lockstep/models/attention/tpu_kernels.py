@@ -90,8 +90,8 @@ def partial_attention(
     body: Any = functools.partial(library.ragged_paged_attention_kernel, **options)
 
     def attend(*refs: Any) -> None:
-        *given, out, lse, kv, arrived, total, largest, kept, rounded = refs
-        body(*given, rounded, kv, arrived, total, largest, kept)
+        *inputs, out, lse, kv, arrived, total, largest, kept, rounded = refs
+        body(*inputs, rounded, kv, arrived, total, largest, kept)
         out[...] = kept[...]
         lse[...] = largest[...] + jnp.log(total[...])
 

@@ -117,7 +117,7 @@ class Family:
         Args:
             vocab_size: The number of rows of the embedding.
         """
-        names = {ours: theirs for theirs, ours in ACTIVATIONS.items()}
+        names = {own_name: hf_name for hf_name, own_name in ACTIVATIONS.items()}
         partial = config.rope.partial_rotary_factor
         return {
             "architectures": [self.architecture],

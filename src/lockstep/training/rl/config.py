@@ -59,8 +59,8 @@ class RolloutConfig(SamplingBlock):
                 f"rollout.filter_by is {self.filter_by} and rollout.max_attempts is 1: it would do nothing. Set "
                 "rollout.max_attempts to more than 1, or remove rollout.filter_by."
             )
-        others = ": an answer is judged against the others to the same prompt. The usual is 8."
-        check_at_least(self, 2, "n_generations", block="rollout.", fix=others)
+        fix = ": an answer is judged against the others to the same prompt. The usual is 8."
+        check_at_least(self, 2, "n_generations", block="rollout.", fix=fix)
         same = ", or all answers to a prompt would be the same and nothing could be learned. The usual is 1."
         check_at_least(self, 0, "temperature", block="rollout.", fix=same, above=True)
         self.check_sampling()

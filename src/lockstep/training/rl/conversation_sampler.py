@@ -93,7 +93,7 @@ class ConversationSampler(RolloutSampler):
 
     def _warn(self, conversations: Conversations) -> None:
         """Say once what went wrong with an environment; how often is in the metrics."""
-        failed = [each for each in conversations.conversations if each.error is not None]
+        failed = [conversation for conversation in conversations.conversations if conversation.error is not None]
         if failed and self._hosts.is_leader and not self._warned:
             self._warned = True
             log.warning(

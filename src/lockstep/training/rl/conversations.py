@@ -99,8 +99,8 @@ class EnvironmentThread:
         said: What it returns and raises goes here, with the conversation's number.
     """
 
-    def __init__(self, environment: Environment, number: int, said: "queue.SimpleQueue[tuple[int, Any]]") -> None:
-        self._environment, self._number, self._said = environment, number, said
+    def __init__(self, environment: Environment, number: int, replies: "queue.SimpleQueue[tuple[int, Any]]") -> None:
+        self._environment, self._number, self._said = environment, number, replies
         self._calls: queue.SimpleQueue[Callable[[], Coroutine[Any, Any, Any]] | None] = queue.SimpleQueue()
         self.deadline: float | None = None
         """When it is late, by ``time.monotonic()``; None while it has nothing to do."""
@@ -246,7 +246,9 @@ class Conversations(Arrivals):
 
     def completions(self) -> list[Completion]:
         """Return each conversation's answers as one, in the order of the conversations."""
-        return [each.completion(*divmod(each.number, self._group)) for each in self.conversations]
+        return [
+            conversation.completion(*divmod(conversation.number, self._group)) for conversation in self.conversations
+        ]
 
     def rewards(self) -> Rewards:
         """Return the rewards of all conversations; those whose environment failed are dropped with their group."""

@@ -52,8 +52,8 @@ class Groups:
         """Whether nothing is learned from a group, because a reward failed or was late."""
         if self.rewards.dropped is None:
             return np.zeros(len(self.questions), bool)
-        found: Bool[np.ndarray, " group"] = self.rewards.dropped.reshape(len(self.questions), -1).any(axis=1)
-        return found
+        dropped: Bool[np.ndarray, " group"] = self.rewards.dropped.reshape(len(self.questions), -1).any(axis=1)
+        return dropped
 
     @property
     def signal(self) -> Bool[np.ndarray, " group"]:
@@ -140,14 +140,14 @@ class Groups:
         )
 
 
-def choose_groups(parts: Sequence[Groups], wanted: int) -> Groups:
+def choose_groups(parts: Sequence[Groups], count: int) -> Groups:
     """Return the first groups whose answers are not equally right; where they are too few, the first others fill up,
     dropped ones last.
     """
     everything = Groups.concatenate(parts)
     if len(parts) == 1:
         return everything
-    order = np.argsort(~everything.mixed + 1 * everything.dropped, kind="stable")[:wanted]
+    order = np.argsort(~everything.mixed + 1 * everything.dropped, kind="stable")[:count]
     return everything.take(sorted(int(place) for place in order))
 
 
@@ -248,7 +248,9 @@ class RolloutSampler:
             self.earlier = self._before  # a run that goes on samples all attempts again
             return None
         for place, question in enumerate(drawn):
-            self.earlier.keep(question, [each for each in generated.completions if each.prompt_id == place])
+            self.earlier.keep(
+                question, [completion for completion in generated.completions if completion.prompt_id == place]
+            )
         return Sampled(
             number=number,
             questions=drawn,

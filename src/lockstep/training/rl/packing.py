@@ -34,7 +34,7 @@ def packed_columns(columns: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax
     """
     tokens = columns["tokens"]
     answers = (answers_per_row(*tokens.shape),)
-    packed = {name: jax.ShapeDtypeStruct(one.shape or answers, one.dtype) for name, one in columns.items()}
+    packed = {name: jax.ShapeDtypeStruct(column.shape or answers, column.dtype) for name, column in columns.items()}
     return packed | {"segment_ids": jax.ShapeDtypeStruct(tokens.shape, np.int32)}
 
 

@@ -47,9 +47,11 @@ class Questions:
 
     def digest(self) -> str:
         """Return the SHA-256 of all questions and of their order, and its version, for hosts to agree on."""
-        answers = [each.answer for each in self.prompts]
+        answers = [prompt.answer for prompt in self.prompts]
         first = self._order(0)[:64].tolist()  # another version of NumPy may shuffle otherwise
-        further = [repr([sorted(each.fields.items()) for each in self.prompts])] * any(x.fields for x in self.prompts)
+        further = [repr([sorted(prompt.fields.items()) for prompt in self.prompts])] * any(
+            x.fields for x in self.prompts
+        )
         parts = digest(f"{self.seed} {self.shuffle}", repr(self.tokens), repr(answers), repr(first), *further)
         return f"{parts} (version {ORDER_VERSION} of the order)"
 
@@ -170,28 +172,28 @@ def iter_questions(config: GrpoDataConfig, rewards: Sequence[RewardConfig] = ())
                             f"{bad[0]} ({len(bad)} bad records so far, data.on_bad_row is {config.on_bad_row}, "
                             f"data.max_bad_rows {config.max_bad_rows}). Correct the file, or allow more."
                         ) from error
-    for each in bad:
-        log.warning("question left out: %s", each)
+    for reason in bad:
+        log.warning("question left out: %s", reason)
 
 
-def _text(record: Record, what: str, name: str) -> str:
+def _text(record: Record, kind: str, name: str) -> str:
     value = record.get(name)
     if not isinstance(value, str):
-        raise BadRow(f"needs the field {name!r} with a text (data.{what}_field), and has {sorted(record)}")
+        raise BadRow(f"needs the field {name!r} with a text (data.{kind}_field), and has {sorted(record)}")
     return value
 
 
 def _prompt_of_function(function: Callable[[Record], Prompt], record: Record) -> Prompt:
     try:
-        found = function(record)
+        prompt = function(record)
     except Exception as error:  # it is the user's
         raise BadRow(f"cannot be converted: {type(error).__name__}: {error}. Correct it.") from error
-    if not isinstance(found, Prompt) or found.answer is None:
+    if not isinstance(prompt, Prompt) or prompt.answer is None:
         raise ConfigError(
-            f"data.format: the function returned {found!r:.200}; it must be a lockstep.text.Prompt with an answer, "
+            f"data.format: the function returned {prompt!r:.200}; it must be a lockstep.text.Prompt with an answer, "
             'which is "" where no reward reads it. Correct it.'
         )
-    return found
+    return prompt
 
 
 def _prompt(config: GrpoDataConfig, record: Record) -> Prompt:

@@ -145,10 +145,10 @@ class RewardModel:
                         name: place_local(column[own], self.sharding, len(rows)) for name, column in columns.items()
                     }
                 with watchdog.watch(self.name):
-                    found = fetch(self.program(self.model, placed))
-                computed.agree({"scores": digest(found.tobytes())})
-        readable = (last >= 0) & np.isfinite(found)
-        return [float(value) if is_score else None for value, is_score in zip(found, readable, strict=True)]
+                    scores = fetch(self.program(self.model, placed))
+                computed.agree({"scores": digest(scores.tobytes())})
+        readable = (last >= 0) & np.isfinite(scores)
+        return [float(value) if is_score else None for value, is_score in zip(scores, readable, strict=True)]
 
 
 def load_reward_models(

@@ -74,10 +74,10 @@ class Scoring:
             self._changed.wait_for(lambda: len(self._values) == len(self._submitted), timeout_s)
             self._closed = True
             values = dict(self._values)
-        found: dict[int, dict[str, Value]] = {}
+        by_answer: dict[int, dict[str, Value]] = {}
         for number, name in self._submitted:
-            found.setdefault(number, {})[name] = values.get((number, name), LATE)
-        return found
+            by_answer.setdefault(number, {})[name] = values.get((number, name), LATE)
+        return by_answer
 
     def close(self) -> None:
         """End without values: the rollout failed."""
@@ -126,8 +126,8 @@ def try_rewards(rewards: Mapping[str, Reward], row: Row, prompt: Prompt, timeout
     """Return what goes wrong with each component that fails for an answer."""
     scoring = Scoring(rewards, workers=len(rewards))  # one that hangs makes no other late
     scoring.submit(0, row, prompt)
-    found = scoring.finish(timeout_s)[0]
-    return {name: value for name, value in found.items() if isinstance(value, str)}
+    values = scoring.finish(timeout_s)[0]
+    return {name: value for name, value in values.items() if isinstance(value, str)}
 
 
 log = get_logger(__name__)
@@ -236,16 +236,18 @@ class Rewarder:
             own = scoring.finish(self._timeout_s)
             # Texts of what went wrong stay here but for one per component: thousands of them would not.
             texts = {
-                name: str(found[name])
-                for found in reversed(own.values())
+                name: str(components[name])
+                for components in reversed(own.values())
                 for name in names
-                if isinstance(found[name], str) and found[name] != LATE
+                if isinstance(components[name], str) and components[name] != LATE
             }
-            phase.share(({number: [_short(found[name]) for name in names] for number, found in own.items()}, texts))
+            phase.share(
+                ({number: [_short(components[name]) for name in names] for number, components in own.items()}, texts)
+            )
         shared: dict[int, list[Any]] = {}
         with refused("what the processes have shared of their rewards", FOREIGN, HostError):
             for index, (values, texts) in enumerate(phase.shared):
-                shared |= {int(number): each for number, each in values.items()}
+                shared |= {int(number): answer_values for number, answer_values in values.items()}
                 self._warn(hosts, index, texts)
             assert not names or len(shared) == n_answers, "every answer is the share of one host"
             in_order = [
@@ -260,13 +262,13 @@ class Rewarder:
         total, dropped = np.zeros(len(values)), np.zeros(len(values), bool)
         for place, name in enumerate(names):
             config = self._configs[name]
-            column = [each[place] for each in values]
+            column = [entry[place] for entry in values]
             failed[name], late[name] = column.count(None), column.count(LATE)
-            numbers = [each if isinstance(each, float | int) else config.default for each in column]
+            numbers = [entry if isinstance(entry, float | int) else config.default for entry in column]
             components[name] = np.array(numbers, np.float64)
             total += config.weight * components[name]
             if config.on_failure == "drop_group":
-                dropped |= np.array([not isinstance(each, float | int) for each in column])
+                dropped |= np.array([not isinstance(entry, float | int) for entry in column])
         judged = sum((weight * components[name] for name, weight in self._judges.items()), np.zeros(len(values)))
         return Rewards(
             total=total,

@@ -85,14 +85,14 @@ class RewardConfig(OpenRegistry, draccus.ChoiceRegistry):
 
 def labels(rewards: Sequence[RewardConfig]) -> list[str]:
     """Return the name of each component; further ones of a name are numbered: ``regex``, ``regex_2``."""
-    found: list[str] = []
+    names: list[str] = []
     for reward in rewards:
         label, number = reward.label, 1
-        while label in found:
+        while label in names:
             number += 1
             label = f"{reward.label}_{number}"
-        found.append(label)
-    return found
+        names.append(label)
+    return names
 
 
 TOTAL: Final = "reward"
@@ -106,8 +106,8 @@ def check_rewards(rewards: Sequence[RewardConfig], *, taught: bool = False) -> N
         taught: Whether a teacher is learned from too, so that rewards may be for the eye alone.
     """
     if not rewards or not (taught or any(reward.weight for reward in rewards)):
-        given = "is empty" if not rewards else "has weights of 0 only"
-        raise ConfigError(f"rewards {given}: nothing could be learned. Use e.g. [{{type: gsm8k}}].")
+        state = "is empty" if not rewards else "has weights of 0 only"
+        raise ConfigError(f"rewards {state}: nothing could be learned. Use e.g. [{{type: gsm8k}}].")
     for label in labels(rewards):
         if label == TOTAL or label in NO_SCORES:
             has = "the sum of all components" if label == TOTAL else "another value"

@@ -72,7 +72,7 @@ def unpacked(text: str) -> dict[str, np.ndarray]:
     """The arrays that `numpy.savez_compressed` packed, by name."""
     try:
         with np.load(io.BytesIO(base64.b64decode(text)), allow_pickle=False) as packed:
-            if (size := sum(each.file_size for each in packed.zip.infolist())) > PACKED_BYTES:
+            if (size := sum(info.file_size for info in packed.zip.infolist())) > PACKED_BYTES:
                 raise ValueError(f"packed arrays would take {size:,} bytes, and at most {PACKED_BYTES:,} are unpacked")
             return {name: packed[name] for name in packed.files}
     except (zipfile.BadZipFile, zlib.error, OSError, EOFError, NotImplementedError, MemoryError) as error:
@@ -95,7 +95,9 @@ def make_columns(
     Raises:
         ConfigError: An answer does not say what its tokens were drawn with, or which experts they were given to.
     """
-    rows: dict[str, Any] = {name: np.zeros((len(samples), *one.shape), one.dtype) for name, one in columns.items()}
+    rows: dict[str, Any] = {
+        name: np.zeros((len(samples), *column.shape), column.dtype) for name, column in columns.items()
+    }
     routing = [name for name in ROUTING if name in columns]
     for name in routing:
         rows[name][:] = -1
@@ -149,7 +151,7 @@ class LogprobColumns:
     def __init__(
         self,
         objective: GrpoConfig,
-        wanted: Collection[str],
+        columns: Collection[str],
         trainer: TrainerConfig,
         mesh: Mesh,
         hosts: Hosts,
@@ -157,10 +159,10 @@ class LogprobColumns:
         reference: PyTree | None,
         teacher: PyTree | None = None,
     ) -> None:
-        self._wanted = [name for name in (OLD, REFERENCE, TEACHER) if name in wanted]
+        self._wanted = [name for name in (OLD, REFERENCE, TEACHER) if name in columns]
         self._hosts, self._watchdog, self._reference, self._teacher = hosts, watchdog, reference, teacher
         self._n_rows, self._mesh = trainer.train_batch_size, mesh
-        self._replayed = [name for name, replayed in ROUTING.items() if replayed and name in wanted]
+        self._replayed = [name for name, replayed in ROUTING.items() if replayed and name in columns]
 
         def answers(model: PyTree, batch: Mapping[str, Array]) -> Array:
             return objective.answer_logprobs(with_routing(model, batch), batch["tokens"], batch["segment_ids"])
@@ -196,7 +198,9 @@ class LogprobColumns:
         columns = {name: rollout.columns[name] for name in ("tokens", *self._replayed)}
         minibatches = [slice(begin, begin + self._n_rows) for begin in range(0, len(answers), self._n_rows)]
         structs = batch_structs(
-            packed_columns({name: jax.ShapeDtypeStruct(each.shape[1:], each.dtype) for name, each in columns.items()}),
+            packed_columns(
+                {name: jax.ShapeDtypeStruct(column.shape[1:], column.dtype) for name, column in columns.items()}
+            ),
             self._n_rows,
             self._mesh,
         )
@@ -205,7 +209,11 @@ class LogprobColumns:
                 agreed = {**rollout.columns, "lengths": rollout.lengths}
                 rows.agree({name: digest(column.tobytes()) for name, column in agreed.items()})
                 for name in self._wanted:
-                    rows.agree(self._programs[name].compile(models[name], {one: structs[one] for one in reads[name]}))
+                    rows.agree(
+                        self._programs[name].compile(
+                            models[name], {input_name: structs[input_name] for input_name in reads[name]}
+                        )
+                    )
             if not self._wanted:
                 return
             with scope.launch_on_all("log-probabilities", self._hosts.ledger) as computed:
@@ -217,7 +225,7 @@ class LogprobColumns:
                         )
                     for name in self._wanted:
                         with self._watchdog.watch(name):
-                            read = {one: placed[one] for one in reads[name]}
+                            read = {input_name: placed[input_name] for input_name in reads[name]}
                             logprobs = np.pad(fetch(self._programs[name](models[name], read)), ((0, 0), (1, 0)))
                         masked = np.where(answers[minibatch], packing.unpack(logprobs), 0.0)
                         rollout.columns[name][minibatch] = masked

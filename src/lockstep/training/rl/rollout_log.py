@@ -87,15 +87,15 @@ class RolloutLog:
         values = {
             **reward_metrics(groups.totals, rewards.components, rewards.failed, rewards.late),
             **answer_metrics(chosen.completions, chosen.signal, chosen.dropped),
-            **{name: sum(each.metrics[name] for each in sampled) for name in sampled[0].metrics},
+            **{name: sum(part.metrics[name] for part in sampled) for name in sampled[0].metrics},
             **turn_metrics(groups.conversations or ()),
             "rollout/attempts": float(len(sampled)),
-            "rollout/generated_tokens": float(sum(len(each.tokens) for each in groups.completions)),
+            "rollout/generated_tokens": float(sum(len(part.tokens) for part in groups.completions)),
         }
         for moment, used in (("before", sampled[-1].before), ("after", sampled[-1].after)):
             if used is not None:
                 values[f"rollout/hbm/{moment}_bytes"] = float(used)
-        drafts = [each.drafts for each in sampled if each.drafts is not None]
+        drafts = [part.drafts for part in sampled if part.drafts is not None]
         if drafts:
             saved = DraftCounts.sum(drafts)
             values |= {f"rollout/{name}": value for name, value in saved.metrics().items()}
@@ -180,7 +180,7 @@ def reward_metrics(
     late: Mapping[str, int],
 ) -> dict[str, float]:
     """Return what the rewards of a rollout say."""
-    found = {
+    figures = {
         "reward/mean": totals.mean(),
         "reward/std": totals.std(),
         "reward/min": totals.min(),
@@ -189,13 +189,13 @@ def reward_metrics(
         "reward/late": sum(late.values()),
     }
     for name, values in components.items():
-        found |= {
+        figures |= {
             f"reward/{name}/mean": values.mean(),
             f"reward/{name}/std": values.std(),
             f"reward/{name}/failed": failed.get(name, 0),
             f"reward/{name}/late": late.get(name, 0),
         }
-    return {name: float(value) for name, value in found.items()}
+    return {name: float(value) for name, value in figures.items()}
 
 
 def answer_metrics(
@@ -207,11 +207,13 @@ def answer_metrics(
         signal: Whether something can be learned from the answers to a prompt.
         dropped: Whether nothing is, because a reward failed or was late.
     """
-    lengths = np.array([len(each.tokens) for each in completions])
+    lengths = np.array([len(completion.tokens) for completion in completions])
     return {
         "rollout/answer_length_mean": float(lengths.mean()),
         "rollout/answer_length_max": float(lengths.max()),
-        "rollout/cut_share": float(np.mean([each.finish_reason == FinishReason.LENGTH for each in completions])),
+        "rollout/cut_share": float(
+            np.mean([completion.finish_reason == FinishReason.LENGTH for completion in completions])
+        ),
         "rollout/groups_without_signal": float(1 - signal.mean()),
         "rollout/groups_dropped": float(dropped.mean()),
     }
@@ -244,8 +246,8 @@ class StepTimes:
             seconds: From before the step's rollout to after its update.
         """
         self._steps.append((seconds, tokens))
-        total = sum(each for each, _ in self._steps)
-        return total / len(self._steps), sum(each for _, each in self._steps) / total if total else 0.0
+        total = sum(number for number, _ in self._steps)
+        return total / len(self._steps), sum(number for _, number in self._steps) / total if total else 0.0
 
 
 class StepClock(PhaseClock):

@@ -254,7 +254,7 @@ class Rollouts:
     def _roll_out(self, number: int, model: PyTree) -> Rollout | None:
         groups: list[Groups] = []
         every: list[Sampled] = []
-        wanted = self._sampler.n_questions
+        n_groups = self._sampler.n_questions
         for attempt in range(self._fields.rollout.max_attempts):
             sampled = self._sampled(number, attempt, model)
             self._clock.lap("rollout_generate")
@@ -263,9 +263,9 @@ class Rollouts:
             every.append(sampled)
             groups.append(self._rewarded(sampled))
             self._clock.lap("reward")
-            if sum(int(each.mixed.sum()) for each in groups) >= wanted:
+            if sum(int(part.mixed.sum()) for part in groups) >= n_groups:
                 break
-        chosen = choose_groups(groups, wanted)
+        chosen = choose_groups(groups, n_groups)
         rollout, answers = self._rows(number, chosen)
         everything = Groups.concatenate(groups)
         self._sampler.add(everything)
@@ -314,7 +314,9 @@ class Rollouts:
         if self._reward_models:
             step = self._sampler.learned_at(sampled.number)
             completions, make_row = sampled.completions, self._answer_rows.row
-            answers = [make_row(step, sampled.questions[each.prompt_id], each) for each in completions]
+            answers = [
+                make_row(step, sampled.questions[completion.prompt_id], completion) for completion in completions
+            ]
             scores = {model.name: model.scores(self._hosts, self._watchdog, answers) for model in self._reward_models}
         with self._hosts.scope("rewards") as scope:
             return self._rewarder.finish(scope, sampled.scoring, len(sampled.completions), scores)
@@ -332,7 +334,7 @@ class Rollouts:
         """The rows of a rollout, and which tokens of them are those of the answers."""
         learned = np.repeat(~groups.dropped, groups.size)
         if self._fields.mask_truncated:
-            learned &= [each.finish_reason != FinishReason.LENGTH for each in groups.completions]
+            learned &= [completion.finish_reason != FinishReason.LENGTH for completion in groups.completions]
         samples = groups.samples(self._questions.tokens)
         columns = make_columns(self._columns, samples, groups.advantages(self._objective), learned)
         lengths = np.array([sum(len(segment.tokens) for segment in sample) for sample in samples])
@@ -361,10 +363,10 @@ class Rollouts:
 def _check_policy(objective: GrpoConfig, temperature: float, vocab_size: int) -> None:
     """Refuse a loss whose policy is not the one that is sampled."""
     for name, value, owner in (("temperature", temperature, "rollouts"), ("vocab_size", vocab_size, "tokenizer")):
-        given = getattr(objective, name)
-        if given != value:
+        own_value = getattr(objective, name)
+        if own_value != value:
             raise ConfigError(
-                f"the {name} of the loss is {given} and that of the {owner} is {value}: the probabilities that are "
+                f"the {name} of the loss is {own_value} and that of the {owner} is {value}: the probabilities that are "
                 f"learned would not be those that answers are drawn with. Use GrpoConfig({name}={value}, ...)."
             )
 

@@ -41,17 +41,21 @@ class Sampled:
         np.savez_compressed(
             packed,
             allow_pickle=False,
-            ids=np.array([(each.prompt_id, each.generation_id) for each in self.completions], np.int64),
-            lengths=np.array([len(each.tokens) for each in self.completions], np.int64),
-            tokens=np.array([token for each in self.completions for token in each.tokens], np.int64),
-            logprobs=np.array([value for each in self.completions for value in each.logprobs], np.float64),
-            sampled=np.array([value for each in self.completions for value in each.sampled_logprobs], np.float64),
-            **_packed_routing([each.routed_experts for each in self.completions]),
+            ids=np.array(
+                [(completion.prompt_id, completion.generation_id) for completion in self.completions], np.int64
+            ),
+            lengths=np.array([len(completion.tokens) for completion in self.completions], np.int64),
+            tokens=np.array([token for completion in self.completions for token in completion.tokens], np.int64),
+            logprobs=np.array([value for completion in self.completions for value in completion.logprobs], np.float64),
+            sampled=np.array(
+                [value for completion in self.completions for value in completion.sampled_logprobs], np.float64
+            ),
+            **_packed_routing([completion.routed_experts for completion in self.completions]),
         )
         return {
             "number": self.number,
             "questions": list(self.questions),
-            "finish_reasons": [each.finish_reason.value for each in self.completions],
+            "finish_reasons": [completion.finish_reason.value for completion in self.completions],
             "completions": base64.b64encode(packed.getvalue()).decode(),
         }
 
@@ -82,8 +86,8 @@ def _packed_routing(routing: Sequence[RoutedExperts | None]) -> dict[str, np.nda
     """The experts of answers as arrays; none where no answer has any."""
     if not any(routing):
         return {}
-    shapes = np.array([(0, 0, 0) if each is None else each.shape for each in routing], np.int64)
-    packed = b"".join(each.packed for each in routing if each is not None)
+    shapes = np.array([(0, 0, 0) if experts is None else experts.shape for experts in routing], np.int64)
+    packed = b"".join(experts.packed for experts in routing if experts is not None)
     return {"routing_shapes": shapes, "routing": np.frombuffer(packed, "<i2")}
 
 
@@ -95,7 +99,7 @@ def _unpacked_routing(arrays: Mapping[str, np.ndarray], count: int) -> list[Rout
     if sizes.sum() != arrays["routing"].size or (shapes < 0).any():
         raise ValueError("the experts of answers are not as many as said")
     parts = np.split(arrays["routing"].astype("<i2"), np.cumsum(sizes)[:-1])
-    found: list[RoutedExperts | None] = []
+    routing: list[RoutedExperts | None] = []
     for (tokens, layers, choices), part in zip(shapes.tolist(), parts, strict=True):
-        found.append(RoutedExperts((tokens, layers, choices), part.tobytes()) if part.size else None)
-    return found
+        routing.append(RoutedExperts((tokens, layers, choices), part.tobytes()) if part.size else None)
+    return routing

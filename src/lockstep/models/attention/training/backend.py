@@ -122,12 +122,12 @@ def self_attention(
     # XLA cannot split a kernel over devices. For a split row it gathers keys, values and segment ids.
     whole, rows = PartitionSpec(batch_axes, None, head_axes), PartitionSpec(batch_axes)
     queries = PartitionSpec(batch_axes, positions, head_axes)
-    given = (rows, PartitionSpec(head_axes))
+    specs = (rows, PartitionSpec(head_axes))
     own = (PartitionSpec(positions), PartitionSpec(batch_axes, positions), kernel_spec)
     return jax.shard_map(
         local,
         mesh=mesh,
-        in_specs=(queries, whole, whole, *given, *own),
+        in_specs=(queries, whole, whole, *specs, *own),
         out_specs=queries,
         axis_names=auto_axes(mesh),
         check_vma=False,  # the kernel does not say over which axes its result varies

@@ -47,11 +47,11 @@ class SplitPositions:
             )
         return cls(axis=axis, devices=devices, length=Position.size)
 
-    def refusal(self, what: str) -> str:
-        """The message that ``what`` cannot be computed with this split."""
+    def refusal(self, subject: str) -> str:
+        """The message that ``subject`` cannot be computed with this split."""
         return (
-            f"trainer.mesh_shape has {self.axis}={self.devices}, which splits the positions of a row, and {what} needs "
-            f"whole rows on a device. Leave {self.axis} out of trainer.mesh_shape."
+            f"trainer.mesh_shape has {self.axis}={self.devices}, which splits the positions of a row, and {subject} "
+            f"needs whole rows on a device. Leave {self.axis} out of trainer.mesh_shape."
         )
 
     @property
