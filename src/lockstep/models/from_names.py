@@ -12,7 +12,15 @@ from lockstep.config_fields import check_fields
 from lockstep.errors import ConfigError
 from lockstep.models.low_rank import merge_lora
 from lockstep.models.registry import check_all_read, named_parameters
-from lockstep.models.weights import MLP_WEIGHTS, SPARSE_WEIGHTS, STACKED, WEIGHT_AXES, DecoderWeights, LayerWeights
+from lockstep.models.weights import (
+    LINEAR_WEIGHTS,
+    MLP_WEIGHTS,
+    SPARSE_WEIGHTS,
+    STACKED,
+    WEIGHT_AXES,
+    DecoderWeights,
+    LayerWeights,
+)
 from lockstep.placement import Pick, axis_groups, view
 
 type Entry = str | tuple[str] | tuple[str, str] | tuple[str, str, Mapping[str, Pick]]
@@ -24,9 +32,12 @@ OUTPUTS: Final = frozenset({"o", "down"})
 
 MLPS: Final = (("up", "down"), ("router", "expert_gate", "expert_up", "expert_down"))
 """The weights of which a model has the first, an MLP, or the second, experts."""
+HEADS: Final = ("q", "k", "v")
+"""The weights of attention that a model has whose table has no row for another kind of attention."""
+OTHER_ATTENTION: Final = LINEAR_WEIGHTS | {"gated_q", "q_b", "kv_a"}
 OPTIONAL: Final = frozenset(
     field.name for cls in (DecoderWeights, LayerWeights) for field in dataclasses.fields(cls) if field.default is None
-) - {name for names in MLPS for name in names}
+) - {name for names in (HEADS, *MLPS) for name in names}
 """The weights that a model may lack although its table has a row for them."""
 
 
@@ -86,7 +97,7 @@ class NamesReader:
         partly = all(name_ in self.table for name_ in ("up", "router")) and weight in (*MLP_WEIGHTS, *SPARSE_WEIGHTS)
         names = _of_layers(name, by_name, partly=partly) if by_layer else [name] * (name in by_name)
         if not names:
-            if weight in OPTIONAL:
+            if weight in OPTIONAL or (weight in HEADS and self.table.keys() & OTHER_ATTENTION):
                 return None
             raise _missing(weight, name.format(0) if by_layer else name, by_name)
         arrays = [by_name[parameter] for parameter in names]
@@ -146,6 +157,7 @@ def from_names(table: Mapping[str, Entry], *, lora: LoraNames | None = None, ign
                 f"the table has a row {weight!r}; the decoder has no such weight. Use one of {', '.join(WEIGHT_AXES)}."
             )
     either = [name for names in MLPS for name in names]
+    either += HEADS if table.keys() & OTHER_ATTENTION else ()
     needed = [name for name in WEIGHT_AXES if name not in (*OPTIONAL, *either, *table)]
     mlp, experts = ([name for name in names if name not in table] for names in MLPS)
     needed += mlp if len(mlp) <= len(experts) else experts

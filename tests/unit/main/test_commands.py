@@ -86,7 +86,7 @@ OUTPUTS = [
     ("check", ["--html", "OUTPUT", "--", "true"], "lockstep.main.check:check_command"),
     ("doctor", ["--json"], "lockstep.doctor.examine:measure_coordination"),
     ("doctor", ["--calibrate"], "lockstep.doctor.examine:measure_coordination"),
-    ("launch", ["--prefix", "always", "--log_dir", "OUTPUT", "--", "true"], "lockstep.launch.machines:Job"),
+    ("launch", ["--prefix", "always", "--log_dir", "OUTPUT", "--", "true"], "lockstep.launch.machines:LocalJob"),
 ]
 """Command, its words (the output comes last where they do not say where), and the beginning of its long work."""
 WITHOUT_OUTPUT = {"tail", "completion", "data"}

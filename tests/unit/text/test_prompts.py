@@ -244,7 +244,10 @@ def test_a_second_beginning_is_warned_of(tokenizer, text, warned, caplog, monkey
 
 
 SHIPPED = [
-    path for room in ("config", "examples", "src/lockstep/main") for path in sorted((ROOT / room).rglob("*.yaml"))
+    path
+    for room in ("config", "examples", "src/lockstep/main")
+    for path in sorted((ROOT / room).rglob("*.yaml"))
+    if "prompts:" in path.read_text(encoding="utf-8")
 ]
 
 

@@ -34,7 +34,7 @@ def test_weights_that_are_no_floats_are_refused_before_their_shapes(dtype: str, 
 
 
 QUANTISED: dict[str, Callable[[np.ndarray], dict[str, np.ndarray]]] = {
-    "fp8": lambda weight: {UP: weight.astype(ml_dtypes.float8_e4m3fn), f"{UP}_scale_inv": weight[:1, :1]},
+    "fp8": lambda weight: {UP: weight.astype(ml_dtypes.float8_e4m3fn), f"{UP}_scale": weight[:1, :1]},
     "compressed-tensors": lambda weight: {UP: weight.astype(np.int8), f"{MODULE}.weight_scale": weight[:, :1]},
     "packed": lambda weight: {f"{MODULE}.weight_packed": weight.astype(np.int32), f"{MODULE}.weight_scale": weight},
     "gptq": lambda weight: {f"{MODULE}.{name}": weight.astype(np.int32) for name in ("qweight", "qzeros", "g_idx")},
