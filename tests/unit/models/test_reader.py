@@ -45,7 +45,7 @@ SIZES: dict[str, Any] = {
 # Sizes by the axis names in weights.py.
 AXES = {"layer": 3, "embed": 12, "mlp": 20, "kv_head": 2, "group": 2, "head": 6, "vocab": 10}
 AXES |= {"expert": 5, "expert_mlp": 8, "gate_up": 16, "shared_mlp": 9, "rank": 4, "one": 1}
-# Of layers that none of these models has.
+# Axes of layers that none of these models has.
 AXES |= dict.fromkeys(
     (
         "gated_head",
