@@ -73,7 +73,9 @@ OUR_NAMES = {
     "hidden_size": "hidden_dim", "rms_norm_eps": "layer_norm_epsilon", "head_dim": "head",
     "moe_intermediate_size": "intermediate_dim", "num_experts_per_tok": "experts", "attn_logit_softcapping":
     "attention_soft_cap", "final_logit_softcapping": "logit_soft_cap", "shared_expert_intermediate_size":
-    "shared_intermediate_dim", "hidden_activation": "hidden_act",
+    "shared_intermediate_dim", "hidden_activation": "hidden_act", "first_k_dense_replace": "mlp_only_layers",
+    "n_group": "groups", "topk_group": "groups_per_tok", "linear_num_key_heads": "key_heads",
+    "linear_num_value_heads": "value_heads",
 }  # fmt: skip
 
 
@@ -86,6 +88,8 @@ def as_published(family: str) -> dict[str, dict[str, Any]]:
     beside = ("rope_theta", "partial_rotary_factor")
     scaling = {key: value for key, value in full.items() if key not in beside}
     old |= {key: full[key] for key in beside if key in full}
+    # What transformers writes, whose classes take their own factor where it is said in rope_parameters alone.
+    hf |= {key: full[key] for key in ("partial_rotary_factor",) if key in full}
     old["rope_scaling"] = None if scaling["rope_type"] == "default" else scaling
     if "sliding_attention" in rope:
         old["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
@@ -156,7 +160,8 @@ def complaint(start: Mapping[str, Any], change: Mapping[str, Any]) -> str | None
 def single_changes(start: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     yield {}
     for key in start:
-        if key not in ("architectures", "model_type"):
+        beside = key == "partial_rotary_factor" and "rope_parameters" in start  # see `as_published`
+        if key not in ("architectures", "model_type") and not beside:
             yield {key: ...}
             yield {key: None}
     yield from ROTARY

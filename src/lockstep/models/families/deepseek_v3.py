@@ -60,9 +60,9 @@ def _rope_from_hf(hf: Mapping[str, Any]) -> RotaryConfig:
     scale = parameters.get("mscale_all_dim")
     if not scale or not math.isclose(rope.yarn.amplitude, 1.0, rel_tol=1e-6):
         raise ConfigError(
-            f"the checkpoint has yarn with mscale {parameters.get('mscale')} and mscale_all_dim {scale}; lockstep "
-            "computes attention with a latent where the two are equal and not 0, so that scores are multiplied as a "
-            "whole. Choose another checkpoint."
+            f"the checkpoint has rope_scaling (yarn) with mscale {parameters.get('mscale')} and mscale_all_dim "
+            f"{scale}; lockstep computes attention with a latent where the two are equal and not 0, so that scores are "
+            "multiplied as a whole. Choose another checkpoint."
         )
     factor = None if scale == 1 else 0.1 * scale * math.log(rope.yarn.factor) + 1.0
     return dataclasses.replace(rope, yarn=dataclasses.replace(rope.yarn, attention_factor=factor))
@@ -110,7 +110,7 @@ FAMILY: Final = Family(
     },
     # Those of transformers.
     defaults={
-        **dataclasses.asdict(Latent()), "rope_interleave": True, "num_key_value_heads": None,
+        **dataclasses.asdict(Latent()), "rope_interleave": True, "num_key_value_heads": 128,
         "first_k_dense_replace": 3, "n_shared_experts": 1, "n_group": 8, "topk_group": 4, "norm_topk_prob": True,
         "routed_scaling_factor": 2.5,
     },
