@@ -40,7 +40,7 @@ rl-demo: setup ## teach the demo's model for 250 steps, then let it learn sums f
 	@$(PYTHON) infra/launch.py --backend local --processes $(PROCESSES) --devices_per_process $(DEVICES) -- \
 		lockstep train-grpo --config_path config/grpo_demo.yaml --trainer.run_id rl-demo $(ARGS)
 
-agent-demo: setup ## let a small model learn, from rewards alone, to call a calculator and to use its result (about 4 minutes)
+agent-demo: setup ## let a small model learn, from rewards alone, to call a calculator and to use its result
 	@rm -rf runs/agent-demo
 	@$(PYTHON) examples/agent_demo/demo.py $(ARGS)
 
