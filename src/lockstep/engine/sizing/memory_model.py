@@ -287,10 +287,10 @@ class MemoryModel:
     def _context_bytes(self, sizes: Capacity) -> int:
         """Bytes of the context of one slot as decode gathers it once per launch, in whole chunks where it is long.
 
-        In float32 the TPU compiler has it twice (read off it for heads of 256 on a v5p).
+        In float32 the TPU compiler has it twice (read off it for heads of 256 on a v5p), a latent up to four times.
         """
-        length = sizes.pages_per_sequence * sizes.page_size
-        times = 2 if self._tpu and self.model.kv_dtype.itemsize == 4 else 1
+        length, latent = sizes.pages_per_sequence * sizes.page_size, self.model.heads.value_size is not None
+        times = 1 if not self._tpu else 4 if latent else 2 if self.model.kv_dtype.itemsize == 4 else 1
         return times * self.model.kv_bytes * (length if length <= _CHUNK else -(-length // _CHUNK) * _CHUNK)
 
 

@@ -58,8 +58,11 @@ def read_kv_page_by_page(
     pool: Num[Array, "pool_page page_size row head"], page: Int[Array, "sequence page"], parts: int = 2
 ) -> tuple[Num[Array, "sequence kv_head position head"], ...]:
     """Read one page at a time; the arguments are those of `gather_kv`."""
-    pages = jax.lax.map(lambda number: jax.lax.dynamic_index_in_dim(pool, number, keepdims=False), page.reshape(-1))
-    heads = pages.reshape(len(page), -1, pool.shape[2] // parts, parts, pool.shape[3])
+    rows, head = pool.shape[2:]
+    # With an axis of one row, the TPU compiler reads the pool in another order than it is written in.
+    stored = pool.reshape(len(pool), -1, head) if rows == 1 else pool
+    pages = jax.lax.map(lambda number: jax.lax.dynamic_index_in_dim(stored, number, keepdims=False), page.reshape(-1))
+    heads = pages.reshape(len(page), -1, rows // parts, parts, head)
     return tuple(heads.transpose(3, 0, 2, 1, 4))
 
 
