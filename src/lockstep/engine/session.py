@@ -283,7 +283,7 @@ class Session:
                     error = error or caught
             if error is not None:
                 raise error
-            order = sorted(answers) if isinstance(requests, Arrivals) else [each.prompt_id for each in requests]
+            order = sorted(answers) if isinstance(requests, Arrivals) else [request.prompt_id for request in requests]
             completions = [completion for number in order for completion in answers.get(number, [])]
             generated.agree({"tokens": digest(repr(completions))})
         return completions, stream.counts

@@ -198,9 +198,9 @@ def _chunk(memory: Array, parts: tuple[Array, ...]) -> tuple[Array, Array]:
     correction = v.transpose(0, 2, 3, 1, 4) - since * product("rihk,rhgkv->rhgiv", k, memory)
     written = write[..., None] * correction
     if len(index) > 1:
-        alike = product("rihk,rjhk->rhij", k, k)[:, :, None]
+        overlaps = product("rihk,rjhk->rhij", k, k)[:, :, None]
         written = jax.scipy.linalg.solve_triangular(
-            write[..., None] * decay * alike, written, lower=True, unit_diagonal=True
+            write[..., None] * decay * overlaps, written, lower=True, unit_diagonal=True
         )
     seen = decay * product("rihk,rjhk->rhij", q, k)[:, :, None]
     out = since * product("rihk,rhgkv->rhgiv", q, memory) + product("rhgij,rhgjv->rhgiv", seen, written)

@@ -37,7 +37,7 @@ class Between(Observer):
     """Calls a function with the scheduler before each launch."""
 
     def __init__(self, between_launches: Callable[[Any], object]) -> None:
-        self.between_launches = between_launches  # type: ignore[assignment]
+        self.between_launches = between_launches  # type: ignore[assignment]  # a method that is a function here
 
 
 SIZES: dict[str, Any] = {
