@@ -14,16 +14,11 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
+from lockstep import exits
+
 # The same examples in every run, however fast the machine is; tests/fuzz draws others when it is given time.
 settings.register_profile("lockstep", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("lockstep")
-
-ONE_AFTER_THE_OTHER = ("tests/faults/", "tests/multiprocess/")
-"""Tests that start several processes, which fill two cores and keep time."""
-
-ON_ONE_WORKER = ("tests/browser/", "tests/package/")
-"""Tests that share something that takes long to make: a browser, a wheel."""
-
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
@@ -31,17 +26,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     The tests of a file share fixtures and compiled programs, which two workers would both make.
     """
-    # `--dist loadgroup` of pytest-xdist 3.8 has no effect with pytest 9.2, which gives tests another kind of name.
-    from xdist.scheduler import LoadScopeScheduling
+    from tests.scheduling import ByFile
 
-    class Scheduling(LoadScopeScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            if nodeid.startswith(ONE_AFTER_THE_OTHER):
-                return "processes"
-            file = nodeid.partition("::")[0]
-            return next((shared for shared in ON_ONE_WORKER if file.startswith(shared)), file)
-
-    return Scheduling(config, log)
+    return ByFile(config, log)
 
 
 gc.disable()  # until all tests are imported, which leaves no garbage
@@ -63,6 +50,13 @@ def _log_as_before() -> Iterator[None]:
     yield
     package.handlers, package.propagate = handlers, propagate
     package.setLevel(level)
+
+
+@pytest.fixture(autouse=True)
+def _no_abandoned_threads() -> Iterator[None]:
+    """Forget the threads that a test gave up: `run_main` of a later one would end this process at once."""
+    yield
+    exits._given_up.clear()
 
 
 SHOWN_FILES = 25

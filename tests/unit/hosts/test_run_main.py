@@ -4,7 +4,6 @@ import sys
 
 import pytest
 
-from lockstep import exits
 from lockstep.errors import CapacityError, ConfigError, HbmError, PeerError, PromptError
 from lockstep.hosts import run_main
 
@@ -26,8 +25,7 @@ def fail(error: BaseException) -> None:
         (lambda: fail(KeyboardInterrupt()), 130, "", False),
     ],
 )
-def test_run_main(capsys, monkeypatch, main, code, shown, stack):
-    monkeypatch.setattr(exits, "_given_up", [])  # threads that other tests of this process have left
+def test_run_main(capsys, main, code, shown, stack):
     if code == 0:
         run_main(main)
     else:

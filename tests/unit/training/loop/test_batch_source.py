@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lockstep import exits
 from lockstep.exits import work_hangs
 from lockstep.hosts import Hosts, MemoryClient, Terminated
 from lockstep.placement import make_mesh
@@ -173,7 +172,6 @@ def test_a_source_of_ones_own_sees_the_model_before_each_step_and_works_while_th
 
 def test_a_signal_is_heard_while_rows_are_waited_for(noting, monkeypatch):
     monkeypatch.setattr(batch_source, "CLOSE_S", 0.01)
-    monkeypatch.setattr(exits, "_given_up", [])  # without that of other tests
     hosts = alone()
     source = feed(noting, hosts=hosts)
     assert source.batch(0, None) is not None
