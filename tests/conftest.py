@@ -20,6 +20,7 @@ from lockstep import exits
 settings.register_profile("lockstep", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("lockstep")
 
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """One worker runs all tests that start processes, one after the other; files of others go to who is free.
