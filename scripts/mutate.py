@@ -39,9 +39,16 @@ PACKAGE = "src/lockstep"
 ROOMS = {
     "engine": ["tests/unit/engine"],
     "hosts": ["tests/unit/hosts", "tests/multiprocess/test_hosts.py"],
+    "launch": ["tests/unit/launch"],
     "training": ["tests/unit/training"],
 }
 """The tests of each room, cheap ones first."""
+
+
+def tests_of(room: str) -> list[str]:
+    """Return the tests of a room, or of a folder in one, such as ``training/data``."""
+    return ROOMS[room] if room in ROOMS else [f"tests/unit/{room}"]
+
 
 FLIPPED: dict[type[ast.AST], tuple[str, str]] = {
     **{ast.Lt: ("<", "<="), ast.LtE: ("<=", "<"), ast.Gt: (">", ">="), ast.GtE: (">=", ">"), ast.Eq: ("==", "!=")},
@@ -197,11 +204,11 @@ class Reached:
         )
 
 
-def others_of(tree: Path, change: Mutant, reached: Mapping[str, Sequence[str]]) -> list[str]:
+def others_of(tree: Path, change: Mutant, reached: Mapping[str, Sequence[str]], rooms: Sequence[str]) -> list[str]:
     """Return the tests of a room that may notice a change beside the module's own: those that reach its statement and
     those in processes of their own; all where the statement runs as the module is imported.
     """
-    room = ROOMS[Path(change.path).relative_to(PACKAGE).parts[0]]
+    room = next(tests_of(room) for room in rooms if change.path.startswith(f"{PACKAGE}/{room}/"))
     nodes = ast.walk(ast.parse((tree / change.path).read_bytes()))
     around = [each for each in nodes if isinstance(each, ast.stmt) and each.lineno <= change.line <= each.end_lineno]
     inner = min(around, key=lambda each: each.end_lineno - each.lineno)
@@ -288,7 +295,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=100, help="how many lines (100)")
     parser.add_argument("--skip", type=int, default=0, help="go on after this many of them, which an earlier run broke")
     parser.add_argument("--seed", type=int, default=0, help="which ones (0)")
-    parser.add_argument("--rooms", nargs="+", default=list(ROOMS), choices=list(ROOMS))
+    parser.add_argument("--rooms", nargs="+", default=list(ROOMS), help="rooms, or folders in one (training/data)")
     parser.add_argument("--limit_s", type=float, default=900, help="tests that take longer have noticed (900 s each)")
     options = parser.parse_args()
     noticed: collections.Counter[bool] = collections.Counter()
@@ -298,7 +305,7 @@ def main() -> None:
         changes = chosen(tree, range(options.skip, options.count), options.seed, options.rooms, options.places)
         own = {each.path: own_test(each.path) for each in changes}
         own = {path: test for path, test in own.items() if (tree / test).is_file()}
-        tests = sorted({*own.values()}.union(*(ROOMS[room] for room in options.rooms)))
+        tests = sorted({*own.values()}.union(*map(tests_of, options.rooms)))
         import_others(tree)
         if not passes(tree, tests, len(tests) * options.limit_s, Reached):
             raise SystemExit(f"tests fail before anything is broken:\n{(tree / 'tmp/log').read_text()[-4000:]}")
@@ -306,7 +313,7 @@ def main() -> None:
         for number, change in enumerate(changes, options.skip + 1):
             file = tree / change.path
             whole = file.read_bytes()
-            steps = [[own[change.path]]] * (change.path in own) + [others_of(tree, change, reached)]
+            steps = [[own[change.path]]] * (change.path in own) + [others_of(tree, change, reached, options.rooms)]
             file.write_bytes(broken(whole, change) or whole)
             by = next((step[0] for step in steps if step and not passes(tree, step, options.limit_s)), "NOT NOTICED")
             file.write_bytes(whole)

@@ -13,6 +13,9 @@ import time
 import urllib.parse
 from collections.abc import Iterator
 
+import fsspec
+import pytest
+
 
 class Bucket:
     """Objects by ``bucket/name``, and what was asked for.
@@ -68,7 +71,8 @@ class Bucket:
 
 @contextlib.contextmanager
 def serve() -> Iterator[Bucket]:
-    """The service while the context lasts."""
+    """The service while the context lasts; the test is skipped where gcsfs is missing."""
+    pytest.importorskip("gcsfs", reason="gcsfs is not installed (pip install 'jax-lockstep[gcs]')")
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Handler) as server:
         bucket = server.bucket = Bucket(f"http://127.0.0.1:{server.server_port}")
         thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
@@ -78,6 +82,19 @@ def serve() -> Iterator[Bucket]:
         finally:
             bucket.answering.set()
             server.shutdown()
+
+
+@contextlib.contextmanager
+def serve_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
+    """The service while the context lasts, which this process reaches too."""
+    with serve() as bucket:
+        for name, value in bucket.environment.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setitem(fsspec.config.conf, "gs", {"token": "anon"})
+        fsspec.filesystem("gs").clear_instance_cache()
+        yield bucket
+        bucket.answering.set()
+        fsspec.filesystem("gs").clear_instance_cache()
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):

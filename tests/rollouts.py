@@ -12,6 +12,7 @@ import numpy as np
 from lockstep.models import Experts, LlamaConfig, LoraConfig, Qwen3MoeConfig
 from lockstep.models.trainable import skeleton
 from lockstep.placement import place
+from lockstep.report.trackers import NoopTracker
 from lockstep.text import Prompt, token_count
 from lockstep.training import GrpoConfig, OptimizerConfig, RolloutConfig, Trainer, TrainerConfig, parameter_shardings
 from lockstep.training.rl import GrpoRunFields, Questions, Rollouts
@@ -33,10 +34,11 @@ def parity(row: Any, prompt: Any) -> float:
     return float(row.generated_text.count("e") % 2 == 0)
 
 
-class Recorder:
-    """A tracker that keeps everything."""
+class Recorder(NoopTracker):
+    """A tracker that keeps everything; rows are those of one table."""
 
-    def __init__(self) -> None:
+    def __init__(self, table: str = "rollout/answers") -> None:
+        self._table = table
         self.scalars: dict[int, dict[str, float]] = {}
         self.rows: list[Any] = []
 
@@ -44,11 +46,8 @@ class Recorder:
         self.scalars.setdefault(step, {}).update(metrics)
 
     def log_rows(self, name: str, rows: Any, *, step: int) -> None:
-        assert name == "rollout/answers"
+        assert name == self._table
         self.rows.extend(rows)
-
-    def finish(self) -> None:
-        pass
 
 
 def questions(count: int = 12, tokenizer: Any = None) -> Questions:

@@ -122,9 +122,6 @@ class Cloud:
         return found + [text[:200] for text in more if needle.decode() in text]
 
 
-def wait_for(condition, seconds=60):
-    """Wait until a condition is true."""
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it did not come true in time"
-        time.sleep(0.02)
+def text_of(path):
+    """The text of a file; nothing where there is none yet."""
+    return path.read_text() if path.exists() else ""

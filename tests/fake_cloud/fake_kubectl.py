@@ -34,7 +34,7 @@ def install(directory: Path) -> None:
     from tests.fake_cloud.commands import write_command  # which the command itself cannot import
 
     directory.mkdir(parents=True, exist_ok=True)
-    write_command(directory / "kubectl", __file__)
+    write_command(directory / "kubectl", "-S", __file__)
 
 
 def home() -> Path:
@@ -89,7 +89,7 @@ def create(words: list[str]) -> int:
     write(kind, name, manifest)
     if kind == "jobset":
         subprocess.Popen(
-            [sys.executable, __file__, "controller", name], start_new_session=True, stdin=subprocess.DEVNULL,
+            [sys.executable, "-S", __file__, "controller", name], start_new_session=True, stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL, stderr=(home() / "controller.log").open("a"),
         )  # fmt: skip
     print(f"{kind}/{name} created")

@@ -27,7 +27,7 @@ def install(directory: Path) -> None:
 
     directory.mkdir(parents=True, exist_ok=True)
     for name in COMMANDS:
-        write_command(directory / name, __file__, name)
+        write_command(directory / name, "-S", __file__, name)
 
 
 def home() -> Path:
@@ -70,7 +70,7 @@ def sbatch(words: list[str]) -> int:
     set_state(directory, "PENDING")
     # The controller outlives this command, as Slurm's does.
     subprocess.Popen(
-        [sys.executable, __file__, "controller", number, str(script)],
+        [sys.executable, "-S", __file__, "controller", number, str(script)],
         cwd=option(given, "chdir", os.getcwd()), start_new_session=True, stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL, stderr=(directory / "controller.log").open("w"),
     )  # fmt: skip

@@ -1,4 +1,7 @@
-"""Jobs whose processes have other numbers on the devices than at the coordination service, as on a TPU."""
+"""Jobs whose processes have other numbers on the devices than at the coordination service, as on a TPU.
+
+Between threads tests/unit/hosts/test_start.py shows the same.
+"""
 
 import json
 import os
@@ -14,7 +17,7 @@ from tests.multiprocess import permuted
 from tests.multiprocess.harness import POOL, run_unattended
 from tests.multiprocess.host_bodies import BEHAVIOURS
 
-pytestmark = pytest.mark.multiprocess
+pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
 PROCESSES = "2,0,3,1"
 WAIT_S = 0.5
@@ -55,18 +58,12 @@ def body_round(hosts, directory):
     }
 
 
-FAST = ("a broadcast gives everybody the leader's bytes", "who disagrees is named to everybody")
-
-
-@pytest.mark.parametrize(
-    "behaviour", [each if each in FAST else pytest.param(each, marks=pytest.mark.slow) for each in BEHAVIOURS]
-)
+@pytest.mark.parametrize("behaviour", BEHAVIOURS)
 def test_between_processes(group, behaviour):
     body, check = BEHAVIOURS[behaviour]
     check(group.run(body, (WAIT_S,), timeout_s=60.0), WAIT_S)
 
 
-@pytest.mark.slow
 def test_process_0_of_jax_reports_a_round(group, tmp_path):
     results = group.run(body_round, (str(tmp_path),))
     tasks = {process: task for task, process in enumerate(permuted.numbers(PROCESSES))}
@@ -79,7 +76,6 @@ def test_process_0_of_jax_reports_a_round(group, tmp_path):
     assert len(read_jsonl(tmp_path / "samples.jsonl")) == 2
 
 
-@pytest.mark.slow
 def test_the_end_of_the_process_that_runs_the_service_is_told_by_its_own_number():
     """Task 0, which is process 1 here, dies without a word; the leader is another process."""
     service, leader = run_unattended([*SCENARIO, "die", "1"])
@@ -93,7 +89,6 @@ def test_the_end_of_the_process_that_runs_the_service_is_told_by_its_own_number(
     assert any(text in leader.log for text in said), leader.log
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.nightly)])
 def test_the_process_that_fails_is_told_by_its_own_number(victim):
     ends = run_unattended([*SCENARIO, "fail", str(victim)])[::-1]  # in the order of the processes

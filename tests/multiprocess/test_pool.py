@@ -109,13 +109,13 @@ def test_a_body_that_fails_ends_its_group_with_its_own_logs(how, words):
     assert not set(before) & set(after)
 
 
-@pytest.mark.processes(2, devices=1)
+@pytest.mark.processes(2)
 class TestMarked:
     @pytest.mark.parametrize("factor", [3])
     def test_a_marked_method_runs_in_every_process_with_its_parameters_and_fixtures(self, hosts, factor, tmp_path):
         import jax
 
-        assert (jax.process_index(), jax.process_count(), jax.local_device_count()) == (hosts.index, 2, 1)
+        assert (jax.process_index(), jax.process_count(), jax.local_device_count()) == (hosts.index, 2, 2)
         (tmp_path / str(hosts.index)).write_text(str(factor * hosts.index))
         hosts.barrier("written")
         assert [(tmp_path / str(index)).read_text() for index in range(2)] == ["0", "3"]
@@ -136,12 +136,12 @@ def body_launches(hosts, how):
 
 
 def test_a_launch_of_one_process_alone_is_named_on_all():
-    pids = run_processes(body_pid, devices=1)
-    told = run_processes(body_launches, devices=1, args=("alone",))
+    pids = run_processes(body_pid)
+    told = run_processes(body_launches, args=("alone",))
     assert told == ["launch 0 differs: process 0: jit(convert_element_type); process 1: nothing"] * 2
-    first, second = run_processes(body_launches, devices=1, args=("together",))
+    first, second = run_processes(body_launches, args=("together",))
     assert first == second and first[0] == "jit(convert_element_type)"
-    assert run_processes(body_pid, devices=1) == pids
+    assert run_processes(body_pid) == pids
 
 
 def body_skips(hosts):
@@ -149,10 +149,10 @@ def body_skips(hosts):
 
 
 def test_a_body_that_every_process_skips_is_skipped_and_its_group_goes_on():
-    pids = run_processes(body_pid, devices=1)
+    pids = run_processes(body_pid)
     with pytest.raises(pytest.skip.Exception, match="it needs a TPU"):
-        run_processes(body_skips, devices=1)
-    assert run_processes(body_pid, devices=1) == pids
+        run_processes(body_skips)
+    assert run_processes(body_pid) == pids
 
 
 @pytest.mark.slow

@@ -135,9 +135,10 @@ def sampled(trainer, hosts):
     """Losses and samples of a run of four steps."""
     from lockstep.callback import InferenceEvalConfig, SampleCallback
     from tests import tiny
-    from tests.multiprocess.test_training_untouched import PROMPTS, Recorder
+    from tests.multiprocess.test_training_untouched import PROMPTS
+    from tests.rollouts import Recorder
 
-    losses, tracker = [], Recorder()
+    losses, tracker = [], Recorder("inference_eval/samples")
     trainer.add_hook(lambda info: losses.append(info.loss))
     config = InferenceEvalConfig(eval_every=2, prompts=PROMPTS, max_new_tokens=8, temperature=0.8, on_error="raise")
     trainer.add_hook(SampleCallback(config, tiny.tokenizer(), tracker=tracker, hosts=hosts))

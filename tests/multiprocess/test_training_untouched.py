@@ -8,12 +8,12 @@ import jax
 import pytest
 
 from lockstep.callback import InferenceEvalConfig, SampleCallback
-from lockstep.report.rows import Row
 from tests import tiny
 from tests.multiprocess.harness import run_processes
 from tests.multiprocess.launches import record_launches
+from tests.rollouts import Recorder
 
-STEPS, EVERY = 30, 6
+STEPS, EVERY = 18, 6
 PROMPTS = [{"prompt": "What is 12 plus 7?", "answer": "nineteen"}, "What is 40 in words?", "one"]
 
 
@@ -38,25 +38,6 @@ class Loop(SampleCallback):
         self.memory.append((before, live_arrays()))
 
 
-class Recorder:
-    """A tracker that keeps everything."""
-
-    def __init__(self):
-        self.rows: list[Row] = []
-        self.scalars: dict[int, dict] = {}
-        self.finished = False
-
-    def log(self, metrics, *, step):
-        self.scalars.setdefault(step, {}).update(metrics)
-
-    def log_rows(self, name, rows, *, step):
-        assert name == "inference_eval/samples"
-        self.rows.extend(rows)
-
-    def finish(self):
-        self.finished = True
-
-
 def train(hosts, mesh_shape, layout):
     """One run; without samples where ``layout`` is None."""
     trainer = tiny.make_trainer(mesh_shape, STEPS, hosts)
@@ -73,7 +54,7 @@ def train(hosts, mesh_shape, layout):
             layout=layout,
             on_error="raise",
         )
-        tracker = Recorder()
+        tracker = Recorder("inference_eval/samples")
         callback = Loop(config, tiny.tokenizer(), tracker=tracker, hosts=hosts)
         callback.memory = []
         trainer.add_hook(callback)

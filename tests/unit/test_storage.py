@@ -4,7 +4,6 @@ import itertools
 import re
 import threading
 
-import fsspec
 import pytest
 
 from lockstep import models, storage, text
@@ -113,18 +112,11 @@ def checkpoint(tmp_path_factory):
 @pytest.fixture
 def bucket(monkeypatch, checkpoint):
     """A bucket with a checkpoint, its tokenizer, and prompts."""
-    pytest.importorskip("gcsfs", reason="gcsfs is not installed (pip install 'jax-lockstep[gcs]')")
-    with fake_gcs.serve() as bucket:
-        for name, value in bucket.environment.items():
-            monkeypatch.setenv(name, value)
-        monkeypatch.setitem(fsspec.config.conf, "gs", {"token": "anon"})
-        fsspec.filesystem("gs").clear_instance_cache()
+    with fake_gcs.serve_here(monkeypatch) as bucket:
         for path in checkpoint.iterdir():
             bucket.objects[f"bucket/model/{path.name}"] = path.read_bytes()
         bucket.objects["bucket/prompts.jsonl"] = b'{"prompt": "What is 12 plus 7?"}\n'
         yield bucket
-        bucket.answering.set()
-        fsspec.filesystem("gs").clear_instance_cache()
 
 
 READS = {
@@ -141,14 +133,14 @@ READS = {
 @pytest.mark.parametrize("comes_back", [True, False])
 def test_whatever_is_read_of_a_bucket_is_waited_for(bucket, monkeypatch, caplog, read, url, downloads, comes_back):
     monkeypatch.setattr(storage, "LINE_S", 0.05)
-    monkeypatch.setattr(storage, "TRY_S", 0.2)
-    monkeypatch.setattr(storage, "WAIT_S", 60.0 if comes_back else 1.0)
+    monkeypatch.setattr(storage, "TRY_S", 0.1)
+    monkeypatch.setattr(storage, "WAIT_S", 60.0 if comes_back else 0.4)
     bucket.stop_after(downloads)
     if comes_back:
         threading.Thread(target=lambda: (until(lambda: "next try" in caplog.text), bucket.answering.set())).start()
         assert read(url)
     else:
-        with pytest.raises(HostTimeoutError, match=rf"within 1 s: \w+ {url}.*no answer") as caught:
+        with pytest.raises(HostTimeoutError, match=rf"within 0.4 s: \w+ {url}.*no answer") as caught:
             read(url)
         assert failure_code(caught.value) == FAULT
     assert re.search(rf"waiting for storage since .*: \w+ {url}", caplog.text)

@@ -2,7 +2,6 @@ import json
 import shutil
 from pathlib import Path
 
-import fsspec
 import numpy as np
 import pytest
 
@@ -157,25 +156,19 @@ def test_rows_that_are_on_disks_alone_are_uploaded_once(tmp_path, shared):
         assert sorted(each["num_tokens"] for each in rows) == [0, 1, 2, 4, 5, 6, 7]
 
 
-pytest.importorskip("gcsfs", reason="gcsfs is not installed (pip install 'jax-lockstep[gcs]')")
-
 PROMPTS = [{"prompt": f"What is {i} plus {i * i}?", "answer": str(i + i * i)} for i in range(3)]
 GENERATION_CONFIG = {"eos_token_id": [3, 4]}
 
 
 @pytest.fixture
 def bucket(monkeypatch, checkpoint):
-    with fake_gcs.serve() as bucket:
-        monkeypatch.setenv("STORAGE_EMULATOR_HOST", bucket.url)
-        monkeypatch.setitem(fsspec.config.conf, "gs", {"token": "anon"})
-        fsspec.filesystem("gs").clear_instance_cache()
+    with fake_gcs.serve_here(monkeypatch) as bucket:
         for path in checkpoint.iterdir():
             bucket.objects[f"bucket/models/tiny/{path.name}"] = path.read_bytes()
         bucket.objects["bucket/models/tiny/generation_config.json"] = json.dumps(GENERATION_CONFIG).encode()
         lines = "".join(json.dumps(each) + "\n" for each in PROMPTS)
         bucket.objects["bucket/data/prompts.jsonl"] = lines.encode()
         yield bucket
-        fsspec.filesystem("gs").clear_instance_cache()
 
 
 @pytest.mark.slow

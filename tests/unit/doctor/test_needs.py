@@ -1,11 +1,8 @@
 """Settings of doctor that cannot work say why; buckets, W&B and the tokenizer, against servers on this machine."""
 
-import http.server
-import json
 import socket
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
@@ -27,6 +24,7 @@ from lockstep.errors import ConfigError
 from lockstep.models import as_trainable, load_hf, read_hf_config, save_hf
 from lockstep.placement import make_mesh
 from tests import fake_gcs, tiny
+from tests.http_replies import serving
 
 
 def test_seconds_are_positive():
@@ -119,9 +117,7 @@ def test_the_shipped_configurations_are_read(path):
 
 @pytest.fixture
 def bucket(monkeypatch):
-    with fake_gcs.serve() as served:
-        for name, value in served.environment.items():
-            monkeypatch.setenv(name, value)
+    with fake_gcs.serve_here(monkeypatch) as served:
         yield served
 
 
@@ -189,56 +185,37 @@ def test_a_checkpoint_is_read_up_to_the_headers_of_its_weights(tmp_path):
     assert half.outcome == "fix" and f"it has {len(whole) // 2:,} bytes and needs" in half.text
 
 
-class Wandb(http.server.BaseHTTPRequestHandler):
-    def do_POST(self):
-        self.rfile.read(int(self.headers["Content-Length"]))
-        key = self.headers["Authorization"]
-        assert self.path == "/graphql"
-        self.server.keys.append(key)
-        if self.server.status == 200:
-            body = json.dumps({"data": {"viewer": self.server.viewer}}).encode()
-        else:
-            body = b"no"
-        self.send_response(self.server.status)
-        if self.server.status in (302, 307):
-            self.send_header("Location", self.server.elsewhere)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def do_GET(self):
-        self.server.keys.append(self.headers["Authorization"])
-        self.send_response(200)
-        self.end_headers()
-
-    def log_message(self, *_):
-        pass
+def of_viewer(viewer):
+    return 200, {"data": {"viewer": viewer}}
 
 
 @pytest.fixture
 def wandb(monkeypatch):
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Wandb) as server:
-        server.keys, server.status, server.viewer = [], 200, {"username": "ada"}
-        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
-        monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{server.server_port}/")
+    with serving(of_viewer({"username": "ada"})) as server:
+        monkeypatch.setenv("WANDB_BASE_URL", server.url.removesuffix("v1"))
         monkeypatch.setenv("WANDB_API_KEY", "hush-hush")
         monkeypatch.delenv("WANDB_MODE", raising=False)
         yield server
-        server.shutdown()
 
 
 def test_wandb_says_whose_the_key_is(wandb):
     found = check_wandb({}, 5)
     assert found.outcome == "ok" and found.text.endswith("answers; logged in as ada")
-    assert wandb.keys == ["Basic YXBpOmh1c2gtaHVzaA=="]
+    assert [(path, headers["Authorization"]) for path, headers, _ in wandb.asked] == [
+        ("/graphql", "Basic YXBpOmh1c2gtaHVzaA==")
+    ]
 
 
 @pytest.mark.parametrize(
-    ("status", "viewer", "text"),
-    [(200, None, "does not know the key"), (401, {}, "refuses the key (401)"), (500, {}, "answers 500")],
+    ("reply", "text"),
+    [
+        (of_viewer(None), "does not know the key"),
+        ((401, b"no"), "refuses the key (401)"),
+        ((500, b"no"), "answers 500"),
+    ],
 )
-def test_a_key_that_is_no_good_is_found_and_not_shown(wandb, status, viewer, text):
-    wandb.status, wandb.viewer = status, viewer
+def test_a_key_that_is_no_good_is_found_and_not_shown(wandb, reply, text):
+    wandb.replies = [reply]
     found = check_wandb({}, 5)
     assert found.outcome == "fix" and text in found.text
     assert "hush" not in str(found)
@@ -246,20 +223,17 @@ def test_a_key_that_is_no_good_is_found_and_not_shown(wandb, status, viewer, tex
 
 @pytest.mark.parametrize("status", [302, 307])
 def test_the_key_follows_no_redirect(wandb, status):
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Wandb) as other:
-        other.keys = []
-        threading.Thread(target=other.serve_forever, args=(0.02,), daemon=True).start()
-        wandb.status, wandb.elsewhere = status, f"http://127.0.0.1:{other.server_port}/"
+    with serving((200, b"")) as other:
+        wandb.replies = [(status, b"no", {"Location": other.url})]
         found = check_wandb({}, 5)
-        other.shutdown()
-    assert other.keys == [] and len(wandb.keys) == 1
+    assert not other.asked and len(wandb.asked) == 1
     assert found.outcome == "fix" and f"answers {status}" in found.text
 
 
 def test_wandb_that_is_not_installed(wandb, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     found = check_wandb({}, 5)
-    assert found.outcome == "fix" and "jax-lockstep[wandb]" in found.fix and not wandb.keys
+    assert found.outcome == "fix" and "jax-lockstep[wandb]" in found.fix and not wandb.asked
 
 
 def test_wandb_without_a_network_or_a_key(monkeypatch, tmp_path):

@@ -21,7 +21,7 @@ from lockstep.launch.failure import CAUSE_S
 from lockstep.launch.follower import Event
 from lockstep.launch.job_loop import ASKED, REPORT_S
 from lockstep.launch.machines import SshTransport, Worker
-from tests.fake_cloud.cloud import wait_for
+from tests.clock import until
 
 
 def attempt(tmp_path, names="a", why_lost=lambda: None, given_up=lambda: False):
@@ -182,7 +182,7 @@ def test_a_job_is_started_again_when_a_worker_was_taken_away(cloud):
     process = cloud.start(*words)
     assert {process.stdout.readline() for _ in range(2)} == {"[0] attempt\n", "[1] attempt\n"}
     cloud.set("b", "gone")
-    wait_for(lambda: "trying again in" in (cloud.jobs / "job" / "launcher.log").read_text())
+    until(lambda: "trying again in" in (cloud.jobs / "job" / "launcher.log").read_text())
     for name in "ab":
         (cloud.hosts_directory / name / "second").touch()
     cloud.unset("b", "gone")
@@ -200,7 +200,7 @@ def test_a_killed_supervisor_is_a_lost_worker(cloud):
     for _ in range(2):
         process.stdout.readline()
     cloud.set("b", "gone")
-    wait_for(lambda: not cloud.processes("b"))
+    until(lambda: not cloud.processes("b"))
     cloud.unset("b", "gone")
     _, errors = process.communicate(timeout=60)
     assert process.returncode == WORKER_LOST
@@ -216,7 +216,7 @@ def test_a_flood_of_one_worker_hides_no_failure_and_no_signal(cloud):
     assert done.returncode == 5
     process = cloud.start("--hosts", "a", *FAST, *script(flood))
     threading.Thread(target=process.stdout.read, daemon=True).start()
-    wait_for(lambda: any(logs(cloud, 2)))
+    until(lambda: any(logs(cloud, 2)))
     process.send_signal(signal.SIGINT)
     assert process.wait(timeout=60) == INTERRUPTED
 

@@ -21,10 +21,13 @@ def test_an_error_of_all_processes_is_shown_once_and_one_of_a_process_as_often_a
             console.line(process, b"error: no answer")
             console.line(process, b"try " + number)
     console.line(1, b"error: no answer")
+    for process in range(2):
+        console.line(process, b"error: disk %d is full" % process)
     shown = capsys.readouterr().out.splitlines()
     once = ["[0] error: no answer"]
     tries = [[f"[{process}] try {number}" for process in range(3)] for number in (1, 2)]
-    assert shown == once + tries[0] + once + tries[1] + ["[1] error: no answer"]
+    others = ["[1] error: no answer", "[0] error: disk 0 is full", "[1] error: disk 1 is full"]
+    assert shown == once + tries[0] + once + tries[1] + others
 
 
 def test_what_the_launcher_says_is_in_its_log_where_its_terminal_was_closed(monkeypatch, tmp_path):

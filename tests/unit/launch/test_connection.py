@@ -6,7 +6,8 @@ import pytest
 
 from lockstep.launch.backend import LaunchError
 from lockstep.launch.connection import answered
-from tests.fake_cloud.cloud import Cloud, wait_for
+from tests.clock import until
+from tests.fake_cloud.cloud import Cloud
 
 
 @pytest.mark.parametrize(
@@ -35,7 +36,7 @@ def test_what_runs_on_a_host_that_is_gone_is_that_of_its_own_cloud(tmp_path):
         for each in clouds:
             words = [each.directory / "bin" / "ssh", each.add("a"), "sleep 1000"]
             connections.append(subprocess.Popen(words, env=each.environment, stdin=subprocess.DEVNULL))
-        wait_for(lambda: all(each.processes() for each in clouds))
+        until(lambda: all(each.processes() for each in clouds))
         clouds[0].set("a", "gone")
         assert connections[0].wait(60) == 255 and clouds[0].wait_until_empty()
         assert clouds[1].processes() and connections[1].poll() is None

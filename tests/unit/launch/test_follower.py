@@ -1,6 +1,6 @@
 """Connections to an attempt that drop."""
 
-from tests.fake_cloud.cloud import wait_for
+from tests.clock import until
 from tests.unit.launch.test_attempt import FAST, logs, script
 
 
@@ -14,9 +14,9 @@ def test_a_connection_that_drops_loses_no_line_repeats_none_and_runs_nothing_twi
     done; exit 0"""
     process = cloud.start("--hosts", hosts, *FAST, *script(text))
     # The first connection only looks; that of the command comes after it.
-    wait_for(lambda: len(cloud.calls("a")) == 2)
+    until(lambda: len(cloud.calls("a")) == 2)
     cloud.set("a", "down")
-    wait_for(lambda: "cannot be reached" in (cloud.jobs / "job" / "launcher.log").read_text())
+    until(lambda: "cannot be reached" in (cloud.jobs / "job" / "launcher.log").read_text())
     cloud.set("a", "drop", 1001)
     cloud.unset("a", "down")
     for name in "ab":

@@ -22,7 +22,9 @@ from lockstep.launch.gke_manifest import MAX_PARTS
 from lockstep.launch.pods import PodState
 from lockstep.launch.record import JobRecord, load_record
 from lockstep.launch.setup_vm import ROOT
+from tests.clock import until
 from tests.fake_cloud import fake_kubectl
+from tests.fake_cloud.cloud import text_of
 
 NO_KEY = ("--env", f"{JOB_KEY}=")
 """Without secrets a pod runs its command alone, not a filter beside it."""
@@ -221,7 +223,7 @@ def test_where_the_queue_cannot_be_told_the_job_is_suspended_and_that_is_said(cl
 def test_stop_takes_the_job_from_its_queue_which_would_start_it_again(cluster, capfd):
     python = PRINT + "time.sleep(60)"
     assert launch("--no-foreground", "--queue", "team", "--grace_s", "1", kind="v6e-8", python=python) == 0
-    wait_for(lambda: [*pods(cluster, 1)])
+    until(lambda: [*pods(cluster, 1)])
     assert main(["stop", "job"]) == 0 and main(["status", "job"]) == exits.TERMINATED
     assert "job: Stopped" in capfd.readouterr().out
 
@@ -234,9 +236,9 @@ def test_stop_ends_the_pods_in_order_and_keeps_what_they_print(cluster, capfd):
     )
     assert launch("--no-foreground", python=text) == 0
     assert main(["status", "job"]) == 0
-    wait_for(lambda: all("ready" in read(path) for path in pods(cluster, 2)))
+    until(lambda: all("ready" in text_of(path) for path in pods(cluster, 2)))
     assert main(["stop", "job"]) == 0
-    assert read(cluster / "jobs/job/attempt-1/worker-1.log").splitlines()[-1] == "saved"
+    assert text_of(cluster / "jobs/job/attempt-1/worker-1.log").splitlines()[-1] == "saved"
     for words in (["status"], ["logs", "-f"], ["stop"]):
         assert main([*words, "job"]) == (exits.TERMINATED if words == ["status"] else 0)
     shown = capfd.readouterr().out
@@ -262,17 +264,17 @@ def test_a_job_that_waits_in_a_queue_has_not_ended(cluster, capsys):
     found = json.loads((cluster / "kube/jobset-job.json").read_text())
     found["spec"]["suspend"] = True
     (cluster / "kube/jobset-job.json").write_text(json.dumps(found))
-    wait_for(lambda: json.loads(read(cluster / "kube/pods-job.json")) == [])
+    until(lambda: json.loads(text_of(cluster / "kube/pods-job.json")) == [])
     assert main(["status", "job"]) == 0 and "job: Running\n" in capsys.readouterr().out
 
 
 def test_logs_of_a_running_job_come_at_once(cluster, capfd):
     text = PRINT + f"[time.sleep(0.05) for _ in range(1200) if not os.path.exists('{cluster}/end')]"
     assert launch("--no-foreground", python=text) == 0
-    wait_for(lambda: all("pod" in read(path) for path in pods(cluster, 2)))
+    until(lambda: all("pod" in text_of(path) for path in pods(cluster, 2)))
     assert main(["logs", "job"]) == 0
     assert capfd.readouterr().out == "[0] pod 0\n[1] pod 1\n"
-    calls = [json.loads(line) for line in read(cluster / "kube/calls").splitlines()]
+    calls = [json.loads(line) for line in text_of(cluster / "kube/calls").splitlines()]
     assert not [words for words in calls if words[0] == "logs" and "--follow" in words]
     (cluster / "end").touch()
 
@@ -285,7 +287,7 @@ def test_a_name_that_is_used_again_has_no_logs_of_the_earlier_job(cluster, capfd
     assert launch(kind="v6e-8", python="print('second')") == 0
     capfd.readouterr()
     assert main(["logs", "job"]) == 0 and capfd.readouterr().out == "[0] second\n"
-    assert read(cluster / "jobs/job/earlier-1/attempt-2/worker-0.log") == "first\n"
+    assert text_of(cluster / "jobs/job/earlier-1/attempt-2/worker-0.log") == "first\n"
 
 
 @pytest.mark.slow
@@ -302,55 +304,28 @@ def test_ctrl_c_once_ends_in_order_and_twice_at_once(cluster, times):
     with open(output, "w", encoding="utf-8") as file:
         command = [sys.executable, ROOT / "infra/launch.py", *words, sys.executable, "-c", text]
         child = subprocess.Popen(command, env=environment, stdout=file, stderr=subprocess.STDOUT)
-    wait_for(lambda: "[0] ready" in read(output))
+    until(lambda: "[0] ready" in text_of(output))
     for _ in range(times):
         child.send_signal(signal.SIGINT)
         time.sleep(0.5)
-    assert child.wait(timeout=60) == 130, read(output)
-    shown = read(output)
+    assert child.wait(timeout=60) == 130, text_of(output)
+    shown = text_of(output)
     assert "SIGINT, ending the pods" in shown and ("SIGINT, killing the pods" in shown) == (times == 2)
     assert ("[0] saved" in shown) == (times == 1)
 
 
-@pytest.mark.parametrize(
-    ("refusal", "advice", "code"),
-    [
-        ('no matches for kind "JobSet" in version "jobset.x-k8s.io/v1alpha2"', "The cluster has no JobSet", "REFUSED"),
-        pytest.param(
-            'Error from server (NotFound): namespaces "x" not found',
-            "kubectl create namespace NAME",
-            "REFUSED",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            "Error from server (Forbidden): jobsets is forbidden: User cannot create",
-            "Your account may not",
-            "REFUSED",
-            marks=pytest.mark.slow,
-        ),
-        ("Unable to connect to the server: dial tcp: i/o timeout", "Is the cluster there", "UNREACHABLE"),
-    ],
-)
-def test_what_the_cluster_refuses_is_explained_and_nothing_is_left(cluster, monkeypatch, capsys, refusal, advice, code):
+def test_what_the_cluster_refuses_is_explained_and_nothing_is_left(cluster, monkeypatch, capsys):
+    refusal = 'no matches for kind "JobSet" in version "jobset.x-k8s.io/v1alpha2"'
     monkeypatch.setenv("FAKE_KUBE_REFUSES", refusal)
     (cluster / "env").write_text(f"HF_TOKEN={SECRET}\n")
-    assert launch("--env_file", "env") == getattr(exits, code)
+    assert launch("--env_file", "env") == exits.REFUSED
     shown = capsys.readouterr().err
-    assert (
-        "error: kubectl create was refused.\n  $ kubectl " in shown and f"\n  {refusal}\n" in shown and advice in shown
-    )
+    assert "error: kubectl create was refused.\n  $ kubectl " in shown and f"\n  {refusal}\n" in shown
+    assert "The cluster has no JobSet" in shown
     assert not list((cluster / "kube").glob("*-job.json"))
 
 
-@pytest.mark.parametrize(
-    ("kind", "labels"),
-    [
-        ("secret", {}),
-        pytest.param("configmap", {}, marks=pytest.mark.slow),
-        pytest.param("secret", {"lockstep/job-id": "of-another"}, marks=pytest.mark.slow),
-        ("configmap", {"lockstep/job-id": "of-another"}),
-    ],
-)
+@pytest.mark.parametrize(("kind", "labels"), [("secret", {}), ("configmap", {"lockstep/job-id": "of-another"})])
 def test_what_is_not_ours_is_neither_replaced_nor_deleted(cluster, capsys, kind, labels):
     (cluster / "kube").mkdir()
     (cluster / "env").write_text(f"HF_TOKEN={SECRET}\n")
@@ -516,16 +491,5 @@ def test_without_kubectl_it_says_how_to_get_it(tmp_path, monkeypatch, capsys):
 
 
 def pods(cluster, number):
-    wait_for(lambda: len(list((cluster / "kube/pods").glob("*/log"))) == number)
+    until(lambda: len(list((cluster / "kube/pods").glob("*/log"))) == number)
     return list((cluster / "kube/pods").glob("*/log"))
-
-
-def read(path):
-    return path.read_text() if path.exists() else ""
-
-
-def wait_for(condition, seconds=60.0):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.05)

@@ -164,7 +164,7 @@ def test_sigterm_gives_time_to_save():
 def test_what_ignores_ctrl_c_is_killed(again):
     """At once, or after --grace_s."""
     program = "signal.signal(signal.SIGINT, signal.SIG_IGN)\nprint('ready', os.getpid()); time.sleep(600)"
-    process, _ = background(program, "--grace_s", "600" if again else "2")
+    process, _ = background(program, "--grace_s", "600" if again else "1")
     begin = time.monotonic()
     process.send_signal(signal.SIGINT)
     if again:
@@ -172,7 +172,7 @@ def test_what_ignores_ctrl_c_is_killed(again):
         process.send_signal(signal.SIGINT)
     process.communicate(timeout=60)
     assert process.returncode == 130
-    assert again or time.monotonic() - begin > 1.8
+    assert again or time.monotonic() - begin > 0.8
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel ends children of a killed parent on Linux only")
@@ -207,18 +207,6 @@ def test_an_error_of_every_process_is_shown_once(tmp_path):
     assert (done.stdout + done.stderr).count("error: no such file") == 1
     logs = [(tmp_path / f"process-{i}.log").read_text() for i in range(3)]
     assert logs == ["error: no such file\n"] * 3
-
-
-def test_an_error_that_a_process_prints_again_is_shown_again():
-    program = "[print(f'error: no answer, trying again\\ntry {number}') for number in (1, 2, 3)]"
-    assert run(program, "--prefix", "never", processes=1).stdout.splitlines() == [
-        line for number in (1, 2, 3) for line in ("error: no answer, trying again", f"try {number}")
-    ]
-
-
-def test_different_errors_are_all_shown():
-    done = run("print(f'error: disk {i} is full'); sys.exit(1)")
-    assert all(f"error: disk {i} is full" in done.stdout for i in range(2))
 
 
 def test_an_exported_secret_is_in_no_log_and_logs_are_their_owners(tmp_path, monkeypatch):

@@ -10,7 +10,7 @@ from lockstep.launch import BACKENDS, main, parse
 from lockstep.launch.backend import LaunchError
 from lockstep.launch.machines import Ssh
 from lockstep.launch.record import Attempt, new_record
-from tests.fake_cloud.cloud import wait_for
+from tests.clock import until
 
 FAST = ("--no-preflight", "--no-foreground", "--grace_s", "5", "--name", "job")
 
@@ -112,7 +112,7 @@ def test_a_job_of_which_a_worker_cannot_be_reached_is_not_deleted(cloud, launch,
     assert "worker b cannot be reached: ssh: connect to host b" in said
     assert "job is not deleted: its command may still run there" in said
     assert cloud.processes("b") and not cloud.record("job")["deleted"]
-    wait_for(lambda: not cloud.processes("a"))
+    until(lambda: not cloud.processes("a"))
     cloud.unset("b", "down")
     assert launch("delete", "job") == DONE and cloud.record("job")["deleted"]
     assert cloud.wait_until_empty() and not list(cloud.hosts_directory.rglob("worker-*"))
@@ -175,11 +175,11 @@ def test_launchers_that_follow_at_the_same_time_keep_the_log_of_the_worker(cloud
     def follow():
         followers = [threading.Thread(target=launch, args=("logs", "-f", "job")) for _ in range(2)]
         try:
-            wait_for((cloud.hosts_directory / "a" / "begun").exists)
+            until((cloud.hosts_directory / "a" / "begun").exists)
             calls = len(cloud.calls())
             for follower in followers:
                 follower.start()
-            wait_for(lambda: len(cloud.calls()) >= calls + 2)
+            until(lambda: len(cloud.calls()) >= calls + 2)
         finally:
             (cloud.hosts_directory / "a" / "go").touch()
         for follower in followers:
@@ -215,7 +215,7 @@ def test_no_line_of_a_job_that_was_left_alone_is_lost_when_its_end_is_noted_or_i
     assert shown() == [f"[0] {line}" for line in PRINTED]
     text = "trap 'echo saved; exit' TERM; touch ~/ready; sleep 1000 & wait"
     assert launch("--hosts", hosts, *FAST, "--", "sh", "-c", text) == DONE
-    wait_for((cloud.hosts_directory / "a" / "ready").exists)
+    until((cloud.hosts_directory / "a" / "ready").exists)
     assert launch("delete", "job") == DONE and not printed(cloud)
     assert [each.decode().split("\n") for each in kept(cloud)] == [PRINTED, PRINTED, ["saved", ""]]
     assert shown() == ["[0] saved"]

@@ -5,6 +5,7 @@ import sys
 import pytest
 
 from lockstep.exits import NOT_FOUND, REFUSED, UNREACHABLE
+from lockstep.launch import kubectl, slurm
 from lockstep.launch.tool import Cause, Tool, ToolError
 
 TOOL = Tool(
@@ -51,3 +52,24 @@ def test_one_that_is_not_there_and_one_that_does_not_answer():
     with pytest.raises(ToolError, match=r"did not answer within 0\.2 s\nWait") as caught:
         run("import time; time.sleep(60)", limit_s=0.2)
     assert caught.value.code == UNREACHABLE
+
+
+@pytest.mark.parametrize(
+    ("tool", "text", "code", "advice"),
+    [
+        (kubectl.TOOL, "executable gke-gcloud-auth-plugin not found", REFUSED, "install gke-gcloud-auth-plugin"),
+        (kubectl.TOOL, "error: You must be logged in to the server (Unauthorized)", REFUSED, "gcloud auth login"),
+        (kubectl.TOOL, "The connection to the server h was refused - the right port?", UNREACHABLE, "upgraded"),
+        (kubectl.TOOL, "Error from server (ServiceUnavailable): it is away", UNREACHABLE, "upgraded"),
+        (kubectl.TOOL, "Unable to connect to the server: dial tcp: i/o timeout", UNREACHABLE, "Is the cluster there"),
+        (kubectl.TOOL, "(NotFound): namespaces x not found", REFUSED, "kubectl create namespace NAME"),
+        (kubectl.TOOL, "(Forbidden): jobsets is forbidden: User cannot", REFUSED, "Your account may not"),
+        (kubectl.TOOL, "something new", REFUSED, "kubectl get failed.\n  $ kubectl get\n  something new"),
+        (slurm.TOOL, "Invalid account or account/partition combination", REFUSED, "choose one with --account"),
+        (slurm.TOOL, "Requested node configuration is not available", REFUSED, "fewer --nodes"),
+        (slurm.TOOL, "QOSMaxNodePerUserLimit", REFUSED, "Your quota does not allow it"),
+    ],
+)
+def test_what_a_program_of_a_cluster_says_has_a_code_and_advice(tool, text, code, advice):
+    error = tool.error(["kubectl", "get"], text, {"verb": "get"})
+    assert error.code == code and advice in str(error)

@@ -2,8 +2,6 @@
 
 import base64
 import contextlib
-import http.server
-import json
 import re
 import socket
 import threading
@@ -17,57 +15,14 @@ from lockstep.report import JUDGE, Judge, JudgeConfig, Row
 from lockstep.report.judge import _SHOWN, verdict_of
 from lockstep.text import Prompt
 from tests.clock import PATIENCE_S
+from tests.http_replies import Server, serving
 
 KEY = "sk-never-to-be-seen"
 FORM = "\n\nEnd your reply with one line of its own, where N is a number from 0 to 10:\nscore: N"
 
 
-class Server(http.server.ThreadingHTTPServer):
-    """Answers each request with the next of some replies, the last again and again: (status, body) or a function."""
-
-    daemon_threads = True
-
-    def __init__(self, *replies):
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.replies, self.asked, self.lock = list(replies), [], threading.Lock()
-
-    @property
-    def url(self):
-        return f"http://127.0.0.1:{self.server_port}/v1"
-
-
-class Handler(http.server.BaseHTTPRequestHandler):
-    def do_POST(self):
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        with self.server.lock:
-            self.server.asked.append((self.path, dict(self.headers), body))
-            reply = self.server.replies.pop(0) if len(self.server.replies) > 1 else self.server.replies[0]
-        status, data, headers = (*(reply(body) if callable(reply) else reply), {})[:3]
-        with contextlib.suppress(ConnectionError):
-            self.send_response(status)
-            for name, value in headers.items():
-                self.send_header(name, value)
-            self.end_headers()
-            self.wfile.write(data if isinstance(data, bytes) else json.dumps(data).encode())
-
-    def log_message(self, *args):
-        pass
-
-
 def said(text):
     return 200, {"choices": [{"message": {"content": text}}]}
-
-
-@contextlib.contextmanager
-def serving(*replies):
-    with Server(*replies) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        try:
-            yield server
-        finally:
-            server.shutdown()
-            thread.join()
 
 
 def row(number, text="It is 19."):

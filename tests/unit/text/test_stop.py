@@ -69,7 +69,7 @@ def in_launches(
 
 
 @pytest.mark.parametrize("name", KINDS)
-@settings(max_examples=150)
+@settings(max_examples=50)
 @given(seed=st.integers(0, 10**6), few=st.booleans(), lengths=st.tuples(st.integers(1, 5), st.integers(6, 40)))
 @example(seed=0, few=True, lengths=(1, 40))
 def test_as_brute_force_finds_them(name: str, seed: int, few: bool, lengths: tuple[int, int]) -> None:

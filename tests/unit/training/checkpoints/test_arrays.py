@@ -4,7 +4,6 @@ import gc
 import sys
 import time
 
-import fsspec
 import jax
 import numpy as np
 import pytest
@@ -210,14 +209,8 @@ def test_a_checkpoint_without_checksums_is_read(tmp_path, written):
 
 @pytest.fixture
 def bucket(monkeypatch):
-    pytest.importorskip("gcsfs", reason="gcsfs is not installed (pip install 'jax-lockstep[gcs]')")
-    with fake_gcs.serve() as bucket:
-        for name, value in bucket.environment.items():
-            monkeypatch.setenv(name, value)
-        monkeypatch.setitem(fsspec.config.conf, "gs", {"token": "anon"})
-        fsspec.filesystem("gs").clear_instance_cache()
+    with fake_gcs.serve_here(monkeypatch) as bucket:
         yield bucket
-        fsspec.filesystem("gs").clear_instance_cache()
 
 
 def test_a_bucket_is_as_good_as_a_disk(bucket):

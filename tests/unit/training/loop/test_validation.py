@@ -15,22 +15,11 @@ from lockstep.training import CheckpointerConfig, OptimizerConfig, TokenizedRows
 from lockstep.training.loop.validation import Validation
 from lockstep.training.objectives import SimpoConfig
 from tests import tiny
+from tests.rollouts import Recorder
 from tests.unit.training.bigrams import Bigrams
 from tests.unit.training.loop.test_trainer import rows
 
 STEPS = 5
-
-
-class Recorder:
-    def __init__(self):
-        self.logged = {}
-
-    def log(self, metrics, *, step):
-        self.logged.setdefault(step, {}).update(metrics)
-
-    def log_rows(self, name, rows, *, step): ...
-
-    def finish(self): ...
 
 
 def pairs(n):
@@ -57,7 +46,7 @@ def run(sources, every=2, loss=lm_loss, train_rows=None, at=None, perplexity=Tru
     assert trainer.train_step_traces == 1
     evaluated = {
         step: {name: value for name, value in metrics.items() if name.startswith("eval/")}
-        for step, metrics in tracker.logged.items()
+        for step, metrics in tracker.scalars.items()
         if "eval/loss" in metrics
     }
     return evaluated, validation, trainer, models

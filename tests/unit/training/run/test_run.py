@@ -252,9 +252,6 @@ def test_a_job_that_is_asked_to_end_gives_up_the_save_for_the_checkpoint(tmp_pat
     assert not saves.interrupted and names(tmp_path) == ["hf-step-3"]
 
 
-"""One for all tests here, so that programs are compiled once."""
-
-
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     """A base model, a checkpoint of adapters for it, and what they make together."""

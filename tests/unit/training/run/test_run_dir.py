@@ -173,11 +173,6 @@ def test_a_run_that_a_signal_ended_says_whether_it_was_saved(tmp_path, saved, te
     assert text in closing_summary(tmp_path, result(stopped_by=15), 10, str(tmp_path) if saved else None)
 
 
-def test_what_the_loss_does_not_say_stands_in_its_place(tmp_path):
-    text = closing_summary(tmp_path, result(loss=0.0, progress="reward 0.5 (last 9: 0.4)  rollout 1.00 s"), 10, None)
-    assert "7 of 10 steps, reward 0.5 (last 9: 0.4)\n" in text and "loss" not in text
-
-
 def test_errors_of_the_tracker_are_counted(tmp_path):
     assert "the tracker failed 3 times" in closing_summary(tmp_path, result(tracker_errors=3), 10, None)
 
