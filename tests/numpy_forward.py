@@ -169,7 +169,7 @@ def latent_attention(family: Family, config: Config, tensors: Tensors, x: Array,
     """DeepSeek-AI 2024, https://arxiv.org/abs/2405.04434, section 2.1: each head has keys and values of the latent."""
     batch, length, _ = x.shape
     heads, nope, rope_size = (config[name] for name in ("num_attention_heads", "qk_nope_head_dim", "qk_rope_head_dim"))
-    latents = x
+    latents, config = x, {**config, "rms_norm_eps": 1e-6}  # that of the norms here, whatever the file says
     if config["q_lora_rank"]:
         latents = normalised(family, config, linear(tensors, "q_a_proj", x), tensors["q_a_layernorm.weight"])
     q = linear(tensors, "q_b_proj" if config["q_lora_rank"] else "q_proj", latents).reshape(batch, length, heads, -1)

@@ -240,10 +240,12 @@ FAMILIES: dict[str, PreTrainedConfig] = {
             "mscale_all_dim": 1.0,
         },
     ),
-    # Queries of the residual stream, as V2-Lite and Kimi-VL have them; another factor of scores.
+    # Queries of the residual stream, as V2-Lite and Kimi-VL have them; another factor of scores, an epsilon that the
+    # norms of latents do not have.
     "deepseek_v3_lite": DeepseekV3Config(
         **DEEPSEEK,
         q_lora_rank=None,
+        rms_norm_eps=1e-2,
         rope_interleave=False,
         rope_parameters={
             "rope_type": "yarn",

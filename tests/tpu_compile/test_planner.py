@@ -327,14 +327,24 @@ def nightly(*case):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("slice_", ["v5p-16", "v6e-16"])
-@pytest.mark.parametrize("model", ["c4ai-command-r7b-12-2024", "GLM-4-9B-0414", "GLM-4.5-Air"])
-def test_sampling_of_a_published_model_is_planned_by_its_name(model, slice_, cache):
+@pytest.mark.parametrize(
+    ("model", "slices", "attention"),
+    [
+        ("c4ai-command-r7b-12-2024", ("v5p-16", "v6e-16"), "TPU kernel"),
+        ("GLM-4-9B-0414", ("v5p-16", "v6e-16"), "TPU kernel"),
+        ("GLM-4.5-Air", ("v5p-16", "v6e-16"), "TPU kernel"),
+        ("Qwen3-Next-80B-A3B-Instruct", ("v5p-16", "v6e-16"), "plain JAX"),
+        ("DeepSeek-V3", ("v5p-64", "v6e-128"), "plain JAX"),
+    ],
+)
+@pytest.mark.parametrize("generation", [0, 1], ids=["v5p", "v6e"])
+def test_sampling_of_a_published_model_is_planned_by_its_name(model, slices, attention, generation, cache):
+    slice_ = slices[generation]
     code, text, found = plan(
         "--config_path", "config/sampler/demo.yaml", "--topology", slice_, "--inference_mode", "global_mesh",
         "--model", model, cache=cache,
     )  # fmt: skip
-    assert (code, found["fits"]) == (0, True) and "attention: TPU kernel" in text, text
+    assert (code, found["fits"]) == (0, True) and f"attention: {attention}" in text, text
 
 
 @pytest.mark.nightly

@@ -5,8 +5,9 @@ may have wrong.
 """
 
 import dataclasses
+import math
 import types
-from typing import Any, Final
+from typing import Any, Final, get_args
 
 import jax
 import jax.numpy as jnp
@@ -16,11 +17,15 @@ from jaxtyping import Array, Float, Int
 from lockstep.models import block
 from lockstep.models.attention import NO_WINDOW
 from lockstep.models.config import LayerKind, LlamaConfig, layer_kinds, rotary_frequencies
-from lockstep.models.latent import LatentQueries
+from lockstep.models.delta_rule import DeltaGates, DeltaState, gated_delta
+from lockstep.models.experts import Scoring
+from lockstep.models.latent import LatentQueries, expanded
 from lockstep.models.layers import Attend, feed_forward, first_stream, last_stream, layer
-from lockstep.models.weights import DecoderWeights
+from lockstep.models.weight_sizes import sizes_of
+from lockstep.models.weights import ATTENTION_WEIGHTS, LINEAR_WEIGHTS, WEIGHT_AXES, DecoderWeights
 
 ACTIVATIONS: Final = tuple(block.ACTIVATIONS)
+SCORINGS: Final[tuple[str, ...]] = get_args(Scoring)
 PAIRS: Final = (
     ("gate", "up"),
     ("expert_gate", "expert_up"),
@@ -30,10 +35,21 @@ PAIRS: Final = (
     ("attn_post_norm", "mlp_post_norm"),
     ("attn_post_norm", "mlp_norm"),
     ("q_norm", "k_norm"),
+    ("q_a_norm", "kv_a_norm"),
+    ("linear_conv_q", "linear_conv_k"),
+    ("linear_decay", "linear_decay_bias"),
 )
 """Weights of one shape that a reader can take for each other."""
 SQUARE: Final = ("q", "k", "v", "o")
 """Weights that can be square, so that their transpose has the right shape too."""
+ORDERED: Final = (
+    *("q", "gated_q", "q_b", "k", "q_bias", "k_bias", "q_norm", "k_norm", "q_wide_norm", "k_wide_norm"),
+    *("kv_a", "kv_b", "o", "sinks", "head_gate", "linear_qkvz", "linear_gates", "linear_conv_q", "linear_conv_k"),
+    *("linear_conv_v", "linear_decay", "linear_decay_bias", "linear_o"),
+)
+"""Weights whose heads, or parts of heads, a reader can have in another order."""
+_STREAMS: Final = ("embed", "q_latent", "kv_latent")
+"""Axes of weights that are of no head."""
 type Settings = dict[str, Any]
 """Arrays by name, so that another value needs no other program; see `settings_of`."""
 
@@ -44,19 +60,24 @@ def settings_of(config: LlamaConfig) -> Settings:
     known, experts = variant.activation in ACTIVATIONS, config.experts
     return {
         **of_layers(config, kinds),
-        "interleaved": np.bool_(False),  # element 2 i of a head is rotated with 2 i + 1, not i with i + half
+        **attention_kinds(np.isin(range(config.num_layers), config.linear_layers)),
         "epsilon": np.float32(config.layer_norm_epsilon),
         "norm_offset": np.float32(config.norm.offset),
+        "linear_norm_offset": np.float32(0.0),
         "embed_scale": np.float32(config.embed_scale or 1.0),
         "attention_scale": np.float32(config.attention_scale or config.head_size**-0.5),
         "attention_cap": np.float32(variant.attention_soft_cap or 0.0),  # 0 for none
         "logit_cap": np.float32(variant.logit_soft_cap or 0.0),
         "activation": np.int32(ACTIVATIONS.index(variant.activation) if known else 0),
         "tied": np.bool_(config.tie_word_embeddings),
-        "heads": np.arange(config.num_heads, dtype=np.int32),  # the model's query head that is the decoder's i-th
+        "orders": {name: index.reshape(-1) for name in ORDERED if (index := units_of(config, name)) is not None},
+        "plain_decay": np.bool_(False),  # whether linear_decay is the rate, not its logarithm
         "layers": np.arange(config.num_layers, dtype=np.int32),  # the model's layer that is the decoder's i-th
         "experts_per_token": np.int32(experts.num_experts_per_tok if experts else 0),
+        "groups_per_token": np.int32(experts.groups_per_tok if experts else 0),
         "norm_topk_prob": np.bool_(experts is not None and experts.norm_topk_prob),
+        "scoring": np.int32(SCORINGS.index(experts.scoring) if experts else 0),
+        "routed_scale": np.float32(experts.routed_scaling_factor if experts else 1.0),
         "swapped": np.zeros(len(PAIRS), bool),
         "transposed": np.zeros(len(SQUARE), bool),
     }
@@ -70,6 +91,25 @@ def of_layers(config: LlamaConfig, kinds: tuple[LayerKind, ...]) -> dict[str, An
     }
 
 
+def attention_kinds(linear: np.ndarray) -> dict[str, Any]:
+    """Whether each layer has linear attention, and its place among the layers of its kind.
+
+    Args:
+        linear: The first of these, ``[layer]``.
+    """
+    places = np.where(linear, np.cumsum(linear), np.cumsum(~linear)) - 1
+    return {"linear": linear.astype(bool), "attention_place": places.astype(np.int32)}
+
+
+def units_of(config: LlamaConfig, name: str) -> Int[np.ndarray, "*axis"] | None:
+    """The numbers of the elements of a weight along its axes of heads, in order; None where no model has such sizes."""
+    sizes, axes = sizes_of(config, name), [axis for axis in WEIGHT_AXES[name][1:] if axis not in _STREAMS]
+    if not all(axis in sizes for axis in axes):
+        return None
+    shape = [sizes[axis] for axis in axes]
+    return np.arange(math.prod(shape), dtype=np.int32).reshape(shape)
+
+
 def adjustable_logits(
     config: LlamaConfig, weights: DecoderWeights, ids: Int[Array, "batch position"], settings: Settings
 ) -> Float[Array, "batch position vocab"]:
@@ -80,9 +120,7 @@ def adjustable_logits(
         weights: The weights; computed with in float32.
     """
     weights = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), weights)
-    # The factors of attention scores and of the embedding are settings.
-    variant = dataclasses.replace(config.variant, attention_scale=None, embed_scale=None)
-    config = dataclasses.replace(config, variant=variant)
+    config = _without_factors(config)
     ops = Searched(config, settings)
     position = jnp.arange(ids.shape[1])
     distance = position[:, None] - position
@@ -105,7 +143,7 @@ def adjustable_logits(
             return ops.mixture(w, h), None
 
         def dense(h: Array) -> tuple[Array, None]:
-            return feed_forward(ops, config, _without_router(w), h, experts)
+            return feed_forward(ops, config, _without(w, "router"), h, experts)
 
         def mlp(h: Array) -> tuple[Array, None]:
             if w.router is None or w.up is None:
@@ -114,7 +152,15 @@ def adjustable_logits(
             answer = jax.lax.cond(w.dense, dense, lambda h: feed_forward(ops, config, w, h, experts), h)
             return answer
 
-        return layer(ops, config, w, x, (jnp.cos(angles), jnp.sin(angles)), attend, mlp)
+        def full(x: Array) -> tuple[Array, None]:
+            return layer(ops, config, _without(w, *LINEAR_WEIGHTS), x, (jnp.cos(angles), jnp.sin(angles)), attend, mlp)
+
+        def linear(x: Array) -> tuple[Array, None]:
+            return layer(ops, config, w, x, (jnp.cos(angles), jnp.sin(angles)), ops.recur, mlp)
+
+        answer: tuple[Array, None]
+        answer = full(x) if w.linear_qkvz is None else jax.lax.cond(w.linear, linear, full, x)
+        return answer
 
     x = first_stream(ops, config, weights, settings["embed_scale"] * weights.embed[ids])
     x, _ = jax.lax.scan(run, x, (_layers(config, weights, settings), settings["frequencies"], settings["window"]))
@@ -124,8 +170,16 @@ def adjustable_logits(
     return _capped(last_stream(ops, config, weights, x) @ output, settings["logit_cap"])
 
 
-def _without_router(w: Any) -> Any:
-    return types.SimpleNamespace(**{**vars(w), "router": None})
+def _without_factors(config: LlamaConfig) -> LlamaConfig:
+    """The configuration less the factors of attention scores and of the embedding, which are settings."""
+    sliding = config.variant.sliding_rope
+    sliding = sliding and dataclasses.replace(sliding, yarn=None)
+    variant = dataclasses.replace(config.variant, attention_scale=None, embed_scale=None, sliding_rope=sliding)
+    return dataclasses.replace(config, variant=variant, rope=dataclasses.replace(config.rope, yarn=None))
+
+
+def _without(w: Any, *names: str) -> Any:
+    return types.SimpleNamespace(**{**vars(w), **dict.fromkeys(names)})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,6 +189,10 @@ class Searched:
     config: LlamaConfig
     settings: Settings
 
+    @property
+    def epsilon(self) -> Any:
+        return self.settings["epsilon"]
+
     def local(self, size: int) -> int:
         return size
 
@@ -142,8 +200,8 @@ class Searched:
         return weight
 
     def columns(self, x: Array, weight: Array, shape: tuple[int, ...], *, units: int, bias: Any = None) -> Array:
-        out = jnp.tensordot(x, weight, 1)
-        return (out if bias is None else out + bias).reshape(*x.shape[:2], *shape)
+        out = x @ weight.reshape(len(weight), -1)
+        return (out if bias is None else out + bias.reshape(-1)).reshape(*x.shape[:2], *shape)
 
     def part(self, x: Array, weight: Array, *, units: int) -> Array:
         return x.reshape(*x.shape[:2], -1) @ weight.reshape(-1, weight.shape[-1])
@@ -151,10 +209,10 @@ class Searched:
     def total(self, part: Array) -> Array:
         return part
 
-    def norm(self, x: Array, weight: Array | None, *, wide: bool = False) -> Array:
+    def norm(self, x: Array, weight: Array | None, *, wide: bool = False, epsilon: float | None = None) -> Array:
         if weight is not None and wide:
             weight = weight.reshape(x.shape[2:])
-        settings = {"epsilon": self.settings["epsilon"], "offset": self.settings["norm_offset"]}
+        settings = {"epsilon": self.epsilon if epsilon is None else epsilon, "offset": self.settings["norm_offset"]}
         return dataclasses.replace(self.config.norm, **settings)(x, weight)
 
     def hidden(self, w: Any, up: Array, gate: Array | None) -> Array:
@@ -165,8 +223,17 @@ class Searched:
     def gate(self, x: Array, h: Array, weight: Array) -> Array:
         return x * jax.nn.sigmoid(h @ weight)
 
-    def attend_latent(self, q: LatentQueries, latent: Array, kv_b: Any, attend: Attend) -> Array:
-        raise AssertionError("models with a latent are not searched")
+    def attend_latent(self, q: LatentQueries, latent: Array, kv_b: Array, attend: Attend) -> Array:
+        heads = q.plain.shape[-2]
+        kv = self.columns(latent[..., : len(kv_b)], kv_b, (heads, kv_b.size // len(kv_b) // heads), units=heads)
+        return attend(*expanded(q, latent, kv))
+
+    def recur(self, inputs: Array, taps: Array, gates: DeltaGates) -> Array:
+        """The state of rows that are whole sequences, see `lockstep.models.layers.Recur`."""
+        of = self.config.linear_attention
+        assert of is not None
+        start = DeltaState.zeros(of, len(inputs), of.key_heads, jnp.dtype(jnp.float32))
+        return gated_delta(of, inputs, taps, gates, start)[0]
 
     def shard(self, x: Array, *axes: str) -> Array:
         return x
@@ -191,12 +258,16 @@ class Searched:
         experts, settings = self.config.experts, self.settings
         assert experts is not None
         logits, unbiased = product("bte,ex->btx", h, "router"), jnp.einsum("bte,ex->btx", h, w.router)
-        scores = jax.nn.softmax(logits) if experts.scoring == "softmax" else jax.nn.sigmoid(unbiased)
-        order = scores + w.router_bias if experts.scoring == "biased_sigmoid" else logits
-        ranks = jnp.argsort(jnp.argsort(-order, axis=-1), axis=-1)
-        shares = jnp.where(ranks < settings["experts_per_token"], scores, 0.0)
+        scoring, sigmoids = settings["scoring"], jax.nn.sigmoid(unbiased)
+        scores = jnp.where(scoring == SCORINGS.index("softmax"), jax.nn.softmax(logits), sigmoids)
+        order = jnp.where(scoring == SCORINGS.index("biased_sigmoid"), sigmoids + (logits - unbiased), logits)
+        if experts.groups > 1:
+            by_group = order.reshape(*order.shape[:-1], experts.groups, -1)
+            best = _ranks(jax.lax.top_k(by_group, 2)[0].sum(axis=-1)) < settings["groups_per_token"]
+            order = jnp.where(best[..., None], by_group, -jnp.inf).reshape(order.shape)
+        shares = jnp.where(_ranks(order) < settings["experts_per_token"], scores, 0.0)
         shares = jnp.where(settings["norm_topk_prob"], shares / jnp.sum(shares, axis=-1, keepdims=True), shares)
-        shares *= experts.routed_scaling_factor
+        shares *= settings["routed_scale"]
         if w.expert_gate_up is None:
             inner = self.activate(product("bte,xem->btxm", h, "expert_gate")) * product("bte,xem->btxm", h, "expert_up")
         else:
@@ -205,50 +276,52 @@ class Searched:
 
 
 def _layers(config: LlamaConfig, weights: DecoderWeights, settings: Settings) -> dict[str, Array | None]:
-    """The weights of the layers as the settings take them, those of q, k, v and o by head."""
-    heads, kv_heads, size = config.num_heads, config.num_kv_heads, config.head_size
+    """The weights of the layers as the settings take them, those in an order of their own with heads as one axis."""
     layers = {field.name: getattr(weights.layers, field.name) for field in dataclasses.fields(weights.layers)}
     every = np.arange(config.num_layers)
-    dense, places = (None, every) if config.experts is None else config.experts.places(config.num_layers)
-    # A layer of the other kind takes the weights of any, which are not computed with.
-    own = {name: places if len(config.layers_of(name)) < len(every) else every for name in layers}
+    dense = None if config.experts is None else config.experts.places(config.num_layers)[0]
+
+    def place(name: str, count: int) -> Array:
+        """The place of a weight for each layer; for a layer without it any, which is not computed with."""
+        if config.linear_attention is not None and name in LINEAR_WEIGHTS | ATTENTION_WEIGHTS:
+            return jnp.minimum(settings["attention_place"], count - 1)
+        return jnp.asarray(np.minimum(np.searchsorted(config.layers_of(name), every), count - 1))
+
     layers = {
-        name: weight if weight is None else weight[jnp.asarray(own[name])[settings["layers"]]]
+        name: weight if weight is None else weight[place(name, len(weight))[settings["layers"]]]
         for name, weight in layers.items()
     }
     layers["dense"] = None if dense is None else jnp.asarray(dense)[settings["layers"]]
+    layers["linear"] = settings["linear"][settings["layers"]]
     for number, (first, second) in enumerate(PAIRS):
         a, b = layers[first], layers[second]
         if a is not None and b is not None and a.shape == b.shape:
             flag = settings["swapped"][number]
             layers[first], layers[second] = jnp.where(flag, b, a), jnp.where(flag, a, b)
     for number, name in enumerate(SQUARE):
+        if layers[name] is None:
+            continue
         sides = (config.hidden_dim, -1) if name != "o" else (-1, config.hidden_dim)
         weight = layers[name].reshape(config.num_layers, *sides)
         if weight.shape[1] == weight.shape[2]:
             weight = jnp.where(settings["transposed"][number], weight.swapaxes(1, 2), weight)
         layers[name] = weight
-    rotated = config.rope.rotated(size)
-    pairs = np.concatenate([np.arange(0, rotated, 2), np.arange(1, rotated, 2), np.arange(rotated, size)])
-    order = jnp.where(settings["interleaved"], pairs, np.arange(size))
-    for name, count in (("q", heads), ("k", kv_heads), ("v", kv_heads)):
-        shapes: dict[str, tuple[int, ...]] = {
-            "": (config.hidden_dim, count, size),
-            "_bias": (count, size),
-            "_norm": (size,),
-            "_wide_norm": (count, size),
-        }
-        for suffix, shape in shapes.items():
-            weight = layers.get(name + suffix)
-            if weight is not None:
-                weight = weight.reshape(-1, *shape)
-                weight = weight[..., settings["heads"], :] if name == "q" and len(shape) > 1 else weight
-                layers[name + suffix] = weight if name == "v" else weight[..., order]
-    for name, shape in (("sinks", (-1, heads)), ("head_gate", (config.num_layers, -1, heads))):
-        if layers[name] is not None:
-            layers[name] = layers[name].reshape(shape)[..., settings["heads"]]
-    layers["o"] = layers["o"].reshape(-1, heads, size, config.hidden_dim)[:, settings["heads"]]
+    for name, order in settings["orders"].items():
+        if (weight := layers[name]) is not None:
+            axes = WEIGHT_AXES[name]
+            axis = 2 if axes[1] in _STREAMS else 1
+            shape = *weight.shape[:axis], len(order), *(weight.shape[-1:] if axes[-1] == "embed" else ())
+            layers[name] = jnp.take(weight.reshape(shape), order, axis=axis)
+    if layers["linear_norm"] is not None:
+        rate = layers["linear_decay"]
+        layers["linear_decay"] = jnp.where(settings["plain_decay"], jnp.log(rate), rate)
+        layers["linear_norm"] = layers["linear_norm"] + settings["linear_norm_offset"]
     return layers
+
+
+def _ranks(x: Array) -> Array:
+    """The number of larger ones in the last axis, of which the first counts as larger where two are equal."""
+    return jnp.argsort(jnp.argsort(-x, axis=-1), axis=-1)
 
 
 def _capped(x: Array, cap: Array) -> Array:

@@ -6,7 +6,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, Self
 
 import jax
 import jax.numpy as jnp
@@ -51,6 +51,10 @@ class Norm:
     epsilon: float | Array
     offset: float | Array = 0.0
     centered: bool = False
+
+    def with_epsilon(self, epsilon: float | Array | None) -> Self:
+        """The norm with another number added to the mean square; None for the same."""
+        return self if epsilon is None else dataclasses.replace(self, epsilon=epsilon)
 
     def __call__(
         self,

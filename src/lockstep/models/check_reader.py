@@ -127,14 +127,12 @@ def check_reader(
         gap = float(compared["gaps"].max())
         tolerance = max(LEAST_TOLERANCE, 4 * float(compared["noise"].max()), 4 * float(compared["rounding"]))
         unseen = tuple(name for name, same in zip(check.names, compared["constant"], strict=True) if same)
-        base, rests = math.nan, list[tuple[float, str]]()
-        if check.config.linear_attention is None and check.config.latent is None:
-            with scope.run_on_all("compile the search") as phase:
-                program = check.adjustable(expected)
-                phase.agree(program.digests)
-            with scope.launch_on_all("search"):
-                base, rests = _rests(check, program, expected)
-    # The search cannot compute every model, such as one with linear attention, a latent, or an activation of its own.
+        with scope.run_on_all("compile the search") as phase:
+            program = check.adjustable(expected)
+            phase.agree(program.digests)
+        with scope.launch_on_all("search"):
+            base, rests = _rests(check, program, expected)
+    # The search cannot compute every model, such as one with an activation of its own.
     rests = rests if math.isclose(base, gap, rel_tol=0.05, abs_tol=tolerance) else []
     tried, likely = tuple(text for _, text in rests), _likely(rests, gap, base, tolerance)
     if gap <= tolerance and not likely:
@@ -272,7 +270,8 @@ def _where(gaps: Float[np.ndarray, " position"], tolerance: float, tried: int) -
     if gaps[0] <= tolerance:
         return (
             f"The first position agrees ({gaps[0]:.2g}): look at what works between positions, which is rotary "
-            f"embeddings, the scale and soft cap of attention, the window, norms of q and k, the order of heads. {none}"
+            "embeddings, the scale and soft cap of attention, the window, norms of q and k, the order of heads, "
+            f"convolutions and decays of linear attention. {none}"
         )
     return (
         f"The first position differs already ({gaps[0]:.2g}): look at embedding and its scale, norms, v, o, MLP, "

@@ -26,12 +26,9 @@ SIZE_LIMIT = 1 << 31
 """The bound of every size of a model."""
 
 
-_NOT_EXACT: Final = {
-    "variant": ("gated_norm_rank", "unit_qk_norm", "exclusive_attention", "head_gates", "gated_attention"),
-    "experts": ("scoring", "groups", "routed_scaling_factor"),
-}
-"""Fields that ``numerics: exact`` refuses: those of Snowball, which is sampled here, and trained elsewhere
-by other functions."""
+_NOT_EXACT: Final = ("gated_norm_rank", "unit_qk_norm", "exclusive_attention", "head_gates", "gated_attention")
+"""Fields of a variant that ``numerics: exact`` refuses: those of Snowball, which is sampled here, and trained elsewhere
+by other functions, and a gate that is met with linear attention alone."""
 
 
 _NOT_LATENT: Final = (
@@ -221,14 +218,23 @@ class LlamaConfig(ModelConfig):
     def _check_numerics(self) -> None:
         if self.numerics not in get_args(Numerics):
             raise ConfigError(f"numerics is {self.numerics!r}; it must be fast or exact. Use fast if in doubt.")
-        blocks = {"variant": (self.variant, Variant()), "experts": (self.experts or Experts(), Experts())}
+        if not self.exact:
+            return
+        if self.linear_attention is not None:
+            raise ConfigError(
+                "numerics is exact and linear_attention is set: the sums in its memory are made of 64 positions at a "
+                "time in training, of a page in prefill, of one in decode, so that they round differently. Set "
+                "numerics to fast."
+            )
+        plain = Variant()
         departures = {
-            f"{block}.{name}": value
-            for block, (own, plain) in blocks.items()
-            for name in _NOT_EXACT[block]
-            if (value := getattr(own, name)) != getattr(plain, name)
-        } | ({} if self.latent is None else {"latent": self.latent})
-        for name, value in departures.items() if self.exact else ():
+            f"variant.{name}": value
+            for name in _NOT_EXACT
+            if (value := getattr(self.variant, name)) != getattr(plain, name)
+        }
+        if self.experts is not None and self.experts.scoring == "sigmoid":
+            departures["experts.scoring"] = "sigmoid"
+        for name, value in departures.items():
             raise ConfigError(f"numerics is exact and {name} is {value}, which is not exact yet. Set numerics to fast.")
 
     @property

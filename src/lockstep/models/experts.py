@@ -5,6 +5,7 @@ token's experts answer does not depend on the other tokens.
 """
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, Self
 
@@ -244,8 +245,9 @@ def route(
     else:
         unbiased = jnp.matmul(x.astype(jnp.float32), router.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
     added = 0.0 if bias is None else bias.astype(jnp.float32)
+    sigmoid = functools.partial(elementwise, jax.nn.sigmoid) if exact else jax.nn.sigmoid
     if experts.scoring == "biased_sigmoid":
-        logits, scores = unbiased, jax.nn.sigmoid(unbiased) + added
+        logits, scores = unbiased, sigmoid(unbiased) + added
     else:
         logits = scores = unbiased if bias is None else unbiased + added
     scores = _in_best_groups(scores, experts)
@@ -253,18 +255,21 @@ def route(
     if replayed is not None:
         chosen = jnp.where(replayed < 0, chosen, replayed)
         largest = jnp.take_along_axis(logits, chosen, axis=-1)
-    if exact:
-        weights = _exact_softmax(largest, largest if experts.norm_topk_prob else logits)
-    elif experts.scoring != "softmax":
-        weights = jax.nn.sigmoid(jnp.take_along_axis(unbiased, chosen, axis=-1))
+    if experts.scoring != "softmax":
+        weights = sigmoid(jnp.take_along_axis(unbiased, chosen, axis=-1))
         if experts.norm_topk_prob:
-            weights /= jnp.sum(weights, axis=-1, keepdims=True) + 1e-9
+            total = tree_sum(weights)[..., None] if exact else jnp.sum(weights, axis=-1, keepdims=True)
+            weights /= total + 1e-9
+    elif exact:
+        weights = _exact_softmax(largest, largest if experts.norm_topk_prob else logits)
     elif experts.norm_topk_prob:
         weights = jax.nn.softmax(largest, axis=-1)
     else:
         weights = jnp.exp(largest - jax.nn.logsumexp(logits, axis=-1, keepdims=True))
     if experts.routed_scaling_factor != 1:
         weights *= experts.routed_scaling_factor
+    if exact:
+        weights = barrier(weights)
     return Routing(chosen, weights, logits, scores)
 
 

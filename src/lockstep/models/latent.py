@@ -7,7 +7,7 @@ attention then reads the latent itself, as the only key/value head that there is
 """
 
 import dataclasses
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -15,6 +15,10 @@ from jaxtyping import Array, Float
 from lockstep.config_fields import check_fields
 from lockstep.errors import ConfigError, check_at_least
 from lockstep.models import block
+
+NORM_EPSILON: Final = 1e-6
+"""The number that norms of latents add to the mean square, in DeepSeek's code and in transformers, whatever other norms
+add."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 from lockstep.models import block
 from lockstep.models.config import LlamaConfig
 from lockstep.models.delta_rule import DeltaGates
-from lockstep.models.latent import Latent, LatentQueries
+from lockstep.models.latent import NORM_EPSILON, Latent, LatentQueries
 from lockstep.models.weights import LayerWeights
 
 type Rotary = tuple[Float[Array, "... half_head"], Float[Array, "... half_head"]]
@@ -34,6 +34,10 @@ class Ops(Protocol):
 
     A weight is whatever the implementation has for it, an array for most; a row is a token of a sequence.
     """
+
+    @property
+    def epsilon(self) -> Any:
+        """The number that the model's norms add to the mean square."""
 
     def local(self, size: int) -> int:
         """The part that a weight on this device has of an axis that devices may split."""
@@ -63,11 +67,12 @@ class Ops(Protocol):
     def total(self, part: Array) -> Array:
         """The sum of what `part` returned on all devices that split the weight."""
 
-    def norm(self, x: Array, weight: Any, *, wide: bool = False) -> Array:
+    def norm(self, x: Array, weight: Any, *, wide: bool = False, epsilon: float | None = None) -> Array:
         """The RMSNorm over the axes of the weight; without a weight ``x``.
 
         Args:
             wide: Whether devices may split these axes.
+            epsilon: The number added to the mean square; None for the model's.
         """
 
     def hidden(self, w: LayerWeights, up: Array, gate: Array | None) -> Array:
@@ -227,7 +232,7 @@ def linear_attention(ops: Ops, config: LlamaConfig, w: LayerWeights, h: Array, r
     parts = (w.linear_conv_q, w.linear_conv_k, w.linear_conv_v)
     taps = jnp.concatenate([ops.array(part).reshape(heads, -1, of.conv_width) for part in parts], axis=1)
     out = recur(inputs[..., : of.qkv], taps, DeltaGates(jax.nn.sigmoid(write), log_decay))
-    out = block.Norm(config.layer_norm_epsilon)(out, ops.array(w.linear_norm))
+    out = block.Norm(ops.epsilon)(out, ops.array(w.linear_norm))
     gate = inputs[..., of.qkv :].reshape(out.shape).astype(jnp.float32)
     out = ops.shard((out * jax.nn.silu(gate)).astype(h.dtype), "key_head", "value_group", "value")
     return ops.total(ops.part(out, w.linear_o, units=heads))
@@ -254,9 +259,10 @@ def latent_row(ops: Ops, config: LlamaConfig, w: LayerWeights, h: Array, rotary:
         h: The stream after the norm.
     """
     sizes = _sizes(config)
-    row = ops.columns(h, w.kv_a, (sizes.size,), units=sizes.size)
+    row = ops.columns(h, w.kv_a, (sizes.size,), units=1)
     key = _rotate_latent(ops, config, row[..., sizes.kv_lora_rank :], rotary)
-    return jnp.concatenate([ops.norm(row[..., : sizes.kv_lora_rank], w.kv_a_norm), key], axis=-1)
+    latent = ops.norm(row[..., : sizes.kv_lora_rank], w.kv_a_norm, epsilon=NORM_EPSILON)
+    return jnp.concatenate([latent, key], axis=-1)
 
 
 def latent_queries(ops: Ops, config: LlamaConfig, w: LayerWeights, h: Array, rotary: Rotary) -> LatentQueries:
@@ -267,7 +273,8 @@ def latent_queries(ops: Ops, config: LlamaConfig, w: LayerWeights, h: Array, rot
     """
     sizes, heads, weight = _sizes(config), ops.local(config.num_heads), w.q
     if w.q_a is not None and sizes.q_lora_rank is not None:
-        h = ops.norm(ops.columns(h, w.q_a, (sizes.q_lora_rank,), units=sizes.q_lora_rank), w.q_a_norm)
+        h = ops.columns(h, w.q_a, (sizes.q_lora_rank,), units=1)
+        h = ops.norm(h, w.q_a_norm, epsilon=NORM_EPSILON)
         weight = w.q_b
     q = ops.columns(h, weight, (heads, 1, sizes.head_size), units=heads)[..., 0, :]
     plain, rotated = q[..., : sizes.qk_nope_head_dim], q[..., sizes.qk_nope_head_dim :]
@@ -282,7 +289,7 @@ def _sizes(config: LlamaConfig) -> Latent:
 
 def _rotate_latent(ops: Ops, config: LlamaConfig, x: Array, rotary: tuple[Array, ...]) -> Array:
     x = block.even_first(x, x.shape[-1]) if config.variant.interleaved_rope else x
-    return block.rotate(x, *rotary, fix=ops.fix)
+    return ops.fix(block.rotate(x, *rotary, fix=ops.fix))
 
 
 def feed_forward(

@@ -41,8 +41,12 @@ class Train:
         array = array.reshape([axis.size if axis in own else 1 for axis in self.rows] + [-1])
         return jnp.cos(array), jnp.sin(array)
 
-    def local(self, size: int) -> int:
+    @property
+    def epsilon(self) -> float:
         """See `Ops`; so for all methods."""
+        return self.config.layer_norm_epsilon
+
+    def local(self, size: int) -> int:
         return size
 
     def array(self, weight: Any) -> Any:
@@ -63,8 +67,8 @@ class Train:
     def total(self, part: Array) -> Array:
         return part
 
-    def norm(self, x: Array, weight: NamedArray | None, *, wide: bool = False) -> Array:
-        return self.config.norm(x, self.array(weight))
+    def norm(self, x: Array, weight: NamedArray | None, *, wide: bool = False, epsilon: float | None = None) -> Array:
+        return self.config.norm.with_epsilon(epsilon)(x, self.array(weight))
 
     def hidden(self, w: LayerWeights, up: Array, gate: Array | None) -> Array:
         xielu = tuple(map(self.array, (w.xielu_p, w.xielu_n, w.xielu_beta, w.xielu_eps)))

@@ -34,21 +34,21 @@ def check_weights(config: LlamaConfig, weights: DecoderWeights) -> None:
                 f"samples would be those of another model. Correct {setting.partition(' ')[0]}, or read "
                 f"{name + ' too' if present else 'no ' + name}."
             )
-    sizes = axis_sizes(config) | {"vocab": int(arrays["embed"].shape[0])}
+    sizes = {"vocab": int(arrays["embed"].shape[0])}
     for name, array in arrays.items():
-        own = sizes | _own_sizes(config, name) | ({"layer": len(config.layers_of(name))} if name in STACKED else {})
+        own = sizes | sizes_of(config, name) | ({"layer": len(config.layers_of(name))} if name in STACKED else {})
         if not _fits(WEIGHT_AXES[name], tuple(array.shape), own):
             raise _misfit(name, tuple(array.shape), own)
 
 
-def axis_sizes(config: LlamaConfig) -> dict[str, int]:
-    """The size of each axis of weights by its name, as far as the configuration has it."""
+def sizes_of(config: LlamaConfig, name: str) -> dict[str, int]:
+    """The size of each axis of a weight by the axis's name, as far as the configuration has it."""
     experts = config.experts
     sizes = {
         "embed": config.hidden_dim,
         "kv_head": config.num_kv_heads,
         "group": config.q_heads_per_group,
-        "head": config.head_size,
+        "head": config.value_size if name == "o" else config.head_size,
         "mlp": config.intermediate_dim,
         "one": 1,
     }
@@ -79,11 +79,6 @@ def axis_sizes(config: LlamaConfig) -> dict[str, int]:
     if config.variant.gated_norm_rank is not None:
         sizes["rank"] = config.variant.gated_norm_rank
     return sizes
-
-
-def _own_sizes(config: LlamaConfig, name: str) -> dict[str, int]:
-    """The sizes of axes that a weight has and others have not."""
-    return {"head": config.value_size} if name == "o" else {}
 
 
 SETTINGS: Final[Mapping[str, str]] = {
@@ -118,6 +113,7 @@ def _presence(config: LlamaConfig) -> dict[str, tuple[str, bool]]:
     """For weights that a setting decides on, the setting with its value, and whether there must be one."""
     variant, latent = config.variant, config.latent is not None
     low_rank = config.latent is not None and config.latent.q_lora_rank is not None
+    scoring = config.experts and config.experts.scoring
     settings = {
         "tie_word_embeddings": (config.tie_word_embeddings, {"lm_head": not config.tie_word_embeddings}),
         "qkv_bias": (config.qkv_bias, dict.fromkeys(("q_bias", "k_bias", "v_bias"), config.qkv_bias)),
@@ -147,6 +143,7 @@ def _presence(config: LlamaConfig) -> dict[str, tuple[str, bool]]:
             variant.gated_attention,
             {"gated_q": variant.gated_attention, "q": not (variant.gated_attention or low_rank)},
         ),
+        "experts.scoring": (scoring, {"router_bias": scoring not in (None, "softmax") or variant.fused_gate}),
         "linear_attention": (
             config.linear_attention,
             dict.fromkeys(sorted(LINEAR_WEIGHTS), config.linear_attention is not None),

@@ -8,6 +8,7 @@ import pytest
 from lockstep.models import read_decoder
 from lockstep.models.adjustable import adjustable_logits, settings_of
 from tests.unit.engine.models import FAMILIES, VOCAB, model_on
+from tests.unit.models.test_check_reader import LINEAR
 
 IDS = np.random.default_rng(0).integers(0, VOCAB, (2, 24)).astype(np.int32)
 MARKS = {
@@ -15,14 +16,15 @@ MARKS = {
     "olmo": [pytest.mark.slow],
     "gemma3": [pytest.mark.slow],
     "apertus": [pytest.mark.slow],
+    "latent": [pytest.mark.slow],
+    "linear": [pytest.mark.slow],
 }
+MODELS = FAMILIES | {"linear": LINEAR}
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(each, marks=MARKS.get(each, [pytest.mark.nightly])) for each in FAMILIES]
-)
+@pytest.mark.parametrize("name", [pytest.param(each, marks=MARKS.get(each, [pytest.mark.nightly])) for each in MODELS])
 def test_it_is_the_trainable_model(name):
-    model = model_on("1,1,1", FAMILIES[name])
+    model = model_on("1,1,1", MODELS[name])
     config, weights = read_decoder(model)
     theirs = jax.jit(lambda m: m(hax.named(IDS, ("batch", "position"))).array)(model)
     ours = jax.jit(adjustable_logits, static_argnums=0)(config, weights, IDS, settings_of(config))

@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from lockstep.errors import PeerError
 from lockstep.models import (
     Experts,
+    LinearAttention,
     LlamaConfig,
     Qwen2MoeConfig,
     ReaderMismatchError,
@@ -23,6 +24,7 @@ from lockstep.models import (
     read_decoder,
 )
 from lockstep.models.config import rotary_frequencies
+from lockstep.models.families.qwen3_next import Qwen3NextConfig
 from lockstep.models.rope import Llama3Scaling, RotaryConfig
 from lockstep.placement import place
 from tests.tiny import numpy_weights, placed_weights
@@ -300,6 +302,127 @@ def test_a_base_for_all_layers_where_the_model_has_two_is_named(compiled):
         check_reader(
             placed(config=config), lambda ids: numpy_forward(np.asarray(ids), frequencies=bases), length=LENGTH
         )
+
+
+LINEAR = Qwen3NextConfig(
+    **SIZES | {"num_layers": 4},
+    rope=RotaryConfig(theta=1e7, partial_rotary_factor=0.5),
+    linear_attention=LinearAttention(key_heads=2, value_heads=6, key_head_dim=5, value_head_dim=7, conv_width=3),
+    experts=Experts(
+        num_experts=4, num_experts_per_tok=2, intermediate_dim=12, shared_intermediate_dim=10, shared_router=True
+    ),
+)
+
+
+def parts_moved(count, sizes, order):
+    """Changes a weight so that the parts of each of ``count`` heads, its last axis, are in another order."""
+
+    def move(weight):
+        heads = weight.reshape(*weight.shape[:2], count, sum(sizes))
+        parts = np.split(heads, np.cumsum(sizes)[:-1], axis=-1)
+        return np.concatenate([parts[part] for part in order], axis=-1).reshape(weight.shape)
+
+    return move
+
+
+def parts_apart(count, sizes):
+    """Changes a weight so that each part of all of ``count`` heads comes before the next part."""
+
+    def move(weight):
+        heads = weight.reshape(*weight.shape[:2], count, sum(sizes))
+        parts = np.split(heads, np.cumsum(sizes)[:-1], axis=-1)
+        return np.concatenate([part.reshape(*weight.shape[:2], -1) for part in parts], axis=-1).reshape(weight.shape)
+
+    return move
+
+
+def of_experts(**changed):
+    return lambda config: dataclasses.replace(config, experts=dataclasses.replace(config.experts, **changed))
+
+
+def of_variant(**changed):
+    return lambda config: dataclasses.replace(config, variant=dataclasses.replace(config.variant, **changed))
+
+
+def of_yarn(**changed):
+    return lambda config: dataclasses.replace(
+        config, rope=dataclasses.replace(config.rope, yarn=dataclasses.replace(config.rope.yarn, **changed))
+    )
+
+
+def negative(weight):
+    return weight - 1
+
+
+QKVZ = (5, 5, 21, 21)
+MISREAD = {
+    "latent, neighbours": (of_variant(interleaved_rope=False), "variant.interleaved_rope is False: it should be True"),
+    "latent, yarn": (of_yarn(attention_factor=1.0), "rope.yarn.attention_factor is 1: it should be 1.13863"),
+    "latent, scale": (
+        of_variant(attention_scale=0.5),
+        "variant.attention_scale is 0.5: it should be 0.316228",
+    ),
+    "latent, groups": (of_experts(groups_per_tok=3), "experts.groups_per_tok is 3: it should be 2"),
+    "latent, factor": (of_experts(routed_scaling_factor=2.5), "experts.routed_scaling_factor is 2.5: it should be 1.0"),
+    "latent, scoring": (of_experts(scoring="sigmoid"), "experts.scoring is sigmoid: it should be biased_sigmoid"),
+    "latent, queries": ({"q_b": parts_moved(4, (6, 4), (1, 0))}, "q_b: the model has the rotated part"),
+    "latent, key": ({"kv_a": parts_moved(1, (12, 4), (1, 0))}, "kv_a: the model has the rotated key before the latent"),
+    "latent, values": ({"kv_b": parts_moved(4, (6, 9), (1, 0))}, "kv_b: the model has the value of a head before"),
+    "latent, keys": ({"kv_b": parts_apart(4, (6, 9))}, "kv_b: the model has the keys of all heads before their values"),
+    "linear, norm": ({"linear_norm": negative}, "linear_norm: the model multiplies by 1 + weight"),
+    "linear, decay": ({"linear_decay": np.exp}, "linear_decay: it is a rate; read its logarithm"),
+    "linear, gates": ({"linear_gates": parts_moved(2, (3, 3), (1, 0))}, "linear_gates: writes and decays are swapped"),
+    "linear, queries": ({"linear_qkvz": parts_moved(2, QKVZ, (1, 0, 2, 3))}, "linear_qkvz: queries and keys"),
+    "linear, values": (
+        {"linear_qkvz": parts_moved(2, QKVZ, (0, 1, 3, 2))},
+        "linear_qkvz: values and gates are swapped",
+    ),
+    "linear, parts": ({"linear_qkvz": parts_apart(2, QKVZ)}, "linear_qkvz: the model has all queries, then keys"),
+    "linear, all parts": (
+        {"linear_qkvz": parts_apart(2, QKVZ), "linear_gates": parts_apart(2, (3, 3))},
+        "linear_qkvz and linear_gates: the model has each part of all heads before the next part",
+    ),
+    "linear, taps": (
+        {f"linear_conv_{name}": lambda weight: weight[..., ::-1] for name in "qkv"},
+        "linear_conv: the model has the token's own position first",
+    ),
+    "linear, gated": ({"gated_q": parts_moved(4, (8, 8), (1, 0))}, "gated_q: the model has the gate of a head before"),
+    "linear, all gated": (
+        {"gated_q": parts_apart(4, (8, 8))},
+        "gated_q: the model has the queries of all heads before",
+    ),
+    "linear, layers": (
+        of_variant(layer_types=("linear_attention", "linear_attention", "full_attention", "linear_attention")),
+        "variant.layer_types are those of the layer before",
+    ),
+    "linear, norms": (of_variant(norm_plus_one=False), "variant.norm_plus_one is False: it should be True"),
+    "linear, neighbours": (of_variant(interleaved_rope=True), "variant.interleaved_rope is True: it should be False"),
+}
+"""What a reader can have wrong of a model, as changes of its configuration or of its weights."""
+OFTEN = {"latent, values", "linear, parts"}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in OFTEN else pytest.mark.nightly) for name in MISREAD]
+)
+def test_what_is_wrong_with_a_latent_or_a_memory_is_named(compiled, name):
+    model = model_on("1,1,1", {"latent": FAMILIES["latent"], "linear": LINEAR}[name.partition(",")[0]])
+    forward = jax.jit(lambda ids: model(hax.named(ids, ("batch", "position"))).array)
+    config, weights = read_decoder(model)
+    sound = check_reader((config, weights), forward, length=16)
+    assert sound.gap <= sound.tolerance and len(sound.tried) > 40
+    changes, likely = MISREAD[name]
+    if callable(changes):
+        config = changes(config)
+    else:
+        layers = {
+            weight: jax.device_put(change(np.asarray(getattr(weights.layers, weight))), weights.embed.sharding)
+            for weight, change in changes.items()
+        }
+        weights = dataclasses.replace(weights, layers=dataclasses.replace(weights.layers, **layers))
+    with pytest.raises(ReaderMismatchError) as error:
+        check_reader((config, weights), forward, length=16)
+    assert error.value.likely[0].startswith(likely), error.value.likely
 
 
 SHARED = Qwen2MoeConfig(

@@ -47,10 +47,6 @@ def test_attention_to_the_latent_is_that_to_its_keys_and_values(query_block: int
         ({"head_dim": 8}, "a key of 192 elements .* head_dim 8. Set .* head_dim to null"),
         ({"qk_norm": True}, "latent and qk_norm are both set"),
         ({"variant": Variant(attention_sinks=True)}, "latent and variant.attention_sinks are both set"),
-        (
-            {"numerics": "exact"},
-            "numerics is exact and latent is .*, which is not exact yet. Set numerics",
-        ),
     ],
 )
 def test_what_a_latent_is_not_computed_with_is_refused(fields: dict[str, Any], text: str) -> None:

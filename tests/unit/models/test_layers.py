@@ -19,13 +19,14 @@ from tests.unit.engine.models import FAMILIES, LLAMA, mesh_of, model_on
 
 SNOWBALL = Variant(gated_norm_rank=4, unit_qk_norm=1e-6, exclusive_attention=True, head_gates=True)
 CONFIGS = {name: FAMILIES[name] for name in ("llama", "qwen2", "gemma", "olmo", "apertus", "sinks", "cohere")} | {
-    "snowball": dataclasses.replace(LLAMA, variant=SNOWBALL)
+    "snowball": dataclasses.replace(LLAMA, variant=SNOWBALL),
+    "latent": dataclasses.replace(FAMILIES["latent"], experts=None, layer_norm_epsilon=0.1),
 }
 ROWS = (hax.Axis("batch", 2), hax.Axis("position", 6))
 
 
 def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    scores = jnp.einsum("btkgh,bskh->bkgts", q, k)
+    scores = jnp.einsum("btkgh,bskh->bkgts", q, k) * q.shape[-1] ** -0.5
     past = jnp.tril(jnp.ones(scores.shape[-2:], bool))
     return jnp.einsum("bkgts,bskh->btkgh", jax.nn.softmax(jnp.where(past, scores, -jnp.inf)), v)
 

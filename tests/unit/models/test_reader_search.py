@@ -6,11 +6,12 @@ import jax
 import numpy as np
 import pytest
 
-from lockstep.models import RotaryConfig, Variant
+from lockstep.models import RotaryConfig, Variant, read_decoder
 from lockstep.models.adjustable import settings_of
 from lockstep.models.reader_search import suspects
 from tests.tiny import numpy_weights
-from tests.unit.models.test_check_reader import CONFIG
+from tests.unit.engine.models import FAMILIES, model_on
+from tests.unit.models.test_check_reader import CONFIG, LINEAR
 
 
 def texts(config, **shapes):
@@ -29,11 +30,16 @@ def same(one, other):
         Variant(
             sliding_window=8, layer_types=("sliding_attention", "full_attention"), sliding_rope=RotaryConfig(theta=1e4)
         ),
+        Variant(interleaved_rope=True),
+        *(FAMILIES["latent"], FAMILIES["sinks"], LINEAR),
     ],
 )
 def test_each_is_another_setting_and_has_a_text_of_its_own(variant):
-    config = dataclasses.replace(CONFIG, head_dim=16, rope=RotaryConfig(theta=5e5), variant=variant)
-    every = list(suspects(config, numpy_weights(config)))
+    config = variant
+    if isinstance(variant, Variant):
+        config = dataclasses.replace(CONFIG, head_dim=16, rope=RotaryConfig(theta=5e5), variant=variant)
+    weights = read_decoder(model_on("1,1,1", config))[1] if config is variant else numpy_weights(config)
+    every = list(suspects(config, weights))
     assert len({text for text, _ in every}) == len(every) > 30
     base = settings_of(config)
     for text, settings in every:

@@ -96,3 +96,9 @@ def test_one_layer_is_not_three():
     assert read_decoder((one_layer, weights))[0] == one_layer
     with pytest.raises(ConfigError, match=r"says \(layer 3, "):
         read_decoder((CONFIG, weights))
+
+
+def test_a_bias_of_a_router_that_adds_none_is_refused():
+    text = "experts.scoring = None, and its weights have router_bias.*Correct experts.scoring, or read no router_bias"
+    with pytest.raises(ConfigError, match=text):
+        read_decoder((CONFIG, with_weight("router_bias", np.zeros((CONFIG.num_layers, 4), np.float32))))

@@ -301,6 +301,9 @@ def test_a_model_that_is_not_known():
         ("microsoft/phi-4", 40),
         ("CohereLabs/c4ai-command-a-03-2025", 64),
         ("zai-org/GLM-4.5-Air", 46),
+        ("Qwen/Qwen3-Next-80B-A3B-Instruct", 48),
+        ("deepseek-ai/DeepSeek-V3", 61),
+        ("deepseek-ai/DeepSeek-R1", 61),
     ],
 )
 def test_a_well_known_checkpoint_is_planned_by_its_name(name, layers):

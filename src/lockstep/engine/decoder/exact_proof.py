@@ -34,6 +34,8 @@ _KEYS: Final = _ROWS + 32
 """Positions that attention looks at: more than one block."""
 _LARGEST: Final = 1024
 """Terms and columns of a product at most: larger ones are cut to a multiple of their blocks."""
+_QUERY_HEADS: Final = 16
+"""Query heads of a latent at most."""
 _WIDTH: Final = 72
 """Numbers of a row that functions are applied to: rows begin within a vector of 128, and end within one."""
 
@@ -53,7 +55,7 @@ class Numerics:
     """Shapes, functions and type of a model with ``numerics: exact``."""
 
     products: tuple[ProductShape, ...]
-    heads: tuple[int, int, int]  # kv heads, query heads of each, size
+    heads: tuple[int, int, int, int]  # kv heads, query heads of each, the size of a key and of a value
     soft_cap: float | None  # of attention
     activation: str
     dtype: str
@@ -61,17 +63,27 @@ class Numerics:
     @classmethod
     def of(cls, config: LlamaConfig, vocab: int, dtype: Any) -> "Numerics":
         """Those of a model whose embedding has ``vocab`` rows."""
-        embed, size, kv_heads = config.hidden_dim, config.head_size, config.num_kv_heads
+        embed, size, kv_heads, latent = config.hidden_dim, config.head_size, config.num_kv_heads, config.latent
+        heads = kv_heads, config.q_heads_per_group, size, size
         widths = {config.expert_dim} | ({config.intermediate_dim} if config.mixes_mlps else set())
         if config.experts is not None and config.experts.shared_intermediate_dim:
             widths.add(config.experts.shared_intermediate_dim)
-        shapes = [_wide(embed, heads, size) for heads in {config.num_heads: 0, kv_heads: 0}]
+        if latent is None:
+            shapes = [_wide(embed, count, size) for count in {config.num_heads: 0, kv_heads: 0}]
+        else:
+            queries, nope, rank = latent.q_lora_rank, latent.qk_nope_head_dim, latent.kv_lora_rank
+            plain = [(embed, latent.size), (nope, rank), (rank, latent.v_head_dim)]
+            plain += [] if queries is None else [(embed, queries)]
+            shapes = [ProductShape(min(terms, _LARGEST), min(columns, _LARGEST)) for terms, columns in plain]
+            shapes.append(_wide(queries or embed, config.num_heads, size))
+            heads = 1, min(config.num_heads, _QUERY_HEADS), latent.size, rank
         shapes += [_wide(embed, width) for width in sorted(widths)]
-        shapes += [_deep(config.num_heads, embed, size), *(_deep(width, embed) for width in sorted(widths))]
+        shapes.append(_deep(config.num_heads, embed, config.value_size))
+        shapes += [_deep(width, embed) for width in sorted(widths)]
         shapes.append(_wide(embed, vocab)._replace(transposed=config.tie_word_embeddings))
         return cls(
             products=tuple(dict.fromkeys(shapes)),
-            heads=(kv_heads, config.q_heads_per_group, size),
+            heads=heads,
             soft_cap=config.variant.attention_soft_cap,
             activation=config.variant.activation,
             dtype=jnp.dtype(dtype).name,
@@ -166,7 +178,7 @@ def _numbers(numerics: Numerics) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     def normal(*shape: int) -> np.ndarray:
         return rng.standard_normal(shape, np.float32).astype(dtype)
 
-    kv_heads, group, size = numerics.heads
+    kv_heads, group, size, _ = numerics.heads
     inputs = {terms: normal(_ROWS, terms) for terms in {shape.terms: 0 for shape in numerics.products}}
     rows = {
         "inputs": inputs,
@@ -195,7 +207,7 @@ def _operations(numerics: Numerics, rows: Any, weights: Any, *, training: bool) 
         results[name] = _product(shape, rows["inputs"][shape.terms], weight, whole=training)
     queries, position, (k, v) = rows["queries"], rows["position"], weights["keys"]
     axis, sequences = (0, 1) if training else (1, len(queries))
-    k, v = (jnp.broadcast_to(keys_or_values, (sequences, *keys_or_values.shape)) for keys_or_values in (k, v))
+    k, v = (jnp.broadcast_to(part, (sequences, *part.shape)) for part in (k, v[..., : numerics.heads[3]]))
     attended = attend_exact(
         jnp.expand_dims(queries, axis), jnp.expand_dims(position, axis), *contiguous_blocks(k, v),
         ScoreModifier(soft_cap=numerics.soft_cap),
@@ -204,7 +216,7 @@ def _operations(numerics: Numerics, rows: Any, weights: Any, *, training: bool) 
     x = rows["numbers"]
     results["an activation"] = _activation(numerics.activation, x)
     wide = x.astype(jnp.float32)
-    functions = (jnp.cos, jnp.sin, lambda x: jnp.log(jnp.abs(x)))
+    functions = (jnp.cos, jnp.sin, jax.nn.sigmoid, lambda x: jnp.log(jnp.abs(x)))
     results["a function"] = jnp.concatenate([elementwise(function, wide) for function in functions], axis=1)
     return results
 

@@ -24,8 +24,12 @@ class Sharded:
     config: LlamaConfig
     decode_mesh: DecodeMesh
 
-    def local(self, size: int) -> int:
+    @property
+    def epsilon(self) -> float:
         """See `Ops`; so for all methods."""
+        return self.config.layer_norm_epsilon
+
+    def local(self, size: int) -> int:
         return size // self.decode_mesh.tensor
 
     def array(self, weight: Any) -> Any:
@@ -43,8 +47,9 @@ class Sharded:
     def total(self, part: Array) -> Array:
         return jax.lax.psum(part, self.decode_mesh.tensor_axes) if self.decode_mesh.tensor > 1 else part
 
-    def norm(self, x: Array, weight: Any, *, wide: bool = False) -> Array:
-        return self.config.norm(x, weight, mean=(lambda numbers: self._mean(numbers, weight)) if wide else None)
+    def norm(self, x: Array, weight: Any, *, wide: bool = False, epsilon: float | None = None) -> Array:
+        mean = (lambda numbers: self._mean(numbers, weight)) if wide else None
+        return self.config.norm.with_epsilon(epsilon)(x, weight, mean=mean)
 
     def _mean(self, numbers: Array, weight: Array) -> Array:
         axes = tuple(range(-weight.ndim, 0))
@@ -97,7 +102,7 @@ class Exact(Sharded):
     def total(self, part: Array) -> Array:
         return part
 
-    def norm(self, x: Array, weight: Any, *, wide: bool = False) -> Array:
+    def norm(self, x: Array, weight: Any, *, wide: bool = False, epsilon: float | None = None) -> Array:
         if weight is None:
             return x
         devices, axes = (self.decode_mesh.tensor, self.decode_mesh.tensor_axes) if wide else (1, ())
@@ -105,7 +110,7 @@ class Exact(Sharded):
         def mean(numbers: Array) -> Array:
             return barrier(add_heads(tree_sum(numbers), weight.ndim - 1, axes) / (weight.size * devices))
 
-        return barrier(self.config.norm(barrier(x), weight, mean=mean, fix=barrier))
+        return barrier(self.config.norm.with_epsilon(epsilon)(barrier(x), weight, mean=mean, fix=barrier))
 
     def hidden(self, w: LayerWeights, up: Array, gate: Array | None) -> Array:
         xielu = (w.xielu_p, w.xielu_n, w.xielu_beta, w.xielu_eps)
@@ -115,9 +120,29 @@ class Exact(Sharded):
         logits = tree_sum(h.astype(jnp.float32) * weight[:, 0].astype(jnp.float32))
         return x * barrier(elementwise(jax.nn.sigmoid, logits).astype(h.dtype))[..., None]
 
+    def attend_latent(self, q: LatentQueries, latent: Array, kv_b: Any, attend: Attend) -> Array:
+        heads, nope = q.plain.shape[-2:]
+        rank = len(kv_b)
+        by_head = kv_b.reshape(rank, heads, -1).swapaxes(0, 1)
+        of_latent = _by_head(q.plain, by_head[..., :nope].swapaxes(1, 2))
+        queries = barrier(q.joined(of_latent))[..., None, :, :]
+        attended = attend(queries, latent[..., None, :], latent[..., None, :rank])
+        return _by_head(attended.reshape(*q.plain.shape[:-1], rank), by_head[..., nope:])[..., None, :]
+
     def fix[X](self, x: X) -> X:
         return barrier(x)
 
     def blocks(self, local: int) -> int:
         """The number of blocks of an axis that the devices of a replica split, of which this one has ``local``."""
         return blocks_of(local * self.decode_mesh.tensor) // self.decode_mesh.tensor
+
+
+def _by_head(x: Float[Array, "*row head inputs"], weight: Float[Array, "head inputs columns"]) -> Array:
+    """The product of each head with its own weight ``[*row, head, columns]``, head after head: many at once would be
+    added in another order than those of a device that has some.
+    """
+
+    def multiply(operands: tuple[Array, Array]) -> Array:
+        return jnp.asarray(barrier(product(*barrier(operands)).astype(x.dtype)))
+
+    return jnp.moveaxis(jax.lax.map(multiply, (jnp.moveaxis(x, -2, 0), weight)), 0, -2)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from lockstep.errors import ConfigError
+from lockstep.models.attention.page_ops import keys_and_values
 from lockstep.models.attention.softmax import ReadChunk, ScoreModifier
 from lockstep.models.attention.xla import Cache, Rows, XlaAttention
 from lockstep.placement.device import COLUMNS, TERMS, barrier, by_tile, elementwise, tree_sum
@@ -22,17 +23,18 @@ def attend_exact(
     num_blocks: int,
     modifier: ScoreModifier,
     sinks: Float[Array, "kv_head group"] | None = None,
-) -> Float[Array, "sequence query kv_head group head"]:
+) -> Float[Array, "sequence query kv_head group value"]:
     """Attend each query to all positions up to and including its own; softmax in float32, block by block of keys.
 
     A block of which a query sees nothing adds exactly 0, so that the bits do not depend on the length of others.
 
     Args:
-        read: Returns K and V of a block ``[sequence, kv_head, BLOCK, head]``; V that no query sees must be finite.
+        read: Returns K and V of a block ``[sequence, kv_head, BLOCK, head]``; V that no query sees must be finite, and
+            may be narrower.
         sinks: The score of each query head for nothing, which takes a part of its softmax.
     """
     sequences, queries, kv_heads, group, head = q.shape
-    rows = queries * group
+    rows, value = queries * group, jax.eval_shape(read, 0)[1].shape[-1]
 
     def tiles(x: Array, axis: int, tile: int) -> Array:
         """Split an axis of rows into tiles, which come first."""
@@ -65,7 +67,7 @@ def attend_exact(
             return barrier((new_max, old_sum + tree_sum(weights), old_out + added))
 
         largest = jnp.broadcast_to(largest, q.shape[:3])
-        empty = largest, jnp.full_like(largest, sinks is not None), jnp.zeros(q.shape, jnp.float32)
+        empty = largest, jnp.full_like(largest, sinks is not None), jnp.zeros((*q.shape[:3], value), jnp.float32)
         count = jnp.minimum(jnp.max(position) // BLOCK + 1, num_blocks)
         _, sum_exp, out = jax.lax.fori_loop(0, count, add, empty)
         return barrier((out / sum_exp[..., None]).astype(q.dtype))
@@ -73,20 +75,20 @@ def attend_exact(
     def by(tile: int) -> Array:
         inputs = tiles(by_head, 2, tile), tiles(jnp.repeat(position, group, axis=1), 1, tile), tiles(sink_rows, 1, tile)
         out = jax.lax.map(attend, inputs) if len(inputs[0]) > 1 else attend(jax.tree.map(lambda x: x[0], inputs))[None]
-        return jnp.moveaxis(out, 0, 2).reshape(sequences, kv_heads, -1, head)[:, :, :rows]
+        return jnp.moveaxis(out, 0, 2).reshape(sequences, kv_heads, -1, value)[:, :, :rows]
 
     out = by_tile(by, rows, q.dtype, max(head, BLOCK))
-    return out.reshape(sequences, kv_heads, queries, group, head).transpose(0, 2, 1, 3, 4)
+    return out.reshape(sequences, kv_heads, queries, group, value).transpose(0, 2, 1, 3, 4)
 
 
 def attend_documents(
     q: Float[Array, "sequence query kv_head group head"],
     k: Float[Array, "sequence kv_head query head"],
-    v: Float[Array, "sequence kv_head query head"],
+    v: Float[Array, "sequence kv_head query value"],
     first: Int[Array, "sequence query"],
     modifier: ScoreModifier,
     sinks: Float[Array, "kv_head group"] | None = None,
-) -> Float[Array, "sequence query kv_head group head"]:
+) -> Float[Array, "sequence query kv_head group value"]:
     """`attend_exact` of packed rows: each document has the bits that it has alone, wherever it begins.
 
     Tiles of queries, and blocks of keys, are cut at the beginning of each document, tile after tile of all rows.
@@ -118,7 +120,8 @@ def attend_documents(
         # What a tile has beyond the end of its document is that of the next one, whose tile comes after.
         return jax.vmap(jax.lax.dynamic_update_slice_in_dim, (0, 0, 0, None))(out, attended, at, 0)
 
-    out = jax.lax.fori_loop(0, jnp.max(jnp.sum(tiles < length, axis=1)), attend, jnp.zeros_like(q))
+    empty = jnp.zeros((*q.shape[:4], v.shape[3]), q.dtype)
+    out = jax.lax.fori_loop(0, jnp.max(jnp.sum(tiles < length, axis=1)), attend, empty)
     return out[:, :length]
 
 
@@ -162,7 +165,8 @@ class ExactAttention(XlaAttention):
 
         def read(index: Array | int) -> tuple[Array, Array]:
             first = (layer, index, 0, 0, 0, 0)
-            k, v = (jax.lax.dynamic_slice(a, first, (1, 1, *a.shape[2:]))[0, 0] for a in jax.tree.leaves(context))
+            parts = [jax.lax.dynamic_slice(a, first, (1, 1, *a.shape[2:]))[0, 0] for a in jax.tree.leaves(context)]
+            k, v = keys_and_values(parts, self.heads.kept.value_size)
             padding = ((0, 0), (0, 0), (0, BLOCK - chunk), (0, 0))
             return barrier((jnp.pad(k, padding), jnp.pad(v, padding)))
 

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from lockstep.engine import Engine, EngineConfig, audit
 from lockstep.errors import ConfigError
 from lockstep.models import Experts, LlamaConfig, LoraConfig, Variant, merge_lora, read_decoder
+from lockstep.models.families.glm4_moe import Glm4MoeConfig
 from lockstep.models.rope import RotaryConfig
 from lockstep.placement import place
 from lockstep.text import encode, load_tokenizer, read_prompts
@@ -23,7 +24,7 @@ from lockstep.training.objectives.logprobs import token_logprobs
 from lockstep.types import Drafts
 from tests.adapters import GATE_UP, MLPS, with_adapters
 from tests.exact import REQUESTS, bits_of, completed, model_of, trainer_bits
-from tests.unit.engine.models import EXACT, FAMILIES, LLAMA, VOCAB, in_bfloat16, mesh_of, model_on, request
+from tests.unit.engine.models import EXACT, FAMILIES, LLAMA, SIZES, VOCAB, in_bfloat16, mesh_of, model_on, request
 
 pytestmark = pytest.mark.optimized
 
@@ -60,6 +61,13 @@ MODELS = {name: FAMILIES[name] for name in EXACT} | {
     ),
     "glm": dataclasses.replace(
         LLAMA, rope=RotaryConfig(theta=100.0, partial_rotary_factor=0.5), variant=Variant(interleaved_rope=True)
+    ),
+    "glm_moe": Glm4MoeConfig(
+        **SIZES,
+        qkv_bias=True,
+        qk_norm=True,
+        rope=RotaryConfig(theta=100.0, partial_rotary_factor=0.5),
+        experts=dataclasses.replace(FAMILIES["latent"].experts, groups=1, groups_per_tok=1, routed_scaling_factor=2.5),
     ),
     "gelu": dataclasses.replace(LLAMA, variant=Variant(activation="gelu")),
     "relu": dataclasses.replace(LLAMA, variant=Variant(activation="relu")),
@@ -150,12 +158,13 @@ def exact_cases(draw: st.DrawFn) -> dict[str, Any]:
     """A model, prompts, two engines and a mesh of training that can compute it."""
     kv_heads, group = draw(st.sampled_from([1, 2, 4])), draw(st.integers(1, 3))
     family, dtype = draw(st.sampled_from(sorted(ALL)))
+    head_dim, latent = draw(st.sampled_from([4, 8, 12])), MODELS[family].latent is not None
     config = dataclasses.replace(
         MODELS[family],
         numerics="exact",
-        num_kv_heads=kv_heads,
+        num_kv_heads=kv_heads * group if latent else kv_heads,
         num_heads=kv_heads * group,
-        head_dim=draw(st.sampled_from([4, 8, 12])),
+        head_dim=None if latent else head_dim,
         hidden_dim=draw(st.sampled_from([16, 24, 40])),
         intermediate_dim=draw(st.sampled_from([16, 24, 40])),
     )

@@ -133,7 +133,7 @@ FAMILIES = {
         ),
     ),
     "deepseek_v3_lite": DeepseekV3Config(
-        **DEEPSEEK,
+        **{**DEEPSEEK, "layer_norm_epsilon": 1e-2},
         latent=dataclasses.replace(LATENT, q_lora_rank=None),
         rope=RotaryConfig(
             theta=200.0,
