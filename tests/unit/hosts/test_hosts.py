@@ -19,7 +19,7 @@ WAIT_S = 0.2
 
 @pytest.mark.parametrize("behaviour", BEHAVIOURS)
 def test_between_threads(behaviour):
-    """Of four; tests/multiprocess/test_hosts.py has two."""
+    """Four threads; tests/multiprocess/test_hosts.py has two."""
     body, check = BEHAVIOURS[behaviour]
     check(run_threads(body, 4, WAIT_S), WAIT_S)
 
