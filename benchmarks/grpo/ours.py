@@ -10,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from benchmarks.grpo.load import LOADS, NORM_EPS, ROPE_THETA, GrpoLoad
 from benchmarks.grpo.turns import Turns
-from lockstep.hosts import Hosts, Ledger, start
+from lockstep.hosts import Hosts, start
 from lockstep.models import WEIGHT_AXES, DecoderWeights, LayerWeights, LlamaConfig, as_trainable
 from lockstep.models.rope import RotaryConfig
 from lockstep.placement import batch_spec, place
@@ -20,6 +20,7 @@ from lockstep.training import GrpoConfig, OptimizerConfig, RolloutConfig, StepIn
 from lockstep.training.loop.logprobs import LogprobProgram
 from lockstep.training.rl import GrpoRunFields, Questions, Rollouts
 from lockstep.training.rl.rewards import FunctionReward
+from lockstep.training.step.programs import Programs
 
 PHASES = {"rollout_s": "time/rollout_generate_s", "reward_s": "time/reward_s", "update_s": "time/update_s"}
 
@@ -165,8 +166,7 @@ def fixed_logprob(load: GrpoLoad, trainer: Trainer, model: Any) -> float:
         "fixed",
         lambda model, batch: GrpoConfig().answer_logprobs(model, batch["tokens"]),
         trainer=trainer.config,
-        mesh=trainer.mesh,
-        ledger=Ledger(),
+        programs=Programs(trainer.hosts, trainer.mesh),
     )
     batch = {"tokens": place(rows, NamedSharding(trainer.mesh, batch_spec(trainer.mesh)))}
     program.compile(model, batch, microbatches=1)

@@ -154,6 +154,7 @@ def test_levanters_engine_samples_from_the_trainers_own_model(tmp_path):
     from lockstep.placement import batch_spec, place
     from lockstep.training import GrpoConfig
     from lockstep.training.loop.logprobs import LogprobProgram
+    from lockstep.training.step.programs import Programs
 
     save_tokenizer(TINY, tmp_path)
     trainer, rollouts = ours.make(TINY, 1, os.fspath(tmp_path), "levanter", current(), ours.LastFigures())
@@ -167,8 +168,7 @@ def test_levanters_engine_samples_from_the_trainers_own_model(tmp_path):
         "own",
         lambda model, batch: GrpoConfig().answer_logprobs(model, batch["tokens"]),
         trainer=trainer.config,
-        mesh=trainer.mesh,
-        ledger=current().ledger,
+        programs=Programs(trainer.hosts, trainer.mesh),
     )
     batch = {"tokens": place(tokens, NamedSharding(trainer.mesh, batch_spec(trainer.mesh)))}
     program.compile(model, batch, microbatches=1)

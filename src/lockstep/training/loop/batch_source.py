@@ -22,7 +22,7 @@ from lockstep.printable import get_logger
 from lockstep.training.data.rows import Batches, BatchesOfLengths
 from lockstep.training.loop.logprobs import ReferenceLogprobs
 from lockstep.training.objectives import REFERENCE
-from lockstep.training.step.launcher import Launcher
+from lockstep.training.step.programs import Programs
 from lockstep.training.step.renewal import reference_of
 from lockstep.training.step.train_state import TrainState
 
@@ -139,7 +139,7 @@ class BatchFeed:
         ]
         return by_length if self._reference is None else [self._reference.structs(structs) for structs in by_length]
 
-    def compile(self, launcher: Launcher, model: PyTree) -> list[dict[str, jax.ShapeDtypeStruct]]:
+    def compile(self, programs: Programs, model: PyTree) -> list[dict[str, jax.ShapeDtypeStruct]]:
         """Compile what adds a column, and return `all_structs`; every host makes this call.
 
         Args:
@@ -148,7 +148,7 @@ class BatchFeed:
         by_length = self.all_structs()
         if self._reference is not None:
             for structs in by_length:
-                launcher.compile_on_all(REFERENCE, functools.partial(self._reference.compile, model, structs))
+                programs.compile_on_all(REFERENCE, functools.partial(self._reference.compile, model, structs))
         return by_length
 
     def batch(self, step: int, model: PyTree) -> dict[str, jax.Array] | None:

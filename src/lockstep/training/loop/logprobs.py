@@ -1,23 +1,25 @@
 """Log-probabilities that are columns of batches: of a frozen model, or of the one that learns before its update."""
 
+import functools
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import haliax as hax
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, PyTree
 
 from lockstep.errors import ConfigError
-from lockstep.hosts import Hosts, Ledger, Watchdog, environment
+from lockstep.hosts import Hosts
 from lockstep.models import pipelined
 from lockstep.placement import batch_spec, compute_axes, data_shards
-from lockstep.placement.device import Program, compile_program
+from lockstep.placement.device import Program, fetch
 from lockstep.training.loop.config import TrainerConfig
 from lockstep.training.objectives import REFERENCE
-from lockstep.training.step.launcher import named_failure
+from lockstep.training.step.programs import Programs
 from lockstep.training.step.train_step import over_filled
 
 type Columns = Mapping[str, Any]
@@ -41,21 +43,21 @@ class LogprobProgram:
         function: Callable[[PyTree, Mapping[str, Array]], Array],
         *,
         trainer: TrainerConfig,
-        mesh: Mesh,
-        ledger: Ledger,
+        programs: Programs,
         replicated: bool = False,
         before: Callable[[Mapping[str, Array]], Mapping[str, Array]] = dict,
         after: Callable[[Array, Mapping[str, Array]], Array] = lambda result, batch: result,
     ) -> None:
         self._before, self._after = before, after
-        self._name, self._function, self._trainer, self._mesh, self._ledger = name, function, trainer, mesh, ledger
-        self._sharding = NamedSharding(mesh, P() if replicated else batch_spec(mesh))
-        self._programs: dict[Hashable, Program] = {}
+        self._name, self._function, self._trainer = name, function, trainer
+        self._programs, self._mesh = programs, programs.mesh
+        self._sharding = NamedSharding(self._mesh, P() if replicated else batch_spec(self._mesh))
+        self._by_shape: dict[Hashable, Program] = {}
 
     @property
     def traces(self) -> int:
         """The number of times that the program was traced: once for each shape."""
-        return sum(program.traces for program in self._programs.values())
+        return sum(program.traces for program in self._by_shape.values())
 
     def compile(self, model: PyTree, batch: Columns, microbatches: int | None = None) -> Mapping[str, str]:
         """Compile, unless that is done; nothing is launched, and no other host is waited for.
@@ -67,26 +69,27 @@ class LogprobProgram:
             The program's digests, which all hosts must compare before the first call.
         """
         key = _shape(model, batch)
-        if key not in self._programs:
+        if key not in self._by_shape:
             packed, n_rows = "segment_ids" in batch, len(batch["tokens"])
             parts = self._microbatches(n_rows, packed=packed) if microbatches is None else microbatches
+            compute = functools.partial(self._compute, parts)
+            arguments = [model, dict(batch)]
+            self._by_shape[key] = self._programs.compile(self._name, compute, arguments, out_shardings=self._sharding)
+        return self._by_shape[key].digests
 
-            def compute(model: PyTree, batch: Mapping[str, Array]) -> Array:
-                return self._compute(model, batch, parts)
+    def __call__(self, model: PyTree, batch: Columns, step: int | None = None) -> Array:
+        """Launch; the result is float32, with the row as axis 0.
 
-            self._programs[key] = compile_program(
-                self._name,
-                compute,
-                [model, dict(batch)],
-                mesh=self._mesh,
-                ledger=self._ledger,
-                out_shardings=self._sharding,
-            )
-        return self._programs[key].digests
+        Args:
+            step: The completed steps of training, for an error that says so, see `Programs.launching`.
+        """
+        with self._programs.launching(self._name, step):
+            return self._by_shape[_shape(model, batch)](model, dict(batch))
 
-    def __call__(self, model: PyTree, batch: Columns) -> Array:
-        """Launch; the result is float32, with the row as axis 0."""
-        return self._programs[_shape(model, batch)](model, dict(batch))
+    def fetch(self, model: PyTree, batch: Columns) -> np.ndarray:
+        """Launch, wait, and copy the result to the host; it has to be replicated."""
+        with self._programs.launching(self._name):
+            return fetch(self._by_shape[_shape(model, batch)](model, dict(batch)))
 
     def _microbatches(self, n_rows: int, *, packed: bool) -> int:
         if self._trainer.per_device_parallelism == "auto":
@@ -94,7 +97,7 @@ class LogprobProgram:
             return n_rows // data_shards(self._mesh)
         return self._trainer.microbatches(self._mesh, packed=packed) * (n_rows // self._trainer.train_batch_size)
 
-    def _compute(self, model: PyTree, batch: Mapping[str, Array], microbatches: int) -> Array:
+    def _compute(self, microbatches: int, model: PyTree, batch: Mapping[str, Array]) -> Array:
         def prepared(model: PyTree) -> PyTree:
             return pipelined(self._trainer.precision.cast_to_compute(model))
 
@@ -184,14 +187,13 @@ class ReferenceLogprobs:
                 f"{type(objective).__name__} has no method reference_logprobs, so it has no use for a reference model. "
                 "Leave the reference out."
             )
-        self._model, self._mesh, self._hosts = model, mesh, hosts
-        self._watchdog = Watchdog(hosts, hosts.timeout_s)
+        self._model = model
         around: dict[str, Any] = {}
         if isinstance(objective, NeedsReferencePoint):
             around = {"before": objective.mismatched, "after": objective.with_reference_point}
         self._has_point = bool(around)
         self._program = LogprobProgram(
-            REFERENCE, objective.reference_logprobs, trainer=trainer, mesh=mesh, ledger=hosts.ledger, **around
+            REFERENCE, objective.reference_logprobs, trainer=trainer, programs=Programs(hosts, mesh), **around
         )
 
     @property
@@ -205,7 +207,7 @@ class ReferenceLogprobs:
         Args:
             model: The model that learns, or its shapes.
         """
-        return environment() | dict(self._program.compile(self._models(model), _read(batch), microbatches))
+        return self._program.compile(self._models(model), _read(batch), microbatches)
 
     def use(self, model: PyTree) -> None:
         """Take another model as the frozen one, for the batches until the next call."""
@@ -227,8 +229,7 @@ class ReferenceLogprobs:
         Raises:
             HostError: The runtime failed, on several hosts most likely because one of them has died.
         """
-        with named_failure(self._hosts, step), self._watchdog.watch(REFERENCE):
-            return {**batch, REFERENCE: self._program(self._models(model), _read(batch))}
+        return {**batch, REFERENCE: self._program(self._models(model), _read(batch), step)}
 
     def _models(self, model: PyTree) -> PyTree:
         return (model, self._model) if self._has_point else self._model

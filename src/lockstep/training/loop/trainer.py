@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from lockstep.errors import ConfigError
-from lockstep.hosts import Hosts, Watchdog, current, earlier_attempts, leader_only
+from lockstep.hosts import Hosts, current, earlier_attempts, leader_only
 from lockstep.placement import DCN, data_shards, fsdp_warning, make_mesh, place, place_local
 from lockstep.printable import get_logger
 from lockstep.report import FINISH_S, BackgroundTracker, NoopTracker, Tracker
@@ -31,7 +31,7 @@ from lockstep.training.loop.saves import Saves, directory_of_run, make_checkpoin
 from lockstep.training.loop.step_log import Meter, StepLog
 from lockstep.training.loop.stopping import LossWatch, StopRequest, TrainResult
 from lockstep.training.objectives.logprobs import LossFn
-from lockstep.training.step.launcher import Launcher, compile_largest, memory_for_training, named_failure
+from lockstep.training.step.programs import Programs, compile_largest, memory_for_training
 from lockstep.training.step.train_state import TrainState, parameter_shardings
 from lockstep.training.step.train_step import StepMetrics, TrainStep, init_model, init_state, state_structs
 
@@ -105,8 +105,7 @@ class Trainer:
         config.microbatches(self.mesh)  # refuses a batch that the mesh does not divide
         self._hooks = Hooks()
         self._step: TrainStep | None = None
-        self._watchdog = Watchdog(self.hosts, self.hosts.timeout_s)
-        self._launch = Launcher(self.hosts, self.mesh, self._watchdog)
+        self._programs = Programs(self.hosts, self.mesh)
         self._loss_watch = LossWatch(config.on_nan, config.loss_spike)
         self._checkpointer = make_checkpointer(
             config,
@@ -157,14 +156,14 @@ class Trainer:
 
     def init_model(self, init: Callable[[jax.Array], PyTree]) -> PyTree:
         """Make a model from a key by ``init``, each device only its part, in the parameter type and sharding."""
-        return init_model(init, self.config.seed, self.mesh, self.config.precision, self._launch)
+        return init_model(init, self.config.seed, self.mesh, self.config.precision, self._programs)
 
     def frozen_copy(self, model: PyTree) -> PyTree:
         """Copy a model in the compute type, each device only its part, such as the reference of an objective."""
         precision = self.config.precision
         with jax.set_mesh(self.mesh):
             shardings = parameter_shardings(jax.eval_shape(precision.cast_to_compute, model), self.mesh)
-        return self._launch("frozen_copy", precision.cast_to_compute, [model], out_shardings=shardings)
+        return self._programs("frozen_copy", precision.cast_to_compute, [model], out_shardings=shardings)
 
     def restore(self, init: Callable[[jax.Array], PyTree], frozen: PyTree = None) -> TrainState | None:
         """Read the newest checkpoint of this run that is not damaged, into the shardings of this mesh.
@@ -281,7 +280,7 @@ class Trainer:
         if not isinstance(model, TrainState):
             self._saves.resumed_from = None
             self._loss_watch.reset()
-            return init_state(model, self._optimizer, self.mesh, self.config.precision, self._launch)
+            return init_state(model, self._optimizer, self.mesh, self.config.precision, self._programs)
         if self._saves.resumed_from is None:
             raise ConfigError(
                 "train() was given a state that this trainer has not restored, so its step is not known. Pass the "
@@ -321,7 +320,7 @@ class Trainer:
         if batch is None:
             return None
         start = time.perf_counter()
-        with named_failure(self.hosts, step), self._watchdog.watch("train_step"), run.profiler.step(step):
+        with self._programs.launching("train_step", step), run.profiler.step(step):
             flag = stop.flag(self._saves.flag(), self._hooks.stop_reason)
             state, figures = step_fn(state, batch, *self._signals(step_fn, flag))
             give_reference(run.source, state)
@@ -354,20 +353,20 @@ class Trainer:
                 skip_empty=packed,
             )
 
-        todo = list(source.compile(self._launch, state.model) if isinstance(source, BatchFeed) else [source.structs()])
+        todo = source.compile(self._programs, state.model) if isinstance(source, BatchFeed) else [source.structs()]
         if self.config.per_device_parallelism == "auto":  # what fits with the longest rows fits with shorter ones
             longest = todo.pop()
             memory = self.config.step_bytes(lambda: memory_for_training(self.mesh, state))
             rows = self.config.train_batch_size // data_shards(self.mesh)
             self._step = compile_largest(
-                self.hosts, rows, make, lambda step: (state, longest, *self._signals(step, 0)), memory, fewest
+                self._programs, rows, make, lambda step: (state, longest, *self._signals(step, 0)), memory, fewest
             )
         else:
             self._step = make(fewest)
         signals = self._signals(self._step, 0)
         for batch in todo:
             compile_step = functools.partial(self._step.compile, state, batch, *signals, ledger=self.hosts.ledger)
-            self._launch.compile_on_all("train_step", compile_step)
+            self._programs.compile_on_all("train_step", compile_step)
         return self._step
 
     def _signals(self, step_fn: TrainStep, flag: int) -> list[jax.Array]:

@@ -14,14 +14,14 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, PyTree
 
-from lockstep.hosts import Watchdog, environment
 from lockstep.models import pipelined
 from lockstep.placement import batch_spec, compute_axes, host_rows, place_local
-from lockstep.placement.device import Program, compile_program
+from lockstep.placement.device import Program
 from lockstep.printable import get_logger
 from lockstep.training.loop.hooks import StepInfo
 from lockstep.training.loop.trainer import Trainer
 from lockstep.training.objectives import REFERENCE, LossFn
+from lockstep.training.step.programs import Programs
 from lockstep.training.step.train_state import cast_floats
 
 BATCHES_AHEAD = 16
@@ -63,7 +63,7 @@ class Validation:
         self._batch_size = trainer.config.eval_batch_size(trainer.mesh)
         self._sharding = NamedSharding(self._mesh, batch_spec(self._mesh))
         self._rows = host_rows(self._sharding, self._batch_size)
-        self._watchdog = Watchdog(self._hosts, self._hosts.timeout_s)
+        self._programs = Programs(self._hosts, self._mesh)
         self._names: tuple[str, ...] = ()
         self._program: Program | None = None
         self.metrics: Mapping[str, float] = {}
@@ -82,11 +82,9 @@ class Validation:
             LaunchMismatchError: The hosts launched different programs.
         """
         begin = time.perf_counter()
+        if self._program is None:
+            self._programs.compile_on_all("eval_step", lambda: self._compile(info.eval_model))
         with self._hosts.scope(f"validation {info.next_step}") as scope:
-            if self._program is None:
-                with scope.run_on_all("compiling eval_step") as phase:
-                    phase.agree(environment() | {"debug": str(scope.debug)})
-                    phase.agree(self._compile(info.eval_model))
             sums = {
                 name: self._sum(scope, number, info.eval_model, info.next_step)
                 for number, name in enumerate(self._sources)
@@ -110,15 +108,10 @@ class Validation:
             compiled = reference.compile(model, batch, microbatches=1)
             digests |= {f"{REFERENCE} {name}": digest for name, digest in compiled.items()}
             batch = reference.structs(batch)
-        self._program = compile_program(
-            "eval_step",
-            self._eval_step,
-            [model, batch],
-            mesh=self._mesh,
-            ledger=self._hosts.ledger,
-            out_shardings=NamedSharding(self._mesh, P()),
-        )
-        return digests | dict(self._program.digests)
+        replicated = NamedSharding(self._mesh, P())
+        program = self._programs.compile("eval_step", self._eval_step, [model, batch], out_shardings=replicated)
+        self._program = program
+        return digests | dict(program.digests)
 
     def _eval_step(self, model: PyTree, batch: dict[str, Array]) -> Float[Array, " n"]:
         """The sums of one batch: of losses and of each metric, and the weights of both."""
@@ -142,7 +135,7 @@ class Validation:
             for batch in batches:
                 if self._trainer.reference is not None:
                     batch = self._trainer.reference.add_to(model, batch, step)
-                with self._watchdog.watch("eval_step"):
+                with self._programs.launching("eval_step", step):
                     results.append(jax.block_until_ready(self._program(model, batch)))
         return np.sum([np.asarray(sums.addressable_data(0), np.float64) for sums in results], axis=0)
 

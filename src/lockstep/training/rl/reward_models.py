@@ -8,21 +8,21 @@ import haliax as hax
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jaxtyping import Array, Float, Int, PyTree
 
 from lockstep.config_fields import FilePath
 from lockstep.errors import ConfigError, PromptError, check_at_least
-from lockstep.hosts import Hosts, Watchdog, digest, ready_on_all
+from lockstep.hosts import Hosts, digest, ready_on_all
 from lockstep.models import load_config, load_hf, read_vocab_size
 from lockstep.placement import batch_spec, host_rows, parameter_axes, place_local
-from lockstep.placement.device import fetch
 from lockstep.report import Row
 from lockstep.text import Prompt, check_vocab, load_tokenizer
 from lockstep.text.tokenize import chat_text, token_ids
 from lockstep.training.loop.config import TrainerConfig
 from lockstep.training.loop.logprobs import LogprobProgram
 from lockstep.training.rl.rewards import Reward, RewardConfig, labels
+from lockstep.training.step.programs import Programs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -80,12 +80,13 @@ class RewardModel:
     sharding: NamedSharding
 
     @classmethod
-    def load(cls, name: str, config: ModelReward, trainer: TrainerConfig, mesh: Mesh, hosts: Hosts) -> Self:
+    def load(cls, name: str, config: ModelReward, trainer: TrainerConfig, programs: Programs) -> Self:
         """Read a reward model in the compute type, each device its part; every host makes this call.
 
         Raises:
             PeerError: A host could not read it, or it is no classifier with one label; raised on every host.
         """
+        hosts, mesh = programs.hosts, programs.mesh
         hosts.phase(f"loading the reward model {name}")
         with hosts.run_on_all(f"reward model {name}"):
             tokenizer = load_tokenizer(config.model, trust_remote_code=None)
@@ -99,9 +100,7 @@ class RewardModel:
         axes = {axis: place for axis, place in parameter_axes(mesh).items() if axis != "vocab"}
         dtype = trainer.precision.compute
         model = load_hf(config.model, mesh, axes, dtype, config=shape, hosts=hosts, scorer=True)
-        program = LogprobProgram(
-            f"reward_{name}", score, trainer=trainer, mesh=mesh, ledger=hosts.ledger, replicated=True
-        )
+        program = LogprobProgram(f"reward_{name}", score, trainer=trainer, programs=programs, replicated=True)
         sharding = NamedSharding(mesh, batch_spec(mesh))
         return cls(name=name, config=config, tokenizer=tokenizer, model=model, program=program, sharding=sharding)
 
@@ -118,7 +117,7 @@ class RewardModel:
             return None
         return tokens if 0 < len(tokens) <= self.config.max_seq_len else None
 
-    def scores(self, hosts: Hosts, watchdog: Watchdog, answers: Sequence[tuple[Row, Prompt]]) -> list[float | None]:
+    def scores(self, hosts: Hosts, answers: Sequence[tuple[Row, Prompt]]) -> list[float | None]:
         """Return the score of each answer, None where it has none; every host makes this call with the same answers.
 
         Raises:
@@ -144,20 +143,17 @@ class RewardModel:
                     placed = {
                         name: place_local(column[own], self.sharding, len(rows)) for name, column in columns.items()
                     }
-                with watchdog.watch(self.name):
-                    scores = fetch(self.program(self.model, placed))
+                scores = self.program.fetch(self.model, placed)
                 computed.agree({"scores": digest(scores.tobytes())})
         readable = (last >= 0) & np.isfinite(scores)
         return [float(value) if is_score else None for value, is_score in zip(scores, readable, strict=True)]
 
 
 def load_reward_models(
-    rewards: Sequence[RewardConfig], trainer: TrainerConfig, mesh: Mesh, hosts: Hosts
+    rewards: Sequence[RewardConfig], trainer: TrainerConfig, programs: Programs
 ) -> list[RewardModel]:
     """Read the reward models of a run; every host makes this call."""
     named = zip(labels(rewards), rewards, strict=True)
     return [
-        RewardModel.load(name, config, trainer, mesh, hosts)
-        for name, config in named
-        if isinstance(config, ModelReward)
+        RewardModel.load(name, config, trainer, programs) for name, config in named if isinstance(config, ModelReward)
     ]

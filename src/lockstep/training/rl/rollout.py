@@ -10,20 +10,19 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, PyTree
 
 from lockstep.errors import ConfigError
-from lockstep.hosts import Hosts, Watchdog, digest, ready_on_all
+from lockstep.hosts import digest, ready_on_all
 from lockstep.json_text import typed
 from lockstep.limits import PACKED_BYTES
 from lockstep.placement import data_shards
-from lockstep.placement.device import fetch
 from lockstep.training.loop.config import TrainerConfig
 from lockstep.training.loop.logprobs import LogprobProgram
 from lockstep.training.objectives import REFERENCE, ROUTING, TEACHER, GrpoConfig, with_routing
 from lockstep.training.rl.packing import Packing, packed_columns
 from lockstep.training.rl.segments import Sample
+from lockstep.training.step.programs import Programs
 from lockstep.training.step.train_step import batch_structs
 
 
@@ -153,22 +152,20 @@ class LogprobColumns:
         objective: GrpoConfig,
         columns: Collection[str],
         trainer: TrainerConfig,
-        mesh: Mesh,
-        hosts: Hosts,
-        watchdog: Watchdog,
+        programs: Programs,
         reference: PyTree | None,
         teacher: PyTree | None = None,
     ) -> None:
         self._wanted = [name for name in (OLD, REFERENCE, TEACHER) if name in columns]
-        self._hosts, self._watchdog, self._reference, self._teacher = hosts, watchdog, reference, teacher
-        self._n_rows, self._mesh = trainer.train_batch_size, mesh
+        self._hosts, self._mesh = programs.hosts, programs.mesh
+        self._n_rows, self._reference, self._teacher = trainer.train_batch_size, reference, teacher
         self._replayed = [name for name, replayed in ROUTING.items() if replayed and name in columns]
 
         def answers(model: PyTree, batch: Mapping[str, Array]) -> Array:
             return objective.answer_logprobs(with_routing(model, batch), batch["tokens"], batch["segment_ids"])
 
         self._programs = {
-            name: LogprobProgram(name, answers, trainer=trainer, mesh=mesh, ledger=hosts.ledger, replicated=True)
+            name: LogprobProgram(name, answers, trainer=trainer, programs=programs, replicated=True)
             for name in self._wanted
         }
 
@@ -224,9 +221,8 @@ class LogprobColumns:
                             {name: column[minibatch] for name, column in columns.items()}, self._mesh
                         )
                     for name in self._wanted:
-                        with self._watchdog.watch(name):
-                            read = {input_name: placed[input_name] for input_name in reads[name]}
-                            logprobs = np.pad(fetch(self._programs[name](models[name], read)), ((0, 0), (1, 0)))
+                        read = {input_name: placed[input_name] for input_name in reads[name]}
+                        logprobs = np.pad(self._programs[name].fetch(models[name], read), ((0, 0), (1, 0)))
                         masked = np.where(answers[minibatch], packing.unpack(logprobs), 0.0)
                         rollout.columns[name][minibatch] = masked
                 computed.agree({name: digest(rollout.columns[name].tobytes()) for name in self._wanted})

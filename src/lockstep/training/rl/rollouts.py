@@ -11,7 +11,7 @@ from jaxtyping import Bool, PyTree
 
 from lockstep.engine import RolloutEngine
 from lockstep.errors import ConfigError
-from lockstep.hosts import Hosts, Watchdog, digest
+from lockstep.hosts import Hosts, digest
 from lockstep.models import LlamaConfig
 from lockstep.placement import data_shards
 from lockstep.printable import get_logger
@@ -33,6 +33,7 @@ from lockstep.training.rl.rollout import LogprobColumns, Rollout, answer_mask, m
 from lockstep.training.rl.rollout_log import RewardTrend, RolloutLog, StepClock, StepTimes
 from lockstep.training.rl.rollout_state import read_state, saved_state
 from lockstep.training.rl.sampled import Sampled
+from lockstep.training.step.programs import Programs
 from lockstep.training.step.train_step import batch_structs
 from lockstep.types import FinishReason
 
@@ -109,12 +110,12 @@ class Rollouts:
         alarms = fields.rollout.alarms if fields.rollout.health else None
         self._answer_rows = rows
         self._report = RolloutLog(self._tracker, run_dir, rows, fields.answers_shown, alarms=alarms)
-        self._watchdog = watchdog = Watchdog(hosts, hosts.timeout_s)
-        self._reward_models = load_reward_models(fields.rewards, trainer, mesh, hosts)
-        self._logprobs = LogprobColumns(objective, self._columns, trainer, mesh, hosts, watchdog, reference, teacher)
+        programs = Programs(hosts, mesh)
+        self._reward_models = load_reward_models(fields.rewards, trainer, programs)
+        self._logprobs = LogprobColumns(objective, self._columns, trainer, programs, reference, teacher)
         sampler = RolloutSampler if fields.environment is None else ConversationSampler
         self._sampler = sampler(
-            fields, questions, tokenizer, trainer, row_length, hosts, watchdog, self._rewarder, rows, engine,
+            fields, questions, tokenizer, trainer, row_length, hosts, programs.watchdog, self._rewarder, rows, engine,
             routed_experts=bool(routing),
         )  # fmt: skip
         _check_attempts(fields.rollout.max_attempts, self._sampler.n_questions, len(questions))
@@ -317,7 +318,7 @@ class Rollouts:
             answers = [
                 make_row(step, sampled.questions[completion.prompt_id], completion) for completion in completions
             ]
-            scores = {model.name: model.scores(self._hosts, self._watchdog, answers) for model in self._reward_models}
+            scores = {model.name: model.scores(self._hosts, answers) for model in self._reward_models}
         with self._hosts.scope("rewards") as scope:
             return self._rewarder.finish(scope, sampled.scoring, len(sampled.completions), scores)
 

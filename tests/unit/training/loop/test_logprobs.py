@@ -6,11 +6,12 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from lockstep.hosts import Ledger
+from lockstep.hosts import Hosts, MemoryClient
 from lockstep.placement import batch_spec, make_mesh, place
 from lockstep.training import TrainerConfig
 from lockstep.training.loop.logprobs import LogprobProgram
 from lockstep.training.objectives import GrpoConfig
+from lockstep.training.step.programs import Programs
 from tests import tiny
 
 
@@ -27,15 +28,14 @@ def test_each_row_has_its_own_log_probabilities(microbatches, replicated, mesh_s
     mesh = make_mesh(mesh_shape)
     model = tiny.init_model(tiny.make_trainer(mesh_shape, 1))
     tokens = np.asarray(tiny.rows(8 * mesh.size).columns["tokens"])
-    ledger = Ledger()
+    hosts = Hosts(MemoryClient.hub(1)[0])
     objective = GrpoConfig(temperature=0.6, vocab_size=40)
     trainer = TrainerConfig(train_batch_size=len(tokens), per_device_parallelism=8 // microbatches, mp="f32")
     program = LogprobProgram(
         "some_logprobs",
         lambda model, batch: objective.answer_logprobs(model, batch["tokens"]),
         trainer=trainer,
-        mesh=mesh,
-        ledger=ledger,
+        programs=Programs(hosts, mesh),
         replicated=replicated,
     )
     batch = {"tokens": place(tokens, NamedSharding(mesh, batch_spec(mesh)))}
@@ -46,7 +46,7 @@ def test_each_row_has_its_own_log_probabilities(microbatches, replicated, mesh_s
     with jax.set_mesh(mesh):
         whole = jax.jit(objective.answer_logprobs, out_shardings=NamedSharding(mesh, P()))(model, tokens)
     np.testing.assert_allclose(found, whole, atol=1e-5)
-    assert ledger.count == 1
+    assert hosts.ledger.count == 1
 
 
 def test_rows_that_share_answers_have_the_log_probabilities_of_each_and_empty_microbatches_none():
@@ -64,8 +64,7 @@ def test_rows_that_share_answers_have_the_log_probabilities_of_each_and_empty_mi
         "packed_logprobs",
         lambda model, batch: objective.answer_logprobs(model, batch["tokens"], batch["segment_ids"]),
         trainer=trainer,
-        mesh=mesh,
-        ledger=Ledger(),
+        programs=Programs(Hosts(MemoryClient.hub(1)[0]), mesh),
     )
     columns = {"tokens": rows, "segment_ids": filled[:, None] * numbers}
     batch = {name: place(column, NamedSharding(mesh, batch_spec(mesh))) for name, column in columns.items()}

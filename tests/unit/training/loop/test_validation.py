@@ -9,12 +9,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lockstep.errors import ConfigError, PeerError
+from lockstep.errors import ConfigError, HostError, PeerError
 from lockstep.placement import make_mesh
-from lockstep.training import CheckpointerConfig, OptimizerConfig, TokenizedRows, Trainer, TrainerConfig, lm_loss
+from lockstep.training import (
+    CheckpointerConfig,
+    OptimizerConfig,
+    StepInfo,
+    TokenizedRows,
+    Trainer,
+    TrainerConfig,
+    lm_loss,
+)
 from lockstep.training.loop.validation import Validation
 from lockstep.training.objectives import SimpoConfig
 from tests import tiny
+from tests.multiprocess.harness import run_threads
 from tests.rollouts import Recorder
 from tests.unit.training.bigrams import Bigrams
 from tests.unit.training.loop.test_trainer import rows
@@ -139,6 +148,30 @@ def test_rows_that_cannot_be_read_end_the_run_on_all_hosts():
     broken = Broken(columns=rows(13).columns, seed=0)
     with pytest.raises(PeerError, match="rows of source 0.*the disk is gone"):
         run({"x": broken})
+
+
+@pytest.mark.slow
+def test_a_launch_that_fails_on_several_hosts_says_which_and_after_which_step():
+    """As one of the train step does: the runtime says nothing of a process that has died."""
+    mesh = make_mesh("auto", jax.devices()[:1])
+
+    def fail(total):
+        raise ConnectionError("connection closed by peer")
+
+    def failing(model, batch):
+        parts = lm_loss(model, batch)
+        total = jax.pure_callback(fail, jax.ShapeDtypeStruct((), jnp.float32), parts.total)
+        return parts._replace(total=total)
+
+    def body(hosts):
+        config = TrainerConfig(num_train_steps=1, train_batch_size=8)
+        trainer = Trainer(config, OptimizerConfig().build(1), failing, hosts, mesh=mesh)
+        model = trainer.init_model(Bigrams.init)
+        validation = Validation(trainer, failing, {"x": rows(8)}, perplexity=False)
+        with pytest.raises(HostError, match=f"the eval step after 4 steps failed on process {hosts.index} of 2"):
+            validation(StepInfo(step=3, model=model, loss=0.0, step_duration=0.0))
+
+    run_threads(body, 2)
 
 
 def test_values_that_cannot_work():

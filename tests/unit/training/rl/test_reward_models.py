@@ -7,12 +7,13 @@ import numpy as np
 import pytest
 
 from lockstep.errors import PeerError
-from lockstep.hosts import Hosts, MemoryClient, Watchdog
+from lockstep.hosts import Hosts, MemoryClient
 from lockstep.placement import make_mesh
 from lockstep.report import Row
 from lockstep.text import Prompt
 from lockstep.training import TrainerConfig
 from lockstep.training.rl.reward_models import ModelReward, RewardModel
+from lockstep.training.step.programs import Programs
 from tests import rollouts as runs
 from tests import tiny
 
@@ -30,7 +31,7 @@ def checkpoint(tmp_path):
 def load(checkpoint, mesh_shape="auto", **values):
     hosts, mesh = Hosts(MemoryClient.hub(1)[0]), make_mesh(mesh_shape)
     trainer = TrainerConfig(train_batch_size=8 * mesh.size, per_device_parallelism=4, mp="f32")
-    return RewardModel.load("judge", ModelReward(model=checkpoint, **values), trainer, mesh, hosts), hosts
+    return RewardModel.load("judge", ModelReward(model=checkpoint, **values), trainer, Programs(hosts, mesh)), hosts
 
 
 class Given(RewardModel):
@@ -48,7 +49,7 @@ def test_scores_are_those_of_transformers(checkpoint, mesh_shape):
     count = 8 * len(model.sharding.mesh.devices.flat)
     answers = [(rows[number % len(rows)] if number % 7 else None, None) for number in range(count)]
     given = Given(**{name: getattr(model, name) for name in model.__dataclass_fields__})
-    found = given.scores(hosts, Watchdog(hosts, hosts.timeout_s), answers)
+    found = given.scores(hosts, answers)
     expected = [float(golden["scores"][number % len(rows)]) if number % 7 else None for number in range(count)]
     assert [value is None for value in found] == [value is None for value in expected]
     np.testing.assert_allclose(

@@ -1,4 +1,4 @@
-"""The largest microbatch that fits, as the compiler says, agreed on by all hosts."""
+"""Launches that fail, and the largest microbatch that fits, as the compiler says, agreed on by all hosts."""
 
 from types import SimpleNamespace
 
@@ -6,8 +6,10 @@ import jax
 import pytest
 
 from lockstep.errors import ConfigError, HbmError, HostError
+from lockstep.hosts import Ledger, MemoryClient
+from lockstep.placement import make_mesh
 from lockstep.training import TrainerConfig
-from lockstep.training.step.launcher import compile_largest, named_failure
+from lockstep.training.step.programs import Programs, compile_largest
 from tests.multiprocess.harness import run_threads
 from tests.unit.training.loop.test_trainer import STEPS, init, make_trainer, rows
 
@@ -34,7 +36,8 @@ STATE = jax.ShapeDtypeStruct((25,), "float32")
 
 
 def choose(hosts, memory, n_rows=64, refused=()):
-    return compile_largest(hosts, n_rows, lambda parts: Step(n_rows // parts, refused), lambda step: [STATE], memory)
+    programs = Programs(hosts, make_mesh())
+    return compile_largest(programs, n_rows, lambda parts: Step(n_rows // parts, refused), lambda step: [STATE], memory)
 
 
 def alone(memory, **values):
@@ -61,8 +64,8 @@ def test_the_host_whose_step_needs_most_decides():
             return 100 + 20 * self.size
 
     def body(hosts):
-        kind = [Step, Larger][hosts.index]
-        return compile_largest(hosts, 64, lambda parts: kind(64 // parts), lambda step: [STATE], 740).size
+        kind, programs = [Step, Larger][hosts.index], Programs(hosts, make_mesh())
+        return compile_largest(programs, 64, lambda parts: kind(64 // parts), lambda step: [STATE], 740).size
 
     assert run_threads(body, 2) == [32, 32]
 
@@ -100,8 +103,10 @@ def test_values_that_cannot_work():
 
 
 def fail(count: int) -> None:
-    hosts = SimpleNamespace(count=count, index=1, missing=lambda: " Missing: process 2.")
-    with named_failure(hosts, 7):  # type: ignore[arg-type]  # a stand-in with the three attributes that are read
+    client, ledger = MemoryClient.hub(4)[1], Ledger()
+    missing = " Missing: process 2."
+    hosts = SimpleNamespace(count=count, index=1, missing=lambda: missing, timeout_s=60.0, client=client, ledger=ledger)
+    with Programs(hosts, make_mesh()).launching("train_step", 7):  # type: ignore[arg-type]  # a stand-in
         raise jax.errors.JaxRuntimeError("connection closed by peer")
 
 
