@@ -40,7 +40,6 @@ from lockstep.batch_inference.row_files import (
     write_manifest,
 )
 from lockstep.batch_inference.summary import (
-    LiveView,
     MemoryLog,
     Outcome,
     Totals,
@@ -48,7 +47,6 @@ from lockstep.batch_inference.summary import (
     closing_words,
     first_rows,
     log_job,
-    make_live_view,
     summary_table,
 )
 from lockstep.errors import check_log_dir
@@ -278,8 +276,8 @@ class _Run:
         if hosts.is_leader and generator.engine and generator.engine.sizing:
             log.info("%s", generator.engine.sizing.describe())
             log.info("batches of %d prompts at most", generator.batch_prompts)
-        view: LiveView | None = make_live_view(self._title(shape)) if hosts.is_leader else None
-        shown = ProgressOutput(view, tracker, defer=config.defer_tracker_logs_until_end)
+        title = self._title(shape) if hosts.is_leader else None
+        shown = ProgressOutput(title, tracker, defer=config.defer_tracker_logs_until_end)
         with contextlib.closing(shown):
             board = Board(
                 hosts, separate=separate, rows=shape.rows, found=at_rest, generations=shape.generations, show=shown

@@ -1,30 +1,22 @@
-"""A job as the leader shows it: the live view while it runs, and the summary of metrics, tables and files."""
+"""A finished job as the leader shows it: the summary of metrics, tables and files."""
 
 import dataclasses
 import itertools
 import json
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from rich import box
-from rich.console import Group, RenderableType
-from rich.live import Live
-from rich.panel import Panel
-from rich.progress_bar import ProgressBar
 from rich.table import Table
-from rich.text import Text
 
 from lockstep.batch_inference.config import SampleConfig
-from lockstep.batch_inference.job_progress import JobProgress
 from lockstep.engine.schedule import DraftCounts
 from lockstep.health import State
 from lockstep.hosts import Hosts
 from lockstep.json_text import from_peer, parse_json, refused, typed
 from lockstep.placement.device import peak_bytes, used_bytes
-from lockstep.printable import bytes_text, get_logger, print_lines, without_credentials, write_to_stdout
+from lockstep.printable import bytes_text, get_logger, without_credentials
 from lockstep.report import MAX_TABLE_ROWS, SampleRow, Tracker
-from lockstep.terminal import console
 
 log = get_logger(__name__)
 
@@ -236,138 +228,3 @@ def closing_words(files: Sequence[tuple[str, Path]], url: str | None = None) -> 
     """Return the last lines of a run: where everything is."""
     lines = [f"  {name:<11}{path}" for name, path in files if path.exists()]
     return "\n".join(["", "done:", *lines, *([] if url is None else [f"  {'uploaded':<11}{without_credentials(url)}"])])
-
-
-UNKNOWN = "–"
-LISTED_HOSTS = 8  # the most hosts whose speeds are shown one by one on a line
-LINE_S = 10.0  # seconds between two lines in a log
-
-
-class PanelView:
-    """A panel that stays at the bottom of a terminal."""
-
-    def __init__(self, title: str) -> None:
-        self._title = title
-        self._live = Live(console=console(), auto_refresh=False)
-        write_to_stdout(self._live.start)
-
-    def update(self, job: JobProgress) -> None:
-        """Redraw the panel."""
-        write_to_stdout(lambda: self._live.update(panel(job, self._title), refresh=True))
-
-    def close(self) -> None:
-        """Leave the panel as it is and give the terminal back."""
-        write_to_stdout(self._live.stop)
-
-
-class LineView:
-    """A line every few seconds, the last one at the end."""
-
-    def __init__(
-        self, print_line: Callable[[str], None], every_s: float = LINE_S, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._print, self._every_s, self._clock = print_line, every_s, clock
-        self._next = 0.0
-        self._pending: JobProgress | None = None
-        self._printed = ""
-
-    def update(self, job: JobProgress) -> None:
-        """Print a line unless the last one is less than ``every_s`` old."""
-        self._pending = job
-        if self._clock() >= self._next:
-            self._next = self._clock() + self._every_s
-            self.close()
-
-    def close(self) -> None:
-        """Print the last state unless it was printed already."""
-        if self._pending is not None and (text := line(self._pending)) != self._printed:
-            self._print(text)
-            self._printed = text
-        self._pending = None
-
-
-type LiveView = PanelView | LineView
-
-
-def make_live_view(title: str) -> LiveView:
-    """Make a panel where the leader's output is a terminal, else lines."""
-    if console().is_terminal:
-        return PanelView(title)
-    return LineView(print_lines)
-
-
-def line(job: JobProgress) -> str:
-    """Return all that the panel shows, on one line."""
-    speed = f"{job.rate:,.0f} tokens/s"
-    if len(job.host_rates) > 1:
-        speed += f" ({_rates(job)})"
-    done = f"{job.prompts_done:,} of {job.prompts:,} prompts, {job.rows_done:,} of {job.rows:,} completions"
-    parts = (done, speed, _floor(job), _pages(job), f"{_eta(job)} left")
-    return f"sample: {', '.join(parts)}"
-
-
-def panel(job: JobProgress, title: str) -> RenderableType:
-    """Return progress, speed, pages and time left, and a row per host where each has prompts of its own."""
-    figures = Table.grid(padding=(0, 2))
-    figures.add_column(style="dim")
-    figures.add_column()
-    figures.add_row("prompts", f"{job.prompts_done:,} of {job.prompts:,}")
-    earlier = f" ({job.found:,} were there from before)" if job.found else ""
-    figures.add_row("completions", f"{job.rows_done:,} of {job.rows:,}{earlier}")
-    figures.add_row("speed", f"{job.rate:,.0f} tokens/s, {_floor(job)}")
-    if len(job.host_rates) > len(job.hosts):
-        figures.add_row("hosts", f"{_rates(job)} tokens/s on their devices")
-    if job.drafts.drafted:
-        figures.add_row("drafts", str(job.drafts))
-    figures.add_row("KV cache", _pages(job))
-    figures.add_row("time", f"{_clock(job.seconds)} so far, {_eta(job)} left")
-    bar = Table.grid(expand=True)  # a bar outside a grid would not end its line
-    bar.add_row(ProgressBar(total=max(1, job.rows), completed=job.rows_done))
-    parts: list[RenderableType] = [bar, figures]
-    if len(job.hosts) > 1:
-        parts.append(_hosts(job))
-    return Panel(Group(*parts), title=Text(title), title_align="left", box=box.ROUNDED)
-
-
-def _hosts(job: JobProgress) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in ("host", "completions", "tokens", "tokens/s", "pages in use"):
-        table.add_column(name, justify="left" if name == "host" else "right")
-    for number, host in enumerate(job.hosts):
-        pages = "done" if host.done else f"{host.pages:,} of {host.max_pages:,}"
-        table.add_row(
-            Text(str(number)),
-            f"{host.rows:,}",
-            f"{host.tokens:,}",
-            f"{host.rate:,.0f}" if host.rate else UNKNOWN,
-            pages,
-        )
-    return table
-
-
-def _rates(job: JobProgress) -> str:
-    """Return the speed of each host, or the lowest and the highest where that would be a long list."""
-    rates = job.host_rates
-    if len(rates) > LISTED_HOSTS:
-        return f"{min(rates):,.0f} to {max(rates):,.0f} on each of {len(rates)} hosts"
-    return " + ".join(f"{rate:,.0f}" for rate in rates)
-
-
-def _floor(job: JobProgress) -> str:
-    if job.over_floor is None:
-        return f"{UNKNOWN} of the bandwidth floor"
-    return f"{job.over_floor:.2g} of the bandwidth floor"
-
-
-def _pages(job: JobProgress) -> str:
-    return f"{sum(h.pages for h in job.hosts):,} of {sum(h.max_pages for h in job.hosts):,} pages in use"
-
-
-def _eta(job: JobProgress) -> str:
-    return UNKNOWN if job.eta_s is None else _clock(job.eta_s)
-
-
-def _clock(seconds: float) -> str:
-    whole = round(seconds)
-    hours, minutes = whole // 3600, whole // 60 % 60
-    return f"{hours}:{minutes:02d}:{whole % 60:02d}" if hours else f"{minutes}:{whole % 60:02d}"
