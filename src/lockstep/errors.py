@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import operator
 import os
 import re
 import typing
@@ -54,23 +55,35 @@ def refuse_keys(config: typing.Any, command: str, block: str = "") -> None:
 
 
 def check_at_least(
-    config: object, least: float, *names: str, block: str = "", fix: str = ". Raise it.", above: bool = False
+    config: object,
+    least: float,
+    *names: str,
+    block: str = "",
+    fix: str = ". Raise it.",
+    above: bool = False,
+    below: float | None = None,
+    most: float | None = None,
 ) -> None:
-    """Refuse fields of a configuration that are below ``least``; None is no number, and is left to others.
+    """Refuse fields of a configuration that are out of a range; None is no number, and is left to others.
 
     Args:
         block: The key of the configuration itself, with a dot at its end; "" for that of a command.
         fix: The text of the error after the limit.
         above: Whether they must be more than ``least``.
+        below: What they must be less than; None: there is no such limit.
+        most: What they may be at most; None: there is no such limit.
 
     Raises:
-        ConfigError: One is below; the message names it, its value, the limit and the fix.
+        ConfigError: One is out of the range; the message names it, its value, the range and the fix.
     """
+    limits = [(operator.gt, "more than", least) if above else (operator.ge, "at least", least)]
+    limits += [(operator.lt, "less than", below)] if below is not None else []
+    limits += [(operator.le, "at most", most)] if most is not None else []
     for name in names:
         value = getattr(config, name)
-        if value is not None and not (value > least if above else value >= least):
-            limit = "more than" if above else "at least"
-            raise ConfigError(f"{block}{name} is {value}; it must be {limit} {least}{fix}")
+        if value is not None and not all(compare(value, limit) for compare, _, limit in limits):
+            text = " and ".join(f"{word} {limit}" for _, word, limit in limits)
+            raise ConfigError(f"{block}{name} is {value}; it must be {text}{fix}")
 
 
 def check_one_of(config: object, first: str, second: str, fix: str) -> None:

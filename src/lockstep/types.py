@@ -113,12 +113,8 @@ class SamplingRules:
 
     def _check_filters(self) -> None:
         check_at_least(self, 1, "top_k", fix=", or null. Use null to draw from all tokens.")
-        if not 0 < self.top_p <= 1:
-            raise ConfigError(
-                f"top_p is {self.top_p}; it must be more than 0 and at most 1. Use 1 to draw from all tokens."
-            )
-        if not 0 <= self.min_p <= 1:
-            raise ConfigError(f"min_p is {self.min_p}; it must be 0 to 1. Use 0 to draw from all tokens.")
+        check_at_least(self, 0, "top_p", fix=". Use 1 to draw from all tokens.", above=True, most=1)
+        check_at_least(self, 0, "min_p", fix=". Use 0 to draw from all tokens.", most=1)
         if len(self.filter_values()) < len(self.filters):
             raise ConfigError(f"filters is {list(self.filters)}, which has a filter twice. Give each one value.")
 
@@ -142,14 +138,9 @@ class SamplingRules:
         return dict(sorted(values.items()))
 
     def _check_penalties(self) -> None:
-        if not 0.01 <= self.repetition_penalty <= 100:
-            raise ConfigError(
-                f"repetition_penalty is {self.repetition_penalty}; it must be 0.01 to 100. Use 1 for none, and "
-                "a little more, such as 1.1, to discourage repetition."
-            )
-        for name in ("presence_penalty", "frequency_penalty"):
-            if not -2 <= getattr(self, name) <= 2:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be -2 to 2. Use 0 for none.")
+        little = ". Use 1 for none, and a little more, such as 1.1, to discourage repetition."
+        check_at_least(self, 0.01, "repetition_penalty", fix=little, most=100)
+        check_at_least(self, -2, "presence_penalty", "frequency_penalty", fix=". Use 0 for none.", most=2)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

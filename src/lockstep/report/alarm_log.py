@@ -61,11 +61,8 @@ class AlarmsConfig:
             raise ConfigError(
                 f"alarms.on_alarm is {self.on_alarm!r}; it must be log, stop, module:function or null. Correct it."
             )
-        if not 0 < self.false_alarms < 1:
-            raise ConfigError(
-                f"alarms.false_alarms is {self.false_alarms}; it must be more than 0 and less than 1. The default is "
-                f"{FALSE_ALARMS}."
-            )
+        default = f". The default is {FALSE_ALARMS}."
+        check_at_least(self, 0, "false_alarms", block="alarms.", fix=default, above=True, below=1)
         check_at_least(self, 0, "warm_up", block="alarms.", fix=". Use null for the default.")
 
     def check_health(self, health: bool, block: str) -> None:

@@ -95,7 +95,7 @@ def test_the_longest_sequence_of_a_block_is_that_of_its_engine():
         (RolloutConfig, {"stop": "x"}, r"^rollout\.stop is 'x'; it must be a list\. Use \['x'\]"),
         (RolloutConfig, {"ignore_eos": True, "min_tokens": 1}, r"^rollout\.min_tokens is 1 and ignore_eos is true"),
         (SampleConfig, {"ignore_eos": True, "stop_token_ids": [4]}, r"^stop_token_ids is \[4\] and ignore_eos is true"),
-        (RolloutConfig, {"min_p": 2.0}, "^rollout: min_p is 2.0; it must be 0 to 1"),
+        (RolloutConfig, {"min_p": 2.0}, "^rollout: min_p is 2.0; it must be at least 0 and at most 1"),
         (RolloutConfig, {"kv_cache_dtype": "int4"}, "^rollout: kv_cache_dtype is 'int4'"),
         (RolloutConfig, {"weight_dtype": "int4"}, "^rollout: weight_dtype is 'int4'; it must be auto, int8, fp8"),
         (RolloutConfig, {"temperature": 0.0}, r"^rollout\.temperature is 0.0; it must be more than 0"),

@@ -21,7 +21,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from lockstep.config_fields import check_fields
-from lockstep.errors import ConfigError, DivergenceError, HostError, check_at_least
+from lockstep.errors import DivergenceError, HostError, check_at_least
 from lockstep.hosts import Hosts
 from lockstep.json_text import typed
 from lockstep.printable import get_logger, printable
@@ -177,8 +177,7 @@ class LossSpikeConfig:
         check_fields(self, "trainer.loss_spike.")
         fix = ", for one loss has no deviation. Raise it."
         check_at_least(self, 2, "rolling_interval_length", block="trainer.loss_spike.", fix=fix)
-        if not self.sigma_factor > 0:
-            raise ConfigError(f"trainer.loss_spike.sigma_factor is {self.sigma_factor}; it must be above 0. Raise it.")
+        check_at_least(self, 0, "sigma_factor", block="trainer.loss_spike.", above=True)
 
 
 class LossWatch:

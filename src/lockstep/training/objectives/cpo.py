@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from lockstep.errors import ConfigError
+from lockstep.errors import check_at_least
 from lockstep.training.objectives.preference import (
     PairLogprobs,
     PairLosses,
@@ -26,8 +26,7 @@ class CpoConfig(SmoothedPairs):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.beta > 0:
-            raise ConfigError(f"beta is {self.beta}; it must be above 0. The paper uses 0.1.")
+        check_at_least(self, 0, "beta", fix=". The paper uses 0.1.", above=True)
         self.check_pairs()
 
     def losses(self, pairs: PairLogprobs) -> PairLosses:

@@ -5,7 +5,7 @@ from typing import ClassVar, Literal
 
 import jax.numpy as jnp
 
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, check_at_least
 from lockstep.training.objectives.preference import PairLogprobs, PairLosses, PreferenceObjective, SmoothedPairs
 
 
@@ -26,8 +26,7 @@ class DpoConfig(SmoothedPairs):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.beta > 0:
-            raise ConfigError(f"beta is {self.beta}; it must be above 0. The paper uses 0.1 and 0.5.")
+        check_at_least(self, 0, "beta", fix=". The paper uses 0.1 and 0.5.", above=True)
         self.check_pairs()
         if self.label_smoothing and self.loss != "sigmoid":
             raise ConfigError(

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from lockstep.errors import ConfigError
+from lockstep.errors import check_at_least
 from lockstep.training.objectives.logprobs import (
     LossParts,
     target_mask,
@@ -61,11 +61,8 @@ class GrpoConfig(GrpoFields):
 
     def __post_init__(self) -> None:
         self.check_loss()
-        if not self.temperature > 0:
-            raise ConfigError(
-                f"temperature is {self.temperature}; it must be more than 0: greedy answers have no policy gradient. "
-                "Use that of the rollouts."
-            )
+        greedy = ": greedy answers have no policy gradient. Use that of the rollouts."
+        check_at_least(self, 0, "temperature", fix=greedy, above=True)
 
     def columns(self, row_length: int, *, on_policy: bool) -> dict[str, jax.ShapeDtypeStruct]:
         """Return shape and type of one row of each column that the loss reads."""

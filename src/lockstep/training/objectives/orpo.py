@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from lockstep.errors import ConfigError
+from lockstep.errors import check_at_least
 from lockstep.training.objectives.preference import PairLogprobs, PairLosses, PreferenceObjective
 
 LARGEST: Final = -1e-6
@@ -27,8 +27,7 @@ class OrpoConfig(PreferenceObjective):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.beta > 0:
-            raise ConfigError(f"beta is {self.beta}; it must be above 0. The paper uses 0.1 to 1.0.")
+        check_at_least(self, 0, "beta", fix=". The paper uses 0.1 to 1.0.", above=True)
 
     def losses(self, pairs: PairLogprobs) -> PairLosses:
         """See `PreferenceObjective.losses`."""

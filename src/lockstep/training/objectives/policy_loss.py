@@ -107,10 +107,7 @@ class GrpoFields:
     def check_loss(self) -> None:
         """Check the settings."""
         check_fields(self)
-        if not 0 < self.clip_epsilon < 1:
-            raise ConfigError(
-                f"clip_epsilon is {self.clip_epsilon}; it must be more than 0 and less than 1. The paper's is 0.2."
-            )
+        check_at_least(self, 0, "clip_epsilon", fix=". The paper's is 0.2.", above=True, below=1)
         high = ". DAPO's paper uses 0.28; null is as clip_epsilon."
         check_at_least(self, 0, "clip_epsilon_high", fix=high, above=True)
         check_at_least(self, 0, "kl_coefficient", fix=". The paper uses 0.04; 0 is none.")
@@ -123,10 +120,7 @@ class GrpoFields:
                     f"nothing. Remove {name}, or use another loss."
                 )
         check_at_least(self, 1, "dual_clip", fix=". 3 is usual; null is no limit.", above=True)
-        if not 0 <= self.advantage_epsilon < 1:
-            raise ConfigError(
-                f"advantage_epsilon is {self.advantage_epsilon}; it must be at least 0 and less than 1. TRL's is 1e-4."
-            )
+        check_at_least(self, 0, "advantage_epsilon", fix=". TRL's is 1e-4.", below=1)
         for name in ("kl_estimator", "kl_in_reward"):
             if getattr(self, name) and not self.kl_coefficient:
                 raise ConfigError(

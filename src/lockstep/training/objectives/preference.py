@@ -181,11 +181,8 @@ class SmoothedPairs(PreferenceObjective):
 
     def check_pairs(self) -> None:
         """Check the two settings."""
-        if not 0 <= self.label_smoothing < 0.5:
-            raise ConfigError(
-                f"label_smoothing is {self.label_smoothing}; it must be at least 0 and less than 0.5, at which nothing "
-                "could be learned. 0 is without smoothing."
-            )
+        smoothing = ", at which nothing could be learned. 0 is without smoothing."
+        check_at_least(self, 0, "label_smoothing", fix=smoothing, below=0.5)
         check_at_least(self, 0, "sft_weight", fix=". RPO's paper uses 1; 0 is none.")
 
     def smoothed(self, pairs: PairLogprobs, margin: Float[Array, " row"], reward: Float[Array, "row 2"]) -> PairLosses:

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from lockstep.errors import ConfigError, check_at_least
+from lockstep.errors import check_at_least
 from lockstep.training.objectives.preference import PairLogprobs, PairLosses, PreferenceObjective, SmoothedPairs
 
 
@@ -20,8 +20,7 @@ class SimpoConfig(SmoothedPairs):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.beta > 0:
-            raise ConfigError(f"beta is {self.beta}; it must be above 0. The paper uses 2.0 to 10.")
+        check_at_least(self, 0, "beta", fix=". The paper uses 2.0 to 10.", above=True)
         check_at_least(self, 0, "gamma_beta_ratio", fix=". The paper uses 0.1 to 0.8.")
         self.check_pairs()
 

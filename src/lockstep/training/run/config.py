@@ -336,10 +336,7 @@ class RenewalFields(TrainConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_at_least(self, 1, "reference_every", fix=". TRL's default is 512; null is never.")
-        if self.reference_mixup is not None and not 0 < self.reference_mixup <= 1:
-            raise ConfigError(
-                f"reference_mixup is {self.reference_mixup}; it must be above 0 and at most 1. TRL's is 0.6."
-            )
+        check_at_least(self, 0, "reference_mixup", fix=". TRL's is 0.6.", above=True, most=1)
         if self.reference_mixup is not None and self.reference_every is None:
             raise ConfigError(
                 f"reference_mixup is {self.reference_mixup} and reference_every is null: it would do nothing. Set "

@@ -1,6 +1,8 @@
 """An optax optimizer with clipping, weight decay and a learning-rate schedule, from a configuration."""
 
 import dataclasses
+import functools
+import math
 from collections.abc import Mapping
 from typing import Any, Final, Literal
 
@@ -10,7 +12,7 @@ import optax
 from jaxtyping import Array, Int, PyTree
 
 from lockstep.config_fields import check_fields
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, check_at_least
 from lockstep.models import RANK
 from lockstep.training.step.renewal import ReferenceRenewal
 from lockstep.training.step.schedules import SHARES, build_schedule, check_shape
@@ -98,32 +100,12 @@ class OptimizerConfig:
                     f"optimizer.{name} is {getattr(self, name)}, for which {self.type} has no use; it has "
                     f"{', '.join(uses)}. Remove it, or choose another optimizer.type."
                 )
-        for name, low, high in (
-            ("learning_rate", 0.0, float("inf")),
-            ("adam_lr", 0.0, float("inf")),
-            ("weight_decay", 0.0, float("inf")),
-            ("adam_weight_decay", 0.0, float("inf")),
-            ("beta1", 0.0, 1.0),
-            ("beta2", 0.0, 1.0),
-            ("epsilon", 0.0, 1.0),
-            ("momentum", 0.0, 1.0),
-            ("warmup", 0.0, float("inf")),
-            ("min_lr_ratio", 0.0, 1.00001),
-            ("ema_decay", 0.0, 1.0),
-        ):
-            value = getattr(self, name)
-            if value is not None and not low <= value < high:
-                raise ConfigError(
-                    f"optimizer.{name} is {value}; it must be at least {low:g} and less than {high:g}. Change it."
-                )
-        if self.max_grad_norm is not None and not self.max_grad_norm > 0:
-            raise ConfigError(
-                f"optimizer.max_grad_norm is {self.max_grad_norm}; it must be above 0. Use null for no clipping."
-            )
-        if self.decay is not None and not self.decay > 0:
-            raise ConfigError(
-                f"optimizer.decay is {self.decay}; it must be above 0. Use null and lr_schedule: constant for none."
-            )
+        check = functools.partial(check_at_least, self, 0, block="optimizer.", fix=". Change it.")
+        check("learning_rate", "adam_lr", "weight_decay", "adam_weight_decay", "warmup", below=math.inf)
+        check("beta1", "beta2", "epsilon", "momentum", "ema_decay", below=1)
+        check("min_lr_ratio", most=1)
+        check("max_grad_norm", above=True, fix=". Use null for no clipping.")
+        check("decay", above=True, fix=". Use null and lr_schedule: constant for none.")
         if self.decay is not None and self.lr_schedule == "constant":
             raise ConfigError(
                 f"optimizer.decay is {self.decay}, for which lr_schedule: constant has no use: the rate stays. Remove "

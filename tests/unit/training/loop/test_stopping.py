@@ -345,5 +345,5 @@ def test_skipping_for_ever_ends(caplog):
 def test_values_out_of_range():
     with pytest.raises(ConfigError, match="rolling_interval_length is 1; it must be at least 2"):
         LossSpikeConfig(rolling_interval_length=1)
-    with pytest.raises(ConfigError, match="sigma_factor is 0.0; it must be above 0"):
+    with pytest.raises(ConfigError, match="sigma_factor is 0.0; it must be more than 0"):
         LossSpikeConfig(sigma_factor=0.0)

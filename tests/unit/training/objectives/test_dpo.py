@@ -61,7 +61,7 @@ def test_without_a_reference_there_is_no_loss():
 @pytest.mark.parametrize(
     ("values", "text"),
     [
-        ({"beta": 0.0}, "beta is 0.0; it must be above 0"),
+        ({"beta": 0.0}, "beta is 0.0; it must be more than 0"),
         ({"label_smoothing": 0.5}, "label_smoothing is 0.5; it must be at least 0 and less than 0.5"),
         ({"label_smoothing": 0.1, "loss": "ipo"}, "loss is ipo, which has none"),
     ],

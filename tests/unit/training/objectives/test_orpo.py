@@ -40,5 +40,5 @@ def test_responses_of_probability_0_and_1_have_finite_losses_and_gradients():
 
 
 def test_settings_out_of_range():
-    with pytest.raises(ConfigError, match="beta is 0; it must be above 0"):
+    with pytest.raises(ConfigError, match="beta is 0; it must be more than 0"):
         OrpoConfig(beta=0)

@@ -45,7 +45,7 @@ def test_constant():
         ({"learning_rate": -1.0}, "optimizer.learning_rate is -1.0; it must be at least 0"),
         *(({name: 1.0}, rf"optimizer\.{name} is 1\.0") for name in ("beta1", "beta2", "epsilon", "ema_decay")),
         ({"type": "muon", "momentum": 1.0}, r"optimizer\.momentum is 1\.0"),
-        ({"min_lr_ratio": 1.1}, "optimizer.min_lr_ratio is 1.1; it must be at least 0 and less than 1"),
+        ({"min_lr_ratio": 1.1}, "optimizer.min_lr_ratio is 1.1; it must be at least 0 and at most 1"),
         ({"max_grad_norm": 0.0}, "Use null for no clipping"),
         ({"decay": 0.0}, "lr_schedule: constant"),
         ({"decay": 0.5, "lr_schedule": "constant"}, "decay is 0.5, for which .*constant has no use"),

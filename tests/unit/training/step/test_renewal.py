@@ -63,7 +63,7 @@ ADAPTERS = ["--model", "null", "--initialize_from_hf", "x", "--lora.r", "4", "--
     [
         (TrainPreferenceConfig, [*FILE, "--reference_every", "0"], "reference_every is 0; it must be at least 1"),
         (TrainPreferenceConfig, [*FILE, "--reference_mixup", "0.5"], "reference_every is null: it would do nothing"),
-        (TrainPreferenceConfig, [*FILE, *RENEWED, "--reference_mixup", "1.5"], "it must be above 0 and at most 1"),
+        (TrainPreferenceConfig, [*FILE, *RENEWED, "--reference_mixup", "1.5"], "it must be more than 0 and at most 1"),
         (TrainPreferenceConfig, [*FILE, *RENEWED, "--objective", "{type: simpo}"], "the loss has no reference model"),
         (
             TrainPreferenceConfig,
