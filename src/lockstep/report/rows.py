@@ -31,7 +31,7 @@ HEALTH_COLUMNS = ("health", "loop_from")
 TOKEN_COLUMNS = ("tokens", "token_logprobs")
 """The columns of a file with each token's text and its natural-log probability: two lists of the same length."""
 
-KEPT_COLUMNS = ("token_ids", "logprobs")
+TOKEN_IDS, LOGPROBS = KEPT_COLUMNS = ("token_ids", "logprobs")
 """The columns of a file with each token's id and its natural-log probability: two lists of the same length."""
 
 REASONING, CONTENT = "reasoning", "content"
@@ -128,9 +128,37 @@ class CompletionRow:
         return split_answer(self.generated_text, self.prompt_end)
 
     @property
-    def _parts(self) -> dict[str, str]:
-        """The columns of a file with the parts of the answer, where it has more than one."""
-        return {} if self.reasoning is None else {REASONING: self.reasoning, CONTENT: self.content}
+    def _further(self) -> dict[str, Any]:
+        """The columns of a file with the parts of the answer, where it has more than one, and the prompt's fields."""
+        parts = {} if self.reasoning is None else {REASONING: self.reasoning, CONTENT: self.content}
+        return {**parts, **({FIELDS: dict(self.fields)} if self.fields else {})}
+
+    @property
+    def _kept(self) -> dict[str, list[Any]]:
+        return {name: list(values) for name, values in zip(KEPT_COLUMNS, self.kept or (), strict=False)}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """The row that ``to_dict`` or ``to_record`` was called on, without the texts of its tokens.
+
+        Args:
+            values: The columns of the row; the values beyond its own and ``FILE_COLUMNS`` are metrics.
+        """
+        own: dict[str, Any] = {
+            name: values[name] for name in (*cls.columns, "finish_reason") if name not in HEALTH_COLUMNS
+        }
+        if "mean_logprob" in own:
+            own["mean_logprob"] = float(own["mean_logprob"])
+        known = (*own, *HEALTH_COLUMNS, *FILE_COLUMNS)
+        return cls(
+            **own,
+            health=values.get("health"),  # earlier versions wrote none
+            loop_from=values.get("loop_from"),
+            metrics={name: _number(value) for name, value in values.items() if name not in known},
+            fields=values.get(FIELDS, {}),
+            prompt_end=_prompt_end(values),
+            kept=(tuple(values[TOKEN_IDS]), tuple(values.get(LOGPROBS, ()))) if TOKEN_IDS in values else None,
+        )
 
     @classmethod
     def from_completion(
@@ -192,23 +220,7 @@ class Row(CompletionRow):
     def to_record(self) -> dict[str, Any]:
         """The row as a file has it: ``to_dict``, and the tokens where there are any."""
         columns = zip(TOKEN_COLUMNS, zip(*self.tokens, strict=True), strict=False)
-        kept = zip(KEPT_COLUMNS, self.kept or (), strict=False)
-        further = {FIELDS: dict(self.fields)} if self.fields else {}
-        return self.to_dict() | self._parts | further | {name: list(values) for name, values in (*columns, *kept)}
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> "Row":
-        """The row that ``to_dict`` or ``to_record`` was called on, without its tokens.
-
-        Args:
-            values: The columns of the row; the values beyond ``COLUMNS`` and ``FILE_COLUMNS`` are metrics.
-        """
-        metrics = {name: _number(value) for name, value in values.items() if name not in COLUMNS + FILE_COLUMNS}
-        columns = {column: values[column] for column in COLUMNS if column not in HEALTH_COLUMNS}
-        columns |= {column: values.get(column) for column in HEALTH_COLUMNS}  # earlier versions wrote none
-        columns |= {"mean_logprob": float(columns["mean_logprob"]), FIELDS: values.get(FIELDS, {})}
-        columns |= {"prompt_end": _prompt_end(values)}
-        return cls(**columns, metrics=metrics)
+        return self.to_dict() | self._further | {name: list(values) for name, values in columns} | self._kept
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -229,28 +241,9 @@ class SampleRow(CompletionRow):
         tokens.
         """
         columns = {column: getattr(self, column) for column in SAMPLE_COLUMNS}
-        further = {FIELDS: dict(self.fields)} if self.fields else {}
-        kept = {name: list(values) for name, values in zip(KEPT_COLUMNS, self.kept or (), strict=False)}
         health = {} if self.health is None else {column: getattr(self, column) for column in HEALTH_COLUMNS}
         ended = {"finish_reason": self.finish_reason}
-        return {**columns, **ended, **health, **self._parts, **further, **self.metrics, **kept}
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> "SampleRow":
-        """The row that ``to_dict`` was called on."""
-        own = (*SAMPLE_COLUMNS, "finish_reason")
-        columns = (*own, *HEALTH_COLUMNS, *PART_COLUMNS, FIELDS, *KEPT_COLUMNS)
-        metrics = {name: _number(value) for name, value in values.items() if name not in columns}
-        tokens, logprobs = (tuple(values.get(name, ())) for name in KEPT_COLUMNS)
-        return cls(
-            **{name: values[name] for name in own},
-            health=values.get("health"),
-            loop_from=values.get("loop_from"),
-            fields=values.get(FIELDS, {}),
-            metrics=metrics,
-            prompt_end=_prompt_end(values),
-            kept=(tokens, logprobs) if KEPT_COLUMNS[0] in values else None,
-        )
+        return {**columns, **ended, **health, **self._further, **self.metrics, **self._kept}
 
 
 def metric_names(rows: Iterable[TableRow]) -> tuple[str, ...]:
