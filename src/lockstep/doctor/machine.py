@@ -1,6 +1,5 @@
 """One machine of a job, its versions, and what differs between the machines."""
 
-import collections
 import importlib.metadata
 import os
 import platform
@@ -15,7 +14,7 @@ import jax
 from packaging.requirements import Requirement
 
 from lockstep.doctor.finding import Finding
-from lockstep.hosts import FLAG_VARIABLES, environment, name_processes, tpu_chips
+from lockstep.hosts import FLAG_VARIABLES, environment, name_processes, tpu_chips, who_has_what
 from lockstep.printable import bytes_text, without_credentials
 from lockstep.redact import SECRET_NAME
 
@@ -198,7 +197,6 @@ def check_versions(
 CLOCK_S: Final = 1.0
 """Seconds between two clocks above which messages name the wrong process as silent (`hosts/heartbeat.py`)."""
 SIGNED_S: Final = 300.0  # seconds between two clocks above which cloud services refuse signed requests
-SHOWN_CHARACTERS: Final = 100  # the longest value that is shown in full
 
 
 def host_facts(config_digest: str) -> dict[str, dict[str, str]]:
@@ -236,19 +234,6 @@ def compare(by_process: Sequence[Mapping[str, Mapping[str, str]]]) -> list[Findi
     machines = len({facts["own"]["host"] for facts in by_process})
     text = f"{len(by_process)} process{'es' * (len(by_process) > 1)} on {machines} machine{'s' * (machines > 1)}"
     return [Finding.ok("hosts", f"{text}; {number} facts (versions, flags, variables, configuration) are the same")]
-
-
-def who_has_what(values: Sequence[str]) -> str:
-    """The processes with each value, the most common value first and named where it is that of the majority."""
-    groups: collections.defaultdict[str, list[int]] = collections.defaultdict(list)
-    for process, value in enumerate(values):
-        groups[value].append(process)
-    parts = []
-    for value, processes in sorted(groups.items(), key=lambda group: (-len(group[1]), group[1])):
-        majority = " (the majority)" if 2 * len(processes) > len(values) else ""
-        short = value if len(value) <= SHOWN_CHARACTERS else value[: SHOWN_CHARACTERS - 3] + "..."
-        parts.append(f"{name_processes(processes)}{majority}: {short!r}")
-    return "; ".join(parts)
 
 
 def compare_clocks(times: Sequence[float]) -> Finding:

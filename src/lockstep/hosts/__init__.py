@@ -12,6 +12,7 @@ from lockstep.hosts.config import environment as environment
 from lockstep.hosts.exchange import MAY_DIFFER as MAY_DIFFER
 from lockstep.hosts.exchange import digest as digest
 from lockstep.hosts.exchange import name_processes as name_processes
+from lockstep.hosts.exchange import who_has_what as who_has_what
 from lockstep.hosts.exit import closing_on_leader as closing_on_leader
 from lockstep.hosts.exit import is_everywhere as is_everywhere
 from lockstep.hosts.fault import earlier_attempts as earlier_attempts

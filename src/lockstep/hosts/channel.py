@@ -227,10 +227,14 @@ def _packed(values: list[Any]) -> list[Any] | str:
     return values
 
 
-def read_columns(received: Any, number: int, count: int) -> list[Column]:
-    """Return what another process has made by `columns`; ValueError or TypeError for what it cannot be."""
+def read_columns(received: Any, kinds: Sequence[Any], count: int) -> list[Column]:
+    """Return what another process has made by `columns`; ValueError or TypeError for what it cannot be.
+
+    Args:
+        kinds: For each column the type of a list of its values.
+    """
     read: list[Column] = []
-    for values, indices in received:
+    for kind, (values, indices) in zip(kinds, received, strict=True):
         if type(values) is str and indices is None and values[:1] in _INTEGERS:
             text, values = values, array.array(values[0])
             values.frombytes(binascii.a2b_base64(text[1:], strict_mode=True))
@@ -242,9 +246,8 @@ def read_columns(received: Any, number: int, count: int) -> list[Column]:
             typed(list[int], indices)
             if len(indices) != count or min(indices) < 0 or max(indices) >= len(values):
                 raise ValueError("no column")
+        typed(kind, values)
         read.append((values, indices))
-    if len(read) != number:
-        raise ValueError(f"{len(read)} columns")
     return read
 
 

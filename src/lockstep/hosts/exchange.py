@@ -9,6 +9,7 @@ import functools
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 from lockstep.errors import DisagreementError, HostError, PeerError, is_fault
 from lockstep.hosts._client import BarrierFailedError
@@ -48,8 +49,7 @@ def agree(channel: Channel, key: str, values: Mapping[str, str], timeout_s: floa
     Raises:
         DisagreementError: The values differ; the same text on every process says what differs and who has what.
     """
-    read = functools.partial(_digests, channel.client.count)
-    if differs(channel.exchange(key, [digest_of(values)], timeout_s, columns, read)[0]):
+    if differs(_exchange_columns(channel, key, [digest_of(values)], timeout_s, [list[str]])[0]):
         raise_if_different(channel, key, values, timeout_s, strict=strict)
 
 
@@ -167,9 +167,7 @@ def reasons_to_stop(
             pass
     elif channel.client.count > 1:
         channel.client.fail_barrier(key)
-    exchanged = channel.exchange(
-        f"{key}/{number}", own, timeout_s, columns, functools.partial(_outcomes, channel.client.count)
-    )
+    exchanged = _exchange_columns(channel, f"{key}/{number}", own, timeout_s, [list[str | None]] * 2)
     failed, reasons = (spread(column, channel.client.count) for column in exchanged)
     raise_if_any_failed(key, failed, error)
     return {reason for reason in reasons if reason is not None}
@@ -229,12 +227,12 @@ def _differences(values: Sequence[Mapping[str, str]]) -> dict[str, str]:
     described = {}
     for name in dict.fromkeys(name for mapping in distinct for name in mapping):
         if len({typed(str, mapping[name]) if name in mapping else None for mapping in distinct}) > 1:
-            described[name] = _describe(name, [mapping.get(name) for mapping in values])
+            described[name] = f"{printable(name)}: {who_has_what([mapping.get(name) for mapping in values])}."
     return described
 
 
-def _describe(name: str, values: Sequence[str | None]) -> str:
-    """Who has which value, the most common value first and named as the majority where it is one."""
+def who_has_what(values: Sequence[str | None]) -> str:
+    """The processes with each value, the most common value first and named where it is that of the majority."""
     groups: collections.defaultdict[str | None, list[int]] = collections.defaultdict(list)
     for process, value in enumerate(values):
         groups[value].append(process)
@@ -248,7 +246,7 @@ def _describe(name: str, values: Sequence[str | None]) -> str:
         texts.append(f"{names}: {shown_value}")
     if len(ordered) > SHOWN_VALUES:
         texts.append(f"{len(ordered) - SHOWN_VALUES} more values")
-    return f"{printable(name)}: {'; '.join(texts)}."
+    return "; ".join(texts)
 
 
 def _shorten(value: str) -> str:
@@ -270,17 +268,8 @@ def _smallest(values: Sequence[object]) -> int:
     return min(typed(int, value) for value in values)
 
 
-def _outcomes(count: int, received: object) -> list[Column]:
-    read = read_columns(received, 2, count)
-    for values, _ in read:
-        typed(list[str | None], values)
-    return read
-
-
-def _digests(count: int, received: object) -> list[Column]:
-    read = read_columns(received, 1, count)
-    typed(list[str], read[0][0])
-    return read
+def _exchange_columns(channel: Channel, key: str, own: object, timeout_s: float, kinds: list[Any]) -> list[Column]:
+    return channel.exchange(key, own, timeout_s, columns, lambda read: read_columns(read, kinds, channel.client.count))
 
 
 def _texts(received: object) -> dict[str, str]:

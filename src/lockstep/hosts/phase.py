@@ -184,14 +184,10 @@ class Phase:
 
 
 def _outcomes(received: object, own: list[Any], count: int) -> list[Column]:
-    read = read_columns(received, 4, count)
-    errors, shared, digests, states = (values for values, _ in read)
-    # What is this process's own value needs no look.
-    if errors != [own[0]]:
-        typed(list[str | None], errors)
-    if digests != [own[2]]:
-        typed(list[str], digests)
-    if states != [own[3]] and any((state is None) != (own[3] is None) for state in typed(list[str | None], states)):
+    texts = list[str | None]
+    read = read_columns(received, [texts, Any, list[str], texts], count)
+    errors, shared, _, states = (values for values, _ in read)
+    if any((state is None) != (own[3] is None) for state in states):
         raise TypeError("no state of launches")
     if errors == [None] and not _are_like(shared, own[1]):
         raise TypeError("shared is something of another kind")

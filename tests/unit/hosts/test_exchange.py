@@ -4,7 +4,7 @@ import pytest
 
 from lockstep.errors import DisagreementError, HostError, PeerError
 from lockstep.hosts import Hosts, MemoryClient, digest
-from lockstep.hosts.exchange import name_processes, shown
+from lockstep.hosts.exchange import name_processes, shown, who_has_what
 from tests.multiprocess.harness import run_threads
 
 
@@ -61,6 +61,10 @@ def test_what_the_leader_does_fails_everywhere():
 )
 def test_processes_in_a_row_are_named_by_the_first_and_the_last(processes, text):
     assert name_processes(processes) == text
+
+
+def test_long_values_are_shortened():
+    assert who_has_what(["a" * 200, "b"]) == f"process 0: '{'a' * 77}...'; process 1: 'b'"
 
 
 @pytest.mark.parametrize(
