@@ -6,8 +6,8 @@ from typing import Any, Final
 
 from lockstep.engine import layout_text
 from lockstep.plan.planner import Plan, SamplingPlan
-from lockstep.plan.step_time import DECODE_ERRORS, DECODE_OVER_BEST, EXPECTED_ERRORS, train_time
-from lockstep.plan.train_step import peak
+from lockstep.plan.step_time import DECODE_ERRORS, DECODE_OVER_BEST, EXPECTED_ERRORS, StepTime, train_time
+from lockstep.plan.train_step import TrainStepPlan, peak
 from lockstep.training import SLOW_STEP_S, CheckpointerConfig
 from lockstep.xla import CollectiveSum, vmem
 
@@ -181,35 +181,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "hbm_bytes_per_device": {
             moment.name: {**moment.parts, "total": moment.total, "headroom": moment.headroom} for moment in every
         },
-        "train_step": None
-        if plan.training is None or time is None
-        else {
-            "digest": plan.training.summary.digest,
-            "microbatches": plan.training.microbatches,
-            "bubble": plan.training.bubble,
-            "peak_bytes_per_device": peak(plan.training.summary),
-            "vmem_bytes": vmem(plan.training.summary.text),
-            "flops": plan.training.flops,
-            "collectives": _collectives(plan.training_collectives),
-            "fsdp": None
-            if plan.fsdp is None
-            else {
-                "floor_bytes": plan.fsdp.floor,
-                "received_bytes": plan.fsdp.received,
-                "ratio": plan.fsdp.ratio,
-                "thin_pieces": [dataclasses.asdict(pieces) for pieces in plan.fsdp.thin],
-            },
-            "predicted_at_best": {
-                **dataclasses.asdict(time),
-                "step_s": time.step_s,
-                "tokens_per_s": time.tokens / time.step_s,
-            },
-            "expected": {
-                "step_s": time.expected_s,
-                "errors": list(EXPECTED_ERRORS),
-                "tokens_per_s": time.tokens / time.expected_s,
-            },
-        },
+        "train_step": None if plan.training is None or time is None else _train_step(plan, plan.training, time),
         "checkpoint": None
         if stop is None
         else {
@@ -226,6 +198,37 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "run": None if cost is None else dataclasses.asdict(cost),
         "notes": list(plan.workload.notes),
         "compile_seconds": plan.seconds,
+    }
+
+
+def _train_step(plan: Plan, training: TrainStepPlan, time: StepTime) -> dict[str, Any]:
+    fsdp = plan.fsdp
+    return {
+        "digest": training.summary.digest,
+        "microbatches": training.microbatches,
+        "bubble": training.bubble,
+        "peak_bytes_per_device": peak(training.summary),
+        "vmem_bytes": vmem(training.summary.text),
+        "flops": training.flops,
+        "collectives": _collectives(plan.training_collectives),
+        "fsdp": None
+        if fsdp is None
+        else {
+            "floor_bytes": fsdp.floor,
+            "received_bytes": fsdp.received,
+            "ratio": fsdp.ratio,
+            "thin_pieces": [dataclasses.asdict(pieces) for pieces in fsdp.thin],
+        },
+        "predicted_at_best": {
+            **dataclasses.asdict(time),
+            "step_s": time.step_s,
+            "tokens_per_s": time.tokens / time.step_s,
+        },
+        "expected": {
+            "step_s": time.expected_s,
+            "errors": list(EXPECTED_ERRORS),
+            "tokens_per_s": time.tokens / time.expected_s,
+        },
     }
 
 
