@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
+import haliax as hax
 import jax
 import numpy as np
 
@@ -69,6 +70,11 @@ def make_trainer(mesh_shape: str, steps: int, hosts: Any = None, tracker: Any = 
     optimizer = OptimizerConfig(learning_rate=1e-2, warmup=0)
     schedule = optimizer.schedule(steps)
     return Trainer(config, optimizer.build(steps), lm_loss, hosts, tracker=tracker, schedule=schedule)
+
+
+def init(key: jax.Array, config: LlamaConfig = CONFIG) -> LlamaLMHeadModel:
+    """A model as a run begins with."""
+    return LlamaLMHeadModel.init(hax.Axis("vocab", vocab_size()), config, key=key)
 
 
 def init_model(trainer: Trainer, vocab: int | None = None, config: LlamaConfig = CONFIG) -> LlamaLMHeadModel:

@@ -15,24 +15,10 @@ BAD = 2
 
 def train(hosts, steps, bad, **values):
     """Losses, the result and the launches of a run; at step ``bad`` the last row of the last host is not a number."""
-    import jax.numpy as jnp
-    import numpy as np
-
-    from lockstep.training import OptimizerConfig, Trainer, TrainerConfig, lm_loss
+    from lockstep.training import OptimizerConfig, Trainer, TrainerConfig
     from tests.multiprocess.launches import record_launches
     from tests.unit.training.bigrams import Bigrams
-    from tests.unit.training.loop.test_trainer import rows
-
-    class Poisoned:
-        def batch(self, step, batch_size, part):
-            factor = np.ones(batch_size, np.float32)
-            factor[-1] = math.nan if step == bad else 1.0
-            taken = step - (bad is not None and step > bad)
-            return rows().batch(taken, batch_size, part) | {"factor": factor[part]}
-
-    def loss(model, batch):
-        parts = lm_loss(model, {name: batch[name] for name in ("tokens", "loss_mask")})
-        return parts._replace(total=parts.total * jnp.mean(batch["factor"]))
+    from tests.unit.training.loop.test_stopping import Poisoned, loss
 
     optimizer = OptimizerConfig(learning_rate=1e-2, warmup=0, lr_schedule="constant", ema_decay=0.5)
     config = TrainerConfig(num_train_steps=steps, train_batch_size=8, **values)
@@ -41,7 +27,7 @@ def train(hosts, steps, bad, **values):
     trainer.add_hook(lambda info: losses.append(info.loss))
     model = trainer.init_model(Bigrams.init)
     with record_launches() as launches:
-        result = trainer.train(model, Poisoned())
+        result = trainer.train(model, Poisoned({} if bad is None else {bad: math.nan}))
     assert trainer.train_step_traces == 1
     return losses, result, launches
 

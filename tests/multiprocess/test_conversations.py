@@ -5,20 +5,18 @@ import os
 import random
 import signal
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
-import haliax as hax
 import numpy as np
 import pytest
 
-from lockstep.models import LlamaLMHeadModel
 from lockstep.text import tool_calls
 from lockstep.training import CheckpointerConfig
 from lockstep.training.checkpoints.config import KeepConfig
 from tests import environments, tiny
 from tests import rollouts as runs
+from tests.clock import until
 from tests.multiprocess.harness import run_processes
 from tests.multiprocess.launches import record_launches
 
@@ -111,16 +109,13 @@ def body_until(hosts, directory, kill=None):
         "auto", 6, hosts, run=run, model=EXACT, log_dir=directory, run_id="run",
         checkpointer=CheckpointerConfig(every=3, keep=KeepConfig(newest=9)),
     )  # fmt: skip
-    vocab = hax.Axis("vocab", tiny.vocab_size())
-    state = trainer.restore(lambda key: LlamaLMHeadModel.init(vocab, EXACT, key=key))
+    state = trainer.restore(lambda key: tiny.init(key, EXACT))
     losses = {}
 
     def note(info):
         losses[info.next_step] = float(info.loss).hex()
-        deadline = time.monotonic() + 60
-        while info.next_step == 4 and not (Path(directory) / "run/checkpoints/step-3/metadata.json").exists():
-            assert time.monotonic() < deadline, "the checkpoint of step 3 is not complete"
-            time.sleep(0.01)
+        if info.next_step == 4:
+            until((Path(directory) / "run/checkpoints/step-3/metadata.json").exists)
         if kill is not None and (hosts.index, info.next_step) == (kill.victim, kill.after):
             CALLS_LEFT["calls"] = kill.calls
 

@@ -12,7 +12,7 @@ from lockstep.training import CheckpointerConfig
 from tests import tiny
 from tests.faults.bodies import told
 from tests.multiprocess.harness import run_processes
-from tests.multiprocess.test_resume import STEPS, init, steps_in, train
+from tests.multiprocess.test_resume import STEPS, steps_in, train
 
 pytestmark = pytest.mark.multiprocess
 
@@ -43,7 +43,7 @@ def restore(hosts, directory, resume="auto"):
     trainer = tiny.make_trainer("auto", STEPS, hosts, log_dir=str(directory), run_id="run", resume=resume, **values)
     with told() as log:
         try:
-            trainer.restore(init)
+            trainer.restore(tiny.init)
         except PeerError as error:
             return None, str(error)
     return trainer.resumed_from.step, log.getvalue()

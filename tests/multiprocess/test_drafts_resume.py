@@ -12,8 +12,9 @@ import pytest
 from lockstep.engine.sizing.cost_model import Estimate
 from lockstep.training import CheckpointerConfig
 from tests import rollouts as runs
+from tests import tiny
+from tests.clock import until
 from tests.multiprocess.harness import run_processes
-from tests.multiprocess.test_train_grpo import tiny_init
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.nightly]
 
@@ -31,10 +32,7 @@ def body_run(hosts, directory, killed):
         digests = [hashlib.sha256(columns[name].tobytes()).hexdigest() for name in ("tokens", "rollout_logprobs")]
         found[info.next_step] = [float(info.loss).hex(), *digests]
         if killed and info.next_step == SAVED + 1:
-            deadline = time.monotonic() + 60
-            while not checkpoint.exists():
-                assert time.monotonic() < deadline, "the checkpoint is not complete"
-                time.sleep(0.01)
+            until(checkpoint.exists)
             if hosts.index == 1:
                 os.kill(os.getpid(), signal.SIGKILL)
             time.sleep(60)
@@ -46,7 +44,7 @@ def body_run(hosts, directory, killed):
             loss={"use_rollout_logprobs": False}, log_dir=directory, run_id="run",
             checkpointer=CheckpointerConfig(every=SAVED),
         )  # fmt: skip
-        state = trainer.restore(tiny_init)
+        state = trainer.restore(tiny.init)
         trainer.add_hook(after)
         trainer.train(model if state is None else state, rollouts)
         rollouts.close()

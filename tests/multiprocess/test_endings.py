@@ -10,10 +10,10 @@ from lockstep.callback import InferenceEvalConfig, SampleCallback
 from lockstep.engine import Engine, EngineConfig, Gate, Session
 from lockstep.errors import PeerError
 from lockstep.placement import make_mesh
-from lockstep.report.trackers import NoopTracker
 from tests import tiny
 from tests.multiprocess.harness import run_processes
 from tests.multiprocess.launches import record_launches
+from tests.rollouts import Recorder
 from tests.unit.engine.models import Between
 
 STEPS, EVERY = 6, 3
@@ -26,20 +26,9 @@ OPTIONS = {
 }
 
 
-class Recorder(NoopTracker):
-    def __init__(self):
-        self.rows, self.scalars = [], []
-
-    def log_rows(self, name, rows, *, step):
-        self.rows += [row.to_dict() for row in rows]
-
-    def log(self, metrics, *, step):
-        self.scalars.append(dict(metrics))
-
-
 def train(hosts, options):
     trainer = tiny.make_trainer("auto", STEPS, hosts)
-    losses, tracker, callback = [], Recorder(), None
+    losses, tracker, callback = [], Recorder("inference_eval/samples"), None
     trainer.add_hook(lambda info: losses.append(float(info.loss).hex()))
     if options is not None:
         config = InferenceEvalConfig(
@@ -62,8 +51,8 @@ def train(hosts, options):
         "losses": losses,
         "launches": launches,
         "train_step_traces": trainer.train_step_traces,
-        "rows": tracker.rows,
-        "scalars": tracker.scalars,
+        "rows": [row.to_dict() for row in tracker.rows],
+        "scalars": list(tracker.scalars.values()),
         "ledger": str(hosts.ledger),
         "launched": hosts.ledger.launches[before:],
         "compiled": [each.name for each in callback.engine.compilations] if callback else [],

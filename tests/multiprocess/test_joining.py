@@ -15,8 +15,7 @@ def test_a_callback_that_is_made_before_the_job_is_joined_writes_each_row_once(h
     assert run.code == 0, run.output
     counts = [f'COUNTS {{"process": {process}, "of": 2, "rounds": 2}}' for process in (0, 1)]
     assert all(any(line.endswith(count) for line in run.output.splitlines()) for count in counts), run.output
-    rows = {name: (tmp_path / name / "samples.jsonl").read_text().splitlines() for name in ("early", "late")}
-    assert {name: len(lines) for name, lines in rows.items()} == {"early": 2, "late": 1}
+    assert len((tmp_path / "samples.jsonl").read_text().splitlines()) == 2
 
 
 @pytest.mark.slow  # in one process: tests/unit/hosts/test_start.py

@@ -43,13 +43,7 @@ class Padded:
 
 def train(hosts, rows, directory=None, at=None, **values):
     """Losses by completed steps, and how often the train step was traced."""
-    import haliax as hax
-
-    from lockstep.models import LlamaLMHeadModel
     from lockstep.training import Trainer, TrainerConfig
-
-    def init(key):
-        return LlamaLMHeadModel.init(hax.Axis("vocab", tiny.vocab_size()), tiny.CONFIG, key=key)
 
     if directory is not None:
         values |= {"checkpointer": CheckpointerConfig(every=100), "log_dir": directory, "run_id": "run"}
@@ -60,7 +54,7 @@ def train(hosts, rows, directory=None, at=None, **values):
     trainer.add_hook(lambda info: losses.update({info.next_step: info.loss}))
     if at is not None:
         trainer.add_hook(at)
-    state = trainer.restore(init)
+    state = trainer.restore(tiny.init)
     with assert_same_launches(hosts):
         trainer.train(tiny.init_model(trainer) if state is None else state, rows)
     return list(losses.items()), trainer.train_step_traces

@@ -17,7 +17,6 @@ from tests import rollouts as runs
 from tests import tiny
 from tests.multiprocess.harness import run_processes
 from tests.multiprocess.launches import record_launches
-from tests.multiprocess.test_train_grpo import tiny_init
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
@@ -144,7 +143,7 @@ def body_resume(hosts, directory):
         trainer, rollouts, model = runs.make(
             "auto", steps, hosts, run=run, loss=runs.AHEAD, log_dir=str(where or directory), run_id="run", **values
         )
-        state, losses = trainer.restore(tiny_init), {}
+        state, losses = trainer.restore(tiny.init), {}
         if trainer.resumed_from is not None:
             kept = trainer.resumed_from.hooks["rollouts"]["ahead"]
             ahead[trainer.resumed_from.step] = None if kept is None else kept["number"]

@@ -121,7 +121,6 @@ def test_whatever_is_killed_whenever_every_row_comes_out_once(mode, kills, check
 @pytest.mark.parametrize("mode", ["host_data_parallel", "global_mesh"])
 def test_rows_in_a_bucket_outlive_the_machines(mode, checkpoint, tmp_path, monkeypatch):
     """As above, but every run begins on machines that have nothing on their disks."""
-    pytest.importorskip("gcsfs", reason="gcsfs is not installed (pip install 'jax-lockstep[gcs]')")
     draw, total = random.Random(mode), PROMPTS * GENERATIONS
     with open(tmp_path / "log", "w+", encoding="utf-8") as log, fake_gcs.serve() as bucket:
         for name, value in bucket.environment.items():

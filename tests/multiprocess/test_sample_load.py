@@ -76,7 +76,6 @@ def test_a_process_holds_its_part_and_64_mib_at_most(checkpoint, processes, plac
     with fake_gcs.serve() as bucket:
         source, environment = str(checkpoint), RETURN_FREED_MEMORY
         if place == "bucket":
-            pytest.importorskip("gcsfs", reason="gcsfs is not installed (pip install 'jax-lockstep[gcs]')")
             bucket.objects |= {f"bucket/model/{path.name}": path.read_bytes() for path in checkpoint.iterdir()}
             source, environment = "gs://bucket/model", bucket.environment | RETURN_FREED_MEMORY
         results = run_processes(body_load, processes=processes, args=(source,), env=environment, own=PEAK)

@@ -21,7 +21,6 @@ from lockstep.urls import url_to_fs
 from tests import fake_gcs, tiny
 from tests.clock import PATIENCE_S, until
 from tests.multiprocess.harness import run_processes, run_unattended
-from tests.multiprocess.test_resume import init
 
 pytestmark = pytest.mark.multiprocess
 
@@ -55,7 +54,7 @@ def train(hosts, name, at=None, victim=1) -> dict[str, Any]:
             os.kill(os.getpid(), action)
 
     trainer.add_hook(after_step)
-    state = trainer.restore(init)
+    state = trainer.restore(tiny.init)
     result = trainer.train(tiny.init_model(trainer) if state is None else state, tiny.rows())
     logger.removeHandler(handler)
     return {
@@ -132,7 +131,7 @@ def restore(hosts, stops):
     try:
         settings = CheckpointerConfig(base_path="gs://bucket/checkpoints")
         trainer = tiny.make_trainer("host_local", STEPS, hosts, run_id="kept", checkpointer=settings)
-        return "read" if trainer.restore(init) is not None else "none"
+        return "read" if trainer.restore(tiny.init) is not None else "none"
     except PeerError as error:
         return [str(error), failure_code(error)]
     finally:
@@ -157,7 +156,6 @@ def body_reads(hosts, directory):
 
 @pytest.fixture
 def bucket():
-    pytest.importorskip("gcsfs", reason="gcsfs is not installed (pip install 'jax-lockstep[gcs]')")
     with fake_gcs.serve() as bucket:
         bucket.objects["bucket/rows"] = b"rows"
         yield bucket
@@ -216,7 +214,6 @@ lockstep.run_main(main)
 @pytest.mark.slow
 def test_a_process_whose_save_hangs_ends_after_sigterm():
     """Python would wait for the threads of the save at its exit."""
-    pytest.importorskip("gcsfs", reason="gcsfs is not installed (pip install 'jax-lockstep[gcs]')")
     with fake_gcs.serve() as bucket:
         environment = {
             **os.environ,
@@ -232,7 +229,6 @@ def test_a_process_whose_save_hangs_ends_after_sigterm():
 
 @pytest.mark.nightly
 def test_training_goes_on_without_the_save_that_is_late_and_sigterm_ends_it(tmp_path):
-    pytest.importorskip("gcsfs", reason="gcsfs is not installed (pip install 'jax-lockstep[gcs]')")
     with fake_gcs.serve() as bucket:
         leader, other = run_processes(body, processes=2, devices=2, env=bucket.environment, timeout_s=300)
     plain, late, ended = leader

@@ -10,7 +10,6 @@ import pytest
 
 from tests import fake_gcs, tiny
 from tests.multiprocess.harness import run_processes
-from tests.multiprocess.test_resume import init
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
@@ -38,7 +37,7 @@ def train(hosts, grace_s, signal_in=None) -> dict[str, Any]:
         trainer = tiny.make_trainer("host_local", STEPS, hosts, run_id=f"run-{grace_s:g}", checkpointer=settings)
         losses = {}
         trainer.add_hook(lambda info: losses.update({info.next_step: info.loss}))
-        state = trainer.restore(init)
+        state = trainer.restore(tiny.init)
         result = trainer.train(tiny.init_model(trainer) if state is None else state, tiny.rows())
     finally:
         stopping.SLOW_STEP_S, BatchFeed.prepare = slow_step_s, prepare
@@ -60,7 +59,6 @@ def body_runs(hosts):
 @pytest.fixture(scope="module")
 def runs():
     """The result of `body_runs`, and the bytes that each process wrote of a checkpoint."""
-    pytest.importorskip("gcsfs", reason="gcsfs is not installed (pip install 'jax-lockstep[gcs]')")
     with fake_gcs.serve() as bucket:
         bucket.bytes_per_s = BYTES_PER_S
         first, other = run_processes(body_runs, processes=2, devices=2, env=bucket.environment, timeout_s=300)

@@ -6,7 +6,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import jax
@@ -21,6 +20,7 @@ from lockstep.training.rl.rewards import FunctionReward, LengthReward
 from tests import rollouts as runs
 from tests import tiny
 from tests.adapters import save_base
+from tests.clock import until
 from tests.multiprocess.harness import run_command, run_processes
 from tests.multiprocess.launches import record_launches
 
@@ -162,7 +162,7 @@ def train_with_breaks(hosts, where, at=None):
         "auto", 8, hosts, run=run, loss={"use_rollout_logprobs": False}, log_dir=str(where), run_id="run",
         checkpointer=CheckpointerConfig(every=3, keep=KeepConfig(newest=9)),
     )  # fmt: skip
-    state = trainer.restore(tiny_init)
+    state = trainer.restore(tiny.init)
     losses = {}
     trainer.add_hook(lambda info: losses.update({info.next_step: float(info.loss).hex()}))
     if at is not None:
@@ -203,10 +203,8 @@ def body_killed(hosts, directory, victims):
     """A run whose victims get a SIGKILL at the first reward of the rollout before step 5; it has no end of its own."""
 
     def wait_for_the_checkpoint(info):
-        deadline = time.monotonic() + 60
-        while info.next_step == 4 and not (Path(directory) / "run/checkpoints/step-3/metadata.json").exists():
-            assert time.monotonic() < deadline, "the checkpoint of step 3 is not complete"
-            time.sleep(0.01)
+        if info.next_step == 4:
+            until((Path(directory) / "run/checkpoints/step-3/metadata.json").exists)
 
     KILLED_IN.update(step=5 if hosts.index in victims else 0, signal=signal.SIGKILL)
     return train_with_breaks(hosts, directory, wait_for_the_checkpoint)
@@ -215,14 +213,6 @@ def body_killed(hosts, directory, victims):
 def body_unbroken(hosts, directory):
     """A run that nobody ends: from the beginning, or from what is there."""
     return train_with_breaks(hosts, directory)
-
-
-def tiny_init(key):
-    import haliax as hax
-
-    from lockstep.models import LlamaLMHeadModel
-
-    return LlamaLMHeadModel.init(hax.Axis("vocab", tiny.vocab_size()), tiny.CONFIG, key=key)
 
 
 def check_meshes(results, oracle, meshes):

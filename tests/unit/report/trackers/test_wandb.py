@@ -1,12 +1,10 @@
 """W&B: what a run holds afterwards, and what becomes of a key that is no good."""
 
-import http.server
 import json
 import logging
 import os
 import subprocess
 import sys
-import threading
 
 import pytest
 
@@ -14,6 +12,7 @@ from lockstep.errors import ConfigError
 from lockstep.report import WANDB_RUN, WandbTracker, build_tracker
 from lockstep.report.trackers import WandbTrackerConfig
 from tests import wandb_run
+from tests.http_replies import serving
 from tests.unit.report.trackers.fakes import FakeRun, row
 
 
@@ -349,33 +348,15 @@ tracker.finish()
 """
 
 
-class Unauthorized(http.server.BaseHTTPRequestHandler):
-    """A W&B server that knows no key."""
-
-    def do_POST(self):
-        self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        body = b'{"errors": [{"message": "user is not logged in"}]}'
-        self.send_response(401)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    do_GET = do_POST
-
-    def log_message(self, *_):
-        pass
-
-
 @pytest.mark.slow
 def test_a_key_that_the_server_refuses_leaves_an_offline_run_behind(tmp_path):
     """The run may have been online before."""
     (tmp_path / "run").mkdir()
     before = json.dumps({"id": "abcd1234", "project": "test", "entity": "us"})
     (tmp_path / "run" / WANDB_RUN).write_text(before)
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Unauthorized) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        address = {"WANDB_BASE_URL": f"http://127.0.0.1:{server.server_port}", "WANDB_API_KEY": "0" * 40}
+    refusal = (401, {"errors": [{"message": "user is not logged in"}]}, {"Content-Type": "application/json"})
+    with serving(refusal) as server:
+        address = {"WANDB_BASE_URL": server.url.removesuffix("/v1"), "WANDB_API_KEY": "0" * 40}
         result = subprocess.run(
             [sys.executable, "-c", EXPIRED, str(tmp_path / "run")],
             env={key: value for key, value in os.environ.items() if key != "WANDB_MODE"} | address,
@@ -383,7 +364,6 @@ def test_a_key_that_the_server_refuses_leaves_an_offline_run_behind(tmp_path):
             text=True,
             timeout=120,
         )
-        server.shutdown()
     assert result.returncode == 0, result.stderr
     assert "wandb could not start online" in result.stderr and "goes on offline" in result.stderr
     (run,) = (tmp_path / "run").glob("wandb/offline-run-*")

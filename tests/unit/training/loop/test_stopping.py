@@ -188,16 +188,16 @@ STEPS = 5
 
 
 class Poisoned:
-    """Rows whose loss is multiplied by a number, which may be nan, at some steps; these steps take no rows."""
+    """Rows of which at some steps the last has a loss that is multiplied by a number, maybe nan; they take no rows."""
 
     def __init__(self, factors):
         self.factors = factors
 
     def batch(self, step, batch_size, part):
         taken = step - sum(bad < step for bad in self.factors)
-        columns = rows().batch(taken, batch_size, part)
-        factor = np.full(part.stop - part.start, self.factors.get(step, 1.0), np.float32)
-        return columns | {"factor": factor}
+        factor = np.ones(batch_size, np.float32)
+        factor[-1] = self.factors.get(step, 1.0)
+        return rows().batch(taken, batch_size, part) | {"factor": factor[part]}
 
 
 def loss(model, batch):
@@ -298,11 +298,11 @@ def test_a_spike_is_skipped_and_a_run_that_goes_on_knows_the_losses_before_it(tm
         "log_dir": str(tmp_path),
         "run_id": "run",
     }
-    whole, result, _ = run({4: 100.0}, steps=6, **values | {"run_id": "whole"})
+    whole, result, _ = run({4: 800.0}, steps=6, **values | {"run_id": "whole"})
     assert whole[4] > 50 * whole[3] and result.skipped_steps == 1
     assert [*whole[:4], whole[5]] == plain[0]
-    first, _, _ = run({4: 100.0}, steps=4, **values)
-    second, resumed, _ = run({4: 100.0}, steps=6, restore=True, **values)
+    first, _, _ = run({4: 800.0}, steps=4, **values)
+    second, resumed, _ = run({4: 800.0}, steps=6, restore=True, **values)
     assert [*first, *second] == whole and resumed.skipped_steps == 1
 
 
